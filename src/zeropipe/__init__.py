@@ -1,0 +1,56 @@
+"""zeropipe plans, shows and runs pipeline-parallel training."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zeropipe.core.action import Action, Kind, Overlap
+    from zeropipe.core.check import check
+    from zeropipe.core.csv import from_csv, to_csv
+    from zeropipe.core.json import from_json, to_json
+    from zeropipe.core.lower import lower
+    from zeropipe.core.placement import Placement, Problem, linear, loop, mirror, vee
+    from zeropipe.core.schedule import Program, Schedule
+    from zeropipe.core.timeline import Span, Timeline
+    from zeropipe.errors import ConfigError, DeadlockError, EngineError, ScheduleError, ZeropipeError
+    from zeropipe.schedules.lane import Lane
+    from zeropipe.schedules.registry import build, names, register
+    from zeropipe.sim.costs import Costs
+    from zeropipe.sim.simulate import simulate
+    from zeropipe.viz import draw
+
+__version__ = "0.1.0"
+
+# name -> module, imported when first used: `import zeropipe` stays fast
+_HOMES = {
+    "zeropipe.core.action": ("Action", "Kind", "Overlap"),
+    "zeropipe.core.check": ("check",),
+    "zeropipe.core.csv": ("from_csv", "to_csv"),
+    "zeropipe.core.json": ("from_json", "to_json"),
+    "zeropipe.core.lower": ("lower",),
+    "zeropipe.core.placement": ("Placement", "Problem", "linear", "loop", "mirror", "vee"),
+    "zeropipe.core.schedule": ("Program", "Schedule"),
+    "zeropipe.core.timeline": ("Span", "Timeline"),
+    "zeropipe.errors": ("ConfigError", "DeadlockError", "EngineError", "ScheduleError", "ZeropipeError"),
+    "zeropipe.schedules.lane": ("Lane",),
+    "zeropipe.schedules.registry": ("build", "names", "register"),
+    "zeropipe.sim.costs": ("Costs",),
+    "zeropipe.sim.simulate": ("simulate",),
+    "zeropipe.viz": ("draw",),
+}
+_MODULE_OF = {name: module for module, members in _HOMES.items() for name in members}
+__all__ = sorted(_MODULE_OF)  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'zeropipe' has no attribute {name!r}")
+    value = getattr(import_module(_MODULE_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

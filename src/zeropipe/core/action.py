@@ -1,0 +1,137 @@
+"""The unit of work, its text form (`2F0`, torch's own) and its packed form (one 64-bit integer).
+
+Rows of ten million actions stay small because a schedule stores packed codes and decodes on demand:
+
+    bit 0       joined: this action and the next one are an Overlap
+    bits 1-4    kind
+    bits 5-20   stage
+    bits 21-62  microbatch
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from enum import IntEnum
+from typing import NamedTuple
+
+from zeropipe.errors import ScheduleError
+
+
+class Kind(IntEnum):
+    """What an action does."""
+
+    F = 0  # forward
+    B = 1  # whole backward
+    I = 2  # noqa: E741  gradient of the inputs
+    W = 3  # gradient of the weights
+    SEND_F = 4
+    RECV_F = 5
+    SEND_B = 6
+    RECV_B = 7
+
+
+COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
+BACKWARD = frozenset({Kind.B, Kind.I})  # the kinds whose end lets the stage before go backward
+COMM = frozenset(Kind) - COMPUTE
+
+KIND_SHIFT = 1
+STAGE_SHIFT = 5
+MICROBATCH_SHIFT = 21
+KIND_MASK = 15
+STAGE_MASK = 0xFFFF
+MAX_STAGES = STAGE_MASK + 1
+
+
+class Action(NamedTuple):
+    """One unit of work: `Action(2, Kind.F, 0)`, in text `2F0`."""
+
+    stage: int
+    kind: Kind
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind.name}{self.microbatch}"
+
+
+class Overlap(NamedTuple):
+    """A forward and a backward executed together as one step, in text `(1F1;2B0)OVERLAP_F_B`."""
+
+    forward: Action
+    backward: Action
+
+    def __str__(self) -> str:
+        return f"({self.forward};{self.backward})OVERLAP_F_B"
+
+
+Step = Action | Overlap
+
+
+def encode(stage: int, kind: int, microbatch: int, joined: int = 0) -> int:
+    """The packed form of one action."""
+    return microbatch << MICROBATCH_SHIFT | stage << STAGE_SHIFT | kind << KIND_SHIFT | joined
+
+
+_KINDS = tuple(Kind)
+
+
+def decode(code: int) -> Action:
+    """The action of a packed code."""
+    return Action(
+        code >> STAGE_SHIFT & STAGE_MASK, _KINDS[code >> KIND_SHIFT & KIND_MASK], code >> MICROBATCH_SHIFT
+    )
+
+
+def pack(steps: Iterable[Step]) -> list[int]:
+    """The packed codes of some steps; an Overlap takes two."""
+    codes: list[int] = []
+    for step in steps:
+        if isinstance(step, Overlap):
+            codes.append(encode(*step.forward, joined=1))
+            codes.append(encode(*step.backward))
+        else:
+            codes.append(encode(*step))
+    return codes
+
+
+def unpack(codes: Iterable[int]) -> Iterator[Step]:
+    """The steps of some packed codes."""
+    forward: Action | None = None
+    for code in codes:
+        action = decode(code)
+        if code & 1:
+            forward = action
+        elif forward is not None:
+            yield Overlap(forward, action)
+            forward = None
+        else:
+            yield action
+
+
+_ACTION = re.compile(r"\s*(\d+)\s*(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B)\s*(\d+)\s*")
+_OVERLAP = re.compile(r"\s*\(([^;()]+);([^;()]+)\)\s*OVERLAP_F_B\s*")
+
+
+def parse_action(text: str) -> Action:
+    """`2F0` as an Action; ScheduleError if the text is something else."""
+    match = _ACTION.fullmatch(text)
+    if match is None:
+        raise ScheduleError(
+            f"{text.strip()!r} is not an action: write stage, kind (F, B, I or W) and microbatch, like 2F0, "
+            "or (1F1;2B0)OVERLAP_F_B"
+        )
+    stage = int(match[1])
+    if stage >= MAX_STAGES:
+        raise ScheduleError(f"{text.strip()!r} names stage {stage}: at most {MAX_STAGES} stages are supported")
+    return Action(stage, Kind[match[2]], int(match[3]))
+
+
+def parse_step(text: str) -> Step:
+    """`2F0` or `(1F1;2B0)OVERLAP_F_B` as a step."""
+    match = _OVERLAP.fullmatch(text)
+    if match is None:
+        return parse_action(text)
+    forward, backward = parse_action(match[1]), parse_action(match[2])
+    if forward.kind is not Kind.F or backward.kind not in BACKWARD:
+        raise ScheduleError(f"{text.strip()!r} is not an Overlap: it joins an F and a B (or I), in that order")
+    return Overlap(forward, backward)

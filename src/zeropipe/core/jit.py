@@ -1,0 +1,133 @@
+"""One source for small and large inputs: kernels are plain Python, and numba compiles them when that pays.
+
+A kernel is a function of lists (or arrays) and numbers, with no Python objects inside. `arrays(size)` gives the place
+to make its arguments and to call it: plain lists for a small input, so that small commands start at once, and numpy
+arrays with a compiled kernel, cached on disk, for a large one.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+JIT_FROM = 200_000  # actions; below this, importing numba takes longer than the work
+
+Ints = Any  # list[int] or numpy int64 array
+Floats = Any  # list[float] or numpy float64 array
+
+
+class Plain:
+    """Python lists and the kernel as written."""
+
+    @staticmethod
+    def ints(data: bytes) -> Ints:
+        return memoryview(data).cast("q").tolist()
+
+    @staticmethod
+    def floats(data: bytes) -> Floats:
+        return memoryview(data).cast("d").tolist()
+
+    @staticmethod
+    def full_ints(size: int, value: int = 0) -> Ints:
+        return [value] * size
+
+    @staticmethod
+    def full_floats(size: int, value: float = 0.0) -> Floats:
+        return [value] * size
+
+    @staticmethod
+    def list_ints(values: Any) -> Ints:
+        return list(values)
+
+    @staticmethod
+    def list_floats(values: Any) -> Floats:
+        return list(values)
+
+    @staticmethod
+    def int_bytes(values: Ints) -> bytes:
+        return array("q", values).tobytes()
+
+    @staticmethod
+    def float_bytes(values: Floats) -> bytes:
+        return array("d", values).tobytes()
+
+    @staticmethod
+    def call(kernel: Callable[..., Any], *args: Any) -> Any:
+        return kernel(*args)
+
+
+class Jitted:
+    """numpy arrays and the kernel compiled by numba."""
+
+    @staticmethod
+    def ints(data: bytes) -> Ints:
+        import numpy as np
+
+        return np.frombuffer(data, np.int64)
+
+    @staticmethod
+    def floats(data: bytes) -> Floats:
+        import numpy as np
+
+        return np.frombuffer(data, np.float64)
+
+    @staticmethod
+    def full_ints(size: int, value: int = 0) -> Ints:
+        import numpy as np
+
+        return np.full(size, value, np.int64)
+
+    @staticmethod
+    def full_floats(size: int, value: float = 0.0) -> Floats:
+        import numpy as np
+
+        return np.full(size, value, np.float64)
+
+    @staticmethod
+    def list_ints(values: Any) -> Ints:
+        import numpy as np
+
+        return np.array(values, np.int64)
+
+    @staticmethod
+    def list_floats(values: Any) -> Floats:
+        import numpy as np
+
+        return np.array(values, np.float64)
+
+    @staticmethod
+    def int_bytes(values: Ints) -> bytes:
+        return bytes(values.tobytes())
+
+    @staticmethod
+    def float_bytes(values: Floats) -> bytes:
+        return bytes(values.tobytes())
+
+    @staticmethod
+    def call(kernel: Callable[..., Any], *args: Any) -> Any:
+        return _compiled(kernel)(*args)
+
+
+Arrays = type[Plain] | type[Jitted]
+
+
+def arrays(size: int) -> Arrays:
+    """Where to make arrays for an input of `size` actions."""
+    return Jitted if size >= JIT_FROM and _numba_found() else Plain
+
+
+@cache
+def _numba_found() -> bool:
+    from importlib.util import find_spec
+
+    return find_spec("numba") is not None and find_spec("numpy") is not None
+
+
+@cache
+def _compiled(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    import numba
+
+    compiled: Callable[..., Any] = numba.njit(kernel, cache=True)
+    return compiled

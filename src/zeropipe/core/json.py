@@ -1,0 +1,121 @@
+"""zeropipe's own JSON: versioned, and unlike CSV it carries the placement, the name and (for a Timeline) the times."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from zeropipe.core.action import pack, parse_step
+from zeropipe.core.placement import Placement, Problem, recognise, require_ranks
+from zeropipe.core.schedule import Lines, Schedule
+from zeropipe.core.timeline import Memory, Timeline
+from zeropipe.errors import ScheduleError
+
+VERSION = 1
+
+
+def to_json(what: Schedule | Timeline) -> str:
+    """The schedule or timeline as text; `from_json` gives back an equal value."""
+    data = _timeline_data(what) if isinstance(what, Timeline) else _schedule_data(what)
+    return json.dumps(data)
+
+
+def from_json(text: str) -> Schedule | Timeline:
+    """The Schedule or Timeline that `to_json` wrote."""
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ScheduleError(f"not JSON: {error}") from None
+    if not isinstance(data, dict) or "zeropipe" not in data:
+        raise ScheduleError("this JSON is not zeropipe's: it has no field 'zeropipe' with the version")
+    if data["zeropipe"] != VERSION:
+        raise ScheduleError(f"this file has version {data['zeropipe']!r}, this zeropipe reads version {VERSION}")
+    try:
+        return _timeline(data) if data.get("type") == "timeline" else _schedule(data)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        if isinstance(error, ScheduleError):
+            raise
+        what = f"field {error} is missing" if isinstance(error, KeyError) else str(error)
+        raise ScheduleError(f"this JSON is damaged: {what}") from None
+
+
+def _schedule_data(schedule: Schedule) -> dict[str, Any]:
+    placement = schedule.placement
+    return {
+        "zeropipe": VERSION,
+        "type": "schedule",
+        "name": schedule.name,
+        "num_ranks": schedule.num_ranks,
+        "num_stages": schedule.num_stages,
+        "num_microbatches": schedule.num_microbatches,
+        "placement": {"name": placement.name, "copies": placement.copies, "split": placement.split},
+        "rows": [" ".join(map(str, row)) for row in schedule.rows],
+    }
+
+
+def _schedule(data: dict[str, Any]) -> Schedule:
+    problem = Problem(*(_count(data, field) for field in ("num_ranks", "num_stages", "num_microbatches")))
+    copies = tuple(tuple(int(rank) for rank in table) for table in data["placement"]["copies"])
+    if not copies or any(len(table) != problem.num_stages for table in copies) or len(copies) > 2:
+        raise ScheduleError(f"the placement needs one or two tables of {problem.num_stages} ranks")
+    for table in copies:
+        require_ranks(table, problem.num_ranks)
+    split = data["placement"]["split"]
+    if (split is None) != (len(copies) == 1):
+        raise ScheduleError("a placement with two copies, and no other, has a split")
+    rows = data["rows"]
+    if len(rows) != problem.num_ranks:
+        raise ScheduleError(f"num_ranks is {problem.num_ranks}, but there are {len(rows)} rows")
+    lines = Lines.of(pack(map(parse_step, row.split())) for row in rows)
+    return Schedule(problem, recognise(copies, split, problem), lines, str(data["name"]))
+
+
+def _count(data: dict[str, Any], field: str) -> int:
+    value = data[field]
+    if not isinstance(value, int) or value < 1:
+        raise ScheduleError(f"{field} is {value!r}: a whole number from 1 on is needed")
+    return value
+
+
+def _floats(data: bytes) -> list[float]:
+    return memoryview(data).cast("d").tolist()
+
+
+def _timeline_data(timeline: Timeline) -> dict[str, Any]:
+    memory = timeline.memory
+    return {
+        **_schedule_data(timeline.schedule),
+        "type": "timeline",
+        "label": timeline.label,
+        "measured": timeline.measured,
+        "unit": timeline.unit,
+        "memory_unit": timeline.memory_unit,
+        "memory_limit": timeline.memory_limit,
+        "start": _floats(timeline.start),
+        "end": _floats(timeline.end),
+        "memory": memory and {"during": _floats(memory.during), "after": _floats(memory.after)},
+    }
+
+
+def _timeline(data: dict[str, Any]) -> Timeline:
+    from array import array
+
+    schedule = _schedule(data)
+
+    def column(values: list[float]) -> bytes:
+        if len(values) != schedule.num_actions:
+            raise ScheduleError(f"a column of {len(values)} times for {schedule.num_actions} actions")
+        return array("d", values).tobytes()
+
+    memory = data["memory"] and Memory(column(data["memory"]["during"]), column(data["memory"]["after"]))
+    return Timeline(
+        schedule,
+        column(data["start"]),
+        column(data["end"]),
+        memory,
+        data["memory_limit"],
+        str(data["unit"]),
+        str(data["memory_unit"]),
+        str(data["label"]),
+        bool(data["measured"]),
+    )

@@ -1,0 +1,97 @@
+"""Lowering: a Schedule becomes a Program by adding SEND and RECV.
+
+All ranks advance together, one step each a turn. When a step ends, its SEND is written behind it and, in the same
+turn, the RECV into the receiver's row. So both sides agree on the order of every edge, and the Program cannot hang
+even if a send finishes only when its receive is posted: replaying the turns is a proof.
+"""
+
+from __future__ import annotations
+
+from zeropipe.core.check import check_order, deadlock
+from zeropipe.core.needs import Links, link
+from zeropipe.core.schedule import Lines, Program, Schedule
+
+
+def lower(schedule: Schedule) -> Program:
+    """The schedule with its messages; hand-over on the same rank is no message. Raises DeadlockError if stuck."""
+    check_order(schedule)
+    return lower_links(schedule, link(schedule))
+
+
+def lower_links(schedule: Schedule, links: Links) -> Program:
+    """`lower` for a schedule whose links are known and whose actions are complete and placed."""
+    xp, num_ranks = links.arrays, schedule.num_ranks
+    sizes = xp.full_ints(num_ranks)
+    xp.call(count_kernel, links.offsets, links.to, sizes)
+    offsets = [0]
+    for size in sizes:
+        offsets.append(offsets[-1] + int(size))
+    out = xp.full_ints(offsets[-1])
+    write = xp.list_ints(offsets[:-1])
+    position = xp.list_ints(schedule.lines.offsets[:-1])
+    done = xp.full_ints(links.num_keys)
+    finished = xp.call(
+        lower_kernel, links.codes, links.offsets, links.remote, links.own, links.makes, links.to, done, position,
+        write, out,
+    )  # fmt: skip
+    if not finished:
+        raise deadlock(schedule, links, position, done)
+    return Program(schedule, Lines(xp.int_bytes(out), tuple(offsets)))
+
+
+def count_kernel(offsets, to, sizes):  # type: ignore[no-untyped-def]
+    """Steps per rank once every message adds a SEND to one row and a RECV to another."""
+    for rank in range(len(offsets) - 1):
+        for at in range(offsets[rank], offsets[rank + 1]):
+            sizes[rank] += 1
+            if to[at] >= 0:
+                sizes[rank] += 1
+                sizes[to[at]] += 1
+
+
+def lower_kernel(codes, offsets, remote, own, makes, to, done, position, write, out):  # type: ignore[no-untyped-def]
+    """Advance all ranks in turns; True if every row was written to its end."""
+    num_ranks = len(offsets) - 1
+    turn = 0
+    left = len(codes)
+    while left > 0:
+        turn += 1
+        moved = False
+        for rank in range(num_ranks):
+            at = position[rank]
+            if at == offsets[rank + 1]:
+                continue
+            last = at + (codes[at] & 1)
+            ready = True
+            for step in range(at, last + 1):
+                # a result counts from the turn after the one that made it, as in a real step
+                if remote[step] >= 0 and not 0 < done[remote[step]] < turn:
+                    ready = False
+                if own[step] >= 0 and not 0 < done[own[step]] < turn:
+                    ready = False
+            if not ready:
+                continue
+            moved = True
+            left -= last + 1 - at
+            position[rank] = last + 1
+            for step in range(at, last + 1):
+                out[write[rank]] = codes[step]
+                write[rank] += 1
+                if makes[step] >= 0:
+                    done[makes[step]] = turn
+            for step in range(at, last + 1):
+                peer = to[step]
+                if peer < 0:
+                    continue
+                code = codes[step]
+                forward = ((code >> 1) & 15) == 0
+                stage = (code >> 5) & 0xFFFF
+                send, receive, other = (4, 5, stage + 1) if forward else (6, 7, stage - 1)
+                high = (code >> 21) << 21
+                out[write[rank]] = high | stage << 5 | send << 1
+                write[rank] += 1
+                out[write[peer]] = high | other << 5 | receive << 1
+                write[peer] += 1
+        if not moved:
+            return False
+    return True

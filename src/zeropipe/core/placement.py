@@ -1,0 +1,107 @@
+"""Which rank holds a stage, for a microbatch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from zeropipe.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The size of a pipeline."""
+
+    num_ranks: int
+    num_stages: int
+    num_microbatches: int
+
+    @property
+    def stages_per_rank(self) -> int:
+        return self.num_stages // self.num_ranks
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where stages live: one table stage -> rank per copy of the model.
+
+    Almost all placements have one copy. DualPipe and Chimera keep two: microbatches below `split` go through
+    copy 0, the others through copy 1.
+    """
+
+    copies: tuple[tuple[int, ...], ...]
+    split: int | None = None
+    name: str = field(default="custom", compare=False)
+
+    def rank_of(self, stage: int, microbatch: int = 0) -> int:
+        """The rank that runs `stage` for `microbatch`."""
+        return self.copies[self.copy_of(microbatch)][stage]
+
+    def copy_of(self, microbatch: int) -> int:
+        """Which copy of the model `microbatch` goes through."""
+        return 0 if self.split is None or microbatch < self.split else 1
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages held by `rank` (of all copies), in order, each once."""
+        return tuple(sorted({s for table in self.copies for s, r in enumerate(table) if r == rank}))
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.copies[0])
+
+    @property
+    def is_vee(self) -> bool:
+        """Whether first and last stage share a rank in every copy (then tied embeddings cost nothing)."""
+        return all(table[0] == table[-1] for table in self.copies)
+
+
+PlacementRule = Callable[[Problem], Placement]
+
+
+def linear(problem: Problem) -> Placement:
+    """Stage s on rank s."""
+    return Placement((tuple(range(problem.num_stages)),), name="linear")
+
+
+def loop(problem: Problem) -> Placement:
+    """Stage s on rank s mod num_ranks."""
+    return Placement((tuple(s % problem.num_ranks for s in range(problem.num_stages)),), name="loop")
+
+
+def vee(problem: Problem) -> Placement:
+    """Down the ranks and back up again, as often as there are stages."""
+    p = problem.num_ranks
+    table = tuple(s % p if s // p % 2 == 0 else p - 1 - s % p for s in range(problem.num_stages))
+    return Placement((table,), name="vee")
+
+
+def mirror(problem: Problem) -> Placement:
+    """Two copies of each stage: the first half of the microbatches goes down the ranks, the second half up."""
+    down = tuple(range(problem.num_stages))
+    if problem.num_ranks == 1 or problem.num_microbatches == 1:
+        return Placement((down,), name="mirror")
+    return Placement((down, down[::-1]), split=(problem.num_microbatches + 1) // 2, name="mirror")
+
+
+PLACEMENTS: dict[str, PlacementRule] = {rule.__name__: rule for rule in (linear, loop, vee, mirror)}
+
+
+def recognise(copies: tuple[tuple[int, ...], ...], split: int | None, problem: Problem) -> Placement:
+    """The named placement these tables are, or a custom one."""
+    plain = Placement(copies, split)
+    for rule in PLACEMENTS.values():
+        if rule is linear and problem.num_stages != problem.num_ranks:
+            continue
+        if rule is mirror and problem.num_stages != problem.num_ranks:
+            continue
+        known = rule(problem)
+        if known == plain:
+            return known
+    return plain
+
+
+def require_ranks(table: tuple[int, ...], num_ranks: int) -> None:
+    """ConfigError when a table names a rank that does not exist."""
+    for stage, rank in enumerate(table):
+        if not 0 <= rank < num_ranks:
+            raise ConfigError(f"stage {stage} is placed on rank {rank}: ranks are 0 to {num_ranks - 1}")

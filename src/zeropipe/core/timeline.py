@@ -1,0 +1,143 @@
+"""Who did what when: simulated or measured, the same type."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import NamedTuple
+
+from zeropipe.core.action import Action, decode
+from zeropipe.core.jit import arrays
+from zeropipe.core.schedule import Schedule
+
+
+class Span(NamedTuple):
+    """One action of one rank in time. Both halves of an Overlap share start and end."""
+
+    rank: int
+    action: Action
+    start: float
+    end: float
+
+
+class Memory(NamedTuple):
+    """Bytes (or units) per rank and action, in the order of the schedule's codes: packed float64.
+
+    `during` is the level while the action runs (after what it allocates), `after` the level when it has ended.
+    """
+
+    during: bytes
+    after: bytes
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The times of every action of a schedule: packed float64 columns aligned with `schedule.lines`."""
+
+    schedule: Schedule
+    start: bytes = field(repr=False)
+    end: bytes = field(repr=False)
+    memory: Memory | None = field(default=None, repr=False)
+    memory_limit: float | None = None
+    unit: str = ""  # "s" for seconds; empty for the costs' own unit
+    memory_unit: str = ""  # "B" for bytes; empty for the costs' own unit
+    label: str = ""
+    measured: bool = False
+
+    @property
+    def num_ranks(self) -> int:
+        return self.schedule.num_ranks
+
+    @property
+    def title(self) -> str:
+        """The label, or the schedule's name."""
+        return self.label or self.schedule.name
+
+    def spans(self, rank: int) -> Iterator[Span]:
+        """What `rank` did, in order."""
+        begin, end = self.schedule.lines.offsets[rank : rank + 2]
+        codes = memoryview(self.schedule.lines.codes).cast("q")[begin:end]
+        starts = memoryview(self.start).cast("d")[begin:end]
+        ends = memoryview(self.end).cast("d")[begin:end]
+        for code, first, last in zip(codes, starts, ends, strict=True):
+            yield Span(rank, decode(code), first, last)
+
+    @cached_property
+    def _stats(self) -> tuple[list[float], list[float], list[float], list[float]]:
+        """Per rank: first start, last end, busy time, peak memory."""
+        xp = arrays(self.schedule.num_actions)
+        first, last, busy, peak = (xp.full_floats(self.num_ranks) for _ in range(4))
+        during = xp.floats(self.memory.during) if self.memory else xp.full_floats(0)
+        xp.call(
+            stats_kernel, xp.ints(self.schedule.lines.codes), xp.list_ints(self.schedule.lines.offsets),
+            xp.floats(self.start), xp.floats(self.end), during, first, last, busy, peak,
+        )  # fmt: skip
+        return tuple([float(x) for x in column] for column in (first, last, busy, peak))  # type: ignore[return-value]
+
+    @property
+    def makespan(self) -> float:
+        """Last end minus first start, over all ranks."""
+        first, last, _, _ = self._stats
+        return max(last) - min(first)
+
+    @property
+    def first_start(self) -> float:
+        """When the first action of any rank starts."""
+        return min(self._stats[0])
+
+    @property
+    def busy(self) -> tuple[float, ...]:
+        """Time spent in actions, per rank (an Overlap counts once)."""
+        return tuple(self._stats[2])
+
+    @property
+    def rank_span(self) -> tuple[float, ...]:
+        """Last end minus first start of each rank."""
+        first, last, _, _ = self._stats
+        return tuple(b - a for a, b in zip(first, last, strict=True))
+
+    @property
+    def bubble(self) -> float:
+        """The Zero Bubble paper's rate: 1 - busy/cost, cost being the longest rank's last end - first start.
+
+        With unequal stages, busy is the mean over the ranks.
+        """
+        return sum(self.rank_bubble) / self.num_ranks
+
+    @property
+    def rank_bubble(self) -> tuple[float, ...]:
+        """1 - busy/cost for each rank, with the same cost for all; `bubble` is their mean."""
+        cost = max(self.rank_span)
+        return tuple(1 - busy / cost if cost > 0 else 0.0 for busy in self.busy)
+
+    @property
+    def peak_memory(self) -> tuple[float, ...]:
+        """The highest memory level of each rank, in the costs' unit (one stage's microbatch = 1 by default)."""
+        return tuple(self._stats[3])
+
+    def labelled(self, label: str) -> Timeline:
+        """The same timeline under another title."""
+        return replace(self, label=label)
+
+
+def stats_kernel(codes, offsets, start, end, during, first, last, busy, peak):  # type: ignore[no-untyped-def]
+    """First start, last end, busy time and peak memory of each rank."""
+    for rank in range(len(offsets) - 1):
+        begin, stop = offsets[rank], offsets[rank + 1]
+        if begin == stop:
+            continue
+        first[rank] = start[begin]
+        total = 0.0
+        top = 0.0
+        latest = end[begin]
+        for at in range(begin, stop):
+            if not codes[at] & 1:
+                total += end[at] - start[at]
+            if end[at] > latest:
+                latest = end[at]
+            if len(during) > 0 and during[at] > top:
+                top = during[at]
+        last[rank] = latest
+        busy[rank] = total
+        peak[rank] = top

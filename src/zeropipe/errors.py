@@ -1,0 +1,53 @@
+"""Everything zeropipe raises on purpose.
+
+    ZeropipeError
+      ConfigError        a value the user gave breaks a rule
+        MissingExtra     an optional dependency is not installed
+      ScheduleError      a schedule is not complete, not placed or not well formed
+        DeadlockError    a schedule in which some rank waits forever
+      EngineError        a run on torch.distributed failed
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class ZeropipeError(Exception):
+    """Base of all errors a user may want to catch."""
+
+
+class ConfigError(ZeropipeError, ValueError):
+    """A value breaks a rule; the message names the value, the rule and the way out."""
+
+
+class MissingExtra(ConfigError):
+    """An optional dependency is needed and not installed."""
+
+    def __init__(self, package: str, extra: str) -> None:
+        super().__init__(f"this needs {package}, which is not installed: pip install 'zeropipe[{extra}]'")
+
+
+class ScheduleError(ZeropipeError):
+    """A schedule breaks one of the laws (complete, placed, well formed)."""
+
+
+class Stuck(NamedTuple):
+    """One rank of a deadlock: where it stands and what it waits for."""
+
+    rank: int
+    step: int
+    action: str
+    needs: str
+
+
+class DeadlockError(ScheduleError):
+    """Some ranks wait forever; `stuck` says who, where and for what."""
+
+    def __init__(self, message: str, stuck: tuple[Stuck, ...] = ()) -> None:
+        super().__init__(message)
+        self.stuck = stuck
+
+
+class EngineError(ZeropipeError, RuntimeError):
+    """A run failed; the message names the rank and the action."""

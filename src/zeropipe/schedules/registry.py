@@ -1,0 +1,169 @@
+"""All schedules by name, each with its facts. Adding one touches one file: the one that holds `@register`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from zeropipe.core.action import MAX_STAGES
+from zeropipe.core.placement import PlacementRule, Problem
+from zeropipe.core.schedule import Lines, Schedule
+from zeropipe.errors import ConfigError
+from zeropipe.schedules.lane import Lane
+
+ENTRY_POINTS = "zeropipe.schedules"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A schedule's facts. `write` fills one lane (parameter `lane`) or all of them (parameter `lanes`)."""
+
+    name: str
+    write: Callable[..., None]
+    placement: PlacementRule
+    stages_per_rank: tuple[int, ...]  # the allowed numbers; the first one is the default
+    splits_backward: bool = False
+    overlaps: bool = False
+    aliases: tuple[str, ...] = ()
+    paper: str = ""
+    limits: str = ""  # for people, what `require` refuses
+    require: Callable[..., None] | None = field(default=None, repr=False)  # raises ConfigError
+
+    @property
+    def summary(self) -> str:
+        """One line for people: the first of the function's docstring."""
+        return (inspect.getdoc(self.write) or "").split("\n")[0].rstrip(".")
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """The knobs beyond sizes, with their defaults."""
+        parameters = inspect.signature(self.write).parameters.values()
+        return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+    def __str__(self) -> str:
+        return self.name
+
+
+_entries: dict[str, Entry] = {}
+
+
+def register(
+    name: str,
+    *,
+    placement: PlacementRule,
+    stages_per_rank: int | tuple[int, ...] = 1,
+    splits_backward: bool = False,
+    overlaps: bool = False,
+    aliases: tuple[str, ...] = (),
+    paper: str = "",
+    limits: str = "",
+    require: Callable[..., None] | None = None,
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a schedule known under `name`.
+
+        @register("1f1b", placement=linear)
+        def one_f_one_b(lane, rank, p): ...
+
+    A function of `(lane, rank, p)` writes one rank's row; a function of `(lanes, p)` writes all of them. Keyword-only
+    parameters become options of `build` and of the command line.
+    """
+    allowed = (stages_per_rank,) if isinstance(stages_per_rank, int) else stages_per_rank
+
+    def add(write: Callable[..., None]) -> Callable[..., None]:
+        _entries[name] = Entry(
+            name, write, placement, allowed, splits_backward, overlaps, aliases, paper, limits, require
+        )
+        return write
+
+    return add
+
+
+def names() -> list[str]:
+    """All schedule names, sorted."""
+    return sorted(entry.name for entry in entries())
+
+
+def entries() -> list[Entry]:
+    """All registered schedules, sorted by name."""
+    _load()
+    return sorted(_entries.values(), key=lambda entry: entry.name)
+
+
+def find(name: str) -> Entry:
+    """The entry of a name or alias; ConfigError with the nearest names if there is none."""
+    _load()
+    wanted = _plain(name)
+    for entry in _entries.values():
+        if wanted in (_plain(entry.name), *map(_plain, entry.aliases)):
+            return entry
+    from difflib import get_close_matches
+
+    known = {_plain(n): entry.name for entry in _entries.values() for n in (entry.name, *entry.aliases)}
+    near = list(dict.fromkeys(known[n] for n in get_close_matches(wanted, known, n=3, cutoff=0.5)))
+    hint = f"did you mean {' or '.join(near)}?" if near else f"choose from {', '.join(names())}"
+    raise ConfigError(f"unknown schedule {name!r}: {hint}")
+
+
+def build(name: str, *, ranks: int, microbatches: int, stages_per_rank: int | None = None, **options: Any) -> Schedule:
+    """The schedule `name` for `ranks` pipeline ranks and `microbatches` microbatches.
+
+    `stages_per_rank` defaults to what the schedule is made for; other keywords are the schedule's own options.
+    """
+    return build_entry(find(name), ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank, **options)
+
+
+def build_entry(
+    entry: Entry, *, ranks: int, microbatches: int, stages_per_rank: int | None = None, **options: Any
+) -> Schedule:
+    """`build` for an entry in hand."""
+    per_rank = entry.stages_per_rank[0] if stages_per_rank is None else stages_per_rank
+    for label, value in (("ranks", ranks), ("microbatches", microbatches), ("stages_per_rank", per_rank)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"{label}={value!r}: a whole number from 1 on is needed")
+    if per_rank not in entry.stages_per_rank:
+        allowed = _words(entry.stages_per_rank)
+        raise ConfigError(f"{entry.name} needs {allowed} stages per rank, got stages_per_rank={per_rank}")
+    if ranks * per_rank > MAX_STAGES:
+        raise ConfigError(f"{ranks} ranks x {per_rank} stages per rank are too many: at most {MAX_STAGES} stages")
+    for option in options:
+        if option not in entry.options:
+            has = f"its options are {', '.join(entry.options)}" if entry.options else "it has none"
+            raise ConfigError(f"{entry.name} has no option {option!r}: {has}")
+    problem = Problem(ranks, ranks * per_rank, microbatches)
+    if entry.require is not None:
+        entry.require(problem, **{**entry.options, **options})
+    placement = entry.placement(problem)
+    lanes = [Lane(rank, problem, placement) for rank in range(ranks)]
+    if "lanes" in inspect.signature(entry.write).parameters:
+        entry.write(lanes, problem, **options)
+    else:
+        for rank, lane in enumerate(lanes):
+            entry.write(lane, rank, problem, **options)
+    return Schedule(problem, placement, Lines.of(lane.codes for lane in lanes), entry.name)
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("_", "-")
+
+
+def _words(allowed: tuple[int, ...]) -> str:
+    if len(allowed) > 2 and list(allowed) == list(range(allowed[0], allowed[0] + len(allowed))):
+        return f"{allowed[0]} to {allowed[-1]}"
+    return " or ".join(map(str, sorted(allowed)))
+
+
+@cache
+def _load() -> None:
+    """Import every schedule of this package, then those of installed packages."""
+    from importlib import import_module
+    from importlib.metadata import entry_points
+    from pkgutil import iter_modules
+
+    package = import_module("zeropipe.schedules")
+    for module in iter_modules(package.__path__):
+        import_module(f"zeropipe.schedules.{module.name}")
+    for point in entry_points(group=ENTRY_POINTS):
+        point.load()
