@@ -1,0 +1,1 @@
+"""What a schedule would take: costs, the simulator, memory over time."""

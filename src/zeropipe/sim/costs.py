@@ -1,0 +1,185 @@
+"""What actions, messages and activations cost. A number is for every stage alike; a list has one entry per stage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from math import isfinite
+from typing import Any, NamedTuple
+
+from zeropipe.core.placement import Problem
+from zeropipe.errors import ConfigError
+
+PerStage = float | Sequence[float]
+_PER_STAGE = ("f", "i", "w", "b", "overlap", "message", "activation", "stash", "weights")
+
+
+class Link(NamedTuple):
+    """One direction between two ranks: seconds to start a transfer, and bytes per second (None: no limit)."""
+
+    p2p: float = 0.0
+    bandwidth: float | None = None
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Time per kind and stage, the price of messages, and what memory a microbatch takes.
+
+    `b` defaults to i + w, `overlap` (an F and a B as one step) to f + b. A message takes `p2p` plus
+    `message`/`bandwidth`; `edges` overrides single directions, and with `node_size` every edge between two nodes is
+    an `inter_node` link. `blocking` keeps the sender busy during its transfers, `serial_links` lets one transfer at a
+    time through each direction. F allocates `activation`; I frees all but `stash` (default: frees nothing), W frees
+    the rest. `weights` is there all the time: parameters, gradients and optimizer state of a stage.
+    """
+
+    f: PerStage = 1.0
+    i: PerStage = 1.0
+    w: PerStage = 1.0
+    b: PerStage | None = None
+    overlap: PerStage | None = None
+    p2p: float = 0.0
+    bandwidth: float | None = None
+    message: PerStage = 0.0
+    edges: Mapping[tuple[int, int], Link] = field(default_factory=dict)
+    node_size: int | None = None
+    inter_node: Link = Link()
+    blocking: bool = False
+    serial_links: bool = False
+    activation: PerStage = 1.0
+    stash: PerStage | None = None
+    weights: PerStage = 0.0
+    memory_limit: float | None = None
+    unit: str = ""
+    memory_unit: str = ""
+
+    def __post_init__(self) -> None:
+        for name in _PER_STAGE:
+            value = getattr(self, name)
+            if isinstance(value, Sequence) and not isinstance(value, str):
+                object.__setattr__(self, name, tuple(_number(name, v) for v in value))
+            elif value is not None:
+                _number(name, value)
+        for name in ("p2p", "bandwidth", "memory_limit"):
+            if getattr(self, name) is not None:
+                _number(name, getattr(self, name))
+        links = {"inter_node": self.inter_node, **{f"edge {a}-{b}": link for (a, b), link in self.edges.items()}}
+        for name, link in links.items():
+            _number(f"{name} p2p", link.p2p)
+        bandwidths = [self.bandwidth, *(link.bandwidth for link in links.values())]
+        if any(bandwidth == 0 for bandwidth in bandwidths):
+            raise ConfigError("bandwidth=0: a message would never arrive; leave it out for no limit")
+        if self.node_size is not None and (not isinstance(self.node_size, int) or self.node_size < 1):
+            raise ConfigError(f"node_size={self.node_size!r}: a whole number of ranks from 1 on is needed")
+
+    def link(self, source: int, target: int) -> Link:
+        """What the direction from rank `source` to rank `target` is like."""
+        if (source, target) in self.edges:
+            return self.edges[source, target]
+        if self.node_size is not None and source // self.node_size != target // self.node_size:
+            return self.inter_node
+        return Link(self.p2p, self.bandwidth)
+
+    def column(self, name: str, num_stages: int) -> list[float]:
+        """One number per stage, defaults filled in."""
+        value = getattr(self, name)
+        if value is None:
+            if name == "b":
+                return _plus(self.column("i", num_stages), self.column("w", num_stages))
+            if name == "overlap":
+                return _plus(self.column("f", num_stages), self.column("b", num_stages))
+            return self.column("activation", num_stages)  # stash
+        if isinstance(value, tuple):
+            if len(value) != num_stages:
+                raise ConfigError(
+                    f"{name} has {len(value)} entries, the schedule has {num_stages} stages: "
+                    "give one number, or one per stage"
+                )
+            return list(value)
+        return [float(value)] * num_stages  # type: ignore[arg-type]
+
+    def regrouped(self, problem: Problem) -> Costs:
+        """The same model cut into `problem.num_stages` stages.
+
+        Numbers, given for one of `num_ranks` equal parts of the model, are shared out over that part's stages; lists
+        of finer pieces are added up. What a message takes does not depend on the cut.
+        """
+        changes: dict[str, Any] = {}
+        for name in _PER_STAGE:
+            value = getattr(self, name)
+            if name == "message" or value is None:
+                continue
+            if isinstance(value, tuple):
+                size, rest = divmod(len(value), problem.num_stages)
+                if rest:
+                    raise ConfigError(
+                        f"{name} has {len(value)} entries, which {problem.num_stages} stages cannot share: "
+                        "give a multiple of the number of stages, or one number"
+                    )
+                changes[name] = tuple(sum(value[s * size : (s + 1) * size]) for s in range(problem.num_stages))
+            else:
+                changes[name] = value * problem.num_ranks / problem.num_stages
+        return replace(self, **changes)
+
+
+def costs_from(data: Mapping[str, Any], where: str = "costs") -> Costs:
+    """Costs from plain data, as in a costs file.
+
+    `edges` is a table like {"0-1" = {p2p = 1e-5, bandwidth = 5e10}}.
+    """
+    known = {f.name for f in fields(Costs)}
+    for name in data:
+        if name not in known:
+            from difflib import get_close_matches
+
+            near = get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(known))}"
+            raise ConfigError(f"{where}: unknown field {name!r}: {hint}")
+    values = dict(data)
+    if "edges" in values:
+        values["edges"] = {_edge(name): _link(link, f"{where}: edges.{name}") for name, link in values["edges"].items()}
+    if "inter_node" in values:
+        values["inter_node"] = _link(values["inter_node"], f"{where}: inter_node")
+    return Costs(**values)
+
+
+def load_costs(path: str) -> Costs:
+    """Costs from a .toml or .json file."""
+    import json
+    import tomllib
+    from pathlib import Path
+
+    try:
+        text = Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not text"
+        raise ConfigError(f"cannot read the costs file {path}: {reason}") from None
+    try:
+        data = json.loads(text) if path.endswith(".json") else tomllib.loads(text)
+    except (json.JSONDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path} is not {'JSON' if path.endswith('.json') else 'TOML'}: {error}") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} holds no table of costs: write fields like f = 1.0")
+    return costs_from(data, path)
+
+
+def _plus(a: list[float], b: list[float]) -> list[float]:
+    return [x + y for x, y in zip(a, b, strict=True)]
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value) or value < 0:
+        raise ConfigError(f"{name}={value!r}: a number from 0 on is needed")
+    return float(value)
+
+
+def _edge(name: str) -> tuple[int, int]:
+    source, dash, target = name.partition("-")
+    if not (dash and source.isdigit() and target.isdigit()):
+        raise ConfigError(f"edge {name!r}: name it by its two ranks, like 0-1")
+    return int(source), int(target)
+
+
+def _link(data: Any, where: str) -> Link:
+    if isinstance(data, Mapping) and set(data) <= set(Link._fields):
+        return Link(**data)
+    raise ConfigError(f"{where}={data!r}: a table with p2p and bandwidth is needed")
