@@ -41,7 +41,7 @@ _HOMES = {
     "zeropipe.viz": ("draw",),
 }
 _MODULE_OF = {name: module for module, members in _HOMES.items() for name in members}
-__all__ = sorted(_MODULE_OF)  # noqa: PLE0605
+__all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:

@@ -77,9 +77,7 @@ _KINDS = tuple(Kind)
 
 def decode(code: int) -> Action:
     """The action of a packed code."""
-    return Action(
-        code >> STAGE_SHIFT & STAGE_MASK, _KINDS[code >> KIND_SHIFT & KIND_MASK], code >> MICROBATCH_SHIFT
-    )
+    return Action(code >> STAGE_SHIFT & STAGE_MASK, _KINDS[code >> KIND_SHIFT & KIND_MASK], code >> MICROBATCH_SHIFT)
 
 
 def pack(steps: Iterable[Step]) -> list[int]:

@@ -380,9 +380,7 @@ def _made_by(schedule: Schedule, needed: Action) -> str:
     return str(whole) if any(decode(code) == whole for code in row) else str(needed)
 
 
-def _program_deadlock(
-    program: Program, links: Links, position: Ints, done: Ints, posted: Ints
-) -> DeadlockError:
+def _program_deadlock(program: Program, links: Links, position: Ints, done: Ints, posted: Ints) -> DeadlockError:
     schedule, lines = program.schedule, program.lines
     stuck = []
     for rank in range(schedule.num_ranks):

@@ -10,10 +10,9 @@ import io
 import re
 from collections import Counter
 
-from zeropipe.core.action import COMM, Action, Overlap, Step, parse_step
+from zeropipe.core.action import COMM, Action, Overlap, Step, pack, parse_step
 from zeropipe.core.placement import Placement, Problem, recognise
 from zeropipe.core.schedule import Lines, Program, Schedule
-from zeropipe.core.action import pack
 from zeropipe.errors import ScheduleError
 
 # FSDP's parameter traffic: the engine decides on it by itself
@@ -103,17 +102,13 @@ def infer_placement(problem: Problem, homes: dict[tuple[int, int], Counter[int]]
         split -= 1
     if split > 0:
         early = _majority(problem, homes, range(split))
-        misfits = sum(
-            sum(c.values()) - c[(early if m < split else late)[s]] for (s, m), c in homes.items()
-        )
+        misfits = sum(sum(c.values()) - c[(early if m < split else late)[s]] for (s, m), c in homes.items())
         if misfits < strays and problem.num_microbatches > 1 and misfits == 0:
             return recognise((early, late), split, problem)
     return recognise((first_table,), None, problem)
 
 
-def _majority(
-    problem: Problem, homes: dict[tuple[int, int], Counter[int]], microbatches: range
-) -> tuple[int, ...]:
+def _majority(problem: Problem, homes: dict[tuple[int, int], Counter[int]], microbatches: range) -> tuple[int, ...]:
     votes = [Counter[int]() for _ in range(problem.num_stages)]
     for (stage, microbatch), counter in homes.items():
         if microbatch in microbatches:

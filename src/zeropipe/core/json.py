@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from zeropipe.core.action import pack, parse_step
-from zeropipe.core.placement import Placement, Problem, recognise, require_ranks
+from zeropipe.core.placement import Problem, recognise, require_ranks
 from zeropipe.core.schedule import Lines, Schedule
 from zeropipe.core.timeline import Memory, Timeline
 from zeropipe.errors import ScheduleError

@@ -21,6 +21,9 @@ class Link(NamedTuple):
     bandwidth: float | None = None
 
 
+FREE = Link()
+
+
 @dataclass(frozen=True)
 class Costs:
     """Time per kind and stage, the price of messages, and what memory a microbatch takes.
@@ -42,7 +45,7 @@ class Costs:
     message: PerStage = 0.0
     edges: Mapping[tuple[int, int], Link] = field(default_factory=dict)
     node_size: int | None = None
-    inter_node: Link = Link()
+    inter_node: Link = FREE
     blocking: bool = False
     serial_links: bool = False
     activation: PerStage = 1.0

@@ -1,0 +1,30 @@
+# `make run` and `make test` need nothing but Python 3.11+ and a network for pip.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: run test check bench gallery clean
+
+run: $(STAMP)
+	$(BIN)/zeropipe compare 1f1b interleaved zbv dualpipev --ranks 8 --microbatches 32
+
+test: check
+	$(BIN)/python -m pytest -q
+
+check: $(STAMP)
+	$(BIN)/ruff check src tests bench examples
+	$(BIN)/ruff format --check src tests bench examples
+	$(BIN)/mypy
+
+bench: $(STAMP)
+	$(BIN)/python bench/simulate.py
+	$(BIN)/python bench/draw.py
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist out

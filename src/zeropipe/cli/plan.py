@@ -1,0 +1,248 @@
+"""`simulate`, `compare` and `check`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from zeropipe.cli import options as opt
+from zeropipe.cli import output
+from zeropipe.errors import ConfigError, ScheduleError
+
+if TYPE_CHECKING:
+    from zeropipe.core.timeline import Timeline
+    from zeropipe.sim.costs import Costs
+
+
+@click.command()
+@click.argument("schedule")
+@opt.size_options
+@opt.json_option
+@opt.cost_options
+def simulate(
+    schedule: str,
+    ranks: int | None,
+    microbatches: int | None,
+    stages_per_rank: int | None,
+    knobs: tuple[str, ...],
+    as_json: bool,
+    **costs: Any,
+) -> None:
+    """Predict a schedule's time, bubble and memory. Costs are per stage."""
+    from zeropipe.sim.simulate import simulate as run
+
+    given = opt.costs_of(**costs)
+    timeline = run(opt.schedule_of(schedule, ranks, microbatches, stages_per_rank, knobs), given)
+    if as_json:
+        output.print_json(summary(timeline))
+    else:
+        _print_timeline(timeline)
+
+
+def summary(timeline: Timeline) -> dict[str, Any]:
+    """All metrics of a timeline as plain data."""
+    from zeropipe.core.explain import critical_path, idle
+
+    schedule = timeline.schedule
+    return {
+        "schedule": schedule.name,
+        "num_ranks": schedule.num_ranks,
+        "num_stages": schedule.num_stages,
+        "num_microbatches": schedule.num_microbatches,
+        "num_actions": schedule.num_actions,
+        "placement": schedule.placement.name,
+        "unit": timeline.unit,
+        "makespan": timeline.makespan,
+        "bubble": timeline.bubble,
+        "rank_bubble": timeline.rank_bubble,
+        "peak_memory": timeline.peak_memory,
+        "memory_unit": timeline.memory_unit,
+        "memory_limit": timeline.memory_limit,
+        "busy": timeline.busy,
+        "idle": [causes._asdict() for causes in idle(timeline)],
+        "critical_path": [
+            {"rank": span.rank, "action": str(span.action), "start": span.start, "end": span.end}
+            for span in critical_path(timeline)
+        ],
+    }
+
+
+def _print_timeline(timeline: Timeline) -> None:
+    from zeropipe.core.explain import critical_path, idle
+
+    console = output.console()
+    console.print(output.problem_text(timeline), style="bold")
+    over = _over_limit(timeline)
+    console.print(
+        f"makespan {output.time_text(timeline.makespan, timeline.unit)}   bubble {output.percent(timeline.bubble)}   "
+        f"peak memory {output.memory_text(max(timeline.peak_memory), timeline.memory_unit)}{over}"
+    )
+    rows = output.table("rank", "busy", "warm-up", "data", "comm", "cool-down", "bubble", "peak memory")
+    for rank, causes in enumerate(idle(timeline)):
+        rows.add_row(
+            str(rank), *(output.time_text(x, timeline.unit) for x in (
+                timeline.busy[rank], causes.warm_up, causes.waiting, causes.communication + causes.other, causes.cool_down
+            )), output.percent(timeline.rank_bubble[rank]),
+            output.memory_text(timeline.peak_memory[rank], timeline.memory_unit),
+        )  # fmt: skip
+    console.print(rows)
+    path = critical_path(timeline)
+    inside = sum(span.end - span.start for span in path)
+    console.print(
+        f"critical path: {len(path)} actions, {output.time_text(inside, timeline.unit)} of work, "
+        f"{output.time_text(timeline.makespan - inside, timeline.unit)} of waiting for messages; "
+        f"from {path[0].action} on rank {path[0].rank} to {path[-1].action} on rank {path[-1].rank}"
+    )
+
+
+def _over_limit(timeline: Timeline) -> str:
+    limit = timeline.memory_limit
+    if limit is None:
+        return ""
+    over = [str(rank) for rank, peak in enumerate(timeline.peak_memory) if peak > limit]
+    text = output.memory_text(limit, timeline.memory_unit)
+    return f"   [red]over the limit {text} on rank {', '.join(over)}[/]" if over else f"   (limit {text})"
+
+
+@click.command()
+@click.argument("schedules", nargs=-1, required=True)
+@opt.size_options
+@click.option("-o", "--output", "out", help="Draw them all: .html, .svg, .png or .pdf.")
+@opt.json_option
+@opt.cost_options
+def compare(
+    schedules: tuple[str, ...],
+    ranks: int | None,
+    microbatches: int | None,
+    stages_per_rank: int | None,
+    knobs: tuple[str, ...],
+    out: str | None,
+    as_json: bool,
+    **costs: Any,
+) -> None:
+    """Simulate several schedules of one model side by side. Costs are per rank: a rank's stages share them.
+
+    The name `all` stands for every schedule that can be built at this size.
+    """
+    from zeropipe.sim.compare import compare as run
+
+    given = opt.costs_of(**costs)
+    built, refused = [], []
+    names = _all_names() if schedules == ("all",) else list(schedules)
+    for spec in names:
+        try:
+            built.append(opt.schedule_of(spec, ranks, microbatches, _fitting(spec, stages_per_rank), knobs))
+        except ConfigError as error:
+            if schedules != ("all",):
+                raise
+            refused.append((spec, str(error)))
+    if not built:
+        raise ConfigError(f"none of the schedules can be built: {refused[0][1]}")
+    timelines = run(built, given)
+    if as_json:
+        output.print_json(
+            {"compared": [summary(t) for t in timelines], "refused": [{"schedule": n, "reason": r} for n, r in refused]}
+        )
+    else:
+        _print_comparison(timelines, refused, given)
+    if out:
+        from zeropipe.viz import draw
+
+        draw(timelines, out)
+        if not as_json:
+            output.console().print(f"drawn to {out}")
+
+
+def _all_names() -> list[str]:
+    from zeropipe.schedules.registry import names
+
+    return names()
+
+
+def _fitting(spec: str, stages_per_rank: int | None) -> int | None:
+    """The wished number of stages where the schedule can have it, else the schedule's own."""
+    from zeropipe.schedules.user import entry_of
+
+    if stages_per_rank is None or spec.endswith((".csv", ".json")):
+        return None
+    return stages_per_rank if stages_per_rank in entry_of(spec).stages_per_rank else None
+
+
+def _print_comparison(timelines: list[Timeline], refused: list[tuple[str, str]], costs: Costs) -> None:
+    console = output.console()
+    first = timelines[0].schedule
+    console.print(f"{first.num_ranks} ranks, {first.num_microbatches} microbatches", style="bold")
+    fastest = min(t.makespan for t in timelines)
+    leanest = min(max(t.peak_memory) for t in timelines)
+    rows = output.table(
+        "schedule", "makespan", "of best", "bubble", "peak memory", "adjusted", left=("schedule", "adjusted")
+    )
+    for t in timelines:
+        peak = max(t.peak_memory)
+        best = t.makespan == fastest
+        over = costs.memory_limit is not None and peak > costs.memory_limit
+        rows.add_row(
+            f"[bold green]{t.title} ★[/]" if best else t.title,
+            output.time_text(t.makespan, t.unit),
+            f"{t.makespan / fastest:.3f}",
+            output.percent(t.bubble),
+            f"[red]{output.memory_text(peak, t.memory_unit)} over[/]" if over
+            else f"[bold green]{output.memory_text(peak, t.memory_unit)} ★[/]" if peak == leanest
+            else output.memory_text(peak, t.memory_unit),
+            _adjusted(t),
+        )  # fmt: skip
+    console.print(rows)
+    for name, reason in refused:
+        console.print(f"left out: {name}: {reason}", style="dim")
+
+
+def _adjusted(timeline: Timeline) -> str:
+    schedule = timeline.schedule
+    notes = []
+    if schedule.num_stages != schedule.num_ranks:
+        notes.append(f"{schedule.num_stages // schedule.num_ranks} stages per rank, costs shared out")
+    if len(schedule.placement.copies) > 1:
+        notes.append("two copies of the weights")
+    return "; ".join(notes)
+
+
+@click.command()
+@click.argument("file")
+@opt.json_option
+def check(file: str, as_json: bool) -> None:
+    """Prove a schedule file: complete, placed, ordered, and free of deadlock also with rendezvous sends."""
+    from zeropipe.core.check import check as prove
+    from zeropipe.core.csv import has_messages, program_from_csv
+    from zeropipe.core.lower import lower
+    from zeropipe.core.timeline import Timeline
+    from zeropipe.schedules.user import read_file
+
+    if not file.endswith((".csv", ".json")):
+        raise ConfigError(f"cannot check {file!r}: give a .csv or .json file (see zeropipe draw -o x.csv)")
+    found = read_file(file)
+    schedule = found.schedule if isinstance(found, Timeline) else found
+    try:
+        prove(schedule)
+        program = lower(schedule)
+        if file.endswith(".csv"):
+            with open(file) as handle:
+                text = handle.read()
+            if has_messages(text):
+                program = program_from_csv(text, schedule.name)
+                prove(program)
+    except ScheduleError as error:
+        raise type(error)(f"{file}: {error}") from None
+    messages = (program.lines.offsets[-1] - schedule.num_actions) // 2
+    if as_json:
+        output.print_json({
+            "ok": True, "schedule": schedule.name, "num_ranks": schedule.num_ranks, "num_stages": schedule.num_stages,
+            "num_microbatches": schedule.num_microbatches, "num_actions": schedule.num_actions,
+            "num_messages": messages, "placement": schedule.placement.name,
+        })  # fmt: skip
+        return
+    print(
+        f"{file}: ok. {schedule.num_ranks} ranks, {schedule.num_stages} stages ({schedule.placement.name}), "
+        f"{schedule.num_microbatches} microbatches: {schedule.num_actions} actions, {messages} messages, "
+        "complete, placed, no deadlock (eager and rendezvous)"
+    )

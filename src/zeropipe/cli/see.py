@@ -1,0 +1,143 @@
+"""`list`, `show` and `draw`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from zeropipe.cli import options as opt
+from zeropipe.cli import output
+from zeropipe.errors import ConfigError
+
+if TYPE_CHECKING:
+    from zeropipe.core.timeline import Timeline
+    from zeropipe.sim.costs import Costs
+
+
+@click.command("list")
+@opt.json_option
+def list_schedules(as_json: bool) -> None:
+    """All schedules, with what they need and do."""
+    from zeropipe.schedules.registry import entries
+
+    if as_json:
+        output.print_json([
+            {
+                "name": e.name, "aliases": e.aliases, "summary": e.summary, "placement": e.placement.__name__,
+                "stages_per_rank": e.stages_per_rank, "splits_backward": e.splits_backward, "overlaps": e.overlaps,
+                "options": dict(e.options), "limits": e.limits, "paper": e.paper,
+            }
+            for e in entries()
+        ])  # fmt: skip
+        return
+    rows = output.table(
+        "name",
+        "stages/rank",
+        "placement",
+        "backward",
+        "what it is",
+        left=("name", "placement", "backward", "what it is"),
+    )
+    for e in entries():
+        low, high = min(e.stages_per_rank), max(e.stages_per_rank)
+        rows.add_row(
+            e.name,
+            str(low) if low == high else f"{low}-{high}",
+            e.placement.__name__,
+            "I + W" if e.splits_backward else "B",
+            e.summary,
+        )
+    output.console().print(rows)
+
+
+@click.command()
+@click.argument("schedule")
+@opt.size_options
+@opt.json_option
+@opt.cost_options
+def show(
+    schedule: str,
+    ranks: int | None,
+    microbatches: int | None,
+    stages_per_rank: int | None,
+    knobs: tuple[str, ...],
+    as_json: bool,
+    **costs: Any,
+) -> None:
+    """Draw a schedule in the terminal."""
+    from zeropipe.core.json import to_json
+    from zeropipe.viz import draw as picture
+
+    timeline = _timeline(schedule, ranks, microbatches, stages_per_rank, knobs, opt.costs_of(**costs))
+    if as_json:
+        print(to_json(timeline))
+    else:
+        picture(timeline)
+
+
+@click.command()
+@click.argument("schedule")
+@click.option(
+    "-o", "--output", "out", required=True, help="x.html .svg .png .pdf .csv, or .json: a Perfetto trace we read back."
+)
+@opt.size_options
+@click.option("--comms", is_flag=True, help="With .csv: add SEND and RECV (torch's compute_comms form).")
+@click.option("--width", type=float, help="Width of an .svg, .png or .pdf in inches.")
+@click.option("--theme", type=click.Choice(["light", "dark"]), default="light", show_default=True)
+@click.option("--labels/--no-labels", default=True, help="Microbatch numbers in the boxes.")
+@opt.json_option
+@opt.cost_options
+def draw(
+    schedule: str,
+    out: str,
+    ranks: int | None,
+    microbatches: int | None,
+    stages_per_rank: int | None,
+    knobs: tuple[str, ...],
+    comms: bool,
+    width: float | None,
+    theme: str,
+    labels: bool,
+    as_json: bool,
+    **costs: Any,
+) -> None:
+    """Write a schedule to a file: a picture, a page, a trace, or its text."""
+    from zeropipe.core.csv import to_csv
+    from zeropipe.core.lower import lower
+    from zeropipe.viz import draw as picture
+
+    if out.endswith(".csv"):
+        built = opt.schedule_of(schedule, ranks, microbatches, stages_per_rank, knobs)
+        _write(out, to_csv(lower(built) if comms else built))
+    else:
+        timeline = _timeline(schedule, ranks, microbatches, stages_per_rank, knobs, opt.costs_of(**costs))
+        picture(timeline, out, width=width, theme=theme, labels=labels)
+    if as_json:
+        output.print_json({"file": out, "bytes": Path(out).stat().st_size})
+    else:
+        print(f"wrote {out} ({Path(out).stat().st_size:,} bytes)")
+
+
+def _timeline(
+    spec: str, ranks: int | None, microbatches: int | None, stages_per_rank: int | None, knobs: tuple[str, ...],
+    costs: Costs,
+) -> Timeline:  # fmt: skip
+    """A recorded timeline as it is, any other schedule simulated."""
+    from zeropipe.core.timeline import Timeline
+    from zeropipe.schedules.user import read_file
+    from zeropipe.sim.simulate import simulate
+
+    if spec.endswith(".json"):
+        found = read_file(spec)
+        if isinstance(found, Timeline):
+            return found
+    return simulate(opt.schedule_of(spec, ranks, microbatches, stages_per_rank, knobs), costs)
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from None

@@ -1,0 +1,259 @@
+"""Why time is lost: the cause of every idle gap, and the critical path. For simulated and measured timelines alike.
+
+An action starts when its rank is free and what it needs has arrived. So the time before it is spent
+    warm-up         before the first action of the rank
+    waiting         until the result it needs is made (on another rank)
+    communication   from that moment until it starts: the result travels; or the rank's own blocking send
+    cool-down       after the last action of the rank, until the last one of all ranks
+    other           measured runs only: the result was there, and still the rank did nothing (launch, allocation, noise)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from zeropipe.core.action import Action, decode
+from zeropipe.core.jit import Arrays, Ints
+from zeropipe.core.needs import link
+from zeropipe.core.timeline import Span, Timeline
+
+CAUSES = ("warm-up", "waiting for data", "communication", "cool-down", "other")
+_WARM_UP, _WAITING, _COMMUNICATION, _COOL_DOWN, _OTHER = range(5)
+
+
+class Idle(NamedTuple):
+    """Idle time of one rank by cause."""
+
+    warm_up: float
+    waiting: float
+    communication: float
+    cool_down: float
+    other: float
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+
+class Gap(NamedTuple):
+    """One idle piece of a rank: from `start` to `end`, before `action`, for want of `needs` (an action elsewhere)."""
+
+    rank: int
+    start: float
+    end: float
+    cause: str
+    action: Action | None
+    needs: Action | None
+
+
+class Hop(NamedTuple):
+    """One action of the critical path, and what bound its start: "start", "rank" (the action before) or "data"."""
+
+    rank: int
+    action: Action
+    start: float
+    end: float
+    bound_by: str
+
+
+@dataclass(frozen=True)
+class Reasons:
+    """Per action, as indices into the schedule's codes (-1 for none).
+
+    `remote` and `own` made what it needs; `before` is the step before it on its rank, and `waited` the result that kept
+    the rank idle before it (`-1` where the rank was busy or the cause is not data).
+    """
+
+    arrays: Arrays
+    remote: Ints
+    own: Ints
+    before: Ints
+    waited: Ints
+    ranks: Ints
+    message: float  # a typical message's time, where the receiver was waiting for it
+
+
+@lru_cache(maxsize=4)
+def reasons(timeline: Timeline) -> Reasons:
+    """What every action needed and waited for."""
+    links = link(timeline.schedule)
+    xp, size = links.arrays, timeline.schedule.num_actions
+    maker = xp.full_ints(links.num_keys, -1)
+    remote, own, before, waited, ranks = (xp.full_ints(size, -1) for _ in range(5))
+    message = xp.call(
+        reasons_kernel, links.codes, links.offsets, links.remote, links.own, links.makes, xp.floats(timeline.start),
+        xp.floats(timeline.end), timeline.measured, maker, remote, own, before, waited, ranks,
+    )  # fmt: skip
+    return Reasons(xp, remote, own, before, waited, ranks, float(message))
+
+
+def reasons_kernel(  # type: ignore[no-untyped-def]
+    codes, offsets, remote_key, own_key, makes, start, end, measured, maker, remote, own, before, waited, ranks
+):
+    """Fill the index columns; returns the mean time of a message whose receiver was idle when it left."""
+    for rank in range(len(offsets) - 1):
+        for at in range(offsets[rank], offsets[rank + 1]):
+            ranks[at] = rank
+            if makes[at] >= 0:
+                maker[makes[at]] = at
+    total = 0.0
+    count = 0
+    for sweep in range(2):  # the second one knows how long a message takes
+        typical = total / count if count else 0.0
+        for rank in range(len(offsets) - 1):
+            previous = -1
+            at = offsets[rank]
+            while at < offsets[rank + 1]:
+                last = at + (codes[at] & 1)
+                latest = -1
+                for step in range(at, last + 1):
+                    before[step] = previous
+                    if own_key[step] >= 0:
+                        own[step] = maker[own_key[step]]
+                    if remote_key[step] >= 0:
+                        source = maker[remote_key[step]]
+                        remote[step] = source
+                        if source >= 0 and ranks[source] != rank and (latest < 0 or end[source] > end[latest]):
+                            latest = source
+                if latest >= 0:
+                    free = end[previous] if previous >= 0 else start[at]
+                    if sweep == 0:
+                        if previous >= 0 and end[latest] > free:
+                            total += max(0.0, start[at] - end[latest])
+                            count += 1
+                    elif previous < 0 or (start[at] > free and (not measured or end[latest] + typical > free)):
+                        for step in range(at, last + 1):
+                            waited[step] = latest
+                previous = last
+                at = last + 1
+    return total / count if count else 0.0
+
+
+def idle(timeline: Timeline) -> tuple[Idle, ...]:
+    """Idle time of each rank by cause. The sum over causes is the makespan minus the rank's busy time."""
+    found = reasons(timeline)
+    xp = found.arrays
+    totals = xp.full_floats(timeline.num_ranks * len(CAUSES))
+    xp.call(
+        idle_kernel, xp.ints(timeline.schedule.lines.codes), xp.list_ints(timeline.schedule.lines.offsets),
+        xp.floats(timeline.start), xp.floats(timeline.end), found.waited, found.message, timeline.measured,
+        timeline.first_start, timeline.first_start + timeline.makespan, totals,
+    )  # fmt: skip
+    width = len(CAUSES)
+    return tuple(Idle(*map(float, totals[width * r : width * (r + 1)])) for r in range(timeline.num_ranks))
+
+
+def idle_kernel(codes, offsets, start, end, waited, message, measured, begin, finish, totals):  # type: ignore[no-untyped-def]
+    """Add up the idle time of each rank by cause."""
+    for rank in range(len(offsets) - 1):
+        base = 5 * rank
+        if offsets[rank] == offsets[rank + 1]:
+            totals[base] = finish - begin
+            continue
+        free = begin
+        for at in range(offsets[rank], offsets[rank + 1]):
+            if start[at] > free:
+                source = waited[at]
+                if at == offsets[rank]:
+                    totals[base] += start[at] - free
+                elif source < 0:
+                    # a simulated rank that has all it needs is idle only while its own blocking send is under way
+                    totals[base + (4 if measured else 2)] += start[at] - free
+                else:
+                    made = min(start[at], max(free, end[source]))
+                    arrived = start[at]
+                    if measured and end[source] <= free:
+                        arrived = min(start[at], max(free, end[source] + message))
+                    totals[base + 1] += made - free
+                    totals[base + 2] += arrived - made
+                    totals[base + 4] += start[at] - arrived
+            free = max(free, end[at])
+        totals[base + 3] += finish - free
+
+
+def gaps(timeline: Timeline) -> list[Gap]:
+    """Every idle piece of every rank with its cause, in order. A gap may have a waiting and a communication piece."""
+    found = reasons(timeline)
+    codes = memoryview(timeline.schedule.lines.codes).cast("q")
+    start, end = memoryview(timeline.start).cast("d"), memoryview(timeline.end).cast("d")
+    begin, finish = timeline.first_start, timeline.first_start + timeline.makespan
+    pieces: list[Gap] = []
+
+    def add(rank: int, first: float, last: float, cause: int, at: int = -1, source: int = -1) -> None:
+        if last > first:
+            action = decode(codes[at]) if at >= 0 else None
+            needs = decode(codes[source]) if source >= 0 else None
+            pieces.append(Gap(rank, first, last, CAUSES[cause], action, needs))
+
+    for rank in range(timeline.num_ranks):
+        free = begin
+        first, stop = timeline.schedule.lines.offsets[rank : rank + 2]
+        for at in range(first, stop):
+            source = int(found.waited[at])
+            if at == first:
+                add(rank, free, start[at], _WARM_UP, at, source)
+            elif source < 0:
+                add(rank, free, start[at], _OTHER if timeline.measured else _COMMUNICATION, at)
+            else:
+                made = min(start[at], max(free, end[source]))
+                late = timeline.measured and end[source] <= free
+                arrived = min(start[at], max(free, end[source] + found.message)) if late else start[at]
+                add(rank, free, made, _WAITING, at, source)
+                add(rank, made, arrived, _COMMUNICATION, at, source)
+                add(rank, arrived, start[at], _OTHER, at)
+            free = max(free, end[at])
+        add(rank, free, finish, _COOL_DOWN if stop > first else _WARM_UP)
+    return pieces
+
+
+def waited_for(timeline: Timeline, rank: int, index: int) -> Span | None:
+    """The span whose result kept `rank` idle before its action number `index`, if one did."""
+    found = reasons(timeline)
+    source = int(found.waited[timeline.schedule.lines.offsets[rank] + index])
+    return None if source < 0 else span_at(timeline, source)
+
+
+def span_at(timeline: Timeline, at: int) -> Span:
+    """The span of the action at place `at` of the schedule's codes."""
+    return Span(
+        int(reasons(timeline).ranks[at]), decode(memoryview(timeline.schedule.lines.codes).cast("q")[at]),
+        memoryview(timeline.start).cast("d")[at], memoryview(timeline.end).cast("d")[at],
+    )  # fmt: skip
+
+
+def critical_path(timeline: Timeline) -> tuple[Hop, ...]:
+    """The chain of actions that made the run as long as it is, first to last."""
+    found = reasons(timeline)
+    hops = []
+    for at in critical_places(timeline):
+        source, before = int(found.waited[at]), int(found.before[at])
+        bound_by = "data" if source >= 0 else "rank" if before >= 0 else "start"
+        hops.append(Hop(*span_at(timeline, at), bound_by))
+    return tuple(hops)
+
+
+def critical_places(timeline: Timeline) -> list[int]:
+    """The critical path as places in the schedule's codes, first to last."""
+    found = reasons(timeline)
+    if not timeline.schedule.num_actions:
+        return []
+    xp = found.arrays
+    trail = xp.full_ints(timeline.schedule.num_actions)
+    count = xp.call(path_kernel, xp.floats(timeline.end), found.waited, found.before, trail)
+    return [int(at) for at in trail[:count]][::-1]
+
+
+def path_kernel(end, waited, before, trail):  # type: ignore[no-untyped-def]
+    """Walk back from the last end; returns the number of places written."""
+    at = 0
+    for other in range(len(end)):
+        if end[other] > end[at]:
+            at = other
+    count = 0
+    while at >= 0 and count < len(trail):
+        trail[count] = at
+        count += 1
+        at = waited[at] if waited[at] >= 0 else before[at]
+    return count

@@ -1,0 +1,102 @@
+"""Schedules that are not ours: a CSV or JSON file, or a function in a Python file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from zeropipe.core.csv import from_csv
+from zeropipe.core.json import from_json
+from zeropipe.core.schedule import Schedule
+from zeropipe.core.timeline import Timeline
+from zeropipe.errors import ConfigError, ScheduleError
+from zeropipe.schedules.registry import Entry, build_entry, entries, find
+
+
+def load(
+    spec: str,
+    *,
+    ranks: int | None = None,
+    microbatches: int | None = None,
+    stages_per_rank: int | None = None,
+    **options: Any,
+) -> Schedule:
+    """A schedule by name, from `file.csv` or `file.json`, or by `path/to/mine.py:name`."""
+    if spec.endswith((".csv", ".json")):
+        return _from_file(spec, ranks, microbatches, stages_per_rank, options)
+    entry = entry_of(spec)
+    for flag, value in (("ranks", ranks), ("microbatches", microbatches)):
+        if value is None:
+            raise ConfigError(f"{flag} is missing: {entry.name} is built for a number of {flag}, give --{flag} N")
+    assert ranks is not None
+    assert microbatches is not None
+    return build_entry(entry, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank, **options)
+
+
+def entry_of(spec: str) -> Entry:
+    """The registry entry of a name or of `path/to/mine.py:name`."""
+    path, colon, name = spec.rpartition(":")
+    if colon and path.endswith(".py"):
+        return _entry_in(path, name)
+    if spec.endswith(".py"):
+        raise ConfigError(f"{spec!r} names a file but no schedule: write {spec}:my_schedule")
+    return find(spec)
+
+
+def read_file(path: str) -> Schedule | Timeline:
+    """The schedule of a .csv or .json file, or the timeline of a .json file."""
+    try:
+        text = Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not text"
+        raise ConfigError(f"cannot read {path}: {reason}") from None
+    name = Path(path).stem
+    try:
+        return from_json(text) if path.endswith(".json") else from_csv(text, name)
+    except ScheduleError as error:
+        raise type(error)(f"{path}: {error}") from None
+
+
+def _from_file(
+    path: str, ranks: int | None, microbatches: int | None, stages_per_rank: int | None, options: dict[str, Any]
+) -> Schedule:
+    found = read_file(path)
+    schedule = found.schedule if isinstance(found, Timeline) else found
+    problem = schedule.problem
+    for flag, asked, has in (
+        ("ranks", ranks, problem.num_ranks),
+        ("microbatches", microbatches, problem.num_microbatches),
+        ("stages_per_rank", stages_per_rank, problem.stages_per_rank),
+    ):
+        if asked is not None and asked != has:
+            raise ConfigError(f"{flag}={asked}: {path} has {has}; leave it out, or change the file")
+    if options:
+        raise ConfigError(f"{path} is a finished schedule and has no option {next(iter(options))!r}")
+    return schedule
+
+
+def _entry_in(path: str, name: str) -> Entry:
+    """Run a user's file and find the entry it registered under `name` (or by a function of that name)."""
+    import sys
+    from importlib.util import module_from_spec, spec_from_file_location
+
+    if not Path(path).is_file():
+        raise ConfigError(f"cannot read {path}: no such file")
+    module_name = f"zeropipe_user_{abs(hash(str(Path(path).resolve())))}"
+    if module_name not in sys.modules:
+        found = spec_from_file_location(module_name, path)
+        assert found is not None
+        assert found.loader is not None
+        module = module_from_spec(found)
+        sys.modules[module_name] = module
+        try:
+            found.loader.exec_module(module)
+        except Exception as error:
+            del sys.modules[module_name]
+            raise ConfigError(f"{path} does not run: {type(error).__name__}: {error}") from error
+    here = [entry for entry in entries() if entry.write.__module__ == module_name]
+    for entry in here:
+        if name in (entry.name, entry.write.__name__):
+            return entry
+    has = ", ".join(entry.name for entry in here) or "none; decorate a function with @zp.register"
+    raise ConfigError(f"{path} registers no schedule {name!r}: it has {has}")

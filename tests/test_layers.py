@@ -1,0 +1,57 @@
+"""The architecture: who may import whom. Function-level imports count too."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).parent.parent / "src" / "zeropipe"
+BASE = {"errors"}
+MAY_IMPORT = {
+    "errors": set(),
+    "core": BASE | {"numpy", "numba"},  # only inside core/jit.py, to be fast on large inputs
+    "schedules": BASE | {"core"},
+    "sim": BASE | {"core"},
+    "viz": BASE | {"core", "numpy", "rich", "matplotlib"},
+    "engine": BASE | {"core", "torch", "numpy", "transformers", "safetensors", "psutil"},
+    "search": BASE | {"core", "schedules", "sim", "numpy", "ortools"},
+    "app": BASE | {"core", "schedules", "sim", "search", "viz", "fastapi", "starlette", "uvicorn", "pydantic"},
+    "cli": BASE | {"core", "schedules", "sim", "search", "viz", "app", "engine", "click", "rich"},
+    "__init__": BASE | {"core", "schedules", "sim", "viz"},
+}
+FILES = sorted(SRC.rglob("*.py"))
+
+
+def imported(path: Path) -> set[str]:
+    """Top-level names a file imports; `zeropipe.core.action` counts as `core`."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: write absolute imports"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names} if node.module == "zeropipe" else {node.module}
+    parts = [name.split(".") for name in names]
+    return {p[1] if p[0] == "zeropipe" and len(p) > 1 else p[0] for p in parts}
+
+
+def part_of(path: Path) -> str:
+    return path.relative_to(SRC).parts[0].removesuffix(".py")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SRC)))
+def test_imports_go_one_way(path):
+    allowed = MAY_IMPORT[part_of(path)] | {part_of(path), "__version__"} | sys.stdlib_module_names
+    assert imported(path) - allowed == set()
+
+
+def test_the_rule_sees_a_breach(tmp_path):
+    bad = tmp_path / "bad.py"
+    bad.write_text("def f():\n    from zeropipe.sim.costs import Costs\n    import torch\n")
+    assert imported(bad) == {"sim", "torch"}
+
+
+def test_core_needs_numpy_and_numba_only_in_one_file():
+    users = {p.name for p in FILES if part_of(p) == "core" and imported(p) & {"numpy", "numba"}}
+    assert users == {"jit.py"}
