@@ -4,67 +4,64 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import NamedTuple
 
-from zeropipe.core.action import KIND_SHIFT, MICROBATCH_SHIFT, STAGE_SHIFT, Kind
+from zeropipe.core.action import KIND_SHIFT, MICROBATCH_SHIFT, STAGE_MASK, STAGE_SHIFT, Kind
 from zeropipe.core.placement import Placement, Problem
 
 _F, _B, _I, _W = (kind << KIND_SHIFT for kind in (Kind.F, Kind.B, Kind.I, Kind.W))
+_NEXT = 1 << MICROBATCH_SHIFT
+
+
+class Beat(NamedTuple):
+    """An action that returns every period: for the first of `microbatches` at time `offset`, and so on."""
+
+    offset: int
+    stage: int
+    kind: Kind
+    microbatches: range
 
 
 class Lane:
     """One rank's row in the making. Each call appends the next microbatch of that stage.
 
     `f`, `b`, `i` take the microbatches of a stage in order; `w` takes the oldest I whose W is still owed. With two
-    copies of the model, a stage's microbatches are those of the copy this rank holds (`copy` decides where both are).
+    copies of the model, a stage's microbatches are those of the copy this rank holds. Orders that are not counted off
+    like this are written with `at`, `weave` and `repeat`, which name the microbatches.
     """
 
     def __init__(self, rank: int, problem: Problem, placement: Placement) -> None:
         self.rank = rank
         self.codes = array("q")
-        self._owed: dict[int, deque[int]] = {}
+        self._owed: deque[int] = deque()
         self._next_f: dict[int, int] = {}
         self._next_b: dict[int, int] = {}
         self._problem, self._placement = problem, placement
 
-    def _begin(self, stage: int, copy: int | None) -> int:
-        """The first microbatch of `stage` on this rank."""
-        if copy is None:
-            copy = next((c for c, table in enumerate(self._placement.copies) if table[stage] == self.rank), 0)
-        return 0 if copy == 0 else self._placement.split or 0
-
-    def f(self, stage: int, times: int = 1, copy: int | None = None) -> None:
+    def f(self, stage: int, times: int = 1) -> None:
         """`times` forwards of `stage`."""
-        lane = stage if copy is None else (copy + 1 << 16) | stage
-        first = self._next_f.get(lane)
-        if first is None:
-            first = self._begin(stage, copy)
-        self._next_f[lane] = first + times
-        code = stage << STAGE_SHIFT | _F
-        for microbatch in range(first, first + times):
-            self.codes.append(microbatch << MICROBATCH_SHIFT | code)
+        self.codes.extend(self._take(self._next_f, stage, _F, times))
 
-    def b(self, stage: int, times: int = 1, copy: int | None = None) -> None:
+    def b(self, stage: int, times: int = 1) -> None:
         """`times` whole backwards of `stage`."""
-        first = self._take_b(stage, times, copy)
-        code = stage << STAGE_SHIFT | _B
-        for microbatch in range(first, first + times):
-            self.codes.append(microbatch << MICROBATCH_SHIFT | code)
+        self.codes.extend(self._take(self._next_b, stage, _B, times))
 
-    def i(self, stage: int, times: int = 1, copy: int | None = None) -> None:
+    def i(self, stage: int, times: int = 1) -> None:
         """`times` input-gradient backwards of `stage`; each one owes a `w`."""
-        first = self._take_b(stage, times, copy)
-        owed = self._owed.setdefault(stage, deque())
-        code = stage << STAGE_SHIFT | _I
-        for microbatch in range(first, first + times):
-            self.codes.append(microbatch << MICROBATCH_SHIFT | code)
-            owed.append(microbatch)
+        taken = self._take(self._next_b, stage, _I, times)
+        self.codes.extend(taken)
+        self._owed.extend(taken)
 
-    def w(self, stage: int, times: int = 1) -> None:
-        """`times` weight gradients of `stage`, oldest first."""
-        owed = self._owed[stage]
-        code = stage << STAGE_SHIFT | _W
+    def w(self, stage: int | None = None, times: int = 1) -> None:
+        """`times` weight gradients, oldest first, of `stage` or of whichever stage has the oldest."""
         for _ in range(times):
-            self.codes.append(owed.popleft() << MICROBATCH_SHIFT | code)
+            place = 0
+            if stage is not None:
+                place = next(n for n, code in enumerate(self._owed) if _stage(code) == stage)
+            self.codes.append(self._owed[place] ^ _I ^ _W)
+            del self._owed[place]
 
     def overlap(self, forward: int, backward: int) -> None:
         """The next forward of one stage together with the next whole backward of another."""
@@ -72,18 +69,56 @@ class Lane:
         self.codes[-1] |= 1
         self.b(backward)
 
-    def owed(self, stage: int) -> int:
-        """How many W of `stage` are still to come."""
-        return len(self._owed.get(stage, ()))
+    def owed(self, stage: int | None = None) -> int:
+        """How many W (of `stage`, or in all) are still to come."""
+        return len(self._owed) if stage is None else sum(_stage(code) == stage for code in self._owed)
 
     def at(self, stage: int, kind: Kind, microbatch: int) -> None:
         """Append one action with its microbatch spelled out, for orders that are not a pattern."""
         self.codes.append(microbatch << MICROBATCH_SHIFT | stage << STAGE_SHIFT | kind << KIND_SHIFT)
 
-    def _take_b(self, stage: int, times: int, copy: int | None) -> int:
-        lane = stage if copy is None else (copy + 1 << 16) | stage
-        first = self._next_b.get(lane)
+    def weave(self, *streams: tuple[int, array[int]]) -> None:
+        """Append several streams of actions side by side: in turn t comes number t - lag of each (lag, stream)."""
+        streams = tuple((lag, codes) for lag, codes in streams if codes)
+        turns = sorted({lag for lag, _ in streams} | {lag + len(codes) for lag, codes in streams})
+        # between two of these turns the same streams are running, so whole slices can be copied
+        for begin, end in pairwise(turns):
+            running = [(lag, codes) for lag, codes in streams if lag <= begin < lag + len(codes)]
+            block = array("q", bytes(8 * len(running) * (end - begin)))
+            for place, (lag, codes) in enumerate(running):
+                block[place :: len(running)] = codes[begin - lag : end - lag]
+            self.codes.extend(block)
+
+    def repeat(self, beats: Iterable[Beat], period: int) -> None:
+        """Append a building block repeated every `period`, in the order of time."""
+        by_turn = sorted(beats, key=lambda beat: (beat.offset % period, beat.offset))
+        self.weave(*((b.offset // period, run(b.stage, b.kind, b.microbatches)) for b in by_turn))
+
+    def trim(self) -> None:
+        """Leave out the microbatches beyond the last, after a pattern that needs a minimum of them."""
+        end = self._problem.num_microbatches << MICROBATCH_SHIFT
+        self.codes = array("q", (code for code in self.codes if code < end))
+
+    def _take(self, following: dict[int, int], stage: int, kind: int, times: int) -> range:
+        """The codes of the next `times` microbatches of `stage`."""
+        first = following.get(stage)
         if first is None:
-            first = self._begin(stage, copy)
-        self._next_b[lane] = first + times
-        return first
+            first = self._begin(stage) << MICROBATCH_SHIFT | stage << STAGE_SHIFT
+        following[stage] = end = first + times * _NEXT
+        return range(first | kind, end | kind, _NEXT)
+
+    def _begin(self, stage: int) -> int:
+        """The first microbatch of `stage` on this rank."""
+        copy = next((c for c, table in enumerate(self._placement.copies) if table[stage] == self.rank), 0)
+        return 0 if copy == 0 else self._placement.split or 0
+
+
+def _stage(code: int) -> int:
+    return code >> STAGE_SHIFT & STAGE_MASK
+
+
+def run(stage: int, kind: Kind, microbatches: range) -> array[int]:
+    """The packed codes of one stage and kind for some microbatches."""
+    code, end = (at << MICROBATCH_SHIFT | stage << STAGE_SHIFT | kind << KIND_SHIFT
+                 for at in (microbatches.start, microbatches.stop))  # fmt: skip
+    return array("q", range(code, end, microbatches.step << MICROBATCH_SHIFT))

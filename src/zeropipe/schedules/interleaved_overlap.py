@@ -1,0 +1,24 @@
+from zeropipe.core.action import Kind
+from zeropipe.core.placement import Problem, loop
+from zeropipe.schedules.lane import Lane
+from zeropipe.schedules.registry import register
+from zeropipe.schedules.rounds import backwards, forwards, groups, require_group_size
+
+
+@register(
+    "interleaved-overlap",
+    placement=loop,
+    stages_per_rank=(2, 1, 3, 4, 5, 6, 7, 8),
+    overlaps=True,
+    paper="https://github.com/NVIDIA/Megatron-LM",
+    limits="a group_size must be at least the number of ranks, and so must what it leaves for the last group",
+    require=require_group_size,
+)
+def interleaved_overlap(lane: Lane, rank: int, p: Problem, *, group_size: int | None = None) -> None:
+    """Interleaved with one more forward in warm-up, so that each F runs together with a B of another microbatch."""
+    rounds = groups(p, group_size)
+    warmup = (p.stages_per_rank - 1) * len(rounds[0]) + 2 * (p.num_ranks - 1 - rank) + 1
+    f, b = forwards(rank, p, rounds), backwards(Kind.B, rank, p, rounds)
+    for n in range(warmup, len(f)):
+        f[n] |= 1
+    lane.weave((0, f), (warmup, b))

@@ -1,0 +1,59 @@
+"""What the interleaved schedules share: microbatches go through a rank's stages in groups, one group per round."""
+
+from __future__ import annotations
+
+from array import array
+
+from zeropipe.core.action import Kind
+from zeropipe.core.placement import Problem
+from zeropipe.errors import ConfigError
+from zeropipe.schedules.lane import run
+
+
+def groups(p: Problem, group_size: int | None = None) -> list[range]:
+    """The microbatches of each round: all groups have `group_size`, the last one has the rest.
+
+    By default there are as many groups as fit with one microbatch per rank, all equal or, where that does not work
+    out, the first ones larger by one.
+    """
+    if group_size is not None:
+        return [range(p.num_microbatches)[at : at + group_size] for at in range(0, p.num_microbatches, group_size)]
+    rounds = max(1, p.num_microbatches // p.num_ranks)
+    size, larger = divmod(p.num_microbatches, rounds)
+    starts = [n * size + min(n, larger) for n in range(rounds + 1)]
+    return [range(*pair) for pair in zip(starts, starts[1:])]
+
+
+def require_group_size(p: Problem, group_size: int | None = None) -> None:
+    """ConfigError for a group size whose order would hang: a group must keep all ranks busy."""
+    if group_size is None or group_size >= p.num_microbatches:
+        return
+    if not isinstance(group_size, int) or group_size < p.num_ranks:
+        raise ConfigError(
+            f"group_size={group_size!r}: a group needs a microbatch for each of the {p.num_ranks} ranks; "
+            f"give {p.num_ranks} or more, or leave it out"
+        )
+    rest = p.num_microbatches % group_size
+    if 0 < rest < p.num_ranks:
+        raise ConfigError(
+            f"group_size={group_size} leaves {rest} of {p.num_microbatches} microbatches for the last group, "
+            f"fewer than {p.num_ranks} ranks: leave group_size out, or take a divisor of {p.num_microbatches}"
+        )
+
+
+def forwards(rank: int, p: Problem, rounds: list[range]) -> array[int]:
+    """A rank's forwards: each group through all its stages before the next group."""
+    return _in_rounds(Kind.F, range(rank, p.num_stages, p.num_ranks), rounds)
+
+
+def backwards(kind: Kind, rank: int, p: Problem, rounds: list[range]) -> array[int]:
+    """A rank's backwards of one kind: groups in the same order, stages from the last."""
+    return _in_rounds(kind, range(rank, p.num_stages, p.num_ranks)[::-1], rounds)
+
+
+def _in_rounds(kind: Kind, stages: range, rounds: list[range]) -> array[int]:
+    codes = array("q")
+    for group in rounds:
+        for stage in stages:
+            codes.extend(run(stage, kind, group))
+    return codes

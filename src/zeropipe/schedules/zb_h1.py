@@ -1,0 +1,28 @@
+from zeropipe.core.action import Kind
+from zeropipe.core.placement import Problem, linear
+from zeropipe.schedules.lane import Lane, run
+from zeropipe.schedules.registry import register
+
+
+@register(
+    "zb-h1",
+    placement=linear,
+    splits_backward=True,
+    aliases=("zb1p",),
+    paper="https://arxiv.org/abs/2401.10241",
+)
+def zb_h1(lane: Lane, rank: int, p: Problem) -> None:
+    """1F1B with split backward: a third of its bubble at the same memory."""
+    write(lane, rank, p, extra=0)
+
+
+def write(lane: Lane, rank: int, p: Problem, extra: int) -> None:
+    """The first rank keeps num_ranks + extra microbatches; a later one needs fewer and puts off W for the others.
+
+    Not doing those W at first lets the last ranks run ahead; the time won is there when the first rank waits at the end.
+    """
+    behind = p.num_ranks - 1 - rank
+    warmup = behind + min(extra, behind)
+    put_off = p.num_ranks - 1 + extra - warmup
+    f, i, w = (run(rank, kind, range(p.num_microbatches)) for kind in (Kind.F, Kind.I, Kind.W))
+    lane.weave((0, f), (warmup, i), (warmup + put_off, w))
