@@ -1,0 +1,1 @@
+"""Runs schedules on torch.distributed: stages, split backward, executor, recorder."""

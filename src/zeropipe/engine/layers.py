@@ -1,0 +1,64 @@
+"""How many layers each stage gets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zeropipe.errors import ConfigError
+
+
+def layer_counts(num_layers: int, num_stages: int, first_less: int = 0, last_less: int = 0) -> tuple[int, ...]:
+    """Layers per stage: as even as can be, the first stage `first_less` fewer (it embeds), the last `last_less` (head).
+
+    >>> layer_counts(8, 4, first_less=1, last_less=1)
+    (2, 3, 2, 1)
+    """
+    if num_stages < 1:
+        raise ConfigError(f"num_stages={num_stages}: a model has at least 1 stage")
+    if first_less < 0 or last_less < 0:
+        raise ConfigError(f"first_less={first_less}, last_less={last_less}: give 0 or more")
+    if num_stages == 1:
+        return (num_layers,)
+    effective = num_layers + first_less + last_less
+    if num_stages > effective:
+        raise ConfigError(
+            f"{num_stages} stages for {num_layers} layers (+{first_less} +{last_less}): each stage needs a layer; "
+            f"give at most {effective} stages"
+        )
+    each, more = divmod(effective, num_stages)
+    counts = [each + (stage < more) for stage in range(num_stages)]
+    for name, less, stage in (("first_less", first_less, 0), ("last_less", last_less, -1)):
+        if less > counts[stage]:
+            raise ConfigError(f"{name}={less} is more than the {counts[stage]} layers of that stage: give less")
+        counts[stage] -= less
+    return tuple(counts)
+
+
+def num_stages_for(
+    num_layers: int, layers_per_stage: int, num_ranks: int, first_less: int = 0, last_less: int = 0
+) -> int:
+    """How many stages `layers_per_stage` gives; must be a multiple of the number of ranks."""
+    if layers_per_stage < 1:
+        raise ConfigError(f"layers_per_stage={layers_per_stage}: give at least 1")
+    num_stages = -(-(num_layers + first_less + last_less) // layers_per_stage)
+    if num_stages % num_ranks:
+        raise ConfigError(
+            f"layers_per_stage={layers_per_stage} gives {num_stages} stages, which {num_ranks} ranks cannot share "
+            f"evenly: choose another layers_per_stage"
+        )
+    return num_stages
+
+
+def check_counts(counts: Sequence[int], num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """Layer counts a user gave, checked: one per stage, none dropped."""
+    if len(counts) != num_stages:
+        raise ConfigError(f"layers={list(counts)} has {len(counts)} entries: the schedule has {num_stages} stages")
+    if min(counts) < 0 or sum(counts) != num_layers:
+        raise ConfigError(f"layers={list(counts)} adds up to {sum(counts)}: the model has {num_layers} layers")
+    return tuple(counts)
+
+
+def ranges(counts: Sequence[int]) -> tuple[range, ...]:
+    """The layers of each stage, as ranges."""
+    starts = [sum(counts[:stage]) for stage in range(len(counts))]
+    return tuple(range(start, start + count) for start, count in zip(starts, counts))

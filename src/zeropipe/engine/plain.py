@@ -1,0 +1,57 @@
+"""A stage made of a user's own modules."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+
+class PlainStage(nn.Module):
+    """Modules run one after the other; a tuple returned by one becomes the arguments of the next.
+
+    The first stage starts from `microbatch["inputs"]` (a tensor or a tuple). A module whose forward names another key
+    of the microbatch as a parameter gets it too, on whatever stage it is.
+    """
+
+    tied_pairs = ()
+
+    def __init__(self, modules: Sequence[nn.Module], layers: range) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(modules)
+        self.layers = layers
+        self._parameters_of = [tuple(inspect.signature(module.forward).parameters) for module in modules]
+
+    @property
+    def is_first(self) -> bool:
+        return self.layers.start == 0
+
+    def pick(self, microbatch: dict[str, Any]) -> dict[str, Any]:
+        """What this stage needs of a microbatch."""
+        names = {name for names in self._parameters_of for name in names}
+        if self.is_first:
+            names.add("inputs")
+        return {key: value for key, value in microbatch.items() if key in names}
+
+    def forward(self, *args: Tensor, **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
+        if self.is_first:
+            args = _tuple(kwargs["inputs"])
+        for module, names in zip(self.blocks, self._parameters_of):
+            output = module(*args, **{name: kwargs[name] for name in names[len(args) :] if name in kwargs})
+            args = _tuple(output)
+        return output
+
+    def full_name(self, name: str) -> str:
+        """The name of one of this stage's parameters in an nn.ModuleList of all modules."""
+        index, _, rest = name.removeprefix("blocks.").partition(".")
+        return f"{int(index) + self.layers.start}.{rest}"
+
+    def full_names(self) -> dict[str, str]:
+        """This stage's parameters, by their name here: their name in an nn.ModuleList of all modules."""
+        return {name: self.full_name(name) for name, _ in self.named_parameters(remove_duplicate=False)}
+
+
+def _tuple(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, tuple | list) else (value,)

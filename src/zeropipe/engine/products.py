@@ -1,0 +1,78 @@
+"""The products a W is made of: dW += dy^T x, straight into the gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Product:
+    """One deferred weight gradient: the input and output gradient of one use of one weight."""
+
+    parameter: nn.Parameter
+    x: Tensor
+    dy: Tensor
+    transposed: bool = False  # the weight is (in, out), as in GPT-2's Conv1D
+    offsets: Tensor | None = None  # experts: rows up to offsets[e] belong to expert e or a lower one
+
+    @property
+    def flops(self) -> int:
+        """How much work it is, for cutting a W into even pieces."""
+        return 2 * self.x.numel() * self.dy.shape[-1]
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.x, self.dy) if self.offsets is None else (self.x, self.dy, self.offsets)
+
+    def run(self) -> None:
+        """Add this product to the parameter's gradient."""
+        left, right = (self.x, self.dy) if self.transposed else (self.dy, self.x)
+        left, right = left.reshape(-1, left.shape[-1]), right.reshape(-1, right.shape[-1])
+        with torch.no_grad():
+            if self.offsets is None:
+                accumulate(self.parameter, left, right)
+            else:
+                accumulate_grouped(self.parameter, left, right, self.offsets)
+
+
+def accumulate(parameter: nn.Parameter, left: Tensor, right: Tensor) -> None:
+    """parameter.grad += left^T right, without a temporary of the weight's size where the device allows it."""
+    dtype = parameter.grad_dtype or left.dtype
+    if parameter.grad is None:
+        parameter.grad = _mm(left.t(), right, dtype)
+    else:
+        _addmm_(parameter.grad, left.t(), right)
+
+
+def accumulate_grouped(parameter: nn.Parameter, left: Tensor, right: Tensor, offsets: Tensor) -> None:
+    """The same for a stack of experts: rows offsets[e-1]:offsets[e] make the gradient of expert e."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+    if left.is_cuda and left.dtype == torch.bfloat16:
+        # one kernel for all experts and no wait for the offsets
+        parameter.grad.add_(torch.nn.functional.grouped_mm(left.t(), right, offs=offsets))
+        return
+    start = 0
+    for expert, end in enumerate(offsets.tolist()):
+        if end > start:
+            _addmm_(parameter.grad[expert], left[start:end].t(), right[start:end])
+        start = end
+
+
+def _mm(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    if dtype == a.dtype:
+        return torch.mm(a, b)
+    if a.is_cuda and dtype == torch.float32:
+        return torch.mm(a, b, out_dtype=dtype)
+    return torch.mm(a.to(dtype), b.to(dtype))
+
+
+def _addmm_(grad: Tensor, a: Tensor, b: Tensor) -> None:
+    if grad.dtype == a.dtype:
+        grad.addmm_(a, b)
+    elif a.is_cuda and grad.dtype == torch.float32:
+        torch.addmm(grad, a, b, out_dtype=torch.float32, out=grad)
+    else:
+        grad.addmm_(a.to(grad.dtype), b.to(grad.dtype))

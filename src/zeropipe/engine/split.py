@@ -1,0 +1,126 @@
+"""The weight-gradient store: I is one ordinary backward pass, W runs the products it left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from zeropipe.engine.products import Product
+from zeropipe.errors import EngineError
+
+Key = tuple[int, int]
+
+# Not thread-local: on CUDA the autograd engine runs backward on a thread of its own.
+_collecting: list[Product] | None = None
+
+
+def put(product: Product) -> None:
+    """Called by every deferred layer's backward: keep the product for W, or run it now if nobody collects (B)."""
+    if _collecting is None:
+        product.run()
+    else:
+        _collecting.append(product)
+
+
+class WeightStore:
+    """Weight gradients waiting for their W, by (stage, microbatch).
+
+        with store.collect(stage, microbatch):      # I
+            torch.autograd.backward(outputs, gradients)
+        ...
+        store.flush(stage, microbatch)              # W, in any order
+
+    Outside `collect`, a backward pass through the same layers is whole (B).
+    """
+
+    def __init__(self) -> None:
+        self._products: dict[Key, list[Product]] = {}
+        self._parts: dict[Key, dict[int, list[Product]]] = {}
+
+    @contextmanager
+    def collect(self, stage: int, microbatch: int) -> Iterator[None]:
+        """Keep the weight-gradient products of the backward pass inside for `flush(stage, microbatch)`."""
+        global _collecting
+        if _collecting is not None:
+            raise EngineError(f"{stage}I{microbatch} started inside another I: one at a time")
+        if (stage, microbatch) in self._products:
+            raise EngineError(f"{stage}I{microbatch} ran twice: its first W is still to come")
+        products: list[Product] = []
+        _collecting = products
+        try:
+            yield
+        finally:
+            _collecting = None
+        self._products[stage, microbatch] = products
+
+    def flush(self, stage: int, microbatch: int, part: int = 0, parts: int = 1) -> None:
+        """Add what `collect(stage, microbatch)` kept to the gradients, and free it.
+
+        With `parts`, only piece number `part` of that many pieces of about equal work.
+        """
+        for product in self._take((stage, microbatch), part, parts):
+            product.run()
+
+    def alive(self, stage: int | None = None) -> int:
+        """Bytes kept between I and W, of one stage or of all; memory shared by several products counts once."""
+        storages = {
+            storage.data_ptr(): storage.nbytes()
+            for product in self.products(stage)
+            for storage in (tensor.untyped_storage() for tensor in product.tensors())
+        }
+        return sum(storages.values())
+
+    def products(self, stage: int | None = None) -> Iterator[Product]:
+        """The products waiting."""
+        for key, products in self._products.items():
+            if stage is None or key[0] == stage:
+                yield from products
+        for key, pieces in self._parts.items():
+            if stage is None or key[0] == stage:
+                for piece in pieces.values():
+                    yield from piece
+
+    def clear(self) -> None:
+        """Forget everything, after a step that failed."""
+        self._products.clear()
+        self._parts.clear()
+
+    def _take(self, key: Key, part: int, parts: int) -> Iterator[Product]:
+        """Hand over one piece; a key's pieces are cut when its first piece is asked for."""
+        if key in self._products:
+            self._parts[key] = cut(self._products.pop(key), parts)
+        pieces = self._parts.get(key, {})
+        if part not in pieces:
+            raise EngineError(f"{key[0]}W{key[1]} part {part} of {parts}: no such I ran, or this part ran already")
+        piece = pieces.pop(part)
+        if not pieces:
+            del self._parts[key]
+        piece.reverse()
+        return _drain(piece)
+
+
+def _drain(products: list[Product]) -> Iterator[Product]:
+    """Each product in turn, freed as soon as the next one is asked for."""
+    while products:
+        yield products.pop()
+
+
+def cut(products: list[Product], parts: int) -> dict[int, list[Product]]:
+    """Split into `parts` runs of about equal work, in order; some may be empty."""
+    pieces: dict[int, list[Product]] = {part: [] for part in range(parts)}
+    total, done = sum(p.flops for p in products) or 1, 0
+    for product in products:
+        # by the middle of the product, so that rounding does not pile up in the last piece
+        pieces[min(parts - 1, parts * (2 * done + product.flops) // (2 * total))].append(product)
+        done += product.flops
+    return pieces
+
+
+def main_gradients(module: nn.Module, dtype: torch.dtype | None) -> None:
+    """Keep the gradients of all of the module's parameters in `dtype`, in I and in W (None: the parameters' own)."""
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            parameter.grad_dtype = dtype or parameter.dtype

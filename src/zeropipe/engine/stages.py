@@ -1,0 +1,151 @@
+"""Stages: a model cut along its depth, of which a rank builds only its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeropipe.core.schedule import Schedule
+from zeropipe.engine.hf import HFStage, Tied, meta_model
+from zeropipe.engine.layers import check_counts, layer_counts, num_stages_for, ranges
+from zeropipe.engine.plain import PlainStage
+from zeropipe.engine.weights import DirectorySource, ModelSource, SeedSource, Source
+from zeropipe.errors import ConfigError, MissingExtra
+
+
+def hf_stages(
+    model: Any,
+    schedule: Schedule,
+    rank: int,
+    *,
+    layers: Sequence[int] | None = None,
+    first_less: int = 0,
+    last_less: int = 0,
+    layers_per_stage: int | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    head: str = "lm",
+    seed: int = 0,
+) -> dict[int, HFStage]:
+    """This rank's stages of a Hugging Face decoder model, by stage.
+
+    `model` is a directory with a config and safetensors, a config (random weights from `seed`, the same however the
+    model is cut), or a model in memory. Only this rank's layers are ever given memory. `layers` says how many layers
+    each stage has; without it they are spread evenly, `first_less` and `last_less` fewer on the two ends.
+    """
+    if head not in ("lm", "score"):
+        raise ConfigError(f"head={head!r}: give 'lm' (logits) or 'score' (one number per token)")
+    config, dtype, source = _open(model, dtype, seed)
+    counts = _counts(config.num_hidden_layers, schedule, layers, first_less, last_less, layers_per_stage)
+    last = schedule.num_stages - 1
+    stages = {
+        stage: _build(config, dtype, device, source, ranges(counts)[stage], stage == 0, stage == last, head)
+        for stage in schedule.placement.stages_of(rank)
+    }
+    if last and config.tie_word_embeddings and head == "lm":
+        _tie_ends(stages, last)
+    return stages
+
+
+def hf_model(
+    model: Any, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu", head: str = "lm", seed: int = 0
+) -> nn.Module:
+    """The same model in one piece with the same weights: what the stages of `hf_stages` are cut from."""
+    config, dtype, source = _open(model, dtype, seed)
+    stage = _build(config, dtype, device, source, range(config.num_hidden_layers), True, True, head)
+    return stage.lm if head == "lm" else stage
+
+
+def module_stages(
+    modules: Sequence[nn.Module | Callable[[], nn.Module]],
+    schedule: Schedule,
+    rank: int,
+    *,
+    layers: Sequence[int] | None = None,
+) -> dict[int, PlainStage]:
+    """This rank's stages of a model given as a list of modules, each fed with the output(s) of the one before.
+
+    With more modules than stages they are grouped: `layers` says how many go to each stage, evenly if not given.
+    An entry may be a function that builds its module: only this rank's are called.
+    """
+    counts = (
+        layer_counts(len(modules), schedule.num_stages)
+        if layers is None
+        else check_counts(layers, len(modules), schedule.num_stages)
+    )
+    return {
+        stage: PlainStage(
+            [m if isinstance(m, nn.Module) else m() for m in (modules[i] for i in ranges(counts)[stage])],
+            ranges(counts)[stage],
+        )
+        for stage in schedule.placement.stages_of(rank)
+    }
+
+
+def _build(
+    config: Any,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    source: Source,
+    layers: range,
+    is_first: bool,
+    is_last: bool,
+    head: str,
+) -> HFStage:
+    stage = HFStage(meta_model(config, dtype), layers, is_first=is_first, is_last=is_last, head=head)
+    stage.to_empty(device=device)
+    source.fill(stage)
+    stage.tie()
+    return stage.train()
+
+
+def _tie_ends(stages: dict[int, HFStage], last: int) -> None:
+    """One tensor where first and last stage share this rank; elsewhere each names its partner."""
+    if 0 in stages and last in stages:
+        stages[last].tie(stages[0].embedding)
+    for stage in stages.values():
+        embedding, head = stage.tied_names
+        if stage.is_first:
+            stage.tied_pairs = (Tied(embedding, last, head),)
+        elif stage.is_last:
+            stage.tied_pairs = (Tied(head, 0, embedding),)
+
+
+def _open(model: Any, dtype: torch.dtype | None, seed: int) -> tuple[Any, torch.dtype, Source]:
+    """The config, dtype and weights of what a user calls a model."""
+    if isinstance(model, nn.Module):
+        return model.config, dtype or next(model.parameters()).dtype, ModelSource(model)
+    if isinstance(model, str | Path):
+        try:
+            from transformers import AutoConfig
+        except ImportError:
+            raise MissingExtra("transformers", "engine") from None
+        if not (Path(model) / "config.json").exists():
+            raise ConfigError(f"{model} is no model directory: it has no config.json")
+        config = AutoConfig.from_pretrained(model)
+        return config, dtype or config.dtype or torch.float32, DirectorySource(Path(model))
+    return model, dtype or model.dtype or torch.float32, SeedSource(seed)
+
+
+def _counts(
+    num_layers: int,
+    schedule: Schedule,
+    layers: Sequence[int] | None,
+    first_less: int,
+    last_less: int,
+    layers_per_stage: int | None,
+) -> tuple[int, ...]:
+    if layers is not None:
+        return check_counts(layers, num_layers, schedule.num_stages)
+    if layers_per_stage is not None:
+        wanted = num_stages_for(num_layers, layers_per_stage, schedule.num_ranks, first_less, last_less)
+        if wanted != schedule.num_stages:
+            raise ConfigError(
+                f"layers_per_stage={layers_per_stage} makes {wanted} stages of {num_layers} layers, the schedule has "
+                f"{schedule.num_stages}: build it with that many, or give layers=[...]"
+            )
+    return layer_counts(num_layers, schedule.num_stages, first_less, last_less)
