@@ -1,11 +1,11 @@
 """Everything zeropipe raises on purpose.
 
-    ZeropipeError
-      ConfigError        a value the user gave breaks a rule
-        MissingExtra     an optional dependency is not installed
-      ScheduleError      a schedule is not complete, not placed or not well formed
-        DeadlockError    a schedule in which some rank waits forever
-      EngineError        a run on torch.distributed failed
+ZeropipeError
+  ConfigError        a value the user gave breaks a rule
+    MissingExtra     an optional dependency is not installed
+  ScheduleError      a schedule is not complete, not placed or not well formed
+    DeadlockError    a schedule in which some rank waits forever
+  EngineError        a run on torch.distributed failed
 """
 
 from __future__ import annotations

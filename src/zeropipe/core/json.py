@@ -78,7 +78,7 @@ def _count(data: dict[str, Any], field: str) -> int:
 
 
 def _floats(data: bytes) -> list[float]:
-    return memoryview(data).cast("d").tolist()
+    return list(memoryview(data).cast("d"))
 
 
 def _timeline_data(timeline: Timeline) -> dict[str, Any]:

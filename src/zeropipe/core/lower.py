@@ -7,7 +7,8 @@ even if a send finishes only when its receive is posted: replaying the turns is 
 
 from __future__ import annotations
 
-from zeropipe.core.check import check_order, deadlock
+from zeropipe.core.check import check_order
+from zeropipe.core.deadlock import deadlock
 from zeropipe.core.needs import Links, link
 from zeropipe.core.schedule import Lines, Program, Schedule
 
@@ -52,10 +53,8 @@ def count_kernel(offsets, to, sizes):  # type: ignore[no-untyped-def]
 def lower_kernel(codes, offsets, remote, own, makes, to, done, position, write, out):  # type: ignore[no-untyped-def]
     """Advance all ranks in turns; True if every row was written to its end."""
     num_ranks = len(offsets) - 1
-    turn = 0
     left = len(codes)
     while left > 0:
-        turn += 1
         moved = False
         for rank in range(num_ranks):
             at = position[rank]
@@ -64,10 +63,9 @@ def lower_kernel(codes, offsets, remote, own, makes, to, done, position, write, 
             last = at + (codes[at] & 1)
             ready = True
             for step in range(at, last + 1):
-                # a result counts from the turn after the one that made it, as in a real step
-                if remote[step] >= 0 and not 0 < done[remote[step]] < turn:
+                if remote[step] >= 0 and not done[remote[step]]:
                     ready = False
-                if own[step] >= 0 and not 0 < done[own[step]] < turn:
+                if own[step] >= 0 and not done[own[step]]:
                     ready = False
             if not ready:
                 continue
@@ -78,7 +76,7 @@ def lower_kernel(codes, offsets, remote, own, makes, to, done, position, write, 
                 out[write[rank]] = codes[step]
                 write[rank] += 1
                 if makes[step] >= 0:
-                    done[makes[step]] = turn
+                    done[makes[step]] = 1
             for step in range(at, last + 1):
                 peer = to[step]
                 if peer < 0:

@@ -98,7 +98,7 @@ class Costs:
                     "give one number, or one per stage"
                 )
             return list(value)
-        return [float(value)] * num_stages  # type: ignore[arg-type]
+        return [float(value)] * num_stages
 
     def regrouped(self, problem: Problem) -> Costs:
         """The same model cut into `problem.num_stages` stages.

@@ -1,0 +1,148 @@
+"""Actions, placements, text forms, dependencies, and the two ways a kernel can run."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import zeropipe as zp
+from zeropipe.core import jit
+from zeropipe.core.action import Action, Kind, Overlap, decode, encode, pack, parse_step, unpack
+from zeropipe.core.explain import idle
+from zeropipe.core.needs import key_name, link, needs
+from zeropipe.core.placement import recognise
+
+actions = st.builds(Action, st.integers(0, 65535), st.sampled_from(list(Kind)), st.integers(0, 2**40))
+steps = st.one_of(
+    actions,
+    st.builds(
+        Overlap,
+        st.builds(Action, st.integers(0, 65535), st.just(Kind.F), st.integers(0, 2**40)),
+        st.builds(Action, st.integers(0, 65535), st.sampled_from([Kind.B, Kind.I]), st.integers(0, 2**40)),
+    ),
+)
+
+
+@given(actions)
+def test_an_action_survives_packing(action):
+    assert decode(encode(*action)) == action
+
+
+@given(st.lists(steps, max_size=20))
+def test_steps_survive_packing_and_text(row):
+    assert list(unpack(pack(row))) == row
+    assert [parse_step(str(step)) for step in row] == row
+
+
+@pytest.mark.parametrize("text", ["", "F0", "2X0", "2F", "(1F1;2B0)", "(1B1;2F0)OVERLAP_F_B", "70000F0", "-1F0"])
+def test_what_is_no_action_is_named(text):
+    with pytest.raises(zp.ScheduleError):
+        parse_step(text)
+
+
+def test_rows_are_tuples_of_steps():
+    schedule = zp.build("1f1b", ranks=2, microbatches=2)
+    assert schedule.rows[0] == (
+        Action(0, Kind.F, 0), Action(0, Kind.F, 1), Action(0, Kind.B, 0), Action(0, Kind.B, 1),
+    )  # fmt: skip
+    assert str(schedule).splitlines()[1] == "1F0 1B0 1F1 1B1"
+    assert schedule.rows[-1] == schedule.rows[1]
+    assert len(schedule.rows) == 2
+    with pytest.raises(IndexError):
+        schedule.rows[2]
+
+
+@pytest.mark.parametrize(
+    "rule,stages,expected",
+    [
+        (zp.linear, 4, ((0, 1, 2, 3),)),
+        (zp.loop, 8, ((0, 1, 2, 3, 0, 1, 2, 3),)),
+        (zp.vee, 8, ((0, 1, 2, 3, 3, 2, 1, 0),)),
+        (zp.vee, 16, ((0, 1, 2, 3, 3, 2, 1, 0) * 2,)),
+        (zp.mirror, 4, ((0, 1, 2, 3), (3, 2, 1, 0))),
+    ],
+)
+def test_placements(rule, stages, expected):
+    problem = zp.Problem(4, stages, 6)
+    placement = rule(problem)
+    assert placement.copies == expected
+    assert recognise(placement.copies, placement.split, problem).name == placement.name
+    for stage in range(stages):
+        assert stage in placement.stages_of(placement.rank_of(stage, microbatch=5))
+
+
+def test_a_mirror_sends_the_second_half_the_other_way():
+    placement = zp.mirror(zp.Problem(4, 4, 6))
+    assert [placement.rank_of(0, m) for m in range(6)] == [0, 0, 0, 3, 3, 3]
+
+
+@pytest.mark.parametrize(
+    "text,words",
+    [
+        ("", "holds no action"),
+        ("0F0,0Q0\n", "line 1, cell 2: '0Q0' is not an action"),
+        ("0F0,2F0,0B0,2B0\n", "stage 1 does not appear"),
+        ("0SEND_F0\n", "no computation"),
+    ],
+)
+def test_a_bad_csv_is_named(text, words):
+    with pytest.raises(zp.ScheduleError, match=words):
+        zp.from_csv(text)
+
+
+def test_csv_takes_torch_padding_and_parameter_actions():
+    plain = zp.from_csv("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    dressed = zp.from_csv(
+        "0UNSHARD,0F0,,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1,0REDUCE_GRAD,0RESHARD\n"
+        "1UNSHARD,1RECV_F0,1F0,1B0,1SEND_B0,,1RECV_F1,1F1,1B1,1SEND_B1\n"
+    )
+    assert dressed == plain
+    assert plain.placement.name == "linear"
+
+
+@pytest.mark.parametrize(
+    "change,words",
+    [
+        (lambda t: "{", "not JSON"),
+        (lambda t: "[]", "not zeropipe's"),
+        (lambda t: t.replace('"zeropipe": 1', '"zeropipe": 9'), "version 9"),
+        (lambda t: t.replace('"num_ranks": 2', '"num_ranks": 3'), "there are 2 rows"),
+        (lambda t: t.replace('"num_ranks": 2', '"num_ranks": "x"'), "num_ranks is 'x'"),
+        (lambda t: t.replace('"rows"', '"rovs"'), "field 'rows' is missing"),
+        (lambda t: t.replace("0F0", "0Z0"), "'0Z0' is not an action"),
+        (lambda t: t.replace('"copies": [[0, 1]]', '"copies": [[0, 7]]'), "rank 7"),
+    ],
+)
+def test_a_bad_json_is_named(change, words):
+    with pytest.raises(zp.ZeropipeError, match=words):
+        zp.from_json(change(zp.to_json(zp.build("1f1b", ranks=2, microbatches=2))))
+
+
+def test_a_timeline_survives_json():
+    timeline = zp.simulate(zp.build("zbv", ranks=3, microbatches=6), zp.Costs(f=1, i=1.5, w=0.5, p2p=0.25, unit="s"))
+    assert zp.from_json(zp.to_json(timeline)) == timeline
+
+
+@pytest.mark.parametrize("name,ranks", [("1f1b", 3), ("zbv", 3), ("dualpipe", 4), ("interleaved", 2), ("dualpipev", 3)])
+def test_links_state_the_same_rule_as_needs(name, ranks):
+    schedule = zp.build(name, ranks=ranks, microbatches=8)
+    links = link(schedule)
+    for at, code in enumerate(links.codes):
+        action = decode(code)
+        found = {key_name(k, 8) for k in (links.remote[at], links.own[at]) if k >= 0}
+        assert found == set(needs(action, schedule.num_stages))
+
+
+@pytest.mark.parametrize("name,ranks", [("1f1b", 4), ("zbv", 4), ("dualpipe", 4), ("dualpipev", 4), ("chimera", 4)])
+def test_compiled_kernels_equal_plain_ones(name, ranks, monkeypatch):
+    schedule = zp.build(name, ranks=ranks, microbatches=16)
+    costs = zp.Costs(f=1, i=1.25, w=0.5, overlap=2.25, p2p=0.125, stash=0.5, serial_links=True)
+    plain = zp.simulate(schedule, costs)
+    lowered, causes = zp.lower(schedule), idle(plain)
+    monkeypatch.setattr(jit, "JIT_FROM", 0)
+    zp.check(schedule)
+    fast = zp.simulate(schedule, costs)
+    assert fast == plain
+    assert zp.lower(schedule) == lowered
+    assert fast.makespan == plain.makespan
+    assert fast.peak_memory == plain.peak_memory
+    assert [tuple(map(float, c)) for c in idle(fast)] == [pytest.approx(tuple(c)) for c in causes]
