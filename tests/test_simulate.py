@@ -1,0 +1,172 @@
+"""The simulator against a slow, obvious one, and its knobs one by one."""
+
+import itertools
+
+import pytest
+from naive import naive_simulate
+
+import zeropipe as zp
+from zeropipe.core.action import Kind
+from zeropipe.core.explain import critical_path, idle
+from zeropipe.sim.compare import compare
+from zeropipe.sim.costs import Link, costs_from, load_costs
+
+SIZES = [
+    ("gpipe", 3, 5), ("1f1b", 4, 9), ("interleaved", 4, 8), ("looped-bfs", 2, 3), ("1f1b-overlap", 4, 8),
+    ("interleaved-overlap", 4, 8), ("zb-h1", 4, 7), ("zb-h2", 3, 8), ("interleaved-zb", 2, 8), ("zbv", 3, 7),
+    ("v-half", 4, 9), ("v-min", 3, 6), ("dualpipe", 4, 8), ("dualpipev", 4, 10), ("chimera", 4, 8), ("hanayo", 2, 5),
+]  # fmt: skip
+
+
+def per_stage(values):
+    return lambda stage: values[stage % len(values)]
+
+
+@pytest.mark.parametrize("name,ranks,microbatches", SIZES)
+def test_times_equal_a_slow_simulators(name, ranks, microbatches):
+    schedule = zp.build(name, ranks=ranks, microbatches=microbatches)
+    f, i, w, saving = per_stage([1.0, 1.5, 0.75]), per_stage([2.0, 1.25]), per_stage([0.5]), per_stage([0.25, 0.5])
+    stages = range(schedule.num_stages)
+    costs = zp.Costs(
+        f=[f(s) for s in stages], i=[i(s) for s in stages], w=[w(s) for s in stages],
+        overlap=[f(s) + i(s) + w(s) - saving(s) for s in stages], p2p=0.125, edges={(0, 1): Link(0.5)},
+    )  # fmt: skip
+    price = {Kind.F: f, Kind.I: i, Kind.W: w, Kind.B: lambda s: i(s) + w(s)}
+
+    def duration(actions):
+        total = sum(price[a.kind](a.stage) for a in actions)
+        return total - (sum(saving(a.stage) for a in actions) / 2 if len(actions) == 2 else 0)
+
+    slow = naive_simulate(schedule, duration, lambda a, b: 0.5 if (a, b) == (0, 1) else 0.125)
+    timeline = zp.simulate(schedule, costs)
+    for rank in range(ranks):
+        for span in timeline.spans(rank):
+            assert (span.start, span.end) == pytest.approx(slow[span.action], abs=1e-9)
+
+
+@pytest.mark.parametrize("name,ranks,microbatches", SIZES)
+def test_idle_time_adds_up_and_the_critical_path_has_no_hole(name, ranks, microbatches):
+    timeline = zp.simulate(zp.build(name, ranks=ranks, microbatches=microbatches), zp.Costs(p2p=0.25))
+    for rank, causes in enumerate(idle(timeline)):
+        assert sum(causes) + timeline.busy[rank] == pytest.approx(timeline.makespan)
+        assert min(causes) >= 0
+        assert causes.other == pytest.approx(0)
+    path = critical_path(timeline)
+    assert path[-1].end == pytest.approx(timeline.first_start + timeline.makespan)
+    assert path[0].start == pytest.approx(timeline.first_start)
+    for one, two in itertools.pairwise(path):
+        assert two.start - one.end == pytest.approx(0.25 if two.rank != one.rank else 0)
+
+
+def spans(timeline):
+    return {str(s.action): (s.start, s.end) for r in range(timeline.num_ranks) for s in timeline.spans(r)}
+
+
+def test_a_message_takes_latency_and_bytes_over_bandwidth():
+    schedule = zp.build("gpipe", ranks=2, microbatches=1)
+    times = spans(zp.simulate(schedule, zp.Costs(f=1, b=2, p2p=0.5, bandwidth=4, message=[6, 99])))
+    assert times == {"0F0": (0, 1), "1F0": (3, 4), "1B0": (4, 6), "0B0": (8, 10)}
+
+
+def test_edges_between_machines_cost_more():
+    schedule = zp.build("gpipe", ranks=4, microbatches=1)
+    costs = zp.Costs(p2p=0.1, node_size=2, inter_node=Link(3.0))
+    times = spans(zp.simulate(schedule, costs))
+    assert times["1F0"][0] == pytest.approx(1.1)
+    assert times["2F0"][0] == pytest.approx(5.1)
+
+
+def test_a_blocking_send_keeps_the_sender_busy():
+    schedule = zp.build("gpipe", ranks=2, microbatches=2)
+    eager = spans(zp.simulate(schedule, zp.Costs(p2p=0.5)))
+    blocked = spans(zp.simulate(schedule, zp.Costs(p2p=0.5, blocking=True)))
+    assert eager["0F1"][0] == 1
+    assert blocked["0F1"][0] == 1.5
+
+
+def test_a_serial_link_lets_one_message_through_at_a_time():
+    schedule = zp.build("gpipe", ranks=2, microbatches=3)
+    free = spans(zp.simulate(schedule, zp.Costs(f=1, p2p=2)))
+    serial = spans(zp.simulate(schedule, zp.Costs(f=1, p2p=2, serial_links=True)))
+    assert [free[f"1F{m}"][0] for m in range(3)] == [3, 4, 5]
+    assert [serial[f"1F{m}"][0] for m in range(3)] == [3, 5, 7]
+
+
+def test_memory_counts_what_f_takes_and_i_and_w_free():
+    schedule = zp.from_csv("0F0,0F1,0I0,0I1,0W1,0W0\n")
+    timeline = zp.simulate(schedule, zp.Costs(activation=10, stash=4, weights=100))
+    memory = timeline.memory
+    assert list(memoryview(memory.during).cast("d")) == [110, 120, 120, 114, 108, 104]
+    assert list(memoryview(memory.after).cast("d")) == [110, 120, 114, 108, 104, 100]
+    assert timeline.peak_memory == (120,)
+
+
+def test_a_rank_with_two_stages_holds_both_weights():
+    timeline = zp.simulate(zp.build("zbv", ranks=2, microbatches=3), zp.Costs(activation=0, weights=[1, 2, 4, 8]))
+    assert timeline.peak_memory == (9, 6)
+
+
+def test_bubble_is_the_mean_over_ranks():
+    timeline = zp.simulate(zp.build("gpipe", ranks=2, microbatches=1), zp.Costs(f=[1, 3], b=[1, 3]))
+    assert timeline.rank_span == (8, 6)
+    assert timeline.rank_bubble == (0.75, 0.25)
+    assert timeline.bubble == 0.5
+
+
+@pytest.mark.parametrize("rows", ["0F0,0B0,0B1,0F1\n", "0F0\n"])
+def test_what_cannot_run_is_refused(rows):
+    with pytest.raises(zp.ScheduleError):
+        zp.simulate(zp.from_csv(rows))
+
+
+def test_comparing_shares_costs_out_over_stages():
+    schedules = [zp.build(name, ranks=4, microbatches=8) for name in ("1f1b", "zbv", "interleaved")]
+    timelines = compare(schedules, zp.Costs(f=2, i=2, w=2, activation=1))
+    assert [sum(t.busy) for t in timelines] == pytest.approx([4 * 8 * 6] * 3)
+    assert max(timelines[0].peak_memory) == 4
+    fine = compare(schedules, zp.Costs(f=[1, 2, 3, 4, 5, 6, 7, 8]))
+    assert fine[0].busy[0] == pytest.approx(8 * (1 + 2) + 8 * 2)
+
+
+@pytest.mark.parametrize(
+    "values,words",
+    [
+        ({"f": -1}, "f=-1: a number from 0 on"),
+        ({"f": float("nan")}, "f=nan"),
+        ({"f": "1"}, "f='1'"),
+        ({"w": [1, True]}, "w=True"),
+        ({"bandwidth": 0}, "bandwidth=0"),
+        ({"node_size": 0}, "node_size=0"),
+        ({"g": 1}, "unknown field 'g'"),
+        ({"activatoin": 1}, "did you mean 'activation'"),
+        ({"edges": {"01": {}}}, "edge '01'"),
+        ({"edges": {"0-1": 3}}, "edges.0-1=3"),
+        ({"inter_node": {"latency": 1}}, "inter_node"),
+    ],
+)
+def test_bad_costs_are_named(values, words):
+    with pytest.raises(zp.ConfigError, match=words):
+        costs_from(values)
+
+
+def test_a_list_needs_one_entry_per_stage():
+    with pytest.raises(zp.ConfigError, match="f has 3 entries, the schedule has 2 stages"):
+        zp.simulate(zp.build("1f1b", ranks=2, microbatches=2), zp.Costs(f=[1, 2, 3]))
+    with pytest.raises(zp.ConfigError, match="which 2 stages cannot share"):
+        compare([zp.build("1f1b", ranks=2, microbatches=2)], zp.Costs(f=[1, 2, 3]))
+
+
+def test_costs_files(tmp_path):
+    toml, json = tmp_path / "c.toml", tmp_path / "c.json"
+    toml.write_text('f = [1, 2]\np2p = 0.5\nunit = "s"\n[edges.0-1]\np2p = 2.0\n[inter_node]\np2p = 1.0\n')
+    json.write_text(
+        '{"f": [1, 2], "p2p": 0.5, "unit": "s", "edges": {"0-1": {"p2p": 2.0}}, "inter_node": {"p2p": 1.0}}'
+    )
+    assert load_costs(str(toml)) == load_costs(str(json))
+    assert load_costs(str(toml)).link(0, 1) == Link(2.0)
+    for text, words in (("f = = 1", "is not TOML"), ("zz = 1", "unknown field 'zz'")):
+        toml.write_text(text)
+        with pytest.raises(zp.ConfigError, match=words):
+            load_costs(str(toml))
+    with pytest.raises(zp.ConfigError, match="cannot read"):
+        load_costs(str(tmp_path / "none.toml"))
