@@ -1,0 +1,65 @@
+"""The one drawing model: a Timeline as columns of boxes. Every picture, file and the viewer read these columns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zeropipe.core.placement import Placement
+from zeropipe.core.timeline import Timeline
+
+WHOLE, UPPER, LOWER = 0, 1, 2  # an Overlap is a split box: forward above, backward below
+
+
+@dataclass(frozen=True)
+class Boxes:
+    """Rank r owns the boxes offsets[r] to offsets[r + 1]. Times count from the first start of the timeline."""
+
+    offsets: NDArray[np.int64]
+    start: NDArray[np.float64]
+    end: NDArray[np.float64]
+    kind: NDArray[np.int64]
+    stage: NDArray[np.int64]
+    microbatch: NDArray[np.int64]
+    half: NDArray[np.int64]
+    shade: NDArray[np.int64]
+    num_shades: int
+    makespan: float
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.offsets) - 1
+
+
+def boxes(timeline: Timeline) -> Boxes:
+    """The boxes of a timeline."""
+    codes = np.frombuffer(timeline.schedule.lines.codes, np.int64)
+    joined = codes & 1
+    half = joined * UPPER
+    half[1:] += joined[:-1] * LOWER
+    stage, microbatch = codes >> 5 & 0xFFFF, codes >> 21
+    shades = shade_table(timeline.schedule.placement)
+    split = timeline.schedule.placement.split
+    copy = np.zeros_like(codes) if split is None else (microbatch >= split).astype(np.int64)
+    start = np.frombuffer(timeline.start, np.float64) - timeline.first_start
+    end = np.frombuffer(timeline.end, np.float64) - timeline.first_start
+    return Boxes(
+        np.array(timeline.schedule.lines.offsets, np.int64), start, end, codes >> 1 & 15, stage, microbatch, half,
+        shades[copy, stage], int(shades.max()) + 1, timeline.makespan,
+    )  # fmt: skip
+
+
+def shade_table(placement: Placement) -> NDArray[np.int64]:
+    """Per copy and stage, a number that differs between the stages of a rank: its pass over the ranks, or its copy."""
+    per_copy = max(table.count(rank) for table in placement.copies for rank in set(table))
+    rows = []
+    for copy, table in enumerate(placement.copies):
+        seen: dict[int, int] = {}
+        row = []
+        for rank in table:
+            row.append(copy * per_copy + seen.get(rank, 0))
+            seen[rank] = seen.get(rank, 0) + 1
+        rows.append(row)
+    return np.array(rows, np.int64)

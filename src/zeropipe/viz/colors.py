@@ -1,0 +1,73 @@
+"""One palette for every output: a hue per kind, lighter to darker by the stage's pass over the ranks.
+
+The hues were chosen for the smallest distance between any two kinds and shades, as seen with normal sight and with
+protanopia, deuteranopia and tritanopia (a test measures it).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from math import cos, radians, sin
+from typing import Any
+
+# OKLCH: lightness, chroma, hue
+KINDS = {"F": (0.56, 0.15, 258.0), "B": (0.60, 0.16, 32.0), "I": (0.80, 0.14, 87.0), "W": (0.82, 0.10, 168.0)}
+NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+SPREAD = 0.055  # lightness above and below for the first and the last shade
+
+THEMES: dict[str, dict[str, str]] = {
+    "light": {"paper": "#ffffff", "lane": "#f3f4f7", "ink": "#1b2130", "soft": "#667085", "line": "#d9dde5",
+              "limit": "#b42318", "memory": "#7a5af8", "path": "#111827"},
+    "dark": {"paper": "#12151c", "lane": "#1b202a", "ink": "#e8ebf2", "soft": "#97a1b3", "line": "#333b4a",
+             "limit": "#ff8a7a", "memory": "#a48afb", "path": "#ffffff"},
+}  # fmt: skip
+
+
+@cache
+def shades(kind: str, count: int) -> tuple[str, ...]:
+    """`count` shades of a kind's colour, lightest first."""
+    light, chroma, hue = KINDS[kind]
+    if count == 1:
+        return (oklch(light, chroma, hue),)
+    steps = (SPREAD * (1 - 2 * i / (count - 1)) for i in range(count))
+    return tuple(oklch(light + step, chroma * (0.9 if step > 0 else 1.0), hue) for step in steps)
+
+
+def ink_on(color: str) -> str:
+    """Black or white, whichever reads better on `color`."""
+    level = luminance(color)
+    return "#ffffff" if 1.05 / (level + 0.05) > (level + 0.05) / 0.05 * 0.8 else "#10141c"
+
+
+def palette(theme: str, count: int) -> dict[str, Any]:
+    """All colours of a theme as plain data."""
+    kinds = {
+        k: {"name": NAMES[k], "fill": shades(k, count), "ink": [ink_on(c) for c in shades(k, count)]} for k in KINDS
+    }
+    return {**THEMES[theme], "kinds": kinds}
+
+
+def luminance(color: str) -> float:
+    """Relative luminance (WCAG)."""
+    parts = (int(color[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    red, green, blue = (x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def oklch(light: float, chroma: float, hue: float) -> str:
+    """An OKLCH colour (Ottosson, 2020) as #rrggbb."""
+    a, b = chroma * cos(radians(hue)), chroma * sin(radians(hue))
+    long = (light + 0.3963377774 * a + 0.2158037573 * b) ** 3
+    medium = (light - 0.1055613458 * a - 0.0638541728 * b) ** 3
+    short = (light - 0.0894841775 * a - 1.2914855480 * b) ** 3
+    linear = (
+        4.0767416621 * long - 3.3077115913 * medium + 0.2309699292 * short,
+        -1.2684380046 * long + 2.6097574011 * medium - 0.3413193965 * short,
+        -0.0041960863 * long - 0.7034186147 * medium + 1.7076147010 * short,
+    )
+    return "#" + "".join(f"{_gamma(x):02x}" for x in linear)
+
+
+def _gamma(value: float) -> int:
+    value = min(1.0, max(0.0, value))
+    return round(255 * (value * 12.92 if value <= 0.0031308 else 1.055 * value ** (1 / 2.4) - 0.055))

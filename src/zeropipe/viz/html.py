@@ -1,0 +1,85 @@
+"""The viewer as one file that needs nothing else: no server, no network."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from functools import cache
+from html import escape
+from importlib.resources import files
+from typing import Any
+
+from zeropipe.core.timeline import Timeline
+from zeropipe.viz.payload import payload
+
+# in the order of their imports: each file uses only those before it
+MODULES = ("units.js", "data.js", "view.js", "shapes.js", "rows.js", "memory.js", "explain.js", "overlay.js",
+           "panel.js", "legend.js", "summary.js", "input.js", "viewer.js")  # fmt: skip
+
+_PAGE = """<!doctype html>
+<html lang="en" data-theme="{theme}">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; script-src 'unsafe-inline'; \
+style-src 'unsafe-inline'; img-src data:">
+<meta name="generator" content="zeropipe">
+<title>{title}</title>
+<style>
+{style}
+</style>
+</head>
+<body class="zp-page">
+<main id="viewer"></main>
+<noscript>This picture is drawn by a script in this file. Please allow scripts for it.</noscript>
+<script type="application/json" id="data">{data}</script>
+<script type="module">
+{script}
+mountViewer(document.getElementById("viewer"), JSON.parse(document.getElementById("data").textContent), {options});
+</script>
+</body>
+</html>
+"""
+
+
+def to_html(timelines: Timeline | Sequence[Timeline], *, title: str | None = None, theme: str = "auto",
+            labels: str = "microbatch") -> str:  # fmt: skip
+    """A whole page, fully offline."""
+    listed = [timelines] if isinstance(timelines, Timeline) else list(timelines)
+    heading = title or " · ".join(t.title for t in listed)
+    options: dict[str, Any] = {"title": heading, "labels": labels}
+    return _PAGE.format(
+        title=escape(heading), theme=theme, style=viewer_file("viewer.css"), script=bundle(),
+        data=_inline_json(payload(listed)), options=_inline_json(options),
+    )  # fmt: skip
+
+
+def to_notebook(timeline: Timeline, height: int | None = None) -> str:
+    """The page in a frame of its own, for Jupyter."""
+    tall = height or min(900, 260 + 2 * 34 * min(timeline.num_ranks, 12))
+    page = escape(to_html(timeline), quote=True)
+    look = f'style="width:100%;height:{tall}px;border:0" title="{escape(timeline.title)}"'
+    return f'<iframe srcdoc="{page}" {look}></iframe>'
+
+
+@cache
+def bundle() -> str:
+    """All viewer modules as one: their imports and exports taken out, as they share one scope."""
+    return "\n".join(_plain(viewer_file(name)) for name in MODULES)
+
+
+@cache
+def viewer_file(name: str) -> str:
+    """The text of a file of the viewer."""
+    return files("zeropipe.viz").joinpath("viewer", name).read_text("utf-8")
+
+
+def _plain(source: str) -> str:
+    without = re.sub(r"^import\b[^;]*;\n", "", source, flags=re.MULTILINE)
+    return re.sub(r"^export (?=(async |function|const|class))", "", without, flags=re.MULTILINE)
+
+
+def _inline_json(value: Any) -> str:
+    """JSON that can stand inside a script element."""
+    return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c").replace("\u2028", "\\u2028")

@@ -1,0 +1,111 @@
+"""What the viewer draws: timelines as plain data (for JSON), with their columns as one compressed string each.
+
+Columns are small integers that repeat, so that deflate shrinks them well: times in ticks, as the gap to the box before
+and the duration; microbatches and dependencies as differences. `viewer/data.js` undoes this.
+"""
+
+from __future__ import annotations
+
+import base64
+import zlib
+from collections.abc import Sequence
+from math import ceil, log10
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zeropipe.core import explain
+from zeropipe.core.timeline import Timeline
+from zeropipe.viz.boxes import boxes, shade_table
+from zeropipe.viz.colors import palette
+
+TICKS = 2**31 - 1  # times are whole ticks below this
+
+
+def payload(timelines: Timeline | Sequence[Timeline]) -> dict[str, Any]:
+    """The data `mountViewer(element, data)` takes: plain dicts, lists, numbers and text."""
+    listed = [timelines] if isinstance(timelines, Timeline) else list(timelines)
+    shades = max((int(shade_table(t.schedule.placement).max()) + 1 for t in listed), default=1)
+    return {
+        "version": 1,
+        "causes": list(explain.CAUSES),
+        "palette": {theme: palette(theme, shades) for theme in ("light", "dark")},
+        "timelines": [_timeline(t) for t in listed],
+    }
+
+
+def _timeline(timeline: Timeline) -> dict[str, Any]:
+    schedule = timeline.schedule
+    tick = tick_of(timeline.makespan)
+    columns = _columns(timeline, tick)
+    return {
+        "title": timeline.title,
+        "schedule": schedule.name,
+        "placement": schedule.placement.name,
+        "measured": timeline.measured,
+        "unit": timeline.unit,
+        "memoryUnit": timeline.memory_unit,
+        "ranks": schedule.num_ranks,
+        "stages": schedule.num_stages,
+        "microbatches": schedule.num_microbatches,
+        "split": schedule.placement.split,
+        "shades": shade_table(schedule.placement).tolist(),
+        "offsets": list(schedule.lines.offsets),
+        "tick": tick,
+        "makespan": timeline.makespan,
+        "bubble": timeline.bubble,
+        "busy": list(timeline.busy),
+        "rankBubble": list(timeline.rank_bubble),
+        "idle": [list(rank) for rank in explain.idle(timeline)],
+        "peakMemory": list(timeline.peak_memory) if timeline.memory else None,
+        "memoryLimit": timeline.memory_limit,
+        "message": explain.reasons(timeline).message,
+        "columns": {name: column.dtype.str[1:] for name, column in columns.items()},
+        "lengths": [len(column) for column in columns.values()],
+        "data": _pack(columns.values()),
+    }
+
+
+def tick_of(makespan: float) -> float:
+    """The power of ten that keeps `makespan` below the largest tick, so that decimal times stay exact."""
+    return float(f"1e{ceil(log10(makespan / TICKS))}") if makespan > 0 else 1.0
+
+
+def _columns(timeline: Timeline, tick: float) -> dict[str, NDArray[Any]]:
+    box, why = boxes(timeline), explain.reasons(timeline)
+    start = np.rint(box.start / tick).astype(np.int64)
+    end = np.rint(box.end / tick).astype(np.int64)
+    here = np.arange(len(start))
+    columns = {
+        "gap": _steps(start, end).astype("<i4"),
+        "duration": (end - start).astype("<i4"),
+        "microbatch": _steps(box.microbatch, box.microbatch).astype("<i4"),
+        "remote": _back(here, why.remote).astype("<i4"),
+        "own": _back(here, why.own).astype("<i4"),
+        "waited": _back(here, why.waited).astype("<i4"),
+        "path": np.array(explain.critical_places(timeline), "<i4"),
+    }
+    if timeline.memory:
+        columns["during"] = np.frombuffer(timeline.memory.during, np.float64).astype("<f4")
+        columns["after"] = np.frombuffer(timeline.memory.after, np.float64).astype("<f4")
+    columns["stage"] = box.stage.astype("<u2")
+    columns["head"] = (box.kind | box.half << 4).astype("|u1")
+    return columns
+
+
+def _steps(values: NDArray[np.int64], before: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Each value minus the `before` of its neighbour on the left."""
+    out = values.copy()
+    out[1:] -= before[:-1]
+    return out
+
+
+def _back(here: NDArray[np.int64], places: Any) -> NDArray[np.int64]:
+    """Places as distances; 0 stands for none, as no box depends on itself."""
+    where = np.asarray(places, np.int64)
+    return np.where(where < 0, 0, here - where)
+
+
+def _pack(columns: Any) -> str:
+    return base64.b64encode(zlib.compress(b"".join(c.tobytes() for c in columns), 6)).decode("ascii")

@@ -1,0 +1,51 @@
+"""A Scene as PNG or PDF, by matplotlib."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from zeropipe.errors import MissingExtra
+from zeropipe.viz.scene import Area, Line, Rect, Scene
+
+
+def write_figure(scene: Scene, path: Path, title: str, dpi: int = 200) -> None:
+    """Write a .png or a .pdf (vector, with fonts that publishers accept)."""
+    try:
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise MissingExtra("matplotlib", "draw") from None
+    fonts = {"pdf.fonttype": 42, "font.family": "sans-serif", "font.sans-serif": ["Helvetica", "Arial", "DejaVu Sans"]}
+    with rc_context(fonts):
+        figure = Figure(figsize=(scene.width / 72, scene.height / 72), facecolor=scene.paper)
+        axes = figure.add_axes((0, 0, 1, 1))
+        axes.set_xlim(0, scene.width)
+        axes.set_ylim(scene.height, 0)
+        axes.axis("off")
+        for kind, items in groupby(scene.items, type):
+            _add(axes, kind, list(items))
+        metadata = {"Title": title} | ({"CreationDate": None} if path.suffix == ".pdf" else {})
+        figure.savefig(path, dpi=dpi, metadata=metadata)
+
+
+def _add(axes: Any, kind: type, items: list[Any]) -> None:
+    from matplotlib.collections import LineCollection, PolyCollection
+
+    if kind is Rect:
+        corners = [[(r.x, r.y), (r.x + r.w, r.y), (r.x + r.w, r.y + r.h), (r.x, r.y + r.h)] for r in items]
+        axes.add_collection(PolyCollection(corners, facecolors=[r.fill for r in items], linewidths=0), autolim=False)
+    elif kind is Area:
+        areas = PolyCollection([a.points for a in items], facecolors=[a.fill for a in items], linewidths=0, alpha=0.6)
+        axes.add_collection(areas, autolim=False)
+    elif kind is Line:
+        styles = ["--" if line.dashed else "-" for line in items]
+        lines = LineCollection([line.points for line in items], colors=[line.color for line in items],
+                               linewidths=[line.width for line in items], linestyles=styles)  # fmt: skip
+        axes.add_collection(lines, autolim=False)
+    else:
+        across = {"start": "left", "middle": "center", "end": "right"}
+        for text in items:
+            axes.text(text.x, text.y, text.text, fontsize=text.size, color=text.fill, ha=across[text.anchor],
+                      va="baseline", fontweight="bold" if text.bold else "normal", parse_math=False)  # fmt: skip

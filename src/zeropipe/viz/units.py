@@ -1,0 +1,46 @@
+"""Numbers for people: times, sizes and shares in few characters."""
+
+from __future__ import annotations
+
+from math import ceil, floor, log10
+
+_SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
+_BYTES = ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B"))
+
+
+def number(value: float, digits: int = 4) -> str:
+    """At most `digits` significant digits, without an exponent where it fits: 3, 0.25, 12.5, 1234000."""
+    if value == 0:
+        return "0"
+    places = max(0, digits - 1 - floor(log10(abs(value))))
+    text = f"{value:.{min(places, 12)}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def time_text(value: float, unit: str) -> str:
+    """A time with its unit: `3.5`, or `1.2 ms` for seconds."""
+    return _scaled(value, _SECONDS) if unit == "s" else f"{number(value)} {unit}".strip()
+
+
+def size_text(value: float, unit: str) -> str:
+    """A memory level with its unit: `4`, or `1.5 GiB` for bytes."""
+    return _scaled(value, _BYTES) if unit == "B" else f"{number(value)} {unit}".strip()
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f}%"
+
+
+def _scaled(value: float, scales: tuple[tuple[float, str], ...]) -> str:
+    for factor, name in scales:
+        if abs(value) >= factor:
+            return f"{number(value / factor)} {name}"
+    return f"{number(value / scales[-1][0])} {scales[-1][1]}" if value else f"0 {scales[0][1]}"
+
+
+def tick_step(span: float, most: int) -> float:
+    """The step of 1, 2 or 5 times a power of ten that puts at most `most` ticks on `span`."""
+    if span <= 0:
+        return 1.0
+    base = 10.0 ** ceil(log10(span / most) - 1)
+    return next(base * factor for factor in (1, 2, 5, 10) if span / (base * factor) <= most)

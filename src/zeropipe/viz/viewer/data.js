@@ -1,0 +1,86 @@
+// Payload -> typed columns. The other side of payload.py.
+
+const ARRAYS = { i4: Int32Array, u2: Uint16Array, u1: Uint8Array, f4: Float32Array };
+export const KINDS = ["F", "B", "I", "W"];
+export const UPPER = 1;
+export const LOWER = 2;
+
+/** All timelines of a payload, decoded. */
+export async function decode(data) {
+  return Promise.all(data.timelines.map(async (timeline) => ({ ...timeline, ...columnsOf(timeline, await inflate(timeline.data)) })));
+}
+
+async function inflate(text) {
+  const stream = new Blob([bytesOf(text)]).stream().pipeThrough(new DecompressionStream("deflate"));
+  return new Response(stream).arrayBuffer();
+}
+
+function bytesOf(text) {
+  if (Uint8Array.fromBase64) return Uint8Array.fromBase64(text);
+  const raw = atob(text);
+  const bytes = new Uint8Array(raw.length);
+  for (let i = 0; i < raw.length; i++) bytes[i] = raw.charCodeAt(i);
+  return bytes;
+}
+
+function columnsOf(timeline, buffer) {
+  const packed = {};
+  let at = 0;
+  Object.entries(timeline.columns).forEach(([name, type], i) => {
+    packed[name] = new ARRAYS[type](buffer, at, timeline.lengths[i]);
+    at += packed[name].byteLength;
+  });
+  return unpacked(timeline, packed);
+}
+
+/** Undo the differences: times in the timeline's unit, microbatches, places of what a box needs (-1 for none). */
+function unpacked(timeline, { gap, duration, microbatch, remote, own, waited, path, during, after, stage, head }) {
+  const size = gap.length;
+  const start = new Float64Array(size);
+  const end = new Float64Array(size);
+  const kind = new Uint8Array(size);
+  const half = new Uint8Array(size);
+  const shade = new Uint8Array(size);
+  const rank = new Uint16Array(size);
+  const split = timeline.split ?? Infinity;
+  const perTick = Math.round(1 / timeline.tick); // dividing by a whole number keeps decimals exact
+  let clock = 0;
+  let batch = 0;
+  for (let i = 0; i < size; i++) {
+    clock += gap[i];
+    start[i] = timeline.tick < 1 ? clock / perTick : clock * timeline.tick;
+    clock += duration[i];
+    end[i] = timeline.tick < 1 ? clock / perTick : clock * timeline.tick;
+    batch += microbatch[i];
+    microbatch[i] = batch;
+    kind[i] = head[i] & 15;
+    half[i] = head[i] >> 4;
+    shade[i] = timeline.shades[batch >= split ? 1 : 0][stage[i]];
+    remote[i] = remote[i] ? i - remote[i] : -1;
+    own[i] = own[i] ? i - own[i] : -1;
+    waited[i] = waited[i] ? i - waited[i] : -1;
+  }
+  for (let r = 0; r < timeline.ranks; r++) rank.fill(r, timeline.offsets[r], timeline.offsets[r + 1]);
+  return { size, start, end, kind, half, shade, rank, stage, microbatch, remote, own, waited, path, during, after };
+}
+
+export function nameOf(timeline, i) {
+  return `${timeline.stage[i]}${KINDS[timeline.kind[i]]}${timeline.microbatch[i]}`;
+}
+
+/** The first place in [low, high) whose value is above `limit`; values rise. */
+export function firstAbove(values, limit, low, high) {
+  while (low < high) {
+    const middle = (low + high) >>> 1;
+    if (values[middle] > limit) high = middle;
+    else low = middle + 1;
+  }
+  return low;
+}
+
+/** The boxes of a place: both halves of an Overlap, or the one. */
+export function stepOf(timeline, i) {
+  if (timeline.half[i] === UPPER) return [i, i + 1];
+  if (timeline.half[i] === LOWER) return [i - 1, i];
+  return [i];
+}

@@ -1,0 +1,171 @@
+// One timeline on the page: its heading, its rows, its memory, and the layer above them.
+
+import { hit } from "./explain.js";
+import { levels, paintMemory } from "./memory.js";
+import { paintFound, paintPath } from "./overlay.js";
+import { colourSums, paintRows } from "./rows.js";
+import { element, prepare } from "./shapes.js";
+import { percentText, ruler, sizeText, timeText } from "./units.js";
+
+const ROW_SPACE = 0.14; // of a row's height, below it
+
+export class Panel {
+  constructor(timeline, state) {
+    this.timeline = timeline;
+    this.state = state;
+    this.rows = element("canvas", { "aria-hidden": "true" });
+    this.layer = element("canvas", { className: "zp-layer", "aria-hidden": "true" });
+    this.plot = element("div", { className: "zp-plot", tabIndex: 0, role: "application", "aria-label": this.words() }, this.rows, this.layer);
+    this.plot.setAttribute("aria-roledescription", "timeline");
+    this.memory = element("canvas", { "aria-hidden": "true" });
+    this.memoryBox = element("div", { className: "zp-memory" }, this.memory);
+    this.node = element("section", { className: "zp-panel", "aria-label": timeline.title }, this.heading(), this.plot, this.memoryBox);
+  }
+
+  words() {
+    const t = this.timeline;
+    return `${t.title}: ${t.ranks} ranks, makespan ${timeText(t.makespan, t.unit)}, bubble ${percentText(t.bubble)}. `
+      + "Arrow keys move from box to box, plus and minus zoom, 0 fits, question mark lists all keys.";
+  }
+
+  heading() {
+    const t = this.timeline;
+    const peak = t.peakMemory ? ` · peak memory ${sizeText(Math.max(...t.peakMemory), t.memoryUnit)}` : "";
+    const sizes = `${t.ranks} ranks · ${t.stages} stages · ${t.microbatches} microbatches`;
+    return element(
+      "header", { className: "zp-heading" },
+      element("h2", {}, t.title),
+      element("span", { className: "zp-tag" }, t.measured ? "measured" : "simulated"),
+      element("span", { className: "zp-facts" }, sizes),
+      element("span", { className: "zp-facts zp-right" }, `makespan ${timeText(t.makespan, t.unit)} · bubble ${percentText(t.bubble)}${peak}`),
+    );
+  }
+
+  /** Rows for `count` ranks; narrow when there are many. */
+  get layout() {
+    const { ranks } = this.timeline;
+    const pitch = ranks <= 8 ? 36 : ranks <= 16 ? 28 : ranks <= 32 ? 20 : ranks <= 64 ? 14 : 9;
+    return rowsOf(pitch, ranks);
+  }
+
+  get memoryLayout() {
+    const { ranks } = this.timeline;
+    return rowsOf(ranks <= 8 ? 26 : ranks <= 16 ? 20 : ranks <= 32 ? 14 : 9, ranks);
+  }
+
+  get visible() {
+    const { top, bottom } = this.node.getBoundingClientRect();
+    return this.state.printing || (bottom > -200 && top < innerHeight + 200);
+  }
+
+  /** The colours have changed. */
+  recolour() {
+    this.sums = null;
+  }
+
+  paint() {
+    if (!this.visible) return;
+    const { view, paint, scale, gutter } = this.state;
+    this.sums ??= colourSums(this.timeline, paint);
+    const context = prepare(this.rows, gutter + view.width, this.layout.total, scale);
+    this.rankNames(context, this.layout);
+    within(context, gutter, view.width, this.layout.total, () => {
+      this.grid(context, this.layout.total);
+      this.drawn = paintRows(context, this.timeline, this.sums, paint, view, this.layout, scale, this.state.labels);
+    });
+    this.paintMemory();
+    this.paintLayer();
+  }
+
+  paintMemory() {
+    const { view, paint, scale, gutter, memory } = this.state;
+    this.memoryBox.hidden = !(memory && this.timeline.during);
+    if (this.memoryBox.hidden) return;
+    const layout = this.memoryLayout;
+    const limit = this.timeline.memoryLimit;
+    const top = Math.max(...this.timeline.peakMemory, limit ?? 0) * 1.05 || 1;
+    const context = prepare(this.memory, gutter + view.width, layout.total, scale);
+    this.rankNames(context, layout);
+    within(context, gutter, view.width, layout.total, () => {
+      this.grid(context, layout.total);
+      paintMemory(context, this.timeline, paint.palette, view, layout, scale, top, limit);
+      this.peaks(context, layout, paint.palette);
+    });
+  }
+
+  peaks(context, layout, palette) {
+    if (layout.height < 11) return;
+    const { peakMemory, memoryUnit, memoryLimit } = this.timeline;
+    context.font = "10px system-ui, sans-serif";
+    context.textAlign = "right";
+    context.textBaseline = "top";
+    peakMemory.forEach((peak, rank) => {
+      context.fillStyle = memoryLimit && peak > memoryLimit ? palette.limit : palette.ink;
+      context.fillText(`peak ${sizeText(peak, memoryUnit)}`, this.state.view.width - 5, layout.top(rank) + 2);
+    });
+  }
+
+  /** Marks, arrows and the critical path; cheap, so that hovering never repaints the boxes. */
+  paintLayer() {
+    const { view, paint, scale, gutter, found, path } = this.state;
+    const context = prepare(this.layer, gutter + view.width, this.layout.total, scale);
+    within(context, gutter, view.width, this.layout.total, () => {
+      if (path) paintPath(context, this.timeline, paint.palette, view, this.layout);
+      if (found?.panel === this) paintFound(context, this.timeline, found, paint.palette, view, this.layout);
+    });
+  }
+
+  rankNames(context, layout) {
+    const { paint, gutter } = this.state;
+    const size = Math.min(12, Math.max(8, layout.height * 0.62));
+    const every = Math.max(1, Math.ceil((size + 1) / layout.pitch));
+    context.font = `${size}px system-ui, sans-serif`;
+    context.textAlign = "right";
+    context.textBaseline = "middle";
+    context.fillStyle = paint.palette.soft;
+    for (let rank = 0; rank < this.timeline.ranks; rank += every) {
+      context.fillText(gutter > 50 ? `rank ${rank}` : String(rank), gutter - 8, layout.top(rank) + layout.height / 2);
+    }
+  }
+
+  grid(context, height) {
+    const { view, paint } = this.state;
+    context.fillStyle = paint.palette.line;
+    context.globalAlpha = 0.55;
+    for (const { at } of ruler(view.from, view.to, Math.max(2, view.width / 90), this.timeline.unit).ticks) {
+      context.fillRect(Math.round(view.x(at)), 0, 1, height);
+    }
+    context.globalAlpha = 1;
+  }
+
+  /** What lies at a place of the plot, in its CSS pixels. */
+  find(x, y) {
+    const { view, gutter, paint } = this.state;
+    const layout = this.layout;
+    const rank = Math.floor(y / layout.pitch);
+    const lower = y - layout.top(rank) > layout.height / 2;
+    const found = x >= gutter ? hit(this.timeline, rank, view.time(x - gutter), lower) : null;
+    if (!found || (found.box !== undefined && !paint.shown(this.timeline.kind[found.box]))) return null;
+    return { ...found, panel: this };
+  }
+
+  /** The levels in sight, for tests and tools. */
+  curve(rank) {
+    return [...levels(this.timeline, rank, this.state.view, 1)];
+  }
+}
+
+function rowsOf(pitch, ranks) {
+  const height = Math.max(4, Math.round(pitch * (1 - ROW_SPACE)));
+  return { pitch, height, total: pitch * ranks, top: (rank) => rank * pitch };
+}
+
+function within(context, left, width, height, draw) {
+  context.save();
+  context.translate(left, 0);
+  context.beginPath();
+  context.rect(0, 0, width, height);
+  context.clip();
+  draw();
+  context.restore();
+}

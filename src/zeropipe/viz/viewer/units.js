@@ -1,0 +1,43 @@
+// Numbers for people: times, sizes, shares; and the ticks of a ruler.
+
+const SECONDS = [[1, "s"], [1e-3, "ms"], [1e-6, "µs"], [1e-9, "ns"]];
+const BYTES = [[2 ** 40, "TiB"], [2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"], [1, "B"]];
+
+export function numberText(value, digits = 5) {
+  if (!value) return "0";
+  const places = Math.max(0, digits - 1 - Math.floor(Math.log10(Math.abs(value))));
+  const text = value.toFixed(Math.min(places, 12));
+  return text.includes(".") ? text.replace(/\.?0+$/, "") : text;
+}
+
+export function timeText(value, unit, digits) {
+  return unit === "s" ? scaledText(value, SECONDS, digits) : `${numberText(value, digits)} ${unit}`.trim();
+}
+
+export function sizeText(value, unit) {
+  return unit === "B" ? scaledText(value, BYTES, 4) : `${numberText(value, 4)} ${unit}`.trim();
+}
+
+export function percentText(share) {
+  return `${(100 * share).toFixed(1)}%`;
+}
+
+function scaledText(value, scales, digits) {
+  if (!value) return `0 ${scales[0][1]}`;
+  const [factor, name] = scales.find(([f]) => Math.abs(value) >= f) ?? scales[scales.length - 1];
+  return `${numberText(value / factor, digits)} ${name}`;
+}
+
+/** Steps of 1, 2 or 5 times a power of ten, at most `most` of them between `from` and `to`. */
+export function ruler(from, to, most, unit) {
+  const span = to - from;
+  const base = 10 ** Math.ceil(Math.log10(span / most) - 1);
+  const step = [1, 2, 5, 10].map((factor) => base * factor).find((size) => span / size <= most);
+  const [factor, name] = unit === "s" ? SECONDS.find(([f]) => to >= f) ?? SECONDS[3] : [1, unit];
+  const places = Math.max(0, -Math.floor(Math.log10(step / factor) + 1e-9));
+  const ticks = [];
+  for (let n = Math.ceil(from / step - 1e-9); n * step <= to + span * 1e-9; n++) {
+    ticks.push({ at: n * step, text: ((n * step) / factor).toFixed(places) });
+  }
+  return { ticks, step, unit: name };
+}
