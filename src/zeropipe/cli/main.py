@@ -8,6 +8,7 @@ import sys
 import click
 
 from zeropipe import __version__
+from zeropipe.cli import app as page
 from zeropipe.cli import plan, see
 from zeropipe.errors import ZeropipeError
 
@@ -21,7 +22,7 @@ def app() -> None:
     """
 
 
-for command in (see.list_schedules, see.show, plan.simulate, plan.compare, plan.check, see.draw):
+for command in (see.list_schedules, see.show, plan.simulate, plan.compare, plan.check, see.draw, page.app):
     app.add_command(command)
 
 

@@ -1,0 +1,57 @@
+"""The answer as a file to keep, by the same code as `zeropipe draw` and `zeropipe compare -o`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, get_args
+
+from zeropipe.app.errors import Refusal
+from zeropipe.app.models import FileAsk, Format
+from zeropipe.app.uploads import Uploads
+from zeropipe.app.work import timelines_of
+from zeropipe.core.csv import to_csv
+from zeropipe.core.timeline import Timeline
+from zeropipe.errors import ConfigError
+from zeropipe.viz import draw
+
+MEDIA = {
+    "html": "text/html", "svg": "image/svg+xml", "png": "image/png", "pdf": "application/pdf",
+    "csv": "text/csv", "json": "application/json",
+}  # fmt: skip
+assert MEDIA.keys() == set(get_args(Format))
+BOXES_IN_A_PICTURE = 60_000  # a vector file with more is slow to open, and a pixel shows many of them
+
+
+def file_of(ask: FileAsk, form: Format, uploads: Uploads) -> tuple[str, bytes]:
+    """A name and the content. A schedule that was refused is a Refusal here: a file says nothing beside a field."""
+    numbered, refused = timelines_of(ask, uploads)
+    if refused:
+        raise Refusal(*refused)
+    timelines = [timeline for _, timeline in numbered]
+    name = re.sub(r"[^\w.-]+", "-", "-".join(t.title for t in timelines[:4]), flags=re.ASCII).strip("-")[:80]
+    try:
+        return f"{name or 'zeropipe'}.{form}", _content(ask, form, timelines)
+    except ConfigError as error:
+        raise Refusal(("format", str(error))) from None
+
+
+def _content(ask: FileAsk, form: Format, timelines: list[Timeline]) -> bytes:
+    if form == "csv":
+        if len(timelines) > 1:
+            raise ConfigError(f"a .csv holds one schedule, not {len(timelines)}: take each one's own file")
+        return to_csv(timelines[0].schedule).encode()
+    count = sum(t.schedule.num_actions for t in timelines)
+    if form in ("svg", "pdf", "png") and count > BOXES_IN_A_PICTURE:
+        raise ConfigError(
+            f"a .{form} of {count:,} boxes is more than the page draws ({BOXES_IN_A_PICTURE:,}): "
+            "take .html, or draw fewer microbatches"
+        )
+    options: dict[str, Any] = {"theme": ask.theme} if form == "html" else {}
+    if form in ("svg", "png", "pdf"):
+        options = {"theme": ask.theme, "width": ask.width, "labels": ask.labels}
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / f"picture.{form}"
+        draw(timelines if len(timelines) > 1 else timelines[0], path, **options)
+        return path.read_bytes()

@@ -1,0 +1,83 @@
+"""From what went wrong to the field that caused it, in the words of the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+from zeropipe.app.limits import MAX_CHOICES, MAX_RANKS
+from zeropipe.sim.costs import Costs
+
+COST_FIELDS = frozenset(field.name for field in fields(Costs))
+_PER_STAGE = frozenset({"f", "i", "w", "b", "overlap", "message", "activation", "stash", "weights"})
+_WHOLE = "a whole number from 1 on is needed"
+_RULES = {
+    "ranks": _WHOLE,
+    "microbatches": _WHOLE,
+    "stages_per_rank": _WHOLE,
+    "node_size": "a whole number of ranks from 1 on is needed",
+    "blocking": "true or false is needed",
+    "serial_links": "true or false is needed",
+    "unit": "a text of at most 16 characters is needed",
+    "memory_unit": "a text of at most 16 characters is needed",
+}
+
+
+class Refusal(Exception):
+    """Fields and what is wrong with each; becomes an answer with status 422."""
+
+    def __init__(self, *errors: tuple[str, str]) -> None:
+        super().__init__(*errors)
+        self.errors = errors
+
+
+def cost_field(message: str) -> str:
+    """The field a message about costs begins with: `costs.f` for "f=-1: ..." and for "f has 3 entries, ..."."""
+    first = message.split("=")[0].split(" ")[0].split(".")[0]
+    return f"costs.{first}" if first in COST_FIELDS else "costs"
+
+
+def broken_rules(details: Sequence[Any]) -> list[tuple[str, str]]:
+    """What pydantic found, one line per field."""
+    found: dict[str, str] = {}
+    for detail in details:
+        field, name, value = _place(detail)
+        found.setdefault(field, _words(name, value, detail))
+    return list(found.items())
+
+
+def _place(detail: Any) -> tuple[str, str, Any]:
+    """The form's field of one finding, its name, and the value given there."""
+    where = [str(part) for part in detail["loc"] if part not in ("body", "path", "query")]
+    if where[:1] == ["costs"] and len(where) > 1:
+        return f"costs.{where[1]}", where[1], detail.get("input")
+    if where[:1] == ["schedules"] and len(where) > 1:
+        return f"schedules.{where[1]}", where[-1], detail.get("input")
+    return ".".join(where), where[0] if where else "", detail.get("input")
+
+
+def _words(name: str, value: Any, detail: Any) -> str:
+    kind = detail["type"]
+    if kind == "json_invalid":
+        return f"not JSON: {detail.get('ctx', {}).get('error', 'cannot be read')}"
+    if kind == "extra_forbidden":
+        return f"unknown field {name!r}"
+    if kind == "missing":
+        return f"{name or 'a JSON body'} is missing"
+    if name == "schedules":
+        return f"choose from 1 to {MAX_CHOICES} schedules"
+    if name == "bandwidth" and value == 0:
+        return "bandwidth=0: a message would never arrive; leave it out for no limit"
+    if kind == "less_than_equal" and name == "ranks":
+        return f"ranks={value!r}: the page takes up to {MAX_RANKS}; the command line takes more"
+    if isinstance(value, str) and name in _PER_STAGE:
+        return f"{name}={short(value)}: write a number, or one per stage like 1,1,2"
+    rule = _RULES.get(name) or ("a number from 0 on is needed" if name in COST_FIELDS else detail["msg"].lower())
+    return f"{name}={short(value)}: {rule}"
+
+
+def short(value: Any) -> str:
+    """A value as Python writes it, cut where it gets long."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

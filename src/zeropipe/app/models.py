@@ -1,0 +1,219 @@
+"""What goes over the wire. The bounds here make the OpenAPI page; the words for breaking them are in `errors.py`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from zeropipe.app.limits import MAX_BODY, MAX_CHOICES, MAX_RANKS
+from zeropipe.core.action import MAX_STAGES
+
+Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Speed = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+PerStage = Amount | Annotated[list[Amount], Field(min_length=1, max_length=MAX_STAGES)]
+Format = Literal["html", "svg", "png", "pdf", "csv", "json"]
+
+
+class Strict(BaseModel):
+    """Nothing is converted and nothing unknown is passed over: what was typed is what is meant."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+class LinkIn(Strict):
+    """One direction between two ranks."""
+
+    p2p: Amount = 0.0
+    bandwidth: Speed | None = None
+
+
+class CostsIn(Strict):
+    """`zeropipe.Costs`, field by field: numbers are per rank and shared out over its stages, lists are per piece."""
+
+    f: PerStage = 1.0
+    i: PerStage = 1.0
+    w: PerStage = 1.0
+    b: PerStage | None = None
+    overlap: PerStage | None = None
+    p2p: Amount = 0.0
+    bandwidth: Speed | None = None
+    message: PerStage = 0.0
+    edges: dict[str, LinkIn] = Field(default_factory=dict, examples=[{"0-1": {"p2p": 0.5}}])
+    node_size: Annotated[int, Field(ge=1)] | None = None
+    inter_node: LinkIn = LinkIn()
+    blocking: bool = False
+    serial_links: bool = False
+    activation: PerStage = 1.0
+    stash: PerStage | None = None
+    weights: PerStage = 0.0
+    memory_limit: Amount | None = None
+    unit: Annotated[str, Field(max_length=16)] = ""
+    memory_unit: Annotated[str, Field(max_length=16)] = ""
+
+
+class Choice(Strict):
+    """One row of the comparison: a schedule by name, or a dropped file by the id its upload got."""
+
+    name: Annotated[str, Field(max_length=100)] | None = Field(None, examples=["zbv"])
+    file: Annotated[str, Field(max_length=64)] | None = None
+    stages_per_rank: Annotated[int, Field(ge=1)] | None = None
+    options: dict[str, int | float | str] = Field(default_factory=dict, examples=[{"group_size": 8}])
+    simulate: bool = Field(False, description="Of a recorded timeline: simulate its schedule instead of showing it.")
+
+
+class Size(Strict):
+    """How large the pipeline is, and what it costs."""
+
+    ranks: Annotated[int, Field(ge=1, le=MAX_RANKS)] = 4
+    microbatches: Annotated[int, Field(ge=1)] = 8
+    stages_per_rank: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="For every schedule that can have so many; the others keep their own."
+    )
+    costs: CostsIn = CostsIn()
+
+
+class Ask(Size):
+    """Schedules to simulate side by side."""
+
+    schedules: Annotated[list[Choice], Field(min_length=1, max_length=MAX_CHOICES)] = Field(
+        examples=[[{"name": "1f1b"}, {"name": "zbv"}]]
+    )
+
+
+class FileAsk(Ask):
+    """The same, as a file to keep."""
+
+    theme: Literal["light", "dark"] = "light"
+    width: Annotated[float, Field(ge=2, le=40, allow_inf_nan=False)] | None = Field(None, description="Inches.")
+    labels: bool = True
+
+
+class Upload(Strict):
+    """A dropped file: a schedule (.csv, .json), a timeline (.json) or costs (.toml, .json)."""
+
+    name: Annotated[str, Field(min_length=1, max_length=200)] = Field(examples=["mine.csv"])
+    text: Annotated[str, Field(max_length=MAX_BODY)] = Field(examples=["0F0,0B0\n"])
+
+
+class FieldError(BaseModel):
+    """What is wrong, and with which field: `ranks`, `costs.f`, `schedules.0`, or empty for the request itself."""
+
+    field: str
+    message: str
+
+
+class Errors(BaseModel):
+    """Every refusal looks like this."""
+
+    errors: list[FieldError]
+
+
+class Picture(BaseModel):
+    """A tiny timeline: one SVG path per kind and shade, in a box of `width` times `height`."""
+
+    width: float
+    height: int
+    paths: dict[str, str]
+
+
+class Card(BaseModel):
+    """A schedule's facts."""
+
+    name: str
+    summary: str
+    placement: str
+    stages_per_rank: list[int]
+    splits_backward: bool
+    overlaps: bool
+    options: dict[str, int | float | str | None]
+    limits: str
+    paper: str
+    picture: Picture | None
+
+
+class Catalog(BaseModel):
+    """All schedules, and the colours they are drawn in."""
+
+    version: str
+    schedules: list[Card]
+    palette: dict[str, Any]
+
+
+class Idle(BaseModel):
+    """Mean idle time of the ranks by cause."""
+
+    warm_up: float
+    waiting: float
+    communication: float
+    cool_down: float
+    other: float
+
+
+class Result(BaseModel):
+    """One simulated schedule, or a recorded timeline as it is."""
+
+    choice: int
+    title: str
+    schedule: str
+    placement: str
+    measured: bool
+    num_ranks: int
+    num_stages: int
+    num_microbatches: int
+    num_actions: int
+    unit: str
+    memory_unit: str
+    makespan: float
+    of_best: float
+    bubble: float
+    busy: float
+    idle: Idle
+    peak_memory: float | None
+    peak_rank: int | None
+    over_limit: list[int]
+    copies: int
+    best_time: bool
+    best_memory: bool
+
+
+class Answer(BaseModel):
+    """The results in the order of the choices, those refused, and the viewer's data."""
+
+    results: list[Result]
+    errors: list[FieldError]
+    viewer: dict[str, Any]
+
+
+class Point(BaseModel):
+    """A schedule in the chart of bubble against memory."""
+
+    name: str
+    stages_per_rank: int
+    bubble: float
+    peak_memory: float
+    makespan: float
+    over_limit: bool
+    pareto: bool
+
+
+class Chart(BaseModel):
+    """All schedules that can be built at a size, and why the others cannot."""
+
+    points: list[Point]
+    errors: list[FieldError]
+    memory_unit: str
+    unit: str
+
+
+class Uploaded(BaseModel):
+    """What a dropped file turned out to be. `costs` is set for costs, `id` for schedules and timelines."""
+
+    kind: Literal["schedule", "timeline", "costs"]
+    name: str
+    id: str | None = None
+    num_ranks: int | None = None
+    num_stages: int | None = None
+    num_microbatches: int | None = None
+    measured: bool = False
+    costs: dict[str, Any] | None = None

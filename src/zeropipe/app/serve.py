@@ -1,0 +1,55 @@
+"""Start the server on this machine and open the page."""
+
+from __future__ import annotations
+
+import errno
+import socket
+
+from zeropipe.errors import ConfigError, MissingExtra
+
+PORT = 8420
+
+
+def serve(host: str = "127.0.0.1", port: int | None = None, *, browser: bool = True, query: str = "") -> None:
+    """Serve the page until interrupted. Without `port`, the first free one from 8420 on."""
+    from zeropipe.app.server import create_app
+
+    try:
+        import uvicorn
+    except ImportError:
+        raise MissingExtra("uvicorn", "app") from None
+    listener = listen(host, port)
+    address = page_address(listener) + query
+    print(f"zeropipe: the page is at {address} (stop with Ctrl-C)", flush=True)
+    if browser:
+        import webbrowser
+
+        webbrowser.open(address)  # the socket listens already: the browser waits until the server answers
+    config = uvicorn.Config(create_app(), log_level="warning", access_log=False)
+    uvicorn.Server(config).run(sockets=[listener])
+
+
+def listen(host: str, port: int | None) -> socket.socket:
+    """A listening socket; ConfigError names what is wrong with the host or the port."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for number in [port] if port is not None else [*range(PORT, PORT + 20), 0]:
+        try:
+            return socket.create_server((host, number), family=family)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE and port is None:
+                continue
+            if error.errno == errno.EADDRINUSE:
+                raise ConfigError(
+                    f"--port {port}: another program listens there; choose another, or leave it out"
+                ) from None
+            if error.errno == errno.EACCES:
+                raise ConfigError(f"--port {port}: ports below 1024 are not open to you; choose another") from None
+            raise ConfigError(f"--host {host!r}: this machine has no such address ({error.strerror})") from None
+    raise AssertionError("port 0 is always free")
+
+
+def page_address(listener: socket.socket) -> str:
+    """What to type into a browser."""
+    host, port = listener.getsockname()[:2]
+    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    return f"http://{shown}:{port}/"

@@ -1,0 +1,159 @@
+"""Dropped files: what they are. The last ones are kept, so that a change of costs does not send them again."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections import OrderedDict
+from hashlib import sha256
+from math import isfinite
+from pathlib import PurePath
+from threading import Lock
+from typing import Any
+
+from zeropipe.app.errors import Refusal
+from zeropipe.app.limits import MAX_ACTIONS, MAX_RANKS, require_actions, require_costs
+from zeropipe.core.check import check
+from zeropipe.core.csv import from_csv
+from zeropipe.core.json import from_json
+from zeropipe.core.schedule import Schedule
+from zeropipe.core.timeline import Timeline
+from zeropipe.errors import ConfigError, ScheduleError
+from zeropipe.sim.costs import costs_from
+
+LONGEST = 1e15
+_HUGE = re.compile(r"\d{8,}")  # a stage or microbatch no schedule the page takes can have
+
+
+class Uploads:
+    """Schedules and timelines by id; the oldest leave when there are too many."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[str, Schedule | Timeline] = OrderedDict()
+        self._lock = Lock()
+
+    def get(self, key: str) -> Schedule | Timeline | None:
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+            return self._kept.get(key)
+
+    def add(self, name: str, text: str) -> dict[str, Any]:
+        """Read a file; a Refusal says what is wrong with it, in the words of the command line."""
+        try:
+            found = read(name, text)
+        except (ConfigError, ScheduleError) as error:
+            raise Refusal(("file", f"{name}: {error}")) from None
+        if isinstance(found, dict):
+            return {"kind": "costs", "name": name, "costs": found}
+        key = sha256(f"{name}\0{text}".encode("utf-8", "surrogatepass")).hexdigest()[:24]
+        with self._lock:
+            self._kept[key] = found
+            self._kept.move_to_end(key)
+            while len(self._kept) > 1 and sum(map(_size, self._kept.values())) > 2 * MAX_ACTIONS:
+                self._kept.popitem(last=False)
+        schedule = found.schedule if isinstance(found, Timeline) else found
+        return {
+            "kind": "timeline" if isinstance(found, Timeline) else "schedule",
+            "name": found.title if isinstance(found, Timeline) else found.name,
+            "id": key,
+            "num_ranks": schedule.num_ranks,
+            "num_stages": schedule.num_stages,
+            "num_microbatches": schedule.num_microbatches,
+            "measured": isinstance(found, Timeline) and found.measured,
+        }
+
+
+def _size(kept: Schedule | Timeline) -> int:
+    return (kept.schedule if isinstance(kept, Timeline) else kept).num_actions
+
+
+def read(name: str, text: str) -> Schedule | Timeline | dict[str, Any]:
+    """The schedule or timeline of a .csv or .json text, or the costs of a .toml or .json text as plain data."""
+    stem, suffix = PurePath(name).stem, PurePath(name).suffix.lower()
+    if suffix == ".toml":
+        return _costs(_parse_toml(text))
+    if suffix == ".csv":
+        return _proven(_from_csv(text, stem))
+    if suffix == ".json":
+        data = _parse_json(text)
+        if _is_costs(data):
+            return _costs(data)
+        _require_size(data)
+        return _proven(from_json(text))
+    raise ConfigError("drop a schedule (.csv, .json), a timeline (.json) or costs (.toml, .json)")
+
+
+def _from_csv(text: str, name: str) -> Schedule:
+    require_actions(text.count(",") + text.count("\n"), "it")
+    huge = _HUGE.search(text)
+    if huge:
+        raise ScheduleError(f"the number {huge[0][:20]} is too large for a stage or a microbatch")
+    return from_csv(text, name)
+
+
+def _parse_json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ScheduleError(f"not JSON: {error}") from None
+
+
+def _parse_toml(text: str) -> Any:
+    try:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"not TOML: {error}") from None
+
+
+def _is_costs(data: Any) -> bool:
+    """A table that is neither our JSON nor a trace."""
+    return isinstance(data, dict) and not {"zeropipe", "traceEvents", "rows"} & data.keys()
+
+
+def _costs(data: Any) -> dict[str, Any]:
+    if not isinstance(data, dict):
+        raise ConfigError("it holds no table of costs: write fields like f = 1.0")
+    costs_from(data)
+    require_costs(data)
+    return data
+
+
+def _require_size(data: Any) -> None:
+    """Refuse sizes the page does not take, before arrays of that size are made."""
+    if not isinstance(data, dict):
+        return
+    ranks, stages, microbatches = (data.get(f"num_{what}") for what in ("ranks", "stages", "microbatches"))
+    if isinstance(ranks, int) and ranks > MAX_RANKS:
+        raise ConfigError(f"num_ranks is {ranks}: the page takes up to {MAX_RANKS}")
+    if isinstance(stages, int) and isinstance(microbatches, int):
+        require_actions(2 * stages * microbatches, "it")
+
+
+def _proven(found: Schedule | Timeline) -> Schedule | Timeline:
+    """The same, complete and free of deadlock; a timeline with times that can be drawn."""
+    schedule = found.schedule if isinstance(found, Timeline) else found
+    problem = schedule.problem
+    if problem.num_ranks > MAX_RANKS:
+        raise ConfigError(f"it has {problem.num_ranks} ranks: the page takes up to {MAX_RANKS}")
+    require_actions(max(schedule.num_actions, 2 * problem.num_stages * problem.num_microbatches), "it")
+    check(schedule)
+    if isinstance(found, Timeline):
+        _require_times(found)
+    return found
+
+
+def _require_times(timeline: Timeline) -> None:
+    start, end = (memoryview(column).cast("d") for column in (timeline.start, timeline.end))
+    for at, (first, last) in enumerate(zip(start, end)):
+        if not (isfinite(first) and isfinite(last) and first <= last):
+            raise ScheduleError(f"action {at} runs from {first} to {last}: a start and a later end are needed")
+    if timeline.makespan and not 1 / LONGEST < timeline.makespan < LONGEST:
+        raise ScheduleError(f"it takes {timeline.makespan}: the page draws up to {LONGEST}")
+    for column in timeline.memory or ():
+        if not all(map(isfinite, memoryview(column).cast("d"))):
+            raise ScheduleError("its memory column holds something that is not a number")
+    limit = timeline.memory_limit
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, (int, float)) or not isfinite(limit)):
+        raise ScheduleError(f"memory_limit={limit!r}: a number is needed")

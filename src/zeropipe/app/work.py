@@ -1,0 +1,218 @@
+"""From a request to timelines and figures. Plain functions, run off the event loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from zeropipe.app.errors import Refusal, cost_field
+from zeropipe.app.limits import num_actions, require_actions, require_costs
+from zeropipe.app.models import Ask, Choice, CostsIn, Size
+from zeropipe.app.uploads import Uploads
+from zeropipe.core.explain import idle
+from zeropipe.core.schedule import Schedule
+from zeropipe.core.timeline import Timeline
+from zeropipe.errors import ConfigError, ScheduleError
+from zeropipe.schedules.registry import Entry, build_entry, entries, find
+from zeropipe.sim.costs import Costs, costs_from
+from zeropipe.sim.simulate import simulate
+
+Options = tuple[tuple[str, int | float | str], ...]
+
+
+def costs_of(given: CostsIn) -> Costs:
+    """The request's costs; a Refusal names the field."""
+    data = given.model_dump()
+    try:
+        require_costs(data)
+        return costs_from(data)
+    except ConfigError as error:
+        raise Refusal((cost_field(str(error)), str(error))) from None
+
+
+def timelines_of(ask: Ask, uploads: Uploads) -> tuple[list[tuple[int, Timeline]], list[tuple[str, str]]]:
+    """Each choice's number and timeline, and what is wrong with the others. A Refusal if none is left."""
+    costs = costs_of(ask.costs)
+    planned = [_plan(n, choice, ask, uploads) for n, choice in enumerate(ask.schedules)]
+    _require_total(planned)
+    done, refused = [], []
+    for n, plan in enumerate(planned):
+        try:
+            done.append((n, _timeline(plan, costs)))
+        except (ConfigError, ScheduleError) as error:
+            refused.append((_field_of(str(error), f"schedules.{n}"), str(error)))
+    if not done:
+        raise Refusal(*refused)
+    return [(n, timeline.labelled(_title(planned, n))) for n, timeline in done], refused
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will be built for a choice: an entry at a size, or a file's schedule or timeline."""
+
+    title: str
+    count: int
+    found: Schedule | Timeline | None = None
+    entry: Entry | None = None
+    size: tuple[int, int, int] = (0, 0, 0)  # ranks, microbatches, stages per rank
+    options: Options = ()
+    error: str = ""
+
+
+def _plan(n: int, choice: Choice, size: Size, uploads: Uploads) -> Plan:
+    if (choice.name is None) == (choice.file is None):
+        raise Refusal((f"schedules.{n}", "a schedule is chosen by its name, or by its file: give one of the two"))
+    if choice.file is not None:
+        found = uploads.get(choice.file)
+        if found is None:
+            raise Refusal((f"schedules.{n}.file", f"the file {choice.file!r} is not here any more: drop it again"))
+        if isinstance(found, Timeline) and choice.simulate:
+            found = found.schedule
+        name = found.title if isinstance(found, Timeline) else found.name
+        schedule = found.schedule if isinstance(found, Timeline) else found
+        return Plan(name, schedule.num_actions, found)
+    assert choice.name is not None
+    try:
+        return plan_entry(find(choice.name), size, choice)
+    except ConfigError as error:
+        return Plan(choice.name, 0, error=str(error))
+
+
+def plan_entry(entry: Entry, size: Size, choice: Choice | None = None) -> Plan:
+    """A registered schedule at a size. The size's stages per rank are a wish, the choice's own a demand."""
+    per_rank = choice.stages_per_rank if choice else None
+    if per_rank is None:
+        wish = size.stages_per_rank
+        per_rank = wish if wish in entry.stages_per_rank else entry.stages_per_rank[0]
+    elif per_rank not in entry.stages_per_rank:
+        build_entry(entry, ranks=1, microbatches=1, stages_per_rank=per_rank)  # raises, in its own words
+    return Plan(
+        entry.name, num_actions(entry, size.ranks, size.microbatches, per_rank), entry=entry,
+        size=(size.ranks, size.microbatches, per_rank),
+        options=tuple(sorted(choice.options.items())) if choice else (),
+    )  # fmt: skip
+
+
+def _require_total(plans: Iterable[Plan]) -> None:
+    """Refuse before building: beside `microbatches`, the number that makes a request large."""
+    total = sum(plan.count for plan in plans)
+    names = ", ".join(plan.title for plan in plans if plan.count)
+    try:
+        require_actions(total, names)
+    except ConfigError as error:
+        raise Refusal(("microbatches", str(error))) from None
+
+
+def _timeline(plan: Plan, costs: Costs) -> Timeline:
+    if plan.error:
+        raise ConfigError(plan.error)
+    if isinstance(plan.found, Timeline):
+        return plan.found
+    schedule = plan.found or built(plan.entry, *plan.size, plan.options)
+    return simulate(schedule, costs.regrouped(schedule.problem))
+
+
+@lru_cache(maxsize=128)
+def _small(entry: Entry, ranks: int, microbatches: int, per_rank: int, options: Options) -> Schedule:
+    return _build(entry, ranks, microbatches, per_rank, options)
+
+
+def built(entry: Entry | None, ranks: int, microbatches: int, per_rank: int, options: Options) -> Schedule:
+    """The schedule, from memory if it is small and was asked for before."""
+    assert entry is not None
+    small = num_actions(entry, ranks, microbatches, per_rank) <= 50_000
+    return (_small if small else _build)(entry, ranks, microbatches, per_rank, options)
+
+
+def _build(entry: Entry, ranks: int, microbatches: int, per_rank: int, options: Options) -> Schedule:
+    try:
+        return build_entry(
+            entry, ranks=ranks, microbatches=microbatches, stages_per_rank=per_rank, **dict(options)
+        )  # fmt: skip
+    except ConfigError:
+        raise
+    except Exception as error:  # a schedule is a plug-in: its failure is its own, and told as such
+        given = ", ".join(f"{name}={value!r}" for name, value in options)
+        raise ConfigError(f"{entry.name} cannot be built with {given or 'these sizes'}: {error}") from error
+
+
+def _title(plans: list[Plan], n: int) -> str:
+    """The name, and what tells it from another choice of the same name."""
+    plan = plans[n]
+    twins = [other for other in plans if other.title == plan.title]
+    if len(twins) == 1:
+        return plan.title
+    notes = [f"{name}={value}" for name, value in plan.options]
+    if len({other.size[2] for other in twins}) > 1 and plan.entry:
+        notes.insert(0, f"{plan.size[2]} per rank")
+    if plan.found is not None:
+        notes.append("recorded" if isinstance(plan.found, Timeline) else "file")
+    seen = sum(other.title == plan.title for other in plans[:n])
+    return f"{plan.title} ({', '.join(notes) or seen + 1})"
+
+
+def _field_of(message: str, default: str) -> str:
+    """Costs that do not fit a schedule's stages belong to the costs' field; anything else to the schedule."""
+    field = cost_field(message)
+    return field if field != "costs" and " entries" in message else default
+
+
+def results(timelines: list[tuple[int, Timeline]]) -> list[dict[str, Any]]:
+    """The figures of the comparison."""
+    fastest = min(t.makespan for _, t in timelines)
+    peaks = [max(t.peak_memory) for _, t in timelines if t.memory]
+    leanest = min(peaks, default=None)
+    return [_result(n, t, fastest, leanest) for n, t in timelines]
+
+
+def _result(n: int, t: Timeline, fastest: float, leanest: float | None) -> dict[str, Any]:
+    peak = max(t.peak_memory) if t.memory else None
+    causes = [sum(column) / t.num_ranks for column in zip(*idle(t))]
+    limit = t.memory_limit
+    return {
+        "choice": n, "title": t.title, "schedule": t.schedule.name, "placement": t.schedule.placement.name,
+        "measured": t.measured, "num_ranks": t.num_ranks, "num_stages": t.schedule.num_stages,
+        "num_microbatches": t.schedule.num_microbatches, "num_actions": t.schedule.num_actions,
+        "unit": t.unit, "memory_unit": t.memory_unit, "makespan": t.makespan,
+        "of_best": t.makespan / fastest if fastest > 0 else 1.0, "bubble": t.bubble, "busy": sum(t.busy) / t.num_ranks,
+        "idle": dict(zip(("warm_up", "waiting", "communication", "cool_down", "other"), causes)),
+        "peak_memory": peak, "peak_rank": None if peak is None else t.peak_memory.index(peak),
+        "over_limit": [] if limit is None or peak is None else [r for r, p in enumerate(t.peak_memory) if p > limit],
+        "copies": len(t.schedule.placement.copies),
+        "best_time": t.makespan == fastest, "best_memory": peak is not None and peak == leanest,
+    }  # fmt: skip
+
+
+def chart(size: Size) -> dict[str, Any]:
+    """Bubble and peak memory of every schedule that can be built at a size."""
+    costs = costs_of(size.costs)
+    plans = [plan_entry(entry, size) for entry in entries()]
+    total = sum(plan.count for plan in plans)
+    try:
+        require_actions(total, f"all {len(plans)} schedules together")
+    except ConfigError as error:
+        raise Refusal(("microbatches", str(error))) from None
+    points, refused = [], []
+    for plan in plans:
+        try:
+            timeline = _timeline(plan, costs)
+        except (ConfigError, ScheduleError) as error:
+            refused.append({"field": plan.title, "message": str(error)})
+            continue
+        peak = max(timeline.peak_memory)
+        points.append({
+            "name": plan.title, "stages_per_rank": plan.size[2], "bubble": timeline.bubble, "peak_memory": peak,
+            "makespan": timeline.makespan, "over_limit": costs.memory_limit is not None and peak > costs.memory_limit,
+        })  # fmt: skip
+    for point in points:
+        point["pareto"] = not any(_dominates(other, point) for other in points)
+    return {"points": points, "errors": refused, "unit": costs.unit, "memory_unit": costs.memory_unit}
+
+
+def _dominates(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    """No worse in both, and better in one by more than rounding."""
+    slack = 1e-9
+    time, memory = b["bubble"] - a["bubble"], (b["peak_memory"] - a["peak_memory"]) / (b["peak_memory"] or 1.0)
+    return bool(time >= -slack and memory >= -slack and (time > slack or memory > slack))
