@@ -135,9 +135,10 @@ def full_gradients(stages: list[nn.Module]) -> dict[str, Tensor | None]:
         for tied in stage.tied_pairs:
             other = stages[tied.stage]
             if other.get_parameter(tied.other) is not stage.get_parameter(tied.name):
-                total = stage.get_parameter(tied.name).grad + other.get_parameter(tied.other).grad
-                grads[stage.full_names()[tied.name]] = total
-                del grads[other.full_names()[tied.other]]
+                grads[stage.full_names()[tied.name]] = (
+                    stage.get_parameter(tied.name).grad + other.get_parameter(tied.other).grad
+                )
+            del grads[other.full_names()[tied.other]]
     return grads
 
 

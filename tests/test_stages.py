@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from stage_models import CONFIGS, assert_same_gradients, microbatches, plain_step, staged_step
+from torch import nn
+from transformers import AutoModelForCausalLM
 
 import zeropipe as zp
 from zeropipe.engine.modules import defer
+from zeropipe.engine.save import save_stages
 from zeropipe.engine.split import WeightStore
-from zeropipe.engine.stages import hf_model, hf_stages
+from zeropipe.engine.stages import hf_model, hf_stages, module_stages
+from zeropipe.errors import ConfigError
 
 
 def all_stages(source, schedule, **kwargs):
@@ -31,3 +37,211 @@ def test_stages_equal_the_plain_model(family, split):
     loss = plain_step(model, batches)
     assert staged_step(stages, batches, WeightStore() if split else None) == pytest.approx(loss, rel=1e-10)
     assert_same_gradients(stages, model)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_seeded_weights_do_not_depend_on_the_cut(family):
+    config = CONFIGS[family]()
+    whole = dict(hf_model(config, seed=7).named_parameters())
+    assert whole.keys() == {n for n, _ in AutoModelForCausalLM.from_config(config).named_parameters()}
+    for stage in all_stages(config, zp.build("1f1b", ranks=4, microbatches=4), seed=7):
+        for name, parameter in stage.named_parameters():
+            full = stage.full_names()[name]
+            full = full if full in whole else tied_name(whole)
+            assert torch.equal(parameter, whole[full]), full
+
+
+def tied_name(names):
+    return next(name for name in names if "embed" in name)
+
+
+def test_another_seed_gives_other_weights():
+    config = CONFIGS["llama"]()
+    one, two = (hf_model(config, seed=s).model.layers[1].mlp.up_proj.weight for s in (0, 1))
+    assert not torch.equal(one, two)
+    model = hf_model(config)
+    assert not torch.equal(model.model.layers[0].mlp.up_proj.weight, model.model.layers[1].mlp.up_proj.weight)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3-moe", "gemma3", "gpt-neox"])
+def test_directory_round_trip(family, tmp_path):
+    """transformers writes, stages read only their own tensors, stages write, transformers reads."""
+    model = hf_model(CONFIGS[family](), seed=5)
+    model.save_pretrained(tmp_path / "in", max_shard_size="20KB")
+    schedule = zp.build("zbv", ranks=2, microbatches=4)
+    batch = microbatches()[0]
+    want = model(batch["input_ids"]).logits
+    for rank in range(2):
+        stages = hf_stages(tmp_path / "in", schedule, rank)
+        save_stages(stages, schedule.placement, rank, tmp_path / "out")
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    torch.testing.assert_close(back(batch["input_ids"]).logits, want)
+    stages = all_stages(tmp_path / "in", schedule)
+    hidden = ()
+    for stage in stages:
+        hidden = (stage(*hidden, **stage.pick(batch)),)
+    torch.testing.assert_close(hidden[0], want)
+
+
+def test_a_stage_reads_no_other_stage(tmp_path):
+    """Files of other stages may be missing."""
+    model = hf_model(CONFIGS["llama"]())
+    schedule = zp.build("1f1b", ranks=4, microbatches=4)
+    for rank in range(4):
+        save_stages(hf_stages(model, schedule, rank), schedule.placement, rank, tmp_path)
+    for file in tmp_path.glob("model-*"):
+        if "00003" not in file.name:
+            file.unlink()
+    (stage,) = hf_stages(tmp_path, schedule, rank=2).values()
+    assert torch.equal(stage.blocks[0].mlp.up_proj.weight, model.model.layers[2].mlp.up_proj.weight)
+    with pytest.raises(Exception, match="model-00002"):
+        hf_stages(tmp_path, schedule, rank=1)
+
+
+def test_only_this_ranks_layers_get_memory():
+    config = CONFIGS["llama"](hidden_size=512, intermediate_size=1024, vocab_size=1000)
+    (stage,) = hf_stages(config, zp.build("1f1b", ranks=4, microbatches=4), rank=1).values()
+    whole = AutoModelForCausalLM.from_config(config)
+    layer = sum(p.numel() for p in whole.model.layers[1].parameters())
+    assert sum(p.numel() for p in stage.parameters()) == layer
+    assert not any(p.is_meta for p in [*stage.parameters(), *stage.buffers()])
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zbv"])
+def test_tied_embeddings(name):
+    config = CONFIGS["llama"](tie_word_embeddings=True)
+    model = hf_model(config, dtype=torch.float64)
+    schedule = zp.build(name, ranks=2, microbatches=4)
+    stages = all_stages(model, schedule)
+    for stage in stages:
+        defer(stage)
+    first, last = stages[0], stages[-1]
+    shared = first.embedding is last.lm.lm_head.weight
+    assert shared == schedule.placement.is_vee
+    assert first.tied_pairs == (("lm.model.embed_tokens.weight", len(stages) - 1, "lm.lm_head.weight"),)
+    assert last.tied_pairs == (("lm.lm_head.weight", 0, "lm.model.embed_tokens.weight"),)
+    assert torch.equal(first.embedding, last.lm.lm_head.weight)
+    batches = microbatches()
+    loss = plain_step(model, batches)
+    assert staged_step(stages, batches, WeightStore()) == pytest.approx(loss, rel=1e-10)
+    assert_same_gradients(stages, model)
+
+
+def test_mirrored_copies_are_equal():
+    schedule = zp.build("dualpipe", ranks=2, microbatches=4)
+    config = CONFIGS["qwen3"]()
+    ranks = [hf_stages(config, schedule, rank) for rank in range(2)]
+    assert [sorted(stages) for stages in ranks] == [[0, 1], [0, 1]]
+    for stage in (0, 1):
+        for a, b in zip(ranks[0][stage].parameters(), ranks[1][stage].parameters()):
+            assert torch.equal(a, b)
+            assert a is not b
+
+
+def test_packed_sequences_do_not_see_each_other():
+    """cu_seqlens gives each stage the positions and masks of separate sequences."""
+    model = hf_model(CONFIGS["qwen3-mixed"](), dtype=torch.float64)
+    stages = all_stages(model, zp.build("1f1b", ranks=2, microbatches=2))
+    tokens = torch.randint(61, (1, 15))
+    batch = {"input_ids": tokens, "cu_seqlens": torch.tensor([0, 6, 8, 15])}
+    hidden = ()
+    for stage in stages:
+        hidden = (stage(*hidden, **stage.pick(batch)),)
+    alone = [model(tokens[:, a:b]).logits for a, b in ((0, 6), (6, 8), (8, 15))]
+    torch.testing.assert_close(hidden[0], torch.cat(alone, 1))
+
+
+def test_padding_masks_reach_every_stage():
+    model = hf_model(CONFIGS["llama"](), dtype=torch.float64)
+    stages = all_stages(model, zp.build("1f1b", ranks=4, microbatches=4))
+    tokens = torch.randint(61, (2, 8))
+    mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1], [1] * 8])
+    batch = {"input_ids": tokens, "attention_mask": mask}
+    hidden = ()
+    for stage in stages:
+        hidden = (stage(*hidden, **stage.pick(batch)),)
+    want = model(tokens, attention_mask=mask).logits
+    torch.testing.assert_close(hidden[0][mask.bool()], want[mask.bool()])
+
+
+def test_score_head_gives_one_number_per_token():
+    stages = all_stages(CONFIGS["qwen3"](), zp.build("1f1b", ranks=2, microbatches=2), head="score")
+    batch = microbatches()[0]
+    hidden = ()
+    for stage in stages:
+        hidden = (stage(*hidden, **stage.pick(batch)),)
+    assert hidden[0].shape == (2, 9, 1)
+    assert not any("lm_head" in name for name in stages[-1].full_names().values())
+    whole = hf_model(CONFIGS["qwen3"](), head="score")
+    torch.testing.assert_close(hidden[0], whole(**whole.pick(batch)))
+
+
+@pytest.mark.parametrize(
+    "change,error",
+    [
+        ({"layers": [1, 1]}, "2 entries"),
+        ({"layers": [1, 1, 1, 2]}, "adds up to 5"),
+        ({"head": "logits"}, "head='logits'"),
+        ({"layers_per_stage": 2}, "makes 2 stages|cannot share"),
+    ],
+)
+def test_wrong_cuts_are_named(change, error):
+    with pytest.raises(ConfigError, match=error):
+        hf_stages(CONFIGS["llama"](), zp.build("1f1b", ranks=4, microbatches=4), 0, **change)
+
+
+def test_an_untested_family_is_refused():
+    from transformers import BloomConfig
+
+    with pytest.raises(ConfigError, match=r"model_type='bloom'.*qwen3"):
+        hf_stages(BloomConfig(), zp.build("1f1b", ranks=2, microbatches=2), 0)
+
+
+class Pair(nn.Module):
+    """Two inputs, two outputs, and a key of the microbatch by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x, y, scale=1.0):
+        return self.a(x + y).tanh() * scale, self.b(y)
+
+
+def test_module_list_with_tuples_and_named_keys():
+    torch.manual_seed(0)
+    modules = nn.ModuleList([nn.Linear(6, 6), Fork(), Pair(), Pair(), Join()]).double()
+    plain = copy.deepcopy(modules)
+    schedule = zp.build("1f1b", ranks=3, microbatches=3)
+    stages = [
+        stage
+        for rank in range(3)
+        for stage in module_stages([lambda m=m: m for m in modules], schedule, rank, layers=[2, 1, 2]).values()
+    ]
+    for stage in stages:
+        defer(stage)
+    batches = [{"inputs": torch.randn(3, 6).double(), "scale": torch.tensor(s).double()} for s in (1.0, 0.5)]
+    for batch in batches:
+        x, y = plain[1](plain[0](batch["inputs"]))
+        for pair in plain[2:4]:
+            x, y = pair(x, y, batch["scale"])
+        plain[4](x, y).sum().backward()
+    staged_step(stages, batches, WeightStore(), loss_fn=lambda out, batch: out.sum())
+    assert_same_gradients(stages, plain)
+
+
+class Fork(nn.Module):
+    def forward(self, x):
+        return x.sin(), x.cos()
+
+
+class Join(nn.Module):
+    def forward(self, x, y):
+        return x * y
+
+
+def test_only_this_ranks_modules_are_built():
+    built = []
+    makers = [lambda i=i: built.append(i) or nn.Linear(2, 2) for i in range(8)]
+    module_stages(makers, zp.build("zbv", ranks=2, microbatches=4), rank=0)
+    assert built == [0, 1, 6, 7]

@@ -18,6 +18,7 @@ class Family:
     layers: str = "layers"
     norm: str = "norm"
     first_only: tuple[str, ...] = ()  # applied to the embeddings by the base model: once, not once per stage
+    stored_head: str = "lm_head"  # what published checkpoints call the head
 
 
 _LLAMA = Family()
@@ -29,7 +30,7 @@ FAMILIES = {
     "qwen3": _LLAMA,
     "qwen3_moe": _LLAMA,
     "gemma3_text": _LLAMA,
-    "gpt_neox": Family("gpt_neox", "embed_in", "layers", "final_layer_norm", ("emb_dropout",)),
+    "gpt_neox": Family("gpt_neox", "embed_in", "layers", "final_layer_norm", ("emb_dropout",), "embed_out"),
     "phi": Family(norm="final_layernorm", first_only=("embed_dropout",)),
 }
 

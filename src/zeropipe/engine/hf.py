@@ -30,19 +30,20 @@ class HFStage(nn.Module):
     Called with the hidden states of the stage before (none for the first) and what `pick` takes from the microbatch.
     """
 
-    def __init__(self, lm: nn.Module, layers: range, *, is_first: bool, is_last: bool, head: str = "lm") -> None:
+    def __init__(self, lm: nn.Module, cut: tuple[range, ...], stage: int, head: str = "lm") -> None:
         super().__init__()
         self.lm = lm
-        self.layers = layers
-        self.is_first, self.is_last, self.head = is_first, is_last, head
+        self.cut, self.stage, self.head = cut, stage, head
+        self.is_first, self.is_last = is_first, is_last = stage == 0, stage == len(cut) - 1
         self.tied_pairs: tuple[Tied, ...] = ()
-        self._family = family_of(lm.config)
+        self.whole_config = lm.config
+        self.family = family_of(lm.config)
         # A tied head is filled as the embedding it is tied to: `tie` drops the embedding afterwards.
         self.is_tied = is_last and head == "lm" and lm.config.tie_word_embeddings
         _trim(
             lm,
-            self._family,
-            layers,
+            self.family,
+            cut[stage],
             is_first=is_first,
             embeds=is_first or self.is_tied,
             norms=is_last,
@@ -55,32 +56,32 @@ class HFStage(nn.Module):
     @property
     def base(self) -> nn.Module:
         """The model without its head."""
-        return getattr(self.lm, self._family.base)
+        return getattr(self.lm, self.family.base)
 
     @property
     def blocks(self) -> nn.ModuleList:
         """The transformer blocks, for compilation and checkpointing."""
-        return getattr(self.base, self._family.layers)
+        return getattr(self.base, self.family.layers)
 
     def tie(self, embedding: nn.Parameter | None = None) -> None:
         """Make head and embedding one tensor: of this stage, or the one given (of the first stage on this rank)."""
         if not self.is_tied:
             return
         if embedding is None:
-            embedding = getattr(self.base, self._family.embedding).weight
+            embedding = getattr(self.base, self.family.embedding).weight
         self.lm.lm_head.weight = embedding
         if not self.is_first:
-            setattr(self.base, self._family.embedding, None)
+            setattr(self.base, self.family.embedding, None)
 
     @property
     def tied_names(self) -> tuple[str, str]:
         """What the embedding's and the head's weight are called in the first and in the last stage."""
-        return f"lm.{self._family.base}.{self._family.embedding}.weight", "lm.lm_head.weight"
+        return f"lm.{self.family.base}.{self.family.embedding}.weight", "lm.lm_head.weight"
 
     @property
     def embedding(self) -> nn.Parameter | None:
         """The embedding's weight, on the first stage."""
-        return getattr(self.base, self._family.embedding).weight if self.is_first else None
+        return getattr(self.base, self.family.embedding).weight if self.is_first else None
 
     def pick(self, microbatch: dict[str, Any]) -> dict[str, Any]:
         """What this stage needs of a microbatch."""
@@ -97,7 +98,7 @@ class HFStage(nn.Module):
         return picked
 
     def forward(self, *inputs: Tensor, input_ids: Tensor | None = None, **kwargs: Any) -> Tensor:
-        hidden = getattr(self.base, self._family.embedding)(input_ids) if self.is_first else inputs[0]
+        hidden = getattr(self.base, self.family.embedding)(input_ids) if self.is_first else inputs[0]
         if self.is_last and self.head == "lm":
             return self.lm(inputs_embeds=hidden, use_cache=False, **kwargs).logits
         hidden = self.base(inputs_embeds=hidden, use_cache=False, **kwargs).last_hidden_state
@@ -105,8 +106,8 @@ class HFStage(nn.Module):
 
     def full_name(self, name: str) -> str:
         """The name of one of this stage's parameters (or modules) in the whole model."""
-        prefix = f"{self._family.base}.{self._family.layers}."
-        shift = self.layers.start
+        prefix = f"{self.family.base}.{self.family.layers}."
+        shift = self.cut[self.stage].start
         return re.sub(rf"^{re.escape(prefix)}(\d+)", lambda m: f"{prefix}{int(m[1]) + shift}", name.removeprefix("lm."))
 
     def full_names(self) -> dict[str, str]:

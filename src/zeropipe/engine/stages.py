@@ -43,7 +43,7 @@ def hf_stages(
     counts = _counts(config.num_hidden_layers, schedule, layers, first_less, last_less, layers_per_stage)
     last = schedule.num_stages - 1
     stages = {
-        stage: _build(config, dtype, device, source, ranges(counts)[stage], stage == 0, stage == last, head)
+        stage: _build(config, dtype, device, source, ranges(counts), stage, head)
         for stage in schedule.placement.stages_of(rank)
     }
     if last and config.tie_word_embeddings and head == "lm":
@@ -56,7 +56,7 @@ def hf_model(
 ) -> nn.Module:
     """The same model in one piece with the same weights: what the stages of `hf_stages` are cut from."""
     config, dtype, source = _open(model, dtype, seed)
-    stage = _build(config, dtype, device, source, range(config.num_hidden_layers), True, True, head)
+    stage = _build(config, dtype, device, source, (range(config.num_hidden_layers),), 0, head)
     return stage.lm if head == "lm" else stage
 
 
@@ -91,16 +91,15 @@ def _build(
     dtype: torch.dtype,
     device: torch.device | str,
     source: Source,
-    layers: range,
-    is_first: bool,
-    is_last: bool,
+    cut: tuple[range, ...],
+    stage: int,
     head: str,
 ) -> HFStage:
-    stage = HFStage(meta_model(config, dtype), layers, is_first=is_first, is_last=is_last, head=head)
-    stage.to_empty(device=device)
-    source.fill(stage)
-    stage.tie()
-    return stage.train()
+    built = HFStage(meta_model(config, dtype), cut, stage, head)
+    built.to_empty(device=device)
+    source.fill(built)
+    built.tie()
+    return built.train()
 
 
 def _tie_ends(stages: dict[int, HFStage], last: int) -> None:

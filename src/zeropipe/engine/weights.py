@@ -68,8 +68,12 @@ class DirectorySource:
             full = stage.full_name(name)
             if full.startswith("score.") and full not in self._files:
                 _seed_module(stage, "score", seed=0)
-            else:
-                parameter.data.copy_(self._read(full))
+            elif full != "lm_head.weight" or not stage.is_tied:
+                parameter.data.copy_(self._read(self._stored(full, stage)))
+
+    def _stored(self, name: str, stage: HFStage) -> str:
+        head = name.replace("lm_head.", f"{stage.family.stored_head}.")
+        return head if head in self._files else name
 
     def _read(self, name: str) -> Tensor:
         if name in self._files:

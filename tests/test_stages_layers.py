@@ -1,0 +1,52 @@
+"""How layers are spread over stages."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zeropipe.engine.layers import check_counts, layer_counts, num_stages_for, ranges
+from zeropipe.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    "num_layers,num_stages,counts",
+    [(4, 2, (2, 2)), (8, 4, (2, 3, 2, 1)), (6, 3, (2, 3, 1)), (5, 1, (5,)), (3, 4, (1, 1, 1, 0))],
+)
+def test_known_cuts(num_layers, num_stages, counts):
+    assert layer_counts(num_layers, num_stages, first_less=1, last_less=1) == counts
+
+
+@given(st.integers(1, 100), st.integers(1, 16), st.integers(0, 3), st.integers(0, 3))
+def test_no_layer_is_lost(num_layers, num_stages, first_less, last_less):
+    try:
+        counts = layer_counts(num_layers, num_stages, first_less, last_less)
+    except ConfigError:
+        return
+    assert sum(counts) == num_layers
+    assert len(counts) == num_stages
+    assert min(counts) >= 0
+    assert [i for r in ranges(counts) for i in r] == list(range(num_layers))
+
+
+@pytest.mark.parametrize(
+    "call,error",
+    [
+        (lambda: layer_counts(4, 0), "num_stages=0"),
+        (lambda: layer_counts(4, 7, 1, 1), "7 stages for 4 layers"),
+        (lambda: layer_counts(8, 4, first_less=4), "first_less=4 is more than the 3"),
+        (lambda: layer_counts(8, 4, last_less=9), "last_less=9 is more than"),
+        (lambda: layer_counts(8, 4, first_less=-1), "first_less=-1"),
+        (lambda: num_stages_for(7, 2, 3), "gives 4 stages"),
+        (lambda: num_stages_for(7, 0, 3), "layers_per_stage=0"),
+        (lambda: check_counts([3, 2], 6, 2), "adds up to 5"),
+    ],
+)
+def test_errors_name_value_and_rule(call, error):
+    with pytest.raises(ConfigError, match=error):
+        call()
+
+
+def test_stages_from_layers_per_stage():
+    assert num_stages_for(6, 2, 4, 1, 1) == 4
