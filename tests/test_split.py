@@ -1,0 +1,326 @@
+"""The weight-gradient store against the plain backward."""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import pytest
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from zeropipe.engine.modules import DeferredLinear, defer
+from zeropipe.engine.products import Product
+from zeropipe.engine.split import WeightStore, cut, main_gradients
+from zeropipe.errors import EngineError
+
+
+def mlp(bias=True):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7, bias), nn.Tanh(), nn.LayerNorm(7), nn.Linear(7, 3, bias)).double()
+
+
+def run(module, x, store=None, key=(0, 0)):
+    y = module(x)
+    if store is None:
+        y.square().sum().backward()
+    else:
+        with store.collect(*key):
+            y.square().sum().backward()
+
+
+def grads(module):
+    return {name: p.grad for name, p in module.named_parameters()}
+
+
+def assert_equal(module, plain):
+    torch.testing.assert_close(grads(module), grads(plain), rtol=1e-12, atol=1e-14)
+
+
+def deferred(plain):
+    module = copy.deepcopy(plain)
+    defer(module)
+    return module
+
+
+class Count(TorchDispatchMode):
+    """Counts calls of matrix products."""
+
+    def __init__(self):
+        super().__init__()
+        self.products = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        self.products += name in ("mm", "addmm", "addmm_", "bmm", "_grouped_mm")
+        return func(*args, **(kwargs or {}))
+
+
+def test_w_in_any_order_and_b_mixed_in():
+    plain = mlp()
+    module, store = deferred(plain), WeightStore()
+    inputs = [torch.randn(4, 5).double().requires_grad_() for _ in range(4)]
+    for x in inputs:
+        run(plain, x)
+    plain_dx = [x.grad for x in inputs]
+    for x in inputs:
+        x.grad = None
+    run(module, inputs[0], store, (0, 0))
+    run(module, inputs[1], store, (0, 1))
+    run(module, inputs[2])
+    store.flush(0, 1)
+    run(module, inputs[3], store, (0, 3))
+    store.flush(0, 3)
+    store.flush(0, 0)
+    assert_equal(module, plain)
+    torch.testing.assert_close([x.grad for x in inputs], plain_dx)
+    assert store.alive() == 0
+
+
+def test_i_leaves_weights_to_w_and_does_the_rest():
+    module, store = deferred(mlp()), WeightStore()
+    run(module, torch.randn(4, 5).double(), store)
+    assert {name for name, grad in grads(module).items() if grad is None} == {"0.weight", "3.weight"}
+    store.flush(0, 0)
+    assert all(grad is not None for grad in grads(module).values())
+
+
+def test_split_does_the_same_products_as_a_whole_backward():
+    plain = mlp()
+    module, store, x = deferred(plain), WeightStore(), torch.randn(4, 5).double().requires_grad_()
+    with Count() as whole:
+        run(plain, x)
+    with Count() as split:
+        run(module, x, store)
+        before = split.products
+        store.flush(0, 0)
+    assert split.products == whole.products
+    assert split.products - before == 2
+
+
+class Storages(TorchDispatchMode):
+    """Remembers every storage made, weakly, so that one held by the autograd graph alone is seen too."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and tensor.numel() > 1:
+                self.made.add(StorageWeakRef(tensor.untyped_storage()))
+        return out
+
+    def alive(self):
+        gc.collect()
+        return {ref for ref in self.made if not ref.expired()}
+
+
+def refs(tensors):
+    return {StorageWeakRef(t.untyped_storage()) for t in tensors if t is not None}
+
+
+@pytest.mark.parametrize("how", ["plain", "checkpointed"])
+def test_nothing_else_stays_alive_between_i_and_w(how):
+    """After I: gradients, and each linear's input and output gradient. After W: gradients."""
+    module, store = deferred(mlp()), WeightStore()
+    x = torch.randn(4, 5).double().requires_grad_()
+    given = refs([x, *module.parameters()])
+    forward = module if how == "plain" else lambda x: checkpoint(module, x, use_reentrant=False)
+    with Storages() as storages:
+        run(forward, x, store)
+    stash = refs(t for p in store.products() for t in p.tensors())
+    assert len(stash) == 4  # inputs (the first is x itself) and output gradients of two linears
+    assert storages.alive() - given == (stash - given) | refs([*grads(module).values(), x.grad])
+    assert store.alive() == 8 * (4 * 5 + 4 * 7 + 4 * 7 + 4 * 3)
+    with storages:
+        store.flush(0, 0)
+    assert storages.alive() - given == refs([*grads(module).values(), x.grad])
+
+
+def test_a_shared_input_counts_once():
+    class Fork(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(5, 5, False), nn.Linear(5, 5, False)
+
+        def forward(self, x):
+            x = x.sin()
+            return self.a(x) * self.b(x)
+
+    module, store = Fork(), WeightStore()
+    defer(module)
+    run(module, torch.randn(4, 5, requires_grad=True), store)
+    assert store.alive() == 4 * 3 * 4 * 5
+
+
+def test_a_weight_used_twice_accumulates_twice():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = nn.Linear(5, 5)
+            self.other = nn.Linear(5, 5)
+            self.other.weight = self.lin.weight
+
+        def forward(self, x):
+            return self.other(self.lin(self.lin(x).tanh()))
+
+    torch.manual_seed(0)
+    plain = Twice().double()
+    module, store, x = deferred(plain), WeightStore(), torch.randn(4, 5).double()
+    assert module.lin.weight is module.other.weight
+    run(plain, x)
+    run(module, x, store)
+    store.flush(0, 0)
+    assert_equal(module, plain)
+
+
+def test_frozen_weights_make_no_product():
+    plain = mlp()
+    plain[0].weight.requires_grad_(False)
+    module, store, x = deferred(plain), WeightStore(), torch.randn(4, 5).double().requires_grad_()
+    run(plain, x)
+    run(module, x, store)
+    assert [tuple(p.parameter.shape) for p in store.products()] == [(3, 7)]
+    store.flush(0, 0)
+    assert_equal(module, plain)
+
+
+def test_lora_adapters():
+    class Lora(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.base = nn.Linear(6, 6).requires_grad_(False)
+            self.a, self.b = nn.Linear(6, 2, bias=False), nn.Linear(2, 6, bias=False)
+
+        def forward(self, x):
+            return self.base(x) + self.b(self.a(x))
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(Lora(), nn.Tanh(), Lora()).double()
+    module, store, x = deferred(plain), WeightStore(), torch.randn(4, 6).double()
+    run(plain, x)
+    run(module, x, store)
+    assert len(list(store.products())) == 4
+    assert module[0].base.weight.grad is None
+    store.flush(0, 0)
+    assert_equal(module, plain)
+
+
+def test_bf16_accumulates_in_float32():
+    """256 equal small steps: bf16 gradients stop growing, float32 main gradients do not."""
+    module, store = nn.Linear(4, 4).bfloat16(), WeightStore()
+    defer(module)
+    main_gradients(module, torch.float32)
+    x = torch.ones(1, 4, dtype=torch.bfloat16)
+    for m in range(400):
+        with store.collect(0, m):
+            module(x).sum().backward()
+    for m in range(400):
+        store.flush(0, m)
+    assert module.weight.grad.dtype == module.bias.grad.dtype == torch.float32
+    assert torch.all(module.weight.grad == 400)
+    assert torch.all(module.bias.grad == 400)
+    sum_in_bf16 = torch.zeros((), dtype=torch.bfloat16)
+    for _ in range(400):
+        sum_in_bf16 += 1
+    assert sum_in_bf16 == 256
+
+
+def test_autocast():
+    plain = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    module, store, x = deferred(plain), WeightStore(), torch.randn(4, 5)
+    with torch.autocast("cpu", torch.bfloat16):
+        run(plain, x)
+        run(module, x, store)
+    store.flush(0, 0)
+    torch.testing.assert_close(grads(module), grads(plain), rtol=2e-2, atol=1e-2)
+
+
+def test_checkpoint_recomputes_once_in_i():
+    """Gradients are not lost on an alias of the parameter, and W recomputes nothing."""
+    plain = mlp()
+    module, store, x = deferred(plain), WeightStore(), torch.randn(4, 5).double().requires_grad_()
+    calls = []
+    module[0].register_forward_hook(lambda *_: calls.append(1))
+    run(plain, x)
+    run(lambda x: checkpoint(module, x, use_reentrant=False), x, store)
+    assert len(calls) == 2
+    store.flush(0, 0)
+    assert len(calls) == 2
+    assert_equal(module, plain)
+
+
+def test_w_in_pieces():
+    plain = nn.Sequential(*(nn.Linear(6, 6) for _ in range(7))).double()
+    module, store, x = deferred(plain), WeightStore(), torch.randn(4, 6).double().requires_grad_()
+    run(plain, x)
+    run(module, x, store)
+    sizes = []
+    for part in (2, 0, 1):
+        before = len(list(store.products()))
+        store.flush(0, 0, part, parts=3)
+        sizes.append(before - len(list(store.products())))
+    assert sorted(sizes) == [2, 2, 3]
+    assert_equal(module, plain)
+    with pytest.raises(EngineError, match="0W0 part 0 of 3"):
+        store.flush(0, 0, 0, parts=3)
+
+
+def test_pieces_have_about_equal_work():
+    w = nn.Parameter(torch.empty(1, 1))
+    products = [Product(w, torch.empty(1, n), torch.empty(1, 1)) for n in (8, 1, 1, 1, 1, 4)]
+    pieces = cut(products, 2)
+    assert [sum(p.flops for p in piece) for piece in pieces.values()] == [16, 16]
+
+
+def test_misuse_is_named():
+    module, store = deferred(mlp()), WeightStore()
+    x = torch.randn(4, 5).double()
+    with pytest.raises(EngineError, match="2W1"):
+        store.flush(2, 1)
+    run(module, x, store)
+    with pytest.raises(EngineError, match="0I0 ran twice"):
+        run(module, x, store)
+    with pytest.raises(EngineError, match="one at a time"), store.collect(0, 1), store.collect(0, 2):
+        pass
+    run(module, x, store, (0, 5))  # a failed I leaves the store usable
+
+
+def test_defer_leaves_other_layers_and_names_alone():
+    class Own(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * 2
+
+    module = nn.Sequential(nn.Linear(4, 4), Own(4, 4), nn.Embedding(4, 4), nn.Conv1d(4, 4, 1))
+    names = list(module.state_dict())
+    assert defer(module) == 1
+    assert defer(module) == 1
+    assert list(module.state_dict()) == names
+    assert [type(m) for m in module] == [DeferredLinear, Own, nn.Embedding, nn.Conv1d]
+
+
+def test_conv1d_of_gpt2():
+    from transformers.pytorch_utils import Conv1D
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(Conv1D(7, 5), nn.GELU(), Conv1D(3, 7)).double()
+    module, store, x = deferred(plain), WeightStore(), torch.randn(2, 4, 5).double().requires_grad_()
+    assert defer(module) == 2
+    run(plain, x)
+    run(module, x, store)
+    assert module[0].weight.grad is None
+    store.flush(0, 0)
+    assert_equal(module, plain)
+
+
+def test_no_grad_and_eval_keep_nothing():
+    module, store = deferred(mlp()), WeightStore()
+    with torch.no_grad():
+        assert not module(torch.randn(4, 5).double()).requires_grad
+    assert store.alive() == 0
