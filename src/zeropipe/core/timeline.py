@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from importlib import import_module
 from typing import NamedTuple
 
 from zeropipe.core.action import Action, decode
 from zeropipe.core.jit import arrays
 from zeropipe.core.schedule import Schedule
+
+
+_NOTEBOOK = ("zeropipe.viz.html", "to_notebook")  # by name, when asked for: core imports no other part
 
 
 class Span(NamedTuple):
@@ -119,6 +123,11 @@ class Timeline:
     def labelled(self, label: str) -> Timeline:
         """The same timeline under another title."""
         return replace(self, label=label)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        module, function = _NOTEBOOK
+        return str(getattr(import_module(module), function)(self))
 
 
 def stats_kernel(codes, offsets, start, end, during, first, last, busy, peak):  # type: ignore[no-untyped-def]

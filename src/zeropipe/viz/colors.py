@@ -11,8 +11,9 @@ from math import cos, radians, sin
 from typing import Any
 
 # OKLCH: lightness, chroma, hue
-KINDS = {"F": (0.56, 0.15, 258.0), "B": (0.60, 0.16, 32.0), "I": (0.80, 0.14, 87.0), "W": (0.82, 0.10, 168.0)}
+KINDS = {"F": (0.50, 0.16, 260.0), "B": (0.525, 0.165, 32.0), "I": (0.81, 0.14, 87.0), "W": (0.83, 0.11, 168.0)}
 NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+DARK_INK = "#10141c"
 SPREAD = 0.055  # lightness above and below for the first and the last shade
 
 THEMES: dict[str, dict[str, str]] = {
@@ -35,8 +36,7 @@ def shades(kind: str, count: int) -> tuple[str, ...]:
 
 def ink_on(color: str) -> str:
     """Black or white, whichever reads better on `color`."""
-    level = luminance(color)
-    return "#ffffff" if 1.05 / (level + 0.05) > (level + 0.05) / 0.05 * 0.8 else "#10141c"
+    return "#ffffff" if contrast(color, "#ffffff") > contrast(color, DARK_INK) else DARK_INK
 
 
 def palette(theme: str, count: int) -> dict[str, Any]:
@@ -45,6 +45,12 @@ def palette(theme: str, count: int) -> dict[str, Any]:
         k: {"name": NAMES[k], "fill": shades(k, count), "ink": [ink_on(c) for c in shades(k, count)]} for k in KINDS
     }
     return {**THEMES[theme], "kinds": kinds}
+
+
+def contrast(one: str, other: str) -> float:
+    """Contrast ratio of two colours, 1 to 21 (WCAG)."""
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
 
 
 def luminance(color: str) -> float:

@@ -174,7 +174,7 @@ def _row(model: Boxes, rank: int, top: float, height: float, style: Style, scale
         name = f"{model.stage[i]}{kind}{model.microbatch[i]}"
         yield Rect(float(left[at]), y, w, h, color, name)
         text = {"microbatch": str(model.microbatch[i]), "action": name, "none": ""}[style.labels]
-        size = min(FONT, h * 0.85, w * 0.92 / (GLYPH * len(text))) if text else 0.0
+        size = min(FONT, h * 0.85, w * 0.85 / (GLYPH * len(text))) if text else 0.0
         if size >= LEAST:
             yield Text(float(left[at]) + w / 2, y + h / 2 + size * 0.36, text, size, ink_on(color), "middle")
 

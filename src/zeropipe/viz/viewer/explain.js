@@ -72,7 +72,7 @@ function waitText(timeline, i, text) {
     const waited = timeline.start[i] - free;
     return `${nameOf(timeline, source)} on rank ${timeline.rank[source]}${waited > 0 ? ` (idle ${text(waited)})` : ""}`;
   }
-  return previous >= 0 ? `its rank: ${nameOf(timeline, previous)}` : "nothing";
+  return previous >= 0 ? `nothing: its rank ran ${nameOf(timeline, previous)}` : "nothing";
 }
 
 function describeGap(timeline, { rank, gap }, causes) {

@@ -58,14 +58,15 @@ function arrow(context, timeline, from, to, palette, view, layout, into) {
   const [a, b] = [boxAt(timeline, from, view, layout), boxAt(timeline, to, view, layout)];
   const [x0, y0] = [view.x(timeline.end[from]), a.y + a.h / 2];
   const [x1, y1] = [view.x(timeline.start[to]), b.y + b.h / 2];
-  const bend = Math.max(12, Math.abs(x1 - x0) / 2);
+  const bend = Math.max(12, Math.min(60, Math.abs(x1 - x0) / 2));
+  const lift = timeline.rank[from] === timeline.rank[to] && x1 - x0 > 12 ? layout.height * 0.9 : 0; // over the boxes between
   context.strokeStyle = context.fillStyle = palette.path;
   context.globalAlpha = into ? 0.95 : 0.6;
   context.lineWidth = into ? 1.75 : 1.25;
   context.setLineDash(into ? [] : [5, 3]);
   context.beginPath();
   context.moveTo(x0, y0);
-  context.bezierCurveTo(x0 + bend, y0, x1 - bend, y1, x1 - 5, y1);
+  context.bezierCurveTo(x0 + bend, y0 - lift, x1 - bend, y1 - lift, x1 - 5, y1);
   context.stroke();
   context.setLineDash([]);
   context.beginPath();
@@ -101,14 +102,10 @@ export function paintPath(context, timeline, palette, view, layout) {
   context.beginPath();
   clear.forEach((i, n) => {
     const y = layout.top(timeline.rank[i]) + layout.height / 2;
-    const [x0, x1] = [view.x(timeline.start[i]), view.x(timeline.end[i])];
-    if (n) context.lineTo(x0, y);
-    else context.moveTo(x0, y);
-    if (x1 - x0 > 3) context.lineTo(x1, y);
+    if (n) context.lineTo(view.x(timeline.start[i]), y);
+    context.moveTo(view.x(timeline.end[i]), y);
   });
-  context.globalAlpha = 0.35;
   context.stroke();
-  context.globalAlpha = 1;
   for (const i of clear) {
     const box = boxAt(timeline, stepOf(timeline, i)[0], view, layout);
     if (box.w >= 3) outline(context, { ...box, y: layout.top(timeline.rank[i]), h: layout.height }, palette.path, 1.5);

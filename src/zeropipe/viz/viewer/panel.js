@@ -8,6 +8,7 @@ import { element, prepare } from "./shapes.js";
 import { percentText, ruler, sizeText, timeText } from "./units.js";
 
 const ROW_SPACE = 0.14; // of a row's height, below it
+const EDGE = 2; // above the first row: room for its outline
 
 export class Panel {
   constructor(timeline, state) {
@@ -99,9 +100,13 @@ export class Panel {
     context.font = "10px system-ui, sans-serif";
     context.textAlign = "right";
     context.textBaseline = "top";
+    context.strokeStyle = palette.lane;
+    context.lineWidth = 3;
     peakMemory.forEach((peak, rank) => {
+      const [text, x, y] = [`peak ${sizeText(peak, memoryUnit)}`, this.state.view.width - 5, layout.top(rank) + 2];
+      context.strokeText(text, x, y); // a halo, to be read above the limit line
       context.fillStyle = memoryLimit && peak > memoryLimit ? palette.limit : palette.ink;
-      context.fillText(`peak ${sizeText(peak, memoryUnit)}`, this.state.view.width - 5, layout.top(rank) + 2);
+      context.fillText(text, x, y);
     });
   }
 
@@ -142,7 +147,7 @@ export class Panel {
   find(x, y) {
     const { view, gutter, paint } = this.state;
     const layout = this.layout;
-    const rank = Math.floor(y / layout.pitch);
+    const rank = Math.floor((y - EDGE) / layout.pitch);
     const lower = y - layout.top(rank) > layout.height / 2;
     const found = x >= gutter ? hit(this.timeline, rank, view.time(x - gutter), lower) : null;
     if (!found || (found.box !== undefined && !paint.shown(this.timeline.kind[found.box]))) return null;
@@ -157,7 +162,7 @@ export class Panel {
 
 function rowsOf(pitch, ranks) {
   const height = Math.max(4, Math.round(pitch * (1 - ROW_SPACE)));
-  return { pitch, height, total: pitch * ranks, top: (rank) => rank * pitch };
+  return { pitch, height, total: EDGE + pitch * ranks, top: (rank) => EDGE + rank * pitch };
 }
 
 function within(context, left, width, height, draw) {

@@ -4,6 +4,7 @@
 import { LOWER, UPPER, firstAbove } from "./data.js";
 
 const WIDE = 2; // device pixels: below this a box is merged with its neighbours
+const SMALLEST = 7; // CSS pixels of a label's font
 const FAINTEST = 40; // of 255: a short box alone in its pixel stays visible
 
 /** Sums over boxes from left to right of time, and of time times colour, so that any stretch's mean is a difference. */
@@ -151,18 +152,19 @@ export function boxAt(timeline, i, view, layout) {
 
 function paintLabels(context, timeline, paint, view, layout, boxes, labels) {
   const fonts = [0, 1].map((split) => Math.min(12, Math.floor(layout.height * (split ? 0.42 : 0.6))));
-  if (fonts[0] < 7) return;
+  if (fonts[0] < SMALLEST) return;
   context.textAlign = "center";
   context.textBaseline = "middle";
   let size = 0;
   for (const i of boxes) {
     const wanted = fonts[timeline.half[i] ? 1 : 0];
-    if (wanted < 6 || !paint.shown(timeline.kind[i])) continue;
+    if (!paint.shown(timeline.kind[i])) continue;
     const { x, y, w, h } = boxAt(timeline, i, view, layout);
     const text = labels === "action" ? `${timeline.stage[i]}${"FBIW"[timeline.kind[i]]}${timeline.microbatch[i]}` : String(timeline.microbatch[i]);
-    if (w < text.length * wanted * 0.6 + 3) continue;
-    if (size !== wanted) {
-      size = wanted;
+    const fits = Math.min(wanted, Math.floor((w - 2) / (text.length * 0.58)));
+    if (fits < SMALLEST) continue;
+    if (size !== fits) {
+      size = fits;
       context.font = `500 ${size}px system-ui, sans-serif`;
     }
     context.fillStyle = paint.ink[timeline.kind[i]][timeline.shade[i]];

@@ -3,11 +3,11 @@
 import { element } from "./shapes.js";
 import { percentText, sizeText, timeText } from "./units.js";
 
-const HEADS = ["", "makespan", "to best", "bubble", "peak memory", "where the ranks' time goes"];
+const HEADS = ["", "makespan", "to best", "bubble", "peak memory"];
 
 export function buildSummary(timelines, causes, select) {
   const best = Math.min(...timelines.map((t) => t.makespan));
-  const head = element("tr", {}, ...HEADS.map((text) => element("th", { scope: "col" }, text)));
+  const head = element("tr", {}, ...HEADS.map((text) => element("th", { scope: "col" }, text)), shareHead(timelines, causes));
   const rows = timelines.map((t, n) => rowOf(t, n, best, causes, select));
   const table = element("table", { className: "zp-summary" }, element("caption", {}, "Summary"), element("thead", {}, head), element("tbody", {}, ...rows));
   return element("div", { className: "zp-summary-box" }, table);
@@ -27,6 +27,14 @@ function rowOf(timeline, n, best, causes, select) {
     element("td", { className: "zp-share" }, shareBar(timeline, causes)),
   ];
   return element("tr", {}, element("th", { scope: "row" }, jump), ...cells);
+}
+
+/** The heading of the last column names its colours. */
+function shareHead(timelines, causes) {
+  const there = causes.map((_, n) => timelines.some((t) => t.idle.some((rank) => rank[n] > 0)));
+  const names = ["busy", ...causes].map((name, n) => [name, n]).filter(([, n]) => n === 0 || there[n - 1]);
+  const keys = names.map(([name, n]) => element("span", { className: "zp-part-key" }, element("i", { className: `zp-part-${n}` }), name));
+  return element("th", { scope: "col" }, ...keys);
 }
 
 /** Busy and idle time by cause, as shares of all ranks' time. */

@@ -147,7 +147,7 @@ class Viewer {
     context.fillStyle = paint.palette.soft;
     context.textBaseline = "middle";
     context.textAlign = "right";
-    context.fillText(unit || "time", gutter - 8, 14);
+    context.fillText(unit || (gutter > 50 ? "time" : "t"), gutter - 8, 14);
     context.textAlign = "center";
     for (const { at, text } of ticks) {
       const x = gutter + view.x(at);
