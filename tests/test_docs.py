@@ -1,0 +1,63 @@
+"""Every example in the README and in docs/ runs and prints what the page says.
+
+    ```python        executed, block after block in one namespace per page; `>>>` blocks are doctests
+    ```python mine.py   written to that file first, so that later commands can use it
+    ```console       lines after `$ ` are run; the lines under them must be the output (`...` stands for anything)
+
+A page's commands run in an empty folder. A block under `<!-- not run: why -->` is left alone.
+"""
+
+import doctest
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"(<!-- not run:[^\n]*-->\n+)?^```(python|console)([^\n]*)\n(.*?)^```$", re.M | re.S)
+
+
+def run_console(text: str, folder: Path) -> None:
+    for part in re.split(r"^\$ ", text, flags=re.M)[1:]:
+        command, _, expected = part.partition("\n")
+        while command.endswith("\\"):
+            more, _, expected = expected.partition("\n")
+            command = command[:-1] + more
+        words = shlex.split(command)
+        if words[0] == "zeropipe":
+            words = [sys.executable, "-c", "from zeropipe.cli import main; main()", *words[1:]]
+        elif words[0] == "python":
+            words[0] = sys.executable
+        environment = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+        got = (done.stdout + done.stderr).strip()
+        got, want = ("\n".join(line.rstrip() for line in t.strip().splitlines()) for t in (got, expected))
+        pattern = ".*".join(re.escape(piece) for piece in re.split(r"\.\.\.", want))
+        assert re.fullmatch(pattern, got, re.S), f"$ {command}\n--- the page says\n{want}\n--- it prints\n{got}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_examples_run(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    namespace: dict = {"__name__": "__main__"}
+    for skip, language, name, text in BLOCK.findall(page.read_text()):
+        if skip:
+            continue
+        if name.strip():
+            (tmp_path / name.strip()).write_text(text)
+        elif language == "console":
+            run_console(text, tmp_path)
+        elif ">>>" in text:
+            test = doctest.DocTestParser().get_doctest(text, namespace, page.name, str(page), 0)
+            runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+            runner.run(test, clear_globs=False)
+            namespace.update(test.globs)
+            assert runner.failures == 0
+        else:
+            exec(compile(text, str(page), "exec"), namespace)
