@@ -1,0 +1,98 @@
+"""What lives between the actions of one stage and microbatch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeropipe.engine.p2p import Spec
+
+Microbatch = Mapping[str, Any]
+Pick = Callable[[Microbatch], tuple[tuple[Any, ...], dict[str, Any]]]
+
+
+class Cell:
+    """One microbatch in one stage, on this rank: its inputs, and the way back through its outputs."""
+
+    __slots__ = (
+        "after", "arrived", "before", "edges", "gradients", "inputs", "microbatch", "module", "output", "pick",
+        "returned", "root", "side", "spec", "stage",
+    )  # fmt: skip
+
+    def __init__(self, stage: int, microbatch: int, module: nn.Module, pick: Pick) -> None:
+        self.stage, self.microbatch, self.module, self.pick = stage, microbatch, module, pick
+        self.before: Cell | None = None  # the neighbours, where they are on this rank
+        self.after: Cell | None = None
+        self.side = False  # runs on the second stream
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything, before a step."""
+        self.arrived: Sequence[Tensor] = ()  # from the stage before
+        self.inputs: Sequence[Tensor] = ()  # the same as leaves of this stage's graph
+        self.edges: Sequence[Any] = ()  # gradient edges of the outputs: no data
+        self.spec: Spec | None = None  # of the outputs
+        self.output: Sequence[Tensor] = ()  # on its way out
+        self.gradients: Sequence[Tensor] = ()  # of the outputs
+        self.returned: Sequence[Tensor] = ()  # gradients of the inputs, on their way out
+        self.root: Tensor | None = None  # the loss, on the last stage
+
+
+def picker(stage: nn.Module, index: int) -> Pick:
+    """How a stage takes its own part of a microbatch."""
+    pick = getattr(stage, "pick", None)
+    if pick is not None:
+        return lambda microbatch: ((), dict(pick(microbatch)))
+    if index > 0:
+        return lambda microbatch: ((), {})
+    return _first_inputs
+
+
+def _first_inputs(microbatch: Microbatch) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    inputs = microbatch["inputs"]
+    return (inputs if isinstance(inputs, tuple) else (inputs,)), {}
+
+
+def leaf(tensor: Tensor, needs_grad: bool) -> Tensor:
+    """A tensor where this stage's graph begins."""
+    return tensor.detach().requires_grad_(needs_grad)
+
+
+def as_tuple(output: Any, name: str) -> tuple[Tensor, ...]:
+    """A stage's output as a tuple of tensors."""
+    outputs = output if isinstance(output, tuple) else (output,)
+    for tensor in outputs:
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} returned {type(tensor).__name__}: a stage returns a Tensor or a tuple of Tensors")
+    return outputs
+
+
+def signature(microbatch: Microbatch) -> tuple[Any, ...]:
+    """What the shapes inside a pipeline may depend on: the shapes, dtypes and plain values of a microbatch."""
+    return tuple((key, _sign(microbatch[key])) for key in sorted(microbatch))
+
+
+def _sign(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return (tuple(value.shape), value.dtype)
+    if isinstance(value, (bool, int, str, type(None))):
+        return value
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_sign, value))
+    if isinstance(value, Mapping):
+        return signature(value)
+    return type(value).__name__
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """The same value with its tensors on `device`."""
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, tuple):
+        return tuple(moved(item, device) for item in value)
+    if isinstance(value, dict):
+        return {key: moved(item, device) for key, item in value.items()}
+    return value

@@ -1,0 +1,293 @@
+"""Walks one rank's row of a Program: a flat list of callables, made once, called in order every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from zeropipe.core.action import Action, Kind, Overlap, Step
+from zeropipe.core.schedule import Program
+from zeropipe.engine import private
+from zeropipe.engine.cells import Cell, Microbatch, as_tuple, leaf, moved, picker, signature
+from zeropipe.engine.p2p import Incoming, Message, Outgoing, Spec, Wire, gradient_spec, spec_of
+from zeropipe.errors import EngineError
+
+Call = Callable[[], None]
+Finish = Callable[[Any, Microbatch, int], Tensor | None]
+
+
+class Splitter(Protocol):
+    """How I and W share a backward: see split.WeightStore."""
+
+    def collect(self, stage: int, microbatch: int) -> Any: ...
+    def flush(self, stage: int, microbatch: int) -> None: ...
+
+
+class Watcher(Protocol):
+    """Wraps the computation of a step: the recorder, the search for NaN."""
+
+    def watch(self, call: Call, actions: Sequence[Action], cells: Sequence[Cell]) -> Call: ...
+
+
+class Executor:
+    """One rank's part of a Program, ready to run any number of times."""
+
+    def __init__(
+        self,
+        program: Program,
+        rank: int,
+        stages: Mapping[int, nn.Module],
+        outgoing: Mapping[int, Outgoing],
+        wires: Mapping[tuple[int, int], Wire],
+        *,
+        train: bool,
+        device: torch.device,
+        splitter: Splitter | None,
+        recv_ahead: int,
+        dynamic: bool,
+        watchers: Sequence[Watcher] = (),
+    ) -> None:
+        self._rank, self._outgoing, self._train = rank, outgoing, train
+        self._device, self._splitter, self._dynamic, self._watchers = device, splitter, dynamic, watchers
+        self._last = program.schedule.num_stages - 1
+        self._placement = program.schedule.placement
+        row = program.rows[rank]
+        picks = {stage: picker(module, stage) for stage, module in stages.items()}
+        self.cells: dict[tuple[int, int], Cell] = {}
+        for action in actions_of(row):
+            if action.kind is Kind.F:
+                stage, microbatch = action.stage, action.microbatch
+                self.cells[stage, microbatch] = Cell(stage, microbatch, stages[stage], picks[stage])
+        for (stage, microbatch), cell in self.cells.items():
+            cell.before = self.cells.get((stage - 1, microbatch))
+            cell.after = self.cells.get((stage + 1, microbatch))
+        self._incoming, self._places = self._receives(row, wires, recv_ahead)
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" and colour(row, self.cells) else None
+        self._specs: dict[tuple[int, int], Spec] = {}
+        self._signatures: dict[Any, int] = {}
+        self._calls: list[Call] = []
+        self._labels: list[str] = []
+        for step in row:
+            self._add(step)
+        self._at = 0
+
+    def run(self, microbatches: Sequence[Microbatch], finish: Finish) -> None:
+        """One step. `finish` takes the last stage's output and gives what backward starts from."""
+        self._microbatches, self._finish = microbatches, finish
+        numbers = self._signatures
+        self._shape_of = [numbers.setdefault(signature(m), len(numbers)) for m in microbatches]
+        for cell in self.cells.values():
+            cell.clear()
+        for incoming in self._incoming.values():
+            incoming.begin(self._key_of, self._made)
+        calls = self._calls
+        for self._at, call in enumerate(calls):
+            call()
+        for outgoing in self._outgoing.values():
+            outgoing.drain()
+
+    @property
+    def where(self) -> str:
+        """The action being run."""
+        return self._labels[self._at]
+
+    # what an edge must know about shapes
+
+    def _key_of(self, message: Message) -> tuple[bool, int, int]:
+        return (self._train, message.stage, self._shape_of[message.microbatch])
+
+    def _made(self, message: Message) -> Spec | None:
+        cell = self.cells[message.stage, message.microbatch]
+        spec = cell.spec
+        if spec is None and not self._dynamic:
+            spec = self._specs.get((message.stage, self._shape_of[message.microbatch]))
+        return None if spec is None else gradient_spec(spec)
+
+    # the list of callables
+
+    def _receives(
+        self, row: Sequence[Step], wires: Mapping[tuple[int, int], Wire], ahead: int
+    ) -> tuple[dict[int, Incoming], dict[Message, tuple[int, int]]]:
+        orders: dict[int, list[Message]] = {}
+        places: dict[Message, tuple[int, int]] = {}
+        for step in row:
+            if isinstance(step, Action) and step.kind in (Kind.RECV_F, Kind.RECV_B):
+                forward = step.kind is Kind.RECV_F
+                peer = self._placement.rank_of(step.stage + (-1 if forward else 1), step.microbatch)
+                message = Message(forward, step.stage, step.microbatch)
+                places[message] = (peer, len(orders.setdefault(peer, [])))
+                orders[peer].append(message)
+        incoming = {
+            peer: Incoming(wires[peer, self._rank], order, ahead, self._dynamic) for peer, order in orders.items()
+        }
+        return incoming, places
+
+    def _add(self, step: Step) -> None:
+        if isinstance(step, Overlap):
+            for action in step:
+                self._add_take(action)
+            cells = [self.cells[action.stage, action.microbatch] for action in step]
+            call = self._watched(self._together(*map(self._compute, step), cells), step, cells)
+            self._calls.append(call)
+            self._labels.append(str(step))
+            return
+        cell = self.cells[step.stage, step.microbatch]
+        if step.kind in (Kind.RECV_F, Kind.RECV_B):
+            return  # the order of the edge; the take before the computation waits for it
+        if step.kind in (Kind.SEND_F, Kind.SEND_B):
+            ahead = 1 if step.kind is Kind.SEND_F else -1
+            outgoing = self._outgoing[self._placement.rank_of(step.stage + ahead, step.microbatch)]
+            call = partial(self._send_forward if ahead == 1 else self._send_backward, cell, outgoing)
+        else:
+            self._add_take(step)
+            call = self._watched(self._placed(self._compute(step), cell), (step,), (cell,))
+        self._calls.append(call)
+        self._labels.append(str(step))
+
+    def _add_take(self, action: Action) -> None:
+        forward = action.kind is Kind.F
+        place = self._places.get(Message(forward, action.stage, action.microbatch))
+        if place is None or action.kind is Kind.W:
+            return
+        cell = self.cells[action.stage, action.microbatch]
+        take = self._take_forward if forward else self._take_backward
+        self._calls.append(partial(take, cell, self._incoming[place[0]], place[1]))
+        self._labels.append(str(action))
+
+    def _compute(self, action: Action) -> Call:
+        cell = self.cells[action.stage, action.microbatch]
+        if action.kind is Kind.F:
+            return partial(self._forward, cell)
+        if action.kind is Kind.B or self._splitter is None:
+            return partial(self._backward, cell) if action.kind is not Kind.W else _nothing
+        if action.kind is Kind.I:
+            return partial(self._input_gradients, cell)
+        return partial(self._splitter.flush, cell.stage, cell.microbatch)
+
+    def _watched(self, call: Call, actions: Sequence[Action], cells: Sequence[Cell]) -> Call:
+        for watcher in self._watchers:
+            call = watcher.watch(call, actions, cells)
+        return call
+
+    # streams: backward runs on the stream of its forward, so an Overlap's two cells belong to different streams
+
+    def _placed(self, call: Call, cell: Cell) -> Call:
+        side = self._side
+        if side is None or not cell.side:
+            return call
+
+        def run() -> None:
+            main = torch.cuda.current_stream(self._device)
+            side.wait_stream(main)
+            with torch.cuda.stream(side):
+                call()
+            main.wait_stream(side)
+
+        return run
+
+    def _together(self, forward: Call, backward: Call, cells: Sequence[Cell]) -> Call:
+        side = self._side
+        if side is None:
+
+            def in_order() -> None:
+                forward()
+                backward()
+
+            return in_order
+
+        def together() -> None:
+            main = torch.cuda.current_stream(self._device)
+            side.wait_stream(main)
+            for call, cell in zip((forward, backward), cells):
+                with torch.cuda.stream(side if cell.side else main):
+                    call()
+            main.wait_stream(side)
+
+        return together
+
+    # the actions
+
+    def _take_forward(self, cell: Cell, incoming: Incoming, place: int) -> None:
+        spec, tensors = incoming.take(place)
+        cell.inputs = [tensor.requires_grad_(part.needs_grad) for part, tensor in zip(spec, tensors)]
+
+    def _take_backward(self, cell: Cell, incoming: Incoming, place: int) -> None:
+        _, cell.gradients = incoming.take(place)
+
+    def _forward(self, cell: Cell) -> None:
+        microbatch = self._microbatches[cell.microbatch]
+        args, kwargs = cell.pick(microbatch)
+        if self._device.type != "cpu":
+            args, kwargs = moved(args, self._device), moved(kwargs, self._device)
+        output = cell.module(*cell.inputs, *args, **kwargs)
+        if cell.stage == self._last:
+            if self._device.type != "cpu":
+                microbatch = moved(dict(microbatch), self._device)
+            cell.root = self._finish(output, microbatch, cell.microbatch)
+            return
+        outputs = as_tuple(output, f"{cell.stage}F{cell.microbatch}")
+        cell.spec = self._specs[cell.stage, self._shape_of[cell.microbatch]] = spec_of(outputs)
+        # from here on only the way back is kept: the data goes when it has been sent or used
+        cell.edges = [private.gradient_edge(tensor) for tensor in outputs if tensor.requires_grad]
+        if cell.after is not None:
+            cell.after.inputs = [leaf(tensor, tensor.requires_grad) for tensor in outputs]
+        else:
+            cell.output = [tensor.detach() for tensor in outputs]
+
+    def _backward(self, cell: Cell) -> None:
+        if cell.root is not None:
+            if cell.root.requires_grad:
+                private.backward([cell.root], None)
+        elif cell.edges:
+            private.backward(cell.edges, cell.gradients)
+        gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in cell.inputs if x.requires_grad]
+        cell.inputs, cell.edges, cell.gradients, cell.root = (), (), (), None
+        if cell.before is not None:
+            cell.before.gradients = gradients
+        elif cell.stage > 0:
+            cell.returned = gradients
+
+    def _input_gradients(self, cell: Cell) -> None:
+        assert self._splitter is not None
+        with self._splitter.collect(cell.stage, cell.microbatch):
+            self._backward(cell)
+
+    def _send_forward(self, cell: Cell, outgoing: Outgoing) -> None:
+        output, cell.output = cell.output, ()
+        assert cell.spec is not None
+        key = (self._train, cell.stage + 1, self._shape_of[cell.microbatch])
+        outgoing.send_forward(output, cell.spec, key, f"{cell.stage}F{cell.microbatch}")
+
+    def _send_backward(self, cell: Cell, outgoing: Outgoing) -> None:
+        returned, cell.returned = cell.returned, ()
+        outgoing.send(returned)
+
+
+def _nothing() -> None:
+    """A W whose work was done in I."""
+
+
+def actions_of(row: Sequence[Step]) -> list[Action]:
+    """All actions of a row, an Overlap's two one after the other."""
+    return [action for step in row for action in (step if isinstance(step, Overlap) else (step,))]
+
+
+def colour(row: Sequence[Step], cells: Mapping[tuple[int, int], Cell]) -> bool:
+    """Put the two cells of every Overlap on different streams; whether a second stream is needed.
+
+    A cell meets at most one cell that started before it (as a forward) and one that starts after it (as a backward),
+    so walking the row once is enough.
+    """
+    needed = False
+    for step in row:
+        if isinstance(step, Overlap):
+            forward, backward = (cells[a.stage, a.microbatch] for a in step)
+            if forward is backward:
+                raise EngineError(f"{step} joins the forward and the backward of one microbatch in one stage")
+            forward.side = not backward.side
+            needed = True
+    return needed

@@ -1,0 +1,100 @@
+"""Losses by microbatch, scaled so that the step equals the un-pipelined full batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LossFn = Callable[[Any, Mapping[str, Any]], Any]
+
+
+@dataclass(frozen=True)
+class CausalLMLoss:
+    """Next-token cross entropy of Hugging Face causal models: a sum over tokens, and how many there were.
+
+    The microbatch holds `labels`, not shifted; `ignore` marks tokens without loss. Because `count` tells the number of
+    tokens before the step, microbatches with unequal numbers weigh as they do in one big batch.
+    """
+
+    labels: str = "labels"
+    ignore: int = -100
+
+    def count(self, microbatch: Mapping[str, Any]) -> int:
+        """The number of tokens with a loss."""
+        return int((microbatch[self.labels][..., 1:] != self.ignore).sum())
+
+    def __call__(self, logits: Tensor, microbatch: Mapping[str, Any]) -> tuple[Tensor, int | Tensor]:
+        labels = microbatch[self.labels][..., 1:]
+        flat = logits[..., :-1, :].reshape(-1, logits.shape[-1])
+        if flat.dtype in (torch.bfloat16, torch.float16):
+            flat = flat.float()
+        total = torch.nn.functional.cross_entropy(
+            flat, labels.reshape(-1).to(flat.device), ignore_index=self.ignore, reduction="sum"
+        )
+        return total, (labels != self.ignore).sum()
+
+
+@dataclass
+class Tally:
+    """The losses of one step on a rank with the last stage.
+
+    A loss function returns a scalar (the mean of its microbatch; all weigh the same), or `(sum, count)`, or
+    `(sum, count, metrics)` with metrics summed over the step. With a `count(microbatch)` attribute the total is known
+    before the first backward; without one, gradients are divided at the end of the step (`late`).
+    """
+
+    loss_fn: LossFn
+    microbatches: Sequence[Mapping[str, Any]]
+    late: bool = False
+    _total: float | None = None
+    _seen: dict[int, tuple[Tensor, Any, Mapping[str, Any]]] = field(default_factory=dict)
+
+    def root(self, output: Any, microbatch: Mapping[str, Any], index: int) -> Tensor:
+        """Compute the loss of one microbatch; returns what backward starts from."""
+        value = self.loss_fn(output, microbatch)
+        if isinstance(value, Tensor):
+            self._seen[index] = (value.detach(), 1, {})
+            return value / len(self.microbatches)
+        loss, count, *rest = value
+        self._seen[index] = (loss.detach(), count, rest[0] if rest else {})
+        if not hasattr(self.loss_fn, "count"):
+            self.late = True
+            return loss
+        if self._total is None:
+            # microbatches may come in any order and through two ranks: all of them count
+            self._total = max(float(sum(self.loss_fn.count(m) for m in self.microbatches)), 1.0)
+        return loss / self._total
+
+    def sums(self) -> tuple[float, float, dict[str, float], bool]:
+        """Loss, count and metrics, summed over this rank's microbatches."""
+        metrics: dict[str, float] = {}
+        loss = count = 0.0
+        for index in sorted(self._seen):
+            value, number, extra = self._seen[index]
+            loss, count = loss + float(value), count + float(number)
+            for name, amount in extra.items():
+                metrics[name] = metrics.get(name, 0.0) + float(amount)
+        return loss, count, metrics, self.late
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step gave, the same on every rank."""
+
+    loss: float  # per count: the full batch's loss
+    count: float  # tokens, or microbatches where the loss function returns a mean
+    metrics: Mapping[str, float]  # summed over microbatches
+
+
+def combine(parts: Sequence[tuple[float, float, dict[str, float], bool]]) -> tuple[StepResult, bool]:
+    """One result from all ranks' sums, and whether gradients are still to be divided by the count."""
+    metrics: dict[str, float] = {}
+    for _, _, extra, _ in parts:
+        for name, amount in extra.items():
+            metrics[name] = metrics.get(name, 0.0) + amount
+    count = sum(part[1] for part in parts)
+    return StepResult(sum(part[0] for part in parts) / max(count, 1.0), count, metrics), any(p[3] for p in parts)

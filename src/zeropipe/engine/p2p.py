@@ -1,0 +1,265 @@
+"""Messages between ranks: one 2-rank group per directed edge, shapes that travel with the data.
+
+Forward messages may have any shapes. The first one of its kind on an edge (same stage, same microbatch signature) is
+preceded by a header; later ones are not, and the sender checks that they still fit. Gradients need no header: the
+rank that waits for one made the tensor it belongs to.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zeropipe.engine.faults import PeerLost, reason
+from zeropipe.errors import EngineError
+
+HEADER = 256  # int64 words: room for tuples of about 30 tensors
+HEADER_TAG = 1
+DTYPES: tuple[torch.dtype, ...] = (
+    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.bool, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2,
+)  # fmt: skip
+
+
+class Part(NamedTuple):
+    """One tensor of a message."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    needs_grad: bool
+
+
+Spec = tuple[Part, ...]
+
+
+def spec_of(tensors: Sequence[Tensor]) -> Spec:
+    """What a receiver must know before the tensors come."""
+    return tuple(Part(t.dtype, tuple(t.shape), t.requires_grad) for t in tensors)
+
+
+def gradient_spec(spec: Spec) -> Spec:
+    """The gradients that answer a message."""
+    return tuple(part for part in spec if part.needs_grad)
+
+
+def write_header(spec: Spec) -> Tensor:
+    """A spec as a fixed number of words."""
+    words = [len(spec)]
+    for part in spec:
+        words += [DTYPES.index(part.dtype), part.needs_grad, len(part.shape), *part.shape]
+    if len(words) > HEADER:
+        raise EngineError(f"a stage's output has {len(spec)} tensors: too many for one message, stack some of them")
+    return torch.tensor(words + [0] * (HEADER - len(words)))
+
+
+def read_header(header: Tensor) -> Spec:
+    """The spec of a header."""
+    words = iter(header.tolist())
+    parts = []
+    for _ in range(next(words)):
+        dtype, needs_grad, rank = DTYPES[next(words)], bool(next(words)), next(words)
+        parts.append(Part(dtype, tuple(next(words) for _ in range(rank)), needs_grad))
+    return tuple(parts)
+
+
+class Wire(NamedTuple):
+    """One directed edge as one of its two ends sees it."""
+
+    group: Any  # the edge's own 2-rank group
+    peer: int  # the other end's rank in the pipeline
+    peer_in_group: int
+    headers: Any  # the gloo group of the whole pipeline
+    staged: bool  # CUDA tensors that travel through pinned CPU memory
+    device: torch.device
+
+
+class Message(NamedTuple):
+    """What an edge carries at one place of its order."""
+
+    forward: bool
+    stage: int  # of the receiver
+    microbatch: int
+
+
+class Parcel(NamedTuple):
+    """Tensors for the thread of an edge to send."""
+
+    group: Any
+    peer: int
+    tag: int
+    tensors: Sequence[Tensor]
+    ready: torch.cuda.Event | None = None
+
+
+class Outgoing:
+    """The sending end. On gloo a thread of its own feeds the socket, so computing goes on meanwhile."""
+
+    def __init__(self, wire: Wire, dynamic: bool) -> None:
+        self._wire, self._dynamic = wire, dynamic
+        self._announced: dict[Hashable, Spec] = {}
+        self._threaded = wire.staged or wire.device.type == "cpu"
+        self._error: RuntimeError | None = None
+        self._pending: list[tuple[Any, Tensor]] = []
+        if self._threaded:
+            self._queue: SimpleQueue[Parcel | threading.Event | None] = SimpleQueue()
+            threading.Thread(target=self._feed, name=f"zeropipe-to-{wire.peer}", daemon=True).start()
+
+    def send_forward(self, tensors: Sequence[Tensor], spec: Spec, key: Hashable, name: str) -> None:
+        """Send a stage's output, with a header if the other end cannot know its shapes."""
+        known = None if self._dynamic else self._announced.get(key)
+        if known is None:
+            self._announced[key] = spec
+            self._send_header(write_header(spec))
+        elif known != spec:
+            raise EngineError(
+                f"{name} made {_shapes(spec)} where the same microbatch shapes gave {_shapes(known)} before: "
+                "pass Engine(..., shapes='dynamic') for stages whose output shapes depend on values"
+            )
+        self.send(tensors)
+
+    def _send_header(self, header: Tensor) -> None:
+        # never waits here: the other end may be waiting for something of ours before it asks for the header
+        if self._threaded:
+            self._queue.put(Parcel(self._wire.headers, self._wire.peer, HEADER_TAG, [header]))
+        else:
+            self._pending.append((self._wire.headers.send([header], self._wire.peer, HEADER_TAG), header))
+
+    def send(self, tensors: Sequence[Tensor]) -> None:
+        """Send tensors whose shapes the other end knows; they live until they have left."""
+        if not tensors:
+            return
+        wire = self._wire
+        if not self._threaded:
+            self._pending = [(work, tensor) for work, tensor in self._pending if not work.is_completed()]
+            for tensor in tensors:
+                whole = tensor.contiguous()
+                self._pending.append((wire.group.send([whole], wire.peer_in_group, 0), whole))
+            return
+        if self._error is not None:
+            raise PeerLost(wire.peer, reason(self._error))
+        event = None
+        if wire.staged:
+            tensors = [_pinned_copy(tensor) for tensor in tensors]
+            event = torch.cuda.Event()
+            event.record()
+        else:
+            tensors = [tensor.contiguous() for tensor in tensors]
+        self._queue.put(Parcel(wire.group, wire.peer_in_group, 0, tensors, event))
+
+    def drain(self) -> None:
+        """Wait until everything has left."""
+        if self._threaded:
+            done = threading.Event()
+            self._queue.put(done)
+            done.wait()
+            if self._error is not None:
+                raise PeerLost(self._wire.peer, reason(self._error))
+        for work, _ in self._pending:
+            work.wait()
+        self._pending.clear()
+
+    def close(self) -> None:
+        """End the thread."""
+        if self._threaded:
+            self._queue.put(None)
+
+    def _feed(self) -> None:
+        while (entry := self._queue.get()) is not None:
+            if isinstance(entry, threading.Event):
+                entry.set()
+            elif self._error is None:
+                try:
+                    if entry.ready is not None:
+                        entry.ready.synchronize()
+                    for work in [entry.group.send([tensor], entry.peer, entry.tag) for tensor in entry.tensors]:
+                        work.wait()
+                except RuntimeError as error:
+                    self._error = error
+            del entry
+
+
+class Incoming:
+    """The receiving end: takes messages by their place in the edge's order, posts receives ahead of need."""
+
+    def __init__(self, wire: Wire, messages: Sequence[Message], ahead: int, dynamic: bool) -> None:
+        self._wire, self.messages, self._ahead, self._dynamic = wire, messages, max(1, ahead), dynamic
+        self._heard: dict[Hashable, Spec] = {}
+        self._posted: list[tuple[Spec, list[Tensor], list[Any]] | None] = []
+        self._waiting = 0  # posted and not taken
+
+    def begin(self, key_of: Callable[[Message], Hashable], made: Callable[[Message], Spec | None]) -> None:
+        """Start a step: `key_of` names a forward message's shapes, `made` gives those of a gradient (None: not yet)."""
+        self._key_of, self._made = key_of, made
+        self._posted.clear()
+        self._waiting = 0
+        self.top_up()
+
+    def top_up(self) -> None:
+        """Post receives until enough are waiting or the next one's shapes are not known."""
+        while self._waiting < self._ahead and len(self._posted) < len(self.messages):
+            spec = self._known(self.messages[len(self._posted)])
+            if spec is None:
+                return
+            self._post(spec)
+
+    def take(self, place: int) -> tuple[Spec, list[Tensor]]:
+        """The tensors of the message at `place`, once they are here."""
+        while len(self._posted) <= place:
+            message = self.messages[len(self._posted)]
+            spec = self._known(message)
+            self._post(self._hear(message) if spec is None else spec)
+        entry = self._posted[place]
+        assert entry is not None, "every message is taken once"
+        spec, buffers, works = entry
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            raise PeerLost(self._wire.peer, reason(error)) from error
+        self._posted[place] = None
+        self._waiting -= 1
+        self.top_up()
+        if self._wire.staged:
+            buffers = [buffer.to(self._wire.device, non_blocking=True) for buffer in buffers]
+        return spec, buffers
+
+    def _known(self, message: Message) -> Spec | None:
+        if not message.forward:
+            return self._made(message)
+        return None if self._dynamic else self._heard.get(self._key_of(message))
+
+    def _hear(self, message: Message) -> Spec:
+        header = torch.empty(HEADER, dtype=torch.int64)
+        try:
+            self._wire.headers.recv([header], self._wire.peer, HEADER_TAG).wait()
+        except RuntimeError as error:
+            raise PeerLost(self._wire.peer, reason(error)) from error
+        spec = self._heard[self._key_of(message)] = read_header(header)
+        return spec
+
+    def _post(self, spec: Spec) -> None:
+        wire = self._wire
+        if wire.staged:
+            buffers = [torch.empty(part.shape, dtype=part.dtype, pin_memory=True) for part in spec]
+        else:
+            buffers = [torch.empty(part.shape, dtype=part.dtype, device=wire.device) for part in spec]
+        try:
+            works = [wire.group.recv([buffer], wire.peer_in_group, 0) for buffer in buffers]
+        except RuntimeError as error:
+            raise PeerLost(wire.peer, reason(error)) from error
+        self._posted.append((spec, buffers, works))
+        self._waiting += 1
+
+
+def _pinned_copy(tensor: Tensor) -> Tensor:
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return copy.copy_(tensor, non_blocking=True)
+
+
+def _shapes(spec: Spec) -> str:
+    return ", ".join(f"{str(part.dtype).removeprefix('torch.')}{list(part.shape)}" for part in spec)

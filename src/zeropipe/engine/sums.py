@@ -1,0 +1,103 @@
+"""Gradients that belong together on several ranks: the two copies of a mirrored stage, tied embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeropipe.core.schedule import Schedule
+from zeropipe.engine import private
+from zeropipe.engine.fabric import Fabric
+
+
+class GradientSums:
+    """Sums the gradients of parameters that live more than once, after each step.
+
+    A stage names its ties in `tied_pairs`: `(name here, other stage, name there)`.
+    """
+
+    def __init__(self, schedule: Schedule, stages: Mapping[int, nn.Module], fabric: Fabric) -> None:
+        self._between: list[tuple[Any, list[nn.Parameter]]] = []  # a group of ranks, what they sum
+        self._within: list[tuple[nn.Parameter, nn.Parameter]] = []  # two tensors of one rank
+        self._counted: list[nn.Parameter] = []  # those whose norm this rank accounts for
+        self.all: list[nn.Parameter] = unique(p for s in sorted(stages) for p in stages[s].parameters())
+        rank, copies = fabric.rank, schedule.placement.copies
+        pairs: dict[tuple[int, ...], list[int]] = {}
+        for stage in range(schedule.num_stages):
+            homes = tuple(sorted({table[stage] for table in copies}))
+            if len(homes) > 1 and rank in homes:
+                pairs.setdefault(homes, []).append(stage)
+        for homes, shared in sorted(pairs.items()):
+            parameters = unique(p for stage in shared for p in stages[stage].parameters() if p.requires_grad)
+            self._between.append((fabric.summing_group(homes), parameters))
+        follower: set[int] = set()
+        for stage, name, other, name_there in ties(stages):
+            parameter = stages[stage].get_parameter(name)
+            if other < stage:
+                follower.add(id(parameter))
+            if other in stages:
+                partner = stages[other].get_parameter(name_there)
+                if stage < other and partner is not parameter:
+                    self._within.append((parameter, partner))
+                continue
+            copy = next(c for c, table in enumerate(copies) if table[stage] == rank)
+            homes = tuple(sorted((rank, copies[copy][other])))
+            self._between.append((fabric.summing_group(homes), [parameter]))
+        for stage in sorted(stages):
+            if copies[0][stage] == rank:
+                self._counted += [p for p in stages[stage].parameters() if id(p) not in follower]
+        # a tied tensor of one rank is both leader and follower: the first stage counts it
+        if 0 in stages and copies[0][0] == rank:
+            self._counted += list(stages[0].parameters())
+        self._counted = unique(self._counted)
+        self.shared = unique([p for _, ps in self._between for p in ps] + [p for pair in self._within for p in pair])
+
+    def run(self) -> None:
+        """Add up; afterwards all holders have the same gradient."""
+        for group, parameters in self._between:
+            _sum_between(group, [_gradient(p) for p in parameters])
+        for one, other in self._within:
+            total = _gradient(one) + _gradient(other)
+            one.grad, other.grad = total, total.clone()
+
+    def squares(self) -> float:
+        """The squared norm of this rank's gradients, each parameter of the model counted on one rank only."""
+        gradients = [p.grad for p in self._counted if p.grad is not None]
+        if not gradients:
+            return 0.0
+        norms = torch._foreach_norm(gradients, 2, dtype=torch.float64 if gradients[0].device.type == "cpu" else None)
+        return float(torch.stack([norm.double() for norm in norms]).square().sum())
+
+
+def unique(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Each parameter once, in order."""
+    return list({id(p): p for p in parameters}.values())
+
+
+def ties(stages: Mapping[int, nn.Module]) -> list[tuple[int, str, int, str]]:
+    """All ties of this rank's stages: stage, name, other stage, name there."""
+    return [
+        (stage, name, other, name_there)
+        for stage in sorted(stages)
+        for name, other, name_there in getattr(stages[stage], "tied_pairs", ())
+    ]
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad
+
+
+def _sum_between(group: Any, gradients: Sequence[Tensor]) -> None:
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for gradient in gradients:
+        by_dtype.setdefault(gradient.dtype, []).append(gradient)
+    for some in by_dtype.values():
+        flat = torch.cat([gradient.reshape(-1) for gradient in some])
+        private.allreduce_sum(group, flat)
+        for gradient, piece in zip(some, flat.split([gradient.numel() for gradient in some])):
+            gradient.copy_(piece.view_as(gradient))
