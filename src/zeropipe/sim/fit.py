@@ -1,0 +1,137 @@
+"""Costs taken from a measured timeline, so that the simulator predicts the same machine."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import NamedTuple
+
+from zeropipe.core.action import Kind
+from zeropipe.core.explain import idle, reasons
+from zeropipe.core.timeline import Span, Timeline
+from zeropipe.sim.costs import Costs
+
+
+class Residual(NamedTuple):
+    """How far a prediction is from the run, for one kind of action: means in the timeline's unit."""
+
+    kind: str
+    number: int
+    measured: float  # mean duration
+    predicted: float
+    late: float  # mean of measured start - predicted start
+
+
+def fit(timeline: Timeline) -> Costs:
+    """Costs whose simulation should look like `timeline`: means per kind and stage, the typical message, memory.
+
+    What a rank spends between two actions without waiting for data (the executor's own time) is shared out over its
+    actions.
+    """
+    num_stages = timeline.schedule.num_stages
+    steps = [step for rank in range(timeline.num_ranks) for step in _steps(timeline, rank)]
+    singles: dict[tuple[Kind, int], list[float]] = defaultdict(list)
+    for step in steps:
+        if len(step) == 1:
+            singles[step[0].action.kind, step[0].action.stage].append(step[0].end - step[0].start)
+    overhead = sum(causes.other for causes in idle(timeline)) / max(1, len(steps))
+    columns = {kind: _column(kind, singles, steps, num_stages) for kind in (Kind.F, Kind.B, Kind.I, Kind.W)}
+    f, i, w = ([t + overhead for t in columns[kind]] for kind in (Kind.F, Kind.I, Kind.W))
+    whole = columns[Kind.B] if any(kind is Kind.B for kind, _ in singles) else None
+    b = [t + overhead for t in whole] if whole else [x + y for x, y in zip(i, w, strict=True)]
+    activation, stash, weights = _memory(timeline)
+    return Costs(
+        f=f, i=i, w=w, b=b, overlap=_overlap(steps, f, b, overhead), p2p=reasons(timeline).message,
+        activation=activation, stash=stash, weights=weights, memory_limit=timeline.memory_limit,
+        unit=timeline.unit, memory_unit=timeline.memory_unit,
+    )  # fmt: skip
+
+
+def residuals(measured: Timeline, predicted: Timeline) -> list[Residual]:
+    """The prediction held against the run, kind by kind."""
+    pairs: dict[str, list[tuple[Span, Span]]] = defaultdict(list)
+    for rank in range(measured.num_ranks):
+        for real, guess in zip(_steps(measured, rank), _steps(predicted, rank), strict=True):
+            name = "+".join(span.action.kind.name for span in real)
+            pairs[name].append((real[0], guess[0]))
+    begin = measured.first_start - predicted.first_start
+    return [
+        Residual(
+            kind,
+            len(both),
+            _mean(real.end - real.start for real, _ in both),
+            _mean(guess.end - guess.start for _, guess in both),
+            _mean(real.start - begin - guess.start for real, guess in both),
+        )
+        for kind, both in sorted(pairs.items())
+    ]
+
+
+def _steps(timeline: Timeline, rank: int) -> Iterable[tuple[Span, ...]]:
+    """The rank's steps: one span each, or the two of an Overlap."""
+    lines = timeline.schedule.lines
+    codes = memoryview(lines.codes).cast("q")[lines.offsets[rank] : lines.offsets[rank + 1]]
+    forward: Span | None = None
+    for code, span in zip(codes, timeline.spans(rank), strict=True):
+        if code & 1:
+            forward = span
+        elif forward is not None:
+            yield forward, span
+            forward = None
+        else:
+            yield (span,)
+
+
+def _mean(values: Iterable[float]) -> float:
+    listed = list(values)
+    return sum(listed) / len(listed) if listed else 0.0
+
+
+def _column(
+    kind: Kind, singles: dict[tuple[Kind, int], list[float]], steps: list[tuple[Span, ...]], num_stages: int
+) -> list[float]:
+    """Mean time of a kind per stage; a stage that never runs it alone gets the mean of the others."""
+    everywhere = [t for (k, _), times in singles.items() if k is kind for t in times]
+    if not everywhere and kind is not Kind.W:
+        # only inside Overlaps: a forward is about a third of the pair
+        share = 1 / 3 if kind is Kind.F else 2 / 3
+        everywhere = [share * (step[0].end - step[0].start) for step in steps if len(step) == 2]
+    return [_mean(singles.get((kind, stage), everywhere)) for stage in range(num_stages)]
+
+
+def _overlap(steps: list[tuple[Span, ...]], f: list[float], b: list[float], overhead: float) -> list[float]:
+    """What an F and a B of one stage take together, from pairs that may be of two stages."""
+    savings: dict[int, list[float]] = defaultdict(list)
+    for step in steps:
+        if len(step) == 2:
+            forward, backward = (span.action.stage for span in step)
+            saved = f[forward] + b[backward] - (step[0].end - step[0].start) - overhead
+            savings[forward].append(saved)
+            savings[backward].append(saved)
+    return [max(0.0, f[s] + b[s] - _mean(savings[s])) for s in range(len(f))]
+
+
+def _memory(timeline: Timeline) -> tuple[list[float], list[float], list[float]]:
+    """What F takes, what is left of it after I, and what was there before: per stage."""
+    num_stages = timeline.schedule.num_stages
+    if timeline.memory is None:
+        return [0.0] * num_stages, [0.0] * num_stages, [0.0] * num_stages
+    changes: dict[tuple[Kind, int], list[float]] = defaultdict(list)
+    weights = [0.0] * num_stages
+    after = memoryview(timeline.memory.after).cast("d")
+    offsets = timeline.schedule.lines.offsets
+    for rank in range(timeline.num_ranks):
+        spans = list(timeline.spans(rank))
+        levels = after[offsets[rank] : offsets[rank + 1]]
+        for (old, new), span in zip(pairwise(levels), spans[1:], strict=True):
+            changes[span.action.kind, span.action.stage].append(new - old)
+        stages = timeline.schedule.placement.stages_of(rank)
+        for stage in stages:  # the row ends where it began
+            weights[stage] = max(0.0, levels[-1]) / len(stages)
+    activation = [max(0.0, _mean(changes[Kind.F, s])) for s in range(num_stages)]
+    stash = [
+        min(taken, max(0.0, taken + _mean(changes[Kind.I, s]))) if changes[Kind.I, s] else taken
+        for s, taken in enumerate(activation)
+    ]
+    return activation, stash, weights
