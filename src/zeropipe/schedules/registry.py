@@ -125,7 +125,8 @@ def build_entry(
             raise ConfigError(f"{label}={value!r}: a whole number from 1 on is needed")
     if per_rank not in entry.stages_per_rank:
         allowed = _words(entry.stages_per_rank)
-        raise ConfigError(f"{entry.name} needs {allowed} stages per rank, got stages_per_rank={per_rank}")
+        stages = "stage" if allowed == "1" else "stages"
+        raise ConfigError(f"{entry.name} needs {allowed} {stages} per rank, got stages_per_rank={per_rank}")
     if ranks * per_rank > MAX_STAGES:
         raise ConfigError(f"{ranks} ranks x {per_rank} stages per rank are too many: at most {MAX_STAGES} stages")
     for option in options:
@@ -150,9 +151,10 @@ def _plain(name: str) -> str:
 
 
 def _words(allowed: tuple[int, ...]) -> str:
-    if len(allowed) > 2 and list(allowed) == list(range(allowed[0], allowed[0] + len(allowed))):
-        return f"{allowed[0]} to {allowed[-1]}"
-    return " or ".join(map(str, sorted(allowed)))
+    *others, last = sorted(allowed)
+    if len(others) > 1 and sorted(allowed) == list(range(others[0], last + 1)):
+        return f"{others[0]} to {last}"
+    return f"{', '.join(map(str, others))} or {last}" if others else str(last)
 
 
 @cache

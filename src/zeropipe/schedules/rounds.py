@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from itertools import pairwise
 
 from zeropipe.core.action import Kind
 from zeropipe.core.placement import Problem
@@ -21,23 +22,23 @@ def groups(p: Problem, group_size: int | None = None) -> list[range]:
     rounds = max(1, p.num_microbatches // p.num_ranks)
     size, larger = divmod(p.num_microbatches, rounds)
     starts = [n * size + min(n, larger) for n in range(rounds + 1)]
-    return [range(*pair) for pair in zip(starts, starts[1:])]
+    return [range(*pair) for pair in pairwise(starts)]
 
 
 def require_group_size(p: Problem, group_size: int | None = None) -> None:
     """ConfigError for a group size whose order would hang: a group must keep all ranks busy."""
-    if group_size is None or group_size >= p.num_microbatches:
+    if group_size is None:
         return
-    if not isinstance(group_size, int) or group_size < p.num_ranks:
+    if not isinstance(group_size, int) or group_size < min(p.num_ranks, p.num_microbatches):
         raise ConfigError(
             f"group_size={group_size!r}: a group needs a microbatch for each of the {p.num_ranks} ranks; "
             f"give {p.num_ranks} or more, or leave it out"
         )
     rest = p.num_microbatches % group_size
-    if 0 < rest < p.num_ranks:
+    if 0 < rest < p.num_ranks and group_size < p.num_microbatches:
         raise ConfigError(
             f"group_size={group_size} leaves {rest} of {p.num_microbatches} microbatches for the last group, "
-            f"fewer than {p.num_ranks} ranks: leave group_size out, or take a divisor of {p.num_microbatches}"
+            f"fewer than {p.num_ranks} ranks: leave group_size out for groups of equal size"
         )
 
 

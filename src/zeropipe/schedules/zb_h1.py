@@ -19,7 +19,7 @@ def zb_h1(lane: Lane, rank: int, p: Problem) -> None:
 def write(lane: Lane, rank: int, p: Problem, extra: int) -> None:
     """The first rank keeps num_ranks + extra microbatches; a later one needs fewer and puts off W for the others.
 
-    Not doing those W at first lets the last ranks run ahead; the time won is there when the first rank waits at the end.
+    Without those W the last ranks run ahead at first; the time won is there when the first rank waits at the end.
     """
     behind = p.num_ranks - 1 - rank
     warmup = behind + min(extra, behind)

@@ -1,0 +1,145 @@
+"""The laws every schedule obeys, over the whole registry and a grid of sizes."""
+
+from collections import Counter
+from itertools import product
+
+import pytest
+
+import zeropipe as zp
+from zeropipe.core.csv import actions_of
+from zeropipe.core.needs import needs
+from zeropipe.schedules.registry import entries, find
+
+RANKS = (1, 2, 3, 4, 5, 8)
+MICROBATCHES = (1, 2, 3, 5, 7, 8, 10, 16, 17)
+GRID = [
+    pytest.param(entry, stages_per_rank, id=f"{entry}-{stages_per_rank}")
+    for entry in entries()
+    for stages_per_rank in entry.stages_per_rank
+]
+
+
+def legal(name, ranks, microbatches):
+    """Sizes an algorithm is defined for: all of them, but for DeepSeek's two."""
+    if name == "dualpipe":
+        return ranks % 2 == 0 and microbatches % 2 == 0 and microbatches >= 2 * ranks
+    return name != "dualpipev" or microbatches >= 2 * ranks
+
+
+def sizes(entry, stages_per_rank):
+    for ranks, microbatches in product(RANKS, MICROBATCHES):
+        if legal(entry.name, ranks, microbatches):
+            yield zp.build(entry.name, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
+
+
+@pytest.mark.parametrize(("entry", "stages_per_rank"), GRID)
+def test_every_schedule_is_proven_at_every_size(entry, stages_per_rank):
+    for schedule in sizes(entry, stages_per_rank):
+        zp.check(schedule)  # complete, placed, live, and live under rendezvous
+        assert schedule.problem.stages_per_rank == stages_per_rank
+
+
+@pytest.mark.parametrize(("entry", "stages_per_rank"), GRID)
+def test_every_schedule_survives_text(entry, stages_per_rank):
+    for schedule in sizes(entry, stages_per_rank):
+        assert zp.from_csv(zp.to_csv(schedule)) == schedule
+        assert zp.from_json(zp.to_json(schedule)) == schedule
+
+
+@pytest.mark.parametrize("entry", entries(), ids=str)
+@pytest.mark.parametrize(("ranks", "microbatches"), [(1, 3), (2, 4), (3, 7), (4, 8), (6, 26)])
+def test_the_laws_without_the_checker(entry, ranks, microbatches):
+    """The same laws, written down a second time in the plainest way."""
+    if not legal(entry.name, ranks, microbatches):
+        pytest.skip("not a size of this algorithm")
+    schedule = zp.build(entry.name, ranks=ranks, microbatches=microbatches)
+    rows = [list(row) for row in schedule.rows]
+    found = Counter(action for row in rows for step in row for action in actions_of(step))
+    assert set(found.values()) == {1}
+    for stage, microbatch in product(range(schedule.num_stages), range(microbatches)):
+        kinds = "".join(k.name for k in zp.Kind if (stage, k, microbatch) in found)
+        assert kinds in ("FB", "FIW")
+    for rank, row in enumerate(rows):
+        for step in row:
+            assert {schedule.placement.rank_of(a.stage, a.microbatch) for a in actions_of(step)} == {rank}
+    done = set()
+    moved = True
+    while moved:
+        moved = False
+        for row in rows:
+            while row and all(met(need, done) for a in actions_of(row[0]) for need in needs(a, schedule.num_stages)):
+                done.update(actions_of(row.pop(0)))
+                moved = True
+    assert not any(rows)
+
+
+def met(need, done):
+    return need in done or (need.kind is zp.Kind.I and need._replace(kind=zp.Kind.B) in done)
+
+
+@pytest.mark.parametrize("entry", entries(), ids=str)
+def test_only_forbidden_sizes_are_refused_and_in_one_line(entry):
+    refused = 0
+    for ranks, microbatches in product(range(1, 9), range(1, 20)):
+        if legal(entry.name, ranks, microbatches):
+            zp.build(entry.name, ranks=ranks, microbatches=microbatches)
+        else:
+            refused += 1
+            with pytest.raises(zp.ConfigError) as error:
+                zp.build(entry.name, ranks=ranks, microbatches=microbatches)
+            assert "\n" not in str(error.value)
+            assert str(ranks) in str(error.value) or str(microbatches) in str(error.value)
+    assert bool(refused) == bool(entry.require and not entry.options)
+
+
+@pytest.mark.parametrize("entry", entries(), ids=str)
+def test_the_facts_of_an_entry_are_true(entry):
+    schedule = zp.build(entry.name, ranks=4, microbatches=16)
+    text = zp.to_csv(schedule)
+    assert ("I" in text) == entry.splits_backward
+    assert ("OVERLAP" in text) == entry.overlaps
+    assert entry.paper.startswith("https://")
+    assert 20 < len(entry.summary) < 120
+    assert bool(entry.limits) == bool(entry.require)
+    for alias in (entry.name.upper(), entry.name.replace("-", "_"), *entry.aliases):
+        assert find(alias) is entry
+
+
+def test_all_names_are_there():
+    plain = {"gpipe", "1f1b", "interleaved", "looped-bfs", "1f1b-overlap", "interleaved-overlap", "hanayo", "chimera"}
+    split = {"zb-h1", "zb-h2", "interleaved-zb", "zbv", "v-half", "v-min", "dualpipe", "dualpipev"}
+    assert set(zp.names()) >= plain | split
+
+
+@pytest.mark.parametrize("name", ["interleaved", "interleaved-overlap"])
+def test_group_size_is_free_where_megatron_allows_it(name):
+    for ranks, per_rank, microbatches in product((1, 2, 3, 4), (1, 2, 3), (1, 4, 7, 8, 12, 13)):
+        for group_size in range(1, 15):
+            rest = microbatches % group_size
+            fine = group_size >= microbatches or (group_size >= ranks and (rest == 0 or rest >= ranks))
+            options = {"stages_per_rank": per_rank, "group_size": group_size}
+            if fine:
+                zp.check(zp.build(name, ranks=ranks, microbatches=microbatches, **options))
+            else:
+                with pytest.raises(zp.ConfigError, match=f"group_size={group_size}"):
+                    zp.build(name, ranks=ranks, microbatches=microbatches, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "microbatches", "options", "words"),
+    [
+        ("1f1b", 0, 1, {}, "ranks=0"),
+        ("1f1b", 2, 2, {"stages_per_rank": 2}, "needs 1 stage per rank"),
+        ("hanayo", 2, 2, {"stages_per_rank": 3}, "needs 2, 4, 6 or 8 stages per rank"),
+        ("interleaved", 2, 2, {"stages_per_rank": 9}, "needs 1 to 8 stages per rank"),
+        ("interleavd", 2, 2, {}, "did you mean interleaved"),
+        ("zbv", 2, 2, {"group_size": 2}, "no option 'group_size'"),
+        ("interleaved", 2, 4, {"group_size": "a"}, "group_size='a'"),
+        ("zb-h2", 4, 4, {"extra": 4}, "extra=4"),
+        ("dualpipe", 3, 6, {}, "ranks=3: use dualpipev"),
+        ("dualpipev", 4, 7, {}, "give 8 or more"),
+    ],
+)
+def test_a_mistake_names_value_rule_and_way_out(name, ranks, microbatches, options, words):
+    with pytest.raises(zp.ConfigError, match=words):
+        zp.build(name, ranks=ranks, microbatches=microbatches, **options)
