@@ -18,6 +18,7 @@ MAY_IMPORT = {
     "search": BASE | {"core", "schedules", "sim", "numpy", "ortools"},
     "app": BASE | {"core", "schedules", "sim", "search", "viz", "fastapi", "starlette", "uvicorn", "pydantic"},
     "cli": BASE | {"core", "schedules", "sim", "search", "viz", "app", "engine", "click", "rich"},
+    "__main__": {"cli"},
     "__init__": BASE | {"core", "schedules", "sim", "viz"},
 }
 FILES = sorted(SRC.rglob("*.py"))
@@ -31,7 +32,9 @@ def imported(path: Path) -> set[str]:
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: write absolute imports"
-            names |= {f"{node.module}.{alias.name}" for alias in node.names} if node.module == "zeropipe" else {node.module}
+            names |= (
+                {f"{node.module}.{alias.name}" for alias in node.names} if node.module == "zeropipe" else {node.module}
+            )
     parts = [name.split(".") for name in names]
     return {p[1] if p[0] == "zeropipe" and len(p) > 1 else p[0] for p in parts}
 

@@ -9,7 +9,7 @@ import click
 
 from zeropipe import __version__
 from zeropipe.cli import app as page
-from zeropipe.cli import plan, see
+from zeropipe.cli import plan, run, see
 from zeropipe.errors import ZeropipeError
 
 
@@ -22,7 +22,7 @@ def app() -> None:
     """
 
 
-for command in (see.list_schedules, see.show, plan.simulate, plan.compare, plan.check, see.draw, page.app):
+for command in (see.list_schedules, see.show, plan.simulate, plan.compare, plan.check, see.draw, page.app, run.run):
     app.add_command(command)
 
 

@@ -80,12 +80,13 @@ def _print_timeline(timeline: Timeline) -> None:
     )
     rows = output.table("rank", "busy", "warm-up", "data", "comm", "cool-down", "bubble", "peak memory")
     for rank, causes in enumerate(idle(timeline)):
+        times = (timeline.busy[rank], *causes[:2], causes.communication + causes.other, causes.cool_down)
         rows.add_row(
-            str(rank), *(output.time_text(x, timeline.unit) for x in (
-                timeline.busy[rank], causes.warm_up, causes.waiting, causes.communication + causes.other, causes.cool_down
-            )), output.percent(timeline.rank_bubble[rank]),
+            str(rank),
+            *(output.time_text(time, timeline.unit) for time in times),
+            output.percent(timeline.rank_bubble[rank]),
             output.memory_text(timeline.peak_memory[rank], timeline.memory_unit),
-        )  # fmt: skip
+        )
     console.print(rows)
     path = critical_path(timeline)
     inside = sum(span.end - span.start for span in path)
