@@ -84,9 +84,9 @@ def show(
 )
 @opt.size_options
 @click.option("--comms", is_flag=True, help="With .csv: add SEND and RECV (torch's compute_comms form).")
-@click.option("--width", type=float, help="Width of an .svg, .png or .pdf in inches.")
-@click.option("--theme", type=click.Choice(["light", "dark"]), default="light", show_default=True)
-@click.option("--labels/--no-labels", default=True, help="Microbatch numbers in the boxes.")
+@click.option("--width", type=click.FloatRange(50), help="Width of an .svg, .png or .pdf in points (72 to the inch).")
+@click.option("--theme", type=click.Choice(["light", "dark"]), help="Of a page or figure; light by default.")
+@click.option("--labels", type=click.Choice(["microbatch", "action", "none"]), help="What is written in the boxes.")
 @opt.json_option
 @opt.cost_options
 def draw(
@@ -98,8 +98,8 @@ def draw(
     knobs: tuple[str, ...],
     comms: bool,
     width: float | None,
-    theme: str,
-    labels: bool,
+    theme: str | None,
+    labels: str | None,
     as_json: bool,
     **costs: Any,
 ) -> None:
@@ -113,7 +113,8 @@ def draw(
         _write(out, to_csv(lower(built) if comms else built))
     else:
         timeline = _timeline(schedule, ranks, microbatches, stages_per_rank, knobs, opt.costs_of(**costs))
-        picture(timeline, out, width=width, theme=theme, labels=labels)
+        looks = {"width": width, "theme": theme, "labels": labels}
+        picture(timeline, out, **{name: value for name, value in looks.items() if value is not None})
     if as_json:
         output.print_json({"file": out, "bytes": Path(out).stat().st_size})
     else:

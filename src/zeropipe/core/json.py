@@ -16,8 +16,12 @@ VERSION = 1
 
 def to_json(what: Schedule | Timeline) -> str:
     """The schedule or timeline as text; `from_json` gives back an equal value."""
-    data = _timeline_data(what) if isinstance(what, Timeline) else _schedule_data(what)
-    return json.dumps(data)
+    return json.dumps(plain(what))
+
+
+def plain(what: Schedule | Timeline) -> dict[str, Any]:
+    """The schedule or timeline as plain data, for a JSON document that may hold other fields beside it."""
+    return _timeline_data(what) if isinstance(what, Timeline) else _schedule_data(what)
 
 
 def from_json(text: str) -> Schedule | Timeline:

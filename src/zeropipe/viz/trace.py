@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from zeropipe.core import explain
+from zeropipe.core.json import plain
 from zeropipe.core.timeline import Timeline
 from zeropipe.viz.boxes import UPPER, Boxes, boxes
 from zeropipe.viz.colors import NAMES
@@ -21,12 +22,15 @@ UNIT = {"s": 1e6, "": 1e3}  # microseconds per unit of time
 
 
 def write_trace(timelines: Sequence[Timeline], path: Path) -> None:
-    """Write the trace, one event per line."""
+    """Write the trace, one event per line. A single timeline's trace can be read back with `from_json`."""
     with path.open("w", encoding="utf-8") as out:
         out.write('{"displayTimeUnit":"ms","traceEvents":[\n')
         for n, event in enumerate(trace_events(timelines)):
             out.write((",\n" if n else "") + json.dumps(event, separators=(",", ":")))
-        out.write("\n]}\n")
+        out.write("\n]")
+        if len(timelines) == 1:
+            out.write("," + json.dumps(plain(timelines[0]), separators=(",", ":"))[1:-1])
+        out.write("}\n")
 
 
 def trace_events(timelines: Iterable[Timeline]) -> Iterator[Event]:
