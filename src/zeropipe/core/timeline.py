@@ -12,7 +12,6 @@ from zeropipe.core.action import Action, decode
 from zeropipe.core.jit import arrays
 from zeropipe.core.schedule import Schedule
 
-
 _NOTEBOOK = ("zeropipe.viz.html", "to_notebook")  # by name, when asked for: core imports no other part
 
 

@@ -17,7 +17,11 @@ def write_figure(scene: Scene, path: Path, title: str, dpi: int = 200) -> None:
         from matplotlib.figure import Figure
     except ImportError:
         raise MissingExtra("matplotlib", "draw") from None
-    fonts = {"pdf.fonttype": 42, "font.family": "sans-serif", "font.sans-serif": ["Helvetica", "Arial", "DejaVu Sans"]}
+    fonts: dict[Any, Any] = {
+        "pdf.fonttype": 42,
+        "font.family": "sans-serif",
+        "font.sans-serif": ["Helvetica", "Arial", "DejaVu Sans"],
+    }
     with rc_context(fonts):
         figure = Figure(figsize=(scene.width / 72, scene.height / 72), facecolor=scene.paper)
         axes = figure.add_axes((0, 0, 1, 1))

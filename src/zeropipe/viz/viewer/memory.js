@@ -10,12 +10,16 @@ export function paintMemory(context, timeline, palette, view, layout, scale, top
     context.fillStyle = palette.lane;
     context.fillRect(0, layout.top(rank), Math.min(view.width, view.x(timeline.makespan)), layout.height);
     context.fillStyle = palette.memory;
-    context.beginPath();
+    context.globalAlpha = 0.6;
+    let [from, until, high] = [0, 0, 0]; // neighbours of one level make one rectangle
     for (const [x, width, level] of levels(timeline, rank, view, 1 / scale)) {
-      context.rect(x, y(level), width, bottom - y(level));
+      if (level !== high || x > until + 0.01) {
+        if (high > 0) context.fillRect(from, y(high), until - from, bottom - y(high));
+        [from, high] = [x, level];
+      }
+      until = x + width;
     }
-    context.globalAlpha = 0.55;
-    context.fill();
+    if (high > 0) context.fillRect(from, y(high), until - from, bottom - y(high));
     context.globalAlpha = 1;
     if (limit) {
       context.strokeStyle = palette.limit;
@@ -30,25 +34,26 @@ export function paintMemory(context, timeline, palette, view, layout, scale, top
   }
 }
 
-/** [x, width, level] of one rank's curve in sight; levels within one pixel give their highest. */
+/** [x, width, level] of one rank's curve in sight, left to right; of the levels within one pixel the highest. */
 export function* levels(timeline, rank, view, pixel) {
   const { start, end, during, after, half, offsets } = timeline;
   const last = offsets[rank + 1];
-  let i = Math.max(offsets[rank], firstAbove(end, view.from, offsets[rank], last) - 1);
-  let x = Math.max(0, view.x(start[i] ?? 0));
-  let level = i > offsets[rank] ? during[i] : 0;
+  const perPixel = pixel * (view.span / view.width);
+  let i = firstAbove(end, view.from, offsets[rank], last);
+  if (i > offsets[rank]) i--; // what it left behind is in sight
   while (i < last && start[i] < view.to) {
-    const next = half[i] === UPPER ? i + 2 : i + 1;
-    const done = view.x(end[i]);
-    const more = next < last ? view.x(start[next]) : done;
-    level = Math.max(level, during[i]);
-    if (more - x >= pixel || next >= last) {
-      const split = Math.max(x, Math.min(done, view.width));
-      if (split > x) yield [x, Math.max(pixel, split - x), level];
-      if (more > done && more > 0) yield [Math.max(0, done), Math.min(more, view.width) - Math.max(0, done), after[next - 1]];
-      x = Math.max(0, more);
-      level = 0;
+    const edge = start[i] + perPixel;
+    let level = during[i];
+    let next = half[i] === UPPER ? i + 2 : i + 1;
+    while (next < last && start[next] < edge) {
+      if (during[next] > level) level = during[next];
+      next += half[next] === UPPER ? 2 : 1;
     }
+    const x = Math.max(0, view.x(start[i]));
+    const done = Math.max(x, view.x(end[next - 1]));
+    const more = next < last ? Math.max(done, view.x(start[next])) : done;
+    if (done > x) yield [x, done - x, level];
+    if (more > done) yield [done, more - done, after[next - 1]];
     i = next;
   }
 }
