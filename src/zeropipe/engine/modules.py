@@ -8,12 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from zeropipe.engine.experts import defer_experts
+from zeropipe.engine.ops import SlottedLinear, new_slot
 from zeropipe.engine.products import Product
 from zeropipe.engine.split import put
 
 
 def defer(module: nn.Module) -> int:
-    """Let every linear layer in `module` leave its weight gradient to W; returns how many there are.
+    """Let every linear layer in `module` leave its weight gradient to W; returns how many weights do.
 
     Layers are changed in place and keep their parameters and names. What is not a plain linear layer
     (norms, embeddings, convolutions, linear layers with a forward of their own) does its whole backward in I.
@@ -22,7 +24,8 @@ def defer(module: nn.Module) -> int:
         deferred = _deferred_class(child)
         if deferred is not None:
             child.__class__ = deferred
-    return sum(isinstance(child, DeferredLinear | DeferredConv1D) for child in module.modules())
+            child.slot = new_slot(child)
+    return sum(isinstance(child, Deferred) for child in module.modules()) + 2 * defer_experts(module)
 
 
 class _Linear(torch.autograd.Function):
@@ -49,35 +52,47 @@ class _Linear(torch.autograd.Function):
         return dx, None, db, None
 
 
-def deferred_linear(x: Tensor, weight: nn.Parameter, bias: Tensor | None, transposed: bool = False) -> Tensor:
-    """A linear layer whose weight gradient is deferred."""
-    if torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
-    return _Linear.apply(x, weight, bias, transposed)
+class Deferred(nn.Module):
+    """What deferred layers have in common: a number that stands for them inside compiled graphs."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    slot: Tensor
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.slot = new_slot(self)  # a copy is a layer of its own
+
+    def deferred(self, x: Tensor, transposed: bool = False) -> Tensor:
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        if not torch.compiler.is_compiling():
+            return _Linear.apply(x, self.weight, self.bias, transposed)
+        if x.requires_grad:
+            return SlottedLinear.apply(x, self.weight, self.bias, self.slot, transposed)
+        # The operator is kept for the input gradient it returns; where nobody needs that, it would be optimised away.
+        return functional.linear(x, self.weight.t() if transposed else self.weight, self.bias)
 
 
-class DeferredLinear(nn.Linear):
+class DeferredLinear(Deferred, nn.Linear):
     """nn.Linear with its weight gradient left to W."""
 
     def forward(self, input: Tensor) -> Tensor:
-        if not (torch.is_grad_enabled() and self.weight.requires_grad):
-            return super().forward(input)
-        return deferred_linear(input, self.weight, self.bias)
+        if torch.is_grad_enabled() and self.weight.requires_grad:
+            return self.deferred(input)
+        return functional.linear(input, self.weight, self.bias)
 
 
-class DeferredConv1D(nn.Module):
+class DeferredConv1D(Deferred):
     """transformers' Conv1D (a linear layer with its weight transposed) with its weight gradient left to W."""
 
-    weight: nn.Parameter
-    bias: nn.Parameter
-
     def forward(self, x: Tensor) -> Tensor:
-        if not (torch.is_grad_enabled() and self.weight.requires_grad):
-            return functional.linear(x, self.weight.t(), self.bias)
-        return deferred_linear(x, self.weight, self.bias, transposed=True)
+        if torch.is_grad_enabled() and self.weight.requires_grad:
+            return self.deferred(x, transposed=True)
+        return functional.linear(x, self.weight.t(), self.bias)
 
 
-def _deferred_class(module: nn.Module) -> type[nn.Module] | None:
+def _deferred_class(module: nn.Module) -> type[Deferred] | None:
     kind = type(module)
     if "forward" in module.__dict__:
         return None

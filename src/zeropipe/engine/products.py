@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,15 +51,30 @@ def accumulate_grouped(parameter: nn.Parameter, left: Tensor, right: Tensor, off
     """The same for a stack of experts: rows offsets[e-1]:offsets[e] make the gradient of expert e."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
-    if left.is_cuda and left.dtype == torch.bfloat16:
-        # one kernel for all experts and no wait for the offsets
-        parameter.grad.add_(torch.nn.functional.grouped_mm(left.t(), right, offs=offsets))
+    if _has_grouped_kernel(left):
+        parameter.grad.add_(functional.grouped_mm(left.t(), right, offs=offsets))
         return
     start = 0
     for expert, end in enumerate(offsets.tolist()):
         if end > start:
             _addmm_(parameter.grad[expert], left[start:end].t(), right[start:end])
         start = end
+
+
+def grouped_product(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
+    """Rows offsets[e-1]:offsets[e] of x times weights[e]."""
+    if _has_grouped_kernel(x):
+        return functional.grouped_mm(x, weights, offs=offsets)
+    out, start = x.new_zeros(x.shape[0], weights.shape[-1]), 0
+    for expert, end in enumerate(offsets.tolist()):
+        torch.mm(x[start:end], weights[expert], out=out[start:end])
+        start = end
+    return out
+
+
+def _has_grouped_kernel(x: Tensor) -> bool:
+    """One kernel for all experts, which does not wait for the offsets to reach the host."""
+    return x.is_cuda and x.dtype == torch.bfloat16
 
 
 def _mm(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,69 @@
+"""Compiles transformer blocks whole, one graph for all blocks of a kind."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeropipe.engine.checkpointing import Checkpointing, checkpointed
+from zeropipe.engine.torch_private import inductor_backend, is_compile_error
+
+
+def prepare_blocks(
+    stage: nn.Module, *, compile: bool = False, ac: str = "none", backend: str | None = None
+) -> nn.Module:
+    """Switch on activation checkpointing and compilation for the blocks of a stage, in place.
+
+    Call it after `defer`. `ac` is explained at `Checkpointing`. `backend` is for tests; inductor if not given.
+    """
+    wish = Checkpointing.parse(ac)
+    if wish.mode == "budget" and not compile:
+        report(f"{ac} needs compile=True, whose partitioner keeps the budget: selective:op is used instead")
+        wish = Checkpointing.parse("selective:op")
+    first = stage.layers.start
+    for place, block in enumerate(stage.blocks):
+        mode = wish.of_layer(first + place)
+        if compile or mode != "none":
+            block.__class__ = _variant(type(block), mode, wish.budget, compile, backend)
+    return stage
+
+
+@functools.cache
+def _variant(kind: type[nn.Module], mode: str, budget: float | None, compile: bool, backend: str | None) -> type:
+    """A subclass with another forward. One per kind of block, not per block: a compiled graph belongs to its code."""
+    forward = checkpointed(kind.forward, mode)
+    if compile:
+        forward = _compiled(forward, kind.__name__, budget, backend)
+    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+
+
+def _compiled(forward: Callable[..., Any], name: str, budget: float | None, backend: str | None) -> Callable[..., Any]:
+    fast = torch.compile(forward, fullgraph=True, backend=backend or inductor_backend(budget))
+    chosen = fast
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal chosen
+        if chosen is forward:
+            return forward(self, *args, **kwargs)
+        try:
+            return fast(self, *args, **kwargs)
+        except Exception as error:
+            if not is_compile_error(error):
+                raise
+            reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+            report(f"{name} cannot be compiled whole and runs uncompiled: {reason}")
+            chosen = forward
+            return forward(self, *args, **kwargs)
+
+    return run
+
+
+@functools.cache
+def report(text: str) -> None:
+    """Say once what could not be had, why, and what is done instead."""
+    warnings.warn(text, stacklevel=3)

@@ -1,0 +1,114 @@
+"""Deferred products as opaque operators, so that a block is compiled whole."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeropipe.engine.products import Product, grouped_product
+from zeropipe.engine.split import put
+from zeropipe.engine.torch_private import keep_inputs_from_reuse
+
+# A layer is handed to its operator as a tensor that holds its number here: unlike a Python number this is no
+# compile-time constant, so all layers share one graph. It lives on the CPU, so reading it waits for no device.
+_owners: list[tuple[weakref.ref[nn.Module], str]] = []
+
+
+def new_slot(owner: nn.Module, name: str = "weight") -> Tensor:
+    """A tensor that stands for a layer's parameter inside compiled graphs."""
+    _owners.append((weakref.ref(owner), name))
+    return torch.tensor(len(_owners) - 1, device="cpu")
+
+
+def _parameter(slot: Tensor) -> nn.Parameter:
+    owner, name = _owners[int(slot)]
+    return getattr(owner(), name)
+
+
+_library = torch.library.Library("zeropipe", "DEF")
+_library.define(
+    "linear_dx(Tensor dy, Tensor weight, Tensor x, Tensor slot, bool transposed) -> Tensor",
+    tags=(torch.Tag.flexible_layout,),
+)
+_library.define(
+    "grouped(Tensor x, Tensor weight, Tensor offsets, bool transposed) -> Tensor", tags=(torch.Tag.flexible_layout,)
+)
+_library.define(
+    "grouped_dx(Tensor dy, Tensor weight, Tensor x, Tensor offsets, Tensor slot, bool transposed) -> Tensor",
+    tags=(torch.Tag.flexible_layout,),
+)
+linear_dx = torch.ops.zeropipe.linear_dx.default
+grouped = torch.ops.zeropipe.grouped.default
+grouped_dx = torch.ops.zeropipe.grouped_dx.default
+
+
+@torch.library.impl(_library, "linear_dx", "CompositeExplicitAutograd")
+def _linear_dx(dy: Tensor, weight: Tensor, x: Tensor, slot: Tensor, transposed: bool) -> Tensor:
+    """The input gradient of a linear layer; keeps x and dy for W on the side."""
+    put(Product(_parameter(slot), x, dy, transposed))
+    weight = weight.to(dy.dtype)
+    return dy @ (weight.t() if transposed else weight)
+
+
+@torch.library.register_fake("zeropipe::linear_dx", lib=_library)
+def _(dy: Tensor, weight: Tensor, x: Tensor, slot: Tensor, transposed: bool) -> Tensor:
+    keep_inputs_from_reuse(linear_dx)  # whoever compiles, with whatever options
+    return torch.empty_like(x, dtype=dy.dtype, memory_format=torch.contiguous_format)
+
+
+class SlottedLinear(torch.autograd.Function):
+    """x W^T + b in a compiled block: as in eager mode, but backward is an operator the compiler cannot look into."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, slot: Tensor, transposed: bool) -> Tensor:
+        ctx.save_for_backward(x, weight, slot)
+        ctx.transposed = transposed
+        return torch.nn.functional.linear(x, weight.t() if transposed else weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, Tensor | None, None, None]:
+        x, weight, slot = ctx.saved_tensors
+        db = dy.reshape(-1, dy.shape[-1]).sum(0) if ctx.needs_input_grad[2] else None
+        return linear_dx(dy, weight, x, slot, ctx.transposed), None, db, None, None
+
+
+@torch.library.impl(_library, "grouped", "CompositeExplicitAutograd")
+def _grouped(x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool) -> Tensor:
+    """Rows offsets[e-1]:offsets[e] of x through expert e."""
+    return grouped_product(x, weight if transposed else weight.transpose(1, 2), offsets)
+
+
+@torch.library.register_fake("zeropipe::grouped", lib=_library)
+def _(x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[2 if transposed else 1])
+
+
+@torch.library.impl(_library, "grouped_dx", "CompositeExplicitAutograd")
+def _grouped_dx(dy: Tensor, weight: Tensor, x: Tensor, offsets: Tensor, slot: Tensor, transposed: bool) -> Tensor:
+    """The input gradient of `grouped`; keeps x and dy for W on the side."""
+    put(Product(_parameter(slot), x, dy, transposed, offsets))
+    return grouped_product(dy, weight.transpose(1, 2) if transposed else weight, offsets)
+
+
+@torch.library.register_fake("zeropipe::grouped_dx", lib=_library)
+def _(dy: Tensor, weight: Tensor, x: Tensor, offsets: Tensor, slot: Tensor, transposed: bool) -> Tensor:
+    keep_inputs_from_reuse(grouped_dx)
+    return x.new_empty(x.shape)
+
+
+class SlottedGrouped(torch.autograd.Function):
+    """`grouped` in a compiled block."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor, slot: Tensor, transposed: bool) -> Tensor:
+        ctx.save_for_backward(x, weight, offsets, slot)
+        ctx.transposed = transposed
+        return grouped(x, weight, offsets, transposed)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None]:
+        x, weight, offsets, slot = ctx.saved_tensors
+        return grouped_dx(dy, weight, x, offsets, slot, ctx.transposed), None, None, None, None

@@ -1,0 +1,65 @@
+"""Every private call of torch that stages, split backward and compilation make, in one place."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@functools.cache
+def keep_inputs_from_reuse(op: Any) -> None:
+    """Tell inductor that `op` holds on to its inputs: their buffers are never given to another tensor.
+
+    Without it the compiled backward writes other results over tensors that wait for W, and gradients are silently
+    wrong. The protection is part of the generated code, so it is also there when that code comes from a cache.
+    """
+    from torch._inductor import ir
+    from torch._inductor.lowering import register_lowering
+    from torch._inductor.virtualized import V
+
+    @register_lowering(op, type_promotion_kind=None)
+    def lower(*args: Any) -> Any:
+        made = ir.FallbackKernel.create(op, *args)
+        (kernel,) = made.inputs if isinstance(made, ir.MultiOutput) else (made,)
+        for held in kernel.inputs:
+            V.graph.never_reuse_buffers.add(held.get_name())
+        return made.wrap_for_lowering()
+
+
+def inductor_backend(memory_budget: float | None = None) -> Callable[..., Any]:
+    """inductor, with the share of activations the partitioner may save."""
+    from torch._functorch import config
+    from torch._inductor.compile_fx import compile_fx
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        with config.patch(activation_memory_budget=memory_budget):
+            return compile_fx(graph, inputs)
+
+    return backend if memory_budget is not None else compile_fx
+
+
+def stage_backward_input(
+    outputs: list[Tensor], gradients: list[Tensor] | None, inputs: list[Tensor], weights: Iterator[nn.Parameter]
+) -> tuple[Sequence[Tensor | None], list[dict[str, Any]]]:
+    """torch's own I: keeps the graph alive for `stage_backward_weight`."""
+    from torch.distributed.pipelining._backward import stage_backward_input as run
+
+    return run(outputs, gradients, inputs, weights)
+
+
+def stage_backward_weight(weights: Iterator[nn.Parameter], groups: list[dict[str, Any]]) -> None:
+    """torch's own W: one autograd.grad per parameter."""
+    from torch.distributed.pipelining._backward import stage_backward_weight as run
+
+    run(weights, groups)
+
+
+def is_compile_error(error: Exception) -> bool:
+    """Whether torch.compile could not capture or compile something; errors of the model itself are others."""
+    from torch._dynamo import exc
+
+    return isinstance(error, exc.TorchDynamoException | exc.FailOnRecompileLimitHit)
