@@ -18,7 +18,7 @@ from zeropipe.core.lower import lower
 from zeropipe.core.schedule import Program, Schedule, iter_codes
 from zeropipe.core.timeline import Timeline
 from zeropipe.engine.cells import Microbatch, moved
-from zeropipe.engine.executor import Executor, Watcher
+from zeropipe.engine.executor import Executor, ShapeBook, Watcher
 from zeropipe.engine.fabric import Fabric
 from zeropipe.engine.faults import Watchdog
 from zeropipe.engine.finite import FiniteCheck
@@ -79,7 +79,9 @@ class Engine:
         self.rank = fabric.rank
         self._agree(lambda: self._check_setup(split, shapes))
         self._program = lower(schedule)
-        self._options = {"recv_ahead": recv_ahead, "dynamic": shapes == "dynamic", "device": self._device}
+        self._options: dict[str, Any] = {
+            "recv_ahead": recv_ahead, "dynamic": shapes == "dynamic", "device": self._device, "shapes": ShapeBook()
+        }  # fmt: skip
         self._check_finite = check_finite
         self._store = WeightStore()
         self._splitter = self._store if split == "store" else None

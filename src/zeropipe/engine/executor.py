@@ -33,6 +33,18 @@ class Watcher(Protocol):
     def watch(self, call: Call, actions: Sequence[Action], cells: Sequence[Cell]) -> Call: ...
 
 
+class ShapeBook:
+    """What an engine's executors know about shapes: the kinds of microbatches seen, and what stages make of them."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Any, int] = {}
+        self.made: dict[tuple[bool, int, int], Spec] = {}  # by (training, stage, kind of microbatch)
+
+    def number(self, microbatch: Microbatch) -> int:
+        """Microbatches with the same number have the same shapes everywhere."""
+        return self._numbers.setdefault(signature(microbatch), len(self._numbers))
+
+
 class Executor:
     """One rank's part of a Program, ready to run any number of times."""
 
@@ -49,6 +61,7 @@ class Executor:
         splitter: Splitter | None,
         recv_ahead: int,
         dynamic: bool,
+        shapes: ShapeBook,
         watchers: Sequence[Watcher] = (),
     ) -> None:
         self._rank, self._outgoing, self._train = rank, outgoing, train
@@ -67,8 +80,7 @@ class Executor:
             cell.after = self.cells.get((stage + 1, microbatch))
         self._incoming, self._places = self._receives(row, wires, recv_ahead)
         self._side = torch.cuda.Stream(device) if device.type == "cuda" and colour(row, self.cells) else None
-        self._specs: dict[tuple[int, int], Spec] = {}
-        self._signatures: dict[Any, int] = {}
+        self._shapes = shapes
         self._calls: list[Call] = []
         self._labels: list[str] = []
         for step in row:
@@ -78,8 +90,7 @@ class Executor:
     def run(self, microbatches: Sequence[Microbatch], finish: Finish) -> None:
         """One step. `finish` takes the last stage's output and gives what backward starts from."""
         self._microbatches, self._finish = microbatches, finish
-        numbers = self._signatures
-        self._shape_of = [numbers.setdefault(signature(m), len(numbers)) for m in microbatches]
+        self._shape_of = [self._shapes.number(microbatch) for microbatch in microbatches]
         for cell in self.cells.values():
             cell.clear()
         for incoming in self._incoming.values():
@@ -104,7 +115,7 @@ class Executor:
         cell = self.cells[message.stage, message.microbatch]
         spec = cell.spec
         if spec is None and not self._dynamic:
-            spec = self._specs.get((message.stage, self._shape_of[message.microbatch]))
+            spec = self._shapes.made.get(self._key_of(message))
         return None if spec is None else gradient_spec(spec)
 
     # the list of callables
@@ -230,7 +241,8 @@ class Executor:
             cell.root = self._finish(output, microbatch, cell.microbatch)
             return
         outputs = as_tuple(output, f"{cell.stage}F{cell.microbatch}")
-        cell.spec = self._specs[cell.stage, self._shape_of[cell.microbatch]] = spec_of(outputs)
+        cell.spec = spec_of(outputs)
+        self._shapes.made[self._train, cell.stage, self._shape_of[cell.microbatch]] = cell.spec
         # from here on only the way back is kept: the data goes when it has been sent or used
         cell.edges = [private.gradient_edge(tensor) for tensor in outputs if tensor.requires_grad]
         if cell.after is not None:

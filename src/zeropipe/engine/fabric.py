@@ -73,14 +73,8 @@ class Fabric:
                 continue
             group = self._group("edge", (a, b))
             peer = b if self.rank == a else a
-            wires[a, b] = Wire(
-                group,
-                peer,
-                int(self.rank == a),
-                self.control,
-                self.device.type == "cuda" and not self.nccl,
-                self.device,
-            )
+            staged = self.device.type == "cuda" and not self.nccl
+            wires[a, b] = Wire(group, peer, int(self.rank == a), self.control, staged, self.device, {})
             self._try_out(group, sending=self.rank == a)
         return wires
 

@@ -43,7 +43,8 @@ class LocalRanks:
         with LocalRanks(4) as ranks:
             results = ranks.run(function, *args)        # function(*args) on every rank; results in rank order
 
-    `function` must be importable; `preload` names modules it will want. After a failure or a time-out all processes are gone and the pool is closed.
+    `function` must be importable; `preload` names modules it will want. After a failure or a time-out all processes
+    are gone and the pool is closed.
     """
 
     def __init__(

@@ -76,6 +76,7 @@ class Wire(NamedTuple):
     headers: Any  # the gloo group of the whole pipeline
     staged: bool  # CUDA tensors that travel through pinned CPU memory
     device: torch.device
+    heard: dict[Hashable, Spec]  # the shapes of forward messages that had a header, on the receiving end
 
 
 class Message(NamedTuple):
@@ -188,7 +189,6 @@ class Incoming:
 
     def __init__(self, wire: Wire, messages: Sequence[Message], ahead: int, dynamic: bool) -> None:
         self._wire, self.messages, self._ahead, self._dynamic = wire, messages, max(1, ahead), dynamic
-        self._heard: dict[Hashable, Spec] = {}
         self._posted: list[tuple[Spec, list[Tensor], list[Any]] | None] = []
         self._waiting = 0  # posted and not taken
 
@@ -231,7 +231,7 @@ class Incoming:
     def _known(self, message: Message) -> Spec | None:
         if not message.forward:
             return self._made(message)
-        return None if self._dynamic else self._heard.get(self._key_of(message))
+        return None if self._dynamic else self._wire.heard.get(self._key_of(message))
 
     def _hear(self, message: Message) -> Spec:
         header = torch.empty(HEADER, dtype=torch.int64)
@@ -239,7 +239,7 @@ class Incoming:
             self._wire.headers.recv([header], self._wire.peer, HEADER_TAG).wait()
         except RuntimeError as error:
             raise PeerLost(self._wire.peer, reason(error)) from error
-        spec = self._heard[self._key_of(message)] = read_header(header)
+        spec = self._wire.heard[self._key_of(message)] = read_header(header)
         return spec
 
     def _post(self, spec: Spec) -> None:

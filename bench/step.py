@@ -1,0 +1,269 @@
+"""Wall time of one training step: zeropipe's schedules beside torch's own, same model, same data, CPU ranks.
+
+    python bench/step.py                                # 8 ranks
+    python bench/step.py --ranks 2 --microbatches 4 --repeats 2
+
+One thread per rank. All contenders live in the same processes and take turns, so that a slow moment of the machine
+hits all of them. Peak memory is taken in a separate round, as the growth of the resident set over the step. The
+simulated time uses the costs of the contender's own recorded step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zeropipe as zp
+from zeropipe.engine import Engine
+from zeropipe.engine.launch import LocalRanks
+from zeropipe.errors import EngineError
+
+OURS = ("1f1b", "interleaved", "zbv", "dualpipev")
+TORCH = ("Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble")
+SAME = {"1f1b": "Schedule1F1B", "interleaved": "ScheduleInterleaved1F1B", "zbv": "ScheduleZBVZeroBubble"}
+M_MMAP_THRESHOLD = -3
+
+
+class Size(NamedTuple):
+    """How big the benchmark is."""
+
+    ranks: int
+    microbatches: int
+    blocks: int
+    width: int
+    tokens: int
+    repeats: int
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block."""
+
+    def __init__(self, width: int, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        q, k, v = self.qkv(self.norms[0](x)).view(batch, length, 3, 8, width // 8).permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(x.shape))
+        return x + self.down(nn.functional.gelu(self.up(self.norms[1](x))))
+
+
+def stage(size: Size, index: int, num_stages: int) -> nn.Module:
+    """One of `num_stages` equal cuts of the model."""
+    each = size.blocks // num_stages
+    return nn.Sequential(*(Block(size.width, index * each + block) for block in range(each)))
+
+
+def data(size: Size) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of the whole batch: one sequence per microbatch."""
+    generator = torch.Generator().manual_seed(7)
+    x, y = (torch.randn(size.microbatches, size.tokens, size.width, generator=generator) for _ in range(2))
+    return x, y
+
+
+def mean_square(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+class Ours:
+    """A zeropipe schedule."""
+
+    def __init__(self, name: str, size: Size) -> None:
+        self.schedule = zp.build(name, ranks=size.ranks, microbatches=size.microbatches)
+        rank, number = dist.get_rank(), self.schedule.num_stages
+        self.stages = {s: stage(size, s, number) for s in self.schedule.placement.stages_of(rank)}
+        self.engine = Engine(self.schedule, self.stages, timeout=120)
+        x, y = data(size)
+        self.batches = [{"inputs": a, "target": b} for a, b in zip(x.split(1), y.split(1))]
+
+    def step(self) -> float:
+        return self.engine.train_step(self.batches, lambda out, batch: mean_square(out, batch["target"])).loss
+
+    def recorded(self) -> zp.Timeline:
+        self.engine.record = True
+        self.step()
+        self.engine.record = False
+        return self.engine.timeline()
+
+    def zero(self) -> None:
+        for parameter in self.engine.parameters():
+            parameter.grad = None
+
+
+class Torchs:
+    """One of torch's schedules, on its own runtime."""
+
+    def __init__(self, name: str, size: Size) -> None:
+        from torch.distributed import pipelining
+        from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+
+        make = getattr(pipelining, name, None) or getattr(pipelining.schedules, name)
+        rank = dist.get_rank()
+        if issubclass(make, PipelineScheduleSingle):
+            mine, number = (rank,), size.ranks
+        else:
+            other = 2 * size.ranks - 1 - rank if "ZBV" in name else rank + size.ranks
+            mine, number = (rank, other), 2 * size.ranks
+        self.modules = [stage(size, index, number) for index in mine]
+        stages = [
+            pipelining.PipelineStage(module, index, number, torch.device("cpu"))
+            for index, module in zip(mine, self.modules)
+        ]
+        single = issubclass(make, PipelineScheduleSingle)
+        self.schedule = make(stages[0] if single else stages, size.microbatches, loss_fn=mean_square)
+        self.first, self.last = 0 in mine, number - 1 in mine
+        self.x, self.y = data(size)
+
+    def step(self) -> float:
+        losses: list[Tensor] = []
+        given = {"target": self.y, "losses": losses} if self.last else {}
+        if self.first:
+            self.schedule.step(self.x, **given)
+        else:
+            self.schedule.step(**given)
+        return float(torch.stack(losses).detach().mean()) if losses else 0.0
+
+    def zero(self) -> None:
+        for module in self.modules:
+            module.zero_grad()
+
+
+def resident(field: str) -> int:
+    """Bytes of this process now (VmRSS) or at most so far (VmHWM)."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"{field} is not in /proc/self/status")
+
+
+def step_memory(contender: Ours | Torchs) -> int:
+    """How much one step adds to the resident set at its worst moment; gradients are there already."""
+    libc = ctypes.CDLL(None)
+    libc.mallopt(M_MMAP_THRESHOLD, 16384)  # freed tensors go back to the system at once
+    contender.step()
+    gc.collect()
+    libc.malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident("VmRSS")
+    contender.step()
+    return resident("VmHWM") - before
+
+
+def probe(name: str, size: Size) -> float:
+    """Whether a torch schedule starts and runs at all."""
+    contender = Torchs(name, size._replace(tokens=8, width=64))
+    return contender.step()
+
+
+def contest(size: Size, torchs: list[str]) -> dict[str, Any]:
+    """All contenders on this rank: seconds and losses of every repeat, memory, timelines (on rank 0)."""
+    contenders: dict[str, Ours | Torchs] = {name: Ours(name, size) for name in OURS}
+    contenders |= {name: Torchs(name, size) for name in torchs}
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    losses: dict[str, float] = {}
+    for repeat in range(size.repeats + 1):
+        for name, contender in contenders.items():
+            contender.zero()
+            gc.collect()
+            dist.barrier()
+            begin = time.perf_counter()
+            losses[name] = contender.step()
+            dist.barrier()
+            if repeat > 0:  # the first round warms up
+                seconds[name].append(time.perf_counter() - begin)
+            if dist.get_rank() == 0:
+                print(f"{name:32} {time.perf_counter() - begin:.3f} s", file=sys.stderr, flush=True)
+    predictions = {}
+    for name in OURS:
+        measured = contenders[name].recorded()  # type: ignore[union-attr]
+        if dist.get_rank() == 0:
+            from zeropipe.sim.fit import fit
+
+            predicted = zp.simulate(measured.schedule, fit(measured))
+            predictions[name] = {
+                "recorded": measured.makespan, "simulated": predicted.makespan, "bubble": measured.bubble,
+                "activations": max(measured.peak_memory),
+            }  # fmt: skip
+    memory = {}
+    for name, contender in contenders.items():
+        for other in contenders.values():
+            other.zero()
+        dist.barrier()
+        memory[name] = step_memory(contender)
+    return {"seconds": seconds, "losses": losses, "memory": memory, "predictions": predictions}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--microbatches", type=int, default=16)
+    parser.add_argument("--blocks", type=int, default=None, help="default: 2 per rank")
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", type=Path, help="write the figures as JSON")
+    given = parser.parse_args()
+    size = Size(
+        given.ranks, given.microbatches, given.blocks or 2 * given.ranks, given.width, given.tokens, given.repeats
+    )
+    refused = {}
+    for name in TORCH:
+        if "ZBV" in name:  # torch 2.11 on gloo cannot start it: find out in processes of its own
+            try:
+                with LocalRanks(size.ranks) as ranks:
+                    ranks.run(probe, name, size, timeout=60)
+            except EngineError as error:
+                refused[name] = str(error).splitlines()[0]
+    with LocalRanks(size.ranks) as ranks:
+        parts = ranks.run(contest, size, [name for name in TORCH if name not in refused], timeout=270)
+    report(size, parts, refused, given.out)
+
+
+def report(size: Size, parts: list[dict[str, Any]], refused: dict[str, str], out: Path | None) -> None:
+    """The table, and the same as JSON."""
+    rows: dict[str, dict[str, Any]] = {}
+    for name, times in parts[0]["seconds"].items():
+        rows[name] = {
+            "seconds": statistics.median(times), "best": min(times),
+            "memory": max(part["memory"][name] for part in parts),
+            "loss": max(part["losses"][name] for part in parts), **parts[0]["predictions"].get(name, {}),
+        }  # fmt: skip
+    fastest = min(row["seconds"] for name, row in rows.items() if name in TORCH)
+    print(f"torch {torch.__version__}, {size.ranks} ranks, {size.microbatches} microbatches, {size.blocks} blocks of "
+          f"width {size.width}, {size.tokens} tokens, median of {size.repeats}")  # fmt: skip
+    print(f"{'schedule':32} {'s':>7} {'best':>7} {'/torch':>7} {'/same':>7} {'sim/rec':>8} {'MiB':>6}  loss")
+    for name, row in rows.items():
+        row["over_fastest_torch"] = row["seconds"] / fastest
+        same = rows.get(SAME.get(name, ""))
+        row["over_same"] = row["seconds"] / same["seconds"] if same else None
+        row["simulated_over_recorded"] = row["simulated"] / row["recorded"] if "simulated" in row else None
+        cells = [f"{row[key]:.3f}" if row[key] else "-" for key in ("over_fastest_torch", "over_same")]
+        predicted = f"{row['simulated_over_recorded']:.3f}" if row["simulated_over_recorded"] else "-"
+        print(f"{name:32} {row['seconds']:7.3f} {row['best']:7.3f} {cells[0]:>7} {cells[1]:>7} {predicted:>8} "
+              f"{row['memory'] / 2**20:6.0f}  {row['loss']:.6f}")  # fmt: skip
+    for name, reason in refused.items():
+        print(f"{name:32} does not run here: {reason}")
+    figures = {"torch": torch.__version__, "size": size._asdict(), "rows": rows, "refused": refused}
+    print(json.dumps(figures))
+    if out is not None:
+        out.write_text(json.dumps(figures, indent=1))
+
+
+if __name__ == "__main__":
+    main()
