@@ -51,7 +51,7 @@ def test_zero_bubble_table_8(row):
     assert run("zb-h2", p, m, costs).bubble <= h2 + ROUNDING
 
 
-@pytest.mark.parametrize(("row", "layers"), zip(TABLE_5, LAYERS, strict=True))
+@pytest.mark.parametrize(("row", "layers"), list(zip(TABLE_5, LAYERS, strict=True)))
 def test_interleaved_costs_more_latency_than_printed(row, layers):
     """The authors count the wrap-around message once per group: (2pv - p - 2)c printed, (2pv - 2)c true."""
     p, m, f, i, w, c, _, printed, _, _ = row
@@ -170,3 +170,26 @@ def test_hanayos_bubble_shrinks_with_its_waves(p):
         rates.append(1 - 6 * p * waves / run("hanayo", p, p, stages_per_rank=2 * waves).makespan)
         assert rates[-1] <= (2 * p - 2) / (3 * p * waves + p - 1)
     assert rates == sorted(rates, reverse=True)
+
+
+@pytest.mark.parametrize("p", [4, 6, 8, 12, 16])
+def test_v_half(p):
+    for m in (2 * p, p + 8, p + 9, 5 * p):
+        timeline = run("v-half", p, m)
+        assert bubble_units(timeline, 6) == 3 * p - 7
+        assert max(timeline.peak_memory) <= 2 * ((p + 2) // 2)
+
+
+@pytest.mark.parametrize("p", [2, 3, 4, 5, 6, 7, 8, 9, 12, 16])
+def test_v_min(p):
+    for m in (p + 4, p + 8, p + 9, 5 * p):
+        timeline = run("v-min", p, m)
+        assert bubble_units(timeline, 6) == 4 * p - (7 if p % 3 == 0 else 5)
+        assert max(timeline.peak_memory) <= 2 * ((p + 4) // 3)
+
+
+@pytest.mark.parametrize("name", ["v-half", "v-min"])
+@pytest.mark.parametrize("p", [1, 3, 5, 7, 8])
+def test_a_longer_v_only_repeats_its_steady_state(name, p):
+    spans = [max(run(name, p, m).rank_span) - 6 * m for m in range(p + 6, p + 12)]
+    assert len(set(spans)) == 1

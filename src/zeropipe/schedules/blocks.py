@@ -6,13 +6,16 @@ has no bubble in steady state. How far neighbouring passes lie apart decides how
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from zeropipe.core.action import Kind
 from zeropipe.core.placement import Problem
-from zeropipe.schedules.lane import Beat, Lane
+from zeropipe.schedules.lane import Lane, run
+from zeropipe.schedules.squeeze import F_DOWN, F_UP, I_DOWN, I_UP, PERIOD, Row, squeeze
 
-PERIOD = 6
+_KINDS = (Kind.F, Kind.F, Kind.I, Kind.I, Kind.W, Kind.W)
+_DOWN_STAGE = (True, False, False, True, False, True)  # I goes down the ranks on the stages where F goes up
 
 
 class Block(NamedTuple):
@@ -25,25 +28,48 @@ class Block(NamedTuple):
     back: int  # on the last rank, from I down to I up
 
 
-def write(lane: Lane, rank: int, p: Problem, block: Block) -> None:
-    """One rank's row of a repeated block."""
-    last = p.num_ranks - 1
-    near, far = rank, p.num_stages - 1 - rank
+def write(lanes: list[Lane], p: Problem, block: Block) -> None:
+    """All rows of a block that is repeated and squeezed at both ends."""
+    # the ends do not depend on how long the middle is: squeeze a short schedule, then stretch it
+    size = p.num_ranks + 8
+    while True:
+        rows = squeeze([_row(block, rank, p.num_ranks, min(size, p.num_microbatches)) for rank in range(p.num_ranks)])
+        missing = max(0, p.num_microbatches - size)
+        cut = _steady(rows) if missing else 0
+        if cut is not None:
+            break
+        size *= 2
+    for rank, (lane, row) in enumerate(zip(lanes, rows, strict=True)):
+        stages = tuple(rank if down else p.num_stages - 1 - rank for down in _DOWN_STAGE)
+        for slot, (way, microbatch) in sorted(row.items()):
+            if missing and slot == cut:
+                period = [row[at] for at in range(cut, cut + PERIOD)]
+                lane.weave(*((0, run(stages[w], _KINDS[w], range(m, m + missing))) for w, m in period))
+            lane.at(stages[way], _KINDS[way], microbatch + (missing if slot >= cut else 0))
+
+
+def _row(block: Block, rank: int, num_ranks: int, num_microbatches: int) -> Row:
+    """One rank's passes without W, in the slots of the repeated block."""
+    last = num_ranks - 1
     f_up_at_last = block.down * last + block.turn
     i_down_at_first = f_up_at_last + block.up * last + block.loss
     i_up_at_last = i_down_at_first + block.down * last + block.back
-    passes = {
-        (near, Kind.F): block.down * rank,
-        (far, Kind.F): f_up_at_last + block.up * (last - rank),
-        (far, Kind.I): i_down_at_first + block.down * rank,
-        (near, Kind.I): i_up_at_last + block.up * (last - rank),
+    first = {
+        F_DOWN: block.down * rank,
+        F_UP: f_up_at_last + block.up * (last - rank),
+        I_DOWN: i_down_at_first + block.down * rank,
+        I_UP: i_up_at_last + block.up * (last - rank),
     }
-    free = [unit for unit in range(PERIOD) if unit not in {at % PERIOD for at in passes.values()}]
-    for stage in (far, near):
-        # each W takes the first unit after its I that is free in every repetition
-        begin = passes[stage, Kind.I] + 1
-        wait, unit = min(((unit - begin) % PERIOD, unit) for unit in free)
-        passes[stage, Kind.W] = begin + wait
-        free.remove(unit)
-    every = range(p.num_microbatches)
-    lane.repeat((Beat(at, stage, kind, every) for (stage, kind), at in passes.items()), PERIOD)
+    return {at + PERIOD * m: (way, m) for way, at in first.items() for m in range(num_microbatches)}
+
+
+def _steady(rows: list[Row]) -> int | None:
+    """A slot from which all ranks go through two equal periods, if there is one."""
+    end = max(map(max, rows)) - 2 * PERIOD
+    return next((at for at in range(end) if all(all(_repeats(row, at)) for row in rows)), None)
+
+
+def _repeats(row: Row, at: int) -> Iterator[bool]:
+    for slot in range(at, at + PERIOD):
+        now, then = row.get(slot), row.get(slot + PERIOD)
+        yield now is not None and then is not None and then == (now[0], now[1] + 1)

@@ -12,6 +12,6 @@ from zeropipe.schedules.registry import register
     aliases=("vhalf",),
     paper="https://arxiv.org/abs/2405.15362",
 )
-def v_half(lane: Lane, rank: int, p: Problem) -> None:
+def v_half(lanes: list[Lane], p: Problem) -> None:
     """Half of 1F1B's activation memory, and a smaller bubble than 1F1B: stages on a V."""
-    write(lane, rank, p, Block(down=2, up=1, turn=2, loss=4 if p.num_ranks % 2 == 0 else 1, back=1))
+    write(lanes, p, Block(down=2, up=1, turn=2, loss=4 if p.num_ranks % 2 == 0 else 1, back=1))

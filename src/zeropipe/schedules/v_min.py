@@ -12,6 +12,6 @@ from zeropipe.schedules.registry import register
     aliases=("vmin",),
     paper="https://arxiv.org/abs/2405.15362",
 )
-def v_min(lane: Lane, rank: int, p: Problem) -> None:
+def v_min(lanes: list[Lane], p: Problem) -> None:
     """A third of 1F1B's activation memory, the least a V can do with; best when F, I and W take equally long."""
-    write(lane, rank, p, Block(down=1, up=1, turn=1, loss=3 if p.num_ranks % 3 == 0 else 1, back=1))
+    write(lanes, p, Block(down=1, up=1, turn=1, loss=3 if p.num_ranks % 3 == 0 else 1, back=1))

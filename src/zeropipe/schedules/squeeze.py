@@ -1,0 +1,118 @@
+"""Squeezing: passes of a repeated block move into earlier free slots while the pipeline fills and drains.
+
+All times are slots of one unit. The memory of the repeated block is never exceeded: F takes a unit, W gives it back.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+# the passes of a microbatch on a rank, in order; W_DOWN belongs to I_DOWN, W_UP to I_UP
+F_DOWN, F_UP, I_DOWN, I_UP, W_DOWN, W_UP = range(6)
+PERIOD = 6
+
+Pass = tuple[int, int]  # way, microbatch
+Row = dict[int, Pass]  # slot -> pass, of one rank
+Slots = dict[tuple[int, int, int], int]  # rank, way, microbatch -> slot
+
+
+def squeeze(rows: list[Row]) -> list[Row]:
+    """Rows of F and I in the slots of a repeated block, as rows with W and without the idle slots that can be saved.
+
+    First with W where the block has room for it, so that the memory of the fill is right; then, for the drain, without
+    W, which comes last there: whatever slots are left will do for it.
+    """
+    rows = [with_w(row) for row in rows]
+    limit = max(_peak(row) for row in rows)
+    _advance(rows, limit, fill=True)
+    rows = [{slot: done for slot, done in row.items() if done[0] < W_DOWN} for row in _without_gaps(rows)]
+    _advance(rows, limit, fill=False)
+    return [with_w(row) for row in rows]
+
+
+def with_w(row: Row) -> Row:
+    """The row with every W in the first free slot after its I, oldest first."""
+    full = dict(row)
+    owed: deque[Pass] = deque()
+    slot, end = 0, max(row)
+    while slot <= end or owed:
+        way, microbatch = row.get(slot, (F_DOWN, 0))
+        if way >= I_DOWN:
+            owed.append((way + 2, microbatch))
+        elif slot not in row and owed:
+            full[slot] = owed.popleft()
+        slot += 1
+    return full
+
+
+def _advance(rows: list[Row], limit: int, fill: bool) -> None:
+    """Move passes to their earliest free slots: those of the drain and, with `fill`, those of the fill.
+
+    The steady state between the two stays: it begins with the first rank's first I up and ends with its last F down.
+    """
+    slots = {(rank, *done): slot for rank, row in enumerate(rows) for slot, done in row.items()}
+    last = max(microbatch for _, microbatch in rows[0].values())
+    moving, drains = fill, False
+    for slot, rank, done in sorted((slot, rank, done) for rank, row in enumerate(rows) for slot, done in row.items()):
+        if (rank, *done) == (0, I_UP, 0) and not drains:
+            moving = False
+        if moving:
+            # W in slots of its own is not in the way of I, and only helps when it is early
+            matters = done[0] <= F_UP or not fill
+            slots[rank, *done] = _move(rows[rank], slot, _ready(slots, rank, done, len(rows)), limit, matters)
+        if (rank, *done) == (0, F_DOWN, last):
+            moving = drains = True
+
+
+def _move(row: Row, slot: int, ready: int, limit: int, matters: bool) -> int:
+    """Move a pass to the earliest slot from `ready` on that is free and, if it `matters`, keeps the memory limit."""
+    done = row.pop(slot)
+    for earlier in range(ready, slot):
+        if earlier not in row:
+            row[earlier] = done
+            if not matters or _peak(row) <= limit:
+                return earlier
+            del row[earlier]
+    row[slot] = done
+    return slot
+
+
+def _ready(slots: Slots, rank: int, done: Pass, num_ranks: int) -> int:
+    """The slot after everything a pass has to wait for."""
+    way, microbatch = done
+    before = [slots[rank, way, microbatch - 1]] if microbatch else []
+    if way in (F_DOWN, I_DOWN) and rank > 0:
+        before.append(slots[rank - 1, way, microbatch])
+    if way in (F_UP, I_UP) and rank + 1 < num_ranks:
+        before.append(slots[rank + 1, way, microbatch])
+    if way != F_DOWN:
+        before.append(slots[rank, way - 2 if way >= W_DOWN else way - 1, microbatch])
+    return max(before, default=-1) + 1
+
+
+def _without_gaps(rows: list[Row]) -> list[Row]:
+    """The same orders, each pass as early as it can be."""
+    slots: Slots = {}
+    free = [0] * len(rows)
+    out: list[Row] = [{} for _ in rows]
+    for _, rank, done in sorted((slot, rank, done) for rank, row in enumerate(rows) for slot, done in row.items()):
+        at = max(free[rank], _ready(slots, rank, done, len(rows)))
+        free[rank], slots[rank, *done], out[rank][at] = at + 1, at, done
+    return out
+
+
+def _peak(row: Row) -> int:
+    """The most activations the rank keeps at a time; where a row has no W, they take its free slots."""
+    implicit = row[max(row)][0] < W_DOWN  # a row with W ends with one
+    kept = owed = most = 0
+    for slot in range(max(row) + 1):
+        way = row[slot][0] if slot in row else -1
+        if way >= W_DOWN or (way < 0 and implicit and owed):
+            kept -= 1
+            owed -= 1
+        elif way >= I_DOWN:
+            owed += 1
+        elif way >= F_DOWN:
+            kept += 1
+            most = max(most, kept)
+    return most
