@@ -54,6 +54,11 @@ class HFStage(nn.Module):
             self.score = nn.Linear(lm.config.hidden_size, 1, bias=False, device=weight.device, dtype=weight.dtype)
 
     @property
+    def layers(self) -> range:
+        """Which layers of the whole model these are."""
+        return self.cut[self.stage]
+
+    @property
     def base(self) -> nn.Module:
         """The model without its head."""
         return getattr(self.lm, self.family.base)
@@ -107,7 +112,7 @@ class HFStage(nn.Module):
     def full_name(self, name: str) -> str:
         """The name of one of this stage's parameters (or modules) in the whole model."""
         prefix = f"{self.family.base}.{self.family.layers}."
-        shift = self.cut[self.stage].start
+        shift = self.layers.start
         return re.sub(rf"^{re.escape(prefix)}(\d+)", lambda m: f"{prefix}{int(m[1]) + shift}", name.removeprefix("lm."))
 
     def full_names(self) -> dict[str, str]:
