@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Lock
 from typing import Any, get_args
 
 from zeropipe.app.errors import Refusal
@@ -20,16 +21,17 @@ MEDIA = {
     "html": "text/html", "svg": "image/svg+xml", "png": "image/png", "pdf": "application/pdf",
     "csv": "text/csv", "json": "application/json",
 }  # fmt: skip
+_drawing = Lock()  # matplotlib draws one picture at a time
 assert MEDIA.keys() == set(get_args(Format))
 BOXES_IN_A_PICTURE = 60_000  # a vector file with more is slow to open, and a pixel shows many of them
 
 
 def file_of(ask: FileAsk, form: Format, uploads: Uploads) -> tuple[str, bytes]:
     """A name and the content. A schedule that was refused is a Refusal here: a file says nothing beside a field."""
-    numbered, refused = timelines_of(ask, uploads)
+    shown, refused = timelines_of(ask, uploads)
     if refused:
         raise Refusal(*refused)
-    timelines = [timeline for _, timeline in numbered]
+    timelines = [one.timeline for one in shown]
     name = re.sub(r"[^\w.-]+", "-", "-".join(t.title for t in timelines[:4]), flags=re.ASCII).strip("-")[:80]
     try:
         return f"{name or 'zeropipe'}.{form}", _content(ask, form, timelines)
@@ -48,10 +50,10 @@ def _content(ask: FileAsk, form: Format, timelines: list[Timeline]) -> bytes:
             f"a .{form} of {count:,} boxes is more than the page draws ({BOXES_IN_A_PICTURE:,}): "
             "take .html, or draw fewer microbatches"
         )
-    options: dict[str, Any] = {"theme": ask.theme} if form == "html" else {}
-    if form in ("svg", "png", "pdf"):
-        options = {"theme": ask.theme, "width": ask.width, "labels": ask.labels}
-    with TemporaryDirectory() as folder:
+    options: dict[str, Any] = {} if form == "json" else {"theme": ask.theme, "labels": ask.labels}
+    if form in ("svg", "png", "pdf") and ask.width is not None:
+        options["width"] = ask.width
+    with _drawing, TemporaryDirectory() as folder:
         path = Path(folder) / f"picture.{form}"
         draw(timelines if len(timelines) > 1 else timelines[0], path, **options)
         return path.read_bytes()

@@ -85,8 +85,10 @@ class FileAsk(Ask):
     """The same, as a file to keep."""
 
     theme: Literal["light", "dark"] = "light"
-    width: Annotated[float, Field(ge=2, le=40, allow_inf_nan=False)] | None = Field(None, description="Inches.")
-    labels: bool = True
+    width: Annotated[float, Field(ge=120, le=4000, allow_inf_nan=False)] | None = Field(
+        None, description="Of an .svg, .png or .pdf, in points (1/72 inch)."
+    )
+    labels: Literal["microbatch", "action", "none"] = "microbatch"
 
 
 class Upload(Strict):
@@ -158,6 +160,7 @@ class Result(BaseModel):
     schedule: str
     placement: str
     measured: bool
+    recorded: bool
     num_ranks: int
     num_stages: int
     num_microbatches: int
@@ -207,7 +210,7 @@ class Chart(BaseModel):
 
 
 class Uploaded(BaseModel):
-    """What a dropped file turned out to be. `costs` is set for costs, `id` for schedules and timelines."""
+    """What a dropped file turned out to be: with an id, or with costs (of a timeline: those fitted to its times)."""
 
     kind: Literal["schedule", "timeline", "costs"]
     name: str

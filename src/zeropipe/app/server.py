@@ -121,9 +121,9 @@ _NOTHING = models.Uploaded(kind="costs", name="").model_dump()
 
 def _answer(ask: models.Ask, uploads: Uploads) -> Plain:
     """Encoding a large answer takes as long as computing it, so that is done here, off the event loop, too."""
-    timelines, refused = timelines_of(ask, uploads)
+    shown, refused = timelines_of(ask, uploads)
     return Plain({
-        "results": results(timelines), "errors": _list(refused), "viewer": payload([t for _, t in timelines]),
+        "results": results(shown), "errors": _list(refused), "viewer": payload([one.timeline for one in shown]),
     })  # fmt: skip
 
 

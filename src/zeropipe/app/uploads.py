@@ -6,6 +6,7 @@ import json
 import re
 import tomllib
 from collections import OrderedDict
+from dataclasses import fields
 from hashlib import sha256
 from math import isfinite
 from pathlib import PurePath
@@ -20,9 +21,11 @@ from zeropipe.core.json import from_json
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Timeline
 from zeropipe.errors import ConfigError, ScheduleError
-from zeropipe.sim.costs import costs_from
+from zeropipe.sim.costs import Costs, costs_from
+from zeropipe.sim.fit import fit
 
 LONGEST = 1e15
+_DEFAULTS = Costs()
 _HUGE = re.compile(r"\d{8,}")  # a stage or microbatch no schedule the page takes can have
 
 
@@ -62,6 +65,7 @@ class Uploads:
             "num_stages": schedule.num_stages,
             "num_microbatches": schedule.num_microbatches,
             "measured": isinstance(found, Timeline) and found.measured,
+            "costs": _fitted(found) if isinstance(found, Timeline) else None,
         }
 
 
@@ -142,6 +146,14 @@ def _proven(found: Schedule | Timeline) -> Schedule | Timeline:
     if isinstance(found, Timeline):
         _require_times(found)
     return found
+
+
+def _fitted(timeline: Timeline) -> dict[str, Any]:
+    """The costs that would give this run, those at their defaults left out."""
+    costs = fit(timeline)
+    given = {field.name: getattr(costs, field.name) for field in fields(costs)}
+    plain = {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
+    return {name: value for name, value in plain.items() if value != getattr(_DEFAULTS, name)}
 
 
 def _require_times(timeline: Timeline) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from zeropipe.app.errors import Refusal, cost_field
 from zeropipe.app.limits import num_actions, require_actions, require_costs
@@ -19,6 +19,7 @@ from zeropipe.schedules.registry import Entry, build_entry, entries, find
 from zeropipe.sim.costs import Costs, costs_from
 from zeropipe.sim.simulate import simulate
 
+ROUNDING = 1 + 1e-9  # two times this near are the same
 Options = tuple[tuple[str, int | float | str], ...]
 
 
@@ -32,20 +33,29 @@ def costs_of(given: CostsIn) -> Costs:
         raise Refusal((cost_field(str(error)), str(error))) from None
 
 
-def timelines_of(ask: Ask, uploads: Uploads) -> tuple[list[tuple[int, Timeline]], list[tuple[str, str]]]:
-    """Each choice's number and timeline, and what is wrong with the others. A Refusal if none is left."""
+class Shown(NamedTuple):
+    """A choice, by its number, and what is drawn of it: simulated, or as it was recorded."""
+
+    choice: int
+    timeline: Timeline
+    recorded: bool
+
+
+def timelines_of(ask: Ask, uploads: Uploads) -> tuple[list[Shown], list[tuple[str, str]]]:
+    """What can be shown, and what is wrong with the other choices. A Refusal if nothing is left."""
     costs = costs_of(ask.costs)
     planned = [_plan(n, choice, ask, uploads) for n, choice in enumerate(ask.schedules)]
     _require_total(planned)
     done, refused = [], []
     for n, plan in enumerate(planned):
         try:
-            done.append((n, _timeline(plan, costs)))
+            timeline = _timeline(plan, costs).labelled(_title(planned, n))
+            done.append(Shown(n, timeline, isinstance(plan.found, Timeline)))
         except (ConfigError, ScheduleError) as error:
             refused.append((_field_of(str(error), f"schedules.{n}"), str(error)))
     if not done:
         raise Refusal(*refused)
-    return [(n, timeline.labelled(_title(planned, n))) for n, timeline in done], refused
+    return done, refused
 
 
 @dataclass(frozen=True)
@@ -145,12 +155,14 @@ def _title(plans: list[Plan], n: int) -> str:
     if len(twins) == 1:
         return plan.title
     notes = [f"{name}={value}" for name, value in plan.options]
-    if len({other.size[2] for other in twins}) > 1 and plan.entry:
+    if plan.entry and len({other.size[2] for other in twins if other.entry}) > 1:
         notes.insert(0, f"{plan.size[2]} per rank")
     if plan.found is not None:
-        notes.append("recorded" if isinstance(plan.found, Timeline) else "file")
-    seen = sum(other.title == plan.title for other in plans[:n])
-    return f"{plan.title} ({', '.join(notes) or seen + 1})"
+        notes.append("recorded" if isinstance(plan.found, Timeline) else "file, simulated")
+    same = sum(other.title == plan.title and other.options == plan.options for other in plans[:n] if other.entry)
+    if not notes and same:
+        notes.append(str(same + 1))
+    return f"{plan.title} ({', '.join(notes)})" if notes else plan.title
 
 
 def _field_of(message: str, default: str) -> str:
@@ -159,21 +171,25 @@ def _field_of(message: str, default: str) -> str:
     return field if field != "costs" and " entries" in message else default
 
 
-def results(timelines: list[tuple[int, Timeline]]) -> list[dict[str, Any]]:
+def results(shown: list[Shown]) -> list[dict[str, Any]]:
     """The figures of the comparison."""
-    fastest = min(t.makespan for _, t in timelines)
-    peaks = [max(t.peak_memory) for _, t in timelines if t.memory]
-    leanest = min(peaks, default=None)
-    return [_result(n, t, fastest, leanest) for n, t in timelines]
+    fastest: dict[str, float] = {}  # by unit: a recorded run in seconds has nothing to do with abstract costs
+    leanest: dict[str, float] = {}
+    for _, t, _ in shown:
+        fastest[t.unit] = min(t.makespan, fastest.get(t.unit, t.makespan))
+        if t.memory:
+            leanest[t.memory_unit] = min(max(t.peak_memory), leanest.get(t.memory_unit, max(t.peak_memory)))
+    return [_result(one, fastest[one.timeline.unit], leanest.get(one.timeline.memory_unit)) for one in shown]
 
 
-def _result(n: int, t: Timeline, fastest: float, leanest: float | None) -> dict[str, Any]:
+def _result(shown: Shown, fastest: float, leanest: float | None) -> dict[str, Any]:
+    n, t, recorded = shown
     peak = max(t.peak_memory) if t.memory else None
     causes = [sum(column) / t.num_ranks for column in zip(*idle(t))]
     limit = t.memory_limit
     return {
         "choice": n, "title": t.title, "schedule": t.schedule.name, "placement": t.schedule.placement.name,
-        "measured": t.measured, "num_ranks": t.num_ranks, "num_stages": t.schedule.num_stages,
+        "measured": t.measured, "recorded": recorded, "num_ranks": t.num_ranks, "num_stages": t.schedule.num_stages,
         "num_microbatches": t.schedule.num_microbatches, "num_actions": t.schedule.num_actions,
         "unit": t.unit, "memory_unit": t.memory_unit, "makespan": t.makespan,
         "of_best": t.makespan / fastest if fastest > 0 else 1.0, "bubble": t.bubble, "busy": sum(t.busy) / t.num_ranks,
@@ -181,7 +197,8 @@ def _result(n: int, t: Timeline, fastest: float, leanest: float | None) -> dict[
         "peak_memory": peak, "peak_rank": None if peak is None else t.peak_memory.index(peak),
         "over_limit": [] if limit is None or peak is None else [r for r, p in enumerate(t.peak_memory) if p > limit],
         "copies": len(t.schedule.placement.copies),
-        "best_time": t.makespan == fastest, "best_memory": peak is not None and peak == leanest,
+        "best_time": t.makespan <= fastest * ROUNDING,
+        "best_memory": peak is not None and leanest is not None and peak <= leanest * ROUNDING,
     }  # fmt: skip
 
 
@@ -193,7 +210,7 @@ def chart(size: Size) -> dict[str, Any]:
     try:
         require_actions(total, f"all {len(plans)} schedules together")
     except ConfigError as error:
-        raise Refusal(("microbatches", str(error))) from None
+        raise Refusal(("chart", str(error))) from None
     points, refused = [], []
     for plan in plans:
         try:

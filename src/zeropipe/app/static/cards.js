@@ -1,0 +1,52 @@
+// One card per schedule: its name, a tiny picture drawn from the schedule itself, and one line.
+
+import { h, svg } from "./dom.js";
+
+const SHADES = 2;
+
+export class Cards {
+  constructor(root, schedules, toggle) {
+    this.cards = new Map();
+    for (const facts of schedules) {
+      const node = h(
+        "button",
+        { type: "button", className: "card", title: tip(facts), onclick: () => toggle(facts.name), "data-name": facts.name },
+        h("b", {}, facts.name),
+        facts.picture ? drawing(facts.picture) : null,
+        h("span", {}, facts.summary),
+      );
+      this.cards.set(facts.name, node);
+      root.append(node);
+    }
+  }
+
+  /** Mark those chosen. */
+  mark(names) {
+    for (const [name, node] of this.cards) node.setAttribute("aria-pressed", String(names.includes(name)));
+  }
+}
+
+function tip({ summary, limits, stages_per_rank }) {
+  const stages = stages_per_rank.length > 1 ? `${Math.min(...stages_per_rank)} to ${Math.max(...stages_per_rank)}` : stages_per_rank[0];
+  return [`${summary}.`, `Stages per rank: ${stages}.`, limits && `Needs ${limits}.`].filter(Boolean).join("\n");
+}
+
+export function drawing({ width, height, paths }) {
+  const node = svg("svg", { viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: "none", "aria-hidden": "true" });
+  for (const [key, d] of Object.entries(paths)) {
+    node.append(svg("path", { d, class: `fill-${key[0]}${Math.min(Number(key.slice(1)), SHADES - 1)}` }));
+  }
+  return node;
+}
+
+/** The palette as style properties, for both themes: `.fill-F0`, `.kind-F`. */
+export function colours(palette) {
+  const rules = [];
+  for (const [theme, { kinds }] of Object.entries(palette)) {
+    for (const [kind, { fill }] of Object.entries(kinds)) {
+      fill.forEach((color, shade) => rules.push(`[data-theme="${theme}"] .fill-${kind}${shade}{fill:${color}}`));
+      rules.push(`[data-theme="${theme}"] .kind-${kind}{background:${fill[0]}}`);
+    }
+  }
+  return rules.join("\n");
+}

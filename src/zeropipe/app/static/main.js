@@ -1,0 +1,312 @@
+// The page: state -> address and questions; answers -> table, chart and timelines.
+
+import { mountViewer } from "/viewer/viewer.js";
+import { Cards, colours } from "./cards.js";
+import { Chart } from "./chart.js";
+import { $, debounce, h, tell } from "./dom.js";
+import { FORMATS, closeMenus, save, sheet } from "./downloads.js";
+import { packFiles, pasteDialog, takeDrops, unpackFiles, upload } from "./files.js";
+import { Form } from "./form.js";
+import { headline } from "./headline.js";
+import { Stages } from "./stages.js";
+import { choice, choiceRequest, costsFile, fromAddress, sizeRequest, takeCosts, toAddress, value } from "./state.js";
+import { Table } from "./table.js";
+import { tabs } from "./tabs.js";
+import { watchView } from "./view.js";
+import { Line, Refused, post } from "./wire.js";
+
+const QUIET = 90; // milliseconds without a change before asking
+const state = fromAddress(location.search);
+const simulateLine = new Line("/api/simulate");
+const chartLine = new Line("/api/chart");
+const page = { results: [], viewer: null, flying: 0, chartKey: "" };
+
+async function start() {
+  closeMenus();
+  $("theme").addEventListener("click", toggleTheme);
+  const [catalog, files] = await Promise.all([fetch("/api/schedules").then((response) => response.json()), unpackFiles(location.hash)]);
+  state.files = files;
+  document.head.append(h("style", {}, colours(catalog.palette)));
+  const facts = new Map(catalog.schedules.map((one) => [one.name, one]));
+  page.cards = new Cards($("cards"), catalog.schedules, toggle);
+  page.stages = new Stages($("stages"), state, changed);
+  const paste = pasteDialog($("paste"), (costs) => setCosts(() => takeCosts(state, costs)));
+  page.form = new Form($("form"), $("costs"), state, changed, {
+    perStage: () => page.stages.open(perRank()), paste, copy: copyCosts, reset: () => setCosts(() => takeCosts(state, {})),
+  });
+  page.table = new Table($("compare"), facts, { changed, remove, another, alsoSimulate, useTimes, download, show: (n) => page.viewer?.goTo(n) });
+  page.chart = new Chart($("chart"), toggle);
+  page.select = tabs(document.querySelector('[role="tablist"]'));
+  $("download-sheet").replaceWith(sheet((format) => {
+    $("download").open = false;
+    download(format, null);
+  }, FORMATS));
+  $("share").addEventListener("click", share);
+  $("choose-file").addEventListener("click", () => $("file").click());
+  $("file").addEventListener("change", () => takeFiles([...$("file").files]).then(() => ($("file").value = "")));
+  takeDrops($("dropping"), takeFiles);
+  await Promise.all(Object.entries(files).map(([name, file]) => register(name, file).catch(() => null)));
+  arrange();
+  ask();
+}
+
+/** Something in the state is different: show it, put it in the address, ask for the result. */
+function changed() {
+  arrange();
+  writeAddress();
+  fly(true);
+  askSoon();
+}
+
+function arrange() {
+  page.table.arrange(state.schedules);
+  page.cards.mark(state.schedules.filter((one) => !one.file).map((one) => one.name));
+  const set = page.form.numSet;
+  $("costs-set").hidden = !set;
+  $("costs-set").textContent = set;
+  page.form.sync();
+}
+
+const askSoon = debounce(ask, QUIET);
+const writeAddress = debounce(async () => history.replaceState(null, "", toAddress(state) + (await packFiles(usedFiles()))), 60);
+
+function usedFiles() {
+  return Object.fromEntries(Object.entries(state.files).filter(([name]) => state.schedules.some(({ file }) => file === name)));
+}
+
+/** Ask for the comparison and the chart; each shows up when it is there. */
+async function ask() {
+  fly(true);
+  await Promise.all([askResults(), askChart()]);
+}
+
+async function askResults(again = true) {
+  const asked = [...state.schedules];
+  if (!asked.length) {
+    simulateLine.turn++;
+    page.results = [];
+    page.form.tell([]);
+    fly(false);
+    return showResults([], [], asked);
+  }
+  try {
+    const answer = await simulateLine.ask({ ...sizeRequest(state), schedules: asked.map((one) => choiceRequest(state, one)) });
+    if (!answer) return;
+    page.results = answer.results;
+    showResults(answer.results, page.form.tell(answer.errors), asked);
+    await showTimelines(answer.viewer);
+  } catch (error) {
+    if (!(error instanceof Refused)) throw error;
+    if (again && (await sendAgain(error.errors))) return askResults(false);
+    refuse(error.errors, asked);
+  }
+  fly(false);
+}
+
+async function askChart() {
+  const size = sizeRequest(state);
+  const key = JSON.stringify(size);
+  if (key === page.chartKey) return;
+  page.chartKey = key;
+  $("chart").setAttribute("aria-busy", "true");
+  try {
+    const answer = await chartLine.ask(size);
+    if (!answer) return;
+    page.chart.show(answer, answer.points.length ? limit() : null);
+    markChart();
+  } catch (error) {
+    if (!(error instanceof Refused)) throw error;
+    page.chartKey = "";
+    const own = error.errors.find(({ field }) => field === "chart"); // what is wrong with a field is told beside it
+    if (own) page.chart.fail(own.message);
+  }
+  $("chart").setAttribute("aria-busy", "false");
+}
+
+function limit() {
+  const given = value(state.costs.memory_limit);
+  return typeof given === "number" && state.costs.memory_limit !== "" ? given : null;
+}
+
+function showResults(results, errors, asked) {
+  $("results").classList.remove("stale");
+  page.table.show(asked, results, errors);
+  const rest = errors.filter(({ field }) => !field.startsWith("schedules."));
+  tell($("error-page"), rest.map(({ message }) => message).join("\n"));
+  const { title, line } = headline(results, limit());
+  $("headline").textContent = title;
+  $("status").textContent = line;
+  $("viewer").hidden = !results.length;
+  document.title = results.length ? `${results.map((one) => one.title).join(", ")} · zeropipe` : "zeropipe";
+  markChart();
+}
+
+/** Chosen schedules in the chart: those of the registry are ringed, variants and files get points of their own. */
+function markChart() {
+  if (!page.chart.answer) return;
+  const plain = state.schedules.filter((one) => !one.file && one.stages_per_rank === "" && !Object.values(one.options).some(Boolean));
+  const extra = page.results
+    .filter((one) => state.schedules[one.choice] && !plain.includes(state.schedules[one.choice]) && one.peak_memory !== null && one.unit === page.chart.answer.unit)
+    .map((one) => ({ name: one.title, bubble: one.bubble, peak_memory: one.peak_memory, makespan: one.makespan, stages_per_rank: one.num_stages / one.num_ranks, extra: true }));
+  page.chart.mark(plain.map((one) => one.name), extra);
+}
+
+async function showTimelines(data) {
+  if (!page.viewer) {
+    page.viewer = mountViewer($("viewer"), data, { summary: false, path: state.view.path === "1", memory: state.view.memory !== "0" });
+    await page.viewer.ready;
+    watchView(page.viewer, $("viewer"), state.view, writeAddress);
+  } else await page.viewer.update(data);
+}
+
+/** The request as a whole was refused: the last results stay, dimmed, and each error goes beside its field. */
+function refuse(errors, asked) {
+  const left = page.form.tell(errors);
+  const rows = left.filter(({ field }) => field.startsWith("schedules."));
+  $("results").classList.add("stale");
+  if (rows.length) page.table.show(asked, [], rows);
+  const rest = left.filter((one) => !rows.includes(one));
+  tell($("error-page"), rest.map(({ message }) => message).join("\n"));
+  $("status").textContent = `Not updated: ${errors[0].message.split("\n")[0]}`;
+  const wrong = page.form.firstWrong;
+  if (wrong?.startsWith("costs") && $("pane-costs").hidden && !$("form").contains(document.activeElement)) page.select($("tab-costs"));
+}
+
+/** The server was started anew and has forgotten a file: send it once more. */
+async function sendAgain(errors) {
+  const gone = errors.filter(({ field }) => field.endsWith(".file"));
+  const known = Object.entries(usedFiles());
+  if (!gone.length || !known.length) return false;
+  await Promise.all(known.map(([name, file]) => register(name, file)));
+  return true;
+}
+
+function fly(on) {
+  $("results").setAttribute("aria-busy", String(on));
+}
+
+function toggle(name) {
+  const plain = state.schedules.filter((one) => one.name === name && !one.file);
+  if (plain.length) state.schedules = state.schedules.filter((one) => !plain.includes(one));
+  else state.schedules = [...state.schedules, choice(name)];
+  changed();
+}
+
+function remove(gone) {
+  state.schedules = state.schedules.filter((one) => one !== gone);
+  changed();
+}
+
+/** The same schedule once more, to give it other settings. */
+function another(like) {
+  const at = state.schedules.indexOf(like);
+  state.schedules = state.schedules.toSpliced(at + 1, 0, choice(like.name, { stages_per_rank: like.stages_per_rank, options: { ...like.options } }));
+  changed();
+}
+
+function alsoSimulate(recorded) {
+  const at = state.schedules.indexOf(recorded);
+  state.schedules = state.schedules.toSpliced(at + 1, 0, choice(recorded.name, { file: recorded.file, simulate: true }));
+  changed();
+}
+
+/** The mean times of a recorded run as the costs of everything that is simulated. */
+function useTimes(recorded) {
+  const { costs } = state.files[recorded.file];
+  setCosts(() => takeCosts(state, costs));
+}
+
+async function register(name, file) {
+  const { kind, costs, ...facts } = await upload(name, file.text);
+  Object.assign(file, facts, { kind, costs, title: facts.name });
+  return file;
+}
+
+async function takeFiles(list) {
+  const wrong = [];
+  for (const one of list) {
+    try {
+      await takeFile(one.name, await one.text());
+    } catch (error) {
+      if (!(error instanceof Refused)) throw error;
+      wrong.push(error.message);
+    }
+  }
+  page.select($("tab-schedules"));
+  tell($("error-file"), wrong.join("\n"));
+  if (wrong.length) $("error-file").scrollIntoView({ block: "nearest" });
+}
+
+async function takeFile(name, text) {
+  const file = await register(name, { text });
+  if (file.kind === "costs") return setCosts(() => takeCosts(state, file.costs));
+  state.files[name] = file;
+  state.schedules = [...state.schedules.filter((one) => one.file !== name), choice(file.title, { file: name })];
+  // side by side means at the same size
+  state.ranks = String(file.num_ranks);
+  state.microbatches = String(file.num_microbatches);
+  changed();
+}
+
+function setCosts(change) {
+  change();
+  changed();
+}
+
+/** Pieces per rank that every shown schedule can share. */
+function perRank() {
+  const counts = page.results.map((one) => one.num_stages / one.num_ranks).filter(Number.isInteger);
+  const gcd = (a, b) => (b ? gcd(b, a % b) : a);
+  return counts.reduce((a, b) => (a * b) / gcd(a, b), 1);
+}
+
+async function download(format, only) {
+  const chosen = only ? [only] : state.schedules;
+  const body = { ...sizeRequest(state), schedules: chosen.map((one) => choiceRequest(state, one)) };
+  if (["html", "svg", "png", "pdf"].includes(format)) body.theme = document.documentElement.dataset.theme;
+  const before = $("status").textContent;
+  $("status").textContent = `Making the .${format} file`;
+  try {
+    const name = await save(await post(`/api/files/${format}`, body));
+    tell($("error-page"), "");
+    $("status").textContent = `Saved ${name}`;
+  } catch (error) {
+    if (!(error instanceof Refused)) throw error;
+    $("status").textContent = before;
+    tell($("error-page"), error.message);
+  }
+}
+
+async function share() {
+  const address = location.origin + location.pathname + toAddress(state) + (await packFiles(usedFiles()));
+  history.replaceState(null, "", address);
+  const left = Object.entries(usedFiles()).filter(([, file]) => !file.inLink).map(([name]) => name);
+  const note = left.length ? `; ${left.join(", ")} is too large for a link` : "";
+  try {
+    await navigator.clipboard.writeText(address);
+    $("status").textContent = `Link copied${note}`;
+  } catch {
+    $("status").textContent = `The link is in the address bar${note}`;
+  }
+}
+
+async function copyCosts() {
+  try {
+    await navigator.clipboard.writeText(costsFile(state));
+    $("status").textContent = "Costs copied as TOML";
+  } catch {
+    $("status").textContent = "This browser does not let the page copy";
+  }
+}
+
+function toggleTheme() {
+  const root = document.documentElement;
+  root.dataset.theme = root.dataset.theme === "dark" ? "light" : "dark";
+  localStorage.setItem("zeropipe-theme", root.dataset.theme);
+  page.viewer?.recolour();
+}
+
+start().catch((error) => {
+  tell($("error-page"), `the page could not start: ${error.message}`);
+  throw error;
+});

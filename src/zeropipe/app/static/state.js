@@ -1,0 +1,147 @@
+// What the page shows, as the user typed it, and the same as an address that reproduces it.
+
+export const COSTS = {
+  f: "1", i: "1", w: "1", b: "", overlap: "", p2p: "0", bandwidth: "", message: "0", node_size: "", inter_p2p: "0",
+  inter_bandwidth: "", blocking: false, serial_links: false, activation: "1", stash: "", weights: "0",
+  memory_limit: "", unit: "", memory_unit: "",
+};
+export const PER_STAGE = ["f", "i", "w", "b", "overlap", "message", "activation", "stash", "weights"];
+const SIZES = { ranks: "4", microbatches: "8", stages_per_rank: "" };
+const START = ["1f1b", "zbv", "dualpipev"];
+
+export function startState() {
+  return { ...SIZES, schedules: START.map((name) => choice(name)), costs: { ...COSTS }, edges: {}, view: {}, files: {} };
+}
+
+/** One row of the comparison. `file` names a dropped file, `simulate` asks for its schedule instead of its times. */
+export function choice(name, more = {}) {
+  return { name, stages_per_rank: "", options: {}, file: null, simulate: false, ...more };
+}
+
+/** The state an address stands for. Files come separately, from the part after #. */
+export function fromAddress(search) {
+  const state = startState();
+  const given = new URLSearchParams(search);
+  for (const name of Object.keys(SIZES)) if (given.has(name)) state[name] = given.get(name);
+  if (given.has("schedules")) state.schedules = given.get("schedules").split(",").filter(Boolean).map(choiceOf);
+  for (const name of Object.keys(COSTS)) {
+    if (given.has(name)) state.costs[name] = typeof COSTS[name] === "boolean" ? given.get(name) === "1" : given.get(name);
+  }
+  if (given.has("edges")) state.edges = edgesOf(given.get("edges"));
+  for (const name of ["zoom", "path", "memory"]) if (given.has(name)) state.view[name] = given.get(name);
+  return state;
+}
+
+/** `?ranks=4&...`: sizes and schedules, then whatever differs from the start. */
+export function toAddress(state) {
+  const parts = [];
+  const add = (name, value) => parts.push(`${name}=${plain(value)}`);
+  for (const name of Object.keys(SIZES)) if (state[name] !== "") add(name, state[name]);
+  add("schedules", state.schedules.map(choiceText).join(","));
+  for (const [name, value] of Object.entries(state.costs)) {
+    if (value !== COSTS[name]) add(name, value === true ? "1" : value === false ? "0" : value);
+  }
+  const edges = Object.entries(state.edges).map(([edge, { p2p = 0, bandwidth = "" }]) => `${edge}:${p2p}:${bandwidth ?? ""}`);
+  if (edges.length) add("edges", edges.join(","));
+  for (const [name, value] of Object.entries(state.view)) if (value !== "" && value !== undefined) add(name, value);
+  return `?${parts.join("&")}`;
+}
+
+function choiceText({ name, file, simulate, stages_per_rank, options }) {
+  const more = Object.entries(options).filter(([, value]) => value !== "").map(([key, value]) => `:${key}=${value}`);
+  const stages = stages_per_rank === "" ? "" : `:v=${stages_per_rank}`;
+  return (file ? `@${escape_(file)}${simulate ? ":simulated" : ""}` : escape_(name)) + stages + more.join("");
+}
+
+function choiceOf(text) {
+  const [head, ...more] = text.split(":");
+  const name = decodeURIComponent(head);
+  const made = name.startsWith("@") ? choice(name.slice(1), { file: name.slice(1) }) : choice(name);
+  for (const part of more) {
+    const [key, value] = part.split("=");
+    if (key === "simulated") made.simulate = true;
+    else if (key === "v") made.stages_per_rank = value ?? "";
+    else made.options[key] = value ?? "";
+  }
+  return made;
+}
+
+/** A name inside the list of schedules must not contain what separates them. */
+function escape_(name) {
+  return name.replace(/[%,:=]/g, (sign) => `%${sign.charCodeAt(0).toString(16)}`);
+}
+
+function edgesOf(text) {
+  const edges = {};
+  for (const part of text.split(",")) {
+    const [edge, p2p, bandwidth] = part.split(":");
+    edges[edge] = { p2p: value(p2p ?? "0"), bandwidth: bandwidth ? value(bandwidth) : null };
+  }
+  return edges;
+}
+
+/** Encoded for an address, but readable. */
+function plain(value) {
+  return encodeURIComponent(value).replace(/%2C/g, ",").replace(/%3A/g, ":").replace(/%40/g, "@").replace(/%3D/g, "=");
+}
+
+/** What was typed as a number, a list of numbers, or, if it is neither, the text itself: the server says what is wrong. */
+export function value(text) {
+  if (typeof text !== "string") return text;
+  const parts = text.trim().split(",").map((part) => part.trim());
+  const numbers = parts.map((part) => (part === "" ? NaN : Number(part)));
+  if (numbers.some((number) => !Number.isFinite(number))) return text.trim();
+  return numbers.length === 1 ? numbers[0] : numbers;
+}
+
+/** The request's sizes and costs: fields left empty are left out. */
+export function sizeRequest(state) {
+  const body = { costs: {} };
+  for (const name of Object.keys(SIZES)) if (String(state[name]).trim() !== "" || name !== "stages_per_rank") body[name] = value(state[name]);
+  const { inter_p2p, inter_bandwidth, ...costs } = state.costs;
+  for (const [name, text] of Object.entries(costs)) {
+    if (text === "" || text === COSTS[name]) continue;
+    body.costs[name] = name === "unit" || name === "memory_unit" ? text : value(text);
+  }
+  const inter = {};
+  if (inter_p2p !== "" && inter_p2p !== "0") inter.p2p = value(inter_p2p);
+  if (inter_bandwidth !== "") inter.bandwidth = value(inter_bandwidth);
+  if (Object.keys(inter).length) body.costs.inter_node = inter;
+  if (Object.keys(state.edges).length) body.costs.edges = state.edges;
+  return body;
+}
+
+export function choiceRequest(state, { name, file, simulate, stages_per_rank, options }) {
+  if (file) return { file: state.files[file]?.id ?? file, simulate };
+  const body = { name };
+  if (stages_per_rank !== "") body.stages_per_rank = value(stages_per_rank);
+  const given = Object.entries(options).filter(([, text]) => text !== "");
+  if (given.length) body.options = Object.fromEntries(given.map(([key, text]) => [key, value(text)]));
+  return body;
+}
+
+/** Costs of a file, in place of those typed. */
+export function takeCosts(state, costs) {
+  state.costs = { ...COSTS };
+  state.edges = {};
+  for (const [name, given] of Object.entries(costs)) {
+    if (name === "edges") state.edges = given;
+    else if (name === "inter_node") {
+      state.costs.inter_p2p = String(given.p2p ?? 0);
+      state.costs.inter_bandwidth = given.bandwidth === undefined || given.bandwidth === null ? "" : String(given.bandwidth);
+    } else if (typeof given === "boolean") state.costs[name] = given;
+    else state.costs[name] = given === null ? "" : String(given); // a list becomes 1,1,2
+  }
+}
+
+/** The costs as the text of a costs file. */
+export function costsFile(state) {
+  const { costs } = sizeRequest(state);
+  const { inter_node, edges, ...flat } = costs;
+  const lines = Object.entries(flat).map(([name, given]) => `${name} = ${JSON.stringify(given)}`);
+  if (inter_node) lines.push("[inter_node]", ...Object.entries(inter_node).map(([name, given]) => `${name} = ${given}`));
+  for (const [edge, link] of Object.entries(edges ?? {})) {
+    lines.push(`[edges.${edge}]`, ...Object.entries(link).filter(([, given]) => given !== null).map(([name, given]) => `${name} = ${given}`));
+  }
+  return lines.length ? `${lines.join("\n")}\n` : "# everything at its default\nf = 1\n";
+}

@@ -1,0 +1,143 @@
+// The comparison: a row per choice, with its own settings, its figures and where its time goes.
+
+import { percentText, sizeText, timeText } from "/viewer/units.js";
+import { h, tell } from "./dom.js";
+import { formatsMenu } from "./downloads.js";
+
+const PARTS = [["busy", "busy"], ["warm_up", "warm-up"], ["waiting", "waiting for data"], ["communication", "communication"], ["cool_down", "cool-down"], ["other", "other"]];
+
+export class Table {
+  /** `actions`: changed(), remove(choice), another(choice), alsoSimulate(choice), useTimes(choice), download(format, choice), show(n). */
+  constructor(root, catalog, actions) {
+    this.catalog = catalog;
+    this.actions = actions;
+    this.rows = new Map();
+    this.empty = h("p", { className: "empty" }, "Choose a schedule on the left, or drop a file.");
+    const heads = ["Schedule", "Makespan", "Bubble", "Peak memory", ""];
+    this.table = h("table", { className: "compare" }, h("caption", { className: "unseen" }, "Comparison of the chosen schedules"),
+      h("thead", {}, h("tr", {}, ...heads.map((text) => h("th", { scope: "col" }, text)))));
+    const legend = h("p", { className: "legend" }, "Ranks' time: ", ...PARTS.slice(0, 5).map(([name, text]) => h("span", {}, h("i", { className: `part part-${name}` }), text)));
+    this.box = h("div", {}, this.table, legend);
+    root.append(this.empty, this.box);
+  }
+
+  /** Rows for these choices; those that stay keep their nodes, and so the focus. */
+  arrange(choices) {
+    for (const [choice, row] of this.rows) {
+      if (choices.includes(choice)) continue;
+      row.node.remove();
+      this.rows.delete(choice);
+    }
+    choices.forEach((choice, n) => {
+      if (!this.rows.has(choice)) this.rows.set(choice, new Row(choice, this.catalog.get(choice.name), this.actions));
+      const { node } = this.rows.get(choice);
+      if (this.table.tBodies[n] !== node) this.table.insertBefore(node, this.table.tBodies[n] ?? null);
+    });
+    this.empty.hidden = choices.length > 0;
+    this.box.hidden = !choices.length;
+  }
+
+  /** Figures and errors, both by the number of the choice. */
+  show(choices, results, errors) {
+    choices.forEach((choice, n) => {
+      const row = this.rows.get(choice);
+      const error = errors.find(({ field }) => field === `schedules.${n}` || field.startsWith(`schedules.${n}.`));
+      const result = results.find((one) => one.choice === n);
+      if (error) row.fail(error.message);
+      else if (result) row.show(result, results.indexOf(result), results.length > 1);
+      else row.fail("");
+    });
+  }
+}
+
+class Row {
+  constructor(choice, facts, actions) {
+    this.choice = choice;
+    this.actions = actions;
+    this.name = h("button", { type: "button", className: "name", title: "Go to its timeline" }, choice.name);
+    this.note = h("span", { className: "note" });
+    this.cells = [0, 1, 2].map(() => h("td", {}));
+    this.share = h("div", { className: "share", role: "img" });
+    this.error = h("p", { className: "error", role: "alert", hidden: true });
+    const remove = h("button", { type: "button", className: "quiet", "aria-label": `Remove ${choice.name}`, title: "Remove", onclick: () => actions.remove(choice) }, "×");
+    const menu = formatsMenu(`Download ${choice.name}`, "↓", (format) => actions.download(format, choice));
+    this.settings = h("div", { className: "settings" }, ...this.knobs(facts));
+    this.name.addEventListener("click", () => actions.show(this.place));
+    this.node = h("tbody", { "data-choice": choice.name },
+      h("tr", {}, h("th", { scope: "row" }, this.name, this.note), ...this.cells, h("td", { className: "tools" }, menu, remove)),
+      h("tr", { className: "more" }, h("td", { colSpan: 5 }, this.settings, this.error, this.share)));
+  }
+
+  knobs(facts) {
+    const { choice, actions } = this;
+    if (choice.file) {
+      this.also = h("button", { type: "button", className: "link", hidden: true, onclick: () => actions.alsoSimulate(choice) }, "simulate it beside");
+      this.times = h("button", { type: "button", className: "link", hidden: true, onclick: () => actions.useTimes(choice) }, "use its times as costs");
+      return [this.also, this.times];
+    }
+    if (!facts) return [];
+    const made = [];
+    if (facts.stages_per_rank.length > 1) {
+      const options = [["", "own"], ...[...facts.stages_per_rank].sort((a, b) => a - b).map((n) => [String(n), String(n)])];
+      const select = h("select", {}, ...options.map(([value, text]) => h("option", { value }, text)));
+      select.value = choice.stages_per_rank;
+      select.addEventListener("change", () => {
+        choice.stages_per_rank = select.value;
+        actions.changed();
+      });
+      made.push(h("label", {}, "stages / rank ", select));
+    }
+    for (const [name, normal] of Object.entries(facts.options)) {
+      const input = h("input", { type: "text", inputMode: "numeric", size: 4, placeholder: normal === null ? "auto" : String(normal), value: choice.options[name] ?? "" });
+      input.addEventListener("input", () => {
+        choice.options[name] = input.value.trim();
+        actions.changed();
+      });
+      made.push(h("label", {}, name.replaceAll("_", " "), " ", input));
+    }
+    if (made.length) made.push(h("button", { type: "button", className: "link", onclick: () => actions.another(choice) }, "one more like this"));
+    return made;
+  }
+
+  show(result, place, several) {
+    this.place = place;
+    tell(this.error, "");
+    const { unit, memory_unit: memoryUnit } = result;
+    this.name.textContent = result.title;
+    const more = [];
+    if (result.recorded) more.push(result.measured ? "measured" : "recorded");
+    if (result.num_stages !== result.num_ranks) more.push(`${result.num_stages} stages, ${result.placement}`);
+    if (result.copies > 1) more.push("two copies of the weights");
+    if (this.choice.file) more.unshift(`${result.num_ranks} ranks, ${result.num_microbatches} microbatches`);
+    this.note.textContent = more.join(" · ");
+    if (this.also) this.also.hidden = this.times.hidden = !result.recorded;
+    const best = several && result.best_time;
+    const [time, bubble, memory] = this.cells;
+    time.replaceChildren(h("b", {}, timeText(result.makespan, unit)), ...(several ? [h("small", { className: best ? "good" : "" }, best ? "fastest" : `× ${result.of_best.toFixed(2)}`)] : []));
+    bubble.replaceChildren(h("b", {}, percentText(result.bubble)));
+    const over = result.over_limit.length;
+    const ranks = over === result.num_ranks ? "all ranks" : over === 1 ? `rank ${result.over_limit[0]}` : `${over} ranks`;
+    const word = over ? `over on ${ranks}` : several && result.best_memory ? "least" : "";
+    memory.replaceChildren(h("b", {}, result.peak_memory === null ? "–" : sizeText(result.peak_memory, memoryUnit)), h("small", { className: over ? "bad" : "good" }, word));
+    this.bar(result);
+    this.node.classList.remove("failed");
+  }
+
+  bar(result) {
+    const shares = { busy: result.busy, ...result.idle };
+    const all = Object.values(shares).reduce((a, b) => a + b, 0) || 1;
+    const parts = PARTS.map(([name, text]) => [name, text, shares[name] / all]).filter(([, , share]) => share > 1e-6);
+    const told = `Ranks' time: ${parts.map(([, text, share]) => `${text} ${percentText(share)}`).join(", ")}`;
+    this.share.setAttribute("aria-label", told);
+    this.share.title = told;
+    this.share.replaceChildren(...parts.map(([name, , share]) => h("i", { className: `part part-${name}`, style: `width:${(100 * share).toFixed(3)}%` })));
+  }
+
+  fail(message) {
+    tell(this.error, message);
+    this.node.classList.toggle("failed", true);
+    for (const cell of this.cells) cell.replaceChildren();
+    this.share.replaceChildren();
+    this.note.textContent = "";
+  }
+}
