@@ -136,6 +136,7 @@ def test_group_size_is_free_where_megatron_allows_it(name):
         ("zbv", 2, 2, {"group_size": 2}, "no option 'group_size'"),
         ("interleaved", 2, 4, {"group_size": "a"}, "group_size='a'"),
         ("zb-h2", 4, 4, {"extra": 4}, "extra=4"),
+        ("v-half", 4, 4, {"extra": -1}, "extra=-1"),
         ("dualpipe", 3, 6, {}, "ranks=3: use dualpipev"),
         ("dualpipev", 4, 7, {}, "give 8 or more"),
     ],

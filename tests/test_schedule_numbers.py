@@ -193,3 +193,12 @@ def test_v_min(p):
 def test_a_longer_v_only_repeats_its_steady_state(name, p):
     spans = [max(run(name, p, m).rank_span) - 6 * m for m in range(p + 6, p + 12)]
     assert len(set(spans)) == 1
+
+
+@pytest.mark.parametrize("p", [4, 5, 8])
+def test_v_half_trades_memory_for_time(p):
+    runs = [run("v-half", p, 4 * p, extra=extra) for extra in range(p + 1)]
+    spans = [max(t.rank_span) for t in runs]
+    assert spans == sorted(spans, reverse=True)
+    assert spans[-1] < spans[0]
+    assert all(max(t.peak_memory) <= 2 * ((p + 2) // 2) + extra for extra, t in enumerate(runs))

@@ -28,12 +28,13 @@ class Block(NamedTuple):
     back: int  # on the last rank, from I down to I up
 
 
-def write(lanes: list[Lane], p: Problem, block: Block) -> None:
-    """All rows of a block that is repeated and squeezed at both ends."""
+def write(lanes: list[Lane], p: Problem, block: Block, extra: int = 0) -> None:
+    """All rows of a block that is repeated, and squeezed at both ends with `extra` units of memory."""
     # the ends do not depend on how long the middle is: squeeze a short schedule, then stretch it
     size = p.num_ranks + 8
     while True:
-        rows = squeeze([_row(block, rank, p.num_ranks, min(size, p.num_microbatches)) for rank in range(p.num_ranks)])
+        short = min(size, p.num_microbatches)
+        rows = squeeze([_row(block, rank, p.num_ranks, short) for rank in range(p.num_ranks)], extra)
         missing = max(0, p.num_microbatches - size)
         cut = _steady(rows) if missing else 0
         if cut is not None:

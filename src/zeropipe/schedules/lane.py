@@ -42,26 +42,38 @@ class Lane:
 
     def f(self, stage: int, times: int = 1) -> None:
         """`times` forwards of `stage`."""
-        self.codes.extend(self._take(self._next_f, stage, _F, times))
+        first = self._take(self._next_f, stage, times) | _F
+        if times == 1:
+            self.codes.append(first)
+        else:
+            self.codes.extend(range(first, first + times * _NEXT, _NEXT))
 
     def b(self, stage: int, times: int = 1) -> None:
         """`times` whole backwards of `stage`."""
-        self.codes.extend(self._take(self._next_b, stage, _B, times))
+        first = self._take(self._next_b, stage, times) | _B
+        if times == 1:
+            self.codes.append(first)
+        else:
+            self.codes.extend(range(first, first + times * _NEXT, _NEXT))
 
     def i(self, stage: int, times: int = 1) -> None:
         """`times` input-gradient backwards of `stage`; each one owes a `w`."""
-        taken = self._take(self._next_b, stage, _I, times)
-        self.codes.extend(taken)
-        self._owed.extend(taken)
+        first = self._take(self._next_b, stage, times) | _I
+        for code in range(first, first + times * _NEXT, _NEXT):
+            self.codes.append(code)
+            self._owed.append(code)
 
     def w(self, stage: int | None = None, times: int = 1) -> None:
         """`times` weight gradients, oldest first, of `stage` or of whichever stage has the oldest."""
+        owed = self._owed
         for _ in range(times):
-            place = 0
-            if stage is not None:
-                place = next(n for n, code in enumerate(self._owed) if _stage(code) == stage)
-            self.codes.append(self._owed[place] ^ _I ^ _W)
-            del self._owed[place]
+            if stage is not None and _stage(owed[0]) != stage:
+                place = next(n for n, code in enumerate(owed) if _stage(code) == stage)
+                code = owed[place]
+                del owed[place]
+            else:
+                code = owed.popleft()
+            self.codes.append(code ^ _I ^ _W)
 
     def overlap(self, forward: int, backward: int) -> None:
         """The next forward of one stage together with the next whole backward of another."""
@@ -99,13 +111,13 @@ class Lane:
         end = self._problem.num_microbatches << MICROBATCH_SHIFT
         self.codes = array("q", (code for code in self.codes if code < end))
 
-    def _take(self, following: dict[int, int], stage: int, kind: int, times: int) -> range:
-        """The codes of the next `times` microbatches of `stage`."""
-        first = following.get(stage)
-        if first is None:
+    def _take(self, following: dict[int, int], stage: int, times: int) -> int:
+        """The code, but for the kind, of the next microbatch of `stage`; `times` of them are taken."""
+        first = following.get(stage, -1)
+        if first < 0:
             first = self._begin(stage) << MICROBATCH_SHIFT | stage << STAGE_SHIFT
-        following[stage] = end = first + times * _NEXT
-        return range(first | kind, end | kind, _NEXT)
+        following[stage] = first + times * _NEXT
+        return first
 
     def _begin(self, stage: int) -> int:
         """The first microbatch of `stage` on this rank."""

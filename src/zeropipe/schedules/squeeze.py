@@ -1,6 +1,7 @@
 """Squeezing: passes of a repeated block move into earlier free slots while the pipeline fills and drains.
 
-All times are slots of one unit. The memory of the repeated block is never exceeded: F takes a unit, W gives it back.
+All times are slots of one unit. Memory stays within that of the repeated block, plus what the caller adds: F takes a
+unit, W gives it back.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ Row = dict[int, Pass]  # slot -> pass, of one rank
 Slots = dict[tuple[int, int, int], int]  # rank, way, microbatch -> slot
 
 
-def squeeze(rows: list[Row]) -> list[Row]:
+def squeeze(rows: list[Row], extra: int = 0) -> list[Row]:
     """Rows of F and I in the slots of a repeated block, as rows with W and without the idle slots that can be saved.
 
     First with W where the block has room for it, so that the memory of the fill is right; then, for the drain, without
     W, which comes last there: whatever slots are left will do for it.
     """
     rows = [with_w(row) for row in rows]
-    limit = max(_peak(row) for row in rows)
+    limit = max(_peak(row) for row in rows) + extra
     _advance(rows, limit, fill=True)
     rows = [{slot: done for slot, done in row.items() if done[0] < W_DOWN} for row in _without_gaps(rows)]
     _advance(rows, limit, fill=False)
@@ -114,5 +115,6 @@ def _peak(row: Row) -> int:
             owed += 1
         elif way >= F_DOWN:
             kept += 1
-            most = max(most, kept)
+            if kept > most:
+                most = kept
     return most
