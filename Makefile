@@ -7,7 +7,8 @@ STAMP := $(VENV)/.installed
 .PHONY: run test check bench gallery clean
 
 run: $(STAMP)
-	$(BIN)/zeropipe compare 1f1b interleaved zbv dualpipev --ranks 8 --microbatches 32
+	@mkdir -p out
+	$(BIN)/zeropipe run zbv --ranks 4 --microbatches 8 --report out/report.html
 
 test: check
 	$(BIN)/python -m pytest -q

@@ -4,7 +4,8 @@
     ```python mine.py   written to that file first, so that later commands can use it
     ```console       lines after `$ ` are run; the lines under them must be the output (`...` stands for anything)
 
-A page's commands run in an empty folder. A block under `<!-- not run: why -->` is left alone.
+A page's commands run in an empty folder. A block under `<!-- not run: why -->` is left alone; under
+`<!-- numbers vary -->` any number stands for any other.
 """
 
 import doctest
@@ -19,10 +20,17 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-BLOCK = re.compile(r"(<!-- not run:[^\n]*-->\n+)?^```(python|console)([^\n]*)\n(.*?)^```$", re.M | re.S)
+BLOCK = re.compile(
+    r"(?:<!-- (not run:|numbers vary)[^\n]*-->\n+)?^```(python|console)([^\n]*)\n(.*?)^```$", re.M | re.S
+)
 
 
-def run_console(text: str, folder: Path) -> None:
+def without_numbers(text: str) -> str:
+    text = re.sub(r"[-+]?\d[\d.,]*( (s|ms|us|B|KiB|MiB|GiB)\b)?", "#", text)
+    return re.sub(r"[ ─]+", " ", text)
+
+
+def run_console(text: str, folder: Path, vary: bool) -> None:
     for part in re.split(r"^\$ ", text, flags=re.M)[1:]:
         command, _, expected = part.partition("\n")
         while command.endswith("\\"):
@@ -37,6 +45,8 @@ def run_console(text: str, folder: Path) -> None:
         done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
         got = (done.stdout + done.stderr).strip()
         got, want = ("\n".join(line.rstrip() for line in t.strip().splitlines()) for t in (got, expected))
+        if vary:
+            got, want = without_numbers(got), without_numbers(want)
         pattern = ".*".join(re.escape(piece) for piece in re.split(r"\.\.\.", want))
         assert re.fullmatch(pattern, got, re.S), f"$ {command}\n--- the page says\n{want}\n--- it prints\n{got}"
 
@@ -46,13 +56,13 @@ def test_examples_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
     namespace: dict = {"__name__": "__main__"}
-    for skip, language, name, text in BLOCK.findall(page.read_text()):
-        if skip:
+    for mark, language, name, text in BLOCK.findall(page.read_text()):
+        if mark == "not run:":
             continue
         if name.strip():
             (tmp_path / name.strip()).write_text(text)
         elif language == "console":
-            run_console(text, tmp_path)
+            run_console(text, tmp_path, vary=bool(mark))
         elif ">>>" in text:
             test = doctest.DocTestParser().get_doctest(text, namespace, page.name, str(page), 0)
             runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)

@@ -1,0 +1,101 @@
+"""`zeropipe run`: real processes, a real model, one command."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+import zeropipe as zp
+
+torch = pytest.importorskip("torch", reason="needs torch")
+from zeropipe.cli import main  # noqa: E402
+
+SMALL = ["--microbatches", "4", "--steps", "1", "--sequence", "16"]
+
+
+def call(capfd, *args):
+    status = 0
+    try:
+        main(list(args))
+    except SystemExit as stop:
+        status = stop.code
+    out, err = capfd.readouterr()
+    return status, out, err
+
+
+def test_two_schedules_for_real_with_report_and_json(capfd, tmp_path):
+    report = tmp_path / "r.html"
+    status, out, err = call(
+        capfd, "run", "zbv", "1f1b", "--ranks", "2", *SMALL, "--report", str(report), "--json"
+    )  # fmt: skip
+    assert status == 0, err
+    zbv, plain = json.loads(out)
+    assert zbv["losses"] == pytest.approx(plain["losses"], rel=1e-5)  # one model, one answer
+    assert zbv["num_parameters"] == plain["num_parameters"]
+    assert {r["kind"] for r in zbv["residuals"]} == {"F", "I", "W"}
+    assert {r["kind"] for r in plain["residuals"]} == {"F", "B"}
+    assert zbv["measured"]["makespan"] > 0
+    assert max(zbv["measured"]["peak_memory"]) == pytest.approx(max(zbv["simulated"]["peak_memory"]), rel=0.05)
+    assert "step 1/1" in err
+    assert "<html" in report.read_text()[:200].lower()
+
+
+def test_a_model_directory_and_a_file_of_a_schedule(capfd, tmp_path):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=2,
+        vocab_size=64,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    (tmp_path / "mine.csv").write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    status, out, err = call(
+        capfd, "run", str(tmp_path / "mine.csv"), "--model", str(tmp_path / "model"), "--layers", "1,2",
+        "--steps", "1", "--sequence", "16", "--timeline", str(tmp_path / "t.json"),
+    )  # fmt: skip
+    assert status == 0, err
+    assert "mine: 2 ranks, 2 stages" in out
+    timeline = zp.from_json((tmp_path / "t.json").read_text())
+    assert timeline.measured
+    assert timeline.schedule.num_actions == 8
+
+
+def test_dry_run_starts_nothing(capfd):
+    status, out, _ = call(capfd, "run", "zbv", "--ranks", "4", "--microbatches", "8", "--dry-run", "--json")
+    assert status == 0
+    (plan,) = json.loads(out)
+    assert plan["layers_per_stage"] == [1] * 8
+    assert [r["stages"] for r in plan["ranks"]] == [[0, 7], [1, 6], [2, 5], [3, 4]]
+    assert [r["messages_sent"] for r in plan["ranks"]] == [16, 32, 32, 16]
+
+
+@pytest.mark.parametrize(
+    "args,words",
+    [
+        (["--model", "nowhere"], "model 'nowhere': give a directory with a config.json"),
+        (["--layers", "1,2"], "layers=[1, 2] has 2 entries: the schedule has 4 stages"),
+        (["--layers", "a"], "--layers 'a': write one number per stage"),
+        (["--report", "/no/such/dir/r.html"], "cannot write /no/such/dir/r.html: no such folder"),
+        (["--steps", "0"], "Invalid value for '--steps'"),
+    ],
+)
+def test_a_mistake_is_told_before_anything_starts(capfd, args, words):
+    status, out, err = call(capfd, "run", "zbv", "--ranks", "2", "--microbatches", "4", *args)
+    assert status == 2
+    assert words in err
+    assert err.count("\n") == 1
+    assert out == ""
+
+
+def test_under_torchrun(tmp_path):
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "zeropipe",
+        "run", "1f1b", *SMALL, "--json",
+    ]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (result,) = json.loads(done.stdout)
+    assert result["measured"]["num_ranks"] == 2
