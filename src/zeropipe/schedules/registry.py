@@ -163,9 +163,13 @@ def _load() -> None:
     from importlib import import_module
     from importlib.metadata import entry_points
     from pkgutil import iter_modules
+    from warnings import warn
 
     package = import_module("zeropipe.schedules")
     for module in iter_modules(package.__path__):
         import_module(f"zeropipe.schedules.{module.name}")
     for point in entry_points(group=ENTRY_POINTS):
-        point.load()
+        try:
+            point.load()
+        except Exception as error:  # somebody else's package must not take ours down
+            warn(f"schedules of {point.value} are left out: {type(error).__name__}: {error}", stacklevel=1)

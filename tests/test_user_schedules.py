@@ -1,0 +1,69 @@
+"""Schedules from outside: an installed package's entry point, a function, a file."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+import zeropipe as zp
+from zeropipe.schedules.user import load
+
+MINE = """
+import zeropipe as zp
+
+@zp.register("from-a-package", placement=zp.vee, stages_per_rank=2, aliases=("pkg",))
+def mine(lanes, p, *, order="down"):
+    '''All forwards, then all backwards, on a V.'''
+    for lane in lanes:
+        stages = sorted(s for s, r in enumerate(zp.vee(p).copies[0]) if r == lane.rank)
+        for stage in stages:
+            lane.f(stage, times=p.num_microbatches)
+        for stage in stages[::-1]:
+            lane.b(stage, times=p.num_microbatches)
+"""
+
+
+def test_an_installed_package_brings_schedules(tmp_path):
+    (tmp_path / "my_package.py").write_text(MINE)
+    info = tmp_path / "my_package-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-package\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[zeropipe.schedules]\nmine = my_package\n")
+    code = (
+        "import zeropipe as zp\n"
+        "assert 'from-a-package' in zp.names()\n"
+        "s = zp.build('pkg', ranks=2, microbatches=3)\n"
+        "zp.check(s)\n"
+        "print(s.rows[0][0], s.placement.name)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "0F0 vee\n"
+
+
+def test_a_broken_package_does_not_break_the_others(tmp_path):
+    (tmp_path / "bad_package.py").write_text("raise RuntimeError('out of order')\n")
+    info = tmp_path / "bad_package-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: bad-package\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[zeropipe.schedules]\nbad = bad_package\n")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", "import zeropipe as zp; print(zp.build('1f1b', ranks=1, microbatches=1))"],
+        env=environment, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.stdout == "0F0 0B0\n"
+    assert "bad_package" in done.stderr
+    assert "out of order" in done.stderr
+
+
+def test_a_file_has_its_own_size(tmp_path):
+    file = tmp_path / "x.csv"
+    file.write_text(zp.to_csv(zp.build("zbv", ranks=2, microbatches=3)))
+    assert load(str(file)) == zp.build("zbv", ranks=2, microbatches=3)
+    assert load(str(file), ranks=2, microbatches=3).name == "x"
+    for wrong in ({"ranks": 3}, {"microbatches": 4}, {"stages_per_rank": 1}, {"group_size": 2}):
+        with pytest.raises(zp.ConfigError):
+            load(str(file), **wrong)
