@@ -11,6 +11,8 @@ from importlib.resources import files
 from typing import Any
 
 from zeropipe.core.timeline import Timeline
+from zeropipe.errors import ConfigError
+from zeropipe.viz.colors import LABELS, THEMES
 from zeropipe.viz.payload import payload
 
 # in the order of their imports: each file uses only those before it
@@ -36,7 +38,8 @@ style-src 'unsafe-inline'; img-src data:">
 <script type="application/json" id="data">{data}</script>
 <script type="module">
 {script}
-mountViewer(document.getElementById("viewer"), JSON.parse(document.getElementById("data").textContent), {options});
+const data = JSON.parse(document.getElementById("data").textContent);
+globalThis.zeropipeViewer = mountViewer(document.getElementById("viewer"), data, {options});
 </script>
 </body>
 </html>
@@ -47,6 +50,10 @@ def to_html(timelines: Timeline | Sequence[Timeline], *, title: str | None = Non
             labels: str = "microbatch") -> str:  # fmt: skip
     """A whole page, fully offline."""
     listed = [timelines] if isinstance(timelines, Timeline) else list(timelines)
+    if theme not in ("auto", *THEMES):
+        raise ConfigError(f"theme={theme!r}: choose auto, light or dark")
+    if labels not in LABELS:
+        raise ConfigError(f"labels={labels!r}: choose {', '.join(LABELS)}")
     heading = title or " · ".join(t.title for t in listed)
     options: dict[str, Any] = {"title": heading, "labels": labels}
     return _PAGE.format(

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from zeropipe.core.timeline import Timeline
 from zeropipe.errors import ConfigError
 from zeropipe.viz.boxes import LOWER, WHOLE, Boxes, boxes
-from zeropipe.viz.colors import NAMES, THEMES, ink_on, shades
+from zeropipe.viz.colors import LABELS, NAMES, THEMES, ink_on, shades
 from zeropipe.viz.units import number, percent, size_text, tick_step, time_text
 
 FONT = 8.0
@@ -23,7 +23,6 @@ SMALL = 7.0
 LEAST = 5.0  # no text smaller than this
 GLYPH = 0.6  # width of a digit, as a share of the font size
 FINEST = 0.25  # points: narrower boxes share one
-LABELS = ("microbatch", "action", "none")
 
 
 class Rect(NamedTuple):

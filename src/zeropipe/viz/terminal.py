@@ -28,7 +28,7 @@ def show(timelines: Sequence[Timeline], width: int | None = None, console: Conso
     columns = max(10, (width or console.width) - gutter - 7)
     longest = max(m.makespan for m in models) or 1.0
     for timeline, model in zip(timelines, models, strict=True):
-        console.print(_heading(timeline))
+        console.print(_heading(timeline), no_wrap=True, overflow="ellipsis")
         for rank in range(model.num_ranks):
             name = f"rank {rank}".rjust(gutter - 1) + " "
             busy = Text(f" {100 * (1 - timeline.rank_bubble[rank]):4.0f}%", "dim")
@@ -47,7 +47,7 @@ def _heading(timeline: Timeline) -> Text:
     numbers = f"  makespan {time_text(timeline.makespan, timeline.unit)}, bubble {percent(timeline.bubble)}"
     if timeline.memory:
         numbers += f", peak memory {size_text(max(timeline.peak_memory), timeline.memory_unit)}"
-    return Text.assemble((timeline.title, "bold"), (facts, "dim"), numbers)
+    return Text.assemble((timeline.title, "bold"), numbers, (facts, "dim"))
 
 
 def _row(model: Boxes, rank: int, columns: int, step: float, console: Console) -> Text:

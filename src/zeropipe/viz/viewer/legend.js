@@ -31,7 +31,7 @@ export function buildBar(state, timelines, actions) {
     button("−", "Zoom out", () => actions.zoom(1 / 1.6)),
     button("+", "Zoom in", () => actions.zoom(1.6)),
     button("Fit", "Show everything", actions.fit),
-    button("◐", "Light or dark", actions.theme),
+    ...(state.themeButton ? [button("◐", "Light or dark", actions.theme)] : []),
     button("?", "Keys", () => help.showModal()),
   );
   const help = keysDialog();

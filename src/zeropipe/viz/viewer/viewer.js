@@ -15,7 +15,9 @@ const RULER = 30;
 /**
  * Show `data` (what zeropipe.viz.payload gives) in `parent`.
  * Options: labels ("microbatch", "action", "none"), path, memory (whether shown at first), summary (default: when there
- * are several timelines). Returns { ready, update(data), view, state, panels, destroy() }; `ready` resolves when painted.
+ * are several timelines), themeButton. Returns { ready, update(data), recolour(), view, state, panels, destroy() };
+ * `ready` resolves when painted. The theme is the data-theme of the html element ("light", "dark", else the system's):
+ * call recolour() after changing it.
  */
 export function mountViewer(parent, data, options = {}) {
   const viewer = new Viewer(parent, options);
@@ -30,6 +32,7 @@ class Viewer {
     this.state = {
       view: new View(1), hidden: new Set(), labels: options.labels ?? "microbatch", path: options.path ?? false,
       memory: options.memory ?? true, found: null, gutter: 64, scale: 1, syncs: [], printing: false,
+      themeButton: options.themeButton ?? true,
     };
     this.view.listeners.add(() => this.repaint());
     this.bar = element("div");

@@ -1,0 +1,316 @@
+"""Files: SVG, PNG, PDF, the offline page's payload, Perfetto traces; and what the palette promises."""
+
+import base64
+import json
+import re
+import struct
+import xml.etree.ElementTree as ET
+import zlib
+from collections import Counter
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+import zeropipe as zp
+from zeropipe.core.lower import lower
+from zeropipe.core.timeline import Timeline
+from zeropipe.viz.colors import KINDS, contrast, ink_on, shades
+from zeropipe.viz.html import MODULES, bundle, viewer_file
+from zeropipe.viz.payload import payload
+
+SVG = "{http://www.w3.org/2000/svg}"
+COSTS = zp.Costs(f=1.0, i=1.1, w=0.9, p2p=0.1, memory_limit=6)
+
+
+def run(name="zbv", ranks=4, microbatches=8, costs=COSTS):
+    return zp.simulate(zp.build(name, ranks=ranks, microbatches=microbatches), costs)
+
+
+def spans(timeline: Timeline):
+    return [span for rank in range(timeline.num_ranks) for span in timeline.spans(rank)]
+
+
+@pytest.mark.parametrize("name", zp.names())
+def test_svg_has_one_box_per_action_where_and_as_wide_as_it_lasts(name, tmp_path):
+    timeline = run(name)
+    zp.draw(timeline, tmp_path / "x.svg", labels="none")
+    root = ET.parse(tmp_path / "x.svg").getroot()
+    drawn = {box.find(f"{SVG}title").text: box for box in root.iter(f"{SVG}rect") if box.get("class") == "box"}
+    assert drawn.keys() == {str(span.action) for span in spans(timeline)}
+    scale = (720 - 34 - 6) / timeline.makespan
+    rows = {}
+    for span in spans(timeline):
+        box = drawn[str(span.action)]
+        assert float(box.get("x")) == pytest.approx(34 + span.start * scale, abs=0.006)
+        assert float(box.get("width")) == pytest.approx((span.end - span.start) * scale, abs=0.7)
+        rows.setdefault(span.rank, set()).add(round(float(box.get("y")) // 15))
+    assert all(len(lines) <= 2 for lines in rows.values())
+
+
+def test_svg_options(tmp_path):
+    timeline = run()
+    zp.draw(
+        [timeline, timeline.labelled("a < b & c")],
+        tmp_path / "x.svg",
+        width=240,
+        theme="dark",
+        memory=True,
+        labels="action",
+    )
+    root = ET.parse(tmp_path / "x.svg").getroot()
+    texts = [text.text for text in root.iter(f"{SVG}text")]
+    assert root.get("width") == "240pt"
+    assert {"zbv", "a < b & c"} <= set(texts)
+    assert len(list(root.iter(f"{SVG}polygon"))) == 8  # a memory curve per rank and timeline
+    assert sum(line.get("stroke-dasharray") is not None for line in root.iter(f"{SVG}polyline")) == 8  # the limit
+    assert root.find(f"{SVG}rect").get("fill") == "#12151c"
+    assert all(float(text.get("font-size")) >= 5 for text in root.iter(f"{SVG}text"))
+
+
+def test_labels_are_microbatch_numbers(tmp_path):
+    zp.draw(run("1f1b", 2, 3), tmp_path / "x.svg")
+    texts = ET.parse(tmp_path / "x.svg").iter(f"{SVG}text")
+    in_boxes = Counter(text.text for text in texts if text.get("fill") == "#ffffff")
+    assert in_boxes == {"0": 4, "1": 4, "2": 4}  # F and B on two ranks
+
+
+def test_a_figure_of_many_boxes_stays_small(tmp_path):
+    zp.draw(run("1f1b", 4, 20_000), tmp_path / "x.svg")
+    boxes = sum(box.get("class") == "box" for box in ET.parse(tmp_path / "x.svg").iter(f"{SVG}rect"))
+    assert 4 * 680 <= boxes <= 4 * 680 * 4  # at most one per quarter of a point and rank
+
+
+def test_png_has_the_size_asked_for(tmp_path):
+    zp.draw(run(), tmp_path / "x.png", width=240, dpi=300)
+    data = (tmp_path / "x.png").read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    assert struct.unpack(">II", data[16:24])[0] == 1000
+
+
+def test_pdf_is_vector_with_text_and_embedded_fonts(tmp_path):
+    pypdf = pytest.importorskip("pypdf")
+    zp.draw(run("1f1b", 2, 4), tmp_path / "x.pdf", width=240)
+    page = pypdf.PdfReader(tmp_path / "x.pdf").pages[0]
+    assert float(page.mediabox.width) == pytest.approx(240)
+    assert "1f1b" in page.extract_text()
+    fonts = [font.get_object() for font in page["/Resources"]["/Font"].values()]
+    assert fonts
+    assert all(font["/Subtype"] == "/Type0" or "/FontFile2" in font["/FontDescriptor"] for font in fonts)
+    assert "/XObject" not in page["/Resources"] or not [
+        x for x in page["/Resources"]["/XObject"].values() if x.get_object()["/Subtype"] == "/Image"
+    ]
+
+
+@pytest.mark.parametrize(
+    "path,options,message",
+    [
+        ("x.bmp", {}, "cannot draw 'x.bmp': the name must end in .html, .svg, .png, .pdf, .json"),
+        ("x.svg", {"colour": 1}, ".svg has no option 'colour'"),
+        ("x.svg", {"theme": "pink"}, "theme='pink': choose light or dark"),
+        ("x.svg", {"labels": "all"}, "labels='all': choose microbatch, action, none"),
+        ("x.png", {"width": 5}, "width=5: a figure is 100 to 10000 points wide"),
+        ("x.html", {"labels": "all"}, "labels='all'"),
+        ("x.html", {"theme": "pink"}, "theme='pink'"),
+    ],
+)
+def test_bad_options_say_what_is_allowed(tmp_path, path, options, message):
+    with pytest.raises(zp.ConfigError, match=re.escape(message)):
+        zp.draw(run(), tmp_path / path, **options)
+    with pytest.raises(zp.ConfigError, match="at least one timeline"):
+        zp.draw([], tmp_path / path)
+
+
+@pytest.mark.parametrize("name", zp.names())
+@pytest.mark.parametrize("scale", [1.0, 1e-4, 12345.678])
+def test_the_payload_holds_every_span(name, scale):
+    """Decoded here a second time, without the viewer."""
+    timeline = run(name, costs=zp.Costs(f=scale, i=1.1 * scale, w=0.9 * scale, p2p=0.1 * scale))
+    data = payload(timeline)["timelines"][0]
+    raw, at, columns = zlib.decompress(base64.b64decode(data["data"])), 0, {}
+    for (column, kind), length in zip(data["columns"].items(), data["lengths"]):
+        columns[column] = np.frombuffer(raw, kind, length, at).astype(np.int64 if kind[0] != "f" else np.float64)
+        at += length * int(kind[1])
+    clock = np.cumsum(columns["gap"] + np.concatenate([[0], columns["duration"][:-1]]))
+    expected = spans(timeline)
+    assert clock * data["tick"] == pytest.approx([s.start for s in expected], abs=data["tick"])
+    assert (clock + columns["duration"]) * data["tick"] == pytest.approx([s.end for s in expected], abs=data["tick"])
+    assert np.cumsum(columns["microbatch"]).tolist() == [s.action.microbatch for s in expected]
+    assert columns["stage"].tolist() == [s.action.stage for s in expected]
+    assert (columns["head"] & 15).tolist() == [s.action.kind for s in expected]
+    assert data["tick"] < 1e-7 * timeline.makespan
+    json.dumps(data)
+
+
+def test_shades_tell_the_stages_of_a_rank_apart():
+    for name in zp.names():
+        timeline = run(name)
+        data = payload(timeline)["timelines"][0]
+        split = data["split"] if data["split"] is not None else timeline.schedule.num_microbatches
+        seen = {}
+        for s in spans(timeline):
+            copy = int(s.action.microbatch >= split)
+            shade = data["shades"][copy][s.action.stage]
+            assert seen.setdefault((s.rank, shade), (copy, s.action.stage)) == (copy, s.action.stage)
+
+
+def test_the_page_needs_nothing_else(tmp_path):
+    zp.draw(run().labelled("</script><b>"), tmp_path / "x.html")
+    page = (tmp_path / "x.html").read_text("utf-8")
+    assert not re.findall(r"""(?:src|href)\s*=|@import|url\(|https?://""", page.replace("http-equiv", ""))
+    assert page.count("</script>") == 2
+    assert not re.search(r"^(import|export)\b", bundle(), re.MULTILINE)
+
+
+def test_viewer_modules_import_only_earlier_ones_and_share_one_scope():
+    names = Counter()
+    for n, module in enumerate(MODULES):
+        source = viewer_file(module)
+        assert set(re.findall(r'from "\./([^"]+)"', source)) <= set(MODULES[:n])
+        names.update(re.findall(r"^(?:export )?(?:async )?(?:function\*?|const|let|class) (\w+)", source, re.MULTILINE))
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_notebooks_show_the_page_in_a_frame():
+    shown = run()._repr_html_()
+    assert shown.startswith("<iframe srcdoc=")
+    assert "mountViewer" in shown
+
+
+# --- Perfetto ------------------------------------------------------------------------------------------------------
+
+NUMBER = (int, float)
+TRACE_SCHEMA = {  # the trace event format: phase -> required fields and their types
+    "M": {"name": str, "pid": int, "args": dict},
+    "X": {"name": str, "cat": str, "pid": int, "tid": int, "ts": NUMBER, "dur": NUMBER, "args": dict},
+    "s": {"name": str, "cat": str, "id": int, "pid": int, "tid": int, "ts": NUMBER},
+    "f": {"name": str, "cat": str, "id": int, "pid": int, "tid": int, "ts": NUMBER, "bp": str},
+    "C": {"name": str, "pid": int, "ts": NUMBER, "args": dict},
+}
+
+
+def trace_of(timelines, tmp_path):
+    zp.draw(timelines, tmp_path / "x.json")
+    return json.loads((tmp_path / "x.json").read_text())
+
+
+@pytest.mark.parametrize("name", zp.names())
+def test_trace_is_valid_and_complete(name, tmp_path):
+    timeline = run(name)
+    trace = trace_of([timeline, timeline], tmp_path)
+    assert trace.keys() == {"displayTimeUnit", "traceEvents"}
+    by_phase = {phase: [] for phase in TRACE_SCHEMA}
+    for event in trace["traceEvents"]:
+        fields = TRACE_SCHEMA[event["ph"]]
+        assert all(isinstance(event[field], kind) for field, kind in fields.items())
+        assert event.keys() <= {"ph", "tid", *fields}
+        assert event.get("ts", 0) >= 0
+        assert event.get("dur", 0) >= 0
+        by_phase[event["ph"]].append(event)
+    assert len(by_phase["X"]) == 2 * timeline.schedule.num_actions
+    sends = sum(
+        action.kind in (zp.Kind.SEND_F, zp.Kind.SEND_B)
+        for row in lower(timeline.schedule).rows
+        for action in row
+        if isinstance(action, zp.Action)
+    )
+    assert len(by_phase["s"]) == len(by_phase["f"]) == 2 * sends
+    check_arrows(by_phase)
+    assert {(e["pid"], e["name"]) for e in by_phase["C"]} == {
+        (p, f"memory of rank {r}") for p in (1, 2) for r in range(4)
+    }
+    peaks = [max(e["args"]["units"] for e in by_phase["C"] if e["name"].endswith(f"rank {r}")) for r in range(4)]
+    assert peaks == list(timeline.peak_memory)
+
+
+def check_arrows(by_phase):
+    """Each arrow starts inside a slice and ends inside a later one, of another rank and the same process."""
+    slices = {}
+    for event in by_phase["X"]:
+        slices.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
+    starts = {event["id"]: event for event in by_phase["s"]}
+    assert len(starts) == len(by_phase["s"])
+    for event in by_phase["f"]:
+        start = starts[event["id"]]
+        assert start["pid"] == event["pid"]
+        assert start["tid"] != event["tid"]
+        assert start["ts"] < event["ts"]
+        for end in (start, event):
+            assert any(a <= end["ts"] <= b for a, b in slices[end["pid"], end["tid"]])
+
+
+def test_trace_slices_of_a_rank_nest_or_follow(tmp_path):
+    """Perfetto drops slices that overlap in part."""
+    events = trace_of(run("dualpipev", costs=zp.Costs(f=1 / 3, i=1 / 7, w=1 / 9)), tmp_path)["traceEvents"]
+    for tid in range(1, 5):
+        free = (0.0, 0.0)
+        for e in sorted((e for e in events if e["ph"] == "X" and e["tid"] == tid), key=lambda e: e["ts"]):
+            both = (e["ts"], round(e["ts"] + e["dur"], 3))
+            assert both == free or both[0] >= free[1]
+            free = both
+
+
+def test_perfettos_own_reader_agrees(tmp_path):
+    api = pytest.importorskip("perfetto.trace_processor")
+    path = trace_processor()
+    if path is None:
+        pytest.skip(
+            "no trace_processor_shell: the perfetto package would have to download it; set PERFETTO_BINARY_PATH"
+        )
+    timeline = run("dualpipev")
+    zp.draw(timeline, tmp_path / "x.json")
+    with api.TraceProcessor(trace=str(tmp_path / "x.json"), config=api.TraceProcessorConfig(bin_path=path)) as reader:
+        count = {t: next(iter(reader.query(f"select count(*) as n from {t}"))).n for t in ("slice", "flow", "counter")}
+        errors = list(reader.query("select name, value from stats where severity = 'error' and value > 0"))
+    assert count["slice"] == timeline.schedule.num_actions
+    assert count["flow"] > 0
+    assert count["counter"] > 0
+    assert not errors
+
+
+def trace_processor():
+    import os
+    import shutil
+    from pathlib import Path
+
+    kept = sorted((Path.home() / ".local/share/perfetto/prebuilts").glob("trace_processor_shell-*"))
+    found = [os.environ.get("PERFETTO_BINARY_PATH"), shutil.which("trace_processor_shell"), *map(str, kept)]
+    return next((path for path in found if path and not path.endswith(".tmp")), None)
+
+
+# --- colours -------------------------------------------------------------------------------------------------------
+
+# Machado, Oliveira and Fernandes 2009, severity 1.0, on linear RGB
+SIGHT = {
+    "normal": np.eye(3),
+    "protanopia": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+    "deuteranopia": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.01182, 0.04294, 0.968881]],
+    "tritanopia": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.3039]],
+}
+
+
+def lab(color, sight):
+    channels = np.array([int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+    linear = np.where(channels <= 0.04045, channels / 12.92, ((channels + 0.055) / 1.055) ** 2.4)
+    seen = np.clip(np.array(SIGHT[sight]) @ linear, 0, 1)
+    xyz = np.array(
+        [[0.4124564, 0.3575761, 0.1804375], [0.2126729, 0.7151522, 0.072175], [0.0193339, 0.119192, 0.9503041]]
+    )
+    scaled = xyz @ seen / np.array([0.95047, 1, 1.08883])
+    f = np.where(scaled > 0.008856, np.cbrt(scaled), 7.787 * scaled + 16 / 116)
+    return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
+
+
+@pytest.mark.parametrize("sight", SIGHT)
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_kinds_are_told_apart_in_every_shade_by_every_sight(sight, count):
+    for one, other in combinations(KINDS, 2):
+        for a in shades(one, count):
+            for b in shades(other, count):
+                assert np.linalg.norm(lab(a, sight) - lab(b, sight)) > 25
+
+
+def test_labels_are_readable_on_every_box():
+    for kind in KINDS:
+        for color in shades(kind, 2):
+            assert contrast(color, ink_on(color)) >= 4.5
