@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from zeropipe.engine.ops import SlottedGrouped, grouped, new_slot
 from zeropipe.engine.products import Product, grouped_product
 from zeropipe.engine.split import put
+from zeropipe.engine.torch_private import use_number
 
 _NAMES = ("gate_up_proj", "down_proj")
 
@@ -70,7 +71,7 @@ def _deferred(kind: type[nn.Module]) -> type[nn.Module]:
 
 def _product(x: Tensor, weight: nn.Parameter, offsets: Tensor, slot: Tensor, transposed: bool) -> Tensor:
     if torch.compiler.is_compiling() and weight.requires_grad:
-        return SlottedGrouped.apply(x, weight, offsets, slot, transposed)
+        return SlottedGrouped.apply(x, weight, offsets, slot, use_number(), transposed)
     return _Grouped.apply(x, weight, offsets, transposed)
 
 

@@ -12,6 +12,7 @@ from zeropipe.engine.experts import defer_experts
 from zeropipe.engine.ops import SlottedLinear, new_slot
 from zeropipe.engine.products import Product
 from zeropipe.engine.split import put
+from zeropipe.engine.torch_private import use_number
 
 
 def defer(module: nn.Module) -> int:
@@ -69,7 +70,7 @@ class Deferred(nn.Module):
         if not torch.compiler.is_compiling():
             return _Linear.apply(x, self.weight, self.bias, transposed)
         if x.requires_grad:
-            return SlottedLinear.apply(x, self.weight, self.bias, self.slot, transposed)
+            return SlottedLinear.apply(x, self.weight, self.bias, self.slot, use_number(), transposed)
         # The operator is kept for the input gradient it returns; where nobody needs that, it would be optimised away.
         return functional.linear(x, self.weight.t() if transposed else self.weight, self.bias)
 

@@ -30,14 +30,14 @@ def _parameter(slot: Tensor) -> nn.Parameter:
 
 _library = torch.library.Library("zeropipe", "DEF")
 _library.define(
-    "linear_dx(Tensor dy, Tensor weight, Tensor x, Tensor slot, bool transposed) -> Tensor",
+    "linear_dx(Tensor dy, Tensor weight, Tensor x, Tensor slot, int use, bool transposed) -> Tensor",
     tags=(torch.Tag.flexible_layout,),
 )
 _library.define(
     "grouped(Tensor x, Tensor weight, Tensor offsets, bool transposed) -> Tensor", tags=(torch.Tag.flexible_layout,)
 )
 _library.define(
-    "grouped_dx(Tensor dy, Tensor weight, Tensor x, Tensor offsets, Tensor slot, bool transposed) -> Tensor",
+    "grouped_dx(Tensor dy, Tensor weight, Tensor x, Tensor offsets, Tensor slot, int use, bool transposed) -> Tensor",
     tags=(torch.Tag.flexible_layout,),
 )
 linear_dx = torch.ops.zeropipe.linear_dx.default
@@ -46,7 +46,7 @@ grouped_dx = torch.ops.zeropipe.grouped_dx.default
 
 
 @torch.library.impl(_library, "linear_dx", "CompositeExplicitAutograd")
-def _linear_dx(dy: Tensor, weight: Tensor, x: Tensor, slot: Tensor, transposed: bool) -> Tensor:
+def _linear_dx(dy: Tensor, weight: Tensor, x: Tensor, slot: Tensor, use: int, transposed: bool) -> Tensor:
     """The input gradient of a linear layer; keeps x and dy for W on the side."""
     put(Product(_parameter(slot), x, dy, transposed))
     weight = weight.to(dy.dtype)
@@ -54,7 +54,7 @@ def _linear_dx(dy: Tensor, weight: Tensor, x: Tensor, slot: Tensor, transposed: 
 
 
 @torch.library.register_fake("zeropipe::linear_dx", lib=_library)
-def _(dy: Tensor, weight: Tensor, x: Tensor, slot: Tensor, transposed: bool) -> Tensor:
+def _(dy: Tensor, weight: Tensor, x: Tensor, slot: Tensor, use: int, transposed: bool) -> Tensor:
     keep_inputs_from_reuse(linear_dx)  # whoever compiles, with whatever options
     return torch.empty_like(x, dtype=dy.dtype, memory_format=torch.contiguous_format)
 
@@ -63,16 +63,18 @@ class SlottedLinear(torch.autograd.Function):
     """x W^T + b in a compiled block: as in eager mode, but backward is an operator the compiler cannot look into."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, slot: Tensor, transposed: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, slot: Tensor, use: int, transposed: bool
+    ) -> Tensor:
         ctx.save_for_backward(x, weight, slot)
-        ctx.transposed = transposed
+        ctx.use, ctx.transposed = use, transposed
         return torch.nn.functional.linear(x, weight.t() if transposed else weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, Tensor | None, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, Tensor | None, None, None, None]:
         x, weight, slot = ctx.saved_tensors
         db = dy.reshape(-1, dy.shape[-1]).sum(0) if ctx.needs_input_grad[2] else None
-        return linear_dx(dy, weight, x, slot, ctx.transposed), None, db, None, None
+        return linear_dx(dy, weight, x, slot, ctx.use, ctx.transposed), None, db, None, None, None
 
 
 @torch.library.impl(_library, "grouped", "CompositeExplicitAutograd")
@@ -87,14 +89,16 @@ def _(x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool) -> Tensor:
 
 
 @torch.library.impl(_library, "grouped_dx", "CompositeExplicitAutograd")
-def _grouped_dx(dy: Tensor, weight: Tensor, x: Tensor, offsets: Tensor, slot: Tensor, transposed: bool) -> Tensor:
+def _grouped_dx(
+    dy: Tensor, weight: Tensor, x: Tensor, offsets: Tensor, slot: Tensor, use: int, transposed: bool
+) -> Tensor:
     """The input gradient of `grouped`; keeps x and dy for W on the side."""
     put(Product(_parameter(slot), x, dy, transposed, offsets))
     return grouped_product(dy, weight.transpose(1, 2) if transposed else weight, offsets)
 
 
 @torch.library.register_fake("zeropipe::grouped_dx", lib=_library)
-def _(dy: Tensor, weight: Tensor, x: Tensor, offsets: Tensor, slot: Tensor, transposed: bool) -> Tensor:
+def _(dy: Tensor, weight: Tensor, x: Tensor, offsets: Tensor, slot: Tensor, use: int, transposed: bool) -> Tensor:
     keep_inputs_from_reuse(grouped_dx)
     return x.new_empty(x.shape)
 
@@ -103,12 +107,14 @@ class SlottedGrouped(torch.autograd.Function):
     """`grouped` in a compiled block."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor, slot: Tensor, transposed: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor, slot: Tensor, use: int, transposed: bool
+    ) -> Tensor:
         ctx.save_for_backward(x, weight, offsets, slot)
-        ctx.transposed = transposed
+        ctx.use, ctx.transposed = use, transposed
         return grouped(x, weight, offsets, transposed)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         x, weight, offsets, slot = ctx.saved_tensors
-        return grouped_dx(dy, weight, x, offsets, slot, ctx.transposed), None, None, None, None
+        return grouped_dx(dy, weight, x, offsets, slot, ctx.use, ctx.transposed), None, None, None, None, None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -28,6 +30,21 @@ def keep_inputs_from_reuse(op: Any) -> None:
         for held in kernel.inputs:
             V.graph.never_reuse_buffers.add(held.get_name())
         return made.wrap_for_lowering()
+
+
+_uses: weakref.WeakKeyDictionary[Any, Iterator[int]] = weakref.WeakKeyDictionary()
+
+
+@torch.compiler.assume_constant_result
+def use_number() -> int:
+    """While a graph is traced: 0, 1, 2, ... A constant that keeps the compiler from merging equal operators.
+
+    A layer used twice with the same input must leave two products. Counting starts anew with each graph, so that
+    equal blocks make equal graphs.
+    """
+    from torch._guards import TracingContext
+
+    return next(_uses.setdefault(TracingContext.get(), itertools.count()))
 
 
 def inductor_backend(memory_budget: float | None = None) -> Callable[..., Any]:
