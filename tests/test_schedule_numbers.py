@@ -106,6 +106,15 @@ def test_interleaved(p, v):
     assert run("interleaved", 4, 8).makespan == 57
 
 
+@pytest.mark.parametrize(("p", "v"), [(4, 2), (8, 2), (6, 3), (8, 4), (5, 2)])
+def test_smaller_groups_save_memory(p, v):
+    """PipeOffload (arXiv 2503.01328): peak g(v - 1) + p stages, (p - g)(v - 1) more bubble than interleaved."""
+    for g in range((p + 1) // 2, p):
+        timeline = run("interleaved", p, 8 * g, zp.Costs(f=1, i=0.5, w=0.5), stages_per_rank=v, group_size=g)
+        assert max(timeline.peak_memory) == g * (v - 1) + p
+        assert timeline.makespan == 2 * (8 * g * v + p - 1 + (p - g) * (v - 1))
+
+
 @pytest.mark.parametrize(("p", "v", "m"), [(4, 2, 16), (4, 1, 16), (8, 2, 32), (2, 4, 6), (3, 3, 9)])
 def test_overlapped_interleaving(p, v, m):
     f, b, both = 2.0, 4.0, 5.5

@@ -5,14 +5,18 @@ from zeropipe.schedules.registry import register
 from zeropipe.schedules.rounds import backwards, forwards, groups, require_group_size
 
 
+def _require(p: Problem, group_size: int | None) -> None:
+    require_group_size(p, group_size, least=p.num_ranks)
+
+
 @register(
     "interleaved-overlap",
     placement=loop,
     stages_per_rank=(2, 1, 3, 4, 5, 6, 7, 8),
     overlaps=True,
     paper="https://github.com/NVIDIA/Megatron-LM",
-    limits="a group_size must be at least the number of ranks, and so must what it leaves for the last group",
-    require=require_group_size,
+    limits="group_size at least ranks; the last group needs a microbatch per rank",
+    require=_require,
 )
 def interleaved_overlap(lane: Lane, rank: int, p: Problem, *, group_size: int | None = None) -> None:
     """Interleaved with one more forward in warm-up, so that each F runs together with a B of another microbatch."""

@@ -38,6 +38,11 @@ class Entry:
         return (inspect.getdoc(self.write) or "").split("\n")[0].rstrip(".")
 
     @property
+    def placement_name(self) -> str:
+        """linear, loop, vee, mirror or custom."""
+        return self.placement(Problem(4, 4 * self.stages_per_rank[0], 8)).name
+
+    @property
     def options(self) -> Mapping[str, Any]:
         """The knobs beyond sizes, with their defaults."""
         parameters = inspect.signature(self.write).parameters.values()

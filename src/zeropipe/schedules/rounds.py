@@ -25,20 +25,21 @@ def groups(p: Problem, group_size: int | None = None) -> list[range]:
     return [range(*pair) for pair in pairwise(starts)]
 
 
-def require_group_size(p: Problem, group_size: int | None = None) -> None:
-    """ConfigError for a group size whose order would hang: a group must keep all ranks busy."""
+def require_group_size(p: Problem, group_size: int | None, least: int) -> None:
+    """ConfigError for a group size whose order would hang: below `least`, or with too small a last group."""
     if group_size is None:
         return
-    if not isinstance(group_size, int) or group_size < min(p.num_ranks, p.num_microbatches):
+    if not isinstance(group_size, int) or group_size < min(least, p.num_microbatches):
         raise ConfigError(
-            f"group_size={group_size!r}: a group needs a microbatch for each of the {p.num_ranks} ranks; "
-            f"give {p.num_ranks} or more, or leave it out"
+            f"group_size={group_size!r}: with {p.num_ranks} ranks a group needs {least} microbatches; "
+            "give that or more, or leave it out"
         )
     rest = p.num_microbatches % group_size
-    if 0 < rest < p.num_ranks and group_size < p.num_microbatches:
+    needed = p.num_ranks if group_size >= p.num_ranks else p.num_ranks - 1 - group_size
+    if 0 < rest < needed and group_size < p.num_microbatches:
         raise ConfigError(
             f"group_size={group_size} leaves {rest} of {p.num_microbatches} microbatches for the last group, "
-            f"fewer than {p.num_ranks} ranks: leave group_size out for groups of equal size"
+            f"which needs {needed}: leave group_size out for groups of equal size"
         )
 
 

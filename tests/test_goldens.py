@@ -1,0 +1,17 @@
+"""One small example of every schedule, as torch's CSV: a change of an order must be meant."""
+
+from pathlib import Path
+
+import pytest
+
+import zeropipe as zp
+from zeropipe.schedules.registry import entries
+
+GOLDENS = Path(__file__).parent / "goldens"
+
+
+@pytest.mark.parametrize("entry", entries(), ids=str)
+def test_golden(entry):
+    """To renew one: `zeropipe draw NAME --ranks 4 --microbatches 8 -o tests/goldens/NAME.csv`."""
+    schedule = zp.build(entry.name, ranks=4, microbatches=8)
+    assert zp.to_csv(schedule) == (GOLDENS / f"{entry.name}.csv").read_text()
