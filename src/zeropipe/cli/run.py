@@ -107,20 +107,13 @@ def _job(built: list[Schedule], **given: Any) -> Job:
 
 def _measure(built: list[Schedule], job: Job, timeout: float) -> list[Measured] | None:
     from zeropipe.engine.launch import LocalRanks, is_local
-    from zeropipe.engine.measure import join_torchrun, measure_all
+    from zeropipe.engine.measure import measure_all, measure_under_torchrun
 
-    if is_local():
-        with LocalRanks(built[0].num_ranks) as ranks:
-            first: list[Measured] = ranks.run(measure_all, built, job, timeout=timeout)[0]
-            return first
-    import torch.distributed as dist
-
-    join_torchrun(job.device)
-    try:
-        results = measure_all(built, job)
-        return results if dist.get_rank() == 0 else None
-    finally:
-        dist.destroy_process_group()
+    if not is_local():
+        return measure_under_torchrun(built, job)
+    with LocalRanks(built[0].num_ranks) as ranks:
+        first: list[Measured] = ranks.run(measure_all, built, job, timeout=timeout)[0]
+        return first
 
 
 def _predicted(measured: Timeline) -> Timeline:

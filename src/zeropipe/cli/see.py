@@ -25,31 +25,24 @@ def list_schedules(as_json: bool) -> None:
     if as_json:
         output.print_json([
             {
-                "name": e.name, "aliases": e.aliases, "summary": e.summary, "placement": e.placement.__name__,
+                "name": e.name, "aliases": e.aliases, "summary": e.summary, "placement": e.placement_name,
                 "stages_per_rank": e.stages_per_rank, "splits_backward": e.splits_backward, "overlaps": e.overlaps,
                 "options": dict(e.options), "limits": e.limits, "paper": e.paper,
             }
             for e in entries()
         ])  # fmt: skip
         return
-    rows = output.table(
-        "name",
-        "stages/rank",
-        "placement",
-        "backward",
-        "what it is",
-        left=("name", "placement", "backward", "what it is"),
-    )
+    console = output.console()
+    wide = console.width >= 110
+    details = ("stages/rank", "placement", "backward") if wide else ()
+    rows = output.table("name", *details, "what it is", left=("name", "placement", "backward", "what it is"))
     for e in entries():
         low, high = min(e.stages_per_rank), max(e.stages_per_rank)
-        rows.add_row(
-            e.name,
-            str(low) if low == high else f"{low}-{high}",
-            e.placement.__name__,
-            "I + W" if e.splits_backward else "B",
-            e.summary,
-        )
-    output.console().print(rows)
+        facts = (
+            str(low) if low == high else f"{low}-{high}", e.placement_name, "I + W" if e.splits_backward else "B",
+        )  # fmt: skip
+        rows.add_row(e.name, *(facts if wide else ()), e.summary)
+    console.print(rows)
 
 
 @click.command()

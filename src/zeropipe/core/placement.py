@@ -88,16 +88,13 @@ PLACEMENTS: dict[str, PlacementRule] = {rule.__name__: rule for rule in (linear,
 
 def recognise(copies: tuple[tuple[int, ...], ...], split: int | None, problem: Problem) -> Placement:
     """The named placement these tables are, or a custom one."""
-    plain = Placement(copies, split)
     for rule in PLACEMENTS.values():
-        if rule is linear and problem.num_stages != problem.num_ranks:
-            continue
-        if rule is mirror and problem.num_stages != problem.num_ranks:
+        if rule in (linear, mirror) and problem.num_stages != problem.num_ranks:
             continue
         known = rule(problem)
-        if known == plain:
-            return known
-    return plain
+        if known.copies == copies:
+            return Placement(copies, split, known.name)
+    return Placement(copies, split)
 
 
 def require_ranks(table: tuple[int, ...], num_ranks: int) -> None:

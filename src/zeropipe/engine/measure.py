@@ -98,10 +98,23 @@ def measure(schedule: Schedule, job: Job, say: Callable[[str], None] | None = No
     return Measured(middle, tuple(losses), tuple(t.makespan for t in timelines), _num_parameters(stages, schedule))
 
 
-def join_torchrun(device: str) -> None:
-    """Join the processes torchrun started: NCCL where every rank has a GPU of its own, else gloo."""
-    own_gpu = device == "cuda" and torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+def measure_all(schedules: Sequence[Schedule], job: Job) -> list[Measured]:
+    """`measure` one schedule after the other."""
+    return [measure(schedule, job) for schedule in schedules]
+
+
+def measure_under_torchrun(schedules: Sequence[Schedule], job: Job) -> list[Measured] | None:
+    """`measure_all` on the processes torchrun started; None on all ranks but the first.
+
+    NCCL where every rank has a GPU of its own, else gloo.
+    """
+    own_gpu = job.device == "cuda" and torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     dist.init_process_group("nccl" if own_gpu else "gloo")
+    try:
+        results = measure_all(schedules, job)
+        return results if dist.get_rank() == 0 else None
+    finally:
+        dist.destroy_process_group()
 
 
 def _model(job: Job) -> Any:
@@ -156,11 +169,6 @@ def _num_parameters(stages: Any, schedule: Schedule) -> int:
     parts: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(parts, own)
     return sum(parts)
-
-
-def measure_all(schedules: Sequence[Schedule], job: Job) -> list[Measured]:
-    """`measure` one schedule after the other."""
-    return [measure(schedule, job) for schedule in schedules]
 
 
 def _to_stderr(text: str) -> None:
