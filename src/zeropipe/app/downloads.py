@@ -8,6 +8,7 @@ from tempfile import TemporaryDirectory
 from threading import Lock
 from typing import Any, get_args
 
+from zeropipe.app.desk import Pulse
 from zeropipe.app.errors import Refusal
 from zeropipe.app.models import FileAsk, Format
 from zeropipe.app.uploads import Uploads
@@ -26,9 +27,9 @@ assert MEDIA.keys() == set(get_args(Format))
 BOXES_IN_A_PICTURE = 60_000  # a vector file with more is slow to open, and a pixel shows many of them
 
 
-def file_of(ask: FileAsk, form: Format, uploads: Uploads) -> tuple[str, bytes]:
+def file_of(pulse: Pulse, ask: FileAsk, form: Format, uploads: Uploads) -> tuple[str, bytes]:
     """A name and the content. A schedule that was refused is a Refusal here: a file says nothing beside a field."""
-    shown, refused = timelines_of(ask, uploads)
+    shown, refused = timelines_of(ask, uploads, pulse)
     if refused:
         raise Refusal(*refused)
     timelines = [one.timeline for one in shown]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
+
+from fastapi import HTTPException
+from fastapi.responses import JSONResponse
 
 from zeropipe.app.limits import MAX_BODY
 
@@ -19,10 +21,6 @@ HEADERS = [
 ]
 
 
-class TooLarge(Exception):
-    """More bytes came than the page takes."""
-
-
 class Guard:
     """An ASGI middleware."""
 
@@ -33,7 +31,6 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        started = False
         seen = 0
 
         async def counted() -> Any:
@@ -41,23 +38,19 @@ class Guard:
             message = await receive()
             seen += len(message.get("body", b""))
             if seen > MAX_BODY:
-                raise TooLarge
+                raise HTTPException(413, _too_large())
             return message
 
         async def with_headers(message: Any) -> None:
-            nonlocal started
             if message["type"] == "http.response.start":
-                started = True
                 message["headers"] = [*message.get("headers", []), *HEADERS]
             await send(message)
 
-        try:
-            if _length(scope) > MAX_BODY:
-                raise TooLarge
+        if _length(scope) > MAX_BODY:  # nothing of it is read
+            answer = JSONResponse({"errors": [{"field": "", "message": _too_large()}]}, 413)
+            await answer(scope, receive, with_headers)
+        else:
             await self.app(scope, counted, with_headers)
-        except TooLarge:
-            if not started:
-                await _refuse(with_headers)
 
 
 def _length(scope: Any) -> int:
@@ -65,9 +58,5 @@ def _length(scope: Any) -> int:
     return int(given) if given.isdigit() else 0
 
 
-async def _refuse(send: Any) -> None:
-    message = f"the request is larger than {MAX_BODY // 2**20} MiB: use the command line for files of that size"
-    body = json.dumps({"errors": [{"field": "", "message": message}]}).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": 413, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+def _too_large() -> str:
+    return f"the request is larger than {MAX_BODY / 2**20:.0f} MiB: use the command line for files of that size"

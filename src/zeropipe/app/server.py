@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from importlib.resources import files
-from typing import Any, TypeVar
+from typing import Any
 
 from zeropipe import __version__
 from zeropipe.errors import MissingExtra
@@ -22,6 +19,7 @@ except ImportError:
     raise MissingExtra("fastapi", "app") from None
 
 from zeropipe.app import models
+from zeropipe.app.desk import BACKGROUND, Desk, Gone, Pulse
 from zeropipe.app.downloads import MEDIA, file_of
 from zeropipe.app.errors import Refusal, broken_rules
 from zeropipe.app.guard import Guard
@@ -33,13 +31,11 @@ from zeropipe.viz.colors import palette
 from zeropipe.viz.payload import payload
 
 SHADES = 2  # of a colour on the cards
-WORKERS = 2  # requests computed at the same time; the event loop stays free for the rest
 REFUSED: dict[int | str, dict[str, Any]] = {
     400: {"model": models.Errors, "description": "The body cannot be read."},
     413: {"model": models.Errors, "description": "The body is too large."},
     422: {"model": models.Errors, "description": "A value breaks a rule."},
 }
-Out = TypeVar("Out")
 
 
 class Plain(JSONResponse):
@@ -47,10 +43,6 @@ class Plain(JSONResponse):
 
     def render(self, content: Any) -> bytes:
         return json.dumps(content, allow_nan=False, separators=(",", ":")).encode("ascii")
-
-
-class Gone(Exception):
-    """The browser has stopped waiting for this answer."""
 
 
 def create_app() -> FastAPI:
@@ -64,7 +56,7 @@ def create_app() -> FastAPI:
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(Gone, lambda request, error: Response(status_code=499))
-    _add_calls(app, Uploads(), ThreadPoolExecutor(WORKERS, "zeropipe"))
+    _add_calls(app, Uploads(), Desk())
     static = files("zeropipe.app").joinpath("static")
     app.mount("/static", StaticFiles(directory=str(static)), name="static")
     app.mount("/viewer", StaticFiles(directory=str(files("zeropipe.viz").joinpath("viewer"))), name="viewer")
@@ -76,42 +68,32 @@ def create_app() -> FastAPI:
     return app
 
 
-def _add_calls(app: FastAPI, uploads: Uploads, pool: ThreadPoolExecutor) -> None:
-    async def work(request: Request, function: Callable[..., Out], *args: Any) -> Out:
-        """Compute off the event loop, unless the browser left while the request was waiting for its turn."""
-
-        def turn() -> Out:
-            if asyncio.run_coroutine_threadsafe(request.is_disconnected(), loop).result():
-                raise Gone
-            return function(*args)
-
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(pool, turn)
-
+def _add_calls(app: FastAPI, uploads: Uploads, desk: Desk) -> None:
     @app.get("/api/schedules", response_model=models.Catalog, summary="All schedules")
     async def schedules(request: Request) -> Response:
-        return Plain(await work(request, _catalog))
+        return Plain(await desk.work(request, _catalog))
 
     @app.post("/api/simulate", response_model=models.Answer, responses=REFUSED, summary="Simulate side by side")
     async def simulate(ask: models.Ask, request: Request) -> Response:
-        return await work(request, _answer, ask, uploads)
+        return await desk.work(request, _answer, ask, uploads)
 
     @app.post("/api/chart", response_model=models.Chart, responses=REFUSED, summary="Bubble against memory")
     async def trade_off(size: models.Size, request: Request) -> Response:
-        return Plain(await work(request, chart, size))
+        return Plain(await desk.work(request, chart, size, line=BACKGROUND))
 
     @app.post("/api/uploads", response_model=models.Uploaded, responses=REFUSED, summary="Read a dropped file")
     async def upload(file: models.Upload, request: Request) -> Response:
-        return Plain({**_NOTHING, **await work(request, uploads.add, file.name, file.text)})
+        return Plain({**_NOTHING, **await desk.work(request, _upload, uploads, file)})
 
     content = {media: {"schema": {"type": "string", "format": "binary"}} for media in MEDIA.values()}
+    content[MEDIA["json"]] = {"schema": {"type": "object"}}
 
     @app.post(
         "/api/files/{format}", response_class=Response, responses={200: {"content": content}, **REFUSED},
         summary="The comparison as a file",
     )  # fmt: skip
     async def download(format: models.Format, ask: models.FileAsk, request: Request) -> Response:
-        name, data = await work(request, file_of, ask, format, uploads)
+        name, data = await desk.work(request, file_of, ask, format, uploads)
         headers = {"Content-Disposition": f'attachment; filename="{name}"'}
         return Response(data, media_type=MEDIA[format], headers=headers)
 
@@ -119,15 +101,19 @@ def _add_calls(app: FastAPI, uploads: Uploads, pool: ThreadPoolExecutor) -> None
 _NOTHING = models.Uploaded(kind="costs", name="").model_dump()
 
 
-def _answer(ask: models.Ask, uploads: Uploads) -> Plain:
+def _answer(pulse: Pulse, ask: models.Ask, uploads: Uploads) -> Plain:
     """Encoding a large answer takes as long as computing it, so that is done here, off the event loop, too."""
-    shown, refused = timelines_of(ask, uploads)
+    shown, refused = timelines_of(ask, uploads, pulse)
     return Plain({
         "results": results(shown), "errors": _list(refused), "viewer": payload([one.timeline for one in shown]),
     })  # fmt: skip
 
 
-def _catalog() -> dict[str, Any]:
+def _upload(pulse: Pulse, uploads: Uploads, file: models.Upload) -> dict[str, Any]:
+    return uploads.add(file.name, file.text)
+
+
+def _catalog(pulse: Pulse) -> dict[str, Any]:
     cards = [
         {
             "name": e.name, "summary": e.summary, "placement": e.placement.__name__,

@@ -26,7 +26,6 @@ from zeropipe.sim.fit import fit
 
 LONGEST = 1e15
 _DEFAULTS = Costs()
-_HUGE = re.compile(r"\d{8,}")  # a stage or microbatch no schedule the page takes can have
 
 
 class Uploads:
@@ -90,10 +89,12 @@ def read(name: str, text: str) -> Schedule | Timeline | dict[str, Any]:
 
 
 def _from_csv(text: str, name: str) -> Schedule:
-    require_actions(text.count(",") + text.count("\n"), "it")
-    huge = _HUGE.search(text)
+    cells = text.count(",") + text.count("\n") + 1
+    require_actions(cells, "it")
+    # a complete schedule has no more stages or microbatches than cells; a larger number would make large tables
+    huge = re.search(rf"\d{{{len(str(cells)) + 1},}}", text)
     if huge:
-        raise ScheduleError(f"the number {huge[0][:20]} is too large for a stage or a microbatch")
+        raise ScheduleError(f"the number {huge[0][:20]} is too large: the file has {cells} cells")
     return from_csv(text, name)
 
 
@@ -152,8 +153,14 @@ def _fitted(timeline: Timeline) -> dict[str, Any]:
     """The costs that would give this run, those at their defaults left out."""
     costs = fit(timeline)
     given = {field.name: getattr(costs, field.name) for field in fields(costs)}
-    plain = {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
-    return {name: value for name, value in plain.items() if value != getattr(_DEFAULTS, name)}
+    return {name: _readable(value) for name, value in given.items() if value != getattr(_DEFAULTS, name)}
+
+
+def _readable(value: Any) -> Any:
+    """Six digits: more than a measurement has."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    return [_readable(one) for one in value] if isinstance(value, tuple) else value
 
 
 def _require_times(timeline: Timeline) -> None:

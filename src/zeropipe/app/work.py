@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from zeropipe.app.desk import Pulse
 from zeropipe.app.errors import Refusal, cost_field
 from zeropipe.app.limits import num_actions, require_actions, require_costs
 from zeropipe.app.models import Ask, Choice, CostsIn, Size
@@ -41,13 +42,14 @@ class Shown(NamedTuple):
     recorded: bool
 
 
-def timelines_of(ask: Ask, uploads: Uploads) -> tuple[list[Shown], list[tuple[str, str]]]:
+def timelines_of(ask: Ask, uploads: Uploads, pulse: Pulse) -> tuple[list[Shown], list[tuple[str, str]]]:
     """What can be shown, and what is wrong with the other choices. A Refusal if nothing is left."""
     costs = costs_of(ask.costs)
     planned = [_plan(n, choice, ask, uploads) for n, choice in enumerate(ask.schedules)]
     _require_total(planned)
     done, refused = [], []
     for n, plan in enumerate(planned):
+        pulse()
         try:
             timeline = _timeline(plan, costs).labelled(_title(planned, n))
             done.append(Shown(n, timeline, isinstance(plan.found, Timeline)))
@@ -202,7 +204,7 @@ def _result(shown: Shown, fastest: float, leanest: float | None) -> dict[str, An
     }  # fmt: skip
 
 
-def chart(size: Size) -> dict[str, Any]:
+def chart(pulse: Pulse, size: Size) -> dict[str, Any]:
     """Bubble and peak memory of every schedule that can be built at a size."""
     costs = costs_of(size.costs)
     plans = [plan_entry(entry, size) for entry in entries()]
@@ -213,6 +215,7 @@ def chart(size: Size) -> dict[str, Any]:
         raise Refusal(("chart", str(error))) from None
     points, refused = [], []
     for plan in plans:
+        pulse()
         try:
             timeline = _timeline(plan, costs)
         except (ConfigError, ScheduleError) as error:

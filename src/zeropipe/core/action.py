@@ -41,6 +41,7 @@ MICROBATCH_SHIFT = 21
 KIND_MASK = 15
 STAGE_MASK = 0xFFFF
 MAX_STAGES = STAGE_MASK + 1
+MAX_MICROBATCHES = 1 << 42
 
 
 class Action(NamedTuple):
@@ -121,7 +122,10 @@ def parse_action(text: str) -> Action:
     stage = int(match[1])
     if stage >= MAX_STAGES:
         raise ScheduleError(f"{text.strip()!r} names stage {stage}: at most {MAX_STAGES} stages are supported")
-    return Action(stage, Kind[match[2]], int(match[3]))
+    microbatch = int(match[3])
+    if microbatch >= MAX_MICROBATCHES:
+        raise ScheduleError(f"{text.strip()!r} names microbatch {microbatch}: at most {MAX_MICROBATCHES} are supported")
+    return Action(stage, Kind[match[2]], microbatch)
 
 
 def parse_step(text: str) -> Step:

@@ -1,0 +1,451 @@
+"""The page's HTTP interface: figures equal the library's, mistakes are told by field, nothing is unbounded."""
+
+import asyncio
+import json
+import threading
+from dataclasses import replace
+from xml.etree import ElementTree
+
+import httpx
+import pytest
+from fastapi.testclient import TestClient
+
+import zeropipe as zp
+from zeropipe.app import guard, limits, pictures, server, work
+from zeropipe.app.server import create_app
+from zeropipe.cli import main
+from zeropipe.sim.compare import compare
+
+ONE = {"schedules": [{"name": "1f1b"}]}
+FORMATS = ("html", "svg", "png", "pdf", "csv", "json")
+
+
+@pytest.fixture(scope="module")
+def client():
+    return TestClient(create_app(), raise_server_exceptions=True)
+
+
+@pytest.fixture
+def ask(client):
+    """ask("simulate", {...}) -> (status, answer)"""
+
+    def call(path, body):
+        response = client.post(f"/api/{path}", json=body)
+        return response.status_code, response.json()
+
+    return call
+
+
+def told(errors, field):
+    return [error["message"] for error in errors["errors"] if error["field"] == field]
+
+
+def test_the_catalog_has_a_card_with_a_picture_for_every_schedule(client):
+    catalog = client.get("/api/schedules").json()
+    assert [card["name"] for card in catalog["schedules"]] == zp.names()
+    for card in catalog["schedules"]:
+        assert card["summary"]
+        assert set("".join(card["picture"]["paths"])) >= {"F"}
+
+
+def test_a_picture_shows_every_action(client):
+    schedule = zp.build("zbv", ranks=4, microbatches=8)
+    drawn = pictures.picture(next(e for e in server.entries() if e.name == "zbv"))
+    assert sum(path.count("M") for path in drawn["paths"].values()) == schedule.num_actions
+
+
+def test_results_are_those_of_compare(ask):
+    names = ["1f1b", "zbv", "dualpipev", "interleaved"]
+    costs = {"f": 1.0, "i": 1.2, "w": 0.8, "p2p": 0.1, "activation": 2.0, "memory_limit": 9.0}
+    status, answer = ask(
+        "simulate", {"ranks": 4, "microbatches": 12, "schedules": [{"name": n} for n in names], "costs": costs}
+    )
+    expected = compare([zp.build(n, ranks=4, microbatches=12) for n in names], zp.Costs(**costs))
+    assert status == 200
+    assert answer["errors"] == []
+    for result, timeline in zip(answer["results"], expected, strict=True):
+        assert result["makespan"] == timeline.makespan
+        assert result["bubble"] == timeline.bubble
+        assert result["peak_memory"] == max(timeline.peak_memory)
+        assert result["over_limit"] == [r for r, peak in enumerate(timeline.peak_memory) if peak > 9.0]
+        assert result["busy"] + sum(result["idle"].values()) == pytest.approx(timeline.makespan)
+    fastest = min(expected, key=lambda t: t.makespan)
+    assert [r["title"] for r in answer["results"] if r["best_time"]] == [fastest.title]
+    assert [t["makespan"] for t in answer["viewer"]["timelines"]] == [t.makespan for t in expected]
+
+
+def test_stages_per_rank_are_a_wish_for_all_and_a_demand_for_one(ask):
+    choices = [{"name": "1f1b"}, {"name": "interleaved"}, {"name": "interleaved", "stages_per_rank": 2}]
+    _, answer = ask("simulate", {"stages_per_rank": 4, "schedules": choices})
+    assert [r["num_stages"] for r in answer["results"]] == [4, 16, 8]
+    assert [r["title"] for r in answer["results"]] == ["1f1b", "interleaved (4 per rank)", "interleaved (2 per rank)"]
+    status, answer = ask("simulate", {"schedules": [{"name": "1f1b", "stages_per_rank": 2}]})
+    assert (status, told(answer, "schedules.0")) == (422, ["1f1b needs 1 stage per rank, got stages_per_rank=2"])
+
+
+def test_costs_per_piece_are_added_up_to_each_schedules_stages(ask):
+    pieces = [1.0, 2.0, 3.0, 4.0, 1.0, 2.0, 3.0, 4.0]
+    _, answer = ask("simulate", {"schedules": [{"name": "1f1b"}, {"name": "zbv"}], "costs": {"f": pieces}})
+    plain = zp.simulate(zp.build("1f1b", ranks=4, microbatches=8), zp.Costs(f=[3, 7, 3, 7]))
+    assert answer["results"][0]["makespan"] == plain.makespan
+
+
+def test_a_schedule_that_cannot_be_built_does_not_spoil_the_others(ask):
+    status, answer = ask(
+        "simulate", {"ranks": 3, "microbatches": 6, "schedules": [{"name": "dualpipe"}, {"name": "zbv"}]}
+    )
+    assert status == 200
+    assert [r["choice"] for r in answer["results"]] == [1]
+    with pytest.raises(zp.ConfigError) as error:
+        zp.build("dualpipe", ranks=3, microbatches=6)
+    assert answer["errors"] == [{"field": "schedules.0", "message": str(error.value)}]
+
+
+def command_line(capsys, *args):
+    with pytest.raises(SystemExit):
+        main(["compare", "1f1b", "--ranks", "4", "--microbatches", "8", *args])
+    return capsys.readouterr().err.removeprefix("zeropipe: ").strip()
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "flags"),
+    [
+        ({"ranks": 0}, "ranks", ["--ranks", "0"]),
+        ({"microbatches": -3}, "microbatches", ["--microbatches", "-3"]),
+        ({"costs": {"f": -1.0}}, "costs.f", ["--f", "-1"]),
+        ({"costs": {"w": [1.0, 2.0, 3.0]}}, "costs.w", ["--w", "1,2,3"]),
+        ({"costs": {"bandwidth": 0.0}}, "costs.bandwidth", ["--bandwidth", "0"]),
+        ({"costs": {"node_size": 0}}, "costs.node_size", ["--node-size", "0"]),
+        ({"costs": {"memory_limit": -2.0}}, "costs.memory_limit", ["--memory-limit", "-2"]),
+        ({"schedules": [{"name": "1f2b"}]}, "schedules.0", None),
+        ({"schedules": [{"name": "interleaved", "options": {"group": 4}}]}, "schedules.0", None),
+    ],
+)
+def test_an_error_is_told_by_its_field_in_the_words_of_the_command_line(ask, capsys, change, field, flags):
+    status, answer = ask("simulate", {**ONE, **change})
+    assert status == 422
+    [message] = told(answer, field)
+    if flags:
+        # one number given as 0 is written 0 by the one and 0.0 by the other
+        assert message.replace(".0", "") == command_line(capsys, *flags).replace(".0", "")
+    else:
+        with pytest.raises(zp.ConfigError) as error:
+            zp.build(
+                change["schedules"][0]["name"], ranks=4, microbatches=8, **change["schedules"][0].get("options", {})
+            )
+        assert message == str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("body", "field", "word"),
+    [
+        ({}, "schedules", "missing"),
+        ({"schedules": []}, "schedules", "choose from 1 to 64"),
+        ({**ONE, "ranks": "four"}, "ranks", "ranks='four': a whole number"),
+        ({**ONE, "ranks": 2.5}, "ranks", "ranks=2.5: a whole number"),
+        ({**ONE, "ranks": 4096}, "ranks", "up to 1024"),
+        ({**ONE, "costs": {"f": "1;2"}}, "costs.f", "write a number, or one per stage like 1,1,2"),
+        ({**ONE, "costs": {"p2p": "x"}}, "costs.p2p", "p2p='x': a number from 0 on is needed"),
+        ({**ONE, "costs": {"g": 1}}, "costs.g", "unknown field 'g'"),
+        ({**ONE, "costs": {"f": 1e300}}, "costs.f", "numbers from"),
+        ({**ONE, "costs": {"edges": {"0>1": {}}}}, "costs", "name it by its two ranks"),
+        ({"schedules": [{}]}, "schedules.0", "give one of the two"),
+        ({"schedules": [{"file": "gone"}]}, "schedules.0.file", "drop it again"),
+        ({"schedules": [{"name": "zb-h2", "options": {"extra": "x"}}]}, "schedules.0", "extra"),
+    ],
+)
+def test_bad_input_is_refused_by_field(ask, body, field, word):
+    status, answer = ask("simulate", body)
+    assert status == 422
+    assert any(word in message for message in told(answer, field)), answer
+
+
+@pytest.mark.parametrize(
+    "body", [b"{", b"\xff\xfe", b"[1]", b'"\\ud800"', b"1" * 5000, b"[" * 9000, b'{"ranks": Infinity}']
+)
+def test_a_body_that_is_no_request_is_refused(client, body):
+    response = client.post("/api/simulate", content=body, headers={"Content-Type": "application/json"})
+    assert response.status_code in (400, 422)
+    assert response.json()["errors"]
+
+
+def test_two_million_actions_are_refused_before_anything_is_built(ask, monkeypatch):
+    monkeypatch.setattr(work, "build_entry", lambda *a, **k: pytest.fail("built"))
+    status, answer = ask("simulate", {"ranks": 512, "microbatches": 2000, "schedules": [{"name": "1f1b"}]})
+    assert status == 422
+    assert "2,048,000 actions, the page takes up to 2,000,000" in told(answer, "microbatches")[0]
+    status, answer = ask("chart", {"ranks": 256, "microbatches": 512})
+    assert status == 422
+    assert "all 16 schedules together" in told(answer, "chart")[0]
+
+
+def test_the_count_before_building_is_never_below_the_real_one():
+    for entry in server.entries():
+        for per_rank in entry.stages_per_rank[:2]:
+            schedule = zp.build(entry.name, ranks=4, microbatches=8, stages_per_rank=per_rank)
+            assert schedule.num_actions <= limits.num_actions(entry, 4, 8, per_rank)
+
+
+def test_a_large_body_is_refused(client, monkeypatch):
+    monkeypatch.setattr(guard, "MAX_BODY", 1000)
+    for body in (b" " * 2000, iter([b" " * 600] * 3)):  # told by its length, and only while it comes
+        response = client.post("/api/simulate", content=body)
+        assert response.status_code == 413
+        assert "larger than" in response.json()["errors"][0]["message"]
+
+
+def test_the_pareto_front_of_the_chart(ask):
+    _, answer = ask("chart", {"ranks": 4, "microbatches": 16, "costs": {"p2p": 0.2}})
+    points = answer["points"]
+    assert len(points) + len(answer["errors"]) == len(zp.names())
+    better = [
+        any(
+            q["bubble"] <= p["bubble"] + 1e-9 and q["peak_memory"] <= p["peak_memory"] + 1e-9
+            and (q["bubble"] < p["bubble"] - 1e-9 or q["peak_memory"] < p["peak_memory"] - 1e-9)
+            for q in points
+        )
+        for p in points
+    ]  # fmt: skip
+    assert [p["pareto"] for p in points] == [not beaten for beaten in better]
+    assert 0 < sum(better) < len(points)
+    zbv = next(p for p in points if p["name"] == "zbv")
+    [timeline] = compare([zp.build("zbv", ranks=4, microbatches=16)], zp.Costs(p2p=0.2))
+    assert (zbv["bubble"], zbv["peak_memory"]) == (timeline.bubble, max(timeline.peak_memory))
+
+
+def test_the_chart_says_why_a_schedule_is_missing(ask):
+    _, answer = ask("chart", {"ranks": 3, "microbatches": 4})
+    with pytest.raises(zp.ConfigError) as error:
+        zp.build("dualpipe", ranks=3, microbatches=4)
+    assert {"field": "dualpipe", "message": str(error.value)} in answer["errors"]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_every_format_can_be_downloaded(client, form):
+    body = {"ranks": 4, "microbatches": 8, "schedules": [{"name": "zbv"}], "costs": {"p2p": 0.1}}
+    response = client.post(f"/api/files/{form}", json=body)
+    assert response.status_code == 200, response.text
+    assert response.headers["content-disposition"] == f'attachment; filename="zbv.{form}"'
+    schedule = zp.build("zbv", ranks=4, microbatches=8)
+    [timeline] = compare([schedule], zp.Costs(p2p=0.1))
+    if form == "csv":
+        assert zp.from_csv(response.text) == schedule
+    elif form == "json":
+        back = zp.from_json(response.text)
+        assert back.schedule == schedule
+        assert back.makespan == timeline.makespan
+    elif form == "svg":
+        assert ElementTree.fromstring(response.text).tag.endswith("svg")
+    else:
+        assert response.content.startswith({"html": b"<!doctype html>", "png": b"\x89PNG", "pdf": b"%PDF"}[form])
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_several_schedules_in_one_file(client, form):
+    body = {"schedules": [{"name": "zbv"}, {"name": "1f1b"}]}
+    response = client.post(f"/api/files/{form}", json=body)
+    if form == "csv":
+        assert response.status_code == 422
+        assert "a .csv holds one schedule, not 2" in response.text
+    else:
+        assert response.status_code == 200
+
+
+def test_headers_keep_the_page_to_its_host(client):
+    for path in ("/", "/static/main.js", "/viewer/viewer.js", "/api/schedules", "/nothing"):
+        response = client.get(path)
+        assert "default-src 'self'" in response.headers["content-security-policy"], path
+    assert client.get("/nothing").json() == {"errors": [{"field": "", "message": "Not Found"}]}
+    assert client.get("/static/../server.py").status_code == 404
+
+
+def test_nothing_but_names_and_uploads_is_opened(ask, tmp_path):
+    for name in (str(tmp_path / "x.py:y"), "mine.csv", "../../etc/passwd"):
+        status, answer = ask("simulate", {"schedules": [{"name": name}]})
+        assert status == 422
+        assert told(answer, "schedules.0")[0].startswith("unknown schedule")
+
+
+def test_a_slow_request_does_not_keep_the_others_waiting(monkeypatch):
+    begun, go = threading.Semaphore(0), threading.Event()
+
+    def slow(pulse, size):
+        begun.release()
+        assert go.wait(20)
+        return {"points": [], "errors": [], "unit": "", "memory_unit": ""}
+
+    monkeypatch.setattr(server, "chart", slow)
+
+    async def visit():
+        transport = httpx.ASGITransport(app=create_app())
+        async with httpx.AsyncClient(transport=transport, base_url="http://page") as client:
+            charts = [asyncio.create_task(client.post("/api/chart", json={})) for _ in range(4)]
+            assert await asyncio.to_thread(begun.acquire, timeout=20)
+            page = await client.get("/")
+            answer = await client.post("/api/simulate", json=ONE)
+            waiting = [chart.done() for chart in charts]
+            go.set()
+            return page.status_code, answer.status_code, waiting, [(await chart).status_code for chart in charts]
+
+    assert asyncio.run(visit()) == (200, 200, [False] * 4, [200] * 4)
+
+
+def test_a_request_nobody_waits_for_is_not_computed(monkeypatch):
+    """The browser leaves during the first schedule of a chart: the second is not begun."""
+    left, done = threading.Event(), []
+
+    def slow(plan, costs):
+        done.append(plan.title)
+        left.set()
+        for _ in range(100):
+            threading.Event().wait(0.05)
+            if stopped.is_set():
+                break
+        return original(plan, costs)
+
+    stopped, original = threading.Event(), work._timeline
+    monkeypatch.setattr(work, "_timeline", slow)
+
+    async def visit():
+        body = iter([{"type": "http.request", "body": b"{}", "more_body": False}])
+        sent = []
+
+        async def receive():
+            message = next(body, None)
+            if message is None:
+                while not left.is_set():
+                    await asyncio.sleep(0.01)
+                message = {"type": "http.disconnect"}
+                asyncio.get_running_loop().call_later(0.5, stopped.set)
+            return message
+
+        async def send(message):
+            sent.append(message)
+
+        scope = {
+            "type": "http", "method": "POST", "path": "/api/chart", "raw_path": b"/api/chart", "query_string": b"",
+            "headers": [(b"content-type", b"application/json")], "http_version": "1.1", "scheme": "http",
+            "server": ("page", 80), "client": ("me", 1), "root_path": "",
+        }  # fmt: skip
+        await create_app()(scope, receive, send)
+        return sent[0]["status"]
+
+    assert asyncio.run(visit()) == 499
+    assert done == zp.names()[:1]
+
+
+def test_the_port_in_use_is_a_mistake_in_one_line(capsys):
+    from zeropipe.app.serve import listen, page_address
+
+    with listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        assert page_address(taken) == f"http://127.0.0.1:{port}/"
+        with pytest.raises(SystemExit) as stop:
+            main(["app", "--port", str(port), "--no-browser"])
+    assert stop.value.code == 2
+    assert f"--port {port}: another program listens there" in capsys.readouterr().err
+
+
+def test_a_missing_extra_is_named(monkeypatch, capsys):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    for name in [n for n in sys.modules if n.startswith("zeropipe.app.")]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(SystemExit):
+        main(["app", "--no-browser"])
+    assert "pip install 'zeropipe[app]'" in capsys.readouterr().err
+
+
+def upload(ask, name, text):
+    return ask("uploads", {"name": name, "text": text})
+
+
+def test_a_dropped_schedule_is_simulated(ask):
+    schedule = zp.build("zbv", ranks=2, microbatches=4)
+    for name, text in (("mine.csv", zp.to_csv(schedule)), ("mine.json", zp.to_json(schedule))):
+        status, facts = upload(ask, name, text)
+        assert (status, facts["kind"], facts["num_ranks"], facts["num_microbatches"]) == (200, "schedule", 2, 4)
+        _, answer = ask("simulate", {"schedules": [{"file": facts["id"]}], "costs": {"f": 2.0}})
+        assert answer["results"][0]["makespan"] == compare([schedule], zp.Costs(f=2.0))[0].makespan
+
+
+def test_a_dropped_run_is_shown_as_it_was_and_its_times_can_be_used(ask):
+    schedule = zp.build("zbv", ranks=2, microbatches=4)
+    costs = zp.Costs(f=[0.1, 0.2, 0.3, 0.4], i=0.2, w=0.1, p2p=0.0, unit="s")
+    run = replace(zp.simulate(schedule, costs), measured=True, label="run 7")
+    _, facts = upload(ask, "run.json", zp.to_json(run))
+    assert (facts["kind"], facts["name"], facts["measured"]) == ("timeline", "run 7", True)
+    choices = [{"file": facts["id"]}, {"file": facts["id"], "simulate": True}]
+    _, answer = ask("simulate", {"ranks": 2, "microbatches": 4, "schedules": choices})
+    assert [r["recorded"] for r in answer["results"]] == [True, False]
+    assert answer["results"][0]["makespan"] == run.makespan
+    assert all(r["best_time"] for r in answer["results"]), "seconds and abstract units are not held against each other"
+    _, answer = ask("simulate", {"ranks": 2, "microbatches": 4, "schedules": choices, "costs": facts["costs"]})
+    assert answer["results"][1]["makespan"] == pytest.approx(run.makespan, rel=1e-5)
+
+
+def test_costs_files_are_read_like_the_command_lines(ask, tmp_path, capsys):
+    assert upload(ask, "c.toml", "f = [1, 2]\np2p = 0.5")[1]["costs"] == {"f": [1, 2], "p2p": 0.5}
+    assert upload(ask, "c.json", '{"w": 2}')[1]["costs"] == {"w": 2}
+    for name, text in (("c.toml", "ff = 1"), ("c.toml", "f = -1"), ("c.json", '{"f": "x"}')):
+        status, answer = upload(ask, name, text)
+        assert status == 422
+        (tmp_path / name).write_text(text)
+        words = command_line(capsys, "--costs", str(tmp_path / name)).replace(str(tmp_path / name), "costs")
+        assert words.removeprefix("costs: ") in told(answer, "file")[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "word"),
+    [
+        ("a.txt", "0F0", "drop a schedule"),
+        ("a.csv", "", "holds no action"),
+        ("a.csv", "0F0,0X0\n", "line 1, cell 2"),
+        ("a.csv", "0B0,0F0\n", "0B0 needs 0F0"),
+        ("a.csv", "0F0\n", "stage 0, microbatch 0 has only F"),
+        ("a.csv", "0F99999999999999\n", "too large"),
+        ("a.csv", "0F0\n0F9999999\n", "too large"),
+        ("a.json", "{", "not JSON"),
+        ("a.json", "[" * 100_000, "not JSON"),
+        ("a.json", "[1]", "not zeropipe's"),
+        ("a.json", '{"zeropipe": 1}', "field 'num_ranks' is missing"),
+        ("a.json", '{"zeropipe": 1, "num_ranks": 1, "num_stages": 60000, "num_microbatches": 999999999}', "actions"),
+        ("a.json", '{"zeropipe": 1, "num_ranks": 9999999, "num_stages": 1, "num_microbatches": 1}', "up to 1024"),
+        ("a.toml", "f = ", "not TOML"),
+    ],
+)
+def test_a_wrong_file_is_refused(client, name, text, word):
+    body = json.dumps({"name": name, "text": text})
+    response = client.post("/api/uploads", content=body, headers={"Content-Type": "application/json"})
+    assert response.status_code == 422
+    assert word in told(response.json(), "file")[0]
+
+
+def test_text_that_is_no_text_is_refused(client):
+    body = json.dumps({"name": "\ud800.csv", "text": "0F0,\ud800"})
+    response = client.post("/api/uploads", content=body, headers={"Content-Type": "application/json"})
+    assert response.status_code == 422
+    assert [error["field"] for error in response.json()["errors"]] == ["name", "text"]
+
+
+@pytest.mark.parametrize("damage", [
+    {"start": [0, 1, "x", 3]}, {"end": [float("nan"), 2, 3, 4]}, {"start": [5, 5, 5, 5]}, {"memory_limit": "much"},
+    {"memory": {"during": [float("inf")] * 4, "after": [0] * 4}}, {"start": [0, 1]}, {"rows": ["0F0 0F1 0B0 0B99"]},
+    {"end": [1, 2, 3, 1e300]}, {"placement": 3}, {"rows": ["0F0 0F1 0B0 0B99999999999999999999999"]},
+])  # fmt: skip
+def test_a_damaged_timeline_is_refused(client, damage):
+    timeline = zp.simulate(zp.build("1f1b", ranks=1, microbatches=2))
+    data = {**json.loads(zp.to_json(timeline)), **damage}
+    body = json.dumps({"name": "run.json", "text": json.dumps(data)})
+    response = client.post("/api/uploads", content=body, headers={"Content-Type": "application/json"})
+    assert response.status_code == 422, response.text
+
+
+def test_old_uploads_leave_when_there_are_too_many(ask, monkeypatch):
+    from zeropipe.app import uploads
+
+    monkeypatch.setattr(uploads, "MAX_ACTIONS", 40)
+    ids = [upload(ask, f"{n}.csv", zp.to_csv(zp.build("1f1b", ranks=2, microbatches=8)))[1]["id"] for n in range(4)]
+    statuses = [ask("simulate", {"schedules": [{"file": key}]})[0] for key in ids]
+    assert statuses == [422, 422, 200, 200]

@@ -1,0 +1,76 @@
+"""The HTTP interface under schemathesis, against its own OpenAPI: no 500, no answer the schema does not promise."""
+
+import pytest
+
+pytest.importorskip("schemathesis", reason="schemathesis is not installed")
+
+import schemathesis
+from fastapi.testclient import TestClient
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from schemathesis import checks
+
+from zeropipe.app import limits
+from zeropipe.app.server import create_app
+
+APP = create_app()
+SCHEMA = schemathesis.openapi.from_asgi("/openapi.json", APP)
+CHECKS = (checks.not_a_server_error, *(
+    check for check in checks.CHECKS.get_all()
+    if check.__name__ in ("status_code_conformance", "content_type_conformance", "response_schema_conformance")
+))  # fmt: skip
+BOUNDED = settings(
+    max_examples=60, deadline=None, derandomize=True, database=None, phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch):
+    """What counts here is the way through the code, not its time."""
+    monkeypatch.setattr(limits, "MAX_ACTIONS", 5_000)
+
+
+@SCHEMA.parametrize()
+@BOUNDED
+def test_no_input_breaks_the_server(case):
+    assert len(CHECKS) == 4
+    case.call_and_validate(checks=CHECKS)
+
+
+# what a schema-driven fuzzer seldom writes by itself: requests that get far
+names = st.sampled_from(["1f1b", "zbv", "interleaved", "dualpipe", "zb-h2", "nope", ""])
+small = st.integers(0, 12)
+amounts = st.sampled_from([0, 0.0, 1, 1.5, 1e-18, 1e18, 5e-324, 1e308, -1, 1e-9])
+per_stage = st.one_of(st.none(), amounts, st.lists(amounts, max_size=9))
+options = st.dictionaries(
+    st.sampled_from(["group_size", "extra", "x"]), st.one_of(st.integers(-3, 20), st.text(max_size=2)), max_size=2
+)
+choices = st.fixed_dictionaries({"name": names}, optional={"stages_per_rank": small, "options": options})
+costs = st.dictionaries(
+    st.sampled_from(["f", "i", "w", "b", "overlap", "p2p", "bandwidth", "message", "activation", "stash", "weights",
+                     "memory_limit", "node_size"]), per_stage, max_size=5)  # fmt: skip
+flags = st.fixed_dictionaries({}, optional={"blocking": st.booleans(), "serial_links": st.booleans()})
+requests = st.fixed_dictionaries(
+    {"schedules": st.lists(choices, min_size=1, max_size=4), "costs": st.builds(lambda a, b: {**a, **b}, costs, flags)},
+    optional={"ranks": small, "microbatches": small, "stages_per_rank": small})  # fmt: skip
+CLIENT = TestClient(APP)
+
+
+@pytest.mark.parametrize("path", ["simulate", "chart", "files/html", "files/svg", "files/json", "files/csv"])
+def test_likely_requests_are_answered_or_refused_by_field(path):
+    seen = set()
+
+    @settings(max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @given(requests)
+    def run(body):
+        if path == "chart":
+            body = {name: value for name, value in body.items() if name != "schedules"}
+        response = CLIENT.post(f"/api/{path}", json=body)
+        seen.add(response.status_code)
+        assert response.status_code in (200, 422)
+        if response.status_code == 422:
+            assert all(error["message"] for error in response.json()["errors"])
+
+    run()
+    assert seen == {200, 422}
