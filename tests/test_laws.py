@@ -8,6 +8,7 @@ import pytest
 import zeropipe as zp
 from zeropipe.core.csv import actions_of
 from zeropipe.core.needs import needs
+from zeropipe.core.schedule import Lines
 from zeropipe.schedules.registry import entries, find
 
 RANKS = (1, 2, 3, 4, 5, 8)
@@ -147,3 +148,32 @@ def test_group_size_is_free_where_the_papers_allow_it(name):
 def test_a_mistake_names_value_rule_and_way_out(name, ranks, microbatches, options, words):
     with pytest.raises(zp.ConfigError, match=words):
         zp.build(name, ranks=ranks, microbatches=microbatches, **options)
+
+
+def test_a_lane_explains_a_pattern_that_cannot_be():
+    problem = zp.Problem(2, 4, 3)
+    lane = zp.Lane(1, problem, zp.loop(problem))
+    lane.f(1)
+    lane.i(1)
+    with pytest.raises(zp.ScheduleError, match="rank 1 writes a W of stage 3, but there is no I"):
+        lane.w(3)
+    lane.w()
+    with pytest.raises(zp.ScheduleError, match="rank 1 writes a W, but there is no I"):
+        lane.w()
+    with pytest.raises(zp.ScheduleError, match="rank 1 writes stage 4: stages are 0 to 3"):
+        lane.f(4)
+
+
+def test_w_takes_the_oldest_i_of_its_stage_or_of_all():
+    problem = zp.Problem(1, 2, 3)
+    lane = zp.Lane(0, problem, zp.loop(problem))
+    lane.f(0, times=3)
+    lane.i(1)
+    lane.i(0, times=2)
+    lane.w(0)
+    lane.i(1)
+    lane.w(times=3)
+    assert lane.owed() == 0
+    assert str(zp.Schedule(problem, zp.loop(problem), Lines.of([lane.codes]))) == (
+        "0F0 0F1 0F2 1I0 0I0 0I1 0W0 1I1 1W0 0W1 1W1"
+    )

@@ -6,10 +6,12 @@ from array import array
 from collections import deque
 from collections.abc import Iterable
 from itertools import pairwise
+from operator import itemgetter
 from typing import NamedTuple
 
-from zeropipe.core.action import KIND_SHIFT, MICROBATCH_SHIFT, STAGE_MASK, STAGE_SHIFT, Kind
+from zeropipe.core.action import KIND_SHIFT, MICROBATCH_SHIFT, STAGE_SHIFT, Kind
 from zeropipe.core.placement import Placement, Problem
+from zeropipe.errors import ScheduleError
 
 _F, _B, _I, _W = (kind << KIND_SHIFT for kind in (Kind.F, Kind.B, Kind.I, Kind.W))
 _NEXT = 1 << MICROBATCH_SHIFT
@@ -35,7 +37,7 @@ class Lane:
     def __init__(self, rank: int, problem: Problem, placement: Placement) -> None:
         self.rank = rank
         self.codes = array("q")
-        self._owed: deque[int] = deque()
+        self._owed: dict[int, deque[tuple[int, int]]] = {}  # stage -> (place in the row, code) of I without W
         self._next_f: dict[int, int] = {}
         self._next_b: dict[int, int] = {}
         self._problem, self._placement = problem, placement
@@ -59,21 +61,22 @@ class Lane:
     def i(self, stage: int, times: int = 1) -> None:
         """`times` input-gradient backwards of `stage`; each one owes a `w`."""
         first = self._take(self._next_b, stage, times) | _I
+        owed = self._owed.setdefault(stage, deque())
         for code in range(first, first + times * _NEXT, _NEXT):
+            owed.append((len(self.codes), code))
             self.codes.append(code)
-            self._owed.append(code)
 
     def w(self, stage: int | None = None, times: int = 1) -> None:
         """`times` weight gradients, oldest first, of `stage` or of whichever stage has the oldest."""
-        owed = self._owed
         for _ in range(times):
-            if stage is not None and _stage(owed[0]) != stage:
-                place = next(n for n, code in enumerate(owed) if _stage(code) == stage)
-                code = owed[place]
-                del owed[place]
+            if stage is None:
+                queue = min(filter(None, self._owed.values()), key=itemgetter(0), default=None)
             else:
-                code = owed.popleft()
-            self.codes.append(code ^ _I ^ _W)
+                queue = self._owed.get(stage)
+            if not queue:
+                of_stage = "" if stage is None else f" of stage {stage}"
+                raise ScheduleError(f"rank {self.rank} writes a W{of_stage}, but there is no I it could belong to")
+            self.codes.append(queue.popleft()[1] ^ _I ^ _W)
 
     def overlap(self, forward: int, backward: int) -> None:
         """The next forward of one stage together with the next whole backward of another."""
@@ -83,7 +86,7 @@ class Lane:
 
     def owed(self, stage: int | None = None) -> int:
         """How many W (of `stage`, or in all) are still to come."""
-        return len(self._owed) if stage is None else sum(_stage(code) == stage for code in self._owed)
+        return sum(len(queue) for owing, queue in self._owed.items() if stage in (None, owing))
 
     def at(self, stage: int, kind: Kind, microbatch: int) -> None:
         """Append one action with its microbatch spelled out, for orders that are not a pattern."""
@@ -121,16 +124,15 @@ class Lane:
 
     def _begin(self, stage: int) -> int:
         """The first microbatch of `stage` on this rank."""
+        if not 0 <= stage < self._problem.num_stages:
+            last = self._problem.num_stages - 1
+            raise ScheduleError(f"rank {self.rank} writes stage {stage}: stages are 0 to {last}")
         copy = next((c for c, table in enumerate(self._placement.copies) if table[stage] == self.rank), 0)
         return 0 if copy == 0 else self._placement.split or 0
 
 
-def _stage(code: int) -> int:
-    return code >> STAGE_SHIFT & STAGE_MASK
-
-
 def run(stage: int, kind: Kind, microbatches: range) -> array[int]:
     """The packed codes of one stage and kind for some microbatches."""
-    code, end = (at << MICROBATCH_SHIFT | stage << STAGE_SHIFT | kind << KIND_SHIFT
-                 for at in (microbatches.start, microbatches.stop))  # fmt: skip
-    return array("q", range(code, end, microbatches.step << MICROBATCH_SHIFT))
+    action = stage << STAGE_SHIFT | kind << KIND_SHIFT
+    start, stop, step = (n << MICROBATCH_SHIFT for n in (microbatches.start, microbatches.stop, microbatches.step))
+    return array("q", range(start + action, stop + action, step))
