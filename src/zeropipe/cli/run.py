@@ -194,11 +194,11 @@ def _print_plan(built: list[Schedule], job: Job, as_json: bool) -> None:
     from zeropipe.engine.layers import ranges
     from zeropipe.engine.measure import counts_of
 
-    plans = []
+    plans: list[dict[str, Any]] = []
     for schedule in built:
         counts = counts_of(job, schedule)
-        rows = lower(schedule).rows
-        sent = [sum(getattr(s, "kind", None) in (Kind.SEND_F, Kind.SEND_B) for s in row) for row in rows]
+        program = lower(schedule)
+        sent = [sum(getattr(s, "kind", None) in (Kind.SEND_F, Kind.SEND_B) for s in row) for row in program.rows]
         plans.append({
             "schedule": schedule.name, "num_ranks": schedule.num_ranks, "num_microbatches": schedule.num_microbatches,
             "placement": schedule.placement.name, "layers_per_stage": counts,
