@@ -36,7 +36,7 @@ def test_svg_has_one_box_per_action_where_and_as_wide_as_it_lasts(name, tmp_path
     timeline = run(name)
     zp.draw(timeline, tmp_path / "x.svg", labels="none")
     root = ET.parse(tmp_path / "x.svg").getroot()
-    drawn = {box.find(f"{SVG}title").text: box for box in root.iter(f"{SVG}rect") if box.get("class") == "box"}
+    drawn = {box.find(f"{SVG}title").text: box for box in root.findall(f"{SVG}g[@class='boxes']/{SVG}rect")}
     assert drawn.keys() == {str(span.action) for span in spans(timeline)}
     scale = (720 - 34 - 6) / timeline.makespan
     rows = {}
@@ -65,20 +65,20 @@ def test_svg_options(tmp_path):
     assert len(list(root.iter(f"{SVG}polygon"))) == 8  # a memory curve per rank and timeline
     assert sum(line.get("stroke-dasharray") is not None for line in root.iter(f"{SVG}polyline")) == 8  # the limit
     assert root.find(f"{SVG}rect").get("fill") == "#12151c"
-    assert all(float(text.get("font-size")) >= 5 for text in root.iter(f"{SVG}text"))
+    assert all(float(group.get("font-size", 9)) >= 5 for group in root.iter(f"{SVG}g"))
 
 
 def test_labels_are_microbatch_numbers(tmp_path):
     zp.draw(run("1f1b", 2, 3), tmp_path / "x.svg")
-    texts = ET.parse(tmp_path / "x.svg").iter(f"{SVG}text")
-    in_boxes = Counter(text.text for text in texts if text.get("fill") == "#ffffff")
+    texts = ET.parse(tmp_path / "x.svg").findall(f"{SVG}g[@fill='#ffffff']/{SVG}text")
+    in_boxes = Counter(text.text for text in texts)
     assert in_boxes == {"0": 4, "1": 4, "2": 4}  # F and B on two ranks
 
 
 def test_a_figure_of_many_boxes_stays_small(tmp_path):
     zp.draw(run("1f1b", 4, 20_000), tmp_path / "x.svg")
-    boxes = sum(box.get("class") == "box" for box in ET.parse(tmp_path / "x.svg").iter(f"{SVG}rect"))
-    assert 4 * 680 <= boxes <= 4 * 680 * 4  # at most one per quarter of a point and rank
+    boxes = ET.parse(tmp_path / "x.svg").findall(f"{SVG}g[@class='boxes']/{SVG}rect")
+    assert 4 * 680 <= len(boxes) <= 4 * 680 * 4  # at most one per quarter of a point and rank
 
 
 def test_png_has_the_size_asked_for(tmp_path):
@@ -221,6 +221,12 @@ def test_trace_is_valid_and_complete(name, tmp_path):
     }
     peaks = [max(e["args"]["units"] for e in by_phase["C"] if e["name"].endswith(f"rank {r}")) for r in range(4)]
     assert peaks == list(timeline.peak_memory)
+
+
+def test_a_trace_of_one_timeline_can_be_read_back(tmp_path):
+    timeline = run("dualpipe").labelled("mine")
+    zp.draw(timeline, tmp_path / "x.json")
+    assert zp.from_json((tmp_path / "x.json").read_text()) == timeline
 
 
 def check_arrows(by_phase):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from xml.sax.saxutils import escape, quoteattr
+from collections.abc import Iterator
+from itertools import groupby
+from xml.sax.saxutils import escape
 
-from zeropipe.viz.scene import Area, Item, Line, Rect, Scene
+from zeropipe.viz.scene import Area, Item, Line, Rect, Scene, Text
 
 
 def to_svg(scene: Scene, title: str) -> str:
@@ -15,25 +17,41 @@ def to_svg(scene: Scene, title: str) -> str:
         f'viewBox="0 0 {width} {height}" font-family="Helvetica, Arial, sans-serif" role="img">'
     )
     parts = [head, f"<title>{escape(title)}</title>", f'<rect width="{width}" height="{height}" fill="{scene.paper}"/>']
-    parts.extend(_item(item) for item in scene.items)
-    return "\n".join([*parts, "</svg>", ""])
+    return "\n".join([*parts, *_items(scene.items), "</svg>", ""])
+
+
+def _items(items: list[Item]) -> Iterator[str]:
+    """Neighbours that look alike share a group, which keeps the file small."""
+    for look, group in groupby(items, _look):
+        if look:
+            yield f"<g {look}>"
+        yield from map(_item, group)
+        if look:
+            yield "</g>"
+
+
+def _look(item: Item) -> str:
+    if isinstance(item, Rect):
+        return 'class="boxes"' if item.title else ""
+    if isinstance(item, Text):
+        anchor = f' text-anchor="{item.anchor}"' if item.anchor != "start" else ""
+        bold = ' font-weight="bold"' if item.bold else ""
+        return f'font-size="{_n(item.size)}" fill="{item.fill}"{anchor}{bold}'
+    return ""
 
 
 def _item(item: Item) -> str:
     if isinstance(item, Rect):
         box = f'<rect x="{_n(item.x)}" y="{_n(item.y)}" width="{_n(item.w)}" height="{_n(item.h)}" fill="{item.fill}"'
-        return f'{box} class="box"><title>{escape(item.title)}</title></rect>' if item.title else f"{box}/>"
-    if isinstance(item, Line):
-        points = " ".join(f"{_n(x)},{_n(y)}" for x, y in item.points)
-        dash = ' stroke-dasharray="3 2"' if item.dashed else ""
-        return f'<polyline points="{points}" fill="none" stroke="{item.color}" stroke-width="{_n(item.width)}"{dash}/>'
+        return f"{box}><title>{escape(item.title)}</title></rect>" if item.title else f"{box}/>"
+    if isinstance(item, Text):
+        return f'<text x="{_n(item.x)}" y="{_n(item.y)}">{escape(item.text)}</text>'
+    points = " ".join(f"{_n(x)},{_n(y)}" for x, y in item.points)
     if isinstance(item, Area):
-        points = " ".join(f"{_n(x)},{_n(y)}" for x, y in item.points)
         return f'<polygon points="{points}" fill="{item.fill}" fill-opacity="0.6"/>'
-    anchor = f' text-anchor="{item.anchor}"' if item.anchor != "start" else ""
-    bold = ' font-weight="bold"' if item.bold else ""
-    place = f'x="{_n(item.x)}" y="{_n(item.y)}" font-size="{_n(item.size)}" fill={quoteattr(item.fill)}'
-    return f"<text {place}{anchor}{bold}>{escape(item.text)}</text>"
+    assert isinstance(item, Line)
+    dash = ' stroke-dasharray="3 2"' if item.dashed else ""
+    return f'<polyline points="{points}" fill="none" stroke="{item.color}" stroke-width="{_n(item.width)}"{dash}/>'
 
 
 def _n(value: float) -> str:

@@ -1,7 +1,8 @@
 """Timelines as a trace that Perfetto and chrome://tracing open.
 
 One process per timeline, one track per rank, a flow arrow per message between ranks, a memory counter per rank. Times
-are microseconds; a timeline in units of its own counts one unit as a millisecond.
+are microseconds; a timeline in units of its own counts one unit as a millisecond. A trace of one timeline holds the
+timeline's own JSON, too: `zp.from_json` gives it back.
 """
 
 from __future__ import annotations

@@ -11,13 +11,14 @@ export function paintMemory(context, timeline, palette, view, layout, scale, top
     context.fillRect(0, layout.top(rank), Math.min(view.width, view.x(timeline.makespan)), layout.height);
     context.fillStyle = palette.memory;
     context.globalAlpha = 0.6;
+    const snap = (x) => Math.round(x * scale) / scale; // no seams between rectangles
     let [from, until, high] = [0, 0, 0]; // neighbours of one level make one rectangle
     for (const [x, width, level] of levels(timeline, rank, view, 1 / scale)) {
-      if (level !== high || x > until + 0.01) {
+      if (level !== high || snap(x) > until) {
         if (high > 0) context.fillRect(from, y(high), until - from, bottom - y(high));
-        [from, high] = [x, level];
+        [from, high] = [snap(x), level];
       }
-      until = x + width;
+      until = snap(x + width);
     }
     if (high > 0) context.fillRect(from, y(high), until - from, bottom - y(high));
     context.globalAlpha = 1;

@@ -4,7 +4,7 @@
 import { LOWER, UPPER, firstAbove } from "./data.js";
 
 const WIDE = 2; // device pixels: below this a box is merged with its neighbours
-const SMALLEST = 7; // CSS pixels of a label's font
+const SMALLEST = 8; // CSS pixels of a label's font
 const FAINTEST = 40; // of 255: a short box alone in its pixel stays visible
 
 /** Sums over boxes from left to right of time, and of time times colour, so that any stretch's mean is a difference. */
@@ -72,52 +72,59 @@ function stripOf(width, ranks) {
   return strip;
 }
 
-/** Collect the wide boxes of a row in `boxes` and write the others into the strip; true if any was written. */
+/** Collect the wide boxes of a row in `boxes` and write the pixels of the others into the strip; true if any was. */
 function scanRow(timeline, sums, rank, view, perPixel, width, words, boxes) {
-  const { start, end } = timeline;
-  const last = timeline.offsets[rank + 1];
-  let i = firstAbove(end, view.from, timeline.offsets[rank], last);
-  if (i < last && timeline.half[i] === LOWER) i--;
+  const { start, end, half, offsets } = timeline;
+  const last = offsets[rank + 1];
+  const before = [0, 0, 0, 0]; // time, red, green, blue: all up to the left edge of a pixel
+  const after = [0, 0, 0, 0];
+  let i = firstAbove(end, view.from, offsets[rank], last);
+  let pixel = 0;
   let merged = false;
-  const [time, red, green, blue] = sums;
-  while (i < last && start[i] < view.to) {
+  while (i < last && pixel < width && start[i] < view.to) {
     if (end[i] - start[i] >= WIDE * perPixel) {
-      boxes.push(i++);
+      boxes.push(i);
+      if (half[i] === UPPER) boxes.push(i + 1);
+      pixel = Math.max(pixel, Math.floor((end[i] - view.from) / perPixel));
+      i += half[i] === UPPER ? 2 : 1;
       continue;
     }
-    const pixel = Math.max(0, Math.floor((start[i] - view.from) / perPixel));
+    pixel = Math.max(pixel, Math.floor((start[i] - view.from) / perPixel));
     const edge = view.from + (pixel + 1) * perPixel;
-    const next = Math.max(i + 1, nextFrom(start, edge, i, last));
-    const covered = time[next] - time[i];
+    sumsAt(timeline, sums, view.from + pixel * perPixel, i, before);
+    i = nextAbove(end, edge, i, last);
+    sumsAt(timeline, sums, edge, i, after);
+    const covered = after[0] - before[0];
     if (covered > 0) {
-      const until = Math.min(width, Math.max(pixel + 1, Math.round((end[next - 1] - view.from) / perPixel)));
-      const alpha = Math.min(255, Math.max(FAINTEST, Math.round((255 * covered) / (perPixel * (until - pixel)))));
-      const r = (red[next] - red[i]) / covered;
-      const g = (green[next] - green[i]) / covered;
-      const b = (blue[next] - blue[i]) / covered;
-      words.fill((alpha << 24) | (b << 16) | (g << 8) | r, rank * width + pixel, rank * width + until);
+      const alpha = Math.min(255, Math.max(FAINTEST, Math.round((255 * covered) / perPixel)));
+      const r = (after[1] - before[1]) / covered;
+      const g = (after[2] - before[2]) / covered;
+      const b = (after[3] - before[3]) / covered;
+      words[rank * width + pixel] = (alpha << 24) | (b << 16) | (g << 8) | r;
       merged = true;
     }
-    i = next;
+    pixel++;
   }
   return merged;
 }
 
-/** The first place whose start is not below `edge`: gallop, then halve. */
-function nextFrom(start, edge, i, last) {
+/** The sums up to a time; box `i` is the first that ends after it. */
+function sumsAt(timeline, sums, time, i, out) {
+  const { start, end, half } = timeline;
+  const inside = i < timeline.size && time > start[i] ? (time - start[i]) / (end[i] - start[i]) : 0;
+  const next = inside ? i + (half[i] === UPPER ? 2 : 1) : i;
+  for (let n = 0; n < 4; n++) out[n] = sums[n][i] + inside * (sums[n][next] - sums[n][i]);
+}
+
+/** The first place from `i` whose value is above `limit`: gallop, then halve. */
+function nextAbove(values, limit, i, last) {
   let step = 1;
   let low = i;
-  while (low + step < last && start[low + step] < edge) {
+  while (low + step < last && values[low + step] <= limit) {
     low += step;
     step *= 2;
   }
-  let high = Math.min(last, low + step);
-  while (low < high) {
-    const middle = (low + high) >>> 1;
-    if (start[middle] < edge) low = middle + 1;
-    else high = middle;
-  }
-  return low;
+  return firstAbove(values, limit, low, Math.min(last, low + step + 1));
 }
 
 function paintBoxes(context, timeline, paint, view, layout, boxes, labels) {

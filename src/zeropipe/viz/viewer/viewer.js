@@ -11,6 +11,7 @@ import { ruler } from "./units.js";
 import { View } from "./view.js";
 
 const RULER = 30;
+const NARROW = 600; // as in the style sheet
 
 /**
  * Show `data` (what zeropipe.viz.payload gives) in `parent`.
@@ -123,7 +124,7 @@ class Viewer {
   resize() {
     const width = this.stack.clientWidth;
     if (!width) return;
-    this.state.gutter = width < 600 ? 28 : 64;
+    this.state.gutter = width < NARROW ? 28 : 64;
     this.state.scale = this.state.printing ? 3 : devicePixelRatio || 1;
     this.view.width = width - this.state.gutter;
     this.repaint();
@@ -155,7 +156,7 @@ class Viewer {
     for (const { at, text } of ticks) {
       const x = gutter + view.x(at);
       const half = context.measureText(text).width / 2;
-      if (x - half >= gutter - 10 && x + half <= gutter + view.width) context.fillText(text, x, 14);
+      context.fillText(text, Math.max(gutter, Math.min(x, gutter + view.width - half)), 14);
       context.fillRect(Math.round(x), 23, 1, RULER - 23);
     }
     if (view.fitted) return;
@@ -193,6 +194,7 @@ class Viewer {
     else chip.classList.add("zp-idle");
     const list = element("dl", {}, ...lines.flatMap(([label, text]) => [element("dt", {}, label), element("dd", {}, text)]));
     this.card.replaceChildren(element("strong", {}, chip, title), list);
+    if (innerWidth < NARROW) return; // there it stands at the bottom, by the style sheet
     const { offsetWidth: w, offsetHeight: h } = this.card;
     const left = x + 16 + w > innerWidth ? x - w - 12 : x + 16;
     const top = y + 18 + h > innerHeight ? y - h - 12 : y + 18;
