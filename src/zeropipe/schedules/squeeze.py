@@ -58,9 +58,10 @@ def _advance(rows: list[Row], limit: int, fill: bool) -> None:
         if (rank, *done) == (0, I_UP, 0) and not drains:
             moving = False
         if moving:
-            # W in slots of its own is not in the way of I, and only helps when it is early
-            matters = done[0] <= F_UP or not fill
-            slots[rank, *done] = _move(rows[rank], slot, _ready(slots, rank, done, len(rows)), limit, matters)
+            ready = _ready(slots, rank, done, len(rows))
+            # an I can take the slot that a W would have had before the next F; not so where W has slots of its own
+            matters = done[0] <= F_UP or (not fill and ready < slots[rank, F_UP, last])
+            slots[rank, *done] = _move(rows[rank], slot, ready, limit, matters)
         if (rank, *done) == (0, F_DOWN, last):
             moving = drains = True
 
