@@ -1,0 +1,432 @@
+"""The page in a real Chromium: as a person uses it, with mouse, keys, files and links."""
+
+import json
+import threading
+from contextlib import suppress
+from dataclasses import replace
+from urllib.parse import parse_qs, urlparse
+
+import pytest
+
+pytest.importorskip("uvicorn", reason="the app extra is not installed")
+
+import uvicorn
+from browser import PHONE, browser, expected, watched  # noqa: F401
+
+import zeropipe as zp
+from zeropipe.app.serve import listen, page_address
+from zeropipe.app.server import create_app
+from zeropipe.sim.compare import compare
+
+READY = "main[aria-busy=false] [data-painted]"
+
+
+@pytest.fixture(scope="module")
+def address():
+    listener = listen("127.0.0.1", 0)
+    server = uvicorn.Server(uvicorn.Config(create_app(), log_level="error"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    yield page_address(listener)
+    server.should_exit = True
+    thread.join(10)
+
+
+@pytest.fixture
+def visit(watched, address):  # noqa: F811
+    def go(query="", **options):
+        return watched(address + query, wait=READY, **options)
+
+    go.complaints = watched.complaints
+    return go
+
+
+def settle(page):
+    page.wait_for_selector("main[aria-busy=false]")
+
+
+def rows(page):
+    """What the comparison says: {title: (makespan, bubble, peak memory)}."""
+    found = {}
+    for body in page.query_selector_all(".compare tbody"):
+        figures = [cell.inner_text().split("\n")[0] for cell in body.query_selector_all("tr:first-child > td > b")]
+        found[body.query_selector(".name").inner_text()] = tuple(figures)
+    return found
+
+
+def drop(page, name, text):
+    """Let go of a file above the page."""
+    page.evaluate(
+        """([name, text]) => {
+            const data = new DataTransfer();
+            data.items.add(new File([text], name));
+            for (const kind of ["dragenter", "dragover", "drop"]) {
+                const how = { dataTransfer: data, bubbles: true, cancelable: true };
+                document.body.dispatchEvent(new DragEvent(kind, how));
+            }
+        }""",
+        [name, text],
+    )
+
+
+def query(page):
+    page.wait_for_timeout(150)  # the address is written a moment after the change
+    return {name: values[0] for name, values in parse_qs(urlparse(page.url).query).items()}
+
+
+def test_the_page_opens_with_a_comparison(visit):
+    page = visit()
+    assert [card.get_attribute("data-name") for card in page.query_selector_all(".card")] == zp.names()
+    assert all(card.query_selector("svg path") for card in page.query_selector_all(".card"))
+    assert rows(page)["1f1b"] == ("33", "27.3%", "4")
+    assert rows(page)["zbv"][:2] == ("25.5", "0.0%")
+    assert len(page.query_selector_all(".zp-panel")) == 3
+    assert page.inner_text("h1").startswith("zbv is fastest")
+    page.wait_for_selector("g.dot")
+    assert len(page.query_selector_all("g.dot")) == len(zp.names())
+
+
+def test_results_follow_every_change_without_a_button(visit):
+    page = visit("?schedules=1f1b,zbv")
+    page.fill("#in-ranks", "8")
+    page.fill("#in-microbatches", "20")
+    settle(page)
+    first, second = compare([zp.build(n, ranks=8, microbatches=20) for n in ("1f1b", "zbv")], zp.Costs())
+    assert rows(page)["1f1b"][0] == f"{first.makespan:g}"
+    assert rows(page)["zbv"][0] == f"{second.makespan:g}"
+    page.press("#in-ranks", "ArrowDown")
+    settle(page)
+    assert page.input_value("#in-ranks") == "7"
+    assert "7 ranks" in page.inner_text("#status")
+    page.click("#tab-costs")
+    page.fill("#in-f", "2")
+    page.check("#in-blocking")
+    page.fill("#in-p2p", "0.25")
+    settle(page)
+    [timeline] = compare([zp.build("1f1b", ranks=7, microbatches=20)], zp.Costs(f=2, p2p=0.25, blocking=True))
+    assert float(rows(page)["1f1b"][0]) == pytest.approx(timeline.makespan, rel=1e-3)
+    assert query(page) == {
+        "ranks": "7",
+        "microbatches": "20",
+        "schedules": "1f1b,zbv",
+        "f": "2",
+        "p2p": "0.25",
+        "blocking": "1",
+    }
+
+
+def test_an_answer_in_flight_is_shown_and_an_old_one_is_dropped(visit):
+    page = visit("?schedules=1f1b")
+    held = []
+
+    def hold(route):
+        # the question about 5 ranks is answered only after the one about 6
+        if json.loads(route.request.post_data)["ranks"] == 5:
+            held.append(route)
+        else:
+            route.continue_()
+
+    page.route("**/api/simulate", hold)
+    page.fill("#in-ranks", "5")
+    page.wait_for_timeout(400)
+    assert len(held) == 1
+    assert page.get_attribute("main", "aria-busy") == "true"
+    page.click(".card[data-name=gpipe]")  # the page goes on working meanwhile
+    page.fill("#in-ranks", "6")
+    settle(page)
+    assert "6 ranks" in page.inner_text("#status")
+    with suppress(Exception):  # the browser may have given the old question up already, which is as good
+        held[0].fulfill(json={"results": [], "errors": [], "viewer": {}})
+    page.unroute_all(behavior="ignoreErrors")
+    page.wait_for_timeout(300)
+    assert "6 ranks" in page.inner_text("#status")
+    assert set(rows(page)) == {"1f1b", "gpipe"}
+
+
+def test_schedules_are_added_removed_and_varied(visit):
+    page = visit("?schedules=1f1b")
+    page.click(".card[data-name=interleaved]")
+    settle(page)
+    assert page.get_attribute(".card[data-name=interleaved]", "aria-pressed") == "true"
+    body = page.locator(".compare tbody[data-choice=interleaved]")
+    body.get_by_text("one more like this").click()
+    settle(page)
+    body.nth(1).locator("select").select_option("4")
+    settle(page)
+    assert set(rows(page)) == {"1f1b", "interleaved (2 per rank)", "interleaved (4 per rank)"}
+    assert query(page)["schedules"] == "1f1b,interleaved,interleaved:v=4"
+    body.nth(1).get_by_label("Remove interleaved").click()
+    settle(page)
+    assert set(rows(page)) == {"1f1b", "interleaved"}
+    for name in ("1f1b", "interleaved"):
+        page.click(f".card[data-name='{name}']")
+    settle(page)
+    assert page.is_visible(".empty")
+
+
+def test_the_chart_marks_the_front_tells_on_hover_and_adds_on_click(visit):
+    page = visit("?schedules=1f1b&microbatches=16")
+    page.wait_for_selector("g.dot.front")
+    answer = page.evaluate(
+        "fetch('/api/chart', {method: 'POST', headers: {'Content-Type': 'application/json'}, "
+        "body: JSON.stringify({microbatches: 16})}).then((r) => r.json())"
+    )
+    front = {point["name"] for point in answer["points"] if point["pareto"]}
+    assert {dot.get_attribute("data-name") for dot in page.query_selector_all("g.dot.front")} == front
+    page.hover("g.dot[data-name='v-min'] circle:last-child")
+    tip = page.inner_text(".tip")
+    assert "v-min" in tip
+    assert "click to add" in tip
+    page.click("g.dot[data-name='v-min'] circle:last-child")
+    settle(page)
+    assert set(rows(page)) == {"1f1b", "v-min"}
+    page.focus("g.dot[data-name='v-half']")
+    page.keyboard.press("Enter")
+    settle(page)
+    assert set(rows(page)) == {"1f1b", "v-min", "v-half"}
+    page.click("text=As a table")
+    assert page.locator(".plain tbody tr").count() == len(answer["points"])
+
+
+def test_hover_zoom_and_switches_in_the_timeline_and_their_link(visit):
+    page = visit("?schedules=zbv")
+    plot = page.locator(".zp-plot").first
+    place = plot.bounding_box()
+    page.mouse.move(place["x"] + 68, place["y"] + 12)
+    page.wait_for_selector(".zp-card:not([hidden])")
+    assert "0F0" in page.inner_text(".zp-card")
+    page.mouse.wheel(0, -400)
+    page.wait_for_timeout(100)
+    page.click("text=Critical path")
+    kept = query(page)
+    start, end = map(float, kept["zoom"].split(":"))
+    assert 0 <= start < end < 25.5
+    assert kept["path"] == "1"
+    other = visit(f"?{urlparse(page.url).query}")
+    assert query(other) == kept
+    assert other.get_attribute(".zp-toggle-path", "aria-pressed") == "true"
+
+
+def test_a_dropped_schedule_joins_the_comparison_and_its_link(visit):
+    page = visit("?schedules=zbv")
+    schedule = zp.build("1f1b", ranks=2, microbatches=5)
+    drop(page, "mine, 1.csv", zp.to_csv(schedule))
+    page.wait_for_selector(".compare tbody:nth-of-type(2)")
+    settle(page)
+    assert page.input_value("#in-ranks") == "2"
+    assert rows(page)["mine, 1"] == ("18", "16.7%", "2")
+    page.wait_for_timeout(200)
+    other = visit(page.url.split("/", 3)[3])  # another browser, which never saw the file
+    assert rows(other) == rows(page)
+
+
+def test_a_measured_trace_is_shown_as_it_was_and_predicted_beside(visit, tmp_path):
+    schedule = zp.build("zbv", ranks=2, microbatches=6)
+    costs = zp.Costs(f=[0.010, 0.012, 0.011, 0.013], i=0.012, w=0.008, p2p=0.001, unit="s")
+    run = replace(zp.simulate(schedule, costs), measured=True, label="run 7")
+    zp.draw(run, tmp_path / "run.json")
+    page = visit("?schedules=1f1b")
+    page.set_input_files("#file", tmp_path / "run.json")
+    page.wait_for_selector(".compare tbody:nth-of-type(2)")
+    settle(page)
+    assert "measured" in page.inner_text(".compare tbody:nth-of-type(2)")
+    page.click("text=simulate it beside")
+    settle(page)
+    page.click("text=use its times as costs")
+    settle(page)
+    measured, predicted = rows(page)["run 7"], rows(page)["zbv"]
+    assert float(measured[0].split()[0]) == pytest.approx(run.makespan * 1000, rel=1e-3)
+    assert predicted[0] == measured[0]
+    assert len(page.query_selector_all(".zp-panel")) == 3
+
+
+def test_a_wrong_file_is_told_where_files_are_opened(visit):
+    page = visit("?schedules=1f1b")
+    with expected(visit.complaints):
+        drop(page, "bad.csv", "0B0,0F0\n")
+        page.wait_for_selector("#error-file:not([hidden])")
+    assert "bad.csv: no rank can go on" in page.inner_text("#error-file")
+    assert set(rows(page)) == {"1f1b"}
+    drop(page, "good.csv", "0F0,0B0\n")
+    page.wait_for_selector("#error-file", state="hidden")
+
+
+def test_costs_come_from_a_file_from_paste_and_per_stage(visit):
+    page = visit("?schedules=1f1b,zbv")
+    drop(page, "costs.toml", "f = 2\nmemory_limit = 3\n")
+    page.wait_for_selector("text=over on")
+    assert query(page)["f"] == "2"
+    page.click("#tab-costs")
+    assert page.input_value("#in-f") == "2"
+    page.click("text=Paste…")
+    with expected(visit.complaints):
+        page.fill("#pasted", "f = -1")
+        page.click("text=Use these costs")
+        page.wait_for_selector("#error-paste:not([hidden])")
+    assert "f=-1: a number from 0 on is needed" in page.inner_text("#error-paste")
+    page.fill("#pasted", '{"w": 3, "edges": {"0-1": {"p2p": 0.5}}}')
+    page.click("text=Use these costs")
+    settle(page)
+    assert (page.input_value("#in-f"), page.input_value("#in-w")) == ("1", "3")
+    assert query(page) == {"ranks": "4", "microbatches": "8", "schedules": "1f1b,zbv", "w": "3", "edges": "0-1:0.5:"}
+    page.click("text=Reset")
+    page.click("text=Per stage…")
+    page.fill("[aria-label='F of stage 3']", "1.5")
+    settle(page)
+    pieces = (0.5, 0.5, 0.5, 1.5, 0.5, 0.5, 0.5, 0.5)
+    first, second = compare([zp.build(n, ranks=4, microbatches=8) for n in ("1f1b", "zbv")], zp.Costs(f=pieces))
+    assert [row[0] for row in rows(page).values()] == [f"{first.makespan:g}", f"{second.makespan:g}"]
+    assert query(page)["f"] == "0.5,0.5,0.5,1.5,0.5,0.5,0.5,0.5"
+    page.select_option("#pieces", "4")
+    settle(page)
+    assert query(page)["f"] == "1,2,1,1"
+    page.keyboard.press("Escape")
+    assert not page.is_visible("#stages")
+
+
+def test_a_link_reproduces_the_view(visit):
+    sizes = "?ranks=4&microbatches=12&schedules=zbv,interleaved:v=4,zb-h2:extra=2"
+    page = visit(f"{sizes}&f={','.join(['1,1,2,1'] * 4)}&p2p=0.1&memory_limit=30")
+    built = [
+        zp.build("zbv", ranks=4, microbatches=12),
+        zp.build("interleaved", ranks=4, microbatches=12, stages_per_rank=4),
+        zp.build("zb-h2", ranks=4, microbatches=12, extra=2),
+    ]
+    timelines = compare(built, zp.Costs(f=[1, 1, 2, 1] * 4, p2p=0.1, memory_limit=30))
+    shown = rows(page)
+    assert [float(shown[t.title][0]) for t in timelines] == pytest.approx([t.makespan for t in timelines], rel=1e-3)
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.click("#share")
+    page.wait_for_selector("text=Link copied")
+    copied = page.evaluate("navigator.clipboard.readText()")
+    assert rows(visit(copied.split("/", 3)[3])) == shown
+
+
+def test_mistakes_are_told_beside_their_fields_and_go_away(visit):
+    page = visit("?schedules=1f1b,dualpipe")
+    with expected(visit.complaints):
+        page.fill("#in-ranks", "0")
+        page.wait_for_selector("#error-ranks:not([hidden])")
+        assert page.inner_text("#error-ranks") == "ranks=0: a whole number from 1 on is needed"
+        assert page.get_attribute("#in-ranks", "aria-invalid") == "true"
+        assert page.get_attribute("#in-ranks", "aria-describedby") == "error-ranks"
+        page.fill("#in-ranks", "4")
+        page.fill("#in-microbatches", "1000000")
+        page.wait_for_selector("#error-microbatches:not([hidden])")
+        assert "the page takes up to 2,000,000" in page.inner_text("#error-microbatches")
+        assert not page.is_visible("#error-ranks")
+        page.fill("#in-microbatches", "8")
+        page.click("#tab-costs")
+        page.fill("#in-f", "1,2,x")
+        page.wait_for_selector("#error-costs-f:not([hidden])")
+        assert page.inner_text("#error-costs-f").endswith("write a number, or one per stage like 1,1,2")
+        page.fill("#in-f", "1")
+        settle(page)
+        page.wait_for_selector("#error-costs-f", state="hidden")
+        assert page.get_attribute("#in-f", "aria-invalid") is None
+    page.fill("#in-ranks", "3")  # 1f1b goes on, dualpipe says why it does not
+    settle(page)
+    assert "dualpipe needs" in page.inner_text(".compare tbody[data-choice=dualpipe] .error")
+    assert rows(page)["1f1b"] == ("30", "20.0%", "3")
+
+
+def test_files_can_be_downloaded(visit):
+    page = visit("?schedules=zbv")
+    starts = {"html": b"<!doctype", "svg": b"<", "png": b"\x89PNG", "pdf": b"%PDF", "json": b"{", "csv": b"0F0"}
+    for form, start in starts.items():
+        with page.expect_download() as download:
+            page.click("#download summary")
+            page.click(f"#download [data-format={form}]")
+        assert download.value.suggested_filename == f"zbv.{form}"
+        assert download.value.path().read_bytes().startswith(start)
+        assert not page.is_visible("#download .sheet")
+
+
+def test_a_refused_download_says_why(visit):
+    page = visit("?schedules=zbv,1f1b")
+    with expected(visit.complaints):
+        page.click("#download summary")
+        page.click("#download [data-format=csv]")
+        page.wait_for_selector("#error-page:not([hidden])")
+    assert "a .csv holds one schedule, not 2" in page.inner_text("#error-page")
+
+
+def test_everything_is_reached_by_keys(visit):
+    page = visit("?schedules=1f1b")
+    page.focus("#tab-schedules")
+    page.keyboard.press("ArrowRight")
+    assert page.is_visible("#in-f")
+    page.keyboard.press("ArrowLeft")
+    assert page.is_visible(".card")
+    seen = set()
+    page.evaluate("document.activeElement.blur()")
+    for _ in range(70):
+        page.keyboard.press("Tab")
+        seen.add(page.evaluate(
+            "(({ id, className, tagName }) => id || className.baseVal || className || tagName)(document.activeElement)"
+        ))  # fmt: skip
+    assert {
+        "in-ranks",
+        "in-microbatches",
+        "in-stages_per_rank",
+        "tab-schedules",
+        "card",
+        "choose-file",
+        "share",
+    } <= seen
+    assert any("dot" in name for name in seen)
+    assert "zp-plot" in seen
+    page.focus(".card[data-name=gpipe]")
+    page.keyboard.press("Space")
+    settle(page)
+    assert set(rows(page)) == {"1f1b", "gpipe"}
+
+
+def test_light_and_dark(visit):
+    page = visit("?schedules=1f1b", color_scheme="dark")
+    colour = "getComputedStyle(document.body).backgroundColor"
+    dark = page.evaluate(colour)
+    page.click("#theme")
+    assert page.evaluate(colour) == "rgb(255, 255, 255)" != dark
+    assert (
+        page.evaluate("getComputedStyle(document.querySelector('.zp-viewer')).backgroundColor") == "rgb(255, 255, 255)"
+    )
+    page.reload()
+    page.wait_for_selector(READY)
+    assert page.evaluate(colour) == "rgb(255, 255, 255)"
+
+
+@pytest.mark.parametrize("tab", ["schedules", "costs"])
+def test_a_phone_shows_all_without_scrolling_sideways(visit, tab):
+    page = visit("?schedules=1f1b,interleaved,dualpipev", size=PHONE, has_touch=True)
+    page.tap(f"#tab-{tab}")
+    page.wait_for_timeout(200)
+    assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+    assert page.is_visible(".compare")
+
+
+def test_a_server_that_is_gone_is_named(visit):
+    page = visit("?schedules=1f1b")
+    with expected(visit.complaints):
+        page.route("**/api/**", lambda route: route.abort())
+        page.fill("#in-ranks", "5")
+        page.wait_for_selector("#error-page:not([hidden])")
+        page.wait_for_timeout(100)
+    assert "the server does not answer" in page.inner_text("#error-page")
+    page.unroute("**/api/**")
+    page.fill("#in-ranks", "6")
+    settle(page)
+    assert "6 ranks" in page.inner_text("#status")
+    assert not page.is_visible("#error-page")
+
+
+def test_a_million_actions_do_not_freeze_the_page(visit):
+    page = visit("?ranks=64&microbatches=8&schedules=1f1b")
+    with expected(visit.complaints):  # the chart of all schedules is too large here, and says so
+        page.fill("#in-microbatches", "8000")
+        page.wait_for_selector("main[aria-busy=true]")
+        page.click("#tab-costs")  # answers while the server computes
+        assert page.is_visible("#in-f")
+        page.wait_for_selector("main[aria-busy=false]", timeout=60_000)
+    assert "1,024,000 actions" in page.inner_text("#status")
+    assert "all 16 schedules together would have" in page.inner_text("#chart .error")
