@@ -76,7 +76,7 @@ def _print_timeline(timeline: Timeline) -> None:
     over = _over_limit(timeline)
     console.print(
         f"makespan {output.time_text(timeline.makespan, timeline.unit)}   bubble {output.percent(timeline.bubble)}   "
-        f"peak memory {output.memory_text(max(timeline.peak_memory), timeline.memory_unit)}{over}"
+        f"peak memory {output.size_text(max(timeline.peak_memory), timeline.memory_unit)}{over}"
     )
     rows = output.table("rank", "busy", "warm-up", "data", "comm", "cool-down", "bubble", "peak memory")
     for rank, causes in enumerate(idle(timeline)):
@@ -85,7 +85,7 @@ def _print_timeline(timeline: Timeline) -> None:
             str(rank),
             *(output.time_text(time, timeline.unit) for time in times),
             output.percent(timeline.rank_bubble[rank]),
-            output.memory_text(timeline.peak_memory[rank], timeline.memory_unit),
+            output.size_text(timeline.peak_memory[rank], timeline.memory_unit),
         )
     console.print(rows)
     path = critical_path(timeline)
@@ -102,7 +102,7 @@ def _over_limit(timeline: Timeline) -> str:
     if limit is None:
         return ""
     over = [str(rank) for rank, peak in enumerate(timeline.peak_memory) if peak > limit]
-    text = output.memory_text(limit, timeline.memory_unit)
+    text = output.size_text(limit, timeline.memory_unit)
     return f"   [red]over the limit {text} on rank {', '.join(over)}[/]" if over else f"   (limit {text})"
 
 
@@ -188,9 +188,9 @@ def _print_comparison(timelines: list[Timeline], refused: list[tuple[str, str]],
             output.time_text(t.makespan, t.unit),
             f"{t.makespan / fastest:.3f}",
             output.percent(t.bubble),
-            f"[red]{output.memory_text(peak, t.memory_unit)} over[/]" if over
-            else f"[bold green]{output.memory_text(peak, t.memory_unit)} ★[/]" if peak == leanest
-            else output.memory_text(peak, t.memory_unit),
+            f"[red]{output.size_text(peak, t.memory_unit)} over[/]" if over
+            else f"[bold green]{output.size_text(peak, t.memory_unit)} ★[/]" if peak == leanest
+            else output.size_text(peak, t.memory_unit),
             _adjusted(t),
         )  # fmt: skip
     console.print(rows)

@@ -165,7 +165,7 @@ def _print_run(result: Measured, guess: Timeline, job: Job) -> None:
         "bubble", output.percent(real.bubble), output.percent(guess.bubble),
         f"{100 * (guess.bubble - real.bubble):+.1f} points",
     )  # fmt: skip
-    rows.add_row("peak activations", *(output.memory_text(peak, "B") for peak in peaks), _difference(*peaks))
+    rows.add_row("peak activations", *(output.size_text(peak, "B") for peak in peaks), _difference(*peaks))
     console.print(rows)
     rows = output.table("kind", "actions", "measured", "simulated", "starts later by", left=("kind",))
     for r in residuals(real, guess):
