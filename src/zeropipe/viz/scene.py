@@ -123,7 +123,7 @@ def _legend(out: Scene, models: Sequence[Boxes], style: Style, y: float) -> floa
             out.items.append(Rect(x + n * 12 / count, y + 1, 12 / count, FONT - 1, color))
         text = f"{kind} {NAMES[kind]}" if long else kind
         out.items.append(Text(x + 15, y + FONT - 1, text, FONT, style.colors["ink"]))
-        x += 15 + FONT * GLYPH * len(text) + 8
+        x += 15 + FONT * 0.5 * len(text) + 10
     if overlap:
         out.items.append(Rect(x, y + 1, 12, (FONT - 1) / 2, shades("F", 1)[0]))
         out.items.append(Rect(x, y + 1 + (FONT - 1) / 2, 12, (FONT - 1) / 2, shades("B", 1)[0]))
@@ -139,7 +139,8 @@ def _timeline(out: Scene, timeline: Timeline, model: Boxes, style: Style, scale:
     out.items.append(Text(style.gutter, y + FONT, timeline.title, FONT + 1, colors["ink"], bold=True))
     out.items.append(Text(right, y + FONT, facts, FONT if style.width >= 400 else SMALL, colors["soft"], "end"))
     y += FONT + 6
-    pitch = 15.0 if model.num_ranks <= 16 else 9.0 if model.num_ranks <= 64 else 5.0
+    split = 19.0 if model.half.any() else 15.0  # two labels in one box need room
+    pitch = split if model.num_ranks <= 16 else 9.0 if model.num_ranks <= 64 else 5.0
     height = pitch * 0.86
     for rank in range(model.num_ranks):
         top = y + rank * pitch
@@ -207,15 +208,8 @@ def _memory(out: Scene, timeline: Timeline, model: Boxes, style: Style, scale: f
         )
         _rank_name(out, rank, base - pitch * 0.43, pitch, style)
         if stop > begin:
-            points = [(style.gutter + float(model.start[begin]) * scale, base)]
-            for i in range(begin, stop):
-                for time, level in ((model.start[i], during[i]), (model.end[i], during[i]), (model.end[i], after[i])):
-                    x = style.gutter + float(time) * scale
-                    if points[-1][1] != base - float(level) * high:
-                        points.append((x, points[-1][1]))
-                        points.append((x, base - float(level) * high))
-            points.append((style.gutter + float(model.end[stop - 1]) * scale, points[-1][1]))
-            points.append((points[-1][0], base))
+            curve = _curve(model, during, after, begin, stop, scale)
+            points = ((style.gutter + x, base - level * high) for x, level in curve)
             out.items.append(Area(tuple(points), style.colors["memory"]))
         if limit is not None:
             x0, x1 = style.gutter, style.gutter + model.makespan * scale
@@ -223,6 +217,24 @@ def _memory(out: Scene, timeline: Timeline, model: Boxes, style: Style, scale: f
                 Line(((x0, base - limit * high), (x1, base - limit * high)), style.colors["limit"], 0.6, True)
             )
     return y + model.num_ranks * pitch + 6
+
+
+def _curve(
+    model: Boxes, during: NDArray[np.float64], after: NDArray[np.float64], begin: int, stop: int, scale: float
+) -> list[tuple[float, float]]:
+    """The corners of a rank's memory level; of the levels within `FINEST` points the highest."""
+    left, right = model.start[begin:stop] * scale, model.end[begin:stop] * scale
+    cell = np.floor(left / FINEST)
+    first = np.flatnonzero(np.concatenate([[True], cell[1:] != cell[:-1]]))
+    last = np.append(first[1:], len(left)) - 1
+    tops = np.maximum.reduceat(during[begin:stop], first)
+    corners = [(float(left[0]), 0.0)]
+    for at, until, top in zip(first, last, tops, strict=True):
+        for x, level in ((left[at], top), (right[until], after[begin + until])):
+            if level != corners[-1][1]:
+                corners += [(float(x), corners[-1][1]), (float(x), float(level))]
+    end = float(right[-1])
+    return [*corners, (end, corners[-1][1]), (end, 0.0)]
 
 
 def _axis(out: Scene, unit: str, longest: float, style: Style, scale: float, y: float) -> float:

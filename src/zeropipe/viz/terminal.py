@@ -65,23 +65,23 @@ def _row(model: Boxes, rank: int, columns: int, step: float, console: Console) -
         if owner[at] < 0:
             row.append(IDLE * (run - at), "dim")
         else:
-            _box(row, model, begin + int(owner[at]), run - at, plain)
+            _box(row, model, begin + owner[at], run - at, plain)
         at = run
     return row.append(" " * (columns - used))
 
 
-def _owners(start: Any, end: Any, columns: int, step: float) -> Any:
-    """For each cell the box that has most of it, or -1 where idle time has."""
-    owner = np.full(columns, -1)
-    share = np.full(columns, 0.5 * step)  # less than half a cell does not show
-    first = np.clip(np.floor(start / step + 1e-9).astype(int), 0, columns - 1)
-    last = np.clip(np.ceil(end / step - 1e-9).astype(int), 1, columns)
-    for i in range(len(start)):
+def _owners(start: Any, end: Any, columns: int, step: float) -> list[int]:
+    """For each cell the box that has most of it, or -1 where more than half of it is idle."""
+    owner, share, covered = [-1] * columns, [0.0] * columns, [0.0] * columns
+    first = np.clip(np.floor(start / step + 1e-9), 0, columns - 1).astype(int).tolist()
+    last = np.clip(np.ceil(end / step - 1e-9), 1, columns).astype(int).tolist()
+    for i, (begin, stop) in enumerate(zip(start.tolist(), end.tolist(), strict=True)):
         for cell in range(first[i], last[i]):
-            part = min(end[i], (cell + 1) * step) - max(start[i], cell * step)
-            if part > share[cell] * (1 + 1e-9) or (owner[cell] < 0 and part >= share[cell] * (1 - 1e-9)):
+            part = min(stop, (cell + 1) * step) - max(begin, cell * step)
+            covered[cell] += part
+            if part > share[cell] * (1 + 1e-9):
                 owner[cell], share[cell] = i, part
-    return owner
+    return [who if time >= 0.5 * step * (1 - 1e-9) else -1 for who, time in zip(owner, covered, strict=True)]
 
 
 def _box(row: Text, model: Boxes, i: int, cells: int, plain: bool) -> None:

@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from zeropipe.core import explain
 from zeropipe.core.json import plain
@@ -34,18 +36,38 @@ def write_trace(timelines: Sequence[Timeline], path: Path) -> None:
         out.write("}\n")
 
 
+class Slices(NamedTuple):
+    """What the events of a timeline share, as plain lists: a trace is written box by box."""
+
+    process: int
+    offsets: list[int]
+    names: list[str]
+    start: list[float]  # microseconds, to the nanosecond, which is all a trace keeps
+    end: list[float]
+
+    def rows(self) -> Iterator[tuple[int, int]]:
+        """(rank, place) of every box."""
+        for rank in range(len(self.offsets) - 1):
+            for i in range(self.offsets[rank], self.offsets[rank + 1]):
+                yield rank, i
+
+
 def trace_events(timelines: Iterable[Timeline]) -> Iterator[Event]:
     """All events of a trace."""
     arrows = 0
     for n, timeline in enumerate(timelines):
         model, factor = boxes(timeline), UNIT.get(timeline.unit, 1e3)
+        stages, kinds, microbatches = model.stage.tolist(), model.kind.tolist(), model.microbatch.tolist()
+        names = [f"{s}{'FBIW'[k]}{m}" for s, k, m in zip(stages, kinds, microbatches, strict=True)]
+        start, end = (np.round(times * factor, 3).tolist() for times in (model.start, model.end))
+        slices = Slices(n + 1, model.offsets.tolist(), names, start, end)
         yield from _names(timeline, n + 1)
-        yield from _slices(timeline, model, n + 1, factor)
-        for arrow in _arrows(timeline, model, n + 1, factor, arrows):
+        yield from _slices(timeline, model, slices)
+        for arrow in _arrows(timeline, slices, arrows):
             arrows = arrow["id"]
             yield arrow
         if timeline.memory:
-            yield from _memory(timeline, model, n + 1, factor)
+            yield from _memory(timeline, model, slices)
 
 
 def _names(timeline: Timeline, process: int) -> Iterator[Event]:
@@ -56,50 +78,44 @@ def _names(timeline: Timeline, process: int) -> Iterator[Event]:
         yield {**track, "name": "thread_sort_index", "args": {"sort_index": rank}}
 
 
-def _slices(timeline: Timeline, model: Boxes, process: int, factor: float) -> Iterator[Event]:
-    waited = explain.reasons(timeline).waited
-    for rank in range(model.num_ranks):
-        for i in range(int(model.offsets[rank]), int(model.offsets[rank + 1])):
-            name = _name(model, i)
-            args: dict[str, Any] = {"stage": int(model.stage[i]), "microbatch": int(model.microbatch[i])}
-            if waited[i] >= 0:
-                args["waited_for"] = _name(model, int(waited[i]))
-            start, end = _us(model.start[i], factor), _us(model.end[i], factor)
-            yield {"ph": "X", "name": name, "cat": NAMES["FBIW"[int(model.kind[i])]], "pid": process, "tid": rank + 1,
-                   "ts": start, "dur": round(end - start, 3), "args": args}  # fmt: skip
+def _slices(timeline: Timeline, model: Boxes, slices: Slices) -> Iterator[Event]:
+    waited = list(map(int, explain.reasons(timeline).waited))
+    stages, kinds, microbatches = model.stage.tolist(), model.kind.tolist(), model.microbatch.tolist()
+    for rank, i in slices.rows():
+        args: dict[str, Any] = {"stage": stages[i], "microbatch": microbatches[i]}
+        if waited[i] >= 0:
+            args["waited_for"] = slices.names[waited[i]]
+        lasts = round(slices.end[i] - slices.start[i], 3)
+        yield {"ph": "X", "name": slices.names[i], "cat": NAMES["FBIW"[kinds[i]]], "pid": slices.process,
+               "tid": rank + 1, "ts": slices.start[i], "dur": lasts, "args": args}  # fmt: skip
 
 
-def _arrows(timeline: Timeline, model: Boxes, process: int, factor: float, last: int) -> Iterator[Event]:
+def _arrows(timeline: Timeline, slices: Slices, last: int) -> Iterator[Event]:
     """A pair of flow events per message; each is tied to the slice that encloses it, so it lies in its middle."""
     why = explain.reasons(timeline)
-    for i in range(len(model.start)):
-        source = int(why.remote[i])
-        if source < 0 or why.ranks[source] == why.ranks[i]:
+    sources, ranks = list(map(int, why.remote)), list(map(int, why.ranks))
+    for i, source in enumerate(sources):
+        if source < 0 or ranks[source] == ranks[i]:
             continue
         last += 1
-        shared = {"name": "message", "cat": "p2p", "id": last, "pid": process}
+        shared = {"name": "message", "cat": "p2p", "id": last, "pid": slices.process}
         for phase, at, more in (("s", source, {}), ("f", i, {"bp": "e"})):
-            middle = _us((model.start[at] + model.end[at]) / 2, factor)
-            yield {"ph": phase, **shared, "tid": int(why.ranks[at]) + 1, "ts": middle, **more}
+            middle = round((slices.start[at] + slices.end[at]) / 2, 3)
+            yield {"ph": phase, **shared, "tid": ranks[at] + 1, "ts": middle, **more}
 
 
-def _memory(timeline: Timeline, model: Boxes, process: int, factor: float) -> Iterator[Event]:
+def _memory(timeline: Timeline, model: Boxes, slices: Slices) -> Iterator[Event]:
+    """The level whenever it changes."""
     assert timeline.memory is not None
     during, after = (memoryview(column).cast("d") for column in timeline.memory)
     unit = {"B": "bytes"}.get(timeline.memory_unit, timeline.memory_unit or "units")
-    for rank in range(model.num_ranks):
-        counter = {"ph": "C", "name": f"memory of rank {rank}", "pid": process}
-        for i in range(int(model.offsets[rank]), int(model.offsets[rank + 1])):
-            if model.half[i] == UPPER:
-                continue  # the other half holds the same level
-            yield {**counter, "ts": _us(model.start[i], factor), "args": {unit: during[i]}}
-            yield {**counter, "ts": _us(model.end[i], factor), "args": {unit: after[i]}}
-
-
-def _name(model: Boxes, i: int) -> str:
-    return f"{model.stage[i]}{'FBIW'[int(model.kind[i])]}{model.microbatch[i]}"
-
-
-def _us(time: float, factor: float) -> float:
-    """Microseconds, to the nanosecond, which is all a trace keeps."""
-    return round(float(time) * factor, 3)
+    halves = model.half.tolist()
+    before: tuple[int, float | None] = (-1, None)
+    for rank, i in slices.rows():
+        if halves[i] == UPPER:
+            continue  # the other half holds the same level
+        for time, level in ((slices.start[i], during[i]), (slices.end[i], after[i])):
+            if before != (rank, level):
+                yield {"ph": "C", "name": f"memory of rank {rank}", "pid": slices.process, "ts": time,
+                       "args": {unit: level}}  # fmt: skip
+            before = (rank, level)
