@@ -366,6 +366,11 @@ def test_a_phone_needs_no_sideways_scrolling(page_of):
     assert box["x"] + box["width"] <= PHONE["width"]
 
 
+def test_a_timeline_of_no_length_is_shown(page_of):
+    page = page_of([run("1f1b", 1, 1, zp.Costs(f=0, i=0, w=0)), run("1f1b", 1, 1)])
+    assert page.locator(".zp-panel").count() == 2
+
+
 def test_labels_option(page_of):
     seen = []
     for labels in ("microbatch", "action", "none"):

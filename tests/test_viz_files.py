@@ -177,6 +177,16 @@ def test_notebooks_show_the_page_in_a_frame():
     assert "mountViewer" in shown
 
 
+@pytest.mark.parametrize("suffix", ["html", "svg", "png", "json"])
+@pytest.mark.parametrize(
+    "costs", [zp.Costs(f=0, i=0, w=0), zp.Costs(f=1e-12, i=2e-12, w=0), zp.Costs(f=1e9, activation=0)]
+)
+def test_extreme_times_are_drawn(costs, suffix, tmp_path):
+    timeline = run("1f1b", 1, 1, costs)
+    zp.draw([timeline, timeline], tmp_path / f"x.{suffix}", **({"memory": True} if suffix in ("svg", "png") else {}))
+    assert (tmp_path / f"x.{suffix}").stat().st_size > 500
+
+
 # --- Perfetto ------------------------------------------------------------------------------------------------------
 
 NUMBER = (int, float)

@@ -42,16 +42,17 @@ export class Panel {
     );
   }
 
-  /** Rows for `count` ranks; narrow when there are many. */
+  /** Rows of all ranks: narrow when there are many; a timeline alone on the page may fill it. */
   get layout() {
     const { ranks } = this.timeline;
     const pitch = ranks <= 8 ? 36 : ranks <= 16 ? 28 : ranks <= 32 ? 20 : ranks <= 64 ? 14 : 9;
-    return rowsOf(pitch, ranks);
+    return rowsOf(this.state.alone ? Math.min(56, Math.max(pitch, Math.floor((0.5 * innerHeight) / ranks))) : pitch, ranks);
   }
 
   get memoryLayout() {
     const { ranks } = this.timeline;
-    return rowsOf(ranks <= 8 ? 26 : ranks <= 16 ? 20 : ranks <= 32 ? 14 : 9, ranks);
+    const pitch = ranks <= 8 ? 26 : ranks <= 16 ? 20 : ranks <= 32 ? 14 : 9;
+    return rowsOf(this.state.alone ? Math.min(36, Math.max(pitch, Math.floor((0.25 * innerHeight) / ranks))) : pitch, ranks);
   }
 
   get visible() {

@@ -158,7 +158,7 @@ export function boxAt(timeline, i, view, layout) {
 }
 
 function paintLabels(context, timeline, paint, view, layout, boxes, labels) {
-  const fonts = [0, 1].map((split) => Math.min(12, Math.floor(layout.height * (split ? 0.42 : 0.6))));
+  const fonts = [0, 1].map((split) => Math.min(13, Math.floor(layout.height * (split ? 0.42 : 0.6))));
   if (fonts[0] < SMALLEST) return;
   context.textAlign = "center";
   context.textBaseline = "middle";

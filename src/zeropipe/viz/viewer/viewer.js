@@ -70,6 +70,7 @@ class Viewer {
     this.card.hidden = true;
     const whole = Math.max(0, ...timelines.map((t) => t.makespan));
     if (whole !== this.view.whole) this.view.reset(whole);
+    this.state.alone = timelines.length === 1;
     this.panels = timelines.map((timeline) => new Panel(timeline, this.state));
     this.stack.replaceChildren(...this.panels.map((panel) => panel.node));
     for (const panel of this.panels) listen(panel, this.state, this.actions);
