@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from zeropipe.engine.ops import SlottedGrouped, grouped, new_slot
 from zeropipe.engine.products import Product, grouped_product
 from zeropipe.engine.split import put
-from zeropipe.engine.torch_private import use_number
+from zeropipe.engine.torch_private import save, saved, use_number
 
 _NAMES = ("gate_up_proj", "down_proj")
 
@@ -80,13 +80,13 @@ class _Grouped(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: nn.Parameter, offsets: Tensor, transposed: bool) -> Tensor:
-        ctx.save_for_backward(x, weight, offsets)
+        save(ctx, x, weight, offsets)
         ctx.parameter, ctx.transposed = weight, transposed
         return grouped(x, weight, offsets, transposed)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
-        x, weight, offsets = ctx.saved_tensors
+        x, weight, offsets = saved(ctx)
         if ctx.needs_input_grad[1]:
             put(Product(ctx.parameter, x, dy, ctx.transposed, offsets))
         return grouped_product(dy, weight.transpose(1, 2) if ctx.transposed else weight, offsets), None, None, None

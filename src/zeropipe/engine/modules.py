@@ -12,7 +12,7 @@ from zeropipe.engine.experts import defer_experts
 from zeropipe.engine.ops import SlottedLinear, new_slot
 from zeropipe.engine.products import Product
 from zeropipe.engine.split import put
-from zeropipe.engine.torch_private import use_number
+from zeropipe.engine.torch_private import save, saved, use_number
 
 
 def defer(module: nn.Module) -> int:
@@ -34,15 +34,15 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: nn.Parameter, bias: Tensor | None, transposed: bool) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        # Under checkpointing saved_tensors returns a detached alias of the Parameter: its .grad would be lost.
+        save(ctx, x, weight)
+        # Under checkpointing what was saved comes back as a detached alias of the Parameter: its .grad would be lost.
         ctx.parameter = weight
         ctx.transposed = transposed
         return functional.linear(x, weight.t() if transposed else weight, bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
-        x, weight = ctx.saved_tensors
+        x, weight = saved(ctx)
         dx = db = None
         if ctx.needs_input_grad[0]:
             weight = weight.to(dy.dtype)

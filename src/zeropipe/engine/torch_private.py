@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,25 @@ def keep_inputs_from_reuse(op: Any) -> None:
         for held in kernel.inputs:
             V.graph.never_reuse_buffers.add(held.get_name())
         return made.wrap_for_lowering()
+
+
+def save(ctx: Any, *tensors: Tensor) -> None:
+    """ctx.save_for_backward, at once: a recomputation that needs no more than these stops here, before the product."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if hooks is None:
+        ctx.save_for_backward(*tensors)
+        ctx.packed = None
+    else:
+        pack, ctx.unpack = hooks
+        ctx.packed = [pack(tensor) for tensor in tensors]
+
+
+def saved(ctx: Any) -> Sequence[Tensor]:
+    """ctx.saved_tensors of `save`; what was packed is let go."""
+    if ctx.packed is None:
+        return ctx.saved_tensors
+    packed, ctx.packed = ctx.packed, None
+    return [ctx.unpack(item) for item in packed]
 
 
 _uses: weakref.WeakKeyDictionary[Any, Iterator[int]] = weakref.WeakKeyDictionary()
@@ -68,7 +87,7 @@ def stage_backward_input(
     return run(outputs, gradients, inputs, weights)
 
 
-def stage_backward_weight(weights: Iterator[nn.Parameter], groups: list[dict[str, Any]]) -> None:
+def stage_backward_weight(weights: Iterable[nn.Parameter], groups: list[dict[str, Any]]) -> None:
     """torch's own W: one autograd.grad per parameter."""
     from torch.distributed.pipelining._backward import stage_backward_weight as run
 

@@ -1,0 +1,54 @@
+"""torch's own way to split a backward, to compare with the weight-gradient store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from zeropipe.engine import torch_private
+from zeropipe.errors import EngineError
+
+
+class AutogradSplit:
+    """I keeps the graph alive and W walks it again, one `autograd.grad` per parameter.
+
+    Works for any layer, but needs more memory and, under activation checkpointing, recomputes a block once per
+    parameter. Layers must not be deferred.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[tuple[int, int], Callable[[], None]] = {}
+
+    def backward_input(
+        self,
+        stage: int,
+        microbatch: int,
+        module: nn.Module,
+        outputs: Sequence[Tensor],
+        gradients: Sequence[Tensor] | None,
+        inputs: Sequence[Tensor],
+    ) -> Sequence[Tensor | None]:
+        """I: the gradients of the inputs, which are also left on them. A stage without inputs does all in W."""
+        if not any(tensor.requires_grad for tensor in inputs):
+            self._waiting[stage, microbatch] = partial(torch.autograd.backward, outputs, gradients)
+            return [None] * len(inputs)
+        grads, groups = torch_private.stage_backward_input(
+            list(outputs), None if gradients is None else list(gradients), list(inputs), module.parameters()
+        )
+        self._waiting[stage, microbatch] = partial(
+            torch_private.stage_backward_weight, list(module.parameters()), groups
+        )
+        return grads
+
+    def flush(self, stage: int, microbatch: int) -> None:
+        """W: add the weight gradients."""
+        if (stage, microbatch) not in self._waiting:
+            raise EngineError(f"{stage}W{microbatch}: no such I ran, or this W ran already")
+        self._waiting.pop((stage, microbatch))()
+
+    def clear(self) -> None:
+        """Forget everything, after a step that failed."""
+        self._waiting.clear()

@@ -1,0 +1,359 @@
+"""Compiled blocks and activation checkpointing under the split backward."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from stage_models import CONFIGS, assert_same_gradients, lm_loss, microbatches, plain_step, staged_step
+from test_split import Count
+from torch import nn
+from torch._dynamo.utils import counters
+from torch._functorch import config as functorch_config
+from torch._functorch.aot_autograd import aot_module_simplified
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor import config as inductor_config
+from torch._inductor.lowering import lowerings
+
+import zeropipe as zp
+from zeropipe.engine import ops
+from zeropipe.engine.autograd_split import AutogradSplit
+from zeropipe.engine.checkpointing import Checkpointing
+from zeropipe.engine.compiling import prepare_blocks, report
+from zeropipe.engine.modules import defer
+from zeropipe.engine.split import WeightStore
+from zeropipe.engine.stages import hf_model, hf_stages, module_stages
+from zeropipe.errors import ConfigError
+
+AC_MODES = ["none", "full", "selective:2", "selective:op", "memory_budget:0.5"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _own_cache(tmp_path_factory):
+    """One compile cache for this file, empty at its start."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+    counters.clear()
+    report.cache_clear()
+    yield
+    torch._dynamo.reset()
+
+
+def tiny(family, layers=2, **kwargs):
+    config = CONFIGS[family](num_hidden_layers=layers, **kwargs)
+    return hf_model(config, dtype=torch.float64, seed=1)
+
+
+def stages_of(model, num_stages=2, *, split=True, **prepare):
+    schedule = zp.build("1f1b", ranks=num_stages, microbatches=num_stages)
+    stages = [hf_stages(model, schedule, rank)[rank] for rank in range(num_stages)]
+    for stage in stages:
+        if split:
+            defer(stage)
+        prepare_blocks(stage, **prepare)
+    return stages
+
+
+def check_step(model, stages, batches, rtol=1e-6):
+    """transformers computes norms in float32: a fused norm differs in the last places of those."""
+    if all(p.grad is None for p in model.parameters()):
+        plain_step(model, batches)
+    staged_step(stages, batches, WeightStore())
+    assert_same_gradients(stages, model, rtol)
+
+
+@pytest.mark.filterwarnings("ignore:memory_budget")
+@pytest.mark.parametrize("ac", AC_MODES)
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_gradients_equal_the_plain_model(family, backend, ac):
+    model, batches = tiny(family), microbatches((9, 9))
+    prepare = {"compile": backend == "inductor", "ac": ac}
+    check_step(model, stages_of(model, **prepare), batches)
+    if backend == "inductor":
+        kinds = 2 if ac == "selective:2" else 1
+        assert counters["stats"]["unique_graphs"] == kinds  # for all blocks, stages and microbatches
+        assert not counters["graph_break"]
+    if backend == "inductor" and ac in ("none", "full"):  # again, from the compile cache
+        torch._dynamo.reset()
+        counters.clear()
+        check_step(model, stages_of(model, **prepare), batches)
+        hits = counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
+        assert hits > 0
+
+
+class Toy(nn.Module):
+    """A chain in which each output gradient's buffer is free when the next one is needed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linears = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        for linear in self.linears:
+            x = x + 0.5 * linear(x.sin())
+        return x
+
+
+def toy_error(compile=True, prepare=prepare_blocks):
+    torch.manual_seed(0)
+    plain = nn.ModuleList(Toy() for _ in range(2)).double()
+    y = x = torch.randn(8, 16).double().requires_grad_()
+    for block in plain:
+        y = block(y)
+    y.square().sum().backward()
+    (stage,) = module_stages(copy.deepcopy(plain), zp.build("1f1b", ranks=1, microbatches=1), 0).values()
+    defer(stage)
+    prepare(stage, compile=compile)
+    staged_step([stage], [{"inputs": x}], WeightStore(), loss_fn=lambda out, _: out.square().sum())
+    return max((p.grad - q.grad).norm() / q.grad.norm() for p, q in zip(stage.parameters(), plain.parameters()))
+
+
+def unprotected(monkeypatch):
+    monkeypatch.setattr(ops, "keep_inputs_from_reuse", lambda op: None)
+    monkeypatch.delitem(lowerings, ops.linear_dx, raising=False)
+
+
+def test_protection_is_needed_and_enough(monkeypatch):
+    """Without it a stashed tensor is overwritten and nobody says so."""
+    assert toy_error() < 1e-12
+    torch._dynamo.reset()
+    unprotected(monkeypatch)
+    with inductor_config.patch(kernel_name_max_ops=11):  # something else for the cache to look up
+        assert toy_error() > 1e-3
+
+
+def test_protection_is_part_of_cached_code(monkeypatch):
+    """A warm cache gives back protected code, whatever the flags were when it was made."""
+    assert toy_error() < 1e-12
+    for donated in (False, True):
+        torch._dynamo.reset()
+        with functorch_config.patch(donated_buffer=donated):
+            assert toy_error() < 1e-12
+    torch._dynamo.reset()
+    counters.clear()
+    unprotected(monkeypatch)  # nothing is compiled any more, so nothing can go wrong
+    assert toy_error() < 1e-12
+    assert counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"] > 0
+
+
+def test_a_users_own_compile_is_protected_too():
+    def by_hand(stage, compile):
+        for block in stage.blocks:
+            block.compile()
+
+    assert toy_error(prepare=by_hand) < 1e-12
+
+
+def test_no_recompile_per_microbatch_and_few_for_lengths():
+    model = tiny("llama")
+    batches = microbatches((9, 9, 9, 9))
+    stages = stages_of(model, compile=True, backend="aot_eager")
+    check_step(model, stages, batches)
+    assert counters["stats"]["unique_graphs"] == 1
+    model.zero_grad()
+    for stage in stages:
+        stage.zero_grad()
+    batches = microbatches((5, 6, 7, 9, 11, 12, 13, 14, 17))
+    plain_step(model, batches)
+    check_step(model, stages, batches)
+    assert counters["stats"]["unique_graphs"] <= 3
+
+
+def test_twelve_layers_share_one_graph():
+    model = tiny("qwen3", layers=12)
+    check_step(model, stages_of(model, compile=True, backend="aot_eager"), microbatches((9,)))
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe", "gemma3"])
+@pytest.mark.parametrize("ac", ["none", "selective:op"])
+def test_other_families_compile_whole(family, ac):
+    types = {"layer_types": ["full_attention", "sliding_attention"]} if family == "gemma3" else {}
+    model = tiny(family, **types)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*cannot be compiled")
+        check_step(model, stages_of(model, compile=True, ac=ac, backend="aot_eager"), microbatches((9, 9)))
+    assert counters["stats"]["unique_graphs"] == 2
+    assert not counters["graph_break"]
+
+
+def test_experts_wait_for_w():
+    model, store = tiny("qwen3-moe", mlp_only_layers=[]), WeightStore()
+    stages = stages_of(model, 1)
+    (batch,) = microbatches((9,))
+    with store.collect(0, 0):
+        lm_loss(stages[0](**stages[0].pick(batch)), batch).backward()
+    experts = [p for n, p in stages[0].named_parameters() if ".experts." in n]
+    assert len(experts) == 4
+    assert all(p.grad is None for p in experts)
+    store.flush(0, 0)
+    assert all(p.grad is not None for p in experts)
+
+
+@pytest.mark.parametrize("ac", AC_MODES[:4])
+def test_products_and_block_forwards_equal_the_whole_backwards(ac):
+    """Recompute happens once, in I; W is its products and nothing else."""
+    model, (batch,) = tiny("llama"), microbatches((9,))
+    counts = {}
+    for split in (False, True):
+        stages = stages_of(model, 2, split=split, ac=ac)
+        forwards: list[nn.Module] = []
+        for stage in stages:
+            for block in stage.blocks:
+                block.mlp.register_forward_pre_hook(lambda module, _, seen=forwards: seen.append(module))
+        with Count() as count:
+            staged_step(stages, [batch], WeightStore() if split else None)
+        counts[split] = count.products, len(forwards)
+    assert counts[True] == counts[False]
+    assert counts[True][1] == {"none": 2, "full": 4, "selective:2": 3, "selective:op": 4}[ac]
+
+
+@pytest.mark.parametrize("ac", AC_MODES)
+def test_compiled_products_equal_the_compiled_whole_backwards(ac):
+    """Counted in the graphs that run: matrix products of F and I, and those of W, against F and B."""
+    model, (batch,) = tiny("llama"), microbatches((9,))
+    counts = {}
+    for split in (False, True):
+        torch._dynamo.reset()
+        backend = CountingBackend(Checkpointing.parse(ac).budget)
+        stages = stages_of(model, 2, split=split, compile=True, ac=ac, backend=backend)
+        staged_step(stages, [batch], WeightStore() if split else None)
+        # each kind of block once in the graphs; every deferred product runs once more, in W
+        counts[split] = backend.products + backend.deferred
+    assert counts[True] == counts[False]
+
+
+class CountingBackend:
+    """AOT autograd with inductor's partitioner; counts products in the graphs instead of compiling them."""
+
+    def __init__(self, budget):
+        self.budget = budget
+        self.products = self.deferred = 0
+
+    def __call__(self, graph, inputs):
+        with functorch_config.patch(activation_memory_budget=self.budget or 1.0):
+            return aot_module_simplified(
+                graph, inputs, self.count, self.count, partition_fn=min_cut_rematerialization_partition
+            )
+
+    def count(self, graph, inputs):
+        for node in graph.graph.nodes:
+            name = getattr(node.target, "__name__", "")
+            self.deferred += name == "linear_dx.default"
+            self.products += name in ("mm.default", "addmm.default", "linear_dx.default")
+        return graph.forward
+
+
+def test_the_compiled_stash_is_the_eager_stash():
+    """Same inputs and output gradients, and nothing more."""
+    model, (batch,) = tiny("llama"), microbatches((9,))
+    found = []
+    for compile in (False, True):
+        (stage,) = stages_of(model, 1, compile=compile, backend="aot_eager")
+        store = WeightStore()
+        with store.collect(0, 0):
+            lm_loss(stage(**stage.pick(batch)), batch).backward()
+        found.append((sorted((tuple(p.x.shape), tuple(p.dy.shape)) for p in store.products()), store.alive()))
+    assert found[0] == found[1]
+
+
+def test_a_weight_used_twice_with_one_input_compiled():
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.lin(x) + self.lin(x)
+
+    plain = Twice()
+    (stage,) = module_stages([copy.deepcopy(plain)], zp.build("1f1b", ranks=1, microbatches=1), 0).values()
+    defer(stage)
+    prepare_blocks(stage, compile=True, backend="aot_eager_decomp_partition")
+    x = torch.randn(3, 4, requires_grad=True)
+    plain(x).sum().backward()
+    staged_step([stage], [{"inputs": x}], WeightStore(), loss_fn=lambda out, _: out.sum())
+    torch.testing.assert_close(stage.blocks[0].lin.weight.grad, plain.lin.weight.grad)
+
+
+def test_an_input_without_gradient_loses_nothing_compiled():
+    """The first linear of a model on raw data: its weight gradient is computed in I."""
+    plain = nn.Linear(4, 4)
+    (stage,) = module_stages([copy.deepcopy(plain)], zp.build("1f1b", ranks=1, microbatches=1), 0).values()
+    defer(stage)
+    prepare_blocks(stage, compile=True, backend="aot_eager")
+    x = torch.randn(3, 4)
+    plain(x).square().sum().backward()
+    staged_step([stage], [{"inputs": x}], WeightStore(), loss_fn=lambda out, _: out.square().sum())
+    torch.testing.assert_close(stage.blocks[0].weight.grad, plain.weight.grad)
+
+
+def test_copies_of_a_layer_keep_their_gradients_apart():
+    one = nn.Linear(4, 4)
+    defer(one)
+    two = copy.deepcopy(one)
+    torch.compile(two, fullgraph=True, backend="aot_eager")(torch.randn(3, 4, requires_grad=True)).sum().backward()
+    assert one.weight.grad is None
+    assert two.weight.grad is not None
+
+
+def test_a_block_that_cannot_be_captured_is_reported_once_and_right():
+    class Branchy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.lin(x) if x.sum() > 0 else -self.lin(x)
+
+    plain = nn.ModuleList([Branchy(), Branchy()]).double()
+    (stage,) = module_stages(copy.deepcopy(plain), zp.build("1f1b", ranks=1, microbatches=1), 0).values()
+    defer(stage)
+    prepare_blocks(stage, compile=True, backend="aot_eager")
+    batches = [{"inputs": torch.randn(3, 4).double()} for _ in range(3)]
+    for batch in batches:
+        plain[1](plain[0](batch["inputs"])).sum().backward()
+    with pytest.warns(UserWarning, match="Branchy cannot be compiled whole and runs uncompiled") as seen:
+        staged_step([stage], batches, WeightStore(), loss_fn=lambda out, _: out.sum())
+    assert len([w for w in seen if "Branchy" in str(w.message)]) == 1
+    assert_same_gradients([stage], plain)
+
+
+def test_memory_budget_without_compile_is_reported():
+    with pytest.warns(UserWarning, match=r"memory_budget:0\.5 needs compile=True.*selective:op"):
+        stages_of(tiny("llama"), ac="memory_budget:0.5")
+
+
+@pytest.mark.parametrize("text", ["some", "selective", "selective:0", "selective:x", "memory_budget:2", "full:1"])
+def test_wrong_checkpointing_is_named(text):
+    with pytest.raises(ConfigError, match=f"checkpointing '{text}': give none, full"):
+        Checkpointing.parse(text)
+
+
+def test_selective_counts_layers_of_the_whole_model():
+    every_second = Checkpointing.parse("selective:2")
+    assert [every_second.of_layer(i) for i in range(4)] == ["full", "none", "full", "none"]
+
+
+@pytest.mark.parametrize("ac", ["none", "full"])
+def test_torchs_own_split_gives_the_same_gradients(ac):
+    model, (batch,) = tiny("qwen3"), microbatches((9,))
+    plain_step(model, [batch])
+    stages, split = stages_of(model, 2, split=False, ac=ac), AutogradSplit()
+    hidden = stages[0](**stages[0].pick(batch))
+    handed = hidden.detach().requires_grad_()
+    loss = lm_loss(stages[1](handed, **stages[1].pick(batch)), batch)
+    (grad,) = split.backward_input(1, 0, stages[1], [loss], None, [handed])
+    split.backward_input(0, 0, stages[0], [hidden], [grad], [])
+    split.flush(0, 0)
+    split.flush(1, 0)
+    assert_same_gradients(stages, model)
