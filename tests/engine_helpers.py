@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from typing import Any
 
 import torch
@@ -76,6 +77,7 @@ def error_of(got: Tensor | None, wanted: Tensor | None) -> float:
     if wanted is None:
         return 0.0 if got is None else float(got.abs().max())
     assert got is not None, "a gradient is missing"
+    got = got.cpu()
     return float((got - wanted).abs().max() / wanted.abs().max().clamp_min(1e-300))
 
 
@@ -93,16 +95,18 @@ def worst(stages: dict[int, nn.Module], plain: list[nn.Module], what: str = "gra
     return value
 
 
-def own(modules: list[nn.Module], schedule: Schedule) -> dict[int, nn.Module]:
+def own(modules: list[nn.Module], schedule: Schedule, group: Any = None) -> dict[int, nn.Module]:
     """This rank's part of a list with one module per stage."""
-    return {stage: modules[stage] for stage in schedule.placement.stages_of(dist.get_rank())}
+    return {stage: modules[stage] for stage in schedule.placement.stages_of(dist.get_rank(group))}
 
 
 def train(csv_or_schedule: str | Schedule, steps: int = 1, **options: Any) -> dict[str, float]:
     """Some steps with an optimizer beside the plain model; the largest differences seen."""
     schedule = from_csv(csv_or_schedule) if isinstance(csv_or_schedule, str) else csv_or_schedule
     number = schedule.num_stages
-    plain, stages = blocks(number), own(blocks(number), schedule)
+    plain, stages = blocks(number), own(blocks(number), schedule, options.get("group"))
+    for stage in stages.values():
+        stage.to(options.get("device", "cpu"))
     model, loss_fn = nn.Sequential(*plain), SquareLoss()
     parameters = [p for stage in stages.values() for p in stage.parameters()]
     ours, theirs = torch.optim.AdamW(parameters, lr=0.01), torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -121,3 +125,26 @@ def train(csv_or_schedule: str | Schedule, steps: int = 1, **options: Any) -> di
                 optimizer.zero_grad()
             seen["weight"] = max(seen["weight"], worst(stages, plain, "weight"))
     return seen
+
+
+def train_on_cuda(schedule: Schedule, steps: int = 1) -> dict[str, float]:
+    """`train` with all ranks on one GPU: tensors between ranks go through pinned memory and gloo."""
+    return train(schedule, steps, device="cuda", record=True)
+
+
+_pools: dict[int, Any] = {}
+
+
+def ranks(number: int = 4) -> Any:
+    """A pool of local ranks that lives as long as the test run (a new one if a test broke it)."""
+    from zeropipe.engine.launch import LocalRanks
+
+    if number not in _pools or _pools[number].closed:
+        _pools[number] = LocalRanks(number, preload=["torch._dynamo", "torch.distributed.pipelining"])
+        atexit.register(_pools[number].close)
+    return _pools[number]
+
+
+def largest(results: list[dict[str, float]]) -> dict[str, float]:
+    """The worst rank's differences."""
+    return {key: max(result[key] for result in results) for key in results[0]}

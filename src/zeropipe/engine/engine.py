@@ -17,6 +17,7 @@ from zeropipe.core.check import check
 from zeropipe.core.lower import lower
 from zeropipe.core.schedule import Program, Schedule, iter_codes
 from zeropipe.core.timeline import Timeline
+from zeropipe.engine import private
 from zeropipe.engine.cells import Microbatch, moved
 from zeropipe.engine.executor import Executor, ShapeBook, Watcher
 from zeropipe.engine.fabric import Fabric
@@ -283,7 +284,7 @@ class Engine:
     def _scale(self, factor: float) -> None:
         gradients = [p.grad for p in self._sums.all if p.grad is not None]
         if gradients:
-            torch._foreach_mul_(gradients, factor)
+            private.multiply(gradients, factor)
 
 
 def _device_of(stages: Mapping[int, nn.Module]) -> torch.device:

@@ -79,7 +79,10 @@ class Executor:
             cell.before = self.cells.get((stage - 1, microbatch))
             cell.after = self.cells.get((stage + 1, microbatch))
         self._incoming, self._places = self._receives(row, wires, recv_ahead)
-        self._side = torch.cuda.Stream(device) if device.type == "cuda" and colour(row, self.cells) else None
+        self._side: torch.cuda.Stream | None = None
+        if colour(row, self.cells) and device.type == "cuda":
+            self._side = torch.cuda.Stream(device)
+            private.quiet_streams()
         self._shapes = shapes
         self._calls: list[Call] = []
         self._labels: list[str] = []

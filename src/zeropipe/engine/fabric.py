@@ -100,13 +100,9 @@ class Fabric:
         if self.closed:
             return
         self.closed = True
-        for (_, ranks), group in self._groups.items():
-            if self.nccl:
-                private.abort_nccl(group)
-            else:
-                private.abort_gloo(group, (ranks.index(self.rank) + 1) % len(ranks))
-        if self.size > 1:
-            private.abort_gloo(self.control, (self.rank + 1) % self.size)
+        for group in self._groups.values():
+            private.abort_nccl(group) if self.nccl else private.abort_gloo(group)
+        private.abort_gloo(self.control)
 
     def close(self) -> None:
         """Let go of the connections after a good run."""

@@ -32,13 +32,16 @@ def nccl_group(store: dist.Store, rank: int, size: int, timeout: float) -> Any:
     return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
-def abort_gloo(group: Any, peer: int) -> None:
+def abort_gloo(group: Any) -> None:
     """Close a group's connections, also under a thread that waits on one; its peers' waits then fail at once.
 
-    gloo's own `abort` leaves the sockets open. A receive that times out closes every pair of the group.
+    gloo's own `abort` leaves the sockets open. A receive that times out closes every pair of the group; one from a
+    peer that is gone already fails before its time, so all peers are tried.
     """
-    with contextlib.suppress(RuntimeError):
-        group.recv([torch.empty(1)], peer, ABORT_TAG).wait(timedelta(milliseconds=1))
+    for peer in range(group.size()):
+        if peer != group.rank():
+            with contextlib.suppress(RuntimeError):
+                group.recv([torch.empty(1)], peer, ABORT_TAG).wait(timedelta(milliseconds=1))
 
 
 def abort_nccl(group: Any) -> None:
@@ -67,3 +70,21 @@ def gradient_edge(tensor: Tensor) -> GradientEdge:
 def backward(roots: Sequence[GradientEdge | Tensor], gradients: Sequence[Tensor] | None) -> None:
     """One ordinary backward pass."""
     torch.autograd.backward(roots, gradients)  # type: ignore[arg-type]
+
+
+def quiet_streams() -> None:
+    """A parameter's gradient may come from either of the two streams of an Overlap: they are joined after each step."""
+    graph = torch.autograd.graph
+    if hasattr(graph, "set_warn_on_accumulate_grad_stream_mismatch"):
+        graph.set_warn_on_accumulate_grad_stream_mismatch(False)
+
+
+def squared_norm(tensors: Sequence[Tensor]) -> float:
+    """The sum of all squares, in float64."""
+    norms = torch._foreach_norm(list(tensors), 2)
+    return float(torch.stack([norm.double() for norm in norms]).square().sum())
+
+
+def multiply(tensors: Sequence[Tensor], factor: float) -> None:
+    """Scale tensors in place."""
+    torch._foreach_mul_(list(tensors), factor)

@@ -66,10 +66,7 @@ class GradientSums:
     def squares(self) -> float:
         """The squared norm of this rank's gradients, each parameter of the model counted on one rank only."""
         gradients = [p.grad for p in self._counted if p.grad is not None]
-        if not gradients:
-            return 0.0
-        norms = torch._foreach_norm(gradients, 2, dtype=torch.float64 if gradients[0].device.type == "cpu" else None)
-        return float(torch.stack([norm.double() for norm in norms]).square().sum())
+        return private.squared_norm(gradients) if gradients else 0.0
 
 
 def unique(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:

@@ -1,0 +1,124 @@
+"""What the local ranks run in test_faults.py: things that go wrong on one rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from engine_helpers import Block, SquareLoss, blocks, microbatches, own
+from torch import Tensor, nn
+
+from zeropipe.core.schedule import Schedule
+from zeropipe.engine import Engine
+
+
+class Faulty(nn.Module):
+    """Does something bad in the forward or the backward of its `when`-th microbatch."""
+
+    def __init__(self, seed: int, kind: str, when: int) -> None:
+        super().__init__()
+        self.block, self.kind, self.left = Block(seed), kind, when
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.left -= 1
+        if self.left >= 0:
+            return self.block(x)
+        if self.kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.kind == "exit":
+            os._exit(3)
+        if self.kind == "raise":
+            raise ValueError("the cat sat on the keyboard")
+        y = self.block(x)
+        if self.kind == "nan":
+            return y * float("nan")
+        if self.kind == "nan-back":
+            y.register_hook(lambda gradient: gradient * float("inf"))
+        elif self.kind == "raise-back":
+            y.register_hook(self.refuse)
+        return y
+
+    def refuse(self, gradient: Tensor) -> None:
+        raise ValueError("no way back")
+
+
+def fail(schedule: Schedule, stage: int, kind: str, when: int, check_finite: bool = False) -> Any:
+    """Two good steps' worth of microbatches, with a fault on the way."""
+    modules = blocks(schedule.num_stages)
+    modules[stage] = Faulty(stage, kind, when)
+    engine = Engine(schedule, own(modules, schedule), check_finite=check_finite, timeout=60)
+    try:
+        for step in range(2):
+            engine.train_step(microbatches(schedule.num_microbatches, seed=step), SquareLoss())
+    except Exception as error:
+        again = ""
+        try:
+            engine.train_step(microbatches(schedule.num_microbatches), SquareLoss())
+        except Exception as second:
+            again = str(second)
+        return type(error).__name__, str(error), repr(error.__cause__), again
+    return "no error"
+
+
+def fewer_microbatches(schedule: Schedule, culprit: int) -> None:
+    """One rank passes one microbatch less."""
+    engine = Engine(schedule, own(blocks(schedule.num_stages), schedule))
+    number = schedule.num_microbatches - (dist.get_rank() == culprit)
+    engine.train_step(microbatches(number), SquareLoss())
+
+
+def bad_setup(what: str, schedule: Schedule, other: Schedule) -> None:
+    """An Engine that cannot be made."""
+    rank = dist.get_rank()
+    stages = own(blocks(schedule.num_stages), schedule)
+    if what == "schedule" and rank == 2:
+        schedule = other
+    if what == "stages" and rank == 1:
+        stages.popitem()
+    if what == "option":
+        Engine(schedule, stages, split="halves")
+    Engine(schedule, stages)
+
+
+def silent(schedule: Schedule) -> None:
+    """Rank 1 sleeps in a stage far longer than the time-out."""
+
+    class Sleepy(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            import time
+
+            time.sleep(60)
+            return x
+
+    modules = blocks(schedule.num_stages)
+    modules[1] = Sleepy()
+    Engine(schedule, own(modules, schedule), timeout=2).train_step(
+        microbatches(schedule.num_microbatches), SquareLoss()
+    )
+
+
+def wrong_output(schedule: Schedule) -> None:
+    """A stage returns a dict."""
+
+    class Dict(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return {"hidden": x}
+
+    modules = blocks(schedule.num_stages)
+    modules[1] = Dict()
+    Engine(schedule, own(modules, schedule)).train_step(microbatches(schedule.num_microbatches), SquareLoss())
+
+
+def no_group() -> None:
+    """An Engine without torch.distributed."""
+    dist.destroy_process_group()
+    Engine.__init__(object.__new__(Engine), None, {})  # type: ignore[arg-type]
+
+
+def sleep_forever() -> None:
+    """For the launcher's own time-out."""
+    torch.ones(1)
+    signal.pause()

@@ -1,0 +1,160 @@
+"""The executor against the plain model, against torch's own runtime, and against itself."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch")
+
+import engine_cases as cases
+from engine_helpers import TOLERANCE, largest, ranks, train
+
+import zeropipe as zp
+from zeropipe.core.needs import needs
+from zeropipe.errors import ConfigError, EngineError
+from zeropipe.schedules.registry import entries
+
+NAMES = [entry.name for entry in entries()]
+V_OUT_OF_ORDER = """0F1,0F0,3F1,3F0,3I0,3B1,0B0,3W0,0I1,0W1
+1F1,2F1,1F0,2F0,2B0,1I0,2I1,1I1,1W1,2W1,1W0
+"""
+
+
+def build(name: str, ranks: int = 4, microbatches: int = 8) -> zp.Schedule:
+    try:
+        return zp.build(name, ranks=ranks, microbatches=microbatches)
+    except ConfigError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_training_equals_the_plain_model(name):
+    """Loss, every gradient, the gradient norm, and the weights after three optimizer steps; lengths vary."""
+    differences = largest(ranks().run(train, build(name), 3))
+    assert max(differences.values()) < TOLERANCE, differences
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("microbatches", [1, 5])
+def test_few_and_odd_numbers_of_microbatches(name, microbatches):
+    differences = largest(ranks().run(train, build(name, 4, microbatches), 1))
+    assert max(differences.values()) < TOLERANCE, differences
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_pipelines_side_by_side(name):
+    differences = largest(ranks().run(cases.train_in_halves, build(name, ranks=2), 2))
+    assert max(differences.values()) < TOLERANCE, differences
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved-zb", "zbv", "dualpipe", "dualpipev"])
+def test_eight_ranks(name):
+    differences = largest(ranks(8).run(train, build(name, 8, 20), 1))
+    assert max(differences.values()) < TOLERANCE, differences
+
+
+@pytest.mark.parametrize("options", [{"recv_ahead": 1}, {"recv_ahead": 9}, {"split": "whole"}, {"shapes": "dynamic"}])
+@pytest.mark.parametrize("name", ["interleaved-zb", "zbv", "dualpipe", "dualpipev"])
+def test_every_knob_gives_the_same(name, options):
+    differences = largest(ranks().run(train_with, build(name), options))
+    assert max(differences.values()) < TOLERANCE, differences
+
+
+def train_with(schedule, options):
+    return train(schedule, 2, **options)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("dualpipe", "chimera")])
+def test_torchs_runtime_agrees(name):
+    """The same rows on torch's executor: equal gradients."""
+    assert max(ranks().run(cases.on_torchs_runtime, build(name))) < TOLERANCE
+
+
+def test_torchs_runtime_refuses_two_copies():
+    with pytest.raises(EngineError, match="two copies of each stage"):
+        ranks().run(cases.on_torchs_runtime, build("dualpipe"))
+
+
+def test_microbatches_out_of_order():
+    """Every microbatch keeps its own loss, and W may run in another order than I: a user's CSV on 2 ranks."""
+    schedule = zp.from_csv(V_OUT_OF_ORDER)
+    zp.check(schedule)
+    differences = largest(ranks(2).run(train, schedule, 3))
+    assert max(differences.values()) < TOLERANCE, differences
+
+
+@pytest.mark.parametrize("make", ["views", "some_identities", "twice", "several", "frozen_first"])
+@pytest.mark.parametrize("name", ["gpipe", "interleaved-zb", "zbv", "dualpipe", "dualpipev"])
+def test_unusual_stages(name, make):
+    differences = largest(ranks().run(cases.train_models, build(name), getattr(cases, make)))
+    assert max(differences.values()) < TOLERANCE, differences
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_evaluation(name):
+    """eval_step and forward on every placement: right, in order, in eval mode, gradients untouched."""
+    for result in ranks().run(cases.evaluate, build(name)):
+        assert result["where"]
+        assert result["untouched"]
+        assert max(result[key] for key in ("loss", "outputs", "post")) < TOLERANCE, result
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zbv", "dualpipe", "dualpipev"])
+def test_losses_and_gradient_accumulation(name):
+    for result in ranks().run(cases.losses, build(name)):
+        assert result.pop("metrics") == (8, True)
+        assert result.pop("clipped") < 1e-3  # torch's 1e-6 in the denominator
+        assert max(result.values()) < TOLERANCE, result
+
+
+@pytest.mark.parametrize("one_tensor", [True, False])
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-h1", "zbv", "dualpipe", "dualpipev", "chimera"])
+def test_tied_embeddings(name, one_tensor):
+    """One tensor or two, on one rank or two: the same gradients, norm and weights as one tied model."""
+    differences = largest(ranks().run(cases.tied, build(name), one_tensor))
+    assert max(differences.values()) < TOLERANCE, differences
+
+
+def test_shapes_that_depend_on_values():
+    schedule = build("zbv")
+    assert max(ranks().run(cases.shrinking, schedule, "dynamic")) < TOLERANCE
+    with pytest.raises(EngineError, match="shapes='dynamic'"):
+        ranks().run(cases.shrinking, schedule, "auto")
+
+
+def test_outputs_are_dropped_once_they_are_sent():
+    """In GPipe the first backward comes after all forwards have arrived: no output needs to be alive then."""
+    alive = ranks().run(cases.alive_outputs, build("gpipe"))
+    assert [len(numbers) for numbers in alive] == [8, 8, 8, 0]
+    assert max(max(numbers, default=0) for numbers in alive) <= 1  # the last one may be on its way out
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zbv", "dualpipe", "dualpipev"])
+def test_the_recorded_timeline(name):
+    """The same on every rank; every action after what it needs; memory back to where it was."""
+    schedule = build(name)
+    timelines = ranks().run(cases.record, schedule)
+    first = timelines[0]
+    assert all(timeline == first for timeline in timelines)
+    assert first.measured
+    assert (first.unit, first.memory_unit, first.first_start) == ("s", "B", 0.0)
+    spans = {span.action: span for rank in range(4) for span in first.spans(rank)}
+    assert len(spans) == schedule.num_actions
+    for action, span in spans.items():
+        assert span.end > span.start
+        for needed in needs(action, schedule.num_stages):
+            other = spans.get(needed) or spans[needed._replace(kind=zp.Kind.B)]
+            overlapped = (other.start, other.end) == (span.start, span.end)
+            assert other.end <= span.start or overlapped, f"{action} started before {needed} ended"
+    for rank in range(4):
+        left = memoryview(first.memory.after).cast("d")[schedule.lines.offsets[rank + 1] - 1]
+        assert left == 0
+    assert all(peak > 0 for peak in first.peak_memory)
+
+
+def test_measured_memory_follows_the_schedule():
+    """1F1B keeps 4, 3, 2, 1 microbatches; GPipe keeps all 8."""
+    one = ranks().run(cases.record, build("1f1b"))[0].peak_memory
+    all_of_them = ranks().run(cases.record, build("gpipe"))[0].peak_memory
+    assert one[0] > one[1] > one[2] > one[3]
+    assert all(more > 1.8 * less for more, less in zip(all_of_them, one))

@@ -1,0 +1,159 @@
+"""One rank fails: every other rank stops with its error and action, soon, and no process is left."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+pytest.importorskip("torch")
+
+import fault_cases as cases
+
+import zeropipe as zp
+from zeropipe.engine.launch import Failed, LocalRanks
+from zeropipe.errors import EngineError
+
+LIMIT = 60  # seconds; each of these takes a few
+
+
+def gone(pids: list[int]) -> bool:
+    """Whether none of the processes runs any more."""
+    return not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+
+
+def outcomes(function, *args):
+    """What every rank returned or raised; checks that nothing hung and nothing is left."""
+    with LocalRanks(4) as ranks:
+        found = ranks.outcomes(function, *args, timeout=LIMIT)
+        pids = ranks.pids
+    assert gone(pids)
+    assert not any(isinstance(item, Failed) and item.kind == "TimedOut" for item in found), found
+    return found
+
+
+@pytest.mark.parametrize(
+    "name, stage, kind, when, where",
+    [
+        ("1f1b", 2, "raise", 3, "rank 2 failed at 2F3: ValueError: the cat sat on the keyboard"),
+        ("zbv", 5, "raise-back", 1, "rank 2 failed at 5I1: ValueError: no way back"),
+        ("dualpipe", 1, "raise", 5, r"rank [12] failed at .*1F\d+.*: ValueError: the cat sat on the keyboard"),
+        ("interleaved", 7, "raise", 0, "rank 3 failed at 7F0: ValueError: the cat sat on the keyboard"),
+    ],
+)
+def test_an_error_in_a_stage_stops_all_ranks(name, stage, kind, when, where):
+    found = outcomes(cases.fail, zp.build(name, ranks=4, microbatches=8), stage, kind, when)
+    assert {item[0] for item in found} == {"EngineError"}
+    assert len({item[1] for item in found}) == 1, "all ranks raise the same line"
+    assert re.fullmatch(where, found[0][1])
+    culprit = int(re.match(r"rank (\d)", found[0][1])[1])
+    assert found[culprit][2].startswith("ValueError")
+    assert all("this engine has stopped" in item[3] for item in found)
+
+
+@pytest.mark.parametrize("kind", ["kill", "exit"])
+@pytest.mark.parametrize("name, stage, rank", [("zbv", 2, 2), ("1f1b", 0, 0)])
+def test_a_dead_rank_stops_the_others(name, stage, rank, kind):
+    found = outcomes(cases.fail, zp.build(name, ranks=4, microbatches=8), stage, kind, 2)
+    assert isinstance(found[rank], Failed)
+    assert found[rank].kind == "Died"
+    others = [item for item in found if not isinstance(item, Failed)]
+    assert len(others) == 3
+    for item in others:
+        assert item[0] == "EngineError"
+        assert f"rank {rank} was lost while rank" in item[1]
+
+
+@pytest.mark.parametrize(
+    "kind, where",
+    [
+        ("nan", "rank 2 failed at 5F2: FloatingPointError: 5F2 made an output that is not finite"),
+        ("nan-back", "rank 2 failed at 5I2: FloatingPointError: 5I2 made .* that is not finite"),
+    ],
+)
+def test_a_nan_is_found_where_it_was_made(kind, where):
+    found = outcomes(cases.fail, zp.build("zbv", ranks=4, microbatches=8), 5, kind, 2, True)
+    assert all(re.fullmatch(where, item[1]) for item in found), found
+
+
+def test_different_numbers_of_microbatches():
+    found = outcomes(cases.fewer_microbatches, zp.build("1f1b", ranks=4, microbatches=8), 1)
+    line = "rank 1 failed at the start of the step: ConfigError: 7 microbatches were given, the schedule has 8"
+    assert all(item.kind == "EngineError" and item.text.startswith(line) for item in found), found
+
+
+def test_the_wrong_number_of_ranks():
+    found = outcomes(cases.bad_setup, "", zp.build("1f1b", ranks=3, microbatches=4), None)
+    line = "the schedule 1f1b is for 3 ranks, 4 are running: start 3 processes, or build the schedule for another"
+    assert all(item.kind == "ConfigError" and item.text.startswith(line) for item in found), found
+
+
+@pytest.mark.parametrize(
+    "what, line",
+    [
+        ("schedule", "rank 2 has another schedule than rank 0: build the same one on every rank"),
+        ("stages", "rank 1: stages [] were given, the placement puts [1] here"),
+        ("option", "rank 0: split='halves': give one of store, whole"),
+    ],
+)
+def test_a_bad_setup_is_refused_on_all_ranks(what, line):
+    schedules = [zp.build(name, ranks=4, microbatches=8) for name in ("1f1b", "zb-h1")]
+    found = outcomes(cases.bad_setup, what, *schedules)
+    assert all((item.kind, item.text) == ("ConfigError", line) for item in found), found
+
+
+def test_a_silent_rank_is_given_up():
+    with LocalRanks(2) as ranks:
+        found = ranks.outcomes(cases.silent, zp.build("1f1b", ranks=2, microbatches=2), timeout=9)
+    assert "rank 1 was lost while rank 0 waited for it at 0B0: no message came in time" in found[0].text
+
+
+def test_a_stage_that_returns_no_tensor():
+    found = outcomes(cases.wrong_output, zp.build("1f1b", ranks=4, microbatches=2))
+    line = "rank 1 failed at 1F0: TypeError: 1F0 returned dict: a stage returns a Tensor or a tuple of Tensors"
+    assert all(item.text == line for item in found), found
+
+
+def test_without_torch_distributed():
+    with LocalRanks(1) as ranks, pytest.raises(EngineError, match="start with torchrun and call init_process_group"):
+        ranks.run(cases.no_group)
+
+
+def test_the_launcher_stops_ranks_that_take_too_long():
+    ranks = LocalRanks(2)
+    with pytest.raises(EngineError, match="no answer within 1 seconds"):
+        ranks.run(cases.sleep_forever, timeout=1)
+    assert gone(ranks.pids)
+
+
+def test_killing_the_parent_leaves_no_rank(tmp_path):
+    script = tmp_path / "parent.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import signal
+            from zeropipe.engine.launch import LocalRanks
+
+            if __name__ == "__main__":
+                ranks = LocalRanks(2)
+                print(*ranks.pids, flush=True)
+                signal.pause()
+            """
+        )
+    )
+    parent = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    assert len(pids) == 2
+    assert not gone(pids)
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    end = time.monotonic() + 20
+    while not gone(pids) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert gone(pids)
