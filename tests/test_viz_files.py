@@ -266,34 +266,6 @@ def test_trace_slices_of_a_rank_nest_or_follow(tmp_path):
             free = both
 
 
-def test_perfettos_own_reader_agrees(tmp_path):
-    api = pytest.importorskip("perfetto.trace_processor")
-    path = trace_processor()
-    if path is None:
-        pytest.skip(
-            "no trace_processor_shell: the perfetto package would have to download it; set PERFETTO_BINARY_PATH"
-        )
-    timeline = run("dualpipev")
-    zp.draw(timeline, tmp_path / "x.json")
-    with api.TraceProcessor(trace=str(tmp_path / "x.json"), config=api.TraceProcessorConfig(bin_path=path)) as reader:
-        count = {t: next(iter(reader.query(f"select count(*) as n from {t}"))).n for t in ("slice", "flow", "counter")}
-        errors = list(reader.query("select name, value from stats where severity = 'error' and value > 0"))
-    assert count["slice"] == timeline.schedule.num_actions
-    assert count["flow"] > 0
-    assert count["counter"] > 0
-    assert not errors
-
-
-def trace_processor():
-    import os
-    import shutil
-    from pathlib import Path
-
-    kept = sorted((Path.home() / ".local/share/perfetto/prebuilts").glob("trace_processor_shell-*"))
-    found = [os.environ.get("PERFETTO_BINARY_PATH"), shutil.which("trace_processor_shell"), *map(str, kept)]
-    return next((path for path in found if path and not path.endswith(".tmp")), None)
-
-
 # --- colours -------------------------------------------------------------------------------------------------------
 
 # Machado, Oliveira and Fernandes 2009, severity 1.0, on linear RGB
