@@ -11,7 +11,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 import zeropipe as zp
-from zeropipe.app import guard, limits, pictures, server, work
+from zeropipe.app import downloads, guard, limits, pictures, server, work
 from zeropipe.app.server import create_app
 from zeropipe.cli import main
 from zeropipe.sim.compare import compare
@@ -249,6 +249,12 @@ def test_several_schedules_in_one_file(client, form):
         assert "a .csv holds one schedule, not 2" in response.text
     else:
         assert response.status_code == 200
+
+
+def test_a_file_too_large_to_be_of_use_is_refused(ask, monkeypatch):
+    monkeypatch.setitem(downloads.MOST, "pdf", 50)
+    status, answer = ask("files/pdf", ONE)
+    assert (status, "64 actions is more than the page writes (50)" in told(answer, "format")[0]) == (422, True)
 
 
 def test_headers_keep_the_page_to_its_host(client):

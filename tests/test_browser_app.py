@@ -149,7 +149,7 @@ def test_schedules_are_added_removed_and_varied(visit):
     settle(page)
     assert page.get_attribute(".card[data-name=interleaved]", "aria-pressed") == "true"
     body = page.locator(".compare tbody[data-choice=interleaved]")
-    body.get_by_text("one more like this").click()
+    body.get_by_text("add a variant").click()
     settle(page)
     body.nth(1).locator("select").select_option("4")
     settle(page)

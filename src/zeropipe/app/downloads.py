@@ -24,7 +24,8 @@ MEDIA = {
 }  # fmt: skip
 _drawing = Lock()  # matplotlib draws one picture at a time
 assert MEDIA.keys() == set(get_args(Format))
-BOXES_IN_A_PICTURE = 60_000  # a vector file with more is slow to open, and a pixel shows many of them
+# actions in a file that is made in a few seconds and opens in a few more; the command line has no such limit
+MOST = {"svg": 400_000, "png": 400_000, "pdf": 100_000, "json": 200_000}
 
 
 def file_of(pulse: Pulse, ask: FileAsk, form: Format, uploads: Uploads) -> tuple[str, bytes]:
@@ -46,10 +47,10 @@ def _content(ask: FileAsk, form: Format, timelines: list[Timeline]) -> bytes:
             raise ConfigError(f"a .csv holds one schedule, not {len(timelines)}: take each one's own file")
         return to_csv(timelines[0].schedule).encode()
     count = sum(t.schedule.num_actions for t in timelines)
-    if form in ("svg", "pdf", "png") and count > BOXES_IN_A_PICTURE:
+    if count > MOST.get(form, count):
         raise ConfigError(
-            f"a .{form} of {count:,} boxes is more than the page draws ({BOXES_IN_A_PICTURE:,}): "
-            "take .html, or draw fewer microbatches"
+            f"a .{form} of {count:,} actions is more than the page writes ({MOST[form]:,}): "
+            "take .html, fewer microbatches, or the command line"
         )
     options: dict[str, Any] = {} if form == "json" else {"theme": ask.theme, "labels": ask.labels}
     if form in ("svg", "png", "pdf") and ask.width is not None:

@@ -6,7 +6,7 @@ import { COSTS, PER_STAGE } from "./state.js";
 const SIZE_FIELDS = {
   ranks: { label: "Ranks" },
   microbatches: { label: "Microbatches" },
-  stages_per_rank: { label: "Stages / rank", hint: "own", about: "For every schedule that can have so many; the others keep their own." },
+  stages_per_rank: { label: "Stages / rank", hint: "auto", about: "For every schedule that can have so many; the others keep their own." },
 };
 
 const GROUPS = [

@@ -13,7 +13,7 @@ export class Table {
     this.actions = actions;
     this.rows = new Map();
     this.empty = h("p", { className: "empty" }, "Choose a schedule on the left, or drop a file.");
-    const heads = ["Schedule", "Makespan", "Bubble", "Peak memory", ""];
+    const heads = ["Schedule", "Makespan", "Bubble", "Peak memory", h("span", { className: "unseen" }, "Download and remove")];
     this.table = h("table", { className: "compare" }, h("caption", { className: "unseen" }, "Comparison of the chosen schedules"),
       h("thead", {}, h("tr", {}, ...heads.map((text) => h("th", { scope: "col" }, text)))));
     const legend = h("p", { className: "legend" }, "Ranks' time: ", ...PARTS.slice(0, 5).map(([name, text]) => h("span", {}, h("i", { className: `part part-${name}` }), text)));
@@ -78,7 +78,7 @@ class Row {
     if (!facts) return [];
     const made = [];
     if (facts.stages_per_rank.length > 1) {
-      const options = [["", "own"], ...[...facts.stages_per_rank].sort((a, b) => a - b).map((n) => [String(n), String(n)])];
+      const options = [["", "auto"], ...[...facts.stages_per_rank].sort((a, b) => a - b).map((n) => [String(n), String(n)])];
       const select = h("select", {}, ...options.map(([value, text]) => h("option", { value }, text)));
       select.value = choice.stages_per_rank;
       select.addEventListener("change", () => {
@@ -95,7 +95,7 @@ class Row {
       });
       made.push(h("label", {}, name.replaceAll("_", " "), " ", input));
     }
-    if (made.length) made.push(h("button", { type: "button", className: "link", onclick: () => actions.another(choice) }, "one more like this"));
+    if (made.length) made.push(h("button", { type: "button", className: "link", onclick: () => actions.another(choice) }, "add a variant"));
     return made;
   }
 
