@@ -52,6 +52,7 @@ PAN = f"""async ([select, steps]) => {{
 ZOOM = """() => { const plot = document.querySelector(".zp-plot"); const box = plot.getBoundingClientRect();
   for (let n = 0; n < 5; n++) plot.dispatchEvent(new WheelEvent("wheel", {
     deltaY: -100, clientX: box.left + box.width / 2, clientY: box.top + 40, cancelable: true, bubbles: true })); }"""
+WINDOW = "zeropipeViewer.view.from"
 PAN_PLOTLY = f"""async (steps) => {{
   const times = [];
   const [from, to] = figure.layout.xaxis.range;
@@ -88,7 +89,9 @@ def measure_viewer(page: Any, size: int, folder: Path, steps: int, noisy: bool =
     paint = page.evaluate(PAINTED)
     page.evaluate(ZOOM)
     page.evaluate(PAINTED)
+    before = page.evaluate(WINDOW)
     times = page.evaluate(PAN, [".zp-plot", steps])
+    assert page.evaluate(WINDOW) > before, "the drag did not move the picture"
     return row("zeropipe, noisy times" if noisy else "zeropipe", run.schedule.num_actions, build, path, paint, times)
 
 

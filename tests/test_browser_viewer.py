@@ -324,6 +324,9 @@ def test_many_boxes_share_pixels_and_keep_their_mean(page_of):
     middle = [pixel(page, 1, timeline.makespan * share)[:3] for share in (0.3, 0.5, 0.7)]
     for seen in middle:  # F takes 1, B 2 of 3 units
         assert seen == pytest.approx([(f + 2 * b) / 3 for f, b in zip(color["F"][0], color["B"][0])], abs=25)
+    for rank in range(4):  # a row ends with B, and not with what the next row begins with
+        red, _, blue, _ = pixel(page, rank, max(s.end for s in timeline.spans(rank)) - 0.01)
+        assert red > blue
     assert "microbatch" in hover(page, 1, timeline.makespan / 2)
     page.mouse.move(*place(page, 1, timeline.makespan / 2))
     for _ in range(6):

@@ -110,6 +110,8 @@ def test_pdf_is_vector_with_text_and_embedded_fonts(tmp_path):
         ("x.svg", {"theme": "pink"}, "theme='pink': choose light or dark"),
         ("x.svg", {"labels": "all"}, "labels='all': choose microbatch, action, none"),
         ("x.png", {"width": 5}, "width=5: a figure is 100 to 10000 points wide"),
+        ("x.png", {"dpi": 0}, "dpi=0: choose 20 to 2000 dots per inch"),
+        ("no/x.svg", {}, "no/x.svg: No such file or directory"),
         ("x.html", {"labels": "all"}, "labels='all'"),
         ("x.html", {"theme": "pink"}, "theme='pink'"),
     ],

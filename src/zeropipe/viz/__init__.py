@@ -31,7 +31,10 @@ def draw(timelines: Timeline | Sequence[Timeline], path: str | Path | None = Non
     writer = _WRITERS.get(target.suffix)
     if writer is None:
         raise ConfigError(f"cannot draw {target.name!r}: the name must end in {', '.join(_WRITERS)}")
-    writer(listed, target, options)
+    try:
+        writer(listed, target, options)
+    except OSError as error:
+        raise ConfigError(f"cannot write {target}: {error.strerror}") from None
 
 
 def _html(timelines: list[Timeline], path: Path, options: dict[str, Any]) -> None:

@@ -6,12 +6,14 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from zeropipe.errors import MissingExtra
+from zeropipe.errors import ConfigError, MissingExtra
 from zeropipe.viz.scene import Area, Line, Rect, Scene
 
 
 def write_figure(scene: Scene, path: Path, title: str, dpi: int = 200) -> None:
     """Write a .png or a .pdf (vector, with fonts that publishers accept)."""
+    if not isinstance(dpi, int | float) or not 20 <= dpi <= 2000:
+        raise ConfigError(f"dpi={dpi!r}: choose 20 to 2000 dots per inch")
     try:
         from matplotlib import rc_context
         from matplotlib.figure import Figure

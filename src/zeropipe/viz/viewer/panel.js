@@ -8,6 +8,7 @@ import { element, prepare } from "./shapes.js";
 import { percentText, ruler, sizeText, timeText } from "./units.js";
 
 const ROW_SPACE = 0.14; // of a row's height, below it
+const TALLEST = 8000; // CSS pixels
 const EDGE = 2; // above the first row: room for its outline
 
 export class Panel {
@@ -45,13 +46,13 @@ export class Panel {
   /** Rows of all ranks: narrow when there are many; a timeline alone on the page may fill it. */
   get layout() {
     const { ranks } = this.timeline;
-    const pitch = ranks <= 8 ? 36 : ranks <= 16 ? 28 : ranks <= 32 ? 20 : ranks <= 64 ? 14 : 9;
+    const pitch = ranks <= 8 ? 36 : ranks <= 16 ? 28 : ranks <= 32 ? 20 : ranks <= 64 ? 14 : least(ranks);
     return rowsOf(this.state.alone ? Math.min(56, Math.max(pitch, Math.floor((0.5 * innerHeight) / ranks))) : pitch, ranks);
   }
 
   get memoryLayout() {
     const { ranks } = this.timeline;
-    const pitch = ranks <= 8 ? 26 : ranks <= 16 ? 20 : ranks <= 32 ? 14 : 9;
+    const pitch = ranks <= 8 ? 26 : ranks <= 16 ? 20 : ranks <= 32 ? 14 : least(ranks);
     return rowsOf(this.state.alone ? Math.min(36, Math.max(pitch, Math.floor((0.25 * innerHeight) / ranks))) : pitch, ranks);
   }
 
@@ -161,8 +162,13 @@ export class Panel {
   }
 }
 
+/** The pitch of very many rows: a canvas has a greatest height. */
+function least(ranks) {
+  return Math.max(1, Math.min(9, Math.floor(TALLEST / ranks)));
+}
+
 function rowsOf(pitch, ranks) {
-  const height = Math.max(4, Math.round(pitch * (1 - ROW_SPACE)));
+  const height = pitch > 4 ? Math.round(pitch * (1 - ROW_SPACE)) : pitch;
   return { pitch, height, total: EDGE + pitch * ranks, top: (rank) => EDGE + rank * pitch };
 }
 

@@ -91,9 +91,9 @@ function scanRow(timeline, sums, rank, view, perPixel, width, words, boxes) {
     }
     pixel = Math.max(pixel, Math.floor((start[i] - view.from) / perPixel));
     const edge = view.from + (pixel + 1) * perPixel;
-    sumsAt(timeline, sums, view.from + pixel * perPixel, i, before);
+    sumsAt(timeline, sums, view.from + pixel * perPixel, i, last, before);
     i = nextAbove(end, edge, i, last);
-    sumsAt(timeline, sums, edge, i, after);
+    sumsAt(timeline, sums, edge, i, last, after);
     const covered = after[0] - before[0];
     if (covered > 0) {
       const alpha = Math.min(255, Math.max(FAINTEST, Math.round((255 * covered) / perPixel)));
@@ -108,10 +108,10 @@ function scanRow(timeline, sums, rank, view, perPixel, width, words, boxes) {
   return merged;
 }
 
-/** The sums up to a time; box `i` is the first that ends after it. */
-function sumsAt(timeline, sums, time, i, out) {
+/** The sums up to a time; box `i`, one before `last`, is the first of its row that ends after it. */
+function sumsAt(timeline, sums, time, i, last, out) {
   const { start, end, half } = timeline;
-  const inside = i < timeline.size && time > start[i] ? (time - start[i]) / (end[i] - start[i]) : 0;
+  const inside = i < last && time > start[i] ? (time - start[i]) / (end[i] - start[i]) : 0;
   const next = inside ? i + (half[i] === UPPER ? 2 : 1) : i;
   for (let n = 0; n < 4; n++) out[n] = sums[n][i] + inside * (sums[n][next] - sums[n][i]);
 }
