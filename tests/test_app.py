@@ -2,6 +2,10 @@
 
 import asyncio
 import json
+import re
+import signal
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 from xml.etree import ElementTree
@@ -88,6 +92,15 @@ def test_costs_per_piece_are_added_up_to_each_schedules_stages(ask):
     _, answer = ask("simulate", {"schedules": [{"name": "1f1b"}, {"name": "zbv"}], "costs": {"f": pieces}})
     plain = zp.simulate(zp.build("1f1b", ranks=4, microbatches=8), zp.Costs(f=[3, 7, 3, 7]))
     assert answer["results"][0]["makespan"] == plain.makespan
+
+
+def test_costs_that_fit_one_schedule_only_are_told_beside_the_other(ask):
+    body = {"schedules": [{"name": "1f1b"}, {"name": "zbv"}], "costs": {"f": [1.0, 1.0, 2.0, 1.0]}}
+    status, answer = ask("simulate", body)
+    assert (status, [r["title"] for r in answer["results"]]) == (200, ["1f1b"])
+    assert "f has 4 entries, which 8 stages cannot share" in told(answer, "schedules.1")[0]
+    status, answer = ask("simulate", {**body, "schedules": [{"name": "zbv"}]})
+    assert (status, [error["field"] for error in answer["errors"]]) == (422, ["costs.f"])
 
 
 def test_a_schedule_that_cannot_be_built_does_not_spoil_the_others(ask):
@@ -352,9 +365,19 @@ def test_the_port_in_use_is_a_mistake_in_one_line(capsys):
     assert f"--port {port}: another program listens there" in capsys.readouterr().err
 
 
-def test_a_missing_extra_is_named(monkeypatch, capsys):
-    import sys
+def test_the_command_serves_the_page_until_it_is_interrupted():
+    command = [sys.executable, "-c", "from zeropipe.cli import main; main()", "app", "--no-browser", "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        address = re.search(r"http://127\.0\.0\.1:\d+/", process.stdout.readline())[0]
+        assert "<title>zeropipe</title>" in httpx.get(address, timeout=30).text
+    finally:
+        process.send_signal(signal.SIGINT)
+        _, complaints = process.communicate(timeout=30)
+    assert (process.returncode, complaints.strip()) == (130, "")
 
+
+def test_a_missing_extra_is_named(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "fastapi", None)
     for name in [n for n in sys.modules if n.startswith("zeropipe.app.")]:
         monkeypatch.delitem(sys.modules, name)

@@ -324,6 +324,15 @@ def test_mistakes_are_told_beside_their_fields_and_go_away(visit):
         settle(page)
         page.wait_for_selector("#error-costs-f", state="hidden")
         assert page.get_attribute("#in-f", "aria-invalid") is None
+    with expected(visit.complaints):  # costs for four stages, and the pane of costs is out of sight
+        page.fill("#in-f", "1,1,2,1")
+        page.click("#tab-schedules")
+        page.fill("#in-ranks", "5")
+        page.wait_for_selector("#tab-costs.wrong")
+        page.click("#tab-costs")
+        assert "f has 4 entries, which 5 stages cannot share" in page.inner_text("#error-costs-f")
+        page.fill("#in-f", "1")
+        settle(page)
     page.fill("#in-ranks", "3")  # 1f1b goes on, dualpipe says why it does not
     settle(page)
     assert "dualpipe needs" in page.inner_text(".compare tbody[data-choice=dualpipe] .error")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
+from threading import Thread
 
 from zeropipe.errors import ConfigError, MissingExtra
 
@@ -24,7 +25,8 @@ def serve(host: str = "127.0.0.1", port: int | None = None, *, browser: bool = T
     if browser:
         import webbrowser
 
-        webbrowser.open(address)  # the socket listens already: the browser waits until the server answers
+        # the socket listens already: the browser waits until the server answers; some browsers return when they end
+        Thread(target=webbrowser.open, args=(address,), daemon=True).start()
     config = uvicorn.Config(create_app(), log_level="warning", access_log=False)
     uvicorn.Server(config).run(sockets=[listener])
 

@@ -54,9 +54,9 @@ def timelines_of(ask: Ask, uploads: Uploads, pulse: Pulse) -> tuple[list[Shown],
             timeline = _timeline(plan, costs).labelled(_title(planned, n))
             done.append(Shown(n, timeline, isinstance(plan.found, Timeline)))
         except (ConfigError, ScheduleError) as error:
-            refused.append((_field_of(str(error), f"schedules.{n}"), str(error)))
+            refused.append((f"schedules.{n}", str(error)))
     if not done:
-        raise Refusal(*refused)
+        raise Refusal(*{_field_of(message, field): message for field, message in refused}.items())
     return done, refused
 
 

@@ -143,12 +143,12 @@ export class Form {
     }
     for (const [name, { input, error }] of this.fields) tell(error, told.get(name) ?? "", input);
     tell(this.costsError, told.get("costs") ?? "");
+    document.getElementById("tab-costs").classList.toggle("wrong", this.wrongCosts);
     return left;
   }
 
-  /** The first field with an error, and whether it is on the costs' side. */
-  get firstWrong() {
-    for (const [name, { error }] of this.fields) if (!error.hidden) return name;
-    return this.costsError.hidden ? null : "costs";
+  /** Whether an error lies in the pane of costs, which may be out of sight. */
+  get wrongCosts() {
+    return !this.costsError.hidden || [...this.fields].some(([name, { error }]) => name.startsWith("costs.") && !error.hidden);
   }
 }

@@ -55,6 +55,7 @@ function changed() {
   arrange();
   writeAddress();
   fly(true);
+  simulateLine.drop();
   askSoon();
 }
 
@@ -83,15 +84,17 @@ async function ask() {
 async function askResults(again = true) {
   const asked = [...state.schedules];
   if (!asked.length) {
-    simulateLine.turn++;
+    simulateLine.drop();
     page.results = [];
     page.form.tell([]);
     fly(false);
     return showResults([], [], asked);
   }
+  let turn = 0;
   try {
     const answer = await simulateLine.ask({ ...sizeRequest(state), schedules: asked.map((one) => choiceRequest(state, one)) });
     if (!answer) return;
+    turn = simulateLine.turn;
     page.results = answer.results;
     showResults(answer.results, page.form.tell(answer.errors), asked);
     await showTimelines(answer.viewer);
@@ -99,8 +102,9 @@ async function askResults(again = true) {
     if (!(error instanceof Refused)) throw error;
     if (again && (await sendAgain(error.errors))) return askResults(false);
     refuse(error.errors, asked);
+    turn = simulateLine.turn;
   }
-  fly(false);
+  if (turn === simulateLine.turn) fly(false); // unless there is a newer question by now
 }
 
 async function askChart() {
@@ -155,8 +159,11 @@ async function showTimelines(data) {
   if (!page.viewer) {
     page.viewer = mountViewer($("viewer"), data, { summary: false, path: state.view.path === "1", memory: state.view.memory !== "0" });
     await page.viewer.ready;
-    watchView(page.viewer, $("viewer"), state.view, writeAddress);
-  } else await page.viewer.update(data);
+    page.noteView = watchView(page.viewer, $("viewer"), state.view, writeAddress);
+  } else {
+    await page.viewer.update(data);
+    page.noteView(); // other times, other zoom
+  }
 }
 
 /** The request as a whole was refused: the last results stay, dimmed, and each error goes beside its field. */
@@ -168,8 +175,7 @@ function refuse(errors, asked) {
   const rest = left.filter((one) => !rows.includes(one));
   tell($("error-page"), rest.map(({ message }) => message).join("\n"));
   $("status").textContent = `Not updated: ${errors[0].message.split("\n")[0]}`;
-  const wrong = page.form.firstWrong;
-  if (wrong?.startsWith("costs") && $("pane-costs").hidden && !$("form").contains(document.activeElement)) page.select($("tab-costs"));
+  if (page.form.wrongCosts && !$("form").contains(document.activeElement)) page.select($("tab-costs"));
 }
 
 /** The server was started anew and has forgotten a file: send it once more. */

@@ -1,6 +1,6 @@
 // The timelines' zoom and switches, kept in the address.
 
-/** Apply what an address said, then write down what the user does. */
+/** Apply what an address said, then write down what the user does. Returns what writes it down. */
 export function watchView(viewer, place, kept, changed) {
   const [from, to] = (kept.zoom ?? "").split(":").map(Number);
   if (to > from) viewer.view.show(from, to - from);
@@ -14,6 +14,7 @@ export function watchView(viewer, place, kept, changed) {
   };
   viewer.view.listeners.add(note);
   for (const kind of ["click", "keyup"]) place.addEventListener(kind, note);
+  return note;
 }
 
 function short(time) {

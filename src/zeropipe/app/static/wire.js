@@ -31,8 +31,8 @@ export class Line {
 
   /** The answer, or null where a newer question has taken its place. */
   async ask(body) {
-    const turn = ++this.turn;
-    this.ending?.abort();
+    this.drop();
+    const { turn } = this;
     this.ending = new AbortController();
     try {
       const response = await post(this.path, body, this.ending.signal);
@@ -44,7 +44,9 @@ export class Line {
     }
   }
 
-  get asked() {
-    return this.turn;
+  /** Give up whatever is asked. */
+  drop() {
+    this.turn++;
+    this.ending?.abort();
   }
 }
