@@ -43,17 +43,22 @@ export class Panel {
     );
   }
 
-  /** Rows of all ranks: narrow when there are many; a timeline alone on the page may fill it. */
+  /** Rows of all ranks: narrow when there are many. */
   get layout() {
     const { ranks } = this.timeline;
     const pitch = ranks <= 8 ? 36 : ranks <= 16 ? 28 : ranks <= 32 ? 20 : ranks <= 64 ? 14 : least(ranks);
-    return rowsOf(this.state.alone ? Math.min(56, Math.max(pitch, Math.floor((0.5 * innerHeight) / ranks))) : pitch, ranks);
+    return rowsOf(this.stretched(pitch, 56, 0.5), ranks);
+  }
+
+  /** A wider pitch, up to `most`, if the rows of all panels fit into `share` of the window. */
+  stretched(pitch, most, share) {
+    return Math.max(pitch, Math.min(most, Math.floor((share * innerHeight) / this.state.allRanks)));
   }
 
   get memoryLayout() {
     const { ranks } = this.timeline;
     const pitch = ranks <= 8 ? 26 : ranks <= 16 ? 20 : ranks <= 32 ? 14 : least(ranks);
-    return rowsOf(this.state.alone ? Math.min(36, Math.max(pitch, Math.floor((0.25 * innerHeight) / ranks))) : pitch, ranks);
+    return rowsOf(this.stretched(pitch, 36, 0.22), ranks);
   }
 
   get visible() {

@@ -26,7 +26,7 @@ export class Paint {
     this.fill = [];
     this.ink = [];
     this.rgb = [];
-    for (const [kind, { fill, ink }] of Object.entries(palette.kinds)) {
+    for (const { fill, ink } of Object.values(palette.kinds)) {
       this.fill.push(fill);
       this.ink.push(ink);
       this.rgb.push(fill.map(rgbOf));

@@ -9,8 +9,8 @@ export function buildSummary(timelines, causes, select) {
   const best = Math.min(...timelines.map((t) => t.makespan));
   const head = element("tr", {}, ...HEADS.map((text) => element("th", { scope: "col" }, text)), shareHead(timelines, causes));
   const rows = timelines.map((t, n) => rowOf(t, n, best, causes, select));
-  const table = element("table", { className: "zp-summary" }, element("caption", {}, "Summary"), element("thead", {}, head), element("tbody", {}, ...rows));
-  return element("div", { className: "zp-summary-box" }, table);
+  const parts = [element("caption", {}, "Summary"), element("thead", {}, head), element("tbody", {}, ...rows)];
+  return element("div", { className: "zp-summary-box" }, element("table", { className: "zp-summary" }, ...parts));
 }
 
 function rowOf(timeline, n, best, causes, select) {

@@ -70,7 +70,7 @@ class Viewer {
     this.card.hidden = true;
     const whole = Math.max(0, ...timelines.map((t) => t.makespan));
     if (whole !== this.view.whole) this.view.reset(whole);
-    this.state.alone = timelines.length === 1;
+    this.state.allRanks = timelines.reduce((sum, timeline) => sum + timeline.ranks, 0);
     this.panels = timelines.map((timeline) => new Panel(timeline, this.state));
     this.stack.replaceChildren(...this.panels.map((panel) => panel.node));
     for (const panel of this.panels) listen(panel, this.state, this.actions);
@@ -112,7 +112,9 @@ class Viewer {
     const palette = this.state.data.palette[theme];
     this.state.paint = new Paint(palette, this.state.hidden);
     this.node.dataset.theme = theme;
-    for (const name of ["paper", "lane", "ink", "soft", "line", "limit", "memory", "path"]) this.node.style.setProperty(`--zp-${name}`, palette[name]);
+    for (const name of ["paper", "lane", "ink", "soft", "line", "limit", "memory", "path"]) {
+      this.node.style.setProperty(`--zp-${name}`, palette[name]);
+    }
     for (const [kind, { fill }] of Object.entries(palette.kinds)) {
       const stripes = fill.map((color, n) => `${color} ${(100 * n) / fill.length}% ${(100 * (n + 1)) / fill.length}%`);
       this.node.style.setProperty(`--zp-${kind}`, `linear-gradient(90deg, ${stripes.join(", ")})`);
