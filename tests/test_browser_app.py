@@ -277,9 +277,26 @@ def test_costs_come_from_a_file_from_paste_and_per_stage(visit):
     first, second = compare([zp.build(n, ranks=4, microbatches=8) for n in ("1f1b", "zbv")], zp.Costs(f=pieces))
     assert [row[0] for row in rows(page).values()] == [f"{first.makespan:g}", f"{second.makespan:g}"]
     assert query(page)["f"] == "0.5,0.5,0.5,1.5,0.5,0.5,0.5,0.5"
+    with expected(visit.complaints):
+        page.fill("[aria-label='F of stage 0']", "x")
+        page.wait_for_selector("#stages .error:not([hidden])")
+    assert "write a number" in page.inner_text("#stages .error")
+    page.fill("[aria-label='F of stage 0']", "")  # empty cells keep their share of the form's number
+    settle(page)
+    assert not page.is_visible("#stages .error")
     page.select_option("#pieces", "4")
     settle(page)
     assert query(page)["f"] == "1,2,1,1"
+    page.evaluate(
+        """() => {
+            const data = new DataTransfer();
+            data.setData("text", "2\\t3\\n4\\t5");
+            const cell = document.querySelector("[aria-label='I of stage 1']");
+            cell.dispatchEvent(new ClipboardEvent("paste", { clipboardData: data, bubbles: true, cancelable: true }));
+        }"""
+    )
+    settle(page)
+    assert (query(page)["i"], query(page)["w"]) == ("1,2,4,1", "1,3,5,1")
     page.keyboard.press("Escape")
     assert not page.is_visible("#stages")
 

@@ -148,7 +148,7 @@ export class Chart {
     const sorted = [...points].sort((a, b) => a.bubble - b.bubble || a.peak_memory - b.peak_memory);
     const row = (p) => h("tr", {}, h("th", { scope: "row" }, p.name), h("td", {}, percentText(p.bubble)), h("td", {}, sizeText(p.peak_memory, memoryUnit)), h("td", {}, timeText(p.makespan, unit)), h("td", {}, p.pareto ? "front" : ""));
     const heads = ["", "bubble", "peak memory", "makespan", ""].map((text) => h("th", { scope: "col" }, text));
-    const left = errors.map(({ field, message }) => h("li", {}, h("b", {}, field), `: ${message}`));
+    const left = errors.map(({ field, message }) => h("li", {}, message.includes(field) ? message : `${field}: ${message}`));
     this.more.replaceChildren(
       h("summary", {}, errors.length ? `As a table; ${errors.length} left out` : "As a table"),
       h("table", {}, h("thead", {}, h("tr", {}, ...heads)), h("tbody", {}, ...sorted.map(row))),

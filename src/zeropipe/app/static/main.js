@@ -96,6 +96,7 @@ async function askResults(again = true) {
     if (!answer) return;
     turn = simulateLine.turn;
     page.results = answer.results;
+    page.stages.tell(answer.errors);
     showResults(answer.results, page.form.tell(answer.errors), asked);
     await showTimelines(answer.viewer);
   } catch (error) {
@@ -168,6 +169,7 @@ async function showTimelines(data) {
 
 /** The request as a whole was refused: the last results stay, dimmed, and each error goes beside its field. */
 function refuse(errors, asked) {
+  page.stages.tell(errors);
   const left = page.form.tell(errors);
   const rows = left.filter(({ field }) => field.startsWith("schedules."));
   $("results").classList.add("stale");

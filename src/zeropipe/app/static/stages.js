@@ -1,7 +1,7 @@
 // Costs per piece of the model, as a table to type and paste into.
 
 import { numberText } from "/viewer/units.js";
-import { h } from "./dom.js";
+import { h, tell } from "./dom.js";
 import { COSTS, PER_STAGE, value } from "./state.js";
 
 const NAMES = { f: "F", i: "I", w: "W", b: "B", overlap: "overlap", message: "message", activation: "activation", stash: "stash", weights: "weights" };
@@ -13,6 +13,8 @@ export class Stages {
     this.dialog = dialog;
     this.state = state;
     this.changed = changed;
+    this.before = {};
+    this.error = h("p", { className: "error", role: "alert", hidden: true });
     dialog.addEventListener("click", (event) => {
       if (event.target === dialog) dialog.close(); // beside the sheet
     });
@@ -23,6 +25,8 @@ export class Stages {
     const lists = PER_STAGE.map((name) => value(this.state.costs[name])).filter(Array.isArray);
     this.ranks = Math.max(1, Number.parseInt(this.state.ranks, 10) || 1);
     this.pieces = lists.length ? lists[0].length : this.ranks * perRank;
+    this.before = {};
+    tell(this.error, "");
     this.draw();
     this.dialog.showModal();
   }
@@ -40,7 +44,7 @@ export class Stages {
       h("header", {}, h("h2", { id: "stages-title" }, "Costs per stage"), close),
       h("p", { className: "about" }, "The model cut into ", select, ` pieces. A schedule with fewer stages adds up neighbours, so every schedule does the same work. `
         + "Empty columns share out the form's number. A block of cells can be pasted from a spreadsheet."),
-      h("div", { className: "grid" }, h("table", {}, h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "stage"), ...heads)), h("tbody", {}, ...rows))));
+      h("div", { className: "grid" }, h("table", {}, h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "stage"), ...heads)), h("tbody", {}, ...rows))), this.error);
   }
 
   list(name) {
@@ -74,16 +78,26 @@ export class Stages {
     return input;
   }
 
-  /** A column's cells as a list; all empty is no list. */
+  /** A column's cells as a list: empty ones keep their share of the number that was there before; all empty, the number. */
   write(name) {
-    const cells = this.cells.get(name).map((input) => input.value.trim());
-    const share = this.share(name) ?? this.kept?.[name] ?? 0;
-    if (cells.every((text) => text === "")) this.state.costs[name] = COSTS[name];
-    else {
-      (this.kept ??= {})[name] ??= share;
-      this.state.costs[name] = cells.map((text) => text || String(this.kept[name])).join(",");
-    }
+    const inputs = this.cells.get(name);
+    const cells = inputs.map((input) => input.value.trim());
+    if (!this.list(name)) this.before[name] ??= { text: this.state.costs[name], share: this.share(name) };
+    const { text = COSTS[name], share = null } = this.before[name] ?? {};
+    if (cells.every((cell) => cell === "")) {
+      this.state.costs[name] = text;
+      delete this.before[name];
+    } else this.state.costs[name] = cells.map((cell) => (cell === "" && share !== null ? String(share) : cell)).join(",");
+    const alone = cells.every((cell) => cell === "");
+    inputs.forEach((input, n) => input.toggleAttribute("data-wrong", !alone && !(Number(cells[n] === "" ? share ?? NaN : cells[n]) >= 0)));
     this.changed();
+  }
+
+  /** What the server says about the costs, as far as it concerns this table. */
+  tell(errors) {
+    if (!this.dialog.open) return;
+    const own = errors.filter(({ field }) => PER_STAGE.some((name) => field === `costs.${name}`) || field.startsWith("schedules."));
+    tell(this.error, own.map(({ message }) => message).join("\n"));
   }
 
   paste(event, name, n) {
@@ -120,7 +134,7 @@ export class Stages {
   cut(pieces) {
     const old = this.pieces;
     this.pieces = pieces;
-    this.kept = {};
+    this.before = {};
     for (const name of PER_STAGE) {
       const list = this.list(name);
       if (!list) continue;
