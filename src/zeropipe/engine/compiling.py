@@ -14,12 +14,10 @@ from zeropipe.engine.checkpointing import Checkpointing, checkpointed
 from zeropipe.engine.torch_private import inductor_backend, is_compile_error
 
 
-def prepare_blocks(
-    stage: nn.Module, *, compile: bool = False, ac: str = "none", backend: str | None = None
-) -> nn.Module:
+def prepare_blocks(stage: nn.Module, *, compile: bool = False, ac: str = "none", backend: Any = None) -> nn.Module:
     """Switch on activation checkpointing and compilation for the blocks of a stage, in place.
 
-    Call it after `defer`. `ac` is explained at `Checkpointing`. `backend` is for tests; inductor if not given.
+    `ac` is explained at `Checkpointing`. `backend` is for tests; inductor if not given.
     """
     wish = Checkpointing.parse(ac)
     if wish.mode == "budget" and not compile:
@@ -34,7 +32,7 @@ def prepare_blocks(
 
 
 @functools.cache
-def _variant(kind: type[nn.Module], mode: str, budget: float | None, compile: bool, backend: str | None) -> type:
+def _variant(kind: type[nn.Module], mode: str, budget: float | None, compile: bool, backend: Any = None) -> type:
     """A subclass with another forward. One per kind of block, not per block: a compiled graph belongs to its code."""
     forward = checkpointed(kind.forward, mode)
     if compile:
@@ -42,7 +40,7 @@ def _variant(kind: type[nn.Module], mode: str, budget: float | None, compile: bo
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
 
 
-def _compiled(forward: Callable[..., Any], name: str, budget: float | None, backend: str | None) -> Callable[..., Any]:
+def _compiled(forward: Callable[..., Any], name: str, budget: float | None, backend: Any = None) -> Callable[..., Any]:
     fast = torch.compile(forward, fullgraph=True, backend=backend or inductor_backend(budget))
     chosen = fast
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -104,6 +106,10 @@ class HFStage(nn.Module):
 
     def forward(self, *inputs: Tensor, input_ids: Tensor | None = None, **kwargs: Any) -> Tensor:
         hidden = getattr(self.base, self.family.embedding)(input_ids) if self.is_first else inputs[0]
+        with nothing_packed() if "position_ids" not in kwargs else nullcontext():
+            return self._run(hidden, kwargs)
+
+    def _run(self, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
         if self.is_last and self.head == "lm":
             return self.lm(inputs_embeds=hidden, use_cache=False, **kwargs).logits
         hidden = self.base(inputs_embeds=hidden, use_cache=False, **kwargs).last_hidden_state
@@ -118,6 +124,19 @@ class HFStage(nn.Module):
     def full_names(self) -> dict[str, str]:
         """This stage's parameters, by their name here: their name in the whole model."""
         return {name: self.full_name(name) for name, _ in self.named_parameters(remove_duplicate=False)}
+
+
+@contextmanager
+def nothing_packed() -> Iterator[None]:
+    """Without position ids there are no packed sequences; transformers would ask the device, and wait for it."""
+    from transformers import masking_utils
+
+    asked = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = asked
 
 
 def positions(cu_seqlens: Tensor) -> Tensor:

@@ -40,9 +40,8 @@ class Product:
 
 def accumulate(parameter: nn.Parameter, left: Tensor, right: Tensor) -> None:
     """parameter.grad += left^T right, without a temporary of the weight's size where the device allows it."""
-    dtype = parameter.grad_dtype or left.dtype
     if parameter.grad is None:
-        parameter.grad = _mm(left.t(), right, dtype)
+        parameter.grad = _mm(left.t(), right, _grad_dtype(parameter))
     else:
         _addmm_(parameter.grad, left.t(), right)
 
@@ -50,7 +49,7 @@ def accumulate(parameter: nn.Parameter, left: Tensor, right: Tensor) -> None:
 def accumulate_grouped(parameter: nn.Parameter, left: Tensor, right: Tensor, offsets: Tensor) -> None:
     """The same for a stack of experts: rows offsets[e-1]:offsets[e] make the gradient of expert e."""
     if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+        parameter.grad = torch.zeros_like(parameter, dtype=_grad_dtype(parameter))
     if _has_grouped_kernel(left):
         parameter.grad.add_(functional.grouped_mm(left.t(), right, offs=offsets))
         return
@@ -75,6 +74,11 @@ def grouped_product(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
 def _has_grouped_kernel(x: Tensor) -> bool:
     """One kernel for all experts, which does not wait for the offsets to reach the host."""
     return x.is_cuda and x.dtype == torch.bfloat16
+
+
+def _grad_dtype(parameter: nn.Parameter) -> torch.dtype:
+    """What gradients are kept in: set by main_gradients, the parameter's own otherwise."""
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype
 
 
 def _mm(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:

@@ -20,16 +20,20 @@ def keep_inputs_from_reuse(op: Any) -> None:
     wrong. The protection is part of the generated code, so it is also there when that code comes from a cache.
     """
     from torch._inductor import ir
-    from torch._inductor.lowering import register_lowering
+    from torch._inductor.lowering import fallback_handler, register_lowering
     from torch._inductor.virtualized import V
+
+    fall_back = fallback_handler(op, add_to_fallback_set=False)
 
     @register_lowering(op, type_promotion_kind=None)
     def lower(*args: Any) -> Any:
-        made = ir.FallbackKernel.create(op, *args)
-        (kernel,) = made.inputs if isinstance(made, ir.MultiOutput) else (made,)
+        out = node = fall_back(*args)
+        while isinstance(node, ir.MutableBox):
+            node = node.data
+        (kernel,) = node.inputs if isinstance(node, ir.MultiOutput) else (node,)
         for held in kernel.inputs:
             V.graph.never_reuse_buffers.add(held.get_name())
-        return made.wrap_for_lowering()
+        return out
 
 
 def save(ctx: Any, *tensors: Tensor) -> None:
