@@ -365,16 +365,39 @@ def test_the_port_in_use_is_a_mistake_in_one_line(capsys):
     assert f"--port {port}: another program listens there" in capsys.readouterr().err
 
 
-def test_the_command_serves_the_page_until_it_is_interrupted():
+MINE = """
+import zeropipe as zp
+
+@zp.register("my-own", placement=zp.linear)
+def mine(lane, rank, p):
+    \"\"\"All forwards, then all backwards, by hand.\"\"\"
+    lane.f(rank, times=p.num_microbatches)
+    lane.b(rank, times=p.num_microbatches)
+"""
+
+
+def test_the_command_serves_the_page_until_it_is_interrupted(tmp_path):
+    (tmp_path / "mine.py").write_text(MINE)
     command = [sys.executable, "-c", "from zeropipe.cli import main; main()", "app", "--no-browser", "--port", "0"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [*command, "1f1b", f"{tmp_path}/mine.py:mine"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     try:
-        address = re.search(r"http://127\.0\.0\.1:\d+/", process.stdout.readline())[0]
-        assert "<title>zeropipe</title>" in httpx.get(address, timeout=30).text
+        told = re.search(r"(http://127\.0\.0\.1:\d+/)(\S*)", process.stdout.readline())
+        assert told[2] == "?schedules=1f1b,my-own"
+        assert "<title>zeropipe</title>" in httpx.get(told[1], timeout=30).text
+        cards = httpx.get(f"{told[1]}api/schedules", timeout=30).json()["schedules"]
+        assert [card["picture"] is not None for card in cards if card["name"] == "my-own"] == [True]
     finally:
         process.send_signal(signal.SIGINT)
         _, complaints = process.communicate(timeout=30)
     assert (process.returncode, complaints.strip()) == (130, "")
+
+
+def test_the_command_tells_where_files_go(capsys):
+    with pytest.raises(SystemExit):
+        main(["app", "--no-browser", "run.json"])
+    assert "drop the file there" in capsys.readouterr().err
 
 
 def test_a_missing_extra_is_named(monkeypatch, capsys):
