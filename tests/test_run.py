@@ -79,6 +79,8 @@ def test_dry_run_starts_nothing(capfd):
         (["--layers", "a"], "--layers 'a': write one number per stage"),
         (["--report", "/no/such/dir/r.html"], "cannot write /no/such/dir/r.html: no such folder"),
         (["--steps", "0"], "Invalid value for '--steps'"),
+        (["--ac", "some"], "activation checkpointing 'some': give none, full, selective:N"),
+        (["--split", "autograd", "--compile"], "--split autograd cannot run compiled blocks"),
     ],
 )
 def test_a_mistake_is_told_before_anything_starts(capfd, args, words):

@@ -28,6 +28,20 @@ if TYPE_CHECKING:
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Sequences per microbatch.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float64"]), default="float32", show_default=True)
+@click.option("--compile", is_flag=True, help="Compile each transformer block (torch.compile).")
+@click.option(
+    "--ac",
+    default="none",
+    show_default=True,
+    help="Activation checkpointing: none, full, selective:N, selective:op, memory_budget:X.",
+)
+@click.option(
+    "--split",
+    type=click.Choice(["store", "autograd", "whole"]),
+    default="store",
+    show_default=True,
+    help="How I and W share the backward; autograd is torch's way.",
+)
 @click.option("--report", help="Write a page with the measured and the simulated timeline: report.html.")
 @click.option("--timeline", "timeline_file", help="Write the measured timeline: x.json.")
 @click.option("--dry-run", is_flag=True, help="Print layers, placement and messages; start nothing.")
@@ -90,7 +104,7 @@ def run(
 
 
 def _job(built: list[Schedule], **given: Any) -> Job:
-    from zeropipe.engine.measure import TINY_LAYERS, Job, counts_of
+    from zeropipe.engine.measure import TINY_LAYERS, Job, check_job, counts_of
 
     layers = given.pop("layers")
     try:
@@ -100,6 +114,7 @@ def _job(built: list[Schedule], **given: Any) -> Job:
     # a built-in model has a layer for every stage, and the same number for all schedules compared
     num_layers = sum(counts) if counts else max(TINY_LAYERS, *(schedule.num_stages for schedule in built))
     job = Job(layers=counts, num_layers=num_layers, **given)
+    check_job(job)
     for schedule in built:
         counts_of(job, schedule)
     return job

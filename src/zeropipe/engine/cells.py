@@ -18,7 +18,7 @@ class Cell:
     """One microbatch in one stage, on this rank: its inputs, and the way back through its outputs."""
 
     __slots__ = (
-        "after", "arrived", "before", "edges", "gradients", "inputs", "microbatch", "module", "output", "pick",
+        "after", "arrived", "before", "edges", "gradients", "inputs", "kept", "microbatch", "module", "output", "pick",
         "returned", "root", "side", "spec", "stage",
     )  # fmt: skip
 
@@ -34,6 +34,7 @@ class Cell:
         self.arrived: Sequence[Tensor] = ()  # from the stage before
         self.inputs: Sequence[Tensor] = ()  # the same as leaves of this stage's graph
         self.edges: Sequence[Any] = ()  # gradient edges of the outputs: no data
+        self.kept: Sequence[Tensor] = ()  # the outputs themselves, for torch's own split
         self.spec: Spec | None = None  # of the outputs
         self.output: Sequence[Tensor] = ()  # on its way out
         self.gradients: Sequence[Tensor] = ()  # of the outputs

@@ -18,7 +18,10 @@ from zeropipe.core.lower import lower
 from zeropipe.core.schedule import Program, Schedule, iter_codes
 from zeropipe.core.timeline import Timeline
 from zeropipe.engine import private
+from zeropipe.engine.autograd_split import AutogradSplit
 from zeropipe.engine.cells import Microbatch, moved
+from zeropipe.engine.checkpointing import Checkpointing
+from zeropipe.engine.compiling import prepare_blocks
 from zeropipe.engine.executor import Executor, ShapeBook, Watcher
 from zeropipe.engine.fabric import Fabric
 from zeropipe.engine.faults import Watchdog
@@ -32,7 +35,7 @@ from zeropipe.engine.split import WeightStore
 from zeropipe.engine.sums import GradientSums
 from zeropipe.errors import ConfigError, EngineError, ZeropipeError
 
-SPLITS = ("store", "whole")
+SPLITS = ("store", "autograd", "whole")
 
 
 class Engine:
@@ -46,9 +49,11 @@ class Engine:
     stage is called with `microbatch["inputs"]`. `loss_fn(output, microbatch)` runs on the last stage and returns
     `(sum, count)`, `(sum, count, metrics)`, or a scalar mean (see losses.Tally).
 
-    `group`: the pipeline's ranks (default: all). `split`: how I and W share the backward, "store" or "whole" (all of
-    it in I). `recv_ahead`: receives posted before they are needed, per edge. `shapes`: "auto" sends shapes when a
-    microbatch has new ones, "dynamic" with every message, for stages whose output shapes depend on values.
+    `group`: the pipeline's ranks (default: all). `compile`: compile each block whole. `ac`: activation checkpointing of
+    blocks, "none", "full", "selective:N", "selective:op" or "memory_budget:X" (see checkpointing.Checkpointing).
+    `split`: how I and W share the backward: "store", "autograd" (torch's way) or "whole" (all of it in I).
+    `recv_ahead`: receives posted before they are needed, per edge. `shapes`: "auto" sends shapes when a microbatch has
+    new ones, "dynamic" with every message, for stages whose output shapes depend on values.
     `check_finite`: stop at the first action that makes a NaN or an infinity. `timeout`: seconds without a message
     until a silent rank counts as lost.
     """
@@ -60,6 +65,8 @@ class Engine:
         *,
         group: dist.ProcessGroup | None = None,
         device: torch.device | str | None = None,
+        compile: bool = False,
+        ac: str = "none",
         split: str = "store",
         recv_ahead: int = 2,
         shapes: str = "auto",
@@ -78,17 +85,19 @@ class Engine:
         self._device = torch.device(device) if device is not None else _device_of(stages)
         self._fabric = fabric = Fabric(group, self._device, timeout)
         self.rank = fabric.rank
-        self._agree(lambda: self._check_setup(split, shapes))
+        self._agree(lambda: self._check_setup(split, shapes, compile, ac))
         self._program = lower(schedule)
         self._options: dict[str, Any] = {
             "recv_ahead": recv_ahead, "dynamic": shapes == "dynamic", "device": self._device, "shapes": ShapeBook()
         }  # fmt: skip
         self._check_finite = check_finite
         self._store = WeightStore()
-        self._splitter = self._store if split == "store" else None
-        if self._splitter is not None and _splits(schedule, self.rank):
-            for stage in self.stages.values():
+        self._splitter = {"store": self._store, "autograd": AutogradSplit(), "whole": None}[split]
+        for stage in self.stages.values():
+            if split == "store" and _splits(schedule, self.rank):
                 defer(stage)
+            if compile or ac != "none":
+                prepare_blocks(stage, compile=compile, ac=ac)
         self._wires = fabric.connect(edges_of(self._program))
         self._outgoing = {
             b: Outgoing(wire, shapes == "dynamic") for (a, b), wire in self._wires.items() if a == self.rank
@@ -238,6 +247,8 @@ class Engine:
             self._fabric.abort()
             self._executors.clear()
             self._store.clear()
+            if isinstance(self._splitter, AutogradSplit):
+                self._splitter.clear()
             if isinstance(error, Exception):
                 raise explained from error
             raise
@@ -255,9 +266,16 @@ class Engine:
             if other != seen[0][0]:
                 raise ConfigError(f"rank {rank} has another schedule than rank 0: build the same one on every rank")
 
-    def _check_setup(self, split: str, shapes: str) -> str:
+    def _check_setup(self, split: str, shapes: str, compile: bool, ac: str) -> str:
         if split not in SPLITS:
             raise ConfigError(f"split={split!r}: give one of {', '.join(SPLITS)}")
+        if split == "autograd" and compile:
+            raise ConfigError("split='autograd' cannot run compiled blocks: use split='store', or compile=False")
+        Checkpointing.parse(ac)
+        if compile or ac != "none":
+            for stage, module in self.stages.items():
+                if not hasattr(module, "blocks"):
+                    raise ConfigError(f"stage {stage} names no blocks to compile or checkpoint: use module_stages()")
         if shapes not in ("auto", "dynamic"):
             raise ConfigError(f"shapes={shapes!r}: give 'auto' or 'dynamic'")
         wanted = self.schedule.placement.stages_of(self.rank)

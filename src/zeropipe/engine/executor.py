@@ -12,19 +12,14 @@ from torch import Tensor, nn
 from zeropipe.core.action import Action, Kind, Overlap, Step
 from zeropipe.core.schedule import Program
 from zeropipe.engine import private
+from zeropipe.engine.autograd_split import AutogradSplit
 from zeropipe.engine.cells import Cell, Microbatch, as_tuple, leaf, moved, picker, signature
 from zeropipe.engine.p2p import Incoming, Message, Outgoing, Spec, Wire, gradient_spec, spec_of
+from zeropipe.engine.split import WeightStore
 from zeropipe.errors import EngineError
 
 Call = Callable[[], None]
 Finish = Callable[[Any, Microbatch, int], Tensor | None]
-
-
-class Splitter(Protocol):
-    """How I and W share a backward: see split.WeightStore."""
-
-    def collect(self, stage: int, microbatch: int) -> Any: ...
-    def flush(self, stage: int, microbatch: int) -> None: ...
 
 
 class Watcher(Protocol):
@@ -58,7 +53,7 @@ class Executor:
         *,
         train: bool,
         device: torch.device,
-        splitter: Splitter | None,
+        splitter: WeightStore | AutogradSplit | None,
         recv_ahead: int,
         dynamic: bool,
         shapes: ShapeBook,
@@ -145,8 +140,8 @@ class Executor:
             for action in step:
                 self._add_take(action)
             cells = [self.cells[action.stage, action.microbatch] for action in step]
-            call = self._watched(self._together(*map(self._compute, step), cells), step, cells)
-            self._calls.append(call)
+            forward, backward = map(self._compute, step)
+            self._calls.append(self._watched(self._together(forward, backward, cells), step, cells))
             self._labels.append(str(step))
             return
         cell = self.cells[step.stage, step.microbatch]
@@ -179,7 +174,8 @@ class Executor:
         if action.kind is Kind.B or self._splitter is None:
             return partial(self._backward, cell) if action.kind is not Kind.W else _nothing
         if action.kind is Kind.I:
-            return partial(self._input_gradients, cell)
+            way = self._torch_gradients if isinstance(self._splitter, AutogradSplit) else self._input_gradients
+            return partial(way, cell)
         return partial(self._splitter.flush, cell.stage, cell.microbatch)
 
     def _watched(self, call: Call, actions: Sequence[Action], cells: Sequence[Cell]) -> Call:
@@ -248,6 +244,8 @@ class Executor:
         self._shapes.made[self._train, cell.stage, self._shape_of[cell.microbatch]] = cell.spec
         # from here on only the way back is kept: the data goes when it has been sent or used
         cell.edges = [private.gradient_edge(tensor) for tensor in outputs if tensor.requires_grad]
+        if isinstance(self._splitter, AutogradSplit):
+            cell.kept = [tensor for tensor in outputs if tensor.requires_grad]
         if cell.after is not None:
             cell.after.inputs = [leaf(tensor, tensor.requires_grad) for tensor in outputs]
         else:
@@ -259,17 +257,29 @@ class Executor:
                 private.backward([cell.root], None)
         elif cell.edges:
             private.backward(cell.edges, cell.gradients)
+        self._hand_back(cell)
+
+    def _hand_back(self, cell: Cell) -> None:
+        """Give the gradients of the inputs to the stage before; the rest of the cell is done with."""
         gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in cell.inputs if x.requires_grad]
-        cell.inputs, cell.edges, cell.gradients, cell.root = (), (), (), None
+        cell.inputs, cell.edges, cell.gradients, cell.kept, cell.root = (), (), (), (), None
         if cell.before is not None:
             cell.before.gradients = gradients
         elif cell.stage > 0:
             cell.returned = gradients
 
     def _input_gradients(self, cell: Cell) -> None:
-        assert self._splitter is not None
+        assert isinstance(self._splitter, WeightStore)
         with self._splitter.collect(cell.stage, cell.microbatch):
             self._backward(cell)
+
+    def _torch_gradients(self, cell: Cell) -> None:
+        assert isinstance(self._splitter, AutogradSplit)
+        outputs = cell.kept if cell.root is None else [cell.root]
+        gradients = cell.gradients if cell.root is None else None
+        inputs = [x for x in cell.inputs if x.requires_grad]
+        self._splitter.backward_input(cell.stage, cell.microbatch, cell.module, outputs, gradients, inputs)
+        self._hand_back(cell)
 
     def _send_forward(self, cell: Cell, outgoing: Outgoing) -> None:
         output, cell.output = cell.output, ()

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zeropipe.errors import EngineError
+from zeropipe.errors import EngineError, ZeropipeError
 
 PR_SET_PDEATHSIG = 1
 
@@ -32,6 +32,7 @@ class Failed:
     kind: str  # the exception's class name; "Died" if the process is gone, "TimedOut" if it was stopped
     text: str
     details: str = ""
+    foreseen: bool = False  # an error of zeropipe's own, whose text says it all
 
     def __str__(self) -> str:
         return f"rank {self.rank}: {self.kind}: {self.text}"
@@ -85,8 +86,7 @@ class LocalRanks:
         outcomes = self.outcomes(function, *args, timeout=timeout)
         failures = [outcome for outcome in outcomes if isinstance(outcome, Failed)]
         if failures:
-            first = next((f for f in failures if f.details), failures[0])
-            raise EngineError("\n".join([*map(str, failures), first.details]))
+            raise EngineError(_told(failures))
         return outcomes
 
     def outcomes(self, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
@@ -135,6 +135,15 @@ class LocalRanks:
         self.close()
 
 
+def _told(failures: Sequence[Failed]) -> str:
+    """One line where all ranks were told the same; an error nobody foresaw comes with its traceback."""
+    unforeseen = next((f for f in failures if f.details and not f.foreseen), None)
+    if unforeseen is not None:
+        return "\n".join([*map(str, failures), unforeseen.details])
+    texts = list(dict.fromkeys(f.text for f in failures if f.foreseen))
+    return texts[0] if len(texts) == 1 else "\n".join(map(str, failures))
+
+
 def launch(function: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 600.0) -> list[Any]:
     """`function(*args)` once on `num_ranks` local processes, which are gone afterwards; results in rank order."""
     with LocalRanks(num_ranks) as ranks:
@@ -163,7 +172,9 @@ def _answer(job: bytes, rank: int) -> bytes:
         function, args = pickle.loads(job)
         return pickle.dumps(function(*args))
     except Exception as error:
-        return pickle.dumps(Failed(rank, type(error).__name__, str(error), traceback.format_exc()))
+        return pickle.dumps(
+            Failed(rank, type(error).__name__, str(error), traceback.format_exc(), isinstance(error, ZeropipeError))
+        )
 
 
 def is_local() -> bool:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Timeline
+from zeropipe.engine.checkpointing import Checkpointing
 from zeropipe.engine.engine import Engine
 from zeropipe.engine.layers import check_counts, layer_counts
 from zeropipe.engine.losses import CausalLMLoss
@@ -38,6 +39,9 @@ class Job:
     layers: tuple[int, ...] | None = None  # per stage
     device: str = "cpu"
     dtype: str = "float32"
+    compile: bool = False
+    ac: str = "none"
+    split: str = "store"
     seed: int = 0
 
 
@@ -49,6 +53,15 @@ class Measured:
     losses: tuple[float, ...]
     makespans: tuple[float, ...]
     num_parameters: int
+
+
+def check_job(job: Job) -> None:
+    """ConfigError for wishes that cannot be met, before anything starts."""
+    Checkpointing.parse(job.ac)
+    if job.split == "autograd" and job.compile:
+        raise ConfigError("--split autograd cannot run compiled blocks: use --split store, or leave --compile out")
+    if job.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch sees no GPU here; use --device cpu")
 
 
 def layers_of(job: Job) -> int:
@@ -81,7 +94,9 @@ def measure(schedule: Schedule, job: Job, say: Callable[[str], None] | None = No
     stages = hf_stages(
         _model(job), schedule, rank, layers=job.layers, dtype=DTYPES[job.dtype], device=device, seed=job.seed
     )
-    with Engine(schedule, stages, device=device, record=True) as engine:
+    with Engine(
+        schedule, stages, device=device, record=True, compile=job.compile, ac=job.ac, split=job.split
+    ) as engine:
         optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-3)
         losses, timelines = [], []
         for step in range(job.steps + 1):
@@ -150,10 +165,8 @@ def _vocabulary(job: Job) -> int:
 
 
 def _device(name: str) -> torch.device:
-    if name == "cuda" and torch.cuda.is_available():
+    if name == "cuda":  # ranks share GPUs where there are fewer
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    if name == "cuda":
-        raise ConfigError("device cuda: torch sees no GPU here; use --device cpu")
     return torch.device(name)
 
 
