@@ -14,6 +14,7 @@ import argparse
 import ctypes
 import gc
 import json
+import os
 import statistics
 import sys
 import time
@@ -171,10 +172,19 @@ def probe(name: str, size: Size) -> float:
     return contender.step()
 
 
+def pin() -> None:
+    """Keep this rank's computing thread on a core of its own; the threads that feed sockets stay free."""
+    cpus = sorted(os.sched_getaffinity(0))
+    each = len(cpus) // dist.get_world_size()
+    if each:
+        os.sched_setaffinity(0, {cpus[dist.get_rank() * each]})
+
+
 def contest(size: Size, torchs: list[str]) -> dict[str, Any]:
     """All contenders on this rank: seconds and losses of every repeat, memory, timelines (on rank 0)."""
     contenders: dict[str, Ours | Torchs] = {name: Ours(name, size) for name in OURS}
     contenders |= {name: Torchs(name, size) for name in torchs}
+    pin()
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     losses: dict[str, float] = {}
     for repeat in range(size.repeats + 1):
@@ -195,11 +205,15 @@ def contest(size: Size, torchs: list[str]) -> dict[str, Any]:
         if dist.get_rank() == 0:
             from zeropipe.sim.fit import fit
 
-            predicted = zp.simulate(measured.schedule, fit(measured))
+            costs = fit(measured)
             predictions[name] = {
-                "recorded": measured.makespan, "simulated": predicted.makespan, "bubble": measured.bubble,
+                "recorded": measured.makespan,
+                "simulated": zp.simulate(measured.schedule, costs).makespan,
+                "bubble": measured.bubble,
+                "busy": measured.busy,
+                "message": costs.p2p,
                 "activations": max(measured.peak_memory),
-            }  # fmt: skip
+            }
     memory = {}
     for name, contender in contenders.items():
         for other in contenders.values():
@@ -215,8 +229,8 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=16)
     parser.add_argument("--blocks", type=int, default=None, help="default: 2 per rank")
     parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     given = parser.parse_args()
     size = Size(
@@ -227,7 +241,7 @@ def main() -> None:
         if "ZBV" in name:  # torch 2.11 on gloo cannot start it: find out in processes of its own
             try:
                 with LocalRanks(size.ranks) as ranks:
-                    ranks.run(probe, name, size, timeout=60)
+                    ranks.run(probe, name, size, timeout=25)
             except EngineError as error:
                 refused[name] = str(error).splitlines()[0]
     with LocalRanks(size.ranks) as ranks:
