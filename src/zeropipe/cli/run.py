@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +16,20 @@ from zeropipe.errors import ConfigError
 if TYPE_CHECKING:
     from zeropipe.core.schedule import Schedule
     from zeropipe.core.timeline import Timeline
-    from zeropipe.engine.measure import Job, Measured
+    from zeropipe.engine.job import Job, Outcome
 
 
 @click.command()
 @click.argument("schedules", nargs=-1, required=True)
 @opt.size_options
-@click.option("--model", default="tiny-qwen3", show_default=True, help="A model directory, tiny-qwen3 or tiny-llama.")
+@click.option(
+    "--model",
+    default="tiny-qwen3",
+    show_default=True,
+    help="A model directory, or built in with random weights: tiny-qwen3, tiny-llama, qwen3-0.6b, qwen3-8b, llama-8b.",
+)
+@click.option("--num-layers", type=click.IntRange(1), help="Layers of a built-in model, if not its own number.")
+@click.option("--vocabulary", type=click.IntRange(2), help="Vocabulary of a built-in model, if not its own.")
 @click.option("--layers", help="Layers of each stage, like 2,3,3,2; spread evenly by default.")
 @click.option("--steps", type=click.IntRange(1), default=3, show_default=True, help="Recorded steps, after a warm-up.")
 @click.option("--sequence", type=click.IntRange(2), default=128, show_default=True, help="Tokens per sequence.")
@@ -79,18 +87,18 @@ def run(
     if dry_run:
         _print_plan(built, todo, as_json)
         return
-    results = _measure(built, todo, timeout)
+    results = _run_ranks(built, todo, timeout)
     if results is None:  # a rank of torchrun's that is not the first
         return
-    pairs = [(result, _predicted(result.timeline)) for result in results]
+    pairs = [(result, _predicted(result.measured.timeline)) for result in results]
     if report:
         from zeropipe.viz import draw
 
-        draw([t for result, guess in pairs for t in (_label(result.timeline, "measured"), guess)], report)
+        draw([t for result, guess in pairs for t in (_label(result.measured.timeline, "measured"), guess)], report)
     if timeline_file:
         from zeropipe.core.json import to_json
 
-        Path(timeline_file).write_text(to_json(results[0].timeline))
+        Path(timeline_file).write_text(to_json(results[0].measured.timeline))
     if as_json:
         output.print_json([_data(result, guess) for result, guess in pairs])
         return
@@ -104,30 +112,32 @@ def run(
 
 
 def _job(built: list[Schedule], **given: Any) -> Job:
-    from zeropipe.engine.measure import TINY_LAYERS, Job, check_job, counts_of
+    from zeropipe.engine.job import BUILT_IN, Job, check_job, counts_of
 
     layers = given.pop("layers")
     try:
         counts = tuple(int(part) for part in layers.split(",")) if layers else None
     except ValueError:
         raise ConfigError(f"--layers {layers!r}: write one number per stage, like 2,3,3,2") from None
-    # a built-in model has a layer for every stage, and the same number for all schedules compared
-    num_layers = sum(counts) if counts else max(TINY_LAYERS, *(schedule.num_stages for schedule in built))
-    job = Job(layers=counts, num_layers=num_layers, **given)
+    job = Job(layers=counts, **given)
+    most = max(schedule.num_stages for schedule in built)
+    if job.model.startswith("tiny") and job.num_layers is None:
+        # a tiny model has a layer for every stage, and the same number for all schedules compared
+        job = replace(job, num_layers=sum(counts) if counts else max(BUILT_IN[job.model][0], most))
     check_job(job)
     for schedule in built:
         counts_of(job, schedule)
     return job
 
 
-def _measure(built: list[Schedule], job: Job, timeout: float) -> list[Measured] | None:
+def _run_ranks(built: list[Schedule], job: Job, timeout: float) -> list[Outcome] | None:
+    from zeropipe.engine.job import run_all, run_under_torchrun
     from zeropipe.engine.launch import LocalRanks, is_local
-    from zeropipe.engine.measure import measure_all, measure_under_torchrun
 
     if not is_local():
-        return measure_under_torchrun(built, job)
+        return run_under_torchrun(built, job)
     with LocalRanks(built[0].num_ranks) as ranks:
-        first: list[Measured] = ranks.run(measure_all, built, job, timeout=timeout)[0]
+        first: list[Outcome] = ranks.run(run_all, built, job, timeout=timeout)[0]
         return first
 
 
@@ -142,24 +152,24 @@ def _label(timeline: Timeline, word: str) -> Timeline:
     return timeline.labelled(f"{timeline.schedule.name}, {word}")
 
 
-def _data(result: Measured, guess: Timeline) -> dict[str, Any]:
+def _data(result: Outcome, guess: Timeline) -> dict[str, Any]:
     from zeropipe.cli.plan import summary
     from zeropipe.sim.fit import residuals
 
     return {
-        "measured": summary(result.timeline),
+        "measured": summary(result.measured.timeline),
         "simulated": summary(guess),
-        "residuals": [r._asdict() for r in residuals(result.timeline, guess)],
-        "losses": result.losses,
-        "makespans": result.makespans,
+        "residuals": [r._asdict() for r in residuals(result.measured.timeline, guess)],
+        "losses": result.measured.losses,
+        "makespans": result.measured.makespans,
         "num_parameters": result.num_parameters,
     }
 
 
-def _print_run(result: Measured, guess: Timeline, job: Job) -> None:
+def _print_run(result: Outcome, guess: Timeline, job: Job) -> None:
     from zeropipe.sim.fit import residuals
 
-    console, real = output.console(), result.timeline
+    console, real = output.console(), result.measured.timeline
     schedule = real.schedule
     console.print(
         f"{schedule.name}: {schedule.num_ranks} ranks, {schedule.num_stages} stages ({schedule.placement.name}), "
@@ -192,11 +202,11 @@ def _difference(real: float, guess: float) -> str:
     return f"{100 * (guess / real - 1):+.1f}%" if real else "-"
 
 
-def _print_ranking(results: list[Measured]) -> None:
+def _print_ranking(results: list[Outcome]) -> None:
     rows = output.table("schedule", "measured makespan", "of best", "bubble", left=("schedule",))
-    best = min(result.timeline.makespan for result in results)
-    for result in sorted(results, key=lambda r: r.timeline.makespan):
-        t = result.timeline
+    best = min(result.measured.timeline.makespan for result in results)
+    for result in sorted(results, key=lambda r: r.measured.timeline.makespan):
+        t = result.measured.timeline
         rows.add_row(
             t.schedule.name, output.time_text(t.makespan, "s"), f"{t.makespan / best:.3f}", output.percent(t.bubble)
         )
@@ -206,8 +216,8 @@ def _print_ranking(results: list[Measured]) -> None:
 def _print_plan(built: list[Schedule], job: Job, as_json: bool) -> None:
     from zeropipe.core.action import Kind
     from zeropipe.core.lower import lower
+    from zeropipe.engine.job import counts_of
     from zeropipe.engine.layers import ranges
-    from zeropipe.engine.measure import counts_of
 
     plans: list[dict[str, Any]] = []
     for schedule in built:

@@ -77,7 +77,7 @@ def show(
 )
 @opt.size_options
 @click.option("--comms", is_flag=True, help="With .csv: add SEND and RECV (torch's compute_comms form).")
-@click.option("--width", type=click.FloatRange(100, 10000), help="Width of an .svg, .png or .pdf in points (72 to the inch).")
+@click.option("--width", type=click.FloatRange(100, 10000), help="Points of an .svg, .png or .pdf (72 to the inch).")
 @click.option("--theme", type=click.Choice(["light", "dark"]), help="Of a page or figure; light by default.")
 @click.option("--labels", type=click.Choice(["microbatch", "action", "none"]), help="What is written in the boxes.")
 @opt.json_option

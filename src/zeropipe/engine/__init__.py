@@ -11,6 +11,7 @@ except ImportError:
 
 from zeropipe.engine.engine import Engine
 from zeropipe.engine.losses import CausalLMLoss, StepResult
+from zeropipe.engine.measure import Measured, measure
 from zeropipe.engine.stages import hf_model, hf_stages, module_stages
 
-__all__ = ["CausalLMLoss", "Engine", "StepResult", "hf_model", "hf_stages", "module_stages"]
+__all__ = ["CausalLMLoss", "Engine", "Measured", "StepResult", "hf_model", "hf_stages", "measure", "module_stages"]
