@@ -15,6 +15,7 @@ from zeropipe.engine import Engine
 
 WIDTH = 6
 TOLERANCE = 1e-10
+PRELOAD = ("torch._dynamo", "torch.distributed.pipelining", "transformers.models.qwen3")
 
 
 class Block(nn.Module):
@@ -140,7 +141,9 @@ def ranks(number: int = 4) -> Any:
     from zeropipe.engine.launch import LocalRanks
 
     if number not in _pools or _pools[number].closed:
-        _pools[number] = LocalRanks(number, preload=["torch._dynamo", "torch.distributed.pipelining"])
+        _pools[number] = LocalRanks(
+            number, preload=["torch._dynamo", "torch.distributed.pipelining", "transformers.models.qwen3"]
+        )
         atexit.register(_pools[number].close)
     return _pools[number]
 
