@@ -1,5 +1,8 @@
 """The HTTP interface under schemathesis, against its own OpenAPI: no 500, no answer the schema does not promise."""
 
+import copy
+import json
+
 import pytest
 
 pytest.importorskip("schemathesis", reason="schemathesis is not installed")
@@ -10,6 +13,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from schemathesis import checks
 
+import zeropipe as zp
 from zeropipe.app import limits
 from zeropipe.app.server import create_app
 
@@ -74,3 +78,66 @@ def test_likely_requests_are_answered_or_refused_by_field(path):
 
     run()
     assert seen == {200, 422}
+
+
+# files: cells that look like actions, and our own JSON with one thing exchanged
+cells = st.from_regex(r"[0-3](F|B|I|W|SEND_F|X|)[0-9]{1,3}|\([01]F[01];[01]B[01]\)OVERLAP_F_B", fullmatch=True)
+csvs = st.lists(st.lists(cells, max_size=6).map(",".join), max_size=4).map("\n".join)
+odd = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-2, 3),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=3),
+    st.lists(st.integers(0, 3), max_size=4),
+)
+TIMELINE = json.loads(zp.to_json(zp.simulate(zp.build("zbv", ranks=2, microbatches=2))))
+
+
+@st.composite
+def damaged(draw):
+    data = copy.deepcopy(TIMELINE)
+    place = data
+    while True:
+        key = draw(st.sampled_from(sorted(place) if isinstance(place, dict) else range(len(place))))
+        if isinstance(place[key], dict | list) and place[key] and draw(st.booleans()):
+            place = place[key]
+            continue
+        place[key] = draw(odd)
+        return json.dumps(data)
+
+
+tomls = st.dictionaries(st.sampled_from(["f", "i", "edges", "inter_node", "unit", "x", "b"]), odd, max_size=3).map(
+    json.dumps
+)
+files = st.one_of(
+    st.tuples(st.just("a.csv"), csvs),
+    st.tuples(st.just("a.json"), damaged()),
+    st.tuples(st.sampled_from(["a.json", "a.toml"]), tomls),
+)
+
+
+def test_likely_files_are_taken_or_refused_and_what_is_taken_can_be_shown():
+    seen = set()
+
+    @settings(max_examples=150, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @given(files)
+    def run(file):
+        body = json.dumps({"name": file[0], "text": file[1]})
+        response = CLIENT.post("/api/uploads", content=body, headers={"Content-Type": "application/json"})
+        assert response.status_code in (200, 422)
+        if response.status_code == 422:
+            assert response.json()["errors"][0]["message"]
+            return
+        facts = response.json()
+        seen.add(facts["kind"])
+        if facts["id"]:
+            for path in ("simulate", "files/html", "files/json", "files/svg"):
+                assert CLIENT.post(f"/api/{path}", json={"schedules": [{"file": facts["id"]}]}).status_code == 200
+        if facts["costs"]:
+            body = {"schedules": [{"name": "1f1b"}], "costs": facts["costs"]}
+            assert CLIENT.post("/api/simulate", json=body).status_code in (200, 422)
+
+    run()
+    assert seen == {"costs", "schedule", "timeline"}

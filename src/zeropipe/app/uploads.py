@@ -13,7 +13,7 @@ from pathlib import PurePath
 from threading import Lock
 from typing import Any
 
-from zeropipe.app.errors import Refusal
+from zeropipe.app.errors import Refusal, short
 from zeropipe.app.limits import MAX_ACTIONS, MAX_RANKS, require_actions, require_costs
 from zeropipe.core.check import check
 from zeropipe.core.csv import from_csv
@@ -45,6 +45,7 @@ class Uploads:
         """Read a file; a Refusal says what is wrong with it, in the words of the command line."""
         try:
             found = read(name, text)
+            fitted = _fitted(found) if isinstance(found, Timeline) else None
         except (ConfigError, ScheduleError) as error:
             raise Refusal(("file", f"{name}: {error}")) from None
         if isinstance(found, dict):
@@ -64,7 +65,7 @@ class Uploads:
             "num_stages": schedule.num_stages,
             "num_microbatches": schedule.num_microbatches,
             "measured": isinstance(found, Timeline) and found.measured,
-            "costs": _fitted(found) if isinstance(found, Timeline) else None,
+            "costs": fitted,
         }
 
 
@@ -174,5 +175,7 @@ def _require_times(timeline: Timeline) -> None:
         if not all(map(isfinite, memoryview(column).cast("d"))):
             raise ScheduleError("its memory column holds something that is not a number")
     limit = timeline.memory_limit
-    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, (int, float)) or not isfinite(limit)):
-        raise ScheduleError(f"memory_limit={limit!r}: a number is needed")
+    if limit is not None and (
+        isinstance(limit, bool) or not isinstance(limit, (int, float)) or not 0 <= limit < LONGEST
+    ):
+        raise ScheduleError(f"memory_limit={short(limit)}: a number from 0 on is needed")

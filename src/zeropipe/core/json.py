@@ -111,7 +111,9 @@ def _timeline(data: dict[str, Any]) -> Timeline:
             raise ScheduleError(f"a column of {len(values)} times for {schedule.num_actions} actions")
         return array("d", values).tobytes()
 
-    memory = data["memory"] and Memory(column(data["memory"]["during"]), column(data["memory"]["after"]))
+    memory = (
+        None if data["memory"] is None else Memory(column(data["memory"]["during"]), column(data["memory"]["after"]))
+    )
     return Timeline(
         schedule,
         column(data["start"]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from math import isfinite
+from sys import float_info
 from typing import Any, NamedTuple
 
 from zeropipe.core.placement import Problem
@@ -68,9 +68,17 @@ class Costs:
         links = {"inter_node": self.inter_node, **{f"edge {a}-{b}": link for (a, b), link in self.edges.items()}}
         for name, link in links.items():
             _number(f"{name} p2p", link.p2p)
+            if link.bandwidth is not None:
+                _number(f"{name} bandwidth", link.bandwidth)
         bandwidths = [self.bandwidth, *(link.bandwidth for link in links.values())]
         if any(bandwidth == 0 for bandwidth in bandwidths):
             raise ConfigError("bandwidth=0: a message would never arrive; leave it out for no limit")
+        for name in ("unit", "memory_unit"):
+            if not isinstance(getattr(self, name), str):
+                raise ConfigError(f'{name}={getattr(self, name)!r}: a text is needed, like "s" or "B"')
+        for name in ("blocking", "serial_links"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}={getattr(self, name)!r}: true or false is needed")
         if self.node_size is not None and (not isinstance(self.node_size, int) or self.node_size < 1):
             raise ConfigError(f"node_size={self.node_size!r}: a whole number of ranks from 1 on is needed")
 
@@ -138,6 +146,8 @@ def costs_from(data: Mapping[str, Any], where: str = "costs") -> Costs:
             hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(known))}"
             raise ConfigError(f"{where}: unknown field {name!r}: {hint}")
     values = dict(data)
+    if not isinstance(values.get("edges", {}), Mapping):
+        raise ConfigError(f"{where}: edges={values['edges']!r}: a table like 0-1 = {{p2p = 1e-5}} is needed")
     if "edges" in values:
         values["edges"] = {_edge(name): _link(link, f"{where}: edges.{name}") for name, link in values["edges"].items()}
     if "inter_node" in values:
@@ -170,7 +180,7 @@ def _plus(a: list[float], b: list[float]) -> list[float]:
 
 
 def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value) or value < 0:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= float_info.max:
         raise ConfigError(f"{name}={value!r}: a number from 0 on is needed")
     return float(value)
 
