@@ -53,8 +53,12 @@ def test_eight_ranks(name):
     assert max(differences.values()) < TOLERANCE, differences
 
 
-@pytest.mark.parametrize("options", [{"recv_ahead": 1}, {"recv_ahead": 9}, {"split": "whole"}, {"shapes": "dynamic"}])
-@pytest.mark.parametrize("name", ["interleaved-zb", "zbv", "dualpipe", "dualpipev"])
+@pytest.mark.parametrize(
+    "options",
+    [{"recv_ahead": 1}, {"recv_ahead": 9}, {"split": "whole"}, {"split": "autograd"}, {"shapes": "dynamic"},
+     {"direct_gradients": True}, {"check_finite": True}],
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["1f1b", "zbv", "dualpipe", "dualpipev"])
 def test_every_knob_gives_the_same(name, options):
     differences = largest(ranks().run(train_with, build(name), options))
     assert max(differences.values()) < TOLERANCE, differences

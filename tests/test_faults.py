@@ -99,7 +99,7 @@ def test_the_wrong_number_of_ranks():
     [
         ("schedule", "rank 2 has another schedule than rank 0: build the same one on every rank"),
         ("stages", "rank 1: stages [] were given, the placement puts [1] here"),
-        ("option", "rank 0: split='halves': give one of store, whole"),
+        ("option", "rank 0: split='halves': give one of store, autograd, whole"),
     ],
 )
 def test_a_bad_setup_is_refused_on_all_ranks(what, line):

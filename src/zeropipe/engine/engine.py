@@ -52,6 +52,8 @@ class Engine:
     `group`: the pipeline's ranks (default: all). `compile`: compile each block whole. `ac`: activation checkpointing of
     blocks, "none", "full", "selective:N", "selective:op" or "memory_budget:X" (see checkpointing.Checkpointing).
     `split`: how I and W share the backward: "store", "autograd" (torch's way) or "whole" (all of it in I).
+    `direct_gradients`: whole backwards too add the weight gradients of linear layers straight to `.grad`, which saves a
+    tensor of the weight's size each time; autograd hooks on these weights do not fire.
     `recv_ahead`: receives posted before they are needed, per edge. `shapes`: "auto" sends shapes when a microbatch has
     new ones, "dynamic" with every message, for stages whose output shapes depend on values.
     `check_finite`: stop at the first action that makes a NaN or an infinity. `timeout`: seconds without a message
@@ -68,6 +70,7 @@ class Engine:
         compile: bool = False,
         ac: str = "none",
         split: str = "store",
+        direct_gradients: bool = False,
         recv_ahead: int = 2,
         shapes: str = "auto",
         record: bool = False,
@@ -94,7 +97,7 @@ class Engine:
         self._store = WeightStore()
         self._splitter = {"store": self._store, "autograd": AutogradSplit(), "whole": None}[split]
         for stage in self.stages.values():
-            if split == "store" and _splits(schedule, self.rank):
+            if split == "store" and (direct_gradients or _splits(schedule, self.rank)):
                 defer(stage)
             if compile or ac != "none":
                 prepare_blocks(stage, compile=compile, ac=ac)
