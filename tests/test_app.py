@@ -482,7 +482,8 @@ def test_text_that_is_no_text_is_refused(client):
 
 
 @pytest.mark.parametrize("damage", [
-    {"start": [0, 1, "x", 3]}, {"end": [float("nan"), 2, 3, 4]}, {"start": [5, 5, 5, 5]}, {"memory_limit": "much"},
+    {"start": [0, 1, "x", 3]},
+        {"start": [3, 2, 1, 0]}, {"end": [float("nan"), 2, 3, 4]}, {"start": [5, 5, 5, 5]}, {"memory_limit": "much"},
     {"memory": {"during": [float("inf")] * 4, "after": [0] * 4}}, {"start": [0, 1]}, {"rows": ["0F0 0F1 0B0 0B99"]},
     {"end": [1, 2, 3, 1e300]}, {"placement": 3}, {"rows": ["0F0 0F1 0B0 0B99999999999999999999999"]},
 ])  # fmt: skip

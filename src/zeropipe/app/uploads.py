@@ -165,10 +165,15 @@ def _readable(value: Any) -> Any:
 
 
 def _require_times(timeline: Timeline) -> None:
-    start, end = (memoryview(column).cast("d") for column in (timeline.start, timeline.end))
-    for at, (first, last) in enumerate(zip(start, end)):
-        if not (isfinite(first) and isfinite(last) and first <= last):
-            raise ScheduleError(f"action {at} runs from {first} to {last}: a start and a later end are needed")
+    for rank in range(timeline.num_ranks):
+        before = -LONGEST
+        for _, action, start, end in timeline.spans(rank):
+            if not before <= start <= end <= LONGEST:  # also false for what is not a number
+                raise ScheduleError(
+                    f"rank {rank}: {action} runs from {start} to {end}: a rank's actions start one after the other, "
+                    "and end after they start"
+                )
+            before = start
     if timeline.makespan and not 1 / LONGEST < timeline.makespan < LONGEST:
         raise ScheduleError(f"it takes {timeline.makespan}: the page draws up to {LONGEST}")
     for column in timeline.memory or ():
