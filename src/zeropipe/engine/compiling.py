@@ -42,21 +42,20 @@ def _variant(kind: type[nn.Module], mode: str, budget: float | None, compile: bo
 
 def _compiled(forward: Callable[..., Any], name: str, budget: float | None, backend: Any = None) -> Callable[..., Any]:
     fast = torch.compile(forward, fullgraph=True, backend=backend or inductor_backend(budget))
-    chosen = fast
+    failed = False
 
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal chosen
-        if chosen is forward:
-            return forward(self, *args, **kwargs)
-        try:
-            return fast(self, *args, **kwargs)
-        except Exception as error:
-            if not is_compile_error(error):
-                raise
-            reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-            report(f"{name} cannot be compiled whole and runs uncompiled: {reason}")
-            chosen = forward
-            return forward(self, *args, **kwargs)
+        nonlocal failed
+        if not failed:
+            try:
+                return fast(self, *args, **kwargs)
+            except Exception as error:
+                if not is_compile_error(error):
+                    raise
+                reason = next(filter(None, map(str.strip, str(error).splitlines())), type(error).__name__)
+                report(f"{name} cannot be compiled whole and runs uncompiled: {reason}")
+                failed = True
+        return forward(self, *args, **kwargs)
 
     return run
 

@@ -1,0 +1,52 @@
+"""What the local ranks run in test_compile_schedules."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+from stage_models import CONFIGS, lm_loss, microbatches
+from torch import Tensor
+
+from zeropipe.core.schedule import Schedule
+from zeropipe.engine import Engine
+from zeropipe.engine.stages import hf_model, hf_stages
+
+
+class TokenLoss:
+    """Summed next-token loss and the number of tokens."""
+
+    def count(self, microbatch: dict[str, Tensor]) -> int:
+        return microbatch["labels"][:, 1:].numel()
+
+    def __call__(self, logits: Tensor, microbatch: dict[str, Tensor]) -> tuple[Tensor, int]:
+        return lm_loss(logits, microbatch), self.count(microbatch)
+
+
+def worst_error(
+    schedule: Schedule, family: str, modes: list[str], compile: bool, split: str, lengths: tuple[int, ...], cache: str
+) -> dict[str, float]:
+    """For each AC mode, the largest relative difference of a gradient on this rank from the plain model's."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+    model = hf_model(CONFIGS[family](), dtype=torch.float64, seed=1)
+    batches, loss_fn = (
+        microbatches(tuple(lengths[m % len(lengths)] for m in range(schedule.num_microbatches))),
+        TokenLoss(),
+    )
+    total = sum(map(loss_fn.count, batches))
+    for batch in batches:
+        (lm_loss(model(batch["input_ids"], use_cache=False).logits, batch) / total).backward()
+    wanted = {name: p.grad for name, p in model.named_parameters()}
+    errors = {}
+    for mode in modes:
+        torch._dynamo.reset()
+        stages = hf_stages(model, schedule, dist.get_rank())
+        with Engine(schedule, stages, compile=compile, ac=mode, split=split) as engine:
+            engine.train_step(batches, loss_fn)
+        errors[mode] = max(
+            float((p.grad - wanted[stage.full_names()[name]]).norm() / wanted[stage.full_names()[name]].norm())
+            for stage in stages.values()
+            for name, p in stage.named_parameters()
+        )
+    return errors

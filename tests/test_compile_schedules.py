@@ -1,0 +1,50 @@
+"""Every AC mode, eager and compiled, under real split-backward schedules on local ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from compile_cases import worst_error
+from engine_helpers import largest, ranks
+
+import zeropipe as zp
+
+AC_MODES = ["none", "full", "selective:2", "selective:op", "memory_budget:0.5"]
+SCHEDULES = ["1f1b", "zbv", "dualpipev", "dualpipe"]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """The compile cache of this test run: what test_compile.py compiled is taken from it."""
+    return str(tmp_path_factory.getbasetemp() / "inductor")
+
+
+@pytest.mark.parametrize("split", ["store", "autograd"])
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_eager(family, name, split, cache):
+    schedule = zp.build(name, ranks=2, microbatches=4)
+    modes = AC_MODES[:4] if split == "store" else AC_MODES[:2]  # torch's way cannot recompute some operators only
+    errors = largest(ranks(2).run(worst_error, schedule, family, modes, False, split, (9, 12, 7), cache))
+    assert max(errors.values()) < 1e-10, errors
+
+
+@pytest.mark.parametrize(
+    "family,name,modes",
+    [
+        ("llama", "1f1b", AC_MODES[:1]),
+        ("llama", "zbv", AC_MODES),
+        ("llama", "dualpipev", AC_MODES[:2]),
+        ("llama", "dualpipe", AC_MODES[:2]),
+        ("qwen3", "zbv", AC_MODES[:1]),
+        ("qwen3", "dualpipe", AC_MODES[:1]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_compiled(family, name, modes, cache):
+    schedule = zp.build(name, ranks=2, microbatches=4)
+    job = (worst_error, schedule, family, modes, True, "store", (9,), cache)
+    errors = largest(ranks(2).run(*job, timeout=280))
+    assert max(errors.values()) < 1e-6, errors
