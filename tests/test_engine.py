@@ -53,6 +53,12 @@ def test_eight_ranks(name):
     assert max(differences.values()) < TOLERANCE, differences
 
 
+@pytest.mark.parametrize("name", ["1f1b", "zbv", "interleaved-zb", "dualpipe"])
+def test_one_rank(name):
+    differences = largest(ranks(1).run(train, build(name, 1, 4), 2))
+    assert max(differences.values()) < TOLERANCE, differences
+
+
 @pytest.mark.parametrize(
     "options",
     [{"recv_ahead": 1}, {"recv_ahead": 9}, {"split": "whole"}, {"split": "autograd"}, {"shapes": "dynamic"},
@@ -141,6 +147,7 @@ def test_the_recorded_timeline(name):
     first = timelines[0]
     assert all(timeline == first for timeline in timelines)
     assert first.measured
+    assert zp.from_json(zp.to_json(first)) == first
     assert (first.unit, first.memory_unit, first.first_start) == ("s", "B", 0.0)
     spans = {span.action: span for rank in range(4) for span in first.spans(rank)}
     assert len(spans) == schedule.num_actions

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from zeropipe.engine.p2p import Spec
+from zeropipe.errors import ConfigError
 
 Microbatch = Mapping[str, Any]
 Pick = Callable[[Microbatch], tuple[tuple[Any, ...], dict[str, Any]]]
@@ -53,6 +54,8 @@ def picker(stage: nn.Module, index: int) -> Pick:
 
 
 def _first_inputs(microbatch: Microbatch) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if "inputs" not in microbatch:
+        raise ConfigError(f"a microbatch has {sorted(microbatch)}: it needs 'inputs', or the first stage a pick()")
     inputs = microbatch["inputs"]
     return (inputs if isinstance(inputs, tuple) else (inputs,)), {}
 

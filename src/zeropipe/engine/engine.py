@@ -86,6 +86,11 @@ class Engine:
             )
         self.schedule, self.stages, self.record = schedule, dict(stages), record
         self._device = torch.device(device) if device is not None else _device_of(stages)
+        if self._device.type == "cuda":  # streams and events belong to the current device
+            self._device = torch.device(
+                "cuda", torch.cuda.current_device() if self._device.index is None else self._device.index
+            )
+            torch.cuda.set_device(self._device)
         self._fabric = fabric = Fabric(group, self._device, timeout)
         self.rank = fabric.rank
         self._agree(lambda: self._check_setup(split, shapes, compile, ac))
