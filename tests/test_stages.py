@@ -245,3 +245,18 @@ def test_only_this_ranks_modules_are_built():
     makers = [lambda i=i: built.append(i) or nn.Linear(2, 2) for i in range(8)]
     module_stages(makers, zp.build("zbv", ranks=2, microbatches=4), rank=0)
     assert built == [0, 1, 6, 7]
+
+
+def test_the_device_is_asked_for_packed_sequences_only_where_there_may_be_some(monkeypatch):
+    """transformers' question waits for the device; without position ids the answer is known."""
+    from transformers import masking_utils
+
+    asked = []
+    original = masking_utils.find_packed_sequence_indices
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda ids: asked.append(ids) or original(ids))
+    stage = all_stages(CONFIGS["llama"](), zp.build("1f1b", ranks=2, microbatches=2))[0]
+    tokens = torch.randint(61, (1, 8))
+    stage(**stage.pick({"input_ids": tokens}))
+    assert not asked
+    stage(**stage.pick({"input_ids": tokens, "cu_seqlens": torch.tensor([0, 3, 8])}))
+    assert len(asked) == 1
