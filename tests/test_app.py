@@ -1,13 +1,11 @@
 """The page's HTTP interface: figures equal the library's, mistakes are told by field, nothing is unbounded."""
 
 import asyncio
-import json
 import re
 import signal
 import subprocess
 import sys
 import threading
-from dataclasses import replace
 from xml.etree import ElementTree
 
 import httpx
@@ -407,98 +405,3 @@ def test_a_missing_extra_is_named(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         main(["app", "--no-browser"])
     assert "pip install 'zeropipe[app]'" in capsys.readouterr().err
-
-
-def upload(ask, name, text):
-    return ask("uploads", {"name": name, "text": text})
-
-
-def test_a_dropped_schedule_is_simulated(ask):
-    schedule = zp.build("zbv", ranks=2, microbatches=4)
-    for name, text in (("mine.csv", zp.to_csv(schedule)), ("mine.json", zp.to_json(schedule))):
-        status, facts = upload(ask, name, text)
-        assert (status, facts["kind"], facts["num_ranks"], facts["num_microbatches"]) == (200, "schedule", 2, 4)
-        _, answer = ask("simulate", {"schedules": [{"file": facts["id"]}], "costs": {"f": 2.0}})
-        assert answer["results"][0]["makespan"] == compare([schedule], zp.Costs(f=2.0))[0].makespan
-
-
-def test_a_dropped_run_is_shown_as_it_was_and_its_times_can_be_used(ask):
-    schedule = zp.build("zbv", ranks=2, microbatches=4)
-    costs = zp.Costs(f=[0.1, 0.2, 0.3, 0.4], i=0.2, w=0.1, p2p=0.0, unit="s")
-    run = replace(zp.simulate(schedule, costs), measured=True, label="run 7")
-    _, facts = upload(ask, "run.json", zp.to_json(run))
-    assert (facts["kind"], facts["name"], facts["measured"]) == ("timeline", "run 7", True)
-    choices = [{"file": facts["id"]}, {"file": facts["id"], "simulate": True}]
-    _, answer = ask("simulate", {"ranks": 2, "microbatches": 4, "schedules": choices})
-    assert [r["recorded"] for r in answer["results"]] == [True, False]
-    assert answer["results"][0]["makespan"] == run.makespan
-    assert all(r["best_time"] for r in answer["results"]), "seconds and abstract units are not held against each other"
-    _, answer = ask("simulate", {"ranks": 2, "microbatches": 4, "schedules": choices, "costs": facts["costs"]})
-    assert answer["results"][1]["makespan"] == pytest.approx(run.makespan, rel=1e-5)
-
-
-def test_costs_files_are_read_like_the_command_lines(ask, tmp_path, capsys):
-    assert upload(ask, "c.toml", "f = [1, 2]\np2p = 0.5")[1]["costs"] == {"f": [1, 2], "p2p": 0.5}
-    assert upload(ask, "c.json", '{"w": 2}')[1]["costs"] == {"w": 2}
-    for name, text in (("c.toml", "ff = 1"), ("c.toml", "f = -1"), ("c.json", '{"f": "x"}')):
-        status, answer = upload(ask, name, text)
-        assert status == 422
-        (tmp_path / name).write_text(text)
-        words = command_line(capsys, "--costs", str(tmp_path / name)).replace(str(tmp_path / name), "costs")
-        assert words.removeprefix("costs: ") in told(answer, "file")[0]
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "word"),
-    [
-        ("a.txt", "0F0", "drop a schedule"),
-        ("a.csv", "", "holds no action"),
-        ("a.csv", "0F0,0X0\n", "line 1, cell 2"),
-        ("a.csv", "0B0,0F0\n", "0B0 needs 0F0"),
-        ("a.csv", "0F0\n", "stage 0, microbatch 0 has only F"),
-        ("a.csv", "0F99999999999999\n", "too large"),
-        ("a.csv", "0F0\n0F9999999\n", "too large"),
-        ("a.json", "{", "not JSON"),
-        ("a.json", "[" * 100_000, "not JSON"),
-        ("a.json", "[1]", "not zeropipe's"),
-        ("a.json", '{"zeropipe": 1}', "field 'num_ranks' is missing"),
-        ("a.json", '{"zeropipe": 1, "num_ranks": 1, "num_stages": 60000, "num_microbatches": 999999999}', "actions"),
-        ("a.json", '{"zeropipe": 1, "num_ranks": 9999999, "num_stages": 1, "num_microbatches": 1}', "up to 1024"),
-        ("a.toml", "f = ", "not TOML"),
-    ],
-)
-def test_a_wrong_file_is_refused(client, name, text, word):
-    body = json.dumps({"name": name, "text": text})
-    response = client.post("/api/uploads", content=body, headers={"Content-Type": "application/json"})
-    assert response.status_code == 422
-    assert word in told(response.json(), "file")[0]
-
-
-def test_text_that_is_no_text_is_refused(client):
-    body = json.dumps({"name": "\ud800.csv", "text": "0F0,\ud800"})
-    response = client.post("/api/uploads", content=body, headers={"Content-Type": "application/json"})
-    assert response.status_code == 422
-    assert [error["field"] for error in response.json()["errors"]] == ["name", "text"]
-
-
-@pytest.mark.parametrize("damage", [
-    {"start": [0, 1, "x", 3]},
-        {"start": [3, 2, 1, 0]}, {"end": [float("nan"), 2, 3, 4]}, {"start": [5, 5, 5, 5]}, {"memory_limit": "much"},
-    {"memory": {"during": [float("inf")] * 4, "after": [0] * 4}}, {"start": [0, 1]}, {"rows": ["0F0 0F1 0B0 0B99"]},
-    {"end": [1, 2, 3, 1e300]}, {"placement": 3}, {"rows": ["0F0 0F1 0B0 0B99999999999999999999999"]},
-])  # fmt: skip
-def test_a_damaged_timeline_is_refused(client, damage):
-    timeline = zp.simulate(zp.build("1f1b", ranks=1, microbatches=2))
-    data = {**json.loads(zp.to_json(timeline)), **damage}
-    body = json.dumps({"name": "run.json", "text": json.dumps(data)})
-    response = client.post("/api/uploads", content=body, headers={"Content-Type": "application/json"})
-    assert response.status_code == 422, response.text
-
-
-def test_old_uploads_leave_when_there_are_too_many(ask, monkeypatch):
-    from zeropipe.app import uploads
-
-    monkeypatch.setattr(uploads, "MAX_ACTIONS", 40)
-    ids = [upload(ask, f"{n}.csv", zp.to_csv(zp.build("1f1b", ranks=2, microbatches=8)))[1]["id"] for n in range(4)]
-    statuses = [ask("simulate", {"schedules": [{"file": key}]})[0] for key in ids]
-    assert statuses == [422, 422, 200, 200]

@@ -266,6 +266,7 @@ def test_costs_come_from_a_file_from_paste_and_per_stage(visit):
     assert "f=-1: a number from 0 on is needed" in page.inner_text("#error-paste")
     page.fill("#pasted", '{"w": 3, "edges": {"0-1": {"p2p": 0.5}}}')
     page.click("text=Use these costs")
+    page.wait_for_selector("#paste", state="hidden")
     settle(page)
     assert (page.input_value("#in-f"), page.input_value("#in-w")) == ("1", "3")
     assert query(page) == {"ranks": "4", "microbatches": "8", "schedules": "1f1b,zbv", "w": "3", "edges": "0-1:0.5:"}

@@ -1,6 +1,7 @@
 // Files to keep: the server draws them with the code of the command line.
 
-import { h } from "./dom.js";
+import { $, h, tell } from "./dom.js";
+import { Refused, post } from "./wire.js";
 
 export const FORMATS = [
   ["html", "Page", "interactive, offline"],
@@ -41,8 +42,25 @@ export function closeMenus() {
   });
 }
 
+/** Ask for a file and hand it to the browser; the status line says how it goes. */
+export async function saveFile(format, request) {
+  const body = { ...request };
+  if (["html", "svg", "png", "pdf"].includes(format)) body.theme = document.documentElement.dataset.theme;
+  const before = $("status").textContent;
+  $("status").textContent = `Making the .${format} file`;
+  try {
+    const name = await keep(await post(`/api/files/${format}`, body));
+    tell($("error-page"), "");
+    $("status").textContent = `Saved ${name}`;
+  } catch (error) {
+    if (!(error instanceof Refused)) throw error;
+    $("status").textContent = before;
+    tell($("error-page"), error.message);
+  }
+}
+
 /** Hand a response to the browser as a file. */
-export async function save(response) {
+async function keep(response) {
   const name = /filename="([^"]+)"/.exec(response.headers.get("Content-Disposition") ?? "")?.[1] ?? "zeropipe";
   const address = URL.createObjectURL(await response.blob());
   const link = h("a", { href: address, download: name });

@@ -4,16 +4,17 @@ import { mountViewer } from "/viewer/viewer.js";
 import { Cards, colours } from "./cards.js";
 import { Chart } from "./chart.js";
 import { $, debounce, h, tell } from "./dom.js";
-import { FORMATS, closeMenus, save, sheet } from "./downloads.js";
+import { FORMATS, closeMenus, saveFile, sheet } from "./downloads.js";
 import { packFiles, pasteDialog, takeDrops, unpackFiles, upload } from "./files.js";
 import { Form } from "./form.js";
 import { headline } from "./headline.js";
 import { Stages } from "./stages.js";
-import { choice, choiceRequest, costsFile, fromAddress, sizeRequest, takeCosts, toAddress, value } from "./state.js";
+import { choice, choiceRequest, fromAddress, sizeRequest, takeCosts, toAddress, value } from "./state.js";
 import { Table } from "./table.js";
 import { tabs } from "./tabs.js";
+import { copyCosts, share, toggleTheme } from "./tools.js";
 import { watchView } from "./view.js";
-import { Line, Refused, post } from "./wire.js";
+import { Line, Refused } from "./wire.js";
 
 const QUIET = 90; // milliseconds without a change before asking
 const state = fromAddress(location.search);
@@ -23,7 +24,7 @@ const page = { results: [], viewer: null, flying: 0, chartKey: "" };
 
 async function start() {
   closeMenus();
-  $("theme").addEventListener("click", toggleTheme);
+  $("theme").addEventListener("click", () => toggleTheme(page.viewer));
   const [catalog, files] = await Promise.all([fetch("/api/schedules").then((response) => response.json()), unpackFiles(location.hash)]);
   state.files = files;
   document.head.append(h("style", {}, colours(catalog.palette)));
@@ -32,7 +33,7 @@ async function start() {
   page.stages = new Stages($("stages"), state, changed);
   const paste = pasteDialog($("paste"), (costs) => setCosts(() => takeCosts(state, costs)));
   page.form = new Form($("form"), $("costs"), state, changed, {
-    perStage: () => page.stages.open(perRank()), paste, copy: copyCosts, reset: () => setCosts(() => takeCosts(state, {})),
+    perStage: () => page.stages.open(perRank()), paste, copy: () => copyCosts(state), reset: () => setCosts(() => takeCosts(state, {})),
   });
   page.table = new Table($("compare"), facts, { changed, remove, another, alsoSimulate, useTimes, download, show: (n) => page.viewer?.goTo(n) });
   page.chart = new Chart($("chart"), toggle);
@@ -41,7 +42,7 @@ async function start() {
     $("download").open = false;
     download(format, null);
   }, FORMATS));
-  $("share").addEventListener("click", share);
+  $("share").addEventListener("click", () => share(state, usedFiles()));
   $("choose-file").addEventListener("click", () => $("file").click());
   $("file").addEventListener("change", () => takeFiles([...$("file").files]).then(() => ($("file").value = "")));
   takeDrops($("dropping"), takeFiles);
@@ -268,50 +269,9 @@ function perRank() {
   return counts.reduce((a, b) => (a * b) / gcd(a, b), 1);
 }
 
-async function download(format, only) {
+function download(format, only) {
   const chosen = only ? [only] : state.schedules;
-  const body = { ...sizeRequest(state), schedules: chosen.map((one) => choiceRequest(state, one)) };
-  if (["html", "svg", "png", "pdf"].includes(format)) body.theme = document.documentElement.dataset.theme;
-  const before = $("status").textContent;
-  $("status").textContent = `Making the .${format} file`;
-  try {
-    const name = await save(await post(`/api/files/${format}`, body));
-    tell($("error-page"), "");
-    $("status").textContent = `Saved ${name}`;
-  } catch (error) {
-    if (!(error instanceof Refused)) throw error;
-    $("status").textContent = before;
-    tell($("error-page"), error.message);
-  }
-}
-
-async function share() {
-  const address = location.origin + location.pathname + toAddress(state) + (await packFiles(usedFiles()));
-  history.replaceState(null, "", address);
-  const left = Object.entries(usedFiles()).filter(([, file]) => !file.inLink).map(([name]) => name);
-  const note = left.length ? `; ${left.join(", ")} is too large for a link` : "";
-  try {
-    await navigator.clipboard.writeText(address);
-    $("status").textContent = `Link copied${note}`;
-  } catch {
-    $("status").textContent = `The link is in the address bar${note}`;
-  }
-}
-
-async function copyCosts() {
-  try {
-    await navigator.clipboard.writeText(costsFile(state));
-    $("status").textContent = "Costs copied as TOML";
-  } catch {
-    $("status").textContent = "This browser does not let the page copy";
-  }
-}
-
-function toggleTheme() {
-  const root = document.documentElement;
-  root.dataset.theme = root.dataset.theme === "dark" ? "light" : "dark";
-  localStorage.setItem("zeropipe-theme", root.dataset.theme);
-  page.viewer?.recolour();
+  return saveFile(format, { ...sizeRequest(state), schedules: chosen.map((one) => choiceRequest(state, one)) });
 }
 
 start().catch((error) => {
