@@ -203,8 +203,9 @@ def test_hover_zoom_and_switches_in_the_timeline_and_their_link(visit):
     assert 0 <= start < end < 25.5
     assert kept["path"] == "1"
     other = visit(f"?{urlparse(page.url).query}")
-    assert query(other) == kept
     assert other.get_attribute(".zp-toggle-path", "aria-pressed") == "true"
+    other.click("text=Critical path")  # the address is written anew, from what is in sight
+    assert query(other) == {name: value for name, value in kept.items() if name != "path"}
 
 
 def test_a_dropped_schedule_joins_the_comparison_and_its_link(visit):
