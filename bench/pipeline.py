@@ -4,6 +4,7 @@
     python bench/pipeline.py --device cuda --ranks 4 --model qwen3-8b --num-layers 16 --vocabulary 8192 \\
         --sequence 2048 --microbatches 12 --dtype bfloat16 --compile --out DIR
 
+A name with "/apart" is the schedule with the F and B of each Overlap one after the other: what does overlapping give?
 With --device cuda all ranks share the GPUs there are (under CUDA MPS if its daemon runs) and hand tensors over through
 CPU memory. --out writes every measured timeline as JSON, for `zeropipe draw x.json -o x.html`.
 """
@@ -16,6 +17,16 @@ import zeropipe as zp
 from zeropipe.engine.job import Job, run_all
 from zeropipe.engine.launch import LocalRanks
 from zeropipe.sim.fit import fit
+
+
+def build(name: str, ranks: int, microbatches: int) -> zp.Schedule:
+    """A schedule by name; with "/apart", without Overlaps."""
+    name, slash, _ = name.partition("/")
+    schedule = zp.build(name, ranks=ranks, microbatches=microbatches)
+    if not slash:
+        return schedule
+    rows = [[a for step in row for a in (step if isinstance(step, zp.Overlap) else (step,))] for row in schedule.rows]
+    return zp.Schedule.of(schedule.problem, schedule.placement, rows, f"{name}-apart")
 
 
 def main() -> None:
@@ -39,7 +50,7 @@ def main() -> None:
     args = vars(parser.parse_args())
     names, ranks, microbatches = args.pop("schedules").split(","), args.pop("ranks"), args.pop("microbatches")
     timeout, out = args.pop("timeout"), args.pop("out")
-    schedules = [zp.build(name, ranks=ranks, microbatches=microbatches) for name in names]
+    schedules = [build(name, ranks, microbatches) for name in names]
     print(f"{ranks} ranks on {os.cpu_count()} cores, {microbatches} microbatches, {args}", flush=True)
     with LocalRanks(ranks) as local:
         results = local.run(run_all, schedules, Job(**args), timeout=timeout)[0]
@@ -54,7 +65,9 @@ def main() -> None:
         print(f"{name:14} {times} {rest}")
         if out:
             out.mkdir(parents=True, exist_ok=True)
-            (out / f"{name}.json").write_text(zp.to_json(real.labelled(f"{name}, measured")))
+            (out / f"{real.schedule.name}.json").write_text(
+                zp.to_json(real.labelled(f"{real.schedule.name}, measured"))
+            )
 
 
 if __name__ == "__main__":
