@@ -78,8 +78,8 @@ def _schedule(rows: list[list[Step]], name: str) -> Schedule:
         raise ScheduleError("the CSV holds messages but no computation")
     if num_stages * num_microbatches > sum(sum(counter.values()) for counter in homes.values()):
         raise ScheduleError(
-            f"there are fewer actions than {num_stages} stages times {num_microbatches} microbatches: number both from 0 "
-            "without gaps, and give each stage and microbatch F and B, or F, I and W"
+            f"there are fewer actions than {num_stages} stages times {num_microbatches} microbatches: number both "
+            "from 0 without gaps, and give each stage and microbatch F and B, or F, I and W"
         )
     problem = Problem(len(rows), num_stages, num_microbatches)
     return Schedule.of(problem, infer_placement(problem, homes), compute, name)
