@@ -81,6 +81,7 @@ def test_dry_run_starts_nothing(capfd):
         (["--steps", "0"], "Invalid value for '--steps'"),
         (["--ac", "some"], "activation checkpointing 'some': give none, full, selective:N"),
         (["--split", "autograd", "--compile"], "--split autograd cannot run compiled blocks"),
+        (["--split", "autograd", "--ac", "selective:op"], "--split autograd cannot run"),
     ],
 )
 def test_a_mistake_is_told_before_anything_starts(capfd, args, words):

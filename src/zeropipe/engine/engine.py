@@ -17,7 +17,7 @@ from zeropipe.core.check import check
 from zeropipe.core.lower import lower
 from zeropipe.core.schedule import Program, Schedule, iter_codes
 from zeropipe.core.timeline import Timeline
-from zeropipe.engine import private
+from zeropipe.engine import torch_private
 from zeropipe.engine.autograd_split import AutogradSplit
 from zeropipe.engine.cells import Microbatch, moved
 from zeropipe.engine.checkpointing import Checkpointing
@@ -279,7 +279,9 @@ class Engine:
             raise ConfigError(f"split={split!r}: give one of {', '.join(SPLITS)}")
         if split == "autograd" and compile:
             raise ConfigError("split='autograd' cannot run compiled blocks: use split='store', or compile=False")
-        Checkpointing.parse(ac)
+        wish = Checkpointing.parse(ac)
+        if split == "autograd" and wish.mode == "op":
+            raise ConfigError(f"split='autograd' cannot run ac={ac!r}: torch would go back twice; use split='store'")
         if compile or ac != "none":
             for stage, module in self.stages.items():
                 if not hasattr(module, "blocks"):
@@ -310,7 +312,7 @@ class Engine:
     def _scale(self, factor: float) -> None:
         gradients = [p.grad for p in self._sums.all if p.grad is not None]
         if gradients:
-            private.multiply(gradients, factor)
+            torch_private.multiply(gradients, factor)
 
 
 def _device_of(stages: Mapping[int, nn.Module]) -> torch.device:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from zeropipe.core.action import Action, Kind, Overlap, Step
 from zeropipe.core.schedule import Program
-from zeropipe.engine import private
+from zeropipe.engine import torch_private
 from zeropipe.engine.autograd_split import AutogradSplit
 from zeropipe.engine.cells import Cell, Microbatch, as_tuple, leaf, moved, picker, signature
 from zeropipe.engine.p2p import Incoming, Message, Outgoing, Spec, Wire, gradient_spec, spec_of
@@ -77,7 +77,7 @@ class Executor:
         self._side: torch.cuda.Stream | None = None
         if colour(row, self.cells) and device.type == "cuda":
             self._side = torch.cuda.Stream(device)
-            private.quiet_streams()
+            torch_private.quiet_streams()
         self._shapes = shapes
         self._calls: list[Call] = []
         self._labels: list[str] = []
@@ -243,7 +243,7 @@ class Executor:
         cell.spec = spec_of(outputs)
         self._shapes.made[self._train, cell.stage, self._shape_of[cell.microbatch]] = cell.spec
         # from here on only the way back is kept: the data goes when it has been sent or used
-        cell.edges = [private.gradient_edge(tensor) for tensor in outputs if tensor.requires_grad]
+        cell.edges = [torch_private.gradient_edge(tensor) for tensor in outputs if tensor.requires_grad]
         if isinstance(self._splitter, AutogradSplit):
             cell.kept = [tensor for tensor in outputs if tensor.requires_grad]
         if cell.after is not None:
@@ -254,9 +254,9 @@ class Executor:
     def _backward(self, cell: Cell) -> None:
         if cell.root is not None:
             if cell.root.requires_grad:
-                private.backward([cell.root], None)
+                torch_private.backward([cell.root], None)
         elif cell.edges:
-            private.backward(cell.edges, cell.gradients)
+            torch_private.backward(cell.edges, cell.gradients)
         self._hand_back(cell)
 
     def _hand_back(self, cell: Cell) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zeropipe.engine import private
+from zeropipe.engine import torch_private
 from zeropipe.engine.faults import Board, PeerLost, reason
 from zeropipe.engine.p2p import Wire
 
@@ -42,9 +42,9 @@ class Fabric:
         # every rank makes its pipelines in the same order, so the count names this one
         name = f"zeropipe/{'-'.join(map(str, members))}/{_pipelines[members]}"
         _pipelines[members] += 1
-        self._store = dist.PrefixStore(name, private.default_store())
+        self._store = dist.PrefixStore(name, torch_private.default_store())
         self.board = Board(self._store, self.rank)
-        self.control = private.gloo_group(self._store, self.rank, self.size, timeout)
+        self.control = torch_private.gloo_group(self._store, self.rank, self.size, timeout)
         self._groups: dict[tuple[str, tuple[int, ...]], Any] = {}
         self.closed = False
 
@@ -60,7 +60,7 @@ class Fabric:
         framed = struct.pack("<q", len(data)) + data[:room].ljust(room, b"\0")
         mine = torch.frombuffer(bytearray(framed), dtype=torch.uint8)
         try:
-            pieces = [bytes(piece.numpy()) for piece in private.allgather_bytes(self.control, self.size, mine)]
+            pieces = [bytes(piece.numpy()) for piece in torch_private.allgather_bytes(self.control, self.size, mine)]
         except RuntimeError as error:
             raise PeerLost(None, reason(error)) from error  # a collective does not say who is missing
         return [struct.unpack_from("<q", piece)[0] for piece in pieces], [piece[8:] for piece in pieces]
@@ -91,7 +91,7 @@ class Fabric:
     def _group(self, use: str, ranks: tuple[int, ...]) -> Any:
         if (use, ranks) not in self._groups:
             store = dist.PrefixStore(f"{use}/{'-'.join(map(str, ranks))}", self._store)
-            make = private.nccl_group if self.nccl else private.gloo_group
+            make = torch_private.nccl_group if self.nccl else torch_private.gloo_group
             self._groups[use, ranks] = make(store, ranks.index(self.rank), len(ranks), self._timeout)
         return self._groups[use, ranks]
 
@@ -101,8 +101,8 @@ class Fabric:
             return
         self.closed = True
         for group in self._groups.values():
-            private.abort_nccl(group) if self.nccl else private.abort_gloo(group)
-        private.abort_gloo(self.control)
+            torch_private.abort_nccl(group) if self.nccl else torch_private.abort_gloo(group)
+        torch_private.abort_gloo(self.control)
 
     def close(self) -> None:
         """Let go of the connections after a good run."""

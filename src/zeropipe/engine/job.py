@@ -61,9 +61,9 @@ class Outcome:
 
 def check_job(job: Job) -> None:
     """ConfigError for wishes that cannot be met, before anything starts."""
-    Checkpointing.parse(job.ac)
-    if job.split == "autograd" and job.compile:
-        raise ConfigError("--split autograd cannot run compiled blocks: use --split store, or leave --compile out")
+    wish = Checkpointing.parse(job.ac)
+    if job.split == "autograd" and (job.compile or wish.mode == "op"):
+        raise ConfigError("--split autograd cannot run compiled blocks or --ac selective:op: use --split store")
     if job.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch sees no GPU here; use --device cpu")
 

@@ -115,14 +115,17 @@ class LocalRanks:
                     self._processes[rank].join(5)
                     outcomes[rank] = Failed(rank, "Died", f"exit code {self._processes[rank].exitcode}")
         if any(isinstance(outcome, Failed) for outcome in outcomes.values()):
-            self.close()
+            self.close(patience=0)
         return [outcomes[rank] for rank in range(self.num_ranks)]
 
-    def close(self) -> None:
-        """End all processes."""
+    def close(self, patience: float = 5.0) -> None:
+        """End all processes: they may tidy up for `patience` seconds, then they are killed."""
         self.closed = True
         for pipe in self._pipes:
             pipe.close()
+        end = time.monotonic() + patience
+        for process in self._processes:
+            process.join(max(0.0, end - time.monotonic()))
         for process in self._processes:
             process.kill()
         for process in self._processes:

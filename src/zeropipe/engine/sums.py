@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from zeropipe.core.schedule import Schedule
-from zeropipe.engine import private
+from zeropipe.engine import torch_private
 from zeropipe.engine.fabric import Fabric
 
 
@@ -66,7 +66,7 @@ class GradientSums:
     def squares(self) -> float:
         """The squared norm of this rank's gradients, each parameter of the model counted on one rank only."""
         gradients = [p.grad for p in self._counted if p.grad is not None]
-        return private.squared_norm(gradients) if gradients else 0.0
+        return torch_private.squared_norm(gradients) if gradients else 0.0
 
 
 def unique(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
@@ -95,6 +95,6 @@ def _sum_between(group: Any, gradients: Sequence[Tensor]) -> None:
         by_dtype.setdefault(gradient.dtype, []).append(gradient)
     for some in by_dtype.values():
         flat = torch.cat([gradient.reshape(-1) for gradient in some])
-        private.allreduce_sum(group, flat)
+        torch_private.allreduce_sum(group, flat)
         for gradient, piece in zip(some, flat.split([gradient.numel() for gradient in some])):
             gradient.copy_(piece.view_as(gradient))
