@@ -1,0 +1,12 @@
+"""What every test gets."""
+
+import pytest
+
+from zeropipe.schedules import registry
+
+
+@pytest.fixture(autouse=True)
+def _own_registry(monkeypatch):
+    """Schedules that a test registers are gone after it."""
+    registry.names()  # load ours first
+    monkeypatch.setattr(registry, "_entries", dict(registry._entries))
