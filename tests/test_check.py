@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from naive import naive_simulate
 
 import zeropipe as zp
-from zeropipe.core.action import Action, Kind, Overlap
+from zeropipe.core.action import Action, Kind, Overlap, parse_action
 from zeropipe.core.csv import program_from_csv
 from zeropipe.core.schedule import Lines, Program, Schedule
 
@@ -155,3 +155,19 @@ def test_a_program_keeps_the_schedules_order():
         assert zp.from_csv(zp.to_csv(program)) == schedule, name
         assert isinstance(program, Program)
         assert isinstance(program.lines, Lines)
+
+
+@pytest.mark.parametrize(
+    "placement,rows,words",
+    [
+        (zp.Placement(((0,),)), [["0F0", "0B0"], []], "places 1 stages: there are 2"),
+        (zp.Placement(((0, 2),)), [["0F0", "0B0"], []], "stage 1 is placed on rank 2: ranks are 0 to 1"),
+        (zp.Placement(((0, 1), (1, 0))), [["0F0", "0B0"], []], "2 tables"),
+        (zp.Placement(((0, 0),)), [["0F0", "1F0", "1B0", "0B0"]], "1 rows for 2 ranks"),
+    ],
+)
+def test_a_placement_and_rows_that_do_not_fit_the_problem_are_named(placement, rows, words):
+    schedule = Schedule.of(zp.Problem(2, 2, 1), placement, [map(parse_action, row) for row in rows])
+    for use in (zp.check, zp.lower, zp.simulate):
+        with pytest.raises(zp.ZeropipeError, match=words):
+            use(schedule)

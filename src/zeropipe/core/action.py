@@ -107,7 +107,7 @@ def unpack(codes: Iterable[int]) -> Iterator[Step]:
             yield action
 
 
-_ACTION = re.compile(r"\s*(\d+)\s*(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B)\s*(\d+)\s*")
+_ACTION = re.compile(r"\s*([0-9]{1,18})\s*(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B)\s*([0-9]{1,18})\s*")
 _OVERLAP = re.compile(r"\s*\(([^;()]+);([^;()]+)\)\s*OVERLAP_F_B\s*")
 
 
@@ -116,7 +116,7 @@ def parse_action(text: str) -> Action:
     match = _ACTION.fullmatch(text)
     if match is None:
         raise ScheduleError(
-            f"{text.strip()!r} is not an action: write stage, kind (F, B, I or W) and microbatch, like 2F0, "
+            f"{text.strip()[:40]!r} is not an action: write stage, kind (F, B, I or W) and microbatch, like 2F0, "
             "or (1F1;2B0)OVERLAP_F_B"
         )
     stage = int(match[1])

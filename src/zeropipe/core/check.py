@@ -6,6 +6,7 @@ from zeropipe.core.action import Kind, decode
 from zeropipe.core.deadlock import deadlock, step_number
 from zeropipe.core.jit import Ints, arrays
 from zeropipe.core.needs import Links, flat_tables, link
+from zeropipe.core.placement import require_placement
 from zeropipe.core.rendezvous import check_program
 from zeropipe.core.schedule import Program, Schedule
 from zeropipe.errors import ScheduleError
@@ -31,12 +32,10 @@ def check(what: Schedule | Program) -> None:
 
 def check_complete(schedule: Schedule) -> None:
     """Every stage runs F and (B, or I and W) exactly once per microbatch, on the rank its Placement says."""
-    problem = schedule.problem
-    xp = arrays(schedule.num_actions)
     seen = _scan(schedule)
-    place = xp.call(incomplete_kernel, seen)
+    place = arrays(schedule.num_actions).call(incomplete_kernel, seen)
     if place >= 0:
-        stage, microbatch = divmod(int(place), problem.num_microbatches)
+        stage, microbatch = divmod(int(place), schedule.num_microbatches)
         have = [k.name for k in (Kind.F, Kind.B, Kind.I, Kind.W) if int(seen[place]) >> k & 1]
         rule = "each stage and microbatch needs F and B, or F, I and W"
         found = f"only {' and '.join(have)}" if have else "nothing"
@@ -63,6 +62,9 @@ def check_live(schedule: Schedule, links: Links) -> None:
 def _scan(schedule: Schedule) -> Ints:
     """A bit per kind for each (stage, microbatch); raises at the first action out of range, misplaced or repeated."""
     problem, placement = schedule.problem, schedule.placement
+    require_placement(placement, problem)
+    if len(schedule.rows) != problem.num_ranks:
+        raise ScheduleError(f"there are {len(schedule.rows)} rows for {problem.num_ranks} ranks: give one per rank")
     xp = arrays(schedule.num_actions)
     seen = xp.full_ints(problem.num_stages * problem.num_microbatches)
     split = problem.num_microbatches if placement.split is None else placement.split

@@ -11,7 +11,7 @@ import re
 from collections import Counter
 
 from zeropipe.core.action import COMM, Action, Overlap, Step, pack, parse_step
-from zeropipe.core.placement import Placement, Problem, recognise
+from zeropipe.core.placement import Placement, Problem, recognise, require_actions
 from zeropipe.core.schedule import Lines, Program, Schedule
 from zeropipe.errors import ScheduleError
 
@@ -46,8 +46,12 @@ def has_messages(text: str) -> bool:
 
 
 def _read(text: str) -> list[list[Step]]:
+    try:
+        lines = list(csv.reader(text.removeprefix("\ufeff").splitlines()))  # spreadsheets begin with that mark
+    except csv.Error as error:
+        raise ScheduleError(f"not a CSV: {error}") from None
     rows = []
-    for number, cells in enumerate(csv.reader(io.StringIO(text))):
+    for number, cells in enumerate(lines):
         row = []
         for place, cell in enumerate(cells):
             if not cell.strip() or _PARAMETERS.fullmatch(cell):
@@ -76,12 +80,8 @@ def _schedule(rows: list[list[Step]], name: str) -> Schedule:
                 num_microbatches = max(num_microbatches, action.microbatch + 1)
     if not homes:
         raise ScheduleError("the CSV holds messages but no computation")
-    if num_stages * num_microbatches > sum(sum(counter.values()) for counter in homes.values()):
-        raise ScheduleError(
-            f"there are fewer actions than {num_stages} stages times {num_microbatches} microbatches: number both "
-            "from 0 without gaps, and give each stage and microbatch F and B, or F, I and W"
-        )
     problem = Problem(len(rows), num_stages, num_microbatches)
+    require_actions(problem, sum(counter.total() for counter in homes.values()))
     return Schedule.of(problem, infer_placement(problem, homes), compute, name)
 
 
@@ -94,8 +94,7 @@ def infer_placement(problem: Problem, homes: dict[tuple[int, int], Counter[int]]
     """The placement most actions agree with: one table, or two where early and late microbatches differ."""
     last = problem.num_microbatches - 1
     first_table = _majority(problem, homes, range(problem.num_microbatches))
-    strays = sum(sum(c.values()) - c[first_table[s]] for (s, _), c in homes.items())
-    if strays == 0:
+    if all(c[first_table[s]] == c.total() for (s, _), c in homes.items()):
         return recognise((first_table,), None, problem)
     # two copies: find where the last microbatch's way begins
     late = _majority(problem, homes, range(last, last + 1))
@@ -107,8 +106,7 @@ def infer_placement(problem: Problem, homes: dict[tuple[int, int], Counter[int]]
         split -= 1
     if split > 0:
         early = _majority(problem, homes, range(split))
-        misfits = sum(sum(c.values()) - c[(early if m < split else late)[s]] for (s, m), c in homes.items())
-        if misfits < strays and problem.num_microbatches > 1 and misfits == 0:
+        if all(c[(early if m < split else late)[s]] == c.total() for (s, m), c in homes.items()):
             return recognise((early, late), split, problem)
     return recognise((first_table,), None, problem)
 

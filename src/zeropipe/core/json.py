@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from array import array
+from math import inf, isfinite
 from typing import Any
 
 from zeropipe.core.action import pack, parse_step
-from zeropipe.core.placement import Problem, recognise, require_ranks
+from zeropipe.core.check import check_order
+from zeropipe.core.placement import Placement, Problem, recognise, require_actions, require_placement
 from zeropipe.core.schedule import Lines, Schedule
 from zeropipe.core.timeline import Memory, Timeline
-from zeropipe.errors import ScheduleError
+from zeropipe.errors import ScheduleError, ZeropipeError
 
 VERSION = 1
 
@@ -28,7 +31,7 @@ def from_json(text: str) -> Schedule | Timeline:
     """The Schedule or Timeline that `to_json` wrote."""
     try:
         data = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # a number may be too long, a list too deep
         raise ScheduleError(f"not JSON: {error}") from None
     if not isinstance(data, dict) or "zeropipe" not in data:
         raise ScheduleError("this JSON is not zeropipe's: it has no field 'zeropipe' with the version")
@@ -36,9 +39,9 @@ def from_json(text: str) -> Schedule | Timeline:
         raise ScheduleError(f"this file has version {data['zeropipe']!r}, this zeropipe reads version {VERSION}")
     try:
         return _timeline(data) if data.get("type") == "timeline" else _schedule(data)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        if isinstance(error, ScheduleError):
-            raise
+    except ZeropipeError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
         what = f"field {error} is missing" if isinstance(error, KeyError) else str(error)
         raise ScheduleError(f"this JSON is damaged: {what}") from None
 
@@ -59,24 +62,19 @@ def _schedule_data(schedule: Schedule) -> dict[str, Any]:
 
 def _schedule(data: dict[str, Any]) -> Schedule:
     problem = Problem(*(_count(data, field) for field in ("num_ranks", "num_stages", "num_microbatches")))
-    copies = tuple(tuple(int(rank) for rank in table) for table in data["placement"]["copies"])
-    if not copies or any(len(table) != problem.num_stages for table in copies) or len(copies) > 2:
-        raise ScheduleError(f"the placement needs one or two tables of {problem.num_stages} ranks")
-    for table in copies:
-        require_ranks(table, problem.num_ranks)
-    split = data["placement"]["split"]
-    if (split is None) != (len(copies) == 1):
-        raise ScheduleError("a placement with two copies, and no other, has a split")
+    given = Placement(tuple(map(tuple, data["placement"]["copies"])), data["placement"]["split"])
+    require_placement(given, problem)
     rows = data["rows"]
     if len(rows) != problem.num_ranks:
         raise ScheduleError(f"num_ranks is {problem.num_ranks}, but there are {len(rows)} rows")
     lines = Lines.of(pack(map(parse_step, row.split())) for row in rows)
-    return Schedule(problem, recognise(copies, split, problem), lines, str(data["name"]))
+    require_actions(problem, lines.offsets[-1])
+    return Schedule(problem, recognise(given.copies, given.split, problem), lines, str(data["name"]))
 
 
 def _count(data: dict[str, Any], field: str) -> int:
     value = data[field]
-    if not isinstance(value, int) or value < 1:
+    if type(value) is not int or value < 1:
         raise ScheduleError(f"{field} is {value!r}: a whole number from 1 on is needed")
     return value
 
@@ -102,26 +100,36 @@ def _timeline_data(timeline: Timeline) -> dict[str, Any]:
 
 
 def _timeline(data: dict[str, Any]) -> Timeline:
-    from array import array
-
     schedule = _schedule(data)
-
-    def column(values: list[float]) -> bytes:
-        if len(values) != schedule.num_actions:
-            raise ScheduleError(f"a column of {len(values)} times for {schedule.num_actions} actions")
-        return array("d", values).tobytes()
-
-    memory = (
-        None if data["memory"] is None else Memory(column(data["memory"]["during"]), column(data["memory"]["after"]))
-    )
-    return Timeline(
+    check_order(schedule)
+    memory, limit = data["memory"], data["memory_limit"]
+    timeline = Timeline(
         schedule,
-        column(data["start"]),
-        column(data["end"]),
-        memory,
-        data["memory_limit"],
+        _column(schedule, data["start"]),
+        _column(schedule, data["end"]),
+        Memory(_column(schedule, memory["during"]), _column(schedule, memory["after"])) if memory else None,
+        None if limit is None else float(limit),
         str(data["unit"]),
         str(data["memory_unit"]),
         str(data["label"]),
         bool(data["measured"]),
     )
+    for rank in range(schedule.num_ranks):
+        before = -inf
+        for _, action, start, end in timeline.spans(rank):
+            if not before <= start <= end:
+                raise ScheduleError(
+                    f"rank {rank}: {action} runs from {start} to {end}: a rank's actions start one after the other, "
+                    "and end after they start"
+                )
+            before = start
+    return timeline
+
+
+def _column(schedule: Schedule, values: list[float]) -> bytes:
+    if len(values) != schedule.num_actions:
+        raise ScheduleError(f"a column of {len(values)} numbers for {schedule.num_actions} actions")
+    column = array("d", values)
+    if not all(map(isfinite, column)):
+        raise ScheduleError("a column holds something that is not a finite number")
+    return column.tobytes()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from zeropipe.errors import ConfigError
+from zeropipe.errors import ConfigError, ScheduleError
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,25 @@ def recognise(copies: tuple[tuple[int, ...], ...], split: int | None, problem: P
     return Placement(copies, split)
 
 
-def require_ranks(table: tuple[int, ...], num_ranks: int) -> None:
-    """ConfigError when a table names a rank that does not exist."""
-    for stage, rank in enumerate(table):
-        if not 0 <= rank < num_ranks:
-            raise ConfigError(f"stage {stage} is placed on rank {rank}: ranks are 0 to {num_ranks - 1}")
+def require_placement(placement: Placement, problem: Problem) -> None:
+    """ConfigError for tables that do not place every stage on a rank that exists."""
+    copies, split = placement.copies, placement.split
+    if len(copies) != (1 if split is None else 2):
+        raise ConfigError(f"the placement has {len(copies)} tables: one is needed, or two and a split")
+    if split is not None and not (type(split) is int and 0 <= split <= problem.num_microbatches):
+        raise ConfigError(f"the placement's split is {split!r}: give a microbatch, 0 to {problem.num_microbatches}")
+    for table in copies:
+        if len(table) != problem.num_stages:
+            raise ConfigError(f"the placement places {len(table)} stages: there are {problem.num_stages}")
+        for stage, rank in enumerate(table):
+            if not (type(rank) is int and 0 <= rank < problem.num_ranks):
+                raise ConfigError(f"stage {stage} is placed on rank {rank!r}: ranks are 0 to {problem.num_ranks - 1}")
+
+
+def require_actions(problem: Problem, num_actions: int) -> None:
+    """ScheduleError for a file with far too few actions, before tables of the size it claims are made."""
+    if problem.num_stages * problem.num_microbatches > num_actions:
+        raise ScheduleError(
+            f"there are fewer actions than {problem.num_stages} stages times {problem.num_microbatches} microbatches: "
+            "number both from 0 without gaps, and give each stage and microbatch F and B, or F, I and W"
+        )

@@ -53,7 +53,7 @@ def read_file(path: str) -> Schedule | Timeline:
     name = Path(path).stem
     try:
         return from_json(text) if path.endswith(".json") else from_csv(text, name)
-    except ScheduleError as error:
+    except (ConfigError, ScheduleError) as error:
         raise type(error)(f"{path}: {error}") from None
 
 

@@ -1,0 +1,105 @@
+"""Whatever a file holds, reading it gives a value that can be used, or one ZeropipeError."""
+
+import copy
+import json
+from contextlib import suppress
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import zeropipe as zp
+from zeropipe.core.explain import critical_path, gaps, idle
+from zeropipe.sim.fit import fit
+
+quick = settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+cells = st.one_of(
+    st.from_regex(r"[0-3](F|B|I|W|SEND_F|RECV_B|UNSHARD|X)[0-3]?", fullmatch=True),
+    st.from_regex(r"\([01](F|W)[01];[01](B|I)[01]\)OVERLAP_F_B", fullmatch=True),
+    st.text(max_size=4),
+)
+csvs = st.lists(st.lists(cells, max_size=6).map(",".join), max_size=4).map("\n".join)
+odd = st.one_of(
+    st.none(), st.booleans(), st.integers(-2, 3), st.just(10**15), st.just(10**400), st.floats(), st.text(max_size=3),
+    st.lists(st.integers(0, 3), max_size=4), st.just({}),
+)  # fmt: skip
+TEXTS = [
+    zp.to_json(zp.simulate(zp.build("dualpipe", ranks=2, microbatches=4))),
+    zp.to_json(zp.build("chimera", ranks=2, microbatches=2)),
+]
+
+
+@st.composite
+def damaged(draw):
+    """Our own JSON with one thing exchanged."""
+    data = json.loads(draw(st.sampled_from(TEXTS)))
+    place = data
+    while True:
+        key = draw(st.sampled_from(sorted(place) if isinstance(place, dict) else range(len(place))))
+        if isinstance(place[key], dict | list) and place[key] and draw(st.booleans()):
+            place = place[key]
+            continue
+        place[key] = draw(st.one_of(odd, st.just(copy.deepcopy(data))))
+        return json.dumps(data)
+
+
+def use(found):
+    """All that is done with what was read."""
+    timeline = found if isinstance(found, zp.Timeline) else zp.simulate(found)
+    for rank, causes in enumerate(idle(timeline)):
+        assert causes.total + timeline.busy[rank] == pytest.approx(timeline.makespan)
+    assert sum(gap.end - gap.start for gap in gaps(timeline)) == pytest.approx(sum(c.total for c in idle(timeline)))
+    assert critical_path(timeline)
+    fit(timeline)
+    assert zp.from_json(zp.to_json(timeline)) == timeline
+
+
+@quick
+@given(st.one_of(csvs, st.text()))
+def test_any_csv_is_read_or_refused(text):
+    with suppress(zp.ZeropipeError):
+        zp.check(zp.from_csv(text))
+        use(zp.from_csv(text))
+
+
+@quick
+@given(st.one_of(damaged(), st.text()))
+def test_any_json_is_read_or_refused(text):
+    with suppress(zp.ZeropipeError):
+        use(zp.from_json(text))
+
+
+@pytest.mark.parametrize("text", ["9" * 5000 + "F0", "0F0," + "x" * 200_000, "0F0,\r\r0B0\0"])
+def test_an_odd_csv_is_refused(text):
+    with pytest.raises(zp.ScheduleError) as caught:
+        zp.from_csv(text)
+    assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "1" * 5000])
+def test_an_odd_json_is_refused(text):
+    with pytest.raises(zp.ScheduleError, match="not JSON"):
+        zp.from_json(text)
+
+
+def test_a_spreadsheets_csv_is_read():
+    assert zp.from_csv('\ufeff"0F0","0B0"\r\n') == zp.build("1f1b", ranks=1, microbatches=1)
+
+
+@pytest.mark.parametrize(
+    "change,words",
+    [
+        ({"num_microbatches": 10**15}, "fewer actions than 2 stages times 1000000000000000"),
+        ({"num_stages": 10**15}, "places 2 stages: there are 1000000000000000"),
+        ({"placement": {"copies": [[0, 1], [1, 0]], "split": "x"}}, "split is 'x'"),
+        ({"placement": {"copies": [[0, 1], [1, 0]], "split": None}}, "2 tables: one is needed"),
+        ({"placement": {"copies": [[0.5, 1]], "split": None}}, "rank 0.5"),
+        ({"start": [0.0] * 7 + [float("nan")]}, "not a finite number"),
+        ({"start": [9.0] * 8}, "a rank's actions start one after the other"),
+        ({"rows": ["0F0 0F1 0B0 0B1", "7F0 1B0 1F1 1B1"]}, "7F0 is out of range"),
+    ],
+)
+def test_a_damaged_timeline_is_named(change, words):
+    data = json.loads(zp.to_json(zp.simulate(zp.build("1f1b", ranks=2, microbatches=2))))
+    with pytest.raises(zp.ZeropipeError, match=words):
+        zp.from_json(json.dumps(data | change))
