@@ -86,6 +86,23 @@ def test_compare_all_says_what_it_left_out(run):
     assert {t["schedule"] for t in data["compared"]} >= {"1f1b", "zbv"}
 
 
+def test_compare_all_beside_a_file(run, tmp_path):
+    file, picture = tmp_path / "mine.csv", tmp_path / "x.svg"
+    file.write_text(zp.to_csv(zp.build("1f1b", ranks=4, microbatches=8)))
+    data = json.loads(run("compare", str(file), "all", "zbv", *SIZE, "--json")[1])
+    names = [t["schedule"] for t in data["compared"]]
+    assert sorted(names) == sorted(["mine", *zp.names()])
+    assert (names[0], names[-1]) == ("mine", "zbv")
+    assert f"wrote {picture} (" in run("compare", "1f1b", "zbv", *SIZE, "-o", str(picture))[1]
+
+
+def test_names_stay_whole_in_a_narrow_terminal(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = run("compare", "all", *SIZE)
+    assert "interleaved-overlap " in out
+    assert "zbv ★" in out
+
+
 @pytest.mark.parametrize("comms", [(), ("--comms",)])
 def test_draw_then_check_a_csv(run, tmp_path, comms):
     file = str(tmp_path / "x.csv")
@@ -150,6 +167,11 @@ def test_a_users_own_file(run, tmp_path):
         (["check", "README.md"], "give a .csv or .json file"),
         (["draw", "1f1b", *SIZE, "-o", "/no/such/dir/x.csv"], "cannot write /no/such/dir/x.csv"),
         (["draw", "1f1b", *SIZE, "-o", "x.bmp"], "x.bmp"),
+        (["draw", "1f1b", *SIZE, "-o", "."], "cannot draw '.'"),
+        (["draw", "1f1b", *SIZE, "-o", "x.svg", "--comms"], "--comms is for .csv files"),
+        (["draw", "1f1b", *SIZE, "-o", "x.csv", "--theme", "dark"], "--theme is for pictures"),
+        (["compare", "1f1b", "zbv", *SIZE, "-o", "x.csv"], "cannot draw 'x.csv'"),
+        (["compare", "all", "dualpipe", "-p", "3", "-m", "8"], "dualpipe needs an even number of ranks"),
         (["paint"], "No such command 'paint'"),
         (["compare", *SIZE], "Missing argument 'SCHEDULES"),
     ],

@@ -105,7 +105,7 @@ def test_pdf_is_vector_with_text_and_embedded_fonts(tmp_path):
 @pytest.mark.parametrize(
     "path,options,message",
     [
-        ("x.bmp", {}, "cannot draw 'x.bmp': the name must end in .html, .svg, .png, .pdf, .json"),
+        ("x.bmp", {}, "x.bmp': the name must end in .html, .svg, .png, .pdf, .json"),
         ("x.svg", {"colour": 1}, ".svg has no option 'colour'"),
         ("x.svg", {"theme": "pink"}, "theme='pink': choose light or dark"),
         ("x.svg", {"labels": "all"}, "labels='all': choose microbatch, action, none"),

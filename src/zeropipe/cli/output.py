@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zeropipe.viz.units import percent, size_text, time_text
 
-__all__ = ["console", "percent", "print_json", "problem_text", "size_text", "table", "time_text"]
+__all__ = ["console", "percent", "print_json", "print_written", "problem_text", "size_text", "table", "time_text"]
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
     from zeropipe.core.timeline import Timeline
+
+
+NAMES = ("schedule", "name")  # columns that are not broken in the middle where others can give way
 
 
 def console() -> Console:
@@ -28,6 +32,11 @@ def print_json(data: Any) -> None:
     print(json.dumps(data, indent=2))
 
 
+def print_written(path: str) -> None:
+    """Say that a file was written, and how large it is."""
+    print(f"wrote {path} ({Path(path).stat().st_size:,} bytes)")
+
+
 def table(*columns: str, left: tuple[str, ...] = (), title: str | None = None) -> Table:
     """A plain table; columns named in `left` are text, the others numbers."""
     from rich import box
@@ -35,7 +44,7 @@ def table(*columns: str, left: tuple[str, ...] = (), title: str | None = None) -
 
     made = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
     for column in columns:
-        made.add_column(column, justify="left" if column in left else "right", overflow="fold")
+        made.add_column(column, justify="left" if column in left else "right", overflow="fold", no_wrap=column in NAMES)
     return made
 
 

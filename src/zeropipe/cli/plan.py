@@ -109,7 +109,7 @@ def _over_limit(timeline: Timeline) -> str:
 @click.command()
 @click.argument("schedules", nargs=-1, required=True)
 @opt.size_options
-@click.option("-o", "--output", "out", help="Draw them all: .html, .svg, .png or .pdf.")
+@click.option("-o", "--output", "out", help="Draw them all: x.html .svg .png .pdf, or .json: a Perfetto trace.")
 @opt.json_option
 @opt.cost_options
 def compare(
@@ -124,41 +124,45 @@ def compare(
 ) -> None:
     """Simulate several schedules of one model side by side. Costs are per rank: a rank's stages share them.
 
-    The name `all` stands for every schedule that can be built at this size.
+    The name `all` stands for every schedule that can be built at this size, beside others that are named.
     """
     from zeropipe.sim.compare import compare as run
 
     given = opt.costs_of(**costs)
     built, refused = [], []
-    names = _all_names() if schedules == ("all",) else list(schedules)
-    for spec in names:
+    for spec in _without_all(schedules):
         try:
             built.append(opt.schedule_of(spec, ranks, microbatches, _fitting(spec, stages_per_rank), knobs))
         except ConfigError as error:
-            if schedules != ("all",):
+            if spec in schedules:
                 raise
             refused.append((spec, str(error)))
     if not built:
         raise ConfigError(f"none of the schedules can be built: {refused[0][1]}")
     timelines = run(built, given)
+    if out:  # before the table: a mistake in the name is all that is printed then
+        from zeropipe.viz import draw
+
+        draw(timelines, out)
     if as_json:
         output.print_json(
             {"compared": [summary(t) for t in timelines], "refused": [{"schedule": n, "reason": r} for n, r in refused]}
         )
     else:
         _print_comparison(timelines, refused, given)
-    if out:
-        from zeropipe.viz import draw
-
-        draw(timelines, out)
-        if not as_json:
-            output.console().print(f"drawn to {out}")
+        if out:
+            output.print_written(out)
 
 
-def _all_names() -> list[str]:
+def _without_all(schedules: tuple[str, ...]) -> list[str]:
+    """What is named, and in place of `all` every other schedule there is."""
     from zeropipe.schedules.registry import names
 
-    return names()
+    listed = list(schedules)
+    if "all" in listed:
+        place = listed.index("all")
+        listed[place : place + 1] = [name for name in names() if name not in schedules]
+    return listed
 
 
 def _fitting(spec: str, stages_per_rank: int | None) -> int | None:

@@ -53,7 +53,13 @@ if TYPE_CHECKING:
 @click.option("--report", help="Write a page with the measured and the simulated timeline: report.html.")
 @click.option("--timeline", "timeline_file", help="Write the measured timeline: x.json.")
 @click.option("--dry-run", is_flag=True, help="Print layers, placement and messages; start nothing.")
-@click.option("--timeout", type=float, default=600.0, show_default=True, help="Seconds until a silent run is stopped.")
+@click.option(
+    "--timeout",
+    type=click.FloatRange(0, min_open=True),
+    default=600.0,
+    show_default=True,
+    help="Seconds until a silent run is stopped.",
+)
 @opt.json_option
 def run(
     schedules: tuple[str, ...],
@@ -72,6 +78,8 @@ def run(
 
     Starts local processes, or uses torchrun's: `torchrun --nproc-per-node 4 -m zeropipe run zbv --microbatches 8`.
     """
+    from zeropipe.viz import check_name
+
     world = os.environ.get("WORLD_SIZE")
     if world is not None and ranks is None:
         ranks = int(world)
@@ -80,10 +88,12 @@ def run(
         raise ConfigError("these schedules have different numbers of ranks: run them one by one")
     if timeline_file and len(built) > 1:
         raise ConfigError("--timeline holds one run: give one schedule")
-    todo = _job(built, **job)
     for path in (report, timeline_file):
-        if path and not Path(path).resolve().parent.is_dir():
-            raise ConfigError(f"cannot write {path}: no such folder")
+        if path:
+            check_name(path)
+    if timeline_file and not timeline_file.endswith(".json"):
+        raise ConfigError(f"--timeline {timeline_file}: its name must end in .json")
+    todo = _job(built, **job)
     if dry_run:
         _print_plan(built, todo, as_json)
         return
@@ -121,7 +131,7 @@ def _job(built: list[Schedule], **given: Any) -> Job:
         raise ConfigError(f"--layers {layers!r}: write one number per stage, like 2,3,3,2") from None
     job = Job(layers=counts, **given)
     most = max(schedule.num_stages for schedule in built)
-    if job.model.startswith("tiny") and job.num_layers is None:
+    if job.model in BUILT_IN and job.model.startswith("tiny") and job.num_layers is None:
         # a tiny model has a layer for every stage, and the same number for all schedules compared
         job = replace(job, num_layers=sum(counts) if counts else max(BUILT_IN[job.model][0], most))
     check_job(job)

@@ -41,7 +41,8 @@ def list_schedules(as_json: bool) -> None:
         facts = (
             str(low) if low == high else f"{low}-{high}", e.placement_name, "I + W" if e.splits_backward else "B",
         )  # fmt: skip
-        rows.add_row(e.name, *(facts if wide else ()), e.summary)
+        needs = f". Needs: {e.limits}" if e.limits else ""
+        rows.add_row(e.name, *(facts if wide else ()), e.summary + needs)
     console.print(rows)
 
 
@@ -78,7 +79,11 @@ def show(
 @opt.size_options
 @click.option("--comms", is_flag=True, help="With .csv: add SEND and RECV (torch's compute_comms form).")
 @click.option("--width", type=click.FloatRange(100, 10000), help="Points of an .svg, .png or .pdf (72 to the inch).")
-@click.option("--theme", type=click.Choice(["light", "dark"]), help="Of a page or figure; light by default.")
+@click.option(
+    "--theme",
+    type=click.Choice(["light", "dark"]),
+    help="Of a page or figure; without it a page follows the system, a figure is light.",
+)
 @click.option("--labels", type=click.Choice(["microbatch", "action", "none"]), help="What is written in the boxes.")
 @opt.json_option
 @opt.cost_options
@@ -101,17 +106,22 @@ def draw(
     from zeropipe.core.lower import lower
     from zeropipe.viz import draw as picture
 
+    wished = {"width": width, "theme": theme, "labels": labels}
+    looks = {name: value for name, value in wished.items() if value is not None}
     if out.endswith(".csv"):
+        if looks:
+            raise ConfigError(f"--{next(iter(looks))} is for pictures: {out} is text")
         built = opt.schedule_of(schedule, ranks, microbatches, stages_per_rank, knobs)
         _write(out, to_csv(lower(built) if comms else built))
+    elif comms:
+        raise ConfigError(f"--comms is for .csv files: leave it out for {out}")
     else:
         timeline = _timeline(schedule, ranks, microbatches, stages_per_rank, knobs, opt.costs_of(**costs))
-        looks = {"width": width, "theme": theme, "labels": labels}
-        picture(timeline, out, **{name: value for name, value in looks.items() if value is not None})
+        picture(timeline, out, **looks)
     if as_json:
         output.print_json({"file": out, "bytes": Path(out).stat().st_size})
     else:
-        print(f"wrote {out} ({Path(out).stat().st_size:,} bytes)")
+        output.print_written(out)
 
 
 def _timeline(

@@ -53,7 +53,9 @@ def check_counts(counts: Sequence[int], num_layers: int, num_stages: int) -> tup
     """Layer counts a user gave, checked: one per stage, none dropped."""
     if len(counts) != num_stages:
         raise ConfigError(f"layers={list(counts)} has {len(counts)} entries: the schedule has {num_stages} stages")
-    if min(counts) < 0 or sum(counts) != num_layers:
+    if min(counts) < 0:
+        raise ConfigError(f"layers={list(counts)}: a stage has 0 layers or more")
+    if sum(counts) != num_layers:
         raise ConfigError(f"layers={list(counts)} adds up to {sum(counts)}: the model has {num_layers} layers")
     return tuple(counts)
 

@@ -28,13 +28,19 @@ def draw(timelines: Timeline | Sequence[Timeline], path: str | Path | None = Non
         show(listed, **_known(options, {"width", "console"}, "the terminal"))
         return
     target = Path(path)
-    writer = _WRITERS.get(target.suffix)
-    if writer is None:
-        raise ConfigError(f"cannot draw {target.name!r}: the name must end in {', '.join(_WRITERS)}")
+    check_name(target)
     try:
-        writer(listed, target, options)
+        _WRITERS[target.suffix](listed, target, options)
     except OSError as error:
         raise ConfigError(f"cannot write {target}: {error.strerror}") from None
+
+
+def check_name(path: str | Path) -> None:
+    """ConfigError for a file that `draw` cannot write: an unknown suffix, or a folder that is not there."""
+    if Path(path).suffix not in _WRITERS:
+        raise ConfigError(f"cannot draw '{path}': the name must end in {', '.join(_WRITERS)}")
+    if not Path(path).absolute().parent.is_dir():
+        raise ConfigError(f"cannot write {path}: No such file or directory")
 
 
 def _html(timelines: list[Timeline], path: Path, options: dict[str, Any]) -> None:
