@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from itertools import pairwise
 from typing import NamedTuple
 
 from zeropipe.core.action import Kind
@@ -36,10 +35,15 @@ def fit(timeline: Timeline) -> Costs:
         if len(step) == 1:
             singles[step[0].action.kind, step[0].action.stage].append(step[0].end - step[0].start)
     overhead = sum(causes.other for causes in idle(timeline)) / max(1, len(steps))
-    columns = {kind: _column(kind, singles, steps, num_stages) for kind in (Kind.F, Kind.B, Kind.I, Kind.W)}
-    f, i, w = ([t + overhead for t in columns[kind]] for kind in (Kind.F, Kind.I, Kind.W))
-    whole = columns[Kind.B] if any(kind is Kind.B for kind, _ in singles) else None
-    b = [t + overhead for t in whole] if whole else [x + y for x, y in zip(i, w, strict=True)]
+    f, b, i, w = (
+        [time + overhead for time in _column(kind, singles, steps, num_stages)]
+        for kind in (Kind.F, Kind.B, Kind.I, Kind.W)
+    )
+    seen = {span.action.kind for step in steps for span in step}
+    if Kind.I not in seen:
+        i = w = [time / 2 for time in b]  # a guess, for schedules that split what this one does not
+    else:
+        b = [time if (Kind.B, s) in singles else i[s] + w[s] for s, time in enumerate(b)]
     activation, stash, weights = _memory(timeline)
     return Costs(
         f=f, i=i, w=w, b=b, overlap=_overlap(steps, f, b, overhead), p2p=reasons(timeline).message,
@@ -118,17 +122,24 @@ def _memory(timeline: Timeline) -> tuple[list[float], list[float], list[float]]:
     if timeline.memory is None:
         return [0.0] * num_stages, [0.0] * num_stages, [0.0] * num_stages
     changes: dict[tuple[Kind, int], list[float]] = defaultdict(list)
+    firsts: dict[tuple[Kind, int], list[float]] = {}
     weights = [0.0] * num_stages
     after = memoryview(timeline.memory.after).cast("d")
-    offsets = timeline.schedule.lines.offsets
     for rank in range(timeline.num_ranks):
-        spans = list(timeline.spans(rank))
-        levels = after[offsets[rank] : offsets[rank + 1]]
-        for (old, new), span in zip(pairwise(levels), spans[1:], strict=True):
-            changes[span.action.kind, span.action.stage].append(new - old)
+        begin, end = timeline.schedule.lines.offsets[rank : rank + 2]
         stages = timeline.schedule.placement.stages_of(rank)
         for stage in stages:  # the row ends where it began
-            weights[stage] = max(0.0, levels[-1]) / len(stages)
+            weights[stage] = max(0.0, after[end - 1]) / len(stages)
+        at = begin
+        for step in _steps(timeline, rank):
+            kind, stage = step[0].action.kind, step[0].action.stage
+            if at == begin:
+                firsts[kind, stage] = [after[at] - after[end - 1]]
+            elif len(step) == 1:  # the two halves of an Overlap have one level
+                changes[kind, stage].append(after[at] - after[at - 1])
+            at += len(step)
+    for key, change in firsts.items():  # less exact in a real run, which allocates gradients on the way
+        changes.setdefault(key, change)
     activation = [max(0.0, _mean(changes[Kind.F, s])) for s in range(num_stages)]
     stash = [
         min(taken, max(0.0, taken + _mean(changes[Kind.I, s]))) if changes[Kind.I, s] else taken
