@@ -67,3 +67,44 @@ def test_a_file_has_its_own_size(tmp_path):
     for wrong in ({"ranks": 3}, {"microbatches": 4}, {"stages_per_rank": 1}, {"group_size": 2}):
         with pytest.raises(zp.ConfigError):
             load(str(file), **wrong)
+
+
+OWN = """
+import zeropipe as zp
+
+@zp.register({name!r}, placement=zp.linear, aliases={aliases!r})
+def mine(lane, rank, p):
+    for _ in range(p.num_microbatches):
+        lane.f(rank)
+        lane.b(rank)
+"""
+
+
+@pytest.mark.parametrize(
+    "name,aliases", [("1F1B", ()), ("one", ("ZBVZeroBubble",)), ("first", ()), ("two", ("First",))]
+)
+def test_a_name_that_is_taken_is_refused(tmp_path, name, aliases):
+    first, second = tmp_path / "first.py", tmp_path / "second.py"
+    first.write_text(OWN.format(name="first", aliases=()))
+    second.write_text(OWN.format(name=name, aliases=aliases))
+    load(f"{first}:first", ranks=1, microbatches=1)
+    with pytest.raises(zp.ConfigError, match=r"second\.py: the schedule name '.*' is taken by .*: choose another"):
+        load(f"{second}:mine", ranks=1, microbatches=1)
+    assert zp.build("1f1b", ranks=2, microbatches=2).rows[0][1].kind is zp.Kind.F  # ours as before
+
+
+def test_ours_are_there_to_clash_with_before_anything_was_built(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(OWN.format(name="1f1b", aliases=()))
+    done = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, timeout=60)
+    assert "the schedule name '1f1b' is taken by 1f1b of" in done.stderr
+
+
+def test_two_files_may_use_the_same_function_name_and_a_file_may_be_run_twice(tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.py").write_text(OWN.format(name=name, aliases=()))
+    for _ in range(2):
+        built = [load(f"{tmp_path}/{name}.py:mine", ranks=1, microbatches=2) for name in ("one", "two")]
+        assert [schedule.name for schedule in built] == ["one", "two"]
+        exec(OWN.format(name="here", aliases=()), {"__name__": __name__})
+    assert zp.build("here", ranks=1, microbatches=2) == built[0]

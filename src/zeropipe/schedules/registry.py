@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -73,11 +74,19 @@ def register(
         def one_f_one_b(lane, rank, p): ...
 
     A function of `(lane, rank, p)` writes one rank's row; a function of `(lanes, p)` writes all of them. Keyword-only
-    parameters become options of `build` and of the command line.
+    parameters become options of `build` and of the command line. A file (or a notebook) may register its names again;
+    a name that another file has taken is refused.
     """
     allowed = (stages_per_rank,) if isinstance(stages_per_rank, int) else stages_per_rank
 
     def add(write: Callable[..., None]) -> Callable[..., None]:
+        if not write.__module__.startswith("zeropipe.schedules."):
+            _load_ours()  # their names are taken
+        for other in _entries.values():
+            clash = {_plain(n) for n in (name, *aliases)} & {_plain(n) for n in (other.name, *other.aliases)}
+            if clash and (other.name != name or _home(other.write) != _home(write)):
+                where = f"{other.name} of {_home(other.write)}"
+                raise ConfigError(f"the schedule name {clash.pop()!r} is taken by {where}: choose another")
         _entries[name] = Entry(
             name, write, placement, allowed, splits_backward, overlaps, aliases, paper, limits, require
         )
@@ -151,6 +160,11 @@ def build_entry(
     return Schedule(problem, placement, Lines.of(lane.codes for lane in lanes), entry.name)
 
 
+def _home(write: Callable[..., None]) -> str:
+    """The file a schedule comes from, or its module where there is no file."""
+    return str(getattr(sys.modules.get(write.__module__), "__file__", write.__module__))
+
+
 def _plain(name: str) -> str:
     return name.lower().replace("_", "-")
 
@@ -163,16 +177,23 @@ def _words(allowed: tuple[int, ...]) -> str:
 
 
 @cache
-def _load() -> None:
-    """Import every schedule of this package, then those of installed packages."""
+def _load_ours() -> None:
+    """Import every schedule of this package."""
     from importlib import import_module
-    from importlib.metadata import entry_points
     from pkgutil import iter_modules
-    from warnings import warn
 
     package = import_module("zeropipe.schedules")
     for module in iter_modules(package.__path__):
         import_module(f"zeropipe.schedules.{module.name}")
+
+
+@cache
+def _load() -> None:
+    """Import every schedule of this package, then those of installed packages."""
+    from importlib.metadata import entry_points
+    from warnings import warn
+
+    _load_ours()
     for point in entry_points(group=ENTRY_POINTS):
         try:
             point.load()

@@ -9,7 +9,7 @@ from zeropipe.core.csv import from_csv
 from zeropipe.core.json import from_json
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Timeline
-from zeropipe.errors import ConfigError, ScheduleError
+from zeropipe.errors import ConfigError, ScheduleError, ZeropipeError
 from zeropipe.schedules.registry import Entry, build_entry, entries, find
 
 
@@ -91,6 +91,9 @@ def _entry_in(path: str, name: str) -> Entry:
         sys.modules[module_name] = module
         try:
             found.loader.exec_module(module)
+        except ZeropipeError as error:
+            del sys.modules[module_name]
+            raise ConfigError(f"{path}: {error}") from None
         except Exception as error:
             del sys.modules[module_name]
             raise ConfigError(f"{path} does not run: {type(error).__name__}: {error}") from error
