@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 from naive import naive_simulate
 
 import zeropipe as zp
-from zeropipe.core.action import Action, Kind, Overlap, parse_action
+from zeropipe.core import jit
+from zeropipe.core.action import Action, Kind, Overlap, pack, parse_action
 from zeropipe.core.csv import program_from_csv
 from zeropipe.core.schedule import Lines, Program, Schedule
 
@@ -171,3 +172,40 @@ def test_a_placement_and_rows_that_do_not_fit_the_problem_are_named(placement, r
     for use in (zp.check, zp.lower, zp.simulate):
         with pytest.raises(zp.ZeropipeError, match=words):
             use(schedule)
+
+
+def test_a_program_does_the_work_of_its_schedule():
+    program = zp.lower(zp.build("zb-h1", ranks=2, microbatches=2))
+    rows = [list(row) for row in program.rows]
+    assert rows[0][-1].kind is Kind.W
+    swapped = [step._replace(microbatch=1 - step.microbatch) if step.kind is Kind.W else step for step in rows[1]]
+    for changed, words in (
+        ([rows[0][:-1], rows[1]], "rank 0: the program's computations"),
+        ([[*rows[0], rows[0][-1]], rows[1]], "rank 0: the program's computations"),
+        ([rows[0], swapped], "rank 1: the program's computations"),
+        (rows[:1], "1 rows, its schedule 2"),
+    ):
+        with pytest.raises(zp.ScheduleError, match=words):
+            zp.check(Program(program.schedule, Lines.of(map(pack, changed))))
+
+
+def test_many_ranks_take_no_more_than_their_messages():
+    """Ten times the ranks, ten times the work: no table of ranks by ranks, no walk over all ranks each turn."""
+    schedule = zp.build("1f1b", ranks=20_000, microbatches=1)
+    zp.check(schedule)
+    assert zp.simulate(schedule).makespan == 60_000
+
+
+@pytest.mark.parametrize("name,ranks", [("1f1b", 4), ("zbv", 4), ("dualpipe", 4), ("interleaved-overlap", 3)])
+def test_broken_programs_are_rejected_by_compiled_kernels_too(name, ranks, monkeypatch):
+    program = zp.lower(zp.build(name, ranks=ranks, microbatches=8))
+    rows = [list(row) for row in program.rows]
+    at = next(n for n, step in enumerate(rows[1]) if isinstance(step, Action) and step.kind is Kind.RECV_F)
+    rows[1].append(rows[1].pop(at))
+    errors = []
+    for size in (jit.JIT_FROM, 0):
+        monkeypatch.setattr(jit, "JIT_FROM", size)
+        with pytest.raises(zp.ScheduleError) as caught:
+            zp.check(Program(program.schedule, Lines.of(map(pack, rows))))
+        errors.append(str(caught.value))
+    assert errors[0] == errors[1]

@@ -7,7 +7,7 @@ from zeropipe.core.deadlock import deadlock, step_number
 from zeropipe.core.jit import Ints, arrays
 from zeropipe.core.needs import Links, flat_tables, link
 from zeropipe.core.placement import require_placement
-from zeropipe.core.rendezvous import check_program
+from zeropipe.core.rendezvous import check_program, check_same_work
 from zeropipe.core.schedule import Program, Schedule
 from zeropipe.errors import ScheduleError
 
@@ -22,6 +22,7 @@ def check(what: Schedule | Program) -> None:
 
     if isinstance(what, Program):
         check(what.schedule)
+        check_same_work(what)
         check_program(what)
         return
     check_complete(what)

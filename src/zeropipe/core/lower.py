@@ -32,8 +32,9 @@ def lower_links(schedule: Schedule, links: Links) -> Program:
     position = xp.list_ints(schedule.lines.offsets[:-1])
     done = xp.full_ints(links.num_keys)
     finished = xp.call(
-        lower_kernel, links.codes, links.offsets, links.remote, links.own, links.makes, links.to, done, position,
-        write, out,
+        lower_kernel, links.codes, links.offsets, links.remote, links.own, links.makes, links.to, done,
+        xp.full_ints(links.num_keys, -1), xp.full_ints(num_ranks + 1), xp.full_ints(num_ranks + 1), position, write,
+        out,
     )  # fmt: skip
     if not finished:
         raise deadlock(schedule, links, position, done)
@@ -50,33 +51,59 @@ def count_kernel(offsets, to, sizes):  # type: ignore[no-untyped-def]
                 sizes[to[at]] += 1
 
 
-def lower_kernel(codes, offsets, remote, own, makes, to, done, position, write, out):  # type: ignore[no-untyped-def]
-    """Advance all ranks in turns; True if every row was written to its end."""
-    num_ranks = len(offsets) - 1
+def lower_kernel(  # type: ignore[no-untyped-def]
+    codes, offsets, remote, own, makes, to, done, waiter, before, after, position, write, out
+):
+    """Advance all ranks in turns; True if every row was written to its end.
+
+    A turn goes over the ranks that are not known to wait, in order: a linked list, closed by a head that is no rank.
+    A rank that lacks a result leaves it, and is put back in its place by whoever makes that result.
+    """
+    head = len(offsets) - 1
+    for rank in range(head + 1):
+        before[rank] = rank - 1 if rank else head
+        after[rank] = rank + 1 if rank < head else 0
     left = len(codes)
-    while left > 0:
-        moved = False
-        for rank in range(num_ranks):
+    while after[head] != head:
+        rank = after[head]
+        while rank != head:
             at = position[rank]
-            if at == offsets[rank + 1]:
+            ended = at == offsets[rank + 1]
+            last = at if ended else at + (codes[at] & 1)
+            missing = -1
+            if not ended:
+                for step in range(at, last + 1):
+                    if remote[step] >= 0 and not done[remote[step]]:
+                        missing = remote[step]
+                    if own[step] >= 0 and not done[own[step]]:
+                        missing = own[step]
+            if ended or missing >= 0:
+                if missing >= 0:
+                    waiter[missing] = rank
+                after[before[rank]] = after[rank]
+                before[after[rank]] = before[rank]
+                rank = after[rank]
                 continue
-            last = at + (codes[at] & 1)
-            ready = True
-            for step in range(at, last + 1):
-                if remote[step] >= 0 and not done[remote[step]]:
-                    ready = False
-                if own[step] >= 0 and not done[own[step]]:
-                    ready = False
-            if not ready:
-                continue
-            moved = True
             left -= last + 1 - at
             position[rank] = last + 1
             for step in range(at, last + 1):
                 out[write[rank]] = codes[step]
                 write[rank] += 1
-                if makes[step] >= 0:
-                    done[makes[step]] = 1
+                made = makes[step]
+                if made < 0:
+                    continue
+                done[made] = 1
+                other = waiter[made]
+                if other >= 0:
+                    waiter[made] = -1
+                    place = rank
+                    while place != head and place > other:
+                        place = before[place]
+                    while after[place] < other:
+                        place = after[place]
+                    before[other], after[other] = place, after[place]
+                    before[after[place]] = other
+                    after[place] = other
             for step in range(at, last + 1):
                 peer = to[step]
                 if peer < 0:
@@ -90,6 +117,5 @@ def lower_kernel(codes, offsets, remote, own, makes, to, done, position, write, 
                 write[rank] += 1
                 out[write[peer]] = high | other << 5 | receive << 1
                 write[peer] += 1
-        if not moved:
-            return False
-    return True
+            rank = after[rank]
+    return left == 0

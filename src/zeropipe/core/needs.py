@@ -60,6 +60,21 @@ def flat_tables(xp: Arrays, placement: Placement) -> Ints:
     return xp.list_ints([rank for table in placement.copies for rank in table])
 
 
+def number_edges(placement: Placement) -> tuple[list[int], list[tuple[int, int]]]:
+    """The edge of each message, and (sending rank, receiving rank) of each edge.
+
+    Forward from stage s of copy c is at (c num_stages + s) 2, backward one behind; -1 where no message is needed.
+    """
+    edges: dict[tuple[int, int], int] = {}
+    numbers = []
+    for table in placement.copies:
+        for stage, rank in enumerate(table):
+            for other in (stage + 1, stage - 1):
+                crosses = 0 <= other < len(table) and table[other] != rank
+                numbers.append(edges.setdefault((rank, table[other]), len(edges)) if crosses else -1)
+    return numbers, list(edges)
+
+
 def link(schedule: Schedule, lines: Lines | None = None) -> Links:
     """The dependency columns of a schedule (every stage and microbatch must be in range)."""
     lines = lines or schedule.lines

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from zeropipe.core.action import Action, Kind, decode
 from zeropipe.core.deadlock import deadlock_error, made_by, step_number
-from zeropipe.core.jit import Ints
-from zeropipe.core.needs import Links, flat_tables, key_name, link
+from zeropipe.core.jit import Ints, arrays
+from zeropipe.core.needs import Links, flat_tables, key_name, link, number_edges
 from zeropipe.core.schedule import Program
 from zeropipe.errors import DeadlockError, ScheduleError, Stuck
 
@@ -19,11 +19,11 @@ def check_program(program: Program) -> None:
     split = problem.num_microbatches if schedule.placement.split is None else schedule.placement.split
     tables = flat_tables(xp, schedule.placement)
     matched = xp.full_ints(links.num_keys)  # 0 nothing, 1 sent or received, 2 both
-    edges = xp.full_ints(schedule.num_ranks * schedule.num_ranks * 2)
+    numbers, edges = number_edges(schedule.placement)
     orders = xp.full_ints(links.num_keys)
     where, fault = xp.call(
         messages_kernel, links.codes, links.offsets, tables, problem.num_stages, problem.num_microbatches, split,
-        matched, edges, orders,
+        matched, xp.list_ints(numbers), xp.full_ints(len(edges)), xp.full_ints(len(edges)), orders,
     )  # fmt: skip
     if fault:
         _raise_message_fault(program, int(where), int(fault))
@@ -39,7 +39,36 @@ def check_program(program: Program) -> None:
         raise _program_deadlock(program, links, position, done, posted)
 
 
-def messages_kernel(codes, offsets, tables, num_stages, num_microbatches, split, matched, edges, orders):  # type: ignore[no-untyped-def]
+def check_same_work(program: Program) -> None:
+    """Apart from its messages a Program is its Schedule."""
+    wanted, given = program.schedule.lines, program.lines
+    if len(wanted.offsets) != len(given.offsets):
+        raise ScheduleError(f"the program has {len(given.offsets) - 1} rows, its schedule {len(wanted.offsets) - 1}")
+    xp = arrays(given.offsets[-1])
+    columns = (xp.ints(given.codes), xp.list_ints(given.offsets), xp.ints(wanted.codes), xp.list_ints(wanted.offsets))
+    rank = int(xp.call(same_work_kernel, *columns))
+    if rank >= 0:
+        raise ScheduleError(f"rank {rank}: the program's computations are not those of its schedule in their order")
+
+
+def same_work_kernel(codes, offsets, wanted, wanted_offsets):  # type: ignore[no-untyped-def]
+    """The first rank whose computations differ, or -1."""
+    for rank in range(len(offsets) - 1):
+        at, end = wanted_offsets[rank], wanted_offsets[rank + 1]
+        for place in range(offsets[rank], offsets[rank + 1]):
+            if (codes[place] >> 1) & 15 > 3:
+                continue
+            if at == end or codes[place] != wanted[at]:
+                return rank
+            at += 1
+        if at < end:
+            return rank
+    return -1
+
+
+def messages_kernel(  # type: ignore[no-untyped-def]
+    codes, offsets, tables, num_stages, num_microbatches, split, matched, numbers, sent, received, orders
+):
     """(index, fault) of the first message that has no partner, is repeated or overtakes another on its edge.
 
     The key of a message is the key of the result it carries, so SEND_F of stage s and RECV_F of s + 1 share one.
@@ -59,23 +88,23 @@ def messages_kernel(codes, offsets, tables, num_stages, num_microbatches, split,
                 target = source + 1 if kind == 4 or kind == 5 else source - 1
                 if not (0 <= source < num_stages and 0 <= target < num_stages) or microbatch >= num_microbatches:
                     return at, 1
-                if tables[base + stage] != rank or tables[base + source] == tables[base + target]:
+                edge = numbers[2 * (base + source) + (1 if kind >= 6 else 0)]
+                if tables[base + stage] != rank or edge < 0:
                     return at, 2
                 message = (source * num_microbatches + microbatch) * 2 + (1 if kind >= 6 else 0)
-                edge = (tables[base + source] * num_ranks + tables[base + target]) * 2
                 if sending:
                     if matched[message]:
                         return at, 3
                     matched[message] = 1
-                    orders[message] = edges[edge]
-                    edges[edge] += 1
+                    orders[message] = sent[edge]
+                    sent[edge] += 1
                 else:
                     if matched[message] != 1:
                         return at, 3 if matched[message] else 4
-                    if orders[message] != edges[edge + 1]:
+                    if orders[message] != received[edge]:
                         return at, 5
                     matched[message] = 2
-                    edges[edge + 1] += 1
+                    received[edge] += 1
     for rank in range(num_ranks):
         for at in range(offsets[rank], offsets[rank + 1]):
             code = codes[at]
@@ -88,9 +117,9 @@ def messages_kernel(codes, offsets, tables, num_stages, num_microbatches, split,
                 if matched[message] != 2:
                     return at, 6
             elif kind < 3:
-                other = stage + 1 if kind == 0 else stage - 1
-                message = (stage * num_microbatches + microbatch) * 2 + (1 if kind else 0)
-                if 0 <= other < num_stages and tables[base + other] != rank and not matched[message]:
+                backward = 1 if kind else 0
+                message = (stage * num_microbatches + microbatch) * 2 + backward
+                if numbers[2 * (base + stage) + backward] >= 0 and not matched[message]:
                     return at, 7
     return -1, 0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from zeropipe.core.check import check_complete
 from zeropipe.core.deadlock import deadlock
 from zeropipe.core.jit import Arrays, Floats, Ints
-from zeropipe.core.needs import link
+from zeropipe.core.needs import link, number_edges
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Memory, Timeline
 from zeropipe.sim.costs import Costs
@@ -55,29 +55,28 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
 
 def _constant_memory(schedule: Schedule, costs: Costs) -> list[float]:
     """Weights, gradients and optimizer state of each rank."""
-    weights = costs.column("weights", schedule.num_stages)
-    return [sum(weights[s] for s in schedule.placement.stages_of(rank)) for rank in range(schedule.num_ranks)]
+    levels = [0.0] * schedule.num_ranks
+    for weight, ranks in zip(costs.column("weights", schedule.num_stages), zip(*schedule.placement.copies)):
+        for rank in set(ranks):  # where both copies of a stage are on one rank, it has the weights once
+            levels[rank] += weight
+    return levels
 
 
 def _messages(xp: Arrays, schedule: Schedule, costs: Costs) -> tuple[Floats, Ints, int]:
-    """Seconds and edge number of each message: forward from stage s of copy c at (c S + s) 2, backward one behind."""
-    num_stages = schedule.num_stages
-    size = costs.column("message", num_stages)
-    seconds, numbers = [], []
-    edges: dict[tuple[int, int], int] = {}
-    for table in schedule.placement.copies:
-        for stage in range(num_stages):
-            # the gradient going back over a boundary is as large as the activation that crossed it
-            for other, boundary in ((stage + 1, stage), (stage - 1, stage - 1)):
-                if not 0 <= other < num_stages or table[other] == table[stage]:
-                    seconds.append(0.0)
-                    numbers.append(0)
-                    continue
-                pair = (table[stage], table[other])
-                link = costs.link(*pair)
-                seconds.append(link.p2p + (size[boundary] / link.bandwidth if link.bandwidth else 0.0))
-                numbers.append(edges.setdefault(pair, len(edges)))
-    return xp.list_floats(seconds), xp.list_ints(numbers), max(1, len(edges))
+    """Seconds and edge number of each message, and the number of edges."""
+    size = costs.column("message", schedule.num_stages)
+    numbers, edges = number_edges(schedule.placement)
+    links = [costs.link(*edge) for edge in edges]
+    seconds = []
+    for place, edge in enumerate(numbers):
+        if edge < 0:
+            seconds.append(0.0)
+            continue
+        link = links[edge]
+        # the gradient going back over a boundary is as large as the activation that crossed it
+        boundary = place // 2 % schedule.num_stages - place % 2
+        seconds.append(link.p2p + (size[boundary] / link.bandwidth if link.bandwidth else 0.0))
+    return xp.list_floats(seconds), xp.list_ints(numbers), len(edges)
 
 
 def simulate_kernel(  # type: ignore[no-untyped-def]
