@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from zeropipe.cli import options as opt
 from zeropipe.cli import output
+from zeropipe.cli.progress import progress
 from zeropipe.errors import ConfigError, ScheduleError
 
 if TYPE_CHECKING:
+    from zeropipe.core.schedule import Program, Schedule
     from zeropipe.core.timeline import Timeline
     from zeropipe.sim.costs import Costs
 
@@ -33,7 +36,11 @@ def simulate(
     from zeropipe.sim.simulate import simulate as run
 
     given = opt.costs_of(**costs)
-    timeline = run(opt.schedule_of(schedule, ranks, microbatches, stages_per_rank, knobs), given)
+    with progress(2) as begin:
+        begin(f"building {schedule}")
+        built = opt.schedule_of(schedule, ranks, microbatches, stages_per_rank, knobs)
+        begin(f"simulating {schedule}")
+        timeline = run(built, given)
     if as_json:
         output.print_json(summary(timeline))
     else:
@@ -72,7 +79,7 @@ def _print_timeline(timeline: Timeline) -> None:
     from zeropipe.core.explain import critical_path, idle
 
     console = output.console()
-    console.print(output.problem_text(timeline), style="bold")
+    console.print(output.problem_text(timeline), style="bold", markup=False)
     over = _over_limit(timeline)
     console.print(
         f"makespan {output.time_text(timeline.makespan, timeline.unit)}   bubble {output.percent(timeline.bubble)}   "
@@ -129,17 +136,22 @@ def compare(
     from zeropipe.sim.compare import compare as run
 
     given = opt.costs_of(**costs)
-    built, refused = [], []
-    for spec in _without_all(schedules):
-        try:
-            built.append(opt.schedule_of(spec, ranks, microbatches, _fitting(spec, stages_per_rank), knobs))
-        except ConfigError as error:
-            if spec in schedules:
-                raise
-            refused.append((spec, str(error)))
-    if not built:
+    specs = _without_all(schedules)
+    timelines: list[Timeline] = []
+    refused = []
+    with progress(len(specs)) as begin:
+        for spec in specs:
+            begin(spec)
+            try:
+                built = opt.schedule_of(spec, ranks, microbatches, _fitting(spec, stages_per_rank), knobs)
+            except ConfigError as error:
+                if spec in schedules:
+                    raise
+                refused.append((spec, str(error)))
+            else:
+                timelines += run([built], given)
+    if not timelines:
         raise ConfigError(f"none of the schedules can be built: {refused[0][1]}")
-    timelines = run(built, given)
     if out:  # before the table: a mistake in the name is all that is printed then
         from zeropipe.viz import draw
 
@@ -175,6 +187,8 @@ def _fitting(spec: str, stages_per_rank: int | None) -> int | None:
 
 
 def _print_comparison(timelines: list[Timeline], refused: list[tuple[str, str]], costs: Costs) -> None:
+    from rich.markup import escape
+
     console = output.console()
     first = timelines[0].schedule
     console.print(f"{first.num_ranks} ranks, {first.num_microbatches} microbatches", style="bold")
@@ -188,23 +202,25 @@ def _print_comparison(timelines: list[Timeline], refused: list[tuple[str, str]],
         best = t.makespan == fastest
         over = costs.memory_limit is not None and peak > costs.memory_limit
         rows.add_row(
-            f"[bold green]{t.title} ★[/]" if best else t.title,
+            f"[bold green]{escape(t.title)} ★[/]" if best else escape(t.title),
             output.time_text(t.makespan, t.unit),
-            f"{t.makespan / fastest:.3f}",
+            f"{t.makespan / fastest:.3f}" if fastest else "-",
             output.percent(t.bubble),
             f"[red]{output.size_text(peak, t.memory_unit)} over[/]" if over
             else f"[bold green]{output.size_text(peak, t.memory_unit)} ★[/]" if peak == leanest
             else output.size_text(peak, t.memory_unit),
-            _adjusted(t),
+            _adjusted(t, first),
         )  # fmt: skip
     console.print(rows)
     for name, reason in refused:
         console.print(f"left out: {name}: {reason}", style="dim")
 
 
-def _adjusted(timeline: Timeline) -> str:
+def _adjusted(timeline: Timeline, first: Schedule) -> str:
     schedule = timeline.schedule
     notes = []
+    if (schedule.num_ranks, schedule.num_microbatches) != (first.num_ranks, first.num_microbatches):
+        notes.append(f"{schedule.num_ranks} ranks, {schedule.num_microbatches} microbatches")
     if schedule.num_stages != schedule.num_ranks:
         notes.append(f"{schedule.num_stages // schedule.num_ranks} stages per rank, costs shared out")
     if len(schedule.placement.copies) > 1:
@@ -217,27 +233,11 @@ def _adjusted(timeline: Timeline) -> str:
 @opt.json_option
 def check(file: str, as_json: bool) -> None:
     """Prove a schedule file: complete, placed, ordered, and free of deadlock also with rendezvous sends."""
-    from zeropipe.core.check import check as prove
-    from zeropipe.core.csv import has_messages, program_from_csv
-    from zeropipe.core.lower import lower
-    from zeropipe.core.timeline import Timeline
-    from zeropipe.schedules.user import read_file
-
     if not file.endswith((".csv", ".json")):
         raise ConfigError(f"cannot check {file!r}: give a .csv or .json file (see zeropipe draw -o x.csv)")
-    found = read_file(file)
-    schedule = found.schedule if isinstance(found, Timeline) else found
-    try:
-        prove(schedule)
-        program = lower(schedule)
-        if file.endswith(".csv"):
-            with open(file) as handle:
-                text = handle.read()
-            if has_messages(text):
-                program = program_from_csv(text, schedule.name)
-                prove(program)
-    except ScheduleError as error:
-        raise type(error)(f"{file}: {error}") from None
+    with progress(1) as begin:
+        begin(f"checking {file}")
+        schedule, program = _proven(file)
     messages = (program.lines.offsets[-1] - schedule.num_actions) // 2
     if as_json:
         output.print_json({
@@ -251,3 +251,24 @@ def check(file: str, as_json: bool) -> None:
         f"{schedule.num_microbatches} microbatches: {schedule.num_actions} actions, {messages} messages, "
         "complete, placed, no deadlock (eager and rendezvous)"
     )
+
+
+def _proven(file: str) -> tuple[Schedule, Program]:
+    """The schedule of a file and its messages: those of the file, if it has any."""
+    from zeropipe.core.check import check as prove
+    from zeropipe.core.csv import has_messages, program_from_csv
+    from zeropipe.core.lower import lower
+    from zeropipe.core.timeline import Timeline
+    from zeropipe.schedules.user import read_file
+
+    found = read_file(file)
+    schedule = found.schedule if isinstance(found, Timeline) else found
+    try:
+        prove(schedule)
+        if file.endswith(".csv") and has_messages(text := Path(file).read_text()):
+            program = program_from_csv(text, schedule.name)
+            prove(program)
+            return schedule, program
+        return schedule, lower(schedule)
+    except ScheduleError as error:
+        raise type(error)(f"{file}: {error}") from None
