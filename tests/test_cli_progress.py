@@ -77,3 +77,14 @@ def test_files_of_other_sizes_and_with_odd_names_can_be_compared(tmp_path, capsy
     assert "2 ranks, 2 microbatches" in out
     main(["simulate", str(large)])
     assert capsys.readouterr().out.startswith("[red]: 2 ranks")
+
+
+def test_every_command_speaks_json(monkeypatch, capsys):
+    from zeropipe.cli.main import app
+
+    for name, command in app.commands.items():
+        assert any("--json" in option.opts for option in command.params), name
+    server = pytest.importorskip("uvicorn").Server
+    monkeypatch.setattr(server, "run", lambda self, sockets: sockets[0].close())
+    main(["app", "--no-browser", "--port", "0", "--json", "zbv"])
+    assert json.loads(capsys.readouterr().out)["url"].endswith("/?schedules=zbv")

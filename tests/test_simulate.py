@@ -1,6 +1,8 @@
 """The simulator against a slow, obvious one, and its knobs one by one."""
 
 import itertools
+from array import array
+from dataclasses import replace
 
 import pytest
 from naive import naive_simulate
@@ -170,3 +172,43 @@ def test_costs_files(tmp_path):
             load_costs(str(toml))
     with pytest.raises(zp.ConfigError, match="cannot read"):
         load_costs(str(tmp_path / "none.toml"))
+
+
+def test_a_rank_without_work_does_not_stretch_a_run_that_starts_late():
+    placement = zp.Placement(((0, 2),))
+    schedule = zp.Schedule.of(zp.Problem(3, 2, 1), placement, zp.build("1f1b", ranks=2, microbatches=1).rows)
+    rows = [schedule.rows[0], (), schedule.rows[1]]
+    timeline = zp.simulate(zp.Schedule.of(schedule.problem, placement, rows))
+    assert timeline.makespan == 6
+    late = [array("d", (t + 100 for t in memoryview(times).cast("d"))) for times in (timeline.start, timeline.end)]
+    measured = replace(timeline, start=late[0].tobytes(), end=late[1].tobytes(), measured=True)
+    assert measured.makespan == 6
+    assert measured.first_start == 100
+    assert measured.rank_span == (6, 0, 3)
+    assert measured.bubble == timeline.bubble == pytest.approx(2 / 3)
+    assert [causes.total for causes in idle(measured)] == [3, 6, 3]
+
+
+def test_blocking_serial_links_and_overlaps_together():
+    """An Overlap sends its F's and its B's result one after the other; each waits for its own link."""
+    rows = "0F0,0F1,0B0,0B1\n1F0,(1F1;1B0)OVERLAP_F_B,1B1\n2F0,2B0,2F1,2B1\n"
+    costs = zp.Costs(f=1, b=2, overlap=2, p2p=0.5, blocking=True, serial_links=True)
+    times = spans(zp.simulate(zp.from_csv(rows), costs))
+    assert times["1F0"] == (1.5, 2.5)
+    assert times["2F0"] == (3, 4)
+    assert times["2B0"] == (4, 6)
+    assert times["1F1"] == times["1B0"] == (6.5, 8.5)  # 2B0's message ends at 6.5
+    assert times["2F1"] == (9, 10)  # 8.5 + 0.5
+    assert times["0B0"] == (9.5, 11.5)  # the gradient leaves when the activation is out
+    assert times["2B1"] == (10, 12)
+    assert times["1B1"] == (12.5, 14.5)
+    assert times["0B1"] == (15, 17)
+
+
+def test_an_overlap_with_i_saves_what_one_with_b_saves():
+    rows = "0F0,(0F1;0I0)OVERLAP_F_B,0W0,0I1,0W1\n"
+    timeline = zp.simulate(zp.from_csv(rows), zp.Costs(f=2, i=3, w=1, overlap=5, activation=4, stash=1))
+    assert timeline.makespan == 2 + (2 + 3 - 1) + 1 + 3 + 1
+    assert list(memoryview(timeline.memory.after).cast("d")) == [4, 5, 5, 4, 1, 0]
+    assert timeline.peak_memory == (8,)
+    zp.check(timeline.schedule)

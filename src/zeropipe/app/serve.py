@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import socket
 from threading import Thread
 
@@ -11,7 +12,9 @@ from zeropipe.errors import ConfigError, MissingExtra
 PORT = 8420
 
 
-def serve(host: str = "127.0.0.1", port: int | None = None, *, browser: bool = True, query: str = "") -> None:
+def serve(
+    host: str = "127.0.0.1", port: int | None = None, *, browser: bool = True, query: str = "", as_json: bool = False
+) -> None:
     """Serve the page until interrupted. Without `port`, the first free one from 8420 on."""
     from zeropipe.app.server import create_app
 
@@ -21,7 +24,8 @@ def serve(host: str = "127.0.0.1", port: int | None = None, *, browser: bool = T
         raise MissingExtra("uvicorn", "app") from None
     listener = listen(host, port)
     address = page_address(listener) + query
-    print(f"zeropipe: the page is at {address} (stop with Ctrl-C)", flush=True)
+    said = json.dumps({"url": address}) if as_json else f"zeropipe: the page is at {address} (stop with Ctrl-C)"
+    print(said, flush=True)
     if browser:
         import webbrowser
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from zeropipe.cli import options as opt
 from zeropipe.errors import ConfigError
 
 
@@ -12,7 +13,8 @@ from zeropipe.errors import ConfigError
 @click.option("--port", type=click.IntRange(0, 65535), help="Port; the first free one from 8420 by default.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 lets others in.")
 @click.option("--no-browser", is_flag=True, help="Do not open the page.")
-def app(schedules: tuple[str, ...], port: int | None, host: str, no_browser: bool) -> None:
+@opt.json_option
+def app(schedules: tuple[str, ...], port: int | None, host: str, no_browser: bool, as_json: bool) -> None:
     """The web page: choose schedules, sizes and costs, and see at once what they do.
 
     SCHEDULES are chosen at the start: names, or path/to/mine.py:my_schedule, which gets a card like all others.
@@ -26,4 +28,4 @@ def app(schedules: tuple[str, ...], port: int | None, host: str, no_browser: boo
         if spec.endswith((".csv", ".json", ".toml")):
             raise ConfigError(f"{spec}: start the page without it, and drop the file there")
     names = ",".join(quote(entry_of(spec).name, safe="") for spec in schedules)
-    serve(host, port, browser=not no_browser, query=f"?schedules={names}" if names else "")
+    serve(host, port, browser=not no_browser, query=f"?schedules={names}" if names else "", as_json=as_json)

@@ -130,10 +130,16 @@ class Timeline:
 
 
 def stats_kernel(codes, offsets, start, end, during, first, last, busy, peak):  # type: ignore[no-untyped-def]
-    """First start, last end, busy time and peak memory of each rank."""
+    """First start, last end, busy time and peak memory of each rank; one without actions is there from the start."""
+    earliest = start[0] if len(start) > 0 else 0.0
+    for rank in range(len(offsets) - 1):
+        if offsets[rank] < offsets[rank + 1]:
+            earliest = min(earliest, start[offsets[rank]])
     for rank in range(len(offsets) - 1):
         begin, stop = offsets[rank], offsets[rank + 1]
         if begin == stop:
+            first[rank] = earliest
+            last[rank] = earliest
             continue
         first[rank] = start[begin]
         total = 0.0
