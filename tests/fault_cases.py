@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from engine_helpers import Block, SquareLoss, blocks, microbatches, own
+from engine_helpers import Block, SquareLoss, blocks, microbatches, own, train
 from torch import Tensor, nn
 
 from zeropipe.core.schedule import Schedule
@@ -63,6 +63,12 @@ def fail(schedule: Schedule, stage: int, kind: str, when: int, check_finite: boo
     return "no error"
 
 
+def fail_and_go_on(schedule: Schedule, stage: int) -> dict[str, float]:
+    """An error in the middle of an I, then a new engine on the same ranks."""
+    assert fail(schedule, stage, "raise-back", 1)[0] == "EngineError"
+    return train(schedule, 2)
+
+
 def fewer_microbatches(schedule: Schedule, culprit: int) -> None:
     """One rank passes one microbatch less."""
     engine = Engine(schedule, own(blocks(schedule.num_stages), schedule))
@@ -78,6 +84,12 @@ def bad_setup(what: str, schedule: Schedule, other: Schedule) -> None:
         schedule = other
     if what == "stages" and rank == 1:
         stages.popitem()
+    if what == "blocks":
+        if rank == 1:
+            stages[1].blocks = [1]  # what the others do not have: no list of layers, and no modules
+        for stage in stages.values():
+            stage.blocks, stage.layers = getattr(stage, "blocks", []), range(0)
+        Engine(schedule, stages, ac="full")
     if what == "option":
         Engine(schedule, stages, split="halves")
     Engine(schedule, stages)

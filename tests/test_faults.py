@@ -15,6 +15,7 @@ import pytest
 pytest.importorskip("torch")
 
 import fault_cases as cases
+from engine_helpers import TOLERANCE
 
 import zeropipe as zp
 from zeropipe.engine.launch import Failed, LocalRanks
@@ -55,6 +56,11 @@ def test_an_error_in_a_stage_stops_all_ranks(name, stage, kind, when, where):
     culprit = int(re.match(r"rank (\d)", found[0][1])[1])
     assert found[culprit][2].startswith("ValueError")
     assert all("this engine has stopped" in item[3] for item in found)
+
+
+def test_a_new_engine_works_after_one_that_failed():
+    for differences in outcomes(cases.fail_and_go_on, zp.build("zbv", ranks=4, microbatches=8), 5):
+        assert max(differences.values()) < TOLERANCE, differences
 
 
 @pytest.mark.parametrize("kind", ["kill", "exit"])
@@ -100,6 +106,7 @@ def test_the_wrong_number_of_ranks():
         ("schedule", "rank 2 has another schedule than rank 0: build the same one on every rank"),
         ("stages", "rank 1: stages [] were given, the placement puts [1] here"),
         ("option", "rank 0: split='halves': give one of store, autograd, whole"),
+        ("blocks", "rank 1: AttributeError: type object 'int' has no attribute 'forward'"),
     ],
 )
 def test_a_bad_setup_is_refused_on_all_ranks(what, line):

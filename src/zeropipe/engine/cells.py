@@ -94,9 +94,9 @@ def _sign(value: Any) -> Any:
 def moved(value: Any, device: torch.device) -> Any:
     """The same value with its tensors on `device`."""
     if isinstance(value, Tensor):
-        return value.to(device, non_blocking=True)
-    if isinstance(value, tuple):
-        return tuple(moved(item, device) for item in value)
+        return value.to(device, non_blocking=device.type != "cpu")  # what comes to the CPU is read at once
+    if isinstance(value, tuple | list):
+        return type(value)(moved(item, device) for item in value)
     if isinstance(value, dict):
         return {key: moved(item, device) for key, item in value.items()}
     return value

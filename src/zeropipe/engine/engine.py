@@ -101,11 +101,16 @@ class Engine:
         self._check_finite = check_finite
         self._store = WeightStore()
         self._splitter = {"store": self._store, "autograd": AutogradSplit(), "whole": None}[split]
-        for stage in self.stages.values():
-            if split == "store" and (direct_gradients or _splits(schedule, self.rank)):
-                defer(stage)
-            if compile or ac != "none":
-                prepare_blocks(stage, compile=compile, ac=ac)
+
+        def prepare() -> str:
+            for stage in self.stages.values():
+                if split == "store" and (direct_gradients or _splits(schedule, self.rank)):
+                    defer(stage)
+                if compile or ac != "none":
+                    prepare_blocks(stage, compile=compile, ac=ac)
+            return ""
+
+        self._agree(prepare)
         self._wires = fabric.connect(edges_of(self._program))
         self._outgoing = {
             b: Outgoing(wire, shapes == "dynamic") for (a, b), wire in self._wires.items() if a == self.rank
@@ -208,6 +213,12 @@ class Engine:
     def close(self) -> None:
         """Give the connections back. Call it on every rank, after the last step."""
         self._finalizer()
+        for executor in self._executors.values():
+            executor.close()
+        self._executors.clear()
+        self._outgoing.clear()
+        self._wires.clear()
+        self._sums.close()
         self._stopped = self._stopped or "it was closed"
 
     def __enter__(self) -> Engine:
@@ -265,8 +276,8 @@ class Engine:
         """Every rank looks; if one finds fault, or they see different things, all raise the same error."""
         try:
             found, fault = look(), None
-        except ZeropipeError as error:
-            found, fault = "", str(error)
+        except Exception as error:  # whatever it is, the others must not wait for this rank
+            found, fault = "", str(error) if isinstance(error, ZeropipeError) else f"{type(error).__name__}: {error}"
         seen = self._fabric.exchange((found, fault))
         for rank, (other, problem) in enumerate(seen):
             if problem is not None:

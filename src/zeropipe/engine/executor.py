@@ -98,6 +98,13 @@ class Executor:
             call()
         for outgoing in self._outgoing.values():
             outgoing.drain()
+        del self._microbatches, self._finish  # a caller's data and outputs are the caller's alone again
+
+    def close(self) -> None:
+        """Let go of the connections: the calls refer to this object, so it would live until it is collected."""
+        self._calls.clear()
+        self._incoming.clear()
+        self._outgoing = {}
 
     @property
     def where(self) -> str:

@@ -60,7 +60,9 @@ class Tally:
             self._seen[index] = (value.detach(), 1, {})
             return value / len(self.microbatches)
         loss, count, *rest = value
-        self._seen[index] = (loss.detach(), count, rest[0] if rest else {})
+        # a metric must not keep the graph it came from alive
+        metrics = {k: v.detach() if isinstance(v, Tensor) else v for k, v in (rest[0] if rest else {}).items()}
+        self._seen[index] = (loss.detach(), count, metrics)
         if not hasattr(self.loss_fn, "count"):
             self.late = True
             return loss

@@ -177,8 +177,7 @@ class Outgoing:
                 try:
                     if entry.ready is not None:
                         entry.ready.synchronize()
-                    for work in [entry.group.send([tensor], entry.peer, entry.tag) for tensor in entry.tensors]:
-                        work.wait()
+                    _send_all(entry)
                 except RuntimeError as error:
                     self._error = error
             del entry
@@ -254,6 +253,12 @@ class Incoming:
             raise PeerLost(wire.peer, reason(error)) from error
         self._posted.append((spec, buffers, works))
         self._waiting += 1
+
+
+def _send_all(parcel: Parcel) -> None:
+    """In a function of its own: a work holds its tensor, and is gone when this returns."""
+    for work in [parcel.group.send([tensor], parcel.peer, parcel.tag) for tensor in parcel.tensors]:
+        work.wait()
 
 
 def _pinned_copy(tensor: Tensor) -> Tensor:

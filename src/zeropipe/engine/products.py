@@ -41,7 +41,7 @@ class Product:
 def accumulate(parameter: nn.Parameter, left: Tensor, right: Tensor) -> None:
     """parameter.grad += left^T right, without a temporary of the weight's size where the device allows it."""
     if parameter.grad is None:
-        parameter.grad = _mm(left.t(), right, _grad_dtype(parameter))
+        parameter.grad = _mm(left.t(), right, grad_dtype(parameter))
     else:
         _addmm_(parameter.grad, left.t(), right)
 
@@ -49,7 +49,7 @@ def accumulate(parameter: nn.Parameter, left: Tensor, right: Tensor) -> None:
 def accumulate_grouped(parameter: nn.Parameter, left: Tensor, right: Tensor, offsets: Tensor) -> None:
     """The same for a stack of experts: rows offsets[e-1]:offsets[e] make the gradient of expert e."""
     if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter, dtype=_grad_dtype(parameter))
+        parameter.grad = torch.zeros_like(parameter, dtype=grad_dtype(parameter))
     if _has_grouped_kernel(left):
         parameter.grad.add_(functional.grouped_mm(left.t(), right, offs=offsets))
         return
@@ -76,7 +76,7 @@ def _has_grouped_kernel(x: Tensor) -> bool:
     return x.is_cuda and x.dtype == torch.bfloat16
 
 
-def _grad_dtype(parameter: nn.Parameter) -> torch.dtype:
+def grad_dtype(parameter: nn.Parameter) -> torch.dtype:
     """What gradients are kept in: set by main_gradients, the parameter's own otherwise."""
     return getattr(parameter, "grad_dtype", None) or parameter.dtype
 

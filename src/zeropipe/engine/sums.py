@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from zeropipe.core.schedule import Schedule
 from zeropipe.engine import torch_private
 from zeropipe.engine.fabric import Fabric
+from zeropipe.engine.products import grad_dtype
 
 
 class GradientSums:
@@ -31,13 +32,13 @@ class GradientSums:
             if len(homes) > 1 and rank in homes:
                 pairs.setdefault(homes, []).append(stage)
         for homes, shared in sorted(pairs.items()):
-            parameters = unique(p for stage in shared for p in stages[stage].parameters() if p.requires_grad)
+            parameters = unique(p for stage in shared for p in stages[stage].parameters())
             self._between.append((fabric.summing_group(homes), parameters))
-        follower: set[int] = set()
+        follower: set[tuple[int, int]] = set()
         for stage, name, other, name_there in ties(stages):
             parameter = stages[stage].get_parameter(name)
             if other < stage:
-                follower.add(id(parameter))
+                follower.add((stage, id(parameter)))
             if other in stages:
                 partner = stages[other].get_parameter(name_there)
                 if stage < other and partner is not parameter:
@@ -48,20 +49,22 @@ class GradientSums:
             self._between.append((fabric.summing_group(homes), [parameter]))
         for stage in sorted(stages):
             if copies[0][stage] == rank:
-                self._counted += [p for p in stages[stage].parameters() if id(p) not in follower]
-        # a tied tensor of one rank is both leader and follower: the first stage counts it
-        if 0 in stages and copies[0][0] == rank:
-            self._counted += list(stages[0].parameters())
+                self._counted += [p for p in stages[stage].parameters() if (stage, id(p)) not in follower]
         self._counted = unique(self._counted)
         self.shared = unique([p for _, ps in self._between for p in ps] + [p for pair in self._within for p in pair])
 
     def run(self) -> None:
         """Add up; afterwards all holders have the same gradient."""
         for group, parameters in self._between:
-            _sum_between(group, [_gradient(p) for p in parameters])
+            _sum_between(group, [_gradient(p) for p in parameters if p.requires_grad])
         for one, other in self._within:
-            total = _gradient(one) + _gradient(other)
-            one.grad, other.grad = total, total.clone()
+            if one.requires_grad and other.requires_grad:
+                total = _gradient(one) + _gradient(other)
+                one.grad, other.grad = total, total.clone()
+
+    def close(self) -> None:
+        """Let go of the groups."""
+        self._between.clear()
 
     def squares(self) -> float:
         """The squared norm of this rank's gradients, each parameter of the model counted on one rank only."""
@@ -75,17 +78,18 @@ def unique(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
 
 
 def ties(stages: Mapping[int, nn.Module]) -> list[tuple[int, str, int, str]]:
-    """All ties of this rank's stages: stage, name, other stage, name there."""
-    return [
+    """All ties of this rank's stages (stage, name, other stage, name there), in an order all ranks share."""
+    found = [
         (stage, name, other, name_there)
-        for stage in sorted(stages)
+        for stage in stages
         for name, other, name_there in getattr(stages[stage], "tied_pairs", ())
     ]
+    return sorted(found, key=lambda tie: min(tie[:2], tie[2:]) + max(tie[:2], tie[2:]))
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
     if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
+        parameter.grad = torch.zeros_like(parameter, dtype=grad_dtype(parameter))
     return parameter.grad
 
 

@@ -83,8 +83,11 @@ def quiet_streams() -> None:
 
 
 def squared_norm(tensors: Sequence[Tensor]) -> float:
-    """The sum of all squares, in float64."""
-    norms = torch._foreach_norm(list(tensors), 2)
+    """The sum of all squares, in float64; 16-bit tensors' norms in float32, which float16 would overflow."""
+    halves = [t for t in tensors if t.dtype in (torch.float16, torch.bfloat16)]
+    norms = list(torch._foreach_norm(halves, 2, dtype=torch.float32)) if halves else []
+    if wide := [t for t in tensors if t.dtype not in (torch.float16, torch.bfloat16)]:
+        norms += torch._foreach_norm(wide, 2)
     return float(torch.stack([norm.double() for norm in norms]).square().sum())
 
 

@@ -1,0 +1,74 @@
+"""An engine's life: made and closed many times, with frozen, thawed, tied and 16-bit weights."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch")
+
+import engine_life_cases as cases
+import torch
+from engine_helpers import TOLERANCE, largest, ranks
+
+import zeropipe as zp
+from zeropipe.engine.cells import moved
+from zeropipe.engine.losses import Tally
+from zeropipe.engine.torch_private import squared_norm
+
+
+def test_closed_engines_leave_no_connection_and_no_thread():
+    for seen in ranks(2).run(cases.many_engines, zp.build("dualpipe", ranks=2, microbatches=4), 6):
+        (files, threads), last = seen[1], seen[-1]
+        assert last[0] <= files + 15  # what one engine opens: threads that end take a moment
+        assert last[1] <= threads + 9
+
+
+def test_outputs_belong_to_the_caller():
+    assert ranks(2).run(cases.outputs_kept, zp.build("zbv", ranks=2, microbatches=4)) == [0, 0]
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("name, microbatches", [("zbv", 4), ("dualpipe", 4), ("chimera", 1)])
+def test_float32_gradients_of_a_bf16_model(name, microbatches, late):
+    """With one microbatch, one of Chimera's two copies has no gradient of its own to add."""
+    schedule = zp.build(name, ranks=2, microbatches=microbatches)
+    assert max(ranks(2).run(cases.bf16, schedule, late)) < 0.03
+
+
+@pytest.mark.parametrize("name", ["zbv", "dualpipe"])
+def test_a_tie_in_the_middle_counts_once(name):
+    """Of 4 ranks' 8 stages in a V, 1 and 6 share a rank; of DualPipe's 4 stages, 1 and 2 do."""
+    schedule = zp.build(name, ranks=4, microbatches=8)
+    found = largest(ranks().run(cases.inner_tie, schedule, 1, schedule.num_stages - 2))
+    assert max(found.values()) < TOLERANCE, found
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zbv", "dualpipe"])
+def test_a_frozen_tie_gets_no_gradient(name):
+    assert all(ranks(2).run(cases.frozen_tie, zp.build(name, ranks=2, microbatches=4)))
+
+
+@pytest.mark.parametrize("name", ["zbv", "dualpipe"])
+def test_weights_that_thaw_later(name):
+    assert max(ranks(2).run(cases.thaw, zp.build(name, ranks=2, microbatches=4))) < TOLERANCE
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_norm_of_16_bit_gradients_is_not_rounded_to_16_bits(dtype):
+    tensors = [torch.full((1000,), 3000.0, dtype=dtype), torch.full((7,), 1.5, dtype=torch.float64)]
+    wanted = sum(float(t.double().square().sum()) for t in tensors)
+    assert squared_norm(tensors) == pytest.approx(wanted, rel=1e-6)
+
+
+def test_metrics_hold_no_graph():
+    x = torch.ones(3, requires_grad=True)
+    tally = Tally(lambda out, _: (out.sum(), 3, {"size": out.square().sum()}), [{}])
+    tally.root(x * 2, {}, 0)
+    ((_, _, metrics),) = tally._seen.values()
+    assert not metrics["size"].requires_grad
+    assert tally.sums()[2] == {"size": 12.0}
+
+
+def test_moving_goes_into_lists():
+    (inside,) = moved([torch.ones(2)], torch.device("meta"))
+    assert inside.device.type == "meta"
