@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: run test check bench gallery clean
+.PHONY: run test test-full check bench gallery clean
 
 run: $(STAMP)
 	@mkdir -p out
@@ -12,6 +12,10 @@ run: $(STAMP)
 
 test: check
 	$(BIN)/python -m pytest -q
+
+# what `test` leaves out: every checkpointing mode compiled under every schedule, with a cold and a warm cache
+test-full: $(STAMP)
+	$(BIN)/python -m pytest -q -m full
 
 check: $(STAMP)
 	$(BIN)/ruff check src tests bench examples docs/gallery.py

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
+import warnings
 
 import torch
 import torch.distributed as dist
 from stage_models import CONFIGS, lm_loss, microbatches
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from zeropipe.core.schedule import Schedule
 from zeropipe.engine import Engine
@@ -29,6 +32,8 @@ def worst_error(
 ) -> dict[str, float]:
     """For each AC mode, the largest relative difference of a gradient on this rank from the plain model's."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+    # a block that falls back to running uncompiled has the right gradients too: it must not pass for compiled
+    warnings.filterwarnings("error", message=".*cannot be compiled")
     model = hf_model(CONFIGS[family](), dtype=torch.float64, seed=1)
     batches, loss_fn = (
         microbatches(tuple(lengths[m % len(lengths)] for m in range(schedule.num_microbatches))),
@@ -43,10 +48,29 @@ def worst_error(
         torch._dynamo.reset()
         stages = hf_stages(model, schedule, dist.get_rank())
         with Engine(schedule, stages, compile=compile, ac=mode, split=split) as engine:
+            before = counters["stats"]["unique_graphs"]
             engine.train_step(batches, loss_fn)
+            assert (counters["stats"]["unique_graphs"] > before) == compile
         errors[mode] = max(
             float((p.grad - wanted[stage.full_names()[name]]).norm() / wanted[stage.full_names()[name]].norm())
             for stage in stages.values()
             for name, p in stage.named_parameters()
         )
     return errors
+
+
+def cold_and_warm(schedule: Schedule, family: str, mode: str, cache: str) -> dict[str, float]:
+    """Compiled twice: with a compile cache that knows no graph (only compiled C++), and with what that left there."""
+    results = {}
+    for state in ("cold", "warm"):
+        if state == "cold" and dist.get_rank() == 0:
+            for kind in ("fxgraph", "aotautograd"):
+                shutil.rmtree(f"{cache}/{kind}", ignore_errors=True)
+        dist.barrier()
+        counters.clear()
+        results[state] = worst_error(schedule, family, [mode], True, "store", (9,), cache)[mode]
+        results[f"{state} misses"] = counters["inductor"]["fxgraph_cache_miss"]
+        hits = counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
+        assert state == "cold" or hits > 0
+        dist.barrier()
+    return results

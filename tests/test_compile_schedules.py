@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from compile_cases import worst_error
+from compile_cases import cold_and_warm, worst_error
 from engine_helpers import largest, ranks
 
 import zeropipe as zp
@@ -48,3 +48,26 @@ def test_compiled(family, name, modes, cache):
     job = (worst_error, schedule, family, modes, True, "store", (9,), cache)
     errors = largest(ranks(2).run(*job, timeout=280))
     assert max(errors.values()) < 1e-6, errors
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("mode", AC_MODES)
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_compiled_cold_and_warm(family, name, mode, cache):
+    """The whole product with inductor, each with an empty and with a warm compile cache: `make test-full`."""
+    schedule = zp.build(name, ranks=2, microbatches=4)
+    found = largest(ranks(2).run(cold_and_warm, schedule, family, mode, cache, timeout=550))
+    assert max(found["cold"], found["warm"]) < 1e-6, found
+    assert found["cold misses"] > 0 == found["warm misses"]  # the ranks share the cache: one may be first
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_eager_memory_budget(family, name, cache):
+    """The fifth mode of the eager half: it falls back to selective:op, with a warning."""
+    schedule = zp.build(name, ranks=2, microbatches=4)
+    job = (worst_error, schedule, family, AC_MODES[4:], False, "store", (9, 12, 7), cache)
+    assert max(largest(ranks(2).run(*job)).values()) < 1e-10
