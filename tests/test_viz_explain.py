@@ -127,3 +127,24 @@ def test_compiled_and_plain_agree(monkeypatch):
     compiled = explain.idle(timeline), explain.critical_path(timeline), explain.gaps(timeline)
     explain.reasons.cache_clear()
     assert compiled == plain
+
+
+@pytest.mark.parametrize("name,ranks,microbatches", RUNS)
+def test_the_critical_path_has_no_hole_when_sends_block(name, ranks, microbatches):
+    timeline = run(name, ranks, microbatches, replace(COSTS, blocking=True))
+    path = explain.critical_path(timeline)
+    assert path[0].start == timeline.first_start
+    sends = {}  # how long a rank is kept after an action
+    for rank, row in enumerate(zp.lower(timeline.schedule).rows):
+        for step in row:
+            if isinstance(step, Overlap) or step.kind < zp.Kind.SEND_F:
+                last = parts(step)[0]
+                sends[rank, last] = 0.0
+            elif step.kind in (zp.Kind.SEND_F, zp.Kind.SEND_B):
+                sends[rank, last] += COSTS.p2p
+    for before, hop in pairwise(path):
+        first = next(parts(s)[0] for s in timeline.schedule.rows[before.rank] if before.action in parts(s))
+        kept = sends[before.rank, first]
+        assert hop.start - before.end <= kept + 1e-9
+        if hop.bound_by == "rank":
+            assert hop.start - before.end == pytest.approx(kept)

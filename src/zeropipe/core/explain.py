@@ -83,16 +83,36 @@ def reasons(timeline: Timeline) -> Reasons:
     maker = xp.full_ints(links.num_keys, -1)
     remote, own, before, waited, ranks = (xp.full_ints(size, -1) for _ in range(5))
     message = xp.call(
-        reasons_kernel, links.codes, links.offsets, links.remote, links.own, links.makes, xp.floats(timeline.start),
-        xp.floats(timeline.end), timeline.measured, maker, remote, own, before, waited, ranks,
+        reasons_kernel, links.codes, links.offsets, links.remote, links.own, links.makes, links.to,
+        xp.floats(timeline.start), xp.floats(timeline.end), timeline.measured, timeline.blocking,
+        maker, remote, own, before, waited, ranks,
     )  # fmt: skip
     return Reasons(xp, remote, own, before, waited, ranks, float(message))
 
 
 def reasons_kernel(  # type: ignore[no-untyped-def]
-    codes, offsets, remote_key, own_key, makes, start, end, measured, maker, remote, own, before, waited, ranks
+    codes,
+    offsets,
+    remote_key,
+    own_key,
+    makes,
+    to,
+    start,
+    end,
+    measured,
+    blocking,
+    maker,
+    remote,
+    own,
+    before,
+    waited,
+    ranks,
 ):
-    """Fill the index columns; returns the mean time of a message whose receiver was idle when it left."""
+    """Fill the index columns; returns the mean time of a message whose receiver was idle when it left.
+
+    A result made before the rank was free may have been on its way; but a rank that blocks on a send of its own is
+    held by that one, which left later.
+    """
     for rank in range(len(offsets) - 1):
         for at in range(offsets[rank], offsets[rank + 1]):
             ranks[at] = rank
@@ -104,6 +124,7 @@ def reasons_kernel(  # type: ignore[no-untyped-def]
         typical = total / count if count else 0.0
         for rank in range(len(offsets) - 1):
             previous = -1
+            sending = False
             at = offsets[rank]
             while at < offsets[rank + 1]:
                 last = at + (codes[at] & 1)
@@ -123,9 +144,14 @@ def reasons_kernel(  # type: ignore[no-untyped-def]
                         if previous >= 0 and end[latest] > free:
                             total += max(0.0, start[at] - end[latest])
                             count += 1
-                    elif previous < 0 or (start[at] > free and (not measured or end[latest] + typical > free)):
+                    elif previous < 0 or (
+                        start[at] > free
+                        and (not measured or end[latest] + typical > free)
+                        and (not sending or end[latest] > free)
+                    ):
                         for step in range(at, last + 1):
                             waited[step] = latest
+                sending = blocking and (to[at] >= 0 or to[last] >= 0)
                 previous = last
                 at = last + 1
     return total / count if count else 0.0

@@ -90,6 +90,7 @@ def _timeline_data(timeline: Timeline) -> dict[str, Any]:
         "type": "timeline",
         "label": timeline.label,
         "measured": timeline.measured,
+        "blocking": timeline.blocking,
         "unit": timeline.unit,
         "memory_unit": timeline.memory_unit,
         "memory_limit": timeline.memory_limit,
@@ -113,6 +114,7 @@ def _timeline(data: dict[str, Any]) -> Timeline:
         str(data["memory_unit"]),
         str(data["label"]),
         bool(data["measured"]),
+        bool(data.get("blocking")),
     )
     for rank in range(schedule.num_ranks):
         before = -inf

@@ -47,6 +47,7 @@ class Timeline:
     memory_unit: str = ""  # "B" for bytes; empty for the costs' own unit
     label: str = ""
     measured: bool = False
+    blocking: bool = False  # simulated with sends that keep the sender: its next action waits for them
 
     @property
     def num_ranks(self) -> int:

@@ -50,6 +50,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
         costs.memory_limit,
         costs.unit,
         costs.memory_unit,
+        blocking=costs.blocking,
     )
 
 
