@@ -118,6 +118,10 @@ def test_draw_then_check_a_json(run, tmp_path):
     run("draw", "dualpipe", *SIZE, "-o", file)
     assert json.loads(run("check", file, "--json")[1])["placement"] == "mirror"
     assert json.loads(run("simulate", file, "--json")[1])["num_microbatches"] == 8
+    for costs in ([], ["--f", "2"]):  # a timeline is shown as it is, unless costs are given
+        shown = zp.from_json(run("show", file, "--json", *costs)[1])
+        assert shown.makespan == zp.simulate(shown.schedule, zp.Costs(f=2 if costs else 1)).makespan
+    assert "ranks=7" in run("show", file, "-p", "7")[2]
 
 
 def test_show_fits_the_width_and_has_no_colour_when_asked(run, monkeypatch):

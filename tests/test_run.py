@@ -81,6 +81,7 @@ def test_dry_run_starts_nothing(capfd):
         (["--timeline", "x.svg"], "--timeline x.svg: its name must end in .json"),
         (["--model", "tiny-qwen"], "model 'tiny-qwen': give a directory with a config.json, or one of tiny-qwen3"),
         (["--layers=-1,3,1,1"], "layers=[-1, 3, 1, 1]: a stage has 0 layers or more"),
+        (["--ranks", "2000"], "2000 ranks are too many processes"),
         (["--timeout", "0"], "Invalid value for '--timeout'"),
         (["--steps", "0"], "Invalid value for '--steps'"),
         (["--ac", "some"], "activation checkpointing 'some': give none, full, selective:N"),
@@ -94,6 +95,16 @@ def test_a_mistake_is_told_before_anything_starts(capfd, args, words):
     assert words in err
     assert err.count("\n") == 1
     assert out == ""
+
+
+def test_a_stuck_schedule_is_refused_before_anything_starts(capfd, tmp_path):
+    file = tmp_path / "stuck.csv"
+    file.write_text("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1\n")
+    for more in ([], ["--dry-run"]):
+        status, out, err = call(capfd, "run", str(file), *more)
+        assert status == 2
+        assert err.startswith("zeropipe: no rank can go on after 1 of 8 actions\n")
+        assert out == ""
 
 
 def test_under_torchrun(tmp_path):

@@ -108,3 +108,15 @@ def test_two_files_may_use_the_same_function_name_and_a_file_may_be_run_twice(tm
         assert [schedule.name for schedule in built] == ["one", "two"]
         exec(OWN.format(name="here", aliases=()), {"__name__": __name__})
     assert zp.build("here", ranks=1, microbatches=2) == built[0]
+
+
+def test_a_function_that_fails_is_named_with_its_line(tmp_path):
+    file = tmp_path / "failing.py"
+    file.write_text(
+        "import zeropipe as zp\n"
+        "@zp.register('failing', placement=zp.linear)\n"
+        "def failing(lane, rank, p, *, keep=1):\n"
+        "    lane.f(rank, times=keep // 0)\n"
+    )
+    with pytest.raises(zp.ConfigError, match=r"failing does not run: ZeroDivisionError: .* \(failing.py:4\)"):
+        load(f"{file}:failing", ranks=2, microbatches=2)

@@ -78,6 +78,7 @@ def run(
 
     Starts local processes, or uses torchrun's: `torchrun --nproc-per-node 4 -m zeropipe run zbv --microbatches 8`.
     """
+    from zeropipe.core.check import check
     from zeropipe.viz import check_name
 
     world = os.environ.get("WORLD_SIZE")
@@ -88,6 +89,8 @@ def run(
         raise ConfigError("these schedules have different numbers of ranks: run them one by one")
     if timeline_file and len(built) > 1:
         raise ConfigError("--timeline holds one run: give one schedule")
+    for schedule in built:
+        check(schedule)
     for path in (report, timeline_file):
         if path:
             check_name(path)
@@ -146,7 +149,13 @@ def _run_ranks(built: list[Schedule], job: Job, timeout: float) -> list[Outcome]
 
     if not is_local():
         return run_under_torchrun(built, job)
-    with LocalRanks(built[0].num_ranks) as ranks:
+    num_ranks, cores = built[0].num_ranks, os.cpu_count() or 1
+    if num_ranks > max(64, 4 * cores):
+        raise ConfigError(
+            f"{num_ranks} ranks are too many processes for the {cores} cores here: give at most {max(64, 4 * cores)}, "
+            "or use torchrun on several machines"
+        )
+    with LocalRanks(num_ranks) as ranks:
         first: list[Outcome] = ranks.run(run_all, built, job, timeout=timeout)[0]
         return first
 

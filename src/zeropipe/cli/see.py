@@ -13,7 +13,6 @@ from zeropipe.errors import ConfigError
 
 if TYPE_CHECKING:
     from zeropipe.core.timeline import Timeline
-    from zeropipe.sim.costs import Costs
 
 
 @click.command("list")
@@ -64,7 +63,7 @@ def show(
     from zeropipe.core.json import to_json
     from zeropipe.viz import draw as picture
 
-    timeline = _timeline(schedule, ranks, microbatches, stages_per_rank, knobs, opt.costs_of(**costs))
+    timeline = _timeline(schedule, (ranks, microbatches, stages_per_rank, knobs), costs)
     if as_json:
         print(to_json(timeline))
     else:
@@ -116,7 +115,7 @@ def draw(
     elif comms:
         raise ConfigError(f"--comms is for .csv files: leave it out for {out}")
     else:
-        timeline = _timeline(schedule, ranks, microbatches, stages_per_rank, knobs, opt.costs_of(**costs))
+        timeline = _timeline(schedule, (ranks, microbatches, stages_per_rank, knobs), costs)
         picture(timeline, out, **looks)
     if as_json:
         output.print_json({"file": out, "bytes": Path(out).stat().st_size})
@@ -124,20 +123,17 @@ def draw(
         output.print_written(out)
 
 
-def _timeline(
-    spec: str, ranks: int | None, microbatches: int | None, stages_per_rank: int | None, knobs: tuple[str, ...],
-    costs: Costs,
-) -> Timeline:  # fmt: skip
-    """A recorded timeline as it is, any other schedule simulated."""
+def _timeline(spec: str, sizes: tuple[Any, ...], costs: dict[str, Any]) -> Timeline:
+    """A recorded timeline as it is unless costs are given, any other schedule simulated."""
     from zeropipe.core.timeline import Timeline
     from zeropipe.schedules.user import read_file
     from zeropipe.sim.simulate import simulate
 
-    if spec.endswith(".json"):
+    if spec.endswith(".json") and not any(sizes) and all(value is None for value in costs.values()):
         found = read_file(spec)
         if isinstance(found, Timeline):
             return found
-    return simulate(opt.schedule_of(spec, ranks, microbatches, stages_per_rank, knobs), costs)
+    return simulate(opt.schedule_of(spec, *sizes), opt.costs_of(**costs))
 
 
 def _write(path: str, text: str) -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import inspect
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from zeropipe.core.action import MAX_STAGES
 from zeropipe.core.placement import PlacementRule, Problem
 from zeropipe.core.schedule import Lines, Schedule
-from zeropipe.errors import ConfigError
+from zeropipe.errors import ConfigError, ZeropipeError
 from zeropipe.schedules.lane import Lane
 
 ENTRY_POINTS = "zeropipe.schedules"
@@ -150,13 +152,21 @@ def build_entry(
     problem = Problem(ranks, ranks * per_rank, microbatches)
     if entry.require is not None:
         entry.require(problem, **{**entry.options, **options})
-    placement = entry.placement(problem)
-    lanes = [Lane(rank, problem, placement) for rank in range(ranks)]
-    if "lanes" in inspect.signature(entry.write).parameters:
-        entry.write(lanes, problem, **options)
-    else:
-        for rank, lane in enumerate(lanes):
-            entry.write(lane, rank, problem, **options)
+    try:
+        placement = entry.placement(problem)
+        lanes = [Lane(rank, problem, placement) for rank in range(ranks)]
+        if "lanes" in inspect.signature(entry.write).parameters:
+            entry.write(lanes, problem, **options)
+        else:
+            for rank, lane in enumerate(lanes):
+                entry.write(lane, rank, problem, **options)
+    except ZeropipeError:
+        raise
+    except Exception as error:  # whatever a user's function does
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        raise ConfigError(
+            f"{entry.name} does not run: {type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
+        ) from error
     return Schedule(problem, placement, Lines.of(lane.codes for lane in lanes), entry.name)
 
 

@@ -153,8 +153,9 @@ class Viewer {
     context.font = "11px system-ui, sans-serif";
     context.fillStyle = paint.palette.soft;
     context.textBaseline = "middle";
-    context.textAlign = "right";
-    context.fillText(unit || (gutter > 50 ? "time" : "t"), gutter - 8, 14);
+    context.textAlign = "right"; // left of the first number, which is centred on its tick
+    const first = ticks.length ? view.x(ticks[0].at) - context.measureText(ticks[0].text).width / 2 - 4 : 0;
+    context.fillText(unit || (gutter > 50 ? "time" : "t"), gutter + Math.min(-8, first), 14);
     context.textAlign = "center";
     for (const { at, text } of ticks) {
       const x = gutter + view.x(at);
