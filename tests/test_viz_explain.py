@@ -98,8 +98,6 @@ def test_gaps_by_hand():
         (1, 4.5, 7.0, "cool-down", "None", "None"),
     ]
     assert [str(hop.action) for hop in explain.critical_path(timeline)] == ["0F0", "1F0", "1B0", "0B0"]
-    assert str(explain.waited_for(timeline, 0, 1).action) == "1B0"
-    assert explain.waited_for(timeline, 1, 1) is None
 
 
 def test_a_blocking_send_is_communication():

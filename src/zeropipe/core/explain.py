@@ -163,7 +163,7 @@ def idle(timeline: Timeline) -> tuple[Idle, ...]:
     xp = found.arrays
     totals = xp.full_floats(timeline.num_ranks * len(CAUSES))
     xp.call(
-        idle_kernel, xp.ints(timeline.schedule.lines.codes), xp.list_ints(timeline.schedule.lines.offsets),
+        idle_kernel, xp.list_ints(timeline.schedule.lines.offsets),
         xp.floats(timeline.start), xp.floats(timeline.end), found.waited, found.message, timeline.measured,
         timeline.first_start, timeline.first_start + timeline.makespan, totals,
     )  # fmt: skip
@@ -171,7 +171,7 @@ def idle(timeline: Timeline) -> tuple[Idle, ...]:
     return tuple(Idle(*map(float, totals[width * r : width * (r + 1)])) for r in range(timeline.num_ranks))
 
 
-def idle_kernel(codes, offsets, start, end, waited, message, measured, begin, finish, totals):  # type: ignore[no-untyped-def]
+def idle_kernel(offsets, start, end, waited, message, measured, begin, finish, totals):  # type: ignore[no-untyped-def]
     """Add up the idle time of each rank by cause."""
     for rank in range(len(offsets) - 1):
         base = 5 * rank
@@ -232,13 +232,6 @@ def gaps(timeline: Timeline) -> list[Gap]:
             free = max(free, end[at])
         add(rank, free, finish, _COOL_DOWN if stop > first else _WARM_UP)
     return pieces
-
-
-def waited_for(timeline: Timeline, rank: int, index: int) -> Span | None:
-    """The span whose result kept `rank` idle before its action number `index`, if one did."""
-    found = reasons(timeline)
-    source = int(found.waited[timeline.schedule.lines.offsets[rank] + index])
-    return None if source < 0 else span_at(timeline, source)
 
 
 def span_at(timeline: Timeline, at: int) -> Span:

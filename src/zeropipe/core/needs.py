@@ -4,9 +4,10 @@
     B or I of a stage    needs F of the same stage, and B or I of the stage after
     W of a stage         needs I of the same stage
 
-Two results matter to others: "forward done" and "backward done" of a stage and microbatch. `key` numbers them, and
-`link` writes for every action of a schedule which keys it needs, which one it makes, and the rank to send it to. The
-checker, the lowering, the simulator and the explanations walk these four columns and know no rule of their own.
+Two results matter to others: "forward done" and "backward done" of a stage and microbatch. Each has a number, its key:
+2 (stage num_microbatches + microbatch), backward one more. `link` writes for every action of a schedule which keys it
+needs, which one it makes, and the rank to send it to. The checker, the lowering, the simulator and the explanations
+walk these four columns and know no rule of their own.
 """
 
 from __future__ import annotations
@@ -30,13 +31,8 @@ def needs(action: Action, num_stages: int) -> tuple[Action, ...]:
     return (own, Action(stage + 1, Kind.I, microbatch)) if stage + 1 < num_stages else (own,)
 
 
-def key(stage: int, backward: bool, microbatch: int, num_microbatches: int) -> int:
-    """The number of a result."""
-    return (stage * num_microbatches + microbatch) * 2 + backward
-
-
 def key_name(number: int, num_microbatches: int) -> Action:
-    """The action that makes a result (I stands for I or B)."""
+    """The action that makes the result of a key (I stands for I or B)."""
     place, backward = divmod(number, 2)
     return Action(place // num_microbatches, Kind.I if backward else Kind.F, place % num_microbatches)
 

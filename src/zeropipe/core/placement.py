@@ -46,10 +46,6 @@ class Placement:
         return tuple(sorted({s for table in self.copies for s, r in enumerate(table) if r == rank}))
 
     @property
-    def num_stages(self) -> int:
-        return len(self.copies[0])
-
-    @property
     def is_vee(self) -> bool:
         """Whether first and last stage share a rank in every copy (then tied embeddings cost nothing)."""
         return all(table[0] == table[-1] for table in self.copies)

@@ -36,7 +36,7 @@ def check_program(program: Program) -> None:
         done, posted, matched, waiter, position, stack, queued,
     )  # fmt: skip
     if not finished:
-        raise _program_deadlock(program, links, position, done, posted)
+        raise _program_deadlock(program, links, position, done)
 
 
 def check_same_work(program: Program) -> None:
@@ -203,7 +203,7 @@ def rendezvous_kernel(  # type: ignore[no-untyped-def]
     return left == 0
 
 
-def _program_deadlock(program: Program, links: Links, position: Ints, done: Ints, posted: Ints) -> DeadlockError:
+def _program_deadlock(program: Program, links: Links, position: Ints, done: Ints) -> DeadlockError:
     schedule, lines = program.schedule, program.lines
     stuck = []
     for rank in range(schedule.num_ranks):

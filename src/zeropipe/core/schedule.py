@@ -9,8 +9,6 @@ from typing import overload
 from zeropipe.core.action import Step, pack, unpack
 from zeropipe.core.placement import Placement, Problem
 
-CODE_BYTES = 8
-
 
 class Rows(Sequence[tuple[Step, ...]]):
     """A tuple of steps per rank, decoded when asked for."""
