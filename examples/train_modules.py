@@ -28,7 +28,7 @@ dist.init_process_group("gloo")
 schedule = zp.build("dualpipev", ranks=dist.get_world_size(), microbatches=16)
 modules = [lambda seed=seed: block(seed) for seed in range(2 * schedule.num_stages)]
 with Engine(schedule, module_stages(modules, schedule, dist.get_rank())) as engine:
-    optimizer = torch.optim.AdamW(engine.parameters(), lr=0.01)
+    optimizer = torch.optim.AdamW(engine.parameters(), lr=0.001)
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(0)
         inputs = [torch.randn(4 + m % 3, WIDTH, generator=generator) for m in range(16)]

@@ -48,6 +48,18 @@ class LateLoss:
         return (output.float() - microbatch["target"]).square().sum(), output.numel()
 
 
+class Sometimes(nn.Module):
+    """A block with a weight that only one microbatch of a step uses."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block, self.weight = block, nn.Parameter(torch.ones(WIDTH, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.block(x)
+        return y * self.weight if x.shape[1] == 7 else y
+
+
 def bf16(schedule: Schedule, late: bool) -> float:
     """Two steps accumulated in float32 main gradients of a bf16 model; relative to the same in float32."""
 
@@ -55,15 +67,18 @@ def bf16(schedule: Schedule, late: bool) -> float:
         def count(self, microbatch: dict[str, Any]) -> int:
             return microbatch["target"].numel()
 
-    exact, stages = (
-        [b.bfloat16().float() for b in blocks(schedule.num_stages)],
-        own(blocks(schedule.num_stages), schedule),
-    )
+    def make() -> list[nn.Module]:
+        return [Sometimes(block).bfloat16() for block in blocks(schedule.num_stages)]
+
+    exact, stages = [stage.float() for stage in make()], own(make(), schedule)
     for stage in stages.values():
-        main_gradients(stage.bfloat16(), torch.float32)
+        main_gradients(stage, torch.float32)
     with Engine(schedule, stages) as engine:
         for step in range(2):
-            batches = [{k: v.float() for k, v in b.items()} for b in microbatches(schedule.num_microbatches, seed=step)]
+            batches = [
+                {k: v.float() for k, v in b.items()}
+                for b in microbatches(schedule.num_microbatches, step, (7, 5, 2, 3))
+            ]
             plain_step(nn.Sequential(*exact), batches, Loss())
             halves = [{**batch, "inputs": batch["inputs"].bfloat16()} for batch in batches]
             engine.train_step(halves, LateLoss() if late else Loss())

@@ -28,11 +28,10 @@ def test_outputs_belong_to_the_caller():
 
 
 @pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("name, microbatches", [("zbv", 4), ("dualpipe", 4), ("chimera", 1)])
-def test_float32_gradients_of_a_bf16_model(name, microbatches, late):
-    """With one microbatch, one of Chimera's two copies has no gradient of its own to add."""
-    schedule = zp.build(name, ranks=2, microbatches=microbatches)
-    assert max(ranks(2).run(cases.bf16, schedule, late)) < 0.03
+@pytest.mark.parametrize("name", ["zbv", "dualpipe"])
+def test_float32_gradients_of_a_bf16_model(name, late):
+    """Also of a parameter that only one of DualPipe's two copies uses, so that the other has no gradient to add."""
+    assert max(ranks(2).run(cases.bf16, zp.build(name, ranks=2, microbatches=4), late)) < 0.03
 
 
 @pytest.mark.parametrize("name", ["zbv", "dualpipe"])
