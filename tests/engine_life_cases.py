@@ -120,6 +120,20 @@ def frozen_tie(schedule: Schedule) -> bool:
     return all((p.grad is None) == (not p.requires_grad) for stage in stages.values() for p in stage.parameters())
 
 
+def thaw_all(schedule: Schedule, shapes: str) -> float:
+    """The same of whole stages: their output begins to need a gradient."""
+    plain, stages = blocks(schedule.num_stages), own(blocks(schedule.num_stages), schedule)
+    batches = microbatches(schedule.num_microbatches)
+    plain_step(nn.Sequential(*plain), batches, SquareLoss())
+    with Engine(schedule, stages, shapes=shapes) as engine:
+        for frozen in (True, False):
+            for number, stage in stages.items():
+                stage.zero_grad()
+                stage.requires_grad_(number > 0 or not frozen)
+            engine.train_step(batches, SquareLoss())
+    return worst(stages, plain)
+
+
 def thaw(schedule: Schedule) -> float:
     """Weights that are frozen when the engine is made and learn later."""
     plain, stages = blocks(schedule.num_stages), own(blocks(schedule.num_stages), schedule)

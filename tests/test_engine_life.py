@@ -14,6 +14,7 @@ import zeropipe as zp
 from zeropipe.engine.cells import moved
 from zeropipe.engine.losses import Tally
 from zeropipe.engine.torch_private import squared_norm
+from zeropipe.errors import EngineError
 
 
 def test_closed_engines_leave_no_connection_and_no_thread():
@@ -50,6 +51,13 @@ def test_a_frozen_tie_gets_no_gradient(name):
 @pytest.mark.parametrize("name", ["zbv", "dualpipe"])
 def test_weights_that_thaw_later(name):
     assert max(ranks(2).run(cases.thaw, zp.build(name, ranks=2, microbatches=4))) < TOLERANCE
+
+
+def test_stages_that_thaw_later():
+    schedule = zp.build("zb-h1", ranks=2, microbatches=4)
+    assert max(ranks(2).run(cases.thaw_all, schedule, "dynamic")) < TOLERANCE
+    with pytest.raises(EngineError, match=r"0F0 made float64.*6\] where.*6\] without gradient before.*or that thaw"):
+        ranks(2).run(cases.thaw_all, schedule, "auto")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

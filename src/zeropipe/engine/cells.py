@@ -19,7 +19,7 @@ class Cell:
     """One microbatch in one stage, on this rank: its inputs, and the way back through its outputs."""
 
     __slots__ = (
-        "after", "arrived", "before", "edges", "gradients", "inputs", "kept", "microbatch", "module", "output", "pick",
+        "after", "before", "edges", "gradients", "inputs", "kept", "microbatch", "module", "output", "pick",
         "returned", "root", "side", "spec", "stage",
     )  # fmt: skip
 
@@ -32,8 +32,7 @@ class Cell:
 
     def clear(self) -> None:
         """Forget everything, before a step."""
-        self.arrived: Sequence[Tensor] = ()  # from the stage before
-        self.inputs: Sequence[Tensor] = ()  # the same as leaves of this stage's graph
+        self.inputs: Sequence[Tensor] = ()  # from the stage before, as leaves of this stage's graph
         self.edges: Sequence[Any] = ()  # gradient edges of the outputs: no data
         self.kept: Sequence[Tensor] = ()  # the outputs themselves, for torch's own split
         self.spec: Spec | None = None  # of the outputs

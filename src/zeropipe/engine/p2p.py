@@ -119,7 +119,7 @@ class Outgoing:
         elif known != spec:
             raise EngineError(
                 f"{name} made {_shapes(spec)} where the same microbatch shapes gave {_shapes(known)} before: "
-                "pass Engine(..., shapes='dynamic') for stages whose output shapes depend on values"
+                "pass Engine(..., shapes='dynamic') for stages whose output shapes depend on values, or that thaw"
             )
         self.send(tensors)
 
@@ -267,4 +267,7 @@ def _pinned_copy(tensor: Tensor) -> Tensor:
 
 
 def _shapes(spec: Spec) -> str:
-    return ", ".join(f"{str(part.dtype).removeprefix('torch.')}{list(part.shape)}" for part in spec)
+    return ", ".join(
+        f"{str(part.dtype).removeprefix('torch.')}{list(part.shape)}{'' if part.needs_grad else ' without gradient'}"
+        for part in spec
+    )
