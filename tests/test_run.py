@@ -61,6 +61,35 @@ def test_a_model_directory_and_a_file_of_a_schedule(capfd, tmp_path):
     assert timeline.schedule.num_actions == 8
 
 
+def test_a_damaged_model_directory_ends_in_one_line(capfd, tmp_path, monkeypatch):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from zeropipe.engine import launch
+
+    monkeypatch.setattr(launch, "GRACE", 1.0)
+    config = LlamaConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=32
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    capfd.readouterr()  # its progress bar
+    facts, weights = tmp_path / "config.json", tmp_path / "model.safetensors"
+    command = ["run", "1f1b", "--ranks", "2", *SMALL, "--model", str(tmp_path)]
+
+    def refused(words):
+        status, out, err = call(capfd, *command)
+        assert status == 2
+        assert words in err
+        assert err.count("\n") == 1, err
+        assert out == ""
+
+    facts.write_text(facts.read_text().replace('"num_hidden_layers": 1', '"num_hidden_layers": 2'))
+    refused("has no tensor 'model.layers.1.")  # the second rank only: the first waits for it, and is stopped
+    weights.write_bytes(b"123")
+    refused(f"cannot read {weights}")
+    facts.write_text("[1]")
+    refused(f"{facts} is not a model's configuration")
+
+
 def test_dry_run_starts_nothing(capfd):
     status, out, _ = call(capfd, "run", "zbv", "--ranks", "4", "--microbatches", "8", "--dry-run", "--json")
     assert status == 0

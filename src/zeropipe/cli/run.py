@@ -82,7 +82,7 @@ def run(
     from zeropipe.viz import check_name
 
     world = os.environ.get("WORLD_SIZE")
-    if world is not None and ranks is None:
+    if world is not None and world.isdecimal() and ranks is None:
         ranks = int(world)
     built = [opt.schedule_of(spec, ranks, microbatches, stages_per_rank, knobs) for spec in schedules]
     if len({schedule.num_ranks for schedule in built}) > 1:

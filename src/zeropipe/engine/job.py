@@ -77,8 +77,11 @@ def layers_of(job: Job) -> int:
     file = Path(job.model) / "config.json"
     if not file.is_file():
         raise ConfigError(f"model {job.model!r}: give a directory with a config.json, or one of {', '.join(BUILT_IN)}")
-    data = json.loads(file.read_text())
-    found = data.get("num_hidden_layers", data.get("text_config", {}).get("num_hidden_layers"))
+    try:
+        data = json.loads(file.read_text())
+        found = data.get("num_hidden_layers", data.get("text_config", {}).get("num_hidden_layers"))
+    except (ValueError, AttributeError):
+        raise ConfigError(f"{file} is not a model's configuration: save one with save_pretrained") from None
     if not isinstance(found, int):
         raise ConfigError(f"{file} has no num_hidden_layers: only decoder models can be cut into stages")
     return found

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from zeropipe.errors import EngineError, ZeropipeError
 
 PR_SET_PDEATHSIG = 1
+GRACE = 30.0  # seconds that ranks still get once one has failed: they may be waiting for it
 
 
 @dataclass(frozen=True)
@@ -105,8 +106,10 @@ class LocalRanks:
             open_pipes = {self._pipes[rank]: rank for rank in range(self.num_ranks) if rank not in outcomes}
             ready = wait(list(open_pipes), max(0.0, end - time.monotonic()))
             if not ready:
+                failed = any(isinstance(outcome, Failed) for outcome in outcomes.values())
+                why = "stopped, another rank failed" if failed else f"no answer within {timeout:g} seconds"
                 for rank in open_pipes.values():
-                    outcomes[rank] = Failed(rank, "TimedOut", f"no answer within {timeout:g} seconds")
+                    outcomes[rank] = Failed(rank, "TimedOut", why)
             for pipe in ready:
                 rank = open_pipes[pipe]  # type: ignore[index]
                 try:
@@ -114,6 +117,8 @@ class LocalRanks:
                 except (EOFError, ConnectionResetError):
                     self._processes[rank].join(5)
                     outcomes[rank] = Failed(rank, "Died", f"exit code {self._processes[rank].exitcode}")
+                if isinstance(outcomes[rank], Failed):
+                    end = min(end, time.monotonic() + GRACE)
         if any(isinstance(outcome, Failed) for outcome in outcomes.values()):
             self.close(patience=0)
         return [outcomes[rank] for rank in range(self.num_ranks)]

@@ -92,9 +92,12 @@ class DirectorySource:
         )
 
     def _open(self, file: str) -> Any:
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
 
-        return safe_open(self._directory / file, framework="pt")
+        try:
+            return safe_open(self._directory / file, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"cannot read {self._directory / file}: {error}") from None
 
 
 _EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
