@@ -14,11 +14,11 @@ TABLE_5 = [
     (8, 64, 29.935, 29.621, 19.388, 0.535, 0.1091, 0.0320, 0.0554, 0.0294),
 ]
 LAYERS = (24, 24, 24, 32, 32, 32)
-# table 8, times per half stage: p, m, F, I, W, latency | 1F1B, ZB-H1, ZB-H2
+# table 8, times per half stage: p, m, F, I, W, latency | 1F1B, ZB-H1, ZB-H2, ZB-V
 TABLE_8 = [
-    (16, 48, 14407, 14380, 9676, 1610, 0.2668, 0.1536, 0.0823),
-    (16, 64, 14412, 14393, 9688, 1621, 0.2206, 0.1198, 0.0630),
-    (16, 128, 14316, 14306, 9639, 1619, 0.1390, 0.0637, 0.0325),
+    (16, 48, 14407, 14380, 9676, 1610, 0.2668, 0.1536, 0.0823, 0.0697),
+    (16, 64, 14412, 14393, 9688, 1621, 0.2206, 0.1198, 0.0630, 0.0533),
+    (16, 128, 14316, 14306, 9639, 1619, 0.1390, 0.0637, 0.0325, 0.0274),
 ]
 ROUNDING = 0.00005000001
 UNIT = zp.Costs()
@@ -44,8 +44,11 @@ def test_zero_bubble_table_5(row):
 
 @pytest.mark.parametrize("row", TABLE_8)
 def test_zero_bubble_table_8(row):
-    p, m, f, i, w, c, plain, h1, h2 = row
+    p, m, f, i, w, c, plain, h1, h2, vee = row
     costs = zp.Costs(f=2 * f, i=2 * i, w=2 * w, p2p=c)
+    fixed = run("zbv", p, m, zp.Costs(f=f, i=i, w=w, p2p=c))
+    assert vee < fixed.bubble < 1.03 * vee  # theirs is searched for these costs, ours is the pattern for equal ones
+    assert max(fixed.peak_memory) == 2 * p
     assert run("1f1b", p, m, costs).bubble == pytest.approx(plain, abs=ROUNDING)
     assert run("zb-h1", p, m, costs).bubble <= h1 + ROUNDING
     assert run("zb-h2", p, m, costs).bubble <= h2 + ROUNDING
