@@ -76,3 +76,11 @@ def test_a_run_whose_clocks_disagree_can_be_fitted():
     costs = fit(skewed)
     assert 0 <= costs.p2p <= 0.5
     assert zp.simulate(skewed.schedule, costs).makespan == pytest.approx(skewed.makespan, rel=0.1)
+
+
+def test_a_stash_larger_than_the_activation_is_kept():
+    """As with full checkpointing: F keeps a block's input, I computes the rest again and leaves it for W."""
+    schedule = zp.build("zb-h1", ranks=4, microbatches=8)
+    timeline = zp.simulate(schedule, zp.Costs(activation=1, stash=5))
+    assert zp.simulate(schedule, fit(timeline)).peak_memory == pytest.approx(timeline.peak_memory)
+    assert max(timeline.peak_memory) > 5

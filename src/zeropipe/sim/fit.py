@@ -142,7 +142,7 @@ def _memory(timeline: Timeline) -> tuple[list[float], list[float], list[float]]:
         changes.setdefault(key, change)
     activation = [max(0.0, _mean(changes[Kind.F, s])) for s in range(num_stages)]
     stash = [
-        min(taken, max(0.0, taken + _mean(changes[Kind.I, s]))) if changes[Kind.I, s] else taken
+        max(0.0, taken + _mean(changes[Kind.I, s])) if changes[Kind.I, s] else taken  # recomputed, it may be more
         for s, taken in enumerate(activation)
     ]
     return activation, stash, weights
