@@ -378,8 +378,9 @@ def test_the_command_serves_the_page_until_it_is_interrupted(tmp_path):
     (tmp_path / "mine.py").write_text(MINE)
     command = [sys.executable, "-c", "from zeropipe.cli import main; main()", "app", "--no-browser", "--port", "0"]
     process = subprocess.Popen(
-        [*command, "1f1b", f"{tmp_path}/mine.py:mine"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+        [*command, "1f1b", f"{tmp_path}/mine.py:mine"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job starts with it ignored
+    )  # fmt: skip
     try:
         told = re.search(r"(http://127\.0\.0\.1:\d+/)(\S*)", process.stdout.readline())
         assert told[2] == "?schedules=1f1b,my-own"
