@@ -34,7 +34,6 @@ def test_eager(family, name, split, cache):
 @pytest.mark.parametrize(
     "family,name,modes",
     [
-        ("llama", "1f1b", AC_MODES[:1]),
         ("llama", "zbv", AC_MODES),
         ("llama", "dualpipev", AC_MODES[:2]),
         ("llama", "dualpipe", AC_MODES[:2]),

@@ -84,7 +84,11 @@ def run(
     world = os.environ.get("WORLD_SIZE")
     if world is not None and world.isdecimal() and ranks is None:
         ranks = int(world)
+    if world is None and ranks is not None and not dry_run:
+        _require_cores(ranks)
     built = [opt.schedule_of(spec, ranks, microbatches, stages_per_rank, knobs) for spec in schedules]
+    if world is None and not dry_run:  # a file has ranks of its own
+        _require_cores(built[0].num_ranks)
     if len({schedule.num_ranks for schedule in built}) > 1:
         raise ConfigError("these schedules have different numbers of ranks: run them one by one")
     if timeline_file and len(built) > 1:
@@ -143,19 +147,23 @@ def _job(built: list[Schedule], **given: Any) -> Job:
     return job
 
 
+def _require_cores(num_ranks: int) -> None:
+    """Local ranks are processes: a wrong number must not take the machine down."""
+    cores = os.cpu_count() or 1
+    if num_ranks > max(64, 4 * cores):
+        raise ConfigError(
+            f"{num_ranks} ranks are too many processes for the {cores} cores here: give at most {max(64, 4 * cores)}, "
+            "or use torchrun on several machines"
+        )
+
+
 def _run_ranks(built: list[Schedule], job: Job, timeout: float) -> list[Outcome] | None:
     from zeropipe.engine.job import run_all, run_under_torchrun
     from zeropipe.engine.launch import LocalRanks, is_local
 
     if not is_local():
         return run_under_torchrun(built, job)
-    num_ranks, cores = built[0].num_ranks, os.cpu_count() or 1
-    if num_ranks > max(64, 4 * cores):
-        raise ConfigError(
-            f"{num_ranks} ranks are too many processes for the {cores} cores here: give at most {max(64, 4 * cores)}, "
-            "or use torchrun on several machines"
-        )
-    with LocalRanks(num_ranks) as ranks:
+    with LocalRanks(built[0].num_ranks) as ranks:
         first: list[Outcome] = ranks.run(run_all, built, job, timeout=timeout)[0]
         return first
 
