@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from zeropipe.core.action import Kind, decode
-from zeropipe.core.deadlock import deadlock, step_number
-from zeropipe.core.jit import Ints, arrays
-from zeropipe.core.needs import Links, flat_tables, link
-from zeropipe.core.placement import require_placement
+from zeropipe.core.complete import check_complete
+from zeropipe.core.deadlock import deadlock
+from zeropipe.core.lower import lower_links
+from zeropipe.core.needs import Links, link
 from zeropipe.core.rendezvous import check_program, check_same_work
 from zeropipe.core.schedule import Program, Schedule
-from zeropipe.errors import ScheduleError
 
 
 def check(what: Schedule | Program) -> None:
@@ -18,8 +16,6 @@ def check(what: Schedule | Program) -> None:
     A Schedule is proven with sends that never block, and then, lowered, under rendezvous, where a send ends only when
     its receive is posted. A Program is proven as it stands, with its own SEND and RECV order.
     """
-    from zeropipe.core.lower import lower_links
-
     if isinstance(what, Program):
         check(what.schedule)
         check_same_work(what)
@@ -29,23 +25,6 @@ def check(what: Schedule | Program) -> None:
     links = link(what)
     check_live(what, links)
     check_program(lower_links(what, links))
-
-
-def check_complete(schedule: Schedule) -> None:
-    """Every stage runs F and (B, or I and W) exactly once per microbatch, on the rank its Placement says."""
-    seen = _scan(schedule)
-    place = arrays(schedule.num_actions).call(incomplete_kernel, seen)
-    if place >= 0:
-        stage, microbatch = divmod(int(place), schedule.num_microbatches)
-        have = [k.name for k in (Kind.F, Kind.B, Kind.I, Kind.W) if int(seen[place]) >> k & 1]
-        rule = "each stage and microbatch needs F and B, or F, I and W"
-        found = f"only {' and '.join(have)}" if have else "nothing"
-        raise ScheduleError(f"stage {stage}, microbatch {microbatch} has {found}: {rule}")
-
-
-def check_order(schedule: Schedule) -> None:
-    """What `lower` needs: every action in range, placed and there once."""
-    _scan(schedule)
 
 
 def check_live(schedule: Schedule, links: Links) -> None:
@@ -58,84 +37,6 @@ def check_live(schedule: Schedule, links: Links) -> None:
     )
     if not finished:
         raise deadlock(schedule, links, position, done)
-
-
-def _scan(schedule: Schedule) -> Ints:
-    """A bit per kind for each (stage, microbatch); raises at the first action out of range, misplaced or repeated."""
-    problem, placement = schedule.problem, schedule.placement
-    require_placement(placement, problem)
-    if len(schedule.rows) != problem.num_ranks:
-        raise ScheduleError(f"there are {len(schedule.rows)} rows for {problem.num_ranks} ranks: give one per rank")
-    xp = arrays(schedule.num_actions)
-    seen = xp.full_ints(problem.num_stages * problem.num_microbatches)
-    split = problem.num_microbatches if placement.split is None else placement.split
-    at, fault = xp.call(
-        scan_kernel, xp.ints(schedule.lines.codes), xp.list_ints(schedule.lines.offsets),
-        flat_tables(xp, placement), problem.num_stages, problem.num_microbatches, split, seen,
-    )  # fmt: skip
-    if fault:
-        _raise_scan_fault(schedule, int(at), int(fault))
-    return seen
-
-
-def _raise_scan_fault(schedule: Schedule, at: int, fault: int) -> None:
-    rank, step = step_number(schedule.lines, at)
-    action = decode(memoryview(schedule.lines.codes).cast("q")[at])
-    where = f"rank {rank}, step {step}: {action}"
-    p = schedule.problem
-    if fault == 1:
-        raise ScheduleError(f"{where} is out of range: stages 0 to {p.num_stages - 1}, "
-                            f"microbatches 0 to {p.num_microbatches - 1}")  # fmt: skip
-    if fault == 2:
-        home = schedule.placement.rank_of(action.stage, action.microbatch)
-        raise ScheduleError(f"{where} is on the wrong rank: the placement puts stage {action.stage}, "
-                            f"microbatch {action.microbatch} on rank {home}")  # fmt: skip
-    if fault == 3:
-        raise ScheduleError(f"{where} is there twice: every action runs exactly once")
-    if fault == 4:
-        raise ScheduleError(f"{where} does the backward a second time: a backward is either B, or I and W")
-    if fault == 5:
-        raise ScheduleError(f"{where} is no computation: a Schedule holds F, B, I and W; lower() adds the messages")
-    raise ScheduleError(f"{where} opens an Overlap that is no pair: it joins an F and a B (or I), in that order")
-
-
-def scan_kernel(codes, offsets, tables, num_stages, num_microbatches, split, seen):  # type: ignore[no-untyped-def]
-    """(index, fault) of the first bad action, or (-1, 0)."""
-    for rank in range(len(offsets) - 1):
-        joined = 0
-        for at in range(offsets[rank], offsets[rank + 1]):
-            code = codes[at]
-            kind = (code >> 1) & 15
-            stage = (code >> 5) & 0xFFFF
-            microbatch = code >> 21
-            if kind > 3:
-                return at, 5
-            if joined and (code & 1 or not (kind == 1 or kind == 2)):
-                return at, 6
-            joined = code & 1
-            if joined and (kind != 0 or at + 1 == offsets[rank + 1]):
-                return at, 6
-            if stage >= num_stages or microbatch >= num_microbatches:
-                return at, 1
-            base = 0 if microbatch < split else num_stages
-            if tables[base + stage] != rank:
-                return at, 2
-            place = stage * num_microbatches + microbatch
-            bits = seen[place]
-            if bits >> kind & 1:
-                return at, 3
-            if (kind == 1 and bits & 12) or (kind >= 2 and bits & 2):
-                return at, 4
-            seen[place] = bits | 1 << kind
-    return -1, 0
-
-
-def incomplete_kernel(seen):  # type: ignore[no-untyped-def]
-    """The first (stage, microbatch) that lacks an action, or -1."""
-    for place in range(len(seen)):
-        if seen[place] != 0b0011 and seen[place] != 0b1101:  # F and B; F, I and W
-            return place
-    return -1
 
 
 def walk_kernel(codes, offsets, remote, own, makes, done, waiter, position, stack):  # type: ignore[no-untyped-def]

@@ -8,7 +8,7 @@ from math import inf, isfinite
 from typing import Any
 
 from zeropipe.core.action import pack, parse_step
-from zeropipe.core.check import check_order
+from zeropipe.core.complete import check_order
 from zeropipe.core.placement import Placement, Problem, recognise, require_actions, require_placement
 from zeropipe.core.schedule import Lines, Schedule
 from zeropipe.core.timeline import Memory, Timeline

@@ -7,7 +7,7 @@ even if a send finishes only when its receive is posted: replaying the turns is 
 
 from __future__ import annotations
 
-from zeropipe.core.check import check_order
+from zeropipe.core.complete import check_order
 from zeropipe.core.deadlock import deadlock
 from zeropipe.core.needs import Links, link
 from zeropipe.core.schedule import Lines, Program, Schedule

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zeropipe.core.check import check_complete
+from zeropipe.core.complete import check_complete
 from zeropipe.core.deadlock import deadlock
 from zeropipe.core.jit import Arrays, Floats, Ints
 from zeropipe.core.needs import link, number_edges
