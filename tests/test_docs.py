@@ -26,7 +26,7 @@ BLOCK = re.compile(
 
 
 def without_numbers(text: str) -> str:
-    text = re.sub(r"[-+]?\d[\d.,]*( (s|ms|us|B|KiB|MiB|GiB)\b)?", "#", text)
+    text = re.sub(r"[-+]?\d[\d.,]*( (s|ms|µs|us|ns|B|KiB|MiB|GiB)\b)?", "#", text)
     return re.sub(r"[ ─]+", " ", text)
 
 
