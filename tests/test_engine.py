@@ -74,6 +74,14 @@ def train_with(schedule, options):
     return train(schedule, 2, **options)
 
 
+@pytest.mark.parametrize("split", ["store", "autograd", "whole"])
+@pytest.mark.parametrize("name", ["zb-h1", "zbv", "dualpipe"])
+def test_weight_gradients_in_parts(name, split):
+    schedule = zp.fill_gaps(build(name), zp.Costs(f=1, i=1.2, w=0.7, p2p=0.1, memory_limit=8), parts=3)
+    differences = largest(ranks().run(train_with, schedule, {"split": split}))
+    assert max(differences.values()) < TOLERANCE, differences
+
+
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ("dualpipe", "chimera")])
 def test_torchs_runtime_agrees(name):
     """The same rows on torch's executor: equal gradients."""

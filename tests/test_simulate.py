@@ -11,7 +11,8 @@ import zeropipe as zp
 from zeropipe.core.action import Kind
 from zeropipe.core.explain import critical_path, idle
 from zeropipe.sim.compare import compare
-from zeropipe.sim.costs import Link, costs_from, load_costs
+from zeropipe.sim.costs import Link, costs_from
+from zeropipe.sim.fit import load_costs
 
 SIZES = [
     ("gpipe", 3, 5), ("1f1b", 4, 9), ("interleaved", 4, 8), ("looped-bfs", 2, 3), ("1f1b-overlap", 4, 8),

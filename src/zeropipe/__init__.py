@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from zeropipe.schedules.lane import Lane
     from zeropipe.schedules.registry import build, names, register
     from zeropipe.sim.costs import Costs
+    from zeropipe.sim.fill import fill_gaps
     from zeropipe.sim.simulate import simulate
     from zeropipe.viz import draw
 
@@ -37,6 +38,7 @@ _HOMES = {
     "zeropipe.schedules.lane": ("Lane",),
     "zeropipe.schedules.registry": ("build", "names", "register"),
     "zeropipe.sim.costs": ("Costs",),
+    "zeropipe.sim.fill": ("fill_gaps",),
     "zeropipe.sim.simulate": ("simulate",),
     "zeropipe.viz": ("draw",),
 }

@@ -57,19 +57,24 @@ def size_options(command: Command) -> Command:
 
 
 def cost_options(command: Command) -> Command:
-    """--costs FILE and one flag per cost; they reach the command as keywords that `costs_of` takes."""
+    """--costs FILE, --weight-parts, and one flag per cost, which reach the command as keywords for `costs_of`."""
     for name, (kind, text) in reversed(_COSTS.items()):
         flag = "--" + name.replace("_", "-")
         if kind is bool:
             command = click.option(flag, name, is_flag=True, default=None, help=text)(command)
         else:
             command = click.option(flag, name, type=kind, help=text)(command)
-    return click.option("--costs", "costs_file", help="A .toml or .json file of costs; flags override it.")(command)
+    command = click.option(
+        "--weight-parts", type=click.IntRange(1, 64), help="Cut every W into parts and fill gaps with them."
+    )(command)
+    text = "A .toml or .json file of costs, or a recorded timeline (run --timeline x.json); flags override it."
+    return click.option("--costs", "costs_file", help=text)(command)
 
 
 def costs_of(costs_file: str | None, **flags: Any) -> Costs:
     """The costs of a file, overridden by flags."""
-    from zeropipe.sim.costs import Costs, Link, load_costs
+    from zeropipe.sim.costs import Costs, Link
+    from zeropipe.sim.fit import load_costs
 
     costs = load_costs(costs_file) if costs_file else Costs()
     given = {name: value for name, value in flags.items() if value is not None}
@@ -115,3 +120,10 @@ def schedule_of(
     from zeropipe.schedules.user import load
 
     return load(spec, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank, **knobs_of(knobs))
+
+
+def fill(schedule: Schedule, costs: Costs, weight_parts: int | None) -> Schedule:
+    """The schedule with its W in parts, where parts are asked for."""
+    from zeropipe.sim.fill import fill_gaps
+
+    return schedule if weight_parts is None else fill_gaps(schedule, costs, parts=weight_parts)

@@ -51,7 +51,8 @@ def table(*columns: str, left: tuple[str, ...] = (), title: str | None = None) -
 def problem_text(timeline: Timeline) -> str:
     """`zbv: 4 ranks, 8 stages (vee), 8 microbatches`."""
     s = timeline.schedule
+    parts = s.problem.num_weight_parts
     return (
         f"{timeline.title}: {s.num_ranks} ranks, {s.num_stages} stages ({s.placement.name}), "
-        f"{s.num_microbatches} microbatches"
+        f"{s.num_microbatches} microbatches" + (f", W in {parts} parts" if parts > 1 else "")
     )

@@ -30,6 +30,7 @@ def simulate(
     stages_per_rank: int | None,
     knobs: tuple[str, ...],
     as_json: bool,
+    weight_parts: int | None,
     **costs: Any,
 ) -> None:
     """Predict a schedule's time, bubble and memory. Costs are per stage."""
@@ -40,7 +41,7 @@ def simulate(
         begin(f"building {schedule}")
         built = opt.schedule_of(schedule, ranks, microbatches, stages_per_rank, knobs)
         begin(f"simulating {schedule}")
-        timeline = run(built, given)
+        timeline = run(opt.fill(built, given, weight_parts), given)
     if as_json:
         output.print_json(summary(timeline))
     else:
@@ -57,6 +58,7 @@ def summary(timeline: Timeline) -> dict[str, Any]:
         "num_ranks": schedule.num_ranks,
         "num_stages": schedule.num_stages,
         "num_microbatches": schedule.num_microbatches,
+        "num_weight_parts": schedule.problem.num_weight_parts,
         "num_actions": schedule.num_actions,
         "placement": schedule.placement.name,
         "unit": timeline.unit,
@@ -127,6 +129,7 @@ def compare(
     knobs: tuple[str, ...],
     out: str | None,
     as_json: bool,
+    weight_parts: int | None,
     **costs: Any,
 ) -> None:
     """Simulate several schedules of one model side by side. Costs are per rank: a rank's stages share them.
@@ -149,7 +152,7 @@ def compare(
                     raise
                 refused.append((spec, str(error)))
             else:
-                timelines += run([built], given)
+                timelines += run([built], given, weight_parts=weight_parts)
     if not timelines:
         raise ConfigError(f"none of the schedules can be built: {refused[0][1]}")
     if out:  # before the table: a mistake in the name is all that is printed then
@@ -223,6 +226,8 @@ def _adjusted(timeline: Timeline, first: Schedule) -> str:
         notes.append(f"{schedule.num_ranks} ranks, {schedule.num_microbatches} microbatches")
     if schedule.num_stages != schedule.num_ranks:
         notes.append(f"{schedule.num_stages // schedule.num_ranks} stages per rank, costs shared out")
+    if schedule.problem.num_weight_parts > 1:
+        notes.append(f"W in {schedule.problem.num_weight_parts} parts")
     if len(schedule.placement.copies) > 1:
         notes.append("two copies of the weights")
     return "; ".join(notes)

@@ -57,13 +57,14 @@ def show(
     stages_per_rank: int | None,
     knobs: tuple[str, ...],
     as_json: bool,
+    weight_parts: int | None,
     **costs: Any,
 ) -> None:
     """Draw a schedule in the terminal."""
     from zeropipe.core.json import to_json
     from zeropipe.viz import draw as picture
 
-    timeline = _timeline(schedule, (ranks, microbatches, stages_per_rank, knobs), costs)
+    timeline = _timeline(schedule, (ranks, microbatches, stages_per_rank, knobs), weight_parts, costs)
     if as_json:
         print(to_json(timeline))
     else:
@@ -98,6 +99,7 @@ def draw(
     theme: str | None,
     labels: str | None,
     as_json: bool,
+    weight_parts: int | None,
     **costs: Any,
 ) -> None:
     """Write a schedule to a file: a picture, a page, a trace, or its text."""
@@ -111,11 +113,12 @@ def draw(
         if looks:
             raise ConfigError(f"--{next(iter(looks))} is for pictures: {out} is text")
         built = opt.schedule_of(schedule, ranks, microbatches, stages_per_rank, knobs)
+        built = opt.fill(built, opt.costs_of(**costs), weight_parts)
         _write(out, to_csv(lower(built) if comms else built))
     elif comms:
         raise ConfigError(f"--comms is for .csv files: leave it out for {out}")
     else:
-        timeline = _timeline(schedule, (ranks, microbatches, stages_per_rank, knobs), costs)
+        timeline = _timeline(schedule, (ranks, microbatches, stages_per_rank, knobs), weight_parts, costs)
         picture(timeline, out, **looks)
     if as_json:
         output.print_json({"file": out, "bytes": Path(out).stat().st_size})
@@ -123,17 +126,18 @@ def draw(
         output.print_written(out)
 
 
-def _timeline(spec: str, sizes: tuple[Any, ...], costs: dict[str, Any]) -> Timeline:
+def _timeline(spec: str, sizes: tuple[Any, ...], weight_parts: int | None, costs: dict[str, Any]) -> Timeline:
     """A recorded timeline as it is unless costs are given, any other schedule simulated."""
     from zeropipe.core.timeline import Timeline
     from zeropipe.schedules.user import read_file
     from zeropipe.sim.simulate import simulate
 
-    if spec.endswith(".json") and not any(sizes) and all(value is None for value in costs.values()):
+    if spec.endswith(".json") and not any(sizes) and all(value is None for value in (weight_parts, *costs.values())):
         found = read_file(spec)
         if isinstance(found, Timeline):
             return found
-    return simulate(opt.schedule_of(spec, *sizes), opt.costs_of(**costs))
+    given = opt.costs_of(**costs)
+    return simulate(opt.fill(opt.schedule_of(spec, *sizes), given, weight_parts), given)
 
 
 def _write(path: str, text: str) -> None:

@@ -10,26 +10,38 @@ from zeropipe.core.placement import require_placement
 from zeropipe.core.schedule import Schedule
 from zeropipe.errors import ScheduleError
 
+_SPLIT = 0b1101  # F, I and W
+
 
 def check_complete(schedule: Schedule) -> None:
-    """Every stage runs F and (B, or I and W) exactly once per microbatch, on the rank its Placement says."""
+    """Every stage runs F and (B, or I and W) exactly once per microbatch, on the rank its Placement says.
+
+    Where a W is cut into parts, all of them are there.
+    """
     seen = _scan(schedule)
-    place = arrays(schedule.num_actions).call(incomplete_kernel, seen)
+    parts = schedule.problem.num_weight_parts
+    place = arrays(schedule.num_actions).call(incomplete_kernel, seen, parts)
     if place >= 0:
         stage, microbatch = divmod(int(place), schedule.num_microbatches)
-        have = [k.name for k in (Kind.F, Kind.B, Kind.I, Kind.W) if int(seen[place]) >> k & 1]
+        bits, ran = int(seen[place]) & 15, int(seen[place]) >> 4
+        if bits == _SPLIT:
+            raise ScheduleError(f"{stage}W{microbatch} is there {ran} of {parts} times: every W here has {parts} parts")
+        have = [k.name for k in (Kind.F, Kind.B, Kind.I, Kind.W) if bits >> k & 1]
         rule = "each stage and microbatch needs F and B, or F, I and W"
         found = f"only {' and '.join(have)}" if have else "nothing"
         raise ScheduleError(f"stage {stage}, microbatch {microbatch} has {found}: {rule}")
 
 
 def check_order(schedule: Schedule) -> None:
-    """What `lower` needs: every action in range, placed and there once."""
+    """What `lower` needs: every action in range, placed and there no more than once (a W: once per part)."""
     _scan(schedule)
 
 
 def _scan(schedule: Schedule) -> Ints:
-    """A bit per kind for each (stage, microbatch); raises at the first action out of range, misplaced or repeated."""
+    """For each (stage, microbatch) a bit per kind, and above them how often W ran.
+
+    Raises at the first action out of range, misplaced or repeated.
+    """
     problem, placement = schedule.problem, schedule.placement
     require_placement(placement, problem)
     if len(schedule.rows) != problem.num_ranks:
@@ -39,7 +51,7 @@ def _scan(schedule: Schedule) -> Ints:
     split = problem.num_microbatches if placement.split is None else placement.split
     at, fault = xp.call(
         scan_kernel, xp.ints(schedule.lines.codes), xp.list_ints(schedule.lines.offsets),
-        flat_tables(xp, placement), problem.num_stages, problem.num_microbatches, split, seen,
+        flat_tables(xp, placement), problem.num_stages, problem.num_microbatches, problem.num_weight_parts, split, seen,
     )  # fmt: skip
     if fault:
         _raise_scan_fault(schedule, int(at), int(fault))
@@ -58,6 +70,8 @@ def _raise_scan_fault(schedule: Schedule, at: int, fault: int) -> None:
         home = schedule.placement.rank_of(action.stage, action.microbatch)
         raise ScheduleError(f"{where} is on the wrong rank: the placement puts stage {action.stage}, "
                             f"microbatch {action.microbatch} on rank {home}")  # fmt: skip
+    if fault == 3 and action.kind is Kind.W and p.num_weight_parts > 1:
+        raise ScheduleError(f"{where} is one too many: every W here has {p.num_weight_parts} parts")
     if fault == 3:
         raise ScheduleError(f"{where} is there twice: every action runs exactly once")
     if fault == 4:
@@ -67,7 +81,7 @@ def _raise_scan_fault(schedule: Schedule, at: int, fault: int) -> None:
     raise ScheduleError(f"{where} opens an Overlap that is no pair: it joins an F and a B (or I), in that order")
 
 
-def scan_kernel(codes, offsets, tables, num_stages, num_microbatches, split, seen):  # type: ignore[no-untyped-def]
+def scan_kernel(codes, offsets, tables, num_stages, num_microbatches, parts, split, seen):  # type: ignore[no-untyped-def]
     """(index, fault) of the first bad action, or (-1, 0)."""
     for rank in range(len(offsets) - 1):
         joined = 0
@@ -90,7 +104,11 @@ def scan_kernel(codes, offsets, tables, num_stages, num_microbatches, split, see
                 return at, 2
             place = stage * num_microbatches + microbatch
             bits = seen[place]
-            if bits >> kind & 1:
+            if kind == 3:
+                if bits >> 4 == parts:
+                    return at, 3
+                bits += 16
+            elif bits >> kind & 1:
                 return at, 3
             if (kind == 1 and bits & 12) or (kind >= 2 and bits & 2):
                 return at, 4
@@ -98,9 +116,10 @@ def scan_kernel(codes, offsets, tables, num_stages, num_microbatches, split, see
     return -1, 0
 
 
-def incomplete_kernel(seen):  # type: ignore[no-untyped-def]
+def incomplete_kernel(seen, parts):  # type: ignore[no-untyped-def]
     """The first (stage, microbatch) that lacks an action, or -1."""
+    whole = 16 * parts + 0b1101
     for place in range(len(seen)):
-        if seen[place] != 0b0011 and seen[place] != 0b1101:  # F and B; F, I and W
+        if seen[place] != 0b0011 and seen[place] != whole:  # F and B; F, I and all of W
             return place
     return -1

@@ -1,6 +1,7 @@
 """torch.distributed.pipelining's CSV: one line per rank, one cell per step, empty cells ignored.
 
 Both of torch's forms are read: `compute_only`, and `compute_comms` with SEND, RECV, UNSHARD, RESHARD and REDUCE_GRAD.
+A W in n parts is n cells with the same text, which torch does not know.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import io
 import re
 from collections import Counter
 
-from zeropipe.core.action import COMM, Action, Overlap, Step, pack, parse_step
+from zeropipe.core.action import COMM, Action, Kind, Overlap, Step, pack, parse_step
 from zeropipe.core.placement import Placement, Problem, recognise, require_actions
 from zeropipe.core.schedule import Lines, Program, Schedule
 from zeropipe.errors import ScheduleError
@@ -71,16 +72,21 @@ def _read(text: str) -> list[list[Step]]:
 def _schedule(rows: list[list[Step]], name: str) -> Schedule:
     compute = [[step for step in row if isinstance(step, Overlap) or step.kind not in COMM] for row in rows]
     homes: dict[tuple[int, int], Counter[int]] = {}
+    weights: Counter[Action] = Counter()
     num_stages = num_microbatches = 0
     for rank, row in enumerate(compute):
         for step in row:
             for action in actions_of(step):
+                if action.kind is Kind.W:
+                    weights[action] += 1
                 homes.setdefault((action.stage, action.microbatch), Counter())[rank] += 1
                 num_stages = max(num_stages, action.stage + 1)
                 num_microbatches = max(num_microbatches, action.microbatch + 1)
     if not homes:
         raise ScheduleError("the CSV holds messages but no computation")
-    problem = Problem(len(rows), num_stages, num_microbatches)
+    # what most W have: one that is there once too often is a mistake
+    parts = Counter(weights.values()).most_common(1)[0][0] if weights else 1
+    problem = Problem(len(rows), num_stages, num_microbatches, parts)
     require_actions(problem, sum(counter.total() for counter in homes.values()))
     return Schedule.of(problem, infer_placement(problem, homes), compute, name)
 

@@ -33,6 +33,13 @@ def from_json(text: str) -> Schedule | Timeline:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:  # a number may be too long, a list too deep
         raise ScheduleError(f"not JSON: {error}") from None
+    return from_plain(data)
+
+
+def from_plain(data: Any) -> Schedule | Timeline:
+    """The Schedule or Timeline of what `plain` gave."""
+    if isinstance(data, dict) and "traceEvents" in data and "zeropipe" not in data:
+        raise ScheduleError("this trace holds several timelines, or is not zeropipe's: one timeline's can be read back")
     if not isinstance(data, dict) or "zeropipe" not in data:
         raise ScheduleError("this JSON is not zeropipe's: it has no field 'zeropipe' with the version")
     if data["zeropipe"] != VERSION:
@@ -55,13 +62,16 @@ def _schedule_data(schedule: Schedule) -> dict[str, Any]:
         "num_ranks": schedule.num_ranks,
         "num_stages": schedule.num_stages,
         "num_microbatches": schedule.num_microbatches,
+        "num_weight_parts": schedule.problem.num_weight_parts,
         "placement": {"name": placement.name, "copies": placement.copies, "split": placement.split},
         "rows": [" ".join(map(str, row)) for row in schedule.rows],
     }
 
 
 def _schedule(data: dict[str, Any]) -> Schedule:
-    problem = Problem(*(_count(data, field) for field in ("num_ranks", "num_stages", "num_microbatches")))
+    sizes = {"num_weight_parts": 1, **data}  # files of before it was there have whole W
+    fields = ("num_ranks", "num_stages", "num_microbatches", "num_weight_parts")
+    problem = Problem(*(_count(sizes, field) for field in fields))
     given = Placement(tuple(map(tuple, data["placement"]["copies"])), data["placement"]["split"])
     require_placement(given, problem)
     rows = data["rows"]
@@ -109,7 +119,7 @@ def _timeline(data: dict[str, Any]) -> Timeline:
         _column(schedule, data["start"]),
         _column(schedule, data["end"]),
         Memory(_column(schedule, memory["during"]), _column(schedule, memory["after"])) if memory else None,
-        None if limit is None else float(limit),
+        None if limit is None else _limit(limit),
         str(data["unit"]),
         str(data["memory_unit"]),
         str(data["label"]),
@@ -126,6 +136,12 @@ def _timeline(data: dict[str, Any]) -> Timeline:
                 )
             before = start
     return timeline
+
+
+def _limit(value: Any) -> float:
+    if not isfinite(float(value)):
+        raise ScheduleError(f"memory_limit is {value!r}: a finite number is needed, or null")
+    return float(value)
 
 
 def _column(schedule: Schedule, values: list[float]) -> bytes:

@@ -2,7 +2,7 @@
 
     F of a stage         needs F of the stage before
     B or I of a stage    needs F of the same stage, and B or I of the stage after
-    W of a stage         needs I of the same stage
+    W of a stage         needs I of the same stage (its parts do not need each other)
 
 Two results matter to others: "forward done" and "backward done" of a stage and microbatch. Each has a number, its key:
 2 (stage num_microbatches + microbatch), backward one more. `link` writes for every action of a schedule which keys it

@@ -15,6 +15,7 @@ class Problem:
     num_ranks: int
     num_stages: int
     num_microbatches: int
+    num_weight_parts: int = 1  # every W is that many actions, each an equal part of its work
 
     @property
     def stages_per_rank(self) -> int:
@@ -110,6 +111,8 @@ def require_placement(placement: Placement, problem: Problem) -> None:
 
 def require_actions(problem: Problem, num_actions: int) -> None:
     """ScheduleError for a file with far too few actions, before tables of the size it claims are made."""
+    if problem.num_weight_parts > num_actions:
+        raise ScheduleError(f"num_weight_parts is {problem.num_weight_parts}: there are only {num_actions} actions")
     if problem.num_stages * problem.num_microbatches > num_actions:
         raise ScheduleError(
             f"there are fewer actions than {problem.num_stages} stages times {problem.num_microbatches} microbatches: "

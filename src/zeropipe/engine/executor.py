@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -62,6 +63,8 @@ class Executor:
         self._rank, self._outgoing, self._train = rank, outgoing, train
         self._device, self._splitter, self._dynamic, self._watchers = device, splitter, dynamic, watchers
         self._last = program.schedule.num_stages - 1
+        self._num_parts = program.schedule.problem.num_weight_parts
+        self._parts: Counter[tuple[int, int]] = Counter()  # of a W: how many have a call
         self._placement = program.schedule.placement
         row = program.rows[rank]
         picks = {stage: picker(module, stage) for stage, module in stages.items()}
@@ -183,7 +186,12 @@ class Executor:
         if action.kind is Kind.I:
             way = self._torch_gradients if isinstance(self._splitter, AutogradSplit) else self._input_gradients
             return partial(way, cell)
-        return partial(self._splitter.flush, cell.stage, cell.microbatch)
+        part = self._parts[cell.stage, cell.microbatch]
+        self._parts[cell.stage, cell.microbatch] += 1
+        if isinstance(self._splitter, WeightStore):
+            return partial(self._splitter.flush, cell.stage, cell.microbatch, part, self._num_parts)
+        # torch's way has one W: it is done with the first part
+        return partial(self._splitter.flush, cell.stage, cell.microbatch) if part == 0 else _nothing
 
     def _watched(self, call: Call, actions: Sequence[Action], cells: Sequence[Cell]) -> Call:
         for watcher in self._watchers:
@@ -300,7 +308,7 @@ class Executor:
 
 
 def _nothing() -> None:
-    """A W whose work was done in I."""
+    """A W whose work is done elsewhere: in I, or in its first part."""
 
 
 def actions_of(row: Sequence[Step]) -> list[Action]:

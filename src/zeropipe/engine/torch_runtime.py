@@ -39,6 +39,8 @@ def torch_runtime(
 
     if len(schedule.placement.copies) > 1:
         raise ConfigError(f"{schedule.name} keeps two copies of each stage: torch's runtime knows only one")
+    if schedule.problem.num_weight_parts > 1:
+        raise ConfigError(f"the W of {schedule.name} are in parts: torch's runtime knows only whole ones")
     runtime = _PipelineScheduleRuntime(
         [
             PipelineStage(module, stage, schedule.num_stages, torch.device(device), group=group)

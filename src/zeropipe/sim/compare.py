@@ -7,9 +7,17 @@ from collections.abc import Iterable
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Timeline
 from zeropipe.sim.costs import Costs
+from zeropipe.sim.fill import fill_gaps
 from zeropipe.sim.simulate import simulate
 
 
-def compare(schedules: Iterable[Schedule], costs: Costs) -> list[Timeline]:
-    """Simulate each with `costs` given per rank, so that every schedule does the same work however it is cut."""
-    return [simulate(schedule, costs.regrouped(schedule.problem)) for schedule in schedules]
+def compare(schedules: Iterable[Schedule], costs: Costs, *, weight_parts: int | None = None) -> list[Timeline]:
+    """Simulate each with `costs` given per rank, so that every schedule does the same work however it is cut.
+
+    With `weight_parts`, each is first handed to `fill_gaps`.
+    """
+    timelines = []
+    for schedule in schedules:
+        own = costs.regrouped(schedule.problem)
+        timelines.append(simulate(fill_gaps(schedule, own, parts=weight_parts) if weight_parts else schedule, own))
+    return timelines

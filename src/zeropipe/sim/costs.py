@@ -155,8 +155,8 @@ def costs_from(data: Mapping[str, Any], where: str = "costs") -> Costs:
     return Costs(**values)
 
 
-def load_costs(path: str) -> Costs:
-    """Costs from a .toml or .json file."""
+def read_costs(path: str) -> dict[str, Any]:
+    """The table of a .toml or .json file."""
     import json
     import tomllib
     from pathlib import Path
@@ -172,7 +172,7 @@ def load_costs(path: str) -> Costs:
         raise ConfigError(f"{path} is not {'JSON' if path.endswith('.json') else 'TOML'}: {error}") from None
     if not isinstance(data, dict):
         raise ConfigError(f"{path} holds no table of costs: write fields like f = 1.0")
-    return costs_from(data, path)
+    return data
 
 
 def _plus(a: list[float], b: list[float]) -> list[float]:

@@ -8,8 +8,10 @@ from typing import NamedTuple
 
 from zeropipe.core.action import Kind
 from zeropipe.core.explain import idle, reasons
+from zeropipe.core.json import from_plain
 from zeropipe.core.timeline import Span, Timeline
-from zeropipe.sim.costs import Costs
+from zeropipe.errors import ConfigError
+from zeropipe.sim.costs import Costs, costs_from, read_costs
 
 
 class Residual(NamedTuple):
@@ -20,6 +22,17 @@ class Residual(NamedTuple):
     measured: float  # mean duration
     predicted: float
     late: float  # mean of measured start - predicted start
+
+
+def load_costs(path: str) -> Costs:
+    """Costs from a .toml or .json file, or from a recorded timeline in zeropipe's JSON."""
+    data = read_costs(path)
+    if "zeropipe" not in data:
+        return costs_from(data, path)
+    found = from_plain(data)
+    if not isinstance(found, Timeline):
+        raise ConfigError(f"{path} is a schedule without times: give a costs file, or a timeline of a run")
+    return fit(found)
 
 
 def fit(timeline: Timeline) -> Costs:
@@ -39,6 +52,7 @@ def fit(timeline: Timeline) -> Costs:
         [time + overhead for time in _column(kind, singles, steps, num_stages)]
         for kind in (Kind.F, Kind.B, Kind.I, Kind.W)
     )
+    w = [time * timeline.schedule.problem.num_weight_parts for time in w]
     seen = {span.action.kind for step in steps for span in step}
     if Kind.I not in seen:
         i = w = [time / 2 for time in b]  # a guess, for schedules that split what this one does not

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from zeropipe.core.complete import check_complete
 from zeropipe.core.deadlock import deadlock
-from zeropipe.core.jit import Arrays, Floats, Ints
-from zeropipe.core.needs import link, number_edges
+from zeropipe.core.needs import link
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Memory, Timeline
 from zeropipe.sim.costs import Costs
+from zeropipe.sim.tables import tables_of
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
@@ -21,23 +21,16 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     links = link(schedule)
     xp = links.arrays
     size, num_stages = schedule.num_actions, schedule.num_stages
-    durations = [x for name in ("f", "b", "i", "w") for x in costs.column(name, num_stages)]
-    saving = [
-        f + b - both
-        for f, b, both in zip(*(costs.column(name, num_stages) for name in ("f", "b", "overlap")), strict=True)
-    ]
-    transfer, edge, num_edges = _messages(xp, schedule, costs)
-    split = schedule.num_microbatches if schedule.placement.split is None else schedule.placement.split
+    tables = tables_of(xp, schedule, costs)
     start, end, during, after = (xp.full_floats(size) for _ in range(4))
     ended, arrived = xp.full_floats(links.num_keys, -1.0), xp.full_floats(links.num_keys, -1.0)
     waiter = xp.full_ints(links.num_keys, -1)
     position, stack = xp.list_ints(schedule.lines.offsets[:-1]), xp.full_ints(schedule.num_ranks)
     finished = xp.call(
-        simulate_kernel, links.codes, links.offsets, links.remote, links.own, links.makes, links.to, num_stages, split,
-        xp.list_floats(durations), xp.list_floats(saving), transfer, edge, xp.full_floats(num_edges),
+        simulate_kernel, links.codes, links.offsets, links.remote, links.own, links.makes, links.to, num_stages,
+        tables.split, tables.durations, tables.saving, tables.transfer, tables.edge, xp.full_floats(tables.num_edges),
         costs.blocking, costs.serial_links,
-        xp.list_floats(costs.column("activation", num_stages)), xp.list_floats(costs.column("stash", num_stages)),
-        xp.list_floats(_constant_memory(schedule, costs)), xp.full_floats(schedule.num_ranks),
+        tables.activation, tables.stash, tables.parts, tables.constant, xp.full_floats(schedule.num_ranks),
         ended, arrived, waiter, position, stack, start, end, during, after,
     )  # fmt: skip
     if not finished:
@@ -54,35 +47,9 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     )
 
 
-def _constant_memory(schedule: Schedule, costs: Costs) -> list[float]:
-    """Weights, gradients and optimizer state of each rank."""
-    levels = [0.0] * schedule.num_ranks
-    for weight, ranks in zip(costs.column("weights", schedule.num_stages), zip(*schedule.placement.copies)):
-        for rank in set(ranks):  # where both copies of a stage are on one rank, it has the weights once
-            levels[rank] += weight
-    return levels
-
-
-def _messages(xp: Arrays, schedule: Schedule, costs: Costs) -> tuple[Floats, Ints, int]:
-    """Seconds and edge number of each message, and the number of edges."""
-    size = costs.column("message", schedule.num_stages)
-    numbers, edges = number_edges(schedule.placement)
-    links = [costs.link(*edge) for edge in edges]
-    seconds = []
-    for place, edge in enumerate(numbers):
-        if edge < 0:
-            seconds.append(0.0)
-            continue
-        link = links[edge]
-        # the gradient going back over a boundary is as large as the activation that crossed it
-        boundary = place // 2 % schedule.num_stages - place % 2
-        seconds.append(link.p2p + (size[boundary] / link.bandwidth if link.bandwidth else 0.0))
-    return xp.list_floats(seconds), xp.list_ints(numbers), len(edges)
-
-
 def simulate_kernel(  # type: ignore[no-untyped-def]
     codes, offsets, remote, own, makes, to, num_stages, split, durations, saving, transfer, edge, link_free,
-    blocking, serial_links, activation, stash, level, clock,
+    blocking, serial_links, activation, stash, parts, level, clock,
     ended, arrived, waiter, position, stack, start, end, during, after,
 ):  # fmt: skip
     """Run every rank as far as it goes, in its own order; True if all reach their end.
@@ -147,7 +114,7 @@ def simulate_kernel(  # type: ignore[no-untyped-def]
                 elif kind == 2:
                     memory -= activation[stage] - stash[stage]
                 elif kind == 3:
-                    memory -= stash[stage]
+                    memory -= stash[stage] / parts
                 made = makes[step]
                 if made < 0:
                     continue

@@ -1,0 +1,67 @@
+"""A schedule's costs as the flat tables that kernels read."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from zeropipe.core.jit import Arrays, Floats, Ints
+from zeropipe.core.needs import number_edges
+from zeropipe.core.schedule import Schedule
+from zeropipe.sim.costs import Costs
+
+
+class Tables(NamedTuple):
+    """Times by kind and stage, messages by place (see `number_edges`), memory by stage and rank."""
+
+    durations: Floats  # at kind num_stages + stage; of a W: of one part
+    saving: Floats  # what an Overlap of a stage's F and B saves
+    transfer: Floats
+    edge: Ints
+    num_edges: int
+    activation: Floats
+    stash: Floats
+    constant: Floats
+    parts: int  # of a W
+    split: int  # the first microbatch of the placement's second copy
+
+
+def tables_of(xp: Arrays, schedule: Schedule, costs: Costs) -> Tables:
+    """The tables of `schedule` under `costs`."""
+    parts = schedule.problem.num_weight_parts
+    f, b, i, w, overlap, activation, stash = (
+        costs.column(name, schedule.num_stages) for name in ("f", "b", "i", "w", "overlap", "activation", "stash")
+    )
+    transfer, edge, num_edges = _messages(xp, schedule, costs)
+    return Tables(
+        xp.list_floats([*f, *b, *i, *(time / parts for time in w)]),
+        xp.list_floats([one + other - both for one, other, both in zip(f, b, overlap, strict=True)]),
+        transfer, edge, num_edges,
+        xp.list_floats(activation), xp.list_floats(stash), xp.list_floats(_constant_memory(schedule, costs)),
+        parts, schedule.num_microbatches if schedule.placement.split is None else schedule.placement.split,
+    )  # fmt: skip
+
+
+def _constant_memory(schedule: Schedule, costs: Costs) -> list[float]:
+    """Weights, gradients and optimizer state of each rank."""
+    levels = [0.0] * schedule.num_ranks
+    for weight, ranks in zip(costs.column("weights", schedule.num_stages), zip(*schedule.placement.copies)):
+        for rank in set(ranks):  # where both copies of a stage are on one rank, it has the weights once
+            levels[rank] += weight
+    return levels
+
+
+def _messages(xp: Arrays, schedule: Schedule, costs: Costs) -> tuple[Floats, Ints, int]:
+    """Seconds and edge number of each message, and the number of edges."""
+    size = costs.column("message", schedule.num_stages)
+    numbers, edges = number_edges(schedule.placement)
+    links = [costs.link(*edge) for edge in edges]
+    seconds = []
+    for place, edge in enumerate(numbers):
+        if edge < 0:
+            seconds.append(0.0)
+            continue
+        link = links[edge]
+        # the gradient going back over a boundary is as large as the activation that crossed it
+        boundary = place // 2 % schedule.num_stages - place % 2
+        seconds.append(link.p2p + (size[boundary] / link.bandwidth if link.bandwidth else 0.0))
+    return xp.list_floats(seconds), xp.list_ints(numbers), len(edges)

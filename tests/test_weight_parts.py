@@ -1,0 +1,154 @@
+"""A W in several parts: what the checker, the texts, the simulator and `fill_gaps` make of it."""
+
+import json
+from collections import Counter
+
+import pytest
+from naive import naive_simulate
+
+import zeropipe as zp
+from zeropipe.core import jit
+from zeropipe.core.action import Action, Kind
+from zeropipe.errors import ConfigError, ScheduleError
+from zeropipe.schedules.registry import entries
+from zeropipe.sim.compare import compare
+from zeropipe.sim.fill import cut_weights
+from zeropipe.sim.fit import fit, load_costs
+
+SPLIT = [entry.name for entry in entries() if entry.splits_backward]
+COSTS = [
+    zp.Costs(),
+    zp.Costs(f=1, i=1.2, w=0.7, p2p=0.05, stash=0.5),
+    zp.Costs(f=18, i=18, w=14, p2p=0.6, stash=0.4),
+    zp.Costs(f=1, i=2, w=3, p2p=0.3, blocking=True, serial_links=True),
+    zp.Costs(f=1, i=1, w=0, activation=1, stash=1.5),
+]
+TWO_RANKS = "0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1I0,1W0,1F1,1I1,1W1\n"
+
+
+def without_weights(schedule):
+    return [
+        [step for step in row if not (isinstance(step, Action) and step.kind is Kind.W)] for row in schedule.rows
+    ]  # fmt: skip
+
+
+def test_half_a_w_runs_where_a_whole_one_has_no_room():
+    """Rank 1 waits half a unit for 1F1, and has no memory for 1F1 beside a whole W that waits."""
+    schedule = zp.from_csv(TWO_RANKS)
+    costs = zp.Costs(f=[2, 1], i=[1.5, 0.5], w=[0.25, 1], activation=[0.5, 1], memory_limit=1.5)
+    whole, halves = (zp.fill_gaps(schedule, costs, parts=parts) for parts in (1, 2))
+    assert whole == schedule
+    assert str(halves).splitlines() == [
+        "0F0 0F1 0I0 0I1 0W0 0W0 0W1 0W1",
+        "1F0 1I0 1W0 1F1 1I1 1W0 1W1 1W1",
+    ]
+    assert [zp.simulate(s, costs).makespan for s in (schedule, halves)] == [7.75, 7.5]
+    assert zp.simulate(halves, costs).peak_memory == (1.0, 1.5)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 5])
+@pytest.mark.parametrize("costs", COSTS, ids=range(len(COSTS)))
+@pytest.mark.parametrize("name", SPLIT)
+def test_filled_schedules_are_right_and_never_longer_or_larger(name, costs, parts):
+    schedule = zp.build(name, ranks=4, microbatches=10)
+    filled = zp.fill_gaps(schedule, costs, parts=parts)
+    zp.check(filled)
+    assert without_weights(filled) == without_weights(schedule)
+    before, after = zp.simulate(schedule, costs), zp.simulate(filled, costs)
+    assert after.makespan <= before.makespan * (1 + 1e-9)
+    assert all(new <= old * (1 + 1e-9) for new, old in zip(after.peak_memory, before.peak_memory, strict=True))
+    assert sum(after.busy) == pytest.approx(sum(before.busy))
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "v-half"])
+def test_memory_buys_time(name):
+    """The more a rank may keep, the later a W may run; the limit itself holds."""
+    schedule = zp.build(name, ranks=4, microbatches=12)
+    costs = zp.Costs(f=1, i=1.2, w=0.7, p2p=0.05, stash=0.5)
+    tight = zp.simulate(schedule, costs)
+    limit = 1.5 * max(tight.peak_memory)
+    roomy = zp.Costs(f=1, i=1.2, w=0.7, p2p=0.05, stash=0.5, memory_limit=limit)
+    filled = zp.simulate(zp.fill_gaps(schedule, roomy), roomy)
+    assert filled.makespan < 0.98 * tight.makespan
+    assert max(tight.peak_memory) < max(filled.peak_memory) <= limit * (1 + 1e-9)
+
+
+def test_simulated_as_the_obvious_rules_say():
+    schedule = zp.fill_gaps(zp.build("zbv", ranks=3, microbatches=7), COSTS[1], parts=3)
+    price = {Kind.F: 1, Kind.I: 1.2, Kind.W: 0.7 / 3}
+    times = naive_simulate(schedule, lambda actions: sum(price[a.kind] for a in actions), lambda *_: 0.05)
+    timeline = zp.simulate(schedule, COSTS[1])
+    for rank in range(3):
+        last = {span.action: (span.start, span.end) for span in timeline.spans(rank)}  # of a W: its last part
+        for action, (start, end) in last.items():
+            assert times[action] == pytest.approx((start, end))
+    assert fit(timeline).column("w", 6) == pytest.approx([0.7] * 6)
+
+
+def test_compiled_kernels_give_the_same(monkeypatch):
+    pytest.importorskip("numba")
+    schedule = zp.build("v-half", ranks=3, microbatches=7)
+    plain = zp.fill_gaps(schedule, COSTS[1], parts=3)
+    monkeypatch.setattr(jit, "JIT_FROM", 0)
+    assert zp.fill_gaps(schedule, COSTS[1], parts=3) == plain
+
+
+def test_text_keeps_the_parts():
+    schedule = zp.fill_gaps(zp.build("zbv", ranks=2, microbatches=4), COSTS[1], parts=3)
+    assert schedule.problem.num_weight_parts == 3
+    assert zp.from_csv(zp.to_csv(schedule)) == schedule
+    assert zp.from_json(zp.to_json(schedule)) == schedule
+    program = zp.lower(schedule)
+    assert Counter(str(program).split())["1W2"] == 3
+    zp.check(program)
+
+
+def test_a_file_of_before_has_whole_weights():
+    schedule = zp.build("zb-h1", ranks=2, microbatches=2)
+    data = json.loads(zp.to_json(schedule))
+    del data["num_weight_parts"]
+    assert zp.from_json(json.dumps(data)) == schedule
+
+
+def test_one_w_too_many_is_a_mistake_and_no_part():
+    with pytest.raises(ScheduleError, match="rank 1, step 6: 1W1 is there twice: every action runs exactly once"):
+        zp.check(zp.from_csv(TWO_RANKS.replace("1W1", "1W1,1W1")))
+
+
+def test_parts_are_all_there():
+    schedule = cut_weights(zp.from_csv(TWO_RANKS), 3)
+    rows = [list(row) for row in schedule.rows]
+    rows[0].remove(Action(0, Kind.W, 1))
+    with pytest.raises(ScheduleError, match="0W1 is there 2 of 3 times: every W here has 3 parts"):
+        zp.check(zp.Schedule.of(schedule.problem, schedule.placement, rows))
+    rows[0] += [Action(0, Kind.W, 1)] * 2
+    with pytest.raises(ScheduleError, match="rank 0, step 10: 0W1 is one too many: every W here has 3 parts"):
+        zp.check(zp.Schedule.of(schedule.problem, schedule.placement, rows))
+
+
+def test_bad_numbers():
+    schedule = zp.build("zb-h1", ranks=2, microbatches=2)
+    for parts in (0, 65, 1.5, True):
+        with pytest.raises(ConfigError, match="a W is cut into 1 to 64 parts"):
+            zp.fill_gaps(schedule, parts=parts)
+    with pytest.raises(ConfigError, match="zb-h1 are in 2 parts already"):
+        zp.fill_gaps(zp.fill_gaps(schedule, parts=2))
+    data = json.loads(zp.to_json(schedule)) | {"num_weight_parts": 10**30}
+    with pytest.raises(ScheduleError, match="num_weight_parts is 1000"):
+        zp.from_json(json.dumps(data))
+
+
+def test_a_schedule_without_w_stays_as_it_is():
+    schedule = zp.build("1f1b", ranks=2, microbatches=2)
+    assert zp.fill_gaps(schedule) == schedule
+    assert compare([schedule], zp.Costs(), weight_parts=4)[0].schedule == schedule
+
+
+def test_costs_of_a_recorded_timeline(tmp_path):
+    timeline = zp.simulate(zp.build("zbv", ranks=2, microbatches=4), zp.Costs(f=3, i=4, w=2))
+    path = tmp_path / "recorded.json"
+    path.write_text(zp.to_json(timeline))
+    assert load_costs(str(path)).column("i", 4) == pytest.approx([4] * 4)
+    path.write_text(zp.to_json(timeline.schedule))
+    with pytest.raises(ConfigError, match="a schedule without times"):
+        load_costs(str(path))
