@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 @click.option("--dry-run", is_flag=True, help="Print layers, placement and messages; start nothing.")
 @click.option(
     "--timeout",
-    type=click.FloatRange(0, min_open=True),
+    type=opt.Finite(0, min_open=True),
     default=600.0,
     show_default=True,
     help="Seconds until a silent run is stopped.",

@@ -9,6 +9,7 @@ import click
 
 from zeropipe.cli import options as opt
 from zeropipe.cli import output
+from zeropipe.cli.progress import progress
 from zeropipe.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -64,7 +65,9 @@ def show(
     from zeropipe.core.json import to_json
     from zeropipe.viz import draw as picture
 
-    timeline = _timeline(schedule, (ranks, microbatches, stages_per_rank, knobs), weight_parts, costs)
+    with progress(1) as begin:
+        begin(f"simulating {schedule}")
+        timeline = _timeline(schedule, (ranks, microbatches, stages_per_rank, knobs), weight_parts, costs)
     if as_json:
         print(to_json(timeline))
     else:
@@ -78,7 +81,7 @@ def show(
 )
 @opt.size_options
 @click.option("--comms", is_flag=True, help="With .csv: add SEND and RECV (torch's compute_comms form).")
-@click.option("--width", type=click.FloatRange(100, 10000), help="Points of an .svg, .png or .pdf (72 to the inch).")
+@click.option("--width", type=opt.Finite(100, 10000), help="Points of an .svg, .png or .pdf (72 to the inch).")
 @click.option(
     "--theme",
     type=click.Choice(["light", "dark"]),
@@ -109,17 +112,22 @@ def draw(
 
     wished = {"width": width, "theme": theme, "labels": labels}
     looks = {name: value for name, value in wished.items() if value is not None}
-    if out.endswith(".csv"):
-        if looks:
-            raise ConfigError(f"--{next(iter(looks))} is for pictures: {out} is text")
-        built = opt.schedule_of(schedule, ranks, microbatches, stages_per_rank, knobs)
-        built = opt.fill(built, opt.costs_of(**costs), weight_parts)
-        _write(out, to_csv(lower(built) if comms else built))
-    elif comms:
+    is_text = out.endswith(".csv")
+    if is_text and looks:
+        raise ConfigError(f"--{next(iter(looks))} is for pictures: {out} is text")
+    if comms and not is_text:
         raise ConfigError(f"--comms is for .csv files: leave it out for {out}")
-    else:
-        timeline = _timeline(schedule, (ranks, microbatches, stages_per_rank, knobs), weight_parts, costs)
-        picture(timeline, out, **looks)
+    sizes = (ranks, microbatches, stages_per_rank, knobs)
+    with progress(2) as begin:
+        begin(f"building {schedule}")
+        if is_text:
+            built = opt.fill(opt.schedule_of(schedule, *sizes), opt.costs_of(**costs), weight_parts)
+            begin(f"writing {out}")
+            _write(out, to_csv(lower(built) if comms else built))
+        else:
+            timeline = _timeline(schedule, sizes, weight_parts, costs)
+            begin(f"drawing {out}")
+            picture(timeline, out, **looks)
     if as_json:
         output.print_json({"file": out, "bytes": Path(out).stat().st_size})
     else:

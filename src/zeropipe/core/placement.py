@@ -46,11 +46,6 @@ class Placement:
         """The stages held by `rank` (of all copies), in order, each once."""
         return tuple(sorted({s for table in self.copies for s, r in enumerate(table) if r == rank}))
 
-    @property
-    def is_vee(self) -> bool:
-        """Whether first and last stage share a rank in every copy (then tied embeddings cost nothing)."""
-        return all(table[0] == table[-1] for table in self.copies)
-
 
 PlacementRule = Callable[[Problem], Placement]
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Product:
     """One deferred weight gradient: the input and output gradient of one use of one weight."""
 
@@ -30,12 +30,12 @@ class Product:
     def run(self) -> None:
         """Add this product to the parameter's gradient."""
         left, right = (self.x, self.dy) if self.transposed else (self.dy, self.x)
-        left, right = left.reshape(-1, left.shape[-1]), right.reshape(-1, right.shape[-1])
-        with torch.no_grad():
-            if self.offsets is None:
-                accumulate(self.parameter, left, right)
-            else:
-                accumulate_grouped(self.parameter, left, right, self.offsets)
+        if left.dim() != 2:
+            left, right = left.reshape(-1, left.shape[-1]), right.reshape(-1, right.shape[-1])
+        if self.offsets is None:
+            accumulate(self.parameter, left, right)
+        else:
+            accumulate_grouped(self.parameter, left, right, self.offsets)
 
 
 def accumulate(parameter: nn.Parameter, left: Tensor, right: Tensor) -> None:

@@ -20,7 +20,8 @@ _collecting: list[Product] | None = None
 def put(product: Product) -> None:
     """Called by every deferred layer's backward: keep the product for W, or run it now if nobody collects (B)."""
     if _collecting is None:
-        product.run()
+        with torch.no_grad():
+            product.run()
     else:
         _collecting.append(product)
 
@@ -61,8 +62,9 @@ class WeightStore:
 
         With `parts`, only piece number `part` of that many pieces of about equal work.
         """
-        for product in self._take((stage, microbatch), part, parts):
-            product.run()
+        with torch.no_grad():
+            for product in self._take((stage, microbatch), part, parts):
+                product.run()
 
     def alive(self, stage: int | None = None) -> int:
         """Bytes kept between I and W, of one stage or of all; memory shared by several products counts once."""
@@ -110,6 +112,8 @@ def _drain(products: list[Product]) -> Iterator[Product]:
 
 def cut(products: list[Product], parts: int) -> dict[int, list[Product]]:
     """Split into `parts` runs of about equal work, in order; some may be empty."""
+    if parts == 1:
+        return {0: products}
     pieces: dict[int, list[Product]] = {part: [] for part in range(parts)}
     total, done = sum(p.flops for p in products) or 1, 0
     for product in products:
