@@ -70,10 +70,18 @@ def check_step(model, stages, batches, rtol=1e-6):
     assert_same_gradients(stages, model, rtol)
 
 
+# A mode of Qwen3 with inductor takes as long as a mode of Llama and shows little more: in `make test-full`.
+PRODUCT = [
+    pytest.param(family, backend, ac, marks=pytest.mark.full if rare else ())
+    for family in ("llama", "qwen3")
+    for backend in ("eager", "inductor")
+    for ac in AC_MODES
+    for rare in [(family, backend) == ("qwen3", "inductor") and ac != "none"]
+]
+
+
 @pytest.mark.filterwarnings("ignore:memory_budget")
-@pytest.mark.parametrize("ac", AC_MODES)
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize(("family", "backend", "ac"), PRODUCT)
 def test_gradients_equal_the_plain_model(family, backend, ac):
     model, batches = tiny(family), microbatches((9, 9))
     prepare = {"compile": backend == "inductor", "ac": ac}
@@ -262,7 +270,8 @@ def test_the_compiled_stash_is_the_eager_stash():
         store = WeightStore()
         with store.collect(0, 0):
             lm_loss(stage(**stage.pick(batch)), batch).backward()
-        found.append((sorted((tuple(p.x.shape), tuple(p.dy.shape)) for p in store.products()), store.alive()))
+        sizes = sorted((p.x.numel(), p.x.shape[-1], p.dy.numel(), p.dy.shape[-1]) for p in store.products())
+        found.append((sizes, store.alive()))
     assert found[0] == found[1]
 
 
