@@ -4,8 +4,10 @@
     python bench/step.py --ranks 2 --microbatches 4 --repeats 2
 
 One thread per rank. All contenders live in the same processes and take turns, so that a slow moment of the machine
-hits all of them. Peak memory is taken in a separate round, as the growth of the resident set over the step plus the
-buffers a runtime keeps between steps. The simulated time uses the costs of the contender's own recorded step.
+hits all of them; a ratio is the median over the rounds of the two times of one round. CPU time is that of all ranks
+together: what a runtime computes and does around it, without the bubbles. Peak memory is taken in a separate round, as
+the growth of the resident set over the step plus the buffers a runtime keeps between steps. The simulated time uses the
+costs of the contender's own recorded step, the shortest of five: the one the machine disturbed least.
 """
 
 from __future__ import annotations
@@ -33,7 +35,11 @@ from zeropipe.errors import EngineError
 OURS = ("1f1b", "interleaved", "zbv", "dualpipev")
 TORCH = ("Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble")
 SAME = {"1f1b": "Schedule1F1B", "interleaved": "ScheduleInterleaved1F1B", "zbv": "ScheduleZBVZeroBubble"}
-SHOWN = ("seconds", "over_fastest_torch", "over_same", "best", "best_over_best_torch", "simulated_over_recorded")
+COLUMNS = {
+    "seconds": "s", "over_fastest_torch": "/torch", "over_same": "/same", "best": "best", "cpu": "cpu s",
+    "cpu_over_same": "/same", "simulated_over_recorded": "sim/rec",
+}  # fmt: skip
+RECORDINGS = 5
 M_MMAP_THRESHOLD = -3
 
 
@@ -109,9 +115,12 @@ class Ours:
 
     def recorded(self) -> zp.Timeline:
         self.engine.record = True
-        self.step()
+        timelines = []
+        for _ in range(RECORDINGS):
+            self.step()
+            timelines.append(self.engine.timeline())
         self.engine.record = False
-        return self.engine.timeline()
+        return min(timelines, key=lambda timeline: timeline.makespan)
 
     def zero(self) -> None:
         for parameter in self.engine.parameters():
@@ -223,17 +232,20 @@ def contest(size: Size, torchs: list[str]) -> dict[str, Any]:
     contenders |= {name: Torchs(name, size) for name in torchs}
     pin()
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    cpu: dict[str, list[float]] = {name: [] for name in contenders}
     losses: dict[str, float] = {}
     for repeat in range(size.repeats + 1):
         for name, contender in contenders.items():
             contender.zero()
             gc.collect()
             dist.barrier()
-            begin = time.perf_counter()
+            begin, spent = time.perf_counter(), time.process_time()
             losses[name] = contender.step()
+            spent = time.process_time() - spent
             dist.barrier()
             if repeat > 0:  # the first round warms up
                 seconds[name].append(time.perf_counter() - begin)
+                cpu[name].append(spent)
             if dist.get_rank() == 0:
                 print(f"{name:32} {time.perf_counter() - begin:.3f} s", file=sys.stderr, flush=True)
     predictions = {}
@@ -257,7 +269,7 @@ def contest(size: Size, torchs: list[str]) -> dict[str, Any]:
             other.zero()
         dist.barrier()
         memory[name] = step_memory(contender)
-    return {"seconds": seconds, "losses": losses, "memory": memory, "predictions": predictions}
+    return {"seconds": seconds, "cpu": cpu, "losses": losses, "memory": memory, "predictions": predictions}
 
 
 def main() -> None:
@@ -286,35 +298,33 @@ def main() -> None:
     report(size, parts, refused, given.out)
 
 
+def ratio(times: dict[str, list[float]], ours: str, other: str) -> float | None:
+    """The median over the rounds of one contender's time over another's in the same round."""
+    return statistics.median(a / b for a, b in zip(times[ours], times[other])) if other in times else None
+
+
 def report(size: Size, parts: list[dict[str, Any]], refused: dict[str, str], out: Path | None) -> None:
     """The table, and the same as JSON."""
+    seconds: dict[str, list[float]] = parts[0]["seconds"]
+    cpu = {name: [sum(times) for times in zip(*(part["cpu"][name] for part in parts))] for name in seconds}
+    fastest = min((name for name in seconds if name in TORCH), key=lambda name: statistics.median(seconds[name]))
     rows: dict[str, dict[str, Any]] = {}
-    for name, times in parts[0]["seconds"].items():
+    for name in seconds:
+        same = SAME.get(name, "")
         rows[name] = {
-            "seconds": statistics.median(times), "best": min(times),
+            "seconds": statistics.median(seconds[name]), "best": min(seconds[name]),
+            "cpu": statistics.median(cpu[name]),
+            "over_fastest_torch": ratio(seconds, name, fastest), "over_same": ratio(seconds, name, same),
+            "cpu_over_same": ratio(cpu, name, same),
             "memory": max(part["memory"][name] for part in parts),
             "loss": max(part["losses"][name] for part in parts), **parts[0]["predictions"].get(name, {}),
         }  # fmt: skip
-    fastest = min(row["seconds"] for name, row in rows.items() if name in TORCH)
-    best = min(row["best"] for name, row in rows.items() if name in TORCH)
     print(f"torch {torch.__version__}, {size.ranks} ranks, {size.microbatches} microbatches, {size.blocks} blocks of "
-          f"width {size.width}, {size.tokens} tokens, median of {size.repeats}")  # fmt: skip
-    heads = ("s", "/torch", "/same", "best", "/torch", "sim/rec", "MiB", "loss")
-    print(f"{'schedule':32}" + "".join(f"{head:>9}" for head in heads))
+          f"width {size.width}, {size.tokens} tokens, {size.repeats} rounds; torch's fastest is {fastest}")  # fmt: skip
+    print(f"{'schedule':32}" + "".join(f"{head:>9}" for head in (*COLUMNS.values(), "MiB", "loss")))
     for name, row in rows.items():
-        same = rows.get(SAME.get(name, ""))
-        row["over_fastest_torch"], row["best_over_best_torch"] = row["seconds"] / fastest, row["best"] / best
-        row["over_same"] = row["seconds"] / same["seconds"] if same else None
         row["simulated_over_recorded"] = row["simulated"] / row["recorded"] if "simulated" in row else None
-        shown = (
-            "seconds",
-            "over_fastest_torch",
-            "over_same",
-            "best",
-            "best_over_best_torch",
-            "simulated_over_recorded",
-        )
-        cells = [f"{row[key]:.3f}" if row[key] else "-" for key in shown]
+        cells = [f"{row[key]:.3f}" if row[key] else "-" for key in COLUMNS]
         cells += [f"{row['memory'] / 2**20:.0f}", f"{row['loss']:.4f}"]
         print(f"{name:32}" + "".join(f"{cell:>9}" for cell in cells))
     for name, reason in refused.items():
