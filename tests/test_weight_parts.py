@@ -126,6 +126,16 @@ def test_parts_are_all_there():
         zp.check(zp.Schedule.of(schedule.problem, schedule.placement, rows))
 
 
+@pytest.mark.parametrize("wrong", [Action(1, Kind.W, 0), Action(1, Kind.I, 7), Action(7, Kind.I, 1)], ids=str)
+def test_a_wrong_schedule_is_refused_before_it_is_cut(wrong):
+    """A user's function may write anything."""
+    schedule = zp.from_csv(TWO_RANKS)
+    rows = [list(row) for row in schedule.rows]
+    rows[1][-1] = wrong
+    with pytest.raises(ScheduleError):
+        zp.fill_gaps(zp.Schedule.of(schedule.problem, schedule.placement, rows))
+
+
 def test_bad_numbers():
     schedule = zp.build("zb-h1", ranks=2, microbatches=2)
     for parts in (0, 65, 1.5, True):

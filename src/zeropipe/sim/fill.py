@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from zeropipe.core.complete import check_complete
 from zeropipe.core.needs import link
 from zeropipe.core.schedule import Lines, Schedule
 from zeropipe.core.timeline import Timeline
@@ -41,6 +42,7 @@ def cut_weights(schedule: Schedule, parts: int) -> Schedule:
     have = schedule.problem.num_weight_parts
     if have != 1:
         raise ConfigError(f"the W of {schedule.name} are in {have} parts already: start from the one with whole W")
+    check_complete(schedule)  # tables are made for its stages and microbatches
     links = link(schedule)
     xp = links.arrays
     sizes = xp.full_ints(schedule.num_ranks)
