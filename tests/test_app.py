@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import httpx
 import pytest
-from fastapi.testclient import TestClient
+from app_client import ask, client, command_line, told
 
 import zeropipe as zp
 from zeropipe.app import downloads, guard, limits, pictures, server, work
@@ -22,27 +22,7 @@ ONE = {"schedules": [{"name": "1f1b"}]}
 FORMATS = ("html", "svg", "png", "pdf", "csv", "json")
 
 
-@pytest.fixture(scope="module")
-def client():
-    return TestClient(create_app(), raise_server_exceptions=True)
-
-
-@pytest.fixture
-def ask(client):
-    """ask("simulate", {...}) -> (status, answer)"""
-
-    def call(path, body):
-        response = client.post(f"/api/{path}", json=body)
-        return response.status_code, response.json()
-
-    return call
-
-
-def told(errors, field):
-    return [error["message"] for error in errors["errors"] if error["field"] == field]
-
-
-def test_the_catalog_has_a_card_with_a_picture_for_every_schedule(client):
+def test_the_catalog_has_a_card_with_a_picture_for_every_schedule():
     catalog = client.get("/api/schedules").json()
     assert [card["name"] for card in catalog["schedules"]] == zp.names()
     for card in catalog["schedules"]:
@@ -50,13 +30,13 @@ def test_the_catalog_has_a_card_with_a_picture_for_every_schedule(client):
         assert set("".join(card["picture"]["paths"])) >= {"F"}
 
 
-def test_a_picture_shows_every_action(client):
+def test_a_picture_shows_every_action():
     schedule = zp.build("zbv", ranks=4, microbatches=8)
     drawn = pictures.picture(next(e for e in server.entries() if e.name == "zbv"))
     assert sum(path.count("M") for path in drawn["paths"].values()) == schedule.num_actions
 
 
-def test_results_are_those_of_compare(ask):
+def test_results_are_those_of_compare():
     names = ["1f1b", "zbv", "dualpipev", "interleaved"]
     costs = {"f": 1.0, "i": 1.2, "w": 0.8, "p2p": 0.1, "activation": 2.0, "memory_limit": 9.0}
     status, answer = ask(
@@ -76,7 +56,7 @@ def test_results_are_those_of_compare(ask):
     assert [t["makespan"] for t in answer["viewer"]["timelines"]] == [t.makespan for t in expected]
 
 
-def test_stages_per_rank_are_a_wish_for_all_and_a_demand_for_one(ask):
+def test_stages_per_rank_are_a_wish_for_all_and_a_demand_for_one():
     choices = [{"name": "1f1b"}, {"name": "interleaved"}, {"name": "interleaved", "stages_per_rank": 2}]
     _, answer = ask("simulate", {"stages_per_rank": 4, "schedules": choices})
     assert [r["num_stages"] for r in answer["results"]] == [4, 16, 8]
@@ -85,14 +65,14 @@ def test_stages_per_rank_are_a_wish_for_all_and_a_demand_for_one(ask):
     assert (status, told(answer, "schedules.0")) == (422, ["1f1b needs 1 stage per rank, got stages_per_rank=2"])
 
 
-def test_costs_per_piece_are_added_up_to_each_schedules_stages(ask):
+def test_costs_per_piece_are_added_up_to_each_schedules_stages():
     pieces = [1.0, 2.0, 3.0, 4.0, 1.0, 2.0, 3.0, 4.0]
     _, answer = ask("simulate", {"schedules": [{"name": "1f1b"}, {"name": "zbv"}], "costs": {"f": pieces}})
     plain = zp.simulate(zp.build("1f1b", ranks=4, microbatches=8), zp.Costs(f=[3, 7, 3, 7]))
     assert answer["results"][0]["makespan"] == plain.makespan
 
 
-def test_costs_that_fit_one_schedule_only_are_told_beside_the_other(ask):
+def test_costs_that_fit_one_schedule_only_are_told_beside_the_other():
     body = {"schedules": [{"name": "1f1b"}, {"name": "zbv"}], "costs": {"f": [1.0, 1.0, 2.0, 1.0]}}
     status, answer = ask("simulate", body)
     assert (status, [r["title"] for r in answer["results"]]) == (200, ["1f1b"])
@@ -101,7 +81,7 @@ def test_costs_that_fit_one_schedule_only_are_told_beside_the_other(ask):
     assert (status, [error["field"] for error in answer["errors"]]) == (422, ["costs.f"])
 
 
-def test_a_schedule_that_cannot_be_built_does_not_spoil_the_others(ask):
+def test_a_schedule_that_cannot_be_built_does_not_spoil_the_others():
     status, answer = ask(
         "simulate", {"ranks": 3, "microbatches": 6, "schedules": [{"name": "dualpipe"}, {"name": "zbv"}]}
     )
@@ -110,12 +90,6 @@ def test_a_schedule_that_cannot_be_built_does_not_spoil_the_others(ask):
     with pytest.raises(zp.ConfigError) as error:
         zp.build("dualpipe", ranks=3, microbatches=6)
     assert answer["errors"] == [{"field": "schedules.0", "message": str(error.value)}]
-
-
-def command_line(capsys, *args):
-    with pytest.raises(SystemExit):
-        main(["compare", "1f1b", "--ranks", "4", "--microbatches", "8", *args])
-    return capsys.readouterr().err.removeprefix("zeropipe: ").strip()
 
 
 @pytest.mark.parametrize(
@@ -132,7 +106,7 @@ def command_line(capsys, *args):
         ({"schedules": [{"name": "interleaved", "options": {"group": 4}}]}, "schedules.0", None),
     ],
 )
-def test_an_error_is_told_by_its_field_in_the_words_of_the_command_line(ask, capsys, change, field, flags):
+def test_an_error_is_told_by_its_field_in_the_words_of_the_command_line(capsys, change, field, flags):
     status, answer = ask("simulate", {**ONE, **change})
     assert status == 422
     [message] = told(answer, field)
@@ -165,7 +139,7 @@ def test_an_error_is_told_by_its_field_in_the_words_of_the_command_line(ask, cap
         ({"schedules": [{"name": "zb-h2", "options": {"extra": "x"}}]}, "schedules.0", "extra"),
     ],
 )
-def test_bad_input_is_refused_by_field(ask, body, field, word):
+def test_bad_input_is_refused_by_field(body, field, word):
     status, answer = ask("simulate", body)
     assert status == 422
     assert any(word in message for message in told(answer, field)), answer
@@ -174,13 +148,13 @@ def test_bad_input_is_refused_by_field(ask, body, field, word):
 @pytest.mark.parametrize(
     "body", [b"{", b"\xff\xfe", b"[1]", b'"\\ud800"', b"1" * 5000, b"[" * 9000, b'{"ranks": Infinity}']
 )
-def test_a_body_that_is_no_request_is_refused(client, body):
+def test_a_body_that_is_no_request_is_refused(body):
     response = client.post("/api/simulate", content=body, headers={"Content-Type": "application/json"})
     assert response.status_code in (400, 422)
     assert response.json()["errors"]
 
 
-def test_two_million_actions_are_refused_before_anything_is_built(ask, monkeypatch):
+def test_two_million_actions_are_refused_before_anything_is_built(monkeypatch):
     monkeypatch.setattr(work, "build_entry", lambda *a, **k: pytest.fail("built"))
     status, answer = ask("simulate", {"ranks": 512, "microbatches": 2000, "schedules": [{"name": "1f1b"}]})
     assert status == 422
@@ -197,7 +171,7 @@ def test_the_count_before_building_is_never_below_the_real_one():
             assert schedule.num_actions <= limits.num_actions(entry, 4, 8, per_rank)
 
 
-def test_a_large_body_is_refused(client, monkeypatch):
+def test_a_large_body_is_refused(monkeypatch):
     monkeypatch.setattr(guard, "MAX_BODY", 1000)
     for body in (b" " * 2000, iter([b" " * 600] * 3)):  # told by its length, and only while it comes
         response = client.post("/api/simulate", content=body)
@@ -205,7 +179,7 @@ def test_a_large_body_is_refused(client, monkeypatch):
         assert "larger than" in response.json()["errors"][0]["message"]
 
 
-def test_the_pareto_front_of_the_chart(ask):
+def test_the_pareto_front_of_the_chart():
     _, answer = ask("chart", {"ranks": 4, "microbatches": 16, "costs": {"p2p": 0.2}})
     points = answer["points"]
     assert len(points) + len(answer["errors"]) == len(zp.names())
@@ -224,7 +198,7 @@ def test_the_pareto_front_of_the_chart(ask):
     assert (zbv["bubble"], zbv["peak_memory"]) == (timeline.bubble, max(timeline.peak_memory))
 
 
-def test_the_chart_says_why_a_schedule_is_missing(ask):
+def test_the_chart_says_why_a_schedule_is_missing():
     _, answer = ask("chart", {"ranks": 3, "microbatches": 4})
     with pytest.raises(zp.ConfigError) as error:
         zp.build("dualpipe", ranks=3, microbatches=4)
@@ -232,7 +206,7 @@ def test_the_chart_says_why_a_schedule_is_missing(ask):
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_every_format_can_be_downloaded(client, form):
+def test_every_format_can_be_downloaded(form):
     body = {"ranks": 4, "microbatches": 8, "schedules": [{"name": "zbv"}], "costs": {"p2p": 0.1}}
     response = client.post(f"/api/files/{form}", json=body)
     assert response.status_code == 200, response.text
@@ -252,7 +226,7 @@ def test_every_format_can_be_downloaded(client, form):
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_several_schedules_in_one_file(client, form):
+def test_several_schedules_in_one_file(form):
     body = {"schedules": [{"name": "zbv"}, {"name": "1f1b"}]}
     response = client.post(f"/api/files/{form}", json=body)
     if form == "csv":
@@ -262,13 +236,13 @@ def test_several_schedules_in_one_file(client, form):
         assert response.status_code == 200
 
 
-def test_a_file_too_large_to_be_of_use_is_refused(ask, monkeypatch):
+def test_a_file_too_large_to_be_of_use_is_refused(monkeypatch):
     monkeypatch.setitem(downloads.MOST, "pdf", 50)
     status, answer = ask("files/pdf", ONE)
     assert (status, "64 actions is more than the page writes (50)" in told(answer, "format")[0]) == (422, True)
 
 
-def test_headers_keep_the_page_to_its_host(client):
+def test_headers_keep_the_page_to_its_host():
     for path in ("/", "/static/main.js", "/viewer/viewer.js", "/api/schedules", "/nothing"):
         response = client.get(path)
         assert "default-src 'self'" in response.headers["content-security-policy"], path
@@ -276,7 +250,7 @@ def test_headers_keep_the_page_to_its_host(client):
     assert client.get("/static/../server.py").status_code == 404
 
 
-def test_nothing_but_names_and_uploads_is_opened(ask, tmp_path):
+def test_nothing_but_names_and_uploads_is_opened(tmp_path):
     for name in (str(tmp_path / "x.py:y"), "mine.csv", "../../etc/passwd"):
         status, answer = ask("simulate", {"schedules": [{"name": name}]})
         assert status == 422
@@ -382,10 +356,10 @@ def test_the_command_serves_the_page_until_it_is_interrupted(tmp_path):
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job starts with it ignored
     )  # fmt: skip
     try:
-        told = re.search(r"(http://127\.0\.0\.1:\d+/)(\S*)", process.stdout.readline())
-        assert told[2] == "?schedules=1f1b,my-own"
-        assert "<title>zeropipe</title>" in httpx.get(told[1], timeout=30).text
-        cards = httpx.get(f"{told[1]}api/schedules", timeout=30).json()["schedules"]
+        said = re.search(r"(http://127\.0\.0\.1:\d+/)(\S*)", process.stdout.readline())
+        assert said[2] == "?schedules=1f1b,my-own"
+        assert "<title>zeropipe</title>" in httpx.get(said[1], timeout=30).text
+        cards = httpx.get(f"{said[1]}api/schedules", timeout=30).json()["schedules"]
         assert [card["picture"] is not None for card in cards if card["name"] == "my-own"] == [True]
     finally:
         process.send_signal(signal.SIGINT)

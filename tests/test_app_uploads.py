@@ -4,56 +4,26 @@ import json
 from dataclasses import replace
 
 import pytest
-from fastapi.testclient import TestClient
+from app_client import ask, client, command_line, told, upload
 
 import zeropipe as zp
-from zeropipe.app.server import create_app
-from zeropipe.cli import main
 from zeropipe.sim.compare import compare
 
 
-@pytest.fixture(scope="module")
-def client():
-    return TestClient(create_app())
-
-
-@pytest.fixture
-def ask(client):
-    def call(path, body):
-        response = client.post(f"/api/{path}", json=body)
-        return response.status_code, response.json()
-
-    return call
-
-
-def told(errors, field):
-    return [error["message"] for error in errors["errors"] if error["field"] == field]
-
-
-def command_line(capsys, *args):
-    with pytest.raises(SystemExit):
-        main(["compare", "1f1b", "--ranks", "4", "--microbatches", "8", *args])
-    return capsys.readouterr().err.removeprefix("zeropipe: ").strip()
-
-
-def upload(ask, name, text):
-    return ask("uploads", {"name": name, "text": text})
-
-
-def test_a_dropped_schedule_is_simulated(ask):
+def test_a_dropped_schedule_is_simulated():
     schedule = zp.build("zbv", ranks=2, microbatches=4)
     for name, text in (("mine.csv", zp.to_csv(schedule)), ("mine.json", zp.to_json(schedule))):
-        status, facts = upload(ask, name, text)
+        status, facts = upload(name, text)
         assert (status, facts["kind"], facts["num_ranks"], facts["num_microbatches"]) == (200, "schedule", 2, 4)
         _, answer = ask("simulate", {"schedules": [{"file": facts["id"]}], "costs": {"f": 2.0}})
         assert answer["results"][0]["makespan"] == compare([schedule], zp.Costs(f=2.0))[0].makespan
 
 
-def test_a_dropped_run_is_shown_as_it_was_and_its_times_can_be_used(ask):
+def test_a_dropped_run_is_shown_as_it_was_and_its_times_can_be_used():
     schedule = zp.build("zbv", ranks=2, microbatches=4)
     costs = zp.Costs(f=[0.1, 0.2, 0.3, 0.4], i=0.2, w=0.1, p2p=0.0, unit="s")
     run = replace(zp.simulate(schedule, costs), measured=True, label="run 7")
-    _, facts = upload(ask, "run.json", zp.to_json(run))
+    _, facts = upload("run.json", zp.to_json(run))
     assert (facts["kind"], facts["name"], facts["measured"]) == ("timeline", "run 7", True)
     choices = [{"file": facts["id"]}, {"file": facts["id"], "simulate": True}]
     _, answer = ask("simulate", {"ranks": 2, "microbatches": 4, "schedules": choices})
@@ -64,11 +34,11 @@ def test_a_dropped_run_is_shown_as_it_was_and_its_times_can_be_used(ask):
     assert answer["results"][1]["makespan"] == pytest.approx(run.makespan, rel=1e-5)
 
 
-def test_costs_files_are_read_like_the_command_lines(ask, tmp_path, capsys):
-    assert upload(ask, "c.toml", "f = [1, 2]\np2p = 0.5")[1]["costs"] == {"f": [1, 2], "p2p": 0.5}
-    assert upload(ask, "c.json", '{"w": 2}')[1]["costs"] == {"w": 2}
+def test_costs_files_are_read_like_the_command_lines(tmp_path, capsys):
+    assert upload("c.toml", "f = [1, 2]\np2p = 0.5")[1]["costs"] == {"f": [1, 2], "p2p": 0.5}
+    assert upload("c.json", '{"w": 2}')[1]["costs"] == {"w": 2}
     for name, text in (("c.toml", "ff = 1"), ("c.toml", "f = -1"), ("c.json", '{"f": "x"}')):
-        status, answer = upload(ask, name, text)
+        status, answer = upload(name, text)
         assert status == 422
         (tmp_path / name).write_text(text)
         words = command_line(capsys, "--costs", str(tmp_path / name)).replace(str(tmp_path / name), "costs")
@@ -94,14 +64,14 @@ def test_costs_files_are_read_like_the_command_lines(ask, tmp_path, capsys):
         ("a.toml", "f = ", "not TOML"),
     ],
 )
-def test_a_wrong_file_is_refused(client, name, text, word):
+def test_a_wrong_file_is_refused(name, text, word):
     body = json.dumps({"name": name, "text": text})
     response = client.post("/api/uploads", content=body, headers={"Content-Type": "application/json"})
     assert response.status_code == 422
     assert word in told(response.json(), "file")[0]
 
 
-def test_text_that_is_no_text_is_refused(client):
+def test_text_that_is_no_text_is_refused():
     body = json.dumps({"name": "\ud800.csv", "text": "0F0,\ud800"})
     response = client.post("/api/uploads", content=body, headers={"Content-Type": "application/json"})
     assert response.status_code == 422
@@ -114,7 +84,7 @@ def test_text_that_is_no_text_is_refused(client):
     {"memory": {"during": [float("inf")] * 4, "after": [0] * 4}}, {"start": [0, 1]}, {"rows": ["0F0 0F1 0B0 0B99"]},
     {"end": [1, 2, 3, 1e300]}, {"placement": 3}, {"rows": ["0F0 0F1 0B0 0B99999999999999999999999"]},
 ])  # fmt: skip
-def test_a_damaged_timeline_is_refused(client, damage):
+def test_a_damaged_timeline_is_refused(damage):
     timeline = zp.simulate(zp.build("1f1b", ranks=1, microbatches=2))
     data = {**json.loads(zp.to_json(timeline)), **damage}
     body = json.dumps({"name": "run.json", "text": json.dumps(data)})
@@ -122,10 +92,10 @@ def test_a_damaged_timeline_is_refused(client, damage):
     assert response.status_code == 422, response.text
 
 
-def test_old_uploads_leave_when_there_are_too_many(ask, monkeypatch):
+def test_old_uploads_leave_when_there_are_too_many(monkeypatch):
     from zeropipe.app import uploads
 
     monkeypatch.setattr(uploads, "MAX_ACTIONS", 40)
-    ids = [upload(ask, f"{n}.csv", zp.to_csv(zp.build("1f1b", ranks=2, microbatches=8)))[1]["id"] for n in range(4)]
+    ids = [upload(f"{n}.csv", zp.to_csv(zp.build("1f1b", ranks=2, microbatches=8)))[1]["id"] for n in range(4)]
     statuses = [ask("simulate", {"schedules": [{"file": key}]})[0] for key in ids]
     assert statuses == [422, 422, 200, 200]

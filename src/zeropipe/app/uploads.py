@@ -8,12 +8,11 @@ import tomllib
 from collections import OrderedDict
 from dataclasses import fields
 from hashlib import sha256
-from math import isfinite
 from pathlib import PurePath
 from threading import Lock
 from typing import Any
 
-from zeropipe.app.errors import Refusal, short
+from zeropipe.app.errors import Refusal
 from zeropipe.app.limits import MAX_ACTIONS, MAX_RANKS, require_actions, require_costs
 from zeropipe.core.check import check
 from zeropipe.core.csv import from_csv
@@ -165,22 +164,12 @@ def _readable(value: Any) -> Any:
 
 
 def _require_times(timeline: Timeline) -> None:
-    for rank in range(timeline.num_ranks):
-        before = -LONGEST
-        for _, action, start, end in timeline.spans(rank):
-            if not before <= start <= end <= LONGEST:  # also false for what is not a number
-                raise ScheduleError(
-                    f"rank {rank}: {action} runs from {start} to {end}: a rank's actions start one after the other, "
-                    "and end after they start"
-                )
-            before = start
-    if timeline.makespan and not 1 / LONGEST < timeline.makespan < LONGEST:
-        raise ScheduleError(f"it takes {timeline.makespan}: the page draws up to {LONGEST}")
-    for column in timeline.memory or ():
-        if not all(map(isfinite, memoryview(column).cast("d"))):
-            raise ScheduleError("its memory column holds something that is not a number")
+    """Refuse what floats cannot draw; that the numbers are finite and in order, `from_json` has seen to."""
+    first, last = timeline.first_start, timeline.first_start + timeline.makespan
+    if not -LONGEST <= first <= last <= LONGEST:
+        raise ScheduleError(f"it runs from {first} to {last}: the page draws times up to {LONGEST}")
+    if 0 < timeline.makespan <= 1 / LONGEST:
+        raise ScheduleError(f"it takes {timeline.makespan}: the page draws from {1 / LONGEST} on")
     limit = timeline.memory_limit
-    if limit is not None and (
-        isinstance(limit, bool) or not isinstance(limit, (int, float)) or not 0 <= limit < LONGEST
-    ):
-        raise ScheduleError(f"memory_limit={short(limit)}: a number from 0 on is needed")
+    if limit is not None and not 0 <= limit < LONGEST:
+        raise ScheduleError(f"memory_limit={limit}: the page takes 0 to {LONGEST}")
