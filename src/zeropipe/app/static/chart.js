@@ -9,6 +9,7 @@ const RADIUS = 5;
 
 export class Chart {
   constructor(root, toggle) {
+    this.root = root;
     this.toggle = toggle;
     this.chosen = [];
     this.extra = [];
@@ -19,7 +20,8 @@ export class Chart {
       h("span", {}, h("i", { className: "dot front" }), "on the Pareto front"), h("span", {}, h("i", { className: "dot" }), "beaten by another"),
       h("span", {}, h("i", { className: "dot ring" }), "chosen"), (this.overKey = h("span", {}, h("i", { className: "dot over" }), "over the limit")));
     this.more = h("details", { className: "plain" });
-    this.box = h("div", { className: "chart-box" }, this.picture, this.card);
+    this.blank = h("p", { className: "blank" });
+    this.box = h("div", { className: "chart-box" }, this.picture, this.blank, this.card);
     this.legend.hidden = this.more.hidden = true;
     root.append(this.message, this.box, this.legend, this.more);
     new ResizeObserver(() => this.draw()).observe(this.box);
@@ -29,15 +31,36 @@ export class Chart {
     this.answer = answer;
     this.limit = limit;
     this.overKey.hidden = limit === null;
-    this.fail("");
+    this.say("", "");
     this.table();
     this.draw();
   }
 
+  /** A question is on its way. */
+  wait() {
+    this.root.setAttribute("aria-busy", "true");
+    this.blank.textContent = this.answer ? "" : "Simulating all schedules";
+  }
+
+  /** Too large to be drawn, which is told in its place. */
   fail(message) {
+    this.say(message, "");
+  }
+
+  /** An input is wrong, which is told beside it: the last picture stays, dimmed. */
+  refuse(message) {
+    this.say("", this.answer ? "" : `Not drawn: ${message}`);
+    this.root.classList.add("stale");
+  }
+
+  say(message, blank) {
+    this.root.setAttribute("aria-busy", "false");
+    this.root.classList.remove("stale");
     this.message.textContent = message;
     this.message.hidden = !message;
-    this.box.hidden = this.legend.hidden = this.more.hidden = Boolean(message);
+    this.box.hidden = Boolean(message);
+    this.legend.hidden = this.more.hidden = Boolean(message) || !this.answer;
+    this.blank.textContent = blank;
   }
 
   /** Names of the chosen schedules, and results that are not in the registry at this size. */

@@ -114,7 +114,7 @@ async function askChart() {
   const key = JSON.stringify(size);
   if (key === page.chartKey) return;
   page.chartKey = key;
-  $("chart").setAttribute("aria-busy", "true");
+  page.chart.wait();
   try {
     const answer = await chartLine.ask(size);
     if (!answer) return;
@@ -123,10 +123,11 @@ async function askChart() {
   } catch (error) {
     if (!(error instanceof Refused)) throw error;
     page.chartKey = "";
-    const own = error.errors.find(({ field }) => field === "chart"); // what is wrong with a field is told beside it
+    const own = error.errors.find(({ field }) => field === "chart");
     if (own) page.chart.fail(own.message);
+    else page.chart.refuse(error.errors[0].message);
+    if (!own && !state.schedules.length) refuse(error.errors, []); // no comparison was asked for that would tell
   }
-  $("chart").setAttribute("aria-busy", "false");
 }
 
 function limit() {
