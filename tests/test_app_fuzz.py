@@ -57,7 +57,7 @@ costs = st.dictionaries(
 flags = st.fixed_dictionaries({}, optional={"blocking": st.booleans(), "serial_links": st.booleans()})
 requests = st.fixed_dictionaries(
     {"schedules": st.lists(choices, min_size=1, max_size=4), "costs": st.builds(lambda a, b: {**a, **b}, costs, flags)},
-    optional={"ranks": small, "microbatches": small, "stages_per_rank": small})  # fmt: skip
+    optional={"ranks": small, "microbatches": small, "stages_per_rank": small, "weight_parts": small})  # fmt: skip
 CLIENT = TestClient(APP)
 
 
@@ -92,7 +92,9 @@ odd = st.one_of(
     st.text(max_size=3),
     st.lists(st.integers(0, 3), max_size=4),
 )
-TIMELINE = json.loads(zp.to_json(zp.simulate(zp.build("zbv", ranks=2, microbatches=2))))
+WHOLE = zp.build("zbv", ranks=2, microbatches=2)
+IN_PARTS = zp.fill_gaps(WHOLE, parts=3)
+TIMELINE = json.loads(zp.to_json(zp.simulate(WHOLE)))
 
 
 @st.composite
@@ -115,7 +117,7 @@ files = st.one_of(
     st.tuples(st.just("a.csv"), csvs),
     st.tuples(st.just("a.json"), damaged()),
     st.tuples(st.sampled_from(["a.json", "a.toml"]), tomls),
-    st.tuples(st.just("a.csv"), st.just(zp.to_csv(zp.build("zbv", ranks=2, microbatches=2)))),  # random ones rarely end
+    st.tuples(st.just("a.csv"), st.sampled_from([WHOLE, IN_PARTS]).map(zp.to_csv)),  # random ones rarely end
 )
 
 
@@ -135,7 +137,9 @@ def test_likely_files_are_taken_or_refused_and_what_is_taken_can_be_shown():
         seen.add(facts["kind"])
         if facts["id"]:
             for path in ("simulate", "files/html", "files/json", "files/svg"):
-                assert CLIENT.post(f"/api/{path}", json={"schedules": [{"file": facts["id"]}]}).status_code == 200
+                for more in ({}, {"weight_parts": 2}):
+                    body = {"schedules": [{"file": facts["id"]}], **more}
+                    assert CLIENT.post(f"/api/{path}", json=body).status_code == 200
         if facts["costs"]:
             body = {"schedules": [{"name": "1f1b"}], "costs": facts["costs"]}
             assert CLIENT.post("/api/simulate", json=body).status_code in (200, 422)

@@ -82,7 +82,9 @@ def test_text_that_is_no_text_is_refused():
     {"start": [0, 1, "x", 3]},
         {"start": [3, 2, 1, 0]}, {"end": [float("nan"), 2, 3, 4]}, {"start": [5, 5, 5, 5]}, {"memory_limit": "much"},
     {"memory": {"during": [float("inf")] * 4, "after": [0] * 4}}, {"start": [0, 1]}, {"rows": ["0F0 0F1 0B0 0B99"]},
-    {"end": [1, 2, 3, 1e300]}, {"placement": 3}, {"rows": ["0F0 0F1 0B0 0B99999999999999999999999"]},
+    {"end": [1, 2, 3, 1e300]}, {"start": [-1e300, 1, 2, 3]}, {"memory_limit": -1}, {"memory_limit": 1e300},
+    {"start": [0, 0, 0, 0], "end": [1e-300, 1e-300, 1e-300, 1e-300]}, {"placement": 3},
+    {"rows": ["0F0 0F1 0B0 0B99999999999999999999999"]},
 ])  # fmt: skip
 def test_a_damaged_timeline_is_refused(damage):
     timeline = zp.simulate(zp.build("1f1b", ranks=1, microbatches=2))

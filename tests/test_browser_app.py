@@ -34,8 +34,8 @@ def address():
 
 @pytest.fixture
 def visit(watched, address):  # noqa: F811
-    def go(query="", **options):
-        return watched(address + query, wait=READY, **options)
+    def go(query="", wait=READY, **options):
+        return watched(address + query, wait=wait, **options)
 
     go.complaints = watched.complaints
     return go
@@ -206,6 +206,79 @@ def test_hover_zoom_and_switches_in_the_timeline_and_their_link(visit):
     assert other.get_attribute(".zp-toggle-path", "aria-pressed") == "true"
     other.click("text=Critical path")  # the address is written anew, from what is in sight
     assert query(other) == {name: value for name, value in kept.items() if name != "path"}
+
+
+def test_w_in_parts_fill_the_gaps_of_all_schedules_files_and_links(visit):
+    page = visit("?microbatches=12&schedules=1f1b,v-half&i=1.2&w=0.7&p2p=0.05&memory_limit=5")
+    before = rows(page)
+    page.wait_for_selector("g.dot")
+    page.fill("#in-weight_parts", "3")
+    page.press("#in-weight_parts", "ArrowUp")
+    settle(page)
+    built = [zp.build(name, ranks=4, microbatches=12) for name in ("1f1b", "v-half")]
+    costs = zp.Costs(i=1.2, w=0.7, p2p=0.05, memory_limit=5)
+    plain, filled = compare(built, costs, weight_parts=4)
+    shown = rows(page)
+    assert shown["1f1b"] == before["1f1b"]
+    assert float(shown["v-half"][0]) == pytest.approx(filled.makespan, rel=1e-3)
+    assert float(shown["v-half"][0]) < float(before["v-half"][0])
+    assert "W in 4 parts" in page.inner_text(".compare tbody[data-choice=v-half]")
+    assert "W in" not in page.inner_text(".compare tbody[data-choice='1f1b']")
+    assert f"{plain.schedule.num_actions + filled.schedule.num_actions:,} actions" in page.inner_text("#status")
+    page.wait_for_selector(f"g.dot[data-name='v-half'][aria-label*='bubble {filled.bubble:.1%}']")
+    assert query(page)["weight_parts"] == "4"
+    assert rows(visit(page.url.split("/", 3)[3])) == shown
+    for form, read in (("csv", zp.from_csv), ("json", lambda text: zp.from_json(text).schedule)):
+        with page.expect_download() as download:
+            page.click("[aria-label='Download v-half']")
+            page.click(f"tbody[data-choice=v-half] [data-format={form}]")
+        assert read(download.value.path().read_text()) == filled.schedule
+    with expected(visit.complaints):
+        page.fill("#in-weight_parts", "65")
+        page.wait_for_selector("#error-weight_parts:not([hidden])")
+        assert page.inner_text("#error-weight_parts") == "weight_parts=65: a W is cut into 1 to 64 parts"
+        page.fill("#in-weight_parts", "1")
+        page.press("#in-weight_parts", "ArrowDown")  # below 1 is off
+        page.wait_for_selector("#error-weight_parts", state="hidden")
+        settle(page)
+    assert page.input_value("#in-weight_parts") == ""
+    assert "weight_parts" not in query(page)
+    assert rows(page) == before
+
+
+def test_a_file_with_w_in_parts_stays_as_it_is(visit):
+    page = visit("?schedules=zbv&weight_parts=2")
+    schedule = zp.fill_gaps(zp.build("zbv", ranks=4, microbatches=8), zp.Costs(w=0.5), parts=3)
+    drop(page, "mine.csv", zp.to_csv(schedule))
+    page.wait_for_selector(".compare tbody:nth-of-type(2)")
+    settle(page)
+    [timeline] = compare([schedule], zp.Costs())
+    assert float(rows(page)["mine"][0]) == pytest.approx(timeline.makespan, rel=1e-3)
+    assert "W in 3 parts, as in the file" in page.inner_text(".compare tbody[data-choice=mine]")
+    assert page.inner_text(".compare tbody[data-choice=zbv] .note").endswith("W in 2 parts")
+
+
+def test_the_chart_says_why_it_is_not_drawn(visit):
+    with expected(visit.complaints):
+        page = visit("?ranks=0&schedules=1f1b", wait="#error-ranks:not([hidden])")
+        page.wait_for_selector("#chart .blank:text-is('Not drawn: ranks=0: a whole number from 1 on is needed')")
+        assert page.get_attribute("#chart", "aria-busy") == "false"
+        assert not page.is_visible("#chart .legend")
+        page.fill("#in-ranks", "4")
+        page.wait_for_selector("g.dot")
+        assert page.inner_text("#chart .blank") == ""
+        assert page.is_visible("#chart .legend")
+        page.fill("#in-ranks", "x")  # the last picture stays, and looks like it
+        page.wait_for_selector("#chart.stale g.dot")
+        page.fill("#in-ranks", "5")
+        page.wait_for_selector("#chart:not(.stale) g.dot")
+        other = visit(
+            "?schedules=&weight_parts=65", wait="#error-weight_parts:not([hidden])"
+        )  # no comparison is asked for
+        other.wait_for_selector("#chart .blank:has-text('Not drawn: weight_parts=65')")
+        other.fill("#in-weight_parts", "2")
+        other.wait_for_selector("g.dot")
+        assert not other.is_visible("#error-weight_parts")
 
 
 def test_a_dropped_schedule_joins_the_comparison_and_its_link(visit):
@@ -397,6 +470,7 @@ def test_everything_is_reached_by_keys(visit):
         "in-ranks",
         "in-microbatches",
         "in-stages_per_rank",
+        "in-weight_parts",
         "tab-schedules",
         "card",
         "choose-file",
@@ -431,6 +505,21 @@ def test_a_phone_shows_all_without_scrolling_sideways(visit, tab):
     page.wait_for_timeout(200)
     assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
     assert page.is_visible(".compare")
+
+
+@pytest.mark.parametrize("width", [390, 360, 320])
+def test_wide_figures_and_long_names_stay_on_a_phone(visit, width):
+    sizes = "?schedules=interleaved-overlap:v=4,zb-h2:extra=2,chimera&weight_parts=4"
+    costs = "&f=0.0123456&unit=s&activation=1234567890&memory_unit=B&memory_limit=3e9"
+    page = visit(sizes + costs, size={"width": width, "height": 844}, has_touch=True)
+    drop(page, f"{'a_long_name_' * 4}.csv", zp.to_csv(zp.build("zbv", ranks=4, microbatches=8)))
+    page.wait_for_selector(".compare tbody:nth-of-type(4)")
+    settle(page)
+    page.wait_for_selector("g.dot")
+    page.tap("text=As a table")
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    table = page.locator(".compare").bounding_box()
+    assert table["x"] + table["width"] <= width
 
 
 def test_a_server_that_is_gone_is_named(visit):

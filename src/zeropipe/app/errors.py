@@ -8,6 +8,7 @@ from typing import Any
 
 from zeropipe.app.limits import MAX_CHOICES, MAX_RANKS
 from zeropipe.sim.costs import Costs
+from zeropipe.sim.fill import MAX_PARTS
 
 COST_FIELDS = frozenset(field.name for field in fields(Costs))
 _PER_STAGE = frozenset({"f", "i", "w", "b", "overlap", "message", "activation", "stash", "weights"})
@@ -16,6 +17,7 @@ _RULES = {
     "ranks": _WHOLE,
     "microbatches": _WHOLE,
     "stages_per_rank": _WHOLE,
+    "weight_parts": f"a W is cut into 1 to {MAX_PARTS} parts",
     "node_size": "a whole number of ranks from 1 on is needed",
     "blocking": "true or false is needed",
     "serial_links": "true or false is needed",

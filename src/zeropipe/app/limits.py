@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import isfinite
 from typing import Any
 
+from zeropipe.core.schedule import Schedule
 from zeropipe.errors import ConfigError
 from zeropipe.schedules.registry import Entry
 
@@ -15,17 +16,24 @@ MAX_BODY = 64 * 2**20  # bytes
 SMALLEST, LARGEST = 1e-18, 1e18  # a cost that is not 0
 
 
-def num_actions(entry: Entry, ranks: int, microbatches: int, stages_per_rank: int) -> int:
-    """How many actions a schedule will have at most, known before it is built."""
-    return ranks * stages_per_rank * microbatches * (3 if entry.splits_backward else 2)
+def num_actions(entry: Entry, ranks: int, microbatches: int, stages_per_rank: int, parts: int = 1) -> int:
+    """How many actions a schedule will have at most, every W in `parts`, known before it is built."""
+    return ranks * stages_per_rank * microbatches * (2 + parts if entry.splits_backward else 2)
 
 
-def require_actions(count: int, what: str) -> None:
+def num_cut(schedule: Schedule, parts: int) -> int:
+    """How many actions a complete schedule of whole W will have once each W is in `parts`."""
+    others = 2 * schedule.num_stages * schedule.num_microbatches  # F, and B or I
+    return others + parts * max(0, schedule.num_actions - others)
+
+
+def require_actions(count: int, what: str, parts: int = 1) -> None:
     """ConfigError for more actions than the page takes."""
     if count > MAX_ACTIONS:
+        cut, fewer = (f" with W in {parts} parts", "parts, ") if parts > 1 else ("", "")
         raise ConfigError(
-            f"{what} would have {count:,} actions, the page takes up to {MAX_ACTIONS:,}: "
-            "take fewer ranks, stages or microbatches, or use the command line"
+            f"{what} would have {count:,} actions{cut}, the page takes up to {MAX_ACTIONS:,}: "
+            f"take fewer {fewer}ranks, stages or microbatches, or use the command line"
         )
 
 

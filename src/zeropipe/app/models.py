@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from zeropipe.app.limits import MAX_BODY, MAX_CHOICES, MAX_RANKS
 from zeropipe.core.action import MAX_STAGES
+from zeropipe.sim.fill import MAX_PARTS
 
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Speed = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -69,6 +70,9 @@ class Size(Strict):
     microbatches: Annotated[int, Field(ge=1)] = 8
     stages_per_rank: Annotated[int, Field(ge=1)] | None = Field(
         None, description="For every schedule that can have so many; the others keep their own."
+    )
+    weight_parts: Annotated[int, Field(ge=1, le=MAX_PARTS)] | None = Field(
+        None, description="Cut every W into so many parts and run them where their rank would wait."
     )
     costs: CostsIn = CostsIn()
 
@@ -164,6 +168,8 @@ class Result(BaseModel):
     num_ranks: int
     num_stages: int
     num_microbatches: int
+    num_weight_parts: int
+    filled: bool
     num_actions: int
     unit: str
     memory_unit: str

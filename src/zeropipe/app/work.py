@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from zeropipe.app.desk import Pulse
 from zeropipe.app.errors import Refusal, cost_field
-from zeropipe.app.limits import num_actions, require_actions, require_costs
+from zeropipe.app.limits import num_actions, num_cut, require_actions, require_costs
 from zeropipe.app.models import Ask, Choice, CostsIn, Size
 from zeropipe.app.uploads import Uploads
 from zeropipe.core.explain import idle
@@ -17,8 +17,8 @@ from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Timeline
 from zeropipe.errors import ConfigError, ScheduleError
 from zeropipe.schedules.registry import Entry, build_entry, entries, find
+from zeropipe.sim.compare import compare
 from zeropipe.sim.costs import Costs, costs_from
-from zeropipe.sim.simulate import simulate
 
 ROUNDING = 1 + 1e-9  # two times this near are the same
 Options = tuple[tuple[str, int | float | str], ...]
@@ -40,19 +40,20 @@ class Shown(NamedTuple):
     choice: int
     timeline: Timeline
     recorded: bool
+    filled: bool  # by `fill_gaps`
 
 
 def timelines_of(ask: Ask, uploads: Uploads, pulse: Pulse) -> tuple[list[Shown], list[tuple[str, str]]]:
     """What can be shown, and what is wrong with the other choices. A Refusal if nothing is left."""
     costs = costs_of(ask.costs)
     planned = [_plan(n, choice, ask, uploads) for n, choice in enumerate(ask.schedules)]
-    _require_total(planned)
+    _require_total(planned, ask.weight_parts)
     done, refused = [], []
     for n, plan in enumerate(planned):
         pulse()
         try:
             timeline = _timeline(plan, costs).labelled(_title(planned, n))
-            done.append(Shown(n, timeline, isinstance(plan.found, Timeline)))
+            done.append(Shown(n, timeline, isinstance(plan.found, Timeline), plan.parts is not None))
         except (ConfigError, ScheduleError) as error:
             refused.append((f"schedules.{n}", str(error)))
     if not done:
@@ -65,7 +66,9 @@ class Plan:
     """What will be built for a choice: an entry at a size, or a file's schedule or timeline."""
 
     title: str
-    count: int
+    whole: int = 0  # actions, every W being one
+    count: int = 0  # actions, W in parts
+    parts: int | None = None  # for `fill_gaps`; None leaves the schedule as it is
     found: Schedule | Timeline | None = None
     entry: Entry | None = None
     size: tuple[int, int, int] = (0, 0, 0)  # ranks, microbatches, stages per rank
@@ -84,12 +87,15 @@ def _plan(n: int, choice: Choice, size: Size, uploads: Uploads) -> Plan:
             found = found.schedule
         name = found.title if isinstance(found, Timeline) else found.name
         schedule = found.schedule if isinstance(found, Timeline) else found
-        return Plan(name, schedule.num_actions, found)
+        parts = size.weight_parts
+        if isinstance(found, Timeline) or schedule.problem.num_weight_parts > 1:
+            parts = None  # recorded, or filled by its maker
+        return Plan(name, schedule.num_actions, num_cut(schedule, parts or 1), parts, found)
     assert choice.name is not None
     try:
         return plan_entry(find(choice.name), size, choice)
     except ConfigError as error:
-        return Plan(choice.name, 0, error=str(error))
+        return Plan(choice.name, error=str(error))
 
 
 def plan_entry(entry: Entry, size: Size, choice: Choice | None = None) -> Plan:
@@ -100,21 +106,24 @@ def plan_entry(entry: Entry, size: Size, choice: Choice | None = None) -> Plan:
         per_rank = wish if wish in entry.stages_per_rank else entry.stages_per_rank[0]
     elif per_rank not in entry.stages_per_rank:
         build_entry(entry, ranks=1, microbatches=1, stages_per_rank=per_rank)  # raises, in its own words
+    sizes = (size.ranks, size.microbatches, per_rank)
     return Plan(
-        entry.name, num_actions(entry, size.ranks, size.microbatches, per_rank), entry=entry,
-        size=(size.ranks, size.microbatches, per_rank),
+        entry.name, num_actions(entry, *sizes), num_actions(entry, *sizes, size.weight_parts or 1), size.weight_parts,
+        entry=entry, size=sizes,
         options=tuple(sorted(choice.options.items())) if choice else (),
     )  # fmt: skip
 
 
-def _require_total(plans: Iterable[Plan]) -> None:
-    """Refuse before building: beside `microbatches`, the number that makes a request large."""
-    total = sum(plan.count for plan in plans)
+def _require_total(plans: Sequence[Plan], parts: int | None) -> None:
+    """Refuse before building, beside the number that makes the request large."""
     names = ", ".join(plan.title for plan in plans if plan.count)
+    field = "microbatches"
     try:
-        require_actions(total, names)
+        require_actions(sum(plan.whole for plan in plans), names)
+        field = "weight_parts"
+        require_actions(sum(plan.count for plan in plans), names, parts or 1)
     except ConfigError as error:
-        raise Refusal(("microbatches", str(error))) from None
+        raise Refusal((field, str(error))) from None
 
 
 def _timeline(plan: Plan, costs: Costs) -> Timeline:
@@ -123,7 +132,9 @@ def _timeline(plan: Plan, costs: Costs) -> Timeline:
     if isinstance(plan.found, Timeline):
         return plan.found
     schedule = plan.found or built(plan.entry, *plan.size, plan.options)
-    return simulate(schedule, costs.regrouped(schedule.problem))
+    if plan.parts:  # once more: a user's schedule may have W without saying so in its entry
+        require_actions(num_cut(schedule, plan.parts), plan.title, plan.parts)
+    return compare([schedule], costs, weight_parts=plan.parts)[0]
 
 
 @lru_cache(maxsize=128)
@@ -177,7 +188,7 @@ def results(shown: list[Shown]) -> list[dict[str, Any]]:
     """The figures of the comparison."""
     fastest: dict[str, float] = {}  # by unit: a recorded run in seconds has nothing to do with abstract costs
     leanest: dict[str, float] = {}
-    for _, t, _ in shown:
+    for _, t, *_ in shown:
         fastest[t.unit] = min(t.makespan, fastest.get(t.unit, t.makespan))
         if t.memory:
             leanest[t.memory_unit] = min(max(t.peak_memory), leanest.get(t.memory_unit, max(t.peak_memory)))
@@ -185,7 +196,7 @@ def results(shown: list[Shown]) -> list[dict[str, Any]]:
 
 
 def _result(shown: Shown, fastest: float, leanest: float | None) -> dict[str, Any]:
-    n, t, recorded = shown
+    n, t, recorded, filled = shown
     peak = max(t.peak_memory) if t.memory else None
     causes = [sum(column) / t.num_ranks for column in zip(*idle(t))]
     limit = t.memory_limit
@@ -193,6 +204,7 @@ def _result(shown: Shown, fastest: float, leanest: float | None) -> dict[str, An
         "choice": n, "title": t.title, "schedule": t.schedule.name, "placement": t.schedule.placement.name,
         "measured": t.measured, "recorded": recorded, "num_ranks": t.num_ranks, "num_stages": t.schedule.num_stages,
         "num_microbatches": t.schedule.num_microbatches, "num_actions": t.schedule.num_actions,
+        "num_weight_parts": t.schedule.problem.num_weight_parts, "filled": filled,
         "unit": t.unit, "memory_unit": t.memory_unit, "makespan": t.makespan,
         "of_best": t.makespan / fastest if fastest > 0 else 1.0, "bubble": t.bubble, "busy": sum(t.busy) / t.num_ranks,
         "idle": dict(zip(("warm_up", "waiting", "communication", "cool_down", "other"), causes)),
@@ -210,7 +222,7 @@ def chart(pulse: Pulse, size: Size) -> dict[str, Any]:
     plans = [plan_entry(entry, size) for entry in entries()]
     total = sum(plan.count for plan in plans)
     try:
-        require_actions(total, f"all {len(plans)} schedules together")
+        require_actions(total, f"all {len(plans)} schedules together", size.weight_parts or 1)
     except ConfigError as error:
         raise Refusal(("chart", str(error))) from None
     points, refused = [], []

@@ -7,6 +7,7 @@ const SIZE_FIELDS = {
   ranks: { label: "Ranks" },
   microbatches: { label: "Microbatches" },
   stages_per_rank: { label: "Stages / rank", hint: "auto", about: "For every schedule that can have so many; the others keep their own." },
+  weight_parts: { label: "W in parts", hint: "off", about: "Cut every W into so many parts and run them where their rank would wait. 1 moves whole W." },
 };
 
 const GROUPS = [

@@ -6,7 +6,7 @@ export const COSTS = {
   memory_limit: "", unit: "", memory_unit: "",
 };
 export const PER_STAGE = ["f", "i", "w", "b", "overlap", "message", "activation", "stash", "weights"];
-const SIZES = { ranks: "4", microbatches: "8", stages_per_rank: "" };
+const SIZES = { ranks: "4", microbatches: "8", stages_per_rank: "", weight_parts: "" };
 const START = ["1f1b", "zbv", "dualpipev"];
 
 export function startState() {
@@ -97,7 +97,7 @@ export function value(text) {
 /** The request's sizes and costs: fields left empty are left out. */
 export function sizeRequest(state) {
   const body = { costs: {} };
-  for (const name of Object.keys(SIZES)) if (String(state[name]).trim() !== "" || name !== "stages_per_rank") body[name] = value(state[name]);
+  for (const name of Object.keys(SIZES)) if (String(state[name]).trim() !== "" || SIZES[name] !== "") body[name] = value(state[name]);
   const { inter_p2p, inter_bandwidth, ...costs } = state.costs;
   for (const [name, text] of Object.entries(costs)) {
     if (text === "" || text === COSTS[name]) continue;

@@ -107,6 +107,7 @@ class Row {
     const more = [];
     if (result.recorded) more.push(result.measured ? "measured" : "recorded");
     if (result.num_stages !== result.num_ranks) more.push(`${result.num_stages} stages, ${result.placement}`);
+    if (result.num_weight_parts > 1) more.push(`W in ${result.num_weight_parts} parts${result.filled ? "" : ", as in the file"}`);
     if (result.copies > 1) more.push("two copies of the weights");
     if (this.choice.file) more.unshift(`${result.num_ranks} ranks, ${result.num_microbatches} microbatches`);
     this.note.textContent = more.join(" · ");
