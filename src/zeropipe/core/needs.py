@@ -71,12 +71,15 @@ def number_edges(placement: Placement) -> tuple[list[int], list[tuple[int, int]]
     return numbers, list(edges)
 
 
-def link(schedule: Schedule, lines: Lines | None = None) -> Links:
-    """The dependency columns of a schedule (every stage and microbatch must be in range)."""
+def link(schedule: Schedule, lines: Lines | None = None, *, passes: int = 1) -> Links:
+    """The dependency columns of a schedule (every stage and microbatch must be in range).
+
+    `passes` says how often the caller will walk them, which decides whether compiled kernels pay.
+    """
     lines = lines or schedule.lines
     problem, placement = schedule.problem, schedule.placement
     size = lines.offsets[-1]
-    xp = arrays(size)
+    xp = arrays(size * passes)
     codes = xp.ints(lines.codes)
     remote, own, makes, to = (xp.full_ints(size, -1) for _ in range(4))
     split = problem.num_microbatches if placement.split is None else placement.split

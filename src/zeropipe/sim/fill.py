@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 
 from zeropipe.core.complete import check_complete
 from zeropipe.core.needs import link
 from zeropipe.core.schedule import Lines, Schedule
-from zeropipe.core.timeline import Timeline
 from zeropipe.errors import ConfigError
 from zeropipe.sim.costs import Costs
 from zeropipe.sim.simulate import simulate
 from zeropipe.sim.tables import tables_of
 
 MAX_PARTS = 64
-EAGERNESS = (1.0, 0.75, 0.5, 0.25, 0.0)  # how much of a part must fit into a gap; the best one is taken
+SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)  # how much of a part must fit into a gap: the best of these is taken
 
 
 def fill_gaps(schedule: Schedule, costs: Costs | None = None, *, parts: int = 4) -> Schedule:
@@ -28,11 +28,8 @@ def fill_gaps(schedule: Schedule, costs: Costs | None = None, *, parts: int = 4)
     costs = costs or Costs()
     best = simulate(cut_weights(schedule, parts), costs)
     limits = best.peak_memory if costs.memory_limit is None else (costs.memory_limit,) * schedule.num_ranks
-    for share in EAGERNESS:
-        timeline = simulate(_filled(best, costs, limits, share), costs)
-        if timeline.makespan < best.makespan:
-            best = timeline
-    return best.schedule
+    filled = simulate(_filled(best.schedule, costs, limits), costs)
+    return filled.schedule if filled.makespan < best.makespan else best.schedule
 
 
 def cut_weights(schedule: Schedule, parts: int) -> Schedule:
@@ -78,22 +75,27 @@ def cut_kernel(codes, parts, out):  # type: ignore[no-untyped-def]
             place += 1
 
 
-def _filled(timeline: Timeline, costs: Costs, limits: Sequence[float], share: float) -> Schedule:
-    """The rows written anew, W where at least `share` of a part fits into a gap."""
-    schedule = timeline.schedule
-    links = link(schedule)
+def _filled(schedule: Schedule, costs: Costs, limits: Sequence[float]) -> Schedule:
+    """The rows written anew, with the share that gives the shortest schedule."""
+    links = link(schedule, passes=len(SHARES))
     xp, tables = links.arrays, tables_of(links.arrays, schedule, costs)
-    codes, pending = (xp.full_ints(schedule.num_actions) for _ in range(2))
-    ranks = schedule.num_ranks
-    xp.call(
-        fill_kernel, links.codes, links.offsets, links.remote, links.own, links.makes, links.to, schedule.num_stages,
-        tables.split, tables.durations, tables.saving, tables.transfer,
-        tables.activation, tables.stash, tables.parts, tables.constant, xp.list_floats(limits), share,
-        xp.full_floats(links.num_keys, -1.0), xp.full_floats(links.num_keys, -1.0), xp.full_ints(links.num_keys, -1),
-        xp.list_ints(schedule.lines.offsets[:-1]), xp.list_ints(schedule.lines.offsets[:-1]), pending,
-        xp.full_ints(ranks), xp.full_ints(ranks), xp.full_ints(ranks), xp.full_floats(ranks), codes,
-    )  # fmt: skip
-    return replace(schedule, lines=Lines(xp.int_bytes(codes), schedule.lines.offsets))
+    best, rows = inf, links.codes
+    for share in SHARES:
+        codes, pending = (xp.full_ints(schedule.num_actions) for _ in range(2))
+        first, count, stack = (xp.full_ints(schedule.num_ranks) for _ in range(3))
+        position, place = (xp.list_ints(schedule.lines.offsets[:-1]) for _ in range(2))
+        ended, arrived = (xp.full_floats(links.num_keys, -1.0) for _ in range(2))
+        level, clock = xp.list_floats(tables.constant), xp.full_floats(schedule.num_ranks)
+        makespan = xp.call(
+            fill_kernel, links.codes, links.offsets, links.remote, links.own, links.makes, links.to,
+            schedule.num_stages, tables.split, tables.durations, tables.saving, tables.transfer,
+            tables.activation, tables.stash, tables.parts, level, xp.list_floats(limits), share,
+            ended, arrived, xp.full_ints(links.num_keys, -1), position, place, pending, first, count, stack, clock,
+            codes,
+        )  # fmt: skip
+        if makespan < best:
+            best, rows = makespan, codes
+    return replace(schedule, lines=Lines(xp.int_bytes(rows), schedule.lines.offsets))
 
 
 def fill_kernel(  # type: ignore[no-untyped-def]
@@ -101,7 +103,7 @@ def fill_kernel(  # type: ignore[no-untyped-def]
     activation, stash, parts, level, limits, share,
     ended, arrived, waiter, position, place, pending, first, count, stack, clock, out,
 ):  # fmt: skip
-    """Run F, B and I in their order as soon as they can, and W, oldest first, while the rank waits.
+    """Run F, B and I in their order as soon as they can, and W, oldest first, while the rank waits; the last end.
 
     `pending` holds each rank's W whose I has run, from `first` to `count`, part by part. Messages are as long as
     alone on their link; the caller simulates what comes out.
@@ -188,9 +190,12 @@ def fill_kernel(  # type: ignore[no-untyped-def]
             at = last + 1
         if at == offsets[rank + 1]:
             while first[rank] < count[rank]:
-                out[place[rank]] = pending[base + first[rank]]
+                weight = pending[base + first[rank]]
+                now += durations[3 * num_stages + ((weight >> 5) & 0xFFFF)]
+                out[place[rank]] = weight
                 place[rank] += 1
                 first[rank] += 1
         position[rank] = at
         clock[rank] = now
         level[rank] = memory
+    return max(clock)
