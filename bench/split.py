@@ -2,6 +2,7 @@
 
     python bench/split.py                          # CUDA, about 5 minutes
     python bench/split.py --device cpu --small     # a tiny run that only shows that it works
+    python bench/split.py --device cpu --launch --reps 400    # next to nothing to compute: what launching costs
 
 One stage from the middle of a Qwen3 (layers only) takes a hidden state and a gradient. Per way: milliseconds of F, of I
 (or B) and of W, MiB alive after I, and peak MiB, both beyond weights, gradients and input. Ways are measured in turn,
@@ -33,6 +34,7 @@ from zeropipe.engine.stages import hf_stages
 SIZES = {
     "8B": {"hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32, "num_key_value_heads": 8},
     "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8},
+    "none": {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1},
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2},
 }
 WAYS = [("whole", False), ("torch", False), ("store", False), ("whole", True), ("store", True)]
@@ -48,8 +50,10 @@ class Case:
     ac: str = "none"
 
 
-def cases(small: bool) -> list[Case]:
+def cases(small: bool, launch: bool) -> list[Case]:
     """In order of importance: a run that is cut short has shown the most."""
+    if launch:
+        return [Case("none", 4, 8)]
     if small:
         return [Case("tiny", 2, 64), Case("tiny", 2, 64, "full")]
     modes = ["full", "selective:op", "memory_budget:0.5", "selective:2"]
@@ -254,11 +258,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true", help="tiny sizes, two cases")
+    parser.add_argument("--launch", action="store_true", help="next to nothing to compute")
     parser.add_argument("--reps", type=int, default=9)
     parser.add_argument("--seconds", type=float, default=330, help="start no case after this long")
     parser.add_argument("--out", type=Path, default=Path("bench_split.json"))
     args = parser.parse_args()
     device = torch.device(args.device)
+    if device.type == "cpu":
+        torch.set_num_threads(1)
     torch._dynamo.config.automatic_dynamic_shapes = False  # a graph per length, so that each is at its best
     hardware = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     print(f"torch {torch.__version__}, {hardware}; times in ms, memory in MiB", flush=True)
@@ -266,7 +273,7 @@ def main() -> None:
     print(f"{'size':>5} {'L':>2} {'tokens':>5}  {'AC':<18}{'way':<15}{''.join(f'{c:>9}' for c in columns)}     error")
     rows: list[dict[str, Any]] = []
     start = time.monotonic()
-    for case in cases(args.small):
+    for case in cases(args.small, args.launch):
         if time.monotonic() - start > args.seconds:
             print(f"out of time before {case}", flush=True)
             break

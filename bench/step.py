@@ -294,7 +294,7 @@ def main() -> None:
             except EngineError as error:
                 refused[name] = str(error).splitlines()[0]
     with LocalRanks(size.ranks) as ranks:
-        parts = ranks.run(contest, size, [name for name in TORCH if name not in refused], timeout=270)
+        parts = ranks.run(contest, size, [name for name in TORCH if name not in refused], timeout=1800)
     report(size, parts, refused, given.out)
 
 
