@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 
 import zeropipe as zp
+from zeropipe.viz.units import size_text, time_text
 
 
 def shown(timelines, width=80, **options):
@@ -72,3 +73,16 @@ def written(step):
     if isinstance(step, zp.Overlap):
         return f"X{step.forward.microbatch}&{step.backward.microbatch}"
     return f"{step.kind.name}{step.microbatch}"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (time_text(0, "s"), "0 s"), (time_text(-0.0025, "s"), "-2.5 ms"), (time_text(3e-7, "s"), "300 ns"),
+        (time_text(3e-12, "s"), "0.003 ns"), (time_text(90, "s"), "90 s"), (time_text(2.5, ""), "2.5"),
+        (size_text(0, "B"), "0 B"), (size_text(0.5, "B"), "0.5 B"), (size_text(1536, "B"), "1.5 KiB"),
+        (size_text(3 * 2**40, "B"), "3 TiB"), (size_text(4, ""), "4"),
+    ],
+)  # fmt: skip
+def test_numbers_for_people(text, says):
+    assert text == says

@@ -35,7 +35,8 @@ def _scaled(value: float, scales: tuple[tuple[float, str], ...]) -> str:
     for factor, name in scales:
         if abs(value) >= factor:
             return f"{number(value / factor)} {name}"
-    return f"{number(value / scales[-1][0])} {scales[-1][1]}" if value else f"0 {scales[0][1]}"
+    factor, name = next(scale for scale in scales if scale[0] == 1) if value == 0 else scales[-1]
+    return f"{number(value / factor)} {name}"
 
 
 def tick_step(span: float, most: int) -> float:

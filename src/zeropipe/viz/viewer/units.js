@@ -23,7 +23,7 @@ export function percentText(share) {
 }
 
 function scaledText(value, scales, digits) {
-  if (!value) return `0 ${scales[0][1]}`;
+  if (!value) return `0 ${scales.find(([factor]) => factor === 1)[1]}`;
   const [factor, name] = scales.find(([f]) => Math.abs(value) >= f) ?? scales[scales.length - 1];
   return `${numberText(value / factor, digits)} ${name}`;
 }
