@@ -217,3 +217,24 @@ def test_the_base_needs_no_extra_and_no_torch(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_weights_in_parts(run, tmp_path):
+    """A recorded timeline brings its own costs, as the schedule and as the costs file."""
+    costs = ("--i", "1.2", "--w", "0.7", "--stash", "0.5", "--memory-limit", "6")
+    whole = json.loads(run("simulate", "v-half", *SIZE, *costs, "--json")[1])
+    parts = json.loads(run("simulate", "v-half", *SIZE, *costs, "--json", "--weight-parts", "4")[1])
+    assert parts["makespan"] < whole["makespan"]
+    assert parts["num_weight_parts"] == 4
+    file = tmp_path / "recorded.json"
+    file.write_text(zp.to_json(zp.simulate(zp.build("v-half", ranks=4, microbatches=8), zp.Costs(f=3, i=3.6, w=2.1))))
+    for command in (("simulate", str(file)), ("simulate", "v-half", *SIZE, "--costs", str(file))):
+        data = json.loads(run(*command, "--json", "--weight-parts", "4")[1])
+        assert data["makespan"] == pytest.approx(3 * json.loads(run(*filled(), "--json")[1])["makespan"])
+    assert "W in 4 parts" in run("show", str(file), "--weight-parts", "4")[1]
+    assert "W in 4 parts" in run("compare", "zbv", *SIZE, "--weight-parts", "4")[1]
+    assert run("simulate", "zbv", *SIZE, "--weight-parts", "65")[0] == 2
+
+
+def filled():
+    return ("simulate", "v-half", *SIZE, "--i", "1.2", "--w", "0.7", "--weight-parts", "4")

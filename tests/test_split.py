@@ -324,3 +324,10 @@ def test_no_grad_and_eval_keep_nothing():
     with torch.no_grad():
         assert not module(torch.randn(4, 5).double()).requires_grad
     assert store.alive() == 0
+
+
+def test_a_weight_that_a_hook_makes_is_left_alone():
+    """torch's older spectral_norm computes the weight in a pre-forward hook: there is no parameter to add to."""
+    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    nn.utils.spectral_norm(module[1])
+    assert defer(module) == 1

@@ -12,7 +12,7 @@ from zeropipe.core.action import Action, Kind
 from zeropipe.errors import ConfigError, ScheduleError
 from zeropipe.schedules.registry import entries
 from zeropipe.sim.compare import compare
-from zeropipe.sim.fill import cut_weights
+from zeropipe.sim.fill import _filled, cut_weights
 from zeropipe.sim.fit import fit, load_costs
 
 SPLIT = [entry.name for entry in entries() if entry.splits_backward]
@@ -161,4 +161,48 @@ def test_costs_of_a_recorded_timeline(tmp_path):
     assert load_costs(str(path)).column("i", 4) == pytest.approx([4] * 4)
     path.write_text(zp.to_json(timeline.schedule))
     with pytest.raises(ConfigError, match="a schedule without times"):
+        load_costs(str(path))
+
+
+def test_rounding_is_not_over_the_limit():
+    """Parts of a stash add up to a little more or less than the stash."""
+    costs = zp.Costs(f=1, i=1.2, w=0.7, p2p=0.05, activation=0.6, stash=0.1, memory_limit=2.5)
+    schedule = zp.build("zbv", ranks=2, microbatches=6)
+    filled = zp.simulate(zp.fill_gaps(schedule, costs), costs)
+    assert filled.peak_memory == pytest.approx((2.5, 2.5))
+    assert filled.over_limit == ()
+    assert zp.simulate(schedule, zp.Costs(memory_limit=2)).over_limit == (0, 1)
+
+
+def test_messages_that_hold_the_sender_count_in_the_choice():
+    """With blocking sends the kernel's own estimate is not the simulation: all candidates are simulated."""
+    costs = zp.Costs(f=1, i=1.2, w=0.7, p2p=0.3, stash=0.5, memory_limit=9, blocking=True, serial_links=True)
+    for name in ("zb-h1", "v-half", "interleaved-zb"):
+        schedule = zp.build(name, ranks=4, microbatches=12)
+        best = min(zp.simulate(one, costs).makespan for one in candidates(schedule, costs))
+        assert zp.simulate(zp.fill_gaps(schedule, costs), costs).makespan == best
+
+
+def candidates(schedule, costs):
+    whole = cut_weights(schedule, 4)
+    return [whole, *_filled(whole, costs, (costs.memory_limit,) * schedule.num_ranks)]
+
+
+def test_files_in_parts_are_compared_as_they_are():
+    filled = zp.fill_gaps(zp.build("zbv", ranks=2, microbatches=4), COSTS[1], parts=3)
+    [timeline] = compare([filled], zp.Costs(), weight_parts=4)
+    assert timeline.schedule == filled
+
+
+def test_wrong_numbers_of_parts_in_files(tmp_path):
+    whole = json.loads(zp.to_json(zp.build("1f1b", ranks=2, microbatches=2)))
+    with pytest.raises(ScheduleError, match="num_weight_parts is 3, but the schedule has no W"):
+        zp.check(zp.from_json(json.dumps(whole | {"num_weight_parts": 3})))
+    path = tmp_path / "recorded.json"
+    filled = zp.fill_gaps(zp.build("zbv", ranks=2, microbatches=4))
+    path.write_text(json.dumps(json.loads(zp.to_json(zp.simulate(filled))) | {"num_weight_parts": 5}))
+    with pytest.raises(ConfigError, match="0W0 is there 4 of 5 times"):
+        load_costs(str(path))
+    path.write_text('{"traceEvents": []}')
+    with pytest.raises(ConfigError, match="this trace holds several timelines"):
         load_costs(str(path))

@@ -7,8 +7,8 @@ from dataclasses import fields
 from typing import Any
 
 from zeropipe.app.limits import MAX_CHOICES, MAX_RANKS
+from zeropipe.core.placement import MAX_PARTS
 from zeropipe.sim.costs import Costs
-from zeropipe.sim.fill import MAX_PARTS
 
 COST_FIELDS = frozenset(field.name for field in fields(Costs))
 _PER_STAGE = frozenset({"f", "i", "w", "b", "overlap", "message", "activation", "stash", "weights"})

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from zeropipe.app.limits import MAX_BODY, MAX_CHOICES, MAX_RANKS
 from zeropipe.core.action import MAX_STAGES
-from zeropipe.sim.fill import MAX_PARTS
+from zeropipe.core.placement import MAX_PARTS
 
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Speed = Annotated[float, Field(gt=0, allow_inf_nan=False)]

@@ -14,13 +14,12 @@ from zeropipe.app.models import Ask, Choice, CostsIn, Size
 from zeropipe.app.uploads import Uploads
 from zeropipe.core.explain import idle
 from zeropipe.core.schedule import Schedule
-from zeropipe.core.timeline import Timeline
+from zeropipe.core.timeline import ROUNDING, Timeline
 from zeropipe.errors import ConfigError, ScheduleError
 from zeropipe.schedules.registry import Entry, build_entry, entries, find
 from zeropipe.sim.compare import compare
 from zeropipe.sim.costs import Costs, costs_from
 
-ROUNDING = 1 + 1e-9  # two times this near are the same
 Options = tuple[tuple[str, int | float | str], ...]
 
 
@@ -199,7 +198,6 @@ def _result(shown: Shown, fastest: float, leanest: float | None) -> dict[str, An
     n, t, recorded, filled = shown
     peak = max(t.peak_memory) if t.memory else None
     causes = [sum(column) / t.num_ranks for column in zip(*idle(t))]
-    limit = t.memory_limit
     return {
         "choice": n, "title": t.title, "schedule": t.schedule.name, "placement": t.schedule.placement.name,
         "measured": t.measured, "recorded": recorded, "num_ranks": t.num_ranks, "num_stages": t.schedule.num_stages,
@@ -209,7 +207,7 @@ def _result(shown: Shown, fastest: float, leanest: float | None) -> dict[str, An
         "of_best": t.makespan / fastest if fastest > 0 else 1.0, "bubble": t.bubble, "busy": sum(t.busy) / t.num_ranks,
         "idle": dict(zip(("warm_up", "waiting", "communication", "cool_down", "other"), causes)),
         "peak_memory": peak, "peak_rank": None if peak is None else t.peak_memory.index(peak),
-        "over_limit": [] if limit is None or peak is None else [r for r, p in enumerate(t.peak_memory) if p > limit],
+        "over_limit": list(t.over_limit),
         "copies": len(t.schedule.placement.copies),
         "best_time": t.makespan <= fastest * ROUNDING,
         "best_memory": peak is not None and leanest is not None and peak <= leanest * ROUNDING,
@@ -236,7 +234,7 @@ def chart(pulse: Pulse, size: Size) -> dict[str, Any]:
         peak = max(timeline.peak_memory)
         points.append({
             "name": plan.title, "stages_per_rank": plan.size[2], "bubble": timeline.bubble, "peak_memory": peak,
-            "makespan": timeline.makespan, "over_limit": costs.memory_limit is not None and peak > costs.memory_limit,
+            "makespan": timeline.makespan, "over_limit": bool(timeline.over_limit),
         })  # fmt: skip
     for point in points:
         point["pareto"] = not any(_dominates(other, point) for other in points)

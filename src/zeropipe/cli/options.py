@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from zeropipe.core.placement import MAX_PARTS
 from zeropipe.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def cost_options(command: Command) -> Command:
         else:
             command = click.option(flag, name, type=kind, help=text)(command)
     command = click.option(
-        "--weight-parts", type=click.IntRange(1, 64), help="Cut every W into parts and fill gaps with them."
+        "--weight-parts", type=click.IntRange(1, MAX_PARTS), help="Cut every W into parts and fill gaps with them."
     )(command)
     text = "A .toml or .json file of costs, or a recorded timeline (run --timeline x.json); flags override it."
     return click.option("--costs", "costs_file", help=text)(command)
@@ -95,6 +96,19 @@ def costs_of(costs_file: str | None, **flags: Any) -> Costs:
         if _COSTS[name][0] is str:
             given[name] = _numbers(name, value)
     return replace(costs, inter_node=inter, **given)
+
+
+def costs_for(spec: str, costs_file: str | None, **flags: Any) -> Costs:
+    """`costs_of`; where nothing is given and the schedule is a recorded timeline, that timeline's own."""
+    if spec.endswith(".json") and costs_file is None and all(value is None for value in flags.values()):
+        from zeropipe.core.timeline import Timeline
+        from zeropipe.schedules.user import read_file
+        from zeropipe.sim.fit import fit
+
+        found = read_file(spec)
+        if isinstance(found, Timeline):
+            return fit(found)
+    return costs_of(costs_file, **flags)
 
 
 def _numbers(name: str, text: str) -> float | tuple[float, ...]:

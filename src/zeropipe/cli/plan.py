@@ -15,7 +15,6 @@ from zeropipe.errors import ConfigError, ScheduleError
 if TYPE_CHECKING:
     from zeropipe.core.schedule import Program, Schedule
     from zeropipe.core.timeline import Timeline
-    from zeropipe.sim.costs import Costs
 
 
 @click.command()
@@ -36,7 +35,7 @@ def simulate(
     """Predict a schedule's time, bubble and memory. Costs are per stage."""
     from zeropipe.sim.simulate import simulate as run
 
-    given = opt.costs_of(**costs)
+    given = opt.costs_for(schedule, **costs)
     with progress(2) as begin:
         begin(f"building {schedule}")
         built = opt.schedule_of(schedule, ranks, microbatches, stages_per_rank, knobs)
@@ -110,9 +109,11 @@ def _over_limit(timeline: Timeline) -> str:
     limit = timeline.memory_limit
     if limit is None:
         return ""
-    over = [str(rank) for rank, peak in enumerate(timeline.peak_memory) if peak > limit]
+    over = map(str, timeline.over_limit)
     text = output.size_text(limit, timeline.memory_unit)
-    return f"   [red]over the limit {text} on rank {', '.join(over)}[/]" if over else f"   (limit {text})"
+    return (
+        f"   [red]over the limit {text} on rank {', '.join(over)}[/]" if timeline.over_limit else f"   (limit {text})"
+    )
 
 
 @click.command()
@@ -164,7 +165,7 @@ def compare(
             {"compared": [summary(t) for t in timelines], "refused": [{"schedule": n, "reason": r} for n, r in refused]}
         )
     else:
-        _print_comparison(timelines, refused, given)
+        _print_comparison(timelines, refused)
         if out:
             output.print_written(out)
 
@@ -189,7 +190,7 @@ def _fitting(spec: str, stages_per_rank: int | None) -> int | None:
     return stages_per_rank if stages_per_rank in entry_of(spec).stages_per_rank else None
 
 
-def _print_comparison(timelines: list[Timeline], refused: list[tuple[str, str]], costs: Costs) -> None:
+def _print_comparison(timelines: list[Timeline], refused: list[tuple[str, str]]) -> None:
     from rich.markup import escape
 
     console = output.console()
@@ -203,13 +204,12 @@ def _print_comparison(timelines: list[Timeline], refused: list[tuple[str, str]],
     for t in timelines:
         peak = max(t.peak_memory)
         best = t.makespan == fastest
-        over = costs.memory_limit is not None and peak > costs.memory_limit
         rows.add_row(
             f"[bold green]{escape(t.title)} ★[/]" if best else escape(t.title),
             output.time_text(t.makespan, t.unit),
             f"{t.makespan / fastest:.3f}" if fastest else "-",
             output.percent(t.bubble),
-            f"[red]{output.size_text(peak, t.memory_unit)} over[/]" if over
+            f"[red]{output.size_text(peak, t.memory_unit)} over[/]" if t.over_limit
             else f"[bold green]{output.size_text(peak, t.memory_unit)} ★[/]" if peak == leanest
             else output.size_text(peak, t.memory_unit),
             _adjusted(t, first),

@@ -108,6 +108,7 @@ def draw(
     """Write a schedule to a file: a picture, a page, a trace, or its text."""
     from zeropipe.core.csv import to_csv
     from zeropipe.core.lower import lower
+    from zeropipe.viz import check_name
     from zeropipe.viz import draw as picture
 
     wished = {"width": width, "theme": theme, "labels": labels}
@@ -117,11 +118,13 @@ def draw(
         raise ConfigError(f"--{next(iter(looks))} is for pictures: {out} is text")
     if comms and not is_text:
         raise ConfigError(f"--comms is for .csv files: leave it out for {out}")
+    if not is_text:
+        check_name(out)
     sizes = (ranks, microbatches, stages_per_rank, knobs)
     with progress(2) as begin:
         begin(f"building {schedule}")
         if is_text:
-            built = opt.fill(opt.schedule_of(schedule, *sizes), opt.costs_of(**costs), weight_parts)
+            built = opt.fill(opt.schedule_of(schedule, *sizes), opt.costs_for(schedule, **costs), weight_parts)
             begin(f"writing {out}")
             _write(out, to_csv(lower(built) if comms else built))
         else:
@@ -144,7 +147,7 @@ def _timeline(spec: str, sizes: tuple[Any, ...], weight_parts: int | None, costs
         found = read_file(spec)
         if isinstance(found, Timeline):
             return found
-    given = opt.costs_of(**costs)
+    given = opt.costs_for(spec, **costs)
     return simulate(opt.fill(opt.schedule_of(spec, *sizes), given, weight_parts), given)
 
 

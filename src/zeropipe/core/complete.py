@@ -11,6 +11,7 @@ from zeropipe.core.schedule import Schedule
 from zeropipe.errors import ScheduleError
 
 _SPLIT = 0b1101  # F, I and W
+_NO_WEIGHTS = -2
 
 
 def check_complete(schedule: Schedule) -> None:
@@ -18,9 +19,13 @@ def check_complete(schedule: Schedule) -> None:
 
     Where a W is cut into parts, all of them are there.
     """
-    seen = _scan(schedule)
     parts = schedule.problem.num_weight_parts
+    if type(parts) is not int or parts < 1:
+        raise ScheduleError(f"num_weight_parts is {parts!r}: a whole number from 1 on is needed")
+    seen = _scan(schedule)
     place = arrays(schedule.num_actions).call(incomplete_kernel, seen, parts)
+    if place == _NO_WEIGHTS:
+        raise ScheduleError(f"num_weight_parts is {parts}, but the schedule has no W: leave it out, or make it 1")
     if place >= 0:
         stage, microbatch = divmod(int(place), schedule.num_microbatches)
         bits, ran = int(seen[place]) & 15, int(seen[place]) >> 4
@@ -117,9 +122,12 @@ def scan_kernel(codes, offsets, tables, num_stages, num_microbatches, parts, spl
 
 
 def incomplete_kernel(seen, parts):  # type: ignore[no-untyped-def]
-    """The first (stage, microbatch) that lacks an action, or -1."""
+    """The first (stage, microbatch) that lacks an action, -1 if none does, -2 if there are parts of no W."""
     whole = 16 * parts + 0b1101
+    found = -1 if parts == 1 else -2
     for place in range(len(seen)):
-        if seen[place] != 0b0011 and seen[place] != whole:  # F and B; F, I and all of W
+        if seen[place] == whole:  # F, I and all of W
+            found = -1
+        elif seen[place] != 0b0011:  # F and B
             return place
-    return -1
+    return found

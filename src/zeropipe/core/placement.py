@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from zeropipe.errors import ConfigError, ScheduleError
 
+MAX_PARTS = 64  # of a W
+
 
 @dataclass(frozen=True)
 class Problem:

@@ -12,6 +12,7 @@ from zeropipe.core.action import Action, decode
 from zeropipe.core.jit import arrays
 from zeropipe.core.schedule import Schedule
 
+ROUNDING = 1 + 1e-9  # two sums of times or sizes this near are the same
 _NOTEBOOK = ("zeropipe.viz.html", "to_notebook")  # by name, when asked for: core imports no other part
 
 
@@ -119,6 +120,14 @@ class Timeline:
     def peak_memory(self) -> tuple[float, ...]:
         """The highest memory level of each rank, in the costs' unit (one stage's microbatch = 1 by default)."""
         return tuple(self._stats[3])
+
+    @property
+    def over_limit(self) -> tuple[int, ...]:
+        """The ranks whose peak is over the memory limit, by more than rounding."""
+        if self.memory_limit is None or self.memory is None:
+            return ()
+        most = self.memory_limit * ROUNDING
+        return tuple(rank for rank, peak in enumerate(self.peak_memory) if peak > most)
 
     def labelled(self, label: str) -> Timeline:
         """The same timeline under another title."""

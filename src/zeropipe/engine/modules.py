@@ -95,7 +95,7 @@ class DeferredConv1D(Deferred):
 
 def _deferred_class(module: nn.Module) -> type[Deferred] | None:
     kind = type(module)
-    if "forward" in module.__dict__:
+    if "forward" in module.__dict__ or "weight" not in module._parameters:  # a hook makes the weight anew in each F
         return None
     if kind is nn.Linear:
         return DeferredLinear

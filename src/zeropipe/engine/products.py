@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # not frozen: that takes as long as launching a kernel
 class Product:
     """One deferred weight gradient: the input and output gradient of one use of one weight."""
 

@@ -14,10 +14,12 @@ from zeropipe.sim.simulate import simulate
 def compare(schedules: Iterable[Schedule], costs: Costs, *, weight_parts: int | None = None) -> list[Timeline]:
     """Simulate each with `costs` given per rank, so that every schedule does the same work however it is cut.
 
-    With `weight_parts`, each is first handed to `fill_gaps`.
+    With `weight_parts`, each whose W are whole is first handed to `fill_gaps`.
     """
     timelines = []
     for schedule in schedules:
         own = costs.regrouped(schedule.problem)
-        timelines.append(simulate(fill_gaps(schedule, own, parts=weight_parts) if weight_parts else schedule, own))
+        if weight_parts and schedule.problem.num_weight_parts == 1:
+            schedule = fill_gaps(schedule, own, parts=weight_parts)
+        timelines.append(simulate(schedule, own))
     return timelines

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import inf
 
 from zeropipe.core.complete import check_complete
 from zeropipe.core.needs import link
+from zeropipe.core.placement import MAX_PARTS
 from zeropipe.core.schedule import Lines, Schedule
 from zeropipe.errors import ConfigError
 from zeropipe.sim.costs import Costs
 from zeropipe.sim.simulate import simulate
 from zeropipe.sim.tables import tables_of
 
-MAX_PARTS = 64
 SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)  # how much of a part must fit into a gap: the best of these is taken
 
 
@@ -28,8 +27,10 @@ def fill_gaps(schedule: Schedule, costs: Costs | None = None, *, parts: int = 4)
     costs = costs or Costs()
     best = simulate(cut_weights(schedule, parts), costs)
     limits = best.peak_memory if costs.memory_limit is None else (costs.memory_limit,) * schedule.num_ranks
-    filled = simulate(_filled(best.schedule, costs, limits), costs)
-    return filled.schedule if filled.makespan < best.makespan else best.schedule
+    filled = _filled(best.schedule, costs, limits)
+    if not (costs.blocking or costs.serial_links):
+        filled = filled[:1]  # the others are known to be no shorter
+    return min(best, *(simulate(one, costs) for one in filled), key=lambda timeline: timeline.makespan).schedule
 
 
 def cut_weights(schedule: Schedule, parts: int) -> Schedule:
@@ -75,11 +76,11 @@ def cut_kernel(codes, parts, out):  # type: ignore[no-untyped-def]
             place += 1
 
 
-def _filled(schedule: Schedule, costs: Costs, limits: Sequence[float]) -> Schedule:
-    """The rows written anew, with the share that gives the shortest schedule."""
+def _filled(schedule: Schedule, costs: Costs, limits: Sequence[float]) -> list[Schedule]:
+    """The rows written anew with each share, the shortest first."""
     links = link(schedule, passes=len(SHARES))
     xp, tables = links.arrays, tables_of(links.arrays, schedule, costs)
-    best, rows = inf, links.codes
+    found = []
     for share in SHARES:
         codes, pending = (xp.full_ints(schedule.num_actions) for _ in range(2))
         first, count, stack = (xp.full_ints(schedule.num_ranks) for _ in range(3))
@@ -93,9 +94,9 @@ def _filled(schedule: Schedule, costs: Costs, limits: Sequence[float]) -> Schedu
             ended, arrived, xp.full_ints(links.num_keys, -1), position, place, pending, first, count, stack, clock,
             codes,
         )  # fmt: skip
-        if makespan < best:
-            best, rows = makespan, codes
-    return replace(schedule, lines=Lines(xp.int_bytes(rows), schedule.lines.offsets))
+        lines = Lines(xp.int_bytes(codes), schedule.lines.offsets)
+        found.append((float(makespan), replace(schedule, lines=lines)))
+    return [filled for _, filled in sorted(found, key=lambda pair: pair[0])]
 
 
 def fill_kernel(  # type: ignore[no-untyped-def]

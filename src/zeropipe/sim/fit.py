@@ -1,4 +1,4 @@
-"""Costs taken from a measured timeline, so that the simulator predicts the same machine."""
+"""Costs taken from a measured timeline, so that the simulator predicts the same machine; and from costs files."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from zeropipe.core.action import Kind
+from zeropipe.core.complete import check_complete
 from zeropipe.core.explain import idle, reasons
 from zeropipe.core.json import from_plain
 from zeropipe.core.timeline import Span, Timeline
-from zeropipe.errors import ConfigError
+from zeropipe.errors import ConfigError, ScheduleError
 from zeropipe.sim.costs import Costs, costs_from, read_costs
 
 
@@ -27,12 +28,16 @@ class Residual(NamedTuple):
 def load_costs(path: str) -> Costs:
     """Costs from a .toml or .json file, or from a recorded timeline in zeropipe's JSON."""
     data = read_costs(path)
-    if "zeropipe" not in data:
+    if "zeropipe" not in data and "traceEvents" not in data:
         return costs_from(data, path)
-    found = from_plain(data)
-    if not isinstance(found, Timeline):
-        raise ConfigError(f"{path} is a schedule without times: give a costs file, or a timeline of a run")
-    return fit(found)
+    try:
+        found = from_plain(data)
+        if isinstance(found, Timeline):
+            check_complete(found.schedule)
+            return fit(found)
+    except ScheduleError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    raise ConfigError(f"{path} is a schedule without times: give a costs file, or a timeline of a run")
 
 
 def fit(timeline: Timeline) -> Costs:

@@ -44,6 +44,8 @@ def show(timelines: Sequence[Timeline], width: int | None = None, console: Conso
 def _heading(timeline: Timeline) -> Text:
     s = timeline.schedule
     facts = f"  {s.num_ranks} ranks, {s.num_stages} stages, {s.num_microbatches} microbatches"
+    if s.problem.num_weight_parts > 1:
+        facts += f", W in {s.problem.num_weight_parts} parts"
     numbers = f"  makespan {time_text(timeline.makespan, timeline.unit)}, bubble {percent(timeline.bubble)}"
     if timeline.memory:
         numbers += f", peak memory {size_text(max(timeline.peak_memory), timeline.memory_unit)}"

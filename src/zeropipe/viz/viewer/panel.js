@@ -112,7 +112,7 @@ export class Panel {
     peakMemory.forEach((peak, rank) => {
       const [text, x, y] = [`peak ${sizeText(peak, memoryUnit)}`, this.state.view.width - 5, layout.top(rank) + 2];
       context.strokeText(text, x, y); // a halo, to be read above the limit line
-      context.fillStyle = memoryLimit && peak > memoryLimit ? palette.limit : palette.ink;
+      context.fillStyle = memoryLimit && peak > memoryLimit * (1 + 1e-9) ? palette.limit : palette.ink;
       context.fillText(text, x, y);
     });
   }
