@@ -1,6 +1,5 @@
 """The HTTP interface under schemathesis, against its own OpenAPI: no 500, no answer the schema does not promise."""
 
-import copy
 import json
 
 import pytest
@@ -8,6 +7,7 @@ import pytest
 pytest.importorskip("schemathesis", reason="schemathesis is not installed")
 
 import schemathesis
+from damage import damaged
 from fastapi.testclient import TestClient
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -94,20 +94,7 @@ odd = st.one_of(
 )
 WHOLE = zp.build("zbv", ranks=2, microbatches=2)
 IN_PARTS = zp.fill_gaps(WHOLE, parts=3)
-TIMELINE = json.loads(zp.to_json(zp.simulate(WHOLE)))
-
-
-@st.composite
-def damaged(draw):
-    data = copy.deepcopy(TIMELINE)
-    place = data
-    while True:
-        key = draw(st.sampled_from(sorted(place) if isinstance(place, dict) else range(len(place))))
-        if isinstance(place[key], dict | list) and place[key] and draw(st.booleans()):
-            place = place[key]
-            continue
-        place[key] = draw(odd)
-        return json.dumps(data)
+TIMELINE = zp.to_json(zp.simulate(WHOLE))
 
 
 tomls = st.dictionaries(st.sampled_from(["f", "i", "edges", "inter_node", "unit", "x", "b"]), odd, max_size=3).map(
@@ -115,7 +102,7 @@ tomls = st.dictionaries(st.sampled_from(["f", "i", "edges", "inter_node", "unit"
 )
 files = st.one_of(
     st.tuples(st.just("a.csv"), csvs),
-    st.tuples(st.just("a.json"), damaged()),
+    st.tuples(st.just("a.json"), damaged([TIMELINE], odd)),
     st.tuples(st.sampled_from(["a.json", "a.toml"]), tomls),
     st.tuples(st.just("a.csv"), st.sampled_from([WHOLE, IN_PARTS]).map(zp.to_csv)),  # random ones rarely end
 )

@@ -9,6 +9,7 @@ from naive import naive_simulate
 import zeropipe as zp
 from zeropipe.core import jit
 from zeropipe.core.action import Action, Kind
+from zeropipe.core.timeline import ROUNDING
 from zeropipe.errors import ConfigError, ScheduleError
 from zeropipe.schedules.registry import entries
 from zeropipe.sim.compare import compare
@@ -185,7 +186,7 @@ def test_messages_that_hold_the_sender_count_in_the_choice():
 
 def candidates(schedule, costs):
     whole = cut_weights(schedule, 4)
-    return [whole, *_filled(whole, costs, (costs.memory_limit,) * schedule.num_ranks)]
+    return [whole, *_filled(whole, costs, (costs.memory_limit * ROUNDING,) * schedule.num_ranks)]
 
 
 def test_files_in_parts_are_compared_as_they_are():

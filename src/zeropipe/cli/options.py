@@ -14,6 +14,7 @@ from zeropipe.errors import ConfigError
 
 if TYPE_CHECKING:
     from zeropipe.core.schedule import Schedule
+    from zeropipe.core.timeline import Timeline
     from zeropipe.sim.costs import Costs
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -87,28 +88,18 @@ def cost_options(command: Command) -> Command:
 def costs_of(costs_file: str | None, **flags: Any) -> Costs:
     """The costs of a file, overridden by flags."""
     from zeropipe.sim.costs import Costs, Link
-    from zeropipe.sim.fit import load_costs
 
-    costs = load_costs(costs_file) if costs_file else Costs()
+    costs = Costs()
+    if costs_file:
+        from zeropipe.sim.fit import load_costs
+
+        costs = load_costs(costs_file)
     given = {name: value for name, value in flags.items() if value is not None}
     inter = Link(given.pop("inter_p2p", costs.inter_node.p2p), given.pop("inter_bandwidth", costs.inter_node.bandwidth))
     for name, value in given.items():
         if _COSTS[name][0] is str:
             given[name] = _numbers(name, value)
     return replace(costs, inter_node=inter, **given)
-
-
-def costs_for(spec: str, costs_file: str | None, **flags: Any) -> Costs:
-    """`costs_of`; where nothing is given and the schedule is a recorded timeline, that timeline's own."""
-    if spec.endswith(".json") and costs_file is None and all(value is None for value in flags.values()):
-        from zeropipe.core.timeline import Timeline
-        from zeropipe.schedules.user import read_file
-        from zeropipe.sim.fit import fit
-
-        found = read_file(spec)
-        if isinstance(found, Timeline):
-            return fit(found)
-    return costs_of(costs_file, **flags)
 
 
 def _numbers(name: str, text: str) -> float | tuple[float, ...]:
@@ -146,6 +137,27 @@ def schedule_of(
     from zeropipe.schedules.user import load
 
     return load(spec, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank, **knobs_of(knobs))
+
+
+def work_of(
+    spec: str, sizes: tuple[int | None, int | None, int | None, tuple[str, ...]], costs: dict[str, Any]
+) -> tuple[Schedule, Costs, Timeline | None]:
+    """What a command line names: a schedule, and its costs; and the recorded timeline, where the costs are its own."""
+    from zeropipe.core.timeline import Timeline
+    from zeropipe.schedules.user import load_any
+
+    given = costs_of(**costs)  # first: a mistake in it is told before anything is built
+    ranks, microbatches, stages_per_rank, knobs = sizes
+    found = load_any(
+        spec, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank, **knobs_of(knobs)
+    )  # fmt: skip
+    if not isinstance(found, Timeline):
+        return found, given, None
+    if any(value is not None for value in costs.values()):
+        return found.schedule, given, None
+    from zeropipe.sim.fit import fit
+
+    return found.schedule, fit(found), found
 
 
 def fill(schedule: Schedule, costs: Costs, weight_parts: int | None) -> Schedule:

@@ -35,10 +35,9 @@ def simulate(
     """Predict a schedule's time, bubble and memory. Costs are per stage."""
     from zeropipe.sim.simulate import simulate as run
 
-    given = opt.costs_for(schedule, **costs)
     with progress(2) as begin:
         begin(f"building {schedule}")
-        built = opt.schedule_of(schedule, ranks, microbatches, stages_per_rank, knobs)
+        built, given, _ = opt.work_of(schedule, (ranks, microbatches, stages_per_rank, knobs), costs)
         begin(f"simulating {schedule}")
         timeline = run(opt.fill(built, given, weight_parts), given)
     if as_json:

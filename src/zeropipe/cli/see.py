@@ -124,7 +124,8 @@ def draw(
     with progress(2) as begin:
         begin(f"building {schedule}")
         if is_text:
-            built = opt.fill(opt.schedule_of(schedule, *sizes), opt.costs_for(schedule, **costs), weight_parts)
+            built, given, _ = opt.work_of(schedule, sizes, costs)
+            built = opt.fill(built, given, weight_parts)
             begin(f"writing {out}")
             _write(out, to_csv(lower(built) if comms else built))
         else:
@@ -138,17 +139,13 @@ def draw(
 
 
 def _timeline(spec: str, sizes: tuple[Any, ...], weight_parts: int | None, costs: dict[str, Any]) -> Timeline:
-    """A recorded timeline as it is unless costs are given, any other schedule simulated."""
-    from zeropipe.core.timeline import Timeline
-    from zeropipe.schedules.user import read_file
+    """A recorded timeline as it is unless something is asked of it, any other schedule simulated."""
     from zeropipe.sim.simulate import simulate
 
-    if spec.endswith(".json") and not any(sizes) and all(value is None for value in (weight_parts, *costs.values())):
-        found = read_file(spec)
-        if isinstance(found, Timeline):
-            return found
-    given = opt.costs_for(spec, **costs)
-    return simulate(opt.fill(opt.schedule_of(spec, *sizes), given, weight_parts), given)
+    schedule, given, recorded = opt.work_of(spec, sizes, costs)
+    if recorded is not None and weight_parts is None and not any(sizes):
+        return recorded
+    return simulate(opt.fill(schedule, given, weight_parts), given)
 
 
 def _write(path: str, text: str) -> None:

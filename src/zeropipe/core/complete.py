@@ -53,10 +53,10 @@ def _scan(schedule: Schedule) -> Ints:
         raise ScheduleError(f"there are {len(schedule.rows)} rows for {problem.num_ranks} ranks: give one per rank")
     xp = arrays(schedule.num_actions)
     seen = xp.full_ints(problem.num_stages * problem.num_microbatches)
-    split = problem.num_microbatches if placement.split is None else placement.split
     at, fault = xp.call(
         scan_kernel, xp.ints(schedule.lines.codes), xp.list_ints(schedule.lines.offsets),
-        flat_tables(xp, placement), problem.num_stages, problem.num_microbatches, problem.num_weight_parts, split, seen,
+        flat_tables(xp, placement), problem.num_stages, problem.num_microbatches, problem.num_weight_parts,
+        schedule.split, seen,
     )  # fmt: skip
     if fault:
         _raise_scan_fault(schedule, int(at), int(fault))

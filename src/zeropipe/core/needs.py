@@ -82,9 +82,8 @@ def link(schedule: Schedule, lines: Lines | None = None, *, passes: int = 1) -> 
     xp = arrays(size * passes)
     codes = xp.ints(lines.codes)
     remote, own, makes, to = (xp.full_ints(size, -1) for _ in range(4))
-    split = problem.num_microbatches if placement.split is None else placement.split
     xp.call(
-        link_kernel, codes, flat_tables(xp, placement), problem.num_stages, problem.num_microbatches, split,
+        link_kernel, codes, flat_tables(xp, placement), problem.num_stages, problem.num_microbatches, schedule.split,
         remote, own, makes, to,
     )  # fmt: skip
     num_keys = 2 * problem.num_stages * problem.num_microbatches

@@ -16,14 +16,13 @@ def check_program(program: Program) -> None:
     links = link(schedule, lines)
     xp = links.arrays
     problem = schedule.problem
-    split = problem.num_microbatches if schedule.placement.split is None else schedule.placement.split
     tables = flat_tables(xp, schedule.placement)
     matched = xp.full_ints(links.num_keys)  # 0 nothing, 1 sent or received, 2 both
     numbers, edges = number_edges(schedule.placement)
     orders = xp.full_ints(links.num_keys)
     where, fault = xp.call(
-        messages_kernel, links.codes, links.offsets, tables, problem.num_stages, problem.num_microbatches, split,
-        matched, xp.list_ints(numbers), xp.full_ints(len(edges)), xp.full_ints(len(edges)), orders,
+        messages_kernel, links.codes, links.offsets, tables, problem.num_stages, problem.num_microbatches,
+        schedule.split, matched, xp.list_ints(numbers), xp.full_ints(len(edges)), xp.full_ints(len(edges)), orders,
     )  # fmt: skip
     if fault:
         _raise_message_fault(program, int(where), int(fault))

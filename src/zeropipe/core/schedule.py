@@ -89,6 +89,11 @@ class Schedule:
     def num_microbatches(self) -> int:
         return self.problem.num_microbatches
 
+    @property
+    def split(self) -> int:
+        """The first microbatch of the placement's second copy; beyond the last one where there is one copy."""
+        return self.num_microbatches if self.placement.split is None else self.placement.split
+
     def __str__(self) -> str:
         return "\n".join(_row_text(row) for row in self.rows)
 

@@ -22,6 +22,19 @@ def load(
     **options: Any,
 ) -> Schedule:
     """A schedule by name, from `file.csv` or `file.json`, or by `path/to/mine.py:name`."""
+    found = load_any(spec, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank, **options)
+    return found.schedule if isinstance(found, Timeline) else found
+
+
+def load_any(
+    spec: str,
+    *,
+    ranks: int | None = None,
+    microbatches: int | None = None,
+    stages_per_rank: int | None = None,
+    **options: Any,
+) -> Schedule | Timeline:
+    """What `load` finds, with the times that a file has beside its schedule."""
     if spec.endswith((".csv", ".json")):
         return _from_file(spec, ranks, microbatches, stages_per_rank, options)
     entry = entry_of(spec)
@@ -59,10 +72,9 @@ def read_file(path: str) -> Schedule | Timeline:
 
 def _from_file(
     path: str, ranks: int | None, microbatches: int | None, stages_per_rank: int | None, options: dict[str, Any]
-) -> Schedule:
+) -> Schedule | Timeline:
     found = read_file(path)
-    schedule = found.schedule if isinstance(found, Timeline) else found
-    problem = schedule.problem
+    problem = (found.schedule if isinstance(found, Timeline) else found).problem
     for flag, asked, has in (
         ("ranks", ranks, problem.num_ranks),
         ("microbatches", microbatches, problem.num_microbatches),
@@ -72,7 +84,7 @@ def _from_file(
             raise ConfigError(f"{flag}={asked}: {path} has {has}; leave it out, or change the file")
     if options:
         raise ConfigError(f"{path} is a finished schedule and has no option {next(iter(options))!r}")
-    return schedule
+    return found
 
 
 def _entry_in(path: str, name: str) -> Entry:

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from zeropipe.core.complete import check_complete
+from zeropipe.core.jit import arrays
 from zeropipe.core.needs import link
 from zeropipe.core.placement import MAX_PARTS
 from zeropipe.core.schedule import Lines, Schedule
+from zeropipe.core.timeline import ROUNDING
 from zeropipe.errors import ConfigError
 from zeropipe.sim.costs import Costs
 from zeropipe.sim.simulate import simulate
@@ -27,7 +29,7 @@ def fill_gaps(schedule: Schedule, costs: Costs | None = None, *, parts: int = 4)
     costs = costs or Costs()
     best = simulate(cut_weights(schedule, parts), costs)
     limits = best.peak_memory if costs.memory_limit is None else (costs.memory_limit,) * schedule.num_ranks
-    filled = _filled(best.schedule, costs, limits)
+    filled = _filled(best.schedule, costs, [limit * ROUNDING for limit in limits])
     if not (costs.blocking or costs.serial_links):
         filled = filled[:1]  # the others are known to be no shorter
     return min(best, *(simulate(one, costs) for one in filled), key=lambda timeline: timeline.makespan).schedule
@@ -40,14 +42,13 @@ def cut_weights(schedule: Schedule, parts: int) -> Schedule:
     have = schedule.problem.num_weight_parts
     if have != 1:
         raise ConfigError(f"the W of {schedule.name} are in {have} parts already: start from the one with whole W")
-    check_complete(schedule)  # tables are made for its stages and microbatches
-    links = link(schedule)
-    xp = links.arrays
-    sizes = xp.full_ints(schedule.num_ranks)
-    codes = xp.full_ints(xp.call(count_kernel, links.codes, links.offsets, parts, sizes))
+    check_complete(schedule)  # before its rows are others
+    xp = arrays(schedule.num_actions)
+    whole, sizes = xp.ints(schedule.lines.codes), xp.full_ints(schedule.num_ranks)
+    codes = xp.full_ints(xp.call(count_kernel, whole, xp.list_ints(schedule.lines.offsets), parts, sizes))
     if len(codes) == schedule.num_actions:  # no W, or all of it in one part
         return schedule
-    xp.call(cut_kernel, links.codes, parts, codes)
+    xp.call(cut_kernel, whole, parts, codes)
     offsets = [0]
     for size in sizes:
         offsets.append(offsets[-1] + int(size))
@@ -155,7 +156,7 @@ def fill_kernel(  # type: ignore[no-untyped-def]
                 weight = pending[base + first[rank]]
                 stage = (weight >> 5) & 0xFFFF
                 part = durations[3 * num_stages + stage]
-                full = takes + grows > 0 and memory + takes + grows > limits[rank] * (1 + 1e-9)
+                full = takes + grows > 0 and memory + takes + grows > limits[rank]
                 if not full and now + share * part > begin - 1e-9 * part:
                     break
                 out[place[rank]] = weight

@@ -37,7 +37,7 @@ def tables_of(xp: Arrays, schedule: Schedule, costs: Costs) -> Tables:
         xp.list_floats([one + other - both for one, other, both in zip(f, b, overlap, strict=True)]),
         transfer, edge, num_edges,
         xp.list_floats(activation), xp.list_floats(stash), xp.list_floats(_constant_memory(schedule, costs)),
-        parts, schedule.num_microbatches if schedule.placement.split is None else schedule.placement.split,
+        parts, schedule.split,
     )  # fmt: skip
 
 

@@ -60,6 +60,7 @@ def _timeline(timeline: Timeline) -> dict[str, Any]:
         "idle": [list(rank) for rank in explain.idle(timeline)],
         "peakMemory": list(timeline.peak_memory) if timeline.memory else None,
         "memoryLimit": timeline.memory_limit,
+        "overLimit": list(timeline.over_limit),
         "message": explain.reasons(timeline).message,
         "columns": {name: column.dtype.str[1:] for name, column in columns.items()},
         "lengths": [len(column) for column in columns.values()],

@@ -103,7 +103,7 @@ export class Panel {
 
   peaks(context, layout, palette) {
     if (layout.height < 11) return;
-    const { peakMemory, memoryUnit, memoryLimit } = this.timeline;
+    const { peakMemory, memoryUnit, overLimit } = this.timeline;
     context.font = "10px system-ui, sans-serif";
     context.textAlign = "right";
     context.textBaseline = "top";
@@ -112,7 +112,7 @@ export class Panel {
     peakMemory.forEach((peak, rank) => {
       const [text, x, y] = [`peak ${sizeText(peak, memoryUnit)}`, this.state.view.width - 5, layout.top(rank) + 2];
       context.strokeText(text, x, y); // a halo, to be read above the limit line
-      context.fillStyle = memoryLimit && peak > memoryLimit * (1 + 1e-9) ? palette.limit : palette.ink;
+      context.fillStyle = overLimit.includes(rank) ? palette.limit : palette.ink;
       context.fillText(text, x, y);
     });
   }

@@ -17,7 +17,7 @@ function rowOf(timeline, n, best, causes, select) {
   const jump = element("button", { type: "button", className: "zp-link" }, timeline.title);
   jump.addEventListener("click", () => select(n));
   const peak = timeline.peakMemory && Math.max(...timeline.peakMemory);
-  const over = timeline.memoryLimit !== null && peak > timeline.memoryLimit * (1 + 1e-9);
+  const over = timeline.overLimit.length > 0;
   const ratio = timeline.makespan / best;
   const cells = [
     element("td", {}, timeText(timeline.makespan, timeline.unit)),
