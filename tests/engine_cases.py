@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from engine_helpers import (
 from torch import Tensor, nn
 
 from zeropipe.core.schedule import Schedule
-from zeropipe.engine import Engine
+from zeropipe.engine import Engine, p2p
 from zeropipe.engine.torch_runtime import torch_runtime
 
 F64 = {"dtype": torch.float64}
@@ -35,6 +36,33 @@ def train_in_halves(schedule: Schedule, steps: int) -> dict[str, float]:
     groups = [dist.new_group(list(range(start, start + half))) for start in (0, half)]
     group = groups[dist.get_rank() // half]
     return train(schedule, steps, group=group)
+
+
+def train_in_step(schedule: Schedule, recv_ahead: int, timeout: float) -> dict[str, float]:
+    """Every send waits until it is received, every receive until its message is here: nothing is ever under way."""
+    acknowledged, word = 99, torch.zeros(1)
+    post, send = p2p.Incoming._post, p2p.Outgoing.send
+
+    def post_and_wait(self: p2p.Incoming, spec: p2p.Spec) -> None:
+        post(self, spec)
+        assert self._posted[-1] is not None
+        _, tensors, works = self._posted[-1]
+        for work in works:
+            work.wait()
+        self._posted[-1] = (spec, tensors, [])
+        if works:
+            self._wire.headers.send([word], self._wire.peer, acknowledged).wait()
+
+    def send_and_wait(self: p2p.Outgoing, tensors: Sequence[Tensor]) -> None:
+        send(self, tensors)
+        if tensors:
+            self._wire.headers.recv([word], self._wire.peer, acknowledged).wait()
+
+    with (
+        mock.patch.object(p2p.Incoming, "_post", post_and_wait),
+        mock.patch.object(p2p.Outgoing, "send", send_and_wait),
+    ):
+        return train(schedule, 2, recv_ahead=recv_ahead, timeout=timeout)
 
 
 def train_models(schedule: Schedule, make: Callable[[int], list[nn.Module]], **options: Any) -> dict[str, float]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from engine_helpers import Block, SquareLoss, blocks, microbatches, own, train
+from engine_helpers import Block, SquareLoss, blocks, microbatches, nccl_on_one_gpu, own, train
 from torch import Tensor, nn
 
 from zeropipe.core.schedule import Schedule
@@ -45,11 +45,12 @@ class Faulty(nn.Module):
         raise ValueError("no way back")
 
 
-def fail(schedule: Schedule, stage: int, kind: str, when: int, check_finite: bool = False) -> Any:
+def fail(schedule: Schedule, stage: int, kind: str, when: int, check_finite: bool = False, device: str = "cpu") -> Any:
     """Two good steps' worth of microbatches, with a fault on the way."""
     modules = blocks(schedule.num_stages)
     modules[stage] = Faulty(stage, kind, when)
-    engine = Engine(schedule, own(modules, schedule), check_finite=check_finite, timeout=60)
+    stages = {index: module.to(device) for index, module in own(modules, schedule).items()}
+    engine = Engine(schedule, stages, check_finite=check_finite, timeout=60)
     try:
         for step in range(2):
             engine.train_step(microbatches(schedule.num_microbatches, seed=step), SquareLoss())
@@ -61,6 +62,12 @@ def fail(schedule: Schedule, stage: int, kind: str, when: int, check_finite: boo
             again = str(second)
         return type(error).__name__, str(error), repr(error.__cause__), again
     return "no error"
+
+
+def fail_over_nccl(schedule: Schedule, stage: int, kind: str, when: int) -> Any:
+    """`fail` where ranks wait inside kernels."""
+    nccl_on_one_gpu()
+    return fail(schedule, stage, kind, when, device="cuda")
 
 
 def fail_and_go_on(schedule: Schedule, stage: int) -> dict[str, float]:

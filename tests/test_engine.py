@@ -11,6 +11,7 @@ from engine_helpers import TOLERANCE, largest, ranks, train
 
 import zeropipe as zp
 from zeropipe.core.needs import needs
+from zeropipe.engine.launch import LocalRanks
 from zeropipe.errors import ConfigError, EngineError
 from zeropipe.schedules.registry import entries
 
@@ -61,13 +62,26 @@ def test_one_rank(name):
 
 @pytest.mark.parametrize(
     "options",
-    [{"recv_ahead": 1}, {"recv_ahead": 9}, {"split": "whole"}, {"split": "autograd"}, {"shapes": "dynamic"},
-     {"direct_gradients": True}, {"check_finite": True}],
+    [{"recv_ahead": 0}, {"recv_ahead": 1}, {"recv_ahead": 9}, {"split": "whole"}, {"split": "autograd"},
+     {"shapes": "dynamic"}, {"shapes": "dynamic", "recv_ahead": 0}, {"direct_gradients": True}, {"check_finite": True}],
 )  # fmt: skip
 @pytest.mark.parametrize("name", ["1f1b", "zbv", "dualpipe", "dualpipev"])
 def test_every_knob_gives_the_same(name, options):
     differences = largest(ranks().run(train_with, build(name), options))
     assert max(differences.values()) < TOLERANCE, differences
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_rank_needs_a_message_under_way(name):
+    """As on NCCL, where CUDA may hold a rank back until its sends and receives have ended."""
+    differences = largest(ranks().run(cases.train_in_step, build(name), 0, 20.0, timeout=30))
+    assert max(differences.values()) < TOLERANCE, differences
+
+
+def test_receives_posted_ahead_need_messages_under_way():
+    """The other side of the test above: it would notice."""
+    with LocalRanks(2) as two, pytest.raises(EngineError, match="Timed out|no message came in time"):
+        two.run(cases.train_in_step, build("1f1b", 2), 1, 3.0, timeout=30)
 
 
 def train_with(schedule, options):

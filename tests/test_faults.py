@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 
 import pytest
@@ -19,6 +20,7 @@ from engine_helpers import TOLERANCE
 
 import zeropipe as zp
 from zeropipe.engine.launch import Failed, LocalRanks
+from zeropipe.engine.torch_private import abort_nccl
 from zeropipe.errors import EngineError
 
 LIMIT = 60  # seconds; each of these takes a few
@@ -119,6 +121,20 @@ def test_a_silent_rank_is_given_up():
     with LocalRanks(2) as ranks:
         found = ranks.outcomes(cases.silent, zp.build("1f1b", ranks=2, microbatches=2), timeout=9)
     assert "rank 1 was lost while rank 0 waited for it at 0B0: no message came in time" in found[0].text
+
+
+def test_nccl_groups_are_aborted_side_by_side():
+    """An abort may wait for the kernels of another group, which end when that one is aborted."""
+    both = threading.Barrier(2, timeout=5)
+    ended = []
+
+    class Group:
+        def abort(self):
+            both.wait()
+            ended.append(self)
+
+    abort_nccl([Group(), Group()])
+    assert len(ended) == 2
 
 
 def test_a_stage_that_returns_no_tensor():

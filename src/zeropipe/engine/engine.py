@@ -54,7 +54,8 @@ class Engine:
     `split`: how I and W share the backward: "store", "autograd" (torch's way) or "whole" (all of it in I).
     `direct_gradients`: whole backwards too add the weight gradients of linear layers straight to `.grad`, which saves a
     tensor of the weight's size each time; autograd hooks on these weights do not fire.
-    `recv_ahead`: receives posted before they are needed, per edge. `shapes`: "auto" sends shapes when a microbatch has
+    `recv_ahead`: receives posted before they are needed, per edge; 0, and always on NCCL: each at its place in the
+    program. `shapes`: "auto" sends shapes when a microbatch has
     new ones, "dynamic" with every message, for stages whose output shapes depend on values.
     `check_finite`: stop at the first action that makes a NaN or an infinity. `timeout`: seconds without a message
     until a silent rank counts as lost.
@@ -93,7 +94,7 @@ class Engine:
             torch.cuda.set_device(self._device)
         self._fabric = fabric = Fabric(group, self._device, timeout)
         self.rank = fabric.rank
-        self._agree(lambda: self._check_setup(split, shapes, compile, ac))
+        self._agree(lambda: self._check_setup(split, shapes, compile, ac, recv_ahead))
         self._program = lower(schedule)
         self._options: dict[str, Any] = {
             "recv_ahead": recv_ahead, "dynamic": shapes == "dynamic", "device": self._device, "shapes": ShapeBook()
@@ -285,7 +286,7 @@ class Engine:
             if other != seen[0][0]:
                 raise ConfigError(f"rank {rank} has another schedule than rank 0: build the same one on every rank")
 
-    def _check_setup(self, split: str, shapes: str, compile: bool, ac: str) -> str:
+    def _check_setup(self, split: str, shapes: str, compile: bool, ac: str, recv_ahead: int) -> str:
         if split not in SPLITS:
             raise ConfigError(f"split={split!r}: give one of {', '.join(SPLITS)}")
         if split == "autograd" and compile:
@@ -299,6 +300,8 @@ class Engine:
                     raise ConfigError(f"stage {stage} names no blocks to compile or checkpoint: use module_stages()")
         if shapes not in ("auto", "dynamic"):
             raise ConfigError(f"shapes={shapes!r}: give 'auto' or 'dynamic'")
+        if recv_ahead < 0:
+            raise ConfigError(f"recv_ahead={recv_ahead}: give 0 or a number of messages")
         wanted = self.schedule.placement.stages_of(self.rank)
         if tuple(sorted(self.stages)) != wanted:
             raise ConfigError(f"stages {sorted(self.stages)} were given, the placement puts {list(wanted)} here")

@@ -100,9 +100,12 @@ class Fabric:
         if self.closed:
             return
         self.closed = True
-        for group in self._groups.values():
-            torch_private.abort_nccl(group) if self.nccl else torch_private.abort_gloo(group)
         torch_private.abort_gloo(self.control)
+        if self.nccl:
+            torch_private.abort_nccl(list(self._groups.values()))
+            return
+        for group in self._groups.values():
+            torch_private.abort_gloo(group)
 
     def close(self) -> None:
         """Let go of the connections after a good run."""

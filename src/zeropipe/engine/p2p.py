@@ -78,6 +78,10 @@ class Wire(NamedTuple):
     device: torch.device
     heard: dict[Hashable, Spec]  # the shapes of forward messages that had a header, on the receiving end
 
+    @property
+    def nccl(self) -> bool:
+        return self.device.type == "cuda" and not self.staged
+
 
 class Message(NamedTuple):
     """What an edge carries at one place of its order."""
@@ -103,7 +107,7 @@ class Outgoing:
     def __init__(self, wire: Wire, dynamic: bool) -> None:
         self._wire, self._dynamic = wire, dynamic
         self._announced: dict[Hashable, Spec] = {}
-        self._threaded = wire.staged or wire.device.type == "cpu"
+        self._threaded = not wire.nccl
         self._error: RuntimeError | None = None
         self._pending: list[tuple[Any, Tensor]] = []
         if self._threaded:
@@ -184,10 +188,17 @@ class Outgoing:
 
 
 class Incoming:
-    """The receiving end: takes messages by their place in the edge's order, posts receives ahead of need."""
+    """The receiving end: takes messages by their place in the edge's order, posts receives ahead of need.
+
+    On NCCL a receive is a kernel that spins until the message is here, and CUDA may hold other kernels back until it
+    ends (to load one it has not seen, say). So there nothing is posted before its place in the Program: in that
+    order even ranks that stop at every message reach the end.
+    """
 
     def __init__(self, wire: Wire, messages: Sequence[Message], ahead: int, dynamic: bool) -> None:
-        self._wire, self.messages, self._ahead, self._dynamic = wire, messages, max(1, ahead), dynamic
+        self.in_place = wire.nccl or ahead == 0
+        self._wire, self.messages, self._dynamic = wire, messages, dynamic
+        self._ahead = 0 if self.in_place else ahead
         self._posted: list[tuple[Spec, list[Tensor], list[Any]] | None] = []
         self._waiting = 0  # posted and not taken
 
@@ -206,12 +217,16 @@ class Incoming:
                 return
             self._post(spec)
 
-    def take(self, place: int) -> tuple[Spec, list[Tensor]]:
-        """The tensors of the message at `place`, once they are here."""
+    def reach(self, place: int) -> None:
+        """Post the receive of the message at `place`, and those before it."""
         while len(self._posted) <= place:
             message = self.messages[len(self._posted)]
             spec = self._known(message)
             self._post(self._hear(message) if spec is None else spec)
+
+    def take(self, place: int) -> tuple[Spec, list[Tensor]]:
+        """The tensors of the message at `place`, once they are here."""
+        self.reach(place)
         entry = self._posted[place]
         assert entry is not None, "every message is taken once"
         spec, buffers, works = entry

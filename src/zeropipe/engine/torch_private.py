@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
@@ -47,10 +49,23 @@ def abort_gloo(group: Any) -> None:
                 group.recv([torch.empty(1)], peer, ABORT_TAG).wait(timedelta(milliseconds=1))
 
 
-def abort_nccl(group: Any) -> None:
-    """Stop a group's kernels, so that streams waiting for them go on."""
-    with contextlib.suppress(RuntimeError):
-        group.abort()
+def abort_nccl(groups: Iterable[Any], patience: float = 20.0) -> None:
+    """Stop the groups' kernels, so that streams waiting for them go on.
+
+    All at once: an abort frees memory, for which CUDA waits until every kernel has ended, those of the other groups
+    included. One after the other they would wait for each other.
+    """
+
+    def abort(group: Any) -> None:
+        with contextlib.suppress(RuntimeError):
+            group.abort()
+
+    threads = [threading.Thread(target=abort, args=(group,), daemon=True) for group in groups]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + patience
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
 
 
 def allgather_bytes(group: Any, size: int, mine: Tensor) -> list[Tensor]:

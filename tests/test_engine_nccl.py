@@ -1,0 +1,38 @@
+"""NCCL, between ranks that share one GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch")
+
+import fault_cases as cases
+import torch
+from engine_helpers import TOLERANCE, largest, train_on_nccl
+
+import zeropipe as zp
+from zeropipe.engine.launch import LocalRanks
+from zeropipe.schedules.registry import entries
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.fixture(scope="module")
+def nccl_ranks():
+    with LocalRanks(4, backend="nccl") as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize("entry", entries(), ids=str)
+def test_every_schedule_over_nccl(nccl_ranks, entry):
+    differences = largest(nccl_ranks.run(train_on_nccl, zp.build(entry.name, ranks=4, microbatches=8), 2, timeout=40))
+    assert max(differences.values()) < TOLERANCE, differences
+
+
+@pytest.mark.parametrize("stage, kind, where", [(2, "raise", "2F3: ValueError"), (5, "raise-back", "5I1: ValueError")])
+def test_an_error_stops_ranks_that_wait_inside_kernels(stage, kind, where):
+    name, when = ("1f1b", 3) if kind == "raise" else ("zbv", 1)
+    with LocalRanks(4, backend="nccl") as ranks:
+        schedule = zp.build(name, ranks=4, microbatches=8)
+        found = ranks.outcomes(cases.fail_over_nccl, schedule, stage, kind, when, timeout=40)
+    assert all(item[0] == "EngineError" and item[1].startswith(f"rank 2 failed at {where}") for item in found), found
