@@ -13,6 +13,8 @@ import argparse
 import os
 from pathlib import Path
 
+from overlap import apart
+
 import zeropipe as zp
 from zeropipe.engine.job import Job, run_all
 from zeropipe.engine.launch import LocalRanks
@@ -23,10 +25,7 @@ def build(name: str, ranks: int, microbatches: int) -> zp.Schedule:
     """A schedule by name; with "/apart", without Overlaps."""
     name, slash, _ = name.partition("/")
     schedule = zp.build(name, ranks=ranks, microbatches=microbatches)
-    if not slash:
-        return schedule
-    rows = [[a for step in row for a in (step if isinstance(step, zp.Overlap) else (step,))] for row in schedule.rows]
-    return zp.Schedule.of(schedule.problem, schedule.placement, rows, f"{name}-apart")
+    return apart(schedule) if slash else schedule
 
 
 def main() -> None:

@@ -6,7 +6,8 @@
 
 One stage from the middle of a Qwen3 (layers only) takes a hidden state and a gradient. Per way: milliseconds of F, of I
 (or B) and of W, MiB alive after I, and peak MiB, both beyond weights, gradients and input. Ways are measured in turn,
-again and again, and the median is printed. Each row is printed and written to the JSON file when it is known.
+again and again, and the median is printed; ratios of times are medians of paired rounds. Each row is printed and
+written to the JSON file when it is known.
 """
 
 from __future__ import annotations
@@ -211,6 +212,7 @@ def run_case(case: Case, device: torch.device, reps: int) -> list[dict[str, Any]
             | {"way": name(way.kind, way.compiled), "f": f, "i": back, "w": w, "total": total}
             | {"alive": alive, "peak": peak, "error": error}
         )
+        rows[-1]["times"] = [sum(row) for row in times[i]]
     rows += [vars(case) | {"way": way, "failed": reason} for way, reason in failed.items()]
     del ways
     gc.collect()
@@ -225,6 +227,13 @@ def line(row: dict[str, Any]) -> str:
         return f"{head} {row['failed'][:60]}"
     numbers = "".join(f"{row[key]:>9.2f}" for key in ("f", "i", "w", "total"))
     return f"{head}{numbers}{row['alive']:>9.0f}{row['peak']:>9.0f}{row['error']:>10.1e}"
+
+
+def ratio(ours: dict[str, Any], theirs: dict[str, Any], key: str) -> float:
+    """Of two rows; of times, the median over the rounds, so that a slow moment hits both."""
+    if key != "total":
+        return float(ours[key] / theirs[key])
+    return statistics.median(a / b for a, b in zip(ours["times"], theirs["times"]))
 
 
 def verdicts(rows: list[dict[str, Any]]) -> list[str]:
@@ -243,7 +252,7 @@ def verdicts(rows: list[dict[str, Any]]) -> list[str]:
     found = []
     for title, ours, theirs, key, aim, ac in aims:
         ratios = {
-            case: ways[ours][key] / ways[theirs][key]
+            case: ratio(ways[ours], ways[theirs], key)
             for case, ways in by.items()
             if ours in ways and theirs in ways and ways[theirs][key] and ac in (None, case[3])
         }

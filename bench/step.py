@@ -208,22 +208,25 @@ def probe(name: str, size: Size) -> float:
 
 
 def pin() -> None:
-    """Keep this rank's computing thread on the fastest of its share of the cores.
+    """Keep the ranks' computing threads on the fastest cores, one each.
 
     On a shared machine some cores are a third slower than others for minutes. The threads that feed sockets stay free.
     """
     cpus, size, rank = sorted(os.sched_getaffinity(0)), dist.get_world_size(), dist.get_rank()
-    a, out, best = torch.randn(512, 512), torch.empty(512, 512), (float("inf"), -1)
-    for turn in range(3 * (len(cpus) // size)):
-        cpu = cpus[rank * (len(cpus) // size) + turn % (len(cpus) // size)]
-        os.sched_setaffinity(0, {cpu})
+    if len(cpus) < size:
+        return
+    a, out = torch.randn(512, 512), torch.empty(512, 512)
+    fastest = torch.full((len(cpus),), float("inf"))
+    for turn in range(3 * len(cpus)):
+        place = (rank + turn) % len(cpus)
+        os.sched_setaffinity(0, {cpus[place]})
         dist.barrier()
         begin = time.perf_counter()
-        for _ in range(40):
+        for _ in range(20):
             torch.mm(a, a, out=out)
-        best = min(best, (time.perf_counter() - begin, cpu))
-    if best[1] >= 0:
-        os.sched_setaffinity(0, {best[1]})
+        fastest[place] = min(float(fastest[place]), time.perf_counter() - begin)
+    dist.all_reduce(fastest)
+    os.sched_setaffinity(0, {cpus[sorted(fastest.argsort()[:size].tolist())[rank]]})
 
 
 def contest(size: Size, torchs: list[str]) -> dict[str, Any]:
@@ -280,13 +283,17 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=12)
+    parser.add_argument(
+        "--without", nargs="*", default=[], help="contenders to leave out", choices=TORCH, metavar="NAME"
+    )
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     given = parser.parse_args()
     size = Size(
         given.ranks, given.microbatches, given.blocks or 2 * given.ranks, given.width, given.tokens, given.repeats
     )
     refused = {}
-    for name in TORCH:
+    torchs = [name for name in TORCH if name not in given.without]
+    for name in torchs:
         if "ZBV" in name:  # torch 2.11 on gloo cannot start it: find out in processes of its own
             try:
                 with LocalRanks(size.ranks) as ranks:
@@ -294,7 +301,7 @@ def main() -> None:
             except EngineError as error:
                 refused[name] = str(error).splitlines()[0]
     with LocalRanks(size.ranks) as ranks:
-        parts = ranks.run(contest, size, [name for name in TORCH if name not in refused], timeout=1800)
+        parts = ranks.run(contest, size, [name for name in torchs if name not in refused], timeout=1800)
     report(size, parts, refused, given.out)
 
 

@@ -27,7 +27,7 @@ class Cell:
         self.stage, self.microbatch, self.module, self.pick = stage, microbatch, module, pick
         self.before: Cell | None = None  # the neighbours, where they are on this rank
         self.after: Cell | None = None
-        self.side = False  # runs on the second stream
+        self.side: int | None = None  # which of two streams an Overlap puts it on
         self.clear()
 
     def clear(self) -> None:

@@ -77,9 +77,9 @@ class Executor:
             cell.before = self.cells.get((stage - 1, microbatch))
             cell.after = self.cells.get((stage + 1, microbatch))
         self._incoming, self._places = self._receives(row, wires, recv_ahead)
-        self._side: torch.cuda.Stream | None = None
+        self._streams: tuple[torch.cuda.Stream, ...] = ()
         if colour(row, self.cells) and device.type == "cuda":
-            self._side = torch.cuda.Stream(device)
+            self._streams = (torch.cuda.Stream(device), torch.cuda.Stream(device))
             torch_private.quiet_streams()
         self._shapes = shapes
         self._calls: list[Call] = []
@@ -156,11 +156,16 @@ class Executor:
             return
         cell = self.cells[step.stage, step.microbatch]
         if step.kind in (Kind.RECV_F, Kind.RECV_B):
-            return  # the order of the edge; the take before the computation waits for it
+            peer, place = self._places[Message(step.kind is Kind.RECV_F, step.stage, step.microbatch)]
+            if self._incoming[peer].in_place:  # else it is posted ahead of the take that waits for it
+                self._calls.append(partial(self._incoming[peer].reach, place))
+                self._labels.append(str(step))
+            return
         if step.kind in (Kind.SEND_F, Kind.SEND_B):
             ahead = 1 if step.kind is Kind.SEND_F else -1
             outgoing = self._outgoing[self._placement.rank_of(step.stage + ahead, step.microbatch)]
-            call = partial(self._send_forward if ahead == 1 else self._send_backward, cell, outgoing)
+            send = self._send_forward if ahead == 1 else self._send_backward
+            call = self._beside(partial(send, cell, outgoing), cell)
         else:
             self._add_take(step)
             call = self._watched(self._placed(self._compute(step), cell), (step,), (cell,))
@@ -198,41 +203,50 @@ class Executor:
             call = watcher.watch(call, actions, cells)
         return call
 
-    # streams: backward runs on the stream of its forward, so an Overlap's two cells belong to different streams
+    # Streams: backward runs on the stream of its forward, so the two cells of an Overlap belong to different ones. The
+    # main stream waits for both, but a send follows its own cell's stream: what is done first leaves first.
+
+    def _stream_of(self, cell: Cell) -> torch.cuda.Stream | None:
+        return self._streams[cell.side] if self._streams and cell.side is not None else None
 
     def _placed(self, call: Call, cell: Cell) -> Call:
-        side = self._side
-        if side is None or not cell.side:
-            return call
+        return call if self._stream_of(cell) is None else self._forked((call,), (cell,))
+
+    def _together(self, forward: Call, backward: Call, cells: Sequence[Cell]) -> Call:
+        if self._streams:
+            return self._forked((forward, backward), cells)
+
+        def in_order() -> None:
+            forward()
+            backward()
+
+        return in_order
+
+    def _forked(self, calls: Sequence[Call], cells: Sequence[Cell]) -> Call:
+        """Each call on its cell's stream: after what was issued before, and before what is issued next."""
+        pairs = [(self._beside(call, cell), self._streams[cell.side or 0]) for call, cell in zip(calls, cells)]
 
         def run() -> None:
             main = torch.cuda.current_stream(self._device)
-            side.wait_stream(main)
-            with torch.cuda.stream(side):
+            for _, stream in pairs:
+                stream.wait_stream(main)
+            for call, _ in pairs:
                 call()
-            main.wait_stream(side)
+            for _, stream in pairs:
+                main.wait_stream(stream)
 
         return run
 
-    def _together(self, forward: Call, backward: Call, cells: Sequence[Cell]) -> Call:
-        side = self._side
-        if side is None:
+    def _beside(self, call: Call, cell: Cell) -> Call:
+        stream = self._stream_of(cell)
+        if stream is None:
+            return call
 
-            def in_order() -> None:
-                forward()
-                backward()
+        def run() -> None:
+            with torch.cuda.stream(stream):
+                call()
 
-            return in_order
-
-        def together() -> None:
-            main = torch.cuda.current_stream(self._device)
-            side.wait_stream(main)
-            for call, cell in zip((forward, backward), cells):
-                with torch.cuda.stream(side if cell.side else main):
-                    call()
-            main.wait_stream(side)
-
-        return together
+        return run
 
     # the actions
 
@@ -317,7 +331,7 @@ def actions_of(row: Sequence[Step]) -> list[Action]:
 
 
 def colour(row: Sequence[Step], cells: Mapping[tuple[int, int], Cell]) -> bool:
-    """Put the two cells of every Overlap on different streams; whether a second stream is needed.
+    """Put the two cells of every Overlap on different streams; whether there is any Overlap.
 
     A cell meets at most one cell that started before it (as a forward) and one that starts after it (as a backward),
     so walking the row once is enough.
@@ -328,6 +342,7 @@ def colour(row: Sequence[Step], cells: Mapping[tuple[int, int], Cell]) -> bool:
             forward, backward = (cells[a.stage, a.microbatch] for a in step)
             if forward is backward:
                 raise EngineError(f"{step} joins the forward and the backward of one microbatch in one stage")
-            forward.side = not backward.side
+            backward.side = backward.side or 0
+            forward.side = 1 - backward.side
             needed = True
     return needed
