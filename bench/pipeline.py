@@ -5,8 +5,8 @@
         --sequence 2048 --microbatches 12 --dtype bfloat16 --compile --out DIR
 
 A name with "/apart" is the schedule with the F and B of each Overlap one after the other: what does overlapping give?
-With --device cuda all ranks share the GPUs there are (under CUDA MPS if its daemon runs) and hand tensors over through
-CPU memory. --out writes every measured timeline as JSON, for `zeropipe draw x.json -o x.html`.
+With --device cuda and fewer GPUs than ranks, ranks share them (under CUDA MPS if its daemon runs) and hand tensors over
+through CPU memory. --out writes every measured timeline as JSON, for `zeropipe draw x.json -o x.html`.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from pathlib import Path
 from overlap import apart
 
 import zeropipe as zp
-from zeropipe.engine.job import Job, run_all
+from zeropipe.engine.job import Job, backend_of, run_all
 from zeropipe.engine.launch import LocalRanks
 from zeropipe.sim.fit import fit
 
@@ -51,8 +51,9 @@ def main() -> None:
     timeout, out = args.pop("timeout"), args.pop("out")
     schedules = [build(name, ranks, microbatches) for name in names]
     print(f"{ranks} ranks on {os.cpu_count()} cores, {microbatches} microbatches, {args}", flush=True)
-    with LocalRanks(ranks) as local:
-        results = local.run(run_all, schedules, Job(**args), timeout=timeout)[0]
+    job = Job(**args)
+    with LocalRanks(ranks, backend=backend_of(job, ranks)) as local:
+        results = local.run(run_all, schedules, job, timeout=timeout)[0]
     first = results[0].measured.timeline.makespan
     print(f"{'schedule':14} {'measured s':>11} {'simulated s':>12} {'sim/meas':>9} {'bubble':>8} {'peak MiB':>9}"
           f" {'to ' + names[0]:>9}")  # fmt: skip

@@ -80,7 +80,7 @@ def test_no_rank_needs_a_message_under_way(name):
 
 def test_receives_posted_ahead_need_messages_under_way():
     """The other side of the test above: it would notice."""
-    with LocalRanks(2) as two, pytest.raises(EngineError, match="Timed out|no message came in time"):
+    with LocalRanks(2) as two, pytest.raises(EngineError, match=r"Timed out|no message came in time"):
         two.run(cases.train_in_step, build("1f1b", 2), 1, 3.0, timeout=30)
 
 

@@ -147,3 +147,13 @@ def test_under_torchrun(tmp_path):
     (result,) = json.loads(done.stdout)
     assert result["measured"]["num_ranks"] == 2
     assert "1f1b: step 1/1" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "device, gpus, ranks, backend", [("cuda", 4, 4, "nccl"), ("cuda", 1, 4, "gloo"), ("cpu", 4, 4, "gloo")]
+)
+def test_nccl_where_every_rank_has_a_gpu(monkeypatch, device, gpus, ranks, backend):
+    from zeropipe.engine.job import Job, backend_of
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert backend_of(Job(device=device), ranks) == backend

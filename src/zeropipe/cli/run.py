@@ -158,12 +158,13 @@ def _require_cores(num_ranks: int) -> None:
 
 
 def _run_ranks(built: list[Schedule], job: Job, timeout: float) -> list[Outcome] | None:
-    from zeropipe.engine.job import run_all, run_under_torchrun
+    from zeropipe.engine.job import backend_of, run_all, run_under_torchrun
     from zeropipe.engine.launch import LocalRanks, is_local
 
     if not is_local():
         return run_under_torchrun(built, job)
-    with LocalRanks(built[0].num_ranks) as ranks:
+    num_ranks = built[0].num_ranks
+    with LocalRanks(num_ranks, backend=backend_of(job, num_ranks)) as ranks:
         first: list[Outcome] = ranks.run(run_all, built, job, timeout=timeout)[0]
         return first
 

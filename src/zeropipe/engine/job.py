@@ -120,13 +120,14 @@ def run_all(schedules: Sequence[Schedule], job: Job) -> list[Outcome]:
     return [run_job(schedule, job) for schedule in schedules]
 
 
-def run_under_torchrun(schedules: Sequence[Schedule], job: Job) -> list[Outcome] | None:
-    """`run_all` on the processes torchrun started; None on all ranks but the first.
+def backend_of(job: Job, ranks_here: int) -> str:
+    """NCCL where every rank of this machine has a GPU of its own, else gloo."""
+    return "nccl" if job.device == "cuda" and torch.cuda.device_count() >= ranks_here else "gloo"
 
-    NCCL where every rank has a GPU of its own, else gloo.
-    """
-    own_gpu = job.device == "cuda" and torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    dist.init_process_group("nccl" if own_gpu else "gloo")
+
+def run_under_torchrun(schedules: Sequence[Schedule], job: Job) -> list[Outcome] | None:
+    """`run_all` on the processes torchrun started; None on all ranks but the first."""
+    dist.init_process_group(backend_of(job, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     try:
         results = run_all(schedules, job)
         return results if dist.get_rank() == 0 else None

@@ -40,7 +40,7 @@ class Failed:
 
 
 class LocalRanks:
-    """A pool of local processes, one per rank, joined in torch.distributed (gloo).
+    """A pool of local processes, one per rank, joined in torch.distributed.
 
         with LocalRanks(4) as ranks:
             results = ranks.run(function, *args)        # function(*args) on every rank; results in rank order
