@@ -20,9 +20,9 @@ from torch._inductor.lowering import lowerings
 import zeropipe as zp
 from zeropipe.engine import ops
 from zeropipe.engine.autograd_split import AutogradSplit
-from zeropipe.engine.checkpointing import Checkpointing
 from zeropipe.engine.compiling import prepare_blocks, report
 from zeropipe.engine.modules import defer
+from zeropipe.engine.spec import Checkpointing
 from zeropipe.engine.split import WeightStore
 from zeropipe.engine.stages import hf_model, hf_stages, module_stages
 from zeropipe.errors import ConfigError

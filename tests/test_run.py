@@ -153,7 +153,22 @@ def test_under_torchrun(tmp_path):
     "device, gpus, ranks, backend", [("cuda", 4, 4, "nccl"), ("cuda", 1, 4, "gloo"), ("cpu", 4, 4, "gloo")]
 )
 def test_nccl_where_every_rank_has_a_gpu(monkeypatch, device, gpus, ranks, backend):
-    from zeropipe.engine.job import Job, backend_of
+    from zeropipe.engine.job import backend_of
+    from zeropipe.engine.spec import Job
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     assert backend_of(Job(device=device), ranks) == backend
+
+
+@pytest.mark.parametrize(
+    "args, status, text",
+    [
+        (["--dry-run"], 0, "layers per stage 1 1 1 1"),
+        ([], 2, "torch, which is not installed: pip install 'zeropipe[engine]'"),
+    ],
+)
+def test_a_plan_needs_no_torch(args, status, text):
+    script = "import sys; sys.modules['torch'] = None; from zeropipe.cli import main; main(sys.argv[1:])"
+    command = [sys.executable, "-c", script, "run", "zbv", "--ranks", "2", "--model", "tiny-qwen3", "--num-layers", "4"]
+    found = subprocess.run([*command, "-m", "4", *args], capture_output=True, text=True, timeout=60)
+    assert (found.returncode, text in found.stdout + found.stderr) == (status, True), found

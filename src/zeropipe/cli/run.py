@@ -16,7 +16,8 @@ from zeropipe.errors import ConfigError
 if TYPE_CHECKING:
     from zeropipe.core.schedule import Schedule
     from zeropipe.core.timeline import Timeline
-    from zeropipe.engine.job import Job, Outcome
+    from zeropipe.engine.job import Outcome
+    from zeropipe.engine.spec import Job
 
 
 @click.command()
@@ -129,7 +130,7 @@ def run(
 
 
 def _job(built: list[Schedule], **given: Any) -> Job:
-    from zeropipe.engine.job import BUILT_IN, Job, check_job, counts_of
+    from zeropipe.engine.spec import BUILT_IN, Job, check_job, counts_of
 
     layers = given.pop("layers")
     try:
@@ -158,9 +159,13 @@ def _require_cores(num_ranks: int) -> None:
 
 
 def _run_ranks(built: list[Schedule], job: Job, timeout: float) -> list[Outcome] | None:
-    from zeropipe.engine.job import backend_of, run_all, run_under_torchrun
+    from zeropipe.engine import require_torch
+
+    require_torch()
+    from zeropipe.engine.job import backend_of, check_device, run_all, run_under_torchrun
     from zeropipe.engine.launch import LocalRanks, is_local
 
+    check_device(job)
     if not is_local():
         return run_under_torchrun(built, job)
     num_ranks = built[0].num_ranks
@@ -244,8 +249,8 @@ def _print_ranking(results: list[Outcome]) -> None:
 def _print_plan(built: list[Schedule], job: Job, as_json: bool) -> None:
     from zeropipe.core.action import Kind
     from zeropipe.core.lower import lower
-    from zeropipe.engine.job import counts_of
     from zeropipe.engine.layers import ranges
+    from zeropipe.engine.spec import counts_of
 
     plans: list[dict[str, Any]] = []
     for schedule in built:

@@ -20,7 +20,6 @@ from zeropipe.core.timeline import Timeline
 from zeropipe.engine import torch_private
 from zeropipe.engine.autograd_split import AutogradSplit
 from zeropipe.engine.cells import Microbatch, moved
-from zeropipe.engine.checkpointing import Checkpointing
 from zeropipe.engine.compiling import prepare_blocks
 from zeropipe.engine.executor import Executor, ShapeBook, Watcher
 from zeropipe.engine.fabric import Fabric
@@ -31,6 +30,7 @@ from zeropipe.engine.modules import defer
 from zeropipe.engine.p2p import Outgoing
 from zeropipe.engine.plans import edges_of, forward_only
 from zeropipe.engine.recorder import Recorder, clock_offset, gather
+from zeropipe.engine.spec import Checkpointing
 from zeropipe.engine.split import WeightStore
 from zeropipe.engine.sums import GradientSums
 from zeropipe.errors import ConfigError, EngineError, ZeropipeError
@@ -50,7 +50,7 @@ class Engine:
     `(sum, count)`, `(sum, count, metrics)`, or a scalar mean (see losses.Tally).
 
     `group`: the pipeline's ranks (default: all). `compile`: compile each block whole. `ac`: activation checkpointing of
-    blocks, "none", "full", "selective:N", "selective:op" or "memory_budget:X" (see checkpointing.Checkpointing).
+    blocks, "none", "full", "selective:N", "selective:op" or "memory_budget:X" (see spec.Checkpointing).
     `split`: how I and W share the backward: "store", "autograd" (torch's way) or "whole" (all of it in I).
     `direct_gradients`: whole backwards too add the weight gradients of linear layers straight to `.grad`, which saves a
     tensor of the weight's size each time; autograd hooks on these weights do not fire.

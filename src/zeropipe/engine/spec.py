@@ -1,0 +1,120 @@
+"""What `zeropipe run` is asked to run, checked before anything starts: no torch here, so that a plan costs nothing."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from zeropipe.core.schedule import Schedule
+from zeropipe.engine.layers import check_counts, layer_counts
+from zeropipe.errors import ConfigError
+
+# Built-in models with random weights: layers, hidden, intermediate, heads, key/value heads, head size, vocabulary.
+BUILT_IN = {
+    "tiny-qwen3": (8, 256, 768, 4, 2, 64, 2048),
+    "tiny-llama": (8, 256, 768, 4, 2, 64, 2048),
+    "qwen3-0.6b": (28, 1024, 3072, 16, 8, 128, 151936),
+    "qwen3-8b": (36, 4096, 12288, 32, 8, 128, 151936),
+    "llama-8b": (32, 4096, 14336, 32, 8, 128, 128256),
+}
+_RULE = "give none, full, selective:N, selective:op or memory_budget:X with X from 0 to 1"
+
+
+@dataclass(frozen=True)
+class Checkpointing:
+    """Which blocks are checkpointed and how.
+
+    | text | kept from F to I |
+    |---|---|
+    | `none` | everything |
+    | `full` | each block's input |
+    | `selective:N` | everything, but only the input of every Nth block of the model |
+    | `selective:op` | the results of matrix products and attention; the cheap rest is computed again |
+    | `memory_budget:X` | what the compiler chooses within the share X of everything |
+    """
+
+    mode: str = "none"
+    every: int = 1
+    budget: float | None = None
+
+    @staticmethod
+    def parse(text: str) -> Checkpointing:
+        """From its text form."""
+        mode, _, option = text.partition(":")
+        if text in ("none", "full"):
+            return Checkpointing(mode)
+        if text == "selective:op":
+            return Checkpointing("op")
+        if mode == "selective" and option.isdecimal() and int(option) > 0:
+            return Checkpointing("full", every=int(option))
+        if mode == "memory_budget" and option.replace(".", "", 1).isdecimal() and 0 <= float(option) <= 1:
+            return Checkpointing("budget", budget=float(option))
+        raise ConfigError(f"activation checkpointing {text!r}: {_RULE}")
+
+    def of_layer(self, layer: int) -> str:
+        """How layer number `layer` of the whole model is wrapped: `none`, `full` or `op`."""
+        if self.mode == "full":
+            return "full" if layer % self.every == 0 else "none"
+        return "op" if self.mode == "op" else "none"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to run: a model directory or a built-in one, and how many synthetic tokens through it."""
+
+    model: str = "tiny-qwen3"
+    steps: int = 3
+    sequence: int = 128
+    batch: int = 1  # sequences per microbatch
+    num_layers: int | None = None  # of a built-in model, if not its own
+    vocabulary: int | None = None  # likewise
+    layers: tuple[int, ...] | None = None  # per stage
+    device: str = "cpu"
+    dtype: str = "float32"
+    compile: bool = False
+    ac: str = "none"
+    split: str = "store"
+    seed: int = 0
+
+
+def check_job(job: Job) -> None:
+    """ConfigError for wishes that cannot be met, before anything starts."""
+    wish = Checkpointing.parse(job.ac)
+    if job.split == "autograd" and (job.compile or wish.mode == "op"):
+        raise ConfigError("--split autograd cannot run compiled blocks or --ac selective:op: use --split store")
+
+
+def layers_of(job: Job) -> int:
+    """How many layers the job's model has."""
+    if job.model in BUILT_IN:
+        return job.num_layers or BUILT_IN[job.model][0]
+    if job.num_layers or job.vocabulary:
+        raise ConfigError(f"model {job.model!r} has its own layers and vocabulary: only built-in models can be changed")
+    file = Path(job.model) / "config.json"
+    if not file.is_file():
+        raise ConfigError(f"model {job.model!r}: give a directory with a config.json, or one of {', '.join(BUILT_IN)}")
+    try:
+        data = json.loads(file.read_text())
+        found = data.get("num_hidden_layers", data.get("text_config", {}).get("num_hidden_layers"))
+    except (ValueError, AttributeError):
+        raise ConfigError(f"{file} is not a model's configuration: save one with save_pretrained") from None
+    if not isinstance(found, int):
+        raise ConfigError(f"{file} has no num_hidden_layers: only decoder models can be cut into stages")
+    return found
+
+
+def counts_of(job: Job, schedule: Schedule) -> tuple[int, ...]:
+    """Layers per stage."""
+    num_layers = layers_of(job)
+    if job.layers is None:
+        return layer_counts(num_layers, schedule.num_stages)
+    return check_counts(job.layers, num_layers, schedule.num_stages)
+
+
+def vocabulary_of(job: Job) -> int:
+    """How many tokens the job's model knows."""
+    if job.model in BUILT_IN:
+        return job.vocabulary or BUILT_IN[job.model][-1]
+    data = json.loads((Path(job.model) / "config.json").read_text())
+    return int(data.get("vocab_size") or data["text_config"]["vocab_size"])
