@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import time
+import weakref
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from engine_helpers import Block, SquareLoss, blocks, microbatches, nccl_on_one_gpu, own, train
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from zeropipe.core.schedule import Schedule
 from zeropipe.engine import Engine
+from zeropipe.engine.fabric import Fabric
+from zeropipe.engine.faults import Watchdog
+from zeropipe.errors import ConfigError, EngineError
 
 
 class Faulty(nn.Module):
@@ -99,7 +106,56 @@ def bad_setup(what: str, schedule: Schedule, other: Schedule) -> None:
         Engine(schedule, stages, ac="full")
     if what == "option":
         Engine(schedule, stages, split="halves")
+    if what == "tie" and rank == 3:
+        stages[3].tied_pairs = (("weihgt", 0, "weight"),)
+    if what == "wrapped" and rank == 0:
+        stages[0] = nn.Sequential(
+            DistributedDataParallel(Block(0), process_group=dist.new_group([0], use_local_synchronization=True))
+        )
     Engine(schedule, stages)
+
+
+def leave_early(schedule: Schedule) -> None:
+    """An error of the training script on one rank, between two steps."""
+    with Engine(schedule, own(blocks(schedule.num_stages), schedule), timeout=60) as engine:
+        engine.train_step(microbatches(schedule.num_microbatches), SquareLoss())
+        if dist.get_rank() == 1:
+            raise OSError("no space left on device")
+        engine.train_step(microbatches(schedule.num_microbatches), SquareLoss())
+
+
+def fail_while_accumulating(schedule: Schedule) -> tuple[list[bool], bool, str]:
+    """Whether gradients of earlier steps survive a step that fails, whether the step's tensors do, and no_grad."""
+    modules = blocks(schedule.num_stages)
+    modules[1] = Faulty(1, "raise-back", schedule.num_microbatches + 1)
+    engine = Engine(schedule, own(modules, schedule), timeout=60)
+    with torch.no_grad():
+        try:
+            engine.train_step([], SquareLoss())
+        except ConfigError as error:
+            refused = str(error)
+    engine.train_step(microbatches(schedule.num_microbatches), lambda y, m: ((y - m["target"]).square().sum(), 1))
+    before = {p: p.grad.clone() for p in engine.parameters()}
+    inside = weakref.ref(engine._executors["train"])
+    with contextlib.suppress(EngineError):
+        engine.train_step(microbatches(schedule.num_microbatches), lambda y, m: ((y - m["target"]).square().sum(), 1))
+    executor = inside()
+    kept = executor is not None and bool(executor.cells)
+    return [bool(torch.equal(p.grad, gradient)) for p, gradient in before.items()], kept, refused
+
+
+def watched_by_the_next(culprit: int) -> str:
+    """What ranks that wait for nothing learn of one that is killed: by their watchdogs alone."""
+    fabric = Fabric(None, torch.device("cpu"), 60.0)
+    watchdog = Watchdog(fabric, every=0.05)
+    fabric.exchange(None)
+    if dist.get_rank() == culprit:
+        os.kill(os.getpid(), signal.SIGKILL)
+    end = time.monotonic() + 20
+    while not fabric.closed and time.monotonic() < end:
+        time.sleep(0.02)
+    watchdog.stop()
+    return fabric.board.read(patience=0) or "nothing"
 
 
 def silent(schedule: Schedule) -> None:
@@ -107,8 +163,6 @@ def silent(schedule: Schedule) -> None:
 
     class Sleepy(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            import time
-
             time.sleep(60)
             return x
 

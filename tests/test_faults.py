@@ -109,12 +109,39 @@ def test_the_wrong_number_of_ranks():
         ("stages", "rank 1: stages [] were given, the placement puts [1] here"),
         ("option", "rank 0: split='halves': give one of store, autograd, whole"),
         ("blocks", "rank 1: AttributeError: type object 'int' has no attribute 'forward'"),
+        ("tie", "rank 3: AttributeError: Block has no attribute `weihgt`"),
+        (
+            "wrapped",
+            "rank 0: stage 0 holds DistributedDataParallel, which would miss the weight gradients that W adds: "
+            "give plain modules and reduce gradients after the step, or use split='whole'",
+        ),
     ],
 )
 def test_a_bad_setup_is_refused_on_all_ranks(what, line):
     schedules = [zp.build(name, ranks=4, microbatches=8) for name in ("1f1b", "zb-h1")]
     found = outcomes(cases.bad_setup, what, *schedules)
     assert all((item.kind, item.text) == ("ConfigError", line) for item in found), found
+
+
+def test_an_error_between_steps_stops_all_ranks():
+    found = outcomes(cases.leave_early, zp.build("zbv", ranks=4, microbatches=8))
+    assert found[1].kind == "OSError"
+    others = {item.text for item in found if item.rank != 1}
+    assert others == {"rank 1 failed at a place between steps: OSError: no space left on device"}
+
+
+def test_a_failed_step_keeps_older_gradients_and_nothing_of_its_own():
+    for same, kept, refused in outcomes(cases.fail_while_accumulating, zp.build("zbv", ranks=4, microbatches=8)):
+        assert all(same)
+        assert not kept
+        assert refused.startswith("train_step under torch.no_grad() would give no gradients")
+
+
+@pytest.mark.parametrize("culprit", [0, 2])
+def test_watchdogs_notice_a_process_that_is_gone(culprit):
+    found = outcomes(cases.watched_by_the_next, culprit)
+    assert {item for item in found if isinstance(item, str)} == {f"rank {culprit} was lost: its connection closed"}
+    assert sum(isinstance(item, Failed) for item in found) == 1
 
 
 def test_a_silent_rank_is_given_up():

@@ -331,3 +331,40 @@ def test_a_weight_that_a_hook_makes_is_left_alone():
     module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
     nn.utils.spectral_norm(module[1])
     assert defer(module) == 1
+
+
+def test_outside_a_step_autograd_has_the_weight_gradient():
+    """Whoever differentiates inside a stage, or asks for a weight's gradient, gets what a plain layer gives."""
+    plain = mlp()
+    module, x = deferred(plain), torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
+    for inputs in (lambda m: [x], lambda m: [m[0].weight, m[3].weight]):
+        wanted = torch.autograd.grad(plain(x).square().sum(), inputs(plain))
+        found = torch.autograd.grad(module(x).square().sum(), inputs(module))
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
+    assert all(p.grad is None for p in module.parameters())
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_weight_with_a_hook_is_left_alone(register):
+    module, seen, store = mlp(), [], WeightStore()
+    getattr(module[0].weight, register)(lambda _: seen.append(module[0].weight.grad is None))
+    assert defer(module) == 1
+    run(module, torch.randn(4, 5, dtype=torch.float64), store)
+    assert len(seen) == 1
+    assert module[0].weight.grad is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_autocast_around_a_whole_step(dtype):
+    plain = mlp().to(dtype)
+    module, store = deferred(plain), WeightStore()
+    x = torch.randn(4, 5, dtype=dtype, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        run(module, x, store)
+        store.flush(0, 0)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = plain(x).square().sum()
+    loss.backward()
+    for name, p in module.named_parameters():
+        assert p.grad.dtype == dtype
+        torch.testing.assert_close(p.grad, plain.get_parameter(name).grad, rtol=0.05, atol=0.05)

@@ -16,7 +16,7 @@ from zeropipe.engine.torch_private import inductor_backend, is_compile_error
 
 
 def prepare_blocks(stage: nn.Module, *, compile: bool = False, ac: str = "none", backend: Any = None) -> nn.Module:
-    """Switch on activation checkpointing and compilation for the blocks of a stage, in place.
+    """Switch activation checkpointing and compilation of the blocks of a stage on, or off again, in place.
 
     `ac` is explained at `Checkpointing`. `backend` is for tests; inductor if not given.
     """
@@ -26,9 +26,8 @@ def prepare_blocks(stage: nn.Module, *, compile: bool = False, ac: str = "none",
         wish = Checkpointing.parse("selective:op")
     first = stage.layers.start
     for place, block in enumerate(stage.blocks):
-        mode = wish.of_layer(first + place)
-        if compile or mode != "none":
-            block.__class__ = _variant(type(block), mode, wish.budget, compile, backend)
+        mode, kind = wish.of_layer(first + place), getattr(type(block), "plain_kind", type(block))
+        block.__class__ = _variant(kind, mode, wish.budget, compile, backend) if compile or mode != "none" else kind
     return stage
 
 
@@ -38,7 +37,7 @@ def _variant(kind: type[nn.Module], mode: str, budget: float | None, compile: bo
     forward = checkpointed(kind.forward, mode)
     if compile:
         forward = _compiled(forward, kind.__name__, budget, backend)
-    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__, "plain_kind": kind})
 
 
 def _compiled(forward: Callable[..., Any], name: str, budget: float | None, backend: Any = None) -> Callable[..., Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from zeropipe.core.action import Kind, decode
 from zeropipe.core.check import check
@@ -32,10 +32,11 @@ from zeropipe.engine.plans import edges_of, forward_only
 from zeropipe.engine.recorder import Recorder, clock_offset, gather
 from zeropipe.engine.spec import Checkpointing
 from zeropipe.engine.split import WeightStore
-from zeropipe.engine.sums import GradientSums
+from zeropipe.engine.sums import GradientSums, ties
 from zeropipe.errors import ConfigError, EngineError, ZeropipeError
 
 SPLITS = ("store", "autograd", "whole")
+_WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}  # they reduce gradients by hooks
 
 
 class Engine:
@@ -107,42 +108,46 @@ class Engine:
             for stage in self.stages.values():
                 if split == "store" and (direct_gradients or _splits(schedule, self.rank)):
                     defer(stage)
-                if compile or ac != "none":
+                if hasattr(stage, "blocks"):
                     prepare_blocks(stage, compile=compile, ac=ac)
+            for number, name, *_ in ties(self.stages):
+                self.stages[number].get_parameter(name)
             return ""
 
         self._agree(prepare)
-        self._wires = fabric.connect(edges_of(self._program))
-        self._outgoing = {
-            b: Outgoing(wire, shapes == "dynamic") for (a, b), wire in self._wires.items() if a == self.rank
-        }
-        self._sums = GradientSums(schedule, self.stages, fabric)
         self._executors: dict[str, Executor] = {}
         self._recorder: Recorder | None = None
         self._offset: float | None = None
-        self._where = "set-up"
-        self._watchdog = Watchdog(fabric) if fabric.nccl else None
         self._stopped: str | None = None
+        self._watchdog = Watchdog(fabric) if fabric.nccl else None
+        with self._guard("set-up"):
+            self._wires = fabric.connect(edges_of(self._program))
+            self._outgoing = {
+                b: Outgoing(wire, shapes == "dynamic") for (a, b), wire in self._wires.items() if a == self.rank
+            }
+            self._sums = GradientSums(schedule, self.stages, fabric)
         self._finalizer = weakref.finalize(self, _let_go, list(self._outgoing.values()), fabric, self._watchdog)
 
     # steps
 
     def train_step(self, microbatches: Sequence[Microbatch], loss_fn: LossFn) -> StepResult:
         """Forward and backward of all microbatches; gradients are added to what is there, as `backward()` does."""
+        if not torch.is_grad_enabled():
+            raise ConfigError(
+                "train_step under torch.no_grad() would give no gradients: use eval_step, or leave it out"
+            )
         with self._guard():
             executor = self._executor("record" if self.record else "train")
             self._check_microbatches(microbatches)
-            carried = self._set_aside(self._sums.shared if hasattr(loss_fn, "count") else self._sums.all)
             tally = Tally(loss_fn, microbatches)
-            if self.record and self._recorder is not None:
-                self._recorder.begin()
-            self._walk(executor, microbatches, tally.root)
-            result, late = combine(self._fabric.exchange(tally.sums()))
-            if late:
-                self._scale(1 / max(result.count, 1.0))
-            self._sums.run()
-            for parameter, gradient in carried:
-                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+            with _set_aside(self._sums.shared if hasattr(loss_fn, "count") else self._sums.all):
+                if self.record and self._recorder is not None:
+                    self._recorder.begin()
+                self._walk(executor, microbatches, tally.root)
+                result, late = combine(self._fabric.exchange(tally.sums()))
+                if late:
+                    self._scale(1 / max(result.count, 1.0))
+                self._sums.run()
             return result
 
     def eval_step(self, microbatches: Sequence[Microbatch], loss_fn: LossFn) -> StepResult:
@@ -213,6 +218,9 @@ class Engine:
 
     def close(self) -> None:
         """Give the connections back. Call it on every rank, after the last step."""
+        if self._stopped is None and self._watchdog is not None:
+            self._watchdog.stop()
+            self._fabric.settle()
         self._finalizer()
         for executor in self._executors.values():
             executor.close()
@@ -225,7 +233,9 @@ class Engine:
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and self._stopped is None:  # the other ranks hear why this one leaves
+            self._stop(str(self._fabric.board.explain(error, "a place between steps")))
         self.close()
 
     # inside
@@ -263,15 +273,22 @@ class Engine:
         except BaseException as error:
             place = self._walking.where if self._walking is not None else self._where
             explained = self._fabric.board.explain(error, place)
-            self._stopped = str(explained)
-            self._fabric.abort()
-            self._executors.clear()
-            self._store.clear()
-            if isinstance(self._splitter, AutogradSplit):
-                self._splitter.clear()
+            self._stop(str(explained))
             if isinstance(error, Exception):
                 raise explained from error
             raise
+
+    def _stop(self, reason: str) -> None:
+        """Break the connections, and keep nothing of the step alive."""
+        self._stopped = reason
+        self._fabric.abort()
+        for executor in self._executors.values():
+            executor.close()
+        self._executors.clear()
+        self._walking = None
+        self._store.clear()
+        if isinstance(self._splitter, AutogradSplit):
+            self._splitter.clear()
 
     def _agree(self, look: Callable[[], str]) -> None:
         """Every rank looks; if one finds fault, or they see different things, all raise the same error."""
@@ -302,6 +319,13 @@ class Engine:
             raise ConfigError(f"shapes={shapes!r}: give 'auto' or 'dynamic'")
         if recv_ahead < 0:
             raise ConfigError(f"recv_ahead={recv_ahead}: give 0 or a number of messages")
+        for stage, module in self.stages.items():
+            wrapped = next((name for child in module.modules() for name in _WRAPPERS & _kinds(child)), None)
+            if wrapped and split == "store":
+                raise ConfigError(
+                    f"stage {stage} holds {wrapped}, which would miss the weight gradients that W adds: "
+                    "give plain modules and reduce gradients after the step, or use split='whole'"
+                )
         wanted = self.schedule.placement.stages_of(self.rank)
         if tuple(sorted(self.stages)) != wanted:
             raise ConfigError(f"stages {sorted(self.stages)} were given, the placement puts {list(wanted)} here")
@@ -316,17 +340,14 @@ class Engine:
                 "every rank passes all microbatches of the step"
             )
 
-    def _set_aside(self, parameters: Sequence[nn.Parameter]) -> list[tuple[nn.Parameter, Tensor]]:
-        """Gradients of earlier steps, which this step's sums and scaling must not touch."""
-        carried = [(p, p.grad) for p in parameters if p.grad is not None]
-        for parameter, _ in carried:
-            parameter.grad = None
-        return carried
-
     def _scale(self, factor: float) -> None:
         gradients = [p.grad for p in self._sums.all if p.grad is not None]
         if gradients:
             torch_private.multiply(gradients, factor)
+
+
+def _kinds(module: nn.Module) -> set[str]:
+    return {kind.__name__ for kind in type(module).__mro__}
 
 
 def _device_of(stages: Mapping[int, nn.Module]) -> torch.device:
@@ -338,6 +359,22 @@ def _device_of(stages: Mapping[int, nn.Module]) -> torch.device:
 
 def _splits(schedule: Schedule, rank: int) -> bool:
     return any(decode(code).kind is Kind.I for code in iter_codes(schedule.lines, rank))
+
+
+@contextmanager
+def _set_aside(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Gradients of earlier steps, which this step's sums and scaling must not touch; added again afterwards."""
+    carried = [(p, p.grad) for p in parameters if p.grad is not None]
+    for parameter, _ in carried:
+        parameter.grad = None
+    try:
+        yield
+    except BaseException:
+        for parameter, gradient in carried:
+            parameter.grad = gradient  # what the failed step made of it is worth nothing
+        raise
+    for parameter, gradient in carried:
+        parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from zeropipe.engine import torch_private
 from zeropipe.engine.autograd_split import AutogradSplit
 from zeropipe.engine.cells import Cell, Microbatch, as_tuple, leaf, moved, picker, signature
 from zeropipe.engine.p2p import Incoming, Message, Outgoing, Spec, Wire, gradient_spec, spec_of
-from zeropipe.engine.split import WeightStore
+from zeropipe.engine.split import WeightStore, adding
 from zeropipe.errors import EngineError
 
 Call = Callable[[], None]
@@ -81,6 +81,10 @@ class Executor:
         if colour(row, self.cells) and device.type == "cuda":
             self._streams = (torch.cuda.Stream(device), torch.cuda.Stream(device))
             torch_private.quiet_streams()
+            # Gradients are accumulated on the stream their accumulator was made on. Made on one of the two, it would
+            # keep a backward on the other waiting for the forward beside it.
+            parameters = (p for module in stages.values() for p in module.parameters() if p.requires_grad)
+            self._accumulators = [torch_private.gradient_edge(parameter) for parameter in parameters]
         self._shapes = shapes
         self._calls: list[Call] = []
         self._labels: list[str] = []
@@ -104,8 +108,9 @@ class Executor:
         del self._microbatches, self._finish  # a caller's data and outputs are the caller's alone again
 
     def close(self) -> None:
-        """Let go of the connections: the calls refer to this object, so it would live until it is collected."""
+        """Let go of everything: the calls refer to this object, so it would live until it is collected."""
         self._calls.clear()
+        self.cells.clear()
         self._incoming.clear()
         self._outgoing = {}
 
@@ -187,7 +192,7 @@ class Executor:
         if action.kind is Kind.F:
             return partial(self._forward, cell)
         if action.kind is Kind.B or self._splitter is None:
-            return partial(self._backward, cell) if action.kind is not Kind.W else _nothing
+            return partial(self._whole, cell) if action.kind is not Kind.W else _nothing
         if action.kind is Kind.I:
             way = self._torch_gradients if isinstance(self._splitter, AutogradSplit) else self._input_gradients
             return partial(way, cell)
@@ -278,7 +283,12 @@ class Executor:
         if cell.after is not None:
             cell.after.inputs = [leaf(tensor, tensor.requires_grad) for tensor in outputs]
         else:
-            cell.output = [tensor.detach() for tensor in outputs]
+            # contiguous here, where the step is joined with all streams: a send allocates nothing on the device
+            cell.output = [tensor.detach().contiguous() for tensor in outputs]
+
+    def _whole(self, cell: Cell) -> None:
+        with adding():
+            self._backward(cell)
 
     def _backward(self, cell: Cell) -> None:
         if cell.root is not None:
@@ -295,7 +305,7 @@ class Executor:
         if cell.before is not None:
             cell.before.gradients = gradients
         elif cell.stage > 0:
-            cell.returned = gradients
+            cell.returned = [gradient.contiguous() for gradient in gradients]
 
     def _input_gradients(self, cell: Cell) -> None:
         assert isinstance(self._splitter, WeightStore)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from zeropipe.engine.ops import SlottedGrouped, grouped, new_slot
 from zeropipe.engine.products import Product, grouped_product
-from zeropipe.engine.split import put
+from zeropipe.engine.split import put_or_give
 from zeropipe.engine.torch_private import save, saved, use_number
 
 _NAMES = ("gate_up_proj", "down_proj")
@@ -85,8 +85,9 @@ class _Grouped(torch.autograd.Function):
         return grouped(x, weight, offsets, transposed)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         x, weight, offsets = saved(ctx)
+        dw = None
         if ctx.needs_input_grad[1]:
-            put(Product(ctx.parameter, x, dy, ctx.transposed, offsets))
-        return grouped_product(dy, weight.transpose(1, 2) if ctx.transposed else weight, offsets), None, None, None
+            dw = put_or_give(Product(ctx.parameter, x, dy, ctx.transposed, offsets))
+        return grouped_product(dy, weight.transpose(1, 2) if ctx.transposed else weight, offsets), dw, None, None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import struct
 from collections import Counter
 from collections.abc import Iterable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from zeropipe.engine.faults import Board, PeerLost, reason
 from zeropipe.engine.p2p import Wire
 
 SLOT = 2048  # bytes of an exchanged value that cost one collective only
+LISTEN_TAG = 3  # nothing is ever sent with it
 
 _pipelines: Counter[tuple[int, ...]] = Counter()
 
@@ -37,13 +40,14 @@ class Fabric:
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, timeout: float) -> None:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.device, self._timeout = device, timeout
-        self.nccl = device.type == "cuda" and "nccl" in dist.get_backend(group)
+        self.nccl = device.type == "cuda" and "cuda:nccl" in dist.get_backend_config(group)
         members = tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
         # every rank makes its pipelines in the same order, so the count names this one
         name = f"zeropipe/{'-'.join(map(str, members))}/{_pipelines[members]}"
         _pipelines[members] += 1
         self._store = dist.PrefixStore(name, torch_private.default_store())
-        self.board = Board(self._store, self.rank)
+        # a store of its own: one that waits for a key lets nobody else in
+        self.board = Board(torch_private.clone(self._store), self.rank)
         self.control = torch_private.gloo_group(self._store, self.rank, self.size, timeout)
         self._groups: dict[tuple[str, tuple[int, ...]], Any] = {}
         self.closed = False
@@ -85,8 +89,12 @@ class Fabric:
             torch.cuda.synchronize(self.device)
 
     def summing_group(self, ranks: tuple[int, ...]) -> Any:
-        """A group for sums over some ranks; every one of them calls this, in the same order."""
-        return self._group("sum", ranks)
+        """A group for sums over some ranks, tried out; every one of them calls this, in the same order."""
+        group = self._group("sum", ranks)
+        if self.nccl:  # gloo is connected as soon as it is made
+            torch_private.allreduce_sum(group, torch.zeros(1, device=self.device))
+            torch.cuda.synchronize(self.device)
+        return group
 
     def _group(self, use: str, ranks: tuple[int, ...]) -> Any:
         if (use, ranks) not in self._groups:
@@ -107,8 +115,20 @@ class Fabric:
         for group in self._groups.values():
             torch_private.abort_gloo(group)
 
+    def settle(self) -> None:
+        """Wait until everything sent on NCCL is received by everybody: to drop a group stops its transfers."""
+        with contextlib.suppress(PeerLost):
+            torch.cuda.synchronize(self.device)
+            self.exchange(None)
+
+    def listen(self, peer: int) -> None:
+        """Wait until the process of `peer` is gone, or this fabric closes: RuntimeError then."""
+        self.control.recv([torch.empty(1)], peer, LISTEN_TAG).wait(timedelta(days=365))
+
     def close(self) -> None:
         """Let go of the connections after a good run."""
+        if self.nccl and not self.closed:
+            torch_private.abort_gloo(self.control)  # the watchdog listens on it
         self.closed = True
         self._groups.clear()
         self.control = None

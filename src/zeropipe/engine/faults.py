@@ -63,7 +63,7 @@ class Board:
         return EngineError(text)
 
 
-def reason(error: RuntimeError) -> str:
+def reason(error: Exception) -> str:
     """The part of a transport error that a person can use."""
     text = str(error)
     if "closed by peer" in text or "reset by peer" in text or "pair closure" in text or "Broken pipe" in text:
@@ -73,27 +73,45 @@ def reason(error: RuntimeError) -> str:
     return text.splitlines()[0] if text else type(error).__name__
 
 
-class Abortable(Protocol):
-    """What the watchdog stops."""
+class Watched(Protocol):
+    """What the watchdog listens to and stops."""
 
+    rank: int
+    size: int
     board: Board
+
+    def listen(self, peer: int) -> None: ...
 
     def abort(self) -> None: ...
 
 
 class Watchdog:
-    """On NCCL a kernel that waits for a failed rank waits forever: this thread reads the board and stops it."""
+    """For NCCL, where a rank waits inside kernels and hears of nothing.
 
-    def __init__(self, fabric: Abortable, every: float = 1.0) -> None:
+    One thread reads the board and stops this rank. Another listens to the next rank, in a ring: a process that is
+    gone writes nothing on the board, so who listens to it does.
+    """
+
+    def __init__(self, fabric: Watched, every: float = 1.0) -> None:
         self._end = threading.Event()
-        threading.Thread(target=self._watch, args=(fabric, every), name="zeropipe-watchdog", daemon=True).start()
+        threading.Thread(target=self._read, args=(fabric, every), name="zeropipe-watchdog", daemon=True).start()
+        if fabric.size > 1:
+            threading.Thread(target=self._listen, args=(fabric,), name="zeropipe-listener", daemon=True).start()
 
-    def _watch(self, fabric: Abortable, every: float) -> None:
+    def _read(self, fabric: Watched, every: float) -> None:
         while not self._end.wait(every):
             if fabric.board.read(patience=0) is not None:
                 fabric.abort()
                 return
 
+    def _listen(self, fabric: Watched) -> None:
+        peer = (fabric.rank + 1) % fabric.size
+        try:
+            fabric.listen(peer)
+        except RuntimeError as error:
+            if not self._end.is_set() and fabric.board.read() is None:
+                fabric.board.post(f"rank {peer} was lost: {reason(error)}")
+
     def stop(self) -> None:
-        """End the thread."""
+        """End the threads; the listener when the connections close."""
         self._end.set()

@@ -10,8 +10,8 @@ from torch.nn import functional
 
 from zeropipe.engine.experts import defer_experts
 from zeropipe.engine.ops import SlottedLinear, new_slot
-from zeropipe.engine.products import Product
-from zeropipe.engine.split import put
+from zeropipe.engine.products import Product, without_autocast
+from zeropipe.engine.split import put_or_give
 from zeropipe.engine.torch_private import save, saved, use_number
 
 
@@ -41,16 +41,16 @@ class _Linear(torch.autograd.Function):
         return functional.linear(x, weight.t() if transposed else weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, weight = saved(ctx)
         dx = db = None
         if ctx.needs_input_grad[0]:
             weight = weight.to(dy.dtype)
-            dx = dy @ (weight.t() if ctx.transposed else weight)
+            with without_autocast(dy):
+                dx = dy @ (weight.t() if ctx.transposed else weight)
         if ctx.needs_input_grad[2]:
             db = dy.reshape(-1, dy.shape[-1]).sum(0)
-        put(Product(ctx.parameter, x, dy, ctx.transposed))
-        return dx, None, db, None
+        return dx, put_or_give(Product(ctx.parameter, x, dy, ctx.transposed)), db, None
 
 
 class Deferred(nn.Module):
@@ -65,7 +65,7 @@ class Deferred(nn.Module):
         self.slot = new_slot(self)  # a copy is a layer of its own
 
     def deferred(self, x: Tensor, transposed: bool = False) -> Tensor:
-        if torch.is_autocast_enabled(x.device.type):
+        if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
             x = x.to(torch.get_autocast_dtype(x.device.type))
         if not torch.compiler.is_compiling():
             return _Linear.apply(x, self.weight, self.bias, transposed)
@@ -97,9 +97,16 @@ def _deferred_class(module: nn.Module) -> type[Deferred] | None:
     kind = type(module)
     if "forward" in module.__dict__ or "weight" not in module._parameters:  # a hook makes the weight anew in each F
         return None
+    if _is_watched(module._parameters["weight"]):
+        return None
     if kind is nn.Linear:
         return DeferredLinear
     # known by its name, so that transformers need not be imported
     if kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils":
         return DeferredConv1D
     return None
+
+
+def _is_watched(weight: nn.Parameter | None) -> bool:
+    """Whether hooks wait for its gradient: they would run before W."""
+    return bool(weight is not None and (weight._backward_hooks or weight._post_accumulate_grad_hooks))

@@ -108,7 +108,7 @@ class Outgoing:
         self._wire, self._dynamic = wire, dynamic
         self._announced: dict[Hashable, Spec] = {}
         self._threaded = not wire.nccl
-        self._error: RuntimeError | None = None
+        self._error: Exception | None = None
         self._pending: list[tuple[Any, Tensor]] = []
         if self._threaded:
             self._queue: SimpleQueue[Parcel | threading.Event | None] = SimpleQueue()
@@ -135,15 +135,14 @@ class Outgoing:
             self._pending.append((self._wire.headers.send([header], self._wire.peer, HEADER_TAG), header))
 
     def send(self, tensors: Sequence[Tensor]) -> None:
-        """Send tensors whose shapes the other end knows; they live until they have left."""
+        """Send contiguous tensors whose shapes the other end knows; they live until they have left."""
         if not tensors:
             return
         wire = self._wire
         if not self._threaded:
             self._pending = [(work, tensor) for work, tensor in self._pending if not work.is_completed()]
             for tensor in tensors:
-                whole = tensor.contiguous()
-                self._pending.append((wire.group.send([whole], wire.peer_in_group, 0), whole))
+                self._pending.append((wire.group.send([tensor], wire.peer_in_group, 0), tensor))
             return
         if self._error is not None:
             raise PeerLost(wire.peer, reason(self._error))
@@ -152,8 +151,6 @@ class Outgoing:
             tensors = [_pinned_copy(tensor) for tensor in tensors]
             event = torch.cuda.Event()
             event.record()
-        else:
-            tensors = [tensor.contiguous() for tensor in tensors]
         self._queue.put(Parcel(wire.group, wire.peer_in_group, 0, tensors, event))
 
     def drain(self) -> None:
@@ -182,7 +179,7 @@ class Outgoing:
                     if entry.ready is not None:
                         entry.ready.synchronize()
                     _send_all(entry)
-                except RuntimeError as error:
+                except Exception as error:
                     self._error = error
             del entry
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+_NOTHING = nullcontext()
 
 
 @dataclass(slots=True, eq=False)  # not frozen: that takes as long as launching a kernel
@@ -29,34 +33,39 @@ class Product:
 
     def run(self) -> None:
         """Add this product to the parameter's gradient."""
+        with without_autocast(self.x):
+            self.parameter.grad = self._plus(self.parameter.grad, grad_dtype(self.parameter))
+
+    def value(self) -> Tensor:
+        """The product by itself, as autograd wants it."""
+        with without_autocast(self.x):
+            return self._plus(None, self.parameter.dtype)
+
+    def _plus(self, gradient: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """`gradient` with the product added in place, without a temporary of its size where the device allows it."""
         left, right = (self.x, self.dy) if self.transposed else (self.dy, self.x)
         if left.dim() != 2:
             left, right = left.reshape(-1, left.shape[-1]), right.reshape(-1, right.shape[-1])
-        if self.offsets is None:
-            accumulate(self.parameter, left, right)
+        if self.offsets is not None:
+            if gradient is None:
+                gradient = torch.zeros_like(self.parameter, dtype=dtype)
+            add_grouped(gradient, left, right, self.offsets)
+        elif gradient is None:
+            gradient = _mm(left.t(), right, dtype)
         else:
-            accumulate_grouped(self.parameter, left, right, self.offsets)
+            _addmm_(gradient, left.t(), right)
+        return gradient
 
 
-def accumulate(parameter: nn.Parameter, left: Tensor, right: Tensor) -> None:
-    """parameter.grad += left^T right, without a temporary of the weight's size where the device allows it."""
-    if parameter.grad is None:
-        parameter.grad = _mm(left.t(), right, grad_dtype(parameter))
-    else:
-        _addmm_(parameter.grad, left.t(), right)
-
-
-def accumulate_grouped(parameter: nn.Parameter, left: Tensor, right: Tensor, offsets: Tensor) -> None:
-    """The same for a stack of experts: rows offsets[e-1]:offsets[e] make the gradient of expert e."""
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter, dtype=grad_dtype(parameter))
+def add_grouped(gradient: Tensor, left: Tensor, right: Tensor, offsets: Tensor) -> None:
+    """A stack of experts: rows offsets[e-1]:offsets[e] make the gradient of expert e."""
     if _has_grouped_kernel(left):
-        parameter.grad.add_(functional.grouped_mm(left.t(), right, offs=offsets))
+        gradient.add_(functional.grouped_mm(left.t(), right, offs=offsets))
         return
     start = 0
     for expert, end in enumerate(offsets.tolist()):
         if end > start:
-            _addmm_(parameter.grad[expert], left[start:end].t(), right[start:end])
+            _addmm_(gradient[expert], left[start:end].t(), right[start:end])
         start = end
 
 
@@ -74,6 +83,12 @@ def grouped_product(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
 def _has_grouped_kernel(x: Tensor) -> bool:
     """One kernel for all experts, which does not wait for the offsets to reach the host."""
     return x.is_cuda and x.dtype == torch.bfloat16
+
+
+def without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
+    """What is multiplied here has its dtype already: autocast around a step must not change it again."""
+    kind = tensor.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else _NOTHING
 
 
 def grad_dtype(parameter: nn.Parameter) -> torch.dtype:

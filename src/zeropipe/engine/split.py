@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zeropipe.engine.products import Product
 from zeropipe.errors import EngineError
@@ -15,15 +15,36 @@ Key = tuple[int, int]
 
 # Not thread-local: on CUDA the autograd engine runs backward on a thread of its own.
 _collecting: list[Product] | None = None
+_adding = False
 
 
 def put(product: Product) -> None:
-    """Called by every deferred layer's backward: keep the product for W, or run it now if nobody collects (B)."""
+    """Keep the product for W, or run it now if nobody collects (B)."""
     if _collecting is None:
         with torch.no_grad():
             product.run()
     else:
         _collecting.append(product)
+
+
+def put_or_give(product: Product) -> Tensor | None:
+    """`put` during a step of the engine; anywhere else the weight gradient, for autograd to do with as it likes."""
+    if _collecting is None and not _adding:
+        with torch.no_grad():
+            return product.value()
+    put(product)
+    return None
+
+
+@contextmanager
+def adding() -> Iterator[None]:
+    """A whole backward pass inside adds weight gradients straight to `.grad`, past autograd."""
+    global _adding
+    _adding = True
+    try:
+        yield
+    finally:
+        _adding = False
 
 
 class WeightStore:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import os
 import threading
 import time
 import weakref
@@ -25,16 +26,29 @@ def default_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
+def clone(store: dist.Store) -> dist.Store:
+    """The same store over a connection of its own: one that waits for a key keeps its other users waiting."""
+    return store.clone()  # type: ignore[attr-defined,no-any-return]
+
+
 def gloo_group(store: dist.Store, rank: int, size: int, timeout: float) -> Any:
     """A gloo group outside torch's registry: only its members take part in making it."""
     return dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
 
 
 def nccl_group(store: dist.Store, rank: int, size: int, timeout: float) -> Any:
-    """An NCCL group outside torch's registry."""
+    """An NCCL group outside torch's registry, whose errors do not end the process: the watchdog stops all ranks."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout)
-    return dist.ProcessGroupNCCL(store, rank, size, options)
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # read when a group is made
+    before = os.environ.get(name)
+    os.environ[name] = "0"
+    try:
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
 
 
 def abort_gloo(group: Any) -> None:
