@@ -367,12 +367,7 @@ def _set_aside(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     carried = [(p, p.grad) for p in parameters if p.grad is not None]
     for parameter, _ in carried:
         parameter.grad = None
-    try:
-        yield
-    except BaseException:
-        for parameter, gradient in carried:
-            parameter.grad = gradient  # what the failed step made of it is worth nothing
-        raise
+    yield
     for parameter, gradient in carried:
         parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
