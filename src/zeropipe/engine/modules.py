@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from zeropipe.engine.experts import defer_experts
 from zeropipe.engine.ops import SlottedLinear, new_slot
-from zeropipe.engine.products import Product, without_autocast
+from zeropipe.engine.products import Product, as_is
 from zeropipe.engine.split import put_or_give
 from zeropipe.engine.torch_private import save, saved, use_number
 
@@ -46,8 +46,7 @@ class _Linear(torch.autograd.Function):
         dx = db = None
         if ctx.needs_input_grad[0]:
             weight = weight.to(dy.dtype)
-            with without_autocast(dy):
-                dx = dy @ (weight.t() if ctx.transposed else weight)
+            dx = as_is(torch.matmul, dy, weight.t() if ctx.transposed else weight)
         if ctx.needs_input_grad[2]:
             db = dy.reshape(-1, dy.shape[-1]).sum(0)
         return dx, put_or_give(Product(ctx.parameter, x, dy, ctx.transposed)), db, None

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeropipe.engine.products import Product, grouped_product, without_autocast
+from zeropipe.engine.products import Product, as_is, grouped_product
 from zeropipe.engine.split import put
 from zeropipe.engine.torch_private import keep_inputs_from_reuse
 
@@ -53,8 +53,7 @@ def _linear_dx(dy: Tensor, weight: Tensor, x: Tensor, slot: Tensor, use: int, tr
     put(Product(_parameter(slot), x, dy, transposed))
     if weight.dtype != dy.dtype:
         weight = weight.to(dy.dtype)
-    with without_autocast(dy):
-        return torch.mm(dy, weight.t() if transposed else weight)
+    return as_is(torch.mm, dy, weight.t() if transposed else weight)
 
 
 @torch.library.register_fake("zeropipe::linear_dx", lib=_library)

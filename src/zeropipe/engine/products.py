@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-_NOTHING = nullcontext()
+from zeropipe.engine.torch_private import any_autocast
 
 
 @dataclass(slots=True, eq=False)  # not frozen: that takes as long as launching a kernel
@@ -32,29 +31,39 @@ class Product:
         return (self.x, self.dy) if self.offsets is None else (self.x, self.dy, self.offsets)
 
     def run(self) -> None:
-        """Add this product to the parameter's gradient."""
-        with without_autocast(self.x):
-            self.parameter.grad = self._plus(self.parameter.grad, grad_dtype(self.parameter))
+        """Add this product to the parameter's gradient, without a temporary of its size where the device allows it."""
+        if any_autocast():
+            with torch.autocast(self.x.device.type, enabled=False):  # x and dy have their dtype already
+                self._add()
+        else:
+            self._add()
 
     def value(self) -> Tensor:
         """The product by itself, as autograd wants it."""
-        with without_autocast(self.x):
-            return self._plus(None, self.parameter.dtype)
+        with torch.autocast(self.x.device.type, enabled=False):
+            left, right = self._sides()
+            if self.offsets is None:
+                return _mm(left.t(), right, self.parameter.dtype)
+            gradient = torch.zeros_like(self.parameter)
+            add_grouped(gradient, left, right, self.offsets)
+            return gradient
 
-    def _plus(self, gradient: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """`gradient` with the product added in place, without a temporary of its size where the device allows it."""
+    def _add(self) -> None:
+        parameter, (left, right) = self.parameter, self._sides()
+        if self.offsets is not None:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter, dtype=grad_dtype(parameter))
+            add_grouped(parameter.grad, left, right, self.offsets)
+        elif parameter.grad is None:
+            parameter.grad = _mm(left.t(), right, grad_dtype(parameter))
+        else:
+            _addmm_(parameter.grad, left.t(), right)
+
+    def _sides(self) -> tuple[Tensor, Tensor]:
         left, right = (self.x, self.dy) if self.transposed else (self.dy, self.x)
         if left.dim() != 2:
             left, right = left.reshape(-1, left.shape[-1]), right.reshape(-1, right.shape[-1])
-        if self.offsets is not None:
-            if gradient is None:
-                gradient = torch.zeros_like(self.parameter, dtype=dtype)
-            add_grouped(gradient, left, right, self.offsets)
-        elif gradient is None:
-            gradient = _mm(left.t(), right, dtype)
-        else:
-            _addmm_(gradient, left.t(), right)
-        return gradient
+        return left, right
 
 
 def add_grouped(gradient: Tensor, left: Tensor, right: Tensor, offsets: Tensor) -> None:
@@ -85,10 +94,12 @@ def _has_grouped_kernel(x: Tensor) -> bool:
     return x.is_cuda and x.dtype == torch.bfloat16
 
 
-def without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
-    """What is multiplied here has its dtype already: autocast around a step must not change it again."""
-    kind = tensor.device.type
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else _NOTHING
+def as_is(product: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor) -> Tensor:
+    """A product in the dtype of its factors, whatever autocast around the step says."""
+    if not any_autocast():
+        return product(a, b)
+    with torch.autocast(a.device.type, enabled=False):
+        return product(a, b)
 
 
 def grad_dtype(parameter: nn.Parameter) -> torch.dtype:

@@ -94,6 +94,11 @@ def allreduce_sum(group: Any, tensor: Tensor) -> None:
     group.allreduce([tensor]).wait()
 
 
+def any_autocast() -> bool:
+    """Whether autocast is on for any device; asked for every product, so it has to be quick."""
+    return torch._C._is_any_autocast_enabled()
+
+
 def gradient_edge(tensor: Tensor) -> GradientEdge:
     """What backward needs of an output, without its data."""
     return get_gradient_edge(tensor)
