@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -152,6 +153,22 @@ def watched_by_the_next(culprit: int) -> str:
         time.sleep(0.02)
     watchdog.stop()
     return fabric.board.read(patience=0) or "nothing"
+
+
+def closed_one_after_the_other() -> str | None:
+    """What is on the board after ranks that listen to each other have closed, each at its own time."""
+    fabric = Fabric(None, torch.device("cpu"), 60.0)
+    fabric.nccl = True  # its own groups apart, everything is as on NCCL
+    watchdog = Watchdog(fabric, every=0.05)
+    fabric.exchange(None)
+    time.sleep(0.2 * dist.get_rank())
+    watchdog.stop()
+    with mock.patch("torch.cuda.synchronize"):
+        fabric.settle()
+    time.sleep(0.2 * dist.get_rank())
+    fabric.close()
+    time.sleep(1.0)
+    return fabric.board.read(patience=0)
 
 
 def silent(schedule: Schedule) -> None:

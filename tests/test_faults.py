@@ -143,6 +143,10 @@ def test_watchdogs_notice_a_process_that_is_gone(culprit):
     assert sum(isinstance(item, Failed) for item in found) == 1
 
 
+def test_watchdogs_do_not_take_a_close_for_a_loss():
+    assert outcomes(cases.closed_one_after_the_other) == [None] * 4
+
+
 def test_a_silent_rank_is_given_up():
     with LocalRanks(2) as ranks:
         found = ranks.outcomes(cases.silent, zp.build("1f1b", ranks=2, microbatches=2), timeout=9)
