@@ -24,7 +24,7 @@ from engine_helpers import (
 from torch import Tensor, nn
 
 from zeropipe.core.schedule import Schedule
-from zeropipe.engine import Engine, p2p
+from zeropipe.engine import Engine, module_stages, p2p
 from zeropipe.engine.torch_runtime import torch_runtime
 
 F64 = {"dtype": torch.float64}
@@ -80,6 +80,25 @@ def train_models(schedule: Schedule, make: Callable[[int], list[nn.Module]], **o
     with Engine(schedule, stages, **options) as engine:
         result = engine.train_step(batches, loss_fn)
     return {"loss": abs(result.loss - wanted) / abs(wanted), "grad": worst(stages, plain)}
+
+
+def shared_modules(schedule: Schedule) -> dict[str, float]:
+    """A list of modules in which a later stage uses an earlier one's block again."""
+
+    def make() -> list[nn.Module]:
+        modules = blocks(schedule.num_stages)
+        return [*modules[:-1], modules[1]]
+
+    plain, mine = make(), make()
+    stages = module_stages(mine, schedule, dist.get_rank())
+    batches = microbatches(schedule.num_microbatches)
+    wanted = plain_step(nn.Sequential(*plain), batches, SquareLoss())
+    with Engine(schedule, stages) as engine:
+        result = engine.train_step(batches, SquareLoss())
+        norm = float(torch.nn.utils.get_total_norm([p.grad for p in nn.Sequential(*plain).parameters()]))
+        norms = abs(engine.grad_norm() - norm) / norm
+    inner = {stage: module.blocks[0] for stage, module in stages.items()}
+    return {"loss": abs(result.loss - wanted) / abs(wanted), "grad": worst(inner, plain), "norm": norms}
 
 
 class Views(nn.Module):

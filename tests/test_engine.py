@@ -147,6 +147,12 @@ def test_tied_embeddings(name, one_tensor):
     assert max(differences.values()) < TOLERANCE, differences
 
 
+@pytest.mark.parametrize("name", ["1f1b", "zbv", "interleaved", "dualpipe", "dualpipev"])
+def test_a_module_that_stands_twice_in_the_list(name):
+    differences = largest(ranks().run(cases.shared_modules, build(name)))
+    assert max(differences.values()) < TOLERANCE, differences
+
+
 def test_shapes_that_depend_on_values():
     schedule = build("zbv")
     assert max(ranks().run(cases.shrinking, schedule, "dynamic")) < TOLERANCE

@@ -67,6 +67,12 @@ def test_the_norm_of_16_bit_gradients_is_not_rounded_to_16_bits(dtype):
     assert squared_norm(tensors) == pytest.approx(wanted, rel=1e-6)
 
 
+@pytest.mark.parametrize("value", [1.5, "x", torch.ones(3), (torch.ones(2), 3), (torch.ones(()),), None], ids=str)
+def test_a_loss_that_is_none_is_named(value):
+    with pytest.raises(TypeError, match=r"the loss is .*: return a scalar Tensor \(a mean\), \(sum, count\)"):
+        Tally(lambda out, _: value, [{}]).root(None, {}, 0)
+
+
 def test_metrics_hold_no_graph():
     x = torch.ones(3, requires_grad=True)
     tally = Tally(lambda out, _: (out.sum(), 3, {"size": out.square().sum()}), [{}])

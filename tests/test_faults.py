@@ -112,8 +112,8 @@ def test_the_wrong_number_of_ranks():
         ("tie", "rank 3: AttributeError: Block has no attribute `weihgt`"),
         (
             "wrapped",
-            "rank 0: stage 0 holds DistributedDataParallel, which would miss the weight gradients that W adds: "
-            "give plain modules and reduce gradients after the step, or use split='whole'",
+            "rank 0: stage 0 holds DistributedDataParallel, which reduces gradients at the wrong time for a "
+            "pipeline: give plain modules and reduce gradients after the step",
         ),
     ],
 )

@@ -31,7 +31,10 @@ if TYPE_CHECKING:
 )
 @click.option("--num-layers", type=click.IntRange(1), help="Layers of a built-in model, if not its own number.")
 @click.option("--vocabulary", type=click.IntRange(2), help="Vocabulary of a built-in model, if not its own.")
-@click.option("--layers", help="Layers of each stage, like 2,3,3,2; spread evenly by default.")
+@click.option(
+    "--layers",
+    help="Layers of each stage, like 2,3,3,2; spread evenly by default. A tiny model has as many as they add up to.",
+)
 @click.option("--steps", type=click.IntRange(1), default=3, show_default=True, help="Recorded steps, after a warm-up.")
 @click.option("--sequence", type=click.IntRange(2), default=128, show_default=True, help="Tokens per sequence.")
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Sequences per microbatch.")

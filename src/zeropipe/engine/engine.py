@@ -23,7 +23,7 @@ from zeropipe.engine.cells import Microbatch, moved
 from zeropipe.engine.compiling import prepare_blocks
 from zeropipe.engine.executor import Executor, ShapeBook, Watcher
 from zeropipe.engine.fabric import Fabric
-from zeropipe.engine.faults import Watchdog
+from zeropipe.engine.faults import PeerLost, Watchdog
 from zeropipe.engine.finite import FiniteCheck
 from zeropipe.engine.losses import LossFn, StepResult, Tally, combine
 from zeropipe.engine.modules import defer
@@ -274,6 +274,8 @@ class Engine:
             place = self._walking.where if self._walking is not None else self._where
             explained = self._fabric.board.explain(error, place)
             self._stop(str(explained))
+            if isinstance(error, PeerLost):  # the transport's own words help nobody
+                raise explained from None
             if isinstance(error, Exception):
                 raise explained from error
             raise
@@ -321,10 +323,10 @@ class Engine:
             raise ConfigError(f"recv_ahead={recv_ahead}: give 0 or a number of messages")
         for stage, module in self.stages.items():
             wrapped = next((name for child in module.modules() for name in _WRAPPERS & _kinds(child)), None)
-            if wrapped and split == "store":
+            if wrapped:
                 raise ConfigError(
-                    f"stage {stage} holds {wrapped}, which would miss the weight gradients that W adds: "
-                    "give plain modules and reduce gradients after the step, or use split='whole'"
+                    f"stage {stage} holds {wrapped}, which reduces gradients at the wrong time for a pipeline: "
+                    "give plain modules and reduce gradients after the step"
                 )
         wanted = self.schedule.placement.stages_of(self.rank)
         if tuple(sorted(self.stages)) != wanted:

@@ -56,6 +56,7 @@ class Tally:
     def root(self, output: Any, microbatch: Mapping[str, Any], index: int) -> Tensor:
         """Compute the loss of one microbatch; returns what backward starts from."""
         value = self.loss_fn(output, microbatch)
+        _check_loss(value)
         if isinstance(value, Tensor):
             self._seen[index] = (value.detach(), 1, {})
             return value / len(self.microbatches)
@@ -81,6 +82,14 @@ class Tally:
             for name, amount in extra.items():
                 metrics[name] = metrics.get(name, 0.0) + float(amount)
         return loss, count, metrics, self.late
+
+
+def _check_loss(value: Any) -> None:
+    loss = value[0] if isinstance(value, tuple) and len(value) in (2, 3) else value
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return
+    what = f"a Tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+    raise TypeError(f"the loss is {what}: return a scalar Tensor (a mean), (sum, count), or (sum, count, metrics)")
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,8 @@ def measure(
     """
     losses, timelines = [], []
     with Engine(schedule, stages, record=True, **options) as engine:
-        optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-3)
+        # a rank whose stages have no layers has nothing to train
+        optimizer = torch.optim.AdamW(engine.parameters() or [torch.zeros(1)], lr=1e-3)
         for step in range(steps + 1):
             loss = engine.train_step(microbatches(step), loss_fn).loss
             optimizer.step()

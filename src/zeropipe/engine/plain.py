@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from zeropipe.errors import ConfigError
+
 
 class PlainStage(nn.Module):
     """Modules run one after the other; a tuple returned by one becomes the arguments of the next.
@@ -16,7 +18,7 @@ class PlainStage(nn.Module):
     of the microbatch as a parameter gets it too, on whatever stage it is.
     """
 
-    tied_pairs = ()
+    tied_pairs: tuple[tuple[str, int, str], ...] = ()
 
     def __init__(self, modules: Sequence[nn.Module], layers: range) -> None:
         super().__init__()
@@ -32,6 +34,8 @@ class PlainStage(nn.Module):
         """What this stage needs of a microbatch."""
         names = {name for names in self._parameters_of for name in names}
         if self.is_first:
+            if "inputs" not in microbatch:
+                raise ConfigError(f"a microbatch has {sorted(microbatch)}: the first stage needs 'inputs'")
             names.add("inputs")
         return {key: value for key, value in microbatch.items() if key in names}
 

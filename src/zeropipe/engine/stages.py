@@ -70,20 +70,44 @@ def module_stages(
     """This rank's stages of a model given as a list of modules, each fed with the output(s) of the one before.
 
     With more modules than stages they are grouped: `layers` says how many go to each stage, evenly if not given.
-    An entry may be a function that builds its module: only this rank's are called.
+    An entry may be a function that builds its module: only this rank's are called. A weight that two stages share
+    stays one weight: its gradients are summed.
     """
     counts = (
         layer_counts(len(modules), schedule.num_stages)
         if layers is None
         else check_counts(layers, len(modules), schedule.num_stages)
     )
-    return {
+    stages = {
         stage: PlainStage(
             [m if isinstance(m, nn.Module) else m() for m in (modules[i] for i in ranges(counts)[stage])],
             ranges(counts)[stage],
         )
         for stage in schedule.placement.stages_of(rank)
     }
+    for stage, pairs in _shared(modules, ranges(counts)).items():
+        if stage in stages:
+            stages[stage].tied_pairs = tuple(pairs)
+    return stages
+
+
+def _shared(modules: Sequence[Any], cut: Sequence[range]) -> dict[int, list[tuple[str, int, str]]]:
+    """The ties of each stage: weights that stand in the modules of another one too."""
+    holders: dict[nn.Parameter, dict[int, str]] = {}
+    for stage, part in enumerate(cut):
+        for place, index in enumerate(part):
+            if isinstance(modules[index], nn.Module):
+                for name, parameter in modules[index].named_parameters():
+                    holders.setdefault(parameter, {}).setdefault(stage, f"blocks.{place}.{name}")
+    pairs: dict[int, list[tuple[str, int, str]]] = {}
+    for names in holders.values():
+        if len(names) > 2:
+            raise ConfigError(f"stages {sorted(names)} share a weight: two at most may, so cut the model elsewhere")
+        if len(names) == 2:
+            (one, here), (other, there) = names.items()
+            pairs.setdefault(one, []).append((here, other, there))
+            pairs.setdefault(other, []).append((there, one, here))
+    return pairs
 
 
 def _build(

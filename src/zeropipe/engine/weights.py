@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from pathlib import Path
 from typing import Any, Protocol
@@ -110,7 +111,7 @@ def _tensors(stage: HFStage) -> list[tuple[str, Tensor]]:
 def _seed_module(stage: HFStage, name: str, seed: int) -> None:
     """Initialise one module's own parameters and buffers the way its family does."""
     module = stage.get_submodule(name)
-    device = next(stage.parameters()).device
+    device = next(itertools.chain(stage.parameters(), stage.buffers())).device  # a stage may have no layers
     digest = hashlib.sha256(f"{seed} {stage.full_name(name)}".encode()).digest()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
         torch.manual_seed(int.from_bytes(digest[:7], "little"))
