@@ -80,8 +80,11 @@ def test_no_rank_needs_a_message_under_way(name):
 
 def test_receives_posted_ahead_need_messages_under_way():
     """The other side of the test above: it would notice."""
-    with LocalRanks(2) as two, pytest.raises(EngineError, match=r"Timed out|no message came in time"):
-        two.run(cases.train_in_step, build("1f1b", 2), 1, 3.0, timeout=30)
+    with LocalRanks(2) as two:
+        found = two.outcomes(cases.train_in_step, build("1f1b", 2), 1, 3.0, timeout=30)
+    assert all(item.kind == "EngineError" for item in found), found
+    # one of them waited in vain; the other may see the closed connection first, and tell both
+    assert any("Timed out waiting 3000ms" in item.details for item in found), found
 
 
 def train_with(schedule, options):
