@@ -22,12 +22,13 @@ from torch import Tensor, nn
 
 import zeropipe as zp
 from zeropipe.engine import Engine
+from zeropipe.engine.executor import actions_of
 from zeropipe.engine.launch import LocalRanks
 
 
 def apart(schedule: zp.Schedule) -> zp.Schedule:
     """The same order, with the F and B of each Overlap one after the other."""
-    rows = [[a for step in row for a in (step if isinstance(step, zp.Overlap) else (step,))] for row in schedule.rows]
+    rows = [actions_of(row) for row in schedule.rows]
     return zp.Schedule.of(schedule.problem, schedule.placement, rows, f"{schedule.name}-apart")
 
 

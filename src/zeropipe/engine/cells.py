@@ -52,10 +52,15 @@ def picker(stage: nn.Module, index: int) -> Pick:
     return _first_inputs
 
 
-def _first_inputs(microbatch: Microbatch) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def inputs_of(microbatch: Microbatch) -> Any:
+    """What a model without a pick() starts from."""
     if "inputs" not in microbatch:
         raise ConfigError(f"a microbatch has {sorted(microbatch)}: it needs 'inputs', or the first stage a pick()")
-    inputs = microbatch["inputs"]
+    return microbatch["inputs"]
+
+
+def _first_inputs(microbatch: Microbatch) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    inputs = inputs_of(microbatch)
     return (inputs if isinstance(inputs, tuple) else (inputs,)), {}
 
 

@@ -56,8 +56,8 @@ class Engine:
     `direct_gradients`: whole backwards too add the weight gradients of linear layers straight to `.grad`, which saves a
     tensor of the weight's size each time; autograd hooks on these weights do not fire.
     `recv_ahead`: receives posted before they are needed, per edge; 0, and always on NCCL: each at its place in the
-    program. `shapes`: "auto" sends shapes when a microbatch has
-    new ones, "dynamic" with every message, for stages whose output shapes depend on values.
+    program. `shapes`: "auto" sends shapes when a microbatch has new ones, "dynamic" with every message, for stages
+    whose output shapes depend on values.
     `check_finite`: stop at the first action that makes a NaN or an infinity. `timeout`: seconds without a message
     until a silent rank counts as lost.
     """

@@ -155,8 +155,8 @@ class Executor:
             for action in step:
                 self._add_take(action)
             cells = [self.cells[action.stage, action.microbatch] for action in step]
-            forward, backward = map(self._compute, step)
-            self._calls.append(self._watched(self._together(forward, backward, cells), step, cells))
+            together = self._placed([self._compute(action) for action in step], cells)
+            self._calls.append(self._watched(together, step, cells))
             self._labels.append(str(step))
             return
         cell = self.cells[step.stage, step.microbatch]
@@ -173,7 +173,7 @@ class Executor:
             call = self._beside(partial(send, cell, outgoing), cell)
         else:
             self._add_take(step)
-            call = self._watched(self._placed(self._compute(step), cell), (step,), (cell,))
+            call = self._watched(self._placed((self._compute(step),), (cell,)), (step,), (cell,))
         self._calls.append(call)
         self._labels.append(str(step))
 
@@ -214,33 +214,26 @@ class Executor:
     def _stream_of(self, cell: Cell) -> torch.cuda.Stream | None:
         return self._streams[cell.side] if self._streams and cell.side is not None else None
 
-    def _placed(self, call: Call, cell: Cell) -> Call:
-        return call if self._stream_of(cell) is None else self._forked((call,), (cell,))
-
-    def _together(self, forward: Call, backward: Call, cells: Sequence[Cell]) -> Call:
-        if self._streams:
-            return self._forked((forward, backward), cells)
+    def _placed(self, calls: Sequence[Call], cells: Sequence[Cell]) -> Call:
+        """A step's computations, each on its cell's stream: after all that was issued, before all that will be."""
+        placed = [self._beside(call, cell) for call, cell in zip(calls, cells)]
+        streams = [stream for cell in cells if (stream := self._stream_of(cell)) is not None]
 
         def in_order() -> None:
-            forward()
-            backward()
-
-        return in_order
-
-    def _forked(self, calls: Sequence[Call], cells: Sequence[Cell]) -> Call:
-        """Each call on its cell's stream: after what was issued before, and before what is issued next."""
-        pairs = [(self._beside(call, cell), self._streams[cell.side or 0]) for call, cell in zip(calls, cells)]
-
-        def run() -> None:
-            main = torch.cuda.current_stream(self._device)
-            for _, stream in pairs:
-                stream.wait_stream(main)
-            for call, _ in pairs:
+            for call in placed:
                 call()
-            for _, stream in pairs:
+
+        def forked() -> None:
+            main = torch.cuda.current_stream(self._device)
+            for stream in streams:
+                stream.wait_stream(main)
+            in_order()
+            for stream in streams:
                 main.wait_stream(stream)
 
-        return run
+        if streams:
+            return forked
+        return in_order if len(placed) > 1 else placed[0]
 
     def _beside(self, call: Call, cell: Cell) -> Call:
         stream = self._stream_of(cell)

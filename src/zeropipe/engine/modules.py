@@ -10,9 +10,9 @@ from torch.nn import functional
 
 from zeropipe.engine.experts import defer_experts
 from zeropipe.engine.ops import SlottedLinear, new_slot
-from zeropipe.engine.products import Product, as_is
+from zeropipe.engine.products import Product
 from zeropipe.engine.split import put_or_give
-from zeropipe.engine.torch_private import save, saved, use_number
+from zeropipe.engine.torch_private import save, saved, use_number, without_autocast
 
 
 def defer(module: nn.Module) -> int:
@@ -46,7 +46,7 @@ class _Linear(torch.autograd.Function):
         dx = db = None
         if ctx.needs_input_grad[0]:
             weight = weight.to(dy.dtype)
-            dx = as_is(torch.matmul, dy, weight.t() if ctx.transposed else weight)
+            dx = without_autocast(torch.matmul, dy, weight.t() if ctx.transposed else weight)
         if ctx.needs_input_grad[2]:
             db = dy.reshape(-1, dy.shape[-1]).sum(0)
         return dx, put_or_give(Product(ctx.parameter, x, dy, ctx.transposed)), db, None

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeropipe.engine.products import Product, as_is, grouped_product
+from zeropipe.engine.products import Product, grouped_product
 from zeropipe.engine.split import put
-from zeropipe.engine.torch_private import keep_inputs_from_reuse
+from zeropipe.engine.torch_private import keep_inputs_from_reuse, without_autocast
 
 # A layer is handed to its operator as a tensor that holds its number here: unlike a Python number this is no
 # compile-time constant, so all layers share one graph. It lives on the CPU, so reading it waits for no device.
@@ -53,7 +53,7 @@ def _linear_dx(dy: Tensor, weight: Tensor, x: Tensor, slot: Tensor, use: int, tr
     put(Product(_parameter(slot), x, dy, transposed))
     if weight.dtype != dy.dtype:
         weight = weight.to(dy.dtype)
-    return as_is(torch.mm, dy, weight.t() if transposed else weight)
+    return without_autocast(torch.mm, dy, weight.t() if transposed else weight)
 
 
 @torch.library.register_fake("zeropipe::linear_dx", lib=_library)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from zeropipe.errors import ConfigError
+from zeropipe.engine.cells import inputs_of
 
 
 class PlainStage(nn.Module):
@@ -33,11 +33,8 @@ class PlainStage(nn.Module):
     def pick(self, microbatch: dict[str, Any]) -> dict[str, Any]:
         """What this stage needs of a microbatch."""
         names = {name for names in self._parameters_of for name in names}
-        if self.is_first:
-            if "inputs" not in microbatch:
-                raise ConfigError(f"a microbatch has {sorted(microbatch)}: the first stage needs 'inputs'")
-            names.add("inputs")
-        return {key: value for key, value in microbatch.items() if key in names}
+        picked = {key: value for key, value in microbatch.items() if key in names}
+        return {**picked, "inputs": inputs_of(microbatch)} if self.is_first else picked
 
     def forward(self, *args: Tensor, **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
         if self.is_first:

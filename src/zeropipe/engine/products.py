@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from zeropipe.engine.torch_private import any_autocast
+from zeropipe.engine.torch_private import without_autocast
 
 
 @dataclass(slots=True, eq=False)  # not frozen: that takes as long as launching a kernel
@@ -32,21 +31,19 @@ class Product:
 
     def run(self) -> None:
         """Add this product to the parameter's gradient, without a temporary of its size where the device allows it."""
-        if any_autocast():
-            with torch.autocast(self.x.device.type, enabled=False):  # x and dy have their dtype already
-                self._add()
-        else:
-            self._add()
+        without_autocast(self._add)
 
     def value(self) -> Tensor:
         """The product by itself, as autograd wants it."""
-        with torch.autocast(self.x.device.type, enabled=False):
-            left, right = self._sides()
-            if self.offsets is None:
-                return _mm(left.t(), right, self.parameter.dtype)
-            gradient = torch.zeros_like(self.parameter)
-            add_grouped(gradient, left, right, self.offsets)
-            return gradient
+        return without_autocast(self._alone)
+
+    def _alone(self) -> Tensor:
+        left, right = self._sides()
+        if self.offsets is None:
+            return _mm(left.t(), right, self.parameter.dtype)
+        gradient = torch.zeros_like(self.parameter)
+        add_grouped(gradient, left, right, self.offsets)
+        return gradient
 
     def _add(self) -> None:
         parameter, (left, right) = self.parameter, self._sides()
@@ -92,14 +89,6 @@ def grouped_product(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
 def _has_grouped_kernel(x: Tensor) -> bool:
     """One kernel for all experts, which does not wait for the offsets to reach the host."""
     return x.is_cuda and x.dtype == torch.bfloat16
-
-
-def as_is(product: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor) -> Tensor:
-    """A product in the dtype of its factors, whatever autocast around the step says."""
-    if not any_autocast():
-        return product(a, b)
-    with torch.autocast(a.device.type, enabled=False):
-        return product(a, b)
 
 
 def grad_dtype(parameter: nn.Parameter) -> torch.dtype:
