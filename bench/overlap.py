@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 import zeropipe as zp
 from zeropipe.engine import Engine
-from zeropipe.engine.executor import actions_of
-from zeropipe.engine.launch import LocalRanks
+from zeropipe.engine.run.launch import LocalRanks
+from zeropipe.engine.step.executor import actions_of
 
 
 def apart(schedule: zp.Schedule) -> zp.Schedule:

@@ -16,9 +16,9 @@ from pathlib import Path
 from overlap import apart
 
 import zeropipe as zp
-from zeropipe.engine.job import backend_of, run_all
-from zeropipe.engine.launch import LocalRanks
-from zeropipe.engine.spec import Job
+from zeropipe.engine.run.job import backend_of, run_all
+from zeropipe.engine.run.launch import LocalRanks
+from zeropipe.engine.run.spec import Job
 from zeropipe.sim.fit import fit
 
 

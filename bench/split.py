@@ -26,11 +26,11 @@ import torch
 from torch import Tensor
 
 import zeropipe as zp
-from zeropipe.engine.autograd_split import AutogradSplit
-from zeropipe.engine.compiling import prepare_blocks
-from zeropipe.engine.modules import defer
-from zeropipe.engine.split import WeightStore
-from zeropipe.engine.stages import hf_stages
+from zeropipe.engine.backward.autograd import AutogradSplit
+from zeropipe.engine.backward.linear import defer
+from zeropipe.engine.backward.store import WeightStore
+from zeropipe.engine.blocks.compiling import prepare_blocks
+from zeropipe.engine.stages.build import hf_stages
 
 SIZES = {
     "8B": {"hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32, "num_key_value_heads": 8},

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 import zeropipe as zp
 from zeropipe.engine import Engine
-from zeropipe.engine.launch import LocalRanks
+from zeropipe.engine.run.launch import LocalRanks
 from zeropipe.errors import EngineError
 
 OURS = ("1f1b", "interleaved", "zbv", "dualpipev")

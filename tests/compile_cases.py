@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 
 from zeropipe.core.schedule import Schedule
 from zeropipe.engine import Engine
-from zeropipe.engine.stages import hf_model, hf_stages
+from zeropipe.engine.stages.build import hf_model, hf_stages
 
 
 class TokenLoss:

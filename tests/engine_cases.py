@@ -24,8 +24,9 @@ from engine_helpers import (
 from torch import Tensor, nn
 
 from zeropipe.core.schedule import Schedule
-from zeropipe.engine import Engine, module_stages, p2p
-from zeropipe.engine.torch_runtime import torch_runtime
+from zeropipe.engine import Engine, module_stages
+from zeropipe.engine.comm import edges
+from zeropipe.engine.run.torch_runtime import torch_runtime
 
 F64 = {"dtype": torch.float64}
 
@@ -41,9 +42,9 @@ def train_in_halves(schedule: Schedule, steps: int) -> dict[str, float]:
 def train_in_step(schedule: Schedule, recv_ahead: int, timeout: float) -> dict[str, float]:
     """Every send waits until it is received, every receive until its message is here: nothing is ever under way."""
     acknowledged, word = 99, torch.zeros(1)
-    post, send = p2p.Incoming._post, p2p.Outgoing.send
+    post, send = edges.Incoming._post, edges.Outgoing.send
 
-    def post_and_wait(self: p2p.Incoming, spec: p2p.Spec) -> None:
+    def post_and_wait(self: edges.Incoming, spec: edges.Spec) -> None:
         post(self, spec)
         assert self._posted[-1] is not None
         _, tensors, works = self._posted[-1]
@@ -53,14 +54,14 @@ def train_in_step(schedule: Schedule, recv_ahead: int, timeout: float) -> dict[s
         if works:
             self._wire.headers.send([word], self._wire.peer, acknowledged).wait()
 
-    def send_and_wait(self: p2p.Outgoing, tensors: Sequence[Tensor]) -> None:
+    def send_and_wait(self: edges.Outgoing, tensors: Sequence[Tensor]) -> None:
         send(self, tensors)
         if tensors:
             self._wire.headers.recv([word], self._wire.peer, acknowledged).wait()
 
     with (
-        mock.patch.object(p2p.Incoming, "_post", post_and_wait),
-        mock.patch.object(p2p.Outgoing, "send", send_and_wait),
+        mock.patch.object(edges.Incoming, "_post", post_and_wait),
+        mock.patch.object(edges.Outgoing, "send", send_and_wait),
     ):
         return train(schedule, 2, recv_ahead=recv_ahead, timeout=timeout)
 

@@ -150,7 +150,7 @@ _pools: dict[int, Any] = {}
 
 def ranks(number: int = 4) -> Any:
     """A pool of local ranks that lives as long as the test run (a new one if a test broke it)."""
-    from zeropipe.engine.launch import LocalRanks
+    from zeropipe.engine.run.launch import LocalRanks
 
     if number not in _pools or _pools[number].closed:
         _pools[number] = LocalRanks(

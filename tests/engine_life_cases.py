@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from zeropipe.core.schedule import Schedule
 from zeropipe.engine import Engine
-from zeropipe.engine.split import main_gradients
+from zeropipe.engine.backward.store import main_gradients
 
 
 def many_engines(schedule: Schedule, number: int) -> list[tuple[int, int]]:

@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zeropipe.core.schedule import Schedule
 from zeropipe.engine import Engine
-from zeropipe.engine.fabric import Fabric
-from zeropipe.engine.faults import Watchdog
+from zeropipe.engine.comm.fabric import Fabric
+from zeropipe.engine.comm.faults import Watchdog
 from zeropipe.errors import ConfigError, EngineError
 
 

@@ -18,7 +18,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from zeropipe.engine.split import WeightStore
+from zeropipe.engine.backward.store import WeightStore
 
 _TINY = {
     "vocab_size": 61,

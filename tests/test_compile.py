@@ -18,13 +18,13 @@ from torch._inductor import config as inductor_config
 from torch._inductor.lowering import lowerings
 
 import zeropipe as zp
-from zeropipe.engine import ops
-from zeropipe.engine.autograd_split import AutogradSplit
-from zeropipe.engine.compiling import prepare_blocks, report
-from zeropipe.engine.modules import defer
-from zeropipe.engine.spec import Checkpointing
-from zeropipe.engine.split import WeightStore
-from zeropipe.engine.stages import hf_model, hf_stages, module_stages
+from zeropipe.engine.backward import ops
+from zeropipe.engine.backward.autograd import AutogradSplit
+from zeropipe.engine.backward.linear import defer
+from zeropipe.engine.backward.store import WeightStore
+from zeropipe.engine.blocks.compiling import prepare_blocks, report
+from zeropipe.engine.blocks.modes import Checkpointing
+from zeropipe.engine.stages.build import hf_model, hf_stages, module_stages
 from zeropipe.errors import ConfigError
 
 AC_MODES = ["none", "full", "selective:2", "selective:op", "memory_budget:0.5"]

@@ -11,7 +11,7 @@ from engine_helpers import TOLERANCE, largest, ranks, train
 
 import zeropipe as zp
 from zeropipe.core.needs import needs
-from zeropipe.engine.launch import LocalRanks
+from zeropipe.engine.run.launch import LocalRanks
 from zeropipe.errors import ConfigError, EngineError
 from zeropipe.schedules.registry import entries
 

@@ -11,8 +11,8 @@ import torch
 from engine_helpers import TOLERANCE, largest, ranks
 
 import zeropipe as zp
-from zeropipe.engine.cells import moved
-from zeropipe.engine.losses import Tally
+from zeropipe.engine.step.cells import moved
+from zeropipe.engine.step.losses import Tally
 from zeropipe.engine.torch_private import squared_norm
 from zeropipe.errors import EngineError
 

@@ -11,7 +11,7 @@ import torch
 from engine_helpers import TOLERANCE, largest, train_on_nccl
 
 import zeropipe as zp
-from zeropipe.engine.launch import LocalRanks
+from zeropipe.engine.run.launch import LocalRanks
 from zeropipe.schedules.registry import entries
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

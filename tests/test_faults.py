@@ -19,7 +19,7 @@ import fault_cases as cases
 from engine_helpers import TOLERANCE
 
 import zeropipe as zp
-from zeropipe.engine.launch import Failed, LocalRanks
+from zeropipe.engine.run.launch import Failed, LocalRanks
 from zeropipe.engine.torch_private import abort_nccl
 from zeropipe.errors import EngineError
 
@@ -191,7 +191,7 @@ def test_killing_the_parent_leaves_no_rank(tmp_path):
         textwrap.dedent(
             """
             import signal
-            from zeropipe.engine.launch import LocalRanks
+            from zeropipe.engine.run.launch import LocalRanks
 
             if __name__ == "__main__":
                 ranks = LocalRanks(2)

@@ -21,6 +21,17 @@ MAY_IMPORT = {
     "__main__": {"cli"},
     "__init__": BASE | {"core", "schedules", "sim", "viz"},
 }
+# inside the engine: a folder may use those before it, and every one torch_private
+ROOMS = {
+    "torch_private": set(),
+    "backward": {"torch_private"},
+    "blocks": {"torch_private", "backward"},
+    "comm": {"torch_private"},
+    "stages": set(),
+    "step": {"torch_private", "backward", "comm", "stages"},
+    "engine": {"torch_private", "backward", "blocks", "comm", "stages", "step"},
+    "run": {"torch_private", "blocks", "stages", "step", "engine"},
+}
 FILES = sorted(SRC.rglob("*.py"))
 
 
@@ -47,6 +58,23 @@ def part_of(path: Path) -> str:
 def test_imports_go_one_way(path):
     allowed = MAY_IMPORT[part_of(path)] | {part_of(path), "__version__"} | sys.stdlib_module_names
     assert imported(path) - allowed == set()
+
+
+@pytest.mark.parametrize("path", sorted((SRC / "engine").rglob("*.py")), ids=lambda p: str(p.relative_to(SRC)))
+def test_the_engines_rooms_have_one_direction(path):
+    room = path.relative_to(SRC / "engine").parts[0].removesuffix(".py")
+    if room != "__init__":
+        assert rooms_of(path) <= ROOMS[room] | {room}
+
+
+def rooms_of(path: Path) -> set[str]:
+    """The folders and files of the engine that a file imports."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("zeropipe.engine"):
+            inside = node.module.split(".")[2:]
+            names |= {inside[0]} if inside else {alias.name for alias in node.names}
+    return names
 
 
 def test_the_rule_sees_a_breach(tmp_path):

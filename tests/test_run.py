@@ -64,7 +64,7 @@ def test_a_model_directory_and_a_file_of_a_schedule(capfd, tmp_path):
 def test_a_damaged_model_directory_ends_in_one_line(capfd, tmp_path, monkeypatch):
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from zeropipe.engine import launch
+    from zeropipe.engine.run import launch
 
     monkeypatch.setattr(launch, "GRACE", 1.0)
     config = LlamaConfig(
@@ -153,8 +153,8 @@ def test_under_torchrun(tmp_path):
     "device, gpus, ranks, backend", [("cuda", 4, 4, "nccl"), ("cuda", 1, 4, "gloo"), ("cpu", 4, 4, "gloo")]
 )
 def test_nccl_where_every_rank_has_a_gpu(monkeypatch, device, gpus, ranks, backend):
-    from zeropipe.engine.job import backend_of
-    from zeropipe.engine.spec import Job
+    from zeropipe.engine.run.job import backend_of
+    from zeropipe.engine.run.spec import Job
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     assert backend_of(Job(device=device), ranks) == backend

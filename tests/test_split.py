@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from zeropipe.engine.modules import DeferredLinear, defer
-from zeropipe.engine.products import Product
-from zeropipe.engine.split import WeightStore, cut, main_gradients
+from zeropipe.engine.backward.linear import DeferredLinear, defer
+from zeropipe.engine.backward.products import Product
+from zeropipe.engine.backward.store import WeightStore, cut, main_gradients
 from zeropipe.errors import EngineError
 
 

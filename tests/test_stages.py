@@ -11,10 +11,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import zeropipe as zp
-from zeropipe.engine.modules import defer
-from zeropipe.engine.save import save_stages
-from zeropipe.engine.split import WeightStore
-from zeropipe.engine.stages import hf_model, hf_stages, module_stages
+from zeropipe.engine.backward.linear import defer
+from zeropipe.engine.backward.store import WeightStore
+from zeropipe.engine.stages.build import hf_model, hf_stages, module_stages
+from zeropipe.engine.stages.save import save_stages
 from zeropipe.errors import ConfigError
 
 

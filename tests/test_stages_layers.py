@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeropipe.engine.layers import check_counts, layer_counts, num_stages_for, ranges
+from zeropipe.core.layers import check_counts, layer_counts, num_stages_for, ranges
 from zeropipe.errors import ConfigError
 
 

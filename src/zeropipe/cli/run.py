@@ -16,8 +16,8 @@ from zeropipe.errors import ConfigError
 if TYPE_CHECKING:
     from zeropipe.core.schedule import Schedule
     from zeropipe.core.timeline import Timeline
-    from zeropipe.engine.job import Outcome
-    from zeropipe.engine.spec import Job
+    from zeropipe.engine.run.job import Outcome
+    from zeropipe.engine.run.spec import Job
 
 
 @click.command()
@@ -133,7 +133,7 @@ def run(
 
 
 def _job(built: list[Schedule], **given: Any) -> Job:
-    from zeropipe.engine.spec import BUILT_IN, Job, check_job, counts_of
+    from zeropipe.engine.run.spec import BUILT_IN, Job, check_job, counts_of
 
     layers = given.pop("layers")
     try:
@@ -165,8 +165,8 @@ def _run_ranks(built: list[Schedule], job: Job, timeout: float) -> list[Outcome]
     from zeropipe.engine import require_torch
 
     require_torch()
-    from zeropipe.engine.job import backend_of, check_device, run_all, run_under_torchrun
-    from zeropipe.engine.launch import LocalRanks, is_local
+    from zeropipe.engine.run.job import backend_of, check_device, run_all, run_under_torchrun
+    from zeropipe.engine.run.launch import LocalRanks, is_local
 
     check_device(job)
     if not is_local():
@@ -251,9 +251,9 @@ def _print_ranking(results: list[Outcome]) -> None:
 
 def _print_plan(built: list[Schedule], job: Job, as_json: bool) -> None:
     from zeropipe.core.action import Kind
+    from zeropipe.core.layers import ranges
     from zeropipe.core.lower import lower
-    from zeropipe.engine.layers import ranges
-    from zeropipe.engine.spec import counts_of
+    from zeropipe.engine.run.spec import counts_of
 
     plans: list[dict[str, Any]] = []
     for schedule in built:

@@ -1,4 +1,13 @@
-"""Runs schedules on torch.distributed: stages, split backward, executor, recorder."""
+"""Runs schedules on torch.distributed. How a step runs can be read off the folders:
+
+stages    a model cut along its depth, its weights loaded and saved
+blocks    checkpointing and compilation of the transformer blocks in a stage
+backward  I and W: the weight-gradient products that a backward pass leaves behind
+comm      connections and messages between ranks, faults
+step      one rank's row of a Program, run: losses, gradients, the measured timeline
+engine    all of it behind train_step, eval_step, forward
+run       local processes; what `zeropipe run` stands on
+"""
 
 from __future__ import annotations
 
@@ -6,24 +15,44 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from zeropipe.core.layers import layer_counts, num_stages_for
+    from zeropipe.engine.backward.linear import defer
+    from zeropipe.engine.backward.store import WeightStore, main_gradients
+    from zeropipe.engine.blocks.compiling import prepare_blocks
     from zeropipe.engine.engine import Engine
-    from zeropipe.engine.losses import CausalLMLoss, StepResult
-    from zeropipe.engine.measure import Measured, measure
-    from zeropipe.engine.stages import hf_model, hf_stages, module_stages
+    from zeropipe.engine.run.launch import LocalRanks, launch
+    from zeropipe.engine.run.measure import Measured, measure
+    from zeropipe.engine.run.torch_runtime import torch_runtime
+    from zeropipe.engine.stages.build import hf_model, hf_stages, module_stages
+    from zeropipe.engine.stages.save import save_stages
+    from zeropipe.engine.step.losses import CausalLMLoss, StepResult
 
 # name -> module, imported when first used: plans need no torch
 _MODULE_OF = {
-    "Engine": "engine", "CausalLMLoss": "losses", "StepResult": "losses", "Measured": "measure", "measure": "measure",
-    "hf_model": "stages", "hf_stages": "stages", "module_stages": "stages",
+    "layer_counts": "core.layers", "num_stages_for": "core.layers",
+    "defer": "engine.backward.linear",
+    "WeightStore": "engine.backward.store", "main_gradients": "engine.backward.store",
+    "prepare_blocks": "engine.blocks.compiling",
+    "Engine": "engine.engine",
+    "LocalRanks": "engine.run.launch", "launch": "engine.run.launch",
+    "Measured": "engine.run.measure", "measure": "engine.run.measure",
+    "torch_runtime": "engine.run.torch_runtime",
+    "hf_model": "engine.stages.build", "hf_stages": "engine.stages.build", "module_stages": "engine.stages.build",
+    "save_stages": "engine.stages.save",
+    "CausalLMLoss": "engine.step.losses", "StepResult": "engine.step.losses",
 }  # fmt: skip
-__all__ = ["CausalLMLoss", "Engine", "Measured", "StepResult", "hf_model", "hf_stages", "measure", "module_stages"]
+__all__ = [
+    "CausalLMLoss", "Engine", "LocalRanks", "Measured", "StepResult", "WeightStore", "defer", "hf_model", "hf_stages",
+    "launch", "layer_counts", "main_gradients", "measure", "module_stages", "num_stages_for", "prepare_blocks",
+    "save_stages", "torch_runtime",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'zeropipe.engine' has no attribute {name!r}")
     require_torch()
-    value = getattr(import_module(f"zeropipe.engine.{_MODULE_OF[name]}"), name)
+    value = getattr(import_module(f"zeropipe.{_MODULE_OF[name]}"), name)
     globals()[name] = value
     return value
 

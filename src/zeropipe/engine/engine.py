@@ -18,21 +18,22 @@ from zeropipe.core.lower import lower
 from zeropipe.core.schedule import Program, Schedule, iter_codes
 from zeropipe.core.timeline import Timeline
 from zeropipe.engine import torch_private
-from zeropipe.engine.autograd_split import AutogradSplit
-from zeropipe.engine.cells import Microbatch, moved
-from zeropipe.engine.compiling import prepare_blocks
-from zeropipe.engine.executor import Executor, ShapeBook, Watcher
-from zeropipe.engine.fabric import Fabric
-from zeropipe.engine.faults import PeerLost, Watchdog
-from zeropipe.engine.finite import FiniteCheck
-from zeropipe.engine.losses import LossFn, StepResult, Tally, combine
-from zeropipe.engine.modules import defer
-from zeropipe.engine.p2p import Outgoing
-from zeropipe.engine.plans import edges_of, forward_only
-from zeropipe.engine.recorder import Recorder, clock_offset, gather
-from zeropipe.engine.spec import Checkpointing
-from zeropipe.engine.split import WeightStore
-from zeropipe.engine.sums import GradientSums, ties
+from zeropipe.engine.backward.autograd import AutogradSplit
+from zeropipe.engine.backward.linear import defer
+from zeropipe.engine.backward.store import WeightStore
+from zeropipe.engine.blocks.compiling import prepare_blocks
+from zeropipe.engine.blocks.modes import Checkpointing
+from zeropipe.engine.comm.edges import Outgoing
+from zeropipe.engine.comm.fabric import Fabric
+from zeropipe.engine.comm.faults import PeerLost, Watchdog
+from zeropipe.engine.stages.contract import Microbatch
+from zeropipe.engine.step.cells import moved
+from zeropipe.engine.step.executor import Executor, ShapeBook, Watcher
+from zeropipe.engine.step.finite import FiniteCheck
+from zeropipe.engine.step.losses import LossFn, StepResult, Tally, combine
+from zeropipe.engine.step.plans import edges_of, forward_only
+from zeropipe.engine.step.recorder import Recorder, clock_offset, gather
+from zeropipe.engine.step.sums import GradientSums, ties
 from zeropipe.errors import ConfigError, EngineError, ZeropipeError
 
 SPLITS = ("store", "autograd", "whole")

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zeropipe.engine.faults import PeerLost, reason
+from zeropipe.engine.comm.faults import PeerLost, reason
 from zeropipe.errors import EngineError
 
 HEADER = 256  # int64 words: room for tuples of about 30 tensors

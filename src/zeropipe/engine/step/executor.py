@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from zeropipe.core.action import Action, Kind, Overlap, Step
 from zeropipe.core.schedule import Program
 from zeropipe.engine import torch_private
-from zeropipe.engine.autograd_split import AutogradSplit
-from zeropipe.engine.cells import Cell, Microbatch, as_tuple, leaf, moved, picker, signature
-from zeropipe.engine.p2p import Incoming, Message, Outgoing, Spec, Wire, gradient_spec, spec_of
-from zeropipe.engine.split import WeightStore, adding
+from zeropipe.engine.backward.autograd import AutogradSplit
+from zeropipe.engine.backward.store import WeightStore, adding
+from zeropipe.engine.comm.edges import Incoming, Message, Outgoing, Spec, Wire, gradient_spec, spec_of
+from zeropipe.engine.stages.contract import Microbatch, picker
+from zeropipe.engine.step.cells import Cell, as_tuple, leaf, moved, signature
 from zeropipe.errors import EngineError
 
 Call = Callable[[], None]

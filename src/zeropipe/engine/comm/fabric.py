@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from zeropipe.engine import torch_private
-from zeropipe.engine.faults import Board, PeerLost, reason
-from zeropipe.engine.p2p import Wire
+from zeropipe.engine.comm.edges import Wire
+from zeropipe.engine.comm.faults import Board, PeerLost, reason
 
 SLOT = 2048  # bytes of an exchanged value that cost one collective only
 LISTEN_TAG = 3  # nothing is ever sent with it

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeropipe.engine.products import Product, grouped_product
-from zeropipe.engine.split import put
+from zeropipe.engine.backward.products import Product, grouped_product
+from zeropipe.engine.backward.store import put
 from zeropipe.engine.torch_private import keep_inputs_from_reuse, without_autocast
 
 # A layer is handed to its operator as a tensor that holds its number here: unlike a Python number this is no

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from zeropipe.core.schedule import Schedule
-from zeropipe.engine.losses import CausalLMLoss
-from zeropipe.engine.measure import Measured, measure
-from zeropipe.engine.spec import BUILT_IN, Job, layers_of, vocabulary_of
-from zeropipe.engine.stages import hf_stages
+from zeropipe.engine.run.measure import Measured, measure
+from zeropipe.engine.run.spec import BUILT_IN, Job, layers_of, vocabulary_of
+from zeropipe.engine.stages.build import hf_stages
+from zeropipe.engine.step.losses import CausalLMLoss
 from zeropipe.errors import ConfigError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}

@@ -17,10 +17,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from zeropipe.core.action import Action, Kind
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Memory, Timeline
-from zeropipe.engine.cells import Cell
-from zeropipe.engine.executor import Call
-from zeropipe.engine.fabric import Fabric
-from zeropipe.engine.split import WeightStore
+from zeropipe.engine.backward.store import WeightStore
+from zeropipe.engine.comm.fabric import Fabric
+from zeropipe.engine.step.cells import Cell
+from zeropipe.engine.step.executor import Call
 
 PINGS = 16
 CLOCK_TAG = 2

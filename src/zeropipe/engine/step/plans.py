@@ -5,7 +5,7 @@ from __future__ import annotations
 from zeropipe.core.action import Action, Kind
 from zeropipe.core.lower import lower
 from zeropipe.core.schedule import Program, Schedule
-from zeropipe.engine.executor import actions_of
+from zeropipe.engine.step.executor import actions_of
 
 
 def edges_of(program: Program) -> set[tuple[int, int]]:

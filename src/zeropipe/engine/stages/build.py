@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from zeropipe.core.layers import check_counts, layer_counts, num_stages_for, ranges
 from zeropipe.core.schedule import Schedule
-from zeropipe.engine.hf import HFStage, Tied, meta_model
-from zeropipe.engine.layers import check_counts, layer_counts, num_stages_for, ranges
-from zeropipe.engine.plain import PlainStage
-from zeropipe.engine.weights import DirectorySource, ModelSource, SeedSource, Source
+from zeropipe.engine.stages.hf import HFStage, Tied, meta_model
+from zeropipe.engine.stages.plain import PlainStage
+from zeropipe.engine.stages.weights import DirectorySource, ModelSource, SeedSource, Source
 from zeropipe.errors import ConfigError, MissingExtra
 
 

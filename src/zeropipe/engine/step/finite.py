@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 
 from zeropipe.core.action import Action, Kind
-from zeropipe.engine.cells import Cell
-from zeropipe.engine.executor import Call
+from zeropipe.engine.step.cells import Cell
+from zeropipe.engine.step.executor import Call
 
 
 class FiniteCheck:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from zeropipe.engine.experts import defer_experts
-from zeropipe.engine.ops import SlottedLinear, new_slot
-from zeropipe.engine.products import Product
-from zeropipe.engine.split import put_or_give
+from zeropipe.engine.backward.experts import defer_experts
+from zeropipe.engine.backward.ops import SlottedLinear, new_slot
+from zeropipe.engine.backward.products import Product
+from zeropipe.engine.backward.store import put_or_give
 from zeropipe.engine.torch_private import save, saved, use_number, without_autocast
 
 

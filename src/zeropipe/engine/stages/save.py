@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from zeropipe.core.placement import Placement
-from zeropipe.engine.hf import HFStage, meta_model
+from zeropipe.engine.stages.hf import HFStage, meta_model
 
 
 def save_stages(stages: dict[int, HFStage], placement: Placement, rank: int, directory: str | Path) -> None:

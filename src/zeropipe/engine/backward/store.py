@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from zeropipe.engine.products import Product
+from zeropipe.engine.backward.products import Product
 from zeropipe.errors import EngineError
 
 Key = tuple[int, int]

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from zeropipe.engine.cells import inputs_of
+from zeropipe.engine.stages.contract import inputs_of
 
 
 class PlainStage(nn.Module):

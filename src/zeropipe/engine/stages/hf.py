@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from zeropipe.engine.families import Family, family_of, sliced_config
+from zeropipe.engine.stages.families import Family, family_of, sliced_config
 from zeropipe.errors import MissingExtra
 
 # Given to every stage of a model; masks and rotary embeddings are made anew on each.

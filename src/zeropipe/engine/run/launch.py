@@ -61,7 +61,9 @@ class LocalRanks:
         self.num_ranks = num_ranks
         context = mp.get_context("forkserver")
         # torch (and what `preload` names) is imported once, in the server: ranks then start in a blink
-        context.set_forkserver_preload(["torch", "zeropipe.engine.measure", "zeropipe.engine.stages", *preload])
+        context.set_forkserver_preload(
+            ["torch", "zeropipe.engine.run.measure", "zeropipe.engine.stages.build", *preload]
+        )
         # the store lives here, so that it outlives any rank
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._pipes: list[Connection] = []

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from zeropipe.core.schedule import Schedule
 from zeropipe.engine import torch_private
-from zeropipe.engine.fabric import Fabric
-from zeropipe.engine.products import grad_dtype
+from zeropipe.engine.backward.products import grad_dtype
+from zeropipe.engine.comm.fabric import Fabric
 
 
 class GradientSums:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeropipe.engine.ops import SlottedGrouped, grouped, new_slot
-from zeropipe.engine.products import Product, grouped_product
-from zeropipe.engine.split import put_or_give
+from zeropipe.engine.backward.ops import SlottedGrouped, grouped, new_slot
+from zeropipe.engine.backward.products import Product, grouped_product
+from zeropipe.engine.backward.store import put_or_give
 from zeropipe.engine.torch_private import save, saved, use_number
 
 _NAMES = ("gate_up_proj", "down_proj")

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from zeropipe.engine.hf import HFStage
+from zeropipe.engine.stages.hf import HFStage
 from zeropipe.errors import ConfigError
 
 

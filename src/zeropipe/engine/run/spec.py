@@ -6,8 +6,9 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from zeropipe.core.layers import check_counts, layer_counts
 from zeropipe.core.schedule import Schedule
-from zeropipe.engine.layers import check_counts, layer_counts
+from zeropipe.engine.blocks.modes import Checkpointing
 from zeropipe.errors import ConfigError
 
 # Built-in models with random weights: layers, hidden, intermediate, heads, key/value heads, head size, vocabulary.
@@ -18,45 +19,6 @@ BUILT_IN = {
     "qwen3-8b": (36, 4096, 12288, 32, 8, 128, 151936),
     "llama-8b": (32, 4096, 14336, 32, 8, 128, 128256),
 }
-_RULE = "give none, full, selective:N, selective:op or memory_budget:X with X from 0 to 1"
-
-
-@dataclass(frozen=True)
-class Checkpointing:
-    """Which blocks are checkpointed and how.
-
-    | text | kept from F to I |
-    |---|---|
-    | `none` | everything |
-    | `full` | each block's input |
-    | `selective:N` | everything, but only the input of every Nth block of the model |
-    | `selective:op` | the results of matrix products and attention; the cheap rest is computed again |
-    | `memory_budget:X` | what the compiler chooses within the share X of everything |
-    """
-
-    mode: str = "none"
-    every: int = 1
-    budget: float | None = None
-
-    @staticmethod
-    def parse(text: str) -> Checkpointing:
-        """From its text form."""
-        mode, _, option = text.partition(":")
-        if text in ("none", "full"):
-            return Checkpointing(mode)
-        if text == "selective:op":
-            return Checkpointing("op")
-        if mode == "selective" and option.isdecimal() and int(option) > 0:
-            return Checkpointing("full", every=int(option))
-        if mode == "memory_budget" and option.replace(".", "", 1).isdecimal() and 0 <= float(option) <= 1:
-            return Checkpointing("budget", budget=float(option))
-        raise ConfigError(f"activation checkpointing {text!r}: {_RULE}")
-
-    def of_layer(self, layer: int) -> str:
-        """How layer number `layer` of the whole model is wrapped: `none`, `full` or `op`."""
-        if self.mode == "full":
-            return "full" if layer % self.every == 0 else "none"
-        return "op" if self.mode == "op" else "none"
 
 
 @dataclass(frozen=True)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zeropipe.engine.p2p import Spec
-from zeropipe.errors import ConfigError
-
-Microbatch = Mapping[str, Any]
-Pick = Callable[[Microbatch], tuple[tuple[Any, ...], dict[str, Any]]]
+from zeropipe.engine.comm.edges import Spec
+from zeropipe.engine.stages.contract import Microbatch, Pick
 
 
 class Cell:
@@ -40,28 +37,6 @@ class Cell:
         self.gradients: Sequence[Tensor] = ()  # of the outputs
         self.returned: Sequence[Tensor] = ()  # gradients of the inputs, on their way out
         self.root: Tensor | None = None  # the loss, on the last stage
-
-
-def picker(stage: nn.Module, index: int) -> Pick:
-    """How a stage takes its own part of a microbatch."""
-    pick = getattr(stage, "pick", None)
-    if pick is not None:
-        return lambda microbatch: ((), dict(pick(microbatch)))
-    if index > 0:
-        return lambda microbatch: ((), {})
-    return _first_inputs
-
-
-def inputs_of(microbatch: Microbatch) -> Any:
-    """What a model without a pick() starts from."""
-    if "inputs" not in microbatch:
-        raise ConfigError(f"a microbatch has {sorted(microbatch)}: it needs 'inputs', or the first stage a pick()")
-    return microbatch["inputs"]
-
-
-def _first_inputs(microbatch: Microbatch) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    inputs = inputs_of(microbatch)
-    return (inputs if isinstance(inputs, tuple) else (inputs,)), {}
 
 
 def leaf(tensor: Tensor, needs_grad: bool) -> Tensor:

@@ -11,9 +11,9 @@ from torch import nn
 
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Timeline
-from zeropipe.engine.cells import Microbatch
 from zeropipe.engine.engine import Engine
-from zeropipe.engine.losses import LossFn
+from zeropipe.engine.stages.contract import Microbatch
+from zeropipe.engine.step.losses import LossFn
 
 
 @dataclass(frozen=True)

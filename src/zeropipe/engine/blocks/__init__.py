@@ -1,0 +1,1 @@
+"""Transformer blocks: activation checkpointing and compilation."""

@@ -1,0 +1,1 @@
+"""Between ranks: connections, messages, and how one rank's failure stops all."""

@@ -1,0 +1,1 @@
+"""Local processes, and `zeropipe run`: schedules on a model with synthetic tokens."""

@@ -1,0 +1,1 @@
+"""One step on one rank: the row of a Program as callables, losses, gradients, what was measured."""
