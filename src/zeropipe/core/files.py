@@ -1,0 +1,110 @@
+"""Files that are written whole or not at all.
+
+The new content goes to a temporary file in the same folder, which takes the place of the old one in a single step when
+it is complete and on the disk. Whoever looks sees the old file or the new one, also after a crash, a full disk or
+Ctrl-C in between. What is no ordinary file (/dev/stdout, a pipe) is written directly: nothing may take its place.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from secrets import token_hex
+
+from zeropipe.errors import ConfigError
+
+_LONGEST_STEM = 100  # of a temporary's name: with what is added it stays below the 255 that file systems allow
+
+
+def write_whole(path: str | Path, data: str | bytes) -> None:
+    """Write `data` (a str as UTF-8) to `path`. ConfigError, and the old file as it was, if that fails."""
+    try:
+        content = data.encode() if isinstance(data, str) else data
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"cannot write {path}: {error.object[error.start]!r} is no character of UTF-8") from None
+    with writing(path) as temporary, temporary.open("wb") as out:
+        out.write(content)
+
+
+@contextmanager
+def writing(path: str | Path) -> Iterator[Path]:
+    """For code that writes files by itself: the name to write to, which becomes `path` when the block ends well.
+
+    It has the suffix of `path`, and exists, empty. A block that raises leaves neither it nor a changed `path`.
+    """
+    require_writable(path)
+    old = _mode(path)
+    if _is_direct(path, old):
+        with _named(path, path):
+            yield Path(path)
+        return
+    target = Path(os.path.realpath(path))  # a symbolic link stays one
+    temporary = target.with_name(f".{target.stem[:_LONGEST_STEM]}.{token_hex(6)}{target.suffix}")
+    try:
+        with _named(path, temporary):
+            os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+            yield temporary
+            if old is not None:
+                temporary.chmod(stat.S_IMODE(old))
+            _to_disk(temporary)
+            os.replace(temporary, target)
+    except BaseException:  # Ctrl-C too
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def require_writable(path: str | Path) -> None:
+    """ConfigError for a file that `writing` would refuse: to be asked before long work."""
+    try:
+        mode, parent = _mode(path), Path(os.path.realpath(path)).parent
+        folder = _mode(parent)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+    except ValueError as error:  # a zero byte
+        raise ConfigError(f"cannot write {str(path)!r}: {error}") from None
+    if mode is not None and stat.S_ISDIR(mode):
+        raise ConfigError(f"cannot write {path}: it is a folder; name a file in it")
+    if mode is not None and not os.access(path, os.W_OK):
+        raise ConfigError(f"cannot write {path}: Permission denied; it is read-only")
+    if _is_direct(path, mode):
+        return
+    if folder is None or not stat.S_ISDIR(folder):
+        raise ConfigError(f"cannot write {path}: there is no folder {Path(path).parent}; make it first")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise ConfigError(f"cannot write {path}: Permission denied; no file can be made in its folder")
+
+
+def _mode(path: str | Path) -> int | None:
+    """Type and permissions of what has that name, None if nothing has."""
+    try:
+        return os.stat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _is_direct(path: str | Path, mode: int | None) -> bool:
+    """A device, a pipe, or a name of an open file, which others go on writing to."""
+    open_files = ("/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/")
+    return mode is not None and (not stat.S_ISREG(mode) or os.path.abspath(path).startswith(open_files))
+
+
+@contextmanager
+def _named(path: str | Path, written: str | Path) -> Iterator[None]:
+    """An operating system's error about the file being written as a ConfigError that names `path`."""
+    try:
+        yield
+    except OSError as error:
+        # write(2) names no file; an error that names another one is not ours to explain
+        if error.filename is not None and str(error.filename) != str(written):
+            raise
+        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def _to_disk(path: Path) -> None:
+    """Before it is renamed: else a power cut can leave the new name with no content."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
