@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import httpx
@@ -13,9 +14,10 @@ import pytest
 from app_client import ask, client, command_line, told
 
 import zeropipe as zp
-from zeropipe.app import downloads, guard, limits, pictures, server, work
+from zeropipe.app import downloads, guard, pictures, server, work
 from zeropipe.app.server import create_app
 from zeropipe.cli import main
+from zeropipe.core import limits
 from zeropipe.sim.compare import compare
 
 ONE = {"schedules": [{"name": "1f1b"}]}
@@ -132,7 +134,7 @@ def test_an_error_is_told_by_its_field_in_the_words_of_the_command_line(capsys, 
         ({**ONE, "costs": {"f": "1;2"}}, "costs.f", "write a number, or one per stage like 1,1,2"),
         ({**ONE, "costs": {"p2p": "x"}}, "costs.p2p", "p2p='x': a number from 0 on is needed"),
         ({**ONE, "costs": {"g": 1}}, "costs.g", "unknown field 'g'"),
-        ({**ONE, "costs": {"f": 1e300}}, "costs.f", "numbers from"),
+        ({**ONE, "costs": {"f": 1e300}}, "costs.f", "a number from 1e-18"),
         ({**ONE, "costs": {"edges": {"0>1": {}}}}, "costs", "name it by its two ranks"),
         ({"schedules": [{}]}, "schedules.0", "give one of the two"),
         ({"schedules": [{"file": "gone"}]}, "schedules.0.file", "drop it again"),
@@ -168,11 +170,11 @@ def test_the_count_before_building_is_never_below_the_real_one():
     for entry in server.entries():
         for per_rank in entry.stages_per_rank[:2]:
             schedule = zp.build(entry.name, ranks=4, microbatches=8, stages_per_rank=per_rank)
-            assert schedule.num_actions <= limits.num_actions(entry, 4, 8, per_rank)
+            assert schedule.num_actions <= limits.num_actions(entry.splits_backward, 4, 8, per_rank)
 
 
 def test_a_large_body_is_refused(monkeypatch):
-    monkeypatch.setattr(guard, "MAX_BODY", 1000)
+    monkeypatch.setattr(guard, "PAGE", replace(limits.PAGE, file_bytes=1000))
     for body in (b" " * 2000, iter([b" " * 600] * 3)):  # told by its length, and only while it comes
         response = client.post("/api/simulate", content=body)
         assert response.status_code == 413

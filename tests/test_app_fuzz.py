@@ -1,6 +1,7 @@
 """The HTTP interface under schemathesis, against its own OpenAPI: no 500, no answer the schema does not promise."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -14,8 +15,9 @@ from hypothesis import strategies as st
 from schemathesis import checks
 
 import zeropipe as zp
-from zeropipe.app import limits
+from zeropipe.app import uploads, work
 from zeropipe.app.server import create_app
+from zeropipe.core.limits import PAGE
 
 APP = create_app()
 SCHEMA = schemathesis.openapi.from_asgi("/openapi.json", APP)
@@ -32,7 +34,8 @@ BOUNDED = settings(
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
     """What counts here is the way through the code, not its time."""
-    monkeypatch.setattr(limits, "MAX_ACTIONS", 5_000)
+    for module in (uploads, work):
+        monkeypatch.setattr(module, "PAGE", replace(PAGE, actions=5_000))
 
 
 @SCHEMA.parametrize()

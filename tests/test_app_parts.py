@@ -1,10 +1,13 @@
 """W in parts on the page: every schedule is filled under its own costs, and no request grows past its bound."""
 
+from dataclasses import replace
+
 import pytest
 from app_client import ask, client, told, upload
 
 import zeropipe as zp
-from zeropipe.app import limits, server, work
+from zeropipe.app import server, work
+from zeropipe.core import limits
 from zeropipe.sim.compare import compare
 from zeropipe.sim.fill import cut_weights
 
@@ -120,7 +123,11 @@ def test_the_count_of_parts_is_never_below_the_real_one():
         for per_rank in entry.stages_per_rank[:2]:
             schedule = zp.build(entry.name, ranks=4, microbatches=8, stages_per_rank=per_rank)
             cut = cut_weights(schedule, 5)
-            assert cut.num_actions == limits.num_cut(schedule, 5) <= limits.num_actions(entry, 4, 8, per_rank, 5)
+            assert (
+                cut.num_actions
+                == limits.num_cut(schedule, 5)
+                <= limits.num_actions(entry.splits_backward, 4, 8, per_rank, 5)
+            )
 
 
 def test_a_schedule_that_does_not_say_it_has_w_is_counted_once_it_is_built(monkeypatch):
@@ -131,7 +138,7 @@ def test_a_schedule_that_does_not_say_it_has_w_is_counted_once_it_is_built(monke
             lane.i(rank)
             lane.w(rank)
 
-    monkeypatch.setattr(limits, "MAX_ACTIONS", 100)
+    monkeypatch.setattr(work, "PAGE", replace(limits.PAGE, actions=100))
     status, answer = ask(
         "simulate", {"ranks": 1, "microbatches": 8, "weight_parts": 64, "schedules": [{"name": "silent"}]}
     )

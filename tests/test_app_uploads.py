@@ -7,6 +7,7 @@ import pytest
 from app_client import ask, client, command_line, told, upload
 
 import zeropipe as zp
+from zeropipe.core.limits import PAGE
 from zeropipe.sim.compare import compare
 
 
@@ -97,7 +98,7 @@ def test_a_damaged_timeline_is_refused(damage):
 def test_old_uploads_leave_when_there_are_too_many(monkeypatch):
     from zeropipe.app import uploads
 
-    monkeypatch.setattr(uploads, "MAX_ACTIONS", 40)
+    monkeypatch.setattr(uploads, "PAGE", replace(PAGE, actions=40))
     ids = [upload(f"{n}.csv", zp.to_csv(zp.build("1f1b", ranks=2, microbatches=8)))[1]["id"] for n in range(4)]
     statuses = [ask("simulate", {"schedules": [{"file": key}]})[0] for key in ids]
     assert statuses == [422, 422, 200, 200]

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-from zeropipe.app.limits import MAX_CHOICES, MAX_RANKS
+from zeropipe.app.models import MAX_CHOICES
+from zeropipe.core.limits import PAGE
 from zeropipe.core.placement import MAX_PARTS
 from zeropipe.sim.costs import Costs
 
@@ -72,7 +73,7 @@ def _words(name: str, value: Any, detail: Any) -> str:
     if name == "bandwidth" and value == 0:
         return "bandwidth=0: a message would never arrive; leave it out for no limit"
     if kind == "less_than_equal" and name == "ranks":
-        return f"ranks={value!r}: the page takes up to {MAX_RANKS}; the command line takes more"
+        return f"ranks={value!r}: the page takes up to {PAGE.ranks}; the command line takes more"
     if isinstance(value, str) and name in _PER_STAGE:
         return f"{name}={short(value)}: write a number, or one per stage like 1,1,2"
     rule = _RULES.get(name) or ("a number from 0 on is needed" if name in COST_FIELDS else detail["msg"].lower())

@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import HTTPException
 from fastapi.responses import JSONResponse
 
-from zeropipe.app.limits import MAX_BODY
+from zeropipe.core.limits import PAGE
 
 POLICY = (
     "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; object-src 'none'; "
@@ -37,7 +37,7 @@ class Guard:
             nonlocal seen
             message = await receive()
             seen += len(message.get("body", b""))
-            if seen > MAX_BODY:
+            if seen > PAGE.file_bytes:
                 raise HTTPException(413, _too_large())
             return message
 
@@ -46,7 +46,7 @@ class Guard:
                 message["headers"] = [*message.get("headers", []), *HEADERS]
             await send(message)
 
-        if _length(scope) > MAX_BODY:  # nothing of it is read
+        if _length(scope) > PAGE.file_bytes:  # nothing of it is read
             answer = JSONResponse({"errors": [{"field": "", "message": _too_large()}]}, 413)
             await answer(scope, receive, with_headers)
         else:
@@ -59,4 +59,4 @@ def _length(scope: Any) -> int:
 
 
 def _too_large() -> str:
-    return f"the request is larger than {MAX_BODY / 2**20:.0f} MiB: use the command line for files of that size"
+    return f"the request is larger than {PAGE.file_bytes / 2**20:.0f} MiB: use the command line for files of that size"

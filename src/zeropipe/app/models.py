@@ -6,10 +6,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from zeropipe.app.limits import MAX_BODY, MAX_CHOICES, MAX_RANKS
 from zeropipe.core.action import MAX_STAGES
+from zeropipe.core.limits import PAGE
 from zeropipe.core.placement import MAX_PARTS
 
+MAX_CHOICES = 64  # schedules of one request
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Speed = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 PerStage = Amount | Annotated[list[Amount], Field(min_length=1, max_length=MAX_STAGES)]
@@ -66,7 +67,7 @@ class Choice(Strict):
 class Size(Strict):
     """How large the pipeline is, and what it costs."""
 
-    ranks: Annotated[int, Field(ge=1, le=MAX_RANKS)] = 4
+    ranks: Annotated[int, Field(ge=1, le=PAGE.ranks)] = 4
     microbatches: Annotated[int, Field(ge=1)] = 8
     stages_per_rank: Annotated[int, Field(ge=1)] | None = Field(
         None, description="For every schedule that can have so many; the others keep their own."
@@ -99,7 +100,7 @@ class Upload(Strict):
     """A dropped file: a schedule (.csv, .json), a timeline (.json) or costs (.toml, .json)."""
 
     name: Annotated[str, Field(min_length=1, max_length=200)] = Field(examples=["mine.csv"])
-    text: Annotated[str, Field(max_length=MAX_BODY)] = Field(examples=["0F0,0B0\n"])
+    text: Annotated[str, Field(max_length=PAGE.file_bytes)] = Field(examples=["0F0,0B0\n"])
 
 
 class FieldError(BaseModel):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-import tomllib
 from collections import OrderedDict
 from dataclasses import fields
 from hashlib import sha256
@@ -13,10 +11,11 @@ from threading import Lock
 from typing import Any
 
 from zeropipe.app.errors import Refusal
-from zeropipe.app.limits import MAX_ACTIONS, MAX_RANKS, require_actions, require_costs
 from zeropipe.core.check import check
 from zeropipe.core.csv import from_csv
 from zeropipe.core.json import from_json
+from zeropipe.core.limits import PAGE, require_costs
+from zeropipe.core.parse import parse_json, parse_toml
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Timeline
 from zeropipe.errors import ConfigError, ScheduleError
@@ -53,7 +52,7 @@ class Uploads:
         with self._lock:
             self._kept[key] = found
             self._kept.move_to_end(key)
-            while len(self._kept) > 1 and sum(map(_size, self._kept.values())) > 2 * MAX_ACTIONS:
+            while len(self._kept) > 1 and sum(map(_size, self._kept.values())) > 2 * PAGE.actions:
                 self._kept.popitem(last=False)
         schedule = found.schedule if isinstance(found, Timeline) else found
         return {
@@ -90,7 +89,7 @@ def read(name: str, text: str) -> Schedule | Timeline | dict[str, Any]:
 
 def _from_csv(text: str, name: str) -> Schedule:
     cells = text.count(",") + text.count("\n") + 1
-    require_actions(cells, "it")
+    PAGE.require_actions(cells, "it")
     # a complete schedule has no more stages or microbatches than cells; a larger number would make large tables
     huge = re.search(rf"\d{{{len(str(cells)) + 1},}}", text)
     if huge:
@@ -100,15 +99,15 @@ def _from_csv(text: str, name: str) -> Schedule:
 
 def _parse_json(text: str) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
+        return parse_json(text)
+    except ValueError as error:
         raise ScheduleError(f"not JSON: {error}") from None
 
 
 def _parse_toml(text: str) -> Any:
     try:
-        return tomllib.loads(text)
-    except (ValueError, RecursionError) as error:
+        return parse_toml(text)
+    except ValueError as error:
         raise ConfigError(f"not TOML: {error}") from None
 
 
@@ -130,19 +129,19 @@ def _require_size(data: Any) -> None:
     if not isinstance(data, dict):
         return
     ranks, stages, microbatches = (data.get(f"num_{what}") for what in ("ranks", "stages", "microbatches"))
-    if isinstance(ranks, int) and ranks > MAX_RANKS:
-        raise ConfigError(f"num_ranks is {ranks}: the page takes up to {MAX_RANKS}")
+    if isinstance(ranks, int) and ranks > PAGE.ranks:
+        raise ConfigError(f"num_ranks is {ranks}: the page takes up to {PAGE.ranks}")
     if isinstance(stages, int) and isinstance(microbatches, int):
-        require_actions(2 * stages * microbatches, "it")
+        PAGE.require_actions(2 * stages * microbatches, "it")
 
 
 def _proven(found: Schedule | Timeline) -> Schedule | Timeline:
     """The same, complete and free of deadlock; a timeline with times that can be drawn."""
     schedule = found.schedule if isinstance(found, Timeline) else found
     problem = schedule.problem
-    if problem.num_ranks > MAX_RANKS:
-        raise ConfigError(f"it has {problem.num_ranks} ranks: the page takes up to {MAX_RANKS}")
-    require_actions(max(schedule.num_actions, 2 * problem.num_stages * problem.num_microbatches), "it")
+    if problem.num_ranks > PAGE.ranks:
+        raise ConfigError(f"it has {problem.num_ranks} ranks: the page takes up to {PAGE.ranks}")
+    PAGE.require_actions(max(schedule.num_actions, 2 * problem.num_stages * problem.num_microbatches), "it")
     check(schedule)
     if isinstance(found, Timeline):
         _require_times(found)

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 from zeropipe.app.desk import Pulse
 from zeropipe.app.errors import Refusal, cost_field
-from zeropipe.app.limits import num_actions, num_cut, require_actions, require_costs
 from zeropipe.app.models import Ask, Choice, CostsIn, Size
 from zeropipe.app.uploads import Uploads
 from zeropipe.core.explain import idle
+from zeropipe.core.limits import PAGE, num_actions, num_cut, require_costs
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import ROUNDING, Timeline
 from zeropipe.errors import ConfigError, ScheduleError
@@ -105,9 +105,9 @@ def plan_entry(entry: Entry, size: Size, choice: Choice | None = None) -> Plan:
         per_rank = wish if wish in entry.stages_per_rank else entry.stages_per_rank[0]
     elif per_rank not in entry.stages_per_rank:
         build_entry(entry, ranks=1, microbatches=1, stages_per_rank=per_rank)  # raises, in its own words
-    sizes = (size.ranks, size.microbatches, per_rank)
+    sizes, split = (size.ranks, size.microbatches, per_rank), entry.splits_backward
     return Plan(
-        entry.name, num_actions(entry, *sizes), num_actions(entry, *sizes, size.weight_parts or 1), size.weight_parts,
+        entry.name, num_actions(split, *sizes), num_actions(split, *sizes, size.weight_parts or 1), size.weight_parts,
         entry=entry, size=sizes,
         options=tuple(sorted(choice.options.items())) if choice else (),
     )  # fmt: skip
@@ -118,9 +118,9 @@ def _require_total(plans: Sequence[Plan], parts: int | None) -> None:
     names = ", ".join(plan.title for plan in plans if plan.count)
     field = "microbatches"
     try:
-        require_actions(sum(plan.whole for plan in plans), names)
+        PAGE.require_actions(sum(plan.whole for plan in plans), names)
         field = "weight_parts"
-        require_actions(sum(plan.count for plan in plans), names, parts or 1)
+        PAGE.require_actions(sum(plan.count for plan in plans), names, parts or 1)
     except ConfigError as error:
         raise Refusal((field, str(error))) from None
 
@@ -132,7 +132,7 @@ def _timeline(plan: Plan, costs: Costs) -> Timeline:
         return plan.found
     schedule = plan.found or built(plan.entry, *plan.size, plan.options)
     if plan.parts:  # once more: a user's schedule may have W without saying so in its entry
-        require_actions(num_cut(schedule, plan.parts), plan.title, plan.parts)
+        PAGE.require_actions(num_cut(schedule, plan.parts), plan.title, plan.parts)
     return compare([schedule], costs, weight_parts=plan.parts)[0]
 
 
@@ -144,7 +144,7 @@ def _small(entry: Entry, ranks: int, microbatches: int, per_rank: int, options: 
 def built(entry: Entry | None, ranks: int, microbatches: int, per_rank: int, options: Options) -> Schedule:
     """The schedule, from memory if it is small and was asked for before."""
     assert entry is not None
-    small = num_actions(entry, ranks, microbatches, per_rank) <= 50_000
+    small = num_actions(entry.splits_backward, ranks, microbatches, per_rank) <= 50_000
     return (_small if small else _build)(entry, ranks, microbatches, per_rank, options)
 
 
@@ -220,7 +220,7 @@ def chart(pulse: Pulse, size: Size) -> dict[str, Any]:
     plans = [plan_entry(entry, size) for entry in entries()]
     total = sum(plan.count for plan in plans)
     try:
-        require_actions(total, f"all {len(plans)} schedules together", size.weight_parts or 1)
+        PAGE.require_actions(total, f"all {len(plans)} schedules together", size.weight_parts or 1)
     except ConfigError as error:
         raise Refusal(("chart", str(error))) from None
     points, refused = [], []

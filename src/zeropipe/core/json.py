@@ -9,6 +9,7 @@ from typing import Any
 
 from zeropipe.core.action import pack, parse_step
 from zeropipe.core.complete import check_order
+from zeropipe.core.parse import parse_json
 from zeropipe.core.placement import Placement, Problem, recognise, require_actions, require_placement
 from zeropipe.core.schedule import Lines, Schedule
 from zeropipe.core.timeline import Memory, Timeline
@@ -30,8 +31,8 @@ def plain(what: Schedule | Timeline) -> dict[str, Any]:
 def from_json(text: str) -> Schedule | Timeline:
     """The Schedule or Timeline that `to_json` wrote."""
     try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:  # a number may be too long, a list too deep
+        data = parse_json(text)
+    except ValueError as error:
         raise ScheduleError(f"not JSON: {error}") from None
     return from_plain(data)
 

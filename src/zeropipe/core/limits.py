@@ -1,0 +1,77 @@
+"""How large things may be: one place for the command line and the page. Python itself has none of these bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any
+
+from zeropipe.core.action import MAX_STAGES
+from zeropipe.core.schedule import Schedule
+from zeropipe.errors import ConfigError
+
+MAX_DIGITS = 400  # of a number in a text; the largest float has 309
+MAX_DEPTH = 32  # of tables and lists inside each other
+MAX_TOML = 2**20  # bytes; its reader is slow
+SMALLEST, LARGEST = 1e-18, 1e18  # a cost that is not 0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one way in takes, and what takes more."""
+
+    where: str  # as messages name it
+    instead: str
+    actions: int  # of all schedules of one request together
+    ranks: int
+    file_bytes: int
+
+    def require_ranks(self, ranks: int) -> None:
+        """ConfigError for more ranks than it takes."""
+        if ranks > self.ranks:
+            raise ConfigError(f"ranks={ranks}: {self.where} takes up to {self.ranks:,}; take fewer, or {self.instead}")
+
+    def require_actions(self, count: int, what: str, parts: int = 1) -> None:
+        """ConfigError for more actions than it takes, every W in `parts`."""
+        if count > self.actions:
+            cut, fewer = (f" with W in {parts} parts", "parts, ") if parts > 1 else ("", "")
+            raise ConfigError(
+                f"{what} would have {count:,} actions{cut}, {self.where} takes up to {self.actions:,}: "
+                f"take fewer {fewer}ranks, stages or microbatches, or {self.instead}"
+            )
+
+    def require_bytes(self, size: int, what: str) -> None:
+        """ConfigError for a file that is larger than it takes."""
+        if size > self.file_bytes:
+            raise ConfigError(
+                f"{what} has {size / 2**20:,.0f} MiB: {self.where} takes files up to "
+                f"{self.file_bytes / 2**20:,.0f} MiB; take a smaller one, or {self.instead}"
+            )
+
+
+COMMAND_LINE = Limits("the command line", "use Python (zp.build, zp.simulate)", 10_000_000, MAX_STAGES, 256 * 2**20)
+PAGE = Limits("the page", "use the command line", 2_000_000, 1024, 64 * 2**20)
+
+
+def num_actions(splits_backward: bool, ranks: int, microbatches: int, stages_per_rank: int, parts: int = 1) -> int:
+    """How many actions a schedule will have at most, every W in `parts`, known before it is built."""
+    return ranks * stages_per_rank * microbatches * (2 + parts if splits_backward else 2)
+
+
+def num_cut(schedule: Schedule, parts: int) -> int:
+    """How many actions a complete schedule of whole W will have once each W is in `parts`."""
+    others = 2 * schedule.num_stages * schedule.num_microbatches  # F, and B or I
+    return others + parts * max(0, schedule.num_actions - others)
+
+
+def require_costs(data: Mapping[str, Any], where: str = "") -> None:
+    """ConfigError for a cost whose sums would leave the range of a float; `data` is Costs as plain data."""
+    for name, value in data.items():
+        if isinstance(value, Mapping):
+            require_costs(value, f"{where}{name}.")
+            continue
+        for number in value if isinstance(value, (list, tuple)) else [value]:
+            usable = isinstance(number, (int, float)) and not isinstance(number, bool) and isfinite(number)
+            if usable and number > 0 and not SMALLEST <= number <= LARGEST:
+                raise ConfigError(f"{where}{name}={number!r}: give 0, or a number from {SMALLEST} to {LARGEST}")

@@ -1,0 +1,45 @@
+"""JSON and TOML from strangers: read in bounded time and memory, or refused with a ValueError of one line."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from zeropipe.core.limits import MAX_DEPTH, MAX_DIGITS, MAX_TOML
+
+_LONG_NUMBER = re.compile(rf"[0-9][0-9_]{{{MAX_DIGITS},}}|0x[0-9a-fA-F_]{{{MAX_DIGITS},}}")
+# tomllib takes time and memory with the square of a dotted key's length; a key begins where no word goes on
+_LONG_KEY = re.compile(
+    rf"""(?<![\w-])(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){{{MAX_DEPTH},}}""",
+)
+
+
+def parse_json(text: str) -> Any:
+    """The data of a JSON text."""
+    _require_short_numbers(text)
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("its lists are nested too deeply") from None
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """The table of a TOML text."""
+    import tomllib
+
+    if len(text) > MAX_TOML:
+        raise ValueError(f"it is {len(text):,} characters long, at most {MAX_TOML:,} are read: write it as JSON")
+    _require_short_numbers(text)
+    if _LONG_KEY.search(text):
+        raise ValueError(f"a key has more than {MAX_DEPTH} parts")
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("its tables are nested too deeply") from None
+
+
+def _require_short_numbers(text: str) -> None:
+    found = _LONG_NUMBER.search(text)
+    if found:
+        raise ValueError(f"the number {found[0][:20]}... is too long: at most {MAX_DIGITS} digits are read")
