@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from zeropipe.core.ranking import Ranking, Standing, ranking
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Timeline
 from zeropipe.sim.costs import Costs
 from zeropipe.sim.fill import fill_gaps
 from zeropipe.sim.simulate import simulate
+
+__all__ = ["Ranking", "Standing", "compare", "ranking"]
 
 
 def compare(schedules: Iterable[Schedule], costs: Costs, *, weight_parts: int | None = None) -> list[Timeline]:
