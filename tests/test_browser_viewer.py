@@ -410,3 +410,10 @@ def test_served_as_modules_and_updated(watched, tmp_path):  # noqa: F811
         page.evaluate("zeropipeViewer.destroy()")
         assert page.locator(".zp-viewer").count() == 0
         server.shutdown()
+
+
+def test_title_and_memory_options(page_of):
+    page = page_of(run(), draw={"title": "Why <b>zbv</b>", "memory": False})
+    assert page.title() == page.get_by_role("heading", level=1).inner_text() == "Why <b>zbv</b>"
+    assert not page.locator(".zp-memory").is_visible()
+    assert page_of(run()).get_by_role("heading", level=1).count() == 0

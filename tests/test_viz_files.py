@@ -2,6 +2,7 @@
 
 import base64
 import json
+import os
 import re
 import struct
 import xml.etree.ElementTree as ET
@@ -14,7 +15,10 @@ import pytest
 
 import zeropipe as zp
 from zeropipe.core.lower import lower
+from zeropipe.core.placement import Placement
 from zeropipe.core.timeline import Timeline
+from zeropipe.viz import check_name
+from zeropipe.viz.boxes import shade_table
 from zeropipe.viz.colors import KINDS, contrast, ink_on, shades
 from zeropipe.viz.html import MODULES, bundle, viewer_file
 from zeropipe.viz.payload import payload
@@ -108,10 +112,16 @@ def test_pdf_is_vector_with_text_and_embedded_fonts(tmp_path):
         ("x.bmp", {}, "x.bmp': the name must end in .html, .svg, .png, .pdf, .json"),
         ("x.svg", {"colour": 1}, ".svg has no option 'colour'"),
         ("x.svg", {"theme": "pink"}, "theme='pink': choose light or dark"),
-        ("x.svg", {"labels": "all"}, "labels='all': choose microbatch, action, none"),
+        ("x.svg", {"labels": "all"}, "labels='all': choose microbatch, action or none"),
+        ("x.svg", {"memory": "yes"}, "memory='yes': choose True or False"),
+        ("x.pdf", {"title": 3}, "title=3: give a text"),
+        ("x.svg", {"dpi": 300}, ".svg has no option 'dpi': it takes labels, legend, memory, theme, title, width"),
         ("x.png", {"width": 5}, "width=5: a figure is 100 to 10000 points wide"),
         ("x.png", {"dpi": 0}, "dpi=0: choose 20 to 2000 dots per inch"),
-        ("no/x.svg", {}, "no/x.svg: No such file or directory"),
+        ("x.png", {"width": True}, "width=True: a figure is 100 to 10000 points wide"),
+        ("x.png", {"width": 9000, "dpi": 2000}, "pixels: at most 150,000,000 in all and 65,535 along a side"),
+        ("no/x.svg", {}, "no/x.svg: there is no folder"),
+        ("x.json", {"theme": "dark"}, ".json has no option 'theme': it has none"),
         ("x.html", {"labels": "all"}, "labels='all'"),
         ("x.html", {"theme": "pink"}, "theme='pink'"),
     ],
@@ -121,6 +131,59 @@ def test_bad_options_say_what_is_allowed(tmp_path, path, options, message):
         zp.draw(run(), tmp_path / path, **options)
     with pytest.raises(zp.ConfigError, match="at least one timeline"):
         zp.draw([], tmp_path / path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_options_are_checked_before_the_work(tmp_path):
+    check_name(tmp_path / "x.svg", title="mine", memory=True, legend=False)
+    check_name(tmp_path / "X.PNG", dpi=300)
+    with pytest.raises(zp.ConfigError, match="has no option 'dpi'"):
+        check_name(tmp_path / "x.html", dpi=300)
+    with pytest.raises(zp.ConfigError, match="there is no folder"):
+        check_name(tmp_path / "no" / "x.html")
+
+
+def test_title_and_legend_of_figures(tmp_path):
+    zp.draw(run(), tmp_path / "x.svg", title="A <b> & c", legend=False)
+    root = ET.parse(tmp_path / "x.svg").getroot()
+    texts = [text.text for text in root.iter(f"{SVG}text")]
+    assert texts[0] == root.find(f"{SVG}title").text == "A <b> & c"
+    assert not any("forward" in text for text in texts)
+
+
+@pytest.mark.parametrize("suffix", ["html", "svg", "png", "pdf", "json"])
+def test_a_picture_that_fails_leaves_the_old_file(suffix, tmp_path, monkeypatch):
+    path = tmp_path / f"x.{suffix}"
+    path.write_text("old")
+    real = os.replace
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(zp.ConfigError, match="No space left on device"):
+        zp.draw(run(), path)
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [(f"x.{suffix}", "old")]
+    monkeypatch.setattr(os, "replace", real)
+    zp.draw(run(), path)
+    assert [p.name for p in tmp_path.iterdir()] == [f"x.{suffix}"]
+    assert path.stat().st_size > 500
+
+
+def test_shades_of_many_ranks_take_linear_work():
+    compared = 0
+
+    class Rank(int):
+        def __eq__(self, other):
+            nonlocal compared
+            compared += 1
+            return int(self) == int(other)
+
+        __hash__ = int.__hash__
+
+    table = tuple(Rank(n % 500) for n in range(1000))
+    assert shade_table(Placement((table,))).tolist() == [[0] * 500 + [1] * 500]
+    assert compared < 10_000
 
 
 @pytest.mark.parametrize("name", zp.names())

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import fields
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from zeropipe.core.files import require_writable, write_whole, writing
 from zeropipe.core.timeline import Timeline
 from zeropipe.errors import ConfigError
+from zeropipe.viz.style import OPTIONS, PageStyle, Style, check_names, style_of
 
 
 def draw(timelines: Timeline | Sequence[Timeline], path: str | Path | None = None, **options: Any) -> None:
     """Draw one timeline, or several on one time axis.
 
     Without a path, in the terminal. Otherwise the suffix decides: .html (a page that works offline), .svg, .png, .pdf
-    (figures), .json (a trace for Perfetto or chrome://tracing). Options: `labels` ("microbatch", "action", "none") and
-    `theme` ("light", "dark") for pages and figures; `width` (points), `memory` and `legend` for figures; `dpi` for
-    .png; `title` for pages.
+    (figures), .json (a trace for Perfetto or chrome://tracing). Options: `labels` ("microbatch", "action", "none"),
+    `theme` ("light", "dark"), `title` and `memory` (True or False) for pages and figures; `width` (points) and
+    `legend` (True or False) for figures; `dpi` for .png. A file is written whole or not at all.
     """
     listed = [timelines] if isinstance(timelines, Timeline) else list(timelines)
     if not listed:
@@ -25,61 +26,47 @@ def draw(timelines: Timeline | Sequence[Timeline], path: str | Path | None = Non
     if path is None:
         from zeropipe.viz.terminal import show
 
-        show(listed, **_known(options, {"width", "console"}, "the terminal"))
+        check_names("the terminal", ("width", "console"), options)
+        show(listed, **options)
         return
-    target = Path(path)
-    check_name(target)
-    try:
-        _WRITERS[target.suffix](listed, target, options)
-    except OSError as error:
-        raise ConfigError(f"cannot write {target}: {error.strerror}") from None
+    style = _style(path, options)
+    if isinstance(style, PageStyle):
+        from zeropipe.viz.html import to_html
+
+        write_whole(path, to_html(listed, style))
+    elif isinstance(style, Style):
+        _write_figure(listed, Path(path), style)
+    else:
+        from zeropipe.viz.trace import write_trace
+
+        with writing(path) as temporary:
+            write_trace(listed, temporary)
 
 
-def check_name(path: str | Path) -> None:
-    """ConfigError for a file that `draw` cannot write: an unknown suffix, or a folder that is not there."""
-    if Path(path).suffix not in _WRITERS:
-        raise ConfigError(f"cannot draw '{path}': the name must end in {', '.join(_WRITERS)}")
-    if not Path(path).absolute().parent.is_dir():
-        raise ConfigError(f"cannot write {path}: No such file or directory")
+def check_name(path: str | Path, **options: Any) -> None:
+    """ConfigError for a file, or options of it, that `draw` would refuse: to be asked before long work."""
+    _style(path, options)
+    require_writable(path)
 
 
-def _html(timelines: list[Timeline], path: Path, options: dict[str, Any]) -> None:
-    from zeropipe.viz.html import to_html
+def _style(path: str | Path, options: dict[str, Any]) -> Style | PageStyle | None:
+    suffix = Path(path).suffix.lower()
+    if suffix not in OPTIONS:
+        raise ConfigError(f"cannot draw '{path}': the name must end in {', '.join(OPTIONS)}")
+    return style_of(suffix, options)
 
-    path.write_text(to_html(timelines, **_known(options, {"title", "theme", "labels"}, path.suffix)), "utf-8")
 
+def _write_figure(timelines: list[Timeline], path: Path, style: Style) -> None:
+    from zeropipe.viz.scene import scene
 
-def _figure(timelines: list[Timeline], path: Path, options: dict[str, Any]) -> None:
-    from zeropipe.viz.scene import Style, scene
-    from zeropipe.viz.svg import to_svg
+    figure = scene(timelines, style)
+    title = style.title or ", ".join(t.title for t in timelines)
+    if path.suffix.lower() == ".svg":
+        from zeropipe.viz.svg import to_svg
 
-    looks = {field.name for field in fields(Style)}
-    chosen = _known(options, looks | ({"dpi"} if path.suffix == ".png" else set()), path.suffix)
-    figure = scene(timelines, Style(**{name: value for name, value in chosen.items() if name in looks}))
-    title = ", ".join(t.title for t in timelines)
-    if path.suffix == ".svg":
-        path.write_text(to_svg(figure, title), "utf-8")
+        write_whole(path, to_svg(figure, title))
         return
     from zeropipe.viz.raster import write_figure
 
-    write_figure(figure, path, title, **{name: value for name, value in chosen.items() if name == "dpi"})
-
-
-def _trace(timelines: list[Timeline], path: Path, options: dict[str, Any]) -> None:
-    from zeropipe.viz.trace import write_trace
-
-    _known(options, set(), path.suffix)
-    write_trace(timelines, path)
-
-
-_WRITERS: dict[str, Callable[[list[Timeline], Path, dict[str, Any]], None]] = {
-    ".html": _html, ".svg": _figure, ".png": _figure, ".pdf": _figure, ".json": _trace,
-}  # fmt: skip
-
-
-def _known(options: dict[str, Any], allowed: set[str], where: str) -> dict[str, Any]:
-    for name in options:
-        if name not in allowed:
-            has = f"it takes {', '.join(sorted(allowed))}" if allowed else "it has none"
-            raise ConfigError(f"{where} has no option {name!r}: {has}")
-    return options
+    with writing(path) as temporary:
+        write_figure(figure, temporary, title, style.dpi)

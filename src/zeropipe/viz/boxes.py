@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from zeropipe.core.action import KIND_MASK, KIND_SHIFT, MICROBATCH_SHIFT, STAGE_MASK, STAGE_SHIFT
 from zeropipe.core.placement import Placement
 from zeropipe.core.timeline import Timeline
 
@@ -39,21 +41,22 @@ def boxes(timeline: Timeline) -> Boxes:
     joined = codes & 1
     half = joined * UPPER
     half[1:] += joined[:-1] * LOWER
-    stage, microbatch = codes >> 5 & 0xFFFF, codes >> 21
+    kind, stage = codes >> KIND_SHIFT & KIND_MASK, codes >> STAGE_SHIFT & STAGE_MASK
+    microbatch = codes >> MICROBATCH_SHIFT
     shades = shade_table(timeline.schedule.placement)
     split = timeline.schedule.placement.split
     copy = np.zeros_like(codes) if split is None else (microbatch >= split).astype(np.int64)
     start = np.frombuffer(timeline.start, np.float64) - timeline.first_start
     end = np.frombuffer(timeline.end, np.float64) - timeline.first_start
     return Boxes(
-        np.array(timeline.schedule.lines.offsets, np.int64), start, end, codes >> 1 & 15, stage, microbatch, half,
+        np.array(timeline.schedule.lines.offsets, np.int64), start, end, kind, stage, microbatch, half,
         shades[copy, stage], int(shades.max()) + 1, timeline.makespan,
     )  # fmt: skip
 
 
 def shade_table(placement: Placement) -> NDArray[np.int64]:
     """Per copy and stage, a number that differs between the stages of a rank: its pass over the ranks, or its copy."""
-    per_copy = max(table.count(rank) for table in placement.copies for rank in set(table))
+    per_copy = max(max(Counter(table).values()) for table in placement.copies)
     rows = []
     for copy, table in enumerate(placement.copies):
         seen: dict[int, int] = {}

@@ -13,7 +13,6 @@ from typing import Any
 # OKLCH: lightness, chroma, hue
 KINDS = {"F": (0.50, 0.16, 260.0), "B": (0.525, 0.165, 32.0), "I": (0.81, 0.14, 87.0), "W": (0.83, 0.11, 168.0)}
 NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
-LABELS = ("microbatch", "action", "none")  # what may stand in a box
 DARK_INK = "#10141c"
 SPREAD = 0.055  # lightness above and below for the first and the last shade
 

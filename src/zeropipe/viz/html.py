@@ -11,9 +11,8 @@ from importlib.resources import files
 from typing import Any
 
 from zeropipe.core.timeline import Timeline
-from zeropipe.errors import ConfigError
-from zeropipe.viz.colors import LABELS, THEMES
 from zeropipe.viz.payload import payload
+from zeropipe.viz.style import PageStyle
 
 # in the order of their imports: each file uses only those before it
 MODULES = ("units.js", "data.js", "view.js", "shapes.js", "rows.js", "memory.js", "explain.js", "overlay.js",
@@ -46,18 +45,14 @@ globalThis.zeropipeViewer = mountViewer(document.getElementById("viewer"), data,
 """
 
 
-def to_html(timelines: Timeline | Sequence[Timeline], *, title: str | None = None, theme: str = "auto",
-            labels: str = "microbatch") -> str:  # fmt: skip
+def to_html(timelines: Timeline | Sequence[Timeline], style: PageStyle | None = None) -> str:
     """A whole page, fully offline."""
     listed = [timelines] if isinstance(timelines, Timeline) else list(timelines)
-    if theme not in ("auto", *THEMES):
-        raise ConfigError(f"theme={theme!r}: choose auto, light or dark")
-    if labels not in LABELS:
-        raise ConfigError(f"labels={labels!r}: choose {', '.join(LABELS)}")
-    heading = title or " · ".join(t.title for t in listed)
-    options: dict[str, Any] = {"title": heading, "labels": labels}
+    style = style or PageStyle()
+    heading = style.title or " · ".join(t.title for t in listed)
+    options: dict[str, Any] = {"title": style.title, "labels": style.labels, "memory": style.memory}
     return _PAGE.format(
-        title=escape(heading), theme=theme, style=viewer_file("viewer.css"), script=bundle(),
+        title=escape(heading), theme=style.theme, style=viewer_file("viewer.css"), script=bundle(),
         data=_inline_json(payload(listed)), options=_inline_json(options),
     )  # fmt: skip
 

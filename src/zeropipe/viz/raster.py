@@ -9,11 +9,18 @@ from typing import Any
 from zeropipe.errors import ConfigError, MissingExtra
 from zeropipe.viz.scene import Area, Line, Rect, Scene
 
+MOST_PIXELS = 150_000_000  # of a .png: 600 MB while it is drawn
+LONGEST_SIDE = 65_535  # pixels: matplotlib draws no more
 
-def write_figure(scene: Scene, path: Path, title: str, dpi: int = 200) -> None:
+
+def write_figure(scene: Scene, path: Path, title: str, dpi: float) -> None:
     """Write a .png or a .pdf (vector, with fonts that publishers accept)."""
-    if not isinstance(dpi, int | float) or not 20 <= dpi <= 2000:
-        raise ConfigError(f"dpi={dpi!r}: choose 20 to 2000 dots per inch")
+    wide, high = (round(points * dpi / 72) for points in (scene.width, scene.height))
+    if path.suffix.lower() == ".png" and (wide * high > MOST_PIXELS or max(wide, high) > LONGEST_SIDE):
+        raise ConfigError(
+            f"the figure would have {wide:,} x {high:,} pixels: at most {MOST_PIXELS:,} in all and {LONGEST_SIDE:,} "
+            "along a side; choose a smaller dpi or width, or .svg"
+        )
     try:
         from matplotlib import rc_context
         from matplotlib.figure import Figure
@@ -32,7 +39,7 @@ def write_figure(scene: Scene, path: Path, title: str, dpi: int = 200) -> None:
         axes.axis("off")
         for kind, items in groupby(scene.items, type):
             _add(axes, kind, list(items))
-        metadata = {"Title": title} | ({"CreationDate": None} if path.suffix == ".pdf" else {})
+        metadata = {"Title": title} | ({"CreationDate": None} if path.suffix.lower() == ".pdf" else {})
         figure.savefig(path, dpi=dpi, metadata=metadata)
 
 

@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zeropipe.core.timeline import Timeline
-from zeropipe.errors import ConfigError
 from zeropipe.viz.boxes import LOWER, WHOLE, Boxes, boxes
-from zeropipe.viz.colors import LABELS, NAMES, THEMES, ink_on, shades
+from zeropipe.viz.colors import NAMES, ink_on, shades
+from zeropipe.viz.style import Style
 from zeropipe.viz.units import number, percent, size_text, tick_step, time_text
 
 FONT = 8.0
@@ -69,31 +69,9 @@ class Scene:
     items: list[Item] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Style:
-    """How a figure looks. `width` in points; `labels` in the boxes: microbatch, action or none."""
-
-    width: float = 720.0
-    theme: str = "light"
-    labels: str = "microbatch"
-    memory: bool = False
-    legend: bool = True
-
-    def __post_init__(self) -> None:
-        if self.theme not in THEMES:
-            raise ConfigError(f"theme={self.theme!r}: choose light or dark")
-        if self.labels not in LABELS:
-            raise ConfigError(f"labels={self.labels!r}: choose {', '.join(LABELS)}")
-        if not isinstance(self.width, int | float) or not 100 <= self.width <= 10_000:
-            raise ConfigError(f"width={self.width!r}: a figure is 100 to 10000 points wide (72 to the inch)")
-
-    @property
-    def colors(self) -> dict[str, str]:
-        return THEMES[self.theme]
-
-    @property
-    def gutter(self) -> float:
-        return 34.0 if self.width >= 400 else 14.0
+def gutter_of(style: Style) -> float:
+    """The room for rank names on the left."""
+    return 34.0 if style.is_wide else 14.0
 
 
 def scene(timelines: Sequence[Timeline], style: Style) -> Scene:
@@ -101,8 +79,11 @@ def scene(timelines: Sequence[Timeline], style: Style) -> Scene:
     out = Scene(style.width, 0.0, style.colors["paper"])
     models = [boxes(t) for t in timelines]
     longest = max(model.makespan for model in models) or 1.0
-    scale = (style.width - style.gutter - 6.0) / longest
+    scale = (style.width - gutter_of(style) - 6.0) / longest
     y = 4.0
+    if style.title:
+        out.items.append(Text(gutter_of(style), y + FONT + 2, style.title, FONT + 3, style.colors["ink"], bold=True))
+        y += FONT + 9
     if style.legend:
         y = _legend(out, models, style, y)
     for timeline, model in zip(timelines, models, strict=True):
@@ -116,8 +97,8 @@ def _legend(out: Scene, models: Sequence[Boxes], style: Style, y: float) -> floa
     count = max(model.num_shades for model in models)
     used = sorted({int(k) for model in models for k in np.unique(model.kind)})
     overlap = any(model.half.any() for model in models)
-    long = style.width >= 400
-    x = style.gutter
+    long = style.is_wide
+    x = gutter_of(style)
     for kind in ("FBIW"[k] for k in used):
         for n, color in enumerate(shades(kind, count)):
             out.items.append(Rect(x + n * 12 / count, y + 1, 12 / count, FONT - 1, color))
@@ -134,17 +115,17 @@ def _legend(out: Scene, models: Sequence[Boxes], style: Style, y: float) -> floa
 def _timeline(out: Scene, timeline: Timeline, model: Boxes, style: Style, scale: float, y: float) -> float:
     colors, right = style.colors, style.width - 6.0
     facts = f"makespan {time_text(timeline.makespan, timeline.unit)}, bubble {percent(timeline.bubble)}"
-    if timeline.memory and style.width >= 400:
+    if timeline.memory and style.is_wide:
         facts += f", peak memory {size_text(max(timeline.peak_memory), timeline.memory_unit)}"
-    out.items.append(Text(style.gutter, y + FONT, timeline.title, FONT + 1, colors["ink"], bold=True))
-    out.items.append(Text(right, y + FONT, facts, FONT if style.width >= 400 else SMALL, colors["soft"], "end"))
+    out.items.append(Text(gutter_of(style), y + FONT, timeline.title, FONT + 1, colors["ink"], bold=True))
+    out.items.append(Text(right, y + FONT, facts, FONT if style.is_wide else SMALL, colors["soft"], "end"))
     y += FONT + 6
     split = 19.0 if model.half.any() else 15.0  # two labels in one box need room
     pitch = split if model.num_ranks <= 16 else 9.0 if model.num_ranks <= 64 else 5.0
     height = pitch * 0.86
     for rank in range(model.num_ranks):
         top = y + rank * pitch
-        out.items.append(Rect(style.gutter, top, model.makespan * scale, height, colors["lane"]))
+        out.items.append(Rect(gutter_of(style), top, model.makespan * scale, height, colors["lane"]))
         _rank_name(out, rank, top + height / 2, pitch, style)
         out.items.extend(_row(model, rank, top, height, style, scale))
     y += model.num_ranks * pitch + 4
@@ -154,14 +135,14 @@ def _timeline(out: Scene, timeline: Timeline, model: Boxes, style: Style, scale:
 def _rank_name(out: Scene, rank: int, middle: float, pitch: float, style: Style) -> None:
     if pitch < SMALL and rank % 4:
         return
-    text = f"rank {rank}" if style.gutter > 20 else str(rank)
+    text = f"rank {rank}" if gutter_of(style) > 20 else str(rank)
     size = SMALL if pitch >= 9 else LEAST
-    out.items.append(Text(style.gutter - 4, middle + size * 0.36, text, size, style.colors["soft"], "end"))
+    out.items.append(Text(gutter_of(style) - 4, middle + size * 0.36, text, size, style.colors["soft"], "end"))
 
 
 def _row(model: Boxes, rank: int, top: float, height: float, style: Style, scale: float) -> list[Item]:
     begin, stop = int(model.offsets[rank]), int(model.offsets[rank + 1])
-    left = style.gutter + model.start[begin:stop] * scale
+    left = gutter_of(style) + model.start[begin:stop] * scale
     width = (model.end[begin:stop] - model.start[begin:stop]) * scale
     rects: list[Rect] = []
     texts: list[Text] = []
@@ -204,15 +185,15 @@ def _memory(out: Scene, timeline: Timeline, model: Boxes, style: Style, scale: f
         base = y + rank * pitch + pitch * 0.86
         high = pitch * 0.8 / top
         out.items.append(
-            Rect(style.gutter, y + rank * pitch, model.makespan * scale, pitch * 0.86, style.colors["lane"])
+            Rect(gutter_of(style), y + rank * pitch, model.makespan * scale, pitch * 0.86, style.colors["lane"])
         )
         _rank_name(out, rank, base - pitch * 0.43, pitch, style)
         if stop > begin:
             curve = _curve(model, during, after, begin, stop, scale)
-            points = ((style.gutter + x, base - level * high) for x, level in curve)
+            points = ((gutter_of(style) + x, base - level * high) for x, level in curve)
             out.items.append(Area(tuple(points), style.colors["memory"]))
         if limit is not None:
-            x0, x1 = style.gutter, style.gutter + model.makespan * scale
+            x0, x1 = gutter_of(style), gutter_of(style) + model.makespan * scale
             out.items.append(
                 Line(((x0, base - limit * high), (x1, base - limit * high)), style.colors["limit"], 0.6, True)
             )
@@ -242,11 +223,11 @@ def _axis(out: Scene, unit: str, longest: float, style: Style, scale: float, y: 
     factor, name = 1.0, unit
     if unit == "s":
         factor, name = next(((f, n) for f, n in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")) if longest >= f), (1e-9, "ns"))
-    step = tick_step(longest / factor, max(2, int((style.width - style.gutter) / 48)))
-    right = style.gutter + longest * scale
-    out.items.append(Line(((style.gutter, y), (right, y)), colors["soft"], 0.6))
+    step = tick_step(longest / factor, max(2, int((style.width - gutter_of(style)) / 48)))
+    right = gutter_of(style) + longest * scale
+    out.items.append(Line(((gutter_of(style), y), (right, y)), colors["soft"], 0.6))
     for n in range(int(longest / factor / step + 1e-9) + 1):
-        x = style.gutter + n * step * factor * scale
+        x = gutter_of(style) + n * step * factor * scale
         out.items.append(Line(((x, y), (x, y + 3)), colors["soft"], 0.6))
         if x < right - 24 or not name:
             out.items.append(Text(x, y + 4 + SMALL, number(n * step, 6), SMALL, colors["soft"], "middle"))

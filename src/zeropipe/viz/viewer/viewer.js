@@ -15,7 +15,7 @@ const NARROW = 600; // as in the style sheet
 
 /**
  * Show `data` (what zeropipe.viz.payload gives) in `parent`.
- * Options: labels ("microbatch", "action", "none"), path, memory (whether shown at first), summary (default: when there
+ * Options: title, labels ("microbatch", "action", "none"), path, memory (whether shown at first), summary (default: when there
  * are several timelines), themeButton. Returns { ready, update(data), recolour(), view, state, panels, destroy() };
  * `ready` resolves when painted. The theme is the data-theme of the html element ("light", "dark", else the system's):
  * call recolour() after changing it.
@@ -42,7 +42,8 @@ class Viewer {
     this.stack = element("div", { className: "zp-stack" });
     this.card = element("div", { className: "zp-card", hidden: true });
     this.voice = element("div", { className: "zp-voice", "aria-live": "polite" });
-    this.node = element("div", { className: "zp-viewer" }, this.bar, this.summary, this.ruler, this.stack, this.card, this.voice);
+    const title = options.title ? [element("h1", { className: "zp-title" }, options.title)] : [];
+    this.node = element("div", { className: "zp-viewer" }, ...title, this.bar, this.summary, this.ruler, this.stack, this.card, this.voice);
     parent.append(this.node);
     this.dark = matchMedia("(prefers-color-scheme: dark)");
     this.ending = new AbortController();
