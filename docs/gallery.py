@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 import zeropipe as zp
+from zeropipe.core.units import number, percent
 from zeropipe.schedules.registry import entries
-from zeropipe.viz.units import number, percent
 
 RANKS, MICROBATCHES = 4, 8
 HEAD = f"""# Gallery

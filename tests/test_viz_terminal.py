@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 import zeropipe as zp
-from zeropipe.viz.units import size_text, time_text
+from zeropipe.core.units import size_text, time_text
 
 
 def shown(timelines, width=80, **options):

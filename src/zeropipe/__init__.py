@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from zeropipe.core import notebook
+
 if TYPE_CHECKING:
     from zeropipe.core.action import Action, Kind, Overlap
     from zeropipe.core.check import check
@@ -56,3 +58,12 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
+
+
+def _in_notebook(timeline: Timeline) -> str:
+    from zeropipe.viz.html import to_notebook
+
+    return to_notebook(timeline)
+
+
+notebook.drawing = _in_notebook

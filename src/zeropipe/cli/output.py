@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zeropipe.viz.units import percent, size_text, time_text
+from zeropipe.core.units import percent, size_text, time_text
 
 __all__ = ["console", "percent", "print_json", "print_written", "problem_text", "size_text", "table", "time_text"]
 

@@ -55,13 +55,13 @@ class Lines:
         return Lines(codes.tobytes(), tuple(offsets))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Schedule:
     """Who runs what in which order. `rows[rank]` is a tuple of Action and Overlap; `str()` gives `0F0 ...`."""
 
     problem: Problem
     placement: Placement
-    lines: Lines = field(repr=False)
+    lines: Lines
     name: str = field(default="custom", compare=False)
 
     @staticmethod
@@ -94,16 +94,31 @@ class Schedule:
         """The first microbatch of the placement's second copy; beyond the last one where there is one copy."""
         return self.num_microbatches if self.placement.split is None else self.placement.split
 
+    @property
+    def sizes(self) -> str:
+        """`4 ranks, 8 stages (vee), 12 microbatches`."""
+        parts = self.problem.num_weight_parts
+        return (
+            f"{self.num_ranks} ranks, {self.num_stages} stages ({self.placement.name}), "
+            f"{self.num_microbatches} microbatches" + (f", W in {parts} parts" if parts > 1 else "")
+        )
+
     def __str__(self) -> str:
         return "\n".join(_row_text(row) for row in self.rows)
 
+    def __repr__(self) -> str:
+        return f"<Schedule {self.name}: {self.sizes}, {self.num_actions} actions>"
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class Program:
     """A Schedule lowered with SEND and RECV: what an executor walks."""
 
     schedule: Schedule
-    lines: Lines = field(repr=False)
+    lines: Lines
+
+    def __repr__(self) -> str:
+        return f"<Program of {self.schedule!r}, {self.lines.offsets[-1]} steps>"
 
     @property
     def rows(self) -> Rows:

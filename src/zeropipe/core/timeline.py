@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from importlib import import_module
 from typing import NamedTuple
 
+from zeropipe.core import notebook
 from zeropipe.core.action import Action, decode
 from zeropipe.core.jit import arrays
 from zeropipe.core.schedule import Schedule
+from zeropipe.core.units import percent, size_text, time_text
 
 ROUNDING = 1 + 1e-9  # two sums of times or sizes this near are the same
-_NOTEBOOK = ("zeropipe.viz.html", "to_notebook")  # by name, when asked for: core imports no other part
 
 
 class Span(NamedTuple):
@@ -35,14 +35,14 @@ class Memory(NamedTuple):
     after: bytes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Timeline:
     """The times of every action of a schedule: packed float64 columns aligned with `schedule.lines`."""
 
     schedule: Schedule
-    start: bytes = field(repr=False)
-    end: bytes = field(repr=False)
-    memory: Memory | None = field(default=None, repr=False)
+    start: bytes
+    end: bytes
+    memory: Memory | None = None
     memory_limit: float | None = None
     unit: str = ""  # "s" for seconds; empty for the costs' own unit
     memory_unit: str = ""  # "B" for bytes; empty for the costs' own unit
@@ -111,6 +111,15 @@ class Timeline:
         return sum(self.rank_bubble) / self.num_ranks
 
     @property
+    def bubble_to_ideal(self) -> float:
+        """Megatron-LM's number: (makespan - ideal) / ideal, ideal being the time the ranks are busy (their mean).
+
+        It is (p - 1) / m for 1F1B with equal stages. Unlike `bubble`, it counts the whole makespan, and may be over 1.
+        """
+        ideal = sum(self.busy) / self.num_ranks
+        return self.makespan / ideal - 1 if ideal > 0 else 0.0
+
+    @property
     def rank_bubble(self) -> tuple[float, ...]:
         """1 - busy/cost for each rank, with the same cost for all; `bubble` is their mean."""
         cost = max(self.rank_span)
@@ -133,10 +142,22 @@ class Timeline:
         """The same timeline under another title."""
         return replace(self, label=label)
 
-    def _repr_html_(self) -> str:
+    def __str__(self) -> str:
+        """One line of figures."""
+        figures = [f"makespan {time_text(self.makespan, self.unit)}", f"bubble {percent(self.bubble)}"]
+        if self.memory:
+            figures.append(f"peak memory {size_text(max(self.peak_memory), self.memory_unit)}")
+        if self.over_limit:
+            assert self.memory_limit is not None
+            figures[-1] += f", over the limit of {size_text(self.memory_limit, self.memory_unit)}"
+        return f"{self.title}: {self.schedule.sizes}: {', '.join(figures)}"
+
+    def __repr__(self) -> str:
+        return f"<Timeline {self}>"
+
+    def _repr_html_(self) -> str | None:
         """What a notebook shows."""
-        module, function = _NOTEBOOK
-        return str(getattr(import_module(module), function)(self))
+        return notebook.drawing and notebook.drawing(self)
 
 
 def stats_kernel(codes, offsets, start, end, during, first, last, busy, peak):  # type: ignore[no-untyped-def]

@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zeropipe.core.timeline import Timeline
+from zeropipe.core.units import number, percent, size_text, tick_step, time_text
 from zeropipe.viz.boxes import LOWER, WHOLE, Boxes, boxes
 from zeropipe.viz.colors import NAMES, ink_on, shades
 from zeropipe.viz.style import Style
-from zeropipe.viz.units import number, percent, size_text, tick_step, time_text
 
 FONT = 8.0
 SMALL = 7.0

@@ -12,9 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from zeropipe.core.timeline import Timeline
+from zeropipe.core.units import number, percent, size_text, tick_step, time_text
 from zeropipe.viz.boxes import UPPER, Boxes, boxes
 from zeropipe.viz.colors import NAMES, ink_on, shades
-from zeropipe.viz.units import number, percent, size_text, tick_step, time_text
 
 IDLE = "·"
 SPLIT = "▀"  # its upper half in the forward's colour, the lower one in the backward's
