@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from zeropipe.core.schedule import Program, Schedule
     from zeropipe.core.timeline import Span, Timeline
     from zeropipe.errors import ConfigError, DeadlockError, EngineError, ScheduleError, ZeropipeError
+    from zeropipe.schedules.advice import advice
     from zeropipe.schedules.lane import Lane
     from zeropipe.schedules.registry import build, names, register
     from zeropipe.sim.costs import Costs
@@ -37,6 +38,7 @@ _HOMES = {
     "zeropipe.core.schedule": ("Program", "Schedule"),
     "zeropipe.core.timeline": ("Span", "Timeline"),
     "zeropipe.errors": ("ConfigError", "DeadlockError", "EngineError", "ScheduleError", "ZeropipeError"),
+    "zeropipe.schedules.advice": ("advice",),
     "zeropipe.schedules.lane": ("Lane",),
     "zeropipe.schedules.registry": ("build", "names", "register"),
     "zeropipe.sim.costs": ("Costs",),

@@ -1,0 +1,16 @@
+"""What is allowed and still unwise."""
+
+from __future__ import annotations
+
+from zeropipe.core.schedule import Schedule
+
+
+def advice(schedule: Schedule) -> tuple[str, ...]:
+    """Warnings about a schedule, one line each; none for a sound one."""
+    num_microbatches, num_stages = schedule.num_microbatches, schedule.num_stages
+    if num_microbatches < num_stages:
+        return (
+            f"{num_microbatches} microbatches for {num_stages} stages cannot fill the pipeline: ranks are idle for a "
+            f"large share of the step; give {num_stages} or more, or use fewer stages",
+        )
+    return ()
