@@ -10,7 +10,16 @@ ZeropipeError
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from reprlib import Repr
+from typing import Any, NamedTuple
+
+_SHORT = Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
+
+
+def short(value: Any) -> str:
+    """A value as Python writes it, cut where it gets long or deep: for messages."""
+    return _SHORT.repr(value)
 
 
 class ZeropipeError(Exception):

@@ -9,6 +9,7 @@ from typing import Any
 from zeropipe.app.models import MAX_CHOICES
 from zeropipe.core.limits import PAGE
 from zeropipe.core.placement import MAX_PARTS
+from zeropipe.errors import short
 from zeropipe.sim.costs import Costs
 
 COST_FIELDS = frozenset(field.name for field in fields(Costs))
@@ -78,9 +79,3 @@ def _words(name: str, value: Any, detail: Any) -> str:
         return f"{name}={short(value)}: write a number, or one per stage like 1,1,2"
     rule = _RULES.get(name) or ("a number from 0 on is needed" if name in COST_FIELDS else detail["msg"].lower())
     return f"{name}={short(value)}: {rule}"
-
-
-def short(value: Any) -> str:
-    """A value as Python writes it, cut where it gets long."""
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

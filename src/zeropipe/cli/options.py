@@ -87,6 +87,7 @@ def cost_options(command: Command) -> Command:
 
 def costs_of(costs_file: str | None, **flags: Any) -> Costs:
     """The costs of a file, overridden by flags."""
+    from zeropipe.core.limits import require_costs
     from zeropipe.sim.costs import Costs, Link
 
     costs = Costs()
@@ -94,11 +95,13 @@ def costs_of(costs_file: str | None, **flags: Any) -> Costs:
         from zeropipe.sim.fit import load_costs
 
         costs = load_costs(costs_file)
-    given = {name: value for name, value in flags.items() if value is not None}
+    given: dict[str, Any] = {
+        name: _numbers(name, value) if _COSTS[name][0] is str else value
+        for name, value in flags.items()
+        if value is not None
+    }
+    require_costs(given)
     inter = Link(given.pop("inter_p2p", costs.inter_node.p2p), given.pop("inter_bandwidth", costs.inter_node.bandwidth))
-    for name, value in given.items():
-        if _COSTS[name][0] is str:
-            given[name] = _numbers(name, value)
     return replace(costs, inter_node=inter, **given)
 
 

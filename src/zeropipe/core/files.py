@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all.
+"""Files that are read within a limit, and written whole or not at all.
 
 The new content goes to a temporary file in the same folder, which takes the place of the old one in a single step when
 it is complete and on the disk. Whoever looks sees the old file or the new one, also after a crash, a full disk or
@@ -13,10 +13,37 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from secrets import token_hex
+from typing import TYPE_CHECKING
 
 from zeropipe.errors import ConfigError
 
+if TYPE_CHECKING:
+    from zeropipe.core.limits import Limits
+
 _LONGEST_STEM = 100  # of a temporary's name: with what is added it stays below the 255 that file systems allow
+
+
+def read_text(path: str | Path, limits: Limits, what: str = "") -> str:
+    """The text of a file, without a byte-order mark. ConfigError if it cannot be read, is too large, or is no text.
+
+    `what` says what the file is for: `cannot read the costs file x.toml: ...`.
+    """
+    name = f"{what} {path}".strip()
+    try:
+        with open(path, "rb") as file:
+            data = file.read(limits.file_bytes + 1)  # a device has no size of its own
+            if len(data) > limits.file_bytes:
+                limits.require_bytes(max(len(data), os.fstat(file.fileno()).st_size), name)
+    except OSError as error:
+        raise ConfigError(f"cannot read {name}: {error.strerror or error}") from None
+    except ConfigError:
+        raise
+    except ValueError as error:  # a zero byte in its name
+        raise ConfigError(f"cannot read {what} {str(path)!r}: {error}") from None
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"cannot read {name}: not text (byte {error.start + 1} is not UTF-8)") from None
 
 
 def write_whole(path: str | Path, data: str | bytes) -> None:

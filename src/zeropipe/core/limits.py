@@ -9,12 +9,14 @@ from typing import Any
 
 from zeropipe.core.action import MAX_STAGES
 from zeropipe.core.schedule import Schedule
-from zeropipe.errors import ConfigError
+from zeropipe.core.timeline import Timeline
+from zeropipe.errors import ConfigError, ScheduleError, short
 
 MAX_DIGITS = 400  # of a number in a text; the largest float has 309
 MAX_DEPTH = 32  # of tables and lists inside each other
 MAX_TOML = 2**20  # bytes; its reader is slow
 SMALLEST, LARGEST = 1e-18, 1e18  # a cost that is not 0
+LONGEST = 1e15  # of a timeline's times
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,8 @@ class Limits:
         """ConfigError for a file that is larger than it takes."""
         if size > self.file_bytes:
             raise ConfigError(
-                f"{what} has {size / 2**20:,.0f} MiB: {self.where} takes files up to "
-                f"{self.file_bytes / 2**20:,.0f} MiB; take a smaller one, or {self.instead}"
+                f"{what} has {-(-size // 2**20):,} MiB: {self.where} takes files up to "
+                f"{self.file_bytes // 2**20:,} MiB; take a smaller one, or {self.instead}"
             )
 
 
@@ -72,6 +74,18 @@ def require_costs(data: Mapping[str, Any], where: str = "") -> None:
             require_costs(value, f"{where}{name}.")
             continue
         for number in value if isinstance(value, (list, tuple)) else [value]:
-            usable = isinstance(number, (int, float)) and not isinstance(number, bool) and isfinite(number)
+            usable = type(number) is int or (isinstance(number, float) and isfinite(number))
             if usable and number > 0 and not SMALLEST <= number <= LARGEST:
-                raise ConfigError(f"{where}{name}={number!r}: give 0, or a number from {SMALLEST} to {LARGEST}")
+                raise ConfigError(f"{where}{name}={short(number)}: give 0, or a number from {SMALLEST} to {LARGEST}")
+
+
+def require_times(timeline: Timeline) -> None:
+    """ScheduleError for what cannot be summed up or drawn; that times are finite and in order, `from_json` has seen."""
+    first, last = timeline.first_start, timeline.first_start + timeline.makespan
+    if not -LONGEST <= first <= last <= LONGEST:
+        raise ScheduleError(f"it runs from {first} to {last}: times up to {LONGEST} can be drawn")
+    if 0 < timeline.makespan <= 1 / LONGEST:
+        raise ScheduleError(f"it takes {timeline.makespan}: times from {1 / LONGEST} on can be drawn")
+    limit = timeline.memory_limit
+    if limit is not None and not 0 <= limit < LONGEST:
+        raise ScheduleError(f"memory_limit={limit}: give 0 to {LONGEST}")

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from zeropipe.core.csv import from_csv
+from zeropipe.core.files import read_text
 from zeropipe.core.json import from_json
+from zeropipe.core.limits import COMMAND_LINE, num_actions, require_times
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Timeline
 from zeropipe.errors import ConfigError, ScheduleError, ZeropipeError
@@ -43,6 +45,10 @@ def load_any(
             raise ConfigError(f"{flag} is missing: {entry.name} is built for a number of {flag}, give --{flag} N")
     assert ranks is not None
     assert microbatches is not None
+    if ranks > 0 and microbatches > 0:  # else it says itself what is wrong
+        COMMAND_LINE.require_ranks(ranks)
+        per_rank = entry.stages_per_rank[0] if stages_per_rank is None else stages_per_rank
+        COMMAND_LINE.require_actions(num_actions(entry.splits_backward, ranks, microbatches, per_rank), entry.name)
     return build_entry(entry, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank, **options)
 
 
@@ -58,14 +64,15 @@ def entry_of(spec: str) -> Entry:
 
 def read_file(path: str) -> Schedule | Timeline:
     """The schedule of a .csv or .json file, or the timeline of a .json file."""
+    text, name = read_text(path, COMMAND_LINE), Path(path).stem
     try:
-        text = Path(path).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not text"
-        raise ConfigError(f"cannot read {path}: {reason}") from None
-    name = Path(path).stem
-    try:
-        return from_json(text) if path.endswith(".json") else from_csv(text, name)
+        if path.endswith(".json"):
+            found = from_json(text)
+            if isinstance(found, Timeline):
+                require_times(found)
+            return found
+        COMMAND_LINE.require_actions(text.count(",") + text.count("\n"), "it")
+        return from_csv(text, name)
     except (ConfigError, ScheduleError) as error:
         raise type(error)(f"{path}: {error}") from None
 
@@ -106,7 +113,7 @@ def _entry_in(path: str, name: str) -> Entry:
         except ZeropipeError as error:
             del sys.modules[module_name]
             raise ConfigError(f"{path}: {error}") from None
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             del sys.modules[module_name]
             raise ConfigError(f"{path} does not run: {type(error).__name__}: {error}") from error
     here = [entry for entry in entries() if entry.write.__module__ == module_name]

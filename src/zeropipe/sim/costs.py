@@ -8,7 +8,7 @@ from sys import float_info
 from typing import Any, NamedTuple
 
 from zeropipe.core.placement import Problem
-from zeropipe.errors import ConfigError
+from zeropipe.errors import ConfigError, short
 
 PerStage = float | Sequence[float]
 _PER_STAGE = ("f", "i", "w", "b", "overlap", "message", "activation", "stash", "weights")
@@ -75,12 +75,12 @@ class Costs:
             raise ConfigError("bandwidth=0: a message would never arrive; leave it out for no limit")
         for name in ("unit", "memory_unit"):
             if not isinstance(getattr(self, name), str):
-                raise ConfigError(f'{name}={getattr(self, name)!r}: a text is needed, like "s" or "B"')
+                raise ConfigError(f'{name}={short(getattr(self, name))}: a text is needed, like "s" or "B"')
         for name in ("blocking", "serial_links"):
             if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name}={getattr(self, name)!r}: true or false is needed")
+                raise ConfigError(f"{name}={short(getattr(self, name))}: true or false is needed")
         if self.node_size is not None and (not isinstance(self.node_size, int) or self.node_size < 1):
-            raise ConfigError(f"node_size={self.node_size!r}: a whole number of ranks from 1 on is needed")
+            raise ConfigError(f"node_size={short(self.node_size)}: a whole number of ranks from 1 on is needed")
 
     def link(self, source: int, target: int) -> Link:
         """What the direction from rank `source` to rank `target` is like."""
@@ -144,10 +144,10 @@ def costs_from(data: Mapping[str, Any], where: str = "costs") -> Costs:
 
             near = get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(known))}"
-            raise ConfigError(f"{where}: unknown field {name!r}: {hint}")
+            raise ConfigError(f"{where}: unknown field {short(name)}: {hint}")
     values = dict(data)
     if not isinstance(values.get("edges", {}), Mapping):
-        raise ConfigError(f"{where}: edges={values['edges']!r}: a table like 0-1 = {{p2p = 1e-5}} is needed")
+        raise ConfigError(f"{where}: edges={short(values['edges'])}: a table like 0-1 = {{p2p = 1e-5}} is needed")
     if "edges" in values:
         values["edges"] = {_edge(name): _link(link, f"{where}: edges.{name}") for name, link in values["edges"].items()}
     if "inter_node" in values:
@@ -157,18 +157,14 @@ def costs_from(data: Mapping[str, Any], where: str = "costs") -> Costs:
 
 def read_costs(path: str) -> dict[str, Any]:
     """The table of a .toml or .json file."""
-    import json
-    import tomllib
-    from pathlib import Path
+    from zeropipe.core.files import read_text
+    from zeropipe.core.limits import COMMAND_LINE
+    from zeropipe.core.parse import parse_json, parse_toml
 
+    text = read_text(path, COMMAND_LINE, "the costs file")
     try:
-        text = Path(path).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not text"
-        raise ConfigError(f"cannot read the costs file {path}: {reason}") from None
-    try:
-        data = json.loads(text) if path.endswith(".json") else tomllib.loads(text)
-    except (json.JSONDecodeError, tomllib.TOMLDecodeError) as error:
+        data = parse_json(text) if path.endswith(".json") else parse_toml(text)
+    except ValueError as error:
         raise ConfigError(f"{path} is not {'JSON' if path.endswith('.json') else 'TOML'}: {error}") from None
     if not isinstance(data, dict):
         raise ConfigError(f"{path} holds no table of costs: write fields like f = 1.0")
@@ -181,18 +177,18 @@ def _plus(a: list[float], b: list[float]) -> list[float]:
 
 def _number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= float_info.max:
-        raise ConfigError(f"{name}={value!r}: a number from 0 on is needed")
+        raise ConfigError(f"{name}={short(value)}: a number from 0 on is needed")
     return float(value)
 
 
 def _edge(name: str) -> tuple[int, int]:
     source, dash, target = name.partition("-")
     if not (dash and source.isdigit() and target.isdigit()):
-        raise ConfigError(f"edge {name!r}: name it by its two ranks, like 0-1")
+        raise ConfigError(f"edge {short(name)}: name it by its two ranks, like 0-1")
     return int(source), int(target)
 
 
 def _link(data: Any, where: str) -> Link:
     if isinstance(data, Mapping) and set(data) <= set(Link._fields):
         return Link(**data)
-    raise ConfigError(f"{where}={data!r}: a table with p2p and bandwidth is needed")
+    raise ConfigError(f"{where}={short(data)}: a table with p2p and bandwidth is needed")

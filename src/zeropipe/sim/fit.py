@@ -10,6 +10,7 @@ from zeropipe.core.action import Kind
 from zeropipe.core.complete import check_complete
 from zeropipe.core.explain import idle, reasons
 from zeropipe.core.json import from_plain
+from zeropipe.core.limits import require_costs, require_times
 from zeropipe.core.timeline import Span, Timeline
 from zeropipe.errors import ConfigError, ScheduleError
 from zeropipe.sim.costs import Costs, costs_from, read_costs
@@ -29,10 +30,12 @@ def load_costs(path: str) -> Costs:
     """Costs from a .toml or .json file, or from a recorded timeline in zeropipe's JSON."""
     data = read_costs(path)
     if "zeropipe" not in data and "traceEvents" not in data:
+        require_costs(data, f"{path}: ")
         return costs_from(data, path)
     try:
         found = from_plain(data)
         if isinstance(found, Timeline):
+            require_times(found)
             check_complete(found.schedule)
             return fit(found)
     except ScheduleError as error:
