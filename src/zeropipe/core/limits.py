@@ -83,9 +83,9 @@ def require_times(timeline: Timeline) -> None:
     """ScheduleError for what cannot be summed up or drawn; that times are finite and in order, `from_json` has seen."""
     first, last = timeline.first_start, timeline.first_start + timeline.makespan
     if not -LONGEST <= first <= last <= LONGEST:
-        raise ScheduleError(f"it runs from {first} to {last}: times up to {LONGEST} can be drawn")
+        raise ScheduleError(f"it runs from {first} to {last}: times up to {LONGEST:g} can be drawn")
     if 0 < timeline.makespan <= 1 / LONGEST:
-        raise ScheduleError(f"it takes {timeline.makespan}: times from {1 / LONGEST} on can be drawn")
+        raise ScheduleError(f"it takes {timeline.makespan}: times from {1 / LONGEST:g} on can be drawn")
     limit = timeline.memory_limit
     if limit is not None and not 0 <= limit < LONGEST:
-        raise ScheduleError(f"memory_limit={limit}: give 0 to {LONGEST}")
+        raise ScheduleError(f"memory_limit={limit}: give 0 to {LONGEST:g}")
