@@ -13,8 +13,7 @@ from engine_helpers import WIDTH, Block, SquareLoss, blocks, error_of, microbatc
 from torch import Tensor, nn
 
 from zeropipe.core.schedule import Schedule
-from zeropipe.engine import Engine
-from zeropipe.engine.backward.store import main_gradients
+from zeropipe.engine import Engine, main_gradients
 
 
 def many_engines(schedule: Schedule, number: int) -> list[tuple[int, int]]:

@@ -85,9 +85,9 @@ def fail_and_go_on(schedule: Schedule, stage: int) -> dict[str, float]:
 
 def fewer_microbatches(schedule: Schedule, culprit: int) -> None:
     """One rank passes one microbatch less."""
-    engine = Engine(schedule, own(blocks(schedule.num_stages), schedule))
     number = schedule.num_microbatches - (dist.get_rank() == culprit)
-    engine.train_step(microbatches(number), SquareLoss())
+    with Engine(schedule, own(blocks(schedule.num_stages), schedule)) as engine:
+        engine.train_step(microbatches(number), SquareLoss())
 
 
 def bad_setup(what: str, schedule: Schedule, other: Schedule) -> None:
@@ -208,3 +208,16 @@ def sleep_forever() -> None:
     """For the launcher's own time-out."""
     torch.ones(1)
     signal.pause()
+
+
+def wrong_number_then_right(schedule: Schedule) -> bool:
+    """A step with a microbatch too few on every rank, then a good one."""
+    stages = own(blocks(schedule.num_stages), schedule)
+    with Engine(schedule, stages) as engine:
+        for step in (engine.train_step, engine.eval_step):
+            try:
+                step(microbatches(3), SquareLoss())
+            except ConfigError:
+                continue
+            return False
+        return engine.train_step(microbatches(4), SquareLoss()).count > 0

@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("torch")
 
 import fault_cases as cases
-from engine_helpers import TOLERANCE
+from engine_helpers import TOLERANCE, ranks
 
 import zeropipe as zp
 from zeropipe.engine.run.launch import Failed, LocalRanks
@@ -92,8 +92,14 @@ def test_a_nan_is_found_where_it_was_made(kind, where):
 
 def test_different_numbers_of_microbatches():
     found = outcomes(cases.fewer_microbatches, zp.build("1f1b", ranks=4, microbatches=8), 1)
-    line = "rank 1 failed at the start of the step: ConfigError: 7 microbatches were given, the schedule has 8"
-    assert all(item.kind == "EngineError" and item.text.startswith(line) for item in found), found
+    line = "7 microbatches were given, the schedule has 8"
+    assert found[1].kind == "ConfigError" and found[1].text.startswith(line), found
+    told = f"rank 1 failed at a place between steps: ConfigError: {line}"
+    assert all(item.kind == "EngineError" and item.text.startswith(told) for item in found if item.rank != 1), found
+
+
+def test_a_wrong_number_of_microbatches_is_refused_and_the_engine_goes_on():
+    assert ranks(2).run(cases.wrong_number_then_right, zp.build("1f1b", ranks=2, microbatches=4)) == [True, True]
 
 
 def test_the_wrong_number_of_ranks():

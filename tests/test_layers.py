@@ -29,7 +29,9 @@ ROOMS = {
     "comm": {"torch_private"},
     "stages": set(),
     "step": {"torch_private", "backward", "comm", "stages"},
-    "engine": {"torch_private", "backward", "blocks", "comm", "stages", "step"},
+    "options": {"blocks"},
+    "setup": {"options", "comm", "stages"},
+    "engine": {"torch_private", "backward", "blocks", "comm", "stages", "step", "options", "setup"},
     "run": {"torch_private", "blocks", "stages", "step", "engine"},
 }
 FILES = sorted(SRC.rglob("*.py"))

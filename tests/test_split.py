@@ -13,9 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from zeropipe.engine.backward.gradients import main_gradients
 from zeropipe.engine.backward.linear import DeferredLinear, defer
 from zeropipe.engine.backward.products import Product
-from zeropipe.engine.backward.store import WeightStore, cut, main_gradients
+from zeropipe.engine.backward.store import WeightStore, cut
 from zeropipe.errors import EngineError
 
 

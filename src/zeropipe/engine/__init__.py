@@ -5,7 +5,7 @@ blocks    checkpointing and compilation of the transformer blocks in a stage
 backward  I and W: the weight-gradient products that a backward pass leaves behind
 comm      connections and messages between ranks, faults
 step      one rank's row of a Program, run: losses, gradients, the measured timeline
-engine    all of it behind train_step, eval_step, forward
+engine    all of it behind train_step, eval_step, forward; options and set-up
 run       local processes; what `zeropipe run` stands on
 """
 
@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zeropipe.core.layers import layer_counts, num_stages_for
+    from zeropipe.engine.backward.gradients import main_gradients
     from zeropipe.engine.backward.linear import defer
-    from zeropipe.engine.backward.store import WeightStore, main_gradients
+    from zeropipe.engine.backward.store import WeightStore
     from zeropipe.engine.blocks.compiling import prepare_blocks
     from zeropipe.engine.engine import Engine
+    from zeropipe.engine.options import Options
     from zeropipe.engine.run.launch import LocalRanks, launch
     from zeropipe.engine.run.measure import Measured, measure
     from zeropipe.engine.run.torch_runtime import torch_runtime
@@ -31,9 +33,9 @@ if TYPE_CHECKING:
 _MODULE_OF = {
     "layer_counts": "core.layers", "num_stages_for": "core.layers",
     "defer": "engine.backward.linear",
-    "WeightStore": "engine.backward.store", "main_gradients": "engine.backward.store",
+    "WeightStore": "engine.backward.store", "main_gradients": "engine.backward.gradients",
     "prepare_blocks": "engine.blocks.compiling",
-    "Engine": "engine.engine",
+    "Engine": "engine.engine", "Options": "engine.options",
     "LocalRanks": "engine.run.launch", "launch": "engine.run.launch",
     "Measured": "engine.run.measure", "measure": "engine.run.measure",
     "torch_runtime": "engine.run.torch_runtime",
@@ -41,11 +43,7 @@ _MODULE_OF = {
     "save_stages": "engine.stages.save",
     "CausalLMLoss": "engine.step.losses", "StepResult": "engine.step.losses",
 }  # fmt: skip
-__all__ = [
-    "CausalLMLoss", "Engine", "LocalRanks", "Measured", "StepResult", "WeightStore", "defer", "hf_model", "hf_stages",
-    "launch", "layer_counts", "main_gradients", "measure", "module_stages", "num_stages_for", "prepare_blocks",
-    "save_stages", "torch_runtime",
-]  # fmt: skip
+__all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:
@@ -60,7 +58,7 @@ def __getattr__(name: str) -> Any:
 def require_torch() -> None:
     """MissingExtra, which says how to get it, if torch is not installed."""
     try:
-        import torch  # noqa: F401
+        import torch
     except ImportError:
         from zeropipe.errors import MissingExtra
 

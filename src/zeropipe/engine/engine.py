@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,21 +11,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zeropipe.core.action import Kind, decode
-from zeropipe.core.check import check
 from zeropipe.core.lower import lower
-from zeropipe.core.schedule import Program, Schedule, iter_codes
+from zeropipe.core.schedule import Program, Schedule
 from zeropipe.core.timeline import Timeline
-from zeropipe.engine import torch_private
-from zeropipe.engine.backward.autograd import AutogradSplit
-from zeropipe.engine.backward.linear import defer
-from zeropipe.engine.backward.store import WeightStore
+from zeropipe.engine import setup
+from zeropipe.engine.backward import gradients
+from zeropipe.engine.backward.splitters import make_splitter
 from zeropipe.engine.blocks.compiling import prepare_blocks
-from zeropipe.engine.blocks.modes import Checkpointing
 from zeropipe.engine.comm.edges import Outgoing
 from zeropipe.engine.comm.fabric import Fabric
 from zeropipe.engine.comm.faults import PeerLost, Watchdog
-from zeropipe.engine.stages.contract import Microbatch
+from zeropipe.engine.options import Options
+from zeropipe.engine.stages.contract import Microbatch, told
+from zeropipe.engine.step import equal
 from zeropipe.engine.step.cells import moved
 from zeropipe.engine.step.executor import Executor, ShapeBook, Watcher
 from zeropipe.engine.step.finite import FiniteCheck
@@ -34,10 +31,7 @@ from zeropipe.engine.step.losses import LossFn, StepResult, Tally, combine
 from zeropipe.engine.step.plans import edges_of, forward_only
 from zeropipe.engine.step.recorder import Recorder, clock_offset, gather
 from zeropipe.engine.step.sums import GradientSums, ties
-from zeropipe.errors import ConfigError, EngineError, ZeropipeError
-
-SPLITS = ("store", "autograd", "whole")
-_WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}  # they reduce gradients by hooks
+from zeropipe.errors import ConfigError, EngineError
 
 
 class Engine:
@@ -51,16 +45,8 @@ class Engine:
     stage is called with `microbatch["inputs"]`. `loss_fn(output, microbatch)` runs on the last stage and returns
     `(sum, count)`, `(sum, count, metrics)`, or a scalar mean (see losses.Tally).
 
-    `group`: the pipeline's ranks (default: all). `compile`: compile each block whole. `ac`: activation checkpointing of
-    blocks, "none", "full", "selective:N", "selective:op" or "memory_budget:X" (see spec.Checkpointing).
-    `split`: how I and W share the backward: "store", "autograd" (torch's way) or "whole" (all of it in I).
-    `direct_gradients`: whole backwards too add the weight gradients of linear layers straight to `.grad`, which saves a
-    tensor of the weight's size each time; autograd hooks on these weights do not fire.
-    `recv_ahead`: receives posted before they are needed, per edge; 0, and always on NCCL: each at its place in the
-    program. `shapes`: "auto" sends shapes when a microbatch has new ones, "dynamic" with every message, for stages
-    whose output shapes depend on values.
-    `check_finite`: stop at the first action that makes a NaN or an infinity. `timeout`: seconds without a message
-    until a silent rank counts as lost.
+    `group`: the pipeline's ranks (default: all). `record`: measure a Timeline of every train_step; can be switched
+    between steps. `options`: compile, ac, split, timeout and the other fields of `Options`.
     """
 
     def __init__(
@@ -70,64 +56,54 @@ class Engine:
         *,
         group: dist.ProcessGroup | None = None,
         device: torch.device | str | None = None,
-        compile: bool = False,
-        ac: str = "none",
-        split: str = "store",
-        direct_gradients: bool = False,
-        recv_ahead: int = 2,
-        shapes: str = "auto",
         record: bool = False,
-        check_finite: bool = False,
-        timeout: float = 600.0,
+        **options: Any,
     ) -> None:
-        if not dist.is_initialized():
-            raise ConfigError("torch.distributed is not running: start with torchrun and call init_process_group()")
-        if dist.get_world_size(group) != schedule.num_ranks:
-            raise ConfigError(
-                f"the schedule {schedule.name} is for {schedule.num_ranks} ranks, {dist.get_world_size(group)} are "
-                f"running: start {schedule.num_ranks} processes, or build the schedule for another number of ranks"
-            )
+        self.options = Options.of(options)
+        setup.check_sizes(schedule, group)
         self.schedule, self.stages, self.record = schedule, dict(stages), record
-        self._device = torch.device(device) if device is not None else _device_of(stages)
-        if self._device.type == "cuda":  # streams and events belong to the current device
-            self._device = torch.device(
-                "cuda", torch.cuda.current_device() if self._device.index is None else self._device.index
-            )
-            torch.cuda.set_device(self._device)
-        self._fabric = fabric = Fabric(group, self._device, timeout)
+        self._device = setup.device_of(device, stages)
+        self._fabric = fabric = Fabric(group, self._device, self.options.timeout)
         self.rank = fabric.rank
-        self._agree(lambda: self._check_setup(split, shapes, compile, ac, recv_ahead))
-        self._program = lower(schedule)
-        self._options: dict[str, Any] = {
-            "recv_ahead": recv_ahead, "dynamic": shapes == "dynamic", "device": self._device, "shapes": ShapeBook()
-        }  # fmt: skip
-        self._check_finite = check_finite
-        self._store = WeightStore()
-        self._splitter = {"store": self._store, "autograd": AutogradSplit(), "whole": None}[split]
-
-        def prepare() -> str:
-            for stage in self.stages.values():
-                if split == "store" and (direct_gradients or _splits(schedule, self.rank)):
-                    defer(stage)
-                if hasattr(stage, "blocks"):
-                    prepare_blocks(stage, compile=compile, ac=ac)
-            for number, name, *_ in ties(self.stages):
-                self.stages[number].get_parameter(name)
-            return ""
-
-        self._agree(prepare)
+        self._told = {stage: told(stage, module) for stage, module in self.stages.items()}
         self._executors: dict[str, Executor] = {}
         self._recorder: Recorder | None = None
         self._offset: float | None = None
         self._stopped: str | None = None
+        self._compared = False
+        self._agree()
+        self._program = lower(schedule)
+        deferring = self.options.direct_gradients or setup.splits(schedule, self.rank)
+        self._splitter = make_splitter(self.options.split, deferring)
+        setup.agree(fabric, self._prepare)
+        self._shapes = ShapeBook()
         self._watchdog = Watchdog(fabric) if fabric.nccl else None
         with self._guard("set-up"):
             self._wires = fabric.connect(edges_of(self._program))
-            self._outgoing = {
-                b: Outgoing(wire, shapes == "dynamic") for (a, b), wire in self._wires.items() if a == self.rank
-            }
-            self._sums = GradientSums(schedule, self.stages, fabric)
+            dynamic = self.options.shapes == "dynamic"
+            self._outgoing = {b: Outgoing(wire, dynamic) for (a, b), wire in self._wires.items() if a == self.rank}
+            self._sums = GradientSums(schedule, self._told, fabric)
+        self._own = frozenset(id(parameter) for parameter in self._sums.all)
         self._finalizer = weakref.finalize(self, _let_go, list(self._outgoing.values()), fabric, self._watchdog)
+
+    def _agree(self) -> None:
+        """Options, schedule, stages and ties: proven on every rank before anything is connected."""
+
+        def look() -> Mapping[str, object]:
+            self.options.check()
+            setup.check_stages(self.schedule, self.rank, self._told, self.options)
+            return setup.facts(self.schedule, self.options, self._device)
+
+        setup.same_everywhere(self._fabric, look)
+        lonely = equal.lonely_tie(setup.agree(self._fabric, lambda: ties(self._told)))
+        if lonely is not None:
+            raise ConfigError(lonely)
+
+    def _prepare(self) -> None:
+        for stage in self._told.values():
+            self._splitter.prepare(stage.module)
+            if stage.blocks is not None:
+                prepare_blocks(stage.module, compile=self.options.compile, ac=self.options.ac)
 
     # steps
 
@@ -137,24 +113,29 @@ class Engine:
             raise ConfigError(
                 "train_step under torch.no_grad() would give no gradients: use eval_step, or leave it out"
             )
+        self._check_microbatches(microbatches)
         with self._guard():
+            self._compare(microbatches)
             executor = self._executor("record" if self.record else "train")
-            self._check_microbatches(microbatches)
-            tally = Tally(loss_fn, microbatches)
-            with _set_aside(self._sums.shared if hasattr(loss_fn, "count") else self._sums.all):
+            counts = hasattr(loss_fn, "count")
+            with gradients.aside(self._sums.shared if counts else self._sums.all) as aside:
+                tally = Tally(loss_fn, microbatches, aside, self._own)
                 if self.record and self._recorder is not None:
                     self._recorder.begin()
-                self._walk(executor, microbatches, tally.root)
-                result, late = combine(self._fabric.exchange(tally.sums()))
+                self._walk(executor, microbatches, tally.root, None if counts else tally.see)
+                self._where = "the sum of losses"
+                result, late = self._combine(tally)
                 if late:
-                    self._scale(1 / max(result.count, 1.0))
+                    gradients.scale([*self._sums.all, *tally.outside.values()], 1 / (result.count or 1.0))
+                self._where = "the sum of shared gradients"
                 self._sums.run()
             return result
 
     def eval_step(self, microbatches: Sequence[Microbatch], loss_fn: LossFn) -> StepResult:
         """The loss without gradients, stages in eval mode; gradients stay as they are."""
+        self._check_microbatches(microbatches)
         with self._guard(), _evaluating(self.stages.values()):
-            self._check_microbatches(microbatches)
+            self._compare(microbatches)
             tally = Tally(loss_fn, microbatches)
             self._walk(self._executor("forward"), microbatches, tally.root)
             return combine(self._fabric.exchange(tally.sums()))[0]
@@ -177,8 +158,9 @@ class Engine:
         def keep(output: Any, microbatch: Microbatch, index: int) -> None:
             outputs[index] = output if post is None else post(output, microbatch)
 
+        self._check_microbatches(microbatches)
         with self._guard(), _evaluating(self.stages.values()):
-            self._check_microbatches(microbatches)
+            self._compare(microbatches)
             self._walk(self._executor("forward"), microbatches, keep)
             if not broadcast:
                 self._fabric.exchange(None)
@@ -203,7 +185,7 @@ class Engine:
         """Scale all gradients so that the whole model's norm is at most `max_norm`; returns the norm before."""
         norm = self.grad_norm()
         if norm > max_norm:
-            self._scale(max_norm / (norm + 1e-6))
+            gradients.scale(self._sums.all, max_norm / (norm + 1e-6))
         return norm
 
     # measurements
@@ -241,10 +223,39 @@ class Engine:
 
     # inside
 
-    def _walk(self, executor: Executor, microbatches: Sequence[Microbatch], finish: Any) -> None:
+    def _walk(self, executor: Executor, microbatches: Sequence[Microbatch], finish: Any, see: Any = None) -> None:
         self._walking: Executor | None = executor
-        executor.run(microbatches, finish)
+        executor.run(microbatches, finish, see)
         self._walking = None
+
+    def _combine(self, tally: Tally) -> tuple[StepResult, bool]:
+        """The step's result, and whether gradients are still to be divided; what would be wrong is refused."""
+        everyone = self._fabric.exchange((tally.sums(), self._sums.flags()))
+        if equal.difference([flags for _, flags in everyone]) is not None:
+            self._refuse_unlike(equal.shared_weights(self.schedule, self._told, self.rank, values=False))
+        result, late = combine([sums for sums, _ in everyone])
+        if late and tally.not_leaf:
+            raise ConfigError(
+                "a microbatch holds a tensor that was computed from others and needs a gradient, and the loss has no "
+                "count(): give the loss a count(microbatch), or pass a detached leaf"
+            )
+        return result, late
+
+    def _compare(self, microbatches: Sequence[Microbatch]) -> None:
+        """Copies and ties start equal: checked before the first step, with check_equal before every one."""
+        if self._compared and not self.options.check_equal:
+            return
+        self._where = "the comparison of weights"
+        claims = equal.shared_weights(self.schedule, self._told, self.rank, values=True)
+        if self.options.check_equal:
+            claims += equal.microbatch_claims(microbatches)
+        self._refuse_unlike(claims)
+        self._compared = True
+
+    def _refuse_unlike(self, claims: equal.Claims) -> None:
+        unlike = equal.difference(self._fabric.exchange(claims))
+        if unlike is not None:
+            raise ConfigError(unlike)
 
     def _executor(self, use: str) -> Executor:
         if use not in self._executors:
@@ -252,14 +263,15 @@ class Engine:
             program: Program = self._program
             if use == "forward":
                 program = forward_only(self.schedule)
-            if self._check_finite:
+            if self.options.check_finite:
                 watchers.append(FiniteCheck())
             if use == "record":
-                self._recorder = Recorder(self._device, self._sums.all, self._store)
+                self._recorder = Recorder(self._device, self._sums.all, self._splitter)
                 watchers.append(self._recorder)
             self._executors[use] = Executor(
-                program, self.rank, self.stages, self._outgoing, self._wires, train=use != "forward",
-                splitter=self._splitter, watchers=watchers, **self._options,
+                program, self.rank, self._told, self._outgoing, self._wires, train=use != "forward",
+                device=self._device, splitter=self._splitter, recv_ahead=self.options.recv_ahead,
+                dynamic=self.options.shapes == "dynamic", shapes=self._shapes, watchers=watchers,
             )  # fmt: skip
         return self._executors[use]
 
@@ -289,52 +301,7 @@ class Engine:
             executor.close()
         self._executors.clear()
         self._walking = None
-        self._store.clear()
-        if isinstance(self._splitter, AutogradSplit):
-            self._splitter.clear()
-
-    def _agree(self, look: Callable[[], str]) -> None:
-        """Every rank looks; if one finds fault, or they see different things, all raise the same error."""
-        try:
-            found, fault = look(), None
-        except Exception as error:  # whatever it is, the others must not wait for this rank
-            found, fault = "", str(error) if isinstance(error, ZeropipeError) else f"{type(error).__name__}: {error}"
-        seen = self._fabric.exchange((found, fault))
-        for rank, (other, problem) in enumerate(seen):
-            if problem is not None:
-                raise ConfigError(f"rank {rank}: {problem}")
-            if other != seen[0][0]:
-                raise ConfigError(f"rank {rank} has another schedule than rank 0: build the same one on every rank")
-
-    def _check_setup(self, split: str, shapes: str, compile: bool, ac: str, recv_ahead: int) -> str:
-        if split not in SPLITS:
-            raise ConfigError(f"split={split!r}: give one of {', '.join(SPLITS)}")
-        if split == "autograd" and compile:
-            raise ConfigError("split='autograd' cannot run compiled blocks: use split='store', or compile=False")
-        wish = Checkpointing.parse(ac)
-        if split == "autograd" and wish.mode == "op":
-            raise ConfigError(f"split='autograd' cannot run ac={ac!r}: torch would go back twice; use split='store'")
-        if compile or ac != "none":
-            for stage, module in self.stages.items():
-                if not hasattr(module, "blocks"):
-                    raise ConfigError(f"stage {stage} names no blocks to compile or checkpoint: use module_stages()")
-        if shapes not in ("auto", "dynamic"):
-            raise ConfigError(f"shapes={shapes!r}: give 'auto' or 'dynamic'")
-        if recv_ahead < 0:
-            raise ConfigError(f"recv_ahead={recv_ahead}: give 0 or a number of messages")
-        for stage, module in self.stages.items():
-            wrapped = next((name for child in module.modules() for name in _WRAPPERS & _kinds(child)), None)
-            if wrapped:
-                raise ConfigError(
-                    f"stage {stage} holds {wrapped}, which reduces gradients at the wrong time for a pipeline: "
-                    "give plain modules and reduce gradients after the step"
-                )
-        wanted = self.schedule.placement.stages_of(self.rank)
-        if tuple(sorted(self.stages)) != wanted:
-            raise ConfigError(f"stages {sorted(self.stages)} were given, the placement puts {list(wanted)} here")
-        check(self.schedule)
-        lines = self.schedule.lines
-        return hashlib.sha256(lines.codes + repr((lines.offsets, self.schedule.placement)).encode()).hexdigest()
+        self._splitter.clear()
 
     def _check_microbatches(self, microbatches: Sequence[Microbatch]) -> None:
         if len(microbatches) != self.schedule.num_microbatches:
@@ -342,37 +309,6 @@ class Engine:
                 f"{len(microbatches)} microbatches were given, the schedule has {self.schedule.num_microbatches}: "
                 "every rank passes all microbatches of the step"
             )
-
-    def _scale(self, factor: float) -> None:
-        gradients = [p.grad for p in self._sums.all if p.grad is not None]
-        if gradients:
-            torch_private.multiply(gradients, factor)
-
-
-def _kinds(module: nn.Module) -> set[str]:
-    return {kind.__name__ for kind in type(module).__mro__}
-
-
-def _device_of(stages: Mapping[int, nn.Module]) -> torch.device:
-    for stage in stages.values():
-        for parameter in stage.parameters():
-            return parameter.device
-    return torch.device("cpu")
-
-
-def _splits(schedule: Schedule, rank: int) -> bool:
-    return any(decode(code).kind is Kind.I for code in iter_codes(schedule.lines, rank))
-
-
-@contextmanager
-def _set_aside(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Gradients of earlier steps, which this step's sums and scaling must not touch; added again afterwards."""
-    carried = [(p, p.grad) for p in parameters if p.grad is not None]
-    for parameter, _ in carried:
-        parameter.grad = None
-    yield
-    for parameter, gradient in carried:
-        parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
 
 @contextmanager

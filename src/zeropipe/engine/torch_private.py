@@ -113,6 +113,35 @@ def backward(roots: Sequence[GradientEdge | Tensor], gradients: Sequence[Tensor]
     torch.autograd.backward(roots, gradients)  # type: ignore[arg-type]
 
 
+def leaves_between(loss: Tensor, output: Any) -> list[Tensor]:
+    """The leaves that a loss reaches without passing through `output`: parameters of the loss itself."""
+    if loss.grad_fn is None:
+        return [loss] if loss.requires_grad else []
+    seen = {tensor.grad_fn for tensor in tensors_in(output)}
+    waiting, leaves = [loss.grad_fn], []
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            leaves.append(node.variable)
+        waiting += [following for following, _ in node.next_functions]
+    return leaves
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors of a nested value."""
+    return (leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+def settled(tensor: Tensor) -> Tensor:
+    """A plain tensor; one that a collective is still working on is waited for."""
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    return tensor.trigger_wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
 def quiet_streams() -> None:
     """A parameter's gradient may come from either of the two streams of an Overlap: they are joined after each step."""
     graph = torch.autograd.graph

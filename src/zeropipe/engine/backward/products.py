@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from zeropipe.engine.backward.gradients import grad_dtype, gradient, peek, start
 from zeropipe.engine.torch_private import without_autocast
 
 
@@ -48,13 +49,11 @@ class Product:
     def _add(self) -> None:
         parameter, (left, right) = self.parameter, self._sides()
         if self.offsets is not None:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter, dtype=grad_dtype(parameter))
-            add_grouped(parameter.grad, left, right, self.offsets)
-        elif parameter.grad is None:
-            parameter.grad = _mm(left.t(), right, grad_dtype(parameter))
+            add_grouped(gradient(parameter), left, right, self.offsets)
+        elif (sum_so_far := peek(parameter)) is None:
+            start(parameter, _mm(left.t(), right, grad_dtype(parameter)))
         else:
-            _addmm_(parameter.grad, left.t(), right)
+            _addmm_(sum_so_far, left.t(), right)
 
     def _sides(self) -> tuple[Tensor, Tensor]:
         left, right = (self.x, self.dy) if self.transposed else (self.dy, self.x)
@@ -89,11 +88,6 @@ def grouped_product(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
 def _has_grouped_kernel(x: Tensor) -> bool:
     """One kernel for all experts, which does not wait for the offsets to reach the host."""
     return x.is_cuda and x.dtype == torch.bfloat16
-
-
-def grad_dtype(parameter: nn.Parameter) -> torch.dtype:
-    """What gradients are kept in: set by main_gradients, the parameter's own otherwise."""
-    return getattr(parameter, "grad_dtype", None) or parameter.dtype
 
 
 def _mm(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:

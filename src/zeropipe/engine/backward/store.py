@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from zeropipe.engine.backward.products import Product
 from zeropipe.errors import EngineError
@@ -142,10 +142,3 @@ def cut(products: list[Product], parts: int) -> dict[int, list[Product]]:
         pieces[min(parts - 1, parts * (2 * done + product.flops) // (2 * total))].append(product)
         done += product.flops
     return pieces
-
-
-def main_gradients(module: nn.Module, dtype: torch.dtype | None) -> None:
-    """Keep the gradients of all of the module's parameters in `dtype`, in I and in W (None: the parameters' own)."""
-    for parameter in module.parameters():
-        if parameter.is_floating_point():
-            parameter.grad_dtype = dtype or parameter.dtype

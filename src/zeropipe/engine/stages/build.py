@@ -11,7 +11,8 @@ from torch import nn
 
 from zeropipe.core.layers import check_counts, layer_counts, num_stages_for, ranges
 from zeropipe.core.schedule import Schedule
-from zeropipe.engine.stages.hf import HFStage, Tied, meta_model
+from zeropipe.engine.stages.contract import Tied
+from zeropipe.engine.stages.hf import HFStage, meta_model
 from zeropipe.engine.stages.plain import PlainStage
 from zeropipe.engine.stages.weights import DirectorySource, ModelSource, SeedSource, Source
 from zeropipe.errors import ConfigError, MissingExtra

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 from torch import nn
 
@@ -13,14 +14,58 @@ Microbatch = Mapping[str, Any]
 Pick = Callable[[Microbatch], tuple[tuple[Any, ...], dict[str, Any]]]
 
 
-def picker(stage: nn.Module, index: int) -> Pick:
-    """How a stage takes its own part of a microbatch."""
-    pick = getattr(stage, "pick", None)
+class Tied(NamedTuple):
+    """A parameter of this stage that must stay equal to a parameter of another stage."""
+
+    name: str
+    stage: int
+    other: str
+
+
+class Stage(Protocol):
+    """A module that tells the engine about itself. A plain nn.Module is a stage too: it tells nothing."""
+
+    blocks: Sequence[nn.Module]  # what is compiled and checkpointed, each whole
+    layers: range  # the numbers of these blocks in the whole model
+    tied_pairs: Sequence[Tied]
+
+    def pick(self, microbatch: Microbatch) -> Mapping[str, Any]:
+        """What forward wants of a microbatch, as keyword arguments, beside the tensors of the stage before."""
+        ...
+
+    def full_names(self) -> Mapping[str, str]:
+        """This stage's parameters, by their name here: their name in the whole model."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Told:
+    """What a stage tells, or what holds for a module that tells nothing. Nobody else asks which it was."""
+
+    number: int
+    module: nn.Module
+    pick: Pick
+    blocks: tuple[nn.Module, ...] | None  # None: it names none, so they cannot be compiled or checkpointed
+    ties: tuple[Tied, ...]
+
+
+def told(number: int, module: nn.Module) -> Told:
+    """Ask a stage once, at set-up."""
+    blocks = getattr(module, "blocks", None)
+    return Told(
+        number,
+        module,
+        _picker(number, module),
+        None if blocks is None else tuple(blocks),
+        tuple(Tied(*tie) for tie in getattr(module, "tied_pairs", ())),
+    )
+
+
+def _picker(number: int, module: nn.Module) -> Pick:
+    pick = getattr(module, "pick", None)
     if pick is not None:
         return lambda microbatch: ((), dict(pick(microbatch)))
-    if index > 0:
-        return lambda microbatch: ((), {})
-    return _first_inputs
+    return _first_inputs if number == 0 else _nothing
 
 
 def inputs_of(microbatch: Microbatch) -> Any:
@@ -33,3 +78,7 @@ def inputs_of(microbatch: Microbatch) -> Any:
 def _first_inputs(microbatch: Microbatch) -> tuple[tuple[Any, ...], dict[str, Any]]:
     inputs = inputs_of(microbatch)
     return (inputs if isinstance(inputs, tuple) else (inputs,)), {}
+
+
+def _nothing(microbatch: Microbatch) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (), {}

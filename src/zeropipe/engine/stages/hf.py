@@ -6,24 +6,17 @@ import copy
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from zeropipe.engine.stages.contract import Tied
 from zeropipe.engine.stages.families import Family, family_of, sliced_config
 from zeropipe.errors import MissingExtra
 
 # Given to every stage of a model; masks and rotary embeddings are made anew on each.
 _KEYS = ("attention_mask", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-
-
-class Tied(NamedTuple):
-    """A parameter of this stage that must stay equal to a parameter of another stage."""
-
-    name: str
-    stage: int
-    other: str
 
 
 class HFStage(nn.Module):

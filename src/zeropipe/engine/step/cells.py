@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zeropipe.engine import torch_private
 from zeropipe.engine.comm.edges import Spec
 from zeropipe.engine.stages.contract import Microbatch, Pick
 
@@ -39,9 +40,17 @@ class Cell:
         self.root: Tensor | None = None  # the loss, on the last stage
 
 
-def leaf(tensor: Tensor, needs_grad: bool) -> Tensor:
-    """A tensor where this stage's graph begins."""
-    return tensor.detach().requires_grad_(needs_grad)
+def plain(tensor: Tensor, name: str) -> Tensor:
+    """The data of one of a stage's outputs, as other ranks can take it."""
+    if type(tensor) is Tensor or type(tensor) is nn.Parameter:
+        return tensor.detach()
+    settled = torch_private.settled(tensor.detach())
+    if type(settled) is not Tensor:
+        raise TypeError(
+            f"{name} returned a {type(settled).__name__}, which cannot be sent to another stage: return a plain Tensor "
+            "(full_tensor() or to_local() of a DTensor)"
+        )
+    return settled
 
 
 def as_tuple(output: Any, name: str) -> tuple[Tensor, ...]:

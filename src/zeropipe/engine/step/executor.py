@@ -8,20 +8,20 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from zeropipe.core.action import Action, Kind, Overlap, Step
 from zeropipe.core.schedule import Program
 from zeropipe.engine import torch_private
-from zeropipe.engine.backward.autograd import AutogradSplit
-from zeropipe.engine.backward.store import WeightStore, adding
+from zeropipe.engine.backward.splitters import Pass, Splitter
 from zeropipe.engine.comm.edges import Incoming, Message, Outgoing, Spec, Wire, gradient_spec, spec_of
-from zeropipe.engine.stages.contract import Microbatch, picker
-from zeropipe.engine.step.cells import Cell, as_tuple, leaf, moved, signature
+from zeropipe.engine.stages.contract import Microbatch, Told
+from zeropipe.engine.step.cells import Cell, as_tuple, moved, plain, signature
 from zeropipe.errors import EngineError
 
 Call = Callable[[], None]
 Finish = Callable[[Any, Microbatch, int], Tensor | None]
+See = Callable[[Tensor], None]
 
 
 class Watcher(Protocol):
@@ -49,13 +49,13 @@ class Executor:
         self,
         program: Program,
         rank: int,
-        stages: Mapping[int, nn.Module],
+        stages: Mapping[int, Told],
         outgoing: Mapping[int, Outgoing],
         wires: Mapping[tuple[int, int], Wire],
         *,
         train: bool,
         device: torch.device,
-        splitter: WeightStore | AutogradSplit | None,
+        splitter: Splitter,
         recv_ahead: int,
         dynamic: bool,
         shapes: ShapeBook,
@@ -68,12 +68,12 @@ class Executor:
         self._parts: Counter[tuple[int, int]] = Counter()  # of a W: how many have a call
         self._placement = program.schedule.placement
         row = program.rows[rank]
-        picks = {stage: picker(module, stage) for stage, module in stages.items()}
         self.cells: dict[tuple[int, int], Cell] = {}
         for action in actions_of(row):
             if action.kind is Kind.F:
                 stage, microbatch = action.stage, action.microbatch
-                self.cells[stage, microbatch] = Cell(stage, microbatch, stages[stage], picks[stage])
+                told = stages[stage]
+                self.cells[stage, microbatch] = Cell(stage, microbatch, told.module, told.pick)
         for (stage, microbatch), cell in self.cells.items():
             cell.before = self.cells.get((stage - 1, microbatch))
             cell.after = self.cells.get((stage + 1, microbatch))
@@ -84,7 +84,7 @@ class Executor:
             torch_private.quiet_streams()
             # Gradients are accumulated on the stream their accumulator was made on. Made on one of the two, it would
             # keep a backward on the other waiting for the forward beside it.
-            parameters = (p for module in stages.values() for p in module.parameters() if p.requires_grad)
+            parameters = (p for told in stages.values() for p in told.module.parameters() if p.requires_grad)
             self._accumulators = [torch_private.gradient_edge(parameter) for parameter in parameters]
         self._shapes = shapes
         self._calls: list[Call] = []
@@ -93,9 +93,12 @@ class Executor:
             self._add(step)
         self._at = 0
 
-    def run(self, microbatches: Sequence[Microbatch], finish: Finish) -> None:
-        """One step. `finish` takes the last stage's output and gives what backward starts from."""
-        self._microbatches, self._finish = microbatches, finish
+    def run(self, microbatches: Sequence[Microbatch], finish: Finish, see: See | None = None) -> None:
+        """One step. `finish` takes the last stage's output and gives what backward starts from.
+
+        `see` is shown the tensors of microbatches that need a gradient, before they get one.
+        """
+        self._microbatches, self._finish, self._see = microbatches, finish, see
         self._shape_of = [self._shapes.number(microbatch) for microbatch in microbatches]
         for cell in self.cells.values():
             cell.clear()
@@ -106,7 +109,7 @@ class Executor:
             call()
         for outgoing in self._outgoing.values():
             outgoing.drain()
-        del self._microbatches, self._finish  # a caller's data and outputs are the caller's alone again
+        del self._microbatches, self._finish, self._see  # a caller's data and outputs are the caller's alone again
 
     def close(self) -> None:
         """Let go of everything: the calls refer to this object, so it would live until it is collected."""
@@ -192,17 +195,13 @@ class Executor:
         cell = self.cells[action.stage, action.microbatch]
         if action.kind is Kind.F:
             return partial(self._forward, cell)
-        if action.kind is Kind.B or self._splitter is None:
-            return partial(self._whole, cell) if action.kind is not Kind.W else _nothing
-        if action.kind is Kind.I:
-            way = self._torch_gradients if isinstance(self._splitter, AutogradSplit) else self._input_gradients
-            return partial(way, cell)
+        if action.kind in (Kind.B, Kind.I):
+            return partial(
+                self._backward, cell, self._splitter.whole if action.kind is Kind.B else self._splitter.inputs
+            )
         part = self._parts[cell.stage, cell.microbatch]
         self._parts[cell.stage, cell.microbatch] += 1
-        if isinstance(self._splitter, WeightStore):
-            return partial(self._splitter.flush, cell.stage, cell.microbatch, part, self._num_parts)
-        # torch's way has one W: it is done with the first part
-        return partial(self._splitter.flush, cell.stage, cell.microbatch) if part == 0 else _nothing
+        return partial(self._splitter.weights, cell.stage, cell.microbatch, part, self._num_parts)
 
     def _watched(self, call: Call, actions: Sequence[Action], cells: Sequence[Cell]) -> Call:
         for watcher in self._watchers:
@@ -259,6 +258,10 @@ class Executor:
     def _forward(self, cell: Cell) -> None:
         microbatch = self._microbatches[cell.microbatch]
         args, kwargs = cell.pick(microbatch)
+        if self._see is not None:
+            for tensor in torch_private.tensors_in((args, kwargs)):
+                if tensor.requires_grad:
+                    self._see(tensor)
         if self._device.type != "cpu":
             args, kwargs = moved(args, self._device), moved(kwargs, self._device)
         output = cell.module(*cell.inputs, *args, **kwargs)
@@ -267,29 +270,27 @@ class Executor:
                 microbatch = moved(dict(microbatch), self._device)
             cell.root = self._finish(output, microbatch, cell.microbatch)
             return
-        outputs = as_tuple(output, f"{cell.stage}F{cell.microbatch}")
+        name = f"{cell.stage}F{cell.microbatch}"
+        outputs = as_tuple(output, name)
         cell.spec = spec_of(outputs)
         self._shapes.made[self._train, cell.stage, self._shape_of[cell.microbatch]] = cell.spec
         # from here on only the way back is kept: the data goes when it has been sent or used
         cell.edges = [torch_private.gradient_edge(tensor) for tensor in outputs if tensor.requires_grad]
-        if isinstance(self._splitter, AutogradSplit):
+        if self._splitter.keeps_outputs:
             cell.kept = [tensor for tensor in outputs if tensor.requires_grad]
         if cell.after is not None:
-            cell.after.inputs = [leaf(tensor, tensor.requires_grad) for tensor in outputs]
+            cell.after.inputs = [plain(tensor, name).requires_grad_(tensor.requires_grad) for tensor in outputs]
         else:
             # contiguous here, where the step is joined with all streams: a send allocates nothing on the device
-            cell.output = [tensor.detach().contiguous() for tensor in outputs]
+            cell.output = [plain(tensor, name).contiguous() for tensor in outputs]
 
-    def _whole(self, cell: Cell) -> None:
-        with adding():
-            self._backward(cell)
-
-    def _backward(self, cell: Cell) -> None:
+    def _backward(self, cell: Cell, run: Callable[[Pass], None]) -> None:
+        gradients: Sequence[Tensor] | None = cell.gradients
+        roots: Sequence[Any] = cell.kept or cell.edges
         if cell.root is not None:
-            if cell.root.requires_grad:
-                torch_private.backward([cell.root], None)
-        elif cell.edges:
-            torch_private.backward(cell.edges, cell.gradients)
+            roots, gradients = ([cell.root] if cell.root.requires_grad else []), None
+        inputs = [x for x in cell.inputs if x.requires_grad]
+        run(Pass(cell.stage, cell.microbatch, cell.module, roots, gradients, inputs))
         self._hand_back(cell)
 
     def _hand_back(self, cell: Cell) -> None:
@@ -301,19 +302,6 @@ class Executor:
         elif cell.stage > 0:
             cell.returned = [gradient.contiguous() for gradient in gradients]
 
-    def _input_gradients(self, cell: Cell) -> None:
-        assert isinstance(self._splitter, WeightStore)
-        with self._splitter.collect(cell.stage, cell.microbatch):
-            self._backward(cell)
-
-    def _torch_gradients(self, cell: Cell) -> None:
-        assert isinstance(self._splitter, AutogradSplit)
-        outputs = cell.kept if cell.root is None else [cell.root]
-        gradients = cell.gradients if cell.root is None else None
-        inputs = [x for x in cell.inputs if x.requires_grad]
-        self._splitter.backward_input(cell.stage, cell.microbatch, cell.module, outputs, gradients, inputs)
-        self._hand_back(cell)
-
     def _send_forward(self, cell: Cell, outgoing: Outgoing) -> None:
         output, cell.output = cell.output, ()
         assert cell.spec is not None
@@ -323,10 +311,6 @@ class Executor:
     def _send_backward(self, cell: Cell, outgoing: Outgoing) -> None:
         returned, cell.returned = cell.returned, ()
         outgoing.send(returned)
-
-
-def _nothing() -> None:
-    """A W whose work is done elsewhere: in I, or in its first part."""
 
 
 def actions_of(row: Sequence[Step]) -> list[Action]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 
 from zeropipe.core.action import Action, Kind
+from zeropipe.engine.backward.gradients import peek
 from zeropipe.engine.step.cells import Cell
 from zeropipe.engine.step.executor import Call
 
@@ -38,5 +39,5 @@ def _made(action: Action, cell: Cell) -> Iterator[tuple[str, Tensor]]:
         for tensor in cell.returned or (cell.before.gradients if cell.before is not None else ()):
             yield "an input's gradient", tensor
     for name, parameter in cell.module.named_parameters():
-        if parameter.grad is not None:
-            yield f"a gradient of {name}", parameter.grad
+        if (gradient := peek(parameter)) is not None:
+            yield f"a gradient of {name}", gradient

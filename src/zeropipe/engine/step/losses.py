@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from zeropipe.engine import torch_private
+from zeropipe.engine.backward.gradients import Aside
 
 LossFn = Callable[[Any, Mapping[str, Any]], Any]
 
@@ -44,12 +47,17 @@ class Tally:
 
     A loss function returns a scalar (the mean of its microbatch; all weigh the same), or `(sum, count)`, or
     `(sum, count, metrics)` with metrics summed over the step. With a `count(microbatch)` attribute the total is known
-    before the first backward; without one, gradients are divided at the end of the step (`late`).
+    before the first backward; without one, gradients are divided at the end of the step (`late`): those of the stages,
+    and those of `outside`, leaves that are no parameters of a stage.
     """
 
     loss_fn: LossFn
     microbatches: Sequence[Mapping[str, Any]]
+    aside: Aside = field(default_factory=Aside)
+    own: Container[int] = ()  # ids of the stages' parameters
     late: bool = False
+    outside: dict[int, Tensor] = field(default_factory=dict)
+    not_leaf: bool = False  # a gradient left for a graph of the caller's, where it cannot be divided later
     _total: float | None = None
     _seen: dict[int, tuple[Tensor, Any, Mapping[str, Any]]] = field(default_factory=dict)
 
@@ -64,13 +72,28 @@ class Tally:
         # a metric must not keep the graph it came from alive
         metrics = {k: v.detach() if isinstance(v, Tensor) else v for k, v in (rest[0] if rest else {}).items()}
         self._seen[index] = (loss.detach(), count, metrics)
-        if not hasattr(self.loss_fn, "count"):
+        if not self.counts:
             self.late = True
+            for leaf in torch_private.leaves_between(loss, output):
+                self.see(leaf)
             return loss
         if self._total is None:
             # microbatches may come in any order and through two ranks: all of them count
-            self._total = max(float(sum(self.loss_fn.count(m) for m in self.microbatches)), 1.0)
+            self._total = float(sum(self.loss_fn.count(m) for m in self.microbatches)) or 1.0  # type: ignore[attr-defined]
         return loss / self._total
+
+    @property
+    def counts(self) -> bool:
+        """Whether the loss function tells the number of tokens before the step."""
+        return hasattr(self.loss_fn, "count")
+
+    def see(self, tensor: Tensor) -> None:
+        """A tensor outside the stages, before a gradient of this step reaches it."""
+        if not tensor.is_leaf:
+            self.not_leaf = True
+        elif id(tensor) not in self.outside and id(tensor) not in self.own:
+            self.outside[id(tensor)] = tensor
+            self.aside.put([tensor])
 
     def sums(self) -> tuple[float, float, dict[str, float], bool]:
         """Loss, count and metrics, summed over this rank's microbatches."""
@@ -108,4 +131,4 @@ def combine(parts: Sequence[tuple[float, float, dict[str, float], bool]]) -> tup
         for name, amount in extra.items():
             metrics[name] = metrics.get(name, 0.0) + amount
     count = sum(part[1] for part in parts)
-    return StepResult(sum(part[0] for part in parts) / max(count, 1.0), count, metrics), any(p[3] for p in parts)
+    return StepResult(sum(part[0] for part in parts) / (count or 1.0), count, metrics), any(p[3] for p in parts)

@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from zeropipe.core.action import Action, Kind
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Memory, Timeline
-from zeropipe.engine.backward.store import WeightStore
+from zeropipe.engine.backward.splitters import Splitter
 from zeropipe.engine.comm.fabric import Fabric
 from zeropipe.engine.step.cells import Cell
 from zeropipe.engine.step.executor import Call
@@ -29,8 +29,8 @@ CLOCK_TAG = 2
 class Recorder:
     """Times every action of one rank: host clock on CPU, events on CUDA."""
 
-    def __init__(self, device: torch.device, parameters: Sequence[Tensor], store: WeightStore) -> None:
-        self._device, self._store = device, store
+    def __init__(self, device: torch.device, parameters: Sequence[Tensor], splitter: Splitter) -> None:
+        self._device, self._splitter = device, splitter
         self._parameters = {p.untyped_storage().data_ptr() for p in parameters}
         self._marks: list[tuple[Any, Any, int, int, int]] = []
         self._kept: dict[tuple[int, int], int] = {}  # bytes saved by F for the backward
@@ -81,7 +81,7 @@ class Recorder:
             if backward is not None:
                 kept.pop(backward, None)
             if splits is not None:
-                stashed[splits] = self._store.alive(splits)
+                stashed[splits] = self._splitter.alive(splits)
             self._marks.append((start, end, number, during, sum(kept.values()) + sum(stashed.values())))
 
         return timed

@@ -1,0 +1,96 @@
+"""The home of gradients: `.grad` of a parameter is read and written here and nowhere else.
+
+A gradient that exists is added to in place, so a caller may keep gradients in memory of its own (a flat buffer).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from zeropipe.engine import torch_private
+
+
+def grad_dtype(parameter: Tensor) -> torch.dtype:
+    """What gradients are kept in: set by main_gradients, the parameter's own otherwise."""
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype
+
+
+def main_gradients(module: nn.Module, dtype: torch.dtype | None) -> None:
+    """Keep the gradients of all of the module's parameters in `dtype`, in I and in W (None: the parameters' own).
+
+    torch's optimizers want gradients in the parameters' dtype: give such parameters to MasterWeights.
+    """
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            parameter.grad_dtype = dtype or parameter.dtype
+
+
+def gradient(parameter: Tensor) -> Tensor:
+    """The parameter's gradient; zeros, which are then its gradient, if it had none."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter, dtype=grad_dtype(parameter))
+    return parameter.grad
+
+
+def peek(parameter: Tensor) -> Tensor | None:
+    """The parameter's gradient, if it has one."""
+    return parameter.grad
+
+
+def start(parameter: Tensor, value: Tensor) -> None:
+    """`value` is the first gradient of a parameter that has none."""
+    parameter.grad = value
+
+
+def present(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """The gradients that are there."""
+    return [p.grad for p in parameters if p.grad is not None]
+
+
+def scale(parameters: Iterable[Tensor], factor: float) -> None:
+    """Multiply gradients in place."""
+    if gradients := present(parameters):
+        torch_private.multiply(gradients, factor)
+
+
+def squares(parameters: Iterable[Tensor]) -> float:
+    """The sum of all squares."""
+    gradients = present(parameters)
+    return torch_private.squared_norm(gradients) if gradients else 0.0
+
+
+class Aside:
+    """Gradients of earlier steps, which a step's sums and scaling must not touch."""
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[Tensor, Tensor]] = []
+
+    def put(self, parameters: Iterable[Tensor]) -> None:
+        """Take the gradients away for now."""
+        for parameter in parameters:
+            if parameter.grad is not None:
+                self._kept.append((parameter, parameter.grad))
+                parameter.grad = None
+
+    def bring_back(self) -> None:
+        """Add what came since to the gradients that were there, in their own memory."""
+        for parameter, before in self._kept:
+            if parameter.grad is not None:
+                before.add_(parameter.grad)
+            parameter.grad = before
+        self._kept.clear()
+
+
+@contextmanager
+def aside(parameters: Sequence[Tensor]) -> Iterator[Aside]:
+    """Gradients of earlier steps are put aside inside, and are back afterwards also if the step fails."""
+    kept = Aside()
+    kept.put(parameters)
+    try:
+        yield kept
+    finally:
+        kept.bring_back()

@@ -1,0 +1,138 @@
+"""How I and W share a backward pass: three ways with one face."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor, nn
+
+from zeropipe.engine import torch_private
+from zeropipe.engine.backward.autograd import AutogradSplit
+from zeropipe.engine.backward.linear import defer
+from zeropipe.engine.backward.store import WeightStore, adding
+
+
+class Pass(NamedTuple):
+    """The way back through one microbatch in one stage."""
+
+    stage: int
+    microbatch: int
+    module: nn.Module
+    roots: Sequence[Any]  # the loss, the outputs, or their gradient edges; none where nothing needs a gradient
+    gradients: Sequence[Tensor] | None  # of the roots; None for a loss
+    inputs: Sequence[Tensor]  # those that need a gradient: it is left on them
+
+
+class Splitter(Protocol):
+    """Runs B, I and W."""
+
+    keeps_outputs: bool  # whether a Pass needs the outputs themselves: gradient edges hold no data
+
+    def prepare(self, module: nn.Module) -> None:
+        """Make a stage ready, once."""
+
+    def whole(self, way: Pass) -> None:
+        """B."""
+
+    def inputs(self, way: Pass) -> None:
+        """I."""
+
+    def weights(self, stage: int, microbatch: int, part: int, parts: int) -> None:
+        """W, or piece number `part` of `parts`."""
+
+    def alive(self, stage: int) -> int:
+        """Bytes that wait for the stage's W."""
+
+    def clear(self) -> None:
+        """Forget everything, after a step that failed."""
+
+
+class StoreSplitter:
+    """I is one ordinary backward pass that leaves weight-gradient products behind; W runs them."""
+
+    keeps_outputs = False
+
+    def __init__(self, deferring: bool) -> None:
+        self._store, self._deferring = WeightStore(), deferring
+
+    def prepare(self, module: nn.Module) -> None:
+        if self._deferring:
+            defer(module)
+
+    def whole(self, way: Pass) -> None:
+        with adding():
+            _backward(way)
+
+    def inputs(self, way: Pass) -> None:
+        with self._store.collect(way.stage, way.microbatch):
+            _backward(way)
+
+    def weights(self, stage: int, microbatch: int, part: int, parts: int) -> None:
+        self._store.flush(stage, microbatch, part, parts)
+
+    def alive(self, stage: int) -> int:
+        return self._store.alive(stage)
+
+    def clear(self) -> None:
+        self._store.clear()
+
+
+class AutogradSplitter:
+    """torch's way: the graph lives on after I, and W walks it again."""
+
+    keeps_outputs = True
+
+    def __init__(self) -> None:
+        self._split = AutogradSplit()
+
+    def prepare(self, module: nn.Module) -> None: ...
+
+    def whole(self, way: Pass) -> None:
+        _backward(way)
+
+    def inputs(self, way: Pass) -> None:
+        self._split.backward_input(way.stage, way.microbatch, way.module, way.roots, way.gradients, way.inputs)
+
+    def weights(self, stage: int, microbatch: int, part: int, parts: int) -> None:
+        if part == 0:  # torch's W is one: the first part does it all
+            self._split.flush(stage, microbatch)
+
+    def alive(self, stage: int) -> int:
+        return 0
+
+    def clear(self) -> None:
+        self._split.clear()
+
+
+class WholeSplitter:
+    """No split: I is the whole backward and W does nothing."""
+
+    keeps_outputs = False
+
+    def prepare(self, module: nn.Module) -> None: ...
+
+    def whole(self, way: Pass) -> None:
+        _backward(way)
+
+    def inputs(self, way: Pass) -> None:
+        _backward(way)
+
+    def weights(self, stage: int, microbatch: int, part: int, parts: int) -> None: ...
+
+    def alive(self, stage: int) -> int:
+        return 0
+
+    def clear(self) -> None: ...
+
+
+def make_splitter(split: str, deferring: bool) -> Splitter:
+    """The splitter "store", "autograd" or "whole"; `deferring`: whether layers leave weight gradients to the store."""
+    if split == "store":
+        return StoreSplitter(deferring)
+    return AutogradSplitter() if split == "autograd" else WholeSplitter()
+
+
+def _backward(way: Pass) -> None:
+    if way.roots:
+        torch_private.backward(way.roots, way.gradients)

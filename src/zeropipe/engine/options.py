@@ -1,0 +1,77 @@
+"""How an Engine runs."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, fields
+from typing import Any
+
+from zeropipe.engine.blocks.modes import Checkpointing
+from zeropipe.errors import ConfigError
+
+SPLITS = ("store", "autograd", "whole")
+SHAPES = ("auto", "dynamic")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What can be chosen about a run. Every rank must choose the same: they compare at set-up.
+
+    `compile`: compile each block whole. `ac`: activation checkpointing of blocks, "none", "full", "selective:N",
+    "selective:op" or "memory_budget:X".
+    `split`: how I and W share the backward: "store", "autograd" (torch's way) or "whole" (all of it in I).
+    `direct_gradients`: whole backwards, too, add the weight gradients of linear layers straight to `.grad`. That saves
+    a tensor of the weight's size each time; autograd hooks on these weights do not fire.
+    `recv_ahead`: how many receives an edge posts before their data is needed. With 0, and always on NCCL, a receive is
+    posted at its own place in the program.
+    `shapes`: "auto" sends shapes when a microbatch has new ones, "dynamic" with every message, for stages whose output
+    shapes depend on values.
+    `check_finite`: stop at the first action that makes a NaN or an infinity.
+    `check_equal`: at every step, compare between ranks what must be equal there: microbatches, the weights of mirrored
+    and of tied stages. It reads all of them, so it is for finding bugs.
+    `timeout`: seconds without a message until a silent rank counts as lost.
+    """
+
+    compile: bool = False
+    ac: str = "none"
+    split: str = "store"
+    direct_gradients: bool = False
+    recv_ahead: int = 2
+    shapes: str = "auto"
+    check_finite: bool = False
+    check_equal: bool = False
+    timeout: float = 600.0
+
+    @staticmethod
+    def of(given: dict[str, Any]) -> Options:
+        """From keyword arguments; an unknown name is refused with the nearest known one."""
+        names = [field.name for field in fields(Options)]
+        for name in given:
+            if name not in names:
+                near = difflib.get_close_matches(name, names, 1)
+                hint = f"did you mean {near[0]}?" if near else f"give some of {', '.join(names)}"
+                raise ConfigError(f"Engine has no option {name}={given[name]!r}: {hint}")
+        return Options(**given)
+
+    def check(self) -> None:
+        """ConfigError for a wish that cannot be met."""
+        wish = Checkpointing.parse(self.ac)
+        if self.split not in SPLITS:
+            raise ConfigError(f"split={self.split!r}: give one of {', '.join(SPLITS)}")
+        if self.split == "autograd" and self.compile:
+            raise ConfigError("split='autograd' cannot run compiled blocks: use split='store', or compile=False")
+        if self.split == "autograd" and wish.mode == "op":
+            raise ConfigError(
+                f"split='autograd' cannot run ac={self.ac!r}: torch would go back twice; use split='store'"
+            )
+        if self.shapes not in SHAPES:
+            raise ConfigError(f"shapes={self.shapes!r}: give {' or '.join(map(repr, SHAPES))}")
+        if not isinstance(self.recv_ahead, int) or self.recv_ahead < 0:
+            raise ConfigError(f"recv_ahead={self.recv_ahead!r}: give 0 or a number of messages")
+        if not self.timeout > 0:
+            raise ConfigError(f"timeout={self.timeout!r}: give a number of seconds above 0")
+
+    @property
+    def changes_blocks(self) -> bool:
+        """Whether the blocks of a stage are compiled or checkpointed."""
+        return self.compile or self.ac != "none"

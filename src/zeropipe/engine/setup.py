@@ -1,0 +1,108 @@
+"""Set-up: every rank looks at what it was given, and all of them raise the same error if one finds fault."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zeropipe.core.action import Kind, decode
+from zeropipe.core.check import check
+from zeropipe.core.schedule import Schedule, iter_codes
+from zeropipe.engine.comm.fabric import Fabric
+from zeropipe.engine.options import Options
+from zeropipe.engine.stages.contract import Told
+from zeropipe.errors import ConfigError, ZeropipeError
+
+_WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}  # they reduce gradients by hooks
+
+
+def agree(fabric: Fabric, look: Callable[[], Any]) -> list[Any]:
+    """What every rank sees; if one finds fault, all raise its error."""
+    try:
+        seen, fault = look(), None
+    except Exception as error:  # whatever it is, the others must not wait for this rank
+        seen, fault = None, str(error) if isinstance(error, ZeropipeError) else f"{type(error).__name__}: {error}"
+    everyone = fabric.exchange((seen, fault))
+    for rank, (_, problem) in enumerate(everyone):
+        if problem is not None:
+            raise ConfigError(f"rank {rank}: {problem}")
+    return [seen for seen, _ in everyone]
+
+
+def same_everywhere(fabric: Fabric, look: Callable[[], Mapping[str, object]]) -> None:
+    """Every rank must see the same facts."""
+    seen = agree(fabric, look)
+    for rank, facts in enumerate(seen):
+        for name, value in facts.items():
+            if value != seen[0][name]:
+                if name == "schedule":
+                    raise ConfigError(f"rank {rank} has another schedule than rank 0: build the same one on every rank")
+                raise ConfigError(
+                    f"rank {rank} has {name}={value!r}, rank 0 has {name}={seen[0][name]!r}: give every rank the same"
+                )
+
+
+def facts(schedule: Schedule, options: Options, device: torch.device) -> dict[str, object]:
+    """What must be the same on every rank."""
+    lines = schedule.lines
+    digest = hashlib.sha256(lines.codes + repr((lines.offsets, schedule.placement)).encode()).hexdigest()
+    return {"schedule": digest, "torch": torch.__version__, "device": device.type} | asdict(options)
+
+
+def check_sizes(schedule: Schedule, group: dist.ProcessGroup | None) -> None:
+    """ConfigError for a schedule that is not for the ranks that run."""
+    if not dist.is_initialized():
+        raise ConfigError("torch.distributed is not running: start with torchrun and call init_process_group()")
+    if dist.get_world_size(group) != schedule.num_ranks:
+        raise ConfigError(
+            f"the schedule {schedule.name} is for {schedule.num_ranks} ranks, {dist.get_world_size(group)} are "
+            f"running: start {schedule.num_ranks} processes, or build the schedule for another number of ranks"
+        )
+
+
+def check_stages(schedule: Schedule, rank: int, stages: Mapping[int, Told], options: Options) -> None:
+    """ConfigError for stages that this schedule cannot run with these options."""
+    for stage, told in stages.items():
+        wrapped = next((name for child in told.module.modules() for name in _WRAPPERS & _kinds(child)), None)
+        if wrapped:
+            raise ConfigError(
+                f"stage {stage} holds {wrapped}, which reduces gradients at the wrong time for a pipeline: "
+                "give plain modules and reduce gradients after the step"
+            )
+        if options.changes_blocks and told.blocks is None:
+            raise ConfigError(f"stage {stage} names no blocks to compile or checkpoint: use module_stages()")
+        for tie in told.ties:
+            told.module.get_parameter(tie.name)
+    wanted = schedule.placement.stages_of(rank)
+    if tuple(sorted(stages)) != wanted:
+        raise ConfigError(f"stages {sorted(stages)} were given, the placement puts {list(wanted)} here")
+    check(schedule)
+
+
+def splits(schedule: Schedule, rank: int) -> bool:
+    """Whether this rank's row has backward passes that are split."""
+    return any(decode(code).kind is Kind.I for code in iter_codes(schedule.lines, rank))
+
+
+def device_of(device: torch.device | str | None, stages: Mapping[int, nn.Module]) -> torch.device:
+    """The device given, or that of the stages' parameters; a GPU becomes the current one."""
+    found = torch.device(device) if device is not None else _first_device(stages)
+    if found.type == "cuda":  # streams and events belong to the current device
+        found = torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
+        torch.cuda.set_device(found)
+    return found
+
+
+def _first_device(stages: Mapping[int, nn.Module]) -> torch.device:
+    parameters = (parameter for stage in stages.values() for parameter in stage.parameters())
+    return next((parameter.device for parameter in parameters), torch.device("cpu"))
+
+
+def _kinds(module: nn.Module) -> set[str]:
+    return {kind.__name__ for kind in type(module).__mro__}
