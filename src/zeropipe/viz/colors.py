@@ -14,6 +14,7 @@ from typing import Any
 KINDS = {"F": (0.50, 0.16, 260.0), "B": (0.525, 0.165, 32.0), "I": (0.81, 0.14, 87.0), "W": (0.83, 0.11, 168.0)}
 NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 DARK_INK = "#10141c"
+MIXED = "#8b93a3"  # where no kind has most of the time
 SPREAD = 0.055  # lightness above and below for the first and the last shade
 
 THEMES: dict[str, dict[str, str]] = {
