@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,10 +11,10 @@ from torch import nn
 from zeropipe.core.layers import check_counts, layer_counts, num_stages_for, ranges
 from zeropipe.core.schedule import Schedule
 from zeropipe.engine.stages.contract import Tied
-from zeropipe.engine.stages.hf import HFStage, meta_model
+from zeropipe.engine.stages.hf import HFStage
+from zeropipe.engine.stages.open import open_model
 from zeropipe.engine.stages.plain import PlainStage
-from zeropipe.engine.stages.weights import DirectorySource, ModelSource, SeedSource, Source
-from zeropipe.errors import ConfigError, MissingExtra
+from zeropipe.errors import ConfigError
 
 
 def hf_stages(
@@ -38,16 +37,11 @@ def hf_stages(
     model is cut), or a model in memory. Only this rank's layers are ever given memory. `layers` says how many layers
     each stage has; without it they are spread evenly, `first_less` and `last_less` fewer on the two ends.
     """
-    if head not in ("lm", "score"):
-        raise ConfigError(f"head={head!r}: give 'lm' (logits) or 'score' (one number per token)")
-    config, dtype, source = _open(model, dtype, seed)
-    counts = _counts(config.num_hidden_layers, schedule, layers, first_less, last_less, layers_per_stage)
+    whole = open_model(model, dtype, head, seed)
+    counts = _counts(whole.num_layers, schedule, layers, first_less, last_less, layers_per_stage)
     last = schedule.num_stages - 1
-    stages = {
-        stage: _build(config, dtype, device, source, ranges(counts), stage, head)
-        for stage in schedule.placement.stages_of(rank)
-    }
-    if last and config.tie_word_embeddings and head == "lm":
+    stages = {stage: whole.stage(ranges(counts), stage, device) for stage in schedule.placement.stages_of(rank)}
+    if last and whole.is_tied:
         _tie_ends(stages, last)
     return stages
 
@@ -56,8 +50,8 @@ def hf_model(
     model: Any, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu", head: str = "lm", seed: int = 0
 ) -> nn.Module:
     """The same model in one piece with the same weights: what the stages of `hf_stages` are cut from."""
-    config, dtype, source = _open(model, dtype, seed)
-    stage = _build(config, dtype, device, source, (range(config.num_hidden_layers),), 0, head)
+    whole = open_model(model, dtype, head, seed)
+    stage = whole.stage((range(whole.num_layers),), 0, device)
     return stage.lm if head == "lm" else stage
 
 
@@ -83,6 +77,7 @@ def module_stages(
         stage: PlainStage(
             [m if isinstance(m, nn.Module) else m() for m in (modules[i] for i in ranges(counts)[stage])],
             ranges(counts)[stage],
+            is_first=stage == 0,
         )
         for stage in schedule.placement.stages_of(rank)
     }
@@ -111,22 +106,6 @@ def _shared(modules: Sequence[Any], cut: Sequence[range]) -> dict[int, list[tupl
     return pairs
 
 
-def _build(
-    config: Any,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    source: Source,
-    cut: tuple[range, ...],
-    stage: int,
-    head: str,
-) -> HFStage:
-    built = HFStage(meta_model(config, dtype), cut, stage, head)
-    built.to_empty(device=device)
-    source.fill(built)
-    built.tie()
-    return built.train()
-
-
 def _tie_ends(stages: dict[int, HFStage], last: int) -> None:
     """One tensor where first and last stage share this rank; elsewhere each names its partner."""
     if 0 in stages and last in stages:
@@ -137,22 +116,6 @@ def _tie_ends(stages: dict[int, HFStage], last: int) -> None:
             stage.tied_pairs = (Tied(embedding, last, head),)
         elif stage.is_last:
             stage.tied_pairs = (Tied(head, 0, embedding),)
-
-
-def _open(model: Any, dtype: torch.dtype | None, seed: int) -> tuple[Any, torch.dtype, Source]:
-    """The config, dtype and weights of what a user calls a model."""
-    if isinstance(model, nn.Module):
-        return model.config, dtype or next(model.parameters()).dtype, ModelSource(model)
-    if isinstance(model, str | Path):
-        try:
-            from transformers import AutoConfig
-        except ImportError:
-            raise MissingExtra("transformers", "engine") from None
-        if not (Path(model) / "config.json").exists():
-            raise ConfigError(f"{model} is no model directory: it has no config.json")
-        config = AutoConfig.from_pretrained(model)
-        return config, dtype or config.dtype or torch.float32, DirectorySource(Path(model))
-    return model, dtype or model.dtype or torch.float32, SeedSource(seed)
 
 
 def _counts(

@@ -15,20 +15,16 @@ class PlainStage(nn.Module):
     """Modules run one after the other; a tuple returned by one becomes the arguments of the next.
 
     The first stage starts from `microbatch["inputs"]` (a tensor or a tuple). A module whose forward names another key
-    of the microbatch as a parameter gets it too, on whatever stage it is.
+    of the microbatch as a parameter gets it too, on whatever stage it is. A stage without modules hands on its input.
     """
 
     tied_pairs: tuple[tuple[str, int, str], ...] = ()
 
-    def __init__(self, modules: Sequence[nn.Module], layers: range) -> None:
+    def __init__(self, modules: Sequence[nn.Module], layers: range, *, is_first: bool) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(modules)
-        self.layers = layers
+        self.layers, self.is_first = layers, is_first
         self._parameters_of = [tuple(inspect.signature(module.forward).parameters) for module in modules]
-
-    @property
-    def is_first(self) -> bool:
-        return self.layers.start == 0
 
     def pick(self, microbatch: dict[str, Any]) -> dict[str, Any]:
         """What this stage needs of a microbatch."""
@@ -37,8 +33,8 @@ class PlainStage(nn.Module):
         return {**picked, "inputs": inputs_of(microbatch)} if self.is_first else picked
 
     def forward(self, *args: Tensor, **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
-        if self.is_first:
-            args = _tuple(kwargs["inputs"])
+        output: Any = kwargs["inputs"] if self.is_first else args if len(args) > 1 else args[0]
+        args = _tuple(output)
         for module, names in zip(self.blocks, self._parameters_of):
             output = module(*args, **{name: kwargs[name] for name in names[len(args) :] if name in kwargs})
             args = _tuple(output)

@@ -1,0 +1,120 @@
+"""Weights that come from a directory of safetensors, in whatever form transformers can load them."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeropipe.engine.stages.hf import HFStage
+from zeropipe.engine.stages.stored import Stored
+from zeropipe.engine.stages.weights import compute_buffers, seed_module
+from zeropipe.engine.stages.whole import SCORE, Whole, listed, put, tensors_of
+from zeropipe.engine.transformers_private import Conversion, conversions, kept_in_float32, unexpected
+from zeropipe.errors import ConfigError
+
+
+class DirectorySource:
+    """Reads the tensors that a stage is made of, and no others."""
+
+    def __init__(self, directory: Path, quantization: dict[str, Any] | None, dtype: torch.dtype, seed: int) -> None:
+        self._stored = Stored(directory, quantization)
+        self._dtype, self._seed = dtype, seed
+
+    def prepare(self, whole: Whole) -> bool:
+        found, unused = conversions(whole.model, self._stored.names)
+        self._whole = whole
+        self._made_by = {target: conversion for conversion in found for target in conversion.targets}
+        self._float32 = kept_in_float32(whole.model, self._dtype, whole.tensors)
+        self._same: dict[str, str] = {}
+        tied = self._is_tied(whole)
+        if missing := whole.stored - self._made_by.keys() - self._same.keys():
+            raise ConfigError(
+                f"{self._stored.directory} has no tensor {listed(missing)}: is it a checkpoint of this model?"
+            )
+        if strangers := unexpected(whole.model, unused - whole.tensors.keys()):
+            warnings.warn(
+                f"{self._stored.directory} has {listed(strangers)}, which the model does not use", stacklevel=4
+            )
+        return tied
+
+    def _is_tied(self, whole: Whole) -> bool:
+        """As transformers decides: what the config ties stays apart if two different tensors are stored."""
+        if whole.tie is None:
+            return False
+        head, embedding = (self._made_by.get(name) for name in whole.tie)
+        if head is not None and embedding is not None and not self._is_equal(head, embedding):
+            return False
+        here, there = whole.tie if embedding is not None else whole.tie[::-1]
+        self._same[here] = there
+        return True
+
+    def _is_equal(self, head: Conversion, embedding: Conversion) -> bool:
+        if head.is_plain and embedding.is_plain:
+            return self._stored.is_equal(head.stored[0], embedding.stored[0])
+        return torch.equal(*(next(iter(self._run(each).values())) for each in (head, embedding)))
+
+    def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        return torch.float32 if name in self._float32 else dtype
+
+    def fill(self, stage: HFStage) -> None:
+        compute_buffers(stage, self._seed)
+        wanted: dict[str, list[Tensor]] = defaultdict(list)
+        for name, tensor in tensors_of(stage).items():
+            full = stage.full_name(name)
+            if full == SCORE:
+                self._fill_score(stage, name, tensor)
+            elif full in self._whole.stored:
+                wanted[self._same.get(full, full)].append(tensor)
+        needed = {id(self._made_by[name]): self._made_by[name] for name in wanted}
+        for conversion in sorted(needed.values(), key=lambda c: self._stored.file_of[c.stored[0]]):
+            for name, value in self._run(conversion).items():
+                for tensor in wanted.get(name, ()):
+                    put(name, tensor, value, str(self._stored.directory))
+
+    def _fill_score(self, stage: HFStage, name: str, tensor: Tensor) -> None:
+        if SCORE in self._stored.file_of:
+            put(SCORE, tensor, self._stored.read(SCORE), str(self._stored.directory))
+        else:
+            seed_module(stage, name.rpartition(".")[0], self._seed)
+
+    def _run(self, conversion: Conversion) -> dict[str, Tensor]:
+        if missing := _gaps(conversion):
+            raise ConfigError(f"{self._stored.directory} has no tensor {listed(missing)}: the checkpoint is not whole")
+        parts = [self._stored.read(name) for name in conversion.stored]
+        try:
+            return conversion.run(self._whole.model, dict(zip(conversion.stored, parts)).__getitem__)
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise ConfigError(
+                f"cannot make {conversion.targets[0]} of {listed(conversion.stored)} in {self._stored.directory}: "
+                f"{str(error).splitlines()[0]}"
+            ) from None
+
+
+def _gaps(conversion: Conversion) -> set[str]:
+    """Stored names that are missing in a row: expert 3 where there are 0, 1, 2 and 4, or where only its half is."""
+    rows: dict[tuple[str, str], set[int]] = defaultdict(set)
+    by_pattern: dict[str, list[str]] = defaultdict(list)
+    for name, pattern in conversion.sources:
+        by_pattern[pattern].append(name)
+    if len(conversion.sources) == 1:
+        return set()
+    for names in by_pattern.values():
+        numbers = [re.findall(r"\d+", name) for name in names]
+        if len(names) > 1 and len({len(row) for row in numbers}) == 1:
+            column = next(c for c, values in enumerate(zip(*numbers)) if len(set(values)) > 1)
+            head, tail = _around(names[0], column)
+            rows[head, tail] = {int(row[column]) for row in numbers}
+    length = max((max(numbers) + 1 for numbers in rows.values()), default=0)
+    return {f"{head}{n}{tail}" for (head, tail), there in rows.items() for n in set(range(length)) - there}
+
+
+def _around(name: str, column: int) -> tuple[str, str]:
+    """What is before and after one of a name's numbers."""
+    match = list(re.finditer(r"\d+", name))[column]
+    return name[: match.start()], name[match.end() :]

@@ -1,0 +1,88 @@
+"""Weights that come from a model in memory."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeropipe.engine.stages.hf import HFStage
+from zeropipe.engine.stages.weights import compute_buffers, seed_module
+from zeropipe.engine.stages.whole import SCORE, Whole, computed, listed, put, require_fit, tensors_of
+from zeropipe.errors import ConfigError
+
+# What torch.compile and activation checkpointing of single modules put into the names below them.
+_WRAPPED = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module)\.")
+
+
+class ModelSource:
+    """Copies from a whole model in memory; what is frozen there stays frozen."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype | None, seed: int) -> None:
+        self._name = f"the {type(model).__name__} in memory"
+        self._tensors = {_WRAPPED.sub("", name): tensor for name, tensor in tensors_of(model).items()}
+        self._computed = {_WRAPPED.sub("", name) for name in computed(model)}
+        self._keep_dtype, self._seed = dtype is None, seed
+
+    def prepare(self, whole: Whole) -> bool:
+        self._add_prefix(f"{whole.model.base_model_prefix}.")
+        head, embedding = (self._tensors.get(name) for name in whole.ends)
+        # Whatever the config says, two tensors are trained apart, and one is one. A model without head has its config.
+        tied = whole.head == "lm" and (whole.tie is not None if head is None else head is embedding)
+        self._require_names(whole, spare=set(whole.ends[:1]) if tied else set())
+        for name, tensor in self._tensors.items():
+            if tensor.is_meta:
+                raise ConfigError(f"{name} of {self._name} has no values (it is on the meta device): load the model")
+            if hasattr(tensor, "full_tensor"):
+                raise ConfigError(f"{name} of {self._name} is sharded: give a model that is whole on this rank")
+            if name in whole.tensors and name not in self._computed:
+                require_fit(name, whole.tensors[name], tensor.shape, tensor.dtype, self._name)
+        return tied
+
+    def _require_names(self, whole: Whole, spare: set[str]) -> None:
+        if missing := whole.stored - self._tensors.keys() - spare:
+            raise ConfigError(
+                f"{self._name} has no {listed(missing)}, which its config asks for: give the whole model, not a part"
+            )
+        known = tensors_of(whole.model).keys() | whole.tensors.keys()
+        if unused := self._tensors.keys() - self._computed - known:
+            raise ConfigError(
+                f"{self._name} has {listed(unused)}, which no stage would use: give a plain model of its config"
+            )
+
+    def _add_prefix(self, prefix: str) -> None:
+        """A model without its head has names without its first word."""
+        if not any(name.startswith(prefix) for name in self._tensors):
+            self._tensors = {prefix + name: tensor for name, tensor in self._tensors.items()}
+            self._computed = {prefix + name for name in self._computed}
+
+    def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        return self._tensors[name].dtype if self._keep_dtype and name in self._tensors else dtype
+
+    def fill(self, stage: HFStage) -> None:
+        compute_buffers(stage, self._seed)
+        for name, tensor in tensors_of(stage).items():
+            full = stage.full_name(name)
+            if full in self._tensors:
+                put(full, tensor, self._tensors[full], self._name)
+                tensor.requires_grad_(self._tensors[full].requires_grad)
+            elif full == SCORE:
+                seed_module(stage, name.rpartition(".")[0], self._seed)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside the wrappers of torch.compile and data parallelism."""
+    while (inner := _inner(model)) is not None:
+        model = inner
+    if not hasattr(getattr(model, "config", None), "model_type"):
+        raise ConfigError(f"a {type(model).__name__} is no Hugging Face model: cut it with module_stages")
+    return model
+
+
+def _inner(model: nn.Module) -> Any:
+    """What a wrapper wraps; None for a model."""
+    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        return model.module
+    return getattr(model, "_orig_mod", None)

@@ -1,0 +1,108 @@
+"""What a user calls a model: its config, dtype and weights."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeropipe.engine.stages.directory import DirectorySource
+from zeropipe.engine.stages.hf import HFStage, meta_model
+from zeropipe.engine.stages.memory import ModelSource, unwrapped
+from zeropipe.engine.stages.weights import SeedSource, Source
+from zeropipe.engine.stages.whole import Whole, tensors_of
+from zeropipe.errors import ConfigError, MissingExtra
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model that can be cut: nothing of it has memory but what its source holds."""
+
+    config: Any
+    dtype: torch.dtype
+    head: str
+    source: Source
+
+    @property
+    def num_layers(self) -> int:
+        return self.config.num_hidden_layers
+
+    @property
+    def is_tied(self) -> bool:
+        """The head is the embedding."""
+        return self.head == "lm" and self.config.tie_word_embeddings
+
+    def stage(self, cut: tuple[range, ...], stage: int, device: torch.device | str) -> HFStage:
+        """One stage, with memory and weights."""
+        built = HFStage(meta_model(self.config, self.dtype), cut, stage, self.head)
+        for name, tensor in tensors_of(built).items():
+            tensor.data = tensor.data.to(self.source.dtype_of(built.full_name(name), tensor.dtype))
+        built.to_empty(device=device)
+        self.source.fill(built)
+        built.tie()
+        return built.train()
+
+
+def open_model(model: Any, dtype: torch.dtype | None, head: str, seed: int) -> Model:
+    """A directory, a config or a model in memory, checked: ConfigError unless it holds a whole model."""
+    if head not in ("lm", "score"):
+        raise ConfigError(f"head={head!r}: give 'lm' (logits) or 'score' (one number per token)")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1):
+        raise ConfigError(f"dtype={dtype!r}: give torch.float32, torch.bfloat16, torch.float16 or torch.float64")
+    config, dtype, source = _parts(model, dtype, seed)
+    # Ties are found in the weights; the config then says the same, also where it is saved.
+    config.tie_word_embeddings = source.prepare(Whole(meta_model(config, dtype), head)) or (
+        head == "score" and config.tie_word_embeddings
+    )
+    return Model(config, dtype, head, source)
+
+
+def _parts(model: Any, dtype: torch.dtype | None, seed: int) -> tuple[Any, torch.dtype, Source]:
+    if isinstance(model, nn.Module):
+        model = unwrapped(model)
+        if getattr(model.config, "quantization_config", None) is not None:
+            raise ConfigError(f"the {type(model).__name__} in memory is quantised: give it dequantised")
+        own = next(model.parameters()).dtype
+        return copy.deepcopy(model.config), dtype or own, ModelSource(model, dtype, seed)
+    if isinstance(model, str | Path):
+        config = _read_config(Path(model))
+        quantization = _without_quantization(config)
+        dtype = dtype or config.dtype or torch.float32
+        return config, dtype, DirectorySource(Path(model), quantization, dtype, seed)
+    if not hasattr(model, "model_type"):
+        raise ConfigError(
+            f"{model!r} is no model: give a directory with a config.json, a transformers config or a model in memory"
+        )
+    config = copy.deepcopy(model)
+    _without_quantization(config)  # random weights are not quantised
+    return config, dtype or config.dtype or torch.float32, SeedSource(seed)
+
+
+def _read_config(directory: Path) -> Any:
+    try:
+        from transformers import AutoConfig
+    except ImportError:
+        raise MissingExtra("transformers", "engine") from None
+    if not (directory / "config.json").exists():
+        raise ConfigError(
+            f"{directory} is no model directory: it has no config.json; a model of the Hub must be downloaded first "
+            f"(hf download {directory})"
+        )
+    try:
+        return AutoConfig.from_pretrained(directory)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError(f"cannot read {directory / 'config.json'}: {reason}") from None
+
+
+def _without_quantization(config: Any) -> dict[str, Any] | None:
+    """Take the quantisation out of a config: what is trained, and saved, is not quantised."""
+    found = getattr(config, "quantization_config", None)
+    if found is None:
+        return None
+    del config.quantization_config
+    return found if isinstance(found, dict) else found.to_dict()
