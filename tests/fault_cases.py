@@ -19,6 +19,8 @@ from zeropipe.core.schedule import Schedule
 from zeropipe.engine import Engine
 from zeropipe.engine.comm.fabric import Fabric
 from zeropipe.engine.comm.faults import Watchdog
+from zeropipe.engine.run import launch
+from zeropipe.engine.run.measure import measure
 from zeropipe.errors import ConfigError, EngineError
 
 
@@ -221,3 +223,25 @@ def wrong_number_then_right(schedule: Schedule) -> bool:
                 continue
             return False
         return engine.train_step(microbatches(4), SquareLoss()).count > 0
+
+
+def compute_forever() -> None:
+    """A rank that never looks at its connections."""
+    while True:
+        torch.ones(10).sum()
+
+
+def beat_for(seconds: float) -> None:
+    """A long job that says now and then that it gets on."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        launch.heartbeat()
+        time.sleep(0.1)
+
+
+def beats_of_a_run(schedule: Schedule, steps: int) -> int:
+    """How often this rank says that it gets on while it measures."""
+    stages = own(blocks(schedule.num_stages), schedule)
+    with mock.patch.object(launch, "_line") as line:
+        measure(schedule, stages, lambda step: microbatches(schedule.num_microbatches), SquareLoss(), steps=steps)
+    return line.beat.call_count

@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 
@@ -186,33 +185,71 @@ def test_without_torch_distributed():
 
 def test_the_launcher_stops_ranks_that_take_too_long():
     ranks = LocalRanks(2)
-    with pytest.raises(EngineError, match="no answer within 1 seconds"):
+    with pytest.raises(EngineError, match="no sign of life within 1 seconds"):
         ranks.run(cases.sleep_forever, timeout=1)
     assert gone(ranks.pids)
 
 
-def test_killing_the_parent_leaves_no_rank(tmp_path):
-    script = tmp_path / "parent.py"
-    script.write_text(
-        textwrap.dedent(
-            """
-            import signal
-            from zeropipe.engine.run.launch import LocalRanks
+PARENT = """
+import os
+import signal
+import sys
 
-            if __name__ == "__main__":
-                ranks = LocalRanks(2)
-                print(*ranks.pids, flush=True)
-                signal.pause()
-            """
-        )
-    )
-    parent = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+sys.path.insert(0, {tests!r})
+from fault_cases import compute_forever
+from zeropipe.engine.run.launch import LocalRanks
+
+if __name__ == "__main__":
+    ranks = LocalRanks(2)
+    if {stopped}:
+        os.kill(ranks.pids[0], signal.SIGSTOP)
+    print(ranks._nursery._process.pid, *ranks.pids, flush=True)
+    ranks.run(compute_forever, timeout=600)
+"""
+
+
+def start_parent(tmp_path, stopped):
+    """A script whose ranks are busy; its process, and the ids of all that it started."""
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT.format(tests=os.path.dirname(__file__), stopped=stopped))
+    (tmp_path / "scratch").mkdir()
+    environment = {**os.environ, "TMPDIR": str(tmp_path / "scratch")}
+    command = [sys.executable, str(script)]
+    parent = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     pids = [int(pid) for pid in parent.stdout.readline().split()]
-    assert len(pids) == 2
+    assert len(pids) == 3
     assert not gone(pids)
-    parent.send_signal(signal.SIGKILL)
-    parent.wait()
+    return parent, pids
+
+
+def soon_gone(pids):
     end = time.monotonic() + 20
     while not gone(pids) and time.monotonic() < end:
-        time.sleep(0.05)
-    assert gone(pids)
+        time.sleep(0.02)
+    return gone(pids)
+
+
+def test_killing_the_parent_leaves_nothing(tmp_path):
+    parent, pids = start_parent(tmp_path, stopped=True)
+    parent.kill()
+    parent.wait()
+    assert soon_gone(pids)
+    assert not list((tmp_path / "scratch").iterdir())
+
+
+def test_killing_the_nursery_leaves_nothing(tmp_path):
+    parent, pids = start_parent(tmp_path, stopped=False)
+    os.kill(pids[0], signal.SIGKILL)
+    assert parent.wait(60) == 1, "its ranks died, so its run failed"
+    assert soon_gone(pids[1:])
+
+
+def test_ranks_that_get_on_are_not_stopped_for_silence():
+    with LocalRanks(2) as ranks:
+        assert ranks.run(cases.beat_for, 4.0, timeout=2.0) == [None, None]
+
+
+def test_every_step_of_a_run_is_a_sign_of_life():
+    with LocalRanks(2) as ranks:
+        beats = ranks.run(cases.beats_of_a_run, zp.build("1f1b", ranks=2, microbatches=2), 3)
+    assert min(beats) >= 4, "a warm-up and three steps"

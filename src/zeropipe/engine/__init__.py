@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from zeropipe.engine.blocks.compiling import prepare_blocks
     from zeropipe.engine.engine import Engine
     from zeropipe.engine.options import Options
-    from zeropipe.engine.run.launch import LocalRanks, launch
+    from zeropipe.engine.run.launch import LocalRanks, heartbeat, launch
     from zeropipe.engine.run.measure import Measured, measure
     from zeropipe.engine.run.torch_runtime import torch_runtime
     from zeropipe.engine.stages.build import hf_model, hf_stages, module_stages
@@ -36,7 +36,7 @@ _MODULE_OF = {
     "WeightStore": "engine.backward.store", "main_gradients": "engine.backward.gradients",
     "prepare_blocks": "engine.blocks.compiling",
     "Engine": "engine.engine", "Options": "engine.options",
-    "LocalRanks": "engine.run.launch", "launch": "engine.run.launch",
+    "LocalRanks": "engine.run.launch", "heartbeat": "engine.run.launch", "launch": "engine.run.launch",
     "Measured": "engine.run.measure", "measure": "engine.run.measure",
     "torch_runtime": "engine.run.torch_runtime",
     "hf_model": "engine.stages.build", "hf_stages": "engine.stages.build", "module_stages": "engine.stages.build",

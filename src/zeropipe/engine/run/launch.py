@@ -1,28 +1,29 @@
-"""Local ranks: processes on this machine that run functions together, with a hard time-out and no orphans."""
+"""Local ranks: processes on this machine that run functions together, with a time-out for silence and no orphans."""
 
 from __future__ import annotations
 
-import ctypes
-import multiprocessing as mp
 import os
 import pickle
 import signal
-import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from zeropipe.engine.run.nursery import nursery
 from zeropipe.errors import EngineError, ZeropipeError
 
-PR_SET_PDEATHSIG = 1
 GRACE = 30.0  # seconds that ranks still get once one has failed: they may be waiting for it
+BEAT, ANSWER = b".", b"="  # the first byte of what a rank says
+REST = 0.5  # seconds between two beats of a rank
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,8 @@ class LocalRanks:
         with LocalRanks(4) as ranks:
             results = ranks.run(function, *args)        # function(*args) on every rank; results in rank order
 
-    `function` must be importable; `preload` names modules it will want. After a failure or a time-out all processes
+    `function` must be importable; `preload` names modules it will want. `timeout` of a run is for silence: an Engine
+    that gets on with its work is heard, and so is who calls `heartbeat()`. After a failure or a time-out all processes
     are gone and the pool is closed.
     """
 
@@ -59,30 +61,30 @@ class LocalRanks:
         start_timeout: float = 120.0,
     ) -> None:
         self.num_ranks = num_ranks
-        context = mp.get_context("forkserver")
-        # torch (and what `preload` names) is imported once, in the server: ranks then start in a blink
-        context.set_forkserver_preload(
-            ["torch", "zeropipe.engine.run.measure", "zeropipe.engine.stages.build", *preload]
-        )
+        self._nursery = nursery()
+        # torch (and what `preload` names) is imported once, there: ranks then start in a blink
+        self._nursery.preload(["zeropipe.engine.run.measure", "zeropipe.engine.stages.build", *preload])
         # the store lives here, so that it outlives any rank
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._pipes: list[Connection] = []
-        self._processes: list[Any] = []
-        for rank in range(num_ranks):
-            ours, theirs = context.Pipe()
-            arguments = (theirs, rank, num_ranks, self._store.port, threads, backend)
-            process = context.Process(target=_rank_main, args=arguments, name=f"zeropipe-rank-{rank}", daemon=True)
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
+        self._pids: list[int] = []
         self.closed = False
-        self._collect(start_timeout)
+        try:
+            for rank in range(num_ranks):
+                ours, theirs = Pipe()
+                self._pipes.append(ours)
+                with theirs:
+                    args = (rank, num_ranks, self._store.port, threads, backend)
+                    self._pids.append(self._nursery.bear(_rank_main, args, theirs.fileno(), start_timeout))
+            self._collect(start_timeout)
+        except BaseException:
+            self.close(patience=0)
+            raise
 
     @property
     def pids(self) -> list[int]:
         """The ranks' process ids."""
-        return [process.pid for process in self._processes]
+        return list(self._pids)
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
         """`function(*args)` on every rank; EngineError if one of them fails."""
@@ -103,25 +105,29 @@ class LocalRanks:
 
     def _collect(self, timeout: float) -> list[Any]:
         outcomes: dict[int, Any] = {}
+        failed = False
         end = time.monotonic() + timeout
         while len(outcomes) < self.num_ranks:
             open_pipes = {self._pipes[rank]: rank for rank in range(self.num_ranks) if rank not in outcomes}
             ready = wait(list(open_pipes), max(0.0, end - time.monotonic()))
             if not ready:
-                failed = any(isinstance(outcome, Failed) for outcome in outcomes.values())
-                why = "stopped, another rank failed" if failed else f"no answer within {timeout:g} seconds"
+                why = "stopped, another rank failed" if failed else f"no sign of life within {timeout:g} seconds"
                 for rank in open_pipes.values():
                     outcomes[rank] = Failed(rank, "TimedOut", why)
             for pipe in ready:
                 rank = open_pipes[pipe]  # type: ignore[index]
                 try:
-                    outcomes[rank] = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
+                    said = pipe.recv_bytes()  # type: ignore[union-attr]
                 except (EOFError, ConnectionResetError):
-                    self._processes[rank].join(5)
-                    outcomes[rank] = Failed(rank, "Died", f"exit code {self._processes[rank].exitcode}")
-                if isinstance(outcomes[rank], Failed):
-                    end = min(end, time.monotonic() + GRACE)
-        if any(isinstance(outcome, Failed) for outcome in outcomes.values()):
+                    outcomes[rank] = Failed(rank, "Died", _how(self._nursery.wait(self._pids[rank], 5)))
+                else:
+                    if said == BEAT:
+                        end = end if failed else time.monotonic() + timeout
+                        continue
+                    outcomes[rank] = pickle.loads(said[1:])
+                if isinstance(outcomes[rank], Failed) and not failed:
+                    failed, end = True, min(end, time.monotonic() + GRACE)
+        if failed or any(isinstance(outcome, Failed) for outcome in outcomes.values()):
             self.close(patience=0)
         return [outcomes[rank] for rank in range(self.num_ranks)]
 
@@ -131,18 +137,24 @@ class LocalRanks:
         for pipe in self._pipes:
             pipe.close()
         end = time.monotonic() + patience
-        for process in self._processes:
-            process.join(max(0.0, end - time.monotonic()))
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.join()
+        for pid in self._pids:
+            if self._nursery.wait(pid, max(0.0, end - time.monotonic())) is None:
+                os.kill(pid, signal.SIGKILL)
+        for pid in self._pids:
+            self._nursery.wait(pid, 60)
 
     def __enter__(self) -> LocalRanks:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, *error: object) -> None:
+        self.close(patience=5.0 if kind is None else 0.0)
+
+
+def _how(code: int | None) -> str:
+    """The end of a process, in words."""
+    if code is None or code >= 0:
+        return f"exit code {code}"
+    return f"killed by {signal.Signals(-code).name}"
 
 
 def _told(failures: Sequence[Failed]) -> str:
@@ -160,28 +172,63 @@ def launch(function: Callable[..., Any], num_ranks: int, *args: Any, timeout: fl
         return ranks.run(function, *args, timeout=timeout)
 
 
-def _rank_main(pipe: Connection, rank: int, num_ranks: int, port: int, threads: int, backend: str) -> None:
-    if sys.platform == "linux":  # die with the process that started us, whatever happens to it
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+class Line:
+    """A rank's end of its connection: answers from one thread, beats from others."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe, self._lock, self._busy, self._last = pipe, threading.Lock(), False, 0.0
+
+    def take(self) -> bytes:
+        """The next job."""
+        job = self._pipe.recv_bytes()
+        self._busy = True
+        return job
+
+    def answer(self, data: bytes) -> None:
+        """The end of a job."""
+        with self._lock:
+            self._busy = False
+            self._pipe.send_bytes(ANSWER + data)
+
+    def beat(self) -> None:
+        """Say that the job gets on, at most every REST seconds."""
+        if self._busy and time.monotonic() - self._last > REST:
+            with self._lock:
+                if self._busy:
+                    self._last = time.monotonic()
+                    self._pipe.send_bytes(BEAT)
+
+
+_line: Line | None = None
+
+
+def heartbeat() -> None:
+    """Tell the process that started this rank that it gets on: its time-out starts again. Does nothing elsewhere."""
+    if _line is not None:
+        _line.beat()
+
+
+def _rank_main(end: int, rank: int, num_ranks: int, port: int, threads: int, backend: str) -> None:
+    global _line
+    _line = Line(Connection(end))
     torch.set_num_threads(threads)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_RANK=str(rank))
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
     dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks)
-    pipe.send_bytes(pickle.dumps(None))
+    _line.answer(pickle.dumps(None))
     while True:
         try:
-            job = pipe.recv_bytes()
+            job = _line.take()
         except EOFError:
             return
-        pipe.send_bytes(_answer(job, rank))
+        _line.answer(_answer(job, rank))
 
 
 def _answer(job: bytes, rank: int) -> bytes:
     try:
         function, args = pickle.loads(job)
         return pickle.dumps(function(*args))
-    except Exception as error:
+    except BaseException as error:  # SystemExit and KeyboardInterrupt too: the others are told what ended this rank
         return pickle.dumps(
             Failed(rank, type(error).__name__, str(error), traceback.format_exc(), isinstance(error, ZeropipeError))
         )

@@ -12,6 +12,7 @@ from torch import nn
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Timeline
 from zeropipe.engine.engine import Engine
+from zeropipe.engine.run.launch import heartbeat
 from zeropipe.engine.stages.contract import Microbatch
 from zeropipe.engine.step.losses import LossFn
 
@@ -49,6 +50,7 @@ def measure(
             optimizer.step()
             optimizer.zero_grad()
             timeline = engine.timeline()
+            heartbeat()
             if tell is not None:
                 tell(step, loss, timeline.makespan)
             if step:
