@@ -6,7 +6,7 @@ from fastapi.testclient import TestClient
 from zeropipe.app.server import create_app
 from zeropipe.cli import main
 
-client = TestClient(create_app())
+client = TestClient(create_app(), base_url="http://localhost")
 
 
 def ask(path, body):
@@ -20,7 +20,8 @@ def told(errors, field):
 
 
 def upload(name, text):
-    return ask("uploads", {"name": name, "text": text})
+    response = client.post("/api/uploads", params={"name": name}, content=text)
+    return response.status_code, response.json()
 
 
 def command_line(capsys, *args):

@@ -1,11 +1,9 @@
 """The page's HTTP interface: figures equal the library's, mistakes are told by field, nothing is unbounded."""
 
-import asyncio
 import re
 import signal
 import subprocess
 import sys
-import threading
 from dataclasses import replace
 from xml.etree import ElementTree
 
@@ -14,10 +12,10 @@ import pytest
 from app_client import ask, client, command_line, told
 
 import zeropipe as zp
-from zeropipe.app import downloads, guard, pictures, server, work
-from zeropipe.app.server import create_app
+from zeropipe.app import downloads, guard, pictures, work
 from zeropipe.cli import main
 from zeropipe.core import limits
+from zeropipe.schedules.registry import entries
 from zeropipe.sim.compare import compare
 
 ONE = {"schedules": [{"name": "1f1b"}]}
@@ -34,7 +32,7 @@ def test_the_catalog_has_a_card_with_a_picture_for_every_schedule():
 
 def test_a_picture_shows_every_action():
     schedule = zp.build("zbv", ranks=4, microbatches=8)
-    drawn = pictures.picture(next(e for e in server.entries() if e.name == "zbv"))
+    drawn = pictures.picture(next(e for e in entries() if e.name == "zbv"))
     assert sum(path.count("M") for path in drawn["paths"].values()) == schedule.num_actions
 
 
@@ -130,7 +128,7 @@ def test_an_error_is_told_by_its_field_in_the_words_of_the_command_line(capsys, 
         ({"schedules": []}, "schedules", "choose from 1 to 64"),
         ({**ONE, "ranks": "four"}, "ranks", "ranks='four': a whole number"),
         ({**ONE, "ranks": 2.5}, "ranks", "ranks=2.5: a whole number"),
-        ({**ONE, "ranks": 4096}, "ranks", "up to 1024"),
+        ({**ONE, "ranks": 4096}, "ranks", "up to 1,024"),
         ({**ONE, "costs": {"f": "1;2"}}, "costs.f", "write a number, or one per stage like 1,1,2"),
         ({**ONE, "costs": {"p2p": "x"}}, "costs.p2p", "p2p='x': a number from 0 on is needed"),
         ({**ONE, "costs": {"g": 1}}, "costs.g", "unknown field 'g'"),
@@ -167,7 +165,7 @@ def test_two_million_actions_are_refused_before_anything_is_built(monkeypatch):
 
 
 def test_the_count_before_building_is_never_below_the_real_one():
-    for entry in server.entries():
+    for entry in entries():
         for per_rank in entry.stages_per_rank[:2]:
             schedule = zp.build(entry.name, ranks=4, microbatches=8, stages_per_rank=per_rank)
             assert schedule.num_actions <= limits.num_actions(entry.splits_backward, 4, 8, per_rank)
@@ -175,10 +173,12 @@ def test_the_count_before_building_is_never_below_the_real_one():
 
 def test_a_large_body_is_refused(monkeypatch):
     monkeypatch.setattr(guard, "PAGE", replace(limits.PAGE, file_bytes=1000))
-    for body in (b" " * 2000, iter([b" " * 600] * 3)):  # told by its length, and only while it comes
-        response = client.post("/api/simulate", content=body)
-        assert response.status_code == 413
-        assert "larger than" in response.json()["errors"][0]["message"]
+    monkeypatch.setattr(guard, "MAX_ASK", 1000)
+    for path in ("/api/simulate", "/api/uploads?name=a.csv"):
+        for body in (b" " * 2000, iter([b" " * 600] * 3)):  # told by its length, and only while it comes
+            response = client.post(path, content=body)
+            assert response.status_code == 413
+            assert "larger than" in response.json()["errors"][0]["message"]
 
 
 def test_the_pareto_front_of_the_chart():
@@ -257,74 +257,6 @@ def test_nothing_but_names_and_uploads_is_opened(tmp_path):
         status, answer = ask("simulate", {"schedules": [{"name": name}]})
         assert status == 422
         assert told(answer, "schedules.0")[0].startswith("unknown schedule")
-
-
-def test_a_slow_request_does_not_keep_the_others_waiting(monkeypatch):
-    begun, go = threading.Semaphore(0), threading.Event()
-
-    def slow(pulse, size):
-        begun.release()
-        assert go.wait(20)
-        return {"points": [], "errors": [], "unit": "", "memory_unit": ""}
-
-    monkeypatch.setattr(server, "chart", slow)
-
-    async def visit():
-        transport = httpx.ASGITransport(app=create_app())
-        async with httpx.AsyncClient(transport=transport, base_url="http://page") as client:
-            charts = [asyncio.create_task(client.post("/api/chart", json={})) for _ in range(4)]
-            assert await asyncio.to_thread(begun.acquire, timeout=20)
-            page = await client.get("/")
-            answer = await client.post("/api/simulate", json=ONE)
-            waiting = [chart.done() for chart in charts]
-            go.set()
-            return page.status_code, answer.status_code, waiting, [(await chart).status_code for chart in charts]
-
-    assert asyncio.run(visit()) == (200, 200, [False] * 4, [200] * 4)
-
-
-def test_a_request_nobody_waits_for_is_not_computed(monkeypatch):
-    """The browser leaves during the first schedule of a chart: the second is not begun."""
-    left, done = threading.Event(), []
-
-    def slow(plan, costs):
-        done.append(plan.title)
-        left.set()
-        for _ in range(100):
-            threading.Event().wait(0.05)
-            if stopped.is_set():
-                break
-        return original(plan, costs)
-
-    stopped, original = threading.Event(), work._timeline
-    monkeypatch.setattr(work, "_timeline", slow)
-
-    async def visit():
-        body = iter([{"type": "http.request", "body": b"{}", "more_body": False}])
-        sent = []
-
-        async def receive():
-            message = next(body, None)
-            if message is None:
-                while not left.is_set():
-                    await asyncio.sleep(0.01)
-                message = {"type": "http.disconnect"}
-                asyncio.get_running_loop().call_later(0.5, stopped.set)
-            return message
-
-        async def send(message):
-            sent.append(message)
-
-        scope = {
-            "type": "http", "method": "POST", "path": "/api/chart", "raw_path": b"/api/chart", "query_string": b"",
-            "headers": [(b"content-type", b"application/json")], "http_version": "1.1", "scheme": "http",
-            "server": ("page", 80), "client": ("me", 1), "root_path": "",
-        }  # fmt: skip
-        await create_app()(scope, receive, send)
-        return sent[0]["status"]
-
-    assert asyncio.run(visit()) == 499
-    assert done == zp.names()[:1]
 
 
 def test_the_port_in_use_is_a_mistake_in_one_line(capsys):

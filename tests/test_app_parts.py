@@ -6,8 +6,9 @@ import pytest
 from app_client import ask, client, told, upload
 
 import zeropipe as zp
-from zeropipe.app import server, work
+from zeropipe.app import work
 from zeropipe.core import limits
+from zeropipe.schedules.registry import entries
 from zeropipe.sim.compare import compare
 from zeropipe.sim.fill import cut_weights
 
@@ -119,7 +120,7 @@ def test_parts_of_a_file_count_as_well():
 
 
 def test_the_count_of_parts_is_never_below_the_real_one():
-    for entry in server.entries():
+    for entry in entries():
         for per_rank in entry.stages_per_rank[:2]:
             schedule = zp.build(entry.name, ranks=4, microbatches=8, stages_per_rank=per_rank)
             cut = cut_weights(schedule, 5)

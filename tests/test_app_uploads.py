@@ -66,17 +66,16 @@ def test_costs_files_are_read_like_the_command_lines(tmp_path, capsys):
     ],
 )
 def test_a_wrong_file_is_refused(name, text, word):
-    body = json.dumps({"name": name, "text": text})
-    response = client.post("/api/uploads", content=body, headers={"Content-Type": "application/json"})
-    assert response.status_code == 422
-    assert word in told(response.json(), "file")[0]
+    status, answer = upload(name, text)
+    assert status == 422
+    assert word in told(answer, "file")[0]
 
 
 def test_text_that_is_no_text_is_refused():
-    body = json.dumps({"name": "\ud800.csv", "text": "0F0,\ud800"})
-    response = client.post("/api/uploads", content=body, headers={"Content-Type": "application/json"})
-    assert response.status_code == 422
-    assert [error["field"] for error in response.json()["errors"]] == ["name", "text"]
+    status, answer = upload("a.csv", b"0F0,\xff")
+    assert (status, told(answer, "file")) == (422, ["a.csv: not text: write it in UTF-8"])
+    response = client.post("/api/uploads", content=b"0F0")
+    assert (response.status_code, told(response.json(), "name")) == (422, ["name is missing"])
 
 
 @pytest.mark.parametrize("damage", [
@@ -90,9 +89,8 @@ def test_text_that_is_no_text_is_refused():
 def test_a_damaged_timeline_is_refused(damage):
     timeline = zp.simulate(zp.build("1f1b", ranks=1, microbatches=2))
     data = {**json.loads(zp.to_json(timeline)), **damage}
-    body = json.dumps({"name": "run.json", "text": json.dumps(data)})
-    response = client.post("/api/uploads", content=body, headers={"Content-Type": "application/json"})
-    assert response.status_code == 422, response.text
+    status, answer = upload("run.json", json.dumps(data))
+    assert status == 422, answer
 
 
 def test_old_uploads_leave_when_there_are_too_many(monkeypatch):

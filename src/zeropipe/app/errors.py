@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
+from math import inf
 from typing import Any
 
 from zeropipe.app.models import MAX_CHOICES
-from zeropipe.core.limits import PAGE
+from zeropipe.core.limits import LARGEST, SMALLEST
 from zeropipe.core.placement import MAX_PARTS
 from zeropipe.errors import short
 from zeropipe.sim.costs import Costs
 
+MOST_ERRORS = 20  # of one answer
 COST_FIELDS = frozenset(field.name for field in fields(Costs))
 _PER_STAGE = frozenset({"f", "i", "w", "b", "overlap", "message", "activation", "stash", "weights"})
 _WHOLE = "a whole number from 1 on is needed"
@@ -48,6 +50,8 @@ def broken_rules(details: Sequence[Any]) -> list[tuple[str, str]]:
     for detail in details:
         field, name, value = _place(detail)
         found.setdefault(field, _words(name, value, detail))
+        if len(found) == MOST_ERRORS:
+            break
     return list(found.items())
 
 
@@ -55,7 +59,8 @@ def _place(detail: Any) -> tuple[str, str, Any]:
     """The form's field of one finding, its name, and the value given there."""
     where = [str(part) for part in detail["loc"] if part not in ("body", "path", "query")]
     if where[:1] == ["costs"] and len(where) > 1:
-        return f"costs.{where[1]}", where[1], detail.get("input")
+        name = ".".join(where[1:]) if where[1] in ("edges", "inter_node") else where[1]
+        return f"costs.{where[1]}", name, detail.get("input")
     if where[:1] == ["schedules"] and len(where) > 1:
         return f"schedules.{where[1]}", where[-1], detail.get("input")
     return ".".join(where), where[0] if where else "", detail.get("input")
@@ -73,9 +78,12 @@ def _words(name: str, value: Any, detail: Any) -> str:
         return f"choose from 1 to {MAX_CHOICES} schedules"
     if name == "bandwidth" and value == 0:
         return "bandwidth=0: a message would never arrive; leave it out for no limit"
-    if kind == "less_than_equal" and name == "ranks":
-        return f"ranks={value!r}: the page takes up to {PAGE.ranks}; the command line takes more"
+    if kind == "less_than_equal" and name in ("ranks", "microbatches"):
+        return f"{name}={short(value)}: the page takes up to {detail['ctx']['le']:,}; the command line takes more"
     if isinstance(value, str) and name in _PER_STAGE:
         return f"{name}={short(value)}: write a number, or one per stage like 1,1,2"
-    rule = _RULES.get(name) or ("a number from 0 on is needed" if name in COST_FIELDS else detail["msg"].lower())
+    if isinstance(value, int | float) and LARGEST < value < inf:
+        return f"{name}={short(value)}: give 0, or a number from {SMALLEST} to {LARGEST}"
+    is_cost = name.split(".")[0] in COST_FIELDS
+    rule = _RULES.get(name) or ("a number from 0 on is needed" if is_cost else detail["msg"].lower())
     return f"{name}={short(value)}: {rule}"

@@ -11,9 +11,10 @@ from zeropipe.core.limits import PAGE
 from zeropipe.core.placement import MAX_PARTS
 
 MAX_CHOICES = 64  # schedules of one request
+MAX_EDGES = 4096  # directions between two ranks with costs of their own
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Speed = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-PerStage = Amount | Annotated[list[Amount], Field(min_length=1, max_length=MAX_STAGES)]
+PerStage = Amount | Annotated[list[Amount], Field(min_length=1, max_length=MAX_STAGES, fail_fast=True)]
 Format = Literal["html", "svg", "png", "pdf", "csv", "json"]
 
 
@@ -41,7 +42,7 @@ class CostsIn(Strict):
     p2p: Amount = 0.0
     bandwidth: Speed | None = None
     message: PerStage = 0.0
-    edges: dict[str, LinkIn] = Field(default_factory=dict, examples=[{"0-1": {"p2p": 0.5}}])
+    edges: dict[str, LinkIn] = Field(default_factory=dict, max_length=MAX_EDGES, examples=[{"0-1": {"p2p": 0.5}}])
     node_size: Annotated[int, Field(ge=1)] | None = None
     inter_node: LinkIn = LinkIn()
     blocking: bool = False
@@ -68,7 +69,7 @@ class Size(Strict):
     """How large the pipeline is, and what it costs."""
 
     ranks: Annotated[int, Field(ge=1, le=PAGE.ranks)] = 4
-    microbatches: Annotated[int, Field(ge=1)] = 8
+    microbatches: Annotated[int, Field(ge=1, le=PAGE.actions)] = 8
     stages_per_rank: Annotated[int, Field(ge=1)] | None = Field(
         None, description="For every schedule that can have so many; the others keep their own."
     )
@@ -96,11 +97,7 @@ class FileAsk(Ask):
     labels: Literal["microbatch", "action", "none"] = "microbatch"
 
 
-class Upload(Strict):
-    """A dropped file: a schedule (.csv, .json), a timeline (.json) or costs (.toml, .json)."""
-
-    name: Annotated[str, Field(min_length=1, max_length=200)] = Field(examples=["mine.csv"])
-    text: Annotated[str, Field(max_length=PAGE.file_bytes)] = Field(examples=["0F0,0B0\n"])
+FileName = Annotated[str, Field(min_length=1, max_length=200, examples=["mine.csv"])]
 
 
 class FieldError(BaseModel):
@@ -227,3 +224,11 @@ class Uploaded(BaseModel):
     num_microbatches: int | None = None
     measured: bool = False
     costs: dict[str, Any] | None = None
+
+
+class Load(BaseModel):
+    """Requests in one of the server's lanes; more than `room` that wait are answered with 503."""
+
+    running: int
+    waiting: int
+    room: int

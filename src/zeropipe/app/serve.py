@@ -5,17 +5,23 @@ from __future__ import annotations
 import errno
 import json
 import socket
+from collections.abc import Sequence
 from threading import Thread
 
 from zeropipe.errors import ConfigError, MissingExtra
 
 PORT = 8420
+PATIENCE = 1  # seconds that open requests get to end when the server is told to
 
 
 def serve(
-    host: str = "127.0.0.1", port: int | None = None, *, browser: bool = True, query: str = "", as_json: bool = False
-) -> None:
-    """Serve the page until interrupted. Without `port`, the first free one from 8420 on."""
+    host: str = "127.0.0.1", port: int | None = None, *, hosts: Sequence[str] = (), schedules: Sequence[str] = (),
+    browser: bool = True, query: str = "", as_json: bool = False,
+) -> None:  # fmt: skip
+    """Serve the page until interrupted. Without `port`, the first free one from 8420 on.
+
+    `hosts` are names under which it answers, beside addresses and `localhost`; `schedules` as for `create_app`.
+    """
     from zeropipe.app.server import create_app
 
     try:
@@ -31,7 +37,8 @@ def serve(
 
         # the socket listens already: the browser waits until the server answers; some browsers return when they end
         Thread(target=webbrowser.open, args=(address,), daemon=True).start()
-    config = uvicorn.Config(create_app(), log_level="warning", access_log=False)
+    app = create_app(hosts=[host, *hosts], schedules=schedules, warm=True)
+    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=PATIENCE)
     uvicorn.Server(config).run(sockets=[listener])
 
 

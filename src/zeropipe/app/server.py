@@ -1,8 +1,9 @@
-"""The page's server: static files, and five calls that answer in JSON (or in a file). It holds no state but uploads."""
+"""The page's server: static files, and calls that answer in JSON (or in a file). It holds no state but uploads."""
 
 from __future__ import annotations
 
-import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from importlib.resources import files
 from typing import Any
 
@@ -19,44 +20,65 @@ except ImportError:
     raise MissingExtra("fastapi", "app") from None
 
 from zeropipe.app import models
-from zeropipe.app.desk import BACKGROUND, Desk, Gone, Pulse
-from zeropipe.app.downloads import MEDIA, file_of
+from zeropipe.app.body import Route
+from zeropipe.app.calls import Reply, catalog_call, chart_call, encoded, file_call, listed, simulate_call, upload_call
+from zeropipe.app.desk import SMALL, Desk, Gone
+from zeropipe.app.downloads import MEDIA, require_form
 from zeropipe.app.errors import Refusal, broken_rules
 from zeropipe.app.guard import Guard
-from zeropipe.app.pictures import picture
+from zeropipe.app.hands import Failed
+from zeropipe.app.lanes import Job
 from zeropipe.app.uploads import Uploads
-from zeropipe.app.work import chart, results, timelines_of
-from zeropipe.schedules.registry import entries
-from zeropipe.viz.colors import palette
-from zeropipe.viz.payload import payload
+from zeropipe.app.work import chart_plans, effort_of, plans_of
+from zeropipe.core.limits import PAGE
 
-SHADES = 2  # of a colour on the cards
+TEXT = 4  # bytes of a file that are about one action
+DRAWN_APART = ("png", "pdf")  # by matplotlib, which takes long to import
 REFUSED: dict[int | str, dict[str, Any]] = {
     400: {"model": models.Errors, "description": "The body cannot be read."},
+    403: {"model": models.Errors, "description": "The request comes from another page, or names another host."},
     413: {"model": models.Errors, "description": "The body is too large."},
     422: {"model": models.Errors, "description": "A value breaks a rule."},
+    503: {"model": models.Errors, "description": "Too many requests wait; Retry-After says when to come again."},
 }
 
 
 class Plain(JSONResponse):
-    """JSON in ASCII, so that no text whatsoever fails to be sent."""
+    """JSON in ASCII."""
 
     def render(self, content: Any) -> bytes:
-        return json.dumps(content, allow_nan=False, separators=(",", ":")).encode("ascii")
+        return encoded(content)
 
 
-def create_app() -> FastAPI:
-    """The application, ready for any ASGI server."""
+def create_app(*, hosts: Sequence[str] = (), schedules: Sequence[str] = (), warm: bool = False) -> FastAPI:
+    """The application, ready for any ASGI server.
+
+    It answers under this machine's addresses and `localhost`, and under the names in `hosts`. `schedules` are those of
+    the user's files, path/to/mine.py:name. With `warm`, a worker process starts with the server.
+    """
+    desk = Desk(schedules)
+
+    @asynccontextmanager
+    async def life(app: FastAPI) -> AsyncIterator[None]:
+        if warm:
+            desk.warm()
+        yield
+        desk.close()
+
     app = FastAPI(
         title="zeropipe", version=__version__, docs_url=None, redoc_url=None, default_response_class=Plain,
         description="Simulate and compare pipeline schedules. Refusals name the field and say what to do.",
+        lifespan=life,
     )  # fmt: skip
-    app.add_middleware(Guard)
-    app.add_exception_handler(Refusal, _refused)
-    app.add_exception_handler(RequestValidationError, _invalid)
-    app.add_exception_handler(HTTPException, _http)
+    app.router.route_class = Route
+    app.state.desk = desk
+    app.add_middleware(Guard, hosts=hosts)
+    for kind, handler in (
+        (Refusal, _refused), (RequestValidationError, _invalid), (HTTPException, _http), (Exception, _failed),
+    ):  # fmt: skip
+        app.add_exception_handler(kind, handler)
     app.add_exception_handler(Gone, lambda request, error: Response(status_code=499))
-    _add_calls(app, Uploads(), Desk())
+    _add_calls(app, Uploads(), desk)
     static = files("zeropipe.app").joinpath("static")
     app.mount("/static", StaticFiles(directory=str(static)), name="static")
     app.mount("/viewer", StaticFiles(directory=str(files("zeropipe.viz").joinpath("viewer"))), name="viewer")
@@ -69,21 +91,41 @@ def create_app() -> FastAPI:
 
 
 def _add_calls(app: FastAPI, uploads: Uploads, desk: Desk) -> None:
-    @app.get("/api/schedules", response_model=models.Catalog, summary="All schedules")
+    @app.get("/api/schedules", response_model=models.Catalog, responses=_some(403, 503), summary="All schedules")
     async def schedules(request: Request) -> Response:
-        return Plain(await desk.work(request, _catalog))
+        return _response(await desk.work(request, desk.small, Job(catalog_call, ())))
+
+    @app.get("/api/load", response_model=dict[str, models.Load], responses=_some(403), summary="How busy the server is")
+    async def load() -> Response:
+        return Plain({name: lane._asdict() for name, lane in desk.load.items()})
 
     @app.post("/api/simulate", response_model=models.Answer, responses=REFUSED, summary="Simulate side by side")
     async def simulate(ask: models.Ask, request: Request) -> Response:
-        return await desk.work(request, _answer, ask, uploads)
+        here = uploads.some(choice.file for choice in ask.schedules)
+        plans = plans_of(ask, here)
+        lane = desk.lane(effort_of(plans), [plan.entry for plan in plans if plan.entry])
+        return _response(await desk.work(request, lane, Job(simulate_call, (ask, here))))
 
     @app.post("/api/chart", response_model=models.Chart, responses=REFUSED, summary="Bubble against memory")
     async def trade_off(size: models.Size, request: Request) -> Response:
-        return Plain(await desk.work(request, chart, size, line=BACKGROUND))
+        plans = chart_plans(size)
+        lane = desk.lane(effort_of(plans), [plan.entry for plan in plans if plan.entry])
+        return _response(await desk.work(request, lane, Job(chart_call, (size,)), urgent=False))
 
-    @app.post("/api/uploads", response_model=models.Uploaded, responses=REFUSED, summary="Read a dropped file")
-    async def upload(file: models.Upload, request: Request) -> Response:
-        return Plain({**_NOTHING, **await desk.work(request, _upload, uploads, file)})
+    text = {"text/plain": {"schema": {"type": "string", "maxLength": PAGE.file_bytes, "examples": ["0F0,0B0\n"]}}}
+
+    @app.post(
+        "/api/uploads", response_model=models.Uploaded, responses=REFUSED, summary="Read a dropped file",
+        description="The body is the file: a schedule (.csv, .json), a timeline (.json) or costs (.toml, .json).",
+        openapi_extra={"requestBody": {"required": True, "content": text}},
+    )  # fmt: skip
+    async def upload(name: models.FileName, request: Request) -> Response:
+        data = await request.body()
+        lane = desk.lane(len(data) // TEXT + 1)
+        reply, key, found = await desk.work(request, lane, Job(upload_call, (name, data)))
+        if found is not None:
+            uploads.keep(key, found)
+        return _response(reply)
 
     content = {media: {"schema": {"type": "string", "format": "binary"}} for media in MEDIA.values()}
     content[MEDIA["json"]] = {"schema": {"type": "object"}}
@@ -93,56 +135,41 @@ def _add_calls(app: FastAPI, uploads: Uploads, desk: Desk) -> None:
         summary="The comparison as a file",
     )  # fmt: skip
     async def download(format: models.Format, ask: models.FileAsk, request: Request) -> Response:
-        name, data = await desk.work(request, file_of, ask, format, uploads)
-        headers = {"Content-Disposition": f'attachment; filename="{name}"'}
-        return Response(data, media_type=MEDIA[format], headers=headers)
+        here = uploads.some(choice.file for choice in ask.schedules)
+        plans = plans_of(ask, here)
+        require_form(format, plans)
+        effort = effort_of(plans) + (SMALL if format in DRAWN_APART else 0)
+        lane = desk.lane(effort, [plan.entry for plan in plans if plan.entry])
+        return _response(await desk.work(request, lane, Job(file_call, (ask, format, here))))
 
 
-_NOTHING = models.Uploaded(kind="costs", name="").model_dump()
+def _some(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    return {status: REFUSED[status] for status in statuses}
 
 
-def _answer(pulse: Pulse, ask: models.Ask, uploads: Uploads) -> Plain:
-    """Encoding a large answer takes as long as computing it, so that is done here, off the event loop, too."""
-    shown, refused = timelines_of(ask, uploads, pulse)
-    return Plain({
-        "results": results(shown), "errors": _list(refused), "viewer": payload([one.timeline for one in shown]),
-    })  # fmt: skip
-
-
-def _upload(pulse: Pulse, uploads: Uploads, file: models.Upload) -> dict[str, Any]:
-    return uploads.add(file.name, file.text)
-
-
-def _catalog(pulse: Pulse) -> dict[str, Any]:
-    cards = [
-        {
-            "name": e.name, "summary": e.summary, "placement": e.placement.__name__,
-            "stages_per_rank": list(e.stages_per_rank), "splits_backward": e.splits_backward, "overlaps": e.overlaps,
-            "options": dict(e.options), "limits": e.limits, "paper": e.paper, "picture": picture(e),
-        }
-        for e in entries()
-    ]  # fmt: skip
-    return {
-        "version": __version__,
-        "schedules": cards,
-        "palette": {theme: palette(theme, SHADES) for theme in ("light", "dark")},
-    }
-
-
-def _list(errors: Any) -> list[dict[str, str]]:
-    return [{"field": field, "message": message} for field, message in errors]
+def _response(reply: Reply) -> Response:
+    headers = {"Content-Disposition": f'attachment; filename="{reply.name}"'} if reply.name else None
+    return Response(reply.body, media_type=reply.media, headers=headers)
 
 
 def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, Refusal)
-    return Plain({"errors": _list(error.errors)}, status_code=422)
+    return Plain({"errors": listed(error.errors)}, status_code=422)
 
 
 def _invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    return Plain({"errors": _list(broken_rules(error.errors()))}, status_code=422)
+    return Plain({"errors": listed(broken_rules(error.errors()))}, status_code=422)
 
 
 def _http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return Plain({"errors": _list([("", str(error.detail))])}, status_code=error.status_code, headers=error.headers)
+    return Plain({"errors": listed([("", str(error.detail))])}, status_code=error.status_code, headers=error.headers)
+
+
+def _failed(request: Request, error: Exception) -> Response:
+    """A mistake of ours: its traceback goes to the terminal, one line to the client."""
+    what = str(error) if isinstance(error, Failed) else f"{type(error).__name__}: {error}"
+    line = " ".join(what.split())[:300]
+    message = f"the server failed: {line}. Its terminal says more; please report it with what you asked for"
+    return Plain({"errors": listed([("", message)])}, status_code=500)

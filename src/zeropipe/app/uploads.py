@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from hashlib import sha256
 from pathlib import PurePath
@@ -11,9 +12,10 @@ from threading import Lock
 from typing import Any
 
 from zeropipe.app.errors import Refusal
+from zeropipe.app.models import Uploaded
 from zeropipe.core.check import check
 from zeropipe.core.csv import from_csv
-from zeropipe.core.json import from_json
+from zeropipe.core.json import from_plain
 from zeropipe.core.limits import PAGE, require_costs
 from zeropipe.core.parse import parse_json, parse_toml
 from zeropipe.core.schedule import Schedule
@@ -24,54 +26,65 @@ from zeropipe.sim.fit import fit
 
 LONGEST = 1e15
 _DEFAULTS = Costs()
+Found = Schedule | Timeline
+Files = Mapping[str, Found]  # by id
 
 
 class Uploads:
     """Schedules and timelines by id; the oldest leave when there are too many."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[str, Schedule | Timeline] = OrderedDict()
+        self._kept: OrderedDict[str, Found] = OrderedDict()
         self._lock = Lock()
 
-    def get(self, key: str) -> Schedule | Timeline | None:
+    def some(self, keys: Iterable[str | None]) -> Files:
+        """Those of the ids that are still here."""
         with self._lock:
-            if key in self._kept:
+            here = {key: self._kept[key] for key in keys if key is not None and key in self._kept}
+            for key in here:
                 self._kept.move_to_end(key)
-            return self._kept.get(key)
+        return here
 
-    def add(self, name: str, text: str) -> dict[str, Any]:
-        """Read a file; a Refusal says what is wrong with it, in the words of the command line."""
-        try:
-            found = read(name, text)
-            fitted = _fitted(found) if isinstance(found, Timeline) else None
-        except (ConfigError, ScheduleError) as error:
-            raise Refusal(("file", f"{name}: {error}")) from None
-        if isinstance(found, dict):
-            return {"kind": "costs", "name": name, "costs": found}
-        key = sha256(f"{name}\0{text}".encode("utf-8", "surrogatepass")).hexdigest()[:24]
+    def keep(self, key: str, found: Found) -> None:
         with self._lock:
             self._kept[key] = found
             self._kept.move_to_end(key)
             while len(self._kept) > 1 and sum(map(_size, self._kept.values())) > 2 * PAGE.actions:
                 self._kept.popitem(last=False)
-        schedule = found.schedule if isinstance(found, Timeline) else found
-        return {
-            "kind": "timeline" if isinstance(found, Timeline) else "schedule",
-            "name": found.title if isinstance(found, Timeline) else found.name,
-            "id": key,
-            "num_ranks": schedule.num_ranks,
-            "num_stages": schedule.num_stages,
-            "num_microbatches": schedule.num_microbatches,
-            "measured": isinstance(found, Timeline) and found.measured,
-            "costs": fitted,
-        }
 
 
-def _size(kept: Schedule | Timeline) -> int:
+def _size(kept: Found) -> int:
     return (kept.schedule if isinstance(kept, Timeline) else kept).num_actions
 
 
-def read(name: str, text: str) -> Schedule | Timeline | dict[str, Any]:
+def read_upload(name: str, data: bytes) -> tuple[dict[str, Any], Found | None]:
+    """What the page is told about a file, and what is kept of it. A Refusal is in the words of the command line."""
+    try:
+        found = read(name, data.decode("utf-8-sig"))
+        return _facts(name, data, found), None if isinstance(found, dict) else found
+    except UnicodeDecodeError:
+        raise Refusal(("file", f"{name}: not text: write it in UTF-8")) from None
+    except (ConfigError, ScheduleError) as error:
+        raise Refusal(("file", f"{name}: {error}")) from None
+
+
+def _facts(name: str, data: bytes, found: Found | dict[str, Any]) -> dict[str, Any]:
+    if isinstance(found, dict):
+        return Uploaded(kind="costs", name=name, costs=found).model_dump()
+    schedule = found.schedule if isinstance(found, Timeline) else found
+    return Uploaded(
+        kind="timeline" if isinstance(found, Timeline) else "schedule",
+        name=found.title if isinstance(found, Timeline) else found.name,
+        id=sha256(name.encode("utf-8", "surrogatepass") + b"\0" + data).hexdigest()[:24],
+        num_ranks=schedule.num_ranks,
+        num_stages=schedule.num_stages,
+        num_microbatches=schedule.num_microbatches,
+        measured=isinstance(found, Timeline) and found.measured,
+        costs=_fitted(found) if isinstance(found, Timeline) else None,
+    ).model_dump()
+
+
+def read(name: str, text: str) -> Found | dict[str, Any]:
     """The schedule or timeline of a .csv or .json text, or the costs of a .toml or .json text as plain data."""
     stem, suffix = PurePath(name).stem, PurePath(name).suffix.lower()
     if suffix == ".toml":
@@ -83,7 +96,7 @@ def read(name: str, text: str) -> Schedule | Timeline | dict[str, Any]:
         if _is_costs(data):
             return _costs(data)
         _require_size(data)
-        return _proven(from_json(text))
+        return _proven(from_plain(data))
     raise ConfigError("drop a schedule (.csv, .json), a timeline (.json) or costs (.toml, .json)")
 
 
@@ -135,7 +148,7 @@ def _require_size(data: Any) -> None:
         PAGE.require_actions(2 * stages * microbatches, "it")
 
 
-def _proven(found: Schedule | Timeline) -> Schedule | Timeline:
+def _proven(found: Found) -> Found:
     """The same, complete and free of deadlock; a timeline with times that can be drawn."""
     schedule = found.schedule if isinstance(found, Timeline) else found
     problem = schedule.problem

@@ -1,4 +1,4 @@
-"""From a request to timelines and figures. Plain functions, run off the event loop."""
+"""From a request to timelines and figures. Plain functions; nothing here is built before its size is known."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from zeropipe.app.desk import Pulse
 from zeropipe.app.errors import Refusal, cost_field
 from zeropipe.app.models import Ask, Choice, CostsIn, Size
-from zeropipe.app.uploads import Uploads
+from zeropipe.app.uploads import Files, Found
 from zeropipe.core.explain import idle
 from zeropipe.core.limits import PAGE, num_actions, num_cut, require_costs
 from zeropipe.core.schedule import Schedule
@@ -21,6 +20,7 @@ from zeropipe.sim.compare import compare
 from zeropipe.sim.costs import Costs, costs_from
 
 Options = tuple[tuple[str, int | float | str], ...]
+FILLING = 7  # about as many simulations as `fill_gaps` takes
 
 
 def costs_of(given: CostsIn) -> Costs:
@@ -42,14 +42,12 @@ class Shown(NamedTuple):
     filled: bool  # by `fill_gaps`
 
 
-def timelines_of(ask: Ask, uploads: Uploads, pulse: Pulse) -> tuple[list[Shown], list[tuple[str, str]]]:
+def timelines_of(ask: Ask, files: Files) -> tuple[list[Shown], list[tuple[str, str]]]:
     """What can be shown, and what is wrong with the other choices. A Refusal if nothing is left."""
     costs = costs_of(ask.costs)
-    planned = [_plan(n, choice, ask, uploads) for n, choice in enumerate(ask.schedules)]
-    _require_total(planned, ask.weight_parts)
+    planned = plans_of(ask, files)
     done, refused = [], []
     for n, plan in enumerate(planned):
-        pulse()
         try:
             timeline = _timeline(plan, costs).labelled(_title(planned, n))
             done.append(Shown(n, timeline, isinstance(plan.found, Timeline), plan.parts is not None))
@@ -75,11 +73,23 @@ class Plan:
     error: str = ""
 
 
-def _plan(n: int, choice: Choice, size: Size, uploads: Uploads) -> Plan:
+def plans_of(ask: Ask, files: Files) -> list[Plan]:
+    """A plan per choice; a Refusal for more than the page takes."""
+    plans = [_plan(n, choice, ask, files) for n, choice in enumerate(ask.schedules)]
+    _require_total(plans, ask.weight_parts)
+    return plans
+
+
+def effort_of(plans: Sequence[Plan]) -> int:
+    """How much work the plans are, in actions: filling gaps simulates a schedule several times."""
+    return sum(plan.count * (FILLING if plan.parts else 1) for plan in plans)
+
+
+def _plan(n: int, choice: Choice, size: Size, files: Files) -> Plan:
     if (choice.name is None) == (choice.file is None):
         raise Refusal((f"schedules.{n}", "a schedule is chosen by its name, or by its file: give one of the two"))
     if choice.file is not None:
-        found = uploads.get(choice.file)
+        found: Found | None = files.get(choice.file)
         if found is None:
             raise Refusal((f"schedules.{n}.file", f"the file {choice.file!r} is not here any more: drop it again"))
         if isinstance(found, Timeline) and choice.simulate:
@@ -214,18 +224,22 @@ def _result(shown: Shown, fastest: float, leanest: float | None) -> dict[str, An
     }  # fmt: skip
 
 
-def chart(pulse: Pulse, size: Size) -> dict[str, Any]:
-    """Bubble and peak memory of every schedule that can be built at a size."""
-    costs = costs_of(size.costs)
+def chart_plans(size: Size) -> list[Plan]:
+    """Every schedule at a size; a Refusal for more than the page takes."""
     plans = [plan_entry(entry, size) for entry in entries()]
     total = sum(plan.count for plan in plans)
     try:
         PAGE.require_actions(total, f"all {len(plans)} schedules together", size.weight_parts or 1)
     except ConfigError as error:
         raise Refusal(("chart", str(error))) from None
+    return plans
+
+
+def chart(size: Size) -> dict[str, Any]:
+    """Bubble and peak memory of every schedule that can be built at a size."""
+    costs = costs_of(size.costs)
     points, refused = [], []
-    for plan in plans:
-        pulse()
+    for plan in chart_plans(size):
         try:
             timeline = _timeline(plan, costs)
         except (ConfigError, ScheduleError) as error:

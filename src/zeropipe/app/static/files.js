@@ -7,7 +7,7 @@ const LINK_ROOM = 12_000; // characters of a packed file in an address
 
 /** Read a file on the server: `{ kind, id, costs, ... }`. */
 export async function upload(name, text) {
-  return (await post("/api/uploads", { name, text })).json();
+  return (await post(`/api/uploads?name=${encodeURIComponent(name)}`, text)).json();
 }
 
 /** Take files dropped anywhere on the page. */

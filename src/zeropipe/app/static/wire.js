@@ -9,10 +9,12 @@ export class Refused extends Error {
   }
 }
 
+/** Send a text as it is, anything else as JSON. */
 export async function post(path, body, signal) {
+  const [type, text] = typeof body === "string" ? ["text/plain", body] : ["application/json", JSON.stringify(body)];
   let response;
   try {
-    response = await fetch(path, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body), signal });
+    response = await fetch(path, { method: "POST", headers: { "Content-Type": type }, body: text, signal });
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new Refused([{ field: "", message: "the server does not answer: is `zeropipe app` still running?" }], 0);

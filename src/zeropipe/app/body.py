@@ -1,0 +1,37 @@
+"""JSON bodies: read by the bounds that files have, so that no text makes the server slow or fail."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+
+from zeropipe.core.parse import parse_json
+
+
+class BoundedRequest(Request):
+    """Its `json()` raises JSONDecodeError, which becomes a refusal, for whatever cannot be read."""
+
+    async def json(self) -> Any:
+        try:
+            return parse_json((await self.body()).decode())
+        except json.JSONDecodeError:
+            raise
+        except ValueError as error:  # not UTF-8, a number too long, lists too deep
+            reason = "the body is not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)
+            raise json.JSONDecodeError(reason, "", 0) from None
+
+
+class Route(APIRoute):
+    """A route whose requests are bounded."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def bounded(request: Request) -> Response:
+            return await handle(BoundedRequest(request.scope, request.receive))
+
+        return bounded
