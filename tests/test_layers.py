@@ -30,6 +30,7 @@ ROOMS = {
     "transformers_private": set(),
     "stages": {"transformers_private"},
     "step": {"torch_private", "backward", "comm", "stages"},
+    "masters": set(),
     "options": {"blocks"},
     "setup": {"options", "comm", "stages"},
     "engine": {"torch_private", "backward", "blocks", "comm", "stages", "step", "options", "setup"},

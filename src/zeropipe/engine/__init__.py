@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from zeropipe.engine.backward.store import WeightStore
     from zeropipe.engine.blocks.compiling import prepare_blocks
     from zeropipe.engine.engine import Engine
+    from zeropipe.engine.masters import MasterWeights
     from zeropipe.engine.options import Options
     from zeropipe.engine.run.launch import LocalRanks, heartbeat, launch
     from zeropipe.engine.run.measure import Measured, measure
@@ -35,7 +36,7 @@ _MODULE_OF = {
     "defer": "engine.backward.linear",
     "WeightStore": "engine.backward.store", "main_gradients": "engine.backward.gradients",
     "prepare_blocks": "engine.blocks.compiling",
-    "Engine": "engine.engine", "Options": "engine.options",
+    "Engine": "engine.engine", "Options": "engine.options", "MasterWeights": "engine.masters",
     "LocalRanks": "engine.run.launch", "heartbeat": "engine.run.launch", "launch": "engine.run.launch",
     "Measured": "engine.run.measure", "measure": "engine.run.measure",
     "torch_runtime": "engine.run.torch_runtime",

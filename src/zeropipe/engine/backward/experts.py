@@ -47,7 +47,8 @@ def _deferred(kind: type[nn.Module]) -> type[nn.Module]:
     """A subclass that sorts tokens by expert and defers both products."""
 
     def forward(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        if not (torch.is_grad_enabled() and hidden.requires_grad):
+        computed = not all(isinstance(getattr(self, name), nn.Parameter) for name in _NAMES)  # by a parametrization
+        if computed or not (torch.is_grad_enabled() and hidden.requires_grad):
             return kind.forward(self, hidden, index, weights)
         each = index.shape[-1]
         order = index.flatten().argsort(stable=True)

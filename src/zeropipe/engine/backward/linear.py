@@ -63,6 +63,11 @@ class Deferred(nn.Module):
         super().__setstate__(state)
         self.slot = new_slot(self)  # a copy is a layer of its own
 
+    def is_learning(self) -> bool:
+        """Whether there is a weight gradient to defer; a weight computed in each F (a parametrization) has none."""
+        weight = self.weight
+        return torch.is_grad_enabled() and weight.requires_grad and isinstance(weight, nn.Parameter)
+
     def deferred(self, x: Tensor, transposed: bool = False) -> Tensor:
         if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
             x = x.to(torch.get_autocast_dtype(x.device.type))
@@ -78,7 +83,7 @@ class DeferredLinear(Deferred, nn.Linear):
     """nn.Linear with its weight gradient left to W."""
 
     def forward(self, input: Tensor) -> Tensor:
-        if torch.is_grad_enabled() and self.weight.requires_grad:
+        if self.is_learning():
             return self.deferred(input)
         return functional.linear(input, self.weight, self.bias)
 
@@ -87,7 +92,7 @@ class DeferredConv1D(Deferred):
     """transformers' Conv1D (a linear layer with its weight transposed) with its weight gradient left to W."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if torch.is_grad_enabled() and self.weight.requires_grad:
+        if self.is_learning():
             return self.deferred(x, transposed=True)
         return functional.linear(x, self.weight.t(), self.bias)
 

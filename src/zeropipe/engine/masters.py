@@ -1,0 +1,95 @@
+"""Optimizers for parameters in 16 bits: the numbers that learn are kept in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeropipe.errors import ConfigError
+
+
+class MasterWeights:
+    """Runs any of torch's optimizers over float32 copies of the parameters, and writes the results back.
+
+        main_gradients(stage, torch.float32)                  # gradients add up in float32 ...
+        optimizer = MasterWeights(torch.optim.AdamW, engine.parameters(), lr=1e-5)    # ... and are used as such
+        engine.train_step(...); optimizer.step(); optimizer.zero_grad()
+
+    `parameters` are tensors or groups of them, as torch's optimizers take them. `.optimizer` is the one inside: a
+    learning-rate scheduler wants that. Parameters in float32 or float64 are used as they are.
+    """
+
+    def __init__(
+        self,
+        make: Callable[..., torch.optim.Optimizer],
+        parameters: Iterable[Tensor | Mapping[str, Any]],
+        **options: Any,
+    ) -> None:
+        self._pairs: list[tuple[Tensor, Tensor]] = []  # a parameter, and what the optimizer sees
+        entries = list(parameters)
+        if not entries:
+            raise ConfigError("MasterWeights got no parameters: give engine.parameters()")
+        inside = [
+            {**entry, "params": [self._master(p) for p in _listed(entry["params"])]}
+            if isinstance(entry, Mapping)
+            else self._master(entry)
+            for entry in entries
+        ]
+        self.optimizer = make(inside, **options)
+
+    def _master(self, parameter: Tensor) -> Tensor:
+        master = parameter
+        if parameter.dtype in (torch.bfloat16, torch.float16):
+            master = parameter.detach().float().requires_grad_(parameter.requires_grad)
+        self._pairs.append((parameter, master))
+        return master
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of the optimizer inside."""
+        return self.optimizer.param_groups
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One step of the optimizer inside, on gradients in whatever dtype they have."""
+        copies = [(parameter, master) for parameter, master in self._pairs if parameter is not master]
+        for parameter, master in copies:
+            master.grad = None if parameter.grad is None else parameter.grad.float()
+        self.optimizer.step()
+        for parameter, master in copies:
+            master.grad = None
+            parameter.copy_(master)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of the parameters."""
+        for parameter, _ in self._pairs:
+            if parameter.grad is None:
+                continue
+            if set_to_none:
+                parameter.grad = None
+            else:
+                parameter.grad.zero_()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's state and the float32 weights."""
+        return {"optimizer": self.optimizer.state_dict(), "masters": [master.detach() for _, master in self._pairs]}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `state_dict`; the parameters are set to its weights."""
+        if len(state["masters"]) != len(self._pairs):
+            raise ConfigError(
+                f"this state is of {len(state['masters'])} parameters, the optimizer has {len(self._pairs)}: "
+                "load it into an optimizer of the same parameters"
+            )
+        self.optimizer.load_state_dict(state["optimizer"])
+        for (parameter, master), saved in zip(self._pairs, state["masters"]):
+            master.copy_(saved)
+            parameter.copy_(master)
+
+
+def _listed(params: Any) -> list[Tensor]:
+    return [params] if isinstance(params, Tensor) else list(params)
