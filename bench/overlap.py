@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 import zeropipe as zp
+from zeropipe.core.action import actions_of
 from zeropipe.engine import Engine
 from zeropipe.engine.run.launch import LocalRanks
-from zeropipe.engine.step.executor import actions_of
 
 
 def apart(schedule: zp.Schedule) -> zp.Schedule:

@@ -96,7 +96,7 @@ odd = st.one_of(
     st.lists(st.integers(0, 3), max_size=4),
 )
 WHOLE = zp.build("zbv", ranks=2, microbatches=2)
-IN_PARTS = zp.fill_gaps(WHOLE, parts=3)
+IN_PARTS = zp.fill_gaps(WHOLE, weight_parts=3)
 TIMELINE = zp.to_json(zp.simulate(WHOLE))
 
 

@@ -248,7 +248,7 @@ def test_w_in_parts_fill_the_gaps_of_all_schedules_files_and_links(visit):
 
 def test_a_file_with_w_in_parts_stays_as_it_is(visit):
     page = visit("?schedules=zbv&weight_parts=2")
-    schedule = zp.fill_gaps(zp.build("zbv", ranks=4, microbatches=8), zp.Costs(w=0.5), parts=3)
+    schedule = zp.fill_gaps(zp.build("zbv", ranks=4, microbatches=8), zp.Costs(w=0.5), weight_parts=3)
     drop(page, "mine.csv", zp.to_csv(schedule))
     page.wait_for_selector(".compare tbody:nth-of-type(2)")
     settle(page)

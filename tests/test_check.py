@@ -7,9 +7,10 @@ from naive import naive_simulate
 
 import zeropipe as zp
 from zeropipe.core import jit
-from zeropipe.core.action import Action, Kind, Overlap, pack, parse_action
+from zeropipe.core.action import Action, Kind, Overlap, parse_action
 from zeropipe.core.csv import program_from_csv
-from zeropipe.core.schedule import Lines, Program, Schedule
+from zeropipe.core.packed import PackedRows, pack
+from zeropipe.core.schedule import Program, Schedule
 
 
 def with_rows(schedule, rows):
@@ -155,7 +156,7 @@ def test_a_program_keeps_the_schedules_order():
         program = zp.lower(schedule)
         assert zp.from_csv(zp.to_csv(program)) == schedule, name
         assert isinstance(program, Program)
-        assert isinstance(program.lines, Lines)
+        assert isinstance(program.packed, PackedRows)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +187,7 @@ def test_a_program_does_the_work_of_its_schedule():
         (rows[:1], "1 rows, its schedule 2"),
     ):
         with pytest.raises(zp.ScheduleError, match=words):
-            zp.check(Program(program.schedule, Lines.of(map(pack, changed))))
+            zp.check(Program(program.schedule, PackedRows.of(map(pack, changed))))
 
 
 def test_many_ranks_take_no_more_than_their_messages():
@@ -206,6 +207,6 @@ def test_broken_programs_are_rejected_by_compiled_kernels_too(name, ranks, monke
     for size in (jit.JIT_FROM, 0):
         monkeypatch.setattr(jit, "JIT_FROM", size)
         with pytest.raises(zp.ScheduleError) as caught:
-            zp.check(Program(program.schedule, Lines.of(map(pack, rows))))
+            zp.check(Program(program.schedule, PackedRows.of(map(pack, rows))))
         errors.append(str(caught.value))
     assert errors[0] == errors[1]

@@ -6,9 +6,10 @@ from hypothesis import strategies as st
 
 import zeropipe as zp
 from zeropipe.core import jit
-from zeropipe.core.action import Action, Kind, Overlap, decode, encode, pack, parse_step, unpack
+from zeropipe.core.action import COMM, Action, Kind, Overlap, actions_of, parse_step, partner
 from zeropipe.core.explain import idle
-from zeropipe.core.needs import key_name, link, needs
+from zeropipe.core.needs import dependencies, key_name, needs
+from zeropipe.core.packed import decode, encode, pack, unpack
 from zeropipe.core.placement import recognise
 
 actions = st.builds(Action, st.integers(0, 65535), st.sampled_from(list(Kind)), st.integers(0, 2**40))
@@ -31,6 +32,22 @@ def test_an_action_survives_packing(action):
 def test_steps_survive_packing_and_text(row):
     assert list(unpack(pack(row))) == row
     assert [parse_step(str(step)) for step in row] == row
+
+
+@given(st.lists(steps, max_size=20))
+def test_the_actions_of_steps_are_those_of_their_text(row):
+    texts = [cell for step in row for cell in str(step).removesuffix("OVERLAP_F_B").strip("()").split(";")]
+    assert [str(action) for action in actions_of(row)] == texts
+
+
+def test_a_message_has_one_partner_on_the_other_rank():
+    placement = zp.mirror(zp.Problem(4, 4, 6))
+    for text, other in (("1SEND_F0", "2RECV_F0"), ("2SEND_B5", "1RECV_B5")):
+        send, receive = parse_step(text), parse_step(other)
+        assert (partner(send), partner(receive)) == (receive, send)
+        assert placement.peer_of(send) == placement.rank_of(receive.stage, receive.microbatch)
+        assert placement.peer_of(receive) == placement.rank_of(send.stage, send.microbatch)
+    assert all(partner(partner(Action(3, kind, 1))) == Action(3, kind, 1) for kind in COMM)
 
 
 @pytest.mark.parametrize("text", ["", "F0", "2X0", "2F", "(1F1;2B0)", "(1B1;2F0)OVERLAP_F_B", "70000F0", "-1F0"])
@@ -65,7 +82,7 @@ def test_placements(rule, stages, expected):
     problem = zp.Problem(4, stages, 6)
     placement = rule(problem)
     assert placement.copies == expected
-    assert recognise(placement.copies, placement.split, problem).name == placement.name
+    assert recognise(placement.copies, placement.second_from, problem).name == placement.name
     for stage in range(stages):
         assert stage in placement.stages_of(placement.rank_of(stage, microbatch=5))
 
@@ -126,10 +143,10 @@ def test_a_timeline_survives_json():
 @pytest.mark.parametrize("name,ranks", [("1f1b", 3), ("zbv", 3), ("dualpipe", 4), ("interleaved", 2), ("dualpipev", 3)])
 def test_links_state_the_same_rule_as_needs(name, ranks):
     schedule = zp.build(name, ranks=ranks, microbatches=8)
-    links = link(schedule)
-    for at, code in enumerate(links.codes):
+    deps = dependencies(schedule)
+    for at, code in enumerate(deps.codes):
         action = decode(code)
-        found = {key_name(k, 8) for k in (links.remote[at], links.own[at]) if k >= 0}
+        found = {key_name(k, 8) for k in (deps.remote[at], deps.own[at]) if k >= 0}
         assert found == set(needs(action, schedule.num_stages))
 
 

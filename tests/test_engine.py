@@ -94,7 +94,7 @@ def train_with(schedule, options):
 @pytest.mark.parametrize("split", ["store", "autograd", "whole"])
 @pytest.mark.parametrize("name", ["zb-h1", "zbv", "dualpipe"])
 def test_weight_gradients_in_parts(name, split):
-    schedule = zp.fill_gaps(build(name), zp.Costs(f=1, i=1.2, w=0.7, p2p=0.1, memory_limit=8), parts=3)
+    schedule = zp.fill_gaps(build(name), zp.Costs(f=1, i=1.2, w=0.7, p2p=0.1, memory_limit=8), weight_parts=3)
     differences = largest(ranks().run(train_with, schedule, {"split": split}))
     assert max(differences.values()) < TOLERANCE, differences
 
@@ -189,7 +189,7 @@ def test_the_recorded_timeline(name):
             overlapped = (other.start, other.end) == (span.start, span.end)
             assert other.end <= span.start or overlapped, f"{action} started before {needed} ended"
     for rank in range(4):
-        left = memoryview(first.memory.after).cast("d")[schedule.lines.offsets[rank + 1] - 1]
+        left = memoryview(first.memory.after).cast("d")[schedule.packed.offsets[rank + 1] - 1]
         assert left == 0
     assert all(peak > 0 for peak in first.peak_memory)
 

@@ -63,7 +63,7 @@ def test_a_run_whose_clocks_disagree_can_be_fitted():
     """Rank 1's clock is behind: it seems to start before its inputs are made."""
     timeline = zp.simulate(zp.build("zbv", ranks=2, microbatches=4), zp.Costs(p2p=0.25, unit="s"))
     start, end = array("d", timeline.start), array("d", timeline.end)
-    for at in range(timeline.schedule.lines.offsets[1], len(start)):
+    for at in range(timeline.schedule.packed.offsets[1], len(start)):
         start[at] -= 0.75
         end[at] -= 0.75
     skewed = replace(timeline, start=start.tobytes(), end=end.tobytes(), measured=True)

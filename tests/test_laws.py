@@ -6,9 +6,9 @@ from itertools import product
 import pytest
 
 import zeropipe as zp
-from zeropipe.core.csv import actions_of
+from zeropipe.core.action import actions_of
 from zeropipe.core.needs import needs
-from zeropipe.core.schedule import Lines
+from zeropipe.core.packed import PackedRows
 from zeropipe.schedules.registry import entries, find
 
 RANKS = (1, 2, 3, 4, 5, 8)
@@ -55,21 +55,21 @@ def test_the_laws_without_the_checker(entry, ranks, microbatches):
         pytest.skip("not a size of this algorithm")
     schedule = zp.build(entry.name, ranks=ranks, microbatches=microbatches)
     rows = [list(row) for row in schedule.rows]
-    found = Counter(action for row in rows for step in row for action in actions_of(step))
+    found = Counter(action for row in rows for action in actions_of(row))
     assert set(found.values()) == {1}
     for stage, microbatch in product(range(schedule.num_stages), range(microbatches)):
         kinds = "".join(k.name for k in zp.Kind if (stage, k, microbatch) in found)
         assert kinds in ("FB", "FIW")
     for rank, row in enumerate(rows):
         for step in row:
-            assert {schedule.placement.rank_of(a.stage, a.microbatch) for a in actions_of(step)} == {rank}
+            assert {schedule.placement.rank_of(a.stage, a.microbatch) for a in actions_of([step])} == {rank}
     done = set()
     moved = True
     while moved:
         moved = False
         for row in rows:
-            while row and all(met(need, done) for a in actions_of(row[0]) for need in needs(a, schedule.num_stages)):
-                done.update(actions_of(row.pop(0)))
+            while row and all(met(need, done) for a in actions_of(row[:1]) for need in needs(a, schedule.num_stages)):
+                done.update(actions_of([row.pop(0)]))
                 moved = True
     assert not any(rows)
 
@@ -174,6 +174,6 @@ def test_w_takes_the_oldest_i_of_its_stage_or_of_all():
     lane.i(1)
     lane.w(times=3)
     assert lane.owed() == 0
-    assert str(zp.Schedule(problem, zp.loop(problem), Lines.of([lane.codes]))) == (
+    assert str(zp.Schedule(problem, zp.loop(problem), PackedRows.of([lane.codes]))) == (
         "0F0 0F1 0F2 1I0 0I0 0I1 0W0 1I1 1W0 0W1 1W1"
     )

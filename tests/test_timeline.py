@@ -38,7 +38,7 @@ def test_a_schedule_and_a_program_are_named_in_one_line():
     schedule = zp.build("1f1b", ranks=2, microbatches=3)
     assert repr(schedule) == "<Schedule 1f1b: 2 ranks, 2 stages (linear), 3 microbatches, 12 actions>"
     assert repr(zp.lower(schedule)) == f"<Program of {schedule!r}, 24 steps>"
-    assert "W in 3 parts" in repr(zp.fill_gaps(zp.build("zbv", ranks=2, microbatches=4), parts=3))
+    assert "W in 3 parts" in repr(zp.fill_gaps(zp.build("zbv", ranks=2, microbatches=4), weight_parts=3))
 
 
 @pytest.mark.parametrize("p,m", [(4, 8), (8, 3), (1, 5)])

@@ -37,7 +37,7 @@ def test_half_a_w_runs_where_a_whole_one_has_no_room():
     """Rank 1 waits half a unit for 1F1, and has no memory for 1F1 beside a whole W that waits."""
     schedule = zp.from_csv(TWO_RANKS)
     costs = zp.Costs(f=[2, 1], i=[1.5, 0.5], w=[0.25, 1], activation=[0.5, 1], memory_limit=1.5)
-    whole, halves = (zp.fill_gaps(schedule, costs, parts=parts) for parts in (1, 2))
+    whole, halves = (zp.fill_gaps(schedule, costs, weight_parts=parts) for parts in (1, 2))
     assert whole == schedule
     assert str(halves).splitlines() == [
         "0F0 0F1 0I0 0I1 0W0 0W0 0W1 0W1",
@@ -52,7 +52,7 @@ def test_half_a_w_runs_where_a_whole_one_has_no_room():
 @pytest.mark.parametrize("name", SPLIT)
 def test_filled_schedules_are_right_and_never_longer_or_larger(name, costs, parts):
     schedule = zp.build(name, ranks=4, microbatches=10)
-    filled = zp.fill_gaps(schedule, costs, parts=parts)
+    filled = zp.fill_gaps(schedule, costs, weight_parts=parts)
     zp.check(filled)
     assert without_weights(filled) == without_weights(schedule)
     before, after = zp.simulate(schedule, costs), zp.simulate(filled, costs)
@@ -75,7 +75,7 @@ def test_memory_buys_time(name):
 
 
 def test_simulated_as_the_obvious_rules_say():
-    schedule = zp.fill_gaps(zp.build("zbv", ranks=3, microbatches=7), COSTS[1], parts=3)
+    schedule = zp.fill_gaps(zp.build("zbv", ranks=3, microbatches=7), COSTS[1], weight_parts=3)
     price = {Kind.F: 1, Kind.I: 1.2, Kind.W: 0.7 / 3}
     times = naive_simulate(schedule, lambda actions: sum(price[a.kind] for a in actions), lambda *_: 0.05)
     timeline = zp.simulate(schedule, COSTS[1])
@@ -87,15 +87,14 @@ def test_simulated_as_the_obvious_rules_say():
 
 
 def test_compiled_kernels_give_the_same(monkeypatch):
-    pytest.importorskip("numba")
     schedule = zp.build("v-half", ranks=3, microbatches=7)
-    plain = zp.fill_gaps(schedule, COSTS[1], parts=3)
+    plain = zp.fill_gaps(schedule, COSTS[1], weight_parts=3)
     monkeypatch.setattr(jit, "JIT_FROM", 0)
-    assert zp.fill_gaps(schedule, COSTS[1], parts=3) == plain
+    assert zp.fill_gaps(schedule, COSTS[1], weight_parts=3) == plain
 
 
 def test_text_keeps_the_parts():
-    schedule = zp.fill_gaps(zp.build("zbv", ranks=2, microbatches=4), COSTS[1], parts=3)
+    schedule = zp.fill_gaps(zp.build("zbv", ranks=2, microbatches=4), COSTS[1], weight_parts=3)
     assert schedule.problem.num_weight_parts == 3
     assert zp.from_csv(zp.to_csv(schedule)) == schedule
     assert zp.from_json(zp.to_json(schedule)) == schedule
@@ -141,9 +140,9 @@ def test_bad_numbers():
     schedule = zp.build("zb-h1", ranks=2, microbatches=2)
     for parts in (0, 65, 1.5, True):
         with pytest.raises(ConfigError, match="a W is cut into 1 to 64 parts"):
-            zp.fill_gaps(schedule, parts=parts)
+            zp.fill_gaps(schedule, weight_parts=parts)
     with pytest.raises(ConfigError, match="zb-h1 are in 2 parts already"):
-        zp.fill_gaps(zp.fill_gaps(schedule, parts=2))
+        zp.fill_gaps(zp.fill_gaps(schedule, weight_parts=2))
     data = json.loads(zp.to_json(schedule)) | {"num_weight_parts": 10**30}
     with pytest.raises(ScheduleError, match="num_weight_parts is 1000"):
         zp.from_json(json.dumps(data))
@@ -190,7 +189,7 @@ def candidates(schedule, costs):
 
 
 def test_files_in_parts_are_compared_as_they_are():
-    filled = zp.fill_gaps(zp.build("zbv", ranks=2, microbatches=4), COSTS[1], parts=3)
+    filled = zp.fill_gaps(zp.build("zbv", ranks=2, microbatches=4), COSTS[1], weight_parts=3)
     [timeline] = compare([filled], zp.Costs(), weight_parts=4)
     assert timeline.schedule == filled
 

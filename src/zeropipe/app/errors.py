@@ -9,19 +9,18 @@ from typing import Any
 
 from zeropipe.app.models import MAX_CHOICES
 from zeropipe.core.limits import LARGEST, SMALLEST
-from zeropipe.core.placement import MAX_PARTS
+from zeropipe.core.placement import MAX_WEIGHT_PARTS
 from zeropipe.errors import short
-from zeropipe.sim.costs import Costs
+from zeropipe.sim.costs import PER_STAGE, Costs
 
 MOST_ERRORS = 20  # of one answer
 COST_FIELDS = frozenset(field.name for field in fields(Costs))
-_PER_STAGE = frozenset({"f", "i", "w", "b", "overlap", "message", "activation", "stash", "weights"})
 _WHOLE = "a whole number from 1 on is needed"
 _RULES = {
     "ranks": _WHOLE,
     "microbatches": _WHOLE,
     "stages_per_rank": _WHOLE,
-    "weight_parts": f"a W is cut into 1 to {MAX_PARTS} parts",
+    "weight_parts": f"a W is cut into 1 to {MAX_WEIGHT_PARTS} parts",
     "node_size": "a whole number of ranks from 1 on is needed",
     "blocking": "true or false is needed",
     "serial_links": "true or false is needed",
@@ -80,7 +79,7 @@ def _words(name: str, value: Any, detail: Any) -> str:
         return "bandwidth=0: a message would never arrive; leave it out for no limit"
     if kind == "less_than_equal" and name in ("ranks", "microbatches"):
         return f"{name}={short(value)}: the page takes up to {detail['ctx']['le']:,}; the command line takes more"
-    if isinstance(value, str) and name in _PER_STAGE:
+    if isinstance(value, str) and name in PER_STAGE:
         return f"{name}={short(value)}: write a number, or one per stage like 1,1,2"
     if isinstance(value, int | float) and LARGEST < value < inf:
         return f"{name}={short(value)}: give 0, or a number from {SMALLEST} to {LARGEST}"

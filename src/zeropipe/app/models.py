@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from zeropipe.core.action import MAX_STAGES
 from zeropipe.core.limits import PAGE
-from zeropipe.core.placement import MAX_PARTS
+from zeropipe.core.placement import MAX_WEIGHT_PARTS
 
 MAX_CHOICES = 64  # schedules of one request
 MAX_EDGES = 4096  # directions between two ranks with costs of their own
@@ -73,7 +73,7 @@ class Size(Strict):
     stages_per_rank: Annotated[int, Field(ge=1)] | None = Field(
         None, description="For every schedule that can have so many; the others keep their own."
     )
-    weight_parts: Annotated[int, Field(ge=1, le=MAX_PARTS)] | None = Field(
+    weight_parts: Annotated[int, Field(ge=1, le=MAX_WEIGHT_PARTS)] | None = Field(
         None, description="Cut every W into so many parts and run them where their rank would wait."
     )
     costs: CostsIn = CostsIn()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from zeropipe.core.placement import MAX_PARTS
+from zeropipe.core.placement import MAX_WEIGHT_PARTS
 from zeropipe.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -79,7 +79,9 @@ def cost_options(command: Command) -> Command:
         else:
             command = click.option(flag, name, type=kind, help=text)(command)
     command = click.option(
-        "--weight-parts", type=click.IntRange(1, MAX_PARTS), help="Cut every W into parts and fill gaps with them."
+        "--weight-parts",
+        type=click.IntRange(1, MAX_WEIGHT_PARTS),
+        help="Cut every W into parts and fill gaps with them.",
     )(command)
     text = "A .toml or .json file of costs, or a recorded timeline (run --timeline x.json); flags override it."
     return click.option("--costs", "costs_file", help=text)(command)
@@ -167,4 +169,4 @@ def fill(schedule: Schedule, costs: Costs, weight_parts: int | None) -> Schedule
     """The schedule with its W in parts, where parts are asked for."""
     from zeropipe.sim.fill import fill_gaps
 
-    return schedule if weight_parts is None else fill_gaps(schedule, costs, parts=weight_parts)
+    return schedule if weight_parts is None else fill_gaps(schedule, costs, weight_parts=weight_parts)

@@ -242,7 +242,7 @@ def check(file: str, as_json: bool) -> None:
     with progress(1) as begin:
         begin(f"checking {file}")
         schedule, program = _proven(file)
-    messages = (program.lines.offsets[-1] - schedule.num_actions) // 2
+    messages = (program.packed.num_codes - schedule.num_actions) // 2
     if as_json:
         output.print_json({
             "ok": True, "schedule": schedule.name, "num_ranks": schedule.num_ranks, "num_stages": schedule.num_stages,

@@ -1,1 +1,1 @@
-"""What a schedule is. Needs nothing but the standard library (numba only to be fast on large inputs)."""
+"""What a schedule is. Imports nothing but the standard library, and numba in jit.py, when an input is large."""

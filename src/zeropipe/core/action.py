@@ -1,17 +1,9 @@
-"""The unit of work, its text form (`2F0`, torch's own) and its packed form (one 64-bit integer).
-
-Rows of ten million actions stay small because a schedule stores packed codes and decodes on demand:
-
-    bit 0       joined: this action and the next one are an Overlap
-    bits 1-4    kind
-    bits 5-20   stage
-    bits 21-62  microbatch
-"""
+"""The unit of work, and its text form (`2F0`, torch's own)."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -35,12 +27,10 @@ COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
 BACKWARD = frozenset({Kind.B, Kind.I})  # the kinds whose end lets the stage before go backward
 COMM = frozenset(Kind) - COMPUTE
 
-KIND_SHIFT = 1
-STAGE_SHIFT = 5
-MICROBATCH_SHIFT = 21
-KIND_MASK = 15
-STAGE_MASK = 0xFFFF
-MAX_STAGES = STAGE_MASK + 1
+# the kinds as plain integers: kernels (see jit.py) compare nothing else
+F, B, I, W, SEND_F, RECV_F, SEND_B, RECV_B = map(int, Kind)  # noqa: E741
+
+MAX_STAGES = 1 << 16
 MAX_MICROBATCHES = 1 << 42
 
 
@@ -68,43 +58,19 @@ class Overlap(NamedTuple):
 Step = Action | Overlap
 
 
-def encode(stage: int, kind: int, microbatch: int, joined: int = 0) -> int:
-    """The packed form of one action."""
-    return microbatch << MICROBATCH_SHIFT | stage << STAGE_SHIFT | kind << KIND_SHIFT | joined
+def actions_of(steps: Iterable[Step]) -> list[Action]:
+    """The actions of some steps, an Overlap's two one after the other."""
+    return [action for step in steps for action in (step if isinstance(step, Overlap) else (step,))]
 
 
-_KINDS = tuple(Kind)
+def far_stage(stage: int, kind: int) -> int:
+    """The stage at the other end of a message: a SEND's receiver, a RECV's sender."""
+    return stage + 1 if kind in (SEND_F, RECV_B) else stage - 1
 
 
-def decode(code: int) -> Action:
-    """The action of a packed code."""
-    return Action(code >> STAGE_SHIFT & STAGE_MASK, _KINDS[code >> KIND_SHIFT & KIND_MASK], code >> MICROBATCH_SHIFT)
-
-
-def pack(steps: Iterable[Step]) -> list[int]:
-    """The packed codes of some steps; an Overlap takes two."""
-    codes: list[int] = []
-    for step in steps:
-        if isinstance(step, Overlap):
-            codes.append(encode(*step.forward, joined=1))
-            codes.append(encode(*step.backward))
-        else:
-            codes.append(encode(*step))
-    return codes
-
-
-def unpack(codes: Iterable[int]) -> Iterator[Step]:
-    """The steps of some packed codes."""
-    forward: Action | None = None
-    for code in codes:
-        action = decode(code)
-        if code & 1:
-            forward = action
-        elif forward is not None:
-            yield Overlap(forward, action)
-            forward = None
-        else:
-            yield action
+def partner(message: Action) -> Action:
+    """The RECV of a SEND, the SEND of a RECV."""
+    return Action(far_stage(message.stage, message.kind), Kind(message.kind ^ 1), message.microbatch)
 
 
 _ACTION = re.compile(r"\s*([0-9]{1,18})\s*(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B)\s*([0-9]{1,18})\s*")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from zeropipe.core.complete import check_complete
 from zeropipe.core.deadlock import deadlock
-from zeropipe.core.lower import lower_links
-from zeropipe.core.needs import Links, link
+from zeropipe.core.lower import lower_with
+from zeropipe.core.needs import Dependencies, dependencies
+from zeropipe.core.packed import is_joined
 from zeropipe.core.rendezvous import check_program, check_same_work
 from zeropipe.core.schedule import Program, Schedule
 
@@ -22,21 +23,21 @@ def check(what: Schedule | Program) -> None:
         check_program(what)
         return
     check_complete(what)
-    links = link(what)
-    check_live(what, links)
-    check_program(lower_links(what, links))
+    deps = dependencies(what)
+    check_live(what, deps)
+    check_program(lower_with(what, deps))
 
 
-def check_live(schedule: Schedule, links: Links) -> None:
+def check_live(schedule: Schedule, deps: Dependencies) -> None:
     """No rank waits forever when sends do not block."""
-    xp = links.arrays
-    done, waiter = xp.full_ints(links.num_keys), xp.full_ints(links.num_keys, -1)
-    position, stack = xp.list_ints(schedule.lines.offsets[:-1]), xp.full_ints(schedule.num_ranks)
+    xp = deps.arrays
+    done, waiter = xp.full_ints(deps.num_keys), xp.full_ints(deps.num_keys, -1)
+    position, stack = xp.list_ints(schedule.packed.offsets[:-1]), xp.full_ints(schedule.num_ranks)
     finished = xp.call(
-        walk_kernel, links.codes, links.offsets, links.remote, links.own, links.makes, done, waiter, position, stack
+        walk_kernel, deps.codes, deps.offsets, deps.remote, deps.own, deps.makes, done, waiter, position, stack
     )
     if not finished:
-        raise deadlock(schedule, links, position, done)
+        raise deadlock(schedule, deps, position, done)
 
 
 def walk_kernel(codes, offsets, remote, own, makes, done, waiter, position, stack):  # type: ignore[no-untyped-def]
@@ -51,7 +52,7 @@ def walk_kernel(codes, offsets, remote, own, makes, done, waiter, position, stac
         rank = stack[top]
         at = position[rank]
         while at < offsets[rank + 1]:
-            last = at + (codes[at] & 1)
+            last = at + is_joined(codes[at])
             missing = -1
             for step in range(at, last + 1):
                 if own[step] >= 0 and not done[own[step]]:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from zeropipe.core.action import Kind, decode
+from zeropipe.core.action import B, F, I, Kind, W
 from zeropipe.core.deadlock import step_number
 from zeropipe.core.jit import Ints, arrays
-from zeropipe.core.needs import flat_tables
+from zeropipe.core.needs import copy_base, flat_tables
+from zeropipe.core.packed import decode, is_joined, kind_of, microbatch_of, stage_of
 from zeropipe.core.placement import require_placement
 from zeropipe.core.schedule import Schedule
 from zeropipe.errors import ScheduleError
 
-_SPLIT = 0b1101  # F, I and W
+# what `scan_kernel` has seen of a stage and microbatch: a bit per kind, and above them how often W ran
+_WHOLE_BACKWARD = 1 << B
+_SPLIT_BACKWARD = 1 << I | 1 << W
+_WHOLE = 1 << F | _WHOLE_BACKWARD
+_SPLIT = 1 << F | _SPLIT_BACKWARD
+_KINDS = (1 << 4) - 1
+_COUNT_SHIFT = 4
 _NO_WEIGHTS = -2
 
 
@@ -28,7 +35,7 @@ def check_complete(schedule: Schedule) -> None:
         raise ScheduleError(f"num_weight_parts is {parts}, but the schedule has no W: leave it out, or make it 1")
     if place >= 0:
         stage, microbatch = divmod(int(place), schedule.num_microbatches)
-        bits, ran = int(seen[place]) & 15, int(seen[place]) >> 4
+        bits, ran = int(seen[place]) & _KINDS, int(seen[place]) >> _COUNT_SHIFT
         if bits == _SPLIT:
             raise ScheduleError(f"{stage}W{microbatch} is there {ran} of {parts} times: every W here has {parts} parts")
         have = [k.name for k in (Kind.F, Kind.B, Kind.I, Kind.W) if bits >> k & 1]
@@ -43,10 +50,7 @@ def check_order(schedule: Schedule) -> None:
 
 
 def _scan(schedule: Schedule) -> Ints:
-    """For each (stage, microbatch) a bit per kind, and above them how often W ran.
-
-    Raises at the first action out of range, misplaced or repeated.
-    """
+    """What there is of each (stage, microbatch). Raises at the first action out of range, misplaced or repeated."""
     problem, placement = schedule.problem, schedule.placement
     require_placement(placement, problem)
     if len(schedule.rows) != problem.num_ranks:
@@ -54,9 +58,9 @@ def _scan(schedule: Schedule) -> Ints:
     xp = arrays(schedule.num_actions)
     seen = xp.full_ints(problem.num_stages * problem.num_microbatches)
     at, fault = xp.call(
-        scan_kernel, xp.ints(schedule.lines.codes), xp.list_ints(schedule.lines.offsets),
+        scan_kernel, xp.ints(schedule.packed.codes), xp.list_ints(schedule.packed.offsets),
         flat_tables(xp, placement), problem.num_stages, problem.num_microbatches, problem.num_weight_parts,
-        schedule.split, seen,
+        schedule.second_from, seen,
     )  # fmt: skip
     if fault:
         _raise_scan_fault(schedule, int(at), int(fault))
@@ -64,8 +68,8 @@ def _scan(schedule: Schedule) -> Ints:
 
 
 def _raise_scan_fault(schedule: Schedule, at: int, fault: int) -> None:
-    rank, step = step_number(schedule.lines, at)
-    action = decode(memoryview(schedule.lines.codes).cast("q")[at])
+    rank, step = step_number(schedule.packed, at)
+    action = decode(schedule.packed.view[at])
     where = f"rank {rank}, step {step}: {action}"
     p = schedule.problem
     if fault == 1:
@@ -86,48 +90,49 @@ def _raise_scan_fault(schedule: Schedule, at: int, fault: int) -> None:
     raise ScheduleError(f"{where} opens an Overlap that is no pair: it joins an F and a B (or I), in that order")
 
 
-def scan_kernel(codes, offsets, tables, num_stages, num_microbatches, parts, split, seen):  # type: ignore[no-untyped-def]
+def scan_kernel(  # type: ignore[no-untyped-def]
+    codes, offsets, tables, num_stages, num_microbatches, num_weight_parts, second_from, seen
+):
     """(index, fault) of the first bad action, or (-1, 0)."""
     for rank in range(len(offsets) - 1):
         joined = 0
         for at in range(offsets[rank], offsets[rank + 1]):
             code = codes[at]
-            kind = (code >> 1) & 15
-            stage = (code >> 5) & 0xFFFF
-            microbatch = code >> 21
-            if kind > 3:
+            kind = kind_of(code)
+            stage = stage_of(code)
+            microbatch = microbatch_of(code)
+            if kind > W:
                 return at, 5
-            if joined and (code & 1 or not (kind == 1 or kind == 2)):
+            if joined and (is_joined(code) or kind not in (B, I)):
                 return at, 6
-            joined = code & 1
-            if joined and (kind != 0 or at + 1 == offsets[rank + 1]):
+            joined = is_joined(code)
+            if joined and (kind != F or at + 1 == offsets[rank + 1]):
                 return at, 6
             if stage >= num_stages or microbatch >= num_microbatches:
                 return at, 1
-            base = 0 if microbatch < split else num_stages
-            if tables[base + stage] != rank:
+            if tables[copy_base(microbatch, second_from, num_stages) + stage] != rank:
                 return at, 2
             place = stage * num_microbatches + microbatch
             bits = seen[place]
-            if kind == 3:
-                if bits >> 4 == parts:
+            if kind == W:
+                if bits >> _COUNT_SHIFT == num_weight_parts:
                     return at, 3
-                bits += 16
+                bits += 1 << _COUNT_SHIFT
             elif bits >> kind & 1:
                 return at, 3
-            if (kind == 1 and bits & 12) or (kind >= 2 and bits & 2):
+            if (kind == B and bits & _SPLIT_BACKWARD) or (kind >= I and bits & _WHOLE_BACKWARD):
                 return at, 4
             seen[place] = bits | 1 << kind
     return -1, 0
 
 
-def incomplete_kernel(seen, parts):  # type: ignore[no-untyped-def]
-    """The first (stage, microbatch) that lacks an action, -1 if none does, -2 if there are parts of no W."""
-    whole = 16 * parts + 0b1101
-    found = -1 if parts == 1 else -2
+def incomplete_kernel(seen, num_weight_parts):  # type: ignore[no-untyped-def]
+    """The first (stage, microbatch) that lacks an action, -1 if none does, _NO_WEIGHTS if there are parts of no W."""
+    split = num_weight_parts << _COUNT_SHIFT | _SPLIT
+    found = -1 if num_weight_parts == 1 else _NO_WEIGHTS
     for place in range(len(seen)):
-        if seen[place] == whole:  # F, I and all of W
+        if seen[place] == split:
             found = -1
-        elif seen[place] != 0b0011:  # F and B
+        elif seen[place] != _WHOLE:
             return place
     return found

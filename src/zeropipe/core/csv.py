@@ -11,9 +11,10 @@ import io
 import re
 from collections import Counter
 
-from zeropipe.core.action import COMM, Action, Kind, Overlap, Step, pack, parse_step
+from zeropipe.core.action import COMM, Action, Kind, Overlap, Step, actions_of, parse_step
+from zeropipe.core.packed import PackedRows, pack
 from zeropipe.core.placement import Placement, Problem, recognise, require_actions
-from zeropipe.core.schedule import Lines, Program, Schedule
+from zeropipe.core.schedule import Program, Schedule
 from zeropipe.errors import ScheduleError
 
 # FSDP's parameter traffic: the engine decides on it by itself
@@ -38,7 +39,7 @@ def program_from_csv(text: str, name: str = "custom") -> Program:
     """The Program of a CSV in the `compute_comms` form, with its own order of messages."""
     rows = _read(text)
     schedule = _schedule(rows, name)
-    return Program(schedule, Lines.of(pack(row) for row in rows))
+    return Program(schedule, PackedRows.of(pack(row) for row in rows))
 
 
 def has_messages(text: str) -> bool:
@@ -75,13 +76,12 @@ def _schedule(rows: list[list[Step]], name: str) -> Schedule:
     weights: Counter[Action] = Counter()
     num_stages = num_microbatches = 0
     for rank, row in enumerate(compute):
-        for step in row:
-            for action in actions_of(step):
-                if action.kind is Kind.W:
-                    weights[action] += 1
-                homes.setdefault((action.stage, action.microbatch), Counter())[rank] += 1
-                num_stages = max(num_stages, action.stage + 1)
-                num_microbatches = max(num_microbatches, action.microbatch + 1)
+        for action in actions_of(row):
+            if action.kind is Kind.W:
+                weights[action] += 1
+            homes.setdefault((action.stage, action.microbatch), Counter())[rank] += 1
+            num_stages = max(num_stages, action.stage + 1)
+            num_microbatches = max(num_microbatches, action.microbatch + 1)
     if not homes:
         raise ScheduleError("the CSV holds messages but no computation")
     # what most W have: one that is there once too often is a mistake
@@ -89,11 +89,6 @@ def _schedule(rows: list[list[Step]], name: str) -> Schedule:
     problem = Problem(len(rows), num_stages, num_microbatches, parts)
     require_actions(problem, sum(counter.total() for counter in homes.values()))
     return Schedule.of(problem, infer_placement(problem, homes), compute, name)
-
-
-def actions_of(step: Step) -> tuple[Action, ...]:
-    """The actions of a step: one, or the two of an Overlap."""
-    return tuple(step) if isinstance(step, Overlap) else (step,)
 
 
 def infer_placement(problem: Problem, homes: dict[tuple[int, int], Counter[int]]) -> Placement:

@@ -5,21 +5,21 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 
-from zeropipe.core.action import Action, Kind, decode, unpack
+from zeropipe.core.action import Action, Kind
 from zeropipe.core.jit import Ints
-from zeropipe.core.needs import Links, key_name
-from zeropipe.core.schedule import Lines, Schedule
+from zeropipe.core.needs import Dependencies, key_name
+from zeropipe.core.packed import PackedRows, decode, encode, is_joined, num_steps, unpack
+from zeropipe.core.schedule import Schedule
 from zeropipe.errors import DeadlockError, Stuck
 
 SHOWN = 12  # stuck ranks named in a message
 BEFORE, BEHIND = 3, 4  # steps shown around the trouble spot
 
 
-def step_number(lines: Lines, at: int) -> tuple[int, int]:
+def step_number(packed: PackedRows, at: int) -> tuple[int, int]:
     """(rank, step) of the code at index `at`; an Overlap is one step."""
-    rank = bisect_right(lines.offsets, at) - 1
-    codes = memoryview(lines.codes).cast("q")[lines.offsets[rank] : at]
-    return rank, sum(1 for code in codes if not code & 1)
+    rank = bisect_right(packed.offsets, at) - 1
+    return rank, num_steps(packed.view[packed.offsets[rank] : at])
 
 
 def _cycle(schedule: Schedule, stuck: list[Stuck]) -> str:
@@ -42,16 +42,16 @@ def _rank_of(schedule: Schedule, needed: str) -> int | None:
     return schedule.placement.rank_of(int(match[1]), int(match[2])) if match else None
 
 
-def _grid(lines: Lines, stuck: list[Stuck]) -> list[str]:
+def _grid(packed: PackedRows, stuck: list[Stuck]) -> list[str]:
     """The steps around each stuck rank's place, that place in brackets."""
-    codes = memoryview(lines.codes).cast("q")
+    codes = packed.view
     cells = []
     for s in stuck:
-        begin, end = lines.offsets[s.rank], lines.offsets[s.rank + 1]
+        begin, end = packed.offsets[s.rank], packed.offsets[s.rank + 1]
         # an Overlap takes two codes, so twice the window always holds enough steps
         first = max(begin, begin + s.step - 2 * BEFORE)
-        skipped = sum(1 for code in codes[begin:first] if not code & 1)
-        while first > begin and codes[first - 1] & 1:
+        skipped = num_steps(codes[begin:first])
+        while first > begin and is_joined(codes[first - 1]):
             first -= 1
         row = [str(step) for step in unpack(codes[first : min(end, begin + 2 * (s.step + BEHIND) + 2)])]
         place = s.step - skipped
@@ -69,29 +69,29 @@ def _grid(lines: Lines, stuck: list[Stuck]) -> list[str]:
     return ["  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in cells]
 
 
-def deadlock(schedule: Schedule, links: Links, position: Ints, done: Ints) -> DeadlockError:
+def deadlock(schedule: Schedule, deps: Dependencies, position: Ints, done: Ints) -> DeadlockError:
     """The error for a schedule in which nobody can go on."""
     stuck = []
-    for rank, step, action, missing in _waiting(schedule, links, position, done):
+    for rank, step, action, missing in _waiting(schedule, deps, position, done):
         needed = key_name(missing, schedule.num_microbatches)
         stuck.append(Stuck(rank, step, str(action), made_by(schedule, needed)))
     total = schedule.num_actions
-    ran = sum(int(position[r]) - schedule.lines.offsets[r] for r in range(schedule.num_ranks))
-    return deadlock_error(f"no rank can go on after {ran} of {total} actions", stuck, schedule, schedule.lines)
+    ran = sum(int(position[r]) - schedule.packed.offsets[r] for r in range(schedule.num_ranks))
+    return deadlock_error(f"no rank can go on after {ran} of {total} actions", stuck, schedule, schedule.packed)
 
 
-def _waiting(schedule: Schedule, links: Links, position: Ints, done: Ints) -> list[tuple[int, int, Action, int]]:
+def _waiting(schedule: Schedule, deps: Dependencies, position: Ints, done: Ints) -> list[tuple[int, int, Action, int]]:
     """(rank, step, action, missing key) of every rank that has not reached its end."""
     waiting = []
-    lines = schedule.lines
+    packed = schedule.packed
     for rank in range(schedule.num_ranks):
         at = int(position[rank])
-        if at == lines.offsets[rank + 1]:
+        if at == packed.offsets[rank + 1]:
             continue
-        for part in range(at, at + 1 + (int(links.codes[at]) & 1)):
-            missing = [int(k) for k in (links.own[part], links.remote[part]) if k >= 0 and not done[k]]
+        for part in range(at, at + 1 + is_joined(int(deps.codes[at]))):
+            missing = [int(k) for k in (deps.own[part], deps.remote[part]) if k >= 0 and not done[k]]
             if missing:
-                waiting.append((rank, step_number(lines, at)[1], decode(int(links.codes[part])), missing[0]))
+                waiting.append((rank, step_number(packed, at)[1], decode(int(deps.codes[part])), missing[0]))
                 break
     return waiting
 
@@ -102,12 +102,10 @@ def made_by(schedule: Schedule, needed: Action) -> str:
         return str(needed)
     rank = schedule.placement.rank_of(needed.stage, needed.microbatch)
     whole = needed._replace(kind=Kind.B)
-    view = memoryview(schedule.lines.codes).cast("q")
-    row = view[schedule.lines.offsets[rank] : schedule.lines.offsets[rank + 1]]
-    return str(whole) if any(decode(code) == whole for code in row) else str(needed)
+    return str(whole if encode(*whole) in schedule.packed.row(rank) else needed)
 
 
-def deadlock_error(head: str, stuck: list[Stuck], schedule: Schedule, lines: Lines) -> DeadlockError:
+def deadlock_error(head: str, stuck: list[Stuck], schedule: Schedule, packed: PackedRows) -> DeadlockError:
     text = [head]
     text += [f"  rank {s.rank} waits at step {s.step}: {s.action} needs {s.needs}" for s in stuck[:SHOWN]]
     if len(stuck) > SHOWN:
@@ -115,5 +113,5 @@ def deadlock_error(head: str, stuck: list[Stuck], schedule: Schedule, lines: Lin
     cycle = _cycle(schedule, stuck)
     if cycle:
         text.append(f"  cycle: {cycle}")
-    text += _grid(lines, stuck[:SHOWN])
+    text += _grid(packed, stuck[:SHOWN])
     return DeadlockError("\n".join(text), tuple(stuck))

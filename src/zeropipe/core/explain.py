@@ -14,13 +14,15 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from zeropipe.core.action import Action, decode
+from zeropipe.core.action import Action
 from zeropipe.core.jit import Arrays, Ints
-from zeropipe.core.needs import link
+from zeropipe.core.needs import dependencies
+from zeropipe.core.packed import decode, is_joined
 from zeropipe.core.timeline import Span, Timeline
 
 CAUSES = ("warm-up", "waiting for data", "communication", "cool-down", "other")
-_WARM_UP, _WAITING, _COMMUNICATION, _COOL_DOWN, _OTHER = range(5)
+_NUM_CAUSES = len(CAUSES)
+_WARM_UP, _WAITING, _COMMUNICATION, _COOL_DOWN, _OTHER = range(_NUM_CAUSES)
 
 
 class Idle(NamedTuple):
@@ -78,12 +80,12 @@ class Reasons:
 @lru_cache(maxsize=4)
 def reasons(timeline: Timeline) -> Reasons:
     """What every action needed and waited for."""
-    links = link(timeline.schedule)
-    xp, size = links.arrays, timeline.schedule.num_actions
-    maker = xp.full_ints(links.num_keys, -1)
+    deps = dependencies(timeline.schedule)
+    xp, size = deps.arrays, timeline.schedule.num_actions
+    maker = xp.full_ints(deps.num_keys, -1)
     remote, own, before, waited, ranks = (xp.full_ints(size, -1) for _ in range(5))
     message = xp.call(
-        reasons_kernel, links.codes, links.offsets, links.remote, links.own, links.makes, links.to,
+        reasons_kernel, deps.codes, deps.offsets, deps.remote, deps.own, deps.makes, deps.to,
         xp.floats(timeline.start), xp.floats(timeline.end), timeline.measured, timeline.blocking,
         maker, remote, own, before, waited, ranks,
     )  # fmt: skip
@@ -127,7 +129,7 @@ def reasons_kernel(  # type: ignore[no-untyped-def]
             sending = False
             at = offsets[rank]
             while at < offsets[rank + 1]:
-                last = at + (codes[at] & 1)
+                last = at + is_joined(codes[at])
                 latest = -1
                 for step in range(at, last + 1):
                     before[step] = previous
@@ -161,48 +163,57 @@ def idle(timeline: Timeline) -> tuple[Idle, ...]:
     """Idle time of each rank by cause. The sum over causes is the makespan minus the rank's busy time."""
     found = reasons(timeline)
     xp = found.arrays
-    totals = xp.full_floats(timeline.num_ranks * len(CAUSES))
+    totals = xp.full_floats(timeline.num_ranks * _NUM_CAUSES)
     xp.call(
-        idle_kernel, xp.list_ints(timeline.schedule.lines.offsets),
+        idle_kernel, xp.list_ints(timeline.schedule.packed.offsets),
         xp.floats(timeline.start), xp.floats(timeline.end), found.waited, found.message, timeline.measured,
         timeline.first_start, timeline.first_start + timeline.makespan, totals,
     )  # fmt: skip
-    width = len(CAUSES)
-    return tuple(Idle(*map(float, totals[width * r : width * (r + 1)])) for r in range(timeline.num_ranks))
+    rows = (totals[at : at + _NUM_CAUSES] for at in range(0, len(totals), _NUM_CAUSES))
+    return tuple(Idle(*map(float, row)) for row in rows)
+
+
+def cut_gap(free: float, start: float, made: float, known: bool, message: float, measured: bool) -> tuple[float, float]:
+    """When the waiting of a gap from `free` to `start` ends, and when its communication; what is left has no cause.
+
+    `made` is the end of the result that was waited for, if that is `known`.
+    """
+    if not known:
+        # a simulated rank that has all it needs is idle only while its own blocking send is under way
+        return free, free if measured else start
+    ready = min(start, max(free, made))
+    if measured and made <= free:
+        return ready, min(start, max(free, made + message))
+    return ready, start
 
 
 def idle_kernel(offsets, start, end, waited, message, measured, begin, finish, totals):  # type: ignore[no-untyped-def]
     """Add up the idle time of each rank by cause."""
     for rank in range(len(offsets) - 1):
-        base = 5 * rank
+        base = _NUM_CAUSES * rank
         if offsets[rank] == offsets[rank + 1]:
-            totals[base] = finish - begin
+            totals[base + _WARM_UP] = finish - begin
             continue
         free = begin
         for at in range(offsets[rank], offsets[rank + 1]):
             if start[at] > free:
                 source = waited[at]
                 if at == offsets[rank]:
-                    totals[base] += start[at] - free
-                elif source < 0:
-                    # a simulated rank that has all it needs is idle only while its own blocking send is under way
-                    totals[base + (4 if measured else 2)] += start[at] - free
+                    totals[base + _WARM_UP] += start[at] - free
                 else:
-                    made = min(start[at], max(free, end[source]))
-                    arrived = start[at]
-                    if measured and end[source] <= free:
-                        arrived = min(start[at], max(free, end[source] + message))
-                    totals[base + 1] += made - free
-                    totals[base + 2] += arrived - made
-                    totals[base + 4] += start[at] - arrived
+                    made = end[source] if source >= 0 else free
+                    ready, arrived = cut_gap(free, start[at], made, source >= 0, message, measured)
+                    totals[base + _WAITING] += ready - free
+                    totals[base + _COMMUNICATION] += arrived - ready
+                    totals[base + _OTHER] += start[at] - arrived
             free = max(free, end[at])
-        totals[base + 3] += finish - free
+        totals[base + _COOL_DOWN] += finish - free
 
 
 def gaps(timeline: Timeline) -> list[Gap]:
     """Every idle piece of every rank with its cause, in order. A gap may have a waiting and a communication piece."""
     found = reasons(timeline)
-    codes = memoryview(timeline.schedule.lines.codes).cast("q")
+    codes = timeline.schedule.packed.view
     start, end = memoryview(timeline.start).cast("d"), memoryview(timeline.end).cast("d")
     begin, finish = timeline.first_start, timeline.first_start + timeline.makespan
     pieces: list[Gap] = []
@@ -215,19 +226,16 @@ def gaps(timeline: Timeline) -> list[Gap]:
 
     for rank in range(timeline.num_ranks):
         free = begin
-        first, stop = timeline.schedule.lines.offsets[rank : rank + 2]
+        first, stop = timeline.schedule.packed.offsets[rank : rank + 2]
         for at in range(first, stop):
             source = int(found.waited[at])
             if at == first:
                 add(rank, free, start[at], _WARM_UP, at, source)
-            elif source < 0:
-                add(rank, free, start[at], _OTHER if timeline.measured else _COMMUNICATION, at)
             else:
-                made = min(start[at], max(free, end[source]))
-                late = timeline.measured and end[source] <= free
-                arrived = min(start[at], max(free, end[source] + found.message)) if late else start[at]
-                add(rank, free, made, _WAITING, at, source)
-                add(rank, made, arrived, _COMMUNICATION, at, source)
+                made = end[source] if source >= 0 else free
+                ready, arrived = cut_gap(free, start[at], made, source >= 0, found.message, timeline.measured)
+                add(rank, free, ready, _WAITING, at, source)
+                add(rank, ready, arrived, _COMMUNICATION, at, source)
                 add(rank, arrived, start[at], _OTHER, at)
             free = max(free, end[at])
         add(rank, free, finish, _COOL_DOWN if stop > first else _WARM_UP)
@@ -237,7 +245,7 @@ def gaps(timeline: Timeline) -> list[Gap]:
 def span_at(timeline: Timeline, at: int) -> Span:
     """The span of the action at place `at` of the schedule's codes."""
     return Span(
-        int(reasons(timeline).ranks[at]), decode(memoryview(timeline.schedule.lines.codes).cast("q")[at]),
+        int(reasons(timeline).ranks[at]), decode(timeline.schedule.packed.view[at]),
         memoryview(timeline.start).cast("d")[at], memoryview(timeline.end).cast("d")[at],
     )  # fmt: skip
 

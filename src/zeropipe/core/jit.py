@@ -10,6 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from functools import cache
+from types import FunctionType
 from typing import Any
 
 JIT_FROM = 200_000  # actions; below this, importing numba takes longer than the work
@@ -115,19 +116,16 @@ Arrays = type[Plain] | type[Jitted]
 
 def arrays(size: int) -> Arrays:
     """Where to make arrays for an input of `size` actions."""
-    return Jitted if size >= JIT_FROM and _numba_found() else Plain
-
-
-@cache
-def _numba_found() -> bool:
-    from importlib.util import find_spec
-
-    return find_spec("numba") is not None and find_spec("numpy") is not None
+    return Jitted if size >= JIT_FROM else Plain
 
 
 @cache
 def _compiled(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel compiled, and with it the functions that it calls."""
     import numba
 
-    compiled: Callable[..., Any] = numba.njit(kernel, cache=True)
+    named = {name: kernel.__globals__.get(name) for name in kernel.__code__.co_names}
+    helpers = {name: _compiled(value) for name, value in named.items() if isinstance(value, FunctionType)}
+    own = FunctionType(kernel.__code__, {**kernel.__globals__, **helpers}, argdefs=kernel.__defaults__)
+    compiled: Callable[..., Any] = numba.njit(own, cache=True)
     return compiled

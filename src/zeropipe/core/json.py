@@ -7,11 +7,12 @@ from array import array
 from math import inf, isfinite
 from typing import Any
 
-from zeropipe.core.action import pack, parse_step
+from zeropipe.core.action import parse_step
 from zeropipe.core.complete import check_order
+from zeropipe.core.packed import PackedRows, pack
 from zeropipe.core.parse import parse_json
 from zeropipe.core.placement import Placement, Problem, recognise, require_actions, require_placement
-from zeropipe.core.schedule import Lines, Schedule
+from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Memory, Timeline
 from zeropipe.errors import ScheduleError, ZeropipeError
 
@@ -64,7 +65,7 @@ def _schedule_data(schedule: Schedule) -> dict[str, Any]:
         "num_stages": schedule.num_stages,
         "num_microbatches": schedule.num_microbatches,
         "num_weight_parts": schedule.problem.num_weight_parts,
-        "placement": {"name": placement.name, "copies": placement.copies, "split": placement.split},
+        "placement": {"name": placement.name, "copies": placement.copies, "split": placement.second_from},
         "rows": [" ".join(map(str, row)) for row in schedule.rows],
     }
 
@@ -78,9 +79,9 @@ def _schedule(data: dict[str, Any]) -> Schedule:
     rows = data["rows"]
     if len(rows) != problem.num_ranks:
         raise ScheduleError(f"num_ranks is {problem.num_ranks}, but there are {len(rows)} rows")
-    lines = Lines.of(pack(map(parse_step, row.split())) for row in rows)
-    require_actions(problem, lines.offsets[-1])
-    return Schedule(problem, recognise(given.copies, given.split, problem), lines, str(data["name"]))
+    packed = PackedRows.of(pack(map(parse_step, row.split())) for row in rows)
+    require_actions(problem, packed.num_codes)
+    return Schedule(problem, recognise(given.copies, given.second_from, problem), packed, str(data["name"]))
 
 
 def _count(data: dict[str, Any], field: str) -> int:

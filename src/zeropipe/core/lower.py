@@ -7,38 +7,40 @@ even if a send finishes only when its receive is posted: replaying the turns is 
 
 from __future__ import annotations
 
+from zeropipe.core.action import RECV_B, RECV_F, SEND_B, SEND_F, F, far_stage
 from zeropipe.core.complete import check_order
 from zeropipe.core.deadlock import deadlock
-from zeropipe.core.needs import Links, link
-from zeropipe.core.schedule import Lines, Program, Schedule
+from zeropipe.core.needs import Dependencies, dependencies
+from zeropipe.core.packed import PackedRows, encode, is_joined, kind_of, microbatch_of, stage_of
+from zeropipe.core.schedule import Program, Schedule
 
 
 def lower(schedule: Schedule) -> Program:
     """The schedule with its messages; hand-over on the same rank is no message. Raises DeadlockError if stuck."""
     check_order(schedule)
-    return lower_links(schedule, link(schedule))
+    return lower_with(schedule, dependencies(schedule))
 
 
-def lower_links(schedule: Schedule, links: Links) -> Program:
-    """`lower` for a schedule whose links are known and whose actions are complete and placed."""
-    xp, num_ranks = links.arrays, schedule.num_ranks
+def lower_with(schedule: Schedule, deps: Dependencies) -> Program:
+    """`lower` for a schedule whose dependencies are known and whose actions are complete and placed."""
+    xp, num_ranks = deps.arrays, schedule.num_ranks
     sizes = xp.full_ints(num_ranks)
-    xp.call(count_kernel, links.offsets, links.to, sizes)
+    xp.call(count_kernel, deps.offsets, deps.to, sizes)
     offsets = [0]
     for size in sizes:
         offsets.append(offsets[-1] + int(size))
     out = xp.full_ints(offsets[-1])
     write = xp.list_ints(offsets[:-1])
-    position = xp.list_ints(schedule.lines.offsets[:-1])
-    done = xp.full_ints(links.num_keys)
+    position = xp.list_ints(schedule.packed.offsets[:-1])
+    done = xp.full_ints(deps.num_keys)
     finished = xp.call(
-        lower_kernel, links.codes, links.offsets, links.remote, links.own, links.makes, links.to, done,
-        xp.full_ints(links.num_keys, -1), xp.full_ints(num_ranks + 1), xp.full_ints(num_ranks + 1), position, write,
+        lower_kernel, deps.codes, deps.offsets, deps.remote, deps.own, deps.makes, deps.to, done,
+        xp.full_ints(deps.num_keys, -1), xp.full_ints(num_ranks + 1), xp.full_ints(num_ranks + 1), position, write,
         out,
     )  # fmt: skip
     if not finished:
-        raise deadlock(schedule, links, position, done)
-    return Program(schedule, Lines(xp.int_bytes(out), tuple(offsets)))
+        raise deadlock(schedule, deps, position, done)
+    return Program(schedule, PackedRows(xp.int_bytes(out), tuple(offsets)))
 
 
 def count_kernel(offsets, to, sizes):  # type: ignore[no-untyped-def]
@@ -69,7 +71,7 @@ def lower_kernel(  # type: ignore[no-untyped-def]
         while rank != head:
             at = position[rank]
             ended = at == offsets[rank + 1]
-            last = at if ended else at + (codes[at] & 1)
+            last = at if ended else at + is_joined(codes[at])
             missing = -1
             if not ended:
                 for step in range(at, last + 1):
@@ -108,14 +110,11 @@ def lower_kernel(  # type: ignore[no-untyped-def]
                 peer = to[step]
                 if peer < 0:
                     continue
-                code = codes[step]
-                forward = ((code >> 1) & 15) == 0
-                stage = (code >> 5) & 0xFFFF
-                send, receive, other = (4, 5, stage + 1) if forward else (6, 7, stage - 1)
-                high = (code >> 21) << 21
-                out[write[rank]] = high | stage << 5 | send << 1
+                send, receive = (SEND_F, RECV_F) if kind_of(codes[step]) == F else (SEND_B, RECV_B)
+                stage, microbatch = stage_of(codes[step]), microbatch_of(codes[step])
+                out[write[rank]] = encode(stage, send, microbatch)
                 write[rank] += 1
-                out[write[peer]] = high | other << 5 | receive << 1
+                out[write[peer]] = encode(far_stage(stage, send), receive, microbatch)
                 write[peer] += 1
             rank = after[rank]
     return left == 0

@@ -4,20 +4,20 @@
     B or I of a stage    needs F of the same stage, and B or I of the stage after
     W of a stage         needs I of the same stage (its parts do not need each other)
 
-Two results matter to others: "forward done" and "backward done" of a stage and microbatch. Each has a number, its key:
-2 (stage num_microbatches + microbatch), backward one more. `link` writes for every action of a schedule which keys it
-needs, which one it makes, and the rank to send it to. The checker, the lowering, the simulator and the explanations
-walk these four columns and know no rule of their own.
+Two results matter to others: "forward done" and "backward done" of a stage and microbatch. Each has a number, its key.
+`dependencies` writes for every action of a schedule which keys it needs, which one it makes, and the rank to send that
+to. The checker, the lowering, the simulator and the explanations walk these columns and know no rule of their own.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zeropipe.core.action import Action, Kind
+from zeropipe.core.action import RECV_B, RECV_F, SEND_B, Action, F, Kind, W, far_stage
 from zeropipe.core.jit import Arrays, Ints, arrays
+from zeropipe.core.packed import PackedRows, kind_of, microbatch_of, stage_of
 from zeropipe.core.placement import Placement
-from zeropipe.core.schedule import Lines, Schedule
+from zeropipe.core.schedule import Schedule
 
 
 def needs(action: Action, num_stages: int) -> tuple[Action, ...]:
@@ -31,15 +31,33 @@ def needs(action: Action, num_stages: int) -> tuple[Action, ...]:
     return (own, Action(stage + 1, Kind.I, microbatch)) if stage + 1 < num_stages else (own,)
 
 
-def key_name(number: int, num_microbatches: int) -> Action:
+def key_of(stage: int, microbatch: int, backward: int, num_microbatches: int) -> int:
+    """The key of a stage's forward result, or with `backward` = 1 of its backward result."""
+    return 2 * (stage * num_microbatches + microbatch) + backward
+
+
+def key_name(key: int, num_microbatches: int) -> Action:
     """The action that makes the result of a key (I stands for I or B)."""
-    place, backward = divmod(number, 2)
+    place, backward = divmod(key, 2)
     return Action(place // num_microbatches, Kind.I if backward else Kind.F, place % num_microbatches)
 
 
+def copy_base(microbatch: int, second_from: int, num_stages: int) -> int:
+    """Where the tables of a microbatch's copy of the model begin, when all copies' tables lie back to back."""
+    return 0 if microbatch < second_from else num_stages
+
+
+def message_place(base: int, stage: int, backward: int) -> int:
+    """Where `number_edges` has the message that a stage sends forward, or with `backward` = 1 backward."""
+    return 2 * (base + stage) + backward
+
+
 @dataclass(frozen=True)
-class Links:
-    """Per action: the key needed from another stage, the key needed from its own, the key made, the rank told."""
+class Dependencies:
+    """Per action: the key needed from another stage, the key needed from its own, the key made, the rank told.
+
+    A SEND or RECV has in `own` the key of the result that it carries, and nothing else.
+    """
 
     arrays: Arrays
     codes: Ints
@@ -57,63 +75,64 @@ def flat_tables(xp: Arrays, placement: Placement) -> Ints:
 
 
 def number_edges(placement: Placement) -> tuple[list[int], list[tuple[int, int]]]:
-    """The edge of each message, and (sending rank, receiving rank) of each edge.
+    """Number the edges: the pairs (sending rank, receiving rank) between which messages go.
 
-    Forward from stage s of copy c is at (c num_stages + s) 2, backward one behind; -1 where no message is needed.
+    The first list says which edge each message takes (see `message_place`), -1 where sender and receiver are the same
+    rank and no message is needed. The second one has the pair of each edge.
     """
     edges: dict[tuple[int, int], int] = {}
     numbers = []
     for table in placement.copies:
         for stage, rank in enumerate(table):
-            for other in (stage + 1, stage - 1):
+            for other in (stage + 1, stage - 1):  # forward, backward
                 crosses = 0 <= other < len(table) and table[other] != rank
                 numbers.append(edges.setdefault((rank, table[other]), len(edges)) if crosses else -1)
     return numbers, list(edges)
 
 
-def link(schedule: Schedule, lines: Lines | None = None, *, passes: int = 1) -> Links:
-    """The dependency columns of a schedule (every stage and microbatch must be in range).
+def dependencies(schedule: Schedule, packed: PackedRows | None = None, *, passes: int = 1) -> Dependencies:
+    """The dependency columns of a schedule (every stage and microbatch must be in range), or of other rows of it.
 
     `passes` says how often the caller will walk them, which decides whether compiled kernels pay.
     """
-    lines = lines or schedule.lines
-    problem, placement = schedule.problem, schedule.placement
-    size = lines.offsets[-1]
+    packed = schedule.packed if packed is None else packed
+    problem, size = schedule.problem, packed.num_codes
     xp = arrays(size * passes)
-    codes = xp.ints(lines.codes)
+    codes = xp.ints(packed.codes)
     remote, own, makes, to = (xp.full_ints(size, -1) for _ in range(4))
     xp.call(
-        link_kernel, codes, flat_tables(xp, placement), problem.num_stages, problem.num_microbatches, schedule.split,
-        remote, own, makes, to,
+        dependencies_kernel, codes, flat_tables(xp, schedule.placement), problem.num_stages, problem.num_microbatches,
+        schedule.second_from, remote, own, makes, to,
     )  # fmt: skip
     num_keys = 2 * problem.num_stages * problem.num_microbatches
-    return Links(xp, codes, xp.list_ints(lines.offsets), remote, own, makes, to, num_keys)
+    return Dependencies(xp, codes, xp.list_ints(packed.offsets), remote, own, makes, to, num_keys)
 
 
-def link_kernel(codes, tables, num_stages, num_microbatches, split, remote, own, makes, to):  # type: ignore[no-untyped-def]
-    """Fill the four columns for compute actions; communication actions keep -1."""
+def dependencies_kernel(  # type: ignore[no-untyped-def]
+    codes, tables, num_stages, num_microbatches, second_from, remote, own, makes, to
+):
+    """Fill the four columns."""
     for at in range(len(codes)):
         code = codes[at]
-        kind = (code >> 1) & 15
-        if kind > 3:
+        kind = kind_of(code)
+        stage = stage_of(code)
+        microbatch = microbatch_of(code)
+        if kind > W:
+            source = far_stage(stage, kind) if kind in (RECV_F, RECV_B) else stage
+            own[at] = key_of(source, microbatch, 1 if kind >= SEND_B else 0, num_microbatches)
             continue
-        stage = (code >> 5) & 0xFFFF
-        microbatch = code >> 21
-        place = (stage * num_microbatches + microbatch) * 2
-        base = 0 if microbatch < split else num_stages
-        rank = tables[base + stage]
-        if kind == 0:
-            makes[at] = place
-            if stage > 0:
-                remote[at] = place - 2 * num_microbatches
-            if stage + 1 < num_stages and tables[base + stage + 1] != rank:
-                to[at] = tables[base + stage + 1]
-        elif kind == 3:
-            own[at] = place + 1
-        else:
-            makes[at] = place + 1
-            own[at] = place
-            if stage + 1 < num_stages:
-                remote[at] = place + 2 * num_microbatches + 1
-            if stage > 0 and tables[base + stage - 1] != rank:
-                to[at] = tables[base + stage - 1]
+        if kind == W:
+            own[at] = key_of(stage, microbatch, 1, num_microbatches)
+            continue
+        base = copy_base(microbatch, second_from, num_stages)
+        backward = 0 if kind == F else 1
+        made = key_of(stage, microbatch, backward, num_microbatches)
+        makes[at] = made
+        if backward:
+            own[at] = made - 1
+        before = stage + 1 if backward else stage - 1  # the stage a result comes from
+        behind = stage - 1 if backward else stage + 1  # the stage that waits for this one's
+        if 0 <= before < num_stages:
+            remote[at] = key_of(before, microbatch, backward, num_microbatches)
+        if 0 <= behind < num_stages and tables[base + behind] != tables[base + stage]:
+            to[at] = tables[base + behind]

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from zeropipe.core.action import Action, far_stage
 from zeropipe.errors import ConfigError, ScheduleError
 
-MAX_PARTS = 64  # of a W
+MAX_WEIGHT_PARTS = 64
 
 
 @dataclass(frozen=True)
@@ -28,12 +29,12 @@ class Problem:
 class Placement:
     """Where stages live: one table stage -> rank per copy of the model.
 
-    Almost all placements have one copy. DualPipe and Chimera keep two: microbatches below `split` go through
-    copy 0, the others through copy 1.
+    Almost all placements have one copy. DualPipe and Chimera keep two: microbatches from `second_from` on go through
+    the second one.
     """
 
     copies: tuple[tuple[int, ...], ...]
-    split: int | None = None
+    second_from: int | None = None
     name: str = field(default="custom", compare=False)
 
     def rank_of(self, stage: int, microbatch: int = 0) -> int:
@@ -42,7 +43,11 @@ class Placement:
 
     def copy_of(self, microbatch: int) -> int:
         """Which copy of the model `microbatch` goes through."""
-        return 0 if self.split is None or microbatch < self.split else 1
+        return 0 if self.second_from is None or microbatch < self.second_from else 1
+
+    def peer_of(self, message: Action) -> int:
+        """The rank at the other end of a SEND or RECV."""
+        return self.rank_of(far_stage(message.stage, message.kind), message.microbatch)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages held by `rank` (of all copies), in order, each once."""
@@ -74,30 +79,34 @@ def mirror(problem: Problem) -> Placement:
     down = tuple(range(problem.num_stages))
     if problem.num_ranks == 1 or problem.num_microbatches == 1:
         return Placement((down,), name="mirror")
-    return Placement((down, down[::-1]), split=(problem.num_microbatches + 1) // 2, name="mirror")
+    return Placement((down, down[::-1]), second_from=(problem.num_microbatches + 1) // 2, name="mirror")
 
 
 PLACEMENTS: dict[str, PlacementRule] = {rule.__name__: rule for rule in (linear, loop, vee, mirror)}
 
 
-def recognise(copies: tuple[tuple[int, ...], ...], split: int | None, problem: Problem) -> Placement:
+def recognise(copies: tuple[tuple[int, ...], ...], second_from: int | None, problem: Problem) -> Placement:
     """The named placement these tables are, or a custom one."""
     for rule in PLACEMENTS.values():
         if rule in (linear, mirror) and problem.num_stages != problem.num_ranks:
             continue
         known = rule(problem)
         if known.copies == copies:
-            return Placement(copies, split, known.name)
-    return Placement(copies, split)
+            return Placement(copies, second_from, known.name)
+    return Placement(copies, second_from)
 
 
 def require_placement(placement: Placement, problem: Problem) -> None:
     """ConfigError for tables that do not place every stage on a rank that exists."""
-    copies, split = placement.copies, placement.split
-    if len(copies) != (1 if split is None else 2):
-        raise ConfigError(f"the placement has {len(copies)} tables: one is needed, or two and a split")
-    if split is not None and not (type(split) is int and 0 <= split <= problem.num_microbatches):
-        raise ConfigError(f"the placement's split is {split!r}: give a microbatch, 0 to {problem.num_microbatches}")
+    copies, second = placement.copies, placement.second_from
+    if len(copies) != (1 if second is None else 2):
+        raise ConfigError(
+            f"the placement has {len(copies)} tables: one is needed, or two and the first microbatch of the second one"
+        )
+    if second is not None and not (type(second) is int and 0 <= second <= problem.num_microbatches):
+        raise ConfigError(
+            f"the placement's second copy begins with microbatch {second!r}: give 0 to {problem.num_microbatches}"
+        )
     for table in copies:
         if len(table) != problem.num_stages:
             raise ConfigError(f"the placement places {len(table)} stages: there are {problem.num_stages}")

@@ -2,45 +2,55 @@
 
 from __future__ import annotations
 
-from zeropipe.core.action import Action, Kind, decode
+from zeropipe.core.action import RECV_B, RECV_F, SEND_B, SEND_F, W, far_stage, partner
 from zeropipe.core.deadlock import deadlock_error, made_by, step_number
 from zeropipe.core.jit import Ints, arrays
-from zeropipe.core.needs import Links, flat_tables, key_name, link, number_edges
+from zeropipe.core.needs import (
+    Dependencies,
+    copy_base,
+    dependencies,
+    flat_tables,
+    key_name,
+    message_place,
+    number_edges,
+)
+from zeropipe.core.packed import decode, is_joined, kind_of, microbatch_of, stage_of
 from zeropipe.core.schedule import Program
 from zeropipe.errors import DeadlockError, ScheduleError, Stuck
 
 
 def check_program(program: Program) -> None:
     """Every message is sent and received once, in the same order on both ends, and rendezvous sends never hang."""
-    schedule, lines = program.schedule, program.lines
-    links = link(schedule, lines)
-    xp = links.arrays
+    schedule, packed = program.schedule, program.packed
+    deps = dependencies(schedule, packed)
+    xp = deps.arrays
     problem = schedule.problem
     tables = flat_tables(xp, schedule.placement)
-    matched = xp.full_ints(links.num_keys)  # 0 nothing, 1 sent or received, 2 both
+    matched = xp.full_ints(deps.num_keys)  # 0 nothing, 1 sent or received, 2 both
     numbers, edges = number_edges(schedule.placement)
-    orders = xp.full_ints(links.num_keys)
+    orders = xp.full_ints(deps.num_keys)
     where, fault = xp.call(
-        messages_kernel, links.codes, links.offsets, tables, problem.num_stages, problem.num_microbatches,
-        schedule.split, matched, xp.list_ints(numbers), xp.full_ints(len(edges)), xp.full_ints(len(edges)), orders,
+        messages_kernel, deps.codes, deps.offsets, deps.own, deps.makes, deps.to,
+        tables, problem.num_stages, problem.num_microbatches, schedule.second_from,
+        matched, xp.list_ints(numbers), xp.full_ints(len(edges)), xp.full_ints(len(edges)), orders,
     )  # fmt: skip
     if fault:
         _raise_message_fault(program, int(where), int(fault))
-    done, posted = xp.full_ints(links.num_keys), xp.full_ints(links.num_keys)
-    waiter = xp.full_ints(links.num_keys, -1)
-    position, stack = xp.list_ints(lines.offsets[:-1]), xp.full_ints(schedule.num_ranks)
+    done, posted = xp.full_ints(deps.num_keys), xp.full_ints(deps.num_keys)
+    waiter = xp.full_ints(deps.num_keys, -1)
+    position, stack = xp.list_ints(packed.offsets[:-1]), xp.full_ints(schedule.num_ranks)
     queued = xp.full_ints(schedule.num_ranks)
     finished = xp.call(
-        rendezvous_kernel, links.codes, links.offsets, links.remote, links.own, links.makes, problem.num_microbatches,
+        rendezvous_kernel, deps.codes, deps.offsets, deps.remote, deps.own, deps.makes,
         done, posted, matched, waiter, position, stack, queued,
     )  # fmt: skip
     if not finished:
-        raise _program_deadlock(program, links, position, done)
+        raise _program_deadlock(program, deps, position, done)
 
 
 def check_same_work(program: Program) -> None:
     """Apart from its messages a Program is its Schedule."""
-    wanted, given = program.schedule.lines, program.lines
+    wanted, given = program.schedule.packed, program.packed
     if len(wanted.offsets) != len(given.offsets):
         raise ScheduleError(f"the program has {len(given.offsets) - 1} rows, its schedule {len(wanted.offsets) - 1}")
     xp = arrays(given.offsets[-1])
@@ -55,7 +65,7 @@ def same_work_kernel(codes, offsets, wanted, wanted_offsets):  # type: ignore[no
     for rank in range(len(offsets) - 1):
         at, end = wanted_offsets[rank], wanted_offsets[rank + 1]
         for place in range(offsets[rank], offsets[rank + 1]):
-            if (codes[place] >> 1) & 15 > 3:
+            if kind_of(codes[place]) > W:
                 continue
             if at == end or codes[place] != wanted[at]:
                 return rank
@@ -66,8 +76,9 @@ def same_work_kernel(codes, offsets, wanted, wanted_offsets):  # type: ignore[no
 
 
 def messages_kernel(  # type: ignore[no-untyped-def]
-    codes, offsets, tables, num_stages, num_microbatches, split, matched, numbers, sent, received, orders
-):
+    codes, offsets, own, makes, to, tables, num_stages, num_microbatches, second_from,
+    matched, numbers, sent, received, orders,
+):  # fmt: skip
     """(index, fault) of the first message that has no partner, is repeated or overtakes another on its edge.
 
     The key of a message is the key of the result it carries, so SEND_F of stage s and RECV_F of s + 1 share one.
@@ -77,20 +88,19 @@ def messages_kernel(  # type: ignore[no-untyped-def]
         for rank in range(num_ranks):
             for at in range(offsets[rank], offsets[rank + 1]):
                 code = codes[at]
-                kind = (code >> 1) & 15
-                if kind < 4 or (kind == 4 or kind == 6) != sending:
+                kind = kind_of(code)
+                if kind <= W or (kind in (SEND_F, SEND_B)) != sending:
                     continue
-                stage = (code >> 5) & 0xFFFF
-                microbatch = code >> 21
-                base = 0 if microbatch < split else num_stages
-                source = stage if sending else (stage - 1 if kind == 5 else stage + 1)
-                target = source + 1 if kind == 4 or kind == 5 else source - 1
-                if not (0 <= source < num_stages and 0 <= target < num_stages) or microbatch >= num_microbatches:
+                stage = stage_of(code)
+                other = far_stage(stage, kind)
+                microbatch = microbatch_of(code)
+                if not (stage < num_stages and 0 <= other < num_stages) or microbatch >= num_microbatches:
                     return at, 1
-                edge = numbers[2 * (base + source) + (1 if kind >= 6 else 0)]
+                base = copy_base(microbatch, second_from, num_stages)
+                edge = numbers[message_place(base, stage if sending else other, 1 if kind >= SEND_B else 0)]
                 if tables[base + stage] != rank or edge < 0:
                     return at, 2
-                message = (source * num_microbatches + microbatch) * 2 + (1 if kind >= 6 else 0)
+                message = own[at]
                 if sending:
                     if matched[message]:
                         return at, 3
@@ -106,26 +116,17 @@ def messages_kernel(  # type: ignore[no-untyped-def]
                     received[edge] += 1
     for rank in range(num_ranks):
         for at in range(offsets[rank], offsets[rank + 1]):
-            code = codes[at]
-            kind = (code >> 1) & 15
-            stage = (code >> 5) & 0xFFFF
-            microbatch = code >> 21
-            base = 0 if microbatch < split else num_stages
-            if kind == 4 or kind == 6:
-                message = (stage * num_microbatches + microbatch) * 2 + (1 if kind == 6 else 0)
-                if matched[message] != 2:
-                    return at, 6
-            elif kind < 3:
-                backward = 1 if kind else 0
-                message = (stage * num_microbatches + microbatch) * 2 + backward
-                if numbers[2 * (base + stage) + backward] >= 0 and not matched[message]:
+            if to[at] >= 0:
+                if not matched[makes[at]]:
                     return at, 7
+            elif makes[at] < 0 and kind_of(codes[at]) in (SEND_F, SEND_B) and matched[own[at]] != 2:
+                return at, 6
     return -1, 0
 
 
 def _raise_message_fault(program: Program, at: int, fault: int) -> None:
-    rank, step = step_number(program.lines, at)
-    where = f"rank {rank}, step {step}: {decode(memoryview(program.lines.codes).cast('q')[at])}"
+    rank, step = step_number(program.packed, at)
+    where = f"rank {rank}, step {step}: {decode(program.packed.view[at])}"
     reason = {
         1: "names a stage or microbatch that does not exist",
         2: "is on the wrong rank, or its two stages share a rank and need no message",
@@ -139,7 +140,7 @@ def _raise_message_fault(program: Program, at: int, fault: int) -> None:
 
 
 def rendezvous_kernel(  # type: ignore[no-untyped-def]
-    codes, offsets, remote, own, makes, num_microbatches, done, posted, matched, waiter, position, stack, queued
+    codes, offsets, remote, own, makes, done, posted, matched, waiter, position, stack, queued
 ):
     """As `walk_kernel`, with messages: RECV posts, SEND blocks until posted, a computation waits for its messages.
 
@@ -158,15 +159,13 @@ def rendezvous_kernel(  # type: ignore[no-untyped-def]
         at = position[rank]
         while at < offsets[rank + 1]:
             code = codes[at]
-            kind = (code >> 1) & 15
-            last = at + (code & 1)
+            kind = kind_of(code)
+            last = at + is_joined(code)
             missing = -1
             wakes = -1
-            if kind > 3:
-                stage = (code >> 5) & 0xFFFF
-                source = stage - 1 if kind == 5 else (stage + 1 if kind == 7 else stage)
-                message = (source * num_microbatches + (code >> 21)) * 2 + (1 if kind >= 6 else 0)
-                if kind == 5 or kind == 7:
+            if kind > W:
+                message = own[at]
+                if kind in (RECV_F, RECV_B):
                     posted[message] = 1
                     wakes = message
                 elif not done[message] or not posted[message]:
@@ -185,7 +184,7 @@ def rendezvous_kernel(  # type: ignore[no-untyped-def]
             if missing >= 0:
                 waiter[missing] = rank
                 break
-            if kind <= 3:
+            if kind <= W:
                 for step in range(at, last + 1):
                     if makes[step] >= 0:
                         done[makes[step]] = 1
@@ -202,27 +201,25 @@ def rendezvous_kernel(  # type: ignore[no-untyped-def]
     return left == 0
 
 
-def _program_deadlock(program: Program, links: Links, position: Ints, done: Ints) -> DeadlockError:
-    schedule, lines = program.schedule, program.lines
+def _program_deadlock(program: Program, deps: Dependencies, position: Ints, done: Ints) -> DeadlockError:
+    schedule, packed = program.schedule, program.packed
     stuck = []
     for rank in range(schedule.num_ranks):
         at = int(position[rank])
-        if at == lines.offsets[rank + 1]:
+        if at == packed.offsets[rank + 1]:
             continue
-        action = decode(int(links.codes[at]))
-        if action.kind in (Kind.SEND_F, Kind.SEND_B):
-            ahead = 1 if action.kind is Kind.SEND_F else -1
-            receive = Kind.RECV_F if ahead == 1 else Kind.RECV_B
-            need = str(Action(action.stage + ahead, receive, action.microbatch))
+        action = decode(int(deps.codes[at]))
+        if action.kind in (SEND_F, SEND_B):
+            need = str(partner(action))
         else:
             need = "a message or result that does not come"
-            for part in range(at, at + 1 + (int(links.codes[at]) & 1)):
-                for k in (int(links.own[part]), int(links.remote[part])):
+            for part in range(at, at + 1 + is_joined(int(deps.codes[at]))):
+                for k in (int(deps.own[part]), int(deps.remote[part])):
                     if k >= 0 and not done[k]:
                         need = made_by(schedule, key_name(k, schedule.num_microbatches))
-                    elif k >= 0 and k == int(links.remote[part]) and int(done[k]) == 1:
+                    elif k >= 0 and k == int(deps.remote[part]) and int(done[k]) == 1:
                         need = f"the message of {made_by(schedule, key_name(k, schedule.num_microbatches))}"
-        stuck.append(Stuck(rank, step_number(lines, at)[1], str(action), need))
-    ran = sum(int(position[r]) - lines.offsets[r] for r in range(schedule.num_ranks))
-    head = f"under rendezvous sends no rank can go on after {ran} of {lines.offsets[-1]} steps"
-    return deadlock_error(head, stuck, schedule, lines)
+        stuck.append(Stuck(rank, step_number(packed, at)[1], str(action), need))
+    ran = sum(int(position[r]) - packed.offsets[r] for r in range(schedule.num_ranks))
+    head = f"under rendezvous sends no rank can go on after {ran} of {packed.num_codes} steps"
+    return deadlock_error(head, stuck, schedule, packed)

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import overload
 
-from zeropipe.core.action import Step, pack, unpack
+from zeropipe.core.action import Step
+from zeropipe.core.packed import PackedRows, pack, unpack
 from zeropipe.core.placement import Placement, Problem
 
 
 class Rows(Sequence[tuple[Step, ...]]):
     """A tuple of steps per rank, decoded when asked for."""
 
-    def __init__(self, codes: bytes, offsets: tuple[int, ...]) -> None:
-        self._codes = memoryview(codes).cast("q")
-        self._offsets = offsets
+    def __init__(self, packed: PackedRows) -> None:
+        self._packed = packed
 
     def __len__(self) -> int:
-        return len(self._offsets) - 1
+        return len(self._packed.offsets) - 1
 
     @overload
     def __getitem__(self, index: int) -> tuple[Step, ...]: ...
@@ -29,30 +29,10 @@ class Rows(Sequence[tuple[Step, ...]]):
             return tuple(self[i] for i in range(*index.indices(len(self))))
         if not -len(self) <= index < len(self):
             raise IndexError(f"rank {index} of {len(self)}")
-        index %= len(self)
-        return tuple(unpack(self._codes[self._offsets[index] : self._offsets[index + 1]]))
+        return tuple(unpack(self._packed.row(index % len(self))))
 
     def __repr__(self) -> str:
-        return f"<rows of {len(self)} ranks, {self._offsets[-1]} actions>"
-
-
-@dataclass(frozen=True)
-class Lines:
-    """Packed rows of all ranks back to back: rank r owns codes[offsets[r]:offsets[r + 1]]."""
-
-    codes: bytes
-    offsets: tuple[int, ...]
-
-    @staticmethod
-    def of(rows: Iterable[Iterable[int]]) -> Lines:
-        """From one iterable of packed codes per rank."""
-        from array import array
-
-        codes, offsets = array("q"), [0]
-        for row in rows:
-            codes.extend(row)
-            offsets.append(len(codes))
-        return Lines(codes.tobytes(), tuple(offsets))
+        return f"<rows of {len(self)} ranks, {self._packed.num_codes} actions>"
 
 
 @dataclass(frozen=True, repr=False)
@@ -61,21 +41,21 @@ class Schedule:
 
     problem: Problem
     placement: Placement
-    lines: Lines
+    packed: PackedRows
     name: str = field(default="custom", compare=False)
 
     @staticmethod
     def of(problem: Problem, placement: Placement, rows: Iterable[Iterable[Step]], name: str = "custom") -> Schedule:
         """A schedule from rows of steps."""
-        return Schedule(problem, placement, Lines.of(pack(row) for row in rows), name)
+        return Schedule(problem, placement, PackedRows.of(pack(row) for row in rows), name)
 
     @property
     def rows(self) -> Rows:
-        return Rows(self.lines.codes, self.lines.offsets)
+        return Rows(self.packed)
 
     @property
     def num_actions(self) -> int:
-        return self.lines.offsets[-1]
+        return self.packed.num_codes
 
     @property
     def num_ranks(self) -> int:
@@ -90,9 +70,10 @@ class Schedule:
         return self.problem.num_microbatches
 
     @property
-    def split(self) -> int:
+    def second_from(self) -> int:
         """The first microbatch of the placement's second copy; beyond the last one where there is one copy."""
-        return self.num_microbatches if self.placement.split is None else self.placement.split
+        second_from = self.placement.second_from
+        return self.num_microbatches if second_from is None else second_from
 
     @property
     def sizes(self) -> str:
@@ -115,14 +96,14 @@ class Program:
     """A Schedule lowered with SEND and RECV: what an executor walks."""
 
     schedule: Schedule
-    lines: Lines
+    packed: PackedRows
 
     def __repr__(self) -> str:
-        return f"<Program of {self.schedule!r}, {self.lines.offsets[-1]} steps>"
+        return f"<Program of {self.schedule!r}, {self.packed.num_codes} steps>"
 
     @property
     def rows(self) -> Rows:
-        return Rows(self.lines.codes, self.lines.offsets)
+        return Rows(self.packed)
 
     def __str__(self) -> str:
         return "\n".join(_row_text(row) for row in self.rows)
@@ -130,9 +111,3 @@ class Program:
 
 def _row_text(row: Iterable[Step]) -> str:
     return " ".join(map(str, row))
-
-
-def iter_codes(lines: Lines, rank: int) -> Iterator[int]:
-    """The packed codes of one rank."""
-    view = memoryview(lines.codes).cast("q")
-    return iter(view[lines.offsets[rank] : lines.offsets[rank + 1]])

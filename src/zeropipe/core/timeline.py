@@ -8,8 +8,9 @@ from functools import cached_property
 from typing import NamedTuple
 
 from zeropipe.core import notebook
-from zeropipe.core.action import Action, decode
+from zeropipe.core.action import Action
 from zeropipe.core.jit import arrays
+from zeropipe.core.packed import decode, is_joined
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.units import percent, size_text, time_text
 
@@ -37,7 +38,7 @@ class Memory(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Timeline:
-    """The times of every action of a schedule: packed float64 columns aligned with `schedule.lines`."""
+    """The times of every action of a schedule: packed float64 columns aligned with `schedule.packed`."""
 
     schedule: Schedule
     start: bytes
@@ -61,8 +62,8 @@ class Timeline:
 
     def spans(self, rank: int) -> Iterator[Span]:
         """What `rank` did, in order."""
-        begin, end = self.schedule.lines.offsets[rank : rank + 2]
-        codes = memoryview(self.schedule.lines.codes).cast("q")[begin:end]
+        begin, end = self.schedule.packed.offsets[rank : rank + 2]
+        codes = self.schedule.packed.row(rank)
         starts = memoryview(self.start).cast("d")[begin:end]
         ends = memoryview(self.end).cast("d")[begin:end]
         for code, first, last in zip(codes, starts, ends, strict=True):
@@ -75,7 +76,7 @@ class Timeline:
         first, last, busy, peak = (xp.full_floats(self.num_ranks) for _ in range(4))
         during = xp.floats(self.memory.during) if self.memory else xp.full_floats(0)
         xp.call(
-            stats_kernel, xp.ints(self.schedule.lines.codes), xp.list_ints(self.schedule.lines.offsets),
+            stats_kernel, xp.ints(self.schedule.packed.codes), xp.list_ints(self.schedule.packed.offsets),
             xp.floats(self.start), xp.floats(self.end), during, first, last, busy, peak,
         )  # fmt: skip
         return tuple([float(x) for x in column] for column in (first, last, busy, peak))  # type: ignore[return-value]
@@ -177,7 +178,7 @@ def stats_kernel(codes, offsets, start, end, during, first, last, busy, peak):  
         top = 0.0
         latest = end[begin]
         for at in range(begin, stop):
-            if not codes[at] & 1:
+            if not is_joined(codes[at]):
                 total += end[at] - start[at]
             if end[at] > latest:
                 latest = end[at]

@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zeropipe.core.action import Kind, decode
+from zeropipe.core.action import Kind
 from zeropipe.core.check import check
-from zeropipe.core.schedule import Schedule, iter_codes
+from zeropipe.core.packed import kind_of
+from zeropipe.core.schedule import Schedule
 from zeropipe.engine.comm.fabric import Fabric
 from zeropipe.engine.options import Options
 from zeropipe.engine.stages.contract import Told
@@ -50,8 +51,8 @@ def same_everywhere(fabric: Fabric, look: Callable[[], Mapping[str, object]]) ->
 
 def facts(schedule: Schedule, options: Options, device: torch.device) -> dict[str, object]:
     """What must be the same on every rank."""
-    lines = schedule.lines
-    digest = hashlib.sha256(lines.codes + repr((lines.offsets, schedule.placement)).encode()).hexdigest()
+    packed = schedule.packed
+    digest = hashlib.sha256(packed.codes + repr((packed.offsets, schedule.placement)).encode()).hexdigest()
     return {"schedule": digest, "torch": torch.__version__, "device": device.type} | asdict(options)
 
 
@@ -87,7 +88,7 @@ def check_stages(schedule: Schedule, rank: int, stages: Mapping[int, Told], opti
 
 def splits(schedule: Schedule, rank: int) -> bool:
     """Whether this rank's row has backward passes that are split."""
-    return any(decode(code).kind is Kind.I for code in iter_codes(schedule.lines, rank))
+    return any(kind_of(code) == Kind.I for code in schedule.packed.row(rank))
 
 
 def device_of(device: torch.device | str | None, stages: Mapping[int, nn.Module]) -> torch.device:

@@ -1,4 +1,5 @@
 from zeropipe.core.action import Kind
+from zeropipe.core.packed import JOINED
 from zeropipe.core.placement import Problem, loop
 from zeropipe.schedules.lane import Lane
 from zeropipe.schedules.registry import register
@@ -24,5 +25,5 @@ def interleaved_overlap(lane: Lane, rank: int, p: Problem, *, group_size: int | 
     warmup = (p.stages_per_rank - 1) * len(rounds[0]) + 2 * (p.num_ranks - 1 - rank) + 1
     f, b = forwards(rank, p, rounds), backwards(Kind.B, rank, p, rounds)
     for n in range(warmup, len(f)):
-        f[n] |= 1
+        f[n] |= JOINED
     lane.weave((0, f), (warmup, b))

@@ -9,12 +9,15 @@ from itertools import pairwise
 from operator import itemgetter
 from typing import NamedTuple
 
-from zeropipe.core.action import KIND_SHIFT, MICROBATCH_SHIFT, STAGE_SHIFT, Kind
+from zeropipe.core.action import Kind
+from zeropipe.core.packed import JOINED, encode
 from zeropipe.core.placement import Placement, Problem
 from zeropipe.errors import ScheduleError
 
-_F, _B, _I, _W = (kind << KIND_SHIFT for kind in (Kind.F, Kind.B, Kind.I, Kind.W))
-_NEXT = 1 << MICROBATCH_SHIFT
+# a code is a sum: the stage's, the kind's and the microbatch's
+_F, _B, _I = (encode(0, kind, 0) for kind in (Kind.F, Kind.B, Kind.I))
+_NEXT = encode(0, 0, 1)
+_I_TO_W = encode(0, Kind.W, 0) - _I
 
 
 class Beat(NamedTuple):
@@ -76,12 +79,12 @@ class Lane:
             if not queue:
                 of_stage = "" if stage is None else f" of stage {stage}"
                 raise ScheduleError(f"rank {self.rank} writes a W{of_stage}, but there is no I it could belong to")
-            self.codes.append(queue.popleft()[1] ^ _I ^ _W)
+            self.codes.append(queue.popleft()[1] + _I_TO_W)
 
     def overlap(self, forward: int, backward: int) -> None:
         """The next forward of one stage together with the next whole backward of another."""
         self.f(forward)
-        self.codes[-1] |= 1
+        self.codes[-1] |= JOINED
         self.b(backward)
 
     def owed(self, stage: int | None = None) -> int:
@@ -90,7 +93,7 @@ class Lane:
 
     def at(self, stage: int, kind: Kind, microbatch: int) -> None:
         """Append one action with its microbatch spelled out, for orders that are not a pattern."""
-        self.codes.append(microbatch << MICROBATCH_SHIFT | stage << STAGE_SHIFT | kind << KIND_SHIFT)
+        self.codes.append(encode(stage, kind, microbatch))
 
     def weave(self, *streams: tuple[int, array[int]]) -> None:
         """Append several streams of actions side by side: in turn t comes number t - lag of each (lag, stream)."""
@@ -111,14 +114,14 @@ class Lane:
 
     def trim(self) -> None:
         """Leave out the microbatches beyond the last, after a pattern that needs a minimum of them."""
-        end = self._problem.num_microbatches << MICROBATCH_SHIFT
+        end = self._problem.num_microbatches * _NEXT
         self.codes = array("q", (code for code in self.codes if code < end))
 
     def _take(self, following: dict[int, int], stage: int, times: int) -> int:
         """The code, but for the kind, of the next microbatch of `stage`; `times` of them are taken."""
         first = following.get(stage, -1)
         if first < 0:
-            first = self._begin(stage) << MICROBATCH_SHIFT | stage << STAGE_SHIFT
+            first = encode(stage, 0, self._begin(stage))
         following[stage] = first + times * _NEXT
         return first
 
@@ -128,11 +131,11 @@ class Lane:
             last = self._problem.num_stages - 1
             raise ScheduleError(f"rank {self.rank} writes stage {stage}: stages are 0 to {last}")
         copy = next((c for c, table in enumerate(self._placement.copies) if table[stage] == self.rank), 0)
-        return 0 if copy == 0 else self._placement.split or 0
+        return 0 if copy == 0 else self._placement.second_from or 0
 
 
 def run(stage: int, kind: Kind, microbatches: range) -> array[int]:
     """The packed codes of one stage and kind for some microbatches."""
-    action = stage << STAGE_SHIFT | kind << KIND_SHIFT
-    start, stop, step = (n << MICROBATCH_SHIFT for n in (microbatches.start, microbatches.stop, microbatches.step))
-    return array("q", range(start + action, stop + action, step))
+    action = encode(stage, kind, 0)
+    start, stop, step = (n * _NEXT for n in (microbatches.start, microbatches.stop, microbatches.step))
+    return array("q", range(action + start, action + stop, step))

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from zeropipe.core.action import MAX_STAGES
+from zeropipe.core.packed import PackedRows
 from zeropipe.core.placement import PlacementRule, Problem
-from zeropipe.core.schedule import Lines, Schedule
+from zeropipe.core.schedule import Schedule
 from zeropipe.errors import ConfigError, ZeropipeError
 from zeropipe.schedules.lane import Lane
 
@@ -167,7 +168,7 @@ def build_entry(
         raise ConfigError(
             f"{entry.name} does not run: {type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
         ) from error
-    return Schedule(problem, placement, Lines.of(lane.codes for lane in lanes), entry.name)
+    return Schedule(problem, placement, PackedRows.of(lane.codes for lane in lanes), entry.name)
 
 
 def _home(write: Callable[..., None]) -> str:

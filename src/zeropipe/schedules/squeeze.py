@@ -1,7 +1,9 @@
-"""Squeezing: passes of a repeated block move into earlier free slots while the pipeline fills and drains.
+"""Squeezing: the two ends of a schedule made of a repeated block become shorter.
 
-All times are slots of one unit. Memory stays within that of the repeated block, plus what the caller adds: F takes a
-unit, W gives it back.
+All ranks together hold one copy of the block per microbatch, so some of their slots are empty while the pipeline fills
+and while it drains. There, passes move into earlier empty slots; the steady state between the two stays. A slot takes
+one unit of time and holds one pass. A rank keeps no more activations than in the steady state, plus what the caller
+adds: each F takes one, each W gives one back.
 """
 
 from __future__ import annotations
@@ -18,10 +20,10 @@ Slots = dict[tuple[int, int, int], int]  # rank, way, microbatch -> slot
 
 
 def squeeze(rows: list[Row], extra: int = 0) -> list[Row]:
-    """Rows of F and I in the slots of a repeated block, as rows with W and without the idle slots that can be saved.
+    """The squeezed rows, with W. Given are rows of F and I only, in the slots of the repeated block.
 
-    First with W where the block has room for it, so that the memory of the fill is right; then, for the drain, without
-    W, which comes last there: whatever slots are left will do for it.
+    The fill is squeezed with every W in the slot that the block has for it, since each W makes room for an F. For the
+    drain the W are taken out again: there they come last, in whatever slots are left.
     """
     rows = [with_w(row) for row in rows]
     limit = max(_peak(row) for row in rows) + extra

@@ -23,6 +23,6 @@ def compare(schedules: Iterable[Schedule], costs: Costs, *, weight_parts: int | 
     for schedule in schedules:
         own = costs.regrouped(schedule.problem)
         if weight_parts and schedule.problem.num_weight_parts == 1:
-            schedule = fill_gaps(schedule, own, parts=weight_parts)
+            schedule = fill_gaps(schedule, own, weight_parts=weight_parts)
         timelines.append(simulate(schedule, own))
     return timelines

@@ -11,7 +11,7 @@ from zeropipe.core.placement import Problem
 from zeropipe.errors import ConfigError, short
 
 PerStage = float | Sequence[float]
-_PER_STAGE = ("f", "i", "w", "b", "overlap", "message", "activation", "stash", "weights")
+PER_STAGE = ("f", "i", "w", "b", "overlap", "message", "activation", "stash", "weights")
 
 
 class Link(NamedTuple):
@@ -56,7 +56,7 @@ class Costs:
     memory_unit: str = ""
 
     def __post_init__(self) -> None:
-        for name in _PER_STAGE:
+        for name in PER_STAGE:
             value = getattr(self, name)
             if isinstance(value, Sequence) and not isinstance(value, str):
                 object.__setattr__(self, name, tuple(_number(name, v) for v in value))
@@ -115,7 +115,7 @@ class Costs:
         of finer pieces are added up. What a message takes does not depend on the cut.
         """
         changes: dict[str, Any] = {}
-        for name in _PER_STAGE:
+        for name in PER_STAGE:
             value = getattr(self, name)
             if name == "message" or value is None:
                 continue

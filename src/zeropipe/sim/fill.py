@@ -1,33 +1,41 @@
-"""Cuts every W into parts and puts them where a rank would wait."""
+"""Runs weight gradients where a rank would otherwise wait.
+
+No action waits for a W, so a W can be put off until its rank waits for data. Every W is first cut into equal parts,
+which fit into smaller gaps. Then each rank's row is written anew: its other actions keep their order, and the parts
+that are due go into the gaps between them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 
+from zeropipe.core.action import B, F, I, W
 from zeropipe.core.complete import check_complete
 from zeropipe.core.jit import arrays
-from zeropipe.core.needs import link
-from zeropipe.core.placement import MAX_PARTS
-from zeropipe.core.schedule import Lines, Schedule
+from zeropipe.core.needs import copy_base, dependencies, message_place
+from zeropipe.core.packed import PackedRows, is_joined, kind_of, microbatch_of, stage_of, with_kind
+from zeropipe.core.placement import MAX_WEIGHT_PARTS
+from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import ROUNDING
 from zeropipe.errors import ConfigError
 from zeropipe.sim.costs import Costs
 from zeropipe.sim.simulate import simulate
 from zeropipe.sim.tables import tables_of
 
-SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)  # how much of a part must fit into a gap: the best of these is taken
+# a part goes into a gap if at least this share of it fits; each share is tried, and the shortest schedule taken
+SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)
 
 
-def fill_gaps(schedule: Schedule, costs: Costs | None = None, *, parts: int = 4) -> Schedule:
-    """`schedule` with every W in `parts` equal parts, run where its rank would wait for data under these costs.
+def fill_gaps(schedule: Schedule, costs: Costs | None = None, *, weight_parts: int = 4) -> Schedule:
+    """`schedule` with every W in `weight_parts` equal parts, run where its rank would wait under these costs.
 
     F, B and I keep their order. A W waits for a gap as long as memory allows: up to `costs.memory_limit`, or to
     what each rank needs anyway where no limit is given. The schedule never becomes longer; one without W stays as it
     is.
     """
     costs = costs or Costs()
-    best = simulate(cut_weights(schedule, parts), costs)
+    best = simulate(cut_weights(schedule, weight_parts), costs)
     limits = best.peak_memory if costs.memory_limit is None else (costs.memory_limit,) * schedule.num_ranks
     filled = _filled(best.schedule, costs, [limit * ROUNDING for limit in limits])
     if not (costs.blocking or costs.serial_links):
@@ -35,79 +43,79 @@ def fill_gaps(schedule: Schedule, costs: Costs | None = None, *, parts: int = 4)
     return min(best, *(simulate(one, costs) for one in filled), key=lambda timeline: timeline.makespan).schedule
 
 
-def cut_weights(schedule: Schedule, parts: int) -> Schedule:
-    """`schedule` with every W in `parts` equal parts, one after the other."""
-    if type(parts) is not int or not 1 <= parts <= MAX_PARTS:
-        raise ConfigError(f"parts={parts!r}: a W is cut into 1 to {MAX_PARTS} parts")
+def cut_weights(schedule: Schedule, weight_parts: int) -> Schedule:
+    """`schedule` with every W in `weight_parts` equal parts, one after the other."""
+    if type(weight_parts) is not int or not 1 <= weight_parts <= MAX_WEIGHT_PARTS:
+        raise ConfigError(f"weight_parts={weight_parts!r}: a W is cut into 1 to {MAX_WEIGHT_PARTS} parts")
     have = schedule.problem.num_weight_parts
     if have != 1:
         raise ConfigError(f"the W of {schedule.name} are in {have} parts already: start from the one with whole W")
     check_complete(schedule)  # before its rows are others
     xp = arrays(schedule.num_actions)
-    whole, sizes = xp.ints(schedule.lines.codes), xp.full_ints(schedule.num_ranks)
-    codes = xp.full_ints(xp.call(count_kernel, whole, xp.list_ints(schedule.lines.offsets), parts, sizes))
+    whole, sizes = xp.ints(schedule.packed.codes), xp.full_ints(schedule.num_ranks)
+    codes = xp.full_ints(xp.call(count_kernel, whole, xp.list_ints(schedule.packed.offsets), weight_parts, sizes))
     if len(codes) == schedule.num_actions:  # no W, or all of it in one part
         return schedule
-    xp.call(cut_kernel, whole, parts, codes)
+    xp.call(cut_kernel, whole, weight_parts, codes)
     offsets = [0]
     for size in sizes:
         offsets.append(offsets[-1] + int(size))
-    problem = replace(schedule.problem, num_weight_parts=parts)
-    return replace(schedule, problem=problem, lines=Lines(xp.int_bytes(codes), tuple(offsets)))
+    problem = replace(schedule.problem, num_weight_parts=weight_parts)
+    return replace(schedule, problem=problem, packed=PackedRows(xp.int_bytes(codes), tuple(offsets)))
 
 
-def count_kernel(codes, offsets, parts, sizes):  # type: ignore[no-untyped-def]
+def count_kernel(codes, offsets, num_weight_parts, sizes):  # type: ignore[no-untyped-def]
     """Each rank's number of actions once its W are cut, and their sum."""
     total = 0
     for rank in range(len(offsets) - 1):
         size = 0
         for at in range(offsets[rank], offsets[rank + 1]):
-            size += parts if (codes[at] >> 1) & 15 == 3 else 1
+            size += num_weight_parts if kind_of(codes[at]) == W else 1
         sizes[rank] = size
         total += size
     return total
 
 
-def cut_kernel(codes, parts, out):  # type: ignore[no-untyped-def]
-    """Write every W `parts` times."""
+def cut_kernel(codes, num_weight_parts, out):  # type: ignore[no-untyped-def]
+    """Write every W as often as it has parts."""
     place = 0
     for at in range(len(codes)):
-        for _ in range(parts if (codes[at] >> 1) & 15 == 3 else 1):
+        for _ in range(num_weight_parts if kind_of(codes[at]) == W else 1):
             out[place] = codes[at]
             place += 1
 
 
 def _filled(schedule: Schedule, costs: Costs, limits: Sequence[float]) -> list[Schedule]:
     """The rows written anew with each share, the shortest first."""
-    links = link(schedule, passes=len(SHARES))
-    xp, tables = links.arrays, tables_of(links.arrays, schedule, costs)
+    deps = dependencies(schedule, passes=len(SHARES))
+    xp, tables = deps.arrays, tables_of(deps.arrays, schedule, costs)
     found = []
     for share in SHARES:
         codes, pending = (xp.full_ints(schedule.num_actions) for _ in range(2))
         first, count, stack = (xp.full_ints(schedule.num_ranks) for _ in range(3))
-        position, place = (xp.list_ints(schedule.lines.offsets[:-1]) for _ in range(2))
-        ended, arrived = (xp.full_floats(links.num_keys, -1.0) for _ in range(2))
+        position, place = (xp.list_ints(schedule.packed.offsets[:-1]) for _ in range(2))
+        ended, arrived = (xp.full_floats(deps.num_keys, -1.0) for _ in range(2))
         level, clock = xp.list_floats(tables.constant), xp.full_floats(schedule.num_ranks)
         makespan = xp.call(
-            fill_kernel, links.codes, links.offsets, links.remote, links.own, links.makes, links.to,
-            schedule.num_stages, tables.split, tables.durations, tables.saving, tables.transfer,
-            tables.activation, tables.stash, tables.parts, level, xp.list_floats(limits), share,
-            ended, arrived, xp.full_ints(links.num_keys, -1), position, place, pending, first, count, stack, clock,
+            fill_kernel, deps.codes, deps.offsets, deps.remote, deps.own, deps.makes, deps.to,
+            schedule.num_stages, tables.second_from, tables.durations, tables.saving, tables.transfer,
+            tables.activation, tables.stash, tables.num_weight_parts, level, xp.list_floats(limits), share,
+            ended, arrived, xp.full_ints(deps.num_keys, -1), position, place, pending, first, count, stack, clock,
             codes,
         )  # fmt: skip
-        lines = Lines(xp.int_bytes(codes), schedule.lines.offsets)
-        found.append((float(makespan), replace(schedule, lines=lines)))
+        lines = PackedRows(xp.int_bytes(codes), schedule.packed.offsets)
+        found.append((float(makespan), replace(schedule, packed=lines)))
     return [filled for _, filled in sorted(found, key=lambda pair: pair[0])]
 
 
 def fill_kernel(  # type: ignore[no-untyped-def]
-    codes, offsets, remote, own, makes, to, num_stages, split, durations, saving, transfer,
-    activation, stash, parts, level, limits, share,
+    codes, offsets, remote, own, makes, to, num_stages, second_from, durations, saving, transfer,
+    activation, stash, num_weight_parts, level, limits, share,
     ended, arrived, waiter, position, place, pending, first, count, stack, clock, out,
 ):  # fmt: skip
-    """Run F, B and I in their order as soon as they can, and W, oldest first, while the rank waits; the last end.
+    """Run F, B and I in their order as soon as they can, and W, oldest first, while the rank waits. Gives the makespan.
 
-    `pending` holds each rank's W whose I has run, from `first` to `count`, part by part. Messages are as long as
+    `pending` holds each rank's W whose I has run, from `first` to `count`, part by part. Messages take as long as
     alone on their link; the caller simulates what comes out.
     """
     num_ranks = len(offsets) - 1
@@ -117,15 +125,15 @@ def fill_kernel(  # type: ignore[no-untyped-def]
     while top > 0:
         top -= 1
         rank = stack[top]
-        base = offsets[rank]
+        begin_row = offsets[rank]
         at = position[rank]
         now = clock[rank]
         memory = level[rank]
         while at < offsets[rank + 1]:
-            if (codes[at] >> 1) & 15 == 3:
+            if kind_of(codes[at]) == W:
                 at += 1
                 continue
-            last = at + (codes[at] & 1)
+            last = at + is_joined(codes[at])
             missing = -1
             begin = now
             lasts = 0.0
@@ -140,29 +148,29 @@ def fill_kernel(  # type: ignore[no-untyped-def]
                     if arrived[needed] < 0:
                         missing = needed
                     begin = max(begin, arrived[needed])
-                stage = (codes[step] >> 5) & 0xFFFF
-                kind = (codes[step] >> 1) & 15
+                stage = stage_of(codes[step])
+                kind = kind_of(codes[step])
                 lasts += durations[kind * num_stages + stage]
                 if last > at:
                     lasts -= saving[stage] / 2
-                if kind == 0:
+                if kind == F:
                     takes += activation[stage]
-                elif kind == 2:
+                elif kind == I:
                     grows += max(0.0, stash[stage] - activation[stage])  # recomputed, it may be more
             if missing >= 0:
                 waiter[missing] = rank
                 break
             while first[rank] < count[rank]:
-                weight = pending[base + first[rank]]
-                stage = (weight >> 5) & 0xFFFF
-                part = durations[3 * num_stages + stage]
+                weight = pending[begin_row + first[rank]]
+                stage = stage_of(weight)
+                part = durations[W * num_stages + stage]
                 full = takes + grows > 0 and memory + takes + grows > limits[rank]
                 if not full and now + share * part > begin - 1e-9 * part:
                     break
                 out[place[rank]] = weight
                 place[rank] += 1
                 first[rank] += 1
-                memory -= stash[stage] / parts
+                memory -= stash[stage] / num_weight_parts
                 now += part
             now = max(now, begin) + max(lasts, 0.0)
             memory += takes
@@ -170,21 +178,21 @@ def fill_kernel(  # type: ignore[no-untyped-def]
                 code = codes[step]
                 out[place[rank]] = code
                 place[rank] += 1
-                stage = (code >> 5) & 0xFFFF
-                kind = (code >> 1) & 15
-                if kind == 1:
+                stage = stage_of(code)
+                kind = kind_of(code)
+                if kind == B:
                     memory -= activation[stage]
-                elif kind == 2:
+                elif kind == I:
                     memory -= activation[stage] - stash[stage]
-                    for _ in range(parts):
-                        pending[base + count[rank]] = code + 2  # an I's code becomes its W's
+                    for _ in range(num_weight_parts):
+                        pending[begin_row + count[rank]] = with_kind(code, W)
                         count[rank] += 1
                 made = makes[step]
                 ended[made] = now
                 arrived[made] = now
                 if to[step] >= 0:
-                    copy = 0 if code >> 21 < split else num_stages
-                    arrived[made] = now + transfer[(copy + stage) * 2 + (0 if kind == 0 else 1)]
+                    base = copy_base(microbatch_of(code), second_from, num_stages)
+                    arrived[made] = now + transfer[message_place(base, stage, 0 if kind == F else 1)]
                 if waiter[made] >= 0:
                     stack[top] = waiter[made]
                     waiter[made] = -1
@@ -192,8 +200,8 @@ def fill_kernel(  # type: ignore[no-untyped-def]
             at = last + 1
         if at == offsets[rank + 1]:
             while first[rank] < count[rank]:
-                weight = pending[base + first[rank]]
-                now += durations[3 * num_stages + ((weight >> 5) & 0xFFFF)]
+                weight = pending[begin_row + first[rank]]
+                now += durations[W * num_stages + stage_of(weight)]
                 out[place[rank]] = weight
                 place[rank] += 1
                 first[rank] += 1

@@ -11,6 +11,7 @@ from zeropipe.core.complete import check_complete
 from zeropipe.core.explain import idle, reasons
 from zeropipe.core.json import from_plain
 from zeropipe.core.limits import require_costs, require_times
+from zeropipe.core.packed import is_joined
 from zeropipe.core.timeline import Span, Timeline
 from zeropipe.errors import ConfigError, ScheduleError
 from zeropipe.sim.costs import Costs, costs_from, read_costs
@@ -96,11 +97,9 @@ def residuals(measured: Timeline, predicted: Timeline) -> list[Residual]:
 
 def _steps(timeline: Timeline, rank: int) -> Iterable[tuple[Span, ...]]:
     """The rank's steps: one span each, or the two of an Overlap."""
-    lines = timeline.schedule.lines
-    codes = memoryview(lines.codes).cast("q")[lines.offsets[rank] : lines.offsets[rank + 1]]
     forward: Span | None = None
-    for code, span in zip(codes, timeline.spans(rank), strict=True):
-        if code & 1:
+    for code, span in zip(timeline.schedule.packed.row(rank), timeline.spans(rank), strict=True):
+        if is_joined(code):
             forward = span
         elif forward is not None:
             yield forward, span
@@ -148,7 +147,7 @@ def _memory(timeline: Timeline) -> tuple[list[float], list[float], list[float]]:
     weights = [0.0] * num_stages
     after = memoryview(timeline.memory.after).cast("d")
     for rank in range(timeline.num_ranks):
-        begin, end = timeline.schedule.lines.offsets[rank : rank + 2]
+        begin, end = timeline.schedule.packed.offsets[rank : rank + 2]
         stages = timeline.schedule.placement.stages_of(rank)
         for stage in stages:  # the row ends where it began
             weights[stage] = max(0.0, after[end - 1]) / len(stages)

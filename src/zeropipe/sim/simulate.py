@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from zeropipe.core.action import B, F, I, W
 from zeropipe.core.complete import check_complete
 from zeropipe.core.deadlock import deadlock
-from zeropipe.core.needs import link
+from zeropipe.core.needs import copy_base, dependencies, message_place
+from zeropipe.core.packed import is_joined, kind_of, microbatch_of, stage_of
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Memory, Timeline
 from zeropipe.sim.costs import Costs
@@ -18,23 +20,24 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """
     costs = costs or Costs()
     check_complete(schedule)
-    links = link(schedule)
-    xp = links.arrays
+    deps = dependencies(schedule)
+    xp = deps.arrays
     size, num_stages = schedule.num_actions, schedule.num_stages
     tables = tables_of(xp, schedule, costs)
     start, end, during, after = (xp.full_floats(size) for _ in range(4))
-    ended, arrived = xp.full_floats(links.num_keys, -1.0), xp.full_floats(links.num_keys, -1.0)
-    waiter = xp.full_ints(links.num_keys, -1)
-    position, stack = xp.list_ints(schedule.lines.offsets[:-1]), xp.full_ints(schedule.num_ranks)
+    ended, arrived = xp.full_floats(deps.num_keys, -1.0), xp.full_floats(deps.num_keys, -1.0)
+    waiter = xp.full_ints(deps.num_keys, -1)
+    position, stack = xp.list_ints(schedule.packed.offsets[:-1]), xp.full_ints(schedule.num_ranks)
     finished = xp.call(
-        simulate_kernel, links.codes, links.offsets, links.remote, links.own, links.makes, links.to, num_stages,
-        tables.split, tables.durations, tables.saving, tables.transfer, tables.edge, xp.full_floats(tables.num_edges),
+        simulate_kernel, deps.codes, deps.offsets, deps.remote, deps.own, deps.makes, deps.to, num_stages,
+        tables.second_from, tables.durations, tables.saving,
+        tables.transfer, tables.edge, xp.full_floats(tables.num_edges),
         costs.blocking, costs.serial_links,
-        tables.activation, tables.stash, tables.parts, tables.constant, xp.full_floats(schedule.num_ranks),
+        tables.activation, tables.stash, tables.num_weight_parts, tables.constant, xp.full_floats(schedule.num_ranks),
         ended, arrived, waiter, position, stack, start, end, during, after,
     )  # fmt: skip
     if not finished:
-        raise deadlock(schedule, links, position, xp.list_ints([int(t >= 0) for t in ended]))
+        raise deadlock(schedule, deps, position, xp.list_ints([int(t >= 0) for t in ended]))
     return Timeline(
         schedule,
         xp.float_bytes(start),
@@ -48,8 +51,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
 
 
 def simulate_kernel(  # type: ignore[no-untyped-def]
-    codes, offsets, remote, own, makes, to, num_stages, split, durations, saving, transfer, edge, link_free,
-    blocking, serial_links, activation, stash, parts, level, clock,
+    codes, offsets, remote, own, makes, to, num_stages, second_from, durations, saving, transfer, edge, link_free,
+    blocking, serial_links, activation, stash, num_weight_parts, level, clock,
     ended, arrived, waiter, position, stack, start, end, during, after,
 ):  # fmt: skip
     """Run every rank as far as it goes, in its own order; True if all reach their end.
@@ -70,7 +73,7 @@ def simulate_kernel(  # type: ignore[no-untyped-def]
         now = clock[rank]
         memory = level[rank]
         while at < offsets[rank + 1]:
-            last = at + (codes[at] & 1)
+            last = at + is_joined(codes[at])
             missing = -1
             begin = now
             for step in range(at, last + 1):
@@ -91,13 +94,13 @@ def simulate_kernel(  # type: ignore[no-untyped-def]
                 break
             lasts = 0.0
             for step in range(at, last + 1):
-                stage = (codes[step] >> 5) & 0xFFFF
-                kind = (codes[step] >> 1) & 15
+                stage = stage_of(codes[step])
+                kind = kind_of(codes[step])
                 lasts += durations[kind * num_stages + stage]
                 if last > at:
                     # an Overlap of two stages saves the mean of what each stage's own pair would save
                     lasts -= saving[stage] / 2
-                if kind == 0:
+                if kind == F:
                     memory += activation[stage]
             finish = begin + max(lasts, 0.0)
             now = finish
@@ -107,22 +110,22 @@ def simulate_kernel(  # type: ignore[no-untyped-def]
                 during[step] = memory
             for step in range(at, last + 1):
                 code = codes[step]
-                stage = (code >> 5) & 0xFFFF
-                kind = (code >> 1) & 15
-                if kind == 1:
+                stage = stage_of(code)
+                kind = kind_of(code)
+                if kind == B:
                     memory -= activation[stage]
-                elif kind == 2:
+                elif kind == I:
                     memory -= activation[stage] - stash[stage]
-                elif kind == 3:
-                    memory -= stash[stage] / parts
+                elif kind == W:
+                    memory -= stash[stage] / num_weight_parts
                 made = makes[step]
                 if made < 0:
                     continue
                 ended[made] = finish
                 arrived[made] = finish
                 if to[step] >= 0:
-                    copy = 0 if code >> 21 < split else num_stages
-                    message = (copy + stage) * 2 + (0 if kind == 0 else 1)
+                    base = copy_base(microbatch_of(code), second_from, num_stages)
+                    message = message_place(base, stage, 0 if kind == F else 1)
                     leaves = now if blocking else finish
                     if serial_links and link_free[edge[message]] > leaves:
                         leaves = link_free[edge[message]]

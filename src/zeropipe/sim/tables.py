@@ -11,7 +11,7 @@ from zeropipe.sim.costs import Costs
 
 
 class Tables(NamedTuple):
-    """Times by kind and stage, messages by place (see `number_edges`), memory by stage and rank."""
+    """Times by kind and stage, messages by `message_place`, memory by stage and rank."""
 
     durations: Floats  # at kind num_stages + stage; of a W: of one part
     saving: Floats  # what an Overlap of a stage's F and B saves
@@ -21,23 +21,23 @@ class Tables(NamedTuple):
     activation: Floats
     stash: Floats
     constant: Floats
-    parts: int  # of a W
-    split: int  # the first microbatch of the placement's second copy
+    num_weight_parts: int
+    second_from: int  # the first microbatch of the placement's second copy
 
 
 def tables_of(xp: Arrays, schedule: Schedule, costs: Costs) -> Tables:
     """The tables of `schedule` under `costs`."""
-    parts = schedule.problem.num_weight_parts
+    num_weight_parts = schedule.problem.num_weight_parts
     f, b, i, w, overlap, activation, stash = (
         costs.column(name, schedule.num_stages) for name in ("f", "b", "i", "w", "overlap", "activation", "stash")
     )
     transfer, edge, num_edges = _messages(xp, schedule, costs)
     return Tables(
-        xp.list_floats([*f, *b, *i, *(time / parts for time in w)]),
+        xp.list_floats([*f, *b, *i, *(time / num_weight_parts for time in w)]),
         xp.list_floats([one + other - both for one, other, both in zip(f, b, overlap, strict=True)]),
         transfer, edge, num_edges,
         xp.list_floats(activation), xp.list_floats(stash), xp.list_floats(_constant_memory(schedule, costs)),
-        parts, schedule.split,
+        num_weight_parts, schedule.second_from,
     )  # fmt: skip
 
 

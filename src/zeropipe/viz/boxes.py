@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from zeropipe.core.action import KIND_MASK, KIND_SHIFT, MICROBATCH_SHIFT, STAGE_MASK, STAGE_SHIFT
+from zeropipe.core.packed import is_joined, kind_of, microbatch_of, stage_of
 from zeropipe.core.placement import Placement
 from zeropipe.core.timeline import Timeline
 
@@ -37,19 +37,17 @@ class Boxes:
 
 def boxes(timeline: Timeline) -> Boxes:
     """The boxes of a timeline."""
-    codes = np.frombuffer(timeline.schedule.lines.codes, np.int64)
-    joined = codes & 1
+    codes = np.frombuffer(timeline.schedule.packed.codes, np.int64)
+    joined = is_joined(codes)
     half = joined * UPPER
     half[1:] += joined[:-1] * LOWER
-    kind, stage = codes >> KIND_SHIFT & KIND_MASK, codes >> STAGE_SHIFT & STAGE_MASK
-    microbatch = codes >> MICROBATCH_SHIFT
+    kind, stage, microbatch = kind_of(codes), stage_of(codes), microbatch_of(codes)
     shades = shade_table(timeline.schedule.placement)
-    split = timeline.schedule.placement.split
-    copy = np.zeros_like(codes) if split is None else (microbatch >= split).astype(np.int64)
+    copy = (microbatch >= timeline.schedule.second_from).astype(np.int64)
     start = np.frombuffer(timeline.start, np.float64) - timeline.first_start
     end = np.frombuffer(timeline.end, np.float64) - timeline.first_start
     return Boxes(
-        np.array(timeline.schedule.lines.offsets, np.int64), start, end, kind, stage, microbatch, half,
+        np.array(timeline.schedule.packed.offsets, np.int64), start, end, kind, stage, microbatch, half,
         shades[copy, stage], int(shades.max()) + 1, timeline.makespan,
     )  # fmt: skip
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from zeropipe.core.action import Action, Kind, Overlap, Step
+from zeropipe.core.action import Action, Kind, Overlap, Step, actions_of
 from zeropipe.core.schedule import Program
 from zeropipe.engine import torch_private
 from zeropipe.engine.backward.splitters import Pass, Splitter
@@ -145,7 +145,7 @@ class Executor:
         for step in row:
             if isinstance(step, Action) and step.kind in (Kind.RECV_F, Kind.RECV_B):
                 forward = step.kind is Kind.RECV_F
-                peer = self._placement.rank_of(step.stage + (-1 if forward else 1), step.microbatch)
+                peer = self._placement.peer_of(step)
                 message = Message(forward, step.stage, step.microbatch)
                 places[message] = (peer, len(orders.setdefault(peer, [])))
                 orders[peer].append(message)
@@ -171,9 +171,8 @@ class Executor:
                 self._labels.append(str(step))
             return
         if step.kind in (Kind.SEND_F, Kind.SEND_B):
-            ahead = 1 if step.kind is Kind.SEND_F else -1
-            outgoing = self._outgoing[self._placement.rank_of(step.stage + ahead, step.microbatch)]
-            send = self._send_forward if ahead == 1 else self._send_backward
+            outgoing = self._outgoing[self._placement.peer_of(step)]
+            send = self._send_forward if step.kind is Kind.SEND_F else self._send_backward
             call = self._beside(partial(send, cell, outgoing), cell)
         else:
             self._add_take(step)
@@ -311,11 +310,6 @@ class Executor:
     def _send_backward(self, cell: Cell, outgoing: Outgoing) -> None:
         returned, cell.returned = cell.returned, ()
         outgoing.send(returned)
-
-
-def actions_of(row: Sequence[Step]) -> list[Action]:
-    """All actions of a row, an Overlap's two one after the other."""
-    return [action for step in row for action in (step if isinstance(step, Overlap) else (step,))]
 
 
 def colour(row: Sequence[Step], cells: Mapping[tuple[int, int], Cell]) -> bool:

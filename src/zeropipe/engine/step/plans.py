@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from zeropipe.core.action import Action, Kind
+from zeropipe.core.action import Action, Kind, actions_of
 from zeropipe.core.lower import lower
 from zeropipe.core.schedule import Program, Schedule
-from zeropipe.engine.step.executor import actions_of
 
 
 def edges_of(program: Program) -> set[tuple[int, int]]:
@@ -14,8 +13,7 @@ def edges_of(program: Program) -> set[tuple[int, int]]:
     for rank, row in enumerate(program.rows):
         for action in actions_of(row):
             if action.kind in (Kind.SEND_F, Kind.SEND_B):
-                other = action.stage + (1 if action.kind is Kind.SEND_F else -1)
-                edges.add((rank, placement.rank_of(other, action.microbatch)))
+                edges.add((rank, placement.peer_of(action)))
     return edges
 
 

@@ -1,0 +1,123 @@
+"""Actions as integers, so that rows of ten million of them stay small. The one place that knows their layout:
+
+    bit 0       joined: this action and the next one are an Overlap
+    bits 1-4    kind
+    bits 5-20   stage
+    bits 21-62  microbatch
+
+Kernels (see jit.py) call the functions of a code, too; and a code may be a numpy array of codes.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from zeropipe.core.action import Action, Kind, Overlap, Step
+
+JOINED = 1
+_KIND_SHIFT, _STAGE_SHIFT, _MICROBATCH_SHIFT = 1, 5, 21
+_KIND_MASK, _STAGE_MASK = 0xF, 0xFFFF
+
+Code = Any  # an int, or a numpy array of them
+
+
+def encode(stage: Code, kind: Code, microbatch: Code, joined: int = 0) -> Code:
+    """The code of an action."""
+    return microbatch << _MICROBATCH_SHIFT | stage << _STAGE_SHIFT | kind << _KIND_SHIFT | joined
+
+
+def is_joined(code: Code) -> Code:
+    """1 for the first half of an Overlap, else 0."""
+    return code & JOINED
+
+
+def kind_of(code: Code) -> Code:
+    """A code's kind, as an integer."""
+    return code >> _KIND_SHIFT & _KIND_MASK
+
+
+def stage_of(code: Code) -> Code:
+    """A code's stage."""
+    return code >> _STAGE_SHIFT & _STAGE_MASK
+
+
+def microbatch_of(code: Code) -> Code:
+    """A code's microbatch."""
+    return code >> _MICROBATCH_SHIFT
+
+
+def with_kind(code: Code, kind: int) -> Code:
+    """The action of another kind for the same stage and microbatch."""
+    return encode(stage_of(code), kind, microbatch_of(code))
+
+
+_KINDS = tuple(Kind)
+
+
+def decode(code: int) -> Action:
+    """The action of a code."""
+    return Action(stage_of(code), _KINDS[kind_of(code)], microbatch_of(code))
+
+
+def pack(steps: Iterable[Step]) -> list[int]:
+    """The codes of some steps; an Overlap takes two."""
+    codes: list[int] = []
+    for step in steps:
+        if isinstance(step, Overlap):
+            codes.append(encode(*step.forward, joined=JOINED))
+            codes.append(encode(*step.backward))
+        else:
+            codes.append(encode(*step))
+    return codes
+
+
+def unpack(codes: Iterable[int]) -> Iterator[Step]:
+    """The steps of some codes."""
+    forward: Action | None = None
+    for code in codes:
+        action = decode(code)
+        if is_joined(code):
+            forward = action
+        elif forward is not None:
+            yield Overlap(forward, action)
+            forward = None
+        else:
+            yield action
+
+
+def num_steps(codes: Iterable[int]) -> int:
+    """How many steps end within some codes: an Overlap is one."""
+    return sum(1 for code in codes if not is_joined(code))
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """The codes of all ranks back to back: rank r owns codes[offsets[r]:offsets[r + 1]]."""
+
+    codes: bytes
+    offsets: tuple[int, ...]
+
+    @staticmethod
+    def of(rows: Iterable[Iterable[int]]) -> PackedRows:
+        """From the codes of each rank."""
+        codes, offsets = array("q"), [0]
+        for row in rows:
+            codes.extend(row)
+            offsets.append(len(codes))
+        return PackedRows(codes.tobytes(), tuple(offsets))
+
+    @property
+    def num_codes(self) -> int:
+        return self.offsets[-1]
+
+    @property
+    def view(self) -> memoryview[int]:
+        """All codes as integers."""
+        return memoryview(self.codes).cast("q")
+
+    def row(self, rank: int) -> memoryview[int]:
+        """The codes of one rank."""
+        return self.view[self.offsets[rank] : self.offsets[rank + 1]]
