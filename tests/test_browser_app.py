@@ -484,6 +484,23 @@ def test_everything_is_reached_by_keys(visit):
     assert set(rows(page)) == {"1f1b", "gpipe"}
 
 
+def test_timelines_out_of_sight_have_their_height(visit):
+    """The scroll bar stays as it is while one scrolls, and after a change of the window's width."""
+    page = visit("?schedules=1f1b,interleaved,zb-h1,zb-h2,zbv,v-half,dualpipev,chimera&ranks=8&microbatches=24")
+    heights = "[...document.querySelectorAll('.zp-panel')].map((panel) => panel.offsetHeight)"
+    for _ in range(2):
+        before, whole = page.evaluate(heights), page.evaluate("document.documentElement.scrollHeight")
+        assert len(before) == 8
+        assert max(before) < 700  # eight ranks and their memory
+        for n in range(8):
+            page.evaluate(f"document.querySelectorAll('.zp-panel')[{n}].scrollIntoView()")
+            page.wait_for_timeout(60)
+        assert page.evaluate(heights) == before
+        assert page.evaluate("document.documentElement.scrollHeight") == whole
+        page.set_viewport_size({"width": 1100, "height": 800})
+        page.wait_for_timeout(200)
+
+
 def test_light_and_dark(visit):
     page = visit("?schedules=1f1b", color_scheme="dark")
     colour = "getComputedStyle(document.body).backgroundColor"

@@ -71,7 +71,15 @@ export class Panel {
     this.sums = null;
   }
 
+  /** Out of sight, too, it is as tall as when it is painted: the page does not jump while it is scrolled. */
+  reserve() {
+    this.rows.style.height = `${this.layout.total}px`;
+    this.memory.style.height = `${this.memoryLayout.total}px`;
+    this.memoryBox.hidden = !(this.state.memory && this.timeline.during);
+  }
+
   paint() {
+    this.reserve();
     if (!this.visible) return;
     const { view, paint, scale, gutter } = this.state;
     this.sums ??= colourSums(this.timeline, paint);
@@ -86,8 +94,7 @@ export class Panel {
   }
 
   paintMemory() {
-    const { view, paint, scale, gutter, memory } = this.state;
-    this.memoryBox.hidden = !(memory && this.timeline.during);
+    const { view, paint, scale, gutter } = this.state;
     if (this.memoryBox.hidden) return;
     const layout = this.memoryLayout;
     const limit = this.timeline.memoryLimit;
