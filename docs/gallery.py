@@ -48,6 +48,8 @@ def write(folder: Path) -> None:
         paper = f" [Source]({entry.paper})." if entry.paper else ""
         sections.append(f"\n## {entry.name}\n\n{entry.summary}.{needs}{paper}\n\n"
                         f"![{entry.name} on {RANKS} ranks](gallery/{entry.name}.svg)\n")  # fmt: skip
+    many = zp.build("zbv", ranks=8, microbatches=96)
+    zp.draw(zp.simulate(many, zp.Costs().regrouped(many.problem)), folder / "gallery" / "many-microbatches.svg")
     (folder / "gallery.md").write_text(HEAD + "".join(rows) + "".join(sections), "utf-8")
 
 

@@ -8,6 +8,7 @@ import struct
 import xml.etree.ElementTree as ET
 import zlib
 from collections import Counter
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
@@ -18,7 +19,7 @@ from zeropipe.core.lower import lower
 from zeropipe.core.placement import Placement
 from zeropipe.core.timeline import Timeline
 from zeropipe.viz import check_name
-from zeropipe.viz.boxes import shade_table
+from zeropipe.viz.boxes import UPPER, boxes, shade_table
 from zeropipe.viz.colors import KINDS, contrast, ink_on, shades
 from zeropipe.viz.html import MODULES, bundle, viewer_file
 from zeropipe.viz.payload import payload
@@ -79,10 +80,76 @@ def test_labels_are_microbatch_numbers(tmp_path):
     assert in_boxes == {"0": 4, "1": 4, "2": 4}  # F and B on two ranks
 
 
+@pytest.mark.parametrize("name", ["1f1b", "zbv", "hanayo"])
+@pytest.mark.parametrize("width", [100, 150, 200, 240, 300, 400, 560, 720])
+def test_all_boxes_of_a_kind_have_labels_or_none_has(name, width, tmp_path):
+    """12 microbatches: 10 and 11 need twice the room of the others."""
+    timeline = run(name, 2, 12, zp.Costs(f=1, i=1, w=1))
+    zp.draw(timeline, tmp_path / "x.svg", width=width, legend=False)
+    root = ET.parse(tmp_path / "x.svg").getroot()
+    texts = [t.text for g in root.findall(f"{SVG}g[@text-anchor='middle']") if g.get("fill") != "#667085" for t in g]
+    counts = Counter(texts)
+    assert len(set(counts.values())) <= 1
+    assert len(counts) in (0, 12)
+    assert width < 700 or counts
+
+
 def test_a_figure_of_many_boxes_stays_small(tmp_path):
-    zp.draw(run("1f1b", 4, 20_000), tmp_path / "x.svg")
-    boxes = ET.parse(tmp_path / "x.svg").findall(f"{SVG}g[@class='boxes']/{SVG}rect")
-    assert 4 * 680 <= len(boxes) <= 4 * 680 * 4  # at most one per quarter of a point and rank
+    zp.draw(run("1f1b", 4, 4_000), tmp_path / "x.svg")
+    assert (tmp_path / "x.svg").stat().st_size < 20_000
+    zp.draw(jittered(run("zbv", 4, 1_500)), tmp_path / "x.svg")
+    assert (tmp_path / "x.svg").stat().st_size < 400_000
+
+
+def jittered(timeline):
+    """The same with every box a little shorter, by chance, as in a measured run."""
+    start, end = np.frombuffer(timeline.start), np.frombuffer(timeline.end)
+    by = np.random.default_rng(0).uniform(0, 0.1, (2, len(start))) * (end - start)
+    upper = np.flatnonzero(boxes(timeline).half == UPPER)
+    by[:, upper + 1] = by[:, upper]  # both halves of an Overlap share their times
+    return replace(timeline, start=(start + by[0]).tobytes(), end=(end - by[1]).tobytes(), measured=True)
+
+
+@pytest.mark.parametrize("noisy", [False, True])
+@pytest.mark.parametrize("name", ["zbv", "interleaved-zb", "dualpipev", "gpipe"])
+def test_bands_are_as_large_as_the_time_they_stand_for(name, noisy, tmp_path):
+    timeline = run(name, 4, 320, zp.Costs(f=1, i=1.2, w=0.7))
+    timeline = jittered(timeline) if noisy else timeline
+    zp.draw(timeline, tmp_path / "x.svg")
+    root = ET.parse(tmp_path / "x.svg").getroot()
+    assert not root.findall(f"{SVG}g[@class='boxes']/{SVG}rect")
+    lanes = [r for r in root.findall(f"{SVG}rect") if r.get("fill") == "#f3f4f7"]
+    bottoms = sorted(float(r.get("y")) + float(r.get("height")) for r in lanes)
+    stacks = {}  # a band is seen from its upper edge to that of the next one in its stack
+    for band in root.iter(f"{SVG}polygon"):
+        x, y = np.array([[float(n) for n in pair.split(",")] for pair in band.get("points").split()]).T
+        turn = np.flatnonzero(np.diff(x) <= 0)[0] + 1
+        grid = np.linspace(x.min(), x.max(), 500)
+        bottom = next(b for b in bottoms if b > y.min())
+        kind = next(k for k in KINDS if shades(k, 1)[0] == band.get("fill"))
+        stacks.setdefault((x.min(), bottom), []).append((kind, grid, np.interp(grid, x[:turn], y[:turn])))
+    drawn, expected = Counter(), Counter()
+    for (_, bottom), stack in stacks.items():
+        for (kind, grid, upper), (_, _, below) in zip(stack, [*stack[1:], (None, None, bottom)]):
+            drawn[kind] += float(np.mean(below - upper) * (grid[-1] - grid[0]))
+    scale = (720 - 34 - 6) / timeline.makespan
+    height = (19 if timeline.schedule.name == "dualpipev" else 15) * 0.86
+    starts = Counter((s.rank, s.start) for s in spans(timeline))
+    for s in spans(timeline):
+        expected[s.action.kind.name] += (s.end - s.start) * scale * height / starts[s.rank, s.start]
+    for kind in expected:
+        assert drawn[kind] == pytest.approx(expected[kind], rel=0.02, abs=0.002 * sum(expected.values()))
+
+
+@pytest.mark.parametrize("dpi", [72, 96, 200])
+def test_a_regular_schedule_makes_no_stripes(dpi, tmp_path):
+    """zbv with 128 microbatches on 16 ranks: in steady state nothing changes from pixel to pixel along a row."""
+    image = pytest.importorskip("matplotlib.image")
+    zp.draw(run("zbv", 16, 128, zp.Costs()), tmp_path / "x.png", dpi=dpi)
+    pixels = image.imread(tmp_path / "x.png")[..., :3]
+    high, wide, _ = pixels.shape
+    steady = pixels[int(0.15 * high) : int(0.85 * high), int(0.2 * wide) : int(0.75 * wide)]
+    assert np.abs(np.diff(steady, axis=1)).max() < 0.05
 
 
 def test_png_has_the_size_asked_for(tmp_path):

@@ -57,16 +57,17 @@ def _style(path: str | Path, options: dict[str, Any]) -> Style | PageStyle | Non
 
 
 def _write_figure(timelines: list[Timeline], path: Path, style: Style) -> None:
-    from zeropipe.viz.scene import scene
+    from zeropipe.viz.figure import figure
+    from zeropipe.viz.words import one_line, title_of
 
-    figure = scene(timelines, style)
-    title = style.title or ", ".join(t.title for t in timelines)
+    scene = figure(timelines, style)
+    title = one_line(style.title) or ", ".join(map(title_of, timelines))
     if path.suffix.lower() == ".svg":
         from zeropipe.viz.svg import to_svg
 
-        write_whole(path, to_svg(figure, title))
+        write_whole(path, to_svg(scene, title))
         return
     from zeropipe.viz.raster import write_figure
 
     with writing(path) as temporary:
-        write_figure(figure, temporary, title, style.dpi)
+        write_figure(scene, temporary, title, style.dpi)

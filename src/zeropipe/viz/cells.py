@@ -11,7 +11,7 @@ from rich.text import Text
 
 from zeropipe.viz.boxes import UPPER, Boxes, kinds_with_room
 from zeropipe.viz.colors import MIXED, ink_on, shades
-from zeropipe.viz.density import KINDS, round_time, smoothed, time_by_kind
+from zeropipe.viz.density import KINDS, Floats, round_time, shares_around, time_by_kind
 
 IDLE = "·"
 SPLIT = "▀"  # its upper half in the forward's colour, the lower one in the backward's
@@ -74,7 +74,7 @@ def dense_row(model: Boxes, rank: int, columns: int, step: float, plain: bool) -
     used = used_cells(model, columns, step)
     times = time_by_kind(model, rank, np.minimum(np.arange(used + 1) * step, model.makespan))
     long = np.minimum(step, np.maximum(model.makespan - np.arange(used) * step, step * 1e-9))  # the last may be short
-    around = smoothed(times, round_time(model, rank) / step)
+    around = _around(model, rank, np.linspace(0.5, used - 0.5, used) * step, step)
     top, all_kinds = around.argmax(axis=0), around.sum(axis=0)
     row = Text()
     for at, share in enumerate(times.sum(axis=0) / long):
@@ -85,6 +85,13 @@ def dense_row(model: Boxes, rank: int, columns: int, step: float, plain: bool) -
             most = around[top[at], at] > 0.5 * all_kinds[at] * (1 + 1e-9)
             row.append(mark, Style(color=shades(KINDS[top[at]], 1)[0] if most else MIXED))
     return row.append(" " * (columns - used))
+
+
+def _around(model: Boxes, rank: int, times: Floats, step: float) -> Floats:
+    places = slice(int(model.offsets[rank]), int(model.offsets[rank + 1]))
+    if places.start == places.stop:
+        return np.zeros((len(KINDS), len(times)))
+    return shares_around(model, places, times, max(step, round_time(model, places)))
 
 
 def used_cells(model: Boxes, columns: int, step: float) -> int:

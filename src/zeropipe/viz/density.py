@@ -19,33 +19,63 @@ def time_by_kind(model: Boxes, rank: int, edges: Floats) -> Floats:
     """Time that a rank spends in F, B, I and W between neighbouring edges; each half of an Overlap has half of it."""
     begin, stop = int(model.offsets[rank]), int(model.offsets[rank + 1])
     start, end = model.start[begin:stop], model.end[begin:stop]
-    weight = np.where(model.half[begin:stop] > 0, 0.5, 1.0)
     out = np.zeros((len(KINDS), len(edges) - 1))
     for kind in range(len(KINDS)):
         mine = np.flatnonzero(model.kind[begin:stop] == kind)
         if len(mine):
-            total = np.cumsum((end[mine] - start[mine]) * weight[mine])
-            times = np.stack([start[mine], end[mine]], axis=1).ravel()
-            sums = np.stack([np.append(0.0, total[:-1]), total], axis=1).ravel()
-            out[kind] = np.diff(np.interp(edges, np.maximum.accumulate(times), sums))
+            knots, sums = _running(start[mine], end[mine], model.half[begin:stop][mine])
+            out[kind] = np.diff(np.interp(edges, knots, sums))
     return out
 
 
-def round_time(model: Boxes, rank: int) -> float:
-    """The time of one round of boxes: of each look (kind and shade) that the rank has one, of mean length."""
-    mine = slice(int(model.offsets[rank]), int(model.offsets[rank + 1]))
-    looks = len(np.unique(model.kind[mine] * model.num_shades + model.shade[mine]))
-    busy = float(np.sum((model.end[mine] - model.start[mine]) * np.where(model.half[mine] > 0, 0.5, 1.0)))
-    return looks * busy / max(1, mine.stop - mine.start)
+def times_of(model: Boxes, places: slice) -> Floats:
+    """Time spent in F, B, I and W by the boxes at `places`."""
+    lasts = (model.end[places] - model.start[places]) * np.where(model.half[places] > 0, 0.5, 1.0)
+    return np.bincount(model.kind[places], lasts, len(KINDS)).astype(np.float64)
 
 
-def smoothed(values: Floats, reach: float) -> Floats:
-    """Each column as the mean of those around it, with weights that fall to 0 at `reach` columns away.
+def round_time(model: Boxes, places: slice) -> float:
+    """The time of one round of boxes: one of each look (kind and shade) there is at `places`, of mean length."""
+    looks = len(np.unique(model.kind[places] * model.num_shades + model.shade[places]))
+    return looks * float(times_of(model, places).sum()) / max(1, places.stop - places.start)
 
-    A reach of one rhythm of the values, or more, leaves little of that rhythm.
+
+def shares_around(model: Boxes, places: slice, times: Floats, reach: float) -> Floats:
+    """The shares of F, B, I and W around some times: weights fall evenly from the time itself to 0 at `reach` from it.
+
+    With the reach of one round, a regular rhythm of boxes has the same shares everywhere. Only the boxes at `places`
+    count, neighbours on one rank, and only the time from the first to the last of them.
     """
-    wide = int(np.ceil(reach))
-    weights = np.maximum(0.0, 1.0 - np.abs(np.arange(-wide, wide + 1)) / max(reach, 1.0))
-    counted = np.convolve(np.ones(values.shape[-1]), weights)[wide : wide + values.shape[-1]]
-    rows = [np.convolve(row, weights)[wide : wide + len(row)] / counted for row in values]
-    return np.array(rows)
+    start, end = model.start[places], model.end[places]
+    first = float(start[0])
+    at = times - first
+    long = max(float(end.max()) - first, 1e-300)
+    room = _second_difference(np.array([0.0, long]), np.array([0.0, long]), at, reach)
+    out = np.zeros((len(KINDS), len(times)))
+    for kind in range(len(KINDS)):
+        mine = np.flatnonzero(model.kind[places] == kind)
+        if len(mine):
+            knots, sums = _running(start[mine] - first, end[mine] - first, model.half[places][mine])
+            np.divide(_second_difference(knots, sums, at, reach), room, out=out[kind], where=room > 0)
+    return np.clip(out, 0.0, 1.0)
+
+
+def _running(start: Floats, end: Floats, half: NDArray[np.int64]) -> tuple[Floats, Floats]:
+    """Times, and the time spent in these boxes up to each; each half of an Overlap has half of it."""
+    total = np.cumsum((end - start) * np.where(half > 0, 0.5, 1.0))
+    knots = np.stack([start, end], axis=1).ravel()
+    return np.maximum.accumulate(knots), np.stack([np.append(0.0, total[:-1]), total], axis=1).ravel()
+
+
+def _second_difference(knots: Floats, sums: Floats, at: Floats, reach: float) -> Floats:
+    """The integral, with weights that fall from 1 to 0 at `reach`, of what `sums` is the running sum of."""
+    lasts = np.diff(knots)
+    slopes = np.append(np.divide(np.diff(sums), lasts, out=np.zeros_like(lasts), where=lasts > 0), 0.0)
+    areas = np.append(0.0, np.cumsum((sums[1:] + sums[:-1]) / 2 * lasts))
+
+    def area(time: Floats) -> Floats:
+        n = np.clip(np.searchsorted(knots, time, "right") - 1, 0, None)
+        past = np.maximum(0.0, time - knots[n])
+        return areas[n] + sums[n] * past + slopes[n] * past**2 / 2
+
+    return (area(at + reach) - 2 * area(at) + area(at - reach)) / reach

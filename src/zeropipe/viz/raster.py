@@ -50,7 +50,8 @@ def _add(axes: Any, kind: type, items: list[Any]) -> None:
         corners = [[(r.x, r.y), (r.x + r.w, r.y), (r.x + r.w, r.y + r.h), (r.x, r.y + r.h)] for r in items]
         axes.add_collection(PolyCollection(corners, facecolors=[r.fill for r in items], linewidths=0), autolim=False)
     elif kind is Area:
-        areas = PolyCollection([a.points for a in items], facecolors=[a.fill for a in items], linewidths=0, alpha=0.6)
+        areas = PolyCollection([a.points for a in items], facecolors=[a.fill for a in items], linewidths=0,
+                               alpha=[a.opacity for a in items])  # fmt: skip
         axes.add_collection(areas, autolim=False)
     elif kind is Line:
         styles = ["--" if line.dashed else "-" for line in items]

@@ -48,7 +48,8 @@ def _item(item: Item) -> str:
         return f'<text x="{_n(item.x)}" y="{_n(item.y)}">{escape(item.text)}</text>'
     points = " ".join(f"{_n(x)},{_n(y)}" for x, y in item.points)
     if isinstance(item, Area):
-        return f'<polygon points="{points}" fill="{item.fill}" fill-opacity="0.6"/>'
+        opacity = f' fill-opacity="{_n(item.opacity)}"' if item.opacity < 1 else ""
+        return f'<polygon points="{points}" fill="{item.fill}"{opacity}/>'
     assert isinstance(item, Line)
     dash = ' stroke-dasharray="3 2"' if item.dashed else ""
     return f'<polyline points="{points}" fill="none" stroke="{item.color}" stroke-width="{_n(item.width)}"{dash}/>'
