@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import overload
 
@@ -43,6 +43,7 @@ class Schedule:
     placement: Placement
     packed: PackedRows
     name: str = field(default="custom", compare=False)
+    rebuild: Callable[[int], Schedule] | None = field(default=None, compare=False)  # for other numbers of microbatches
 
     @staticmethod
     def of(problem: Problem, placement: Placement, rows: Iterable[Iterable[Step]], name: str = "custom") -> Schedule:

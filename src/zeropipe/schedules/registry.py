@@ -7,7 +7,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +168,13 @@ def build_entry(
         raise ConfigError(
             f"{entry.name} does not run: {type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
         ) from error
-    return Schedule(problem, placement, PackedRows.of(lane.codes for lane in lanes), entry.name)
+    again = partial(_rebuild, entry.name, ranks, per_rank, tuple(sorted(options.items())))
+    return Schedule(problem, placement, PackedRows.of(lane.codes for lane in lanes), entry.name, again)
+
+
+def _rebuild(name: str, ranks: int, per_rank: int, options: tuple[tuple[str, Any], ...], microbatches: int) -> Schedule:
+    """`build` again, by the name: what a schedule carries along must be small and travel between processes."""
+    return build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=per_rank, **dict(options))
 
 
 def _home(write: Callable[..., None]) -> str:
