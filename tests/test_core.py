@@ -164,3 +164,62 @@ def test_compiled_kernels_equal_plain_ones(name, ranks, monkeypatch):
     assert fast.makespan == plain.makespan
     assert fast.peak_memory == plain.peak_memory
     assert [tuple(map(float, c)) for c in idle(fast)] == [pytest.approx(tuple(c)) for c in causes]
+
+
+@pytest.fixture
+def young(monkeypatch):
+    """A process that has done nothing yet."""
+    monkeypatch.setattr(jit._Process, "walked", 0)
+    monkeypatch.setattr(jit._Process, "lives_on", False)
+
+
+@pytest.mark.usefixtures("young")
+def test_a_short_process_stays_plain():
+    assert {jit.arrays(size) for size in (10, 3_000, 100_000)} == {jit.Plain}
+
+
+@pytest.mark.usefixtures("young")
+def test_a_process_that_lives_on_takes_compiled_kernels_for_all_but_small_inputs():
+    taken = [jit.arrays(10_000) for _ in range(51)]
+    assert taken == [jit.Plain] * 50 + [jit.Jitted]
+    assert jit.arrays(jit.SMALL) is jit.Jitted
+    assert jit.arrays(jit.SMALL - 1) is jit.Plain
+
+
+@pytest.mark.usefixtures("young")
+@pytest.mark.parametrize("begin", [jit.live_on, lambda: jit.arrays(jit.JIT_FROM)])
+def test_a_process_that_says_so_or_meets_a_large_input_lives_on(begin):
+    begin()
+    assert jit.arrays(jit.SMALL) is jit.Jitted
+
+
+@pytest.mark.usefixtures("young")
+@pytest.mark.parametrize("walked", range(jit.LIVES_ON_FROM - 20_000, jit.LIVES_ON_FROM, 3_000))
+def test_kernels_may_change_in_the_middle_of_a_piece_of_work(walked, monkeypatch):
+    schedule = zp.build("zbv", ranks=4, microbatches=90)
+    assert schedule.num_actions >= jit.SMALL
+    monkeypatch.setattr(jit._Process, "walked", walked)
+    zp.check(schedule)
+    assert zp.simulate(schedule).makespan == 543
+
+
+def test_a_kernel_is_compiled_where_no_cache_can_be_kept(monkeypatch):
+    import numba
+
+    whole = numba.njit
+
+    def njit(function, cache=False):
+        if cache:
+            raise RuntimeError("cannot cache function: no locator available")
+        return whole(function)
+
+    monkeypatch.setattr(numba, "njit", njit)
+    assert jit._compiled.__wrapped__(add_twice)(2) == 4
+
+
+def add_twice(number):
+    return plus(number, number)
+
+
+def plus(a, b):
+    return a + b

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from zeropipe.core.action import B, F, I, Kind, W
 from zeropipe.core.deadlock import step_number
-from zeropipe.core.jit import Ints, arrays
+from zeropipe.core.jit import Arrays, Ints, arrays
 from zeropipe.core.needs import copy_base, flat_tables
 from zeropipe.core.packed import decode, is_joined, kind_of, microbatch_of, stage_of
 from zeropipe.core.placement import require_placement
@@ -29,8 +29,9 @@ def check_complete(schedule: Schedule) -> None:
     parts = schedule.problem.num_weight_parts
     if type(parts) is not int or parts < 1:
         raise ScheduleError(f"num_weight_parts is {parts!r}: a whole number from 1 on is needed")
-    seen = _scan(schedule)
-    place = arrays(schedule.num_actions).call(incomplete_kernel, seen, parts)
+    xp = arrays(schedule.num_actions)
+    seen = _scan(xp, schedule)
+    place = xp.call(incomplete_kernel, seen, parts)
     if place == _NO_WEIGHTS:
         raise ScheduleError(f"num_weight_parts is {parts}, but the schedule has no W: leave it out, or make it 1")
     if place >= 0:
@@ -46,16 +47,15 @@ def check_complete(schedule: Schedule) -> None:
 
 def check_order(schedule: Schedule) -> None:
     """What `lower` needs: every action in range, placed and there no more than once (a W: once per part)."""
-    _scan(schedule)
+    _scan(arrays(schedule.num_actions), schedule)
 
 
-def _scan(schedule: Schedule) -> Ints:
+def _scan(xp: Arrays, schedule: Schedule) -> Ints:
     """What there is of each (stage, microbatch). Raises at the first action out of range, misplaced or repeated."""
     problem, placement = schedule.problem, schedule.placement
     require_placement(placement, problem)
     if len(schedule.rows) != problem.num_ranks:
         raise ScheduleError(f"there are {len(schedule.rows)} rows for {problem.num_ranks} ranks: give one per rank")
-    xp = arrays(schedule.num_actions)
     seen = xp.full_ints(problem.num_stages * problem.num_microbatches)
     at, fault = xp.call(
         scan_kernel, xp.ints(schedule.packed.codes), xp.list_ints(schedule.packed.offsets),

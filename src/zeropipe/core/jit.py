@@ -1,8 +1,15 @@
 """One source for small and large inputs: kernels are plain Python, and numba compiles them when that pays.
 
 A kernel is a function of lists (or arrays) and numbers, with no Python objects inside. `arrays(size)` gives the place
-to make its arguments and to call it: plain lists for a small input, so that small commands start at once, and numpy
-arrays with a compiled kernel, cached on disk, for a large one.
+to make its arguments and to call it: plain lists with the kernel as written, or numpy arrays with the compiled kernel.
+
+Compiled kernels are some forty times faster, but loading numba and its cached kernels takes about half a second, and
+compiling them, once per installation, some seconds. So a process begins with plain ones, and small commands start at
+once. It loads the compiled ones when one input is large, or when all it has walked together shows that it lives on, as
+the page and a search do; from then on it takes them for all but the smallest inputs.
+
+numba's cache notices a changed kernel, but not a changed helper that the kernel calls from another file: whoever
+changes such a helper deletes the `__pycache__` folders.
 """
 
 from __future__ import annotations
@@ -13,7 +20,9 @@ from functools import cache
 from types import FunctionType
 from typing import Any
 
-JIT_FROM = 200_000  # actions; below this, importing numba takes longer than the work
+JIT_FROM = 200_000  # actions: one input this large pays for loading the compiled kernels
+LIVES_ON_FROM = 500_000  # actions walked in plain Python, in half a second: a process that did so will do more
+SMALL = 2_000  # actions: below this the plain kernels are fast enough, whatever is loaded
 
 Ints = Any  # list[int] or numpy int64 array
 Floats = Any  # list[float] or numpy float64 array
@@ -114,9 +123,27 @@ class Jitted:
 Arrays = type[Plain] | type[Jitted]
 
 
+class _Process:
+    """What this process has done so far."""
+
+    walked = 0  # actions, by plain kernels
+    lives_on = False
+
+
 def arrays(size: int) -> Arrays:
-    """Where to make arrays for an input of `size` actions."""
-    return Jitted if size >= JIT_FROM else Plain
+    """Where to make arrays for an input of `size` actions that a kernel will walk."""
+    if size >= JIT_FROM or (_Process.lives_on and size >= SMALL):
+        _Process.lives_on = True
+        return Jitted
+    _Process.walked += size
+    if _Process.walked >= LIVES_ON_FROM:
+        _Process.lives_on = True
+    return Plain
+
+
+def live_on() -> None:
+    """Use the compiled kernels from now on: for a process that knows at its start that it will do a lot."""
+    _Process.lives_on = True
 
 
 @cache
@@ -127,5 +154,8 @@ def _compiled(kernel: Callable[..., Any]) -> Callable[..., Any]:
     named = {name: kernel.__globals__.get(name) for name in kernel.__code__.co_names}
     helpers = {name: _compiled(value) for name, value in named.items() if isinstance(value, FunctionType)}
     own = FunctionType(kernel.__code__, {**kernel.__globals__, **helpers}, argdefs=kernel.__defaults__)
-    compiled: Callable[..., Any] = numba.njit(own, cache=True)
+    try:
+        compiled: Callable[..., Any] = numba.njit(own, cache=True)
+    except RuntimeError:  # no folder to keep the cache in can be written
+        compiled = numba.njit(own)
     return compiled
