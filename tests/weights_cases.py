@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 
 from zeropipe.core.schedule import Schedule
 from zeropipe.engine import Engine, hf_stages, module_stages
+from zeropipe.engine.stages import save
+from zeropipe.errors import ConfigError, ZeropipeError
 
 
 def all_stages(source: Any, schedule: Schedule, **options: Any) -> list[nn.Module]:
@@ -57,3 +60,44 @@ def seeded(model: nn.Module, seed: int = 0) -> nn.Module:
                 scale = 0.05 if "bias" in name else 0.2
                 tensor.copy_(torch.randn(tensor.shape, generator=generator) * scale + ("norm" in name))
     return model
+
+
+def scale(stages: Any, factor: float) -> Any:
+    """As if trained: every parameter changes, and a second time gives other values again."""
+    with torch.no_grad():
+        for parameter in {p: None for stage in stages.values() for p in stage.parameters()}:
+            parameter.mul_(factor)
+    return stages
+
+
+def save_over(directory: str, schedule: Schedule, factor: float, failing: int | None = None) -> str:
+    """Load, train, save into the same directory, on every rank; what the rank was told if one fails."""
+    stages = scale(hf_stages(directory, schedule, dist.get_rank()), factor)
+    try:
+        with mock.patch.object(save, "_save", _fail if dist.get_rank() == failing else save._save):
+            save.save_stages(stages, schedule.placement, dist.get_rank(), directory)
+    except ZeropipeError as error:
+        return str(error)
+    return ""
+
+
+def _fail(tensors: Any, path: Any) -> None:
+    raise ConfigError("the disk is full")
+
+
+def save_in_wrong_group(directory: str, schedule: Schedule, config: Any) -> str:
+    """All four processes are taken for the pipeline of two ranks."""
+    stages = hf_stages(config, schedule, 0)
+    try:
+        save.save_stages(stages, schedule.placement, 0, directory)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def save_in_group(directory: str, schedule: Schedule, config: Any) -> None:
+    """The first of two pipelines of two ranks each saves."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    if dist.get_rank() < 2:
+        stages = hf_stages(config, schedule, dist.get_rank(), seed=3)
+        save.save_stages(stages, schedule.placement, dist.get_rank(), directory, group=groups[0])

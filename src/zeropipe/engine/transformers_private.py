@@ -102,6 +102,14 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     return dict(model.all_tied_weights_keys)
 
 
+def classifier_name(config: Any) -> str | None:
+    """The class that has a score head on the same model."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+
+    found: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
+    return None if found is None else found.__name__
+
+
 def _targets(first: str, rule: Any, names: Mapping[str, Any]) -> tuple[str, ...]:
     """All tensors that a rule makes; rules speak of the first one only."""
     if rule is None:

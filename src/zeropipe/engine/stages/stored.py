@@ -27,9 +27,14 @@ class Stored:
         if (directory / SINGLE).exists():  # transformers prefers it too
             self.file_of = dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
         elif (directory / INDEX).exists():
-            self.file_of = _weight_map(directory / INDEX)
+            self.file_of = self.index_of(directory)
         else:
             raise ConfigError(f"{directory} holds no {SINGLE} and no {INDEX}: save the model as safetensors")
+
+    @staticmethod
+    def index_of(directory: Path) -> dict[str, str]:
+        """Which file holds which tensor, as a directory's index says."""
+        return _weight_map(directory / INDEX)
 
     @property
     def names(self) -> list[str]:

@@ -1,0 +1,258 @@
+"""A saved model is what transformers loads, and a crash leaves the old one or the new one."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from engine_helpers import ranks
+from safetensors.torch import load_file, save_file
+from stage_models import CONFIGS, microbatches
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from weights_cases import all_stages, run, save_in_group, save_in_wrong_group, save_over, scale, seeded
+
+import zeropipe as zp
+from zeropipe.engine import hf_model, hf_stages, module_stages, save_stages
+from zeropipe.engine.stages import save, switch
+from zeropipe.errors import ConfigError
+
+TWO = zp.build("1f1b", ranks=2, microbatches=2)
+ONE = zp.build("1f1b", ranks=1, microbatches=1)
+BATCH = microbatches()[0]
+
+
+def logits(directory: Path) -> torch.Tensor:
+    """What transformers makes of a directory."""
+    model = AutoModelForCausalLM.from_pretrained(directory, experts_implementation="eager", attn_implementation="eager")
+    with torch.no_grad():
+        return model.eval()(BATCH["input_ids"]).logits
+
+
+def save_all(source, directory, schedule=TWO, factor=1.0, **options) -> None:
+    """Every rank of a single process, one after the other."""
+    for rank in range(schedule.num_ranks):
+        save_stages(scale(hf_stages(source, schedule, rank, **options), factor), schedule.placement, rank, directory)
+
+
+def tiny(seed: int) -> nn.Module:
+    return seeded(hf_model(CONFIGS["llama"](num_hidden_layers=2)), seed)
+
+
+def old_model(directory: Path, form: str) -> None:
+    """A model in one of the forms that a directory may have."""
+    model = tiny(0)
+    if form == "bin":
+        model.config.save_pretrained(directory)
+        torch.save(model.state_dict(), directory / "pytorch_model.bin")
+        return
+    model.save_pretrained(directory, max_shard_size="20KB" if form == "shards" else "1GB")
+    for _ in range({"saved": 1, "saved twice": 2}.get(form, 0)):
+        save_all(directory, directory, factor=0.9)
+    if form == "both":  # transformers takes model.safetensors
+        save_all(tiny(9), directory / "other")
+        for file in (directory / "other").glob("model*"):
+            shutil.move(file, directory / file.name)
+        shutil.rmtree(directory / "other")
+
+
+class Crash(BaseException):
+    """Not an Exception: nothing tidies up after it."""
+
+
+@pytest.mark.parametrize("form", ["single", "shards", "saved", "saved twice", "both", "bin"])
+def test_a_crash_at_any_moment_leaves_the_old_or_the_new_model(tmp_path, monkeypatch, form):
+    old = tmp_path / "old"
+    old.mkdir()
+    old_model(old, form)
+    stages = all_stages(tiny(7), TWO)
+    left = [0]
+
+    def counted(original):
+        def step(*args, **kwargs):
+            left[0] -= 1
+            if left[0] < 0:
+                raise Crash
+            return original(*args, **kwargs)
+
+        return step
+
+    def save_until(steps: int, directory: Path, attempt: str) -> bool:
+        """Save into a copy of the old directory as a process that crashes after some changes of the disk."""
+        shutil.copytree(old, directory, dirs_exist_ok=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(switch, "_THIS_PROCESS", attempt)
+            for name in ("replace", "unlink"):
+                patch.setattr(os, name, counted(getattr(os, name)))
+            left[0] = steps
+            try:
+                for rank, stage in enumerate(stages):
+                    save_stages({rank: stage}, TWO.placement, rank, directory)
+            except Crash:
+                return False
+        return True
+
+    assert save_until(10**9, tmp_path / "new", "whole")
+    want = {"old": logits(old), "new": logits(tmp_path / "new")}
+    assert not torch.allclose(want["old"], want["new"])
+    seen: list[str] = []
+    for steps in itertools.count():
+        here = tmp_path / str(steps)
+        if save_until(steps, here, "crashed"):
+            break
+        now = logits(here)
+        found = [name for name, value in want.items() if torch.equal(now, value)]
+        assert len(found) == 1, f"a mixture after {steps} steps: {sorted(path.name for path in here.iterdir())}"
+        seen += found
+    assert seen == sorted(seen, reverse=True), "once it is new it stays new"
+    assert set(seen) == {"old", "new"}
+    for crashed in (0, len(seen) // 2, len(seen) - 1):  # the next save leaves nothing of it
+        here = tmp_path / str(crashed)
+        for rank, stage in enumerate(stages):
+            save_stages({rank: stage}, TWO.placement, rank, here)
+        assert torch.equal(logits(here), want["new"])
+        assert {path.name for path in here.iterdir()} >= {"config.json", "model.safetensors.index.json"}
+        assert {path.suffix for path in here.iterdir()} == {".json", ".safetensors"}
+        assert len(list(here.glob("*.safetensors"))) == 2
+
+
+@pytest.mark.parametrize("name", ["1f1b", "dualpipe"])
+def test_ranks_save_over_the_directory_they_loaded(tmp_path, name):
+    seeded(hf_model(CONFIGS["qwen3-moe"](tie_word_embeddings=True))).save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    before = logits(tmp_path)
+    schedule = zp.build(name, ranks=4, microbatches=8)
+    assert ranks().run(save_over, str(tmp_path), schedule, 0.5) == [""] * 4
+    after = logits(tmp_path)
+    assert not torch.allclose(before, after)
+    torch.testing.assert_close(run(all_stages(tmp_path, schedule), BATCH), after)
+    assert ranks().run(save_over, str(tmp_path), schedule, 2.0) == [""] * 4
+    torch.testing.assert_close(logits(tmp_path), before)
+    assert (tmp_path / "tokenizer.json").exists()
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_rank_that_cannot_write_stops_all_and_nothing_changes(tmp_path):
+    hf_model(CONFIGS["qwen3"]()).save_pretrained(tmp_path)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    schedule = zp.build("1f1b", ranks=4, microbatches=4)
+    told = ranks().run(save_over, str(tmp_path), schedule, 0.5, 2)
+    assert told == ["rank 2 failed: the disk is full"] * 2 + ["the disk is full", told[0]]
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_one_of_several_pipelines_saves(tmp_path):
+    config = CONFIGS["llama"]()
+    assert all("give group=" in told for told in ranks().run(save_in_wrong_group, str(tmp_path), TWO, config))
+    ranks().run(save_in_group, str(tmp_path), TWO, config)
+    torch.testing.assert_close(logits(tmp_path), hf_model(config, seed=3).eval()(BATCH["input_ids"]).logits)
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe", "gpt-neox", "gemma3", "phi"])
+def test_saved_as_transformers_saves(tmp_path, family):
+    """The same tensors under the same names: published forms, which other tools read."""
+    model = seeded(hf_model(CONFIGS[family]()))
+    model.save_pretrained(tmp_path / "theirs")
+    save_all(model, tmp_path / "ours")
+    theirs, ours = (
+        {k: v for file in sorted((tmp_path / who).glob("*.safetensors")) for k, v in load_file(file).items()}
+        for who in ("theirs", "ours")
+    )
+    assert theirs.keys() == ours.keys()
+    assert all(torch.equal(theirs[name], ours[name]) for name in theirs)
+    index = json.loads((tmp_path / "ours" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == ours.keys()
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in ours.values())
+    config = json.loads((tmp_path / "ours" / "config.json").read_text())
+    assert config["architectures"] == [type(model).__name__]
+
+
+def test_large_stages_are_written_in_several_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(save, "_MOST_BYTES", 20_000)
+    model = seeded(hf_model(CONFIGS["llama"]()))
+    save_all(model, tmp_path)
+    sizes = [sum(t.nbytes for t in load_file(file).values()) for file in tmp_path.glob("*.safetensors")]
+    assert len(sizes) > 4
+    assert max(sizes) <= 20_000
+    torch.testing.assert_close(logits(tmp_path), model.eval()(BATCH["input_ids"]).logits)
+
+
+def test_what_the_config_ties_and_the_checkpoint_does_not_is_saved_apart(tmp_path):
+    model = seeded(hf_model(CONFIGS["llama"](tie_word_embeddings=True)))
+    model.save_pretrained(tmp_path)
+    (file,) = tmp_path.glob("*.safetensors")
+    tensors = load_file(file)
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] * 2}, file, {"format": "pt"})
+    before = logits(tmp_path)
+    save_all(tmp_path, tmp_path)
+    assert torch.equal(logits(tmp_path), before)
+
+
+def test_a_score_head_is_loaded_as_a_classifier(tmp_path):
+    stages = all_stages(CONFIGS["qwen3"](), TWO, head="score", seed=4)
+    for rank in range(2):
+        save_stages({rank: stages[rank]}, TWO.placement, rank, tmp_path)
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
+    model.config.pad_token_id = 0
+    tokens = {"input_ids": BATCH["input_ids"].clamp_min(1)}
+    torch.testing.assert_close(model(**tokens).logits, run(stages, tokens)[:, -1])
+    refuses_to_save(stages, hf_model(CONFIGS["qwen3"]()), tmp_path / "whole", "holds another model")
+
+
+def refuses_to_save(stages, model, directory, match):
+    """A directory with `model` stays as it is."""
+    model.save_pretrained(directory)
+    before = {path.name: path.read_bytes() for path in directory.iterdir()}
+    with pytest.raises(ConfigError, match=match):
+        save_stages({0: stages[0]}, TWO.placement, 0, directory)
+    assert {path.name: path.read_bytes() for path in directory.iterdir()} == before
+
+
+def test_another_model_is_not_overwritten(tmp_path):
+    stages = all_stages(CONFIGS["llama"](), TWO)
+    refuses_to_save(
+        stages, hf_model(CONFIGS["llama"](num_hidden_layers=2)), tmp_path / "a", "num_hidden_layers is 2, here 4"
+    )
+    refuses_to_save(stages, hf_model(CONFIGS["qwen3"]()), tmp_path / "b", "holds another model")
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "adapter_config.json").write_text("{}")
+    refuses_to_save(stages, hf_model(CONFIGS["llama"]()), tmp_path / "c", "holds an adapter")
+
+
+def test_what_goes_with_a_model_is_copied(tmp_path):
+    hf_model(CONFIGS["llama"]()).save_pretrained(tmp_path / "in")
+    for name in ("tokenizer.json", "tokenizer_config.json", "merges.txt", "README.md"):
+        (tmp_path / "in" / name).write_text(name)
+    save_all(tmp_path / "in", tmp_path / "out")
+    copied = {path.name for path in (tmp_path / "out").iterdir()} - {"config.json"}
+    assert {name for name in copied if not name.startswith("model")} == {
+        "tokenizer.json", "tokenizer_config.json", "merges.txt", "generation_config.json",
+    }  # fmt: skip
+
+
+def test_what_cannot_be_saved_is_refused(tmp_path, monkeypatch):
+    stages = all_stages(CONFIGS["llama"](), TWO)
+    with pytest.raises(ConfigError, match=r"rank 0 has stages \[0, 1\]"):
+        save_stages(dict(enumerate(stages)), TWO.placement, 0, tmp_path)
+    plain = module_stages([nn.Linear(2, 2)], ONE, 0)
+    with pytest.raises(ConfigError, match="stage 0 is a PlainStage"):
+        save_stages(plain, ONE.placement, 0, tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot write into"):
+        save_stages({0: stages[0]}, TWO.placement, 0, tmp_path / "file")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="init_process_group"):
+        save_stages({0: stages[0]}, TWO.placement, 0, tmp_path)
+
+
+def test_stages_of_two_models_are_refused(tmp_path):
+    one, other = all_stages(CONFIGS["llama"](), TWO), all_stages(CONFIGS["llama"](), TWO, layers=[3, 1])
+    save_stages({0: one[0]}, TWO.placement, 0, tmp_path)
+    with pytest.raises(ConfigError, match=r"no stage has model\.layers\.2"):
+        save_stages({1: other[1]}, TWO.placement, 1, tmp_path)
+    assert list(tmp_path.iterdir()) == []
