@@ -73,10 +73,10 @@ def test_costs_per_piece_are_added_up_to_each_schedules_stages():
 
 
 def test_costs_that_fit_one_schedule_only_are_told_beside_the_other():
-    body = {"schedules": [{"name": "1f1b"}, {"name": "zbv"}], "costs": {"f": [1.0, 1.0, 2.0, 1.0]}}
+    body = {"schedules": [{"name": "1f1b"}, {"name": "zbv"}], "costs": {"f": [1.0] * 12}}
     status, answer = ask("simulate", body)
     assert (status, [r["title"] for r in answer["results"]]) == (200, ["1f1b"])
-    assert "f has 4 entries, which 8 stages cannot share" in told(answer, "schedules.1")[0]
+    assert "f has 12 entries, which 8 stages on 4 ranks cannot share" in told(answer, "schedules.1")[0]
     status, answer = ask("simulate", {**body, "schedules": [{"name": "zbv"}]})
     assert (status, [error["field"] for error in answer["errors"]]) == (422, ["costs.f"])
 

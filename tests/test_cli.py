@@ -11,6 +11,13 @@ import zeropipe as zp
 from zeropipe.cli import main
 
 SIZE = ["--ranks", "4", "--microbatches", "8"]
+MINE = """
+import zeropipe as zp
+@zp.register("mine-cli", placement=zp.linear)
+def my_schedule(lane, rank, p):
+    lane.f(rank, times=p.num_microbatches)
+    lane.b(rank, times=p.num_microbatches)
+"""
 
 
 @pytest.fixture
@@ -52,11 +59,12 @@ def test_the_sixteen_names_and_torchs_names():
 
 def test_simulate(run):
     _, out, _ = run("simulate", "zbv", *SIZE, "--f", "1", "--i", "1", "--w", "1", "--p2p", "0.1")
-    timeline = zp.simulate(zp.build("zbv", ranks=4, microbatches=8), zp.Costs(f=1, i=1, w=1, p2p=0.1))
+    timeline = zp.simulate(zp.build("zbv", ranks=4, microbatches=8), zp.Costs(f=0.5, i=0.5, w=0.5, p2p=0.1))
     assert f"{timeline.makespan:.4g}" in out
     data = json.loads(run("simulate", "zbv", *SIZE, "--p2p", "0.1", "--json")[1])
     assert data["makespan"] == timeline.makespan
     assert data["bubble"] == timeline.bubble
+    assert data["bubble_to_ideal"] == timeline.bubble_to_ideal
     assert len(data["idle"]) == len(data["peak_memory"]) == 4
     assert data["critical_path"][-1]["end"] == pytest.approx(timeline.makespan)
 
@@ -74,10 +82,117 @@ def test_per_stage_costs_from_flags_and_file(run, tmp_path):
 def test_compare_marks_the_best_and_says_what_was_adjusted(run):
     _, out, _ = run("compare", "1f1b", "zbv", "dualpipev", "--ranks", "8", "--microbatches", "32")
     assert "★" in out
-    assert "2 stages per rank, costs shared out" in out
+    assert "8 ranks, 32 microbatches; costs per rank, shared out over its stages" in out
     data = json.loads(run("compare", "1f1b", "zbv", "--ranks", "8", "--microbatches", "32", "--json")[1])
     assert [t["schedule"] for t in data["compared"]] == ["1f1b", "zbv"]
     assert [sum(t["busy"]) for t in data["compared"]] == [pytest.approx(8 * 32 * 3)] * 2
+
+
+def test_costs_are_per_rank_everywhere_unless_per_stage(run, tmp_path):
+    """One convention: what `compare` says of a schedule is what `simulate`, `show` and `draw` say of it."""
+    file = tmp_path / "costs.toml"
+    file.write_text("f = 1\ni = 1.2\nw = 0.8\nactivation = 2\n")
+    costs = (*SIZE, "--costs", str(file))
+    for more, stage in (((), zp.Costs(f=0.5, i=0.6, w=0.4, activation=1)), (("--per", "stage"), None)):
+        stage = stage or zp.Costs(f=1, i=1.2, w=0.8, activation=2)
+        want = zp.simulate(zp.build("zbv", ranks=4, microbatches=8), stage)
+        simulated = json.loads(run("simulate", "zbv", *costs, *more, "--json")[1])
+        compared = json.loads(run("compare", "zbv", *costs, *more, "--json")[1])["compared"][0]
+        shown = zp.from_json(run("show", "zbv", *costs, *more, "--json")[1])
+        run("draw", "zbv", *costs, *more, "-o", str(tmp_path / "x.json"))
+        drawn = zp.from_json((tmp_path / "x.json").read_text())
+        figures = {(t["makespan"], max(t["peak_memory"])) for t in (simulated, compared)}
+        figures |= {(t.makespan, max(t.peak_memory)) for t in (shown, drawn)}
+        assert figures == {(want.makespan, max(want.peak_memory))}
+        assert simulated["costs_per"] == (more[1] if more else "rank")
+        for command in (("simulate",), ("show",), ("compare",), ("draw", "-o", str(tmp_path / "x.svg"))):
+            words = "costs per stage" if more else "costs per rank, shared out over its stages"
+            assert words in run(command[0], "zbv", *command[1:], *costs, *more)[1], command
+
+
+def test_a_list_has_an_entry_per_rank_or_per_stage(run):
+    """Parts of the model in order: the V's second way gets the model's second half."""
+    by_rank = json.loads(run("simulate", "zbv", *SIZE, "--f", "1,1,1,3", "--json")[1])
+    by_stage = json.loads(run("simulate", "zbv", *SIZE, "--f", ".5,.5,.5,.5,.5,.5,1.5,1.5", "--json")[1])
+    assert by_rank["makespan"] == by_stage["makespan"]
+    assert by_rank["busy"] == by_stage["busy"]
+
+
+def test_the_star_keeps_the_memory_limit(run):
+    args = ("compare", "zbv", "v-half", "v-min", "-p", "8", "-m", "32")
+    assert "zbv ★" in run(*args)[1]
+    out = run(*args, "--memory-limit", "6")[1]
+    assert "v-half ★" in out
+    assert "8 over" in out
+    data = json.loads(run(*args, "--memory-limit", "6", "--json")[1])["compared"]
+    assert [t["best_time"] for t in data] == [False, True, False]
+    assert [t["fits"] for t in data] == [False, True, True]
+    out = run(*args, "--memory-limit", "2")[1]
+    assert "★" not in out
+    assert "none keeps the memory limit 2, so none wins; 4 would be enough for: v-min" in out
+
+
+def test_a_sweep_has_a_table_and_a_star_per_size(run, tmp_path):
+    picture = tmp_path / "x.svg"
+    _, out, _ = run("compare", "1f1b", "zbv", "-p", "2,4", "-m", "4,8", "-o", str(picture))
+    headings = [line for line in out.splitlines() if "; costs per rank" in line]
+    sizes = [(p, m) for p in (2, 4) for m in (4, 8)]
+    assert [h.split(";")[0] for h in headings] == [f"{p} ranks, {m} microbatches" for p, m in sizes]
+    assert out.count("zbv ★") == 4
+    assert "zbv, 4 ranks, 8 microbatches" in picture.read_text()
+    data = json.loads(run("compare", "1f1b", "zbv", "-p", "2,4", "-m", "4,8", "--json")[1])["compared"]
+    assert [(t["num_ranks"], t["num_microbatches"]) for t in data[::2]] == sizes
+    assert all(t["best_time"] == (t["schedule"] == "zbv") for t in data)
+
+
+def test_stages_per_rank_are_swept_where_a_schedule_has_them(run):
+    data = json.loads(run("compare", "1f1b", "interleaved", "zbv", *SIZE, "-v", "1,2,4", "--json")[1])["compared"]
+    assert [(t["title"], t["num_stages"]) for t in data] == [
+        ("1f1b", 4), ("interleaved:v=1", 4), ("interleaved:v=2", 8), ("interleaved:v=4", 16), ("zbv", 8),
+    ]  # fmt: skip
+
+
+def test_variants_have_settings_of_their_own(run):
+    variants = ("interleaved", "interleaved:v=4", "interleaved:v=2:group_size=8", "Interleaved1F1B:v=3")
+    data = json.loads(run("compare", *variants, *SIZE, "--json")[1])["compared"]
+    assert [t["num_stages"] for t in data] == [8, 16, 8, 12]
+    assert data[1]["title"] == "interleaved:v=4"
+    assert data[2]["peak_memory"] != data[0]["peak_memory"]
+    alone = json.loads(run("simulate", "interleaved:v=4", *SIZE, "--json")[1])
+    assert alone["makespan"] == data[1]["makespan"]
+
+
+def test_an_option_that_some_do_not_have(run):
+    args = ("compare", "1f1b", "interleaved", "zbv", *SIZE, "-O", "group_size=8")
+    _, out, _ = run(*args)
+    assert "--option group_size is unknown to 1f1b, zbv: left as they are" in out
+    data = json.loads(run(*args, "--json")[1])
+    assert data["ignored_options"] == {"group_size": ["1f1b", "zbv"]}
+    alone = json.loads(run("simulate", "interleaved:group_size=8", *SIZE, "--json")[1])
+    assert data["compared"][1]["peak_memory"] == alone["peak_memory"]
+
+
+def test_a_size_that_one_schedule_cannot_have_is_left_out_of_a_sweep(run):
+    data = json.loads(run("compare", "1f1b", "dualpipe", "-p", "4", "-m", "2,16", "--json")[1])
+    assert [t["title"] for t in data["compared"]] == ["1f1b", "1f1b", "dualpipe"]
+    assert data["refused"][0]["schedule"] == "dualpipe at 4 ranks, 2 microbatches"
+
+
+def test_fewer_microbatches_than_stages_are_warned_of(run):
+    for command in ("simulate", "show", "check"):
+        assert "warning: 3 microbatches for 4 stages" in run(command, "1f1b", "-p", "4", "-m", "3")[1]
+        assert "warning" not in run(command, "1f1b", *SIZE)[1]
+    assert "so ranks may be idle: 1f1b, zbv" in run("compare", "1f1b", "zbv", "-p", "4", "-m", "3")[1]
+    assert json.loads(run("simulate", "1f1b", "-p", "4", "-m", "3", "--json")[1])["warnings"]
+
+
+def test_every_line_fits_a_narrow_terminal(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    units = ("--f", "1e-3", "--activation", "3e9", "--memory-limit", "1e10")
+    for args in (("list",), ("compare", "all", *SIZE, *units), ("simulate", "zbv", *SIZE, *units)):
+        lines = run(*args)[1].splitlines()
+        assert max(map(len, lines)) <= 80, args
+    assert "interleaved-overlap  " in run("compare", "all", *SIZE, *units)[1]
 
 
 def test_compare_all_says_what_it_left_out(run):
@@ -101,6 +216,29 @@ def test_names_stay_whole_in_a_narrow_terminal(run, monkeypatch):
     _, out, _ = run("compare", "all", *SIZE)
     assert "interleaved-overlap " in out
     assert "zbv ★" in out
+
+
+def test_a_picture_has_all_of_pythons_options(run, tmp_path):
+    looks = ("--width", "300", "--theme", "dark", "--labels", "action", "--memory", "--no-legend", "--title", "Mine")
+    ours, pythons = tmp_path / "a.svg", tmp_path / "b.svg"
+    run("draw", "1f1b", *SIZE, "-o", str(ours), *looks)
+    timeline = zp.simulate(zp.build("1f1b", ranks=4, microbatches=8))
+    options = {"width": 300.0, "theme": "dark", "labels": "action", "memory": True, "legend": False, "title": "Mine"}
+    zp.draw(timeline, pythons, **options)
+    assert ours.read_text() == pythons.read_text()
+    assert run("compare", "1f1b", *SIZE, "-o", str(ours), *looks, "--dpi", "100")[2].startswith("zeropipe: .svg has no")
+    run("compare", "1f1b", *SIZE, "-o", str(ours), *looks)
+    assert ours.read_text() == pythons.read_text()
+
+
+def test_check_takes_all_that_names_a_schedule(run, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(MINE)
+    for spec in ("zbv", "interleaved:v=4", f"{file}:my_schedule"):
+        status, out, _ = run("check", spec, *SIZE)
+        assert status == 0
+        assert f"{spec}: ok. 4 ranks" in out
+    assert "ranks is missing" in run("check", f"{file}:my_schedule")[2]
 
 
 @pytest.mark.parametrize("comms", [(), ("--comms",)])
@@ -134,14 +272,7 @@ def test_show_fits_the_width_and_has_no_colour_when_asked(run, monkeypatch):
 
 def test_a_users_own_file(run, tmp_path):
     file = tmp_path / "mine.py"
-    file.write_text(
-        "import zeropipe as zp\n"
-        "@zp.register('mine-cli', placement=zp.linear)\n"
-        "def my_schedule(lane, rank, p):\n"
-        "    '''Mine.'''\n"
-        "    lane.f(rank, times=p.num_microbatches)\n"
-        "    lane.b(rank, times=p.num_microbatches)\n"
-    )
+    file.write_text(MINE)
     data = json.loads(run("simulate", f"{file}:my_schedule", *SIZE, "--json")[1])
     gpipe = json.loads(run("simulate", "gpipe", *SIZE, "--json")[1])
     assert data["makespan"] == gpipe["makespan"]
@@ -156,10 +287,13 @@ def test_a_users_own_file(run, tmp_path):
     [
         (["simulate", "zbw", *SIZE], "unknown schedule 'zbw': did you mean zbv"),
         (["simulate", "zbv"], "ranks is missing"),
-        (["simulate", "zbv", "--ranks", "0", "--microbatches", "1"], "ranks=0: a whole number from 1 on"),
-        (["simulate", "zbv", "--ranks", "four"], "'four' is not a valid integer"),
+        (["simulate", "zbv", "--ranks", "0", "--microbatches", "1"], "'--ranks' / '-p': 0: a whole number from 1 on"),
+        (["simulate", "zbv", "--ranks", "four"], "'four': write one whole number"),
         (["simulate", "zbv", *SIZE, "--f", "fast"], "--f 'fast': write a number"),
-        (["simulate", "zbv", *SIZE, "--f", "1,2"], "f has 2 entries, the schedule has 8 stages"),
+        (
+            ["simulate", "zbv", *SIZE, "--f", "1,2"],
+            "f has 2 entries, which 8 stages on 4 ranks cannot share: give 1, 4",
+        ),
         (["simulate", "zbv", *SIZE, "--f", "-1"], "f=-1.0: a number from 0 on"),
         (["simulate", "zbv", *SIZE, "-v", "3"], "zbv needs 2 stages per rank"),
         (["simulate", "1f1b", *SIZE, "-O", "group_size=2"], "1f1b has no option 'group_size'"),
@@ -168,7 +302,7 @@ def test_a_users_own_file(run, tmp_path):
         (["simulate", "no.csv"], "cannot read no.csv"),
         (["simulate", "no.py:x", *SIZE], "cannot read no.py"),
         (["simulate", "no.py", *SIZE], "names a file but no schedule"),
-        (["check", "README.md"], "give a .csv or .json file"),
+        (["check", "README.md"], "unknown schedule 'README.md'"),
         (["draw", "1f1b", *SIZE, "-o", "/no/such/dir/x.csv"], "cannot write /no/such/dir/x.csv"),
         (["draw", "1f1b", *SIZE, "-o", "x.bmp"], "x.bmp"),
         (["draw", "1f1b", *SIZE, "-o", "."], "cannot draw '.'"),
@@ -178,6 +312,17 @@ def test_a_users_own_file(run, tmp_path):
         (["compare", "all", "dualpipe", "-p", "3", "-m", "8"], "dualpipe needs an even number of ranks"),
         (["paint"], "No such command 'paint'"),
         (["compare", *SIZE], "Missing argument 'SCHEDULES"),
+        (["compare", "1f1b", "zbv", *SIZE, "-O", "extra=3"], "--option extra: none of the schedules compared has"),
+        (["compare", "1f1b:extra=3", "zbv", *SIZE], "1f1b has no option 'extra'"),
+        (["compare", "interleaved:v=two", *SIZE], "interleaved:v=two: v=two: a whole number of stages per rank"),
+        (["compare", "interleaved:v=", *SIZE], "'interleaved': 'v=': write it as name=value"),
+        (["simulate", "zbv", *SIZE, "-O", "ranks=2"], "ranks is a size, not an option: give --ranks N"),
+        (["simulate", "zbv", *SIZE, "-O", "spec=2"], "zbv has no option 'spec'"),
+        (["simulate", "zbv", *SIZE, "-m", "8,16"], "`zeropipe compare` takes several"),
+        (["compare", "zbv", "-p", "4", "-m", "8,x"], "'8,x': write whole numbers from 1 on, like 8 or 16,32,64"),
+        (["compare", "zbv", *SIZE, "--title", "x"], "--title is for a picture: give -o FILE"),
+        (["draw", "1f1b", *SIZE, "-o", "x.html", "--width", "100"], ".html has no option 'width'"),
+        (["draw", "1f1b", *SIZE, "-o", "x.svg", "--width", "nan"], "width=nan: a figure is 100 to 10000 points"),
     ],
 )
 def test_a_mistake_gets_one_line_and_status_2(run, args, words):
@@ -237,4 +382,4 @@ def test_weights_in_parts(run, tmp_path):
 
 
 def filled():
-    return ("simulate", "v-half", *SIZE, "--i", "1.2", "--w", "0.7", "--weight-parts", "4")
+    return ("simulate", "v-half", *SIZE, "--per", "stage", "--i", "1.2", "--w", "0.7", "--weight-parts", "4")

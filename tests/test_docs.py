@@ -1,7 +1,7 @@
 """Every example in the README and in docs/ runs and prints what the page says.
 
     ```python        executed, block after block in one namespace per page; `>>>` blocks are doctests
-    ```python mine.py   written to that file first, so that later commands can use it
+    ```python mine.py   written to that file first, so that later commands can use it (```toml job.toml too)
     ```console       lines after `$ ` are run; the lines under them must be the output (`...` stands for anything)
 
 A page's commands run in an empty folder. A block under `<!-- not run: why -->` is left alone; under
@@ -21,7 +21,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(
-    r"(?:<!-- (not run:|numbers vary)[^\n]*-->\n+)?^```(python|console)([^\n]*)\n(.*?)^```$", re.M | re.S
+    r"(?:<!-- (not run:|numbers vary)[^\n]*-->\n+)?^```(python|console|toml)([^\n]*)\n(.*?)^```$", re.M | re.S
 )
 
 
@@ -61,6 +61,8 @@ def test_examples_run(page, tmp_path, monkeypatch):
             continue
         if name.strip():
             (tmp_path / name.strip()).write_text(text)
+        elif language == "toml":
+            continue
         elif language == "console":
             run_console(text, tmp_path, vary=bool(mark))
         elif ">>>" in text:

@@ -100,8 +100,31 @@ def test_dry_run_starts_nothing(capfd):
 
 
 @pytest.mark.parametrize(
+    "args, stages, layers",
+    [
+        (["--layers-per-stage", "2", "--num-layers", "8"], 4, [2, 2, 2, 2]),
+        (["--layers-per-stage", "1", "--num-layers", "8"], 8, [1] * 8),
+        (["--layers-per-stage", "3", "--num-layers", "11", "--last-less", "1"], 4, [3, 3, 3, 2]),
+        (["-v", "2", "--num-layers", "10", "--first-less", "1", "--last-less", "1"], 4, [2, 3, 3, 2]),
+    ],
+)
+def test_how_layers_are_spread(capfd, args, stages, layers):
+    base = ["run", "interleaved", "--ranks", "2", "--microbatches", "4", "--dry-run", "--json"]
+    status, out, err = call(capfd, *base, *args)
+    assert status == 0, err
+    (plan,) = json.loads(out)
+    assert plan["layers_per_stage"] == layers
+    assert len(layers) == stages
+
+
+@pytest.mark.parametrize(
     "args,words",
     [
+        (["--layers-per-stage", "3", "--num-layers", "8"], "layers_per_stage=3 gives 3 stages, which 2 ranks cannot"),
+        (["--layers-per-stage", "2", "--layers", "2,2,2,2"], "say the same in two ways: give one of them"),
+        (["--layers-per-stage", "2", "-v", "2"], "say the same in two ways: give one of them"),
+        (["--layers", "2,2,2,2", "--last-less", "1"], "--layers says each stage's layers already"),
+        (["--first-less", "9"], "first_less=9 is more than the"),
         (["--model", "nowhere"], "model 'nowhere': give a directory with a config.json"),
         (["--layers", "1,2"], "layers=[1, 2] has 2 entries: the schedule has 4 stages"),
         (["--layers", "a"], "--layers 'a': write one number per stage"),

@@ -13,7 +13,7 @@ import click
 
 from zeropipe import __version__
 from zeropipe.cli import app as page
-from zeropipe.cli import plan, run, see
+from zeropipe.cli import check, compare, run, see, simulate
 from zeropipe.errors import ZeropipeError
 
 LONGEST = 600  # characters of a line of an error: what was given may be a megabyte
@@ -24,11 +24,14 @@ LONGEST = 600  # characters of a line of an error: what was given may be a megab
 def app() -> None:
     """Plan, see and run pipeline-parallel training.
 
-    A SCHEDULE is a name (see `zeropipe list`), a .csv or .json file, or path/to/mine.py:my_schedule.
+    A SCHEDULE is a name (see `zeropipe list`), a variant like interleaved:v=4, a .csv or .json file,
+    path/to/mine.py:my_schedule, or a .toml file that holds schedule, sizes and costs together.
     """
 
 
-for command in (see.list_schedules, see.show, plan.simulate, plan.compare, plan.check, see.draw, page.app, run.run):
+for command in (
+    see.list_schedules, see.show, simulate.simulate, compare.compare, check.check, see.draw, page.app, run.run,
+):  # fmt: skip
     app.add_command(command)
 
 

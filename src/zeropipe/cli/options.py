@@ -1,40 +1,48 @@
-"""Options shared by several commands, and what they mean."""
+"""Flags that several commands share. They reach a command as keywords, which `request_of` and `looks_of` understand."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from math import isfinite
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import click
 
 from zeropipe.core.placement import MAX_WEIGHT_PARTS
-from zeropipe.errors import ConfigError
-
-if TYPE_CHECKING:
-    from zeropipe.core.schedule import Schedule
-    from zeropipe.core.timeline import Timeline
-    from zeropipe.sim.costs import Costs
+from zeropipe.errors import ConfigError, short
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
-class Finite(click.FloatRange):
-    """A number in a range, and a number: nan and inf lie in every range otherwise."""
+class Counts(click.ParamType):
+    """Whole numbers from 1 on: one, or with `several` more of them like 16,32,64. Gives a tuple, each number once."""
+
+    name = "n"
+
+    def __init__(self, several: bool) -> None:
+        self.several = several
+        self.name = "n[,n..]" if several else "n"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        number = super().convert(value, param, ctx)
-        if not isfinite(number):
-            self.fail(f"{value} is not a finite number", param, ctx)
-        return number
+        if isinstance(value, tuple):
+            return value
+        try:
+            numbers = tuple(dict.fromkeys(int(part) for part in value.split(",")))
+        except ValueError:
+            rule = "write whole numbers from 1 on, like 8 or 16,32,64" if self.several else "write one whole number"
+            self.fail(f"{short(value)}: {rule}", param, ctx)
+        if len(numbers) > 1 and not self.several:
+            self.fail(f"{short(value)}: write one whole number; `zeropipe compare` takes several", param, ctx)
+        if min(numbers) < 1:
+            self.fail(f"{min(numbers)}: a whole number from 1 on is needed", param, ctx)
+        return numbers
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for machines.")
 
-# flag -> (type, help); a str is one number or one per stage
-_COSTS: dict[str, tuple[type, str]] = {
-    "f": (str, "Time of a forward: one number, or one per stage like 1,1,2."),
+# flag -> (type, help); a str is one number or several
+COSTS: dict[str, tuple[type, str]] = {
+    "f": (str, "Time of a forward: one number, or several like 1,1,2 for the parts of the model in order."),
     "i": (str, "Time of an input gradient."),
     "w": (str, "Time of a weight gradient."),
     "b": (str, "Time of a whole backward; i + w by default."),
@@ -49,81 +57,109 @@ _COSTS: dict[str, tuple[type, str]] = {
     "serial_links": (bool, "One transfer at a time in each direction of a link."),
     "activation": (str, "Memory a forward takes."),
     "stash": (str, "Memory kept from I until W; all of it by default."),
-    "weights": (str, "Constant memory of a stage: parameters, gradients, optimizer."),
-    "memory_limit": (float, "Memory of a rank, for the limit line."),
+    "weights": (str, "Constant memory: parameters, gradients, optimizer."),
+    "memory_limit": (float, "Memory of a rank: what needs more cannot win."),
 }
 
 
-def size_options(command: Command) -> Command:
+def size_options(command: Command, several: bool = False) -> Command:
     """--ranks, --microbatches, --stages-per-rank and --option."""
-    for decorate in reversed(
-        (
-            click.option("--ranks", "-p", type=int, help="Pipeline ranks."),
-            click.option("--microbatches", "-m", type=int, help="Microbatches."),
-            click.option(
-                "--stages-per-rank", "-v", type=int, help="Stages on each rank; the schedule's own by default."
-            ),
-            click.option("--option", "-O", "knobs", multiple=True, help="A schedule's own knob, like group_size=4."),
-        )
-    ):
+    many = "; several are compared" if several else ""
+    counts = Counts(several)
+    return _with(
+        command,
+        click.option("--ranks", "-p", type=counts, help=f"Pipeline ranks{many}."),
+        click.option("--microbatches", "-m", type=counts, help=f"Microbatches{many}."),
+        click.option(
+            "--stages-per-rank", "-v", type=counts, help=f"Stages on each rank; the schedule's own by default{many}."
+        ),
+        click.option(
+            "--option", "-O", "pairs", multiple=True, metavar="NAME=VALUE", help="A schedule's own knob: group_size=4."
+        ),
+    )
+
+
+sweep_options = partial(size_options, several=True)
+
+
+def cost_options(command: Command) -> Command:
+    """--costs FILE, --per, --weight-parts, and one flag per cost."""
+    singles = []
+    for name, (kind, text) in COSTS.items():
+        flag = "--" + name.replace("_", "-")
+        if kind is bool:
+            singles.append(click.option(flag, name, is_flag=True, default=None, help=text))
+        else:
+            singles.append(click.option(flag, name, type=kind, metavar="X", help=text))
+    return _with(
+        command,
+        click.option(
+            "--costs", "costs_file", metavar="FILE",
+            help="A .toml or .json file of costs, or a recorded timeline (run --timeline x.json); flags override it.",
+        ),
+        click.option(
+            "--per", type=click.Choice(["rank", "stage"]),
+            help="What costs are of: a rank's part of the model, shared out over its stages (the default), or a stage.",
+        ),
+        click.option(
+            "--weight-parts", type=click.IntRange(1, MAX_WEIGHT_PARTS),
+            help="Cut every W into parts and fill gaps with them.",
+        ),
+        *singles,
+    )  # fmt: skip
+
+
+def look_options(command: Command) -> Command:
+    """How a picture looks: --width, --theme, --labels, --memory, --legend, --title, --dpi."""
+    return _with(
+        command,
+        click.option("--title", help="Of a page or figure."),
+        click.option("--width", type=float, help="Points of an .svg, .png or .pdf (72 to the inch)."),
+        click.option("--dpi", type=float, help="Dots per inch of a .png."),
+        click.option(
+            "--theme", type=click.Choice(["light", "dark"]),
+            help="Of a page or figure; without it a page follows the system, a figure is light.",
+        ),
+        click.option("--labels", type=click.Choice(["microbatch", "action", "none"]), help="What the boxes say."),
+        click.option("--memory/--no-memory", default=None, help="Memory curves."),
+        click.option("--legend/--no-legend", default=None, help="Legend of a figure."),
+    )  # fmt: skip
+
+
+def _with(command: Command, *decorators: Callable[[Command], Command]) -> Command:
+    """The command with these options, in this order in its help."""
+    for decorate in reversed(decorators):
         command = decorate(command)
     return command
 
 
-def cost_options(command: Command) -> Command:
-    """--costs FILE, --weight-parts, and one flag per cost, which reach the command as keywords for `costs_of`."""
-    for name, (kind, text) in reversed(_COSTS.items()):
-        flag = "--" + name.replace("_", "-")
-        if kind is bool:
-            command = click.option(flag, name, is_flag=True, default=None, help=text)(command)
-        else:
-            command = click.option(flag, name, type=kind, help=text)(command)
-    command = click.option(
-        "--weight-parts",
-        type=click.IntRange(1, MAX_WEIGHT_PARTS),
-        help="Cut every W into parts and fill gaps with them.",
-    )(command)
-    text = "A .toml or .json file of costs, or a recorded timeline (run --timeline x.json); flags override it."
-    return click.option("--costs", "costs_file", help=text)(command)
+LOOKS = ("title", "width", "dpi", "theme", "labels", "memory", "legend")
 
 
-def costs_of(costs_file: str | None, **flags: Any) -> Costs:
-    """The costs of a file, overridden by flags."""
-    from zeropipe.core.limits import require_costs
-    from zeropipe.sim.costs import Costs, Link
-
-    costs = Costs()
-    if costs_file:
-        from zeropipe.sim.fit import load_costs
-
-        costs = load_costs(costs_file)
-    given: dict[str, Any] = {
-        name: _numbers(name, value) if _COSTS[name][0] is str else value
-        for name, value in flags.items()
-        if value is not None
-    }
-    require_costs(given)
-    inter = Link(given.pop("inter_p2p", costs.inter_node.p2p), given.pop("inter_bandwidth", costs.inter_node.bandwidth))
-    return replace(costs, inter_node=inter, **given)
+def looks_of(given: dict[str, Any]) -> dict[str, Any]:
+    """Takes out of a command's keywords what `zp.draw` is to be given."""
+    looks = {name: given.pop(name) for name in LOOKS}
+    return {name: value for name, value in looks.items() if value is not None}
 
 
-def _numbers(name: str, text: str) -> float | tuple[float, ...]:
+def numbers(flag: str, text: str) -> float | tuple[float, ...]:
+    """`1` or `1,1,2`."""
     try:
         values = tuple(float(part) for part in text.split(","))
     except ValueError:
-        raise ConfigError(f"--{name} {text!r}: write a number, or one per stage like 1,1,2") from None
+        raise ConfigError(f"{flag} {short(text)}: write a number, or several like 1,1,2") from None
     return values[0] if len(values) == 1 else values
 
 
-def knobs_of(pairs: tuple[str, ...]) -> dict[str, Any]:
+def settings_of(pairs: tuple[str, ...], flag: str) -> dict[str, Any]:
     """`("group_size=4",)` as {"group_size": 4}."""
-    knobs: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for pair in pairs:
         name, equals, text = pair.partition("=")
         if not (equals and name and text):
-            raise ConfigError(f"--option {pair!r}: write it as name=value, like group_size=4")
-        knobs[name.replace("-", "_")] = _value(text)
-    return knobs
+            raise ConfigError(f"{flag} {short(pair)}: write it as name=value, like group_size=4")
+        settings[name.replace("-", "_")] = _value(text)
+    return settings
 
 
 def _value(text: str) -> int | float | str:
@@ -133,40 +169,3 @@ def _value(text: str) -> int | float | str:
         except ValueError:
             pass
     return text
-
-
-def schedule_of(
-    spec: str, ranks: int | None, microbatches: int | None, stages_per_rank: int | None, knobs: tuple[str, ...]
-) -> Schedule:
-    """The schedule a command line names."""
-    from zeropipe.schedules.user import load
-
-    return load(spec, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank, **knobs_of(knobs))
-
-
-def work_of(
-    spec: str, sizes: tuple[int | None, int | None, int | None, tuple[str, ...]], costs: dict[str, Any]
-) -> tuple[Schedule, Costs, Timeline | None]:
-    """What a command line names: a schedule, and its costs; and the recorded timeline, where the costs are its own."""
-    from zeropipe.core.timeline import Timeline
-    from zeropipe.schedules.user import load_any
-
-    given = costs_of(**costs)  # first: a mistake in it is told before anything is built
-    ranks, microbatches, stages_per_rank, knobs = sizes
-    found = load_any(
-        spec, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank, **knobs_of(knobs)
-    )  # fmt: skip
-    if not isinstance(found, Timeline):
-        return found, given, None
-    if any(value is not None for value in costs.values()):
-        return found.schedule, given, None
-    from zeropipe.sim.fit import fit
-
-    return found.schedule, fit(found), found
-
-
-def fill(schedule: Schedule, costs: Costs, weight_parts: int | None) -> Schedule:
-    """The schedule with its W in parts, where parts are asked for."""
-    from zeropipe.sim.fill import fill_gaps
-
-    return schedule if weight_parts is None else fill_gaps(schedule, costs, weight_parts=weight_parts)

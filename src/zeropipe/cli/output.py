@@ -8,12 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from zeropipe.core.units import percent, size_text, time_text
 
-__all__ = ["console", "percent", "print_json", "print_written", "problem_text", "size_text", "table", "time_text"]
+__all__ = [
+    "console", "costs_text", "note", "percent", "print_json", "print_warnings", "print_written", "problem_text",
+    "size_text", "summary", "table", "time_text",
+]  # fmt: skip
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from zeropipe.core.schedule import Schedule
     from zeropipe.core.timeline import Timeline
 
 
@@ -32,9 +36,22 @@ def print_json(data: Any) -> None:
     print(json.dumps(data, indent=2))
 
 
-def print_written(path: str) -> None:
+def print_written(path: str, more: str = "") -> None:
     """Say that a file was written, and how large it is."""
-    print(f"wrote {path} ({Path(path).stat().st_size:,} bytes)")
+    print(f"wrote {path} ({Path(path).stat().st_size:,} bytes){more and '; '}{more}")
+
+
+def note(text: str) -> None:
+    """A line beside the result."""
+    console().print(text, style="dim", markup=False)
+
+
+def print_warnings(schedule: Schedule) -> None:
+    """What is allowed and still unwise."""
+    from zeropipe.schedules.advice import advice
+
+    for line in advice(schedule):
+        console().print(f"warning: {line}", style="yellow", markup=False)
 
 
 def table(*columns: str, left: tuple[str, ...] = (), title: str | None = None) -> Table:
@@ -42,7 +59,7 @@ def table(*columns: str, left: tuple[str, ...] = (), title: str | None = None) -
     from rich import box
     from rich.table import Table
 
-    made = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
+    made = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False, padding=(0, 1, 0, 0))
     for column in columns:
         made.add_column(column, justify="left" if column in left else "right", overflow="fold", no_wrap=column in NAMES)
     return made
@@ -56,3 +73,45 @@ def problem_text(timeline: Timeline) -> str:
         f"{timeline.title}: {s.num_ranks} ranks, {s.num_stages} stages ({s.placement.name}), "
         f"{s.num_microbatches} microbatches" + (f", W in {parts} parts" if parts > 1 else "")
     )
+
+
+def costs_text(per: str) -> str:
+    """What costs are of, as every command that takes some says it."""
+    return {
+        "rank": "costs per rank, shared out over its stages",
+        "stage": "costs per stage",
+        "recording": "costs of the recording",
+    }[per]
+
+
+def summary(timeline: Timeline) -> dict[str, Any]:
+    """All metrics of a timeline as plain data."""
+    from zeropipe.core.explain import critical_path, idle
+    from zeropipe.schedules.advice import advice
+
+    schedule = timeline.schedule
+    return {
+        "schedule": schedule.name,
+        "title": timeline.title,
+        "num_ranks": schedule.num_ranks,
+        "num_stages": schedule.num_stages,
+        "num_microbatches": schedule.num_microbatches,
+        "num_weight_parts": schedule.problem.num_weight_parts,
+        "num_actions": schedule.num_actions,
+        "placement": schedule.placement.name,
+        "unit": timeline.unit,
+        "makespan": timeline.makespan,
+        "bubble": timeline.bubble,
+        "bubble_to_ideal": timeline.bubble_to_ideal,
+        "rank_bubble": timeline.rank_bubble,
+        "peak_memory": timeline.peak_memory,
+        "memory_unit": timeline.memory_unit,
+        "memory_limit": timeline.memory_limit,
+        "busy": timeline.busy,
+        "idle": [causes._asdict() for causes in idle(timeline)],
+        "critical_path": [
+            {"rank": span.rank, "action": str(span.action), "start": span.start, "end": span.end}
+            for span in critical_path(timeline)
+        ],
+        "warnings": advice(schedule),
+    }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -11,9 +11,6 @@ from zeropipe.cli import options as opt
 from zeropipe.cli import output
 from zeropipe.cli.progress import progress
 from zeropipe.errors import ConfigError
-
-if TYPE_CHECKING:
-    from zeropipe.core.timeline import Timeline
 
 
 @click.command("list")
@@ -51,27 +48,28 @@ def list_schedules(as_json: bool) -> None:
 @opt.size_options
 @opt.json_option
 @opt.cost_options
-def show(
-    schedule: str,
-    ranks: int | None,
-    microbatches: int | None,
-    stages_per_rank: int | None,
-    knobs: tuple[str, ...],
-    as_json: bool,
-    weight_parts: int | None,
-    **costs: Any,
-) -> None:
-    """Draw a schedule in the terminal."""
+def show(schedule: str, as_json: bool, **given: Any) -> None:
+    """Draw a schedule in the terminal.
+
+    \b
+    zeropipe show zbv --ranks 4 --microbatches 8
+    zeropipe show measured.json                      (a recorded timeline, as it was)
+    """
+    from zeropipe.cli.request import request_of
     from zeropipe.core.json import to_json
     from zeropipe.viz import draw as picture
 
+    request = request_of([schedule], given)
     with progress(1) as begin:
         begin(f"simulating {schedule}")
-        timeline = _timeline(schedule, (ranks, microbatches, stages_per_rank, knobs), weight_parts, costs)
+        priced = request.priced()
+        timeline = priced.recorded or priced.simulated()
     if as_json:
         print(to_json(timeline))
-    else:
-        picture(timeline)
+        return
+    picture(timeline)
+    output.note(output.costs_text(priced.per))
+    output.print_warnings(timeline.schedule)
 
 
 @click.command()
@@ -81,75 +79,47 @@ def show(
 )
 @opt.size_options
 @click.option("--comms", is_flag=True, help="With .csv: add SEND and RECV (torch's compute_comms form).")
-@click.option("--width", type=opt.Finite(100, 10000), help="Points of an .svg, .png or .pdf (72 to the inch).")
-@click.option(
-    "--theme",
-    type=click.Choice(["light", "dark"]),
-    help="Of a page or figure; without it a page follows the system, a figure is light.",
-)
-@click.option("--labels", type=click.Choice(["microbatch", "action", "none"]), help="What is written in the boxes.")
+@opt.look_options
 @opt.json_option
 @opt.cost_options
-def draw(
-    schedule: str,
-    out: str,
-    ranks: int | None,
-    microbatches: int | None,
-    stages_per_rank: int | None,
-    knobs: tuple[str, ...],
-    comms: bool,
-    width: float | None,
-    theme: str | None,
-    labels: str | None,
-    as_json: bool,
-    weight_parts: int | None,
-    **costs: Any,
-) -> None:
-    """Write a schedule to a file: a picture, a page, a trace, or its text."""
+def draw(schedule: str, out: str, comms: bool, as_json: bool, **given: Any) -> None:
+    """Write a schedule to a file: a picture, a page, a trace, or its text.
+
+    \b
+    zeropipe draw zbv --ranks 4 --microbatches 8 -o zbv.html
+    zeropipe draw zbv --ranks 4 --microbatches 8 -o zbv.pdf --width 240 --no-legend --memory
+    zeropipe draw zbv --ranks 4 --microbatches 8 -o zbv.csv --comms
+    """
+    from zeropipe.cli.request import request_of
     from zeropipe.core.csv import to_csv
+    from zeropipe.core.files import require_writable, write_whole
     from zeropipe.core.lower import lower
     from zeropipe.viz import check_name
     from zeropipe.viz import draw as picture
 
-    wished = {"width": width, "theme": theme, "labels": labels}
-    looks = {name: value for name, value in wished.items() if value is not None}
+    looks = opt.looks_of(given)
     is_text = out.endswith(".csv")
     if is_text and looks:
         raise ConfigError(f"--{next(iter(looks))} is for pictures: {out} is text")
     if comms and not is_text:
         raise ConfigError(f"--comms is for .csv files: leave it out for {out}")
-    if not is_text:
-        check_name(out)
-    sizes = (ranks, microbatches, stages_per_rank, knobs)
+    if is_text:
+        require_writable(out)
+    else:
+        check_name(out, **looks)
+    request = request_of([schedule], given)
     with progress(2) as begin:
-        begin(f"building {schedule}")
+        begin(f"simulating {schedule}")
+        priced = request.priced()
         if is_text:
-            built, given, _ = opt.work_of(schedule, sizes, costs)
-            built = opt.fill(built, given, weight_parts)
             begin(f"writing {out}")
-            _write(out, to_csv(lower(built) if comms else built))
+            write_whole(out, to_csv(lower(priced.schedule) if comms else priced.schedule))
         else:
-            timeline = _timeline(schedule, sizes, weight_parts, costs)
+            timeline = priced.recorded or priced.simulated()
             begin(f"drawing {out}")
             picture(timeline, out, **looks)
     if as_json:
-        output.print_json({"file": out, "bytes": Path(out).stat().st_size})
-    else:
-        output.print_written(out)
-
-
-def _timeline(spec: str, sizes: tuple[Any, ...], weight_parts: int | None, costs: dict[str, Any]) -> Timeline:
-    """A recorded timeline as it is unless something is asked of it, any other schedule simulated."""
-    from zeropipe.sim.simulate import simulate
-
-    schedule, given, recorded = opt.work_of(spec, sizes, costs)
-    if recorded is not None and weight_parts is None and not any(sizes):
-        return recorded
-    return simulate(opt.fill(schedule, given, weight_parts), given)
-
-
-def _write(path: str, text: str) -> None:
-    try:
-        Path(path).write_text(text)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+        output.print_json({"file": out, "bytes": Path(out).stat().st_size, "costs_per": priced.per})
+        return
+    output.print_written(out, "" if is_text else output.costs_text(priced.per))
+    output.print_warnings(priced.schedule)

@@ -10,7 +10,7 @@ def advice(schedule: Schedule) -> tuple[str, ...]:
     num_microbatches, num_stages = schedule.num_microbatches, schedule.num_stages
     if num_microbatches < num_stages:
         return (
-            f"{num_microbatches} microbatches for {num_stages} stages cannot fill the pipeline: ranks are idle for a "
-            f"large share of the step; give {num_stages} or more, or use fewer stages",
+            f"{num_microbatches} microbatches for {num_stages} stages do not fill the pipeline, so ranks may be idle: "
+            f"give {num_stages} or more, or use fewer stages",
         )
     return ()

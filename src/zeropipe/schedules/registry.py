@@ -133,7 +133,7 @@ def build(name: str, *, ranks: int, microbatches: int, stages_per_rank: int | No
 
 
 def build_entry(
-    entry: Entry, *, ranks: int, microbatches: int, stages_per_rank: int | None = None, **options: Any
+    entry: Entry, /, *, ranks: int, microbatches: int, stages_per_rank: int | None = None, **options: Any
 ) -> Schedule:
     """`build` for an entry in hand."""
     per_rank = entry.stages_per_rank[0] if stages_per_rank is None else stages_per_rank

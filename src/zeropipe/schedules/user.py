@@ -17,6 +17,7 @@ from zeropipe.schedules.registry import Entry, build_entry, entries, find
 
 def load(
     spec: str,
+    /,
     *,
     ranks: int | None = None,
     microbatches: int | None = None,
@@ -30,6 +31,7 @@ def load(
 
 def load_any(
     spec: str,
+    /,
     *,
     ranks: int | None = None,
     microbatches: int | None = None,

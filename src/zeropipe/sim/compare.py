@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from zeropipe.core.placement import Problem
 from zeropipe.core.ranking import Ranking, Standing, ranking
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Timeline
@@ -11,17 +12,25 @@ from zeropipe.sim.costs import Costs
 from zeropipe.sim.fill import fill_gaps
 from zeropipe.sim.simulate import simulate
 
-__all__ = ["Ranking", "Standing", "compare", "ranking"]
+__all__ = ["Ranking", "Standing", "compare", "ranking", "stage_costs"]
 
 
-def compare(schedules: Iterable[Schedule], costs: Costs, *, weight_parts: int | None = None) -> list[Timeline]:
+def stage_costs(costs: Costs, problem: Problem, per: str = "rank") -> Costs:
+    """The costs of each stage, from costs that are of a rank's part of the model, or ("stage") of a stage already."""
+    return costs if per == "stage" else costs.regrouped(problem)
+
+
+def compare(
+    schedules: Iterable[Schedule], costs: Costs, *, weight_parts: int | None = None, per: str = "rank"
+) -> list[Timeline]:
     """Simulate each with `costs` given per rank, so that every schedule does the same work however it is cut.
 
-    With `weight_parts`, each whose W are whole is first handed to `fill_gaps`.
+    With `per="stage"` they are taken as they are, and a schedule with more stages does more work. With `weight_parts`,
+    each whose W are whole is first handed to `fill_gaps`.
     """
     timelines = []
     for schedule in schedules:
-        own = costs.regrouped(schedule.problem)
+        own = stage_costs(costs, schedule.problem, per)
         if weight_parts and schedule.problem.num_weight_parts == 1:
             schedule = fill_gaps(schedule, own, weight_parts=weight_parts)
         timelines.append(simulate(schedule, own))

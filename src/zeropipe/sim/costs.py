@@ -111,8 +111,9 @@ class Costs:
     def regrouped(self, problem: Problem) -> Costs:
         """The same model cut into `problem.num_stages` stages.
 
-        Numbers, given for one of `num_ranks` equal parts of the model, are shared out over that part's stages; lists
-        of finer pieces are added up. What a message takes does not depend on the cut.
+        A number is of one of `num_ranks` equal parts of the model, and a list with an entry per rank of these parts in
+        order: they are shared out over a part's stages. Lists of finer pieces are added up. What a message takes does
+        not depend on the cut.
         """
         changes: dict[str, Any] = {}
         for name in PER_STAGE:
@@ -120,13 +121,7 @@ class Costs:
             if name == "message" or value is None:
                 continue
             if isinstance(value, tuple):
-                size, rest = divmod(len(value), problem.num_stages)
-                if rest:
-                    raise ConfigError(
-                        f"{name} has {len(value)} entries, which {problem.num_stages} stages cannot share: "
-                        "give a multiple of the number of stages, or one number"
-                    )
-                changes[name] = tuple(sum(value[s * size : (s + 1) * size]) for s in range(problem.num_stages))
+                changes[name] = _cut(name, value, problem)
             else:
                 changes[name] = value * problem.num_ranks / problem.num_stages
         return replace(self, **changes)
@@ -179,6 +174,21 @@ def _number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= float_info.max:
         raise ConfigError(f"{name}={short(value)}: a number from 0 on is needed")
     return float(value)
+
+
+def _cut(name: str, pieces: tuple[float, ...], problem: Problem) -> tuple[float, ...]:
+    """What each stage takes of a model whose pieces, in order, take `pieces`."""
+    ranks, stages = problem.num_ranks, problem.num_stages
+    if len(pieces) == ranks and stages % ranks == 0:
+        return tuple(piece * ranks / stages for piece in pieces for _ in range(stages // ranks))
+    size, rest = divmod(len(pieces), stages)
+    if rest:
+        one_each = f"{ranks} (one per rank), " if stages != ranks else ""
+        raise ConfigError(
+            f"{name} has {len(pieces)} entries, which {stages} stages on {ranks} ranks cannot share: "
+            f"give 1, {one_each}{stages} (one per stage), or a multiple of that"
+        )
+    return tuple(sum(pieces[s * size : (s + 1) * size]) for s in range(stages))
 
 
 def _edge(name: str) -> tuple[int, int]:

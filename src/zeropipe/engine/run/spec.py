@@ -31,7 +31,9 @@ class Job:
     batch: int = 1  # sequences per microbatch
     num_layers: int | None = None  # of a built-in model, if not its own
     vocabulary: int | None = None  # likewise
-    layers: tuple[int, ...] | None = None  # per stage
+    layers: tuple[int, ...] | None = None  # per stage; spread evenly by default, but for
+    first_less: int = 0  # fewer on the first stage
+    last_less: int = 0  # and on the last one
     device: str = "cpu"
     dtype: str = "float32"
     compile: bool = False
@@ -70,7 +72,7 @@ def counts_of(job: Job, schedule: Schedule) -> tuple[int, ...]:
     """Layers per stage."""
     num_layers = layers_of(job)
     if job.layers is None:
-        return layer_counts(num_layers, schedule.num_stages)
+        return layer_counts(num_layers, schedule.num_stages, job.first_less, job.last_less)
     return check_counts(job.layers, num_layers, schedule.num_stages)
 
 

@@ -1,0 +1,72 @@
+"""`check`: a schedule proven."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from zeropipe.cli import options as opt
+from zeropipe.cli import output
+from zeropipe.cli.progress import progress
+from zeropipe.errors import ScheduleError
+
+if TYPE_CHECKING:
+    from zeropipe.cli.request import Request
+    from zeropipe.core.schedule import Program, Schedule
+
+
+@click.command()
+@click.argument("schedule")
+@opt.size_options
+@opt.json_option
+def check(schedule: str, as_json: bool, **given: Any) -> None:
+    """Prove a schedule: complete, placed, ordered, and free of deadlock also with rendezvous sends.
+
+    \b
+    zeropipe check mine.csv
+    zeropipe check mine.py:my_schedule --ranks 4 --microbatches 8
+    """
+    from zeropipe.cli.request import request_of
+
+    request = request_of([schedule], given)
+    with progress(1) as begin:
+        begin(f"checking {schedule}")
+        proven, program = _proven(request)
+    messages = (program.packed.num_codes - proven.num_actions) // 2
+    if as_json:
+        output.print_json({
+            "ok": True, "schedule": proven.name, "num_ranks": proven.num_ranks, "num_stages": proven.num_stages,
+            "num_microbatches": proven.num_microbatches, "num_actions": proven.num_actions,
+            "num_messages": messages, "placement": proven.placement.name,
+        })  # fmt: skip
+        return
+    print(
+        f"{schedule}: ok. {proven.num_ranks} ranks, {proven.num_stages} stages ({proven.placement.name}), "
+        f"{proven.num_microbatches} microbatches: {proven.num_actions} actions, {messages} messages, "
+        "complete, placed, no deadlock (eager and rendezvous)"
+    )
+    output.print_warnings(proven)
+
+
+def _proven(request: Request) -> tuple[Schedule, Program]:
+    """The schedule and its messages: those of the file, if it has any."""
+    from zeropipe.core.check import check as prove
+    from zeropipe.core.csv import has_messages, program_from_csv
+    from zeropipe.core.files import read_text
+    from zeropipe.core.limits import COMMAND_LINE
+    from zeropipe.core.lower import lower
+    from zeropipe.core.timeline import Timeline
+
+    spec = request.specs[0]
+    found = request.load(spec)
+    schedule = found.schedule if isinstance(found, Timeline) else found
+    try:
+        prove(schedule)
+        if spec.name.endswith(".csv") and has_messages(text := read_text(spec.name, COMMAND_LINE)):
+            program = program_from_csv(text, schedule.name)
+            prove(program)
+            return schedule, program
+        return schedule, lower(schedule)
+    except ScheduleError as error:
+        raise type(error)(f"{spec.text}: {error}") from None

@@ -1,0 +1,179 @@
+"""What a command line asks for: schedules, sizes and costs, from its arguments, its flags and a .toml file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from zeropipe.cli.config import Config, read_config
+from zeropipe.cli.options import COSTS, numbers, settings_of
+from zeropipe.errors import ConfigError, short
+
+if TYPE_CHECKING:
+    from zeropipe.core.schedule import Schedule
+    from zeropipe.core.timeline import Timeline
+    from zeropipe.sim.costs import Costs
+
+FILES = (".csv", ".json")  # a finished schedule
+
+
+class Spec(NamedTuple):
+    """One schedule as it is named: `interleaved:v=4:group_size=8` has settings of its own."""
+
+    text: str
+    name: str  # of the registry, path/to/mine.py:name, or a file
+    stages_per_rank: int | None
+    options: Mapping[str, Any]
+
+    @property
+    def is_file(self) -> bool:
+        return self.name.endswith(FILES)
+
+
+class Priced(NamedTuple):
+    """A schedule and what its stages cost."""
+
+    schedule: Schedule
+    costs: Costs
+    per: str  # what the costs were given for: "rank", "stage", or a "recording" has its own
+    recorded: Timeline | None  # a recording of which nothing else is asked
+
+    def simulated(self) -> Timeline:
+        from zeropipe.sim.simulate import simulate
+
+        return simulate(self.schedule, self.costs)
+
+
+@dataclass(frozen=True)
+class Request:
+    """Schedules, sizes and costs. A command for one schedule has at most one of each size."""
+
+    specs: tuple[Spec, ...]
+    ranks: tuple[int, ...]
+    microbatches: tuple[int, ...]
+    stages_per_rank: tuple[int, ...]
+    options: Mapping[str, Any]
+    weight_parts: int | None
+    per: str  # what costs are of: "rank" or "stage"
+    costs: Costs
+    has_costs: bool  # some were given: a recorded timeline's own do not count then
+
+    @property
+    def is_plain(self) -> bool:
+        """Nothing but a schedule is asked for."""
+        sizes = self.ranks or self.microbatches or self.stages_per_rank or self.options
+        return not (sizes or self.has_costs or self.weight_parts)
+
+    def load(self, spec: Spec) -> Schedule | Timeline:
+        """A schedule at the request's one size, or a recorded timeline."""
+        return load(spec, _one(self.ranks), _one(self.microbatches), _one(self.stages_per_rank), self.options)
+
+    def priced(self, spec: Spec | None = None) -> Priced:
+        """A schedule (by default the first one) with the costs of its stages, W in parts if asked for."""
+        from zeropipe.core.limits import COMMAND_LINE, num_cut
+        from zeropipe.core.timeline import Timeline
+        from zeropipe.sim.compare import stage_costs
+        from zeropipe.sim.fill import fill_gaps
+        from zeropipe.sim.fit import fit
+
+        found = self.load(spec or self.specs[0])
+        recorded = found if isinstance(found, Timeline) else None
+        schedule = found.schedule if isinstance(found, Timeline) else found
+        if recorded is not None and not self.has_costs:
+            costs, per = fit(recorded), "recording"
+        else:
+            costs, per = stage_costs(self.costs, schedule.problem, self.per), self.per
+        if self.weight_parts:
+            COMMAND_LINE.require_actions(num_cut(schedule, self.weight_parts), schedule.name, self.weight_parts)
+            schedule = fill_gaps(schedule, costs, weight_parts=self.weight_parts)
+        return Priced(schedule, costs, per, recorded if self.is_plain else None)
+
+
+def load(
+    spec: Spec, ranks: int | None, microbatches: int | None, stages_per_rank: int | None, options: Mapping[str, Any]
+) -> Schedule | Timeline:
+    """The schedule of a spec; its own settings come before those given for all."""
+    from zeropipe.schedules.user import load_any
+
+    for name in ("ranks", "microbatches", "stages_per_rank"):
+        if name in options or name in spec.options:
+            raise ConfigError(f"{name} is a size, not an option: give --{name.replace('_', '-')} N")
+    per_rank = stages_per_rank if spec.stages_per_rank is None else spec.stages_per_rank
+    return load_any(
+        spec.name, ranks=ranks, microbatches=microbatches, stages_per_rank=per_rank, **{**options, **spec.options}
+    )
+
+
+def request_of(schedules: Sequence[str], given: Mapping[str, Any], several: Sequence[str] = ()) -> Request:
+    """The request of a command's arguments and keywords. One argument may be a .toml file; flags override it.
+
+    `several` are the fields of the file of which the command takes more than one.
+    """
+    texts = list(schedules)
+    files = [text for text in texts if text.endswith(".toml")]
+    if len(files) > 1:
+        raise ConfigError(f"{files[1]}: {files[0]} gives schedules, sizes and costs already; give one such file")
+    config = read_config(files[0]) if files else Config()
+    if files:
+        place = texts.index(files[0])
+        if not config.schedule and len(texts) == 1:
+            raise ConfigError(f'{files[0]}: schedule is missing: write a line like schedule = "zbv"')
+        texts[place : place + 1] = config.schedule
+    for name in ("schedule", "ranks", "microbatches", "stages_per_rank"):
+        values = getattr(config, name)
+        if len(values) > 1 and name not in several:
+            listed = short(list(values))
+            raise ConfigError(f"{files[0]}: {name}={listed}: one is needed here; `zeropipe compare` takes several")
+    costs = costs_of(given, config.costs)
+    return Request(
+        tuple(map(spec_of, texts)),
+        given["ranks"] or config.ranks,
+        given["microbatches"] or config.microbatches,
+        given["stages_per_rank"] or config.stages_per_rank,
+        {**config.options, **settings_of(given["pairs"], "--option")},
+        given.get("weight_parts") or config.weight_parts,
+        given.get("per") or config.per or "rank",
+        costs,
+        config.costs is not None or any(given.get(name) is not None for name in ("costs_file", *COSTS)),
+    )
+
+
+def spec_of(text: str) -> Spec:
+    """`interleaved:v=4` in its parts."""
+    parts = text.split(":")
+    while len(parts) > 1 and "=" in parts[-1]:
+        parts.pop()
+    name = ":".join(parts)
+    settings = settings_of(tuple(text.split(":")[len(parts) :]), f"{short(name)}:")
+    if settings and name.endswith(FILES):
+        raise ConfigError(f"{text}: {name} is a finished schedule and has no settings")
+    short_v = settings.pop("v", None)
+    per_rank = settings.pop("stages_per_rank", short_v)
+    if per_rank is not None and (type(per_rank) is not int or per_rank < 1):
+        raise ConfigError(f"{text}: v={per_rank}: a whole number of stages per rank from 1 on is needed")
+    return Spec(text, name, per_rank, settings)
+
+
+def costs_of(given: Mapping[str, Any], base: Costs | None = None) -> Costs:
+    """The costs of --costs, else of `base`, with single ones overridden by flags."""
+    from zeropipe.core.limits import require_costs
+    from zeropipe.sim.costs import Costs, Link
+
+    costs = base or Costs()
+    if given.get("costs_file"):
+        from zeropipe.sim.fit import load_costs
+
+        costs = load_costs(given["costs_file"])
+    flags: dict[str, Any] = {}
+    for name, (kind, _) in COSTS.items():
+        value = given.get(name)
+        if value is not None:
+            flags[name] = numbers("--" + name.replace("_", "-"), value) if kind is str else value
+    require_costs(flags)
+    inter = Link(flags.pop("inter_p2p", costs.inter_node.p2p), flags.pop("inter_bandwidth", costs.inter_node.bandwidth))
+    return replace(costs, inter_node=inter, **flags)
+
+
+def _one(sizes: tuple[int, ...]) -> int | None:
+    return sizes[0] if sizes else None

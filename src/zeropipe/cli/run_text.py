@@ -1,0 +1,124 @@
+"""What `run` prints: the plan, and what was measured beside what was predicted."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from zeropipe.cli import output
+
+if TYPE_CHECKING:
+    from zeropipe.core.schedule import Schedule
+    from zeropipe.core.timeline import Timeline
+    from zeropipe.engine.run.job import Outcome
+    from zeropipe.engine.run.spec import Job
+
+
+def predicted(measured: Timeline) -> Timeline:
+    from zeropipe.sim.fit import fit
+    from zeropipe.sim.simulate import simulate
+
+    return label(simulate(measured.schedule, fit(measured)), "simulated")
+
+
+def label(timeline: Timeline, word: str) -> Timeline:
+    return timeline.labelled(f"{timeline.schedule.name}, {word}")
+
+
+def data(result: Outcome, guess: Timeline) -> dict[str, Any]:
+    from zeropipe.sim.fit import residuals
+
+    return {
+        "measured": output.summary(result.measured.timeline),
+        "simulated": output.summary(guess),
+        "residuals": [r._asdict() for r in residuals(result.measured.timeline, guess)],
+        "losses": result.measured.losses,
+        "makespans": result.measured.makespans,
+        "num_parameters": result.num_parameters,
+    }
+
+
+def print_run(result: Outcome, guess: Timeline, job: Job) -> None:
+    from zeropipe.sim.fit import residuals
+
+    console, real = output.console(), result.measured.timeline
+    schedule = real.schedule
+    console.print(
+        f"{schedule.name}: {schedule.num_ranks} ranks, {schedule.num_stages} stages ({schedule.placement.name}), "
+        f"{schedule.num_microbatches} microbatches of {job.batch} x {job.sequence} tokens; "
+        f"{job.model}, {result.num_parameters / 1e6:.1f}M parameters, {job.dtype} on {job.device}",
+        style="bold",
+    )
+    cores = os.cpu_count() or 1
+    if job.device == "cpu" and schedule.num_ranks > cores:
+        console.print(f"{schedule.num_ranks} ranks share {cores} cores: times are longer than on cores of their own")
+    rows = output.table("", "measured", "simulated", "difference", left=("",))
+    peaks = max(real.peak_memory), max(guess.peak_memory)
+    rows.add_row(
+        "makespan", output.time_text(real.makespan, "s"), output.time_text(guess.makespan, "s"),
+        _difference(real.makespan, guess.makespan),
+    )  # fmt: skip
+    rows.add_row(
+        "bubble", output.percent(real.bubble), output.percent(guess.bubble),
+        f"{100 * (guess.bubble - real.bubble):+.1f} points",
+    )  # fmt: skip
+    rows.add_row("peak activations", *(output.size_text(peak, "B") for peak in peaks), _difference(*peaks))
+    console.print(rows)
+    rows = output.table("kind", "actions", "measured", "simulated", "starts later by", left=("kind",))
+    for r in residuals(real, guess):
+        rows.add_row(r.kind, str(r.number), *(output.time_text(t, "s") for t in (r.measured, r.predicted, r.late)))
+    console.print(rows)
+
+
+def _difference(real: float, guess: float) -> str:
+    return f"{100 * (guess / real - 1):+.1f}%" if real else "-"
+
+
+def print_ranking(results: list[Outcome]) -> None:
+    rows = output.table("schedule", "measured makespan", "of best", "bubble", left=("schedule",))
+    best = min(result.measured.timeline.makespan for result in results)
+    for result in sorted(results, key=lambda r: r.measured.timeline.makespan):
+        t = result.measured.timeline
+        rows.add_row(
+            t.schedule.name, output.time_text(t.makespan, "s"), f"{t.makespan / best:.3f}", output.percent(t.bubble)
+        )
+    output.console().print(rows)
+
+
+def print_plan(built: list[Schedule], job: Job, as_json: bool) -> None:
+    from zeropipe.core.action import Kind
+    from zeropipe.core.layers import ranges
+    from zeropipe.core.lower import lower
+    from zeropipe.engine.run.spec import counts_of
+
+    plans: list[dict[str, Any]] = []
+    for schedule in built:
+        counts = counts_of(job, schedule)
+        program = lower(schedule)
+        sent = [sum(getattr(s, "kind", None) in (Kind.SEND_F, Kind.SEND_B) for s in row) for row in program.rows]
+        plans.append({
+            "schedule": schedule.name, "num_ranks": schedule.num_ranks, "num_microbatches": schedule.num_microbatches,
+            "placement": schedule.placement.name, "layers_per_stage": counts,
+            "ranks": [
+                {"rank": rank, "stages": schedule.placement.stages_of(rank),
+                 "layers": [[r.start, r.stop] for s in schedule.placement.stages_of(rank) for r in [ranges(counts)[s]]],
+                 "messages_sent": sent[rank]}
+                for rank in range(schedule.num_ranks)
+            ],
+        })  # fmt: skip
+    if as_json:
+        output.print_json(plans)
+        return
+    for plan in plans:
+        output.console().print(
+            f"{plan['schedule']}: {plan['num_ranks']} ranks, {plan['num_microbatches']} microbatches, "
+            f"{plan['placement']} placement, layers per stage {' '.join(map(str, plan['layers_per_stage']))}",
+            style="bold",
+        )
+        rows = output.table("rank", "stages", "layers", "messages sent", left=("stages", "layers"))
+        for row in plan["ranks"]:
+            spans = [f"{a}-{b - 1}" if b > a else "none" for a, b in row["layers"]]
+            rows.add_row(
+                str(row["rank"]), " ".join(map(str, row["stages"])), " ".join(spans), str(row["messages_sent"])
+            )
+        output.console().print(rows)

@@ -1,0 +1,81 @@
+"""`simulate`: one schedule's time, bubble and memory, and where its time goes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from zeropipe.cli import options as opt
+from zeropipe.cli import output
+from zeropipe.cli.progress import progress
+
+if TYPE_CHECKING:
+    from zeropipe.core.timeline import Timeline
+
+
+@click.command()
+@click.argument("schedule")
+@opt.size_options
+@opt.json_option
+@opt.cost_options
+def simulate(schedule: str, as_json: bool, **given: Any) -> None:
+    """Predict a schedule's time, bubble and memory, rank by rank.
+
+    \b
+    zeropipe simulate zbv --ranks 4 --microbatches 8 --i 1.2 --p2p 0.1
+    zeropipe simulate mine.csv --costs costs.toml --memory-limit 40
+    zeropipe simulate job.toml                       (schedule, sizes and costs in one file)
+    """
+    from zeropipe.cli.request import request_of
+
+    request = request_of([schedule], given)
+    with progress(1) as begin:
+        begin(f"simulating {schedule}")
+        priced = request.priced()
+        timeline = priced.simulated()
+    if as_json:
+        output.print_json({**output.summary(timeline), "costs_per": priced.per})
+    else:
+        _print_timeline(timeline, output.costs_text(priced.per))
+
+
+def _print_timeline(timeline: Timeline, costs: str) -> None:
+    from zeropipe.core.explain import critical_path, idle
+
+    console = output.console()
+    console.print(output.problem_text(timeline), style="bold", markup=False)
+    console.print(
+        f"makespan {output.time_text(timeline.makespan, timeline.unit)}   bubble {output.percent(timeline.bubble)} "
+        f"({output.percent(timeline.bubble_to_ideal)} to ideal)   "
+        f"peak memory {output.size_text(max(timeline.peak_memory), timeline.memory_unit)}{_limit(timeline)}"
+    )
+    output.note(costs)
+    rows = output.table("rank", "busy", "warm-up", "data", "comm", "cool-down", "bubble", "peak\nmemory")
+    for rank, causes in enumerate(idle(timeline)):
+        times = (timeline.busy[rank], *causes[:2], causes.communication + causes.other, causes.cool_down)
+        rows.add_row(
+            str(rank),
+            *(output.time_text(time, timeline.unit) for time in times),
+            output.percent(timeline.rank_bubble[rank]),
+            output.size_text(timeline.peak_memory[rank], timeline.memory_unit),
+        )
+    console.print(rows)
+    path = critical_path(timeline)
+    inside = sum(span.end - span.start for span in path)
+    console.print(
+        f"critical path: {len(path)} actions, {output.time_text(inside, timeline.unit)} of work, "
+        f"{output.time_text(timeline.makespan - inside, timeline.unit)} of waiting for messages; "
+        f"from {path[0].action} on rank {path[0].rank} to {path[-1].action} on rank {path[-1].rank}"
+    )
+    output.print_warnings(timeline.schedule)
+
+
+def _limit(timeline: Timeline) -> str:
+    limit = timeline.memory_limit
+    if limit is None:
+        return ""
+    text = output.size_text(limit, timeline.memory_unit)
+    if not timeline.over_limit:
+        return f" (limit {text})"
+    return f" [red]over the limit {text} on rank {', '.join(map(str, timeline.over_limit))}[/]"

@@ -1,0 +1,119 @@
+"""A .toml file that holds schedule, sizes and costs together, wherever a schedule is asked for."""
+
+import json
+
+import pytest
+
+import zeropipe as zp
+from zeropipe.cli import main
+
+JOB = """
+schedule = "zbv"
+ranks = 4
+microbatches = 8
+
+[costs]
+f = 1.0
+i = 1.2
+edges.0-1.p2p = 0.5
+"""
+
+
+@pytest.fixture
+def run(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.chdir(tmp_path)
+
+    def call(*args):
+        status = 0
+        try:
+            main(list(args))
+        except SystemExit as stop:
+            status = stop.code
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return call
+
+
+def test_every_command_takes_it(run, tmp_path):
+    (tmp_path / "job.toml").write_text(JOB)
+    schedule = zp.build("zbv", ranks=4, microbatches=8)
+    link = zp.Costs(f=0.5, i=0.6, w=0.5, edges={(0, 1): type(zp.Costs().inter_node)(0.5)})
+    want = zp.simulate(schedule, link).makespan
+    assert json.loads(run("simulate", "job.toml", "--json")[1])["makespan"] == want
+    assert zp.from_json(run("show", "job.toml", "--json")[1]).makespan == want
+    compared = json.loads(run("compare", "1f1b", "job.toml", "v-min", "--json")[1])["compared"]
+    assert [t["schedule"] for t in compared] == ["1f1b", "zbv", "v-min"]
+    assert compared[1]["makespan"] == want
+    assert "job.toml: ok. 4 ranks, 8 stages" in run("check", "job.toml")[1]
+    assert run("draw", "job.toml", "-o", "x.csv")[0] == 0
+    assert zp.from_csv((tmp_path / "x.csv").read_text()) == schedule
+    (plan,) = json.loads(run("run", "job.toml", "--dry-run", "--json")[1])
+    assert plan["num_microbatches"] == 8
+
+
+def test_flags_come_first(run, tmp_path):
+    (tmp_path / "job.toml").write_text(JOB)
+    by_file = json.loads(run("simulate", "job.toml", "-m", "16", "--f", "2", "--per", "stage", "--json")[1])
+    link = zp.Costs(f=2, i=1.2, edges={(0, 1): type(zp.Costs().inter_node)(0.5)})
+    assert by_file["makespan"] == zp.simulate(zp.build("zbv", ranks=4, microbatches=16), link).makespan
+
+
+def test_all_fields(run, tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "costs.toml").write_text("f = 3\ni = 3.6\nw = 2.1\n")
+    (tmp_path / "sub" / "job.toml").write_text(
+        'schedule = ["interleaved", "mine.csv"]\nranks = 2\nmicrobatches = [4, 8]\nstages_per_rank = 4\n'
+        'per = "stage"\ncosts = "costs.toml"\n[options]\ngroup_size = 4\n'
+    )
+    (tmp_path / "sub" / "mine.csv").write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    data = json.loads(run("compare", "sub/job.toml", "--json")[1])
+    assert data["costs_per"] == "stage"
+    assert [(t["schedule"], t["num_stages"], t["num_microbatches"]) for t in data["compared"]] == [
+        ("interleaved", 8, 4), ("mine", 2, 2), ("interleaved", 8, 8),
+    ]  # fmt: skip
+    assert data["compared"][1]["makespan"] == pytest.approx(3 * 3 + 3 * 5.7)
+    (tmp_path / "parts.toml").write_text('schedule = "v-half"\nranks = 4\nmicrobatches = 8\nweight_parts = 4\n')
+    assert json.loads(run("simulate", "parts.toml", "--json")[1])["num_weight_parts"] == 4
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ('schedul = "zbv"', "bad.toml: unknown field 'schedul': did you mean 'schedule'?"),
+        ("colour = 1", "unknown field 'colour': known are schedule, ranks"),
+        ("f = 1", "unknown field 'f': costs belong into a table [costs]"),
+        ("schedule = 3", "schedule=3: the name of a schedule is needed"),
+        ("schedule = []", "schedule=[]: the name of a schedule is needed"),
+        ('schedule = "other.toml"', "schedule='other.toml': a file like this one cannot name another"),
+        ('schedule = "zbv"\nranks = "4"', "ranks='4': a whole number from 1 on is needed"),
+        ('schedule = "zbv"\nranks = true', "ranks=True: a whole number from 1 on is needed"),
+        ('schedule = "zbv"\nranks = 3\noptions = 3', "options=3: a table of the schedule's own options"),
+        ('schedule = "zbv"\nmicrobatches = [4, 8]', "microbatches=[4, 8]: one is needed here; `zeropipe compare`"),
+        ('schedule = ["zbv", "1f1b"]', "schedule=['zbv', '1f1b']: one is needed here"),
+        ('schedule = "zbv"\nper = "layer"', 'per=\'layer\': costs are per "rank" or per "stage"'),
+        ('schedule = "zbv"\nweight_parts = 65', "weight_parts=65: a W is cut into 1 to 64 parts"),
+        ('schedule = "zbv"\ncosts = 3', "costs=3: a table of costs is needed"),
+        ('schedule = "zbv"\ncosts = "no.toml"', "cannot read the costs file no.toml"),
+        ('schedule = "zbv"\n[costs]\nff = 1', "costs: unknown field 'ff': did you mean 'f'?"),
+        ('schedule = "zbv"\n[costs]\nf = 1e300', "costs.f=1e+300: give 0, or a number from"),
+        ('schedule = "zbv"\n[costs]\nf = "1"', "f='1': a number from 0 on is needed"),
+        ("ranks = 4", "schedule is missing: write a line like"),
+        ("schedule =", "bad.toml is not TOML"),
+        ('schedule = "zbv"\nranks = 4', "microbatches is missing"),
+    ],
+)
+def test_a_mistake_names_field_value_rule_and_way_out(run, tmp_path, text, words):
+    (tmp_path / "bad.toml").write_text(text)
+    status, out, err = run("simulate", "bad.toml")
+    assert (status, out) == (2, "")
+    assert words in err
+    assert err.startswith("zeropipe: ")
+    assert err.count("\n") == 1
+
+
+def test_one_such_file_is_enough(run, tmp_path):
+    (tmp_path / "a.toml").write_text(JOB)
+    (tmp_path / "b.toml").write_text(JOB)
+    assert "give one such file" in run("compare", "a.toml", "b.toml")[2]
