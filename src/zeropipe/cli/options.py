@@ -26,15 +26,16 @@ class Counts(click.ParamType):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if isinstance(value, tuple):
             return value
+        name = param.name if param else "size"
         try:
             numbers = tuple(dict.fromkeys(int(part) for part in value.split(",")))
         except ValueError:
-            rule = "write whole numbers from 1 on, like 8 or 16,32,64" if self.several else "write one whole number"
-            self.fail(f"{short(value)}: {rule}", param, ctx)
-        if len(numbers) > 1 and not self.several:
-            self.fail(f"{short(value)}: write one whole number; `zeropipe compare` takes several", param, ctx)
+            rule = "whole numbers from 1 on, like 16,32" if self.several else "a whole number from 1 on is needed"
+            raise ConfigError(f"{name}={short(value)}: {rule}") from None
         if min(numbers) < 1:
-            self.fail(f"{min(numbers)}: a whole number from 1 on is needed", param, ctx)
+            raise ConfigError(f"{name}={min(numbers)}: a whole number from 1 on is needed")
+        if len(numbers) > 1 and not self.several:
+            raise ConfigError(f"{name}={short(value)}: one is needed here; `zeropipe compare` takes several")
         return numbers
 
 
