@@ -58,10 +58,10 @@ def _style(path: str | Path, options: dict[str, Any]) -> Style | PageStyle | Non
 
 def _write_figure(timelines: list[Timeline], path: Path, style: Style) -> None:
     from zeropipe.viz.figure import figure
-    from zeropipe.viz.words import one_line, title_of
+    from zeropipe.viz.words import one_line
 
     scene = figure(timelines, style)
-    title = one_line(style.title) or ", ".join(map(title_of, timelines))
+    title = one_line(style.title or ", ".join(t.title for t in timelines))
     if path.suffix.lower() == ".svg":
         from zeropipe.viz.svg import to_svg
 

@@ -12,6 +12,7 @@ from zeropipe.core.packed import is_joined, kind_of, microbatch_of, stage_of
 from zeropipe.core.placement import Placement
 from zeropipe.core.timeline import Timeline
 
+MOST_SHADES = 64
 WHOLE, UPPER, LOWER = 0, 1, 2  # an Overlap is a split box: forward above, backward below
 
 
@@ -48,22 +49,27 @@ def boxes(timeline: Timeline) -> Boxes:
     end = np.frombuffer(timeline.end, np.float64) - timeline.first_start
     return Boxes(
         np.array(timeline.schedule.packed.offsets, np.int64), start, end, kind, stage, microbatch, half,
-        shades[copy, stage], int(shades.max()) + 1, timeline.makespan,
+        shades[copy, stage], int(shades.max(initial=0)) + 1, timeline.makespan,
     )  # fmt: skip
 
 
 def shade_table(placement: Placement) -> NDArray[np.int64]:
-    """Per copy and stage, a number that differs between the stages of a rank: its pass over the ranks, or its copy."""
-    per_copy = max(max(Counter(table).values()) for table in placement.copies)
+    """Per copy and stage, a number that differs between the stages of a rank: its pass over the ranks, or its copy.
+
+    Where there are more than `MOST_SHADES` of them, neighbours share one: nobody could tell them apart.
+    """
+    per_copy = max(max(Counter(table).values(), default=1) for table in placement.copies)
     rows = []
-    for copy, table in enumerate(placement.copies):
+    for copy, ranks in enumerate(placement.copies):
         seen: dict[int, int] = {}
         row = []
-        for rank in table:
+        for rank in ranks:
             row.append(copy * per_copy + seen.get(rank, 0))
             seen[rank] = seen.get(rank, 0) + 1
         rows.append(row)
-    return np.array(rows, np.int64)
+    table = np.array(rows, np.int64)
+    count = int(table.max(initial=0)) + 1
+    return table if count <= MOST_SHADES else table * MOST_SHADES // count
 
 
 def kinds_with_room(model: Boxes, needed: float) -> frozenset[tuple[int, bool]]:

@@ -10,14 +10,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zeropipe.core.timeline import Timeline
-from zeropipe.core.units import number, percent, size_text, tick_step, time_text
+from zeropipe.core.units import percent, size_text, time_text
+from zeropipe.viz.axis import axis_unit, ticks
 from zeropipe.viz.bands import SEAM, THINNEST, Region, bands, regions
 from zeropipe.viz.boxes import LOWER, WHOLE, Boxes, boxes, kinds_with_room
 from zeropipe.viz.colors import NAMES, ink_on, shades
 from zeropipe.viz.density import KINDS
+from zeropipe.viz.drawable import drawable
 from zeropipe.viz.scene import Area, Item, Line, Rect, Scene, Text
 from zeropipe.viz.style import Style
-from zeropipe.viz.words import cut_to, one_line, title_of, width_of
+from zeropipe.viz.words import cut_to, one_line, width_of
 
 FONT = 8.0
 SMALL = 7.0
@@ -33,6 +35,7 @@ FINE_NOTE = "Boxes too fine to draw one by one: heights are shares of time."
 def figure(timelines: Sequence[Timeline], style: Style) -> Scene:
     """Some timelines on one time axis."""
     out = Scene(style.width, 0.0, style.colors["paper"])
+    timelines = [drawable(t) for t in timelines]
     models = [boxes(t) for t in timelines]
     left = _gutter(max(model.num_ranks for model in models), style)
     longest = max(model.makespan for model in models) or 1.0
@@ -99,7 +102,7 @@ def _timeline(
     if timeline.memory and style.is_wide:
         facts += f", peak memory {size_text(max(timeline.peak_memory), timeline.memory_unit)}"
     size = FONT if style.is_wide else SMALL
-    title = cut_to(title_of(timeline), FONT + 1, right - left - width_of(facts, size) - 8)
+    title = cut_to(timeline.title, FONT + 1, right - left - width_of(facts, size) - 8)
     out.items.append(Text(left, y + FONT, title, FONT + 1, colors["ink"], bold=True))
     out.items.append(Text(right, y + FONT, facts, size, colors["soft"], "end"))
     y += FONT + 6
@@ -243,17 +246,15 @@ def _curve(
 
 def _axis(out: Scene, unit: str, longest: float, style: Style, left: float, scale: float, y: float) -> float:
     colors = style.colors
-    factor, name = 1.0, unit
-    if unit == "s":
-        factor, name = next(((f, n) for f, n in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")) if longest >= f), (1e-9, "ns"))
-    step = tick_step(longest / factor, max(2, int((style.width - left) / 48)))
+    factor, name = axis_unit(longest, unit)
     right = left + longest * scale
+    name = cut_to(name, SMALL, 80)
     out.items.append(Line(((left, y), (right, y)), colors["soft"], 0.6))
-    for n in range(int(longest / factor / step + 1e-9) + 1):
-        x = left + n * step * factor * scale
+    for time, text in ticks(longest, factor, max(2, int((style.width - left) / 48))):
+        x = left + time * scale
         out.items.append(Line(((x, y), (x, y + 3)), colors["soft"], 0.6))
-        if x < right - 24 or not name:
-            out.items.append(Text(x, y + 4 + SMALL, number(n * step, 6), SMALL, colors["soft"], "middle"))
+        if x + width_of(text, SMALL) / 2 < right - width_of(name, SMALL) - 2 or not name:
+            out.items.append(Text(x, y + 4 + SMALL, text, SMALL, colors["soft"], "middle"))
     if name:
         out.items.append(Text(right, y + 4 + SMALL, name, SMALL, colors["soft"], "end"))
     return y + SMALL + 6

@@ -13,6 +13,7 @@ from typing import Any
 from zeropipe.core.timeline import Timeline
 from zeropipe.viz.payload import payload
 from zeropipe.viz.style import PageStyle
+from zeropipe.viz.words import one_line
 
 # in the order of their imports: each file uses only those before it
 MODULES = ("units.js", "data.js", "view.js", "shapes.js", "rows.js", "memory.js", "explain.js", "overlay.js",
@@ -47,13 +48,13 @@ globalThis.zeropipeViewer = mountViewer(document.getElementById("viewer"), data,
 
 def to_html(timelines: Timeline | Sequence[Timeline], style: PageStyle | None = None) -> str:
     """A whole page, fully offline."""
-    listed = [timelines] if isinstance(timelines, Timeline) else list(timelines)
     style = style or PageStyle()
-    heading = style.title or " · ".join(t.title for t in listed)
-    options: dict[str, Any] = {"title": style.title, "labels": style.labels, "memory": style.memory}
+    data = payload(timelines)
+    heading = one_line(style.title or " · ".join(t["title"] for t in data["timelines"]))
+    options: dict[str, Any] = {"title": one_line(style.title), "labels": style.labels, "memory": style.memory}
     return _PAGE.format(
         title=escape(heading), theme=style.theme, style=viewer_file("viewer.css"), script=bundle(),
-        data=_inline_json(payload(listed)), options=_inline_json(options),
+        data=_inline_json(data), options=_inline_json(options),
     )  # fmt: skip
 
 
@@ -61,7 +62,7 @@ def to_notebook(timeline: Timeline, height: int | None = None) -> str:
     """The page in a frame of its own, for Jupyter."""
     tall = height or min(900, 260 + 2 * 34 * min(timeline.num_ranks, 12))
     page = escape(to_html(timeline), quote=True)
-    look = f'style="width:100%;height:{tall}px;border:0" title="{escape(timeline.title)}"'
+    look = f'style="width:100%;height:{tall}px;border:0" title="{escape(one_line(timeline.title))}"'
     return f'<iframe srcdoc="{page}" {look}></iframe>'
 
 

@@ -19,14 +19,16 @@ from zeropipe.core import explain
 from zeropipe.core.timeline import Timeline
 from zeropipe.viz.boxes import boxes, shade_table
 from zeropipe.viz.colors import palette
+from zeropipe.viz.drawable import drawable
+from zeropipe.viz.words import one_line
 
 TICKS = 2**31 - 1  # times are whole ticks below this
 
 
 def payload(timelines: Timeline | Sequence[Timeline]) -> dict[str, Any]:
     """The data `mountViewer(element, data)` takes: plain dicts, lists, numbers and text."""
-    listed = [timelines] if isinstance(timelines, Timeline) else list(timelines)
-    shades = max((int(shade_table(t.schedule.placement).max()) + 1 for t in listed), default=1)
+    listed = [drawable(t) for t in ([timelines] if isinstance(timelines, Timeline) else timelines)]
+    shades = max((int(shade_table(t.schedule.placement).max(initial=0)) + 1 for t in listed), default=1)
     return {
         "version": 1,
         "causes": list(explain.CAUSES),
@@ -41,7 +43,7 @@ def _timeline(timeline: Timeline) -> dict[str, Any]:
     columns = _columns(timeline, tick)
     return {
         "title": timeline.title,
-        "schedule": schedule.name,
+        "schedule": one_line(schedule.name),
         "placement": schedule.placement.name,
         "measured": timeline.measured,
         "unit": timeline.unit,
@@ -88,11 +90,16 @@ def _columns(timeline: Timeline, tick: float) -> dict[str, NDArray[Any]]:
         "path": np.array(explain.critical_places(timeline), "<i4"),
     }
     if timeline.memory:
-        columns["during"] = np.frombuffer(timeline.memory.during, np.float64).astype("<f4")
-        columns["after"] = np.frombuffer(timeline.memory.after, np.float64).astype("<f4")
+        columns["during"], columns["after"] = (_small_floats(column) for column in timeline.memory)
     columns["stage"] = box.stage.astype("<u2")
     columns["head"] = (box.kind | box.half << 4).astype("|u1")
     return columns
+
+
+def _small_floats(column: bytes) -> NDArray[np.float32]:
+    """Four bytes each: exact enough for a curve; what is too large for them is as large as they can be."""
+    most = float(np.finfo(np.float32).max)
+    return np.clip(np.frombuffer(column, np.float64), -most, most).astype("<f4")
 
 
 def _steps(values: NDArray[np.int64], before: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -13,17 +13,20 @@ from rich.text import Text
 
 from zeropipe.core.ranking import ranking
 from zeropipe.core.timeline import ROUNDING, Timeline
-from zeropipe.core.units import number, percent, size_text, tick_step, time_text
+from zeropipe.core.units import percent, size_text, time_text
+from zeropipe.viz.axis import axis_unit, ticks
 from zeropipe.viz.boxes import Boxes, boxes
 from zeropipe.viz.cells import IDLE, LEVELS, SPLIT, box_row, cell_time, dense_row, is_dense
 from zeropipe.viz.colors import MIXED, NAMES, shades
 from zeropipe.viz.density import KINDS
+from zeropipe.viz.drawable import drawable
 
 
 def show(timelines: Sequence[Timeline], width: int | None = None, console: Console | None = None) -> None:
     """Print timelines on one time axis, a legend and a summary."""
     console = console or Console(width=width, highlight=False)
     plain = console.no_color or console.color_system is None
+    timelines = [drawable(t) for t in timelines]
     models = [boxes(t) for t in timelines]
     gutter = len(str(max(m.num_ranks for m in models) - 1)) + 6
     columns = max(10, (width or console.width) - gutter - 7)
@@ -48,10 +51,7 @@ def show(timelines: Sequence[Timeline], width: int | None = None, console: Conso
 
 
 def _print_heading(timeline: Timeline, console: Console) -> None:
-    s = timeline.schedule
-    facts = f"  {s.num_ranks} ranks, {s.num_stages} stages, {s.num_microbatches} microbatches"
-    if s.problem.num_weight_parts > 1:
-        facts += f", W in {s.problem.num_weight_parts} parts"
+    facts = f"  {timeline.schedule.sizes}"
     numbers = f"  makespan {time_text(timeline.makespan, timeline.unit)}, bubble {percent(timeline.bubble)}"
     if timeline.memory:
         numbers += f", peak memory {size_text(max(timeline.peak_memory), timeline.memory_unit)}"
@@ -77,13 +77,12 @@ def _density_note(models: Sequence[Boxes], dense: Sequence[bool], columns: int, 
 
 def _axis(unit: str, longest: float, cell: float, gutter: int) -> Text:
     columns = ceil(longest / cell)
-    step = tick_step(longest, max(2, columns // 12))
+    factor, name = axis_unit(longest, unit)
     line = [" "] * (columns + 8)
-    for n in range(int(longest / step + 1e-9) + 1):
-        text = time_text(n * step, unit) if unit == "s" else number(n * step)
-        at = round(n * step / cell)
+    for time, text in ticks(longest, factor, max(2, columns // 12)):
+        at = round(time / cell)
         line[at : at + len(text)] = text
-    return Text(" " * gutter + "".join(line).rstrip(), "dim")
+    return Text(" " * gutter + "".join(line).rstrip() + f" {name}".rstrip(), "dim")
 
 
 def _legend(models: Sequence[Boxes], dense: Sequence[bool], plain: bool, width: int) -> Text:

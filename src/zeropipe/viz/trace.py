@@ -19,6 +19,7 @@ from zeropipe.core.json import plain
 from zeropipe.core.timeline import Timeline
 from zeropipe.viz.boxes import UPPER, Boxes, boxes
 from zeropipe.viz.colors import NAMES
+from zeropipe.viz.drawable import require_drawable
 
 Event = dict[str, Any]
 UNIT = {"s": 1e6, "": 1e3}  # microseconds per unit of time
@@ -56,6 +57,7 @@ def trace_events(timelines: Iterable[Timeline]) -> Iterator[Event]:
     """All events of a trace."""
     arrows = 0
     for n, timeline in enumerate(timelines):
+        require_drawable(timeline)
         model, factor = boxes(timeline), UNIT.get(timeline.unit, 1e3)
         stages, kinds, microbatches = model.stage.tolist(), model.kind.tolist(), model.microbatch.tolist()
         names = [f"{s}{'FBIW'[k]}{m}" for s, k, m in zip(stages, kinds, microbatches, strict=True)]

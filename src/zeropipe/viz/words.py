@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from unicodedata import category, combining, east_asian_width
 
-from zeropipe.core.timeline import Timeline
-
 LONGEST = 200  # characters of a name: the rest is cut
 _NOT_SHOWN = {"Cc", "Cs", "Zl", "Zp"}  # control characters, halves of a pair, line and paragraph separators
 _TURNS = set("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")  # would turn round what stands beside the name
@@ -18,11 +16,6 @@ def one_line(text: str) -> str:
     """
     kept = "".join(" " if category(c) in _NOT_SHOWN else c for c in text[: LONGEST + 1] if c not in _TURNS)
     return kept if len(text) <= LONGEST else kept[: LONGEST - 1] + "…"
-
-
-def title_of(timeline: Timeline) -> str:
-    """The timeline's title, fit to be shown."""
-    return one_line(timeline.title)
 
 
 def width_of(text: str, size: float) -> float:

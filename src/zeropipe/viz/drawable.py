@@ -1,0 +1,53 @@
+"""What every picture starts with: a timeline that can be drawn, whoever made it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from zeropipe.core.packed import decode
+from zeropipe.core.timeline import Timeline
+from zeropipe.errors import ConfigError
+from zeropipe.viz.words import one_line
+
+LARGEST = 1e100  # of times and sizes: sums of their squares are still numbers
+
+
+def drawable(timeline: Timeline) -> Timeline:
+    """The timeline with a title and units of one line. ConfigError if its times or sizes cannot be drawn."""
+    title, unit, memory_unit = (one_line(text) for text in (timeline.title, timeline.unit, timeline.memory_unit))
+    require_drawable(timeline)
+    if (title, unit, memory_unit) == (timeline.title, timeline.unit, timeline.memory_unit):
+        return timeline
+    return replace(timeline, label=title, unit=unit, memory_unit=memory_unit)
+
+
+def require_drawable(timeline: Timeline) -> None:
+    """ConfigError, naming the first action whose times or memory cannot be drawn."""
+    where = f"cannot draw {one_line(timeline.title)!r}"
+    if timeline.num_ranks < 1:
+        raise ConfigError(f"{where}: it has no ranks")
+    start, end, *memory = (np.frombuffer(column) for column in (timeline.start, timeline.end, *(timeline.memory or ())))
+    if any(len(column) != timeline.schedule.num_actions for column in (start, end, *memory)):
+        raise ConfigError(f"{where}: there are not as many times as actions in its schedule")
+    too_large = ~((np.abs(start) <= LARGEST) & (np.abs(end) <= LARGEST))  # NaN, too
+    turned = end < start
+    early = np.append(False, start[1:] < start[:-1])
+    early[[at for at in timeline.schedule.packed.offsets if at < len(start)]] = False  # another rank begins there
+    for wrong, rule in (
+        (too_large, f"give times up to {LARGEST:g}"), (turned, "an end comes after its start"),
+        (early, "the actions of a rank start in the order of its row"),
+    ):  # fmt: skip
+        if wrong.any():
+            at = int(wrong.argmax())
+            raise ConfigError(f"{where}: {_action(timeline, at)} runs from {start[at]:g} to {end[at]:g}; {rule}")
+    for column in memory:
+        wrong = ~(np.abs(column) <= LARGEST)
+        if wrong.any():
+            at = int(wrong.argmax())
+            raise ConfigError(f"{where}: {_action(timeline, at)} has memory {column[at]:g}; give up to {LARGEST:g}")
+
+
+def _action(timeline: Timeline, at: int) -> str:
+    return str(decode(memoryview(timeline.schedule.packed.codes).cast("q")[at]))
