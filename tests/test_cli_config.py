@@ -113,6 +113,24 @@ def test_a_mistake_names_field_value_rule_and_way_out(run, tmp_path, text, words
     assert err.count("\n") == 1
 
 
+def test_the_page_starts_with_it(tmp_path, monkeypatch, run):
+    from zeropipe.cli.app import address
+    from zeropipe.cli.request import request_of
+
+    (tmp_path / "job.toml").write_text(
+        'schedule = ["zbv", "interleaved:v=4"]\nranks = 8\nmicrobatches = 16\nper = "stage"\nweight_parts = 2\n'
+        '[options]\ngroup_size = 8\n[costs]\nf = [1, 2]\nunit = "s"\nblocking = true\ninter_node.p2p = 0.5\n'
+        "[costs.edges.0-1]\np2p = 0.1\nbandwidth = 2.0\n"
+    )
+    nothing = {"ranks": (), "microbatches": (32,), "stages_per_rank": (), "pairs": ()}
+    made = address(request_of(["job.toml"], nothing, several=("schedule",)))
+    assert made == (
+        "?ranks=8&microbatches=32&weight_parts=2&schedules=zbv,interleaved:v=4:group_size=8&per=stage"
+        "&f=1.0,2.0&edges=0-1:0.1:2.0&inter_p2p=0.5&blocking=1&unit=s"
+    )
+    assert "start the page without it, and drop the file there" in run("app", "mine.csv")[2]
+
+
 def test_one_such_file_is_enough(run, tmp_path):
     (tmp_path / "a.toml").write_text(JOB)
     (tmp_path / "b.toml").write_text(JOB)

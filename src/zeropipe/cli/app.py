@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
 import click
 
 from zeropipe.cli import options as opt
 from zeropipe.errors import ConfigError
+
+if TYPE_CHECKING:
+    from zeropipe.cli.request import Request, Spec
+    from zeropipe.sim.costs import Costs
 
 
 @click.command()
@@ -18,23 +27,74 @@ from zeropipe.errors import ConfigError
 )  # fmt: skip
 @click.option("--no-browser", is_flag=True, help="Do not open the page.")
 @opt.json_option
+@opt.size_options
+@opt.cost_options
 def app(
-    schedules: tuple[str, ...], port: int | None, host: str, allowed: tuple[str, ...], no_browser: bool, as_json: bool
-) -> None:
+    schedules: tuple[str, ...], port: int | None, host: str, allowed: tuple[str, ...], no_browser: bool, as_json: bool,
+    **given: Any,
+) -> None:  # fmt: skip
     """The web page: choose schedules, sizes and costs, and see at once what they do.
 
-    SCHEDULES are chosen at the start: names, or path/to/mine.py:my_schedule, which gets a card like all others.
-    """
-    from urllib.parse import quote
+    \b
+    zeropipe app
+    zeropipe app 1f1b mine.py:my_schedule --ranks 8 --microbatches 32 --p2p 0.1
+    zeropipe app job.toml                            (schedules, sizes and costs in one file)
 
+    SCHEDULES, sizes and costs are what the page starts with. A schedule of your own gets a card like all others.
+    """
     from zeropipe.app.serve import serve
+    from zeropipe.cli.request import request_of
+
+    request = request_of(schedules, given, several=("schedule",))
+    serve(
+        host, port, hosts=allowed, schedules=[spec.name for spec in request.specs if ".py:" in spec.name],
+        browser=not no_browser, query=address(request), as_json=as_json,
+    )  # fmt: skip
+
+
+def address(request: Request) -> str:
+    """What follows the page's address so that it starts with this request: `?ranks=4&schedules=zbv`."""
+    parts = [(name, str(values[0])) for name in _SIZES if (values := getattr(request, name))]
+    if request.weight_parts:
+        parts.append(("weight_parts", str(request.weight_parts)))
+    if request.specs:
+        parts.append(("schedules", ",".join(_choice(spec, request) for spec in request.specs)))
+    if request.per != "rank":
+        parts.append(("per", request.per))
+    parts += [(name, quote(text, safe=",:-+")) for name, text in _costs(request.costs)]
+    return "?" + "&".join(f"{name}={text}" for name, text in parts) if parts else ""
+
+
+_SIZES = ("ranks", "microbatches", "stages_per_rank")
+
+
+def _choice(spec: Spec, request: Request) -> str:
+    """`interleaved:v=4:group_size=8`; --option holds for those that know it."""
     from zeropipe.schedules.user import entry_of
 
-    for spec in schedules:
-        if spec.endswith((".csv", ".json", ".toml")):
-            raise ConfigError(f"{spec}: start the page without it, and drop the file there")
-    names = ",".join(quote(entry_of(spec).name, safe="") for spec in schedules)
-    serve(
-        host, port, hosts=allowed, schedules=[spec for spec in schedules if ".py:" in spec],
-        browser=not no_browser, query=f"?schedules={names}" if names else "", as_json=as_json,
-    )  # fmt: skip
+    if spec.is_file:
+        raise ConfigError(f"{spec.name}: start the page without it, and drop the file there")
+    entry = entry_of(spec.name)
+    options = {name: value for name, value in request.options.items() if name in entry.options} | dict(spec.options)
+    settings = [("v", spec.stages_per_rank)] if spec.stages_per_rank is not None else []
+    more = "".join(f":{name}={quote(str(value), safe='')}" for name, value in [*settings, *options.items()])
+    return quote(entry.name, safe="") + more
+
+
+def _costs(costs: Costs) -> Iterator[tuple[str, str]]:
+    """The costs that are not at their defaults, as the page writes them."""
+    default = type(costs)()
+    for name in (field.name for field in fields(costs)):
+        value = getattr(costs, name)
+        if value == getattr(default, name):
+            continue
+        if name == "inter_node":
+            yield "inter_p2p", f"{value.p2p!r}"
+            if value.bandwidth is not None:
+                yield "inter_bandwidth", f"{value.bandwidth!r}"
+        elif name == "edges":
+            yield name, ",".join(f"{a}-{b}:{link.p2p}:{link.bandwidth or ''}" for (a, b), link in value.items())
+        elif isinstance(value, bool):
+            yield name, str(int(value))
+        else:
+            yield name, ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
