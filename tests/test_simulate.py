@@ -10,9 +10,11 @@ from naive import naive_simulate
 import zeropipe as zp
 from zeropipe.core.action import Kind
 from zeropipe.core.explain import critical_path, idle
+from zeropipe.core.needs import dependencies
+from zeropipe.core.packed import decode
+from zeropipe.core.phases import free_sends
 from zeropipe.sim.compare import compare
-from zeropipe.sim.costs import Link, costs_from
-from zeropipe.sim.fit import load_costs
+from zeropipe.sim.costs import Link
 
 SIZES = [
     ("gpipe", 3, 5), ("1f1b", 4, 9), ("interleaved", 4, 8), ("looped-bfs", 2, 3), ("1f1b-overlap", 4, 8),
@@ -89,10 +91,70 @@ def test_a_blocking_send_keeps_the_sender_busy():
 
 def test_a_serial_link_lets_one_message_through_at_a_time():
     schedule = zp.build("gpipe", ranks=2, microbatches=3)
-    free = spans(zp.simulate(schedule, zp.Costs(f=1, p2p=2)))
-    serial = spans(zp.simulate(schedule, zp.Costs(f=1, p2p=2, serial_links=True)))
+    slow = {"bandwidth": 1, "message": 2}
+    free = spans(zp.simulate(schedule, zp.Costs(f=1, **slow)))
+    serial = spans(zp.simulate(schedule, zp.Costs(f=1, **slow, serial_links=True)))
     assert [free[f"1F{m}"][0] for m in range(3)] == [3, 4, 5]
     assert [serial[f"1F{m}"][0] for m in range(3)] == [3, 5, 7]
+
+
+def test_latency_passes_beside_other_transfers():
+    """A link is taken for bytes over bandwidth; latency only delays the arrival."""
+    schedule = zp.build("gpipe", ranks=2, microbatches=3)
+
+    def starts(p2p, transfer):
+        costs = zp.Costs(f=1, p2p=p2p, bandwidth=1, message=transfer, serial_links=True)
+        times = spans(zp.simulate(schedule, costs))
+        return [times[f"1F{m}"][0] for m in range(3)]
+
+    assert starts(2, 0.25) == [3.25, 4.25, 5.25]
+    assert starts(0.25, 2) == [3.25, 5.25, 7.25]
+
+
+def test_blocking_at_the_ends_leaves_the_steady_state_free():
+    """1F1B on rank 0 of 3 with 4 microbatches: F F | F B F B | B B."""
+    schedule = zp.build("1f1b", ranks=3, microbatches=4)
+    costs = {"f": 1, "b": 2, "p2p": 0.5}
+    ends = spans(zp.simulate(schedule, zp.Costs(**costs, blocking_ends=True)))
+    assert ends["0F1"][0] == 1.5  # 0F0 is warm-up: its send blocks
+    assert ends["0F2"][0] == 3.0
+    everywhere = spans(zp.simulate(schedule, zp.Costs(**costs, blocking=True)))
+    assert ends["1F1"][1] == 4.0
+    # the middle rank: F | F B F B F B | B. Its first B is steady, and its send does not delay the next F
+    assert ends["1F2"][0] - ends["1B0"][1] == 0
+    assert everywhere["1F2"][0] - everywhere["1B0"][1] == 0.5
+    free, blocked = (zp.simulate(schedule, zp.Costs(**costs, blocking=b)).makespan for b in (False, True))
+    assert free <= max(end for _, end in ends.values()) <= blocked
+
+
+@pytest.mark.parametrize("name,ranks,microbatches", SIZES)
+def test_blocking_at_the_ends_is_between_free_and_blocking_and_adds_up(name, ranks, microbatches):
+    schedule = zp.build(name, ranks=ranks, microbatches=microbatches)
+    free, ends, everywhere = (
+        zp.simulate(schedule, zp.Costs(p2p=0.25, **more)) for more in ({}, {"blocking_ends": True}, {"blocking": True})
+    )
+    assert free.makespan <= ends.makespan <= everywhere.makespan
+    for rank, causes in enumerate(idle(ends)):
+        assert sum(causes) + ends.busy[rank] == pytest.approx(ends.makespan)
+        assert causes.other == pytest.approx(0)
+    assert zp.from_json(zp.to_json(ends)) == ends
+
+
+@pytest.mark.parametrize(
+    "row,steady",
+    [
+        ("0F0,0F1,0F2,0B0,0F3,0B1,0B2,0B3", "0F2,0B0,0F3,0B1"),
+        ("0F0,0B0,0F1,0B1", "0F0,0B0,0F1,0B1"),
+        ("0F0,0F1,0I0,0W0,0I1,0W1", "0F1,0I0"),
+        ("0F0,0F1,(0F2;0B0)OVERLAP_F_B,0B1,0B2", "0F2,0B0"),
+    ],
+)
+def test_the_steady_state_goes_from_the_last_forward_before_a_backward_to_the_first_backward_after_the_last_forward(
+    row, steady
+):
+    deps = dependencies(zp.from_csv(row))
+    [first], [last] = free_sends(deps, blocking=False, blocking_ends=True)
+    assert ",".join(str(decode(code)) for code in deps.codes[first : last + 1]) == steady
 
 
 def test_memory_counts_what_f_takes_and_i_and_w_free():
@@ -122,57 +184,11 @@ def test_what_cannot_run_is_refused(rows):
         zp.simulate(zp.from_csv(rows))
 
 
-def test_comparing_shares_costs_out_over_stages():
-    schedules = [zp.build(name, ranks=4, microbatches=8) for name in ("1f1b", "zbv", "interleaved")]
-    timelines = compare(schedules, zp.Costs(f=2, i=2, w=2, activation=1))
-    assert [sum(t.busy) for t in timelines] == pytest.approx([4 * 8 * 6] * 3)
-    assert max(timelines[0].peak_memory) == 4
-    fine = compare(schedules, zp.Costs(f=[1, 2, 3, 4, 5, 6, 7, 8]))
-    assert fine[0].busy[0] == pytest.approx(8 * (1 + 2) + 8 * 2)
-
-
-@pytest.mark.parametrize(
-    "values,words",
-    [
-        ({"f": -1}, "f=-1: a number from 0 on"),
-        ({"f": float("nan")}, "f=nan"),
-        ({"f": "1"}, "f='1'"),
-        ({"w": [1, True]}, "w=True"),
-        ({"bandwidth": 0}, "bandwidth=0"),
-        ({"node_size": 0}, "node_size=0"),
-        ({"g": 1}, "unknown field 'g'"),
-        ({"activatoin": 1}, "did you mean 'activation'"),
-        ({"edges": {"01": {}}}, "edge '01'"),
-        ({"edges": {"0-1": 3}}, "edges.0-1=3"),
-        ({"inter_node": {"latency": 1}}, "inter_node"),
-    ],
-)
-def test_bad_costs_are_named(values, words):
-    with pytest.raises(zp.ConfigError, match=words):
-        costs_from(values)
-
-
 def test_a_list_needs_one_entry_per_stage():
     with pytest.raises(zp.ConfigError, match="f has 3 entries, the schedule has 2 stages"):
         zp.simulate(zp.build("1f1b", ranks=2, microbatches=2), zp.Costs(f=[1, 2, 3]))
     with pytest.raises(zp.ConfigError, match="which 2 stages on 2 ranks cannot share: give 1, 2 \\(one per stage\\)"):
         compare([zp.build("1f1b", ranks=2, microbatches=2)], zp.Costs(f=[1, 2, 3]))
-
-
-def test_costs_files(tmp_path):
-    toml, json = tmp_path / "c.toml", tmp_path / "c.json"
-    toml.write_text('f = [1, 2]\np2p = 0.5\nunit = "s"\n[edges.0-1]\np2p = 2.0\n[inter_node]\np2p = 1.0\n')
-    json.write_text(
-        '{"f": [1, 2], "p2p": 0.5, "unit": "s", "edges": {"0-1": {"p2p": 2.0}}, "inter_node": {"p2p": 1.0}}'
-    )
-    assert load_costs(str(toml)) == load_costs(str(json))
-    assert load_costs(str(toml)).link(0, 1) == Link(2.0)
-    for text, words in (("f = = 1", "is not TOML"), ("zz = 1", "unknown field 'zz'")):
-        toml.write_text(text)
-        with pytest.raises(zp.ConfigError, match=words):
-            load_costs(str(toml))
-    with pytest.raises(zp.ConfigError, match="cannot read"):
-        load_costs(str(tmp_path / "none.toml"))
 
 
 def test_a_rank_without_work_does_not_stretch_a_run_that_starts_late():

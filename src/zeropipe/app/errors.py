@@ -23,6 +23,7 @@ _RULES = {
     "weight_parts": f"a W is cut into 1 to {MAX_WEIGHT_PARTS} parts",
     "node_size": "a whole number of ranks from 1 on is needed",
     "blocking": "true or false is needed",
+    "blocking_ends": "true or false is needed",
     "serial_links": "true or false is needed",
     "unit": "a text of at most 16 characters is needed",
     "memory_unit": "a text of at most 16 characters is needed",

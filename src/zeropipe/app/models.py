@@ -27,7 +27,7 @@ class Strict(BaseModel):
 class LinkIn(Strict):
     """One direction between two ranks."""
 
-    p2p: Amount = 0.0
+    p2p: Amount | None = None  # as in the costs around it
     bandwidth: Speed | None = None
 
 
@@ -46,6 +46,7 @@ class CostsIn(Strict):
     node_size: Annotated[int, Field(ge=1)] | None = None
     inter_node: LinkIn = LinkIn()
     blocking: bool = False
+    blocking_ends: bool = False
     serial_links: bool = False
     activation: PerStage = 1.0
     stash: PerStage | None = None

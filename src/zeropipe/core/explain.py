@@ -18,6 +18,7 @@ from zeropipe.core.action import Action
 from zeropipe.core.jit import Arrays, Ints
 from zeropipe.core.needs import dependencies
 from zeropipe.core.packed import decode, is_joined
+from zeropipe.core.phases import free_sends
 from zeropipe.core.timeline import Span, Timeline
 
 CAUSES = ("warm-up", "waiting for data", "communication", "cool-down", "other")
@@ -86,7 +87,8 @@ def reasons(timeline: Timeline) -> Reasons:
     remote, own, before, waited, ranks = (xp.full_ints(size, -1) for _ in range(5))
     message = xp.call(
         reasons_kernel, deps.codes, deps.offsets, deps.remote, deps.own, deps.makes, deps.to,
-        xp.floats(timeline.start), xp.floats(timeline.end), timeline.measured, timeline.blocking,
+        xp.floats(timeline.start), xp.floats(timeline.end), timeline.measured,
+        *free_sends(deps, timeline.blocking, timeline.blocking_ends),
         maker, remote, own, before, waited, ranks,
     )  # fmt: skip
     return Reasons(xp, remote, own, before, waited, ranks, float(message))
@@ -102,7 +104,8 @@ def reasons_kernel(  # type: ignore[no-untyped-def]
     start,
     end,
     measured,
-    blocking,
+    free_first,
+    free_last,
     maker,
     remote,
     own,
@@ -153,7 +156,10 @@ def reasons_kernel(  # type: ignore[no-untyped-def]
                     ):
                         for step in range(at, last + 1):
                             waited[step] = latest
-                sending = blocking and (to[at] >= 0 or to[last] >= 0)
+                sending = False
+                for step in range(at, last + 1):
+                    if to[step] >= 0 and (step < free_first[rank] or step > free_last[rank]):
+                        sending = True
                 previous = last
                 at = last + 1
     return total / count if count else 0.0

@@ -103,6 +103,7 @@ def _timeline_data(timeline: Timeline) -> dict[str, Any]:
         "label": timeline.label,
         "measured": timeline.measured,
         "blocking": timeline.blocking,
+        "blocking_ends": timeline.blocking_ends,
         "unit": timeline.unit,
         "memory_unit": timeline.memory_unit,
         "memory_limit": timeline.memory_limit,
@@ -127,6 +128,7 @@ def _timeline(data: dict[str, Any]) -> Timeline:
         str(data["label"]),
         bool(data["measured"]),
         bool(data.get("blocking")),
+        bool(data.get("blocking_ends")),
     )
     for rank in range(schedule.num_ranks):
         before = -inf

@@ -50,6 +50,7 @@ class Timeline:
     label: str = ""
     measured: bool = False
     blocking: bool = False  # simulated with sends that keep the sender: its next action waits for them
+    blocking_ends: bool = False  # the same for sends of its warm-up and cool-down
 
     @property
     def num_ranks(self) -> int:

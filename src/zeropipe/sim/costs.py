@@ -1,4 +1,7 @@
-"""What actions, messages and activations cost. A number is for every stage alike; a list has one entry per stage."""
+"""What actions, messages and activations cost.
+
+A number is for every stage alike, a list has one entry per stage, and a table like {0: 0.8} names some stages.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +13,30 @@ from typing import Any, NamedTuple
 from zeropipe.core.placement import Problem
 from zeropipe.errors import ConfigError, short
 
-PerStage = float | Sequence[float]
+DEFAULT = "default"  # in a table of stages: what the others have
+_MAX_STAGE_DIGITS = 9
 PER_STAGE = ("f", "i", "w", "b", "overlap", "message", "activation", "stash", "weights")
 
 
-class Link(NamedTuple):
-    """One direction between two ranks: seconds to start a transfer, and bytes per second (None: no limit)."""
+@dataclass(frozen=True)
+class Sparse:
+    """Numbers of some stages. The others have the default: the table's own, or else the field's."""
 
-    p2p: float = 0.0
+    entries: tuple[tuple[int, float], ...]
+    default: float | None = None
+
+
+PerStage = float | Sequence[float] | Mapping[Any, float] | Sparse
+
+
+class Link(NamedTuple):
+    """One direction between two ranks: its latency, and bytes per unit of time. None: as in the costs around it."""
+
+    p2p: float | None = None
     bandwidth: float | None = None
 
 
-FREE = Link()
+INSIDE = Link()  # as within a machine
 
 
 @dataclass(frozen=True)
@@ -30,9 +45,11 @@ class Costs:
 
     `b` defaults to i + w, `overlap` (an F and a B as one step) to f + b. A message takes `p2p` plus
     `message`/`bandwidth`; `edges` overrides single directions, and with `node_size` every edge between two nodes is
-    an `inter_node` link. `blocking` keeps the sender busy during its transfers, `serial_links` lets one transfer at a
-    time through each direction. F allocates `activation`; I frees all but `stash` (default: frees nothing), W frees
-    the rest. `weights` is there all the time: parameters, gradients and optimizer state of a stage.
+    an `inter_node` link. `blocking` keeps the sender busy until its message has arrived; `blocking_ends` does so in
+    warm-up and cool-down only, as Megatron-LM does. With `serial_links` each direction transfers one message at a time:
+    it is taken for `message`/`bandwidth`, while the latency passes beside others. F allocates `activation`; I frees all
+    but `stash` (default: frees nothing), W frees the rest. `weights` is there all the time: parameters, gradients and
+    optimizer state of a stage.
     """
 
     f: PerStage = 1.0
@@ -45,8 +62,9 @@ class Costs:
     message: PerStage = 0.0
     edges: Mapping[tuple[int, int], Link] = field(default_factory=dict)
     node_size: int | None = None
-    inter_node: Link = FREE
+    inter_node: Link = INSIDE
     blocking: bool = False
+    blocking_ends: bool = False
     serial_links: bool = False
     activation: PerStage = 1.0
     stash: PerStage | None = None
@@ -58,41 +76,67 @@ class Costs:
     def __post_init__(self) -> None:
         for name in PER_STAGE:
             value = getattr(self, name)
-            if isinstance(value, Sequence) and not isinstance(value, str):
+            if isinstance(value, Mapping):
+                object.__setattr__(self, name, _sparse(name, value))
+            elif isinstance(value, Sequence) and not isinstance(value, str):
                 object.__setattr__(self, name, tuple(_number(name, v) for v in value))
-            elif value is not None:
+            elif value is not None and not isinstance(value, Sparse):
                 _number(name, value)
         for name in ("p2p", "bandwidth", "memory_limit"):
             if getattr(self, name) is not None:
                 _number(name, getattr(self, name))
+        for source, target in self.edges:
+            if not (type(source) is int and type(target) is int and min(source, target) >= 0 and source != target):
+                raise ConfigError(f"edge {short(source)}-{short(target)}: name it by two different ranks, from 0 on")
         links = {"inter_node": self.inter_node, **{f"edge {a}-{b}": link for (a, b), link in self.edges.items()}}
         for name, link in links.items():
-            _number(f"{name} p2p", link.p2p)
-            if link.bandwidth is not None:
-                _number(f"{name} bandwidth", link.bandwidth)
+            for part, value in zip(Link._fields, link, strict=True):
+                if value is not None:
+                    _number(f"{name} {part}", value)
         bandwidths = [self.bandwidth, *(link.bandwidth for link in links.values())]
         if any(bandwidth == 0 for bandwidth in bandwidths):
             raise ConfigError("bandwidth=0: a message would never arrive; leave it out for no limit")
         for name in ("unit", "memory_unit"):
             if not isinstance(getattr(self, name), str):
                 raise ConfigError(f'{name}={short(getattr(self, name))}: a text is needed, like "s" or "B"')
-        for name in ("blocking", "serial_links"):
+        for name in ("blocking", "blocking_ends", "serial_links"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={short(getattr(self, name))}: true or false is needed")
+        if self.blocking and self.blocking_ends:
+            raise ConfigError("blocking and blocking_ends are both on: the first blocks everywhere; give one of them")
         if self.node_size is not None and (not isinstance(self.node_size, int) or self.node_size < 1):
             raise ConfigError(f"node_size={short(self.node_size)}: a whole number of ranks from 1 on is needed")
 
     def link(self, source: int, target: int) -> Link:
         """What the direction from rank `source` to rank `target` is like."""
+        own = Link()
         if (source, target) in self.edges:
-            return self.edges[source, target]
-        if self.node_size is not None and source // self.node_size != target // self.node_size:
-            return self.inter_node
-        return Link(self.p2p, self.bandwidth)
+            own = self.edges[source, target]
+        elif self.node_size is not None and source // self.node_size != target // self.node_size:
+            own = self.inter_node
+        return Link(
+            self.p2p if own.p2p is None else own.p2p, self.bandwidth if own.bandwidth is None else own.bandwidth
+        )
+
+    def require_ranks(self, num_ranks: int) -> None:
+        """ConfigError for an edge that leads to a rank that is not there."""
+        for source, target in self.edges:
+            if source >= num_ranks or target >= num_ranks:
+                raise ConfigError(
+                    f"edge {source}-{target}: there are {num_ranks} ranks, 0 to {num_ranks - 1}; leave it out"
+                )
 
     def column(self, name: str, num_stages: int) -> list[float]:
         """One number per stage, defaults filled in."""
         value = getattr(self, name)
+        if isinstance(value, Sparse):
+            rest: dict[str, Any] = {name: _DEFAULTS[name] if value.default is None else value.default}
+            column = replace(self, **rest).column(name, num_stages)
+            for stage, number in value.entries:
+                if stage >= num_stages:
+                    raise ConfigError(f"{name} names stage {stage}: there are {num_stages}, 0 to {num_stages - 1}")
+                column[stage] = number
+            return column
         if value is None:
             if name == "b":
                 return _plus(self.column("i", num_stages), self.column("w", num_stages))
@@ -120,7 +164,9 @@ class Costs:
             value = getattr(self, name)
             if name == "message" or value is None:
                 continue
-            if isinstance(value, tuple):
+            if isinstance(value, Sparse):  # it names parts of the model, as many as ranks
+                changes[name] = _cut(name, tuple(self.column(name, problem.num_ranks)), problem)
+            elif isinstance(value, tuple):
                 changes[name] = _cut(name, value, problem)
             else:
                 changes[name] = value * problem.num_ranks / problem.num_stages
@@ -166,6 +212,9 @@ def read_costs(path: str) -> dict[str, Any]:
     return data
 
 
+_DEFAULTS = {field.name: field.default for field in fields(Costs)}
+
+
 def _plus(a: list[float], b: list[float]) -> list[float]:
     return [x + y for x, y in zip(a, b, strict=True)]
 
@@ -174,6 +223,21 @@ def _number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= float_info.max:
         raise ConfigError(f"{name}={short(value)}: a number from 0 on is needed")
     return float(value)
+
+
+def _sparse(name: str, table: Mapping[Any, Any]) -> Sparse:
+    entries, default = [], None
+    for key, value in table.items():
+        if key == DEFAULT:
+            default = _number(f"{name}.{DEFAULT}", value)
+        elif str(key).isdecimal() and len(str(key)) <= _MAX_STAGE_DIGITS:
+            entries.append((int(key), _number(f"{name}.{key}", value)))
+        else:
+            raise ConfigError(
+                f"{name}={short(dict(table))}: {short(key)} is no stage; name stages by number, like {{0: 0.8}}, "
+                f"and what the others have {DEFAULT!r}"
+            )
+    return Sparse(tuple(sorted(entries)), default)
 
 
 def _cut(name: str, pieces: tuple[float, ...], problem: Problem) -> tuple[float, ...]:

@@ -38,7 +38,7 @@ def fill_gaps(schedule: Schedule, costs: Costs | None = None, *, weight_parts: i
     best = simulate(cut_weights(schedule, weight_parts), costs)
     limits = best.peak_memory if costs.memory_limit is None else (costs.memory_limit,) * schedule.num_ranks
     filled = _filled(best.schedule, costs, [limit * ROUNDING for limit in limits])
-    if not (costs.blocking or costs.serial_links):
+    if not (costs.blocking or costs.blocking_ends or costs.serial_links):
         filled = filled[:1]  # the others are known to be no shorter
     return min(best, *(simulate(one, costs) for one in filled), key=lambda timeline: timeline.makespan).schedule
 
@@ -98,7 +98,7 @@ def _filled(schedule: Schedule, costs: Costs, limits: Sequence[float]) -> list[S
         level, clock = xp.list_floats(tables.constant), xp.full_floats(schedule.num_ranks)
         makespan = xp.call(
             fill_kernel, deps.codes, deps.offsets, deps.remote, deps.own, deps.makes, deps.to,
-            schedule.num_stages, tables.second_from, tables.durations, tables.saving, tables.transfer,
+            schedule.num_stages, tables.second_from, tables.durations, tables.saving, tables.travel,
             tables.activation, tables.stash, tables.num_weight_parts, level, xp.list_floats(limits), share,
             ended, arrived, xp.full_ints(deps.num_keys, -1), position, place, pending, first, count, stack, clock,
             codes,
@@ -109,7 +109,7 @@ def _filled(schedule: Schedule, costs: Costs, limits: Sequence[float]) -> list[S
 
 
 def fill_kernel(  # type: ignore[no-untyped-def]
-    codes, offsets, remote, own, makes, to, num_stages, second_from, durations, saving, transfer,
+    codes, offsets, remote, own, makes, to, num_stages, second_from, durations, saving, travel,
     activation, stash, num_weight_parts, level, limits, share,
     ended, arrived, waiter, position, place, pending, first, count, stack, clock, out,
 ):  # fmt: skip
@@ -192,7 +192,7 @@ def fill_kernel(  # type: ignore[no-untyped-def]
                 arrived[made] = now
                 if to[step] >= 0:
                     base = copy_base(microbatch_of(code), second_from, num_stages)
-                    arrived[made] = now + transfer[message_place(base, stage, 0 if kind == F else 1)]
+                    arrived[made] = now + travel[message_place(base, stage, 0 if kind == F else 1)]
                 if waiter[made] >= 0:
                     stack[top] = waiter[made]
                     waiter[made] = -1

@@ -7,6 +7,7 @@ from zeropipe.core.complete import check_complete
 from zeropipe.core.deadlock import deadlock
 from zeropipe.core.needs import copy_base, dependencies, message_place
 from zeropipe.core.packed import is_joined, kind_of, microbatch_of, stage_of
+from zeropipe.core.phases import free_sends
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Memory, Timeline
 from zeropipe.sim.costs import Costs
@@ -31,8 +32,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     finished = xp.call(
         simulate_kernel, deps.codes, deps.offsets, deps.remote, deps.own, deps.makes, deps.to, num_stages,
         tables.second_from, tables.durations, tables.saving,
-        tables.transfer, tables.edge, xp.full_floats(tables.num_edges),
-        costs.blocking, costs.serial_links,
+        tables.travel, tables.occupies, tables.edge, xp.full_floats(tables.num_edges), costs.serial_links,
+        *free_sends(deps, costs.blocking, costs.blocking_ends),
         tables.activation, tables.stash, tables.num_weight_parts, tables.constant, xp.full_floats(schedule.num_ranks),
         ended, arrived, waiter, position, stack, start, end, during, after,
     )  # fmt: skip
@@ -47,12 +48,14 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
         costs.unit,
         costs.memory_unit,
         blocking=costs.blocking,
+        blocking_ends=costs.blocking_ends,
     )
 
 
 def simulate_kernel(  # type: ignore[no-untyped-def]
-    codes, offsets, remote, own, makes, to, num_stages, second_from, durations, saving, transfer, edge, link_free,
-    blocking, serial_links, activation, stash, num_weight_parts, level, clock,
+    codes, offsets, remote, own, makes, to, num_stages, second_from, durations, saving,
+    travel, occupies, edge, link_free, serial_links, free_first, free_last,
+    activation, stash, num_weight_parts, level, clock,
     ended, arrived, waiter, position, stack, start, end, during, after,
 ):  # fmt: skip
     """Run every rank as far as it goes, in its own order; True if all reach their end.
@@ -126,12 +129,13 @@ def simulate_kernel(  # type: ignore[no-untyped-def]
                 if to[step] >= 0:
                     base = copy_base(microbatch_of(code), second_from, num_stages)
                     message = message_place(base, stage, 0 if kind == F else 1)
-                    leaves = now if blocking else finish
+                    blocks = step < free_first[rank] or step > free_last[rank]
+                    leaves = now if blocks else finish
                     if serial_links and link_free[edge[message]] > leaves:
                         leaves = link_free[edge[message]]
-                    arrived[made] = leaves + transfer[message]
-                    link_free[edge[message]] = arrived[made]
-                    if blocking:
+                    arrived[made] = leaves + travel[message]
+                    link_free[edge[message]] = leaves + occupies[message]
+                    if blocks:
                         now = arrived[made]
                 if waiter[made] >= 0:
                     stack[top] = waiter[made]

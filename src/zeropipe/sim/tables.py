@@ -15,7 +15,8 @@ class Tables(NamedTuple):
 
     durations: Floats  # at kind num_stages + stage; of a W: of one part
     saving: Floats  # what an Overlap of a stage's F and B saves
-    transfer: Floats
+    travel: Floats  # from the end of the sender's action to the arrival, if the edge is free
+    occupies: Floats  # how long its edge is taken: without the latency
     edge: Ints
     num_edges: int
     activation: Floats
@@ -31,11 +32,12 @@ def tables_of(xp: Arrays, schedule: Schedule, costs: Costs) -> Tables:
     f, b, i, w, overlap, activation, stash = (
         costs.column(name, schedule.num_stages) for name in ("f", "b", "i", "w", "overlap", "activation", "stash")
     )
-    transfer, edge, num_edges = _messages(xp, schedule, costs)
+    costs.require_ranks(schedule.num_ranks)
+    travel, occupies, edge, num_edges = _messages(xp, schedule, costs)
     return Tables(
         xp.list_floats([*f, *b, *i, *(time / num_weight_parts for time in w)]),
         xp.list_floats([one + other - both for one, other, both in zip(f, b, overlap, strict=True)]),
-        transfer, edge, num_edges,
+        travel, occupies, edge, num_edges,
         xp.list_floats(activation), xp.list_floats(stash), xp.list_floats(_constant_memory(schedule, costs)),
         num_weight_parts, schedule.second_from,
     )  # fmt: skip
@@ -50,18 +52,17 @@ def _constant_memory(schedule: Schedule, costs: Costs) -> list[float]:
     return levels
 
 
-def _messages(xp: Arrays, schedule: Schedule, costs: Costs) -> tuple[Floats, Ints, int]:
-    """Seconds and edge number of each message, and the number of edges."""
+def _messages(xp: Arrays, schedule: Schedule, costs: Costs) -> tuple[Floats, Floats, Ints, int]:
+    """How long each message travels and occupies its edge, the number of that edge, and how many edges there are."""
     size = costs.column("message", schedule.num_stages)
     numbers, edges = number_edges(schedule.placement)
     links = [costs.link(*edge) for edge in edges]
-    seconds = []
+    travel, occupies = [0.0] * len(numbers), [0.0] * len(numbers)
     for place, edge in enumerate(numbers):
-        if edge < 0:
-            seconds.append(0.0)
-            continue
-        link = links[edge]
-        # the gradient going back over a boundary is as large as the activation that crossed it
-        boundary = place // 2 % schedule.num_stages - place % 2
-        seconds.append(link.p2p + (size[boundary] / link.bandwidth if link.bandwidth else 0.0))
-    return xp.list_floats(seconds), xp.list_ints(numbers), len(edges)
+        if edge >= 0:
+            p2p, bandwidth = links[edge]
+            # the gradient going back over a boundary is as large as the activation that crossed it
+            boundary = place // 2 % schedule.num_stages - place % 2
+            occupies[place] = size[boundary] / bandwidth if bandwidth else 0.0
+            travel[place] = occupies[place] + (p2p or 0.0)
+    return xp.list_floats(travel), xp.list_floats(occupies), xp.list_ints(numbers), len(edges)

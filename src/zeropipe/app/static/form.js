@@ -31,9 +31,10 @@ const GROUPS = [
     ["message", "Size of a message", {}],
     ["bandwidth", "Bandwidth", { hint: "no limit" }],
     ["node_size", "Ranks per machine", { hint: "all" }],
-    ["inter_p2p", "Latency between machines", {}],
-    ["inter_bandwidth", "Bandwidth between machines", { hint: "no limit" }],
+    ["inter_p2p", "Latency between machines", { hint: "the same" }],
+    ["inter_bandwidth", "Bandwidth between machines", { hint: "the same" }],
     ["blocking", "A sender waits for its transfer", { box: true }],
+    ["blocking_ends", "… in warm-up and cool-down only", { box: true }],
     ["serial_links", "One transfer at a time per link", { box: true }],
   ]],
 ];

@@ -1,8 +1,8 @@
 // What the page shows, as the user typed it, and the same as an address that reproduces it.
 
 export const COSTS = {
-  f: "1", i: "1", w: "1", b: "", overlap: "", p2p: "0", bandwidth: "", message: "0", node_size: "", inter_p2p: "0",
-  inter_bandwidth: "", blocking: false, serial_links: false, activation: "1", stash: "", weights: "0",
+  f: "1", i: "1", w: "1", b: "", overlap: "", p2p: "0", bandwidth: "", message: "0", node_size: "", inter_p2p: "",
+  inter_bandwidth: "", blocking: false, blocking_ends: false, serial_links: false, activation: "1", stash: "", weights: "0",
   memory_limit: "", unit: "", memory_unit: "",
 };
 export const PER_STAGE = ["f", "i", "w", "b", "overlap", "message", "activation", "stash", "weights"];
@@ -104,7 +104,7 @@ export function sizeRequest(state) {
     body.costs[name] = name === "unit" || name === "memory_unit" ? text : value(text);
   }
   const inter = {};
-  if (inter_p2p !== "" && inter_p2p !== "0") inter.p2p = value(inter_p2p);
+  if (inter_p2p !== "") inter.p2p = value(inter_p2p);
   if (inter_bandwidth !== "") inter.bandwidth = value(inter_bandwidth);
   if (Object.keys(inter).length) body.costs.inter_node = inter;
   if (Object.keys(state.edges).length) body.costs.edges = state.edges;
@@ -127,7 +127,7 @@ export function takeCosts(state, costs) {
   for (const [name, given] of Object.entries(costs)) {
     if (name === "edges") state.edges = given;
     else if (name === "inter_node") {
-      state.costs.inter_p2p = String(given.p2p ?? 0);
+      state.costs.inter_p2p = String(given.p2p ?? "");
       state.costs.inter_bandwidth = given.bandwidth === undefined || given.bandwidth === null ? "" : String(given.bandwidth);
     } else if (typeof given === "boolean") state.costs[name] = given;
     else state.costs[name] = given === null ? "" : String(given); // a list becomes 1,1,2

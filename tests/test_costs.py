@@ -1,0 +1,156 @@
+"""Costs: what may be said, what is meant by it, and what is refused."""
+
+from dataclasses import replace
+
+import pytest
+
+import zeropipe as zp
+from zeropipe.sim.compare import compare
+from zeropipe.sim.costs import Link, costs_from
+from zeropipe.sim.fit import load_costs
+
+
+def spans(timeline):
+    return {str(s.action): (s.start, s.end) for r in range(timeline.num_ranks) for s in timeline.spans(r)}
+
+
+@pytest.mark.parametrize(
+    "inter,expected",
+    [({}, (1.0, 4.0)), ({"p2p": 3.0}, (3.0, 4.0)), ({"bandwidth": 2.0}, (1.0, 2.0)), (None, (1.0, 4.0))],
+)
+def test_a_link_between_machines_is_like_one_inside_where_nothing_is_said(inter, expected):
+    costs = costs_from(
+        {"p2p": 1.0, "bandwidth": 4.0, "node_size": 2} | ({} if inter is None else {"inter_node": inter})
+    )
+    assert costs.link(0, 1) == (1.0, 4.0)
+    assert costs.link(1, 2) == expected
+    assert costs_from({"p2p": 1.0, "bandwidth": 4.0, "edges": {"0-1": inter or {}}}).link(0, 1) == expected
+
+
+def test_crossing_machines_is_never_free_by_default():
+    schedule = zp.build("gpipe", ranks=4, microbatches=1)
+    flat = spans(zp.simulate(schedule, zp.Costs(p2p=1)))
+    assert spans(zp.simulate(schedule, zp.Costs(p2p=1, node_size=2))) == flat
+
+
+@pytest.mark.parametrize("edge", [(99, 100), (0, 4), (4, 0)])
+def test_an_edge_to_a_rank_that_is_not_there_is_refused(edge):
+    costs = zp.Costs(edges={edge: Link(1.0)})
+    with pytest.raises(zp.ConfigError, match=rf"edge {edge[0]}-{edge[1]}: there are 4 ranks, 0 to 3"):
+        zp.simulate(zp.build("1f1b", ranks=4, microbatches=2), costs)
+    zp.simulate(zp.build("1f1b", ranks=101, microbatches=1), costs)
+
+
+@pytest.mark.parametrize("edge", [(0, 0), (-1, 0), ("0", 1), (0, True)])
+def test_what_is_no_edge_is_refused(edge):
+    with pytest.raises(zp.ConfigError, match="two different ranks"):
+        zp.Costs(edges={edge: Link(1.0)})
+
+
+def test_blocking_is_one_of_two():
+    with pytest.raises(zp.ConfigError, match="give one of them"):
+        zp.Costs(blocking=True, blocking_ends=True)
+
+
+@pytest.mark.parametrize("table", [{0: 0.5, 2: 4}, {"0": 0.5, "2": 4}])
+def test_a_table_names_some_stages_and_the_others_keep_the_default(table):
+    costs = zp.Costs(f=table, i=3, b=table, stash=table, activation=7, weights=table)
+    assert costs.column("f", 4) == [0.5, 1, 4, 1]
+    assert costs.column("b", 4) == [0.5, 4, 4, 4]  # i + w
+    assert costs.column("stash", 4) == [0.5, 7, 4, 7]
+    assert costs.column("weights", 4) == [0.5, 0, 4, 0]
+    assert zp.Costs(f={**table, "default": 2}).column("f", 4) == [0.5, 2, 4, 2]
+    assert zp.Costs(f={"default": 2}).column("f", 3) == [2, 2, 2]
+    assert replace(costs, w=2).column("f", 4) == [0.5, 1, 4, 1]
+
+
+def test_a_table_gives_the_times_of_the_list_it_stands_for():
+    schedule = zp.build("zbv", ranks=4, microbatches=6)
+    table, full = (zp.Costs(f=f, p2p=0.5) for f in ({0: 0.8, 7: 2}, [0.8, *[1.0] * 6, 2]))
+    assert zp.simulate(schedule, table).makespan == zp.simulate(schedule, full).makespan
+
+
+def test_in_a_comparison_a_table_names_parts_of_the_model():
+    schedules = [zp.build(name, ranks=4, microbatches=8) for name in ("1f1b", "zbv")]
+    tables, lists = (
+        compare(schedules, zp.Costs(f=f, b=b)) for f, b in (({3: 2}, {0: 5}), ([1, 1, 1, 2], [5, 2, 2, 2]))
+    )
+    assert [t.makespan for t in tables] == [t.makespan for t in lists]
+    with pytest.raises(zp.ConfigError, match="f names stage 4"):
+        compare(schedules, zp.Costs(f={4: 2}))
+
+
+@pytest.mark.parametrize(
+    "table,words",
+    [
+        ({-1: 1}, "-1 is no stage"),
+        ({"first": 1}, "'first' is no stage"),
+        ({"9" * 5000: 1}, "is no stage"),
+        ({0: -1}, r"f\.0=-1: a number from 0 on is needed"),
+        ({"default": "x"}, "f.default='x'"),
+    ],
+)
+def test_a_table_of_something_else_is_refused(table, words):
+    with pytest.raises(zp.ConfigError, match=words) as caught:
+        zp.Costs(f=table)
+    assert len(str(caught.value)) < 300
+
+
+def test_a_table_that_names_a_stage_too_many_is_refused():
+    with pytest.raises(zp.ConfigError, match="f names stage 4: there are 4, 0 to 3"):
+        zp.simulate(zp.build("1f1b", ranks=4, microbatches=4), zp.Costs(f={4: 1}))
+
+
+@pytest.mark.parametrize(
+    "suffix,text", [("toml", "[f]\n0 = 0.8\ndefault = 2\n"), ("json", '{"f": {"0": 0.8, "default": 2}}')]
+)
+def test_a_costs_file_may_hold_a_table(tmp_path, suffix, text):
+    path = tmp_path / f"costs.{suffix}"
+    path.write_text(text)
+    assert load_costs(str(path)) == zp.Costs(f={0: 0.8, "default": 2})
+
+
+def test_comparing_shares_costs_out_over_stages():
+    schedules = [zp.build(name, ranks=4, microbatches=8) for name in ("1f1b", "zbv", "interleaved")]
+    timelines = compare(schedules, zp.Costs(f=2, i=2, w=2, activation=1))
+    assert [sum(t.busy) for t in timelines] == pytest.approx([4 * 8 * 6] * 3)
+    assert max(timelines[0].peak_memory) == 4
+    fine = compare(schedules, zp.Costs(f=[1, 2, 3, 4, 5, 6, 7, 8]))
+    assert fine[0].busy[0] == pytest.approx(8 * (1 + 2) + 8 * 2)
+
+
+@pytest.mark.parametrize(
+    "values,words",
+    [
+        ({"f": -1}, "f=-1: a number from 0 on"),
+        ({"f": float("nan")}, "f=nan"),
+        ({"f": "1"}, "f='1'"),
+        ({"w": [1, True]}, "w=True"),
+        ({"bandwidth": 0}, "bandwidth=0"),
+        ({"node_size": 0}, "node_size=0"),
+        ({"g": 1}, "unknown field 'g'"),
+        ({"activatoin": 1}, "did you mean 'activation'"),
+        ({"edges": {"01": {}}}, "edge '01'"),
+        ({"edges": {"0-1": 3}}, "edges.0-1=3"),
+        ({"inter_node": {"latency": 1}}, "inter_node"),
+    ],
+)
+def test_bad_costs_are_named(values, words):
+    with pytest.raises(zp.ConfigError, match=words):
+        costs_from(values)
+
+
+def test_costs_files(tmp_path):
+    toml, json = tmp_path / "c.toml", tmp_path / "c.json"
+    toml.write_text('f = [1, 2]\np2p = 0.5\nunit = "s"\n[edges.0-1]\np2p = 2.0\n[inter_node]\np2p = 1.0\n')
+    json.write_text(
+        '{"f": [1, 2], "p2p": 0.5, "unit": "s", "edges": {"0-1": {"p2p": 2.0}}, "inter_node": {"p2p": 1.0}}'
+    )
+    assert load_costs(str(toml)) == load_costs(str(json))
+    assert load_costs(str(toml)).link(0, 1) == Link(2.0)
+    for text, words in (("f = = 1", "is not TOML"), ("zz = 1", "unknown field 'zz'")):
+        toml.write_text(text)
+        with pytest.raises(zp.ConfigError, match=words):
+            load_costs(str(toml))
+    with pytest.raises(zp.ConfigError, match="cannot read"):
+        load_costs(str(tmp_path / "none.toml"))
