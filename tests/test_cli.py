@@ -9,6 +9,7 @@ import pytest
 
 import zeropipe as zp
 from zeropipe.cli import main
+from zeropipe.cli.main import app
 
 SIZE = ["--ranks", "4", "--microbatches", "8"]
 MINE = """
@@ -186,8 +187,17 @@ def test_fewer_microbatches_than_stages_are_warned_of(run):
     assert json.loads(run("simulate", "1f1b", "-p", "4", "-m", "3", "--json")[1])["warnings"]
 
 
+def test_many_ranks_are_not_all_printed(run):
+    _, out, _ = run("simulate", "1f1b", "-p", "100", "-m", "2")
+    assert "ranks 32 to 67 are left out here: --json has them all" in out
+    assert len(out.splitlines()) < 80
+    assert len(json.loads(run("simulate", "1f1b", "-p", "100", "-m", "2", "--json")[1])["idle"]) == 100
+
+
 def test_every_line_fits_a_narrow_terminal(run, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
+    for command in ("--help", *(f"{name} --help" for name in app.commands)):
+        assert max(map(len, run(*command.split())[1].splitlines())) <= 80, command
     units = ("--f", "1e-3", "--activation", "3e9", "--memory-limit", "1e10")
     for args in (("list",), ("compare", "all", *SIZE, *units), ("simulate", "zbv", *SIZE, *units)):
         lines = run(*args)[1].splitlines()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from zeropipe.sim.costs import Costs
 
 
-@click.command()
+@click.command(short_help="The web page.")
 @click.argument("schedules", nargs=-1)
 @click.option("--port", type=click.IntRange(0, 65535), help="Port; the first free one from 8420 by default.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 lets others in.")
@@ -37,8 +37,8 @@ def app(
 
     \b
     zeropipe app
-    zeropipe app 1f1b mine.py:my_schedule --ranks 8 --microbatches 32 --p2p 0.1
-    zeropipe app job.toml                            (schedules, sizes and costs in one file)
+    zeropipe app 1f1b mine.py:my_schedule -p 8 -m 32 --p2p 0.1
+    zeropipe app job.toml             (schedules, sizes and costs in one file)
 
     SCHEDULES, sizes and costs are what the page starts with. A schedule of your own gets a card like all others.
     """

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from zeropipe.core.schedule import Program, Schedule
 
 
-@click.command()
+@click.command(short_help="Prove a schedule.")
 @click.argument("schedule")
 @opt.size_options
 @opt.json_option

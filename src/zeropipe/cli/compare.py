@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from zeropipe.schedules.registry import Entry
 
 
-@click.command()
+@click.command(short_help="Several schedules side by side.")
 @click.argument("schedules", nargs=-1, required=True)
 @opt.sweep_options
 @click.option("-o", "--output", "out", help="Draw them all: x.html .svg .png .pdf, or .json: a Perfetto trace.")
@@ -32,8 +32,8 @@ def compare(schedules: tuple[str, ...], out: str | None, as_json: bool, **given:
 
     \b
     zeropipe compare 1f1b zbv dualpipev --ranks 8 --microbatches 32
-    zeropipe compare all mine.csv --ranks 8 --microbatches 32 --memory-limit 10 -o all.html
-    zeropipe compare 1f1b interleaved:v=4:group_size=16 --ranks 8 --microbatches 16,32,64
+    zeropipe compare all mine.csv -p 8 -m 32 --memory-limit 10 -o all.html
+    zeropipe compare 1f1b interleaved:v=4:group_size=16 -p 8 -m 16,32,64
 
     `all` stands for every other schedule that can be built. NAME:v=4:OPTION=VALUE is a variant with settings of its
     own. Several numbers of ranks, microbatches or stages per rank are all compared; -v and -O hold for the schedules

@@ -19,7 +19,14 @@ from zeropipe.errors import ZeropipeError
 LONGEST = 600  # characters of a line of an error: what was given may be a megabyte
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+class Commands(click.Group):
+    """In the order of use, not of the alphabet."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__, prog_name="zeropipe", message="%(prog)s %(version)s")
 def app() -> None:
     """Plan, see and run pipeline-parallel training.

@@ -31,7 +31,7 @@ class Seconds(click.FloatRange):
         return number
 
 
-@click.command()
+@click.command(short_help="For real, on local processes or under torchrun.")
 @click.argument("schedules", nargs=-1, required=True)
 @opt.size_options
 @click.option(

@@ -13,7 +13,7 @@ from zeropipe.cli.progress import progress
 from zeropipe.errors import ConfigError
 
 
-@click.command("list")
+@click.command("list", short_help="All schedules.")
 @opt.json_option
 def list_schedules(as_json: bool) -> None:
     """All schedules, with what they need and do."""
@@ -43,7 +43,7 @@ def list_schedules(as_json: bool) -> None:
     console.print(rows)
 
 
-@click.command()
+@click.command(short_help="A picture in the terminal.")
 @click.argument("schedule")
 @opt.size_options
 @opt.json_option
@@ -53,7 +53,7 @@ def show(schedule: str, as_json: bool, **given: Any) -> None:
 
     \b
     zeropipe show zbv --ranks 4 --microbatches 8
-    zeropipe show measured.json                      (a recorded timeline, as it was)
+    zeropipe show measured.json       (a recorded timeline, as it was)
     """
     from zeropipe.cli.request import request_of
     from zeropipe.core.json import to_json
@@ -72,7 +72,7 @@ def show(schedule: str, as_json: bool, **given: Any) -> None:
     output.print_warnings(timeline.schedule)
 
 
-@click.command()
+@click.command(short_help="A picture, a page, a trace, or text, in a file.")
 @click.argument("schedule")
 @click.option(
     "-o", "--output", "out", required=True, help="x.html .svg .png .pdf .csv, or .json: a Perfetto trace we read back."
@@ -87,8 +87,8 @@ def draw(schedule: str, out: str, comms: bool, as_json: bool, **given: Any) -> N
 
     \b
     zeropipe draw zbv --ranks 4 --microbatches 8 -o zbv.html
-    zeropipe draw zbv --ranks 4 --microbatches 8 -o zbv.pdf --width 240 --no-legend --memory
-    zeropipe draw zbv --ranks 4 --microbatches 8 -o zbv.csv --comms
+    zeropipe draw zbv -p 4 -m 8 -o zbv.pdf --width 240 --no-legend --memory
+    zeropipe draw zbv -p 4 -m 8 -o zbv.csv --comms
     """
     from zeropipe.cli.request import request_of
     from zeropipe.core.csv import to_csv

@@ -13,8 +13,10 @@ from zeropipe.cli.progress import progress
 if TYPE_CHECKING:
     from zeropipe.core.timeline import Timeline
 
+MOST = 32  # ranks in the table at its beginning, and at its end
 
-@click.command()
+
+@click.command(short_help="Time, bubble and memory, rank by rank.")
 @click.argument("schedule")
 @opt.size_options
 @opt.json_option
@@ -25,7 +27,7 @@ def simulate(schedule: str, as_json: bool, **given: Any) -> None:
     \b
     zeropipe simulate zbv --ranks 4 --microbatches 8 --i 1.2 --p2p 0.1
     zeropipe simulate mine.csv --costs costs.toml --memory-limit 40
-    zeropipe simulate job.toml                       (schedule, sizes and costs in one file)
+    zeropipe simulate job.toml        (schedule, sizes and costs in one file)
     """
     from zeropipe.cli.request import request_of
 
@@ -53,6 +55,8 @@ def _print_timeline(timeline: Timeline, costs: str) -> None:
     output.note(costs)
     rows = output.table("rank", "busy", "warm-up", "data", "comm", "cool-down", "bubble", "peak\nmemory")
     for rank, causes in enumerate(idle(timeline)):
+        if MOST <= rank < timeline.num_ranks - MOST:
+            continue
         times = (timeline.busy[rank], *causes[:2], causes.communication + causes.other, causes.cool_down)
         rows.add_row(
             str(rank),
@@ -61,6 +65,8 @@ def _print_timeline(timeline: Timeline, costs: str) -> None:
             output.size_text(timeline.peak_memory[rank], timeline.memory_unit),
         )
     console.print(rows)
+    if timeline.num_ranks > 2 * MOST:
+        output.note(f"ranks {MOST} to {timeline.num_ranks - MOST - 1} are left out here: --json has them all")
     path = critical_path(timeline)
     inside = sum(span.end - span.start for span in path)
     console.print(
