@@ -117,6 +117,10 @@ def test_a_list_has_an_entry_per_rank_or_per_stage(run):
     by_stage = json.loads(run("simulate", "zbv", *SIZE, "--f", ".5,.5,.5,.5,.5,.5,1.5,1.5", "--json")[1])
     assert by_rank["makespan"] == by_stage["makespan"]
     assert by_rank["busy"] == by_stage["busy"]
+    some = json.loads(run("simulate", "zbv", *SIZE, "--f", "3=3", "--json")[1])
+    assert some["makespan"] == by_rank["makespan"]
+    others = json.loads(run("simulate", "zbv", *SIZE, "--f", "0=1,default=3", "--json")[1])
+    assert others["makespan"] == json.loads(run("simulate", "zbv", *SIZE, "--f", "1,3,3,3", "--json")[1])["makespan"]
 
 
 def test_the_star_keeps_the_memory_limit(run):
@@ -304,6 +308,9 @@ def test_a_users_own_file(run, tmp_path):
             ["simulate", "zbv", *SIZE, "--f", "1,2"],
             "f has 2 entries, which 8 stages on 4 ranks cannot share: give 1, 4",
         ),
+        (["simulate", "zbv", *SIZE, "--f", "0="], "--f '0=': write a number, several like 1,1,2, or some like 0=0.8"),
+        (["simulate", "zbv", *SIZE, "--f", "9=1"], "f names stage 9: there are 4, 0 to 3"),
+        (["simulate", "zbv", *SIZE, "--f", "a=1"], "'a' is no stage; name stages by number"),
         (["simulate", "zbv", *SIZE, "--f", "-1"], "f=-1.0: a number from 0 on"),
         (["simulate", "zbv", *SIZE, "-v", "3"], "zbv needs 2 stages per rank"),
         (["simulate", "1f1b", *SIZE, "-O", "group_size=2"], "1f1b has no option 'group_size'"),

@@ -14,7 +14,6 @@ from zeropipe.errors import ConfigError
 
 if TYPE_CHECKING:
     from zeropipe.cli.request import Request, Spec
-    from zeropipe.sim.costs import Costs
 
 
 @click.command(short_help="The web page.")
@@ -61,7 +60,7 @@ def address(request: Request) -> str:
         parts.append(("schedules", ",".join(_choice(spec, request) for spec in request.specs)))
     if request.per != "rank":
         parts.append(("per", request.per))
-    parts += [(name, quote(text, safe=",:-+")) for name, text in _costs(request.costs)]
+    parts += [(name, quote(text, safe=",:-+")) for name, text in _costs(request)]
     return "?" + "&".join(f"{name}={text}" for name, text in parts) if parts else ""
 
 
@@ -81,20 +80,25 @@ def _choice(spec: Spec, request: Request) -> str:
     return quote(entry.name, safe="") + more
 
 
-def _costs(costs: Costs) -> Iterator[tuple[str, str]]:
+def _costs(request: Request) -> Iterator[tuple[str, str]]:
     """The costs that are not at their defaults, as the page writes them."""
-    default = type(costs)()
+    from zeropipe.sim.costs import Costs, Sparse
+
+    costs, default = request.costs, Costs()
     for name in (field.name for field in fields(costs)):
         value = getattr(costs, name)
         if value == getattr(default, name):
             continue
         if name == "inter_node":
-            yield "inter_p2p", f"{value.p2p!r}"
-            if value.bandwidth is not None:
-                yield "inter_bandwidth", f"{value.bandwidth!r}"
+            yield from ((f"inter_{part}", str(n)) for part, n in value._asdict().items() if n is not None)
         elif name == "edges":
-            yield name, ",".join(f"{a}-{b}:{link.p2p}:{link.bandwidth or ''}" for (a, b), link in value.items())
+            texts = (":".join("" if n is None else str(n) for n in link) for link in value.values())
+            yield name, ",".join(f"{a}-{b}:{text}" for (a, b), text in zip(value, texts, strict=True))
         elif isinstance(value, bool):
             yield name, str(int(value))
+        elif isinstance(value, Sparse):
+            if not request.ranks or request.per == "stage":
+                raise ConfigError(f"{name} names some stages only: give --ranks and costs per rank, or a list")
+            yield name, ",".join(map(str, costs.column(name, request.ranks[0])))
         else:
             yield name, ",".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -43,7 +43,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON f
 
 # flag -> (type, help); a str is one number or several
 COSTS: dict[str, tuple[type, str]] = {
-    "f": (str, "Time of a forward: one number, or several like 1,1,2 for the parts of the model in order."),
+    "f": (str, "Time of a forward: one number, one per part of the model like 1,1,2, or of some like 0=0.8."),
     "i": (str, "Time of an input gradient."),
     "w": (str, "Time of a weight gradient."),
     "b": (str, "Time of a whole backward; i + w by default."),
@@ -144,12 +144,16 @@ def looks_of(given: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in looks.items() if value is not None}
 
 
-def numbers(flag: str, text: str) -> float | tuple[float, ...]:
-    """`1` or `1,1,2`."""
+def numbers(flag: str, text: str) -> float | tuple[float, ...] | dict[str, float]:
+    """`1`, `1,1,2`, or a table of some: `0=0.8,default=2`."""
+    parts = text.split(",")
     try:
-        values = tuple(float(part) for part in text.split(","))
+        if "=" in text:
+            pairs = [part.split("=") for part in parts]
+            return {key.strip(): float(value) for key, value in pairs}
+        values = tuple(map(float, parts))
     except ValueError:
-        raise ConfigError(f"{flag} {short(text)}: write a number, or several like 1,1,2") from None
+        raise ConfigError(f"{flag} {short(text)}: write a number, several like 1,1,2, or some like 0=0.8") from None
     return values[0] if len(values) == 1 else values
 
 

@@ -257,7 +257,7 @@ def _cut(name: str, pieces: tuple[float, ...], problem: Problem) -> tuple[float,
 
 def _edge(name: str) -> tuple[int, int]:
     source, dash, target = name.partition("-")
-    if not (dash and source.isdigit() and target.isdigit()):
+    if not (dash and source.isdecimal() and target.isdecimal()):
         raise ConfigError(f"edge {short(name)}: name it by its two ranks, like 0-1")
     return int(source), int(target)
 
