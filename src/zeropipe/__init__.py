@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from zeropipe.schedules.advice import advice
     from zeropipe.schedules.lane import Lane
     from zeropipe.schedules.registry import build, names, register
+    from zeropipe.search.search import search
     from zeropipe.sim.costs import Costs
     from zeropipe.sim.fill import fill_gaps
     from zeropipe.sim.simulate import simulate
@@ -41,6 +42,7 @@ _HOMES = {
     "zeropipe.schedules.advice": ("advice",),
     "zeropipe.schedules.lane": ("Lane",),
     "zeropipe.schedules.registry": ("build", "names", "register"),
+    "zeropipe.search": ("search",),
     "zeropipe.sim.costs": ("Costs",),
     "zeropipe.sim.fill": ("fill_gaps",),
     "zeropipe.sim.simulate": ("simulate",),
@@ -53,6 +55,8 @@ __all__ = sorted(_MODULE_OF)
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'zeropipe' has no attribute {name!r}")
+    if name == "search":
+        return import_module("zeropipe.search")  # the folder can be called
     value = getattr(import_module(_MODULE_OF[name]), name)
     globals()[name] = value
     return value

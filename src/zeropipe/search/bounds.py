@@ -1,0 +1,232 @@
+"""Times that no schedule can beat: proven lower bounds of the makespan, or of the longest rank's own span.
+
+The bounds hold for every schedule of the placement, also with B and Overlaps. Equal microbatches may be thought to
+keep their order in every pass: renumbering them never breaks a schedule. Each bound looks at one rank and lets all
+others be as fast as a microbatch alone:
+
+- warm-up: until the first I can arrive a rank has only F to run, and no more of them than memory holds;
+- drain: after the last F the last I is as far away; until then a rank has only the I of the activations it holds then,
+  and W; and behind its last I come the I of the ranks before it, and their W;
+- memory: an activation stays for as long as a microbatch needs to come back, so only so many pass through a rank;
+- work, and the traffic of a link that takes one message at a time.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from zeropipe.core.placement import Problem
+from zeropipe.search.model import Array, Task, alone
+
+EXACT = 1e-12  # relative: sums of times are rounded
+
+
+def lower_bound(task: Task) -> float:
+    """A proven lower bound of what the task minimises."""
+    way = _way(task)
+    best = _link_bound(task, way)
+    for rank in range(task.num_ranks):
+        best = max(best, _rank_bound(task, way, rank))
+    return best * (1 - EXACT)
+
+
+class _Way(NamedTuple):
+    """One microbatch's way with the least that each pass can cost."""
+
+    lasts: Array
+    weight: Array  # of a whole W, per stage
+    stash: Array
+    head: Array  # when each pass can begin at the earliest
+    tail: Array  # the least time from the begin of a pass to the end of everything
+
+
+def _way(task: Task) -> _Way:
+    model, num_stages, costs = task.model, task.num_stages, task.costs
+    f, i, w, b, overlap = (np.array(costs.column(name, num_stages)) for name in ("f", "i", "w", "b", "overlap"))
+    # a B may be cheaper than I and W; an Overlap of two stages saves half of what each stage's own pair saves
+    half = np.maximum(f + b - overlap, 0) / 2
+    whole, first = np.minimum(b, i + w), np.minimum(i, b)
+    beyond = max(0.0, float((half - f).max()), float((half - first).max()))
+    f, i = (np.maximum(0, time - half - np.where(half > 0, beyond, 0)) for time in (f, first))
+    w = np.maximum(0, whole - first)
+    lasts, lag = np.concatenate([f, i[::-1]]), model.lag
+    if model.blocks:  # a message is part of the sender's work
+        lasts, lag = lasts + lag, np.zeros_like(lag)
+    head = alone(model._replace(lasts=lasts, lag=lag))
+    tail = np.zeros(2 * num_stages)
+    after = 0.0
+    for x in range(2 * num_stages - 1, -1, -1):
+        if x >= num_stages:  # its W follows
+            after = max(after, float(w[2 * num_stages - 1 - x]))
+        tail[x] = after = after + lasts[x]
+        if x:
+            after += lag[x - 1]
+    stash = np.minimum(costs.column("stash", num_stages), costs.column("activation", num_stages))
+    return _Way(lasts, w, stash, head, tail)
+
+
+def _link_bound(task: Task, way: _Way) -> float:
+    """Every message of a link that takes one at a time, one after the other."""
+    model, best = task.model, 0.0
+    if model.blocks:  # then the senders' work says more
+        return best
+    for edge in set(model.edge.tolist()) - {-1}:
+        over = np.flatnonzero(model.edge == edge)
+        before = float((way.head[over] + way.lasts[over]).min())
+        after = float((model.lag[over] - model.holds[over] + way.tail[over + 1]).min())
+        least = before + task.num_microbatches * float(model.holds[over].sum()) + after
+        # a span begins with its own rank's first F, which may be as late as the last of the links
+        best = max(best, least - (float(way.head[: task.num_stages].max()) if task.span else 0.0))
+    return best
+
+
+def _rank_bound(task: Task, way: _Way, rank: int) -> float:
+    model, m, num_stages = task.model, task.num_microbatches, task.num_stages
+    stages = np.flatnonzero(model.home[:num_stages] == rank)
+    if not len(stages):
+        return 0.0
+    last = 2 * num_stages - 1
+    f, i, w = way.lasts[stages], way.lasts[last - stages], way.weight[stages]
+    a, b = int(stages[0]), int(stages[-1])
+    work = m * float((f + i + w).sum())
+    begins = float(way.head[a])
+    # from the begin of the first F to that of the first I, and from the end of the last F to that of the last I
+    away = float(way.head[last - b]) - begins
+    back = float(way.head[last - a] + i[0] - way.head[b] - f[-1])
+    activation, stash = model.needs[stages], way.stash[stages]
+    room = float(model.limit[rank])
+    warm = max(0.0, away - _most(f, activation, room, m))
+    apart = m * float(activation.sum()) > room or m * float(f.sum()) >= away  # the two waits do not overlap
+    idle = warm if apart else 0.0
+    chain = _behind(task, way, a)
+    ends = way.head[last - stages] + i + w
+    ways = [
+        float(ends.max()) - begins,
+        work + warm,
+        work + idle + _drain(back, chain, i, w, activation, stash, room, m, task.problem),
+    ]
+    ways.append(_rounds(task, way, stages, room) + chain)
+    ways.append(_area(task, way, stages, room, work))
+    if model.blocks:
+        ways = [
+            one - float(model.lag.max()) for one in ways
+        ]  # behind the last action of a rank its message is not counted
+    return max(ways) + (0.0 if task.span else begins)
+
+
+def _behind(task: Task, way: _Way, a: int) -> float:
+    """The least time from the last I of stage a, the first of its rank, to the end of what counts.
+
+    For spans: to the end of the span of a rank before it, less what that span began earlier.
+    """
+    num_stages, home = task.num_stages, task.model.home
+    last = 2 * num_stages - 1
+    ends = way.head[last - np.arange(a + 1)] + way.lasts[last - np.arange(a + 1)] + way.weight[: a + 1]
+    if task.span:
+        first = [int(np.flatnonzero(home[:num_stages] == home[stage])[0]) for stage in range(a + 1)]
+        ends = ends + way.head[a] - way.head[first]
+    return float(ends.max() - way.head[last - a] - way.lasts[last - a])
+
+
+def _most(time: Array, size: Array, room: float, m: int) -> float:
+    """The longest time of actions that fit into `room` together, each stage's at most m times."""
+    if room == np.inf:
+        return m * float(time.sum())
+    if size.max() <= 0:
+        return m * float(time.sum())
+    if np.all(size == size[0]):
+        left, total = int(room / size[0]), 0.0
+        for one in sorted(time, reverse=True):
+            total += min(m, left) * one
+            left -= min(m, left)
+        return total
+    total = 0.0
+    for at in sorted(range(len(time)), key=lambda at: -time[at] / max(size[at], 1e-300)):
+        count = min(m, room / size[at]) if size[at] > 0 else m
+        total += count * time[at]
+        room -= count * size[at]
+    return total
+
+
+def _drain(
+    back: float, chain: float, i: Array, w: Array, activation: Array, stash: Array, room: float, m: int, p: Problem
+) -> float:
+    """What comes on top of a rank's work between its last F and the end of everything, in the best of all ways.
+
+    With x activations alive at the last F and y owed W, time for x I and x + y W can be used while waiting. W that are
+    put off until after the last I run while the ranks before it go on.
+    """
+    count = len(i) * m
+    if any(len(set(column.tolist())) > 1 for column in (i, w, activation, stash)):
+        most = _most(np.append(i + w, w), np.append(activation, stash), room, m)
+        put_off = max(float(w.min()), min(chain, most - back))
+        return max(-put_off, back - most) + max(put_off, chain)
+    time_i, time_w, size, kept = float(i[0]), float(w[0]), float(activation[0]), float(stash[0])
+    k = count if size <= 0 or room == np.inf else max(1, min(count, int(room / size)))
+    x = np.arange(1, k + 1)
+    piece, part = time_w / p.num_weight_parts, kept / p.num_weight_parts
+    owed = (count - x) * p.num_weight_parts
+    if part > 0 and room < np.inf:
+        owed = np.minimum(owed, np.maximum(room - x * size, 0) // part)
+    use = x * (time_i + time_w) + owed * piece
+    free = np.maximum(use - back, time_w)
+    best = np.inf
+    for wish in (np.minimum(free, max(chain, time_w)), free):
+        for whole in (np.floor, np.ceil):
+            late = np.clip(whole(wish / piece) * piece if piece > 0 else 0.0, time_w, use - x * time_i)
+            best = min(best, float(np.min(np.maximum(-late, back - use) + np.maximum(late, chain))))
+    return best
+
+
+def _rounds(task: Task, way: _Way, stages: Array, room: float) -> float:
+    """From the first F of a rank to its last I, by memory alone.
+
+    When F of a rank's v-th stage begins, its microbatch is alive in the v - 1 stages before it. So of the k activations
+    that fit, at most k - v + 1 are of the first stage, and the I of the microbatch that many before it has ended.
+    """
+    model, last, m = task.model, 2 * task.num_stages - 1, task.num_microbatches
+    size = float(model.needs[stages].min())
+    if size <= 0 or room == np.inf:
+        return 0.0
+    k, a = int(room / size), int(stages[0])
+    end = float(way.head[last - a] + way.lasts[last - a])
+    gradient = float(way.lasts[last - a])
+    best = 0.0
+    for v, stage in enumerate(stages):
+        tokens = k - v
+        if tokens < 1:
+            break
+        again = end - float(way.head[stage])
+        if v == 0 and k * size + way.stash[a] > room:  # a W, or another I, must have made room as well
+            again += min(float(way.weight[a]) / task.problem.num_weight_parts, gradient)
+        rounds, rest = divmod(m - 1, tokens)
+        slow = max(gradient, float(way.lasts[a]))
+        best = max(best, end - float(way.head[a]) + rounds * again + rest * slow)
+    return best
+
+
+def _area(task: Task, way: _Way, stages: Array, room: float, work: float) -> float:
+    """A rank's span, by the memory that its activations take over time: no more than the limit all along."""
+    model, last, m = task.model, 2 * task.num_stages - 1, task.num_microbatches
+    size, stash, parts = model.needs[stages], way.stash[stages], task.problem.num_weight_parts
+    if room == np.inf or size.max() <= 0:
+        return 0.0
+    f, i, w = way.lasts[stages], way.lasts[last - stages], way.weight[stages]
+    stays = way.head[last - stages] + i - way.head[stages]
+    area = m * float((size * stays + stash * w * (parts + 1) / (2 * parts)).sum())
+    most, room = float(size.max()), min(room, m * float(size.sum()))
+    # at the begin memory grows no faster than F runs, at the end it shrinks no faster than I and W run
+    rates = [_rate(size, f), max(_rate(stash, w), _rate(size - stash, i))]
+    times = [max(0.0, room - most) / rate if rate > 0 else 0.0 for rate in rates]
+    if sum(times) <= work:  # the begin and the end are not the same time
+        area += sum(time * (room - most) / 2 for time in times)
+    return area / room
+
+
+def _rate(size: Array, time: Array) -> float:
+    """The most memory per time."""
+    if np.any((time <= 0) & (size > 0)):
+        return float(np.inf)
+    return float((size[time > 0] / time[time > 0]).max(initial=0.0))

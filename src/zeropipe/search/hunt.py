@@ -1,0 +1,208 @@
+"""The plan of a search: starts, local search, the solver, and smaller memory limits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from time import monotonic
+from typing import NamedTuple
+
+from zeropipe.core.timeline import Timeline
+from zeropipe.search import cpsat
+from zeropipe.search.bounds import lower_bound
+from zeropipe.search.climb import ENOUGH, Effort, climb
+from zeropipe.search.judge import Judge, Start, best_of
+from zeropipe.search.model import Array, Task, smaller_limits, starts_of
+from zeropipe.search.starts import dispatched, named, one_by_one, passes_of
+from zeropipe.sim.fill import fill_gaps
+from zeropipe.sim.simulate import simulate
+
+POOL = 8  # starts that are kept for the local search
+FIRST = 0.6  # of the time is for the limit itself, the rest for smaller ones
+SMALL = 120  # actions that the solver takes on
+PAUSE = 0.1  # seconds between two calls of `progress`
+
+
+class Progress(NamedTuple):
+    """How far a search is."""
+
+    seconds: float
+    value: float
+    bound: float
+
+    @property
+    def gap(self) -> float:
+        """How far the value is above the bound."""
+        return gap_of(self.value, self.bound)
+
+
+def value_of(timeline: Timeline, span: bool) -> float:
+    """The longest rank's own span, or the makespan."""
+    return max(timeline.rank_span) if span else timeline.makespan
+
+
+def gap_of(value: float, bound: float) -> float:
+    """value / bound - 1, without the noise of rounding."""
+    if value <= bound * ENOUGH:
+        return 0.0
+    return value / bound - 1 if bound > 0 else float("inf")
+
+
+class _Leg(NamedTuple):
+    """One placement under one memory limit: the limit asked for, or a smaller one."""
+
+    at: int  # of the placement
+    task: Task
+    bound: float
+
+
+class Hunt:
+    """One search over some tasks: the same sizes and costs, different placements."""
+
+    def __init__(
+        self,
+        tasks: list[Task],
+        *,
+        steps: int | None,
+        seconds: float,
+        seed: int,
+        workers: int,
+        progress: Callable[[Progress], object] | None,
+    ) -> None:
+        self._tasks, self._steps, self._seconds = tasks, steps, seconds
+        self._seed, self._workers, self._progress = seed, workers, progress
+        self._begun = monotonic()
+        self._told = 0.0
+        self._bounds = [lower_bound(task) for task in tasks]
+        self._rows: list[list[Array]] = [[] for _ in tasks]  # of the schedules with a name
+        self._best: Timeline | None = None
+        self._value = float("inf")
+        self._stopped = False
+
+    @property
+    def bound(self) -> float:
+        """No schedule of any of the placements beats this."""
+        return min(self._bounds)
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the begin."""
+        return monotonic() - self._begun
+
+    def run(self) -> tuple[Timeline, bool]:
+        """The best timeline, and whether the search was interrupted."""
+        try:
+            self._names()
+            mains = [_Leg(at, task, bound) for at, (task, bound) in enumerate(zip(self._tasks, self._bounds))]
+            self._go(sorted(mains, key=lambda leg: leg.bound), FIRST)
+            for leg in mains:
+                self._prove(leg)
+            self._go(self._smaller(), 1.0)
+        except KeyboardInterrupt:
+            if self._best is None:
+                raise
+            self._stopped = True
+        assert self._best is not None
+        return self._best, self._stopped
+
+    @property
+    def _over(self) -> bool:
+        """Nothing is left to be done."""
+        late = self._steps is None and self.elapsed >= self._seconds
+        return self._stopped or late or self._value <= self.bound * ENOUGH
+
+    def _tick(self, value: float, until: float) -> bool:
+        """Tell how far we are; True where it is time to stop."""
+        now = self.elapsed
+        if self._progress is not None and (value < self._value or now > self._told + PAUSE):
+            self._told = now
+            if self._progress(Progress(now, min(value, self._value), self.bound)) is True:
+                self._stopped = True
+        return self._stopped or (self._steps is None and now >= until)
+
+    def _offer(self, timeline: Timeline) -> None:
+        """Keep a timeline if it is better."""
+        value = value_of(timeline, self._tasks[0].span)
+        if value < self._value and not timeline.over_limit:
+            self._best, self._value = timeline, value
+            self._tick(value, float("inf"))
+
+    def _names(self) -> None:
+        """The schedules with a name, as they are, and the one that always fits."""
+        for task, rows in zip(self._tasks, self._rows):
+            judge = Judge(task)
+            rows.append(one_by_one(task))
+            if start := judge.plays(rows[0]):
+                self._take(task, start)
+            for schedule in named(task):
+                self._offer(simulate(schedule, task.costs))
+                rows.append(passes_of(schedule))
+
+    def _take(self, task: Task, start: Start) -> None:
+        """Keep what rows lead to, W moved into gaps once more, if it is better."""
+        if start.value >= self._value:
+            return
+        schedule = task.schedule(start.rows, start.share)
+        self._offer(simulate(schedule, task.costs))
+        if task.problem.num_weight_parts == 1 and not task.span:
+            self._offer(simulate(fill_gaps(schedule, task.costs, parts=1), task.costs))
+
+    def _go(self, legs: list[_Leg], part: float) -> None:
+        """Search each leg that may lead to something better, all within a part of the time."""
+        until = self.elapsed + part * (self._seconds - self.elapsed)
+        for number, leg in enumerate(legs):
+            if self._over:
+                return
+            if leg.bound * ENOUGH >= self._value:
+                continue
+            now = self.elapsed
+            self._search(leg, now + max(0.0, until - now) / (len(legs) - number))
+
+    def _search(self, leg: _Leg, until: float) -> None:
+        task, judge = leg.task, Judge(leg.task)
+        starts = dispatched(task, POOL, leg.bound * ENOUGH, lambda: self._tick(self._value, until))
+        starts += [judge.plays(rows) for rows in self._rows[leg.at]]
+        chosen = best_of(starts, POOL)
+        if not chosen:
+            return
+        self._take(self._tasks[leg.at], chosen[0])
+        effort = Effort(float("inf") if self._steps is None else self._steps, lambda value: self._tick(value, until))
+        self._take(self._tasks[leg.at], climb(task, chosen, leg.bound, effort, self._seed, self._workers))
+        self._stopped = self._stopped or effort.interrupted
+
+    def _prove(self, leg: _Leg) -> None:
+        """Let the solver improve the value and the bound of a small problem."""
+        task = leg.task
+        size = task.num_stages * task.num_microbatches * (2 + task.problem.num_weight_parts)
+        if self._over or size > SMALL or leg.bound * ENOUGH >= self._value or not cpsat.available():
+            return
+        assert self._best is not None
+        same = self._best.schedule.placement == task.placement
+        found = cpsat.prove(
+            task,
+            starts_of(self._best) if same else None,
+            self._value,
+            leg.bound,
+            seconds=self._seconds - self.elapsed,
+            steps=self._steps,
+            seed=self._seed,
+            workers=self._workers,
+            stopped=lambda: self._tick(self._value, self._seconds),
+        )
+        self._bounds[leg.at] = max(leg.bound, found.bound)
+        if found.rows is not None:
+            start = Judge(task).plays(found.rows)
+            if start is not None:
+                self._take(task, start)
+
+    def _smaller(self) -> list[_Leg]:
+        """The same placements with less memory, the most first: what fits there fits here."""
+        legs = []
+        for at, task in enumerate(self._tasks):
+            for limit in smaller_limits(task):
+                less = replace(task, costs=replace(task.costs, memory_limit=limit))
+                bound = lower_bound(less)
+                if bound * ENOUGH >= self._value:
+                    break
+                legs.append(_Leg(at, less, bound))
+        return sorted(legs, key=lambda leg: -(leg.task.costs.memory_limit or 0.0))

@@ -1,0 +1,233 @@
+"""A search's problem as flat tables for the kernels, and what a result looks like as a Schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from zeropipe.core.action import KIND_MASK, KIND_SHIFT, MICROBATCH_SHIFT, STAGE_MASK, STAGE_SHIFT, Kind, encode
+from zeropipe.core.placement import Placement, Problem
+from zeropipe.core.schedule import Lines, Schedule
+from zeropipe.core.timeline import ROUNDING, Timeline
+from zeropipe.errors import ConfigError
+from zeropipe.sim.costs import Costs
+
+STEP = 1.06  # between two memory limits that are tried, where they are many
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class Model(NamedTuple):
+    """What the kernels need to know of a problem; `passes` are numbered along a microbatch's way (see kernels.py)."""
+
+    num_microbatches: int
+    parts: int  # of a W
+    blocks: bool  # a sender waits for its transfers
+    begin: Array  # where each rank's row begins
+    home: Array  # the rank of each pass
+    mine: Array  # the passes of each rank, rank by rank
+    lasts: Array  # the time of each pass
+    lag: Array  # from the end of a pass to the arrival of its result
+    holds: Array  # how long its message keeps the link, where links are serial
+    edge: Array  # the link it takes; -1 where none is kept
+    needs: Array  # memory a pass takes: an activation; or what an I leaves less what it frees
+    weight: Array  # the time of one part of each stage's W
+    frees: Array  # and the memory it frees
+    limit: Array  # what is left for activations on each rank
+
+
+class Work(NamedTuple):
+    """Room for the kernels to work in."""
+
+    arrived: Array
+    queue: Array
+    done: Array
+    waits: Array
+    link_free: Array
+    clock: Array
+    level: Array
+    place: Array
+    head: Array
+    tail: Array
+    stack: Array
+    pen: Array
+    first: Array
+    last: Array
+
+
+@dataclass(frozen=True)
+class Task:
+    """A problem to be searched: sizes, where stages live, costs."""
+
+    problem: Problem
+    placement: Placement
+    costs: Costs
+    span: bool  # the longest rank's own span counts, not the makespan
+
+    @property
+    def num_ranks(self) -> int:
+        return self.problem.num_ranks
+
+    @property
+    def num_stages(self) -> int:
+        return self.problem.num_stages
+
+    @property
+    def num_microbatches(self) -> int:
+        return self.problem.num_microbatches
+
+    @cached_property
+    def limits(self) -> Array:
+        """Memory for activations on each rank."""
+        room = np.full(self.num_ranks, np.inf if self.costs.memory_limit is None else self.costs.memory_limit)
+        np.subtract.at(room, np.array(self.placement.copies[0]), self.costs.column("weights", self.num_stages))
+        return room
+
+    def require_room(self) -> None:
+        """ConfigError where not even one microbatch at a time fits."""
+        num_stages = self.num_stages
+        takes, stash = (np.array(self.costs.column(name, num_stages)) for name in ("activation", "stash"))
+        for rank in range(self.num_ranks):
+            stages = list(self.placement.stages_of(rank))
+            alive = np.cumsum(takes[stages])
+            needs = float(max(alive.max(), (alive + stash[stages] - takes[stages]).max()))
+            if needs > self.limits[rank] * ROUNDING:
+                limit = self.costs.memory_limit or 0.0
+                raise ConfigError(
+                    f"memory_limit={limit:g}: rank {rank} needs {needs + limit - self.limits[rank]:g} for its weights "
+                    "and one microbatch; raise the limit, or use more ranks"
+                )
+
+    @cached_property
+    def first_stages(self) -> list[int]:
+        """The first stage of each rank."""
+        return [self.placement.stages_of(rank)[0] for rank in range(self.num_ranks)]
+
+    @property
+    def in_line(self) -> bool:
+        """Whether each rank's first action is reached by first actions alone, so that none of them ever waits."""
+        return sorted(self.first_stages) == list(range(self.num_ranks))
+
+    @cached_property
+    def model(self) -> Model:
+        num_stages, parts = self.num_stages, self.problem.num_weight_parts
+        column = {name: np.array(self.costs.column(name, num_stages)) for name in _COLUMNS}
+        stage_rank = np.array(self.placement.copies[0], np.int64)
+        home = np.concatenate([stage_rank, stage_rank[::-1]])
+        passes = np.bincount(home, minlength=self.num_ranks)
+        lag, holds, edge = _messages(home, column["message"], self.costs)
+        both = column["stash"] - column["activation"]
+        return Model(
+            self.num_microbatches, parts, bool(self.costs.blocking),
+            np.concatenate([[0], np.cumsum(passes * self.num_microbatches)]), home, np.argsort(home, kind="stable"),
+            np.concatenate([column["f"], column["i"][::-1]]), lag, holds, edge,
+            np.concatenate([column["activation"], both[::-1]]),
+            column["w"] / parts, column["stash"] / parts, self.limits * ROUNDING,
+        )  # fmt: skip
+
+    def work(self) -> Work:
+        """Fresh room for one thread."""
+        model, p = self.model, self.num_ranks
+        passes, size = len(model.home), int(model.begin[-1])
+
+        def ints(count: int) -> Array:
+            return np.zeros(count, np.int64)
+
+        return Work(
+            np.zeros(passes * model.num_microbatches), ints(size // 2 * model.parts), ints(passes), ints(passes),
+            np.zeros(int(model.edge.max(initial=-1)) + 1), np.zeros(p), np.zeros(p),
+            ints(p), ints(p), ints(p), ints(p + 1), ints(p), np.zeros(p), np.zeros(p),
+        )  # fmt: skip
+
+    def schedule(self, rows: Array, share: Array, name: str = "searched") -> Schedule:
+        """The rows with their W as a Schedule."""
+        from zeropipe.search.kernels import play
+
+        model = self.model
+        out = np.full(int(model.begin[-1]) // 2 * (2 + model.parts), -1, np.int64)
+        play(model, self.work(), rows, share, out)
+        offsets = (model.begin // 2 * (2 + model.parts)).tolist()
+        passes = len(model.home)
+        kind = np.where(out < passes // 2, int(Kind.F), np.where(out < passes, int(Kind.I), int(Kind.W)))
+        stage = np.where(out < passes // 2, out, np.where(out < passes, passes - 1 - out, out - passes))
+        codes = encode(stage, kind, _numbered(out, passes, model.parts))  # type: ignore[arg-type]
+        return Schedule(self.problem, self.placement, Lines(codes.tobytes(), tuple(offsets)), name)  # type: ignore[attr-defined]
+
+
+_COLUMNS = ("f", "i", "w", "message", "activation", "stash")
+
+
+def _numbered(out: Array, passes: int, parts: int) -> Array:
+    """The microbatch of each action: how many equal ones come before it."""
+    order = np.argsort(out, kind="stable")
+    ranked = out[order]
+    starts = np.flatnonzero(np.concatenate([[True], ranked[1:] != ranked[:-1]]))
+    counts = np.diff(np.append(starts, len(out)))
+    numbers = np.empty(len(out), np.int64)
+    numbers[order] = np.arange(len(out)) - np.repeat(starts, counts)
+    return np.where(out >= passes, numbers // parts, numbers)
+
+
+def _messages(home: Array, message: Array, costs: Costs) -> tuple[Array, Array, Array]:
+    """Of every pass: the lag of its result, how long its link is kept, and which link (-1: none is kept)."""
+    size = len(home)
+    lag, holds, edge = np.zeros(size), np.zeros(size), np.full(size, -1, np.int64)
+    numbers: dict[tuple[int, int], int] = {}
+    for x in range(size - 1):
+        ends = int(home[x]), int(home[x + 1])
+        if ends[0] == ends[1]:
+            continue
+        link = costs.link(*ends)
+        # the gradient going back over a boundary is as large as the activation that crossed it
+        boundary = x if x < size // 2 else size - 2 - x
+        holds[x] = message[boundary] / link.bandwidth if link.bandwidth else 0.0
+        lag[x] = link.p2p + holds[x]
+        if costs.serial_links:
+            edge[x] = numbers.setdefault(ends, len(numbers))
+    return lag, holds, edge
+
+
+def alone(model: Model) -> Array:
+    """When each pass begins if a microbatch is alone."""
+    return np.concatenate([[0.0], np.cumsum(model.lasts + model.lag)[:-1]])
+
+
+def with_microbatches(task: Task, num_microbatches: int) -> Task:
+    """The same task with another number of microbatches."""
+    return replace(task, problem=replace(task.problem, num_microbatches=num_microbatches))
+
+
+def starts_of(timeline: Timeline) -> Array:
+    """When each pass of each microbatch begins, pass by pass."""
+    schedule = timeline.schedule
+    codes = np.frombuffer(schedule.lines.codes, np.int64)
+    kind, stage = codes >> KIND_SHIFT & KIND_MASK, codes >> STAGE_SHIFT & STAGE_MASK
+    at = np.where(kind == int(Kind.F), stage, 2 * schedule.num_stages - 1 - stage)
+    starts = np.zeros((2 * schedule.num_stages, schedule.num_microbatches))
+    passes = kind != int(Kind.W)
+    starts[at[passes], codes[passes] >> MICROBATCH_SHIFT] = np.frombuffer(timeline.start)[passes]
+    return starts
+
+
+def smaller_limits(task: Task) -> list[float]:
+    """Memory limits below the task's own, the largest first.
+
+    They do not depend on the task's own limit. A search that looks below its limit as well finds whatever one with
+    less memory finds.
+    """
+    own = task.costs.memory_limit
+    weights = -float((task.limits - (own or 0.0)).min()) if own is not None else 0.0
+    unit = max(task.costs.column("activation", task.num_stages))
+    if unit <= 0:
+        return []
+    most = float(task.num_microbatches * task.problem.stages_per_rank)
+    if own is not None:
+        most = min(most, (own - weights) / unit)
+    counts, count = [], 1
+    while count < most * (1 - 1e-9):
+        counts.append(count)
+        count = max(count + 1, round(count * STEP))
+    return [weights + count * unit for count in reversed(counts)]

@@ -1,0 +1,250 @@
+"""Laws of the search: what it finds is valid, fits, is as good as any schedule with a name, and not below the bound."""
+
+from dataclasses import replace
+from itertools import pairwise
+from random import Random
+
+import numpy as np
+import pytest
+
+import zeropipe as zp
+from zeropipe.core.placement import Problem
+from zeropipe.errors import ConfigError, ZeropipeError
+from zeropipe.schedules.registry import build_entry, entries
+from zeropipe.search.bounds import lower_bound
+from zeropipe.search.cpsat import prove
+from zeropipe.search.judge import Judge
+from zeropipe.search.kernels import FAR, play
+from zeropipe.search.model import Task
+from zeropipe.search.starts import dispatched, one_by_one, passes_of
+from zeropipe.search.stretch import stretched
+
+PLACEMENTS = [(1, zp.linear), (2, zp.vee), (2, zp.loop), (3, zp.vee)]
+
+
+def some_costs(random: Random, num_stages: int, least: int) -> zp.Costs:
+    """Small whole numbers, for every stage alike or not; a memory limit from `least` on, or none."""
+    alike = random.random() < 0.5
+
+    def column(low: int, high: int):
+        return random.randint(low, high) if alike else [random.randint(low, high) for _ in range(num_stages)]
+
+    return zp.Costs(
+        f=column(1, 4), i=column(1, 4), w=column(0, 4), p2p=random.choice((0, 0, 1, 3)),
+        message=random.choice((0, 2)), bandwidth=2, blocking=random.random() < 0.2,
+        activation=random.choice((1, 2, column(1, 3))), stash=random.choice((None, None, 0, 1)),
+        memory_limit=random.choice((None, *range(least, 12))),
+    )  # fmt: skip
+
+
+def some_task(random: Random, ranks=(1, 2, 3), microbatches=(1, 2, 3, 4), least: int = 6) -> Task:
+    per_rank, rule = random.choice(PLACEMENTS[:3])
+    p, m = random.choice(ranks), random.choice(microbatches)
+    problem = Problem(
+        p, p * per_rank, min(m, 3) if per_rank > 1 and max(microbatches) < 5 else m, random.choice((1, 1, 2))
+    )
+    return Task(problem, rule(problem), some_costs(random, problem.num_stages, least), random.random() < 0.3)
+
+
+def value_of(task: Task, timeline: zp.Timeline) -> float:
+    return max(timeline.rank_span) if task.span else timeline.makespan
+
+
+def optimum(task: Task, value: float) -> float:
+    """The solver's own, with no help."""
+    proof = prove(task, None, value, 0.0, seconds=60, workers=2)
+    return proof.bound
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_what_the_kernel_plays_is_what_the_simulator_says(seed):
+    random = Random(seed)
+    task = some_task(random, (1, 2, 4), (1, 3, 7))
+    judge = Judge(task)
+    for start in [*dispatched(task, 3), judge.plays(one_by_one(task))]:
+        if start is None:
+            continue
+        timeline = zp.simulate(task.schedule(start.rows, start.share), task.costs)
+        assert value_of(task, timeline) == pytest.approx(start.value, rel=1e-12)
+        assert not timeline.over_limit
+
+
+def test_a_row_that_does_not_fit_or_never_ends_is_refused():
+    problem = Problem(2, 2, 3)
+    task = Task(problem, zp.linear(problem), zp.Costs(memory_limit=2), False)
+    none = np.zeros(0, np.int64)
+    greedy, stuck = np.array([0, 0, 0, 3, 3, 3, 1, 2] + [1, 2] * 2), np.array([3, 0, 0, 3, 0, 3] + [1, 2] * 3)
+    for rows in (greedy, stuck):
+        assert play(task.model, task.work(), rows, np.ones(2), none) >= FAR
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_no_bound_is_above_the_optimum_and_the_search_reaches_it(seed):
+    task = some_task(Random(1000 + seed))
+    try:
+        found = search(task, steps=3000)
+    except ConfigError:
+        return  # not even one microbatch fits
+    best = optimum(task, found.value * 1.5)
+    assert lower_bound(task) <= best * (1 + 1e-9)
+    assert found.bound <= best * (1 + 1e-9)
+    if not task.span:  # the solver may begin a rank later than the simulator does, which makes spans shorter
+        assert found.value == pytest.approx(best, rel=1e-6)
+        assert found.gap == pytest.approx(0, abs=1e-6)
+
+
+def search(task: Task, **options) -> "zp.search.search.Found":
+    return zp.search(
+        ranks=task.num_ranks, microbatches=task.num_microbatches, costs=task.costs,
+        stages_per_rank=task.problem.stages_per_rank, placement=lambda problem: task.placement,
+        weight_parts=task.problem.num_weight_parts, objective="span" if task.span else "makespan", **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("entry", [entry for entry in entries() if entry.placement_name != "mirror"], ids=str)
+def test_no_bound_is_above_a_schedule_with_a_name(entry):
+    random = Random(entry.name)
+    for _ in range(12):
+        per_rank = random.choice(entry.stages_per_rank[:3])
+        ranks, microbatches = random.choice((1, 2, 3, 4, 6)), random.choice((1, 2, 5, 8, 12))
+        try:
+            schedule = build_entry(entry, ranks=ranks, microbatches=microbatches, stages_per_rank=per_rank)
+        except ZeropipeError:
+            continue
+        costs = some_costs(random, schedule.num_stages, 1)
+        b = [x + y for x, y in zip(costs.column("i", schedule.num_stages), costs.column("w", schedule.num_stages))]
+        costs = replace(costs, b=random.choice((None, [x * 0.8 for x in b])), overlap=random.choice((None, b)))
+        peak = max(zp.simulate(schedule, replace(costs, memory_limit=None)).peak_memory)
+        costs = replace(costs, memory_limit=random.choice((None, peak)))
+        timeline = zp.simulate(schedule, costs)
+        for span in (False, True):
+            task = Task(schedule.problem, schedule.placement, costs, span)
+            assert lower_bound(task) <= value_of(task, timeline) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("per_rank,rule", PLACEMENTS, ids=lambda x: getattr(x, "__name__", x))
+@pytest.mark.parametrize("ranks,microbatches", [(1, 3), (2, 1), (4, 10), (6, 5)])
+def test_what_is_found_is_valid_fits_and_is_not_worse_than_what_has_a_name(per_rank, rule, ranks, microbatches):
+    random = Random(ranks * 100 + per_rank)
+    for limit in (None, ranks * per_rank, ranks * per_rank // 2 + per_rank):
+        costs = replace(some_costs(random, ranks * per_rank, 1), activation=1, stash=None, memory_limit=limit)
+        found = zp.search(
+            ranks=ranks, microbatches=microbatches, stages_per_rank=per_rank, placement=rule, costs=costs, steps=300
+        )
+        zp.check(found.schedule)
+        assert not found.timeline.over_limit
+        assert found.timeline == zp.simulate(found.schedule, costs)
+        assert found.bound <= found.value * (1 + 1e-9)
+        assert found.gap == max(0.0, found.value / found.bound - 1) or found.gap == 0
+        for entry in entries():
+            try:
+                named = build_entry(entry, ranks=ranks, microbatches=microbatches, stages_per_rank=per_rank)
+            except ZeropipeError:
+                continue
+            timeline = zp.simulate(named, costs)
+            if named.placement == rule(named.problem) and not timeline.over_limit:
+                assert found.value <= timeline.makespan * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("per_rank,rule", PLACEMENTS[:3], ids=lambda x: getattr(x, "__name__", x))
+def test_more_memory_is_never_worse(per_rank, rule):
+    costs = zp.Costs(f=1, i=1.2, w=0.7, p2p=0.15, activation=1, stash=0.4)
+    values = [
+        zp.search(
+            ranks=4, microbatches=9, stages_per_rank=per_rank, placement=rule,
+            costs=replace(costs, memory_limit=limit * per_rank), steps=200,
+        ).value
+        for limit in (1, 1.5, 2, 3, 4, 5, 7)
+    ]  # fmt: skip
+    assert all(more <= less * (1 + 1e-9) for less, more in pairwise(values))
+
+
+def test_less_memory_than_any_schedule_with_a_name_needs_is_served():
+    found = zp.search(ranks=8, microbatches=16, costs=zp.Costs(memory_limit=4), steps=500)
+    assert max(found.timeline.peak_memory) <= 4
+    assert found.schedule.name == "searched"
+
+
+def test_the_same_seed_and_steps_give_the_same_schedule_on_any_number_of_workers():
+    options = {
+        "ranks": 4,
+        "microbatches": 9,
+        "costs": zp.Costs(f=1, i=1.3, w=0.6, p2p=0.2, memory_limit=3),
+        "steps": 4000,
+    }
+    one, two = zp.search(**options, workers=1), zp.search(**options, workers=3)
+    assert one.schedule == two.schedule
+    assert one.bound == two.bound
+
+
+@pytest.mark.parametrize(
+    "row,limit,rate",
+    [  # of the Zero Bubble paper's tables: ZB-1p and ZB-2p
+        ((24, 18.522, 18.086, 9.337, 0.601), 1, 0.1585),
+        ((24, 18.522, 18.086, 9.337, 0.601), 2, 0.0436),
+        ((32, 18.513, 18.086, 9.331, 0.626), 2, 0.0039),
+    ],
+)
+def test_published_rates_are_reached(row, limit, rate):
+    m, f, i, w, p2p = row
+    activation, stash = 34 * 2304 + 5 * 24 * 1024, 32 * 2304
+    costs = zp.Costs(f=f, i=i, w=w, p2p=p2p, activation=activation, stash=stash, memory_limit=limit * 8 * activation)
+    found = zp.search(ranks=8, microbatches=m, costs=costs, objective="span", steps=0)
+    assert found.timeline.bubble <= rate + 5e-5
+
+
+def test_rows_are_stretched_to_more_microbatches():
+    problem, costs = Problem(4, 8, 40), zp.Costs(memory_limit=8)
+    short, task = (Task(replace(problem, num_microbatches=m), zp.vee(problem), costs, False) for m in (16, 40))
+    rows = passes_of(zp.build("zbv", ranks=4, microbatches=16))
+    start = Judge(task).plays(stretched(short, rows, task))
+    assert start.value == 40 * 6 + 3  # as zbv itself: no bubble
+
+
+def test_progress_is_told_and_can_stop():
+    told = []
+    costs = zp.Costs(f=1, i=1.2, w=0.7, p2p=0.15, memory_limit=4)
+    found = zp.search(
+        ranks=8, microbatches=16, costs=costs, seconds=60, progress=lambda p: told.append(p) or len(told) > 2
+    )
+    assert found.interrupted
+    assert found.seconds < 50
+    assert [p.value for p in told] == sorted((p.value for p in told), reverse=True)
+    assert told[-1].value >= found.value >= found.bound
+
+
+def test_an_interrupt_returns_the_best_so_far():
+    def interrupt(progress):
+        raise KeyboardInterrupt
+
+    found = zp.search(ranks=4, microbatches=8, costs=zp.Costs(p2p=0.1, memory_limit=3), seconds=60, progress=interrupt)
+    assert found.interrupted
+    zp.check(found.schedule)
+
+
+@pytest.mark.parametrize(
+    "options,message",
+    [
+        ({"ranks": 0}, "ranks=0: a whole number from 1 on is needed"),
+        ({"microbatches": 2.5}, "microbatches=2.5: a whole number"),
+        (
+            {"stages_per_rank": 2, "placement": zp.linear},
+            "linear has one stage per rank, not 2: choose loop, vee or all",
+        ),
+        ({"placement": "spiral"}, "placement='spiral': choose linear, loop, vee or all"),
+        ({"placement": zp.mirror}, "mirror keeps two copies of the model"),
+        ({"objective": "time"}, "objective='time': choose"),
+        ({"seconds": float("nan")}, "seconds=nan: a number from 0 on"),
+        ({"steps": -1}, "steps=-1: a whole number from 0 on"),
+        ({"seed": "x"}, "seed='x': a whole number"),
+        ({"weight_parts": 0}, "weight_parts=0: a W is cut into 1 to 64 parts"),
+        ({"costs": zp.Costs(weights=3, memory_limit=3.5)}, "memory_limit=3.5: rank 0 needs 4 for its weights and one"),
+        ({"costs": zp.Costs(f=(1, 2, 3))}, "f has 3 entries, the schedule has 4 stages"),
+        ({"microbatches": 10**9}, "are too many to search"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(options, message):
+    with pytest.raises(ConfigError) as error:
+        zp.search(**{"ranks": 4, "microbatches": 8, **options})
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
