@@ -15,7 +15,7 @@ MAY_IMPORT = {
     "sim": BASE | {"core"},
     "viz": BASE | {"core", "numpy", "rich", "matplotlib"},
     "engine": BASE | {"core", "torch", "numpy", "transformers", "safetensors"},
-    "search": BASE | {"core", "schedules", "sim", "numpy", "numba", "ortools"},  # numba only inside search/kernels.py
+    "search": BASE | {"core", "schedules", "sim", "numpy", "ortools"},
     "app": BASE | {"core", "schedules", "sim", "search", "viz", "fastapi", "starlette", "uvicorn", "pydantic"},
     "cli": BASE | {"core", "schedules", "sim", "search", "viz", "app", "engine", "click", "rich"},
     "__main__": {"cli"},
@@ -90,8 +90,3 @@ def test_the_rule_sees_a_breach(tmp_path):
 def test_core_needs_numpy_and_numba_only_in_one_file():
     users = {p.name for p in FILES if part_of(p) == "core" and imported(p) & {"numpy", "numba"}}
     assert users == {"jit.py"}
-
-
-def test_the_search_needs_numba_only_in_one_file():
-    users = {p.name for p in FILES if part_of(p) == "search" and "numba" in imported(p)}
-    assert users == {"kernels.py"}

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import zeropipe as zp
+from zeropipe.core.jit import compiled
 from zeropipe.core.placement import Problem
 from zeropipe.errors import ConfigError, ZeropipeError
 from zeropipe.schedules.registry import build_entry, entries
@@ -75,7 +76,7 @@ def test_a_row_that_does_not_fit_or_never_ends_is_refused():
     none = np.zeros(0, np.int64)
     greedy, stuck = np.array([0, 0, 0, 3, 3, 3, 1, 2] + [1, 2] * 2), np.array([3, 0, 0, 3, 0, 3] + [1, 2] * 3)
     for rows in (greedy, stuck):
-        assert play(task.model, task.work(), rows, np.ones(2), none) >= FAR
+        assert compiled(play)(task.model, task.work(), rows, np.ones(2), none) >= FAR
 
 
 @pytest.mark.parametrize("seed", range(16))

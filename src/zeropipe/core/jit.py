@@ -117,7 +117,7 @@ class Jitted:
 
     @staticmethod
     def call(kernel: Callable[..., Any], *args: Any) -> Any:
-        return _compiled(kernel)(*args)
+        return compiled(kernel)(*args)
 
 
 Arrays = type[Plain] | type[Jitted]
@@ -147,15 +147,15 @@ def live_on() -> None:
 
 
 @cache
-def _compiled(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """The kernel compiled, and with it the functions that it calls."""
+def compiled(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel compiled, and with it the functions that it calls. Threads run it side by side."""
     import numba
 
     named = {name: kernel.__globals__.get(name) for name in kernel.__code__.co_names}
-    helpers = {name: _compiled(value) for name, value in named.items() if isinstance(value, FunctionType)}
+    helpers = {name: compiled(value) for name, value in named.items() if isinstance(value, FunctionType)}
     own = FunctionType(kernel.__code__, {**kernel.__globals__, **helpers}, argdefs=kernel.__defaults__)
     try:
-        compiled: Callable[..., Any] = numba.njit(own, cache=True)
+        made: Callable[..., Any] = numba.njit(own, cache=True, nogil=True)
     except RuntimeError:  # no folder to keep the cache in can be written
-        compiled = numba.njit(own)
-    return compiled
+        made = numba.njit(own, nogil=True)
+    return made

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from zeropipe.core.jit import compiled
+from zeropipe.search import kernels
 from zeropipe.search.judge import Start
 from zeropipe.search.model import Array, Task
 
@@ -76,13 +78,11 @@ def _rounds() -> Iterator[tuple[int, int, int]]:
 
 
 def _walk(task: Task, start: Start, bound: float, stop: Array, steps: int, seed: int, number: int) -> Start:
-    from zeropipe.search.kernels import walk
-
     f = float(task.model.lasts[: task.num_stages].mean())
     state = np.array([(seed * 1_000_003 + number) * 2_654_435_761 % (1 << 62)], np.int64)
     rows, share = start.rows.copy(), start.share.copy()
     best = rows.copy(), share.copy()
-    value = walk(
+    value = compiled(kernels.walk)(
         task.model, task.work(), task.span, NEAR * f, HEAT * f, bound * ENOUGH, steps, state, stop,
         rows, share, (rows.copy(), share.copy()), best,
     )  # fmt: skip

@@ -145,7 +145,7 @@ class Hunt:
         schedule = task.schedule(start.rows, start.share)
         self._offer(simulate(schedule, task.costs))
         if task.problem.num_weight_parts == 1 and not task.span:
-            self._offer(simulate(fill_gaps(schedule, task.costs, parts=1), task.costs))
+            self._offer(simulate(fill_gaps(schedule, task.costs, weight_parts=1), task.costs))
 
     def _go(self, legs: list[_Leg], part: float) -> None:
         """Search each leg that may lead to something better, all within a part of the time."""

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from zeropipe.core.jit import compiled
+from zeropipe.search import kernels
 from zeropipe.search.model import Array, Task, Work
 
 SHARES = (1.0, 0.5, 0.0)  # how much of a W must fit into a gap
@@ -45,10 +47,8 @@ class Judge:
 
     def play(self, rows: Array, share: float | Array) -> Start | None:
         """None where the rows do not fit or cannot end."""
-        from zeropipe.search.kernels import FAR, play
-
         shares = np.full(self.task.num_ranks, share) if isinstance(share, float) else share
-        if play(self.task.model, self._work, rows, shares, self._none) >= FAR:
+        if compiled(kernels.play)(self.task.model, self._work, rows, shares, self._none) >= kernels.FAR:
             return None
         return Start(self.value(), rows, shares)
 
@@ -59,15 +59,13 @@ class Judge:
 
     def dispatch(self, rule: Rule) -> Start | None:
         """The rows that a rule writes."""
-        from zeropipe.search.kernels import FAR, dispatch
-
         ranks = np.ones(self.task.num_ranks)
         rows = np.zeros(int(self.task.model.begin[-1]), np.int64)
-        makespan = dispatch(
+        makespan = compiled(kernels.dispatch)(
             self.task.model, self._work, rule.order, rule.cap,
             rule.look0 * ranks, rule.look * ranks, rule.share * ranks, rows,
         )  # fmt: skip
-        return None if makespan >= FAR else self.play(rows, rule.share)
+        return None if makespan >= kernels.FAR else self.play(rows, rule.share)
 
 
 def best_of(starts: Iterable[Start | None], keep: int) -> list[Start]:

@@ -1,4 +1,4 @@
-"""Compiled loops of the search.
+"""The loops of the search, to be compiled by core/jit.py.
 
 A microbatch goes through 2 num_stages passes, numbered along its way: pass x < num_stages is F of stage x, the others
 are I of stage 2 num_stages - 1 - x. Each pass needs the one before it, and microbatches keep their order in every pass,
@@ -9,14 +9,17 @@ where memory asks for it.
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING, Any
 
-from numba import njit
+from zeropipe.core.jit import Floats, Ints
+
+if TYPE_CHECKING:
+    from zeropipe.search.model import Model, Work
 
 FAR = 1e300  # later than anything
 
 
-@njit(cache=True, nogil=True)
-def play(model, work, rows, share, out):  # type: ignore[no-untyped-def]
+def play(model: Model, work: Work, rows: Ints, share: Floats, out: Ints) -> float:
     """Run the rows; the makespan, or FAR where they cannot end or do not fit.
 
     `work.first` and `work.last` get every rank's first start and last end. `out` gets all actions where it has room
@@ -134,8 +137,9 @@ def play(model, work, rows, share, out):  # type: ignore[no-untyped-def]
     return makespan
 
 
-@njit(cache=True, nogil=True)
-def dispatch(model, work, order, cap, look0, look, share, rows):  # type: ignore[no-untyped-def]
+def dispatch(
+    model: Model, work: Work, order: Ints, cap: Ints, look0: Floats, look: Floats, share: Floats, rows: Ints
+) -> float:
     """Write rows: whenever a rank is free it takes the first pass in `order` that is there and allowed.
 
     An F is allowed while fewer than `cap[stage]` of its activations are alive and memory suffices. A pass is put off
@@ -265,15 +269,13 @@ def dispatch(model, work, order, cap, look0, look, share, rows):  # type: ignore
     return makespan
 
 
-@njit(cache=True, nogil=True)
-def draw(state, below):  # type: ignore[no-untyped-def]
+def draw(state: Ints, below: Any) -> Any:
     """The next random number from 0 to below - 1."""
     state[0] = state[0] * 6364136223846793005 + 1442695040888963407
     return ((state[0] >> 33) & 0x3FFFFFFF) % below
 
 
-@njit(cache=True, nogil=True)
-def score(work, spans, near):  # type: ignore[no-untyped-def]
+def score(work: Work, spans: bool, near: float) -> tuple[float, float]:
     """What is minimised; and the same with a little for every rank that ends less than `near` before the last one."""
     value = 0.0
     for rank in range(len(work.last)):
@@ -284,8 +286,7 @@ def score(work, spans, near):  # type: ignore[no-untyped-def]
     return value, value + 0.05 * extra / len(work.last)
 
 
-@njit(cache=True, nogil=True)
-def move(rows, low, high, at, distance):  # type: ignore[no-untyped-def]
+def move(rows: Ints, low: int, high: int, at: int, distance: int) -> None:
     """Move the pass at `at` by `distance` places, not beyond its row's ends `low` and `high`."""
     x = rows[at]
     to = min(max(at + distance, low), high - 1)
@@ -298,8 +299,7 @@ def move(rows, low, high, at, distance):  # type: ignore[no-untyped-def]
     rows[at] = x
 
 
-@njit(cache=True, nogil=True)
-def shift(rows, low, high, x, from_m, to_m, distance):  # type: ignore[no-untyped-def]
+def shift(rows: Ints, low: int, high: int, x: int, from_m: int, to_m: int, distance: int) -> None:
     """Move pass x of microbatches from_m to to_m by `distance` places in a row."""
     number = 0
     if distance < 0:
@@ -319,8 +319,10 @@ def shift(rows, low, high, x, from_m, to_m, distance):  # type: ignore[no-untype
                     move(rows, low, high, at, distance)
 
 
-@njit(cache=True, nogil=True)
-def walk(model, work, spans, near, heat, enough, steps, state, stop, rows, share, spare, best):  # type: ignore[no-untyped-def]
+def walk(
+    model: Model, work: Work, spans: bool, near: float, heat: float, enough: float, steps: int, state: Ints, stop: Ints,
+    rows: Ints, share: Floats, spare: tuple[Ints, Floats], best: tuple[Ints, Floats],
+) -> float:  # fmt: skip
     """Change `rows` and `share` step by step, and keep what is better, or at first not much worse.
 
     `best` (rows, share) gets the best that was met, whose value is returned. Ends early at `enough` and by `stop`.

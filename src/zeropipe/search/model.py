@@ -8,11 +8,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from zeropipe.core.action import KIND_MASK, KIND_SHIFT, MICROBATCH_SHIFT, STAGE_MASK, STAGE_SHIFT, Kind, encode
+from zeropipe.core.action import F, I, W
+from zeropipe.core.jit import compiled
+from zeropipe.core.packed import PackedRows, encode, kind_of, microbatch_of, stage_of
 from zeropipe.core.placement import Placement, Problem
-from zeropipe.core.schedule import Lines, Schedule
+from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import ROUNDING, Timeline
 from zeropipe.errors import ConfigError
+from zeropipe.search import kernels
 from zeropipe.sim.costs import Costs
 
 STEP = 1.06  # between two memory limits that are tried, where they are many
@@ -144,17 +147,15 @@ class Task:
 
     def schedule(self, rows: Array, share: Array, name: str = "searched") -> Schedule:
         """The rows with their W as a Schedule."""
-        from zeropipe.search.kernels import play
-
         model = self.model
         out = np.full(int(model.begin[-1]) // 2 * (2 + model.parts), -1, np.int64)
-        play(model, self.work(), rows, share, out)
+        compiled(kernels.play)(model, self.work(), rows, share, out)
         offsets = (model.begin // 2 * (2 + model.parts)).tolist()
         passes = len(model.home)
-        kind = np.where(out < passes // 2, int(Kind.F), np.where(out < passes, int(Kind.I), int(Kind.W)))
+        kind = np.where(out < passes // 2, F, np.where(out < passes, I, W))
         stage = np.where(out < passes // 2, out, np.where(out < passes, passes - 1 - out, out - passes))
-        codes = encode(stage, kind, _numbered(out, passes, model.parts))  # type: ignore[arg-type]
-        return Schedule(self.problem, self.placement, Lines(codes.tobytes(), tuple(offsets)), name)  # type: ignore[attr-defined]
+        codes: Array = encode(stage, kind, _numbered(out, passes, model.parts))
+        return Schedule(self.problem, self.placement, PackedRows(codes.tobytes(), tuple(offsets)), name)
 
 
 _COLUMNS = ("f", "i", "w", "message", "activation", "stash")
@@ -200,15 +201,21 @@ def with_microbatches(task: Task, num_microbatches: int) -> Task:
     return replace(task, problem=replace(task.problem, num_microbatches=num_microbatches))
 
 
+def pass_of(codes: Array, num_stages: int) -> Array:
+    """The passes of some F, I and B."""
+    passes: Array = np.where(kind_of(codes) == F, stage_of(codes), 2 * num_stages - 1 - stage_of(codes))
+    return passes
+
+
 def starts_of(timeline: Timeline) -> Array:
     """When each pass of each microbatch begins, pass by pass."""
     schedule = timeline.schedule
-    codes = np.frombuffer(schedule.lines.codes, np.int64)
-    kind, stage = codes >> KIND_SHIFT & KIND_MASK, codes >> STAGE_SHIFT & STAGE_MASK
-    at = np.where(kind == int(Kind.F), stage, 2 * schedule.num_stages - 1 - stage)
     starts = np.zeros((2 * schedule.num_stages, schedule.num_microbatches))
-    passes = kind != int(Kind.W)
-    starts[at[passes], codes[passes] >> MICROBATCH_SHIFT] = np.frombuffer(timeline.start)[passes]
+    codes = np.frombuffer(schedule.packed.codes, np.int64)
+    passes = kind_of(codes) != W
+    starts[pass_of(codes[passes], schedule.num_stages), microbatch_of(codes[passes])] = np.frombuffer(timeline.start)[
+        passes
+    ]
     return starts
 
 

@@ -9,7 +9,7 @@ from math import isfinite
 from typing import Literal, get_args
 
 from zeropipe.core.action import MAX_STAGES
-from zeropipe.core.placement import MAX_PARTS, PLACEMENTS, Placement, PlacementRule, Problem, linear
+from zeropipe.core.placement import MAX_WEIGHT_PARTS, PLACEMENTS, Placement, PlacementRule, Problem, linear
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Timeline
 from zeropipe.errors import ConfigError
@@ -78,8 +78,8 @@ def search(
         raise ConfigError(f"seed={seed!r}: a whole number is needed")
     if objective not in get_args(Objective):
         raise ConfigError(f'objective={objective!r}: choose "makespan" or "span"')
-    if type(weight_parts) is not int or not 1 <= weight_parts <= MAX_PARTS:
-        raise ConfigError(f"weight_parts={weight_parts!r}: a W is cut into 1 to {MAX_PARTS} parts")
+    if type(weight_parts) is not int or not 1 <= weight_parts <= MAX_WEIGHT_PARTS:
+        raise ConfigError(f"weight_parts={weight_parts!r}: a W is cut into 1 to {MAX_WEIGHT_PARTS} parts")
     problem = Problem(ranks, ranks * stages_per_rank, microbatches, weight_parts)
     if problem.num_stages > MAX_STAGES or 2 * problem.num_stages * microbatches > MOST:
         raise ConfigError(

@@ -8,12 +8,13 @@ from itertools import pairwise, permutations, product
 
 import numpy as np
 
-from zeropipe.core.action import Kind
+from zeropipe.core.action import W
+from zeropipe.core.packed import kind_of
 from zeropipe.core.schedule import Schedule
 from zeropipe.errors import ZeropipeError
 from zeropipe.schedules.registry import build_entry, entries
 from zeropipe.search.judge import SHARES, Judge, Rule, Start
-from zeropipe.search.model import Array, Task, alone, with_microbatches
+from zeropipe.search.model import Array, Task, alone, pass_of, with_microbatches
 from zeropipe.search.stretch import stretched
 
 LARGE = 20_000  # passes; rules for larger problems are tried on fewer microbatches first
@@ -42,13 +43,8 @@ def named(task: Task) -> list[Schedule]:
 
 def passes_of(schedule: Schedule) -> Array:
     """The rows of a schedule as passes: F, and I or B."""
-    from zeropipe.core.action import KIND_MASK, KIND_SHIFT, STAGE_MASK, STAGE_SHIFT
-
-    codes = np.frombuffer(schedule.lines.codes, np.int64)
-    kind, stage = codes >> KIND_SHIFT & KIND_MASK, codes >> STAGE_SHIFT & STAGE_MASK
-    passes: Array = np.where(kind == int(Kind.F), stage, 2 * schedule.num_stages - 1 - stage)
-    chosen: Array = passes[kind != int(Kind.W)]
-    return chosen
+    codes = np.frombuffer(schedule.packed.codes, np.int64)
+    return pass_of(codes[kind_of(codes) != W], schedule.num_stages)
 
 
 def one_by_one(task: Task) -> Array:
