@@ -56,6 +56,53 @@ def test_results_are_those_of_compare():
     assert [t["makespan"] for t in answer["viewer"]["timelines"]] == [t.makespan for t in expected]
 
 
+def test_figures_beside_the_bubble_and_advice():
+    body = {"ranks": 4, "microbatches": 3, "schedules": [{"name": "1f1b"}, {"name": "zbv"}], "costs": {"p2p": 0.1}}
+    _, answer = ask("simulate", body)
+    for result, name in zip(answer["results"], ("1f1b", "zbv"), strict=True):
+        schedule = zp.build(name, ranks=4, microbatches=3)
+        [timeline] = compare([schedule], zp.Costs(p2p=0.1))
+        assert result["bubble_to_ideal"] == timeline.bubble_to_ideal
+        assert result["advice"] == list(zp.advice(schedule)) != []
+    _, answer = ask("simulate", {**body, "microbatches": 8})
+    assert [result["advice"] for result in answer["results"]] == [[], []]
+
+
+def test_costs_are_per_rank_or_per_stage_and_the_answer_says_which():
+    body = {"ranks": 4, "microbatches": 8, "schedules": [{"name": "1f1b"}, {"name": "zbv"}], "costs": {"f": 2.0}}
+    built = [zp.build(name, ranks=4, microbatches=8) for name in ("1f1b", "zbv")]
+    costs = zp.Costs(f=2.0)
+    for per, expected in (
+        (None, compare(built, costs)), ("rank", compare(built, costs)),
+        ("stage", [zp.simulate(one, costs) for one in built]),
+    ):  # fmt: skip
+        _, answer = ask("simulate", {**body, **({"per": per} if per else {})})
+        assert answer["costs_per"] == (per or "rank")
+        assert [result["makespan"] for result in answer["results"]] == [t.makespan for t in expected]
+    assert [r["group"] for r in answer["results"]] == [0, 1], "with costs per stage, more stages are more work"
+    assert all(r["best_time"] for r in answer["results"])
+    _, chart = ask("chart", {"ranks": 4, "microbatches": 8, "costs": {"f": 2.0}, "per": "stage"})
+    assert next(p["makespan"] for p in chart["points"] if p["name"] == "zbv") == expected[1].makespan
+    text = client.post("/api/files/json", json={**body, "schedules": [{"name": "zbv"}], "per": "stage"}).text
+    assert zp.from_json(text).makespan == expected[1].makespan
+    status, answer = ask("simulate", {**body, "per": "model"})
+    assert (status, told(answer, "per")) == (422, ["per='model': rank or stage is needed"])
+
+
+def test_what_is_over_its_memory_limit_cannot_win():
+    names = ["1f1b", "zbv", "zb-h2", "v-half"]
+    body = {"ranks": 4, "microbatches": 12, "schedules": [{"name": name} for name in names]}
+    for limit, winners in ((None, {"zbv"}), (3.5, {"v-half"}), (1.0, set())):
+        costs = {} if limit is None else {"memory_limit": limit}
+        _, answer = ask("simulate", {**body, "costs": costs})
+        assert {r["title"] for r in answer["results"] if r["best_time"]} == winners
+        assert [r["fits"] for r in answer["results"]] == [not r["over_limit"] for r in answer["results"]]
+        _, chart = ask("chart", {"ranks": 4, "microbatches": 12, "costs": costs})
+        front = [p for p in chart["points"] if p["pareto"]]
+        assert not any(p["over_limit"] for p in front)
+        assert bool(front) == (limit != 1.0)
+
+
 def test_stages_per_rank_are_a_wish_for_all_and_a_demand_for_one():
     choices = [{"name": "1f1b"}, {"name": "interleaved"}, {"name": "interleaved", "stages_per_rank": 2}]
     _, answer = ask("simulate", {"stages_per_rank": 4, "schedules": choices})

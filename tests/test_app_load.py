@@ -290,7 +290,7 @@ def test_a_full_server_says_when_to_come_again(monkeypatch):
 
 
 def test_a_failure_of_ours_is_told_in_one_line(monkeypatch):
-    monkeypatch.setattr("zeropipe.app.calls.results", lambda shown: 1 / 0)
+    monkeypatch.setattr("zeropipe.app.calls.results", lambda shown, per: 1 / 0)
     client = TestClient(create_app(), base_url="http://localhost", raise_server_exceptions=False)
     response = client.post("/api/simulate", json=LIGHT)
     assert response.status_code == 500

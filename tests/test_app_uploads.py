@@ -35,6 +35,18 @@ def test_a_dropped_run_is_shown_as_it_was_and_its_times_can_be_used():
     assert answer["results"][1]["makespan"] == pytest.approx(run.makespan, rel=1e-5)
 
 
+def test_files_of_other_sizes_are_not_held_against_each_other():
+    sizes = [(2, 4), (2, 4), (4, 8)]
+    choices = []
+    for n, (ranks, microbatches) in enumerate(sizes):
+        name = ("1f1b", "zbv", "1f1b")[n]
+        _, facts = upload(f"{n}.csv", zp.to_csv(zp.build(name, ranks=ranks, microbatches=microbatches)))
+        choices.append({"file": facts["id"]})
+    _, answer = ask("simulate", {"schedules": choices})
+    assert [r["group"] for r in answer["results"]] == [0, 0, 1]
+    assert [r["best_time"] for r in answer["results"]] == [False, True, True]
+
+
 def test_costs_files_are_read_like_the_command_lines(tmp_path, capsys):
     assert upload("c.toml", "f = [1, 2]\np2p = 0.5")[1]["costs"] == {"f": [1, 2], "p2p": 0.5}
     assert upload("c.json", '{"w": 2}')[1]["costs"] == {"w": 2}

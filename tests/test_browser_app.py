@@ -376,6 +376,98 @@ def test_costs_come_from_a_file_from_paste_and_per_stage(visit):
     assert not page.is_visible("#stages")
 
 
+def test_costs_per_stage_are_a_switch_that_the_link_keeps(visit):
+    page = visit("?schedules=1f1b,zbv&f=2")
+    per_rank = [
+        t.makespan for t in compare([zp.build(n, ranks=4, microbatches=8) for n in ("1f1b", "zbv")], zp.Costs(f=2))
+    ]
+    assert [float(row[0]) for row in rows(page).values()] == per_rank
+    assert page.inner_text("#per") == "costs per rank, shared out over its stages"
+    page.click("#tab-costs")
+    page.click("label[for=in-per-stage]")
+    settle(page)
+    per_stage = [zp.simulate(zp.build(n, ranks=4, microbatches=8), zp.Costs(f=2)).makespan for n in ("1f1b", "zbv")]
+    assert [float(row[0]) for row in rows(page).values()] == per_stage
+    assert page.inner_text("#per") == "costs per stage"
+    assert page.inner_text("h1") == f"Not the same work: 1f1b {per_stage[0]:g}, zbv {per_stage[1]:g}"
+    assert query(page)["per"] == "stage"
+    other = visit(page.url.split("/", 3)[3])
+    assert rows(other) == rows(page)
+    assert other.is_checked("#in-per-stage")
+    page.focus("#in-per-stage")
+    page.keyboard.press("ArrowLeft")
+    settle(page)
+    assert [float(row[0]) for row in rows(page).values()] == per_rank
+    assert "per" not in query(page)
+
+
+def test_the_headline_holds_only_the_same_work_against_each_other(visit):
+    page = visit("?schedules=", wait="main[aria-busy=false]")
+    for n, (name, ranks) in enumerate((("1f1b", 2), ("zbv", 2), ("1f1b", 4))):
+        drop(page, f"{name}-{ranks}.csv", zp.to_csv(zp.build(name, ranks=ranks, microbatches=8)))
+        page.wait_for_selector(f".compare tbody:nth-of-type({n + 1})")
+        settle(page)
+        if n == 1:
+            assert page.inner_text("h1").startswith("zbv-2 is fastest: ")
+    assert page.inner_text("h1").endswith("less time than 1f1b-2, with 2 ranks · 8 microbatches")
+    assert "different sizes" in page.inner_text("#status")
+    assert "other work" in page.inner_text(".compare tbody:nth-of-type(3)")
+
+
+def test_what_is_over_the_limit_does_not_win(visit):
+    page = visit("?schedules=1f1b,zbv,v-half&microbatches=12&memory_limit=3.5")
+    assert page.inner_text("h1") == "Only v-half fits the memory limit"
+    assert "fastest" not in page.inner_text(".compare tbody[data-choice=zbv]")
+    assert "fastest" in page.inner_text(".compare tbody[data-choice=v-half]")
+    page.click("#tab-costs")
+    page.fill("#in-memory_limit", "1")
+    settle(page)
+    assert page.inner_text("h1") == "None fits the memory limit of 1"
+    assert "fastest" not in page.inner_text(".compare")
+
+
+def test_nothing_chosen_offers_a_beginning_and_few_microbatches_are_advised_against(visit):
+    page = visit("?schedules=&ranks=8&microbatches=4", wait="main[aria-busy=false]")
+    page.click("text=Zero bubble")
+    settle(page)
+    assert list(rows(page)) == ["1f1b", "zb-h1", "zbv"]
+    [advice] = zp.advice(zp.build("zbv", ranks=8, microbatches=4))
+    assert page.inner_text(".compare tbody[data-choice=zbv] .advice") == advice
+    page.fill("#in-microbatches", "32")
+    settle(page)
+    assert not page.is_visible(".advice")
+
+
+@pytest.mark.parametrize("width", [1440, 390])
+def test_names_in_the_chart_do_not_lie_on_each_other(visit, width):
+    for sizes in ("?ranks=4&microbatches=8", "?ranks=8&microbatches=256", "?ranks=2&microbatches=64&memory_limit=3"):
+        page = visit(f"{sizes}&schedules=1f1b,zbv,v-half", size={"width": width, "height": 900})
+        page.wait_for_selector("g.dot")
+        boxes = page.evaluate(
+            "[...document.querySelectorAll('.chart text')].map((one) => [one.textContent, one.getBoundingClientRect()])"
+        )
+        names = [name for name, _ in boxes]
+        assert {"1f1b", "zbv", "v-half"} <= set(names)
+        for n, (name, a) in enumerate(boxes):
+            for other, b in boxes[:n]:
+                apart = a["left"] >= b["right"] or b["left"] >= a["right"] or a["top"] + 2 >= b["bottom"]
+                assert apart or b["top"] + 2 >= a["bottom"], f"{name} lies on {other} with {sizes}"
+
+
+def test_a_busy_server_is_asked_again(visit):
+    page = visit("?schedules=1f1b")
+    busy = json.dumps({"errors": [{"field": "", "message": "64 requests wait already"}]})
+    with expected(visit.complaints):
+        page.route("**/api/simulate", lambda route: route.fulfill(
+            status=503, body=busy, headers={"Retry-After": "1", "Content-Type": "application/json"}
+        ))  # fmt: skip
+        page.fill("#in-ranks", "6")
+        page.wait_for_selector("#error-page:has-text('64 requests wait already')")
+        page.unroute("**/api/simulate")
+        page.wait_for_selector("#status:has-text('6 ranks')")
+    assert not page.is_visible("#error-page")
+
+
 def test_a_link_reproduces_the_view(visit):
     sizes = "?ranks=4&microbatches=12&schedules=zbv,interleaved:v=4,zb-h2:extra=2"
     page = visit(f"{sizes}&f={','.join(['1,1,2,1'] * 4)}&p2p=0.1&memory_limit=30")
@@ -422,7 +514,7 @@ def test_mistakes_are_told_beside_their_fields_and_go_away(visit):
         page.fill("#in-ranks", "5")
         page.wait_for_selector("#tab-costs.wrong")
         page.click("#tab-costs")
-        assert "f has 4 entries, which 5 stages cannot share" in page.inner_text("#error-costs-f")
+        assert "f has 4 entries, which 5 stages on 5 ranks cannot share" in page.inner_text("#error-costs-f")
         page.fill("#in-f", "1")
         settle(page)
     page.fill("#in-ranks", "3")  # 1f1b goes on, dualpipe says why it does not
@@ -518,10 +610,27 @@ def test_light_and_dark(visit):
 @pytest.mark.parametrize("tab", ["schedules", "costs"])
 def test_a_phone_shows_all_without_scrolling_sideways(visit, tab):
     page = visit("?schedules=1f1b,interleaved,dualpipev", size=PHONE, has_touch=True)
+    assert not page.is_visible("#tab-costs")
+    page.tap("#fold")
+    assert page.get_attribute("#fold", "aria-expanded") == "true"
     page.tap(f"#tab-{tab}")
     page.wait_for_timeout(200)
     assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
     assert page.is_visible(".compare")
+    page.tap("#fold")
+    assert not page.is_visible(f"#tab-{tab}")
+
+
+def test_a_phone_shows_results_in_its_upper_half_and_errors_that_were_folded_away(visit):
+    page = visit("?schedules=1f1b,zbv", size=PHONE, has_touch=True)
+    for place in ("h1", ".compare tbody"):
+        assert page.locator(place).first.bounding_box()["y"] < PHONE["height"] / 2
+    assert page.inner_text("#fold").split("\n") == ["Schedules and costs:", "2 schedules", "default costs"]
+    with expected(visit.complaints):
+        other = visit("?schedules=1f1b&weight_parts=65", size=PHONE, wait="#error-weight_parts:not([hidden])")
+        assert other.is_visible("#error-weight_parts")
+        third = visit("?schedules=1f1b&f=x", size=PHONE, wait="#tab-costs.wrong")
+        third.wait_for_selector("#error-costs-f")
 
 
 @pytest.mark.parametrize("width", [390, 360, 320])

@@ -57,7 +57,8 @@ def catalog_call() -> Reply:
 def simulate_call(ask: Ask, files: Files) -> Reply:
     shown, refused = timelines_of(ask, files)
     return Reply(encoded({
-        "results": results(shown), "errors": listed(refused), "viewer": payload([one.timeline for one in shown]),
+        "results": results(shown, ask.per), "errors": listed(refused), "costs_per": ask.per,
+        "viewer": payload([one.timeline for one in shown]),
     }))  # fmt: skip
 
 

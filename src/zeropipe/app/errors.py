@@ -22,6 +22,7 @@ _RULES = {
     "stages_per_rank": _WHOLE,
     "weight_parts": f"a W is cut into 1 to {MAX_WEIGHT_PARTS} parts",
     "node_size": "a whole number of ranks from 1 on is needed",
+    "per": "rank or stage is needed",
     "blocking": "true or false is needed",
     "blocking_ends": "true or false is needed",
     "serial_links": "true or false is needed",

@@ -15,6 +15,7 @@ MAX_EDGES = 4096  # directions between two ranks with costs of their own
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Speed = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 PerStage = Amount | Annotated[list[Amount], Field(min_length=1, max_length=MAX_STAGES, fail_fast=True)]
+Per = Literal["rank", "stage"]
 Format = Literal["html", "svg", "png", "pdf", "csv", "json"]
 
 
@@ -32,7 +33,7 @@ class LinkIn(Strict):
 
 
 class CostsIn(Strict):
-    """`zeropipe.Costs`, field by field: numbers are per rank and shared out over its stages, lists are per piece."""
+    """`zeropipe.Costs`, field by field; `per` says what a number is of."""
 
     f: PerStage = 1.0
     i: PerStage = 1.0
@@ -78,6 +79,9 @@ class Size(Strict):
         None, description="Cut every W into so many parts and run them where their rank would wait."
     )
     costs: CostsIn = CostsIn()
+    per: Per = Field(
+        "rank", description="What a cost is of: a rank's part of the model, shared out over its stages, or a stage."
+    )
 
 
 class Ask(Size):
@@ -173,16 +177,20 @@ class Result(BaseModel):
     unit: str
     memory_unit: str
     makespan: float
-    of_best: float
     bubble: float
+    bubble_to_ideal: float
     busy: float
     idle: Idle
     peak_memory: float | None
     peak_rank: int | None
     over_limit: list[int]
     copies: int
+    advice: list[str]
+    group: int = Field(description="Results of one group do the same work, and only they are held against each other.")
+    fits: bool
     best_time: bool
     best_memory: bool
+    of_best: float
 
 
 class Answer(BaseModel):
@@ -190,6 +198,7 @@ class Answer(BaseModel):
 
     results: list[Result]
     errors: list[FieldError]
+    costs_per: Per
     viewer: dict[str, Any]
 
 

@@ -8,15 +8,16 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from zeropipe.app.errors import Refusal, cost_field
-from zeropipe.app.models import Ask, Choice, CostsIn, Size
+from zeropipe.app.models import Ask, Choice, CostsIn, Per, Size
 from zeropipe.app.uploads import Files, Found
 from zeropipe.core.explain import idle
 from zeropipe.core.limits import PAGE, num_actions, num_cut, require_costs
 from zeropipe.core.schedule import Schedule
-from zeropipe.core.timeline import ROUNDING, Timeline
+from zeropipe.core.timeline import Timeline
 from zeropipe.errors import ConfigError, ScheduleError
+from zeropipe.schedules.advice import advice
 from zeropipe.schedules.registry import Entry, build_entry, entries, find
-from zeropipe.sim.compare import compare
+from zeropipe.sim.compare import compare, ranking
 from zeropipe.sim.costs import Costs, costs_from
 
 Options = tuple[tuple[str, int | float | str], ...]
@@ -49,7 +50,7 @@ def timelines_of(ask: Ask, files: Files) -> tuple[list[Shown], list[tuple[str, s
     done, refused = [], []
     for n, plan in enumerate(planned):
         try:
-            timeline = _timeline(plan, costs).labelled(_title(planned, n))
+            timeline = _timeline(plan, costs, ask.per).labelled(_title(planned, n))
             done.append(Shown(n, timeline, isinstance(plan.found, Timeline), plan.parts is not None))
         except (ConfigError, ScheduleError) as error:
             refused.append((f"schedules.{n}", str(error)))
@@ -135,7 +136,7 @@ def _require_total(plans: Sequence[Plan], parts: int | None) -> None:
         raise Refusal((field, str(error))) from None
 
 
-def _timeline(plan: Plan, costs: Costs) -> Timeline:
+def _timeline(plan: Plan, costs: Costs, per: Per) -> Timeline:
     if plan.error:
         raise ConfigError(plan.error)
     if isinstance(plan.found, Timeline):
@@ -143,7 +144,7 @@ def _timeline(plan: Plan, costs: Costs) -> Timeline:
     schedule = plan.found or built(plan.entry, *plan.size, plan.options)
     if plan.parts:  # once more: a user's schedule may have W without saying so in its entry
         PAGE.require_actions(num_cut(schedule, plan.parts), plan.title, plan.parts)
-    return compare([schedule], costs, weight_parts=plan.parts)[0]
+    return compare([schedule], costs, weight_parts=plan.parts, per=per)[0]
 
 
 @lru_cache(maxsize=128)
@@ -193,34 +194,41 @@ def _field_of(message: str, default: str) -> str:
     return field if field != "costs" and " entries" in message else default
 
 
-def results(shown: list[Shown]) -> list[dict[str, Any]]:
-    """The figures of the comparison."""
-    fastest: dict[str, float] = {}  # by unit: a recorded run in seconds has nothing to do with abstract costs
-    leanest: dict[str, float] = {}
-    for _, t, *_ in shown:
-        fastest[t.unit] = min(t.makespan, fastest.get(t.unit, t.makespan))
-        if t.memory:
-            leanest[t.memory_unit] = min(max(t.peak_memory), leanest.get(t.memory_unit, max(t.peak_memory)))
-    return [_result(one, fastest[one.timeline.unit], leanest.get(one.timeline.memory_unit)) for one in shown]
+def results(shown: list[Shown], per: Per) -> list[dict[str, Any]]:
+    """The figures of the comparison. Only what does the same work, in the same unit, is held against each other."""
+    groups: dict[Any, list[Timeline]] = {}
+    for one in shown:
+        groups.setdefault(_work_of(one.timeline, per), []).append(one.timeline)
+    numbers = {work: n for n, work in enumerate(groups)}
+    standings = {work: iter(ranking(timelines).standings) for work, timelines in groups.items()}
+    works = [_work_of(one.timeline, per) for one in shown]
+    return [{**_figures(one), "group": numbers[work], **next(standings[work])._asdict()}
+            for one, work in zip(shown, works, strict=True)]  # fmt: skip
 
 
-def _result(shown: Shown, fastest: float, leanest: float | None) -> dict[str, Any]:
+def _work_of(timeline: Timeline, per: Per) -> tuple[Any, ...]:
+    """Timelines of which this is equal compete. With costs per stage, more stages are more work."""
+    schedule = timeline.schedule
+    stages = schedule.num_stages if per == "stage" else 0
+    return schedule.num_ranks, schedule.num_microbatches, timeline.unit, stages
+
+
+def _figures(shown: Shown) -> dict[str, Any]:
     n, t, recorded, filled = shown
     peak = max(t.peak_memory) if t.memory else None
-    causes = [sum(column) / t.num_ranks for column in zip(*idle(t))]
+    causes = [sum(column) / t.num_ranks for column in zip(*idle(t), strict=True)]
     return {
         "choice": n, "title": t.title, "schedule": t.schedule.name, "placement": t.schedule.placement.name,
         "measured": t.measured, "recorded": recorded, "num_ranks": t.num_ranks, "num_stages": t.schedule.num_stages,
         "num_microbatches": t.schedule.num_microbatches, "num_actions": t.schedule.num_actions,
         "num_weight_parts": t.schedule.problem.num_weight_parts, "filled": filled,
         "unit": t.unit, "memory_unit": t.memory_unit, "makespan": t.makespan,
-        "of_best": t.makespan / fastest if fastest > 0 else 1.0, "bubble": t.bubble, "busy": sum(t.busy) / t.num_ranks,
-        "idle": dict(zip(("warm_up", "waiting", "communication", "cool_down", "other"), causes)),
+        "bubble": t.bubble, "bubble_to_ideal": t.bubble_to_ideal, "busy": sum(t.busy) / t.num_ranks,
+        "idle": dict(zip(("warm_up", "waiting", "communication", "cool_down", "other"), causes, strict=True)),
         "peak_memory": peak, "peak_rank": None if peak is None else t.peak_memory.index(peak),
         "over_limit": list(t.over_limit),
         "copies": len(t.schedule.placement.copies),
-        "best_time": t.makespan <= fastest * ROUNDING,
-        "best_memory": peak is not None and leanest is not None and peak <= leanest * ROUNDING,
+        "advice": list(advice(t.schedule)),
     }  # fmt: skip
 
 
@@ -241,7 +249,7 @@ def chart(size: Size) -> dict[str, Any]:
     points, refused = [], []
     for plan in chart_plans(size):
         try:
-            timeline = _timeline(plan, costs)
+            timeline = _timeline(plan, costs, size.per)
         except (ConfigError, ScheduleError) as error:
             refused.append({"field": plan.title, "message": str(error)})
             continue
@@ -250,8 +258,9 @@ def chart(size: Size) -> dict[str, Any]:
             "name": plan.title, "stages_per_rank": plan.size[2], "bubble": timeline.bubble, "peak_memory": peak,
             "makespan": timeline.makespan, "over_limit": bool(timeline.over_limit),
         })  # fmt: skip
-    for point in points:
-        point["pareto"] = not any(_dominates(other, point) for other in points)
+    fitting = [point for point in points if not point["over_limit"]]
+    for point in points:  # what is over the limit beats nothing, and is beaten by all
+        point["pareto"] = point in fitting and not any(_dominates(other, point) for other in fitting)
     return {"points": points, "errors": refused, "unit": costs.unit, "memory_unit": costs.memory_unit}
 
 

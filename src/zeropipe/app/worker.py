@@ -22,6 +22,7 @@ from typing import IO, Any
 from zeropipe.app.errors import Refusal
 from zeropipe.app.hands import DONE, RAISED, STOPPED, Failed
 from zeropipe.app.lanes import Job, Stopped
+from zeropipe.core.jit import live_on
 from zeropipe.errors import ZeropipeError
 from zeropipe.schedules.user import entry_of
 
@@ -36,9 +37,11 @@ class Worker:
         self._jobs: SimpleQueue[tuple[int, Job]] = SimpleQueue()
         self._current = self._unwanted = 0  # numbers of jobs
 
-    def serve(self) -> None:
+    def listen(self) -> None:
         signal.signal(signal.SIGINT, self._interrupted)  # Ctrl-C in the terminal is for the server
         Thread(target=self._read, daemon=True).start()
+
+    def serve(self) -> None:
         while True:
             number, job = self._jobs.get()
             pickle.dump(self._outcome(number, job), self._sink, pickle.HIGHEST_PROTOCOL)
@@ -109,4 +112,16 @@ def main() -> None:
             entry_of(spec)
         except ZeropipeError as error:
             print(f"zeropipe: {error}", file=sys.stderr)
-    Worker(source, sink, tempfile.gettempdir()).serve()
+    worker = Worker(source, sink, tempfile.gettempdir())
+    worker.listen()
+    _warm_up()
+    worker.serve()
+
+
+def _warm_up() -> None:
+    """Load what large jobs need before the first one comes. The first time ever, this compiles it, for some seconds."""
+    from zeropipe.app.calls import simulate_call
+    from zeropipe.app.models import Ask
+
+    live_on()
+    simulate_call(Ask.model_validate({"ranks": 8, "microbatches": 64, "schedules": [{"name": "zbv"}]}), {})

@@ -1,20 +1,24 @@
-// One card per schedule: its name, a tiny picture drawn from the schedule itself, and one line.
+// One card per schedule: its name and a tiny picture, drawn from the schedule itself. A line below says more.
 
 import { h, svg } from "./dom.js";
 
 const SHADES = 2;
 
 export class Cards {
-  constructor(root, schedules, toggle) {
+  /** `about` shows what the card under the pointer, or in focus, stands for. */
+  constructor(root, about, schedules, toggle) {
     this.cards = new Map();
     for (const facts of schedules) {
+      const words = told(facts);
       const node = h(
         "button",
-        { type: "button", className: "card", title: tip(facts), onclick: () => toggle(facts.name), "data-name": facts.name },
+        { type: "button", className: "card", "aria-description": words, onclick: () => toggle(facts.name), "data-name": facts.name },
         h("b", {}, facts.name),
         facts.picture ? drawing(facts.picture) : null,
-        h("span", {}, facts.summary),
       );
+      const show = () => about.replaceChildren(h("b", {}, facts.name), ` ${words}`);
+      node.addEventListener("pointerenter", show);
+      node.addEventListener("focus", show);
       this.cards.set(facts.name, node);
       root.append(node);
     }
@@ -26,9 +30,10 @@ export class Cards {
   }
 }
 
-function tip({ summary, limits, stages_per_rank }) {
-  const stages = stages_per_rank.length > 1 ? `${Math.min(...stages_per_rank)} to ${Math.max(...stages_per_rank)}` : stages_per_rank[0];
-  return [`${summary}.`, `Stages per rank: ${stages}.`, limits && `Needs ${limits}.`].filter(Boolean).join("\n");
+function told({ summary, limits, stages_per_rank }) {
+  const [least, most] = [Math.min(...stages_per_rank), Math.max(...stages_per_rank)];
+  const stages = least === most ? `${most} ${most === 1 ? "stage" : "stages"} per rank` : `${least} to ${most} stages per rank`;
+  return [`${summary}.`, `${stages}.`, limits && `Needs ${limits}.`].filter(Boolean).join(" ");
 }
 
 export function drawing({ width, height, paths }) {

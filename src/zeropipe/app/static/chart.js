@@ -2,10 +2,12 @@
 
 import { percentText, ruler, sizeText, timeText } from "/viewer/units.js";
 import { h, svg } from "./dom.js";
+import { placeLabels } from "./labels.js";
 
-const HEIGHT = 300;
-const MARGIN = { top: 14, right: 18, bottom: 38, left: 46 };
+const HEIGHT = 320;
+const MARGIN = { top: 26, right: 16, bottom: 42, left: 44 };
 const RADIUS = 5;
+const FAR_APART = 10; // the most memory over the least, from where on the scale is logarithmic
 
 export class Chart {
   constructor(root, toggle) {
@@ -79,19 +81,21 @@ export class Chart {
     if (!this.answer || !width) return;
     const focused = this.picture.contains(document.activeElement) ? document.activeElement.dataset.name : null;
     const scale = this.scales(width);
-    const { points } = this;
     this.picture.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
-    const placed = spread(points.map((point) => ({ point, x: scale.x(point.peak_memory), y: scale.y(point.bubble) })));
-    this.picture.replaceChildren(this.axes(scale, width), this.front(scale, width), ...labels(placed, width), ...placed.map((one) => this.dot(one)));
+    const placed = spread(this.points.map((point) => ({ point, x: scale.x(point.peak_memory), y: scale.y(point.bubble) })));
+    const steps = this.steps(scale, width);
+    const front = svg("path", { d: steps.map(([x, y], n) => `${n ? "L" : "M"}${x} ${y}`).join(""), class: "front", "aria-hidden": "true" });
+    this.picture.replaceChildren(this.axes(scale, width), front, ...this.labels(placed, steps, scale, width), ...placed.map((one) => this.dot(one)));
     if (focused) this.picture.querySelector(`[data-name="${CSS.escape(focused)}"]`)?.focus();
   }
 
   scales(width) {
-    const top = Math.max(0.02, ...this.points.map((p) => p.bubble)) * 1.12;
-    const right = Math.max(...this.points.map((p) => p.peak_memory), this.limit ?? 0, 0) * 1.1 || 1;
+    const top = Math.max(0.02, ...this.points.map((p) => p.bubble)) * 1.1;
+    const room = width - MARGIN.left - MARGIN.right;
+    const across = memoryScale([...this.points.map((p) => p.peak_memory), ...(this.limit === null ? [] : [this.limit])]);
     return {
-      top, right,
-      x: (memory) => MARGIN.left + (memory / right) * (width - MARGIN.left - MARGIN.right),
+      top, ticks: across.ticks(Math.max(2, Math.min(7, width / 80))), isLog: across.isLog,
+      x: (memory) => MARGIN.left + across.share(memory) * room,
       y: (bubble) => HEIGHT - MARGIN.bottom - (Math.max(0, bubble) / top) * (HEIGHT - MARGIN.top - MARGIN.bottom),
     };
   }
@@ -104,30 +108,55 @@ export class Chart {
       group.append(svg("line", { x1: MARGIN.left, x2: width - MARGIN.right, y1: scale.y(at), y2: scale.y(at) }));
       group.append(svg("text", { x: MARGIN.left - 8, y: scale.y(at) + 4, "text-anchor": "end" }, `${+(100 * at).toFixed(1)}%`));
     }
-    for (const { at } of ruler(0, scale.right, Math.max(2, Math.min(7, width / 80)), "").ticks) {
-      group.append(svg("text", { x: scale.x(at), y: floor + 19, "text-anchor": "middle" }, sizeText(at, unit)));
+    for (const at of scale.ticks) {
+      if (at === 0) continue; // the corner has its 0% already
+      group.append(svg("line", { x1: scale.x(at), x2: scale.x(at), y1: floor, y2: floor + 4 }));
+      group.append(svg("text", { x: scale.x(at), y: floor + 18, "text-anchor": "middle" }, sizeText(at, unit)));
     }
-    group.append(svg("text", { x: width - MARGIN.right, y: HEIGHT - 4, "text-anchor": "end", class: "name" }, "peak memory →"));
-    group.append(svg("text", { x: 2, y: HEIGHT - 4, class: "name" }, "↑ bubble"));
-    if (this.limit) {
+    group.append(svg("text", { x: width - MARGIN.right, y: HEIGHT - 3, "text-anchor": "end", class: "name" }, `peak memory of a rank${scale.isLog ? ", log scale" : ""} →`));
+    group.append(svg("text", { x: 0, y: 11, class: "name" }, "↑ bubble"));
+    if (this.limit !== null) {
       const x = scale.x(this.limit);
-      group.append(svg("line", { x1: x, x2: x, y1: MARGIN.top, y2: floor, class: "limit" }));
-      group.append(svg("text", { x: x - 5, y: MARGIN.top + 8, "text-anchor": "end", class: "limit" }, "limit"));
+      group.append(svg("rect", { x, y: MARGIN.top, width: Math.max(0, width - MARGIN.right - x), height: floor - MARGIN.top, class: "beyond" }));
+      group.append(svg("line", { x1: x, x2: x, y1: MARGIN.top - 8, y2: floor, class: "limit" }));
+      const near = x > width - 70;
+      group.append(svg("text", { x: near ? x - 5 : x + 5, y: MARGIN.top - 1, "text-anchor": near ? "end" : "start", class: "limit" }, "limit"));
     }
     return group;
   }
 
-  /** The steps below which no schedule lies. */
-  front(scale, width) {
+  /** The corners of the line below which no schedule lies. */
+  steps(scale, width) {
     const best = this.answer.points.filter((p) => p.pareto).sort((a, b) => a.peak_memory - b.peak_memory || b.bubble - a.bubble);
-    if (!best.length) return svg("g");
-    let path = `M${scale.x(best[0].peak_memory)} ${MARGIN.top}V${scale.y(best[0].bubble)}`;
-    for (const p of best.slice(1)) path += `H${scale.x(p.peak_memory)}V${scale.y(p.bubble)}`;
-    return svg("path", { d: `${path}H${width - MARGIN.right}`, class: "front", "aria-hidden": "true" });
+    const corners = [];
+    for (const { peak_memory: memory, bubble } of best) {
+      const [x, y] = [scale.x(memory), scale.y(bubble)];
+      corners.push([x, corners.length ? corners.at(-1)[1] : MARGIN.top], [x, y]);
+    }
+    if (corners.length) corners.push([width - MARGIN.right, corners.at(-1)[1]]);
+    return corners;
+  }
+
+  labels(placed, steps, scale, width) {
+    const weight = ({ point }) => 2 * Number(this.isChosen(point)) + Number(point.pareto ?? 0);
+    const points = [...placed].sort((a, b) => weight(b) - weight(a)).map(({ point, x, y }) => ({ x, y, radius: RADIUS + (this.isChosen(point) ? 5 : 2), name: point.name, strong: Boolean(point.pareto) }));
+    const area = { left: MARGIN.left + 2, right: width, top: 16, bottom: HEIGHT - MARGIN.bottom + 3 };
+    const lines = steps.slice(1).map((corner, n) => [...steps[n], ...corner]);
+    const taken = [];
+    if (this.limit !== null) {
+      const x = scale.x(this.limit);
+      lines.push([x, MARGIN.top, x, HEIGHT - MARGIN.bottom]);
+      taken.push({ left: x - 40, right: x + 40, top: 14, bottom: MARGIN.top + 2 });
+    }
+    return placeLabels(points, area, taken, lines);
+  }
+
+  isChosen(point) {
+    return this.chosen.includes(point.name) || Boolean(point.extra);
   }
 
   dot({ point, x, y }) {
-    const chosen = this.chosen.includes(point.name) || point.extra;
+    const chosen = this.isChosen(point);
     const kind = ["dot", point.pareto && "front", chosen && "chosen", point.over_limit && "over", point.extra && "extra"].filter(Boolean).join(" ");
     const node = svg("g", { class: kind, transform: `translate(${x} ${y})`, "data-name": point.name, tabindex: 0, "aria-label": this.words(point) });
     node.setAttribute("role", point.extra ? "img" : "button");
@@ -189,22 +218,24 @@ function spread(points) {
   return done;
 }
 
-/** Names where there is room: right, left, above, below; the front first. */
-function labels(points, width) {
-  const taken = points.map(({ x, y }) => ({ left: x - 8, right: x + 8, top: y - 8, bottom: y + 8 }));
-  const made = [];
-  for (const { point, x, y } of [...points].sort((a, b) => Number(b.point.pareto ?? 0) - Number(a.point.pareto ?? 0))) {
-    const long = point.name.length * 6.4 + 2;
-    const places = [[x + 13, y + 4, "start"], [x - 13, y + 4, "end"], [x, y - 13, "middle"], [x, y + 20, "middle"], [x + 9, y - 10, "start"], [x + 9, y + 17, "start"], [x - 9, y - 10, "end"], [x - 9, y + 17, "end"]];
-    for (const [at, base, anchor] of places) {
-      const left = anchor === "start" ? at : anchor === "end" ? at - long : at - long / 2;
-      const box = { left, right: left + long, top: base - 9, bottom: base + 3 };
-      const free = !taken.some((other) => box.left < other.right && box.right > other.left && box.top < other.bottom && box.bottom > other.top);
-      if (!free || box.left < MARGIN.left || box.right > width || box.top < 0 || box.bottom > HEIGHT - MARGIN.bottom + 2) continue;
-      taken.push(box);
-      made.push(svg("text", { x: at, y: base, "text-anchor": anchor, class: point.pareto ? "label front" : "label", "aria-hidden": "true" }, point.name));
-      break;
-    }
+/** Where sizes lie from left (0) to right (1). Sizes far apart go on a logarithmic scale: else most crowd at the left. */
+function memoryScale(sizes) {
+  const [least, most] = [Math.min(...sizes), Math.max(...sizes)];
+  if (least > 0 && most > FAR_APART * least) {
+    const [from, to] = [Math.log(least) - 0.12 * Math.log(most / least), Math.log(most) + 0.1 * Math.log(most / least)];
+    return { isLog: true, share: (size) => (Math.log(size) - from) / (to - from), ticks: (count) => powers(Math.exp(from), Math.exp(to), count) };
   }
-  return made;
+  const pad = 0.12 * (most - least);
+  const from = pad && least > 0.4 * most ? Math.max(0, least - pad) : 0; // zero, unless that leaves much of the picture empty
+  const to = most + (from ? pad : (pad ? 0.08 : 0.8) * most) || 1;
+  return { isLog: false, share: (size) => (size - from) / (to - from), ticks: (count) => ruler(from, to, count, "").ticks.map(({ at }) => at) };
+}
+
+/** Powers of two (or of four, eight, ...) between two sizes, `count` at most. */
+function powers(from, to, count) {
+  const [first, last] = [Math.ceil(Math.log2(from)), Math.floor(Math.log2(to))];
+  const step = Math.max(1, Math.ceil((last - first + 1) / count));
+  const ticks = [];
+  for (let power = first; power <= last; power += step) ticks.push(2 ** power);
+  return ticks;
 }

@@ -1,7 +1,7 @@
 // Fields: sizes and costs. Each keeps what was typed, and shows what the server says about it below.
 
 import { h, tell } from "./dom.js";
-import { COSTS, PER_STAGE } from "./state.js";
+import { COSTS, PER, PER_STAGE } from "./state.js";
 
 const SIZE_FIELDS = {
   ranks: { label: "Ranks" },
@@ -10,8 +10,11 @@ const SIZE_FIELDS = {
   weight_parts: { label: "W in parts", hint: "off", about: "Cut every W into so many parts and run them where their rank would wait. 1 moves whole W." },
 };
 
+const SHARED = "per-what"; // stands for what `per` says
+const PER_WORDS = { rank: ["a rank", "per rank, shared out over its stages"], stage: ["a stage", "per stage"] };
+
 const GROUPS = [
-  ["Time", "per rank, shared by its stages", [
+  ["Time", SHARED, [
     ["f", "Forward", { kind: "F" }],
     ["i", "Input gradient", { kind: "I" }],
     ["w", "Weight gradient", { kind: "W" }],
@@ -19,7 +22,7 @@ const GROUPS = [
     ["overlap", "F and B as one step", { hint: "F + B" }],
     ["unit", "Unit of time", { choices: [["", "abstract"], ["s", "seconds"]] }],
   ]],
-  ["Memory", "per rank and microbatch", [
+  ["Memory", "of a microbatch; weights once", [
     ["activation", "Activations of a forward", {}],
     ["stash", "Kept from I until W", { hint: "all of it" }],
     ["weights", "Weights, gradients, optimizer", {}],
@@ -48,8 +51,24 @@ export class Form {
     this.state = state;
     this.changed = changed;
     this.fields = new Map();
+    this.perWords = [];
     for (const [name, facts] of Object.entries(SIZE_FIELDS)) this.addSize(root, name, facts);
-    costsRoot.append(this.files(actions), ...GROUPS.map((group) => this.group(...group)));
+    costsRoot.append(this.files(actions), this.per(), ...GROUPS.map((group) => this.group(...group)));
+  }
+
+  /** What a cost is of: of a rank's part of the model, or of a stage. */
+  per() {
+    const error = h("p", { className: "error", id: "error-per", role: "alert", hidden: true });
+    const made = PER.map((value) => {
+      const input = h("input", { type: "radio", name: "per", id: `in-per-${value}`, value, onchange: () => this.set("per", value) });
+      return [input, h("label", { htmlFor: input.id }, PER_WORDS[value][0])];
+    });
+    const show = () => {
+      for (const [input] of made) input.checked = input.value === this.state.per;
+      for (const words of this.perWords) words.textContent = perWords(this.state.per);
+    };
+    this.fields.set("per", { input: made[0][0], error, show });
+    return h("fieldset", { className: "segment" }, h("legend", {}, "Costs are those of"), h("div", {}, ...made.flat()), error);
   }
 
   addSize(root, name, { label, hint, about }) {
@@ -76,7 +95,9 @@ export class Form {
   }
 
   group(title, about, rows) {
-    const node = h("fieldset", { className: "costs" }, h("legend", {}, title, h("span", {}, about)));
+    const words = h("span", {}, about);
+    if (about === SHARED) this.perWords.push(words);
+    const node = h("fieldset", { className: "costs" }, h("legend", {}, title, words));
     for (const row of rows) node.append(this.cost(...row));
     return node;
   }
@@ -123,7 +144,7 @@ export class Form {
 
   /** Show the state after it was changed elsewhere. */
   sync() {
-    for (const { input, show } of this.fields.values()) if (input !== document.activeElement) show();
+    for (const { input, show } of this.fields.values()) if (input !== document.activeElement || input.type === "radio") show();
     const edges = Object.keys(this.state.edges);
     this.edges.hidden = !edges.length;
     this.edges.textContent = edges.length ? `Own costs for the directions ${edges.join(", ")} (from the costs file).` : "";
@@ -131,7 +152,8 @@ export class Form {
 
   /** How many costs differ from their defaults. */
   get numSet() {
-    return Object.entries(this.state.costs).filter(([name, given]) => given !== COSTS[name]).length + Object.keys(this.state.edges).length;
+    const costs = Object.entries(this.state.costs).filter(([name, given]) => given !== COSTS[name]);
+    return costs.length + Object.keys(this.state.edges).length + Number(this.state.per !== PER[0]);
   }
 
   /** Put each error beside its field; returns those that belong to no field here. */
@@ -151,6 +173,11 @@ export class Form {
 
   /** Whether an error lies in the pane of costs, which may be out of sight. */
   get wrongCosts() {
-    return !this.costsError.hidden || [...this.fields].some(([name, { error }]) => name.startsWith("costs.") && !error.hidden);
+    return !this.costsError.hidden || [...this.fields].some(([name, { error }]) => (name === "per" || name.startsWith("costs.")) && !error.hidden);
   }
+}
+
+/** "per rank, shared out over its stages", for people. */
+export function perWords(per) {
+  return PER_WORDS[per]?.[1] ?? "";
 }

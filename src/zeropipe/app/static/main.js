@@ -6,7 +6,8 @@ import { Chart } from "./chart.js";
 import { $, debounce, h, tell } from "./dom.js";
 import { FORMATS, closeMenus, saveFile, sheet } from "./downloads.js";
 import { packFiles, pasteDialog, takeDrops, unpackFiles, upload } from "./files.js";
-import { Form } from "./form.js";
+import { Fold } from "./fold.js";
+import { Form, perWords } from "./form.js";
 import { headline } from "./headline.js";
 import { Stages } from "./stages.js";
 import { choice, choiceRequest, fromAddress, sizeRequest, takeCosts, toAddress, value } from "./state.js";
@@ -14,7 +15,7 @@ import { Table } from "./table.js";
 import { tabs } from "./tabs.js";
 import { copyCosts, share, toggleTheme } from "./tools.js";
 import { watchView } from "./view.js";
-import { Line, Refused } from "./wire.js";
+import { Line, Refused, get } from "./wire.js";
 
 const QUIET = 90; // milliseconds without a change before asking
 const state = fromAddress(location.search);
@@ -25,17 +26,18 @@ const page = { results: [], viewer: null, flying: 0, chartKey: "" };
 async function start() {
   closeMenus();
   $("theme").addEventListener("click", () => toggleTheme(page.viewer));
-  const [catalog, files] = await Promise.all([fetch("/api/schedules").then((response) => response.json()), unpackFiles(location.hash)]);
+  const [catalog, files] = await Promise.all([get("/api/schedules"), unpackFiles(location.hash)]);
   state.files = files;
   document.head.append(h("style", {}, colours(catalog.palette)));
   const facts = new Map(catalog.schedules.map((one) => [one.name, one]));
-  page.cards = new Cards($("cards"), catalog.schedules, toggle);
+  page.cards = new Cards($("cards"), $("about"), catalog.schedules, toggle);
+  page.fold = new Fold($("panel"), $("fold"));
   page.stages = new Stages($("stages"), state, changed);
   const paste = pasteDialog($("paste"), (costs) => setCosts(() => takeCosts(state, costs)));
   page.form = new Form($("form"), $("costs"), state, changed, {
     perStage: () => page.stages.open(perRank()), paste, copy: () => copyCosts(state), reset: () => setCosts(() => takeCosts(state, {})),
   });
-  page.table = new Table($("compare"), facts, { changed, remove, another, alsoSimulate, useTimes, download, show: (n) => page.viewer?.goTo(n) });
+  page.table = new Table($("compare"), facts, { changed, choose, remove, another, alsoSimulate, useTimes, download, show: (n) => page.viewer?.goTo(n) });
   page.chart = new Chart($("chart"), toggle);
   page.select = tabs(document.querySelector('[role="tablist"]'));
   $("download-sheet").replaceWith(sheet((format) => {
@@ -66,6 +68,7 @@ function arrange() {
   const set = page.form.numSet;
   $("costs-set").hidden = !set;
   $("costs-set").textContent = set;
+  page.fold.tell(state.schedules.length, set);
   page.form.sync();
 }
 
@@ -98,6 +101,7 @@ async function askResults(again = true) {
     turn = simulateLine.turn;
     page.results = answer.results;
     page.stages.tell(answer.errors);
+    $("per").textContent = `costs ${perWords(answer.costs_per)}`;
     showResults(answer.results, page.form.tell(answer.errors), asked);
     await showTimelines(answer.viewer);
   } catch (error) {
@@ -105,6 +109,7 @@ async function askResults(again = true) {
     if (again && (await sendAgain(error.errors))) return askResults(false);
     refuse(error.errors, asked);
     turn = simulateLine.turn;
+    if (error.again) setTimeout(() => turn === simulateLine.turn && ask(), 1000 * error.again);
   }
   if (turn === simulateLine.turn) fly(false); // unless there is a newer question by now
 }
@@ -179,6 +184,8 @@ function refuse(errors, asked) {
   const rest = left.filter((one) => !rows.includes(one));
   tell($("error-page"), rest.map(({ message }) => message).join("\n"));
   $("status").textContent = `Not updated: ${errors[0].message.split("\n")[0]}`;
+  $("viewer").hidden = !page.viewer;
+  page.fold.reveal($("panel").querySelector(".error:not([hidden])"));
   if (page.form.wrongCosts && !$("form").contains(document.activeElement)) page.select($("tab-costs"));
 }
 
@@ -199,6 +206,11 @@ function toggle(name) {
   const plain = state.schedules.filter((one) => one.name === name && !one.file);
   if (plain.length) state.schedules = state.schedules.filter((one) => !plain.includes(one));
   else state.schedules = [...state.schedules, choice(name)];
+  changed();
+}
+
+function choose(names) {
+  state.schedules = names.map((name) => choice(name));
   changed();
 }
 
@@ -223,6 +235,7 @@ function alsoSimulate(recorded) {
 /** The mean times of a recorded run as the costs of everything that is simulated. */
 function useTimes(recorded) {
   const { costs } = state.files[recorded.file];
+  state.per = "rank"; // so that schedules with fewer stages add up neighbours
   setCosts(() => takeCosts(state, costs));
 }
 

@@ -42,9 +42,15 @@ export class Stages {
     const rows = Array.from({ length: this.pieces }, (_, n) => h("tr", {}, h("th", { scope: "row" }, String(n)), ...PER_STAGE.map((name) => h("td", {}, this.cell(name, n)))));
     this.dialog.replaceChildren(
       h("header", {}, h("h2", { id: "stages-title" }, "Costs per stage"), close),
-      h("p", { className: "about" }, "The model cut into ", select, ` pieces. A schedule with fewer stages adds up neighbours, so every schedule does the same work. `
-        + "Empty columns share out the form's number. A block of cells can be pasted from a spreadsheet."),
+      h("p", { className: "about" }, "The model cut into ", select, this.isShared()
+        ? " pieces. A schedule with fewer stages adds up neighbours, so every schedule does the same work. Empty columns share out the form's number."
+        : " stages, for schedules with so many. Empty columns have the form's number.", " A block of cells can be pasted from a spreadsheet."),
       h("div", { className: "grid" }, h("table", {}, h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "stage"), ...heads)), h("tbody", {}, ...rows))), this.error);
+  }
+
+  /** Whether pieces of a column are parts of a whole, or each as large as the next. */
+  isShared(name = "f") {
+    return name !== "message" && this.state.per !== "stage";
   }
 
   list(name) {
@@ -56,7 +62,7 @@ export class Stages {
   share(name) {
     const given = value(this.state.costs[name]);
     if (typeof given !== "number" || this.state.costs[name] === "") return null;
-    return name === "message" ? given : (given * this.ranks) / this.pieces;
+    return this.isShared(name) ? (given * this.ranks) / this.pieces : given;
   }
 
   cell(name, n) {
@@ -123,7 +129,7 @@ export class Stages {
       const list = this.list(name);
       if (!list) return;
       const whole = list.reduce((a, b) => a + b, 0);
-      this.state.costs[name] = String(name === "message" ? whole / list.length : whole / this.ranks);
+      this.state.costs[name] = String(this.isShared(name) ? whole / this.ranks : whole / list.length);
       this.changed();
       this.draw();
     });
@@ -143,7 +149,7 @@ export class Stages {
         let sum = 0;
         const [from, to] = [(n * old) / pieces, ((n + 1) * old) / pieces];
         for (let at = Math.floor(from); at < to && at < list.length; at++) sum += list[at] * (Math.min(to, at + 1) - Math.max(from, at));
-        return name === "message" ? sum / (to - from) : sum;
+        return this.isShared(name) ? sum : sum / (to - from);
       };
       this.state.costs[name] = Array.from({ length: pieces }, (_, n) => Number(part(n).toPrecision(12))).join(",");
     }

@@ -6,11 +6,12 @@ export const COSTS = {
   memory_limit: "", unit: "", memory_unit: "",
 };
 export const PER_STAGE = ["f", "i", "w", "b", "overlap", "message", "activation", "stash", "weights"];
+export const PER = ["rank", "stage"]; // what a cost is of; the first is the usual one
 const SIZES = { ranks: "4", microbatches: "8", stages_per_rank: "", weight_parts: "" };
 const START = ["1f1b", "zbv", "dualpipev"];
 
 export function startState() {
-  return { ...SIZES, schedules: START.map((name) => choice(name)), costs: { ...COSTS }, edges: {}, view: {}, files: {} };
+  return { ...SIZES, schedules: START.map((name) => choice(name)), per: PER[0], costs: { ...COSTS }, edges: {}, view: {}, files: {} };
 }
 
 /** One row of the comparison. `file` names a dropped file, `simulate` asks for its schedule instead of its times. */
@@ -27,6 +28,7 @@ export function fromAddress(search) {
   for (const name of Object.keys(COSTS)) {
     if (given.has(name)) state.costs[name] = typeof COSTS[name] === "boolean" ? given.get(name) === "1" : given.get(name);
   }
+  if (given.has("per")) state.per = given.get("per");
   if (given.has("edges")) state.edges = edgesOf(given.get("edges"));
   for (const name of ["zoom", "path", "memory"]) if (given.has(name)) state.view[name] = given.get(name);
   return state;
@@ -38,6 +40,7 @@ export function toAddress(state) {
   const add = (name, value) => parts.push(`${name}=${plain(value)}`);
   for (const name of Object.keys(SIZES)) if (state[name] !== "") add(name, state[name]);
   add("schedules", state.schedules.map(choiceText).join(","));
+  if (state.per !== PER[0]) add("per", state.per);
   for (const [name, value] of Object.entries(state.costs)) {
     if (value !== COSTS[name]) add(name, value === true ? "1" : value === false ? "0" : value);
   }
@@ -97,6 +100,7 @@ export function value(text) {
 /** The request's sizes and costs: fields left empty are left out. */
 export function sizeRequest(state) {
   const body = { costs: {} };
+  if (state.per !== PER[0]) body.per = state.per;
   for (const name of Object.keys(SIZES)) if (String(state[name]).trim() !== "" || SIZES[name] !== "") body[name] = value(state[name]);
   const { inter_p2p, inter_bandwidth, ...costs } = state.costs;
   for (const [name, text] of Object.entries(costs)) {
@@ -138,10 +142,12 @@ export function takeCosts(state, costs) {
 export function costsFile(state) {
   const { costs } = sizeRequest(state);
   const { inter_node, edges, ...flat } = costs;
-  const lines = Object.entries(flat).map(([name, given]) => `${name} = ${JSON.stringify(given)}`);
+  const lines = [state.per === PER[0] ? "# costs per rank, shared out over its stages" : "# costs per stage: use them with --per stage"];
+  lines.push(...Object.entries(flat).map(([name, given]) => `${name} = ${JSON.stringify(given)}`));
   if (inter_node) lines.push("[inter_node]", ...Object.entries(inter_node).map(([name, given]) => `${name} = ${given}`));
   for (const [edge, link] of Object.entries(edges ?? {})) {
     lines.push(`[edges.${edge}]`, ...Object.entries(link).filter(([, given]) => given !== null).map(([name, given]) => `${name} = ${given}`));
   }
-  return lines.length ? `${lines.join("\n")}\n` : "# everything at its default\nf = 1\n";
+  if (lines.length === 1) lines.push("f = 1"); // everything at its default
+  return `${lines.join("\n")}\n`;
 }

@@ -6,18 +6,22 @@ import { formatsMenu } from "./downloads.js";
 
 const PARTS = [["busy", "busy"], ["warm_up", "warm-up"], ["waiting", "waiting for data"], ["communication", "communication"], ["cool_down", "cool-down"], ["other", "other"]];
 
+const PRESETS = { "The classics": ["gpipe", "1f1b", "interleaved"], "Zero bubble": ["1f1b", "zb-h1", "zbv"], "Less memory": ["1f1b", "v-half", "v-min"] };
+
 export class Table {
-  /** `actions`: changed(), remove(choice), another(choice), alsoSimulate(choice), useTimes(choice), download(format, choice), show(n). */
+  /** `actions`: changed(), choose(names), remove(choice), another(choice), alsoSimulate(choice), useTimes(choice), download(format, choice), show(n). */
   constructor(root, catalog, actions) {
     this.catalog = catalog;
     this.actions = actions;
     this.rows = new Map();
-    this.empty = h("p", { className: "empty" }, "Choose a schedule on the left, or drop a file.");
+    this.empty = h("div", { className: "empty" },
+      h("p", {}, "Choose schedules from the list, drop a file anywhere, or begin with one of these:"),
+      h("div", { className: "row" }, ...Object.entries(PRESETS).map(([text, names]) => h("button", { type: "button", onclick: () => actions.choose(names) }, h("b", {}, text), h("span", {}, names.join(", "))))));
     const heads = ["Schedule", "Makespan", "Bubble", "Peak memory", h("span", { className: "unseen" }, "Download and remove")];
     this.table = h("table", { className: "compare" }, h("caption", { className: "unseen" }, "Comparison of the chosen schedules"),
       h("thead", {}, h("tr", {}, ...heads.map((text) => h("th", { scope: "col" }, text)))));
     const legend = h("p", { className: "legend" }, "Ranks' time: ", ...PARTS.slice(0, 5).map(([name, text]) => h("span", {}, h("i", { className: `part part-${name}` }), text)));
-    this.box = h("div", {}, this.table, legend);
+    this.box = h("div", { className: "bare" }, this.table, legend);
     root.append(this.empty, this.box);
   }
 
@@ -39,12 +43,15 @@ export class Table {
 
   /** Figures and errors, both by the number of the choice. */
   show(choices, results, errors) {
+    const longest = (unit) => Math.max(...results.filter((one) => one.unit === unit).map((one) => one.makespan));
+    this.box.classList.toggle("bare", !results.length);
+    const rivals = (group) => results.filter((one) => one.group === group).length;
     choices.forEach((choice, n) => {
       const row = this.rows.get(choice);
       const error = errors.find(({ field }) => field === `schedules.${n}` || field.startsWith(`schedules.${n}.`));
       const result = results.find((one) => one.choice === n);
       if (error) row.fail(error.message);
-      else if (result) row.show(result, results.indexOf(result), results.length > 1);
+      else if (result) row.show(result, results.indexOf(result), { several: results.length > 1, rivals: rivals(result.group) - 1, longest: longest(result.unit) });
       else row.fail("");
     });
   }
@@ -59,13 +66,14 @@ class Row {
     this.cells = [0, 1, 2].map(() => h("td", {}));
     this.share = h("div", { className: "share", role: "img" });
     this.error = h("p", { className: "error", role: "alert", hidden: true });
+    this.advice = h("p", { className: "advice", hidden: true });
     const remove = h("button", { type: "button", className: "quiet", "aria-label": `Remove ${choice.name}`, title: "Remove", onclick: () => actions.remove(choice) }, "×");
     const menu = formatsMenu(`Download ${choice.name}`, "↓", (format) => actions.download(format, choice));
     this.settings = h("div", { className: "settings" }, ...this.knobs(facts));
     this.name.addEventListener("click", () => actions.show(this.place));
     this.node = h("tbody", { "data-choice": choice.name },
       h("tr", {}, h("th", { scope: "row" }, this.name, this.note), ...this.cells, h("td", { className: "tools" }, menu, remove)),
-      h("tr", { className: "more" }, h("td", { colSpan: 5 }, this.settings, this.error, this.share)));
+      h("tr", { className: "more" }, h("td", { colSpan: 5 }, this.settings, this.error, this.advice, this.share)));
   }
 
   knobs(facts) {
@@ -99,38 +107,43 @@ class Row {
     return made;
   }
 
-  show(result, place, several) {
+  /** `rivals` do the same work; `longest` is the makespan that fills the width. */
+  show(result, place, { several, rivals, longest }) {
     this.place = place;
     tell(this.error, "");
-    const { unit, memory_unit: memoryUnit } = result;
+    tell(this.advice, result.advice.join("\n"));
     this.name.textContent = result.title;
+    this.note.textContent = this.words(result).join(" · ");
+    if (this.also) this.also.hidden = this.times.hidden = !result.recorded;
+    const [time, bubble, memory] = this.cells;
+    time.replaceChildren(figure(timeText(result.makespan, result.unit)), ...standing(result, several, rivals));
+    const ideal = h("small", { title: "Megatron-LM's number: idle time over the time the ranks are busy" }, `${percentText(result.bubble_to_ideal)} of ideal`);
+    bubble.replaceChildren(figure(percentText(result.bubble)), ideal);
+    memory.replaceChildren(figure(result.peak_memory === null ? "–" : sizeText(result.peak_memory, result.memory_unit)), ...room(result, rivals));
+    this.bar(result, longest);
+    this.node.classList.remove("failed");
+  }
+
+  /** What sets this row apart. */
+  words(result) {
     const more = [];
+    if (this.choice.file) more.push(`${result.num_ranks} ranks, ${result.num_microbatches} microbatches`);
     if (result.recorded) more.push(result.measured ? "measured" : "recorded");
     if (result.num_stages !== result.num_ranks) more.push(`${result.num_stages} stages, ${result.placement}`);
     if (result.num_weight_parts > 1) more.push(`W in ${result.num_weight_parts} parts${result.filled ? "" : ", as in the file"}`);
     if (result.copies > 1) more.push("two copies of the weights");
-    if (this.choice.file) more.unshift(`${result.num_ranks} ranks, ${result.num_microbatches} microbatches`);
-    this.note.textContent = more.join(" · ");
-    if (this.also) this.also.hidden = this.times.hidden = !result.recorded;
-    const best = several && result.best_time;
-    const [time, bubble, memory] = this.cells;
-    time.replaceChildren(h("b", {}, timeText(result.makespan, unit)), ...(several ? [h("small", { className: best ? "good" : "" }, best ? "fastest" : `× ${result.of_best.toFixed(2)}`)] : []));
-    bubble.replaceChildren(h("b", {}, percentText(result.bubble)));
-    const over = result.over_limit.length;
-    const ranks = over === result.num_ranks ? "all ranks" : over === 1 ? `rank ${result.over_limit[0]}` : `${over} ranks`;
-    const word = over ? `over on ${ranks}` : several && result.best_memory ? "least" : "";
-    memory.replaceChildren(h("b", {}, result.peak_memory === null ? "–" : sizeText(result.peak_memory, memoryUnit)), h("small", { className: over ? "bad" : "good" }, word));
-    this.bar(result);
-    this.node.classList.remove("failed");
+    return more;
   }
 
-  bar(result) {
+  /** As long as the makespan, in parts by what the ranks do. */
+  bar(result, longest) {
     const shares = { busy: result.busy, ...result.idle };
     const all = Object.values(shares).reduce((a, b) => a + b, 0) || 1;
     const parts = PARTS.map(([name, text]) => [name, text, shares[name] / all]).filter(([, , share]) => share > 1e-6);
-    const told = `Ranks' time: ${parts.map(([, text, share]) => `${text} ${percentText(share)}`).join(", ")}`;
-    this.share.setAttribute("aria-label", told);
-    this.share.title = told;
+    const said = `Ranks' time: ${parts.map(([, text, share]) => `${text} ${percentText(share)}`).join(", ")}`;
+    this.share.setAttribute("aria-label", said);
+    this.share.title = said;
+    this.share.style.width = `${longest > 0 ? Math.max(4, (100 * result.makespan) / longest) : 100}%`;
     this.share.replaceChildren(...parts.map(([name, , share]) => h("i", { className: `part part-${name}`, style: `width:${(100 * share).toFixed(3)}%` })));
   }
 
@@ -139,6 +152,27 @@ class Row {
     this.node.classList.toggle("failed", true);
     for (const cell of this.cells) cell.replaceChildren();
     this.share.replaceChildren();
+    tell(this.advice, "");
     this.note.textContent = "";
   }
+}
+
+function figure(text) {
+  return h("b", {}, text);
+}
+
+function standing(result, several, rivals) {
+  if (!several) return [];
+  if (!rivals) return [h("small", {}, "other work")];
+  if (result.best_time) return [h("small", { className: "good" }, "fastest")];
+  return [h("small", {}, `× ${result.of_best.toFixed(2)}`)];
+}
+
+function room(result, rivals) {
+  const over = result.over_limit.length;
+  if (over) {
+    const ranks = over === result.num_ranks ? "all ranks" : over === 1 ? `rank ${result.over_limit[0]}` : `${over} ranks`;
+    return [h("small", { className: "bad" }, `over on ${ranks}`)];
+  }
+  return rivals && result.best_memory ? [h("small", { className: "good" }, "least")] : [];
 }

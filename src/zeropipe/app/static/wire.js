@@ -1,27 +1,36 @@
 // Talking to the server: the newest question counts, older answers are dropped.
 
-/** What the server refused, field by field. */
+/** What the server refused, field by field; `again` are the seconds after which it may be asked once more. */
 export class Refused extends Error {
-  constructor(errors, status) {
+  constructor(errors, again = 0) {
     super(errors.map(({ message }) => message).join("\n"));
     this.errors = errors;
-    this.status = status;
+    this.again = again;
   }
+}
+
+export async function get(path) {
+  return (await answered(path, {})).json();
 }
 
 /** Send a text as it is, anything else as JSON. */
 export async function post(path, body, signal) {
   const [type, text] = typeof body === "string" ? ["text/plain", body] : ["application/json", JSON.stringify(body)];
+  return answered(path, { method: "POST", headers: { "Content-Type": type }, body: text, signal });
+}
+
+async function answered(path, request) {
   let response;
   try {
-    response = await fetch(path, { method: "POST", headers: { "Content-Type": type }, body: text, signal });
+    response = await fetch(path, request);
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new Refused([{ field: "", message: "the server does not answer: is `zeropipe app` still running?" }], 0);
+    throw new Refused([{ field: "", message: "the server does not answer: is `zeropipe app` still running?" }]);
   }
   if (response.ok) return response;
   const told = await response.json().catch(() => null);
-  throw new Refused(told?.errors ?? [{ field: "", message: `the server answered with status ${response.status}` }], response.status);
+  const errors = told?.errors ?? [{ field: "", message: `the server answered with status ${response.status}` }];
+  throw new Refused(errors, Number(response.headers.get("Retry-After") ?? 0));
 }
 
 /** A line to one call: asking again ends the question before, and only the last one's answer is given on. */
