@@ -18,9 +18,10 @@ def progress(total: int) -> Iterator[Callable[[str], None]]:
         return
     from rich.console import Console
     from rich.markup import escape
-    from rich.progress import Progress
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-    bar = Progress(console=Console(stderr=True), transient=True)
+    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn()
+    bar = Progress(*columns, console=Console(stderr=True), transient=True)
     task = bar.add_task("", total=total, completed=-1)
     late = Timer(PATIENCE, bar.start)
     late.start()
