@@ -14,7 +14,7 @@ MAY_IMPORT = {
     "schedules": BASE | {"core"},
     "sim": BASE | {"core"},
     "viz": BASE | {"core", "numpy", "rich", "matplotlib"},
-    "engine": BASE | {"core", "torch", "numpy", "transformers", "safetensors"},
+    "engine": BASE | {"core", "torch", "numpy", "transformers", "safetensors", "peft"},
     "search": BASE | {"core", "schedules", "sim", "numpy", "ortools"},
     "app": BASE | {"core", "schedules", "sim", "search", "viz", "fastapi", "starlette", "uvicorn", "pydantic"},
     "cli": BASE | {"core", "schedules", "sim", "search", "viz", "app", "engine", "click", "rich"},

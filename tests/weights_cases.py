@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from engine_helpers import SquareLoss, blocks, error_of, microbatches, plain_step
+from stage_models import lm_loss
 from torch import Tensor, nn
 
 from zeropipe.core.schedule import Schedule
-from zeropipe.engine import Engine, hf_stages, module_stages
+from zeropipe.engine import Engine, hf_model, hf_stages, module_stages
 from zeropipe.engine.stages import save
 from zeropipe.errors import ConfigError, ZeropipeError
 
@@ -74,7 +76,7 @@ def save_over(directory: str, schedule: Schedule, factor: float, failing: int | 
     """Load, train, save into the same directory, on every rank; what the rank was told if one fails."""
     stages = scale(hf_stages(directory, schedule, dist.get_rank()), factor)
     try:
-        with mock.patch.object(save, "_save", _fail if dist.get_rank() == failing else save._save):
+        with mock.patch.object(save, "save_tensors", _fail if dist.get_rank() == failing else save.save_tensors):
             save.save_stages(stages, schedule.placement, dist.get_rank(), directory)
     except ZeropipeError as error:
         return str(error)
@@ -101,3 +103,50 @@ def save_in_group(directory: str, schedule: Schedule, config: Any) -> None:
     if dist.get_rank() < 2:
         stages = hf_stages(config, schedule, dist.get_rank(), seed=3)
         save.save_stages(stages, schedule.placement, dist.get_rank(), directory, group=groups[0])
+
+
+def lora_model(base: nn.Module, config: Any, seed: int = 0) -> nn.Module:
+    """A plain peft model whose adapter is not zero."""
+    import peft
+
+    torch.manual_seed(seed)
+    model = peft.get_peft_model(copy.deepcopy(base), copy.deepcopy(config))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+class TokenLoss:
+    """CausalLMLoss in float64."""
+
+    def count(self, microbatch: dict[str, Tensor]) -> int:
+        return microbatch["labels"][:, 1:].numel()
+
+    def __call__(self, logits: Tensor, microbatch: dict[str, Tensor]) -> tuple[Tensor, int]:
+        return lm_loss(logits, microbatch), self.count(microbatch)
+
+
+def plain_tokens(model: nn.Module, batches: Any) -> None:
+    """The gradients of the un-pipelined model."""
+    total = sum(TokenLoss().count(batch) for batch in batches)
+    for batch in batches:
+        (lm_loss(model(batch["input_ids"], use_cache=False).logits, batch) / total).backward()
+
+
+def train_adapter(schedule: Schedule, config: Any, lora: Any, batches: Any, directory: str, **options: Any) -> float:
+    """A step of the pipeline and of the plain peft model, then the adapter is saved; the worst gradient."""
+    plain = lora_model(hf_model(config, dtype=torch.float64), lora)
+    stages = hf_stages(plain, schedule, dist.get_rank())
+    named = {
+        f"base_model.model.{stage.full_name(n)}": p for stage in stages.values() for n, p in stage.named_parameters()
+    }
+    plain_tokens(plain, batches)
+    wanted = {name: p.grad for name, p in plain.named_parameters()}
+    with Engine(schedule, stages, **options) as engine:
+        engine.train_step(batches, TokenLoss())
+    error = max((error_of(p.grad, wanted[name]) for name, p in named.items()), default=0.0)
+    torch.optim.SGD([p for p in named.values() if p.requires_grad] or [nn.Parameter(torch.ones(1))], lr=0.5).step()
+    save.save_stages(stages, schedule.placement, dist.get_rank(), directory)
+    return error

@@ -30,28 +30,41 @@ def hf_stages(
     device: torch.device | str = "cpu",
     head: str = "lm",
     seed: int = 0,
+    adapter: Any = None,
 ) -> dict[int, HFStage]:
     """This rank's stages of a Hugging Face decoder model, by stage.
 
     `model` is a directory with a config and safetensors, a config (random weights from `seed`, the same however the
     model is cut), or a model in memory. Only this rank's layers are ever given memory. `layers` says how many layers
     each stage has; without it they are spread evenly, `first_less` and `last_less` fewer on the two ends.
+
+    `adapter` is a `peft.LoraConfig` for a new adapter, or the directory of a saved one: its rules are those of the
+    whole model. The adapter of a model in memory is kept.
     """
-    whole = open_model(model, dtype, head, seed)
+    whole = open_model(model, dtype, head, seed, adapter)
     counts = _counts(whole.num_layers, schedule, layers, first_less, last_less, layers_per_stage)
     last = schedule.num_stages - 1
     stages = {stage: whole.stage(ranges(counts), stage, device) for stage in schedule.placement.stages_of(rank)}
     if last and whole.is_tied:
         _tie_ends(stages, last)
+    for stage in stages.values():
+        whole.adapt(stage, device)
     return stages
 
 
 def hf_model(
-    model: Any, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu", head: str = "lm", seed: int = 0
+    model: Any,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    head: str = "lm",
+    seed: int = 0,
+    adapter: Any = None,
 ) -> nn.Module:
     """The same model in one piece with the same weights: what the stages of `hf_stages` are cut from."""
-    whole = open_model(model, dtype, head, seed)
+    whole = open_model(model, dtype, head, seed, adapter)
     stage = whole.stage((range(whole.num_layers),), 0, device)
+    whole.adapt(stage, device)
     return stage.lm if head == "lm" else stage
 
 

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import torch
 from torch import nn
 
+from zeropipe.engine.stages.adapters import is_adapters, plain
 from zeropipe.engine.stages.hf import HFStage
 from zeropipe.engine.stages.weights import compute_buffers, seed_module
-from zeropipe.engine.stages.whole import SCORE, Whole, computed, listed, put, require_fit, tensors_of
+from zeropipe.engine.stages.whole import (
+    SCORE,
+    Whole,
+    computed,
+    listed,
+    put,
+    require_fit,
+    tensors_of,
+    unwrapped_name,
+)
 from zeropipe.errors import ConfigError
-
-# What torch.compile and activation checkpointing of single modules put into the names below them.
-_WRAPPED = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module)\.")
 
 
 class ModelSource:
@@ -22,8 +28,8 @@ class ModelSource:
 
     def __init__(self, model: nn.Module, dtype: torch.dtype | None, seed: int) -> None:
         self._name = f"the {type(model).__name__} in memory"
-        self._tensors = {_WRAPPED.sub("", name): tensor for name, tensor in tensors_of(model).items()}
-        self._computed = {_WRAPPED.sub("", name) for name in computed(model)}
+        self._tensors = {_plain(name): t for name, t in tensors_of(model).items() if not is_adapters(name)}
+        self._computed = {_plain(name) for name in computed(model)}
         self._keep_dtype, self._seed = dtype is None, seed
 
     def prepare(self, whole: Whole) -> bool:
@@ -72,8 +78,13 @@ class ModelSource:
                 seed_module(stage, name.rpartition(".")[0], self._seed)
 
 
+def _plain(name: str) -> str:
+    """A tensor's name in a model without wrappers and adapters."""
+    return plain(unwrapped_name(name))
+
+
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside the wrappers of torch.compile and data parallelism."""
+    """The model inside the wrappers of torch.compile, data parallelism and peft."""
     while (inner := _inner(model)) is not None:
         model = inner
     if not hasattr(getattr(model, "config", None), "model_type"):
@@ -85,4 +96,12 @@ def _inner(model: nn.Module) -> Any:
     """What a wrapper wraps; None for a model."""
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         return model.module
+    if type(model).__module__.startswith("peft."):
+        if not type(model.base_model).__module__.startswith("peft."):
+            raise ConfigError(f"a {type(model).__name__} with {_kind(model)}: only LoRA adapters are kept")
+        return model.base_model.model
     return getattr(model, "_orig_mod", None)
+
+
+def _kind(model: Any) -> str:
+    return ", ".join(str(getattr(c.peft_type, "value", c.peft_type)) for c in model.peft_config.values())

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from zeropipe.engine.stages.adapters import CONFIG as ADAPTER
+from zeropipe.engine.stages.adapters import Injected, adapter_in, base_of, open_adapter
 from zeropipe.engine.stages.directory import DirectorySource
 from zeropipe.engine.stages.hf import HFStage, meta_model
 from zeropipe.engine.stages.memory import ModelSource, unwrapped
@@ -26,6 +28,8 @@ class Model:
     dtype: torch.dtype
     head: str
     source: Source
+    adapter: Injected | None
+    seed: int
 
     @property
     def num_layers(self) -> int:
@@ -46,19 +50,32 @@ class Model:
         built.tie()
         return built.train()
 
+    def adapt(self, stage: HFStage, device: torch.device | str) -> None:
+        """Give a stage its part of the adapter, after its ties are made."""
+        if self.adapter is not None:
+            self.adapter.attach(stage, device, self.seed)
 
-def open_model(model: Any, dtype: torch.dtype | None, head: str, seed: int) -> Model:
+
+def open_model(model: Any, dtype: torch.dtype | None, head: str, seed: int, adapter: Any = None) -> Model:
     """A directory, a config or a model in memory, checked: ConfigError unless it holds a whole model."""
     if head not in ("lm", "score"):
         raise ConfigError(f"head={head!r}: give 'lm' (logits) or 'score' (one number per token)")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1):
         raise ConfigError(f"dtype={dtype!r}: give torch.float32, torch.bfloat16, torch.float16 or torch.float64")
+    if isinstance(model, str | Path) and (Path(model) / ADAPTER).exists():
+        if adapter is not None:
+            raise ConfigError(f"{model} is an adapter: give it as adapter=, and the model that it belongs to")
+        model, adapter = base_of(Path(model)), model
     config, dtype, source = _parts(model, dtype, seed)
+    kept = adapter_in(unwrapped(model)) if isinstance(model, nn.Module) else None
+    if kept is not None and adapter is not None:
+        raise ConfigError("the model in memory has an adapter: give it without adapter=")
+    whole = Whole(meta_model(config, dtype), head)
     # Ties are found in the weights; the config then says the same, also where it is saved.
-    config.tie_word_embeddings = source.prepare(Whole(meta_model(config, dtype), head)) or (
-        head == "score" and config.tie_word_embeddings
-    )
-    return Model(config, dtype, head, source)
+    tied = source.prepare(whole)
+    config.tie_word_embeddings = tied if head == "lm" else config.tie_word_embeddings
+    found = open_adapter(adapter) if adapter is not None else kept
+    return Model(config, dtype, head, source, found and Injected(whole, found), seed)
 
 
 def _parts(model: Any, dtype: torch.dtype | None, seed: int) -> tuple[Any, torch.dtype, Source]:

@@ -1,53 +1,128 @@
-"""Writes stages back as a Hugging Face model directory."""
+"""Writes stages back as a Hugging Face model directory, or their adapter as one of peft's."""
 
 from __future__ import annotations
 
 import copy
-import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from zeropipe.core.placement import Placement
+from zeropipe.engine.stages.adapters import Adapter, Injected, adapter_in, is_adapters, merged, wrapped, wrappers
 from zeropipe.engine.stages.hf import HFStage, meta_model
-from zeropipe.engine.stages.switch import Part, Workshop, require_same_model, switch_to_model
+from zeropipe.engine.stages.switch import (
+    Part,
+    Workshop,
+    require_same_adapter,
+    require_same_model,
+    save_tensors,
+    switch_to_adapter,
+    switch_to_model,
+)
 from zeropipe.engine.stages.together import Together
-from zeropipe.engine.stages.whole import SCORE, Whole
+from zeropipe.engine.stages.whole import SCORE, Whole, listed
 from zeropipe.engine.transformers_private import classifier_name, published
 from zeropipe.errors import ConfigError
 
 _MOST_BYTES = 5_000_000_000  # of a file, and of what is copied to the CPU at once: a stage may be larger
+Tensors = dict[str, Callable[[], Tensor]]  # made one by one
 
 
 def save_stages(
-    stages: Mapping[int, HFStage], placement: Placement, rank: int, directory: str | Path, *, group: Any = None
+    stages: Mapping[int, HFStage],
+    placement: Placement,
+    rank: int,
+    directory: str | Path,
+    *,
+    group: Any = None,
+    merge: bool = False,
 ) -> None:
     """Write the model of which this rank has some stages: `from_pretrained(directory)` loads it whole.
+
+    Of stages with a LoRA adapter the adapter alone is written, for `PeftModel.from_pretrained(model, directory)`; with
+    `merge` the whole model, its adapter added to the weights (in the files, not in the stages).
 
     All ranks of a pipeline call this alike; `group` is their process group (all processes if not given), `directory`
     one that they all see. It holds the old model until the last moment and then the new one, whatever happens.
     Without torch.distributed a single process saves for its ranks one after the other.
     """
     ranks, num_stages = Together(placement, rank, group), len(placement.copies[0])
-    ranks.each(lambda: _require_stages(stages, placement, rank))
+    found = ranks.each(lambda: _adapter_of(_checked(stages, placement, rank)))
+    adapter = next((each for each in found if each is not None), None)
     one = next(iter(stages.values()))
-    config, whole = _config(one), Whole(meta_model(one.whole_config, one.lm.dtype), one.head)
-    token = ranks.first(lambda: Workshop.token(ranks.is_distributed))
-    workshop = Workshop(Path(directory), token)
+    form: _Model | _Adapter = _Model(one, adapter) if adapter is None or merge else _Adapter(one, adapter)
+    workshop = Workshop(Path(directory), ranks.first(lambda: Workshop.token(ranks.is_distributed)))
     try:
-        ranks.first(lambda: require_same_model(workshop.directory, config))
-        ranks.each(lambda: _write(stages, placement, rank, whole, workshop))
+        ranks.first(lambda: form.require(workshop.directory))
+        ranks.each(lambda: _write(stages, placement, rank, form, workshop))
         if ranks.is_distributed or workshop.is_complete(num_stages):
-            ranks.first(lambda: switch_to_model(workshop, num_stages, _names(whole), config))
+            ranks.first(lambda: form.switch(workshop, num_stages))
     except Exception:
         workshop.close()
         raise
 
 
-def _require_stages(stages: Mapping[int, Any], placement: Placement, rank: int) -> None:
+class _Model:
+    """A whole model; an adapter in it is merged."""
+
+    def __init__(self, stage: HFStage, adapter: Adapter | None) -> None:
+        self._whole, self._config = _whole(stage), _config(stage)
+        self._adapter = adapter.name if adapter else ""
+        # a tied weight is saved once, as its embedding
+        self._names = (self._whole.stored | (self._whole.tensors.keys() & {SCORE})) - set((self._whole.tie or ())[:1])
+
+    def require(self, directory: Path) -> None:
+        require_same_model(directory, self._config)
+
+    def write(self, number: int, stage: HFStage, folder: Path) -> Part:
+        tensors = {name: get for name, get in _merged(stage, self._adapter).items() if name in self._names}
+        files: dict[str, list[str]] = {}
+        total = 0
+        for content in _in_files(self._whole, tensors):
+            file = f"{number}-{len(files)}.safetensors"
+            save_tensors(content, folder / file)
+            files[file] = list(content)
+            total += sum(tensor.nbytes for tensor in content.values())
+        return Part(files, list(tensors), total)
+
+    def switch(self, workshop: Workshop, num_stages: int) -> None:
+        switch_to_model(workshop, num_stages, self._names, self._config)
+
+
+class _Adapter:
+    """An adapter alone."""
+
+    def __init__(self, stage: HFStage, adapter: Adapter) -> None:
+        self._injected = Injected(_whole(stage), adapter)
+        self._config = copy.deepcopy(self._injected.config)
+        self._config.inference_mode = True  # what peft writes too
+        if origin := getattr(stage.whole_config, "_name_or_path", ""):
+            self._config.base_model_name_or_path = origin
+
+    def require(self, directory: Path) -> None:
+        require_same_adapter(directory, self._config)
+
+    def write(self, number: int, stage: HFStage, folder: Path) -> Part:
+        keys = self._injected.keys
+        named = {stage.full_name(name): p for name, p in stage.named_parameters(remove_duplicate=False)}
+        if trained := {name for name, p in named.items() if p.requires_grad and name not in keys}:
+            reason = "its config does not name it" if any(map(is_adapters, trained)) else "it is no part of the adapter"
+            raise ConfigError(
+                f"{listed(trained)} is trained but would not be saved: {reason}; save with merge=True, or freeze it"
+            )
+        tensors = {keys[name]: _alone(p) for name, p in named.items() if name in keys}
+        file = f"{number}.safetensors"
+        save_tensors(tensors, folder / file)
+        return Part({file: list(tensors)}, [name for name in named if name in keys], 0)
+
+    def switch(self, workshop: Workshop, num_stages: int) -> None:
+        switch_to_adapter(workshop, num_stages, set(self._injected.keys), self._config)
+
+
+def _checked(stages: Mapping[int, Any], placement: Placement, rank: int) -> Mapping[int, HFStage]:
     if sorted(stages) != list(placement.stages_of(rank)):
         raise ConfigError(f"rank {rank} has stages {sorted(stages)}: it should have {placement.stages_of(rank)}")
     for number, stage in stages.items():
@@ -56,34 +131,45 @@ def _require_stages(stages: Mapping[int, Any], placement: Placement, rank: int) 
         for name, tensor in stage.state_dict().items():
             if hasattr(tensor, "full_tensor"):
                 raise ConfigError(f"{name} of stage {number} is sharded: gather it before it is saved")
+    return stages
 
 
-def _write(stages: Mapping[int, HFStage], placement: Placement, rank: int, whole: Whole, workshop: Workshop) -> None:
+def _adapter_of(stages: Mapping[int, HFStage]) -> Adapter | None:
+    """The adapter that some stages have, without its values."""
+    found = [adapter for stage in stages.values() if (adapter := adapter_in(stage)) is not None]
+    return Adapter(found[0].config, found[0].name) if found else None
+
+
+def _write(
+    stages: Mapping[int, HFStage], placement: Placement, rank: int, form: _Model | _Adapter, workshop: Workshop
+) -> None:
     """This rank's part; a stage that two ranks hold is written by one of them."""
     workshop.open()
     for number, stage in stages.items():
         if placement.rank_of(number) == rank:
-            workshop.add(number, _write_stage(number, stage, whole, workshop.path))
+            workshop.add(number, form.write(number, stage, workshop.path))
 
 
-def _write_stage(number: int, stage: HFStage, whole: Whole, folder: Path) -> Part:
-    tensors = {stage.full_name(name): tensor for name, tensor in stage.state_dict().items()}
-    tensors = {name: tensor for name, tensor in tensors.items() if name in _names(whole)}
-    files: dict[str, list[str]] = {}
-    total = 0
-    for content in _in_files(whole, tensors):
-        file = f"{number}-{len(files)}.safetensors"
-        _save(content, folder / file)
-        files[file] = list(content)
-        total += sum(tensor.nbytes for tensor in content.values())
-    return Part(files, list(tensors), total)
+def _merged(stage: HFStage, adapter: str) -> Tensors:
+    """A stage's tensors by their names in a model without adapter."""
+    around = wrappers(stage)
+    inside = tuple(f"{name}." for name in around)
+    found: Tensors = {
+        stage.full_name(name): lambda t=tensor: t
+        for name, tensor in stage.state_dict().items()
+        if not (inside and name.startswith(inside))
+    }
+    for name, module in around.items():
+        for leaf in wrapped(module).state_dict():
+            found[stage.full_name(f"{name}.{leaf}")] = lambda m=module, k=leaf: merged(m, adapter).state_dict()[k]
+    return found
 
 
-def _in_files(whole: Whole, tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+def _in_files(whole: Whole, tensors: Tensors) -> Iterator[dict[str, Tensor]]:
     """Tensors as they are published, on the CPU, as many at once as go into a file."""
     content: dict[str, Tensor] = {}
     for layer in _by_layer(tensors):
-        for name, tensor in published(whole.model, layer).items():
+        for name, tensor in published(whole.model, {name: get() for name, get in layer.items()}).items():
             if content and sum(t.nbytes for t in content.values()) + tensor.nbytes > _MOST_BYTES:
                 yield content
                 content = {}
@@ -92,11 +178,11 @@ def _in_files(whole: Whole, tensors: Mapping[str, Tensor]) -> Iterator[dict[str,
         yield content
 
 
-def _by_layer(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+def _by_layer(tensors: Tensors) -> list[Tensors]:
     """A published tensor is made of tensors of one layer."""
-    layers: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in tensors.items():
-        layers.setdefault("".join(re.match(r"(.*?\.\d+\.)?", name).groups("")), {})[name] = tensor
+    layers: dict[str, Tensors] = {}
+    for name, get in tensors.items():
+        layers.setdefault("".join(re.match(r"(.*?\.\d+\.)?", name).groups("")), {})[name] = get
     return list(layers.values())
 
 
@@ -106,22 +192,8 @@ def _alone(tensor: Tensor) -> Tensor:
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
-def _save(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write a file and have it on the disk before anything refers to it."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    try:
-        save_file(tensors, path, metadata={"format": "pt"})
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-    except (SafetensorError, OSError) as error:
-        raise ConfigError(f"cannot write {path}: {error}") from None
-
-
-def _names(whole: Whole) -> set[str]:
-    """What is saved of a model: a tied weight once, as its embedding."""
-    return (whole.stored | (whole.tensors.keys() & {SCORE})) - set((whole.tie or ())[:1])
+def _whole(stage: HFStage) -> Whole:
+    return Whole(meta_model(stage.whole_config, stage.lm.dtype), stage.head)
 
 
 def _config(stage: HFStage) -> Any:

@@ -20,16 +20,16 @@ _SCALE = "_scale_inv"  # beside a weight in float8: what each of its blocks is m
 class Stored:
     """Tensors by name. A tensor is read when it is asked for; a file is opened once, not once per tensor."""
 
-    def __init__(self, directory: Path, quantization: dict[str, Any] | None = None) -> None:
+    def __init__(self, directory: Path, quantization: dict[str, Any] | None = None, *, single: str = SINGLE) -> None:
         self.directory = directory
         self._block = None if quantization is None else _block(quantization, directory)
         self._open: OrderedDict[str, Any] = OrderedDict()
-        if (directory / SINGLE).exists():  # transformers prefers it too
-            self.file_of = dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
-        elif (directory / INDEX).exists():
+        if (directory / single).exists():  # transformers prefers it too
+            self.file_of = dict.fromkeys(self._file(single).keys(), single)
+        elif (directory / INDEX).exists() and single == SINGLE:
             self.file_of = self.index_of(directory)
         else:
-            raise ConfigError(f"{directory} holds no {SINGLE} and no {INDEX}: save the model as safetensors")
+            raise ConfigError(f"{directory} holds no {single}: save it as safetensors")
 
     @staticmethod
     def index_of(directory: Path) -> dict[str, str]:

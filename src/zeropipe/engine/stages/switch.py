@@ -17,7 +17,11 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from torch import Tensor
+
 from zeropipe.core.files import write_whole
+from zeropipe.engine.stages.adapters import CONFIG as ADAPTER_CONFIG
+from zeropipe.engine.stages.adapters import WEIGHTS as ADAPTER_WEIGHTS
 from zeropipe.engine.stages.stored import INDEX, SINGLE, Stored
 from zeropipe.errors import ConfigError
 
@@ -30,6 +34,7 @@ _WITH_THE_MODEL = (
     "generation_config.json",
 )  # fmt: skip
 # Fields of a config that do not change what a checkpoint means.
+_HARMLESS_IN_ADAPTERS = {"base_model_name_or_path", "inference_mode", "peft_version", "auto_mapping", "revision"}
 _HARMLESS = {"dtype", "torch_dtype", "transformers_version", "architectures", "_name_or_path", "use_cache"}
 
 
@@ -82,8 +87,8 @@ class Workshop:
 
 def require_same_model(directory: Path, config: Any) -> None:
     """ConfigError if the directory holds another model: its config and ours could not be exchanged in one step."""
-    if (directory / "adapter_config.json").exists():
-        raise ConfigError(f"{directory} holds an adapter (adapter_config.json): save the model elsewhere")
+    if (directory / ADAPTER_CONFIG).exists():
+        raise ConfigError(f"{directory} holds an adapter ({ADAPTER_CONFIG}): save the model elsewhere")
     if not any((directory / name).exists() for name in (SINGLE, INDEX, "pytorch_model.bin")):
         return
     from transformers import AutoConfig
@@ -130,6 +135,57 @@ def switch_to_model(workshop: Workshop, num_stages: int, wanted: set[str], confi
     _clean(directory, keep=set(final.values()))
 
 
+def require_same_adapter(directory: Path, config: Any) -> None:
+    """ConfigError if the directory holds another adapter: its config and ours could not be exchanged in one step."""
+    if not (directory / ADAPTER_WEIGHTS).exists() or not (directory / ADAPTER_CONFIG).exists():
+        return
+    try:
+        old = json.loads((directory / ADAPTER_CONFIG).read_text())
+    except (OSError, ValueError):
+        return
+    new = _plain(config.to_dict())
+    for name in sorted((old.keys() & new.keys()) - _HARMLESS_IN_ADAPTERS):
+        if _in_order(old[name]) != _in_order(new[name]):
+            raise ConfigError(
+                f"{directory} holds another adapter ({name} is {_short(old[name])}, here {_short(new[name])}): save "
+                "this one elsewhere"
+            )
+
+
+def switch_to_adapter(workshop: Workshop, num_stages: int, wanted: set[str], config: Any) -> None:
+    """Put the gathered tensors, in one file, in the place of the directory's adapter."""
+    from safetensors.torch import load_file
+
+    parts, directory = workshop.parts(num_stages), workshop.directory
+    if differ := wanted ^ {name for part in parts for name in part.saved}:
+        raise ConfigError(
+            f"the stages' adapters and their config do not agree about {min(differ)}: add them with "
+            "hf_stages(adapter=...)"
+        )
+    require_same_adapter(directory, config)
+    tensors = {k: t for part in parts for file in part.files for k, t in load_file(workshop.path / file).items()}
+    save_tensors(tensors, workshop.path / ADAPTER_WEIGHTS)
+    config.save_pretrained(str(workshop.path))
+    os.replace(workshop.path / ADAPTER_WEIGHTS, directory / ADAPTER_WEIGHTS)
+    _settle(directory)
+    os.replace(workshop.path / ADAPTER_CONFIG, directory / ADAPTER_CONFIG)
+    (directory / "adapter_model.bin").unlink(missing_ok=True)
+    _clean_workshops(directory)
+
+
+def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write a file and have it on the disk before anything refers to it."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"cannot write {path}: {error}") from None
+
+
 def _final_names(files: list[str], in_use: set[str]) -> dict[str, str]:
     """Names that the present index does not use, so that both models can lie side by side."""
     for prefix in ("model", "model-new"):
@@ -169,8 +225,12 @@ def _clean(directory: Path, keep: set[str]) -> None:
     for path in directory.iterdir():
         if path.name not in keep and (_SHARD.fullmatch(path.name) or _OTHER_FORMS.fullmatch(path.name)):
             path.unlink(missing_ok=True)
-        elif path.name.startswith(".saving-"):
-            shutil.rmtree(path, ignore_errors=True)
+    _clean_workshops(directory)
+
+
+def _clean_workshops(directory: Path) -> None:
+    for path in directory.glob(".saving-*"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _settle(directory: Path) -> None:
@@ -182,8 +242,13 @@ def _settle(directory: Path) -> None:
         os.close(descriptor)
 
 
+def _in_order(value: Any) -> Any:
+    """Sets are saved as lists, in any order."""
+    return sorted(value, key=str) if isinstance(value, list) else value
+
+
 def _plain(value: Any) -> Any:
-    return json.loads(json.dumps(value, default=str))
+    return json.loads(json.dumps(value, default=lambda v: list(v) if isinstance(v, set | frozenset) else str(v)))
 
 
 def _short(value: Any) -> str:

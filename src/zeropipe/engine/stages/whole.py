@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from zeropipe.engine.transformers_private import tied_names
 from zeropipe.errors import ConfigError
 
+_WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module)\.")
 SCORE = "score.weight"  # of a head that a language model's checkpoint does not have
 
 
@@ -57,6 +59,11 @@ class Whole:
     def _weight(self, module: nn.Module) -> str:
         own = next(name for name, other in self.model.named_modules() if other is module)
         return next(f"{own}.{name}" for name, tensor in module.named_parameters() if tensor is module.weight)
+
+
+def unwrapped_name(name: str) -> str:
+    """A tensor's name without what torch.compile and checkpointing of single modules put into it."""
+    return _WRAPPERS.sub("", name)
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
