@@ -270,9 +270,16 @@ def test_draw_then_check_a_json(run, tmp_path):
     run("draw", "dualpipe", *SIZE, "-o", file)
     assert json.loads(run("check", file, "--json")[1])["placement"] == "mirror"
     assert json.loads(run("simulate", file, "--json")[1])["num_microbatches"] == 8
-    for costs in ([], ["--f", "2"]):  # a timeline is shown as it is, unless costs are given
-        shown = zp.from_json(run("show", file, "--json", *costs)[1])
-        assert shown.makespan == zp.simulate(shown.schedule, zp.Costs(f=2 if costs else 1)).makespan
+    # a timeline is shown as it is, or with its own costs but for those given
+    recorded = zp.simulate(zp.build("dualpipe", ranks=4, microbatches=8))
+    assert zp.from_json(run("show", file, "--json")[1]).makespan == recorded.makespan
+    with open(file, "w") as out:
+        out.write(zp.to_json(zp.simulate(recorded.schedule, zp.Costs(f=3, i=4, w=5))))
+    shown = zp.from_json(run("show", file, "--json", "--p2p", "0.5")[1])
+    assert shown.makespan == pytest.approx(zp.simulate(shown.schedule, zp.Costs(f=3, i=4, w=5, p2p=0.5)).makespan)
+    limited = json.loads(run("simulate", file, "--memory-limit", "2", "--json")[1])
+    assert (limited["memory_limit"], limited["costs_per"]) == (2, "recording")
+    assert limited["makespan"] == pytest.approx(zp.simulate(shown.schedule, zp.Costs(f=3, i=4, w=5)).makespan)
     assert "ranks=7" in run("show", file, "-p", "7")[2]
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from zeropipe.sim.costs import Costs
 
 FILES = (".csv", ".json")  # a finished schedule
+LINK = ("p2p", "bandwidth")
 
 
 class Spec(NamedTuple):
@@ -56,14 +57,21 @@ class Request:
     options: Mapping[str, Any]
     weight_parts: int | None
     per: str  # what costs are of: "rank" or "stage"
-    costs: Costs
-    has_costs: bool  # some were given: a recorded timeline's own do not count then
+    file_costs: Costs | None  # of --costs or the .toml file
+    flags: Mapping[str, Any]  # single costs, which override those
+
+    @property
+    def costs(self) -> Costs:
+        """What was given; the defaults where nothing was."""
+        from zeropipe.sim.costs import Costs
+
+        return overridden(self.file_costs or Costs(), self.flags)
 
     @property
     def is_plain(self) -> bool:
         """Nothing but a schedule is asked for."""
         sizes = self.ranks or self.microbatches or self.stages_per_rank or self.options
-        return not (sizes or self.has_costs or self.weight_parts)
+        return not (sizes or self.file_costs or self.flags or self.weight_parts)
 
     def load(self, spec: Spec) -> Schedule | Timeline:
         """A schedule at the request's one size, or a recorded timeline."""
@@ -80,10 +88,11 @@ class Request:
         found = self.load(spec or self.specs[0])
         recorded = found if isinstance(found, Timeline) else None
         schedule = found.schedule if isinstance(found, Timeline) else found
-        if recorded is not None and not self.has_costs:
-            costs, per = fit(recorded), "recording"
+        if recorded is not None and self.file_costs is None:  # it has its own
+            costs, per = overridden(fit(recorded), self.flags), "recording"
         else:
-            costs, per = stage_costs(self.costs, schedule.problem, self.per), self.per
+            costs, per = self.costs, self.per
+        costs = stage_costs(costs, schedule.problem, self.per)
         if self.weight_parts:
             COMMAND_LINE.require_actions(num_cut(schedule, self.weight_parts), schedule.name, self.weight_parts)
             schedule = fill_gaps(schedule, costs, weight_parts=self.weight_parts)
@@ -125,7 +134,6 @@ def request_of(schedules: Sequence[str], given: Mapping[str, Any], several: Sequ
         if len(values) > 1 and name not in several:
             listed = short(list(values))
             raise ConfigError(f"{files[0]}: {name}={listed}: one is needed here; `zeropipe compare` takes several")
-    costs = costs_of(given, config.costs)
     return Request(
         tuple(map(spec_of, texts)),
         given["ranks"] or config.ranks,
@@ -134,8 +142,8 @@ def request_of(schedules: Sequence[str], given: Mapping[str, Any], several: Sequ
         {**config.options, **settings_of(given["pairs"], "--option")},
         given.get("weight_parts") or config.weight_parts,
         given.get("per") or config.per or "rank",
-        costs,
-        config.costs is not None or any(given.get(name) is not None for name in ("costs_file", *COSTS)),
+        _load_costs(given.get("costs_file")) or config.costs,
+        _flags(given),
     )
 
 
@@ -155,24 +163,30 @@ def spec_of(text: str) -> Spec:
     return Spec(text, name, per_rank, settings)
 
 
-def costs_of(given: Mapping[str, Any], base: Costs | None = None) -> Costs:
-    """The costs of --costs, else of `base`, with single ones overridden by flags."""
+def _load_costs(path: str | None) -> Costs | None:
+    from zeropipe.sim.fit import load_costs
+
+    return load_costs(path) if path else None
+
+
+def _flags(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The single costs of a command line, read and in bounds."""
     from zeropipe.core.limits import require_costs
-    from zeropipe.sim.costs import Costs, Link
 
-    costs = base or Costs()
-    if given.get("costs_file"):
-        from zeropipe.sim.fit import load_costs
-
-        costs = load_costs(given["costs_file"])
     flags: dict[str, Any] = {}
     for name, (kind, _) in COSTS.items():
         value = given.get(name)
         if value is not None:
             flags[name] = numbers("--" + name.replace("_", "-"), value) if kind is str else value
     require_costs(flags)
-    inter = Link(flags.pop("inter_p2p", costs.inter_node.p2p), flags.pop("inter_bandwidth", costs.inter_node.bandwidth))
-    return replace(costs, inter_node=inter, **flags)
+    return flags
+
+
+def overridden(costs: Costs, flags: Mapping[str, Any]) -> Costs:
+    """`costs` with single ones exchanged."""
+    inter = costs.inter_node._replace(**{name: flags[f"inter_{name}"] for name in LINK if f"inter_{name}" in flags})
+    others = {name: value for name, value in flags.items() if not name.startswith("inter_")}
+    return replace(costs, inter_node=inter, **others)
 
 
 def _one(sizes: tuple[int, ...]) -> int | None:
