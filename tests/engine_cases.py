@@ -48,16 +48,15 @@ def train_in_step(schedule: Schedule, recv_ahead: int, timeout: float) -> dict[s
         post(self, spec)
         assert self._posted[-1] is not None
         _, tensors, works = self._posted[-1]
-        for work in works:
-            work.wait()
+        self._wire.wait(works)
         self._posted[-1] = (spec, tensors, [])
         if works:
-            self._wire.headers.send([word], self._wire.peer, acknowledged).wait()
+            self._wire.wait([self._wire.headers.send([word], self._wire.peer, acknowledged)])
 
     def send_and_wait(self: edges.Outgoing, tensors: Sequence[Tensor]) -> None:
         send(self, tensors)
         if tensors:
-            self._wire.headers.recv([word], self._wire.peer, acknowledged).wait()
+            self._wire.wait([self._wire.headers.recv([word], self._wire.peer, acknowledged)])
 
     with (
         mock.patch.object(edges.Incoming, "_post", post_and_wait),

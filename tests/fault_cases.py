@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import time
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -16,11 +18,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from zeropipe.core.schedule import Schedule
-from zeropipe.engine import Engine
+from zeropipe.engine import Engine, torch_private
 from zeropipe.engine.comm.fabric import Fabric
-from zeropipe.engine.comm.faults import Watchdog
+from zeropipe.engine.comm.faults import Board, Desk
 from zeropipe.engine.run import launch
-from zeropipe.engine.run.measure import measure
 from zeropipe.errors import ConfigError, EngineError
 
 
@@ -146,31 +147,26 @@ def what_a_failure_keeps(schedule: Schedule) -> tuple[bool, str]:
 def watched_by_the_next(culprit: int) -> str:
     """What ranks that wait for nothing learn of one that is killed: by their watchdogs alone."""
     fabric = Fabric(None, torch.device("cpu"), 60.0)
-    watchdog = Watchdog(fabric, every=0.05)
     fabric.exchange(None)
     if dist.get_rank() == culprit:
         os.kill(os.getpid(), signal.SIGKILL)
     end = time.monotonic() + 20
     while not fabric.closed and time.monotonic() < end:
         time.sleep(0.02)
-    watchdog.stop()
-    return fabric.board.read(patience=0) or "nothing"
+    text = fabric.board.read()
+    fabric.close()
+    return text or "nothing"
 
 
 def closed_one_after_the_other() -> str | None:
     """What is on the board after ranks that listen to each other have closed, each at its own time."""
     fabric = Fabric(None, torch.device("cpu"), 60.0)
-    fabric.nccl = True  # its own groups apart, everything is as on NCCL
-    watchdog = Watchdog(fabric, every=0.05)
     fabric.exchange(None)
     time.sleep(0.2 * dist.get_rank())
-    watchdog.stop()
-    with mock.patch("torch.cuda.synchronize"):
-        fabric.settle()
-    time.sleep(0.2 * dist.get_rank())
+    board = Board(Desk(torch_private.clone(fabric._store), 5.0), fabric.rank, fabric.size)
     fabric.close()
     time.sleep(1.0)
-    return fabric.board.read(patience=0)
+    return board.read()
 
 
 def silent(schedule: Schedule) -> None:
@@ -239,9 +235,124 @@ def beat_for(seconds: float) -> None:
         time.sleep(0.1)
 
 
-def beats_of_a_run(schedule: Schedule, steps: int) -> int:
-    """How often this rank says that it gets on while it measures."""
+def beats_of_a_run(schedule: Schedule) -> int:
+    """How often this rank says that it gets on while it trains for ten beats of its watchdog."""
+    end = time.monotonic() + 2.5
+    with (
+        mock.patch.object(launch, "_line") as line,
+        Engine(schedule, own(blocks(schedule.num_stages), schedule), timeout=2.0) as engine,
+    ):
+        while not _all_done(end):
+            engine.train_step(microbatches(schedule.num_microbatches), SquareLoss())
+        return line.beat.call_count
+
+
+def _all_done(end: float) -> bool:
+    """Whether the time is over on every rank."""
+    over = torch.tensor(float(time.monotonic() > end))
+    dist.all_reduce(over)
+    return bool(over == dist.get_world_size())
+
+
+def strike(kind: str) -> Any:
+    """What can happen to a rank."""
+    if kind == "raise":
+        raise ValueError("the cat sat on the keyboard")
+    if kind == "interrupt":
+        raise KeyboardInterrupt
+    if kind == "leave":
+        sys.exit("enough")
+    if kind == "sleep":
+        time.sleep(600)
+    os.kill(os.getpid(), {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "stop": signal.SIGSTOP}[kind])
+    return signal.pause()
+
+
+PHASES = {  # what is struck, and the name of the place
+    "loss": ("fault_cases.SquareLoss.__call__", "7F0"),
+    "comparison": ("zeropipe.engine.step.equal.shared_weights", "the comparison of weights"),
+    "losses": ("zeropipe.engine.step.losses.Tally.sums", "the sum of losses"),
+    "shared": ("zeropipe.engine.step.sums.GradientSums.run", "the sum of shared gradients"),
+    "norm": ("zeropipe.engine.step.sums.GradientSums.squares", "the gradient norm"),
+    "timeline": ("zeropipe.engine.step.recorder.Recorder.columns", "gathering the timeline"),
+    "between": ("torch.optim.SGD.step", "a place between steps"),
+    "control": ("zeropipe.engine.torch_private.gloo_group", "set-up"),
+    "set-up": ("zeropipe.engine.engine.GradientSums", "set-up"),
+}
+
+
+def struck(schedule: Schedule, phase: str, kind: str, culprit: int, timeout: float = 60.0) -> tuple[str, str]:
+    """Some steps and what belongs to them, where one rank is struck in one phase; the error this rank ends with."""
+
+    def run() -> None:
+        stages = own(blocks(schedule.num_stages), schedule)
+        with Engine(schedule, stages, record=True, timeout=timeout) as engine:
+            optimizer = torch.optim.SGD(engine.parameters(), lr=0.1)
+            for step in range(3):
+                engine.train_step(microbatches(schedule.num_microbatches, seed=step), SquareLoss())
+                engine.clip_grad_norm(1.0)
+                engine.timeline()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    try:
+        if dist.get_rank() != culprit:
+            run()
+        else:
+            with mock.patch(PHASES[phase][0], side_effect=lambda *_, **__: strike(kind)):
+                run()
+    except BaseException as error:
+        return type(error).__name__, str(error)
+    return "no error", ""
+
+
+def struck_and_failed(*args: Any) -> None:
+    """`struck` that raises, so that whoever started the ranks knows at once."""
+    raise EngineError(struck(*args)[1])
+
+
+def slow_compiler(schedule: Schedule) -> float:
+    """Rank 1 compiles its stage for far longer than the time-out."""
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        time.sleep(7)
+        return graph.forward
+
     stages = own(blocks(schedule.num_stages), schedule)
-    with mock.patch.object(launch, "_line") as line:
-        measure(schedule, stages, lambda step: microbatches(schedule.num_microbatches), SquareLoss(), steps=steps)
-    return line.beat.call_count
+    if dist.get_rank() == 1:
+        stages[1].compile(backend=backend)
+    with Engine(schedule, stages, timeout=2.0) as engine:
+        return engine.train_step(microbatches(schedule.num_microbatches), SquareLoss()).count
+
+
+def hosted_by_rank_0(schedule: Schedule, kind: str, port: int) -> None:
+    """`struck` in a job whose store is on rank 0, which is struck."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    struck_and_failed(schedule, "losses", kind, 0, 6.0)
+
+
+def left_early(schedule: Schedule) -> str:
+    """One rank makes a step less than the others."""
+    try:
+        with Engine(schedule, own(blocks(schedule.num_stages), schedule)) as engine:
+            for _ in range(1 if dist.get_rank() == 2 else 2):
+                engine.train_step(microbatches(schedule.num_microbatches), SquareLoss())
+    except EngineError as error:
+        return str(error)
+    return "no error"
+
+
+def never_comes(schedule: Schedule) -> str:
+    """One rank makes its Engine far too late."""
+    if dist.get_rank() == 1:
+        torch_private.default_store().wait(["given up"], timedelta(seconds=50))
+    try:
+        Engine(schedule, own(blocks(schedule.num_stages), schedule), timeout=4.0)
+    except EngineError as error:
+        torch_private.default_store().set("given up", "")
+        return str(error)
+    return "no error"

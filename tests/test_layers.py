@@ -34,7 +34,7 @@ ROOMS = {
     "options": {"blocks"},
     "setup": {"options", "comm", "stages"},
     "engine": {"torch_private", "backward", "blocks", "comm", "stages", "step", "options", "setup"},
-    "run": {"torch_private", "blocks", "stages", "step", "engine"},
+    "run": {"torch_private", "blocks", "comm", "stages", "step", "engine"},
 }
 FILES = sorted(SRC.rglob("*.py"))
 

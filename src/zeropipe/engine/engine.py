@@ -16,11 +16,12 @@ from zeropipe.core.schedule import Program, Schedule
 from zeropipe.core.timeline import Timeline
 from zeropipe.engine import setup
 from zeropipe.engine.backward import gradients
-from zeropipe.engine.backward.splitters import make_splitter
+from zeropipe.engine.backward.splitters import Splitter, make_splitter
 from zeropipe.engine.blocks.compiling import prepare_blocks
 from zeropipe.engine.comm.edges import Outgoing
 from zeropipe.engine.comm.fabric import Fabric
-from zeropipe.engine.comm.faults import PeerLost, Watchdog
+from zeropipe.engine.comm.faults import PeerLost
+from zeropipe.engine.comm.pulse import BETWEEN
 from zeropipe.engine.options import Options
 from zeropipe.engine.stages.contract import Microbatch, told
 from zeropipe.engine.step import equal
@@ -65,11 +66,22 @@ class Engine:
         self._device = setup.device_of(device, stages)
         self._fabric = fabric = Fabric(group, self._device, self.options.timeout)
         self.rank = fabric.rank
-        self._told = {stage: told(stage, module) for stage, module in self.stages.items()}
+        self._outgoing: dict[int, Outgoing] = {}
+        self._finalizer = weakref.finalize(self, _let_go, self._outgoing, fabric)
+        self._stopped: str | None = None
         self._executors: dict[str, Executor] = {}
+        self._splitter: Splitter | None = None
+        try:
+            with self._guard("set-up", refusing=True):
+                self._set_up()
+        except BaseException:
+            self._finalizer()
+            raise
+
+    def _set_up(self) -> None:
+        fabric, schedule = self._fabric, self.schedule
         self._recorder: Recorder | None = None
         self._offset: float | None = None
-        self._stopped: str | None = None
         self._compared = False
         self._agree()
         self._program = lower(schedule)
@@ -77,19 +89,18 @@ class Engine:
         self._splitter = make_splitter(self.options.split, deferring)
         setup.agree(fabric, self._prepare)
         self._shapes = ShapeBook()
-        self._watchdog = Watchdog(fabric) if fabric.nccl else None
-        with self._guard("set-up"):
-            self._wires = fabric.connect(edges_of(self._program))
-            dynamic = self.options.shapes == "dynamic"
-            self._outgoing = {b: Outgoing(wire, dynamic) for (a, b), wire in self._wires.items() if a == self.rank}
-            self._sums = GradientSums(schedule, self._told, fabric)
+        self._wires = fabric.connect(edges_of(self._program))
+        dynamic = self.options.shapes == "dynamic"
+        self._outgoing.update({b: Outgoing(wire, dynamic) for (a, b), wire in self._wires.items() if a == self.rank})
+        self._sums = GradientSums(schedule, self._told, fabric)
         self._own = frozenset(id(parameter) for parameter in self._sums.all)
-        self._finalizer = weakref.finalize(self, _let_go, list(self._outgoing.values()), fabric, self._watchdog)
+        fabric.exchange(None)  # nobody begins a step, or fails in one, while others connect
 
     def _agree(self) -> None:
         """Options, schedule, stages and ties: proven on every rank before anything is connected."""
 
         def look() -> Mapping[str, object]:
+            self._told = {stage: told(stage, module) for stage, module in self.stages.items()}
             self.options.check()
             setup.check_stages(self.schedule, self.rank, self._told, self.options)
             return setup.facts(self.schedule, self.options, self._device)
@@ -123,11 +134,11 @@ class Engine:
                 if self.record and self._recorder is not None:
                     self._recorder.begin()
                 self._walk(executor, microbatches, tally.root, None if counts else tally.see)
-                self._where = "the sum of losses"
+                self._fabric.place.name = "the sum of losses"
                 result, late = self._combine(tally)
                 if late:
                     gradients.scale([*self._sums.all, *tally.outside.values()], 1 / (result.count or 1.0))
-                self._where = "the sum of shared gradients"
+                self._fabric.place.name = "the sum of shared gradients"
                 self._sums.run()
             return result
 
@@ -138,6 +149,7 @@ class Engine:
             self._compare(microbatches)
             tally = Tally(loss_fn, microbatches)
             self._walk(self._executor("forward"), microbatches, tally.root)
+            self._fabric.place.name = "the sum of losses"
             return combine(self._fabric.exchange(tally.sums()))[0]
 
     def forward(
@@ -201,8 +213,7 @@ class Engine:
 
     def close(self) -> None:
         """Give the connections back. Call it on every rank, after the last step."""
-        if self._stopped is None and self._watchdog is not None:
-            self._watchdog.stop()
+        if self._stopped is None and self._fabric.nccl:
             self._fabric.settle()
         self._finalizer()
         for executor in self._executors.values():
@@ -218,15 +229,16 @@ class Engine:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None and self._stopped is None:  # the other ranks hear why this one leaves
-            self._stop(str(self._fabric.board.explain(error, "a place between steps")))
+            self._stop(str(self._fabric.board.explain(error, BETWEEN)))
         self.close()
 
     # inside
 
     def _walk(self, executor: Executor, microbatches: Sequence[Microbatch], finish: Any, see: Any = None) -> None:
-        self._walking: Executor | None = executor
+        place = self._fabric.place
+        place.walker = executor
         executor.run(microbatches, finish, see)
-        self._walking = None
+        place.walker, place.name = None, "the end of the step"
 
     def _combine(self, tally: Tally) -> tuple[StepResult, bool]:
         """The step's result, and whether gradients are still to be divided; what would be wrong is refused."""
@@ -245,7 +257,7 @@ class Engine:
         """Copies and ties start equal: checked before the first step, with check_equal before every one."""
         if self._compared and not self.options.check_equal:
             return
-        self._where = "the comparison of weights"
+        self._fabric.place.name = "the comparison of weights"
         claims = equal.shared_weights(self.schedule, self._told, self.rank, values=True)
         if self.options.check_equal:
             claims += equal.microbatch_claims(microbatches)
@@ -276,16 +288,19 @@ class Engine:
         return self._executors[use]
 
     @contextmanager
-    def _guard(self, where: str = "the start of the step") -> Iterator[None]:
-        """An error in here stops all ranks with one message."""
+    def _guard(self, where: str = "the start of the step", refusing: bool = False) -> Iterator[None]:
+        """An error in here stops all ranks with one message. `refusing`: all of them raise a ConfigError anyway."""
         if self._stopped is not None:
             raise EngineError(f"this engine has stopped: {self._stopped}")
-        self._walking, self._where = None, where
+        place = self._fabric.place
+        place.enter(where)
         try:
             yield
+            place.enter(BETWEEN)
         except BaseException as error:
-            place = self._walking.where if self._walking is not None else self._where
-            explained = self._fabric.board.explain(error, place)
+            if refusing and isinstance(error, ConfigError):
+                raise
+            explained = self._fabric.board.explain(error, place.where)
             self._stop(str(explained))
             if isinstance(error, PeerLost):  # the transport's own words help nobody
                 raise explained from None
@@ -300,8 +315,9 @@ class Engine:
         for executor in self._executors.values():
             executor.close()
         self._executors.clear()
-        self._walking = None
-        self._splitter.clear()
+        self._fabric.place.enter(BETWEEN)
+        if self._splitter is not None:
+            self._splitter.clear()
 
     def _check_microbatches(self, microbatches: Sequence[Microbatch]) -> None:
         if len(microbatches) != self.schedule.num_microbatches:
@@ -325,9 +341,7 @@ def _evaluating(stages: Any) -> Iterator[None]:
             module.training = mode
 
 
-def _let_go(outgoing: Sequence[Outgoing], fabric: Fabric, watchdog: Watchdog | None) -> None:
-    if watchdog is not None:
-        watchdog.stop()
-    for edge in outgoing:
+def _let_go(outgoing: Mapping[int, Outgoing], fabric: Fabric) -> None:
+    for edge in outgoing.values():
         edge.close()
     fabric.close()

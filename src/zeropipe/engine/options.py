@@ -29,7 +29,7 @@ class Options:
     `check_finite`: stop at the first action that makes a NaN or an infinity.
     `check_equal`: at every step, compare between ranks what must be equal there: microbatches, the weights of mirrored
     and of tied stages. It reads all of them, so it is for finding bugs.
-    `timeout`: seconds without a message until a silent rank counts as lost.
+    `timeout`: seconds that a rank waits for another one that does not get on, before all of them stop.
     """
 
     compile: bool = False

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import os
+import sys
 import threading
 import time
 import weakref
@@ -20,11 +21,17 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 Result = TypeVar("Result")
 ABORT_TAG = 0x7E0  # no message of ours carries it
+FOREVER = timedelta(days=365)
 
 
 def default_store() -> dist.Store:
     """The key-value store of the running torch.distributed job."""
     return dist.distributed_c10d._get_default_store()
+
+
+def store_is_on_rank_0() -> bool:
+    """Whether rank 0 hosts the job's store: where neither torchrun's agent nor another process does."""
+    return "MASTER_ADDR" in os.environ and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 def clone(store: dist.Store) -> dist.Store:
@@ -37,10 +44,10 @@ def gloo_group(store: dist.Store, rank: int, size: int, timeout: float) -> Any:
     return dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
 
 
-def nccl_group(store: dist.Store, rank: int, size: int, timeout: float) -> Any:
+def nccl_group(store: dist.Store, rank: int, size: int) -> Any:
     """An NCCL group outside torch's registry, whose errors do not end the process: the watchdog stops all ranks."""
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=timeout)
+    options._timeout = FOREVER
     name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # read when a group is made
     before = os.environ.get(name)
     os.environ[name] = "0"
@@ -83,16 +90,32 @@ def abort_nccl(groups: Iterable[Any], patience: float = 20.0) -> None:
         thread.join(max(0.0, end - time.monotonic()))
 
 
+def wait(work: Any) -> None:
+    """Wait for a gloo message for as long as it takes; not for NCCL's, where a time-out makes the host wait."""
+    work.wait(FOREVER)
+
+
 def allgather_bytes(group: Any, size: int, mine: Tensor) -> list[Tensor]:
     """Everybody's `mine`, all of the same shape."""
     out = [torch.empty_like(mine) for _ in range(size)]
-    group.allgather([out], [mine]).wait()
+    options = dist.distributed_c10d.AllgatherOptions()
+    options.timeout = FOREVER
+    group.allgather([out], [mine], options).wait()
     return out
 
 
 def allreduce_sum(group: Any, tensor: Tensor) -> None:
     """Sum `tensor` over the group, in place."""
-    group.allreduce([tensor]).wait()
+    options = dist.distributed_c10d.AllreduceOptions()
+    options.timeout = FOREVER
+    group.allreduce([tensor], options).wait()
+
+
+def broadcast(group: Any, tensor: Tensor, root: int) -> None:
+    """Everybody gets the root's `tensor`, in place."""
+    options = dist.distributed_c10d.BroadcastOptions()
+    options.rootRank, options.rootTensor, options.timeout = root, 0, FOREVER
+    group.broadcast([tensor], options).wait()
 
 
 def without_autocast(call: Callable[..., Result], *args: Any) -> Result:
@@ -247,6 +270,13 @@ def stage_backward_weight(weights: Iterable[nn.Parameter], groups: list[dict[str
     from torch.distributed.pipelining._backward import stage_backward_weight as run
 
     run(weights, groups)
+
+
+def compiling() -> bool:
+    """Whether torch.compile is at work in this process, in whatever thread."""
+    module = sys.modules.get("torch._dynamo.callback")  # not there: nothing was compiled yet
+    handler = getattr(module, "callback_handler", None)
+    return getattr(handler, "_CompilationCallbackHandler__pending_callbacks_counter", 0) > 0
 
 
 def is_compile_error(error: Exception) -> bool:

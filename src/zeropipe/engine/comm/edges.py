@@ -15,7 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from zeropipe.engine import torch_private
 from zeropipe.engine.comm.faults import PeerLost, reason
+from zeropipe.engine.comm.pulse import Place
 from zeropipe.errors import EngineError
 
 HEADER = 256  # int64 words: room for tuples of about 30 tensors
@@ -76,11 +78,23 @@ class Wire(NamedTuple):
     headers: Any  # the gloo group of the whole pipeline
     staged: bool  # CUDA tensors that travel through pinned CPU memory
     device: torch.device
+    place: Place  # where this rank says for whom it waits
     heard: dict[Hashable, Spec]  # the shapes of forward messages that had a header, on the receiving end
 
     @property
     def nccl(self) -> bool:
         return self.device.type == "cuda" and not self.staged
+
+    def wait(self, works: Sequence[Any]) -> None:
+        """Wait for messages; PeerLost if the connection breaks."""
+        self.place.waits = (self.peer,)
+        try:
+            for work in works:
+                torch_private.wait(work)
+        except RuntimeError as error:
+            raise PeerLost((self.peer,), reason(error)) from error
+        finally:
+            self.place.waits = ()
 
 
 class Message(NamedTuple):
@@ -110,6 +124,7 @@ class Outgoing:
         self._threaded = not wire.nccl
         self._error: Exception | None = None
         self._pending: list[tuple[Any, Tensor]] = []
+        self._headers: list[tuple[Any, Tensor]] = []
         if self._threaded:
             self._queue: SimpleQueue[Parcel | threading.Event | None] = SimpleQueue()
             threading.Thread(target=self._feed, name=f"zeropipe-to-{wire.peer}", daemon=True).start()
@@ -132,7 +147,7 @@ class Outgoing:
         if self._threaded:
             self._queue.put(Parcel(self._wire.headers, self._wire.peer, HEADER_TAG, [header]))
         else:
-            self._pending.append((self._wire.headers.send([header], self._wire.peer, HEADER_TAG), header))
+            self._headers.append((self._wire.headers.send([header], self._wire.peer, HEADER_TAG), header))
 
     def send(self, tensors: Sequence[Tensor]) -> None:
         """Send contiguous tensors whose shapes the other end knows; they live until they have left."""
@@ -145,7 +160,7 @@ class Outgoing:
                 self._pending.append((wire.group.send([tensor], wire.peer_in_group, 0), tensor))
             return
         if self._error is not None:
-            raise PeerLost(wire.peer, reason(self._error))
+            raise PeerLost((wire.peer,), reason(self._error))
         event = None
         if wire.staged:
             tensors = [_pinned_copy(tensor) for tensor in tensors]
@@ -158,12 +173,17 @@ class Outgoing:
         if self._threaded:
             done = threading.Event()
             self._queue.put(done)
+            self._wire.place.waits = (self._wire.peer,)
             done.wait()
+            self._wire.place.waits = ()
             if self._error is not None:
-                raise PeerLost(self._wire.peer, reason(self._error))
+                raise PeerLost((self._wire.peer,), reason(self._error))
         for work, _ in self._pending:
             work.wait()
         self._pending.clear()
+        if self._headers:
+            self._wire.wait([work for work, _ in self._headers])
+            self._headers.clear()
 
     def close(self) -> None:
         """End the thread."""
@@ -227,11 +247,11 @@ class Incoming:
         entry = self._posted[place]
         assert entry is not None, "every message is taken once"
         spec, buffers, works = entry
-        try:
+        if self._wire.nccl:
             for work in works:
-                work.wait()
-        except RuntimeError as error:
-            raise PeerLost(self._wire.peer, reason(error)) from error
+                work.wait()  # only the stream does
+        else:
+            self._wire.wait(works)
         self._posted[place] = None
         self._waiting -= 1
         self.top_up()
@@ -246,10 +266,7 @@ class Incoming:
 
     def _hear(self, message: Message) -> Spec:
         header = torch.empty(HEADER, dtype=torch.int64)
-        try:
-            self._wire.headers.recv([header], self._wire.peer, HEADER_TAG).wait()
-        except RuntimeError as error:
-            raise PeerLost(self._wire.peer, reason(error)) from error
+        self._wire.wait(self._receive(self._wire.headers, self._wire.peer, HEADER_TAG, [header]))
         spec = self._wire.heard[self._key_of(message)] = read_header(header)
         return spec
 
@@ -259,18 +276,20 @@ class Incoming:
             buffers = [torch.empty(part.shape, dtype=part.dtype, pin_memory=True) for part in spec]
         else:
             buffers = [torch.empty(part.shape, dtype=part.dtype, device=wire.device) for part in spec]
-        try:
-            works = [wire.group.recv([buffer], wire.peer_in_group, 0) for buffer in buffers]
-        except RuntimeError as error:
-            raise PeerLost(wire.peer, reason(error)) from error
-        self._posted.append((spec, buffers, works))
+        self._posted.append((spec, buffers, self._receive(wire.group, wire.peer_in_group, 0, buffers)))
         self._waiting += 1
+
+    def _receive(self, group: Any, peer: int, tag: int, buffers: Sequence[Tensor]) -> list[Any]:
+        try:
+            return [group.recv([buffer], peer, tag) for buffer in buffers]
+        except RuntimeError as error:  # closed already
+            raise PeerLost((self._wire.peer,), reason(error)) from error
 
 
 def _send_all(parcel: Parcel) -> None:
     """In a function of its own: a work holds its tensor, and is gone when this returns."""
     for work in [parcel.group.send([tensor], parcel.peer, parcel.tag) for tensor in parcel.tensors]:
-        work.wait()
+        torch_private.wait(work)
 
 
 def _pinned_copy(tensor: Tensor) -> Tensor:

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import pickle
 import struct
+import threading
 from collections import Counter
-from collections.abc import Iterable
-from datetime import timedelta
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from zeropipe.engine import torch_private
 from zeropipe.engine.comm.edges import Wire
-from zeropipe.engine.comm.faults import Board, PeerLost, reason
+from zeropipe.engine.comm.faults import Board, Desk, Meeting, PeerLost, reason
+from zeropipe.engine.comm.pulse import EVERYONE, Place
+from zeropipe.engine.comm.watchdog import Watchdog
 
 SLOT = 2048  # bytes of an exchanged value that cost one collective only
 LISTEN_TAG = 3  # nothing is ever sent with it
+PROBE_TAG = 4  # nor with this
+MAKING = 30.0  # seconds in which ranks that know each other's addresses connect
 
 _pipelines: Counter[tuple[int, ...]] = Counter()
 
@@ -35,11 +40,15 @@ def rounds(edges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 class Fabric:
-    """Who this rank talks to, and how it stops talking when something fails."""
+    """Who this rank talks to, and how it stops talking when something fails.
+
+    Waits have no time-out of their own: the watchdog breaks the connections when there is a reason to, which it first
+    writes on the board. So whoever fails in a wait finds the reason there.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, timeout: float) -> None:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self.device, self._timeout = device, timeout
+        self.device = device
         self.nccl = device.type == "cuda" and "cuda:nccl" in dist.get_backend_config(group)
         members = tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
         # every rank makes its pipelines in the same order, so the count names this one
@@ -47,10 +56,26 @@ class Fabric:
         _pipelines[members] += 1
         self._store = dist.PrefixStore(name, torch_private.default_store())
         # a store of its own: one that waits for a key lets nobody else in
-        self.board = Board(torch_private.clone(self._store), self.rank)
-        self.control = torch_private.gloo_group(self._store, self.rank, self.size, timeout)
+        self._desk = Desk(torch_private.clone(self._store), min(10.0, max(2.0, timeout / 2)))
+        self.board, self.place = Board(self._desk, self.rank, self.size), Place()
+        self._lock = threading.Lock()  # who breaks or drops connections holds it
         self._groups: dict[tuple[str, tuple[int, ...]], Any] = {}
+        self.control: Any = None
         self.closed = False
+        self._watchdog = Watchdog(self, timeout)
+        try:
+            self._watchdog.start()
+            self.control = self._connected("control", tuple(range(self.size)), nccl=False)
+            self._watchdog.listen()
+        except BaseException as error:
+            explained = self.board.explain(error, self.place.where)
+            self.abort()
+            self.close()
+            if not isinstance(error, Exception):
+                raise
+            raise explained from (None if isinstance(error, PeerLost) else error)
+
+    # words
 
     def exchange(self, value: object) -> list[Any]:
         """Everybody's value, in rank order."""
@@ -63,11 +88,47 @@ class Fabric:
     def _gather(self, data: bytes, room: int) -> tuple[list[int], list[bytes]]:
         framed = struct.pack("<q", len(data)) + data[:room].ljust(room, b"\0")
         mine = torch.frombuffer(bytearray(framed), dtype=torch.uint8)
+        self.place.round += 1
+        with self.waiting(EVERYONE):
+            pieces = torch_private.allgather_bytes(self.control, self.size, mine)
+        heads = [bytes(piece.numpy()) for piece in pieces]
+        return [struct.unpack_from("<q", head)[0] for head in heads], [head[8:] for head in heads]
+
+    def send(self, tensor: Tensor, peer: int, tag: int) -> None:
+        """A word to one rank."""
+        with self.waiting((peer,)):
+            torch_private.wait(self.control.send([tensor], peer, tag))
+
+    def receive(self, tensor: Tensor, peer: int, tag: int) -> None:
+        """A word from one rank."""
+        with self.waiting((peer,)):
+            torch_private.wait(self.control.recv([tensor], peer, tag))
+
+    @contextmanager
+    def waiting(self, peers: tuple[int, ...]) -> Iterator[None]:
+        """Around a wait for other ranks: the watchdog knows of it, and a broken connection is PeerLost."""
+        self.place.waits = peers
         try:
-            pieces = [bytes(piece.numpy()) for piece in torch_private.allgather_bytes(self.control, self.size, mine)]
+            yield
         except RuntimeError as error:
-            raise PeerLost(None, reason(error)) from error  # a collective does not say who is missing
-        return [struct.unpack_from("<q", piece)[0] for piece in pieces], [piece[8:] for piece in pieces]
+            if peers == EVERYONE:
+                peers = self._gone()
+            raise PeerLost(peers, reason(error)) from error
+        finally:
+            self.place.waits = ()
+
+    def _gone(self) -> tuple[int, ...]:
+        """Whose connection is closed: a collective that failed does not say."""
+        found: list[int] = []
+        for peer in range(self.size):
+            if peer != self.rank:
+                try:
+                    self.control.recv([torch.empty(1)], peer, PROBE_TAG)
+                except RuntimeError:
+                    found.append(peer)
+        return tuple(found)
+
+    # groups
 
     def connect(self, edges: Iterable[tuple[int, int]]) -> dict[tuple[int, int], Wire]:
         """The directed edges of this rank, connected and tried out; all ranks call this with the same edges."""
@@ -78,57 +139,102 @@ class Fabric:
             group = self._group("edge", (a, b))
             peer = b if self.rank == a else a
             staged = self.device.type == "cuda" and not self.nccl
-            wires[a, b] = Wire(group, peer, int(self.rank == a), self.control, staged, self.device, {})
-            self._try_out(group, sending=self.rank == a)
+            wires[a, b] = Wire(group, peer, int(self.rank == a), self.control, staged, self.device, self.place, {})
+            with self.waiting((peer,)):
+                self._try_out(group, sending=self.rank == a)
         return wires
 
     def _try_out(self, group: Any, sending: bool) -> None:
         word = torch.zeros(1, device=self.device if self.nccl else "cpu")
-        (group.send([word], 1, 0) if sending else group.recv([word], 0, 0)).wait()
+        work = group.send([word], 1, 0) if sending else group.recv([word], 0, 0)
         if self.nccl:
+            work.wait()
             torch.cuda.synchronize(self.device)
+        else:
+            torch_private.wait(work)
 
-    def summing_group(self, ranks: tuple[int, ...]) -> Any:
+    def summing_group(self, ranks: tuple[int, ...]) -> Summing:
         """A group for sums over some ranks, tried out; every one of them calls this, in the same order."""
-        group = self._group("sum", ranks)
+        summing = Summing(self, self._group("sum", ranks), tuple(rank for rank in ranks if rank != self.rank))
         if self.nccl:  # gloo is connected as soon as it is made
-            torch_private.allreduce_sum(group, torch.zeros(1, device=self.device))
+            summing.add(torch.zeros(1, device=self.device))
             torch.cuda.synchronize(self.device)
-        return group
+        return summing
 
     def _group(self, use: str, ranks: tuple[int, ...]) -> Any:
         if (use, ranks) not in self._groups:
-            store = dist.PrefixStore(f"{use}/{'-'.join(map(str, ranks))}", self._store)
-            make = torch_private.nccl_group if self.nccl else torch_private.gloo_group
-            self._groups[use, ranks] = make(store, ranks.index(self.rank), len(ranks), self._timeout)
+            made = self._connected(f"{use}/{'-'.join(map(str, ranks))}", ranks, self.nccl)
+            with self._lock:
+                if self.closed:
+                    raise PeerLost((), "stopped in set-up")
+                self._groups[use, ranks] = made
         return self._groups[use, ranks]
 
+    def _connected(self, name: str, ranks: tuple[int, ...], nccl: bool) -> Any:
+        """A new group; all its ranks call this."""
+        self.place.waits = others = tuple(rank for rank in ranks if rank != self.rank)
+        meeting, own = Meeting(self.board, name), ranks.index(self.rank)
+        try:
+            if not nccl:
+                return torch_private.gloo_group(meeting, own, len(ranks), MAKING)
+            meeting.set(f"here/{own}", b"")
+            meeting.wait([f"here/{rank}" for rank in range(len(ranks))])
+            return torch_private.nccl_group(dist.PrefixStore(name, self._store), own, len(ranks))
+        except RuntimeError as error:
+            raise PeerLost(others if len(others) == 1 else (), reason(error)) from error
+        finally:
+            self.place.waits = ()
+
+    # the end
+
     def abort(self) -> None:
-        """Break every connection, so that the others stop waiting for this rank."""
-        if self.closed:
-            return
-        self.closed = True
-        torch_private.abort_gloo(self.control)
+        """Break every connection, so that nobody waits for this rank any more. Any thread may call it, at any time."""
+        with self._lock:
+            if self.closed:
+                return
+            self.closed = True
+            self._break()
+
+    def _break(self) -> None:
+        if self.control is not None:
+            torch_private.abort_gloo(self.control)
         if self.nccl:
             torch_private.abort_nccl(list(self._groups.values()))
-            return
-        for group in self._groups.values():
-            torch_private.abort_gloo(group)
+        else:
+            for group in self._groups.values():
+                torch_private.abort_gloo(group)
 
     def settle(self) -> None:
         """Wait until everything sent on NCCL is received by everybody: to drop a group stops its transfers."""
-        with contextlib.suppress(PeerLost):
+        with suppress(PeerLost):
             torch.cuda.synchronize(self.device)
             self.exchange(None)
 
     def listen(self, peer: int) -> None:
         """Wait until the process of `peer` is gone, or this fabric closes: RuntimeError then."""
-        self.control.recv([torch.empty(1)], peer, LISTEN_TAG).wait(timedelta(days=365))
+        torch_private.wait(self.control.recv([torch.empty(1)], peer, LISTEN_TAG))
 
     def close(self) -> None:
-        """Let go of the connections after a good run."""
-        if self.nccl and not self.closed:
-            torch_private.abort_gloo(self.control)  # the watchdog listens on it
-        self.closed = True
-        self._groups.clear()
-        self.control = None
+        """Let go of the connections; after a good run, the others are told first."""
+        self._watchdog.stop()
+        if not self.closed:
+            self.board.leave()
+        with self._lock:  # an abort that has begun ends first
+            if not self.closed and self.control is not None:
+                torch_private.abort_gloo(self.control)  # the listener waits on it
+            self.closed = True
+            self._groups.clear()
+            self.control = None
+        self._desk.close()
+
+
+class Summing:
+    """Sums over some ranks."""
+
+    def __init__(self, fabric: Fabric, group: Any, peers: tuple[int, ...]) -> None:
+        self._fabric, self._group, self._peers = fabric, group, peers
+
+    def add(self, tensor: Tensor) -> None:
+        """The sum of everybody's tensor, in place."""
+        with self._fabric.waiting(self._peers):
+            torch_private.allreduce_sum(self._group, tensor)

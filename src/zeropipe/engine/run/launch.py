@@ -18,10 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zeropipe.engine.comm.watchdog import signs_of_life
 from zeropipe.engine.run.nursery import nursery
 from zeropipe.errors import EngineError, ZeropipeError
 
-GRACE = 30.0  # seconds that ranks still get once one has failed: they may be waiting for it
 BEAT, ANSWER = b".", b"="  # the first byte of what a rank says
 REST = 0.5  # seconds between two beats of a rank
 
@@ -47,8 +47,9 @@ class LocalRanks:
             results = ranks.run(function, *args)        # function(*args) on every rank; results in rank order
 
     `function` must be importable; `preload` names modules it will want. `timeout` of a run is for silence: an Engine
-    that gets on with its work is heard, and so is who calls `heartbeat()`. After a failure or a time-out all processes
-    are gone and the pool is closed.
+    that gets on with its work is heard, and so is who calls `heartbeat()`. Once a rank has failed the others have
+    `grace` seconds to end as well: they may be waiting for it. After a failure or a time-out all processes are gone
+    and the pool is closed.
     """
 
     def __init__(
@@ -59,8 +60,9 @@ class LocalRanks:
         backend: str = "gloo",
         preload: Sequence[str] = (),
         start_timeout: float = 120.0,
+        grace: float = 10.0,
     ) -> None:
-        self.num_ranks = num_ranks
+        self.num_ranks, self._grace = num_ranks, grace
         self._nursery = nursery()
         # torch (and what `preload` names) is imported once, there: ranks then start in a blink
         self._nursery.preload(["zeropipe.engine.run.measure", "zeropipe.engine.stages.build", *preload])
@@ -126,7 +128,7 @@ class LocalRanks:
                         continue
                     outcomes[rank] = pickle.loads(said[1:])
                 if isinstance(outcomes[rank], Failed) and not failed:
-                    failed, end = True, min(end, time.monotonic() + GRACE)
+                    failed, end = True, min(end, time.monotonic() + self._grace)
         if failed or any(isinstance(outcome, Failed) for outcome in outcomes.values()):
             self.close(patience=0)
         return [outcomes[rank] for rank in range(self.num_ranks)]
@@ -211,6 +213,7 @@ def heartbeat() -> None:
 def _rank_main(end: int, rank: int, num_ranks: int, port: int, threads: int, backend: str) -> None:
     global _line
     _line = Line(Connection(end))
+    signs_of_life.append(heartbeat)
     torch.set_num_threads(threads)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_RANK=str(rank))
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))

@@ -12,7 +12,6 @@ from torch import nn
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Timeline
 from zeropipe.engine.engine import Engine
-from zeropipe.engine.run.launch import heartbeat
 from zeropipe.engine.stages.contract import Microbatch
 from zeropipe.engine.step.losses import LossFn
 
@@ -50,7 +49,6 @@ def measure(
             optimizer.step()
             optimizer.zero_grad()
             timeline = engine.timeline()
-            heartbeat()
             if tell is not None:
                 tell(step, loss, timeline.makespan)
             if step:

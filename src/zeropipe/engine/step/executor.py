@@ -91,6 +91,7 @@ class Executor:
         self._labels: list[str] = []
         for step in row:
             self._add(step)
+        self._labels.append("the last sends of the step")
         self._at = 0
 
     def run(self, microbatches: Sequence[Microbatch], finish: Finish, see: See | None = None) -> None:
@@ -99,6 +100,7 @@ class Executor:
         `see` is shown the tensors of microbatches that need a gradient, before they get one.
         """
         self._microbatches, self._finish, self._see = microbatches, finish, see
+        self._at = 0
         self._shape_of = [self._shapes.number(microbatch) for microbatch in microbatches]
         for cell in self.cells.values():
             cell.clear()
@@ -107,6 +109,7 @@ class Executor:
         calls = self._calls
         for self._at, call in enumerate(calls):
             call()
+        self._at = len(calls)
         for outgoing in self._outgoing.values():
             outgoing.drain()
         del self._microbatches, self._finish, self._see  # a caller's data and outputs are the caller's alone again

@@ -152,13 +152,13 @@ def _ping(fabric: Fabric, rank: int) -> float:
     word, best = torch.zeros(1, dtype=torch.float64), (float("inf"), 0.0)
     for _ in range(PINGS):
         if fabric.rank == 0:
-            fabric.control.recv([word], rank, CLOCK_TAG).wait()
+            fabric.receive(word, rank, CLOCK_TAG)
             word.fill_(time.perf_counter())
-            fabric.control.send([word], rank, CLOCK_TAG).wait()
+            fabric.send(word, rank, CLOCK_TAG)
         else:
             asked = time.perf_counter()
-            fabric.control.send([word], 0, CLOCK_TAG).wait()
-            fabric.control.recv([word], 0, CLOCK_TAG).wait()
+            fabric.send(word, 0, CLOCK_TAG)
+            fabric.receive(word, 0, CLOCK_TAG)
             answered = time.perf_counter()
             best = min(best, (answered - asked, (asked + answered) / 2 - float(word)))
     return best[1]

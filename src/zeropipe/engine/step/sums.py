@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from zeropipe.core.schedule import Schedule
-from zeropipe.engine import torch_private
 from zeropipe.engine.backward.gradients import gradient, squares
-from zeropipe.engine.comm.fabric import Fabric
+from zeropipe.engine.comm.fabric import Fabric, Summing
 from zeropipe.engine.stages.contract import Told
 
 BUCKET = 32 * 2**20  # bytes summed in one message: a copy of all gradients is never made
@@ -37,7 +36,7 @@ class GradientSums:
     """Sums the gradients of parameters that live more than once, after each step."""
 
     def __init__(self, schedule: Schedule, stages: Mapping[int, Told], fabric: Fabric) -> None:
-        self._between: list[tuple[Any, list[nn.Parameter]]] = []  # a group of ranks, what they sum
+        self._between: list[tuple[Summing, list[nn.Parameter]]] = []  # a group of ranks, what they sum
         self._names: list[str] = []  # of the entries of _between, the same on all their ranks
         self._within: list[tuple[nn.Parameter, nn.Parameter]] = []  # two tensors of one rank
         self._counted: list[nn.Parameter] = []  # those whose norm this rank accounts for
@@ -113,14 +112,14 @@ def ties(stages: Mapping[int, Told]) -> list[Tie]:
     return sorted(found, key=lambda tie: (tie.ends, tie))
 
 
-def _sum_between(group: Any, gradients: Sequence[Tensor]) -> None:
+def _sum_between(group: Summing, gradients: Sequence[Tensor]) -> None:
     """Sum over the group, in place, small gradients several at a time."""
     for some in buckets(gradients, BUCKET):
         if len(some) == 1 and some[0].is_contiguous():
-            torch_private.allreduce_sum(group, some[0])
+            group.add(some[0])
             continue
         flat = torch.cat([tensor.reshape(-1) for tensor in some])
-        torch_private.allreduce_sum(group, flat)
+        group.add(flat)
         for tensor, piece in zip(some, flat.split([tensor.numel() for tensor in some])):
             tensor.copy_(piece.view_as(tensor))
 
