@@ -79,7 +79,7 @@ def refused(capsys, args, words):
 def test_a_csv_of_a_hundred_megabytes_is_counted_not_read(tmp_path, capsys):
     file = tmp_path / "huge.csv"
     file.write_bytes(b"," * (11 * 10**6))
-    refused(capsys, ["check", str(file)], "it would have 11,000,000 actions, the command line takes up to 10,000,000")
+    refused(capsys, ["check", str(file)], "it would have 11,000,001 actions, the command line takes up to 10,000,000")
     with file.open("wb") as out:
         out.truncate(2**30)  # a hole: it takes no room
     refused(capsys, ["check", str(file)], "has 1,024 MiB: the command line takes files up to 256 MiB")

@@ -77,7 +77,7 @@ def test_a_spreadsheets_csv_is_read():
     [
         ({"num_microbatches": 10**15}, "fewer actions than 2 stages times 1000000000000000"),
         ({"num_stages": 10**15}, "places 2 stages: there are 1000000000000000"),
-        ({"placement": {"copies": [[0, 1], [1, 0]], "split": "x"}}, "split is 'x'"),
+        ({"placement": {"copies": [[0, 1], [1, 0]], "split": "x"}}, "begins with microbatch 'x'"),
         ({"placement": {"copies": [[0, 1], [1, 0]], "split": None}}, "2 tables: one is needed"),
         ({"placement": {"copies": [[0.5, 1]], "split": None}}, "rank 0.5"),
         ({"start": [0.0] * 7 + [float("nan")]}, "not a finite number"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
@@ -16,7 +15,7 @@ from zeropipe.app.models import Uploaded
 from zeropipe.core.check import check
 from zeropipe.core.csv import from_csv
 from zeropipe.core.json import from_plain
-from zeropipe.core.limits import PAGE, require_costs
+from zeropipe.core.limits import PAGE, require_costs, require_times
 from zeropipe.core.parse import parse_json, parse_toml
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Timeline
@@ -24,7 +23,6 @@ from zeropipe.errors import ConfigError, ScheduleError
 from zeropipe.sim.costs import Costs, costs_from
 from zeropipe.sim.fit import fit
 
-LONGEST = 1e15
 _DEFAULTS = Costs()
 Found = Schedule | Timeline
 Files = Mapping[str, Found]  # by id
@@ -101,12 +99,7 @@ def read(name: str, text: str) -> Found | dict[str, Any]:
 
 
 def _from_csv(text: str, name: str) -> Schedule:
-    cells = text.count(",") + text.count("\n") + 1
-    PAGE.require_actions(cells, "it")
-    # a complete schedule has no more stages or microbatches than cells; a larger number would make large tables
-    huge = re.search(rf"\d{{{len(str(cells)) + 1},}}", text)
-    if huge:
-        raise ScheduleError(f"the number {huge[0][:20]} is too large: the file has {cells} cells")
+    PAGE.require_cells(text)
     return from_csv(text, name)
 
 
@@ -132,6 +125,8 @@ def _is_costs(data: Any) -> bool:
 def _costs(data: Any) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ConfigError("it holds no table of costs: write fields like f = 1.0")
+    if "schedule" in data:
+        raise ConfigError("it holds a schedule, too: start the page with it (zeropipe app FILE), or drop its costs")
     costs_from(data)
     require_costs(data)
     return data
@@ -157,7 +152,7 @@ def _proven(found: Found) -> Found:
     PAGE.require_actions(max(schedule.num_actions, 2 * problem.num_stages * problem.num_microbatches), "it")
     check(schedule)
     if isinstance(found, Timeline):
-        _require_times(found)
+        require_times(found)
     return found
 
 
@@ -173,15 +168,3 @@ def _readable(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.6g}")
     return [_readable(one) for one in value] if isinstance(value, tuple) else value
-
-
-def _require_times(timeline: Timeline) -> None:
-    """Refuse what floats cannot draw; that the numbers are finite and in order, `from_json` has seen to."""
-    first, last = timeline.first_start, timeline.first_start + timeline.makespan
-    if not -LONGEST <= first <= last <= LONGEST:
-        raise ScheduleError(f"it runs from {first} to {last}: the page draws times up to {LONGEST}")
-    if 0 < timeline.makespan <= 1 / LONGEST:
-        raise ScheduleError(f"it takes {timeline.makespan}: the page draws from {1 / LONGEST} on")
-    limit = timeline.memory_limit
-    if limit is not None and not 0 <= limit < LONGEST:
-        raise ScheduleError(f"memory_limit={limit}: the page takes 0 to {LONGEST}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
@@ -39,10 +40,29 @@ class Counts(click.ParamType):
         return numbers
 
 
+class Size(click.ParamType):
+    """An amount of memory: a number, or one with a unit of bytes like 40GB or 32GiB."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not isinstance(value, str):
+            return value
+        match = re.fullmatch(r"\s*([0-9.eE+-]+)\s*(?:([KMGT]?)(i?)B)?\s*", value)
+        try:
+            amount = float(match[1]) if match else None
+        except ValueError:
+            amount = None
+        if match is None or amount is None:
+            name = param.name if param else "size"
+            raise ConfigError(f"{name}={short(value)}: a number is needed, or one of bytes like 40GB or 32GiB")
+        return amount * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " ")
+
+
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for machines.")
 
 # flag -> (type, help); a str is one number or several
-COSTS: dict[str, tuple[type, str]] = {
+COSTS: dict[str, tuple[Any, str]] = {
     "f": (str, "Time of a forward: one number, one per part of the model like 1,1,2, or of some like 0=0.8."),
     "i": (str, "Time of an input gradient."),
     "w": (str, "Time of a weight gradient."),
@@ -60,7 +80,7 @@ COSTS: dict[str, tuple[type, str]] = {
     "activation": (str, "Memory a forward takes."),
     "stash": (str, "Memory kept from I until W; all of it by default."),
     "weights": (str, "Constant memory: parameters, gradients, optimizer."),
-    "memory_limit": (float, "Memory of a rank: what needs more cannot win."),
+    "memory_limit": (Size(), "Memory of a rank, like 40 or 40GB: what needs more cannot win."),
 }
 
 

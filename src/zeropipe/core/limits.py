@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isfinite
@@ -42,6 +43,15 @@ class Limits:
                 f"{what} would have {count:,} actions{cut}, {self.where} takes up to {self.actions:,}: "
                 f"take fewer {fewer}ranks, stages or microbatches, or {self.instead}"
             )
+
+    def require_cells(self, text: str) -> None:
+        """Refuse the text of a CSV by its cells, before it is read."""
+        cells = text.count(",") + text.count("\n") + 1
+        self.require_actions(cells, "it")
+        # a complete schedule has no more stages or microbatches than cells; a larger number would make large tables
+        huge = re.search(rf"[0-9]{{{len(str(cells)) + 1},}}", text)
+        if huge:
+            raise ScheduleError(f"the number {huge[0][:20]} is too large: the file has {cells} cells")
 
     def require_bytes(self, size: int, what: str) -> None:
         """ConfigError for a file that is larger than it takes."""

@@ -73,7 +73,7 @@ def read_file(path: str) -> Schedule | Timeline:
             if isinstance(found, Timeline):
                 require_times(found)
             return found
-        COMMAND_LINE.require_actions(text.count(",") + text.count("\n"), "it")
+        COMMAND_LINE.require_cells(text)
         return from_csv(text, name)
     except (ConfigError, ScheduleError) as error:
         raise type(error)(f"{path}: {error}") from None

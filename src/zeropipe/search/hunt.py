@@ -76,6 +76,7 @@ class Hunt:
         self._bounds = [lower_bound(task) for task in tasks]
         self._rows: list[list[Array]] = [[] for _ in tasks]  # of the schedules with a name
         self._best: Timeline | None = None
+        self.named: Timeline | None = None  # the best schedule with a name that fits
         self._value = float("inf")
         self._stopped = False
 
@@ -135,8 +136,12 @@ class Hunt:
             if start := judge.plays(rows[0]):
                 self._take(task, start)
             for schedule in named(task):
-                self._offer(simulate(schedule, task.costs))
+                timeline = simulate(schedule, task.costs)
                 rows.append(passes_of(schedule))
+                self._offer(timeline)
+                value = value_of(timeline, task.span)
+                if not timeline.over_limit and (self.named is None or value < value_of(self.named, task.span)):
+                    self.named = timeline
 
     def _take(self, task: Task, start: Start) -> None:
         """Keep what rows lead to, W moved into gaps once more, if it is better."""

@@ -31,11 +31,16 @@ class Found:
     bound: float
     seconds: float
     interrupted: bool = False
+    named: Timeline | None = None  # the best schedule with a name that fits
 
     @property
     def value(self) -> float:
         """What was minimised."""
-        return value_of(self.timeline, self.objective == "span")
+        return self.value_of(self.timeline)
+
+    def value_of(self, timeline: Timeline) -> float:
+        """The same of another timeline."""
+        return value_of(timeline, self.objective == "span")
 
     @property
     def gap(self) -> float:
@@ -91,7 +96,7 @@ def search(
         task.require_room()
     hunt = Hunt(tasks, steps=steps, seconds=float(seconds), seed=seed, workers=workers or _cores(), progress=progress)
     best, interrupted = hunt.run()
-    return Found(best.schedule, best, objective, hunt.bound, hunt.elapsed, interrupted)
+    return Found(best.schedule, best, objective, hunt.bound, hunt.elapsed, interrupted, hunt.named)
 
 
 def _require(**sizes: int) -> None:

@@ -1,0 +1,206 @@
+"""Searches every published result at the memory limit it was published for, and says whether it is met.
+
+    python bench/search.py                    # all tables; most cells take less than a second
+    python bench/search.py zb-2p crosspipe    # some of them
+    python bench/search.py sizes --seconds 60
+
+Each line: the case, the published number, what was found, the lower bound in the same unit, the gap between the two,
+the seconds (of wall time and of processor time), and whether it is met. Sources of the numbers: Zero Bubble
+(arXiv 2401.10241, tables 5, 8 and 9), CrossPipe (USENIX ATC'25, table 5), Pipeline Parallelism with Controllable Memory
+(arXiv 2405.15362).
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import zeropipe as zp
+from zeropipe.search.search import Found
+from zeropipe.sim.costs import Link
+
+# model, ranks, microbatches, F, I, W, latency; 1F1B, ZB-H1, ZB-H2, ZB-1p, ZB-2p (bubble rates), layers
+ZERO_BUBBLE = [
+    ("1.5B", 8, 24, 18.522, 18.086, 9.337, 0.601, (0.2431, 0.1585, 0.1083, 0.1585, 0.0433), 24),
+    ("1.5B", 8, 32, 18.513, 18.086, 9.331, 0.626, (0.1985, 0.1242, 0.0837, 0.1242, 0.0039), 24),
+    ("1.5B", 8, 64, 18.546, 18.097, 9.321, 0.762, (0.1240, 0.0674, 0.0444, 0.0674, 0.0026), 24),
+    ("6.2B", 8, 24, 29.718, 29.444, 19.927, 0.527, (0.2347, 0.1323, 0.0698, 0.1323, 0.0029), 32),
+    ("6.2B", 8, 32, 29.802, 29.428, 19.530, 0.577, (0.1898, 0.1045, 0.0559, 0.1045, 0.0022), 32),
+    ("6.2B", 8, 64, 29.935, 29.621, 19.388, 0.535, (0.1091, 0.0554, 0.0294, 0.0554, 0.0010), 32),
+]
+# ranks, microbatches, F, I, W of half a stage, latency; 1F1B, ZB-H1, ZB-H2, ZB-V
+ZERO_BUBBLE_V = [
+    (16, 48, 14407, 14380, 9676, 1610, (0.2668, 0.1536, 0.0823, 0.0697)),
+    (16, 64, 14412, 14393, 9688, 1621, (0.2206, 0.1198, 0.0630, 0.0533)),
+    (16, 128, 14316, 14306, 9639, 1619, (0.1390, 0.0637, 0.0325, 0.0274)),
+]
+# bytes that a forward takes, and that a pending W keeps
+MEMORY = {"1.5B": (34 * 2304 + 5 * 24 * 1024, 32 * 2304), "6.2B": (34 * 4096 + 5 * 32 * 1024, 32 * 4096)}
+# latency and transfer of the middle edge in F; the better of CP-UD and CP-Wave in case 1 and in case 3
+CROSSPIPE = [
+    (0, 0, 0.119, 0.108), (0.25, 0.25, 0.127, 0.112), (0.25, 2, 0.177, 0.150), (2, 0.25, 0.148, 0.115),
+    (2, 2, 0.196, 0.147),
+]  # fmt: skip
+
+
+class Case(NamedTuple):
+    """One published number, and how to search for it."""
+
+    name: str
+    published: float
+    unit: Callable[[Found, float], float]  # what was published, of a value of the objective
+    searches: list[dict]  # keywords of zp.search: the best counts
+    digits: int = 4
+
+
+def rate(work: float) -> Callable[[Found, float], float]:
+    """The bubble rate of the longest span."""
+    return lambda found, value: 1 - work / value
+
+
+def per_microbatch(found: Found, value: float) -> float:
+    return value / found.schedule.num_microbatches
+
+
+def plain(found: Found, value: float) -> float:
+    return value
+
+
+def zero_bubble(columns: dict[str, tuple[int, Callable[[int], float]]]) -> Iterator[Case]:
+    """Columns of the tables with one stage per rank: where the number is, and how many activations the limit is."""
+    for model, p, m, f, i, w, c, numbers, _ in ZERO_BUBBLE:
+        yield from _columns(f"{model} {p} x {m}", model, p, m, (f, i, w), c, numbers, columns)
+    for p, m, f, i, w, c, numbers in ZERO_BUBBLE_V:
+        some = {name: column for name, column in columns.items() if name in ("1F1B", "ZB-H1", "ZB-H2")}
+        yield from _columns(f"6.2B {p} x {m}", "6.2B", p, m, (2 * f, 2 * i, 2 * w), c, numbers, some)
+
+
+def _columns(title, model, p, m, times, c, numbers, columns) -> Iterator[Case]:  # type: ignore[no-untyped-def]
+    activation, stash = MEMORY[model]
+    for name, (at, activations) in columns.items():
+        costs = zp.Costs(
+            f=times[0], i=times[1], w=times[2], p2p=c, activation=activation, stash=stash,
+            memory_limit=activations(p) * activation,
+        )  # fmt: skip
+        options = {"ranks": p, "microbatches": m, "costs": costs, "objective": "span"}
+        yield Case(f"{name} {title}", numbers[at], rate(m * sum(times)), [options])
+
+
+def zero_bubble_v() -> Iterator[Case]:
+    """Two half stages per rank, with the memory of 1F1B."""
+    activation, stash = MEMORY["6.2B"]
+    for p, m, f, i, w, c, numbers in ZERO_BUBBLE_V:
+        costs = zp.Costs(f=f, i=i, w=w, p2p=c, activation=activation, stash=stash, memory_limit=2 * p * activation)
+        options = {"ranks": p, "microbatches": m, "stages_per_rank": 2, "placement": zp.vee, "costs": costs}
+        yield Case(f"ZB-V 6.2B {p} x {m}", numbers[-1], rate(2 * m * (f + i + w)), [{**options, "objective": "span"}])
+
+
+def interleaved() -> Iterator[Case]:
+    """1F1B-I with every wrap-around message, at its own memory; the table leaves some of them out."""
+    for model, p, m, f, i, w, c, _, layers in ZERO_BUBBLE:
+        v = layers // p
+        bubble = (p - 1) * (f + i + w) / v + (2 * p * v - 2) * c
+        costs = zp.Costs(f=f / v, i=i / v, w=w / v, p2p=c)
+        peak = max(zp.simulate(zp.build("interleaved", ranks=p, microbatches=m, stages_per_rank=v), costs).peak_memory)
+        costs = zp.Costs(f=f / v, i=i / v, w=w / v, p2p=c, memory_limit=peak)
+        options = {"ranks": p, "microbatches": m, "stages_per_rank": v, "placement": zp.loop, "costs": costs}
+        work = m * (f + i + w)
+        yield Case(
+            f"1F1B-I {model} {p} x {m}", bubble / (work + bubble), rate(work), [{**options, "objective": "span"}]
+        )
+
+
+def crosspipe() -> Iterator[Case]:
+    """Eight ranks in two halves; seconds per microbatch. Case 1: 1F1B's memory, case 3: twice that."""
+    f, i, w = 0.038, 0.046, 0.021
+    for latency, transfer, *numbers in CROSSPIPE:
+        link = Link(latency * f, 1 / (transfer * f) if transfer else None)
+        for case, m, limit, published in ((1, 16, 8, numbers[0]), (3, 32, 16, numbers[1])):
+            searches = []
+            for v, rule in ((1, zp.linear), (2, zp.vee)):
+                costs = zp.Costs(
+                    f=f / v, i=i / v, w=w / v, message=1, edges={(3, 4): link, (4, 3): link}, serial_links=True,
+                    activation=1 / v, memory_limit=limit,
+                )  # fmt: skip
+                searches.append(
+                    {"ranks": 8, "microbatches": m, "stages_per_rank": v, "placement": rule, "costs": costs}
+                )
+            yield Case(f"CrossPipe {case}: {latency}, {transfer}", published, per_microbatch, searches)
+
+
+def family() -> Iterator[Case]:
+    """The V family and its relatives in unit costs: makespans, from the bubbles and peaks that are published."""
+    for p in (4, 6, 8, 12, 16):
+        m = 3 * p
+        turns = {"ranks": p, "microbatches": m, "stages_per_rank": 2, "placement": zp.vee}
+        for name, peak, bubble in (
+            ("V-Half", (p + 2) // 2, 3 * p - 7),
+            ("V-Min", (p + 4) // 3, 4 * p - 7 if p % 3 == 0 else 4 * p - 5),
+            ("ZBV", p, p - 1),
+        ):
+            options = {**turns, "costs": zp.Costs(memory_limit=2 * peak)}
+            yield Case(f"{name} {p} x {m}", 6 * m + bubble, plain, [options], digits=1)
+        for name, peak, bubble in (("ZB-H1", p, p - 1), ("ZB-H2", 2 * p - 1, 0)):
+            options = {"ranks": p, "microbatches": m, "costs": zp.Costs(memory_limit=peak), "objective": "span"}
+            yield Case(f"{name} {p} x {m}, unit costs", 3 * m + bubble, plain, [options], digits=1)
+
+
+def sizes() -> Iterator[Case]:
+    """How long it takes: the published number is the sum of all work, which no schedule can beat."""
+    for p, m in ((8, 64), (16, 128), (32, 256)):
+        for limit in (p, 1.5 * p, 2 * p):
+            f, i, w, c = 1.0, 1.1, 0.8, 0.05
+            options = {"ranks": p, "microbatches": m, "costs": zp.Costs(f=f, i=i, w=w, p2p=c, memory_limit=limit)}
+            yield Case(f"{p} x {m}, limit {limit:g}", m * (f + i + w), plain, [options], digits=2)
+
+
+TABLES: dict[str, Callable[[], Iterator[Case]]] = {
+    "zb-1p": lambda: zero_bubble({"1F1B": (0, float), "ZB-H1": (1, float), "ZB-1p": (3, float)}),
+    "zb-2p": lambda: zero_bubble({"ZB-H2": (2, lambda p: 2.0 * p - 1), "ZB-2p": (4, lambda p: 2.0 * p)}),
+    "zb-v": zero_bubble_v,
+    "1f1b-i": interleaved,
+    "crosspipe": crosspipe,
+    "family": family,
+    "sizes": sizes,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tables", nargs="*", choices=[*TABLES, []], help="all by default")
+    parser.add_argument("--seconds", type=float, default=10.0, help="for each search")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workers", type=int)
+    given = parser.parse_args()
+    warm_up(given.workers)
+    missed = total = 0
+    for table in given.tables or TABLES:
+        heads = ("published", "found", "bound", "gap", "wall s", "cpu s")
+        print(f"\n{table}\n{'case':34}", *(f"{head:>{width}}" for head, width in zip(heads, (10, 10, 10, 7, 7, 7))))
+        for case in TABLES[table]():
+            wall, cpu = time.perf_counter(), time.process_time()
+            options = {"seconds": given.seconds, "seed": given.seed, "workers": given.workers}
+            found = [zp.search(**search, **options) for search in case.searches]
+            wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+            value, best = min(((case.unit(one, one.value), one) for one in found), key=lambda pair: pair[0])
+            met = value <= case.published + 0.5 * 10**-case.digits
+            total += 1
+            missed += not met and table != "sizes"
+            numbers = f"{case.published:10.{case.digits}f} {value:10.{case.digits + 1}f}"
+            bound = f"{case.unit(best, best.bound):10.{case.digits + 1}f} {best.gap:7.2%}"
+            verdict = "" if table == "sizes" else "met" if met else "NOT MET"
+            print(f"{case.name:34} {numbers} {bound} {wall:7.1f} {cpu:7.1f}  {verdict}", flush=True)
+    print(f"\n{total} cases, {missed} not met")
+
+
+def warm_up(workers: int | None) -> None:
+    """Load the compiled kernels, so that they do not count."""
+    begin = time.perf_counter()
+    zp.search(ranks=3, microbatches=5, costs=zp.Costs(f=1.1, p2p=0.3, memory_limit=2), steps=10, workers=workers)
+    print(f"kernels loaded in {time.perf_counter() - begin:.1f} s")
+
+
+if __name__ == "__main__":
+    main()

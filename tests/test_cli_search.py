@@ -1,0 +1,111 @@
+"""`zeropipe search` as a person and as a program meets it."""
+
+import json
+import os
+import signal
+from threading import Timer
+
+import pytest
+
+import zeropipe as zp
+from zeropipe.cli import main
+from zeropipe.search import hunt
+
+SIZE = ("search", "--ranks", "4", "--microbatches", "6")
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+
+    def call(*args):
+        status = 0
+        try:
+            main(list(args))
+        except SystemExit as stop:
+            status = stop.code
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return call
+
+
+def test_a_search_is_told_in_four_lines_and_written(run, tmp_path):
+    file = tmp_path / "found.json"
+    status, out, err = run(*SIZE, "--i", "1.2", "--memory-limit", "2", "--steps", "100", "-o", str(file))
+    assert (status, err) == (0, "")
+    head, times, proof, named, spent, written = out.splitlines()
+    assert head == "searched: 4 ranks, 4 stages (linear), 6 microbatches"
+    assert "peak memory 2 (limit 2)" in times
+    assert proof.startswith("proven: nothing with 1 stage per rank is faster")
+    assert named == "no schedule with a name fits"
+    assert spent.endswith("costs per rank, shared out over its stages")
+    assert written.startswith(f"wrote {file}")
+    timeline = zp.from_json(file.read_text())
+    zp.check(timeline.schedule)
+    assert max(timeline.peak_memory) == 2
+    assert run("simulate", str(file))[0] == 0
+
+
+def test_machines_get_json(run):
+    status, out, _ = run(*SIZE, "-v", "2", "--placement", "vee", "--memory-limit", "4", "--steps", "50", "--json")
+    facts = json.loads(out)
+    assert status == 0
+    assert facts["placement"] == "vee"
+    assert facts["bound"] <= facts["value"] == facts["makespan"]
+    assert facts["gap"] == pytest.approx(facts["value"] / facts["bound"] - 1, abs=1e-9)
+    assert facts["named"] == "zbv"
+    assert facts["interrupted"] is False
+
+
+def test_costs_are_per_rank_unless_told_otherwise(run):
+    limits = ("--memory-limit", "4", "--steps", "0", "-v", "2", "--json")
+    values = [json.loads(run(*SIZE, *limits, "--per", per)[1])["makespan"] for per in ("rank", "stage")]
+    assert values[1] > 1.9 * values[0]
+
+
+@pytest.mark.parametrize(
+    "args,message",
+    [
+        (("search", "--ranks", "4"), "microbatches is missing: a schedule is searched for a number of microbatches"),
+        ((*SIZE, "--memory-limit", "0.5"), "memory_limit=0.5: rank 0 needs 1 for its weights and one microbatch"),
+        ((*SIZE, "--memory-limit", "4QB"), "memory_limit='4QB': a number is needed, or one of bytes like 40GB"),
+        ((*SIZE, "-v", "2", "--placement", "linear"), "placement linear has one stage per rank, not 2"),
+        ((*SIZE, "--seconds", "nan"), "seconds=nan: a number from 0 on is needed"),
+        ((*SIZE, "--steps", "-3"), "steps=-3: a whole number from 0 on is needed"),
+        ((*SIZE, "-o", "found.xyz"), "found.xyz"),
+        ((*SIZE, "-o", "no/such/folder/found.json"), "there is no folder"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(run, args, message):
+    status, out, err = run(*args)
+    assert status == 2
+    assert out == ""
+    assert message in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "text,size", [("40GB", 40e9), ("32GiB", 32 * 2**30), ("1.5 MB", 1.5e6), ("7", 7), ("2e3KB", 2e6)]
+)
+def test_memory_may_have_a_unit(text, size):
+    from zeropipe.cli.options import Size
+
+    assert Size().convert(text, None, None) == size
+
+
+def test_ctrl_c_takes_the_best_so_far(run, tmp_path, monkeypatch):
+    climb = hunt.climb
+
+    def climb_until_ctrl_c(*args):
+        Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        return climb(*args)
+
+    monkeypatch.setattr(hunt, "climb", climb_until_ctrl_c)
+    file = tmp_path / "found.csv"
+    status, out, _ = run(
+        *SIZE, "-p", "8", "-m", "20", "--i", "1.1", "--memory-limit", "3", "--seconds", "200", "-o", str(file)
+    )
+    assert status == 0
+    assert "interrupted" in out
+    zp.check(zp.from_csv(file.read_text()))
