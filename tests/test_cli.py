@@ -407,3 +407,16 @@ def test_weights_in_parts(run, tmp_path):
 
 def filled():
     return ("simulate", "v-half", *SIZE, "--per", "stage", "--i", "1.2", "--w", "0.7", "--weight-parts", "4")
+
+
+def test_several_runs_are_ranked_as_a_comparison_is(capsys):
+    from types import SimpleNamespace
+
+    from zeropipe.cli.run_text import print_ranking
+
+    schedule = zp.from_csv("0F0,0B0\n", "[odd]")
+    runs = [zp.simulate(schedule, zp.Costs(f=f, unit="s")) for f in (2, 1, 1)]
+    print_ranking([SimpleNamespace(measured=SimpleNamespace(timeline=t)) for t in runs])
+    out = capsys.readouterr().out
+    assert out.count("[odd] ★") == 2
+    assert out.index("1.000") < out.index("1.333")

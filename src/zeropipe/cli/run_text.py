@@ -48,6 +48,7 @@ def print_run(result: Outcome, guess: Timeline, job: Job) -> None:
         f"{schedule.num_microbatches} microbatches of {job.batch} x {job.sequence} tokens; "
         f"{job.model}, {result.num_parameters / 1e6:.1f}M parameters, {job.dtype} on {job.device}",
         style="bold",
+        markup=False,
     )
     cores = os.cpu_count() or 1
     if job.device == "cpu" and schedule.num_ranks > cores:
@@ -75,13 +76,17 @@ def _difference(real: float, guess: float) -> str:
 
 
 def print_ranking(results: list[Outcome]) -> None:
+    from rich.markup import escape
+
+    from zeropipe.core.ranking import ranking
+
+    timelines = [result.measured.timeline for result in results]
+    found = ranking(timelines)
     rows = output.table("schedule", "measured makespan", "of best", "bubble", left=("schedule",))
-    best = min(result.measured.timeline.makespan for result in results)
-    for result in sorted(results, key=lambda r: r.measured.timeline.makespan):
-        t = result.measured.timeline
-        rows.add_row(
-            t.schedule.name, output.time_text(t.makespan, "s"), f"{t.makespan / best:.3f}", output.percent(t.bubble)
-        )
+    for place in found.order:
+        t, standing = timelines[place], found.standings[place]
+        name = escape(t.schedule.name) + (" ★" if standing.best_time else "")
+        rows.add_row(name, output.time_text(t.makespan, "s"), f"{standing.of_best:.3f}", output.percent(t.bubble))
     output.console().print(rows)
 
 
@@ -114,6 +119,7 @@ def print_plan(built: list[Schedule], job: Job, as_json: bool) -> None:
             f"{plan['schedule']}: {plan['num_ranks']} ranks, {plan['num_microbatches']} microbatches, "
             f"{plan['placement']} placement, layers per stage {' '.join(map(str, plan['layers_per_stage']))}",
             style="bold",
+            markup=False,
         )
         rows = output.table("rank", "stages", "layers", "messages sent", left=("stages", "layers"))
         for row in plan["ranks"]:
