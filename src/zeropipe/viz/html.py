@@ -16,8 +16,8 @@ from zeropipe.viz.style import PageStyle
 from zeropipe.viz.words import one_line
 
 # in the order of their imports: each file uses only those before it
-MODULES = ("units.js", "data.js", "view.js", "shapes.js", "rows.js", "memory.js", "explain.js", "overlay.js",
-           "panel.js", "legend.js", "summary.js", "input.js", "viewer.js")  # fmt: skip
+MODULES = ("units.js", "data.js", "view.js", "shapes.js", "bands.js", "rows.js", "memory.js", "causes.js", "explain.js",
+           "overlay.js", "panel.js", "legend.js", "summary.js", "input.js", "viewer.js")  # fmt: skip
 
 _PAGE = """<!doctype html>
 <html lang="en" data-theme="{theme}">
@@ -51,7 +51,7 @@ def to_html(timelines: Timeline | Sequence[Timeline], style: PageStyle | None = 
     style = style or PageStyle()
     data = payload(timelines)
     heading = one_line(style.title or " · ".join(t["title"] for t in data["timelines"]))
-    options: dict[str, Any] = {"title": one_line(style.title), "labels": style.labels, "memory": style.memory}
+    options = {"title": one_line(style.title), "labels": style.labels, "memory": style.memory, "keys": True}
     return _PAGE.format(
         title=escape(heading), theme=style.theme, style=viewer_file("viewer.css"), script=bundle(),
         data=_inline_json(data), options=_inline_json(options),

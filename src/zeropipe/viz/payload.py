@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zeropipe.core import explain
+from zeropipe.core.ranking import ranking
 from zeropipe.core.timeline import Timeline
 from zeropipe.viz.boxes import boxes, shade_table
 from zeropipe.viz.colors import palette
@@ -33,7 +34,10 @@ def payload(timelines: Timeline | Sequence[Timeline]) -> dict[str, Any]:
         "version": 1,
         "causes": list(explain.CAUSES),
         "palette": {theme: palette(theme, shades) for theme in ("light", "dark")},
-        "timelines": [_timeline(t) for t in listed],
+        "timelines": [
+            {**_timeline(t), "standing": {"fits": s.fits, "best": s.best_time, "ofBest": s.of_best}}
+            for t, s in zip(listed, ranking(listed).standings, strict=True)
+        ],
     }
 
 

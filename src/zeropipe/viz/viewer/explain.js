@@ -1,8 +1,9 @@
 // What is under the pointer, in words: a box and what it waited for, or an idle gap and its cause.
 
+import { meaningOf } from "./causes.js";
 import { firstAbove, nameOf, stepOf } from "./data.js";
 import { levelAt } from "./memory.js";
-import { sizeText, timeText } from "./units.js";
+import { percentText, sizeText, timeText } from "./units.js";
 
 const [WARM_UP, WAITING, COMMUNICATION, COOL_DOWN, OTHER] = [0, 1, 2, 3, 4]; // places in payload.causes and .idle
 
@@ -45,6 +46,7 @@ export function before(timeline, i) {
 
 /** Lines for the card: {title, tint, lines: [[label, text]]}. */
 export function describe(timeline, found, data) {
+  if (found.level !== undefined) return describeLevel(timeline, found);
   return found.gap ? describeGap(timeline, found, data.causes) : describeBox(timeline, found.box, data.palette.light.kinds);
 }
 
@@ -78,6 +80,7 @@ function waitText(timeline, i, text) {
 function describeGap(timeline, { rank, gap }, causes) {
   const text = (time) => timeText(time, timeline.unit, 7);
   const lines = [
+    ["", meaningOf(causes[gap.cause])],
     ["", `rank ${rank} · ${text(gap.from)} to ${text(gap.to)}`],
     ["duration", text(gap.to - gap.from)],
   ];
@@ -90,4 +93,15 @@ function describeGap(timeline, { rank, gap }, causes) {
     if (level !== null) lines.push(["memory", sizeText(level, timeline.memoryUnit)]);
   }
   return { title: `Idle: ${causes[gap.cause]}`, box: -1, lines };
+}
+
+function describeLevel(timeline, { rank, level, time }) {
+  const { memoryLimit, memoryUnit, peakMemory, unit } = timeline;
+  const lines = [
+    ["", `rank ${rank} · at ${timeText(time, unit, 7)}`],
+    ["level", sizeText(level, memoryUnit)],
+    ["peak of the rank", sizeText(peakMemory[rank], memoryUnit)],
+  ];
+  if (memoryLimit) lines.push(["limit", `${sizeText(memoryLimit, memoryUnit)} (${percentText(level / memoryLimit)} used)`]);
+  return { title: "Memory", box: -1, lines };
 }

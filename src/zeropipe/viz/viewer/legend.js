@@ -1,10 +1,12 @@
 // The bar above: what the colours mean (and switch them off and on), views, and the keys.
 
+import { causeRows } from "./causes.js";
 import { KINDS } from "./data.js";
 import { element } from "./shapes.js";
 
 const KEYS = [
   ["← → ↑ ↓", "from box to box, from rank to rank"],
+  ["Home End", "first and last box of the rank"],
   ["+ −  (or W S)", "zoom in and out"],
   ["A D", "move left and right"],
   ["0", "show everything"],
@@ -21,7 +23,7 @@ export function buildBar(state, timelines, actions) {
   for (const kind of kinds) legend.append(kindButton(state, kind, actions));
   if (timelines.some((t) => t.half.includes(1))) {
     const both = element("span", { className: "zp-swatch zp-both" });
-    legend.append(element("span", { className: "zp-key" }, both, "overlap: F above, B below"));
+    legend.append(element("span", { className: "zp-key" }, both, element("span", { className: "zp-words" }, "overlap: F above, B below"), element("span", { className: "zp-short" }, "F&B")));
   }
   legend.append(element("span", { className: "zp-key" }, element("span", { className: "zp-swatch zp-idle" }), "idle"));
   const buttons = element("div", { className: "zp-buttons" });
@@ -32,9 +34,9 @@ export function buildBar(state, timelines, actions) {
     button("+", "Zoom in", () => actions.zoom(1.6)),
     button("Fit", "Show everything", actions.fit),
     ...(state.themeButton ? [button("◐", "Light or dark", actions.theme)] : []),
-    button("?", "Keys", () => help.showModal()),
+    button("?", "Help", () => help.showModal()),
   );
-  const help = keysDialog();
+  const help = helpDialog(state.data.causes);
   return element("div", { className: "zp-bar" }, legend, buttons, help);
 }
 
@@ -47,7 +49,8 @@ function kindsOf(timeline) {
 function kindButton(state, kind, actions) {
   const swatch = element("span", { className: `zp-swatch zp-kind-${KINDS[kind]}` });
   const name = state.data.palette.light.kinds[KINDS[kind]].name;
-  const node = element("button", { type: "button", className: "zp-key" }, swatch, element("b", {}, KINDS[kind]), ` ${name}`);
+  const node = element("button", { type: "button", className: "zp-key" }, swatch, element("b", {}, KINDS[kind]), element("span", { className: "zp-words" }, name));
+  node.setAttribute("aria-label", `${KINDS[kind]} ${name}`);
   node.setAttribute("aria-pressed", String(!state.hidden.has(kind)));
   node.title = `Show or hide ${name}`;
   node.addEventListener("click", () => {
@@ -73,10 +76,12 @@ function toggle(text, name, state, actions) {
   return node;
 }
 
-function keysDialog() {
+function helpDialog(causes) {
   const rows = KEYS.map(([keys, what]) => element("tr", {}, element("th", { scope: "row" }, keys), element("td", {}, what)));
   const close = element("button", { type: "button" }, "Close");
-  const dialog = element("dialog", { className: "zp-help", "aria-label": "Keys" }, element("table", {}, ...rows), close);
+  const title = (text) => element("h3", {}, text);
+  const why = element("table", {}, ...causeRows(causes));
+  const dialog = element("dialog", { className: "zp-help", "aria-label": "Help" }, title("Keys"), element("table", {}, ...rows), title("Where the time goes"), why, close);
   close.addEventListener("click", () => dialog.close());
   return dialog;
 }

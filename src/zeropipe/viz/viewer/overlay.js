@@ -20,10 +20,19 @@ export function targetsOf(timeline, i) {
 
 export function paintFound(context, timeline, found, palette, view, layout) {
   if (found.gap) return paintGap(context, found, palette, view, layout);
+  if (found.level !== undefined) return paintMoment(context, timeline, found.time, palette, view, layout);
   const i = found.box;
   for (const source of sourcesOf(timeline, i)) arrow(context, timeline, source, i, palette, view, layout, true);
   for (const target of targetsOf(timeline, i)) arrow(context, timeline, i, target, palette, view, layout, false);
   outline(context, boxAt(timeline, i, view, layout), palette.path, 2);
+}
+
+/** A line through all ranks at a time. */
+function paintMoment(context, timeline, time, palette, view, layout) {
+  context.fillStyle = palette.path;
+  context.globalAlpha = 0.7;
+  context.fillRect(Math.round(view.x(time)), 0, 1, layout.top(timeline.ranks - 1) + layout.height);
+  context.globalAlpha = 1;
 }
 
 function paintGap(context, { rank, gap }, palette, view, layout) {

@@ -1,9 +1,11 @@
 // One timeline on the page: its heading, its rows, its memory, and the layer above them.
 
+import { bandSums } from "./bands.js";
+import { shareLine } from "./causes.js";
 import { hit } from "./explain.js";
-import { levels, paintMemory } from "./memory.js";
+import { levelAt, levels, paintMemory } from "./memory.js";
 import { paintFound, paintPath } from "./overlay.js";
-import { colourSums, paintRows } from "./rows.js";
+import { paintRows } from "./rows.js";
 import { element, prepare } from "./shapes.js";
 import { percentText, ruler, sizeText, timeText } from "./units.js";
 
@@ -20,8 +22,11 @@ export class Panel {
     this.plot = element("div", { className: "zp-plot", tabIndex: 0, role: "application", "aria-label": this.words() }, this.rows, this.layer);
     this.plot.setAttribute("aria-roledescription", "timeline");
     this.memory = element("canvas", { "aria-hidden": "true" });
-    this.memoryBox = element("div", { className: "zp-memory" }, this.memory);
-    this.node = element("section", { className: "zp-panel", "aria-label": timeline.title }, this.heading(), this.plot, this.memoryBox);
+    this.memoryBox = element("div", { className: "zp-memory" }, element("div", { className: "zp-facts" }, this.memoryWords()), this.memory);
+    this.node = element(
+      "section", { className: "zp-panel", "aria-label": timeline.title },
+      this.heading(), this.shares(), this.plot, this.memoryBox,
+    );
   }
 
   words() {
@@ -36,11 +41,29 @@ export class Panel {
     const sizes = `${t.ranks} ranks · ${t.stages} stages · ${t.microbatches} microbatches`;
     return element(
       "header", { className: "zp-heading" },
-      element("h2", {}, t.title),
-      element("span", { className: "zp-tag" }, t.measured ? "measured" : "simulated"),
+      element("h2", { dir: "auto" }, t.title),
+      element("span", { className: t.measured ? "zp-tag zp-measured" : "zp-tag" }, t.measured ? "measured" : "simulated"),
       element("span", { className: "zp-facts" }, sizes),
       element("span", { className: "zp-facts zp-right" }, `makespan ${timeText(t.makespan, t.unit)} · bubble ${percentText(t.bubble)}${peak}`),
     );
+  }
+
+  /** Where the time of all ranks goes, and what is said of the picture. */
+  shares() {
+    this.note = element("span", { className: "zp-note zp-off" }, "narrow boxes: heights are shares of time, zoom in to see each");
+    this.pathNote = element("span", { className: "zp-path-note", hidden: true }, pathWords(this.timeline));
+    return element("div", { className: "zp-facts zp-shares" }, ...shareLine(this.timeline, this.state.data.causes), this.pathNote, this.note);
+  }
+
+  /** The scale of the memory curves. */
+  memoryWords() {
+    const { memoryUnit, memoryLimit } = this.timeline;
+    const limit = memoryLimit === null ? "" : `, dashed: the limit ${sizeText(memoryLimit, memoryUnit)}`;
+    return `memory, full height ${sizeText(this.memoryTop, memoryUnit)}${limit}`;
+  }
+
+  get memoryTop() {
+    return Math.max(...(this.timeline.peakMemory ?? [0]), this.timeline.memoryLimit ?? 0) || 1;
   }
 
   /** Rows of all ranks: narrow when there are many. */
@@ -66,11 +89,6 @@ export class Panel {
     return this.state.printing || (bottom > -200 && top < innerHeight + 200);
   }
 
-  /** The colours have changed. */
-  recolour() {
-    this.sums = null;
-  }
-
   /** Out of sight, too, it is as tall as when it is painted: the page does not jump while it is scrolled. */
   reserve() {
     this.rows.style.height = `${this.layout.total}px`;
@@ -82,13 +100,15 @@ export class Panel {
     this.reserve();
     if (!this.visible) return;
     const { view, paint, scale, gutter } = this.state;
-    this.sums ??= colourSums(this.timeline, paint);
+    this.sums ??= bandSums(this.timeline);
     const context = prepare(this.rows, gutter + view.width, this.layout.total, scale);
     this.rankNames(context, this.layout);
     within(context, gutter, view.width, this.layout.total, () => {
       this.grid(context, this.layout.total);
-      this.drawn = paintRows(context, this.timeline, this.sums, paint, view, this.layout, scale, this.state.labels);
+      this.painted = paintRows(context, this.timeline, this.sums, paint, view, this.layout, scale, this.state.labels);
     });
+    this.note.classList.toggle("zp-off", !this.painted.bands);
+    this.pathNote.hidden = !this.state.path;
     this.paintMemory();
     this.paintLayer();
   }
@@ -98,12 +118,11 @@ export class Panel {
     if (this.memoryBox.hidden) return;
     const layout = this.memoryLayout;
     const limit = this.timeline.memoryLimit;
-    const top = Math.max(...this.timeline.peakMemory, limit ?? 0) * 1.05 || 1;
     const context = prepare(this.memory, gutter + view.width, layout.total, scale);
     this.rankNames(context, layout);
     within(context, gutter, view.width, layout.total, () => {
       this.grid(context, layout.total);
-      paintMemory(context, this.timeline, paint.palette, view, layout, scale, top, limit);
+      paintMemory(context, this.timeline, paint.palette, view, layout, scale, this.memoryTop * 1.05, limit);
       this.peaks(context, layout, paint.palette);
     });
   }
@@ -168,10 +187,25 @@ export class Panel {
     return { ...found, panel: this };
   }
 
+  /** The memory level at a place of the memory's canvas. */
+  findLevel(x, y) {
+    const { view, gutter } = this.state;
+    const rank = Math.floor((y - EDGE) / this.memoryLayout.pitch);
+    const time = view.time(x - gutter);
+    if (x < gutter || rank < 0 || rank >= this.timeline.ranks || time < 0 || time > this.timeline.makespan) return null;
+    return { rank, level: levelAt(this.timeline, rank, time) ?? 0, time, panel: this };
+  }
+
   /** The levels in sight, for tests and tools. */
   curve(rank) {
     return [...levels(this.timeline, rank, this.state.view, 1)];
   }
+}
+
+/** The critical path in words. */
+function pathWords({ path, start, end, makespan, unit }) {
+  const work = path.reduce((sum, i) => sum + end[i] - start[i], 0);
+  return `critical path: ${path.length} actions take ${timeText(work, unit, 4)}, messages and pauses ${timeText(Math.max(0, makespan - work), unit, 4)}`;
 }
 
 /** The pitch of very many rows: a canvas has a greatest height. */

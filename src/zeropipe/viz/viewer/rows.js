@@ -1,133 +1,37 @@
-// Paints one timeline's boxes. Boxes wide enough are drawn one by one; narrower ones share a pixel, whose colour is the
-// mean of all that happened in it, idle time included. The work is bounded by the pixels, not by the boxes.
+// Paints one timeline's boxes: one by one where they are wide enough, as bands where they are not.
 
-import { LOWER, UPPER, firstAbove } from "./data.js";
+import { Strip, scanRow } from "./bands.js";
+import { LOWER, UPPER } from "./data.js";
 
-const WIDE = 2; // device pixels: below this a box is merged with its neighbours
 const SMALLEST = 8; // CSS pixels of a label's font
-const FAINTEST = 40; // of 255: a short box alone in its pixel stays visible
+const LARGEST = 13;
+const GLYPH = 0.58; // width of a digit, as a share of the font size
+const MOST_UNLIKE = 2; // CSS pixels between the fonts of two kinds
+const ENOUGH = 0.9; // of a kind's boxes have room for its longest label, or none is labelled
 
-/** Sums over boxes from left to right of time, and of time times colour, so that any stretch's mean is a difference. */
-export function colourSums(timeline, paint) {
-  const size = timeline.size;
-  const sums = [0, 1, 2, 3].map(() => new Float64Array(size + 1));
-  const [time, red, green, blue] = sums;
-  for (let i = 0; i < size; i++) {
-    const weight = paint.shown(timeline.kind[i]) ? (timeline.end[i] - timeline.start[i]) * (timeline.half[i] ? 0.5 : 1) : 0;
-    const [r, g, b] = paint.rgb[timeline.kind[i]][timeline.shade[i]];
-    time[i + 1] = time[i] + weight;
-    red[i + 1] = red[i] + weight * r;
-    green[i + 1] = green[i] + weight * g;
-    blue[i + 1] = blue[i] + weight * b;
-  }
-  return sums;
-}
+let strip = null; // all panels are painted one after the other
 
 /**
  * Paint all rows into `context` (CSS pixels, `scale` device pixels each). `layout` gives top(rank) and height of a row.
- * Returns how many boxes were drawn one by one.
+ * Returns how many boxes were drawn one by one, and whether there are bands.
  */
 export function paintRows(context, timeline, sums, paint, view, layout, scale, labels) {
-  const width = Math.ceil(view.width * scale);
   const perPixel = view.span / (view.width * scale);
-  const strip = stripOf(width, timeline.ranks);
   const boxes = [];
-  let merged = false;
+  strip ??= new Strip();
+  strip.clear(Math.ceil(view.width * scale), timeline.ranks, layout.height * scale);
+  context.fillStyle = paint.palette.lane;
   for (let rank = 0; rank < timeline.ranks; rank++) {
-    merged = scanRow(timeline, sums, rank, view, perPixel, width, strip.words, boxes) || merged;
+    context.fillRect(0, layout.top(rank), Math.min(view.width, view.x(timeline.makespan)), layout.height);
+    scanRow(timeline, sums, rank, view, perPixel, strip, paint.words, boxes);
   }
-  context.imageSmoothingEnabled = false;
-  const lane = paint.palette.lane;
-  for (let rank = 0; rank < timeline.ranks; rank++) {
-    context.fillStyle = lane;
-    const end = view.x(timeline.makespan);
-    context.fillRect(0, layout.top(rank), Math.min(view.width, end), layout.height);
-  }
-  if (merged) {
-    strip.context.putImageData(strip.image, 0, 0);
-    for (let rank = 0; rank < timeline.ranks; rank++) {
-      context.drawImage(strip.canvas, 0, rank, width, 1, 0, layout.top(rank), width / scale, layout.height);
-    }
-  }
-  paintBoxes(context, timeline, paint, view, layout, boxes, labels);
-  return boxes.length;
+  strip.paint(context, layout, timeline.ranks, scale);
+  paintBoxes(context, timeline, paint, view, layout, boxes);
+  if (labels !== "none") paintLabels(context, timeline, paint, view, layout, boxes, labels);
+  return { drawn: boxes.length, bands: strip.used };
 }
 
-const strips = new Map();
-
-/** An image of one pixel line per row, cleared. */
-function stripOf(width, ranks) {
-  const key = `${width}x${ranks}`;
-  if (!strips.has(key)) {
-    strips.clear();
-    const canvas = document.createElement("canvas");
-    canvas.width = width;
-    canvas.height = ranks;
-    const context = canvas.getContext("2d");
-    const image = context.createImageData(width, ranks);
-    strips.set(key, { canvas, context, image, words: new Uint32Array(image.data.buffer) });
-  }
-  const strip = strips.get(key);
-  strip.words.fill(0);
-  return strip;
-}
-
-/** Collect the wide boxes of a row in `boxes` and write the pixels of the others into the strip; true if any was. */
-function scanRow(timeline, sums, rank, view, perPixel, width, words, boxes) {
-  const { start, end, half, offsets } = timeline;
-  const last = offsets[rank + 1];
-  const before = [0, 0, 0, 0]; // time, red, green, blue: all up to the left edge of a pixel
-  const after = [0, 0, 0, 0];
-  let i = firstAbove(end, view.from, offsets[rank], last);
-  let pixel = 0;
-  let merged = false;
-  while (i < last && pixel < width && start[i] < view.to) {
-    if (end[i] - start[i] >= WIDE * perPixel) {
-      boxes.push(i);
-      if (half[i] === UPPER) boxes.push(i + 1);
-      pixel = Math.max(pixel, Math.floor((end[i] - view.from) / perPixel));
-      i += half[i] === UPPER ? 2 : 1;
-      continue;
-    }
-    pixel = Math.max(pixel, Math.floor((start[i] - view.from) / perPixel));
-    const edge = view.from + (pixel + 1) * perPixel;
-    sumsAt(timeline, sums, view.from + pixel * perPixel, i, last, before);
-    i = nextAbove(end, edge, i, last);
-    sumsAt(timeline, sums, edge, i, last, after);
-    const covered = after[0] - before[0];
-    if (covered > 0) {
-      const alpha = Math.min(255, Math.max(FAINTEST, Math.round((255 * covered) / perPixel)));
-      const r = (after[1] - before[1]) / covered;
-      const g = (after[2] - before[2]) / covered;
-      const b = (after[3] - before[3]) / covered;
-      words[rank * width + pixel] = (alpha << 24) | (b << 16) | (g << 8) | r;
-      merged = true;
-    }
-    pixel++;
-  }
-  return merged;
-}
-
-/** The sums up to a time; box `i`, one before `last`, is the first of its row that ends after it. */
-function sumsAt(timeline, sums, time, i, last, out) {
-  const { start, end, half } = timeline;
-  const inside = i < last && time > start[i] ? (time - start[i]) / (end[i] - start[i]) : 0;
-  const next = inside ? i + (half[i] === UPPER ? 2 : 1) : i;
-  for (let n = 0; n < 4; n++) out[n] = sums[n][i] + inside * (sums[n][next] - sums[n][i]);
-}
-
-/** The first place from `i` whose value is above `limit`: gallop, then halve. */
-function nextAbove(values, limit, i, last) {
-  let step = 1;
-  let low = i;
-  while (low + step < last && values[low + step] <= limit) {
-    low += step;
-    step *= 2;
-  }
-  return firstAbove(values, limit, low, Math.min(last, low + step + 1));
-}
-
-function paintBoxes(context, timeline, paint, view, layout, boxes, labels) {
+function paintBoxes(context, timeline, paint, view, layout, boxes) {
   const byColour = new Map();
   for (const i of boxes) {
     if (!paint.shown(timeline.kind[i])) continue;
@@ -142,7 +46,6 @@ function paintBoxes(context, timeline, paint, view, layout, boxes, labels) {
       context.fillRect(x, y, w, h);
     }
   }
-  if (labels !== "none") paintLabels(context, timeline, paint, view, layout, boxes, labels);
 }
 
 /** Where a box lies, in CSS pixels, clipped to the window; a hairline stays free on its right while it is wide. */
@@ -154,27 +57,56 @@ export function boxAt(timeline, i, view, layout) {
   const top = layout.top(timeline.rank[i]);
   const y = half === LOWER ? top + layout.height / 2 : top;
   const h = half ? layout.height / 2 - (half === UPPER && layout.height > 12 ? 0.5 : 0) : layout.height;
-  return { x: left, y, w: right - left - gap, h };
+  return { x: left, y, w: Math.max(0.5, right - left - gap), h };
 }
 
+/** One size for all boxes of a kind, by its longest label in sight; where that has no room, none is labelled. */
 function paintLabels(context, timeline, paint, view, layout, boxes, labels) {
-  const fonts = [0, 1].map((split) => Math.min(13, Math.floor(layout.height * (split ? 0.42 : 0.6))));
-  if (fonts[0] < SMALLEST) return;
+  const tallest = [0, 1].map((split) => Math.min(LARGEST, Math.floor(layout.height * (split ? 0.42 : 0.6))));
+  if (tallest[0] < SMALLEST) return;
+  const looks = new Map(); // (kind, half of an Overlap) -> boxes, longest label
+  for (const i of boxes) {
+    if (!paint.shown(timeline.kind[i])) continue;
+    const look = 2 * timeline.kind[i] + (timeline.half[i] ? 1 : 0);
+    if (!looks.has(look)) looks.set(look, { members: [], longest: 0 });
+    const found = looks.get(look);
+    found.members.push(i);
+    found.longest = Math.max(found.longest, labelOf(timeline, i, labels).length);
+  }
   context.textAlign = "center";
   context.textBaseline = "middle";
-  let size = 0;
-  for (const i of boxes) {
-    const wanted = fonts[timeline.half[i] ? 1 : 0];
-    if (!paint.shown(timeline.kind[i])) continue;
-    const { x, y, w, h } = boxAt(timeline, i, view, layout);
-    const text = labels === "action" ? `${timeline.stage[i]}${"FBIW"[timeline.kind[i]]}${timeline.microbatch[i]}` : String(timeline.microbatch[i]);
-    const fits = Math.min(wanted, Math.floor((w - 2) / (text.length * 0.58)));
-    if (fits < SMALLEST) continue;
-    if (size !== fits) {
-      size = fits;
-      context.font = `500 ${size}px system-ui, sans-serif`;
+  for (const [look, found] of looks) found.size = fontFor(timeline, found.members, found.longest, tallest[look % 2], view);
+  const least = Math.min(...[...looks.values()].map(({ size }) => size || LARGEST));
+  for (const { members, size } of looks.values()) {
+    if (!size) continue;
+    const font = Math.min(size, least + MOST_UNLIKE);
+    context.font = `500 ${font}px system-ui, sans-serif`;
+    for (const i of members) {
+      const text = labelOf(timeline, i, labels);
+      const { x, y, w, h } = boxAt(timeline, i, view, layout);
+      if (w - 2 < text.length * GLYPH * font) continue;
+      context.fillStyle = paint.ink[timeline.kind[i]][timeline.shade[i]];
+      context.fillText(text, x + w / 2, y + h / 2 + 0.5);
     }
-    context.fillStyle = paint.ink[timeline.kind[i]][timeline.shade[i]];
-    context.fillText(text, x + w / 2, y + h / 2 + 0.5);
   }
+}
+
+function labelOf(timeline, i, labels) {
+  return labels === "action" ? `${timeline.stage[i]}${"FBIW"[timeline.kind[i]]}${timeline.microbatch[i]}` : String(timeline.microbatch[i]);
+}
+
+/** The largest font in which the longest label fits enough of the boxes; 0 if there is none. */
+function fontFor(timeline, members, longest, tallest, view) {
+  const fits = new Int32Array(LARGEST + 1); // boxes by the largest font they have room for
+  const perUnit = view.width / view.span;
+  for (const i of members) {
+    const width = (timeline.end[i] - timeline.start[i]) * perUnit;
+    fits[Math.max(0, Math.min(tallest, Math.floor((width - 3) / (longest * GLYPH))))]++;
+  }
+  let enough = 0;
+  for (let size = tallest; size >= SMALLEST; size--) {
+    enough += fits[size];
+    if (enough >= ENOUGH * members.length) return size;
+  }
+  return 0;
 }

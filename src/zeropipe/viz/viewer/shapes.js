@@ -14,23 +14,28 @@ export function prepare(canvas, width, height, scale) {
   return context;
 }
 
-export function rgbOf(color) {
+function rgbOf(color) {
   return [1, 3, 5].map((i) => parseInt(color.slice(i, i + 2), 16));
 }
 
-/** The colours of every (kind, shade), with those of hidden kinds faded into the lane. */
+/** The mean of some colours as a pixel's 32 bits. */
+function wordOf(colors) {
+  const [r, g, b] = [0, 1, 2].map((n) => Math.round(colors.reduce((sum, color) => sum + rgbOf(color)[n], 0) / colors.length));
+  return ((255 << 24) | (b << 16) | (g << 8) | r) >>> 0;
+}
+
+/** The colours of every (kind, shade), and which kinds are hidden. */
 export class Paint {
   constructor(palette, hidden) {
     this.palette = palette;
     this.hidden = hidden;
     this.fill = [];
     this.ink = [];
-    this.rgb = [];
     for (const { fill, ink } of Object.values(palette.kinds)) {
       this.fill.push(fill);
       this.ink.push(ink);
-      this.rgb.push(fill.map(rgbOf));
     }
+    this.words = this.fill.map((fill, kind) => (hidden.has(kind) ? 0 : wordOf(fill))); // of bands; 0 for hidden kinds
   }
 
   shown(kind) {

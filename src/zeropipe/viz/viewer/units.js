@@ -28,12 +28,20 @@ function scaledText(value, scales, digits) {
   return `${numberText(value / factor, digits)} ${name}`;
 }
 
+/** What one unit of a ruler up to `to` is, and its name: its numbers stay short. */
+function rulerUnit(to, unit) {
+  if (unit === "s" && to >= 1e-9 && to < 1e6) return SECONDS.find(([factor]) => to >= factor);
+  if (to >= 1e-3 && to < 1e6) return [1, unit];
+  const power = 3 * Math.floor(Math.log10(to) / 3);
+  return [10 ** power, `×10^${power} ${unit}`.trim()];
+}
+
 /** Steps of 1, 2 or 5 times a power of ten, at most `most` of them between `from` and `to`. */
 export function ruler(from, to, most, unit) {
   const span = to - from;
   const base = 10 ** Math.ceil(Math.log10(span / most) - 1);
   const step = [1, 2, 5, 10].map((factor) => base * factor).find((size) => span / size <= most);
-  const [factor, name] = unit === "s" ? SECONDS.find(([f]) => to >= f) ?? SECONDS[3] : [1, unit];
+  const [factor, name] = rulerUnit(to, unit);
   const places = Math.max(0, -Math.floor(Math.log10(step / factor) + 1e-9));
   const ticks = [];
   for (let n = Math.ceil(from / step - 1e-9); n * step <= to + span * 1e-9; n++) {

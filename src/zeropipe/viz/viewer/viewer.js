@@ -2,7 +2,7 @@
 
 import { decode } from "./data.js";
 import { describe } from "./explain.js";
-import { listen } from "./input.js";
+import { key, listen } from "./input.js";
 import { buildBar } from "./legend.js";
 import { Panel } from "./panel.js";
 import { Paint, element, prepare } from "./shapes.js";
@@ -16,7 +16,7 @@ const NARROW = 600; // as in the style sheet
 /**
  * Show `data` (what zeropipe.viz.payload gives) in `parent`.
  * Options: title, labels ("microbatch", "action", "none"), path, memory (whether shown at first), summary (default: when there
- * are several timelines), themeButton. Returns { ready, update(data), recolour(), view, state, panels, destroy() };
+ * are several timelines), themeButton, keys (whether keys work before a timeline is focused). Returns { ready, update(data), recolour(), view, state, panels, destroy() };
  * `ready` resolves when painted. The theme is the data-theme of the html element ("light", "dark", else the system's):
  * call recolour() after changing it.
  */
@@ -33,7 +33,7 @@ class Viewer {
     this.state = {
       view: new View(1), hidden: new Set(), labels: options.labels ?? "microbatch", path: options.path ?? false,
       memory: options.memory ?? true, found: null, gutter: 64, scale: 1, syncs: [], printing: false,
-      themeButton: options.themeButton ?? true,
+      themeButton: options.themeButton ?? true, scrolled: -Infinity,
     };
     this.view.listeners.add(() => this.repaint());
     this.bar = element("div");
@@ -49,7 +49,11 @@ class Viewer {
     this.ending = new AbortController();
     const { signal } = this.ending;
     this.dark.addEventListener("change", () => this.recolour(), { signal });
-    addEventListener("scroll", () => this.repaint(), { signal, passive: true });
+    addEventListener("scroll", () => {
+      this.state.scrolled = performance.now();
+      this.repaint();
+    }, { signal, passive: true });
+    if (options.keys) addEventListener("keydown", (event) => this.pageKey(event), { signal });
     addEventListener("beforeprint", () => this.print(true), { signal });
     addEventListener("afterprint", () => this.print(false), { signal });
     this.sizes = new ResizeObserver(() => this.resize());
@@ -121,7 +125,6 @@ class Viewer {
       this.node.style.setProperty(`--zp-${kind}`, `linear-gradient(90deg, ${stripes.join(", ")})`);
       this.node.style.setProperty(`--zp-flat-${kind}`, fill[fill.length >> 1]);
     }
-    for (const panel of this.panels) panel.recolour();
     this.repaint();
   }
 
@@ -210,6 +213,15 @@ class Viewer {
   goTo(n) {
     this.panels[n].node.scrollIntoView({ behavior: "smooth", block: "start" });
     this.panels[n].plot.focus({ preventScroll: true });
+  }
+
+  /** A key while nothing has the focus is for the first timeline in sight. */
+  pageKey(event) {
+    if (document.activeElement && document.activeElement !== document.body) return;
+    const panel = this.panels.find(({ plot }) => plot.getBoundingClientRect().bottom > 0);
+    if (!panel || !["+", "=", "-", "0", "w", "s", "a", "d", "c", "m", "?", "ArrowLeft", "ArrowRight"].includes(event.key)) return;
+    panel.plot.focus({ preventScroll: true });
+    key(event, panel, this.state, this.actions);
   }
 
   /** On paper: light, sharp, all panels. */
