@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zeropipe as zp
-from zeropipe.core import jit
+from zeropipe.core import csv, jit
 from zeropipe.core.action import COMM, Action, Kind, Overlap, actions_of, parse_step, partner
 from zeropipe.core.explain import idle
 from zeropipe.core.needs import dependencies, key_name, needs
@@ -105,6 +105,19 @@ def test_a_mirror_sends_the_second_half_the_other_way():
 def test_a_bad_csv_is_named(text, words):
     with pytest.raises(zp.ScheduleError, match=words):
         zp.from_csv(text)
+
+
+@pytest.mark.parametrize("num_stages", [3, 300])
+def test_a_csv_is_read_in_a_fixed_number_of_passes(num_stages, monkeypatch):
+    """Also where the last microbatch leaves most stages out, and one action is on the wrong rank."""
+    rows = [[f"{s}F0", f"{s}B0"] for s in range(num_stages)]
+    rows[0] += ["0F1", "0B1", "1F0"]
+    passes = []
+    whole = csv._placed
+    monkeypatch.setattr(csv, "_placed", lambda rows: passes.append(1) or whole(rows))
+    schedule = zp.from_csv("\n".join(",".join(row) for row in rows))
+    assert schedule.placement.name == "linear"
+    assert len(passes) <= 8
 
 
 def test_csv_takes_torch_padding_and_parameter_actions():

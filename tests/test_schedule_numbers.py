@@ -142,6 +142,11 @@ def test_dualpipe_totals(both, total):
     assert run("dualpipev", 4, 10, zp.Costs(overlap=both)).makespan == total
 
 
+def test_dualpipe_with_the_fewest_microbatches():
+    assert run("dualpipe", 4, 6, zp.Costs(overlap=2.5)).makespan == 19
+    assert run("dualpipev", 4, 7, zp.Costs(overlap=2.5)).makespan == 44
+
+
 def test_dualpipev_beside_overlapped_interleaving():
     assert run("dualpipev", 4, 16, zp.Costs(overlap=2.75)).makespan == 95.5
 

@@ -7,10 +7,12 @@ import sys
 import pytest
 
 import zeropipe as zp
+from zeropipe.schedules import registry
 from zeropipe.schedules.user import load
 
 MINE = """
 import zeropipe as zp
+from zeropipe.schedules import registry
 
 @zp.register("from-a-package", placement=zp.vee, stages_per_rank=2, aliases=("pkg",))
 def mine(lanes, p, *, order="down"):
@@ -71,6 +73,7 @@ def test_a_file_has_its_own_size(tmp_path):
 
 OWN = """
 import zeropipe as zp
+from zeropipe.schedules import registry
 
 @zp.register({name!r}, placement=zp.linear, aliases={aliases!r})
 def mine(lane, rank, p):
@@ -120,3 +123,23 @@ def test_a_function_that_fails_is_named_with_its_line(tmp_path):
     )
     with pytest.raises(zp.ConfigError, match=r"failing does not run: ZeroDivisionError: .* \(failing.py:4\)"):
         load(f"{file}:failing", ranks=2, microbatches=2)
+
+
+@pytest.mark.parametrize("placement", [zp.vee, zp.loop])
+def test_a_schedule_with_one_stage_per_rank_too_few_is_told_so(placement, monkeypatch):
+    monkeypatch.setattr(registry, "_entries", dict(registry._entries))
+
+    @zp.register("short", placement=placement)
+    def short(lane, rank, p):
+        for stage in (rank, p.num_stages - 1 - rank):
+            lane.f(stage)
+            lane.b(stage)
+
+    @zp.register("long", placement=placement)
+    def long(lane, rank, p):
+        lane.f(2 * p.num_ranks - 1 - rank)
+
+    with pytest.raises(zp.ScheduleError, match=r"on the wrong rank: .* is stages_per_rank=2 missing in @zp.register\?"):
+        zp.check(zp.build("short", ranks=2, microbatches=1))
+    with pytest.raises(zp.ScheduleError, match=r"writes stage 3: stages are 0 to 1, 1 per rank \(as stages_per_rank="):
+        zp.build("long", ranks=2, microbatches=1)

@@ -77,8 +77,10 @@ def _raise_scan_fault(schedule: Schedule, at: int, fault: int) -> None:
                             f"microbatches 0 to {p.num_microbatches - 1}")  # fmt: skip
     if fault == 2:
         home = schedule.placement.rank_of(action.stage, action.microbatch)
+        one = p.num_stages == p.num_ranks and schedule.placement.name in ("vee", "loop")
+        hint = "; there is 1 stage per rank: is stages_per_rank=2 missing in @zp.register?" if one else ""
         raise ScheduleError(f"{where} is on the wrong rank: the placement puts stage {action.stage}, "
-                            f"microbatch {action.microbatch} on rank {home}")  # fmt: skip
+                            f"microbatch {action.microbatch} on rank {home}{hint}")  # fmt: skip
     if fault == 3 and action.kind is Kind.W and p.num_weight_parts > 1:
         raise ScheduleError(f"{where} is one too many: every W here has {p.num_weight_parts} parts")
     if fault == 3:

@@ -10,6 +10,7 @@ import csv
 import io
 import re
 from collections import Counter
+from collections.abc import Iterator
 
 from zeropipe.core.action import COMM, Action, Kind, Overlap, Step, actions_of, parse_step
 from zeropipe.core.packed import PackedRows, pack
@@ -72,57 +73,61 @@ def _read(text: str) -> list[list[Step]]:
 
 def _schedule(rows: list[list[Step]], name: str) -> Schedule:
     compute = [[step for step in row if isinstance(step, Overlap) or step.kind not in COMM] for row in rows]
-    homes: dict[tuple[int, int], Counter[int]] = {}
     weights: Counter[Action] = Counter()
-    num_stages = num_microbatches = 0
-    for rank, row in enumerate(compute):
-        for action in actions_of(row):
-            if action.kind is Kind.W:
-                weights[action] += 1
-            homes.setdefault((action.stage, action.microbatch), Counter())[rank] += 1
-            num_stages = max(num_stages, action.stage + 1)
-            num_microbatches = max(num_microbatches, action.microbatch + 1)
-    if not homes:
+    num_stages = num_microbatches = num_actions = 0
+    for _, action in _placed(compute):
+        if action.kind is Kind.W:
+            weights[action] += 1
+        num_actions += 1
+        num_stages = max(num_stages, action.stage + 1)
+        num_microbatches = max(num_microbatches, action.microbatch + 1)
+    if not num_actions:
         raise ScheduleError("the CSV holds messages but no computation")
     # what most W have: one that is there once too often is a mistake
     parts = Counter(weights.values()).most_common(1)[0][0] if weights else 1
     problem = Problem(len(rows), num_stages, num_microbatches, parts)
-    require_actions(problem, sum(counter.total() for counter in homes.values()))
-    return Schedule.of(problem, infer_placement(problem, homes), compute, name)
+    require_actions(problem, num_actions)
+    return Schedule.of(problem, infer_placement(problem, compute), compute, name)
 
 
-def infer_placement(problem: Problem, homes: dict[tuple[int, int], Counter[int]]) -> Placement:
+def _placed(rows: list[list[Step]]) -> Iterator[tuple[int, Action]]:
+    """Every action with its rank."""
+    for rank, row in enumerate(rows):
+        for action in actions_of(row):
+            yield rank, action
+
+
+def infer_placement(problem: Problem, rows: list[list[Step]]) -> Placement:
     """The placement most actions agree with: one table, or two where early and late microbatches differ."""
-    last = problem.num_microbatches - 1
-    first_table = _majority(problem, homes, range(problem.num_microbatches))
-    if all(c[first_table[s]] == c.total() for (s, _), c in homes.items()):
-        return recognise((first_table,), None, problem)
-    # two copies: find where the last microbatch's way begins
-    late = _majority(problem, homes, range(last, last + 1))
-    split = last
-    while split > 0 and all(
-        homes.get((s, split - 1), Counter({late[s]: 1})).most_common(1)[0][0] == late[s]
-        for s in range(problem.num_stages)
-    ):
-        split -= 1
-    if split > 0:
-        early = _majority(problem, homes, range(split))
-        if all(c[(early if m < split else late)[s]] == c.total() for (s, m), c in homes.items()):
-            return recognise((early, late), split, problem)
-    return recognise((first_table,), None, problem)
-
-
-def _majority(problem: Problem, homes: dict[tuple[int, int], Counter[int]], microbatches: range) -> tuple[int, ...]:
-    votes = [Counter[int]() for _ in range(problem.num_stages)]
-    for (stage, microbatch), counter in homes.items():
-        if microbatch in microbatches:
-            votes[stage] += counter
+    votes = _votes(problem, rows, range(problem.num_microbatches))
     for stage, counter in enumerate(votes):
         if not counter:
-            # a stage nobody runs here: take it from any microbatch, or say so
-            for (other, _), found in homes.items():
-                if other == stage:
-                    counter += found
-            if not counter:
-                raise ScheduleError(f"stage {stage} does not appear: stages are numbered 0 to the highest without gaps")
-    return tuple(counter.most_common(1)[0][0] for counter in votes)
+            raise ScheduleError(f"stage {stage} does not appear: stages are numbered 0 to the highest without gaps")
+    one = _winners(votes, votes)
+    if all(rank == one[action.stage] for rank, action in _placed(rows)):
+        return recognise((one,), None, problem)
+    # two copies: those microbatches belong to the second one from which on all go the last one's way
+    last = problem.num_microbatches - 1
+    late = _winners(_votes(problem, rows, range(last, last + 1)), votes)
+    elsewhere = (action.microbatch for rank, action in _placed(rows) if rank != late[action.stage])
+    second_from = max(elsewhere, default=-1) + 1
+    if 0 < second_from <= last:
+        early = _winners(_votes(problem, rows, range(second_from)), votes)
+        tables = (early, late)
+        if all(rank == tables[action.microbatch >= second_from][action.stage] for rank, action in _placed(rows)):
+            return recognise(tables, second_from, problem)
+    return recognise((one,), None, problem)
+
+
+def _votes(problem: Problem, rows: list[list[Step]], microbatches: range) -> list[Counter[int]]:
+    """For each stage, how many actions of these microbatches each rank has."""
+    votes = [Counter[int]() for _ in range(problem.num_stages)]
+    for rank, action in _placed(rows):
+        if action.microbatch in microbatches:
+            votes[action.stage][rank] += 1
+    return votes
+
+
+def _winners(votes: list[Counter[int]], others: list[Counter[int]]) -> tuple[int, ...]:
+    """The rank with the most actions of each stage; where there are none, the one that `others` say."""
+    return tuple((own or other).most_common(1)[0][0] for own, other in zip(votes, others, strict=True))

@@ -8,10 +8,10 @@ from zeropipe.schedules.registry import register
 def _require(p: Problem) -> None:
     if p.num_ranks % 2:
         raise ConfigError(f"dualpipe needs an even number of ranks, got ranks={p.num_ranks}: use dualpipev")
-    least = 2 * p.num_ranks
+    least = 2 * p.num_ranks - 2
     if p.num_microbatches % 2 or p.num_microbatches < least:
         raise ConfigError(
-            f"dualpipe needs an even number of microbatches from 2 x ranks on, got microbatches="
+            f"dualpipe needs an even number of microbatches from 2 x ranks - 2 on, got microbatches="
             f"{p.num_microbatches}: give {max(least, p.num_microbatches + 1)}"
         )
 
@@ -22,7 +22,7 @@ def _require(p: Problem) -> None:
     splits_backward=True,
     overlaps=True,
     paper="https://arxiv.org/abs/2412.19437",
-    limits="ranks and microbatches even, microbatches >= 2 x ranks",
+    limits="ranks and microbatches even, microbatches >= 2 x ranks - 2",
     require=_require,
 )
 def dualpipe(lane: Lane, rank: int, p: Problem) -> None:

@@ -5,10 +5,11 @@ from zeropipe.schedules.registry import register
 
 
 def _require(p: Problem) -> None:
-    if p.num_microbatches < p.num_stages:
+    least = p.num_stages - 1
+    if p.num_microbatches < least:
         raise ConfigError(
-            f"dualpipev needs a microbatch for each of its {p.num_stages} stages, got microbatches="
-            f"{p.num_microbatches}: give {p.num_stages} or more, or use zbv"
+            f"dualpipev needs 2 x ranks - 1 microbatches, got microbatches={p.num_microbatches}: "
+            f"give {least} or more, or use zbv"
         )
 
 
@@ -18,9 +19,9 @@ def _require(p: Problem) -> None:
     stages_per_rank=2,
     splits_backward=True,
     overlaps=True,
-    aliases=("DualPipeV",),
+    aliases=("DualPipeV", "dualpipe-v"),
     paper="https://github.com/deepseek-ai/DualPipe",
-    limits="microbatches >= 2 x ranks",
+    limits="microbatches >= 2 x ranks - 1",
     require=_require,
 )
 def dualpipev(lane: Lane, rank: int, p: Problem) -> None:

@@ -13,9 +13,9 @@ def _require(p: Problem, group_size: int | None) -> None:
     "interleaved",
     placement=loop,
     stages_per_rank=(2, 1, 3, 4, 5, 6, 7, 8),
-    aliases=("Interleaved1F1B",),
+    aliases=("Interleaved1F1B", "interleave", "1f1b-interleave"),
     paper="https://arxiv.org/abs/2104.04473",
-    limits="group_size at least half the ranks; from ranks on, the last group needs a microbatch per rank",
+    limits="group_size at least half the ranks; a short last group must not be too short",
     require=_require,
 )
 def interleaved(lane: Lane, rank: int, p: Problem, *, group_size: int | None = None) -> None:

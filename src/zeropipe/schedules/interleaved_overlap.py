@@ -7,7 +7,7 @@ from zeropipe.schedules.rounds import backwards, forwards, groups, require_group
 
 
 def _require(p: Problem, group_size: int | None) -> None:
-    require_group_size(p, group_size, least=p.num_ranks)
+    require_group_size(p, group_size, least=p.num_ranks, overlaps=True)
 
 
 @register(
@@ -15,8 +15,9 @@ def _require(p: Problem, group_size: int | None) -> None:
     placement=loop,
     stages_per_rank=(2, 1, 3, 4, 5, 6, 7, 8),
     overlaps=True,
+    aliases=("1f1b-interleave-overlap",),
     paper="https://github.com/NVIDIA/Megatron-LM",
-    limits="group_size at least ranks; the last group needs a microbatch per rank",
+    limits="group_size at least ranks; a short last group must not be too short",
     require=_require,
 )
 def interleaved_overlap(lane: Lane, rank: int, p: Problem, *, group_size: int | None = None) -> None:

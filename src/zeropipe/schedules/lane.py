@@ -128,8 +128,11 @@ class Lane:
     def _begin(self, stage: int) -> int:
         """The first microbatch of `stage` on this rank."""
         if not 0 <= stage < self._problem.num_stages:
-            last = self._problem.num_stages - 1
-            raise ScheduleError(f"rank {self.rank} writes stage {stage}: stages are 0 to {last}")
+            last, per_rank = self._problem.num_stages - 1, self._problem.stages_per_rank
+            raise ScheduleError(
+                f"rank {self.rank} writes stage {stage}: stages are 0 to {last}, {per_rank} per rank "
+                "(as stages_per_rank= of @zp.register says)"
+            )
         copy = next((c for c, table in enumerate(self._placement.copies) if table[stage] == self.rank), 0)
         return 0 if copy == 0 else self._placement.second_from or 0
 

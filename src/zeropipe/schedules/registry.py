@@ -114,7 +114,8 @@ def find(name: str) -> Entry:
     _load()
     wanted = _plain(name)
     for entry in _entries.values():
-        if wanted in (_plain(entry.name), *map(_plain, entry.aliases)):
+        own = {_plain(entry.name), *map(_plain, entry.aliases)}
+        if wanted in own or wanted.removeprefix("schedule") in own:  # torch's classes are ScheduleGPipe, ...
             return entry
     from difflib import get_close_matches
 

@@ -25,8 +25,13 @@ def groups(p: Problem, group_size: int | None = None) -> list[range]:
     return [range(*pair) for pair in pairwise(starts)]
 
 
-def require_group_size(p: Problem, group_size: int | None, least: int) -> None:
-    """ConfigError for a group size whose order would hang: below `least`, or with too small a last group."""
+def require_group_size(p: Problem, group_size: int | None, least: int, overlaps: bool = False) -> None:
+    """ConfigError for a group size whose order would hang: below `least`, or with too short a last group.
+
+    With too short a group, the first rank waits for the group's input of its next stage. The last rank makes that input
+    after a backward of the group before, which waits for a backward of the first rank, which comes after its wait. If
+    each F `overlaps` a B, that B waits along with it, and the group needs one microbatch more.
+    """
     if group_size is None:
         return
     if not isinstance(group_size, int) or group_size < min(least, p.num_microbatches):
@@ -35,8 +40,10 @@ def require_group_size(p: Problem, group_size: int | None, least: int) -> None:
             "give that or more, or leave it out"
         )
     rest = p.num_microbatches % group_size
-    needed = p.num_ranks if group_size >= p.num_ranks else p.num_ranks - 1 - group_size
-    if 0 < rest < needed and group_size < p.num_microbatches:
+    needed = (p.num_ranks - 1) * (2 if group_size >= p.num_ranks else 1) + overlaps - group_size
+    # backwards of the last stage wait for no other rank: with two stages and one microbatch these are all
+    waits = p.stages_per_rank > 2 or (p.stages_per_rank == 2 and rest > 1)
+    if 0 < rest < needed and waits and group_size < p.num_microbatches:
         raise ConfigError(
             f"group_size={group_size} leaves {rest} of {p.num_microbatches} microbatches for the last group, "
             f"which needs {needed}: leave group_size out for groups of equal size"
