@@ -46,8 +46,11 @@ for command in (
 def main(args: list[str] | None = None) -> None:
     """Run a command line; a user's mistake ends in one line and exit status 2."""
     given = sys.argv[1:] if args is None else args
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # closed by whoever started us
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+        elif hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal without ★ shows ?
     try:
         app.main(given or ["--help"], standalone_mode=False)
