@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import app_jobs
@@ -306,21 +307,24 @@ def test_closing_the_server_ends_its_workers():
     assert children(os.getpid()) - before == set()
 
 
-def test_the_server_ends_at_once_while_it_computes(tmp_path):
-    """Ctrl-C beside an open heavy request."""
+def test_the_server_ends_at_once_while_it_computes():
+    """Ctrl-C beside open heavy requests: those who wait are told, the terminal shows nothing."""
     command = [sys.executable, "-c", "from zeropipe.cli import main; main()", "app", "--no-browser", "--port", "0"]
     server = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     address = re.search(r"http://127\.0\.0\.1:\d+/", server.stdout.readline())[0]
-    thread = threading.Thread(
-        target=lambda: httpx.post(f"{address}api/simulate", json=HEAVY, timeout=None), daemon=True
-    )
-    thread.start()
-    until(lambda: httpx.get(f"{address}api/load", timeout=PATIENCE).json()["large"]["running"], "it computes")
-    workers = children(server.pid)
-    server.send_signal(signal.SIGINT)
-    server.communicate(timeout=PATIENCE)
-    assert server.returncode == 130
+    with ThreadPoolExecutor() as threads:
+        asked = [threads.submit(httpx.post, f"{address}api/simulate", json=HEAVY, timeout=None) for _ in range(5)]
+        load = lambda: httpx.get(f"{address}api/load", timeout=PATIENCE).json()["large"]  # noqa: E731
+        until(lambda: load()["running"] + load()["waiting"] == 5, "it computes")
+        workers = children(server.pid)
+        server.send_signal(signal.SIGINT)
+        _, complaints = server.communicate(timeout=PATIENCE)
+        answers = [one.result(PATIENCE) for one in asked]
+    assert (server.returncode, complaints.strip()) == (130, "")
+    assert {answer.status_code for answer in answers} == {503}
+    assert told(answers[0].json(), "") == ["the server is ending: start it again"]
+    assert workers
     assert not any(map(alive, workers))

@@ -76,7 +76,7 @@ def test_costs_files_are_read_like_the_command_lines(tmp_path, capsys):
         ("a.json", '{"zeropipe": 1, "num_ranks": 9999999, "num_stages": 1, "num_microbatches": 1}', "up to 1024"),
         ("a.toml", "f = ", "not TOML"),
         ("a.toml", "schedule = 'zbv'\n[costs]\nf = 1", "start the page with it (zeropipe app FILE)"),
-        ("a.toml", "[f]\n0 = 1", "f is a table of some stages: the page takes a number"),
+        ("a.toml", "f = {x = 1}", "'x' is no stage"),
     ],
 )
 def test_a_wrong_file_is_refused(name, text, word):

@@ -2,6 +2,7 @@
 
 import json
 import threading
+import tomllib
 from contextlib import suppress
 from dataclasses import replace
 from urllib.parse import parse_qs, urlparse
@@ -17,6 +18,7 @@ import zeropipe as zp
 from zeropipe.app.serve import listen, page_address
 from zeropipe.app.server import create_app
 from zeropipe.sim.compare import compare
+from zeropipe.sim.costs import Link, costs_from
 
 READY = "main[aria-busy=false] [data-painted]"
 
@@ -344,6 +346,23 @@ def test_costs_come_from_a_file_from_paste_and_per_stage(visit):
     settle(page)
     assert (page.input_value("#in-f"), page.input_value("#in-w")) == ("1", "3")
     assert query(page) == {"ranks": "4", "microbatches": "8", "schedules": "1f1b,zbv", "w": "3", "edges": "0-1:0.5:"}
+    page.fill("#in-f", "0=0.8, default=2")
+    settle(page)
+    names = ("1f1b", "zbv")
+    costs = zp.Costs(f={0: 0.8, "default": 2}, w=3, edges={(0, 1): Link(p2p=0.5)})
+    expected_ = compare([zp.build(n, ranks=4, microbatches=8) for n in names], costs)
+    assert [float(row[0]) for row in rows(page).values()] == pytest.approx([t.makespan for t in expected_], rel=1e-3)
+    other = visit(page.url.split("/", 3)[3])
+    assert rows(other) == rows(page)
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.click("#pane-costs >> text=Copy")
+    page.wait_for_selector("text=Costs copied as TOML")
+    copied = page.evaluate("navigator.clipboard.readText()")
+    assert costs_from(tomllib.loads(copied)) == costs
+    drop(page, "again.toml", copied)
+    page.wait_for_selector("#pane-schedules:not([hidden])")
+    assert query(page)["f"] == "0=0.8,default=2"
+    page.click("#tab-costs")
     page.click("text=Reset")
     page.click("text=Per stage…")
     page.fill("[aria-label='F of stage 3']", "1.5")
@@ -503,7 +522,7 @@ def test_mistakes_are_told_beside_their_fields_and_go_away(visit):
         page.click("#tab-costs")
         page.fill("#in-f", "1,2,x")
         page.wait_for_selector("#error-costs-f:not([hidden])")
-        assert page.inner_text("#error-costs-f").endswith("write a number, or one per stage like 1,1,2")
+        assert page.inner_text("#error-costs-f").endswith("write a number, several like 1,1,2, or some like 0=0.8")
         page.fill("#in-f", "1")
         settle(page)
         page.wait_for_selector("#error-costs-f", state="hidden")

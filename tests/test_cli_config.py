@@ -130,7 +130,13 @@ def test_the_page_starts_with_it(tmp_path, monkeypatch, run):
         "&f=1.0,2.0&bandwidth=3.5&edges=0-1:0.1:2.0&inter_p2p=0.5&blocking=1&unit=s"
     )
     flags = {"ranks": (4,), "microbatches": (), "stages_per_rank": (), "pairs": (), "f": "1=2"}
-    assert address(request_of([], flags)) == "?ranks=4&f=1.0,2.0,1.0,1.0"
+    assert address(request_of([], flags)) == "?ranks=4&f=1=2.0"
+    (tmp_path / "links.toml").write_text(
+        "[costs]\nnode_size = 2\nf = {0 = 0.8, default = 2}\n[costs.inter_node]\nbandwidth = 4.0\n"
+        "[costs.edges.1-0]\nbandwidth = 2.0\n"
+    )
+    made = address(request_of(["zbv", "links.toml"], {**flags, "f": None}))
+    assert made == "?ranks=4&schedules=zbv&f=0=0.8,default=2.0&edges=1-0::2.0&node_size=2&inter_bandwidth=4.0"
     assert "start the page without it, and drop the file there" in run("app", "mine.csv")[2]
 
 

@@ -14,6 +14,7 @@ from zeropipe.app.models import Ask, FileAsk, Format, Size
 from zeropipe.app.pictures import picture
 from zeropipe.app.uploads import Files, Found, read_upload
 from zeropipe.app.work import chart, results, timelines_of
+from zeropipe.core.limits import PAGE
 from zeropipe.schedules.registry import entries
 from zeropipe.viz.colors import palette
 from zeropipe.viz.payload import payload
@@ -49,7 +50,7 @@ def catalog_call() -> Reply:
         for e in entries()
     ]  # fmt: skip
     return Reply(encoded({
-        "version": __version__, "schedules": cards,
+        "version": __version__, "max_file_bytes": PAGE.file_bytes, "schedules": cards,
         "palette": {theme: palette(theme, SHADES) for theme in ("light", "dark")},
     }))  # fmt: skip
 

@@ -72,9 +72,9 @@ class Desk:
             await asyncio.wait({answer, left}, return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
                 raise Gone
+            if answer.cancelled() or isinstance(answer.exception(), Stopped):
+                raise HTTPException(503, "the server is ending: start it again")
             return answer.result()
-        except Stopped:
-            raise HTTPException(503, "the server is ending: start it again") from None
         finally:
             left.cancel()
             if not answer.done():

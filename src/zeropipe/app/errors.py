@@ -82,7 +82,7 @@ def _words(name: str, value: Any, detail: Any) -> str:
     if kind == "less_than_equal" and name in ("ranks", "microbatches"):
         return f"{name}={short(value)}: the page takes up to {detail['ctx']['le']:,}; the command line takes more"
     if isinstance(value, str) and name in PER_STAGE:
-        return f"{name}={short(value)}: write a number, or one per stage like 1,1,2"
+        return f"{name}={short(value)}: write a number, several like 1,1,2, or some like 0=0.8"
     if isinstance(value, int | float) and LARGEST < value < inf:
         return f"{name}={short(value)}: give 0, or a number from {SMALLEST} to {LARGEST}"
     is_cost = name.split(".")[0] in COST_FIELDS

@@ -14,7 +14,9 @@ MAX_CHOICES = 64  # schedules of one request
 MAX_EDGES = 4096  # directions between two ranks with costs of their own
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Speed = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-PerStage = Amount | Annotated[list[Amount], Field(min_length=1, max_length=MAX_STAGES, fail_fast=True)]
+Column = Annotated[list[Amount], Field(min_length=1, max_length=MAX_STAGES, fail_fast=True)]
+Some = Annotated[dict[str, Amount], Field(max_length=MAX_STAGES, examples=[{"0": 0.8, "default": 1.0}])]
+PerStage = Amount | Column | Some
 Per = Literal["rank", "stage"]
 Format = Literal["html", "svg", "png", "pdf", "csv", "json"]
 
@@ -142,9 +144,10 @@ class Card(BaseModel):
 
 
 class Catalog(BaseModel):
-    """All schedules, and the colours they are drawn in."""
+    """All schedules, the colours they are drawn in, and the largest file the page takes."""
 
     version: str
+    max_file_bytes: int
     schedules: list[Card]
     palette: dict[str, Any]
 

@@ -39,7 +39,15 @@ def serve(
         Thread(target=webbrowser.open, args=(address,), daemon=True).start()
     app = create_app(hosts=[host, *hosts], schedules=schedules, warm=True)
     config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=PATIENCE)
-    uvicorn.Server(config).run(sockets=[listener])
+
+    class Server(uvicorn.Server):
+        """Tells those who still wait that it ends, instead of letting them wait for its time-out."""
+
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            app.state.desk.close()
+            await super().shutdown(sockets)
+
+    Server(config).run(sockets=[listener])
 
 
 def listen(host: str, port: int | None) -> socket.socket:

@@ -20,7 +20,7 @@ from zeropipe.core.parse import parse_json, parse_toml
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Timeline
 from zeropipe.errors import ConfigError, ScheduleError
-from zeropipe.sim.costs import PER_STAGE, Costs, costs_from
+from zeropipe.sim.costs import Costs, costs_from
 from zeropipe.sim.fit import fit
 
 _DEFAULTS = Costs()
@@ -129,9 +129,6 @@ def _costs(data: Any) -> dict[str, Any]:
         raise ConfigError("it holds a schedule, too: start the page with it (zeropipe app FILE), or drop its costs")
     costs_from(data)
     require_costs(data)
-    for name in PER_STAGE:
-        if isinstance(data.get(name), dict):
-            raise ConfigError(f"{name} is a table of some stages: the page takes a number, or one per rank like 1,1,2")
     return data
 
 

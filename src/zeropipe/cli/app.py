@@ -60,7 +60,7 @@ def address(request: Request) -> str:
         parts.append(("schedules", ",".join(_choice(spec, request) for spec in request.specs)))
     if request.per != "rank":
         parts.append(("per", request.per))
-    parts += [(name, quote(text, safe=",:-+")) for name, text in _costs(request)]
+    parts += [(name, quote(text, safe=",:-+=")) for name, text in _costs(request)]
     return "?" + "&".join(f"{name}={text}" for name, text in parts) if parts else ""
 
 
@@ -97,8 +97,7 @@ def _costs(request: Request) -> Iterator[tuple[str, str]]:
         elif isinstance(value, bool):
             yield name, str(int(value))
         elif isinstance(value, Sparse):
-            if not request.ranks or request.per == "stage":
-                raise ConfigError(f"{name} names some stages only: give --ranks and costs per rank, or a list")
-            yield name, ",".join(map(str, costs.column(name, request.ranks[0])))
+            others = [] if value.default is None else [("default", value.default)]
+            yield name, ",".join(f"{stage}={given}" for stage, given in [*value.entries, *others])
         else:
             yield name, ",".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -28,6 +28,7 @@ async function start() {
   $("theme").addEventListener("click", () => toggleTheme(page.viewer));
   const [catalog, files] = await Promise.all([get("/api/schedules"), unpackFiles(location.hash)]);
   state.files = files;
+  page.maxFile = catalog.max_file_bytes;
   document.head.append(h("style", {}, colours(catalog.palette)));
   const facts = new Map(catalog.schedules.map((one) => [one.name, one]));
   page.cards = new Cards($("cards"), $("about"), catalog.schedules, toggle);
@@ -249,6 +250,7 @@ async function takeFiles(list) {
   const wrong = [];
   for (const one of list) {
     try {
+      if (one.size > page.maxFile) throw new Refused([{ message: `${one.name}: ${(one.size / 2 ** 20).toFixed(0)} MiB are more than the page takes (${page.maxFile / 2 ** 20}): use the command line` }]);
       await takeFile(one.name, await one.text());
     } catch (error) {
       if (!(error instanceof Refused)) throw error;

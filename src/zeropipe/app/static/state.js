@@ -44,7 +44,7 @@ export function toAddress(state) {
   for (const [name, value] of Object.entries(state.costs)) {
     if (value !== COSTS[name]) add(name, value === true ? "1" : value === false ? "0" : value);
   }
-  const edges = Object.entries(state.edges).map(([edge, { p2p = 0, bandwidth = "" }]) => `${edge}:${p2p}:${bandwidth ?? ""}`);
+  const edges = Object.entries(state.edges).map(([edge, { p2p, bandwidth }]) => `${edge}:${p2p ?? ""}:${bandwidth ?? ""}`);
   if (edges.length) add("edges", edges.join(","));
   for (const [name, value] of Object.entries(state.view)) if (value !== "" && value !== undefined) add(name, value);
   return `?${parts.join("&")}`;
@@ -78,7 +78,7 @@ function edgesOf(text) {
   const edges = {};
   for (const part of text.split(",")) {
     const [edge, p2p, bandwidth] = part.split(":");
-    edges[edge] = { p2p: value(p2p ?? "0"), bandwidth: bandwidth ? value(bandwidth) : null };
+    edges[edge] = { p2p: p2p ? value(p2p) : null, bandwidth: bandwidth ? value(bandwidth) : null };
   }
   return edges;
 }
@@ -88,10 +88,12 @@ function plain(value) {
   return encodeURIComponent(value).replace(/%2C/g, ",").replace(/%3A/g, ":").replace(/%40/g, "@").replace(/%3D/g, "=");
 }
 
-/** What was typed as a number, a list of numbers, or, if it is neither, the text itself: the server says what is wrong. */
+/** What was typed as a number, a list of numbers, a table of some stages, or else the text itself: the server says what is wrong. */
 export function value(text) {
   if (typeof text !== "string") return text;
   const parts = text.trim().split(",").map((part) => part.trim());
+  const pairs = parts.map((part) => part.match(/^(\d+|default)\s*=\s*(\S+)$/));
+  if (pairs.every((pair) => pair && Number.isFinite(Number(pair[2])))) return Object.fromEntries(pairs.map(([, stage, number]) => [stage, Number(number)]));
   const numbers = parts.map((part) => (part === "" ? NaN : Number(part)));
   if (numbers.some((number) => !Number.isFinite(number))) return text.trim();
   return numbers.length === 1 ? numbers[0] : numbers;
@@ -134,8 +136,19 @@ export function takeCosts(state, costs) {
       state.costs.inter_p2p = String(given.p2p ?? "");
       state.costs.inter_bandwidth = given.bandwidth === undefined || given.bandwidth === null ? "" : String(given.bandwidth);
     } else if (typeof given === "boolean") state.costs[name] = given;
-    else state.costs[name] = given === null ? "" : String(given); // a list becomes 1,1,2
+    else state.costs[name] = given === null ? "" : typed(given);
   }
+}
+
+/** As one would type it: 1.5, a list as 1,1,2, a table of some stages as 0=0.8,default=1. */
+function typed(given) {
+  const isTable = typeof given === "object" && !Array.isArray(given);
+  return isTable ? Object.entries(given).map(([stage, number]) => `${stage}=${number}`).join(",") : String(given);
+}
+
+function toml(given) {
+  if (typeof given !== "object" || Array.isArray(given)) return JSON.stringify(given);
+  return `{ ${Object.entries(given).map(([name, number]) => `${name} = ${number}`).join(", ")} }`;
 }
 
 /** The costs as the text of a costs file. */
@@ -143,7 +156,7 @@ export function costsFile(state) {
   const { costs } = sizeRequest(state);
   const { inter_node, edges, ...flat } = costs;
   const lines = [state.per === PER[0] ? "# costs per rank, shared out over its stages" : "# costs per stage: use them with --per stage"];
-  lines.push(...Object.entries(flat).map(([name, given]) => `${name} = ${JSON.stringify(given)}`));
+  lines.push(...Object.entries(flat).map(([name, given]) => `${name} = ${toml(given)}`));
   if (inter_node) lines.push("[inter_node]", ...Object.entries(inter_node).map(([name, given]) => `${name} = ${given}`));
   for (const [edge, link] of Object.entries(edges ?? {})) {
     lines.push(`[edges.${edge}]`, ...Object.entries(link).filter(([, given]) => given !== null).map(([name, given]) => `${name} = ${given}`));
