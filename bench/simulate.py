@@ -1,10 +1,11 @@
 """How fast schedules are built, checked and simulated, beside torch's own simulation of the same schedules.
 
-    python bench/simulate.py [--sizes 10000,100000,1000000,10000000] [--schedules 1f1b,zbv,interleaved] [--json FILE]
+    python bench/simulate.py [--sizes 10000,100000,1000000,10000000] [--schedules 1f1b,zbv,interleaved] [--plain] [--json FILE]
 
 Prints actions per second and the growth exponent (1 = linear). torch's `_simulate_comms_compute` runs where it ends
 within a minute; the ratio is of the two measured in the same run. Each size runs in a process of its own, so that the
-peak memory belongs to it.
+peak memory belongs to it. The kernels are compiled before the clock starts, as in a process that lives on; with --plain
+they are not, as in a small command.
 """
 
 import argparse
@@ -28,17 +29,19 @@ def microbatches_for(name: str, size: int) -> int:
     return max(2 * RANKS, round(size / per_microbatch / RANKS) * RANKS)
 
 
-def measure(name: str, size: int) -> dict:
-    """One size of one schedule, in this process. The kernels are compiled before the clock starts."""
+def measure(name: str, size: int, plain: bool) -> dict:
+    """One size of one schedule, in this process."""
     import zeropipe as zp
     from zeropipe.core import jit
 
-    threshold = jit.JIT_FROM
-    jit.JIT_FROM = 0
-    warm = zp.build(name, ranks=RANKS, microbatches=2 * RANKS)
-    zp.check(warm)
-    _ = zp.simulate(warm).makespan
-    jit.JIT_FROM = threshold
+    if plain:
+        jit.JIT_FROM = jit.LIVES_ON_FROM = sys.maxsize
+    else:
+        jit.live_on()
+        warm = zp.build(name, ranks=RANKS, microbatches=8 * RANKS)
+        zp.check(warm)
+        _ = zp.simulate(warm).makespan
+        assert warm.num_actions >= jit.SMALL
 
     microbatches = microbatches_for(name, size)
     clock = [time.perf_counter()]
@@ -75,8 +78,8 @@ def torch_seconds(schedule) -> float | None:
     return time.perf_counter() - begin
 
 
-def in_its_own_process(name: str, size: int) -> dict:
-    command = [sys.executable, __file__, "--one", name, str(size)]
+def in_its_own_process(name: str, size: int, plain: bool) -> dict:
+    command = [sys.executable, __file__, "--one", name, str(size), *["--plain"] * plain]
     return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
@@ -90,11 +93,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default="10000,100000,1000000,10000000")
     parser.add_argument("--schedules", default="1f1b,interleaved,zbv")
+    parser.add_argument("--plain", action="store_true", help="without compiled kernels")
     parser.add_argument("--json", help="also write the rows to this file")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
-        print(json.dumps(measure(args.one[0], int(args.one[1]))))
+        print(json.dumps(measure(args.one[0], int(args.one[1]), args.plain)))
         return
     everything = []
     print(f"{'schedule':12} {'actions':>10} {'build/s':>11} {'check/s':>11} {'simulate/s':>11} {'all/s':>11}"
@@ -102,7 +106,7 @@ def main() -> None:
     for name in args.schedules.split(","):
         rows = []
         for size in map(int, args.sizes.split(",")):
-            row = in_its_own_process(name, size)
+            row = in_its_own_process(name, size, args.plain)
             rows.append(row)
             n = row["actions"]
             total = row["build"] + row["check"] + row["simulate"]

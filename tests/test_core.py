@@ -230,8 +230,19 @@ def test_a_kernel_is_compiled_where_no_cache_can_be_kept(monkeypatch):
     assert jit.compiled.__wrapped__(add_twice)(2) == 4
 
 
+def test_a_changed_helper_or_number_is_another_kernel_for_the_cache(monkeypatch):
+    before = jit._meaning(add_twice)
+    monkeypatch.setitem(globals(), "plus", lambda a, b: a - b)
+    other = jit._meaning(add_twice)
+    monkeypatch.setitem(globals(), "NOTHING", 1)
+    assert len({before, other, jit._meaning(add_twice)}) == 3
+
+
+NOTHING = 0
+
+
 def add_twice(number):
-    return plus(number, number)
+    return plus(number, number) + NOTHING
 
 
 def plus(a, b):

@@ -7,9 +7,6 @@ Compiled kernels are some forty times faster, but loading numba and its cached k
 compiling them, once per installation, some seconds. So a process begins with plain ones, and small commands start at
 once. It loads the compiled ones when one input is large, or when all it has walked together shows that it lives on, as
 the page and a search do; from then on it takes them for all but the smallest inputs.
-
-numba's cache notices a changed kernel, but not a changed helper that the kernel calls from another file: whoever
-changes such a helper deletes the `__pycache__` folders.
 """
 
 from __future__ import annotations
@@ -17,7 +14,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from functools import cache
-from types import FunctionType
+from hashlib import sha256
+from types import CodeType, FunctionType
 from typing import Any
 
 JIT_FROM = 200_000  # actions: one input this large pays for loading the compiled kernels
@@ -154,8 +152,25 @@ def compiled(kernel: Callable[..., Any]) -> Callable[..., Any]:
     named = {name: kernel.__globals__.get(name) for name in kernel.__code__.co_names}
     helpers = {name: compiled(value) for name, value in named.items() if isinstance(value, FunctionType)}
     own = FunctionType(kernel.__code__, {**kernel.__globals__, **helpers}, argdefs=kernel.__defaults__)
+    own.__qualname__ += "_" + sha256(_meaning(kernel).encode()).hexdigest()[:12]
     try:
         made: Callable[..., Any] = numba.njit(own, cache=True, nogil=True)
     except RuntimeError:  # no folder to keep the cache in can be written
         made = numba.njit(own, nogil=True)
     return made
+
+
+def _meaning(kernel: Callable[..., Any]) -> str:
+    """A text that changes with the kernel, the functions that it calls and the numbers that it names.
+
+    numba looks for a kernel in its cache by name and file, and would not see that a helper in another file has changed.
+    """
+    code = kernel.__code__
+    words = [code.co_code.hex(), *(repr(value) for value in code.co_consts if not isinstance(value, CodeType))]
+    for name in code.co_names:
+        value = kernel.__globals__.get(name)
+        if isinstance(value, FunctionType):
+            words.append(_meaning(value))
+        elif isinstance(value, (int, float)):
+            words.append(f"{name}={value}")
+    return " ".join(words)
