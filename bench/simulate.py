@@ -1,6 +1,7 @@
 """How fast schedules are built, checked and simulated, beside torch's own simulation of the same schedules.
 
-    python bench/simulate.py [--sizes 10000,100000,1000000,10000000] [--schedules 1f1b,zbv,interleaved] [--plain] [--json FILE]
+    python bench/simulate.py [--sizes 10000,100000,1000000,10000000] [--schedules 1f1b,zbv,interleaved] [--plain]
+                             [--json FILE]
 
 Prints actions per second and the growth exponent (1 = linear). torch's `_simulate_comms_compute` runs where it ends
 within a minute; the ratio is of the two measured in the same run. Each size runs in a process of its own, so that the
