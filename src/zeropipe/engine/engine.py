@@ -22,10 +22,10 @@ from zeropipe.engine.comm.edges import Outgoing
 from zeropipe.engine.comm.fabric import Fabric
 from zeropipe.engine.comm.faults import PeerLost
 from zeropipe.engine.comm.pulse import BETWEEN
+from zeropipe.engine.comm.share import share
 from zeropipe.engine.options import Options
 from zeropipe.engine.stages.contract import Microbatch, told
 from zeropipe.engine.step import equal
-from zeropipe.engine.step.cells import moved
 from zeropipe.engine.step.executor import Executor, ShapeBook, Watcher
 from zeropipe.engine.step.finite import FiniteCheck
 from zeropipe.engine.step.losses import LossFn, StepResult, Tally, combine
@@ -88,10 +88,11 @@ class Engine:
         deferring = self.options.direct_gradients or setup.splits(schedule, self.rank)
         self._splitter = make_splitter(self.options.split, deferring)
         setup.agree(fabric, self._prepare)
-        self._shapes = ShapeBook()
         self._wires = fabric.connect(edges_of(self._program))
         dynamic = self.options.shapes == "dynamic"
         self._outgoing.update({b: Outgoing(wire, dynamic) for (a, b), wire in self._wires.items() if a == self.rank})
+        edges = [*(wire.heard for wire in self._wires.values()), *(edge.announced for edge in self._outgoing.values())]
+        self._shapes = ShapeBook(edges)
         self._sums = GradientSums(schedule, self._told, fabric)
         self._own = frozenset(id(parameter) for parameter in self._sums.all)
         fabric.exchange(None)  # nobody begins a step, or fails in one, while others connect
@@ -177,10 +178,15 @@ class Engine:
             if not broadcast:
                 self._fabric.exchange(None)
                 return outputs
-            everyone = self._fabric.exchange([moved(output, torch.device("cpu")) for output in outputs])
-        last = self.schedule.num_stages - 1
-        ranks = [self.schedule.placement.rank_of(last, index) for index in range(len(outputs))]
-        return [moved(everyone[rank][index], self._device) for index, rank in enumerate(ranks)]
+            self._fabric.place.name = "sharing the outputs"
+            last = self.schedule.num_stages - 1
+            homes = [self.schedule.placement.rank_of(last, index) for index in range(len(outputs))]
+            for home in sorted(set(homes)):
+                there = [index for index, rank in enumerate(homes) if rank == home]
+                shared = share(self._fabric, [outputs[index] for index in there], home, self._device)
+                for index, output in zip(there, shared):
+                    outputs[index] = output
+            return outputs
 
     # gradients
 

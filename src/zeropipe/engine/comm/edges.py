@@ -120,7 +120,7 @@ class Outgoing:
 
     def __init__(self, wire: Wire, dynamic: bool) -> None:
         self._wire, self._dynamic = wire, dynamic
-        self._announced: dict[Hashable, Spec] = {}
+        self.announced: dict[Hashable, Spec] = {}
         self._threaded = not wire.nccl
         self._error: Exception | None = None
         self._pending: list[tuple[Any, Tensor]] = []
@@ -131,9 +131,9 @@ class Outgoing:
 
     def send_forward(self, tensors: Sequence[Tensor], spec: Spec, key: Hashable, name: str) -> None:
         """Send a stage's output, with a header if the other end cannot know its shapes."""
-        known = None if self._dynamic else self._announced.get(key)
+        known = None if self._dynamic else self.announced.get(key)
         if known is None:
-            self._announced[key] = spec
+            self.announced[key] = spec
             self._send_header(write_header(spec))
         elif known != spec:
             raise EngineError(

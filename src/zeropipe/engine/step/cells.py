@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 from zeropipe.engine import torch_private
 from zeropipe.engine.comm.edges import Spec
 from zeropipe.engine.stages.contract import Microbatch, Pick
+
+LONG = 64  # characters of a text, or items of a list
 
 
 class Cell:
@@ -70,13 +73,21 @@ def signature(microbatch: Microbatch) -> tuple[Any, ...]:
 def _sign(value: Any) -> Any:
     if isinstance(value, Tensor):
         return (tuple(value.shape), value.dtype)
-    if isinstance(value, (bool, int, str, type(None))):
+    if isinstance(value, (bool, int, type(None))):
         return value
+    if isinstance(value, str):
+        return value if len(value) < LONG else _digest(value)
     if isinstance(value, (tuple, list)):
-        return tuple(map(_sign, value))
+        signs = tuple(map(_sign, value))
+        return signs if len(signs) < LONG else _digest(repr(signs))
     if isinstance(value, Mapping):
         return signature(value)
     return type(value).__name__
+
+
+def _digest(text: str) -> bytes:
+    """For what is too long to be kept."""
+    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
 
 
 def moved(value: Any, device: torch.device) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -31,15 +31,25 @@ class Watcher(Protocol):
 
 
 class ShapeBook:
-    """What an engine's executors know about shapes: the kinds of microbatches seen, and what stages make of them."""
+    """What an engine's executors know about shapes: the kinds of microbatches seen, and what stages make of them.
 
-    def __init__(self) -> None:
+    Where microbatches hold plain values that are always new, so are their kinds. After KINDS of them everything is
+    forgotten, also in `tables`, what edges know. All ranks have seen the same microbatches, so they forget together.
+    """
+
+    KINDS = 4096
+
+    def __init__(self, tables: Sequence[MutableMapping[Any, Any]] = ()) -> None:
         self._numbers: dict[Any, int] = {}
         self.made: dict[tuple[bool, int, int], Spec] = {}  # by (training, stage, kind of microbatch)
+        self._tables: list[MutableMapping[Any, Any]] = [self._numbers, self.made, *tables]
 
-    def number(self, microbatch: Microbatch) -> int:
-        """Microbatches with the same number have the same shapes everywhere."""
-        return self._numbers.setdefault(signature(microbatch), len(self._numbers))
+    def numbers(self, microbatches: Sequence[Microbatch]) -> list[int]:
+        """Microbatches with the same number have the same shapes everywhere. To be asked once a step, at its start."""
+        if len(self._numbers) > self.KINDS:
+            for table in self._tables:
+                table.clear()
+        return [self._numbers.setdefault(signature(m), len(self._numbers)) for m in microbatches]
 
 
 class Executor:
@@ -101,7 +111,7 @@ class Executor:
         """
         self._microbatches, self._finish, self._see = microbatches, finish, see
         self._at = 0
-        self._shape_of = [self._shapes.number(microbatch) for microbatch in microbatches]
+        self._shape_of = self._shapes.numbers(microbatches)
         for cell in self.cells.values():
             cell.clear()
         for incoming in self._incoming.values():

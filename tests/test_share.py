@@ -1,0 +1,45 @@
+"""What ranks share without needing memory for it: outputs for all, shapes of microbatches."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+
+import pytest
+
+pytest.importorskip("torch")
+
+import share_cases as cases
+from engine_helpers import ranks
+
+import zeropipe as zp
+from zeropipe.engine.step.cells import signature
+
+
+def test_values_of_all_kinds_come_as_they_were():
+    assert ranks().run(cases.shared_values) == [[True] * 4] * 4
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's peak")
+@pytest.mark.parametrize("name", ["zbv", "dualpipe"])
+def test_outputs_for_all_need_no_more_memory_than_the_outputs(name):
+    used = ranks(2).run(cases.broadcast_memory, zp.build(name, ranks=2, microbatches=4), 48)
+    assert max(used) < 2.0, used
+
+
+@pytest.mark.parametrize("name", ["zbv", "dualpipe"])
+def test_plain_values_that_are_always_new_are_not_remembered_for_ever(name):
+    for error, remembered in ranks(2).run(cases.always_new_values, zp.build(name, ranks=2, microbatches=4), 12):
+        assert error < 1e-12
+        assert remembered <= 2 * (10 + 4) * 2, "of 48 microbatches, for two stages in two modes"
+
+
+def test_long_plain_values_are_signed_in_short():
+    def size(value):
+        return len(pickle.dumps(signature({"a": value})))
+
+    assert size("x" * 10**6) < 200
+    assert size(list(range(10**4))) < 200
+    assert signature({"a": "x" * 100}) != signature({"a": "x" * 101})
+    assert signature({"a": [*range(100)]}) == signature({"a": tuple(range(100))})
+    assert signature({"a": [*range(100)]}) != signature({"a": [*range(99), 100]})
