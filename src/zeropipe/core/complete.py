@@ -105,9 +105,9 @@ def scan_kernel(  # type: ignore[no-untyped-def]
             microbatch = microbatch_of(code)
             if kind > W:
                 return at, 5
-            if joined and (is_joined(code) or kind not in (B, I)):
+            follows, joined = joined, is_joined(code)
+            if follows and (joined or kind not in (B, I)):
                 return at, 6
-            joined = is_joined(code)
             if joined and (kind != F or at + 1 == offsets[rank + 1]):
                 return at, 6
             if stage >= num_stages or microbatch >= num_microbatches:

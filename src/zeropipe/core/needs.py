@@ -117,22 +117,24 @@ def dependencies_kernel(  # type: ignore[no-untyped-def]
         kind = kind_of(code)
         stage = stage_of(code)
         microbatch = microbatch_of(code)
-        if kind > W:
+        forward = key_of(stage, microbatch, 0, num_microbatches)
+        if kind == F:
+            makes[at] = forward
+            before, behind = stage - 1, stage + 1  # where its input comes from, and its result goes
+        elif kind < W:
+            own[at] = forward
+            makes[at] = forward + 1
+            before, behind = stage + 1, stage - 1
+        elif kind == W:
+            own[at] = forward + 1
+            continue
+        else:
             source = far_stage(stage, kind) if kind in (RECV_F, RECV_B) else stage
             own[at] = key_of(source, microbatch, 1 if kind >= SEND_B else 0, num_microbatches)
             continue
-        if kind == W:
-            own[at] = key_of(stage, microbatch, 1, num_microbatches)
-            continue
-        base = copy_base(microbatch, second_from, num_stages)
-        backward = 0 if kind == F else 1
-        made = key_of(stage, microbatch, backward, num_microbatches)
-        makes[at] = made
-        if backward:
-            own[at] = made - 1
-        before = stage + 1 if backward else stage - 1  # the stage a result comes from
-        behind = stage - 1 if backward else stage + 1  # the stage that waits for this one's
         if 0 <= before < num_stages:
-            remote[at] = key_of(before, microbatch, backward, num_microbatches)
-        if 0 <= behind < num_stages and tables[base + behind] != tables[base + stage]:
-            to[at] = tables[base + behind]
+            remote[at] = makes[at] + 2 * num_microbatches * (before - stage)
+        if 0 <= behind < num_stages:
+            base = copy_base(microbatch, second_from, num_stages)
+            if tables[base + behind] != tables[base + stage]:
+                to[at] = tables[base + behind]

@@ -113,8 +113,9 @@ def simulate_kernel(  # type: ignore[no-untyped-def]
                 during[step] = memory
             for step in range(at, last + 1):
                 code = codes[step]
-                stage = stage_of(code)
-                kind = kind_of(code)
+                if last > at:  # else they are known from above
+                    stage = stage_of(code)
+                    kind = kind_of(code)
                 if kind == B:
                     memory -= activation[stage]
                 elif kind == I:
