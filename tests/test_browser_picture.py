@@ -53,7 +53,7 @@ def test_boxes_have_their_colour_and_idle_time_is_empty(page_of):  # noqa: F811
             assert pixel(page, rank, (gap.start + gap.end) / 2)[:3] == color["lane"]
 
 
-def test_an_overlap_is_split_and_stages_of_a_rank_are_shaded(page_of):  # noqa: F811
+def test_an_overlap_has_two_halves_and_stages_of_a_rank_are_shaded(page_of):  # noqa: F811
     timeline = run("dualpipev", 2, 4)
     page = page_of(timeline)
     color = colours(timeline)

@@ -278,10 +278,10 @@ def test_shades_tell_the_stages_of_a_rank_apart():
     for name in zp.names():
         timeline = run(name)
         data = payload(timeline)["timelines"][0]
-        split = data["split"] if data["split"] is not None else timeline.schedule.num_microbatches
+        second = data["secondFrom"] if data["secondFrom"] is not None else timeline.schedule.num_microbatches
         seen = {}
         for s in spans(timeline):
-            copy = int(s.action.microbatch >= split)
+            copy = int(s.action.microbatch >= second)
             shade = data["shades"][copy][s.action.stage]
             assert seen.setdefault((s.rank, shade), (copy, s.action.stage)) == (copy, s.action.stage)
 

@@ -50,7 +50,7 @@ def test_every_line_fits():
         assert all(len(line) <= width for line in lines)
 
 
-def test_an_overlap_is_a_split_box_in_colour_and_an_x_without():
+def test_an_overlap_is_a_box_in_two_halves_in_colour_and_an_x_without():
     timeline = run("dualpipev", 2, 4)
     assert "X" in rows(timeline)[0]
     coloured = rows(timeline, force_terminal=True, color_system="truecolor", no_color=False)

@@ -13,7 +13,7 @@ from zeropipe.core.placement import Placement
 from zeropipe.core.timeline import Timeline
 
 MOST_SHADES = 64
-WHOLE, UPPER, LOWER = 0, 1, 2  # an Overlap is a split box: forward above, backward below
+WHOLE, UPPER, LOWER = 0, 1, 2  # an Overlap is a box in two halves: forward above, backward below
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from zeropipe.viz.colors import MIXED, ink_on, shades
 from zeropipe.viz.density import KINDS, Floats, round_time, shares_around, time_by_kind
 
 IDLE = "·"
-SPLIT = "▀"  # its upper half in the forward's colour, the lower one in the backward's
+HALVES = "▀"  # its upper half in the forward's colour, the lower one in the backward's
 LEVELS = ((0.95, "█"), (0.7, "▓"), (0.4, "▒"), (0.05, "░"))  # from this share of busy time on
 LEAST_USED = 2 / 3  # of the columns
 UNSEEN = 0.05  # of the busy time: if boxes without a cell have more, the picture shows density instead
@@ -131,7 +131,7 @@ def _box(row: Text, model: Boxes, i: int, cells: int, plain: bool, named: frozen
     if half:
         below = shades(KINDS[int(model.kind[i + 1])], model.num_shades)[int(model.shade[i + 1])]
         both = f"X{label}&{model.microbatch[i + 1]}" if label else "X"
-        text = (both if len(both) <= cells else "X").ljust(cells, "-") if plain else SPLIT * cells
+        text = (both if len(both) <= cells else "X").ljust(cells, "-") if plain else HALVES * cells
         row.append(text, None if plain else Style(color=fill, bgcolor=below))
     elif plain:
         row.append((KINDS[kind] + label if len(label) < cells else KINDS[kind]).ljust(cells, "-"))

@@ -55,7 +55,7 @@ def _timeline(timeline: Timeline) -> dict[str, Any]:
         "ranks": schedule.num_ranks,
         "stages": schedule.num_stages,
         "microbatches": schedule.num_microbatches,
-        "split": schedule.placement.second_from,
+        "secondFrom": schedule.placement.second_from,
         "shades": shade_table(schedule.placement).tolist(),
         "offsets": list(schedule.packed.offsets),
         "tick": tick,

@@ -16,7 +16,7 @@ from zeropipe.core.timeline import ROUNDING, Timeline
 from zeropipe.core.units import percent, size_text, time_text
 from zeropipe.viz.axis import axis_unit, ticks
 from zeropipe.viz.boxes import Boxes, boxes
-from zeropipe.viz.cells import IDLE, LEVELS, SPLIT, box_row, cell_time, dense_row, is_dense
+from zeropipe.viz.cells import HALVES, IDLE, LEVELS, box_row, cell_time, dense_row, is_dense
 from zeropipe.viz.colors import MIXED, NAMES, shades
 from zeropipe.viz.density import KINDS
 from zeropipe.viz.drawable import drawable
@@ -94,7 +94,7 @@ def _legend(models: Sequence[Boxes], dense: Sequence[bool], plain: bool, width: 
         if not plain:
             entries.insert(0, Text.assemble(("  ", Style(bgcolor=MIXED)), " none has half"))
     if any(m.half.any() for m, coarse in zip(models, dense, strict=True) if not coarse):
-        mark = Text("X") if plain else Text(SPLIT * 2, Style(color=shades("F", 1)[0], bgcolor=shades("B", 1)[0]))
+        mark = Text("X") if plain else Text(HALVES * 2, Style(color=shades("F", 1)[0], bgcolor=shades("B", 1)[0]))
         entries.insert(0, Text.assemble(mark, " F and B overlapped"))
     if not (plain and all(dense)):  # there no kind can be told
         count = 1 if all(dense) else max(m.num_shades for m in models)

@@ -42,20 +42,20 @@ function unpacked(timeline, { gap, duration, microbatch, remote, own, waited, pa
   const half = new Uint8Array(size);
   const shade = new Uint8Array(size);
   const rank = new Uint16Array(size);
-  const split = timeline.split ?? Infinity;
+  const secondFrom = timeline.secondFrom ?? Infinity; // microbatches from here on go through the second copy
   const perTick = Math.round(1 / timeline.tick); // dividing by a whole number keeps decimals exact
   let clock = 0;
-  let batch = 0;
+  let running = 0;
   for (let i = 0; i < size; i++) {
     clock += gap[i];
     start[i] = timeline.tick < 1 ? clock / perTick : clock * timeline.tick;
     clock += duration[i];
     end[i] = timeline.tick < 1 ? clock / perTick : clock * timeline.tick;
-    batch += microbatch[i];
-    microbatch[i] = batch;
+    running += microbatch[i];
+    microbatch[i] = running;
     kind[i] = head[i] & 15;
     half[i] = head[i] >> 4;
-    shade[i] = timeline.shades[batch >= split ? 1 : 0][stage[i]];
+    shade[i] = timeline.shades[running >= secondFrom ? 1 : 0][stage[i]];
     remote[i] = remote[i] ? i - remote[i] : -1;
     own[i] = own[i] ? i - own[i] : -1;
     waited[i] = waited[i] ? i - waited[i] : -1;

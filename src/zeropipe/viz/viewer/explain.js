@@ -7,7 +7,7 @@ import { percentText, sizeText, timeText } from "./units.js";
 
 const [WARM_UP, WAITING, COMMUNICATION, COOL_DOWN, OTHER] = [0, 1, 2, 3, 4]; // places in payload.causes and .idle
 
-/** {box} or {gap} of a rank at a time; `lower` asks for the lower half of a split box. Null outside the timeline. */
+/** {box} or {gap} of a rank at a time; `lower` asks for the lower half of an Overlap. Null outside the timeline. */
 export function hit(timeline, rank, time, lower) {
   if (rank < 0 || rank >= timeline.ranks || time < 0 || time > timeline.makespan) return null;
   const [first, last] = [timeline.offsets[rank], timeline.offsets[rank + 1]];

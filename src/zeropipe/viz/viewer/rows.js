@@ -62,7 +62,7 @@ export function boxAt(timeline, i, view, layout) {
 
 /** One size for all boxes of a kind, by its longest label in sight; where that has no room, none is labelled. */
 function paintLabels(context, timeline, paint, view, layout, boxes, labels) {
-  const tallest = [0, 1].map((split) => Math.min(LARGEST, Math.floor(layout.height * (split ? 0.42 : 0.6))));
+  const tallest = [0.6, 0.42].map((share) => Math.min(LARGEST, Math.floor(layout.height * share))); // of a whole box, of half an Overlap
   if (tallest[0] < SMALLEST) return;
   const looks = new Map(); // (kind, half of an Overlap) -> boxes, longest label
   for (const i of boxes) {
