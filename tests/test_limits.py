@@ -41,9 +41,10 @@ def test_costs_whose_sums_leave_the_floats(name, value):
         "x = " + "{x = " * 20_000,
         "x = " + "9" * 6_000,
         "x = 0x" + "f" * 6_000,
-        "x" * (2**20 + 1),
-        "a" * 2**20,
-        '"' * (2**20 - 1),
+        "x" * (2**18 + 1),
+        "\n".join(f"[a{n}.b.c.d.e.f.g.h.i]" for n in range(10_000)),
+        "a" * 2**18,
+        '"' * (2**18 - 1),
     ],
     ids=lambda text: text[:12],
 )

@@ -14,8 +14,8 @@ from zeropipe.core.timeline import Timeline
 from zeropipe.errors import ConfigError, ScheduleError, short
 
 MAX_DIGITS = 400  # of a number in a text; the largest float has 309
-MAX_DEPTH = 32  # of tables and lists inside each other
-MAX_TOML = 2**20  # bytes; its reader is slow
+MAX_DEPTH = 8  # parts of a dotted key; ours have at most 4
+MAX_TOML = 2**18  # characters; its reader is slow
 SMALLEST, LARGEST = 1e-18, 1e18  # a cost that is not 0
 LONGEST = 1e15  # of a timeline's times
 
