@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import (
     Gemma3TextConfig,
+    GPT2Config,
     GPTNeoXConfig,
     LlamaConfig,
     MistralConfig,
@@ -58,6 +59,11 @@ CONFIGS = {
     ),
     "gpt-neox": lambda **k: GPTNeoXConfig(**_TINY | k),
     "phi": lambda **k: PhiConfig(**_TINY | k),
+    "gpt2": lambda **k: GPT2Config(
+        **{"vocab_size": 61, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64, "initializer_range": 0.2}
+        | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        | k
+    ),
 }
 
 

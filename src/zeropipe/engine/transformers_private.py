@@ -1,4 +1,4 @@
-"""Every private name of transformers that loading and saving use.
+"""Every private name of transformers, in one file: how models are built and run, stored and loaded.
 
 Checkpoints on disk do not always have the names and shapes of the model in memory: experts are stored one by one, heads
 under older names. transformers knows how each family is stored; here its rules are asked, for single tensors.
@@ -7,15 +7,98 @@ under older names. transformers knows how each family is stored; here its rules 
 from __future__ import annotations
 
 import copy
+import importlib
+import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from zeropipe.errors import MissingExtra
+
 Read = Callable[[str], Tensor]
+
+
+def causal_class(config: Any) -> Any:
+    """The class of a config's causal language model; None if there is none."""
+    try:
+        from transformers.models.auto import modeling_auto as auto
+    except ImportError:
+        raise MissingExtra("transformers", "engine") from None
+    own = auto.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if own is not None:
+        return own
+    # the text part of a model of several kinds of input may have a class, but no type of its own
+    package = importlib.import_module(type(config).__module__.rpartition(".")[0])
+    classes = (getattr(package, name, None) for name in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    return next((found for found in classes if found is not None and found.config_class is type(config)), None)
+
+
+def build(config: Any, dtype: torch.dtype, *, kernels: bool = True) -> nn.Module:
+    """A model of a config, on the default device; without `kernels` in plain torch, whatever the config says."""
+    found = causal_class(config)
+    assert found is not None, "a config that was looked at"
+    ways = (config._attn_implementation, config._experts_implementation) if kernels else (None, "eager")
+    return found._from_config(
+        copy.deepcopy(config), dtype=dtype, attn_implementation=ways[0], experts_implementation=ways[1]
+    )
+
+
+def leave_alone(tensor: Tensor) -> Tensor:
+    """A tensor that a model's initialisation does not touch."""
+    tensor._is_hf_initialized = True  # type: ignore[attr-defined]
+    return tensor
+
+
+def uses_flash(config: Any) -> bool:
+    """Whether attention is told the borders of packed sequences instead of being given a mask."""
+    return "flash" in (config._attn_implementation or "")
+
+
+def forward_keys(model: nn.Module) -> frozenset[str]:
+    """The names of a model's inputs."""
+    return frozenset(inspect.signature(type(model).forward).parameters)
+
+
+@contextmanager
+def packed_masks(position_ids: Tensor | None) -> Iterator[None]:
+    """Attention masks keep apart the sequences that these position ids tell apart; None: nothing is packed.
+
+    Some models (gpt_oss) do not hand their position ids to the functions that make masks. And where a batch has no
+    position ids transformers would ask the device for packed sequences, and wait for its answer.
+    """
+    from transformers import masking_utils
+
+    find, prepare = masking_utils.find_packed_sequence_indices, masking_utils._preprocess_mask_arguments
+
+    def prepare_packed(config: Any, embeds: Any, mask: Any, cache: Any, ids: Any, *rest: Any, **more: Any) -> Any:
+        return prepare(config, embeds, mask, cache, position_ids if ids is None else ids, *rest, **more)
+
+    if position_ids is None:
+        masking_utils.find_packed_sequence_indices = lambda ids: None
+    else:
+        masking_utils._preprocess_mask_arguments = prepare_packed
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices, masking_utils._preprocess_mask_arguments = find, prepare
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without transformers' warnings."""
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
 
 
 @dataclass(frozen=True)

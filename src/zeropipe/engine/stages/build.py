@@ -42,10 +42,10 @@ def hf_stages(
     whole model. The adapter of a model in memory is kept.
     """
     whole = open_model(model, dtype, head, seed, adapter)
-    counts = _counts(whole.num_layers, schedule, layers, first_less, last_less, layers_per_stage)
+    counts = _counts(whole.family.num_layers, schedule, layers, first_less, last_less, layers_per_stage)
     last = schedule.num_stages - 1
     stages = {stage: whole.stage(ranges(counts), stage, device) for stage in schedule.placement.stages_of(rank)}
-    if last and whole.is_tied:
+    if last and any(stage.has_tied_ends for stage in stages.values()):
         _tie_ends(stages, last)
     for stage in stages.values():
         whole.adapt(stage, device)
@@ -63,7 +63,7 @@ def hf_model(
 ) -> nn.Module:
     """The same model in one piece with the same weights: what the stages of `hf_stages` are cut from."""
     whole = open_model(model, dtype, head, seed, adapter)
-    stage = whole.stage((range(whole.num_layers),), 0, device)
+    stage = whole.stage((range(whole.family.num_layers),), 0, device)
     whole.adapt(stage, device)
     return stage.lm if head == "lm" else stage
 

@@ -1,65 +1,59 @@
-"""What must be known about a Hugging Face model family to cut it into stages."""
+"""What must be known about a Hugging Face model to cut it into stages, and what cannot be found by looking at it."""
 
 from __future__ import annotations
 
-import copy
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from zeropipe.engine.stages.calls import Place
 from zeropipe.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class Family:
-    """Names of the parts of a decoder model."""
+    """Where a decoder model can be cut. It is found by running a small copy of the model, and proven on it."""
 
-    base: str = "model"
-    embedding: str = "embed_tokens"
-    layers: str = "layers"
-    norm: str = "norm"
-    first_only: tuple[str, ...] = ()  # applied to the embeddings by the base model: once, not once per stage
-    stored_head: str = "lm_head"  # what published checkpoints call the head
+    layers: str  # the name of its list of layers
+    num_layers: int
+    before: frozenset[str]  # parameters that are used before the first layer
+    carried: tuple[Place, ...]  # where in a layer's call the tensors are that come from the layers before
+    form: int | None = None  # a layer returns a tuple of so many, the hidden states first; None: them alone
+    keys: frozenset[str] = frozenset()  # inputs of its forward
+    packs: bool = False  # position ids keep packed sequences apart
+    bare_ends: bool = False  # embedding and head may be stages without layers
+
+    def home(self, name: str, cut: Sequence[range]) -> int:
+        """The stage that holds a parameter or module, by its name in the whole model."""
+        if name.startswith(f"{self.layers}."):
+            index = int(name.removeprefix(f"{self.layers}.").partition(".")[0])
+            return next(stage for stage, layers in enumerate(cut) if index in layers)
+        return 0 if name in self.before else len(cut) - 1
 
 
-_LLAMA = Family()
-_INDEX_LISTS = ("mlp_only_layers", "eos_token_id")  # lists that are not one entry per layer, whatever their length
-FAMILIES = {
-    "llama": _LLAMA,
-    "mistral": _LLAMA,
-    "qwen2": _LLAMA,
-    "qwen3": _LLAMA,
-    "qwen3_moe": _LLAMA,
-    "gemma3_text": _LLAMA,
-    "gpt_neox": Family("gpt_neox", "embed_in", "layers", "final_layer_norm", ("emb_dropout",), "embed_out"),
-    "phi": Family(norm="final_layernorm", first_only=("embed_dropout",)),
+@dataclass(frozen=True)
+class Entry:
+    """What the general rules get wrong about a model type. Most types need none."""
+
+    small: Mapping[str, Any] = field(default_factory=dict)  # sizes of its small copy
+    refused: str | None = None  # why it cannot be cut
+
+
+ENTRIES: dict[str, Entry] = {
+    "blt": Entry(refused="it is a pipeline of three models"),
+    "codegen": Entry(small={"n_head": 4}),  # its attention is written for four-fold heads
 }
 
 
-def family_of(config: Any) -> Family:
-    """The family of a transformers config; ConfigError for one that was never tested."""
-    family = FAMILIES.get(config.model_type)
-    if family is None:
-        raise ConfigError(
-            f"model_type={config.model_type!r} cannot be cut into stages: tested are {', '.join(sorted(FAMILIES))}; "
-            f"give the model as a list of modules instead (module_stages)"
-        )
-    if getattr(config, "output_router_logits", False):
-        raise ConfigError(
-            "output_router_logits=True: the load-balancing loss spans all stages and is not supported; set it to False"
-        )
-    return family
+def entry_of(config: Any) -> Entry:
+    """What is known about a model type beforehand."""
+    return ENTRIES.get(config.model_type, Entry())
 
 
-def sliced_config(config: Any, layers: range) -> Any:
-    """A copy of the config for some of the layers only: every per-layer list is cut to match.
-
-    55 model types index such a list by the layer's place in the model; without this the stage would use the
-    attention pattern of other layers, without a word.
-    """
-    sliced = copy.deepcopy(config)
-    total = config.num_hidden_layers
-    for name, value in list(vars(config).items()):
-        if isinstance(value, list | tuple) and len(value) == total and name not in _INDEX_LISTS:
-            setattr(sliced, name, type(value)(value[i] for i in layers))
-    sliced.num_hidden_layers = len(layers)
-    return sliced
+def refusal(config: Any, reason: str) -> ConfigError:
+    """Why a model is not cut, in one line, and what to do instead."""
+    reason = " ".join(reason.split())
+    return ConfigError(
+        f"model_type={config.model_type!r} cannot be cut into stages: {reason}; give the model as a list of modules "
+        f"instead (module_stages)"
+    )

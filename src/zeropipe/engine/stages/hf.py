@@ -2,51 +2,73 @@
 
 from __future__ import annotations
 
-import copy
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zeropipe.engine.stages.contract import Tied
-from zeropipe.engine.stages.families import Family, family_of, sliced_config
-from zeropipe.errors import MissingExtra
+from zeropipe.engine.stages.contract import Microbatch, Tied
+from zeropipe.engine.stages.cut import Blanks, Border, Reached, cut_layers
+from zeropipe.engine.stages.families import Family
+from zeropipe.engine.transformers_private import packed_masks, uses_flash
+from zeropipe.errors import ConfigError, EngineError
 
-# Given to every stage of a model; masks and rotary embeddings are made anew on each.
-_KEYS = ("attention_mask", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+# Given to every stage of a model: masks and rotary embeddings are made anew on each.
+_KEYS = (
+    "input_ids", "attention_mask", "position_ids", "token_type_ids",
+    "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
+)  # fmt: skip
 
 
 class HFStage(nn.Module):
     """Some layers of a model; the first stage embeds `input_ids`, the last returns logits (or scores).
 
-    Called with the hidden states of the stage before (none for the first) and what `pick` takes from the microbatch.
+    Called with what the stage before returned (nothing for the first) and what `pick` takes from the microbatch.
+    Its modules have the names, and its layers the numbers, that they have in the whole model.
     """
 
-    def __init__(self, lm: nn.Module, cut: tuple[range, ...], stage: int, head: str = "lm") -> None:
+    def __init__(self, lm: nn.Module, family: Family, cut: tuple[range, ...], stage: int, head: str = "lm") -> None:
         super().__init__()
-        self.lm = lm
+        self.lm, self.family, self.whole_config = lm, family, lm.config
         self.cut, self.stage, self.head = cut, stage, head
-        self.is_first, self.is_last = is_first, is_last = stage == 0, stage == len(cut) - 1
+        self.is_first, self.is_last = stage == 0, stage == len(cut) - 1
         self.tied_pairs: tuple[Tied, ...] = ()
-        self.whole_config = lm.config
-        self.family = family_of(lm.config)
-        # A tied head is filled as the embedding it is tied to: `tie` drops the embedding afterwards.
-        self.is_tied = is_last and head == "lm" and lm.config.tie_word_embeddings
-        _trim(
-            lm,
-            self.family,
-            cut[stage],
-            is_first=is_first,
-            embeds=is_first or self.is_tied,
-            norms=is_last,
-            heads=is_last and head == "lm",
+        self._border, self._blanks = Border(family.carried), Blanks()
+        self._embedding, self._head = (
+            _weight(lm, end()) for end in (lm.get_input_embeddings, lm.get_output_embeddings)
         )
-        if is_last and head == "score":
+        parameters = dict(lm.named_parameters(remove_duplicate=False))
+        self.has_tied_ends = head == "lm" and parameters.get(self._head) is parameters[self._embedding]
+        every = list(lm.get_submodule(family.layers).children())
+        self.blocks = [every[index] for index in self.layers]
+        self._reduce(parameters)
+        if self.is_last and head == "score":
             weight = next(lm.parameters())
-            self.score = nn.Linear(lm.config.hidden_size, 1, bias=False, device=weight.device, dtype=weight.dtype)
+            size = lm.config.get_text_config().hidden_size
+            self.score = nn.Linear(size, 1, bias=False, device=weight.device, dtype=weight.dtype)
+        self._same = [
+            names for names in _same(self, self.tied_names[0]) if self.is_first or names[0] != self.tied_names[0]
+        ]
+
+    def _reduce(self, parameters: dict[str, nn.Parameter]) -> None:
+        """Keep only this stage's part of the model."""
+        family, cut = self.family, self.cut
+        if len(cut) > 1 and not family.bare_ends and not (cut[0] and cut[-1]):
+            raise ConfigError(
+                f"layers={[len(layers) for layers in cut]}: with model_type={self.lm.config.model_type!r} the first "
+                "and the last stage need a layer"
+            )
+        layers = self.lm.get_submodule(family.layers)
+        cut_layers(layers, family, self.layers, self._border, is_first=self.is_first, is_last=self.is_last)
+        base = f"{self.lm.base_model_prefix}."
+        for name in parameters:
+            if name.startswith(f"{family.layers}."):
+                continue
+            is_kept = family.home(name, cut) == self.stage and (self.head == "lm" or name.startswith(base))
+            # A tied head is filled as the embedding: `tie` drops the embedding afterwards.
+            if not is_kept and not (self.is_tied and name == self._embedding):
+                self._blanks.put(self.lm, name)
 
     @property
     def layers(self) -> range:
@@ -54,82 +76,83 @@ class HFStage(nn.Module):
         return self.cut[self.stage]
 
     @property
-    def base(self) -> nn.Module:
-        """The model without its head."""
-        return getattr(self.lm, self.family.base)
-
-    @property
-    def blocks(self) -> nn.ModuleList:
-        """The transformer blocks, for compilation and checkpointing."""
-        return getattr(self.base, self.family.layers)
+    def is_tied(self) -> bool:
+        """Whether this stage's head is the embedding."""
+        return self.is_last and self.has_tied_ends
 
     def tie(self, embedding: nn.Parameter | None = None) -> None:
-        """Make head and embedding one tensor: of this stage, or the one given (of the first stage on this rank)."""
-        if not self.is_tied:
+        """Make one tensor of those that are one in the whole model, after they were given memory and values.
+
+        `embedding` is the first stage's, where that is on this rank.
+        """
+        for first, *others in self._same:
+            for name in others:
+                _set(self, name, self.get_parameter(first))
+        if not self.is_tied or self.is_first:
             return
-        if embedding is None:
-            embedding = getattr(self.base, self.family.embedding).weight
-        self.lm.lm_head.weight = embedding
-        if not self.is_first:
-            setattr(self.base, self.family.embedding, None)
+        _set(self, self.tied_names[1], self.get_parameter(self.tied_names[0]) if embedding is None else embedding)
+        if self._embedding in dict(self.lm.named_parameters(remove_duplicate=False)):
+            self._blanks.put(self.lm, self._embedding)
 
     @property
     def tied_names(self) -> tuple[str, str]:
         """What the embedding's and the head's weight are called in the first and in the last stage."""
-        return f"lm.{self.family.base}.{self.family.embedding}.weight", "lm.lm_head.weight"
+        return f"lm.{self._embedding}", f"lm.{self._head}"
 
     @property
     def embedding(self) -> nn.Parameter | None:
         """The embedding's weight, on the first stage."""
-        return getattr(self.base, self.family.embedding).weight if self.is_first else None
+        return self.lm.get_parameter(self._embedding) if self.is_first else None
 
-    def pick(self, microbatch: dict[str, Any]) -> dict[str, Any]:
+    def pick(self, microbatch: Microbatch) -> dict[str, Any]:
         """What this stage needs of a microbatch."""
         picked = {key: microbatch[key] for key in _KEYS if microbatch.get(key) is not None}
-        if self.is_first:
-            picked["input_ids"] = microbatch["input_ids"]
         cu_seqlens = microbatch.get("cu_seqlens")
         if cu_seqlens is not None:
+            if not self.family.packs:
+                raise ConfigError(
+                    f"cu_seqlens: model_type={self.lm.config.model_type!r} does not keep packed sequences apart; pad "
+                    "them instead (attention_mask)"
+                )
             picked.setdefault("position_ids", positions(cu_seqlens))
-            if "flash" in self.lm.config._attn_implementation:
+            picked["is_packed"] = True
+            if uses_flash(self.lm.config):
                 longest = int(cu_seqlens.diff().max())
                 picked |= {f"cu_seq_lens_{side}": cu_seqlens for side in "qk"}
                 picked |= {f"max_length_{side}": longest for side in "qk"}
         return picked
 
-    def forward(self, *inputs: Tensor, input_ids: Tensor | None = None, **kwargs: Any) -> Tensor:
-        hidden = getattr(self.base, self.family.embedding)(input_ids) if self.is_first else inputs[0]
-        with nothing_packed() if "position_ids" not in kwargs else nullcontext():
-            return self._run(hidden, kwargs)
+    def forward(self, *inputs: Tensor, is_packed: bool = False, **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
+        if not self.is_first:
+            if not self.layers and not self.is_last:
+                return inputs if len(inputs) > 1 else inputs[0]
+            self._border.received = inputs
+            self._blanks.match(inputs[0])
+        try:
+            ids = kwargs.get("position_ids")
+            with packed_masks(ids) if is_packed or ids is None else nullcontext():
+                output = self._run(kwargs)
+        except Reached as end:
+            return end.values if len(end.values) > 1 else end.values[0]
+        finally:
+            self._border.clear()
+        if not self.is_last:
+            raise EngineError(f"stage {self.stage} ran past its end: layer {self.layers.stop} was never called")
+        return output
 
-    def _run(self, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
-        if self.is_last and self.head == "lm":
-            return self.lm(inputs_embeds=hidden, use_cache=False, **kwargs).logits
-        hidden = self.base(inputs_embeds=hidden, use_cache=False, **kwargs).last_hidden_state
+    def _run(self, kwargs: dict[str, Any]) -> Tensor:
+        if self.head == "lm":
+            return self.lm(use_cache=False, **kwargs).logits
+        hidden = self.lm.base_model(use_cache=False, **kwargs).last_hidden_state
         return self.score(hidden) if self.is_last else hidden
 
     def full_name(self, name: str) -> str:
         """The name of one of this stage's parameters (or modules) in the whole model."""
-        prefix = f"{self.family.base}.{self.family.layers}."
-        shift = self.layers.start
-        return re.sub(rf"^{re.escape(prefix)}(\d+)", lambda m: f"{prefix}{int(m[1]) + shift}", name.removeprefix("lm."))
+        return name.removeprefix("lm.")
 
     def full_names(self) -> dict[str, str]:
         """This stage's parameters, by their name here: their name in the whole model."""
         return {name: self.full_name(name) for name, _ in self.named_parameters(remove_duplicate=False)}
-
-
-@contextmanager
-def nothing_packed() -> Iterator[None]:
-    """Without position ids there are no packed sequences; transformers would ask the device, and wait for it."""
-    from transformers import masking_utils
-
-    asked = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None
-    try:
-        yield
-    finally:
-        masking_utils.find_packed_sequence_indices = asked
 
 
 def positions(cu_seqlens: Tensor) -> Tensor:
@@ -139,38 +162,20 @@ def positions(cu_seqlens: Tensor) -> Tensor:
     return (torch.arange(len(starts), device=cu_seqlens.device) - starts)[None]
 
 
-def meta_model(config: Any, dtype: torch.dtype) -> nn.Module:
-    """The whole model without memory."""
-    try:
-        from transformers import AutoModelForCausalLM
-    except ImportError:
-        raise MissingExtra("transformers", "engine") from None
-    config = copy.deepcopy(config)
-    family_of(config)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            config,
-            dtype=dtype,
-            attn_implementation=config._attn_implementation,
-            experts_implementation=config._experts_implementation,
-        )
-    return model.train()
+def _weight(lm: nn.Module, module: nn.Module | None) -> str:
+    """The name of a module's weight; nothing if there is no such module."""
+    own = next((name for name, other in lm.named_modules() if other is module), None)
+    return "" if own is None else f"{own}.weight"
 
 
-def _trim(
-    lm: nn.Module, family: Family, layers: range, *, is_first: bool, embeds: bool, norms: bool, heads: bool
-) -> None:
-    """Keep only this stage's parts; each layer stays built for its place in the whole model."""
-    base = getattr(lm, family.base)
-    kept = getattr(base, family.layers)
-    setattr(base, family.layers, nn.ModuleList(kept[i] for i in layers))
-    lm.config = base.config = sliced_config(lm.config, layers)
-    if not embeds:
-        setattr(base, family.embedding, None)
-    if not is_first:
-        for name in family.first_only:
-            setattr(base, name, nn.Identity())
-    if not norms:
-        setattr(base, family.norm, nn.Identity())
-    if not heads:
-        lm.lm_head = None
+def _same(module: nn.Module, first: str) -> list[list[str]]:
+    """The names of parameters that are one, `first` before the others."""
+    groups: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(name)
+    return [sorted(names, key=lambda name: name != first) for names in groups.values() if len(names) > 1]
+
+
+def _set(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    owner, _, leaf = name.rpartition(".")
+    setattr(module.get_submodule(owner), leaf, parameter)

@@ -13,8 +13,11 @@ from torch import nn
 from zeropipe.engine.stages.adapters import CONFIG as ADAPTER
 from zeropipe.engine.stages.adapters import Injected, adapter_in, base_of, open_adapter
 from zeropipe.engine.stages.directory import DirectorySource
-from zeropipe.engine.stages.hf import HFStage, meta_model
+from zeropipe.engine.stages.families import Family
+from zeropipe.engine.stages.hf import HFStage
 from zeropipe.engine.stages.memory import ModelSource, unwrapped
+from zeropipe.engine.stages.models import decoder_config, meta_model
+from zeropipe.engine.stages.proof import family_of
 from zeropipe.engine.stages.weights import SeedSource, Source
 from zeropipe.engine.stages.whole import Whole, tensors_of
 from zeropipe.errors import ConfigError, MissingExtra
@@ -25,24 +28,16 @@ class Model:
     """A model that can be cut: nothing of it has memory but what its source holds."""
 
     config: Any
+    family: Family
     dtype: torch.dtype
     head: str
     source: Source
     adapter: Injected | None
     seed: int
 
-    @property
-    def num_layers(self) -> int:
-        return self.config.num_hidden_layers
-
-    @property
-    def is_tied(self) -> bool:
-        """The head is the embedding."""
-        return self.head == "lm" and self.config.tie_word_embeddings
-
     def stage(self, cut: tuple[range, ...], stage: int, device: torch.device | str) -> HFStage:
         """One stage, with memory and weights."""
-        built = HFStage(meta_model(self.config, self.dtype), cut, stage, self.head)
+        built = HFStage(meta_model(self.config, self.dtype), self.family, cut, stage, self.head)
         for name, tensor in tensors_of(built).items():
             tensor.data = tensor.data.to(self.source.dtype_of(built.full_name(name), tensor.dtype))
         built.to_empty(device=device)
@@ -75,7 +70,7 @@ def open_model(model: Any, dtype: torch.dtype | None, head: str, seed: int, adap
     tied = source.prepare(whole)
     config.tie_word_embeddings = tied if head == "lm" else config.tie_word_embeddings
     found = open_adapter(adapter) if adapter is not None else kept
-    return Model(config, dtype, head, source, found and Injected(whole, found), seed)
+    return Model(config, family_of(whole.model), dtype, head, source, found and Injected(whole, found), seed)
 
 
 def _parts(model: Any, dtype: torch.dtype | None, seed: int) -> tuple[Any, torch.dtype, Source]:
@@ -84,10 +79,11 @@ def _parts(model: Any, dtype: torch.dtype | None, seed: int) -> tuple[Any, torch
         if getattr(model.config, "quantization_config", None) is not None:
             raise ConfigError(f"the {type(model).__name__} in memory is quantised: give it dequantised")
         own = next(model.parameters()).dtype
-        return copy.deepcopy(model.config), dtype or own, ModelSource(model, dtype, seed)
+        return decoder_config(model.config), dtype or own, ModelSource(model, dtype, seed)
     if isinstance(model, str | Path):
         config = _read_config(Path(model))
         quantization = _without_quantization(config)
+        config = decoder_config(config)
         dtype = dtype or config.dtype or torch.float32
         return config, dtype, DirectorySource(Path(model), quantization, dtype, seed)
     if not hasattr(model, "model_type"):
@@ -96,6 +92,7 @@ def _parts(model: Any, dtype: torch.dtype | None, seed: int) -> tuple[Any, torch
         )
     config = copy.deepcopy(model)
     _without_quantization(config)  # random weights are not quantised
+    config = decoder_config(config)
     return config, dtype or config.dtype or torch.float32, SeedSource(seed)
 
 

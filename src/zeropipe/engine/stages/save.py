@@ -12,7 +12,8 @@ from torch import Tensor
 
 from zeropipe.core.placement import Placement
 from zeropipe.engine.stages.adapters import Adapter, Injected, adapter_in, is_adapters, merged, wrapped, wrappers
-from zeropipe.engine.stages.hf import HFStage, meta_model
+from zeropipe.engine.stages.hf import HFStage
+from zeropipe.engine.stages.models import meta_model
 from zeropipe.engine.stages.switch import (
     Part,
     Workshop,

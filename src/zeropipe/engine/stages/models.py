@@ -1,0 +1,42 @@
+"""Models without memory, from the configs that users have."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeropipe.engine.stages.families import refusal
+from zeropipe.engine.transformers_private import build, causal_class
+from zeropipe.errors import ConfigError
+
+
+def decoder_config(config: Any) -> Any:
+    """The config of what is cut: the model's own, or that of the text part of a model that also sees or hears."""
+    try:
+        text = config.get_text_config(decoder=True)
+    except ValueError as error:
+        raise refusal(config, str(error)) from None
+    part = config if type(text) is type(config) else text
+    if causal_class(part) is None:
+        what = "it" if part is config else f"its text part ({part.model_type})"
+        raise refusal(config, f"transformers has no causal language model of {what}")
+    found = copy.deepcopy(part)
+    if part is not config:
+        found.dtype, found.tie_word_embeddings = found.dtype or config.dtype, config.tie_word_embeddings
+    return found
+
+
+def meta_model(config: Any, dtype: torch.dtype) -> nn.Module:
+    """The whole model without memory."""
+    with torch.device("meta"):
+        try:
+            return build(config, dtype).train()
+        except Exception as error:  # whatever transformers finds wrong with it
+            reason = " ".join(str(error).split())[:200]
+            raise ConfigError(
+                f"transformers cannot build a model of this config (model_type={config.model_type!r}): "
+                f"{type(error).__name__}: {reason}"
+            ) from error

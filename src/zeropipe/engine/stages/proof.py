@@ -1,0 +1,247 @@
+"""Proves on a small copy of a model that it can be cut: loss and gradients of its stages equal the whole model's.
+
+The copy has every kind of layer that the model has, and every layer is a stage of its own. It runs plain, padded and
+packed batches on the CPU, without the other ranks. What is not proven is refused.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeropipe.engine.stages.families import Family, entry_of, refusal
+from zeropipe.engine.stages.find import NotFound, find, kinds, layers_of, per_layer
+from zeropipe.engine.stages.hf import HFStage
+from zeropipe.engine.stages.small import small_config
+from zeropipe.engine.transformers_private import build, packed_masks, quiet
+from zeropipe.errors import ConfigError
+
+_FEW = 3  # layers of a copy, or as many as it takes to have every kind
+_LENGTHS = (4, 5)  # of two sequences
+_TOLERANCE = 1e-4  # in float32; stages do what the whole model does, so mostly there is no difference at all
+_NEVER = {
+    "layerdrop": "it leaves out layers at random",
+    "decoder_layerdrop": "it leaves out layers at random",
+    "num_kv_shared_layers": "its layers use the keys and values of others",
+}
+_known: dict[str, Family | str] = {}
+
+Batch = dict[str, Tensor]
+
+
+def family_of(model: nn.Module) -> Family:
+    """How to cut a model (which needs no memory), proven; ConfigError if that cannot be. A config is looked at once."""
+    config = model.config
+    key = json.dumps([config.to_dict(), config._attn_implementation], sort_keys=True, default=str)
+    if key not in _known:
+        try:
+            _known[key] = _look(model)
+        except ConfigError as error:
+            _known[key] = str(error)
+    found = _known[key]
+    if isinstance(found, str):
+        raise ConfigError(found)
+    return found
+
+
+def _look(model: nn.Module) -> Family:
+    config, entry = model.config, entry_of(model.config)
+    if entry.refused is not None:
+        raise refusal(config, entry.refused)
+    for name, reason in _NEVER.items():
+        if getattr(config, name, 0):
+            raise refusal(config, f"{reason} ({name}={getattr(config, name)})")
+    try:
+        with _apart():
+            layers = layers_of(model)
+            _check_sharing(model, layers)
+            family = prove(small_model(model, layers), layers)
+    except NotFound as reason:
+        raise refusal(config, str(reason)) from None
+    except Exception as error:
+        raise refusal(config, f"a small copy of it does not run ({_words(error)})") from error
+    return replace(family, num_layers=len(model.get_submodule(family.layers)))
+
+
+def _check_sharing(model: nn.Module, layers: str) -> None:
+    """A weight that several layers share would be on several stages."""
+    owner: dict[nn.Parameter, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        inside = name.startswith(f"{layers}.")
+        place = name.removeprefix(f"{layers}.").partition(".")[0] if inside else ""
+        if owner.setdefault(parameter, place) != place:
+            raise NotFound(f"{name} is shared between layers")
+
+
+def small_model(model: nn.Module, layers: str) -> nn.Module:
+    """A small copy with random weights that has, layer by layer, the same kinds of layers."""
+    lists = per_layer(model, layers)
+    pattern = kinds(model, layers, lists)
+    enough = max(pattern.index(max(pattern)) + 1, _FEW)  # the first layers that have every kind among them
+    for number in dict.fromkeys((min(enough, len(pattern)), len(pattern))):
+        config = small_config(model.config, number, len(pattern), entry_of(model.config).small)
+        small = build(config, torch.float32, kernels=False)
+        if kinds(small, layers, lists) == pattern[:number]:
+            return _randomised(small)
+    raise NotFound("a small copy of it has other kinds of layers")
+
+
+def prove(small: nn.Module, layers: str) -> Family:
+    """How to cut a small model between its layers, proven on it."""
+    batches = list(_batches(small))
+    family = find(_untied(copy.deepcopy(small)), layers, batches[1])
+    stages = copy.deepcopy(small, _shared(small))  # before anything has run: a model may keep what it made
+    try:
+        bare = replace(family, bare_ends=True)
+        _compare(small, _stages(stages, bare), batches)
+        family = bare
+    except NotFound:
+        _compare(small, _stages(stages, family), batches)
+    return replace(family, packs="position_ids" in family.keys and _packs(small))
+
+
+def _batches(model: nn.Module) -> Iterator[Batch]:
+    """A padded, a plain and a packed batch."""
+    size = model.get_input_embeddings().weight.shape[0]
+    ids = torch.randint(min(5, size - 1), size, (2, sum(_LENGTHS)), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[1, _LENGTHS[1] :] = 0
+    yield {"input_ids": ids, "attention_mask": mask}
+    yield {"input_ids": ids}
+    yield {"input_ids": ids[:1], "position_ids": torch.cat([torch.arange(length) for length in _LENGTHS])[None]}
+
+
+def _stages(model: nn.Module, family: Family) -> list[HFStage]:
+    """One stage for each layer, and for what is before and after them if that is possible."""
+    cut = [range(index, index + 1) for index in range(family.num_layers)]
+    if family.bare_ends:
+        cut = [range(0), *cut, range(family.num_layers, family.num_layers)]
+    layers, tensors, stages = list(model.get_submodule(family.layers).children()), _shared(model), []
+    for stage, own in enumerate(cut):
+        others = {id(layer): layer for index, layer in enumerate(layers) if index not in own}
+        stages.append(HFStage(copy.deepcopy(model, tensors | others), family, tuple(cut), stage))
+        stages[-1].tie()
+    return stages
+
+
+def _compare(model: nn.Module, stages: Sequence[HFStage], batches: Sequence[Batch]) -> None:
+    """NotFound unless stages that share the model's weights give what the whole model gives."""
+    for number, batch in enumerate(batches):
+        if not batch.keys() <= stages[0].family.keys:
+            continue
+        with torch.set_grad_enabled(number == 0):  # the way back is the same for all
+            wanted = model(**batch, use_cache=False).logits
+            try:
+                found, way_back = _forward(stages, batch)
+            except Exception as error:
+                raise NotFound(f"its layers do not run apart from each other ({_words(error)})") from error
+        if not wanted.isfinite().all():
+            raise NotFound("a small copy of it gives infinite numbers")
+        if not _close(found, wanted):
+            raise NotFound("cut into stages it gives other logits")
+        if number == 0:
+            slope = torch.randn_like(wanted)
+            model.zero_grad()
+            wanted.backward(slope)
+            gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+            model.zero_grad()
+            way_back(slope)
+            for name, parameter in model.named_parameters():
+                if not _close(parameter.grad, gradients[name]):
+                    raise NotFound(f"cut into stages it gives another gradient of {name}")
+
+
+def _forward(stages: Sequence[HFStage], batch: Batch) -> tuple[Tensor, Callable[[Tensor], None]]:
+    """The logits, and what takes their gradient back through all stages."""
+    handed: list[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = []
+    inputs: tuple[Tensor, ...] = ()
+    for stage in stages:
+        output = stage(*inputs, **stage.pick(batch))
+        outputs = output if isinstance(output, tuple) else (output,)
+        handed.append((inputs, outputs))
+        inputs = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in outputs)
+
+    def way_back(slope: Tensor) -> None:
+        slopes: Sequence[Tensor | None] = [slope]
+        for inputs, outputs in reversed(handed):
+            pairs = [(tensor, s) for tensor, s in zip(outputs, slopes) if tensor.requires_grad and s is not None]
+            torch.autograd.backward([tensor for tensor, _ in pairs], [s for _, s in pairs])
+            slopes = [tensor.grad for tensor in inputs]
+
+    return handed[-1][1][0], way_back
+
+
+def _close(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        rest = other if one is None else one
+        return rest is None or not rest.any()
+    return bool((one - other).abs().max() <= _TOLERANCE * other.abs().max())
+
+
+def _packs(model: nn.Module) -> bool:
+    """Whether packed sequences do not see each other, in the model itself."""
+    *_, packed = _batches(model)
+    parts = packed["input_ids"].split(_LENGTHS, dim=1)
+    with torch.no_grad():
+        apart = torch.cat([model(input_ids=part, use_cache=False).logits for part in parts], 1)
+        with packed_masks(packed["position_ids"]):
+            together = model(**packed, use_cache=False).logits
+    return _close(together, apart)
+
+
+def _shared(model: nn.Module) -> dict[int, Any]:
+    """For a deep copy that has modules of its own, and the same tensors."""
+    return {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+
+
+def _randomised(model: nn.Module) -> nn.Module:
+    """No weight is zero, or one, so that none can be left out unseen."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn_like(parameter)
+            if parameter.dim() < 2:
+                parameter.add_(noise, alpha=0.1)
+            else:
+                parameter.copy_(noise * 0.5 * parameter.shape[-1] ** -0.5)
+            parameter.requires_grad_()
+    return model.train()
+
+
+def _untied(model: nn.Module) -> nn.Module:
+    """A parameter of its own for each name."""
+    seen = set()
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        if id(parameter) in seen:
+            owner, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, nn.Parameter(parameter.detach().clone()))
+        seen.add(id(parameter))
+    return model
+
+
+@contextmanager
+def _apart() -> Iterator[None]:
+    """The caller's random numbers, default device, modes and warnings stay as they are."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(torch.device("cpu"))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.autocast("cpu", enabled=False))
+        stack.enter_context(warnings.catch_warnings())
+        stack.enter_context(quiet())
+        warnings.simplefilter("ignore")
+        torch.manual_seed(0)
+        yield
+
+
+def _words(error: Exception) -> str:
+    text = next(iter(str(error).splitlines()), "")
+    return f"{type(error).__name__}: {text}"[:200]

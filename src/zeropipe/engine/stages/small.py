@@ -1,0 +1,108 @@
+"""A small copy of a transformers config: a few layers, narrow, and alike in everything that decides how it runs."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+_VOCABULARY, _INNER_WIDTH = 64, 48
+_LAYERS = r"(num_|n_)?(hidden_|decoder_|encoder_)?(layers?|blocks)(_per_stack)?"
+# Divided by one number, so that a width stays its heads' number times their width. The width of a head stays as it is:
+# tables of rotary factors belong to it.
+_HEADS = (
+    r"(.*_)?(num|n)_(key_value_|kv_)?heads|n_head|(.*_)?(attention|key_value|query|index_n|mamba_n)_heads"
+    r"|num_query_groups"
+)
+_WIDTHS = (
+    r"(.*_)?hidden_size|d_model|n_embd|emb_dim|embedding_dim|(.*_)?embedding_size|word_embed_proj_dim"
+    r"|lru_width|.*d_ssm|mamba_headdim|attention_head_dim|time_step_rank"
+)
+_INNER = r"(.*_)?intermediate_size(_mlp)?|(.*_)?ffn_(hidden_size|dim)|n_inner|dff|dim_ff|d_inner|feed_forward_size"
+_KEPT = r"hidden_size_per_layer_input|router_hidden_size"
+_AT_MOST: tuple[tuple[str, int], ...] = (
+    (r"(.*_)?vocab_size(_.*)?", _VOCABULARY),
+    (r"(.*_)?(num|n)_(routed_|local_)?experts", 4),
+    (r"num_experts_per_tok(en)?|moe_(topk|k)|(moe_)?top_k(_experts)?", 2),
+    (r"n_group|num_expert_groups?|n_expert_groups?|zero_expert_num", 2),
+    (r"topk_group", 1),
+    (r"(.*_)?lora_rank|laurel_rank", 16),
+    (r"(mamba_)?chunk_size", 16),
+    # shorter than the sequences of the proof, so that it matters which layer has which
+    (r"(.*_)?sliding_window(_size)?|attention_chunk_size|(attention_)?window_size|local_attention|index_topk", 4),
+)
+
+
+def small_config(config: Any, num_layers: int, total: int, sizes: Mapping[str, Any]) -> Any:
+    """A copy of `config` with the first `num_layers` of `total` layers and small widths; `sizes` are put in as given.
+
+    Nothing in it is random: dropout and its kin are off.
+    """
+    heads = getattr(config, "num_attention_heads", None)
+    ratio = _ratio(heads) if isinstance(heads, int) else 8
+    fields = config.to_dict()
+    # The inner width of a recurrent layer is a multiple of the outer one; that of an MLP is free.
+    inner = None if any("expand" in name for name in fields) else _INNER_WIDTH
+    fields = _shrink(fields, lambda name, value: _small(name, value, ratio, inner, num_layers, total))
+    fields = _keep_tokens(fields | dict(sizes))
+    fields.pop("transformers_version", None)
+    fields.pop("quantization_config", None)
+    return type(config).from_dict(copy.deepcopy(fields))
+
+
+def is_per_layer(name: str, value: Any, total: int) -> bool:
+    """Whether an entry of a config has one value for each of its `total` layers."""
+    if isinstance(value, str):
+        return len(value) == total and "pattern" in name
+    if not isinstance(value, list | tuple) or len(value) != total or "token" in name:
+        return False
+    return list(value) != list(range(total))  # which layers have something: all of them
+
+
+def _shrink(fields: Mapping[str, Any], rule: Callable[[str, Any], Any]) -> dict[str, Any]:
+    return {
+        name: _shrink(value, rule) if isinstance(value, dict) and name.endswith("_config") else rule(name, value)
+        for name, value in fields.items()
+    }
+
+
+def _ratio(heads: int) -> int:
+    """What divides the widths, so that two heads are left, or a few more where their number is odd."""
+    return next((heads // few for few in range(2, 9) if heads % few == 0), max(heads, 1))
+
+
+def _small(name: str, value: Any, ratio: int, inner: int | None, num_layers: int, total: int) -> Any:
+    if isinstance(value, bool) or value is None:
+        return value
+    if is_per_layer(name, value, total):
+        return value[:num_layers]
+    if isinstance(value, dict) and value and all(str(key).isdecimal() for key in value):  # by the layer's number
+        return {key: inner for key, inner in value.items() if int(key) < num_layers}
+    if isinstance(value, int | float) and re.search("drop|jitter", name):
+        return type(value)(0)
+    if not isinstance(value, int) or value <= 0 or re.fullmatch(_KEPT, name):
+        return value
+    if re.fullmatch(_LAYERS, name):
+        return num_layers
+    if re.fullmatch(_INNER, name):
+        return min(value, inner) if inner else max(1, value // ratio)
+    if re.fullmatch(f"{_HEADS}|{_WIDTHS}", name):
+        return max(1, value // ratio)
+    return next((min(value, most) for rule, most in _AT_MOST if re.fullmatch(rule, name)), value)
+
+
+def _keep_tokens(fields: dict[str, Any]) -> dict[str, Any]:
+    """Special tokens that the small vocabulary has."""
+    size = fields.get("vocab_size")
+    if not isinstance(size, int):
+        return fields
+    inside = lambda value: value % size if isinstance(value, int) and not isinstance(value, bool) else value  # noqa: E731
+    return {
+        name: value
+        if not re.search("token_id$|token_index$", name)
+        else [inside(one) for one in value]
+        if isinstance(value, list | tuple)
+        else inside(value)
+        for name, value in fields.items()
+    }

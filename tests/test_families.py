@@ -1,0 +1,228 @@
+"""Hugging Face models are cut where a small copy of them proves it; what cannot be proven is refused in one line."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from stage_models import CONFIGS
+from torch import nn
+from transformers import Gemma3nTextConfig, LlamaConfig, XLMConfig
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.models.llama.modeling_llama import LlamaModel
+
+from zeropipe.engine.stages import cut, find, proof
+from zeropipe.engine.stages.models import decoder_config, meta_model
+from zeropipe.engine.stages.proof import family_of
+from zeropipe.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def _proven_anew(monkeypatch):
+    monkeypatch.setattr(proof, "_known", {})
+
+
+def look(config):
+    return family_of(meta_model(decoder_config(config), torch.float32))
+
+
+def refused(config, reason):
+    with pytest.raises(ConfigError) as caught:
+        look(config)
+    text = str(caught.value)
+    assert reason in text
+    assert repr(config.model_type) in text
+    assert "module_stages" in text
+    assert "\n" not in text
+
+
+def test_the_common_shape_is_found():
+    family = look(CONFIGS["llama"](num_hidden_layers=7))
+    assert (family.layers, family.num_layers) == ("model.layers", 7)
+    assert family.before == {"model.embed_tokens.weight"}
+    assert family.carried == (("args", 0),)
+    assert family.packs
+    assert family.bare_ends
+
+
+def test_homes_of_parameters():
+    family = look(CONFIGS["llama"]())
+    parts = (range(2), range(2, 4), range(4, 4))
+    homes = [
+        family.home(name, parts) for name in ("model.embed_tokens.weight", "model.layers.2.x", "model.norm.weight")
+    ]
+    assert homes == [0, 1, 2]
+
+
+def test_a_proof_is_made_once(monkeypatch):
+    look(CONFIGS["llama"]())
+    monkeypatch.setattr(proof, "prove", None)
+    look(CONFIGS["llama"]())
+
+
+def test_a_proof_changes_nothing_of_the_callers(capfd):
+    torch.manual_seed(3)
+    state = torch.random.get_rng_state()
+    with torch.no_grad():
+        look(CONFIGS["qwen3"]())
+    assert torch.equal(state, torch.random.get_rng_state())
+    assert capfd.readouterr() == ("", "")
+
+
+# Cuts that are wrong, made by breaking what makes them right
+
+
+def test_embeddings_that_are_not_replaced_are_seen(monkeypatch):
+    monkeypatch.setattr(cut.Border, "enter", lambda self, layer, args, kwargs: None)
+    refused(CONFIGS["llama"](), "other logits")
+
+
+def test_a_position_embedding_that_is_left_out_is_seen(monkeypatch):
+    before = find._before
+    monkeypatch.setattr(find, "_before", lambda *args: before(*args) - {"transformer.wpe.weight"})
+    refused(CONFIGS["gpt2"](), "other logits")
+
+
+def test_a_layers_number_that_shifts_is_seen(monkeypatch):
+    """As if layers were dropped and the config's list of layer types was not."""
+    cut_layers = proof.HFStage._reduce
+
+    def shifted(stage, parameters):
+        cut_layers(stage, parameters)
+        types = stage.lm.config.layer_types
+        stage.lm.config.layer_types = types[1:] + types[:1]
+
+    monkeypatch.setattr(proof.HFStage, "_reduce", shifted)
+    refused(CONFIGS["qwen3-mixed"](), "other logits")
+
+
+def test_a_gradient_that_is_lost_is_seen(monkeypatch):
+    enter = cut.Border.enter
+
+    def detached(self, layer, args, kwargs):
+        self.received = [tensor.detach() for tensor in self.received]
+        return enter(self, layer, args, kwargs)
+
+    monkeypatch.setattr(cut.Border, "enter", detached)
+    refused(CONFIGS["llama"](), "gradient of")
+
+
+# Models that have another shape
+
+
+def odd_forward(oddity):
+    """Llama's forward with something that most models do not do."""
+
+    def forward(self, input_ids, attention_mask=None, position_ids=None, use_cache=None, **kwargs):
+        hidden = self.embed_tokens(input_ids)
+        if oddity == "scaled embedding":
+            hidden = hidden * 7.0
+        if position_ids is None:
+            position_ids = torch.arange(hidden.shape[1])[None]
+        mask = create_causal_mask(self.config, hidden, attention_mask, None, position_ids)
+        shared = {"position_embeddings": self.rotary_emb(hidden, position_ids), "attention_mask": mask}
+        first = None
+        for index, layer in enumerate(self.layers):
+            if oddity == "doubled between layers":
+                hidden = hidden * 2.0
+            if oddity == "weight between layers":
+                hidden = hidden * self.norm.weight
+            if oddity == "residual across layers" and index == 2:
+                hidden = hidden + first
+            hidden = layer(hidden, **shared)
+            if oddity == "run twice":
+                hidden = layer(hidden, **shared)
+            first = hidden if first is None else first
+        if oddity == "backwards":
+            for layer in reversed(self.layers):
+                hidden = layer(hidden, **shared)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden))
+
+    return forward
+
+
+@pytest.mark.parametrize("oddity", ["none", "scaled embedding", "doubled between layers"])
+def test_what_is_harmless_is_exact(monkeypatch, oddity):
+    monkeypatch.setattr(LlamaModel, "forward", odd_forward(oddity))
+    assert look(CONFIGS["llama"](num_hidden_layers=3)).num_layers == 3
+
+
+@pytest.mark.parametrize(
+    "oddity,reason",
+    [
+        ("weight between layers", "other logits"),
+        ("residual across layers", "other logits"),
+        ("run twice", "run more than once"),
+        ("backwards", "run more than once"),
+    ],
+)
+def test_what_spans_layers_is_refused(monkeypatch, oddity, reason):
+    monkeypatch.setattr(LlamaModel, "forward", odd_forward(oddity))
+    refused(CONFIGS["llama"](num_hidden_layers=3), reason)
+
+
+def test_weights_shared_between_layers_are_refused(monkeypatch):
+    init = LlamaModel.__init__
+
+    def shared(self, config):
+        init(self, config)
+        self.layers[2].mlp = self.layers[0].mlp
+
+    monkeypatch.setattr(LlamaModel, "__init__", shared)
+    refused(CONFIGS["llama"](num_hidden_layers=3), "shared between layers")
+
+
+def test_keys_and_values_of_other_layers_are_refused(monkeypatch):
+    """Told from the config, and seen in the proof if it were not."""
+    sizes = {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "hidden_size": 32, "intermediate_size": 32}
+    sizes |= {"layer_types": ["sliding_attention", "full_attention"] * 2, "activation_sparsity_pattern": [0.0] * 4}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "altup_num_inputs": 2}
+    config = Gemma3nTextConfig(**sizes)
+    refused(config, "keys and values of others (num_kv_shared_layers=2)")
+    monkeypatch.setattr(proof, "_NEVER", {})
+    monkeypatch.setattr(proof, "_known", {})
+    refused(config, "cannot be cut into stages")
+
+
+def test_lists_side_by_side_are_refused():
+    refused(XLMConfig(n_layers=3, emb_dim=32, n_heads=2, vocab_size=61), "cannot be cut")
+
+
+def test_random_layers_are_refused():
+    from transformers import OPTConfig
+
+    refused(OPTConfig(layerdrop=0.1, num_hidden_layers=2), "layerdrop=0.1")
+
+
+def test_every_kind_of_layer_is_in_the_small_copy():
+    """A kind that comes late makes the copy longer; a pattern that a short copy does not have, as long as the model."""
+    types = ["sliding_attention"] * 6 + ["full_attention"]
+    model = meta_model(CONFIGS["qwen3-mixed"](num_hidden_layers=7, layer_types=types), torch.float32)
+    assert len(proof.small_model(model, "model.layers").model.layers) == 7
+    early = CONFIGS["qwen3-mixed"](num_hidden_layers=7, layer_types=types[::-1])
+    assert len(proof.small_model(meta_model(early, torch.float32), "model.layers").model.layers) == 3
+
+
+@pytest.mark.parametrize("name", ["gemma3", "mistral3"])
+def test_the_text_part_of_a_multimodal_model(name):
+    from transformers import AutoConfig
+
+    whole = AutoConfig.for_model(name)
+    assert decoder_config(whole).model_type == whole.text_config.model_type
+    assert isinstance(meta_model(decoder_config(whole), torch.float32).get_input_embeddings(), nn.Embedding)
+
+
+def test_a_model_that_is_no_decoder_is_refused():
+    from transformers import ViTConfig
+
+    with pytest.raises(ConfigError, match=r"model_type='vit'.*no causal language model") as caught:
+        decoder_config(ViTConfig())
+    assert "\n" not in str(caught.value)
+
+
+def test_a_config_that_transformers_cannot_build_is_named():
+    with pytest.raises(ConfigError, match="cannot build a model of this config") as caught:
+        meta_model(dataclasses.replace(LlamaConfig(), hidden_act="nothing"), torch.float32)
+    assert "\n" not in str(caught.value)
