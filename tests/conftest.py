@@ -1,6 +1,7 @@
 """What every test gets."""
 
 import pytest
+from visits import address, visit  # noqa: F401
 
 from zeropipe.schedules import registry
 

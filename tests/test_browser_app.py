@@ -1,79 +1,18 @@
 """The page in a real Chromium: as a person uses it, with mouse, keys, files and links."""
 
 import json
-import threading
 import tomllib
 from contextlib import suppress
 from dataclasses import replace
-from urllib.parse import parse_qs, urlparse
+from urllib.parse import urlparse
 
 import pytest
-
-pytest.importorskip("uvicorn", reason="the app extra is not installed")
-
-import uvicorn
-from browser import PHONE, browser, expected, watched  # noqa: F401
+from browser import browser, expected, watched  # noqa: F401
+from visits import drop, query, rows, settle
 
 import zeropipe as zp
-from zeropipe.app.serve import listen, page_address
-from zeropipe.app.server import create_app
 from zeropipe.sim.compare import compare
 from zeropipe.sim.costs import Link, costs_from
-
-READY = "main[aria-busy=false] [data-painted]"
-
-
-@pytest.fixture(scope="module")
-def address():
-    listener = listen("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(create_app(), log_level="error"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-    thread.start()
-    yield page_address(listener)
-    server.should_exit = True
-    thread.join(10)
-
-
-@pytest.fixture
-def visit(watched, address):  # noqa: F811
-    def go(query="", wait=READY, **options):
-        return watched(address + query, wait=wait, **options)
-
-    go.complaints = watched.complaints
-    return go
-
-
-def settle(page):
-    page.wait_for_selector("main[aria-busy=false]")
-
-
-def rows(page):
-    """What the comparison says: {title: (makespan, bubble, peak memory)}."""
-    found = {}
-    for body in page.query_selector_all(".compare tbody"):
-        figures = [cell.inner_text().split("\n")[0] for cell in body.query_selector_all("tr:first-child > td > b")]
-        found[body.query_selector(".name").inner_text()] = tuple(figures)
-    return found
-
-
-def drop(page, name, text):
-    """Let go of a file above the page."""
-    page.evaluate(
-        """([name, text]) => {
-            const data = new DataTransfer();
-            data.items.add(new File([text], name));
-            for (const kind of ["dragenter", "dragover", "drop"]) {
-                const how = { dataTransfer: data, bubbles: true, cancelable: true };
-                document.body.dispatchEvent(new DragEvent(kind, how));
-            }
-        }""",
-        [name, text],
-    )
-
-
-def query(page):
-    page.wait_for_timeout(150)  # the address is written a moment after the change
-    return {name: values[0] for name, values in parse_qs(urlparse(page.url).query).items()}
 
 
 def test_the_page_opens_with_a_comparison(visit):
@@ -420,59 +359,6 @@ def test_costs_per_stage_are_a_switch_that_the_link_keeps(visit):
     assert "per" not in query(page)
 
 
-def test_the_headline_holds_only_the_same_work_against_each_other(visit):
-    page = visit("?schedules=", wait="main[aria-busy=false]")
-    for n, (name, ranks) in enumerate((("1f1b", 2), ("zbv", 2), ("1f1b", 4))):
-        drop(page, f"{name}-{ranks}.csv", zp.to_csv(zp.build(name, ranks=ranks, microbatches=8)))
-        page.wait_for_selector(f".compare tbody:nth-of-type({n + 1})")
-        settle(page)
-        if n == 1:
-            assert page.inner_text("h1").startswith("zbv-2 is fastest: ")
-    assert page.inner_text("h1").endswith("less time than 1f1b-2, with 2 ranks · 8 microbatches")
-    assert "different sizes" in page.inner_text("#status")
-    assert "other work" in page.inner_text(".compare tbody:nth-of-type(3)")
-
-
-def test_what_is_over_the_limit_does_not_win(visit):
-    page = visit("?schedules=1f1b,zbv,v-half&microbatches=12&memory_limit=3.5")
-    assert page.inner_text("h1") == "Only v-half fits the memory limit"
-    assert "fastest" not in page.inner_text(".compare tbody[data-choice=zbv]")
-    assert "fastest" in page.inner_text(".compare tbody[data-choice=v-half]")
-    page.click("#tab-costs")
-    page.fill("#in-memory_limit", "1")
-    settle(page)
-    assert page.inner_text("h1") == "None fits the memory limit of 1"
-    assert "fastest" not in page.inner_text(".compare")
-
-
-def test_nothing_chosen_offers_a_beginning_and_few_microbatches_are_advised_against(visit):
-    page = visit("?schedules=&ranks=8&microbatches=4", wait="main[aria-busy=false]")
-    page.click("text=Zero bubble")
-    settle(page)
-    assert list(rows(page)) == ["1f1b", "zb-h1", "zbv"]
-    [advice] = zp.advice(zp.build("zbv", ranks=8, microbatches=4))
-    assert page.inner_text(".compare tbody[data-choice=zbv] .advice") == advice
-    page.fill("#in-microbatches", "32")
-    settle(page)
-    assert not page.is_visible(".advice")
-
-
-@pytest.mark.parametrize("width", [1440, 390])
-def test_names_in_the_chart_do_not_lie_on_each_other(visit, width):
-    for sizes in ("?ranks=4&microbatches=8", "?ranks=8&microbatches=256", "?ranks=2&microbatches=64&memory_limit=3"):
-        page = visit(f"{sizes}&schedules=1f1b,zbv,v-half", size={"width": width, "height": 900})
-        page.wait_for_selector("g.dot")
-        boxes = page.evaluate(
-            "[...document.querySelectorAll('.chart text')].map((one) => [one.textContent, one.getBoundingClientRect()])"
-        )
-        names = [name for name, _ in boxes]
-        assert {"1f1b", "zbv", "v-half"} <= set(names)
-        for n, (name, a) in enumerate(boxes):
-            for other, b in boxes[:n]:
-                apart = a["left"] >= b["right"] or b["left"] >= a["right"] or a["top"] + 2 >= b["bottom"]
-                assert apart or b["top"] + 2 >= a["bottom"], f"{name} lies on {other} with {sizes}"
-
-
 def test_a_busy_server_is_asked_again(visit):
     page = visit("?schedules=1f1b")
     busy = json.dumps({"errors": [{"field": "", "message": "64 requests wait already"}]})
@@ -561,110 +447,6 @@ def test_a_refused_download_says_why(visit):
         page.click("#download [data-format=csv]")
         page.wait_for_selector("#error-page:not([hidden])")
     assert "a .csv holds one schedule, not 2" in page.inner_text("#error-page")
-
-
-def test_everything_is_reached_by_keys(visit):
-    page = visit("?schedules=1f1b")
-    page.focus("#tab-schedules")
-    page.keyboard.press("ArrowRight")
-    assert page.is_visible("#in-f")
-    page.keyboard.press("ArrowLeft")
-    assert page.is_visible(".card")
-    seen = set()
-    page.evaluate("document.activeElement.blur()")
-    for _ in range(70):
-        page.keyboard.press("Tab")
-        seen.add(page.evaluate(
-            "(({ id, className, tagName }) => id || className.baseVal || className || tagName)(document.activeElement)"
-        ))  # fmt: skip
-    assert {
-        "in-ranks",
-        "in-microbatches",
-        "in-stages_per_rank",
-        "in-weight_parts",
-        "tab-schedules",
-        "card",
-        "choose-file",
-        "share",
-    } <= seen
-    assert any("dot" in name for name in seen)
-    assert "zp-plot" in seen
-    page.focus(".card[data-name=gpipe]")
-    page.keyboard.press("Space")
-    settle(page)
-    assert set(rows(page)) == {"1f1b", "gpipe"}
-
-
-def test_timelines_out_of_sight_have_their_height(visit):
-    """The scroll bar stays as it is while one scrolls, and after a change of the window's width."""
-    page = visit("?schedules=1f1b,interleaved,zb-h1,zb-h2,zbv,v-half,dualpipev,chimera&ranks=8&microbatches=24")
-    heights = "[...document.querySelectorAll('.zp-panel')].map((panel) => panel.offsetHeight)"
-    for _ in range(2):
-        before, whole = page.evaluate(heights), page.evaluate("document.documentElement.scrollHeight")
-        assert len(before) == 8
-        assert max(before) < 700  # eight ranks and their memory
-        for n in range(8):
-            page.evaluate(f"document.querySelectorAll('.zp-panel')[{n}].scrollIntoView()")
-            page.wait_for_timeout(60)
-        assert page.evaluate(heights) == before
-        assert page.evaluate("document.documentElement.scrollHeight") == whole
-        page.set_viewport_size({"width": 1100, "height": 800})
-        page.wait_for_timeout(200)
-
-
-def test_light_and_dark(visit):
-    page = visit("?schedules=1f1b", color_scheme="dark")
-    colour = "getComputedStyle(document.body).backgroundColor"
-    dark = page.evaluate(colour)
-    page.click("#theme")
-    assert page.evaluate(colour) == "rgb(255, 255, 255)" != dark
-    assert (
-        page.evaluate("getComputedStyle(document.querySelector('.zp-viewer')).backgroundColor") == "rgb(255, 255, 255)"
-    )
-    page.reload()
-    page.wait_for_selector(READY)
-    assert page.evaluate(colour) == "rgb(255, 255, 255)"
-
-
-@pytest.mark.parametrize("tab", ["schedules", "costs"])
-def test_a_phone_shows_all_without_scrolling_sideways(visit, tab):
-    page = visit("?schedules=1f1b,interleaved,dualpipev", size=PHONE, has_touch=True)
-    assert not page.is_visible("#tab-costs")
-    page.tap("#fold")
-    assert page.get_attribute("#fold", "aria-expanded") == "true"
-    page.tap(f"#tab-{tab}")
-    page.wait_for_timeout(200)
-    assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
-    assert page.is_visible(".compare")
-    page.tap("#fold")
-    assert not page.is_visible(f"#tab-{tab}")
-
-
-def test_a_phone_shows_results_in_its_upper_half_and_errors_that_were_folded_away(visit):
-    page = visit("?schedules=1f1b,zbv", size=PHONE, has_touch=True)
-    for place in ("h1", ".compare tbody"):
-        assert page.locator(place).first.bounding_box()["y"] < PHONE["height"] / 2
-    assert page.inner_text("#fold").split("\n") == ["Schedules and costs:", "2 schedules", "default costs"]
-    with expected(visit.complaints):
-        other = visit("?schedules=1f1b&weight_parts=65", size=PHONE, wait="#error-weight_parts:not([hidden])")
-        assert other.is_visible("#error-weight_parts")
-        third = visit("?schedules=1f1b&f=x", size=PHONE, wait="#tab-costs.wrong")
-        third.wait_for_selector("#error-costs-f")
-
-
-@pytest.mark.parametrize("width", [390, 360, 320])
-def test_wide_figures_and_long_names_stay_on_a_phone(visit, width):
-    sizes = "?schedules=interleaved-overlap:v=4,zb-h2:extra=2,chimera&weight_parts=4"
-    costs = "&f=0.0123456&unit=s&activation=1234567890&memory_unit=B&memory_limit=3e9"
-    page = visit(sizes + costs, size={"width": width, "height": 844}, has_touch=True)
-    drop(page, f"{'a_long_name_' * 4}.csv", zp.to_csv(zp.build("zbv", ranks=4, microbatches=8)))
-    page.wait_for_selector(".compare tbody:nth-of-type(4)")
-    settle(page)
-    page.wait_for_selector("g.dot")
-    page.tap("text=As a table")
-    assert page.evaluate("document.documentElement.scrollWidth") <= width
-    table = page.locator(".compare").bounding_box()
-    assert table["x"] + table["width"] <= width
 
 
 def test_a_server_that_is_gone_is_named(visit):

@@ -84,7 +84,11 @@ class Guard:
             return 403, f"Host {short(host)} is not a name of this page: start it with --allow-host {short(name)}"
         origin = headers.get(b"origin")
         if origin is not None and not (_authority(origin) == host.lower() or _name(_authority(origin)) in self._hosts):
-            return 403, f"Origin {short(origin)}: a page of another site may not ask here; a script sends no Origin"
+            name = _name(_authority(origin)) or "NAME"
+            return 403, (
+                f"Origin {short(origin)}: a page of another site may not ask here; "
+                f"if it is this one behind a proxy, start it with --allow-host {short(name)}"
+            )
         length = headers.get(b"content-length", "0")
         if length.isdigit() and int(length[:20]) > most:
             return 413, _too_large(most)

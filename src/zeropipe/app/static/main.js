@@ -149,6 +149,7 @@ function showResults(results, errors, asked) {
   const { title, line } = headline(results, limit());
   $("headline").textContent = title;
   $("status").textContent = line;
+  $("status").classList.remove("wrong");
   $("viewer").hidden = !results.length;
   document.title = results.length ? `${results.map((one) => one.title).join(", ")} · zeropipe` : "zeropipe";
   markChart();
@@ -185,6 +186,7 @@ function refuse(errors, asked) {
   const rest = left.filter((one) => !rows.includes(one));
   tell($("error-page"), rest.map(({ message }) => message).join("\n"));
   $("status").textContent = `Not updated: ${errors[0].message.split("\n")[0]}`;
+  $("status").classList.add("wrong");
   $("viewer").hidden = !page.viewer;
   page.fold.reveal($("panel").querySelector(".error:not([hidden])"));
   if (page.form.wrongCosts && !$("form").contains(document.activeElement)) page.select($("tab-costs"));
