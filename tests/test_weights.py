@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from stage_models import CONFIGS, microbatches
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-from weights_cases import all_stages, run, seeded, train_with_empty_stages
+from weights_cases import all_stages, run, seeded, train_with_empty_stages, wrapped_for_data_parallelism
 
 import zeropipe as zp
 from zeropipe.engine import hf_model, hf_stages, module_stages
@@ -50,6 +50,20 @@ def test_wrapped_models_are_unwrapped(wrap):
     if wrap in ("compile", "both"):
         model = torch.compile(model)
     torch.testing.assert_close(run(all_stages(model, TWO), BATCH), want)
+
+
+def test_models_of_data_parallelism_are_unwrapped_or_refused():
+    replicated, sharded = zip(*ranks().run(wrapped_for_data_parallelism, CONFIGS["llama"]()))
+    assert max(replicated) == 0
+    assert all("is sharded: give a model that is whole on this rank" in told for told in sharded)
+
+
+def test_ranks_that_are_not_there_are_refused():
+    for rank in (-1, 2):
+        with pytest.raises(ConfigError, match=f"rank={rank}: the schedule has ranks 0 to 1"):
+            hf_stages(CONFIGS["llama"](), TWO, rank)
+        with pytest.raises(ConfigError, match=f"rank={rank}"):
+            module_stages([nn.Linear(2, 2)] * 2, TWO, rank)
 
 
 def test_a_model_that_is_not_whole_is_refused():

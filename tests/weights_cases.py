@@ -12,6 +12,7 @@ from engine_helpers import SquareLoss, blocks, error_of, microbatches, plain_ste
 from stage_models import lm_loss
 from torch import Tensor, nn
 
+import zeropipe as zp
 from zeropipe.core.schedule import Schedule
 from zeropipe.engine import Engine, hf_model, hf_stages, module_stages
 from zeropipe.engine.stages import save
@@ -150,3 +151,21 @@ def train_adapter(schedule: Schedule, config: Any, lora: Any, batches: Any, dire
     torch.optim.SGD([p for p in named.values() if p.requires_grad] or [nn.Parameter(torch.ones(1))], lr=0.5).step()
     save.save_stages(stages, schedule.placement, dist.get_rank(), directory)
     return error
+
+
+def wrapped_for_data_parallelism(config: Any) -> tuple[float, str]:
+    """How far the stages of a model in DistributedDataParallel are from it; what is said of a sharded one."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    schedule = zp.build("1f1b", ranks=4, microbatches=4)
+    batch = {"input_ids": torch.arange(8)[None]}
+    model = hf_model(config, seed=1)
+    stages = all_stages(nn.parallel.DistributedDataParallel(model), schedule)
+    difference = float((run(stages, batch) - model(**batch).logits).abs().max())
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    try:
+        hf_stages(model, schedule, dist.get_rank())
+    except ConfigError as error:
+        return difference, str(error)
+    return difference, ""

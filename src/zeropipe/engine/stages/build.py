@@ -41,6 +41,7 @@ def hf_stages(
     `adapter` is a `peft.LoraConfig` for a new adapter, or the directory of a saved one: its rules are those of the
     whole model. The adapter of a model in memory is kept.
     """
+    _require_rank(rank, schedule)
     whole = open_model(model, dtype, head, seed, adapter)
     counts = _counts(whole.family.num_layers, schedule, layers, first_less, last_less, layers_per_stage)
     last = schedule.num_stages - 1
@@ -81,6 +82,7 @@ def module_stages(
     An entry may be a function that builds its module: only this rank's are called. A weight that two stages share
     stays one weight: its gradients are summed.
     """
+    _require_rank(rank, schedule)
     counts = (
         layer_counts(len(modules), schedule.num_stages)
         if layers is None
@@ -98,6 +100,11 @@ def module_stages(
         if stage in stages:
             stages[stage].tied_pairs = tuple(pairs)
     return stages
+
+
+def _require_rank(rank: int, schedule: Schedule) -> None:
+    if not 0 <= rank < schedule.num_ranks:
+        raise ConfigError(f"rank={rank}: the schedule has ranks 0 to {schedule.num_ranks - 1}")
 
 
 def _shared(modules: Sequence[Any], cut: Sequence[range]) -> dict[int, list[tuple[str, int, str]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ def open_model(model: Any, dtype: torch.dtype | None, head: str, seed: int, adap
         raise ConfigError(f"head={head!r}: give 'lm' (logits) or 'score' (one number per token)")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1):
         raise ConfigError(f"dtype={dtype!r}: give torch.float32, torch.bfloat16, torch.float16 or torch.float64")
-    if isinstance(model, str | Path) and (Path(model) / ADAPTER).exists():
+    if isinstance(model, str | os.PathLike) and (Path(model) / ADAPTER).exists():
         if adapter is not None:
             raise ConfigError(f"{model} is an adapter: give it as adapter=, and the model that it belongs to")
         model, adapter = base_of(Path(model)), model
@@ -80,7 +81,7 @@ def _parts(model: Any, dtype: torch.dtype | None, seed: int) -> tuple[Any, torch
             raise ConfigError(f"the {type(model).__name__} in memory is quantised: give it dequantised")
         own = next(model.parameters()).dtype
         return decoder_config(model.config), dtype or own, ModelSource(model, dtype, seed)
-    if isinstance(model, str | Path):
+    if isinstance(model, str | os.PathLike):
         config = _read_config(Path(model))
         quantization = _without_quantization(config)
         config = decoder_config(config)
