@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Mxfp4Config
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from weights_cases import seeded
 
+from zeropipe.engine.stages.quantised import form_of
 from zeropipe.engine.stages.stored import Stored
 from zeropipe.engine.transformers_private import (
     classifier_name,
@@ -101,3 +102,30 @@ def test_names_that_differ_are_known():
     assert unexpected(deepseek, ["model.layers.61.mlp.gate.weight", "strange"]) == {"strange"}
     assert tied_names(tied) == {"lm_head.weight": "model.embed_tokens.weight"}
     assert classifier_name(tied.config) == "LlamaForSequenceClassification"
+
+
+def test_experts_in_float4_are_read_as_transformers_reads_them(tmp_path):
+    """gpt-oss is published in mxfp4 only."""
+    config = CONFIG_MAPPING["gpt_oss"](**_SIZES | _EXPERTS | {"hidden_size": 64, "intermediate_size": 32})
+    model = seeded(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
+    tensors = {}
+    generator = torch.Generator().manual_seed(0)
+    for name, tensor in model.state_dict().items():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            experts, columns, rows = tensor.shape
+            shape = (experts, rows, columns // 32)
+            tensors[f"{name}_blocks"] = torch.randint(256, (*shape, 16), generator=generator, dtype=torch.uint8)
+            tensors[f"{name}_scales"] = torch.randint(110, 130, shape, generator=generator, dtype=torch.uint8)
+        else:
+            tensors[name] = tensor
+    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    config.quantization_config = quantization
+    config.save_pretrained(tmp_path)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.bfloat16, quantization_config=Mxfp4Config(dequantize=True)
+    ).state_dict()
+    stored = Stored(tmp_path, form_of(quantization, tmp_path))
+    assert set(stored.names) == theirs.keys()
+    for name, tensor in theirs.items():
+        assert torch.equal(stored.read(name).bfloat16(), tensor), name

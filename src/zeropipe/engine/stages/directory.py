@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from zeropipe.engine.stages.hf import HFStage
+from zeropipe.engine.stages.quantised import form_of
 from zeropipe.engine.stages.stored import Stored
 from zeropipe.engine.stages.weights import compute_buffers, seed_module
 from zeropipe.engine.stages.whole import SCORE, Whole, listed, put, tensors_of
@@ -23,7 +24,7 @@ class DirectorySource:
     """Reads the tensors that a stage is made of, and no others."""
 
     def __init__(self, directory: Path, quantization: dict[str, Any] | None, dtype: torch.dtype, seed: int) -> None:
-        self._stored = Stored(directory, quantization)
+        self._stored = Stored(directory, form_of(quantization, directory))
         self._dtype, self._seed = dtype, seed
 
     def prepare(self, whole: Whole) -> bool:
@@ -72,13 +73,13 @@ class DirectorySource:
             elif full in self._whole.stored:
                 wanted[self._same.get(full, full)].append(tensor)
         needed = {id(self._made_by[name]): self._made_by[name] for name in wanted}
-        for conversion in sorted(needed.values(), key=lambda c: self._stored.file_of[c.stored[0]]):
+        for conversion in sorted(needed.values(), key=lambda c: self._stored.place_of(c.stored[0])):
             for name, value in self._run(conversion).items():
                 for tensor in wanted.get(name, ()):
                     put(name, tensor, value, str(self._stored.directory))
 
     def _fill_score(self, stage: HFStage, name: str, tensor: Tensor) -> None:
-        if SCORE in self._stored.file_of:
+        if SCORE in self._stored.names:
             put(SCORE, tensor, self._stored.read(SCORE), str(self._stored.directory))
         else:
             seed_module(stage, name.rpartition(".")[0], self._seed)

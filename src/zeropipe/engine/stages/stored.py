@@ -10,19 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zeropipe.engine.stages.quantised import Form, Plain
 from zeropipe.errors import ConfigError, MissingExtra
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _MOST_OPEN = 8  # files at once: each holds a descriptor
-_SCALE = "_scale_inv"  # beside a weight in float8: what each of its blocks is multiplied with
 
 
 class Stored:
     """Tensors by name. A tensor is read when it is asked for; a file is opened once, not once per tensor."""
 
-    def __init__(self, directory: Path, quantization: dict[str, Any] | None = None, *, single: str = SINGLE) -> None:
-        self.directory = directory
-        self._block = None if quantization is None else _block(quantization, directory)
+    def __init__(self, directory: Path, form: Form | None = None, *, single: str = SINGLE) -> None:
+        self.directory, self._form = directory, form or Plain()
         self._open: OrderedDict[str, Any] = OrderedDict()
         if (directory / single).exists():  # transformers prefers it too
             self.file_of = dict.fromkeys(self._file(single).keys(), single)
@@ -38,18 +37,16 @@ class Stored:
 
     @property
     def names(self) -> list[str]:
-        """All tensors but the scales of float8 weights, which are read with their weights."""
-        scales = {name + _SCALE for name in self.file_of} if self._block else set()
-        return [name for name in self.file_of if name not in scales]
+        """All tensors that can be read."""
+        return self._form.names(self.file_of)
 
     def read(self, name: str) -> Tensor:
-        """One tensor, in real numbers if it is stored as blocks of float8."""
-        tensor = self._call(name, "get_tensor")
-        if self._block is None or tensor.dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
-            return tensor
-        if name + _SCALE not in self.file_of:
-            raise ConfigError(f"{self.directory} has {name} in float8 but no {name + _SCALE}: it cannot be read")
-        return dequantised(name, tensor, self._call(name + _SCALE, "get_tensor"), self._block)
+        """One tensor, in real numbers if it is stored in few bits."""
+        return self._form.read(name, self.file_of, lambda stored: self._call(stored, "get_tensor"))
+
+    def place_of(self, name: str) -> str:
+        """Sorted by this, tensors of one file are read one after the other."""
+        return self.file_of.get(name) or self.file_of.get(f"{name}_blocks", "")
 
     def is_equal(self, one: str, other: str) -> bool:
         """Whether two tensors have the same values, compared a few rows at a time."""
@@ -83,31 +80,6 @@ class Stored:
                 self._open.popitem(last=False)
         self._open.move_to_end(file)
         return self._open[file]
-
-
-def dequantised(name: str, weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
-    """A weight whose blocks are each to be multiplied with their entry of `scale`; blocks at the edges may be cut."""
-    rows, columns = weight.shape[-2:]
-    wanted = (*weight.shape[:-2], -(-rows // block[0]), -(-columns // block[1]))
-    if tuple(scale.shape) != wanted or not scale.dtype.is_floating_point:
-        raise ConfigError(
-            f"{name + _SCALE} is {tuple(scale.shape)} of {str(scale.dtype).removeprefix('torch.')}: blocks of "
-            f"{block[0]} x {block[1]} need {wanted} real numbers"
-        )
-    each = scale.float().repeat_interleave(block[0], -2).repeat_interleave(block[1], -1)
-    return weight.float() * each[..., :rows, :columns]
-
-
-def _block(quantization: dict[str, Any], directory: Path) -> tuple[int, int]:
-    """The block size of the one quantised form that is read: float8 blocks, as DeepSeek-V3 is published."""
-    method, block = quantization.get("quant_method"), quantization.get("weight_block_size")
-    is_pair = isinstance(block, list | tuple) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
-    if method != "fp8" or not is_pair or quantization.get("activation_scheme", "dynamic") != "dynamic":
-        raise ConfigError(
-            f"{directory} is quantised (quant_method={method!r}, weight_block_size={block!r}): only fp8 in blocks with "
-            "dynamic activations is read; dequantise it with transformers and save that"
-        )
-    return tuple(block)
 
 
 def _weight_map(index: Path) -> dict[str, str]:
