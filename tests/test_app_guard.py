@@ -88,8 +88,8 @@ def test_a_hostile_body_is_refused_in_short_lines(path, body):
 
 
 FILES = {
-    "dotted keys": ("a.toml", ".".join(["a"] * 20_000) + " = 1", "more than 32 parts"),
-    "quoted dotted keys": ("a.toml", '."".'.join(["a"] * 10_000) + " = 1", "more than 32 parts"),
+    "dotted keys": ("a.toml", ".".join(["a"] * 20_000) + " = 1", "a key has more than"),
+    "quoted dotted keys": ("a.toml", '."".'.join(["a"] * 10_000) + " = 1", "a key has more than"),
     "deep tables": ("a.toml", "f = " + "[" * 30_000 + "]" * 30_000, "nested too deeply"),
     "deep lists": ("a.json", "[" * 300_000 + "]" * 300_000, "nested too deeply"),
     "a long number": ("a.toml", "f = " + "9" * 6000, "too long"),
