@@ -14,7 +14,8 @@ from zeropipe.core.schedule import Schedule
 from zeropipe.engine import Engine
 from zeropipe.engine.comm.fabric import Fabric
 from zeropipe.engine.comm.share import share
-from zeropipe.engine.step.executor import ShapeBook
+from zeropipe.engine.layout import Layout
+from zeropipe.engine.step.opening import KindBook
 
 
 class Pair(NamedTuple):
@@ -33,7 +34,7 @@ def shared_values() -> list[bool]:
         "none": torch.empty(0, 4), "complex": torch.complex(wide, wide).conj(), "twice": [wide, wide],
         "sparse": (wide > 1).float().to_sparse(), "pair": Pair(wide[3], "x" * 5000), "other": (1, None, "word"),
     }  # fmt: skip
-    fabric = Fabric(None, torch.device("cpu"), 60.0)
+    fabric = Fabric(Layout.of(None), torch.device("cpu"), 60.0)
     found = []
     with mock.patch("zeropipe.engine.comm.share.PIECE", 1000):
         for root in range(fabric.size):
@@ -80,7 +81,8 @@ def always_new_values(schedule: Schedule, steps: int) -> tuple[float, int]:
     """Steps whose microbatches hold a number that was never there before; the largest error, and what is remembered."""
     plain, stages = blocks(schedule.num_stages), own(blocks(schedule.num_stages), schedule)
     loss_fn, error = SquareLoss(), 0.0
-    with mock.patch.object(ShapeBook, "KINDS", 10), Engine(schedule, stages) as engine:
+    with Engine(schedule, stages) as engine:
+        engine._kinds = KindBook(room=10)
         for step in range(steps):
             batches = microbatches(schedule.num_microbatches, seed=step)
             for index, batch in enumerate(batches):
@@ -88,6 +90,6 @@ def always_new_values(schedule: Schedule, steps: int) -> tuple[float, int]:
             wanted = plain_step(nn.Sequential(*plain), batches, loss_fn)
             error = max(error, abs(engine.train_step(batches, loss_fn).loss - wanted))
             error = max(error, abs(engine.eval_step(batches, loss_fn).loss - wanted))
-        tables = [engine._shapes._numbers, engine._shapes.made]
+        tables = [engine._kinds._numbers, engine._executors._made]
         tables += [wire.heard for wire in engine._wires.values()] + [e.announced for e in engine._outgoing.values()]
         return error, max(map(len, tables))

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from zeropipe.engine.blocks.compiling import prepare_blocks
     from zeropipe.engine.engine import Engine
     from zeropipe.engine.masters import MasterWeights
+    from zeropipe.engine.mesh.parallelize import parallelize
     from zeropipe.engine.options import Options
     from zeropipe.engine.run.launch import LocalRanks, heartbeat, launch
     from zeropipe.engine.run.measure import Measured, measure
@@ -37,6 +38,7 @@ _MODULE_OF = {
     "WeightStore": "engine.backward.store", "main_gradients": "engine.backward.gradients",
     "prepare_blocks": "engine.blocks.compiling",
     "Engine": "engine.engine", "Options": "engine.options", "MasterWeights": "engine.masters",
+    "parallelize": "engine.mesh.parallelize",
     "LocalRanks": "engine.run.launch", "heartbeat": "engine.run.launch", "launch": "engine.run.launch",
     "Measured": "engine.run.measure", "measure": "engine.run.measure",
     "torch_runtime": "engine.run.torch_runtime",

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from zeropipe.core.lower import lower
-from zeropipe.core.schedule import Program, Schedule
+from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Timeline
 from zeropipe.engine import setup
 from zeropipe.engine.backward import gradients
@@ -23,14 +23,17 @@ from zeropipe.engine.comm.fabric import Fabric
 from zeropipe.engine.comm.faults import PeerLost
 from zeropipe.engine.comm.pulse import BETWEEN
 from zeropipe.engine.comm.share import share
+from zeropipe.engine.layout import Layout
+from zeropipe.engine.mesh.shards import Shards, sharded
 from zeropipe.engine.options import Options
 from zeropipe.engine.stages.contract import Microbatch, told
 from zeropipe.engine.step import equal
-from zeropipe.engine.step.executor import Executor, ShapeBook, Watcher
-from zeropipe.engine.step.finite import FiniteCheck
+from zeropipe.engine.step.executor import Executor
+from zeropipe.engine.step.executors import Executors, Parts
 from zeropipe.engine.step.losses import LossFn, StepResult, Tally, combine
-from zeropipe.engine.step.plans import edges_of, forward_only
-from zeropipe.engine.step.recorder import Recorder, clock_offset, gather
+from zeropipe.engine.step.opening import KindBook, Opened, open_step
+from zeropipe.engine.step.plans import edges_of
+from zeropipe.engine.step.recorder import clock_offset, gather
 from zeropipe.engine.step.sums import GradientSums, ties
 from zeropipe.errors import ConfigError, EngineError
 
@@ -46,7 +49,9 @@ class Engine:
     stage is called with `microbatch["inputs"]`. `loss_fn(output, microbatch)` runs on the last stage and returns
     `(sum, count)`, `(sum, count, metrics)`, or a scalar mean (see losses.Tally).
 
-    `group`: the pipeline's ranks (default: all). `record`: measure a Timeline of every train_step; can be switched
+    `group`: the pipeline's ranks (default: all). `mesh`: a DeviceMesh with any of the dimensions pp, dp_replicate,
+    dp_shard and tp instead; every pipeline then has its own microbatches, and loss and gradients are those of all of
+    them. A step may have any number of microbatches. `record`: measure a Timeline of every train_step; can be switched
     between steps. `options`: compile, ac, split, timeout and the other fields of `Options`.
     """
 
@@ -56,20 +61,22 @@ class Engine:
         stages: Mapping[int, nn.Module],
         *,
         group: dist.ProcessGroup | None = None,
+        mesh: DeviceMesh | None = None,
         device: torch.device | str | None = None,
         record: bool = False,
         **options: Any,
     ) -> None:
         self.options = Options.of(options)
-        setup.check_sizes(schedule, group)
+        self._layout = layout = Layout.of(group, mesh)
+        setup.check_sizes(schedule, layout)
         self.schedule, self.stages, self.record = schedule, dict(stages), record
         self._device = setup.device_of(device, stages)
-        self._fabric = fabric = Fabric(group, self._device, self.options.timeout)
-        self.rank = fabric.rank
+        self._fabric = fabric = Fabric(layout, self._device, self.options.timeout)
+        self.rank = layout.pipeline_rank
         self._outgoing: dict[int, Outgoing] = {}
         self._finalizer = weakref.finalize(self, _let_go, self._outgoing, fabric)
         self._stopped: str | None = None
-        self._executors: dict[str, Executor] = {}
+        self._executors: Executors | None = None
         self._splitter: Splitter | None = None
         try:
             with self._guard("set-up", refusing=True):
@@ -80,21 +87,28 @@ class Engine:
 
     def _set_up(self) -> None:
         fabric, schedule = self._fabric, self.schedule
-        self._recorder: Recorder | None = None
         self._offset: float | None = None
         self._compared = False
         self._agree()
-        self._program = lower(schedule)
         deferring = self.options.direct_gradients or setup.splits(schedule, self.rank)
         self._splitter = make_splitter(self.options.split, deferring)
         setup.agree(fabric, self._prepare)
-        self._wires = fabric.connect(edges_of(self._program))
+        self._shards = {
+            stage: Shards(told.module, regather=self.options.regather)
+            for stage, told in self._told.items()
+            if sharded(told.module)
+        }
+        self._wires = fabric.connect(edges_of(schedule.placement))
         dynamic = self.options.shapes == "dynamic"
         self._outgoing.update({b: Outgoing(wire, dynamic) for (a, b), wire in self._wires.items() if a == self.rank})
-        edges = [*(wire.heard for wire in self._wires.values()), *(edge.announced for edge in self._outgoing.values())]
-        self._shapes = ShapeBook(edges)
         self._sums = GradientSums(schedule, self._told, fabric)
         self._own = frozenset(id(parameter) for parameter in self._sums.all)
+        self._kinds = KindBook()
+        parts = Parts(
+            schedule, self.rank, self._told, self._outgoing, self._wires, self._device, self._splitter, self._shards,
+            self._sums.all, self.options,
+        )  # fmt: skip
+        self._executors = Executors(parts)
         fabric.exchange(None)  # nobody begins a step, or fails in one, while others connect
 
     def _agree(self) -> None:
@@ -103,7 +117,7 @@ class Engine:
         def look() -> Mapping[str, object]:
             self._told = {stage: told(stage, module) for stage, module in self.stages.items()}
             self.options.check()
-            setup.check_stages(self.schedule, self.rank, self._told, self.options)
+            setup.check_stages(self.schedule, self._layout, self._told, self.options)
             return setup.facts(self.schedule, self.options, self._device)
 
         setup.same_everywhere(self._fabric, look)
@@ -125,16 +139,20 @@ class Engine:
             raise ConfigError(
                 "train_step under torch.no_grad() would give no gradients: use eval_step, or leave it out"
             )
-        self._check_microbatches(microbatches)
+        opened = self._open(microbatches, loss_fn)
         with self._guard():
             self._compare(microbatches)
-            executor = self._executor("record" if self.record else "train")
-            counts = hasattr(loss_fn, "count")
-            with gradients.aside(self._sums.shared if counts else self._sums.all) as aside:
-                tally = Tally(loss_fn, microbatches, aside, self._own)
-                if self.record and self._recorder is not None:
-                    self._recorder.begin()
-                self._walk(executor, microbatches, tally.root, None if counts else tally.see)
+            executor = self._executors.get("record" if self.record else "train", opened.number)
+            late = opened.total is None
+            with gradients.aside(self._sums.all if late else self._sums.shared) as aside:
+                tally = Tally(loss_fn, self._num_all(opened), aside, self._own, opened.total)
+                if self.record:
+                    self._executors.recorder.begin()
+                for shards in self._shards.values():
+                    shards.gather()
+                self._walk(executor, microbatches, opened, tally.root, tally.see if late else None)
+                for shards in self._shards.values():
+                    shards.finish()
                 self._fabric.place.name = "the sum of losses"
                 result, late = self._combine(tally)
                 if late:
@@ -145,13 +163,13 @@ class Engine:
 
     def eval_step(self, microbatches: Sequence[Microbatch], loss_fn: LossFn) -> StepResult:
         """The loss without gradients, stages in eval mode; gradients stay as they are."""
-        self._check_microbatches(microbatches)
-        with self._guard(), _evaluating(self.stages.values()):
+        opened = self._open(microbatches, loss_fn)
+        with self._guard(), self._evaluating():
             self._compare(microbatches)
-            tally = Tally(loss_fn, microbatches)
-            self._walk(self._executor("forward"), microbatches, tally.root)
+            tally = Tally(loss_fn, self._num_all(opened), total=opened.total)
+            self._walk(self._executors.get("forward", opened.number), microbatches, opened, tally.root)
             self._fabric.place.name = "the sum of losses"
-            return combine(self._fabric.exchange(tally.sums()))[0]
+            return combine(self._fabric.exchange(tally.sums() if self._layout.speaks else None))[0]
 
     def forward(
         self,
@@ -171,16 +189,17 @@ class Engine:
         def keep(output: Any, microbatch: Microbatch, index: int) -> None:
             outputs[index] = output if post is None else post(output, microbatch)
 
-        self._check_microbatches(microbatches)
-        with self._guard(), _evaluating(self.stages.values()):
+        opened = self._open(microbatches, None)
+        with self._guard(), self._evaluating():
             self._compare(microbatches)
-            self._walk(self._executor("forward"), microbatches, keep)
+            executor = self._executors.get("forward", opened.number)
+            self._walk(executor, microbatches, opened, keep)
             if not broadcast:
                 self._fabric.exchange(None)
                 return outputs
             self._fabric.place.name = "sharing the outputs"
             last = self.schedule.num_stages - 1
-            homes = [self.schedule.placement.rank_of(last, index) for index in range(len(outputs))]
+            homes = [executor.schedule.placement.rank_of(last, index) for index in range(len(outputs))]
             for home in sorted(set(homes)):
                 there = [index for index, rank in enumerate(homes) if rank == home]
                 shared = share(self._fabric, [outputs[index] for index in there], home, self._device)
@@ -210,21 +229,20 @@ class Engine:
 
     def timeline(self) -> Timeline:
         """The Timeline of the last recorded step; every rank calls this and gets the same one."""
-        if self._recorder is None:
+        recorder = self._executors.recorder
+        if recorder is None:
             raise EngineError("no step was recorded: set record=True before train_step")
         with self._guard("gathering the timeline"):
             if self._offset is None:
                 self._offset = clock_offset(self._fabric)
-            return gather(self._recorder, self.schedule, self._fabric, self._offset)
+            return gather(recorder, self._executors.recorded, self._fabric, self._offset)
 
     def close(self) -> None:
         """Give the connections back. Call it on every rank, after the last step."""
         if self._stopped is None and self._fabric.nccl:
             self._fabric.settle()
         self._finalizer()
-        for executor in self._executors.values():
-            executor.close()
-        self._executors.clear()
+        self._executors.close()
         self._outgoing.clear()
         self._wires.clear()
         self._sums.close()
@@ -240,17 +258,50 @@ class Engine:
 
     # inside
 
-    def _walk(self, executor: Executor, microbatches: Sequence[Microbatch], finish: Any, see: Any = None) -> None:
+    def _open(self, microbatches: Sequence[Microbatch], loss_fn: Any) -> Opened:
+        """Tell all ranks what this step is. What does not fit is refused on all of them, and the engine goes on."""
+        with self._guard(refusing=True):
+            last = self.schedule.placement.copies[0][-1]
+            counting = self._layout.speaks and self.rank == last
+            opened = open_step(self._fabric, self._layout, self._kinds, microbatches, loss_fn, counting)
+            if self._shards and self.options.regather and len(set(opened.numbers)) > 1:
+                raise ConfigError(
+                    f"pipelines pass {sorted(set(opened.numbers))} microbatches: with regather=True each gathers "
+                    "weights once per microbatch, so give all the same number, or leave regather out"
+                )
+            if opened.forgotten:
+                self._executors.forget_shapes()
+            return opened
+
+    def _num_all(self, opened: Opened) -> int:
+        """Microbatches of all pipelines."""
+        same = self._layout.size // self._layout.num_pipelines  # ranks that say the same number
+        return sum(opened.numbers) // same
+
+    def _walk(
+        self, executor: Executor, microbatches: Sequence[Microbatch], opened: Opened, finish: Any, see: Any = None
+    ) -> None:
         place = self._fabric.place
         place.walker = executor
-        executor.run(microbatches, finish, see)
+        executor.run(microbatches, opened.kinds, finish, see, reduce_early=len(set(opened.numbers)) == 1)
         place.walker, place.name = None, "the end of the step"
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Eval mode and no gradients inside; modes, and sharded weights, as they were afterwards."""
+        with _eval_mode(self.stages.values()):
+            for shards in self._shards.values():
+                shards.gather()
+            yield
+            for shards in self._shards.values():
+                shards.drop()
 
     def _combine(self, tally: Tally) -> tuple[StepResult, bool]:
         """The step's result, and whether gradients are still to be divided; what would be wrong is refused."""
-        everyone = self._fabric.exchange((tally.sums(), self._sums.flags()))
+        sums = tally.sums() if self._layout.speaks else None
+        everyone = self._fabric.exchange((sums, self._sums.flags()))
         if equal.difference([flags for _, flags in everyone]) is not None:
-            self._refuse_unlike(equal.shared_weights(self.schedule, self._told, self.rank, values=False))
+            self._refuse_unlike(equal.shared_weights(self.schedule, self._told, self._layout, values=False))
         result, late = combine([sums for sums, _ in everyone])
         if late and tally.not_leaf:
             raise ConfigError(
@@ -264,9 +315,9 @@ class Engine:
         if self._compared and not self.options.check_equal:
             return
         self._fabric.place.name = "the comparison of weights"
-        claims = equal.shared_weights(self.schedule, self._told, self.rank, values=True)
+        claims = equal.shared_weights(self.schedule, self._told, self._layout, values=True)
         if self.options.check_equal:
-            claims += equal.microbatch_claims(microbatches)
+            claims += equal.microbatch_claims(microbatches, self._layout)
         self._refuse_unlike(claims)
         self._compared = True
 
@@ -274,24 +325,6 @@ class Engine:
         unlike = equal.difference(self._fabric.exchange(claims))
         if unlike is not None:
             raise ConfigError(unlike)
-
-    def _executor(self, use: str) -> Executor:
-        if use not in self._executors:
-            watchers: list[Watcher] = []
-            program: Program = self._program
-            if use == "forward":
-                program = forward_only(self.schedule)
-            if self.options.check_finite:
-                watchers.append(FiniteCheck())
-            if use == "record":
-                self._recorder = Recorder(self._device, self._sums.all, self._splitter)
-                watchers.append(self._recorder)
-            self._executors[use] = Executor(
-                program, self.rank, self._told, self._outgoing, self._wires, train=use != "forward",
-                device=self._device, splitter=self._splitter, recv_ahead=self.options.recv_ahead,
-                dynamic=self.options.shapes == "dynamic", shapes=self._shapes, watchers=watchers,
-            )  # fmt: skip
-        return self._executors[use]
 
     @contextmanager
     def _guard(self, where: str = "the start of the step", refusing: bool = False) -> Iterator[None]:
@@ -318,23 +351,15 @@ class Engine:
         """Break the connections, and keep nothing of the step alive."""
         self._stopped = reason
         self._fabric.abort()
-        for executor in self._executors.values():
-            executor.close()
-        self._executors.clear()
+        if self._executors is not None:
+            self._executors.close()
         self._fabric.place.enter(BETWEEN)
         if self._splitter is not None:
             self._splitter.clear()
 
-    def _check_microbatches(self, microbatches: Sequence[Microbatch]) -> None:
-        if len(microbatches) != self.schedule.num_microbatches:
-            raise ConfigError(
-                f"{len(microbatches)} microbatches were given, the schedule has {self.schedule.num_microbatches}: "
-                "every rank passes all microbatches of the step"
-            )
-
 
 @contextmanager
-def _evaluating(stages: Any) -> Iterator[None]:
+def _eval_mode(stages: Any) -> Iterator[None]:
     """Eval mode and no gradients inside; every module's mode as it was afterwards."""
     modes = [(module, module.training) for stage in stages for module in stage.modules()]
     for module, _ in modes:

@@ -26,6 +26,8 @@ class Options:
     posted at its own place in the program.
     `shapes`: "auto" sends shapes when a microbatch has new ones, "dynamic" with every message, for stages whose output
     shapes depend on values.
+    `regather`: gather the weights of sharded stages again for every microbatch instead of once per step: less memory,
+    more messages.
     `check_finite`: stop at the first action that makes a NaN or an infinity.
     `check_equal`: at every step, compare between ranks what must be equal there: microbatches, the weights of mirrored
     and of tied stages. It reads all of them, so it is for finding bugs.
@@ -38,6 +40,7 @@ class Options:
     direct_gradients: bool = False
     recv_ahead: int = 2
     shapes: str = "auto"
+    regather: bool = False
     check_finite: bool = False
     check_equal: bool = False
     timeout: float = 600.0

@@ -8,7 +8,6 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from zeropipe.core.action import Kind
@@ -16,11 +15,13 @@ from zeropipe.core.check import check
 from zeropipe.core.packed import kind_of
 from zeropipe.core.schedule import Schedule
 from zeropipe.engine.comm.fabric import Fabric
+from zeropipe.engine.layout import Layout
+from zeropipe.engine.mesh.shards import sharded
 from zeropipe.engine.options import Options
 from zeropipe.engine.stages.contract import Told
 from zeropipe.errors import ConfigError, ZeropipeError
 
-_WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}  # they reduce gradients by hooks
+_WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel"}  # they reduce gradients by hooks
 
 
 def agree(fabric: Fabric, look: Callable[[], Any]) -> list[Any]:
@@ -56,31 +57,37 @@ def facts(schedule: Schedule, options: Options, device: torch.device) -> dict[st
     return {"schedule": digest, "torch": torch.__version__, "device": device.type} | asdict(options)
 
 
-def check_sizes(schedule: Schedule, group: dist.ProcessGroup | None) -> None:
+def check_sizes(schedule: Schedule, layout: Layout) -> None:
     """ConfigError for a schedule that is not for the ranks that run."""
-    if not dist.is_initialized():
-        raise ConfigError("torch.distributed is not running: start with torchrun and call init_process_group()")
-    if dist.get_world_size(group) != schedule.num_ranks:
+    if len(layout.pipeline) == schedule.num_ranks:
+        return
+    if layout.mesh is None:
         raise ConfigError(
-            f"the schedule {schedule.name} is for {schedule.num_ranks} ranks, {dist.get_world_size(group)} are "
-            f"running: start {schedule.num_ranks} processes, or build the schedule for another number of ranks"
+            f"the schedule {schedule.name} is for {schedule.num_ranks} ranks, {layout.size} are running: start "
+            f"{schedule.num_ranks} processes, or build the schedule for another number of ranks"
         )
+    raise ConfigError(
+        f"the schedule {schedule.name} is for {schedule.num_ranks} ranks, the mesh has pp={len(layout.pipeline)}: "
+        f"make a mesh with pp={schedule.num_ranks}, or build the schedule for {len(layout.pipeline)} ranks"
+    )
 
 
-def check_stages(schedule: Schedule, rank: int, stages: Mapping[int, Told], options: Options) -> None:
+def check_stages(schedule: Schedule, layout: Layout, stages: Mapping[int, Told], options: Options) -> None:
     """ConfigError for stages that this schedule cannot run with these options."""
     for stage, told in stages.items():
         wrapped = next((name for child in told.module.modules() for name in _WRAPPERS & _kinds(child)), None)
         if wrapped:
             raise ConfigError(
                 f"stage {stage} holds {wrapped}, which reduces gradients at the wrong time for a pipeline: "
-                "give plain modules and reduce gradients after the step"
+                "give plain modules and a mesh, or shard them with parallelize()"
             )
+        if sharded(told.module) and layout.mesh is None:
+            raise ConfigError(f"stage {stage} is sharded: give the Engine the mesh it is sharded on")
         if options.changes_blocks and told.blocks is None:
             raise ConfigError(f"stage {stage} names no blocks to compile or checkpoint: use module_stages()")
         for tie in told.ties:
             told.module.get_parameter(tie.name)
-    wanted = schedule.placement.stages_of(rank)
+    wanted = schedule.placement.stages_of(layout.pipeline_rank)
     if tuple(sorted(stages)) != wanted:
         raise ConfigError(f"stages {sorted(stages)} were given, the placement puts {list(wanted)} here")
     check(schedule)

@@ -153,6 +153,16 @@ def leaves_between(loss: Tensor, output: Any) -> list[Tensor]:
     return leaves
 
 
+def like(parameter: Any, piece: Tensor) -> Tensor:
+    """A DTensor spread as `parameter` is, of which this process has `piece`."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        piece, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
+        stride=parameter.stride(),
+    )  # fmt: skip
+
+
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """The tensors of a nested value."""
     return (leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, Tensor))

@@ -37,18 +37,23 @@ def gradient(parameter: Tensor) -> Tensor:
 
 
 def peek(parameter: Tensor) -> Tensor | None:
-    """The parameter's gradient, if it has one."""
-    return parameter.grad
+    """The parameter's gradient, if it has one; of a spread one, this process's piece of it."""
+    return None if parameter.grad is None else local(parameter.grad)
 
 
 def start(parameter: Tensor, value: Tensor) -> None:
-    """`value` is the first gradient of a parameter that has none."""
-    parameter.grad = value
+    """`value` is the first gradient of a parameter that has none; of a spread one, this process's piece of it."""
+    parameter.grad = torch_private.like(parameter, value) if hasattr(parameter, "to_local") else value
 
 
 def present(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """The gradients that are there."""
-    return [p.grad for p in parameters if p.grad is not None]
+    """The gradients that are there; of a sharded one this process's piece."""
+    return [local(p.grad) for p in parameters if p.grad is not None]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This process's piece of a tensor: all of it, unless it is sharded."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def scale(parameters: Iterable[Tensor], factor: float) -> None:

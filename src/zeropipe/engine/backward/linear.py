@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from zeropipe.engine.backward.experts import defer_experts
+from zeropipe.engine.backward.gradients import local
 from zeropipe.engine.backward.ops import SlottedLinear, new_slot
 from zeropipe.engine.backward.products import Product
 from zeropipe.engine.backward.store import put_or_give
@@ -33,15 +34,15 @@ class _Linear(torch.autograd.Function):
     """x W^T + b, whose backward gives dx and db and puts (x, dy) into the store."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, bias: Tensor | None, transposed: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, layer: nn.Module) -> Tensor:
         save(ctx, x, weight)
         # Under checkpointing what was saved comes back as a detached alias of the Parameter: its .grad would be lost.
-        ctx.parameter = weight
+        ctx.parameter = layer._parameters["weight"]
         ctx.transposed = transposed
         return functional.linear(x, weight.t() if transposed else weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         x, weight = saved(ctx)
         dx = db = None
         if ctx.needs_input_grad[0]:
@@ -49,7 +50,7 @@ class _Linear(torch.autograd.Function):
             dx = without_autocast(torch.matmul, dy, weight.t() if ctx.transposed else weight)
         if ctx.needs_input_grad[2]:
             db = dy.reshape(-1, dy.shape[-1]).sum(0)
-        return dx, put_or_give(Product(ctx.parameter, x, dy, ctx.transposed)), db, None
+        return dx, put_or_give(Product(ctx.parameter, x, dy, ctx.transposed)), db, None, None
 
 
 class Deferred(nn.Module):
@@ -58,6 +59,7 @@ class Deferred(nn.Module):
     weight: nn.Parameter
     bias: nn.Parameter | None
     slot: Tensor
+    adds_bias: bool = True  # of a layer that several processes share, one adds the bias
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -71,12 +73,18 @@ class Deferred(nn.Module):
     def deferred(self, x: Tensor, transposed: bool = False) -> Tensor:
         if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
             x = x.to(torch.get_autocast_dtype(x.device.type))
+        weight, bias = self.pieces()
         if not torch.compiler.is_compiling():
-            return _Linear.apply(x, self.weight, self.bias, transposed)
+            return _Linear.apply(x, weight, bias, transposed, self)
         if x.requires_grad:
-            return SlottedLinear.apply(x, self.weight, self.bias, self.slot, use_number(), transposed)
+            return SlottedLinear.apply(x, weight, bias, self.slot, use_number(), transposed)
         # The operator is kept for the input gradient it returns; where nobody needs that, it would be optimised away.
-        return functional.linear(x, self.weight.t() if transposed else self.weight, self.bias)
+        return functional.linear(x, weight.t() if transposed else weight, bias)
+
+    def pieces(self) -> tuple[Tensor, Tensor | None]:
+        """What this process has of weight and bias: all, unless tensor parallelism spreads them."""
+        bias = self.bias if self.adds_bias else None
+        return local(self.weight), None if bias is None else local(bias)
 
 
 class DeferredLinear(Deferred, nn.Linear):
@@ -85,7 +93,8 @@ class DeferredLinear(Deferred, nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         if self.is_learning():
             return self.deferred(input)
-        return functional.linear(input, self.weight, self.bias)
+        weight, bias = self.pieces()
+        return functional.linear(input, weight, bias)
 
 
 class DeferredConv1D(Deferred):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from zeropipe.engine import torch_private
 from zeropipe.engine.backward.autograd import AutogradSplit
 from zeropipe.engine.backward.linear import defer
-from zeropipe.engine.backward.store import WeightStore, adding
+from zeropipe.engine.backward.store import Ran, WeightStore, adding, nobody
 
 
 class Pass(NamedTuple):
@@ -38,8 +38,11 @@ class Splitter(Protocol):
     def inputs(self, way: Pass) -> None:
         """I."""
 
-    def weights(self, stage: int, microbatch: int, part: int, parts: int) -> None:
-        """W, or piece number `part` of `parts`."""
+    def weights(self, stage: int, microbatch: int, part: int, parts: int, ran: Ran = nobody) -> None:
+        """W, or piece number `part` of `parts`. `ran` is told each parameter whose share of it is done."""
+
+    def waiting(self, stage: int, microbatch: int) -> list[nn.Parameter]:
+        """The parameters that `ran` will be told, each as often."""
 
     def alive(self, stage: int) -> int:
         """Bytes that wait for the stage's W."""
@@ -68,8 +71,11 @@ class StoreSplitter:
         with self._store.collect(way.stage, way.microbatch):
             _backward(way)
 
-    def weights(self, stage: int, microbatch: int, part: int, parts: int) -> None:
-        self._store.flush(stage, microbatch, part, parts)
+    def weights(self, stage: int, microbatch: int, part: int, parts: int, ran: Ran = nobody) -> None:
+        self._store.flush(stage, microbatch, part, parts, ran)
+
+    def waiting(self, stage: int, microbatch: int) -> list[nn.Parameter]:
+        return self._store.waiting(stage, microbatch)
 
     def alive(self, stage: int) -> int:
         return self._store.alive(stage)
@@ -94,7 +100,10 @@ class AutogradSplitter:
     def inputs(self, way: Pass) -> None:
         self._split.backward_input(way.stage, way.microbatch, way.module, way.roots, way.gradients, way.inputs)
 
-    def weights(self, stage: int, microbatch: int, part: int, parts: int) -> None:
+    def waiting(self, stage: int, microbatch: int) -> list[nn.Parameter]:
+        return []
+
+    def weights(self, stage: int, microbatch: int, part: int, parts: int, ran: Ran = nobody) -> None:
         if part == 0:  # torch's W is one: the first part does it all
             self._split.flush(stage, microbatch)
 
@@ -118,7 +127,10 @@ class WholeSplitter:
     def inputs(self, way: Pass) -> None:
         _backward(way)
 
-    def weights(self, stage: int, microbatch: int, part: int, parts: int) -> None: ...
+    def weights(self, stage: int, microbatch: int, part: int, parts: int, ran: Ran = nobody) -> None: ...
+
+    def waiting(self, stage: int, microbatch: int) -> list[nn.Parameter]:
+        return []
 
     def alive(self, stage: int) -> int:
         return 0

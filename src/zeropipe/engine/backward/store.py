@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zeropipe.engine.backward.products import Product
 from zeropipe.errors import EngineError
 
 Key = tuple[int, int]
+Ran = Callable[[nn.Parameter], None]
 
 # Not thread-local: on CUDA the autograd engine runs backward on a thread of its own.
 _collecting: list[Product] | None = None
@@ -47,6 +48,10 @@ def adding() -> Iterator[None]:
         _adding = False
 
 
+def nobody(parameter: nn.Parameter) -> None:
+    """Nobody wants to know."""
+
+
 class WeightStore:
     """Weight gradients waiting for their W, by (stage, microbatch).
 
@@ -78,14 +83,16 @@ class WeightStore:
             _collecting = None
         self._products[stage, microbatch] = products
 
-    def flush(self, stage: int, microbatch: int, part: int = 0, parts: int = 1) -> None:
+    def flush(self, stage: int, microbatch: int, part: int = 0, parts: int = 1, ran: Ran = nobody) -> None:
         """Add what `collect(stage, microbatch)` kept to the gradients, and free it.
 
-        With `parts`, only piece number `part` of that many pieces of about equal work.
+        With `parts`, only piece number `part` of that many pieces of about equal work. `ran` is told each parameter
+        whose product is done.
         """
         with torch.no_grad():
             for product in self._take((stage, microbatch), part, parts):
                 product.run()
+                ran(product.parameter)
 
     def alive(self, stage: int | None = None) -> int:
         """Bytes kept between I and W, of one stage or of all; memory shared by several products counts once."""
@@ -105,6 +112,12 @@ class WeightStore:
             if stage is None or key[0] == stage:
                 for piece in pieces.values():
                     yield from piece
+
+    def waiting(self, stage: int, microbatch: int) -> list[nn.Parameter]:
+        """The parameters of the products that wait for the W of a microbatch, one entry each."""
+        key = (stage, microbatch)
+        pieces = [self._products.get(key, []), *self._parts.get(key, {}).values()]
+        return [product.parameter for piece in pieces for product in piece]
 
     def clear(self) -> None:
         """Forget everything, after a step that failed."""

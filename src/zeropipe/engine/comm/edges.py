@@ -185,6 +185,10 @@ class Outgoing:
             self._wire.wait([work for work, _ in self._headers])
             self._headers.clear()
 
+    def forget(self) -> None:
+        """Kinds of microbatches are numbered anew: all shapes are new again."""
+        self.announced.clear()
+
     def close(self) -> None:
         """End the thread."""
         if self._threaded:

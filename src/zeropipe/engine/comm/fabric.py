@@ -1,4 +1,4 @@
-"""The connections of one rank: a gloo group over the pipeline for words, and one 2-rank group per edge for tensors."""
+"""The connections of one rank: a gloo group over all ranks for words, and one 2-rank group per edge for tensors."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from zeropipe.engine.comm.edges import Wire
 from zeropipe.engine.comm.faults import Board, Desk, Meeting, PeerLost, reason
 from zeropipe.engine.comm.pulse import EVERYONE, Place
 from zeropipe.engine.comm.watchdog import Watchdog
+from zeropipe.engine.layout import Layout
 
 SLOT = 2048  # bytes of an exchanged value that cost one collective only
 LISTEN_TAG = 3  # nothing is ever sent with it
@@ -46,12 +47,12 @@ class Fabric:
     writes on the board. So whoever fails in a wait finds the reason there.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, timeout: float) -> None:
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+    def __init__(self, layout: Layout, device: torch.device, timeout: float) -> None:
+        self.layout, self.rank, self.size = layout, layout.rank, layout.size
         self.device = device
-        self.nccl = device.type == "cuda" and "cuda:nccl" in dist.get_backend_config(group)
-        members = tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
-        # every rank makes its pipelines in the same order, so the count names this one
+        self.nccl = device.type == "cuda" and "cuda:nccl" in dist.get_backend_config()
+        members = layout.members
+        # every rank makes its engines in the same order, so the count names this one
         name = f"zeropipe/{'-'.join(map(str, members))}/{_pipelines[members]}"
         _pipelines[members] += 1
         self._store = dist.PrefixStore(name, torch_private.default_store())
@@ -61,6 +62,7 @@ class Fabric:
         self._lock = threading.Lock()  # who breaks or drops connections holds it
         self._groups: dict[tuple[str, tuple[int, ...]], Any] = {}
         self.control: Any = None
+        self._words: Any = None  # of this pipeline only, where there are several
         self.closed = False
         self._watchdog = Watchdog(self, timeout)
         try:
@@ -93,6 +95,19 @@ class Fabric:
             pieces = torch_private.allgather_bytes(self.control, self.size, mine)
         heads = [bytes(piece.numpy()) for piece in pieces]
         return [struct.unpack_from("<q", head)[0] for head in heads], [head[8:] for head in heads]
+
+    def broadcast(self, tensor: Tensor, root: int) -> None:
+        """The tensor of place `root` in the pipeline, in the tensors of all its ranks."""
+        if len(self.layout.pipeline) == self.size:
+            self.place.round += 1
+            with self.waiting(EVERYONE):
+                torch_private.broadcast(self.control, tensor, root)
+            return
+        name = f"words/{'-'.join(map(str, self.layout.pipeline))}"
+        if self._words is None:  # every rank of the pipeline comes here at the same time
+            self._words = self._connected(name, self.layout.pipeline, torch_private.gloo_group)
+        with self.waiting(tuple(rank for rank in self.layout.pipeline if rank != self.rank)):
+            torch_private.broadcast(self._words, tensor, root)
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> None:
         """A word to one rank."""
@@ -131,15 +146,21 @@ class Fabric:
     # groups
 
     def connect(self, edges: Iterable[tuple[int, int]]) -> dict[tuple[int, int], Wire]:
-        """The directed edges of this rank, connected and tried out; all ranks call this with the same edges."""
+        """The directed edges of this rank, connected and tried out; all ranks call this with the same edges.
+
+        Edges are pairs of places in the pipeline.
+        """
         wires = {}
-        for a, b in rounds(edges):
+        for place, other in rounds(edges):
+            a, b = self.layout.pipeline[place], self.layout.pipeline[other]
             if self.rank not in (a, b):
                 continue
             group = self._group("edge", (a, b))
             peer = b if self.rank == a else a
             staged = self.device.type == "cuda" and not self.nccl
-            wires[a, b] = Wire(group, peer, int(self.rank == a), self.control, staged, self.device, self.place, {})
+            wires[place, other] = Wire(
+                group, peer, int(self.rank == a), self.control, staged, self.device, self.place, {}
+            )
             with self.waiting((peer,)):
                 self._try_out(group, sending=self.rank == a)
         return wires
@@ -196,8 +217,9 @@ class Fabric:
             self._break()
 
     def _break(self) -> None:
-        if self.control is not None:
-            torch_private.abort_gloo(self.control)
+        for words in (self.control, self._words):
+            if words is not None:
+                torch_private.abort_gloo(words)
         if self.nccl:
             torch_private.abort_nccl(list(self._groups.values()))
         else:
@@ -224,7 +246,7 @@ class Fabric:
                 torch_private.abort_gloo(self.control)  # the listener waits on it
             self.closed = True
             self._groups.clear()
-            self.control = None
+            self.control = self._words = None
         self._desk.close()
 
 

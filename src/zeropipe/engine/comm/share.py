@@ -1,4 +1,7 @@
-"""One rank's value for all ranks: tensors travel piece by piece, so nobody needs memory for more than what it gets."""
+"""One rank's value for all ranks of its pipeline.
+
+Tensors travel piece by piece, so nobody needs memory for more than what it gets.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeropipe.engine import torch_private
 from zeropipe.engine.comm.fabric import Fabric
-from zeropipe.engine.comm.pulse import EVERYONE
 
 PIECE = 8 * 2**20  # bytes that travel together
 
 
 def share(fabric: Fabric, value: Any, root: int, device: torch.device) -> Any:
-    """The root's value, on all ranks; the others' tensors are on `device`. Every rank calls this."""
-    if fabric.rank != root:
+    """The root's value, on all ranks of its pipeline; the others' tensors are on `device`. Every rank calls this.
+
+    `root` is a place in the pipeline.
+    """
+    if fabric.layout.pipeline_rank != root:
         size = int(_piece(fabric, torch.zeros(1, dtype=torch.int64), root))
         return _Reader(fabric, root, device, _bytes(fabric, torch.empty(size, dtype=torch.uint8), root)).load()
     writer = _Writer()
@@ -82,15 +86,18 @@ def _bytes(fabric: Fabric, data: Tensor, root: int) -> Tensor:
         if some.device.type == "cpu":
             _piece(fabric, some, root)
         else:
-            passed = _piece(fabric, some.cpu() if fabric.rank == root else torch.empty_like(some, device="cpu"), root)
-            if fabric.rank != root:
+            mine = some.cpu() if fabric.layout.pipeline_rank == root else torch.empty_like(some, device="cpu")
+            passed = _piece(fabric, mine, root)
+                fabric,
+                some.cpu() if fabric.layout.pipeline_rank == root else torch.empty_like(some, device="cpu"),
+                root,
+            )
+            if fabric.layout.pipeline_rank != root:
                 some.copy_(passed)
     return data
 
 
 def _piece(fabric: Fabric, tensor: Tensor, root: int) -> Tensor:
     if tensor.numel():
-        fabric.place.round += 1
-        with fabric.waiting(EVERYONE):
-            torch_private.broadcast(fabric.control, tensor, root)
+        fabric.broadcast(tensor, root)
     return tensor

@@ -47,6 +47,7 @@ class Told:
     pick: Pick
     blocks: tuple[nn.Module, ...] | None  # None: it names none, so they cannot be compiled or checkpointed
     ties: tuple[Tied, ...]
+    summed_over_tp: tuple[str, ...]  # parameters of which every process of `tp` has a share of the gradient
 
 
 def told(number: int, module: nn.Module) -> Told:
@@ -58,6 +59,7 @@ def told(number: int, module: nn.Module) -> Told:
         _picker(number, module),
         None if blocks is None else tuple(blocks),
         tuple(Tied(*tie) for tie in getattr(module, "tied_pairs", ())),
+        tuple(getattr(module, "summed_over_tp", ())),
     )
 
 

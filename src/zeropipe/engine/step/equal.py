@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 
 from zeropipe.core.schedule import Schedule
+from zeropipe.engine.backward.gradients import local
+from zeropipe.engine.layout import DATA, Layout
 from zeropipe.engine.stages.contract import Microbatch, Told
 from zeropipe.engine.step.sums import Tie, copies_on, ties
 
 CHUNK = 2**22  # elements of a tensor that are looked at together
 
-# (what it is, one of its facts) -> the fact; both ends of a tie make the same key, so do all ranks with a copy
-Claims = list[tuple[tuple[str, str], object]]
+# ((what it is, one of its facts, which ranks are to be compared), the fact): both ends of a tie make the same key
+Claims = list[tuple[tuple[str, str, tuple[int, ...]], object]]
 
 
 def checksum(tensor: Tensor) -> int:
@@ -35,17 +37,22 @@ def checksum(tensor: Tensor) -> int:
     return total
 
 
-def shared_weights(schedule: Schedule, stages: Mapping[int, Told], rank: int, values: bool) -> Claims:
-    """What this rank says of its copies and ties; with `values` also a checksum of each."""
+def shared_weights(schedule: Schedule, stages: Mapping[int, Told], layout: Layout, values: bool) -> Claims:
+    """What this rank says of its copies, ties and replicas; with `values` also a checksum of each."""
     claims: Claims = []
+    pieces = layout.place_in("dp_shard", "tp")  # ranks that differ here hold other pieces of the same weights
 
     def say(what: str, parameter: Tensor) -> None:
-        claims.append(((what, "shape"), (tuple(parameter.shape), str(parameter.dtype))))
-        claims.append(((what, "requires_grad"), parameter.requires_grad))
+        claims.append(((what, "shape", pieces), (tuple(parameter.shape), str(parameter.dtype))))
+        claims.append(((what, "requires_grad", pieces), parameter.requires_grad))
         if values:
-            claims.append(((what, "values"), checksum(parameter)))
+            claims.append(((what, "values", pieces), checksum(local(parameter))))
 
-    for _, shared in copies_on(schedule, rank):
+    if layout.sizes.get("dp_replicate", 1) > 1:
+        for stage, told in stages.items():
+            for name, parameter in told.module.named_parameters():
+                say(f"{name} of stage {stage}, of which every replica has a copy,", parameter)
+    for _, shared in copies_on(schedule, layout.pipeline_rank):
         for stage in shared:
             for name, parameter in stages[stage].module.named_parameters():
                 say(f"{name} of stage {stage}, of which there are two copies,", parameter)
@@ -69,10 +76,11 @@ def lonely_tie(tied: Sequence[Iterable[Tie]]) -> str | None:
     return None
 
 
-def microbatch_claims(microbatches: Sequence[Microbatch]) -> Claims:
+def microbatch_claims(microbatches: Sequence[Microbatch], layout: Layout) -> Claims:
     """What this rank says of its microbatches: a rank may leave out keys that it does not need."""
+    pipeline = layout.place_in(*DATA)
     return [
-        ((f"{key!r} of microbatch {index}", "values"), _digest(value))
+        ((f"{key!r} of microbatch {index}", "values", pipeline), _digest(value))
         for index, microbatch in enumerate(microbatches)
         for key, value in microbatch.items()
     ]
@@ -80,12 +88,12 @@ def microbatch_claims(microbatches: Sequence[Microbatch]) -> Claims:
 
 def difference(claims: Sequence[Claims]) -> str | None:
     """The first thing that two ranks say differently, in words."""
-    first: dict[tuple[str, str], tuple[int, object]] = {}
+    first: dict[tuple[str, str, tuple[int, ...]], tuple[int, object]] = {}
     for rank, some in enumerate(claims):
         for key, value in some:
             before, wanted = first.setdefault(key, (rank, value))
             if value != wanted:
-                what, fact = key
+                what, fact, _ = key
                 if fact == "values":
                     return f"{what} has other values on rank {rank} than on rank {before}: give both the same"
                 return f"{what} has {fact} {value} on rank {rank} and {wanted} on rank {before}: give both the same"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -15,8 +15,9 @@ from zeropipe.core.schedule import Program
 from zeropipe.engine import torch_private
 from zeropipe.engine.backward.splitters import Pass, Splitter
 from zeropipe.engine.comm.edges import Incoming, Message, Outgoing, Spec, Wire, gradient_spec, spec_of
+from zeropipe.engine.mesh.shards import Reduction, Shards
 from zeropipe.engine.stages.contract import Microbatch, Told
-from zeropipe.engine.step.cells import Cell, as_tuple, moved, plain, signature
+from zeropipe.engine.step.cells import Cell, as_tuple, moved, plain
 from zeropipe.errors import EngineError
 
 Call = Callable[[], None]
@@ -30,26 +31,8 @@ class Watcher(Protocol):
     def watch(self, call: Call, actions: Sequence[Action], cells: Sequence[Cell]) -> Call: ...
 
 
-class ShapeBook:
-    """What an engine's executors know about shapes: the kinds of microbatches seen, and what stages make of them.
-
-    Where microbatches hold plain values that are always new, so are their kinds. After KINDS of them everything is
-    forgotten, also in `tables`, what edges know. All ranks have seen the same microbatches, so they forget together.
-    """
-
-    KINDS = 4096
-
-    def __init__(self, tables: Sequence[MutableMapping[Any, Any]] = ()) -> None:
-        self._numbers: dict[Any, int] = {}
-        self.made: dict[tuple[bool, int, int], Spec] = {}  # by (training, stage, kind of microbatch)
-        self._tables: list[MutableMapping[Any, Any]] = [self._numbers, self.made, *tables]
-
-    def numbers(self, microbatches: Sequence[Microbatch]) -> list[int]:
-        """Microbatches with the same number have the same shapes everywhere. To be asked once a step, at its start."""
-        if len(self._numbers) > self.KINDS:
-            for table in self._tables:
-                table.clear()
-        return [self._numbers.setdefault(signature(m), len(self._numbers)) for m in microbatches]
+# What stages made of a kind of microbatch, by (training, stage, kind): so a receive of a gradient can be posted early.
+Made = dict[tuple[bool, int, int], Spec]
 
 
 class Executor:
@@ -66,16 +49,20 @@ class Executor:
         train: bool,
         device: torch.device,
         splitter: Splitter,
+        shards: Mapping[int, Shards],
         recv_ahead: int,
         dynamic: bool,
-        shapes: ShapeBook,
+        made: Made,
         watchers: Sequence[Watcher] = (),
     ) -> None:
         self._rank, self._outgoing, self._train = rank, outgoing, train
         self._device, self._splitter, self._dynamic, self._watchers = device, splitter, dynamic, watchers
+        self.schedule = program.schedule
         self._last = program.schedule.num_stages - 1
         self._num_parts = program.schedule.problem.num_weight_parts
         self._parts: Counter[tuple[int, int]] = Counter()  # of a W: how many have a call
+        self._shards = shards
+        self._num_backward: Counter[int] = Counter()  # B and W of each sharded stage
         self._placement = program.schedule.placement
         row = program.rows[rank]
         self.cells: dict[tuple[int, int], Cell] = {}
@@ -96,7 +83,7 @@ class Executor:
             # keep a backward on the other waiting for the forward beside it.
             parameters = (p for told in stages.values() for p in told.module.parameters() if p.requires_grad)
             self._accumulators = [torch_private.gradient_edge(parameter) for parameter in parameters]
-        self._shapes = shapes
+        self._made_of = made
         self._calls: list[Call] = []
         self._labels: list[str] = []
         for step in row:
@@ -104,14 +91,25 @@ class Executor:
         self._labels.append("the last sends of the step")
         self._at = 0
 
-    def run(self, microbatches: Sequence[Microbatch], finish: Finish, see: See | None = None) -> None:
+    def run(
+        self,
+        microbatches: Sequence[Microbatch],
+        kinds: Sequence[int],
+        finish: Finish,
+        see: See | None = None,
+        reduce_early: bool = True,
+    ) -> None:
         """One step. `finish` takes the last stage's output and gives what backward starts from.
 
-        `see` is shown the tensors of microbatches that need a gradient, before they get one.
+        Microbatches of one kind have the same shapes in all of the pipeline. `see` is shown the tensors of microbatches
+        that need a gradient, before they get one. `reduce_early`: a sharded stage is reduced as soon as its gradients
+        are complete. Processes that share a stage must reduce in one order, so it is only for those that run the same
+        Program; the others reduce all stages at the end.
         """
         self._microbatches, self._finish, self._see = microbatches, finish, see
         self._at = 0
-        self._shape_of = self._shapes.numbers(microbatches)
+        self._kinds = kinds
+        self._left = Counter(self._num_backward) if reduce_early else Counter()
         for cell in self.cells.values():
             cell.clear()
         for incoming in self._incoming.values():
@@ -120,6 +118,10 @@ class Executor:
         for self._at, call in enumerate(calls):
             call()
         self._at = len(calls)
+        if self._train:
+            for stage in sorted(self._shards):
+                if not (reduce_early and self._num_backward[stage]):  # else it is done
+                    Reduction(self._shards[stage], ()).rest()
         for outgoing in self._outgoing.values():
             outgoing.drain()
         del self._microbatches, self._finish, self._see  # a caller's data and outputs are the caller's alone again
@@ -139,13 +141,13 @@ class Executor:
     # what an edge must know about shapes
 
     def _key_of(self, message: Message) -> tuple[bool, int, int]:
-        return (self._train, message.stage, self._shape_of[message.microbatch])
+        return (self._train, message.stage, self._kinds[message.microbatch])
 
     def _made(self, message: Message) -> Spec | None:
         cell = self.cells[message.stage, message.microbatch]
         spec = cell.spec
         if spec is None and not self._dynamic:
-            spec = self._shapes.made.get(self._key_of(message))
+            spec = self._made_of.get(self._key_of(message))
         return None if spec is None else gradient_spec(spec)
 
     # the list of callables
@@ -204,6 +206,11 @@ class Executor:
         self._labels.append(str(action))
 
     def _compute(self, action: Action) -> Call:
+        call = self._computation(action)
+        reduces = action.stage in self._shards and action.kind in (Kind.B, Kind.W)
+        return self._reducing(call, action) if reduces else call
+
+    def _computation(self, action: Action) -> Call:
         cell = self.cells[action.stage, action.microbatch]
         if action.kind is Kind.F:
             return partial(self._forward, cell)
@@ -214,6 +221,26 @@ class Executor:
         part = self._parts[cell.stage, cell.microbatch]
         self._parts[cell.stage, cell.microbatch] += 1
         return partial(self._splitter.weights, cell.stage, cell.microbatch, part, self._num_parts)
+
+    def _reducing(self, call: Call, action: Action) -> Call:
+        """A B or W of a sharded stage: after the last one its gradients are reduced, unit by unit within a W."""
+        stage, microbatch = action.stage, action.microbatch
+        shards = self._shards[stage]
+        self._num_backward[stage] += 1
+
+        def run() -> None:
+            self._left[stage] -= 1
+            if self._left[stage] != 0:
+                call()
+                return
+            reduction = Reduction(shards, self._splitter.waiting(stage, microbatch))
+            if action.kind is Kind.W:
+                call(ran=reduction.ran)  # type: ignore[call-arg]
+            else:
+                call()
+            reduction.rest()
+
+        return run
 
     def _watched(self, call: Call, actions: Sequence[Action], cells: Sequence[Cell]) -> Call:
         for watcher in self._watchers:
@@ -285,7 +312,7 @@ class Executor:
         name = f"{cell.stage}F{cell.microbatch}"
         outputs = as_tuple(output, name)
         cell.spec = spec_of(outputs)
-        self._shapes.made[self._train, cell.stage, self._shape_of[cell.microbatch]] = cell.spec
+        self._made_of[self._train, cell.stage, self._kinds[cell.microbatch]] = cell.spec
         # from here on only the way back is kept: the data goes when it has been sent or used
         cell.edges = [torch_private.gradient_edge(tensor) for tensor in outputs if tensor.requires_grad]
         if self._splitter.keeps_outputs:
@@ -317,7 +344,7 @@ class Executor:
     def _send_forward(self, cell: Cell, outgoing: Outgoing) -> None:
         output, cell.output = cell.output, ()
         assert cell.spec is not None
-        key = (self._train, cell.stage + 1, self._shape_of[cell.microbatch])
+        key = (self._train, cell.stage + 1, self._kinds[cell.microbatch])
         outgoing.send_forward(output, cell.spec, key, f"{cell.stage}F{cell.microbatch}")
 
     def _send_backward(self, cell: Cell, outgoing: Outgoing) -> None:

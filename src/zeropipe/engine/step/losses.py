@@ -52,13 +52,13 @@ class Tally:
     """
 
     loss_fn: LossFn
-    microbatches: Sequence[Mapping[str, Any]]
+    num_microbatches: int  # of all pipelines
     aside: Aside = field(default_factory=Aside)
     own: Container[int] = ()  # ids of the stages' parameters
+    total: float | None = None  # the step's count, if the loss function tells it beforehand
     late: bool = False
     outside: dict[int, Tensor] = field(default_factory=dict)
     not_leaf: bool = False  # a gradient left for a graph of the caller's, where it cannot be divided later
-    _total: float | None = None
     _seen: dict[int, tuple[Tensor, Any, Mapping[str, Any]]] = field(default_factory=dict)
 
     def root(self, output: Any, microbatch: Mapping[str, Any], index: int) -> Tensor:
@@ -67,25 +67,17 @@ class Tally:
         _check_loss(value)
         if isinstance(value, Tensor):
             self._seen[index] = (value.detach(), 1, {})
-            return value / len(self.microbatches)
+            return value / self.num_microbatches
         loss, count, *rest = value
         # a metric must not keep the graph it came from alive
         metrics = {k: v.detach() if isinstance(v, Tensor) else v for k, v in (rest[0] if rest else {}).items()}
         self._seen[index] = (loss.detach(), count, metrics)
-        if not self.counts:
+        if self.total is None:
             self.late = True
             for leaf in torch_private.leaves_between(loss, output):
                 self.see(leaf)
             return loss
-        if self._total is None:
-            # microbatches may come in any order and through two ranks: all of them count
-            self._total = float(sum(self.loss_fn.count(m) for m in self.microbatches)) or 1.0  # type: ignore[attr-defined]
-        return loss / self._total
-
-    @property
-    def counts(self) -> bool:
-        """Whether the loss function tells the number of tokens before the step."""
-        return hasattr(self.loss_fn, "count")
+        return loss / (self.total or 1.0)
 
     def see(self, tensor: Tensor) -> None:
         """A tensor outside the stages, before a gradient of this step reaches it."""
@@ -95,7 +87,7 @@ class Tally:
             self.outside[id(tensor)] = tensor
             self.aside.put([tensor])
 
-    def sums(self) -> tuple[float, float, dict[str, float], bool]:
+    def sums(self) -> Sums:
         """Loss, count and metrics, summed over this rank's microbatches."""
         metrics: dict[str, float] = {}
         loss = count = 0.0
@@ -124,8 +116,12 @@ class StepResult:
     metrics: Mapping[str, float]  # summed over microbatches
 
 
-def combine(parts: Sequence[tuple[float, float, dict[str, float], bool]]) -> tuple[StepResult, bool]:
-    """One result from all ranks' sums, and whether gradients are still to be divided by the count."""
+Sums = tuple[float, float, dict[str, float], bool]
+
+
+def combine(everyone: Sequence[Sums | None]) -> tuple[StepResult, bool]:
+    """One result from all ranks' sums (None: not to be counted), and whether gradients are still to be divided."""
+    parts = [sums for sums in everyone if sums is not None]
     metrics: dict[str, float] = {}
     for _, _, extra, _ in parts:
         for name, amount in extra.items():

@@ -1,20 +1,19 @@
-"""What follows from a Program alone: its edges, and its forward half."""
+"""What follows from a Schedule alone: its edges, and its forward half."""
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from zeropipe.core.action import Action, Kind, actions_of
 from zeropipe.core.lower import lower
+from zeropipe.core.placement import Placement
 from zeropipe.core.schedule import Program, Schedule
 
 
-def edges_of(program: Program) -> set[tuple[int, int]]:
-    """The directed pairs of ranks that some message uses."""
-    placement, edges = program.schedule.placement, set()
-    for rank, row in enumerate(program.rows):
-        for action in actions_of(row):
-            if action.kind in (Kind.SEND_F, Kind.SEND_B):
-                edges.add((rank, placement.peer_of(action)))
-    return edges
+def edges_of(placement: Placement) -> set[tuple[int, int]]:
+    """The directed pairs of ranks between which messages go, whatever the number of microbatches."""
+    neighbours = {pair for table in placement.copies for pair in pairwise(table) if pair[0] != pair[1]}
+    return neighbours | {(b, a) for a, b in neighbours}
 
 
 def forward_only(schedule: Schedule) -> Program:

@@ -116,7 +116,8 @@ class Recorder:
 
 def gather(recorder: Recorder, schedule: Schedule, fabric: Fabric, offset: float) -> Timeline:
     """The Timeline of all ranks on rank 0's clock; every rank calls this and gets it."""
-    rows = fabric.exchange((offset, *recorder.columns()))
+    everyone = fabric.exchange((offset, *recorder.columns()))
+    rows = [everyone[rank] for rank in fabric.layout.pipeline]
     start, end, during, after = (array("d") for _ in range(4))
     for shift, *columns in rows:
         first, last, level, left = (memoryview(column).cast("d") for column in columns)

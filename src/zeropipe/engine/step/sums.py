@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from zeropipe.core.schedule import Schedule
-from zeropipe.engine.backward.gradients import gradient, squares
+from zeropipe.engine.backward.gradients import gradient, local, squares
 from zeropipe.engine.comm.fabric import Fabric, Summing
 from zeropipe.engine.stages.contract import Told
 
@@ -36,17 +36,16 @@ class GradientSums:
     """Sums the gradients of parameters that live more than once, after each step."""
 
     def __init__(self, schedule: Schedule, stages: Mapping[int, Told], fabric: Fabric) -> None:
-        self._between: list[tuple[Summing, list[nn.Parameter]]] = []  # a group of ranks, what they sum
-        self._names: list[str] = []  # of the entries of _between, the same on all their ranks
+        self._layout = layout = fabric.layout
+        self._between: list[tuple[str, Summing, list[nn.Parameter]]] = []  # a name all its ranks share, what they sum
         self._within: list[tuple[nn.Parameter, nn.Parameter]] = []  # two tensors of one rank
         self._counted: list[nn.Parameter] = []  # those whose norm this rank accounts for
         modules = {stage: stages[stage].module for stage in sorted(stages)}
         self.all: list[nn.Parameter] = unique(p for module in modules.values() for p in module.parameters())
-        rank, copies = fabric.rank, schedule.placement.copies
+        rank, copies = layout.pipeline_rank, schedule.placement.copies
         for homes, shared in copies_on(schedule, rank):
             parameters = unique(p for stage in shared for p in modules[stage].parameters())
-            self._between.append((fabric.summing_group(homes), parameters))
-            self._names.append(f"copies on {homes}")
+            self._share("copies", tuple(layout.pipeline[home] for home in homes), parameters, fabric)
         follower: set[tuple[int, int]] = set()
         for tie in ties(stages):
             parameter = modules[tie.stage].get_parameter(tie.name)
@@ -59,27 +58,39 @@ class GradientSums:
                 continue
             copy = next(c for c, table in enumerate(copies) if table[tie.stage] == rank)
             homes = tuple(sorted((rank, copies[copy][tie.other])))
-            self._between.append((fabric.summing_group(homes), [parameter]))
-            self._names.append(f"{tie.ends} on {homes}")
+            self._share(str(tie.ends), tuple(sorted(layout.pipeline[home] for home in homes)), [parameter], fabric)
+        summed = unique(modules[s].get_parameter(name) for s in modules for name in stages[s].summed_over_tp)
+        if summed:
+            self._share("tensors", layout.plane(["tp"]), summed, fabric)
+        replicated: dict[tuple[str, ...], list[nn.Parameter]] = {}
+        for parameter in self.all:
+            if uncovered := layout.uncovered(parameter):
+                replicated.setdefault(uncovered, []).append(parameter)
+        for dimensions, parameters in sorted(replicated.items()):
+            self._share("replicas", layout.plane(dimensions), parameters, fabric)
         for stage, module in modules.items():
             if copies[0][stage] == rank:
                 self._counted += [p for p in module.parameters() if (stage, id(p)) not in follower]
         self._counted = unique(self._counted)
-        self.shared = unique([p for _, ps in self._between for p in ps] + [p for pair in self._within for p in pair])
+        self.shared = unique([p for _, _, ps in self._between for p in ps] + [p for pair in self._within for p in pair])
+
+    def _share(self, what: str, ranks: tuple[int, ...], parameters: list[nn.Parameter], fabric: Fabric) -> None:
+        self._between.append((f"{what} on {ranks}", fabric.summing_group(ranks), parameters))
 
     def run(self) -> None:
         """Add up; afterwards all holders have the same gradient."""
-        for group, parameters in self._between:
-            _sum_between(group, [gradient(p) for p in parameters if p.requires_grad])
         for one, other in self._within:
             if one.requires_grad and other.requires_grad:
-                gradient(other).copy_(gradient(one).add_(gradient(other)))
+                mine, theirs = local(gradient(one)), local(gradient(other))
+                theirs.copy_(mine.add_(theirs))
+        for _, group, parameters in self._between:
+            _sum_between(group, [local(gradient(p)) for p in parameters if p.requires_grad])
 
-    def flags(self) -> list[tuple[tuple[str, str], object]]:
+    def flags(self) -> list[tuple[tuple[str, str, tuple[int, ...]], object]]:
         """Which shared parameters need a gradient, in short: their holders must agree, or one would wait for ever."""
         return [
-            ((name, "requires_grad"), zlib.crc32(bytes(p.requires_grad for p in parameters)))
-            for name, (_, parameters) in zip(self._names, self._between)
+            ((name, "requires_grad", ()), zlib.crc32(bytes(p.requires_grad for p in parameters)))
+            for name, _, parameters in self._between
         ]
 
     def close(self) -> None:
@@ -87,8 +98,11 @@ class GradientSums:
         self._between.clear()
 
     def squares(self) -> float:
-        """The squared norm of this rank's gradients, each parameter of the model counted on one rank only."""
-        return squares(self._counted)
+        """This rank's share of the squared norm: summed over all ranks, each parameter of the model counts once."""
+        by_holders: dict[int, list[nn.Parameter]] = {}
+        for parameter in self._counted:
+            by_holders.setdefault(self._layout.holders(parameter), []).append(parameter)
+        return sum(squares(parameters) / holders for holders, parameters in by_holders.items())
 
 
 def copies_on(schedule: Schedule, rank: int) -> list[tuple[tuple[int, ...], list[int]]]:

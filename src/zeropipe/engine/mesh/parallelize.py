@@ -1,0 +1,54 @@
+"""Stages made ready for a mesh: tensor parallelism inside, sharding around."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from zeropipe.engine.layout import DATA, Layout
+from zeropipe.engine.mesh.tensor import spread
+from zeropipe.errors import ConfigError
+
+S = TypeVar("S", bound=nn.Module)
+
+
+def parallelize(
+    stages: dict[int, S],
+    mesh: DeviceMesh,
+    *,
+    plan: Mapping[str, str] | None = None,
+    dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = torch.float32,
+    offload: bool = False,
+) -> dict[int, S]:
+    """This rank's stages, spread over `tp` and sharded over `dp_shard`, in place; give the Engine the same mesh.
+
+    `plan`: how layers are spread over `tp`, by their names in the whole model, as transformers writes it; the model's
+    own plan if not given. `dtype`: compute in this dtype with weights kept in their own; gradients are summed in
+    `reduce_dtype`. `offload`: keep sharded weights and optimizer state in CPU memory. `dp_replicate` needs nothing here
+    unless stages are sharded, too. Compilation and checkpointing are options of the Engine.
+    """
+    layout = Layout.of(None, mesh)
+    if layout.sizes.get("tp", 1) > 1:
+        for stage in stages.values():
+            spread(stage, mesh["tp"], plan)
+    names = tuple(name for name in DATA if name in layout.sizes)
+    if layout.sizes.get("dp_shard", 1) == 1:
+        if dtype is not None or offload:
+            raise ConfigError("dtype and offload need sharded stages: make a mesh with dp_shard of 2 or more")
+        return stages
+    options: dict[str, Any] = {
+        "mesh": mesh[names] if len(names) > 1 else mesh[names[0]],
+        "mp_policy": MixedPrecisionPolicy(dtype, reduce_dtype if dtype is not None else None),
+        "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
+    }
+    for stage in stages.values():
+        for block in getattr(stage, "blocks", ()):
+            fully_shard(block, **options)
+        fully_shard(stage, **options)
+    return stages

@@ -1,0 +1,118 @@
+"""Stages sharded with FSDP2, driven by the engine.
+
+FSDP gathers weights and reduces gradients by hooks around forward and backward. In a pipeline with a split backward
+both come at the wrong time: a weight would be gathered for every microbatch, and the last W would never be reduced. So
+the hooks are told to do nothing, and the engine gathers a stage once per step, lets F, I and W work on whole weights,
+and reduces unit by unit after the last of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from torch import Tensor, nn
+
+from zeropipe.engine import fsdp_private
+from zeropipe.engine.backward.gradients import gradient
+from zeropipe.errors import ConfigError
+
+
+class Shards:
+    """The FSDP units of one stage, outermost last."""
+
+    def __init__(self, module: nn.Module, *, regather: bool = False) -> None:
+        self.module, self.regather = module, regather
+        self.units = fsdp_private.units_of(module)
+        self._ready = False
+        self._numbers: dict[int, int] | None = None
+
+    def prepare(self) -> None:
+        """Once, before the first step: sums instead of means, and gradients that add up in the reduce dtype."""
+        if self._ready:
+            return
+        self._ready = True
+        fsdp_private.lazy_init(self.module)
+        for unit in self.units:
+            fsdp_private.sum_gradients(unit, len(self.units))
+        for unit in self.units:
+            unit.unshard()
+        for unit in self.units:
+            fsdp_private.accumulate_in_reduce_dtype(unit)
+        if self.regather:
+            self.drop()
+
+    def gather(self) -> None:
+        """UNSHARD: start to gather the whole weights; forward waits for them unit by unit."""
+        self.prepare()
+        fsdp_private.hold_hooks(self.module, keep_whole=not self.regather)
+        if not self.regather:
+            for unit in reversed(self.units):  # the outermost unit has the embedding: it is needed first
+                unit.unshard(async_op=True)
+
+    def number_of(self, parameter: Tensor) -> int | None:
+        """The unit of a whole weight; None for one that is not sharded."""
+        if self._numbers is None:
+            units = enumerate(map(fsdp_private.whole_parameters, self.units))
+            self._numbers = {id(whole): number for number, weights in units for whole in weights}
+        return self._numbers.get(id(parameter))
+
+    def reduce(self, number: int) -> None:
+        """REDUCE of one unit: its gradients are complete. Every process must reduce the same units in one order."""
+        unit = self.units[number]
+        fsdp_private.wait_gathered(unit)
+        for parameter in fsdp_private.whole_parameters(unit):
+            if parameter.requires_grad and not fsdp_private.has_gradient(unit, parameter):
+                gradient(parameter)  # another process may have one: all must send the same number of bytes
+        fsdp_private.reduce(unit)
+
+    def finish(self) -> None:
+        """Wait for the sums; gradients are in the sharded parameters, the whole weights are gone."""
+        fsdp_private.finish(self.module)
+
+    def drop(self) -> None:
+        """RESHARD: let go of the whole weights, after a pass without gradients or a step that failed."""
+        for unit in self.units:
+            fsdp_private.wait_gathered(unit)
+            unit.reshard()
+
+    def reset(self) -> None:
+        """After a step that failed."""
+        fsdp_private.reset(self.module)
+
+
+class Reduction:
+    """The last W of a stage: each unit is reduced as soon as its gradients are complete, in one order everywhere.
+
+    The order must not depend on the data: of some experts one process may have tokens and another none.
+    """
+
+    def __init__(self, shards: Shards, waiting: Iterable[Tensor]) -> None:
+        self._shards, self._next = shards, 0
+        self._left = Counter(shards.number_of(parameter) for parameter in waiting)
+
+    def ran(self, parameter: Tensor) -> None:
+        """A share of this weight's gradient was added."""
+        self._left[self._shards.number_of(parameter)] -= 1
+        while self._next < len(self._shards.units) and not self._left[self._next]:
+            self._shards.reduce(self._next)
+            self._next += 1
+
+    def rest(self) -> None:
+        """Nothing more will come."""
+        while self._next < len(self._shards.units):
+            self._shards.reduce(self._next)
+            self._next += 1
+
+
+def sharded(module: nn.Module) -> bool:
+    """Whether a stage is sharded; ConfigError if it is not sharded in a way a pipeline can drive."""
+    units = fsdp_private.units_of(module)
+    if not units:
+        return False
+    if units[-1] is not module:
+        raise ConfigError(
+            "a stage holds sharded blocks but is not sharded itself: call fully_shard on the stage, too, after its "
+            "blocks, or use parallelize()"
+        )
+    return True

@@ -1,0 +1,92 @@
+"""The executors of an engine: one for each use and number of microbatches, over one set of connections."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from zeropipe.core.lower import lower
+from zeropipe.core.resize import resized
+from zeropipe.core.schedule import Program, Schedule
+from zeropipe.engine.backward.splitters import Splitter
+from zeropipe.engine.comm.edges import Outgoing, Wire
+from zeropipe.engine.mesh.shards import Shards
+from zeropipe.engine.options import Options
+from zeropipe.engine.stages.contract import Told
+from zeropipe.engine.step.executor import Executor, Made, Watcher
+from zeropipe.engine.step.finite import FiniteCheck
+from zeropipe.engine.step.plans import forward_only
+from zeropipe.engine.step.recorder import Recorder
+
+KEPT = 16  # executors kept for numbers of microbatches that were used before
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """What executors are made of."""
+
+    schedule: Schedule
+    rank: int
+    stages: Mapping[int, Told]
+    outgoing: Mapping[int, Outgoing]
+    wires: Mapping[tuple[int, int], Wire]
+    device: torch.device
+    splitter: Splitter
+    shards: Mapping[int, Shards]
+    parameters: list[nn.Parameter]
+    options: Options
+
+
+class Executors:
+    """Makes executors when they are first needed, and keeps the latest."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts, self._made, self._kept = parts, Made(), dict[tuple[str, int], Executor]()
+        self.recorder: Recorder | None = None
+        self.recorded: Schedule | None = None  # what the recorder saw last
+
+    def get(self, use: str, number: int) -> Executor:
+        """For "train", "record" or "forward", and a number of microbatches."""
+        key = (use, number)
+        found = self._kept.pop(key, None) or self._make(use, number)
+        self._kept[key] = found  # the latest is the last
+        if len(self._kept) > KEPT:
+            self._kept.pop(next(iter(self._kept))).close()
+        if use == "record":
+            self.recorded = found.schedule
+        return found
+
+    def forget_shapes(self) -> None:
+        """Kinds of microbatches are numbered anew."""
+        self._made.clear()
+        for outgoing in self._parts.outgoing.values():
+            outgoing.forget()
+        for wire in self._parts.wires.values():
+            wire.heard.clear()
+
+    def close(self) -> None:
+        """Let go of all of them."""
+        for executor in self._kept.values():
+            executor.close()
+        self._kept.clear()
+
+    def _make(self, use: str, number: int) -> Executor:
+        parts, watchers = self._parts, list[Watcher]()
+        if parts.options.check_finite:
+            watchers.append(FiniteCheck())
+        if use == "record":
+            self.recorder = self.recorder or Recorder(parts.device, parts.parameters, parts.splitter)
+            watchers.append(self.recorder)
+        return Executor(
+            self._program(use, number), parts.rank, parts.stages, parts.outgoing, parts.wires,
+            train=use != "forward", device=parts.device, splitter=parts.splitter, shards=parts.shards,
+            recv_ahead=parts.options.recv_ahead, dynamic=parts.options.shapes == "dynamic", made=self._made,
+            watchers=watchers,
+        )  # fmt: skip
+
+    def _program(self, use: str, number: int) -> Program:
+        schedule = resized(self._parts.schedule, number)
+        return forward_only(schedule) if use == "forward" else lower(schedule)

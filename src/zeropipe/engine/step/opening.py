@@ -1,0 +1,114 @@
+"""The first word of a step: what every process is about to do, told to all.
+
+A step may have any number of microbatches of any shapes, other ones on each pipeline, and each rank of a pipeline may
+hold only what its own stages need. So before anything is sent, all tell each other. From then on both ends of every
+edge know alike which message has shapes that are new, and a loss knows the number of tokens of all pipelines.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from zeropipe.engine.comm.fabric import Fabric
+from zeropipe.engine.layout import Layout
+from zeropipe.engine.stages.contract import Microbatch
+from zeropipe.engine.step.cells import signature
+from zeropipe.errors import ConfigError, ZeropipeError
+
+KINDS = 1024  # different microbatches that a pipeline remembers the shapes of
+
+
+class Word(NamedTuple):
+    """What one process says."""
+
+    number: int  # of microbatches
+    signatures: tuple[int, ...]  # of the microbatches; one where they are all alike
+    count: float | None  # tokens of the step, from the rank with the last stage
+    fault: str | None = None
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What follows from all words, for one pipeline."""
+
+    number: int  # of microbatches
+    kinds: tuple[int, ...]  # of each microbatch: those of one kind have the same shapes everywhere in the pipeline
+    numbers: tuple[int, ...]  # of microbatches, of all processes
+    total: float | None  # tokens of all pipelines; None if the loss cannot tell before it has run
+    forgotten: bool  # kinds start anew: what edges know about shapes is void
+
+
+class KindBook:
+    """Numbers the kinds of microbatches a pipeline has seen. All its ranks see the same ones, in the same order."""
+
+    def __init__(self, room: int = KINDS) -> None:
+        self._room, self._numbers, self._next = room, dict[Any, int](), 0
+
+    def read(self, kinds: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], bool]:
+        """The kinds' numbers, and whether all older ones were forgotten to make room."""
+        new = len({kind for kind in kinds if kind not in self._numbers})
+        forgotten = len(self._numbers) + new > self._room
+        if forgotten:
+            self._numbers.clear()
+        for kind in kinds:
+            if kind not in self._numbers:
+                self._numbers[kind] = self._next
+                self._next += 1
+        return tuple(self._numbers[kind] for kind in kinds), forgotten
+
+
+def open_step(
+    fabric: Fabric, layout: Layout, book: KindBook, microbatches: Sequence[Microbatch], loss_fn: Any, counting: bool
+) -> Opened:
+    """Tell and hear. `counting`: whether this process is to count the tokens of its pipeline."""
+    words: list[Word] = fabric.exchange(_word(microbatches, loss_fn, counting))
+    for rank, word in enumerate(words):
+        if word.fault is not None:
+            raise ConfigError(f"rank {rank}: {word.fault}")
+    for first in range(layout.size):  # every process looks at every pipeline, so that all raise alike
+        peers = [rank for rank in range(layout.size) if words[rank].number != words[first].number]
+        other = next((rank for rank in peers if _same_pipeline(layout, first, rank)), None)
+        if other is not None:
+            raise ConfigError(
+                f"rank {first} passes {words[first].number} microbatches, rank {other} of the same pipeline "
+                f"{words[other].number}: give all ranks of a pipeline the same number"
+            )
+    number = words[layout.rank].number
+    mine = [words[rank] for rank in layout.pipeline]
+    kinds, forgotten = book.read([tuple(_at(word.signatures, index) for word in mine) for index in range(number)])
+    counts = [word.count for word in words if word.count is not None]
+    return Opened(number, kinds, tuple(word.number for word in words), sum(counts) if counts else None, forgotten)
+
+
+def _same_pipeline(layout: Layout, one: int, other: int) -> bool:
+    if layout.mesh is None:
+        return True
+    names, table = layout.mesh.mesh_dim_names, layout.mesh.mesh
+    places = [(table == layout.members[rank]).nonzero()[0].tolist() for rank in (one, other)]
+    return all(a == b for name, a, b in zip(names, *places) if name not in ("pp", "tp"))
+
+
+def _word(microbatches: Sequence[Microbatch], loss_fn: Any, counting: bool) -> Word:
+    try:
+        signatures = tuple(_hash(signature(microbatch)) for microbatch in microbatches)
+        count = None
+        if counting and hasattr(loss_fn, "count"):
+            # microbatches may come in any order and through two ranks: all of them count
+            count = float(sum(loss_fn.count(microbatch) for microbatch in microbatches))
+        if not microbatches:
+            raise ConfigError("no microbatches were given: a step has at least 1")
+    except Exception as error:  # the others must not wait for this rank
+        text = str(error) if isinstance(error, ZeropipeError) else f"{type(error).__name__}: {error}"
+        return Word(len(microbatches), (), None, text)
+    return Word(len(signatures), signatures[:1] if len(set(signatures)) == 1 else signatures, count)
+
+
+def _hash(signed: tuple[Any, ...]) -> int:
+    return int.from_bytes(hashlib.sha256(repr(signed).encode()).digest()[:8], "little")
+
+
+def _at(signatures: tuple[int, ...], index: int) -> int:
+    return signatures[0] if len(signatures) == 1 else signatures[index]

@@ -1,0 +1,176 @@
+"""What the local ranks run in test_mesh.py: pipelines on a DeviceMesh against one process."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from engine_cases import Embedding
+from engine_helpers import WIDTH, SquareLoss, blocks, error_of, microbatches, plain_step
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from zeropipe.core.schedule import Schedule
+from zeropipe.engine import CausalLMLoss, Engine, hf_model, hf_stages, module_stages, parallelize
+
+_meshes: dict[tuple[Any, ...], Any] = {}
+
+
+def mesh_of(**sizes: int) -> Any:
+    """A mesh over the first ranks; made once, since its groups live as long as the process."""
+    key = tuple(sizes.items())
+    if key not in _meshes:
+        _meshes[key] = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    return _meshes[key]
+
+
+def whole(tensor: Tensor | None) -> Tensor | None:
+    """All of a tensor that may be sharded."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def shard(stages: dict[int, nn.Module], mesh: Any) -> None:
+    """FSDP2 as a user would apply it: blocks, then the stage."""
+    names = [name for name in ("dp_replicate", "dp_shard") if name in mesh.mesh_dim_names]
+    for stage in stages.values():
+        for block in stage.blocks:
+            fully_shard(block, mesh=mesh[tuple(names)])
+        fully_shard(stage, mesh=mesh[tuple(names)])
+
+
+def modules(number: int, tied: bool) -> list[nn.Module]:
+    if not tied:
+        return blocks(number)
+    start = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    ends = [Embedding(nn.Parameter(start.clone()), first, number - 1 if first else 0) for first in (True, False)]
+    return [ends[0], *blocks(number)[1:-1], ends[1]]
+
+
+def train_on_mesh(
+    schedule: Schedule, sizes: dict[str, int], options: dict[str, Any], steps: int, tied: bool, numbers: tuple[int, ...]
+) -> dict[str, float]:
+    """Steps with AdamW and clipping beside one process; every pipeline has its own number of rows.
+
+    With `numbers`, steps have these numbers of microbatches, and every pipeline one more than the one before it.
+    """
+    mesh = mesh_of(**sizes)
+    number = schedule.num_stages
+    plain = modules(number, tied)
+    if tied:
+        plain[-1].weight = plain[0].weight
+    rank = mesh["pp"].get_local_rank() if "pp" in sizes else 0
+    stages: dict[int, Any] = dict(module_stages(modules(number, tied), schedule, rank))
+    if tied:
+        for stage, module in stages.items():
+            if stage in (0, number - 1):
+                module.tied_pairs = (("blocks.0.weight", number - 1 - stage, "blocks.0.weight"),)
+    if "dp_shard" in sizes:
+        shard(stages, mesh)
+    model, loss_fn = nn.Sequential(*plain), SquareLoss()
+    pipelines = math.prod(size for name, size in sizes.items() if name.startswith("dp"))
+    mine = 0
+    for name in ("dp_replicate", "dp_shard"):
+        if name in sizes:
+            mine = mine * sizes[name] + mesh[name].get_local_rank()
+    seen = {"loss": 0.0, "grad": 0.0, "norm": 0.0, "weight": 0.0, "eval": 0.0}
+    with Engine(schedule, stages, mesh=mesh, **options) as engine:
+        ours, theirs = (
+            torch.optim.AdamW(p, lr=0.01, foreach=False) for p in (engine.parameters(), list(model.parameters()))
+        )
+        for step in range(steps):
+            count = numbers[step % len(numbers)] if numbers else schedule.num_microbatches
+            data = [
+                microbatches(count + (pipeline if numbers else 0), 10 * step + pipeline, (1 + pipeline, 5, 2))
+                for pipeline in range(pipelines)
+            ]
+            wanted = plain_step(model, [batch for some in data for batch in some], loss_fn)
+            evaluated = engine.eval_step(data[mine], loss_fn)
+            result = engine.train_step(data[mine], loss_fn)
+            norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+            seen["loss"] = max(seen["loss"], abs(result.loss - wanted) / abs(wanted))
+            seen["eval"] = max(seen["eval"], abs(evaluated.loss - wanted) / abs(wanted))
+            seen["norm"] = max(seen["norm"], abs(engine.clip_grad_norm(0.1) - norm) / norm)
+            seen["grad"] = max(seen["grad"], difference(stages, plain, "grad"))
+            for optimizer in (ours, theirs):
+                optimizer.step()
+                optimizer.zero_grad()
+            seen["weight"] = max(seen["weight"], difference(stages, plain, "weight"))
+    return seen
+
+
+def difference(stages: dict[int, Any], plain: list[nn.Module], what: str) -> float:
+    """The largest relative difference of any gradient or weight from the plain model's."""
+    worst = 0.0
+    for module in stages.values():
+        for name, parameter in module.named_parameters():
+            index, _, rest = module.full_name(name).partition(".")
+            other = plain[int(index)].get_parameter(rest)
+            got, wanted = (parameter.grad, other.grad) if what == "grad" else (parameter.detach(), other.detach())
+            worst = max(worst, error_of(whole(got), wanted))
+    return worst
+
+
+def llama(**changes: Any) -> Any:
+    """A tiny Llama or Qwen3 in float64."""
+    from transformers import LlamaConfig, Qwen3Config
+
+    make = Qwen3Config if changes.pop("qwen3", False) else LlamaConfig
+    return make(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+        head_dim=8, vocab_size=64, dtype=torch.float64, **{"num_key_value_heads": 2} | changes,
+    )  # fmt: skip
+
+
+def train_hf_on_mesh(
+    schedule: Schedule, sizes: dict[str, int], model: dict[str, Any], options: dict[str, Any], steps: int = 2
+) -> dict[str, float]:
+    """A Hugging Face model through parallelize(), beside the same model in one process."""
+    config = llama(**model)
+    mesh = mesh_of(**sizes)
+    plain = hf_model(config)
+    stages = hf_stages(config, schedule, mesh["pp"].get_local_rank() if "pp" in sizes else 0)
+    parallelize(stages, mesh)
+    pipelines = math.prod(size for name, size in sizes.items() if name.startswith("dp"))
+    mine = mesh["dp_shard"].get_local_rank() if "dp_shard" in sizes else 0
+    loss_fn, seen = CausalLMLoss(), {"loss": 0.0, "grad": 0.0, "norm": 0.0, "weight": 0.0}
+    with Engine(schedule, stages, mesh=mesh, **options) as engine:
+        ours, theirs = (
+            torch.optim.AdamW(p, lr=0.01, foreach=False) for p in (engine.parameters(), list(plain.parameters()))
+        )
+        for step in range(steps):
+            generator = torch.Generator().manual_seed(step)
+            data = [
+                [{"input_ids": t, "labels": t} for t in torch.randint(64, (4, 1, 6 + 4 * p), generator=generator)]
+                for p in range(pipelines)
+            ]
+            everything = [batch for some in data for batch in some]
+            total = sum(loss_fn.count(batch) for batch in everything)
+            wanted = 0.0
+            for batch in everything:
+                loss = loss_fn(plain(batch["input_ids"]).logits, batch)[0] / total
+                loss.backward()
+                wanted += float(loss)
+            result = engine.train_step(data[mine], loss_fn)
+            norm = float(torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1))
+            seen["loss"] = max(seen["loss"], abs(result.loss - wanted) / wanted)
+            seen["norm"] = max(seen["norm"], abs(engine.clip_grad_norm(0.1) - norm) / norm)
+            seen["grad"] = max(seen["grad"], _hf_difference(stages, plain, "grad"))
+            for optimizer in (ours, theirs):
+                optimizer.step()
+                optimizer.zero_grad()
+            seen["weight"] = max(seen["weight"], _hf_difference(stages, plain, "weight"))
+    return seen
+
+
+def _hf_difference(stages: dict[int, Any], plain: nn.Module, what: str) -> float:
+    worst = 0.0
+    for stage in stages.values():
+        names = stage.full_names()
+        for name, parameter in stage.named_parameters():
+            other = plain.get_parameter(names[name])
+            got, wanted = (parameter.grad, other.grad) if what == "grad" else (parameter.detach(), other.detach())
+            worst = max(worst, error_of(whole(got), wanted))
+    return worst

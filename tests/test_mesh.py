@@ -1,0 +1,71 @@
+"""Pipelines with data parallelism around them: equal to one process, whatever the layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import mesh_cases as cases
+from engine_helpers import TOLERANCE, largest, ranks
+
+import zeropipe as zp
+
+SHARDED, REPLICATED, HYBRID = {"pp": 2, "dp_shard": 2}, {"pp": 2, "dp_replicate": 2}, {"dp_replicate": 2, "dp_shard": 2}
+
+
+def differences(
+    name: str, sizes: dict[str, int], steps: int = 2, tied: bool = False, numbers: tuple[int, ...] = (), **options: Any
+) -> dict[str, float]:
+    schedule = zp.build(name, ranks=sizes.get("pp", 1), microbatches=8)
+    return largest(ranks(4).run(cases.train_on_mesh, schedule, sizes, options, steps, tied, numbers))
+
+
+@pytest.mark.parametrize("sizes", [SHARDED, REPLICATED, {"pp": 4}], ids=str)
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zbv", "dualpipev", "dualpipe"])
+def test_training_equals_one_process(name, sizes):
+    seen = differences(name, sizes)
+    assert max(seen.values()) < TOLERANCE, seen
+
+
+@pytest.mark.parametrize("sizes", [{"dp_shard": 4}, HYBRID], ids=str)
+def test_without_a_pipeline(sizes):
+    seen = differences("1f1b", sizes)
+    assert max(seen.values()) < TOLERANCE, seen
+
+
+@pytest.mark.parametrize("sizes", [SHARDED, REPLICATED], ids=str)
+@pytest.mark.parametrize("name", ["1f1b", "zbv"])
+def test_ties(name, sizes):
+    seen = differences(name, sizes, tied=True)
+    assert max(seen.values()) < TOLERANCE, seen
+
+
+@pytest.mark.parametrize("sizes", [{"pp": 4}, SHARDED], ids=str)
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zbv", "dualpipe"])
+def test_any_number_of_microbatches(name, sizes):
+    """3, then 7, then 16, then 1; other numbers on other pipelines."""
+    seen = differences(name, sizes, steps=4, numbers=(3, 7, 16, 1))
+    assert max(seen.values()) < TOLERANCE, seen
+
+
+@pytest.mark.parametrize(
+    "options", [{"regather": True}, {"ac": "full"}, {"split": "whole"}, {"shapes": "dynamic"}], ids=str
+)
+@pytest.mark.parametrize("name", ["1f1b", "zbv"])
+def test_options_on_sharded_stages(name, options):
+    seen = differences(name, SHARDED, **options)
+    assert max(seen.values()) < TOLERANCE, seen
+
+
+@pytest.mark.parametrize("qwen3", [False, True], ids=["llama", "qwen3"])
+@pytest.mark.parametrize(
+    "name, sizes", [("1f1b", {"tp": 4}), ("1f1b", {"pp": 2, "tp": 2}), ("zbv", {"pp": 2, "tp": 2})], ids=str
+)
+def test_tensor_parallelism(name, sizes, qwen3):
+    schedule = zp.build(name, ranks=sizes.get("pp", 1), microbatches=4)
+    model = {"qwen3": qwen3, "tie_word_embeddings": False, "num_key_value_heads": sizes["tp"]}
+    seen = largest(ranks(4).run(cases.train_hf_on_mesh, schedule, sizes, model, {}))
+    assert max(seen.values()) < TOLERANCE, seen
