@@ -88,10 +88,6 @@ def _bytes(fabric: Fabric, data: Tensor, root: int) -> Tensor:
         else:
             mine = some.cpu() if fabric.layout.pipeline_rank == root else torch.empty_like(some, device="cpu")
             passed = _piece(fabric, mine, root)
-                fabric,
-                some.cpu() if fabric.layout.pipeline_rank == root else torch.empty_like(some, device="cpu"),
-                root,
-            )
             if fabric.layout.pipeline_rank != root:
                 some.copy_(passed)
     return data
