@@ -117,9 +117,11 @@ def test_a_worker_answers_refuses_and_fails_in_one_line(hand, capfd):
     with pytest.raises(Refusal) as refusal:
         hand.do(Job(app_jobs.refuse, ()))
     assert refusal.value.errors == (("ranks", "ranks=0: no"),)
+    before = hand.do(Job(app_jobs.process, ()))
     with pytest.raises(Failed, match="ValueError: two"):
         hand.do(Job(app_jobs.fail, ()))
     assert "Traceback" in capfd.readouterr().err  # for whoever started the server
+    assert hand.do(Job(app_jobs.process, ())) != before  # a process that failed is not trusted any more
     assert hand.do(Job(app_jobs.chatter, ())) == b""  # what a schedule prints or reads does not go into the pipes
     assert hand.do(Job(app_jobs.process, ())) not in (0, os.getpid())
 

@@ -40,11 +40,16 @@ class Process:
         self._writing = Lock()
         self.send((self._scratch.name, tuple(schedules)))
 
-    def send(self, message: Any) -> None:
+    def send(self, message: Any, patience: float = -1) -> None:
+        """Write a message, unless another one is still being written when `patience` is at its end."""
         assert self._popen.stdin is not None
-        with self._writing:
+        if not self._writing.acquire(timeout=patience):
+            return
+        try:
             pickle.dump(message, self._popen.stdin, pickle.HIGHEST_PROTOCOL)
             self._popen.stdin.flush()
+        finally:
+            self._writing.release()
 
     def receive(self) -> Any:
         assert self._popen.stdout is not None
@@ -98,16 +103,23 @@ class WorkerHand:
             self._ended.set()
         if how == DONE:
             return what
+        if isinstance(what, Failed):
+            self._forget(process)  # whatever went wrong in it does not go on
         raise what if how == RAISED else Stopped
+
+    def _forget(self, process: Process) -> int:
+        """End the process, and begin with a new one if it was the present one; its exit status."""
+        with self._state:
+            if self._process is process:
+                self._process = None
+        status = process.end()
+        self.warm()
+        return status
 
     def _lost(self, process: Process) -> tuple[str, Any]:
         """The process is gone: because it was told to, or by itself."""
-        with self._state:
-            self._process = None
-            stopping = self._stopping or self._closed
-        status = process.end()
-        if stopping:
-            self.warm()  # for the next one
+        status = self._forget(process)
+        if self._stopping or self._closed:
             return STOPPED, None
         reason = f"signal {-status}" if status < 0 else f"status {status}"
         hint = "; the machine may have too little memory for it: ask for less, or use the command line"
@@ -132,6 +144,6 @@ class WorkerHand:
 def _stop(process: Process, number: int, ended: Event) -> None:
     """Ask, wait, kill."""
     with suppress(OSError, ValueError):  # it is gone
-        process.send((number, None))
+        process.send((number, None), patience=GRACE)
     if not ended.wait(GRACE):
         process.kill()

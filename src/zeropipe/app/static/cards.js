@@ -12,7 +12,7 @@ export class Cards {
       const words = told(facts);
       const node = h(
         "button",
-        { type: "button", className: "card", "aria-description": words, onclick: () => toggle(facts.name), "data-name": facts.name },
+        { type: "button", className: facts.name.length > 16 ? "card long" : "card", "aria-description": words, onclick: () => toggle(facts.name), "data-name": facts.name },
         h("b", {}, facts.name),
         facts.picture ? drawing(facts.picture) : null,
       );
