@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from engine_cases import Embedding
@@ -16,16 +17,35 @@ from zeropipe.core.schedule import Schedule
 from zeropipe.engine import Engine, main_gradients
 
 
-def many_engines(schedule: Schedule, number: int) -> list[tuple[int, int]]:
+class Open(NamedTuple):
+    """How many files and threads a process has."""
+
+    files: int
+    threads: int
+
+    def as_few_as(self, others: list[Open]) -> bool:
+        """Whether none of the others had fewer."""
+        return all(self.files <= other.files and self.threads <= other.threads for other in others)
+
+
+def open_now() -> Open:
+    return Open(len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")))
+
+
+def many_engines(schedule: Schedule, number: int) -> list[Open]:
     """Open files and threads after each of several engines, without help from the garbage collector."""
-    seen, stages = [], own(blocks(schedule.num_stages), schedule)
+    seen: list[Open] = []
+    stages = own(blocks(schedule.num_stages), schedule)
     gc.disable()
     try:
         for _ in range(number):
             with Engine(schedule, stages) as engine:
                 engine.train_step(microbatches(schedule.num_microbatches), SquareLoss())
                 engine.eval_step(microbatches(schedule.num_microbatches), SquareLoss())
-            seen.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
+            end = time.monotonic() + 20  # threads that end take a moment
+            while not (found := open_now()).as_few_as(seen) and time.monotonic() < end:
+                time.sleep(0.02)
+            seen.append(found)
     finally:
         gc.enable()
     return seen

@@ -19,9 +19,7 @@ from zeropipe.errors import EngineError
 
 def test_closed_engines_leave_no_connection_and_no_thread():
     for seen in ranks(2).run(cases.many_engines, zp.build("dualpipe", ranks=2, microbatches=4), 4):
-        (files, threads), last = seen[1], seen[-1]
-        assert last[0] <= files + 15  # what one engine opens; threads that end take a moment
-        assert last[1] <= threads + 9
+        assert seen[-1].as_few_as(seen), seen
 
 
 def test_outputs_belong_to_the_caller():

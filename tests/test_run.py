@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 
@@ -66,7 +67,7 @@ def test_a_damaged_model_directory_ends_in_one_line(capfd, tmp_path, monkeypatch
 
     from zeropipe.engine.run import launch
 
-    monkeypatch.setattr(launch, "GRACE", 1.0)
+    monkeypatch.setattr(launch, "LocalRanks", partial(launch.LocalRanks, grace=1.0))
     config = LlamaConfig(
         hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=32
     )  # fmt: skip
@@ -83,7 +84,7 @@ def test_a_damaged_model_directory_ends_in_one_line(capfd, tmp_path, monkeypatch
         assert out == ""
 
     facts.write_text(facts.read_text().replace('"num_hidden_layers": 1', '"num_hidden_layers": 2'))
-    refused("has no tensor 'model.layers.1.")  # the second rank only: the first waits for it, and is stopped
+    refused("has no tensor model.layers.1.")  # the second rank only: the first waits for it, and is stopped
     weights.write_bytes(b"123")
     refused(f"cannot read {weights}")
     facts.write_text("[1]")

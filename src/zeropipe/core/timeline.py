@@ -10,7 +10,7 @@ from typing import NamedTuple
 from zeropipe.core import notebook
 from zeropipe.core.action import Action
 from zeropipe.core.jit import arrays
-from zeropipe.core.packed import decode, is_joined
+from zeropipe.core.packed import decode
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.units import percent, size_text, time_text
 
@@ -77,7 +77,7 @@ class Timeline:
         first, last, busy, peak = (xp.full_floats(self.num_ranks) for _ in range(4))
         during = xp.floats(self.memory.during) if self.memory else xp.full_floats(0)
         xp.call(
-            stats_kernel, xp.ints(self.schedule.packed.codes), xp.list_ints(self.schedule.packed.offsets),
+            stats_kernel, xp.list_ints(self.schedule.packed.offsets),
             xp.floats(self.start), xp.floats(self.end), during, first, last, busy, peak,
         )  # fmt: skip
         return tuple([float(x) for x in column] for column in (first, last, busy, peak))  # type: ignore[return-value]
@@ -95,7 +95,7 @@ class Timeline:
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """Time spent in actions, per rank (an Overlap counts once)."""
+        """Time in which an action runs, per rank (two at once count once)."""
         return tuple(self._stats[2])
 
     @property
@@ -162,7 +162,7 @@ class Timeline:
         return notebook.drawing and notebook.drawing(self)
 
 
-def stats_kernel(codes, offsets, start, end, during, first, last, busy, peak):  # type: ignore[no-untyped-def]
+def stats_kernel(offsets, start, end, during, first, last, busy, peak):  # type: ignore[no-untyped-def]
     """First start, last end, busy time and peak memory of each rank; one without actions is there from the start."""
     earliest = start[0] if len(start) > 0 else 0.0
     for rank in range(len(offsets) - 1):
@@ -177,11 +177,10 @@ def stats_kernel(codes, offsets, start, end, during, first, last, busy, peak):  
         first[rank] = start[begin]
         total = 0.0
         top = 0.0
-        latest = end[begin]
+        latest = start[begin]
         for at in range(begin, stop):
-            if not is_joined(codes[at]):
-                total += end[at] - start[at]
-            if end[at] > latest:
+            if end[at] > latest:  # an Overlap's second action, or one of a file that begins before another has ended
+                total += end[at] - (start[at] if start[at] > latest else latest)
                 latest = end[at]
             if len(during) > 0 and during[at] > top:
                 top = during[at]

@@ -43,9 +43,10 @@ class Desk:
     """The store, asked by a thread of its own: one whose host is stopped never answers, and nobody may wait for it."""
 
     def __init__(self, store: dist.Store, patience: float) -> None:
-        self._store, self._patience, self._lost = store, patience, False
+        self._patience, self._lost = patience, False
         self._queue: SimpleQueue[tuple[Callable[[dist.Store], Any], list[Any], threading.Event] | None] = SimpleQueue()
-        threading.Thread(target=self._serve, name="zeropipe-store", daemon=True).start()
+        # only the thread holds the store: its connection closes when the thread ends
+        threading.Thread(target=self._serve, args=(store,), name="zeropipe-store", daemon=True).start()
 
     def ask(self, question: Callable[[dist.Store], Result]) -> Result:
         """The store's answer; StoreLost if there is none."""
@@ -64,11 +65,11 @@ class Desk:
         """End the thread, once it is through with what it was asked."""
         self._queue.put(None)
 
-    def _serve(self) -> None:
+    def _serve(self, store: dist.Store) -> None:
         while (entry := self._queue.get()) is not None:
             question, answer, done = entry
             try:
-                answer.append(question(self._store))
+                answer.append(question(store))
             except RuntimeError:
                 self._lost = True
             finally:
