@@ -11,8 +11,16 @@ from engine_helpers import ranks
 from safetensors.torch import load_file, save_file
 from stage_models import CONFIGS, microbatches
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-from weights_cases import all_stages, run, seeded, train_with_empty_stages, wrapped_for_data_parallelism
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from weights_cases import (
+    all_stages,
+    run,
+    save_all_stages,
+    seeded,
+    train_with_empty_stages,
+    wrapped_for_data_parallelism,
+)
 
 import zeropipe as zp
 from zeropipe.engine import hf_model, hf_stages, module_stages
@@ -334,6 +342,36 @@ def test_ties_are_decided_as_transformers_does(tmp_path, stored_as):
     torch.testing.assert_close(run(stages, BATCH), logits(theirs))
     is_tied = theirs.lm_head.weight is theirs.model.embed_tokens.weight
     assert bool(stages[0].tied_pairs) == bool(stages[1].tied_pairs) == is_tied == (stored_as != "different")
+
+
+# --- the text part of models of several kinds of input ---
+
+_VISION = {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+    "patch_size": 14,
+}  # fmt: skip
+
+
+@pytest.fixture(params=["gemma3", "mistral3"])
+def multimodal(request):
+    text = CONFIGS["gemma3" if request.param == "gemma3" else "mistral"]().to_dict()
+    more = {"mm_tokens_per_image": 4, "boi_token_index": 1, "eoi_token_index": 2} if request.param == "gemma3" else {}
+    tokens = {"image_token_index": 60, "image_token_id": 60} | more
+    config = CONFIG_MAPPING[request.param](text_config=text, vision_config=_VISION, **tokens)
+    return seeded(AutoModelForImageTextToText.from_config(config))
+
+
+def test_the_text_part_is_loaded(multimodal, tmp_path):
+    batch = {"input_ids": BATCH["input_ids"].clamp(3, 59)}
+    want = multimodal.eval()(**batch).logits
+    multimodal.save_pretrained(tmp_path)
+    for source in (multimodal, tmp_path):
+        torch.testing.assert_close(run(all_stages(source, TWO), batch), want)
+    save_all_stages(all_stages(tmp_path, TWO), TWO, tmp_path / "text")
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / "text")
+    torch.testing.assert_close(back.eval()(**batch).logits, want)
+    with pytest.raises(ConfigError, match="holds another model"):
+        save_all_stages(all_stages(tmp_path, TWO), TWO, tmp_path)
 
 
 # --- float8 ---

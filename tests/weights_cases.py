@@ -27,6 +27,13 @@ def all_stages(source: Any, schedule: Schedule, **options: Any) -> list[nn.Modul
     return [found[stage] for stage in range(schedule.num_stages)]
 
 
+def save_all_stages(stages: list[nn.Module], schedule: Schedule, directory: Any, **options: Any) -> None:
+    """Every rank of a single process, one after the other."""
+    for rank in range(schedule.num_ranks):
+        own = {stage: stages[stage] for stage in schedule.placement.stages_of(rank)}
+        save.save_stages(own, schedule.placement, rank, directory, **options)
+
+
 def run(stages: list[nn.Module], batch: dict[str, Tensor]) -> Tensor:
     """The stages one after the other."""
     inputs: tuple[Tensor, ...] = ()

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeropipe.errors import MissingExtra
+from zeropipe.errors import ConfigError, MissingExtra
 
 Read = Callable[[str], Tensor]
 
@@ -46,6 +46,30 @@ def build(config: Any, dtype: torch.dtype, *, kernels: bool = True) -> nn.Module
     return found._from_config(
         copy.deepcopy(config), dtype=dtype, attn_implementation=ways[0], experts_implementation=ways[1]
     )
+
+
+def build_around(config: Any, dtype: torch.dtype) -> nn.Module:
+    """The model of several kinds of input that a config describes, on the default device."""
+    import transformers
+    from transformers.models.auto import modeling_auto as auto
+
+    for kind in ("MULTIMODAL_LM", "IMAGE_TEXT_TO_TEXT", "CAUSAL_LM"):
+        found = getattr(auto, f"MODEL_FOR_{kind}_MAPPING", {}).get(type(config), None)
+        if found is not None:
+            break
+    else:
+        names = getattr(config, "architectures", None) or [""]
+        found = getattr(transformers, names[0], None)
+    if found is None:
+        raise ConfigError(f"transformers has no class that loads model_type={config.model_type!r}: give its text part")
+    try:
+        return found._from_config(copy.deepcopy(config), dtype=dtype)
+    except Exception as error:  # whatever transformers finds wrong with it
+        raise ConfigError(f"transformers cannot build a {found.__name__} of this config: {_line(error)}") from error
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def leave_alone(tensor: Tensor) -> Tensor:
@@ -127,6 +151,23 @@ class Conversion:
             rule.add_tensor(self.targets[0], name, pattern, read(name))
         made = rule.convert(self.targets[0], model=model, config=model.config)
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+def text_names(outer: nn.Module, text: nn.Module) -> dict[str, str]:
+    """What the tensors of a model's text part, with the head, are called in a model of that part alone."""
+    inside = next((name for name, module in outer.named_modules() if type(module) is type(text.base_model)), None)
+    if inside is None:
+        raise ConfigError(f"a {type(outer).__name__} has no {type(text.base_model).__name__}: give its text part")
+    ends = [(inside, text.base_model_prefix)]
+    heads = [(model, model.get_output_embeddings()) for model in (outer, text)]
+    if all(head is not None for _, head in heads):
+        ends.append(tuple(next(n for n, m in model.named_modules() if m is head) for model, head in heads))
+    return {
+        name.replace(here, there, 1): name
+        for name in {*text.state_dict(), *(name for name, _ in text.named_buffers())}
+        for there, here in ends
+        if name.startswith(f"{here}.")
+    }
 
 
 def conversions(model: nn.Module, stored: Iterable[str]) -> tuple[list[Conversion], set[str]]:

@@ -16,21 +16,40 @@ from zeropipe.engine.stages.quantised import form_of
 from zeropipe.engine.stages.stored import Stored
 from zeropipe.engine.stages.weights import compute_buffers, seed_module
 from zeropipe.engine.stages.whole import SCORE, Whole, listed, put, tensors_of
-from zeropipe.engine.transformers_private import Conversion, conversions, kept_in_float32, unexpected
+from zeropipe.engine.transformers_private import (
+    Conversion,
+    build_around,
+    conversions,
+    kept_in_float32,
+    text_names,
+    unexpected,
+)
 from zeropipe.errors import ConfigError
 
 
 class DirectorySource:
     """Reads the tensors that a stage is made of, and no others."""
 
-    def __init__(self, directory: Path, quantization: dict[str, Any] | None, dtype: torch.dtype, seed: int) -> None:
+    def __init__(
+        self, directory: Path, quantization: dict[str, Any] | None, dtype: torch.dtype, seed: int, config: Any
+    ) -> None:
         self._stored = Stored(directory, form_of(quantization, directory))
-        self._dtype, self._seed = dtype, seed
+        self._dtype, self._seed, self._config = dtype, seed, config
 
     def prepare(self, whole: Whole) -> bool:
-        found, unused = conversions(whole.model, self._stored.names)
-        self._whole = whole
-        self._made_by = {target: conversion for conversion in found for target in conversion.targets}
+        self._whole, self._model, names = whole, whole.model, None
+        if type(self._config) is not type(whole.model.config):  # the text part of a model of several kinds of input
+            with torch.device("meta"):
+                self._model = build_around(self._config, self._dtype)
+            names = text_names(self._model, whole.model)
+        found, unused = conversions(self._model, self._stored.names)
+        self._name_of = names or {target: target for conversion in found for target in conversion.targets}
+        self._made_by = {
+            self._name_of[target]: conversion
+            for conversion in found
+            for target in conversion.targets
+            if target in self._name_of
+        }
         self._float32 = kept_in_float32(whole.model, self._dtype, whole.tensors)
         self._same: dict[str, str] = {}
         tied = self._is_tied(whole)
@@ -38,7 +57,7 @@ class DirectorySource:
             raise ConfigError(
                 f"{self._stored.directory} has no tensor {listed(missing)}: is it a checkpoint of this model?"
             )
-        if strangers := unexpected(whole.model, unused - whole.tensors.keys()):
+        if strangers := unexpected(self._model, unused - whole.tensors.keys()):
             warnings.warn(
                 f"{self._stored.directory} has {listed(strangers)}, which the model does not use", stacklevel=4
             )
@@ -89,7 +108,8 @@ class DirectorySource:
             raise ConfigError(f"{self._stored.directory} has no tensor {listed(missing)}: the checkpoint is not whole")
         parts = [self._stored.read(name) for name in conversion.stored]
         try:
-            return conversion.run(self._whole.model, dict(zip(conversion.stored, parts)).__getitem__)
+            made = conversion.run(self._model, dict(zip(conversion.stored, parts)).__getitem__)
+            return {self._name_of[name]: value for name, value in made.items() if name in self._name_of}
         except (RuntimeError, ValueError, KeyError) as error:
             raise ConfigError(
                 f"cannot make {conversion.targets[0]} of {listed(conversion.stored)} in {self._stored.directory}: "

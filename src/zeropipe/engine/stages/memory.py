@@ -20,6 +20,7 @@ from zeropipe.engine.stages.whole import (
     tensors_of,
     unwrapped_name,
 )
+from zeropipe.engine.transformers_private import text_names
 from zeropipe.errors import ConfigError
 
 
@@ -27,13 +28,19 @@ class ModelSource:
     """Copies from a whole model in memory; what is frozen there stays frozen."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype | None, seed: int) -> None:
+        self._model = model
         self._name = f"the {type(model).__name__} in memory"
         self._tensors = {_plain(name): t for name, t in tensors_of(model).items() if not is_adapters(name)}
         self._computed = {_plain(name) for name in computed(model)}
         self._keep_dtype, self._seed = dtype is None, seed
 
     def prepare(self, whole: Whole) -> bool:
-        self._add_prefix(f"{whole.model.base_model_prefix}.")
+        if type(self._model.config) is type(whole.model.config):
+            self._add_prefix(f"{whole.model.base_model_prefix}.")
+        else:  # the text part of a model of several kinds of input
+            names = text_names(self._model, whole.model)
+            self._tensors = {names[name]: tensor for name, tensor in self._tensors.items() if name in names}
+            self._computed = {names[name] for name in self._computed if name in names}
         head, embedding = (self._tensors.get(name) for name in whole.ends)
         # Whatever the config says, two tensors are trained apart, and one is one. A model without head has its config.
         tied = whole.head == "lm" and (whole.tie is not None if head is None else head is embedding)

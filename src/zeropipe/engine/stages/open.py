@@ -82,11 +82,11 @@ def _parts(model: Any, dtype: torch.dtype | None, seed: int) -> tuple[Any, torch
         own = next(model.parameters()).dtype
         return decoder_config(model.config), dtype or own, ModelSource(model, dtype, seed)
     if isinstance(model, str | os.PathLike):
-        config = _read_config(Path(model))
-        quantization = _without_quantization(config)
-        config = decoder_config(config)
+        given = _read_config(Path(model))
+        quantization = _without_quantization(given)
+        config = decoder_config(given)
         dtype = dtype or config.dtype or torch.float32
-        return config, dtype, DirectorySource(Path(model), quantization, dtype, seed)
+        return config, dtype, DirectorySource(Path(model), quantization, dtype, seed, given)
     if not hasattr(model, "model_type"):
         raise ConfigError(
             f"{model!r} is no model: give a directory with a config.json, a transformers config or a model in memory"
