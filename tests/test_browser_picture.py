@@ -270,3 +270,15 @@ def test_an_empty_schedule_is_shown(page_of):  # noqa: F811
     page.keyboard.press("c")
     settle(page)
     assert page.locator(".zp-panel").count() == 2
+
+
+def test_very_many_ranks_are_painted(page_of):  # noqa: F811
+    timeline = run("1f1b", 9000, 2, zp.Costs())
+    page = page_of(timeline, draw={"memory": False})
+    lane = tuple(colours(timeline)["lane"])
+    for rank in (0, 4500, 8999):
+        step = next(timeline.spans(rank))
+        page.evaluate("([a, w]) => zeropipeViewer.view.show(a - w, 4 * w)", [step.start, step.end - step.start])
+        settle(page)
+        assert tuple(pixel(page, rank, (step.start + step.end) / 2)[:3]) != lane
+    assert page.locator(".zp-plot").bounding_box()["height"] < 10_000

@@ -21,6 +21,7 @@ from zeropipe.viz.scene import Area
 FINE = 1.5  # points: where boxes are narrower than this on average, they are drawn as bands
 AROUND = 6  # boxes on either side that count for this average
 SHORTEST = 8.0  # points: fewer of fine boxes are drawn one by one all the same
+FEWEST = 2 * AROUND  # boxes: so few, too
 SHARP_GAP = 1.5  # points: longer idle time is empty paper
 SHARP_RUN = 6.0  # points: a longer run of one kind is not blended with what is beside it
 THINNEST = 0.25  # points: what has no length is still seen
@@ -59,7 +60,7 @@ def regions(model: Boxes, rank: int, scale: float) -> list[Region]:
     edges = [0, *(np.flatnonzero(fine[1:] != fine[:-1]) + 1).tolist(), stop - begin]
     found: list[Region] = []
     for a, b in pairwise(edges):
-        is_fine = bool(fine[a] and right[b - 1] - left[a] >= SHORTEST)
+        is_fine = bool(fine[a] and b - a > FEWEST and right[b - 1] - left[a] >= SHORTEST)
         if found and found[-1].fine == is_fine:
             a = found.pop().places.start - begin
         found.append(Region(slice(begin + a, begin + b), is_fine))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from math import floor
 
 import numpy as np
@@ -74,24 +75,25 @@ def dense_row(model: Boxes, rank: int, columns: int, step: float, plain: bool) -
     used = used_cells(model, columns, step)
     times = time_by_kind(model, rank, np.minimum(np.arange(used + 1) * step, model.makespan))
     long = np.minimum(step, np.maximum(model.makespan - np.arange(used) * step, step * 1e-9))  # the last may be short
-    around = _around(model, rank, np.linspace(0.5, used - 0.5, used) * step, step)
-    top, all_kinds = around.argmax(axis=0), around.sum(axis=0)
+    shares = (times.sum(axis=0) / long).tolist()
+    marks = [next((mark for least, mark in LEVELS if share >= least), IDLE) for share in shares]
+    colors = [""] * used if plain else _colors(model, rank, np.linspace(0.5, used - 0.5, used) * step, step)
     row = Text()
-    for at, share in enumerate(times.sum(axis=0) / long):
-        mark = next((mark for least, mark in LEVELS if share >= least), IDLE)
-        if plain or mark == IDLE:
-            row.append(mark, "dim" if mark == IDLE else None)
-        else:
-            most = around[top[at], at] > 0.5 * all_kinds[at] * (1 + 1e-9)
-            row.append(mark, Style(color=shades(KINDS[top[at]], 1)[0] if most else MIXED))
+    for (idle, color), cells in groupby(zip(marks, colors, strict=True), lambda cell: (cell[0] == IDLE, cell[1])):
+        style = "dim" if idle else Style(color=color) if color else None
+        row.append("".join(mark for mark, _ in cells), style)
     return row.append(" " * (columns - used))
 
 
-def _around(model: Boxes, rank: int, times: Floats, step: float) -> Floats:
+def _colors(model: Boxes, rank: int, times: Floats, step: float) -> list[str]:
+    """The colour of the kind that has most of the time around each of some times."""
     places = slice(int(model.offsets[rank]), int(model.offsets[rank + 1]))
     if places.start == places.stop:
-        return np.zeros((len(KINDS), len(times)))
-    return shares_around(model, places, times, max(step, round_time(model, places)))
+        return [MIXED] * len(times)
+    around = shares_around(model, places, times, max(step, round_time(model, places)))
+    most = around.max(axis=0) > 0.5 * around.sum(axis=0) * (1 + 1e-9)
+    kinds = [shades(kind, 1)[0] for kind in KINDS]
+    return [kinds[top] if wins else MIXED for top, wins in zip(around.argmax(axis=0), most, strict=True)]
 
 
 def used_cells(model: Boxes, columns: int, step: float) -> int:

@@ -17,7 +17,7 @@ from zeropipe.viz.boxes import LOWER, WHOLE, Boxes, boxes, kinds_with_room
 from zeropipe.viz.colors import NAMES, ink_on, shades
 from zeropipe.viz.density import KINDS
 from zeropipe.viz.drawable import drawable
-from zeropipe.viz.scene import Area, Item, Line, Rect, Scene, Text
+from zeropipe.viz.scene import Area, Line, Rect, Scene, Text
 from zeropipe.viz.style import Style
 from zeropipe.viz.words import cut_to, one_line, width_of
 
@@ -110,26 +110,32 @@ def _timeline(
     pitch = min(tallest, roomy if model.num_ranks <= 16 else 9.0 if model.num_ranks <= 64 else 5.0)
     height = pitch * 0.86 if pitch > 2 else pitch
     labels = _label_sizes(model, height, style, scale)
+    areas: list[Area] = []
+    rects: list[Rect] = []
+    texts: list[Text] = []
     for rank in range(model.num_ranks):
         top = y + rank * pitch
         out.items.append(Rect(left, top, model.makespan * scale, height, colors["lane"]))
-        _rank_name(out, rank, top + height / 2, pitch, style, left)
+        texts += _rank_name(rank, top + height / 2, pitch, style, left)
         for places, fine in rows[rank]:
             if fine:
-                out.items.extend(bands(model, places, left, top, height, scale))
+                areas += bands(model, places, left, top, height, scale)
             else:
-                out.items.extend(_row(model, places, left, top, height, style, scale, labels))
+                _add_row(model, places, left, top, height, style, scale, labels, rects, texts)
+    texts.sort(key=lambda text: (text.fill, text.size, text.anchor))
+    out.items += [*areas, *rects, *texts]  # alike side by side: quickly drawn, and a smaller file
     y += model.num_ranks * pitch + 4
     return _memory(out, timeline, model, style, left, scale, y) if style.memory and timeline.memory else y + 4
 
 
-def _rank_name(out: Scene, rank: int, middle: float, pitch: float, style: Style, left: float) -> None:
+def _rank_name(rank: int, middle: float, pitch: float, style: Style, left: float) -> list[Text]:
+    """The name beside a row, or beside every so many where rows are narrow."""
     size = SMALL if pitch >= 9 else LEAST
     every = ceil(1.1 * size / pitch)
     if rank % (every if every <= 2 else ceil(every / 4) * 4):
-        return
+        return []
     text = f"rank {rank}" if style.is_wide else str(rank)
-    out.items.append(Text(left - 4, middle + size * 0.36, text, size, style.colors["soft"], "end"))
+    return [Text(left - 4, middle + size * 0.36, text, size, style.colors["soft"], "end")]
 
 
 Labels = dict[tuple[int, bool], float]
@@ -171,14 +177,13 @@ def _hairline(width: float, color: str, following: str) -> float:
     return 0.3 if 2.0 < width <= GAP_FROM and color == following else -SEAM
 
 
-def _row(
-    model: Boxes, places: slice, x: float, top: float, height: float, style: Style, scale: float, labels: Labels
-) -> list[Item]:
-    rects: list[Rect] = []
-    texts: list[Text] = []
-    fills = [
-        shades(KINDS[k], model.num_shades)[s] for k, s in zip(model.kind[places], model.shade[places], strict=True)
-    ]
+def _add_row(
+    model: Boxes, places: slice, x: float, top: float, height: float, style: Style, scale: float, labels: Labels,
+    rects: list[Rect], texts: list[Text],
+) -> None:  # fmt: skip
+    """The boxes at `places`, neighbours on one rank, and their labels."""
+    looks = zip(model.kind[places], model.shade[places], strict=True)
+    fills = [shades(KINDS[kind], model.num_shades)[shade] for kind, shade in looks]
     for i in range(places.start, places.stop):
         half, kind = int(model.half[i]), int(model.kind[i])
         color = fills[i - places.start]
@@ -195,7 +200,6 @@ def _row(
         text = _label(model, i, style.labels) if size else ""
         if text and w >= GLYPH * len(text) * size * (1 - 1e-9):
             texts.append(Text(left + w / 2, y + h / 2 + size * 0.36, text, size, ink_on(color), "middle"))
-    return [*rects, *sorted(texts, key=lambda text: (text.fill, text.size))]  # alike side by side: a smaller file
 
 
 def _memory(out: Scene, timeline: Timeline, model: Boxes, style: Style, left: float, scale: float, y: float) -> float:
@@ -215,7 +219,7 @@ def _memory(out: Scene, timeline: Timeline, model: Boxes, style: Style, left: fl
         base = y + rank * pitch + pitch * 0.86
         high = pitch * 0.86 / top
         out.items.append(Rect(left, y + rank * pitch, right - left, pitch * 0.86, style.colors["lane"]))
-        _rank_name(out, rank, base - pitch * 0.43, pitch, style, left)
+        out.items += _rank_name(rank, base - pitch * 0.43, pitch, style, left)
         if stop > begin:
             curve = _curve(model, during, after, begin, stop, scale)
             points = tuple((left + x, base - level * high) for x, level in curve)

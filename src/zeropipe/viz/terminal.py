@@ -36,10 +36,11 @@ def show(timelines: Sequence[Timeline], width: int | None = None, console: Conso
     dense = [is_dense(model, columns, step) for model in models]
     for timeline, model, coarse in zip(timelines, models, dense, strict=True):
         _print_heading(timeline, console)
+        busy = _busy(timeline)
         for rank in range(model.num_ranks):
             name = f"rank {rank}".rjust(gutter - 1) + " "
             row = (dense_row if coarse else box_row)(model, rank, columns, step, plain)
-            console.print(Text.assemble((name, "dim"), row, (f" {_busy(timeline, rank):>4}%", "dim")),
+            console.print(Text.assemble((name, "dim"), row, (f" {busy[rank]:>4}%", "dim")),
                           no_wrap=True, crop=False, overflow="ignore")  # fmt: skip
         console.print()
     console.print(_axis(timelines[0].unit, longest, step, gutter))
@@ -63,10 +64,10 @@ def _print_heading(timeline: Timeline, console: Console) -> None:
     console.print(Text(facts, "dim"), no_wrap=True, overflow="ellipsis")
 
 
-def _busy(timeline: Timeline, rank: int) -> int:
-    """Per cent of the makespan that a rank is busy; 100 only if it is never idle."""
-    busy, makespan = timeline.busy[rank], timeline.makespan
-    return 100 if busy * ROUNDING >= makespan else min(99, round(100 * busy / makespan))
+def _busy(timeline: Timeline) -> list[int]:
+    """Per cent of the makespan that each rank is busy; 100 only if it is never idle."""
+    makespan = timeline.makespan
+    return [100 if busy * ROUNDING >= makespan else min(99, round(100 * busy / makespan)) for busy in timeline.busy]
 
 
 def _density_note(models: Sequence[Boxes], dense: Sequence[bool], columns: int, plain: bool) -> Text:

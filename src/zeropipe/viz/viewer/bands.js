@@ -5,6 +5,7 @@ import { KINDS, LOWER, UPPER, firstAbove } from "./data.js";
 
 const WIDE = 2.2; // device pixels: boxes narrower than this on average make bands
 const BLOCK = 32; // device pixels: it is decided for so many at a time, with those on either side
+const MOST_RANKS = 4096; // in one image
 const MOST_LINES = 32; // of the image that holds a rank's bands, top to bottom
 const LEAST_REACH = 6; // device pixels on either side that a share is the mean of
 const FULL = 0.997; // of the height: the rest is rounding
@@ -37,9 +38,13 @@ export class Strip {
     this.context = this.canvas.getContext("2d");
   }
 
-  clear(width, ranks, height) {
+  /** For the ranks from `first` on, as many as it holds: a canvas has a greatest height. */
+  clear(width, first, all, height) {
+    const ranks = Math.min(MOST_RANKS, all - first);
     this.lines = Math.max(1, Math.min(MOST_LINES, Math.round(height), Math.floor(2048 / ranks)));
     this.width = width;
+    this.first = first;
+    this.ranks = ranks;
     this.used = false;
     if (this.canvas.width !== width || this.canvas.height !== ranks * this.lines) {
       this.canvas.width = width;
@@ -53,7 +58,7 @@ export class Strip {
   /** Shares of F, B, I and W at a pixel of a rank, from below: W, I, B, F. A line that two of them have part in mixes. */
   put(rank, pixel, share, colours) {
     const { lines, width, words } = this;
-    const bottom = (rank * lines + lines - 1) * width + pixel;
+    const bottom = ((rank - this.first) * lines + lines - 1) * width + pixel;
     let [level, below] = [0, 0];
     for (let kind = 3; kind >= 0; kind--) {
       if (!share[kind]) continue;
@@ -69,12 +74,12 @@ export class Strip {
     this.used = true;
   }
 
-  paint(context, layout, ranks, scale) {
+  paint(context, layout, scale) {
     if (!this.used) return;
     this.context.putImageData(this.image, 0, 0);
     context.imageSmoothingEnabled = false;
-    for (let rank = 0; rank < ranks; rank++) {
-      context.drawImage(this.canvas, 0, rank * this.lines, this.width, this.lines, 0, layout.top(rank), this.width / scale, layout.height);
+    for (let n = 0; n < this.ranks; n++) {
+      context.drawImage(this.canvas, 0, n * this.lines, this.width, this.lines, 0, layout.top(this.first + n), this.width / scale, layout.height);
     }
   }
 }

@@ -210,7 +210,8 @@ function pathWords({ path, start, end, makespan, unit }) {
 
 /** The pitch of very many rows: a canvas has a greatest height. */
 function least(ranks) {
-  return Math.max(1, Math.min(9, Math.floor(TALLEST / ranks)));
+  const pitch = Math.min(9, TALLEST / ranks);
+  return pitch > 1 ? Math.floor(pitch) : pitch;
 }
 
 function rowsOf(pitch, ranks) {

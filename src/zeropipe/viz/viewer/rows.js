@@ -18,17 +18,21 @@ let strip = null; // all panels are painted one after the other
 export function paintRows(context, timeline, sums, paint, view, layout, scale, labels) {
   const perPixel = view.span / (view.width * scale);
   const boxes = [];
+  let bands = false;
   strip ??= new Strip();
-  strip.clear(Math.ceil(view.width * scale), timeline.ranks, layout.height * scale);
-  context.fillStyle = paint.palette.lane;
-  for (let rank = 0; rank < timeline.ranks; rank++) {
-    context.fillRect(0, layout.top(rank), Math.min(view.width, view.x(timeline.makespan)), layout.height);
-    scanRow(timeline, sums, rank, view, perPixel, strip, paint.words, boxes);
+  for (let first = 0; first < timeline.ranks; first += strip.ranks) {
+    strip.clear(Math.ceil(view.width * scale), first, timeline.ranks, layout.height * scale);
+    context.fillStyle = paint.palette.lane;
+    for (let rank = first; rank < first + strip.ranks; rank++) {
+      context.fillRect(0, layout.top(rank), Math.min(view.width, view.x(timeline.makespan)), layout.height);
+      scanRow(timeline, sums, rank, view, perPixel, strip, paint.words, boxes);
+    }
+    strip.paint(context, layout, scale);
+    bands ||= strip.used;
   }
-  strip.paint(context, layout, timeline.ranks, scale);
   paintBoxes(context, timeline, paint, view, layout, boxes);
   if (labels !== "none") paintLabels(context, timeline, paint, view, layout, boxes, labels);
-  return { drawn: boxes.length, bands: strip.used };
+  return { drawn: boxes.length, bands };
 }
 
 function paintBoxes(context, timeline, paint, view, layout, boxes) {
