@@ -119,8 +119,8 @@ def llama(**changes: Any) -> Any:
 
     make = Qwen3Config if changes.pop("qwen3", False) else LlamaConfig
     return make(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
-        head_dim=8, vocab_size=64, dtype=torch.float64, **{"num_key_value_heads": 2} | changes,
+        hidden_size=32, intermediate_size=48, num_attention_heads=4,
+        head_dim=8, vocab_size=64, dtype=torch.float64, **{"num_key_value_heads": 2, "num_hidden_layers": 4} | changes,
     )  # fmt: skip
 
 
@@ -134,7 +134,7 @@ def train_hf_on_mesh(
     stages = hf_stages(config, schedule, mesh["pp"].get_local_rank() if "pp" in sizes else 0)
     parallelize(stages, mesh)
     pipelines = math.prod(size for name, size in sizes.items() if name.startswith("dp"))
-    mine = mesh["dp_shard"].get_local_rank() if "dp_shard" in sizes else 0
+    mine = next((mesh[name].get_local_rank() for name in ("dp_shard", "dp_replicate") if name in sizes), 0)
     loss_fn, seen = CausalLMLoss(), {"loss": 0.0, "grad": 0.0, "norm": 0.0, "weight": 0.0}
     with Engine(schedule, stages, mesh=mesh, **options) as engine:
         ours, theirs = (
@@ -142,9 +142,10 @@ def train_hf_on_mesh(
         )
         for step in range(steps):
             generator = torch.Generator().manual_seed(step)
+            shapes = [(schedule.num_microbatches, 1, 6 + 4 * pipeline) for pipeline in range(pipelines)]
             data = [
-                [{"input_ids": t, "labels": t} for t in torch.randint(64, (4, 1, 6 + 4 * p), generator=generator)]
-                for p in range(pipelines)
+                [{"input_ids": tokens, "labels": tokens} for tokens in torch.randint(64, shape, generator=generator)]
+                for shape in shapes
             ]
             everything = [batch for some in data for batch in some]
             total = sum(loss_fn.count(batch) for batch in everything)
@@ -152,7 +153,7 @@ def train_hf_on_mesh(
             for batch in everything:
                 loss = loss_fn(plain(batch["input_ids"]).logits, batch)[0] / total
                 loss.backward()
-                wanted += float(loss)
+                wanted += float(loss.detach())
             result = engine.train_step(data[mine], loss_fn)
             norm = float(torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1))
             seen["loss"] = max(seen["loss"], abs(result.loss - wanted) / wanted)

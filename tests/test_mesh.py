@@ -69,3 +69,28 @@ def test_tensor_parallelism(name, sizes, qwen3):
     model = {"qwen3": qwen3, "tie_word_embeddings": False, "num_key_value_heads": sizes["tp"]}
     seen = largest(ranks(4).run(cases.train_hf_on_mesh, schedule, sizes, model, {}))
     assert max(seen.values()) < TOLERANCE, seen
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zbv"])
+def test_sharded_and_spread(name):
+    """Eight processes: every dimension but replicas at once."""
+    sizes = {"pp": 2, "dp_shard": 2, "tp": 2}
+    schedule = zp.build(name, ranks=2, microbatches=4)
+    seen = largest(ranks(8).run(cases.train_hf_on_mesh, schedule, sizes, {"qwen3": True}, {}))
+    assert max(seen.values()) < TOLERANCE, seen
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ac", ["none", "full"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zbv", "dualpipev"])
+@pytest.mark.parametrize("sizes", [SHARDED, REPLICATED, {"pp": 2, "tp": 2}, {"pp": 4}], ids=str)
+def test_the_whole_product(sizes, name, compile, tied, ac):
+    """Five steps of a Hugging Face model with AdamW and clipping."""
+    schedule = zp.build(name, ranks=sizes["pp"], microbatches=8 if name == "dualpipev" else 4)
+    model = {"qwen3": True, "tie_word_embeddings": tied, "num_hidden_layers": 8}
+    options = {"compile": compile, "ac": ac}
+    seen = largest(ranks(4).run(cases.train_hf_on_mesh, schedule, sizes, model, options, 5))
+    # transformers' norms compute in float32, which the compiler rounds in another order
+    assert max(seen.values()) < (1e-3 if compile else TOLERANCE), seen

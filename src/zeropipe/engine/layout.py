@@ -83,7 +83,7 @@ class Layout:
         """How many processes with the same place in the pipeline hold the same piece of a parameter."""
         total = self.size // len(self.pipeline)
         for number, placement in zip(*_shards(parameter)):
-            if placement.is_shard():
+            if not placement.is_replicate():  # a strided shard says it is no shard
                 total //= number
         return total
 
