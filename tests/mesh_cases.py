@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from engine_cases import Embedding
-from engine_helpers import WIDTH, SquareLoss, blocks, error_of, microbatches, plain_step
+from engine_helpers import WIDTH, SquareLoss, blocks, error_of, microbatches, nccl_on_one_gpu, plain_step
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -19,11 +19,11 @@ from zeropipe.engine import CausalLMLoss, Engine, hf_model, hf_stages, module_st
 _meshes: dict[tuple[Any, ...], Any] = {}
 
 
-def mesh_of(**sizes: int) -> Any:
-    """A mesh over the first ranks; made once, since its groups live as long as the process."""
-    key = tuple(sizes.items())
+def mesh_of(sizes: dict[str, int], device: str = "cpu") -> Any:
+    """A mesh over all ranks; made once, since its groups live as long as the process."""
+    key = (device, *sizes.items())
     if key not in _meshes:
-        _meshes[key] = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        _meshes[key] = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     return _meshes[key]
 
 
@@ -56,7 +56,7 @@ def train_on_mesh(
 
     With `numbers`, steps have these numbers of microbatches, and every pipeline one more than the one before it.
     """
-    mesh = mesh_of(**sizes)
+    mesh = mesh_of(sizes)
     number = schedule.num_stages
     plain = modules(number, tied)
     if tied:
@@ -125,13 +125,14 @@ def llama(**changes: Any) -> Any:
 
 
 def train_hf_on_mesh(
-    schedule: Schedule, sizes: dict[str, int], model: dict[str, Any], options: dict[str, Any], steps: int = 2
-) -> dict[str, float]:
+    schedule: Schedule, sizes: dict[str, int], model: dict[str, Any], options: dict[str, Any], steps: int = 2,
+    device: str = "cpu",
+) -> dict[str, float]:  # fmt: skip
     """A Hugging Face model through parallelize(), beside the same model in one process."""
     config = llama(**model)
-    mesh = mesh_of(**sizes)
-    plain = hf_model(config)
-    stages = hf_stages(config, schedule, mesh["pp"].get_local_rank() if "pp" in sizes else 0)
+    mesh = mesh_of(sizes, device)
+    plain = hf_model(config, device=device)
+    stages = hf_stages(config, schedule, mesh["pp"].get_local_rank() if "pp" in sizes else 0, device=device)
     parallelize(stages, mesh)
     pipelines = math.prod(size for name, size in sizes.items() if name.startswith("dp"))
     mine = next((mesh[name].get_local_rank() for name in ("dp_shard", "dp_replicate") if name in sizes), 0)
@@ -144,7 +145,10 @@ def train_hf_on_mesh(
             generator = torch.Generator().manual_seed(step)
             shapes = [(schedule.num_microbatches, 1, 6 + 4 * pipeline) for pipeline in range(pipelines)]
             data = [
-                [{"input_ids": tokens, "labels": tokens} for tokens in torch.randint(64, shape, generator=generator)]
+                [
+                    {"input_ids": tokens, "labels": tokens}
+                    for tokens in torch.randint(64, shape, generator=generator).to(device)
+                ]
                 for shape in shapes
             ]
             everything = [batch for some in data for batch in some]
@@ -173,5 +177,11 @@ def _hf_difference(stages: dict[int, Any], plain: nn.Module, what: str) -> float
         for name, parameter in stage.named_parameters():
             other = plain.get_parameter(names[name])
             got, wanted = (parameter.grad, other.grad) if what == "grad" else (parameter.detach(), other.detach())
-            worst = max(worst, error_of(whole(got), wanted))
+            worst = max(worst, error_of(whole(got), None if wanted is None else wanted.cpu()))
     return worst
+
+
+def train_hf_on_nccl(schedule: Schedule, sizes: dict[str, int]) -> dict[str, float]:
+    """`train_hf_on_mesh` with all ranks on one GPU, over NCCL."""
+    nccl_on_one_gpu()
+    return train_hf_on_mesh(schedule, sizes, {"qwen3": True, "tie_word_embeddings": False}, {}, 2, "cuda")

@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("torch")
 
 import fault_cases as cases
+import mesh_cases
 import torch
 from engine_helpers import TOLERANCE, largest, train_on_nccl
 
@@ -36,3 +37,11 @@ def test_an_error_stops_ranks_that_wait_inside_kernels(stage, kind, where):
         schedule = zp.build(name, ranks=4, microbatches=8)
         found = ranks.outcomes(cases.fail_over_nccl, schedule, stage, kind, when, timeout=40)
     assert all(item[0] == "EngineError" and item[1].startswith(f"rank 2 failed at {where}") for item in found), found
+
+
+@pytest.mark.parametrize("sizes", [{"pp": 2, "dp_shard": 2}, {"pp": 2, "tp": 2}], ids=str)
+@pytest.mark.parametrize("name", ["1f1b", "zbv"])
+def test_a_mesh_over_nccl(name, sizes):
+    with LocalRanks(4, backend="nccl") as four:
+        found = four.run(mesh_cases.train_hf_on_nccl, zp.build(name, ranks=2, microbatches=4), sizes)
+    assert max(max(seen.values()) for seen in found) < 1e-9, found
