@@ -184,4 +184,5 @@ def _hf_difference(stages: dict[int, Any], plain: nn.Module, what: str) -> float
 def train_hf_on_nccl(schedule: Schedule, sizes: dict[str, int]) -> dict[str, float]:
     """`train_hf_on_mesh` with all ranks on one GPU, over NCCL."""
     nccl_on_one_gpu()
+    torch.zeros(1, device="cuda:0")  # a mesh would look for a GPU of its own for every rank
     return train_hf_on_mesh(schedule, sizes, {"qwen3": True, "tie_word_embeddings": False}, {}, 2, "cuda")
