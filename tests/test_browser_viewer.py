@@ -301,15 +301,27 @@ def test_keys_work_before_anything_is_focused(page_of):  # noqa: F811
     assert "0F0 forward" in page.locator(".zp-card").inner_text()
 
 
+def rested(page):
+    """How far the page is scrolled, once it no longer moves."""
+    seen = [None]
+    while len(seen) < 4 or len(set(seen[-4:])) > 1:
+        seen.append(page.evaluate("scrollY"))
+        page.wait_for_timeout(60)
+    return seen[-1]
+
+
 def test_a_wheel_that_scrolls_the_page_goes_on_scrolling(page_of):  # noqa: F811
     page = page_of([run()] * 6)
     page.mouse.move(*place(page, 1, 10))
     page.mouse.wheel(0, 600)
-    page.wait_for_function("scrollY > 100")
+    down = rested(page)
+    assert down > 100
+    page.mouse.move(*place(page, 1, 10, panel=1))
     page.evaluate("zeropipeViewer.state.scrolled = Infinity")  # as if it were still moving
     page.mouse.wheel(0, -200)
-    settle(page)
+    assert rested(page) < down
     assert window(page) == [0, run().makespan]
+    page.mouse.move(*place(page, 1, 10, panel=1))
     page.evaluate("zeropipeViewer.state.scrolled = -Infinity")
     page.mouse.wheel(0, -200)
     settle(page)

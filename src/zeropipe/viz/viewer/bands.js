@@ -4,10 +4,12 @@
 import { KINDS, LOWER, UPPER, firstAbove } from "./data.js";
 
 const WIDE = 2.2; // device pixels: boxes narrower than this on average make bands
+const [STRICT, TOLERANT] = [0.6, 1.6]; // times that, in a place that is unlike the whole
 const BLOCK = 32; // device pixels: it is decided for so many at a time, with those on either side
 const MOST_RANKS = 4096; // in one image
 const MOST_LINES = 32; // of the image that holds a rank's bands, top to bottom
 const LEAST_REACH = 6; // device pixels on either side that a share is the mean of
+const SHARP_RUN = 10; // device pixels: a longer run of one kind is not blended with what is beside it
 const FULL = 0.997; // of the height: the rest is rounding
 const FAINTEST = 0.16; // of the height: a short box alone in its pixel stays visible
 
@@ -95,7 +97,7 @@ function mixed(one, other, share) {
  * Divide a row in sight: wide boxes are added to `boxes`, stretches of narrow ones are written to the strip.
  * Blocks hang on times, not on the window, so that nothing changes while it moves.
  */
-export function scanRow(timeline, sums, rank, view, perPixel, strip, colours, boxes) {
+export function scanRow(timeline, sums, rank, view, perPixel, strip, colours, narrowAll, boxes) {
   const { start, end, offsets } = timeline;
   const last = offsets[rank + 1];
   const long = BLOCK * perPixel;
@@ -111,9 +113,10 @@ export function scanRow(timeline, sums, rank, view, perPixel, strip, colours, bo
     busy[n] = sumsAt(timeline, sums, (first + n) * long, i, last, at).reduce((a, b) => a + b, 0);
     steps[n] = sums.steps[i] + (i < last && start[i] < (first + n) * long ? 0.5 : 0);
   }
+  const most = WIDE * perPixel * (narrowAll ? TOLERANT : STRICT); // where most are alike, all are drawn alike
   const narrow = (n) => {
     const [a, b] = [Math.max(0, n - 1), Math.min(count, n + 2)];
-    return steps[b] - steps[a] > 0 && busy[b] - busy[a] < WIDE * perPixel * (steps[b] - steps[a]);
+    return steps[b] - steps[a] > 0 && busy[b] - busy[a] < most * (steps[b] - steps[a]);
   };
   let pushed = -1;
   for (let n = 0; n < count; n++) {
@@ -132,7 +135,22 @@ export function scanRow(timeline, sums, rank, view, perPixel, strip, colours, bo
   }
 }
 
-/** The pixels from one time to another; idle pixels part stretches, within which shares are those of a round around. */
+/** Whether the boxes in sight, of all ranks together, are narrow. */
+export function isNarrow(timeline, sums, view, perPixel) {
+  let [busy, steps] = [0, 0];
+  for (let rank = 0; rank < timeline.ranks; rank++) {
+    const first = firstAbove(timeline.end, view.from, timeline.offsets[rank], timeline.offsets[rank + 1]);
+    const last = firstAbove(timeline.start, view.to, first, timeline.offsets[rank + 1]);
+    for (const sum of sums.times) busy += sum[last] - sum[first];
+    steps += sums.steps[last] - sums.steps[first];
+  }
+  return busy < WIDE * perPixel * steps;
+}
+
+/**
+ * The pixels from one time to another. Idle pixels and long runs of one kind part it into stretches; within one, shares
+ * are those of some rounds around.
+ */
 function writeBands(timeline, sums, rank, view, perPixel, strip, colours, from, to, i) {
   const last = timeline.offsets[rank + 1];
   const base = Math.floor((from - view.from) / perPixel + 1e-6);
@@ -146,6 +164,7 @@ function writeBands(timeline, sums, rank, view, perPixel, strip, colours, from, 
   }
   const covered = (n) => sum[4 * n + 4] + sum[4 * n + 5] + sum[4 * n + 6] + sum[4 * n + 7] - sum[4 * n] - sum[4 * n + 1] - sum[4 * n + 2] - sum[4 * n + 3];
   const round = Math.max(1e-3, sums.rounds[rank] / perPixel);
+  const runs = runsOf(sum, count, covered);
   const reach = round * Math.ceil(LEAST_REACH / round); // whole rounds: a regular rhythm has the same shares everywhere
   const value = (kind, x) => {
     const n = Math.min(count - 1, Math.floor(x));
@@ -153,9 +172,9 @@ function writeBands(timeline, sums, rank, view, perPixel, strip, colours, from, 
   };
   const share = new Float64Array(4);
   for (let a = 0; a < count; a++) {
-    let b = a;
-    while (b < count && covered(b) > 0) b++;
-    if (a === b) continue;
+    if (!(covered(a) > 0)) continue;
+    let b = a + (runs[a] >= SHARP_RUN ? runs[a] : 1);
+    while (runs[a] < SHARP_RUN && b < count && covered(b) > 0 && runs[b] < SHARP_RUN) b++;
     const [begin, end] = [a + 1 - Math.min(1, covered(a) / perPixel), b - 1 + Math.min(1, covered(b - 1) / perPixel)];
     for (let n = Math.max(a, -base); n < b && base + n < strip.width; n++) {
       const [left, right] = [Math.max(begin, n + 0.5 - reach), Math.min(end, n + 0.5 + reach)];
@@ -170,8 +189,22 @@ function writeBands(timeline, sums, rank, view, perPixel, strip, colours, from, 
       for (let kind = 0; kind < 4; kind++) share[kind] = colours[kind] ? share[kind] * grow : 0;
       if (hidden < all) strip.put(rank, base + n, share, colours);
     }
-    a = b;
+    a = b - 1;
   }
+}
+
+/** For each pixel, how many from it on have the one and same kind only; 0 for a mixed one. */
+function runsOf(sum, count, covered) {
+  const runs = new Int32Array(count + 1);
+  let before = -1;
+  for (let n = count - 1; n >= 0; n--) {
+    const all = covered(n);
+    let kind = -1;
+    for (let k = 0; k < 4; k++) if (all > 0 && sum[4 * n + 4 + k] - sum[4 * n + k] > 0.99 * all) kind = k;
+    runs[n] = kind < 0 ? 0 : kind === before ? runs[n + 1] + 1 : 1;
+    before = kind;
+  }
+  return runs;
 }
 
 let kept = new Float64Array(0);

@@ -50,7 +50,9 @@ export class Panel {
 
   /** Where the time of all ranks goes, and what is said of the picture. */
   shares() {
-    this.note = element("span", { className: "zp-note zp-off" }, "narrow boxes: heights are shares of time, zoom in to see each");
+    const short = element("span", { className: "zp-short" }, "bands: shares of time");
+    const long = element("span", { className: "zp-words" }, "narrow boxes: heights are shares of time, zoom in to see each");
+    this.note = element("span", { className: "zp-note zp-off" }, long, short);
     this.pathNote = element("span", { className: "zp-path-note", hidden: true }, pathWords(this.timeline));
     return element("div", { className: "zp-facts zp-shares" }, ...shareLine(this.timeline, this.state.data.causes), this.pathNote, this.note);
   }

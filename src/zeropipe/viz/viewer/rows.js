@@ -1,6 +1,6 @@
 // Paints one timeline's boxes: one by one where they are wide enough, as bands where they are not.
 
-import { Strip, scanRow } from "./bands.js";
+import { Strip, isNarrow, scanRow } from "./bands.js";
 import { LOWER, UPPER } from "./data.js";
 
 const SMALLEST = 8; // CSS pixels of a label's font
@@ -18,6 +18,7 @@ let strip = null; // all panels are painted one after the other
 export function paintRows(context, timeline, sums, paint, view, layout, scale, labels) {
   const perPixel = view.span / (view.width * scale);
   const boxes = [];
+  const narrow = isNarrow(timeline, sums, view, perPixel);
   let bands = false;
   strip ??= new Strip();
   for (let first = 0; first < timeline.ranks; first += strip.ranks) {
@@ -25,7 +26,7 @@ export function paintRows(context, timeline, sums, paint, view, layout, scale, l
     context.fillStyle = paint.palette.lane;
     for (let rank = first; rank < first + strip.ranks; rank++) {
       context.fillRect(0, layout.top(rank), Math.min(view.width, view.x(timeline.makespan)), layout.height);
-      scanRow(timeline, sums, rank, view, perPixel, strip, paint.words, boxes);
+      scanRow(timeline, sums, rank, view, perPixel, strip, paint.words, narrow, boxes);
     }
     strip.paint(context, layout, scale);
     bands ||= strip.used;
