@@ -200,6 +200,17 @@ def test_adapters_that_start_from_the_weights_are_kept():
     torch.testing.assert_close(run(all_stages(plain, TWO), BATCHES[0]), plain(TOKENS).logits)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_adapters_on_a_gpu(trained):
+    stages, where = trained
+    save_all(stages, where / "adapter")
+    for adapter in (where / "adapter", QV):
+        on_gpu = all_stages(where / "base", TWO, adapter=adapter, device="cuda")
+        assert {p.device.type for stage in on_gpu for p in stage.parameters()} == {"cuda"}
+        save_all(on_gpu, where / "again")
+        save_all(on_gpu, where / f"merged {adapter is QV}", merge=True)
+
+
 def test_an_unloaded_adapter_is_none():
     plain = lora_model(hf_model(CONFIGS["llama"]()), QV)
     want = plain(TOKENS).logits

@@ -344,6 +344,48 @@ def test_ties_are_decided_as_transformers_does(tmp_path, stored_as):
     assert bool(stages[0].tied_pairs) == bool(stages[1].tied_pairs) == is_tied == (stored_as != "different")
 
 
+def bert(directory: Path) -> nn.Module:
+    """A model with another tie than that of head and embedding: two names of the head's bias."""
+    sizes = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = CONFIG_MAPPING["bert"](**sizes, intermediate_size=48, is_decoder=True, hidden_dropout_prob=0.0)
+    config.attention_probs_dropout_prob = 0.0
+    model = seeded(AutoModelForCausalLM.from_config(config))
+    model.save_pretrained(directory)
+    return model
+
+
+def test_ties_inside_a_stage(tmp_path):
+    model = bert(tmp_path)
+    want = logits(model)
+    for source in (model, tmp_path):
+        stages = all_stages(source, TWO)
+        torch.testing.assert_close(run(stages, BATCH), want)
+    save_all_stages(stages, TWO, tmp_path)
+    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), want)
+
+
+def test_ties_inside_a_stage_that_are_none_are_refused(tmp_path):
+    model = bert(tmp_path)
+    rewrite(tmp_path, lambda tensors: tensors | {"cls.predictions.decoder.bias": torch.ones(61)})
+    refuses(tmp_path, "differ in .*: its config ties them")
+    model.cls.predictions.decoder.bias = nn.Parameter(torch.ones(61))
+    refuses(model, "are two tensors: its config makes them one")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_weights_on_a_gpu(saved, tmp_path_factory):
+    model, directory = saved
+    batch = {key: value.cuda() for key, value in BATCH.items()}
+    for source in (model, directory, model.config):
+        stages = all_stages(source, TWO, device="cuda")
+        assert {tensor.device.type for stage in stages for tensor in stage.state_dict().values()} == {"cuda"}
+    stages = all_stages(directory, TWO, device="cuda")
+    out = tmp_path_factory.mktemp("out")
+    save_all_stages(stages, TWO, out)
+    back = AutoModelForCausalLM.from_pretrained(out, experts_implementation="eager").cuda().eval()
+    torch.testing.assert_close(run(stages, batch), back(batch["input_ids"]).logits, rtol=1e-4, atol=1e-4)
+
+
 # --- the text part of models of several kinds of input ---
 
 _VISION = {

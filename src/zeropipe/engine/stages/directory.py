@@ -65,19 +65,24 @@ class DirectorySource:
 
     def _is_tied(self, whole: Whole) -> bool:
         """As transformers decides: what the config ties stays apart if two different tensors are stored."""
-        if whole.tie is None:
-            return False
-        head, embedding = (self._made_by.get(name) for name in whole.tie)
-        if head is not None and embedding is not None and not self._is_equal(head, embedding):
-            return False
-        here, there = whole.tie if embedding is not None else whole.tie[::-1]
-        self._same[here] = there
-        return True
+        tied = whole.tie is not None
+        for pair in whole.ties.items():
+            name, other = pair if pair[1] in self._made_by else pair[::-1]
+            if name not in whole.tensors:
+                continue  # a head that these stages do not have
+            if name in self._made_by and other in self._made_by and not self._is_equal(name, other):
+                if whole.tie is None or set(pair) != set(whole.tie):
+                    raise ConfigError(f"{name} and {other} differ in {self._stored.directory}: its config ties them")
+                tied = False
+            else:
+                self._same[name] = other
+        return tied
 
-    def _is_equal(self, head: Conversion, embedding: Conversion) -> bool:
-        if head.is_plain and embedding.is_plain:
-            return self._stored.is_equal(head.stored[0], embedding.stored[0])
-        return torch.equal(*(next(iter(self._run(each).values())) for each in (head, embedding)))
+    def _is_equal(self, name: str, other: str) -> bool:
+        one, two = self._made_by[name], self._made_by[other]
+        if one.is_plain and two.is_plain:
+            return self._stored.is_equal(one.stored[0], two.stored[0])
+        return torch.equal(self._run(one)[name], self._run(two)[other])
 
     def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
         return torch.float32 if name in self._float32 else dtype

@@ -45,6 +45,9 @@ class ModelSource:
         # Whatever the config says, two tensors are trained apart, and one is one. A model without head has its config.
         tied = whole.head == "lm" and (whole.tie is not None if head is None else head is embedding)
         self._require_names(whole, spare=set(whole.ends[:1]) if tied else set())
+        for name, other in whole.ties.items():
+            if {name, other} != set(whole.ends) and self._tensors.get(name) is not self._tensors.get(other):
+                raise ConfigError(f"{name} and {other} of {self._name} are two tensors: its config makes them one")
         for name, tensor in self._tensors.items():
             if tensor.is_meta:
                 raise ConfigError(f"{name} of {self._name} has no values (it is on the meta device): load the model")

@@ -72,14 +72,16 @@ class _Model:
     def __init__(self, stage: HFStage, adapter: Adapter | None) -> None:
         self._whole, self._config = _whole(stage), _config(stage)
         self._adapter = adapter.name if adapter else ""
-        # a tied weight is saved once, as its embedding
-        self._names = (self._whole.stored | (self._whole.tensors.keys() & {SCORE})) - set((self._whole.tie or ())[:1])
+        # a tied weight is saved once: the head's as the embedding
+        names = self._whole.stored | (self._whole.tensors.keys() & {SCORE})
+        self._names = names - self._whole.ties.keys() if stage.head == "lm" else names
 
     def require(self, directory: Path) -> None:
         require_same_model(directory, self._config)
 
     def write(self, number: int, stage: HFStage, folder: Path) -> Part:
-        tensors = {name: get for name, get in _merged(stage, self._adapter).items() if name in self._names}
+        tensors = {self._saved_as(n): get for n, get in _merged(stage, self._adapter).items()}
+        tensors = {name: get for name, get in tensors.items() if name in self._names}
         files: dict[str, list[str]] = {}
         total = 0
         for content in _in_files(self._whole, tensors):
@@ -88,6 +90,10 @@ class _Model:
             files[file] = list(content)
             total += sum(tensor.nbytes for tensor in content.values())
         return Part(files, list(tensors), total)
+
+    def _saved_as(self, name: str) -> str:
+        """Of two names of one tensor in a stage the one that is saved."""
+        return name if name in self._whole.ends else self._whole.ties.get(name, name)
 
     def switch(self, workshop: Workshop, num_stages: int) -> None:
         switch_to_model(workshop, num_stages, self._names, self._config)

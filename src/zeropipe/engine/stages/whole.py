@@ -39,12 +39,16 @@ class Whole:
         return self.tensors.keys() - computed(self.model) - {SCORE}
 
     @cached_property
+    def ties(self) -> dict[str, str]:
+        """Name -> the name it is tied to, as class and config say."""
+        return tied_names(self.model)
+
+    @cached_property
     def tie(self) -> tuple[str, str] | None:
-        """The head's weight and the embedding's, if class and config say that they are one."""
-        ties = tied_names(self.model)
-        if any({name, other} != set(self.ends) for name, other in ties.items()):
-            raise ConfigError(f"{type(self.model).__name__} ties {listed(ties)}: only head and embedding may be tied")
-        return self.ends if ties and self.head == "lm" else None
+        """The head's weight and the embedding's, if they are tied; other ties do not span stages."""
+        head, embedding = self.ends
+        is_tied = self.ties.get(head) == embedding or self.ties.get(embedding) == head
+        return self.ends if is_tied and self.head == "lm" else None
 
     @cached_property
     def ends(self) -> tuple[str, str]:
@@ -57,7 +61,9 @@ class Whole:
         return {name for name in tensors_of(self.model) if name.startswith(head)}
 
     def _weight(self, module: nn.Module) -> str:
-        own = next(name for name, other in self.model.named_modules() if other is module)
+        own = next((name for name, other in self.model.named_modules() if other is module), None)
+        if own is None:
+            raise ConfigError(f"a {type(self.model).__name__} has no embedding or no head: it cannot be cut")
         return next(f"{own}.{name}" for name, tensor in module.named_parameters() if tensor is module.weight)
 
 
