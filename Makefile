@@ -10,8 +10,13 @@ run: $(STAMP)
 	@mkdir -p out
 	$(BIN)/zeropipe run zbv --ranks 4 --microbatches 8 --report out/report.html
 
+# Files run side by side on JOBS workers; a worker's files one after the other, so that they share what they start.
+# No run lasts longer than LIMIT seconds: each test has a time-out, and this ends what a time-out cannot.
+JOBS ?= 2
+LIMIT ?= 1800
 test: check
-	$(BIN)/python -m pytest -q
+	$(if $(shell command -v timeout),timeout --foreground --kill-after=20 $(LIMIT)) \
+		$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 # what `test` leaves out: every checkpointing mode compiled under every schedule, with a cold and a warm cache
 test-full: $(STAMP)

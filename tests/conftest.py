@@ -1,9 +1,30 @@
 """What every test gets."""
 
+from pathlib import Path
+
 import pytest
 from visits import address, visit  # noqa: F401
 
 from zeropipe.schedules import registry
+
+# The files that take longest begin first, so that no worker is left alone with one of them at the end. Those that
+# compile are far apart: what the first one compiled the second finds in the cache.
+LONG = (
+    "compile", "weights", "mesh", "faults", "adapters", "engine", "engine_hf", "gradients", "docs", "run",
+    "browser_app", "app_load", "families", "save", "share", "compile_schedules",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items):
+    place = {f"test_{name}": number for number, name in enumerate(LONG)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+
+
+@pytest.fixture(scope="session")
+def compile_cache(tmp_path_factory) -> Path:
+    """One compile cache for all workers of this test run, empty at its start."""
+    base = tmp_path_factory.getbasetemp()
+    return (base.parent if base.name.startswith("popen-") else base) / "inductor"
 
 
 @pytest.fixture(autouse=True)

@@ -31,10 +31,9 @@ AC_MODES = ["none", "full", "selective:2", "selective:op", "memory_budget:0.5"]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _own_cache(tmp_path_factory):
-    """One compile cache for this test run, empty at its start."""
+def _own_cache(compile_cache):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "inductor"))
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(compile_cache))
         yield
 
 

@@ -16,9 +16,9 @@ SCHEDULES = ["1f1b", "zbv", "dualpipev", "dualpipe"]
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    """The compile cache of this test run: what test_compile.py compiled is taken from it."""
-    return str(tmp_path_factory.getbasetemp() / "inductor")
+def cache(compile_cache):
+    """What test_compile.py compiled is taken from it."""
+    return str(compile_cache)
 
 
 @pytest.mark.parametrize("split", ["store", "autograd"])
