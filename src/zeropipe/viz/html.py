@@ -60,7 +60,7 @@ def to_html(timelines: Timeline | Sequence[Timeline], style: PageStyle | None = 
 
 def to_notebook(timeline: Timeline, height: int | None = None) -> str:
     """The page in a frame of its own, for Jupyter."""
-    tall = height or min(900, 260 + 2 * 34 * min(timeline.num_ranks, 12))
+    tall = height or min(960, 390 + 62 * min(timeline.num_ranks, 12))
     page = escape(to_html(timeline), quote=True)
     look = f'style="width:100%;height:{tall}px;border:0" title="{escape(one_line(timeline.title))}"'
     return f'<iframe srcdoc="{page}" {look}></iframe>'
