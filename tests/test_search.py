@@ -17,7 +17,8 @@ from zeropipe.search.cpsat import prove
 from zeropipe.search.judge import Judge
 from zeropipe.search.kernels import FAR, play
 from zeropipe.search.model import Task
-from zeropipe.search.starts import dispatched, one_by_one, passes_of
+from zeropipe.search.rules import dispatched
+from zeropipe.search.starts import one_by_one, passes_of
 from zeropipe.search.stretch import stretched
 
 PLACEMENTS = [(1, zp.linear), (2, zp.vee), (2, zp.loop), (3, zp.vee)]
@@ -89,9 +90,10 @@ def test_no_bound_is_above_the_optimum_and_the_search_reaches_it(seed):
     best = optimum(task, found.value * 1.5)
     assert lower_bound(task) <= best * (1 + 1e-9)
     assert found.bound <= best * (1 + 1e-9)
-    if not task.span:  # the solver may begin a rank later than the simulator does, which makes spans shorter
+    assert found.value <= best * (1 + 1e-6) or task.span  # the solver may begin a rank later, for a shorter span
+    if task.plain and not task.span:
         assert found.value == pytest.approx(best, rel=1e-6)
-        assert found.gap == pytest.approx(0, abs=1e-6)
+        assert found.gap == 0
 
 
 def search(task: Task, **options) -> "zp.search.search.Found":

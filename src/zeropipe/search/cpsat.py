@@ -63,7 +63,7 @@ def prove(
     if steps is None:
         solver.parameters.max_time_in_seconds = seconds
     else:
-        solver.parameters.interleave_search = workers > 1
+        solver.parameters.interleave_search = True  # the same on any number of workers
         solver.parameters.max_deterministic_time = steps / 1000
     outcome = _run(lambda: solver.solve(sums.model), solver.stop_search, stopped)
     if outcome == cp_model.INFEASIBLE and sums.time.exact:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from time import monotonic
 from typing import NamedTuple
 
@@ -13,13 +13,15 @@ from zeropipe.search.bounds import lower_bound
 from zeropipe.search.climb import ENOUGH, Effort, climb
 from zeropipe.search.judge import Judge, Start, best_of
 from zeropipe.search.model import Array, Task, smaller_limits, starts_of
-from zeropipe.search.starts import dispatched, named, one_by_one, passes_of
+from zeropipe.search.rules import dispatched
+from zeropipe.search.starts import named, one_by_one, passes_of
 from zeropipe.sim.fill import fill_gaps
 from zeropipe.sim.simulate import simulate
 
 POOL = 8  # starts that are kept for the local search
-FIRST = 0.6  # of the time is for the limit itself, the rest for smaller ones
-SMALL = 120  # actions that the solver takes on
+FIRST = 0.6  # of the time that is left goes to the limit itself, the half of the rest to smaller ones, and so on
+LAST = 0.15  # of all the time: so little that is left is not cut any more
+SMALL = 150  # actions that the solver takes on
 PAUSE = 0.1  # seconds between two calls of `progress`
 
 
@@ -48,7 +50,8 @@ def gap_of(value: float, bound: float) -> float:
     return value / bound - 1 if bound > 0 else float("inf")
 
 
-class _Leg(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class _Leg:
     """One placement under one memory limit: the limit asked for, or a smaller one."""
 
     at: int  # of the placement
@@ -78,6 +81,9 @@ class Hunt:
         self._best: Timeline | None = None
         self.named: Timeline | None = None  # the best schedule with a name that fits
         self._value = float("inf")
+        self._starts: dict[_Leg, list[Start]] = {}
+        self._less: list[_Leg] | None = None
+        self._turn = 0  # walks of another turn go elsewhere
         self._stopped = False
 
     @property
@@ -95,10 +101,14 @@ class Hunt:
         try:
             self._names()
             mains = [_Leg(at, task, bound) for at, (task, bound) in enumerate(zip(self._tasks, self._bounds))]
-            self._go(sorted(mains, key=lambda leg: leg.bound), FIRST)
-            for leg in mains:
-                self._prove(leg)
-            self._go(self._smaller(), 1.0)
+            mains.sort(key=lambda leg: leg.bound)
+            while not self._over:
+                left = self._seconds - self.elapsed
+                self._go(mains, FIRST * left if left > LAST * self._seconds else left)
+                self._go(self._smaller(), 0.5 * (self._seconds - self.elapsed))
+                self._turn += 1
+                if self._steps is not None:
+                    break
         except KeyboardInterrupt:
             if self._best is None:
                 raise
@@ -152,62 +162,67 @@ class Hunt:
         if task.problem.num_weight_parts == 1 and not task.span:
             self._offer(simulate(fill_gaps(schedule, task.costs, weight_parts=1), task.costs))
 
-    def _go(self, legs: list[_Leg], part: float) -> None:
-        """Search each leg that may lead to something better, all within a part of the time."""
-        until = self.elapsed + part * (self._seconds - self.elapsed)
+    def _go(self, legs: list[_Leg], seconds: float) -> None:
+        """Search each leg that may lead to something better, all within some seconds."""
+        until = self.elapsed + seconds
         for number, leg in enumerate(legs):
-            if self._over:
-                return
-            if leg.bound * ENOUGH >= self._value:
-                continue
             now = self.elapsed
-            self._search(leg, now + max(0.0, until - now) / (len(legs) - number))
+            end = now + max(0.0, until - now) / (len(legs) - number)
+            small = leg.task.num_actions <= SMALL and leg.task.plain and cpsat.available()
+            if not self._over and leg.bound * ENOUGH < self._value:
+                self._search(leg, now + (0.2 if small else 1.0) * (end - now))
+            if small and not self._over and self._turn == 0:
+                self._prove(leg, end)
 
     def _search(self, leg: _Leg, until: float) -> None:
-        task, judge = leg.task, Judge(leg.task)
-        starts = dispatched(task, POOL, leg.bound * ENOUGH, lambda: self._tick(self._value, until))
-        starts += [judge.plays(rows) for rows in self._rows[leg.at]]
-        chosen = best_of(starts, POOL)
-        if not chosen:
+        """Starts, once, and walks from them."""
+        if leg not in self._starts:
+            judge = Judge(leg.task)
+            ruled = dispatched(leg.task, POOL, leg.bound * ENOUGH, lambda: self._tick(self._value, until))
+            self._starts[leg] = best_of([*ruled, *(judge.plays(rows) for rows in self._rows[leg.at])], POOL)
+        starts = self._starts[leg]
+        if not starts:
             return
-        self._take(self._tasks[leg.at], chosen[0])
+        task = self._tasks[leg.at]
+        self._take(task, starts[0])
         effort = Effort(float("inf") if self._steps is None else self._steps, lambda value: self._tick(value, until))
-        self._take(self._tasks[leg.at], climb(task, chosen, leg.bound, effort, self._seed, self._workers))
+        found = climb(leg.task, starts, leg.bound, effort, self._seed + 7919 * self._turn, self._workers)
+        self._take(task, found)
+        self._starts[leg] = best_of([found, *starts], POOL)
         self._stopped = self._stopped or effort.interrupted
 
-    def _prove(self, leg: _Leg) -> None:
-        """Let the solver improve the value and the bound of a small problem."""
-        task = leg.task
-        size = task.num_stages * task.num_microbatches * (2 + task.problem.num_weight_parts)
-        if self._over or size > SMALL or leg.bound * ENOUGH >= self._value or not cpsat.available():
+    def _prove(self, leg: _Leg, until: float) -> None:
+        """Let the solver improve the value, and the bound of a placement at the limit itself."""
+        if leg.bound * ENOUGH >= self._value:
             return
         assert self._best is not None
-        same = self._best.schedule.placement == task.placement
+        same = self._best.schedule.placement == leg.task.placement
         found = cpsat.prove(
-            task,
+            leg.task,
             starts_of(self._best) if same else None,
             self._value,
             leg.bound,
-            seconds=self._seconds - self.elapsed,
+            seconds=max(0.0, until - self.elapsed),
             steps=self._steps,
             seed=self._seed,
             workers=self._workers,
-            stopped=lambda: self._tick(self._value, self._seconds),
+            stopped=lambda: self._tick(self._value, until),
         )
-        self._bounds[leg.at] = max(leg.bound, found.bound)
-        if found.rows is not None:
-            start = Judge(task).plays(found.rows)
-            if start is not None:
-                self._take(task, start)
+        if leg.task is self._tasks[leg.at]:
+            self._bounds[leg.at] = max(leg.bound, found.bound)
+        if found.rows is not None and (start := Judge(leg.task).plays(found.rows)):
+            self._take(self._tasks[leg.at], start)
 
     def _smaller(self) -> list[_Leg]:
         """The same placements with less memory, the most first: what fits there fits here."""
-        legs = []
-        for at, task in enumerate(self._tasks):
-            for limit in smaller_limits(task):
-                less = replace(task, costs=replace(task.costs, memory_limit=limit))
-                bound = lower_bound(less)
-                if bound * ENOUGH >= self._value:
-                    break
-                legs.append(_Leg(at, less, bound))
-        return sorted(legs, key=lambda leg: -(leg.task.costs.memory_limit or 0.0))
+        if self._less is None:
+            self._less = []
+            for at, task in enumerate(self._tasks):
+                for limit in smaller_limits(task):
+                    less = replace(task, costs=replace(task.costs, memory_limit=limit))
+                    bound = lower_bound(less)
+                    if bound * ENOUGH >= self._value:
+                        break
+                    self._less.append(_Leg(at, less, bound))
+            self._less.sort(key=lambda leg: -(leg.task.costs.memory_limit or 0.0))
+        return [leg for leg in self._less if leg.bound * ENOUGH < self._value]

@@ -1,4 +1,4 @@
-"""What rows of passes reach."""
+"""What rows of passes, and rules that write them, reach."""
 
 from __future__ import annotations
 
@@ -14,22 +14,27 @@ from zeropipe.search.model import Array, Task, Work
 SHARES = (1.0, 0.5, 0.0)  # how much of a W must fit into a gap
 
 
-class Start(NamedTuple):
-    """Rows of passes with how they fill gaps, and what they reach."""
-
-    value: float
-    rows: Array
-    share: Array
-
-
 class Rule(NamedTuple):
     """What the dispatch goes by (see kernels.dispatch)."""
 
     order: Array
     cap: Array
-    look0: float
-    look: float
-    share: float
+    look0: Array
+    look: Array
+    share: Array
+
+    def copy(self) -> Rule:
+        """One that can be changed."""
+        return Rule(*(column.copy() for column in self))
+
+
+class Start(NamedTuple):
+    """Rows of passes with how they fill gaps, and what they reach; and the rule that wrote them, if one did."""
+
+    value: float
+    rows: Array
+    share: Array
+    rule: Rule | None = None
 
 
 class Judge:
@@ -40,17 +45,13 @@ class Judge:
         self._work: Work = task.work()
         self._none = np.zeros(0, np.int64)
 
-    def value(self) -> float:
-        """Of what was played or dispatched last."""
-        work = self._work
-        return float((work.last - work.first).max() if self.task.span else work.last.max())
-
-    def play(self, rows: Array, share: float | Array) -> Start | None:
+    def play(self, rows: Array, share: float | Array, rule: Rule | None = None) -> Start | None:
         """None where the rows do not fit or cannot end."""
         shares = np.full(self.task.num_ranks, share) if isinstance(share, float) else share
         if compiled(kernels.play)(self.task.model, self._work, rows, shares, self._none) >= kernels.FAR:
             return None
-        return Start(self.value(), rows, shares)
+        last, first = self._work.last, self._work.first
+        return Start(float((last - first).max() if self.task.span else last.max()), rows, shares, rule)
 
     def plays(self, rows: Array) -> Start | None:
         """The best of several shares."""
@@ -59,13 +60,9 @@ class Judge:
 
     def dispatch(self, rule: Rule) -> Start | None:
         """The rows that a rule writes."""
-        ranks = np.ones(self.task.num_ranks)
         rows = np.zeros(int(self.task.model.begin[-1]), np.int64)
-        makespan = compiled(kernels.dispatch)(
-            self.task.model, self._work, rule.order, rule.cap,
-            rule.look0 * ranks, rule.look * ranks, rule.share * ranks, rows,
-        )  # fmt: skip
-        return None if makespan >= kernels.FAR else self.play(rows, rule.share)
+        makespan = compiled(kernels.dispatch)(self.task.model, self._work, *rule, rows)
+        return None if makespan >= kernels.FAR else self.play(rows, rule.share, rule)
 
 
 def best_of(starts: Iterable[Start | None], keep: int) -> list[Start]:

@@ -383,3 +383,72 @@ def walk(
             for rank in range(low, high):
                 share[rank] = old_share[rank]
     return least
+
+
+def tune(
+    model: Model, work: Work, spans: bool, near: float, heat: float, enough: float, steps: int, state: Ints, stop: Ints,
+    most: Ints, rule: tuple[Ints, Ints, Floats, Floats, Floats], spare: tuple[Ints, Ints, Floats, Floats, Floats],
+    best: tuple[Ints, Ints, Floats, Floats, Floats], rows: Ints,
+) -> float:  # fmt: skip
+    """As `walk`, over the rules of `dispatch`: orders, caps (1 to `most`), looks and shares of some ranks in a line.
+
+    A `rule` that leads nowhere is changed until it leads somewhere.
+    """
+    begin, m = model.begin, model.num_microbatches
+    num_ranks = len(begin) - 1
+    order, cap, look0, look, share = rule
+    current, least = FAR, FAR
+    for step in range(steps + 1):
+        if least <= enough or stop[0]:
+            break
+        for at in range(len(order)):
+            spare[0][at] = order[at]
+        for at in range(len(cap)):
+            spare[1][at] = cap[at]
+        for rank in range(num_ranks):
+            spare[2][rank] = look0[rank]
+            spare[3][rank] = look[rank]
+            spare[4][rank] = share[rank]
+        if step > 0:
+            low = draw(state, num_ranks)
+            high = min(num_ranks, low + 1 + draw(state, num_ranks) * draw(state, num_ranks) // num_ranks)
+            what = draw(state, 5)
+            one, other = draw(state, 1024), draw(state, 1024)
+            for rank in range(low, high):
+                first, count = begin[rank] // m, (begin[rank + 1] - begin[rank]) // m
+                if what == 0:  # two passes change places
+                    a, b = first + one % count, first + other % count
+                    order[a], order[b] = order[b], order[a]
+                elif what == 1:
+                    x = model.mine[first + one % (count // 2)]
+                    cap[x] = min(max(cap[x] + (1 if other & 1 else -1), 1), most[x])
+                elif what == 2:
+                    look0[rank] = -0.5 + 0.25 * (one % 7)
+                elif what == 3:
+                    look[rank] = 0.25 * (one % 5)
+                else:
+                    share[rank] = 0.25 * (one % 5)
+        kept = False
+        if dispatch(model, work, order, cap, look0, look, share, rows) < FAR:
+            value, total = score(work, spans, near)
+            warmth = heat * (1.0 - step / (steps + 1)) + 1e-300
+            if total <= current or draw(state, 1 << 20) < math.exp((current - total) / warmth) * (1 << 20):
+                kept = True
+                current = total
+                if value < least - 1e-12 * least:
+                    least = value
+                    best[0][:] = order
+                    best[1][:] = cap
+                    best[2][:] = look0
+                    best[3][:] = look
+                    best[4][:] = share
+        if not kept and current < FAR:
+            for at in range(len(order)):
+                order[at] = spare[0][at]
+            for at in range(len(cap)):
+                cap[at] = spare[1][at]
+            for rank in range(num_ranks):
+                look0[rank] = spare[2][rank]
+                look[rank] = spare[3][rank]
+                share[rank] = spare[4][rank]
+    return least

@@ -82,6 +82,18 @@ class Task:
     def num_microbatches(self) -> int:
         return self.problem.num_microbatches
 
+    @property
+    def num_actions(self) -> int:
+        """F, I and every part of W."""
+        return self.num_stages * self.num_microbatches * (2 + self.problem.num_weight_parts)
+
+    @cached_property
+    def plain(self) -> bool:
+        """Whether neither whole B nor Overlaps can be better than F, I and W one after the other."""
+        f, i, w, b, overlap = (np.array(self.costs.column(x, self.num_stages)) for x in ("f", "i", "w", "b", "overlap"))
+        # a B's message is sent behind it, where a blocked sender may be done already
+        return not self.costs.blocking and bool(np.all(b >= i + w) and np.all(overlap >= f + b))
+
     @cached_property
     def limits(self) -> Array:
         """Memory for activations on each rank."""
@@ -130,6 +142,11 @@ class Task:
             np.concatenate([column["activation"], both[::-1]]),
             column["w"] / parts, column["stash"] / parts, self.limits * ROUNDING,
         )  # fmt: skip
+
+    @cached_property
+    def passes_by_rank(self) -> list[Array]:
+        """The passes of each rank, along a microbatch's way."""
+        return [np.flatnonzero(self.model.home == rank) for rank in range(self.num_ranks)]
 
     def work(self) -> Work:
         """Fresh room for one thread."""
