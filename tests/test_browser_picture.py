@@ -1,8 +1,10 @@
 """What the viewer paints, in a real Chromium."""
 
 import io
+from array import array
 from dataclasses import replace
 from itertools import pairwise
+from random import Random
 
 import pytest
 from browser import PHONE, browser, watched  # noqa: F401
@@ -282,3 +284,25 @@ def test_very_many_ranks_are_painted(page_of):  # noqa: F811
         settle(page)
         assert tuple(pixel(page, rank, (step.start + step.end) / 2)[:3]) != lane
     assert page.locator(".zp-plot").bounding_box()["height"] < 10_000
+
+
+def test_any_window_can_be_painted(page_of):  # noqa: F811
+    """Measured, overlapped and sparse timelines at many zooms, with kinds hidden: no error, and boxes or bands."""
+    timeline, dice = run("dualpipev", 4, 300), Random(0)
+    start, end = array("d", timeline.start), array("d", timeline.end)
+    for i in range(len(start)):
+        start[i] += dice.uniform(0, 0.2)
+        end[i] = max(start[i], end[i] - dice.uniform(0, 0.2))
+    noisy = replace(timeline, start=start.tobytes(), end=end.tobytes(), measured=True)
+    page = page_of([noisy, run("zbv", 4, 300, zp.Costs(w=0)), run("1f1b", 4, 1)], draw={"labels": "action"})
+    page.get_by_role("button", name="I input gradient").click()
+    windows = [(dice.random(), 10 ** dice.uniform(-6, 0)) for _ in range(60)]
+    painted = page.evaluate(
+        """(windows) => windows.map(([at, share]) => { const { view } = zeropipeViewer;
+        view.show(at * view.whole, share * view.whole); zeropipeViewer.paint();
+        return zeropipeViewer.panels.map(({ painted }) => [painted.drawn, painted.bands]); })""",
+        windows,
+    )
+    assert any(bands for panels in painted for _, bands in panels)
+    assert any(drawn for panels in painted for drawn, _ in panels)
+    assert all(drawn < 20_000 for panels in painted for drawn, _ in panels)

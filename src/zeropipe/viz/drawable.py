@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from zeropipe.core.packed import decode
+from zeropipe.core.packed import decode, is_joined
 from zeropipe.core.timeline import Timeline
 from zeropipe.errors import ConfigError
 from zeropipe.viz.words import one_line
@@ -35,6 +35,7 @@ def require_drawable(timeline: Timeline) -> None:
     turned = end < start
     early = np.append(False, start[1:] < start[:-1])
     early[[at for at in timeline.schedule.packed.offsets if at < len(start)]] = False  # another rank begins there
+    early[1:] &= is_joined(np.frombuffer(timeline.schedule.packed.codes, np.int64))[:-1] == 0  # halves of an Overlap
     for wrong, rule in (
         (too_large, f"give times up to {LARGEST:g}"), (turned, "an end comes after its start"),
         (early, "the actions of a rank start in the order of its row"),
