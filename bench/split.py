@@ -85,12 +85,14 @@ class Way:
         prepare_blocks(self.stage, compile=compile, ac=case.ac)
         shape = (1, case.tokens, config.hidden_size)
         self.x = torch.randn(shape, dtype=dtype, device=device)
+        tokens = torch.zeros(1, case.tokens, dtype=torch.int64, device=device)
+        self.picked = self.stage.pick({"input_ids": tokens})
         self.dy = torch.randn(shape, dtype=dtype, device=device) / 100
         self.store, self.torch_split = WeightStore(), AutogradSplit()
 
     def forward(self) -> tuple[Tensor, Tensor]:
         x = self.x.detach().requires_grad_()
-        return x, self.stage(x)
+        return x, self.stage(x, **self.picked)
 
     def backward(self, x: Tensor, y: Tensor) -> None:
         if self.kind == "whole":
