@@ -33,7 +33,7 @@ def watched(browser):
         context = browser.new_context(viewport=size, **options)
         contexts.append(context)
         page = context.new_page()
-        page.set_default_timeout(15_000)
+        page.set_default_timeout(60_000)  # what is waited for comes at once, unless other tests keep the machine busy
         page.on("pageerror", lambda error: complaints.append(f"error: {error}"))
         page.on(
             "console",
