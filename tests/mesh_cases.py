@@ -49,6 +49,17 @@ def modules(number: int, tied: bool) -> list[nn.Module]:
     return [ends[0], *blocks(number)[1:-1], ends[1]]
 
 
+def forward_on_mesh(schedule: Schedule, sizes: dict[str, int]) -> float:
+    """Outputs that every rank of a pipeline gets, beside the plain model's."""
+    mesh = mesh_of(sizes)
+    stages = module_stages(blocks(schedule.num_stages), schedule, mesh["pp"].get_local_rank())
+    batches = microbatches(schedule.num_microbatches)
+    with Engine(schedule, stages, mesh=mesh) as engine, torch.no_grad():
+        outputs = engine.forward(batches, broadcast=True)
+        model = nn.Sequential(*blocks(schedule.num_stages))
+        return max(error_of(mine, model(batch["inputs"])) for mine, batch in zip(outputs, batches, strict=True))
+
+
 def train_on_mesh(
     schedule: Schedule, sizes: dict[str, int], options: dict[str, Any], steps: int, tied: bool, numbers: tuple[int, ...]
 ) -> dict[str, float]:

@@ -30,6 +30,10 @@ def test_training_equals_one_process(name, sizes):
     assert max(seen.values()) < TOLERANCE, seen
 
 
+def test_outputs_reach_every_rank_of_their_pipeline():
+    assert max(ranks(4).run(cases.forward_on_mesh, zp.build("1f1b", ranks=2, microbatches=4), REPLICATED)) < TOLERANCE
+
+
 @pytest.mark.parametrize("sizes", [{"dp_shard": 4}, HYBRID], ids=str)
 def test_without_a_pipeline(sizes):
     seen = differences("1f1b", sizes)

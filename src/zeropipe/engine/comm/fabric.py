@@ -105,7 +105,7 @@ class Fabric:
             return
         name = f"words/{'-'.join(map(str, self.layout.pipeline))}"
         if self._words is None:  # every rank of the pipeline comes here at the same time
-            self._words = self._connected(name, self.layout.pipeline, torch_private.gloo_group)
+            self._words = self._connected(name, self.layout.pipeline, nccl=False)
         with self.waiting(tuple(rank for rank in self.layout.pipeline if rank != self.rank)):
             torch_private.broadcast(self._words, tensor, root)
 
