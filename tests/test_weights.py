@@ -11,7 +11,12 @@ from engine_helpers import ranks
 from safetensors.torch import load_file, save_file
 from stage_models import CONFIGS, microbatches
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    FineGrainedFP8Config,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from weights_cases import (
     all_stages,
@@ -450,7 +455,11 @@ def test_float8_blocks_are_read_as_transformers_reads_them(tmp_path, family):
     model.save_pretrained(tmp_path)
     rewrite(tmp_path, lambda tensors: quantise(tensors, 8))
     say_quantised(tmp_path, **FP8)
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="eager").state_dict()
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path,
+        experts_implementation="eager",
+        quantization_config=FineGrainedFP8Config(dequantize=True, weight_block_size=(8, 8)),
+    ).state_dict()
     stages = all_stages(tmp_path, TWO, dtype=torch.bfloat16)
     for stage in stages:
         for name, tensor in stage.state_dict().items():

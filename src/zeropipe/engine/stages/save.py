@@ -53,8 +53,9 @@ def save_stages(
     ranks, num_stages = Together(placement, rank, group), len(placement.copies[0])
     found = ranks.each(lambda: _adapter_of(_checked(stages, placement, rank)))
     adapter = next((each for each in found if each is not None), None)
-    one = next(iter(stages.values()))
-    form: _Model | _Adapter = _Model(one, adapter) if adapter is None or merge else _Adapter(one, adapter)
+    forms: list[_Model | _Adapter] = []
+    ranks.each(lambda: forms.append(_form(next(iter(stages.values())), adapter, merge)))
+    (form,) = forms
     workshop = Workshop(Path(directory), ranks.first(lambda: Workshop.token(ranks.is_distributed)))
     try:
         ranks.first(lambda: form.require(workshop.directory))
@@ -64,6 +65,11 @@ def save_stages(
     except Exception:
         workshop.close()
         raise
+
+
+def _form(stage: HFStage, adapter: Adapter | None, merge: bool) -> _Model | _Adapter:
+    """What is written, as any stage knows."""
+    return _Model(stage, adapter) if adapter is None or merge else _Adapter(stage, adapter)
 
 
 class _Model:
