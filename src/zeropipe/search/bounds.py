@@ -13,6 +13,7 @@ others be as fast as a microbatch alone:
 
 from __future__ import annotations
 
+from math import ceil
 from typing import NamedTuple
 
 import numpy as np
@@ -97,7 +98,10 @@ def _rank_bound(task: Task, way: _Way, rank: int) -> float:
     back = float(way.head[last - a] + i[0] - way.head[b] - f[-1])
     activation, stash = model.needs[stages], way.stash[stages]
     room = float(model.limit[rank])
-    warm = max(0.0, away - _most(f, activation, room, m))
+    busy = _most(f, activation, room, m)
+    if task.in_line or not task.span:  # the F arrive one by one, too
+        busy = min(busy, sum(_arriving(task, way, int(stage), away + begins) for stage in stages))
+    warm = max(0.0, away - busy)
     apart = m * float(activation.sum()) > room or m * float(f.sum()) >= away  # the two waits do not overlap
     idle = warm if apart else 0.0
     chain = _behind(task, way, a)
@@ -128,6 +132,14 @@ def _behind(task: Task, way: _Way, a: int) -> float:
         first = [int(np.flatnonzero(home[:num_stages] == home[stage])[0]) for stage in range(a + 1)]
         ends = ends + way.head[a] - way.head[first]
     return float(ends.max() - way.head[last - a] - way.lasts[last - a])
+
+
+def _arriving(task: Task, way: _Way, stage: int, until: float) -> float:
+    """The longest time that a stage's F can run before `until`: each comes behind the one before it on its whole way."""
+    time = float(way.lasts[stage])
+    every = max(float(way.lasts[: stage + 1].max()), float(task.model.holds[:stage].max(initial=0.0)) * task.serial)
+    left = until - float(way.head[stage]) - every * np.arange(task.num_microbatches)
+    return float(np.clip(left, 0.0, time).sum())
 
 
 def _most(time: Array, size: Array, room: float, m: int) -> float:
@@ -183,25 +195,24 @@ def _drain(
 def _rounds(task: Task, way: _Way, stages: Array, room: float) -> float:
     """From the first F of a rank to its last I, by memory alone.
 
-    When F of a rank's v-th stage begins, its microbatch is alive in the v - 1 stages before it. So of the k activations
-    that fit, at most k - v + 1 are of the first stage, and the I of the microbatch that many before it has ended.
+    When F of a rank's v-th stage begins, its microbatch is alive in the stages before it, too. What is left holds so
+    many others in the first stage, and the I of the one before those has ended.
     """
-    model, last, m = task.model, 2 * task.num_stages - 1, task.num_microbatches
-    size = float(model.needs[stages].min())
+    model, last, m, parts = task.model, 2 * task.num_stages - 1, task.num_microbatches, task.problem.num_weight_parts
+    a, size, stash = int(stages[0]), float(model.needs[stages[0]]), float(way.stash[stages[0]])
     if size <= 0 or room == np.inf:
         return 0.0
-    k, a = int(room / size), int(stages[0])
-    end = float(way.head[last - a] + way.lasts[last - a])
-    gradient = float(way.lasts[last - a])
+    end, gradient = float(way.head[last - a] + way.lasts[last - a]), float(way.lasts[last - a])
     best = 0.0
-    for v, stage in enumerate(stages):
-        tokens = k - v
-        if tokens < 1:
+    for stage, alive in zip(stages, np.cumsum(model.needs[stages])):
+        if alive > room:
             break
+        others = int((room - alive) / size)
         again = end - float(way.head[stage])
-        if v == 0 and k * size + way.stash[a] > room:  # a W, or another I, must have made room as well
-            again += min(float(way.weight[a]) / task.problem.num_weight_parts, gradient)
-        rounds, rest = divmod(m - 1, tokens)
+        over = float(alive) + others * size + stash - room
+        if over > 0:  # parts of a W, or another I, must have made room as well
+            again += min(ceil(over / stash * parts - 1e-9) * float(way.weight[a]) / parts, gradient)
+        rounds, rest = divmod(m - 1, others + 1)
         slow = max(gradient, float(way.lasts[a]))
         best = max(best, end - float(way.head[a]) + rounds * again + rest * slow)
     return best

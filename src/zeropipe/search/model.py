@@ -83,6 +83,11 @@ class Task:
         return self.problem.num_microbatches
 
     @property
+    def serial(self) -> bool:
+        """Whether a link takes one message at a time."""
+        return self.costs.serial_links
+
+    @property
     def num_actions(self) -> int:
         """F, I and every part of W."""
         return self.num_stages * self.num_microbatches * (2 + self.problem.num_weight_parts)
