@@ -126,13 +126,13 @@ def test_no_bound_is_above_a_schedule_with_a_name(entry):
 
 
 @pytest.mark.parametrize("per_rank,rule", PLACEMENTS, ids=lambda x: getattr(x, "__name__", x))
-@pytest.mark.parametrize("ranks,microbatches", [(1, 3), (2, 1), (4, 10), (6, 5)])
+@pytest.mark.parametrize("ranks,microbatches", [(1, 3), (2, 1), (4, 7)])
 def test_what_is_found_is_valid_fits_and_is_not_worse_than_what_has_a_name(per_rank, rule, ranks, microbatches):
     random = Random(ranks * 100 + per_rank)
     for limit in (None, ranks * per_rank, ranks * per_rank // 2 + per_rank):
         costs = replace(some_costs(random, ranks * per_rank, 1), activation=1, stash=None, memory_limit=limit)
         found = zp.search(
-            ranks=ranks, microbatches=microbatches, stages_per_rank=per_rank, placement=rule, costs=costs, steps=300
+            ranks=ranks, microbatches=microbatches, stages_per_rank=per_rank, placement=rule, costs=costs, steps=60
         )
         zp.check(found.schedule)
         assert not found.timeline.over_limit
@@ -154,8 +154,8 @@ def test_more_memory_is_never_worse(per_rank, rule):
     costs = zp.Costs(f=1, i=1.2, w=0.7, p2p=0.15, activation=1, stash=0.4)
     values = [
         zp.search(
-            ranks=4, microbatches=9, stages_per_rank=per_rank, placement=rule,
-            costs=replace(costs, memory_limit=limit * per_rank), steps=200,
+            ranks=4, microbatches=7, stages_per_rank=per_rank, placement=rule,
+            costs=replace(costs, memory_limit=limit * per_rank), steps=60,
         ).value
         for limit in (1, 1.5, 2, 3, 4, 5, 7)
     ]  # fmt: skip
@@ -166,6 +166,14 @@ def test_less_memory_than_any_schedule_with_a_name_needs_is_served():
     found = zp.search(ranks=8, microbatches=16, costs=zp.Costs(memory_limit=4), steps=500)
     assert max(found.timeline.peak_memory) <= 4
     assert found.schedule.name == "searched"
+
+
+def test_each_rank_may_have_a_limit_of_its_own():
+    costs = zp.Costs(p2p=0.1, memory_limit=4)
+    limits = (4, 4, 2, 3)
+    found = zp.search(ranks=4, microbatches=8, costs=costs, rank_limits=limits, steps=200)
+    assert all(peak <= limit for peak, limit in zip(found.timeline.peak_memory, limits))
+    assert found.value >= zp.search(ranks=4, microbatches=8, costs=costs, steps=200).value
 
 
 def test_the_same_seed_and_steps_give_the_same_schedule_on_any_number_of_workers():
@@ -244,6 +252,8 @@ def test_an_interrupt_returns_the_best_so_far():
         ({"costs": zp.Costs(weights=3, memory_limit=3.5)}, "memory_limit=3.5: rank 0 needs 4 for its weights and one"),
         ({"costs": zp.Costs(f=(1, 2, 3))}, "f has 3 entries, the schedule has 4 stages"),
         ({"microbatches": 10**9}, "are too many to search"),
+        ({"rank_limits": [1, 2]}, "rank_limits has 2 entries: there are 4 ranks, give one for each"),
+        ({"rank_limits": [4, 4, 0.5, 4]}, "memory_limit=0.5: rank 2 needs 1 for its weights and one microbatch"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(options, message):

@@ -45,6 +45,9 @@ class Size(click.ParamType):
 
     name = "size"
 
+    def __init__(self, of: str = "memory_limit") -> None:
+        self._of = of
+
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if not isinstance(value, str):
             return value
@@ -54,8 +57,7 @@ class Size(click.ParamType):
         except ValueError:
             amount = None
         if match is None or amount is None:
-            name = param.name if param else "size"
-            raise ConfigError(f"{name}={short(value)}: a number is needed, or one of bytes like 40GB or 32GiB")
+            raise ConfigError(f"{self._of}={short(value)}: a number is needed, or one of bytes like 40GB or 32GiB")
         return amount * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " ")
 
 

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     "--objective", type=click.Choice(["makespan", "span"]), default="makespan", show_default=True,
     help="The whole time, or the longest rank's own, which the Zero Bubble tables use.",
 )  # fmt: skip
+@click.option(
+    "--rank-limits", metavar="X,X,..", help="Memory of each rank where they differ, like 80GB,80GB,40GB,40GB."
+)
 @click.option("--seconds", type=float, default=10.0, show_default=True, help="How long to search.")
 @click.option("--steps", type=int, help="Steps of local search instead of seconds: the same result every time.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Another one searches elsewhere.")
@@ -67,7 +70,7 @@ def search(out: str | None, as_json: bool, **given: Any) -> None:
     with _told(costs.unit) as tell:
         found = run(
             ranks=ranks, microbatches=microbatches, stages_per_rank=per_rank, costs=costs,
-            weight_parts=request.weight_parts or 1, progress=tell,
+            weight_parts=request.weight_parts or 1, progress=tell, rank_limits=_sizes(given["rank_limits"]),
             **{name: given[name] for name in ("placement", "objective", "seconds", "steps", "seed", "workers")},
         )  # fmt: skip
     if out:
@@ -78,6 +81,10 @@ def search(out: str | None, as_json: bool, **given: Any) -> None:
     _print(found, given["placement"], output.costs_text(request.per))
     if out:
         output.print_written(out)
+
+
+def _sizes(text: str | None) -> list[float] | None:
+    return None if text is None else [opt.Size("rank_limits").convert(part, None, None) for part in text.split(",")]
 
 
 def _require_name(out: str) -> None:

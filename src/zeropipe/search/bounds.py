@@ -135,7 +135,7 @@ def _behind(task: Task, way: _Way, a: int) -> float:
 
 
 def _arriving(task: Task, way: _Way, stage: int, until: float) -> float:
-    """The longest time that a stage's F can run before `until`: each comes behind the one before it on its whole way."""
+    """The longest time that a stage's F can run before `until`: on its way each comes behind the one before it."""
     time = float(way.lasts[stage])
     every = max(float(way.lasts[: stage + 1].max()), float(task.model.holds[:stage].max(initial=0.0)) * task.serial)
     left = until - float(way.head[stage]) - every * np.arange(task.num_microbatches)

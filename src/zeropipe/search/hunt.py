@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from time import monotonic
 from typing import NamedTuple
 
@@ -134,7 +134,7 @@ class Hunt:
     def _offer(self, timeline: Timeline) -> None:
         """Keep a timeline if it is better."""
         value = value_of(timeline, self._tasks[0].span)
-        if value < self._value and not timeline.over_limit:
+        if value < self._value and self._tasks[0].fits(timeline):
             self._best, self._value = timeline, value
             self._tick(value, float("inf"))
 
@@ -150,7 +150,7 @@ class Hunt:
                 rows.append(passes_of(schedule))
                 self._offer(timeline)
                 value = value_of(timeline, task.span)
-                if not timeline.over_limit and (self.named is None or value < value_of(self.named, task.span)):
+                if task.fits(timeline) and (self.named is None or value < value_of(self.named, task.span)):
                     self.named = timeline
 
     def _take(self, task: Task, start: Start) -> None:
@@ -219,10 +219,10 @@ class Hunt:
             self._less = []
             for at, task in enumerate(self._tasks):
                 for limit in smaller_limits(task):
-                    less = replace(task, costs=replace(task.costs, memory_limit=limit))
+                    less = task.with_limit(limit)
                     bound = lower_bound(less)
                     if bound * ENOUGH >= self._value:
                         break
                     self._less.append(_Leg(at, less, bound))
-            self._less.sort(key=lambda leg: -(leg.task.costs.memory_limit or 0.0))
+            self._less.sort(key=lambda leg: -max(leg.task.totals))
         return [leg for leg in self._less if leg.bound * ENOUGH < self._value]

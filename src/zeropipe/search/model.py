@@ -69,6 +69,7 @@ class Task:
     placement: Placement
     costs: Costs
     span: bool  # the longest rank's own span counts, not the makespan
+    rank_limits: tuple[float, ...] | None = None  # memory of each rank; by default all have the costs' limit
 
     @property
     def num_ranks(self) -> int:
@@ -99,10 +100,25 @@ class Task:
         # a B's message is sent behind it, where a blocked sender may be done already
         return not self.costs.blocking and bool(np.all(b >= i + w) and np.all(overlap >= f + b))
 
+    @property
+    def totals(self) -> tuple[float, ...]:
+        """The memory limit of each rank."""
+        if self.rank_limits is not None:
+            return self.rank_limits
+        return (np.inf if self.costs.memory_limit is None else self.costs.memory_limit,) * self.num_ranks
+
+    def with_limit(self, limit: float) -> Task:
+        """The same task with at most so much memory on each rank."""
+        return replace(self, rank_limits=tuple(min(limit, total) for total in self.totals))
+
+    def fits(self, timeline: Timeline) -> bool:
+        """Whether no rank is over its limit, by more than rounding."""
+        return all(peak <= total * ROUNDING for peak, total in zip(timeline.peak_memory, self.totals))
+
     @cached_property
     def limits(self) -> Array:
         """Memory for activations on each rank."""
-        room = np.full(self.num_ranks, np.inf if self.costs.memory_limit is None else self.costs.memory_limit)
+        room = np.array(self.totals)
         np.subtract.at(room, np.array(self.placement.copies[0]), self.costs.column("weights", self.num_stages))
         return room
 
@@ -114,11 +130,11 @@ class Task:
             stages = list(self.placement.stages_of(rank))
             alive = np.cumsum(takes[stages])
             needs = float(max(alive.max(), (alive + stash[stages] - takes[stages]).max()))
-            if needs > self.limits[rank] * ROUNDING:
-                limit = self.costs.memory_limit or 0.0
+            total, room = self.totals[rank], float(self.limits[rank])
+            if needs > room * ROUNDING:
                 raise ConfigError(
-                    f"memory_limit={limit:g}: rank {rank} needs {needs + limit - self.limits[rank]:g} for its weights "
-                    "and one microbatch; raise the limit, or use more ranks"
+                    f"memory_limit={total:g}: rank {rank} needs {needs + total - room:g} for its weights and one "
+                    "microbatch; raise the limit, or use more ranks"
                 )
 
     @cached_property
@@ -247,16 +263,15 @@ def smaller_limits(task: Task) -> list[float]:
     They do not depend on the task's own limit. A search that looks below its limit as well finds whatever one with
     less memory finds.
     """
-    own = task.costs.memory_limit
-    weights = -float((task.limits - (own or 0.0)).min()) if own is not None else 0.0
     unit = max(task.costs.column("activation", task.num_stages))
     if unit <= 0:
         return []
-    most = float(task.num_microbatches * task.problem.stages_per_rank)
-    if own is not None:
-        most = min(most, (own - weights) / unit)
+    weights = np.zeros(task.num_ranks)
+    np.add.at(weights, np.array(task.placement.copies[0]), task.costs.column("weights", task.num_stages))
+    base = float(weights.max())
+    most = min(float(task.num_microbatches * task.problem.stages_per_rank), (max(task.totals) - base) / unit)
     counts, count = [], 1
     while count < most * (1 - 1e-9):
         counts.append(count)
         count = max(count + 1, round(count * STEP))
-    return [weights + count * unit for count in reversed(counts)]
+    return [base + count * unit for count in reversed(counts)]

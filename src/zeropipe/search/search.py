@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import Literal, get_args
@@ -59,6 +59,7 @@ def search(
     stages_per_rank: int = 1,
     placement: PlacementRule | str | None = None,
     weight_parts: int = 1,
+    rank_limits: Sequence[float] | None = None,
     seconds: float = 10.0,
     seed: int = 0,
     objective: Objective = "makespan",
@@ -68,7 +69,8 @@ def search(
 ) -> Found:
     """The best schedule that is found within `seconds`, or with `steps` of local search however long they take.
 
-    `costs` are per stage, as in `simulate`; `costs.memory_limit` is kept. `placement` is a rule like `zp.vee`, its
+    `costs` are per stage, as in `simulate`. `costs.memory_limit` is kept, or where ranks have different memory
+    `rank_limits`, one for each. `placement` is a rule like `zp.vee`, its
     name, or "all" (also the default for several stages per rank). The same seed and steps give the same schedule;
     a search by time depends on the machine. `progress` is called again and again with how far the search is, and ends
     it by returning True. Ctrl-C ends it too: the best so far is returned.
@@ -91,7 +93,8 @@ def search(
             f"{problem.num_stages} stages x {microbatches} microbatches are too many to search: "
             f"at most {MOST // 2} together; search with fewer microbatches"
         )
-    tasks = [Task(problem, where, given, objective == "span") for where in _placements(placement, problem)]
+    limits = None if rank_limits is None else _limits(rank_limits, ranks, given)
+    tasks = [Task(problem, where, given, objective == "span", limits) for where in _placements(placement, problem)]
     for task in tasks:
         task.require_room()
     hunt = Hunt(tasks, steps=steps, seconds=float(seconds), seed=seed, workers=workers or _cores(), progress=progress)
@@ -103,6 +106,17 @@ def _require(**sizes: int) -> None:
     for label, value in sizes.items():
         if type(value) is not int or value < 1:
             raise ConfigError(f"{label}={value!r}: a whole number from 1 on is needed")
+
+
+def _limits(limits: Sequence[float], ranks: int, costs: Costs) -> tuple[float, ...]:
+    """One memory limit per rank, none above the limit for all."""
+    for limit in limits:
+        if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not limit >= 0:
+            raise ConfigError(f"rank_limits has {limit!r}: a number from 0 on is needed")
+    if len(limits) != ranks:
+        raise ConfigError(f"rank_limits has {len(limits)} entries: there are {ranks} ranks, give one for each")
+    most = float("inf") if costs.memory_limit is None else costs.memory_limit
+    return tuple(min(float(limit), most) for limit in limits)
 
 
 def _cores() -> int:
