@@ -268,7 +268,7 @@ PHASES = {  # what is struck, and the name of the place
     "losses": ("zeropipe.engine.step.losses.Tally.sums", "the sum of losses"),
     "shared": ("zeropipe.engine.step.sums.GradientSums.run", "the sum of shared gradients"),
     "norm": ("zeropipe.engine.step.sums.GradientSums.squares", "the gradient norm"),
-    "timeline": ("zeropipe.engine.step.recorder.Recorder.columns", "gathering the timeline"),
+    "timeline": ("zeropipe.engine.step.recorder.Recorder.rows", "gathering the timeline"),
     "between": ("torch.optim.SGD.step", "a place between steps"),
     "control": ("zeropipe.engine.torch_private.gloo_group", "set-up"),
     "set-up": ("zeropipe.engine.engine.GradientSums", "set-up"),

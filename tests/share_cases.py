@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from engine_helpers import SquareLoss, blocks, microbatches, own, plain_step
 from torch import Tensor, nn
 
 from zeropipe.core.schedule import Schedule
+from zeropipe.core.timeline import Timeline
 from zeropipe.engine import Engine
 from zeropipe.engine.comm.fabric import Fabric
 from zeropipe.engine.comm.share import share
 from zeropipe.engine.layout import Layout
+from zeropipe.engine.step import clock
 from zeropipe.engine.step.opening import KindBook
 
 
@@ -93,3 +97,23 @@ def always_new_values(schedule: Schedule, steps: int) -> tuple[float, int]:
         tables = [engine._kinds._numbers, engine._executors._made]
         tables += [wire.heard for wire in engine._wires.values()] + [e.announced for e in engine._outgoing.values()]
         return error, max(map(len, tables))
+
+
+def drifting_clocks(schedule: Schedule, steps: int) -> list[Timeline]:
+    """Timelines of ranks on two machines, as they believe, where rank 1's clock runs half as fast again."""
+    rank, real = dist.get_rank(), time.perf_counter
+
+    def drifting() -> float:
+        return 1.5 * real() + 100 if rank else real()
+
+    found = []
+    with (
+        mock.patch.object(clock, "_machine", return_value=f"machine {rank}"),
+        mock.patch("time.perf_counter", drifting),
+        Engine(schedule, own(blocks(schedule.num_stages), schedule), record=True) as engine,
+    ):
+        for _ in range(steps):
+            engine.train_step(microbatches(schedule.num_microbatches), SquareLoss())
+            found.append(engine.timeline())
+            time.sleep(0.3)
+    return found

@@ -149,7 +149,7 @@ def test_watchdogs_do_not_take_a_close_for_a_loss():
 
 
 def test_a_silent_rank_is_given_up():
-    with LocalRanks(2) as ranks:
+    with LocalRanks(2, grace=1) as ranks:
         found = ranks.outcomes(cases.silent, zp.build("1f1b", ranks=2, microbatches=2), timeout=20)
     assert found[0].text == (
         "rank 1 is stuck at 1F0: no progress for 2 s, and rank 0 waits at 0B0; "

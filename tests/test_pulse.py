@@ -167,7 +167,7 @@ def test_a_meeting_ends_with_an_error():
     there.set("1", b"address")
     assert here.get("1") == b"address"
     board_of(store, 2).post("rank 2 failed")
-    with pytest.raises(RuntimeError, match="another rank failed"):
+    with pytest.raises(PeerLost, match="another rank failed"):
         here.get("2")
 
 
@@ -179,12 +179,10 @@ class Fake:
         monkeypatch.setattr("zeropipe.engine.torch_private.abort_gloo", self.abort_gloo)
         self.fabric = object.__new__(Fabric)
         vars(self.fabric).update(
-            rank=0, size=1, nccl=False, closed=False, control="control", place=Place(), _groups={"a": "a", "b": "b"},
-            _lock=threading.Lock(), _desk=Desk(dist.HashStore(), 5.0), _watchdog=Watchdog(self, 60.0),
+            rank=0, size=1, nccl=False, closed=False, control="control", _words=None, place=Place(), _groups={"a": "a", "b": "b"},
+            _lock=threading.Lock(), _desk=Desk(dist.HashStore(), 5.0), _watchdog=Watchdog(60.0),
         )  # fmt: skip
         self.fabric.board = Board(self.fabric._desk, 0, 1)
-
-    place = Place()
 
     def abort_gloo(self, group):
         self.broken.append(group)

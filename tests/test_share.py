@@ -1,4 +1,4 @@
-"""What ranks share without needing memory for it: outputs for all, shapes of microbatches."""
+"""What ranks share: outputs for all and shapes of microbatches in bounded memory, and one clock."""
 
 from __future__ import annotations
 
@@ -43,3 +43,14 @@ def test_long_plain_values_are_signed_in_short():
     assert signature({"a": "x" * 100}) != signature({"a": "x" * 101})
     assert signature({"a": [*range(100)]}) == signature({"a": tuple(range(100))})
     assert signature({"a": [*range(100)]}) != signature({"a": [*range(99), 100]})
+
+
+def test_timelines_are_on_one_clock_while_clocks_drift():
+    """What arrives has left before, on every timeline; the drift is a hundred times what is allowed here."""
+    schedule = zp.build("1f1b", ranks=2, microbatches=2)
+    for timeline in ranks(2).run(cases.drifting_clocks, schedule, 3)[0]:
+        ran = {str(span.action): span for rank in range(2) for span in timeline.spans(rank)}
+        for microbatch in range(2):
+            assert ran[f"1F{microbatch}"].start > ran[f"0F{microbatch}"].end - 0.005
+            assert ran[f"0B{microbatch}"].start > ran[f"1B{microbatch}"].end - 0.005
+        assert timeline.makespan < 60

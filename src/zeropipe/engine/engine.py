@@ -28,12 +28,13 @@ from zeropipe.engine.mesh.shards import Shards, sharded
 from zeropipe.engine.options import Options
 from zeropipe.engine.stages.contract import Microbatch, told
 from zeropipe.engine.step import equal
+from zeropipe.engine.step.clock import Clock
 from zeropipe.engine.step.executor import Executor
 from zeropipe.engine.step.executors import Executors, Parts
 from zeropipe.engine.step.losses import LossFn, StepResult, Tally, combine
 from zeropipe.engine.step.opening import KindBook, Opened, open_step
 from zeropipe.engine.step.plans import edges_of
-from zeropipe.engine.step.recorder import clock_offset, gather
+from zeropipe.engine.step.recorder import gather
 from zeropipe.engine.step.sums import GradientSums, ties
 from zeropipe.errors import ConfigError, EngineError
 
@@ -87,7 +88,7 @@ class Engine:
 
     def _set_up(self) -> None:
         fabric, schedule = self._fabric, self.schedule
-        self._offset: float | None = None
+        self._clock: Clock | None = None
         self._compared = False
         self._agree()
         deferring = self.options.direct_gradients or setup.splits(schedule, self.rank)
@@ -147,6 +148,8 @@ class Engine:
             with gradients.aside(self._sums.all if late else self._sums.shared) as aside:
                 tally = Tally(loss_fn, self._num_all(opened), aside, self._own, opened.total)
                 if self.record:
+                    self._fabric.place.name = "the comparison of clocks"
+                    self._clock = self._clock or Clock(self._fabric)
                     self._executors.recorder.begin()
                 for shards in self._shards.values():
                     shards.gather()
@@ -233,9 +236,9 @@ class Engine:
         if recorder is None:
             raise EngineError("no step was recorded: set record=True before train_step")
         with self._guard("gathering the timeline"):
-            if self._offset is None:
-                self._offset = clock_offset(self._fabric)
-            return gather(recorder, self._executors.recorded, self._fabric, self._offset)
+            assert self._clock is not None
+            self._clock.measure()
+            return gather(recorder, self._executors.recorded, self._fabric, self._clock)
 
     def close(self) -> None:
         """Give the connections back. Call it on every rank, after the last step."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import struct
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -24,7 +25,7 @@ from zeropipe.engine.layout import Layout
 SLOT = 2048  # bytes of an exchanged value that cost one collective only
 LISTEN_TAG = 3  # nothing is ever sent with it
 PROBE_TAG = 4  # nor with this
-MAKING = 30.0  # seconds in which ranks that know each other's addresses connect
+LATER = 10.0  # seconds that a watchdog may take longer than its time-out
 
 _pipelines: Counter[tuple[int, ...]] = Counter()
 
@@ -49,7 +50,7 @@ class Fabric:
 
     def __init__(self, layout: Layout, device: torch.device, timeout: float) -> None:
         self.layout, self.rank, self.size = layout, layout.rank, layout.size
-        self.device = device
+        self.device, self._timeout = device, timeout
         self.nccl = device.type == "cuda" and "cuda:nccl" in dist.get_backend_config()
         members = layout.members
         # every rank makes its engines in the same order, so the count names this one
@@ -64,11 +65,12 @@ class Fabric:
         self.control: Any = None
         self._words: Any = None  # of this pipeline only, where there are several
         self.closed = False
-        self._watchdog = Watchdog(self, timeout)
+        self._watchdog = Watchdog(timeout)
         try:
-            self._watchdog.start()
+            self._watchdog.start(self)
             self.control = self._connected("control", tuple(range(self.size)), nccl=False)
-            self._watchdog.listen()
+            self._meet("connected")  # one whose making failed has closed connections without a word
+            self._watchdog.listen(self)
         except BaseException as error:
             explained = self.board.explain(error, self.place.where)
             self.abort()
@@ -126,8 +128,9 @@ class Fabric:
         try:
             yield
         except RuntimeError as error:
-            if peers == EVERYONE:
-                peers = self._gone()
+            if len(peers) > 1 or peers == EVERYONE:  # it was one of them
+                gone = self._gone()
+                peers = gone if peers == EVERYONE else tuple(peer for peer in peers if peer in gone)
             raise PeerLost(peers, reason(error)) from error
         finally:
             self.place.waits = ()
@@ -192,19 +195,54 @@ class Fabric:
         return self._groups[use, ranks]
 
     def _connected(self, name: str, ranks: tuple[int, ...], nccl: bool) -> Any:
-        """A new group; all its ranks call this."""
+        """A new group; all its ranks call this.
+
+        A thread of its own makes it: torch's way to connect cannot be stopped, but this rank can stop waiting for it.
+        """
         self.place.waits = others = tuple(rank for rank in ranks if rank != self.rank)
-        meeting, own = Meeting(self.board, name), ranks.index(self.rank)
-        try:
-            if not nccl:
-                return torch_private.gloo_group(meeting, own, len(ranks), MAKING)
-            meeting.set(f"here/{own}", b"")
-            meeting.wait([f"here/{rank}" for rank in range(len(ranks))])
-            return torch_private.nccl_group(dist.PrefixStore(name, self._store), own, len(ranks))
-        except RuntimeError as error:
-            raise PeerLost(others if len(others) == 1 else (), reason(error)) from error
-        finally:
-            self.place.waits = ()
+        meeting, own, size = Meeting(self.board, name), ranks.index(self.rank), len(ranks)
+        made: list[Any] = []
+        done = threading.Event()
+
+        def make() -> None:
+            try:
+                if nccl:
+                    meeting.set(f"here/{own}", b"")
+                    meeting.wait([f"here/{rank}" for rank in range(size)])
+                    made.append(torch_private.nccl_group(dist.PrefixStore(name, self._store), own, size))
+                else:
+                    made.append(torch_private.gloo_group(meeting, own, size, self._timeout))
+            except Exception as error:
+                made.append(error)
+            finally:
+                done.set()
+
+        threading.Thread(target=make, name=f"zeropipe-making-{name}", daemon=True).start()
+        while not done.wait(0.05):
+            if self.board.read() is not None:
+                raise PeerLost((), "another rank failed")
+        if isinstance(made[0], RuntimeError):
+            if size > 2:
+                self._await_verdict()
+            raise PeerLost(others if size == 2 else (), reason(made[0])) from made[0]
+        if isinstance(made[0], Exception):
+            raise made[0]
+        self.place.waits = ()
+        return made[0]
+
+    def _await_verdict(self) -> None:
+        """A group of many does not say who is to blame; the watchdog finds out."""
+        end = time.monotonic() + self._timeout + LATER
+        while self.board.read() is None and time.monotonic() < end:
+            time.sleep(0.05)
+
+    def _meet(self, name: str) -> None:
+        """Wait until all ranks are here."""
+        self.place.waits = tuple(rank for rank in range(self.size) if rank != self.rank)
+        meeting = Meeting(self.board, name)
+        meeting.set(str(self.rank), b"")
+        meeting.wait([str(rank) for rank in range(self.size)])
+        self.place.waits = ()
 
     # the end
 

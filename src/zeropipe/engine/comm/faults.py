@@ -63,6 +63,7 @@ class Desk:
 
     def close(self) -> None:
         """End the thread, once it is through with what it was asked."""
+        self._lost = True
         self._queue.put(None)
 
     def _serve(self, store: dist.Store) -> None:
@@ -74,6 +75,7 @@ class Desk:
                 self._lost = True
             finally:
                 done.set()
+                del entry, question, answer, done  # they may hold what closes files
 
 
 class Board:
@@ -179,11 +181,11 @@ class Meeting(dist.Store):
         return self._board.get(f"{self._name}/{key}")
 
     def wait(self, keys: list[str], timeout: object = None) -> None:  # type: ignore[override]
-        """Wait for all keys, however long it takes."""
+        """Wait for all keys, however long it takes: that is the watchdog's to judge."""
         pause = 0.0005
         while True:
             if self._board.read() is not None:
-                raise RuntimeError("another rank failed")
+                raise PeerLost((), "another rank failed")
             if self._board.noted(*(f"{self._name}/{key}" for key in keys)):
                 return
             time.sleep(pause)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol
 
 from zeropipe.engine import torch_private
@@ -36,28 +37,30 @@ class Watchdog:
     whatever the others are doing.
     """
 
-    def __init__(self, fabric: Watched, timeout: float) -> None:
-        self._fabric, self._timeout = fabric, timeout
-        self._every = min(1.0, timeout / 8)
+    def __init__(self, timeout: float) -> None:
+        self._timeout, self._every = timeout, min(1.0, timeout / 8)
         self._end = threading.Event()
-        self._beat, self._since, self._sign = 0, time.monotonic(), fabric.place.sign
-        self._seen: dict[int, tuple[Pulse | None, float]] = {}  # the newest pulse and when it was new
+        self._beat, self._since = 0, time.monotonic()
+        self._sign: tuple[object, ...] = ()
+        self._seen: dict[int, tuple[Pulse | None, float]] = {}  # the newest pulse of a rank and when it was new
 
-    def start(self) -> None:
+    # the threads alone hold the fabric, which holds this object: so nothing has to be collected when it closes
+
+    def start(self, fabric: Watched) -> None:
         """Begin to watch."""
-        self._say(0.0)
-        threading.Thread(target=self._watch, name="zeropipe-watchdog", daemon=True).start()
+        self._say(fabric, 0.0)
+        threading.Thread(target=self._watch, args=(fabric,), name="zeropipe-watchdog", daemon=True).start()
 
-    def listen(self) -> None:
+    def listen(self, fabric: Watched) -> None:
         """Begin to listen to the next rank."""
-        if self._fabric.size > 1:
-            threading.Thread(target=self._listen, name="zeropipe-listener", daemon=True).start()
+        if fabric.size > 1:
+            threading.Thread(target=self._listen, args=(fabric,), name="zeropipe-listener", daemon=True).start()
 
     def stop(self) -> None:
         """End the threads; the listener when the connections close."""
         self._end.set()
 
-    def _watch(self) -> None:
+    def _watch(self, fabric: Watched) -> None:
         last = time.monotonic()
         while not self._end.wait(self._every):
             now = time.monotonic()
@@ -65,41 +68,37 @@ class Watchdog:
                 self._since += now - last
                 self._seen.clear()
             last = now
-            if self._tick(now) is not None and not self._end.is_set():
-                self._fabric.abort()
+            if self._tick(fabric, now) and not self._end.is_set():
+                fabric.abort()
                 return
 
-    def _tick(self, now: float) -> str | None:
-        """The reason to stop, if there is one."""
-        fabric, sign = self._fabric, self._fabric.place.sign
-        compiling = torch_private.compiling()
+    def _tick(self, fabric: Watched, now: float) -> bool:
+        """Whether there is a reason to stop: it is on the board then, or the board is lost."""
+        sign, compiling = fabric.place.sign, torch_private.compiling()
         if sign != self._sign:
             self._sign, self._since = sign, now
             self._seen.clear()
         if compiling or self._since == now:
             for call in signs_of_life:
                 call()
-        waited = now - self._since
-        waits = fabric.place.waits
+        waited, waits = now - self._since, fabric.place.waits
         if not waits and fabric.nccl and fabric.place.where != BETWEEN:  # it may wait inside a kernel, for anybody
             waits = tuple(rank for rank in range(fabric.size) if rank != fabric.rank)
         try:
-            text = self._say(waited, waits, compiling)
+            text = self._say(fabric, waited, waits, compiling)
             if text is None and waits and not compiling and waited > self._timeout / 2:
-                text = self._look(now, waited)
+                text = self._look(fabric, now, waited)
+            return text is not None
         except StoreLost:
-            if waits and waited > self._timeout:
-                return "the store is lost"  # the main thread finds the words
-            return None
-        return text
+            return bool(waits) and waited > self._timeout
 
-    def _say(self, waited: float, waits: tuple[int, ...] = (), compiling: bool = False) -> str | None:
-        place = self._fabric.place
+    def _say(self, fabric: Watched, waited: float, waits: tuple[int, ...] = (), compiling: bool = False) -> str | None:
+        """Tell the others where this rank is; the error on the board."""
         self._beat += 1
-        return self._fabric.board.beat(Pulse(self._beat, place.where, waited, waits, place.round, compiling))
+        return fabric.board.beat(Pulse(self._beat, fabric.place.where, waited, waits, fabric.place.round, compiling))
 
-    def _look(self, now: float, waited: float) -> str | None:
-        fabric = self._fabric
+    def _look(self, fabric: Watched, now: float, waited: float) -> str | None:
+        """What others say; the error on the board, if this rank waits in vain."""
         for rank, pulse in fabric.board.pulses().items():
             before = self._seen.get(rank)
             if before is None or before[0] != pulse:
@@ -110,17 +109,14 @@ class Watchdog:
         text = verdict(fabric.rank, seen, self._timeout)
         return None if text is None else fabric.board.post(text)
 
-    def _listen(self) -> None:
-        fabric = self._fabric
+    def _listen(self, fabric: Watched) -> None:
         peer = (fabric.rank + 1) % fabric.size
         try:
             fabric.listen(peer)
         except RuntimeError as error:
-            try:
+            with suppress(StoreLost):
                 if self._end.is_set() or fabric.board.left(peer):
                     return
                 if fabric.board.read() is None:
                     fabric.board.post(lost_text(peer, fabric.board.pulse(peer), reason(error)))
-            except StoreLost:
-                pass
             fabric.abort()

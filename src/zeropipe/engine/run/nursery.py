@@ -78,12 +78,12 @@ class Nursery:
     def wait(self, pid: int, patience: float) -> int | None:
         """How a rank ended, None if it has not; 0 to 255, or minus a signal's number."""
         deadline = time.monotonic() + patience
-        with self._lock:
-            while pid not in self._codes and not self.gone:
-                self._hear(max(0.0, deadline - time.monotonic()))
-                if time.monotonic() >= deadline:
-                    break
-            return self._codes.get(pid, -signal.SIGKILL if self.gone else None)
+        while True:
+            left = deadline - time.monotonic()
+            with self._lock:  # others may wait too, or start ranks
+                self._hear(min(0.05, left))
+                if pid in self._codes or self.gone or left <= 0:
+                    return self._codes.get(pid, -signal.SIGKILL if self.gone else None)
 
     def close(self) -> None:
         """End it, and with it all ranks that are left."""

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from array import array
-from collections.abc import Sequence
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,10 +17,8 @@ from zeropipe.core.timeline import Memory, Timeline
 from zeropipe.engine.backward.splitters import Splitter
 from zeropipe.engine.comm.fabric import Fabric
 from zeropipe.engine.step.cells import Cell
+from zeropipe.engine.step.clock import Clock
 from zeropipe.engine.step.executor import Call
-
-PINGS = 16
-CLOCK_TAG = 2
 
 
 class Recorder:
@@ -98,14 +93,11 @@ class Recorder:
 
         return timed
 
-    def columns(self) -> tuple[bytes, bytes, bytes, bytes]:
-        """Start, end, memory during, memory after: one entry per action, in the order of the row."""
-        columns = tuple(array("d") for _ in range(4))
+    def rows(self, clock: Clock) -> Iterator[tuple[float, float, float, float]]:
+        """Start, end, memory during, memory after, on rank 0's clock: one per action, in the order of the row."""
         for start, end, number, during, after in self._marks:
-            values = (self._seconds(start), self._seconds(end), float(during), float(after))
-            for column, value in zip(columns, values):
-                column.extend([value] * number)
-        return tuple(column.tobytes() for column in columns)  # type: ignore[return-value]
+            begun, ended = clock.of_rank_0(self._seconds(start)), clock.of_rank_0(self._seconds(end))
+            yield from [(begun, ended, float(during), float(after))] * number
 
     def _seconds(self, mark: Any) -> float:
         if isinstance(mark, float):
@@ -114,17 +106,14 @@ class Recorder:
         return self._origin[0] + self._origin[1].elapsed_time(mark) / 1000
 
 
-def gather(recorder: Recorder, schedule: Schedule, fabric: Fabric, offset: float) -> Timeline:
+def gather(recorder: Recorder, schedule: Schedule, fabric: Fabric, clock: Clock) -> Timeline:
     """The Timeline of all ranks on rank 0's clock; every rank calls this and gets it."""
-    everyone = fabric.exchange((offset, *recorder.columns()))
-    rows = [everyone[rank] for rank in fabric.layout.pipeline]
+    columns = [array("d", column) for column in zip(*recorder.rows(clock))]
+    everyone = fabric.exchange([column.tobytes() for column in columns])
     start, end, during, after = (array("d") for _ in range(4))
-    for shift, *columns in rows:
-        first, last, level, left = (memoryview(column).cast("d") for column in columns)
-        start.extend(t - shift for t in first)
-        end.extend(t - shift for t in last)
-        during.extend(level)
-        after.extend(left)
+    for rank in fabric.layout.pipeline:
+        for whole, piece in zip((start, end, during, after), everyone[rank]):
+            whole.frombytes(piece)
     zero = min(start)
     return Timeline(
         schedule,
@@ -135,40 +124,6 @@ def gather(recorder: Recorder, schedule: Schedule, fabric: Fabric, offset: float
         memory_unit="B",
         measured=True,
     )
-
-
-def clock_offset(fabric: Fabric) -> float:
-    """How far this rank's clock is ahead of rank 0's. Ranks of one machine share a clock: 0."""
-    machines = fabric.exchange(_machine())
-    for rank in range(1, fabric.size):
-        if machines[rank] != machines[0] and fabric.rank in (0, rank):
-            found = _ping(fabric, rank)
-            if fabric.rank == rank:
-                return found
-    return 0.0
-
-
-def _ping(fabric: Fabric, rank: int) -> float:
-    """Rank `rank` asks rank 0 for the time; the fastest answer counts."""
-    word, best = torch.zeros(1, dtype=torch.float64), (float("inf"), 0.0)
-    for _ in range(PINGS):
-        if fabric.rank == 0:
-            fabric.receive(word, rank, CLOCK_TAG)
-            word.fill_(time.perf_counter())
-            fabric.send(word, rank, CLOCK_TAG)
-        else:
-            asked = time.perf_counter()
-            fabric.send(word, 0, CLOCK_TAG)
-            fabric.receive(word, 0, CLOCK_TAG)
-            answered = time.perf_counter()
-            best = min(best, (answered - asked, (asked + answered) / 2 - float(word)))
-    return best[1]
-
-
-def _machine() -> str:
-    with suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return socket.gethostname()
 
 
 def _same(tensor: Tensor) -> Tensor:
