@@ -179,8 +179,8 @@ class Fake:
         monkeypatch.setattr("zeropipe.engine.torch_private.abort_gloo", self.abort_gloo)
         self.fabric = object.__new__(Fabric)
         vars(self.fabric).update(
-            rank=0, size=1, nccl=False, closed=False, control="control", _words=None, place=Place(), _groups={"a": "a", "b": "b"},
-            _lock=threading.Lock(), _desk=Desk(dist.HashStore(), 5.0), _watchdog=Watchdog(60.0),
+            rank=0, size=1, nccl=False, closed=False, control="control", _words=None, place=Place(),
+            _groups={"a": "a", "b": "b"}, _lock=threading.Lock(), _desk=Desk(dist.HashStore(), 5.0), _watchdog=Watchdog(60.0),
         )  # fmt: skip
         self.fabric.board = Board(self.fabric._desk, 0, 1)
 
