@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: run test test-full check bench gallery clean
+.PHONY: run test test-full check bench gallery models clean
 
 run: $(STAMP)
 	@mkdir -p out
@@ -23,8 +23,8 @@ test-full: $(STAMP)
 	$(BIN)/python -m pytest -q -m full
 
 check: $(STAMP)
-	$(BIN)/ruff check src tests bench examples docs/gallery.py
-	$(BIN)/ruff format --check src tests bench examples docs/gallery.py
+	$(BIN)/ruff check src tests bench examples docs/gallery.py docs/models.py
+	$(BIN)/ruff format --check src tests bench examples docs/gallery.py docs/models.py
 	$(BIN)/mypy
 
 bench: $(STAMP)
@@ -33,6 +33,9 @@ bench: $(STAMP)
 
 gallery: $(STAMP)
 	$(BIN)/python docs/gallery.py
+
+models: $(STAMP)
+	$(BIN)/python docs/models.py
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

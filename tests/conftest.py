@@ -1,11 +1,15 @@
 """What every test gets."""
 
+import os
 from pathlib import Path
 
 import pytest
 from visits import address, visit  # noqa: F401
 
 from zeropipe.schedules import registry
+
+# Workers run side by side, and so do the ranks in them: threads of their own would only wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # The files that take longest begin first, so that no worker is left alone with one of them at the end. Those that
 # compile are far apart: what the first one compiled the second finds in the cache.
@@ -25,6 +29,14 @@ def compile_cache(tmp_path_factory) -> Path:
     """One compile cache for all workers of this test run, empty at its start."""
     base = tmp_path_factory.getbasetemp()
     return (base.parent if base.name.startswith("popen-") else base) / "inductor"
+
+
+def pytest_terminal_summary(terminalreporter):
+    """What tests want to be read, whichever worker ran them."""
+    for report in terminalreporter.stats.get("passed", []):
+        for name, text in report.user_properties:
+            if name == "says":
+                terminalreporter.write_line(text)
 
 
 @pytest.fixture(autouse=True)

@@ -67,10 +67,10 @@ CONFIGS = {
 }
 
 
-def microbatches(lengths: tuple[int, ...] = (9, 12, 7), rows: int = 2) -> list[dict[str, Tensor]]:
+def microbatches(lengths: tuple[int, ...] = (9, 12, 7), rows: int = 2, vocabulary: int = 61) -> list[dict[str, Tensor]]:
     """Random tokens, of different length per microbatch."""
     generator = torch.Generator().manual_seed(0)
-    tokens = [torch.randint(61, (rows, length), generator=generator) for length in lengths]
+    tokens = [torch.randint(vocabulary, (rows, length), generator=generator) for length in lengths]
     return [{"input_ids": t, "labels": t} for t in tokens]
 
 
@@ -107,7 +107,7 @@ def staged_step(
             output = stage(*inputs, **stage.pick(batch))
             outputs = output if isinstance(output, tuple) else (output,)
             handed.append((inputs, outputs))
-            inputs = tuple(t.detach().requires_grad_() for t in outputs)
+            inputs = tuple(t.detach().requires_grad_(t.requires_grad) for t in outputs)
         loss = loss_fn(output, batch)
         handed[-1] = (handed[-1][0], (loss,))
         total += float(loss.detach())
@@ -115,6 +115,8 @@ def staged_step(
         del loss, output, outputs, inputs
         for s in reversed(range(len(stages))):
             inputs, outputs = handed.pop()
+            grads = tuple(g for t, g in zip(outputs, grads) if t.requires_grad)
+            outputs = tuple(t for t in outputs if t.requires_grad)
             if store is None:
                 torch.autograd.backward(outputs, grads)
             else:

@@ -38,6 +38,13 @@ def causal_class(config: Any) -> Any:
     return next((found for found in classes if found is not None and found.config_class is type(config)), None)
 
 
+def causal_types() -> list[str]:
+    """All model types that have a causal language model."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
 def build(config: Any, dtype: torch.dtype, *, kernels: bool = True) -> nn.Module:
     """A model of a config, on the default device; without `kernels` in plain torch, whatever the config says."""
     found = causal_class(config)
@@ -86,6 +93,25 @@ def uses_flash(config: Any) -> bool:
 def forward_keys(model: nn.Module) -> frozenset[str]:
     """The names of a model's inputs."""
     return frozenset(inspect.signature(type(model).forward).parameters)
+
+
+def router_facts(lm: Any) -> tuple[int, int, float]:
+    """Number of experts, how many a token chooses, and the factor of the load-balancing loss, of a model's own loss."""
+    factor = getattr(lm, "router_aux_loss_coef", None)
+    return lm.num_experts, lm.num_experts_per_tok, lm.aux_loss_coef if factor is None else factor
+
+
+def router_outputs(base: nn.Module, blocks: Iterable[nn.Module]) -> list[tuple[nn.Module, int]]:
+    """The modules in some layers of a model that make routers' logits, and where in their output these are."""
+    recorders: Any = (getattr(base, "_can_record_outputs", None) or {}).get("router_logits", [])
+    found = []
+    for recorder in recorders if isinstance(recorders, list) else [recorders]:
+        for block in blocks:
+            for name, module in block.named_modules():
+                is_there = recorder.layer_name is None or f".{recorder.layer_name}." in f".{name}."
+                if is_there and isinstance(module, recorder.target_class):
+                    found.append((module, recorder.index))
+    return found
 
 
 @contextmanager

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from zeropipe.search.model import Model, Work
 
 FAR = 1e300  # later than anything
-LOT = 1 << 20  # random numbers are below this
 
 
 def play(model: Model, work: Work, rows: Ints, share: Floats, out: Ints) -> float:
@@ -270,10 +269,10 @@ def dispatch(
     return makespan
 
 
-def draw(state: Ints) -> Any:
-    """The next random number from 0 to LOT - 1."""
+def draw(state: Ints, below: Any) -> Any:
+    """The next random number from 0 to below - 1."""
     state[0] = state[0] * 6364136223846793005 + 1442695040888963407
-    return (state[0] >> 33) & 0xFFFFF
+    return ((state[0] >> 33) & 0x3FFFFFFF) % below
 
 
 def score(work: Work, spans: bool, near: float) -> tuple[float, float]:
@@ -302,19 +301,22 @@ def move(rows: Ints, low: int, high: int, at: int, distance: int) -> None:
 
 def shift(rows: Ints, low: int, high: int, x: int, from_m: int, to_m: int, distance: int) -> None:
     """Move pass x of microbatches from_m to to_m by `distance` places in a row."""
-    later = distance > 0
-    number = -1
-    if later:  # from the end, so that nothing is met twice
+    number = 0
+    if distance < 0:
+        for at in range(low, high):
+            if rows[at] == x:
+                if from_m <= number < to_m:
+                    move(rows, low, high, at, distance)
+                number += 1
+    else:
         for at in range(low, high):
             number += rows[at] == x
-    else:
-        number = 0
-    for place in range(high - low):
-        at = high - 1 - place if later else low + place
-        if rows[at] == x:
-            if from_m <= number < to_m:
-                move(rows, low, high, at, distance)
-            number += -1 if later else 1
+        for place in range(high - low):
+            at = high - 1 - place
+            if rows[at] == x:
+                number -= 1
+                if from_m <= number < to_m:
+                    move(rows, low, high, at, distance)
 
 
 def walk(
@@ -330,52 +332,51 @@ def walk(
     old_rows, old_share = spare
     best_rows, best_share = best
     nothing = rows[:0]
-    current, least = FAR, FAR
-    for step in range(steps + 1):
+    play(model, work, rows, share, nothing)
+    least, current = score(work, spans, near)
+    best_rows[:] = rows
+    best_share[:] = share
+    for step in range(steps):
         if least <= enough or stop[0]:
             break
-        low = draw(state) % num_ranks
-        chance = draw(state) % 100
-        # some ranks in a line, or one
-        more = (draw(state) % num_ranks) * (draw(state) % num_ranks) // num_ranks if chance < 70 else 0
-        high = min(num_ranks, low + 1 + more)
+        chance = draw(state, 100)
+        low = draw(state, num_ranks)
+        high = low + 1
+        if chance < 70:  # some ranks in a line
+            high = min(num_ranks, high + draw(state, num_ranks) * draw(state, num_ranks) // num_ranks)
         for at in range(begin[low], begin[high]):
             old_rows[at] = rows[at]
         for rank in range(low, high):
             old_share[rank] = share[rank]
-        one, other, far = draw(state), draw(state), draw(state)
-        sign = 1 if one & 1 else -1
-        if step == 0:
-            pass  # as it is
-        elif chance < 55:  # passes of some microbatches come earlier, or later
-            from_m = other % m
-            to_m = min(m, from_m + 1 + (other >> 3) % m * (far % m) // m)
-            which = one >> 2
+        if chance < 55:  # passes of some microbatches come earlier, or later
+            from_m = draw(state, m)
+            to_m = min(m, from_m + 1 + draw(state, m) * draw(state, m) // m)
+            which = draw(state, 1024)
+            one = draw(state, 2) == 1
+            distance = (1 + draw(state, 6)) * (1 - 2 * draw(state, 2))
             for rank in range(low, high):
                 first, count = begin[rank] // m, (begin[rank + 1] - begin[rank]) // m
                 for slot in range(count):
-                    if (slot == which % count) if one & 2 else (which >> slot & 1):
-                        shift(
-                            rows, begin[rank], begin[rank + 1], mine[first + slot], from_m, to_m, sign * (1 + far % 6)
-                        )
+                    if (one and slot == which % count) or (not one and which >> slot & 1):
+                        shift(rows, begin[rank], begin[rank + 1], mine[first + slot], from_m, to_m, distance)
         elif chance < 70:
+            wish = draw(state, 5) * 0.25
             for rank in range(low, high):
-                share[rank] = one % 5 * 0.25
+                share[rank] = wish
         else:
-            move(rows, begin[low], begin[high], begin[low] + other % (begin[high] - begin[low]), sign * (1 + far % 8))
+            at = begin[low] + draw(state, begin[high] - begin[low])
+            move(rows, begin[low], begin[high], at, (1 + draw(state, 8)) * (1 - 2 * draw(state, 2)))
         kept = False
         if play(model, work, rows, share, nothing) < FAR:
             value, total = score(work, spans, near)
-            warmth = heat * (1.0 - step / (steps + 1)) + 1e-300
-            if total <= current or draw(state) < math.exp((current - total) / warmth) * LOT:
+            warmth = heat * (1.0 - step / steps) + 1e-300
+            if total <= current or draw(state, 1 << 20) < math.exp((current - total) / warmth) * (1 << 20):
                 kept = True
                 current = total
                 if value < least - 1e-12 * least:
                     least = value
-                    for at in range(len(rows)):
-                        best_rows[at] = rows[at]
-                    for at in range(len(share)):
-                        best_share[at] = share[at]
+                    best_rows[:] = rows
+                    best_share[:] = share
         if not kept:
             for at in range(begin[low], begin[high]):
                 rows[at] = old_rows[at]
@@ -409,10 +410,10 @@ def tune(
             spare[3][rank] = look[rank]
             spare[4][rank] = share[rank]
         if step > 0:
-            low = draw(state) % num_ranks
-            high = min(num_ranks, low + 1 + (draw(state) % num_ranks) * (draw(state) % num_ranks) // num_ranks)
-            what = draw(state) % 5
-            one, other = draw(state) % 1024, draw(state) % 1024
+            low = draw(state, num_ranks)
+            high = min(num_ranks, low + 1 + draw(state, num_ranks) * draw(state, num_ranks) // num_ranks)
+            what = draw(state, 5)
+            one, other = draw(state, 1024), draw(state, 1024)
             for rank in range(low, high):
                 first, count = begin[rank] // m, (begin[rank + 1] - begin[rank]) // m
                 if what == 0:  # two passes change places
@@ -431,19 +432,16 @@ def tune(
         if dispatch(model, work, order, cap, look0, look, share, rows) < FAR:
             value, total = score(work, spans, near)
             warmth = heat * (1.0 - step / (steps + 1)) + 1e-300
-            if total <= current or draw(state) < math.exp((current - total) / warmth) * LOT:
+            if total <= current or draw(state, 1 << 20) < math.exp((current - total) / warmth) * (1 << 20):
                 kept = True
                 current = total
                 if value < least - 1e-12 * least:
                     least = value
-                    for at in range(len(order)):
-                        best[0][at] = order[at]
-                    for at in range(len(cap)):
-                        best[1][at] = cap[at]
-                    for rank in range(num_ranks):
-                        best[2][rank] = look0[rank]
-                        best[3][rank] = look[rank]
-                        best[4][rank] = share[rank]
+                    best[0][:] = order
+                    best[1][:] = cap
+                    best[2][:] = look0
+                    best[3][:] = look
+                    best[4][:] = share
         if not kept and current < FAR:
             for at in range(len(order)):
                 order[at] = spare[0][at]

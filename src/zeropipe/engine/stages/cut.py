@@ -85,7 +85,7 @@ class Skipped(Absent):
         self.place, self.form, self.border = place, form, border
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        hidden = tensors_in(args, kwargs)[self.place]
+        hidden = args[0] if self.place == ("args", 0) else tensors_in(args, kwargs)[self.place]
         if self.border is not None and self.border.received is not None:
             hidden = self.border.received[0]
         return hidden if self.form is None else (hidden, *[None] * (self.form - 1))

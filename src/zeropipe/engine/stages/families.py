@@ -22,6 +22,12 @@ class Family:
     keys: frozenset[str] = frozenset()  # inputs of its forward
     packs: bool = False  # position ids keep packed sequences apart
     bare_ends: bool = False  # embedding and head may be stages without layers
+    balances: bool = False  # its loss has a part that comes from the routers of all layers (output_router_logits)
+
+    @property
+    def base(self) -> str:
+        """The name of the model without its head."""
+        return self.layers.partition(".")[0]
 
     def home(self, name: str, cut: Sequence[range]) -> int:
         """The stage that holds a parameter or module, by its name in the whole model."""
@@ -41,6 +47,7 @@ class Entry:
 
 ENTRIES: dict[str, Entry] = {
     "blt": Entry(refused="it is a pipeline of three models"),
+    "gemma4_unified_assistant": Entry(refused="it drafts for another model"),
     "codegen": Entry(small={"n_head": 4}),  # its attention is written for four-fold heads
 }
 

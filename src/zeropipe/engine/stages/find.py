@@ -64,7 +64,7 @@ def _attributes(module: nn.Module) -> frozenset[Any]:
 def find(model: nn.Module, name: str, inputs: Mapping[str, Any]) -> Family:
     """The shape of a small model with these layers, all its weights random and none tied to another."""
     layers = model.get_submodule(name)
-    calls, logits = _watch(model, layers, inputs)
+    calls, output = _watch(model, layers, inputs)
     order = [index for index, *_ in calls]
     if order != list(range(len(layers))):
         twice = len(order) != len(set(order))
@@ -73,17 +73,18 @@ def find(model: nn.Module, name: str, inputs: Mapping[str, Any]) -> Family:
     return Family(
         layers=name,
         num_layers=len(layers),
-        before=_before(model, name, [tensors[place] for place in carried if place in (tensors := calls[0][1])], logits),
+        before=_before(model, name, [calls[0][1][place] for place in carried if place in calls[0][1]], output.logits),
         carried=carried,
         form=_form(calls, name),
         keys=forward_keys(model),
+        balances=getattr(output, "aux_loss", None) is not None,
     )
 
 
 Seen = tuple[int, dict[Place, Tensor], Any]  # a layer's number, the tensors it was called with, what it returned
 
 
-def _watch(model: nn.Module, layers: nn.ModuleList, inputs: Mapping[str, Any]) -> tuple[list[Seen], Tensor]:
+def _watch(model: nn.Module, layers: nn.ModuleList, inputs: Mapping[str, Any]) -> tuple[list[Seen], Any]:
     calls: list[Seen] = []
     hooks = []
     for index, layer in enumerate(layers):
@@ -94,11 +95,11 @@ def _watch(model: nn.Module, layers: nn.ModuleList, inputs: Mapping[str, Any]) -
             )
         )
     try:
-        logits = model(**inputs, use_cache=False).logits
+        output = model(**inputs, use_cache=False)
     finally:
         for hook in hooks:
             hook.remove()
-    return calls, logits
+    return calls, output
 
 
 def _carried(calls: list[Seen]) -> tuple[Place, ...]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from zeropipe.engine.stages.balance import Balance, Gates
 from zeropipe.engine.stages.contract import Microbatch, Tied
 from zeropipe.engine.stages.cut import Blanks, Border, Reached, cut_layers
 from zeropipe.engine.stages.families import Family
@@ -23,6 +25,9 @@ _KEYS = (
 
 class HFStage(nn.Module):
     """Some layers of a model; the first stage embeds `input_ids`, the last returns logits (or scores).
+
+    With `output_router_logits=True` in its config, the last stage of a mixture of experts returns (logits, its
+    load-balancing loss), which CausalLMLoss adds to the mean loss of the tokens.
 
     Called with what the stage before returned (nothing for the first) and what `pick` takes from the microbatch.
     Its modules have the names, and its layers the numbers, that they have in the whole model.
@@ -43,6 +48,8 @@ class HFStage(nn.Module):
         every = list(lm.get_submodule(family.layers).children())
         self.blocks = [every[index] for index in self.layers]
         self._reduce(parameters)
+        self._balance = Balance.of(lm) if family.balances and head == "lm" else None
+        self._gates = Gates(self._base, self.blocks if self._balance else ())
         if self.is_last and head == "score":
             weight = next(lm.parameters())
             size = lm.config.get_text_config().hidden_size
@@ -61,7 +68,7 @@ class HFStage(nn.Module):
             )
         layers = self.lm.get_submodule(family.layers)
         cut_layers(layers, family, self.layers, self._border, is_first=self.is_first, is_last=self.is_last)
-        base = f"{self.lm.base_model_prefix}."
+        base = f"{family.base}."
         for name in parameters:
             if name.startswith(f"{family.layers}."):
                 continue
@@ -69,6 +76,11 @@ class HFStage(nn.Module):
             # A tied head is filled as the embedding: `tie` drops the embedding afterwards.
             if not is_kept and not (self.is_tied and name == self._embedding):
                 self._blanks.put(self.lm, name)
+
+    @property
+    def _base(self) -> nn.Module:
+        """The model without its head."""
+        return self.lm.get_submodule(self.family.base)
 
     @property
     def layers(self) -> range:
@@ -122,10 +134,25 @@ class HFStage(nn.Module):
                 picked |= {f"max_length_{side}": longest for side in "qk"}
         return picked
 
-    def forward(self, *inputs: Tensor, is_packed: bool = False, **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
+    def forward(self, *inputs: Tensor, **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
+        if self._balance is None:
+            return self._forward(inputs, **kwargs)
+        *states, sums = (*inputs, self._balance.start(kwargs["input_ids"].device)) if self.is_first else inputs
+        self._gates.caught = []
+        try:
+            output = self._forward(states, **kwargs)
+            sums = self._balance.add(sums, self._gates.caught, kwargs.get("attention_mask"))
+        finally:
+            self._gates.caught = None
+        outputs = output if isinstance(output, tuple) else (output,)
+        return (*outputs, self._balance.loss(sums) if self.is_last else sums)
+
+    def _forward(
+        self, inputs: Sequence[Tensor], *, is_packed: bool = False, **kwargs: Any
+    ) -> Tensor | tuple[Tensor, ...]:
         if not self.is_first:
             if not self.layers and not self.is_last:
-                return inputs if len(inputs) > 1 else inputs[0]
+                return tuple(inputs) if len(inputs) > 1 else inputs[0]
             self._border.received = inputs
             self._blanks.match(inputs[0])
         try:
@@ -141,9 +168,11 @@ class HFStage(nn.Module):
         return output
 
     def _run(self, kwargs: dict[str, Any]) -> Tensor:
+        if getattr(self.lm.config, "output_router_logits", False):
+            kwargs["output_router_logits"] = False  # they are caught on every stage, and the loss is made of all
         if self.head == "lm":
             return self.lm(use_cache=False, **kwargs).logits
-        hidden = self.lm.base_model(use_cache=False, **kwargs).last_hidden_state
+        hidden = self._base(use_cache=False, **kwargs).last_hidden_state
         return self.score(hidden) if self.is_last else hidden
 
     def full_name(self, name: str) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zeropipe.engine.stages.adapters import is_adapters, plain
 from zeropipe.engine.stages.hf import HFStage
@@ -36,7 +37,7 @@ class ModelSource:
 
     def prepare(self, whole: Whole) -> bool:
         if type(self._model.config) is type(whole.model.config):
-            self._add_prefix(f"{whole.model.base_model_prefix}.")
+            self._add_prefix(f"{whole.model.base_model_prefix}.", whole.tensors)
         else:  # the text part of a model of several kinds of input
             names = text_names(self._model, whole.model)
             self._tensors = {names[name]: tensor for name, tensor in self._tensors.items() if name in names}
@@ -68,9 +69,9 @@ class ModelSource:
                 f"{self._name} has {listed(unused)}, which no stage would use: give a plain model of its config"
             )
 
-    def _add_prefix(self, prefix: str) -> None:
+    def _add_prefix(self, prefix: str, known: Mapping[str, Tensor]) -> None:
         """A model without its head has names without its first word."""
-        if not any(name.startswith(prefix) for name in self._tensors):
+        if not any(name.startswith(prefix) or name in known for name in self._tensors):
             self._tensors = {prefix + name: tensor for name, tensor in self._tensors.items()}
             self._computed = {prefix + name for name in self._computed}
 

@@ -8,13 +8,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeropipe.engine.stages.families import refusal
+from zeropipe.engine.stages.families import entry_of, refusal
 from zeropipe.engine.transformers_private import build, causal_class
 from zeropipe.errors import ConfigError
 
 
 def decoder_config(config: Any) -> Any:
     """The config of what is cut: the model's own, or that of the text part of a model that also sees or hears."""
+    if (reason := entry_of(config).refused) is not None:
+        raise refusal(config, reason)
     try:
         text = config.get_text_config(decoder=True)
     except ValueError as error:
@@ -25,7 +27,8 @@ def decoder_config(config: Any) -> Any:
         raise refusal(config, f"transformers has no causal language model of {what}")
     found = copy.deepcopy(part)
     if part is not config:
-        found.dtype, found.tie_word_embeddings = found.dtype or config.dtype, config.tie_word_embeddings
+        found.dtype = found.dtype or config.dtype
+        found.tie_word_embeddings = getattr(config, "tie_word_embeddings", found.tie_word_embeddings)
     return found
 
 

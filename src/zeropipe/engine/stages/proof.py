@@ -53,9 +53,7 @@ def family_of(model: nn.Module) -> Family:
 
 
 def _look(model: nn.Module) -> Family:
-    config, entry = model.config, entry_of(model.config)
-    if entry.refused is not None:
-        raise refusal(config, entry.refused)
+    config = model.config
     for name, reason in _NEVER.items():
         if getattr(config, name, 0):
             raise refusal(config, f"{reason} ({name}={getattr(config, name)})")
@@ -134,33 +132,43 @@ def _stages(model: nn.Module, family: Family) -> list[HFStage]:
 
 def _compare(model: nn.Module, stages: Sequence[HFStage], batches: Sequence[Batch]) -> None:
     """NotFound unless stages that share the model's weights give what the whole model gives."""
+    family = stages[0].family
     for number, batch in enumerate(batches):
-        if not batch.keys() <= stages[0].family.keys:
+        if not batch.keys() <= family.keys:
             continue
         with torch.set_grad_enabled(number == 0):  # the way back is the same for all
-            wanted = model(**batch, use_cache=False).logits
+            whole = model(**batch, use_cache=False, **({"labels": batch["input_ids"]} if family.balances else {}))
             try:
-                found, way_back = _forward(stages, batch)
+                (found, *parts), way_back = _forward(stages, batch)
             except Exception as error:
                 raise NotFound(f"its layers do not run apart from each other ({_words(error)})") from error
-        if not wanted.isfinite().all():
+        if not whole.logits.isfinite().all():
             raise NotFound("a small copy of it gives infinite numbers")
-        if not _close(found, wanted):
+        if not _close(found, whole.logits):
             raise NotFound("cut into stages it gives other logits")
+        rest = [_routers_part(model, whole, batch)] if family.balances else []
+        if not all(map(_close, parts, rest)):
+            raise NotFound("cut into stages it gives another load-balancing loss: set output_router_logits=False")
         if number == 0:
-            slope = torch.randn_like(wanted)
+            slopes = [torch.randn_like(whole.logits), *[torch.full_like(part, 100.0) for part in rest]]
             model.zero_grad()
-            wanted.backward(slope)
+            torch.autograd.backward([whole.logits, *rest], slopes)
             gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
             model.zero_grad()
-            way_back(slope)
+            way_back(slopes)
             for name, parameter in model.named_parameters():
                 if not _close(parameter.grad, gradients[name]):
                     raise NotFound(f"cut into stages it gives another gradient of {name}")
 
 
-def _forward(stages: Sequence[HFStage], batch: Batch) -> tuple[Tensor, Callable[[Tensor], None]]:
-    """The logits, and what takes their gradient back through all stages."""
+def _routers_part(model: nn.Module, whole: Any, batch: Batch) -> Tensor:
+    """What a model adds to the mean loss of the tokens, which is a function of the logits."""
+    mean = model.loss_function(whole.logits, batch["input_ids"], model.config.get_text_config().vocab_size)
+    return whole.aux_loss * ((whole.loss - mean) / whole.aux_loss).detach()
+
+
+def _forward(stages: Sequence[HFStage], batch: Batch) -> tuple[tuple[Tensor, ...], Callable[[Sequence[Tensor]], None]]:
+    """What the last stage returns, and what takes its gradient back through all stages."""
     handed: list[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = []
     inputs: tuple[Tensor, ...] = ()
     for stage in stages:
@@ -169,14 +177,13 @@ def _forward(stages: Sequence[HFStage], batch: Batch) -> tuple[Tensor, Callable[
         handed.append((inputs, outputs))
         inputs = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in outputs)
 
-    def way_back(slope: Tensor) -> None:
-        slopes: Sequence[Tensor | None] = [slope]
+    def way_back(slopes: Sequence[Tensor | None]) -> None:
         for inputs, outputs in reversed(handed):
             pairs = [(tensor, s) for tensor, s in zip(outputs, slopes) if tensor.requires_grad and s is not None]
             torch.autograd.backward([tensor for tensor, _ in pairs], [s for _, s in pairs])
             slopes = [tensor.grad for tensor in inputs]
 
-    return handed[-1][1][0], way_back
+    return handed[-1][1], way_back
 
 
 def _close(one: Tensor | None, other: Tensor | None) -> bool:
@@ -229,9 +236,13 @@ def _untied(model: nn.Module) -> nn.Module:
 @contextmanager
 def _apart() -> Iterator[None]:
     """The caller's random numbers, default device, modes and warnings stay as they are."""
+    threads = torch.get_num_threads()
     with ExitStack() as stack:
+        stack.callback(torch.set_num_threads, threads)
+        torch.set_num_threads(1)  # everything is small
         stack.enter_context(torch.random.fork_rng(devices=[]))
-        stack.enter_context(torch.device("cpu"))
+        if torch.get_default_device().type != "cpu":  # a device as a context makes every operation slower
+            stack.enter_context(torch.device("cpu"))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.autocast("cpu", enabled=False))
@@ -243,5 +254,6 @@ def _apart() -> Iterator[None]:
 
 
 def _words(error: Exception) -> str:
-    text = next(iter(str(error).splitlines()), "")
-    return f"{type(error).__name__}: {text}"[:200]
+    first, *rest = str(error).split("\n") or [""]
+    text = " ".join([first, *rest] if first.endswith(":") else [first])
+    return " ".join(f"{type(error).__name__}: {text}".split())[:200]

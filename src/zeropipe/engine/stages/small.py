@@ -81,6 +81,8 @@ def _small(name: str, value: Any, ratio: int, inner: int | None, num_layers: int
         return {key: inner for key, inner in value.items() if int(key) < num_layers}
     if isinstance(value, int | float) and re.search("drop|jitter", name):
         return type(value)(0)
+    if isinstance(value, float) and re.search("aux_loss_coef", name):
+        return 0.5  # large enough to be seen
     if not isinstance(value, int) or value <= 0 or re.fullmatch(_KEPT, name):
         return value
     if re.fullmatch(_LAYERS, name):

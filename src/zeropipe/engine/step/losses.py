@@ -19,6 +19,9 @@ LossFn = Callable[[Any, Mapping[str, Any]], Any]
 class CausalLMLoss:
     """Next-token cross entropy of Hugging Face causal models: a sum over tokens, and how many there were.
 
+    The output is the logits, or (logits, a loss to be added to the tokens' mean): that of the routers of a mixture of
+    experts. So a step's loss is the mean of what the model's own loss is for each microbatch, weighed by its tokens.
+
     The microbatch holds `labels`, not shifted; `ignore` marks tokens without loss. Because `count` tells the number of
     tokens before the step, microbatches with unequal numbers weigh as they do in one big batch.
     """
@@ -30,7 +33,10 @@ class CausalLMLoss:
         """The number of tokens with a loss."""
         return int((microbatch[self.labels][..., 1:] != self.ignore).sum())
 
-    def __call__(self, logits: Tensor, microbatch: Mapping[str, Any]) -> tuple[Tensor, int | Tensor]:
+    def __call__(
+        self, output: Tensor | tuple[Tensor, Tensor], microbatch: Mapping[str, Any]
+    ) -> tuple[Tensor, int | Tensor]:
+        logits, more = output if isinstance(output, tuple) else (output, None)
         labels = microbatch[self.labels][..., 1:]
         flat = logits[..., :-1, :].reshape(-1, logits.shape[-1])
         if flat.dtype in (torch.bfloat16, torch.float16):
@@ -38,7 +44,8 @@ class CausalLMLoss:
         total = torch.nn.functional.cross_entropy(
             flat, labels.reshape(-1).to(flat.device), ignore_index=self.ignore, reduction="sum"
         )
-        return total, (labels != self.ignore).sum()
+        count = (labels != self.ignore).sum()
+        return total if more is None else total + more * count.to(more.device), count
 
 
 @dataclass

@@ -1,0 +1,37 @@
+"""Small models of every type that transformers has, made from its default configs."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from zeropipe.engine.stages.families import entry_of
+from zeropipe.engine.stages.find import layers_of
+from zeropipe.engine.stages.models import decoder_config, meta_model
+from zeropipe.engine.stages.small import small_config
+
+_spec = importlib.util.spec_from_file_location("models_table", Path(__file__).parent.parent / "docs" / "models.py")
+models_table = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(models_table)
+
+# what the project promises by name
+PROMISED = (
+    "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text", "gpt_neox", "phi", "gpt2",
+    "falcon", "phi3", "mixtral", "qwen2_moe", "qwen3_next", "gpt_oss", "deepseek_v3", "llama4_text", "glm4",
+    "glm4_moe", "granite", "granitemoe", "olmo2", "olmo3", "stablelm", "cohere", "cohere2", "ministral", "smollm3",
+    "starcoder2", "ernie4_5", "exaone4", "nemotron", "minimax", "jamba",
+)  # fmt: skip
+
+
+def tiny(model_type: str, num_layers: int = 4, **changes: Any) -> Any:
+    """A config with small widths and the first layers of the type's own pattern."""
+    config = decoder_config(AutoConfig.for_model(model_type, **models_table.EXAMPLES.get(model_type, {})))
+    model = meta_model(config, torch.float32)
+    total = len(model.get_submodule(layers_of(model)))
+    small = small_config(config, min(num_layers, total), total, {**entry_of(config).small, **changes})
+    small._experts_implementation = "eager"  # transformers' grouped product has no float64
+    return small

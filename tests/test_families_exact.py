@@ -1,0 +1,90 @@
+"""Model types cut into stages with a split backward are the plain model: tied or not, padded and packed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from family_models import PROMISED, models_table, tiny
+from stage_models import assert_same_gradients, staged_step
+from test_stages import all_stages
+
+import zeropipe as zp
+from zeropipe.engine import CausalLMLoss, hf_model
+from zeropipe.engine.backward.linear import defer
+from zeropipe.engine.backward.store import WeightStore
+
+TABLE = models_table.read(models_table.FILE.read_text())
+EXACT = [model_type for model_type, row in TABLE.items() if row.cut == "exact"]
+CUTS = {"1f1b": zp.build("1f1b", ranks=3, microbatches=3), "zbv": zp.build("zbv", ranks=2, microbatches=4)}
+LENGTHS = (6, 2, 7)
+
+
+def loss_of(output, batch):
+    return CausalLMLoss()(output, batch)[0]
+
+
+def batches_of(vocabulary, packs):
+    """A plain, a padded and, where the model keeps them apart, a packed microbatch."""
+    generator = torch.Generator().manual_seed(0)
+    plain, padded = (torch.randint(5, vocabulary, (2, length), generator=generator) for length in (9, 12))
+    mask = torch.ones_like(padded)
+    mask[0, 10:] = 0  # shorter than a window: in float64 a row that sees nothing is no number
+    labels = padded.masked_fill(mask == 0, -100)
+    batches = [{"input_ids": plain, "labels": plain}, {"input_ids": padded, "labels": labels, "attention_mask": mask}]
+    if packs:
+        row = torch.randint(5, vocabulary, (1, sum(LENGTHS)), generator=generator)
+        starts = torch.tensor([0, *LENGTHS]).cumsum(0)
+        labels = row.clone()
+        labels[:, starts[:-1]] = -100  # the first token of a sequence follows on none
+        batches.append({"input_ids": row, "labels": labels, "cu_seqlens": starts})
+    return batches
+
+
+def plain_step(model, batches):
+    """The whole model; packed sequences one by one."""
+    total = 0.0
+    for batch in batches:
+        parts = [batch]
+        if "cu_seqlens" in batch:
+            pairs = zip(batch["input_ids"].split(LENGTHS, 1), batch["labels"].split(LENGTHS, 1))
+            parts = [{"input_ids": ids, "labels": labels} for ids, labels in pairs]
+        for part in parts:
+            inputs = {key: value for key, value in part.items() if key != "labels"}
+            loss = loss_of(model(**inputs, use_cache=False).logits, part)
+            loss.backward()
+            total += float(loss.detach())
+    return total
+
+
+def assert_exact(model_type, name, tied):
+    config = tiny(model_type, tie_word_embeddings=tied)
+    model = hf_model(config, dtype=torch.float64, seed=1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    batches = batches_of(model.get_input_embeddings().weight.shape[0], TABLE[model_type].packed == "yes")
+    wanted = plain_step(model, batches)
+    stages = all_stages(model, CUTS[name])
+    assert all(stage.has_tied_ends == tied for stage in stages)
+    for stage in stages:
+        defer(stage)
+    assert staged_step(stages, batches, WeightStore(), loss_fn=loss_of) == pytest.approx(wanted, rel=1e-9)
+    assert_same_gradients(stages, model, rtol=1e-7)
+
+
+@pytest.mark.parametrize("model_type", PROMISED)
+def test_promised_types(model_type):
+    """Untied as 1f1b cuts it; tied as zbv does, where both ends are on one rank."""
+    assert_exact(model_type, "1f1b", tied=False)
+    if TABLE[model_type].tied == "yes":
+        assert_exact(model_type, "zbv", tied=True)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("name", CUTS)
+@pytest.mark.parametrize("model_type", EXACT)
+def test_every_type(model_type, name, tied):
+    if tied and TABLE[model_type].tied != "yes":
+        pytest.skip("its head is never tied")
+    assert_exact(model_type, name, tied)

@@ -1,0 +1,24 @@
+"""Every decoder type of transformers is exact or refused in one line, and docs/models.md says which."""
+
+from __future__ import annotations
+
+import pytest
+from family_models import PROMISED, models_table
+
+from zeropipe.engine.transformers_private import causal_types
+
+TABLE = models_table.read(models_table.FILE.read_text())
+
+
+@pytest.mark.parametrize("model_type", sorted(causal_types()))
+def test_every_type_is_exact_or_refused_in_one_line(model_type):
+    """Proven again; anything but one line raises here."""
+    assert models_table.row(model_type) == TABLE.get(model_type), "run `make models`"
+
+
+def test_how_many_are_exact(record_property):
+    exact = {model_type for model_type, row in TABLE.items() if row.cut == "exact"}
+    record_property("says", f"{len(exact)} of {len(TABLE)} decoder types of transformers are exact, the others refused")
+    assert TABLE.keys() == set(causal_types())
+    assert exact >= set(PROMISED)
+    assert len(exact) >= 140
