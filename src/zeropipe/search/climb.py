@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from zeropipe.core.jit import compiled
-from zeropipe.search import kernels
+from zeropipe.search import kernels, walks
 from zeropipe.search.judge import Judge, Start, best_of
 from zeropipe.search.model import Array, Task
 from zeropipe.search.rules import anyhow, lengthened, most_alive, shortened
@@ -116,7 +116,7 @@ class _Pool:
         task, start = self._task, self._starts[at]
         rows, share = start.rows.copy(), start.share.copy()
         best = rows.copy(), share.copy()
-        value = compiled(kernels.walk)(
+        value = compiled(walks.walk)(
             task.model,
             task.work(),
             *self._settings(task, steps, number),
@@ -134,7 +134,7 @@ class _Pool:
         assert begin is not None
         rule, best = begin.copy(), begin.copy()
         most, rows = most_alive(task).astype(np.int64), np.zeros(int(task.model.begin[-1]), np.int64)
-        value = compiled(kernels.tune)(
+        value = compiled(walks.tune)(
             task.model,
             task.work(),
             *self._settings(task, steps, number),
