@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from engine_helpers import error_of
+from family_models import tiny
 from stage_models import CONFIGS
 
 from zeropipe.core.schedule import Schedule
@@ -32,7 +33,16 @@ def train_hf(schedule: Schedule, family: str, steps: int, options: dict[str, Any
     number = max(4, schedule.num_stages)
     if family in ("qwen3-mixed", "gemma3"):
         options = options | {"layer_types": [LAYER_TYPES[index % 3] for index in range(number)]}
-    config = CONFIGS[family](num_hidden_layers=number, **options)
+    return train_config(schedule, CONFIGS[family](num_hidden_layers=number, **options), steps)
+
+
+def train_type(schedule: Schedule, model_type: str, options: dict[str, Any]) -> dict[str, float]:
+    """One step of a small model of any type that transformers has."""
+    return train_config(schedule, tiny(model_type, max(4, schedule.num_stages), **options), 1)
+
+
+def train_config(schedule: Schedule, config: Any, steps: int) -> dict[str, float]:
+    """As train_hf."""
     model = hf_model(config, dtype=torch.float64)
     stages = hf_stages(config, schedule, dist.get_rank(), dtype=torch.float64)
     whole, loss_fn = dict(model.named_parameters(remove_duplicate=False)), CausalLMLoss()
@@ -42,7 +52,10 @@ def train_hf(schedule: Schedule, family: str, steps: int, options: dict[str, Any
             batches = token_batches(schedule.num_microbatches, seed=step)
             total, wanted = sum(map(loss_fn.count, batches)), 0.0
             for batch in batches:
-                loss, _ = loss_fn(model(input_ids=batch["input_ids"], use_cache=False).logits, batch)
+                output = model(input_ids=batch["input_ids"], use_cache=False)
+                routers = getattr(output, "aux_loss", None)
+                parts = output.logits if routers is None else (output.logits, config.router_aux_loss_coef * routers)
+                loss, _ = loss_fn(parts, batch)
                 (loss / total).backward()
                 wanted += float(loss.detach()) / total
             result = engine.train_step(batches, loss_fn)

@@ -12,6 +12,7 @@ import zeropipe as zp
 from zeropipe.engine import CausalLMLoss, hf_model
 from zeropipe.engine.backward.linear import defer
 from zeropipe.engine.backward.store import WeightStore
+from zeropipe.engine.blocks.compiling import prepare_blocks
 
 TYPES = ["mixtral", "qwen3_moe", "gpt_oss", "jamba", "jetmoe", "granitemoe"]
 
@@ -83,3 +84,23 @@ def test_without_the_flag_there_are_only_logits():
     hidden = stages[0](**stages[0].pick(microbatches()[0]))
     assert isinstance(hidden, torch.Tensor)
     assert isinstance(stages[1](hidden, **stages[1].pick(microbatches()[0])), torch.Tensor)
+
+
+@pytest.mark.parametrize(
+    "ways", [{"ac": "full"}, {"ac": "selective:op"}, {"compile": True, "backend": "aot_eager"}], ids=str
+)
+def test_checkpointed_and_compiled_layers_hand_on_their_routers(ways, recwarn):
+    """Layers that run again in the backward are caught once."""
+    torch.manual_seed(0)
+    model = model_of("mixtral")
+    batches = batches_of(model)[:1]
+    wanted = plain_step(model, batches)
+    loss_fn, total = CausalLMLoss(), CausalLMLoss().count(batches[0])
+    stages = all_stages(model, zp.build("1f1b", ranks=2, microbatches=2))
+    for stage in stages:
+        defer(stage)
+        prepare_blocks(stage, **ways)
+    found = staged_step(stages, batches, WeightStore(), loss_fn=lambda output, batch: loss_fn(output, batch)[0] / total)
+    assert found == pytest.approx(wanted, rel=1e-6)
+    assert_same_gradients(stages, model, rtol=1e-5)
+    assert not [warning for warning in recwarn if "runs uncompiled" in str(warning.message)]

@@ -33,6 +33,28 @@ def test_other_families(name, family):
     assert max(differences.values()) < TOLERANCE, differences
 
 
+@pytest.mark.parametrize("name", ["1f1b", "zbv"])
+@pytest.mark.parametrize(
+    "model_type, options",
+    [("gpt2", {}), ("falcon", {}), ("zaya", {}), ("phi3", {"tie_word_embeddings": True})],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_other_shapes(name, model_type, options):
+    """Positions that are added once, tuples from layers, two tensors between stages, an embedding tied to its head."""
+    schedule = zp.build(name, ranks=2, microbatches=4)
+    differences = largest(ranks(2).run(cases.train_type, schedule, model_type, options))
+    assert max(differences.values()) < TOLERANCE, differences
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zbv", "dualpipe"])
+def test_losses_of_routers(name):
+    """Summed in float32, as transformers has it."""
+    schedule = zp.build(name, ranks=2, microbatches=4)
+    options = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
+    differences = largest(ranks(2).run(cases.train_type, schedule, "mixtral", options))
+    assert max(differences.values()) < 1e-5, differences
+
+
 @pytest.mark.parametrize("name", ["1f1b", "zbv", "dualpipe"])
 def test_packed_sequences(name):
     assert max(ranks().run(cases.packed, zp.build(name, ranks=4, microbatches=8))) < TOLERANCE
