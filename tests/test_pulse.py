@@ -65,6 +65,12 @@ def test_an_exchange_waits_for_those_who_have_not_come():
     assert blame(here, here, here, seen("3F1", round=2, stayed=1)) is None
 
 
+def test_a_rank_that_stopped_inside_the_same_exchange_is_lost():
+    here = seen("the sum of losses", EVERYONE)
+    assert "rank 1 was lost" in blame(here, seen("the sum of losses", EVERYONE, silent=40), here)
+    assert blame(here, here, here) is None, "all are there: it is about to end"
+
+
 def test_an_exchange_waits_through_others():
     here, waits = seen("the sum of losses", EVERYONE), seen("2F4", [3], round=2)
     assert "rank 3 is stuck at 3F0" in blame(here, here, waits, seen("3F0", round=2))

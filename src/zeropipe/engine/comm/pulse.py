@@ -95,17 +95,18 @@ def chain(rank: int, seen: Mapping[int, Seen], limit: float) -> dict[int, tuple[
         other = todo.pop()
         if other not in found:
             silent = other != rank and seen[other].silent >= limit
-            found[other] = () if silent else _needs(other, seen)
+            found[other] = () if silent else _needs(other, seen, limit)
             todo += found[other]
     return found
 
 
-def _needs(rank: int, seen: Mapping[int, Seen]) -> tuple[int, ...]:
+def _needs(rank: int, seen: Mapping[int, Seen], limit: float) -> tuple[int, ...]:
     pulse = seen[rank].pulse
     if pulse is None or pulse.waits != EVERYONE:
         return () if pulse is None else pulse.waits
-    others = ((other, theirs) for other, (theirs, _) in seen.items() if other != rank)
-    return tuple(other for other, theirs in others if theirs is None or theirs.round < pulse.round)
+    others = ((other, theirs, silent) for other, (theirs, silent) in seen.items() if other != rank)
+    # a silent one may have come to the exchange and stopped inside
+    return tuple(o for o, theirs, silent in others if theirs is None or theirs.round < pulse.round or silent >= limit)
 
 
 def verdict(rank: int, seen: Mapping[int, Seen], timeout: float) -> str | None:
