@@ -10,10 +10,12 @@ import pytest
 pytest.importorskip("torch")
 
 import share_cases as cases
+import torch
 from engine_helpers import ranks
 
 import zeropipe as zp
 from zeropipe.engine.step.cells import signature
+from zeropipe.engine.torch_private import Allocations
 
 
 def test_values_of_all_kinds_come_as_they_were():
@@ -54,3 +56,26 @@ def test_timelines_are_on_one_clock_while_clocks_drift():
             assert ran[f"1F{microbatch}"].start > ran[f"0F{microbatch}"].end - 0.005
             assert ran[f"0B{microbatch}"].start > ran[f"1B{microbatch}"].end - 0.005
         assert timeline.makespan < 60
+
+
+def test_memory_alive_is_read_from_the_allocators_history(monkeypatch):
+    """A level before, 5 up, 3 up, 5 down, then 1 up: of the three spans the second has the most."""
+    events = [
+        ("segment_alloc", 99),
+        ("alloc", 5),
+        ("alloc", 3),
+        ("free_requested", 5),
+        ("free_completed", 5),
+        ("alloc", 1),
+    ]
+    trace = [{"action": action, "size": size} for action, size in events]
+    stats = {"allocation": {"all": {"allocated": 103, "freed": 51}}, "allocated_bytes": {"all": {"current": 1004}}}
+    switched = []
+    monkeypatch.setattr("torch._C._cuda_isHistoryEnabled", lambda: False, raising=False)
+    monkeypatch.setattr("torch._C._cuda_memoryStats", lambda device: stats, raising=False)
+    monkeypatch.setattr("torch.cuda.memory._record_memory_history", lambda on, **_: switched.append(on))
+    monkeypatch.setattr("torch.cuda.memory._snapshot", lambda device: {"device_traces": [trace]})
+    allocations = Allocations(torch.device("cuda", 0))
+    allocations.begin()
+    assert allocations.end([(150, 151), (151, 153), (153, 154)]) == [1005, 1008, 1004]
+    assert switched == [None, "all", None], "off again: it was not on before"

@@ -254,6 +254,46 @@ def use_number() -> int:
     return next(_uses.setdefault(TracingContext.get(), itertools.count()))
 
 
+class Allocations:
+    """How much memory was alive on a GPU during some time, without touching the allocator's own peaks.
+
+    From the allocator's history of its events. Where the caller records one already, that one is read.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._ours = device, False
+
+    def begin(self) -> None:
+        """Record from here on; what was recorded before is forgotten, if it was ours."""
+        if self._ours or not torch._C._cuda_isHistoryEnabled():
+            torch.cuda.memory._record_memory_history(None)
+            torch.cuda.memory._record_memory_history("all", context=None, max_entries=2_000_000)
+            self._ours = True
+
+    def mark(self) -> tuple[int, int]:
+        """A moment: the number of events so far, and the bytes alive now."""
+        stats = torch._C._cuda_memoryStats(self._device.index)
+        number = stats["allocation"]["all"]
+        return number["allocated"] + number["freed"], stats["allocated_bytes"]["all"]["current"]
+
+    def end(self, spans: Sequence[tuple[int, int]]) -> list[int]:
+        """The most bytes that were alive between two moments, for each span of event numbers."""
+        last, now = self.mark()
+        trace = torch.cuda.memory._snapshot(self._device)["device_traces"][self._device.index]
+        if self._ours:
+            torch.cuda.memory._record_memory_history(None)
+            self._ours = False
+        changes = [e["size"] if e["action"] == "alloc" else -e["size"] for e in trace if e["action"] in _CHANGES]
+        levels = list(itertools.accumulate(changes, initial=0))
+        first, ground = last - len(changes), now - levels[-1]
+        return [
+            ground + max(levels[max(0, begin - first) : max(0, end - first) + 1], default=0) for begin, end in spans
+        ]
+
+
+_CHANGES = ("alloc", "free_requested")
+
+
 def inductor_backend(memory_budget: float | None = None) -> Callable[..., Any]:
     """inductor, with the share of activations the partitioner may save."""
     from torch._functorch import config

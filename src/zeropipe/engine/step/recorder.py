@@ -14,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from zeropipe.core.action import Action, Kind
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Memory, Timeline
+from zeropipe.engine import torch_private
 from zeropipe.engine.backward.splitters import Splitter
 from zeropipe.engine.comm.fabric import Fabric
 from zeropipe.engine.step.cells import Cell
@@ -27,10 +28,12 @@ class Recorder:
     def __init__(self, device: torch.device, parameters: Sequence[Tensor], splitter: Splitter) -> None:
         self._device, self._splitter = device, splitter
         self._parameters = {p.untyped_storage().data_ptr() for p in parameters}
-        self._marks: list[tuple[Any, Any, int, int, int]] = []
+        self._marks: list[tuple[Any, Any, int, Any, int]] = []  # start, end, actions, memory during, memory after
         self._kept: dict[tuple[int, int], int] = {}  # bytes saved by F for the backward
         self._stashed: dict[int, int] = {}  # bytes between I and W, by stage
         self._origin: tuple[float, Any] = (0.0, None)
+        self._allocations = torch_private.Allocations(device)
+        self._peaks: list[int] | None = None
 
     def begin(self) -> None:
         """Start recording a step; the one before is forgotten."""
@@ -42,6 +45,8 @@ class Recorder:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
             self._origin = (time.perf_counter(), event)
+            self._allocations.begin()
+            self._peaks = None
 
     def watch(self, call: Call, actions: Sequence[Action], cells: Sequence[Cell]) -> Call:
         """Wrap the computation of a step."""
@@ -84,18 +89,22 @@ class Recorder:
     def _on_cuda(self, call: Call, number: int) -> Call:
         def timed() -> None:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda.reset_peak_memory_stats(self._device)
+            before, _ = self._allocations.mark()
             start.record()
             call()
             end.record()
-            during = torch.cuda.max_memory_allocated(self._device)
-            self._marks.append((start, end, number, during, torch.cuda.memory_allocated(self._device)))
+            after, alive = self._allocations.mark()
+            self._marks.append((start, end, number, (before, after), alive))
 
         return timed
 
     def rows(self, clock: Clock) -> Iterator[tuple[float, float, float, float]]:
         """Start, end, memory during, memory after, on rank 0's clock: one per action, in the order of the row."""
-        for start, end, number, during, after in self._marks:
+        if self._device.type == "cuda" and self._peaks is None:
+            self._peaks = self._allocations.end([during for _, _, _, during, _ in self._marks])
+        for index, (start, end, number, during, after) in enumerate(self._marks):
+            if self._peaks is not None:
+                during = self._peaks[index]
             begun, ended = clock.of_rank_0(self._seconds(start)), clock.of_rank_0(self._seconds(end))
             yield from [(begun, ended, float(during), float(after))] * number
 
