@@ -18,12 +18,12 @@ from torch._inductor import config as inductor_config
 from torch._inductor.lowering import lowerings
 
 import zeropipe as zp
+from zeropipe.core.checkpointing import Checkpointing
 from zeropipe.engine.backward import ops
 from zeropipe.engine.backward.autograd import AutogradSplit
 from zeropipe.engine.backward.linear import defer
 from zeropipe.engine.backward.store import WeightStore
 from zeropipe.engine.blocks.compiling import prepare_blocks, report
-from zeropipe.engine.blocks.modes import Checkpointing
 from zeropipe.engine.stages.build import hf_model, hf_stages, module_stages
 from zeropipe.errors import ConfigError
 

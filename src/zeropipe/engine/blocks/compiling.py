@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from zeropipe.core.checkpointing import Checkpointing
 from zeropipe.engine.blocks.checkpointing import checkpointed
-from zeropipe.engine.blocks.modes import Checkpointing
 from zeropipe.engine.torch_private import inductor_backend, is_compile_error
 
 

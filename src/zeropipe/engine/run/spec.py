@@ -6,9 +6,9 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from zeropipe.core.checkpointing import Checkpointing
 from zeropipe.core.layers import check_counts, layer_counts
 from zeropipe.core.schedule import Schedule
-from zeropipe.engine.blocks.modes import Checkpointing
 from zeropipe.errors import ConfigError
 
 # Built-in models with random weights: layers, hidden, intermediate, heads, key/value heads, head size, vocabulary.

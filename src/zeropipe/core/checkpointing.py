@@ -1,4 +1,4 @@
-"""The modes of activation checkpointing, by their text: no torch here."""
+"""The modes of activation checkpointing, by their text: for the engine, the estimates and the planner."""
 
 from __future__ import annotations
 

@@ -1,0 +1,107 @@
+"""Costs of layers: any cut into stages, and the file that estimate and profile write."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+import zeropipe as zp
+from zeropipe.core.placement import Problem, vee
+from zeropipe.errors import ConfigError
+from zeropipe.sim.costs import Link
+from zeropipe.sim.layer_costs import LayerCost, LayerCosts, Setting, State
+from zeropipe.sim.layer_file import from_layer_json, to_layer_json
+
+KINDS = {
+    "embedding": LayerCost(0.1, 0, 0, parameters=100),
+    "dense": LayerCost(1, 1.2, 0.8, activation=10, stash=8, workspace=3, message=4, parameters=50, flops=6),
+    "experts": LayerCost(2, 2, 2, b=3.5, overlap=5, activation=30, stash=20, workspace=7, message=4, parameters=90),
+    "head": LayerCost(0.5, 0.5, 0.5, activation=6, stash=6, parameters=100, spread={"f": 0.02}),
+}
+FULL = {**KINDS, "dense": replace(KINDS["dense"], i=2.2, activation=4)}
+COSTS = LayerCosts(
+    "toy", "profile", ("dense", "dense", "experts", "dense"),
+    (Setting(KINDS), Setting(FULL, ac="full"), Setting(KINDS, ac="none", microbatch_size=2, compile=True)),
+    after=("head",), link=Link(1e-5, 1e9), inter_node=Link(2e-5, None), state=State(2, 4, 12),
+    machine={"gpu": "toy"}, versions={"torch": "2"},
+)  # fmt: skip
+
+
+def test_any_cut_adds_up_its_layers():
+    costs = COSTS.costs((1, 2, 1))
+    assert costs.f == pytest.approx((1.1, 3, 1.5))
+    assert costs.i == pytest.approx((1.2, 3.2, 1.7))
+    assert costs.b == pytest.approx((2, 5.5, 3))  # where a whole backward was measured, that
+    assert costs.overlap == pytest.approx((3.1, 8, 4.5))
+    assert costs.activation == (10, 40, 16)
+    assert costs.stash == (8, 28, 14)
+    assert costs.message == 4
+    assert costs.weights == (150 * 18 + 3, 140 * 18 + 7, 150 * 18 + 3)  # and the largest workspace of its layers
+    assert (costs.p2p, costs.bandwidth, costs.unit, costs.memory_unit) == (1e-5, 1e9, "s", "B")
+    for counts in [(4,), (0, 4, 0), (2, 1, 1), (1, 1, 1, 1)]:
+        assert sum(COSTS.costs(counts).f) == pytest.approx(5.6), "no layer is lost"
+
+
+def test_shards_share_the_optimizer_and_stages_of_a_rank_their_workspace():
+    sharded = COSTS.costs((1, 1, 1, 1), placement=vee(Problem(2, 4, 4)), shards=4)
+    each = 2 + 4 + (12 + 4) / 4
+    assert sharded.weights == (150 * each + 3, 50 * each, 90 * each + 7, 150 * each)
+    tied = replace(COSTS, tied=True)
+    assert tied.costs((1, 1, 1, 1), placement=vee(Problem(2, 4, 4))).weights[-1] == 50 * 18, "on one rank, held once"
+    assert tied.costs((1, 1, 1, 1)).weights[-1] == 150 * 18 + 3
+
+
+def test_every_other_layer_is_checkpointed():
+    costs = COSTS.costs((1, 1, 1, 1), ac="selective:3")
+    assert costs.activation == (4, 10, 30, 10)  # layers 0 and 3; the head as ever
+    assert COSTS.costs((1, 1, 1, 1), ac="selective:1", setting=COSTS.setting(ac="full")).activation[1] == 4
+
+
+def test_settings_are_found_or_refused():
+    assert COSTS.setting(microbatch_size=2).compile
+    assert COSTS.setting(ac="selective:2") is COSTS.settings[0]
+    with pytest.raises(ConfigError, match="no setting with ac=selective:op, tp=2: they have ac none"):
+        COSTS.setting(ac="selective:op", tp=2)
+
+
+def test_the_file_gives_back_an_equal_value():
+    text = to_layer_json(COSTS)
+    assert from_layer_json(text) == COSTS
+    zp.simulate(zp.build("zbv", ranks=2, microbatches=4), from_layer_json(text).even(Problem(2, 4, 4)))
+
+
+@pytest.mark.parametrize(
+    "path,value,message",
+    [
+        (("source",), "guess", '"estimate" or "profile"'),
+        (("zeropipe",), 9, "version 9"),
+        (("typo",), 1, "unknown field 'typo'"),
+        (("layers",), ["dense", "dens"], "lack the layer kind 'dens'"),
+        (("layers",), [], "no layers"),
+        (("settings",), [], "at least one is needed"),
+        (("settings", 0, "ac"), "some", "activation checkpointing 'some'"),
+        (("settings", 0, "kinds", "dense", "f"), -1, "settings[0].dense: f=-1: a number from 0 on"),
+        (("settings", 0, "kinds", "dense", "f"), float("nan"), "a number from 0 on"),
+        (("settings", 0, "kinds", "dense", "parameters"), 1.5, "a whole number"),
+        (("settings", 0, "compile"), "yes", "true or false"),
+        (("link",), {"speed": 1}, "a table with p2p, bandwidth"),
+        (("state", "weights"), None, "state.weights=None"),
+        (("machine",), 3, "a table is needed"),
+    ],
+)
+def test_damaged_files_are_told_in_one_line(path, value, message):
+    data = json.loads(to_layer_json(COSTS))
+    place = data
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    with pytest.raises(ConfigError) as error:
+        from_layer_json(json.dumps(data), "c.json")
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"type": "layer costs"}', '{"zeropipe": 1, "type": "layer costs"}'])
+def test_other_files_are_refused(text):
+    with pytest.raises(ConfigError):
+        from_layer_json(text)
