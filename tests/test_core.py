@@ -6,13 +6,16 @@ from hypothesis import strategies as st
 
 import zeropipe as zp
 from zeropipe.core import csv, jit
-from zeropipe.core.action import COMM, Action, Kind, Overlap, actions_of, parse_step, partner
+from zeropipe.core.action import COMM, COMPUTE, SHARDING, Action, Kind, Overlap, actions_of, parse_step, partner
 from zeropipe.core.explain import idle
 from zeropipe.core.needs import dependencies, key_name, needs
 from zeropipe.core.packed import decode, encode, pack, unpack
 from zeropipe.core.placement import recognise
 
-actions = st.builds(Action, st.integers(0, 65535), st.sampled_from(list(Kind)), st.integers(0, 2**40))
+actions = st.one_of(
+    st.builds(Action, st.integers(0, 65535), st.sampled_from(sorted(COMPUTE | COMM)), st.integers(0, 2**40)),
+    st.builds(Action, st.integers(0, 65535), st.sampled_from(sorted(SHARDING)), st.just(0)),
+)
 steps = st.one_of(
     actions,
     st.builds(

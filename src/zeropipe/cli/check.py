@@ -28,12 +28,14 @@ def check(schedule: str, as_json: bool, **given: Any) -> None:
     zeropipe check mine.py:my_schedule --ranks 4 --microbatches 8
     """
     from zeropipe.cli.request import request_of
+    from zeropipe.core.action import SEND_B, SEND_F
+    from zeropipe.core.packed import kind_of
 
     request = request_of([schedule], given)
     with progress(1) as begin:
         begin(f"checking {schedule}")
         proven, program = _proven(request)
-    messages = (program.packed.num_codes - proven.num_actions) // 2
+    messages = sum(kind_of(code) in (SEND_F, SEND_B) for code in program.packed.view)
     if as_json:
         output.print_json({
             "ok": True, "schedule": proven.name, "num_ranks": proven.num_ranks, "num_stages": proven.num_stages,
@@ -56,6 +58,7 @@ def _proven(request: Request) -> tuple[Schedule, Program]:
     from zeropipe.core.files import read_text
     from zeropipe.core.limits import COMMAND_LINE
     from zeropipe.core.lower import lower
+    from zeropipe.core.shards import check_shards
     from zeropipe.core.timeline import Timeline
 
     spec = request.specs[0]
@@ -63,10 +66,12 @@ def _proven(request: Request) -> tuple[Schedule, Program]:
     schedule = found.schedule if isinstance(found, Timeline) else found
     try:
         prove(schedule)
-        if spec.name.endswith(".csv") and has_messages(text := read_text(spec.name, COMMAND_LINE)):
-            program = program_from_csv(text, schedule.name)
-            prove(program)
-            return schedule, program
+        if spec.name.endswith(".csv"):
+            program = program_from_csv(text := read_text(spec.name, COMMAND_LINE), schedule.name)
+            if has_messages(text):
+                prove(program)
+                return schedule, program
+            check_shards(program)
         return schedule, lower(schedule)
     except ScheduleError as error:
         raise type(error)(f"{spec.text}: {error}") from None

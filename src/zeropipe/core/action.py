@@ -21,28 +21,32 @@ class Kind(IntEnum):
     RECV_F = 5
     SEND_B = 6
     RECV_B = 7
+    UNSHARD = 8  # gather the whole weights of a sharded stage
+    RESHARD = 9  # let go of them
+    REDUCE_GRAD = 10  # sum the whole gradients of a sharded stage over its shards
 
 
 COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
 BACKWARD = frozenset({Kind.B, Kind.I})  # the kinds whose end lets the stage before go backward
-COMM = frozenset(Kind) - COMPUTE
+SHARDING = frozenset({Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD})  # of a stage: they have no microbatch
+COMM = frozenset(Kind) - COMPUTE - SHARDING  # messages between ranks
 
 # the kinds as plain integers: kernels (see jit.py) compare nothing else
-F, B, I, W, SEND_F, RECV_F, SEND_B, RECV_B = map(int, Kind)  # noqa: E741
+F, B, I, W, SEND_F, RECV_F, SEND_B, RECV_B, UNSHARD, RESHARD, REDUCE_GRAD = map(int, Kind)  # noqa: E741
 
 MAX_STAGES = 1 << 16
 MAX_MICROBATCHES = 1 << 42
 
 
 class Action(NamedTuple):
-    """One unit of work: `Action(2, Kind.F, 0)`, in text `2F0`."""
+    """One unit of work: `Action(2, Kind.F, 0)`, in text `2F0`. Those of SHARDING have microbatch 0, their text none."""
 
     stage: int
     kind: Kind
     microbatch: int
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.kind.name}{self.microbatch}"
+        return f"{self.stage}{self.kind.name}{'' if self.kind in SHARDING else self.microbatch}"
 
 
 class Overlap(NamedTuple):
@@ -73,7 +77,9 @@ def partner(message: Action) -> Action:
     return Action(far_stage(message.stage, message.kind), Kind(message.kind ^ 1), message.microbatch)
 
 
-_ACTION = re.compile(r"\s*([0-9]{1,18})\s*(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B)\s*([0-9]{1,18})\s*")
+_ACTION = re.compile(
+    r"\s*([0-9]{1,18})\s*(?:(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B)\s*([0-9]{1,18})|(UNSHARD|RESHARD|REDUCE_GRAD))\s*"
+)
 _OVERLAP = re.compile(r"\s*\(([^;()]+);([^;()]+)\)\s*OVERLAP_F_B\s*")
 
 
@@ -88,6 +94,8 @@ def parse_action(text: str) -> Action:
     stage = int(match[1])
     if stage >= MAX_STAGES:
         raise ScheduleError(f"{text.strip()!r} names stage {stage}: at most {MAX_STAGES} stages are supported")
+    if match[4]:
+        return Action(stage, Kind[match[4]], 0)
     microbatch = int(match[3])
     if microbatch >= MAX_MICROBATCHES:
         raise ScheduleError(f"{text.strip()!r} names microbatch {microbatch}: at most {MAX_MICROBATCHES} are supported")

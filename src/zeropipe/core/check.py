@@ -9,23 +9,26 @@ from zeropipe.core.needs import Dependencies, dependencies
 from zeropipe.core.packed import is_joined
 from zeropipe.core.rendezvous import check_program, check_same_work
 from zeropipe.core.schedule import Program, Schedule
+from zeropipe.core.shards import check_shards
 
 
 def check(what: Schedule | Program) -> None:
     """Raise ScheduleError or DeadlockError unless the schedule is right and can never hang.
 
     A Schedule is proven with sends that never block, and then, lowered, under rendezvous, where a send ends only when
-    its receive is posted. A Program is proven as it stands, with its own SEND and RECV order.
+    its receive is posted. A Program is proven as it stands, with its own order of messages, and of gathering and
+    reducing where its stages are sharded.
     """
     if isinstance(what, Program):
         check(what.schedule)
         check_same_work(what)
         check_program(what)
+        check_shards(what)
         return
     check_complete(what)
     deps = dependencies(what)
     check_live(what, deps)
-    check_program(lower_with(what, deps))
+    check_program(lower_with(what, deps, what.packed))
 
 
 def check_live(schedule: Schedule, deps: Dependencies) -> None:

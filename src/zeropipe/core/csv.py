@@ -8,18 +8,14 @@ from __future__ import annotations
 
 import csv
 import io
-import re
 from collections import Counter
 from collections.abc import Iterator
 
-from zeropipe.core.action import COMM, Action, Kind, Overlap, Step, actions_of, parse_step
+from zeropipe.core.action import COMPUTE, Action, Kind, Overlap, Step, actions_of, parse_step
 from zeropipe.core.packed import PackedRows, pack
 from zeropipe.core.placement import Placement, Problem, recognise, require_actions
 from zeropipe.core.schedule import Program, Schedule
 from zeropipe.errors import ScheduleError
-
-# FSDP's parameter traffic: the engine decides on it by itself
-_PARAMETERS = re.compile(r"\s*\d+\s*(UNSHARD|RESHARD|REDUCE_GRAD)\s*")
 
 
 def to_csv(what: Schedule | Program) -> str:
@@ -32,12 +28,12 @@ def to_csv(what: Schedule | Program) -> str:
 
 
 def from_csv(text: str, name: str = "custom") -> Schedule:
-    """The Schedule of a CSV in either of torch's forms; messages are left out, the placement is inferred."""
+    """The Schedule of a CSV in either of torch's forms; only its computations are taken, the placement is inferred."""
     return _schedule(_read(text), name)
 
 
 def program_from_csv(text: str, name: str = "custom") -> Program:
-    """The Program of a CSV in the `compute_comms` form, with its own order of messages."""
+    """The Program of a CSV in the `compute_comms` form, with its own order of messages, gathering and reducing."""
     rows = _read(text)
     schedule = _schedule(rows, name)
     return Program(schedule, PackedRows.of(pack(row) for row in rows))
@@ -57,7 +53,7 @@ def _read(text: str) -> list[list[Step]]:
     for number, cells in enumerate(lines):
         row = []
         for place, cell in enumerate(cells):
-            if not cell.strip() or _PARAMETERS.fullmatch(cell):
+            if not cell.strip():
                 continue
             try:
                 row.append(parse_step(cell))
@@ -72,7 +68,7 @@ def _read(text: str) -> list[list[Step]]:
 
 
 def _schedule(rows: list[list[Step]], name: str) -> Schedule:
-    compute = [[step for step in row if isinstance(step, Overlap) or step.kind not in COMM] for row in rows]
+    compute = [[step for step in row if isinstance(step, Overlap) or step.kind in COMPUTE] for row in rows]
     weights: Counter[Action] = Counter()
     num_stages = num_microbatches = num_actions = 0
     for _, action in _placed(compute):

@@ -1,4 +1,4 @@
-"""Lowering: a Schedule becomes a Program by adding SEND and RECV.
+"""Lowering: a Schedule becomes a Program by adding SEND and RECV, and UNSHARD, RESHARD and REDUCE_GRAD if wished.
 
 All ranks advance together, one step each a turn. When a step ends, its SEND is written behind it and, in the same
 turn, the RECV into the receiver's row. So both sides agree on the order of every edge, and the Program cannot hang
@@ -7,22 +7,28 @@ even if a send finishes only when its receive is posted: replaying the turns is 
 
 from __future__ import annotations
 
-from zeropipe.core.action import RECV_B, RECV_F, SEND_B, SEND_F, F, far_stage
+from zeropipe.core.action import RECV_B, RECV_F, SEND_B, SEND_F, F, W, far_stage
 from zeropipe.core.complete import check_order
 from zeropipe.core.deadlock import deadlock
 from zeropipe.core.needs import Dependencies, dependencies
 from zeropipe.core.packed import PackedRows, encode, is_joined, kind_of, microbatch_of, stage_of
 from zeropipe.core.schedule import Program, Schedule
+from zeropipe.core.shards import with_shards
 
 
-def lower(schedule: Schedule) -> Program:
-    """The schedule with its messages; hand-over on the same rank is no message. Raises DeadlockError if stuck."""
+def lower(schedule: Schedule, shards: str | None = None) -> Program:
+    """The schedule with its messages; hand-over on the same rank is no message. Raises DeadlockError if stuck.
+
+    `shards` is for stages whose weights are sharded: "keep" gathers a stage's weights once, shortly before their first
+    use; "regather" for every microbatch; "ends" gathers all before the first action and reduces all after the last.
+    """
     check_order(schedule)
-    return lower_with(schedule, dependencies(schedule))
+    rows = schedule.packed if shards is None else with_shards(schedule, shards)
+    return lower_with(schedule, dependencies(schedule, rows), rows)
 
 
-def lower_with(schedule: Schedule, deps: Dependencies) -> Program:
-    """`lower` for a schedule whose dependencies are known and whose actions are complete and placed."""
+def lower_with(schedule: Schedule, deps: Dependencies, rows: PackedRows) -> Program:
+    """`lower` for a schedule whose actions are complete and placed. `rows`: they, or with what moves their shards."""
     xp, num_ranks = deps.arrays, schedule.num_ranks
     sizes = xp.full_ints(num_ranks)
     xp.call(count_kernel, deps.offsets, deps.to, sizes)
@@ -31,7 +37,7 @@ def lower_with(schedule: Schedule, deps: Dependencies) -> Program:
         offsets.append(offsets[-1] + int(size))
     out = xp.full_ints(offsets[-1])
     write = xp.list_ints(offsets[:-1])
-    position = xp.list_ints(schedule.packed.offsets[:-1])
+    position = xp.list_ints(rows.offsets[:-1])
     done = xp.full_ints(deps.num_keys)
     finished = xp.call(
         lower_kernel, deps.codes, deps.offsets, deps.remote, deps.own, deps.makes, deps.to, done,
@@ -59,7 +65,8 @@ def lower_kernel(  # type: ignore[no-untyped-def]
     """Advance all ranks in turns; True if every row was written to its end.
 
     A turn goes over the ranks that are not known to wait, in order: a linked list, closed by a head that is no rank.
-    A rank that lacks a result leaves it, and is put back in its place by whoever makes that result.
+    A rank that lacks a result leaves it, and is put back in its place by whoever makes that result. What moves shards
+    needs nothing and takes no turn.
     """
     head = len(offsets) - 1
     for rank in range(head + 1):
@@ -70,6 +77,12 @@ def lower_kernel(  # type: ignore[no-untyped-def]
         rank = after[head]
         while rank != head:
             at = position[rank]
+            while at < offsets[rank + 1] and kind_of(codes[at]) > W:
+                out[write[rank]] = codes[at]
+                write[rank] += 1
+                left -= 1
+                at += 1
+            position[rank] = at
             ended = at == offsets[rank + 1]
             last = at if ended else at + is_joined(codes[at])
             missing = -1

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zeropipe.core.action import RECV_B, RECV_F, SEND_B, Action, F, Kind, W, far_stage
+from zeropipe.core.action import RECV_B, RECV_F, SEND_B, UNSHARD, Action, F, Kind, W, far_stage
 from zeropipe.core.jit import Arrays, Ints, arrays
 from zeropipe.core.packed import PackedRows, kind_of, microbatch_of, stage_of
 from zeropipe.core.placement import Placement
@@ -56,7 +56,8 @@ def message_place(base: int, stage: int, backward: int) -> int:
 class Dependencies:
     """Per action: the key needed from another stage, the key needed from its own, the key made, the rank told.
 
-    A SEND or RECV has in `own` the key of the result that it carries, and nothing else.
+    A SEND or RECV has in `own` the key of the result that it carries, and nothing else. What gathers weights or reduces
+    gradients has nothing: see shards.py.
     """
 
     arrays: Arrays
@@ -127,6 +128,8 @@ def dependencies_kernel(  # type: ignore[no-untyped-def]
             before, behind = stage + 1, stage - 1
         elif kind == W:
             own[at] = forward + 1
+            continue
+        elif kind >= UNSHARD:
             continue
         else:
             source = far_stage(stage, kind) if kind in (RECV_F, RECV_B) else stage

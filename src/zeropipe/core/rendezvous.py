@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zeropipe.core.action import RECV_B, RECV_F, SEND_B, SEND_F, W, far_stage, partner
+from zeropipe.core.action import RECV_B, RECV_F, SEND_B, SEND_F, UNSHARD, W, far_stage, partner
 from zeropipe.core.deadlock import deadlock_error, made_by, step_number
 from zeropipe.core.jit import Ints, arrays
 from zeropipe.core.needs import (
@@ -49,7 +49,7 @@ def check_program(program: Program) -> None:
 
 
 def check_same_work(program: Program) -> None:
-    """Apart from its messages a Program is its Schedule."""
+    """Apart from its messages and what moves shards a Program is its Schedule."""
     wanted, given = program.schedule.packed, program.packed
     if len(wanted.offsets) != len(given.offsets):
         raise ScheduleError(f"the program has {len(given.offsets) - 1} rows, its schedule {len(wanted.offsets) - 1}")
@@ -89,7 +89,7 @@ def messages_kernel(  # type: ignore[no-untyped-def]
             for at in range(offsets[rank], offsets[rank + 1]):
                 code = codes[at]
                 kind = kind_of(code)
-                if kind <= W or (kind in (SEND_F, SEND_B)) != sending:
+                if kind <= W or kind >= UNSHARD or (kind in (SEND_F, SEND_B)) != sending:
                     continue
                 stage = stage_of(code)
                 other = far_stage(stage, kind)
@@ -163,6 +163,10 @@ def rendezvous_kernel(  # type: ignore[no-untyped-def]
             last = at + is_joined(code)
             missing = -1
             wakes = -1
+            if kind >= UNSHARD:
+                at += 1
+                left -= 1
+                continue
             if kind > W:
                 message = own[at]
                 if kind in (RECV_F, RECV_B):
