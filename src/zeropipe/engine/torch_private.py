@@ -334,3 +334,13 @@ def is_compile_error(error: Exception) -> bool:
     from torch._dynamo import exc
 
     return isinstance(error, exc.TorchDynamoException | exc.FailOnRecompileLimitHit)
+
+
+def is_profiling() -> bool:
+    """Whether torch.profiler is at work."""
+    return torch.autograd.profiler._is_profiler_enabled
+
+
+def tell_profiler(key: str, json: str) -> None:
+    """A field of the trace that torch.profiler is writing."""
+    torch.autograd._add_metadata_json(key, json)  # type: ignore[attr-defined]

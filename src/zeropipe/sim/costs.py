@@ -196,6 +196,25 @@ def costs_from(data: Mapping[str, Any], where: str = "costs") -> Costs:
     return Costs(**values)
 
 
+def costs_data(costs: Costs) -> dict[str, Any]:
+    """Costs as plain data that `costs_from` reads: what differs from the defaults."""
+    found: dict[str, Any] = {}
+    for part in fields(Costs):
+        value = getattr(costs, part.name)
+        if isinstance(value, Sparse):
+            rest = {} if value.default is None else {DEFAULT: value.default}
+            value = {**{str(stage): number for stage, number in value.entries}, **rest}
+        elif part.name == "edges":
+            value = {f"{a}-{b}": _link_data(link) for (a, b), link in value.items()} or None
+        elif isinstance(value, Link):
+            value = _link_data(value) or None
+        elif isinstance(value, tuple):
+            value = list(value)
+        if value is not None and value != part.default:
+            found[part.name] = value
+    return found
+
+
 def read_costs(path: str) -> dict[str, Any]:
     """The table of a .toml or .json file."""
     from zeropipe.core.files import read_text
@@ -260,6 +279,10 @@ def _edge(name: str) -> tuple[int, int]:
     if not (dash and source.isdecimal() and target.isdecimal()):
         raise ConfigError(f"edge {short(name)}: name it by its two ranks, like 0-1")
     return int(source), int(target)
+
+
+def _link_data(link: Link) -> dict[str, float]:
+    return {name: value for name, value in link._asdict().items() if value is not None}
 
 
 def _link(data: Any, where: str) -> Link:

@@ -51,7 +51,7 @@ def fit(timeline: Timeline) -> Costs:
     actions.
     """
     num_stages = timeline.schedule.num_stages
-    steps = [step for rank in range(timeline.num_ranks) for step in _steps(timeline, rank)]
+    steps = [step for rank in range(timeline.num_ranks) for step in steps_of(timeline, rank)]
     singles: dict[tuple[Kind, int], list[float]] = defaultdict(list)
     for step in steps:
         if len(step) == 1:
@@ -79,7 +79,7 @@ def residuals(measured: Timeline, predicted: Timeline) -> list[Residual]:
     """The prediction held against the run, kind by kind."""
     pairs: dict[str, list[tuple[Span, Span]]] = defaultdict(list)
     for rank in range(measured.num_ranks):
-        for real, guess in zip(_steps(measured, rank), _steps(predicted, rank), strict=True):
+        for real, guess in zip(steps_of(measured, rank), steps_of(predicted, rank), strict=True):
             name = "+".join(span.action.kind.name for span in real)
             pairs[name].append((real[0], guess[0]))
     begin = measured.first_start - predicted.first_start
@@ -95,7 +95,7 @@ def residuals(measured: Timeline, predicted: Timeline) -> list[Residual]:
     ]
 
 
-def _steps(timeline: Timeline, rank: int) -> Iterable[tuple[Span, ...]]:
+def steps_of(timeline: Timeline, rank: int) -> Iterable[tuple[Span, ...]]:
     """The rank's steps: one span each, or the two of an Overlap."""
     forward: Span | None = None
     for code, span in zip(timeline.schedule.packed.row(rank), timeline.spans(rank), strict=True):
@@ -152,7 +152,7 @@ def _memory(timeline: Timeline) -> tuple[list[float], list[float], list[float]]:
         for stage in stages:  # the row ends where it began
             weights[stage] = max(0.0, after[end - 1]) / len(stages)
         at = begin
-        for step in _steps(timeline, rank):
+        for step in steps_of(timeline, rank):
             kind, stage = step[0].action.kind, step[0].action.stage
             if at == begin:
                 firsts[kind, stage] = [after[at] - after[end - 1]]

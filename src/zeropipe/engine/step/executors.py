@@ -18,6 +18,7 @@ from zeropipe.engine.options import Options
 from zeropipe.engine.stages.contract import Told
 from zeropipe.engine.step.executor import Executor, Made, Watcher
 from zeropipe.engine.step.finite import FiniteCheck
+from zeropipe.engine.step.names import Names
 from zeropipe.engine.step.plans import forward_only
 from zeropipe.engine.step.recorder import Recorder
 
@@ -74,14 +75,15 @@ class Executors:
         self._kept.clear()
 
     def _make(self, use: str, number: int) -> Executor:
-        parts, watchers = self._parts, list[Watcher]()
+        parts, program = self._parts, self._program(use, number)
+        watchers: list[Watcher] = [Names(program.schedule)]
         if parts.options.check_finite:
             watchers.append(FiniteCheck())
         if use == "record":
             self.recorder = self.recorder or Recorder(parts.device, parts.parameters, parts.splitter)
             watchers.append(self.recorder)
         return Executor(
-            self._program(use, number), parts.rank, parts.stages, parts.outgoing, parts.wires,
+            program, parts.rank, parts.stages, parts.outgoing, parts.wires,
             train=use != "forward", device=parts.device, splitter=parts.splitter, shards=parts.shards,
             recv_ahead=parts.options.recv_ahead, dynamic=parts.options.shapes == "dynamic", made=self._made,
             watchers=watchers,
