@@ -30,9 +30,12 @@ class Run:
     log: Log | None
 
 
-@click.group(short_help="Recorded runs: compare.")
-def trace() -> None:
+@click.group(short_help="Recorded runs: compare.", invoke_without_command=True)
+@click.pass_context
+def trace(context: click.Context) -> None:
     """Recorded runs."""
+    if context.invoked_subcommand is None:
+        raise ConfigError("trace: say what to do with a run: zeropipe trace compare measured.json --costs costs.json")
 
 
 @trace.command(short_help="Measured over predicted.")

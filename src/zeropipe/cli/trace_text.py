@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from zeropipe.sim.megatron import Log
     from zeropipe.sim.reality import Lost, StageResidual
 
+ROUNDING = 1e-9  # of the makespan: less is shown as 0
 MOST = 32  # stages of a kind, or ranks, in a table
 
 
@@ -94,9 +95,10 @@ def _print_lost(found: Compared) -> None:
     listed = [(f"rank {rank}", causes) for rank, causes in enumerate(found.lost)]
     if len(listed) > 2 * MOST:
         listed = [*listed[:MOST], *listed[-MOST:]]
-    for name, causes in [*listed, ("mean", means)]:
-        rows.add_row(name, *(output.time_text(t, found.measured.unit) for t in (causes.total, *causes)))
     span = found.makespan or 1.0
+    for name, causes in [*listed, ("mean", means)]:
+        times = (t if abs(t) > ROUNDING * span else 0.0 for t in (causes.total, *causes))
+        rows.add_row(name, *(output.time_text(t, found.measured.unit) for t in times))
     rows.add_row("of the makespan", *(output.percent(t / span) for t in (means.total, *means)))
     output.console().print(rows)
 
