@@ -36,7 +36,8 @@ ROOMS = {
     "masters": set(),
     "options": {"blocks"},
     "setup": {"options", "comm", "layout", "mesh", "stages"},
-    "engine": {"backward", "blocks", "comm", "layout", "mesh", "options", "setup", "stages", "step"},
+    "checkpoint": {"torch_private", "backward", "comm", "layout", "masters", "setup", "stages"},
+    "engine": {"backward", "blocks", "checkpoint", "comm", "layout", "mesh", "options", "setup", "stages", "step"},
     "run": {"torch_private", "blocks", "comm", "stages", "step", "engine"},
 }
 FILES = sorted(SRC.rglob("*.py"))

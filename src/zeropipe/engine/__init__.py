@@ -6,6 +6,7 @@ backward  I and W: the weight-gradient products that a backward pass leaves behi
 comm      connections and messages between ranks, faults
 step      one rank's row of a Program, run: losses, gradients, the measured timeline
 engine    all of it behind train_step, eval_step, forward; options and set-up
+checkpoint  a run's weights and optimizer on disk, for any layout; whole weights for other programs
 run       local processes; what `zeropipe run` stands on
 """
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from zeropipe.engine.backward.linear import defer
     from zeropipe.engine.backward.store import WeightStore
     from zeropipe.engine.blocks.compiling import prepare_blocks
+    from zeropipe.engine.checkpoint.load import load_checkpoint
+    from zeropipe.engine.checkpoint.save import save_checkpoint
     from zeropipe.engine.engine import Engine
     from zeropipe.engine.masters import MasterWeights
     from zeropipe.engine.mesh.parallelize import parallelize
@@ -37,6 +40,7 @@ _MODULE_OF = {
     "defer": "engine.backward.linear",
     "WeightStore": "engine.backward.store", "main_gradients": "engine.backward.gradients",
     "prepare_blocks": "engine.blocks.compiling",
+    "load_checkpoint": "engine.checkpoint.load", "save_checkpoint": "engine.checkpoint.save",
     "Engine": "engine.engine", "Options": "engine.options", "MasterWeights": "engine.masters",
     "parallelize": "engine.mesh.parallelize",
     "LocalRanks": "engine.run.launch", "heartbeat": "engine.run.launch", "launch": "engine.run.launch",

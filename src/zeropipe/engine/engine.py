@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeropipe.core.schedule import Schedule
@@ -18,6 +18,9 @@ from zeropipe.engine import setup
 from zeropipe.engine.backward import gradients
 from zeropipe.engine.backward.splitters import Splitter, make_splitter
 from zeropipe.engine.blocks.compiling import prepare_blocks
+from zeropipe.engine.checkpoint.names import Team
+from zeropipe.engine.checkpoint.saving import Saving
+from zeropipe.engine.checkpoint.stream import named_weights
 from zeropipe.engine.comm.edges import Outgoing
 from zeropipe.engine.comm.fabric import Fabric
 from zeropipe.engine.comm.faults import PeerLost
@@ -79,6 +82,7 @@ class Engine:
         self._stopped: str | None = None
         self._executors: Executors | None = None
         self._splitter: Splitter | None = None
+        self.saving: Saving | None = None  # a checkpoint that is being written
         try:
             with self._guard("set-up", refusing=True):
                 self._set_up()
@@ -228,6 +232,22 @@ class Engine:
             gradients.scale(self._sums.all, max_norm / (norm + 1e-6))
         return norm
 
+    # weights
+
+    def named_weights(self, ranks: Iterable[int] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """(Name, whole tensor) of the whole model, stage by stage, one at a time: to hand weights to other programs.
+
+        Every rank iterates; those in `ranks` (all if not given) get the tensors, copies on the engine's device, the
+        others nothing. Names are those of the model's `state_dict()`; a tied tensor comes once, a sharded one whole.
+        """
+        return named_weights(self.together, ranks)
+
+    @contextmanager
+    def together(self, where: str, refusing: bool = True) -> Iterator[Team]:
+        """Around what all ranks do beside steps: an error of one of them stops all."""
+        with self._guard(where, refusing):
+            yield Team(self.schedule, self._told, self._fabric)
+
     # measurements
 
     def timeline(self) -> Timeline:
@@ -241,7 +261,14 @@ class Engine:
             return gather(recorder, self._executors.recorded, self._fabric, self._clock)
 
     def close(self) -> None:
-        """Give the connections back. Call it on every rank, after the last step."""
+        """Give the connections back. Call it on every rank, after the last step. Waits for a checkpoint's end."""
+        try:
+            if self._stopped is None and self.saving is not None:
+                self.saving.wait()
+        finally:
+            self._close()
+
+    def _close(self) -> None:
         if self._stopped is None and self._fabric.nccl:
             self._fabric.settle()
         self._finalizer()

@@ -48,6 +48,11 @@ class MasterWeights:
         return master
 
     @property
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """Each parameter, and what the optimizer inside sees of it."""
+        return list(self._pairs)
+
+    @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The groups of the optimizer inside."""
         return self.optimizer.param_groups

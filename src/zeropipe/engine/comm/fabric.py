@@ -111,6 +111,18 @@ class Fabric:
         with self.waiting(tuple(rank for rank in self.layout.pipeline if rank != self.rank)):
             torch_private.broadcast(self._words, tensor, root)
 
+    def hand_out(self, tensor: Tensor, root: int, ranks: tuple[int, ...]) -> None:
+        """The root's tensor, which is contiguous, in the tensors of all `ranks`; they all call this, in one order."""
+        data = tensor.reshape(-1).view(torch.uint8)
+        if not data.numel():
+            return
+        group = self._group("weights", ranks)
+        passed = data if self.nccl else data.cpu()
+        with self.waiting(tuple(rank for rank in ranks if rank != self.rank)):
+            torch_private.broadcast(group, passed, ranks.index(root))
+        if passed is not data and self.rank != root:
+            data.copy_(passed)
+
     def send(self, tensor: Tensor, peer: int, tag: int) -> None:
         """A word to one rank."""
         with self.waiting((peer,)):

@@ -76,7 +76,7 @@ class _Model:
     """A whole model; an adapter in it is merged."""
 
     def __init__(self, stage: HFStage, adapter: Adapter | None) -> None:
-        self._whole, self._config = _whole(stage), _config(stage)
+        self._whole, self._config = _whole(stage), config_of(stage)
         self._adapter = adapter.name if adapter else ""
         # a tied weight is saved once: the head's as the embedding
         names = self._whole.stored | (self._whole.tensors.keys() & {SCORE})
@@ -209,7 +209,7 @@ def _whole(stage: HFStage) -> Whole:
     return Whole(meta_model(stage.whole_config, stage.lm.dtype), stage.head)
 
 
-def _config(stage: HFStage) -> Any:
+def config_of(stage: HFStage) -> Any:
     """The config to save: it names the class that loads it."""
     config = copy.deepcopy(stage.whole_config)
     config.architectures = [type(stage.lm).__name__]

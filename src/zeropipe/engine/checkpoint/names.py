@@ -1,0 +1,210 @@
+"""The tensors of this rank's stages under their names in the whole model, and what all ranks know of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor, nn
+
+from zeropipe.core.schedule import Schedule
+from zeropipe.engine.comm.fabric import Fabric
+from zeropipe.engine.setup import agree
+from zeropipe.engine.stages.contract import Told
+from zeropipe.engine.stages.whole import computed, unwrapped_name
+from zeropipe.errors import ConfigError
+
+
+class Team(NamedTuple):
+    """What a rank of an Engine has, for work that all ranks do together beside steps."""
+
+    schedule: Schedule
+    stages: Mapping[int, Told]
+    fabric: Fabric
+
+
+class HasTeam(Protocol):
+    """An Engine, as this room sees it."""
+
+    saving: Any
+
+    def together(self, where: str, refusing: bool = True) -> AbstractContextManager[Team]:
+        """Around such work: an error of one rank stops all. `refusing`: all of them raise a ConfigError anyway."""
+        ...
+
+
+class Described(NamedTuple):
+    """A tensor that some rank holds."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, eq=False)
+class Own:
+    """A tensor of one of this rank's stages."""
+
+    stage: int
+    name: str  # in the whole model
+    tensor: Tensor
+
+
+class _Word(NamedTuple):
+    """What a rank tells the others."""
+
+    stages: dict[int, list[Described]]
+    same: list[list[str]]  # names of one tensor of this rank
+    ties: list[tuple[str, int, str]]  # a name, and the stage and the name there of what it is tied to
+    here: dict[tuple[int, str], str]  # names of tied parameters, by stage and name there
+
+
+class Catalog:
+    """All tensors of the model, by name: those of this rank as tensors, those of the others described.
+
+    Of the names of tied tensors one counts: that in the first stage. It is the only one that is saved.
+    """
+
+    def __init__(self, team: Team) -> None:
+        self.own = [own for stage in sorted(team.stages) for own in own_tensors(team.stages[stage])]
+        words = agree(team.fabric, lambda: _word(self.own, team.stages))
+        self.stages = _stages(words)
+        self.ties = _ties(words, self.stages)
+
+    def counted(self, name: str) -> str:
+        """The name under which a tensor is saved."""
+        return self.ties.get(name, name)
+
+    @cached_property
+    def described(self) -> dict[str, Described]:
+        """All that is saved, in the order of the model."""
+        every = (tensor for stage in sorted(self.stages) for tensor in self.stages[stage])
+        return {tensor.name: tensor for tensor in every if tensor.name not in self.ties}
+
+    @cached_property
+    def saved(self) -> dict[str, Tensor]:
+        """What this rank can save."""
+        return {own.name: own.tensor for own in self.own if own.name not in self.ties}
+
+    @cached_property
+    def loaded(self) -> dict[str, list[Tensor]]:
+        """What this rank loads; where both ends of a tie are here and are two tensors, both."""
+        found: dict[str, dict[int, Tensor]] = {}
+        for own in self.own:
+            found.setdefault(self.counted(own.name), {})[id(own.tensor)] = own.tensor
+        return {name: list(tensors.values()) for name, tensors in found.items()}
+
+    @cached_property
+    def names(self) -> dict[int, str]:
+        """The counted name of each tensor, by its id."""
+        return {id(own.tensor): self.counted(own.name) for own in self.own}
+
+    @property
+    def tied_sets(self) -> set[frozenset[str]]:
+        """The names of each tied tensor."""
+        return tied_sets(self.ties)
+
+
+def tied_sets(ties: Mapping[str, str]) -> set[frozenset[str]]:
+    """Names that are one tensor, whichever of them counts."""
+    groups: dict[str, set[str]] = {}
+    for name, counted in ties.items():
+        groups.setdefault(counted, {counted}).add(name)
+    return {frozenset(group) for group in groups.values()}
+
+
+def own_tensors(told: Told) -> list[Own]:
+    """Parameters and stored buffers of a stage; a tensor with several names under each of them."""
+    module = told.module
+    unstored = computed(module)
+    buffers = {n: b for n, b in module.named_buffers(remove_duplicate=False) if n not in unstored}
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    full = _full_names(told, parameters, buffers)
+    return [Own(told.number, full[name], tensor) for name, tensor in (parameters | buffers).items()]
+
+
+def _full_names(told: Told, parameters: Iterable[str], buffers: Iterable[str]) -> dict[str, str]:
+    module: Any = told.module
+    if not hasattr(module, "full_names"):  # it tells nothing: such a checkpoint is for the same stages
+        return {name: f"stages.{told.number}.{unwrapped_name(name)}" for name in (*parameters, *buffers)}
+    full = dict(module.full_names())
+    for name in buffers:
+        if not hasattr(module, "full_name"):
+            raise ConfigError(
+                f"stage {told.number} has a buffer {name} and no full_name(name): its name in the whole model is needed"
+            )
+        full[name] = module.full_name(name)
+    if missing := [name for name in parameters if name not in full]:
+        raise ConfigError(f"full_names() of stage {told.number} does not tell {missing[0]}: it tells every parameter")
+    return {name: unwrapped_name(name_there) for name, name_there in full.items()}
+
+
+def _word(own: Iterable[Own], stages: Mapping[int, Told]) -> _Word:
+    described: dict[int, list[Described]] = {stage: [] for stage in stages}
+    same: dict[int, list[str]] = {}
+    for each in own:
+        what = Described(each.name, tuple(each.tensor.shape), str(each.tensor.dtype).removeprefix("torch."))
+        described[each.stage].append(what)
+        same.setdefault(id(each.tensor), []).append(each.name)
+    names = {id(each.tensor): each.name for each in own}
+    ties, here = [], {}
+    for number, told in stages.items():
+        for tie in told.ties:
+            name = names[id(_parameter(told.module, tie.name))]
+            here[number, tie.name] = name
+            ties.append((name, tie.stage, tie.other))
+    return _Word(described, [group for group in same.values() if len(group) > 1], ties, here)
+
+
+def _parameter(module: nn.Module, name: str) -> Tensor:
+    return module.get_parameter(name)
+
+
+def _stages(words: Iterable[_Word]) -> dict[int, list[Described]]:
+    """Every stage's tensors; ranks that hold the same stage must say the same."""
+    found: dict[int, list[Described]] = {}
+    for word in words:
+        for stage, tensors in word.stages.items():
+            if found.setdefault(stage, tensors) != tensors:
+                one, other = next((a, b) for a, b in zip([*found[stage], None], [*tensors, None]) if a != b)
+                raise ConfigError(
+                    f"two ranks hold another stage {stage}: {one and one.name} and {other and other.name}"
+                )
+    return found
+
+
+def _ties(words: list[_Word], stages: Mapping[int, list[Described]]) -> dict[str, str]:
+    """Name -> the name that counts."""
+    leader: dict[str, str] = {}
+    place = {d.name: (stage, i) for stage in sorted(stages, reverse=True) for i, d in enumerate(stages[stage])}
+
+    def find(name: str) -> str:
+        while leader.get(name, name) != name:
+            name = leader[name]
+        return name
+
+    def join(one: str, other: str) -> None:
+        first, second = sorted((find(one), find(other)), key=place.__getitem__)
+        leader[second] = first
+
+    here = {key: name for word in words for key, name in word.here.items()}
+    for word in words:
+        for first, *others in word.same:
+            for name in others:
+                join(first, name)
+        for name, stage, other in word.ties:
+            join(name, here[stage, other])
+    ties = {name: find(name) for name in place if find(name) != name}
+    _require_one_owner(stages, ties)
+    return ties
+
+
+def _require_one_owner(stages: Mapping[int, list[Described]], ties: Mapping[str, str]) -> None:
+    owner: dict[str, int] = {}
+    for stage, tensors in stages.items():
+        for name in {tensor.name for tensor in tensors}:
+            if owner.setdefault(name, stage) != stage:
+                raise ConfigError(f"stages {owner[name]} and {stage} both have a {name}: names must differ, or be tied")

@@ -1,0 +1,177 @@
+"""save_checkpoint: every rank writes its part, and all of it becomes visible at once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zeropipe.core.schedule import Schedule
+from zeropipe.engine.backward.gradients import local
+from zeropipe.engine.checkpoint import pieces
+from zeropipe.engine.checkpoint.manifest import Manifest, Target
+from zeropipe.engine.checkpoint.names import Catalog, HasTeam, Team
+from zeropipe.engine.checkpoint.optimizers import Kept, Optimized
+from zeropipe.engine.checkpoint.pieces import Written
+from zeropipe.engine.checkpoint.randomness import random_states
+from zeropipe.engine.checkpoint.saving import Progress, Saving
+from zeropipe.engine.checkpoint.values import encode
+from zeropipe.engine.layout import Layout
+from zeropipe.engine.setup import agree
+from zeropipe.engine.stages.hf import HFStage
+from zeropipe.engine.stages.save import config_of
+from zeropipe.engine.torch_private import like
+from zeropipe.errors import ConfigError
+
+
+def save_checkpoint(
+    path: str | Path,
+    engine: HasTeam,
+    optimizer: Any = None,
+    *,
+    step: int | None = None,
+    extra: Any = None,
+    random: bool = False,
+    asynchronous: bool = False,
+) -> Saving:
+    """Save weights, buffers and the optimizer's state into the folder `path`, for `load_checkpoint` on any layout.
+
+    All ranks call this alike, with a folder that they all see. It holds the checkpoint that was there before until the
+    last moment, and then the new one. `optimizer`: any of torch's whose state is tensors and numbers, or MasterWeights;
+    learning rates and other options of its groups are saved with it. `extra`: the same on every rank, made of numbers,
+    strings, lists, tuples, dicts and tensors (a scheduler's `state_dict()`, say). `random`: the states of the
+    random-number generators too, for the same layout.
+
+    `asynchronous`: return as soon as the tensors are copied to CPU memory. `wait()` of what is returned ends when the
+    checkpoint is there; the next save and `engine.close()` wait for it, too.
+    """
+    if engine.saving is not None:
+        before, engine.saving = engine.saving, None
+        before.wait()
+    if step is not None and (not isinstance(step, int) or isinstance(step, bool)):
+        raise ConfigError(f"step={step!r}: give the number of steps done")
+    with engine.together("saving a checkpoint") as team:
+        saving = _start(Path(path), team, optimizer, step, extra, random, asynchronous)
+    if asynchronous:
+        engine.saving = saving
+    else:
+        saving.wait()
+    return saving
+
+
+class _Share(NamedTuple):
+    """What a rank brings to a checkpoint."""
+
+    plan: Any
+    kept: tuple[Any, ...] | None  # the optimizer's kind, numbers, groups, group_of
+    facts: str
+    token: str | None
+
+
+def _start(
+    path: Path, team: Team, optimizer: Any, step: int | None, extra: Any, random: bool, asynchronous: bool
+) -> Saving:
+    fabric, catalog = team.fabric, Catalog(team)
+    tokens: list[str] = []
+    state: dict[str, Tensor] = {}
+    beside: dict[str, Tensor] = {}
+
+    def prepare() -> _Share:
+        encoded = encode(extra, "extra", beside)
+        state.update({f"model.{name}": tensor.detach() for name, tensor in catalog.saved.items()})
+        kept = None if optimizer is None else Optimized(optimizer, catalog).keep()
+        if kept is not None:
+            state.update({f"optim.{name}": tensor for name, tensor in kept.tensors.items()})
+        state.update({f"extra.{name}": tensor for name, tensor in beside.items()})
+        if random:
+            states = random_states(fabric.device)
+            state.update({f"random.{fabric.rank}.{name}": tensor for name, tensor in states.items()})
+        facts = json.dumps({"path": str(path), "step": step, "extra": encoded, "optimizer": kept and kept.kind})
+        plan = pieces.plan_save(state)
+        tokens.extend([Target.open(path)] if fabric.rank == 0 else [])
+        return _Share(plan, kept and (kept.kind, {}, *kept[2:]), facts, tokens[0] if tokens else None)
+
+    try:
+        shares: list[_Share] = agree(fabric, prepare)
+        plans, metadata = _shared_out(shares)
+        model, optimized = _model(team, catalog), _optimizer(shares)
+    except ConfigError:
+        for token in tokens:
+            Target(path, token).close()
+        raise
+    mine = plans[fabric.rank]
+    wanted = {item.index.fqn for item in mine.items}
+    own = {name: staged(tensor) if asynchronous else tensor for name, tensor in state.items() if name in wanted}
+    target = Target(path, shares[0].token or "")
+    facts = json.loads(shares[0].facts)
+    layout = written_by(team.schedule, fabric.layout)
+
+    def write(progress: Progress) -> Written:
+        return pieces.write(target.folder, mine, own, progress)
+
+    def finish(parts: list[Written], progress: Progress) -> None:
+        progress("writing its index")
+        pieces.finish(target.folder, metadata, parts)
+        files = {p.file: (target.folder / p.file).stat().st_size for part in parts for _, p in part.pieces}
+        files[".metadata"] = (target.folder / ".metadata").stat().st_size
+        tensors = pieces.saved_tensors(metadata, parts)
+        target.switch(Manifest(target.folder.name, step, layout, model, optimized, facts["extra"], files, tensors))
+
+    return Saving(target, fabric, write, finish)
+
+
+def _shared_out(shares: list[_Share]) -> tuple[list[Any], Any]:
+    for rank, share in enumerate(shares):
+        if share.facts != shares[0].facts:
+            raise ConfigError(
+                f"rank {rank} saves another path, step, extra or optimizer than rank 0: give all the same"
+            )
+    return pieces.share_out([share.plan for share in shares])
+
+
+def staged(tensor: Any) -> Tensor:
+    """A copy on the CPU that later steps do not change."""
+    piece = local(tensor.detach())
+    copy = torch.empty_like(piece, device="cpu").copy_(piece)
+    return like(tensor, copy) if hasattr(tensor, "full_tensor") else copy
+
+
+def written_by(schedule: Schedule, layout: Layout) -> dict[str, Any]:
+    """Which layout wrote a checkpoint: for people, and for random states."""
+    from zeropipe import __version__
+
+    return {
+        "mesh": dict(layout.sizes), "schedule": schedule.name, "placement": schedule.placement.name,
+        "num_stages": schedule.num_stages, "zeropipe": __version__, "torch": torch.__version__,
+    }  # fmt: skip
+
+
+def _model(team: Team, catalog: Catalog) -> dict[str, Any]:
+    stage = next((told.module for told in team.stages.values() if isinstance(told.module, HFStage)), None)
+    config = None if stage is None else json.loads(config_of(stage).to_json_string())
+    return {"config": config, "head": None if stage is None else stage.head, "ties": catalog.ties}
+
+
+def _optimizer(shares: list[_Share]) -> dict[str, Any] | None:
+    """Numbers and groups of all ranks' optimizers together."""
+    if shares[0].kept is None:
+        return None
+    groups: list[dict[str, Any]] = []
+    group_of: dict[str, int] = {}
+    numbers: dict[str, Mapping[str, Any]] = {}
+    for share in shares:
+        kept = Kept(*share.kept) if share.kept else None
+        if kept is None:
+            continue
+        numbers |= kept.numbers
+        for name, number in kept.group_of.items():
+            options = kept.groups[number]
+            if options not in groups:
+                groups.append(options)
+            if group_of.setdefault(name, groups.index(options)) != groups.index(options):
+                raise ConfigError(f"ranks have other options for {name} in their optimizers: give all the same")
+    return {"kind": shares[0].kept[0], "numbers": numbers, "groups": groups, "group_of": group_of}
