@@ -103,7 +103,7 @@ class Engine:
             for stage, told in self._told.items()
             if sharded(told.module)
         }
-        self._wires = fabric.connect(edges_of(schedule.placement))
+        self._wires = fabric.connect(edges_of(schedule.placement), listen=self.options.dynamic_weights)
         dynamic = self.options.shapes == "dynamic"
         self._outgoing.update({b: Outgoing(wire, dynamic) for (a, b), wire in self._wires.items() if a == self.rank})
         self._sums = GradientSums(schedule, self._told, fabric)

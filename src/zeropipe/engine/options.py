@@ -22,6 +22,8 @@ class Options:
     `split`: how I and W share the backward: "store", "autograd" (torch's way) or "whole" (all of it in I).
     `direct_gradients`: whole backwards, too, add the weight gradients of linear layers straight to `.grad`. That saves
     a tensor of the weight's size each time; autograd hooks on these weights do not fire.
+    `dynamic_weights`: a rank that would wait for a message runs weight gradients that it owes, one product at a time,
+    until the message is here. The schedule's order stays the plan, and gradients stay the same.
     `recv_ahead`: how many receives an edge posts before their data is needed. With 0, and always on NCCL, a receive is
     posted at its own place in the program.
     `shapes`: "auto" sends shapes when a microbatch has new ones, "dynamic" with every message, for stages whose output
@@ -38,6 +40,7 @@ class Options:
     ac: str = "none"
     split: str = "store"
     direct_gradients: bool = False
+    dynamic_weights: bool = False
     recv_ahead: int = 2
     shapes: str = "auto"
     regather: bool = False
@@ -66,6 +69,15 @@ class Options:
         if self.split == "autograd" and wish.mode == "op":
             raise ConfigError(
                 f"split='autograd' cannot run ac={self.ac!r}: torch would go back twice; use split='store'"
+            )
+        if self.dynamic_weights and self.split != "store":
+            raise ConfigError(
+                f"dynamic_weights=True cannot run split={self.split!r}, whose W cannot run piecemeal: use split='store'"
+            )
+        if self.dynamic_weights and self.shapes == "dynamic":
+            raise ConfigError(
+                "dynamic_weights=True cannot run shapes='dynamic': whether a message is here is not known before its "
+                "shapes are; use shapes='auto'"
             )
         if self.shapes not in SHAPES:
             raise ConfigError(f"shapes={self.shapes!r}: give {' or '.join(map(repr, SHAPES))}")

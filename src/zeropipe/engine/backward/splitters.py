@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
@@ -44,6 +44,9 @@ class Splitter(Protocol):
     def waiting(self, stage: int, microbatch: int) -> list[nn.Parameter]:
         """The parameters that `ran` will be told, each as often."""
 
+    def ahead(self, stage: int, microbatch: int, parts: int, enough: Callable[[], bool]) -> None:
+        """Run what waits for a W, piece by piece, until it is `enough`; the W runs the rest."""
+
     def alive(self, stage: int) -> int:
         """Bytes that wait for the stage's W."""
 
@@ -77,6 +80,9 @@ class StoreSplitter:
     def waiting(self, stage: int, microbatch: int) -> list[nn.Parameter]:
         return self._store.waiting(stage, microbatch)
 
+    def ahead(self, stage: int, microbatch: int, parts: int, enough: Callable[[], bool]) -> None:
+        self._store.run_some(stage, microbatch, parts, enough)
+
     def alive(self, stage: int) -> int:
         return self._store.alive(stage)
 
@@ -102,6 +108,8 @@ class AutogradSplitter:
 
     def waiting(self, stage: int, microbatch: int) -> list[nn.Parameter]:
         return []
+
+    def ahead(self, stage: int, microbatch: int, parts: int, enough: Callable[[], bool]) -> None: ...
 
     def weights(self, stage: int, microbatch: int, part: int, parts: int, ran: Ran = nobody) -> None:
         if part == 0:  # torch's W is one: the first part does it all
@@ -131,6 +139,8 @@ class WholeSplitter:
 
     def waiting(self, stage: int, microbatch: int) -> list[nn.Parameter]:
         return []
+
+    def ahead(self, stage: int, microbatch: int, parts: int, enough: Callable[[], bool]) -> None: ...
 
     def alive(self, stage: int) -> int:
         return 0

@@ -94,6 +94,19 @@ class WeightStore:
                 product.run()
                 ran(product.parameter)
 
+    def run_some(self, stage: int, microbatch: int, parts: int, enough: Callable[[], bool]) -> None:
+        """Run the first products that wait for a W of that many `parts`, one by one, until it is `enough`.
+
+        The W itself then runs what is left, so every weight gets its shares in the same order.
+        """
+        pieces = self._pieces((stage, microbatch), parts)
+        with torch.no_grad():
+            for _, piece in sorted(pieces.items()):
+                while piece:
+                    if enough():
+                        return
+                    piece.pop().run()
+
     def alive(self, stage: int | None = None) -> int:
         """Bytes kept between I and W, of one stage or of all; memory shared by several products counts once."""
         storages = {
@@ -125,17 +138,21 @@ class WeightStore:
         self._parts.clear()
 
     def _take(self, key: Key, part: int, parts: int) -> Iterator[Product]:
-        """Hand over one piece; a key's pieces are cut when its first piece is asked for."""
-        if key in self._products:
-            self._parts[key] = cut(self._products.pop(key), parts)
-        pieces = self._parts.get(key, {})
+        """Hand over one piece."""
+        pieces = self._pieces(key, parts)
         if part not in pieces:
             raise EngineError(f"{key[0]}W{key[1]} part {part} of {parts}: no such I ran, or this part ran already")
         piece = pieces.pop(part)
         if not pieces:
             del self._parts[key]
-        piece.reverse()
         return _drain(piece)
+
+    def _pieces(self, key: Key, parts: int) -> dict[int, list[Product]]:
+        """A key's pieces, each with its first product last; they are cut when first asked for."""
+        if key in self._products:
+            cuts = cut(self._products.pop(key), parts)
+            self._parts[key] = {part: piece[::-1] for part, piece in cuts.items()}
+        return self._parts.get(key, {})
 
 
 def _drain(products: list[Product]) -> Iterator[Product]:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from zeropipe.engine import torch_private
 from zeropipe.engine.comm.faults import PeerLost, reason
+from zeropipe.engine.comm.listener import Arrival, Listener
 from zeropipe.engine.comm.pulse import Place
 from zeropipe.errors import EngineError
 
@@ -80,6 +81,7 @@ class Wire(NamedTuple):
     device: torch.device
     place: Place  # where this rank says for whom it waits
     heard: dict[Hashable, Spec]  # the shapes of forward messages that had a header, on the receiving end
+    listener: Listener | None = None  # on gloo, where somebody asks whether messages are here
 
     @property
     def nccl(self) -> bool:
@@ -90,7 +92,10 @@ class Wire(NamedTuple):
         self.place.waits = (self.peer,)
         try:
             for work in works:
-                torch_private.wait(work)
+                if isinstance(work, Arrival):
+                    work.wait()
+                else:
+                    torch_private.wait(work)
         except RuntimeError as error:
             raise PeerLost((self.peer,), reason(error)) from error
         finally:
@@ -220,7 +225,7 @@ class Incoming:
         self.in_place = wire.nccl or ahead == 0
         self._wire, self.messages, self._dynamic = wire, messages, dynamic
         self._ahead = 0 if self.in_place else ahead
-        self._posted: list[tuple[Spec, list[Tensor], list[Any]] | None] = []
+        self._posted: list[tuple[Spec, list[Tensor], Sequence[Any]] | None] = []  # Arrivals where there is a listener
         self._waiting = 0  # posted and not taken
 
     def begin(self, key_of: Callable[[Message], Hashable], made: Callable[[Message], Spec | None]) -> None:
@@ -244,6 +249,17 @@ class Incoming:
             message = self.messages[len(self._posted)]
             spec = self._known(message)
             self._post(self._hear(message) if spec is None else spec)
+
+    def arrived(self, place: int) -> bool:
+        """Whether the message at `place` is here. Where its shapes are not known, only `take` can find out: True."""
+        while len(self._posted) <= place:
+            spec = self._known(self.messages[len(self._posted)])
+            if spec is None:
+                return True
+            self._post(spec)
+        entry = self._posted[place]
+        assert entry is not None, "nobody asks after a message was taken"
+        return all(item.done.is_set() if isinstance(item, Arrival) else item.is_completed() for item in entry[2])
 
     def take(self, place: int) -> tuple[Spec, list[Tensor]]:
         """The tensors of the message at `place`, once they are here."""
@@ -280,7 +296,8 @@ class Incoming:
             buffers = [torch.empty(part.shape, dtype=part.dtype, pin_memory=True) for part in spec]
         else:
             buffers = [torch.empty(part.shape, dtype=part.dtype, device=wire.device) for part in spec]
-        self._posted.append((spec, buffers, self._receive(wire.group, wire.peer_in_group, 0, buffers)))
+        works = self._receive(wire.group, wire.peer_in_group, 0, buffers)
+        self._posted.append((spec, buffers, works if wire.listener is None else [wire.listener.expect(works)]))
         self._waiting += 1
 
     def _receive(self, group: Any, peer: int, tag: int, buffers: Sequence[Tensor]) -> list[Any]:

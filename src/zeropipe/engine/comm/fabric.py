@@ -18,6 +18,7 @@ from torch import Tensor
 from zeropipe.engine import torch_private
 from zeropipe.engine.comm.edges import Wire
 from zeropipe.engine.comm.faults import Board, Desk, Meeting, PeerLost, reason
+from zeropipe.engine.comm.listener import Listener
 from zeropipe.engine.comm.pulse import EVERYONE, Place
 from zeropipe.engine.comm.watchdog import Watchdog
 from zeropipe.engine.layout import Layout
@@ -62,6 +63,7 @@ class Fabric:
         self.board, self.place = Board(self._desk, self.rank, self.size), Place()
         self._lock = threading.Lock()  # who breaks or drops connections holds it
         self._groups: dict[tuple[str, tuple[int, ...]], Any] = {}
+        self._listeners: list[Listener] = []
         self.control: Any = None
         self._words: Any = None  # of this pipeline only, where there are several
         self.closed = False
@@ -160,10 +162,10 @@ class Fabric:
 
     # groups
 
-    def connect(self, edges: Iterable[tuple[int, int]]) -> dict[tuple[int, int], Wire]:
+    def connect(self, edges: Iterable[tuple[int, int]], listen: bool = False) -> dict[tuple[int, int], Wire]:
         """The directed edges of this rank, connected and tried out; all ranks call this with the same edges.
 
-        Edges are pairs of places in the pipeline.
+        Edges are pairs of places in the pipeline. `listen`: it can be asked whether a message is here.
         """
         wires = {}
         for place, other in rounds(edges):
@@ -173,11 +175,15 @@ class Fabric:
             group = self._group("edge", (a, b))
             peer = b if self.rank == a else a
             staged = self.device.type == "cuda" and not self.nccl
-            wires[place, other] = Wire(
-                group, peer, int(self.rank == a), self.control, staged, self.device, self.place, {}
-            )
             with self.waiting((peer,)):
                 self._try_out(group, sending=self.rank == a)
+            listener = None
+            if listen and self.rank == b and not self.nccl:
+                listener = Listener(peer)
+                self._listeners.append(listener)
+            wires[place, other] = Wire(
+                group, peer, int(self.rank == a), self.control, staged, self.device, self.place, {}, listener
+            )
         return wires
 
     def _try_out(self, group: Any, sending: bool) -> None:
@@ -297,6 +303,8 @@ class Fabric:
             self.closed = True
             self._groups.clear()
             self.control = self._words = None
+        for listener in self._listeners:
+            listener.close()
         self._desk.close()
 
 

@@ -18,6 +18,7 @@ from zeropipe.engine.comm.edges import Incoming, Message, Outgoing, Spec, Wire, 
 from zeropipe.engine.mesh.shards import Reduction, Shards
 from zeropipe.engine.stages.contract import Microbatch, Told
 from zeropipe.engine.step.cells import Cell, as_tuple, moved, plain
+from zeropipe.engine.step.dynamic import Gap, movable
 from zeropipe.errors import EngineError
 
 Call = Callable[[], None]
@@ -52,6 +53,7 @@ class Executor:
         shards: Mapping[int, Shards],
         recv_ahead: int,
         dynamic: bool,
+        dynamic_weights: bool,
         made: Made,
         watchers: Sequence[Watcher] = (),
     ) -> None:
@@ -84,6 +86,9 @@ class Executor:
             parameters = (p for told in stages.values() for p in told.module.parameters() if p.requires_grad)
             self._accumulators = [torch_private.gradient_edge(parameter) for parameter in parameters]
         self._made_of = made
+        self._movable = movable(row, stages) if dynamic_weights and train else {}
+        self._gap = Gap(device)
+        self._ahead: dict[Action, Call] = {}  # what runs a W before its place
         self._calls: list[Call] = []
         self._labels: list[str] = []
         for step in row:
@@ -131,6 +136,8 @@ class Executor:
         self._calls.clear()
         self.cells.clear()
         self._incoming.clear()
+        self._ahead.clear()
+        self._gap.forget()
         self._outgoing = {}
 
     @property
@@ -201,9 +208,29 @@ class Executor:
         if place is None or action.kind is Kind.W:
             return
         cell = self.cells[action.stage, action.microbatch]
+        incoming = self._incoming[place[0]]
+        if owed := self._movable.get(action):
+            self._calls.append(partial(self._fill, owed, partial(incoming.arrived, place[1])))
+            self._labels.append(f"W owed before {action}")
         take = self._take_forward if forward else self._take_backward
-        self._calls.append(partial(take, cell, self._incoming[place[0]], place[1]))
+        self._calls.append(partial(take, cell, incoming, place[1]))
         self._labels.append(str(action))
+
+    def _fill(self, owed: Sequence[Action], arrived: Callable[[], bool]) -> None:
+        """Run Ws that are owed until a message is here."""
+        self._gap.arrived = arrived
+        for action in owed:
+            if self._splitter.waiting(action.stage, action.microbatch):
+                if self._gap.over():
+                    return
+                if action not in self._ahead:
+                    self._ahead[action] = self._ahead_of(action)
+                self._ahead[action]()
+
+    def _ahead_of(self, action: Action) -> Call:
+        cell = self.cells[action.stage, action.microbatch]
+        call = partial(self._splitter.ahead, action.stage, action.microbatch, self._num_parts, self._gap.over)
+        return self._watched(self._placed((call,), (cell,)), (action,), (cell,))
 
     def _compute(self, action: Action) -> Call:
         call = self._computation(action)

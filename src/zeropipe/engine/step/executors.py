@@ -85,8 +85,8 @@ class Executors:
         return Executor(
             program, parts.rank, parts.stages, parts.outgoing, parts.wires,
             train=use != "forward", device=parts.device, splitter=parts.splitter, shards=parts.shards,
-            recv_ahead=parts.options.recv_ahead, dynamic=parts.options.shapes == "dynamic", made=self._made,
-            watchers=watchers,
+            recv_ahead=parts.options.recv_ahead, dynamic=parts.options.shapes == "dynamic",
+            dynamic_weights=parts.options.dynamic_weights, made=self._made, watchers=watchers,
         )  # fmt: skip
 
     def _program(self, use: str, number: int) -> Program:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from zeropipe.core.action import Action, Kind
+from zeropipe.core.action import Action, Kind, Overlap
+from zeropipe.core.packed import pack
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Memory, Timeline
 from zeropipe.engine import torch_private
@@ -20,6 +21,7 @@ from zeropipe.engine.comm.fabric import Fabric
 from zeropipe.engine.step.cells import Cell
 from zeropipe.engine.step.clock import Clock
 from zeropipe.engine.step.executor import Call
+from zeropipe.engine.step.ran import KINDS, Ran, as_ran
 
 
 class Recorder:
@@ -28,7 +30,8 @@ class Recorder:
     def __init__(self, device: torch.device, parameters: Sequence[Tensor], splitter: Splitter) -> None:
         self._device, self._splitter = device, splitter
         self._parameters = {p.untyped_storage().data_ptr() for p in parameters}
-        self._marks: list[tuple[Any, Any, int, Any, int]] = []  # start, end, actions, memory during, memory after
+        # start, end, actions, memory during, memory after
+        self._marks: list[tuple[Any, Any, Sequence[Action], Any, int]] = []
         self._kept: dict[tuple[int, int], int] = {}  # bytes saved by F for the backward
         self._stashed: dict[int, int] = {}  # bytes between I and W, by stage
         self._origin: tuple[float, Any] = (0.0, None)
@@ -50,14 +53,14 @@ class Recorder:
 
     def watch(self, call: Call, actions: Sequence[Action], cells: Sequence[Cell]) -> Call:
         """Wrap the computation of a step."""
-        return self._on_cuda(call, len(actions)) if self._device.type == "cuda" else self._on_cpu(call, actions, cells)
+        return self._on_cuda(call, actions) if self._device.type == "cuda" else self._on_cpu(call, actions, cells)
 
     def _on_cpu(self, call: Call, actions: Sequence[Action], cells: Sequence[Cell]) -> Call:
         kept, stashed = self._kept, self._stashed
         splits = next((a.stage for a in actions if a.kind in (Kind.I, Kind.W)), None)
         forward = next(((c.stage, c.microbatch) for a, c in zip(actions, cells) if a.kind is Kind.F), None)
         backward = next(((c.stage, c.microbatch) for a, c in zip(actions, cells) if a.kind in (Kind.B, Kind.I)), None)
-        parameters, number = self._parameters, len(actions)
+        parameters = self._parameters
 
         def timed() -> None:
             saved: dict[int, int] = {}
@@ -82,11 +85,11 @@ class Recorder:
                 kept.pop(backward, None)
             if splits is not None:
                 stashed[splits] = self._splitter.alive(splits)
-            self._marks.append((start, end, number, during, sum(kept.values()) + sum(stashed.values())))
+            self._marks.append((start, end, actions, during, sum(kept.values()) + sum(stashed.values())))
 
         return timed
 
-    def _on_cuda(self, call: Call, number: int) -> Call:
+    def _on_cuda(self, call: Call, actions: Sequence[Action]) -> Call:
         def timed() -> None:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             before, _ = self._allocations.mark()
@@ -94,19 +97,20 @@ class Recorder:
             call()
             end.record()
             after, alive = self._allocations.mark()
-            self._marks.append((start, end, number, (before, after), alive))
+            self._marks.append((start, end, actions, (before, after), alive))
 
         return timed
 
-    def rows(self, clock: Clock) -> Iterator[tuple[float, float, float, float]]:
-        """Start, end, memory during, memory after, on rank 0's clock: one per action, in the order of the row."""
+    def rows(self, clock: Clock) -> Iterator[Ran]:
+        """What ran, in its order, on rank 0's clock: the two actions of an Overlap one after the other."""
         if self._device.type == "cuda" and self._peaks is None:
             self._peaks = self._allocations.end([during for _, _, _, during, _ in self._marks])
-        for index, (start, end, number, during, after) in enumerate(self._marks):
+        for index, (start, end, actions, during, after) in enumerate(self._marks):
             if self._peaks is not None:
                 during = self._peaks[index]
             begun, ended = clock.of_rank_0(self._seconds(start)), clock.of_rank_0(self._seconds(end))
-            yield from [(begun, ended, float(during), float(after))] * number
+            for code in pack(actions if len(actions) == 1 else [Overlap(*actions)]):
+                yield Ran(code, begun, ended, float(during), float(after))
 
     def _seconds(self, mark: Any) -> float:
         if isinstance(mark, float):
@@ -117,22 +121,29 @@ class Recorder:
 
 def gather(recorder: Recorder, schedule: Schedule, fabric: Fabric, clock: Clock) -> Timeline:
     """The Timeline of all ranks on rank 0's clock; every rank calls this and gets it."""
-    columns = [array("d", column) for column in zip(*recorder.rows(clock))]
-    everyone = fabric.exchange([column.tobytes() for column in columns])
-    start, end, during, after = (array("d") for _ in range(4))
-    for rank in fabric.layout.pipeline:
-        for whole, piece in zip((start, end, during, after), everyone[rank]):
-            whole.frombytes(piece)
-    zero = min(start)
+    mine = [array(kind, column) for kind, column in zip(KINDS, zip(*recorder.rows(clock)))]
+    everyone = fabric.exchange([column.tobytes() for column in mine])
+    rows = [[Ran(*values) for values in zip(*map(_column, KINDS, everyone[rank]))] for rank in fabric.layout.pipeline]
+    schedule, rows = as_ran(schedule, rows)
+    ran = [entry for row in rows for entry in row]
+    zero = min(entry.start for entry in ran)
     return Timeline(
         schedule,
-        array("d", (t - zero for t in start)).tobytes(),
-        array("d", (t - zero for t in end)).tobytes(),
-        Memory(during.tobytes(), after.tobytes()),
+        array("d", (entry.start - zero for entry in ran)).tobytes(),
+        array("d", (entry.end - zero for entry in ran)).tobytes(),
+        Memory(
+            array("d", (entry.during for entry in ran)).tobytes(), array("d", (entry.after for entry in ran)).tobytes()
+        ),
         unit="s",
         memory_unit="B",
         measured=True,
     )
+
+
+def _column(kind: str, data: bytes) -> array[Any]:
+    column = array(kind)
+    column.frombytes(data)
+    return column
 
 
 def _same(tensor: Tensor) -> Tensor:

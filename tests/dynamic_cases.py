@@ -1,0 +1,67 @@
+"""What the local ranks run in test_dynamic.py: late ranks, and Ws that run while others wait for them."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from engine_helpers import Block, SquareLoss, microbatches
+from torch import Tensor, nn
+
+from zeropipe.core.schedule import Schedule
+from zeropipe.core.timeline import Timeline
+from zeropipe.engine import Engine, module_stages
+
+
+class Late(nn.Module):
+    """A block whose forward or backward sometimes takes longer."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.block, self._random = Block(seed), random.Random(seed)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._sleep()
+        y = self.block(x)
+        if y.requires_grad:
+            y.register_hook(self._sleep)
+        return y
+
+    def _sleep(self, *_: Any) -> None:
+        if self._random.random() < 0.3:
+            time.sleep(0.01)
+
+
+def both_orders(schedule: Schedule, options: dict[str, Any]) -> tuple[bool, bool]:
+    """Whether both orders give the same gradients on this rank, bit for bit; and whether a W moved."""
+    gradients, moved = [], False
+    changes = options.keys() & {"compile", "ac"}
+    for dynamic in (False, True):
+        make = Block if changes else Late  # a compiled block has no random numbers
+        modules = [make(stage) for stage in range(schedule.num_stages)]
+        stages = module_stages(modules, schedule, dist.get_rank())
+        if changes:
+            for stage in stages.values():
+                stage.register_forward_pre_hook(lambda *_: time.sleep(random.random() / 100))
+        with Engine(schedule, stages, dynamic_weights=dynamic, record=True, **options) as engine:
+            for step in range(3):  # the shapes of the first are new, so nobody knows whether its messages are here
+                engine.train_step(microbatches(schedule.num_microbatches, seed=step), SquareLoss())
+            moved = engine.timeline().schedule != schedule
+            gradients.append([parameter.grad for parameter in engine.parameters()])
+    return all(map(torch.equal, *gradients)), moved
+
+
+def timelines(schedule: Schedule) -> list[Timeline]:
+    """Of both orders, where rank 0 is late now and then."""
+    found = []
+    for dynamic in (False, True):
+        modules = [(Block if stage else Late)(stage) for stage in range(schedule.num_stages)]
+        stages = module_stages(modules, schedule, dist.get_rank())
+        with Engine(schedule, stages, dynamic_weights=dynamic, record=True) as engine:
+            for step in range(2):
+                engine.train_step(microbatches(schedule.num_microbatches, seed=step, lengths=(3,)), SquareLoss())
+            found.append(engine.timeline())
+    return found

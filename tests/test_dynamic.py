@@ -1,0 +1,116 @@
+"""Dynamic W: the same gradients, whatever comes late, and a timeline that says what ran."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch")
+
+import dynamic_cases as cases
+from engine_helpers import ranks
+from torch import nn
+
+import zeropipe as zp
+from zeropipe.core.action import Kind, actions_of, parse_action
+from zeropipe.core.check import check
+from zeropipe.engine.stages.contract import told
+from zeropipe.engine.step.dynamic import movable
+from zeropipe.errors import EngineError
+
+SPLIT = ["zb-h1", "zbv", "dualpipev", "dualpipe", "interleaved-zb"]
+
+
+def owed(row: str, shared: bool = False) -> dict[str, str]:
+    """What `movable` says about a row of stages 0 and 1, in texts."""
+    one = nn.Linear(2, 2)
+    stages = {0: told(0, one), 1: told(1, nn.Sequential(one) if shared else nn.Linear(2, 2))}
+    found = movable([parse_action(text) for text in row.split()], stages)
+    return {str(action): " ".join(map(str, some)) for action, some in found.items() if some}
+
+
+def test_a_w_moves_between_its_i_and_its_place():
+    assert owed("0F0 0F1 0I0 0F2 0I1 0W0 0F3 0W1") == {"0F2": "0W0", "0I1": "0W0", "0F3": "0W1"}
+
+
+def test_ws_of_a_stage_keep_their_order():
+    """1 before 0, as the row says; the other stage's goes its own way."""
+    assert owed("0F0 0F1 1F0 0I0 1I0 0F2 0I1 0F3 0W1 0W0 1W0") == {
+        "0F2": "1W0", "0I1": "1W0", "0F3": "0W1 0W0 1W0"
+    }  # fmt: skip
+
+
+def test_a_w_does_not_pass_a_whole_backward_of_its_stage():
+    assert owed("0F0 0F1 0F2 0I0 0F3 0B1 0F4 0W0 1F0 1B0") == {"0F4": "0W0"}
+
+
+def test_a_w_does_not_pass_an_i_that_adds_to_its_weights():
+    row = "0F0 1F0 1I0 1F1 0I0 1F2 1W0 1F3 0W0"
+    assert owed(row) == {"1F1": "1W0", "0I0": "1W0", "1F2": "1W0 0W0", "1F3": "0W0"}
+    assert owed(row, shared=True) == {"1F2": "1W0 0W0", "1F3": "0W0"}
+
+
+def test_a_w_in_parts_is_owed_until_its_last():
+    assert owed("0F0 0I0 0F1 0W0 0F2 0W0 0F3") == {"0F1": "0W0", "0F2": "0W0"}
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_gradients_are_those_of_the_static_order(name):
+    """Bit for bit, with stages, losses and messages that are late at random; and Ws did move."""
+    found = ranks().run(cases.both_orders, zp.build(name, ranks=4, microbatches=8), {})
+    assert all(same for same, _ in found)
+    assert any(moved for _, moved in found)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"recv_ahead": 0},
+        {"check_finite": True},
+        {"ac": "full"},
+        pytest.param({"compile": True}, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_other_options(options):
+    found = ranks().run(cases.both_orders, zp.build("zb-h1", ranks=4, microbatches=8), options)
+    assert all(same for same, _ in found)
+    assert any(moved for _, moved in found)
+
+
+def test_ws_in_parts():
+    plan = zp.build("zb-h1", ranks=4, microbatches=8)
+    schedule = zp.fill_gaps(plan, zp.Costs(p2p=0.3), weight_parts=2)
+    found = ranks().run(cases.both_orders, schedule, {})
+    assert all(same for same, _ in found)
+
+
+def test_the_timeline_shows_what_ran():
+    """A rank that waits for a message of a late rank runs its W meanwhile."""
+    schedule = zp.build("zb-h1", ranks=2, microbatches=6)
+    planned, ran = ranks(2).run(cases.timelines, schedule)[0]
+    assert planned.schedule == schedule
+    assert ran.schedule != schedule
+    check(ran.schedule)
+    assert [a for a in actions_of(ran.schedule.rows[1]) if a.kind is not Kind.W] == [
+        a for a in actions_of(schedule.rows[1]) if a.kind is not Kind.W
+    ]
+    for rank in range(2):
+        ends = 0.0
+        for span in ran.spans(rank):
+            assert ends <= span.start <= span.end
+            ends = span.end
+    assert zp.from_json(zp.to_json(ran)) == ran
+
+
+@pytest.mark.parametrize(
+    "options, line",
+    [
+        ({"split": "autograd"}, "dynamic_weights=True cannot run split='autograd', whose W cannot run piecemeal: "),
+        ({"split": "whole"}, "dynamic_weights=True cannot run split='whole', whose W cannot run piecemeal: "),
+        ({"shapes": "dynamic"}, "dynamic_weights=True cannot run shapes='dynamic': "),
+    ],
+    ids=str,
+)
+def test_what_it_cannot_do_is_refused(options, line):
+    with pytest.raises(EngineError, match=line):
+        ranks(2).run(cases.both_orders, zp.build("zb-h1", ranks=2, microbatches=4), options)
