@@ -105,3 +105,23 @@ def test_damaged_files_are_told_in_one_line(path, value, message):
 def test_other_files_are_refused(text):
     with pytest.raises(ConfigError):
         from_layer_json(text)
+
+
+def test_commands_take_the_file_and_say_what_it_is(tmp_path, capsys):
+    from zeropipe.cli import main
+
+    file = tmp_path / "c.json"
+    file.write_text(to_layer_json(replace(COSTS, source="estimate")))
+    main(["compare", "1f1b", "zbv", "-p", "2", "-m", "4", "--costs", str(file), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["costs_per"] == "estimate"
+    for name, stages in (("1f1b", 2), ("zbv", 4)):
+        schedule = zp.build(name, ranks=2, microbatches=4)
+        (row,) = [row for row in found["compared"] if row["schedule"] == name]
+        assert row["makespan"] == pytest.approx(zp.simulate(schedule, COSTS.even(Problem(2, stages, 4))).makespan)
+    main(["simulate", "1f1b", "-p", "2", "-m", "4", "--costs", str(file), "--memory-limit", "9KB"])
+    assert "estimated costs of layers" in capsys.readouterr().out
+    for wrong in (["--f", "2"], ["-p", "8"]):
+        with pytest.raises(SystemExit):
+            main(["simulate", "1f1b", "-p", "2", "-m", "4", "--costs", str(file), *wrong])
+        assert capsys.readouterr().err.count("\n") == 1

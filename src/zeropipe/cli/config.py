@@ -16,6 +16,7 @@ from zeropipe.errors import ConfigError, short
 
 if TYPE_CHECKING:
     from zeropipe.sim.costs import Costs
+    from zeropipe.sim.layer_costs import LayerCosts
 
 _COUNT = "a whole number from 1 on is needed, or a list of them"
 
@@ -31,7 +32,7 @@ class Config:
     options: Mapping[str, Any] = field(default_factory=dict)
     weight_parts: int | None = None
     per: str | None = None
-    costs: Costs | None = None
+    costs: Costs | LayerCosts | None = None
 
 
 def read_config(path: str) -> Config:
@@ -110,7 +111,7 @@ def _per(value: Any, folder: Path) -> str:
     return str(value)
 
 
-def _costs(value: Any, folder: Path) -> Costs:
+def _costs(value: Any, folder: Path) -> Costs | LayerCosts:
     from zeropipe.core.limits import require_costs
     from zeropipe.sim.costs import costs_from
 

@@ -81,6 +81,8 @@ def costs_text(per: str) -> str:
         "rank": "costs per rank, shared out over its stages",
         "stage": "costs per stage",
         "recording": "costs of the recording",
+        "estimate": "estimated costs of layers, spread evenly over the stages",
+        "profile": "measured costs of layers, spread evenly over the stages",
     }[per]
 
 

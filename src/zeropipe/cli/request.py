@@ -11,9 +11,11 @@ from zeropipe.cli.options import COSTS, numbers, settings_of
 from zeropipe.errors import ConfigError, short
 
 if TYPE_CHECKING:
+    from zeropipe.core.placement import Problem
     from zeropipe.core.schedule import Schedule
     from zeropipe.core.timeline import Timeline
     from zeropipe.sim.costs import Costs
+    from zeropipe.sim.layer_costs import LayerCosts
 
 FILES = (".csv", ".json")  # a finished schedule
 LINK = ("p2p", "bandwidth")
@@ -37,7 +39,7 @@ class Priced(NamedTuple):
 
     schedule: Schedule
     costs: Costs
-    per: str  # what the costs were given for: "rank", "stage", or a "recording" has its own
+    per: str  # as in a Request, or "recording": it has its own
     recorded: Timeline | None  # a recording of which nothing else is asked
 
     def simulated(self) -> Timeline:
@@ -56,16 +58,36 @@ class Request:
     stages_per_rank: tuple[int, ...]
     options: Mapping[str, Any]
     weight_parts: int | None
-    per: str  # what costs are of: "rank" or "stage"
-    file_costs: Costs | None  # of --costs or the .toml file
+    per: str  # what costs are of: "rank" or "stage"; or of layers, by "estimate" or "profile"
+    file_costs: Costs | LayerCosts | None  # of --costs or the .toml file
     flags: Mapping[str, Any]  # single costs, which override those
 
     @property
     def costs(self) -> Costs:
-        """What was given; the defaults where nothing was."""
+        """What was given; the defaults where nothing was. ConfigError for costs of layers: see `costs_of`."""
         from zeropipe.sim.costs import Costs
+        from zeropipe.sim.layer_costs import LayerCosts
 
+        if isinstance(self.file_costs, LayerCosts):
+            raise ConfigError(
+                f"these are costs of the layers of {self.file_costs.model}: costs per rank are needed here"
+            )
         return overridden(self.file_costs or Costs(), self.flags)
+
+    def costs_of(self, problem: Problem) -> Costs:
+        """The costs of each stage."""
+        from zeropipe.sim.compare import stage_costs
+        from zeropipe.sim.costs import PER_STAGE
+        from zeropipe.sim.layer_costs import LayerCosts
+
+        if not isinstance(self.file_costs, LayerCosts):
+            return stage_costs(self.costs, problem, self.per)
+        for name in PER_STAGE:
+            if name in self.flags:
+                raise ConfigError(
+                    f"--{name}: the costs of the layers of {self.file_costs.model} say that; leave it out"
+                )
+        return overridden(self.file_costs.even(problem), self.flags)
 
     @property
     def is_plain(self) -> bool:
@@ -89,10 +111,9 @@ class Request:
         recorded = found if isinstance(found, Timeline) else None
         schedule = found.schedule if isinstance(found, Timeline) else found
         if recorded is not None and self.file_costs is None:  # it has its own
-            costs, per = overridden(fit(recorded), self.flags), "recording"
+            costs, per = stage_costs(overridden(fit(recorded), self.flags), schedule.problem, self.per), "recording"
         else:
-            costs, per = self.costs, self.per
-        costs = stage_costs(costs, schedule.problem, self.per)
+            costs, per = self.costs_of(schedule.problem), self.per
         if self.weight_parts:
             COMMAND_LINE.require_actions(num_cut(schedule, self.weight_parts), schedule.name, self.weight_parts)
             schedule = fill_gaps(schedule, costs, weight_parts=self.weight_parts)
@@ -134,6 +155,7 @@ def request_of(schedules: Sequence[str], given: Mapping[str, Any], several: Sequ
         if len(values) > 1 and name not in several:
             listed = short(list(values))
             raise ConfigError(f"{files[0]}: {name}={listed}: one is needed here; `zeropipe compare` takes several")
+    file_costs = _load_costs(given.get("costs_file")) or config.costs
     return Request(
         tuple(map(spec_of, texts)),
         given["ranks"] or config.ranks,
@@ -141,8 +163,8 @@ def request_of(schedules: Sequence[str], given: Mapping[str, Any], several: Sequ
         given["stages_per_rank"] or config.stages_per_rank,
         {**config.options, **settings_of(given["pairs"], "--option")},
         given.get("weight_parts") or config.weight_parts,
-        given.get("per") or config.per or "rank",
-        _load_costs(given.get("costs_file")) or config.costs,
+        getattr(file_costs, "source", None) or given.get("per") or config.per or "rank",
+        file_costs,
         _flags(given),
     )
 
@@ -163,7 +185,7 @@ def spec_of(text: str) -> Spec:
     return Spec(text, name, per_rank, settings)
 
 
-def _load_costs(path: str | None) -> Costs | None:
+def _load_costs(path: str | None) -> Costs | LayerCosts | None:
     from zeropipe.sim.fit import load_costs
 
     return load_costs(path) if path else None

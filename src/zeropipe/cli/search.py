@@ -56,7 +56,6 @@ def search(out: str | None, as_json: bool, **given: Any) -> None:
     from zeropipe.cli.request import request_of
     from zeropipe.core.placement import Problem
     from zeropipe.search.search import search as run
-    from zeropipe.sim.compare import stage_costs
 
     if out:
         _require_name(out)
@@ -66,7 +65,7 @@ def search(out: str | None, as_json: bool, **given: Any) -> None:
             raise ConfigError(f"{flag} is missing: a schedule is searched for a number of {flag}, give --{flag} N")
     ranks, microbatches = request.ranks[0], request.microbatches[0]
     per_rank = request.stages_per_rank[0] if request.stages_per_rank else 1
-    costs = stage_costs(request.costs, Problem(ranks, ranks * per_rank, microbatches), request.per)
+    costs = request.costs_of(Problem(ranks, ranks * per_rank, microbatches))
     with _told(costs.unit) as tell:
         found = run(
             ranks=ranks, microbatches=microbatches, stages_per_rank=per_rank, costs=costs,

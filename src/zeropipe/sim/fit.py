@@ -15,6 +15,8 @@ from zeropipe.core.packed import is_joined
 from zeropipe.core.timeline import Span, Timeline
 from zeropipe.errors import ConfigError, ScheduleError
 from zeropipe.sim.costs import Costs, costs_from, read_costs
+from zeropipe.sim.layer_costs import LayerCosts
+from zeropipe.sim.layer_file import from_layer_data, is_layer_data
 
 
 class Residual(NamedTuple):
@@ -27,9 +29,11 @@ class Residual(NamedTuple):
     late: float  # mean of measured start - predicted start
 
 
-def load_costs(path: str) -> Costs:
-    """Costs from a .toml or .json file, or from a recorded timeline in zeropipe's JSON."""
+def load_costs(path: str) -> Costs | LayerCosts:
+    """Costs from a .toml or .json file, from a recorded timeline in zeropipe's JSON, or those of a model's layers."""
     data = read_costs(path)
+    if is_layer_data(data):
+        return from_layer_data(data, path)
     if "zeropipe" not in data and "traceEvents" not in data:
         require_costs(data, f"{path}: ")
         return costs_from(data, path)
