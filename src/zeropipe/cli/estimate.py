@@ -1,0 +1,118 @@
+"""`estimate`: what the layers of a model cost on a GPU, from their shapes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from zeropipe.cli import options as opt
+from zeropipe.cli import output
+from zeropipe.errors import ConfigError
+
+if TYPE_CHECKING:
+    from zeropipe.sim.layer_costs import LayerCosts, Setting
+
+WORDS = "an estimate from shapes, not a measurement: `zeropipe profile` measures"
+
+
+@click.command(short_help="What a model's layers cost on a GPU, from their shapes.")
+@click.argument("model", required=False)
+@click.option("--gpu", default="h100", show_default=True, help="h200, h100, a100, b200, ...: --known lists them.")
+@click.option("--sequence", type=click.IntRange(1), default=4096, show_default=True, help="Tokens per sequence.")
+@click.option("--dtype", default="bf16", show_default=True, help="bf16, float16 or float32.")
+@click.option("--microbatch-size", type=opt.Counts(True), default="1", show_default=True, help="Sequences; or several.")
+@click.option(
+    "--ac", default="none", show_default=True, help="Activation checkpointing, as in `run`; or several: none,full."
+)
+@click.option("--tp", type=opt.Counts(True), default="1", show_default=True, help="Tensor parallelism; or several.")
+@click.option("--compile/--no-compile", default=True, show_default=True, help="Whether blocks are compiled.")
+@click.option(
+    "--efficiency", metavar="NAME=X,..", help="What share of the data sheet is reached: matmul=0.6,memory=0.8."
+)
+@click.option("--known", is_flag=True, help="List the known models and GPUs.")
+@click.option("-o", "--output", "out", help="costs.json, for plan, simulate, compare and search.")
+@opt.json_option
+def estimate(model: str | None, known: bool, out: str | None, as_json: bool, **given: Any) -> None:
+    """Estimate what the layers of MODEL cost: a known name, a directory with config.json, or a config file.
+
+    \b
+    zeropipe estimate qwen3-32b --gpu h200 --sequence 4096 --ac none,full -o costs.json
+    zeropipe plan costs.json --gpus 16 --memory 80GB --batch 256
+    """
+    from zeropipe.core.files import require_writable, write_whole
+    from zeropipe.search.estimate.estimate import estimate as run
+    from zeropipe.sim.layer_file import layer_data, to_layer_json
+
+    if known:
+        _print_known(as_json)
+        return
+    if model is None:
+        raise ConfigError("MODEL is missing: give a known name (--known), a directory with config.json, or a file")
+    if out:
+        if not out.endswith(".json"):
+            raise ConfigError(f"-o {out}: its name must end in .json")
+        require_writable(out)
+    given["efficiency"] = efficiency_of(given["efficiency"])
+    given["ac"] = given["ac"].split(",")
+    found = run(model, **given)
+    if out:
+        write_whole(out, to_layer_json(found))
+    if as_json:
+        output.print_json({**layer_data(found), "file": out})
+        return
+    for setting in found.settings:
+        _print(found, setting)
+    output.note(WORDS)
+    if out:
+        output.print_written(out)
+
+
+def efficiency_of(text: str | None) -> dict[str, Any] | None:
+    """`matmul=0.6,memory=0.8` as a table."""
+    return None if text is None else opt.settings_of(tuple(text.split(",")), "--efficiency")
+
+
+def _print(found: LayerCosts, setting: Setting) -> None:
+    console = output.console()
+    console.print(
+        f"{found.model} on {found.machine['gpu']}, {found.dtype}, {found.sequence} tokens, {setting}: an estimate",
+        style="bold", markup=False, soft_wrap=True,
+    )  # fmt: skip
+    rows = output.table("name", "number", "F", "I", "W", "held\nF to I", "kept\nI to W", "parameters", left=("name",))
+    parts = [*found.before, *dict.fromkeys(found.layers), *found.after]
+    for kind in parts:
+        cost = setting.kinds[kind]
+        number = found.layers.count(kind) or 1
+        rows.add_row(
+            kind, str(number), *(output.time_text(time, "s") for time in (cost.f, cost.i, cost.w)),
+            *(output.size_text(size, "B") for size in (cost.activation, cost.stash)), f"{cost.parameters / 1e6:.1f} M",
+        )  # fmt: skip
+    console.print(rows)
+
+
+def _print_known(as_json: bool) -> None:
+    from zeropipe.search.estimate.estimate import num_parameters
+    from zeropipe.search.estimate.gpus import GPUS
+    from zeropipe.search.estimate.known import KNOWN
+
+    if as_json:
+        models = {name: dict(zip(("parameters", "active"), num_parameters(name), strict=True)) for name in KNOWN}
+        output.print_json(
+            {
+                "models": models,
+                "gpus": {name: vars(gpu) | {"efficiency": vars(gpu.efficiency)} for name, gpu in GPUS.items()},
+            }
+        )
+        return
+    rows = output.table("name", "parameters", "a token meets", left=("name",))
+    for name in KNOWN:
+        rows.add_row(name, *(f"{count / 1e9:.2f} B" for count in num_parameters(name)))
+    output.console().print(rows)
+    rows = output.table("name", "TFLOP/s", "memory", "TB/s", "GB/s in a machine", "between", left=("name",))
+    for gpu in GPUS.values():
+        numbers = (gpu.peak / 1e12, gpu.memory / 1e9, gpu.bandwidth / 1e12, gpu.inside / 1e9, gpu.between / 1e9)
+        rows.add_row(
+            gpu.name, f"{numbers[0]:.0f}", f"{numbers[1]:.0f} GB", f"{numbers[2]:.2f}", *(f"{x:g}" for x in numbers[3:])
+        )
+    output.console().print(rows)

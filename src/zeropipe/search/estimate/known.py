@@ -1,0 +1,76 @@
+"""Public models by name: the facts of their configurations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_LLAMA = {"model_type": "llama", "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False}
+_QWEN3 = {"model_type": "qwen3", "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936}
+_QWEN3_MOE = {
+    "model_type": "qwen3_moe", "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "num_experts": 128,
+    "num_experts_per_tok": 8, "tie_word_embeddings": False,
+}  # fmt: skip
+_MISTRAL = {"model_type": "mistral", "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": False}
+_GEMMA3 = {"model_type": "gemma3_text", "tie_word_embeddings": True, "sliding_window_pattern": 6}
+
+
+def _sizes(hidden: int, intermediate: int, layers: int, heads: int) -> dict[str, int]:
+    return {
+        "hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+    }  # fmt: skip
+
+
+KNOWN: dict[str, dict[str, Any]] = {
+    "llama-3.2-1b": {**_LLAMA, **_sizes(2048, 8192, 16, 32), "head_dim": 64, "tie_word_embeddings": True},
+    "llama-3.2-3b": {**_LLAMA, **_sizes(3072, 8192, 28, 24), "head_dim": 128, "tie_word_embeddings": True},
+    "llama-3-8b": {**_LLAMA, **_sizes(4096, 14336, 32, 32)},
+    "llama-3-70b": {**_LLAMA, **_sizes(8192, 28672, 80, 64)},
+    "llama-3.1-405b": {**_LLAMA, **_sizes(16384, 53248, 126, 128)},
+    "qwen2.5-7b": {
+        "model_type": "qwen2", **_sizes(3584, 18944, 28, 28), "num_key_value_heads": 4, "vocab_size": 152064,
+        "tie_word_embeddings": False,
+    },
+    "qwen2.5-72b": {
+        "model_type": "qwen2", **_sizes(8192, 29568, 80, 64), "num_key_value_heads": 8, "vocab_size": 152064,
+        "tie_word_embeddings": False,
+    },
+    "qwen3-0.6b": {**_QWEN3, **_sizes(1024, 3072, 28, 16), "tie_word_embeddings": True},
+    "qwen3-1.7b": {**_QWEN3, **_sizes(2048, 6144, 28, 16), "tie_word_embeddings": True},
+    "qwen3-4b": {**_QWEN3, **_sizes(2560, 9728, 36, 32), "tie_word_embeddings": True},
+    "qwen3-8b": {**_QWEN3, **_sizes(4096, 12288, 36, 32), "tie_word_embeddings": False},
+    "qwen3-14b": {**_QWEN3, **_sizes(5120, 17408, 40, 40), "tie_word_embeddings": False},
+    "qwen3-32b": {**_QWEN3, **_sizes(5120, 25600, 64, 64), "tie_word_embeddings": False},
+    "qwen3-30b-a3b": {**_QWEN3_MOE, **_sizes(2048, 6144, 48, 32), "moe_intermediate_size": 768},
+    "qwen3-235b-a22b": {**_QWEN3_MOE, **_sizes(4096, 12288, 94, 64), "moe_intermediate_size": 1536},
+    "mistral-7b": {**_MISTRAL, **_sizes(4096, 14336, 32, 32), "vocab_size": 32768},
+    "mistral-nemo-12b": {**_MISTRAL, **_sizes(5120, 14336, 40, 32), "vocab_size": 131072},
+    "mistral-small-24b": {**_MISTRAL, **_sizes(5120, 32768, 40, 32), "vocab_size": 131072},
+    "mistral-large-123b": {**_MISTRAL, **_sizes(12288, 28672, 88, 96), "vocab_size": 32768},
+    "mixtral-8x7b": {
+        **_MISTRAL, **_sizes(4096, 14336, 32, 32), "model_type": "mixtral", "vocab_size": 32000,
+        "num_local_experts": 8, "num_experts_per_tok": 2,
+    },
+    "gemma-7b": {
+        "model_type": "gemma", **_sizes(3072, 24576, 28, 16), "num_key_value_heads": 16, "head_dim": 256,
+        "vocab_size": 256000, "tie_word_embeddings": True,
+    },
+    "gemma-3-1b": {
+        **_GEMMA3, **_sizes(1152, 6912, 26, 4), "num_key_value_heads": 1, "head_dim": 256, "vocab_size": 262144,
+        "sliding_window": 512,
+    },
+    "gemma-3-12b": {
+        **_GEMMA3, **_sizes(3840, 15360, 48, 16), "num_key_value_heads": 8, "head_dim": 256, "vocab_size": 262208,
+        "sliding_window": 1024,
+    },
+    "gemma-3-27b": {
+        **_GEMMA3, **_sizes(5376, 21504, 62, 32), "num_key_value_heads": 16, "head_dim": 128, "vocab_size": 262208,
+        "sliding_window": 1024,
+    },
+    "deepseek-v3": {
+        "model_type": "deepseek_v3", **_sizes(7168, 18432, 61, 128), "num_key_value_heads": 128, "vocab_size": 129280,
+        "moe_intermediate_size": 2048, "n_routed_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1,
+        "first_k_dense_replace": 3, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64, "v_head_dim": 128, "tie_word_embeddings": False,
+    },
+}  # fmt: skip

@@ -1,0 +1,207 @@
+"""The shapes of a decoder model, read from its config.json without building anything."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from zeropipe.core.files import read_text
+from zeropipe.core.limits import COMMAND_LINE
+from zeropipe.core.parse import parse_json
+from zeropipe.errors import ConfigError, short
+from zeropipe.search.estimate.known import KNOWN
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a model type has that its config does not say."""
+
+    qk_norm: int = 0  # 1: norms of queries and keys with a head's size, 2: with that of all heads
+    norms: int = 2  # per layer, of the hidden size
+    qkv_bias: bool = False
+    windows: bool = False  # whether sliding_window is used where no list of layer types says so
+    tied: bool = False  # where the config does not say it
+
+
+FAMILIES = {
+    "llama": Family(),
+    "mistral": Family(windows=True),
+    "mixtral": Family(windows=True),
+    "qwen2": Family(qkv_bias=True),
+    "qwen3": Family(qk_norm=1),
+    "qwen3_moe": Family(qk_norm=1),
+    "gemma": Family(tied=True),
+    "gemma3_text": Family(qk_norm=1, norms=4, tied=True),
+    "phi3": Family(windows=True),
+    "olmo2": Family(qk_norm=2),
+    "deepseek_v3": Family(),
+}
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts."""
+
+    number: int
+    chosen: int
+    size: int  # intermediate size of one
+    shared: int = 0  # intermediate size of what every token goes through
+    scoring_bias: bool = False
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention: ranks and head sizes."""
+
+    q_rank: int | None
+    kv_rank: int
+    nope: int
+    rope: int
+    value: int
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What distinguishes decoder layers of a model; equal ones are of one kind."""
+
+    window: int | None = None
+    experts: bool = False
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model as far as its costs depend on it."""
+
+    name: str
+    layers: tuple[Layer, ...]
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocabulary: int
+    tied: bool
+    family: Family
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    experts: Experts | None = None
+    latent: Latent | None = None
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+
+def shape_of(model: str | Mapping[str, Any]) -> Shape:
+    """The shape of a known name, a directory with config.json, a config file, or a config as plain data."""
+    if isinstance(model, Mapping):
+        return _shape(str(model.get("_name_or_path") or model.get("model_type", "model")), model)
+    name = str(model).lower()
+    if name in KNOWN:
+        return _shape(name, KNOWN[name])
+    path = Path(model) / "config.json" if Path(model).is_dir() else Path(model)
+    if not path.is_file():
+        raise ConfigError(
+            f"model {short(model)}: give a directory with config.json, a config file, or one of {', '.join(KNOWN)}"
+        )
+    try:
+        data = parse_json(read_text(path, COMMAND_LINE, "the model's config"))
+    except ValueError as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{path} is not JSON: {error}") from None
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"{path} is not a model's configuration: save one with save_pretrained")
+    return _shape(path.parent.resolve().name if path.name == "config.json" else path.stem, data)
+
+
+def _shape(name: str, data: Mapping[str, Any]) -> Shape:
+    if isinstance(data.get("text_config"), Mapping):  # of a model that also sees: its text part
+        data = {"tie_word_embeddings": data.get("tie_word_embeddings"), **data["text_config"]}
+    read = _Reader(name, data)
+    kind = data.get("model_type")
+    family = FAMILIES.get(str(kind))
+    if family is None:
+        raise ConfigError(
+            f"{name}: models of type {short(kind)} are not estimated: `zeropipe profile` measures them; "
+            f"known types are {', '.join(FAMILIES)}"
+        )
+    if data.get("attn_logit_softcapping"):
+        raise ConfigError(f"{name}: attention with soft-capping is not estimated: `zeropipe profile` measures it")
+    hidden, heads = read.count("hidden_size"), read.count("num_attention_heads")
+    head_dim = read.count("head_dim", hidden // heads)
+    tied = data.get("tie_word_embeddings")
+    bias = bool(data.get("attention_bias"))
+    shape = Shape(
+        name, (), hidden, heads, read.count("num_key_value_heads", heads), head_dim, read.count("intermediate_size"),
+        read.count("vocab_size"), family.tied if tied is None else bool(tied), family,
+        qkv_bias=bias or family.qkv_bias, o_bias=bias, mlp_bias=bool(data.get("mlp_bias")),
+        experts=read.experts(), latent=read.latent(),
+    )  # fmt: skip
+    return replace(shape, layers=read.layers(family))
+
+
+class _Reader:
+    """Reads fields of a config, or says in one line what is wrong with them."""
+
+    def __init__(self, name: str, data: Mapping[str, Any]) -> None:
+        self.name, self.data = name, data
+
+    def count(self, *names: str | int | None, least: int = 1) -> int:
+        """The first of these fields that is there; the last argument may be a default."""
+        for name in names:
+            value = self.data.get(name) if isinstance(name, str) else name
+            if value is None:
+                continue
+            if type(value) is not int or value < least:
+                raise ConfigError(f"{self.name}: {name}={short(value)}: a whole number from {least} on is needed")
+            return value
+        raise ConfigError(f"{self.name}: its config has no {names[0]}: give a decoder model's config.json")
+
+    def experts(self) -> Experts | None:
+        number = self.data.get("num_experts") or self.data.get("n_routed_experts") or self.data.get("num_local_experts")
+        if not number:
+            return None
+        size = self.count("moe_intermediate_size", self.count("intermediate_size"))
+        shared = self.count("n_shared_experts", 0, least=0) * size
+        chosen = self.count("num_experts_per_tok")
+        return Experts(self.count(number), chosen, size, shared, self.data.get("model_type") == "deepseek_v3")
+
+    def latent(self) -> Latent | None:
+        if self.data.get("kv_lora_rank") is None:
+            return None
+        rank = self.data.get("q_lora_rank")
+        names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        return Latent(None if rank is None else self.count("q_lora_rank"), *(self.count(name) for name in names))
+
+    def layers(self, family: Family) -> tuple[Layer, ...]:
+        number = self.count("num_hidden_layers")
+        window = self.data.get("sliding_window") and self.count("sliding_window")
+        types = self.data.get("layer_types")
+        pattern = self.data.get("sliding_window_pattern")
+        if types is None and pattern:
+            types = ["full_attention" if (n + 1) % pattern == 0 else "sliding_attention" for n in range(number)]
+        if types is None:
+            use = family.windows or bool(self.data.get("use_sliding_window"))
+            types = ["sliding_attention" if use and window else "full_attention"] * number
+        if not isinstance(types, list) or len(types) != number:
+            raise ConfigError(f"{self.name}: layer_types={short(types)}: one for each of {number} layers is needed")
+        unknown = set(types) - {"full_attention", "sliding_attention"}
+        if unknown:
+            raise ConfigError(f"{self.name}: layers of type {short(unknown.pop())} are not estimated: profile them")
+        return tuple(
+            Layer(window if types[n] == "sliding_attention" else None, self._has_experts(n)) for n in range(number)
+        )
+
+    def _has_experts(self, layer: int) -> bool:
+        if not (
+            self.data.get("num_experts") or self.data.get("n_routed_experts") or self.data.get("num_local_experts")
+        ):
+            return False
+        every = self.data.get("decoder_sparse_step") or 1
+        dense = self.data.get("mlp_only_layers") or ()
+        first = self.data.get("first_k_dense_replace") or 0
+        return layer >= first and layer not in dense and (layer + 1) % every == 0

@@ -1,0 +1,227 @@
+"""Estimates against published totals, formulas, transformers' own models and a real GPU."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+import zeropipe as zp
+from zeropipe.errors import ConfigError
+from zeropipe.search.estimate.estimate import estimate, num_parameters
+from zeropipe.search.estimate.gpus import GPUS
+from zeropipe.search.estimate.known import KNOWN
+from zeropipe.search.estimate.shapes import FAMILIES, shape_of
+from zeropipe.sim.layer_file import from_layer_json, to_layer_json
+
+# billions of parameters as their makers state them: all, and those that a token meets
+PUBLISHED = {
+    "llama-3.2-1b": (1.24, 1.24), "llama-3.2-3b": (3.21, 3.21), "llama-3-8b": (8.03, 8.03), "llama-3-70b": (70.6, 70.6),
+    "llama-3.1-405b": (406, 406), "qwen2.5-7b": (7.61, 7.61), "qwen2.5-72b": (72.7, 72.7), "qwen3-0.6b": (0.6, 0.6),
+    "qwen3-1.7b": (1.7, 1.7), "qwen3-4b": (4.0, 4.0), "qwen3-8b": (8.2, 8.2), "qwen3-14b": (14.8, 14.8),
+    "qwen3-32b": (32.8, 32.8), "qwen3-30b-a3b": (30.5, 3.3), "qwen3-235b-a22b": (235, 22), "mistral-7b": (7.25, 7.25),
+    "mistral-nemo-12b": (12.2, 12.2), "mistral-small-24b": (23.6, 23.6), "mistral-large-123b": (123, 123),
+    "mixtral-8x7b": (46.7, 12.9), "gemma-7b": (8.54, 8.54), "gemma-3-1b": (1.0, 1.0), "gemma-3-12b": (11.8, 11.8),
+    "gemma-3-27b": (27.0, 27.0), "deepseek-v3": (671, 37),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_parameters_are_the_published_ones(name):
+    total, active = num_parameters(name)
+    assert total / 1e9 == pytest.approx(PUBLISHED[name][0], rel=0.015)
+    assert active / 1e9 == pytest.approx(PUBLISHED[name][1], rel=0.025)
+
+
+@pytest.mark.parametrize("name", ["llama-3-8b", "qwen3-32b", "mixtral-8x7b", "deepseek-v3"])
+def test_flops_are_two_per_parameter_and_token_and_those_of_attention(name):
+    shape, found = shape_of(name), estimate(name, sequence=2048)
+    kinds = found.settings[0].kinds
+    flops = sum(kinds[kind].flops for kind in (*found.layers, *found.before, *found.after))
+    active = num_parameters(name)[1] - shape.vocabulary * shape.hidden  # a lookup computes nothing
+    sizes = (shape.head_dim, shape.head_dim) if shape.latent is None else (128 + 64, 128)
+    attention = shape.num_layers * shape.heads * sum(sizes) * 2048**2
+    assert flops == pytest.approx(2 * active * 2048 + attention, rel=0.003)
+
+
+def test_the_parts_of_a_model_add_up_to_all_its_parameters():
+    for name in KNOWN:
+        found = estimate(name)
+        kinds = found.settings[0].kinds
+        total = sum(kinds[kind].parameters for kind in (*found.layers, *found.before, *found.after))
+        shape = shape_of(name)
+        assert total - shape.tied * shape.vocabulary * shape.hidden == num_parameters(name)[0]
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_weights_are_those_of_transformers(kind):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    config = next((dict(facts) for facts in KNOWN.values() if facts["model_type"] == kind), None)
+    config = config or {**KNOWN["llama-3-8b"], "model_type": kind, "pad_token_id": 0}
+    config |= {"num_hidden_layers": 4}
+    config.pop("sliding_window_pattern", None)
+    made = transformers.AutoConfig.for_model(**config)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(made)
+    wanted = sum(p.numel() for p in model.parameters())
+    buffers = sum(b.numel() for name, b in model.named_buffers() if "e_score_correction_bias" in name)
+    assert num_parameters(json.loads(made.to_json_string()))[0] == wanted + buffers
+
+
+def gpu_run(compile, ac, f, i, w):
+    """Milliseconds on one H200 of 4 layers of Qwen3-8B's size, 4096 tokens: the table in docs/split-backward.md."""
+    return pytest.param(compile, ac, f, i, w, id=f"{'compiled' if compile else 'eager'}-{ac}")
+
+
+@pytest.mark.parametrize(
+    "compile,ac,f,i,w",
+    [
+        gpu_run(True, "none", 12.14, 14.01, 8.75),
+        gpu_run(True, "selective:op", 12.16, 14.29, 8.53),
+        gpu_run(True, "memory_budget:0.5", 12.08, 16.49, 8.64),
+        gpu_run(False, "none", 15.88, 22.41, 8.16),
+        gpu_run(False, "full", 16.48, 34.62, 8.15),
+        gpu_run(False, "selective:op", 25.56, 31.43, 8.10),
+    ],
+)
+def test_times_are_near_a_real_gpus(compile, ac, f, i, w):
+    cost = estimate("qwen3-8b", gpu="h200", ac=ac, compile=compile).settings[0].kinds["dense"]
+    for found, measured in ((cost.f, f), (cost.i, i), (cost.w, w), (cost.f + cost.i + cost.w, f + i + w)):
+        assert 4e3 * found == pytest.approx(measured, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    "compile,ac,peak",
+    [
+        (False, "none", 3591), (True, "none", 2423), (False, "full", 1163), (True, "full", 923),
+        (True, "selective:op", 1789), (True, "memory_budget:0.5", 1596), (False, "selective:op", 2205),
+    ],
+)  # fmt: skip
+def test_memory_is_near_a_real_gpus(compile, ac, peak):
+    """MiB at the peak of a whole backward of those 4 layers; and what waits for W, the same in every mode."""
+    cost = estimate("qwen3-8b", gpu="h200", ac=ac, compile=compile).settings[0].kinds["dense"]
+    assert (4 * cost.activation + cost.workspace) / 2**20 == pytest.approx(peak, rel=0.1)
+    assert 4 * cost.stash / 2**20 == pytest.approx(1984, rel=0.02)
+
+
+def test_checkpointing_trades_time_for_memory():
+    kinds = estimate("llama-3-8b", ac=["none", "selective:op", "full", "memory_budget:1", "memory_budget:0"]).settings
+    none, op, full, all_of_it, nothing = (setting.kinds["dense"] for setting in kinds)
+    assert none.activation > op.activation > full.activation == none.message
+    assert none.i < op.i < full.i < none.i + none.f
+    assert len({cost.stash for cost in (none, op, full)}) == 1
+    assert (all_of_it.activation, all_of_it.i) == pytest.approx((none.activation, none.i))
+    assert (nothing.activation, nothing.i) == pytest.approx((full.activation, full.i))
+
+
+def test_tensor_parallelism_cuts_weights_and_work_and_adds_sums():
+    one, two = (estimate("llama-3-70b", tp=tp).settings[0].kinds["dense"] for tp in (1, 2))
+    norms = 2 * 8192
+    assert two.parameters - norms == (one.parameters - norms) / 2
+    assert two.flops == pytest.approx(one.flops / 2)
+    assert one.f / 2 < two.f < one.f
+    assert two.message == one.message
+
+
+def test_a_window_is_less_work_for_the_model_and_not_for_the_kernel():
+    found = estimate("gemma-3-12b", sequence=8192)
+    assert found.layers[:6] == ("dense-sliding",) * 5 + ("dense",)
+    kinds = found.settings[0].kinds
+    assert kinds["dense-sliding"].flops < kinds["dense"].flops
+    assert kinds["dense-sliding"].f > kinds["dense"].f
+
+
+def test_faster_gpus_and_better_use_take_less_time():
+    times = {gpu: estimate("llama-3-8b", gpu=gpu).settings[0].kinds["dense"].f for gpu in ("b200", "h200", "a100")}
+    assert times["b200"] < times["h200"] < times["a100"]
+    better = estimate("llama-3-8b", gpu="a100", efficiency={"matmul": 0.9}).settings[0].kinds["dense"].f
+    assert better < times["a100"]
+    for gpu in GPUS:
+        assert zp.estimate("qwen3-0.6b", gpu=gpu).machine["gpu"] == gpu
+
+
+def test_it_is_marked_as_an_estimate_and_makes_a_round_trip(tmp_path):
+    found = estimate("qwen3-30b-a3b", gpu="h200", ac=["none", "full"], microbatch_size=[1, 2], tp=[1, 2])
+    assert found.source == "estimate"
+    assert len(found.settings) == 8
+    assert from_layer_json(to_layer_json(found)) == found
+
+
+def test_a_config_file_and_a_directory_are_the_known_model(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(KNOWN["qwen3-8b"]))
+    (tmp_path / "other.json").write_text(json.dumps({"model_type": "some_vlm", "text_config": KNOWN["qwen3-8b"]}))
+    known = estimate("qwen3-8b")
+    for path in (tmp_path, tmp_path / "config.json", tmp_path / "other.json"):
+        assert replace(estimate(str(path)), model="qwen3-8b") == known
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        ({"model_type": "bert"}, "models of type 'bert' are not estimated"),
+        ({"model_type": None}, "models of type None"),
+        ({"hidden_size": "x"}, "hidden_size='x': a whole number"),
+        ({"hidden_size": None}, "has no hidden_size"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0"),
+        ({"attn_logit_softcapping": 50.0}, "soft-capping"),
+        ({"layer_types": ["full_attention"]}, "one for each of 36 layers"),
+        ({"layer_types": ["linear_attention"] * 36}, "layers of type 'linear_attention' are not estimated"),
+    ],
+)
+def test_configs_that_cannot_be_estimated_are_refused(change, message):
+    with pytest.raises(ConfigError) as error:
+        estimate({**KNOWN["qwen3-8b"], **change})
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "wish,message",
+    [
+        ({"gpu": "tpu"}, "gpu='tpu': known are h200"),
+        ({"dtype": "int3"}, "dtype='int3'"),
+        ({"tp": 3}, "tp=3: qwen3-8b has num_attention_heads=32"),
+        ({"ac": "some"}, "activation checkpointing 'some'"),
+        ({"sequence": 0}, "sequence=0"),
+        ({"microbatch_size": [1, 0.5]}, "microbatch_size=0.5"),
+        ({"efficiency": {"matmul": 2}}, "efficiency matmul=2: a share above 0"),
+        ({"efficiency": {"luck": 1}}, "efficiency 'luck'"),
+    ],
+)
+def test_wishes_that_cannot_be_met_are_refused(wish, message):
+    with pytest.raises(ConfigError) as error:
+        estimate("qwen3-8b", **wish)
+    assert message in str(error.value)
+
+
+def test_unknown_names_are_told_with_the_known_ones():
+    with pytest.raises(ConfigError, match="model 'qwen9': give a directory"):
+        estimate("qwen9")
+
+
+def test_the_command_prints_a_table_and_writes_the_file(tmp_path, capsys, monkeypatch):
+    from zeropipe.cli import main
+
+    monkeypatch.setenv("COLUMNS", "120")
+    file = tmp_path / "costs.json"
+    main(["estimate", "qwen3-8b", "--gpu", "h200", "--ac", "none,full", "--tp", "1,2", "-o", str(file)])
+    out = capsys.readouterr().out
+    assert out.count("an estimate") == 5, "each table and the last line say it"
+    assert from_layer_json(file.read_text()) == estimate("qwen3-8b", gpu="h200", ac=["none", "full"], tp=[1, 2])
+    main(["estimate", "qwen3-8b", "--json"])
+    assert json.loads(capsys.readouterr().out)["source"] == "estimate"
+    main(["estimate", "--known", "--json"])
+    assert json.loads(capsys.readouterr().out)["models"]["qwen3-8b"]["parameters"] == num_parameters("qwen3-8b")[0]
+
+
+@pytest.mark.parametrize(
+    "args",
+    [[], ["qwen9"], ["qwen3-8b", "-o", "x.csv"], ["qwen3-8b", "--efficiency", "matmul"], ["qwen3-8b", "--tp", "0"]],
+)
+def test_mistakes_on_the_command_line_are_told_in_one_line(args, capsys):
+    from zeropipe.cli import main
+
+    with pytest.raises(SystemExit) as stop:
+        main(["estimate", *args])
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
