@@ -20,6 +20,7 @@ from zeropipe.errors import ConfigError
 FILE = Path(__file__).parent / "models.md"
 # where a config without arguments makes no model
 EXAMPLES: dict[str, dict[str, Any]] = {
+    "bloom": {"n_layer": 4},
     "cohere_compass_text": {
         "rope_parameters": {
             kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")

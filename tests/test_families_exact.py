@@ -12,6 +12,7 @@ import zeropipe as zp
 from zeropipe.engine import CausalLMLoss, hf_model
 from zeropipe.engine.backward.linear import defer
 from zeropipe.engine.backward.store import WeightStore
+from zeropipe.engine.stages.whole import tensors_of
 
 TABLE = models_table.read(models_table.FILE.read_text())
 EXACT = [model_type for model_type, row in TABLE.items() if row.cut == "exact"]
@@ -88,3 +89,19 @@ def test_every_type(model_type, name, tied):
     if tied and TABLE[model_type].tied != "yes":
         pytest.skip("its head is never tied")
     assert_exact(model_type, name, tied)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model_type", EXACT)
+def test_seeded_weights_of_every_type_do_not_depend_on_the_cut(model_type):
+    """And buffers are those that transformers computes."""
+    config = tiny(model_type)
+    whole = hf_model(config, seed=4)
+    made = dict(type(whole)._from_config(config).named_buffers())
+    wanted = tensors_of(whole)
+    for name, buffer in whole.named_buffers():
+        assert torch.equal(buffer, made[name]), name
+    for stage in all_stages(config, CUTS["1f1b"], seed=4):
+        for name, tensor in tensors_of(stage).items():
+            full = stage.full_name(name)
+            assert torch.equal(tensor, wanted[full]), full

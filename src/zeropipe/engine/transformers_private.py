@@ -79,6 +79,20 @@ def _line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
+def is_model(module: nn.Module) -> bool:
+    """Whether a module is a model of transformers, with rules for its parts."""
+    return hasattr(module, "_init_weights")
+
+
+def initialise(models: Iterable[nn.Module], module: nn.Module) -> None:
+    """Give a module's own parameters and computed buffers the values with which its family starts.
+
+    `models` are the modules around it, from the outermost on: the last one that is a model knows how.
+    """
+    [*_, own] = [model for model in (*models, module) if is_model(model)]
+    own._init_weights(module)
+
+
 def leave_alone(tensor: Tensor) -> Tensor:
     """A tensor that a model's initialisation does not touch."""
     tensor._is_hf_initialized = True  # type: ignore[attr-defined]

@@ -14,7 +14,7 @@ from torch import Tensor
 from zeropipe.engine.stages.hf import HFStage
 from zeropipe.engine.stages.quantised import form_of
 from zeropipe.engine.stages.stored import Stored
-from zeropipe.engine.stages.weights import compute_buffers, seed_module
+from zeropipe.engine.stages.weights import compute_buffers, seed_modules
 from zeropipe.engine.stages.whole import SCORE, Whole, listed, put, tensors_of
 from zeropipe.engine.transformers_private import (
     Conversion,
@@ -106,7 +106,7 @@ class DirectorySource:
         if SCORE in self._stored.names:
             put(SCORE, tensor, self._stored.read(SCORE), str(self._stored.directory))
         else:
-            seed_module(stage, name.rpartition(".")[0], self._seed)
+            seed_modules(stage, {name.rpartition(".")[0]}, self._seed)
 
     def _run(self, conversion: Conversion) -> dict[str, Tensor]:
         if missing := _gaps(conversion):

@@ -20,11 +20,14 @@ class NotFound(Exception):
 
 
 def layers_of(model: nn.Module) -> str:
-    """The name of the list that holds the model's layers: the one with most of the parameters."""
+    """The name of the list that holds the model's layers: as many as its config says, outermost, and the largest."""
     lists = {name: child for name, child in model.named_modules() if isinstance(child, nn.ModuleList) and len(child)}
     if not lists:
         raise NotFound("it has no list of layers")
-    return max(lists, key=lambda name: sum(p.numel() for p in lists[name].parameters()))
+    # a model that also sees or hears has other lists, which may be larger
+    wanted = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    fitting = [name for name, child in lists.items() if len(child) == wanted] or list(lists)
+    return max(fitting, key=lambda name: (-name.count("."), sum(p.numel() for p in lists[name].parameters())))
 
 
 def per_layer(model: nn.Module, layers: str) -> list[str]:

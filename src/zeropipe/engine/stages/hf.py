@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -76,6 +76,17 @@ class HFStage(nn.Module):
             # A tied head is filled as the embedding: `tie` drops the embedding afterwards.
             if not is_kept and not (self.is_tied and name == self._embedding):
                 self._blanks.put(self.lm, name)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Without what stands for the layers of other stages."""
+        layers = self.lm.get_submodule(self.family.layers)
+        every = layers._modules
+        layers._modules = {name: layer for name, layer in every.items() if int(name) in self.layers}
+        try:
+            yield
+        finally:
+            layers._modules = every
 
     @property
     def _base(self) -> nn.Module:

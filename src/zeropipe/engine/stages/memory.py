@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from zeropipe.engine.stages.adapters import is_adapters, plain
 from zeropipe.engine.stages.hf import HFStage
-from zeropipe.engine.stages.weights import compute_buffers, seed_module
+from zeropipe.engine.stages.weights import compute_buffers, seed_modules
 from zeropipe.engine.stages.whole import (
     SCORE,
     Whole,
@@ -86,7 +86,7 @@ class ModelSource:
                 put(full, tensor, self._tensors[full], self._name)
                 tensor.requires_grad_(self._tensors[full].requires_grad)
             elif full == SCORE:
-                seed_module(stage, name.rpartition(".")[0], self._seed)
+                seed_modules(stage, {name.rpartition(".")[0]}, self._seed)
 
 
 def _plain(name: str) -> str:

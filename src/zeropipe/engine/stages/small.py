@@ -26,7 +26,7 @@ _AT_MOST: tuple[tuple[str, int], ...] = (
     (r"(.*_)?(num|n)_(routed_|local_)?experts", 4),
     (r"num_experts_per_tok(en)?|moe_(topk|k)|(moe_)?top_k(_experts)?", 2),
     (r"n_group|num_expert_groups?|n_expert_groups?|zero_expert_num", 2),
-    (r"topk_group", 1),
+    (r"topk_group|(mamba_)?n_?groups", 1),
     (r"(.*_)?lora_rank|laurel_rank", 16),
     (r"(mamba_)?chunk_size", 16),
     # shorter than the sequences of the proof, so that it matters which layer has which
@@ -60,9 +60,16 @@ def is_per_layer(name: str, value: Any, total: int) -> bool:
     return list(value) != list(range(total))  # which layers have something: all of them
 
 
+def _is_by_layer(value: Any) -> bool:
+    """Whether the keys of a table are numbers of layers."""
+    return isinstance(value, dict) and bool(value) and all(str(key).isdecimal() for key in value)
+
+
 def _shrink(fields: Mapping[str, Any], rule: Callable[[str, Any], Any]) -> dict[str, Any]:
     return {
-        name: _shrink(value, rule) if isinstance(value, dict) and name.endswith("_config") else rule(name, value)
+        name: _shrink(value, rule)
+        if isinstance(value, dict) and name.endswith("_config") and not _is_by_layer(value)
+        else rule(name, value)
         for name, value in fields.items()
     }
 
@@ -77,7 +84,7 @@ def _small(name: str, value: Any, ratio: int, inner: int | None, num_layers: int
         return value
     if is_per_layer(name, value, total):
         return value[:num_layers]
-    if isinstance(value, dict) and value and all(str(key).isdecimal() for key in value):  # by the layer's number
+    if _is_by_layer(value):
         return {key: inner for key, inner in value.items() if int(key) < num_layers}
     if isinstance(value, int | float) and re.search("drop|jitter", name):
         return type(value)(0)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from collections.abc import Collection
 from typing import Protocol
 
 import torch
 
 from zeropipe.engine.stages.hf import HFStage
-from zeropipe.engine.stages.whole import Whole, computed
+from zeropipe.engine.stages.unset import complete, unset
+from zeropipe.engine.stages.whole import Whole, computed, tensors_of
+from zeropipe.engine.transformers_private import initialise, is_model
 
 
 class Source(Protocol):
@@ -41,21 +44,40 @@ class SeedSource:
         return dtype
 
     def fill(self, stage: HFStage) -> None:
-        for name, _ in stage.named_modules():
-            seed_module(stage, name, self._seed)
+        unset(tensors_of(stage).values())
+        seed_modules(stage, dict(stage.named_modules()), self._seed)
+        complete(stage, tensors_of(stage), self._seed)
 
 
 def compute_buffers(stage: HFStage, seed: int) -> None:
     """Give those buffers of a stage their values that no checkpoint holds."""
-    for owner in sorted({name.rpartition(".")[0] for name in computed(stage)}):
-        seed_module(stage, owner, seed)
+    names, tensors = computed(stage), tensors_of(stage)
+    unset(tensors[name] for name in names)
+    owners = {name.rpartition(".")[0] for name in names}
+    # some families compute them from the model around the layers
+    seed_modules(stage, owners | {name for name, module in stage.named_modules() if is_model(module)}, seed)
+    complete(stage, names, seed)
 
 
-def seed_module(stage: HFStage, name: str, seed: int) -> None:
-    """Initialise one module's own parameters and buffers the way its family does."""
-    module = stage.get_submodule(name)
-    device = next(itertools.chain(stage.parameters(), stage.buffers())).device  # a stage may have no layers
+def seed_modules(stage: HFStage, names: Collection[str], seed: int) -> None:
+    """Initialise some modules' own parameters and buffers the way their family does, inner ones first.
+
+    Some families change their weights once more from the module around them.
+    """
+    with stage.alone():
+        for name, _ in reversed(list(stage.named_modules())):
+            if name in names and name:
+                _seed_module(stage, name, seed)
+
+
+def _seed_module(stage: HFStage, name: str, seed: int) -> None:
+    around, module = [stage.lm], stage.get_submodule(name)
+    for part in name.removeprefix("lm").removeprefix(".").split(".")[:-1]:
+        around.append(around[-1].get_submodule(part))
+    tensor = next(itertools.chain(stage.parameters(), stage.buffers()), None)
+    if tensor is None:  # a stage without layers
+        return
     digest = hashlib.sha256(f"{seed} {stage.full_name(name)}".encode()).digest()
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
+    with torch.random.fork_rng(devices=[tensor.device] if tensor.is_cuda else []), torch.no_grad():
         torch.manual_seed(int.from_bytes(digest[:7], "little"))
-        stage.lm._init_weights(module)
+        initialise(around, module)
