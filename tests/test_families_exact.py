@@ -60,6 +60,7 @@ def plain_step(model, batches):
 def assert_exact(model_type, name, tied):
     config = tiny(model_type, tie_word_embeddings=tied)
     model = hf_model(config, dtype=torch.float64, seed=1)
+    torch.manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.05)
@@ -70,7 +71,8 @@ def assert_exact(model_type, name, tied):
     for stage in stages:
         defer(stage)
     assert staged_step(stages, batches, WeightStore(), loss_fn=loss_of) == pytest.approx(wanted, rel=1e-9)
-    assert_same_gradients(stages, model, rtol=1e-7)
+    # some types compute their rotation or their routers in float32, whatever the weights are
+    assert_same_gradients(stages, model, rtol=1e-6)
 
 
 @pytest.mark.parametrize("model_type", PROMISED)
