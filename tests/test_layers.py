@@ -16,6 +16,8 @@ MAY_IMPORT = {
     "viz": BASE | {"core", "numpy", "rich", "matplotlib"},
     "engine": BASE | {"core", "torch", "numpy", "transformers", "safetensors", "peft"},
     "search": BASE | {"core", "schedules", "sim", "numpy", "ortools"},
+    "pipelining": BASE | {"core", "schedules", "engine", "torch"},
+    "integrations": BASE | {"core", "schedules", "engine", "pipelining", "torch"},
     "app": BASE | {"core", "schedules", "sim", "search", "viz", "fastapi", "starlette", "uvicorn", "pydantic"},
     "cli": BASE | {"core", "schedules", "sim", "search", "viz", "app", "engine", "click", "rich"},
     "__main__": {"cli"},

@@ -17,7 +17,7 @@ from zeropipe.core.timeline import Timeline
 from zeropipe.engine import setup
 from zeropipe.engine.backward import gradients
 from zeropipe.engine.backward.splitters import Splitter, make_splitter
-from zeropipe.engine.blocks.compiling import prepare_blocks
+from zeropipe.engine.blocks.compiling import set_blocks
 from zeropipe.engine.checkpoint.names import Team
 from zeropipe.engine.checkpoint.saving import Saving
 from zeropipe.engine.checkpoint.stream import named_weights
@@ -29,13 +29,13 @@ from zeropipe.engine.comm.share import share
 from zeropipe.engine.layout import Layout
 from zeropipe.engine.mesh.shards import Shards, sharded
 from zeropipe.engine.options import Options
-from zeropipe.engine.stages.contract import Microbatch, told
+from zeropipe.engine.stages.contract import Microbatch, Told, told
 from zeropipe.engine.step import equal
 from zeropipe.engine.step.clock import Clock
 from zeropipe.engine.step.executor import Executor
 from zeropipe.engine.step.executors import Executors, Parts
 from zeropipe.engine.step.losses import LossFn, StepResult, Tally, combine
-from zeropipe.engine.step.opening import KindBook, Opened, open_step
+from zeropipe.engine.step.opening import KindBook, Opened, Refused, open_step
 from zeropipe.engine.step.plans import edges_of
 from zeropipe.engine.step.recorder import gather
 from zeropipe.engine.step.sums import GradientSums, ties
@@ -62,7 +62,7 @@ class Engine:
     def __init__(
         self,
         schedule: Schedule,
-        stages: Mapping[int, nn.Module],
+        stages: Mapping[int, nn.Module | Told],
         *,
         group: dist.ProcessGroup | None = None,
         mesh: DeviceMesh | None = None,
@@ -73,8 +73,10 @@ class Engine:
         self.options = Options.of(options)
         self._layout = layout = Layout.of(group, mesh)
         setup.check_sizes(schedule, layout)
-        self.schedule, self.stages, self.record = schedule, dict(stages), record
-        self._device = setup.device_of(device, stages)
+        self.schedule, self.record = schedule, record
+        self._given = dict(stages)
+        self.stages = {stage: given.module if isinstance(given, Told) else given for stage, given in stages.items()}
+        self._device = setup.device_of(device, self.stages)
         self._fabric = fabric = Fabric(layout, self._device, self.options.timeout)
         self.rank = layout.pipeline_rank
         self._outgoing: dict[int, Outgoing] = {}
@@ -96,10 +98,11 @@ class Engine:
         self._compared = False
         self._agree()
         deferring = self.options.direct_gradients or setup.splits(schedule, self.rank)
-        self._splitter = make_splitter(self.options.split, deferring)
+        builders = {stage: told.build_weights for stage, told in self._told.items() if told.build_weights is not None}
+        self._splitter = make_splitter(self.options.split, deferring, builders)
         setup.agree(fabric, self._prepare)
         self._shards = {
-            stage: Shards(told.module, regather=self.options.regather)
+            stage: Shards(told.module, regather=self.options.regather, keeps_factors=told.keeps_factors)
             for stage, told in self._told.items()
             if sharded(told.module)
         }
@@ -120,7 +123,7 @@ class Engine:
         """Options, schedule, stages and ties: proven on every rank before anything is connected."""
 
         def look() -> Mapping[str, object]:
-            self._told = {stage: told(stage, module) for stage, module in self.stages.items()}
+            self._told = {stage: told(stage, given) for stage, given in self._given.items()}
             self.options.check()
             setup.check_stages(self.schedule, self._layout, self._told, self.options)
             return setup.facts(self.schedule, self.options, self._device)
@@ -132,9 +135,9 @@ class Engine:
 
     def _prepare(self) -> None:
         for stage in self._told.values():
-            self._splitter.prepare(stage.module)
+            self._splitter.prepare(stage.number, stage.module)
             if stage.blocks is not None:
-                prepare_blocks(stage.module, compile=self.options.compile, ac=self.options.ac)
+                set_blocks(stage.blocks, stage.first_layer, compile=self.options.compile, ac=self.options.ac)
 
     # steps
 
@@ -152,9 +155,7 @@ class Engine:
             with gradients.aside(self._sums.all if late else self._sums.shared) as aside:
                 tally = Tally(loss_fn, self._num_all(opened), aside, self._own, opened.total)
                 if self.record:
-                    self._fabric.place.name = "the comparison of clocks"
-                    self._clock = self._clock or Clock(self._fabric)
-                    self._executors.recorder.begin()
+                    self._begin_recording()
                 for shards in self._shards.values():
                     shards.gather()
                 self._walk(executor, microbatches, opened, tally.root, tally.see if late else None)
@@ -213,6 +214,32 @@ class Engine:
                 for index, output in zip(there, shared):
                     outputs[index] = output
             return outputs
+
+    def run(
+        self, microbatches: Sequence[Microbatch], finish: Callable[[Any, Microbatch, int], Any], *, train: bool = True
+    ) -> None:
+        """The schedule alone, for callers with losses and sums of their own; gradients are added to what is there.
+
+        Each rank has the microbatches that its own stages need. `finish(output, microbatch, index)` gets the last
+        stage's outputs where they are made, in the schedule's order, and returns what backward starts from. Without
+        `train`, forwards only. Nothing is counted or scaled, modes stay as they are, and sharded stages are summed
+        over the processes that share them alone.
+        """
+        opened = self._open(microbatches, None)
+        with self._guard():
+            use = "forward" if not train else "record" if self.record else "train"
+            executor = self._executors.get(use, opened.number)
+            if use == "record":
+                self._begin_recording()
+            for shards in self._shards.values():
+                shards.gather()
+            self._walk(executor, microbatches, opened, finish)
+            for shards in self._shards.values():
+                shards.finish() if train else shards.drop()
+
+    def refuse(self, reason: str) -> None:
+        """Instead of a step: this rank cannot take part, and all of them raise why."""
+        self._open(Refused.because(reason), None)
 
     # gradients
 
@@ -325,6 +352,11 @@ class Engine:
             yield
             for shards in self._shards.values():
                 shards.drop()
+
+    def _begin_recording(self) -> None:
+        self._fabric.place.name = "the comparison of clocks"
+        self._clock = self._clock or Clock(self._fabric)
+        self._executors.recorder.begin()
 
     def _combine(self, tally: Tally) -> tuple[StepResult, bool]:
         """The step's result, and whether gradients are still to be divided; what would be wrong is refused."""

@@ -31,10 +31,14 @@ def lazy_init(root: Any) -> None:
     state_of(root)._lazy_init()
 
 
-def sum_gradients(unit: Any, num_units: int) -> None:
+def sum_gradients(unit: Any) -> None:
     """Gradients are summed, not averaged: the engine divides by the number of tokens of all processes."""
     unit.set_gradient_divide_factor(1.0)
     unit.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sums
+
+
+def allow_reduces(unit: Any, num_units: int) -> None:
+    """All units of a stage may be reduced at the same time."""
     if hasattr(unit, "set_reduce_scatter_max_input_buffers"):  # since torch 2.13
         # with torch's default of 1 the computation waits for the reduce of the unit before
         unit.set_reduce_scatter_max_input_buffers(num_units + 1, recurse=False)

@@ -81,7 +81,7 @@ def check_stages(schedule: Schedule, layout: Layout, stages: Mapping[int, Told],
                 f"stage {stage} holds {wrapped}, which reduces gradients at the wrong time for a pipeline: "
                 "give plain modules and a mesh, or shard them with parallelize()"
             )
-        if sharded(told.module) and layout.mesh is None:
+        if sharded(told.module) and layout.mesh is None and not told.keeps_factors:
             raise ConfigError(f"stage {stage} is sharded: give the Engine the mesh it is sharded on")
         if options.changes_blocks and told.blocks is None:
             raise ConfigError(f"stage {stage} names no blocks to compile or checkpoint: use module_stages()")

@@ -196,6 +196,11 @@ def multiply(tensors: Sequence[Tensor], factor: float) -> None:
     torch._foreach_mul_(list(tensors), factor)
 
 
+def divide(tensors: Sequence[Tensor], number: float) -> None:
+    """Divide tensors in place."""
+    torch._foreach_div_(list(tensors), number)
+
+
 @functools.cache
 def keep_inputs_from_reuse(op: Any) -> None:
     """Tell inductor that `op` holds on to its inputs: their buffers are never given to another tensor.

@@ -62,6 +62,13 @@ def scale(parameters: Iterable[Tensor], factor: float) -> None:
         torch_private.multiply(gradients, factor)
 
 
+def divide(parameters: Iterable[Tensor], number: int) -> None:
+    """Divide gradients in place, each once."""
+    unique = {id(parameter): parameter for parameter in parameters}
+    if gradients := present(unique.values()):
+        torch_private.divide(gradients, number)
+
+
 def squares(parameters: Iterable[Tensor]) -> float:
     """The sum of all squares."""
     gradients = present(parameters)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -91,6 +92,8 @@ class DeferredLinear(Deferred, nn.Linear):
     """nn.Linear with its weight gradient left to W."""
 
     def forward(self, input: Tensor) -> Tensor:
+        if hasattr(input, "to_local"):  # layers that torch's own tensor parallelism has spread
+            return functional.linear(input, self.weight, self.bias)
         if self.is_learning():
             return self.deferred(input)
         weight, bias = self.pieces()
@@ -112,12 +115,22 @@ def _deferred_class(module: nn.Module) -> type[Deferred] | None:
         return None
     if _is_watched(module._parameters["weight"]):
         return None
+    if isinstance(module, Deferred):
+        return None
     if kind is nn.Linear:
         return DeferredLinear
+    if isinstance(module, nn.Linear) and kind.forward is nn.Linear.forward:
+        return _deferred_kind(kind)
     # known by its name, so that transformers need not be imported
     if kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils":
         return DeferredConv1D
     return None
+
+
+@functools.cache
+def _deferred_kind(kind: type[nn.Linear]) -> type[Deferred]:
+    """A deferred layer that is a `kind`, too: for models with linear layers of their own that compute as torch's do."""
+    return type(kind.__name__, (DeferredLinear, kind), {"__module__": kind.__module__})
 
 
 def _is_watched(weight: nn.Parameter | None) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
@@ -11,6 +11,9 @@ from zeropipe.engine import torch_private
 from zeropipe.engine.backward.autograd import AutogradSplit
 from zeropipe.engine.backward.linear import defer
 from zeropipe.engine.backward.store import Ran, WeightStore, adding, nobody
+
+# called after an I, it gives what runs the weight gradients of that I
+BuildWeights = Callable[[], Callable[[], Any]]
 
 
 class Pass(NamedTuple):
@@ -29,7 +32,7 @@ class Splitter(Protocol):
 
     keeps_outputs: bool  # whether a Pass needs the outputs themselves: gradient edges hold no data
 
-    def prepare(self, module: nn.Module) -> None:
+    def prepare(self, stage: int, module: nn.Module) -> None:
         """Make a stage ready, once."""
 
     def whole(self, way: Pass) -> None:
@@ -62,7 +65,7 @@ class StoreSplitter:
     def __init__(self, deferring: bool) -> None:
         self._store, self._deferring = WeightStore(), deferring
 
-    def prepare(self, module: nn.Module) -> None:
+    def prepare(self, stage: int, module: nn.Module) -> None:
         if self._deferring:
             defer(module)
 
@@ -90,6 +93,52 @@ class StoreSplitter:
         self._store.clear()
 
 
+class BuiltSplitter:
+    """Stages whose layers put off their weight gradients themselves; `others` does the rest."""
+
+    def __init__(self, others: Splitter, builders: Mapping[int, BuildWeights]) -> None:
+        self._others, self._builders, self._built = others, builders, dict[tuple[int, int], Callable[[], Any]]()
+        self.keeps_outputs = others.keeps_outputs
+
+    def prepare(self, stage: int, module: nn.Module) -> None:
+        if stage not in self._builders:
+            self._others.prepare(stage, module)
+
+    def whole(self, way: Pass) -> None:
+        if way.stage not in self._builders:
+            return self._others.whole(way)
+        _backward(way)
+        self._builders[way.stage]()()
+        return None
+
+    def inputs(self, way: Pass) -> None:
+        if way.stage not in self._builders:
+            return self._others.inputs(way)
+        _backward(way)
+        self._built[way.stage, way.microbatch] = self._builders[way.stage]()
+        return None
+
+    def weights(self, stage: int, microbatch: int, part: int, parts: int, ran: Ran = nobody) -> None:
+        if stage not in self._builders:
+            self._others.weights(stage, microbatch, part, parts, ran)
+        elif part == 0:  # the owner's W is one: the first part does it all
+            self._built.pop((stage, microbatch))()
+
+    def waiting(self, stage: int, microbatch: int) -> list[nn.Parameter]:
+        return [] if stage in self._builders else self._others.waiting(stage, microbatch)
+
+    def ahead(self, stage: int, microbatch: int, parts: int, enough: Callable[[], bool]) -> None:
+        if stage not in self._builders:
+            self._others.ahead(stage, microbatch, parts, enough)
+
+    def alive(self, stage: int) -> int:
+        return self._others.alive(stage)
+
+    def clear(self) -> None:
+        self._others.clear()
+        self._built.clear()
+
+
 class AutogradSplitter:
     """torch's way: the graph lives on after I, and W walks it again."""
 
@@ -98,7 +147,7 @@ class AutogradSplitter:
     def __init__(self) -> None:
         self._split = AutogradSplit()
 
-    def prepare(self, module: nn.Module) -> None: ...
+    def prepare(self, stage: int, module: nn.Module) -> None: ...
 
     def whole(self, way: Pass) -> None:
         _backward(way)
@@ -127,7 +176,7 @@ class WholeSplitter:
 
     keeps_outputs = False
 
-    def prepare(self, module: nn.Module) -> None: ...
+    def prepare(self, stage: int, module: nn.Module) -> None: ...
 
     def whole(self, way: Pass) -> None:
         _backward(way)
@@ -148,11 +197,17 @@ class WholeSplitter:
     def clear(self) -> None: ...
 
 
-def make_splitter(split: str, deferring: bool) -> Splitter:
-    """The splitter "store", "autograd" or "whole"; `deferring`: whether layers leave weight gradients to the store."""
+def make_splitter(split: str, deferring: bool, builders: Mapping[int, BuildWeights] | None = None) -> Splitter:
+    """The splitter "store", "autograd" or "whole"; `deferring`: whether layers leave weight gradients to the store.
+
+    `builders`: of stages whose layers put off their weight gradients themselves, what makes a W.
+    """
+    splitter: Splitter = WholeSplitter()
     if split == "store":
-        return StoreSplitter(deferring)
-    return AutogradSplitter() if split == "autograd" else WholeSplitter()
+        splitter = StoreSplitter(deferring)
+    elif split == "autograd":
+        splitter = AutogradSplitter()
+    return BuiltSplitter(splitter, builders) if builders else splitter
 
 
 def _backward(way: Pass) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -20,15 +20,21 @@ def prepare_blocks(stage: nn.Module, *, compile: bool = False, ac: str = "none",
 
     `ac` is explained at `Checkpointing`. `backend` is for tests; inductor if not given.
     """
+    set_blocks(stage.blocks, stage.layers.start, compile=compile, ac=ac, backend=backend)
+    return stage
+
+
+def set_blocks(
+    blocks: Iterable[nn.Module], first: int, *, compile: bool = False, ac: str = "none", backend: Any = None
+) -> None:
+    """`prepare_blocks` for some blocks, of which the first has the number `first` in the whole model."""
     wish = Checkpointing.parse(ac)
     if wish.mode == "budget" and not compile:
         report(f"{ac} needs compile=True, whose partitioner keeps the budget: selective:op is used instead")
         wish = Checkpointing.parse("selective:op")
-    first = stage.layers.start
-    for place, block in enumerate(stage.blocks):
+    for place, block in enumerate(blocks):
         mode, kind = wish.of_layer(first + place), getattr(type(block), "plain_kind", type(block))
         block.__class__ = _variant(kind, mode, wish.budget, compile, backend) if compile or mode != "none" else kind
-    return stage
 
 
 @functools.cache

@@ -21,20 +21,23 @@ from zeropipe.errors import ConfigError
 class Shards:
     """The FSDP units of one stage, outermost last."""
 
-    def __init__(self, module: nn.Module, *, regather: bool = False) -> None:
-        self.module, self.regather = module, regather
+    def __init__(self, module: nn.Module, *, regather: bool = False, keeps_factors: bool = False) -> None:
+        self.module, self.regather, self._keeps_factors = module, regather, keeps_factors
         self.units = fsdp_private.units_of(module)
         self._ready = False
         self._numbers: dict[int, int] | None = None
 
     def prepare(self) -> None:
-        """Once, before the first step: sums instead of means, and gradients that add up in the reduce dtype."""
+        """Once, before the first step: sums instead of means (unless the owner says how gradients are scaled), and
+        gradients that add up in the reduce dtype."""
         if self._ready:
             return
         self._ready = True
         fsdp_private.lazy_init(self.module)
         for unit in self.units:
-            fsdp_private.sum_gradients(unit, len(self.units))
+            fsdp_private.allow_reduces(unit, len(self.units))
+            if not self._keeps_factors:
+                fsdp_private.sum_gradients(unit)
         for unit in self.units:
             unit.unshard()
         for unit in self.units:

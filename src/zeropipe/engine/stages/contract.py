@@ -12,6 +12,8 @@ from zeropipe.errors import ConfigError
 
 Microbatch = Mapping[str, Any]
 Pick = Callable[[Microbatch], tuple[tuple[Any, ...], dict[str, Any]]]
+# called after an I, it gives what runs the weight gradients of that I: torch's dw_builder
+BuildWeights = Callable[[], Callable[[], Any]]
 
 
 class Tied(NamedTuple):
@@ -48,10 +50,15 @@ class Told:
     blocks: tuple[nn.Module, ...] | None  # None: it names none, so they cannot be compiled or checkpointed
     ties: tuple[Tied, ...]
     summed_over_tp: tuple[str, ...]  # parameters of which every process of `tp` has a share of the gradient
+    first_layer: int = 0  # the number of the first block in the whole model
+    build_weights: BuildWeights | None = None  # its layers put off their weight gradients themselves
+    keeps_factors: bool = False  # sharded, and its owner says how gradients are scaled
 
 
-def told(number: int, module: nn.Module) -> Told:
-    """Ask a stage once, at set-up."""
+def told(number: int, module: nn.Module | Told) -> Told:
+    """Ask a stage once, at set-up. Who has asked already gives the answers."""
+    if isinstance(module, Told):
+        return module
     blocks = getattr(module, "blocks", None)
     return Told(
         number,
@@ -60,6 +67,7 @@ def told(number: int, module: nn.Module) -> Told:
         None if blocks is None else tuple(blocks),
         tuple(Tied(*tie) for tie in getattr(module, "tied_pairs", ())),
         tuple(getattr(module, "summed_over_tp", ())),
+        module.layers.start if blocks is not None and hasattr(module, "layers") else 0,
     )
 
 

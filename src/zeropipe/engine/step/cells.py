@@ -58,7 +58,7 @@ def plain(tensor: Tensor, name: str) -> Tensor:
 
 def as_tuple(output: Any, name: str) -> tuple[Tensor, ...]:
     """A stage's output as a tuple of tensors."""
-    outputs = output if isinstance(output, tuple) else (output,)
+    outputs = tuple(output) if isinstance(output, tuple | list) else (output,)
     for tensor in outputs:
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} returned {type(tensor).__name__}: a stage returns a Tensor or a tuple of Tensors")
@@ -67,7 +67,7 @@ def as_tuple(output: Any, name: str) -> tuple[Tensor, ...]:
 
 def signature(microbatch: Microbatch) -> tuple[Any, ...]:
     """What the shapes inside a pipeline may depend on: the shapes, dtypes and plain values of a microbatch."""
-    return tuple((key, _sign(microbatch[key])) for key in sorted(microbatch))
+    return tuple((key, _sign(microbatch[key])) for key in sorted(microbatch, key=str))
 
 
 def _sign(value: Any) -> Any:
@@ -95,7 +95,8 @@ def moved(value: Any, device: torch.device) -> Any:
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=device.type != "cpu")  # what comes to the CPU is read at once
     if isinstance(value, tuple | list):
-        return type(value)(moved(item, device) for item in value)
+        items = [moved(item, device) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, dict):
         return {key: moved(item, device) for key, item in value.items()}
     return value

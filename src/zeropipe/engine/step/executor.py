@@ -331,6 +331,8 @@ class Executor:
         if self._device.type != "cpu":
             args, kwargs = moved(args, self._device), moved(kwargs, self._device)
         output = cell.module(*cell.inputs, *args, **kwargs)
+        if not self._train:
+            cell.inputs = ()
         if cell.stage == self._last:
             if self._device.type != "cpu":
                 microbatch = moved(dict(microbatch), self._device)
@@ -338,6 +340,8 @@ class Executor:
             return
         name = f"{cell.stage}F{cell.microbatch}"
         outputs = as_tuple(output, name)
+        if not self._train:  # nothing comes back
+            outputs = tuple(tensor.detach() for tensor in outputs)
         cell.spec = spec_of(outputs)
         self._made_of[self._train, cell.stage, self._kinds[cell.microbatch]] = cell.spec
         # from here on only the way back is kept: the data goes when it has been sent or used

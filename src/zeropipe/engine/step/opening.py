@@ -21,6 +21,18 @@ from zeropipe.errors import ConfigError, ZeropipeError
 KINDS = 1024  # different microbatches that a pipeline remembers the shapes of
 
 
+class Refused(tuple[Microbatch, ...]):
+    """No microbatches: this process cannot take part in the step, for a reason that all are told."""
+
+    reason: str
+
+    @staticmethod
+    def because(reason: str) -> Refused:
+        refused = Refused()
+        refused.reason = reason
+        return refused
+
+
 class Word(NamedTuple):
     """What one process says."""
 
@@ -92,6 +104,8 @@ def _same_pipeline(layout: Layout, one: int, other: int) -> bool:
 
 
 def _word(microbatches: Sequence[Microbatch], loss_fn: Any, counting: bool) -> Word:
+    if isinstance(microbatches, Refused):
+        return Word(0, (), None, microbatches.reason)
     try:
         signatures = tuple(_hash(signature(microbatch)) for microbatch in microbatches)
         count = None

@@ -1,0 +1,249 @@
+"""A step of torch's schedules, run by our engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from zeropipe.core.csv import from_csv
+from zeropipe.core.files import read_text
+from zeropipe.core.limits import COMMAND_LINE
+from zeropipe.core.lower import lower
+from zeropipe.core.placement import Placement
+from zeropipe.core.schedule import Schedule
+from zeropipe.core.timeline import Timeline
+from zeropipe.engine.backward.gradients import divide
+from zeropipe.engine.engine import Engine
+from zeropipe.errors import ConfigError, EngineError, ZeropipeError
+from zeropipe.pipelining import private
+from zeropipe.pipelining.engines import drop, engine_of
+from zeropipe.pipelining.plan import built, check_stages, given, placement_of
+from zeropipe.schedules.registry import find
+
+Order = Mapping[int, Sequence[Any]]
+
+
+class Walking(private.Base):
+    """What our classes have before torch's of the same name.
+
+    torch's code takes the arguments, cuts batches into microbatches and merges outputs. Ours runs the microbatches.
+    """
+
+    schedule_name: ClassVar[str | None] = None  # in the registry; None: each instance is given its schedule
+
+    schedule: Schedule | None = None  # what runs: it can be drawn, simulated and compared
+    _key: Hashable = None
+    _began = False
+    _kwargs_of_loss: dict[str, Any] | None = None
+
+    def _start(
+        self,
+        stages: Sequence[Any],
+        n_microbatches: int,
+        loss_fn: Callable[..., Tensor] | None,
+        args_chunk_spec: Any,
+        kwargs_chunk_spec: Any,
+        output_merge_spec: Any,
+        scale_grads: bool,
+    ) -> None:
+        """What torch's constructors set. They are not called: they have limits of their own."""
+        private.Base.__init__(
+            self,
+            n_microbatches,
+            loss_fn=loss_fn,
+            args_chunk_spec=args_chunk_spec,
+            kwargs_chunk_spec=kwargs_chunk_spec,
+            output_merge_spec=output_merge_spec,
+            scale_grads=scale_grads,
+        )
+        self._here = list(stages)
+        self._num_stages = self.num_stages = stages[0].num_stages
+        self.pp_group_size, self.rank, self.n_local_stages = stages[0].group_size, stages[0].group_rank, len(stages)
+
+    def _build(self, options: Mapping[str, Any]) -> None:
+        assert self.schedule_name is not None
+        entry = find(self.schedule_name)
+        schedule = built(entry, self.pp_group_size, self._num_stages, self._n_microbatches, options)
+        # an engine runs any number of microbatches, so that is no part of the key
+        self._use(schedule, (entry.name, self.pp_group_size, self._num_stages, tuple(sorted(options.items()))))
+
+    def _use(self, schedule: Schedule, key: Hashable = None) -> None:
+        check_stages(schedule, self._here, type(self).__name__)
+        self.schedule, self._key = schedule, schedule if key is None else key
+        self.stage_index_to_group_rank = dict(enumerate(schedule.placement.copies[0]))
+        for stage in self._here:
+            stage.stage_index_to_group_rank = self.stage_index_to_group_rank
+
+    # where stages belong
+
+    @classmethod
+    def placement_of(cls, num_ranks: int, num_stages: int) -> Placement:
+        """Which rank holds which stage."""
+        if cls.schedule_name is None:
+            raise ConfigError(f"{cls.__name__} has the placement of the schedule it is given: ask schedule.placement")
+        return placement_of(find(cls.schedule_name), num_ranks, num_stages)
+
+    @classmethod
+    def stages_of(cls, rank: int, num_ranks: int, num_stages: int) -> tuple[int, ...]:
+        """The stages that a rank holds."""
+        return cls.placement_of(num_ranks, num_stages).stages_of(rank)
+
+    # a step
+
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[Any] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
+        arg_mbs: list[Any] | None = None,
+        kwarg_mbs: list[Any] | None = None,
+        target_mbs: list[Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Forward and backward of a batch, as torch's `step`.
+
+        Positional arguments on the rank with the first stage, keyword arguments on every rank that needs some,
+        `target` and `losses` on the rank with the last stage. Instead of a batch, lists of microbatches: `arg_mbs`
+        (tuples), `kwarg_mbs` (dicts) and `target_mbs`. Returns the last stage's merged outputs, and None elsewhere.
+        """
+        engine = self._engine()
+        self._began, self._kwargs_of_loss = False, loss_kwargs
+        try:
+            if arg_mbs is None and kwarg_mbs is None and target_mbs is None:
+                return super().step(  # type: ignore[safe-super]  # what comes next are torch's classes
+                    *args, target=target, losses=losses, return_outputs=return_outputs, **kwargs
+                )
+            if args or kwargs or target is not None:
+                raise ConfigError("a batch and lists of microbatches were both given: give one of them")
+            return self._step_lists(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs)
+        except Exception as error:
+            if not self._began:  # the others wait for this rank
+                with suppress(ZeropipeError):
+                    engine.refuse(f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            self._kwargs_of_loss = None
+
+    def _step_lists(self, arg_mbs: Any, kwarg_mbs: Any, target_mbs: Any, losses: Any, return_outputs: bool) -> Any:
+        if self._has_backward and not torch.is_grad_enabled():
+            raise RuntimeError("step() under torch.no_grad() would give no gradients: call eval() instead")
+        for stage in self._here:
+            stage.has_backward = self._has_backward
+            stage.clear_runtime_states()
+        self._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs)
+        last = self._last_stage()
+        return self._merge_outputs(last.output_chunks) if last is not None and return_outputs else None
+
+    def _step_microbatches(
+        self,
+        arg_mbs: list[Any] | None = None,
+        kwarg_mbs: list[Any] | None = None,
+        target_mbs: list[Any] | None = None,
+        losses: list[Any] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
+        last, train = self._last_stage(), self._has_backward
+        if train and last is not None and target_mbs is None:
+            raise ConfigError("the rank with the last stage has a loss_fn and no target: give target=, or call eval()")
+        first = any(stage.is_first for stage in self._here)
+        microbatches = [
+            {"args": _tuple(args) if first else (), "kwargs": kwargs or {}, "target": target}
+            for args, kwargs, target in zip(arg_mbs, kwarg_mbs, target_mbs or [None] * len(arg_mbs))
+        ]
+        more = loss_kwargs or self._kwargs_of_loss or {}
+        seen: dict[int, Tensor] = {}
+        order: list[int] = []
+
+        def finish(output: Any, microbatch: Mapping[str, Any], index: int) -> Tensor | None:
+            order.append(index)
+            if return_outputs:
+                last.output_chunks.append(private.detached(output) if train else output)
+            if self._loss_fn is None or target_mbs is None:
+                return None
+            loss = self._compute_loss(output, microbatch["target"], *([more] if more else []))
+            seen[index] = loss.detach() if train else loss
+            return loss if train else None
+
+        engine = self._engine()
+        self._began = True
+        try:
+            engine.run(microbatches, finish, train=train)
+        except EngineError:
+            drop(self._here, engine)
+            raise
+        if last is not None and order != sorted(order) and len(last.output_chunks) == len(order):
+            last.output_chunks[:] = [output for _, output in sorted(zip(order, last.output_chunks), key=_place)]
+        if train and self.scale_grads:
+            divide((p for stage in self._here for p in stage.submod.parameters()), len(microbatches))
+        if seen:
+            self._internal_losses[:] = [seen[index] for index in sorted(seen)]
+            self._update_losses(self._here, losses)
+
+    def timeline(self) -> Timeline:
+        """The measured Timeline of the last step, after `configure(record=True)`. Every rank calls this."""
+        return self._engine().timeline()
+
+    def _engine(self) -> Engine:
+        if self.schedule is None:
+            raise ConfigError(f"{type(self).__name__} has no schedule yet: give schedule=, or load a CSV")
+        return engine_of(self._here, self.schedule, self._key)
+
+    def _last_stage(self) -> Any:
+        return next((stage for stage in self._here if stage.is_last), None)
+
+    # torch's private surface, as far as its users touch it
+
+    @property
+    def pipeline_order(self) -> dict[int, list[Any]] | None:
+        """The schedule as torch's actions."""
+        return None if self.schedule is None else private.actions(self.schedule.rows)
+
+    @pipeline_order.setter
+    def pipeline_order(self, order: Order | None) -> None:
+        if order:
+            self._prepare_schedule_with_comms(order)
+
+    @property
+    def pipeline_order_with_comms(self) -> dict[int, list[Any]] | None:
+        """The lowered schedule as torch's actions."""
+        return None if self.schedule is None else private.actions(lower(self.schedule).rows)
+
+    def _get_pipeline_order(self) -> dict[int, list[Any]] | None:
+        return self.pipeline_order
+
+    def _initialize_stage(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to do: shapes travel with the data."""
+
+    _initialize_stages = _initialize_stage
+
+    def _prepare_schedule_with_comms(self, actions: Order, format: str = "compute_only") -> None:
+        self._take(from_csv(private.csv_of(actions)))
+
+    def _load_csv(self, filename: str, format: Literal["compute_only", "compute_comms"] = "compute_only") -> None:
+        self._take(from_csv(read_text(filename, COMMAND_LINE), Path(filename).stem))
+
+    def _take(self, schedule: Schedule) -> None:
+        self._use(given(schedule, self.pp_group_size, self._num_stages, self._n_microbatches))
+
+    def register_custom_function(self, computation_type: Any, custom_function: Any) -> None:
+        raise ConfigError(
+            f"a custom function for {computation_type} cannot run here: zeropipe's engine runs every action itself, "
+            "overlapped ones on two streams; leave the registration out, or use torch's own class"
+        )
+
+
+def _tuple(args: Any) -> tuple[Any, ...]:
+    return tuple(args) if isinstance(args, tuple | list) else (args,)
+
+
+def _place(pair: tuple[int, Any]) -> int:
+    return pair[0]

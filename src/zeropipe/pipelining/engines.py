@@ -1,0 +1,123 @@
+"""The engines under torch's stages: made at the first step, kept as long as the stages live."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from zeropipe.core.schedule import Schedule
+from zeropipe.engine.engine import Engine
+from zeropipe.engine.options import Options
+from zeropipe.engine.stages.contract import Microbatch, Told
+from zeropipe.errors import ConfigError
+
+KEPT = 4  # engines of one set of stages: schedules that are used in turn
+
+Blocks = str | Callable[[nn.Module], Sequence[nn.Module]] | None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `configure` was told."""
+
+    options: Options
+    record: bool = False
+    blocks: Blocks = None
+
+
+_settings = Settings(Options())
+
+
+def configure(*, record: bool = False, blocks: Blocks = None, **options: Any) -> None:
+    """How all steps from here on run; what is not given is as it was in the beginning. Every rank calls it alike.
+
+    `options`: `compile`, `ac`, `timeout` and the other fields of zeropipe.engine.Options. `blocks`: the transformer
+    blocks in a stage's module, for `compile` and `ac`: the name of the list that holds them, or a function from the
+    module to its blocks; if not given, the list with most of the parameters. `record`: measure a Timeline of every
+    step, for `timeline()`.
+    """
+    global _settings
+    chosen = Options.of(options)
+    chosen.check()
+    _settings = Settings(chosen, record, blocks)
+
+
+def settings() -> Settings:
+    """What holds now."""
+    return _settings
+
+
+def engine_of(stages: Sequence[Any], schedule: Schedule, key: Hashable) -> Engine:
+    """The engine that runs `schedule` on these stages. All ranks come here together when it is made."""
+    stages = sorted(stages, key=lambda stage: stage.stage_index)
+    kept: dict[Hashable, Engine] = stages[0].__dict__.setdefault("_zeropipe_engines", {})
+    full = (key, _settings, tuple(id(stage.submod) for stage in stages))
+    engine = kept.pop(full, None)
+    if engine is None:
+        for old in [other for other in kept if other[1:] != full[1:]]:  # type: ignore[index]
+            kept.pop(old).close()  # its modules are gone, or prepared in another way
+        while len(kept) >= KEPT:
+            kept.pop(next(iter(kept))).close()
+        engine = _engine(stages, schedule)
+    kept[full] = engine
+    return engine
+
+
+def drop(stages: Sequence[Any], engine: Engine) -> None:
+    """Forget an engine that has stopped: the next step makes a new one."""
+    for stage in stages:
+        kept = stage.__dict__.get("_zeropipe_engines", {})
+        for key in [key for key, other in kept.items() if other is engine]:
+            del kept[key]
+
+
+def _engine(stages: Sequence[Any], schedule: Schedule) -> Engine:
+    options = {name: getattr(_settings.options, name) for name in vars(_settings.options)}
+    told = {stage.stage_index: _told(stage) for stage in stages}
+    return Engine(schedule, told, group=stages[0].group, device=stages[0].device, record=_settings.record, **options)
+
+
+def _told(stage: Any) -> Told:
+    """What a PipelineStage tells the engine."""
+    return Told(
+        stage.stage_index,
+        stage.submod,
+        _first if stage.is_first else _later,
+        _blocks(stage) if _settings.options.changes_blocks else None,
+        (),
+        (),
+        build_weights=stage.dw_builder,
+        keeps_factors=True,
+    )
+
+
+def _first(microbatch: Microbatch) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return microbatch["args"], microbatch["kwargs"]
+
+
+def _later(microbatch: Microbatch) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (), microbatch["kwargs"]
+
+
+def _blocks(stage: Any) -> tuple[nn.Module, ...]:
+    module, wish = stage.submod, _settings.blocks
+    if callable(wish):
+        return tuple(wish(module))
+    if wish is not None:
+        try:
+            return tuple(module.get_submodule(wish).children())
+        except AttributeError:
+            raise ConfigError(
+                f"blocks={wish!r}: the module of stage {stage.stage_index} has no such list; give the name of its list "
+                "of transformer blocks, or a function from the module to its blocks"
+            ) from None
+    lists = [child for child in module.modules() if isinstance(child, nn.ModuleList | nn.ModuleDict | nn.Sequential)]
+    if not lists:
+        raise ConfigError(
+            f"the module of stage {stage.stage_index} holds no list of blocks to compile or checkpoint: give "
+            "configure(blocks=...), a name or a function from the module to its blocks"
+        )
+    return tuple(max(lists, key=lambda each: sum(p.numel() for p in each.parameters())).children())
