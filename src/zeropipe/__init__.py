@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from zeropipe.schedules.advice import advice
     from zeropipe.schedules.lane import Lane
     from zeropipe.schedules.registry import build, names, register
+    from zeropipe.search.balance.balance import balance
     from zeropipe.search.estimate.estimate import estimate
     from zeropipe.search.search import search
     from zeropipe.sim.costs import Costs
@@ -44,6 +45,7 @@ _HOMES = {
     "zeropipe.schedules.lane": ("Lane",),
     "zeropipe.schedules.registry": ("build", "names", "register"),
     "zeropipe.search": ("search",),
+    "zeropipe.search.balance.balance": ("balance",),
     "zeropipe.search.estimate.estimate": ("estimate",),
     "zeropipe.sim.costs": ("Costs",),
     "zeropipe.sim.fill": ("fill_gaps",),

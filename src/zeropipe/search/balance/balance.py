@@ -1,0 +1,192 @@
+"""`zp.balance`: layers to stages, beside the even cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import inf
+
+from zeropipe.core.action import B, F, W
+from zeropipe.core.layers import layer_counts
+from zeropipe.core.packed import kind_of, stage_of
+from zeropipe.core.placement import Placement
+from zeropipe.core.schedule import Schedule
+from zeropipe.errors import ConfigError, short
+from zeropipe.search.balance.exact import one_pass, two_passes
+from zeropipe.search.balance.simple import climb, equal_layers, spread
+from zeropipe.search.balance.task import BalanceTask
+from zeropipe.sim.layer_costs import LayerCost, LayerCosts, Setting
+
+
+@dataclass(frozen=True)
+class Balance:
+    """Layers per stage, and what that means for each rank."""
+
+    counts: tuple[int, ...]
+    rank_times: tuple[float, ...]  # F, I and W of one microbatch, at the rank's speed
+    even: tuple[int, ...] | None  # the even cut, for comparison; None if the stages are more than the layers
+    even_slowest: float
+    exact: bool  # proven: no cut has a faster slowest rank
+
+    @property
+    def slowest(self) -> float:
+        """The time of the slowest rank."""
+        return max(self.rank_times)
+
+    @property
+    def gain(self) -> float:
+        """How much faster the slowest rank is than with the even cut: 0.1 is ten percent."""
+        return self.even_slowest / self.slowest - 1 if self.slowest > 0 else 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"layers {','.join(map(str, self.counts))}: slowest rank {self.slowest:g}, {self.gain:.1%} faster than even"
+        )
+
+
+def balance(
+    costs: LayerCosts,
+    schedule: Schedule,
+    *,
+    setting: Setting | None = None,
+    ac: str | None = None,
+    speeds: Sequence[float] | None = None,
+    memory: float | Sequence[float] | None = None,
+    shards: int = 1,
+) -> Balance:
+    """The cut of a model into the stages of `schedule` whose slowest rank is fastest, within each rank's memory.
+
+    Embedding, head and loss count. `speeds` are factors for ranks with other GPUs (2: twice as fast), `memory` is in
+    bytes, one number or one per rank. Exact by dynamic programming with one or two stages per rank, and for layers that
+    are all alike; otherwise improved step by step, and `exact` says whether the result is at its bound.
+    """
+    task = balance_task(costs, schedule, setting=setting, ac=ac, speeds=speeds, memory=memory, shards=shards)
+    counts, exact = solved(task)
+    if counts is None:
+        _refuse(task)
+    assert counts is not None
+    even = even_counts(task.num_layers, task.num_stages)
+    slowest = inf if even is None else max(task.ranks(even)[0])
+    times = task.ranks(counts)[0]
+    if len(times) < schedule.num_ranks:  # of each rank and its mirror image
+        times += times[::-1][schedule.num_ranks % 2 :]
+    return Balance(counts, tuple(times), even, slowest, exact)
+
+
+def even_counts(num_layers: int, num_stages: int) -> tuple[int, ...] | None:
+    """The even cut; None where a stage would be empty."""
+    return layer_counts(num_layers, num_stages) if num_stages <= num_layers else None
+
+
+@lru_cache(maxsize=4096)
+def solved(task: BalanceTask) -> tuple[tuple[int, ...] | None, bool]:
+    """The best cut that is known (None: nothing fits), and whether no cut is better."""
+    alike = len(set(zip(task.time, task.fixed, task.held))) == 1
+    guess = equal_layers(task) if alike else None
+    if guess is not None:
+        return guess, True
+    if task.num_stages == task.num_ranks:
+        return one_pass(task), True
+    near = climb(task, spread(task))
+    if task.num_stages == 2 * task.num_ranks and _is_regular(task):
+        most = task.value(near)[0] if task.fits(near) else inf
+        return two_passes(task, most), True
+    bound = (sum(task.time) + task.first[0] + task.last[0]) / sum(task.speed)
+    return (near, task.value(near)[0] <= bound * (1 + 1e-9)) if task.fits(near) else (None, False)
+
+
+def _is_regular(task: BalanceTask) -> bool:
+    """Whether both passes visit every rank once, in the same or in the opposite order."""
+    first, second = task.table[: task.num_ranks], task.table[task.num_ranks :]
+    return len(set(first)) == task.num_ranks and second in (first, first[::-1])
+
+
+def balance_task(
+    costs: LayerCosts,
+    schedule: Schedule,
+    *,
+    setting: Setting | None = None,
+    ac: str | None = None,
+    speeds: Sequence[float] | None = None,
+    memory: float | Sequence[float] | None = None,
+    shards: int = 1,
+) -> BalanceTask:
+    """The numbers of a balancing problem."""
+    chosen = setting or costs.settings[0]
+    layers = costs.layer_list(chosen, ac)
+    each = costs.state.of_shards(shards)
+    ends = [[chosen.kinds[kind] for kind in part] for part in (costs.before, costs.after)]
+    table, pairs = rank_table(schedule.placement, schedule.num_ranks)
+    speed = _per_rank("speeds", speeds, schedule.num_ranks, 1.0)
+    room = _per_rank("memory", memory, schedule.num_ranks, inf)
+    workspace = max(layer.workspace for layer in [*layers, *ends[0], *ends[1]])
+    return BalanceTask(
+        tuple(layer.f + layer.whole for layer in layers), tuple(layer.parameters * each for layer in layers),
+        tuple(max(layer.activation, layer.stash) for layer in layers), _end(ends[0], each), _end(ends[1], each),
+        table, tuple(alive_of(schedule)), tuple(len(pair) * min(speed[r] for r in pair) for pair in pairs),
+        tuple(max(0.0, min(room[r] for r in pair) - workspace) for pair in pairs),
+    )  # fmt: skip
+
+
+def _end(parts: Sequence[LayerCost], each: float) -> tuple[float, float, float]:
+    return (
+        sum(part.f + part.whole for part in parts),
+        sum(part.parameters for part in parts) * each,
+        sum(max(part.activation, part.stash) for part in parts),
+    )
+
+
+def rank_table(placement: Placement, num_ranks: int) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
+    """Who has each stage, and which ranks that is: one, or a rank and its mirror image.
+
+    Of two mirrored copies each runs half of the microbatches, so that a rank and its mirror image have equal work, and
+    both hold both of their stages.
+    """
+    table = placement.copies[0]
+    if len(placement.copies) == 1:
+        return table, [(rank,) for rank in range(num_ranks)]
+    if placement.copies[1] != table[::-1] or table != tuple(range(num_ranks)):
+        raise ConfigError(f"placement {placement.name}: two copies that are no mirror images cannot be balanced")
+    half = [min(rank, num_ranks - 1 - rank) for rank in range(num_ranks)]
+    return tuple(half), [tuple(dict.fromkeys((r, num_ranks - 1 - r))) for r in range((num_ranks + 1) // 2)]
+
+
+def alive_of(schedule: Schedule) -> list[float]:
+    """The most microbatches of each stage for which something is kept at once, from F to B or to the last W."""
+    alive, most = [0.0] * schedule.num_stages, [0.0] * schedule.num_stages
+    part = 1 / schedule.problem.num_weight_parts
+    for rank in range(schedule.num_ranks):
+        for code in schedule.packed.row(rank):
+            stage, kind = stage_of(code), kind_of(code)
+            if kind == F:
+                alive[stage] += 1
+                most[stage] = max(most[stage], alive[stage])
+            elif kind == B:
+                alive[stage] -= 1
+            elif kind == W:
+                alive[stage] -= part
+    return most
+
+
+def _per_rank(name: str, value: float | Sequence[float] | None, ranks: int, default: float) -> tuple[float, ...]:
+    if value is None:
+        return (default,) * ranks
+    listed = [value] * ranks if isinstance(value, (int, float)) else list(value)
+    for one in listed:
+        if isinstance(one, bool) or not isinstance(one, (int, float)) or not one > 0:
+            raise ConfigError(f"{name} has {short(one)}: a number above 0 is needed")
+    if len(listed) != ranks:
+        raise ConfigError(f"{name} has {len(listed)} entries: there are {ranks} ranks, give one for each")
+    return tuple(map(float, listed))
+
+
+def _refuse(task: BalanceTask) -> None:
+    """ConfigError that says how much is missing, as far as the most even use of memory tells."""
+    even = even_counts(task.num_layers, task.num_stages)
+    sizes = task.ranks(even)[1] if even else [0.0] * task.num_ranks
+    rank = max(range(task.num_ranks), key=lambda r: sizes[r] - task.memory[r])
+    raise ConfigError(
+        f"memory={task.memory[rank]:.4g} is too little for every cut: with even layers rank {rank} needs "
+        f"{sizes[rank]:.4g}; take more ranks, more shards, or activation checkpointing"
+    )

@@ -1,0 +1,141 @@
+"""Layers to stages: the dynamic programs against all cuts, for every placement, with and without memory limits."""
+
+from dataclasses import replace
+from itertools import combinations, pairwise
+from random import Random
+
+import pytest
+
+import zeropipe as zp
+from zeropipe.errors import ConfigError
+from zeropipe.schedules.registry import build_entry, entries
+from zeropipe.search.balance.balance import alive_of, balance_task, solved
+from zeropipe.search.balance.simple import climb, spread
+from zeropipe.search.estimate.estimate import estimate
+from zeropipe.sim.layer_costs import LayerCost, LayerCosts, Setting
+
+
+def model(times, first=0.3, last=1.4, sizes=None):
+    """A toy model: a kind for each layer."""
+    sizes = sizes or [1.0] * len(times)
+    kinds = {
+        f"l{n}": LayerCost(t / 3, t / 3, t / 3, activation=size, stash=size, parameters=1)
+        for n, (t, size) in enumerate(zip(times, sizes))
+    }
+    ends = {"embedding": LayerCost(first, 0, 0, parameters=3), "head": LayerCost(0, last, 0, activation=0.5)}
+    names = tuple(kinds)
+    return LayerCosts("toy", "estimate", names, (Setting({**kinds, **ends}),), after=("head",))
+
+
+def all_cuts(task):
+    n, s = task.num_layers, task.num_stages
+    for places in combinations(range(n + s - 1), s - 1):
+        bars = [-1, *places, n + s - 1]
+        counts = tuple(b - a - 1 for a, b in pairwise(bars))
+        if all(count >= task.least(stage) for stage, count in enumerate(counts)) and task.fits(counts):
+            yield counts
+
+
+def best_of_all(task):
+    return min((task.value(counts)[0] for counts in all_cuts(task)), default=None)
+
+
+SCHEDULES = [
+    ("1f1b", 3, None), ("interleaved", 2, 2), ("interleaved", 3, 2), ("zbv", 2, None), ("zbv", 3, None),
+    ("dualpipe", 4, None), ("dualpipev", 2, None), ("hanayo", 2, 4), ("interleaved", 2, 3),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name,ranks,per_rank", SCHEDULES)
+def test_no_cut_is_better(name, ranks, per_rank):
+    schedule = zp.build(name, ranks=ranks, microbatches=8, stages_per_rank=per_rank)
+    random = Random(f"{name}{ranks}")
+    tight = 0
+    for _ in range(12):
+        num_layers = random.randint(max(4, schedule.num_stages - 2), 8)
+        alike = random.random() < 0.3
+        times = [1.0] * num_layers if alike else [random.choice([0.5, 1, 1.5, 2.5]) for _ in range(num_layers)]
+        sizes = [random.choice([1.0, 2.0]) for _ in times]
+        costs = model(times, random.choice([0, 0.3]), random.choice([0.2, 1.4, 4]), sizes)
+        task = balance_task(costs, schedule)
+        if random.random() < 0.6:
+            least = min(max(task.ranks(counts)[1]) for counts in all_cuts(task))
+            task = replace(task, memory=tuple(least * random.choice([0.98, 1.0, 1.3]) for _ in task.memory))
+            tight += 1
+        if random.random() < 0.4:
+            task = replace(task, speed=tuple(speed * random.choice([1, 0.5, 2]) for speed in task.speed))
+        wanted, (counts, exact) = best_of_all(task), solved(task)
+        if wanted is None:
+            assert counts is None
+            continue
+        if schedule.problem.stages_per_rank <= 2:
+            assert exact
+        if counts is None:
+            assert not exact
+            continue
+        assert sum(counts) == num_layers
+        assert task.fits(counts)
+        found = task.value(counts)[0]
+        assert found >= wanted * (1 - 1e-12)
+        if exact:
+            assert found == pytest.approx(wanted, rel=1e-9), (times, counts)
+    assert tight
+
+
+@pytest.mark.parametrize("entry", entries(), ids=str)
+def test_every_schedule_can_be_balanced(entry):
+    schedule = build_entry(entry, ranks=4, microbatches=12)
+    costs = estimate("qwen3-8b", sequence=1024)
+    found = zp.balance(costs, schedule)
+    assert found.exact
+    assert sum(found.counts) == 36
+    assert found.slowest <= found.even_slowest
+    assert len(found.rank_times) == 4
+    zp.simulate(schedule, costs.costs(found.counts, placement=schedule.placement))
+
+
+def test_the_head_of_a_small_model_takes_layers_from_its_rank():
+    costs = estimate("qwen3-0.6b", sequence=4096, microbatch_size=4)
+    found = zp.balance(costs, zp.build("1f1b", ranks=4, microbatches=8))
+    assert found.counts[-1] < min(found.counts[:-1])
+    assert found.gain > 0.1
+    in_a_vee = zp.balance(costs, zp.build("zbv", ranks=4, microbatches=8))
+    assert in_a_vee.counts[0] + in_a_vee.counts[-1] < 28 / 4, "rank 0 has embedding and head"
+
+
+def test_memory_moves_layers_where_there_is_room():
+    schedule = zp.build("1f1b", ranks=2, microbatches=4)  # rank 0 keeps two microbatches alive, rank 1 one
+    costs = model([1.0] * 6, first=0, last=0)
+    assert zp.balance(costs, schedule).counts == (3, 3)
+    each = costs.state.of_shards(1)
+    limit = 2 * (each + 2) + 3 * each + 0.01  # two layers and the embedding on rank 0
+    assert zp.balance(costs, schedule, memory=(limit, 1e9)).counts == (2, 4)
+    with pytest.raises(ConfigError, match="is too little for every cut: with even layers rank 0 needs"):
+        zp.balance(costs, schedule, memory=10)
+
+
+def test_slow_gpus_get_fewer_layers():
+    schedule = zp.build("1f1b", ranks=3, microbatches=4)
+    assert zp.balance(model([1.0] * 9, 0, 0), schedule, speeds=(1, 0.5, 1.5)).counts == (3, 1, 5)
+    for wrong in ((1, 2), (1, 0, 1), (1, "x", 1)):
+        with pytest.raises(ConfigError, match="speeds has"):
+            zp.balance(model([1.0] * 9), schedule, speeds=wrong)
+
+
+def test_microbatches_alive_are_counted_until_their_last_w():
+    assert alive_of(zp.build("1f1b", ranks=4, microbatches=8)) == [4, 3, 2, 1]
+    assert alive_of(zp.build("gpipe", ranks=2, microbatches=5)) == [5, 5]
+    assert max(alive_of(zp.build("zb-h1", ranks=4, microbatches=8))) == 4
+
+
+def test_steps_to_better_cuts_are_near_the_best():
+    random = Random(5)
+    schedule = zp.build("interleaved", ranks=2, microbatches=8, stages_per_rank=4)
+    for _ in range(10):
+        task = balance_task(model([random.choice([1.0, 2.0, 3.0]) for _ in range(9)]), schedule)
+        assert task.value(climb(task, spread(task)))[0] <= 1.15 * best_of_all(task)
+
+
+def test_too_many_stages_are_refused():
+    with pytest.raises(ConfigError, match="8 stages for 4 layers: each stage between"):
+        zp.balance(model([1.0] * 4), zp.build("zbv", ranks=4, microbatches=8))
