@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from zeropipe.core.schedule import Schedule
-from zeropipe.engine import CausalLMLoss, Engine, hf_model, hf_stages, module_stages, parallelize
+from zeropipe.engine import CausalLMLoss, Engine, fsdp_private, hf_model, hf_stages, module_stages, parallelize
 
 _meshes: dict[tuple[Any, ...], Any] = {}
 
@@ -110,6 +110,43 @@ def train_on_mesh(
                 optimizer.zero_grad()
             seen["weight"] = max(seen["weight"], difference(stages, plain, "weight"))
     return seen
+
+
+def sharding_calls(schedule: Schedule, options: dict[str, Any]) -> tuple[int, list[str], list[str], list[int]]:
+    """What a step gathers, lets go and reduces: its rank, the calls in order, those of a forward pass, bytes left."""
+    mesh = mesh_of({"pp": 2, "dp_shard": 2})
+    rank = mesh["pp"].get_local_rank()
+    stages = dict(module_stages([nn.Sequential(*blocks(2)) for _ in range(schedule.num_stages)], schedule, rank))
+    shard(stages, mesh)
+    calls: list[str] = []
+    with Engine(schedule, stages, mesh=mesh, **options) as engine:
+        data, loss_fn = microbatches(schedule.num_microbatches), SquareLoss()
+        engine.train_step(data, loss_fn)
+        for stage, shards in engine._shards.items():
+            for method, name in (("gather", "UNSHARD"), ("drop", "RESHARD"), ("reduce", "REDUCE_GRAD")):
+                spy(shards, method, f"{stage}{name}", calls)
+        engine._executors.close()  # its calls were bound before
+        engine.train_step(data, loss_fn)
+        train = list(calls)
+        calls.clear()
+        engine.eval_step(data, loss_fn)
+        whole = [
+            parameter.untyped_storage().nbytes()
+            for shards in engine._shards.values()
+            for unit in shards.units
+            for parameter in fsdp_private.whole_parameters(unit)
+        ]
+        return rank, train, calls, whole
+
+
+def spy(thing: Any, method: str, word: str, calls: list[str]) -> None:
+    real = getattr(thing, method)
+
+    def told(*args: Any, **options: Any) -> Any:
+        calls.append(word)
+        return real(*args, **options)
+
+    setattr(thing, method, told)
 
 
 def difference(stages: dict[int, Any], plain: list[nn.Module], what: str) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import mesh_cases as cases
 from engine_helpers import TOLERANCE, largest, ranks
 
 import zeropipe as zp
+from zeropipe.core.action import SHARDING, actions_of
 
 SHARDED, REPLICATED, HYBRID = {"pp": 2, "dp_shard": 2}, {"pp": 2, "dp_replicate": 2}, {"dp_replicate": 2, "dp_shard": 2}
 
@@ -56,12 +58,40 @@ def test_any_number_of_microbatches(name, sizes):
 
 
 @pytest.mark.parametrize(
-    "options", [{"regather": True}, {"ac": "full"}, {"split": "whole"}, {"shapes": "dynamic"}], ids=str
+    "options",
+    [
+        {"regather": True},
+        {"ac": "full"},
+        {"split": "whole"},
+        {"shapes": "dynamic"},
+        {"split": "autograd"},
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("name", ["1f1b", "zbv"])
 def test_options_on_sharded_stages(name, options):
     seen = differences(name, SHARDED, **options)
     assert max(seen.values()) < TOLERANCE, seen
+
+
+def test_what_would_be_wrong_on_sharded_stages_is_refused():
+    with pytest.raises(zp.EngineError, match="split='autograd' may read weights in W"):
+        differences("zbv", SHARDED, split="autograd", regather=True)
+
+
+@pytest.mark.parametrize("regather", [False, True], ids=["keep", "regather"])
+def test_the_program_says_when_stages_are_gathered_and_reduced(regather):
+    schedule = zp.build("zbv", ranks=2, microbatches=4)
+    program = zp.lower(schedule, shards="regather" if regather else "keep")
+    for rank, train, forward, whole in ranks(4).run(cases.sharding_calls, schedule, {"regather": regather}):
+        wanted = [str(a) for a in actions_of(program.rows[rank]) if a.kind in SHARDING]
+        once = [call for at, call in enumerate(train) if "REDUCE" not in call or call not in train[:at]]
+        assert once == wanted
+        assert len(train) - len(once) == sum("REDUCE" in call for call in wanted)  # two units each
+        assert Counter(call[1:] for call in forward) == Counter(
+            UNSHARD=8 if regather else 2, RESHARD=8 if regather else 2
+        )
+        assert not any(whole)  # between steps nothing is whole
 
 
 @pytest.mark.parametrize("qwen3", [False, True], ids=["llama", "qwen3"])

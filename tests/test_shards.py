@@ -8,6 +8,7 @@ import zeropipe as zp
 from zeropipe.core.action import COMM, COMPUTE, SHARDING, Kind, actions_of
 from zeropipe.core.csv import program_from_csv
 from zeropipe.core.jit import Jitted
+from zeropipe.core.resize import resized
 from zeropipe.core.shards import AHEAD, POLICIES, check_shards
 
 NAMES = zp.names()
@@ -60,6 +61,16 @@ def test_a_stage_is_gathered_shortly_before_its_first_use_and_not_before():
                 between = [a for a in steps[at:] if a.kind not in SHARDING]
                 first = next(i for i, a in enumerate(between) if a.stage == action.stage)
                 assert first == AHEAD or at == 0
+
+
+def test_a_stage_without_work_is_reduced_all_the_same():
+    """With one microbatch a mirrored pipeline uses one of its two copies; a replica with more uses both."""
+    schedule = resized(built("dualpipe", 2, 4), 1)
+    keep, ends = (zp.lower(schedule, shards=policy) for policy in ("keep", "ends"))
+    assert text(keep, 0) == "0UNSHARD 0F0 0I0 0RESHARD 0W0 0REDUCE_GRAD 1REDUCE_GRAD"
+    assert text(ends, 0) == "0UNSHARD 1UNSHARD 0F0 0I0 0W0 0RESHARD 0REDUCE_GRAD 1RESHARD 1REDUCE_GRAD"
+    for program in (keep, ends):
+        zp.check(program)
 
 
 def test_policies_have_names():

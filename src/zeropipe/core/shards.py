@@ -8,6 +8,8 @@ A sharded stage keeps a part of its weights on each of several ranks that run th
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 from zeropipe.core.action import REDUCE_GRAD, RESHARD, UNSHARD, B, W
 from zeropipe.core.deadlock import step_number
 from zeropipe.core.jit import arrays
@@ -33,29 +35,47 @@ def with_shards(schedule: Schedule, shards: str) -> PackedRows:
     require_policy(shards)
     policy, packed, num_stages = POLICIES.index(shards), schedule.packed, schedule.num_stages
     xp = arrays(packed.num_codes)
+    held, first = _held(schedule)
     # regathering puts two around each action, and there is one REDUCE_GRAD; else there are three for each stage
-    held = sum(len(schedule.placement.stages_of(rank)) for rank in range(schedule.num_ranks))
-    out = xp.full_ints((3 * packed.num_codes if policy == _REGATHER else packed.num_codes + 2 * held) + held)
+    size = 3 * packed.num_codes if policy == _REGATHER else packed.num_codes + 2 * len(held)
+    out = xp.full_ints(size + len(held))
     offsets = xp.full_ints(schedule.num_ranks + 1)
     xp.call(
-        shards_kernel, xp.ints(packed.codes), xp.list_ints(packed.offsets), num_stages, policy, AHEAD,
-        xp.full_ints(num_stages), xp.full_ints(num_stages), xp.full_ints(num_stages), out, offsets,
+        shards_kernel, xp.ints(packed.codes), xp.list_ints(packed.offsets), xp.list_ints(held), xp.list_ints(first),
+        policy, AHEAD, xp.full_ints(num_stages), xp.full_ints(num_stages), xp.full_ints(num_stages), out, offsets,
     )  # fmt: skip
     ends = tuple(int(offset) for offset in offsets)
     return PackedRows(xp.int_bytes(out[: ends[-1]]), ends)
 
 
+def _held(schedule: Schedule) -> tuple[list[int], list[int]]:
+    """The stages of each rank, in order and back to back, and where each rank's begin."""
+    stages: list[set[int]] = [set() for _ in range(schedule.num_ranks)]
+    for table in schedule.placement.copies:
+        for stage, rank in enumerate(table):
+            stages[rank].add(stage)
+    return [stage for some in stages for stage in sorted(some)], list(accumulate(map(len, stages), initial=0))
+
+
 def shards_kernel(  # type: ignore[no-untyped-def]
-    codes, offsets, num_stages, policy, ahead, last_use, last_gradient, whole, out, ends
+    codes, offsets, held, first, policy, ahead, last_use, last_gradient, whole, out, ends
 ):
-    """Write the rows with what moves shards. `whole`: whether a stage is gathered."""
+    """Write the rows with what moves shards. `whole`: whether a stage is gathered.
+
+    Where there are few microbatches, a rank may have no work for a stage that it holds. It reduces it all the same, at
+    the end: another rank that shares it may have more microbatches.
+    """
+    training = False
+    for at in range(len(codes)):
+        if kind_of(codes[at]) in (B, W):
+            training = True
     place = 0
     for rank in range(len(offsets) - 1):
         begin, stop = offsets[rank], offsets[rank + 1]
-        for stage in range(num_stages):
-            last_use[stage] = -1
-            last_gradient[stage] = -1
-            whole[stage] = 0
+        for index in range(first[rank], first[rank + 1]):
+            last_use[held[index]] = -1
+            last_gradient[held[index]] = -1
+            whole[held[index]] = 0
         for at in range(begin, stop):
             kind, stage = kind_of(codes[at]), stage_of(codes[at])
             if kind != W:
@@ -63,10 +83,9 @@ def shards_kernel(  # type: ignore[no-untyped-def]
             if kind in (B, W):
                 last_gradient[stage] = at
         if policy == _ENDS:
-            for stage in range(num_stages):
-                if last_use[stage] >= 0:
-                    out[place] = encode(stage, UNSHARD, 0)
-                    place += 1
+            for index in range(first[rank], first[rank + 1]):
+                out[place] = encode(held[index], UNSHARD, 0)
+                place += 1
         at = begin
         while at < stop:
             last = at + is_joined(codes[at])
@@ -97,14 +116,14 @@ def shards_kernel(  # type: ignore[no-untyped-def]
                         out[place] = encode(stage, REDUCE_GRAD, 0)
                         place += 1
             at = last + 1
-        if policy == _ENDS:
-            for stage in range(num_stages):
-                if last_use[stage] >= 0:
-                    out[place] = encode(stage, RESHARD, 0)
-                    place += 1
-                if last_gradient[stage] >= 0:
-                    out[place] = encode(stage, REDUCE_GRAD, 0)
-                    place += 1
+        for index in range(first[rank], first[rank + 1]):
+            stage = held[index]
+            if policy == _ENDS:
+                out[place] = encode(stage, RESHARD, 0)
+                place += 1
+            if training and (policy == _ENDS or last_gradient[stage] < 0):
+                out[place] = encode(stage, REDUCE_GRAD, 0)
+                place += 1
         ends[rank + 1] = place
 
 
@@ -116,13 +135,10 @@ def check_shards(program: Program) -> None:
     schedule, packed = program.schedule, program.packed
     xp = arrays(packed.num_codes)
     num_stages = schedule.num_stages
-    held = [
-        int(stage in schedule.placement.stages_of(rank))
-        for rank in range(schedule.num_ranks)
-        for stage in range(num_stages)
-    ]
+    held, first = _held(schedule)
     at, fault = xp.call(
-        check_kernel, xp.ints(packed.codes), xp.list_ints(packed.offsets), num_stages, xp.list_ints(held),
+        check_kernel, xp.ints(packed.codes), xp.list_ints(packed.offsets), num_stages,
+        xp.list_ints(held), xp.list_ints(first), xp.full_ints(num_stages, -1), xp.full_ints(num_stages),
         xp.full_ints(num_stages), xp.full_ints(num_stages), xp.full_ints(num_stages), xp.full_ints(num_stages),
     )  # fmt: skip
     if fault:
@@ -130,14 +146,17 @@ def check_shards(program: Program) -> None:
 
 
 def check_kernel(  # type: ignore[no-untyped-def]
-    codes, offsets, num_stages, held, sharded, whole, reduced, last_gradient
+    codes, offsets, num_stages, held, first, home, sharded, whole, used, reduced, last_gradient
 ):
     """(index, fault) of the first action that is wrong for a sharded stage, or (-1, 0)."""
     for rank in range(len(offsets) - 1):
         begin, stop = offsets[rank], offsets[rank + 1]
-        for stage in range(num_stages):
+        for index in range(first[rank], first[rank + 1]):
+            stage = held[index]
+            home[stage] = rank
             sharded[stage] = 0
             whole[stage] = 0
+            used[stage] = 0
             reduced[stage] = 0
             last_gradient[stage] = -1
         for at in range(begin, stop):
@@ -145,14 +164,16 @@ def check_kernel(  # type: ignore[no-untyped-def]
             if kind > W and at > begin and is_joined(codes[at - 1]):
                 return at, 1
             if kind >= UNSHARD:
-                if stage >= num_stages or not held[rank * num_stages + stage]:
+                if stage >= num_stages or home[stage] != rank:
                     return at, 2
                 sharded[stage] = 1
-            elif kind in (B, W):
-                last_gradient[stage] = at
+            elif kind <= W:
+                used[stage] = 1
+                if kind in (B, W):
+                    last_gradient[stage] = at
         for at in range(begin, stop):
             kind, stage = kind_of(codes[at]), stage_of(codes[at])
-            if stage >= num_stages or not sharded[stage]:
+            if stage >= num_stages or home[stage] != rank or not sharded[stage]:
                 continue
             if kind == UNSHARD:
                 if whole[stage]:
@@ -163,7 +184,7 @@ def check_kernel(  # type: ignore[no-untyped-def]
                     return at, 4
                 whole[stage] = 0
             elif kind == REDUCE_GRAD:
-                if last_gradient[stage] < 0:
+                if used[stage] and last_gradient[stage] < 0:
                     return at, 5
                 if at < last_gradient[stage]:
                     return at, 6
@@ -172,7 +193,8 @@ def check_kernel(  # type: ignore[no-untyped-def]
                 reduced[stage] = 1
             elif kind < W and not whole[stage]:
                 return at, 8
-        for stage in range(num_stages):
+        for index in range(first[rank], first[rank + 1]):
+            stage = held[index]
             if sharded[stage] and last_gradient[stage] >= 0 and not reduced[stage]:
                 return last_gradient[stage], 9
     return -1, 0

@@ -150,14 +150,12 @@ class Engine:
         opened = self._open(microbatches, loss_fn)
         with self._guard():
             self._compare(microbatches)
-            executor = self._executors.get("record" if self.record else "train", opened.number)
+            executor = self._executors.get("record" if self.record else "train", opened.number, opened.alike)
             late = opened.total is None
             with gradients.aside(self._sums.all if late else self._sums.shared) as aside:
                 tally = Tally(loss_fn, self._num_all(opened), aside, self._own, opened.total)
                 if self.record:
                     self._begin_recording()
-                for shards in self._shards.values():
-                    shards.gather()
                 self._walk(executor, microbatches, opened, tally.root, tally.see if late else None)
                 for shards in self._shards.values():
                     shards.finish()
@@ -172,10 +170,11 @@ class Engine:
     def eval_step(self, microbatches: Sequence[Microbatch], loss_fn: LossFn) -> StepResult:
         """The loss without gradients, stages in eval mode; gradients stay as they are."""
         opened = self._open(microbatches, loss_fn)
-        with self._guard(), self._evaluating():
+        with self._guard(), _eval_mode(self.stages.values()):
             self._compare(microbatches)
             tally = Tally(loss_fn, self._num_all(opened), total=opened.total)
-            self._walk(self._executors.get("forward", opened.number), microbatches, opened, tally.root)
+            executor = self._executors.get("forward", opened.number, opened.alike)
+            self._walk(executor, microbatches, opened, tally.root)
             self._fabric.place.name = "the sum of losses"
             return combine(self._fabric.exchange(tally.sums() if self._layout.speaks else None))[0]
 
@@ -198,9 +197,9 @@ class Engine:
             outputs[index] = output if post is None else post(output, microbatch)
 
         opened = self._open(microbatches, None)
-        with self._guard(), self._evaluating():
+        with self._guard(), _eval_mode(self.stages.values()):
             self._compare(microbatches)
-            executor = self._executors.get("forward", opened.number)
+            executor = self._executors.get("forward", opened.number, opened.alike)
             self._walk(executor, microbatches, opened, keep)
             if not broadcast:
                 self._fabric.exchange(None)
@@ -228,14 +227,12 @@ class Engine:
         opened = self._open(microbatches, None)
         with self._guard():
             use = "forward" if not train else "record" if self.record else "train"
-            executor = self._executors.get(use, opened.number)
+            executor = self._executors.get(use, opened.number, opened.alike)
             if use == "record":
                 self._begin_recording()
-            for shards in self._shards.values():
-                shards.gather()
             self._walk(executor, microbatches, opened, finish)
-            for shards in self._shards.values():
-                shards.finish() if train else shards.drop()
+            for shards in self._shards.values() if train else ():
+                shards.finish()
 
     def refuse(self, reason: str) -> None:
         """Instead of a step: this rank cannot take part, and all of them raise why."""
@@ -321,7 +318,7 @@ class Engine:
             last = self.schedule.placement.copies[0][-1]
             counting = self._layout.speaks and self.rank == last
             opened = open_step(self._fabric, self._layout, self._kinds, microbatches, loss_fn, counting)
-            if self._shards and self.options.regather and len(set(opened.numbers)) > 1:
+            if self._shards and self.options.regather and not opened.alike:
                 raise ConfigError(
                     f"pipelines pass {sorted(set(opened.numbers))} microbatches: with regather=True each gathers "
                     "weights once per microbatch, so give all the same number, or leave regather out"
@@ -339,19 +336,11 @@ class Engine:
         self, executor: Executor, microbatches: Sequence[Microbatch], opened: Opened, finish: Any, see: Any = None
     ) -> None:
         place = self._fabric.place
+        for shards in self._shards.values():
+            shards.prepare()
         place.walker = executor
-        executor.run(microbatches, opened.kinds, finish, see, reduce_early=len(set(opened.numbers)) == 1)
+        executor.run(microbatches, opened.kinds, finish, see)
         place.walker, place.name = None, "the end of the step"
-
-    @contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        """Eval mode and no gradients inside; modes, and sharded weights, as they were afterwards."""
-        with _eval_mode(self.stages.values()):
-            for shards in self._shards.values():
-                shards.gather()
-            yield
-            for shards in self._shards.values():
-                shards.drop()
 
     def _begin_recording(self) -> None:
         self._fabric.place.name = "the comparison of clocks"

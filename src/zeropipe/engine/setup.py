@@ -83,6 +83,11 @@ def check_stages(schedule: Schedule, layout: Layout, stages: Mapping[int, Told],
             )
         if sharded(told.module) and layout.mesh is None and not told.keeps_factors:
             raise ConfigError(f"stage {stage} is sharded: give the Engine the mesh it is sharded on")
+        if sharded(told.module) and options.regather and options.split == "autograd":
+            raise ConfigError(
+                f"stage {stage} is sharded: split='autograd' may read weights in W, which regather=True has let go; "
+                "use split='store', or leave regather out"
+            )
         if options.changes_blocks and told.blocks is None:
             raise ConfigError(f"stage {stage} names no blocks to compile or checkpoint: use module_stages()")
         for tie in told.ties:

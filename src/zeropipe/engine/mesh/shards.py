@@ -2,8 +2,7 @@
 
 FSDP gathers weights and reduces gradients by hooks around forward and backward. In a pipeline with a split backward
 both come at the wrong time: a weight would be gathered for every microbatch, and the last W would never be reduced. So
-the hooks are told to do nothing, and the engine gathers a stage once per step, lets F, I and W work on whole weights,
-and reduces unit by unit after the last of them.
+the hooks are told to reduce nothing, and the Program says when a stage is gathered, let go and reduced.
 """
 
 from __future__ import annotations
@@ -28,10 +27,14 @@ class Shards:
         self._numbers: dict[int, int] | None = None
 
     def prepare(self) -> None:
-        """Once, before the first step: sums instead of means (unless the owner says how gradients are scaled), and
-        gradients that add up in the reduce dtype."""
-        if self._ready:
-            return
+        """Before a step: the hooks leave to the Program what it does. Collective when it is called first."""
+        if not self._ready:
+            self._set_up()
+        fsdp_private.hold_hooks(self.module, keep_whole=not self.regather)
+
+    def _set_up(self) -> None:
+        """Once: sums instead of means (unless the owner says how gradients are scaled), and gradients that add up in
+        the reduce dtype."""
         self._ready = True
         fsdp_private.lazy_init(self.module)
         for unit in self.units:
@@ -42,16 +45,18 @@ class Shards:
             unit.unshard()
         for unit in self.units:
             fsdp_private.accumulate_in_reduce_dtype(unit)
-        if self.regather:
-            self.drop()
+        self.drop()
 
-    def gather(self) -> None:
-        """UNSHARD: start to gather the whole weights; forward waits for them unit by unit."""
-        self.prepare()
-        fsdp_private.hold_hooks(self.module, keep_whole=not self.regather)
-        if not self.regather:
-            for unit in reversed(self.units):  # the outermost unit has the embedding: it is needed first
-                unit.unshard(async_op=True)
+    def gather(self, backward: bool) -> None:
+        """UNSHARD: start to gather the whole weights, those first that a forward, or a backward, needs first.
+
+        Computation waits for them unit by unit. With `regather` a hook gathers each unit before its turn and lets go of
+        it behind it, so that two are whole at a time; here only the first ones are started ahead of that.
+        """
+        blocks = self.units[:-1] if backward else self.units[-2::-1]
+        # the outermost unit comes first: it has the embedding, the head, or nothing
+        for unit in [self.units[-1], *(blocks[:1] if self.regather else blocks)]:
+            unit.unshard(async_op=True)
 
     def number_of(self, parameter: Tensor) -> int | None:
         """The unit of a whole weight; None for one that is not sharded."""
@@ -74,7 +79,7 @@ class Shards:
         fsdp_private.finish(self.module)
 
     def drop(self) -> None:
-        """RESHARD: let go of the whole weights, after a pass without gradients or a step that failed."""
+        """RESHARD: let go of the whole weights."""
         for unit in self.units:
             fsdp_private.wait_gathered(unit)
             unit.reshard()
@@ -85,7 +90,7 @@ class Shards:
 
 
 class Reduction:
-    """The last W of a stage: each unit is reduced as soon as its gradients are complete, in one order everywhere.
+    """REDUCE_GRAD, from within the last W: each unit is reduced as soon as it is complete, in one order everywhere.
 
     The order must not depend on the data: of some experts one process may have tokens and another none.
     """

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from zeropipe.core.action import Action, Kind, Overlap, Step, actions_of
+from zeropipe.core.action import SHARDING, Action, Kind, Overlap, Step, actions_of
 from zeropipe.core.schedule import Program
 from zeropipe.engine import torch_private
 from zeropipe.engine.backward.splitters import Pass, Splitter
@@ -19,6 +19,7 @@ from zeropipe.engine.mesh.shards import Reduction, Shards
 from zeropipe.engine.stages.contract import Microbatch, Told
 from zeropipe.engine.step.cells import Cell, as_tuple, moved, plain
 from zeropipe.engine.step.dynamic import Gap, movable
+from zeropipe.engine.step.plans import next_use, reduced_within
 from zeropipe.errors import EngineError
 
 Call = Callable[[], None]
@@ -64,7 +65,7 @@ class Executor:
         self._num_parts = program.schedule.problem.num_weight_parts
         self._parts: Counter[tuple[int, int]] = Counter()  # of a W: how many have a call
         self._shards = shards
-        self._num_backward: Counter[int] = Counter()  # B and W of each sharded stage
+        self._reductions: dict[int, Reduction] = {}  # of stages whose last W has begun
         self._placement = program.schedule.placement
         row = program.rows[rank]
         self.cells: dict[tuple[int, int], Cell] = {}
@@ -91,8 +92,12 @@ class Executor:
         self._ahead: dict[Action, Call] = {}  # what runs a W before its place
         self._calls: list[Call] = []
         self._labels: list[str] = []
-        for step in row:
-            self._add(step)
+        within = reduced_within(row)
+        for at, step in enumerate(row):
+            if isinstance(step, Action) and step.kind in SHARDING:
+                self._add_sharding(step, row, at)
+            else:
+                self._add(step, reduces=at in within)
         self._labels.append("the last sends of the step")
         self._at = 0
 
@@ -102,19 +107,15 @@ class Executor:
         kinds: Sequence[int],
         finish: Finish,
         see: See | None = None,
-        reduce_early: bool = True,
     ) -> None:
         """One step. `finish` takes the last stage's output and gives what backward starts from.
 
         Microbatches of one kind have the same shapes in all of the pipeline. `see` is shown the tensors of microbatches
-        that need a gradient, before they get one. `reduce_early`: a sharded stage is reduced as soon as its gradients
-        are complete. Processes that share a stage must reduce in one order, so it is only for those that run the same
-        Program; the others reduce all stages at the end.
+        that need a gradient, before they get one.
         """
         self._microbatches, self._finish, self._see = microbatches, finish, see
         self._at = 0
         self._kinds = kinds
-        self._left = Counter(self._num_backward) if reduce_early else Counter()
         for cell in self.cells.values():
             cell.clear()
         for incoming in self._incoming.values():
@@ -123,10 +124,6 @@ class Executor:
         for self._at, call in enumerate(calls):
             call()
         self._at = len(calls)
-        if self._train:
-            for stage in sorted(self._shards):
-                if not (reduce_early and self._num_backward[stage]):  # else it is done
-                    Reduction(self._shards[stage], ()).rest()
         for outgoing in self._outgoing.values():
             outgoing.drain()
         del self._microbatches, self._finish, self._see  # a caller's data and outputs are the caller's alone again
@@ -176,7 +173,22 @@ class Executor:
         }
         return incoming, places
 
-    def _add(self, step: Step) -> None:
+    def _add_sharding(self, action: Action, row: Sequence[Step], at: int) -> None:
+        shards = self._shards.get(action.stage)
+        if shards is None:  # this stage is whole on every rank
+            return
+        if action.kind is Kind.UNSHARD:
+            self._calls.append(partial(shards.gather, backward=next_use(row, at) is not Kind.F))
+        else:
+            self._calls.append(shards.drop if action.kind is Kind.RESHARD else partial(self._reduce, action.stage))
+        self._labels.append(str(action))
+
+    def _reduce(self, stage: int) -> None:
+        """What the stage's last W has not reduced already."""
+        reduction = self._reductions.pop(stage, None) or Reduction(self._shards[stage], ())
+        reduction.rest()
+
+    def _add(self, step: Step, reduces: bool) -> None:
         if isinstance(step, Overlap):
             for action in step:
                 self._add_take(action)
@@ -198,7 +210,8 @@ class Executor:
             call = self._beside(partial(send, cell, outgoing), cell)
         else:
             self._add_take(step)
-            call = self._watched(self._placed((self._compute(step),), (cell,)), (step,), (cell,))
+            compute = self._reducing(step) if reduces and step.stage in self._shards else self._compute(step)
+            call = self._watched(self._placed((compute,), (cell,)), (step,), (cell,))
         self._calls.append(call)
         self._labels.append(str(step))
 
@@ -233,11 +246,6 @@ class Executor:
         return self._watched(self._placed((call,), (cell,)), (action,), (cell,))
 
     def _compute(self, action: Action) -> Call:
-        call = self._computation(action)
-        reduces = action.stage in self._shards and action.kind in (Kind.B, Kind.W)
-        return self._reducing(call, action) if reduces else call
-
-    def _computation(self, action: Action) -> Call:
         cell = self.cells[action.stage, action.microbatch]
         if action.kind is Kind.F:
             return partial(self._forward, cell)
@@ -249,23 +257,14 @@ class Executor:
         self._parts[cell.stage, cell.microbatch] += 1
         return partial(self._splitter.weights, cell.stage, cell.microbatch, part, self._num_parts)
 
-    def _reducing(self, call: Call, action: Action) -> Call:
-        """A B or W of a sharded stage: after the last one its gradients are reduced, unit by unit within a W."""
-        stage, microbatch = action.stage, action.microbatch
-        shards = self._shards[stage]
-        self._num_backward[stage] += 1
+    def _reducing(self, action: Action) -> Call:
+        """The last W of a sharded stage: a unit is reduced as soon as its gradients are complete."""
+        call, stage = self._compute(action), action.stage
 
         def run() -> None:
-            self._left[stage] -= 1
-            if self._left[stage] != 0:
-                call()
-                return
-            reduction = Reduction(shards, self._splitter.waiting(stage, microbatch))
-            if action.kind is Kind.W:
-                call(ran=reduction.ran)  # type: ignore[call-arg]
-            else:
-                call()
-            reduction.rest()
+            reduction = Reduction(self._shards[stage], self._splitter.waiting(stage, action.microbatch))
+            self._reductions[stage] = reduction
+            call(ran=reduction.ran)  # type: ignore[call-arg]
 
         return run
 

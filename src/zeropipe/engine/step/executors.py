@@ -45,14 +45,18 @@ class Executors:
     """Makes executors when they are first needed, and keeps the latest."""
 
     def __init__(self, parts: Parts) -> None:
-        self._parts, self._made, self._kept = parts, Made(), dict[tuple[str, int], Executor]()
+        self._parts, self._made, self._kept = parts, Made(), dict[tuple[str, int, bool], Executor]()
         self.recorder: Recorder | None = None
         self.recorded: Schedule | None = None  # what the recorder saw last
 
-    def get(self, use: str, number: int) -> Executor:
-        """For "train", "record" or "forward", and a number of microbatches."""
-        key = (use, number)
-        found = self._kept.pop(key, None) or self._make(use, number)
+    def get(self, use: str, number: int, alike: bool) -> Executor:
+        """For "train", "record" or "forward", and a number of microbatches.
+
+        `alike`: all pipelines have that number. Processes that share a stage must gather and reduce in one order, and
+        only then do they run the same Program.
+        """
+        key = (use, number, alike)
+        found = self._kept.pop(key, None) or self._make(*key)
         self._kept[key] = found  # the latest is the last
         if len(self._kept) > KEPT:
             self._kept.pop(next(iter(self._kept))).close()
@@ -74,8 +78,8 @@ class Executors:
             executor.close()
         self._kept.clear()
 
-    def _make(self, use: str, number: int) -> Executor:
-        parts, program = self._parts, self._program(use, number)
+    def _make(self, use: str, number: int, alike: bool) -> Executor:
+        parts, program = self._parts, self._program(use, number, alike)
         watchers: list[Watcher] = [Names(program.schedule)]
         if parts.options.check_finite:
             watchers.append(FiniteCheck())
@@ -89,6 +93,9 @@ class Executors:
             dynamic_weights=parts.options.dynamic_weights, made=self._made, watchers=watchers,
         )  # fmt: skip
 
-    def _program(self, use: str, number: int) -> Program:
-        schedule = resized(self._parts.schedule, number)
-        return forward_only(schedule) if use == "forward" else lower(schedule)
+    def _program(self, use: str, number: int, alike: bool) -> Program:
+        schedule, options, shards = resized(self._parts.schedule, number), self._parts.options, None
+        if self._parts.shards:
+            keeps = alike and options.split != "autograd"  # torch's W may read weights, ours do not
+            shards = "regather" if options.regather else "keep" if keeps else "ends"
+        return forward_only(schedule, shards) if use == "forward" else lower(schedule, shards)

@@ -52,6 +52,11 @@ class Opened:
     total: float | None  # tokens of all pipelines; None if the loss cannot tell before it has run
     forgotten: bool  # kinds start anew: what edges know about shapes is void
 
+    @property
+    def alike(self) -> bool:
+        """Whether all pipelines have the same number of microbatches."""
+        return len(set(self.numbers)) == 1
+
 
 class KindBook:
     """Numbers the kinds of microbatches a pipeline has seen. All its ranks see the same ones, in the same order."""

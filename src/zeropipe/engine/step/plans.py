@@ -1,10 +1,11 @@
-"""What follows from a Schedule alone: its edges, and its forward half."""
+"""What follows from a Schedule or a row of its Program alone."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
-from zeropipe.core.action import Action, Kind, actions_of
+from zeropipe.core.action import COMPUTE, Action, Kind, Overlap, Step, actions_of
 from zeropipe.core.lower import lower
 from zeropipe.core.placement import Placement
 from zeropipe.core.schedule import Program, Schedule
@@ -16,9 +17,28 @@ def edges_of(placement: Placement) -> set[tuple[int, int]]:
     return neighbours | {(b, a) for a, b in neighbours}
 
 
-def forward_only(schedule: Schedule) -> Program:
-    """The schedule's forwards in its own order: it runs whatever the placement."""
+def forward_only(schedule: Schedule, shards: str | None = None) -> Program:
+    """The schedule's forwards in its own order: it runs whatever the placement. `shards` as in `lower`."""
     rows: list[list[Action]] = [
         [action for action in actions_of(row) if action.kind is Kind.F] for row in schedule.rows
     ]
-    return lower(Schedule.of(schedule.problem, schedule.placement, rows, schedule.name))
+    return lower(Schedule.of(schedule.problem, schedule.placement, rows, schedule.name), shards)
+
+
+def next_use(row: Sequence[Step], at: int) -> Kind | None:
+    """What the stage of an UNSHARD is gathered for: the kind of its next F, B or I."""
+    stage = actions_of(row[at : at + 1])[0].stage
+    return next((a.kind for a in actions_of(row[at:]) if a.stage == stage and a.kind in (Kind.F, Kind.B, Kind.I)), None)
+
+
+def reduced_within(row: Sequence[Step]) -> set[int]:
+    """The places of those W right behind which their stage is reduced, so that it can begin before they end."""
+    found, last = set(), None
+    for at, step in enumerate(row):
+        if isinstance(step, Overlap):
+            last = None
+        elif step.kind in COMPUTE:
+            last = (at, step.stage) if step.kind is Kind.W else None
+        elif step.kind is Kind.REDUCE_GRAD and last is not None and last[1] == step.stage:
+            found.add(last[0])
+    return found
