@@ -108,7 +108,7 @@ def drifting_clocks(schedule: Schedule, steps: int) -> list[Timeline]:
 
     found = []
     with (
-        mock.patch.object(clock, "_machine", return_value=f"machine {rank}"),
+        mock.patch.object(clock, "machine_name", return_value=f"machine {rank}"),
         mock.patch("time.perf_counter", drifting),
         Engine(schedule, own(blocks(schedule.num_stages), schedule), record=True) as engine,
     ):

@@ -41,6 +41,7 @@ ROOMS = {
     "checkpoint": {"torch_private", "backward", "comm", "layout", "masters", "setup", "stages"},
     "engine": {"backward", "blocks", "checkpoint", "comm", "layout", "mesh", "options", "setup", "stages", "step"},
     "run": {"torch_private", "blocks", "comm", "stages", "step", "engine"},
+    "profile": {"stages", "step", "engine", "run"},
 }
 FILES = sorted(SRC.rglob("*.py"))
 

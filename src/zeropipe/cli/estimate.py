@@ -62,7 +62,7 @@ def estimate(model: str | None, known: bool, out: str | None, as_json: bool, **g
         output.print_json({**layer_data(found), "file": out})
         return
     for setting in found.settings:
-        _print(found, setting)
+        print_setting(found, setting)
     output.note(WORDS)
     if out:
         output.print_written(out)
@@ -73,19 +73,22 @@ def efficiency_of(text: str | None) -> dict[str, Any] | None:
     return None if text is None else opt.settings_of(tuple(text.split(",")), "--efficiency")
 
 
-def _print(found: LayerCosts, setting: Setting) -> None:
+def print_setting(found: LayerCosts, setting: Setting) -> None:
+    """The table of one setting, estimated or measured."""
     console = output.console()
+    device = found.machine.get("gpu") or f"{found.machine.get('cpu', 'a CPU')} ({found.machine.get('ranks', 1)} ranks)"
+    word = "an estimate" if found.source == "estimate" else "measured"
     console.print(
-        f"{found.model} on {found.machine['gpu']}, {found.dtype}, {found.sequence} tokens, {setting}: an estimate",
+        f"{found.model} on {device}, {found.dtype}, {found.sequence} tokens, {setting}: {word}",
         style="bold", markup=False, soft_wrap=True,
     )  # fmt: skip
     rows = output.table("name", "number", "F", "I", "W", "held\nF to I", "kept\nI to W", "parameters", left=("name",))
-    parts = [*found.before, *dict.fromkeys(found.layers), *found.after]
+    parts = [*found.before, *dict.fromkeys(found.layers), *found.after, *found.each]
     for kind in parts:
         cost = setting.kinds[kind]
-        number = found.layers.count(kind) or 1
+        number = "each" if kind in found.each else str(found.layers.count(kind) or 1)
         rows.add_row(
-            kind, str(number), *(output.time_text(time, "s") for time in (cost.f, cost.i, cost.w)),
+            kind, number, *(output.time_text(time, "s") for time in (cost.f, cost.i, cost.w)),
             *(output.size_text(size, "B") for size in (cost.activation, cost.stash)), f"{cost.parameters / 1e6:.1f} M",
         )  # fmt: skip
     console.print(rows)

@@ -163,13 +163,13 @@ def _built(schedules: tuple[str, ...], sizes: dict[str, Any], wishes: dict[str, 
         request = replace(request, ranks=(int(world),))
     local = world is None and not dry_run
     if local and request.ranks:  # before anything of that size is built
-        _require_cores(request.ranks[0])
+        require_cores(request.ranks[0])
     per_stage = wishes.pop("layers_per_stage")
     if per_stage is not None:
         request = _with_layers_per_stage(request, per_stage, wishes)
     built = [request.priced(spec).schedule for spec in request.specs]
     if local:  # a file has ranks of its own
-        _require_cores(built[0].num_ranks)
+        require_cores(built[0].num_ranks)
     return built
 
 
@@ -209,7 +209,7 @@ def _job(built: list[Schedule], **given: Any) -> Job:
     return job
 
 
-def _require_cores(num_ranks: int) -> None:
+def require_cores(num_ranks: int) -> None:
     """Local ranks are processes: a wrong number must not take the machine down."""
     cores = os.cpu_count() or 1
     if num_ranks > max(64, 4 * cores):

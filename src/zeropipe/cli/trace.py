@@ -12,12 +12,13 @@ from zeropipe.cli import options as opt
 from zeropipe.cli import output
 from zeropipe.cli import trace_text as text
 from zeropipe.cli.progress import progress
-from zeropipe.errors import ConfigError, ZeropipeError
+from zeropipe.errors import ConfigError, ZeropipeError, short
 
 if TYPE_CHECKING:
     from zeropipe.core.schedule import Schedule
     from zeropipe.core.timeline import Timeline
     from zeropipe.sim.costs import Costs
+    from zeropipe.sim.layer_costs import LayerCosts, Setting
     from zeropipe.sim.megatron import Log
 
 
@@ -45,6 +46,8 @@ def trace(context: click.Context) -> None:
     "--per", type=click.Choice(["rank", "stage"]), default="rank", show_default=True,
     help="What a costs file's numbers are of: a rank's part of the model, or a stage.",
 )  # fmt: skip
+@click.option("--layers", help="Layers of each stage, like 2,3,3,2, for costs of layers; spread evenly by default.")
+@click.option("--ac", help="The setting of such costs, if not their first: none, full, selective:op, ...")
 @click.option("--schedule", help="Of a log, which does not tell: a name or a file.")
 @opt.size_options
 @click.option("--report", help="Write a page with both timelines, linked: report.html.")
@@ -54,6 +57,8 @@ def compare(
     files: tuple[str, ...],
     costs_file: str | None,
     per: str,
+    layers: str | None,
+    ac: str | None,
     schedule: str | None,
     report: str | None,
     out: str | None,
@@ -75,7 +80,8 @@ def compare(
         begin("reading")
         run = _read(files, schedule, sizes)
         begin("simulating")
-        found = _compared(run, _costs(costs_file, run.schedule, per))
+        given = _given(costs_file, run.schedule, per, layers, ac)
+        found = _compared(run, given.stages if given else None)
         begin("writing")
         if report:
             from zeropipe.viz import draw
@@ -83,9 +89,8 @@ def compare(
             draw(list(found.timelines), report)
         if out:
             from zeropipe.core.files import write_whole
-            from zeropipe.sim.costs import costs_data
 
-            write_whole(out, json.dumps(costs_data(found.corrected), indent=2) + "\n")
+            write_whole(out, _corrected_text(found, given, run))
     if as_json:
         output.print_json(text.data(found))
         return
@@ -139,6 +144,14 @@ def _of_log(path: str, content: str, schedule: str | None, sizes: dict[str, Any]
     return Run(built.schedule if isinstance(built, Timeline) else built, None, log)
 
 
+def timeline_of(files: tuple[str, ...]) -> Timeline:
+    """The run that files hold: a timeline, or the traces of its ranks."""
+    from zeropipe.core.files import read_text
+    from zeropipe.core.limits import COMMAND_LINE
+
+    return _of_traces(files, [read_text(path, COMMAND_LINE) for path in files])
+
+
 def _of_traces(files: tuple[str, ...], texts: list[str]) -> Timeline:
     from zeropipe.core.complete import check_complete
     from zeropipe.core.json import from_plain
@@ -170,11 +183,57 @@ def _of_traces(files: tuple[str, ...], texts: list[str]) -> Timeline:
     return found
 
 
-def _costs(path: str | None, schedule: Schedule, per: str) -> Costs | None:
+@dataclass(frozen=True)
+class Given:
+    """Costs to predict with: of stages, and of the layers that these were made of."""
+
+    stages: Costs
+    layers: LayerCosts | None = None
+    setting: Setting | None = None
+    counts: tuple[int, ...] = ()
+
+
+def _given(path: str | None, schedule: Schedule, per: str, layers: str | None, ac: str | None) -> Given | None:
     from zeropipe.sim.compare import stage_costs
+    from zeropipe.sim.costs import Costs
     from zeropipe.sim.fit import load_costs
 
-    return stage_costs(load_costs(path), schedule.problem, per) if path else None
+    found = load_costs(path) if path else None
+    if found is None or isinstance(found, Costs):
+        for name, value in (("layers", layers), ("ac", ac)):
+            if value:
+                raise ConfigError(f"--{name} {value}: only costs of layers (estimate, profile) are cut by it")
+        return None if found is None else Given(stage_costs(found, schedule.problem, per))
+    counts = counts_of(found, schedule, layers)
+    setting = found.setting(ac=ac)
+    costs = found.costs(counts, setting, ac=ac, placement=schedule.placement)
+    return Given(costs, found, setting, counts)
+
+
+def counts_of(costs: LayerCosts, schedule: Schedule, layers: str | None) -> tuple[int, ...]:
+    """The layers of each stage of a run, as --layers says, or spread evenly."""
+    from zeropipe.core.layers import check_counts, layer_counts
+
+    if not layers:
+        return layer_counts(costs.num_layers, schedule.num_stages)
+    try:
+        given = tuple(int(part) for part in layers.split(","))
+    except ValueError:
+        raise ConfigError(f"--layers {short(layers)}: write one number per stage, like 2,3,3,2") from None
+    return check_counts(given, costs.num_layers, schedule.num_stages)
+
+
+def _corrected_text(found: text.Compared, given: Given | None, run: Run) -> str:
+    """The costs file of what the run corrects: of layers, if such costs were given."""
+    from zeropipe.sim.costs import costs_data
+    from zeropipe.sim.layer_file import to_layer_json
+    from zeropipe.sim.refit import refitted
+
+    if given is None or given.layers is None:
+        return json.dumps(costs_data(found.corrected), indent=2) + "\n"
+    if run.timeline is None:
+        raise ConfigError("-o: a log's means correct costs of stages, not of layers: give such costs, or a timeline")
+    return to_layer_json(refitted(given.layers, run.timeline, given.counts, given.setting)) + "\n"
 
 
 def _compared(run: Run, costs: Costs | None) -> text.Compared:

@@ -88,7 +88,8 @@ class LayerCosts:
     """A model's layers in order, and what each kind of them costs in some settings.
 
     `layers` names the kind of each decoder layer; `before` and `after` are what the first and the last stage have
-    beside them. With `tied`, head and embedding are one weight: a rank that has both has it once.
+    beside them, and `each` is what every stage has (masks, rotary embeddings). With `tied`, head and embedding are one
+    weight: a rank that has both has it once.
     """
 
     model: str
@@ -97,6 +98,7 @@ class LayerCosts:
     settings: tuple[Setting, ...]
     before: tuple[str, ...] = ("embedding",)
     after: tuple[str, ...] = ("head", "loss")
+    each: tuple[str, ...] = ()
     tied: bool = False
     sequence: int = 0
     dtype: str = "bf16"
@@ -110,7 +112,7 @@ class LayerCosts:
         if not self.layers or not self.settings:
             raise ConfigError(f"the costs of {self.model} have no layers or no settings: give at least one of each")
         for setting in self.settings:
-            missing = sorted({*self.layers, *self.before, *self.after} - set(setting.kinds))
+            missing = sorted({*self.layers, *self.before, *self.after, *self.each} - set(setting.kinds))
             if missing:
                 raise ConfigError(f"the costs of {self.model} ({setting}) lack the layer kind {missing[0]!r}: add it")
 
@@ -152,7 +154,7 @@ class LayerCosts:
         layers = self.layer_list(chosen, ac)
         stages, start = [], 0
         for count in check_counts(counts, len(layers), len(counts)):
-            stages.append(layers[start : start + count])
+            stages.append([*(chosen.kinds[kind] for kind in self.each), *layers[start : start + count]])
             start += count
         stages[0] = [*(chosen.kinds[kind] for kind in self.before), *stages[0]]
         stages[-1] = [*stages[-1], *(chosen.kinds[kind] for kind in self.after)]

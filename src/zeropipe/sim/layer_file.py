@@ -30,7 +30,7 @@ def layer_data(costs: LayerCosts) -> dict[str, Any]:
     for setting in data["settings"]:
         for kind in setting["kinds"].values():
             for name in ("b", "overlap", "spread"):
-                if not kind[name]:
+                if kind[name] is None or kind[name] == {}:
                     del kind[name]
     return data
 
@@ -60,7 +60,7 @@ def from_layer_data(data: Any, where: str = "costs") -> LayerCosts:
     found = _fields(LayerCosts, given, where)
     if found["source"] not in ("estimate", "profile"):
         raise ConfigError(f'{where}: source={short(found["source"])}: it is "estimate" or "profile"')
-    for name in ("layers", "before", "after"):
+    for name in ("layers", "before", "after", "each"):
         if name in found:
             found[name] = tuple(_texts(found[name], f"{where}: {name}"))
     if not isinstance(found["settings"], list) or not found["settings"]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from zeropipe.core.schedule import Schedule
 from zeropipe.engine.run.measure import Measured, measure
-from zeropipe.engine.run.spec import BUILT_IN, Job, layers_of, vocabulary_of
+from zeropipe.engine.run.spec import BUILT_IN, Job, built_in, vocabulary_of
 from zeropipe.engine.stages.build import hf_stages
 from zeropipe.engine.step.losses import CausalLMLoss
 from zeropipe.errors import ConfigError
@@ -37,7 +37,7 @@ def run_job(schedule: Schedule, job: Job) -> Outcome:
         name = f"step {step}/{job.steps}" if step else "warm-up"
         print(f"{schedule.name}: {name}, loss {loss:.4f}, {seconds:.3f} s", file=sys.stderr, flush=True)
 
-    device = _device(job.device)
+    device = device_of(job.device)
     stages = hf_stages(
         _model(job), schedule, rank, layers=job.layers, dtype=DTYPES[job.dtype], device=device, seed=job.seed
     )
@@ -79,15 +79,9 @@ def _model(job: Job) -> Any:
     """The directory, or the config of a built-in model."""
     if job.model not in BUILT_IN:
         return job.model
-    from transformers import LlamaConfig, Qwen3Config
+    from transformers import AutoConfig
 
-    _, hidden, intermediate, heads, kv_heads, head_size, _ = BUILT_IN[job.model]
-    make = Qwen3Config if "qwen3" in job.model else LlamaConfig
-    return make(
-        hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers_of(job),
-        num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_size, vocab_size=vocabulary_of(job),
-        max_position_embeddings=max(4096, job.sequence), tie_word_embeddings=False,
-    )  # fmt: skip
+    return AutoConfig.for_model(**built_in(job))
 
 
 def _tokens(job: Job, num_microbatches: int, step: int, device: torch.device) -> list[dict[str, torch.Tensor]]:
@@ -101,7 +95,7 @@ def _tokens(job: Job, num_microbatches: int, step: int, device: torch.device) ->
     return made
 
 
-def _device(name: str) -> torch.device:
+def device_of(name: str) -> torch.device:
     if name == "cuda":  # ranks share GPUs where there are fewer
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     return torch.device(name)

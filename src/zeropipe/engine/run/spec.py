@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from zeropipe.core.checkpointing import Checkpointing
 from zeropipe.core.layers import check_counts, layer_counts
@@ -74,6 +75,18 @@ def counts_of(job: Job, schedule: Schedule) -> tuple[int, ...]:
     if job.layers is None:
         return layer_counts(num_layers, schedule.num_stages, job.first_less, job.last_less)
     return check_counts(job.layers, num_layers, schedule.num_stages)
+
+
+def built_in(job: Job) -> dict[str, Any]:
+    """The config of a built-in model as plain data."""
+    _, hidden, intermediate, heads, kv_heads, head_size, _ = BUILT_IN[job.model]
+    return {
+        "model_type": "qwen3" if "qwen3" in job.model else "llama",
+        "hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers_of(job),
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_size,
+        "vocab_size": vocabulary_of(job), "max_position_embeddings": max(4096, job.sequence),
+        "tie_word_embeddings": False,
+    }  # fmt: skip
 
 
 def vocabulary_of(job: Job) -> int:

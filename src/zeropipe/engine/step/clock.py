@@ -23,7 +23,7 @@ class Clock:
 
     def __init__(self, fabric: Fabric) -> None:
         self._fabric = fabric
-        machines = fabric.exchange(_machine())
+        machines = fabric.exchange(machine_name())
         self._others = [rank for rank, machine in enumerate(machines) if machine != machines[0]]
         self._measured: list[tuple[float, float]] = []  # the last two: a time of ours, how far we were ahead
         self.measure()
@@ -62,7 +62,7 @@ class Clock:
         return best[1:]
 
 
-def _machine() -> str:
+def machine_name() -> str:
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return socket.gethostname()

@@ -1,0 +1,147 @@
+"""Runs the pieces of a model through the engine and records them."""
+
+from __future__ import annotations
+
+import gc
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zeropipe import __version__
+from zeropipe.core.probe import Ping, Probe, Profile, ping_schedule, split_schedule, whole_schedule
+from zeropipe.core.schedule import Schedule
+from zeropipe.core.timeline import Timeline
+from zeropipe.engine.engine import Engine
+from zeropipe.engine.profile.pieces import Pieces, facts, open_pieces
+from zeropipe.engine.profile.spec import ProfileJob, Setting
+from zeropipe.engine.run.job import DTYPES, backend_of, device_of
+from zeropipe.engine.run.spec import Job
+from zeropipe.engine.step.clock import machine_name
+from zeropipe.engine.step.losses import CausalLMLoss
+
+WARM_UP = 2  # steps: the first ones compile, and find memory
+PINGS = 8
+
+
+def profile(job: ProfileJob) -> Profile:
+    """Measure a model; every rank calls this, measures at the same time as the others, and gets the same answer."""
+    device = device_of(job.device)
+    pieces = open_pieces(job.source, DTYPES[job.dtype], job.seed)
+    alone = [dist.new_group([rank], backend="gloo") for rank in range(dist.get_world_size())][dist.get_rank()]
+    probes = []
+    for number, setting in enumerate(job.settings):
+        _tell(f"{job.name}: {number + 1} of {len(job.settings)}: {setting}")
+        probes.append(_probe(job, pieces, setting, device, alone))
+    pings = _pings(probes[0].pieces[1].message, device) if dist.get_world_size() > 1 else ()
+    return Profile(
+        job.name, pieces.layers, tuple(probes), pings, tuple(_everyone(machine_name())),
+        bool(getattr(pieces.model.config, "tie_word_embeddings", False)), job.sequence, job.dtype,
+        DTYPES[job.dtype].itemsize, _machine(device), _versions(device),
+    )  # fmt: skip
+
+
+def profile_under_torchrun(job: ProfileJob) -> Profile | None:
+    """`profile` on the processes torchrun started; None on all ranks but the first."""
+    dist.init_process_group(backend_of(Job(device=job.device), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    try:
+        found = profile(job)
+        return found if dist.get_rank() == 0 else None
+    finally:
+        dist.destroy_process_group()
+
+
+def _probe(job: ProfileJob, pieces: Pieces, setting: Setting, device: torch.device, alone: Any) -> Probe:
+    microbatch = _tokens(job, pieces, setting.microbatch_size, device)
+    found: dict[str, tuple[Timeline, ...]] = {}
+    known: Any = None
+    for name, make in (("split", split_schedule), ("whole", whole_schedule)):
+        stages = pieces.build(device)
+        known = known or facts(pieces, stages, microbatch)
+        schedule = make(len(stages), job.microbatches)
+        steps = _steps(schedule, stages, [microbatch] * schedule.num_microbatches, CausalLMLoss(), job.steps,
+                       group=alone, device=device, compile=setting.compile, ac=setting.ac)  # fmt: skip
+        found[name] = tuple(timeline for own in _everyone(list(steps)) for timeline in own)
+        del stages
+        gc.collect()
+    return Probe(known, found["split"], found["whole"], setting.ac, setting.microbatch_size, setting.compile)
+
+
+def _steps(
+    schedule: Schedule, stages: Any, microbatches: list[Any], loss_fn: Any, number: int, **options: Any
+) -> Iterator[Timeline]:
+    """Some recorded steps. Gradients are added up, not cleared: they are allocated in the warm-up, and never again."""
+    with Engine(schedule, stages, record=True, **options) as engine:
+        for step in range(WARM_UP + number):
+            dist.barrier()  # all ranks measure at the same time, as they will run
+            engine.train_step(microbatches, loss_fn)
+            if step >= WARM_UP:
+                yield engine.timeline()
+
+
+def _tokens(job: ProfileJob, pieces: Pieces, size: int, device: torch.device) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(job.seed)
+    vocabulary = pieces.model.config.get_text_config().vocab_size
+    tokens = torch.randint(0, vocabulary, (size, job.sequence), generator=generator).to(device)
+    return {"input_ids": tokens, "labels": tokens}
+
+
+class Hand(nn.Module):
+    """Hands its input on, and takes its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+def _sum(output: Tensor, microbatch: Any) -> tuple[Tensor, int]:
+    return output.sum(), output.numel()
+
+
+def _pings(message: float, device: torch.device) -> tuple[Ping, ...]:
+    """Messages of a quarter of the size and of the whole size: they tell latency and bandwidth apart."""
+    schedule, rank, found = ping_schedule(dist.get_world_size(), PINGS), dist.get_rank(), []
+    for share in (4, 1):
+        count = max(1, int(message) // 4 // share)
+        _tell(f"messages of {4 * count:,} bytes between {schedule.num_ranks} ranks")
+        batch = {"inputs": torch.ones(count, device=device)}
+        steps = _steps(schedule, {rank: Hand().to(device)}, [batch] * PINGS, _sum, 3, device=device)
+        found.append(Ping(4.0 * count, tuple(steps)))
+    return tuple(found)
+
+
+def _everyone(value: Any) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _tell(text: str) -> None:
+    if dist.get_rank() == 0:
+        print(f"profile: {text}", file=sys.stderr, flush=True)
+
+
+def _machine(device: torch.device) -> dict[str, object]:
+    ranks = {"ranks": dist.get_world_size()}
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return {"gpu": properties.name, "memory": properties.total_memory, **ranks}
+    return {
+        "cpu": platform.processor() or platform.machine(), "cores": os.cpu_count() or 1,
+        "threads": torch.get_num_threads(), **ranks,
+    }  # fmt: skip
+
+
+def _versions(device: torch.device) -> dict[str, str]:
+    import transformers
+
+    found = {"zeropipe": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+    return found | ({"cuda": str(torch.version.cuda)} if device.type == "cuda" else {})

@@ -1,0 +1,123 @@
+"""A model in the pieces that are measured: only they are given memory, however large the model is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from zeropipe.core.probe import Piece
+from zeropipe.engine.stages.find import kinds, per_layer
+from zeropipe.engine.stages.hf import HFStage
+from zeropipe.engine.stages.models import meta_model
+from zeropipe.engine.stages.open import Model, open_model
+from zeropipe.errors import ConfigError, MissingExtra
+
+TOGETHER = 4  # layers of the piece that has several
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Where one piece is in the model, and the kinds in it."""
+
+    kinds: tuple[str, ...]
+    cut: tuple[range, ...]
+    stage: int
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """A model that can be built piece by piece."""
+
+    model: Model
+    layers: tuple[str, ...]  # the kind of each decoder layer
+    cuts: tuple[Cut, ...]
+
+    def build(self, device: torch.device) -> dict[int, HFStage]:
+        """Every piece as a stage of one pipeline, with random weights."""
+        return {place: self.model.stage(one.cut, one.stage, device) for place, one in enumerate(self.cuts)}
+
+
+def open_pieces(source: str | Mapping[str, Any], dtype: torch.dtype, seed: int) -> Pieces:
+    """The pieces of a model, given as a directory or as the data of a config: its weights are not read."""
+    model = open_model(_config(source), dtype, "lm", seed)
+    family, whole = model.family, meta_model(model.config, dtype)
+    numbers = kinds(whole, family.layers, per_layer(whole, family.layers))
+    names = _names(whole.get_submodule(family.layers), numbers, model.config)
+    return Pieces(model, names, _cuts(names, family.bare_ends))
+
+
+def _config(source: str | Mapping[str, Any]) -> Any:
+    try:
+        from transformers import AutoConfig
+    except ImportError:
+        raise MissingExtra("transformers", "engine") from None
+    try:
+        if isinstance(source, str):
+            return AutoConfig.from_pretrained(source)
+        data = dict(source)
+        return AutoConfig.for_model(data.pop("model_type"), **data)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError(f"transformers cannot read this config: {reason}") from None
+
+
+def _names(layers: nn.Module, numbers: list[int], config: Any) -> tuple[str, ...]:
+    """A name for each layer's kind, as estimates have them: dense, experts, dense-sliding; then dense-2, ..."""
+    types = getattr(config, "layer_types", None) or [""] * len(numbers)
+    found: dict[int, str] = {}
+    for layer, number, kind in zip(layers.children(), numbers, types):
+        if number not in found:
+            mixed = any(re.search(r"(^|\.)experts($|\.)", name) for name, _ in layer.named_modules())
+            name = ("experts" if mixed else "dense") + ("-sliding" if "sliding" in str(kind) else "")
+            same = sum(re.fullmatch(rf"{name}(-\d+)?", other) is not None for other in found.values())
+            found[number] = f"{name}-{same + 1}" if same else name
+    return tuple(found[number] for number in numbers)
+
+
+def _cuts(layers: tuple[str, ...], bare_ends: bool) -> tuple[Cut, ...]:
+    """The embedding, one layer of each kind, several layers together, the head. Ends may have to keep a layer."""
+    total, end = len(layers), 0 if bare_ends else 1
+    inner = range(end, total - end)
+    cuts = [Cut(("embedding", *layers[:end]), (range(end), range(end, total)), 0)]
+    for kind in dict.fromkeys(layers):
+        place = next((at for at in inner if layers[at] == kind), None)
+        if place is None:
+            raise ConfigError(
+                f"the model has a layer kind, {kind!r}, only where its embedding or head is, which it does not run "
+                "without a layer: it cannot be measured alone"
+            )
+        cuts.append(Cut((kind,), (range(place), range(place, place + 1), range(place + 1, total)), 1))
+    if len(inner) > 1:
+        several = inner[:TOGETHER]
+        cuts.append(
+            Cut(tuple(layers[at] for at in several), (range(several.start), several, range(several.stop, total)), 1)
+        )
+    cuts.append(Cut((*layers[total - end :], "head"), (range(total - end), range(total - end, total)), 1))
+    return tuple(cuts)
+
+
+def facts(pieces: Pieces, stages: Mapping[int, HFStage], microbatch: Mapping[str, Tensor]) -> tuple[Piece, ...]:
+    """Parameters, operations and messages of the pieces, by running them once."""
+    found: list[Piece] = []
+    inputs: tuple[Tensor, ...] = ()
+    with torch.no_grad():
+        for place, stage in stages.items():
+            with FlopCounterMode(display=False) as counter:
+                output = stage(*inputs, **stage.pick(microbatch))
+            inputs = output if isinstance(output, tuple) else (output,)
+            last = place == len(stages) - 1
+            found.append(
+                Piece(
+                    pieces.cuts[place].kinds,
+                    sum(parameter.numel() for parameter in stage.parameters()),
+                    float(counter.get_total_flops()),
+                    0.0 if last else float(sum(tensor.nbytes for tensor in inputs)),
+                )
+            )
+    return tuple(found)

@@ -1,0 +1,208 @@
+"""Costs of layers from what a profile measured.
+
+A stage of n layers takes what every stage takes (masks, rotary embeddings, the executor's own time between actions) and
+n times what a layer takes. One layer alone, and several together, tell the two apart.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from zeropipe.core.action import Kind
+from zeropipe.core.explain import reasons
+from zeropipe.core.probe import Piece, Ping, Probe, Profile
+from zeropipe.core.timeline import Timeline
+from zeropipe.errors import ConfigError
+from zeropipe.sim.costs import INSIDE, Link
+from zeropipe.sim.fit import steps_of
+from zeropipe.sim.layer_costs import LayerCost, LayerCosts, Setting, State
+
+STAGE = "stage"  # the kind that every stage has once
+TIMES = ("f", "i", "w", "b", "overlap")
+SIZES = ("activation", "stash")
+_NAMES = {"F": "f", "I": "i", "W": "w", "B": "b", "F+B": "overlap"}
+_TRIM = 0.1  # of the measurements at either end: a machine has other things to do
+
+
+class Measured(NamedTuple):
+    """What one piece takes: times and sizes by name, and how far the times lie apart, relative to them."""
+
+    values: Mapping[str, float]
+    spread: Mapping[str, float]
+    workspace: float
+
+
+def layer_costs(profile: Profile) -> LayerCosts:
+    """The costs of a model's layers, as measured."""
+    link, inter_node = links(profile.pings, profile.nodes)
+    size = profile.bytes_per_number
+    return LayerCosts(
+        profile.model, "profile", profile.layers, tuple(map(_setting, profile.probes)), after=("head",),
+        each=(STAGE,), tied=profile.tied, sequence=profile.sequence, dtype=profile.dtype, link=link,
+        inter_node=inter_node, state=State() if size == 2 else State(size, size, 2 * size),
+        machine=profile.machine, versions=profile.versions,
+    )  # fmt: skip
+
+
+def _setting(probe: Probe) -> Setting:
+    if not probe.split or not probe.whole:
+        raise ConfigError("a profile needs at least one recorded step: give steps=1 or more")
+    measured = [_measured(probe, stage) for stage in range(len(probe.pieces))]
+    between = _between([*probe.split, *probe.whole])
+    shared = {name: _shared(probe.pieces, [one.values[name] for one in measured]) for name in (*TIMES, *SIZES)}
+    kinds: dict[str, LayerCost] = {}
+    for piece, one in zip(probe.pieces, measured, strict=True):
+        if len(piece.kinds) == 1:
+            kinds[piece.kinds[0]] = _layer(piece, one, shared)
+    for piece, one in zip(probe.pieces, measured, strict=True):  # an end that has a layer with it
+        own = [kind for kind in piece.kinds if kind not in kinds]
+        if own:
+            rest = [kinds[kind] for kind in piece.kinds if kind in kinds]
+            kinds[own[0]] = _less(_layer(piece, one, shared), rest)
+    stage: dict[str, Any] = {name: shared[name] + (between if name in TIMES else 0.0) for name in shared}
+    kinds[STAGE] = LayerCost(**stage)
+    return Setting(kinds, probe.ac, probe.microbatch_size, 1, probe.compile)
+
+
+def _layer(piece: Piece, one: Measured, shared: Mapping[str, float]) -> LayerCost:
+    values: dict[str, Any] = {name: max(0.0, value - shared[name]) for name, value in one.values.items()}
+    return LayerCost(
+        **values, workspace=one.workspace, message=piece.message, parameters=piece.parameters, flops=piece.flops,
+        spread=one.spread,
+    )  # fmt: skip
+
+
+def _less(whole: LayerCost, parts: Sequence[LayerCost]) -> LayerCost:
+    """What is left of a piece without some of its layers."""
+    for part in parts:
+        left: dict[str, Any] = {
+            name: max(0.0, (getattr(whole, name) or 0.0) - (getattr(part, name) or 0.0))
+            for name in (*TIMES, *SIZES, "flops")
+        }
+        whole = replace(whole, **left, parameters=whole.parameters - part.parameters)
+    return whole
+
+
+def _shared(pieces: Sequence[Piece], values: Sequence[float]) -> float:
+    """What every stage takes once: from the pieces of several layers, whose layers are known alone.
+
+    It is at most half of what a layer takes alone: measured on a busy machine it may seem to be all of it.
+    """
+    alone = {piece.kinds[0]: value for piece, value in zip(pieces, values, strict=True) if len(piece.kinds) == 1}
+    found = [
+        (sum(alone[kind] for kind in piece.kinds) - value) / (len(piece.kinds) - 1)
+        for piece, value in zip(pieces, values, strict=True)
+        if len(piece.kinds) > 1 and all(kind in alone for kind in piece.kinds)
+    ]
+    layers = [value for kind, value in alone.items() if kind not in ("embedding", "head")]
+    return min(max(0.0, fmean(found)), *(value / 2 for value in layers)) if found else 0.0
+
+
+def _measured(probe: Probe, stage: int) -> Measured:
+    times: dict[str, list[float]] = defaultdict(list)
+    for timeline in (*probe.split, *probe.whole):
+        for step in steps_of(timeline, 0):
+            if step[0].action.stage == stage:
+                times[_NAMES["+".join(span.action.kind.name for span in step)]].append(step[0].end - step[0].start)
+    values = {name: _middle(times[name]) for name in TIMES}
+    spread = {name: _spread(times[name], values[name]) for name in TIMES}
+    sizes = [_sizes(timeline, stage) for timeline in probe.split]
+    values["activation"] = fmean(taken for taken, _, _ in sizes)
+    values["stash"] = fmean(kept for _, kept, _ in sizes)
+    workspaces = [_sizes(timeline, stage)[2] for timeline in (*probe.split, *probe.whole)]
+    return Measured(values, spread, max(workspaces))
+
+
+def _sizes(timeline: Timeline, stage: int) -> tuple[float, float, float]:
+    """What F takes, what of it is left after I, and what is there only while an action runs."""
+    if timeline.memory is None:
+        return 0.0, 0.0, 0.0
+    during, after = (memoryview(column).cast("d") for column in timeline.memory)
+    taken, freed, workspace, at = [], [], 0.0, 0
+    for step in steps_of(timeline, 0):
+        kind = step[0].action.kind
+        before = after[at - 1] if at else after[len(after) - 1]  # a step ends where it began
+        if len(step) == 1 and step[0].action.stage == stage:
+            if kind is Kind.F:
+                taken.append(after[at] - before)
+            elif kind is Kind.I:
+                freed.append(after[at] - before)
+            workspace = max(workspace, during[at] - (after[at] if kind is Kind.F else before))
+        at += len(step)
+    held = max(0.0, fmean(taken))
+    return held, max(0.0, held + fmean(freed)) if freed else held, workspace
+
+
+def _between(timelines: Iterable[Timeline]) -> float:
+    """Time between two actions of a rank that waits for nothing."""
+    gaps = []
+    for timeline in timelines:
+        ended: float | None = None
+        for step in steps_of(timeline, 0):
+            if ended is not None:
+                gaps.append(step[0].start - ended)
+            ended = step[0].end
+    return max(0.0, _middle(gaps))
+
+
+def _middle(values: Sequence[float]) -> float:
+    """The mean without the extremes."""
+    cut = int(len(values) * _TRIM)
+    kept = sorted(values)[cut : len(values) - cut]
+    return fmean(kept) if kept else 0.0
+
+
+def _spread(values: Sequence[float], middle: float) -> float:
+    """Half of what lies between the first and the ninth tenth of the values, relative to them."""
+    if len(values) < 2 or not middle:
+        return 0.0
+    ordered, cut = sorted(values), int(len(values) * _TRIM)
+    return (ordered[-1 - cut] - ordered[cut]) / 2 / middle
+
+
+# --- links
+
+
+def links(pings: Sequence[Ping], nodes: Sequence[str]) -> tuple[Link, Link]:
+    """What a message between two ranks of one machine takes, and between two machines."""
+
+    def between(inside: bool) -> Link:
+        return _link(pings, lambda a, b: (nodes[a] == nodes[b]) is inside)
+
+    return between(True), between(False)
+
+
+def _link(pings: Sequence[Ping], chosen: Callable[[int, int], bool]) -> Link:
+    points = []
+    for ping in pings:
+        times = [
+            time for timeline in ping.steps for (a, b), found in edge_times(timeline).items() if chosen(a, b)
+            for time in found
+        ]  # fmt: skip
+        if times:
+            points.append((ping.message, max(0.0, _middle(times))))
+    if not points:
+        return INSIDE
+    (small, early), (large, late) = min(points), max(points)
+    if large <= small or late <= early:  # too small to see a bandwidth
+        return Link(late, None)
+    bandwidth = (large - small) / (late - early)
+    return Link(max(0.0, late - large / bandwidth), bandwidth)
+
+
+def edge_times(timeline: Timeline) -> dict[tuple[int, int], list[float]]:
+    """How long the messages of each edge took, where their receiver was waiting."""
+    why = reasons(timeline)
+    start, end = memoryview(timeline.start).cast("d"), memoryview(timeline.end).cast("d")
+    found: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for at in range(timeline.schedule.num_actions):
+        source, before = int(why.remote[at]), int(why.before[at])
+        if source < 0 or before < 0 or why.ranks[source] == why.ranks[at]:
+            continue
+        if end[source] >= end[before]:
+            found[int(why.ranks[source]), int(why.ranks[at])].append(start[at] - end[source])
+    return dict(found)

@@ -1,0 +1,252 @@
+"""Profiles: costs of layers from what was measured, corrected by runs, and the command."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+import zeropipe as zp
+from zeropipe.cli import main
+from zeropipe.core.probe import Piece, Ping, Probe, Profile, ping_schedule, split_schedule, whole_schedule
+from zeropipe.errors import ConfigError
+from zeropipe.sim.costs import Link
+from zeropipe.sim.layer_costs import LayerCost, LayerCosts, Setting
+from zeropipe.sim.layer_file import from_layer_json, to_layer_json
+from zeropipe.sim.profiled import layer_costs
+from zeropipe.sim.refit import refitted
+
+TRUTH = {
+    "stage": LayerCost(0.1, 0.05, 0.01, b=0.06, overlap=0.15, activation=3, stash=1),
+    "embedding": LayerCost(0.2, 0.01, 0.3, b=0.31, overlap=0.5, activation=2, stash=2, parameters=640, message=16),
+    "dense": LayerCost(1, 1.2, 0.8, b=1.9, overlap=2.7, activation=20, stash=12, parameters=90, flops=7, message=16),
+    "experts": LayerCost(2, 2.5, 1.5, b=3.8, overlap=5.1, activation=40, stash=30, parameters=300, flops=9, message=16),
+    "head": LayerCost(0.7, 0.9, 0.6, b=1.5, overlap=2.1, activation=50, stash=10, parameters=700, flops=3),
+}
+LAYERS = ("dense", "experts", "dense", "experts")
+LINK = Link(0.25, 8.0)
+MEASURED = ("f", "i", "w", "b", "overlap", "activation", "stash")
+
+
+def profile_of(kinds, pieces, microbatches=3, link=LINK, pings=(4.0, 16.0)):
+    """What a machine with exactly these costs would measure."""
+
+    def sums(name):
+        return [sum(getattr(kinds[kind], name) for kind in ("stage", *piece)) for piece in pieces]
+
+    costs = zp.Costs(**{name: sums(name) for name in MEASURED}, unit="s", memory_unit="B")
+    runs = [(zp.simulate(make(len(pieces), microbatches), costs),) for make in (split_schedule, whole_schedule)]
+    known = tuple(
+        Piece(
+            piece,
+            sum(kinds[k].parameters for k in piece),
+            sum(kinds[k].flops for k in piece),
+            kinds[piece[-1]].message,
+        )
+        for piece in pieces
+    )
+    sent = zp.Costs(f=0.5, b=0.5, p2p=link.p2p, bandwidth=link.bandwidth, unit="s")
+    steps = [Ping(size, (zp.simulate(ping_schedule(3, 4), replace(sent, message=size)),)) for size in pings]
+    return Profile(
+        "toy", LAYERS, (Probe(known, *runs),), tuple(steps), ("a", "a", "a"), False, 128, "float32", 4, {}, {}
+    )  # fmt: skip
+
+
+SINGLE = [("embedding",), ("dense",), ("experts",), ("dense", "experts", "dense", "experts"), ("head",)]
+WITH_LAYERS = [("embedding", "dense"), ("dense",), ("experts",), ("experts", "dense"), ("experts", "head")]
+
+
+@pytest.mark.parametrize("pieces", [SINGLE, WITH_LAYERS], ids=["bare ends", "ends that need a layer"])
+def test_the_costs_of_layers_are_found_in_the_pieces(pieces):
+    found = layer_costs(profile_of(TRUTH, pieces))
+    assert (found.source, found.layers, found.each, found.after) == ("profile", LAYERS, ("stage",), ("head",))
+    kinds = found.settings[0].kinds
+    assert kinds.keys() == TRUTH.keys()
+    for name, truth in TRUTH.items():
+        for field in (*MEASURED, "parameters", "flops"):
+            assert getattr(kinds[name], field) == pytest.approx(getattr(truth, field)), (name, field)
+    assert found.link == pytest.approx(Link(0.25, 8.0))
+    assert found.inter_node == Link()
+    assert from_layer_json(to_layer_json(found)) == found
+
+
+def test_costs_of_a_profile_predict_any_cut():
+    """Stages of the whole model take what their pieces take, and what every stage takes once."""
+    costs = layer_costs(profile_of(TRUTH, SINGLE)).costs((1, 3))
+    assert costs.f == pytest.approx((0.1 + 0.2 + 1, 0.1 + 2 + 1 + 2 + 0.7))
+    assert costs.overlap == pytest.approx((0.15 + 0.5 + 2.7, 0.15 + 5.1 + 2.7 + 5.1 + 2.1))
+
+
+def test_links_of_two_machines_and_of_none():
+    profile = profile_of(TRUTH, SINGLE)
+    apart = layer_costs(replace(profile, nodes=("a", "b", "c")))
+    assert apart.link == Link()
+    assert apart.inter_node == pytest.approx(Link(0.25, 8.0))
+    assert layer_costs(replace(profile, pings=())).link == Link()
+    same = layer_costs(profile_of(TRUTH, SINGLE, link=Link(0.25, None)))
+    assert same.link == pytest.approx(Link(0.25, None))  # no bandwidth is seen
+
+
+def test_what_is_wrong_in_few_measurements_is_left_out():
+    profile = profile_of(TRUTH, SINGLE)
+    probe = profile.probes[0]
+    slow = zp.simulate(split_schedule(5, 3), zp.Costs(f=99, i=99, w=99, unit="s", memory_unit="B"))
+    noisy = replace(probe, split=(*probe.split * 20, slow), whole=probe.whole * 20)
+    kinds = layer_costs(replace(profile, probes=(noisy,))).settings[0].kinds
+    assert kinds["dense"].f == pytest.approx(1)
+    assert kinds["dense"].spread["f"] == pytest.approx(0)
+
+
+def truth_costs():
+    return LayerCosts(
+        "toy", "profile", LAYERS, (Setting(TRUTH),), after=("head",), each=("stage",), link=Link(0.2, 64.0)
+    )
+
+
+@pytest.mark.parametrize(
+    "name,counts", [("zb-h1", (1, 1, 1, 1)), ("1f1b", (2, 0, 1, 1)), ("zbv", (1, 0, 1, 0, 1, 0, 0, 1))]
+)
+def test_a_run_corrects_costs_of_layers(name, counts):
+    schedule, truth = zp.build(name, ranks=4, microbatches=8), truth_costs()
+    run = replace(zp.simulate(schedule, truth.costs(counts)), measured=True)
+    wrong = {
+        kind: replace(cost, f=cost.f * 1.3, i=cost.i * 0.8, w=cost.w * 1.1, b=cost.b * 0.7)
+        for kind, cost in TRUTH.items()
+    }
+    guess = replace(truth, settings=(Setting(wrong), Setting(TRUTH, ac="full")), link=Link(0.5, 64.0))
+    better = refitted(guess, run, counts)
+    assert zp.simulate(schedule, better.costs(counts)).makespan == pytest.approx(run.makespan, rel=2e-3)
+    assert zp.simulate(schedule, guess.costs(counts)).makespan != pytest.approx(run.makespan, rel=2e-2)
+    assert better.link == pytest.approx(Link(0.2, 64.0), rel=1e-3)
+    assert better.settings[1] == guess.settings[1]
+    has_weights = name != "1f1b"
+    assert (better.settings[0].kinds["dense"].w == wrong["dense"].w) is not has_weights, "only what the run has"
+
+
+def test_runs_that_cannot_correct_are_refused():
+    run = zp.simulate(zp.build("1f1b", ranks=2, microbatches=4), zp.Costs(unit="s"))
+    with pytest.raises(ConfigError, match="the run has 2 stages"):
+        refitted(truth_costs(), run, (1, 1, 2))
+    with pytest.raises(ConfigError, match="are in seconds"):
+        refitted(truth_costs(), replace(run, unit=""), (2, 2))
+
+
+# --- on the engine
+
+
+@pytest.fixture(scope="module")
+def measured():
+    """A tiny model of two kinds of layers, measured in two modes."""
+    pytest.importorskip("torch", reason="needs torch")
+    from engine_helpers import ranks
+    from profile_cases import CONFIG, SEQUENCE
+
+    from zeropipe.engine.profile.measure import profile
+    from zeropipe.engine.profile.spec import ProfileJob, settings_of
+
+    settings = settings_of(("none", "selective:2"), (1,), (False,))
+    job = ProfileJob("tiny", CONFIG, settings, sequence=SEQUENCE, steps=1, microbatches=2)
+    return layer_costs(ranks(2).run(profile, job)[0])
+
+
+def test_kinds_parameters_and_messages_are_the_models(measured):
+    from profile_cases import CONFIG, SEQUENCE
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG))
+    assert measured.layers == ("dense", "experts", "dense", "experts")
+    assert [setting.ac for setting in measured.settings] == ["none", "full"]
+    kinds = measured.settings[0].kinds
+    total = sum(kinds[kind].parameters for kind in (*measured.before, *measured.layers, *measured.after))
+    assert total == sum(parameter.numel() for parameter in model.parameters())
+    assert measured.message(measured.settings[0]) == SEQUENCE * CONFIG["hidden_size"] * 4
+    for setting in measured.settings:
+        for kind in ("dense", "experts"):
+            cost = setting.kinds[kind]
+            assert min(cost.f, cost.i, cost.w, cost.whole, cost.pair) > 0
+    assert measured.link.p2p is not None
+    assert measured.versions["torch"]
+    assert kinds["head"].flops == 2 * SEQUENCE * 32 * 64
+
+
+@pytest.mark.parametrize("ac", ["none", "full", "selective:2"])
+def test_the_memory_of_a_run_is_the_sum_of_its_layers(measured, ac):
+    """Measured piece by piece, predicted for a cut, and recorded from the whole model: the same bytes."""
+    from engine_helpers import ranks
+    from profile_cases import recorded
+
+    schedule = zp.build("zb-h1", ranks=2, microbatches=3)
+    run = ranks(2).run(recorded, schedule, (1, 3), ac)[0]
+    costs = measured.costs((1, 3), measured.setting(ac="full" if ac == "full" else "none"), ac=ac)
+    guess = zp.simulate(schedule, replace(costs, weights=0.0))
+    tables = 1024  # of a stage's rotary embeddings, which checkpointed layers do not keep
+    assert guess.peak_memory == pytest.approx(run.peak_memory, rel=0.01, abs=tables)
+
+
+# --- the command
+
+
+@pytest.fixture
+def call(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+
+    def run(*args):
+        status = 0
+        try:
+            main(list(map(str, args)))
+        except SystemExit as stop:
+            status = stop.code
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return run
+
+
+def test_costs_of_layers_are_compared_with_a_run_and_corrected(call, tmp_path):
+    schedule, truth = zp.build("1f1b", ranks=2, microbatches=4), truth_costs()
+    run = replace(zp.simulate(schedule, truth.costs((3, 1))), measured=True)
+    doubled = {kind: replace(cost, f=2 * cost.f) for kind, cost in TRUTH.items()}
+    files = {"run": zp.to_json(run), "costs": to_layer_json(replace(truth, settings=(Setting(doubled),)))}
+    for name, text in files.items():
+        (tmp_path / f"{name}.json").write_text(text)
+    costs, better, other = (tmp_path / f"{name}.json" for name in ("costs", "better", "other"))
+    command = ("trace", "compare", tmp_path / "run.json", "--costs", costs, "--layers", "3,1")
+    facts = json.loads(call(*command, "-o", better, "--json")[1])
+    assert {r["stage"]: r["ratio"] for r in facts["residuals"] if r["kind"] == "F"} == pytest.approx({0: 0.5, 1: 0.5})
+    again = json.loads(
+        call("trace", "compare", tmp_path / "run.json", "--costs", better, "--layers", "3,1", "--json")[1]
+    )
+    assert again["measured_over_simulated"] == pytest.approx(1, rel=2e-3)
+    status, out, err = call("profile", costs, "--fit", tmp_path / "run.json", "--layers", "3,1", "-o", other)
+    assert (status, err) == (0, "")
+    assert "measured" in out
+    assert json.loads(other.read_text()) == json.loads(better.read_text())
+
+
+@pytest.mark.parametrize(
+    "args,words",
+    [
+        (("nowhere",), "give a directory with config.json"),
+        (("qwen3-8b", "--num-layers", "3"), "only tiny models"),
+        (("tiny-qwen3", "--ac", "half"), "activation checkpointing 'half'"),
+        (("tiny-qwen3", "--ac", "memory_budget:0.5"), "give --compile"),
+        (("tiny-qwen3", "--ranks", "9999"), "too many processes"),
+        (("tiny-qwen3", "-o", "x.txt"), "must end in .json"),
+        (("tiny-qwen3", "--layers", "2,2"), "the run that --fit names"),
+        (("costs.json",), "give --fit"),
+        (("costs.json", "--fit", "nowhere.json"), "cannot read"),
+        (("costs.json", "--fit", "costs.json"), "costs.json"),
+        (("config.json",), "not a model's configuration"),
+        (("broken.json",), "not JSON"),
+        (("folder",), "no config.json"),
+    ],
+)
+def test_mistakes_end_in_one_line(call, tmp_path, monkeypatch, args, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "costs.json").write_text(to_layer_json(truth_costs()))
+    (tmp_path / "config.json").write_text('{"hidden_size": 3}')
+    (tmp_path / "broken.json").write_text("{")
+    (tmp_path / "folder").mkdir()
+    status, out, err = call("profile", *args)
+    assert (status, out) == (2, "")
+    assert len(err.strip().splitlines()) == 1
+    assert words in err
