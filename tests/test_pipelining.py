@@ -9,6 +9,9 @@ pytest.importorskip("torch")
 import pipelining_cases as cases
 from engine_helpers import TOLERANCE, ranks
 
+from zeropipe.pipelining.schedules import class_names
+from zeropipe.schedules.registry import find
+
 BOTH = [
     ("ScheduleGPipe", 4, 1),
     ("Schedule1F1B", 6, 1),
@@ -23,3 +26,89 @@ BOTH = [
 @pytest.mark.parametrize(("name", "microbatches", "per_rank"), BOTH)
 def test_equal_to_torchs_class(name, microbatches, per_rank):
     assert max(ranks(4).run(cases.beside_torch, name, microbatches, per_rank)) < TOLERANCE
+
+
+@pytest.mark.parametrize(("name", "per_rank"), [("Schedule1F1B", 1), ("ScheduleZBVZeroBubble", 2)])
+def test_losses_that_are_sums(name, per_rank):
+    assert max(ranks(4).run(cases.beside_torch, name, 4, per_rank, 2, False)) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", class_names())
+def test_every_schedule_equals_the_plain_model(name):
+    per_rank = find(name).stages_per_rank[0]
+    assert max(ranks(4).run(cases.beside_plain, name, 5, per_rank)) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zbv", "dualpipev"])
+def test_frozen_stages(name):
+    per_rank = find(name).stages_per_rank[0]
+    assert max(ranks(4).run(cases.beside_plain, name, 4, per_rank, cases.half_frozen)) < TOLERANCE
+
+
+@pytest.mark.parametrize(("name", "per_rank"), [("Schedule1F1B", 1), ("ScheduleZBVZeroBubble", 2)])
+def test_eval_leaves_gradients_and_modes_alone(name, per_rank):
+    for seen in ranks(4).run(cases.evaluates, name, per_rank):
+        assert seen["seen"] < TOLERANCE
+        assert seen["same"] == 0.0
+        assert seen["training"]
+
+
+@pytest.mark.parametrize(("name", "per_rank"), [("ScheduleGPipe", 1), ("ScheduleInterleavedZeroBubble", 2)])
+def test_keywords_and_lists_of_microbatches(name, per_rank):
+    assert max(ranks(4).run(cases.takes_keywords, name, per_rank)) < TOLERANCE
+
+
+def test_chunk_specs():
+    assert max(ranks(4).run(cases.cut_by_specs)) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["1F1B", "zb-h1"])
+def test_traced_stages(name):
+    assert max(ranks(4).run(cases.traced, name)) < TOLERANCE
+
+
+UNEVEN = """0F0,0F1,0F2,,0B0,0B1,0B2
+1F0,2F0,3F0,3B0,2B0,1B0,1F1,2F1,3F1,3B1,2B1,1B1,1F2,2F2,3F2,3I2,2I2,1I2,3W2,2W2,1W2
+"""
+REORDERED = """0F0,0F1,0F2,,,0B1,0B0,0B2
+1F0,1F1,1B1,1B0,1F2,1B2
+"""
+
+
+@pytest.mark.parametrize(
+    ("csv", "placement"), [(UNEVEN, [(0,), (1, 2, 3)]), (REORDERED, [(0,), (1,)])], ids=["uneven", "reordered"]
+)
+def test_custom_schedules(csv, placement, tmp_path):
+    assert max(ranks(2).run(cases.custom, csv, placement, 3, str(tmp_path))) < TOLERANCE
+
+
+@pytest.mark.parametrize(("name", "per_rank"), [("Schedule1F1B", 1), ("ScheduleInterleavedZeroBubble", 2)])
+def test_inputs_that_need_gradients(name, per_rank):
+    assert max(ranks(4).run(cases.inputs_that_need_gradients, name, per_rank)) < TOLERANCE
+
+
+@pytest.mark.parametrize(("name", "per_rank"), [("Schedule1F1B", 1), ("ScheduleZBVZeroBubble", 2)])
+def test_weight_gradients_that_stages_put_off_themselves(name, per_rank):
+    assert max(seen["seen"] for seen in ranks(4).run(cases.builders, name, per_rank)) < TOLERANCE
+
+
+def test_new_shapes_and_numbers_between_steps():
+    assert max(ranks(4).run(cases.new_shapes)) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("where", "own", "rank", "others"),
+    [
+        ("module", "seven is bad luck", 0, "seven is bad luck"),
+        ("batch", "Expecting 4 arg_mbs but got 3", 0, "ConfigError: rank 0: ValueError: Expecting 4 arg_mbs"),
+        ("target", "no target: give target=", 3, "ConfigError: rank 3: ConfigError: the rank with the last stage"),
+    ],
+)
+def test_an_error_on_one_rank_reaches_all(where, own, rank, others):
+    texts = ranks(4).run(cases.fails, where)
+    assert own in texts[rank]
+    assert all(others in text for place, text in enumerate(texts) if place != rank)
+
+
+def test_lists_and_named_tuples():
+    assert max(ranks(4).run(cases.odd_values)) < TOLERANCE

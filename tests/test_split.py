@@ -369,3 +369,37 @@ def test_autocast_around_a_whole_step(dtype):
     for name, p in module.named_parameters():
         assert p.grad.dtype == dtype
         torch.testing.assert_close(p.grad, plain.get_parameter(name).grad, rtol=0.05, atol=0.05)
+
+
+def test_subclasses_that_compute_as_linear_layers_do_are_deferred():
+    class Named(nn.Linear):
+        """A model's own class with torch's forward."""
+
+        def reset(self):
+            return "reset"
+
+    plain = nn.Sequential(Named(5, 7), nn.Tanh(), Named(7, 3, bias=False)).double()
+    module = copy.deepcopy(plain)
+    assert defer(module) == 2
+    assert isinstance(module[0], Named)
+    assert (module[0].reset(), type(module[0]), type(module[2])) == ("reset", type(module[2]), type(module[0]))
+    assert defer(module) == 2  # again changes nothing
+    x, store = torch.randn(4, 5, dtype=torch.float64), WeightStore()
+    with store.collect(0, 0):
+        module(x).square().sum().backward()
+    assert module[0].weight.grad is None
+    store.flush(0, 0)
+    plain(x).square().sum().backward()
+    for mine, theirs in zip(module.parameters(), plain.parameters()):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+def test_named_tuples_stay_what_they_are_on_another_device():
+    from collections import namedtuple
+
+    from zeropipe.engine.step.cells import moved
+
+    Bounds = namedtuple("Bounds", "starts longest")
+    got = moved({"bounds": [Bounds(torch.ones(2), 3)]}, torch.device("meta"))
+    assert type(got["bounds"][0]) is Bounds
+    assert (got["bounds"][0].starts.device.type, got["bounds"][0].longest) == ("meta", 3)

@@ -1,0 +1,153 @@
+"""Our pipelining classes in use: sharded stages, options, timelines, torch's names rebound, programs that just end."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+pytest.importorskip("torch")
+
+import pipelining_use_cases as cases
+from engine_helpers import TOLERANCE, ranks
+from test_torch_orders import stand_ins
+from torch.distributed.pipelining import schedules as torchs
+
+import zeropipe as zp
+import zeropipe.pipelining as ours
+from zeropipe.pipelining.schedules import CLASSES
+
+
+@pytest.mark.parametrize(
+    ("name", "per_rank", "summing", "beside"),
+    [
+        ("Schedule1F1B", 1, False, True),
+        ("ScheduleInterleaved1F1B", 2, True, True),
+        ("ScheduleZBVZeroBubble", 2, False, False),
+        ("ScheduleDualPipeV", 2, True, False),
+    ],
+)
+def test_sharded_stages(name, per_rank, summing, beside):
+    """Gradients are means over the processes, or sums where their owner says so; equal to torch's where it has them."""
+    assert max(ranks(4).run(cases.sharded, name, per_rank, summing, beside)) < TOLERANCE
+
+
+@pytest.mark.parametrize(("name", "per_rank"), [("Schedule1F1B", 1), ("ScheduleZBVZeroBubble", 2)])
+def test_stages_that_torchs_tensor_parallelism_has_spread(name, per_rank):
+    assert max(ranks(4).run(cases.tensor_parallel, name, per_rank)) < TOLERANCE
+
+
+@pytest.mark.parametrize("options", [{"ac": "full"}, {"ac": "full", "blocks": "layers"}, {"dynamic_weights": True}])
+def test_options_of_the_engine(options):
+    for seen in ranks(4).run(cases.configured, options):
+        assert seen["seen"] < TOLERANCE
+        assert seen["changed"] == ("ac" in options)
+
+
+def test_a_step_leaves_a_timeline():
+    assert all(ranks(4).run(cases.recorded))
+
+
+def test_torchs_names_can_be_rebound():
+    for seen in ranks(2).run(cases.rebound):
+        assert seen == ["torch torch torch", "zeropipe zeropipe zeropipe", "zeropipe", "torch torch torch"]
+
+
+def test_unknown_options_are_refused():
+    with pytest.raises(zp.ConfigError, match="did you mean timeout"):
+        ours.configure(time_out=3)
+    with pytest.raises(zp.ConfigError, match="activation checkpointing 'some'"):
+        ours.configure(ac="some")
+
+
+def test_every_schedule_with_one_copy_has_a_class():
+    one_copy = {n for n in zp.names() if len(zp.build(n, ranks=4, microbatches=8).placement.copies) == 1}
+    assert set(CLASSES) == one_copy
+    for name, kind in CLASSES.items():
+        assert ours.get_schedule_class(name) is kind
+        torchs_kind = getattr(torchs, kind.__name__, None)
+        if torchs_kind is not None:  # so that issubclass and isinstance say what they said
+            assert issubclass(kind, torchs_kind)
+            assert ours.get_schedule_class(kind.__name__.removeprefix("Schedule").upper()) is kind
+
+
+def test_two_copies_are_refused_with_the_reason():
+    for name in ("dualpipe", "chimera"):
+        with pytest.raises(zp.ConfigError, match="keeps two copies of each stage"):
+            ours.get_schedule_class(name)
+    with pytest.raises(zp.ConfigError, match="keeps two copies of each stage"):
+        ours.PipelineSchedule(stand_ins(4, 1), 8, schedule=zp.build("dualpipe", ranks=4, microbatches=8))
+    with pytest.raises(ValueError, match="unknown schedule 'zbw': did you mean zbv"):  # torch raises ValueError, too
+        ours.get_schedule_class("zbw")
+
+
+def test_classes_know_where_stages_belong():
+    assert ours.ScheduleVHalf.stages_of(1, 4, 8) == ours.ScheduleZBVZeroBubble.stages_of(1, 4, 8) == (1, 6)
+    assert ours.ScheduleInterleaved1F1B.stages_of(1, 4, 8) == (1, 5)
+    assert ours.Schedule1F1B.placement_of(4, 4).copies == ((0, 1, 2, 3),)
+    with pytest.raises(zp.ConfigError, match="12 stages on 4 ranks: zbv takes 2 per rank"):
+        ours.ScheduleZBVZeroBubble.stages_of(0, 4, 12)
+
+
+def stages_at(ranks, numbers, total):
+    stages = stand_ins(ranks, len(numbers))
+    for stage, number in zip(stages, numbers):
+        stage.stage_index, stage.num_stages, stage.group_rank = number, total, 1
+    return stages
+
+
+def test_stages_on_the_wrong_rank_are_refused():
+    with pytest.raises(zp.ConfigError, match=r"wants stages \[1, 2\] on rank 1, got \[1, 3\]: its placement is vee"):
+        ours.ScheduleZBVZeroBubble(stages_at(2, (1, 3), 4), 4)
+    with pytest.raises(zp.ConfigError, match="Schedule1F1B takes 1 stage per rank, got 2"):
+        ours.Schedule1F1B(stages_at(2, (0, 1), 2), 4)
+    with pytest.raises(zp.ConfigError, match="is for 4 ranks and 4 stages, these are stages of 2 on 2 ranks"):
+        ours.PipelineSchedule(stages_at(2, (1,), 2), 4, schedule=zp.build("1f1b", ranks=4, microbatches=4))
+
+
+def test_what_cannot_be_had_is_said():
+    schedule = ours.ScheduleDualPipeV(stages_at(2, (1, 2), 4), 4)
+    with pytest.raises(zp.ConfigError, match="runs every action itself"):
+        schedule.register_custom_function(torchs._ComputationType.OVERLAP_F_B, print)
+    loaded = ours.PipelineSchedule(stages_at(2, (1,), 2), 4)
+    with pytest.raises(zp.ConfigError, match="PipelineSchedule has no schedule yet"):
+        loaded.step()
+
+
+@pytest.mark.parametrize("number", [1, 3, 5, 9, 17])
+def test_no_limits_on_the_number_of_microbatches(number):
+    for kind in (ours.ScheduleInterleaved1F1B, ours.ScheduleDualPipeV, ours.ScheduleZBVZeroBubble):
+        numbers = kind.stages_of(1, 4, 8)
+        schedule = kind(stages_at(4, numbers, 8), number).schedule
+        assert schedule.num_microbatches == number
+        zp.check(schedule)
+
+
+def test_a_program_that_just_ends_is_quiet(tmp_path):
+    """Nobody closes an engine that torch's interface hides."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        textwrap.dedent("""
+        import sys, torch, torch.distributed as dist
+        from zeropipe.pipelining import PipelineStage, Schedule1F1B
+
+        rank = int(sys.argv[1])
+        dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}/meeting", rank=rank, world_size=2)
+        stage = PipelineStage(torch.nn.Linear(4, 4), rank, 2, torch.device("cpu"))
+        schedule = Schedule1F1B(stage, 2, loss_fn=lambda y, t: (y - t).square().mean())
+        schedule.step(*([torch.ones(4, 4)] if rank == 0 else []), target=torch.ones(4, 4) if rank else None)
+        dist.destroy_process_group()
+        print("done")
+        """)
+    )
+    both = [
+        subprocess.Popen(
+            [sys.executable, program, str(rank), tmp_path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    for process in both:
+        out, errors = process.communicate(timeout=120)
+        assert (out, errors, process.returncode) == ("done\n", "", 0)
