@@ -2,26 +2,85 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import os
+import random
+import signal
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import numpy
 import torch
 import torch.distributed as dist
-from engine_helpers import error_of
-from mesh_cases import llama, mesh_of, whole
+from engine_helpers import SquareLoss, blocks, error_of, microbatches
+from mesh_cases import llama, mesh_of, modules, shard, whole
+from torch import Tensor, nn
 
 from zeropipe.core.schedule import Schedule
-from zeropipe.engine import CausalLMLoss, Engine, hf_model, hf_stages, load_checkpoint, parallelize, save_checkpoint
+from zeropipe.engine import (
+    CausalLMLoss,
+    Engine,
+    MasterWeights,
+    hf_model,
+    hf_stages,
+    load_checkpoint,
+    module_stages,
+    parallelize,
+    save_checkpoint,
+    save_stages,
+)
+from zeropipe.engine.checkpoint import pieces
+from zeropipe.engine.checkpoint.manifest import Target
+from zeropipe.errors import ZeropipeError
 
-BATCHES = 8  # of a step, whatever the layout
+BATCHES, BLOCKS = 8, 8
 
 
-def data(step: int) -> list[dict[str, Any]]:
-    generator = torch.Generator().manual_seed(step)
-    lengths = [4 + index % 3 for index in range(BATCHES)]
-    batches = [torch.randint(64, (1, length), generator=generator) for length in lengths]
-    return [{"input_ids": tokens, "labels": tokens} for tokens in batches]
+class Model:
+    """Blocks in a row, the first and the last tied or not; or a tiny Llama, where `config` is given."""
+
+    def __init__(self, tied: bool, config: dict[str, Any] | None = None) -> None:
+        self.tied = tied
+        self.config = None if config is None else llama(tie_word_embeddings=tied, **config)
+        self.loss_fn: Any = SquareLoss() if config is None else CausalLMLoss()
+
+    def data(self, step: int) -> list[dict[str, Any]]:
+        """The microbatches of a step, whatever the layout."""
+        if self.config is None:
+            return microbatches(BATCHES, step)
+        generator = torch.Generator().manual_seed(step)
+        batches = [torch.randint(64, (1, 4 + index % 3), generator=generator) for index in range(BATCHES)]
+        return [{"input_ids": tokens, "labels": tokens} for tokens in batches]
+
+    def _modules(self, seed: int) -> list[nn.Module]:
+        made = modules(BLOCKS, self.tied)
+        if self.tied:
+            made[-1].weight = made[0].weight
+        with torch.no_grad():
+            for parameter in nn.ModuleList(made).parameters():
+                parameter.add_(0.1 * seed)
+        return made
+
+    def plain(self) -> tuple[nn.Module, Callable[[dict[str, Any]], Tensor]]:
+        """In one process, and how it is called."""
+        if self.config is None:
+            model: Any = nn.Sequential(*self._modules(0))
+            return model, lambda batch: model(batch["inputs"])
+        model = hf_model(self.config)
+        return model, lambda batch: model(batch["input_ids"]).logits
+
+    def stages(self, schedule: Schedule, rank: int, seed: int, mesh: Any) -> dict[int, Any]:
+        if self.config is not None:
+            return parallelize(hf_stages(self.config, schedule, rank, seed=seed), mesh)
+        made = module_stages(self._modules(seed), schedule, rank)
+        if "dp_shard" in mesh.mesh_dim_names:
+            shard(made, mesh)
+        return made
 
 
 def adamw(parameters: Any) -> tuple[Any, Any]:
@@ -35,27 +94,26 @@ def adamw(parameters: Any) -> tuple[Any, Any]:
     return optimizer, torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 3, 4], 0.5)
 
 
-def oracle(model: dict[str, Any], steps: int, path: Path) -> None:
+def oracle(model: Model, steps: int, path: Path) -> None:
     """Weights of one process after each step."""
-    plain, loss_fn = hf_model(llama(**model)), CausalLMLoss()
+    plain, call = model.plain()
     optimizer, scheduler = adamw(plain.parameters())
     for step in range(steps):
-        batches = data(step)
-        total = sum(loss_fn.count(batch) for batch in batches)
+        batches = model.data(step)
+        total = sum(model.loss_fn.count(batch) for batch in batches)
         for batch in batches:
-            (loss_fn(plain(batch["input_ids"]).logits, batch)[0] / total).backward()
+            (model.loss_fn(call(batch), batch)[0] / total).backward()
         torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-        torch.save(dict(plain.named_parameters()), path / f"{step}.pt")
+        torch.save(dict(plain.named_parameters(remove_duplicate=False)), path / f"{step}.pt")
 
 
-def build(schedule: Schedule, sizes: dict[str, int], model: dict[str, Any], seed: int = 0) -> tuple[Any, Any, Any]:
+def build(schedule: Schedule, sizes: dict[str, int], model: Model, seed: int = 0) -> tuple[Any, Any, Any]:
     """An engine on a mesh, and which microbatches are its own."""
     mesh = mesh_of(sizes)
-    stages = hf_stages(llama(**model), schedule, mesh["pp"].get_local_rank() if "pp" in sizes else 0, seed=seed)
-    parallelize(stages, mesh)
+    stages = model.stages(schedule, mesh["pp"].get_local_rank() if "pp" in sizes else 0, seed, mesh)
     pipelines = math.prod(size for name, size in sizes.items() if name.startswith("dp"))
     place = 0
     for name in ("dp_replicate", "dp_shard"):
@@ -65,9 +123,8 @@ def build(schedule: Schedule, sizes: dict[str, int], model: dict[str, Any], seed
 
 
 def link(
-    schedule: Schedule, sizes: dict[str, int], model: dict[str, Any], path: str, step: int, oracle: str,
-    asynchronous: bool = False,
-) -> float:  # fmt: skip
+    schedule: Schedule, sizes: dict[str, int], model: Model, path: str, step: int, oracle: str, asynchronous: bool
+) -> float:
     """One layout of a chain: load what the layout before saved, do one step, save. The difference from the oracle."""
     engine, stages, own = build(schedule, sizes, model, seed=step)
     with engine:
@@ -76,7 +133,7 @@ def link(
             loaded = load_checkpoint(path, engine, optimizer)
             assert loaded.step == step
             scheduler.load_state_dict(loaded.extra["scheduler"])
-        engine.train_step(data(step)[own], CausalLMLoss())
+        engine.train_step(model.data(step)[own], model.loss_fn)
         engine.clip_grad_norm(0.1)
         optimizer.step()
         scheduler.step()
@@ -84,23 +141,244 @@ def link(
         extra = {"scheduler": scheduler.state_dict()}
         saving = save_checkpoint(path, engine, optimizer, step=step + 1, extra=extra, asynchronous=asynchronous)
         if asynchronous:  # what comes now is not in the checkpoint
+            before = [parameter.detach().clone() for parameter in engine.parameters()]
             with torch.no_grad():
                 for parameter in engine.parameters():
                     parameter.add_(1.0)
-            saving.wait()
-            with torch.no_grad():
-                for parameter in engine.parameters():
-                    parameter.sub_(1.0)
+                saving.wait()
+                for parameter, value in zip(engine.parameters(), before, strict=True):
+                    parameter.copy_(value)
     wanted = torch.load(Path(oracle) / f"{step}.pt", weights_only=True)
-    worst = 0.0
-    for stage in stages.values():
-        names = stage.full_names()
-        for name, parameter in stage.named_parameters():
-            if (other := wanted.get(names[name])) is None:  # tied
-                other = wanted["model.embed_tokens.weight"]
-            worst = max(worst, error_of(whole(parameter.detach()), other))
-    return worst
+    return max(
+        error_of(whole(parameter.detach()), wanted[stage.full_name(name)].detach())
+        for stage in stages.values()
+        for name, parameter in stage.named_parameters()
+    )
 
 
-def rank() -> int:
-    return dist.get_rank()
+def small(schedule: Schedule, seed: int = 0, dtype: torch.dtype = torch.float64) -> Any:
+    """An engine over plain modules, with weights that depend on the seed."""
+    modules = [module.to(dtype) for module in blocks(8)]
+    with torch.no_grad():
+        for module in modules:
+            for parameter in module.parameters():
+                parameter.add_(seed)
+    return Engine(schedule, module_stages(modules, schedule, dist.get_rank()))
+
+
+def one_step(engine: Any, optimizer: Any, seed: int) -> None:
+    batches = microbatches(engine.schedule.num_microbatches, seed)
+    dtype = engine.parameters()[0].dtype
+    batches = [{key: value.to(dtype) for key, value in batch.items()} for batch in batches]
+    engine.train_step(batches, SquareLoss())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def optimizers(name: str) -> Callable[[Any], Any]:
+    makers = {
+        "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+        "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+        "adam": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
+        "adamw, fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+        "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
+        "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.1, centered=True),
+        "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
+        "masters": lambda p: MasterWeights(torch.optim.AdamW, p, lr=0.01),
+    }
+    return makers[name]
+
+
+def go_on(one: Schedule, other: Schedule, name: str, path: str) -> float:
+    """Two steps and a save by one schedule, a third by both: the largest difference, which should be 0."""
+    dtype = torch.bfloat16 if name == "masters" else torch.float64
+    make = optimizers(name)
+    results = []
+    with small(one, dtype=dtype) as engine:
+        optimizer = make(engine.parameters())
+        one_step(engine, optimizer, 0)
+        one_step(engine, optimizer, 1)
+        save_checkpoint(path, engine, optimizer, step=2)
+        one_step(engine, optimizer, 2)
+        results.append(dict(engine.named_weights()))
+    with small(other, seed=3, dtype=dtype) as engine:
+        optimizer = make(engine.parameters())
+        one_step(engine, optimizer, 5)
+        load_checkpoint(path, engine, optimizer)
+        one_step(engine, optimizer, 2)
+        results.append(dict(engine.named_weights()))
+    assert results[0].keys() == results[1].keys()
+    return max(error_of(results[1][key].double(), results[0][key].double()) for key in results[0])
+
+
+def told(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except ZeropipeError as error:
+        return str(error)
+    return ""
+
+
+def refuses(schedule: Schedule, path: str) -> dict[str, str]:
+    """What does not fit, in words; weights and optimizer stay as they are, and the engine goes on."""
+    seen = {}
+    with small(schedule) as engine:
+        adam = torch.optim.Adam(engine.parameters(), lr=0.01)
+        one_step(engine, adam, 0)
+        seen["step"] = told(lambda: save_checkpoint(path, engine, step=1.5))
+        seen["extra"] = told(lambda: save_checkpoint(path, engine, extra={"a": [object()]}))
+        seen["differs"] = told(lambda: save_checkpoint(path, engine, extra=dist.get_rank()))
+        stranger = torch.optim.SGD([*engine.parameters(), torch.nn.Parameter(torch.ones(3))])
+        seen["stranger"] = told(lambda: save_checkpoint(path, engine, stranger))
+        assert not list(Path(path).glob("*/*"))
+        seen["nothing"] = told(lambda: load_checkpoint(path, engine))
+        save_checkpoint(f"{path}/bare", engine)
+        save_checkpoint(f"{path}/adam", engine, adam)
+        before = [parameter.detach().clone() for parameter in engine.parameters()]
+        seen["no optimizer"] = told(lambda: load_checkpoint(f"{path}/bare", engine, adam))
+        sgd = torch.optim.SGD(engine.parameters(), lr=0.5)
+        seen["kind"] = told(lambda: load_checkpoint(f"{path}/adam", engine, sgd))
+        fewer = torch.optim.Adam(engine.parameters()[1:], lr=0.5)
+        seen["fewer"] = told(lambda: load_checkpoint(f"{path}/adam", engine, fewer))
+        seen["random"] = told(lambda: load_checkpoint(f"{path}/adam", engine, random=True))
+        seen["masters"] = told(
+            lambda: load_checkpoint(f"{path}/adam", engine, MasterWeights(torch.optim.AdamW, engine.parameters()))
+        )
+        assert not fewer.state
+        assert fewer.param_groups[0]["lr"] == 0.5
+        assert all(map(torch.equal, before, engine.parameters()))
+        one_step(engine, adam, 1)
+    with small(schedule, dtype=torch.float32) as engine:
+        seen["dtype"] = told(lambda: load_checkpoint(f"{path}/adam", engine))
+    stages = module_stages([torch.nn.Linear(2, 2) for _ in range(8)], schedule, dist.get_rank())
+    with Engine(schedule, stages) as engine:
+        seen["names"] = told(lambda: load_checkpoint(f"{path}/adam", engine))
+    return seen
+
+
+def fails(schedule: Schedule, path: str) -> list[str]:
+    """A rank cannot write, now and in the background: all say so, the checkpoint before stays, and training goes on."""
+    said = []
+    with small(schedule) as engine:
+        optimizer = torch.optim.AdamW(engine.parameters())
+        save_checkpoint(path, engine, optimizer, step=1)
+        full = mock.Mock(side_effect=OSError(28, "No space left on device"))
+        with mock.patch.object(pieces, "write", full) if dist.get_rank() == 2 else nullcontext():
+            said.append(told(lambda: save_checkpoint(path, engine, optimizer, step=2)))
+            saving = save_checkpoint(path, engine, optimizer, step=3, asynchronous=True)
+            one_step(engine, optimizer, 0)
+            said.append(told(saving.wait))
+            saving = save_checkpoint(path, engine, optimizer, step=4, asynchronous=True)
+            one_step(engine, optimizer, 1)
+            said.append(told(lambda: save_checkpoint(path, engine, optimizer, step=5)))  # tells of the one before
+        with mock.patch.object(Target, "switch", full):
+            said.append(told(lambda: save_checkpoint(path, engine, optimizer, step=6)))
+        assert load_checkpoint(path, engine, optimizer).step == 1
+        one_step(engine, optimizer, 2)
+        save_checkpoint(path, engine, optimizer, step=7, asynchronous=True)
+    return said  # closing the engine has waited
+
+
+def numbers_go_on(schedule: Schedule, path: str) -> bool:
+    """Random numbers after loading are those after saving."""
+
+    def draw() -> list[float]:
+        return [float(torch.rand(())), random.random(), random.gauss(0, 1), float(numpy.random.rand())]
+
+    with small(schedule) as engine:
+        for generator in (torch.manual_seed, random.seed, numpy.random.seed):
+            generator(dist.get_rank())
+        random.gauss(0, 1)
+        save_checkpoint(path, engine, random=True)
+        wanted = draw()
+        draw()
+        load_checkpoint(path, engine, random=True)
+        return draw() == wanted
+
+
+def load_each(schedule: Schedule, paths: list[str]) -> list[str]:
+    """What is said about damaged checkpoints; nothing of them gets into the model."""
+    with small(schedule, seed=1) as engine:
+        optimizer = torch.optim.AdamW(engine.parameters())
+        before = [parameter.detach().clone() for parameter in engine.parameters()]
+        said = [told(lambda p=path: load_checkpoint(p, engine, optimizer)) for path in paths]
+        assert all(map(torch.equal, before, engine.parameters()))
+        assert not optimizer.state
+    return said
+
+
+def save_small(schedule: Schedule, path: str) -> None:
+    with small(schedule) as engine:
+        optimizer = torch.optim.AdamW(engine.parameters())
+        one_step(engine, optimizer, 0)
+        save_checkpoint(path, engine, optimizer, step=1, extra={"tensor": torch.ones(3)})
+
+
+def save_until_killed(schedule: Schedule, path: str, victim: int, after: float, first: int) -> None:
+    """Save again and again, each time weights that are all the same number; a rank is killed at some moment."""
+    with small(schedule) as engine:
+        optimizer = torch.optim.AdamW(engine.parameters())
+        one_step(engine, optimizer, 0)
+        for step in range(first, 10**9):
+            with torch.no_grad():
+                for tensor in [*engine.parameters(), *(s["exp_avg"] for s in optimizer.state.values())]:
+                    tensor.fill_(step)
+            save_checkpoint(path, engine, optimizer, step=step, asynchronous=step % 2 == 1)
+            if step == first and dist.get_rank() == victim:
+                threading.Timer(after, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+
+def save_hf(schedule: Schedule, config: Any, sizes: dict[str, int], path: str) -> str:
+    """A sharded run saved; what save_stages says of it."""
+    mesh = mesh_of(sizes)
+    stages = parallelize(hf_stages(config, schedule, mesh["pp"].get_local_rank(), seed=4), mesh)
+    with Engine(schedule, stages, mesh=mesh) as engine:
+        save_checkpoint(path, engine)
+    rank, group = mesh["pp"].get_local_rank(), mesh["pp"].get_group()
+    return told(lambda: save_stages(stages, schedule.placement, rank, f"{path}-hf", group=group))
+
+
+def logits_of(schedule: Schedule, config: Any, path: str, tokens: Tensor) -> Tensor:
+    """What an engine makes of a checkpoint."""
+    with Engine(schedule, hf_stages(config, schedule, dist.get_rank(), seed=1)) as engine:
+        load_checkpoint(path, engine)
+        return engine.forward([{"input_ids": tokens}] * schedule.num_microbatches, broadcast=True)[0]
+
+
+def weights_of(
+    schedule: Schedule, sizes: dict[str, int], model: Model, asking: list[int] | None, stop: bool = False
+) -> tuple[int, float, float]:
+    """How many weights come, their largest difference from the plain model's, and the most memory they needed.
+
+    Memory: bytes of all tensors that are alive beside those before, in units of the largest weight.
+    """
+    wanted = model.plain()[0].state_dict()
+    largest = max(tensor.nbytes for tensor in wanted.values())
+    engine, _, own = build(schedule, sizes, model)
+    with engine:
+        before = {id(tensor) for tensor in _alive()}
+        number, worst, most = 0, 0.0, 0
+        for name, weight in engine.named_weights(asking):
+            worst = max(worst, float((weight - wanted[name]).abs().max()))
+            number += 1
+            if weight.nbytes == largest and not most:  # to look takes long
+                storages = {t.untyped_storage().data_ptr(): t.nbytes for t in _alive() if id(t) not in before}
+                most = sum(storages.values())
+            del name, weight
+            if stop and dist.get_rank() == 1:
+                break
+        engine.train_step(model.data(0)[own], model.loss_fn)
+    return number, worst, most / largest
+
+
+def _alive() -> list[Tensor]:
+    return [o for o in gc.get_objects() if type(o) is Tensor]
+
+
+def wrong_ranks(schedule: Schedule) -> list[str]:
+    """What is said of ranks that are not there, or that others do not name."""
+    with small(schedule) as engine:
+        return [
+            told(lambda: next(engine.named_weights([7]))),
+            told(lambda: next(engine.named_weights([dist.get_rank()]))),
+        ]

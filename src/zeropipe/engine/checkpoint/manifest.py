@@ -14,6 +14,7 @@ import math
 import os
 import re
 import shutil
+import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from zeropipe.core.files import write_whole
 from zeropipe.errors import ConfigError
 
 FILE, FORMAT, VERSION = "checkpoint.json", "zeropipe checkpoint", 1
+_CHUNK = 16 * 2**20  # bytes that are checked together
 _FOLDER = re.compile(r"data-[0-9a-f]{12}")
 
 
@@ -136,6 +138,24 @@ def _parsed(given: Any, file: Path) -> Manifest:
     return manifest
 
 
+def check_contents(path: Path, manifest: Manifest) -> None:
+    """ConfigError if some bytes are not those that were written; reads all of them."""
+    for name, saved in manifest.tensors.items():
+        for piece in saved.pieces:
+            check_piece(path / manifest.folder, name, piece)
+
+
+def check_piece(folder: Path, name: str, piece: Piece) -> None:
+    """ConfigError if a piece's bytes are not those that were written."""
+    file = folder / piece.file
+    try:
+        crc = checksum(file, piece.start, piece.num_bytes)
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror}") from None
+    if crc != piece.crc32:
+        raise ConfigError(f"{file} is damaged at byte {piece.start} ({name}): take another checkpoint")
+
+
 def _place(piece: Mapping[str, Any]) -> tuple[Any, Any, Any]:
     return piece["start"], piece["num_bytes"], piece["crc32"]
 
@@ -167,6 +187,16 @@ def _check_files(folder: Path, files: Mapping[str, int]) -> None:
             raise ConfigError(
                 f"{folder / name} has {found} bytes, {size} were written: the checkpoint is damaged, take another one"
             )
+
+
+def checksum(path: Path, start: int, length: int) -> int:
+    """Of a part of a file."""
+    crc = 0
+    with path.open("rb") as file:
+        file.seek(start)
+        while length > 0 and (data := file.read(min(_CHUNK, length))):
+            crc, length = zlib.crc32(data, crc), length - len(data)
+    return crc
 
 
 class Target:

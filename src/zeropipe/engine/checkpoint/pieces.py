@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import math
 import pickle
-import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -27,11 +26,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan
 
-from zeropipe.engine.checkpoint.manifest import Piece, Saved
+from zeropipe import __version__
+from zeropipe.engine.checkpoint.manifest import Piece, Saved, check_piece, checksum
 from zeropipe.engine.checkpoint.saving import Progress
 from zeropipe.errors import ConfigError
-
-_CHUNK = 16 * 2**20  # bytes that are checked together
 
 
 class Written(NamedTuple):
@@ -87,6 +85,17 @@ def finish(folder: Path, metadata: Metadata, written: Iterable[Written]) -> None
     FileSystemWriter(folder, sync_files=True).finish(metadata, [pickle.loads(part.results) for part in written])
 
 
+def file_sizes(folder: Path, written: Iterable[Written]) -> dict[str, int]:
+    """Bytes of every file of a checkpoint."""
+    names = {piece.file for part in written for _, piece in part.pieces} | {".metadata"}
+    return {name: (folder / name).stat().st_size for name in sorted(names)}
+
+
+def versions() -> dict[str, str]:
+    """What wrote a checkpoint."""
+    return {"zeropipe": __version__, "torch": torch.__version__}
+
+
 def saved_tensors(metadata: Metadata, written: Iterable[Written]) -> dict[str, Saved]:
     """The manifest's index."""
     pieces: dict[str, list[Piece]] = {name: [] for name in metadata.state_dict_metadata}
@@ -119,14 +128,8 @@ class Reading:
 
     def check(self) -> None:
         """ConfigError if the bytes are not those that were written."""
-        for piece in dict.fromkeys(map(self._piece, self._items)):
-            path = self._folder / piece.file
-            try:
-                crc = checksum(path, piece.start, piece.num_bytes)
-            except OSError as error:
-                raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-            if crc != piece.crc32:
-                raise ConfigError(f"{path} is damaged at byte {piece.start}: take another checkpoint")
+        for piece, name in {self._piece(item): item.storage_index.fqn for item in self._items}.items():
+            check_piece(self._folder, name, piece)
 
     @torch.no_grad()
     def run(self) -> None:
@@ -154,16 +157,6 @@ def dtype_of(saved: Saved) -> torch.dtype:
     if not isinstance(found, torch.dtype):
         raise ConfigError(f"a tensor of dtype {saved.dtype}: this torch ({torch.__version__}) does not know it")
     return found
-
-
-def checksum(path: Path, start: int, length: int) -> int:
-    """Of a part of a file."""
-    crc = 0
-    with path.open("rb") as file:
-        file.seek(start)
-        while length > 0 and (data := file.read(min(_CHUNK, length))):
-            crc, length = zlib.crc32(data, crc), length - len(data)
-    return crc
 
 
 def _load(folder: Path, piece: Piece) -> Tensor:

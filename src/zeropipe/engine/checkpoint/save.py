@@ -116,8 +116,7 @@ def _start(
     def finish(parts: list[Written], progress: Progress) -> None:
         progress("writing its index")
         pieces.finish(target.folder, metadata, parts)
-        files = {p.file: (target.folder / p.file).stat().st_size for part in parts for _, p in part.pieces}
-        files[".metadata"] = (target.folder / ".metadata").stat().st_size
+        files = pieces.file_sizes(target.folder, parts)
         tensors = pieces.saved_tensors(metadata, parts)
         target.switch(Manifest(target.folder.name, step, layout, model, optimized, facts["extra"], files, tensors))
 
@@ -142,18 +141,24 @@ def staged(tensor: Any) -> Tensor:
 
 def written_by(schedule: Schedule, layout: Layout) -> dict[str, Any]:
     """Which layout wrote a checkpoint: for people, and for random states."""
-    from zeropipe import __version__
-
     return {
         "mesh": dict(layout.sizes), "schedule": schedule.name, "placement": schedule.placement.name,
-        "num_stages": schedule.num_stages, "zeropipe": __version__, "torch": torch.__version__,
-    }  # fmt: skip
+        "num_stages": schedule.num_stages,
+    } | pieces.versions()  # fmt: skip
 
 
 def _model(team: Team, catalog: Catalog) -> dict[str, Any]:
     stage = next((told.module for told in team.stages.values() if isinstance(told.module, HFStage)), None)
-    config = None if stage is None else json.loads(config_of(stage).to_json_string())
-    return {"config": config, "head": None if stage is None else stage.head, "ties": catalog.ties}
+    return described_model(stage, catalog.ties)
+
+
+def described_model(stage: HFStage | None, ties: Mapping[str, str]) -> dict[str, Any]:
+    """What a model directory is made of beside its tensors."""
+    if stage is None:
+        return {"config": None, "head": None, "origin": "", "ties": dict(ties)}
+    config = config_of(stage)
+    origin = str(getattr(config, "_name_or_path", "") or "")
+    return {"config": json.loads(config.to_json_string()), "head": stage.head, "origin": origin, "ties": dict(ties)}
 
 
 def _optimizer(shares: list[_Share]) -> dict[str, Any] | None:

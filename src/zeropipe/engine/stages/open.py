@@ -82,7 +82,7 @@ def _parts(model: Any, dtype: torch.dtype | None, seed: int) -> tuple[Any, torch
         own = next(model.parameters()).dtype
         return decoder_config(model.config), dtype or own, ModelSource(model, dtype, seed)
     if isinstance(model, str | os.PathLike):
-        given = _read_config(Path(model))
+        given = read_config(Path(model))
         quantization = _without_quantization(given)
         config = decoder_config(given)
         dtype = dtype or config.dtype or torch.float32
@@ -97,7 +97,7 @@ def _parts(model: Any, dtype: torch.dtype | None, seed: int) -> tuple[Any, torch
     return config, dtype or config.dtype or torch.float32, SeedSource(seed)
 
 
-def _read_config(directory: Path) -> Any:
+def read_config(directory: Path) -> Any:
     try:
         from transformers import AutoConfig
     except ImportError:

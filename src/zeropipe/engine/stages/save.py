@@ -78,9 +78,7 @@ class _Model:
     def __init__(self, stage: HFStage, adapter: Adapter | None) -> None:
         self._whole, self._config = _whole(stage), config_of(stage)
         self._adapter = adapter.name if adapter else ""
-        # a tied weight is saved once: the head's as the embedding
-        names = self._whole.stored | (self._whole.tensors.keys() & {SCORE})
-        self._names = names - self._whole.ties.keys() if stage.head == "lm" else names
+        self._names = names_saved(self._whole)
 
     def require(self, directory: Path) -> None:
         require_same_model(directory, self._config)
@@ -88,14 +86,7 @@ class _Model:
     def write(self, number: int, stage: HFStage, folder: Path) -> Part:
         tensors = {self._saved_as(n): get for n, get in _merged(stage, self._adapter).items()}
         tensors = {name: get for name, get in tensors.items() if name in self._names}
-        files: dict[str, list[str]] = {}
-        total = 0
-        for content in _in_files(self._whole, tensors):
-            file = f"{number}-{len(files)}.safetensors"
-            save_tensors(content, folder / file)
-            files[file] = list(content)
-            total += sum(tensor.nbytes for tensor in content.values())
-        return Part(files, list(tensors), total)
+        return write_files(self._whole, tensors, number, folder, _MOST_BYTES)
 
     def _saved_as(self, name: str) -> str:
         """Of two names of one tensor in a stage the one that is saved."""
@@ -103,6 +94,24 @@ class _Model:
 
     def switch(self, workshop: Workshop, num_stages: int) -> None:
         switch_to_model(workshop, num_stages, self._names, self._config)
+
+
+def names_saved(whole: Whole) -> set[str]:
+    """The tensors that are saved, by their names in memory; of a tied weight the embedding, not the head."""
+    names = whole.stored | (whole.tensors.keys() & {SCORE})
+    return names - whole.ties.keys() if whole.head == "lm" else names
+
+
+def write_files(whole: Whole, tensors: Tensors, number: int, folder: Path, most_bytes: int) -> Part:
+    """Write tensors of a model, under the names they are published with, in files of `most_bytes` at most."""
+    files: dict[str, list[str]] = {}
+    total = 0
+    for content in _in_files(whole, tensors, most_bytes):
+        file = f"{number}-{len(files)}.safetensors"
+        save_tensors(content, folder / file)
+        files[file] = list(content)
+        total += sum(tensor.nbytes for tensor in content.values())
+    return Part(files, list(tensors), total)
 
 
 class _Adapter:
@@ -143,7 +152,10 @@ def _checked(stages: Mapping[int, Any], placement: Placement, rank: int) -> Mapp
             raise ConfigError(f"stage {number} is a {type(stage).__name__}: only stages of hf_stages can be saved so")
         for name, tensor in stage.state_dict().items():
             if hasattr(tensor, "full_tensor"):
-                raise ConfigError(f"{name} of stage {number} is sharded: gather it before it is saved")
+                raise ConfigError(
+                    f"{name} of stage {number} is sharded: save_checkpoint(path, engine), and then "
+                    "`zeropipe checkpoint convert path directory` makes a model directory of it"
+                )
     return stages
 
 
@@ -178,12 +190,12 @@ def _merged(stage: HFStage, adapter: str) -> Tensors:
     return found
 
 
-def _in_files(whole: Whole, tensors: Tensors) -> Iterator[dict[str, Tensor]]:
+def _in_files(whole: Whole, tensors: Tensors, most_bytes: int) -> Iterator[dict[str, Tensor]]:
     """Tensors as they are published, on the CPU, as many at once as go into a file."""
     content: dict[str, Tensor] = {}
     for layer in _by_layer(tensors):
         for name, tensor in published(whole.model, {name: get() for name, get in layer.items()}).items():
-            if content and sum(t.nbytes for t in content.values()) + tensor.nbytes > _MOST_BYTES:
+            if content and sum(t.nbytes for t in content.values()) + tensor.nbytes > most_bytes:
                 yield content
                 content = {}
             content[name] = _alone(tensor)
