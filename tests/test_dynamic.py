@@ -17,7 +17,12 @@ from zeropipe.engine.stages.contract import told
 from zeropipe.engine.step.dynamic import movable
 from zeropipe.errors import EngineError
 
-SPLIT = ["zb-h1", "zbv", "dualpipev", "dualpipe", "interleaved-zb"]
+SPLIT = [
+    "zb-h1",
+    "zbv",
+    "dualpipe",
+    *(pytest.param(name, marks=pytest.mark.full) for name in ("dualpipev", "interleaved-zb")),
+]
 
 
 def owed(row: str, shared: bool = False) -> dict[str, str]:

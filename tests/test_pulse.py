@@ -14,6 +14,7 @@ from zeropipe.engine.comm.fabric import Fabric
 from zeropipe.engine.comm.faults import Board, Desk, Meeting, PeerLost, StoreLost
 from zeropipe.engine.comm.pulse import COMPILING, EVERYONE, Place, Pulse, Seen, verdict
 from zeropipe.engine.comm.watchdog import Watchdog
+from zeropipe.engine.layout import Layout
 
 LONG = 100.0  # longer than the time-out of these tests
 
@@ -182,20 +183,21 @@ class Fake:
 
     def __init__(self, monkeypatch):
         self.broken, self.began, self.go_on = [], threading.Event(), threading.Event()
-        monkeypatch.setattr("zeropipe.engine.torch_private.abort_gloo", self.abort_gloo)
+        monkeypatch.setattr("zeropipe.engine.torch_private.abort", self.abort)
         self.fabric = object.__new__(Fabric)
         vars(self.fabric).update(
             rank=0, size=1, nccl=False, closed=False, control="control", _words=None, place=Place(),
             _groups={"a": "a", "b": "b"}, _lock=threading.Lock(), _desk=Desk(dist.HashStore(), 5.0),
-            _watchdog=Watchdog(60.0),
+            _watchdog=Watchdog(60.0), _listeners=[], layout=Layout((0,), 0, (0,), {"pp": 1}, {"pp": 0}),
         )  # fmt: skip
         self.fabric.board = Board(self.fabric._desk, 0, 1)
 
-    def abort_gloo(self, group):
-        self.broken.append(group)
-        self.began.set()
-        assert self.go_on.wait(10)
-        assert self.fabric.control == "control", "nothing is dropped while it is broken"
+    def abort(self, groups):
+        for group in groups:
+            self.broken.append(group)
+            self.began.set()
+            assert self.go_on.wait(10)
+            assert self.fabric.control == "control", "nothing is dropped while it is broken"
 
 
 def test_one_thread_breaks_the_connections_and_nobody_drops_them_meanwhile(monkeypatch):

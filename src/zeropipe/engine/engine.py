@@ -23,7 +23,7 @@ from zeropipe.engine.checkpoint.saving import Saving
 from zeropipe.engine.checkpoint.stream import named_weights
 from zeropipe.engine.comm.edges import Outgoing
 from zeropipe.engine.comm.fabric import Fabric
-from zeropipe.engine.comm.faults import PeerLost
+from zeropipe.engine.comm.faults import PeerLost, is_closed
 from zeropipe.engine.comm.pulse import BETWEEN
 from zeropipe.engine.comm.share import share
 from zeropipe.engine.layout import Layout
@@ -307,7 +307,7 @@ class Engine:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None and self._stopped is None:  # the other ranks hear why this one leaves
-            self._stop(str(self._fabric.board.explain(error, BETWEEN)))
+            self._stop(str(self._fabric.explain(error, BETWEEN)))
         self.close()
 
     # inside
@@ -390,9 +390,9 @@ class Engine:
         except BaseException as error:
             if refusing and isinstance(error, ConfigError):
                 raise
-            explained = self._fabric.board.explain(error, place.where)
+            explained = self._fabric.explain(error, place.where)
             self._stop(str(explained))
-            if isinstance(error, PeerLost):  # the transport's own words help nobody
+            if isinstance(error, PeerLost) or is_closed(error):  # the transport's own words help nobody
                 raise explained from None
             if isinstance(error, Exception):
                 raise explained from error

@@ -63,6 +63,16 @@ class Layout:
         """Whether this process's losses count: processes that differ in `tp` only have the same ones."""
         return self.place.get("tp", 0) == 0
 
+    @property
+    def shares_stages(self) -> tuple[str, ...]:
+        """The dimensions whose processes hold the same stages: torch's own groups work in them."""
+        return tuple(name for name, size in self.sizes.items() if name != "pp" and size > 1)
+
+    @property
+    def groups(self) -> list[Any]:
+        """torch's own groups of this process in these dimensions."""
+        return [self.mesh.get_group(name) for name in self.shares_stages]
+
     def place_in(self, *names: str) -> tuple[int, ...]:
         """This process's numbers in some dimensions."""
         return tuple(self.place.get(name, 0) for name in names)

@@ -90,6 +90,23 @@ def abort_nccl(groups: Iterable[Any], patience: float = 20.0) -> None:
         thread.join(max(0.0, end - time.monotonic()))
 
 
+def abort(groups: Iterable[Any]) -> None:
+    """Break groups of any kind."""
+    slow = []
+    for group in groups:
+        if isinstance(group, dist.ProcessGroupGloo):
+            abort_gloo(group)
+        else:
+            slow.append(group)
+    abort_nccl(slow)
+
+
+def backends(group: dist.ProcessGroup) -> list[Any]:
+    """What does a group's work: one for each kind of device, or one for all."""
+    found = [group._get_backend(device) for device in group._device_types]
+    return list({id(backend): backend for backend in found}.values())
+
+
 def wait(work: Any) -> None:
     """Wait for a gloo message for as long as it takes; not for NCCL's, where a time-out makes the host wait."""
     work.wait(FOREVER)

@@ -6,6 +6,7 @@ import pickle
 import struct
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -17,11 +18,12 @@ from torch import Tensor
 
 from zeropipe.engine import torch_private
 from zeropipe.engine.comm.edges import Wire
-from zeropipe.engine.comm.faults import Board, Desk, Meeting, PeerLost, reason
+from zeropipe.engine.comm.faults import Board, Desk, Meeting, PeerLost, StoreLost, is_closed, reason
 from zeropipe.engine.comm.listener import Listener
 from zeropipe.engine.comm.pulse import EVERYONE, Place
 from zeropipe.engine.comm.watchdog import Watchdog
 from zeropipe.engine.layout import Layout
+from zeropipe.errors import ConfigError, EngineError
 
 SLOT = 2048  # bytes of an exchanged value that cost one collective only
 LISTEN_TAG = 3  # nothing is ever sent with it
@@ -29,6 +31,7 @@ PROBE_TAG = 4  # nor with this
 LATER = 10.0  # seconds that a watchdog may take longer than its time-out
 
 _pipelines: Counter[tuple[int, ...]] = Counter()
+_broken: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # torch's own groups that an abort has stopped
 
 
 def rounds(edges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -50,6 +53,8 @@ class Fabric:
     """
 
     def __init__(self, layout: Layout, device: torch.device, timeout: float) -> None:
+        if any(group in _broken for group in layout.groups):
+            raise ConfigError("the mesh was broken when an Engine on it failed: start the processes anew")
         self.layout, self.rank, self.size = layout, layout.rank, layout.size
         self.device, self._timeout = device, timeout
         self.nccl = device.type == "cuda" and "cuda:nccl" in dist.get_backend_config()
@@ -61,6 +66,9 @@ class Fabric:
         # a store of its own: one that waits for a key lets nobody else in
         self._desk = Desk(torch_private.clone(self._store), min(10.0, max(2.0, timeout / 2)))
         self.board, self.place = Board(self._desk, self.rank, self.size), Place()
+        # inside a kernel this rank waits for anybody, inside torch's own groups for those that share its stages
+        near = range(self.size) if self.nccl else layout.plane(layout.shares_stages)
+        self.unsaid = tuple(rank for rank in near if rank != self.rank)
         self._lock = threading.Lock()  # who breaks or drops connections holds it
         self._groups: dict[tuple[str, tuple[int, ...]], Any] = {}
         self._listeners: list[Listener] = []
@@ -273,14 +281,25 @@ class Fabric:
             self._break()
 
     def _break(self) -> None:
-        for words in (self.control, self._words):
-            if words is not None:
-                torch_private.abort_gloo(words)
-        if self.nccl:
-            torch_private.abort_nccl(list(self._groups.values()))
-        else:
-            for group in self._groups.values():
-                torch_private.abort_gloo(group)
+        """All of this rank's groups, those that torch made for the mesh too: others may wait for this rank in them."""
+        groups = [self.control, self._words, *self._groups.values()]
+        for group in self.layout.groups:
+            _broken.add(group)
+            groups += torch_private.backends(group)
+        torch_private.abort(group for group in groups if group is not None)
+
+    def explain(self, error: BaseException, where: str) -> EngineError:
+        """The error every rank raises for this one; where torch's own groups broke, it says who is gone."""
+        return self.board.explain(self._lost(error) if self.unsaid and is_closed(error) else error, where)
+
+    def _lost(self, error: BaseException) -> PeerLost:
+        end = time.monotonic() + LATER
+        gone: tuple[int, ...] = ()
+        with suppress(StoreLost):
+            while not gone and self.board.read() is None and time.monotonic() < end:
+                time.sleep(0.01)  # the connections of a process that is gone close one by one
+                gone = () if self.closed else self._gone()
+        return PeerLost(gone, reason(error))
 
     def settle(self) -> None:
         """Wait until everything sent on NCCL is received by everybody: to drop a group stops its transfers."""

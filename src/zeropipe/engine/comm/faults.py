@@ -200,9 +200,17 @@ def _without_store(error: PeerLost) -> str:
     return f"the job's store was lost, and {names} too: {error.reason}"
 
 
-def reason(error: Exception) -> str:
+CLOSED = ("closed by peer", "reset by peer", "pair closure", "Broken pipe")  # what gloo says of a connection that broke
+
+
+def is_closed(error: BaseException) -> bool:
+    """Whether this is the error of a transport whose connection broke: in a collective of torch's own groups, say."""
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in (*CLOSED, "NCCL", "gloo/transport"))
+
+
+def reason(error: BaseException) -> str:
     """The part of a transport error that a person can use."""
     text = str(error)
-    if any(word in text for word in ("closed by peer", "reset by peer", "pair closure", "Broken pipe")):
+    if any(word in text for word in CLOSED):
         return "its connection closed"
     return text.splitlines()[0] if text else type(error).__name__

@@ -21,7 +21,7 @@ class Watched(Protocol):
 
     rank: int
     size: int
-    nccl: bool
+    unsaid: tuple[int, ...]  # the ranks that its main thread may wait for in a step without saying so
     board: Board
     place: Place
 
@@ -82,8 +82,8 @@ class Watchdog:
             for call in signs_of_life:
                 call()
         waited, waits = now - self._since, fabric.place.waits
-        if not waits and fabric.nccl and fabric.place.where != BETWEEN:  # it may wait inside a kernel, for anybody
-            waits = tuple(rank for rank in range(fabric.size) if rank != fabric.rank)
+        if not waits and fabric.place.where != BETWEEN:
+            waits = fabric.unsaid
         try:
             text = self._say(fabric, waited, waits, compiling)
             if text is None and waits and not compiling and waited > self._timeout / 2:

@@ -1,0 +1,60 @@
+"""What the local ranks run in test_mesh_faults.py: a process is struck while others wait for it inside torch."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from engine_helpers import SquareLoss, blocks, microbatches
+from fault_cases import strike
+from mesh_cases import mesh_of
+from torch import nn
+
+from zeropipe.core.schedule import Schedule
+from zeropipe.engine import Engine, module_stages, parallelize
+from zeropipe.errors import ConfigError, EngineError
+
+
+def struck(schedule: Schedule, sizes: dict[str, int], kind: str, culprit: int, when: int, timeout: float) -> None:
+    """Training on a mesh; the culprit is struck in its `when`-th forward or backward."""
+    rank, left = dist.get_rank(), when
+
+    def point(*_: Any) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0 and rank == culprit:
+            strike(kind)
+
+    def points(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        point()
+        if output.requires_grad:
+            output.register_hook(point)
+
+    mesh = mesh_of(sizes)
+    stages = module_stages(blocks(schedule.num_stages), schedule, mesh["pp"].get_local_rank())
+    styles = {"up": "colwise", "down": "rowwise"}
+    plan = {f"{block}.{name}": style for block in range(schedule.num_stages) for name, style in styles.items()}
+    parallelize(stages, mesh, plan=plan)
+    for stage in stages.values():
+        stage.register_forward_hook(points)
+    with Engine(schedule, stages, mesh=mesh, timeout=timeout) as engine:
+        optimizer = torch.optim.SGD(engine.parameters(), lr=0.01)
+        for step in range(10**6):
+            engine.train_step(microbatches(schedule.num_microbatches, seed=step), SquareLoss())
+            engine.clip_grad_norm(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def again(schedule: Schedule, sizes: dict[str, int]) -> str:
+    """An Engine on a mesh whose groups were broken."""
+    with contextlib.suppress(EngineError):
+        struck(schedule, sizes, "raise", 2, 5, 60.0)
+    mesh = mesh_of(sizes)
+    try:
+        Engine(schedule, module_stages(blocks(schedule.num_stages), schedule, mesh["pp"].get_local_rank()), mesh=mesh)
+    except ConfigError as error:
+        return str(error)
+    return "no error"
