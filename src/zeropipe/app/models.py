@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from zeropipe.core.action import MAX_STAGES
 from zeropipe.core.limits import PAGE
 from zeropipe.core.placement import MAX_WEIGHT_PARTS
+from zeropipe.sim.costs import MAX_UNITS
 
 MAX_CHOICES = 64  # schedules of one request
 MAX_EDGES = 4096  # directions between two ranks with costs of their own
@@ -54,6 +55,13 @@ class CostsIn(Strict):
     activation: PerStage = 1.0
     stash: PerStage | None = None
     weights: PerStage = 0.0
+    shards: Literal["keep", "regather"] | None = None
+    unshard: PerStage | None = None
+    reduce: PerStage | None = None
+    whole_weights: PerStage = 0.0
+    whole_gradients: PerStage = 0.0
+    shard_bandwidth: Speed | None = None
+    units: Annotated[int, Field(ge=1, le=MAX_UNITS)] = 1
     memory_limit: Amount | None = None
     unit: Annotated[str, Field(max_length=16)] = ""
     memory_unit: Annotated[str, Field(max_length=16)] = ""
@@ -160,6 +168,7 @@ class Idle(BaseModel):
     communication: float
     cool_down: float
     other: float
+    sharding: float
 
 
 class Result(BaseModel):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from zeropipe.app.errors import Refusal, cost_field
 from zeropipe.app.models import Ask, Choice, CostsIn, Per, Size
 from zeropipe.app.uploads import Files, Found
-from zeropipe.core.explain import idle
+from zeropipe.core.explain import Idle, idle
 from zeropipe.core.limits import PAGE, num_actions, num_cut, require_costs
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Timeline
@@ -224,7 +224,7 @@ def _figures(shown: Shown) -> dict[str, Any]:
         "num_weight_parts": t.schedule.problem.num_weight_parts, "filled": filled,
         "unit": t.unit, "memory_unit": t.memory_unit, "makespan": t.makespan,
         "bubble": t.bubble, "bubble_to_ideal": t.bubble_to_ideal, "busy": sum(t.busy) / t.num_ranks,
-        "idle": dict(zip(("warm_up", "waiting", "communication", "cool_down", "other"), causes, strict=True)),
+        "idle": dict(zip(Idle._fields, causes, strict=True)),
         "peak_memory": peak, "peak_rank": None if peak is None else t.peak_memory.index(peak),
         "over_limit": list(t.over_limit),
         "copies": len(t.schedule.placement.copies),

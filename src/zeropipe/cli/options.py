@@ -82,6 +82,16 @@ COSTS: dict[str, tuple[Any, str]] = {
     "activation": (str, "Memory a forward takes."),
     "stash": (str, "Memory kept from I until W; all of it by default."),
     "weights": (str, "Constant memory: parameters, gradients, optimizer."),
+    "shards": (
+        click.Choice(["keep", "regather"]),
+        "Stages are sharded: weights are gathered once per step (keep), or for every microbatch.",
+    ),
+    "unshard": (str, "Time to gather a stage; whole_weights / shard_bandwidth by default."),
+    "reduce": (str, "Time to sum a stage's gradients; whole_gradients / shard_bandwidth by default."),
+    "whole_weights": (str, "Memory of gathered weights."),
+    "whole_gradients": (str, "Memory of gradients until they are reduced."),
+    "shard_bandwidth": (float, "Bytes per unit of time between ranks that share stages."),
+    "units": (int, "Pieces in which a stage is gathered and reduced."),
     "memory_limit": (Size(), "Memory of a rank, like 40 or 40GB: what needs more cannot win."),
 }
 

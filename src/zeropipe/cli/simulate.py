@@ -43,6 +43,7 @@ def simulate(schedule: str, as_json: bool, **given: Any) -> None:
 
 
 def _print_timeline(timeline: Timeline, costs: str) -> None:
+    from zeropipe.core.action import COMPUTE
     from zeropipe.core.explain import critical_path, idle
 
     console = output.console()
@@ -53,11 +54,14 @@ def _print_timeline(timeline: Timeline, costs: str) -> None:
         f"peak memory {output.size_text(max(timeline.peak_memory), timeline.memory_unit)}{_limit(timeline)}"
     )
     output.note(costs)
-    rows = output.table("rank", "busy", "warm-up", "data", "comm", "cool-down", "bubble", "peak\nmemory")
+    sharded = timeline.sharding is not None
+    shards = ["shards"] if sharded else []
+    rows = output.table("rank", "busy", "warm-up", "data", "comm", *shards, "cool-down", "bubble", "peak\nmemory")
     for rank, causes in enumerate(idle(timeline)):
         if MOST <= rank < timeline.num_ranks - MOST:
             continue
-        times = (timeline.busy[rank], *causes[:2], causes.communication + causes.other, causes.cool_down)
+        held = [causes.sharding] if sharded else []
+        times = (timeline.busy[rank], *causes[:2], causes.communication + causes.other, *held, causes.cool_down)
         rows.add_row(
             str(rank),
             *(output.time_text(time, timeline.unit) for time in times),
@@ -68,12 +72,19 @@ def _print_timeline(timeline: Timeline, costs: str) -> None:
     if timeline.num_ranks > 2 * MOST:
         output.note(f"ranks {MOST} to {timeline.num_ranks - MOST - 1} are left out here: --json has them all")
     path = critical_path(timeline)
-    inside = sum(span.end - span.start for span in path)
+    inside = sum(span.end - span.start for span in path if span.action.kind in COMPUTE)
     console.print(
         f"critical path: {len(path)} actions, {output.time_text(inside, timeline.unit)} of work, "
-        f"{output.time_text(timeline.makespan - inside, timeline.unit)} of waiting for messages; "
+        f"{output.time_text(timeline.makespan - inside, timeline.unit)} of waiting for messages"
+        f"{', weights and gradients' if sharded else ''}; "
         f"from {path[0].action} on rank {path[0].rank} to {path[-1].action} on rank {path[-1].rank}"
     )
+    if path[-1].action.kind not in COMPUTE:
+        late = timeline.first_start + timeline.makespan - max(memoryview(timeline.end).cast("d"))
+        console.print(
+            f"the end waits {output.time_text(late, timeline.unit)} for {path[-1].action} on rank {path[-1].rank}: "
+            "less is left to wait for with more --units, or where the stage's last W comes earlier"
+        )
     output.print_warnings(timeline.schedule)
 
 

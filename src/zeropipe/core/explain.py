@@ -6,6 +6,7 @@ An action starts when its rank is free and what it needs has arrived. So the tim
     communication   from that moment until it starts: the result travels; or the rank's own blocking send
     cool-down       after the last action of the rank, until the last one of all ranks
     other           measured runs only: the result was there, and still the rank did nothing (launch, allocation, noise)
+    sharding        while its weights are gathered; after the last action of the rank, while its gradients are reduced
 """
 
 from __future__ import annotations
@@ -14,16 +15,17 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from zeropipe.core.action import Action
-from zeropipe.core.jit import Arrays, Ints
+from zeropipe.core.action import Action, B, Kind, W
+from zeropipe.core.jit import Arrays, Floats, Ints
 from zeropipe.core.needs import dependencies
-from zeropipe.core.packed import decode, is_joined
+from zeropipe.core.packed import decode, is_joined, kind_of, stage_of
 from zeropipe.core.phases import free_sends
+from zeropipe.core.sharding import gathers
 from zeropipe.core.timeline import Span, Timeline
 
-CAUSES = ("warm-up", "waiting for data", "communication", "cool-down", "other")
+CAUSES = ("warm-up", "waiting for data", "communication", "cool-down", "other", "sharding")
 _NUM_CAUSES = len(CAUSES)
-_WARM_UP, _WAITING, _COMMUNICATION, _COOL_DOWN, _OTHER = range(_NUM_CAUSES)
+_WARM_UP, _WAITING, _COMMUNICATION, _COOL_DOWN, _OTHER, _SHARDING = range(_NUM_CAUSES)
 
 
 class Idle(NamedTuple):
@@ -34,6 +36,7 @@ class Idle(NamedTuple):
     communication: float
     cool_down: float
     other: float
+    sharding: float = 0.0
 
     @property
     def total(self) -> float:
@@ -52,7 +55,10 @@ class Gap(NamedTuple):
 
 
 class Hop(NamedTuple):
-    """One action of the critical path, and what bound its start: "start", "rank" (the action before) or "data"."""
+    """One action of the critical path, and what bound its start.
+
+    "start", "rank" (the action before), "data", or "weights" (its stage was being gathered).
+    """
 
     rank: int
     action: Action
@@ -66,7 +72,8 @@ class Reasons:
     """Per action, as indices into the schedule's codes (-1 for none).
 
     `remote` and `own` made what it needs; `before` is the step before it on its rank, and `waited` the result that kept
-    the rank idle before it (`-1` where the rank was busy or the cause is not data).
+    the rank idle before it (`-1` where the rank was busy or the cause is not data). `gathers` is when the UNSHARD began
+    that was under way until it started; else its own start. `reduced` is each rank's last end of a REDUCE_GRAD.
     """
 
     arrays: Arrays
@@ -76,6 +83,8 @@ class Reasons:
     waited: Ints
     ranks: Ints
     message: float  # a typical message's time, where the receiver was waiting for it
+    gathers: Floats
+    reduced: Floats
 
 
 @lru_cache(maxsize=4)
@@ -91,7 +100,16 @@ def reasons(timeline: Timeline) -> Reasons:
         *free_sends(deps, timeline.blocking, timeline.blocking_ends),
         maker, remote, own, before, waited, ranks,
     )  # fmt: skip
-    return Reasons(xp, remote, own, before, waited, ranks, float(message))
+    return Reasons(
+        xp,
+        remote,
+        own,
+        before,
+        waited,
+        ranks,
+        float(message),
+        *gathers(xp, timeline.schedule, timeline.start, timeline.sharding),
+    )
 
 
 def reasons_kernel(  # type: ignore[no-untyped-def]
@@ -173,7 +191,7 @@ def idle(timeline: Timeline) -> tuple[Idle, ...]:
     xp.call(
         idle_kernel, xp.list_ints(timeline.schedule.packed.offsets),
         xp.floats(timeline.start), xp.floats(timeline.end), found.waited, found.message, timeline.measured,
-        timeline.first_start, timeline.first_start + timeline.makespan, totals,
+        timeline.first_start, timeline.first_start + timeline.makespan, found.gathers, found.reduced, totals,
     )  # fmt: skip
     rows = (totals[at : at + _NUM_CAUSES] for at in range(0, len(totals), _NUM_CAUSES))
     return tuple(Idle(*map(float, row)) for row in rows)
@@ -193,7 +211,14 @@ def cut_gap(free: float, start: float, made: float, known: bool, message: float,
     return ready, start
 
 
-def idle_kernel(offsets, start, end, waited, message, measured, begin, finish, totals):  # type: ignore[no-untyped-def]
+def held_from(free: float, start: float, made: float, gathers: float) -> float:
+    """From when on a gap from `free` to `start` is one of sharding: `made` is the end of what else was waited for."""
+    return min(start, max(free, made, gathers)) if gathers < start else start
+
+
+def idle_kernel(  # type: ignore[no-untyped-def]
+    offsets, start, end, waited, message, measured, begin, finish, gathers, reduced, totals
+):
     """Add up the idle time of each rank by cause."""
     for rank in range(len(offsets) - 1):
         base = _NUM_CAUSES * rank
@@ -204,16 +229,20 @@ def idle_kernel(offsets, start, end, waited, message, measured, begin, finish, t
         for at in range(offsets[rank], offsets[rank + 1]):
             if start[at] > free:
                 source = waited[at]
+                made = end[source] if source >= 0 else free
+                until = held_from(free, start[at], made, gathers[at])
+                totals[base + _SHARDING] += start[at] - until
                 if at == offsets[rank]:
-                    totals[base + _WARM_UP] += start[at] - free
+                    totals[base + _WARM_UP] += until - free
                 else:
-                    made = end[source] if source >= 0 else free
-                    ready, arrived = cut_gap(free, start[at], made, source >= 0, message, measured)
+                    ready, arrived = cut_gap(free, until, made, source >= 0, message, measured)
                     totals[base + _WAITING] += ready - free
                     totals[base + _COMMUNICATION] += arrived - ready
-                    totals[base + _OTHER] += start[at] - arrived
+                    totals[base + _OTHER] += until - arrived
             free = max(free, end[at])
-        totals[base + _COOL_DOWN] += finish - free
+        ended = max(free, min(finish, reduced[rank]))
+        totals[base + _SHARDING] += ended - free
+        totals[base + _COOL_DOWN] += finish - ended
 
 
 def gaps(timeline: Timeline) -> list[Gap]:
@@ -235,16 +264,20 @@ def gaps(timeline: Timeline) -> list[Gap]:
         first, stop = timeline.schedule.packed.offsets[rank : rank + 2]
         for at in range(first, stop):
             source = int(found.waited[at])
+            made = end[source] if source >= 0 else free
+            until = held_from(free, start[at], made, float(found.gathers[at]))
             if at == first:
-                add(rank, free, start[at], _WARM_UP, at, source)
-            else:
-                made = end[source] if source >= 0 else free
-                ready, arrived = cut_gap(free, start[at], made, source >= 0, found.message, timeline.measured)
+                add(rank, free, until, _WARM_UP, at, source)
+            elif start[at] > free:
+                ready, arrived = cut_gap(free, until, made, source >= 0, found.message, timeline.measured)
                 add(rank, free, ready, _WAITING, at, source)
                 add(rank, ready, arrived, _COMMUNICATION, at, source)
-                add(rank, arrived, start[at], _OTHER, at)
+                add(rank, arrived, until, _OTHER, at)
+            add(rank, max(free, until), start[at], _SHARDING, at)
             free = max(free, end[at])
-        add(rank, free, finish, _COOL_DOWN if stop > first else _WARM_UP)
+        ended = max(free, min(finish, float(found.reduced[rank]))) if stop > first else free
+        add(rank, free, ended, _SHARDING)
+        add(rank, ended, finish, _COOL_DOWN if stop > first else _WARM_UP)
     return pieces
 
 
@@ -262,9 +295,24 @@ def critical_path(timeline: Timeline) -> tuple[Hop, ...]:
     hops = []
     for at in critical_places(timeline):
         source, before = int(found.waited[at]), int(found.before[at])
+        span = span_at(timeline, at)
         bound_by = "data" if source >= 0 else "rank" if before >= 0 else "start"
-        hops.append(Hop(*span_at(timeline, at), bound_by))
+        ready = memoryview(timeline.end).cast("d")[before] if before >= 0 else timeline.first_start
+        if source < 0 and span.start > ready and found.gathers[at] < span.start:
+            bound_by = "weights"
+        hops.append(Hop(*span, bound_by))
+    if (last := _last_reduce(timeline)) is not None:
+        hops.append(Hop(*last, "rank"))
     return tuple(hops)
+
+
+def _last_reduce(timeline: Timeline) -> Span | None:
+    """The REDUCE_GRAD that the end of the timeline waits for; None if a computation ends last."""
+    spans = [span for rank in range(timeline.num_ranks) for span in timeline.sharding_spans(rank)]
+    last = max(spans, key=lambda span: span.end, default=None)
+    if last is None or last.action.kind is not Kind.REDUCE_GRAD:
+        return None
+    return last if last.end > max(memoryview(timeline.end).cast("d"), default=last.end) else None
 
 
 def critical_places(timeline: Timeline) -> list[int]:
@@ -274,15 +322,21 @@ def critical_places(timeline: Timeline) -> list[int]:
         return []
     xp = found.arrays
     trail = xp.full_ints(timeline.schedule.num_actions)
-    count = xp.call(path_kernel, xp.floats(timeline.end), found.waited, found.before, trail)
+    first = -1
+    if (last := _last_reduce(timeline)) is not None:  # it begins with the gradients that it reduces
+        begin, stop = timeline.schedule.packed.offsets[last.rank : last.rank + 2]
+        codes = timeline.schedule.packed.view
+        places = (at for at in range(stop - 1, begin - 1, -1) if stage_of(codes[at]) == last.action.stage)
+        first = next((at for at in places if kind_of(codes[at]) in (B, W)), -1)
+    count = xp.call(path_kernel, xp.floats(timeline.end), found.waited, found.before, first, trail)
     return [int(at) for at in trail[:count]][::-1]
 
 
-def path_kernel(end, waited, before, trail):  # type: ignore[no-untyped-def]
-    """Walk back from the last end; returns the number of places written."""
-    at = 0
+def path_kernel(end, waited, before, first, trail):  # type: ignore[no-untyped-def]
+    """Walk back from `first`, or else from the last end; returns the number of places written."""
+    at = max(first, 0)
     for other in range(len(end)):
-        if end[other] > end[at]:
+        if first < 0 and end[other] > end[at]:
             at = other
     count = 0
     while at >= 0 and count < len(trail):

@@ -7,12 +7,13 @@ from array import array
 from math import inf, isfinite
 from typing import Any
 
-from zeropipe.core.action import parse_step
+from zeropipe.core.action import Kind, parse_action, parse_step
 from zeropipe.core.complete import check_order
 from zeropipe.core.packed import PackedRows, pack
 from zeropipe.core.parse import parse_json
 from zeropipe.core.placement import Placement, Problem, recognise, require_actions, require_placement
-from zeropipe.core.schedule import Schedule
+from zeropipe.core.schedule import Rows, Schedule
+from zeropipe.core.sharding import Sharding
 from zeropipe.core.timeline import Memory, Timeline
 from zeropipe.errors import ScheduleError, ZeropipeError
 
@@ -110,18 +111,43 @@ def _timeline_data(timeline: Timeline) -> dict[str, Any]:
         "start": _floats(timeline.start),
         "end": _floats(timeline.end),
         "memory": memory and {"during": _floats(memory.during), "after": _floats(memory.after)},
+        "sharding": _sharding_data(timeline.sharding),
     }
+
+
+def _sharding_data(sharding: Sharding | None) -> dict[str, Any] | None:
+    if sharding is None:
+        return None
+    rows = [" ".join(map(str, row)) for row in Rows(sharding.packed)]
+    return {"rows": rows, "start": _floats(sharding.start), "end": _floats(sharding.end)}
+
+
+def _sharding(data: dict[str, Any], schedule: Schedule) -> Sharding:
+    rows = [[parse_action(text) for text in row.split()] for row in data["rows"]]
+    if len(rows) != schedule.num_ranks:
+        raise ScheduleError(f"sharding has {len(rows)} rows for {schedule.num_ranks} ranks")
+    for rank, row in enumerate(rows):
+        for action in row:
+            if action.kind not in (Kind.UNSHARD, Kind.REDUCE_GRAD):
+                raise ScheduleError(f"sharding of rank {rank} holds {action}: UNSHARD and REDUCE_GRAD are known")
+            if action.stage not in schedule.placement.stages_of(rank):
+                raise ScheduleError(f"sharding of rank {rank} holds {action}: the placement puts no such stage there")
+    packed = PackedRows.of(pack(row) for row in rows)
+    start, end = (_column(packed.num_codes, data[name]) for name in ("start", "end"))
+    if any(a > b for a, b in zip(memoryview(start).cast("d"), memoryview(end).cast("d"), strict=True)):
+        raise ScheduleError("sharding holds an action that ends before it starts")
+    return Sharding(packed, start, end)
 
 
 def _timeline(data: dict[str, Any]) -> Timeline:
     schedule = _schedule(data)
     check_order(schedule)
-    memory, limit = data["memory"], data["memory_limit"]
+    memory, limit, size = data["memory"], data["memory_limit"], schedule.num_actions
     timeline = Timeline(
         schedule,
-        _column(schedule, data["start"]),
-        _column(schedule, data["end"]),
-        Memory(_column(schedule, memory["during"]), _column(schedule, memory["after"])) if memory else None,
+        _column(size, data["start"]),
+        _column(size, data["end"]),
+        Memory(_column(size, memory["during"]), _column(size, memory["after"])) if memory else None,
         None if limit is None else _limit(limit),
         str(data["unit"]),
         str(data["memory_unit"]),
@@ -129,6 +155,7 @@ def _timeline(data: dict[str, Any]) -> Timeline:
         bool(data["measured"]),
         bool(data.get("blocking")),
         bool(data.get("blocking_ends")),
+        _sharding(data["sharding"], schedule) if data.get("sharding") else None,
     )
     for rank in range(schedule.num_ranks):
         before = -inf
@@ -148,9 +175,9 @@ def _limit(value: Any) -> float:
     return float(value)
 
 
-def _column(schedule: Schedule, values: list[float]) -> bytes:
-    if len(values) != schedule.num_actions:
-        raise ScheduleError(f"a column of {len(values)} numbers for {schedule.num_actions} actions")
+def _column(num_actions: int, values: list[float]) -> bytes:
+    if len(values) != num_actions:
+        raise ScheduleError(f"a column of {len(values)} numbers for {num_actions} actions")
     column = array("d", values)
     if not all(map(isfinite, column)):
         raise ScheduleError("a column holds something that is not a finite number")

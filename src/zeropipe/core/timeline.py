@@ -12,6 +12,7 @@ from zeropipe.core.action import Action
 from zeropipe.core.jit import arrays
 from zeropipe.core.packed import decode
 from zeropipe.core.schedule import Schedule
+from zeropipe.core.sharding import Sharding
 from zeropipe.core.units import percent, size_text, time_text
 
 ROUNDING = 1 + 1e-9  # two sums of times or sizes this near are the same
@@ -51,6 +52,7 @@ class Timeline:
     measured: bool = False
     blocking: bool = False  # simulated with sends that keep the sender: its next action waits for them
     blocking_ends: bool = False  # the same for sends of its warm-up and cool-down
+    sharding: Sharding | None = None  # where stages are sharded: when they were gathered and reduced
 
     @property
     def num_ranks(self) -> int:
@@ -70,6 +72,11 @@ class Timeline:
         for code, first, last in zip(codes, starts, ends, strict=True):
             yield Span(rank, decode(code), first, last)
 
+    def sharding_spans(self, rank: int) -> Iterator[Span]:
+        """What `rank` gathered and reduced beside that, in order."""
+        for action, first, last in self.sharding.lane(rank) if self.sharding else ():
+            yield Span(rank, action, first, last)
+
     @cached_property
     def _stats(self) -> tuple[list[float], list[float], list[float], list[float]]:
         """Per rank: first start, last end, busy time, peak memory."""
@@ -80,11 +87,14 @@ class Timeline:
             stats_kernel, xp.list_ints(self.schedule.packed.offsets),
             xp.floats(self.start), xp.floats(self.end), during, first, last, busy, peak,
         )  # fmt: skip
+        for rank in range(self.num_ranks) if self.sharding else ():
+            if span := self.sharding.span(rank):  # type: ignore[union-attr]
+                first[rank], last[rank] = min(first[rank], span[0]), max(last[rank], span[1])
         return tuple([float(x) for x in column] for column in (first, last, busy, peak))  # type: ignore[return-value]
 
     @property
     def makespan(self) -> float:
-        """Last end minus first start, over all ranks."""
+        """Last end minus first start, over all ranks; gathering and reducing count, too."""
         first, last, _, _ = self._stats
         return max(last) - min(first)
 

@@ -11,11 +11,14 @@ from sys import float_info
 from typing import Any, NamedTuple
 
 from zeropipe.core.placement import Problem
+from zeropipe.core.shards import require_policy
 from zeropipe.errors import ConfigError, short
 
+MAX_UNITS = 10_000
 DEFAULT = "default"  # in a table of stages: what the others have
 _MAX_STAGE_DIGITS = 9
-PER_STAGE = ("f", "i", "w", "b", "overlap", "message", "activation", "stash", "weights")
+SHARDS = ("unshard", "reduce", "whole_weights", "whole_gradients")  # of sharded stages
+PER_STAGE = ("f", "i", "w", "b", "overlap", "message", "activation", "stash", "weights", *SHARDS)
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,13 @@ class Costs:
     it is taken for `message`/`bandwidth`, while the latency passes beside others. F allocates `activation`; I frees all
     but `stash` (default: frees nothing), W frees the rest. `weights` is there all the time: parameters, gradients and
     optimizer state of a stage.
+
+    `shards`: weights are sharded over data-parallel ranks, and gathered as it says: "keep" or "regather", as in
+    `lower`. Each rank has one link to those that share its stages: gathering a stage takes it for `unshard`, summing
+    its gradients for `reduce`; by default for `whole_weights` and `whole_gradients` over `shard_bandwidth`. These two
+    are memory, too: from UNSHARD to RESHARD, and from the first gradient to the end of REDUCE_GRAD. A stage is
+    gathered and reduced in `units` equal pieces: F starts with the first of them, and within the last W each is
+    reduced when it is complete. With "regather" two of them are whole at a time.
     """
 
     f: PerStage = 1.0
@@ -69,6 +79,13 @@ class Costs:
     activation: PerStage = 1.0
     stash: PerStage | None = None
     weights: PerStage = 0.0
+    shards: str | None = None
+    unshard: PerStage | None = None
+    reduce: PerStage | None = None
+    whole_weights: PerStage = 0.0
+    whole_gradients: PerStage = 0.0
+    shard_bandwidth: float | None = None
+    units: int = 1
     memory_limit: float | None = None
     unit: str = ""
     memory_unit: str = ""
@@ -82,7 +99,7 @@ class Costs:
                 object.__setattr__(self, name, tuple(_number(name, v) for v in value))
             elif value is not None and not isinstance(value, Sparse):
                 _number(name, value)
-        for name in ("p2p", "bandwidth", "memory_limit"):
+        for name in ("p2p", "bandwidth", "memory_limit", "shard_bandwidth"):
             if getattr(self, name) is not None:
                 _number(name, getattr(self, name))
         for source, target in self.edges:
@@ -93,7 +110,7 @@ class Costs:
             for part, value in zip(Link._fields, link, strict=True):
                 if value is not None:
                     _number(f"{name} {part}", value)
-        bandwidths = [self.bandwidth, *(link.bandwidth for link in links.values())]
+        bandwidths = [self.bandwidth, self.shard_bandwidth, *(link.bandwidth for link in links.values())]
         if any(bandwidth == 0 for bandwidth in bandwidths):
             raise ConfigError("bandwidth=0: a message would never arrive; leave it out for no limit")
         for name in ("unit", "memory_unit"):
@@ -106,6 +123,14 @@ class Costs:
             raise ConfigError("blocking and blocking_ends are both on: the first blocks everywhere; give one of them")
         if self.node_size is not None and (not isinstance(self.node_size, int) or self.node_size < 1):
             raise ConfigError(f"node_size={short(self.node_size)}: a whole number of ranks from 1 on is needed")
+        if type(self.units) is not int or not 1 <= self.units <= MAX_UNITS:
+            raise ConfigError(f"units={short(self.units)}: a whole number from 1 to {MAX_UNITS} is needed")
+        if self.shards is not None:
+            require_policy(self.shards)
+        elif given := [name for name in SHARDS if getattr(self, name) != _DEFAULTS[name]]:
+            raise ConfigError(
+                f"{given[0]} is of sharded stages: say when they are gathered, shards='keep' or 'regather'"
+            )
 
     def link(self, source: int, target: int) -> Link:
         """What the direction from rank `source` to rank `target` is like."""
@@ -142,6 +167,9 @@ class Costs:
                 return _plus(self.column("i", num_stages), self.column("w", num_stages))
             if name == "overlap":
                 return _plus(self.column("f", num_stages), self.column("b", num_stages))
+            if name in ("unshard", "reduce"):
+                sizes = self.column("whole_weights" if name == "unshard" else "whole_gradients", num_stages)
+                return [size / self.shard_bandwidth if self.shard_bandwidth else 0.0 for size in sizes]
             return self.column("activation", num_stages)  # stash
         if isinstance(value, tuple):
             if len(value) != num_stages:

@@ -38,7 +38,7 @@ def fill_gaps(schedule: Schedule, costs: Costs | None = None, *, weight_parts: i
     best = simulate(cut_weights(schedule, weight_parts), costs)
     limits = best.peak_memory if costs.memory_limit is None else (costs.memory_limit,) * schedule.num_ranks
     filled = _filled(best.schedule, costs, [limit * ROUNDING for limit in limits])
-    if not (costs.blocking or costs.blocking_ends or costs.serial_links):
+    if not (costs.blocking or costs.blocking_ends or costs.serial_links or costs.shards):
         filled = filled[:1]  # the others are known to be no shorter
     return min(best, *(simulate(one, costs) for one in filled), key=lambda timeline: timeline.makespan).schedule
 

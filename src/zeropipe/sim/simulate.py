@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from zeropipe.core.action import B, F, I, W
+from zeropipe.core.action import RESHARD, UNSHARD, B, F, I, W
 from zeropipe.core.complete import check_complete
 from zeropipe.core.deadlock import deadlock
 from zeropipe.core.needs import copy_base, dependencies, message_place
 from zeropipe.core.packed import is_joined, kind_of, microbatch_of, stage_of
 from zeropipe.core.phases import free_sends
 from zeropipe.core.schedule import Schedule
+from zeropipe.core.sharding import apart
+from zeropipe.core.shards import with_shards
 from zeropipe.core.timeline import Memory, Timeline
 from zeropipe.sim.costs import Costs
-from zeropipe.sim.tables import tables_of
+from zeropipe.sim.tables import shard_tables_of, tables_of
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
@@ -21,24 +23,32 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """
     costs = costs or Costs()
     check_complete(schedule)
-    deps = dependencies(schedule)
+    rows = schedule.packed if costs.shards is None else with_shards(schedule, costs.shards)
+    deps = dependencies(schedule, rows)
     xp = deps.arrays
-    size, num_stages = schedule.num_actions, schedule.num_stages
-    tables = tables_of(xp, schedule, costs)
+    size, num_stages = rows.num_codes, schedule.num_stages
+    tables, shards = tables_of(xp, schedule, costs), shard_tables_of(xp, schedule, costs)
     start, end, during, after = (xp.full_floats(size) for _ in range(4))
     ended, arrived = xp.full_floats(deps.num_keys, -1.0), xp.full_floats(deps.num_keys, -1.0)
     waiter = xp.full_ints(deps.num_keys, -1)
-    position, stack = xp.list_ints(schedule.packed.offsets[:-1]), xp.full_ints(schedule.num_ranks)
+    position, stack = xp.list_ints(rows.offsets[:-1]), xp.full_ints(schedule.num_ranks)
+    slots = 2 * num_stages if costs.shards else 0  # of both copies of a stage
     finished = xp.call(
         simulate_kernel, deps.codes, deps.offsets, deps.remote, deps.own, deps.makes, deps.to, num_stages,
         tables.second_from, tables.durations, tables.saving,
         tables.travel, tables.occupies, tables.edge, xp.full_floats(tables.num_edges), costs.serial_links,
         *free_sends(deps, costs.blocking, costs.blocking_ends),
         tables.activation, tables.stash, tables.num_weight_parts, tables.constant, xp.full_floats(schedule.num_ranks),
+        slots, *shards, xp.full_floats(schedule.num_ranks),
+        *(xp.full_ints(schedule.num_ranks, -1) for _ in range(3)),
+        xp.full_floats(slots), xp.full_floats(slots), xp.full_ints(slots), xp.full_floats(slots),
+        xp.full_ints(slots, -1),
         ended, arrived, waiter, position, stack, start, end, during, after,
     )  # fmt: skip
     if not finished:
         raise deadlock(schedule, deps, position, xp.list_ints([int(t >= 0) for t in ended]))
+    if costs.shards is not None:
+        (start, end, during, after), sharding = apart(xp, schedule.num_actions, rows, start, end, during, after)
     return Timeline(
         schedule,
         xp.float_bytes(start),
@@ -49,6 +59,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
         costs.memory_unit,
         blocking=costs.blocking,
         blocking_ends=costs.blocking_ends,
+        sharding=None if costs.shards is None else sharding,
     )
 
 
@@ -56,6 +67,8 @@ def simulate_kernel(  # type: ignore[no-untyped-def]
     codes, offsets, remote, own, makes, to, num_stages, second_from, durations, saving,
     travel, occupies, edge, link_free, serial_links, free_first, free_last,
     activation, stash, num_weight_parts, level, clock,
+    slots, unshard, reduce, gathered, gradients, home, units, shard_link, latest, reducing, newest,
+    first_unit, last_unit, owes, freed, behind,
     ended, arrived, waiter, position, stack, start, end, during, after,
 ):  # fmt: skip
     """Run every rank as far as it goes, in its own order; True if all reach their end.
@@ -63,6 +76,11 @@ def simulate_kernel(  # type: ignore[no-untyped-def]
     A rank that lacks a result leaves its number in `waiter` and is put back on the stack by whoever makes it, so each
     action is looked at no more than twice. Times do not depend on the order in which ranks are taken from the stack:
     a direction's messages are all sent by one rank, in its own order.
+
+    Where stages are sharded, each rank has a `shard_link` that takes UNSHARD and REDUCE_GRAD in their order, beside its
+    computations. A slot is a stage, or its second copy: `first_unit` and `last_unit` say when it is gathered, `owes`
+    whether it has whole gradients, `freed` when they are reduced. From `reducing` to `newest`, linked by `behind`, are
+    the slots of a rank whose gradients are still there.
     """
     num_ranks = len(offsets) - 1
     for rank in range(num_ranks):
@@ -76,6 +94,47 @@ def simulate_kernel(  # type: ignore[no-untyped-def]
         now = clock[rank]
         memory = level[rank]
         while at < offsets[rank + 1]:
+            if slots and kind_of(codes[at]) >= UNSHARD:
+                kind = kind_of(codes[at])
+                stage = stage_of(codes[at])
+                slot = stage if home[stage] == rank else num_stages + stage
+                begin = now
+                if kind == UNSHARD:
+                    begin = max(now, shard_link[rank])
+                    first_unit[slot] = begin + unshard[stage] / units
+                    last_unit[slot] = begin + unshard[stage]
+                    shard_link[rank] = last_unit[slot]
+                    memory += gathered[stage]
+                elif kind == RESHARD:
+                    memory -= gathered[stage]
+                else:
+                    # a unit is complete when its part of the W right before has run; a W in parts runs its last part
+                    before = latest[rank]
+                    inside = before >= 0 and kind_of(codes[before]) == W and stage_of(codes[before]) == stage
+                    free = shard_link[rank]
+                    for unit in range(units):
+                        complete = now
+                        if inside:
+                            share = max(0.0, 1 - num_weight_parts * (1 - (unit + 1) / units))
+                            complete = start[before] + share * (end[before] - start[before])
+                        if unit == 0:
+                            begin = max(free, complete)
+                        free = max(free, complete) + reduce[stage] / units
+                    shard_link[rank] = free
+                    if owes[slot]:
+                        freed[slot] = free
+                        if reducing[rank] < 0:
+                            reducing[rank] = slot
+                        else:
+                            behind[newest[rank]] = slot
+                        newest[rank] = slot
+                start[at] = begin
+                end[at] = max(begin, shard_link[rank]) if kind != RESHARD else begin
+                during[at] = memory
+                after[at] = memory
+                left -= 1
+                at += 1
+                continue
             last = at + is_joined(codes[at])
             missing = -1
             begin = now
@@ -96,6 +155,20 @@ def simulate_kernel(  # type: ignore[no-untyped-def]
                 waiter[missing] = rank
                 break
             lasts = 0.0
+            whole = 0.0  # when all weights are there
+            if slots:
+                for step in range(at, last + 1):
+                    stage = stage_of(codes[step])
+                    slot = stage if home[stage] == rank else num_stages + stage
+                    if kind_of(codes[step]) != W:
+                        begin = max(begin, first_unit[slot])
+                        whole = max(whole, last_unit[slot])
+                    if kind_of(codes[step]) in (B, W) and owes[slot] == 0:
+                        owes[slot] = 1
+                        memory += gradients[stage]
+                while reducing[rank] >= 0 and freed[reducing[rank]] <= begin:
+                    memory -= gradients[reducing[rank] % num_stages]
+                    reducing[rank] = behind[reducing[rank]]
             for step in range(at, last + 1):
                 stage = stage_of(codes[step])
                 kind = kind_of(codes[step])
@@ -106,6 +179,10 @@ def simulate_kernel(  # type: ignore[no-untyped-def]
                 if kind == F:
                     memory += activation[stage]
             finish = begin + max(lasts, 0.0)
+            if whole > begin:
+                finish = max(finish, whole + max(lasts, 0.0) / units)
+            if slots:
+                latest[rank] = last
             now = finish
             for step in range(at, last + 1):
                 start[step] = begin

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from zeropipe.core.jit import Arrays, Floats, Ints
 from zeropipe.core.needs import number_edges
 from zeropipe.core.schedule import Schedule
-from zeropipe.sim.costs import Costs
+from zeropipe.sim.costs import SHARDS, Costs
 
 
 class Tables(NamedTuple):
@@ -24,6 +24,27 @@ class Tables(NamedTuple):
     constant: Floats
     num_weight_parts: int
     second_from: int  # the first microbatch of the placement's second copy
+
+
+class ShardTables(NamedTuple):
+    """What sharded stages take, by stage."""
+
+    unshard: Floats
+    reduce: Floats
+    gathered: Floats  # memory of weights that are whole at a time
+    gradients: Floats  # memory of whole gradients
+    home: Ints  # the rank of each stage's first copy
+    units: int
+
+
+def shard_tables_of(xp: Arrays, schedule: Schedule, costs: Costs) -> ShardTables:
+    """The tables of `schedule` under `costs` for its UNSHARD and REDUCE_GRAD."""
+    unshard, reduce, weights, gradients = (costs.column(name, schedule.num_stages) for name in SHARDS)
+    at_once = min(2, costs.units) / costs.units if costs.shards == "regather" else 1.0
+    return ShardTables(
+        xp.list_floats(unshard), xp.list_floats(reduce), xp.list_floats([at_once * size for size in weights]),
+        xp.list_floats(gradients), xp.list_ints(schedule.placement.copies[0]), costs.units,
+    )  # fmt: skip
 
 
 def tables_of(xp: Arrays, schedule: Schedule, costs: Costs) -> Tables:

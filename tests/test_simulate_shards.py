@@ -1,0 +1,169 @@
+"""Sharded stages in the simulator: a link of their own, memory of whole weights and gradients, causes of waiting."""
+
+import json
+from itertools import pairwise
+
+import pytest
+
+import zeropipe as zp
+from zeropipe.cli import main
+from zeropipe.core import explain, jit
+from zeropipe.core.action import Kind, actions_of
+
+
+def sim(name="1f1b", ranks=1, microbatches=3, **costs):
+    return zp.simulate(zp.build(name, ranks=ranks, microbatches=microbatches), zp.Costs(**{"shards": "keep"} | costs))
+
+
+def lane(timeline, rank=0):
+    return [(str(span.action), span.start, span.end) for span in timeline.sharding_spans(rank)]
+
+
+def test_one_rank_gathers_computes_and_reduces():
+    timeline = sim(unshard=2, reduce=3, f=1, b=2)
+    assert lane(timeline) == [("0UNSHARD", 0, 2), ("0REDUCE_GRAD", 11, 14)]
+    assert timeline.makespan == 2 + 3 * 3 + 3
+    assert explain.idle(timeline) == (explain.Idle(0, 0, 0, 0, 0, 5),)
+    gaps = [(gap.start, gap.end, gap.cause) for gap in explain.gaps(timeline)]
+    assert gaps == [(0, 2, "sharding"), (11, 14, "sharding")]
+
+
+def test_a_stage_goes_through_its_units():
+    """F starts with the first unit and ends after the last; a reduce begins within the last W."""
+    timeline = sim("zb-h1", microbatches=1, unshard=4, reduce=4, units=4)
+    assert [(str(s.action), s.start, s.end) for s in timeline.spans(0)] == [
+        ("0F0", 1, 4.25), ("0I0", 4.25, 5.25), ("0W0", 5.25, 6.25),
+    ]  # fmt: skip
+    assert lane(timeline) == [("0UNSHARD", 0, 4), ("0REDUCE_GRAD", 5.5, 9.5)]
+    quick = sim("zb-h1", microbatches=1, reduce=0.4, units=4)
+    assert lane(quick)[1] == ("0REDUCE_GRAD", 2.25, pytest.approx(3.1))  # only the last unit is left
+
+
+def test_a_w_in_parts_ends_with_its_last_part():
+    schedule = zp.fill_gaps(zp.build("zb-h1", ranks=1, microbatches=1), weight_parts=2)
+    timeline = zp.simulate(schedule, zp.Costs(shards="keep", reduce=4, units=4))
+    assert lane(timeline)[1] == ("0REDUCE_GRAD", 2.5, 6.5)  # of the first part's two units
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zbv", "dualpipe", "dualpipev", "interleaved-zb"])
+@pytest.mark.parametrize("policy", ["keep", "regather"])
+def test_what_costs_nothing_changes_nothing(name, policy):
+    schedule = zp.build(name, ranks=4, microbatches=8)
+    whole, sharded = zp.simulate(schedule), zp.simulate(schedule, zp.Costs(shards=policy))
+    assert (sharded.start, sharded.end, sharded.memory) == (whole.start, whole.end, whole.memory)
+    assert explain.idle(sharded) == explain.idle(whole)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zbv", "dualpipe", "1f1b-overlap"])
+@pytest.mark.parametrize("policy", ["keep", "regather"])
+def test_the_laws_of_a_sharded_timeline(name, policy):
+    """The Program's order on one link, F after its weights, and every idle moment has a cause."""
+    schedule = zp.build(name, ranks=4, microbatches=8)
+    timeline = zp.simulate(schedule, zp.Costs(shards=policy, unshard=0.7, reduce=1.3, units=2, p2p=0.1))
+    program = zp.lower(schedule, shards=policy)
+    for rank in range(4):
+        moves = list(timeline.sharding_spans(rank))
+        wanted = [a for a in program.rows[rank] if getattr(a, "kind", None) in (Kind.UNSHARD, Kind.REDUCE_GRAD)]
+        assert [span.action for span in moves] == wanted
+        assert all(a.end <= b.start + 1e-9 for a, b in pairwise(moves))
+        for span in timeline.spans(rank):
+            if span.action.kind is Kind.F:
+                mine = (span.action.stage, Kind.UNSHARD, 0)
+                gathers = [m for m in moves if m.action == mine and m.start < span.start]
+                assert gathers[-1].start + 0.35 <= span.start + 1e-9
+                assert gathers[-1].end <= span.end
+        causes = explain.idle(timeline)[rank]
+        assert causes.total == pytest.approx(timeline.makespan - timeline.busy[rank])
+        gaps = [gap for gap in explain.gaps(timeline) if gap.rank == rank]
+        pieces = [sum(gap.end - gap.start for gap in gaps if gap.cause == cause) for cause in explain.CAUSES]
+        assert pieces == pytest.approx(causes)
+    assert timeline.makespan == max(span.end for rank in range(4) for span in timeline.sharding_spans(rank))
+    assert zp.from_json(zp.to_json(timeline)) == timeline
+
+
+def test_weights_and_gradients_are_memory_while_they_are_whole():
+    """1F1B on one rank keeps one microbatch; gradients come with the first B."""
+    keep = sim(whole_weights=10, whole_gradients=100, weights=1000, activation=1)
+    during = list(memoryview(keep.memory.during).cast("d"))
+    assert during == [1011, 1111, 1111, 1111, 1111, 1111]
+    regather = sim(shards="regather", whole_weights=10, whole_gradients=100, weights=1000, activation=1, units=4)
+    assert regather.peak_memory == (1000 + 5 + 100 + 1,)  # two of four units
+
+
+def test_memory_goes_when_the_reduce_has_ended():
+    """Two stages on one rank: the second one's gradients are gone, or not, when the first one's last B starts."""
+    schedule = zp.build("interleaved", ranks=1, microbatches=2, stages_per_rank=2)
+    sizes = {"shards": "keep", "whole_gradients": [100, 10], "whole_weights": [0, 0], "activation": 0}
+    for reduce, last in ((0, 100), (0.5, 110)):
+        timeline = zp.simulate(schedule, zp.Costs(**sizes, reduce=reduce))
+        during = dict(zip(map(str, actions_of(schedule.rows[0])), memoryview(timeline.memory.during).cast("d")))
+        assert during["0B1"] == last
+
+
+def test_the_end_that_waits_for_a_reduce_is_named():
+    timeline = sim("zb-h1", ranks=2, microbatches=4, reduce=[5, 1])
+    path = explain.critical_path(timeline)
+    assert (str(path[-1].action), path[-1].rank) == ("0REDUCE_GRAD", 0)
+    assert path[-1].end == timeline.makespan
+    assert str(path[-2].action) == "0W3"
+    assert explain.critical_path(sim("zb-h1", ranks=2, microbatches=4))[-1].action.kind is Kind.W
+    late = sim(unshard=2)
+    assert explain.critical_path(late)[0].bound_by == "weights"
+
+
+def test_bandwidth_gives_times():
+    timeline = sim(whole_weights=6, whole_gradients=12, shard_bandwidth=3)
+    assert [(name, end - start) for name, start, end in lane(timeline)] == [("0UNSHARD", 2), ("0REDUCE_GRAD", 4)]
+
+
+def test_compiled_kernels_say_the_same(monkeypatch):
+    plain = sim("zbv", 4, 8, unshard=0.7, reduce=1.3, units=3, whole_weights=2, whole_gradients=3)
+    causes, gaps = explain.idle(plain), explain.gaps(plain)
+    for module in ("shards", "needs", "timeline"):
+        monkeypatch.setattr(f"zeropipe.core.{module}.arrays", lambda size: jit.Jitted)
+    explain.reasons.cache_clear()
+    compiled = sim("zbv", 4, 8, unshard=0.7, reduce=1.3, units=3, whole_weights=2, whole_gradients=3)
+    assert compiled == plain
+    assert compiled.makespan == plain.makespan
+    assert (explain.idle(compiled), explain.gaps(compiled)) == (causes, gaps)
+    explain.reasons.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "costs, words",
+    [
+        ({"unshard": 1}, "unshard is of sharded stages: say when they are gathered, shards='keep' or 'regather'"),
+        ({"shards": "always"}, "shards='always': give 'keep'"),
+        ({"shards": "keep", "units": 0}, "units=0: a whole number from 1"),
+        ({"shards": "keep", "reduce": -1}, "reduce=-1: a number from 0 on is needed"),
+        ({"shards": "keep", "shard_bandwidth": 0}, "bandwidth=0"),
+    ],
+)
+def test_costs_that_mean_nothing_are_refused(costs, words):
+    with pytest.raises(zp.ConfigError, match=words):
+        zp.Costs(**costs)
+
+
+def test_the_command_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+
+    def run(*args):
+        status = 0
+        try:
+            main(["simulate", "zb-h1", "-p", "2", "-m", "4", *args])
+        except SystemExit as stop:
+            status = stop.code
+        return status, capsys.readouterr().out
+
+    flags = ["--shards", "keep", "--unshard", "0.5", "--reduce", "2", "--units", "4"]
+    status, said = run(*flags)
+    assert status == 0
+    assert "shards" in said
+    assert "the end waits 1.25 for 0REDUCE_GRAD on rank 0" in " ".join(said.split())
+    wanted = sim("zb-h1", 2, 4, unshard=0.5, reduce=2, units=4)
+    assert json.loads(run(*flags, "--json")[1])["makespan"] == wanted.makespan
+    costs = tmp_path / "costs.toml"
+    costs.write_text('shards = "regather"\nunshard = 0.5\nreduce = 2\n')
+    wanted = sim("zb-h1", 2, 4, shards="regather", unshard=0.5, reduce=2)
+    assert json.loads(run("--costs", str(costs), "--json")[1])["makespan"] == wanted.makespan
+    assert run("--unshard", "1")[0] == 2
