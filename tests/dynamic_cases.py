@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,6 +16,9 @@ from torch import Tensor, nn
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Timeline
 from zeropipe.engine import Engine, module_stages
+from zeropipe.engine.backward.splitters import StoreSplitter
+from zeropipe.engine.step.cells import Cell
+from zeropipe.engine.step.executor import Executor
 
 
 class Late(nn.Module):
@@ -65,3 +70,20 @@ def timelines(schedule: Schedule) -> list[Timeline]:
                 engine.train_step(microbatches(schedule.num_microbatches, seed=step, lengths=(3,)), SquareLoss())
             found.append(engine.timeline())
     return found
+
+
+def on_a_mesh(train: Callable[..., dict[str, float]], *args: Any) -> tuple[dict[str, float], int]:
+    """A case of test_mesh.py where every process is late at its own times; and how often a W ran before its place."""
+    chance, forward, ahead, moved = random.Random(dist.get_rank()), Executor._forward, StoreSplitter.ahead, 0
+
+    def late(self: Executor, cell: Cell) -> None:
+        time.sleep(0.01 * (chance.random() < 0.3))
+        forward(self, cell)
+
+    def counted(self: StoreSplitter, *args: Any) -> None:
+        nonlocal moved
+        moved += 1
+        ahead(self, *args)
+
+    with mock.patch.object(Executor, "_forward", late), mock.patch.object(StoreSplitter, "ahead", counted):
+        return train(*args), moved

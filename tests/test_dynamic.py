@@ -7,7 +7,8 @@ import pytest
 pytest.importorskip("torch")
 
 import dynamic_cases as cases
-from engine_helpers import ranks
+import mesh_cases
+from engine_helpers import TOLERANCE, largest, ranks
 from torch import nn
 
 import zeropipe as zp
@@ -87,6 +88,27 @@ def test_ws_in_parts():
     schedule = zp.fill_gaps(plan, zp.Costs(p2p=0.3), weight_parts=2)
     found = ranks().run(cases.both_orders, schedule, {})
     assert all(same for same, _ in found)
+
+
+def beside_one_process(train, *args):
+    found = ranks().run(cases.on_a_mesh, train, *args)
+    seen = largest([differences for differences, _ in found])
+    assert max(seen.values()) < TOLERANCE, seen
+    assert sum(moved for _, moved in found)
+
+
+@pytest.mark.parametrize("regather", [False, True], ids=["keep", "regather"])
+@pytest.mark.parametrize("name", ["zb-h1", pytest.param("zbv", marks=pytest.mark.full)])
+def test_sharded_stages(name, regather):
+    """Every process decides by itself, and all reduce in one order."""
+    schedule, options = zp.build(name, ranks=2, microbatches=8), {"dynamic_weights": True, "regather": regather}
+    beside_one_process(mesh_cases.train_on_mesh, schedule, {"pp": 2, "dp_shard": 2}, options, 2, False, ())
+
+
+def test_spread_layers():
+    sizes, model = {"pp": 2, "tp": 2}, {"qwen3": True, "tie_word_embeddings": False, "num_hidden_layers": 2}
+    schedule = zp.build("zb-h1", ranks=2, microbatches=6)
+    beside_one_process(mesh_cases.train_hf_on_mesh, schedule, sizes, model, {"dynamic_weights": True})
 
 
 def test_the_timeline_shows_what_ran():

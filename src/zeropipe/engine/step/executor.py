@@ -265,6 +265,7 @@ class Executor:
             reduction = Reduction(self._shards[stage], self._splitter.waiting(stage, action.microbatch))
             self._reductions[stage] = reduction
             call(ran=reduction.ran)  # type: ignore[call-arg]
+            reduction.rest()  # here also where all products ran before: processes must reduce at the same place
 
         return run
 
