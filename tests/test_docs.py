@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from born import Done, torchrun
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -30,6 +31,14 @@ def without_numbers(text: str) -> str:
     return re.sub(r"[ ─]+", " ", text)
 
 
+def run(words: list[str], folder: Path) -> Done:
+    environment = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
+    if words[1:5] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]:
+        return torchrun(int(words[5]), words[6:], folder, environment)
+    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+    return Done(done.returncode, done.stdout + done.stderr)
+
+
 def run_console(text: str, folder: Path, vary: bool) -> None:
     for part in re.split(r"^\$ ", text, flags=re.M)[1:]:
         command, _, expected = part.partition("\n")
@@ -41,9 +50,7 @@ def run_console(text: str, folder: Path, vary: bool) -> None:
             words = [sys.executable, "-c", "from zeropipe.cli import main; main()", *words[1:]]
         elif words[0] == "python":
             words[0] = sys.executable
-        environment = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
-        got = (done.stdout + done.stderr).strip()
+        got = run(words, folder).output.strip()
         got, want = ("\n".join(line.rstrip() for line in t.strip().splitlines()) for t in (got, expected))
         if vary:
             got, want = without_numbers(got), without_numbers(want)
