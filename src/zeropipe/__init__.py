@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from zeropipe.schedules.registry import build, names, register
     from zeropipe.search.balance.balance import balance
     from zeropipe.search.estimate.estimate import estimate
+    from zeropipe.search.plan.plan import plan
     from zeropipe.search.search import search
     from zeropipe.sim.costs import Costs
     from zeropipe.sim.fill import fill_gaps
@@ -47,6 +48,7 @@ _HOMES = {
     "zeropipe.search": ("search",),
     "zeropipe.search.balance.balance": ("balance",),
     "zeropipe.search.estimate.estimate": ("estimate",),
+    "zeropipe.search.plan.plan": ("plan",),
     "zeropipe.sim.costs": ("Costs",),
     "zeropipe.sim.fill": ("fill_gaps",),
     "zeropipe.sim.simulate": ("simulate",),

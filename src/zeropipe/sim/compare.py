@@ -10,13 +10,19 @@ from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Timeline
 from zeropipe.sim.costs import Costs
 from zeropipe.sim.fill import fill_gaps
+from zeropipe.sim.layer_costs import LayerCosts
 from zeropipe.sim.simulate import simulate
 
 __all__ = ["Ranking", "Standing", "compare", "ranking", "stage_costs"]
 
 
-def stage_costs(costs: Costs, problem: Problem, per: str = "rank") -> Costs:
-    """The costs of each stage, from costs that are of a rank's part of the model, or ("stage") of a stage already."""
+def stage_costs(costs: Costs | LayerCosts, problem: Problem, per: str = "rank") -> Costs:
+    """The costs of each stage, from costs that are of a rank's part of the model, or ("stage") of a stage already.
+
+    Costs of layers are those of a cut that is as even as can be.
+    """
+    if isinstance(costs, LayerCosts):
+        return costs.even(problem)
     return costs if per == "stage" else costs.regrouped(problem)
 
 

@@ -111,8 +111,9 @@ def balance_task(
     speeds: Sequence[float] | None = None,
     memory: float | Sequence[float] | None = None,
     shards: int = 1,
+    alive: Sequence[float] | None = None,
 ) -> BalanceTask:
-    """The numbers of a balancing problem."""
+    """The numbers of a balancing problem; `alive` is `alive_of(schedule)`, if it is known already."""
     chosen = setting or costs.settings[0]
     layers = costs.layer_list(chosen, ac)
     each = costs.state.of_shards(shards)
@@ -124,7 +125,7 @@ def balance_task(
     return BalanceTask(
         tuple(layer.f + layer.whole for layer in layers), tuple(layer.parameters * each for layer in layers),
         tuple(max(layer.activation, layer.stash) for layer in layers), _end(ends[0], each), _end(ends[1], each),
-        table, tuple(alive_of(schedule)), tuple(len(pair) * min(speed[r] for r in pair) for pair in pairs),
+        table, tuple(alive or alive_of(schedule)), tuple(len(pair) * min(speed[r] for r in pair) for pair in pairs),
         tuple(max(0.0, min(room[r] for r in pair) - workspace) for pair in pairs),
     )  # fmt: skip
 

@@ -1,0 +1,204 @@
+"""`plan`: what to run for a model, GPUs, memory and a batch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from zeropipe.cli import options as opt
+from zeropipe.cli import output
+from zeropipe.cli.estimate import efficiency_of
+from zeropipe.errors import ConfigError
+
+if TYPE_CHECKING:
+    from zeropipe.search.plan.plan import Plan
+    from zeropipe.search.plan.rows import Row
+
+SHOWN = 8  # rows
+CLOSE = 3  # of what does not fit
+_ESTIMATE_ONLY = ("gpu", "sequence", "dtype", "compile", "efficiency")
+
+
+@click.command(short_help="What to run: layout, schedule, microbatches, checkpointing, layers.")
+@click.argument("model")
+@click.option("--gpus", type=click.IntRange(1), required=True, help="All GPUs.")
+@click.option("--gpus-per-node", type=click.IntRange(1), default=8, show_default=True, help="GPUs of a machine.")
+@click.option("--memory", type=opt.Size("memory"), help="Of a GPU, like 80GB; the GPU's own by default.")
+@click.option(
+    "--reserve", type=opt.Size("reserve"), default="4GB", show_default=True,
+    help="Of it, what CUDA, NCCL and fragmentation take.",
+)  # fmt: skip
+@click.option("--batch", type=click.IntRange(1), required=True, help="Sequences of a step, over all GPUs.")
+@click.option("--sequence", type=click.IntRange(1), default=4096, show_default=True, help="Tokens per sequence.")
+@click.option("--gpu", default="h100", show_default=True, help="For estimates: see `zeropipe estimate --known`.")
+@click.option("--dtype", default="bf16", show_default=True, help="For estimates.")
+@click.option("--compile/--no-compile", default=True, show_default=True, help="For estimates.")
+@click.option("--efficiency", metavar="NAME=X,..", help="For estimates, as in `zeropipe estimate`.")
+@click.option("--tp", type=opt.Counts(True), help="Sizes of tensor parallelism to try; all that divide the model.")
+@click.option("--microbatch-sizes", type=opt.Counts(True), default="1,2,4", show_default=True, help="To try.")
+@click.option("--ac", default="none,selective:op,full", show_default=True, help="Checkpointing modes to try.")
+@click.option("--schedules", metavar="NAME,..", help="Schedules to try; all, and searched ones, by default.")
+@click.option("--search-seconds", type=float, default=10.0, show_default=True, help="For searched ones; 0: none.")
+@click.option("--most", type=click.IntRange(1), default=4000, show_default=True, help="Candidates to simulate.")
+@click.option("--workers", type=click.IntRange(1), help="Processes; as many as cores by default.")
+@click.option("--rows", type=click.IntRange(1), default=SHOWN, show_default=True, help="Rows to print.")
+@click.option("-o", "--output", "out", help="run.toml of the best, for `zeropipe run`; a searched schedule beside it.")
+@opt.json_option
+def plan(model: str, rows: int, out: str | None, as_json: bool, **given: Any) -> None:
+    """Plan a training run of MODEL: what `zeropipe estimate` takes, or a costs.json of estimate or profile.
+
+    \b
+    zeropipe plan qwen3-32b --gpus 16 --gpus-per-node 8 --memory 80GB --batch 256 --sequence 4096 -o run.toml
+    zeropipe plan costs.json --gpus 8 --batch 64
+    """
+    from zeropipe.core.files import require_writable
+    from zeropipe.search.plan.plan import plan as run
+    from zeropipe.search.plan.write import write_run
+
+    if out:
+        if not out.endswith(".toml"):
+            raise ConfigError(f"-o {out}: its name must end in .toml")
+        require_writable(out)
+    given["ac"] = given["ac"].split(",")
+    given["schedules"] = given["schedules"].split(",") if given["schedules"] else None
+    given["efficiency"] = efficiency_of(given["efficiency"])
+    source: Any = _costs(model, given) if model.endswith(".json") else None
+    with _told() as tell:
+        made = run(source or model, progress=tell, **given)
+    name = source.model if source else model
+    written = write_run(made, made.best, out, name) if out else []
+    if as_json:
+        output.print_json({**data(made), "files": written})
+        return
+    _print(made, rows)
+    for path in written:
+        output.print_written(path)
+
+
+def _costs(path: str, given: dict[str, Any]) -> Any:
+    """Layer costs of a file; None for a model's config. What the file says already must not be said otherwise."""
+    from zeropipe.sim.costs import read_costs
+    from zeropipe.sim.layer_file import from_layer_data, is_layer_data
+
+    table = read_costs(path)
+    if not is_layer_data(table):
+        return None
+    costs = from_layer_data(table, path)
+    context = click.get_current_context()
+    for name in _ESTIMATE_ONLY:
+        told = context.get_parameter_source(name)
+        if told is not None and told.name == "COMMANDLINE" and given[name] != getattr(costs, name, None):
+            raise ConfigError(f"--{name} {given[name]}: the costs in {path} say that already; leave it out")
+    for name, values in (("microbatch_sizes", [s.microbatch_size for s in costs.settings]),):
+        told = context.get_parameter_source(name)
+        if told is None or told.name != "COMMANDLINE":
+            given[name] = sorted(set(values))
+    told = context.get_parameter_source("ac")
+    if told is None or told.name != "COMMANDLINE":
+        given["ac"] = list(dict.fromkeys(s.ac for s in costs.settings))
+    return costs
+
+
+def row_data(made: Plan, row: Row) -> dict[str, Any]:
+    """A row for machines."""
+    one, memory = row.candidate, row.memory
+    return {
+        **{name: getattr(one.layout, name) for name in ("pp", "dp_shard", "tp")},
+        "schedule": one.schedule, "stages_per_rank": one.stages_per_rank, "microbatches": one.num_microbatches,
+        "microbatch_size": one.microbatch_size, "ac": one.ac, "cut": one.cut, "layers": list(row.counts),
+        "step_seconds": row.step, "tokens_per_second_per_gpu": made.speed(row), "mfu": made.mfu(row),
+        "bubble": row.bubble, "makespan": row.makespan, "gap": row.gap, "peak_memory": memory.peak,
+        "memory": vars(memory), "seconds": vars(row.parts), "over": row.over, "text": str(one),
+    }  # fmt: skip
+
+
+def data(made: Plan) -> dict[str, Any]:
+    """A plan for machines: what fits, the front, and what does not fit."""
+    front = {id(row) for row in made.front}
+    return {
+        "source": made.scene.costs.source, "model": made.scene.costs.model, "gpus": made.gpus, "batch": made.batch,
+        "sequence": made.scene.costs.sequence, "memory_limit": made.scene.limit, "num_tried": made.num_tried,
+        "num_left_out": made.num_left_out, "seconds": made.seconds,
+        "rows": [{**row_data(made, row), "front": id(row) in front, "why": _why(made, row)} for row in made.rows],
+        "misfits": [row_data(made, row) for row in made.misfits],
+        "too_large": [
+            {
+                **{name: getattr(one.run.layout, name) for name in ("pp", "dp_shard", "tp")},
+                "microbatch_size": one.run.microbatch_size, "ac": one.run.ac, "needs": one.needs, "over": one.over,
+            }
+            for one in made.too_large
+        ],
+    }  # fmt: skip
+
+
+def _why(made: Plan, row: Row) -> str:
+    return "" if row is made.rows[0] else made.why(row)
+
+
+def _print(made: Plan, number: int) -> None:
+    console, costs = output.console(), made.scene.costs
+    words = "estimated" if costs.source == "estimate" else "measured"
+    console.print(
+        f"{costs.model}: {made.gpus} GPUs ({costs.machine.get('gpu', 'profiled')}), {made.batch} sequences of "
+        f"{costs.sequence} tokens, {made.scene.limit / 1e9:.1f} GB of each GPU; {words} costs",
+        style="bold", markup=False, soft_wrap=True,
+    )  # fmt: skip
+    best = made.best
+    table = output.table(
+        "", "pp x dp x tp", "schedule", "micro-\nbatches", "ac", "step", "tokens/s\n/GPU", "MFU", "bubble",
+        "peak\nmemory", "gap", left=("pp x dp x tp", "schedule", "ac"),
+    )  # fmt: skip
+    front = {id(row) for row in made.front}
+    for at, row in enumerate(made.rows[:number]):
+        table.add_row(f"{at + 1}{'*' if id(row) in front else ''}", *_cells(made, row))
+    console.print(table)
+    console.print("* no other is both faster and smaller; gap: of the pipeline to the least possible", style="dim")
+    console.print(f"1: layers {','.join(map(str, best.counts))} ({best.candidate.cut})", soft_wrap=True)
+    console.print(f"   memory of the fullest rank: {_memory_text(best)}", soft_wrap=True)
+    if len(made.rows) > 1:
+        console.print(f"2: {made.why(made.rows[1])}", soft_wrap=True)
+    small = made.front[-1]
+    if small is not best:
+        console.print(f"the smallest: {small.candidate}: {_size(small.memory.peak)}, {made.why(small)}", soft_wrap=True)
+    for row in made.misfits[:CLOSE]:
+        console.print(f"does not fit: {row.candidate}: {_size(row.over)} over", soft_wrap=True)
+    left = f", {made.num_left_out:,} with more work left out" if made.num_left_out else ""
+    output.note(f"{made.num_tried:,} candidates in {made.seconds:.0f} s{left}")
+
+
+def _cells(made: Plan, row: Row) -> list[str]:
+    one, mfu = row.candidate, made.mfu(row)
+    per_rank = f":v={one.stages_per_rank}" if one.stages_per_rank > 1 else ""
+    return [
+        f"{one.layout.pp} x {one.layout.dp_shard} x {one.layout.tp}", f"{one.schedule}{per_rank}",
+        f"{one.num_microbatches} x {one.microbatch_size}", one.ac, output.time_text(row.step, "s"),
+        f"{made.speed(row):,.0f}", "" if mfu is None else f"{100 * mfu:.1f}%", output.percent(row.bubble),
+        _size(row.memory.peak), "" if row.gap is None else f"{row.gap:.1%}",
+    ]  # fmt: skip
+
+
+def _size(size: float) -> str:
+    """In the unit that limits are given in."""
+    return f"{size / 1e9:.1f} GB"
+
+
+def _memory_text(row: Row) -> str:
+    return ", ".join(f"{name} {_size(value)}" for name, value in vars(row.memory).items())
+
+
+@contextmanager
+def _told() -> Iterator[Callable[[str, float], None] | None]:
+    """A bar on a terminal's stderr."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("planning", total=1.0)
+        yield lambda what, share: bar.update(task, description=what, completed=share)

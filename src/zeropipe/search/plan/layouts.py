@@ -1,0 +1,47 @@
+"""How GPUs can be shared out: pipeline x shards x tensor parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zeropipe.errors import ConfigError
+from zeropipe.sim.costs import Link
+from zeropipe.sim.layer_costs import LayerCosts
+
+
+@dataclass(frozen=True, order=True)
+class Layout:
+    """Sizes of the mesh's dimensions, the outermost first: tensor parallelism is between neighbours."""
+
+    pp: int
+    dp_shard: int
+    tp: int
+
+    def __str__(self) -> str:
+        return f"pp{self.pp} x dp{self.dp_shard} x tp{self.tp}"
+
+    @property
+    def num_gpus(self) -> int:
+        return self.pp * self.dp_shard * self.tp
+
+    def node_size(self, gpus_per_node: int) -> int:
+        """Pipeline ranks in a machine: those whose shards all fit into one."""
+        return max(1, gpus_per_node // (self.dp_shard * self.tp))
+
+    def data_link(self, costs: LayerCosts, gpus_per_node: int) -> Link:
+        """What gathers and reduces of the shards go through."""
+        return costs.link if self.dp_shard * self.tp <= gpus_per_node else costs.inter_node
+
+
+def layouts(gpus: int, gpus_per_node: int, tensor_sizes: Sequence[int], num_layers: int) -> list[Layout]:
+    """Every layout that uses all GPUs, with tensor parallelism inside a machine."""
+    found = []
+    for tp in sorted(set(tensor_sizes)):
+        if tp > gpus_per_node or gpus % tp:
+            continue
+        rest = gpus // tp
+        found += [Layout(pp, rest // pp, tp) for pp in range(1, rest + 1) if rest % pp == 0 and pp <= num_layers + 2]
+    if not found:
+        raise ConfigError(f"gpus={gpus}: no layout uses them all with tp of {', '.join(map(str, tensor_sizes))}")
+    return found

@@ -1,0 +1,258 @@
+"""`zp.plan`: a model, GPUs, memory and a batch in; what to run, how fast, and how far from the best possible, out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from time import monotonic
+from typing import Any
+
+from zeropipe.core.schedule import Schedule
+from zeropipe.core.timeline import Timeline
+from zeropipe.errors import ConfigError, short
+from zeropipe.schedules.registry import build, entries
+from zeropipe.search.estimate.estimate import estimate
+from zeropipe.search.estimate.gpus import find_gpu
+from zeropipe.search.estimate.shapes import shape_of
+from zeropipe.search.plan.layouts import layouts
+from zeropipe.search.plan.pool import scored
+from zeropipe.search.plan.refine import searched, with_gaps
+from zeropipe.search.plan.rows import Candidate, Row
+from zeropipe.search.plan.score import Scene, costs_of
+from zeropipe.search.plan.tries import Misfit, candidates, grouped, is_ours, named_variants, runs, sifted
+from zeropipe.sim.layer_costs import LayerCosts
+from zeropipe.sim.simulate import simulate
+
+MODES = ("none", "selective:op", "full")
+SIZES = (1, 2, 4)
+RESERVE = 4e9  # bytes that CUDA, NCCL and fragmentation take
+MOST = 4000  # candidates that are simulated: those whose work takes least
+SHOWN = 12  # rows that are compared with their bound
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was tried, best first."""
+
+    rows: tuple[Row, ...]  # what fits, the fastest first
+    misfits: tuple[Row, ...]  # simulated, and over the limit: the closest first
+    too_large: tuple[Misfit, ...]  # too large before any schedule is chosen
+    scene: Scene
+    gpus: int
+    batch: int
+    num_tried: int
+    num_left_out: int  # candidates that were not simulated: those with most work
+    seconds: float
+
+    @property
+    def best(self) -> Row:
+        """The fastest that fits; ConfigError if nothing does."""
+        if not self.rows:
+            raise ConfigError(f"nothing fits into {self.scene.limit / 1e9:.1f} GB: {self.closest()}")
+        return self.rows[0]
+
+    def closest(self) -> str:
+        """What comes closest to fitting, and by how much it does not."""
+        if self.misfits:
+            row = self.misfits[0]
+            return f"{row.candidate} is {row.over / 1e9:.1f} GB over it"
+        if self.too_large:
+            misfit = self.too_large[0]
+            run = misfit.run
+            return f"{run.layout} with ac {run.ac} needs {misfit.needs / 1e9:.1f} GB for weights and one microbatch"
+        return "the batch cannot be shared out over these GPUs: give another batch or other microbatch sizes"
+
+    @property
+    def front(self) -> tuple[Row, ...]:
+        """Rows than which no other is both faster and smaller."""
+        found: list[Row] = []
+        for row in self.rows:
+            if not found or row.memory.peak < found[-1].memory.peak * (1 - 1e-9):
+                found.append(row)
+        return tuple(found)
+
+    @property
+    def tokens(self) -> int:
+        """Of a step."""
+        return self.batch * self.scene.costs.sequence
+
+    def speed(self, row: Row) -> float:
+        """Tokens per second and GPU."""
+        return self.tokens / row.step / self.gpus
+
+    def mfu(self, row: Row) -> float | None:
+        """Model FLOPs of F, I and W over what the GPUs could do in a step; None where their peak is not known."""
+        peak = self.scene.costs.machine.get("peak_flops")
+        if not peak:
+            return None
+        one = row.candidate
+        setting = self.scene.costs.setting(ac=one.ac, microbatch_size=one.microbatch_size, tp=one.layout.tp)
+        costs = self.scene.costs
+        flops = sum(setting.kinds[kind].flops for kind in (*costs.layers, *costs.before, *costs.after))
+        per_gpu = 3 * flops * one.num_microbatches / one.layout.pp
+        return float(per_gpu / (row.step * peak))
+
+    def schedule(self, row: Row) -> Schedule:
+        """The schedule of a row."""
+        one = row.candidate
+        if row.found is not None:
+            return row.found
+        return build(
+            one.schedule, ranks=one.layout.pp, microbatches=one.num_microbatches, stages_per_rank=one.stages_per_rank
+        )
+
+    def timeline(self, row: Row) -> Timeline:
+        """The simulation of a row's pipeline."""
+        schedule = self.schedule(row)
+        return simulate(schedule, costs_of(self.scene, row.candidate, row.counts, schedule))
+
+    def why(self, row: Row, best: Row | None = None) -> str:
+        """Why a row is slower than the best one: the parts of its step that are longer."""
+        top = best or self.best
+        more = row.step - top.step
+        if more <= 0:
+            return "it is as fast"
+        names = {
+            "work": "more work per GPU", "recompute": "computing again", "imbalance": "unequal ranks",
+            "bubble": "bubble", "data": "gathers and reduces", "optimizer": "the optimizer",
+        }  # fmt: skip
+        changes = {name: getattr(row.parts, name) - getattr(top.parts, name) for name in names}
+        ups = sorted((change, name) for name, change in changes.items() if change > 0.02 * more)[::-1][:3]
+        downs = sorted((change, name) for name, change in changes.items() if change < -0.1 * more)[:2]
+        text = ", ".join(f"{names[name]} +{change / top.step:.1%}" for change, name in ups)
+        less = ", ".join(f"{names[name]} {change / top.step:.1%}" for change, name in downs)
+        return f"{more / top.step:.1%} slower: {text}" + (f" (but {less})" if less else "")
+
+
+def plan(
+    model: str | Mapping[str, Any] | LayerCosts,
+    *,
+    gpus: int,
+    batch: int,
+    gpus_per_node: int = 8,
+    memory: float | None = None,
+    reserve: float = RESERVE,
+    gpu: str = "h100",
+    sequence: int = 4096,
+    dtype: str = "bf16",
+    compile: bool = True,
+    efficiency: dict[str, Any] | None = None,
+    tp: Sequence[int] | None = None,
+    microbatch_sizes: Sequence[int] = SIZES,
+    ac: Sequence[str] = MODES,
+    schedules: Sequence[str] | None = None,
+    search_seconds: float = 10.0,
+    most: int = MOST,
+    workers: int | None = None,
+    progress: Callable[[str, float], object] | None = None,
+) -> Plan:
+    """Try layouts, schedules, microbatch sizes, checkpointing modes and cuts, and rank what fits.
+
+    `model` is what `zp.estimate` takes (then `gpu`, `sequence`, `dtype`, `compile` and `efficiency` are for it), or
+    LayerCosts of a file. `batch` is the number of sequences of a step, over all GPUs. `memory` is that of a GPU, of
+    which `reserve` is left alone. No more than `most` candidates are simulated, those with least work. `progress` is called with what is done and the share of all that is done.
+    """
+    begun, tell = monotonic(), progress or (lambda what, share: None)
+    _require_counts(gpus=gpus, batch=batch, gpus_per_node=gpus_per_node, most=most)
+    if isinstance(model, LayerCosts):
+        costs = model
+        sizes = sorted({setting.tp for setting in costs.settings})
+        if tp is not None:
+            sizes = [size for size in sizes if size in tp]
+    else:
+        sizes = _tensor_sizes(model, tp, gpus_per_node, gpus)
+        costs = estimate(
+            model, gpu=gpu, sequence=sequence, dtype=dtype, compile=compile, efficiency=efficiency, tp=sizes,
+            microbatch_size=list(microbatch_sizes), ac=list(ac),
+        )  # fmt: skip
+        memory = find_gpu(gpu).memory if memory is None else memory
+    memory = costs.machine.get("memory") if memory is None else memory
+    if not isinstance(memory, (int, float)) or not memory > reserve:
+        raise ConfigError(f"memory={short(memory)}: a number of bytes above the reserve of {reserve:g} is needed")
+    scene = Scene(costs, gpus_per_node, memory - reserve, _optimizer_bandwidth(costs))
+    options = layouts(gpus, gpus_per_node, sizes, costs.num_layers)
+    given = runs(scene, batch, options, microbatch_sizes, ac)
+    if not given:
+        raise ConfigError(
+            f"batch={batch} cannot be shared out over {gpus} GPUs in microbatches of "
+            f"{', '.join(map(str, microbatch_sizes))}: give a multiple of them, or other sizes"
+        )
+    possible, too_large = sifted(scene, given)
+    variants = named_variants(schedules, any(k.overlap is not None for s in costs.settings for k in s.kinds.values()))
+    count = _cores() if workers is None else workers
+    if schedules is not None and any(name not in _known() for name, _ in variants):
+        count = 1  # other processes do not know a user's own
+    tries = candidates(possible, variants, ["balanced", "even"])
+    rows = _scored(scene, tries[:most], count, lambda share: tell("trying schedules", 0.8 * share))
+    num_tried = len({row.candidate for row in rows})
+    if search_seconds > 0 and schedules is None:
+        rows += searched(
+            scene,
+            [row for row in _ranked(rows) if row.fits],
+            search_seconds,
+            lambda s: tell("searching", 0.8 + 0.15 * s),
+        )
+    fitting = with_gaps(scene, [row for row in _ranked(rows) if row.fits], SHOWN)
+    tell("done", 1.0)
+    misfits = sorted((row for row in _best_cut(rows) if not row.fits), key=lambda row: row.over)
+    return Plan(
+        tuple(fitting), tuple(misfits), tuple(too_large), scene, gpus, batch, num_tried, max(0, len(tries) - most), monotonic() - begun,
+    )  # fmt: skip
+
+
+def _scored(scene: Scene, tries: Sequence[Candidate], workers: int, tell: Callable[[float], object]) -> list[Row]:
+    groups = grouped(tries)
+    rows = scored(scene, groups, workers, lambda done: tell(done / len(groups)))
+    return [row for group in rows for row in group]
+
+
+def _ranked(rows: Sequence[Row]) -> list[Row]:
+    """The faster first; of equal ones the smaller; each cut of a schedule once."""
+    order = sorted(rows, key=lambda row: (row.step, row.memory.peak, row.candidate))
+    return list({(replace(row.candidate, cut=""), row.counts): row for row in reversed(order)}.values())[::-1]
+
+
+def _best_cut(rows: Sequence[Row]) -> list[Row]:
+    """Of every candidate the row that fits, or comes closest."""
+    best: dict[Candidate, Row] = {}
+    for row in rows:
+        one = replace(row.candidate, cut="")
+        if one not in best or row.over < best[one].over:
+            best[one] = row
+    return list(best.values())
+
+
+def _tensor_sizes(
+    model: str | Mapping[str, Any], wish: Sequence[int] | None, gpus_per_node: int, gpus: int
+) -> list[int]:
+    """Sizes of tensor parallelism: those asked for, or the powers of two that the model allows."""
+    if wish is not None:
+        return list(wish)
+    shape = shape_of(model)
+    parts = [shape.heads, shape.intermediate, shape.vocabulary, *([] if shape.latent else [shape.kv_heads])]
+    if shape.experts:
+        parts.append(shape.experts.size)
+    powers = [2**n for n in range(5)]
+    return [t for t in powers if t <= min(gpus_per_node, gpus) and gpus % t == 0 and all(x % t == 0 for x in parts)]
+
+
+def _optimizer_bandwidth(costs: LayerCosts) -> float | None:
+    bandwidth = costs.machine.get("bandwidth")
+    efficiency = costs.machine.get("efficiency")
+    share = efficiency.get("memory", 1.0) if isinstance(efficiency, Mapping) else 1.0
+    return float(bandwidth) * share if isinstance(bandwidth, (int, float)) and bandwidth > 0 else None
+
+
+def _known() -> set[str]:
+    return {entry.name for entry in entries() if is_ours(entry)}
+
+
+def _require_counts(**counts: int) -> None:
+    for name, value in counts.items():
+        if type(value) is not int or value < 1:
+            raise ConfigError(f"{name}={short(value)}: a whole number from 1 on is needed")
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

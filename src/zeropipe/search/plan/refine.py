@@ -1,0 +1,89 @@
+"""What is done for the best rows only: their distance to the bound, and schedules made for their costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from zeropipe.core.placement import PLACEMENTS, Problem
+from zeropipe.core.schedule import Schedule
+from zeropipe.errors import ZeropipeError
+from zeropipe.schedules.registry import build
+from zeropipe.search.balance.balance import balance_task, solved
+from zeropipe.search.bounds import lower_bound
+from zeropipe.search.hunt import gap_of
+from zeropipe.search.model import Task
+from zeropipe.search.plan.rows import Candidate, Row
+from zeropipe.search.plan.score import Scene, costs_of, score, setting_of
+from zeropipe.search.plan.tries import run_of, stages_fit
+from zeropipe.search.search import search
+
+RUNS = 2  # for which schedules are searched
+
+
+def with_gaps(scene: Scene, rows: Sequence[Row], number: int) -> list[Row]:
+    """The rows, the first ones with how far their makespan is above what their placement allows."""
+    return [replace(row, gap=_gap(scene, row)) if at < number else row for at, row in enumerate(rows)]
+
+
+def _gap(scene: Scene, row: Row) -> float | None:
+    one = row.candidate
+    schedule = row.found or build(
+        one.schedule, ranks=one.layout.pp, microbatches=one.num_microbatches, stages_per_rank=one.stages_per_rank
+    )
+    if len(schedule.placement.copies) > 1:
+        return None  # bounds are of one copy of the model
+    costs = costs_of(scene, one, row.counts, schedule)
+    bound = lower_bound(Task(schedule.problem, schedule.placement, costs, span=False))
+    return gap_of(row.makespan, bound)
+
+
+def searched(scene: Scene, rows: Sequence[Row], seconds: float, tell: Callable[[float], object]) -> list[Row]:
+    """Schedules searched for the runs of the best rows, with one stage per rank and with two."""
+    best = [row for row in rows if row.candidate.layout.pp > 1]
+    runs = list(dict.fromkeys(run_of(row.candidate) for row in best))[:RUNS]
+    tries = [(run, per_rank) for run in runs for per_rank in (1, 2)]
+    found: list[Row] = []
+    for done, (run, per_rank) in enumerate(tries):
+        candidate = Candidate(
+            run.layout, "searched", per_rank, run.num_microbatches, run.microbatch_size, run.ac, "balanced"
+        )
+        row = _searched(scene, candidate, seconds / len(tries))
+        found += [] if row is None else [row]
+        tell((done + 1) / len(tries))
+    return found
+
+
+def _searched(scene: Scene, candidate: Candidate, seconds: float) -> Row | None:
+    """A schedule for balanced layers; None where nothing fits."""
+    counts = _balanced(scene, candidate)
+    if counts is None:
+        return None
+    problem = Problem(candidate.layout.pp, len(counts), candidate.num_microbatches)
+    rule = PLACEMENTS["linear" if candidate.stages_per_rank == 1 else "vee"]
+    costs = costs_of(scene, candidate, counts, _like(candidate))
+    try:
+        found = search(
+            ranks=problem.num_ranks, microbatches=problem.num_microbatches, costs=costs, placement=rule,
+            stages_per_rank=candidate.stages_per_rank, seconds=seconds,
+        )  # fmt: skip
+    except ZeropipeError:  # not even one microbatch fits
+        return None
+    row = score(scene, candidate, found.schedule, counts)
+    return replace(row, found=found.schedule)
+
+
+def _like(candidate: Candidate) -> Schedule:
+    """A schedule with the placement that is searched."""
+    name = "1f1b" if candidate.stages_per_rank == 1 else "zbv"
+    return build(name, ranks=candidate.layout.pp, microbatches=candidate.num_microbatches)
+
+
+def _balanced(scene: Scene, candidate: Candidate) -> tuple[int, ...] | None:
+    schedule = _like(candidate)
+    if not stages_fit(schedule, scene.costs.num_layers):
+        return None
+    task = balance_task(
+        scene.costs, schedule, setting=setting_of(scene, candidate), ac=candidate.ac, shards=candidate.layout.dp_shard
+    )
+    return solved(task)[0]
