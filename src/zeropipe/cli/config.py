@@ -32,6 +32,7 @@ class Config:
     options: Mapping[str, Any] = field(default_factory=dict)
     weight_parts: int | None = None
     per: str | None = None
+    run: Mapping[str, Any] = field(default_factory=dict)  # flags of `zeropipe run`
     costs: Costs | LayerCosts | None = None
 
 
@@ -111,6 +112,12 @@ def _per(value: Any, folder: Path) -> str:
     return str(value)
 
 
+def _run(value: Any, folder: Path) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise _Wrong('a table of the flags of `zeropipe run` is needed, like {model = "qwen3-0.6b"}')
+    return dict(value)
+
+
 def _costs(value: Any, folder: Path) -> Costs | LayerCosts:
     from zeropipe.core.limits import require_costs
     from zeropipe.sim.costs import costs_from
@@ -127,5 +134,6 @@ def _costs(value: Any, folder: Path) -> Costs | LayerCosts:
 
 _READERS = {
     "schedule": _schedules, "ranks": _counts, "microbatches": _counts, "stages_per_rank": _counts,
-    "options": _options, "weight_parts": _parts, "per": _per, "costs": _costs,
+    "options": _options, "weight_parts": _parts, "per": _per, "run": _run,
+    "costs": _costs,
 }  # fmt: skip

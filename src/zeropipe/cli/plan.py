@@ -15,7 +15,7 @@ from zeropipe.cli.estimate import efficiency_of
 from zeropipe.errors import ConfigError
 
 if TYPE_CHECKING:
-    from zeropipe.search.plan.plan import Plan
+    from zeropipe.search.plan.result import Plan
     from zeropipe.search.plan.rows import Row
 
 SHOWN = 8  # rows
@@ -39,8 +39,8 @@ _ESTIMATE_ONLY = ("gpu", "sequence", "dtype", "compile", "efficiency")
 @click.option("--compile/--no-compile", default=True, show_default=True, help="For estimates.")
 @click.option("--efficiency", metavar="NAME=X,..", help="For estimates, as in `zeropipe estimate`.")
 @click.option("--tp", type=opt.Counts(True), help="Sizes of tensor parallelism to try; all that divide the model.")
-@click.option("--microbatch-sizes", type=opt.Counts(True), default="1,2,4", show_default=True, help="To try.")
-@click.option("--ac", default="none,selective:op,full", show_default=True, help="Checkpointing modes to try.")
+@click.option("--microbatch-sizes", type=opt.Counts(True), help="To try; 1,2,4 or those of the costs by default.")
+@click.option("--ac", help="Checkpointing modes to try; none,selective:op,full or those of the costs by default.")
 @click.option("--schedules", metavar="NAME,..", help="Schedules to try; all, and searched ones, by default.")
 @click.option("--search-seconds", type=float, default=10.0, show_default=True, help="For searched ones; 0: none.")
 @click.option("--most", type=click.IntRange(1), default=4000, show_default=True, help="Candidates to simulate.")
@@ -63,8 +63,8 @@ def plan(model: str, rows: int, out: str | None, as_json: bool, **given: Any) ->
         if not out.endswith(".toml"):
             raise ConfigError(f"-o {out}: its name must end in .toml")
         require_writable(out)
-    given["ac"] = given["ac"].split(",")
-    given["schedules"] = given["schedules"].split(",") if given["schedules"] else None
+    for name in ("ac", "schedules"):
+        given[name] = given[name].split(",") if given[name] else None
     given["efficiency"] = efficiency_of(given["efficiency"])
     source: Any = _costs(model, given) if model.endswith(".json") else None
     with _told() as tell:
@@ -93,13 +93,6 @@ def _costs(path: str, given: dict[str, Any]) -> Any:
         told = context.get_parameter_source(name)
         if told is not None and told.name == "COMMANDLINE" and given[name] != getattr(costs, name, None):
             raise ConfigError(f"--{name} {given[name]}: the costs in {path} say that already; leave it out")
-    for name, values in (("microbatch_sizes", [s.microbatch_size for s in costs.settings]),):
-        told = context.get_parameter_source(name)
-        if told is None or told.name != "COMMANDLINE":
-            given[name] = sorted(set(values))
-    told = context.get_parameter_source("ac")
-    if told is None or told.name != "COMMANDLINE":
-        given["ac"] = list(dict.fromkeys(s.ac for s in costs.settings))
     return costs
 
 

@@ -61,6 +61,7 @@ class Request:
     per: str  # what costs are of: "rank" or "stage"; or of layers, by "estimate" or "profile"
     file_costs: Costs | LayerCosts | None  # of --costs or the .toml file
     flags: Mapping[str, Any]  # single costs, which override those
+    run: Mapping[str, Any]  # flags of `zeropipe run` that the .toml file gives
 
     @property
     def costs(self) -> Costs:
@@ -166,6 +167,7 @@ def request_of(schedules: Sequence[str], given: Mapping[str, Any], several: Sequ
         getattr(file_costs, "source", None) or given.get("per") or config.per or "rank",
         file_costs,
         _flags(given),
+        config.run,
     )
 
 

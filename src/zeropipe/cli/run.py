@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from zeropipe.cli import options as opt
 from zeropipe.cli import output
@@ -158,6 +160,7 @@ def _built(schedules: tuple[str, ...], sizes: dict[str, Any], wishes: dict[str, 
     from zeropipe.cli.request import request_of
 
     request = request_of(schedules, sizes, several=("schedule",))
+    _take_flags(request.run, wishes)
     world = os.environ.get("WORLD_SIZE")
     if world is not None and world.isdecimal() and not request.ranks:
         request = replace(request, ranks=(int(world),))
@@ -171,6 +174,22 @@ def _built(schedules: tuple[str, ...], sizes: dict[str, Any], wishes: dict[str, 
     if local:  # a file has ranks of its own
         require_cores(built[0].num_ranks)
     return built
+
+
+def _take_flags(given: Mapping[str, Any], wishes: dict[str, Any]) -> None:
+    """Flags of a file's [run] table, where the command line does not give them; read as the command line reads them."""
+    context = click.get_current_context()
+    options = {option.name: option for option in context.command.params if option.name in wishes}
+    for name, value in given.items():
+        if name not in options:
+            raise ConfigError(f"[run] has {short(name)}: known are {', '.join(map(str, options))}")
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            continue
+        text = ",".join(map(str, value)) if isinstance(value, list) else value
+        try:
+            wishes[name] = options[name].type_cast_value(context, text)
+        except click.BadParameter as error:
+            raise ConfigError(f"[run] {name}={short(value)}: {error.message.rstrip('.')}") from None
 
 
 def _with_layers_per_stage(request: Request, per_stage: int, wishes: dict[str, Any]) -> Request:

@@ -30,7 +30,7 @@ def lower_bound(task: Task) -> float:
     best = _link_bound(task, way)
     for rank in range(task.num_ranks):
         best = max(best, _rank_bound(task, way, rank))
-    return best * (1 - EXACT)
+    return float(best) * (1 - EXACT)
 
 
 class _Way(NamedTuple):

@@ -4,125 +4,29 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from time import monotonic
 from typing import Any
 
-from zeropipe.core.schedule import Schedule
-from zeropipe.core.timeline import Timeline
 from zeropipe.errors import ConfigError, short
-from zeropipe.schedules.registry import build, entries
+from zeropipe.schedules.registry import entries
 from zeropipe.search.estimate.estimate import estimate
 from zeropipe.search.estimate.gpus import find_gpu
 from zeropipe.search.estimate.shapes import shape_of
 from zeropipe.search.plan.layouts import layouts
 from zeropipe.search.plan.pool import scored
 from zeropipe.search.plan.refine import searched, with_gaps
+from zeropipe.search.plan.result import Plan
 from zeropipe.search.plan.rows import Candidate, Row
-from zeropipe.search.plan.score import Scene, costs_of
-from zeropipe.search.plan.tries import Misfit, candidates, grouped, is_ours, named_variants, runs, sifted
+from zeropipe.search.plan.score import Scene
+from zeropipe.search.plan.tries import candidates, grouped, is_ours, named_variants, runs, sifted
 from zeropipe.sim.layer_costs import LayerCosts
-from zeropipe.sim.simulate import simulate
 
 MODES = ("none", "selective:op", "full")
 SIZES = (1, 2, 4)
 RESERVE = 4e9  # bytes that CUDA, NCCL and fragmentation take
 MOST = 4000  # candidates that are simulated: those whose work takes least
 SHOWN = 12  # rows that are compared with their bound
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What was tried, best first."""
-
-    rows: tuple[Row, ...]  # what fits, the fastest first
-    misfits: tuple[Row, ...]  # simulated, and over the limit: the closest first
-    too_large: tuple[Misfit, ...]  # too large before any schedule is chosen
-    scene: Scene
-    gpus: int
-    batch: int
-    num_tried: int
-    num_left_out: int  # candidates that were not simulated: those with most work
-    seconds: float
-
-    @property
-    def best(self) -> Row:
-        """The fastest that fits; ConfigError if nothing does."""
-        if not self.rows:
-            raise ConfigError(f"nothing fits into {self.scene.limit / 1e9:.1f} GB: {self.closest()}")
-        return self.rows[0]
-
-    def closest(self) -> str:
-        """What comes closest to fitting, and by how much it does not."""
-        if self.misfits:
-            row = self.misfits[0]
-            return f"{row.candidate} is {row.over / 1e9:.1f} GB over it"
-        if self.too_large:
-            misfit = self.too_large[0]
-            run = misfit.run
-            return f"{run.layout} with ac {run.ac} needs {misfit.needs / 1e9:.1f} GB for weights and one microbatch"
-        return "the batch cannot be shared out over these GPUs: give another batch or other microbatch sizes"
-
-    @property
-    def front(self) -> tuple[Row, ...]:
-        """Rows than which no other is both faster and smaller."""
-        found: list[Row] = []
-        for row in self.rows:
-            if not found or row.memory.peak < found[-1].memory.peak * (1 - 1e-9):
-                found.append(row)
-        return tuple(found)
-
-    @property
-    def tokens(self) -> int:
-        """Of a step."""
-        return self.batch * self.scene.costs.sequence
-
-    def speed(self, row: Row) -> float:
-        """Tokens per second and GPU."""
-        return self.tokens / row.step / self.gpus
-
-    def mfu(self, row: Row) -> float | None:
-        """Model FLOPs of F, I and W over what the GPUs could do in a step; None where their peak is not known."""
-        peak = self.scene.costs.machine.get("peak_flops")
-        if not peak:
-            return None
-        one = row.candidate
-        setting = self.scene.costs.setting(ac=one.ac, microbatch_size=one.microbatch_size, tp=one.layout.tp)
-        costs = self.scene.costs
-        flops = sum(setting.kinds[kind].flops for kind in (*costs.layers, *costs.before, *costs.after))
-        per_gpu = 3 * flops * one.num_microbatches / one.layout.pp
-        return float(per_gpu / (row.step * peak))
-
-    def schedule(self, row: Row) -> Schedule:
-        """The schedule of a row."""
-        one = row.candidate
-        if row.found is not None:
-            return row.found
-        return build(
-            one.schedule, ranks=one.layout.pp, microbatches=one.num_microbatches, stages_per_rank=one.stages_per_rank
-        )
-
-    def timeline(self, row: Row) -> Timeline:
-        """The simulation of a row's pipeline."""
-        schedule = self.schedule(row)
-        return simulate(schedule, costs_of(self.scene, row.candidate, row.counts, schedule))
-
-    def why(self, row: Row, best: Row | None = None) -> str:
-        """Why a row is slower than the best one: the parts of its step that are longer."""
-        top = best or self.best
-        more = row.step - top.step
-        if more <= 0:
-            return "it is as fast"
-        names = {
-            "work": "more work per GPU", "recompute": "computing again", "imbalance": "unequal ranks",
-            "bubble": "bubble", "data": "gathers and reduces", "optimizer": "the optimizer",
-        }  # fmt: skip
-        changes = {name: getattr(row.parts, name) - getattr(top.parts, name) for name in names}
-        ups = sorted((change, name) for name, change in changes.items() if change > 0.02 * more)[::-1][:3]
-        downs = sorted((change, name) for name, change in changes.items() if change < -0.1 * more)[:2]
-        text = ", ".join(f"{names[name]} +{change / top.step:.1%}" for change, name in ups)
-        less = ", ".join(f"{names[name]} {change / top.step:.1%}" for change, name in downs)
-        return f"{more / top.step:.1%} slower: {text}" + (f" (but {less})" if less else "")
 
 
 def plan(
@@ -139,8 +43,8 @@ def plan(
     compile: bool = True,
     efficiency: dict[str, Any] | None = None,
     tp: Sequence[int] | None = None,
-    microbatch_sizes: Sequence[int] = SIZES,
-    ac: Sequence[str] = MODES,
+    microbatch_sizes: Sequence[int] | None = None,
+    ac: Sequence[str] | None = None,
     schedules: Sequence[str] | None = None,
     search_seconds: float = 10.0,
     most: int = MOST,
@@ -151,16 +55,21 @@ def plan(
 
     `model` is what `zp.estimate` takes (then `gpu`, `sequence`, `dtype`, `compile` and `efficiency` are for it), or
     LayerCosts of a file. `batch` is the number of sequences of a step, over all GPUs. `memory` is that of a GPU, of
-    which `reserve` is left alone. No more than `most` candidates are simulated, those with least work. `progress` is called with what is done and the share of all that is done.
+    which `reserve` is left alone. By default microbatches of 1, 2 and 4 sequences, no checkpointing, `selective:op` and
+    `full` are tried, or what the costs are of; and every schedule with a name. No more than `most` candidates are
+    simulated, those with least work. `progress` is called with what is done and the share of all that is done.
     """
     begun, tell = monotonic(), progress or (lambda what, share: None)
     _require_counts(gpus=gpus, batch=batch, gpus_per_node=gpus_per_node, most=most)
     if isinstance(model, LayerCosts):
         costs = model
+        microbatch_sizes = microbatch_sizes or sorted({setting.microbatch_size for setting in costs.settings})
+        ac = ac or list(dict.fromkeys(setting.ac for setting in costs.settings))
         sizes = sorted({setting.tp for setting in costs.settings})
         if tp is not None:
             sizes = [size for size in sizes if size in tp]
     else:
+        microbatch_sizes, ac = microbatch_sizes or SIZES, ac or MODES
         sizes = _tensor_sizes(model, tp, gpus_per_node, gpus)
         costs = estimate(
             model, gpu=gpu, sequence=sequence, dtype=dtype, compile=compile, efficiency=efficiency, tp=sizes,
@@ -187,17 +96,14 @@ def plan(
     rows = _scored(scene, tries[:most], count, lambda share: tell("trying schedules", 0.8 * share))
     num_tried = len({row.candidate for row in rows})
     if search_seconds > 0 and schedules is None:
-        rows += searched(
-            scene,
-            [row for row in _ranked(rows) if row.fits],
-            search_seconds,
-            lambda s: tell("searching", 0.8 + 0.15 * s),
-        )
+        fitting = [row for row in _ranked(rows) if row.fits]
+        rows += searched(scene, fitting, search_seconds, lambda share: tell("searching", 0.8 + 0.15 * share))
     fitting = with_gaps(scene, [row for row in _ranked(rows) if row.fits], SHOWN)
     tell("done", 1.0)
     misfits = sorted((row for row in _best_cut(rows) if not row.fits), key=lambda row: row.over)
+    left_out, seconds = max(0, len(tries) - most), monotonic() - begun
     return Plan(
-        tuple(fitting), tuple(misfits), tuple(too_large), scene, gpus, batch, num_tried, max(0, len(tries) - most), monotonic() - begun,
+        tuple(fitting), tuple(misfits), tuple(too_large), scene, gpus, batch, num_tried, left_out, seconds
     )  # fmt: skip
 
 

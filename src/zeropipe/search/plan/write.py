@@ -8,7 +8,7 @@ from typing import Any
 
 from zeropipe.core.files import require_writable, write_whole
 from zeropipe.core.json import to_json
-from zeropipe.search.plan.plan import Plan
+from zeropipe.search.plan.result import Plan
 from zeropipe.search.plan.rows import Row
 
 DTYPES = {"bf16": "bfloat16", "float16": "float16", "float32": "float32"}
@@ -31,8 +31,10 @@ def write_run(plan: Plan, row: Row, path: str, model: str) -> list[str]:
     run = {
         "model": model, "layers": list(row.counts), "batch": one.microbatch_size, "sequence": costs.sequence,
         "dtype": DTYPES.get(costs.dtype, costs.dtype), "ac": one.ac, "compile": setting.compile,
-        "mesh": {"pp": one.layout.pp, "dp_shard": one.layout.dp_shard, "tp": one.layout.tp},
     }  # fmt: skip
+    if one.layout.num_gpus > one.layout.pp:
+        sizes = {name: size for name, size in vars(one.layout).items() if size > 1}
+        run["mesh"] = ",".join(f"{name}={size}" for name, size in sizes.items())
     words = "an estimate" if costs.source == "estimate" else "from measured costs"
     head = [
         f"# {one}",
@@ -45,11 +47,5 @@ def write_run(plan: Plan, row: Row, path: str, model: str) -> list[str]:
 
 
 def _table(values: dict[str, Any]) -> list[str]:
-    return [f"{name} = {_toml(value)}" for name, value in values.items()]
-
-
-def _toml(value: Any) -> str:
-    """A value as TOML writes it: like JSON, but for tables."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{name} = {_toml(one)}" for name, one in value.items()) + "}"
-    return json.dumps(value)
+    """Texts, numbers and lists are written in TOML as in JSON."""
+    return [f"{name} = {json.dumps(value)}" for name, value in values.items()]

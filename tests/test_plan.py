@@ -1,0 +1,241 @@
+"""Plans: rows against simulations made by hand, memory that is kept, order, explanations, files, the command."""
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+import zeropipe as zp
+from zeropipe.cli import main
+from zeropipe.core.layers import layer_counts
+from zeropipe.errors import ConfigError
+from zeropipe.schedules.registry import entries
+from zeropipe.search.plan.layouts import Layout, layouts
+from zeropipe.search.plan.pool import ALONE
+from zeropipe.sim.layer_file import to_layer_json
+
+SMALL = {"gpus": 4, "gpus_per_node": 2, "batch": 16, "sequence": 1024, "gpu": "a100", "search_seconds": 0, "workers": 1}
+NAMES = ["1f1b", "zbv", "v-half"]
+
+
+@pytest.fixture(scope="module")
+def small():
+    return zp.plan("qwen3-1.7b", memory=24e9, schedules=NAMES, **SMALL)
+
+
+def test_a_row_is_the_simulation_of_its_stages(small):
+    """Layouts, costs, messages and memory put together by hand."""
+    costs = zp.estimate("qwen3-1.7b", sequence=1024, gpu="a100", ac=["none", "selective:op", "full"],
+                        microbatch_size=[1, 2, 4], tp=[1, 2])  # fmt: skip
+    assert len({row.candidate.layout for row in small.rows}) > 3
+    for row in small.rows[::7]:
+        one = row.candidate
+        schedule = zp.build(one.schedule, ranks=one.layout.pp, microbatches=one.num_microbatches)
+        setting = costs.setting(ac=one.ac, microbatch_size=one.microbatch_size, tp=one.layout.tp)
+        own = costs.costs(row.counts, setting, placement=schedule.placement, shards=one.layout.dp_shard)
+        own = replace(own, node_size=max(1, 2 // (one.layout.dp_shard * one.layout.tp)), memory_limit=20e9)
+        timeline = zp.simulate(schedule, own)
+        assert row.makespan == pytest.approx(timeline.makespan)
+        assert row.memory.peak == pytest.approx(max(timeline.peak_memory))
+        assert small.timeline(row) == timeline
+        assert row.step >= row.makespan
+        assert one.num_microbatches * one.microbatch_size * one.layout.dp_shard == 16
+        assert one.layout.num_gpus == 4
+
+
+def test_the_parts_of_a_row_add_up(small):
+    for row in small.rows:
+        parts = vars(row.parts)
+        assert sum(parts.values()) == pytest.approx(row.step)
+        assert row.step == pytest.approx(row.makespan + row.parts.data + row.parts.optimizer)
+        assert min(parts.values()) >= -1e-9
+        assert sum(vars(row.memory).values()) == pytest.approx(row.memory.peak)
+        assert min(vars(row.memory).values()) >= -1.0  # a byte of rounding
+        assert (row.parts.recompute > 0) <= (row.candidate.ac != "none")  # hidden where launching takes longer
+        assert (row.parts.recompute > 0) >= (row.candidate.ac == "full" and row.candidate.layout.tp == 1)
+        assert (row.parts.data > 0) <= (row.candidate.layout.dp_shard > 1)
+
+
+def test_nothing_that_was_tried_is_faster_and_fits(small):
+    """All of it again, one by one."""
+    costs, best = small.scene.costs, float("inf")
+    for name in NAMES:
+        for layout in layouts(4, 2, [1, 2], 28):
+            schedule = zp.build(name, ranks=layout.pp, microbatches=16 // layout.dp_shard)
+            own = costs.costs(
+                layer_counts(28, schedule.num_stages), costs.setting(ac="none", microbatch_size=1, tp=layout.tp),
+                placement=schedule.placement, shards=layout.dp_shard, memory_limit=20e9,
+                node_size=layout.node_size(2),
+            )  # fmt: skip
+            timeline = zp.simulate(schedule, own)
+            if not timeline.over_limit:
+                best = min(best, timeline.makespan)
+    assert small.best.makespan <= best
+
+
+def test_rows_are_ranked_fit_and_are_on_the_front_or_beaten(small):
+    assert all(row.fits and row.memory.peak <= 20e9 * (1 + 1e-9) for row in small.rows)
+    assert all(a.step <= b.step for a, b in pairwise(small.rows))
+    assert all(not row.fits for row in small.misfits)
+    assert all(a.over <= b.over for a, b in pairwise(small.misfits))
+    front = set(map(id, small.front))
+    for row in small.rows:
+        beaten = any(o.step <= row.step and o.memory.peak < row.memory.peak for o in small.rows if o is not row)
+        faster = any(o.step < row.step and o.memory.peak <= row.memory.peak for o in small.rows)
+        assert (id(row) in front) <= (not faster)
+        assert (id(row) in front) or beaten or faster or any(o.step == row.step for o in small.front)
+    assert small.rows[0].gap is not None
+    assert small.rows[0].gap >= 0
+
+
+def test_more_memory_is_never_slower(small):
+    steps = [zp.plan("qwen3-1.7b", memory=size, schedules=NAMES, **SMALL).best.step for size in (18e9, 40e9, 80e9)]
+    assert steps[0] >= small.best.step >= steps[1] >= steps[2]
+
+
+def test_nothing_that_fits_is_told_with_what_is_missing():
+    made = zp.plan("qwen3-1.7b", memory=7e9, schedules=["1f1b"], **SMALL)
+    assert made.rows == ()
+    with pytest.raises(ConfigError, match=r"nothing fits into 3\.0 GB: pp"):
+        _ = made.best
+
+
+def test_a_slower_row_says_what_takes_longer(small):
+    full = next(row for row in small.rows if row.candidate.ac == "full")
+    assert "computing again +" in small.why(full)
+    assert small.why(full).startswith(f"{full.step / small.best.step - 1:.1%} slower")
+    assert small.why(small.best) == "it is as fast"
+
+
+def test_speed_and_mfu_follow_from_the_step(small):
+    row = small.best
+    assert small.speed(row) == pytest.approx(16 * 1024 / row.step / 4)
+    total = 6 * 16 * 1024 * 1.72e9 / row.step / 4 / 312e12  # 6 N D, without attention
+    assert small.mfu(row) == pytest.approx(total, rel=0.15)
+
+
+def test_other_processes_give_the_same_rows():
+    wish = {**SMALL, "microbatch_sizes": [1, 2], "ac": ["none"], "tp": [1]}
+    one = zp.plan("qwen3-0.6b", memory=80e9, **wish)
+    two = zp.plan("qwen3-0.6b", memory=80e9, **{**wish, "workers": 2})
+    assert one.num_tried > ALONE
+    assert one.rows == two.rows
+    assert one.misfits == two.misfits
+
+
+def test_schedules_made_of_overlaps_need_to_know_what_an_overlap_takes():
+    costs = zp.estimate("qwen3-0.6b", gpu="a100", sequence=1024)
+    tried = {row.candidate.schedule for row in zp.plan(costs, **{**SMALL, "sequence": 1024}).rows}
+    overlapping = {entry.name for entry in entries() if entry.overlaps}
+    assert not tried & overlapping
+    faster = {
+        kind: replace(cost, overlap=0.8 * (cost.f + cost.i + cost.w)) for kind, cost in costs.settings[0].kinds.items()
+    }
+    known = replace(costs, settings=(replace(costs.settings[0], kinds=faster),))
+    assert zp.plan(known, **{**SMALL, "sequence": 1024}).best.candidate.schedule in overlapping
+
+
+def test_tensor_parallelism_stays_inside_a_machine_and_all_gpus_are_used():
+    found = layouts(24, 8, [1, 2, 4, 8, 16], 12)
+    assert all(layout.num_gpus == 24 and layout.tp <= 8 and layout.pp <= 14 for layout in found)
+    assert Layout(3, 1, 8) in found
+    assert [Layout(2, 4, 2).node_size(8), Layout(2, 8, 2).node_size(8), Layout(8, 1, 2).node_size(8)] == [1, 1, 4]
+
+
+def test_a_searched_schedule_is_offered_and_written(tmp_path, capsys):
+    """Qwen3-8B's head is as long as two layers: balanced layers and a schedule made for them win."""
+    made = zp.plan(
+        "qwen3-8b", gpus=8, batch=32, memory=80e9, tp=[1], microbatch_sizes=[1], ac=["none"], search_seconds=1,
+        workers=1, most=60,
+    )  # fmt: skip
+    row = next(row for row in made.rows if row.found is not None and row.candidate.layout.pp == 8)
+    zp.check(row.found)
+    assert row.memory.peak <= 76e9
+    named_even = min(row.step for row in made.rows if row.candidate.cut == "even" and row.candidate.layout.pp == 8)
+    assert named_even > 1.1 * row.step
+    from zeropipe.search.plan.write import write_run
+
+    files = write_run(made, row, str(tmp_path / "run.toml"), "qwen3-8b")
+    assert files == [str(tmp_path / "run.toml"), str(tmp_path / "run.schedule.json")]
+    main(["run", files[0], "--dry-run", "--json"])
+    shown = json.loads(capsys.readouterr().out)
+    assert shown[0]["layers_per_stage"] == list(row.counts)
+
+
+def test_the_command_ranks_explains_and_writes(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "140")
+    file, out = tmp_path / "costs.json", tmp_path / "run.toml"
+    file.write_text(to_layer_json(zp.estimate("qwen3-0.6b", sequence=512, ac=["none", "full"])))
+    args = ["plan", str(file), "--gpus", "4", "--batch", "16", "--memory", "40GB", "--search-seconds", "0"]
+    main([*args, "-o", str(out), "--workers", "1"])
+    text = capsys.readouterr().out
+    assert "estimated costs" in text.splitlines()[0]
+    assert "1: layers " in text
+    assert "memory of the fullest rank: weights" in text
+    assert "2: " in text
+    assert f"wrote {out}" in text
+    main([*args, "--json", "--workers", "1"])
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["source"] == "estimate"
+    assert shown["rows"][0]["front"]
+    assert shown["rows"][1]["why"]
+    assert "schedule = " in out.read_text()
+
+
+@pytest.mark.parametrize(
+    "args,message",
+    [
+        (["qwen9", "--gpus", "4", "--batch", "16"], "model 'qwen9'"),
+        (["qwen3-0.6b", "--gpus", "4", "--batch", "3", "--microbatch-sizes", "2"], "batch=3 cannot be shared out"),
+        (["qwen3-0.6b", "--gpus", "4", "--batch", "16", "--memory", "1GB"], "above the reserve"),
+        (["qwen3-32b", "--gpus", "2", "--batch", "16", "--memory", "24GB"], "nothing fits into 20.0 GB"),
+        (["qwen3-0.6b", "--gpus", "4", "--batch", "16", "--tp", "3"], "tp=3: qwen3-0.6b has num_attention_heads=16"),
+        (["qwen3-0.6b", "--gpus", "4", "--batch", "16", "--schedules", "zvb"], "unknown schedule 'zvb'"),
+        (["qwen3-0.6b", "--gpus", "4", "--batch", "16", "--ac", "some"], "activation checkpointing 'some'"),
+        (["qwen3-0.6b", "--gpus", "4", "--batch", "16", "-o", "run.json"], "must end in .toml"),
+        (["no.json", "--gpus", "4", "--batch", "16"], "cannot read the costs file no.json"),
+        (["qwen3-0.6b", "--gpus", "0", "--batch", "16"], "0 is not in the range"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(args, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(
+            ["plan", *args, "--search-seconds", "0", "--workers", "1", *(["--schedules", "1f1b"] * ("zvb" not in args))]
+        )
+    assert stop.value.code == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_flags_that_a_costs_file_answers_are_refused(tmp_path, capsys):
+    file = tmp_path / "costs.json"
+    file.write_text(to_layer_json(zp.estimate("qwen3-0.6b", sequence=512)))
+    with pytest.raises(SystemExit):
+        main(["plan", str(file), "--gpus", "4", "--batch", "16", "--sequence", "4096"])
+    assert "say that already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "line,message",
+    [('modle = "x"', "[run] has 'modle'"), ("sequence = 1", "[run] sequence=1"), ('dtype = "int3"', "[run] dtype")],
+)
+def test_a_wrong_run_table_is_told_in_one_line(line, message, tmp_path, capsys):
+    (tmp_path / "run.toml").write_text(f'schedule = "1f1b"\nranks = 2\nmicrobatches = 4\n[run]\n{line}\n')
+    with pytest.raises(SystemExit) as stop:
+        main(["run", str(tmp_path / "run.toml"), "--dry-run"])
+    assert stop.value.code == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_flags_of_the_command_line_come_before_those_of_the_file(tmp_path, capsys):
+    (tmp_path / "run.toml").write_text(
+        'schedule = "1f1b"\nranks = 2\nmicrobatches = 4\n[run]\nlayers = [3, 5]\nac = "full"\ncompile = true\n'
+    )
+    main(["run", str(tmp_path / "run.toml"), "--dry-run", "--json"])
+    assert json.loads(capsys.readouterr().out)[0]["layers_per_stage"] == [3, 5]
+    main(["run", str(tmp_path / "run.toml"), "--dry-run", "--json", "--layers", "4,4"])
+    assert json.loads(capsys.readouterr().out)[0]["layers_per_stage"] == [4, 4]
