@@ -37,7 +37,7 @@ def estimate(model: str | None, known: bool, out: str | None, as_json: bool, **g
     """Estimate what the layers of MODEL cost: a known name, a directory with config.json, or a config file.
 
     \b
-    zeropipe estimate qwen3-32b --gpu h200 --sequence 4096 --ac none,full -o costs.json
+    zeropipe estimate qwen3-32b --gpu h200 --ac none,full -o costs.json
     zeropipe plan costs.json --gpus 16 --memory 80GB --batch 256
     """
     from zeropipe.core.files import require_writable, write_whole

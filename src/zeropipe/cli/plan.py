@@ -52,7 +52,7 @@ def plan(model: str, rows: int, out: str | None, as_json: bool, **given: Any) ->
     """Plan a training run of MODEL: what `zeropipe estimate` takes, or a costs.json of estimate or profile.
 
     \b
-    zeropipe plan qwen3-32b --gpus 16 --gpus-per-node 8 --memory 80GB --batch 256 --sequence 4096 -o run.toml
+    zeropipe plan qwen3-32b --gpus 16 --memory 80GB --batch 256 -o run.toml
     zeropipe plan costs.json --gpus 8 --batch 64
     """
     from zeropipe.core.files import require_writable
