@@ -251,7 +251,7 @@ def _compared(run: Run, costs: Costs | None) -> text.Compared:
     if costs is not None:
         require_units(costs, real)
     guess = simulate(run.schedule, costs or own)
-    word = "measured" if run.log is None else "from the log's means"
+    word = "from the log's means" if run.log else "measured" if real.measured else "as it is in the file"
     return text.Compared(
         text.label(real, word),
         text.label(guess, "simulated"),

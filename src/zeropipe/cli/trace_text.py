@@ -77,7 +77,7 @@ def print_compared(found: Compared) -> None:
         if MOST <= r.stage < real.schedule.num_stages - MOST:
             left_out += 1
             continue
-        times = (output.time_text(t, unit) for t in (r.measured, r.spread, r.predicted))
+        times = (output.time_text(_seen(t, found), unit) for t in (r.measured, r.spread, r.predicted))
         rows.add_row(r.kind, str(r.stage), str(r.number), *times, _times(r.measured, r.predicted))
     console.print(rows)
     if left_out:
@@ -95,12 +95,17 @@ def _print_lost(found: Compared) -> None:
     listed = [(f"rank {rank}", causes) for rank, causes in enumerate(found.lost)]
     if len(listed) > 2 * MOST:
         listed = [*listed[:MOST], *listed[-MOST:]]
-    span = found.makespan or 1.0
     for name, causes in [*listed, ("mean", means)]:
-        times = (t if abs(t) > ROUNDING * span else 0.0 for t in (causes.total, *causes))
+        times = (_seen(t, found) for t in (causes.total, *causes))
         rows.add_row(name, *(output.time_text(t, found.measured.unit) for t in times))
-    rows.add_row("of the makespan", *(output.percent(t / span) for t in (means.total, *means)))
+    shares = (_seen(t, found) / (found.makespan or 1.0) for t in (means.total, *means))
+    rows.add_row("of the makespan", *map(output.percent, shares))
     output.console().print(rows)
+
+
+def _seen(time: float, found: Compared) -> float:
+    """A time without what is only rounding."""
+    return time if abs(time) > ROUNDING * found.makespan else 0.0
 
 
 def _add(rows: Any, name: str, real: float, guess: float, unit: str) -> None:

@@ -1,0 +1,106 @@
+"""Predicted step times beside real ones: costs are profiled once per size, schedules are then run for real.
+
+    python bench/predict.py                                # 4 CPU ranks, 18 runs: 6 schedules x 3 sizes
+    python bench/predict.py --ranks 2 --schedules 1f1b,zbv --sizes small --steps 2
+
+Profiling knows nothing of the schedules: one layer of each kind, the embedding, the head and messages are measured on
+all ranks at once. A prediction is the simulation of the schedule under these costs; the error is relative to the median
+of the recorded steps. Ranks have one thread each, so give them a core of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import zeropipe as zp
+from zeropipe.engine.profile.measure import profile
+from zeropipe.engine.profile.spec import ProfileJob
+from zeropipe.engine.run.job import run_job
+from zeropipe.engine.run.launch import LocalRanks
+from zeropipe.engine.run.spec import Job, built_in, counts_of
+from zeropipe.sim.layer_costs import LayerCosts
+from zeropipe.sim.profiled import layer_costs
+
+SIZES: dict[str, dict[str, Any]] = {
+    "small": {"model": "tiny-qwen3", "num_layers": 16, "sequence": 128},
+    "long": {"model": "tiny-llama", "num_layers": 16, "sequence": 512},
+    "wide": {"model": "qwen3-0.6b", "num_layers": 8, "vocabulary": 2048, "sequence": 64},
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--schedules", default="gpipe,1f1b,interleaved,zb-h1,zbv,dualpipev")
+    parser.add_argument("--sizes", default=",".join(SIZES))
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--out", type=Path, help="a folder for the costs and the results as JSON")
+    args = parser.parse_args()
+    print(f"{args.ranks} ranks on {os.cpu_count()} cores, {args.microbatches} microbatches, {args.steps} steps")
+    rows: list[dict[str, Any]] = []
+    begun = time.perf_counter()
+    with LocalRanks(args.ranks) as ranks:
+        for size in args.sizes.split(","):
+            costs = profiled(ranks, size, args.steps)
+            if args.out:
+                from zeropipe.sim.layer_file import to_layer_json
+
+                args.out.mkdir(parents=True, exist_ok=True)
+                (args.out / f"{size}.json").write_text(to_layer_json(costs))
+            for name in args.schedules.split(","):
+                schedule = zp.build(name, ranks=args.ranks, microbatches=args.microbatches)
+                rows.append(
+                    {"size": size, "schedule": name, **compared(ranks, schedule, Job(**SIZES[size]), costs, args.steps)}
+                )
+    print(
+        f"{'size':6} {'schedule':12} {'measured ms':>12} {'spread':>7} {'predicted ms':>13} {'error':>7} {'memory':>7}"
+    )
+    for row in rows:
+        print(
+            f"{row['size']:6} {row['schedule']:12} {1e3 * row['measured']:12.1f} {100 * row['spread']:6.1f}% "
+            f"{1e3 * row['predicted']:13.1f} {100 * row['error']:+6.1f}% {100 * row['memory_error']:+6.1f}%"
+        )
+    errors = [abs(row["error"]) for row in rows]
+    print(
+        f"{len(rows)} runs: median error {100 * statistics.median(errors):.1f}%, worst {100 * max(errors):.1f}%; "
+        f"{time.perf_counter() - begun:.0f} s in all"
+    )
+    if args.out:
+        (args.out / "predict.json").write_text(json.dumps(rows, indent=1))
+
+
+def profiled(ranks: LocalRanks, size: str, steps: int) -> LayerCosts:
+    """The costs of the layers of a size, measured on all ranks at once."""
+    job = Job(**SIZES[size])
+    asked = ProfileJob(size, built_in(job), sequence=job.sequence, steps=steps)
+    return layer_costs(ranks.run(profile, asked, timeout=300)[0])
+
+
+def compared(ranks: LocalRanks, schedule: zp.Schedule, job: Job, costs: LayerCosts, steps: int) -> dict[str, Any]:
+    """One schedule run for real, and its prediction."""
+    from dataclasses import replace
+
+    job = replace(job, steps=steps)
+    measured = ranks.run(run_job, schedule, job, timeout=300)[0].measured
+    guess = zp.simulate(schedule, costs.costs(counts_of(job, schedule), placement=schedule.placement))
+    activations = zp.simulate(schedule, replace(costs.costs(counts_of(job, schedule)), weights=0.0))
+    middle = statistics.median(measured.makespans)
+    real, predicted = max(measured.timeline.peak_memory), max(activations.peak_memory)
+    return {
+        "measured": middle,
+        "spread": (max(measured.makespans) - min(measured.makespans)) / 2 / middle,
+        "predicted": guess.makespan,
+        "error": guess.makespan / middle - 1,
+        "memory_error": predicted / real - 1 if real else 0.0,
+    }
+
+
+if __name__ == "__main__":
+    main()
