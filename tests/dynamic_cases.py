@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from engine_helpers import Block, SquareLoss, microbatches
+from engine_helpers import Block, SquareLoss, microbatches, nccl_on_one_gpu
 from torch import Tensor, nn
 
 from zeropipe.core.schedule import Schedule
@@ -46,7 +46,7 @@ def both_orders(schedule: Schedule, options: dict[str, Any]) -> tuple[bool, bool
     changes = options.keys() & {"compile", "ac"}
     for dynamic in (False, True):
         make = Block if changes else Late  # a compiled block has no random numbers
-        modules = [make(stage) for stage in range(schedule.num_stages)]
+        modules = [make(stage).to(options.get("device", "cpu")) for stage in range(schedule.num_stages)]
         stages = module_stages(modules, schedule, dist.get_rank())
         if changes:
             for stage in stages.values():
@@ -57,6 +57,12 @@ def both_orders(schedule: Schedule, options: dict[str, Any]) -> tuple[bool, bool
             moved = engine.timeline().schedule != schedule
             gradients.append([parameter.grad for parameter in engine.parameters()])
     return all(map(torch.equal, *gradients)), moved
+
+
+def both_orders_over_nccl(schedule: Schedule) -> tuple[bool, bool]:
+    """`both_orders` with all ranks on one GPU, where a receive is a kernel."""
+    nccl_on_one_gpu()
+    return both_orders(schedule, {"device": "cuda"})
 
 
 def timelines(schedule: Schedule) -> list[Timeline]:

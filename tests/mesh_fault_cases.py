@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from engine_helpers import SquareLoss, blocks, microbatches
+from engine_helpers import SquareLoss, blocks, microbatches, nccl_on_one_gpu
 from fault_cases import strike
 from mesh_cases import mesh_of
 from torch import nn
@@ -32,8 +32,13 @@ def struck(schedule: Schedule, sizes: dict[str, int], kind: str, culprit: int, w
         if output.requires_grad:
             output.register_hook(point)
 
-    mesh = mesh_of(sizes)
-    stages = module_stages(blocks(schedule.num_stages), schedule, mesh["pp"].get_local_rank())
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    if device == "cuda":
+        nccl_on_one_gpu()
+        torch.zeros(1, device="cuda:0")  # a mesh would look for a GPU of its own for every rank
+    mesh = mesh_of(sizes, device)
+    modules = [block.to(device) for block in blocks(schedule.num_stages)]
+    stages = module_stages(modules, schedule, mesh["pp"].get_local_rank())
     styles = {"up": "colwise", "down": "rowwise"}
     plan = {f"{block}.{name}": style for block in range(schedule.num_stages) for name, style in styles.items()}
     parallelize(stages, mesh, plan=plan)

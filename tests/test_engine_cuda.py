@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
+from dynamic_cases import both_orders
 from engine_helpers import TOLERANCE, SquareLoss, blocks, largest, microbatches, own, ranks, train_on_cuda
 
 import zeropipe as zp
@@ -20,6 +21,13 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 def test_every_schedule_on_one_gpu(entry):
     differences = largest(ranks().run(train_on_cuda, zp.build(entry.name, ranks=4, microbatches=8), 2))
     assert max(differences.values()) < TOLERANCE, differences
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zbv", "dualpipe"])
+def test_dynamic_weights_on_one_gpu(name):
+    found = ranks().run(both_orders, zp.build(name, ranks=4, microbatches=8), {"device": "cuda"})
+    assert all(same for same, _ in found)
+    assert any(moved for _, moved in found)
 
 
 def peaks(schedule):

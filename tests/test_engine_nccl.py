@@ -9,7 +9,9 @@ pytest.importorskip("torch")
 import fault_cases as cases
 import mesh_cases
 import torch
+from dynamic_cases import both_orders_over_nccl
 from engine_helpers import TOLERANCE, largest, train_on_nccl
+from test_mesh_faults import MESHES, strike
 
 import zeropipe as zp
 from zeropipe.engine.run.launch import LocalRanks
@@ -37,6 +39,18 @@ def test_an_error_stops_ranks_that_wait_inside_kernels(stage, kind, where):
         schedule = zp.build(name, ranks=4, microbatches=8)
         found = ranks.outcomes(cases.fail_over_nccl, schedule, stage, kind, when, timeout=40)
     assert all(item[0] == "EngineError" and item[1].startswith(f"rank 2 failed at {where}") for item in found), found
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zbv", "dualpipe"])
+def test_dynamic_weights_over_nccl(nccl_ranks, name):
+    found = nccl_ranks.run(both_orders_over_nccl, zp.build(name, ranks=4, microbatches=8), timeout=60)
+    assert all(same for same, _ in found)
+    assert any(moved for _, moved in found)
+
+
+@pytest.mark.parametrize("mesh, kind, culprit", [("sharded", "raise", 1), ("spread", "kill", 2), ("spread", "stop", 0)])
+def test_faults_span_a_mesh_over_nccl(mesh, kind, culprit):
+    strike("zbv", MESHES[mesh], kind, culprit, 9, 6.0 if kind == "stop" else 60.0, "nccl")
 
 
 @pytest.mark.parametrize("sizes", [{"pp": 2, "dp_shard": 2}, {"pp": 2, "tp": 2}], ids=str)

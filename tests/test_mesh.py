@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Any
 
@@ -114,17 +115,27 @@ def test_sharded_and_spread(name):
     assert max(seen.values()) < TOLERANCE, seen
 
 
+EVERY = [
+    {"pp": 4}, SHARDED, REPLICATED, {"pp": 2, "tp": 2}, {"pp": 2, "dp_shard": 2, "tp": 2}, {"tp": 4}, {"dp_shard": 4},
+]  # fmt: skip
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("ac", ["none", "full"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zbv", "dualpipev"])
-@pytest.mark.parametrize("sizes", [SHARDED, REPLICATED, {"pp": 2, "tp": 2}, {"pp": 4}], ids=str)
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zbv", "dualpipev", "dualpipe"])
+@pytest.mark.parametrize("sizes", EVERY, ids=str)
 def test_the_whole_product(sizes, name, compile, tied, ac):
-    """Five steps of a Hugging Face model with AdamW and clipping."""
-    schedule = zp.build(name, ranks=sizes["pp"], microbatches=8 if name == "dualpipev" else 4)
-    model = {"qwen3": True, "tie_word_embeddings": tied, "num_hidden_layers": 8}
+    """Five steps of a Hugging Face model with AdamW and clipping; pipelines have unequal numbers of tokens."""
+    try:
+        schedule = zp.build(name, ranks=sizes.get("pp", 1), microbatches=8 if "dual" in name else 4)
+    except zp.ConfigError as error:
+        pytest.skip(str(error))
+    heads = max(2, sizes.get("tp", 1))
+    model = {"qwen3": True, "tie_word_embeddings": tied, "num_hidden_layers": 8, "num_key_value_heads": heads}
     options = {"compile": compile, "ac": ac}
-    seen = largest(ranks(4).run(cases.train_hf_on_mesh, schedule, sizes, model, options, 5))
+    number = math.prod(sizes.values())
+    seen = largest(ranks(number).run(cases.train_hf_on_mesh, schedule, sizes, model, options, 5))
     # transformers' norms compute in float32, which the compiler rounds in another order
     assert max(seen.values()) < (1e-3 if compile else TOLERANCE), seen

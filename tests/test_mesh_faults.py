@@ -20,8 +20,8 @@ SHARDED, SPREAD, REPLICATED = {"pp": 2, "dp_shard": 2}, {"pp": 2, "tp": 2}, {"pp
 MESHES = {"sharded": SHARDED, "spread": SPREAD, "replicated": REPLICATED, "no pipeline": {"pp": 1, "dp_shard": 4}}
 
 
-def strike(name, sizes, kind, culprit, when, timeout):
-    with LocalRanks(4, grace=30 if kind == "kill" else 1) as ranks:
+def strike(name, sizes, kind, culprit, when, timeout, backend="gloo"):
+    with LocalRanks(4, grace=30 if kind == "kill" else 1, backend=backend) as ranks:
         schedule = zp.build(name, ranks=sizes["pp"], microbatches=4)
         found = ranks.outcomes(cases.struck, schedule, sizes, kind, culprit, when, timeout, timeout=LIMIT)
         pids = ranks.pids

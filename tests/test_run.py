@@ -140,6 +140,7 @@ def test_how_layers_are_spread(capfd, args, stages, layers):
         (["--ac", "some"], "activation checkpointing 'some': give none, full, selective:N"),
         (["--split", "autograd", "--compile"], "--split autograd cannot run compiled blocks"),
         (["--split", "autograd", "--ac", "selective:op"], "--split autograd cannot run"),
+        (["--split", "whole", "--dynamic-weights"], "--dynamic-weights cannot run --split whole: use --split store"),
     ],
 )
 def test_a_mistake_is_told_before_anything_starts(capfd, args, words):

@@ -70,6 +70,7 @@ class Seconds(click.FloatRange):
     show_default=True,
     help="How I and W share the backward; autograd is torch's way.",
 )
+@click.option("--dynamic-weights", is_flag=True, help="A rank that would wait for a message runs Ws that it owes.")
 @click.option("--report", help="Write a page with the measured and the simulated timeline: report.html.")
 @click.option("--timeline", "timeline_file", help="Write the measured timeline: x.json.")
 @click.option("--dry-run", is_flag=True, help="Print layers, placement and messages; start nothing.")

@@ -44,7 +44,7 @@ def run_job(schedule: Schedule, job: Job) -> Outcome:
     measured = measure(
         schedule, stages, lambda step: _tokens(job, schedule.num_microbatches, step, device), CausalLMLoss(),
         steps=job.steps, tell=tell if rank == 0 else None, device=device, compile=job.compile, ac=job.ac,
-        split=job.split,
+        split=job.split, dynamic_weights=job.dynamic_weights,
     )  # fmt: skip
     return Outcome(measured, _num_parameters(stages, schedule))
 

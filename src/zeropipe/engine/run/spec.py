@@ -40,6 +40,7 @@ class Job:
     compile: bool = False
     ac: str = "none"
     split: str = "store"
+    dynamic_weights: bool = False
     seed: int = 0
 
 
@@ -48,6 +49,8 @@ def check_job(job: Job) -> None:
     wish = Checkpointing.parse(job.ac)
     if job.split == "autograd" and (job.compile or wish.mode == "op"):
         raise ConfigError("--split autograd cannot run compiled blocks or --ac selective:op: use --split store")
+    if job.dynamic_weights and job.split != "store":
+        raise ConfigError(f"--dynamic-weights cannot run --split {job.split}: use --split store")
 
 
 def layers_of(job: Job) -> int:
