@@ -210,15 +210,15 @@ def train_hf_on_mesh(
             norm = float(torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1))
             seen["loss"] = max(seen["loss"], abs(result.loss - wanted) / wanted)
             seen["norm"] = max(seen["norm"], abs(engine.clip_grad_norm(0.1) - norm) / norm)
-            seen["grad"] = max(seen["grad"], _hf_difference(stages, plain, "grad"))
+            seen["grad"] = max(seen["grad"], hf_difference(stages, plain, "grad"))
             for optimizer in (ours, theirs):
                 optimizer.step()
                 optimizer.zero_grad()
-            seen["weight"] = max(seen["weight"], _hf_difference(stages, plain, "weight"))
+            seen["weight"] = max(seen["weight"], hf_difference(stages, plain, "weight"))
     return seen
 
 
-def _hf_difference(stages: dict[int, Any], plain: nn.Module, what: str) -> float:
+def hf_difference(stages: dict[int, Any], plain: nn.Module, what: str) -> float:
     worst = 0.0
     for stage in stages.values():
         names = stage.full_names()

@@ -95,9 +95,14 @@ def test_the_program_says_when_stages_are_gathered_and_reduced(regather):
         assert not any(whole)  # between steps nothing is whole
 
 
-@pytest.mark.parametrize("qwen3", [False, True], ids=["llama", "qwen3"])
 @pytest.mark.parametrize(
-    "name, sizes", [("1f1b", {"tp": 4}), ("1f1b", {"pp": 2, "tp": 2}), ("zbv", {"pp": 2, "tp": 2})], ids=str
+    "name, sizes, qwen3",
+    [
+        pytest.param(name, sizes, qwen3, marks=pytest.mark.full if rare else ())
+        for name, sizes in [("1f1b", {"tp": 4}), ("1f1b", {"pp": 2, "tp": 2}), ("zbv", {"pp": 2, "tp": 2})]
+        for qwen3 in (False, True)
+        for rare in [qwen3 != (name == "zbv")]  # test_tensor.py has more of them
+    ],
 )
 def test_tensor_parallelism(name, sizes, qwen3):
     schedule = zp.build(name, ranks=sizes.get("pp", 1), microbatches=4)

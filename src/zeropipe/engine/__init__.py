@@ -26,13 +26,14 @@ if TYPE_CHECKING:
     from zeropipe.engine.engine import Engine
     from zeropipe.engine.masters import MasterWeights
     from zeropipe.engine.mesh.parallelize import parallelize
+    from zeropipe.engine.mesh.vocabulary import token_losses
     from zeropipe.engine.options import Options
     from zeropipe.engine.run.launch import LocalRanks, heartbeat, launch
     from zeropipe.engine.run.measure import Measured, measure
     from zeropipe.engine.run.torch_runtime import torch_runtime
     from zeropipe.engine.stages.build import hf_model, hf_stages, module_stages
     from zeropipe.engine.stages.save import save_stages
-    from zeropipe.engine.step.losses import CausalLMLoss, StepResult
+    from zeropipe.engine.step.losses import CausalLMLoss, LogProbabilities, StepResult
 
 # name -> module, imported when first used: plans need no torch
 _MODULE_OF = {
@@ -42,13 +43,14 @@ _MODULE_OF = {
     "prepare_blocks": "engine.blocks.compiling",
     "load_checkpoint": "engine.checkpoint.load", "save_checkpoint": "engine.checkpoint.save",
     "Engine": "engine.engine", "Options": "engine.options", "MasterWeights": "engine.masters",
-    "parallelize": "engine.mesh.parallelize",
+    "parallelize": "engine.mesh.parallelize", "token_losses": "engine.mesh.vocabulary",
     "LocalRanks": "engine.run.launch", "heartbeat": "engine.run.launch", "launch": "engine.run.launch",
     "Measured": "engine.run.measure", "measure": "engine.run.measure",
     "torch_runtime": "engine.run.torch_runtime",
     "hf_model": "engine.stages.build", "hf_stages": "engine.stages.build", "module_stages": "engine.stages.build",
     "save_stages": "engine.stages.save",
     "CausalLMLoss": "engine.step.losses", "StepResult": "engine.step.losses",
+    "LogProbabilities": "engine.step.losses",
 }  # fmt: skip
 __all__ = sorted(_MODULE_OF)
 

@@ -28,6 +28,7 @@ from zeropipe.engine.comm.pulse import BETWEEN
 from zeropipe.engine.comm.share import share
 from zeropipe.engine.layout import Layout
 from zeropipe.engine.mesh.shards import Shards, sharded
+from zeropipe.engine.mesh.vocabulary import shown_to
 from zeropipe.engine.options import Options
 from zeropipe.engine.stages.contract import Microbatch, Told, told
 from zeropipe.engine.step import equal
@@ -194,6 +195,7 @@ class Engine:
         outputs: list[Any] = [None] * len(microbatches)
 
         def keep(output: Any, microbatch: Microbatch, index: int) -> None:
+            output = shown_to(post, output)
             outputs[index] = output if post is None else post(output, microbatch)
 
         opened = self._open(microbatches, None)
@@ -317,7 +319,8 @@ class Engine:
         with self._guard(refusing=True):
             last = self.schedule.placement.copies[0][-1]
             counting = self._layout.speaks and self.rank == last
-            opened = open_step(self._fabric, self._layout, self._kinds, microbatches, loss_fn, counting)
+            stages = self._told.values()
+            opened = open_step(self._fabric, self._layout, self._kinds, stages, microbatches, loss_fn, counting)
             if self._shards and self.options.regather and not opened.alike:
                 raise ConfigError(
                     f"pipelines pass {sorted(set(opened.numbers))} microbatches: with regather=True each gathers "

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.distributed import _functional_collectives as collectives
 
 Result = TypeVar("Result")
 ABORT_TAG = 0x7E0  # no message of ours carries it
@@ -135,6 +136,27 @@ def broadcast(group: Any, tensor: Tensor, root: int) -> None:
     group.broadcast([tensor], options).wait()
 
 
+# Collectives that may stand in a compiled graph: a group is known by its name. The two that move pieces have new names
+# since torch 2.13.
+_all_gather = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
+_reduce_scatter = getattr(collectives, "reduce_scatter_single", None) or collectives.reduce_scatter_tensor
+
+
+def reduced(x: Tensor, operation: str, group: str) -> Tensor:
+    """The "sum" or "max" of everybody's x."""
+    return collectives.wait_tensor(collectives.all_reduce(x.contiguous(), operation, group))
+
+
+def gathered(x: Tensor, group: str) -> Tensor:
+    """Everybody's x, one after the other in the first dimension."""
+    return collectives.wait_tensor(_all_gather(x.contiguous(), 0, group))
+
+
+def sum_scattered(x: Tensor, group: str) -> Tensor:
+    """This process's part, in the first dimension, of the sum of everybody's x."""
+    return collectives.wait_tensor(_reduce_scatter(x.contiguous(), "sum", 0, group))
+
+
 def without_autocast(call: Callable[..., Result], *args: Any) -> Result:
     """`call(*args)` in the dtypes its tensors have, whatever autocast around the step says."""
     if not torch._C._is_any_autocast_enabled():  # asked for every product: the guard takes seven times as long
@@ -197,6 +219,14 @@ def quiet_streams() -> None:
     graph = torch.autograd.graph
     if hasattr(graph, "set_warn_on_accumulate_grad_stream_mismatch"):
         graph.set_warn_on_accumulate_grad_stream_mismatch(False)
+
+
+def require_on_device(condition: Tensor, text: str) -> None:
+    """IndexError if a condition does not hold; a GPU tells it later, by an assertion, so that nobody waits for it."""
+    if condition.is_cuda:
+        torch._assert_async(condition, text)
+    elif not bool(condition):
+        raise IndexError(text)
 
 
 def squared_norm(tensors: Sequence[Tensor]) -> float:

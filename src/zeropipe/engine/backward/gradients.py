@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from zeropipe.engine import torch_private
 
@@ -43,7 +44,7 @@ def peek(parameter: Tensor) -> Tensor | None:
 
 def start(parameter: Tensor, value: Tensor) -> None:
     """`value` is the first gradient of a parameter that has none; of a spread one, this process's piece of it."""
-    parameter.grad = torch_private.like(parameter, value) if hasattr(parameter, "to_local") else value
+    parameter.grad = torch_private.like(parameter, value) if isinstance(parameter, DTensor) else value
 
 
 def present(parameters: Iterable[Tensor]) -> list[Tensor]:
@@ -53,7 +54,7 @@ def present(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 def local(tensor: Tensor) -> Tensor:
     """This process's piece of a tensor: all of it, unless it is sharded."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def scale(parameters: Iterable[Tensor], factor: float) -> None:

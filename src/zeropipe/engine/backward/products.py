@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from zeropipe.engine.backward.gradients import grad_dtype, gradient, peek, start
+from zeropipe.engine.backward.gradients import grad_dtype, gradient, local, peek, start
 from zeropipe.engine.torch_private import without_autocast
 
 
@@ -42,14 +42,14 @@ class Product:
         left, right = self._sides()
         if self.offsets is None:
             return _mm(left.t(), right, self.parameter.dtype)
-        gradient = torch.zeros_like(self.parameter)
+        gradient = torch.zeros_like(local(self.parameter))
         add_grouped(gradient, left, right, self.offsets)
         return gradient
 
     def _add(self) -> None:
         parameter, (left, right) = self.parameter, self._sides()
         if self.offsets is not None:
-            add_grouped(gradient(parameter), left, right, self.offsets)
+            add_grouped(local(gradient(parameter)), left, right, self.offsets)
         elif (sum_so_far := peek(parameter)) is None:
             start(parameter, _mm(left.t(), right, grad_dtype(parameter)))
         else:

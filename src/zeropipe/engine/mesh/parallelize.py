@@ -22,6 +22,7 @@ def parallelize(
     mesh: DeviceMesh,
     *,
     plan: Mapping[str, str] | None = None,
+    sequence_parallel: bool = False,
     dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = torch.float32,
     offload: bool = False,
@@ -29,14 +30,17 @@ def parallelize(
     """This rank's stages, spread over `tp` and sharded over `dp_shard`, in place; give the Engine the same mesh.
 
     `plan`: how layers are spread over `tp`, by their names in the whole model, as transformers writes it; the model's
-    own plan if not given. `dtype`: compute in this dtype with weights kept in their own; gradients are summed in
+    own plan if not given. What a plan makes of a Hugging Face model is proven on a small copy, or refused.
+    `sequence_parallel`: outside attention and MLP each process of `tp` has a part of every sequence only, also in the
+    messages between stages. `dtype`: compute in this dtype with weights kept in their own; gradients are summed in
     `reduce_dtype`. `offload`: keep sharded weights and optimizer state in CPU memory. `dp_replicate` needs nothing here
     unless stages are sharded, too. Compilation and checkpointing are options of the Engine.
     """
     layout = Layout.of(None, mesh)
     if layout.sizes.get("tp", 1) > 1:
-        for stage in stages.values():
-            spread(stage, mesh["tp"], plan)
+        spread(stages.values(), mesh["tp"], plan, sequence=sequence_parallel)
+    elif plan is not None or sequence_parallel:
+        raise ConfigError("plan and sequence_parallel need layers that are spread: make a mesh with tp of 2 or more")
     names = tuple(name for name in DATA if name in layout.sizes)
     if layout.sizes.get("dp_shard", 1) == 1:
         if dtype is not None or offload:

@@ -1,103 +1,106 @@
-"""Tensor parallelism: layers spread over the processes of a mesh's `tp` dimension.
+"""Tensor parallelism: the layers of a stage spread over the processes of a mesh's `tp` dimension.
 
-A weight at rest is a DTensor, so that optimizers, FSDP and checkpoints know what it is. Layers compute with this
-process's piece of it, so a weight gradient is a local product and can wait for W like any other. What is left to
-communicate are two sums per layer and direction: of the outputs of row-wise layers, and of the gradients of what goes
-into column-wise ones.
+What is left to communicate are two sums per layer and direction: of the outputs of row-wise layers, and of the
+gradients of what goes into column-wise ones. With sequence parallelism each sum becomes the gathering of parts and the
+sum of which each process keeps a part, so that between attention and MLP a process has a part of the tokens only.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.distributed import _functional_collectives as collectives
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 
-from zeropipe.engine.backward.linear import defer
+from zeropipe.engine.mesh.sequence import spread_sequence
+from zeropipe.engine.mesh.spreading import (
+    Sharing,
+    enter_last,
+    hooks,
+    spread_embedding,
+    spread_experts,
+    spread_linear,
+)
+from zeropipe.engine.mesh.talk import Peers
+from zeropipe.engine.mesh.vocabulary import as_pieces
+from zeropipe.engine.stages.adapters import is_adapters
+from zeropipe.engine.stages.hf import HFStage
 from zeropipe.errors import ConfigError
 
+COLWISE = ("colwise", "colwise_gather_output")
+ROWWISE = ("rowwise", "rowwise_split_input")
+SUMMED = "replicated_with_grad_allreduce"
+EXPERTS, EXPERT_WEIGHTS = "moe_tp_experts", ("packed_colwise", "packed_rowwise", "colwise", "rowwise")
+LATENT = "mla_kv_a_proj"
 WHOLE = ("embedding_rowwise", "embedding_colwise", "replicate")  # every process has all of it: gradients are equal
-STYLES = ("colwise", "rowwise", "colwise_gather_output", "replicated_with_grad_allreduce")
+STYLES = (*COLWISE, *ROWWISE, SUMMED, EXPERTS, LATENT, *WHOLE)
 
 
-class Enter(torch.autograd.Function):
-    """Into layers that are spread by columns: the input as it is; backward sums its gradient over the processes."""
+def spread(
+    stages: Iterable[Any], mesh: DeviceMesh, plan: Mapping[str, str] | None = None, *, sequence: bool = False
+) -> None:
+    """Spread the layers of stages over `mesh`, by the model's own plan or the one given, in place.
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return _sum(dy, ctx.group), None
-
-
-class Leave(torch.autograd.Function):
-    """Out of a layer that is spread by rows: the sum over the processes; backward hands the gradient on."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        return _sum(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return dy, None
-
-
-class Collect(torch.autograd.Function):
-    """The pieces of the last dimension put together; backward takes this process's piece."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any, place: int, number: int) -> Tensor:
-        ctx.place, ctx.number = place, number
-        pieces = collectives.all_gather_tensor(x.contiguous(), 0, group)
-        return torch.cat(collectives.wait_tensor(pieces).chunk(number), -1)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
-        return dy.chunk(ctx.number, -1)[ctx.place].contiguous(), None, None, None
-
-
-def _sum(x: Tensor, group: Any) -> Tensor:
-    return collectives.wait_tensor(collectives.all_reduce(x.contiguous(), "sum", group))
-
-
-def spread(stage: Any, mesh: DeviceMesh, plan: Mapping[str, str] | None = None) -> None:
-    """Spread the layers of a stage over `mesh`, by the model's own plan or the one given, in place.
-
-    A plan says for a module's name in the whole model (`*` for any number) how its weight is spread.
+    A plan says for a module's name in the whole model (`*` for any number) how its weight is spread. What it makes of
+    a Hugging Face model is proven on a small copy first.
     """
-    plan = dict(plan_of(stage) if plan is None else plan)
-    names = stage.full_names()
-    modules = {_module_name(full): _module_name(here) for here, full in names.items()}
-    summed, parents = [], set()
-    for full, here in sorted(modules.items()):
-        style = _style(full, plan)
-        if style is None or style in WHOLE:
-            continue
+    from zeropipe.engine.mesh.proof import prove
+
+    sharing = Sharing(Peers.of(mesh), mesh)
+    for stage in stages:
+        found = plan_of(stage) if plan is None else dict(plan)
+        if isinstance(stage, HFStage):
+            check_plan(stage, found, mesh.size())
+            prove(stage, found, sequence)
+        elif sequence:
+            raise ConfigError("sequence_parallel needs stages of a Hugging Face model (hf_stages)")
+        spread_stage(stage, found, sharing, sequence)
+
+
+def spread_stage(stage: Any, plan: Mapping[str, str], sharing: Sharing, sequence: bool) -> None:
+    """Spread one stage."""
+    styles = _styles(stage, plan)
+    hook, summed = hooks(sharing.peers), []
+    ends = _spread_ends(stage, plan, sharing, styles)
+    head = ends[1:] if ends and stage.is_last and stage.head == "lm" else []
+    merged = [parent for parent in _parents(styles, "colwise") if _goes_all_in(stage, parent, styles)]
+    for here, (full, style) in styles.items():
         module = stage.get_submodule(here)
-        if style == "replicated_with_grad_allreduce":
+        if style == SUMMED:
             summed += [f"{here}.{name}" for name, _ in module.named_parameters(recurse=False)]
-            continue
-        _check_linear(full, module, style, mesh.size())
-        if style == "colwise" and here.rpartition(".")[0]:
-            parents.add(here.rpartition(".")[0])
-        summed += [f"{here}.{name}" for name in _spread_linear(module, style, mesh)]
-    for parent in sorted(parents):
-        _enter_at(stage.get_submodule(parent), mesh)
-    stage.summed_over_tp = tuple(summed)
+        elif style == EXPERTS:
+            spread_experts(full, module, sharing)
+        elif style == LATENT:
+            size = stage.whole_config.get_text_config().qk_rope_head_dim
+            module.register_forward_hook(enter_last(sharing.peers, size))
+        elif style in COLWISE:
+            spread_linear(full, module, 0, sharing)
+            if _parent(here) not in merged:
+                module.register_forward_pre_hook(hook.enter, with_kwargs=True)
+            if style == "colwise_gather_output":
+                module.register_forward_hook(hook.gather_output)
+        elif style in ROWWISE:
+            spread_linear(full, module, 1, sharing)
+            summed += [f"{here}.bias"] if module.bias is not None else []
+            if style == "rowwise_split_input":
+                module.register_forward_pre_hook(hook.split_input, with_kwargs=True)
+    if sequence:
+        rowwise = [here for here in styles if styles[here][1] in ROWWISE]
+        summed += spread_sequence(stage, merged, [*styles, *head], rowwise, sharing)
+    else:
+        for parent in (*merged, *head):
+            stage.get_submodule(parent).register_forward_pre_hook(hook.enter, with_kwargs=True)
+        for here, (_, style) in styles.items():
+            if style in ROWWISE:
+                stage.get_submodule(here).register_forward_hook(hook.leave)
+    stage.summed_over_tp = tuple(dict.fromkeys(summed))
 
 
 def plan_of(stage: Any) -> dict[str, str]:
-    """The plan a Hugging Face model brings along, with names of the whole model; what is unknown is refused."""
-    lm = getattr(stage, "lm", None)
-    if lm is None:
+    """The plan a Hugging Face model brings along, with names of the whole model."""
+    if not isinstance(stage, HFStage):
         raise ConfigError(
             "a stage of plain modules brings no plan for tensor parallelism: give parallelize(plan={...})"
         )
@@ -105,16 +108,40 @@ def plan_of(stage: Any) -> dict[str, str]:
     if not base:
         raise ConfigError(
             f"model_type={stage.whole_config.model_type!r} brings no plan for tensor parallelism: give "
-            "parallelize(plan={'layers.*.self_attn.q_proj': 'colwise', ...})"
+            "parallelize(plan={'model.layers.*.self_attn.q_proj': 'colwise', ...})"
         )
-    prefix = lm.base_model_prefix
-    found = {f"{prefix}.{name}": style for name, style in base.items()} | dict(getattr(lm, "_tp_plan", None) or {})
-    for name, style in found.items():
-        if style not in STYLES + WHOLE:
+    prefix = stage.lm.base_model_prefix
+    return {f"{prefix}.{name}": style for name, style in base.items()} | dict(getattr(stage.lm, "_tp_plan", None) or {})
+
+
+def check_plan(stage: HFStage, plan: Mapping[str, str], number: int) -> None:
+    """ConfigError for what a plan cannot do."""
+    config = stage.whole_config.get_text_config()
+    for name, style in plan.items():
+        inside = style in EXPERT_WEIGHTS and plan.get(_parent(name)) == EXPERTS
+        if style not in STYLES and not inside:
             raise ConfigError(
                 f"model_type={stage.whole_config.model_type!r} spreads {name} by {style!r}, which is not supported: "
                 f"known are {', '.join(STYLES)}; leave tp out, or give a plan of your own"
             )
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(config, name, None)
+        if isinstance(heads, int) and heads % number:
+            raise ConfigError(f"the model has {name}={heads}: tp={number} must divide it")
+    if any(is_adapters(name) for name in stage.full_names()):
+        raise ConfigError("stages with an adapter cannot be spread over tp: use dp_shard, or merge the adapter first")
+
+
+def _styles(stage: Any, plan: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """The modules of a stage that a plan names: their names here and in the whole model, and their styles."""
+    found = {}
+    for here, full in sorted(stage.full_names().items()):
+        style = _style(_parent(full), plan)
+        own = _style(full, plan)
+        if own is not None and style != EXPERTS:
+            raise ConfigError(f"the plan spreads {full} by {own!r}: only weights of linear layers and experts can be")
+        if style is not None and style not in WHOLE:
+            found[_parent(here)] = (_parent(full), style)
     return found
 
 
@@ -122,55 +149,45 @@ def _style(name: str, plan: Mapping[str, str]) -> str | None:
     return plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name), plan.get(name))
 
 
-def _module_name(parameter: str) -> str:
-    return parameter.rpartition(".")[0]
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
-def _check_linear(name: str, module: nn.Module, style: str, number: int) -> None:
-    weight = getattr(module, "weight", None)
-    if not isinstance(module, nn.Linear) or weight is None:
-        raise ConfigError(f"{name} is a {type(module).__name__}: only linear layers can be spread over tp")
-    rows = weight.shape[1 if style == "rowwise" else 0]
-    if rows % number:
-        raise ConfigError(
-            f"{name} has {rows} {'inputs' if style == 'rowwise' else 'outputs'}: tp={number} must divide it"
-        )
+def _parents(styles: Mapping[str, tuple[str, str]], wanted: str) -> list[str]:
+    return sorted({_parent(here) for here, (_, style) in styles.items() if style == wanted} - {""})
 
 
-def _spread_linear(module: Any, style: str, mesh: DeviceMesh) -> list[str]:
-    """Keep this process's piece of a linear layer; returns the parameters whose gradients are summed over tp."""
-    place, number, group = mesh.get_local_rank(), mesh.size(), mesh.get_group()
-    defer(module)  # a deferred layer computes with pieces, also where nothing is split
-    module.weight = _piece(module.weight, 1 if style == "rowwise" else 0, mesh)
-    if style == "rowwise":
-        module.register_forward_hook(lambda _, __, y: Leave.apply(y, group))
-        module.adds_bias = place == 0  # once, not once per process
-        return ["bias"] if module.bias is not None else []
-    if module.bias is not None:
-        module.bias = _piece(module.bias, 0, mesh)
-    if style == "colwise_gather_output":
-        module.register_forward_pre_hook(lambda _, args: (Enter.apply(args[0], group), *args[1:]))
-        module.register_forward_hook(lambda _, __, y: Collect.apply(y, group, place, number))
-    return []
+def _goes_all_in(stage: Any, parent: str, styles: Mapping[str, tuple[str, str]]) -> bool:
+    """Whether all of an attention or MLP is spread, so that its column-wise layers share one sum of gradients.
+
+    Otherwise something in it computes with all of the input, whose gradient from there is whole already.
+    """
+    module = stage.get_submodule(parent)
+    if any(module is block for block in getattr(stage, "blocks", ())) or module is getattr(stage, "lm", None):
+        return False
+    owners = {f"{parent}.{_parent(name)}".rstrip(".") for name, _ in module.named_parameters()}
+    return all(styles.get(owner, ("", ""))[1] in ("colwise", "rowwise", SUMMED) for owner in owners)
 
 
-def _piece(parameter: nn.Parameter, dimension: int, mesh: DeviceMesh) -> nn.Parameter:
-    piece = parameter.detach().chunk(mesh.size(), dimension)[mesh.get_local_rank()].contiguous().clone()
-    whole = DTensor.from_local(
-        piece, mesh, (Shard(dimension),), run_check=False, shape=parameter.shape, stride=parameter.stride()
-    )
-    return nn.Parameter(whole, requires_grad=parameter.requires_grad)
+def _spread_ends(stage: Any, plan: Mapping[str, str], sharing: Sharing, styles: dict[str, Any]) -> list[str]:
+    """Spread embedding and head over the vocabulary, if the plan spreads the head and tp divides both.
 
-
-def _enter_at(parent: nn.Module, mesh: DeviceMesh) -> None:
-    """One sum for all column-wise layers of an attention or an MLP."""
-    group = mesh.get_group()
-
-    def enter(
-        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if args:
-            return (Enter.apply(args[0], group), *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": Enter.apply(kwargs["hidden_states"], group)}
-
-    parent.register_forward_pre_hook(enter, with_kwargs=True)
+    Logits are then never put together: losses take pieces. Returns the names of both ends, if they are spread.
+    """
+    if not isinstance(stage, HFStage):
+        return []
+    ends = [_parent(name) for name in stage.tied_names]
+    spreads = _style(stage.full_name(ends[1]), plan) == "colwise_gather_output" if ends[1] else False
+    styles.pop(ends[1], None)
+    embedding, head = (stage.get_submodule(name) if name else None for name in ends)
+    if not spreads or not isinstance(embedding, nn.Embedding) or not isinstance(head, nn.Linear):
+        return []
+    if embedding.max_norm is not None or not all(sharing.divides(end.weight.shape[0]) for end in (embedding, head)):
+        return []
+    if "weight" in embedding._parameters:
+        spread_embedding(stage.full_name(ends[0]), embedding, sharing)
+    if "weight" in head._parameters and stage.head == "lm":
+        spread_linear(stage.full_name(ends[1]), head, 0, sharing)
+        if sharing.mesh is not None:
+            stage.register_forward_hook(as_pieces(sharing.mesh))
+    return ends

@@ -40,6 +40,10 @@ class Stage(Protocol):
         ...
 
 
+def _nothing_wrong(microbatch: Microbatch) -> None:
+    return None
+
+
 @dataclass(frozen=True, eq=False)
 class Told:
     """What a stage tells, or what holds for a module that tells nothing. Nobody else asks which it was."""
@@ -53,6 +57,7 @@ class Told:
     first_layer: int = 0  # the number of the first block in the whole model
     build_weights: BuildWeights | None = None  # its layers put off their weight gradients themselves
     keeps_factors: bool = False  # sharded, and its owner says how gradients are scaled
+    refusal: Callable[[Microbatch], str | None] = _nothing_wrong  # why a microbatch cannot run, before anything does
 
 
 def told(number: int, module: nn.Module | Told) -> Told:
@@ -68,6 +73,7 @@ def told(number: int, module: nn.Module | Told) -> Told:
         tuple(Tied(*tie) for tie in getattr(module, "tied_pairs", ())),
         tuple(getattr(module, "summed_over_tp", ())),
         module.layers.start if blocks is not None and hasattr(module, "layers") else 0,
+        refusal=getattr(module, "refusal", _nothing_wrong),
     )
 
 

@@ -33,6 +33,8 @@ class HFStage(nn.Module):
     Its modules have the names, and its layers the numbers, that they have in the whole model.
     """
 
+    sequence_parts = 1  # how many processes share each sequence
+
     def __init__(self, lm: nn.Module, family: Family, cut: tuple[range, ...], stage: int, head: str = "lm") -> None:
         super().__init__()
         self.lm, self.family, self.whole_config = lm, family, lm.config
@@ -144,6 +146,16 @@ class HFStage(nn.Module):
                 picked |= {f"cu_seq_lens_{side}": cu_seqlens for side in "qk"}
                 picked |= {f"max_length_{side}": longest for side in "qk"}
         return picked
+
+    def refusal(self, microbatch: Microbatch) -> str | None:
+        """Why this stage cannot run a microbatch."""
+        length = microbatch["input_ids"].shape[-1] if self.sequence_parts > 1 else 0
+        if length % self.sequence_parts == 0:
+            return None
+        return (
+            f"a microbatch has sequences of {length} tokens: with sequence_parallel tp={self.sequence_parts} must "
+            "divide that; pad them (attention_mask, labels of -100)"
+        )
 
     def forward(self, *inputs: Tensor, **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
         if self._balance is None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from zeropipe.engine.stages.families import Family, entry_of, refusal
 from zeropipe.engine.stages.find import NotFound, find, kinds, layers_of, per_layer
 from zeropipe.engine.stages.hf import HFStage
+from zeropipe.engine.stages.models import meta_model
 from zeropipe.engine.stages.small import small_config
 from zeropipe.engine.transformers_private import build, packed_masks, quiet
 from zeropipe.errors import ConfigError
@@ -58,15 +59,23 @@ def _look(model: nn.Module) -> Family:
         if getattr(config, name, 0):
             raise refusal(config, f"{reason} ({name}={getattr(config, name)})")
     try:
-        with _apart():
+        with apart():
             layers = layers_of(model)
             _check_sharing(model, layers)
             family = prove(small_model(model, layers), layers)
     except NotFound as reason:
         raise refusal(config, str(reason)) from None
     except Exception as error:
-        raise refusal(config, f"a small copy of it does not run ({_words(error)})") from error
+        raise refusal(config, f"a small copy of it does not run ({words(error)})") from error
     return replace(family, num_layers=len(model.get_submodule(family.layers)))
+
+
+def small_stage(config: Any, family: Family, shares: int) -> HFStage:
+    """A small copy of a model with random weights as one stage, whose heads can be shared out."""
+    with apart():
+        small = small_model(meta_model(config, torch.float32), family.layers, shares)
+        number = len(small.get_submodule(family.layers))
+        return HFStage(small, replace(family, num_layers=number), (range(number),), 0)
 
 
 def _check_sharing(model: nn.Module, layers: str) -> None:
@@ -79,13 +88,13 @@ def _check_sharing(model: nn.Module, layers: str) -> None:
             raise NotFound(f"{name} is shared between layers")
 
 
-def small_model(model: nn.Module, layers: str) -> nn.Module:
+def small_model(model: nn.Module, layers: str, shares: int = 1) -> nn.Module:
     """A small copy with random weights that has, layer by layer, the same kinds of layers."""
     lists = per_layer(model, layers)
     pattern = kinds(model, layers, lists)
     enough = max(pattern.index(max(pattern)) + 1, _FEW)  # the first layers that have every kind among them
     for number in dict.fromkeys((min(enough, len(pattern)), len(pattern))):
-        config = small_config(model.config, number, len(pattern), entry_of(model.config).small)
+        config = small_config(model.config, number, len(pattern), entry_of(model.config).small, shares)
         small = build(config, torch.float32, kernels=False)
         if kinds(small, layers, lists) == pattern[:number]:
             return _randomised(small)
@@ -141,13 +150,13 @@ def _compare(model: nn.Module, stages: Sequence[HFStage], batches: Sequence[Batc
             try:
                 (found, *parts), way_back = _forward(stages, batch)
             except Exception as error:
-                raise NotFound(f"its layers do not run apart from each other ({_words(error)})") from error
+                raise NotFound(f"its layers do not run apart from each other ({words(error)})") from error
         if not whole.logits.isfinite().all():
             raise NotFound("a small copy of it gives infinite numbers")
-        if not _close(found, whole.logits):
+        if not close(found, whole.logits):
             raise NotFound("cut into stages it gives other logits")
         rest = [_routers_part(model, whole, batch)] if family.balances else []
-        if not all(map(_close, parts, rest)):
+        if not all(map(close, parts, rest)):
             raise NotFound("cut into stages it gives another load-balancing loss: set output_router_logits=False")
         if number == 0:
             slopes = [torch.randn_like(whole.logits), *[torch.full_like(part, 100.0) for part in rest]]
@@ -157,7 +166,7 @@ def _compare(model: nn.Module, stages: Sequence[HFStage], batches: Sequence[Batc
             model.zero_grad()
             way_back(slopes)
             for name, parameter in model.named_parameters():
-                if not _close(parameter.grad, gradients[name]):
+                if not close(parameter.grad, gradients[name]):
                     raise NotFound(f"cut into stages it gives another gradient of {name}")
 
 
@@ -186,7 +195,7 @@ def _forward(stages: Sequence[HFStage], batch: Batch) -> tuple[tuple[Tensor, ...
     return handed[-1][1], way_back
 
 
-def _close(one: Tensor | None, other: Tensor | None) -> bool:
+def close(one: Tensor | None, other: Tensor | None) -> bool:
     if one is None or other is None:
         rest = other if one is None else one
         return rest is None or not rest.any()
@@ -201,7 +210,7 @@ def _packs(model: nn.Module) -> bool:
         apart = torch.cat([model(input_ids=part, use_cache=False).logits for part in parts], 1)
         with packed_masks(packed["position_ids"]):
             together = model(**packed, use_cache=False).logits
-    return _close(together, apart)
+    return close(together, apart)
 
 
 def _shared(model: nn.Module) -> dict[int, Any]:
@@ -234,7 +243,7 @@ def _untied(model: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def _apart() -> Iterator[None]:
+def apart() -> Iterator[None]:
     """The caller's random numbers, default device, modes and warnings stay as they are."""
     threads = torch.get_num_threads()
     with ExitStack() as stack:
@@ -253,7 +262,7 @@ def _apart() -> Iterator[None]:
         yield
 
 
-def _words(error: Exception) -> str:
+def words(error: Exception) -> str:
     first, *rest = str(error).split("\n") or [""]
     text = " ".join([first, *rest] if first.endswith(":") else [first])
     return " ".join(f"{type(error).__name__}: {text}".split())[:200]

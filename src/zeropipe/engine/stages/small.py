@@ -34,13 +34,17 @@ _AT_MOST: tuple[tuple[str, int], ...] = (
 )
 
 
-def small_config(config: Any, num_layers: int, total: int, sizes: Mapping[str, Any]) -> Any:
+def small_config(config: Any, num_layers: int, total: int, sizes: Mapping[str, Any], shares: int = 1) -> Any:
     """A copy of `config` with the first `num_layers` of `total` layers and small widths; `sizes` are put in as given.
 
-    Nothing in it is random: dropout and its kin are off.
+    Nothing in it is random: dropout and its kin are off. `shares`: it has as many heads, or a multiple of that, if the
+    numbers of the model allow it.
     """
     heads = getattr(config, "num_attention_heads", None)
     ratio = _ratio(heads) if isinstance(heads, int) else 8
+    groups = getattr(config, "num_key_value_heads", None) or heads
+    if shares > 1 and isinstance(heads, int) and isinstance(groups, int):
+        ratio = next((r for r in range(groups, 0, -1) if heads % (r * shares) == groups % (r * shares) == 0), 1)
     fields = config.to_dict()
     # The inner width of a recurrent layer is a multiple of the outer one; that of an MLP is free.
     inner = None if any("expand" in name for name in fields) else _INNER_WIDTH

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from zeropipe.engine import torch_private
 from zeropipe.engine.backward.gradients import Aside
+from zeropipe.engine.mesh.vocabulary import shown_to, token_losses
 
 LossFn = Callable[[Any, Mapping[str, Any]], Any]
 
@@ -24,10 +24,14 @@ class CausalLMLoss:
 
     The microbatch holds `labels`, not shifted; `ignore` marks tokens without loss. Because `count` tells the number of
     tokens before the step, microbatches with unequal numbers weigh as they do in one big batch.
+
+    Where tensor parallelism spreads the head over the vocabulary, the loss is computed from pieces: logits are never
+    put together.
     """
 
     labels: str = "labels"
     ignore: int = -100
+    takes_pieces: ClassVar[bool] = True
 
     def count(self, microbatch: Mapping[str, Any]) -> int:
         """The number of tokens with a loss."""
@@ -38,14 +42,27 @@ class CausalLMLoss:
     ) -> tuple[Tensor, int | Tensor]:
         logits, more = output if isinstance(output, tuple) else (output, None)
         labels = microbatch[self.labels][..., 1:]
-        flat = logits[..., :-1, :].reshape(-1, logits.shape[-1])
-        if flat.dtype in (torch.bfloat16, torch.float16):
-            flat = flat.float()
-        total = torch.nn.functional.cross_entropy(
-            flat, labels.reshape(-1).to(flat.device), ignore_index=self.ignore, reduction="sum"
-        )
+        total = token_losses(logits[..., :-1, :], labels, self.ignore).sum()
         count = (labels != self.ignore).sum()
         return total if more is None else total + more * count.to(more.device), count
+
+
+@dataclass(frozen=True)
+class LogProbabilities:
+    """The log-probability of each label of a microbatch, (batch, tokens - 1): 0 where the label is `ignore`.
+
+    For `Engine.forward(post=LogProbabilities())`: logits that are spread over the vocabulary are never put together.
+    In a loss of your own, `token_losses(logits, labels)` is its negative for labels that you have shifted yourself;
+    with `takes_pieces = True` on the loss it is given logits as they are, else they are put together for it.
+    """
+
+    labels: str = "labels"
+    ignore: int = -100
+    takes_pieces: ClassVar[bool] = True
+
+    def __call__(self, output: Tensor | tuple[Tensor, Tensor], microbatch: Mapping[str, Any]) -> Tensor:
+        logits = output[0] if isinstance(output, tuple) else output
+        return -token_losses(logits[..., :-1, :], microbatch[self.labels][..., 1:], self.ignore)
 
 
 @dataclass
@@ -70,7 +87,7 @@ class Tally:
 
     def root(self, output: Any, microbatch: Mapping[str, Any], index: int) -> Tensor:
         """Compute the loss of one microbatch; returns what backward starts from."""
-        value = self.loss_fn(output, microbatch)
+        value = self.loss_fn(shown_to(self.loss_fn, output), microbatch)
         _check_loss(value)
         if isinstance(value, Tensor):
             self._seen[index] = (value.detach(), 1, {})

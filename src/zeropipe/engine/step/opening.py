@@ -8,13 +8,13 @@ edge know alike which message has shapes that are new, and a loss knows the numb
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from zeropipe.engine.comm.fabric import Fabric
 from zeropipe.engine.layout import Layout
-from zeropipe.engine.stages.contract import Microbatch
+from zeropipe.engine.stages.contract import Microbatch, Told
 from zeropipe.engine.step.cells import signature
 from zeropipe.errors import ConfigError, ZeropipeError
 
@@ -78,10 +78,16 @@ class KindBook:
 
 
 def open_step(
-    fabric: Fabric, layout: Layout, book: KindBook, microbatches: Sequence[Microbatch], loss_fn: Any, counting: bool
+    fabric: Fabric,
+    layout: Layout,
+    book: KindBook,
+    stages: Iterable[Told],
+    microbatches: Sequence[Microbatch],
+    loss_fn: Any,
+    counting: bool,
 ) -> Opened:
     """Tell and hear. `counting`: whether this process is to count the tokens of its pipeline."""
-    words: list[Word] = fabric.exchange(_word(microbatches, loss_fn, counting))
+    words: list[Word] = fabric.exchange(_word(stages, microbatches, loss_fn, counting))
     for rank, word in enumerate(words):
         if word.fault is not None:
             raise ConfigError(f"rank {rank}: {word.fault}")
@@ -108,10 +114,14 @@ def _same_pipeline(layout: Layout, one: int, other: int) -> bool:
     return all(a == b for name, a, b in zip(names, *places) if name not in ("pp", "tp"))
 
 
-def _word(microbatches: Sequence[Microbatch], loss_fn: Any, counting: bool) -> Word:
+def _word(stages: Iterable[Told], microbatches: Sequence[Microbatch], loss_fn: Any, counting: bool) -> Word:
     if isinstance(microbatches, Refused):
         return Word(0, (), None, microbatches.reason)
     try:
+        for stage in stages:
+            for microbatch in microbatches:
+                if (reason := stage.refusal(microbatch)) is not None:
+                    raise ConfigError(reason)
         signatures = tuple(_hash(signature(microbatch)) for microbatch in microbatches)
         count = None
         if counting and hasattr(loss_fn, "count"):

@@ -1,0 +1,213 @@
+"""Tensor parallelism: layers, vocabulary and sequences spread over processes, equal to one process."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import tensor_cases as cases
+import torch
+import torch.distributed as dist
+from engine_helpers import TOLERANCE, largest, ranks
+from stage_models import lm_loss, plain_step, staged_step
+from torch._dynamo.utils import counters
+from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.distributed.device_mesh import init_device_mesh
+
+import zeropipe as zp
+from zeropipe.engine import CausalLMLoss, WeightStore, defer, hf_model, hf_stages, prepare_blocks, token_losses
+from zeropipe.engine.backward.gradients import local
+from zeropipe.engine.mesh import proof
+from zeropipe.engine.mesh.spreading import Sharing
+from zeropipe.engine.mesh.talk import Peers
+from zeropipe.engine.mesh.tensor import check_plan, plan_of, spread_stage
+from zeropipe.engine.mesh.vocabulary import TokenLosses, whole
+from zeropipe.errors import ConfigError
+
+SIZES = {"pp": 2, "tp": 2}
+KINDS = ("llama", "qwen3", "gemma2", "cohere", "granite", "starcoder2", "olmo2", "qwen3_moe", "mixtral", "deepseek_v3")
+
+
+def stage_of(kind: str, **changes: Any) -> Any:
+    return hf_stages(cases.config_of(kind, **changes), zp.build("1f1b", ranks=1, microbatches=1), 0)[0]
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["", "sequence"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_models_own_plan_is_right(kind, sequence):
+    """Two threads beside the whole model: it is what parallelize() does before it spreads anything."""
+    stage = stage_of(kind)
+    check_plan(stage, plan_of(stage), 2)
+    proof.prove(stage, plan_of(stage), sequence)
+
+
+def without(plan: dict[str, str], *ends: str) -> dict[str, str]:
+    return {name: style for name, style in plan.items() if not name.endswith(ends)}
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (lambda plan: without(plan, "q_norm"), "another gradient of model.layers.0.self_attn.q_norm.weight"),
+        (lambda plan: without(plan, "down_proj"), "a small copy of it does not run"),
+        (lambda plan: plan | {"model.layers.*.mlp.gate_proj": "colwise_gather_output"}, "does not run"),
+        (lambda plan: plan | {"model.layers.*.input_layernorm": "replicated_with_grad_allreduce"}, "input_layernorm"),
+    ],
+)
+def test_a_wrong_plan_is_refused(change, words):
+    stage = stage_of("qwen3")
+    with pytest.raises(ConfigError, match=words):
+        proof.prove(stage, change(plan_of(stage)), False)
+
+
+def test_what_cannot_be_spread_is_refused_by_name():
+    with pytest.raises(ConfigError, match="num_key_value_heads=2: tp=4 must divide it"):
+        check_plan(stage_of("llama"), plan_of(stage_of("llama")), 4)
+    with pytest.raises(ConfigError, match="brings no plan for tensor parallelism"):
+        plan_of(stage_of("gpt2", n_head=4, n_layer=1, n_embd=32))
+    plan = {"model.layers.*.mlp.gate_proj": "sideways"}
+    with pytest.raises(
+        ConfigError, match=r"spreads model.layers.\*.mlp.gate_proj by 'sideways', which is not supported"
+    ):
+        check_plan(stage_of("llama"), plan, 2)
+    experts = stage_of("qwen3_moe", num_experts=3)
+    with pytest.raises(ConfigError, match="has 3 experts: tp=2 must divide it"):
+        spread_stage(experts, plan_of(experts), Sharing(Peers("nobody", 0, 2), None), False)
+
+
+@pytest.mark.parametrize(
+    "name, kind, changes, spreading",
+    [
+        ("1f1b", "gemma2", {}, {}),  # tied, soft-capped, its embedding scaled
+        ("zbv", "starcoder2", {"tie_word_embeddings": True}, {}),  # biases of row-wise layers, tied on one rank
+        ("zbv", "qwen3_moe", {}, {"sequence_parallel": True}),
+        pytest.param("interleaved", "deepseek_v3", {}, {}, marks=pytest.mark.full),  # latent attention, shared experts
+        ("dualpipe", "llama", {"vocab_size": 65}, {"sequence_parallel": True}),  # a vocabulary that stays whole
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_training_equals_one_process(name, kind, changes, spreading):
+    schedule = zp.build(name, ranks=2, microbatches=4)
+    seen = largest(ranks(4).run(cases.train_on_tp, schedule, SIZES, kind, changes, spreading, {}))
+    assert max(seen.values()) < TOLERANCE, seen
+
+
+class Graphs:
+    """A compiler that runs graphs as they are, and keeps the names of the collectives in them."""
+
+    def __init__(self) -> None:
+        self.collectives: set[str] = set()
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        return aot_module_simplified(
+            graph, inputs, self.look, self.look, partition_fn=min_cut_rematerialization_partition
+        )
+
+    def look(self, graph: Any, inputs: Any) -> Any:
+        self.collectives |= {str(node.target).split(".")[1] for node in graph.graph.nodes if "c10d" in str(node.target)}
+        return make_boxed_func(graph.forward)
+
+
+@pytest.fixture
+def group():
+    """torch.distributed with this process alone: the collectives of a graph are all there."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("kind, sequence", [("qwen3", False), ("qwen3_moe", True)], ids=str)
+def test_one_graph_for_all_blocks(group, kind, sequence):
+    torch._dynamo.reset()
+    counters.clear()
+    model = hf_model(cases.config_of(kind, **({"mlp_only_layers": []} if kind == "qwen3_moe" else {})))
+    (stage,) = hf_stages(model, zp.build("1f1b", ranks=1, microbatches=1), 0).values()
+    spread_stage(stage, plan_of(stage), Sharing(Peers.of(group), group), sequence)
+    defer(stage)
+    graphs = Graphs()
+    prepare_blocks(stage, compile=True, backend=graphs)
+    batches = cases.tokens(2, 0, (6,))
+    plain_step(model, batches)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*cannot be compiled")
+        staged_step([stage], batches, WeightStore(), loss_fn=lambda output, batch: lm_loss(whole(output), batch))
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+    moving = {name for name in graphs.collectives if "gather" in name or "scatter" in name}
+    assert graphs.collectives - moving == {"all_reduce", "wait_tensor"}
+    assert len(moving) == (2 if sequence else 0)
+    for name, parameter in stage.named_parameters():
+        wanted = model.get_parameter(stage.full_name(name)).grad
+        torch.testing.assert_close(local(parameter.grad), wanted, rtol=1e-6, atol=1e-6 * float(wanted.abs().max()))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ac", ["none", "full"])
+@pytest.mark.parametrize("spreading", [{}, {"sequence_parallel": True}], ids=["", "sequence"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiled_by_inductor(kind, spreading, ac):
+    schedule = zp.build("zbv", ranks=2, microbatches=4)
+    changes = {"num_hidden_layers": 4}
+    seen = largest(
+        ranks(4).run(
+            cases.train_on_tp, schedule, SIZES, kind, changes, spreading, {"compile": True, "ac": ac}, 1, timeout=1200
+        )
+    )
+    kinds = {"qwen3_moe": 2, "deepseek_v3": 2, "gemma2": 2}
+    assert seen.pop("graphs") <= kinds.get(kind, 1)
+    # norms compute in float32, which the compiler rounds in another order
+    assert max(seen.values()) < 1e-3, seen
+
+
+def test_logits_are_never_put_together():
+    """Not for CausalLMLoss, and not for LogProbabilities; other losses and callers get whole ones."""
+    schedule = zp.build("1f1b", ranks=2, microbatches=2)
+    seen = largest(ranks(4).run(cases.losses_on_tp, schedule, SIZES, "llama"))
+    assert seen.pop("last") == cases.VOCABULARY // 2
+    assert max(seen.values()) < TOLERANCE, seen
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_a_loss_over_pieces_is_the_loss(dtype):
+    generator = torch.Generator().manual_seed(0)
+    logits = (20 * torch.randn(3, 5, 8, generator=generator, dtype=torch.float64)).to(dtype).requires_grad_()
+    labels = torch.randint(8, (3, 5), generator=generator)
+    labels[0, 1:4] = labels[2] = -100
+    slopes = torch.randn(15, generator=generator, dtype=torch.float64).to(torch.promote_types(dtype, torch.float32))
+    wanted = token_losses(logits, labels).view(-1)
+    wanted.backward(slopes)
+    pieces = [piece.detach().requires_grad_() for piece in logits.chunk(2, -1)]
+    with proof.Rehearsal() as rehearsal:
+
+        def run(piece: torch.Tensor, peers: Peers) -> torch.Tensor:
+            flat = piece.reshape(15, 4).to(wanted.dtype)
+            found = TokenLosses.apply(flat, labels.view(-1), -100, peers)
+            found.backward(slopes)
+            return found.detach()
+
+        for found in rehearsal.run(run, list(zip(pieces, rehearsal.peers))):
+            torch.testing.assert_close(found, wanted.detach())
+        torch.testing.assert_close(torch.cat([piece.grad for piece in pieces], -1), logits.grad)
+        labels[1, 1] = 8
+        with pytest.raises(IndexError, match="outside of the vocabulary of 8 tokens"):
+            rehearsal.run(run, list(zip(pieces, rehearsal.peers)))
+
+
+def test_a_sequence_that_cannot_be_shared_is_refused():
+    for text, loss in ranks(4).run(cases.odd_length, zp.build("1f1b", ranks=2, microbatches=2), SIZES):
+        assert "a microbatch has sequences of 7 tokens: with sequence_parallel tp=2 must divide that" in text
+        assert loss > 0
+
+
+def test_a_loss_without_tp_is_as_before():
+    logits = torch.randn(2, 4, 8, dtype=torch.float64)
+    labels = torch.tensor([[1, 2, -100, 3], [-100] * 4])
+    total, count = CausalLMLoss()(logits, {"labels": labels})
+    wanted = torch.nn.functional.cross_entropy(logits[0, :-1], labels[0, 1:], reduction="sum")
+    torch.testing.assert_close(total, wanted)
+    assert count == 2
