@@ -51,6 +51,19 @@ def test_shards_share_the_optimizer_and_stages_of_a_rank_their_workspace():
     assert tied.costs((1, 1, 1, 1)).weights[-1] == 150 * 18 + 3
 
 
+def test_gathers_and_reduces_of_shards_are_simulated():
+    link = Link(None, 100.0)
+    costs = COSTS.costs((2, 2), shards=4, gather="keep", shard_link=link)
+    assert costs.whole_weights == (200 * 2, 240 * 2)
+    assert costs.whole_gradients == (200 * 4, 240 * 4)
+    assert costs.weights == (200 * 16 / 4 + 3, 240 * 16 / 4 + 7)
+    assert (costs.shards, costs.units, costs.shard_bandwidth) == ("keep", 2, pytest.approx(100 * 4 / 3))
+    schedule = zp.build("1f1b", ranks=2, microbatches=4)
+    sharded, whole = zp.simulate(schedule, costs), zp.simulate(schedule, COSTS.costs((2, 2), shards=4))
+    assert sharded.makespan > whole.makespan
+    assert max(sharded.peak_memory) <= max(whole.peak_memory)
+
+
 def test_every_other_layer_is_checkpointed():
     costs = COSTS.costs((1, 1, 1, 1), ac="selective:3")
     assert costs.activation == (4, 10, 30, 10)  # layers 0 and 3; the head as ever

@@ -78,9 +78,12 @@ class State:
     optimizer: float = 12.0
 
     def of_shards(self, shards: int) -> float:
-        """With everything kept whole within the step; between steps a shard of the gradients stays."""
-        kept = self.optimizer + (self.gradients if shards > 1 else 0.0)
-        return self.weights + self.gradients + kept / shards
+        """With everything kept whole within the step."""
+        return self.weights + self.gradients + self.between_steps(shards)
+
+    def between_steps(self, shards: int) -> float:
+        """What is there all the time: a shard of the optimizer's part, and of the gradients if they are sharded."""
+        return (self.optimizer + (self.gradients if shards > 1 else 0.0)) / shards
 
 
 @dataclass(frozen=True)
@@ -168,21 +171,28 @@ class LayerCosts:
         ac: str | None = None,
         placement: Placement | None = None,
         shards: int = 1,
+        gather: str | None = None,
+        shard_link: Link = INSIDE,
         node_size: int | None = None,
         memory_limit: float | None = None,
     ) -> Costs:
         """Costs of stages with so many layers each (by default in the first setting), in seconds and bytes.
 
         `placement` says which stages share a rank (none do, by default): they share workspace, and a tied weight.
-        `shards` is the size of `dp_shard`, `node_size` the pipeline ranks in a machine.
+        `shards` is the size of `dp_shard`; with `gather` ("keep" or "regather") gathers and reduces go through
+        `shard_link` and are simulated, without it weights and gradients are whole all the time.
+        `node_size` is the number of pipeline ranks in a machine.
         """
         chosen = setting or self.settings[0]
         stages = self.stage_layers(counts, chosen, ac)
-        weights = [sum(layer.parameters for layer in stage) * self.state.of_shards(shards) for stage in stages]
+        parameters = [float(sum(layer.parameters for layer in stage)) for stage in stages]
         table = range(len(stages)) if placement is None else placement.copies[0]
         if self.tied and table[0] == table[-1]:
-            shared = min(sum(chosen.kinds[kind].parameters for kind in part) for part in (self.before, self.after))
-            weights[-1] -= shared * self.state.of_shards(shards)
+            parameters[-1] -= min(
+                sum(chosen.kinds[kind].parameters for kind in part) for part in (self.before, self.after)
+            )
+        each = self.state.of_shards(shards) if gather is None else self.state.between_steps(shards)
+        weights = [number * each for number in parameters]
         for rank in set(table):
             held = [stage for stage, owner in enumerate(table) if owner == rank]
             needs = [max((layer.workspace for layer in stages[stage]), default=0.0) for stage in held]
@@ -195,7 +205,17 @@ class LayerCosts:
             message=self.message(chosen), weights=weights,
             p2p=self.link.p2p or 0.0, bandwidth=self.link.bandwidth, node_size=node_size, inter_node=self.inter_node,
             memory_limit=memory_limit, unit="s", memory_unit="B",
+            **({} if gather is None else self._sharded(parameters, gather, shards, shard_link, max(counts))),
         )  # fmt: skip
+
+    def _sharded(self, parameters: list[float], gather: str, shards: int, link: Link, units: int) -> dict[str, Any]:
+        """What the simulator is told about gathers and reduces: each moves all but a rank's own shard."""
+        reached = link.bandwidth * shards / (shards - 1) if link.bandwidth and shards > 1 else None
+        return {
+            "shards": gather, "units": max(1, units), "shard_bandwidth": reached,
+            "whole_weights": [number * self.state.weights for number in parameters],
+            "whole_gradients": [number * self.state.gradients for number in parameters],
+        }  # fmt: skip
 
     def even(self, problem: Problem) -> Costs:
         """Costs of a cut into stages that is as even as can be."""

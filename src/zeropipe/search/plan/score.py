@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from zeropipe.core.layers import layer_counts
 from zeropipe.core.schedule import Schedule
@@ -82,25 +81,32 @@ def _cuts(scene: Scene, candidate: Candidate, schedule: Schedule, alive: list[fl
             yield tight
 
 
-def costs_of(scene: Scene, candidate: Candidate, counts: Sequence[int], schedule: Schedule) -> Costs:
-    """The costs of a candidate's stages."""
+def costs_of(
+    scene: Scene, candidate: Candidate, counts: Sequence[int], schedule: Schedule, *, whole: bool = False
+) -> Costs:
+    """The costs of a candidate's stages. With `whole`, weights and gradients are there all the time, for nothing."""
+    shards = candidate.layout.dp_shard
     return scene.costs.costs(
         counts, setting_of(scene, candidate), ac=candidate.ac, placement=schedule.placement,
-        shards=candidate.layout.dp_shard, node_size=candidate.layout.node_size(scene.gpus_per_node),
-        memory_limit=scene.limit,
+        shards=shards, gather=None if whole or shards == 1 else "keep",
+        shard_link=candidate.layout.data_link(scene.costs, scene.gpus_per_node),
+        node_size=candidate.layout.node_size(scene.gpus_per_node), memory_limit=scene.limit,
     )  # fmt: skip
 
 
 def score(scene: Scene, candidate: Candidate, schedule: Schedule, counts: Sequence[int]) -> Row:
     """Simulate one candidate and say where its time and memory go."""
-    costs = costs_of(scene, candidate, counts, schedule)
-    timeline = simulate(schedule, costs)
-    setting = setting_of(scene, candidate)
-    stages = scene.costs.stage_layers(counts, setting, candidate.ac)
+    whole = costs_of(scene, candidate, counts, schedule, whole=True)
+    pipeline = simulate(schedule, whole)
+    sharded = candidate.layout.dp_shard > 1
+    timeline = simulate(schedule, costs_of(scene, candidate, counts, schedule)) if sharded else pipeline
+    stages = scene.costs.stage_layers(counts, setting_of(scene, candidate), candidate.ac)
     parameters = _parameters(scene, stages, schedule)
+    parts = _parts(scene, candidate, pipeline, stages, parameters)
     return Row(
-        candidate, tuple(counts), _parts(scene, candidate, timeline, stages, parameters),
-        _memory(scene, candidate, timeline, parameters, costs), scene.limit, timeline.makespan, timeline.bubble,
+        candidate, tuple(counts), replace(parts, data=timeline.makespan - pipeline.makespan),
+        _memory(scene, candidate, timeline, pipeline, parameters, whole), scene.limit, timeline.makespan,
+        timeline.bubble,
     )  # fmt: skip
 
 
@@ -124,13 +130,11 @@ def _parts(
     again = m * sum(_again(scene, candidate)) if candidate.ac != "none" else 0.0
     mean, most = sum(timeline.busy) / timeline.num_ranks, max(timeline.busy)
     share = again / total if total > 0 else 0.0
-    gather, reduce = _data(scene, candidate, parameters)
-    exposed = _exposed(timeline, gather, reduce)
     state = scene.costs.state
     moved = OPTIMIZER_TRAFFIC * max(parameters) * (state.gradients + state.optimizer) / candidate.layout.dp_shard
     return Parts(
         work=mean * (1 - share), recompute=mean * share, imbalance=most - mean, bubble=timeline.makespan - most,
-        data=exposed, optimizer=moved / scene.bandwidth if scene.bandwidth else 0.0,
+        data=0.0, optimizer=moved / scene.bandwidth if scene.bandwidth else 0.0,
     )  # fmt: skip
 
 
@@ -145,43 +149,17 @@ def _again(scene: Scene, candidate: Candidate) -> Iterator[float]:
         yield max(0.0, layer.i - plain.kinds[kind].i)
 
 
-def _data(scene: Scene, candidate: Candidate, parameters: list[int]) -> tuple[list[float], list[float]]:
-    """Seconds that each rank's gathers and reduces take, one after the other."""
-    shards = candidate.layout.dp_shard
-    if shards == 1:
-        return [0.0] * len(parameters), [0.0] * len(parameters)
-    link = candidate.layout.data_link(scene.costs, scene.gpus_per_node)
-    share = (shards - 1) / shards / (link.bandwidth or float("inf"))
-    state = scene.costs.state
-    return [n * state.weights * share for n in parameters], [n * state.gradients * share for n in parameters]
-
-
-def _exposed(timeline: Timeline, gather: list[float], reduce: list[float]) -> float:
-    """Seconds by which gathers and reduces make the step longer.
-
-    A rank gathers from the start of the step on, layer by layer, so what it waits for ends before its first action
-    would. The last reduces begin with the rank's last action, unit by unit, and hide behind it.
-    """
-    if not any(gather):
-        return 0.0
-    before, latest = 0.0, timeline.first_start + timeline.makespan
-    starts, ends = (memoryview(times).cast("d") for times in (timeline.start, timeline.end))
-    offsets = timeline.schedule.packed.offsets
-    for rank, (begin, stop) in enumerate(pairwise(offsets)):
-        before = max(before, gather[rank] - (ends[begin] - timeline.first_start))
-        hidden = ends[stop - 1] - starts[stop - 1]
-        latest = max(latest, ends[stop - 1] + max(0.0, reduce[rank] - hidden))
-    return before + latest - timeline.first_start - timeline.makespan
-
-
-def _memory(scene: Scene, candidate: Candidate, timeline: Timeline, parameters: list[int], costs: Costs) -> Memory:
+def _memory(
+    scene: Scene, candidate: Candidate, timeline: Timeline, pipeline: Timeline, parameters: list[int], whole: Costs
+) -> Memory:
+    """What the fullest rank holds. `pipeline` has weights and gradients all the time, as in the costs `whole`."""
     shards, state = candidate.layout.dp_shard, scene.costs.state
     rank = max(range(timeline.num_ranks), key=lambda r: timeline.peak_memory[r])
-    column = costs.column("weights", timeline.schedule.num_stages)
+    column = whole.column("weights", timeline.schedule.num_stages)
     constant = sum(column[s] for s in timeline.schedule.placement.stages_of(rank))
     own = parameters[rank]
-    rest = state.of_shards(shards) - state.weights - state.gradients - state.optimizer / shards
-    return Memory(
-        weights=own * state.weights, gradients=own * (state.gradients + rest), optimizer=own * state.optimizer / shards,
-        activations=timeline.peak_memory[rank] - constant, workspace=constant - own * state.of_shards(shards),
-    )  # fmt: skip
+    activations = pipeline.peak_memory[rank] - constant
+    workspace, optimizer = constant - own * state.of_shards(shards), own * state.optimizer / shards
+    rest = timeline.peak_memory[rank] - activations - workspace - optimizer  # weights and gradients, as far as whole
+    weights = min(own * state.weights, max(0.0, rest))
+    return Memory(weights, rest - weights, optimizer, activations, workspace)
