@@ -142,14 +142,17 @@ def _print(made: Plan, number: int) -> None:
     )  # fmt: skip
     best = made.best
     table = output.table(
-        "", "pp x dp x tp", "schedule", "micro-\nbatches", "ac", "step", "tokens/s\n/GPU", "MFU", "bubble",
-        "peak\nmemory", "gap", left=("pp x dp x tp", "schedule", "ac"),
+        "", "mesh", "schedule", "micro-\nbatches", "ac", "step", "tok/s\n/GPU", "MFU", "bubble", "peak\nmemory", "gap",
+        left=("mesh", "schedule", "ac"),
     )  # fmt: skip
     front = {id(row) for row in made.front}
     for at, row in enumerate(made.rows[:number]):
         table.add_row(f"{at + 1}{'*' if id(row) in front else ''}", *_cells(made, row))
     console.print(table)
-    console.print("* no other is both faster and smaller; gap: of the pipeline to the least possible", style="dim")
+    console.print(
+        "mesh: pp x dp_shard x tp; * no other is both faster and smaller; gap: of the pipeline to the least possible",
+        style="dim", soft_wrap=True,
+    )  # fmt: skip
     console.print(f"1: layers {','.join(map(str, best.counts))} ({best.candidate.cut})", soft_wrap=True)
     console.print(f"   memory of the fullest rank: {_memory_text(best)}", soft_wrap=True)
     if len(made.rows) > 1:
@@ -167,8 +170,8 @@ def _cells(made: Plan, row: Row) -> list[str]:
     one, mfu = row.candidate, made.mfu(row)
     per_rank = f":v={one.stages_per_rank}" if one.stages_per_rank > 1 else ""
     return [
-        f"{one.layout.pp} x {one.layout.dp_shard} x {one.layout.tp}", f"{one.schedule}{per_rank}",
-        f"{one.num_microbatches} x {one.microbatch_size}", one.ac, output.time_text(row.step, "s"),
+        f"{one.layout.pp}x{one.layout.dp_shard}x{one.layout.tp}", f"{one.schedule}{per_rank}",
+        f"{one.num_microbatches}x{one.microbatch_size}", one.ac, output.time_text(row.step, "s"),
         f"{made.speed(row):,.0f}", "" if mfu is None else f"{100 * mfu:.1f}%", output.percent(row.bubble),
         _size(row.memory.peak), "" if row.gap is None else f"{row.gap:.1%}",
     ]  # fmt: skip

@@ -71,6 +71,8 @@ def _searched(scene: Scene, candidate: Candidate, seconds: float) -> Row | None:
         )  # fmt: skip
     except ZeropipeError:  # not even one microbatch fits
         return None
+    if found.named is not None and found.value >= found.value_of(found.named) * (1 - 1e-9):
+        return None  # one with a name is as good, and was tried
     row = score(scene, candidate, found.schedule, counts)
     return replace(row, found=found.schedule)
 
