@@ -74,6 +74,24 @@ def test_hover_tells_why_a_rank_is_idle(page_of, cause):  # noqa: F811
         assert f"{gap.needs} on rank" in card
 
 
+@pytest.mark.parametrize("policy", ["keep", "regather"])
+def test_hover_tells_what_is_gathered_and_reduced_and_who_waits_for_it(page_of, policy):  # noqa: F811
+    costs = zp.Costs(shards=policy, unshard=0.5, reduce=2, units=2, p2p=0.1)
+    timeline = zp.simulate(zp.build("zbv", ranks=2, microbatches=4), costs)
+    page = page_of(timeline)
+    spans = [span for rank in range(2) for span in timeline.sharding_spans(rank)]
+    for span in (spans[0], spans[-1]):
+        x, y = place(page, span.rank, (span.start + span.end) / 2)
+        below = page.evaluate("(({height, lane}) => 0.75 * height + lane / 2 + 1)(zeropipeViewer.panels[0].layout)")
+        page.mouse.move(x, y + below)
+        card = page.locator(".zp-card").inner_text()
+        assert card.startswith(f"{span.action} ")
+        assert f"stage {span.action.stage} · rank {span.rank}" in card
+    for gap in (gap for gap in explain.gaps(timeline) if gap.cause == "sharding"):
+        assert "Idle: sharding" in hover(page, gap.rank, (gap.start + gap.end) / 2)
+    assert "weights gathered" in page.locator(".zp-legend").inner_text()
+
+
 def test_measured_pauses_are_told_from_waiting(page_of):  # noqa: F811
     timeline = run("gpipe", 2, 2, zp.Costs())
     starts = list(memoryview(timeline.start).cast("d"))

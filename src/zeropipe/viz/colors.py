@@ -13,15 +13,16 @@ from typing import Any
 # OKLCH: lightness, chroma, hue
 KINDS = {"F": (0.50, 0.16, 260.0), "B": (0.525, 0.165, 32.0), "I": (0.81, 0.14, 87.0), "W": (0.83, 0.11, 168.0)}
 NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+SHARDING = {"unshard": "weights gathered", "reduce": "gradients reduced"}  # in a lane below a rank's boxes
 DARK_INK = "#10141c"
 MIXED = "#8b93a3"  # where no kind has most of the time
 SPREAD = 0.055  # lightness above and below for the first and the last shade
 
 THEMES: dict[str, dict[str, str]] = {
     "light": {"paper": "#ffffff", "lane": "#f3f4f7", "ink": "#1b2130", "soft": "#667085", "line": "#d9dde5",
-              "limit": "#b42318", "memory": "#7a5af8", "path": "#111827"},
+              "limit": "#b42318", "memory": "#7a5af8", "path": "#111827", "unshard": "#64748b", "reduce": "#be185d"},
     "dark": {"paper": "#12151c", "lane": "#1b202a", "ink": "#e8ebf2", "soft": "#97a1b3", "line": "#333b4a",
-             "limit": "#ff8a7a", "memory": "#a48afb", "path": "#ffffff"},
+             "limit": "#ff8a7a", "memory": "#a48afb", "path": "#ffffff", "unshard": "#94a3b8", "reduce": "#f472b6"},
 }  # fmt: skip
 
 

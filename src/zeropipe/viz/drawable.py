@@ -43,6 +43,10 @@ def require_drawable(timeline: Timeline) -> None:
         if wrong.any():
             at = int(wrong.argmax())
             raise ConfigError(f"{where}: {_action(timeline, at)} runs from {start[at]:g} to {end[at]:g}; {rule}")
+    if timeline.sharding is not None:
+        first, last = (np.frombuffer(column) for column in (timeline.sharding.start, timeline.sharding.end))
+        if not ((np.abs(first) <= LARGEST) & (np.abs(last) <= LARGEST) & (first <= last)).all():
+            raise ConfigError(f"{where}: a stage is gathered or reduced at no time that can be drawn")
     for column in memory:
         wrong = ~(np.abs(column) <= LARGEST)
         if wrong.any():

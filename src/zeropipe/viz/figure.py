@@ -14,9 +14,10 @@ from zeropipe.core.units import percent, size_text, time_text
 from zeropipe.viz.axis import axis_unit, ticks
 from zeropipe.viz.bands import SEAM, THINNEST, Region, bands, regions
 from zeropipe.viz.boxes import LOWER, WHOLE, Boxes, boxes, kinds_with_room
-from zeropipe.viz.colors import NAMES, ink_on, shades
+from zeropipe.viz.colors import NAMES, SHARDING, ink_on, shades
 from zeropipe.viz.density import KINDS
 from zeropipe.viz.drawable import drawable
+from zeropipe.viz.lanes import lane, merged
 from zeropipe.viz.scene import Area, Line, Rect, Scene, Text
 from zeropipe.viz.style import Style
 from zeropipe.viz.words import cut_to, one_line, width_of
@@ -27,6 +28,7 @@ LEAST = 5.0  # no text smaller than this
 GLYPH = 0.6  # width of a digit, as a share of the font size
 FILLED = 0.85  # of a box, by its label
 GAP_FROM = 4.0  # points: wider boxes leave a hairline free on their right
+LANE = 3.4  # points below a rank's boxes, for what it gathers and reduces
 TALLEST = 14_000.0  # points: readers of PDF take no more than 14,400
 MARGIN = 6.0  # on the right
 FINE_NOTE = "Boxes too fine to draw one by one: heights are shares of time."
@@ -47,7 +49,7 @@ def figure(timelines: Sequence[Timeline], style: Style) -> Scene:
         out.items.append(Text(left, y + FONT + 2, text, FONT + 3, style.colors["ink"], bold=True))
         y += FONT + 9
     if style.legend:
-        y = _legend(out, models, rows, style, left, y)
+        y = _legend(out, models, rows, style, left, y, any(timeline.sharding for timeline in timelines))
     tallest = TALLEST / sum(model.num_ranks for model in models)
     for timeline, model, found in zip(timelines, models, rows, strict=True):
         y = _timeline(out, timeline, model, found, style, left, scale, y, tallest)
@@ -72,8 +74,9 @@ def _all(rows: list[list[list[Region]]]) -> Iterator[Region]:
 
 
 def _legend(
-    out: Scene, models: Sequence[Boxes], rows: list[list[list[Region]]], style: Style, left: float, y: float
-) -> float:
+    out: Scene, models: Sequence[Boxes], rows: list[list[list[Region]]], style: Style, left: float, y: float,
+    sharded: bool,
+) -> float:  # fmt: skip
     count = 1 if all(region.fine for region in _all(rows)) else max(model.num_shades for model in models)
     used = sorted({int(k) for model in models for k in np.unique(model.kind)})
     overlap = any(model.half[region.places].any() for model, found in zip(models, rows, strict=True)
@@ -89,7 +92,16 @@ def _legend(
     if overlap:
         out.items.append(Rect(x, y + 1, 12, (FONT - 1) / 2, shades("F", 1)[0]))
         out.items.append(Rect(x, y + 1 + (FONT - 1) / 2, 12, (FONT - 1) / 2, shades("B", 1)[0]))
-        out.items.append(Text(x + 15, y + FONT - 1, "F and B overlapped" if style.is_wide else "F&B", FONT, ink))
+        text = "F and B overlapped" if style.is_wide else "F&B"
+        out.items.append(Text(x + 15, y + FONT - 1, text, FONT, ink))
+        x += 15 + width_of(text, FONT) + 10
+    for look, words in SHARDING.items() if sharded else ():
+        text = words if style.is_wide else words.split()[0]
+        if x + 15 + width_of(text, FONT) > style.width - MARGIN:
+            x, y = left, y + FONT + 4
+        out.items.append(Rect(x, y + FONT / 2 - LANE / 2 + 0.5, 12, LANE - 0.8, style.colors[look]))
+        out.items.append(Text(x + 15, y + FONT - 1, text, FONT, ink))
+        x += 15 + width_of(text, FONT) + 10
     return y + FONT + 7
 
 
@@ -107,8 +119,10 @@ def _timeline(
     out.items.append(Text(right, y + FONT, facts, size, colors["soft"], "end"))
     y += FONT + 6
     roomy = 19.0 if model.half.any() else 15.0  # two labels in one box need room
-    pitch = min(tallest, roomy if model.num_ranks <= 16 else 9.0 if model.num_ranks <= 64 else 5.0)
-    height = pitch * 0.86 if pitch > 2 else pitch
+    below = LANE if timeline.sharding else 0.0
+    pitch = min(tallest, below + (roomy if model.num_ranks <= 16 else 9.0 if model.num_ranks <= 64 else 5.0))
+    below = below if pitch > 2 * below else 0.0
+    height = (pitch - below) * 0.86 if pitch > 2 else pitch
     labels = _label_sizes(model, height, style, scale)
     areas: list[Area] = []
     rects: list[Rect] = []
@@ -117,6 +131,8 @@ def _timeline(
         top = y + rank * pitch
         out.items.append(Rect(left, top, model.makespan * scale, height, colors["lane"]))
         texts += _rank_name(rank, top + height / 2, pitch, style, left)
+        if below:
+            rects += _lane(timeline, rank, left, top + height + 0.5, style, scale)
         for places, fine in rows[rank]:
             if fine:
                 areas += bands(model, places, left, top, height, scale)
@@ -126,6 +142,14 @@ def _timeline(
     out.items += [*areas, *rects, *texts]  # alike side by side: quickly drawn, and a smaller file
     y += model.num_ranks * pitch + 4
     return _memory(out, timeline, model, style, left, scale, y) if style.memory and timeline.memory else y + 4
+
+
+def _lane(timeline: Timeline, rank: int, left: float, top: float, style: Style, scale: float) -> Iterator[Rect]:
+    """What the rank gathered and reduced, below its boxes."""
+    for move in merged(lane(timeline, rank), THINNEST / scale):
+        width = (move.end - move.start) * scale
+        width = max(THINNEST, width - _gap(width))
+        yield Rect(left + move.start * scale, top, width, LANE - 0.8, style.colors[move.look], move.name)
 
 
 def _rank_name(rank: int, middle: float, pitch: float, style: Style, left: float) -> list[Text]:

@@ -16,11 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zeropipe.core import explain
+from zeropipe.core.action import Kind
+from zeropipe.core.packed import kind_of, stage_of
 from zeropipe.core.ranking import ranking
 from zeropipe.core.timeline import Timeline
 from zeropipe.viz.boxes import boxes, shade_table
-from zeropipe.viz.colors import palette
+from zeropipe.viz.colors import SHARDING, palette
 from zeropipe.viz.drawable import drawable
+from zeropipe.viz.lanes import lane
 from zeropipe.viz.words import one_line
 
 TICKS = 2**31 - 1  # times are whole ticks below this
@@ -34,6 +37,7 @@ def payload(timelines: Timeline | Sequence[Timeline]) -> dict[str, Any]:
         "version": 1,
         "causes": list(explain.CAUSES),
         "palette": {theme: palette(theme, shades) for theme in ("light", "dark")},
+        "sharding": SHARDING,
         "timelines": [
             {**_timeline(t), "standing": {"fits": s.fits, "best": s.best_time, "ofBest": s.of_best}}
             for t, s in zip(listed, ranking(listed).standings, strict=True)
@@ -68,6 +72,7 @@ def _timeline(timeline: Timeline) -> dict[str, Any]:
         "memoryLimit": timeline.memory_limit,
         "overLimit": list(timeline.over_limit),
         "message": explain.reasons(timeline).message,
+        "laneOffsets": list(timeline.sharding.packed.offsets) if timeline.sharding else None,
         "columns": {name: column.dtype.str[1:] for name, column in columns.items()},
         "lengths": [len(column) for column in columns.values()],
         "data": _pack(columns.values()),
@@ -93,9 +98,17 @@ def _columns(timeline: Timeline, tick: float) -> dict[str, NDArray[Any]]:
         "waited": _back(here, why.waited).astype("<i4"),
         "path": np.array(explain.critical_places(timeline), "<i4"),
     }
+    if timeline.sharding:
+        moves = [move for rank in range(timeline.num_ranks) for move in lane(timeline, rank)]
+        times = np.array([(move.start, move.end) for move in moves], np.float64).reshape(-1, 2) / tick
+        columns["laneStart"], columns["laneEnd"] = np.rint(times).astype("<i4").T.copy()
     if timeline.memory:
         columns["during"], columns["after"] = (_small_floats(column) for column in timeline.memory)
     columns["stage"] = box.stage.astype("<u2")
+    if timeline.sharding:
+        codes = np.frombuffer(timeline.sharding.packed.codes, np.int64)
+        columns["laneStage"] = stage_of(codes).astype("<u2")
+        columns["laneReduces"] = (kind_of(codes) == Kind.REDUCE_GRAD).astype("|u1")
     columns["head"] = (box.kind | box.half << 4).astype("|u1")
     return columns
 

@@ -17,9 +17,10 @@ from zeropipe.core.units import percent, size_text, time_text
 from zeropipe.viz.axis import axis_unit, ticks
 from zeropipe.viz.boxes import Boxes, boxes
 from zeropipe.viz.cells import HALVES, IDLE, LEVELS, box_row, cell_time, dense_row, is_dense
-from zeropipe.viz.colors import MIXED, NAMES, shades
+from zeropipe.viz.colors import MIXED, NAMES, SHARDING, THEMES, shades
 from zeropipe.viz.density import KINDS
 from zeropipe.viz.drawable import drawable
+from zeropipe.viz.lanes import MARKS, THIN, cells
 
 
 def show(timelines: Sequence[Timeline], width: int | None = None, console: Console | None = None) -> None:
@@ -42,11 +43,14 @@ def show(timelines: Sequence[Timeline], width: int | None = None, console: Conso
             row = (dense_row if coarse else box_row)(model, rank, columns, step, plain)
             console.print(Text.assemble((name, "dim"), row, (f" {busy[rank]:>4}%", "dim")),
                           no_wrap=True, crop=False, overflow="ignore")  # fmt: skip
+            if timeline.sharding:
+                below = _lane(cells(timeline, rank, columns, step), plain)
+                console.print(Text.assemble(" " * gutter, below), no_wrap=True, crop=False, overflow="ignore")
         console.print()
     console.print(_axis(timelines[0].unit, longest, step, gutter))
     if any(dense):
         console.print(_density_note(models, dense, columns, plain))
-    console.print(_legend(models, dense, plain, console.width))
+    console.print(_legend(models, dense, plain, console.width, any(timeline.sharding for timeline in timelines)))
     if len(timelines) > 1:
         console.print(_summary(timelines))
 
@@ -86,7 +90,16 @@ def _axis(unit: str, longest: float, cell: float, gutter: int) -> Text:
     return Text(" " * gutter + "".join(line).rstrip() + f" {name}".rstrip(), "dim")
 
 
-def _legend(models: Sequence[Boxes], dense: Sequence[bool], plain: bool, width: int) -> Text:
+def _lane(looks: Sequence[str | None], plain: bool) -> Text:
+    """What is below a rank's boxes, in thin marks."""
+    return Text.assemble(*(" " if look is None else _lane_mark(look, plain) for look in looks))
+
+
+def _lane_mark(look: str, plain: bool) -> Text:
+    return Text(MARKS[look]) if plain else Text(THIN, Style(color=THEMES["dark"][look]))
+
+
+def _legend(models: Sequence[Boxes], dense: Sequence[bool], plain: bool, width: int, sharded: bool) -> Text:
     """What letters, colours and marks mean, in as many lines as it takes."""
     entries = [Text(f"{IDLE} idle", "dim"), Text("% busy", "dim")]
     if any(dense):
@@ -101,6 +114,8 @@ def _legend(models: Sequence[Boxes], dense: Sequence[bool], plain: bool, width: 
         count = 1 if all(dense) else max(m.num_shades for m in models)
         kinds = sorted({int(k) for m in models for k in np.unique(m.kind)})
         entries[:0] = [_kind_entry(KINDS[kind], count, plain) for kind in kinds]
+    if sharded:
+        entries += [Text.assemble(_lane_mark(look, plain), f" {words}") for look, words in SHARDING.items()]
     lines = [entries[0]]
     for entry in entries[1:]:
         if lines[-1].cell_len + 3 + entry.cell_len <= width:

@@ -1,8 +1,9 @@
 """Timelines as a trace that Perfetto and chrome://tracing open.
 
-One process per timeline, one track per rank, a flow arrow per message between ranks, a memory counter per rank. Times
-are microseconds; a timeline in units of its own counts one unit as a millisecond. A trace of one timeline holds the
-timeline's own JSON, too: `zp.from_json` gives it back.
+One process per timeline, one track per rank, a flow arrow per message between ranks, a memory counter per rank; where
+stages are sharded a second track per rank, for what it gathers and reduces. Times are microseconds; a timeline in units
+of its own counts one unit as a millisecond. A trace of one timeline holds the timeline's own JSON, too: `zp.from_json`
+gives it back.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from zeropipe.core import explain
 from zeropipe.core.json import plain
 from zeropipe.core.timeline import Timeline
 from zeropipe.viz.boxes import UPPER, Boxes, boxes
-from zeropipe.viz.colors import NAMES
+from zeropipe.viz.colors import NAMES, SHARDING
 from zeropipe.viz.drawable import require_drawable
+from zeropipe.viz.lanes import lane
 
 Event = dict[str, Any]
 UNIT = {"s": 1e6, "": 1e3}  # microseconds per unit of time
@@ -65,6 +67,7 @@ def trace_events(timelines: Iterable[Timeline]) -> Iterator[Event]:
         slices = Slices(n + 1, model.offsets.tolist(), names, start, end)
         yield from _names(timeline, n + 1)
         yield from _slices(timeline, model, slices)
+        yield from _moves(timeline, n + 1, factor)
         for arrow in _arrows(timeline, slices, arrows):
             arrows = arrow["id"]
             yield arrow
@@ -77,7 +80,20 @@ def _names(timeline: Timeline, process: int) -> Iterator[Event]:
     for rank in range(timeline.num_ranks):
         track = {"ph": "M", "pid": process, "tid": rank + 1}
         yield {**track, "name": "thread_name", "args": {"name": f"rank {rank}"}}
-        yield {**track, "name": "thread_sort_index", "args": {"sort_index": rank}}
+        yield {**track, "name": "thread_sort_index", "args": {"sort_index": 2 * rank}}
+        if timeline.sharding:
+            track = {**track, "tid": timeline.num_ranks + rank + 1}
+            yield {**track, "name": "thread_name", "args": {"name": f"rank {rank} weights and gradients"}}
+            yield {**track, "name": "thread_sort_index", "args": {"sort_index": 2 * rank + 1}}
+
+
+def _moves(timeline: Timeline, process: int, factor: float) -> Iterator[Event]:
+    """UNSHARD and REDUCE_GRAD, on a track of their own."""
+    for rank in range(timeline.num_ranks):
+        for move in lane(timeline, rank):
+            start, end = (round(time * factor, 3) for time in (move.start, move.end))
+            yield {"ph": "X", "name": move.name, "cat": SHARDING[move.look], "pid": process,
+                   "tid": timeline.num_ranks + rank + 1, "ts": start, "dur": round(end - start, 3)}  # fmt: skip
 
 
 def _slices(timeline: Timeline, model: Boxes, slices: Slices) -> Iterator[Event]:

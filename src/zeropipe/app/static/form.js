@@ -40,6 +40,15 @@ const GROUPS = [
     ["blocking_ends", "… in warm-up and cool-down only", { box: true }],
     ["serial_links", "One transfer at a time per link", { box: true }],
   ]],
+  ["Sharded stages", "over data-parallel ranks", [
+    ["shards", "Weights are gathered", { choices: [["", "never: not sharded"], ["keep", "once per step"], ["regather", "for every microbatch"]] }],
+    ["unshard", "Time to gather a part", { hint: "size / bandwidth" }],
+    ["reduce", "Time to reduce its gradients", { hint: "size / bandwidth" }],
+    ["whole_weights", "Memory of gathered weights", {}],
+    ["whole_gradients", "Memory of whole gradients", {}],
+    ["shard_bandwidth", "Bandwidth", { hint: "no limit" }],
+    ["units", "Pieces of a stage", {}],
+  ]],
 ];
 
 // where the server's name for a field differs from the form's

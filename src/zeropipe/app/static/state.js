@@ -3,6 +3,7 @@
 export const COSTS = {
   f: "1", i: "1", w: "1", b: "", overlap: "", p2p: "0", bandwidth: "", message: "0", node_size: "", inter_p2p: "",
   inter_bandwidth: "", blocking: false, blocking_ends: false, serial_links: false, activation: "1", stash: "", weights: "0",
+  shards: "", unshard: "", reduce: "", whole_weights: "0", whole_gradients: "0", shard_bandwidth: "", units: "1",
   memory_limit: "", unit: "", memory_unit: "",
 };
 export const PER_STAGE = ["f", "i", "w", "b", "overlap", "message", "activation", "stash", "weights"];

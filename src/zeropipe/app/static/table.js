@@ -4,7 +4,7 @@ import { percentText, sizeText, timeText } from "/viewer/units.js";
 import { h, tell } from "./dom.js";
 import { formatsMenu } from "./downloads.js";
 
-const PARTS = [["busy", "busy"], ["warm_up", "warm-up"], ["waiting", "waiting for data"], ["communication", "communication"], ["cool_down", "cool-down"], ["other", "other"]];
+const PARTS = [["busy", "busy"], ["warm_up", "warm-up"], ["waiting", "waiting for data"], ["communication", "communication"], ["cool_down", "cool-down"], ["other", "other"], ["sharding", "sharding"]];
 
 const PRESETS = { "The classics": ["gpipe", "1f1b", "interleaved"], "Zero bubble": ["1f1b", "zb-h1", "zbv"], "Less memory": ["1f1b", "v-half", "v-min"] };
 

@@ -34,7 +34,7 @@ function columnsOf(timeline, buffer) {
 }
 
 /** Undo the differences: times in the timeline's unit, microbatches, places of what a box needs (-1 for none). */
-function unpacked(timeline, { gap, duration, microbatch, remote, own, waited, path, during, after, stage, head }) {
+function unpacked(timeline, { gap, duration, microbatch, remote, own, waited, path, during, after, stage, head, laneStart, laneEnd, laneStage, laneReduces }) {
   const size = gap.length;
   const start = new Float64Array(size);
   const end = new Float64Array(size);
@@ -61,7 +61,9 @@ function unpacked(timeline, { gap, duration, microbatch, remote, own, waited, pa
     waited[i] = waited[i] ? i - waited[i] : -1;
   }
   for (let r = 0; r < timeline.ranks; r++) rank.fill(r, timeline.offsets[r], timeline.offsets[r + 1]);
-  return { size, start, end, kind, half, shade, rank, stage, microbatch, remote, own, waited, path, during, after };
+  const timeOf = (ticks) => (timeline.tick < 1 ? ticks / perTick : ticks * timeline.tick);
+  const lane = laneStart && { start: Float64Array.from(laneStart, timeOf), end: Float64Array.from(laneEnd, timeOf), stage: laneStage, reduces: laneReduces };
+  return { size, start, end, kind, half, shade, rank, stage, microbatch, remote, own, waited, path, during, after, lane };
 }
 
 export function nameOf(timeline, i) {

@@ -2,10 +2,11 @@
 
 import { meaningOf } from "./causes.js";
 import { firstAbove, nameOf, stepOf } from "./data.js";
+import { describePiece, heldFrom, reducedAt } from "./lane.js";
 import { levelAt } from "./memory.js";
 import { percentText, sizeText, timeText } from "./units.js";
 
-const [WARM_UP, WAITING, COMMUNICATION, COOL_DOWN, OTHER] = [0, 1, 2, 3, 4]; // places in payload.causes and .idle
+const [WARM_UP, WAITING, COMMUNICATION, COOL_DOWN, OTHER, SHARDING] = [0, 1, 2, 3, 4, 5]; // places in payload.causes and .idle
 
 /** {box} or {gap} of a rank at a time; `lower` asks for the lower half of an Overlap. Null outside the timeline. */
 export function hit(timeline, rank, time, lower) {
@@ -24,10 +25,13 @@ export function hit(timeline, rank, time, lower) {
 function pieceAt(timeline, rank, free, next, time) {
   const first = timeline.offsets[rank];
   if (next >= timeline.offsets[rank + 1]) {
-    return { from: free, to: timeline.makespan, cause: next > first ? COOL_DOWN : WARM_UP, next: -1, source: -1 };
+    const reduced = next > first ? reducedAt(timeline, rank, free) : free;
+    if (time < reduced) return { from: free, to: reduced, cause: SHARDING, next: -1, source: -1 };
+    return { from: reduced, to: timeline.makespan, cause: next > first ? COOL_DOWN : WARM_UP, next: -1, source: -1 };
   }
-  const begin = timeline.start[next];
   const source = timeline.waited[next];
+  const begin = heldFrom(timeline, rank, next, free, source >= 0 ? timeline.end[source] : free);
+  if (time >= begin && begin < timeline.start[next]) return { from: begin, to: timeline.start[next], cause: SHARDING, next, source: -1 };
   if (next === first) return { from: free, to: begin, cause: WARM_UP, next, source };
   if (source < 0) return { from: free, to: begin, cause: timeline.measured ? OTHER : COMMUNICATION, next, source };
   const made = Math.min(begin, Math.max(free, timeline.end[source]));
@@ -47,6 +51,7 @@ export function before(timeline, i) {
 /** Lines for the card: {title, tint, lines: [[label, text]]}. */
 export function describe(timeline, found, data) {
   if (found.level !== undefined) return describeLevel(timeline, found);
+  if (found.piece !== undefined) return describePiece(timeline, found, data.sharding);
   return found.gap ? describeGap(timeline, found, data.causes) : describeBox(timeline, found.box, data.palette.light.kinds);
 }
 

@@ -1,6 +1,7 @@
 // What lies above the boxes: the marked box, dependency arrows, the idle gap under the pointer, the critical path.
 
 import { firstAbove, stepOf } from "./data.js";
+import { laneBox } from "./lane.js";
 import { boxAt } from "./rows.js";
 
 const MOST_ARROWS = 16;
@@ -20,6 +21,7 @@ export function targetsOf(timeline, i) {
 
 export function paintFound(context, timeline, found, palette, view, layout) {
   if (found.gap) return paintGap(context, found, palette, view, layout);
+  if (found.piece !== undefined) return outline(context, laneBox(timeline, found.piece, found.rank, view, layout), palette.path, 1.5);
   if (found.level !== undefined) return paintMoment(context, timeline, found.time, palette, view, layout);
   const i = found.box;
   for (const source of sourcesOf(timeline, i)) arrow(context, timeline, source, i, palette, view, layout, true);

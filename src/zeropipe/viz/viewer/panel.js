@@ -3,6 +3,7 @@
 import { bandSums } from "./bands.js";
 import { shareLine } from "./causes.js";
 import { hit } from "./explain.js";
+import { hitLane, paintLanes } from "./lane.js";
 import { levelAt, levels, paintMemory } from "./memory.js";
 import { paintFound, paintPath } from "./overlay.js";
 import { paintRows } from "./rows.js";
@@ -11,6 +12,7 @@ import { percentText, ruler, sizeText, timeText } from "./units.js";
 
 const ROW_SPACE = 0.14; // of a row's height, below it
 const TALLEST = 8000; // CSS pixels
+const LANE = 6; // CSS pixels below a row's boxes, for what it gathers and reduces
 const EDGE = 2; // above the first row: room for its outline
 
 export class Panel {
@@ -72,7 +74,8 @@ export class Panel {
   get layout() {
     const { ranks } = this.timeline;
     const pitch = ranks <= 8 ? 36 : ranks <= 16 ? 28 : ranks <= 32 ? 20 : ranks <= 64 ? 14 : least(ranks);
-    return rowsOf(this.stretched(pitch, 56, 0.5), ranks);
+    const lane = this.timeline.lane ? LANE : 0;
+    return rowsOf(this.stretched(pitch, 56, 0.5) + (pitch > 8 ? lane : 0), ranks, pitch > 8 ? lane : 0);
   }
 
   /** A wider pitch, up to `most`, if the rows of all panels fit into `share` of the window. */
@@ -108,6 +111,7 @@ export class Panel {
     within(context, gutter, view.width, this.layout.total, () => {
       this.grid(context, this.layout.total);
       this.painted = paintRows(context, this.timeline, this.sums, paint, view, this.layout, scale, this.state.labels);
+      paintLanes(context, this.timeline, paint.palette, view, this.layout);
     });
     this.note.classList.toggle("zp-off", !this.painted.bands);
     this.pathNote.hidden = !this.state.path;
@@ -183,6 +187,10 @@ export class Panel {
     const { view, gutter, paint } = this.state;
     const layout = this.layout;
     const rank = Math.floor((y - EDGE) / layout.pitch);
+    if (layout.lane && x >= gutter && y > layout.top(rank) + layout.height) {
+      const piece = hitLane(this.timeline, rank, view.time(x - gutter), (2 * view.span) / view.width);
+      return piece && { ...piece, panel: this };
+    }
     const lower = y - layout.top(rank) > layout.height / 2;
     const found = x >= gutter ? hit(this.timeline, rank, view.time(x - gutter), lower) : null;
     if (!found || (found.box !== undefined && !paint.shown(this.timeline.kind[found.box]))) return null;
@@ -216,9 +224,9 @@ function least(ranks) {
   return pitch > 1 ? Math.floor(pitch) : pitch;
 }
 
-function rowsOf(pitch, ranks) {
-  const height = pitch > 4 ? Math.round(pitch * (1 - ROW_SPACE)) : pitch;
-  return { pitch, height, total: EDGE + pitch * ranks, top: (rank) => EDGE + rank * pitch };
+function rowsOf(pitch, ranks, lane = 0) {
+  const height = pitch > 4 ? Math.round((pitch - lane) * (1 - ROW_SPACE)) : pitch;
+  return { pitch, height, lane: lane && lane - 1, total: EDGE + pitch * ranks, top: (rank) => EDGE + rank * pitch };
 }
 
 function within(context, left, width, height, draw) {

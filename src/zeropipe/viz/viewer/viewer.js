@@ -117,7 +117,7 @@ class Viewer {
     const palette = this.state.data.palette[theme];
     this.state.paint = new Paint(palette, this.state.hidden);
     this.node.dataset.theme = theme;
-    for (const name of ["paper", "lane", "ink", "soft", "line", "limit", "memory", "path"]) {
+    for (const name of ["paper", "lane", "ink", "soft", "line", "limit", "memory", "path", "unshard", "reduce"]) {
       this.node.style.setProperty(`--zp-${name}`, palette[name]);
     }
     for (const [kind, { fill }] of Object.entries(palette.kinds)) {
@@ -195,11 +195,11 @@ class Viewer {
   }
 
   showCard(found, x, y) {
-    const { title, box, lines } = describe(found.panel.timeline, found, this.state.data);
+    const { title, box, lines, look } = describe(found.panel.timeline, found, this.state.data);
     const { timeline } = found.panel;
     const chip = element("span", { className: "zp-swatch" });
     if (box >= 0) chip.style.background = this.state.paint.fill[timeline.kind[box]][timeline.shade[box]];
-    else chip.classList.add("zp-idle");
+    else chip.classList.add(look ? `zp-${look}` : "zp-idle");
     const list = element("dl", {}, ...lines.flatMap(([label, text]) => [element("dt", {}, label), element("dd", {}, text)]));
     this.card.replaceChildren(element("strong", {}, chip, title), list);
     if (innerWidth < NARROW) return; // there it stands at the bottom, by the style sheet

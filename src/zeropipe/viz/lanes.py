@@ -1,0 +1,54 @@
+"""The thin lane below a rank's boxes: when weights of sharded stages are gathered, and their gradients reduced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zeropipe.core.action import Kind
+from zeropipe.core.timeline import Timeline
+
+MARKS = {"unshard": "u", "reduce": "r"}  # in a terminal without colours
+THIN = "▔"
+
+
+class Move(NamedTuple):
+    """A piece of the lane. Times count from the first start of the timeline."""
+
+    name: str  # "0UNSHARD"
+    look: str  # "unshard" or "reduce"
+    start: float
+    end: float
+
+
+def lane(timeline: Timeline, rank: int) -> Iterator[Move]:
+    """What a rank gathered and reduced."""
+    zero = timeline.first_start
+    for _, action, start, end in timeline.sharding_spans(rank):
+        yield Move(str(action), "unshard" if action.kind is Kind.UNSHARD else "reduce", start - zero, end - zero)
+
+
+def merged(moves: Iterator[Move], least: float) -> list[Move]:
+    """Neighbours of one look with less than `least` between them as one: nobody could tell them apart."""
+    found: list[Move] = []
+    for move in moves:
+        if found and found[-1].look == move.look and move.end - found[-1].start < least:
+            found[-1] = found[-1]._replace(name=f"{found[-1].name.partition(' ')[0]} ...", end=move.end)
+        else:
+            found.append(move)
+    return found
+
+
+def cells(timeline: Timeline, rank: int, columns: int, step: float) -> list[str | None]:
+    """What has most of each cell of a terminal's line; None where it has nothing."""
+    shares: dict[str, NDArray[np.float64]] = {look: np.zeros(columns) for look in MARKS}
+    for move in lane(timeline, rank):
+        first, last = (min(columns - 1, max(0, int(time / step))) for time in (move.start, move.end))
+        for column in range(first, last + 1):
+            inside = min(move.end, (column + 1) * step) - max(move.start, column * step)
+            shares[move.look][column] += max(0.0, inside)
+    tops = [max(MARKS, key=lambda look: shares[look][column]) for column in range(columns)]
+    return [look if shares[look][column] > 0 else None for column, look in enumerate(tops)]
