@@ -175,40 +175,40 @@ def one_step(engine: Any, optimizer: Any, seed: int) -> None:
     optimizer.zero_grad()
 
 
-def optimizers(name: str) -> Callable[[Any], Any]:
-    makers = {
-        "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
-        "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
-        "adam": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
-        "adamw, fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
-        "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
-        "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.1, centered=True),
-        "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
-        "masters": lambda p: MasterWeights(torch.optim.AdamW, p, lr=0.01),
-    }
-    return makers[name]
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
+    "adamw, fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.1, centered=True),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
+    "masters": lambda p: MasterWeights(torch.optim.AdamW, p, lr=0.01),
+}
 
 
-def go_on(one: Schedule, other: Schedule, name: str, path: str) -> float:
-    """Two steps and a save by one schedule, a third by both: the largest difference, which should be 0."""
-    dtype = torch.bfloat16 if name == "masters" else torch.float64
-    make = optimizers(name)
-    results = []
+def go_on(one: Schedule, other: Schedule, names: list[str], path: str) -> dict[str, float]:
+    """Two steps and a save by one schedule, a third by both: the largest difference for each optimizer."""
+    dtype = torch.bfloat16 if names == ["masters"] else torch.float64
+    wanted, seen = {}, {}
     with small(one, dtype=dtype) as engine:
-        optimizer = make(engine.parameters())
-        one_step(engine, optimizer, 0)
-        one_step(engine, optimizer, 1)
-        save_checkpoint(path, engine, optimizer, step=2)
-        one_step(engine, optimizer, 2)
-        results.append(dict(engine.named_weights()))
+        for name in names:
+            optimizer = OPTIMIZERS[name](engine.parameters())
+            one_step(engine, optimizer, 0)
+            one_step(engine, optimizer, 1)
+            save_checkpoint(f"{path}/{name}", engine, optimizer, step=2)
+            one_step(engine, optimizer, 2)
+            wanted[name] = dict(engine.named_weights())
     with small(other, seed=3, dtype=dtype) as engine:
-        optimizer = make(engine.parameters())
-        one_step(engine, optimizer, 5)
-        load_checkpoint(path, engine, optimizer)
-        one_step(engine, optimizer, 2)
-        results.append(dict(engine.named_weights()))
-    assert results[0].keys() == results[1].keys()
-    return max(error_of(results[1][key].double(), results[0][key].double()) for key in results[0])
+        for name in names:
+            optimizer = OPTIMIZERS[name](engine.parameters())
+            one_step(engine, optimizer, 5)
+            load_checkpoint(f"{path}/{name}", engine, optimizer)
+            one_step(engine, optimizer, 2)
+            found = dict(engine.named_weights())
+            assert found.keys() == wanted[name].keys()
+            seen[name] = max(error_of(found[key].double(), value.double()) for key, value in wanted[name].items())
+    return seen
 
 
 def told(call: Callable[[], Any]) -> str:
@@ -323,9 +323,11 @@ def save_until_killed(schedule: Schedule, path: str, victim: int, after: float, 
             with torch.no_grad():
                 for tensor in [*engine.parameters(), *(s["exp_avg"] for s in optimizer.state.values())]:
                     tensor.fill_(step)
-            save_checkpoint(path, engine, optimizer, step=step, asynchronous=step % 2 == 1)
-            if step == first and dist.get_rank() == victim:
+            if step == max(first, 2) and dist.get_rank() == victim:  # once there is a checkpoint
                 threading.Timer(after, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            saving = save_checkpoint(path, engine, optimizer, step=step, asynchronous=step % 2 == 1)
+            if step == 1:
+                saving.wait()
 
 
 def save_hf(schedule: Schedule, config: Any, sizes: dict[str, int], path: str) -> str:
