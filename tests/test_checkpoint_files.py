@@ -221,5 +221,5 @@ def test_inspect(saved):
     assert facts["checked"] is True
     text = run_cli("checkpoint", "inspect", str(saved)).stdout
     assert "step 1, 32 tensors, 1,296 parameters" in text
-    assert "written by 1f1b (linear) on pp=4, 4 stages" in text
-    assert "optimizer AdamW: step, exp_avg, exp_avg_sq" in text
+    assert "written by 1f1b (linear) on pp=4, stages: 4; zeropipe" in text
+    assert "optimizer AdamW: exp_avg, exp_avg_sq, step" in text

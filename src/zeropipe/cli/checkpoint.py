@@ -120,9 +120,9 @@ def _show(path: str, manifest: Manifest, facts: dict[str, Any]) -> None:
     there = manifest.written_by
     mesh = ", ".join(f"{name}={size}" for name, size in there["mesh"].items())
     where = f"written by {there['schedule']} ({there['placement']}) on {mesh}" if mesh else "made of a model directory"
-    print(f"{where}, {there['num_stages']} stages; zeropipe {there['zeropipe']}, torch {there['torch']}")
+    print(f"{where}, stages: {there['num_stages']}; zeropipe {there['zeropipe']}, torch {there['torch']}")
     if facts["optimizer"]:
-        kept = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in states)) or "no tensors yet"
+        kept = ", ".join(sorted({name.rpartition(".")[2] for name in states})) or "no tensors yet"
         print(f"optimizer {facts['optimizer']['kind']}: {kept}; {len(states)} tensors, {_size(states)}")
         for group in facts["optimizer"]["groups"]:
             options = ", ".join(f"{key}={_plain(value)}" for key, value in group["options"].items())
@@ -145,7 +145,7 @@ def _alike(tensors: dict[str, Saved]) -> dict[tuple[str, tuple[int, ...], str], 
     """Tensors of different layers that are alike, together."""
     found: dict[tuple[str, tuple[int, ...], str], dict[str, Saved]] = {}
     for name, tensor in tensors.items():
-        key = (re.sub(r"\.\d+(?=\.)", ".*", name), tensor.shape, tensor.dtype)
+        key = (re.sub(r"(^|\.)\d+(?=\.)", r"\1*", name), tensor.shape, tensor.dtype)
         found.setdefault(key, {})[name] = tensor
     return found
 
