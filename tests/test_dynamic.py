@@ -8,6 +8,7 @@ pytest.importorskip("torch")
 
 import dynamic_cases as cases
 import mesh_cases
+import torch
 from engine_helpers import TOLERANCE, largest, ranks
 from torch import nn
 
@@ -15,7 +16,7 @@ import zeropipe as zp
 from zeropipe.core.action import Kind, actions_of, parse_action
 from zeropipe.core.check import check
 from zeropipe.engine.stages.contract import told
-from zeropipe.engine.step.dynamic import movable
+from zeropipe.engine.step.dynamic import Gap, movable
 from zeropipe.errors import EngineError
 
 SPLIT = [
@@ -57,6 +58,25 @@ def test_a_w_does_not_pass_an_i_that_adds_to_its_weights():
 
 def test_a_w_in_parts_is_owed_until_its_last():
     assert owed("0F0 0I0 0F1 0W0 0F2 0W0 0F3") == {"0F1": "0W0", "0F2": "0W0"}
+
+
+@pytest.mark.parametrize("idle_at, here_at, over", [(3, 9, False), (3, 2, True), (9, 4, True)])
+def test_a_gpu_gets_a_product_when_it_has_nothing_else_to_do(monkeypatch, idle_at, here_at, over):
+    """Products cost the host no time: without this it would issue them all at once."""
+    looks = []
+
+    class Event:
+        def record(self):
+            assert not looks
+
+        def query(self):
+            return len(looks) >= idle_at
+
+    monkeypatch.setattr("torch.cuda.Event", Event)
+    gap = Gap(torch.device("cuda"))
+    gap.arrived = lambda: looks.append(0) or len(looks) >= here_at
+    assert gap.over() == over
+    assert len(looks) == min(idle_at, here_at)
 
 
 @pytest.mark.parametrize("name", SPLIT)

@@ -138,7 +138,8 @@ def test_the_whole_product(sizes, name, compile, tied, ac):
     except zp.ConfigError as error:
         pytest.skip(str(error))
     heads = max(2, sizes.get("tp", 1))
-    model = {"qwen3": True, "tie_word_embeddings": tied, "num_hidden_layers": 8, "num_key_value_heads": heads}
+    model = {"qwen3": True, "tie_word_embeddings": tied, "num_key_value_heads": heads}
+    model["num_hidden_layers"] = max(2, schedule.num_stages)
     options = {"compile": compile, "ac": ac}
     number = math.prod(sizes.values())
     seen = largest(ranks(number).run(cases.train_hf_on_mesh, schedule, sizes, model, options, 5))
