@@ -194,7 +194,7 @@ def main() -> None:
     parser.add_argument("--unit", type=float, default=0.02, help="seconds of a rank's F, where it sleeps")
     parser.add_argument("--products", type=int, default=7, help="of a W, where it sleeps")
     parser.add_argument("--blocks", type=int, default=3, help="of a stage, where it computes")
-    parser.add_argument("--tokens", type=int, default=256, help="of a microbatch, where it computes")
+    parser.add_argument("--tokens", type=int, default=64, help="of a microbatch, where it computes")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     args = parser.parse_args()
     microbatches = args.microbatches or 3 * args.ranks

@@ -39,7 +39,7 @@ def many_engines(schedule: Schedule, number: int) -> list[Open]:
     gc.disable()
     try:
         for _ in range(number):
-            with Engine(schedule, stages) as engine:
+            with Engine(schedule, stages, dynamic_weights=True) as engine:
                 engine.train_step(microbatches(schedule.num_microbatches), SquareLoss())
                 engine.eval_step(microbatches(schedule.num_microbatches), SquareLoss())
             end = time.monotonic() + 20  # threads that end take a moment
