@@ -136,6 +136,19 @@ def test_steps_to_better_cuts_are_near_the_best():
         assert task.value(climb(task, spread(task)))[0] <= 1.15 * best_of_all(task)
 
 
+def test_what_every_stage_has_counts():
+    costs = model([1.0] * 6, 0, 0)
+    kinds = {**costs.settings[0].kinds, "stage": LayerCost(0.5, 0.25, 0.25, activation=3.0)}
+    costs = replace(costs, settings=(Setting(kinds),), each=("stage",))
+    schedule = zp.build("1f1b", ranks=2, microbatches=4)
+    found = zp.balance(costs, schedule)
+    assert found.rank_times == pytest.approx((4, 4))
+    stages = costs.costs(found.counts)
+    assert [f + b for f, b in zip(stages.f, stages.b)] == pytest.approx(found.rank_times)
+    task = balance_task(costs, schedule)
+    assert task.ranks((3, 3))[1][0] == pytest.approx(6 * 18 + 2 * (3 + 3)), "two microbatches of rank 0 are alive"
+
+
 def test_too_many_stages_are_refused():
     with pytest.raises(ConfigError, match="8 stages for 4 layers: each stage between"):
         zp.balance(model([1.0] * 4), zp.build("zbv", ranks=4, microbatches=8))

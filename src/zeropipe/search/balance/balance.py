@@ -92,7 +92,7 @@ def solved(task: BalanceTask) -> tuple[tuple[int, ...] | None, bool]:
     if task.num_stages == 2 * task.num_ranks and _is_regular(task):
         most = task.value(near)[0] if task.fits(near) else inf
         return two_passes(task, most), True
-    bound = (sum(task.time) + task.first[0] + task.last[0]) / sum(task.speed)
+    bound = (sum(task.time) + sum(task.ends(s)[0] for s in range(task.num_stages))) / sum(task.speed)
     return (near, task.value(near)[0] <= bound * (1 + 1e-9)) if task.fits(near) else (None, False)
 
 
@@ -117,16 +117,16 @@ def balance_task(
     chosen = setting or costs.settings[0]
     layers = costs.layer_list(chosen, ac)
     each = costs.state.of_shards(shards)
-    ends = [[chosen.kinds[kind] for kind in part] for part in (costs.before, costs.after)]
+    ends = [[chosen.kinds[kind] for kind in part] for part in (costs.before, costs.after, costs.each)]
     table, pairs = rank_table(schedule.placement, schedule.num_ranks)
     speed = _per_rank("speeds", speeds, schedule.num_ranks, 1.0)
     room = _per_rank("memory", memory, schedule.num_ranks, inf)
-    workspace = max(layer.workspace for layer in [*layers, *ends[0], *ends[1]])
+    workspace = max(layer.workspace for layer in [*layers, *ends[0], *ends[1], *ends[2]])
     return BalanceTask(
         tuple(layer.f + layer.whole for layer in layers), tuple(layer.parameters * each for layer in layers),
         tuple(max(layer.activation, layer.stash) for layer in layers), _end(ends[0], each), _end(ends[1], each),
         table, tuple(alive or alive_of(schedule)), tuple(len(pair) * min(speed[r] for r in pair) for pair in pairs),
-        tuple(max(0.0, min(room[r] for r in pair) - workspace) for pair in pairs),
+        tuple(max(0.0, min(room[r] for r in pair) - workspace) for pair in pairs), _end(ends[2], each),
     )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ class BalanceTask:
 
     A rank's time is that of all its stages, divided by its speed. Its memory is, for each of its stages, the `fixed`
     bytes of the layers and `alive` times their `held` bytes. `first` and `last` are what these stages have beside their
-    layers: time, fixed and held bytes. Stages in the middle have at least one layer.
+    layers, and `every` what all have: time, fixed and held bytes. Stages in the middle have at least one layer.
     """
 
     time: tuple[float, ...]
@@ -29,6 +29,7 @@ class BalanceTask:
     alive: tuple[float, ...]  # microbatches at once, of each stage
     speed: tuple[float, ...]  # of each rank
     memory: tuple[float, ...]  # of each rank, for all of this
+    every: tuple[float, float, float] = (0.0, 0.0, 0.0)  # what every stage has beside its layers
 
     def __post_init__(self) -> None:
         if len(self.time) < self.num_stages - 2 or (self.num_stages == 1 and not self.time):
@@ -66,8 +67,8 @@ class BalanceTask:
 
     def ends(self, stage: int) -> tuple[float, float, float]:
         """What a stage has beside its layers."""
-        parts = [self.first] * (stage == 0) + [self.last] * (stage == self.num_stages - 1)
-        return tuple(map(sum, zip(*parts))) if parts else (0.0, 0.0, 0.0)  # type: ignore[return-value]
+        parts = [self.every, *[self.first] * (stage == 0), *[self.last] * (stage == self.num_stages - 1)]
+        return tuple(map(sum, zip(*parts)))  # type: ignore[return-value]
 
     def stage(self, stage: int, start: int, stop: int) -> tuple[float, float]:
         """Time and bytes of a stage with the layers from `start` to before `stop`."""
