@@ -42,11 +42,13 @@ def plan(
     dtype: str = "bf16",
     compile: bool = True,
     efficiency: dict[str, Any] | None = None,
+    pp: Sequence[int] | None = None,
     tp: Sequence[int] | None = None,
     microbatch_sizes: Sequence[int] | None = None,
     ac: Sequence[str] | None = None,
     schedules: Sequence[str] | None = None,
     search_seconds: float = 10.0,
+    search_steps: int | None = None,
     most: int = MOST,
     workers: int | None = None,
     progress: Callable[[str, float], object] | None = None,
@@ -56,8 +58,9 @@ def plan(
     `model` is what `zp.estimate` takes (then `gpu`, `sequence`, `dtype`, `compile` and `efficiency` are for it), or
     LayerCosts of a file. `batch` is the number of sequences of a step, over all GPUs. `memory` is that of a GPU, of
     which `reserve` is left alone. By default microbatches of 1, 2 and 4 sequences, no checkpointing, `selective:op` and
-    `full` are tried, or what the costs are of; and every schedule with a name. No more than `most` candidates are
-    simulated, those with least work. `progress` is called with what is done and the share of all that is done.
+    `full` are tried, or what the costs are of; and every schedule with a name. Then schedules are searched for the best
+    ones, for `search_seconds` in all, or each with `search_steps`, as in `zp.search`. No more than `most` candidates
+    are simulated, those with least work. `progress` is called with what is done and the share of all that is done.
     """
     begun, tell = monotonic(), progress or (lambda what, share: None)
     _require_counts(gpus=gpus, batch=batch, gpus_per_node=gpus_per_node, most=most)
@@ -80,8 +83,10 @@ def plan(
     if not isinstance(memory, (int, float)) or not memory > reserve:
         raise ConfigError(f"memory={short(memory)}: a number of bytes above the reserve of {reserve:g} is needed")
     scene = Scene(costs, gpus_per_node, memory - reserve, _optimizer_bandwidth(costs))
-    options = layouts(gpus, gpus_per_node, sizes, costs.num_layers)
+    options = [one for one in layouts(gpus, gpus_per_node, sizes, costs.num_layers) if pp is None or one.pp in pp]
     given = runs(scene, batch, options, microbatch_sizes, ac)
+    if not options:
+        raise ConfigError(f"pp={', '.join(map(str, pp or ()))}: no layout of {gpus} GPUs has that many pipeline ranks")
     if not given:
         raise ConfigError(
             f"batch={batch} cannot be shared out over {gpus} GPUs in microbatches of "
@@ -97,7 +102,9 @@ def plan(
     num_tried = len({row.candidate for row in rows})
     if search_seconds > 0 and schedules is None:
         fitting = [row for row in _ranked(rows) if row.fits]
-        rows += searched(scene, fitting, search_seconds, lambda share: tell("searching", 0.8 + 0.15 * share))
+        rows += searched(
+            scene, fitting, search_seconds, search_steps, lambda share: tell("searching", 0.8 + 0.15 * share)
+        )
     fitting = with_gaps(scene, [row for row in _ranked(rows) if row.fits], SHOWN)
     tell("done", 1.0)
     misfits = sorted((row for row in _best_cut(rows) if not row.fits), key=lambda row: row.over)

@@ -40,7 +40,9 @@ def _gap(scene: Scene, row: Row) -> float | None:
     return gap_of(row.makespan - row.parts.data, bound)
 
 
-def searched(scene: Scene, rows: Sequence[Row], seconds: float, tell: Callable[[float], object]) -> list[Row]:
+def searched(
+    scene: Scene, rows: Sequence[Row], seconds: float, steps: int | None, tell: Callable[[float], object]
+) -> list[Row]:
     """Schedules searched for the runs of the best rows, with one stage per rank and with two."""
     best = [row for row in rows if row.candidate.layout.pp > 1]
     runs = list(dict.fromkeys(run_of(row.candidate) for row in best))[:RUNS]
@@ -50,13 +52,13 @@ def searched(scene: Scene, rows: Sequence[Row], seconds: float, tell: Callable[[
         candidate = Candidate(
             run.layout, "searched", per_rank, run.num_microbatches, run.microbatch_size, run.ac, "balanced"
         )
-        row = _searched(scene, candidate, seconds / len(tries))
+        row = _searched(scene, candidate, seconds / len(tries), steps)
         found += [] if row is None else [row]
         tell((done + 1) / len(tries))
     return found
 
 
-def _searched(scene: Scene, candidate: Candidate, seconds: float) -> Row | None:
+def _searched(scene: Scene, candidate: Candidate, seconds: float, steps: int | None) -> Row | None:
     """A schedule for balanced layers; None where nothing fits."""
     counts = _balanced(scene, candidate)
     if counts is None:
@@ -67,7 +69,7 @@ def _searched(scene: Scene, candidate: Candidate, seconds: float) -> Row | None:
     try:
         found = search(
             ranks=problem.num_ranks, microbatches=problem.num_microbatches, costs=costs, placement=rule,
-            stages_per_rank=candidate.stages_per_rank, seconds=seconds,
+            stages_per_rank=candidate.stages_per_rank, seconds=seconds, steps=steps,
         )  # fmt: skip
     except ZeropipeError:  # not even one microbatch fits
         return None
