@@ -5,7 +5,7 @@
 
 Profiling knows nothing of the schedules: one layer of each kind, the embedding, the head and messages are measured on
 all ranks at once. A prediction is the simulation of the schedule under these costs; the error is relative to the median
-of the recorded steps. Ranks have one thread each, so give them a core of their own.
+of the recorded steps. Ranks have one thread each, on cores of their own where there are enough.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from step import pin
+
 import zeropipe as zp
 from zeropipe.engine.profile.measure import profile
 from zeropipe.engine.profile.spec import ProfileJob
@@ -29,8 +31,8 @@ from zeropipe.sim.profiled import layer_costs
 
 SIZES: dict[str, dict[str, Any]] = {
     "small": {"model": "tiny-qwen3", "num_layers": 16, "sequence": 128},
-    "long": {"model": "tiny-llama", "num_layers": 16, "sequence": 512},
-    "wide": {"model": "qwen3-0.6b", "num_layers": 8, "vocabulary": 2048, "sequence": 64},
+    "long": {"model": "tiny-llama", "num_layers": 16, "sequence": 256},
+    "wide": {"model": "qwen3-0.6b", "num_layers": 8, "vocabulary": 2048, "sequence": 32},
 }
 
 
@@ -46,7 +48,12 @@ def main() -> None:
     print(f"{args.ranks} ranks on {os.cpu_count()} cores, {args.microbatches} microbatches, {args.steps} steps")
     rows: list[dict[str, Any]] = []
     begun = time.perf_counter()
+    print(
+        f"{'size':6} {'schedule':12} {'measured ms':>12} {'spread':>7} {'predicted ms':>13} {'error':>7} {'memory':>7}",
+        flush=True,
+    )
     with LocalRanks(args.ranks) as ranks:
+        ranks.run(pin)
         for size in args.sizes.split(","):
             costs = profiled(ranks, size, args.steps)
             if args.out:
@@ -56,17 +63,14 @@ def main() -> None:
                 (args.out / f"{size}.json").write_text(to_layer_json(costs))
             for name in args.schedules.split(","):
                 schedule = zp.build(name, ranks=args.ranks, microbatches=args.microbatches)
-                rows.append(
-                    {"size": size, "schedule": name, **compared(ranks, schedule, Job(**SIZES[size]), costs, args.steps)}
+                row = {"size": size, "schedule": name}
+                row |= compared(ranks, schedule, Job(**SIZES[size]), costs, args.steps)
+                rows.append(row)
+                print(
+                    f"{size:6} {name:12} {1e3 * row['measured']:12.1f} {100 * row['spread']:6.1f}% "
+                    f"{1e3 * row['predicted']:13.1f} {100 * row['error']:+6.1f}% {100 * row['memory_error']:+6.1f}%",
+                    flush=True,
                 )
-    print(
-        f"{'size':6} {'schedule':12} {'measured ms':>12} {'spread':>7} {'predicted ms':>13} {'error':>7} {'memory':>7}"
-    )
-    for row in rows:
-        print(
-            f"{row['size']:6} {row['schedule']:12} {1e3 * row['measured']:12.1f} {100 * row['spread']:6.1f}% "
-            f"{1e3 * row['predicted']:13.1f} {100 * row['error']:+6.1f}% {100 * row['memory_error']:+6.1f}%"
-        )
     errors = [abs(row["error"]) for row in rows]
     print(
         f"{len(rows)} runs: median error {100 * statistics.median(errors):.1f}%, worst {100 * max(errors):.1f}%; "
