@@ -40,7 +40,7 @@ ROOMS = {
     "setup": {"options", "comm", "layout", "mesh", "stages"},
     "checkpoint": {"torch_private", "backward", "comm", "layout", "masters", "setup", "stages"},
     "engine": {"backward", "blocks", "checkpoint", "comm", "layout", "mesh", "options", "setup", "stages", "step"},
-    "run": {"torch_private", "blocks", "comm", "stages", "step", "engine"},
+    "run": {"torch_private", "blocks", "comm", "mesh", "stages", "step", "engine"},
     "profile": {"stages", "step", "engine", "run"},
 }
 FILES = sorted(SRC.rglob("*.py"))

@@ -12,6 +12,7 @@ import zeropipe as zp
 
 torch = pytest.importorskip("torch", reason="needs torch")
 from zeropipe.cli import main  # noqa: E402
+from zeropipe.core.mesh import parse_mesh  # noqa: E402
 
 SMALL = ["--microbatches", "4", "--steps", "1", "--sequence", "16"]
 
@@ -89,6 +90,78 @@ def test_a_damaged_model_directory_ends_in_one_line(capfd, tmp_path, monkeypatch
     refused(f"cannot read {weights}")
     facts.write_text("[1]")
     refused(f"{facts} is not a model's configuration")
+
+
+TINY = {"steps": 1, "sequence": 16, "num_layers": 4, "vocabulary": 64, "dtype": "float64"}
+
+
+def test_on_a_mesh_with_gradients_proven():
+    """Every pipeline has microbatches of its own; gradients are those of all of them in one process."""
+    from engine_helpers import ranks
+
+    from zeropipe.cli import run_text
+    from zeropipe.engine.run.job import run_all
+    from zeropipe.engine.run.spec import Job
+
+    job = Job(mesh=parse_mesh("dp_shard=2,pp=2"), prove=True, **TINY)
+    found = ranks(4).run(run_all, [zp.build("zbv", ranks=2, microbatches=4)], job)
+    ((first,), *others) = found
+    assert first.gradient_error < 1e-12
+    assert all(other.measured.losses == first.measured.losses for (other,) in others)
+    guess = run_text.predicted(first.measured.timeline, job)
+    data = run_text.data(first, guess, job)
+    assert data["mesh"] == {"pp": 2, "dp_shard": 2}
+    assert data["measured"]["peak_memory"] == pytest.approx(data["simulated"]["peak_memory"], rel=0.05)
+    assert guess.label == "zbv on pp=2,dp_shard=2, simulated"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mesh", ["pp=2,tp=2", "pp=2,dp_replicate=2", "dp_replicate=2,dp_shard=2", "dp_shard=2,tp=2"])
+def test_the_command_on_meshes(capfd, tmp_path, mesh):
+    report = tmp_path / "r.svg"
+    status, out, err = call(
+        capfd, "run", "1f1b", "--mesh", mesh, *SMALL, "--num-layers", "4", "--vocabulary", "64", "--dtype", "float64",
+        "--prove", "--json", "--report", str(report),
+    )  # fmt: skip
+    assert status == 0, err
+    assert json.loads(out)[0]["gradient_error"] < 1e-12
+    assert f"1f1b on {mesh}, measured" in report.read_text()
+
+
+@pytest.mark.parametrize(
+    "args, world, words",
+    [
+        (
+            ["--mesh", "pp=2,ep=2"],
+            None,
+            "has a dimension 'ep': give some of pp, dp_replicate, dp_shard, tp",
+        ),
+        (["--mesh", "pp=2,pp=2"], None, "has pp twice"),
+        (["--mesh", "pp"], None, "write a number of processes for pp, like pp=2"),
+        (["--mesh", "tp=0"], None, "write a number of processes for tp, like tp=2"),
+        (["--mesh", "pp=2,tp=99999"], None, "199998 ranks are too many processes"),
+        (["--mesh", "pp=2", "--ranks", "4"], None, "--ranks 4 and --mesh with pp=2"),
+        (["--mesh", "pp=2,tp=2"], "3", "--mesh pp=2,tp=2 is of 4 processes, torchrun started 3: start 4"),
+    ],
+)
+def test_a_wrong_mesh_is_one_line(capfd, monkeypatch, args, world, words):
+    if world:
+        monkeypatch.setenv("WORLD_SIZE", world)
+    status, out, err = call(capfd, "run", "1f1b", "--microbatches", "4", *args)
+    assert status == 2
+    assert words in err
+    assert err.count("\n") == 1
+    assert out == ""
+
+
+def test_a_dry_run_says_the_mesh_and_a_file_must_fit_it(capfd, tmp_path):
+    (tmp_path / "mine.csv").write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    status, out, _ = call(capfd, "run", str(tmp_path / "mine.csv"), "--mesh", "pp=2,tp=4", "--dry-run", "--json")
+    assert status == 0
+    assert json.loads(out)[0]["mesh"] == {"pp": 2, "tp": 4}
+    status, _, err = call(capfd, "run", str(tmp_path / "mine.csv"), "--mesh", "tp=2", "--dry-run")
+    assert status == 2
+    assert "mine is for 2 ranks, --mesh has pp=1: give pp=2" in err
 
 
 def test_dry_run_starts_nothing(capfd):

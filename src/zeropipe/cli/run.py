@@ -14,6 +14,7 @@ from click.core import ParameterSource
 from zeropipe.cli import options as opt
 from zeropipe.cli import output
 from zeropipe.cli import run_text as text
+from zeropipe.core.mesh import Mesh, format_mesh, num_processes, parse_mesh
 from zeropipe.errors import ConfigError, short
 
 if TYPE_CHECKING:
@@ -71,6 +72,11 @@ class Seconds(click.FloatRange):
     help="How I and W share the backward; autograd is torch's way.",
 )
 @click.option("--dynamic-weights", is_flag=True, help="A rank that would wait for a message runs Ws that it owes.")
+@click.option(
+    "--mesh",
+    help="Processes by dimension, pp=2,dp_shard=2: any of pp, dp_replicate, dp_shard, tp. Schedules have pp ranks.",
+)
+@click.option("--prove", is_flag=True, help="Hold a step's gradients against the model in one process.")
 @click.option("--report", help="Write a page with the measured and the simulated timeline: report.html.")
 @click.option("--timeline", "timeline_file", help="Write the measured timeline: x.json.")
 @click.option("--dry-run", is_flag=True, help="Print layers, placement and messages; start nothing.")
@@ -101,6 +107,7 @@ def run(
     zeropipe run zbv 1f1b --ranks 4 --microbatches 8 --report report.html
     zeropipe run job.toml --timeline measured.json
     torchrun --nproc-per-node 4 -m zeropipe run zbv --microbatches 8
+    zeropipe run zbv --mesh pp=2,dp_shard=2 --microbatches 8 --prove
 
     Starts local processes, or uses torchrun's.
     """
@@ -122,18 +129,18 @@ def run(
     results = _run_ranks(built, todo, timeout)
     if results is None:  # a rank of torchrun's that is not the first
         return
-    both = [(result, text.predicted(result.measured.timeline)) for result in results]
+    both = [(result, text.predicted(result.measured.timeline, todo)) for result in results]
     if report:
         from zeropipe.viz import draw
 
-        draw([t for result, guess in both for t in (text.label(result.measured.timeline, "measured"), guess)], report)
+        draw([t for r, guess in both for t in (text.label(r.measured.timeline, "measured", todo), guess)], report)
     if timeline_file:
         from zeropipe.core.files import write_whole
         from zeropipe.core.json import to_json
 
         write_whole(timeline_file, to_json(results[0].measured.timeline))
     if as_json:
-        output.print_json([text.data(result, guess) for result, guess in both])
+        output.print_json([text.data(result, guess, todo) for result, guess in both])
         return
     for result, guess in both:
         text.print_run(result, guess, todo)
@@ -162,19 +169,42 @@ def _built(schedules: tuple[str, ...], sizes: dict[str, Any], wishes: dict[str, 
 
     request = request_of(schedules, sizes, several=("schedule",))
     _take_flags(request.run, wishes)
+    wishes["mesh"] = mesh = parse_mesh(wishes["mesh"]) if wishes["mesh"] else ()
     world = os.environ.get("WORLD_SIZE")
-    if world is not None and world.isdecimal() and not request.ranks:
+    if mesh:
+        request = _with_mesh(request, mesh, world)
+    elif world is not None and world.isdecimal() and not request.ranks:
         request = replace(request, ranks=(int(world),))
     local = world is None and not dry_run
-    if local and request.ranks:  # before anything of that size is built
-        require_cores(request.ranks[0])
+    if local and (mesh or request.ranks):  # before anything of that size is built
+        require_cores(num_processes(mesh) if mesh else request.ranks[0])
     per_stage = wishes.pop("layers_per_stage")
     if per_stage is not None:
         request = _with_layers_per_stage(request, per_stage, wishes)
     built = [request.priced(spec).schedule for spec in request.specs]
-    if local:  # a file has ranks of its own
+    for schedule in built:  # a file has ranks of its own
+        if mesh and schedule.num_ranks != dict(mesh).get("pp", 1):
+            raise ConfigError(
+                f"{schedule.name} is for {schedule.num_ranks} ranks, --mesh has pp={dict(mesh).get('pp', 1)}: give "
+                f"pp={schedule.num_ranks}"
+            )
+    if local:
         require_cores(built[0].num_ranks)
     return built
+
+
+def _with_mesh(request: Request, mesh: Mesh, world: str | None) -> Request:
+    """Schedules have the mesh's number of pipeline ranks."""
+    if world is not None and world.isdecimal() and int(world) != num_processes(mesh):
+        raise ConfigError(
+            f"--mesh {format_mesh(mesh)} is of {num_processes(mesh)} processes, torchrun started {world}: start "
+            f"{num_processes(mesh)}"
+        )
+    pp = dict(mesh).get("pp", 1)
+    if request.ranks and request.ranks != (pp,):
+        raise ConfigError(f"--ranks {request.ranks[0]} and --mesh with pp={pp}: leave --ranks out, or give the same")
+    has_names = any(not spec.is_file for spec in request.specs)
+    return replace(request, ranks=(pp,)) if has_names else request
 
 
 def _take_flags(given: Mapping[str, Any], wishes: dict[str, Any]) -> None:
@@ -245,11 +275,12 @@ def _run_ranks(built: list[Schedule], job: Job, timeout: float) -> list[Outcome]
     require_torch()
     from zeropipe.engine.run.job import backend_of, check_device, run_all, run_under_torchrun
     from zeropipe.engine.run.launch import LocalRanks, is_local
+    from zeropipe.engine.run.spec import num_ranks_of
 
     check_device(job)
     if not is_local():
         return run_under_torchrun(built, job)
-    num_ranks = built[0].num_ranks
+    num_ranks = num_ranks_of(job, built[0])
     with LocalRanks(num_ranks, backend=backend_of(job, num_ranks)) as ranks:
         first: list[Outcome] = ranks.run(run_all, built, job, timeout=timeout)[0]
         return first

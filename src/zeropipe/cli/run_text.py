@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from zeropipe.cli import output
+from zeropipe.core.mesh import format_mesh
 
 if TYPE_CHECKING:
     from zeropipe.core.schedule import Schedule
@@ -14,18 +15,19 @@ if TYPE_CHECKING:
     from zeropipe.engine.run.spec import Job
 
 
-def predicted(measured: Timeline) -> Timeline:
+def predicted(measured: Timeline, job: Job) -> Timeline:
     from zeropipe.sim.fit import fit
     from zeropipe.sim.simulate import simulate
 
-    return label(simulate(measured.schedule, fit(measured)), "simulated")
+    return label(simulate(measured.schedule, fit(measured)), "simulated", job)
 
 
-def label(timeline: Timeline, word: str) -> Timeline:
-    return timeline.labelled(f"{timeline.schedule.name}, {word}")
+def label(timeline: Timeline, word: str, job: Job) -> Timeline:
+    where = f" on {format_mesh(job.mesh)}" if job.mesh else ""
+    return timeline.labelled(f"{timeline.schedule.name}{where}, {word}")
 
 
-def data(result: Outcome, guess: Timeline) -> dict[str, Any]:
+def data(result: Outcome, guess: Timeline, job: Job) -> dict[str, Any]:
     from zeropipe.sim.fit import residuals
 
     return {
@@ -35,10 +37,13 @@ def data(result: Outcome, guess: Timeline) -> dict[str, Any]:
         "losses": result.measured.losses,
         "makespans": result.measured.makespans,
         "num_parameters": result.num_parameters,
+        "mesh": dict(job.mesh) or {"pp": result.measured.timeline.schedule.num_ranks},
+        "gradient_error": result.gradient_error,
     }
 
 
 def print_run(result: Outcome, guess: Timeline, job: Job) -> None:
+    from zeropipe.engine.run.spec import num_pipelines_of, num_ranks_of
     from zeropipe.sim.fit import residuals
 
     console, real = output.console(), result.measured.timeline
@@ -50,9 +55,15 @@ def print_run(result: Outcome, guess: Timeline, job: Job) -> None:
         style="bold",
         markup=False,
     )
-    cores = os.cpu_count() or 1
-    if job.device == "cpu" and schedule.num_ranks > cores:
-        console.print(f"{schedule.num_ranks} ranks share {cores} cores: times are longer than on cores of their own")
+    if job.mesh:
+        number = num_pipelines_of(job)
+        several = f"{number} pipelines, each with microbatches of its own" if number > 1 else "1 pipeline"
+        console.print(f"on {format_mesh(job.mesh)}: {several}", markup=False)
+    if result.gradient_error is not None:
+        console.print(f"gradients equal those of the model in one process, to {result.gradient_error:.0e}")
+    cores, processes = os.cpu_count() or 1, num_ranks_of(job, schedule)
+    if job.device == "cpu" and processes > cores:
+        console.print(f"{processes} ranks share {cores} cores: times are longer than on cores of their own")
     rows = output.table("", "measured", "simulated", "difference", left=("",))
     peaks = max(real.peak_memory), max(guess.peak_memory)
     rows.add_row(
@@ -104,6 +115,7 @@ def print_plan(built: list[Schedule], job: Job, as_json: bool) -> None:
         plans.append({
             "schedule": schedule.name, "num_ranks": schedule.num_ranks, "num_microbatches": schedule.num_microbatches,
             "placement": schedule.placement.name, "layers_per_stage": counts,
+            "mesh": dict(job.mesh) or {"pp": schedule.num_ranks},
             "ranks": [
                 {"rank": rank, "stages": schedule.placement.stages_of(rank),
                  "layers": [[r.start, r.stop] for s in schedule.placement.stages_of(rank) for r in [ranges(counts)[s]]],
@@ -114,10 +126,11 @@ def print_plan(built: list[Schedule], job: Job, as_json: bool) -> None:
     if as_json:
         output.print_json(plans)
         return
+    where = f"mesh {format_mesh(job.mesh)}, " if job.mesh else ""
     for plan in plans:
         output.console().print(
             f"{plan['schedule']}: {plan['num_ranks']} ranks, {plan['num_microbatches']} microbatches, "
-            f"{plan['placement']} placement, layers per stage {' '.join(map(str, plan['layers_per_stage']))}",
+            f"{where}{plan['placement']} placement, layers per stage {' '.join(map(str, plan['layers_per_stage']))}",
             style="bold",
             markup=False,
         )

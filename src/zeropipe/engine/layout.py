@@ -9,10 +9,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from zeropipe.core.mesh import DATA, DIMENSIONS
 from zeropipe.errors import ConfigError
-
-DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "tp")
-DATA = ("dp_replicate", "dp_shard")  # processes that differ in these have microbatches of their own
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Sequence
@@ -10,11 +11,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
+from zeropipe.core.mesh import DATA, Mesh
 from zeropipe.core.schedule import Schedule
+from zeropipe.engine.engine import Engine
+from zeropipe.engine.mesh.parallelize import parallelize
 from zeropipe.engine.run.measure import Measured, measure
-from zeropipe.engine.run.spec import BUILT_IN, Job, built_in, vocabulary_of
-from zeropipe.engine.stages.build import hf_stages
+from zeropipe.engine.run.prove import gradient_error
+from zeropipe.engine.run.spec import BUILT_IN, Job, built_in, num_pipelines_of, vocabulary_of
+from zeropipe.engine.stages.build import hf_model, hf_stages
 from zeropipe.engine.step.losses import CausalLMLoss
 from zeropipe.errors import ConfigError
 
@@ -27,26 +33,61 @@ class Outcome:
 
     measured: Measured
     num_parameters: int
+    gradient_error: float | None = None  # from the plain model's, if that was asked for
 
 
 def run_job(schedule: Schedule, job: Job) -> Outcome:
     """Run one schedule; every rank calls this and gets the same answer. Progress goes to rank 0's stderr."""
-    rank = dist.get_rank()
+    device = device_of(job.device)
+    mesh = _mesh(job.mesh, device)
+    place = dict(zip(mesh.mesh_dim_names, mesh.get_coordinate())) if mesh is not None else {"pp": dist.get_rank()}
+    rank = place.get("pp", 0)
 
     def tell(step: int, loss: float, seconds: float) -> None:
         name = f"step {step}/{job.steps}" if step else "warm-up"
         print(f"{schedule.name}: {name}, loss {loss:.4f}, {seconds:.3f} s", file=sys.stderr, flush=True)
 
-    device = device_of(job.device)
+    def tokens(step: int, pipeline: int) -> list[dict[str, torch.Tensor]]:
+        return _tokens(job, schedule.num_microbatches, step * num_pipelines_of(job) + pipeline, device)
+
     stages = hf_stages(
         _model(job), schedule, rank, layers=job.layers, dtype=DTYPES[job.dtype], device=device, seed=job.seed
     )
+    num_parameters = _num_parameters(stages, schedule, rank, not any(place[name] for name in place if name != "pp"))
+    if mesh is not None:
+        parallelize(stages, mesh)
+    pipeline = 0
+    for name in DATA:
+        pipeline = pipeline * dict(job.mesh).get(name, 1) + place.get(name, 0)
+    options: dict[str, Any] = {
+        "device": device, "mesh": mesh, "compile": job.compile, "ac": job.ac, "split": job.split,
+        "dynamic_weights": job.dynamic_weights,
+    }  # fmt: skip
+    error = None
+    if job.prove:
+        plain = hf_model(_model(job), dtype=DTYPES[job.dtype], device=device, seed=job.seed)
+        everybodys = [batch for number in range(num_pipelines_of(job)) for batch in tokens(0, number)]
+        with Engine(schedule, stages, **options) as engine:
+            error = gradient_error(engine, plain, tokens(0, pipeline), everybodys)
+        del plain
     measured = measure(
-        schedule, stages, lambda step: _tokens(job, schedule.num_microbatches, step, device), CausalLMLoss(),
-        steps=job.steps, tell=tell if rank == 0 else None, device=device, compile=job.compile, ac=job.ac,
-        split=job.split, dynamic_weights=job.dynamic_weights,
+        schedule, stages, lambda step: tokens(step, pipeline), CausalLMLoss(), steps=job.steps,
+        tell=tell if dist.get_rank() == 0 else None, **options,
     )  # fmt: skip
-    return Outcome(measured, _num_parameters(stages, schedule))
+    return Outcome(measured, num_parameters, error)
+
+
+@functools.cache
+def _mesh(sizes: Mesh, device: torch.device) -> Any:
+    """The mesh of all processes; made once, since its groups live as long as the process."""
+    if not sizes:
+        return None
+    if device.type == "cuda":  # else each process would want a GPU of its own
+        torch.cuda.set_device(device)
+        torch.zeros(1, device=device)
+    return init_device_mesh(
+        device.type, tuple(size for _, size in sizes), mesh_dim_names=tuple(name for name, _ in sizes)
+    )
 
 
 def run_all(schedules: Sequence[Schedule], job: Job) -> list[Outcome]:
@@ -85,7 +126,7 @@ def _model(job: Job) -> Any:
 
 
 def _tokens(job: Job, num_microbatches: int, step: int, device: torch.device) -> list[dict[str, torch.Tensor]]:
-    """The same synthetic microbatches on every rank."""
+    """The same synthetic microbatches on every rank of a pipeline."""
     generator = torch.Generator().manual_seed(job.seed + step)
     vocabulary = vocabulary_of(job)
     made = []
@@ -101,13 +142,12 @@ def device_of(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _num_parameters(stages: Any, schedule: Schedule) -> int:
-    """Parameters of the whole model; a second copy of the stages does not count."""
-    rank = dist.get_rank()
+def _num_parameters(stages: Any, schedule: Schedule, rank: int, counts: bool) -> int:
+    """Parameters of the whole model; a second copy of the stages, or a process that does not count, adds nothing."""
     own = sum(
         p.numel()
         for s, module in stages.items()
-        if schedule.placement.copies[0][s] == rank
+        if counts and schedule.placement.copies[0][s] == rank
         for p in module.parameters()
     )
     parts: list[int] = [0] * dist.get_world_size()

@@ -9,6 +9,7 @@ from typing import Any
 
 from zeropipe.core.checkpointing import Checkpointing
 from zeropipe.core.layers import check_counts, layer_counts
+from zeropipe.core.mesh import DATA, Mesh, num_processes
 from zeropipe.core.schedule import Schedule
 from zeropipe.errors import ConfigError
 
@@ -41,6 +42,8 @@ class Job:
     ac: str = "none"
     split: str = "store"
     dynamic_weights: bool = False
+    mesh: Mesh = ()  # without one, processes are one pipeline
+    prove: bool = False  # hold a step's gradients against the model in one process
     seed: int = 0
 
 
@@ -51,6 +54,16 @@ def check_job(job: Job) -> None:
         raise ConfigError("--split autograd cannot run compiled blocks or --ac selective:op: use --split store")
     if job.dynamic_weights and job.split != "store":
         raise ConfigError(f"--dynamic-weights cannot run --split {job.split}: use --split store")
+
+
+def num_ranks_of(job: Job, schedule: Schedule) -> int:
+    """How many processes run a schedule."""
+    return num_processes(job.mesh) if job.mesh else schedule.num_ranks
+
+
+def num_pipelines_of(job: Job) -> int:
+    """How many pipelines have microbatches of their own."""
+    return num_processes(tuple(entry for entry in job.mesh if entry[0] in DATA))
 
 
 def layers_of(job: Job) -> int:

@@ -16,6 +16,7 @@ from zeropipe.core.packed import pack
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Memory, Timeline
 from zeropipe.engine import torch_private
+from zeropipe.engine.backward.gradients import local
 from zeropipe.engine.backward.splitters import Splitter
 from zeropipe.engine.comm.fabric import Fabric
 from zeropipe.engine.step.cells import Cell
@@ -29,7 +30,7 @@ class Recorder:
 
     def __init__(self, device: torch.device, parameters: Sequence[Tensor], splitter: Splitter) -> None:
         self._device, self._splitter = device, splitter
-        self._parameters = {p.untyped_storage().data_ptr() for p in parameters}
+        self._parameters = parameters
         # start, end, actions, memory during, memory after
         self._marks: list[tuple[Any, Any, Sequence[Action], Any, int]] = []
         self._kept: dict[tuple[int, int], int] = {}  # bytes saved by F for the backward
@@ -60,15 +61,14 @@ class Recorder:
         splits = next((a.stage for a in actions if a.kind in (Kind.I, Kind.W)), None)
         forward = next(((c.stage, c.microbatch) for a, c in zip(actions, cells) if a.kind is Kind.F), None)
         backward = next(((c.stage, c.microbatch) for a, c in zip(actions, cells) if a.kind in (Kind.B, Kind.I)), None)
-        parameters = self._parameters
+        modules = [c.module for a, c in zip(actions, cells) if a.kind is Kind.F]
 
         def timed() -> None:
             saved: dict[int, int] = {}
 
             def pack(tensor: Tensor) -> Tensor:
-                storage = tensor.untyped_storage()
-                if storage.data_ptr() not in parameters:
-                    saved[storage.data_ptr()] = storage.nbytes()
+                storage = local(tensor).untyped_storage()
+                saved[storage.data_ptr()] = storage.nbytes()
                 return tensor
 
             start = time.perf_counter()
@@ -79,6 +79,10 @@ class Recorder:
                     call()
             end = time.perf_counter()
             if forward is not None:
+                # weights are no activations; those of sharded stages are whole here, and other tensors at other times
+                for weights in (self._parameters, *(module.parameters() for module in modules)):
+                    for weight in weights:
+                        saved.pop(local(weight).untyped_storage().data_ptr(), None)
                 kept[forward] = sum(saved.values())
             during = sum(kept.values()) + sum(stashed.values())
             if backward is not None:

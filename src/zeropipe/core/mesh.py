@@ -1,0 +1,38 @@
+"""The dimensions of a mesh of processes, and their text form: pp=2,dp_shard=2,tp=2."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+
+from zeropipe.errors import ConfigError, short
+
+DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "tp")
+DATA = ("dp_replicate", "dp_shard")  # processes that differ in these have microbatches of their own
+
+Mesh = tuple[tuple[str, int], ...]  # dimensions and their sizes, the outermost first: neighbours differ in the last
+
+
+def parse_mesh(text: str) -> Mesh:
+    """From its text form; ConfigError for what is no mesh."""
+    sizes: dict[str, int] = {}
+    for entry in text.split(","):
+        name, equals, size = (part.strip() for part in entry.partition("="))
+        if name not in DIMENSIONS:
+            raise ConfigError(f"mesh {short(text)} has a dimension {short(name)}: give some of {', '.join(DIMENSIONS)}")
+        if name in sizes:
+            raise ConfigError(f"mesh {short(text)} has {name} twice: give it once")
+        if not equals or not size.isascii() or not size.isdecimal() or not 0 < len(size) < 7 or int(size) == 0:
+            raise ConfigError(f"mesh {short(text)}: write a number of processes for {name}, like {name}=2")
+        sizes[name] = int(size)
+    return tuple((name, sizes[name]) for name in DIMENSIONS if name in sizes)
+
+
+def format_mesh(sizes: Mapping[str, int] | Mesh) -> str:
+    """Its text form."""
+    return ",".join(f"{name}={size}" for name, size in dict(sizes).items())
+
+
+def num_processes(mesh: Mesh) -> int:
+    """All of them."""
+    return prod(size for _, size in mesh)
