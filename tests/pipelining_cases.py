@@ -440,3 +440,40 @@ def odd_values() -> float:
             rows = [block(each) * (n + 1) + n for n, each in enumerate(rows)]
         worst = max(worst, gap(output, torch.cat(rows)))
     return worst
+
+
+class Sides(nn.Module):
+    """Hands on a second tensor that nobody uses; what made it has no gradient, as in one process."""
+
+    def __init__(self, seed: int, last: bool) -> None:
+        super().__init__()
+        self.block, self.unused, self.last = blocks(seed + 1)[-1], blocks(seed + 100)[-1], last
+
+    def forward(self, x: Tensor, side: Tensor | None = None) -> Any:
+        return self.block(x) if self.last else (self.block(x), self.unused(x))
+
+
+def nobodys_gradients(name: str, per_rank: int, options: dict[str, Any]) -> float:
+    """Outputs that the next stage does not use: no gradient at all for what made them."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    number, kind = ranks * per_rank, ours.get_schedule_class(name)
+
+    def make() -> list[nn.Module]:
+        return [Sides(n, n == number - 1) for n in range(number)]
+
+    ours.configure(**options)
+    try:
+        stages = stages_for(make(), kind.stages_of(rank, ranks, number))
+        schedule = kind(one_or_all(kind, stages), 4, loss_fn=mean_square)
+        x, y = draw(8, 0)
+        feed(schedule, stages, x, y)
+    finally:
+        ours.configure()
+    plain = make()
+    for rows, target in zip(x.chunk(4), y.chunk(4)):
+        for module in plain[:-1]:
+            rows, _ = module(rows)
+        (mean_square(plain[-1](rows), target) / 4).backward()
+    wanted = [p.grad for stage in stages for p in plain[stage.stage_index].parameters()]
+    assert any(gradient is None for gradient in wanted)
+    return gap(gradients(stages), wanted)

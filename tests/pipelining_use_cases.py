@@ -10,11 +10,17 @@ from engine_helpers import blocks
 from mesh_cases import mesh_of, whole
 from pipelining_cases import draw, feed, gap, gradients, mean_square, one_or_all, plain_step, stages_for
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import schedules as torchs
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import zeropipe.pipelining as ours
+from zeropipe.engine.backward.linear import defer
+from zeropipe.engine.backward.store import WeightStore
+from zeropipe.errors import ConfigError
+from zeropipe.pipelining.engines import check_pipeline
 
 
 class Stage(nn.Module):
@@ -62,6 +68,42 @@ def sharded(name: str, per_rank: int, summing: bool, beside: bool) -> float:
         plain_step(plain, *draw(8, pipeline), 4)
     wanted = [p.grad if summing else p.grad / 2 for n in numbers for p in plain[n].parameters()]
     return max(gap(each, wanted) for each in results)
+
+
+def sharded_on_a_mesh() -> float:
+    """Two pipelines with different numbers of microbatches that share weights."""
+    mesh = mesh_of({"pp": 2, "dp_shard": 2})
+    rank, group, place = mesh["pp"].get_local_rank(), mesh["pp"].get_group(), mesh["dp_shard"].get_local_rank()
+    numbers, sizes = ours.ScheduleZBVZeroBubble.stages_of(rank, 2, 4), (3, 5)
+    modules = [Stage(n, 4) for n in range(4)]
+    for module in modules:
+        fully_shard(module, mesh=mesh["dp_shard"]).set_force_sum_reduction_for_comms(True)
+    stages = stages_for(modules, numbers, group)
+    ours.configure(mesh=mesh)
+    try:
+        batch = draw(2 * sizes[place], place)
+        refusals = []
+        for call in (
+            lambda: check_pipeline(mesh, None),
+            lambda: feed(ours.ScheduleZBVZeroBubble(stages, sizes[place], loss_fn=mean_square), stages, *batch),
+        ):
+            try:
+                call()
+            except ConfigError as error:
+                refusals.append(str(error))
+        assert "the stages have [0, 1, 2, 3] in their group" in refusals[0]
+        assert "ran different numbers of microbatches" in refusals[1]
+        for stage in stages:
+            stage.submod.zero_grad()
+        schedule = ours.ScheduleZBVZeroBubble(stages, sizes[place], loss_fn=mean_square, scale_grads=False)
+        feed(schedule, stages, *batch)
+    finally:
+        ours.configure()
+    plain = [Stage(n, 4) for n in range(4)]
+    for pipeline, size in enumerate(sizes):
+        plain_step(plain, *draw(2 * size, pipeline), size, scale=False)
+    wanted = [p.grad / 2 for n in numbers for p in plain[n].parameters()]
+    return gap([whole(gradient) for gradient in gradients(stages)], wanted)
 
 
 def tensor_parallel(name: str, per_rank: int) -> float:
@@ -140,3 +182,59 @@ def rebound() -> list[str]:
     finally:
         ours.uninstall()
     return [*seen, homes()]
+
+
+def compiled_by_the_user(how: str) -> float:
+    """Blocks that the user has compiled, or checkpoints by operator, under a split backward."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    number = 2 * ranks
+    numbers = ours.ScheduleZBVZeroBubble.stages_of(rank, ranks, number)
+    modules = [Stage(n, number) for n in range(number)]
+    for module in modules:
+        for name, layer in module.layers.named_children():
+            if how == "in place":
+                layer.compile(backend="aot_eager", fullgraph=True)
+            elif how == "wrapped":
+                module.layers[int(name)] = torch.compile(layer, backend="aot_eager", fullgraph=True)
+            else:
+                module.layers[int(name)] = checkpoint_wrapper(layer, context_fn=selective)
+    stages = stages_for(modules, numbers)
+    schedule = ours.ScheduleZBVZeroBubble(stages, 4, loss_fn=mean_square)
+    x, y = draw(8, 0)
+    for _ in range(2):
+        for stage in stages:
+            stage.submod.zero_grad()
+        feed(schedule, stages, x, y)
+    deferred = [type(m).__name__ for s in stages for m in s.submod.modules() if isinstance(m, nn.Linear)]
+    assert set(deferred) == {"DeferredLinear"}
+    plain = [Stage(n, number) for n in range(number)]
+    plain_step(plain, x, y, 4)
+    return gap(gradients(stages), [p.grad for n in numbers for p in plain[n].parameters()])
+
+
+def selective() -> Any:
+    """Keep the results of matrix products, as trainers do."""
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return CheckpointPolicy.MUST_SAVE if op in products else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def spread_products() -> float:
+    """Layers that torch's tensor parallelism has spread leave their weight gradients to W, equal to the plain ones."""
+    mesh = mesh_of({"tp": dist.get_world_size()})
+    (plain,), (module,) = blocks(1), blocks(1)
+    parallelize_module(module, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    assert defer(module) == 2
+    x, _ = draw(4, 0)
+    inputs, store = [x.clone().requires_grad_() for _ in range(2)], WeightStore()
+    with store.collect(0, 0):
+        module(inputs[0]).square().sum().backward()
+    assert module.up.weight.grad is None
+    assert module.down.weight.grad is None
+    store.flush(0, 0)
+    plain(inputs[1]).square().sum().backward()
+    mine = [whole(p.grad) for p in module.parameters()]
+    return gap([inputs[0].grad, *mine], [inputs[1].grad, *(p.grad for p in plain.parameters())])

@@ -112,3 +112,9 @@ def test_an_error_on_one_rank_reaches_all(where, own, rank, others):
 
 def test_lists_and_named_tuples():
     assert max(ranks(4).run(cases.odd_values)) < TOLERANCE
+
+
+@pytest.mark.parametrize("options", [{}, {"shapes": "dynamic"}, {"split": "autograd"}], ids=str)
+@pytest.mark.parametrize("name", ["1f1b", "zbv", "interleaved-zb"])
+def test_what_nobody_uses_has_no_gradient(name, options):
+    assert max(ranks(4).run(cases.nobodys_gradients, name, find(name).stages_per_rank[0], options)) < TOLERANCE

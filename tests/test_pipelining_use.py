@@ -34,9 +34,17 @@ def test_sharded_stages(name, per_rank, summing, beside):
     assert max(ranks(4).run(cases.sharded, name, per_rank, summing, beside)) < TOLERANCE
 
 
+def test_pipelines_that_share_weights_may_have_different_numbers_of_microbatches():
+    assert max(ranks(4).run(cases.sharded_on_a_mesh)) < TOLERANCE
+
+
 @pytest.mark.parametrize(("name", "per_rank"), [("Schedule1F1B", 1), ("ScheduleZBVZeroBubble", 2)])
 def test_stages_that_torchs_tensor_parallelism_has_spread(name, per_rank):
     assert max(ranks(4).run(cases.tensor_parallel, name, per_rank)) < TOLERANCE
+
+
+def test_spread_layers_leave_weight_gradients_to_w():
+    assert max(ranks(2).run(cases.spread_products)) < TOLERANCE
 
 
 @pytest.mark.parametrize("options", [{"ac": "full"}, {"ac": "full", "blocks": "layers"}, {"dynamic_weights": True}])
@@ -44,6 +52,12 @@ def test_options_of_the_engine(options):
     for seen in ranks(4).run(cases.configured, options):
         assert seen["seen"] < TOLERANCE
         assert seen["changed"] == ("ac" in options)
+
+
+@pytest.mark.parametrize("how", ["in place", "wrapped", "checkpointed"])
+def test_blocks_that_the_user_has_compiled_or_checkpointed(how):
+    """torch's own classes refuse this under a split backward, or fail."""
+    assert max(ranks(2).run(cases.compiled_by_the_user, how)) < TOLERANCE
 
 
 def test_a_step_leaves_a_timeline():

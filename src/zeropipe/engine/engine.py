@@ -218,13 +218,13 @@ class Engine:
 
     def run(
         self, microbatches: Sequence[Microbatch], finish: Callable[[Any, Microbatch, int], Any], *, train: bool = True
-    ) -> None:
+    ) -> bool:
         """The schedule alone, for callers with losses and sums of their own; gradients are added to what is there.
 
         Each rank has the microbatches that its own stages need. `finish(output, microbatch, index)` gets the last
         stage's outputs where they are made, in the schedule's order, and returns what backward starts from. Without
         `train`, forwards only. Nothing is counted or scaled, modes stay as they are, and sharded stages are summed
-        over the processes that share them alone.
+        over the processes that share them alone. Returns whether all pipelines had the same number of microbatches.
         """
         opened = self._open(microbatches, None)
         with self._guard():
@@ -235,6 +235,7 @@ class Engine:
             self._walk(executor, microbatches, opened, finish)
             for shards in self._shards.values() if train else ():
                 shards.finish()
+            return opened.alike
 
     def refuse(self, reason: str) -> None:
         """Instead of a step: this rank cannot take part, and all of them raise why."""

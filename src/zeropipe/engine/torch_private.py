@@ -202,6 +202,32 @@ def like(parameter: Any, piece: Tensor) -> Tensor:
     )  # fmt: skip
 
 
+def ends_of_spread(x: Any, weight: Any, has_bias: bool) -> tuple[list[Any], list[Any]] | None:
+    """How a product of pieces is spread, if it is one: the input's gradient, and the output.
+
+    A weight spread by its rows with a whole input; or by its columns, with an input that is spread alike.
+    """
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    if x.device_mesh != weight.device_mesh or len(weight.placements) != 1:
+        return None
+    (rows,), (columns,) = weight.placements, x.placements
+    if any(size % weight.device_mesh.size() for size in weight.shape):  # the last process has a smaller piece
+        return None
+    if rows == Shard(0) and columns == Replicate():
+        return [Partial()], [Shard(x.dim() - 1)]
+    if rows == Shard(1) and columns == Shard(x.dim() - 1) and not has_bias:  # a bias would be added by every process
+        return [columns], [Partial()]
+    return None
+
+
+def from_local(piece: Tensor, mesh: Any, placements: Sequence[Any]) -> Tensor:
+    """The tensor of which every process of `mesh` has a piece."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(piece, mesh, placements, run_check=False)
+
+
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """The tensors of a nested value."""
     return (leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, Tensor))

@@ -176,12 +176,17 @@ class Walking(private.Base):
         engine = self._engine()
         self._began = True
         try:
-            engine.run(microbatches, finish, train=train)
+            alike = engine.run(microbatches, finish, train=train)
         except EngineError:
             drop(self._here, engine)
             raise
         if last is not None and order != sorted(order) and len(last.output_chunks) == len(order):
             last.output_chunks[:] = [output for _, output in sorted(zip(order, last.output_chunks), key=_place)]
+        if train and self.scale_grads and not alike:
+            raise ConfigError(
+                "pipelines that share weights ran different numbers of microbatches, so gradients cannot be divided by "
+                "the number: pass scale_grads=False and a loss that is a share of the whole batch's"
+            )
         if train and self.scale_grads:
             divide((p for stage in self._here for p in stage.submod.parameters()), len(microbatches))
         if seen:

@@ -6,10 +6,14 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from zeropipe.core.resize import resized
 from zeropipe.core.schedule import Schedule
 from zeropipe.engine.engine import Engine
+from zeropipe.engine.layout import Layout
 from zeropipe.engine.options import Options
 from zeropipe.engine.stages.contract import Microbatch, Told
 from zeropipe.errors import ConfigError
@@ -26,23 +30,25 @@ class Settings:
     options: Options
     record: bool = False
     blocks: Blocks = None
+    mesh: DeviceMesh | None = None
 
 
 _settings = Settings(Options())
 
 
-def configure(*, record: bool = False, blocks: Blocks = None, **options: Any) -> None:
+def configure(*, record: bool = False, blocks: Blocks = None, mesh: DeviceMesh | None = None, **options: Any) -> None:
     """How all steps from here on run; what is not given is as it was in the beginning. Every rank calls it alike.
 
     `options`: `compile`, `ac`, `timeout` and the other fields of zeropipe.engine.Options. `blocks`: the transformer
     blocks in a stage's module, for `compile` and `ac`: the name of the list that holds them, or a function from the
     module to its blocks; if not given, the list with most of the parameters. `record`: measure a Timeline of every
-    step, for `timeline()`.
+    step, for `timeline()`. `mesh`: all pipelines that share weights, with the dimensions pp, dp_replicate, dp_shard and
+    tp. They may then have different numbers of microbatches, and an error in one of them stops all.
     """
     global _settings
     chosen = Options.of(options)
     chosen.check()
-    _settings = Settings(chosen, record, blocks)
+    _settings = Settings(chosen, record, blocks, mesh)
 
 
 def settings() -> Settings:
@@ -77,7 +83,26 @@ def drop(stages: Sequence[Any], engine: Engine) -> None:
 def _engine(stages: Sequence[Any], schedule: Schedule) -> Engine:
     options = {name: getattr(_settings.options, name) for name in vars(_settings.options)}
     told = {stage.stage_index: _told(stage) for stage in stages}
-    return Engine(schedule, told, group=stages[0].group, device=stages[0].device, record=_settings.record, **options)
+    if schedule.rebuild is not None:
+        # it runs any number of microbatches: made for one number, it is the same on pipelines that have different ones
+        schedule = resized(schedule, 2 * schedule.num_stages)
+    where: dict[str, Any] = {"group": stages[0].group}
+    if _settings.mesh is not None:
+        check_pipeline(_settings.mesh, stages[0].group)
+        where = {"mesh": _settings.mesh}
+    return Engine(schedule, told, device=stages[0].device, record=_settings.record, **where, **options)
+
+
+def check_pipeline(mesh: DeviceMesh, group: Any) -> None:
+    """ConfigError unless the mesh's pipelines are those of the stages."""
+    layout = Layout.of(None, mesh)
+    of_mesh = [layout.members[rank] for rank in layout.pipeline]
+    of_stages = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+    if of_mesh != of_stages:
+        raise ConfigError(
+            f"the mesh has ranks {of_mesh} in its pp, the stages have {of_stages} in their group: give "
+            "PipelineStage(group=mesh['pp'].get_group())"
+        )
 
 
 def _told(stage: Any) -> Told:

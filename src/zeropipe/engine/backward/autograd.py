@@ -32,8 +32,8 @@ class AutogradSplit:
         inputs: Sequence[Tensor],
     ) -> Sequence[Tensor | None]:
         """I: the gradients of the inputs, which are also left on them. A stage without inputs does all in W."""
-        if not any(tensor.requires_grad for tensor in inputs):
-            self._waiting[stage, microbatch] = partial(torch.autograd.backward, outputs, gradients)
+        if not outputs or not any(tensor.requires_grad for tensor in inputs):
+            self._waiting[stage, microbatch] = partial(_backward, outputs, gradients)
             return [None] * len(inputs)
         grads, groups = torch_private.stage_backward_input(
             list(outputs), None if gradients is None else list(gradients), list(inputs), module.parameters()
@@ -52,3 +52,8 @@ class AutogradSplit:
     def clear(self) -> None:
         """Forget everything, after a step that failed."""
         self._waiting.clear()
+
+
+def _backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor] | None) -> None:
+    if outputs:
+        torch.autograd.backward(outputs, gradients)

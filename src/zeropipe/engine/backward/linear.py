@@ -14,7 +14,7 @@ from zeropipe.engine.backward.gradients import local
 from zeropipe.engine.backward.ops import SlottedLinear, new_slot
 from zeropipe.engine.backward.products import Product
 from zeropipe.engine.backward.store import put_or_give
-from zeropipe.engine.torch_private import save, saved, use_number, without_autocast
+from zeropipe.engine.torch_private import ends_of_spread, from_local, save, saved, use_number, without_autocast
 
 
 def defer(module: nn.Module) -> int:
@@ -92,12 +92,24 @@ class DeferredLinear(Deferred, nn.Linear):
     """nn.Linear with its weight gradient left to W."""
 
     def forward(self, input: Tensor) -> Tensor:
-        if hasattr(input, "to_local"):  # layers that torch's own tensor parallelism has spread
-            return functional.linear(input, self.weight, self.bias)
+        if hasattr(input, "to_local"):
+            return self._of_spread(input)
         if self.is_learning():
             return self.deferred(input)
         weight, bias = self.pieces()
         return functional.linear(input, weight, bias)
+
+    def _of_spread(self, input: Any) -> Tensor:
+        """A layer that torch's own tensor parallelism has spread: with pieces where those make one product."""
+        weight: Any = self.weight
+        ends = None
+        if self.is_learning() and hasattr(weight, "to_local") and not torch.compiler.is_compiling():
+            ends = ends_of_spread(input, weight, self.bias is not None)
+        if ends is None:
+            return functional.linear(input, weight, self.bias)
+        gradients, outputs = ends
+        y = self.deferred(input.to_local(grad_placements=gradients))
+        return from_local(y, weight.device_mesh, outputs)
 
 
 class DeferredConv1D(Deferred):

@@ -1,8 +1,8 @@
 """Messages between ranks: one 2-rank group per directed edge, shapes that travel with the data.
 
 Forward messages may have any shapes. The first one of its kind on an edge (same stage, same microbatch signature) is
-preceded by a header; later ones are not, and the sender checks that they still fit. Gradients need no header: the
-rank that waits for one made the tensor it belongs to.
+preceded by a header; later ones are not, and the sender checks that they still fit. Of gradients the rank that waits
+for them knows the shapes, since it made the tensors they belong to; the first header says which of them there are.
 """
 
 from __future__ import annotations
@@ -45,9 +45,18 @@ def spec_of(tensors: Sequence[Tensor]) -> Spec:
     return tuple(Part(t.dtype, tuple(t.shape), t.requires_grad) for t in tensors)
 
 
-def gradient_spec(spec: Spec) -> Spec:
-    """The gradients that answer a message."""
-    return tuple(part for part in spec if part.needs_grad)
+Present = Sequence[bool]  # which of the gradients that were asked for there are: an output may be used by nobody
+
+
+def gradient_spec(spec: Spec, present: Present) -> Spec:
+    """The gradients that answer a message; those that do not come need none."""
+    asked = (part for part in spec if part.needs_grad)
+    return tuple(part._replace(needs_grad=is_there) for part, is_there in zip(asked, present, strict=True))
+
+
+def answer_key(stage: int, asked: Sequence[bool]) -> Hashable:
+    """Names the gradients that a stage gets for outputs of which some ask for one; shapes do not matter for it."""
+    return ("answer", stage, tuple(asked))
 
 
 def write_header(spec: Spec) -> Tensor:
@@ -147,6 +156,14 @@ class Outgoing:
             )
         self.send(tensors)
 
+    def send_backward(self, gradients: Sequence[Tensor | None], key: Hashable) -> None:
+        """Send the gradients that there are, with a header if the other end cannot know which."""
+        spec = tuple(Part(torch.bool, (), gradient is not None) for gradient in gradients)
+        if gradients and (self._dynamic or self.announced.get(key) != spec):
+            self.announced[key] = spec
+            self._send_header(write_header(spec))
+        self.send([gradient for gradient in gradients if gradient is not None])
+
     def _send_header(self, header: Tensor) -> None:
         # never waits here: the other end may be waiting for something of ours before it asks for the header
         if self._threaded:
@@ -229,7 +246,7 @@ class Incoming:
         self._waiting = 0  # posted and not taken
 
     def begin(self, key_of: Callable[[Message], Hashable], made: Callable[[Message], Spec | None]) -> None:
-        """Start a step: `key_of` names a forward message's shapes, `made` gives those of a gradient (None: not yet)."""
+        """Start a step: `key_of` names a forward message's shapes, `made` what a gradient answers (None: not yet)."""
         self._key_of, self._made = key_of, made
         self._posted.clear()
         self._waiting = 0
@@ -280,22 +297,35 @@ class Incoming:
         return spec, buffers
 
     def _known(self, message: Message) -> Spec | None:
-        if not message.forward:
-            return self._made(message)
-        return None if self._dynamic else self._wire.heard.get(self._key_of(message))
+        if message.forward:
+            return None if self._dynamic else self._wire.heard.get(self._key_of(message))
+        spec = self._made(message)
+        if spec is None:
+            return None
+        if not any(part.needs_grad for part in spec):
+            return ()
+        answer = None if self._dynamic else self._wire.heard.get(_answer(message, spec))
+        return None if answer is None else gradient_spec(spec, [part.needs_grad for part in answer])
 
     def _hear(self, message: Message) -> Spec:
         header = torch.empty(HEADER, dtype=torch.int64)
         self._wire.wait(self._receive(self._wire.headers, self._wire.peer, HEADER_TAG, [header]))
-        spec = self._wire.heard[self._key_of(message)] = read_header(header)
-        return spec
+        heard = read_header(header)
+        if message.forward:
+            self._wire.heard[self._key_of(message)] = heard
+            return heard
+        spec = self._made(message)
+        assert spec is not None, "a gradient is asked for after its forward"
+        self._wire.heard[_answer(message, spec)] = heard
+        return gradient_spec(spec, [part.needs_grad for part in heard])
 
     def _post(self, spec: Spec) -> None:
         wire = self._wire
+        sent = [part for part in spec if part.needs_grad or self.messages[len(self._posted)].forward]
         if wire.staged:
-            buffers = [torch.empty(part.shape, dtype=part.dtype, pin_memory=True) for part in spec]
+            buffers = [torch.empty(part.shape, dtype=part.dtype, pin_memory=True) for part in sent]
         else:
-            buffers = [torch.empty(part.shape, dtype=part.dtype, device=wire.device) for part in spec]
+            buffers = [torch.empty(part.shape, dtype=part.dtype, device=wire.device) for part in sent]
         works = self._receive(wire.group, wire.peer_in_group, 0, buffers)
         self._posted.append((spec, buffers, works if wire.listener is None else [wire.listener.expect(works)]))
         self._waiting += 1
@@ -305,6 +335,10 @@ class Incoming:
             return [group.recv([buffer], peer, tag) for buffer in buffers]
         except RuntimeError as error:  # closed already
             raise PeerLost((self._wire.peer,), reason(error)) from error
+
+
+def _answer(message: Message, spec: Spec) -> Hashable:
+    return answer_key(message.stage, [part.needs_grad for part in spec])
 
 
 def _send_all(parcel: Parcel) -> None:

@@ -20,7 +20,7 @@ class Cell:
     """One microbatch in one stage, on this rank: its inputs, and the way back through its outputs."""
 
     __slots__ = (
-        "after", "before", "edges", "gradients", "inputs", "kept", "microbatch", "module", "output", "pick",
+        "after", "asked", "before", "edges", "gradients", "inputs", "kept", "microbatch", "module", "output", "pick",
         "returned", "root", "side", "spec", "stage",
     )  # fmt: skip
 
@@ -38,8 +38,9 @@ class Cell:
         self.kept: Sequence[Tensor] = ()  # the outputs themselves, for torch's own split
         self.spec: Spec | None = None  # of the outputs
         self.output: Sequence[Tensor] = ()  # on its way out
-        self.gradients: Sequence[Tensor] = ()  # of the outputs
-        self.returned: Sequence[Tensor] = ()  # gradients of the inputs, on their way out
+        self.gradients: Sequence[Tensor | None] = ()  # of the outputs; None: nobody used that one
+        self.returned: Sequence[Tensor | None] = ()  # gradients of the inputs, on their way out
+        self.asked: tuple[bool, ...] = ()  # which of the inputs asked for one
         self.root: Tensor | None = None  # the loss, on the last stage
 
 

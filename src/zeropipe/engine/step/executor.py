@@ -14,7 +14,7 @@ from zeropipe.core.action import SHARDING, Action, Kind, Overlap, Step, actions_
 from zeropipe.core.schedule import Program
 from zeropipe.engine import torch_private
 from zeropipe.engine.backward.splitters import Pass, Splitter
-from zeropipe.engine.comm.edges import Incoming, Message, Outgoing, Spec, Wire, gradient_spec, spec_of
+from zeropipe.engine.comm.edges import Incoming, Message, Outgoing, Spec, Wire, answer_key, spec_of
 from zeropipe.engine.mesh.shards import Reduction, Shards
 from zeropipe.engine.stages.contract import Microbatch, Told
 from zeropipe.engine.step.cells import Cell, as_tuple, moved, plain
@@ -56,6 +56,7 @@ class Executor:
         dynamic: bool,
         dynamic_weights: bool,
         made: Made,
+        present: dict[Any, tuple[bool, ...]],
         watchers: Sequence[Watcher] = (),
     ) -> None:
         self._rank, self._outgoing, self._train = rank, outgoing, train
@@ -86,7 +87,7 @@ class Executor:
             # keep a backward on the other waiting for the forward beside it.
             parameters = (p for told in stages.values() for p in told.module.parameters() if p.requires_grad)
             self._accumulators = [torch_private.gradient_edge(parameter) for parameter in parameters]
-        self._made_of = made
+        self._made_of, self._present = made, present
         self._movable = movable(row, stages) if dynamic_weights and train else {}
         self._gap = Gap(device)
         self._ahead: dict[Action, Call] = {}  # what runs a W before its place
@@ -152,7 +153,7 @@ class Executor:
         spec = cell.spec
         if spec is None and not self._dynamic:
             spec = self._made_of.get(self._key_of(message))
-        return None if spec is None else gradient_spec(spec)
+        return spec
 
     # the list of callables
 
@@ -319,7 +320,9 @@ class Executor:
         cell.inputs = [tensor.requires_grad_(part.needs_grad) for part, tensor in zip(spec, tensors)]
 
     def _take_backward(self, cell: Cell, incoming: Incoming, place: int) -> None:
-        _, cell.gradients = incoming.take(place)
+        spec, tensors = incoming.take(place)
+        there = iter(tensors)
+        cell.gradients = [next(there) if part.needs_grad else None for part in spec]
 
     def _forward(self, cell: Cell) -> None:
         microbatch = self._microbatches[cell.microbatch]
@@ -355,8 +358,9 @@ class Executor:
             cell.output = [plain(tensor, name).contiguous() for tensor in outputs]
 
     def _backward(self, cell: Cell, run: Callable[[Pass], None]) -> None:
-        gradients: Sequence[Tensor] | None = cell.gradients
-        roots: Sequence[Any] = cell.kept or cell.edges
+        ways = [way for way in zip(cell.kept or cell.edges, cell.gradients) if way[1] is not None]
+        roots: Sequence[Any] = [root for root, _ in ways]
+        gradients: Sequence[Tensor] | None = [gradient for _, gradient in ways]
         if cell.root is not None:
             roots, gradients = ([cell.root] if cell.root.requires_grad else []), None
         inputs = [x for x in cell.inputs if x.requires_grad]
@@ -365,12 +369,32 @@ class Executor:
 
     def _hand_back(self, cell: Cell) -> None:
         """Give the gradients of the inputs to the stage before; the rest of the cell is done with."""
-        gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in cell.inputs if x.requires_grad]
+        gradients = [x.grad for x in cell.inputs if x.requires_grad]
+        if cell.before is None and cell.stage > 0:
+            cell.asked = tuple(x.requires_grad for x in cell.inputs)
+            gradients = self._as_before(cell, gradients)
         cell.inputs, cell.edges, cell.gradients, cell.kept, cell.root = (), (), (), (), None
         if cell.before is not None:
             cell.before.gradients = gradients
         elif cell.stage > 0:
-            cell.returned = [gradient.contiguous() for gradient in gradients]
+            cell.returned = [None if gradient is None else gradient.contiguous() for gradient in gradients]
+
+    def _as_before(self, cell: Cell, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """The other end expects the gradients that were there the first time: zeros for one that is missing now."""
+        there = tuple(gradient is not None for gradient in gradients)
+        before = there if self._dynamic else self._present.setdefault((cell.stage, cell.asked), there)
+        if there == before:
+            return gradients
+        if any(now and not then for now, then in zip(there, before)):
+            raise EngineError(
+                f"stage {cell.stage} made a gradient for an input that had none before: pass shapes='dynamic' for "
+                "stages that do not use all of their inputs every time"
+            )
+        inputs = [x for x in cell.inputs if x.requires_grad]
+        return [
+            torch.zeros_like(x) if then and gradient is None else gradient
+            for x, gradient, then in zip(inputs, gradients, before)
+        ]
 
     def _send_forward(self, cell: Cell, outgoing: Outgoing) -> None:
         output, cell.output = cell.output, ()
@@ -380,7 +404,7 @@ class Executor:
 
     def _send_backward(self, cell: Cell, outgoing: Outgoing) -> None:
         returned, cell.returned = cell.returned, ()
-        outgoing.send(returned)
+        outgoing.send_backward(returned, answer_key(cell.stage - 1, cell.asked))
 
 
 def colour(row: Sequence[Step], cells: Mapping[tuple[int, int], Cell]) -> bool:

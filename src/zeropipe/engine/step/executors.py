@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -46,6 +47,7 @@ class Executors:
 
     def __init__(self, parts: Parts) -> None:
         self._parts, self._made, self._kept = parts, Made(), dict[tuple[str, int, bool], Executor]()
+        self._present: dict[Any, tuple[bool, ...]] = {}  # which gradients of their inputs stages have sent
         self.recorder: Recorder | None = None
         self.recorded: Schedule | None = None  # what the recorder saw last
 
@@ -67,6 +69,7 @@ class Executors:
     def forget_shapes(self) -> None:
         """Kinds of microbatches are numbered anew."""
         self._made.clear()
+        self._present.clear()
         for outgoing in self._parts.outgoing.values():
             outgoing.forget()
         for wire in self._parts.wires.values():
@@ -90,7 +93,7 @@ class Executors:
             program, parts.rank, parts.stages, parts.outgoing, parts.wires,
             train=use != "forward", device=parts.device, splitter=parts.splitter, shards=parts.shards,
             recv_ahead=parts.options.recv_ahead, dynamic=parts.options.shapes == "dynamic",
-            dynamic_weights=parts.options.dynamic_weights, made=self._made, watchers=watchers,
+            dynamic_weights=parts.options.dynamic_weights, made=self._made, present=self._present, watchers=watchers,
         )  # fmt: skip
 
     def _program(self, use: str, number: int, alike: bool) -> Program:

@@ -37,7 +37,8 @@ def _made(action: Action, cell: Cell) -> Iterator[tuple[str, Tensor]]:
         return
     if action.kind is not Kind.W:
         for tensor in cell.returned or (cell.before.gradients if cell.before is not None else ()):
-            yield "an input's gradient", tensor
+            if tensor is not None:
+                yield "an input's gradient", tensor
     for name, parameter in cell.module.named_parameters():
         if (gradient := peek(parameter)) is not None:
             yield f"a gradient of {name}", gradient
