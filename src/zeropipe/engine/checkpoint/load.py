@@ -58,7 +58,7 @@ class _Plan:
     """Everything that can be wrong is found when this is made."""
 
     def __init__(self, path: Path, team: Team, catalog: Catalog, optimizer: Any, random: bool) -> None:
-        self._catalog, self._device = catalog, team.fabric.device
+        self._catalog, self._device, self._place = catalog, team.fabric.device, team.fabric.place
         self.manifest = manifest = _under_our_names(path, read_manifest(path), catalog)
         self._path, self.folder = path / manifest.folder, manifest.folder
         self._weights, self._states = manifest.under("model"), manifest.under("optim")
@@ -66,15 +66,19 @@ class _Plan:
         self._random = _random_of(manifest, team) if random else {}
         self._optimized = None if optimizer is None else Optimized(optimizer, catalog)
         weights = {name: tensors[0] for name, tensors in catalog.loaded.items()}
-        Reading(self._path, weights, self._weights).check()
+        Reading(self._path, weights, self._weights, self._progress).check()
         if self._optimized is not None:
             self._optimized.check(self._states, manifest.optimizer)
-            Reading(self._path, self._optimized.like(self._states), self._states).check()
+            Reading(self._path, self._optimized.like(self._states), self._states, self._progress).check()
         self.extra = decode(manifest.extra, self._read(manifest.under("extra")))
         self._generators = self._read(self._random)
 
     def _read(self, tensors: Mapping[str, Saved]) -> dict[str, Tensor]:
         return {name: pieces.read_whole(self._path, name, saved) for name, saved in tensors.items()}
+
+    def _progress(self, where: str) -> None:
+        """A rank that reads for long gets on."""
+        self._place.name = f"loading a checkpoint, {where}"
 
     def run(self) -> None:
         """Change the model and the optimizer."""
@@ -87,7 +91,7 @@ class _Plan:
     def _fill(self, into: Mapping[str, list[Tensor]], saved: Mapping[str, Saved]) -> None:
         for number in range(max(map(len, into.values()), default=0)):  # mostly one tensor of a name
             some = {name: tensors[number] for name, tensors in into.items() if number < len(tensors)}
-            Reading(self._path, some, saved).run()
+            Reading(self._path, some, saved, self._progress).run()
 
 
 def _under_our_names(path: Path, manifest: Manifest, catalog: Catalog) -> Manifest:

@@ -115,8 +115,14 @@ def saved_tensors(metadata: Metadata, written: Iterable[Written]) -> dict[str, S
 class Reading:
     """The pieces that make this rank's part of some tensors, found before anything is changed."""
 
-    def __init__(self, folder: Path, state: Mapping[str, Tensor], tensors: Mapping[str, Saved]) -> None:
-        self._folder, self._tensors = folder, tensors
+    def __init__(
+        self,
+        folder: Path,
+        state: Mapping[str, Tensor],
+        tensors: Mapping[str, Saved],
+        progress: Progress = lambda _: None,
+    ) -> None:
+        self._folder, self._tensors, self._progress = folder, tensors, progress
         metadata = Metadata({name: _described(tensors[name]) for name in state})
         self._planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._planner.set_up_planner(dict(state), metadata, False)
@@ -129,6 +135,7 @@ class Reading:
     def check(self) -> None:
         """ConfigError if the bytes are not those that were written."""
         for piece, name in {self._piece(item): item.storage_index.fqn for item in self._items}.items():
+            self._progress(f"checking {name}")
             check_piece(self._folder, name, piece)
 
     @torch.no_grad()
@@ -138,6 +145,7 @@ class Reading:
         for item in self._items:
             if self._piece(item) is not last:
                 last = self._piece(item)
+                self._progress(f"reading {item.storage_index.fqn}")
                 stored = _load(self._folder, last)
             part = stored
             for dimension, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths)):

@@ -106,6 +106,8 @@ def _start(
     mine = plans[fabric.rank]
     wanted = {item.index.fqn for item in mine.items}
     own = {name: staged(tensor) if asynchronous else tensor for name, tensor in state.items() if name in wanted}
+    if fabric.device.type == "cuda":  # the thread that writes has a stream of its own
+        torch.cuda.synchronize(fabric.device)
     target = Target(path, shares[0].token or "")
     facts = json.loads(shares[0].facts)
     layout = written_by(team.schedule, fabric.layout)

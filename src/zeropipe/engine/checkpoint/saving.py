@@ -10,8 +10,11 @@ import pickle
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
+
+import torch
 
 from zeropipe.engine.checkpoint.manifest import Target
 from zeropipe.engine.comm.fabric import Fabric
@@ -35,6 +38,7 @@ class Saving:
         self.path: Path = target.path
         self._target, self._fabric, self._key = target, fabric, f"checkpoint/{target.folder.name}"
         self._where, self._error = "its start", ""
+        self._looked, self._written = time.monotonic(), 0
         self._waits: tuple[int, ...] = ()
         self._thread = threading.Thread(target=self._run, args=(write, finish), name="zeropipe-saving", daemon=True)
         self._thread.start()
@@ -50,7 +54,7 @@ class Saving:
         if not self.done:
             place.enter(f"the checkpoint {self.path}")
             while not self.done:
-                place.name, place.waits = f"the checkpoint {self.path}, {self._where}", self._waits
+                place.name, place.waits = f"the checkpoint {self.path}, {self._where}{self._size()}", self._waits
                 self._thread.join(0.02)
             place.waits = ()
             place.enter(BETWEEN)
@@ -61,6 +65,8 @@ class Saving:
 
     def _run(self, write: Write, finish: Finish) -> None:
         try:
+            if self._fabric.device.type == "cuda":  # a thread starts on the first GPU
+                torch.cuda.set_device(self._fabric.device)
             written = _outcome(lambda: write(self._progress))
             self._fabric.board.note(f"{self._key}/{self._fabric.rank}", pickle.dumps(written))
             if self._fabric.rank == 0:
@@ -77,6 +83,15 @@ class Saving:
 
     def _progress(self, where: str) -> None:
         self._where = where
+
+    def _size(self) -> str:
+        """How much of a long file is there, at most every second: a rank that writes gets on."""
+        if time.monotonic() - self._looked > 1.0:
+            self._looked = time.monotonic()
+            with suppress(OSError):
+                files = self._target.folder.glob(f"__{self._fabric.rank}_*")
+                self._written = sum(file.stat().st_size for file in files)
+        return f" ({self._written:,} bytes)" if self._written else ""
 
     def _conclude(self, finish: Finish) -> str:
         """On the first rank: what is wrong, or nothing and the checkpoint is visible."""
