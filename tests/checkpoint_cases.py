@@ -384,3 +384,11 @@ def wrong_ranks(schedule: Schedule) -> list[str]:
             told(lambda: next(engine.named_weights([7]))),
             told(lambda: next(engine.named_weights([dist.get_rank()]))),
         ]
+
+
+def published_and_merged(schedule: Schedule, config: Any, lora: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """On rank 0: the weights of a model as it is published, and with its adapter merged."""
+    with Engine(schedule, hf_stages(config, schedule, dist.get_rank())) as engine:
+        published = dict(engine.named_weights([0], published=True))
+    with Engine(schedule, hf_stages(config, schedule, dist.get_rank(), adapter=lora)) as engine:
+        return published, dict(engine.named_weights([0], merge=True))

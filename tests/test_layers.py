@@ -38,7 +38,7 @@ ROOMS = {
     "masters": set(),
     "options": {"blocks"},
     "setup": {"options", "comm", "layout", "mesh", "stages"},
-    "checkpoint": {"torch_private", "backward", "comm", "layout", "masters", "setup", "stages"},
+    "checkpoint": {"torch_private", "transformers_private", "backward", "comm", "layout", "masters", "setup", "stages"},
     "engine": {"backward", "blocks", "checkpoint", "comm", "layout", "mesh", "options", "setup", "stages", "step"},
     "run": {"torch_private", "blocks", "comm", "mesh", "stages", "step", "engine"},
     "profile": {"stages", "step", "engine", "run"},

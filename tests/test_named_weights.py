@@ -7,9 +7,13 @@ import pytest
 pytest.importorskip("torch")
 
 import checkpoint_cases as cases
+import torch
 from engine_helpers import ranks
+from safetensors.torch import load_file
+from stage_models import CONFIGS
 
 import zeropipe as zp
+from zeropipe.engine import hf_model
 
 BLOCKS, TIED, LLAMA = cases.Model(False), cases.Model(True), cases.Model(False, {})
 
@@ -49,3 +53,27 @@ def test_ranks_that_are_not_there_are_refused():
     for first, second in ranks(4).run(cases.wrong_ranks, zp.build("1f1b", ranks=4, microbatches=4)):
         assert first == "rank 0: ranks=[7]: give some of 0 to 3, or None for all"
         assert second == "rank 1 has ranks=(1,), rank 0 has ranks=(0,): give every rank the same"
+
+
+def test_published_forms_and_merged_adapters(tmp_path):
+    peft = pytest.importorskip("peft")
+    config = CONFIGS["qwen3-moe"]()
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    schedule = zp.build("1f1b", ranks=4, microbatches=4)
+    (published, merged), *others = ranks(4).run(cases.published_and_merged, schedule, config, lora)
+    assert others == [({}, {})] * 3
+    hf_model(config).save_pretrained(tmp_path)
+    wanted = load_file(tmp_path / "model.safetensors")
+    assert published.keys() == wanted.keys()
+    assert all(torch.equal(published[name], wanted[name]) for name in wanted)
+    plain, adapted = hf_model(config).state_dict(), dict(hf_model(config, adapter=lora).named_parameters())
+    assert merged.keys() == plain.keys()
+    changed = 0
+    for name, weight in plain.items():
+        layer = name.removesuffix(".weight")
+        if f"{layer}.lora_A.default.weight" in adapted:
+            b, a = (adapted[f"{layer}.lora_{side}.default.weight"].detach() for side in "BA")
+            weight = weight + (lora.lora_alpha / lora.r) * b @ a
+            changed += 1
+        torch.testing.assert_close(merged[name], weight)
+    assert changed == 8

@@ -261,13 +261,17 @@ class Engine:
 
     # weights
 
-    def named_weights(self, ranks: Iterable[int] | None = None) -> Iterator[tuple[str, Tensor]]:
+    def named_weights(
+        self, ranks: Iterable[int] | None = None, *, merge: bool = False, published: bool = False
+    ) -> Iterator[tuple[str, Tensor]]:
         """(Name, whole tensor) of the whole model, stage by stage, one at a time: to hand weights to other programs.
 
         Every rank iterates; those in `ranks` (all if not given) get the tensors, copies on the engine's device, the
         others nothing. Names are those of the model's `state_dict()`; a tied tensor comes once, a sharded one whole.
+        `merge`: with a LoRA adapter added to the weights. `published`: a Hugging Face model's tensors as its family is
+        published, which other programs load.
         """
-        return named_weights(self.together, ranks)
+        return named_weights(self.together, ranks, merge, published)
 
     @contextmanager
     def together(self, where: str, refusing: bool = True) -> Iterator[Team]:

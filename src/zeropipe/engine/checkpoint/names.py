@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +13,10 @@ from torch import Tensor, nn
 from zeropipe.core.schedule import Schedule
 from zeropipe.engine.comm.fabric import Fabric
 from zeropipe.engine.setup import agree
+from zeropipe.engine.stages import save
+from zeropipe.engine.stages.adapters import adapter_in, wrapped, wrappers
 from zeropipe.engine.stages.contract import Told
+from zeropipe.engine.stages.hf import HFStage
 from zeropipe.engine.stages.whole import computed, unwrapped_name
 from zeropipe.errors import ConfigError
 
@@ -51,6 +54,7 @@ class Own:
     stage: int
     name: str  # in the whole model
     tensor: Tensor
+    merged: Callable[[], Tensor] | None = None  # the tensor with an adapter added to it
 
 
 class _Word(NamedTuple):
@@ -68,9 +72,15 @@ class Catalog:
     Of the names of tied tensors one counts: that in the first stage. It is the only one that is saved.
     """
 
-    def __init__(self, team: Team) -> None:
-        self.own = [own for stage in sorted(team.stages) for own in own_tensors(team.stages[stage])]
-        words = agree(team.fabric, lambda: _word(self.own, team.stages))
+    def __init__(self, team: Team, merge: bool = False) -> None:
+        self.own: list[Own] = []
+
+        def look() -> _Word:
+            for stage in sorted(team.stages):
+                self.own += merged_tensors(team.stages[stage]) if merge else own_tensors(team.stages[stage])
+            return _word(self.own, team.stages)
+
+        words = agree(team.fabric, look)
         self.stages = _stages(words)
         self.ties = _ties(words, self.stages)
 
@@ -83,6 +93,10 @@ class Catalog:
         """All that is saved, in the order of the model."""
         every = (tensor for stage in sorted(self.stages) for tensor in self.stages[stage])
         return {tensor.name: tensor for tensor in every if tensor.name not in self.ties}
+
+    def owner(self, name: str) -> Own:
+        """What this rank holds under a counted name."""
+        return next(own for own in self.own if own.name == name)
 
     @cached_property
     def saved(self) -> dict[str, Tensor]:
@@ -124,6 +138,27 @@ def own_tensors(told: Told) -> list[Own]:
     parameters = dict(module.named_parameters(remove_duplicate=False))
     full = _full_names(told, parameters, buffers)
     return [Own(told.number, full[name], tensor) for name, tensor in (parameters | buffers).items()]
+
+
+def merged_tensors(told: Told) -> list[Own]:
+    """A stage's tensors as they are without the adapter's layers, which are added to them."""
+    stage = told.module
+    adapter = adapter_in(stage) if isinstance(stage, HFStage) else None
+    if not isinstance(stage, HFStage) or adapter is None:
+        return own_tensors(told)
+    around = {stage.full_name(name): module for name, module in wrappers(stage).items()}
+    bare = {own.name: own.tensor for own in own_tensors(told)}
+    found = []
+    for name, get in save.merged_tensors(stage, adapter.name).items():
+        outer = next((module for wrapper, module in around.items() if name.startswith(f"{wrapper}.")), None)
+        if outer is None:
+            found.append(Own(told.number, name, bare[name]))
+            continue
+        if any(hasattr(tensor, "full_tensor") for tensor in outer.parameters()):
+            raise ConfigError(f"the adapter on {name} is sharded and cannot be merged: ask for merge=False")
+        leaf = name.rpartition(".")[2]
+        found.append(Own(told.number, name, dict(wrapped(outer).named_parameters())[leaf], get))
+    return found
 
 
 def _full_names(told: Told, parameters: Iterable[str], buffers: Iterable[str]) -> dict[str, str]:

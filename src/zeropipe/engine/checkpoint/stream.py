@@ -2,35 +2,50 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zeropipe.engine.backward.gradients import local
-from zeropipe.engine.checkpoint.names import Catalog, Described, Team
-from zeropipe.engine.setup import same_everywhere
+from zeropipe.engine.checkpoint.names import Catalog, Described, Own, Team
+from zeropipe.engine.setup import agree, same_everywhere
+from zeropipe.engine.stages.hf import HFStage
+from zeropipe.engine.stages.save import layer_of, whole_of
+from zeropipe.engine.stages.whole import Whole
 from zeropipe.engine.torch_private import like
+from zeropipe.engine.transformers_private import published as published_form
 from zeropipe.errors import ConfigError
 
 WHERE = "the stream of weights"
 Together = Callable[..., AbstractContextManager[Team]]
 
 
-def named_weights(together: Together, ranks: Iterable[int] | None) -> Iterator[tuple[str, Tensor]]:
+def named_weights(
+    together: Together, ranks: Iterable[int] | None, merge: bool = False, published: bool = False
+) -> Iterator[tuple[str, Tensor]]:
     """(Name, whole tensor), stage by stage. A rank that does not ask gets nothing, and takes part all the same.
 
-    A tensor is gathered when it is its turn, and nobody keeps it: there is never more than one of them. A rank that
-    stops in the middle takes part in the rest when its iterator is closed, so that the others are not left alone.
+    A tensor is gathered when it is its turn, and nobody keeps it: there is never more than one of them (of a layer, if
+    they are to be as they are published). A rank that stops in the middle takes part in the rest when its iterator is
+    closed, so that the others are not left alone.
     """
     with together(WHERE) as team:
-        catalog = Catalog(team)
-        same_everywhere(team.fabric, lambda: {"ranks": _asking(ranks, team.fabric.size)})
-        asking = _asking(ranks, team.fabric.size)
+        size = team.fabric.size
+        same_everywhere(team.fabric, lambda: {"ranks": _asking(ranks, size), "merge": merge, "published": published})
+        catalog, asking = Catalog(team, merge), _asking(ranks, size)
+        whole = _published_as(team) if published else None
     turns = [(stage, tensor) for stage in sorted(catalog.stages) for tensor in catalog.stages[stage]]
-    turns = [(stage, tensor) for stage, tensor in turns if tensor.name not in catalog.ties]
+    weights = _weights(together, catalog, [turn for turn in turns if turn[1].name not in catalog.ties], asking)
+    return weights if whole is None else _published(whole, weights)
+
+
+def _weights(
+    together: Together, catalog: Catalog, turns: list[tuple[int, Described]], asking: tuple[int, ...]
+) -> Iterator[tuple[str, Tensor]]:
     waiting = iter(turns)
 
     def take(stage: int, tensor: Described) -> Tensor | None:
@@ -49,6 +64,27 @@ def named_weights(together: Together, ranks: Iterable[int] | None) -> Iterator[t
         raise
 
 
+def _published_as(team: Team) -> Whole:
+    """The model that the stages are of."""
+
+    def look() -> Whole:
+        module = next(iter(team.stages.values())).module
+        if not isinstance(module, HFStage):
+            raise ConfigError(f"published=True with a {type(module).__name__}: it is for stages of hf_stages")
+        return whole_of(module)
+
+    found: list[Whole] = []
+    agree(team.fabric, lambda: found.append(look()))
+    return found[0]
+
+
+def _published(whole: Whole, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """A layer at a time, under the names and in the shapes in which its family is published."""
+    with closing(weights):  # type: ignore[type-var]
+        for _, layer in itertools.groupby(weights, key=lambda item: layer_of(item[0])):
+            yield from published_form(whole.model, dict(layer)).items()
+
+
 def _asking(ranks: Iterable[int] | None, size: int) -> tuple[int, ...]:
     found = tuple(range(size)) if ranks is None else tuple(sorted(set(ranks)))
     if any(not isinstance(rank, int) or not 0 <= rank < size for rank in found):
@@ -63,7 +99,7 @@ def _whole(team: Team, catalog: Catalog, stage: int, tensor: Described, asking: 
     receivers = tuple(rank for rank in layout.pipeline if rank in asking)
     mine: Tensor | None = None
     if stage in team.stages and home == layout.rank:
-        mine = _gathered(catalog.saved[tensor.name], fabric.device, receivers != ())
+        mine = _gathered(catalog.owner(tensor.name), fabric.device, receivers != ())
     members = tuple(sorted({home, *receivers}))
     if layout.rank in members and len(members) > 1:
         if mine is None:
@@ -72,11 +108,14 @@ def _whole(team: Team, catalog: Catalog, stage: int, tensor: Described, asking: 
     return mine if layout.rank in receivers else None
 
 
-def _gathered(tensor: Any, device: torch.device, wanted: bool) -> Tensor | None:
+def _gathered(own: Own, device: torch.device, wanted: bool) -> Tensor | None:
     """A copy of a whole tensor on the engine's device; all processes that have a piece of it come here."""
+    if own.merged is not None:
+        return own.merged().detach().to(device) if wanted else None
+    tensor: Any = own.tensor
     piece = local(tensor.detach())
     if hasattr(tensor, "full_tensor"):
         spread = tensor.detach() if piece.device == device else like(tensor, piece.to(device))
         whole = spread.full_tensor()
         return whole.clone() if whole.data_ptr() == piece.data_ptr() else whole.contiguous()
-    return piece.to(device, copy=True) if wanted else None
+    return piece.to(device, copy=True).contiguous() if wanted else None

@@ -76,7 +76,7 @@ class _Model:
     """A whole model; an adapter in it is merged."""
 
     def __init__(self, stage: HFStage, adapter: Adapter | None) -> None:
-        self._whole, self._config = _whole(stage), config_of(stage)
+        self._whole, self._config = whole_of(stage), config_of(stage)
         self._adapter = adapter.name if adapter else ""
         self._names = names_saved(self._whole)
 
@@ -84,7 +84,7 @@ class _Model:
         require_same_model(directory, self._config)
 
     def write(self, number: int, stage: HFStage, folder: Path) -> Part:
-        tensors = {self._saved_as(n): get for n, get in _merged(stage, self._adapter).items()}
+        tensors = {self._saved_as(n): get for n, get in merged_tensors(stage, self._adapter).items()}
         tensors = {name: get for name, get in tensors.items() if name in self._names}
         return write_files(self._whole, tensors, number, folder, _MOST_BYTES)
 
@@ -118,7 +118,7 @@ class _Adapter:
     """An adapter alone."""
 
     def __init__(self, stage: HFStage, adapter: Adapter) -> None:
-        self._injected = Injected(_whole(stage), adapter)
+        self._injected = Injected(whole_of(stage), adapter)
         self._config = copy.deepcopy(self._injected.config)
         self._config.inference_mode = True  # what peft writes too
         if origin := getattr(stage.whole_config, "_name_or_path", ""):
@@ -175,7 +175,7 @@ def _write(
             workshop.add(number, form.write(number, stage, workshop.path))
 
 
-def _merged(stage: HFStage, adapter: str) -> Tensors:
+def merged_tensors(stage: HFStage, adapter: str) -> Tensors:
     """A stage's tensors by their names in a model without adapter."""
     around = wrappers(stage)
     inside = tuple(f"{name}." for name in around)
@@ -193,7 +193,7 @@ def _merged(stage: HFStage, adapter: str) -> Tensors:
 def _in_files(whole: Whole, tensors: Tensors, most_bytes: int) -> Iterator[dict[str, Tensor]]:
     """Tensors as they are published, on the CPU, as many at once as go into a file."""
     content: dict[str, Tensor] = {}
-    for layer in _by_layer(tensors):
+    for layer in by_layer(tensors):
         for name, tensor in published(whole.model, {name: get() for name, get in layer.items()}).items():
             if content and sum(t.nbytes for t in content.values()) + tensor.nbytes > most_bytes:
                 yield content
@@ -203,12 +203,17 @@ def _in_files(whole: Whole, tensors: Tensors, most_bytes: int) -> Iterator[dict[
         yield content
 
 
-def _by_layer(tensors: Tensors) -> list[Tensors]:
+def by_layer(tensors: Tensors) -> list[Tensors]:
     """A published tensor is made of tensors of one layer."""
     layers: dict[str, Tensors] = {}
     for name, get in tensors.items():
-        layers.setdefault("".join(re.match(r"(.*?\.\d+\.)?", name).groups("")), {})[name] = get
+        layers.setdefault(layer_of(name), {})[name] = get
     return list(layers.values())
+
+
+def layer_of(name: str) -> str:
+    """The part of a tensor's name that says which layer it is of; nothing for one outside of the layers."""
+    return "".join(re.match(r"(.*?\.\d+\.)?", name).groups(""))  # type: ignore[union-attr]
 
 
 def _alone(tensor: Tensor) -> Tensor:
@@ -217,7 +222,8 @@ def _alone(tensor: Tensor) -> Tensor:
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
-def _whole(stage: HFStage) -> Whole:
+def whole_of(stage: HFStage) -> Whole:
+    """The model that a stage is a part of, without memory."""
     return Whole(meta_model(stage.whole_config, stage.lm.dtype), stage.head)
 
 
