@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: run test test-full check bench gallery models clean
+.PHONY: run test test-full test-torchtitan test-archon check bench gallery models clean
 
 run: $(STAMP)
 	@mkdir -p out
@@ -21,6 +21,27 @@ test: check
 # what `test` leaves out: every checkpointing mode compiled under every schedule, with a cold and a warm cache
 test-full: $(STAMP)
 	$(BIN)/python -m pytest -q -m full
+
+# Our schedules in other people's trainers: each has a virtual environment of its own, made from PyPI.
+test-torchtitan: .venv-torchtitan/.installed
+	.venv-torchtitan/bin/python -m pytest -q --confcutdir tests/integrations tests/integrations/test_torchtitan.py
+
+test-archon: .venv-archon/.installed
+	.venv-archon/bin/python -m pytest -q --confcutdir tests/integrations tests/integrations/test_archon.py
+
+.venv-torchtitan/.installed: pyproject.toml constraints.txt tests/integrations/torchtitan.txt
+	test -x .venv-torchtitan/bin/python || $(PYTHON) -m venv .venv-torchtitan
+	.venv-torchtitan/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e . \
+		-r tests/integrations/torchtitan.txt
+	touch $@
+
+# areal pins a torch and CUDA packages that its Archon does not need: its own dependencies are left out
+.venv-archon/.installed: pyproject.toml constraints.txt tests/integrations/archon.txt
+	test -x .venv-archon/bin/python || $(PYTHON) -m venv .venv-archon
+	.venv-archon/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e . \
+		-r tests/integrations/archon.txt
+	.venv-archon/bin/pip install --quiet --disable-pip-version-check --no-deps areal==1.0.4
+	touch $@
 
 check: $(STAMP)
 	$(BIN)/ruff check src tests bench examples docs/gallery.py docs/models.py
@@ -43,4 +64,4 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist out
+	rm -rf $(VENV) .venv-torchtitan .venv-archon build dist out

@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "engine": BASE | {"core", "torch", "numpy", "transformers", "safetensors", "peft"},
     "search": BASE | {"core", "schedules", "sim", "numpy", "ortools"},
     "pipelining": BASE | {"core", "schedules", "engine", "torch"},
-    "integrations": BASE | {"core", "schedules", "engine", "pipelining", "torch"},
+    "integrations": BASE | {"core", "schedules", "engine", "pipelining", "torch", "torchtitan", "areal"},
     "app": BASE | {"core", "schedules", "sim", "search", "viz", "fastapi", "starlette", "uvicorn", "pydantic"},
     "cli": BASE | {"core", "schedules", "sim", "search", "viz", "app", "engine", "click", "rich"},
     "__main__": {"cli"},

@@ -1,0 +1,89 @@
+"""torchtitan's models under our schedules: `pipeline_llm`, to be used as a ModelSpec's `pipelining_fn`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+
+from zeropipe.errors import ConfigError
+from zeropipe.integrations.chosen import Chosen, chosen
+
+try:
+    from torchtitan.distributed import pipeline_parallel as titan
+    from torchtitan.tools.logging import logger
+except ImportError as error:
+    raise ConfigError(f"zeropipe.integrations.torchtitan needs torchtitan (0.3.0): {error}") from error
+
+
+def pipeline_llm(
+    model: nn.Module,
+    *,
+    parallel_dims: Any,
+    training: Any,
+    parallelism: Any,
+    compile_config: Any,
+    ac_config: Any,
+    dump_folder: str,
+    device: torch.device,
+    model_config: Any,
+    parallelize_fn: Callable[..., nn.Module],
+    loss_fn: Callable[..., tuple[Tensor, Any]],
+) -> tuple[Any, list[nn.Module], bool, bool]:
+    """As torchtitan's function of the same name: (schedule, this rank's model parts, has first, has last stage).
+
+    `pipeline_parallel_schedule` may be any schedule with one copy of each stage, by torch's name or ours;
+    `pipeline_parallel_schedule_csv` a CSV or a JSON file, such as `zeropipe search` writes.
+    """
+    choice = chosen(parallelism.pipeline_parallel_schedule_csv or parallelism.pipeline_parallel_schedule)
+    num_microbatches = _num_microbatches(training, parallelism)
+    names = parallelism.module_fqns_per_model_part or _names(choice, parallel_dims.pp, parallelism, model_config)
+    placement = choice.placement(parallel_dims.pp, len(names))
+    mesh = parallel_dims.get_mesh("pp")
+    stages = []
+    for number in placement.stages_of(mesh.get_local_rank()):
+        part = parallelize_fn(
+            titan._split_module(model, names[number]),
+            parallel_dims=parallel_dims,
+            training=training,
+            parallelism=parallelism,
+            compile_config=compile_config,
+            ac_config=ac_config,
+            dump_folder=dump_folder,
+        )
+        get_mesh = titan._build_get_mesh_callback(parallel_dims)
+        stages.append(PipelineStage(part, number, len(names), device, group=mesh.get_group("pp"), get_mesh=get_mesh))
+
+    def scalar_loss(*args: Any, **kwargs: Any) -> Tensor:
+        return loss_fn(*args, **kwargs)[0]
+
+    schedule = choice.make(stages, num_microbatches, scalar_loss)
+    logger.info(
+        f"zeropipe runs {schedule.schedule.name} with {num_microbatches} microbatches, {placement.name} placement: "
+        f"stages {', '.join(str(stage.stage_index) for stage in stages)} of {len(names)} on this rank"
+    )
+    parts = [stage.submod for stage in stages]
+    return schedule, parts, any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)
+
+
+def _num_microbatches(training: Any, parallelism: Any) -> int:
+    batch, size = training.local_batch_size, parallelism.pipeline_parallel_microbatch_size
+    if size < 1 or batch % size:
+        raise ConfigError(
+            f"training.local_batch_size={batch} cannot be cut into microbatches of "
+            f"parallelism.pipeline_parallel_microbatch_size={size}: give a divisor"
+        )
+    return batch // size
+
+
+def _names(choice: Chosen, num_ranks: int, parallelism: Any, model_config: Any) -> list[list[str]]:
+    """The names of the modules of each stage, as torchtitan spreads them."""
+    first_less = parallelism.pipeline_parallel_first_stage_less_layers
+    last_less = parallelism.pipeline_parallel_last_stage_less_layers
+    num_layers = len(model_config.layers)
+    per_stage = parallelism.pipeline_parallel_layers_per_stage
+    num_stages = choice.num_stages(num_ranks, num_layers, per_stage, first_less, last_less)
+    return titan._generate_llm_fqn_per_model_part(num_stages, num_layers, first_less, last_less)

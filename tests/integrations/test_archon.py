@@ -1,0 +1,111 @@
+"""AReaL's Archon through zeropipe.integrations.archon: `make test-archon`."""
+
+import pytest
+
+pytest.importorskip("areal", reason="areal is not installed: make test-archon")
+
+import archon_cases
+from archon_cases import Case
+
+import zeropipe as zp
+from zeropipe.engine import LocalRanks
+
+COMPILED = 1e-5  # float32, other kernels
+SCHEDULES = ["1F1B", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV"]
+MODELS = ["qwen2", "qwen3"]
+
+
+@pytest.fixture(scope="module")
+def two():
+    with LocalRanks(2, preload=["archon_cases"]) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_train_and_eval_equal_the_model_without_pipelines(two, model, schedule):
+    """Microbatches of their own lengths; evaluated before and after training."""
+    assert max(two.run(archon_cases.beside_sequential, Case(model, schedule), timeout=300)) == 0.0
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_gradients_equal_archons_own(two, model, schedule):
+    assert max(two.run(archon_cases.beside_archon, Case(model, schedule), timeout=300)) == 0.0
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "v-half", "v-min", "hanayo", "interleaved-zb"])
+def test_schedules_that_torch_does_not_have(two, schedule):
+    assert max(two.run(archon_cases.beside_sequential, Case("qwen3", schedule), timeout=300)) == 0.0
+
+
+@pytest.mark.parametrize("ac", [None, "op", "full"])
+@pytest.mark.parametrize("model", MODELS)
+def test_compiled_and_checkpointed_zbv(two, model, ac):
+    case = Case(model, "ZBVZeroBubble", compile=True, ac=ac)
+    assert max(two.run(archon_cases.beside_sequential, case, timeout=900)) < COMPILED
+
+
+@pytest.mark.parametrize("ac", ["op", "full"])
+def test_checkpointed_zbv(two, ac):
+    assert max(two.run(archon_cases.beside_sequential, Case("qwen3", "ZBVZeroBubble", ac=ac), timeout=300)) == 0.0
+
+
+def test_a_schedule_from_a_file(two, tmp_path):
+    path = tmp_path / "zbv.csv"
+    path.write_text(zp.to_csv(zp.build("zbv", ranks=2, microbatches=4)))
+    assert max(two.run(archon_cases.beside_sequential, Case("qwen3", str(path)), timeout=300)) == 0.0
+
+
+def test_a_file_that_takes_losses_out_of_order_is_refused(tmp_path):
+    path = tmp_path / "reordered.csv"
+    swap = {"F0": "F1", "F1": "F0", "B0": "B1", "B1": "B0"}
+    rows = zp.to_csv(zp.build("1f1b", ranks=2, microbatches=4)).splitlines()
+    path.write_text("\n".join(",".join(c[:-2] + swap.get(c[-2:], c[-2:]) for c in row.split(",")) for row in rows))
+    with LocalRanks(2, preload=["archon_cases"]) as ranks:
+        outcomes = ranks.outcomes(archon_cases.beside_sequential, Case("qwen3", str(path)), timeout=300)
+    assert any("Archon takes losses in order" in str(outcome) for outcome in outcomes), outcomes
+
+
+def test_what_archon_switches_off_stays_on(two):
+    """(compile, checkpointing mode, pad to maximum, rank of the last stage is 0)."""
+    case = Case("qwen3", "ZBVZeroBubble", compile=True, ac="op")
+    assert two.run(archon_cases.kept, case)[0] == (False, "full", True, True)
+    assert two.run(archon_cases.kept_by_us, case)[0] == (True, "selective", True, True)
+    eager = case._replace(compile=False)
+    assert two.run(archon_cases.kept_by_us, eager)[0] == (False, "selective", False, True)
+
+
+def test_the_last_stages_rank_is_the_placements(two):
+    for schedule, is_first in {"1F1B": False, "DualPipeV": True, "v-half": True, "interleaved-zb": False}.items():
+        case = Case("qwen3", schedule, ac="full")
+        assert two.run(archon_cases.kept_by_us, case)[1][3] == is_first
+
+
+def test_nothing_is_padded_to_the_maximum(two):
+    mine, theirs = two.run(archon_cases.lengths)[0]
+    assert len(set(theirs)) == 1
+    assert len(set(mine)) > 1
+    assert max(mine) < theirs[0]
+
+
+def test_sharded_stages():
+    with LocalRanks(4, preload=["archon_cases"]) as four:
+        case = Case("qwen3", "ZBVZeroBubble", shards=2)
+        assert max(four.run(archon_cases.beside_sequential, case, timeout=300)) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "case, says",
+    [
+        (Case("qwen3", "ZBVZeroBubble"), "steal_bwd_input"),
+        (Case("qwen3", "1F1B"), "StopIteration"),
+        (Case("qwen3", "v-half"), "v-half"),
+    ],
+    ids=["eval of V", "training", "our name"],
+)
+def test_archon_alone_cannot(case, says):
+    """What the tests above do is not possible without us, on this torch."""
+    with LocalRanks(2, preload=["archon_cases"], grace=5) as ranks:
+        outcomes = ranks.outcomes(archon_cases.alone, case, timeout=300)
+    assert any(says in str(outcome) for outcome in outcomes), outcomes

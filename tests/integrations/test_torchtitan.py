@@ -1,0 +1,95 @@
+"""torchtitan's models through zeropipe.integrations.torchtitan: `make test-torchtitan`."""
+
+import pytest
+
+pytest.importorskip("torchtitan", reason="torchtitan is not installed: make test-torchtitan")
+
+import titan_cases
+from titan_cases import Case
+
+import zeropipe as zp
+from zeropipe.engine import LocalRanks
+
+COMPILED = 1e-5  # float32, other kernels, five steps
+
+
+@pytest.fixture(scope="module")
+def two():
+    with LocalRanks(2, preload=["titan_cases"]) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize("schedule", ["ZBVZeroBubble", "DualPipeV"])
+@pytest.mark.parametrize("model", ["llama3", "qwen3"])
+def test_five_steps_equal_torchtitans_own(two, model, schedule):
+    assert max(two.run(titan_cases.beside_torchtitan, Case(model, schedule), timeout=600)) == 0.0
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
+def test_whole_backward_equals_torchtitans_own(two, schedule):
+    case = Case("llama3", schedule, steps=2)
+    assert max(two.run(titan_cases.beside_torchtitan, case, timeout=600)) == 0.0
+
+
+@pytest.mark.parametrize("model", ["llama3", "qwen3"])
+@pytest.mark.parametrize("schedule", ["ZBVZeroBubble", "DualPipeV"])
+def test_compiled_with_selective_checkpointing(two, model, schedule):
+    eager = Case(model, schedule)
+    case = eager._replace(compile=True, ac="selective")
+    assert max(two.run(titan_cases.beside_torchtitan, case, eager, timeout=900)) < COMPILED
+
+
+@pytest.mark.parametrize("schedule", ["v-half", "zb-h1"])
+def test_our_own_schedules(two, schedule):
+    case = Case("llama3", schedule, steps=2, ac="selective")
+    assert max(two.run(titan_cases.beside_plain, case, timeout=600)) < 1e-5
+
+
+def test_a_schedule_from_a_file(two, tmp_path):
+    text = zp.to_csv(zp.build("zbv", ranks=2, microbatches=6))
+    case = Case("llama3", "1F1B", steps=2)
+    assert max(two.run(titan_cases.from_file, case, text, str(tmp_path), timeout=600)) < 1e-5
+
+
+def test_chunked_loss(two):
+    case = Case("llama3", "ZBVZeroBubble", steps=2, chunked=True)
+    assert max(two.run(titan_cases.beside_plain, case, timeout=600)) < 1e-5
+
+
+def test_sharded_stages_equal_torchtitans_own():
+    with LocalRanks(4, preload=["titan_cases"]) as four:
+        case = Case("llama3", "ZBVZeroBubble", shards=2, steps=2)
+        assert max(four.run(titan_cases.beside_torchtitan, case, timeout=600)) == 0.0
+
+
+@pytest.mark.parametrize(
+    "case, says",
+    [
+        (Case("llama3", "ZBVZeroBubble", compile=True, steps=1), "donated buffers"),
+        (Case("llama3", "ZBVZeroBubble", ac="selective", steps=1), "backward an extra time"),
+        (Case("llama3", "v-half", steps=1), "v-half"),
+    ],
+    ids=["compile", "selective", "our name"],
+)
+def test_torchtitan_alone_cannot(case, says):
+    """What the tests above do is not possible without us."""
+    with LocalRanks(2, preload=["titan_cases"], grace=5) as ranks:
+        outcomes = ranks.outcomes(titan_cases.alone, case, timeout=600)
+    assert any(says in f"{outcome.text}{outcome.details}" for outcome in outcomes), outcomes
+
+
+@pytest.mark.parametrize(
+    "case, says",
+    [
+        (Case("llama3", "dualpipe"), "two copies"),
+        (Case("llama3", "zbw"), "zbv"),
+        (Case("llama3", "ZBVZeroBubble", csv="missing.csv"), "missing.csv"),
+    ],
+    ids=["mirrored", "unknown", "no file"],
+)
+def test_bad_wishes_are_refused_in_one_line(case, says):
+    with LocalRanks(2, preload=["titan_cases"]) as ranks:
+        for outcome in ranks.outcomes(titan_cases.mine, case, timeout=300):
+            assert outcome.foreseen
+            assert says in outcome.text
+            assert "\n" not in outcome.text
