@@ -19,7 +19,7 @@ try:
 except ImportError:
     raise MissingExtra("fastapi", "app") from None
 
-from zeropipe.app import models
+from zeropipe.app import models, planning
 from zeropipe.app.body import Route
 from zeropipe.app.calls import Reply, catalog_call, chart_call, encoded, file_call, listed, simulate_call, upload_call
 from zeropipe.app.desk import SMALL, Desk, Gone
@@ -79,6 +79,7 @@ def create_app(*, hosts: Sequence[str] = (), schedules: Sequence[str] = (), warm
         app.add_exception_handler(kind, handler)
     app.add_exception_handler(Gone, lambda request, error: Response(status_code=499))
     _add_calls(app, Uploads(), desk)
+    _add_plans(app, desk)
     static = files("zeropipe.app").joinpath("static")
     app.mount("/static", StaticFiles(directory=str(static)), name="static")
     app.mount("/viewer", StaticFiles(directory=str(files("zeropipe.viz").joinpath("viewer"))), name="viewer")
@@ -86,6 +87,10 @@ def create_app(*, hosts: Sequence[str] = (), schedules: Sequence[str] = (), warm
     @app.get("/", include_in_schema=False)
     async def page() -> FileResponse:
         return FileResponse(str(static.joinpath("index.html")))
+
+    @app.get("/plan", include_in_schema=False)
+    async def plan_page() -> FileResponse:
+        return FileResponse(str(static.joinpath("plan.html")))
 
     return app
 
@@ -141,6 +146,28 @@ def _add_calls(app: FastAPI, uploads: Uploads, desk: Desk) -> None:
         effort = effort_of(plans) + (SMALL if format in DRAWN_APART else 0)
         lane = desk.lane(effort, [plan.entry for plan in plans if plan.entry])
         return _response(await desk.work(request, lane, Job(file_call, (ask, format, here))))
+
+
+def _add_plans(app: FastAPI, desk: Desk) -> None:
+    """Calls that take seconds: always in a worker process, which stops when the browser no longer waits."""
+    answer = {200: {"model": dict[str, Any]}, **REFUSED}
+
+    @app.get("/api/known", responses={200: answer[200], **_some(403, 503)}, summary="Models and GPUs for plans")
+    async def known(request: Request) -> Response:
+        return _response(await desk.work(request, desk.small, Job(planning.known_call, ())))
+
+    @app.post("/api/plan", responses=answer, summary="What to run, from estimates")
+    async def plan(ask: planning.PlanAsk, request: Request) -> Response:
+        return _response(await desk.work(request, desk.large, Job(planning.plan_call, (ask, planning.MOST))))
+
+    @app.post("/api/plan/row", responses=answer, summary="The timeline of a plan's row")
+    async def row(ask: planning.RowAsk, request: Request) -> Response:
+        lane = desk.lane(planning.row_actions(ask))
+        return _response(await desk.work(request, lane, Job(planning.row_call, (ask,))))
+
+    @app.post("/api/search", responses=answer, summary="A round of a search for the best schedule of a size")
+    async def search(ask: planning.SearchAsk, request: Request) -> Response:
+        return _response(await desk.work(request, desk.large, Job(planning.search_call, (ask,)), urgent=False))
 
 
 def _some(*statuses: int) -> dict[int | str, dict[str, Any]]:

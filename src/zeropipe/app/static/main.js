@@ -9,6 +9,7 @@ import { packFiles, pasteDialog, takeDrops, unpackFiles, upload } from "./files.
 import { Fold } from "./fold.js";
 import { Form, perWords } from "./form.js";
 import { headline } from "./headline.js";
+import { Searching } from "./searching.js";
 import { Stages } from "./stages.js";
 import { choice, choiceRequest, fromAddress, sizeRequest, takeCosts, toAddress, value } from "./state.js";
 import { Table } from "./table.js";
@@ -45,6 +46,8 @@ async function start() {
     $("download").open = false;
     download(format, null);
   }, FORMATS));
+  const searching = new Searching($("search"), () => sizeRequest(state), takeFile);
+  $("open-search").addEventListener("click", () => searching.open());
   $("share").addEventListener("click", () => share(state, usedFiles()));
   $("choose-file").addEventListener("click", () => $("file").click());
   $("file").addEventListener("change", () => takeFiles([...$("file").files]).then(() => ($("file").value = "")));

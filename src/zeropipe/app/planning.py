@@ -1,0 +1,193 @@
+"""What the Plan page and the search ask for: plans from estimates, a row's timeline, and rounds of a search."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from zeropipe.app.calls import Reply, encoded
+from zeropipe.app.errors import Refusal
+from zeropipe.app.models import Amount, Size, Strict
+from zeropipe.app.work import costs_of
+from zeropipe.core.json import to_json
+from zeropipe.core.limits import PAGE, num_actions
+from zeropipe.core.placement import Problem
+from zeropipe.errors import ConfigError
+from zeropipe.schedules.registry import build, find
+from zeropipe.search.estimate.estimate import estimate, num_parameters
+from zeropipe.search.estimate.gpus import GPUS, find_gpu
+from zeropipe.search.estimate.known import KNOWN
+from zeropipe.search.hunt import Progress
+from zeropipe.search.plan.layouts import Layout
+from zeropipe.search.plan.plan import RESERVE, plan
+from zeropipe.search.plan.result import Plan
+from zeropipe.search.plan.rows import Candidate, Row
+from zeropipe.search.plan.score import Scene
+from zeropipe.search.plan.score import costs_of as stage_costs_of
+from zeropipe.search.search import search
+from zeropipe.sim.compare import stage_costs
+from zeropipe.sim.simulate import simulate
+from zeropipe.viz.payload import payload
+
+MOST = 600  # candidates that the page simulates
+SHOWN = 40  # rows of its table
+DOTS = 400  # of its chart
+LONGEST = 10.0  # seconds of a round of a search
+Count = Annotated[int, Field(ge=1)]
+
+
+class PlanAsk(Strict):
+    """A model, GPUs, memory and a batch."""
+
+    model: Annotated[str, Field(max_length=100, examples=["qwen3-8b"])]
+    gpu: Annotated[str, Field(max_length=40)] = "h100"
+    gpus: Annotated[int, Field(ge=1, le=1024)] = 16
+    gpus_per_node: Annotated[int, Field(ge=1, le=1024)] = 8
+    memory: Amount | None = Field(None, description="Gigabytes of a GPU; its own by default.")
+    batch: Annotated[int, Field(ge=1, le=4096)] = 128
+    sequence: Annotated[int, Field(ge=1, le=2**20)] = 4096
+    compile: bool = True
+
+
+class RowAsk(Strict):
+    """One row of a plan, to see its timeline."""
+
+    plan: PlanAsk
+    pp: Count
+    dp_shard: Count
+    tp: Count
+    schedule: Annotated[str, Field(max_length=100)]
+    stages_per_rank: Count
+    microbatches: Count
+    microbatch_size: Count
+    ac: Annotated[str, Field(max_length=40)]
+    layers: Annotated[list[int], Field(min_length=1, max_length=4096)]
+
+
+class SearchAsk(Size):
+    """One round of a search for the schedule of a size."""
+
+    seconds: Annotated[float, Field(gt=0, le=LONGEST, allow_inf_nan=False)] = 1.0
+    seed: Annotated[int, Field(ge=0, le=2**31)] = 0
+
+
+def known_call() -> Reply:
+    models = {name: num_parameters(name)[0] for name in KNOWN}
+    return Reply(encoded({"models": models, "gpus": {name: gpu.memory / 1e9 for name, gpu in GPUS.items()}}))
+
+
+def plan_call(ask: PlanAsk, most: int) -> Reply:
+    try:
+        made = plan(
+            _model(ask), gpus=ask.gpus, gpus_per_node=ask.gpus_per_node, batch=ask.batch, sequence=ask.sequence,
+            gpu=ask.gpu, memory=None if ask.memory is None else ask.memory * 1e9, compile=ask.compile,
+            search_seconds=0, most=most, workers=1,
+        )  # fmt: skip
+    except ConfigError as error:
+        raise _refusal(error) from None
+    return Reply(encoded(_answer(made)))
+
+
+def _model(ask: PlanAsk) -> str:
+    """Files of this machine are not for the page."""
+    name = ask.model.lower()
+    if name not in KNOWN:
+        raise Refusal(("model", f"model={ask.model!r}: choose one of {', '.join(KNOWN)}"))
+    return name
+
+
+def _refusal(error: ConfigError) -> Refusal:
+    match = re.match(r"(\w+)=", str(error))
+    return Refusal((match[1] if match and match[1] in PlanAsk.model_fields else "", str(error)))
+
+
+def _answer(made: Plan) -> dict[str, Any]:
+    front = {id(row) for row in made.front}
+    shown = [row for at, row in enumerate(made.rows) if at < SHOWN or id(row) in front]
+    return {
+        "rows": [_row(made, row, id(row) in front) for row in shown],
+        "dots": [[row.memory.peak, row.step] for row in made.rows[:DOTS]],
+        "misfits": [{"text": str(row.candidate), "over": row.over} for row in made.misfits[:3]],
+        "closest": "" if made.rows else made.closest(),
+        "limit": made.scene.limit,
+        "num_tried": made.num_tried,
+        "num_left_out": made.num_left_out,
+        "num_fitting": len(made.rows),
+    }
+
+
+def _row(made: Plan, row: Row, front: bool) -> dict[str, Any]:
+    one = row.candidate
+    return {
+        "pp": one.layout.pp, "dp_shard": one.layout.dp_shard, "tp": one.layout.tp, "schedule": one.schedule,
+        "stages_per_rank": one.stages_per_rank, "microbatches": one.num_microbatches,
+        "microbatch_size": one.microbatch_size, "ac": one.ac, "layers": list(row.counts), "step": row.step,
+        "speed": made.speed(row), "mfu": made.mfu(row), "bubble": row.bubble, "peak": row.memory.peak,
+        "memory": vars(row.memory), "parts": vars(row.parts), "gap": row.gap, "front": front,
+        "why": "" if row is made.rows[0] else made.why(row),
+    }  # fmt: skip
+
+
+def row_actions(ask: RowAsk) -> int:
+    """How many actions the row's schedule has; a Refusal for more than the page takes."""
+    try:
+        entry = find(ask.schedule)
+        count = num_actions(entry.splits_backward, ask.pp, ask.microbatches, ask.stages_per_rank)
+        PAGE.require_ranks(ask.pp)
+        PAGE.require_actions(count, entry.name)
+    except ConfigError as error:
+        raise Refusal(("schedule", str(error))) from None
+    return count
+
+
+def row_call(ask: RowAsk) -> Reply:
+    """The viewer's data of a row's pipeline."""
+    given = ask.plan
+    try:
+        costs = estimate(
+            _model(given), gpu=given.gpu, sequence=given.sequence, compile=given.compile, tp=ask.tp,
+            microbatch_size=ask.microbatch_size, ac=ask.ac,
+        )  # fmt: skip
+        memory = find_gpu(given.gpu).memory if given.memory is None else given.memory * 1e9
+        scene = Scene(costs, given.gpus_per_node, max(0.0, memory - RESERVE), None)
+        schedule = build(
+            ask.schedule, ranks=ask.pp, microbatches=ask.microbatches, stages_per_rank=ask.stages_per_rank
+        )  # fmt: skip
+        candidate = Candidate(
+            Layout(ask.pp, ask.dp_shard, ask.tp), ask.schedule, ask.stages_per_rank, ask.microbatches,
+            ask.microbatch_size, ask.ac, "",
+        )  # fmt: skip
+        timeline = simulate(schedule, stage_costs_of(scene, candidate, ask.layers, schedule))
+    except ConfigError as error:
+        raise _refusal(error) from None
+    return Reply(encoded({"viewer": payload([timeline.labelled(schedule.name)])}))
+
+
+def search_call(ask: SearchAsk) -> Reply:
+    """One round: what was found, and how the gap shrank on the way."""
+    per_rank = ask.stages_per_rank or 1
+    problem = Problem(ask.ranks, ask.ranks * per_rank, ask.microbatches)
+    seen: list[tuple[float, float]] = []
+
+    def note(progress: Progress) -> None:
+        if progress.bound > 0 and (not seen or progress.gap < seen[-1][1]):
+            seen.append((progress.seconds, progress.gap))
+
+    try:
+        costs = stage_costs(costs_of(ask.costs), problem, ask.per)
+        found = search(
+            ranks=ask.ranks, microbatches=ask.microbatches, stages_per_rank=per_rank, costs=costs,
+            weight_parts=ask.weight_parts or 1, seconds=ask.seconds, seed=ask.seed, progress=note, workers=2,
+        )  # fmt: skip
+    except ConfigError as error:
+        raise Refusal(("", str(error))) from None
+    timeline = found.timeline
+    return Reply(encoded({
+        "value": found.value, "bound": found.bound, "seconds": found.seconds, "seen": seen,
+        "named": found.named and found.named.schedule.name, "named_value": found.named and found.named.makespan,
+        "unit": timeline.unit, "memory_unit": timeline.memory_unit, "peak_memory": max(timeline.peak_memory),
+        "bubble": timeline.bubble, "schedule": to_json(replace(timeline.schedule, name="searched")),
+    }))  # fmt: skip

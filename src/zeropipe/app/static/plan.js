@@ -1,0 +1,209 @@
+// The Plan page: a model, GPUs, memory and a batch -> a ranking, a chart, and the timeline of the chosen row.
+
+import { percentText, timeText } from "/viewer/units.js";
+import { mountViewer } from "/viewer/viewer.js";
+import { $, h, tell } from "./dom.js";
+import { PlanChart, gigabytes } from "./planchart.js";
+import { toggleTheme } from "./tools.js";
+import { Line, Refused, get } from "./wire.js";
+
+const NUMBERS = {
+  gpus: ["GPUs", "16"], gpus_per_node: ["GPUs of a machine", "8"], memory: ["Memory of a GPU, GB", ""],
+  batch: ["Batch, sequences", "128"], sequence: ["Tokens of a sequence", "4096"],
+};
+const MEMORY = ["weights", "gradients", "optimizer", "activations", "workspace"];
+const PARTS = { work: "work", recompute: "computing again", imbalance: "unequal ranks", bubble: "bubble", data: "gathers, reduces", optimizer: "optimizer" };
+const ROW = ["pp", "dp_shard", "tp", "schedule", "stages_per_rank", "microbatches", "microbatch_size", "ac", "layers"];
+const FIRST = 10; // rows in sight
+const state = Object.fromEntries(new URLSearchParams(location.search));
+const planLine = new Line("/api/plan");
+const rowLine = new Line("/api/plan/row");
+const page = { viewer: null, asked: null };
+
+async function start() {
+  $("theme").addEventListener("click", () => toggleTheme(page.viewer));
+  const known = await get("/api/known");
+  makeForm(known);
+  page.chart = new PlanChart($("chart"), choose);
+  $("memory-legend").append(...MEMORY.map((name) => h("span", {}, h("i", { className: `fill-${name}` }), name)));
+  if (location.search) ask();
+}
+
+function makeForm({ models, gpus }) {
+  const model = select("model", "Model", Object.entries(models).map(([name, count]) => [name, `${name} (${(count / 1e9).toPrecision(3)}B)`]), "qwen3-8b");
+  const gpu = select("gpu", "GPU", Object.entries(gpus).map(([name, size]) => [name, `${name}, ${size} GB`]), "h100");
+  const hint = () => ($("in-memory").placeholder = String(gpus[$("in-gpu").value]));
+  const box = h("input", { type: "checkbox", id: "in-compile", checked: state.compile !== "0" });
+  $("form").append(model, gpu, pair("gpus", "gpus_per_node"), pair("memory", "batch"), pair("sequence"),
+    h("label", { className: "tick" }, box, "compiled blocks (torch.compile)"),
+    h("button", { type: "submit", className: "strong" }, "Plan"),
+    h("p", { className: "note" }, "Costs are estimated from shapes. `zeropipe profile` measures them, and `zeropipe plan` searches for schedules too."));
+  $("in-gpu").addEventListener("change", hint);
+  hint();
+  $("form").addEventListener("submit", (event) => {
+    event.preventDefault();
+    ask();
+  });
+}
+
+function select(name, label, options, normal) {
+  const input = h("select", { id: `in-${name}` }, ...options.map(([value, text]) => h("option", { value }, text)));
+  input.value = state[name] ?? normal;
+  return field(name, label, input);
+}
+
+function pair(...names) {
+  return h("div", { className: "pair" }, ...names.map((name) => {
+    const [label, normal] = NUMBERS[name];
+    return field(name, label, h("input", { type: "text", inputMode: "decimal", id: `in-${name}`, value: state[name] ?? normal }));
+  }));
+}
+
+function field(name, label, input) {
+  const error = h("p", { className: "error", id: `error-${name}`, role: "alert", hidden: true });
+  return h("div", { className: "field" }, h("label", { htmlFor: input.id }, label), input, error);
+}
+
+/** What the form says; a number that is none goes to the server as it is, which says what is wrong with it. */
+function request() {
+  const asked = { model: $("in-model").value, gpu: $("in-gpu").value, compile: $("in-compile").checked };
+  for (const name of Object.keys(NUMBERS)) {
+    const text = $(`in-${name}`).value.trim();
+    if (text !== "") asked[name] = Number.isFinite(Number(text)) ? Number(text) : text;
+  }
+  return asked;
+}
+
+async function ask() {
+  const asked = request();
+  const said = { ...asked, compile: asked.compile ? "1" : "0" };
+  history.replaceState(null, "", `?${new URLSearchParams(said)}`);
+  rowLine.drop();
+  busy(true);
+  $("status").textContent = "Trying layouts, schedules, microbatches and checkpointing";
+  const turn = planLine.turn + 1;
+  try {
+    const answer = await planLine.ask(asked);
+    if (!answer) return;
+    page.asked = asked;
+    refuse([]);
+    show(answer);
+  } catch (error) {
+    if (!(error instanceof Refused)) throw error;
+    refuse(error.errors);
+  }
+  if (turn === planLine.turn) busy(false);
+}
+
+function busy(on) {
+  $("results").setAttribute("aria-busy", String(on));
+}
+
+/** Each error beside its field, the rest above the results, which stay as they were. */
+function refuse(errors) {
+  const names = ["model", "gpu", ...Object.keys(NUMBERS)];
+  for (const name of names) tell($(`error-${name}`), errors.find((one) => one.field === name)?.message ?? "", $(`in-${name}`));
+  const rest = errors.filter((one) => !names.includes(one.field));
+  tell($("error-page"), rest.map((one) => one.message).join("\n"));
+  $("status").classList.toggle("wrong", errors.length > 0);
+  if (errors.length) $("status").textContent = `Not planned: ${errors[0].message}`;
+}
+
+function show(answer) {
+  const [best] = answer.rows;
+  $("planned").hidden = !best;
+  $("tried").textContent = `${answer.num_tried.toLocaleString("en")} tried, ${answer.num_fitting.toLocaleString("en")} fit into ${gigabytes(answer.limit)}`;
+  if (!best) {
+    $("headline").textContent = "Nothing fits";
+    $("status").textContent = answer.closest;
+    return;
+  }
+  $("headline").textContent = `${title(best)}: ${timeText(best.step, "s", 3)} a step`;
+  const [misfit] = answer.misfits;
+  $("misfit").textContent = misfit ? `Closest to fitting: ${misfit.text}, ${gigabytes(misfit.over, 2)} over.` : "";
+  $("status").textContent = `estimated · ${Math.round(best.speed).toLocaleString("en")} tokens/s per GPU · bubble ${percentText(best.bubble)} · ${gigabytes(best.peak)}`;
+  document.title = `${page.asked.model} on ${page.asked.gpus} · zeropipe`;
+  table(answer);
+  page.chart.show(answer);
+  choose(best);
+}
+
+const layout = (row) => `${row.pp} × ${row.dp_shard} × ${row.tp}`;
+const title = (row) => `${row.schedule}, pp ${row.pp} × dp ${row.dp_shard} × tp ${row.tp}`;
+
+function table(answer) {
+  const heads = [["", "text"], ["Schedule", "text"], ["pp × dp × tp", "text rare"], ["Microbatches", "rare"], ["Checkpointing", "text rare"], ["Step", ""],
+    ["Tokens/s per GPU", "rare"], ["MFU", "rare"], ["Bubble", "rare"], ["Memory", ""], ["", ""]];
+  page.rows = new Map();
+  const body = answer.rows.map((row, n) => {
+    const cells = [
+      h("td", { className: row.front ? "text front" : "text", title: row.front ? "No other is both faster and smaller" : "" }, row.front ? `${n + 1}•` : String(n + 1)),
+      h("td", { className: "text" }, h("button", { type: "button" }, row.schedule), row.stages_per_rank > 1 ? h("small", {}, ` ×${row.stages_per_rank}`) : null,
+        h("small", { className: "narrow" }, `${layout(row)}, ${row.ac}`)),
+      h("td", { className: "text rare" }, layout(row)), h("td", { className: "rare" }, `${row.microbatches} × ${row.microbatch_size}`),
+      h("td", { className: "text rare" }, row.ac), h("td", {}, timeText(row.step, "s", 3)), h("td", { className: "rare" }, Math.round(row.speed).toLocaleString("en")),
+      h("td", { className: "rare" }, row.mfu === null ? "–" : percentText(row.mfu)), h("td", { className: "rare" }, percentText(row.bubble)),
+      h("td", {}, gigabytes(row.peak)), h("td", {}, filling(row, answer.limit)),
+    ];
+    const node = h("tr", { hidden: n >= FIRST, onclick: () => choose(row) }, ...cells);
+    page.rows.set(row, node);
+    return node;
+  });
+  $("rows").replaceChildren(h("table", {}, h("caption", { className: "unseen" }, "What fits, the fastest first"),
+    h("thead", {}, h("tr", {}, ...heads.map(([text, kind]) => h("th", { scope: "col", className: kind }, text)))), h("tbody", {}, ...body)));
+  showAll(false);
+}
+
+/** The first rows, or all of them. */
+function showAll(all) {
+  const nodes = [...page.rows.values()];
+  nodes.forEach((node, n) => (node.hidden = !all && n >= FIRST));
+  $("more").hidden = nodes.length <= FIRST;
+  $("more").textContent = all ? "Show fewer" : `Show all ${nodes.length}`;
+  $("more").onclick = () => showAll(!all);
+}
+
+/** What fills the memory, as long as its share of the limit. */
+function filling(row, limit) {
+  const said = MEMORY.map((name) => `${name} ${gigabytes(row.memory[name])}`).join(", ");
+  return h("div", { className: "filling", role: "img", "aria-label": said, title: said },
+    ...MEMORY.map((name) => h("i", { className: `fill-${name}`, style: `width:${((100 * row.memory[name]) / limit).toFixed(2)}%` })));
+}
+
+async function choose(row) {
+  for (const [other, node] of page.rows) node.setAttribute("aria-selected", String(other === row));
+  if (page.rows.get(row).hidden) showAll(true);
+  page.chart.mark(row);
+  about(row);
+  $("timeline-of").textContent = `${title(row)}, ${row.microbatches} microbatches; layers ${row.layers.join(", ")}`;
+  try {
+    const answer = await rowLine.ask({ plan: page.asked, ...Object.fromEntries(ROW.map((name) => [name, row[name]])) });
+    if (!answer) return;
+    tell($("error-page"), "");
+    if (page.viewer) await page.viewer.update(answer.viewer);
+    else page.viewer = mountViewer($("viewer"), answer.viewer, { summary: false });
+  } catch (error) {
+    if (!(error instanceof Refused)) throw error;
+    tell($("error-page"), error.message);
+  }
+}
+
+/** Where the seconds of a step and the bytes of the fullest GPU go. */
+function about(row) {
+  const list = (names, values, text, classes) => {
+    const most = Math.max(...Object.keys(names).map((name) => values[name])) || 1;
+    return h("dl", {}, ...Object.entries(names).filter(([name]) => values[name] > 0).flatMap(([name, word]) => [
+      h("dt", {}, word), h("dd", {}, text(values[name])), h("div", { className: `line ${classes(name)}`, style: `width:${(100 * values[name]) / most}%` }),
+    ]));
+  };
+  $("row-of").textContent = title(row);
+  $("about-row").replaceChildren(
+    h("p", {}, row.why || "The fastest that fits."),
+    list(PARTS, row.parts, (value) => timeText(value, "s", 3), () => "part-busy"),
+    list(Object.fromEntries(MEMORY.map((name) => [name, name])), row.memory, gigabytes, (name) => `fill-${name}`));
+}
+
+start().catch((error) => {
+  tell($("error-page"), `the page could not start: ${error.message}`);
+  throw error;
+});

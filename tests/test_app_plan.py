@@ -1,0 +1,118 @@
+"""The page's plans and searches, without a browser."""
+
+import json
+
+import pytest
+from app_client import ask, client, told
+
+import zeropipe as zp
+from zeropipe.app import planning
+
+SMALL = {"model": "qwen3-0.6b", "gpus": 4, "batch": 16, "sequence": 2048, "gpu": "h100"}
+
+
+@pytest.fixture(autouse=True)
+def _few(monkeypatch):
+    monkeypatch.setattr(planning, "MOST", 40)
+
+
+@pytest.fixture(scope="module")
+def planned():
+    status, answer = ask("plan", SMALL)
+    assert status == 200
+    return answer
+
+
+def test_a_plan_is_ranked_and_its_parts_add_up(planned):
+    rows = planned["rows"]
+    assert rows
+    assert [row["step"] for row in rows] == sorted(row["step"] for row in rows)
+    best = min(planned["dots"], key=lambda dot: dot[1])
+    assert rows[0]["step"] == best[1]
+    for row in rows:
+        assert row["pp"] * row["dp_shard"] * row["tp"] == 4
+        assert sum(row["memory"].values()) == pytest.approx(row["peak"])
+        assert sum(row["parts"].values()) == pytest.approx(row["step"])
+        assert row["peak"] <= planned["limit"] * (1 + 1e-9)
+        beaten = [other for other in rows if other["step"] < row["step"] and other["peak"] < row["peak"]]
+        assert row["front"] is not bool(beaten) or not row["front"]
+    assert rows[0]["front"]
+
+
+def test_a_row_is_shown_as_it_was_planned(planned):
+    row = planned["rows"][0]
+    names = ("pp", "dp_shard", "tp", "schedule", "stages_per_rank", "microbatches", "microbatch_size", "ac", "layers")
+    status, answer = ask("plan/row", {"plan": SMALL, **{name: row[name] for name in names}})
+    assert status == 200
+    [shown] = answer["viewer"]["timelines"]
+    assert shown["makespan"] == pytest.approx(row["step"] - row["parts"]["data"] - row["parts"]["optimizer"])
+
+
+def test_what_does_not_fit_is_said():
+    status, answer = ask("plan", {**SMALL, "model": "llama-3-70b", "memory": 10.0})
+    assert (status, answer["rows"]) == (200, [])
+    assert "GB" in answer["closest"]
+
+
+@pytest.mark.parametrize(
+    "change,field,words",
+    [
+        ({"model": "/etc/passwd"}, "model", "choose one of"),
+        ({"model": 3}, "model", "model=3"),
+        ({"gpus": 0}, "gpus", "gpus=0"),
+        ({"gpus": 10**9}, "gpus", "1024"),
+        ({"gpu": "abacus"}, "gpu", "known are"),
+        ({"memory": 1.0}, "memory", "above the reserve"),
+        ({"memory": "all"}, "memory", "memory='all'"),
+        ({"x": 1}, "x", "unknown field"),
+    ],
+)
+def test_wrong_plans_are_refused_by_field(change, field, words):
+    status, answer = ask("plan", {**SMALL, **change})
+    assert status == 422
+    assert any(words in message for message in told(answer, field)), answer
+
+
+def test_a_row_that_is_too_large_or_unknown_is_refused():
+    row = {"plan": SMALL, "pp": 4, "dp_shard": 1, "tp": 1, "schedule": "1f1b", "stages_per_rank": 1, "microbatches": 8,
+           "microbatch_size": 1, "ac": "none", "layers": [7, 7, 7, 7]}  # fmt: skip
+    assert ask("plan/row", row)[0] == 200
+    for change in (
+        {"schedule": "nope"},
+        {"microbatches": 10**9},
+        {"pp": 4000},
+        {"layers": [1]},
+        {"ac": "some"},
+        {"tp": 7},
+    ):
+        status, answer = ask("plan/row", {**row, **change})
+        assert status == 422, change
+        assert answer["errors"][0]["message"]
+
+
+def test_a_round_of_a_search_gives_a_schedule_and_its_gap():
+    body = {"ranks": 4, "microbatches": 8, "seconds": 0.3, "costs": {"w": 0.7, "memory_limit": 4.0}}
+    status, answer = ask("search", body)
+    assert status == 200
+    schedule = zp.from_json(answer["schedule"])
+    zp.check(schedule)
+    costs = zp.Costs(w=0.7, memory_limit=4.0)
+    assert zp.simulate(schedule, costs).makespan == pytest.approx(answer["value"])
+    assert answer["bound"] <= answer["value"] * (1 + 1e-9)
+    assert answer["named_value"] >= answer["value"] * (1 - 1e-9)
+    assert [gap for _, gap in answer["seen"]] == sorted((gap for _, gap in answer["seen"]), reverse=True)
+
+
+@pytest.mark.parametrize(
+    "change", [{"seconds": 1e9}, {"seconds": 0}, {"seed": -1}, {"ranks": 0}, {"costs": {"memory_limit": 0.1}}]
+)
+def test_wrong_searches_are_refused(change):
+    status, answer = ask("search", {"ranks": 2, "microbatches": 4, "seconds": 0.1, **change})
+    assert status == 422
+    assert answer["errors"][0]["message"]
+
+
+def test_known_models_and_gpus_are_listed():
+    facts = json.loads(client.get("/api/known").text)
+    assert facts["models"]["qwen3-8b"] == pytest.approx(8.19e9, rel=0.01)
+    assert facts["gpus"]["h200"] == 141

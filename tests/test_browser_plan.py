@@ -1,0 +1,63 @@
+"""The Plan page and the search dialog in a real Chromium."""
+
+import pytest
+from browser import PHONE, browser, expected, watched  # noqa: F401
+from visits import rows, settle
+
+import zeropipe as zp
+from zeropipe.app import planning
+
+ASKED = "plan?model=qwen3-0.6b&gpus=2&gpus_per_node=2&batch=8&sequence=1024"
+SHOWN = "#viewer [data-painted]"
+
+
+@pytest.fixture(autouse=True)
+def _few(monkeypatch):
+    monkeypatch.setattr(planning, "MOST", 40)
+
+
+def test_a_plan_is_ranked_drawn_and_its_rows_can_be_chosen(visit):
+    page = visit(ASKED, wait=SHOWN)
+    plan = zp.plan("qwen3-0.6b", gpus=2, gpus_per_node=2, batch=8, sequence=1024, search_seconds=0, most=40, workers=1)
+    best = plan.best.candidate
+    assert page.inner_text("#headline").startswith(f"{best.schedule}, pp {best.layout.pp} ×")
+    assert len(page.query_selector_all("#rows tbody tr")) == len(plan.rows[:40])
+    assert len(page.query_selector_all(".on-front")) == len(plan.front)
+    assert page.inner_text("#tried").startswith(f"{plan.num_tried} tried, {len(plan.rows)} fit")
+    shares = page.evaluate("[...document.querySelector('.filling').children].map((one) => parseFloat(one.style.width))")
+    assert sum(shares) == pytest.approx(100 * plan.best.memory.peak / plan.best.limit, abs=0.1)
+    page.click("#rows tbody tr:nth-child(2) button")
+    page.wait_for_selector("#rows tr:nth-child(2)[aria-selected=true]")
+    second = plan.rows[1]
+    page.wait_for_function("(name) => document.querySelector('.zp-panel h2').textContent.startsWith(name)",
+                           arg=second.candidate.schedule)  # fmt: skip
+    assert page.inner_text("#about-row p") == plan.why(second)
+    page.locator(".on-front").first.press("Enter")
+    assert "×" in page.inner_text("#row-of")
+    page.fill("#in-gpus", "many")
+    with expected(visit.complaints):  # the browser logs the answer 422
+        page.click("#form button[type=submit]")
+        page.wait_for_selector("#error-gpus:not([hidden])")
+    assert "gpus='many'" in page.inner_text("#error-gpus")
+    assert "gpus=many" in page.url
+
+
+def test_the_plan_fits_a_phone_in_the_dark(visit):
+    page = visit(ASKED, wait=SHOWN, size=PHONE, color_scheme="dark")
+    assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+    assert page.is_visible("#in-batch")
+    bar = page.locator(".filling").first.bounding_box()
+    assert bar["x"] + bar["width"] <= PHONE["width"]
+
+
+def test_a_search_shows_its_gap_and_what_it_found_is_compared(visit):
+    page = visit("?ranks=2&microbatches=4&schedules=1f1b&memory_limit=2&w=0.5")
+    page.click("#open-search")
+    page.wait_for_selector("dialog[data-state=done]")
+    assert page.inner_text("#search .big") in ("Proven best",) or "gap" in page.inner_text("#search .big")
+    assert page.get_attribute(".search-gap path", "d").startswith("M")
+    page.click("#search .strong")
+    page.wait_for_selector(".compare tbody[data-choice=searched]")
+    settle(page)
+    found = float(rows(page)["searched"][0])
+    assert found <= zp.simulate(zp.build("1f1b", ranks=2, microbatches=4), zp.Costs(w=0.5)).makespan
