@@ -94,7 +94,8 @@ def test_what_does_not_fit_is_refused(tmp_path):
         "kind": "the checkpoint is of Adam, the optimizer is SGD",
         "fewer": "the checkpoint has optimizer state of 0.",
         "random": "the checkpoint holds no random states",
-        "masters": "the checkpoint is of Adam, the optimizer is AdamW",
+        "masters": "the checkpoint has a float32 copy of 0.down.weight (and 7 more): use MasterWeights, as there",
+        "no masters": "the checkpoint has no float32 copy of 0.down.weight (and 7 more): load it without MasterWeights",
         "dtype": "is float64 in",
         "names": "has no 0.bias (and 15 more): it is a checkpoint of another model",
     }.items():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,7 +74,7 @@ def convert(source: str, target: str, shard_size: float, like: str | None, as_js
     from zeropipe.engine.checkpoint.convert import convert as run
     from zeropipe.engine.checkpoint.manifest import FILE, read_manifest
 
-    total = len(read_manifest(Path(source)).under("model")) if (Path(source) / FILE).exists() else 1
+    total = len(read_manifest(Path(source)).under("model")) if (Path(source) / FILE).exists() else _layers(source)
     with progress(total) as begin:
         made = run(source, target, shard_size=int(shard_size), like=like, begin=begin)
     files = sorted(entry for entry in Path(target).rglob("*") if entry.is_file())
@@ -82,6 +84,13 @@ def convert(source: str, target: str, shard_size: float, like: str | None, as_js
     else:
         what = "a model directory" if made == "model" else "a checkpoint"
         print(f"wrote {target}: {what}, {len(files)} files, {output.size_text(size, 'B')}")
+
+
+def _layers(directory: str) -> int:
+    """How many layers a model directory seems to have: for the progress bar."""
+    with suppress(OSError, ValueError, AttributeError):
+        return int(json.loads((Path(directory) / "config.json").read_text()).get("num_hidden_layers", 1))
+    return 1
 
 
 def _facts(manifest: Manifest) -> dict[str, Any]:

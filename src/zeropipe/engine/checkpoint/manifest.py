@@ -218,7 +218,9 @@ class Target:
                     f"{path} holds {min(strangers)}, which is no part of a checkpoint: give a folder of its own"
                 )
             path.mkdir(parents=True, exist_ok=True)
-            _clean(path, keep=_folder_of(path))
+            present = _folder_of(path)
+            if present is not None or not (path / FILE).exists():  # what it names is not known: all is left alone
+                _clean(path, keep=present)
             (path / f"data-{token}").mkdir()
         except OSError as error:
             raise ConfigError(f"cannot write into {path}: {error.strerror}") from None

@@ -42,7 +42,7 @@ class Optimized:
         pairs = optimizer.pairs if isinstance(optimizer, MasterWeights) else []
         self._masters = {id(master): parameter for parameter, master in pairs if parameter is not master}
         self._catalog = catalog
-        self.kind = type(self._inner).__name__ + (" with float32 masters" if self._masters else "")
+        self.kind = type(self._inner).__name__
 
     def _seen(self) -> Iterable[tuple[dict[str, Any], Tensor, str]]:
         """Every group, what the optimizer sees as a parameter, and its name."""
@@ -112,6 +112,11 @@ class Optimized:
             raise ConfigError(
                 f"the checkpoint has no optimizer state of {listed(unknown)}: the optimizer there had none"
             )
+        masters = {name for _, seen, name in self._seen() if id(seen) in self._masters}
+        if missing := {name for name in masters if f"{name}.{MASTER}" not in saved}:
+            raise ConfigError(f"the checkpoint has no float32 copy of {listed(missing)}: load it without MasterWeights")
+        if unknown := {name for name in here - masters if f"{name}.{MASTER}" in saved}:
+            raise ConfigError(f"the checkpoint has a float32 copy of {listed(unknown)}: use MasterWeights, as there")
         self._wanted(saved)
         self._options(facts)
 

@@ -66,6 +66,7 @@ def write(folder: Path, plan: SavePlan, state: Mapping[str, Tensor], progress: P
     if not plan.items:
         return Written([], pickle.dumps([]))
     progress(f"writing {len(plan.items)} tensors")
+    folder.mkdir(parents=True, exist_ok=True)
     results = FileSystemWriter(folder, sync_files=True).write_data(plan, _planner(state)).wait()
     sizes = {item.index: item.tensor_data.chunk.sizes for item in plan.items}
     pieces = []
@@ -88,6 +89,9 @@ def finish(folder: Path, metadata: Metadata, written: Iterable[Written]) -> None
 def file_sizes(folder: Path, written: Iterable[Written]) -> dict[str, int]:
     """Bytes of every file of a checkpoint."""
     names = {piece.file for part in written for _, piece in part.pieces} | {".metadata"}
+    for name in names:
+        if not (folder / name).exists():
+            raise ConfigError(f"{name} of another rank is not in {folder}: give a folder that all ranks see")
     return {name: (folder / name).stat().st_size for name in sorted(names)}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -90,7 +91,9 @@ def _start(
         if random:
             states = random_states(fabric.device)
             state.update({f"random.{fabric.rank}.{name}": tensor for name, tensor in states.items()})
-        facts = json.dumps({"path": str(path), "step": step, "extra": encoded, "optimizer": kept and kept.kind})
+        sums = [zlib.crc32(staged(tensor).reshape(-1).view(torch.uint8).numpy()) for tensor in beside.values()]
+        given = {"path": str(path), "step": step, "extra": encoded, "sums": sums, "optimizer": kept and kept.kind}
+        facts = json.dumps(given)
         plan = pieces.plan_save(state)
         tokens.extend([Target.open(path)] if fabric.rank == 0 else [])
         return _Share(plan, kept and (kept.kind, {}, *kept[2:]), facts, tokens[0] if tokens else None)
