@@ -1,6 +1,7 @@
 """Estimates against published totals, formulas, transformers' own models and a real GPU."""
 
 import json
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -173,6 +174,15 @@ def test_configs_that_cannot_be_estimated_are_refused(change, message):
         estimate({**KNOWN["qwen3-8b"], **change})
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "deepseek-v3", "gemma-3-1b"])
+def test_a_config_with_anything_in_it_is_estimated_or_refused(name):
+    more = ("layer_types", "mlp_only_layers", "decoder_sparse_step", "sliding_window", "text_config", "head_dim")
+    for key in {*KNOWN[name], *more}:
+        for junk in (None, -1, 1.5, "x", [1], {"a": 1}, True, 10**30, 2**31):
+            with suppress(ConfigError):  # anything else fails
+                estimate({**KNOWN[name], key: junk})
 
 
 @pytest.mark.parametrize(

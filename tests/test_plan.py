@@ -55,13 +55,28 @@ def test_the_parts_of_a_row_add_up(small):
     for row in small.rows:
         parts = vars(row.parts)
         assert sum(parts.values()) == pytest.approx(row.step)
-        assert row.step == pytest.approx(row.makespan + row.parts.optimizer)
+        one = row.candidate
+        ends = small.schedule(row).placement
+        tied = ends.rank_of(0) != ends.rank_of(len(row.counts) - 1)  # the two sum their gradients, in float32
+        link = small.scene.costs.inter_node if tied and one.layout.num_gpus > 2 else small.scene.costs.link
+        sums = tied * 4 * 151936 * 2048 / one.layout.tp / link.bandwidth
+        assert row.step == pytest.approx(row.makespan + row.parts.optimizer + sums)
         assert min(parts.values()) >= -1e-9
         assert sum(vars(row.memory).values()) == pytest.approx(row.memory.peak)
         assert min(vars(row.memory).values()) >= -1.0  # a byte of rounding
         assert (row.parts.recompute > 0) <= (row.candidate.ac != "none")  # hidden where launching takes longer
         assert (row.parts.recompute > 0) >= (row.candidate.ac == "full" and row.candidate.layout.tp == 1)
-        assert (row.parts.data > 0) <= (row.candidate.layout.dp_shard > 1)
+        assert (row.parts.data > 0) <= (one.layout.dp_shard > 1 or tied)
+
+
+def test_two_copies_of_the_model_sum_their_gradients():
+    costs = zp.estimate("qwen3-8b", gpu="h100")
+    made = zp.plan(costs, gpus=4, batch=16, memory=800e9, schedules=["chimera"], pp=[4], search_seconds=0)
+    row = next(row for row in made.rows if row.candidate.cut == "even")
+    dense = costs.settings[0].kinds["dense"].parameters
+    ends = costs.settings[0].kinds["head"].parameters + costs.settings[0].kinds["embedding"].parameters
+    assert row.parts.data == pytest.approx(4 * (18 * dense + ends) / costs.link.bandwidth)
+    assert row.memory.weights == pytest.approx(2 * (18 * dense + ends)), "ranks hold two stages"
 
 
 def test_nothing_that_was_tried_is_faster_and_fits(small):

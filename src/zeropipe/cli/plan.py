@@ -58,6 +58,7 @@ def plan(model: str, rows: int, out: str | None, as_json: bool, **given: Any) ->
     zeropipe plan costs.json --gpus 8 --batch 64
     """
     from zeropipe.core.files import require_writable
+    from zeropipe.search.plan.data import plan_data
     from zeropipe.search.plan.plan import plan as run
     from zeropipe.search.plan.write import write_run
 
@@ -74,7 +75,7 @@ def plan(model: str, rows: int, out: str | None, as_json: bool, **given: Any) ->
     name = source.model if source else model
     written = write_run(made, made.best, out, name) if out else []
     if as_json:
-        output.print_json({**data(made), "files": written})
+        output.print_json({**plan_data(made), "files": written})
         return
     _print(made, rows)
     for path in written:
@@ -96,42 +97,6 @@ def _costs(path: str, given: dict[str, Any]) -> Any:
         if told is not None and told.name == "COMMANDLINE" and given[name] != getattr(costs, name, None):
             raise ConfigError(f"--{name} {given[name]}: the costs in {path} say that already; leave it out")
     return costs
-
-
-def row_data(made: Plan, row: Row) -> dict[str, Any]:
-    """A row for machines."""
-    one, memory = row.candidate, row.memory
-    return {
-        **{name: getattr(one.layout, name) for name in ("pp", "dp_shard", "tp")},
-        "schedule": one.schedule, "stages_per_rank": one.stages_per_rank, "microbatches": one.num_microbatches,
-        "microbatch_size": one.microbatch_size, "ac": one.ac, "cut": one.cut, "layers": list(row.counts),
-        "step_seconds": row.step, "tokens_per_second_per_gpu": made.speed(row), "mfu": made.mfu(row),
-        "bubble": row.bubble, "makespan": row.makespan, "gap": row.gap, "peak_memory": memory.peak,
-        "memory": vars(memory), "seconds": vars(row.parts), "over": row.over, "text": str(one),
-    }  # fmt: skip
-
-
-def data(made: Plan) -> dict[str, Any]:
-    """A plan for machines: what fits, the front, and what does not fit."""
-    front = {id(row) for row in made.front}
-    return {
-        "source": made.scene.costs.source, "model": made.scene.costs.model, "gpus": made.gpus, "batch": made.batch,
-        "sequence": made.scene.costs.sequence, "memory_limit": made.scene.limit, "num_tried": made.num_tried,
-        "num_left_out": made.num_left_out, "seconds": made.seconds,
-        "rows": [{**row_data(made, row), "front": id(row) in front, "why": _why(made, row)} for row in made.rows],
-        "misfits": [row_data(made, row) for row in made.misfits],
-        "too_large": [
-            {
-                **{name: getattr(one.run.layout, name) for name in ("pp", "dp_shard", "tp")},
-                "microbatch_size": one.run.microbatch_size, "ac": one.run.ac, "needs": one.needs, "over": one.over,
-            }
-            for one in made.too_large
-        ],
-    }  # fmt: skip
-
-
-def _why(made: Plan, row: Row) -> str:
-    return "" if row is made.rows[0] else made.why(row)
 
 
 def _print(made: Plan, number: int) -> None:

@@ -13,6 +13,9 @@ from zeropipe.core.parse import parse_json
 from zeropipe.errors import ConfigError, short
 from zeropipe.search.estimate.known import KNOWN
 
+MOST = 10**8  # of any size; the largest vocabularies have 3 * 10**5
+MOST_LAYERS = 10_000
+
 
 @dataclass(frozen=True)
 class Family:
@@ -150,25 +153,31 @@ class _Reader:
     def __init__(self, name: str, data: Mapping[str, Any]) -> None:
         self.name, self.data = name, data
 
-    def count(self, *names: str | int | None, least: int = 1) -> int:
+    def count(self, *names: str | int | None, least: int = 1, most: int = MOST) -> int:
         """The first of these fields that is there; the last argument may be a default."""
         for name in names:
             value = self.data.get(name) if isinstance(name, str) else name
             if value is None:
                 continue
-            if type(value) is not int or value < least:
-                raise ConfigError(f"{self.name}: {name}={short(value)}: a whole number from {least} on is needed")
+            if type(value) is not int or not least <= value <= most:
+                raise ConfigError(
+                    f"{self.name}: {name}={short(value)}: a whole number from {least} to {most} is needed"
+                )
             return value
         raise ConfigError(f"{self.name}: its config has no {names[0]}: give a decoder model's config.json")
 
+    def number_of_experts(self) -> int:
+        """0 where there are none."""
+        return self.count("num_experts", "n_routed_experts", "num_local_experts", 0, least=0)
+
     def experts(self) -> Experts | None:
-        number = self.data.get("num_experts") or self.data.get("n_routed_experts") or self.data.get("num_local_experts")
+        number = self.number_of_experts()
         if not number:
             return None
         size = self.count("moe_intermediate_size", self.count("intermediate_size"))
         shared = self.count("n_shared_experts", 0, least=0) * size
-        chosen = self.count("num_experts_per_tok")
-        return Experts(self.count(number), chosen, size, shared, self.data.get("model_type") == "deepseek_v3")
+        chosen = self.count("num_experts_per_tok", most=number)
+        return Experts(number, chosen, size, shared, self.data.get("model_type") == "deepseek_v3")
 
     def latent(self) -> Latent | None:
         if self.data.get("kv_lora_rank") is None:
@@ -178,10 +187,10 @@ class _Reader:
         return Latent(None if rank is None else self.count("q_lora_rank"), *(self.count(name) for name in names))
 
     def layers(self, family: Family) -> tuple[Layer, ...]:
-        number = self.count("num_hidden_layers")
-        window = self.data.get("sliding_window") and self.count("sliding_window")
+        number = self.count("num_hidden_layers", most=MOST_LAYERS)
+        window = self.count("sliding_window", 0, least=0)
         types = self.data.get("layer_types")
-        pattern = self.data.get("sliding_window_pattern")
+        pattern = self.count("sliding_window_pattern", 0, least=0)
         if types is None and pattern:
             types = ["full_attention" if (n + 1) % pattern == 0 else "sliding_attention" for n in range(number)]
         if types is None:
@@ -189,19 +198,19 @@ class _Reader:
             types = ["sliding_attention" if use and window else "full_attention"] * number
         if not isinstance(types, list) or len(types) != number:
             raise ConfigError(f"{self.name}: layer_types={short(types)}: one for each of {number} layers is needed")
-        unknown = set(types) - {"full_attention", "sliding_attention"}
+        unknown = [kind for kind in types if kind not in ("full_attention", "sliding_attention")]
         if unknown:
-            raise ConfigError(f"{self.name}: layers of type {short(unknown.pop())} are not estimated: profile them")
+            raise ConfigError(f"{self.name}: layers of type {short(unknown[0])} are not estimated: profile them")
+        with_experts = self._with_experts(number) if self.number_of_experts() else range(0)
         return tuple(
-            Layer(window if types[n] == "sliding_attention" else None, self._has_experts(n)) for n in range(number)
+            Layer((window or None) if types[n] == "sliding_attention" else None, n in with_experts)
+            for n in range(number)
         )
 
-    def _has_experts(self, layer: int) -> bool:
-        if not (
-            self.data.get("num_experts") or self.data.get("n_routed_experts") or self.data.get("num_local_experts")
-        ):
-            return False
-        every = self.data.get("decoder_sparse_step") or 1
-        dense = self.data.get("mlp_only_layers") or ()
-        first = self.data.get("first_k_dense_replace") or 0
-        return layer >= first and layer not in dense and (layer + 1) % every == 0
+    def _with_experts(self, number: int) -> set[int]:
+        """The layers that have experts."""
+        every, first = self.count("decoder_sparse_step", 1), self.count("first_k_dense_replace", 0, least=0)
+        dense = self.data.get("mlp_only_layers") or []
+        if not isinstance(dense, list):
+            raise ConfigError(f"{self.name}: mlp_only_layers={short(dense)}: a list of layers is needed")
+        return {n for n in range(first, number) if n not in dense and (n + 1) % every == 0}

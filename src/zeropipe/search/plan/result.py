@@ -98,7 +98,7 @@ class Plan:
             return "it is as fast"
         names = {
             "work": "more work per GPU", "recompute": "computing again", "imbalance": "unequal ranks",
-            "bubble": "bubble", "data": "gathers and reduces", "optimizer": "the optimizer",
+            "bubble": "bubble", "data": "gathers, reduces and sums", "optimizer": "the optimizer",
         }  # fmt: skip
         changes = {name: getattr(row.parts, name) - getattr(top.parts, name) for name in names}
         ups = sorted((change, name) for name, change in changes.items() if change > 0.02 * more)[::-1][:3]

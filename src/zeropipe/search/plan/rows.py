@@ -36,7 +36,7 @@ class Parts:
     recompute: float  # again, for activation checkpointing
     imbalance: float  # more than the mean on the rank with most
     bubble: float  # waiting
-    data: float  # gathers and reduces of the shards that nothing hides
+    data: float  # gathers and reduces of the shards that nothing hides, sums over copies of a weight
     optimizer: float
 
     @property

@@ -103,8 +103,9 @@ def score(scene: Scene, candidate: Candidate, schedule: Schedule, counts: Sequen
     stages = scene.costs.stage_layers(counts, setting_of(scene, candidate), candidate.ac)
     parameters = _parameters(scene, stages, schedule)
     parts = _parts(scene, candidate, pipeline, stages, parameters)
+    data = timeline.makespan - pipeline.makespan + _sums(scene, schedule, whole, parameters, stages)
     return Row(
-        candidate, tuple(counts), replace(parts, data=timeline.makespan - pipeline.makespan),
+        candidate, tuple(counts), replace(parts, data=data),
         _memory(scene, candidate, timeline, pipeline, parameters, whole), scene.limit, timeline.makespan,
         timeline.bubble,
     )  # fmt: skip
@@ -136,6 +137,24 @@ def _parts(
         work=mean * (1 - share), recompute=mean * share, imbalance=most - mean, bubble=timeline.makespan - most,
         data=0.0, optimizer=moved / scene.bandwidth if scene.bandwidth else 0.0,
     )  # fmt: skip
+
+
+def _sums(
+    scene: Scene, schedule: Schedule, costs: Costs, parameters: list[int], stages: list[list[LayerCost]]
+) -> float:
+    """Seconds at the end of a step in which ranks that hold the same weights exchange gradients: copies, tied ends."""
+    placement, last = schedule.placement, schedule.num_ranks - 1
+    pairs: list[tuple[int, int, float]] = []
+    if len(placement.copies) > 1:
+        pairs = [(rank, last - rank, number) for rank, number in enumerate(parameters)]
+    elif scene.costs.tied:
+        pairs = [(placement.rank_of(0), placement.rank_of(schedule.num_stages - 1), stages[0][0].parameters)]
+    longest = 0.0
+    for rank, other, number in pairs:
+        bandwidth = costs.link(rank, other).bandwidth if rank != other else None
+        if bandwidth:
+            longest = max(longest, number * scene.costs.state.gradients / bandwidth)
+    return longest
 
 
 def _again(scene: Scene, candidate: Candidate) -> Iterator[float]:
