@@ -17,7 +17,7 @@ from unittest import mock
 import numpy
 import torch
 import torch.distributed as dist
-from engine_helpers import SquareLoss, blocks, error_of, microbatches
+from engine_helpers import SquareLoss, blocks, error_of, microbatches, nccl_on_one_gpu
 from mesh_cases import llama, mesh_of, modules, shard, whole
 from torch import Tensor, nn
 
@@ -44,8 +44,8 @@ BATCHES, BLOCKS = 8, 8
 class Model:
     """Blocks in a row, the first and the last tied or not; or a tiny Llama, where `config` is given."""
 
-    def __init__(self, tied: bool, config: dict[str, Any] | None = None) -> None:
-        self.tied = tied
+    def __init__(self, tied: bool, config: dict[str, Any] | None = None, device: str = "cpu") -> None:
+        self.tied, self.device = tied, device
         self.config = None if config is None else llama(tie_word_embeddings=tied, **config)
         self.loss_fn: Any = SquareLoss() if config is None else CausalLMLoss()
 
@@ -55,7 +55,7 @@ class Model:
             return microbatches(BATCHES, step)
         generator = torch.Generator().manual_seed(step)
         batches = [torch.randint(64, (1, 4 + index % 3), generator=generator) for index in range(BATCHES)]
-        return [{"input_ids": tokens, "labels": tokens} for tokens in batches]
+        return [{"input_ids": tokens, "labels": tokens} for tokens in (t.to(self.device) for t in batches)]
 
     def _modules(self, seed: int) -> list[nn.Module]:
         made = modules(BLOCKS, self.tied)
@@ -71,12 +71,12 @@ class Model:
         if self.config is None:
             model: Any = nn.Sequential(*self._modules(0))
             return model, lambda batch: model(batch["inputs"])
-        model = hf_model(self.config)
+        model = hf_model(self.config, device=self.device)
         return model, lambda batch: model(batch["input_ids"]).logits
 
     def stages(self, schedule: Schedule, rank: int, seed: int, mesh: Any) -> dict[int, Any]:
         if self.config is not None:
-            return parallelize(hf_stages(self.config, schedule, rank, seed=seed), mesh)
+            return parallelize(hf_stages(self.config, schedule, rank, seed=seed, device=self.device), mesh)
         made = module_stages(self._modules(seed), schedule, rank)
         if "dp_shard" in mesh.mesh_dim_names:
             shard(made, mesh)
@@ -112,7 +112,7 @@ def oracle(model: Model, steps: int, path: Path) -> None:
 
 def build(schedule: Schedule, sizes: dict[str, int], model: Model, seed: int = 0) -> tuple[Any, Any, Any]:
     """An engine on a mesh, and which microbatches are its own."""
-    mesh = mesh_of(sizes)
+    mesh = mesh_of(sizes, model.device)
     stages = model.stages(schedule, mesh["pp"].get_local_rank() if "pp" in sizes else 0, seed, mesh)
     pipelines = math.prod(size for name, size in sizes.items() if name.startswith("dp"))
     place = 0
@@ -148,12 +148,30 @@ def link(
                 saving.wait()
                 for parameter, value in zip(engine.parameters(), before, strict=True):
                     parameter.copy_(value)
-    wanted = torch.load(Path(oracle) / f"{step}.pt", weights_only=True)
+    wanted = torch.load(Path(oracle) / f"{step}.pt", weights_only=True, map_location="cpu")
     return max(
         error_of(whole(parameter.detach()), wanted[stage.full_name(name)].detach())
         for stage in stages.values()
         for name, parameter in stage.named_parameters()
     )
+
+
+def link_over_nccl(*args: Any) -> float:
+    """`link` with all ranks on one GPU."""
+    nccl_on_one_gpu()
+    torch.zeros(1, device="cuda:0")  # a mesh would look for a GPU of its own for every rank
+    return link(*args)
+
+
+def weights_over_nccl(schedule: Schedule, sizes: dict[str, int], model: Model) -> tuple[int, float]:
+    """How many whole weights come, and their largest difference from the plain model's."""
+    nccl_on_one_gpu()
+    torch.zeros(1, device="cuda:0")
+    wanted = model.plain()[0].state_dict()
+    engine, _, _ = build(schedule, sizes, model)
+    with engine:
+        differences = [float((weight - wanted[name]).abs().max()) for name, weight in engine.named_weights()]
+    return len(differences), max(differences)
 
 
 def small(schedule: Schedule, seed: int = 0, dtype: torch.dtype = torch.float64) -> Any:

@@ -6,11 +6,13 @@ import pytest
 
 pytest.importorskip("torch")
 
+import checkpoint_cases
 import fault_cases as cases
 import mesh_cases
 import torch
 from dynamic_cases import both_orders_over_nccl
 from engine_helpers import TOLERANCE, largest, train_on_nccl
+from test_checkpoint import chain
 from test_mesh_faults import MESHES, strike
 
 import zeropipe as zp
@@ -59,3 +61,22 @@ def test_a_mesh_over_nccl(name, sizes):
     with LocalRanks(4, backend="nccl") as four:
         found = four.run(mesh_cases.train_hf_on_nccl, zp.build(name, ranks=2, microbatches=4), sizes)
     assert max(max(seen.values()) for seen in found) < 1e-9, found
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["now", "in the background"])
+def test_checkpoints_over_nccl(tmp_path, asynchronous):
+    model = checkpoint_cases.Model(tied=False, config={}, device="cuda")
+    layouts = [("zbv", {"pp": 2, "dp_shard": 2}), ("1f1b", {"pp": 2, "tp": 2}), ("1f1b", {"pp": 4})]
+    with LocalRanks(4, backend="nccl") as four:
+        seen = chain(
+            tmp_path, model, layouts, asynchronous, lambda *args: four.run(checkpoint_cases.link_over_nccl, *args)
+        )
+    assert max(seen) < 1e-9, seen
+
+
+@pytest.mark.parametrize("sizes", [{"pp": 2, "dp_shard": 2}, {"pp": 2, "tp": 2}], ids=str)
+def test_whole_weights_over_nccl(sizes):
+    model = checkpoint_cases.Model(tied=False, config={}, device="cuda")
+    with LocalRanks(4, backend="nccl") as four:
+        found = four.run(checkpoint_cases.weights_over_nccl, zp.build("zbv", ranks=2, microbatches=4), sizes, model)
+    assert found == [(39, 0.0)] * 4
