@@ -7,6 +7,7 @@ import pytest
 
 import zeropipe as zp
 from zeropipe.cli import main
+from zeropipe.cli.profile import _with_sheet
 from zeropipe.core.probe import Piece, Ping, Probe, Profile, ping_schedule, split_schedule, whole_schedule
 from zeropipe.errors import ConfigError
 from zeropipe.sim.costs import Link
@@ -84,6 +85,13 @@ def test_links_of_two_machines_and_of_none():
     assert layer_costs(replace(profile, pings=())).link == Link()
     same = layer_costs(profile_of(TRUTH, SINGLE, link=Link(0.25, None)))
     assert same.link == pytest.approx(Link(0.25, None))  # no bandwidth is seen
+
+
+def test_the_data_sheet_of_a_known_gpu_is_added():
+    profile = profile_of(TRUTH, SINGLE)
+    found = _with_sheet(replace(profile, machine={"gpu": "NVIDIA H200", "memory": 1}, bytes_per_number=2))
+    assert (found["memory"], found["peak_flops"], found["bandwidth"]) == (1, 989.4e12, 4.8e12)
+    assert _with_sheet(replace(profile, machine={"gpu": "Abacus"})) == {"gpu": "Abacus"}
 
 
 def test_what_is_wrong_in_few_measurements_is_left_out():
@@ -168,7 +176,7 @@ def test_kinds_parameters_and_messages_are_the_models(measured):
     assert kinds["head"].flops == 2 * SEQUENCE * 32 * 64
 
 
-@pytest.mark.parametrize("ac", ["none", "full", "selective:2"])
+@pytest.mark.parametrize("ac", ["selective:2", *(pytest.param(ac, marks=pytest.mark.full) for ac in ("none", "full"))])
 def test_the_memory_of_a_run_is_the_sum_of_its_layers(measured, ac):
     """Measured piece by piece, predicted for a cut, and recorded from the whole model: the same bytes."""
     from engine_helpers import ranks

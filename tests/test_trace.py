@@ -173,7 +173,7 @@ def test_traces_that_tell_no_run_are_refused(traces, words):
         from_torch_traces(traces)
 
 
-@pytest.mark.parametrize("name", ["zbv", "dualpipev"])
+@pytest.mark.parametrize("name", [pytest.param("zbv", marks=pytest.mark.full), "dualpipev"])
 def test_the_engine_names_its_actions_for_the_profiler(name, tmp_path):
     pytest.importorskip("torch", reason="needs torch")
     from engine_helpers import ranks

@@ -124,9 +124,9 @@ def _row(made: Plan, row: Row, front: bool) -> dict[str, Any]:
     return {
         "pp": one.layout.pp, "dp_shard": one.layout.dp_shard, "tp": one.layout.tp, "schedule": one.schedule,
         "stages_per_rank": one.stages_per_rank, "microbatches": one.num_microbatches,
-        "microbatch_size": one.microbatch_size, "ac": one.ac, "layers": list(row.counts), "step": row.step, "makespan": row.makespan,
-        "speed": made.speed(row), "mfu": made.mfu(row), "bubble": row.bubble, "peak": row.memory.peak,
-        "memory": vars(row.memory), "parts": vars(row.parts), "gap": row.gap, "front": front,
+        "microbatch_size": one.microbatch_size, "ac": one.ac, "layers": list(row.counts), "step": row.step,
+        "makespan": row.makespan, "speed": made.speed(row), "mfu": made.mfu(row), "bubble": row.bubble,
+        "peak": row.memory.peak, "memory": vars(row.memory), "parts": vars(row.parts), "gap": row.gap, "front": front,
         "why": "" if row is made.rows[0] else made.why(row),
     }  # fmt: skip
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,7 +101,19 @@ def _costs(model: str, fit_file: str | None, given: dict[str, Any]) -> LayerCost
             raise ConfigError(f"{model} holds costs already: give --fit measured.json to correct them, or a model")
         return from_layer_data(data, model)
     measured = _measured(_job(model, data, given), given)
-    return None if measured is None else layer_costs(measured)
+    return None if measured is None else layer_costs(replace(measured, machine=_with_sheet(measured)))
+
+
+def _with_sheet(measured: Profile) -> dict[str, object]:
+    """The machine, with what the data sheet of its GPU says, where it is known: plans use it for MFU and optimizers."""
+    from zeropipe.search.estimate.gpus import GPUS
+
+    words = str(measured.machine.get("gpu", "")).lower().replace("_", " ").split()
+    gpu = next((GPUS[word] for word in words if word in GPUS), None)
+    if gpu is None:
+        return measured.machine
+    dtype = "float32" if measured.bytes_per_number == 4 else "bf16"
+    return {**measured.machine, "peak_flops": gpu.peak_of(dtype), "bandwidth": gpu.bandwidth}
 
 
 def _job(model: str, data: Any, given: dict[str, Any]) -> ProfileJob:
