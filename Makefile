@@ -44,8 +44,8 @@ test-archon: .venv-archon/.installed
 	touch $@
 
 check: $(STAMP)
-	$(BIN)/ruff check src tests bench examples docs/gallery.py docs/models.py
-	$(BIN)/ruff format --check src tests bench examples docs/gallery.py docs/models.py
+	$(BIN)/ruff check src tests bench examples docs/gallery.py docs/mesh.py docs/models.py
+	$(BIN)/ruff format --check src tests bench examples docs/gallery.py docs/mesh.py docs/models.py
 	$(BIN)/mypy
 
 bench: $(STAMP)
@@ -54,6 +54,7 @@ bench: $(STAMP)
 
 gallery: $(STAMP)
 	$(BIN)/python docs/gallery.py
+	$(BIN)/python docs/mesh.py
 
 models: $(STAMP)
 	$(BIN)/python docs/models.py

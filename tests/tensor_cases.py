@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from zeropipe.core.mesh import DATA
 from zeropipe.core.schedule import Schedule
 from zeropipe.engine import CausalLMLoss, Engine, LogProbabilities, hf_model, hf_stages, parallelize
 from zeropipe.errors import ConfigError
@@ -131,6 +133,10 @@ def train_on_tp(
     plain = hf_model(config)
     stages = hf_stages(config, schedule, mesh["pp"].get_local_rank() if "pp" in sizes else 0)
     parallelize(stages, mesh, **spreading)
+    pipelines = math.prod(size for name, size in sizes.items() if name in DATA)
+    mine = 0
+    for name in DATA:
+        mine = mine * sizes.get(name, 1) + (mesh[name].get_local_rank() if name in sizes else 0)
     torch._dynamo.reset()
     counters.clear()
     seen = {"loss": 0.0, "grad": 0.0, "norm": 0.0, "weight": 0.0}
@@ -139,10 +145,12 @@ def train_on_tp(
             torch.optim.AdamW(p, lr=0.01, foreach=False) for p in (engine.parameters(), list(plain.parameters()))
         )
         for step in range(steps):
-            data = tokens(schedule.num_microbatches, step, (6,) if options.get("compile") else (6, 8))
-            count = sum(loss_fn.count(batch) for batch in data)
+            lengths = (6,) if options.get("compile") else (6, 8)
+            everybodys = [tokens(schedule.num_microbatches, 10 * step + i, lengths) for i in range(pipelines)]
+            data, every = everybodys[mine], [batch for some in everybodys for batch in some]
+            count = sum(loss_fn.count(batch) for batch in every)
             wanted = 0.0
-            for batch in data:
+            for batch in every:
                 output = plain(batch["input_ids"])
                 more = getattr(output, "aux_loss", None)
                 logits = output.logits if more is None else (output.logits, more * plain.router_aux_loss_coef)
