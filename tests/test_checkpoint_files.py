@@ -131,6 +131,7 @@ def test_a_folder_with_other_things_is_not_written_into(tmp_path):
         converting.Target.open(tmp_path / "thesis.txt")
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_torchs_own_loader_reads_the_same_files(saved):
     import torch.distributed.checkpoint as dcp
 

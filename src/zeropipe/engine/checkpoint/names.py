@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from zeropipe.core.schedule import Schedule
 from zeropipe.engine.comm.fabric import Fabric
@@ -150,14 +150,15 @@ def merged_tensors(told: Told) -> list[Own]:
     bare = {own.name: own.tensor for own in own_tensors(told)}
     found = []
     for name, get in save.merged_tensors(stage, adapter.name).items():
-        outer = next((module for wrapper, module in around.items() if name.startswith(f"{wrapper}.")), None)
-        if outer is None:
+        wrapper = next((wrapper for wrapper in around if name.startswith(f"{wrapper}.")), None)
+        if wrapper is None:
             found.append(Own(told.number, name, bare[name]))
             continue
+        outer = around[wrapper]
         if any(hasattr(tensor, "full_tensor") for tensor in outer.parameters()):
             raise ConfigError(f"the adapter on {name} is sharded and cannot be merged: ask for merge=False")
-        leaf = name.rpartition(".")[2]
-        found.append(Own(told.number, name, dict(wrapped(outer).named_parameters())[leaf], get))
+        inside = wrapped(outer).state_dict(keep_vars=True)
+        found.append(Own(told.number, name, inside[name.removeprefix(f"{wrapper}.")], get))
     return found
 
 
@@ -188,14 +189,10 @@ def _word(own: Iterable[Own], stages: Mapping[int, Told]) -> _Word:
     ties, here = [], {}
     for number, told in stages.items():
         for tie in told.ties:
-            name = names[id(_parameter(told.module, tie.name))]
+            name = names[id(told.module.get_parameter(tie.name))]
             here[number, tie.name] = name
             ties.append((name, tie.stage, tie.other))
     return _Word(described, [group for group in same.values() if len(group) > 1], ties, here)
-
-
-def _parameter(module: nn.Module, name: str) -> Tensor:
-    return module.get_parameter(name)
 
 
 def _stages(words: Iterable[_Word]) -> dict[int, list[Described]]:
@@ -232,14 +229,15 @@ def _ties(words: list[_Word], stages: Mapping[int, list[Described]]) -> dict[str
                 join(first, name)
         for name, stage, other in word.ties:
             join(name, here[stage, other])
-    ties = {name: find(name) for name in place if find(name) != name}
-    _require_one_owner(stages, ties)
-    return ties
+    shared = {name for word in words for name, stage, other in word.ties if here[stage, other] == name}
+    _require_one_owner(stages, shared)
+    return {name: find(name) for name in place if find(name) != name}
 
 
-def _require_one_owner(stages: Mapping[int, list[Described]], ties: Mapping[str, str]) -> None:
+def _require_one_owner(stages: Mapping[int, list[Described]], shared: set[str]) -> None:
+    """One name, one tensor: but for tied tensors that have one name in both stages."""
     owner: dict[str, int] = {}
     for stage, tensors in stages.items():
-        for name in {tensor.name for tensor in tensors}:
+        for name in {tensor.name for tensor in tensors} - shared:
             if owner.setdefault(name, stage) != stage:
                 raise ConfigError(f"stages {owner[name]} and {stage} both have a {name}: names must differ, or be tied")

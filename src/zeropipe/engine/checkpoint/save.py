@@ -53,8 +53,6 @@ def save_checkpoint(
     if engine.saving is not None:
         before, engine.saving = engine.saving, None
         before.wait()
-    if step is not None and (not isinstance(step, int) or isinstance(step, bool)):
-        raise ConfigError(f"step={step!r}: give the number of steps done")
     with engine.together("saving a checkpoint") as team:
         saving = _start(Path(path), team, optimizer, step, extra, random, asynchronous)
     if asynchronous:
@@ -68,7 +66,7 @@ class _Share(NamedTuple):
     """What a rank brings to a checkpoint."""
 
     plan: Any
-    kept: tuple[Any, ...] | None  # the optimizer's kind, numbers, groups, group_of
+    kept: Kept | None  # without its tensors
     facts: str
     token: str | None
 
@@ -82,6 +80,8 @@ def _start(
     beside: dict[str, Tensor] = {}
 
     def prepare() -> _Share:
+        if step is not None and type(step) is not int:
+            raise ConfigError(f"step={step!r}: give the number of steps done")
         encoded = encode(extra, "extra", beside)
         state.update({f"model.{name}": tensor.detach() for name, tensor in catalog.saved.items()})
         kept = None if optimizer is None else Optimized(optimizer, catalog).keep()
@@ -96,7 +96,7 @@ def _start(
         facts = json.dumps(given)
         plan = pieces.plan_save(state)
         tokens.extend([Target.open(path)] if fabric.rank == 0 else [])
-        return _Share(plan, kept and (kept.kind, {}, *kept[2:]), facts, tokens[0] if tokens else None)
+        return _Share(plan, kept and kept._replace(tensors={}), facts, tokens[0] if tokens else None)
 
     try:
         shares: list[_Share] = agree(fabric, prepare)
@@ -173,10 +173,7 @@ def _optimizer(shares: list[_Share]) -> dict[str, Any] | None:
     groups: list[dict[str, Any]] = []
     group_of: dict[str, int] = {}
     numbers: dict[str, Mapping[str, Any]] = {}
-    for share in shares:
-        kept = Kept(*share.kept) if share.kept else None
-        if kept is None:
-            continue
+    for kept in (share.kept for share in shares if share.kept is not None):
         numbers |= kept.numbers
         for name, number in kept.group_of.items():
             options = kept.groups[number]
@@ -184,4 +181,4 @@ def _optimizer(shares: list[_Share]) -> dict[str, Any] | None:
                 groups.append(options)
             if group_of.setdefault(name, groups.index(options)) != groups.index(options):
                 raise ConfigError(f"ranks have other options for {name} in their optimizers: give all the same")
-    return {"kind": shares[0].kept[0], "numbers": numbers, "groups": groups, "group_of": group_of}
+    return {"kind": shares[0].kept.kind, "numbers": numbers, "groups": groups, "group_of": group_of}

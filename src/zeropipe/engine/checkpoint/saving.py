@@ -100,6 +100,7 @@ class Saving:
         for rank in range(self._fabric.size):
             self._await((rank,) if rank else (), str(rank))
             outcome = pickle.loads(self._fabric.board.get(f"{self._key}/{rank}"))
+            self._fabric.board.forget(f"{self._key}/{rank}")
             if isinstance(outcome, str):
                 told = told or f"rank {rank}: {outcome}"
             else:

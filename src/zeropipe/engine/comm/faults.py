@@ -130,6 +130,10 @@ class Board:
         """What was written."""
         return self._desk.ask(lambda store: store.get(key))
 
+    def forget(self, key: str) -> None:
+        """Take something away that was written: the store would keep it as long as the job runs."""
+        self._desk.ask(lambda store: store.delete_key(key))
+
     def leave(self) -> None:
         """Say that this rank closes its connections in good order."""
         with suppress(StoreLost):
