@@ -89,7 +89,8 @@ def test_every_schedule_can_be_balanced(entry):
     found = zp.balance(costs, schedule)
     assert found.exact
     assert sum(found.counts) == 36
-    assert found.slowest <= found.even_slowest
+    assert found.slowest <= found.less_slowest * (1 + 1e-12)  # sums are rounded
+    assert found.less_slowest <= found.even_slowest
     assert len(found.rank_times) == 4
     zp.simulate(schedule, costs.costs(found.counts, placement=schedule.placement))
 
@@ -99,6 +100,8 @@ def test_the_head_of_a_small_model_takes_layers_from_its_rank():
     found = zp.balance(costs, zp.build("1f1b", ranks=4, microbatches=8))
     assert found.counts[-1] < min(found.counts[:-1])
     assert found.gain > 0.1
+    assert found.slowest <= found.less_slowest < found.even_slowest
+    assert found.less[-1] < found.less[1]
     in_a_vee = zp.balance(costs, zp.build("zbv", ranks=4, microbatches=8))
     assert in_a_vee.counts[0] + in_a_vee.counts[-1] < 28 / 4, "rank 0 has embedding and head"
 

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from itertools import pairwise
+from shutil import which
 
 import pytest
 
@@ -13,6 +14,7 @@ from zeropipe.errors import ConfigError
 from zeropipe.schedules.registry import entries
 from zeropipe.search.plan.layouts import Layout, layouts
 from zeropipe.search.plan.pool import ALONE
+from zeropipe.search.plan.write import write_run
 from zeropipe.sim.layer_file import to_layer_json
 
 SMALL = {"gpus": 4, "gpus_per_node": 2, "batch": 16, "sequence": 1024, "gpu": "a100", "search_seconds": 0, "workers": 1}
@@ -166,6 +168,28 @@ def test_tensor_parallelism_stays_inside_a_machine_and_all_gpus_are_used():
     assert [Layout(2, 4, 2).node_size(8), Layout(2, 8, 2).node_size(8), Layout(8, 1, 2).node_size(8)] == [1, 1, 4]
 
 
+def test_a_process_that_ends_early_is_told(monkeypatch):
+    monkeypatch.setattr("sys.executable", which("false"))
+    with pytest.raises(ConfigError, match="a process of the planner ended early"):
+        zp.plan("qwen3-0.6b", memory=80e9, **{**SMALL, "workers": 2})
+
+
+def test_a_mesh_is_written_and_read_again(tmp_path, capsys):
+    made = zp.plan("qwen3-0.6b", memory=80e9, pp=[2], tp=[1], schedules=["1f1b"], **SMALL)
+    assert made.best.candidate.layout == Layout(2, 2, 1)
+    write_run(made, made.best, str(tmp_path / "run.toml"), "qwen3-0.6b")
+    assert 'mesh = "pp=2,dp_shard=2"' in (tmp_path / "run.toml").read_text()
+    main(["run", str(tmp_path / "run.toml"), "--dry-run", "--json"])
+    assert json.loads(capsys.readouterr().out)[0]["layers_per_stage"] == list(made.best.counts)
+
+
+def test_sizes_beyond_reason_end_soon():
+    with pytest.raises(ConfigError, match="cannot be shared out"):
+        zp.plan("qwen3-0.6b", **{**SMALL, "batch": 10**9})
+    with pytest.raises(ConfigError, match="cannot be shared out"):
+        zp.plan("qwen3-0.6b", **{**SMALL, "gpus": 2**40})
+
+
 def test_a_searched_schedule_is_offered_and_written(tmp_path, capsys):
     """Qwen3-8B's head is as long as two layers: balanced layers and a schedule made for them win."""
     made = zp.plan(
@@ -177,8 +201,6 @@ def test_a_searched_schedule_is_offered_and_written(tmp_path, capsys):
     assert row.memory.peak <= 76e9
     named_even = min(row.step for row in made.rows if row.candidate.cut == "even")
     assert named_even > 1.1 * row.step
-    from zeropipe.search.plan.write import write_run
-
     files = write_run(made, row, str(tmp_path / "run.toml"), "qwen3-8b")
     assert files == [str(tmp_path / "run.toml"), str(tmp_path / "run.schedule.json")]
     main(["run", files[0], "--dry-run", "--json"])
@@ -239,6 +261,7 @@ def test_the_command_ranks_explains_and_writes(tmp_path, capsys, monkeypatch):
         (["qwen3-0.6b", "--gpus", "4", "--batch", "16", "--ac", "some"], "activation checkpointing 'some'"),
         (["qwen3-0.6b", "--gpus", "4", "--batch", "16", "-o", "run.json"], "must end in .toml"),
         (["qwen3-0.6b", "--gpus", "4", "--batch", "16", "--pp", "3"], "pp=3: no layout of 4 GPUs"),
+        (["qwen3-0.6b", "--gpus", "4", "--batch", "16", "--reserve", "-1GB"], "reserve="),
         (["no.json", "--gpus", "4", "--batch", "16"], "cannot read the costs file no.json"),
         (["qwen3-0.6b", "--gpus", "0", "--batch", "16"], "0 is not in the range"),
     ],

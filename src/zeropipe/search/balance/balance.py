@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from math import inf
@@ -27,6 +28,8 @@ class Balance:
     rank_times: tuple[float, ...]  # F, I and W of one microbatch, at the rank's speed
     even: tuple[int, ...] | None  # the even cut, for comparison; None if the stages are more than the layers
     even_slowest: float
+    less: tuple[int, ...] | None  # the best cut that is even but for fewer layers on the first and the last stage
+    less_slowest: float
     exact: bool  # proven: no cut has a faster slowest rank
 
     @property
@@ -67,16 +70,28 @@ def balance(
         _refuse(task)
     assert counts is not None
     even = even_counts(task.num_layers, task.num_stages)
-    slowest = inf if even is None else max(task.ranks(even)[0])
+    less = min(_less(task), key=lambda cut: max(task.ranks(cut)[0]), default=None)
+    slowest, less_slowest = (inf if cut is None else max(task.ranks(cut)[0]) for cut in (even, less))
     times = task.ranks(counts)[0]
     if len(times) < schedule.num_ranks:  # of each rank and its mirror image
         times += times[::-1][schedule.num_ranks % 2 :]
-    return Balance(counts, tuple(times), even, slowest, exact)
+    return Balance(counts, tuple(times), even, slowest, less, less_slowest, exact)
 
 
 def even_counts(num_layers: int, num_stages: int) -> tuple[int, ...] | None:
     """The even cut; None where a stage would be empty."""
     return layer_counts(num_layers, num_stages) if num_stages <= num_layers else None
+
+
+def _less(task: BalanceTask) -> Iterator[tuple[int, ...]]:
+    """Even cuts with fewer layers on the first and the last stage."""
+    most = -(-task.num_layers // task.num_stages) + 1
+    for first in range(most):
+        for last in range(most):
+            with suppress(ConfigError):  # a stage would have less than nothing
+                counts = layer_counts(task.num_layers, task.num_stages, first, last)
+                if all(count >= task.least(stage) for stage, count in enumerate(counts)):
+                    yield counts
 
 
 @lru_cache(maxsize=4096)

@@ -41,7 +41,8 @@ def layouts(gpus: int, gpus_per_node: int, tensor_sizes: Sequence[int], num_laye
         if tp > gpus_per_node or gpus % tp:
             continue
         rest = gpus // tp
-        found += [Layout(pp, rest // pp, tp) for pp in range(1, rest + 1) if rest % pp == 0 and pp <= num_layers + 2]
+        most = min(rest, num_layers + 2)  # every stage between the first and the last has a layer
+        found += [Layout(pp, rest // pp, tp) for pp in range(1, most + 1) if rest % pp == 0]
     if not found:
         raise ConfigError(f"gpus={gpus}: no layout uses them all with tp of {', '.join(map(str, tensor_sizes))}")
     return found

@@ -80,6 +80,8 @@ def plan(
         )  # fmt: skip
         memory = find_gpu(gpu).memory if memory is None else memory
     memory = costs.machine.get("memory") if memory is None else memory
+    if isinstance(reserve, bool) or not isinstance(reserve, (int, float)) or not reserve >= 0:
+        raise ConfigError(f"reserve={short(reserve)}: a number of bytes from 0 on is needed")
     if not isinstance(memory, (int, float)) or not memory > reserve:
         raise ConfigError(f"memory={short(memory)}: a number of bytes above the reserve of {reserve:g} is needed")
     scene = Scene(costs, gpus_per_node, memory - reserve, _optimizer_bandwidth(costs))
@@ -90,7 +92,7 @@ def plan(
     if not given:
         raise ConfigError(
             f"batch={batch} cannot be shared out over {gpus} GPUs in microbatches of "
-            f"{', '.join(map(str, microbatch_sizes))}: give a multiple of them, or other sizes"
+            f"{', '.join(map(str, microbatch_sizes))}: give a multiple of them, or larger or smaller ones"
         )
     possible, too_large = sifted(scene, given)
     variants = named_variants(schedules, any(k.overlap is not None for s in costs.settings for k in s.kinds.values()))

@@ -14,6 +14,7 @@ from zeropipe.search.plan.rows import Candidate
 from zeropipe.search.plan.score import Scene
 
 MOST_STAGES = 4  # per rank
+MOST_ACTIONS = 1_000_000  # of a schedule
 
 
 class Run(NamedTuple):
@@ -34,12 +35,12 @@ class Misfit(NamedTuple):
 
 
 def runs(scene: Scene, batch: int, options: Iterable[Layout], sizes: Sequence[int], modes: Sequence[str]) -> list[Run]:
-    """Everything that shares the batch out evenly and whose costs are known."""
+    """Everything that shares the batch out evenly, is not too large to try, and whose costs are known."""
     found = []
     for layout in options:
         for size in sizes:
             number, rest = divmod(batch, layout.dp_shard * size)
-            if rest or not number:
+            if rest or not number or 3 * number * layout.pp * MOST_STAGES > MOST_ACTIONS:
                 continue
             for mode in modes:
                 try:
