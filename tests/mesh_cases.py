@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from zeropipe.core.schedule import Schedule
+from zeropipe.core.timeline import Timeline
 from zeropipe.engine import CausalLMLoss, Engine, fsdp_private, hf_model, hf_stages, module_stages, parallelize
 
 _meshes: dict[tuple[Any, ...], Any] = {}
@@ -137,6 +138,62 @@ def sharding_calls(schedule: Schedule, options: dict[str, Any]) -> tuple[int, li
             for parameter in fsdp_private.whole_parameters(unit)
         ]
         return rank, train, calls, whole
+
+
+def recorded_on_mesh(schedule: Schedule, options: dict[str, Any]) -> tuple[int, Timeline, int]:
+    """A recorded step of sharded stages: the rank, its Timeline, and the bytes of the rank's whole weights."""
+    mesh = mesh_of({"pp": 2, "dp_shard": 2})
+    rank = mesh["pp"].get_local_rank()
+    stages = dict(module_stages([nn.Sequential(*blocks(2)) for _ in range(schedule.num_stages)], schedule, rank))
+    weights = sum(p.numel() * p.element_size() for stage in stages.values() for p in stage.parameters())
+    shard(stages, mesh)
+    with Engine(schedule, stages, mesh=mesh, record=True, **options) as engine:
+        data = microbatches(schedule.num_microbatches)
+        engine.train_step(data, SquareLoss())
+        engine.train_step(data, SquareLoss())
+        recorded = engine.timeline()
+        engine.record = False
+        engine.train_step(data, SquareLoss())  # is not recorded
+        assert engine.timeline() == recorded
+        return rank, recorded, weights
+
+
+def mixed_on_mesh(schedule: Schedule, options: dict[str, Any], offload: bool) -> dict[str, Any]:
+    """bf16 computation on float32 weights, beside the same microbatch gradients of one process added in float32."""
+    mesh = mesh_of({"pp": 2, "dp_shard": 2})
+    plain = [module.to(torch.float32) for module in blocks(schedule.num_stages)]
+    copies = [module.to(torch.float32) for module in blocks(schedule.num_stages)]
+    stages = dict(module_stages(copies, schedule, mesh["pp"].get_local_rank()))
+    parallelize(stages, mesh, dtype=torch.bfloat16, offload=offload)
+    computed: list[torch.dtype] = []
+    next(iter(stages.values())).blocks[0].register_forward_hook(lambda module, args, out: computed.append(out.dtype))
+    number, mine = schedule.num_microbatches, mesh["dp_shard"].get_local_rank()
+    data = [microbatches(number, pipeline) for pipeline in range(2)]
+    data = [[{k: v.to(torch.bfloat16) for k, v in batch.items()} for batch in some] for some in data]
+    loss_fn = SquareLoss()
+    with Engine(schedule, stages, mesh=mesh, **options) as engine:
+        optimizer = torch.optim.AdamW(engine.parameters(), lr=0.01, foreach=False)
+        result = engine.train_step(data[mine], loss_fn)
+        model = nn.Sequential(*plain).to(torch.bfloat16)
+        sums: list[dict[str, Tensor]] = []
+        for batch in [batch for some in data for batch in some]:
+            (loss_fn(model(batch["inputs"]), batch)[0] / result.count).backward()
+            sums.append({name: parameter.grad for name, parameter in model.named_parameters()})
+            model.zero_grad()
+        error = in_bf16 = 0.0
+        for stage in stages.values():
+            for name, parameter in stage.named_parameters():
+                pieces = [some[stage.full_name(name)] for some in sums]
+                wanted = sum(piece.float() for piece in pieces)
+                error = max(error, error_of(whole(parameter.grad), wanted))
+                in_bf16 = max(in_bf16, error_of(sum(pieces[1:], pieces[0]).float(), wanted))
+        optimizer.step()
+        state = [t for some in optimizer.state.values() for t in some.values() if isinstance(t, Tensor) and t.dim()]
+        tensors = [*engine.parameters(), *(p.grad for p in engine.parameters()), *state]
+        return {
+            "error": error, "in_bf16": in_bf16, "computed": str(computed[0]),
+            "dtypes": {str(t.dtype) for t in tensors}, "devices": {t.device.type for t in tensors},
+        }  # fmt: skip
 
 
 def spy(thing: Any, method: str, word: str, calls: list[str]) -> None:

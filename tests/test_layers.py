@@ -34,7 +34,7 @@ ROOMS = {
     "transformers_private": set(),
     "stages": {"transformers_private"},
     "mesh": {"torch_private", "fsdp_private", "backward", "blocks", "stages", "layout"},
-    "step": {"torch_private", "backward", "comm", "layout", "mesh", "options", "stages"},
+    "step": {"torch_private", "fsdp_private", "backward", "comm", "layout", "mesh", "options", "stages"},
     "masters": set(),
     "options": {"blocks"},
     "setup": {"options", "comm", "layout", "mesh", "stages"},

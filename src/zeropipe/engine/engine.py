@@ -160,6 +160,8 @@ class Engine:
                 self._walk(executor, microbatches, opened, tally.root, tally.see if late else None)
                 for shards in self._shards.values():
                     shards.finish()
+                if self.record:
+                    self._executors.recorder.end()
                 self._fabric.place.name = "the sum of losses"
                 result, late = self._combine(tally)
                 if late:
@@ -235,6 +237,8 @@ class Engine:
             self._walk(executor, microbatches, opened, finish)
             for shards in self._shards.values() if train else ():
                 shards.finish()
+            if use == "record":
+                self._executors.recorder.end()
             return opened.alike
 
     def refuse(self, reason: str) -> None:

@@ -1,11 +1,15 @@
-"""Every private call of FSDP2 in one place; tests/test_fsdp_private.py looks at each of them."""
+"""Every private call of FSDP2 in one place."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
+
+Call = Callable[[], None]
 
 
 def units_of(module: nn.Module) -> list[Any]:
@@ -75,6 +79,72 @@ def wait_gathered(unit: Any) -> None:
     """Take a gathering that was started and that no forward has waited for; else the next one would not be started."""
     for group in groups_of(unit):
         group.wait_for_unshard()
+
+
+def watch_gathers(unit: Any, begins: Call, begun: Callable[[Any], None], gathered: Call) -> None:
+    """Be told of every gathering of a unit: before and after it is started, and when it was waited for.
+
+    `begun` is given what makes the current stream wait for it.
+    """
+    for group in groups_of(unit):
+        _watch_group(group, begins, begun, gathered)
+
+
+def _watch_group(group: Any, begins: Call, begun: Callable[[Any], None], gathered: Call) -> None:
+    start, wait = group.unshard, group.wait_for_unshard
+
+    def unshard(*args: Any, **options: Any) -> None:
+        new = group._all_gather_result is None and not group.is_unsharded
+        if new:
+            begins()
+        start(*args, **options)
+        result = group._all_gather_result if new else None
+        if result is not None and result.all_gather_work is not None:
+            begun(result.all_gather_work.wait)
+        elif result is not None and result.all_gather_event is not None:
+            begun(result.all_gather_event.wait)
+
+    def wait_for_unshard() -> None:
+        pending = group._all_gather_result is not None
+        wait()
+        if pending:
+            gathered()
+
+    group.unshard, group.wait_for_unshard = unshard, wait_for_unshard
+
+
+def reduce_stream(unit: Any) -> Any:
+    """The stream on which the sums of a unit's gradients end."""
+    group = groups_of(unit)[0]
+    replicated = group._all_reduce_process_group if isinstance(group.mesh_info, DDPMeshInfo) else None
+    return group.comm_ctx.reduce_scatter_stream if replicated is None else group.comm_ctx.all_reduce_stream
+
+
+def whole_storages(unit: Any) -> list[Any]:
+    """The storages that hold whole weights of a unit, or are about to; empty ones while they are let go."""
+    storages = []
+    for group in groups_of(unit):
+        storages += [t.untyped_storage() for param in group.fsdp_params for t in param.all_gather_outputs]
+        for pending in (group._all_gather_result, getattr(group.comm_ctx.all_gather_state, "all_gather_result", None)):
+            if pending is not None and isinstance(pending.all_gather_output, Tensor):
+                storages.append(pending.all_gather_output.untyped_storage())
+    return storages
+
+
+def gradient_storages(unit: Any) -> list[Any]:
+    """The storages that hold whole gradients of a unit, also while they are being summed."""
+    found = [parameter.grad for parameter in whole_parameters(unit)]
+    for group in groups_of(unit):
+        found += [param.unsharded_accumulated_grad for param in group.fsdp_params]
+        found += [state.reduce_scatter_input for state in group.comm_ctx.reduce_scatter_states]
+    return [gradient.untyped_storage() for gradient in found if gradient is not None]
+
+
+def reclaim(unit: Any) -> None:
+    """Free what the sums that have ended read: torch keeps it until the end of the step."""
+    for group in groups_of(unit):
+        states = group.comm_ctx.reduce_scatter_states
+        states[:] = [state for state in states if state.event is not None and not state.event.query()]
 
 
 def hold_hooks(root: Any, keep_whole: bool) -> None:

@@ -422,3 +422,8 @@ def is_profiling() -> bool:
 def tell_profiler(key: str, json: str) -> None:
     """A field of the trace that torch.profiler is writing."""
     torch.autograd._add_metadata_json(key, json)  # type: ignore[attr-defined]
+
+
+def storage_id(storage: torch.UntypedStorage) -> int:
+    """What tells storages apart; unlike the address of their data it stays when they are resized."""
+    return storage._cdata

@@ -49,7 +49,7 @@ def parallelize(
     options: dict[str, Any] = {
         "mesh": mesh[names] if len(names) > 1 else mesh[names[0]],
         "mp_policy": MixedPrecisionPolicy(dtype, reduce_dtype if dtype is not None else None),
-        "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy(),
     }
     for stage in stages.values():
         for block in getattr(stage, "blocks", ()):

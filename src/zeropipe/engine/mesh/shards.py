@@ -8,13 +8,24 @@ the hooks are told to reduce nothing, and the Program says when a stage is gathe
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 from zeropipe.engine import fsdp_private
 from zeropipe.engine.backward.gradients import gradient
 from zeropipe.errors import ConfigError
+
+
+class Watcher(Protocol):
+    """Who is told of the gathering and reducing of a stage's units."""
+
+    def gathering(self) -> None: ...
+    def begun(self, wait: Callable[[], object]) -> None: ...
+    def gathered(self) -> None: ...
+    def reducing(self) -> None: ...
+    def reduced(self, unit: Any) -> None: ...
 
 
 class Shards:
@@ -25,6 +36,7 @@ class Shards:
         self.units = fsdp_private.units_of(module)
         self._ready = False
         self._numbers: dict[int, int] | None = None
+        self._watcher: Watcher | None = None
 
     def prepare(self) -> None:
         """Before a step: the hooks leave to the Program what it does. Collective when it is called first."""
@@ -72,7 +84,19 @@ class Shards:
         for parameter in fsdp_private.whole_parameters(unit):
             if parameter.requires_grad and not fsdp_private.has_gradient(unit, parameter):
                 gradient(parameter)  # another process may have one: all must send the same number of bytes
+        if self._watcher is not None:
+            self._watcher.reducing()
         fsdp_private.reduce(unit)
+        if self._watcher is not None:
+            self._watcher.reduced(unit)
+        fsdp_private.reclaim(unit)
+
+    def watched_by(self, watcher: Watcher) -> None:
+        """From now on tell `watcher`, once, of all that is gathered and reduced."""
+        self.prepare()
+        self._watcher = watcher
+        for unit in self.units:
+            fsdp_private.watch_gathers(unit, watcher.gathering, watcher.begun, watcher.gathered)
 
     def finish(self) -> None:
         """Wait for the sums; gradients are in the sharded parameters, the whole weights are gone."""

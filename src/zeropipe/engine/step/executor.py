@@ -33,6 +33,12 @@ class Watcher(Protocol):
     def watch(self, call: Call, actions: Sequence[Action], cells: Sequence[Cell]) -> Call: ...
 
 
+class ShardWatcher(Protocol):
+    """Wraps what the Program does for a sharded stage."""
+
+    def watch(self, call: Call, action: Action) -> Call: ...
+
+
 # What stages made of a kind of microbatch, by (training, stage, kind): so a receive of a gradient can be posted early.
 Made = dict[tuple[bool, int, int], Spec]
 
@@ -58,6 +64,7 @@ class Executor:
         made: Made,
         present: dict[Any, tuple[bool, ...]],
         watchers: Sequence[Watcher] = (),
+        gauge: ShardWatcher | None = None,
     ) -> None:
         self._rank, self._outgoing, self._train = rank, outgoing, train
         self._device, self._splitter, self._dynamic, self._watchers = device, splitter, dynamic, watchers
@@ -66,6 +73,7 @@ class Executor:
         self._num_parts = program.schedule.problem.num_weight_parts
         self._parts: Counter[tuple[int, int]] = Counter()  # of a W: how many have a call
         self._shards = shards
+        self._gauge = gauge
         self._reductions: dict[int, Reduction] = {}  # of stages whose last W has begun
         self._placement = program.schedule.placement
         row = program.rows[rank]
@@ -178,10 +186,12 @@ class Executor:
         shards = self._shards.get(action.stage)
         if shards is None:  # this stage is whole on every rank
             return
+        call: Call = shards.drop
         if action.kind is Kind.UNSHARD:
-            self._calls.append(partial(shards.gather, backward=next_use(row, at) is not Kind.F))
-        else:
-            self._calls.append(shards.drop if action.kind is Kind.RESHARD else partial(self._reduce, action.stage))
+            call = partial(shards.gather, backward=next_use(row, at) is not Kind.F)
+        elif action.kind is Kind.REDUCE_GRAD:
+            call = partial(self._reduce, action.stage)
+        self._calls.append(call if self._gauge is None else self._gauge.watch(call, action))
         self._labels.append(str(action))
 
     def _reduce(self, stage: int) -> None:

@@ -87,13 +87,14 @@ class Executors:
         if parts.options.check_finite:
             watchers.append(FiniteCheck())
         if use == "record":
-            self.recorder = self.recorder or Recorder(parts.device, parts.parameters, parts.splitter)
+            self.recorder = self.recorder or Recorder(parts.device, parts.parameters, parts.splitter, parts.shards)
             watchers.append(self.recorder)
         return Executor(
             program, parts.rank, parts.stages, parts.outgoing, parts.wires,
             train=use != "forward", device=parts.device, splitter=parts.splitter, shards=parts.shards,
             recv_ahead=parts.options.recv_ahead, dynamic=parts.options.shapes == "dynamic",
             dynamic_weights=parts.options.dynamic_weights, made=self._made, present=self._present, watchers=watchers,
+            gauge=self.recorder.gauge if use == "record" and self.recorder else None,
         )  # fmt: skip
 
     def _program(self, use: str, number: int, alike: bool) -> Program:

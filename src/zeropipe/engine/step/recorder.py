@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,17 +19,21 @@ from zeropipe.engine import torch_private
 from zeropipe.engine.backward.gradients import local
 from zeropipe.engine.backward.splitters import Splitter
 from zeropipe.engine.comm.fabric import Fabric
+from zeropipe.engine.mesh.shards import Shards
 from zeropipe.engine.step.cells import Cell
 from zeropipe.engine.step.clock import Clock
 from zeropipe.engine.step.executor import Call
+from zeropipe.engine.step.gauge import Gauge, columns, sharding_of, starts_of
 from zeropipe.engine.step.ran import KINDS, Ran, as_ran
 
 
 class Recorder:
     """Times every action of one rank: host clock on CPU, events on CUDA."""
 
-    def __init__(self, device: torch.device, parameters: Sequence[Tensor], splitter: Splitter) -> None:
-        self._device, self._splitter = device, splitter
+    def __init__(
+        self, device: torch.device, parameters: Sequence[Tensor], splitter: Splitter, shards: Mapping[int, Shards]
+    ) -> None:
+        self._device, self._splitter, self.gauge = device, splitter, Gauge(device, shards)
         self._parameters = parameters
         # start, end, actions, memory during, memory after
         self._marks: list[tuple[Any, Any, Sequence[Action], Any, int]] = []
@@ -41,6 +45,7 @@ class Recorder:
 
     def begin(self) -> None:
         """Start recording a step; the one before is forgotten."""
+        self.gauge.begin()
         self._marks.clear()
         self._kept.clear()
         self._stashed.clear()
@@ -52,6 +57,10 @@ class Recorder:
             self._allocations.begin()
             self._peaks = None
 
+    def end(self) -> None:
+        """The step has ended."""
+        self.gauge.end()
+
     def watch(self, call: Call, actions: Sequence[Action], cells: Sequence[Cell]) -> Call:
         """Wrap the computation of a step."""
         return self._on_cuda(call, actions) if self._device.type == "cuda" else self._on_cpu(call, actions, cells)
@@ -61,14 +70,16 @@ class Recorder:
         splits = next((a.stage for a in actions if a.kind in (Kind.I, Kind.W)), None)
         forward = next(((c.stage, c.microbatch) for a, c in zip(actions, cells) if a.kind is Kind.F), None)
         backward = next(((c.stage, c.microbatch) for a, c in zip(actions, cells) if a.kind in (Kind.B, Kind.I)), None)
-        modules = [c.module for a, c in zip(actions, cells) if a.kind is Kind.F]
+        gauge = self.gauge
 
         def timed() -> None:
             saved: dict[int, int] = {}
+            gauge.reset()
 
             def pack(tensor: Tensor) -> Tensor:
                 storage = local(tensor).untyped_storage()
-                saved[storage.data_ptr()] = storage.nbytes()
+                if not gauge.is_weight(storage):
+                    saved[storage.data_ptr()] = storage.nbytes()
                 return tensor
 
             start = time.perf_counter()
@@ -79,17 +90,16 @@ class Recorder:
                     call()
             end = time.perf_counter()
             if forward is not None:
-                # weights are no activations; those of sharded stages are whole here, and other tensors at other times
-                for weights in (self._parameters, *(module.parameters() for module in modules)):
-                    for weight in weights:
-                        saved.pop(local(weight).untyped_storage().data_ptr(), None)
+                for weight in self._parameters:  # weights are no activations
+                    saved.pop(local(weight).untyped_storage().data_ptr(), None)
                 kept[forward] = sum(saved.values())
-            during = sum(kept.values()) + sum(stashed.values())
+            during = sum(kept.values()) + sum(stashed.values()) + gauge.see()
             if backward is not None:
                 kept.pop(backward, None)
             if splits is not None:
                 stashed[splits] = self._splitter.alive(splits)
-            self._marks.append((start, end, actions, during, sum(kept.values()) + sum(stashed.values())))
+            after = sum(kept.values()) + sum(stashed.values()) + gauge.level()
+            self._marks.append((start, end, actions, during, after))
 
         return timed
 
@@ -116,6 +126,10 @@ class Recorder:
             for code in pack(actions if len(actions) == 1 else [Overlap(*actions)]):
                 yield Ran(code, begun, ended, float(during), float(after))
 
+    def moves(self, clock: Clock) -> list[bytes]:
+        """What was gathered and reduced, as columns."""
+        return columns(self.gauge.pieces, lambda mark: clock.of_rank_0(self._seconds(mark)))
+
     def _seconds(self, mark: Any) -> float:
         if isinstance(mark, float):
             return mark
@@ -126,11 +140,13 @@ class Recorder:
 def gather(recorder: Recorder, schedule: Schedule, fabric: Fabric, clock: Clock) -> Timeline:
     """The Timeline of all ranks on rank 0's clock; every rank calls this and gets it."""
     mine = [array(kind, column) for kind, column in zip(KINDS, zip(*recorder.rows(clock)))]
-    everyone = fabric.exchange([column.tobytes() for column in mine])
-    rows = [[Ran(*values) for values in zip(*map(_column, KINDS, everyone[rank]))] for rank in fabric.layout.pipeline]
+    everyone = fabric.exchange(([column.tobytes() for column in mine], recorder.moves(clock)))
+    told = [everyone[rank] for rank in fabric.layout.pipeline]
+    rows = [[Ran(*values) for values in zip(*map(_column, KINDS, row))] for row, _ in told]
     schedule, rows = as_ran(schedule, rows)
     ran = [entry for row in rows for entry in row]
-    zero = min(entry.start for entry in ran)
+    lanes = [lane for _, lane in told]
+    zero = min([*(entry.start for entry in ran), *starts_of(lanes)])
     return Timeline(
         schedule,
         array("d", (entry.start - zero for entry in ran)).tobytes(),
@@ -141,6 +157,7 @@ def gather(recorder: Recorder, schedule: Schedule, fabric: Fabric, clock: Clock)
         unit="s",
         memory_unit="B",
         measured=True,
+        sharding=sharding_of(lanes, zero),
     )
 
 

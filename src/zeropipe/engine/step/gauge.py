@@ -1,0 +1,169 @@
+"""Measures sharded stages: when they are gathered and reduced, and what is whole of them."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from zeropipe.core.action import Action, Kind
+from zeropipe.core.packed import PackedRows, encode
+from zeropipe.core.sharding import Sharding
+from zeropipe.engine import fsdp_private, torch_private
+from zeropipe.engine.mesh.shards import Shards
+
+Call = Callable[[], None]
+
+
+class Piece:
+    """One UNSHARD or REDUCE_GRAD: from the start of its first unit to the end of its last."""
+
+    __slots__ = ("action", "end", "start")
+
+    def __init__(self, action: Action) -> None:
+        self.action, self.start, self.end = action, None, None
+
+
+class Gauge:
+    """Of all sharded stages of one rank. On CUDA times are events; on CPU a gathering ends when it was waited for."""
+
+    def __init__(self, device: torch.device, shards: Mapping[int, Shards]) -> None:
+        self._device, self._shards = device, shards
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" and shards else None
+        self.pieces: list[Piece] = []
+        self.on, self.most = False, 0
+        self._stages = {stage: StageGauge(self, stage) for stage in shards}
+        for stage, gauge in self._stages.items():
+            shards[stage].watched_by(gauge)
+        units = [unit for stage in shards.values() for unit in stage.units]
+        self._weights = {torch_private.storage_id(s) for unit in units for s in fsdp_private.whole_storages(unit)}
+
+    @property
+    def is_cuda(self) -> bool:
+        return self._side is not None
+
+    def begin(self) -> None:
+        """A step that is recorded begins; the one before is forgotten."""
+        self.pieces.clear()
+        self.on = True
+
+    def end(self) -> None:
+        """It has ended."""
+        self.on = False
+
+    def watch(self, call: Call, action: Action) -> Call:
+        """Wrap a call of the Program for a sharded stage."""
+        if action.kind is not Kind.UNSHARD:
+            return call
+
+        def gather() -> None:
+            self._stages[action.stage].open(Kind.UNSHARD)
+            call()
+
+        return gather
+
+    def is_weight(self, storage: Any) -> bool:
+        """Whether a storage holds whole weights: what it takes is counted here, and not for a microbatch."""
+        return torch_private.storage_id(storage) in self._weights
+
+    def level(self) -> int:
+        """Bytes of whole weights and gradients now."""
+        units = [unit for stage in self._shards.values() for unit in stage.units]
+        whole, gradients = fsdp_private.whole_storages, fsdp_private.gradient_storages
+        storages = [storage for unit in units for storage in (*whole(unit), *gradients(unit))]
+        return sum({torch_private.storage_id(storage): storage.nbytes() for storage in storages}.values())
+
+    def reset(self) -> None:
+        """Forget the highest level."""
+        self.most = self.level()
+
+    def see(self) -> int:
+        """The highest level since `reset`, this moment included."""
+        self.most = max(self.most, self.level())
+        return self.most
+
+    def mark(self, wait: Callable[[], object] | None = None, stream: Any = None) -> Any:
+        """This moment; on CUDA of a stream, or after what `wait` waits for."""
+        if self._side is None:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        with torch.cuda.stream(stream if wait is None else self._side):
+            if wait is not None:
+                wait()
+            event.record()
+        return event
+
+
+class StageGauge:
+    """What the units of one stage tell."""
+
+    def __init__(self, gauge: Gauge, stage: int) -> None:
+        self._gauge, self._stage = gauge, stage
+        self._piece: Piece | None = None
+
+    def open(self, kind: Kind) -> Piece:
+        """A new piece of the lane."""
+        self._piece = Piece(Action(self._stage, kind, 0))
+        self._gauge.pieces.append(self._piece)
+        return self._piece
+
+    def gathering(self) -> None:
+        if self._gauge.on and self._piece is not None and self._piece.start is None:
+            self._piece.start = self._gauge.mark()
+
+    def begun(self, wait: Callable[[], object]) -> None:
+        if self._gauge.on and self._piece is not None and self._gauge.is_cuda:
+            self._piece.end = self._gauge.mark(wait)
+
+    def gathered(self) -> None:
+        if self._gauge.on and self._piece is not None and not self._gauge.is_cuda:
+            self._piece.end = self._gauge.mark()
+            self._gauge.see()
+
+    def reducing(self) -> None:
+        if not self._gauge.on:
+            return
+        if self._piece is None or self._piece.action.kind is not Kind.REDUCE_GRAD:
+            self.open(Kind.REDUCE_GRAD).start = self._gauge.mark()
+        if not self._gauge.is_cuda:
+            self._gauge.see()
+
+    def reduced(self, unit: Any) -> None:
+        if not self._gauge.on or self._piece is None:
+            return
+        if not self._gauge.is_cuda:
+            self._piece.end = self._gauge.mark()
+            self._gauge.see()
+        elif fsdp_private.groups_of(unit):
+            self._piece.end = self._gauge.mark(stream=fsdp_private.reduce_stream(unit))
+
+
+def columns(pieces: Sequence[Piece], seconds: Callable[[Any], float]) -> list[bytes]:
+    """Codes, starts and ends of what was measured."""
+    found = [
+        (encode(*piece.action), seconds(piece.start), max(seconds(piece.start), seconds(piece.end)))
+        for piece in pieces
+        if piece.start is not None and piece.end is not None
+    ]
+    return [array(kind, [entry[n] for entry in found]).tobytes() for n, kind in enumerate("qdd")]
+
+
+def sharding_of(everyone: Sequence[Sequence[bytes]], zero: float) -> Sharding | None:
+    """The lanes of all ranks, from their columns; None if no stage is sharded. Times count from `zero`."""
+    if not any(columns[0] for columns in everyone):
+        return None
+    packed = PackedRows.of(memoryview(columns[0]).cast("q") for columns in everyone)
+    start, end = (
+        array("d", (time - zero for columns in everyone for time in memoryview(columns[n]).cast("d"))).tobytes()
+        for n in (1, 2)
+    )
+    return Sharding(packed, start, end)
+
+
+def starts_of(everyone: Sequence[Sequence[bytes]]) -> Iterator[float]:
+    """When the pieces of all ranks start."""
+    for columns in everyone:
+        yield from memoryview(columns[1]).cast("d")
