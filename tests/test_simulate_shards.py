@@ -9,6 +9,7 @@ import zeropipe as zp
 from zeropipe.cli import main
 from zeropipe.core import explain, jit
 from zeropipe.core.action import Kind, actions_of
+from zeropipe.sim.fit import fit
 
 
 def sim(name="1f1b", ranks=1, microbatches=3, **costs):
@@ -114,6 +115,20 @@ def test_the_end_that_waits_for_a_reduce_is_named():
 def test_bandwidth_gives_times():
     timeline = sim(whole_weights=6, whole_gradients=12, shard_bandwidth=3)
     assert [(name, end - start) for name, start, end in lane(timeline)] == [("0UNSHARD", 2), ("0REDUCE_GRAD", 4)]
+
+
+@pytest.mark.parametrize("policy", ["keep", "regather"])
+def test_a_fit_gives_the_costs_back(policy):
+    given = {"unshard": 0.5, "reduce": 1.5, "units": 4, "whole_weights": 6, "whole_gradients": 10}
+    run = sim("zbv", 2, 8, shards=policy, **given)
+    costs = fit(run)
+    assert (costs.shards, costs.units) == (policy, 4)
+    for name in ("unshard", "reduce", "whole_weights", "whole_gradients"):
+        assert costs.column(name, 4) == pytest.approx([given[name]] * 4)
+    again = zp.simulate(run.schedule, costs)
+    # regathered weights come and go with every action: what is a microbatch's is known to the size of two units
+    assert again.peak_memory == pytest.approx(run.peak_memory, abs=1e-6 if policy == "keep" else 3)
+    assert again.makespan == pytest.approx(run.makespan, rel=0.1)
 
 
 def test_compiled_kernels_say_the_same(monkeypatch):

@@ -119,7 +119,8 @@ def _sharding_data(sharding: Sharding | None) -> dict[str, Any] | None:
     if sharding is None:
         return None
     rows = [" ".join(map(str, row)) for row in Rows(sharding.packed)]
-    return {"rows": rows, "start": _floats(sharding.start), "end": _floats(sharding.end)}
+    columns = {name: _floats(getattr(sharding, name)) for name in ("start", "end", "size")}
+    return {"rows": rows, **columns, "units": sharding.units}
 
 
 def _sharding(data: dict[str, Any], schedule: Schedule) -> Sharding:
@@ -133,10 +134,10 @@ def _sharding(data: dict[str, Any], schedule: Schedule) -> Sharding:
             if action.stage not in schedule.placement.stages_of(rank):
                 raise ScheduleError(f"sharding of rank {rank} holds {action}: the placement puts no such stage there")
     packed = PackedRows.of(pack(row) for row in rows)
-    start, end = (_column(packed.num_codes, data[name]) for name in ("start", "end"))
+    start, end, size = (_column(packed.num_codes, data[name]) for name in ("start", "end", "size"))
     if any(a > b for a, b in zip(memoryview(start).cast("d"), memoryview(end).cast("d"), strict=True)):
         raise ScheduleError("sharding holds an action that ends before it starts")
-    return Sharding(packed, start, end)
+    return Sharding(packed, start, end, size, _count(data, "units"))
 
 
 def _timeline(data: dict[str, Any]) -> Timeline:

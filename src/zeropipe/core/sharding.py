@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from math import inf
 from typing import NamedTuple
@@ -14,11 +15,17 @@ from zeropipe.core.schedule import Schedule
 
 
 class Sharding(NamedTuple):
-    """UNSHARD and REDUCE_GRAD of every rank, in the order of its Program, and their times: packed float64."""
+    """UNSHARD and REDUCE_GRAD of every rank, in the order of its Program: packed float64.
+
+    `size` is the memory of the stage's whole weights, or of its whole gradients. They are gathered and reduced in
+    `units` pieces.
+    """
 
     packed: PackedRows
     start: bytes
     end: bytes
+    size: bytes
+    units: int
 
     def lane(self, rank: int) -> Iterator[tuple[Action, float, float]]:
         """What gathered and reduced on `rank`."""
@@ -35,8 +42,13 @@ class Sharding(NamedTuple):
         return min(memoryview(self.start).cast("d")[begin:stop]), max(memoryview(self.end).cast("d")[begin:stop])
 
 
-def apart(xp: Arrays, num_actions: int, rows: PackedRows, *columns: Floats) -> tuple[tuple[Floats, ...], Sharding]:
-    """Columns of `rows` (start and end first), as those of its computations, and its Sharding."""
+def apart(
+    xp: Arrays, num_actions: int, rows: PackedRows, sizes_of: Sequence[Sequence[float]], units: int, *columns: Floats
+) -> tuple[tuple[Floats, ...], Sharding]:
+    """Columns of `rows` (start and end first), as those of its computations, and its Sharding.
+
+    `sizes_of` are the sizes of each stage's whole weights and whole gradients.
+    """
     codes = xp.ints(rows.codes)
     sizes = xp.full_ints(len(rows.offsets) - 1)
     xp.call(count_kernel, codes, xp.list_ints(rows.offsets), sizes)
@@ -47,7 +59,9 @@ def apart(xp: Arrays, num_actions: int, rows: PackedRows, *columns: Floats) -> t
     for column, mine, other in zip(columns, computed, moved, strict=True):
         xp.call(apart_kernel, codes, column, mine, other, moved_codes)
     packed = PackedRows(xp.int_bytes(moved_codes), offsets)
-    return computed, Sharding(packed, xp.float_bytes(moved[0]), xp.float_bytes(moved[1]))
+    sizes_there = array("d", (sizes_of[kind_of(code) == REDUCE_GRAD][stage_of(code)] for code in packed.view))
+    times = (xp.float_bytes(moved[0]), xp.float_bytes(moved[1]))
+    return computed, Sharding(packed, *times, sizes_there.tobytes(), units)
 
 
 def count_kernel(codes, offsets, sizes):  # type: ignore[no-untyped-def]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
-from typing import NamedTuple
+from statistics import median
+from typing import Any, NamedTuple
 
 from zeropipe.core.action import Kind
 from zeropipe.core.complete import check_complete
@@ -12,6 +13,8 @@ from zeropipe.core.explain import idle, reasons
 from zeropipe.core.json import from_plain
 from zeropipe.core.limits import require_costs, require_times
 from zeropipe.core.packed import is_joined
+from zeropipe.core.schedule import Schedule
+from zeropipe.core.sharding import Sharding
 from zeropipe.core.timeline import Span, Timeline
 from zeropipe.errors import ConfigError, ScheduleError
 from zeropipe.sim.costs import Costs, costs_from, read_costs
@@ -72,11 +75,39 @@ def fit(timeline: Timeline) -> Costs:
     else:
         b = [time if (Kind.B, s) in singles else i[s] + w[s] for s, time in enumerate(b)]
     activation, stash, weights = _memory(timeline)
+    sharding = {} if timeline.sharding is None else _sharding(timeline.sharding, timeline.schedule)
     return Costs(
         f=f, i=i, w=w, b=b, overlap=_overlap(steps, f, b, overhead), p2p=reasons(timeline).message,
         activation=activation, stash=stash, weights=weights, memory_limit=timeline.memory_limit,
-        unit=timeline.unit, memory_unit=timeline.memory_unit,
+        unit=timeline.unit, memory_unit=timeline.memory_unit, **sharding,
     )  # fmt: skip
+
+
+def _sharding(sharding: Sharding, schedule: Schedule) -> dict[str, Any]:
+    """The fields of Costs for sharded stages.
+
+    A measured gathering ends when somebody waited for it, so the fastest one says how long the others take.
+    """
+    kinds = (Kind.UNSHARD, Kind.REDUCE_GRAD)
+    sizes = {kind: [0.0] * schedule.num_stages for kind in kinds}
+    speed = dict.fromkeys(kinds, 0.0)
+    most = 0
+    for rank in range(schedule.num_ranks):
+        begin, stop = sharding.packed.offsets[rank : rank + 2]
+        gathered = Counter[int]()
+        for (action, start, end), size in zip(
+            sharding.lane(rank), memoryview(sharding.size).cast("d")[begin:stop], strict=True
+        ):
+            sizes[action.kind][action.stage] = size
+            speed[action.kind] = max(speed[action.kind], size / (end - start) if end > start else 0.0)
+            gathered[action.stage] += action.kind is Kind.UNSHARD
+        most = max(most, *gathered.values(), 0)
+    times = {kind: [size / speed[kind] if speed[kind] else 0.0 for size in column] for kind, column in sizes.items()}
+    return {
+        "shards": "regather" if most > 1 else "keep", "units": sharding.units,
+        "unshard": times[Kind.UNSHARD], "reduce": times[Kind.REDUCE_GRAD],
+        "whole_weights": sizes[Kind.UNSHARD], "whole_gradients": sizes[Kind.REDUCE_GRAD],
+    }  # fmt: skip
 
 
 def residuals(measured: Timeline, predicted: Timeline) -> list[Residual]:
@@ -141,6 +172,17 @@ def _overlap(steps: list[tuple[Span, ...]], f: list[float], b: list[float], over
     return [max(0.0, f[s] + b[s] - _mean(savings[s])) for s in range(len(f))]
 
 
+def _still_whole(timeline: Timeline, rank: int) -> float:
+    """Memory of gradients that are still there when a rank's last action starts: its level counts them."""
+    if timeline.sharding is None:
+        return 0.0
+    begin, stop = timeline.sharding.packed.offsets[rank : rank + 2]
+    sizes = memoryview(timeline.sharding.size).cast("d")[begin:stop]
+    last = memoryview(timeline.start).cast("d")[timeline.schedule.packed.offsets[rank + 1] - 1]
+    moves = zip(timeline.sharding.lane(rank), sizes, strict=True)
+    return sum(size for (action, _, end), size in moves if action.kind is Kind.REDUCE_GRAD and end > last)
+
+
 def _memory(timeline: Timeline) -> tuple[list[float], list[float], list[float]]:
     """What F takes, what is left of it after I, and what was there before: per stage."""
     num_stages = timeline.schedule.num_stages
@@ -153,21 +195,24 @@ def _memory(timeline: Timeline) -> tuple[list[float], list[float], list[float]]:
     for rank in range(timeline.num_ranks):
         begin, end = timeline.schedule.packed.offsets[rank : rank + 2]
         stages = timeline.schedule.placement.stages_of(rank)
+        base = after[end - 1] - _still_whole(timeline, rank)
         for stage in stages:  # the row ends where it began
-            weights[stage] = max(0.0, after[end - 1]) / len(stages)
+            weights[stage] = max(0.0, base) / len(stages)
         at = begin
         for step in steps_of(timeline, rank):
             kind, stage = step[0].action.kind, step[0].action.stage
             if at == begin:
-                firsts[kind, stage] = [after[at] - after[end - 1]]
+                firsts[kind, stage] = [after[at] - base]
             elif len(step) == 1:  # the two halves of an Overlap have one level
                 changes[kind, stage].append(after[at] - after[at - 1])
             at += len(step)
     for key, change in firsts.items():  # less exact in a real run, which allocates gradients on the way
         changes.setdefault(key, change)
-    activation = [max(0.0, _mean(changes[Kind.F, s])) for s in range(num_stages)]
+    # whole weights and gradients of sharded stages come and go once: most changes are those of a microbatch
+    typical = _mean if timeline.sharding is None else median
+    activation = [max(0.0, typical(changes[Kind.F, s] or [0.0])) for s in range(num_stages)]
     stash = [
-        max(0.0, taken + _mean(changes[Kind.I, s])) if changes[Kind.I, s] else taken  # recomputed, it may be more
+        max(0.0, taken + typical(changes[Kind.I, s])) if changes[Kind.I, s] else taken  # recomputed, it may be more
         for s, taken in enumerate(activation)
     ]
     return activation, stash, weights

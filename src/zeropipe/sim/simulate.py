@@ -48,7 +48,9 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     if not finished:
         raise deadlock(schedule, deps, position, xp.list_ints([int(t >= 0) for t in ended]))
     if costs.shards is not None:
-        (start, end, during, after), sharding = apart(xp, schedule.num_actions, rows, start, end, during, after)
+        sizes = [costs.column(name, num_stages) for name in ("whole_weights", "whole_gradients")]
+        columns = (start, end, during, after)
+        (start, end, during, after), sharding = apart(xp, schedule.num_actions, rows, sizes, costs.units, *columns)
     return Timeline(
         schedule,
         xp.float_bytes(start),

@@ -91,6 +91,12 @@ class Shards:
             self._watcher.reduced(unit)
         fsdp_private.reclaim(unit)
 
+    def whole_bytes(self) -> tuple[int, int]:
+        """Of all weights of the stage, and of their gradients."""
+        weights: list[Any] = [weight for unit in self.units for weight in fsdp_private.whole_parameters(unit)]
+        sizes = [(w.numel(), w.element_size(), (w.grad_dtype or w.dtype).itemsize * w.requires_grad) for w in weights]
+        return sum(n * size for n, size, _ in sizes), sum(n * size for n, _, size in sizes)
+
     def watched_by(self, watcher: Watcher) -> None:
         """From now on tell `watcher`, once, of all that is gathered and reduced."""
         self.prepare()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,10 +21,12 @@ Call = Callable[[], None]
 class Piece:
     """One UNSHARD or REDUCE_GRAD: from the start of its first unit to the end of its last."""
 
-    __slots__ = ("action", "end", "start")
+    __slots__ = ("action", "end", "size", "start")
 
-    def __init__(self, action: Action) -> None:
-        self.action, self.start, self.end = action, None, None
+    def __init__(self, action: Action, size: int) -> None:
+        self.action, self.size = action, size
+        self.start: Any = None
+        self.end: Any = None
 
 
 class Gauge:
@@ -35,9 +37,12 @@ class Gauge:
         self._side = torch.cuda.Stream(device) if device.type == "cuda" and shards else None
         self.pieces: list[Piece] = []
         self.on, self.most = False, 0
-        self._stages = {stage: StageGauge(self, stage) for stage in shards}
-        for stage, gauge in self._stages.items():
-            shards[stage].watched_by(gauge)
+        self._stages: dict[int, StageGauge] = {}
+        for stage, some in shards.items():
+            some.prepare()
+            self._stages[stage] = StageGauge(self, stage, some.whole_bytes())
+            some.watched_by(self._stages[stage])
+        self.units = max((len(some.units) for some in shards.values()), default=1)
         units = [unit for stage in shards.values() for unit in stage.units]
         self._weights = {torch_private.storage_id(s) for unit in units for s in fsdp_private.whole_storages(unit)}
 
@@ -100,13 +105,14 @@ class Gauge:
 class StageGauge:
     """What the units of one stage tell."""
 
-    def __init__(self, gauge: Gauge, stage: int) -> None:
-        self._gauge, self._stage = gauge, stage
+    def __init__(self, gauge: Gauge, stage: int, sizes: tuple[int, int]) -> None:
+        self._gauge, self._stage, self._sizes = gauge, stage, sizes
         self._piece: Piece | None = None
 
     def open(self, kind: Kind) -> Piece:
         """A new piece of the lane."""
-        self._piece = Piece(Action(self._stage, kind, 0))
+        weights, gradients = self._sizes
+        self._piece = Piece(Action(self._stage, kind, 0), weights if kind is Kind.UNSHARD else gradients)
         self._gauge.pieces.append(self._piece)
         return self._piece
 
@@ -141,29 +147,40 @@ class StageGauge:
             self._piece.end = self._gauge.mark(stream=fsdp_private.reduce_stream(unit))
 
 
-def columns(pieces: Sequence[Piece], seconds: Callable[[Any], float]) -> list[bytes]:
-    """Codes, starts and ends of what was measured."""
+class Lane(NamedTuple):
+    """What a rank measured, as columns."""
+
+    codes: bytes
+    start: bytes
+    end: bytes
+    size: bytes
+    units: int
+
+
+def lane_of(gauge: Gauge, seconds: Callable[[Any], float]) -> Lane:
+    """The pieces of a rank; `seconds` makes times of what `Gauge.mark` gave."""
     found = [
-        (encode(*piece.action), seconds(piece.start), max(seconds(piece.start), seconds(piece.end)))
-        for piece in pieces
+        (encode(*piece.action), seconds(piece.start), max(seconds(piece.start), seconds(piece.end)), float(piece.size))
+        for piece in gauge.pieces
         if piece.start is not None and piece.end is not None
     ]
-    return [array(kind, [entry[n] for entry in found]).tobytes() for n, kind in enumerate("qdd")]
+    codes, start, end, size = (array(kind, [row[n] for row in found]).tobytes() for n, kind in enumerate("qddd"))
+    return Lane(codes, start, end, size, gauge.units)
 
 
-def sharding_of(everyone: Sequence[Sequence[bytes]], zero: float) -> Sharding | None:
-    """The lanes of all ranks, from their columns; None if no stage is sharded. Times count from `zero`."""
-    if not any(columns[0] for columns in everyone):
+def sharding_of(lanes: Sequence[Lane], zero: float) -> Sharding | None:
+    """The lanes of all ranks; None if no stage is sharded. Times count from `zero`."""
+    if not any(lane.codes for lane in lanes):
         return None
-    packed = PackedRows.of(memoryview(columns[0]).cast("q") for columns in everyone)
+    packed = PackedRows.of(memoryview(lane.codes).cast("q") for lane in lanes)
     start, end = (
-        array("d", (time - zero for columns in everyone for time in memoryview(columns[n]).cast("d"))).tobytes()
-        for n in (1, 2)
+        array("d", (time - zero for column in columns for time in memoryview(column).cast("d"))).tobytes()
+        for columns in ([lane.start for lane in lanes], [lane.end for lane in lanes])
     )
-    return Sharding(packed, start, end)
+    return Sharding(packed, start, end, b"".join(lane.size for lane in lanes), max(lane.units for lane in lanes))
 
 
-def starts_of(everyone: Sequence[Sequence[bytes]]) -> Iterator[float]:
+def starts_of(lanes: Sequence[Lane]) -> Iterator[float]:
     """When the pieces of all ranks start."""
-    for columns in everyone:
-        yield from memoryview(columns[1]).cast("d")
+    for lane in lanes:
+        yield from memoryview(lane.start).cast("d")

@@ -23,7 +23,7 @@ from zeropipe.engine.mesh.shards import Shards
 from zeropipe.engine.step.cells import Cell
 from zeropipe.engine.step.clock import Clock
 from zeropipe.engine.step.executor import Call
-from zeropipe.engine.step.gauge import Gauge, columns, sharding_of, starts_of
+from zeropipe.engine.step.gauge import Gauge, Lane, lane_of, sharding_of, starts_of
 from zeropipe.engine.step.ran import KINDS, Ran, as_ran
 
 
@@ -126,9 +126,9 @@ class Recorder:
             for code in pack(actions if len(actions) == 1 else [Overlap(*actions)]):
                 yield Ran(code, begun, ended, float(during), float(after))
 
-    def moves(self, clock: Clock) -> list[bytes]:
-        """What was gathered and reduced, as columns."""
-        return columns(self.gauge.pieces, lambda mark: clock.of_rank_0(self._seconds(mark)))
+    def lane(self, clock: Clock) -> Lane:
+        """What was gathered and reduced, on rank 0's clock."""
+        return lane_of(self.gauge, lambda mark: clock.of_rank_0(self._seconds(mark)))
 
     def _seconds(self, mark: Any) -> float:
         if isinstance(mark, float):
@@ -140,7 +140,7 @@ class Recorder:
 def gather(recorder: Recorder, schedule: Schedule, fabric: Fabric, clock: Clock) -> Timeline:
     """The Timeline of all ranks on rank 0's clock; every rank calls this and gets it."""
     mine = [array(kind, column) for kind, column in zip(KINDS, zip(*recorder.rows(clock)))]
-    everyone = fabric.exchange(([column.tobytes() for column in mine], recorder.moves(clock)))
+    everyone = fabric.exchange(([column.tobytes() for column in mine], recorder.lane(clock)))
     told = [everyone[rank] for rank in fabric.layout.pipeline]
     rows = [[Ran(*values) for values in zip(*map(_column, KINDS, row))] for row, _ in told]
     schedule, rows = as_ran(schedule, rows)
