@@ -19,6 +19,7 @@ from torch._inductor.lowering import lowerings
 
 import zeropipe as zp
 from zeropipe.core.checkpointing import Checkpointing
+from zeropipe.engine import torch_private
 from zeropipe.engine.backward import ops
 from zeropipe.engine.backward.autograd import AutogradSplit
 from zeropipe.engine.backward.linear import defer
@@ -238,6 +239,38 @@ def test_compiled_products_equal_the_compiled_whole_backwards(ac):
         # each kind of block once in the graphs; every deferred product runs once more, in W
         counts[split] = backend.products + backend.deferred
     assert counts[True] == counts[False]
+
+
+def test_full_computes_blocks_again_where_marks_do_not_reach_functions(monkeypatch):
+    """As on torch 2.11: checkpointing is around the compiled block there, and not inside."""
+    model, (batch,) = tiny("llama"), microbatches((9,))
+    monkeypatch.setattr(torch_private, "MARKS_REACH_FUNCTIONS", False)
+    plain_step(model, [batch])
+    runs = {}
+    for ac in ("none", "full"):
+        backend = RunningBackend()
+        stages = stages_of(model, 2, compile=True, ac=ac, backend=backend)
+        staged_step(stages, [batch], WeightStore())
+        assert_same_gradients(stages, model, 1e-6)
+        runs[ac] = backend.runs
+    assert runs == {"none": 4, "full": 6}  # two blocks forward, forward again, backward
+
+
+class RunningBackend:
+    """AOT autograd that counts how often a graph is run."""
+
+    def __init__(self):
+        self.runs = 0
+
+    def __call__(self, graph, inputs):
+        return aot_module_simplified(graph, inputs, self.counted, partition_fn=min_cut_rematerialization_partition)
+
+    def counted(self, graph, inputs):
+        def run(*args):
+            self.runs += 1
+            return graph.forward(*args)
+
+        return run
 
 
 class CountingBackend:

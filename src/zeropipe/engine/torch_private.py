@@ -23,6 +23,9 @@ from torch.distributed import _functional_collectives as collectives
 Result = TypeVar("Result")
 ABORT_TAG = 0x7E0  # no message of ours carries it
 FOREVER = timedelta(days=365)
+# Inside a compiled block, marks of checkpointing do not reach what autograd functions compute before torch 2.12: the
+# results of deferred layers would be kept instead of being computed again.
+MARKS_REACH_FUNCTIONS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
 
 
 def default_store() -> dist.Store:

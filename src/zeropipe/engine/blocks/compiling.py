@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from zeropipe.core.checkpointing import Checkpointing
+from zeropipe.engine import torch_private
 from zeropipe.engine.blocks.checkpointing import checkpointed
 from zeropipe.engine.torch_private import inductor_backend, is_compile_error
 
@@ -40,9 +41,12 @@ def set_blocks(
 @functools.cache
 def _variant(kind: type[nn.Module], mode: str, budget: float | None, compile: bool, backend: Any = None) -> type:
     """A subclass with another forward. One per kind of block, not per block: a compiled graph belongs to its code."""
-    forward = checkpointed(kind.forward, mode)
+    outside = compile and mode == "full" and not torch_private.MARKS_REACH_FUNCTIONS
+    forward = kind.forward if outside else checkpointed(kind.forward, mode)
     if compile:
         forward = _compiled(forward, kind.__name__, budget, backend)
+    if outside:
+        forward = checkpointed(forward, mode)
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__, "plain_kind": kind})
 
 
