@@ -77,19 +77,18 @@ def embedding(shape: Shape, at: Sizes) -> list[Op]:
 
 
 def head(shape: Shape, at: Sizes) -> list[Op]:
-    """The last norm and the product that makes logits, which stay for the loss."""
-    words = shape.vocabulary // at.tp
-    logits = at.tokens * words * at.element
-    product = linear("head", shape.hidden, words, at)
-    return [norm(shape.hidden, at), product, Op("logits", kept=(logits, logits), kept_op=logits)]
+    """The last norm and the product that makes logits. The loss keeps a float32 copy, so they need not stay."""
+    return [norm(shape.hidden, at), linear("head", shape.hidden, shape.vocabulary // at.tp, at)]
 
 
 def loss(shape: Shape, at: Sizes) -> list[Op]:
     """Cross entropy in float32: a copy of the logits, and their logarithmic softmax, which stays."""
     words = at.tokens * (shape.vocabulary // at.tp)
     soft = 4.0 * words
-    moved = words * (at.element + 4 + 4 + 4.0)
-    return [Op("loss", kept=(soft, soft), kept_op=soft, moved=(moved, moved), moved_back=moved, gradient=soft)]
+    # the copy is read three times by the softmax: a row of a large vocabulary fits into no fast memory
+    moved = words * (at.element + 4 + 3 * 4 + 4.0)
+    back = words * (4 + 3 * 4 + 4 + at.element)  # zeros, the softmax's gradient, and that of the copy
+    return [Op("loss", kept=(soft, soft), kept_op=soft, moved=(moved, moved), moved_back=back, gradient=soft)]
 
 
 def linear(
