@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import random
 import re
 import shutil
@@ -25,8 +27,9 @@ from weights_cases import seeded
 import zeropipe as zp
 from zeropipe.engine import hf_model
 from zeropipe.engine.checkpoint import convert as converting
+from zeropipe.engine.checkpoint import pieces
 from zeropipe.engine.checkpoint.convert import convert
-from zeropipe.engine.checkpoint.manifest import FILE, check_contents, read_manifest
+from zeropipe.engine.checkpoint.manifest import FILE, Manifest, Target, check_contents, read_manifest
 from zeropipe.engine.checkpoint.pieces import read_whole
 from zeropipe.engine.run.launch import Failed, LocalRanks
 from zeropipe.errors import ConfigError
@@ -74,6 +77,56 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
 @pytest.mark.full
 def test_twenty_kills(tmp_path):
     killed(tmp_path / "c", 20, seed=2)
+
+
+class Crash(BaseException):
+    """Not an Exception: nothing tidies up after it."""
+
+
+def save_alone(path: Path, value: float) -> None:
+    """A checkpoint of one tensor, by one process."""
+    state = {"model.x": torch.full((4,), value)}
+    target = Target(path, Target.open(path))
+    (plan,), metadata = pieces.share_out([pieces.plan_save(state)])
+    parts = [pieces.write(target.folder, plan, state)]
+    pieces.finish(target.folder, metadata, parts)
+    files, tensors = pieces.file_sizes(target.folder, parts), pieces.saved_tensors(metadata, parts)
+    target.switch(Manifest(target.folder.name, int(value), {}, {"ties": {}}, None, None, files, tensors))
+
+
+def test_a_crash_between_any_two_changes_of_the_disk(tmp_path, monkeypatch):
+    seen = []
+    for steps in itertools.count():
+        path, left = tmp_path / str(steps), [steps]
+        save_alone(path, 1.0)
+        (path / "data-0123456789ab").mkdir()  # of a crash before
+        with monkeypatch.context() as patch:
+            for name in ("replace", "rename", "unlink", "rmdir", "mkdir"):
+                patch.setattr(os, name, counted(getattr(os, name), left))
+            try:
+                save_alone(path, 2.0)
+            except Crash:
+                manifest = read_manifest(path)
+                found = read_whole(path / manifest.folder, "model.x", manifest.tensors["model.x"])
+                assert torch.equal(found, torch.full((4,), float(manifest.step)))
+                seen.append(manifest.step)
+            else:
+                break
+        save_alone(path, 3.0)
+        assert read_manifest(path).step == 3
+        assert len(list(path.iterdir())) == 2, "nothing is left of the crash"
+    assert seen == sorted(seen)
+    assert set(seen) == {1, 2}
+
+
+def counted(original, left):
+    def step(*args, **kwargs):
+        left[0] -= 1
+        if left[0] < 0:
+            raise Crash
+        return original(*args, **kwargs)
+
+    return step
 
 
 # damage
@@ -126,9 +179,9 @@ def test_a_damaged_checkpoint_is_refused_in_one_line(saved, tmp_path):
 def test_a_folder_with_other_things_is_not_written_into(tmp_path):
     (tmp_path / "thesis.txt").write_text("years of work")
     with pytest.raises(ConfigError, match=r"holds thesis\.txt, which is no part of a checkpoint"):
-        converting.Target.open(tmp_path)
+        Target.open(tmp_path)
     with pytest.raises(ConfigError, match="it is a file"):
-        converting.Target.open(tmp_path / "thesis.txt")
+        Target.open(tmp_path / "thesis.txt")
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
