@@ -169,7 +169,9 @@ class Walking(private.Base):
                 last.output_chunks.append(private.detached(output) if train else output)
             if self._loss_fn is None or target_mbs is None:
                 return None
-            loss = self._compute_loss(output, microbatch["target"], *([more] if more else []))
+            target = microbatch["target"]
+            # torch 2.11 knows no loss_kwargs
+            loss = self._loss_fn(output, target, **more) if more else self._compute_loss(output, target)
             seen[index] = loss.detach() if train else loss
             return loss if train else None
 
