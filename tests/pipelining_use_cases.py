@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import schedules as torchs
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
@@ -238,3 +239,37 @@ def spread_products() -> float:
     plain(inputs[1]).square().sum().backward()
     mine = [whole(p.grad) for p in module.parameters()]
     return gap([inputs[0].grad, *mine], [inputs[1].grad, *(p.grad for p in plain.parameters())])
+
+
+class Handing(nn.Module):
+    """Two layers that hand on what torch's tensor parallelism makes of their output."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.up, self.down = block.up, block.down
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+
+def spread_between_stages(name: str, per_rank: int, layout: str) -> float:
+    """Stages that return DTensors, sharded along the sequence or as sums that are still to be made."""
+    mesh = mesh_of({"pp": 2, "tp": 2})
+    rank, group, number = mesh["pp"].get_local_rank(), mesh["pp"].get_group(), 2 * per_rank
+    between = Shard(0) if layout == "sharded" else Replicate()
+    modules, plain = ([Handing(block) for block in blocks(number)] for _ in range(2))
+    for n, module in enumerate(modules):
+        last = n == number - 1
+        up = ColwiseParallel(input_layouts=Replicate() if n == 0 else between)
+        down = RowwiseParallel(output_layouts=Replicate() if last else between, use_local_output=last)
+        parallelize_module(module, mesh["tp"], {"up": up, "down": down})
+    kind = getattr(ours, name)
+    stages = stages_for(modules, kind.stages_of(rank, 2, number), group)
+    x, y = draw(8, 0)
+    wanted = plain_step(plain, x, y, 4)
+    schedule = kind(one_or_all(kind, stages), 4, loss_fn=mean_square)
+    got = feed(schedule, stages, x, y)
+    theirs = [p.grad for stage in stages for p in plain[stage.stage_index].parameters()]
+    worst = gap([whole(gradient) for gradient in gradients(stages)], theirs)
+    output, _ = feed(schedule, stages, x, y, "eval")
+    return max(worst, gap(got, wanted), gap(output, wanted[0])) if stages[-1].is_last else worst

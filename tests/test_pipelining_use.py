@@ -43,6 +43,12 @@ def test_stages_that_torchs_tensor_parallelism_has_spread(name, per_rank):
     assert max(ranks(4).run(cases.tensor_parallel, name, per_rank)) < TOLERANCE
 
 
+@pytest.mark.parametrize(("name", "per_rank"), [("Schedule1F1B", 1), ("ScheduleZBVZeroBubble", 2)])
+@pytest.mark.parametrize("layout", ["sharded", "whole"])
+def test_dtensors_go_from_stage_to_stage(name, per_rank, layout):
+    assert max(ranks(4).run(cases.spread_between_stages, name, per_rank, layout)) < TOLERANCE
+
+
 def test_spread_layers_leave_weight_gradients_to_w():
     assert max(ranks(2).run(cases.spread_products)) < TOLERANCE
 

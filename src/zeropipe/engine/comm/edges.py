@@ -21,7 +21,7 @@ from zeropipe.engine.comm.listener import Arrival, Listener
 from zeropipe.engine.comm.pulse import Place
 from zeropipe.errors import EngineError
 
-HEADER = 256  # int64 words: room for tuples of about 30 tensors
+HEADER = 256  # int64 words: room for tuples of about 30 tensors, or of three DTensors
 HEADER_TAG = 1
 DTYPES: tuple[torch.dtype, ...] = (
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8,
@@ -35,14 +35,15 @@ class Part(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     needs_grad: bool
+    words: str = ""  # what the other end must know beyond that: how a DTensor is spread
 
 
 Spec = tuple[Part, ...]
 
 
-def spec_of(tensors: Sequence[Tensor]) -> Spec:
+def spec_of(tensors: Sequence[Tensor], needs_grad: Sequence[bool], words: Sequence[str]) -> Spec:
     """What a receiver must know before the tensors come."""
-    return tuple(Part(t.dtype, tuple(t.shape), t.requires_grad) for t in tensors)
+    return tuple(Part(t.dtype, tuple(t.shape), needs, said) for t, needs, said in zip(tensors, needs_grad, words))
 
 
 Present = Sequence[bool]  # which of the gradients that were asked for there are: an output may be used by nobody
@@ -63,7 +64,8 @@ def write_header(spec: Spec) -> Tensor:
     """A spec as a fixed number of words."""
     words = [len(spec)]
     for part in spec:
-        words += [DTYPES.index(part.dtype), part.needs_grad, len(part.shape), *part.shape]
+        text = part.words.encode()
+        words += [DTYPES.index(part.dtype), part.needs_grad, len(part.shape), *part.shape, len(text), *text]
     if len(words) > HEADER:
         raise EngineError(f"a stage's output has {len(spec)} tensors: too many for one message, stack some of them")
     return torch.tensor(words + [0] * (HEADER - len(words)))
@@ -75,7 +77,9 @@ def read_header(header: Tensor) -> Spec:
     parts = []
     for _ in range(next(words)):
         dtype, needs_grad, rank = DTYPES[next(words)], bool(next(words)), next(words)
-        parts.append(Part(dtype, tuple(next(words) for _ in range(rank)), needs_grad))
+        shape = tuple(next(words) for _ in range(rank))
+        text = bytes(next(words) for _ in range(next(words)))
+        parts.append(Part(dtype, shape, needs_grad, text.decode()))
     return tuple(parts)
 
 

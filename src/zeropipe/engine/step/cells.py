@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from zeropipe.engine import torch_private
 from zeropipe.engine.comm.edges import Spec
 from zeropipe.engine.stages.contract import Microbatch, Pick
+from zeropipe.engine.step import spread
 
 LONG = 64  # characters of a text, or items of a list
 
@@ -48,11 +49,13 @@ def plain(tensor: Tensor, name: str) -> Tensor:
     """The data of one of a stage's outputs, as other ranks can take it."""
     if type(tensor) is Tensor or type(tensor) is nn.Parameter:
         return tensor.detach()
+    if spread.is_spread(tensor):
+        return spread.piece_of(tensor)
     settled = torch_private.settled(tensor.detach())
     if type(settled) is not Tensor:
         raise TypeError(
             f"{name} returned a {type(settled).__name__}, which cannot be sent to another stage: return a plain Tensor "
-            "(full_tensor() or to_local() of a DTensor)"
+            "or a DTensor"
         )
     return settled
 

@@ -17,6 +17,7 @@ from zeropipe.engine.backward.splitters import Pass, Splitter
 from zeropipe.engine.comm.edges import Incoming, Message, Outgoing, Spec, Wire, answer_key, spec_of
 from zeropipe.engine.mesh.shards import Reduction, Shards
 from zeropipe.engine.stages.contract import Microbatch, Told
+from zeropipe.engine.step import spread
 from zeropipe.engine.step.cells import Cell, as_tuple, moved, plain
 from zeropipe.engine.step.dynamic import Gap, movable
 from zeropipe.engine.step.plans import next_use, reduced_within
@@ -327,12 +328,22 @@ class Executor:
 
     def _take_forward(self, cell: Cell, incoming: Incoming, place: int) -> None:
         spec, tensors = incoming.take(place)
-        cell.inputs = [tensor.requires_grad_(part.needs_grad) for part, tensor in zip(spec, tensors)]
+        inputs = [
+            spread.made_again(tensor, part.words, cell.module, cell.stage) if part.words else tensor
+            for part, tensor in zip(spec, tensors)
+        ]
+        cell.inputs = [tensor.requires_grad_(part.needs_grad) for part, tensor in zip(spec, inputs)]
 
     def _take_backward(self, cell: Cell, incoming: Incoming, place: int) -> None:
         spec, tensors = incoming.take(place)
         there = iter(tensors)
-        cell.gradients = [next(there) if part.needs_grad else None for part in spec]
+        gradients = [next(there) if part.needs_grad else None for part in spec]
+        cell.gradients = [
+            spread.gradient_again(piece, part.words, cell.module, cell.stage)
+            if part.words and piece is not None
+            else piece
+            for part, piece in zip(spec, gradients)
+        ]
 
     def _forward(self, cell: Cell) -> None:
         microbatch = self._microbatches[cell.microbatch]
@@ -355,17 +366,20 @@ class Executor:
         outputs = as_tuple(output, name)
         if not self._train:  # nothing comes back
             outputs = tuple(tensor.detach() for tensor in outputs)
-        cell.spec = spec_of(outputs)
+        data = [plain(tensor, name) for tensor in outputs]
+        needs_grad = [tensor.requires_grad for tensor in outputs]
+        cell.spec = spec_of(data, needs_grad, [spread.words_of(tensor, name) for tensor in outputs])
         self._made_of[self._train, cell.stage, self._kinds[cell.microbatch]] = cell.spec
         # from here on only the way back is kept: the data goes when it has been sent or used
         cell.edges = [torch_private.gradient_edge(tensor) for tensor in outputs if tensor.requires_grad]
         if self._splitter.keeps_outputs:
             cell.kept = [tensor for tensor in outputs if tensor.requires_grad]
         if cell.after is not None:
-            cell.after.inputs = [plain(tensor, name).requires_grad_(tensor.requires_grad) for tensor in outputs]
+            handed = [tensor.detach() if spread.is_spread(tensor) else piece for tensor, piece in zip(outputs, data)]
+            cell.after.inputs = [tensor.requires_grad_(needs) for tensor, needs in zip(handed, needs_grad)]
         else:
             # contiguous here, where the step is joined with all streams: a send allocates nothing on the device
-            cell.output = [plain(tensor, name).contiguous() for tensor in outputs]
+            cell.output = [tensor.contiguous() for tensor in data]
 
     def _backward(self, cell: Cell, run: Callable[[Pass], None]) -> None:
         ways = [way for way in zip(cell.kept or cell.edges, cell.gradients) if way[1] is not None]
@@ -383,6 +397,8 @@ class Executor:
         if cell.before is None and cell.stage > 0:
             cell.asked = tuple(x.requires_grad for x in cell.inputs)
             gradients = self._as_before(cell, gradients)
+            asking = (x for x in cell.inputs if x.requires_grad)
+            gradients = [None if g is None else spread.piece_of_gradient(g, x) for g, x in zip(gradients, asking)]
         cell.inputs, cell.edges, cell.gradients, cell.kept, cell.root = (), (), (), (), None
         if cell.before is not None:
             cell.before.gradients = gradients
