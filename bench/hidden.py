@@ -3,7 +3,7 @@
     python bench/hidden.py                               # 4 NCCL ranks that share one GPU, pp=2 x dp_shard=2
     python bench/hidden.py --device cpu --width 64       # gloo
 
-Ranks on one GPU share the bandwidth of its memory, so the times of messages are not those of a link. What counts here is
+Ranks on one GPU share the bandwidth of its memory, so messages do not take what they take on a link. What counts is
 when they run: `behind work` is the part of a lane's time in which the same rank computes.
 """
 

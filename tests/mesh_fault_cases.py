@@ -41,7 +41,7 @@ def struck(schedule: Schedule, sizes: dict[str, int], kind: str, culprit: int, w
     stages = module_stages(modules, schedule, mesh["pp"].get_local_rank())
     styles = {"up": "colwise", "down": "rowwise"}
     plan = {f"{block}.{name}": style for block in range(schedule.num_stages) for name, style in styles.items()}
-    parallelize(stages, mesh, plan=plan)
+    parallelize(stages, mesh, plan=plan if "tp" in sizes else None)
     for stage in stages.values():
         stage.register_forward_hook(points)
     with Engine(schedule, stages, mesh=mesh, timeout=timeout) as engine:
