@@ -173,14 +173,22 @@ def _overlap(steps: list[tuple[Span, ...]], f: list[float], b: list[float], over
 
 
 def _still_whole(timeline: Timeline, rank: int) -> float:
-    """Memory of gradients that are still there when a rank's last action starts: its level counts them."""
-    if timeline.sharding is None:
+    """Memory of weights and gradients that the level after a rank's last action counts, and that then go."""
+    sharding = timeline.sharding
+    if sharding is None:
         return 0.0
-    begin, stop = timeline.sharding.packed.offsets[rank : rank + 2]
-    sizes = memoryview(timeline.sharding.size).cast("d")[begin:stop]
-    last = memoryview(timeline.start).cast("d")[timeline.schedule.packed.offsets[rank + 1] - 1]
-    moves = zip(timeline.sharding.lane(rank), sizes, strict=True)
-    return sum(size for (action, _, end), size in moves if action.kind is Kind.REDUCE_GRAD and end > last)
+    begin, stop = sharding.packed.offsets[rank : rank + 2]
+    sizes = memoryview(sharding.size).cast("d")[begin:stop]
+    *_, last = timeline.spans(rank)
+    weights, gathered, gradients = 0.0, 0, 0.0
+    for (action, _, end), size in zip(sharding.lane(rank), sizes, strict=True):
+        if action.kind is Kind.REDUCE_GRAD:
+            gradients += size if end > last.start else 0.0
+        elif action.stage == last.action.stage and last.action.kind is not Kind.W:  # RESHARD comes behind it
+            weights, gathered = size, gathered + 1
+    if gathered > 1:  # regathered: a measured level is that behind RESHARD
+        weights *= 0.0 if timeline.measured else min(2, sharding.units) / sharding.units
+    return weights + gradients
 
 
 def _memory(timeline: Timeline) -> tuple[list[float], list[float], list[float]]:

@@ -91,6 +91,11 @@ class Shards:
             self._watcher.reduced(unit)
         fsdp_private.reclaim(unit)
 
+    @property
+    def num_units(self) -> int:
+        """Those that have weights of their own."""
+        return max(1, sum(bool(fsdp_private.whole_parameters(unit)) for unit in self.units))
+
     def whole_bytes(self) -> tuple[int, int]:
         """Of all weights of the stage, and of their gradients."""
         weights: list[Any] = [weight for unit in self.units for weight in fsdp_private.whole_parameters(unit)]

@@ -42,7 +42,7 @@ class Gauge:
             some.prepare()
             self._stages[stage] = StageGauge(self, stage, some.whole_bytes())
             some.watched_by(self._stages[stage])
-        self.units = max((len(some.units) for some in shards.values()), default=1)
+        self.units = max((some.num_units for some in shards.values()), default=1)
         units = [unit for stage in shards.values() for unit in stage.units]
         self._weights = {torch_private.storage_id(s) for unit in units for s in fsdp_private.whole_storages(unit)}
 
@@ -74,11 +74,14 @@ class Gauge:
         """Whether a storage holds whole weights: what it takes is counted here, and not for a microbatch."""
         return torch_private.storage_id(storage) in self._weights
 
-    def level(self) -> int:
-        """Bytes of whole weights and gradients now."""
-        units = [unit for stage in self._shards.values() for unit in stage.units]
-        whole, gradients = fsdp_private.whole_storages, fsdp_private.gradient_storages
-        storages = [storage for unit in units for storage in (*whole(unit), *gradients(unit))]
+    def level(self, left: bool = False) -> int:
+        """Bytes of whole weights and gradients now. `left`: what will be left when RESHARD has run after an action."""
+        storages = []
+        for stage in self._shards.values():
+            for unit in stage.units:
+                storages += fsdp_private.gradient_storages(unit)
+                if not (left and stage.regather):
+                    storages += fsdp_private.whole_storages(unit)
         return sum({torch_private.storage_id(storage): storage.nbytes() for storage in storages}.values())
 
     def reset(self) -> None:
@@ -123,6 +126,8 @@ class StageGauge:
     def begun(self, wait: Callable[[], object]) -> None:
         if self._gauge.on and self._piece is not None and self._gauge.is_cuda:
             self._piece.end = self._gauge.mark(wait)
+        elif self._gauge.on:
+            self._gauge.see()
 
     def gathered(self) -> None:
         if self._gauge.on and self._piece is not None and not self._gauge.is_cuda:

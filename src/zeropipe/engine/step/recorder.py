@@ -98,7 +98,7 @@ class Recorder:
                 kept.pop(backward, None)
             if splits is not None:
                 stashed[splits] = self._splitter.alive(splits)
-            after = sum(kept.values()) + sum(stashed.values()) + gauge.level()
+            after = sum(kept.values()) + sum(stashed.values()) + gauge.level(left=True)
             self._marks.append((start, end, actions, during, after))
 
         return timed
