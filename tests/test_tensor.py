@@ -13,11 +13,13 @@ import tensor_cases as cases
 import torch
 import torch.distributed as dist
 from engine_helpers import TOLERANCE, largest, ranks
+from family_models import models_table
 from stage_models import lm_loss, plain_step, staged_step
 from torch._dynamo.utils import counters
 from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.distributed.device_mesh import init_device_mesh
+from transformers import AutoConfig
 
 import zeropipe as zp
 from zeropipe.engine import CausalLMLoss, WeightStore, defer, hf_model, hf_stages, prepare_blocks, token_losses
@@ -27,6 +29,10 @@ from zeropipe.engine.mesh.spreading import Sharing
 from zeropipe.engine.mesh.talk import Peers
 from zeropipe.engine.mesh.tensor import check_plan, plan_of, spread_stage
 from zeropipe.engine.mesh.vocabulary import TokenLosses, whole
+from zeropipe.engine.stages.hf import HFStage
+from zeropipe.engine.stages.models import decoder_config, meta_model
+from zeropipe.engine.stages.proof import family_of
+from zeropipe.engine.transformers_private import causal_types
 from zeropipe.errors import ConfigError
 
 SIZES = {"pp": 2, "tp": 2}
@@ -70,6 +76,10 @@ def test_what_cannot_be_spread_is_refused_by_name():
         check_plan(stage_of("llama"), plan_of(stage_of("llama")), 4)
     with pytest.raises(ConfigError, match="brings no plan for tensor parallelism"):
         plan_of(stage_of("gpt2", n_head=4, n_layer=1, n_embd=32))
+    with pytest.raises(
+        ConfigError, match=r"attention_dropout=0\.1: processes of tp would draw different random numbers"
+    ):
+        check_plan(stage_of("llama", attention_dropout=0.1), plan_of(stage_of("llama")), 2)
     plan = {"model.layers.*.mlp.gate_proj": "sideways"}
     with pytest.raises(
         ConfigError, match=r"spreads model.layers.\*.mlp.gate_proj by 'sideways', which is not supported"
@@ -78,6 +88,30 @@ def test_what_cannot_be_spread_is_refused_by_name():
     experts = stage_of("qwen3_moe", num_experts=3)
     with pytest.raises(ConfigError, match="has 3 experts: tp=2 must divide it"):
         spread_stage(experts, plan_of(experts), Sharing(Peers("nobody", 0, 2), None), False)
+
+
+@pytest.mark.full
+def test_every_model_type_is_spread_right_or_refused():
+    """All types that can be cut and bring a plan: the proof holds, or one line says why not."""
+    spread, refused = [], []
+    for model_type in causal_types():
+        try:
+            config = decoder_config(AutoConfig.for_model(model_type, **models_table.EXAMPLES.get(model_type, {})))
+            model = meta_model(config, torch.float32)
+            family = family_of(model)
+            stage = HFStage(model, family, (range(family.num_layers),), 0)
+            plan = plan_of(stage)
+        except (ConfigError, ImportError):
+            continue
+        try:
+            check_plan(stage, plan, 2)
+            proof.prove(stage, plan, False)
+            spread.append(model_type)
+        except ConfigError as error:
+            refused.append(str(error))
+    assert {*KINDS, "gemma", "gemma3_text", "glm4", "olmo3", "phi3", "qwen2", "qwen2_moe", "smollm3"} <= {*spread}
+    assert len(spread) > 3 * len(refused), refused
+    assert not [text for text in refused if "\n" in text]
 
 
 @pytest.mark.parametrize(

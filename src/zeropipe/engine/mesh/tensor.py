@@ -50,6 +50,8 @@ def spread(
 
     sharing = Sharing(Peers.of(mesh), mesh)
     for stage in stages:
+        if hasattr(stage, "summed_over_tp"):
+            raise ConfigError("a stage is spread over tp already: call parallelize() once")
         found = plan_of(stage) if plan is None else dict(plan)
         if isinstance(stage, HFStage):
             check_plan(stage, found, mesh.size())
@@ -128,6 +130,12 @@ def check_plan(stage: HFStage, plan: Mapping[str, str], number: int) -> None:
         heads = getattr(config, name, None)
         if isinstance(heads, int) and heads % number:
             raise ConfigError(f"the model has {name}={heads}: tp={number} must divide it")
+    for name, value in config.to_dict().items():
+        if re.search("drop|jitter", name) and isinstance(value, int | float) and value is not True and value > 0:
+            raise ConfigError(
+                f"the model has {name}={value}: processes of tp would draw different random numbers for the same "
+                f"tokens; set {name}=0"
+            )
     if any(is_adapters(name) for name in stage.full_names()):
         raise ConfigError("stages with an adapter cannot be spread over tp: use dp_shard, or merge the adapter first")
 
