@@ -5,7 +5,8 @@
 
 Both classes live in the same processes and take turns, so a ratio is that of two steps under the same load; the figure
 is the median over the rounds, with the range of its middle half. A step is forward, backward and the scaling of
-gradients, as users call it; its time is the slowest rank's. Memory is what a process needs at most in a step beyond
+gradients, as users call it; its time is the slowest rank's. "CPU" is the ratio of the processor time of all ranks, which
+other programs on the machine disturb less. Memory is what a process needs at most in a step beyond
 what it had before, of the rank that needs most, measured by the kernel with each class alone.
 """
 
@@ -79,16 +80,17 @@ class Runner:
         self.inputs = [batch[0]] if any(stage.is_first for stage in self.stages) else []
         self.target = batch[1] if any(stage.is_last for stage in self.stages) else None
 
-    def step(self) -> float:
-        """Seconds of the slowest rank."""
+    def step(self) -> tuple[float, float]:
+        """Seconds of the slowest rank, and seconds of processors on all of them."""
         for stage in self.stages:
             stage.submod.zero_grad(set_to_none=True)
         dist.barrier()
-        start = time.perf_counter()
+        start, worked = time.perf_counter(), time.process_time()
         self.schedule.step(*self.inputs, target=self.target, return_outputs=False)
-        taken = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+        taken, work = torch.tensor([[time.perf_counter() - start], [time.process_time() - worked]], dtype=torch.float64)
         dist.all_reduce(taken, dist.ReduceOp.MAX)
-        return float(taken)
+        dist.all_reduce(work)
+        return float(taken), float(work)
 
     def norm(self) -> float:
         return float(sum(p.grad.square().sum() for stage in self.stages for p in stage.submod.parameters()))
@@ -104,10 +106,13 @@ def race(name: str, args: dict[str, Any]) -> dict[str, Any]:
     mine, theirs = (runner.norm() for runner in runners)
     assert abs(mine - theirs) < 1e-4 * theirs, f"gradients differ: {mine} and {theirs}"
     times: list[tuple[float, float]] = []
+    works: list[float] = []
     for turn in range(args["rounds"]):
         order = runners if turn % 2 == 0 else runners[::-1]
         taken = {id(runner): runner.step() for runner in order}
-        times.append((taken[id(runners[0])], taken[id(runners[1])]))
+        (mine, work), (theirs, others) = (taken[id(runner)] for runner in runners)
+        times.append((mine, theirs))
+        works.append(work / others)
     ratios = sorted(a / b for a, b in times)
     quarter = len(ratios) // 4
     return {
@@ -116,6 +121,7 @@ def race(name: str, args: dict[str, Any]) -> dict[str, Any]:
         "ratio": statistics.median(ratios),
         "low": ratios[quarter],
         "high": ratios[-1 - quarter],
+        "work": statistics.median(works),
     }
 
 
@@ -152,7 +158,9 @@ def main() -> None:
     names, ranks, out = args.pop("names").split(","), args.pop("ranks"), args.pop("json")
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**16)  # freed tensors go back at once, so that peaks are of a step
     print(f"{ranks} ranks on {os.cpu_count()} cores, torch {torch.__version__}, {args}", flush=True)
-    print(f"{'class':32} {'ours ms':>9} {'torch ms':>9} {'ratio':>7} {'middle half':>14} {'MiB':>7} {'torch':>7}")
+    print(
+        f"{'class':32} {'ours ms':>9} {'torch ms':>9} {'ratio':>7} {'middle half':>14} {'CPU':>6} {'MiB':>7} {'torch':>7}"
+    )
     results = {}
     for name in names:
         with LocalRanks(ranks) as local:
@@ -163,7 +171,10 @@ def main() -> None:
         results[name] = found
         times = f"{1000 * found['ours']:9.1f} {1000 * found['torch']:9.1f} {found['ratio']:7.3f}"
         spread = f"{found['low']:.3f} to {found['high']:.3f}"
-        print(f"{name:32} {times} {spread:>14} {found['peak_ours']:7.1f} {found['peak_torch']:7.1f}", flush=True)
+        print(
+            f"{name:32} {times} {spread:>14} {found['work']:6.3f} {found['peak_ours']:7.1f} {found['peak_torch']:7.1f}",
+            flush=True,
+        )
     if out:
         out.write_text(json.dumps({"ranks": ranks, **args, "results": results}, indent=1))
 

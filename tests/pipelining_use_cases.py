@@ -12,6 +12,8 @@ from pipelining_cases import draw, feed, gap, gradients, mean_square, one_or_all
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import SplitPoint
+from torch.distributed.pipelining import pipeline as traced
 from torch.distributed.pipelining import schedules as torchs
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -273,3 +275,58 @@ def spread_between_stages(name: str, per_rank: int, layout: str) -> float:
     worst = gap([whole(gradient) for gradient in gradients(stages)], theirs)
     output, _ = feed(schedule, stages, x, y, "eval")
     return max(worst, gap(got, wanted), gap(output, wanted[0])) if stages[-1].is_last else worst
+
+
+class Forgetful(list[Any]):
+    """What trainers put where outputs would pile up."""
+
+    def append(self, item: Any) -> None:
+        pass
+
+
+def reached_inside() -> dict[str, Any]:
+    """What known users do with torch's insides: patched merging, lists that keep nothing, other modules in a stage."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    stages = stages_for(blocks(ranks), (rank,))
+    schedule = ours.ScheduleZBH1(stages[0], 4, loss_fn=weighted)
+    schedule._initialize_stage((), {})
+    schedule._merge_outputs = lambda chunks: f"{len(chunks)} chunks"
+    x, y = draw(8, 0)
+    seen: dict[str, Any] = {"merged": feed(schedule, stages, x, y)[0]}
+    stages[0].output_chunks = Forgetful()
+    seen["forgotten"] = feed(schedule, stages, x, y)[0]
+    plain = blocks(ranks)
+    plain_step(plain, x, y, 4)
+    stages[0].submod = blocks(ranks)[rank]  # the weights are new, so the engine must be
+    _, losses = feed(schedule, stages, x, y, loss_kwargs={"weight": 3.0})
+    seen["gap"] = gap(gradients(stages), [3 * p.grad for p in plain[rank].parameters()])
+    seen["losses"] = len(losses)
+    return seen
+
+
+def weighted(output: Tensor, target: Tensor, weight: float = 1.0) -> Tensor:
+    return weight * mean_square(output, target)
+
+
+class Skipping(nn.Module):
+    """The first block's output goes to the third, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = blocks(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.a(x)
+        return self.d(self.c(self.b(first)) + first)
+
+
+def skips() -> str:
+    """A traced model with a skip connection: what the stage that gets it says."""
+    split = dict.fromkeys("bcd", SplitPoint.BEGINNING)
+    pipe = traced(Skipping(), (draw(2, 0)[0],), split_spec=split)
+    stage = pipe.build_stage(dist.get_rank(), torch.device("cpu"))
+    try:
+        ours.ScheduleGPipe(stage, 2)
+    except ConfigError as error:
+        return str(error)
+    return "taken"

@@ -75,6 +75,19 @@ def test_torchs_names_can_be_rebound():
         assert seen == ["torch torch torch", "zeropipe zeropipe zeropipe", "zeropipe", "torch torch torch"]
 
 
+def test_what_trainers_do_with_torchs_insides():
+    *others, last = ranks(4).run(cases.reached_inside)
+    assert (last["merged"], last["forgotten"], last["losses"]) == ("4 chunks", "0 chunks", 4)
+    assert all((seen["merged"], seen["losses"]) == (None, 0) for seen in others)
+    assert max(seen["gap"] for seen in (*others, last)) < TOLERANCE
+
+
+def test_skip_connections_are_refused():
+    texts = ranks(4).run(cases.skips)
+    assert "a stage gets the outputs of the stage before" in texts[2] + texts[3]
+    assert texts[:2] == ["taken", "taken"]
+
+
 def test_unknown_options_are_refused():
     with pytest.raises(zp.ConfigError, match="did you mean timeout"):
         ours.configure(time_out=3)
