@@ -5,9 +5,9 @@
 
 Both classes live in the same processes and take turns, so a ratio is that of two steps under the same load; the figure
 is the median over the rounds, with the range of its middle half. A step is forward, backward and the scaling of
-gradients, as users call it; its time is the slowest rank's. "CPU" is the ratio of the processor time of all ranks, which
-other programs on the machine disturb less. Memory is what a process needs at most in a step beyond
-what it had before, of the rank that needs most, measured by the kernel with each class alone.
+gradients, as users call it; its time is the slowest rank's. "CPU" is the ratio of the processor time of all ranks:
+other programs on the machine disturb it less. Memory is what a process needs at most in a step beyond what it had
+before, of the rank that needs most, measured by the kernel with each class alone.
 """
 
 from __future__ import annotations
@@ -158,9 +158,8 @@ def main() -> None:
     names, ranks, out = args.pop("names").split(","), args.pop("ranks"), args.pop("json")
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**16)  # freed tensors go back at once, so that peaks are of a step
     print(f"{ranks} ranks on {os.cpu_count()} cores, torch {torch.__version__}, {args}", flush=True)
-    print(
-        f"{'class':32} {'ours ms':>9} {'torch ms':>9} {'ratio':>7} {'middle half':>14} {'CPU':>6} {'MiB':>7} {'torch':>7}"
-    )
+    columns = ("ours ms", 9), ("torch ms", 9), ("ratio", 7), ("middle half", 14), ("CPU", 6), ("MiB", 7), ("torch", 7)
+    print(f"{'class':32} " + " ".join(f"{title:>{width}}" for title, width in columns), flush=True)
     results = {}
     for name in names:
         with LocalRanks(ranks) as local:
