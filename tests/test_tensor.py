@@ -238,6 +238,20 @@ def test_a_sequence_that_cannot_be_shared_is_refused():
         assert loss > 0
 
 
+def test_messages_between_stages_are_parts_of_sequences():
+    schedule, config = zp.build("1f1b", ranks=2, microbatches=2), cases.config_of("llama")
+
+    def shape_of(stage: HFStage, peers: Peers, sequence: bool) -> torch.Size:
+        spread_stage(stage, plan_of(stage), Sharing(peers, None), sequence)
+        return stage(input_ids=torch.zeros(3, 8, dtype=torch.long), position_ids=torch.arange(8)[None]).shape
+
+    with proof.Rehearsal() as rehearsal:
+        for sequence, length in ((False, 8), (True, 4)):
+            stages = [hf_stages(config, schedule, 0)[0] for _ in rehearsal.peers]
+            shapes = rehearsal.run(shape_of, [(*pair, sequence) for pair in zip(stages, rehearsal.peers)])
+            assert shapes == [(3, length, config.hidden_size)] * 2
+
+
 def test_a_loss_without_tp_is_as_before():
     logits = torch.randn(2, 4, 8, dtype=torch.float64)
     labels = torch.tensor([[1, 2, -100, 3], [-100] * 4])

@@ -3,6 +3,7 @@
 stages    a model cut along its depth, its weights loaded and saved
 blocks    checkpointing and compilation of the transformer blocks in a stage
 backward  I and W: the weight-gradient products that a backward pass leaves behind
+mesh      stages sharded over data (FSDP2), layers, vocabulary and sequences spread over tp
 comm      connections and messages between ranks, faults
 step      one rank's row of a Program, run: losses, gradients, the measured timeline
 engine    all of it behind train_step, eval_step, forward; options and set-up
