@@ -32,7 +32,7 @@ from zeropipe.sim.compare import stage_costs
 from zeropipe.sim.simulate import simulate
 from zeropipe.viz.payload import payload
 
-MOST = 600  # candidates that the page simulates
+MOST = 2400  # candidates that the page simulates
 SHOWN = 40  # rows of its table
 DOTS = 400  # of its chart
 LONGEST = 10.0  # seconds of a round of a search
@@ -84,7 +84,7 @@ def plan_call(ask: PlanAsk, most: int) -> Reply:
         made = plan(
             _model(ask), gpus=ask.gpus, gpus_per_node=ask.gpus_per_node, batch=ask.batch, sequence=ask.sequence,
             gpu=ask.gpu, memory=None if ask.memory is None else ask.memory * 1e9, compile=ask.compile,
-            search_seconds=0, most=most, workers=1,
+            search_seconds=0, most=most, workers=2,
         )  # fmt: skip
     except ConfigError as error:
         raise _refusal(error) from None

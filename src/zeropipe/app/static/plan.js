@@ -112,7 +112,8 @@ function refuse(errors) {
 function show(answer) {
   const [best] = answer.rows;
   $("planned").hidden = !best;
-  $("tried").textContent = `${answer.num_tried.toLocaleString("en")} tried, ${answer.num_fitting.toLocaleString("en")} fit into ${gigabytes(answer.limit)}`;
+  const left = answer.num_left_out ? ` (${answer.num_left_out.toLocaleString("en")} with more work left out)` : "";
+  $("tried").textContent = `${answer.num_tried.toLocaleString("en")} tried${left}, ${answer.num_fitting.toLocaleString("en")} fit into ${gigabytes(answer.limit)}`;
   if (!best) {
     $("headline").textContent = "Nothing fits";
     $("status").textContent = answer.closest;
