@@ -14,6 +14,7 @@ SHOWN = "#viewer [data-painted]"
 @pytest.fixture(autouse=True)
 def _few(monkeypatch):
     monkeypatch.setattr(planning, "MOST", 40)
+    monkeypatch.setattr(planning, "DOTS", 3)
 
 
 def test_a_plan_is_ranked_drawn_and_its_rows_can_be_chosen(visit):
@@ -23,6 +24,8 @@ def test_a_plan_is_ranked_drawn_and_its_rows_can_be_chosen(visit):
     assert page.inner_text("#headline").startswith(f"{best.schedule}, pp {best.layout.pp} ×")
     assert len(page.query_selector_all("#rows tbody tr")) == len(plan.rows[:40])
     assert len(page.query_selector_all(".on-front")) == len(plan.front)
+    tops = page.evaluate("[...document.querySelectorAll('.on-front')].map((one) => Number(one.getAttribute('cy')))")
+    assert min(tops) > 0, "the slowest of the front is in the picture"
     assert page.inner_text("#tried").startswith(f"{plan.num_tried} tried")
     assert f"({plan.num_left_out} with more work left out), {len(plan.rows)} fit" in page.inner_text("#tried")
     shares = page.evaluate("[...document.querySelector('.filling').children].map((one) => parseFloat(one.style.width))")

@@ -79,7 +79,7 @@ def known_call() -> Reply:
     return Reply(encoded({"models": models, "gpus": {name: gpu.memory / 1e9 for name, gpu in GPUS.items()}}))
 
 
-def plan_call(ask: PlanAsk, most: int) -> Reply:
+def plan_call(ask: PlanAsk, most: int, dots: int) -> Reply:
     try:
         made = plan(
             _model(ask), gpus=ask.gpus, gpus_per_node=ask.gpus_per_node, batch=ask.batch, sequence=ask.sequence,
@@ -88,7 +88,7 @@ def plan_call(ask: PlanAsk, most: int) -> Reply:
         )  # fmt: skip
     except ConfigError as error:
         raise _refusal(error) from None
-    return Reply(encoded(_answer(made)))
+    return Reply(encoded(_answer(made, dots)))
 
 
 def _model(ask: PlanAsk) -> str:
@@ -104,12 +104,12 @@ def _refusal(error: ConfigError) -> Refusal:
     return Refusal((match[1] if match and match[1] in PlanAsk.model_fields else "", str(error)))
 
 
-def _answer(made: Plan) -> dict[str, Any]:
+def _answer(made: Plan, dots: int) -> dict[str, Any]:
     front = {id(row) for row in made.front}
     shown = [row for at, row in enumerate(made.rows) if at < SHOWN or id(row) in front]
     return {
         "rows": [_row(made, row, id(row) in front) for row in shown],
-        "dots": [[row.memory.peak, row.step] for row in made.rows[:DOTS]],
+        "dots": [[row.memory.peak, row.step] for row in made.rows[:dots]],
         "misfits": [{"text": str(row.candidate), "over": row.over} for row in made.misfits[:3]],
         "closest": "" if made.rows else made.closest(),
         "limit": made.scene.limit,

@@ -158,7 +158,8 @@ def _add_plans(app: FastAPI, desk: Desk) -> None:
 
     @app.post("/api/plan", responses=answer, summary="What to run, from estimates")
     async def plan(ask: planning.PlanAsk, request: Request) -> Response:
-        return _response(await desk.work(request, desk.large, Job(planning.plan_call, (ask, planning.MOST))))
+        job = Job(planning.plan_call, (ask, planning.MOST, planning.DOTS))
+        return _response(await desk.work(request, desk.large, job))
 
     @app.post("/api/plan/row", responses=answer, summary="The timeline of a plan's row")
     async def row(ask: planning.RowAsk, request: Request) -> Response:

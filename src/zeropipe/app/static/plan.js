@@ -124,6 +124,8 @@ function show(answer) {
   $("misfit").textContent = misfit ? `Closest to fitting: ${misfit.text}, ${gigabytes(misfit.over, 2)} over.` : "";
   $("status").textContent = `estimated · ${Math.round(best.speed).toLocaleString("en")} tokens/s per GPU · bubble ${percentText(best.bubble)} · ${gigabytes(best.peak)}`;
   document.title = `${page.asked.model} on ${page.asked.gpus} · zeropipe`;
+  const some = answer.dots.length < answer.num_fitting;
+  $("drawn").textContent = some ? `the fastest ${answer.dots.length} that fit, and the front` : "all that fit";
   table(answer);
   page.chart.show(answer);
   choose(best);

@@ -32,8 +32,9 @@ export class PlanChart {
     const width = this.picture.parentNode.clientWidth;
     if (!this.answer || !width) return;
     const { dots, rows, limit } = this.answer;
+    const front = rows.filter((row) => row.front).sort((a, b) => a.peak - b.peak);
     const most = Math.max(limit, ...dots.map(([memory]) => memory));
-    const slowest = Math.max(...dots.map(([, step]) => step)) * 1.06;
+    const slowest = Math.max(...dots.map(([, step]) => step), ...front.map((row) => row.step)) * 1.06;
     const floor = HEIGHT - MARGIN.bottom;
     const x = (memory) => MARGIN.left + (memory / most) * (width - MARGIN.left - MARGIN.right);
     const y = (step) => floor - (step / slowest) * (floor - MARGIN.top);
@@ -49,7 +50,6 @@ export class PlanChart {
     parts.push(svg("text", { x: 0, y: 11 }, "↑ step"));
     parts.push(svg("line", { x1: x(limit), x2: x(limit), y1: MARGIN.top, y2: floor, class: "limit" }));
     for (const [memory, step] of dots) parts.push(svg("circle", { cx: x(memory), cy: y(step), r: 3, class: "speck" }));
-    const front = rows.filter((row) => row.front).sort((a, b) => a.peak - b.peak);
     const line = front.map((row, n) => (n ? `H${x(row.peak)}V${y(row.step)}` : `M${x(row.peak)} ${y(row.step)}`)).join("");
     parts.push(svg("path", { d: line, class: "steps" }));
     for (const row of front) parts.push(this.dot(row, x(row.peak), y(row.step)));
