@@ -37,14 +37,21 @@ from zeropipe.errors import ConfigError
 
 SIZES = {"pp": 2, "tp": 2}
 KINDS = ("llama", "qwen3", "gemma2", "cohere", "granite", "starcoder2", "olmo2", "qwen3_moe", "mixtral", "deepseek_v3")
+QUICK = ("qwen3", "starcoder2", "qwen3_moe", "deepseek_v3")  # with sequence parallelism; the others in `make test-full`
 
 
 def stage_of(kind: str, **changes: Any) -> Any:
     return hf_stages(cases.config_of(kind, **changes), zp.build("1f1b", ranks=1, microbatches=1), 0)[0]
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["", "sequence"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind, sequence",
+    [
+        pytest.param(kind, sequence, marks=pytest.mark.full if sequence and kind not in QUICK else ())
+        for kind in KINDS
+        for sequence in (False, True)
+    ],
+)
 def test_a_models_own_plan_is_right(kind, sequence):
     """Two threads beside the whole model: it is what parallelize() does before it spreads anything."""
     stage = stage_of(kind)
@@ -118,7 +125,8 @@ def test_every_model_type_is_spread_right_or_refused():
     "name, kind, changes, spreading",
     [
         ("1f1b", "gemma2", {}, {}),  # tied, soft-capped, its embedding scaled
-        ("zbv", "starcoder2", {"tie_word_embeddings": True}, {}),  # biases of row-wise layers, tied on one rank
+        # biases of row-wise layers, tied on one rank
+        pytest.param("zbv", "starcoder2", {"tie_word_embeddings": True}, {}, marks=pytest.mark.full),
         ("zbv", "qwen3_moe", {}, {"sequence_parallel": True}),
         pytest.param("interleaved", "deepseek_v3", {}, {}, marks=pytest.mark.full),  # latent attention, shared experts
         ("dualpipe", "llama", {"vocab_size": 65}, {"sequence_parallel": True}),  # a vocabulary that stays whole
