@@ -235,3 +235,16 @@ def test_mistakes_on_the_command_line_are_told_in_one_line(args, capsys):
         main(["estimate", *args])
     assert stop.value.code == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_memory_is_what_the_engine_was_seen_to_hold():
+    """Bytes per token that `zeropipe profile` recorded on a CPU, bfloat16, eager: up to the norms' inverse roots."""
+    shape = {**KNOWN["qwen3-8b"], "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 8, "head_dim": 32}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 2048}
+    found = estimate(shape, sequence=256, compile=False, ac=["none", "full"])
+    none, full = (setting.kinds for setting in found.settings)
+    assert none["dense"].activation / 256 == pytest.approx(7088, rel=0.005)
+    assert full["dense"].activation / 256 == 256
+    assert none["dense"].stash / 256 == full["dense"].stash / 256 == 4096
+    assert (none["head"].activation + none["loss"].activation) / 256 == pytest.approx(9196, rel=0.005)
+    assert (none["head"].stash + none["loss"].stash) / 256 == 4352
