@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from engine_helpers import WIDTH, blocks, error_of
+from engine_helpers import WIDTH, Block, blocks, error_of
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torchs
@@ -447,7 +447,7 @@ class Sides(nn.Module):
 
     def __init__(self, seed: int, last: bool) -> None:
         super().__init__()
-        self.block, self.unused, self.last = blocks(seed + 1)[-1], blocks(seed + 100)[-1], last
+        self.block, self.unused, self.last = Block(seed), Block(seed + 100), last
 
     def forward(self, x: Tensor, side: Tensor | None = None) -> Any:
         return self.block(x) if self.last else (self.block(x), self.unused(x))
