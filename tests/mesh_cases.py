@@ -243,8 +243,9 @@ def train_hf_on_mesh(
     mine = next((mesh[name].get_local_rank() for name in ("dp_shard", "dp_replicate") if name in sizes), 0)
     loss_fn, seen = CausalLMLoss(), {"loss": 0.0, "grad": 0.0, "norm": 0.0, "weight": 0.0}
     with Engine(schedule, stages, mesh=mesh, **options) as engine:
-        ours, theirs = (
-            torch.optim.AdamW(p, lr=0.01, foreach=False) for p in (engine.parameters(), list(plain.parameters()))
+        ours, theirs = (  # with torch's own eps a gradient that is rounding and no more is a step like any other
+            torch.optim.AdamW(p, lr=0.01, eps=1e-5, foreach=False)
+            for p in (engine.parameters(), list(plain.parameters()))
         )
         for step in range(steps):
             generator = torch.Generator().manual_seed(step)

@@ -144,4 +144,4 @@ def test_the_whole_product(sizes, name, compile, tied, ac):
     number = math.prod(sizes.values())
     seen = largest(ranks(number).run(cases.train_hf_on_mesh, schedule, sizes, model, options, 5))
     # transformers' norms compute in float32, which the compiler rounds in another order
-    assert max(seen.values()) < (1e-3 if compile else TOLERANCE), seen
+    assert max(seen.values()) < (1e-4 if compile else TOLERANCE), seen
