@@ -51,10 +51,10 @@ def profile(model: str, out: str | None, as_json: bool, fit_file: str | None, la
     little memory.
 
     \b
-    zeropipe profile qwen3-8b --device cuda --dtype bfloat16 --sequence 4096 --ac none,full -o costs.json
+    zeropipe profile qwen3-8b --device cuda --dtype bfloat16 -o costs.json
     zeropipe profile tiny-qwen3 --ranks 4 -o costs.json
     zeropipe profile costs.json --fit measured.json -o better.json
-    torchrun --nproc-per-node 8 -m zeropipe profile qwen3-8b --device cuda --dtype bfloat16 -o costs.json
+    torchrun --nproc-per-node 8 -m zeropipe profile qwen3-8b --device cuda
     """
     from zeropipe.core.files import require_writable, write_whole
     from zeropipe.sim.layer_file import layer_data, to_layer_json
