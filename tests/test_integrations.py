@@ -1,12 +1,13 @@
 """What the integrations have in common. They themselves are tested with their frameworks: tests/integrations."""
 
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 
 import zeropipe as zp
 from zeropipe.errors import ConfigError
-from zeropipe.integrations.chosen import chosen
+from zeropipe.integrations.chosen import chosen, require_proven
 
 
 @pytest.mark.parametrize(
@@ -17,6 +18,7 @@ def test_a_name_has_its_stages_and_their_ranks(words, stages, last):
     choice = chosen(words)
     assert choice.num_stages(4, 14, None, 1, 1) == stages
     assert choice.placement(4, stages).rank_of(stages - 1) == last
+    assert choice.splits_backward == (words not in ("1F1B", "Interleaved1F1B"))
 
 
 def test_layers_per_stage_choose_the_stages():
@@ -33,6 +35,7 @@ def test_a_file_brings_its_stages(tmp_path):
         choice = chosen(str(tmp_path / name))
         assert choice.num_stages(2, 10, None, 1, 1) == 4
         assert choice.placement(2, 4).stages_of(0) == (0, 3)
+        assert choice.splits_backward
         with pytest.raises(ConfigError, match="is for 2 ranks and 4 stages"):
             choice.num_stages(4, 10, None, 1, 1)
         with pytest.raises(ConfigError, match="leave the layers per stage out"):
@@ -50,6 +53,13 @@ def test_wishes_that_cannot_be_met(tmp_path):
     mirrored.write_text(zp.to_json(zp.build("dualpipe", ranks=2, microbatches=4)))
     with pytest.raises(ConfigError, match="two copies"):
         chosen(str(mirrored))
+
+
+@pytest.mark.parametrize("name", ["tp", "cp", "ep"])
+def test_dimensions_that_are_not_proven_are_refused(name):
+    dims = {f"{other}_enabled": False for other in ("tp", "cp", "ep")} | {f"{name}_enabled": True, name: 2}
+    with pytest.raises(ConfigError, match=f"{name}=2: .* not proven"):
+        require_proven(SimpleNamespace(**dims))
 
 
 @pytest.mark.parametrize("name, package", [("torchtitan", "torchtitan"), ("archon", "areal")])

@@ -31,7 +31,7 @@ class Case(NamedTuple):
     model: str
     schedule: str
     compile: bool = False
-    ac: str | None = None  # "op": selective by operation, "full"
+    ac: str | None = None  # "op": selective by operation, "full", "budget"
     shards: int = 1
     pad: bool = False  # every microbatch to the longest that is allowed
 
@@ -60,7 +60,12 @@ def model_of(name: str, device: str = "cpu") -> nn.Module:
 
 
 def config_of(case: Case) -> Any:
-    wish = {None: {}, "op": {"ac_mode": "selective", "selective_ac_option": "op"}, "full": {"ac_mode": "full"}}[case.ac]
+    wish = {
+        None: {},
+        "op": {"ac_mode": "selective", "selective_ac_option": "op"},
+        "full": {"ac_mode": "full"},
+        "budget": {"ac_mode": "memory_budget", "ac_memory_budget": 0.5},
+    }[case.ac]
     archon = ArchonEngineConfig(pp_schedule=case.schedule, enable_compile=case.compile, attn_type="sdpa", **wish)
     return TrainEngineConfig(
         experiment_name="x", trial_name="y", archon=archon, gradient_checkpointing=case.ac is not None,

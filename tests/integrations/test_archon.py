@@ -39,7 +39,7 @@ def test_schedules_that_torch_does_not_have(two, schedule):
     assert max(two.run(archon_cases.beside_sequential, Case("qwen3", schedule), timeout=300)) == 0.0
 
 
-@pytest.mark.parametrize("ac", [None, "op", "full"])
+@pytest.mark.parametrize("ac", [None, "op", "full", "budget"])
 @pytest.mark.parametrize("model", MODELS)
 def test_compiled_and_checkpointed_zbv(two, model, ac):
     case = Case(model, "ZBVZeroBubble", compile=True, ac=ac)

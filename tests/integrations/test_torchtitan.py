@@ -39,6 +39,12 @@ def test_compiled_with_selective_checkpointing(two, model, schedule):
     assert max(two.run(titan_cases.beside_torchtitan, case, eager, timeout=900)) < COMPILED
 
 
+@pytest.mark.parametrize("model", ["llama3", "qwen3"])
+def test_every_linear_layer_leaves_its_weight_gradient_to_w(two, model):
+    for left, layers in two.run(titan_cases.deferred, Case(model, "ZBVZeroBubble", steps=1), timeout=600):
+        assert left == layers > 0
+
+
 @pytest.mark.parametrize("schedule", ["v-half", "zb-h1"])
 def test_our_own_schedules(two, schedule):
     case = Case("llama3", schedule, steps=2, ac="selective")
@@ -58,7 +64,7 @@ def test_chunked_loss(two):
 
 def test_sharded_stages_equal_torchtitans_own():
     with LocalRanks(4, preload=["titan_cases"]) as four:
-        case = Case("llama3", "ZBVZeroBubble", shards=2, steps=2)
+        case = Case("llama3", "ZBVZeroBubble", shards=2, steps=2, spmd_backend="partial_dtensor")
         assert max(four.run(titan_cases.beside_torchtitan, case, timeout=600)) == 0.0
 
 
@@ -84,11 +90,12 @@ def test_torchtitan_alone_cannot(case, says):
         (Case("llama3", "dualpipe"), "two copies"),
         (Case("llama3", "zbw"), "zbv"),
         (Case("llama3", "ZBVZeroBubble", csv="missing.csv"), "missing.csv"),
+        (Case("llama3", "ZBVZeroBubble", tensor=2, spmd_backend="partial_dtensor"), "tp=2"),
     ],
-    ids=["mirrored", "unknown", "no file"],
+    ids=["mirrored", "unknown", "no file", "tensor parallelism"],
 )
 def test_bad_wishes_are_refused_in_one_line(case, says):
-    with LocalRanks(2, preload=["titan_cases"]) as ranks:
+    with LocalRanks(2 * case.tensor, preload=["titan_cases"]) as ranks:
         for outcome in ranks.outcomes(titan_cases.mine, case, timeout=300):
             assert outcome.foreseen
             assert says in outcome.text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,11 +17,13 @@ torchtitan.tools.utils.device_type = "cpu"  # read by what is imported next
 
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss  # noqa: E402
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig  # noqa: E402
-from torchtitan.distributed import ParallelDims, pipeline_parallel  # noqa: E402
+from torchtitan.distributed import ParallelDims, pipeline_parallel, utils  # noqa: E402
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC  # noqa: E402
 from torchtitan.models import llama3, qwen3  # noqa: E402
 from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa: E402
+from torchtitan.trainer import Trainer  # noqa: E402
 
+from zeropipe.engine.backward.linear import Deferred  # noqa: E402
 from zeropipe.integrations import torchtitan as ours  # noqa: E402
 
 MODELS = {"llama3": llama3, "qwen3": qwen3}
@@ -36,14 +39,16 @@ class Case(NamedTuple):
     compile: bool = False
     ac: str | None = None
     shards: int = 1
+    tensor: int = 1
     chunked: bool = False
     microbatches: int = 6
     steps: int = 5
     csv: str = ""
+    spmd_backend: str = "spmd_types"  # torchtitan's default
 
 
 class Seen(NamedTuple):
-    """The losses of a step (on the rank with the last stage) and this rank's gradients, by name."""
+    """The loss of a step (on the rank with the last stage) and this rank's gradients, by name."""
 
     losses: list[float]
     gradients: dict[str, Tensor]
@@ -71,7 +76,11 @@ def model_of(spec: Any) -> nn.Module:
 
 def loss_of(case: Case) -> Any:
     plain = CompileConfig(enable=False)
-    kind = ChunkedLossWrapper.Config(num_chunks=4) if case.chunked else CrossEntropyLoss.Config()
+    kind = (
+        ChunkedLossWrapper.Config(num_chunks=4)
+        if case.chunked
+        else CrossEntropyLoss.Config(global_vocab_size=VOCABULARY)
+    )
     return kind.build(compile_config=plain)
 
 
@@ -84,14 +93,17 @@ def batch_of(case: Case, step: int, shard: int) -> tuple[Tensor, Tensor, Tensor]
 
 def train(case: Case, function: Any) -> list[Seen]:
     """Some steps of SGD on what a `pipelining_fn` made."""
-    spec, loss_fn, ranks = spec_of(case.model), loss_of(case), dist.get_world_size() // case.shards
+    spec, loss_fn, ranks = spec_of(case.model), loss_of(case), dist.get_world_size() // (case.shards * case.tensor)
     parallelism = ParallelismConfig(
         pipeline_parallel_degree=ranks,
         pipeline_parallel_schedule=case.schedule,
         pipeline_parallel_schedule_csv=case.csv,
         data_parallel_shard_degree=case.shards,
-        spmd_backend="partial_dtensor",
+        tensor_parallel_degree=case.tensor,
+        spmd_backend=case.spmd_backend,
     )
+    spec.model.update_from_config(config=SimpleNamespace(parallelism=parallelism))
+    utils.set_spmd_backend(case.spmd_backend)
     dims = ParallelDims.from_config(parallelism, dist.get_world_size())
     dims.build_mesh()
     kind = CHECKPOINTING[case.ac]
@@ -123,30 +135,68 @@ def train(case: Case, function: Any) -> list[Seen]:
     tokens = torch.tensor(case.microbatches * LENGTH * case.shards)
     parameters = {name: p for part in parts for name, p in part.named_parameters()}
     optimizer = torch.optim.SGD(parameters.values(), lr=0.1)
+    trainer = SimpleNamespace(
+        pp_schedule=schedule,
+        pp_has_first_stage=first,
+        pp_has_last_stage=last,
+        post_dataloading_process=lambda row, labels: (row["input"], labels, {"positions": row["positions"]}),
+        train_context=utils.get_spmd_context(parallel_dims=dims),
+        device=torch.device("cpu"),
+    )
+    step_of, evaluated = (by_torch, None) if function is pipeline_parallel.pipeline_llm else (by_trainer, evaluate)
     seen = []
     for step in range(case.steps):
-        losses: list[Tensor] | None = [] if last else None
-        run_step(schedule, batch_of(case, step, shard), tokens, losses, first, last)
+        loss = step_of(trainer, batch_of(case, step, shard), tokens)
         gradients = {_plain(name): whole(p.grad) for name, p in parameters.items()}
-        seen.append(Seen([float(loss.detach()) for loss in losses or ()], gradients))
+        seen.append(Seen([float(loss.detach())] if last else [], gradients))
         optimizer.step()
         optimizer.zero_grad()
+    if evaluated:
+        loss = evaluated(trainer, batch_of(case, 0, shard))
+        seen.append(Seen([float(loss)] if last else [], {}))
     return seen
 
 
-def run_step(schedule: Any, batch: Any, tokens: Tensor, losses: Any, first: bool, last: bool) -> None:
-    """As torchtitan's trainer calls it; torch 2.13's own classes do not take lists of microbatches."""
+def rows_of(batch: tuple[Tensor, Tensor, Tensor]) -> tuple[list[dict[str, Tensor]], list[Tensor]]:
+    """A batch as torchtitan's trainer gets it: inputs and labels of each microbatch."""
+    inputs, labels, positions = (part.split(1) for part in batch)
+    return [{"input": row, "positions": place} for row, place in zip(inputs, positions)], list(labels)
+
+
+def by_trainer(trainer: Any, batch: tuple[Tensor, Tensor, Tensor], tokens: Tensor) -> Tensor:
+    """torchtitan's own code of a step; torch 2.13's own classes do not take what it gives."""
+    rows, labels = rows_of(batch)
+    return Trainer.pp_forward_backward_step(trainer, input_dict_mbs=rows, label_mbs=labels, global_valid_tokens=tokens)
+
+
+def by_torch(trainer: Any, batch: tuple[Tensor, Tensor, Tensor], tokens: Tensor) -> Tensor:
+    """The same step with a whole batch."""
     inputs, labels, positions = batch
-    more = {"losses": losses, "loss_kwargs": {"global_valid_tokens": tokens}, "return_outputs": False}
-    if type(schedule).__module__.startswith("zeropipe."):
-        schedule.step(
-            arg_mbs=[(row,) for row in inputs.split(1)] if first else None,
-            kwarg_mbs=[{"positions": row} for row in positions.split(1)],
-            target_mbs=list(labels.split(1)) if last else None,
-            **more,
+    losses: list[Tensor] | None = [] if trainer.pp_has_last_stage else None
+    with trainer.train_context():
+        trainer.pp_schedule.step(
+            *((inputs,) if trainer.pp_has_first_stage else ()),
+            target=labels if trainer.pp_has_last_stage else None,
+            losses=losses,
+            loss_kwargs={"global_valid_tokens": tokens},
+            return_outputs=False,
+            positions=positions,
         )
-    else:
-        schedule.step(*((inputs,) if first else ()), positions=positions, target=labels if last else None, **more)
+    return torch.sum(torch.stack(losses)) if losses else torch.tensor(-1.0)
+
+
+def evaluate(trainer: Any, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    """As torchtitan's validator calls it."""
+    rows, labels = rows_of(batch)
+    losses: list[Tensor] | None = [] if trainer.pp_has_last_stage else None
+    with torch.no_grad(), trainer.train_context():
+        trainer.pp_schedule.eval(
+            arg_mbs=[(row["input"],) for row in rows] if trainer.pp_has_first_stage else None,
+            kwarg_mbs=[{"positions": row["positions"]} for row in rows],
+            target_mbs=labels if trainer.pp_has_last_stage else None,
+            losses=losses,
+        )
+    return torch.sum(torch.stack(losses)) if losses else torch.tensor(-1.0)
 
 
 def _plain(name: str) -> str:
@@ -174,13 +224,27 @@ def gap(mine: list[Seen], theirs: list[Seen]) -> float:
 
 def beside_torchtitan(case: Case, theirs: Case | None = None) -> float:
     """Our run of `case` against torchtitan's own run of `theirs`, by default the same."""
-    mine = train(case, ours.pipeline_llm)
+    mine = train(case, ours.pipeline_llm)[:-1]  # torch's V schedules cannot evaluate
     return gap(mine, train(theirs or case, pipeline_parallel.pipeline_llm))
 
 
 def alone(case: Case) -> None:
     """torchtitan without us."""
     train(case, pipeline_parallel.pipeline_llm)
+
+
+def deferred(case: Case) -> tuple[int, int]:
+    """How many linear layers leave their weight gradients to W, of how many."""
+    parts: list[nn.Module] = []
+
+    def remembered(*args: Any, **kwargs: Any) -> Any:
+        made = ours.pipeline_llm(*args, **kwargs)
+        parts.extend(made[1])
+        return made
+
+    train(case, remembered)
+    layers = [module for part in parts for module in part.modules() if isinstance(module, nn.Linear)]
+    return sum(isinstance(layer, Deferred) for layer in layers), len(layers)
 
 
 def beside_plain(case: Case) -> float:
@@ -191,20 +255,21 @@ def beside_plain(case: Case) -> float:
     tokens = torch.tensor(case.microbatches * LENGTH)
     theirs = []
     for step in range(case.steps):
-        losses = []
-        for inputs, labels, positions in zip(*(part.split(1) for part in batch_of(case, step, 0))):
-            loss, _ = loss_fn(model(inputs, positions=positions), labels, tokens)
-            loss.backward()
-            losses.append(float(loss.detach()))
+        losses = [
+            loss_fn(model(inputs, positions=positions), labels, tokens)[0]
+            for inputs, labels, positions in zip(*(part.split(1) for part in batch_of(case, step, 0)))
+        ]
+        total = torch.sum(torch.stack(losses))
+        total.backward()
         own = mine[step].gradients
-        theirs.append(
-            Seen(
-                losses if mine[step].losses else [],
-                {n: p.grad.clone() for n, p in model.named_parameters() if n in own},
-            )
-        )
+        gradients = {name: p.grad.clone() for name, p in model.named_parameters() if name in own}
+        theirs.append(Seen([float(total.detach())] if mine[step].losses else [], gradients))
         optimizer.step()
         optimizer.zero_grad()
+    with torch.no_grad():
+        inputs, labels, positions = batch_of(case, 0, 0)
+        total = loss_fn(model(inputs, positions=positions), labels)[0]  # validation divides later
+    theirs.append(Seen([float(total)] if mine[-1].losses else [], {}))
     return gap(mine, theirs)
 
 

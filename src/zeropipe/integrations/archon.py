@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from zeropipe.core.action import Kind, actions_of
 from zeropipe.core.schedule import Schedule
 from zeropipe.errors import ConfigError
-from zeropipe.integrations.chosen import chosen
+from zeropipe.integrations.chosen import chosen, require_proven
 from zeropipe.pipelining.schedules import PipelineSchedule, get_schedule_class
 
 try:
@@ -68,6 +68,7 @@ def pipeline_llm(
 
     `pp_schedule` may be any schedule with one copy of each stage, by torch's name or ours, or a CSV or JSON file.
     """
+    require_proven(parallel_dims)
     mesh = parallel_dims.get_mesh("pp")
     choice, num_layers = chosen(archon_config.pp_schedule), len(model.layers)
     less = archon_config.pp_first_stage_less_layers, archon_config.pp_last_stage_less_layers

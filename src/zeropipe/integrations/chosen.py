@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from zeropipe.core.action import Kind, actions_of
 from zeropipe.core.layers import num_stages_for
 from zeropipe.core.placement import Placement
 from zeropipe.core.schedule import Schedule
@@ -36,6 +37,13 @@ class Chosen:
 
     words: str
     schedule: Schedule | None
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether some backward is cut into I and W."""
+        if self.schedule is None:
+            return find(self.words).splits_backward
+        return any(action.kind is Kind.I for row in self.schedule.rows for action in actions_of(row))
 
     def num_stages(
         self, num_ranks: int, num_layers: int, layers_per_stage: int | None, first_less: int, last_less: int
@@ -74,3 +82,13 @@ class Chosen:
         return PipelineSchedule(
             list(stages), num_microbatches, loss_fn=loss_fn, scale_grads=False, schedule=self.schedule
         )
+
+
+def require_proven(parallel_dims: Any) -> None:
+    """ConfigError for dimensions under which no gradients were compared. Both frameworks name them alike."""
+    for name in ("tp", "cp", "ep"):
+        if getattr(parallel_dims, f"{name}_enabled"):
+            raise ConfigError(
+                f"{name}={getattr(parallel_dims, name)}: tensor, context and expert parallelism of the trainer are not "
+                "proven with zeropipe's schedules; set them to 1, or use its own pipeline"
+            )

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
+from zeropipe.engine import defer
 from zeropipe.errors import ConfigError
-from zeropipe.integrations.chosen import Chosen, chosen
+from zeropipe.integrations.chosen import Chosen, chosen, require_proven
 
 try:
+    from torchtitan.components import metrics
     from torchtitan.distributed import pipeline_parallel as titan
     from torchtitan.tools.logging import logger
 except ImportError as error:
@@ -38,15 +40,20 @@ def pipeline_llm(
     `pipeline_parallel_schedule` may be any schedule with one copy of each stage, by torch's name or ours;
     `pipeline_parallel_schedule_csv` a CSV or a JSON file, such as `zeropipe search` writes.
     """
+    require_proven(parallel_dims)
     choice = chosen(parallelism.pipeline_parallel_schedule_csv or parallelism.pipeline_parallel_schedule)
     num_microbatches = _num_microbatches(training, parallelism)
     names = parallelism.module_fqns_per_model_part or _names(choice, parallel_dims.pp, parallelism, model_config)
     placement = choice.placement(parallel_dims.pp, len(names))
     mesh = parallel_dims.get_mesh("pp")
+    splits = choice.splits_backward
     stages = []
     for number in placement.stages_of(mesh.get_local_rank()):
+        part = titan._split_module(model, names[number])
+        if splits:
+            defer(part)  # before torchtitan wraps the forward of its layers, which hides what they are
         part = parallelize_fn(
-            titan._split_module(model, names[number]),
+            part,
             parallel_dims=parallel_dims,
             training=training,
             parallelism=parallelism,
@@ -65,6 +72,7 @@ def pipeline_llm(
         f"zeropipe runs {schedule.schedule.name} with {num_microbatches} microbatches, {placement.name} placement: "
         f"stages {', '.join(str(stage.stage_index) for stage in stages)} of {len(names)} on this rank"
     )
+    _tell_where_the_loss_is(parallel_dims, parallelism, placement.rank_of(len(names) - 1))
     parts = [stage.submod for stage in stages]
     return schedule, parts, any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)
 
@@ -87,3 +95,15 @@ def _names(choice: Chosen, num_ranks: int, parallelism: Any, model_config: Any) 
     per_stage = parallelism.pipeline_parallel_layers_per_stage
     num_stages = choice.num_stages(num_ranks, num_layers, per_stage, first_less, last_less)
     return titan._generate_llm_fqn_per_model_part(num_stages, num_layers, first_less, last_less)
+
+
+def _tell_where_the_loss_is(parallel_dims: Any, parallelism: Any, last: int) -> None:
+    """A warning where torchtitan takes its metrics from a rank that has no loss: it knows one schedule on a V."""
+    name = parallelism.pipeline_parallel_schedule
+    logs = metrics._get_metrics_rank(parallel_dims=parallel_dims, pp_schedule=name)
+    has = parallel_dims.world_size // parallel_dims.pp * last
+    if logs != has:
+        logger.warning(
+            f"the loss of this schedule is on rank {has}, and torchtitan logs rank {logs}, which would show -1: "
+            f"set LOG_RANK={has} and metrics.save_for_all_ranks"
+        )
