@@ -20,8 +20,9 @@ export class Table {
     const heads = ["Schedule", "Makespan", "Bubble", "Peak memory", h("span", { className: "unseen" }, "Download and remove")];
     this.table = h("table", { className: "compare" }, h("caption", { className: "unseen" }, "Comparison of the chosen schedules"),
       h("thead", {}, h("tr", {}, ...heads.map((text) => h("th", { scope: "col" }, text)))));
-    const legend = h("p", { className: "legend" }, "Ranks' time: ", ...PARTS.slice(0, 5).map(([name, text]) => h("span", {}, h("i", { className: `part part-${name}` }), text)));
-    this.box = h("div", { className: "bare" }, this.table, legend);
+    const keys = PARTS.filter(([name]) => name !== "other").map(([name, text]) => h("span", {}, h("i", { className: `part part-${name}` }), text));
+    this.shardsKey = keys.at(-1);
+    this.box = h("div", { className: "bare" }, this.table, h("p", { className: "legend" }, "Ranks' time: ", ...keys));
     root.append(this.empty, this.box);
   }
 
@@ -45,6 +46,7 @@ export class Table {
   show(choices, results, errors) {
     const longest = (unit) => Math.max(...results.filter((one) => one.unit === unit).map((one) => one.makespan));
     this.box.classList.toggle("bare", !results.length);
+    this.shardsKey.style.display = results.some((one) => one.idle.sharding > 0) ? "" : "none";
     const rivals = (group) => results.filter((one) => one.group === group).length;
     choices.forEach((choice, n) => {
       const row = this.rows.get(choice);
