@@ -29,6 +29,7 @@ def step(schedule: zp.Schedule, args: argparse.Namespace) -> zp.Timeline:
     """The shortest of some recorded steps."""
     if args.device == "cuda":  # NCCL refuses two ranks of one host on one GPU: so each says it is a host of its own
         os.environ.update(NCCL_HOSTID=f"host-{dist.get_rank()}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+        torch.zeros(1, device="cuda:0")  # a mesh would look for a GPU of its own for every rank
     mesh = init_device_mesh(args.device, (2, 2), mesh_dim_names=("pp", "dp_shard"))
     heads = max(1, args.width // 128)
     config = Qwen3Config(

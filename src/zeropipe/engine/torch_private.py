@@ -28,6 +28,12 @@ FOREVER = timedelta(days=365)
 MARKS_REACH_FUNCTIONS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
 
 
+def wake_gpu() -> None:
+    """Make torch's state of the GPU, if there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.init()
+
+
 def default_store() -> dist.Store:
     """The key-value store of the running torch.distributed job."""
     return dist.distributed_c10d._get_default_store()

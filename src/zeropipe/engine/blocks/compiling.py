@@ -46,6 +46,7 @@ def _variant(kind: type[nn.Module], mode: str, budget: float | None, compile: bo
     if compile:
         forward = _compiled(forward, kind.__name__, budget, backend)
     if outside:
+        torch_private.wake_gpu()  # a checkpoint refuses that the compiler does it inside
         forward = checkpointed(forward, mode)
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__, "plain_kind": kind})
 
