@@ -132,7 +132,7 @@ def what_a_failure_keeps(schedule: Schedule) -> tuple[bool, str]:
             engine.train_step(microbatches(schedule.num_microbatches), SquareLoss())
     except ConfigError as error:
         refused = str(error)
-    executor = engine._executors.get("train", schedule.num_microbatches)
+    executor = engine._executors.get("train", schedule.num_microbatches, True)
     with contextlib.suppress(EngineError):
         engine.train_step(microbatches(schedule.num_microbatches), SquareLoss())
     return bool(executor.cells), refused
