@@ -44,7 +44,9 @@ def small_config(config: Any, num_layers: int, total: int, sizes: Mapping[str, A
     ratio = _ratio(heads) if isinstance(heads, int) else 8
     groups = getattr(config, "num_key_value_heads", None) or heads
     if shares > 1 and isinstance(heads, int) and isinstance(groups, int):
-        ratio = next((r for r in range(groups, 0, -1) if heads % (r * shares) == groups % (r * shares) == 0), 1)
+        ratio = next((heads // few for few in (2 * shares, shares) if heads % few == 0), 1)
+        if groups // ratio % shares or groups < ratio:  # few heads of keys must not make a large copy
+            sizes = {**sizes, "num_key_value_heads": shares}
     fields = config.to_dict()
     # The inner width of a recurrent layer is a multiple of the outer one; that of an MLP is free.
     inner = None if any("expand" in name for name in fields) else _INNER_WIDTH
