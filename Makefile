@@ -4,17 +4,21 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: run test test-full test-torchtitan test-archon check bench gallery models clean
+.PHONY: run test tests test-full test-torchtitan test-archon check bench gallery models clean
 
 run: $(STAMP)
 	@mkdir -p out
 	$(BIN)/zeropipe run zbv --ranks 4 --microbatches 8 --report out/report.html
 
+# The checks run beside the tests.
+test: $(STAMP)
+	$(MAKE) --no-print-directory -j2 check tests
+
 # Files run side by side on JOBS workers; a worker's files one after the other, so that they share what they start.
 # No run lasts longer than LIMIT seconds: each test has a time-out, and this ends what a time-out cannot.
 JOBS ?= 2
 LIMIT ?= 1800
-test: check
+tests: $(STAMP)
 	$(if $(shell command -v timeout),timeout --foreground --kill-after=20 $(LIMIT)) \
 		$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder
 

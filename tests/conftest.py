@@ -14,8 +14,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # The files that take longest begin first, so that no worker is left alone with one of them at the end. Those that
 # compile are far apart: what the first one compiled the second finds in the cache.
 LONG = (
-    "compile", "weights", "mesh", "faults", "adapters", "engine", "engine_hf", "gradients", "docs", "run", "checkpoint",
-    "browser_app", "app_load", "families", "checkpoint_files", "save", "share", "compile_schedules",
+    "compile", "engine", "models_table", "docs", "engine_hf", "mesh", "families_exact", "browser_app", "faults", "run",
+    "tensor", "pipelining", "weights", "adapters", "browser_looks", "app_load", "save", "compile_schedules",
 )  # fmt: skip
 
 

@@ -83,7 +83,8 @@ def test_every_command_speaks_json(monkeypatch, capsys):
     from zeropipe.cli.main import app
 
     for name, command in app.commands.items():
-        assert any("--json" in option.opts for option in command.params), name
+        for part in getattr(command, "commands", {name: command}).values():  # of a group each of its commands
+            assert any("--json" in option.opts for option in part.params), f"{name} {part.name}"
     server = pytest.importorskip("uvicorn").Server
     monkeypatch.setattr(server, "run", lambda self, sockets: sockets[0].close())
     main(["app", "--no-browser", "--port", "0", "--json", "zbv"])

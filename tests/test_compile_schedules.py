@@ -37,7 +37,6 @@ def test_eager(family, name, split, cache):
     [
         ("llama", "zbv", AC_MODES[:2]),
         ("llama", "dualpipe", AC_MODES[:2]),
-        ("qwen3", "zbv", AC_MODES[:1]),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
