@@ -70,8 +70,8 @@ def check_step(model, stages, batches, rtol=1e-6):
     assert_same_gradients(stages, model, rtol)
 
 
-# A mode of Qwen3 with inductor takes as long as a mode of Llama and shows little more, and so do two modes that are made
-# of others: in `make test-full`.
+# A mode of Qwen3 with inductor takes as long as a mode of Llama and shows little more; so do two modes made of others:
+# in `make test-full`.
 PRODUCT = [
     pytest.param(family, backend, ac, marks=pytest.mark.full if rare else ())
     for family in ("llama", "qwen3")
