@@ -99,6 +99,7 @@ class Runner:
 def race(name: str, args: dict[str, Any]) -> dict[str, Any]:
     """Rounds of both classes."""
     torch.set_num_threads(1)
+    ours.configure(direct_gradients=args["direct"])
     runners = [Runner(ours, name, args), Runner(torchs, name, args)]
     for runner in runners:
         for _ in range(3):
@@ -128,6 +129,7 @@ def race(name: str, args: dict[str, Any]) -> dict[str, Any]:
 def peak(which: str, name: str, args: dict[str, Any]) -> float:
     """MiB that a step needs at most beyond what the process had."""
     torch.set_num_threads(1)
+    ours.configure(direct_gradients=args["direct"])
     runner = Runner(ours if which == "ours" else torchs, name, args)
     runner.step()  # connections and buffers that stay
     before = _status("VmRSS")
@@ -153,6 +155,7 @@ def main() -> None:
     parser.add_argument("--sequence", type=int, default=128)
     parser.add_argument("--batch", type=int, default=1, help="rows of a microbatch")
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--direct", action="store_true", help="with configure(direct_gradients=True)")
     parser.add_argument("--json", type=Path)
     args = vars(parser.parse_args())
     names, ranks, out = args.pop("names").split(","), args.pop("ranks"), args.pop("json")

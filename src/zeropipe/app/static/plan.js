@@ -37,7 +37,8 @@ function makeForm({ models, gpus }) {
   $("form").append(model, gpu, pair("gpus", "gpus_per_node"), pair("memory", "batch"), pair("sequence"),
     h("label", { className: "tick" }, box, "compiled blocks (torch.compile)"),
     h("button", { type: "submit", className: "strong" }, "Plan"),
-    h("p", { className: "note" }, "Costs are estimated from shapes. `zeropipe profile` measures them, and `zeropipe plan` searches for schedules too."));
+    h("p", { className: "note" }, "Costs are estimated from shapes. ", h("code", {}, "zeropipe profile"), " measures them, and ",
+      h("code", {}, "zeropipe plan"), " searches for schedules too."));
   $("in-gpu").addEventListener("change", hint);
   hint();
   $("form").addEventListener("submit", (event) => {
