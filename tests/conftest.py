@@ -39,6 +39,25 @@ def pytest_terminal_summary(terminalreporter):
                 terminalreporter.write_line(text)
 
 
+@pytest.fixture
+def run(capsys, monkeypatch):
+    """The command line: run("list") -> (status, stdout, stderr)."""
+    from zeropipe.cli import main
+
+    monkeypatch.setenv("COLUMNS", "120")
+
+    def call(*args):
+        status = 0
+        try:
+            main([str(arg) for arg in args])
+        except SystemExit as stop:
+            status = stop.code
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return call
+
+
 @pytest.fixture(autouse=True)
 def _own_registry(monkeypatch):
     """Schedules that a test registers are gone after it."""

@@ -8,7 +8,6 @@ import sys
 import pytest
 
 import zeropipe as zp
-from zeropipe.cli import main
 from zeropipe.cli.main import app
 
 SIZE = ["--ranks", "4", "--microbatches", "8"]
@@ -19,23 +18,6 @@ def my_schedule(lane, rank, p):
     lane.f(rank, times=p.num_microbatches)
     lane.b(rank, times=p.num_microbatches)
 """
-
-
-@pytest.fixture
-def run(capsys, monkeypatch):
-    """run("list") -> (status, stdout, stderr)"""
-    monkeypatch.setenv("COLUMNS", "120")
-
-    def call(*args):
-        status = 0
-        try:
-            main(list(args))
-        except SystemExit as stop:
-            status = stop.code
-        out, err = capsys.readouterr()
-        return status, out, err
-
-    return call
 
 
 def test_list_names_every_schedule(run):

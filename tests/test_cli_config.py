@@ -5,7 +5,6 @@ import json
 import pytest
 
 import zeropipe as zp
-from zeropipe.cli import main
 
 JOB = """
 schedule = "zbv"
@@ -19,21 +18,9 @@ edges.0-1.p2p = 0.5
 """
 
 
-@pytest.fixture
-def run(capsys, monkeypatch, tmp_path):
-    monkeypatch.setenv("COLUMNS", "120")
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-
-    def call(*args):
-        status = 0
-        try:
-            main(list(args))
-        except SystemExit as stop:
-            status = stop.code
-        out, err = capsys.readouterr()
-        return status, out, err
-
-    return call
 
 
 def test_every_command_takes_it(run, tmp_path):

@@ -8,26 +8,9 @@ from threading import Timer
 import pytest
 
 import zeropipe as zp
-from zeropipe.cli import main
 from zeropipe.search import hunt
 
 SIZE = ("search", "--ranks", "4", "--microbatches", "6")
-
-
-@pytest.fixture
-def run(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "120")
-
-    def call(*args):
-        status = 0
-        try:
-            main(list(args))
-        except SystemExit as stop:
-            status = stop.code
-        out, err = capsys.readouterr()
-        return status, out, err
-
-    return call
 
 
 def test_a_search_is_told_in_four_lines_and_written(run, tmp_path):

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 import zeropipe as zp
-from zeropipe.cli import main
 from zeropipe.cli.profile import _with_sheet
 from zeropipe.core.probe import Piece, Ping, Probe, Profile, ping_schedule, split_schedule, whole_schedule
 from zeropipe.errors import ConfigError
@@ -193,38 +192,22 @@ def test_the_memory_of_a_run_is_the_sum_of_its_layers(measured, ac):
 # --- the command
 
 
-@pytest.fixture
-def call(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "120")
-
-    def run(*args):
-        status = 0
-        try:
-            main(list(map(str, args)))
-        except SystemExit as stop:
-            status = stop.code
-        out, err = capsys.readouterr()
-        return status, out, err
-
-    return run
-
-
-def test_costs_of_layers_are_compared_with_a_run_and_corrected(call, tmp_path):
+def test_costs_of_layers_are_compared_with_a_run_and_corrected(run, tmp_path):
     schedule, truth = zp.build("1f1b", ranks=2, microbatches=4), truth_costs()
-    run = replace(zp.simulate(schedule, truth.costs((3, 1))), measured=True)
+    recorded = replace(zp.simulate(schedule, truth.costs((3, 1))), measured=True)
     doubled = {kind: replace(cost, f=2 * cost.f) for kind, cost in TRUTH.items()}
-    files = {"run": zp.to_json(run), "costs": to_layer_json(replace(truth, settings=(Setting(doubled),)))}
+    files = {"run": zp.to_json(recorded), "costs": to_layer_json(replace(truth, settings=(Setting(doubled),)))}
     for name, text in files.items():
         (tmp_path / f"{name}.json").write_text(text)
     costs, better, other = (tmp_path / f"{name}.json" for name in ("costs", "better", "other"))
     command = ("trace", "compare", tmp_path / "run.json", "--costs", costs, "--layers", "3,1")
-    facts = json.loads(call(*command, "-o", better, "--json")[1])
+    facts = json.loads(run(*command, "-o", better, "--json")[1])
     assert {r["stage"]: r["ratio"] for r in facts["residuals"] if r["kind"] == "F"} == pytest.approx({0: 0.5, 1: 0.5})
     again = json.loads(
-        call("trace", "compare", tmp_path / "run.json", "--costs", better, "--layers", "3,1", "--json")[1]
+        run("trace", "compare", tmp_path / "run.json", "--costs", better, "--layers", "3,1", "--json")[1]
     )
     assert again["measured_over_simulated"] == pytest.approx(1, rel=2e-3)
-    status, out, err = call("profile", costs, "--fit", tmp_path / "run.json", "--layers", "3,1", "-o", other)
+    status, out, err = run("profile", costs, "--fit", tmp_path / "run.json", "--layers", "3,1", "-o", other)
     assert (status, err) == (0, "")
     assert "measured" in out
     assert json.loads(other.read_text()) == json.loads(better.read_text())
@@ -248,13 +231,13 @@ def test_costs_of_layers_are_compared_with_a_run_and_corrected(call, tmp_path):
         (("folder",), "no config.json"),
     ],
 )
-def test_mistakes_end_in_one_line(call, tmp_path, monkeypatch, args, words):
+def test_mistakes_end_in_one_line(run, tmp_path, monkeypatch, args, words):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "costs.json").write_text(to_layer_json(truth_costs()))
     (tmp_path / "config.json").write_text('{"hidden_size": 3}')
     (tmp_path / "broken.json").write_text("{")
     (tmp_path / "folder").mkdir()
-    status, out, err = call("profile", *args)
+    status, out, err = run("profile", *args)
     assert (status, out) == (2, "")
     assert len(err.strip().splitlines()) == 1
     assert words in err

@@ -1,12 +1,12 @@
 """Sharded stages in the simulator: a link of their own, memory of whole weights and gradients, causes of waiting."""
 
 import json
+from functools import partial
 from itertools import pairwise
 
 import pytest
 
 import zeropipe as zp
-from zeropipe.cli import main
 from zeropipe.core import explain, jit
 from zeropipe.core.action import Kind, actions_of
 from zeropipe.sim.fit import fit
@@ -159,19 +159,10 @@ def test_costs_that_mean_nothing_are_refused(costs, words):
         zp.Costs(**costs)
 
 
-def test_the_command_line(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "120")
-
-    def run(*args):
-        status = 0
-        try:
-            main(["simulate", "zb-h1", "-p", "2", "-m", "4", *args])
-        except SystemExit as stop:
-            status = stop.code
-        return status, capsys.readouterr().out
-
+def test_the_command_line(tmp_path, run):
+    run = partial(run, "simulate", "zb-h1", "-p", "2", "-m", "4")
     flags = ["--shards", "keep", "--unshard", "0.5", "--reduce", "2", "--units", "4"]
-    status, said = run(*flags)
+    status, said, _ = run(*flags)
     assert status == 0
     assert "shards" in said
     assert "the end waits 1.25 for 0REDUCE_GRAD on rank 0" in " ".join(said.split())

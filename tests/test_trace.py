@@ -4,12 +4,12 @@ import json
 import random
 from array import array
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from naive import naive_simulate
 
 import zeropipe as zp
-from zeropipe.cli import main
 from zeropipe.core.torch_trace import from_torch_traces
 from zeropipe.errors import ConfigError, ScheduleError
 from zeropipe.sim.costs import Link, costs_data, costs_from
@@ -248,19 +248,8 @@ def test_logs_that_do_not_tell_are_refused(text, words):
 
 
 @pytest.fixture
-def run(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "120")
-
-    def call(*args):
-        status = 0
-        try:
-            main(["trace", *map(str, args)])
-        except SystemExit as stop:
-            status = stop.code
-        out, err = capsys.readouterr()
-        return status, out, err
-
-    return call
+def run(run):
+    return partial(run, "trace")
 
 
 @pytest.fixture

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from zeropipe.cli import options as opt
 from zeropipe.cli import output
+from zeropipe.cli.layers import require_costs_file, tell
 from zeropipe.errors import ConfigError
-
-if TYPE_CHECKING:
-    from zeropipe.sim.layer_costs import LayerCosts, Setting
 
 WORDS = "an estimate from shapes, not a measurement: `zeropipe profile` measures"
 
@@ -40,58 +38,22 @@ def estimate(model: str | None, known: bool, out: str | None, as_json: bool, **g
     zeropipe estimate qwen3-32b --gpu h200 --ac none,full -o costs.json
     zeropipe plan costs.json --gpus 16 --memory 80GB --batch 256
     """
-    from zeropipe.core.files import require_writable, write_whole
     from zeropipe.search.estimate.estimate import estimate as run
-    from zeropipe.sim.layer_file import layer_data, to_layer_json
 
     if known:
         _print_known(as_json)
         return
     if model is None:
         raise ConfigError("MODEL is missing: give a known name (--known), a directory with config.json, or a file")
-    if out:
-        if not out.endswith(".json"):
-            raise ConfigError(f"-o {out}: its name must end in .json")
-        require_writable(out)
+    require_costs_file(out)
     given["efficiency"] = efficiency_of(given["efficiency"])
     given["ac"] = given["ac"].split(",")
-    found = run(model, **given)
-    if out:
-        write_whole(out, to_layer_json(found))
-    if as_json:
-        output.print_json({**layer_data(found), "file": out})
-        return
-    for setting in found.settings:
-        print_setting(found, setting)
-    output.note(WORDS)
-    if out:
-        output.print_written(out)
+    tell(run(model, **given), WORDS, out, as_json)
 
 
 def efficiency_of(text: str | None) -> dict[str, Any] | None:
     """`matmul=0.6,memory=0.8` as a table."""
     return None if text is None else opt.settings_of(tuple(text.split(",")), "--efficiency")
-
-
-def print_setting(found: LayerCosts, setting: Setting) -> None:
-    """The table of one setting, estimated or measured."""
-    console = output.console()
-    device = found.machine.get("gpu") or f"{found.machine.get('cpu', 'a CPU')} ({found.machine.get('ranks', 1)} ranks)"
-    word = "an estimate" if found.source == "estimate" else "measured"
-    console.print(
-        f"{found.model} on {device}, {found.dtype}, {found.sequence} tokens, {setting}: {word}",
-        style="bold", markup=False, soft_wrap=True,
-    )  # fmt: skip
-    rows = output.table("name", "number", "F", "I", "W", "held\nF to I", "kept\nI to W", "parameters", left=("name",))
-    parts = [*found.before, *dict.fromkeys(found.layers), *found.after, *found.each]
-    for kind in parts:
-        cost = setting.kinds[kind]
-        number = "each" if kind in found.each else str(found.layers.count(kind) or 1)
-        rows.add_row(
-            kind, number, *(output.time_text(time, "s") for time in (cost.f, cost.i, cost.w)),
-            *(output.size_text(size, "B") for size in (cost.activation, cost.stash)), f"{cost.parameters / 1e6:.1f} M",
-        )  # fmt: skip
-    console.print(rows)
 
 
 def _print_known(as_json: bool) -> None:

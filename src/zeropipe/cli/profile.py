@@ -12,7 +12,7 @@ import click
 
 from zeropipe.cli import options as opt
 from zeropipe.cli import output
-from zeropipe.cli.estimate import print_setting
+from zeropipe.cli.layers import require_costs_file, tell
 from zeropipe.cli.run import Seconds, require_cores
 from zeropipe.errors import ConfigError, short
 
@@ -56,13 +56,7 @@ def profile(model: str, out: str | None, as_json: bool, fit_file: str | None, la
     zeropipe profile costs.json --fit measured.json -o better.json
     torchrun --nproc-per-node 8 -m zeropipe profile qwen3-8b --device cuda
     """
-    from zeropipe.core.files import require_writable, write_whole
-    from zeropipe.sim.layer_file import layer_data, to_layer_json
-
-    if out:
-        if not out.endswith(".json"):
-            raise ConfigError(f"-o {out}: its name must end in .json")
-        require_writable(out)
+    require_costs_file(out)
     if layers and not fit_file:
         raise ConfigError(f"--layers {layers} are of the run that --fit names: give both, or none")
     found = _costs(model, fit_file, given)
@@ -70,16 +64,7 @@ def profile(model: str, out: str | None, as_json: bool, fit_file: str | None, la
         return
     if fit_file:
         found = _corrected(found, fit_file, layers)
-    if out:
-        write_whole(out, to_layer_json(found))
-    if as_json:
-        output.print_json({**layer_data(found), "file": out})
-        return
-    for setting in found.settings:
-        print_setting(found, setting)
-    output.note(_links(found))
-    if out:
-        output.print_written(out)
+    tell(found, _links(found), out, as_json)
 
 
 def _costs(model: str, fit_file: str | None, given: dict[str, Any]) -> LayerCosts | None:

@@ -76,7 +76,7 @@ def writing(path: str | Path) -> Iterator[Path]:
             yield temporary
             if old is not None:
                 temporary.chmod(stat.S_IMODE(old))
-            _to_disk(temporary)
+            settle(temporary)
             os.replace(temporary, target)
     except BaseException:  # Ctrl-C too
         with suppress(OSError):
@@ -131,7 +131,13 @@ def _named(path: str | Path, written: str | Path) -> Iterator[None]:
         raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
 
 
-def _to_disk(path: Path) -> None:
-    """Before it is renamed: else a power cut can leave the new name with no content."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+def settle(path: Path) -> None:
+    """Have the content of a file, or the names in a folder, on the disk before anything that relies on it is done.
+
+    A file that is renamed before can be left with its new name and no content by a power cut.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import shutil
 import zlib
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from zeropipe.core.files import write_whole
+from zeropipe.core.files import settle, write_whole
 from zeropipe.errors import ConfigError
 
 FILE, FORMAT, VERSION = "checkpoint.json", "zeropipe checkpoint", 1
@@ -229,12 +228,12 @@ class Target:
     def switch(self, manifest: Manifest) -> None:
         """Check that all is there, and let it take the place of the checkpoint before it."""
         _check_files(self.folder, manifest.files)
-        _settle(self.folder)
-        _settle(self.path)
+        settle(self.folder)
+        settle(self.path)
         text = manifest.text()
         _parsed(json.loads(text), self.path / FILE)
         write_whole(self.path / FILE, text)
-        _settle(self.path)
+        settle(self.path)
         _clean(self.path, keep=manifest.folder)
 
     def close(self) -> None:
@@ -264,12 +263,3 @@ def _clean(path: Path, keep: str | None) -> None:
             shutil.rmtree(entry, ignore_errors=True)
         elif _ours(entry.name) and entry.name.startswith("."):
             entry.unlink(missing_ok=True)
-
-
-def _settle(folder: Path) -> None:
-    """Have the names in a folder on the disk before anything that relies on them is done."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,0 +1,59 @@
+"""What the layers of a model cost, told: by `estimate`, which computes it, and by `profile`, which measures it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from zeropipe.cli import output
+from zeropipe.errors import ConfigError
+
+if TYPE_CHECKING:
+    from zeropipe.sim.layer_costs import LayerCosts, Setting
+
+
+def require_costs_file(out: str | None) -> None:
+    """Refuse a file for costs that could not be written, before anything is computed."""
+    from zeropipe.core.files import require_writable
+
+    if out:
+        if not out.endswith(".json"):
+            raise ConfigError(f"-o {out}: its name must end in .json")
+        require_writable(out)
+
+
+def tell(found: LayerCosts, words: str, out: str | None, as_json: bool) -> None:
+    """Write the costs, and print them: a table for each setting and `words` below, or JSON."""
+    from zeropipe.core.files import write_whole
+    from zeropipe.sim.layer_file import layer_data, to_layer_json
+
+    if out:
+        write_whole(out, to_layer_json(found))
+    if as_json:
+        output.print_json({**layer_data(found), "file": out})
+        return
+    for setting in found.settings:
+        _print_setting(found, setting)
+    output.note(words)
+    if out:
+        output.print_written(out)
+
+
+def _print_setting(found: LayerCosts, setting: Setting) -> None:
+    """The table of one setting, estimated or measured."""
+    console = output.console()
+    device = found.machine.get("gpu") or f"{found.machine.get('cpu', 'a CPU')} ({found.machine.get('ranks', 1)} ranks)"
+    word = "an estimate" if found.source == "estimate" else "measured"
+    console.print(
+        f"{found.model} on {device}, {found.dtype}, {found.sequence} tokens, {setting}: {word}",
+        style="bold", markup=False, soft_wrap=True,
+    )  # fmt: skip
+    rows = output.table("name", "number", "F", "I", "W", "held\nF to I", "kept\nI to W", "parameters", left=("name",))
+    parts = [*found.before, *dict.fromkeys(found.layers), *found.after, *found.each]
+    for kind in parts:
+        cost = setting.kinds[kind]
+        number = "each" if kind in found.each else str(found.layers.count(kind) or 1)
+        rows.add_row(
+            kind, number, *(output.time_text(time, "s") for time in (cost.f, cost.i, cost.w)),
+            *(output.size_text(size, "B") for size in (cost.activation, cost.stash)), f"{cost.parameters / 1e6:.1f} M",
+        )  # fmt: skip
+    console.print(rows)
