@@ -18,8 +18,11 @@ MAY_IMPORT = {
     "search": BASE | {"core", "schedules", "sim", "numpy", "ortools"},
     "pipelining": BASE | {"core", "schedules", "engine", "torch"},
     "integrations": BASE | {"core", "schedules", "engine", "pipelining", "torch", "torchtitan", "areal"},
+    "train": BASE
+    | {"core", "schedules", "sim", "search", "viz", "engine", "torch", "numpy", "transformers", "pydantic", "peft"}
+    | {"datasets", "rich", "tensorboard", "wandb"},
     "app": BASE | {"core", "schedules", "sim", "search", "viz", "fastapi", "starlette", "uvicorn", "pydantic"},
-    "cli": BASE | {"core", "schedules", "sim", "search", "viz", "app", "engine", "click", "rich"},
+    "cli": BASE | {"core", "schedules", "sim", "search", "viz", "app", "engine", "train", "click", "rich"},
     "__main__": {"cli"},
     "__init__": BASE | {"core", "schedules", "sim", "search", "viz"},
 }
