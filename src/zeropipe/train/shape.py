@@ -1,0 +1,135 @@
+"""What a training file means: the model's config, the schedule, the layers of each stage. No torch is needed for it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from zeropipe.core.files import read_text
+from zeropipe.core.layers import check_counts, layer_counts, num_stages_for
+from zeropipe.core.limits import COMMAND_LINE
+from zeropipe.core.schedule import Schedule
+from zeropipe.core.timeline import Timeline
+from zeropipe.engine.run.spec import BUILT_IN, Job, built_in
+from zeropipe.errors import ConfigError
+from zeropipe.schedules.user import load_any
+from zeropipe.sim.layer_costs import LayerCosts
+from zeropipe.train.config.models import RunConfig
+
+
+def model_data(config: RunConfig) -> dict[str, Any]:
+    """The model's config as plain data: of a built-in one, a directory or a config.json."""
+    model = config.model
+    if model.path in BUILT_IN:
+        return built_in(
+            Job(model.path, num_layers=model.num_layers, vocabulary=model.vocabulary, sequence=config.data.sequence)
+        )
+    file = Path(model.path)
+    file = file / "config.json" if file.is_dir() else file
+    if not file.is_file():
+        raise ConfigError(
+            f"model.path {model.path!r} is not there: give a directory with a config.json, or one of "
+            f"{', '.join(BUILT_IN)}"
+        )
+    try:
+        data = json.loads(read_text(file, COMMAND_LINE, "the model's config"))
+    except ValueError as error:
+        if isinstance(error, ConfigError):
+            raise
+        data = None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{file} is not a model's configuration: save one with save_pretrained")
+    return data
+
+
+def text_data(config: RunConfig) -> dict[str, Any]:
+    """The part of the model's config that speaks of its decoder."""
+    data = model_data(config)
+    text = data.get("text_config")
+    return {**data, **text} if isinstance(text, dict) else data
+
+
+def num_layers_of(config: RunConfig) -> int:
+    """How many layers the model has."""
+    found = text_data(config).get("num_hidden_layers")
+    if not isinstance(found, int):
+        raise ConfigError(f"{config.model.path}: its config has no num_hidden_layers, so it cannot be cut into stages")
+    return found
+
+
+def schedule_of(config: RunConfig) -> Schedule:
+    """The schedule of a pipeline."""
+    table, ranks = config.schedule, config.mesh.pp
+    per_rank = table.stages_per_rank
+    if table.layers_per_stage is not None:
+        wanted = num_stages_for(num_layers_of(config), table.layers_per_stage, ranks, table.first_less, table.last_less)
+        if per_rank is not None and per_rank * ranks != wanted:
+            raise ConfigError(
+                f"schedule.layers_per_stage={table.layers_per_stage} makes {wanted // ranks} stages per rank, "
+                f"stages_per_rank={per_rank} says another number: give one of them"
+            )
+        per_rank = wanted // ranks
+    is_file = table.name.endswith((".csv", ".json"))
+    found = load_any(
+        table.name,
+        ranks=None if is_file else ranks,
+        microbatches=None if is_file else config.num_microbatches,
+        stages_per_rank=per_rank,
+        **table.options,
+    )
+    schedule = found.schedule if isinstance(found, Timeline) else found
+    if schedule.num_ranks != ranks:
+        raise ConfigError(
+            f"schedule.name {table.name} is for {schedule.num_ranks} ranks, mesh.pp={ranks}: make mesh.pp="
+            f"{schedule.num_ranks}, or give another schedule"
+        )
+    return schedule
+
+
+def layers_of(config: RunConfig, schedule: Schedule) -> tuple[int, ...]:
+    """Layers of each stage."""
+    table, number = config.schedule, num_layers_of(config)
+    if table.layers is not None:
+        return check_counts(table.layers, number, schedule.num_stages)
+    if table.balance == "time":
+        from zeropipe.search.balance.balance import balance
+
+        costs = costs_of(config)
+        if costs is None:
+            raise ConfigError("schedule.balance=time needs costs: give schedule.costs, a file or the name of a GPU")
+        shards = config.mesh.dp_shard
+        return balance(costs, schedule, setting=setting_of(config, costs), ac=config.engine.ac, shards=shards).counts
+    return layer_counts(number, schedule.num_stages, table.first_less, table.last_less)
+
+
+def costs_of(config: RunConfig) -> LayerCosts | None:
+    """The costs of the layers: those of a file, or estimated for a GPU; None where none are given."""
+    from zeropipe.search.estimate.estimate import estimate
+    from zeropipe.sim.fit import load_costs
+
+    given = config.schedule.costs
+    if given is None:
+        return None
+    if not given.endswith((".json", ".toml")):
+        dtype = config.model.dtype if config.model.dtype != "float64" else "float32"
+        return estimate(
+            model_data(config), gpu=given, sequence=config.data.sequence, dtype=dtype, ac=config.engine.ac,
+            microbatch_size=config.data.microbatch, tp=config.mesh.tp, compile=config.engine.compile,
+        )  # fmt: skip
+    found = load_costs(given)
+    if not isinstance(found, LayerCosts):
+        raise ConfigError(f"schedule.costs {given} is not of layers: make one with `zeropipe profile` or `estimate`")
+    if len(found.layers) != num_layers_of(config):
+        raise ConfigError(
+            f"schedule.costs {given} is of {found.model} with {len(found.layers)} layers, the model has "
+            f"{num_layers_of(config)}: make it for this model"
+        )
+    return found
+
+
+def setting_of(config: RunConfig, costs: LayerCosts) -> Any:
+    """The setting of the costs that this run has."""
+    return costs.setting(
+        ac=config.engine.ac, microbatch_size=config.data.microbatch, tp=config.mesh.tp, compile=config.engine.compile
+    )
