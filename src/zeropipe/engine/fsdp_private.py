@@ -136,15 +136,26 @@ def gradient_storages(unit: Any) -> list[Any]:
     found = [parameter.grad for parameter in whole_parameters(unit)]
     for group in groups_of(unit):
         found += [param.unsharded_accumulated_grad for param in group.fsdp_params]
-        found += [state.reduce_scatter_input for state in group.comm_ctx.reduce_scatter_states]
+        found += [state.reduce_scatter_input for state in _reduces(group.comm_ctx)]
     return [gradient.untyped_storage() for gradient in found if gradient is not None]
 
 
 def reclaim(unit: Any) -> None:
     """Free what the sums that have ended read: torch keeps it until the end of the step."""
     for group in groups_of(unit):
-        states = group.comm_ctx.reduce_scatter_states
-        states[:] = [state for state in states if state.event is not None and not state.event.query()]
+        context = group.comm_ctx
+        left = [state for state in _reduces(context) if state.event is not None and not state.event.query()]
+        if hasattr(context, "reduce_scatter_states"):
+            context.reduce_scatter_states[:] = left
+        else:  # torch 2.11 has one at a time
+            context.reduce_scatter_state = left[0] if left else None
+
+
+def _reduces(context: Any) -> list[Any]:
+    """The sums under way, each with what it reads and with the event of its end."""
+    if hasattr(context, "reduce_scatter_states"):
+        return list(context.reduce_scatter_states)
+    return [] if context.reduce_scatter_state is None else [context.reduce_scatter_state]  # torch 2.11
 
 
 def hold_hooks(root: Any, keep_whole: bool) -> None:

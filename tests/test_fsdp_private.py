@@ -1,0 +1,72 @@
+"""What we use of FSDP2's inside, in the form of this torch and of the oldest one."""
+
+from types import SimpleNamespace as Some
+
+import pytest
+import torch
+import torch.distributed as dist
+from engine_helpers import ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from zeropipe.engine import fsdp_private
+
+
+class Event:
+    def __init__(self, ended):
+        self.ended = ended
+
+    def query(self):
+        return self.ended
+
+
+def unit(**context):
+    group = Some(comm_ctx=Some(**context), fsdp_params=[])
+    return Some(_get_fsdp_state=lambda: Some(_fsdp_param_groups=[group])), group.comm_ctx
+
+
+def test_sums_that_have_ended_are_let_go():
+    going, ended, none = (Some(event=e, reduce_scatter_input=torch.zeros(2)) for e in (Event(False), Event(True), None))
+    several, context = unit(reduce_scatter_states=[ended, going, none])
+    assert len(fsdp_private.gradient_storages(several)) == 3
+    fsdp_private.reclaim(several)
+    assert context.reduce_scatter_states == [going]
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_torch_2_11_has_one_sum_at_a_time(ended):
+    state = Some(event=Event(ended), reduce_scatter_input=torch.zeros(2))
+    one, context = unit(reduce_scatter_state=state)
+    assert len(fsdp_private.gradient_storages(one)) == 1
+    fsdp_private.reclaim(one)
+    assert context.reduce_scatter_state is (None if ended else state)
+    assert len(fsdp_private.gradient_storages(one)) == (not ended)
+
+
+def reduced_by_hand():
+    """A unit gathered and reduced by our calls alone, as the engine does it: gradients are sums over processes."""
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    layer = nn.Linear(4, 2, bias=False)
+    inputs = torch.full((1, 4), float(1 + dist.get_rank()))
+    fully_shard(layer, mesh=mesh)
+    (only,) = fsdp_private.units_of(layer)
+    fsdp_private.sum_gradients(only)
+    fsdp_private.allow_reduces(only, 1)
+    fsdp_private.lazy_init(layer)
+    fsdp_private.hold_hooks(layer, keep_whole=True)
+    layer(inputs).sum().backward()
+    (whole,) = fsdp_private.whole_parameters(only)
+    assert whole.shape == (2, 4)
+    assert fsdp_private.has_gradient(only, whole)
+    fsdp_private.reduce(only)
+    assert fsdp_private.gradient_storages(only)
+    fsdp_private.reclaim(only)
+    fsdp_private.finish(layer)
+    return layer.weight.grad.to_local()
+
+
+def test_a_unit_reduced_by_hand():
+    for own in ranks(2).run(reduced_by_hand):
+        assert torch.equal(own, torch.full((1, 4), 3.0))
