@@ -13,7 +13,7 @@ import click
 
 from zeropipe import __version__
 from zeropipe.cli import app as page
-from zeropipe.cli import check, checkpoint, compare, estimate, plan, profile, run, search, see, simulate, trace
+from zeropipe.cli import check, checkpoint, compare, estimate, plan, profile, run, search, see, simulate, trace, train
 from zeropipe.errors import ZeropipeError
 
 LONGEST = 600  # characters of a line of an error: what was given may be a megabyte
@@ -38,7 +38,8 @@ def app() -> None:
 
 for command in (
     see.list_schedules, see.show, simulate.simulate, compare.compare, estimate.estimate, profile.profile,
-    plan.plan, search.search, check.check, see.draw, page.app, run.run, trace.trace, checkpoint.checkpoint,
+    plan.plan, search.search, check.check, see.draw, page.app, run.run, train.train, trace.trace,
+    checkpoint.checkpoint,
 ):  # fmt: skip
     app.add_command(command)
 

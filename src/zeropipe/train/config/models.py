@@ -6,9 +6,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Count = Annotated[int, Field(ge=1, strict=True)]
-Index = Annotated[int, Field(ge=0, strict=True)]
+MOST = 10**9  # of any whole number
+Count = Annotated[int, Field(ge=1, le=MOST, strict=True)]
+Index = Annotated[int, Field(ge=0, le=MOST, strict=True)]
 Flag = Annotated[bool, Field(strict=True)]
+Number = Annotated[float, Field(strict=True)]  # whole numbers are fine, true and "1" are not
+Beta = Annotated[float, Field(ge=0, lt=1, strict=True)]
 Dtype = Literal["float32", "bfloat16", "float64"]
 
 
@@ -35,8 +38,8 @@ class LoraTable(Table):
     """Train a LoRA adapter (peft) and nothing else. Without this table all weights are trained."""
 
     rank: Count = Field(default=16, description="Rank of the adapter's matrices.")
-    alpha: float = Field(default=32.0, gt=0, description="Scale of the adapter: alpha / rank.")
-    dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout on the adapter's input.")
+    alpha: Number = Field(default=32.0, gt=0, description="Scale of the adapter: alpha / rank.")
+    dropout: Number = Field(default=0.0, ge=0, lt=1, description="Dropout on the adapter's input.")
     target_modules: str | tuple[str, ...] = Field(
         default="all-linear", description="Layers that get one: names, a regular expression, or `all-linear`."
     )
@@ -110,7 +113,7 @@ class EngineTable(Table):
         default="keep", description="Sharded weights: gathered once per step, or again for every microbatch."
     )
     offload: Flag = Field(default=False, description="Keep sharded weights and optimizer state in CPU memory.")
-    timeout: float = Field(
+    timeout: Number = Field(
         default=600.0, gt=0, description="Seconds that a rank waits for another that does not get on."
     )
 
@@ -129,7 +132,7 @@ class DataTable(Table):
     )
     tokenizer: str | None = Field(default=None, description="Directory of the tokenizer, if not the model's.")
     field: str = Field(default="text", description="The field of a JSONL line or a dataset's row that has the text.")
-    sequence: Annotated[int, Field(ge=2, strict=True)] = Field(
+    sequence: Annotated[int, Field(ge=2, le=MOST, strict=True)] = Field(
         default=1024, description="Tokens per sequence, at most."
     )
     batch: Count = Field(default=8, description="Sequences per step, over all pipelines.")
@@ -153,14 +156,14 @@ class OptimizerTable(Table):
     """The optimizer."""
 
     name: Literal["adamw", "adam", "sgd", "adafactor"] = Field(default="adamw", description="One of torch's.")
-    lr: float = Field(default=1e-4, gt=0, description="Learning rate at its highest.")
-    weight_decay: float = Field(default=0.1, ge=0, description="Not applied to norms and biases.")
-    betas: tuple[float, float] = Field(default=(0.9, 0.95), description="Of Adam.")
-    eps: float = Field(default=1e-8, gt=0, description="Of Adam.")
-    momentum: float = Field(default=0.0, ge=0, lt=1, description="Of SGD.")
+    lr: Number = Field(default=1e-4, gt=0, description="Learning rate at its highest.")
+    weight_decay: Number = Field(default=0.1, ge=0, description="Not applied to norms and biases.")
+    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), description="Of Adam.")
+    eps: Number = Field(default=1e-8, gt=0, description="Of Adam.")
+    momentum: Number = Field(default=0.0, ge=0, lt=1, description="Of SGD.")
     fused: Literal["auto", "yes", "no"] = Field(default="auto", description="Fused kernels where torch has them.")
     master_weights: Flag = Field(default=True, description="Weights in 16 bits are learned in float32.")
-    clip: float = Field(default=1.0, ge=0, description="Largest norm of the gradients; 0: not clipped.")
+    clip: Number = Field(default=1.0, ge=0, description="Largest norm of the gradients; 0: not clipped.")
 
 
 class RateTable(Table):
@@ -171,8 +174,8 @@ class RateTable(Table):
         description="After the warm-up. `wsd`: constant, then down over the last `decay` of the steps.",
     )
     warmup: Index = Field(default=0, description="Steps from 0 up to the learning rate.")
-    final: float = Field(default=0.1, ge=0, le=1, description="The rate at the end, as a part of the highest.")
-    decay: float = Field(
+    final: Number = Field(default=0.1, ge=0, le=1, description="The rate at the end, as a part of the highest.")
+    decay: Number = Field(
         default=0.2, gt=0, le=1, description="Of `wsd`: the part of the steps at the end with a falling rate."
     )
 
@@ -182,7 +185,7 @@ class TrainTable(Table):
 
     output: str = Field(default="out", description="Folder of checkpoints, metrics and the report.")
     steps: Count | None = Field(default=None, description="Steps to train; or give `epochs`.")
-    epochs: float | None = Field(default=None, gt=0, description="Passes over the data; or give `steps`.")
+    epochs: Number | None = Field(default=None, gt=0, description="Passes over the data; or give `steps`.")
     seed: Index = Field(default=0, description="Of the order of samples, of random weights and of dropout.")
     deterministic: Flag = Field(
         default=False, description="torch's deterministic algorithms: the same run twice, bit for bit."
@@ -200,13 +203,13 @@ class CheckpointTable(Table):
     """When to save, and what to keep."""
 
     every: Count | None = Field(default=None, description="Steps between checkpoints; there is one at the end, too.")
-    minutes: float | None = Field(default=None, gt=0, description="Minutes between checkpoints.")
+    minutes: Number | None = Field(default=None, gt=0, description="Minutes between checkpoints.")
     keep: Count = Field(default=2, description="Checkpoints to keep, the newest.")
     best: Flag = Field(default=True, description="Keep the one with the best evaluation, too.")
     asynchronous: Flag = Field(default=True, description="Write while training goes on.")
-    resume: Literal["auto", "never"] | str = Field(
+    resume: str = Field(
         default="auto",
-        description="`auto`: go on from the newest checkpoint of `output`, if there is one. Or a checkpoint's path.",
+        description="`auto`: go on from the newest checkpoint of `output`, if there is one; `never`; or a path.",
     )
     export: Flag = Field(
         default=True, description="At the end write a model directory (or a peft adapter) for transformers."

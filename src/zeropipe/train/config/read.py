@@ -1,0 +1,74 @@
+"""A training file and the fields of the command line -> RunConfig. What is wrong is told in a line per mistake."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from zeropipe.core.files import read_text
+from zeropipe.core.limits import COMMAND_LINE
+from zeropipe.core.parse import parse_toml
+from zeropipe.errors import ConfigError
+from zeropipe.train.config.models import RunConfig
+from zeropipe.train.config.overrides import merged, parse_overrides
+from zeropipe.train.config.words import lines_of
+
+FILES = (  # fields that name files
+    "model.path", "lora.adapter", "schedule.name", "schedule.costs", "data.path", "data.tokenizer", "evaluation.path",
+    "train.output", "checkpoint.resume",
+)  # fmt: skip
+
+
+def read_run(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
+    """The config of a TOML file (None: of nothing) and of arguments like ["--mesh.pp", "4"], which come first.
+
+    Names of files are meant from the folder of the file that names them, or from the current one on a command line.
+    ConfigError with a line for each mistake.
+    """
+    given = parse_overrides(overrides)
+    table = _file(Path(path)) if path is not None else {}
+    try:
+        return RunConfig.model_validate(merged(table, given))
+    except ValidationError as error:
+        raise ConfigError("\n".join(lines_of(error, given, str(path or "command line")))) from None
+
+
+def _file(path: Path) -> dict[str, Any]:
+    try:
+        table = parse_toml(read_text(path, COMMAND_LINE, "the training file"))
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from None
+    for name in FILES:
+        section, _, field = name.partition(".")
+        inner = table.get(section)
+        if isinstance(inner, dict) and field in inner:
+            inner[field] = _beside(inner[field], path.parent, name)
+    return table
+
+
+def _beside(value: Any, folder: Path, name: str) -> Any:
+    """A file's name as it is from here."""
+    if isinstance(value, list):
+        return [_beside(one, folder, name) for one in value]
+    if not isinstance(value, str) or not value or not is_file(value, name):
+        return value
+    return str(folder / Path(value).expanduser())
+
+
+def is_file(value: str, name: str) -> bool:
+    """Whether it is no name of a model, a schedule or a GPU, and no word."""
+    from zeropipe.engine.run.spec import BUILT_IN
+    from zeropipe.search.estimate.known import KNOWN
+
+    if name == "model.path":
+        return value not in BUILT_IN and value.lower() not in KNOWN
+    if name == "schedule.name":
+        return value.partition(":")[0].endswith((".json", ".csv", ".py"))
+    if name == "checkpoint.resume":
+        return value not in ("auto", "never")
+    return name != "schedule.costs" or value.endswith((".json", ".toml"))
