@@ -1,0 +1,124 @@
+"""Files into stored samples, once per job. The other processes wait until they are there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from zeropipe.core.files import settle
+from zeropipe.errors import ConfigError, EngineError
+from zeropipe.train.config.models import RunConfig
+from zeropipe.train.data.reading import Reader
+from zeropipe.train.data.rows import write_rows
+from zeropipe.train.data.store import Facts, Stored, Writer, counted, write_facts
+from zeropipe.train.data.texts import write_texts
+from zeropipe.train.data.tokenizer import open_tokenizer
+from zeropipe.train.data.wanted import Wanted, wanted_of
+
+Tell = Callable[[str], None]
+_PROGRESS = "progress"
+_TELL_EVERY, _BEAT_EVERY, _LOOK_EVERY = 10.0, 1.0, 0.2  # seconds
+
+
+def prepare(config: RunConfig, tell: Tell) -> None:
+    """Make the samples of `data` and `evaluation`, unless they are on the disk. `tell` is given lines of text."""
+    for table, wanted in wanted_of(config).items():
+        if not wanted.folder.is_dir():
+            _make(wanted, tell)
+        facts = Stored(wanted.folder).facts
+        filled = facts.num_tokens / (facts.num_rows * wanted.sequence)
+        tell(
+            f"{table}: {facts.num_samples:,} samples, {facts.num_tokens:,} tokens, {facts.num_losses:,} with a loss, "
+            f"in {facts.num_rows:,} rows"
+            + (f" of {wanted.sequence:,} ({filled:.1%} filled)" if facts.is_packed else "")
+        )
+        if facts.left_out:
+            tell(f"{table}: left out {counted(facts.left_out)}")
+
+
+def wait_for(wanted: Wanted, timeout: float) -> Stored:
+    """Stored samples, as soon as another process has made them. `timeout`: seconds without progress."""
+    folder, seen, since = wanted.folder, "", time.monotonic()
+    while not folder.is_dir():
+        progress = _read(_part(folder) / _PROGRESS)
+        if progress != seen:
+            seen, since = progress, time.monotonic()
+        if time.monotonic() - since > timeout:
+            raise EngineError(
+                f"{wanted.table}: no samples in {folder} after {timeout:g} s without progress ({seen or 'none yet'}): "
+                "the first process makes them; train.output must be a folder that all machines see"
+            )
+        time.sleep(_LOOK_EVERY)
+    return Stored(folder)
+
+
+def _make(wanted: Wanted, tell: Tell) -> None:
+    """Write the folder of some samples, whole or not at all."""
+    folder = wanted.folder
+    part = _part(folder)
+    try:
+        shutil.rmtree(part, ignore_errors=True)  # of a job that was killed
+        part.mkdir(parents=True)
+        try:
+            facts = _write(wanted, part, tell)
+            write_facts(part, facts)
+            (part / _PROGRESS).unlink(missing_ok=True)
+            for path in part.iterdir():
+                settle(path)
+            settle(part)
+            os.rename(part, folder)
+            settle(folder.parent)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+    except OSError as error:
+        raise ConfigError(f"cannot write {folder}: {error.strerror or error}") from error
+
+
+def _write(wanted: Wanted, part: Path, tell: Tell) -> Facts:
+    reader, progress = Reader(wanted.files), _Progress(wanted.table, part, tell)
+    writer = Writer(part, "uint16" if wanted.vocabulary <= 2**16 else "uint32", False, wanted.sequence)
+    try:
+        tokenizer = open_tokenizer(str(wanted.tokenizer))
+        beat = lambda: progress.beat(f"{reader.place}: {writer.num_tokens:,} tokens")  # noqa: E731
+        write_texts(reader.documents(wanted.field), tokenizer, writer, wanted.vocabulary, beat)
+    finally:
+        writer.close()
+    if writer.num_samples == 0:
+        why = f": left out {counted(writer.left_out)}" if writer.left_out else ""
+        raise ConfigError(f"{wanted.table}.path: {wanted.files[0]} gives no samples to learn from{why}")
+    num_rows = writer.num_samples
+    if wanted.packing:
+        num_rows = write_rows(part, writer.num_samples, wanted.sequence, wanted.is_shuffled, progress.beat)
+    return writer.facts(num_rows, num_rows < writer.num_samples, reader.digest)
+
+
+def _part(folder: Path) -> Path:
+    """Where samples are while they are not complete."""
+    return folder.with_name(f".{folder.name}.part")
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+class _Progress:
+    """Tells people and the processes that wait how far it is, not too often."""
+
+    def __init__(self, table: str, part: Path, tell: Tell) -> None:
+        self._table, self._part, self._tell = table, part, tell
+        self._told = self._beaten = time.monotonic()
+
+    def beat(self, text: str) -> None:
+        now = time.monotonic()
+        if now - self._beaten > _BEAT_EVERY:
+            self._beaten = now
+            (self._part / _PROGRESS).write_text(text)
+        if now - self._told > _TELL_EVERY:
+            self._told = now
+            self._tell(f"{self._table}: {text}")
