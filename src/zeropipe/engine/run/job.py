@@ -39,7 +39,7 @@ class Outcome:
 def run_job(schedule: Schedule, job: Job) -> Outcome:
     """Run one schedule; every rank calls this and gets the same answer. Progress goes to rank 0's stderr."""
     device = device_of(job.device)
-    mesh = _mesh(job.mesh, device)
+    mesh = mesh_of(job.mesh, device)
     place = dict(zip(mesh.mesh_dim_names, mesh.get_coordinate())) if mesh is not None else {"pp": dist.get_rank()}
     rank = place.get("pp", 0)
 
@@ -78,7 +78,7 @@ def run_job(schedule: Schedule, job: Job) -> Outcome:
 
 
 @functools.cache
-def _mesh(sizes: Mesh, device: torch.device) -> Any:
+def mesh_of(sizes: Mesh, device: torch.device) -> Any:
     """The mesh of all processes; made once, since its groups live as long as the process."""
     if not sizes:
         return None

@@ -1,0 +1,24 @@
+"""The end of a run: a directory that transformers (or peft) loads, made from the last checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from zeropipe.engine.checkpoint.convert import convert
+from zeropipe.engine.engine import Engine
+from zeropipe.train.config.models import RunConfig
+
+
+def export(config: RunConfig, engine: Engine, checkpoint: Path, is_first: bool) -> Path:
+    """The first rank writes it, the others wait."""
+    target = Path(config.train.output) / "export"
+    with engine.together("the export") as team:
+        place = team.fabric.place
+
+        def begin(name: str) -> None:
+            place.name = f"the export, {name}"  # it gets on
+
+        if is_first:
+            convert(checkpoint, target, like=config.data.tokenizer, begin=begin)
+        team.fabric.exchange(None)
+    return target

@@ -1,0 +1,151 @@
+"""The checkpoints of a run: when they are whole, which are kept, and which one a run goes on from.
+
+    checkpoints/step-000123/    a checkpoint, as docs/checkpoints.md describes it
+    checkpoints/latest          the name of the newest whole one
+    checkpoints/best            the name of the one with the best evaluation
+
+The first rank looks after the folder; all ranks write their parts of a checkpoint.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from zeropipe.core.files import write_whole
+from zeropipe.engine.checkpoint.manifest import read_manifest
+from zeropipe.engine.checkpoint.save import save_checkpoint
+from zeropipe.engine.checkpoint.saving import Saving
+from zeropipe.engine.engine import Engine
+from zeropipe.errors import ConfigError, EngineError
+from zeropipe.train.config.models import RunConfig
+
+_NAME = re.compile(r"step-(\d{6,})")
+Tell = Callable[[str], None]
+
+
+class Kept:
+    """The folder of a run's checkpoints, as one rank sees it."""
+
+    def __init__(self, config: RunConfig, engine: Engine, is_first: bool, tell: Tell) -> None:
+        self._table, self._engine, self._is_first, self._tell = config.checkpoint, engine, is_first, tell
+        self.folder = Path(config.train.output) / "checkpoints"
+        self._saving: Saving | None = None
+        self._is_best = False
+        self.saved: int | None = None  # the step of the newest one
+        self.path: Path | None = None  # and where it is
+
+    def save(self, step: int, optimizer: Any, extra: Any, *, best: bool, last: bool) -> None:
+        """Save after `step` steps; all ranks call this alike. The last one is waited for, and must succeed."""
+        self.settle()
+        path = self.folder / f"step-{step:06d}"
+        try:
+            self._saving = save_checkpoint(
+                path, self._engine, optimizer, step=step, extra=extra, asynchronous=self._table.asynchronous
+            )
+        except EngineError as error:
+            self._failed(error, last)
+            return
+        self.saved, self.path, self._is_best = step, path, best
+        if last or not self._table.asynchronous:
+            self.settle(last)
+
+    def look(self) -> None:
+        """Between steps: once the checkpoint that is being written is whole, older ones may go."""
+        if self._saving is not None and self._saving.done:
+            self.settle()
+
+    def settle(self, last: bool = False) -> None:
+        """Wait for the checkpoint that is being written."""
+        saving, self._saving = self._saving, None
+        if saving is None:
+            return
+        try:
+            saving.wait()
+        except EngineError as error:
+            self._failed(error, last)
+            return
+        if self._is_first:
+            mark(self.folder, "latest", saving.path.name)
+            if self._is_best:
+                mark(self.folder, "best", saving.path.name)
+            prune(self.folder, self._table.keep, marked(self.folder, "best") if self._table.best else None)
+
+    def _failed(self, error: EngineError, last: bool) -> None:
+        """Training goes on without this checkpoint, unless no later one would come."""
+        self.saved = None
+        if last:
+            raise error
+        if self._is_first:
+            self._tell(f"warning: {error}")
+
+
+def mark(folder: Path, name: str, checkpoint: str) -> None:
+    """Write `latest` or `best`."""
+    if marked(folder, name) != checkpoint:
+        write_whole(folder / name, checkpoint + "\n")
+
+
+def marked(folder: Path, name: str) -> str | None:
+    """What `latest` or `best` says."""
+    try:
+        return (folder / name).read_text().strip()
+    except OSError:
+        return None
+
+
+def steps_in(folder: Path) -> dict[int, Path]:
+    """The folders of checkpoints, whole or not, the newest first."""
+    found = {int(match[1]): path for path in folder.glob("step-*") if (match := _NAME.fullmatch(path.name))}
+    return dict(sorted(found.items(), reverse=True))
+
+
+def is_whole(path: Path) -> bool:
+    """Whether a checkpoint is all there, as far as names and sizes can tell."""
+    try:
+        read_manifest(path)
+    except ConfigError:
+        return False
+    return True
+
+
+def prune(folder: Path, keep: int, best: str | None) -> None:
+    """Remove all but the newest `keep` whole checkpoints and the best one, and what killed saves have left."""
+    whole = 0
+    for path in steps_in(folder).values():
+        complete = is_whole(path)
+        whole += complete
+        if not complete or (whole > keep and path.name != best):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def newest(folder: Path) -> Path | None:
+    """The newest whole checkpoint."""
+    return next((path for path in steps_in(folder).values() if is_whole(path)), None)
+
+
+def start_from(config: RunConfig) -> Path | None:
+    """The checkpoint that a run goes on from; ConfigError if its folder holds later ones of another run."""
+    folder, resume = Path(config.train.output) / "checkpoints", config.checkpoint.resume
+    if resume == "auto":
+        return newest(folder)
+    found = None if resume == "never" else resolved(Path(resume))
+    first = 0 if found is None else read_manifest(found).step or 0
+    later = [step for step, path in steps_in(folder).items() if step > first and is_whole(path)]
+    if later:
+        raise ConfigError(
+            f"{folder} has checkpoints up to step {later[0]}, this run begins at step {first}: give another "
+            "train.output, remove them, or use checkpoint.resume=auto"
+        )
+    return found
+
+
+def resolved(path: Path) -> Path:
+    """A checkpoint by its own path, or by that of a run or of its checkpoints: then the newest one."""
+    for folder in (path, path / "checkpoints"):
+        if steps_in(folder) and (found := newest(folder)) is not None:
+            return found
+    return path

@@ -1,0 +1,66 @@
+"""The optimizer of a run: one of torch's, in two groups, over float32 weights where the model has 16 bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeropipe.engine.masters import MasterWeights
+from zeropipe.errors import ConfigError
+from zeropipe.train.config.models import OptimizerTable, RunConfig
+
+KINDS: dict[str, type[torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD, "adafactor": torch.optim.Adafactor,
+}  # fmt: skip
+
+
+def make_optimizer(config: RunConfig, parameters: list[nn.Parameter], device: torch.device) -> Any:
+    """A torch optimizer or MasterWeights; a rank that trains nothing has one of no parameters."""
+    table = config.optimizer
+    if table.name == "adafactor" and (config.mesh.dp_shard > 1 or config.mesh.tp > 1):
+        raise ConfigError(
+            "optimizer.name=adafactor keeps sums over rows and columns, which pieces of a weight do not have: use "
+            "adamw, or mesh.dp_shard=1 and mesh.tp=1"
+        )
+    groups = _groups(table, parameters)
+    options: dict[str, Any] = {"lr": table.lr}
+    if table.name != "adafactor":
+        on_gpu = device.type == "cuda" and not config.engine.offload
+        options["fused"] = table.fused == "yes" or (table.fused == "auto" and on_gpu) or None
+    kind = KINDS[table.name]
+    if table.master_weights and any(p.dtype in (torch.bfloat16, torch.float16) for p in parameters):
+        return MasterWeights(kind, groups, **options)
+    return kind(groups, **options)
+
+
+def _groups(table: OptimizerTable, parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
+    """Matrices, and what has one dimension: norms and biases, which do not decay."""
+    trained = [p for p in parameters if p.requires_grad]
+    matrices, others = [p for p in trained if p.ndim > 1], [p for p in trained if p.ndim < 2]
+    return [
+        {"params": matrices, "weight_decay": table.weight_decay, **_settings(table)},
+        {"params": others, "weight_decay": 0.0, **_settings(table)},
+    ]
+
+
+def _settings(table: OptimizerTable) -> dict[str, Any]:
+    if table.name in ("adamw", "adam"):
+        return {"betas": tuple(table.betas), "eps": table.eps}
+    return {"momentum": table.momentum} if table.name == "sgd" else {}
+
+
+def set_groups(optimizer: Any, table: OptimizerTable) -> None:
+    """The file's settings again, after a checkpoint has brought those that it was saved with."""
+    for group, decay in zip(optimizer.param_groups, (table.weight_decay, 0.0), strict=True):
+        group.update(_settings(table), weight_decay=decay)
+
+
+def set_rate(optimizer: Any, rate: float) -> None:
+    """The learning rate of the next step."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
