@@ -11,13 +11,16 @@ from importlib.resources import files
 from typing import Any
 
 from zeropipe.core.timeline import Timeline
+from zeropipe.viz.article.blocks import Block
+from zeropipe.viz.article.html import article_html, theme_css
 from zeropipe.viz.payload import payload
 from zeropipe.viz.style import PageStyle
 from zeropipe.viz.words import one_line
 
 # in the order of their imports: each file uses only those before it
 MODULES = ("units.js", "data.js", "view.js", "shapes.js", "bands.js", "rows.js", "memory.js", "lane.js", "causes.js",
-           "explain.js", "overlay.js", "panel.js", "legend.js", "summary.js", "input.js", "viewer.js")  # fmt: skip
+           "explain.js", "overlay.js", "panel.js", "legend.js", "summary.js", "input.js", "viewer.js",
+           "charts.js")  # fmt: skip
 
 _PAGE = """<!doctype html>
 <html lang="en" data-theme="{theme}">
@@ -33,28 +36,33 @@ style-src 'unsafe-inline'; img-src data:">
 </style>
 </head>
 <body class="zp-page">
-<main id="viewer"></main>
+<main>{article}<div id="viewer"></div></main>
 <noscript>This picture is drawn by a script in this file. Please allow scripts for it.</noscript>
 <script type="application/json" id="data">{data}</script>
 <script type="module">
 {script}
 const data = JSON.parse(document.getElementById("data").textContent);
 globalThis.zeropipeViewer = mountViewer(document.getElementById("viewer"), data, {options});
+mountCharts();
 </script>
 </body>
 </html>
 """
 
 
-def to_html(timelines: Timeline | Sequence[Timeline], style: PageStyle | None = None) -> str:
-    """A whole page, fully offline."""
+def to_html(
+    timelines: Timeline | Sequence[Timeline], style: PageStyle | None = None, above: Sequence[Block] = ()
+) -> str:
+    """A whole page, fully offline. `above` stands over the timelines."""
     style = style or PageStyle()
     data = payload(timelines)
     heading = one_line(style.title or " · ".join(t["title"] for t in data["timelines"]))
-    options = {"title": one_line(style.title), "labels": style.labels, "memory": style.memory, "keys": True}
+    title = "" if above else one_line(style.title)
+    options = {"title": title, "labels": style.labels, "memory": style.memory, "keys": True}
+    sheet = viewer_file("viewer.css") + (f"{theme_css()}\n{viewer_file('article.css')}" if above else "")
     return _PAGE.format(
-        title=escape(heading), theme=style.theme, style=viewer_file("viewer.css"), script=bundle(),
-        data=_inline_json(data), options=_inline_json(options),
+        title=escape(heading), theme=style.theme, style=sheet, script=bundle(),
+        article=article_html(above) if above else "", data=_inline_json(data), options=_inline_json(options),
     )  # fmt: skip
 
 

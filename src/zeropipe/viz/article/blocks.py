@@ -1,0 +1,90 @@
+"""The blocks of an article. They are values: how they look is for `html.py` and the style sheet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Tone = Literal["blue", "red", "yellow", "green", "violet", "grey"]
+
+
+@dataclass(frozen=True)
+class Heading:
+    """The title of the page, and a line of facts below it."""
+
+    text: str
+    facts: str = ""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One number, large, with its name above it and a remark below."""
+
+    name: str
+    value: str
+    remark: str = ""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Numbers side by side."""
+
+    figures: tuple[Figure, ...]
+
+
+@dataclass(frozen=True)
+class Note:
+    """A text that should be read. What stands between two `backquotes` is shown as code."""
+
+    title: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Line:
+    """Points of a chart, in the order of x. `look`: a line, a dashed one, or only the points."""
+
+    name: str
+    points: tuple[tuple[float, float], ...]
+    tone: Tone = "blue"
+    look: Literal["line", "dashed", "points"] = "line"
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Lines over one x axis. `unit` is that of y: "s" for seconds, or empty."""
+
+    title: str
+    x_name: str
+    lines: tuple[Line, ...]
+    unit: str = ""
+    from_zero: bool = False
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Parts of a whole as a bar: (name, value, tone); what is missing to the whole stays empty."""
+
+    parts: tuple[tuple[str, float, Tone], ...]
+    whole: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of a table; `marked` ones stand out."""
+
+    cells: tuple[str | Shares, ...]
+    marked: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text and bars. A column of bars has its colours in its head."""
+
+    title: str
+    head: tuple[str, ...]
+    rows: tuple[Row, ...]
+    remark: str = ""
+
+
+Block = Heading | Figures | Note | Chart | Table

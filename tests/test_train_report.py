@@ -1,0 +1,184 @@
+"""The report of a run: what it says is true of timelines whose losses are known, and it opens in a browser."""
+
+import itertools
+import json
+import random
+import re
+from array import array
+from dataclasses import replace
+
+import pytest
+from browser import PHONE, browser, watched  # noqa: F401
+from naive import naive_simulate
+
+import zeropipe as zp
+
+pytest.importorskip("pydantic", reason="needs pydantic")
+from zeropipe.sim.compare import compare
+from zeropipe.train.config.models import (
+    DataTable,
+    EngineTable,
+    MeshTable,
+    ModelTable,
+    RunConfig,
+    ScheduleTable,
+)
+from zeropipe.train.report import Recorded, write_report
+from zeropipe.train.report.drift import MOST, drifts, from_costs, from_first
+from zeropipe.train.report.hints import hint
+from zeropipe.viz.article.chart import MOST_POINTS, thinned
+
+EVEN = zp.Costs(f=0.010, i=0.010, w=0.010, p2p=0.0, unit="s", memory_unit="B", activation=1e6)
+
+
+def config_of(name, *, ranks=4, microbatches=16, size=1, **engine):
+    return RunConfig(
+        model=ModelTable(path="models/<i>tiny"), mesh=MeshTable(pp=ranks), schedule=ScheduleTable(name=name),
+        data=DataTable(batch=microbatches * size, microbatch=size), engine=EngineTable(**engine),
+    )  # fmt: skip
+
+
+def recorded_of(schedule, costs=EVEN, step=10, outside=0.0):
+    timeline = replace(zp.simulate(schedule, costs), measured=True)
+    return Recorded(step, timeline, timeline.makespan + outside)
+
+
+def disturbed(recorded, late):
+    """The same step, in which every action starts `late` later than the one before it has ended."""
+    t = recorded.timeline
+    start, end = memoryview(t.start).cast("d").tolist(), memoryview(t.end).cast("d").tolist()
+    for rank in range(t.num_ranks):
+        begin, stop = t.schedule.packed.offsets[rank : rank + 2]
+        for n, at in enumerate(range(begin, stop)):
+            start[at], end[at] = start[at] + n * late, end[at] + n * late
+    as_bytes = [array("d", column).tobytes() for column in (start, end)]
+    timeline = replace(t, start=as_bytes[0], end=as_bytes[1])
+    return Recorded(recorded.step, timeline, timeline.makespan)
+
+
+def test_a_slow_last_stage_asks_for_the_layers_that_an_exhaustive_search_finds():
+    schedule, layers = zp.build("1f1b", ranks=4, microbatches=16), (4, 4, 4, 4)
+    head = 6  # the head takes as long as so many layers
+    times = {k: [0.001 * n for n in (4, 4, 4, 4 + head)] for k in "fiw"}
+    found = hint(config_of("1f1b"), recorded_of(schedule, replace(EVEN, **times)), layers)
+    assert found.cause == "imbalance"
+    assert "rank 3" in found.text
+    said = json.loads(re.search(r"`schedule\.layers = (\[[\d, ]+\])`", found.text)[1])
+    cuts = (c for c in itertools.product(range(17), repeat=4) if sum(c) == 16)
+    fastest = min(max(*cut[:3], cut[3] + head) for cut in cuts)
+    assert sum(said) == 16
+    assert max(*said[:3], said[3] + head) == fastest
+
+
+def test_a_bubble_of_the_schedule_names_a_schedule_that_is_faster_within_the_same_memory():
+    schedule = zp.build("1f1b", ranks=4, microbatches=8)
+    found = hint(config_of("1f1b", microbatches=8), recorded_of(schedule), (4, 4, 4, 4))
+    assert found.cause == "schedule"
+    name = re.search(r'`schedule\.name = "([\w-]+)"`', found.text)[1]
+    now, then = compare([schedule, zp.build(name, ranks=4, microbatches=8)], EVEN)
+    assert then.makespan < now.makespan
+    assert max(then.peak_memory) <= 1.06 * max(now.peak_memory)
+    assert f"({100 * (then.makespan / now.makespan - 1):+.0f}%)" in found.text
+
+
+def test_without_layers_for_more_stages_more_microbatches_are_proposed():
+    schedule = zp.build("zb-h1", ranks=4, microbatches=4)
+    of = config_of("zb-h1", microbatches=4, size=2)
+    found = hint(of, recorded_of(schedule), (1, 1, 1, 1))
+    assert found.cause == "schedule"
+    assert "`data.microbatch = 1`" in found.text
+    assert "`data.batch = 8`" in hint(config_of("zb-h1", microbatches=4), recorded_of(schedule), (1, 1, 1, 1)).text
+
+
+def test_slow_messages_are_communication():
+    schedule = zp.build("zbv", ranks=4, microbatches=16)
+    found = hint(config_of("zbv"), recorded_of(schedule, replace(EVEN, p2p=0.03)), (1,) * 8)
+    assert found.cause == "communication"
+    assert "30 ms" in found.text
+    assert "`schedule.name = " in found.text
+
+
+def test_pauses_between_actions_are_overhead_and_ask_for_larger_microbatches():
+    schedule = zp.build("gpipe", ranks=1, microbatches=16)
+    found = hint(config_of("gpipe", ranks=1), disturbed(recorded_of(schedule), 0.004), (4,))
+    assert found.cause == "overhead"
+    assert "`data.microbatch = 2`" in found.text
+    assert "`engine.compile = true`" in found.text
+
+
+def test_time_outside_the_pipeline_is_named():
+    schedule = zp.build("zbv", ranks=4, microbatches=16)
+    found = hint(config_of("zbv"), recorded_of(schedule, outside=1.0), (1,) * 8)
+    assert found.cause == "outside"
+    assert "optimizer" in found.text
+
+
+def test_irregular_times_ask_for_dynamic_weights_once():
+    schedule = zp.build("zbv", ranks=4, microbatches=16)
+    chance = random.Random(0)
+    times = naive_simulate(schedule, lambda _: chance.choice((0.001, 0.02)))  # every stage has the same mean
+    places = [times[span.action] for rank in range(4) for span in zp.simulate(schedule).spans(rank)]
+    start, end = (array("d", column).tobytes() for column in zip(*places, strict=True))
+    timeline = replace(zp.simulate(schedule, EVEN), start=start, end=end, measured=True)
+    bad = Recorded(10, timeline, timeline.makespan)
+    found = hint(config_of("zbv"), bad, (1,) * 8)
+    assert found.cause == "jitter"
+    assert "`engine.dynamic_weights = true`" in found.text
+    assert "dynamic_weights" not in hint(config_of("zbv", dynamic_weights=True), bad, (1,) * 8).text
+
+
+def test_a_good_run_is_left_alone():
+    schedule = zp.build("zbv", ranks=4, microbatches=32)
+    found = hint(config_of("zbv", microbatches=32), recorded_of(schedule), (1,) * 8)
+    assert found.cause == "nothing"
+
+
+def test_drift_is_measured_over_predicted_and_has_the_first_and_the_last_of_many_steps():
+    schedule = zp.build("1f1b", ranks=2, microbatches=4)
+    slower = [replace(EVEN, **{k: getattr(EVEN, k) * (1 + n / 1000) for k in "fiw"}) for n in range(0, 301, 2)]
+    recorded = [recorded_of(schedule, costs, step) for step, costs in enumerate(slower)]
+    rows = drifts(recorded, from_first(recorded))
+    assert len(rows) == MOST < len(recorded)
+    assert (rows[0].step, rows[-1].step) == (0, 150)
+    assert rows[0].ratio == pytest.approx(1.0)
+    assert rows[-1].ratio == pytest.approx(1.3)
+    assert sum(rows[-1].lost) == pytest.approx(rows[-1].measured - sum(recorded[-1].timeline.busy) / 2)
+    half = drifts(recorded[:1], from_costs(replace(EVEN, f=0.005, i=0.005, w=0.005), "given"))
+    assert half[0].ratio == pytest.approx(2.0)
+
+
+def test_a_long_curve_is_thinned_by_means_and_keeps_its_end():
+    points = tuple((float(n), float(n % 2)) for n in range(100_000))
+    found = thinned((*points, (100_000.0, float("nan"))))
+    assert len(found) == MOST_POINTS
+    assert found[-1] == points[-1]
+    assert all(abs(y - 0.5) < 0.02 for _, y in found[:-1])
+
+
+def test_the_page_opens_offline_on_every_screen(watched, tmp_path):  # noqa: F811
+    schedule = zp.build("1f1b", ranks=4, microbatches=8)
+    recorded = [recorded_of(schedule, step=step, outside=0.01) for step in (10, 20, 30)]
+    lines = [{"step": n, "loss": 5 / n, "tokens_per_second": 1000.0} for n in range(1, 31)]
+    lines[19]["evaluation_loss"] = 0.3
+    text = "\n".join(map(json.dumps, lines)) + '\n{"step": 31, "lo'  # the last line is being written
+    (tmp_path / "metrics.jsonl").write_text(text)
+    write_report(config_of("1f1b", microbatches=8), recorded, tmp_path / "report.html", layers=(1,) * 4)
+    page = watched(f"file://{tmp_path / 'report.html'}")
+    assert page.inner_text("h1") == "<i>tiny trained with 1f1b"
+    assert page.locator(".zp-chart").count() == 2
+    assert "schedule.name" in page.inner_text(".zp-advice code")
+    assert page.locator(".zp-table tbody tr").count() == 3
+    assert page.locator(".zp-panel").count() == 2
+    page.locator(".zp-chart-plot").first.hover(position={"x": 1, "y": 40})
+    assert "training" in page.inner_text(".zp-chart-card >> nth=0")
+    assert "5" in page.inner_text(".zp-chart-card b >> nth=0")
+    before = page.evaluate("getComputedStyle(document.querySelector('.zp-figures > div')).backgroundColor")
+    page.evaluate("zeropipeViewer.actions.theme()")
+    assert page.evaluate("getComputedStyle(document.querySelector('.zp-figures > div')).backgroundColor") != before
+    phone = watched(f"file://{tmp_path / 'report.html'}", size=PHONE)
+    assert phone.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+
+
+def test_nothing_is_written_before_a_step_is_recorded(tmp_path):
+    write_report(config_of("1f1b"), [], tmp_path / "report.html")
+    assert list(tmp_path.iterdir()) == []
