@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from train_helpers import difference, metrics_of, model_directory, plain_training, run_config, train_on
+from train_cases import train_counting, train_not_finite
+from train_helpers import difference, metrics_of, model_directory, plain_training, pool, run_config, train_on
 from transformers import AutoModelForCausalLM
 
 LAYOUTS = [
@@ -33,3 +34,30 @@ def test_five_steps_give_the_weights_of_plain_torch(tmp_path, mesh, schedule, ti
     assert ours.config.tie_word_embeddings == tied
     assert difference(ours, plain) < 1e-9
     assert [line["loss"] for line in metrics_of(tmp_path / "out")] == list(outcome.losses)
+
+
+def test_steps_that_are_not_finite_are_left_out_on_all_ranks(tmp_path):
+    start = model_directory(tmp_path / "start")
+    config = run_config(tmp_path / "out", start, mesh={"pp": 2})
+    outcome = pool(2).run(train_not_finite, config, 1, (1, 3))[0]
+    plain = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float64)
+    assert outcome.losses == pytest.approx(plain_training(config, plain, left_out=(1, 3)), rel=1e-10)
+    assert outcome.skipped == 2
+    assert difference(AutoModelForCausalLM.from_pretrained(outcome.export, dtype=torch.float64), plain) < 1e-9
+    assert [line.get("skipped_now", False) for line in metrics_of(tmp_path / "out")] == [
+        False,
+        True,
+        False,
+        True,
+        False,
+    ]
+
+
+def test_open_files_and_threads_stay_as_many(tmp_path):
+    start = model_directory(tmp_path / "start")
+    tables = {"train": {"steps": 30, "record_every": 5}, "checkpoint": {"every": 4, "export": False}}
+    config = run_config(tmp_path / "out", start, mesh={"pp": 2}, schedule={"name": "zbv"}, **tables)
+    for seen in pool(2).run(train_counting, config):
+        assert len(seen) == 30
+        early, late = seen[8:16], seen[-8:]  # a checkpoint may be on its way at any moment
+        assert max(late) <= max(early)

@@ -68,7 +68,7 @@ def metrics_of(output: Path) -> list[dict[str, Any]]:
     return [line for line in lines if "loss" in line]
 
 
-def plain_training(config: RunConfig, model: torch.nn.Module) -> list[float]:
+def plain_training(config: RunConfig, model: torch.nn.Module, left_out: tuple[int, ...] = ()) -> list[float]:
     """The same training without any of ours but the data: the losses of its steps; the model is trained in place."""
     from zeropipe.train.data import open_data
 
@@ -99,7 +99,8 @@ def plain_training(config: RunConfig, model: torch.nn.Module) -> list[float]:
             (loss / total).backward()
             value += float(loss.detach()) / total
         torch.nn.utils.clip_grad_norm_(trained, table.clip)
-        optimizer.step()
+        if step not in left_out:
+            optimizer.step()
         optimizer.zero_grad()
         losses.append(value)
     return losses

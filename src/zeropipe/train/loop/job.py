@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from math import ceil
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from zeropipe.core.files import write_whole
 from zeropipe.engine.checkpoint.load import load_checkpoint
 from zeropipe.engine.engine import Engine
 from zeropipe.engine.step.losses import CausalLMLoss
 from zeropipe.train.config.models import RunConfig
+from zeropipe.train.config.write import to_toml
 from zeropipe.train.data import open_data, open_evaluation
 from zeropipe.train.loop.evaluation import evaluate
 from zeropipe.train.loop.export import export
@@ -50,6 +51,7 @@ def train(config: RunConfig) -> Outcome:
         prepared(config)
         place = place_of(config)
         with make_engine(config, place) as engine:
+            Path(config.train.output).mkdir(parents=True, exist_ok=True)
             return Run(config, engine, place, signals).all()
 
 
@@ -64,7 +66,7 @@ class Run:
         self._optimizer = make_optimizer(config, engine.parameters(), place.device)
         self._kept = Kept(config, engine, self._is_first, tell)
         self._counts = self._resumed()
-        self._num_steps = num_steps_of(config, self._data)
+        self._num_steps = num_steps_of(config, self._data, self._counts.step)
         self._stepper = Stepper(config, engine, self._optimizer, self._data, place, self._counts, self._num_steps)
         self._records = Records(config, self._is_first)
         self._evaluation_loss: float | None = None
@@ -97,6 +99,8 @@ class Run:
 
     def all(self) -> Outcome:
         """All steps, and the end."""
+        if self._is_first:
+            write_whole(self._kept.folder.parent / "run.toml", to_toml(self._config))
         metrics = Metrics(self._config, self._num_steps, self._counts.step) if self._is_first else None
         try:
             self._agree()
@@ -195,8 +199,8 @@ class Run:
         return values | ({"skipped_now": True} if taken.is_skipped else {})
 
 
-def num_steps_of(config: RunConfig, data: Any) -> int:
-    """The steps of the whole run."""
+def num_steps_of(config: RunConfig, data: Any, done: int) -> int:
+    """The steps of the whole run, of which some are done."""
     if config.train.steps is not None:
         return config.train.steps
-    return max(1, ceil((config.train.epochs or 1.0) * data.steps_per_epoch - 1e-9))
+    return done + int(data.steps_left)

@@ -1,0 +1,108 @@
+"""A run that ends early, by whatever, goes on where it was, on any other layout."""
+
+from __future__ import annotations
+
+import random
+import signal
+
+import pytest
+from train_cases import train_killed, train_not_finite, train_signalled
+from train_helpers import metrics_of, model_directory, pool, run_config, train_on
+
+from zeropipe.engine.run.launch import Failed
+from zeropipe.errors import EngineError
+from zeropipe.train.loop.kept import marked, steps_in
+
+STEPS = 8
+
+
+def same_run(output, whole):
+    """The curve and the samples of two runs; no step is there twice."""
+    ours, theirs = metrics_of(output), metrics_of(whole)
+    assert [line["step"] for line in ours] == list(range(1, STEPS + 1))
+    assert [line["samples"] for line in ours] == [line["samples"] for line in theirs]
+    assert [line["loss"] for line in ours] == pytest.approx([line["loss"] for line in theirs], rel=1e-9)
+    assert [line["lr"] for line in ours] == [line["lr"] for line in theirs]
+    assert ours[-1]["tokens"] == theirs[-1]["tokens"]
+
+
+def config_of(tmp_path, output, mesh, schedule, **tables):
+    start = tmp_path / "start"
+    if not start.exists():
+        model_directory(start, tied=True)
+    tables = {"checkpoint": {"every": 2}, "data": {"shuffle": True}} | tables
+    return run_config(
+        tmp_path / output, start, mesh=mesh, schedule={"name": schedule}, train={"steps": STEPS}, **tables
+    )
+
+
+def killed_and_resumed(tmp_path, before, after, rank, step, where):
+    whole = config_of(tmp_path, "whole", {"pp": 2}, "1f1b")
+    train_on(whole)
+    first = config_of(tmp_path, "out", *before)
+    outcomes = pool(first.mesh.num_processes).outcomes(train_killed, first, rank, step, where)
+    assert isinstance(outcomes[rank], Failed)
+    assert outcomes[rank].kind == "Died"
+    others = [one for number, one in enumerate(outcomes) if number != rank]
+    assert all(f"rank {rank} was lost" in one.text for one in others if one.kind != "TimedOut")
+    assert any(one.kind == "EngineError" for one in others)
+    second = config_of(tmp_path, "out", *after)
+    outcome = train_on(second)
+    assert outcome.steps == STEPS
+    assert len(outcome.losses) >= STEPS - step - 2
+    assert len(outcome.losses) < STEPS or step < 2
+    same_run(tmp_path / "out", tmp_path / "whole")
+
+
+def test_a_killed_rank_and_another_layout(tmp_path):
+    killed_and_resumed(tmp_path, ({"pp": 2}, "1f1b"), ({"pp": 2, "dp_shard": 2}, "zbv"), 1, 5, "step")
+
+
+LAYOUTS = [
+    ({"pp": 2}, "1f1b"), ({"pp": 4}, "1f1b"), ({"pp": 2}, "zbv"), ({"pp": 2, "dp_shard": 2}, "interleaved"),
+    ({"pp": 2, "tp": 2}, "1f1b"), ({"pp": 2, "dp_replicate": 2}, "zbv"), ({"pp": 1}, "gpipe"),
+]  # fmt: skip
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(8))
+def test_any_rank_killed_at_any_moment(tmp_path, seed):
+    draw = random.Random(seed)
+    before, after = draw.sample(LAYOUTS[:-1], 1)[0], draw.choice(LAYOUTS)
+    processes = run_config(tmp_path, "x", mesh=before[0]).mesh.num_processes
+    where = ("step", "norm", "save")[seed % 3]
+    killed_and_resumed(tmp_path, before, after, draw.randrange(processes), draw.randrange(1, STEPS - 2), where)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full)])
+def test_a_signal_to_one_rank_saves_and_ends_all(tmp_path, number):
+    train_on(config_of(tmp_path, "whole", {"pp": 2}, "1f1b"))
+    config = config_of(tmp_path, "out", {"pp": 2}, "zbv", checkpoint={"every": 100})
+    outcomes = pool(2).run(train_signalled, config, 1, 3, number)
+    assert [(one.stopped_by, one.steps, one.export) for one in outcomes] == [(number.name, 4, None)] * 2
+    assert outcomes[0].checkpoint.endswith("step-000004")
+    outcome = train_on(config)
+    assert (outcome.stopped_by, outcome.steps, len(outcome.losses)) == ("", STEPS, 4)
+    same_run(tmp_path / "out", tmp_path / "whole")
+
+
+def test_the_last_checkpoints_are_kept(tmp_path):
+    config = config_of(tmp_path, "out", {"pp": 2}, "1f1b", checkpoint={"every": 1, "keep": 2, "export": False})
+    outcome = train_on(config)
+    folder = tmp_path / "out" / "checkpoints"
+    assert list(steps_in(folder)) == [8, 7]
+    assert marked(folder, "latest") == "step-000008"
+    assert outcome.checkpoint == str(folder / "step-000008")
+    again = train_on(config)  # nothing is left to do
+    assert (again.steps, again.losses) == (8, ())
+    with pytest.raises(EngineError, match=r"checkpoints up to step 8, this run begins at step 0: give another"):
+        train_on(config_of(tmp_path, "out", {"pp": 2}, "1f1b", checkpoint={"resume": "never"}))
+
+
+def test_too_many_steps_that_are_not_finite_end_the_run(tmp_path):
+    config = config_of(tmp_path, "out", {"pp": 2}, "1f1b")
+    config = config.model_copy(update={"train": config.train.model_copy(update={"max_skipped": 2})})
+    with pytest.raises(EngineError, match=r"step 6: loss or gradients were not finite in 3 steps in a row"):
+        pool(2).run(train_not_finite, config, 1, (3, 4, 5))
+    outcome = train_on(config)
+    assert (outcome.steps, len(outcome.losses)) == (STEPS, 4)
