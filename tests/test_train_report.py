@@ -25,7 +25,10 @@ from zeropipe.train.config.models import (
 )
 from zeropipe.train.report import Recorded, write_report
 from zeropipe.train.report.drift import MOST, drifts, from_costs, from_first
+from zeropipe.train.report.files import load, save
 from zeropipe.train.report.hints import hint
+from zeropipe.train.report.write import prediction_of
+from zeropipe.train.shape import costs_of, layers_of, schedule_of
 from zeropipe.viz.article.chart import MOST_POINTS, thinned
 
 EVEN = zp.Costs(f=0.010, i=0.010, w=0.010, p2p=0.0, unit="s", memory_unit="B", activation=1e6)
@@ -143,7 +146,7 @@ def test_drift_is_measured_over_predicted_and_has_the_first_and_the_last_of_many
     assert rows[0].ratio == pytest.approx(1.0)
     assert rows[-1].ratio == pytest.approx(1.3)
     assert sum(rows[-1].lost) == pytest.approx(rows[-1].measured - sum(recorded[-1].timeline.busy) / 2)
-    half = drifts(recorded[:1], from_costs(replace(EVEN, f=0.005, i=0.005, w=0.005), "given"))
+    half = drifts(recorded[:1], from_costs(replace(EVEN, f=0.005, i=0.005, w=0.005), "given", recorded[:1]))
     assert half[0].ratio == pytest.approx(2.0)
 
 
@@ -182,3 +185,36 @@ def test_the_page_opens_offline_on_every_screen(watched, tmp_path):  # noqa: F81
 def test_nothing_is_written_before_a_step_is_recorded(tmp_path):
     write_report(config_of("1f1b"), [], tmp_path / "report.html")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_resumed_run_keeps_what_was_recorded_before_and_is_held_against_its_own_first_step(tmp_path):
+    before, after = zp.build("zbv", ranks=4, microbatches=8), zp.build("1f1b", ranks=2, microbatches=4)
+    old = [replace(recorded_of(before, step=step), setup="zbv on pp 4") for step in (3, 10, 20)]
+    for one in old:
+        save(one, tmp_path)
+    (tmp_path / "step-000011.json").write_text('{"zeropipe": 1, "tr')  # cut off
+    kept = load(tmp_path, 10)
+    assert [(one.step, one.seconds, one.setup) for one in kept] == [(o.step, o.seconds, o.setup) for o in old[:2]]
+    assert kept[0].timeline == old[0].timeline
+    assert not (tmp_path / "step-000020.json").exists()  # the run makes this step again
+    new = [replace(recorded_of(after, step=step), setup="1f1b on pp 2") for step in (13, 20)]
+    rows = drifts([*kept, *new], from_first([*kept, *new]))
+    assert [row.ratio for row in rows] == pytest.approx([1.0] * 4)
+    twice = replace(EVEN, f=0.005, i=0.005, w=0.005)
+    rows = drifts([*kept, *new], from_costs(twice, "given", [*kept, *new]))
+    assert [row.ratio for row in rows] == pytest.approx([1.0, 1.0, 2.0, 2.0])
+    write_report(config_of("1f1b", ranks=2), [*kept, *new], tmp_path / "report.html")
+    assert "from here on: 1f1b on pp 2" in (tmp_path / "report.html").read_text()
+
+
+def test_costs_of_the_file_are_what_steps_are_held_against(tmp_path):
+    of = config_of("1f1b", ranks=2, microbatches=4)
+    of = of.model_copy(update={"model": ModelTable(path="tiny-qwen3", weights="random")})
+    of = of.model_copy(update={"schedule": ScheduleTable(name="1f1b", costs="h100")})
+    recorded = [recorded_of(schedule_of(of))]
+    layers = layers_of(of, schedule_of(of))
+    guess = prediction_of(of, recorded, layers)
+    costs = costs_of(of)
+    expected = zp.simulate(schedule_of(of), costs.costs(layers, placement=schedule_of(of).placement))
+    assert guess.of(recorded[0]).makespan == pytest.approx(expected.makespan)
+    assert "h100" in guess.source

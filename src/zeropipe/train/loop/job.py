@@ -68,7 +68,7 @@ class Run:
         self._counts = self._resumed()
         self._num_steps = num_steps_of(config, self._data, self._counts.step)
         self._stepper = Stepper(config, engine, self._optimizer, self._data, place, self._counts, self._num_steps)
-        self._records = Records(config, self._is_first)
+        self._records = Records(config, self._is_first, self._counts.step)
         self._evaluation_loss: float | None = None
         self._saved_at = time.monotonic()
         self._stops = ""
@@ -172,7 +172,7 @@ class Run:
             self._save(False, True)
         checkpoint = self._kept.path
         assert checkpoint is not None
-        self._records.write(final=True)
+        self._records.write()
         is_done = counts.step >= self._num_steps
         target = None
         if is_done and config.checkpoint.export:

@@ -19,19 +19,23 @@ MOST = 100  # recorded steps in the report; of more, evenly chosen ones
 
 @dataclass(frozen=True, eq=False)
 class Recorded:
-    """A step whose timeline was measured. `seconds` is the whole step: also data, clipping and the optimizer."""
+    """A step whose timeline was measured. `seconds` is the whole step: also data, clipping and the optimizer.
+
+    `setup` says in words how it ran: a run may be resumed on another layout.
+    """
 
     step: int
     timeline: Timeline
     seconds: float
+    setup: str = ""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What steps should look like, and where that is from."""
+    """What a recorded step should have looked like, and where that is from."""
 
     source: str  # in words, for people
-    of: Callable[[Schedule], Timeline]
+    of: Callable[[Recorded], Timeline]
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,7 @@ class Drift:
     """One recorded step against its prediction."""
 
     step: int
+    setup: str
     seconds: float
     measured: float
     predicted: float
@@ -55,22 +60,34 @@ class Drift:
         return max(0.0, self.seconds - self.measured)
 
 
-def from_costs(costs: Costs, source: str) -> Prediction:
-    """Simulations under `costs`."""
-    found: dict[Schedule, Timeline] = {}
+def from_first(recorded: Sequence[Recorded]) -> Prediction:
+    """Simulations under what actions took in the first step that was recorded with the same setup."""
+    firsts: dict[str, Recorded] = {}
+    for one in recorded:
+        firsts.setdefault(one.setup, one)
+    number = firsts[recorded[-1].setup].step
+    return _simulated(
+        f"simulated from what the actions of step {number} took", lambda one: fit(firsts[one.setup].timeline)
+    )
 
-    def of(schedule: Schedule) -> Timeline:
-        if schedule not in found:
-            found[schedule] = simulate(schedule, costs)
-        return found[schedule]
+
+def from_costs(costs: Costs, source: str, recorded: Sequence[Recorded]) -> Prediction:
+    """Simulations under `costs`; of steps with another setup than the newest under what their first one took."""
+    setup, earlier = recorded[-1].setup, from_first(recorded)
+    given = _simulated(source, lambda _: costs)
+    return Prediction(source, lambda one: (given if one.setup == setup else earlier).of(one))
+
+
+def _simulated(source: str, costs_of: Callable[[Recorded], Costs]) -> Prediction:
+    found: dict[tuple[str, Schedule], Timeline] = {}
+
+    def of(one: Recorded) -> Timeline:
+        key = one.setup, one.timeline.schedule
+        if key not in found:
+            found[key] = simulate(one.timeline.schedule, costs_of(one))
+        return found[key]
 
     return Prediction(source, of)
-
-
-def from_first(recorded: Sequence[Recorded]) -> Prediction:
-    """Simulations under what the actions of the first recorded step took."""
-    first = recorded[0]
-    return from_costs(fit(first.timeline), f"simulated from what the actions of step {first.step} took")
 
 
 def drifts(recorded: Sequence[Recorded], prediction: Prediction) -> list[Drift]:
@@ -81,9 +98,10 @@ def drifts(recorded: Sequence[Recorded], prediction: Prediction) -> list[Drift]:
     return [
         Drift(
             one.step,
+            one.setup,
             one.seconds,
             one.timeline.makespan,
-            prediction.of(one.timeline.schedule).makespan,
+            prediction.of(one).makespan,
             one.timeline.bubble,
             mean_lost(one),
         )

@@ -11,8 +11,10 @@ from typing import Any
 from zeropipe.core.files import write_whole
 from zeropipe.core.units import number, percent, time_text
 from zeropipe.train.config.models import RunConfig
-from zeropipe.train.report.drift import Drift, Prediction, Recorded, drifts, from_first
+from zeropipe.train.report.drift import Drift, Prediction, Recorded, drifts, from_costs, from_first
 from zeropipe.train.report.hints import NOTHING, hint
+from zeropipe.train.report.words import facts_text, title_text
+from zeropipe.train.shape import costs_of, setting_of
 from zeropipe.viz.article import Block, Chart, Figure, Figures, Heading, Line, Note, Row, Shares, Table
 from zeropipe.viz.article.blocks import Tone
 from zeropipe.viz.html import to_html
@@ -30,24 +32,35 @@ def write_report(
     *,
     layers: Sequence[int] | None = None,
     metrics: Sequence[dict[str, Any]] | None = None,
-    prediction: Prediction | None = None,
 ) -> None:
     """Write the page; nothing happens before a step is recorded.
 
-    `layers` are those of each stage. `metrics` are by default those of metrics.jsonl beside the page. Without a
-    `prediction` steps are held against the first recorded one.
+    `layers` are those of each stage. `metrics` are by default those of metrics.jsonl beside the page.
     """
     if not recorded:
         return
     told = metrics if metrics is not None else read_metrics(Path(path).parent / "metrics.jsonl")
-    guess = prediction or from_first(recorded)
+    guess = prediction_of(config, recorded, layers)
     newest = recorded[-1]
     shown = [
         newest.timeline.labelled(f"step {newest.step}, measured"),
-        guess.of(newest.timeline.schedule).labelled(f"step {newest.step}, predicted"),
+        guess.of(newest).labelled(f"step {newest.step}, predicted"),
     ]
-    page = to_html(shown, PageStyle(title=_title(config)), above=_blocks(config, recorded, guess, told, layers))
+    page = to_html(shown, PageStyle(title=title_text(config)), above=_blocks(config, recorded, guess, told, layers))
     write_whole(path, page)
+
+
+def prediction_of(config: RunConfig, recorded: Sequence[Recorded], layers: Sequence[int] | None) -> Prediction:
+    """By schedule.costs, if they are given; else by the first recorded step."""
+    given = costs_of(config)
+    if given is None or layers is None:
+        return from_first(recorded)
+    shards, placement = config.mesh.dp_shard, recorded[-1].timeline.schedule.placement
+    costs = given.costs(
+        layers, setting_of(config, given), ac=config.engine.ac, placement=placement, shards=shards,
+        gather=config.engine.shards if shards > 1 else None,
+    )  # fmt: skip
+    return from_costs(costs, f"simulated with schedule.costs, {config.schedule.costs}", recorded)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -62,10 +75,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [line for line in found if isinstance(line, dict)]
 
 
-def _title(config: RunConfig) -> str:
-    return f"{Path(config.model.path).name} trained with {config.schedule.name}"
-
-
 def _blocks(
     config: RunConfig,
     recorded: Sequence[Recorded],
@@ -77,23 +86,13 @@ def _blocks(
     found = hint(config, recorded[-1], layers)
     title = "What to change" if found.cause != NOTHING else "Nothing to change"
     return [
-        Heading(_title(config), _facts(config)),
+        Heading(title_text(config), facts_text(config)),
         Figures(tuple(_figures(rows[-1], metrics))),
         Note(title, found.text),
         *_loss_chart(metrics),
         _time_chart(rows),
         _table(rows, guess, config),
     ]
-
-
-def _facts(config: RunConfig) -> str:
-    mesh = " x ".join(f"{name} {size}" for name, size in config.mesh.sizes.items() if size > 1) or "one process"
-    data = config.data
-    return (
-        f"{mesh} · {data.batch} sequences of up to {data.sequence} tokens per step, "
-        f"{config.num_microbatches} microbatches per pipeline · {config.model.dtype}"
-        + (" · LoRA" if config.lora else "")
-    )
 
 
 def _figures(last: Drift, metrics: Sequence[dict[str, Any]]) -> list[Figure]:
@@ -142,13 +141,24 @@ def _time_chart(rows: Sequence[Drift]) -> Chart:
 
 
 def _table(rows: Sequence[Drift], guess: Prediction, config: RunConfig) -> Table:
-    whole = max(r.seconds for r in rows)
     head = ("step", "whole step", "measured", "predicted", "ratio", "bubble", "idle time was lost to")
     remark = f"Predicted: {guess.source}. Idle time is the mean of all ranks; bars are shares of the longest step."
     cores = os.cpu_count() or 1
     if config.engine.device == "cpu" and config.mesh.num_processes > cores:
         remark += f" {config.mesh.num_processes} processes on a machine with {cores} cores wait for cores, too."
-    return Table("Measured beside predicted", head, tuple(_row(r, whole, r is rows[-1]) for r in rows), remark)
+    return Table("Measured beside predicted", head, _rows(rows), remark)
+
+
+def _rows(rows: Sequence[Drift]) -> tuple[Row, ...]:
+    """A row of its own says where another setup begins."""
+    whole, setup = max(r.seconds for r in rows), rows[0].setup
+    found = []
+    for row in rows:
+        if row.setup != setup:
+            setup = row.setup
+            found.append(Row((f"from here on: {setup}",)))
+        found.append(_row(row, whole, row is rows[-1]))
+    return tuple(found)
 
 
 def _row(row: Drift, whole: float, newest: bool) -> Row:

@@ -71,7 +71,7 @@ class Shares:
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a table; `marked` ones stand out."""
+    """A row of a table; `marked` ones stand out. A single cell is as wide as the table."""
 
     cells: tuple[str | Shares, ...]
     marked: bool = False

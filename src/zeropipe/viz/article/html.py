@@ -65,10 +65,10 @@ def _with_code(text: str) -> str:
 
 
 def _table(table: Table) -> str:
-    bars = [next((row.cells[n] for row in table.rows if isinstance(row.cells[n], Shares)), None)
-            for n in range(len(table.head))]  # fmt: skip
+    full = [row.cells for row in table.rows if len(row.cells) == len(table.head)]
+    bars = [next((cells[n] for cells in full if isinstance(cells[n], Shares)), None) for n in range(len(table.head))]
     head = "".join(_head(name, bar) for name, bar in zip(table.head, bars, strict=True))
-    rows = "".join(_row(row) for row in table.rows)
+    rows = "".join(_row(row, len(table.head)) for row in table.rows)
     remark = f'<p class="zp-remark">{escape(table.remark)}</p>' if table.remark else ""
     return (
         f'<section class="zp-table"><h2>{escape(table.title)}</h2><div><table><thead><tr>{head}</tr></thead>'
@@ -83,7 +83,9 @@ def _head(name: str, bar: str | Shares | None) -> str:
     return f'<th scope="col" class="zp-bar-cell"><span class="zp-voice">{escape(name)}</span>{keys}</th>'
 
 
-def _row(row: Row) -> str:
+def _row(row: Row, width: int) -> str:
+    if len(row.cells) == 1 and isinstance(row.cells[0], str):
+        return f'<tr class="zp-between"><td colspan="{width}">{escape(row.cells[0])}</td></tr>'
     mark = ' class="zp-marked"' if row.marked else ""
     return f"<tr{mark}>{''.join(map(_cell, row.cells))}</tr>"
 

@@ -1,0 +1,41 @@
+"""A run in words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from zeropipe.train.config.models import RunConfig
+
+
+def title_text(config: RunConfig) -> str:
+    return f"{Path(config.model.path).name} trained with {config.schedule.name}"
+
+
+def mesh_text(config: RunConfig) -> str:
+    return " x ".join(f"{name} {size}" for name, size in config.mesh.sizes.items() if size > 1) or "one process"
+
+
+def facts_text(config: RunConfig) -> str:
+    """What there is to know about the run, in one line."""
+    data = config.data
+    words = [
+        mesh_text(config),
+        f"{data.batch} sequences of up to {data.sequence} tokens per step",
+        f"{config.num_microbatches} microbatches per pipeline",
+        config.model.dtype,
+        *(["LoRA"] if config.lora else []),
+        *(["compiled"] if config.engine.compile else []),
+        *([f"checkpointing {config.engine.ac}"] if config.engine.ac != "none" else []),
+    ]
+    return " · ".join(words)
+
+
+def setup_text(config: RunConfig) -> str:
+    """What must be the same for two steps to take the same time, in words."""
+    data, engine = config.data, config.engine
+    layers = f" layers {','.join(map(str, config.schedule.layers))}" if config.schedule.layers else ""
+    more = "".join(f", {name}" for name in ("compile", "dynamic_weights", "offload") if getattr(engine, name))
+    return (
+        f"{config.schedule.name}{layers} on {mesh_text(config)}: {config.num_microbatches} x {data.microbatch} x "
+        f"{data.sequence}, ac {engine.ac}{more}"
+    )
