@@ -13,7 +13,7 @@ import click
 from zeropipe.cli import options as opt
 from zeropipe.cli import output
 from zeropipe.cli.layers import require_costs_file, tell
-from zeropipe.cli.run import Seconds, require_cores
+from zeropipe.cli.run import Seconds
 from zeropipe.errors import ConfigError, short
 
 if TYPE_CHECKING:
@@ -132,6 +132,7 @@ def _job(model: str, data: Any, given: dict[str, Any]) -> ProfileJob:
 def _measured(job: ProfileJob, given: dict[str, Any]) -> Profile | None:
     """On local processes, or on those of torchrun."""
     from zeropipe.engine import require_torch
+    from zeropipe.engine.run.spec import require_cores
 
     local = os.environ.get("WORLD_SIZE") is None
     if not local and given["ranks"]:

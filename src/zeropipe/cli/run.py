@@ -166,6 +166,7 @@ def _check_files(report: str | None, timeline_file: str | None) -> None:
 def _built(schedules: tuple[str, ...], sizes: dict[str, Any], wishes: dict[str, Any], dry_run: bool) -> list[Schedule]:
     """The schedules, with as many ranks as torchrun started, and as many stages as --layers-per-stage gives."""
     from zeropipe.cli.request import request_of
+    from zeropipe.engine.run.spec import require_cores
 
     request = request_of(schedules, sizes, several=("schedule",))
     _take_flags(request.run, wishes)
@@ -257,16 +258,6 @@ def _job(built: list[Schedule], **given: Any) -> Job:
     for schedule in built:
         counts_of(job, schedule)
     return job
-
-
-def require_cores(num_ranks: int) -> None:
-    """Local ranks are processes: a wrong number must not take the machine down."""
-    cores = os.cpu_count() or 1
-    if num_ranks > max(64, 4 * cores):
-        raise ConfigError(
-            f"{num_ranks} ranks are too many processes for the {cores} cores here: give at most {max(64, 4 * cores)}, "
-            "or use torchrun on several machines"
-        )
 
 
 def _run_ranks(built: list[Schedule], job: Job, timeout: float) -> list[Outcome] | None:

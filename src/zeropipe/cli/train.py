@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from importlib.util import find_spec
+from pathlib import Path
 
 import click
 
 from zeropipe.cli import options as opt
 from zeropipe.cli import output
 from zeropipe.errors import ConfigError, MissingExtra
+
+FILE = "run.toml"  # that --init writes
 
 
 @click.command(
@@ -18,23 +21,43 @@ from zeropipe.errors import ConfigError, MissingExtra
     options_metavar="[--TABLE.FIELD VALUE].. [OPTIONS]",
 )
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[RUN.TOML]")
+@click.option("--dry-run", is_flag=True, help="Check everything and print the plan; start nothing.")
+@click.option("--print", "shows", is_flag=True, help="Print all fields with their values; start nothing.")
+@click.option("--init", is_flag=True, help="Write a training file that explains every field, to begin with.")
 @opt.json_option
-def train(arguments: tuple[str, ...], as_json: bool) -> None:
+def train(arguments: tuple[str, ...], dry_run: bool, shows: bool, init: bool, as_json: bool) -> None:
     """Train the model of a training file; fields of it may be given or changed by their names.
 
     \b
-    zeropipe train run.toml
+    zeropipe train --init run.toml
+    zeropipe train run.toml --dry-run
     zeropipe train run.toml --schedule.name zbv --mesh.pp 4 --engine.compile
     torchrun --nproc-per-node 8 -m zeropipe train run.toml --mesh.pp 8
 
-    Starts local processes, or uses torchrun's.
+    Starts local processes, or uses torchrun's. docs/configuration.md has all fields.
     """
     if find_spec("pydantic") is None:
         raise MissingExtra("pydantic", "train")
     from zeropipe.train.config.read import read_run
+    from zeropipe.train.config.rules import check_run, world_size
 
     path, overrides = _parted(arguments)
+    if init:
+        _init(path or FILE, overrides, as_json)
+        return
     config = read_run(path, overrides)
+    if shows:
+        from zeropipe.train.config.write import to_toml
+
+        print(config.model_dump_json(indent=2) if as_json else to_toml(config), end="\n" if as_json else "")
+        return
+    check_run(config, world_size(), starts=not dry_run)
+    if dry_run:
+        from zeropipe.cli.train_text import print_preview
+        from zeropipe.train.preview import preview
+
+        print_preview(preview(config), as_json)
+        return
     from zeropipe.engine import require_torch
 
     require_torch()
@@ -43,6 +66,19 @@ def train(arguments: tuple[str, ...], as_json: bool) -> None:
     outcome = start(config)
     if outcome is not None and as_json:
         output.print_json(dataclasses.asdict(outcome))
+
+
+def _init(path: str, overrides: list[str], as_json: bool) -> None:
+    from zeropipe.core.files import write_whole
+    from zeropipe.train.config.write import example
+
+    if Path(path).exists():
+        raise ConfigError(f"{path} is there already: name a new file, or remove it")
+    write_whole(path, example(overrides, Path(path).parent))
+    if as_json:
+        output.print_json({"file": path})
+    else:
+        output.print_written(path, f"zeropipe train {path} --dry-run shows what it does")
 
 
 def _parted(arguments: tuple[str, ...]) -> tuple[str | None, list[str]]:
@@ -54,7 +90,7 @@ def _parted(arguments: tuple[str, ...]) -> tuple[str | None, list[str]]:
     rest = list(arguments)
     while rest:
         one = rest.pop(0)
-        if one.startswith("--"):
+        if one.startswith("-") and len(one) > 1:
             overrides.append(one)
             if rest and takes_value(one, rest[0]):
                 overrides.append(rest.pop(0))

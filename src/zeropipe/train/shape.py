@@ -29,7 +29,7 @@ def model_data(config: RunConfig) -> dict[str, Any]:
     file = file / "config.json" if file.is_dir() else file
     if not file.is_file():
         raise ConfigError(
-            f"model.path {model.path!r} is not there: give a directory with a config.json, or one of "
+            f"model.path={model.path!r} is not there: give a directory with a config.json, or one of "
             f"{', '.join(BUILT_IN)}"
         )
     try:
@@ -81,7 +81,7 @@ def schedule_of(config: RunConfig) -> Schedule:
     schedule = found.schedule if isinstance(found, Timeline) else found
     if schedule.num_ranks != ranks:
         raise ConfigError(
-            f"schedule.name {table.name} is for {schedule.num_ranks} ranks, mesh.pp={ranks}: make mesh.pp="
+            f"schedule.name={table.name!r} is for {schedule.num_ranks} ranks, mesh.pp={ranks}: make mesh.pp="
             f"{schedule.num_ranks}, or give another schedule"
         )
     return schedule
@@ -97,7 +97,7 @@ def layers_of(config: RunConfig, schedule: Schedule) -> tuple[int, ...]:
 
         costs = costs_of(config)
         if costs is None:
-            raise ConfigError("schedule.balance=time needs costs: give schedule.costs, a file or the name of a GPU")
+            raise ConfigError("schedule.balance='time' needs costs: give schedule.costs, a file or the name of a GPU")
         shards = config.mesh.dp_shard
         return balance(costs, schedule, setting=setting_of(config, costs), ac=config.engine.ac, shards=shards).counts
     return layer_counts(number, schedule.num_stages, table.first_less, table.last_less)
@@ -106,6 +106,7 @@ def layers_of(config: RunConfig, schedule: Schedule) -> tuple[int, ...]:
 def costs_of(config: RunConfig) -> LayerCosts | None:
     """The costs of the layers: those of a file, or estimated for a GPU; None where none are given."""
     from zeropipe.search.estimate.estimate import estimate
+    from zeropipe.search.estimate.gpus import GPUS
     from zeropipe.sim.fit import load_costs
 
     given = config.schedule.costs
@@ -113,16 +114,20 @@ def costs_of(config: RunConfig) -> LayerCosts | None:
         return None
     if not given.endswith((".json", ".toml")):
         dtype = config.model.dtype if config.model.dtype != "float64" else "float32"
+        if given.lower() not in GPUS:
+            raise ConfigError(
+                f"schedule.costs={given!r}: give a costs file (.json, .toml), or one of the GPUs {', '.join(GPUS)}"
+            )
         return estimate(
             model_data(config), gpu=given, sequence=config.data.sequence, dtype=dtype, ac=config.engine.ac,
             microbatch_size=config.data.microbatch, tp=config.mesh.tp, compile=config.engine.compile,
         )  # fmt: skip
     found = load_costs(given)
     if not isinstance(found, LayerCosts):
-        raise ConfigError(f"schedule.costs {given} is not of layers: make one with `zeropipe profile` or `estimate`")
+        raise ConfigError(f"schedule.costs={given!r} is not of layers: make one with `zeropipe profile` or `estimate`")
     if len(found.layers) != num_layers_of(config):
         raise ConfigError(
-            f"schedule.costs {given} is of {found.model} with {len(found.layers)} layers, the model has "
+            f"schedule.costs={given!r} is of {found.model} with {len(found.layers)} layers, the model has "
             f"{num_layers_of(config)}: make it for this model"
         )
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,16 @@ def check_job(job: Job) -> None:
         raise ConfigError("--split autograd cannot run compiled blocks or --ac selective:op: use --split store")
     if job.dynamic_weights and job.split != "store":
         raise ConfigError(f"--dynamic-weights cannot run --split {job.split}: use --split store")
+
+
+def require_cores(num_ranks: int) -> None:
+    """Local ranks are processes: a wrong number must not take the machine down."""
+    cores = os.cpu_count() or 1
+    if num_ranks > max(64, 4 * cores):
+        raise ConfigError(
+            f"{num_ranks} ranks are too many processes for the {cores} cores here: give at most {max(64, 4 * cores)}, "
+            "or use torchrun on several machines"
+        )
 
 
 def num_ranks_of(job: Job, schedule: Schedule) -> int:

@@ -12,7 +12,7 @@ from zeropipe.core.files import read_text
 from zeropipe.core.limits import COMMAND_LINE
 from zeropipe.core.parse import parse_toml
 from zeropipe.errors import ConfigError
-from zeropipe.train.config.models import RunConfig
+from zeropipe.train.config.models import RunConfig, TrainTable
 from zeropipe.train.config.overrides import merged, parse_overrides
 from zeropipe.train.config.words import lines_of
 
@@ -23,17 +23,21 @@ FILES = (  # fields that name files
 
 
 def read_run(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
-    """The config of a TOML file (None: of nothing) and of arguments like ["--mesh.pp", "4"], which come first.
+    """The config of a TOML file (None: there is none) and of arguments like ["--mesh.pp", "4"], which win.
 
     Names of files are meant from the folder of the file that names them, or from the current one on a command line.
     ConfigError with a line for each mistake.
     """
     given = parse_overrides(overrides)
-    table = _file(Path(path)) if path is not None else {}
+    return validated(_file(Path(path)) if path is not None else {}, given, str(path or "command line"))
+
+
+def validated(table: dict[str, Any], overrides: dict[str, Any], where: str) -> RunConfig:
+    """The config of a table with other values; ConfigError with a line for each mistake, as `where` has it."""
     try:
-        return RunConfig.model_validate(merged(table, given))
+        return RunConfig.model_validate(merged(table, overrides))
     except ValidationError as error:
-        raise ConfigError("\n".join(lines_of(error, given, str(path or "command line")))) from None
+        raise ConfigError("\n".join(lines_of(error, overrides, where))) from None
 
 
 def _file(path: Path) -> dict[str, Any]:
@@ -43,6 +47,8 @@ def _file(path: Path) -> dict[str, Any]:
         raise
     except ValueError as error:
         raise ConfigError(f"{path} is not TOML: {error}") from None
+    if isinstance(table.setdefault("train", {}), dict):  # the default is a name of a file as well
+        table["train"].setdefault("output", TrainTable.model_fields["output"].default)
     for name in FILES:
         section, _, field = name.partition(".")
         inner = table.get(section)

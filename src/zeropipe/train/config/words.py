@@ -77,7 +77,7 @@ def _list_rule(field: FieldInfo) -> str:
     members = next(get_args(kind) for kind in _tuples(field.annotation))
     if Ellipsis in members:
         return f"a list of whole numbers from {_limits(members[0]).get('ge', 0)} on is needed, like [2, 3, 3, 2]"
-    return f"{len(members)} numbers are needed, each {_range(_limits(members[0]), False)[2:]}"
+    return f"{len(members)} numbers are needed, each {_range(_limits(members[0]), False).removeprefix('a number ')}"
 
 
 def _tuples(annotation: Any) -> list[Any]:
@@ -113,5 +113,9 @@ def _range(limits: Mapping[str, float], whole: bool, value: Any = None) -> str:
     if "lt" in limits:
         return f"{name} {low} and below {limits['lt']:g}"
     if "le" in limits and (not whole or (isinstance(value, int) and value > limits["le"])):
-        return f"{name} {low} {'to' if 'ge' in limits else 'and at most'} {limits['le']:,g}"
+        return f"{name} {low} {'to' if 'ge' in limits else 'and at most'} {_plain_number(limits['le'])}"
     return f"{name} {low}{' on' if 'ge' in limits else ''}".rstrip()
+
+
+def _plain_number(value: float) -> str:
+    return f"{int(value):,}" if value == int(value) else f"{value:g}"

@@ -11,6 +11,25 @@ batch      the rows of a step -> microbatches of each pipeline
 steps      one batch after the other, and a position that can be saved
 """
 
-from zeropipe.train.data.batch import Batch
-from zeropipe.train.data.prepare import prepare
-from zeropipe.train.data.steps import Data, Evaluation, open_data, open_evaluation
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from zeropipe.train.data.prepare import prepare  # here: a module has the same name
+
+if TYPE_CHECKING:
+    from zeropipe.train.data.batch import Batch
+    from zeropipe.train.data.steps import Data, Evaluation, open_data, open_evaluation
+
+# name -> module, imported when first used: files are looked for without torch
+_MODULE_OF = {
+    "Batch": "batch", "Data": "steps", "Evaluation": "steps", "open_data": "steps",
+    "open_evaluation": "steps",
+}  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'zeropipe.train.data' has no attribute {name!r}")
+    return getattr(import_module(f"zeropipe.train.data.{_MODULE_OF[name]}"), name)

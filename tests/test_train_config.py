@@ -1,0 +1,335 @@
+"""The training file: what is read, and forty wrong ones, each with its line."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import zeropipe as zp
+from zeropipe.errors import ConfigError
+from zeropipe.search.estimate.gpus import GPUS
+from zeropipe.sim.layer_file import to_layer_json
+from zeropipe.train.config.overrides import all_names
+from zeropipe.train.config.read import read_run
+from zeropipe.train.config.write import to_toml
+
+GOOD = """
+[model]
+path = "tiny-qwen3"
+weights = "random"
+[mesh]
+pp = 2
+[data]
+sequence = 64
+[train]
+steps = 10
+"""
+BUILT_IN = "tiny-qwen3, tiny-llama, qwen3-0.6b, qwen3-8b, llama-8b"
+CHECKPOINTING = "give none, full, selective:N, selective:op or memory_budget:X with X from 0 to 1"
+
+# what is changed in GOOD, by arguments or by another text of the file -> the line
+WRONG = {
+    # the file itself
+    "no file": ("", None, "cannot read the training file none.toml: No such file or directory"),
+    "no toml": ("", "model = [", "run.toml is not TOML: Invalid value (at end of document)"),
+    "no model": ("", "[train]\nsteps = 1", "run.toml: model is missing: give it in the file, or as --model.path ..."),
+    "no path": ("", "[model]\n[train]\nsteps = 1",
+                "run.toml: model.path is missing: give it in the file, or as --model.path ..."),
+    "unknown table": ("", GOOD + "[shedule]\nname = 'zbv'", "run.toml: unknown field shedule: did you mean schedule?"),
+    "unknown field": ("", GOOD + "[schedule]\nnam = 'zbv'",
+                      "run.toml: unknown field schedule.nam: did you mean schedule.name?"),
+    "no table": ("", "model = 3", "run.toml: model=3: a table is needed, written as [model] and its fields"),
+    "text for a number": ("", GOOD + "[optimizer]\nlr = '1e-4'",
+                          "run.toml: optimizer.lr='1e-4': a number above 0 is needed"),
+    "true for a number": ("", GOOD + "[optimizer]\nclip = true",
+                          "run.toml: optimizer.clip=True: a number from 0 on is needed"),
+    "number for a flag": ("", GOOD + "[engine]\ncompile = 1",
+                          "run.toml: engine.compile=1: true or false is needed"),
+    # fields of the command line
+    "unknown flag": ("--mesh.dp-shards 2", GOOD, "unknown field --mesh.dp-shards: did you mean --mesh.dp_shard?"),
+    "part of a name": ("--lr 2", GOOD, "unknown field --lr: did you mean --optimizer.lr?"),
+    "no value": ("--mesh.pp --engine.compile", GOOD, "--mesh.pp has no value: give it one, like --mesh.pp 4"),
+    "none": ("--mesh.pp 0", GOOD, "--mesh.pp 0: a whole number from 1 on is needed"),
+    "huge": ("--mesh.pp 5000000000", GOOD, "--mesh.pp 5000000000: a whole number from 1 to 1,000,000,000 is needed"),
+    "no number": ("--optimizer.lr fast", GOOD, "--optimizer.lr fast: a number above 0 is needed"),
+    "not finite": ("--optimizer.lr inf", GOOD, "--optimizer.lr inf: a number above 0 is needed"),
+    "no such choice": ("--model.dtype fp8", GOOD, "--model.dtype fp8: give one of float32, bfloat16, float64"),
+    "no list": ("--schedule.layers 2,x", GOOD,
+                "--schedule.layers 2,x: a list of whole numbers from 0 on is needed, like [2, 3, 3, 2]"),
+    "betas": ("--optimizer.betas 0.9,1.5", GOOD,
+              "--optimizer.betas 0.9,1.5: 2 numbers are needed, each from 0 and below 1"),
+    "two files": ("other.toml", GOOD,
+                  "other.toml: run.toml is the training file already; fields are given like --mesh.pp 4"),
+    # the model
+    "no such model": ("--model.path nowhere", GOOD, "model.path='nowhere' is not there: give a directory with a "
+                      f"config.json, or one of {BUILT_IN}"),
+    "nothing to load": ("--model.weights load", GOOD, "model.path='tiny-qwen3' is built in and has no weights to "
+                        "load: set model.weights='random', or give a directory"),
+    "name for planning": ("--model.path qwen3-32b", GOOD, "model.path='qwen3-32b' is a name for planning: give the "
+                          "directory of its weights as --model.path"),
+    "no weights": ("--model.path bare --model.weights load", GOOD, "model.path='bare' has no weights (*.safetensors): "
+                   "set model.weights='random', or save them there"),
+    "only a config": ("--model.path bare/config.json --model.weights load", GOOD, "model.path='bare/config.json' is a "
+                      "config without weights: set model.weights='random', or give a directory"),
+    "own layers": ("--model.path bare --model.num_layers 3", GOOD,
+                   "model.num_layers=3: only built-in models can be changed; leave it out"),
+    "adapter as a model": ("--model.path adapter", GOOD, "model.path='adapter' is an adapter: give it as "
+                           "lora.adapter, and the model that it belongs to as model.path"),
+    "no adapter": ("--lora.adapter bare", GOOD, "lora.adapter='bare' is no adapter directory: it has no "
+                   "adapter_config.json; give one that peft saved"),
+    # mesh and batch
+    "batch": ("--data.batch 10 --mesh.dp_replicate 2 --data.microbatch 2", GOOD, "data.batch=10 cannot be shared out "
+              "over 2 pipelines in microbatches of 2: give a multiple of 4, like 8 or 12"),
+    "heads": ("--mesh.tp 4", GOOD, "mesh.tp=4 must divide num_key_value_heads=2 of tiny-qwen3: give another tp"),
+    "sequences without tp": ("--mesh.sequence_parallel", GOOD, "mesh.sequence_parallel=true shares sequences over tp: "
+                             "give mesh.tp of 2 or more, or leave it out"),
+    "length for tp": ("--mesh.sequence_parallel --mesh.tp 2 --data.sequence 63", GOOD,
+                      "data.sequence=63: mesh.sequence_parallel needs a multiple of tp=2; give 62"),
+    "offload": ("--engine.offload", GOOD, "engine.offload=true is for sharded weights: give mesh.dp_shard of 2 or "
+                "more, or leave it out"),
+    "regather": ("--engine.shards regather", GOOD, "engine.shards='regather' is for sharded weights: give "
+                 "mesh.dp_shard of 2 or more, or leave it out"),
+    "adapter and tp": ("--lora.rank 4 --mesh.tp 2", GOOD,
+                       "mesh.tp=2: adapters (lora) cannot be spread over tp: use dp_shard, or leave lora out"),
+    # the schedule
+    "no such schedule": ("--schedule.name zvb", GOOD, "schedule: unknown schedule 'zvb': did you mean zbv or zb-h1?"),
+    "stages per rank": ("--schedule.stages_per_rank 3", GOOD,
+                        "schedule: 1f1b needs 1 stage per rank, got stages_per_rank=3"),
+    "option": ("--schedule.options.group_size 3", GOOD, "schedule: 1f1b has no option 'group_size': it has none"),
+    "sum of layers": ("--schedule.layers 3,4", GOOD,
+                      "schedule.layers=[3, 4] adds up to 7: the model has 8 layers"),
+    "number of layers": ("--schedule.layers 4,2,2", GOOD,
+                         "schedule.layers=[4, 2, 2] has 3 entries: the schedule has 2 stages"),
+    "layers twice": ("--schedule.layers 4,4 --schedule.first_less 1", GOOD,
+                     "schedule.layers says each stage's layers already: leave schedule.first_less out"),
+    "less than nothing": ("--schedule.first_less 20", GOOD,
+                          "schedule.first_less=20 is more than the 14 layers of that stage: give less"),
+    "schedule of others": ("--schedule.name four.json", GOOD, "schedule.name='four.json' is for 4 ranks, mesh.pp=2: "
+                           "make mesh.pp=4, or give another schedule"),
+    "balance": ("--schedule.balance time", GOOD,
+                "schedule.balance='time' needs costs: give schedule.costs, a file or the name of a GPU"),
+    "no such gpu": ("--schedule.costs h1000", GOOD, "schedule.costs='h1000': give a costs file (.json, .toml), or "
+                    f"one of the GPUs {', '.join(GPUS)}"),
+    "costs of others": ("--schedule.costs costs.json", GOOD, "schedule.costs='costs.json' is of qwen3-8b with 36 "
+                        "layers, the model has 8: make it for this model"),
+    # the engine, the optimizer
+    "checkpointing": ("--engine.ac some", GOOD, f"engine: activation checkpointing 'some': {CHECKPOINTING}"),
+    "split and compile": ("--engine.split autograd --engine.compile", GOOD, "engine.split='autograd' cannot run "
+                          "compiled blocks: use split='store', or compile=False"),
+    "momentum": ("--optimizer.momentum 0.9", GOOD,
+                 "optimizer.momentum=0.9 is for sgd: adamw has betas; leave it out"),
+    # the run
+    "no length": ("--train.steps none", GOOD,
+                  "train.steps is missing: say how long to train, with train.steps or train.epochs"),
+    "two lengths": ("--train.epochs 2 --data.kind text --data.path a.txt --data.tokenizer bytes", GOOD,
+                    "train.steps=10 and train.epochs=2 say the same in two ways: give one of them"),
+    "epochs without end": ("--train.steps none --train.epochs 2", GOOD,
+                           "train.epochs=2: data.kind='synthetic' has no end; give train.steps"),
+    "warm-up": ("--rate.warmup 11", GOOD, "rate.warmup=11 is more than train.steps=10: give at most that"),
+    "output is a file": ("--train.output a.txt/out", GOOD, "train.output='a.txt/out': a.txt is a file; give a folder"),
+    "nothing to resume": ("--checkpoint.resume gone", GOOD,
+                          "checkpoint.resume='gone' is not there: give a checkpoint's folder, auto or never"),
+    # data
+    "no data": ("--data.kind text --data.tokenizer bytes", GOOD,
+                "data.path is missing: data.kind='text' needs files"),
+    "no match": ("--data.kind text --data.tokenizer bytes --data.path *.jsonl", GOOD,
+                 "data.path='*.jsonl': there is no such file"),
+    "no tokenizer": ("--data.kind text --data.path a.txt", GOOD, "data.tokenizer is missing, and "
+                     "model.path='tiny-qwen3' is no folder with a tokenizer: give one, or 'bytes', of which each "
+                     "byte is a token"),
+    "files of nothing": ("--data.path a.txt", GOOD, "data.path='a.txt': data.kind='synthetic' reads no files; set "
+                         "data.kind, or leave the path out"),
+    "evaluation of nothing": ("--evaluation.path a.txt", GOOD,
+                              "evaluation: data.kind='synthetic' has no files to evaluate on; leave the table out"),
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A current folder with what the wrong files name."""
+    from zeropipe.engine.run.spec import Job, built_in
+
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("bare", "adapter"):
+        Path(name).mkdir()
+    Path("bare/config.json").write_text(json.dumps(built_in(Job())))
+    Path("adapter/adapter_config.json").write_text("{}")
+    Path("a.txt").write_text("text")
+    Path("four.json").write_text(zp.to_json(zp.build("1f1b", ranks=4, microbatches=4)))
+    Path("costs.json").write_text(to_layer_json(zp.estimate("qwen3-8b")))
+    return tmp_path
+
+
+@pytest.fixture
+def nothing_starts(monkeypatch):
+    """A mistake is found before any process is started."""
+    monkeypatch.setitem(sys.modules, "zeropipe.train.start", None)  # an import of it fails
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.usefixtures("folder", "nothing_starts")
+def test_a_wrong_file_has_one_line(name, run):
+    arguments, text, line = WRONG[name]
+    if text is not None:
+        Path("run.toml").write_text(text)
+    status, out, err = run("train", "none.toml" if text is None else "run.toml", *arguments.split())
+    assert (status, out, err) == (2, "", f"zeropipe: {line}\n")
+
+
+def test_there_are_forty_of_them():
+    assert len({line for _, _, line in WRONG.values()}) >= 40
+
+
+def test_no_mistake_needs_torch(folder):
+    """One process meets them all. A GPU that is asked for is looked for by torch, which is another test."""
+    code = """
+import contextlib, io, json, sys
+from zeropipe.cli import main
+for arguments, text in json.load(sys.stdin):
+    if text is not None:
+        open("run.toml", "w").write(text)
+    with contextlib.redirect_stderr(io.StringIO()) as told:
+        try:
+            main(["train", "run.toml" if text is not None else "none.toml", *arguments.split()])
+        except SystemExit as stop:
+            assert stop.code == 2, told.getvalue()
+print("torch" in sys.modules, "transformers" in sys.modules)
+"""
+    cases = json.dumps([(arguments, text) for arguments, text, _ in WRONG.values()])
+    done = subprocess.run([sys.executable, "-c", code], input=cases, capture_output=True, text=True, check=True)
+    assert done.stdout == "False False\n"
+
+
+@pytest.mark.usefixtures("folder", "nothing_starts")
+def test_several_mistakes_are_told_at_once(run):
+    Path("run.toml").write_text(GOOD)
+    given = "--mesh.pp 0 --optimizer.lr x --model.dtype int8"
+    status, _, err = run("train", "run.toml", *given.split())
+    assert (status, len(err.splitlines())) == (2, 3)
+    given = "--data.batch 9 --data.microbatch 2 --train.steps none --engine.offload --schedule.name nix"
+    status, _, err = run("train", "run.toml", *given.split())
+    assert [line.removeprefix("zeropipe: ").split("=")[0] for line in err.splitlines()] == [
+        "engine.offload", "data.batch",
+        "train.steps is missing: say how long to train, with train.steps or train.epochs",
+    ]  # fmt: skip
+    wrong = [
+        "mesh.pp",
+        "mesh.tp",
+        "mesh.dp_shard",
+        "data.batch",
+        "data.sequence",
+        "data.microbatch",
+        "train.seed",
+        "log.every",
+    ]
+    lines = run("train", "--model.path", "m", *(f"--{name}=x" for name in wrong))[2].splitlines()
+    assert (len(lines), lines[-1]) == (7, "and 2 more")
+
+
+@pytest.mark.usefixtures("folder", "nothing_starts")
+def test_the_machine_and_torchrun_are_looked_at(run, monkeypatch):
+    import torch
+
+    Path("run.toml").write_text(GOOD)
+    most = max(64, 4 * (os.cpu_count() or 1))
+    err = run("train", "run.toml", "--mesh.dp_replicate", most, "--data.batch", most)[2]
+    assert err.startswith(f"zeropipe: {2 * most} ranks are too many processes for the ")
+    if not torch.cuda.is_available():
+        err = run("train", "run.toml", "--engine.device", "cuda")[2]
+        assert err == "zeropipe: engine.device='cuda': torch sees no GPU here; use cpu or auto\n"
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert run("train", "run.toml")[2] == (
+        "zeropipe: mesh pp=2,dp_replicate=1,dp_shard=1,tp=1 is of 2 processes, torchrun started 3: start 2, or change "
+        "the mesh\n"
+    )
+
+
+@pytest.mark.parametrize("package, arguments", [
+    ("peft", "--lora.rank 4"), ("tensorboard", "--log.tensorboard"), ("wandb", "--log.wandb project"),
+    ("datasets", "--data.kind datasets --data.path bare --data.tokenizer bytes"),
+])  # fmt: skip
+@pytest.mark.usefixtures("folder", "nothing_starts")
+def test_a_package_that_is_missing_is_named(run, monkeypatch, package, arguments):
+    from importlib import util
+
+    found = util.find_spec
+    for module in ("rules", "files"):
+        monkeypatch.setattr(
+            f"zeropipe.train.config.{module}.find_spec", lambda name: None if name == package else found(name)
+        )
+    Path("run.toml").write_text(GOOD)
+    status, _, err = run("train", "run.toml", *arguments.split())
+    assert status == 2
+    assert err.endswith(f"this needs {package}, which is not installed: pip install 'zeropipe[{package}]'\n")
+
+
+def test_fields_are_given_in_any_order_and_form(folder):
+    Path("run.toml").write_text(GOOD)
+    given = [
+        "--engine.compile", "--mesh.pp=4", "--schedule.layers", "2,3,3,2", "--engine.offload", "false", "--data.path",
+        "a/*.txt,b.txt", "--schedule.options.group_size", "4", "--optimizer.lr", "3e-4", "--train.steps", "none",
+        "--train.epochs", "2", "--mesh.dp-shard", "2", "--mesh.pp", "8", "--optimizer.betas", "[0.8, 0.9]",
+    ]  # fmt: skip
+    config = read_run("run.toml", given)
+    assert (config.engine.compile, config.engine.offload, config.mesh.pp, config.mesh.dp_shard) == (True, False, 8, 2)
+    assert config.schedule.layers == (2, 3, 3, 2)
+    assert config.schedule.options == {"group_size": 4}
+    assert config.data.path == ("a/*.txt", "b.txt")
+    assert (config.optimizer.lr, config.optimizer.betas) == (3e-4, (0.8, 0.9))
+    assert (config.train.steps, config.train.epochs) == (None, 2)
+    with pytest.raises(ConfigError, match=r"^'x': fields are given as --table.field value"):
+        read_run("run.toml", ["x"])
+
+
+def test_files_are_meant_from_the_folder_of_the_file_that_names_them(folder):
+    Path("sub").mkdir()
+    Path("sub/run.toml").write_text(
+        "[model]\npath = 'model'\n[schedule]\nname = 'mine.json'\ncosts = 'h100'\n[checkpoint]\nresume = 'never'\n"
+        "[evaluation]\npath = ['a', '/b']\n[data]\npath = 'x.txt'"
+    )
+    config = read_run("sub/run.toml", ["--data.tokenizer", "here"])
+    assert (config.model.path, config.data.path, config.train.output) == (
+        "sub/model", "sub/x.txt", "sub/out",
+    )  # fmt: skip
+    assert (config.schedule.name, config.schedule.costs) == ("sub/mine.json", "h100")
+    assert (config.checkpoint.resume, config.evaluation.path) == ("never", ("sub/a", "/b"))
+    assert config.data.tokenizer == "here"
+    Path("other").mkdir()
+    Path("other/copy.toml").write_text(to_toml(config))
+    again = read_run("other/copy.toml")
+    assert again.data.path == str(folder / "sub/x.txt")
+    assert to_toml(again) == to_toml(config)
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_new_file_explains_itself_and_can_be_trained(run):
+    status, out, _ = run("train", "--init", "new.toml", "--mesh.pp", "4", "--schedule.name", "zbv")
+    assert (status, out.split(" (")[0]) == (0, "wrote new.toml")
+    assert read_run("new.toml") == read_run(None, [
+        "--model.path", "tiny-qwen3", "--model.weights", "random", "--mesh.pp", "4", "--schedule.name", "zbv",
+        "--data.sequence", "128", "--train.steps", "20",
+    ])  # fmt: skip
+    text = Path("new.toml").read_text()
+    assert all(line == line.rstrip() and len(line) <= 120 for line in text.splitlines())
+    assert sum(" = " in line for line in text.splitlines()) >= len(all_names())
+    assert (
+        run("train", "--init", "new.toml")[2] == "zeropipe: new.toml is there already: name a new file, or remove it\n"
+    )
+    assert run("train", "--init", "x.toml", "--mesh.pp", "0")[0] == 2
+    assert not Path("x.toml").exists()
+
+
+@pytest.mark.usefixtures("folder")
+def test_all_fields_are_printed(run):
+    Path("run.toml").write_text(GOOD)
+    text = run("train", "run.toml", "--print", "--mesh.pp", "4")[1]
+    Path("again.toml").write_text(text)
+    assert run("train", "again.toml", "--print")[1] == text
+    data = json.loads(run("train", "run.toml", "--print", "--json")[1])
+    assert (data["mesh"]["pp"], data["lora"], data["optimizer"]["betas"]) == (2, None, [0.9, 0.95])
