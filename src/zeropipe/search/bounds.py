@@ -1,7 +1,7 @@
 """Times that no schedule can beat: proven lower bounds of the makespan, or of the longest rank's own span.
 
 The bounds hold for every schedule of the placement, also with B and Overlaps. Equal microbatches may be thought to
-keep their order in every pass: renumbering them never breaks a schedule. Each bound looks at one rank and lets all
+keep their order in every pass: renumbering them never breaks a schedule. Most bounds look at one rank and let all
 others be as fast as a microbatch alone:
 
 - warm-up: until the first I can arrive a rank has only F to run, and no more of them than memory holds;
@@ -9,66 +9,53 @@ others be as fast as a microbatch alone:
   and W; and behind its last I come the I of the ranks before it, and their W;
 - memory: an activation stays for as long as a microbatch needs to come back, so only so many pass through a rank;
 - work, and the traffic of a link that takes one message at a time.
+
+One looks at all ranks of a line: microbatches that take turns in the memory of a rank have to pass each other on the
+ranks behind it (crossing.py).
 """
 
 from __future__ import annotations
 
 from math import ceil
-from typing import NamedTuple
 
 import numpy as np
 
 from zeropipe.core.placement import Problem
-from zeropipe.search.model import Array, Task, alone
+from zeropipe.search.laps import in_turns
+from zeropipe.search.model import Array, Task
+from zeropipe.search.way import Way, way_of
 
 EXACT = 1e-12  # relative: sums of times are rounded
+QUICK = 3, 128  # microbatches that are followed round and round, and states of theirs that are kept apart
+THOROUGH = 4, 512
+LATER = 1.25  # a memory bound that is so far below another one will not reach it
 
 
-def lower_bound(task: Task) -> float:
-    """A proven lower bound of what the task minimises."""
-    way = _way(task)
-    best = _link_bound(task, way)
-    for rank in range(task.num_ranks):
-        best = max(best, _rank_bound(task, way, rank))
+def lower_bound(task: Task, thorough: bool = False) -> float:
+    """A proven lower bound of what the task minimises; a thorough one may take a second."""
+    way = way_of(task)
+    best = max(_link_bound(task, way), *(_rank_bound(task, way, rank) for rank in range(task.num_ranks)))
+    best = max(best, _turns_bound(task, way, best, *QUICK))
+    if thorough:
+        best = max(best, _turns_bound(task, way, best, *THOROUGH))
     return float(best) * (1 - EXACT)
 
 
-class _Way(NamedTuple):
-    """One microbatch's way with the least that each pass can cost."""
-
-    lasts: Array
-    weight: Array  # of a whole W, per stage
-    stash: Array
-    head: Array  # when each pass can begin at the earliest
-    tail: Array  # the least time from the begin of a pass to the end of everything
-
-
-def _way(task: Task) -> _Way:
-    model, num_stages, costs = task.model, task.num_stages, task.costs
-    f, i, w, b, overlap = (np.array(costs.column(name, num_stages)) for name in ("f", "i", "w", "b", "overlap"))
-    # a B may be cheaper than I and W; an Overlap of two stages saves half of what each stage's own pair saves
-    half = np.maximum(f + b - overlap, 0) / 2
-    whole, first = np.minimum(b, i + w), np.minimum(i, b)
-    beyond = max(0.0, float((half - f).max()), float((half - first).max()))
-    f, i = (np.maximum(0, time - half - np.where(half > 0, beyond, 0)) for time in (f, first))
-    w = np.maximum(0, whole - first)
-    lasts, lag = np.concatenate([f, i[::-1]]), model.lag
-    if model.blocks:  # a message is part of the sender's work
-        lasts, lag = lasts + lag, np.zeros_like(lag)
-    head = alone(model._replace(lasts=lasts, lag=lag))
-    tail = np.zeros(2 * num_stages)
-    after = 0.0
-    for x in range(2 * num_stages - 1, -1, -1):
-        if x >= num_stages:  # its W follows
-            after = max(after, float(w[2 * num_stages - 1 - x]))
-        tail[x] = after = after + lasts[x]
-        if x:
-            after += lag[x - 1]
-    stash = np.minimum(costs.column("stash", num_stages), costs.column("activation", num_stages))
-    return _Way(lasts, w, stash, head, tail)
+def _turns_bound(task: Task, way: Way, best: float, turns: int, states: int) -> float:
+    """By microbatches that take turns in the memory of a rank and have to pass each other on their way."""
+    if task.num_stages > task.num_ranks:
+        return 0.0
+    found = 0.0
+    for stage in range(task.num_stages):
+        rank = int(task.model.home[stage])
+        more = _behind(task, way, stage) + (0.0 if task.span else float(way.head[stage]))
+        least = _rounds(task, way, np.array([stage]), float(task.model.limit[rank])) + more
+        if least * LATER > max(best, found):
+            found = max(found, in_turns(task, way, stage, turns, states) + more)
+    return found - (float(task.model.lag.max()) if task.model.blocks else 0.0)
 
 
-def _link_bound(task: Task, way: _Way) -> float:
+def _link_bound(task: Task, way: Way) -> float:
     """Every message of a link that takes one at a time, one after the other."""
     model, best = task.model, 0.0
     if model.blocks:  # then the senders' work says more
@@ -83,7 +70,7 @@ def _link_bound(task: Task, way: _Way) -> float:
     return best
 
 
-def _rank_bound(task: Task, way: _Way, rank: int) -> float:
+def _rank_bound(task: Task, way: Way, rank: int) -> float:
     model, m, num_stages = task.model, task.num_microbatches, task.num_stages
     stages = np.flatnonzero(model.home[:num_stages] == rank)
     if not len(stages):
@@ -120,7 +107,7 @@ def _rank_bound(task: Task, way: _Way, rank: int) -> float:
     return max(ways) + (0.0 if task.span else begins)
 
 
-def _behind(task: Task, way: _Way, a: int) -> float:
+def _behind(task: Task, way: Way, a: int) -> float:
     """The least time from the last I of stage a, the first of its rank, to the end of what counts.
 
     For spans: to the end of the span of a rank before it, less what that span began earlier.
@@ -134,7 +121,7 @@ def _behind(task: Task, way: _Way, a: int) -> float:
     return float(ends.max() - way.head[last - a] - way.lasts[last - a])
 
 
-def _arriving(task: Task, way: _Way, stage: int, until: float) -> float:
+def _arriving(task: Task, way: Way, stage: int, until: float) -> float:
     """The longest time that a stage's F can run before `until`: on its way each comes behind the one before it."""
     time = float(way.lasts[stage])
     every = max(float(way.lasts[: stage + 1].max()), float(task.model.holds[:stage].max(initial=0.0)) * task.serial)
@@ -192,7 +179,7 @@ def _drain(
     return best
 
 
-def _rounds(task: Task, way: _Way, stages: Array, room: float) -> float:
+def _rounds(task: Task, way: Way, stages: Array, room: float) -> float:
     """From the first F of a rank to its last I, by memory alone.
 
     When F of a rank's v-th stage begins, its microbatch is alive in the stages before it, too. What is left holds so
@@ -218,7 +205,7 @@ def _rounds(task: Task, way: _Way, stages: Array, room: float) -> float:
     return best
 
 
-def _area(task: Task, way: _Way, stages: Array, room: float, work: float) -> float:
+def _area(task: Task, way: Way, stages: Array, room: float, work: float) -> float:
     """A rank's span, by the memory that its activations take over time: no more than the limit all along."""
     model, last, m = task.model, 2 * task.num_stages - 1, task.num_microbatches
     size, stash, parts = model.needs[stages], way.stash[stages], task.problem.num_weight_parts

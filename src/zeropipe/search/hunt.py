@@ -105,6 +105,10 @@ class Hunt:
             while not self._over:
                 left = self._seconds - self.elapsed
                 self._go(mains, FIRST * left if left > LAST * self._seconds else left)
+                if self._turn == 0 and not self._over:
+                    self._bounds = [
+                        max(old, lower_bound(task, thorough=True)) for old, task in zip(self._bounds, self._tasks)
+                    ]
                 self._go(self._smaller(), 0.5 * (self._seconds - self.elapsed))
                 self._turn += 1
                 if self._steps is not None:

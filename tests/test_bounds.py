@@ -1,0 +1,92 @@
+"""Bounds below the memory of 1F1B, where microbatches take turns and have to pass each other."""
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+import zeropipe as zp
+from zeropipe.core.placement import Problem
+from zeropipe.search.bounds import lower_bound
+from zeropipe.search.cpsat import prove
+from zeropipe.search.judge import Judge
+from zeropipe.search.model import Task
+from zeropipe.search.rules import dispatched
+from zeropipe.search.starts import one_by_one
+
+
+def tight_task(random: Random) -> Task:
+    """A small line of ranks with little memory: costs, limits and what W keeps by chance."""
+    p = random.choice((2, 2, 3, 3, 4))
+    m, alike = random.randint(3, 8 if p < 4 else 6), random.random() < 0.5
+
+    def column(low: int, high: int):
+        return random.randint(low, high) if alike else [random.randint(low, high) for _ in range(p)]
+
+    activation = random.choice((1, 2, 4, column(1, 3)))
+    most = max(activation) if isinstance(activation, list) else activation
+    costs = zp.Costs(
+        f=column(1, 5), i=column(1, 5), w=column(0, 5), p2p=random.choice((0, 0, 1, 2, 3)),
+        blocking=random.random() < 0.1, activation=activation, stash=random.choice((None, None, 0, 1)),
+        memory_limit=random.randint(2 * most, max(2, p) * most),
+    )  # fmt: skip
+    limits = tuple(random.randint(2 * most, p * most + 1) for _ in range(p)) if random.random() < 0.3 else None
+    problem = Problem(p, p, m, random.choice((1, 1, 1, 2)))
+    return Task(problem, zp.linear(problem), costs, random.random() < 0.2, limits)
+
+
+def require_below_the_optimum(seeds: range) -> int:
+    """Hold bounds against the solver's own optima, which it finds with no help; how often they are equal."""
+    tight = 0
+    for seed in seeds:
+        task = tight_task(Random(seed))
+        start = Judge(task).plays(one_by_one(task))
+        if start is None:
+            continue
+        best = prove(task, None, start.value, 0.0, seconds=60, workers=2).bound
+        assert lower_bound(task, thorough=True) <= best * (1 + 1e-9), seed
+        tight += lower_bound(task, thorough=True) >= best * (1 - 1e-9)
+    return tight
+
+
+def test_no_bound_is_above_the_solvers_optimum():
+    assert require_below_the_optimum(range(16)) >= 8
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+def test_no_bound_is_above_the_solvers_optimum_in_thousands_of_cases():
+    assert require_below_the_optimum(range(16, 2500)) >= 1200
+
+
+def test_no_bound_is_above_what_dispatching_finds():
+    """Sizes that are too large for the solver."""
+    random = Random(5)
+    for _ in range(12):
+        p, m = random.choice((4, 6, 8)), random.choice((9, 16, 24))
+        f, i, w = (random.choice((0.7, 1, 1.3, 2)) for _ in range(3))
+        costs = zp.Costs(
+            f=[f * random.choice((1, 1, 1.5)) for _ in range(p)], i=i, w=w, p2p=random.choice((0, 0.1, 0.5)),
+            stash=random.choice((None, 0.4)), memory_limit=random.choice((0.5, 0.75, 0.9)) * p,
+        )  # fmt: skip
+        task = Task(Problem(p, p, m), zp.linear(Problem(p, p, m)), costs, span=False)
+        found = [start.value for start in dispatched(task, 1) if start]
+        assert lower_bound(task, thorough=True) <= min(found) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("limit,makespan", [(2, 81), (3, 57)])
+def test_what_passing_each_other_costs_is_seen(limit, makespan):
+    """Half and three quarters of the memory of 1F1B: no bound of a single rank is above 73 and 54."""
+    found = zp.search(ranks=4, microbatches=16, costs=zp.Costs(memory_limit=limit), steps=1000)
+    assert found.bound == pytest.approx(makespan, rel=1e-9)
+    assert found.gap < 0.02  # 0 with some thousand steps
+
+
+def test_following_more_of_them_never_lowers_the_bound():
+    costs = zp.Costs(f=1, i=1.2, w=0.7, p2p=0.05, memory_limit=4)
+    problem = Problem(8, 8, 32)
+    task = Task(problem, zp.linear(problem), costs, span=False)
+    quick, thorough = lower_bound(task), lower_bound(task, thorough=True)
+    assert 166 < quick < thorough <= 169.8  # a single rank's bound is 155.6; 169.8 was found
+    more = lower_bound(replace(task, costs=replace(costs, memory_limit=5)))
+    assert more < quick
