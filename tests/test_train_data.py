@@ -1,51 +1,20 @@
 """Data of a training run: from files to the microbatches of a step."""
 
 import functools
+import json
 import operator
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from train_data import MARKED, all_samples, opened, run_of, samples_of, save_tokenizer
 
 from zeropipe.errors import ConfigError
-from zeropipe.train.config.models import RunConfig
 from zeropipe.train.data import open_data, open_evaluation, prepare
 from zeropipe.train.data.batch import share
 from zeropipe.train.data.order import shuffled
 from zeropipe.train.data.rows import pack
-
-
-def run_of(folder, *, mesh=None, train=None, evaluation=None, **data):
-    """A training file with some data."""
-    tables = {
-        "model": {"path": "tiny-qwen3", "weights": "random"},
-        "mesh": mesh or {},
-        "data": data,
-        "train": {"output": str(folder / "out"), **(train or {})},
-    }
-    return RunConfig.model_validate(tables | ({"evaluation": evaluation} if evaluation else {}))
-
-
-def opened(config, pipeline=0):
-    """Data of a run, prepared in this process."""
-    prepare(config, lambda text: None)
-    return open_data(config, pipeline=pipeline)
-
-
-def texts_of(batch):
-    """What the bytes of a batch's samples say."""
-    found = []
-    for microbatch in batch.microbatches:
-        for row, ids in enumerate(microbatch["input_ids"]):
-            labels, start = microbatch["labels"][row], None
-            for place, (_token, label) in enumerate([*zip(ids.tolist(), labels.tolist()), (0, -100)]):
-                if label != -100 and start is None:
-                    start = place - 1
-                elif label == -100 and start is not None:
-                    found.append(bytes(i for i in ids[start:place].tolist() if i < 256).decode())
-                    start = None
-    return found
 
 
 @settings(max_examples=60, deadline=None)
@@ -118,7 +87,7 @@ def test_texts_are_packed_and_seen_once_per_epoch(tmp_path):
         own = [microbatch for batch in (one, other) for microbatch in batch.microbatches]
         assert sum(int((m["labels"] != -100).sum()) for m in own) == one.num_tokens
         assert sum(m["input_ids"].numel() for m in own) == one.num_positions
-        seen += texts_of(one) + texts_of(other)
+        seen += [bytes(ids[:-1]).decode() for ids, _ in samples_of(one) + samples_of(other)]
         samples += one.samples
     assert sorted(seen) == sorted(texts * 2)
     assert sorted(samples) == sorted([*range(23)] * 2)
@@ -138,3 +107,108 @@ def test_evaluation_is_in_order_and_every_sample_once(tmp_path):
     samples = [sample for batch in pipelines[0] for sample in batch.samples]
     assert samples == list(range(24))
     assert all(batch.microbatches for batches in pipelines for batch in batches)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    """A folder with a tokenizer, and the tokenizer."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    return folder, save_tokenizer(folder)
+
+
+def test_texts_are_what_the_tokenizer_makes_of_them(tmp_path, tokenizer, monkeypatch):
+    folder, hf = tokenizer
+    texts = ["a document has some words", "the answer\nis é \U0001f600", "x", "", "one two three " * 30]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"body": text}) + "\n" for text in texts[1:]) + "\n")
+    (tmp_path / "b.txt").write_text("\ufeff" + texts[0])
+    config = run_of(
+        tmp_path, kind="text", path=[str(tmp_path / "b.txt"), str(tmp_path / "a.jsonl")], field="body",
+        tokenizer=str(folder), sequence=32, batch=5, packing=False, train={"epochs": 1},
+    )  # fmt: skip
+    told = []
+    prepare(config, told.append)
+    assert told[-1] == "data: left out 1 empty documents"
+    expected = []
+    for text in texts:
+        ids = [*hf(text).input_ids, hf.eos_token_id]
+        pieces = [ids[start : start + 32] for start in range(0, len(ids) - 1, 31)] if text else []
+        expected += [(piece, [-100, *piece[1:]]) for piece in pieces]
+    assert all_samples(open_data(config, pipeline=0)) == sorted(expected)
+
+
+def test_a_long_text_is_read_in_blocks(tmp_path, tokenizer, monkeypatch):
+    folder, hf = tokenizer
+    text = "".join(f"line {number} has a few words\n" for number in range(300))
+    (tmp_path / "a.txt").write_text(text)
+    for module in ("reading", "texts"):
+        monkeypatch.setattr(f"zeropipe.train.data.{module}.BLOCK", 1000)
+    config = run_of(
+        tmp_path, kind="text", path=str(tmp_path / "a.txt"), tokenizer=str(folder), sequence=9999, batch=1,
+        train={"epochs": 1},
+    )  # fmt: skip
+    [(ids, _)] = all_samples(opened(config))
+    assert ids == [*hf(text).input_ids, hf.eos_token_id]
+
+
+CHATS = [
+    [("user", "is it so?"), ("assistant", "the answer is that it is")],
+    [("system", "short"), ("user", "a"), ("assistant", "b \U0001f600"), ("user", "and c?"), ("assistant", "")],
+    [("user", "nothing is said")],
+    [("user", "long " * 60), ("assistant", "too long")],
+]
+
+
+def write_chats(path, chats):
+    lines = [{"messages": [{"role": role, "content": text} for role, text in chat]} for chat in chats]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return [line["messages"] for line in lines]
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_answers_of_chats_have_a_loss(tmp_path, marked):
+    """Tokens and answers are those of transformers' own mask, whether the template marks them or not."""
+    hf = save_tokenizer(tmp_path / "marked", MARKED)
+    save_tokenizer(tmp_path / "plain")
+    chats = write_chats(tmp_path / "chats.jsonl", CHATS)
+    config = run_of(
+        tmp_path, kind="chat", path=str(tmp_path / "chats.jsonl"), sequence=60, batch=2, train={"epochs": 1},
+        tokenizer=str(tmp_path / ("marked" if marked else "plain")),
+    )  # fmt: skip
+    told = []
+    prepare(config, told.append)
+    assert told[-1] == "data: left out 1 chats without an answer, 1 chats longer than 60 tokens"
+    expected = []
+    for messages in chats[:2]:
+        found = hf.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+        labels = [one if mask else -100 for one, mask in zip(found["input_ids"], found["assistant_masks"])]
+        assert 0 < found["assistant_masks"].count(1) < len(labels)
+        expected.append((found["input_ids"], labels))
+    assert all_samples(open_data(config, pipeline=0)) == sorted(expected)
+
+
+def test_files_of_token_ids_are_cut_where_documents_end(tmp_path):
+    generator = np.random.default_rng(0)
+    documents = [[*generator.integers(1, 100, size).tolist(), 0] for size in (30, 1, 0, 9, 7, 8, 100)]
+    stream = np.array(functools.reduce(operator.iadd, documents, []), dtype=np.uint16)
+    np.save(tmp_path / "eos.npy", stream)
+    (tmp_path / "eos.npy.json").write_text('{"eos": 0}')
+    stream.astype("<u4").tofile(tmp_path / "raw.bin")
+    (tmp_path / "raw.bin.json").write_text('{"dtype": "uint32", "offsets": "places.npy"}')
+    np.save(tmp_path / "places.npy", np.cumsum([0, *map(len, documents[:-1])]))
+    stream.tofile(tmp_path / "plain.bin")
+    (tmp_path / "plain.bin.json").write_text('{"dtype": "uint16"}')
+
+    def samples(*names):
+        files = [str(tmp_path / name) for name in names]
+        config = run_of(tmp_path, kind="tokens", path=files, sequence=9, batch=4, train={"epochs": 1})
+        return all_samples(opened(config))
+
+    expected = sorted(
+        (part, [-100, *part[1:]])
+        for one in documents
+        for part in (one[start : start + 9] for start in range(0, len(one) - 1, 8))
+    )
+    assert samples("eos.npy") == samples("raw.bin") == expected
+    assert samples("eos.npy", "raw.bin") == sorted(expected * 2)
+    whole = sorted(stream[start : start + 9].tolist() for start in range(0, len(stream) - 1, 8))
+    assert [ids for ids, _ in samples("plain.bin")] == whole

@@ -285,3 +285,22 @@ def _targets(first: str, rule: Any, names: Mapping[str, Any]) -> tuple[str, ...]
         shape = re.escape(name).replace(r"\*", r"\d+")
         found += [name] if "*" not in name else [other for other in names if re.fullmatch(shape, other)]
     return tuple(found)
+
+
+def marks_answers(tokenizer: Any, tools: Any) -> bool:
+    """Whether a tokenizer's chat template says itself where answers are."""
+    return re.search(r"\{%-?\s*generation\s*-?%\}", tokenizer.get_chat_template(None, tools)) is not None
+
+
+def render_with_answers(tokenizer: Any, messages: list[Any], tools: Any) -> tuple[str, list[tuple[int, int]]]:
+    """A chat as the template writes it, and the places of the answers that it marks."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    texts, places = render_jinja_template(
+        conversations=[messages],
+        tools=tools,
+        chat_template=tokenizer.get_chat_template(None, tools),
+        return_assistant_tokens_mask=True,
+        **tokenizer.special_tokens_map,
+    )
+    return texts[0], [(start, end) for start, end in places[0]]

@@ -1,11 +1,16 @@
 """From files to the microbatches of a step.
 
 wanted     what a run asks of its data: files, tokenizer, length of a sequence; the key of its cache
-reading    files -> documents, piece by piece; what is wrong is named with its file and line
+reading    files -> lines and documents, piece by piece; what is wrong is named with its file and line
+library    the same of directories of the `datasets` library
 tokenizer  text -> token ids
-store      samples on disk: token ids, and tables of samples and rows; written once, then memory-mapped
+texts      documents -> samples
+chats      chats -> samples, of which the answers have a loss
+tokenfile  files of token ids -> samples, which stay where they are; `beside` reads what is said about such a file
+writer     samples on their way to the disk: token ids and tables
+store      samples on the disk, memory-mapped
 rows       samples -> rows of at most `sequence` tokens
-prepare    all of that, once per job; the other processes wait for it
+preparing  all of that, once per job; the other processes wait for it
 order      the order of rows in an epoch, and random tokens, without a table of either
 batch      the rows of a step -> microbatches of each pipeline
 steps      one batch after the other, and a position that can be saved
@@ -16,15 +21,14 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from zeropipe.train.data.prepare import prepare  # here: a module has the same name
-
 if TYPE_CHECKING:
     from zeropipe.train.data.batch import Batch
+    from zeropipe.train.data.preparing import prepare
     from zeropipe.train.data.steps import Data, Evaluation, open_data, open_evaluation
 
 # name -> module, imported when first used: files are looked for without torch
 _MODULE_OF = {
-    "Batch": "batch", "Data": "steps", "Evaluation": "steps", "open_data": "steps",
+    "Batch": "batch", "prepare": "preparing", "Data": "steps", "Evaluation": "steps", "open_data": "steps",
     "open_evaluation": "steps",
 }  # fmt: skip
 

@@ -10,9 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zeropipe.train.data.store import Samples
-
-NO_LOSS = -100  # a label without a loss
+from zeropipe.train.data.store import NO_LOSS, Samples
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from zeropipe.errors import ConfigError
 from zeropipe.train.config.models import RunConfig
 from zeropipe.train.data.batch import Batch, Form, make_batch
 from zeropipe.train.data.order import shuffled
-from zeropipe.train.data.prepare import wait_for
+from zeropipe.train.data.preparing import wait_for
 from zeropipe.train.data.store import Samples, Stored, Synthetic
 from zeropipe.train.data.wanted import vocabulary_of, wanted_of
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +15,7 @@ from zeropipe.errors import ConfigError
 from zeropipe.train.data.order import Ints, mixed
 
 FACTS = "facts.json"
+NO_LOSS = -100  # a label without a loss
 
 
 class Samples(Protocol):
@@ -69,6 +69,18 @@ class Synthetic:
         return ids, without_first(ids)
 
 
+class Part(NamedTuple):
+    """Some token ids in a file."""
+
+    file: int  # a number of the files that were asked for; OWN: the ids are kept here
+    dtype: str
+    first: int  # byte
+    size: int  # ids
+
+
+OWN = -1
+
+
 @dataclass(frozen=True)
 class Facts:
     """What is known about stored samples."""
@@ -77,8 +89,7 @@ class Facts:
     num_rows: int
     num_tokens: int  # of all samples
     num_losses: int
-    dtype: str  # of the token ids
-    parts: tuple[tuple[str, int, int], ...]  # files of token ids: name, first byte, number of ids
+    parts: tuple[Part, ...]  # where the token ids are, one behind the other
     has_mask: bool
     is_packed: bool  # several samples in some rows
     files: str  # digest of what was read
@@ -87,20 +98,21 @@ class Facts:
 
 
 class Stored:
-    """Samples of a folder, read where they are on disk."""
+    """Samples of a folder, made of some files, read where they are on disk."""
 
-    def __init__(self, folder: Path) -> None:
-        raw = json.loads((folder / FACTS).read_text())
-        self.facts = Facts(**{**raw, "parts": tuple(map(tuple, raw["parts"]))})
-        facts = self.facts
+    def __init__(self, folder: Path, files: Sequence[Path]) -> None:
+        self.facts = facts = read_facts(folder)
         self._starts = _mapped(folder / "starts", np.int64, facts.num_samples)
         self._lengths = _mapped(folder / "lengths", np.int32, facts.num_samples)
         self._losses = _mapped(folder / "losses", np.int32, facts.num_samples)
         if facts.is_packed:
             self._row_ends = _mapped(folder / "row_ends", np.int64, facts.num_rows)
             self._row_samples = _mapped(folder / "row_samples", np.int64, facts.num_samples)
-        self._parts = [_mapped(folder / name, facts.dtype, size, first) for name, first, size in facts.parts]
-        self._part_ends = np.cumsum([size for _, _, size in facts.parts])
+        self._parts = [
+            _mapped(folder / "tokens" if part.file == OWN else files[part.file], part.dtype, part.size, part.first)
+            for part in facts.parts
+        ]
+        self._part_ends = np.cumsum([part.size for part in facts.parts])
         self._mask = _mapped(folder / "mask", np.uint8, int(self._part_ends[-1])) if facts.has_mask else None
 
     @property
@@ -130,7 +142,7 @@ class Stored:
         ids = self._parts[part][first : first + length].astype(np.int64)
         labels = without_first(ids)
         if self._mask is not None:
-            labels[self._mask[start : start + length] == 0] = -100
+            labels[self._mask[start : start + length] == 0] = NO_LOSS
         return ids, labels
 
 
@@ -144,99 +156,17 @@ def _mapped(path: Path, dtype: Any, size: int, first: int = 0) -> NDArray[Any]:
 def without_first(ids: NDArray[Any]) -> NDArray[Any]:
     """The labels of a sample: nothing comes before its first token, so that cannot be predicted."""
     labels = ids.copy()
-    labels[:1] = -100
+    labels[:1] = NO_LOSS
     return labels
 
 
-class Writer:
-    """Samples go to the disk as they come; in memory are only those of one block."""
-
-    def __init__(self, folder: Path, dtype: str, has_mask: bool, sequence: int) -> None:
-        self._folder, self._dtype, self._has_mask, self._sequence = folder, np.dtype(dtype), has_mask, sequence
-        names = ["starts", "lengths", "losses", *(["tokens"] if dtype else []), *(["mask"] if has_mask else [])]
-        self._files = {name: (folder / name).open("wb") for name in names}
-        self._digest = hashlib.blake2b(digest_size=16)
-        self._written = self._document = 0  # token ids; those before the current document
-        self.num_samples = self.num_tokens = self.num_losses = 0
-        self.left_out: dict[str, int] = {}
-
-    def leave_out(self, why: str) -> None:
-        self.left_out[why] = self.left_out.get(why, 0) + 1
-
-    def extend(self, ids: NDArray[Any]) -> None:
-        """More token ids of the current document."""
-        data = ids.astype(self._dtype)
-        self._put("tokens", data)
-        self._written += len(data)
-
-    def end_document(self) -> None:
-        """Cut the current document into samples that overlap by a token: each but its first is predicted once."""
-        self.cut(self._document, self._written)
-        self._document = self._written
-
-    def cut(self, start: int, end: int) -> None:
-        """Samples of the tokens from `start` to `end`."""
-        if end - start < 2:
-            self.leave_out("documents of less than two tokens")
-            return
-        starts = np.arange(start, end - 1, self._sequence - 1, dtype=np.int64)
-        lengths = np.minimum(self._sequence, end - starts).astype(np.int32)
-        self._samples(starts, lengths, lengths - 1)
-
-    def add(self, ids: NDArray[Any], mask: NDArray[np.uint8]) -> None:
-        """A whole sample, of which some tokens have a loss."""
-        losses = int(mask[1:].sum())
-        self._put("mask", mask)
-        start = self._written
-        self.extend(ids)
-        self._document = self._written
-        one = np.array([start]), np.array([len(ids)]), np.array([losses])
-        self._samples(*one)
-
-    def _samples(self, starts: Ints, lengths: NDArray[Any], losses: NDArray[Any]) -> None:
-        self._put("starts", starts.astype(np.int64))
-        self._put("lengths", lengths.astype(np.int32))
-        self._put("losses", losses.astype(np.int32))
-        self.num_samples += len(starts)
-        self.num_tokens += int(lengths.sum())
-        self.num_losses += int(losses.sum())
-
-    def _put(self, name: str, data: NDArray[Any]) -> None:
-        raw = np.ascontiguousarray(data).tobytes()
-        self._digest.update(raw)
-        self._files[name].write(raw)
-
-    def close(self) -> None:
-        for file in self._files.values():
-            file.close()
-
-    def facts(
-        self, num_rows: int, is_packed: bool, files: str, parts: Iterable[tuple[str, int, int]] | None = None
-    ) -> Facts:
-        """What is known, once all samples and rows are there."""
-        return Facts(
-            self.num_samples, num_rows, self.num_tokens, self.num_losses, self._dtype.str,
-            tuple(parts) if parts is not None else (("tokens", 0, self._written),), self._has_mask, is_packed, files,
-            self._digest.hexdigest(), self.left_out,
-        )  # fmt: skip
+def read_facts(folder: Path) -> Facts:
+    try:
+        raw = json.loads((folder / FACTS).read_text())
+        return Facts(**{**raw, "parts": tuple(Part(*part) for part in raw["parts"])})
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"cannot read {folder / FACTS}: {error}; remove its folder, it is made again") from None
 
 
 def write_facts(folder: Path, facts: Facts) -> None:
     (folder / FACTS).write_text(json.dumps(asdict(facts), indent=1))
-
-
-def counted(left_out: dict[str, int]) -> str:
-    """`3 chats longer than 512 tokens, 1 empty document`."""
-    return ", ".join(f"{number:,} {why}" for why, number in left_out.items())
-
-
-__all__: Sequence[str] = (
-    "Facts",
-    "Samples",
-    "Stored",
-    "Synthetic",
-    "Writer",
-    "counted",
-    "without_first",
-    "write_facts",
-)

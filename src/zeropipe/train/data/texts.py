@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 from zeropipe.train.data.reading import BLOCK, Piece
-from zeropipe.train.data.store import Writer
 from zeropipe.train.data.tokenizer import Bytes, HuggingFace, require_known
+from zeropipe.train.data.writer import Writer
 
 _MOST = 1024  # pieces that are made into tokens at once
 

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from zeropipe.core.files import read_text
-from zeropipe.core.limits import COMMAND_LINE
-from zeropipe.engine.run.spec import BUILT_IN
 from zeropipe.errors import ConfigError
 from zeropipe.train.config.models import RunConfig
+from zeropipe.train.data.beside import read_beside
+from zeropipe.train.shape import text_data
 
 BYTES = "bytes"  # the tokenizer that needs no file
 _FORMAT = 1  # of the cache
@@ -53,7 +52,10 @@ class Wanted:
     @property
     def folder(self) -> Path:
         """Where samples are kept. Files that look the same are not read again."""
-        facts = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in _inside(self.files)]
+        files = _inside(self.files)
+        if self.kind == "tokens":
+            files += [path for file in self.files for path in read_beside(file).files]
+        facts = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
         asked = (self.kind, self.field, self.sequence, self.packing, self.is_shuffled, self.vocabulary)
         versions = [_version(package) for package in ("transformers", "tokenizers")]
         key = json.dumps([_FORMAT, asked, facts, self.tokens, versions])
@@ -105,18 +107,10 @@ def find_files(given: str | tuple[str, ...] | None, table: str, kind: str) -> tu
 
 def vocabulary_of(config: RunConfig) -> int:
     """How many token ids the model knows."""
-    model = config.model
-    if model.path in BUILT_IN:
-        return model.vocabulary or BUILT_IN[model.path][-1]
-    path = Path(model.path).expanduser()
-    file = path if path.is_file() else path / "config.json"
-    try:
-        data = json.loads(read_text(file, COMMAND_LINE, "the model's configuration"))
-        return int(data.get("vocab_size") or data["text_config"]["vocab_size"])
-    except ConfigError:
-        raise
-    except (ValueError, AttributeError, KeyError, TypeError):
-        raise ConfigError(f"{file} has no vocab_size: it is not the configuration of a language model") from None
+    found = text_data(config).get("vocab_size")
+    if not isinstance(found, int):
+        raise ConfigError(f"{config.model.path}: its config has no vocab_size, so it is not a language model's")
+    return found
 
 
 def _tokenizer(config: RunConfig) -> str | None:

@@ -11,12 +11,16 @@ from pathlib import Path
 from zeropipe.core.files import settle
 from zeropipe.errors import ConfigError, EngineError
 from zeropipe.train.config.models import RunConfig
+from zeropipe.train.data.chats import write_chats
+from zeropipe.train.data.library import Library
 from zeropipe.train.data.reading import Reader
 from zeropipe.train.data.rows import write_rows
-from zeropipe.train.data.store import Facts, Stored, Writer, counted, write_facts
+from zeropipe.train.data.store import Facts, Stored, read_facts, write_facts
 from zeropipe.train.data.texts import write_texts
+from zeropipe.train.data.tokenfile import write_token_files
 from zeropipe.train.data.tokenizer import open_tokenizer
 from zeropipe.train.data.wanted import Wanted, wanted_of
+from zeropipe.train.data.writer import Writer
 
 Tell = Callable[[str], None]
 _PROGRESS = "progress"
@@ -28,7 +32,7 @@ def prepare(config: RunConfig, tell: Tell) -> None:
     for table, wanted in wanted_of(config).items():
         if not wanted.folder.is_dir():
             _make(wanted, tell)
-        facts = Stored(wanted.folder).facts
+        facts = read_facts(wanted.folder)
         filled = facts.num_tokens / (facts.num_rows * wanted.sequence)
         tell(
             f"{table}: {facts.num_samples:,} samples, {facts.num_tokens:,} tokens, {facts.num_losses:,} with a loss, "
@@ -52,7 +56,7 @@ def wait_for(wanted: Wanted, timeout: float) -> Stored:
                 "the first process makes them; train.output must be a folder that all machines see"
             )
         time.sleep(_LOOK_EVERY)
-    return Stored(folder)
+    return Stored(folder, wanted.files)
 
 
 def _make(wanted: Wanted, tell: Tell) -> None:
@@ -78,12 +82,15 @@ def _make(wanted: Wanted, tell: Tell) -> None:
 
 
 def _write(wanted: Wanted, part: Path, tell: Tell) -> Facts:
-    reader, progress = Reader(wanted.files), _Progress(wanted.table, part, tell)
-    writer = Writer(part, "uint16" if wanted.vocabulary <= 2**16 else "uint32", False, wanted.sequence)
+    progress = _Progress(wanted.table, part, tell)
+    library = Library(wanted.files, wanted.field) if wanted.kind == "datasets" else None
+    is_chat = wanted.kind == "chat" or (library is not None and library.is_chat)
+    writer = Writer(part, wanted.sequence, wanted.vocabulary, has_mask=is_chat)
     try:
-        tokenizer = open_tokenizer(str(wanted.tokenizer))
-        beat = lambda: progress.beat(f"{reader.place}: {writer.num_tokens:,} tokens")  # noqa: E731
-        write_texts(reader.documents(wanted.field), tokenizer, writer, wanted.vocabulary, beat)
+        if wanted.kind == "tokens":
+            digest, parts = write_token_files(wanted.files, writer, wanted.vocabulary, progress.beat)
+        else:
+            digest, parts = _write_tokens(wanted, library or Reader(wanted.files), is_chat, writer, progress), []
     finally:
         writer.close()
     if writer.num_samples == 0:
@@ -92,7 +99,27 @@ def _write(wanted: Wanted, part: Path, tell: Tell) -> Facts:
     num_rows = writer.num_samples
     if wanted.packing:
         num_rows = write_rows(part, writer.num_samples, wanted.sequence, wanted.is_shuffled, progress.beat)
-    return writer.facts(num_rows, num_rows < writer.num_samples, reader.digest)
+    return writer.facts(num_rows, digest, parts)
+
+
+def _write_tokens(wanted: Wanted, source: Reader | Library, is_chat: bool, writer: Writer, progress: _Progress) -> str:
+    """What a tokenizer makes of texts or chats; a digest of them."""
+
+    def beat() -> None:
+        progress.beat(f"{source.place}: {writer.num_tokens:,} tokens")
+
+    tokenizer = open_tokenizer(str(wanted.tokenizer))
+    if is_chat:
+        write_chats(source.lines(), tokenizer, writer, wanted.sequence, wanted.vocabulary, beat)
+    else:
+        pieces = source.documents(wanted.field)
+        write_texts(pieces, tokenizer, writer, wanted.vocabulary, beat)
+    return source.digest
+
+
+def counted(left_out: dict[str, int]) -> str:
+    """`3 chats longer than 512 tokens, 1 empty documents`."""
+    return ", ".join(f"{number:,} {why}" for why, number in left_out.items())
 
 
 def _part(folder: Path) -> Path:
