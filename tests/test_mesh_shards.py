@@ -35,6 +35,15 @@ def test_a_recording_has_what_was_gathered_and_reduced_and_its_memory(regather):
         assert after[-1] == 0  # nothing is whole any more
 
 
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_reducing_begins_within_the_last_backward(name):
+    """Unit by unit: the first one is reduced while the gradients of the others are still being computed."""
+    schedule = zp.build(name, ranks=2, microbatches=4)
+    for rank, timeline, _ in ranks(4).run(cases.recorded_on_mesh, schedule, {}):
+        (reduced,) = (span for span in timeline.sharding_spans(rank) if span.action.kind is Kind.REDUCE_GRAD)
+        assert reduced.start < max(span.end for span in timeline.spans(rank))
+
+
 @pytest.mark.parametrize("regather, offload", [(False, True), (True, False)], ids=["offloaded", "regathered"])
 def test_bf16_computes_and_float32_sums(regather, offload):
     """Gradients of eight microbatches, added and reduced in float32, against the same bf16 gradients added there."""

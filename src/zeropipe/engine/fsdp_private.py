@@ -166,10 +166,13 @@ def hold_hooks(root: Any, keep_whole: bool) -> None:
     root.set_reshard_after_forward(not keep_whole)
 
 
-def reduce(unit: Any) -> None:
-    """Start the sum of a unit's gradients over the processes that share it, and let go of its whole weights."""
+def reduce(unit: Any, keep: bool = False) -> None:
+    """Start the sum of a unit's gradients over the processes that share it, and let go of its whole weights.
+
+    Or `keep` them.
+    """
     unit.set_requires_gradient_sync(True, recurse=False)
-    unit.set_reshard_after_backward(True, recurse=False)
+    unit.set_reshard_after_backward(not keep, recurse=False)
     for group in groups_of(unit):
         group.post_backward()
     unit.set_requires_gradient_sync(False, recurse=False)

@@ -8,7 +8,8 @@ the hooks are told to reduce nothing, and the Program says when a stage is gathe
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -77,8 +78,27 @@ class Shards:
             self._numbers = {id(whole): number for number, weights in units for whole in weights}
         return self._numbers.get(id(parameter))
 
-    def reduce(self, number: int) -> None:
-        """REDUCE of one unit: its gradients are complete. Every process must reduce the same units in one order."""
+    @contextmanager
+    def told(self, added: Callable[[Tensor], None]) -> Iterator[None]:
+        """`added` is called with each whole weight to which a backward pass adds its gradient."""
+        hooks = [weight.register_post_accumulate_grad_hook(added) for weight in self.trained]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @property
+    def trained(self) -> list[Tensor]:
+        """The whole weights that get gradients."""
+        weights = [weight for unit in self.units for weight in fsdp_private.whole_parameters(unit)]
+        return [weight for weight in weights if weight.requires_grad]
+
+    def reduce(self, number: int, keep: bool = False) -> None:
+        """REDUCE of one unit: its gradients are complete. Every process must reduce the same units in one order.
+
+        `keep` its whole weights: a backward pass is under way that may still need them.
+        """
         unit = self.units[number]
         fsdp_private.wait_gathered(unit)
         for parameter in fsdp_private.whole_parameters(unit):
@@ -86,7 +106,7 @@ class Shards:
                 gradient(parameter)  # another process may have one: all must send the same number of bytes
         if self._watcher is not None:
             self._watcher.reducing()
-        fsdp_private.reduce(unit)
+        fsdp_private.reduce(unit, keep)
         if self._watcher is not None:
             self._watcher.reduced(unit)
         fsdp_private.reclaim(unit)
@@ -125,27 +145,30 @@ class Shards:
 
 
 class Reduction:
-    """REDUCE_GRAD, from within the last W: each unit is reduced as soon as it is complete, in one order everywhere.
+    """REDUCE_GRAD, from within the last B or W: a unit is reduced as soon as it is complete, in one order everywhere.
 
-    The order must not depend on the data: of some experts one process may have tokens and another none.
+    The order must not depend on the data: of some experts one process may have tokens and another none. `keep` whole
+    weights until `rest()`: a B needs weights for the gradients of its inputs, also those that are not trained.
     """
 
-    def __init__(self, shards: Shards, waiting: Iterable[Tensor]) -> None:
-        self._shards, self._next = shards, 0
+    def __init__(self, shards: Shards, waiting: Iterable[Tensor], keep: bool = False) -> None:
+        self._shards, self._next, self._keep = shards, 0, keep
         self._left = Counter(shards.number_of(parameter) for parameter in waiting)
 
     def ran(self, parameter: Tensor) -> None:
         """A share of this weight's gradient was added."""
         self._left[self._shards.number_of(parameter)] -= 1
         while self._next < len(self._shards.units) and not self._left[self._next]:
-            self._shards.reduce(self._next)
+            self._shards.reduce(self._next, self._keep)
             self._next += 1
 
     def rest(self) -> None:
         """Nothing more will come."""
         while self._next < len(self._shards.units):
-            self._shards.reduce(self._next)
+            self._shards.reduce(self._next, self._keep)
             self._next += 1
+        if self._keep:
+            self._shards.drop()
 
 
 def sharded(module: nn.Module) -> bool:

@@ -196,7 +196,7 @@ class Executor:
         self._labels.append(str(action))
 
     def _reduce(self, stage: int) -> None:
-        """What the stage's last W has not reduced already."""
+        """What the stage's last B or W has not reduced already."""
         reduction = self._reductions.pop(stage, None) or Reduction(self._shards[stage], ())
         reduction.rest()
 
@@ -270,16 +270,22 @@ class Executor:
         return partial(self._splitter.weights, cell.stage, cell.microbatch, part, self._num_parts)
 
     def _reducing(self, action: Action) -> Call:
-        """The last W of a sharded stage: a unit is reduced as soon as its gradients are complete."""
-        call, stage = self._compute(action), action.stage
+        """The last B or W of a sharded stage: a unit is reduced as soon as its gradients are complete."""
+        call, shards = self._compute(action), self._shards[action.stage]
 
-        def run() -> None:
-            reduction = Reduction(self._shards[stage], self._splitter.waiting(stage, action.microbatch))
-            self._reductions[stage] = reduction
+        def backward() -> None:
+            reduction = self._reductions[action.stage] = Reduction(shards, shards.trained, keep=True)
+            with shards.told(reduction.ran):
+                call()
+            reduction.rest()
+
+        def weights() -> None:
+            waiting = self._splitter.waiting(action.stage, action.microbatch)
+            reduction = self._reductions[action.stage] = Reduction(shards, waiting)
             call(ran=reduction.ran)  # type: ignore[call-arg]
             reduction.rest()  # here also where all products ran before: processes must reduce at the same place
 
-        return run
+        return backward if action.kind is Kind.B else weights
 
     def _watched(self, call: Call, actions: Sequence[Action], cells: Sequence[Cell]) -> Call:
         for watcher in self._watchers:

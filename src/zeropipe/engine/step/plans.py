@@ -32,13 +32,15 @@ def next_use(row: Sequence[Step], at: int) -> Kind | None:
 
 
 def reduced_within(row: Sequence[Step]) -> set[int]:
-    """The places of those W right behind which their stage is reduced, so that it can begin before they end."""
+    """The places of those B and W right behind which their stage is reduced, so that it can begin before they end."""
     found, last = set(), None
     for at, step in enumerate(row):
         if isinstance(step, Overlap):
             last = None
         elif step.kind in COMPUTE:
-            last = (at, step.stage) if step.kind is Kind.W else None
-        elif step.kind is Kind.REDUCE_GRAD and last is not None and last[1] == step.stage:
-            found.add(last[0])
+            last = (at, step.stage) if step.kind in (Kind.B, Kind.W) else None
+        elif step.kind is Kind.REDUCE_GRAD:
+            if last is not None and last[1] == step.stage:
+                found.add(last[0])
+            last = None  # what is reduced first comes first: every process reduces stages in the order of its row
     return found
