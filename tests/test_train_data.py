@@ -212,3 +212,29 @@ def test_files_of_token_ids_are_cut_where_documents_end(tmp_path):
     assert samples("eos.npy", "raw.bin") == sorted(expected * 2)
     whole = sorted(stream[start : start + 9].tolist() for start in range(0, len(stream) - 1, 8))
     assert [ids for ids, _ in samples("plain.bin")] == whole
+
+
+def test_datasets_of_texts_and_of_chats(tmp_path, tokenizer):
+    datasets = pytest.importorskip("datasets", reason="the datasets library is not installed")
+    folder, hf = tokenizer
+    texts = ["the answer", "a document has some words"]
+    datasets.Dataset.from_dict({"body": texts}).save_to_disk(tmp_path / "texts")
+    messages = [[{"role": role, "content": text} for role, text in chat] for chat in CHATS[:2]]
+    datasets.Dataset.from_dict({"talk": messages}).save_to_disk(tmp_path / "chats")
+    write_chats(tmp_path / "chats.jsonl", CHATS[:2])
+
+    def samples(kind, name, field):
+        config = run_of(
+            tmp_path, kind=kind, path=str(tmp_path / name), field=field, tokenizer=str(folder), sequence=64,
+            train={"epochs": 1},
+        )  # fmt: skip
+        return all_samples(opened(config))
+
+    expected = [[*hf(text).input_ids, hf.eos_token_id] for text in texts]
+    assert [ids for ids, _ in samples("datasets", "texts", "body")] == sorted(expected)
+    assert samples("datasets", "chats", "talk") == samples("chat", "chats.jsonl", "text")
+    datasets.DatasetDict({"train": datasets.Dataset.from_dict({"a": [1]})}).save_to_disk(tmp_path / "splits")
+    with pytest.raises(ConfigError, match=r"has the splits \['train'\]: name the folder of one"):
+        samples("datasets", "splits", "a")
+    with pytest.raises(ConfigError, match=r"has no column 'text' but \['body'\]"):
+        samples("datasets", "texts", "text")

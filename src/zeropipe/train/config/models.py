@@ -130,7 +130,10 @@ class DataTable(Table):
     path: str | tuple[str, ...] | None = Field(
         default=None, description="Files; patterns like `data/*.jsonl` are fine."
     )
-    tokenizer: str | None = Field(default=None, description="Directory of the tokenizer, if not the model's.")
+    tokenizer: str | None = Field(
+        default=None,
+        description="Directory of the tokenizer, if not the model's; or `bytes`: each byte is a token, 256 the end.",
+    )
     field: str = Field(default="text", description="The field of a JSONL line or a dataset's row that has the text.")
     sequence: Annotated[int, Field(ge=2, le=MOST, strict=True)] = Field(
         default=1024, description="Tokens per sequence, at most."

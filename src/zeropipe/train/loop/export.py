@@ -7,6 +7,7 @@ from pathlib import Path
 from zeropipe.engine.checkpoint.convert import convert
 from zeropipe.engine.engine import Engine
 from zeropipe.train.config.models import RunConfig
+from zeropipe.train.data.wanted import BYTES
 
 
 def export(config: RunConfig, engine: Engine, checkpoint: Path, is_first: bool) -> Path:
@@ -19,6 +20,7 @@ def export(config: RunConfig, engine: Engine, checkpoint: Path, is_first: bool) 
             place.name = f"the export, {name}"  # it gets on
 
         if is_first:
-            convert(checkpoint, target, like=config.data.tokenizer, begin=begin)
+            tokenizer = config.data.tokenizer
+            convert(checkpoint, target, like=None if tokenizer == BYTES else tokenizer, begin=begin)
         team.fabric.exchange(None)
     return target
