@@ -28,3 +28,28 @@ def recorded(schedule: Schedule, layers: tuple[int, ...], ac: str) -> Timeline:
         for _ in range(2):
             engine.train_step(batch, CausalLMLoss())
         return engine.timeline()
+
+
+def held_by_a_layer(number: int) -> int:
+    """Bytes of a layer's input and of what products and attention make of it."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    kept: dict[int, torch.Tensor] = {}
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            made = func(*args, **(kwargs or {}))
+            if any(word in str(func) for word in ("mm", "attention", "grouped")):
+                for tensor in made if isinstance(made, tuple) else (made,):
+                    if isinstance(tensor, torch.Tensor):
+                        kept[tensor.untyped_storage().data_ptr()] = tensor
+            return made
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG)).model
+    x = torch.randn(1, SEQUENCE, CONFIG["hidden_size"])  # type: ignore[call-overload]
+    kept[x.untyped_storage().data_ptr()] = x
+    places = torch.arange(SEQUENCE)[None]
+    with Watch():
+        model.layers[number](x, position_embeddings=model.rotary_emb(x, places), position_ids=places)
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())

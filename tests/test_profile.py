@@ -189,6 +189,20 @@ def test_the_memory_of_a_run_is_the_sum_of_its_layers(measured, ac):
     assert guess.peak_memory == pytest.approx(run.peak_memory, rel=0.01, abs=tables)
 
 
+def test_what_selective_checkpointing_keeps_is_counted():
+    """A layer holds its input and the results of its products, which are counted here in a plain forward."""
+    pytest.importorskip("torch", reason="needs torch")
+    from engine_helpers import ranks
+    from profile_cases import held_by_a_layer, recorded
+
+    schedule = zp.build("gpipe", ranks=2, microbatches=1)
+    more = []
+    for layers in ((1, 3), (3, 1)):
+        run = ranks(2).run(recorded, schedule, layers, "selective:op")[0]
+        more.append(run.peak_memory[0])
+    assert (more[1] - more[0]) == held_by_a_layer(1) + held_by_a_layer(2)
+
+
 # --- the command
 
 

@@ -436,3 +436,42 @@ def tell_profiler(key: str, json: str) -> None:
 def storage_id(storage: torch.UntypedStorage) -> int:
     """What tells storages apart; unlike the address of their data it stays when they are resized."""
     return storage._cdata
+
+
+# --- selective checkpointing keeps results in a place of its own, which no hook on saved tensors sees
+
+_caches: list[Any] | None = None
+
+
+def selective_contexts(policy: Callable[..., Any]) -> Any:
+    """What runs around a block whose expensive results are kept and whose others are computed again."""
+    forward, again = torch.utils.checkpoint.create_selective_checkpoint_contexts(policy)
+    if _caches is not None:
+        _caches.append(forward.storage)
+    return forward, again
+
+
+@contextlib.contextmanager
+def selective_caches() -> Iterator[list[Any]]:
+    """Gets the places where the blocks that run inside keep results."""
+    global _caches
+    before, _caches = _caches, []
+    try:
+        yield _caches
+    finally:
+        _caches = before
+
+
+def cached_tensors(cache: Any) -> Iterator[Tensor]:
+    """The results in such a place; none of those that only stand for some while a block is compiled."""
+    from torch._subclasses.fake_tensor import is_fake
+
+    if isinstance(cache, dict):
+        cache = cache.values()
+    elif not isinstance(cache, (list, tuple)):
+        value = getattr(cache, "val", None)
+        if isinstance(value, Tensor) and not is_fake(value):
+            yield value
+        return
+    for entry in cache:
+        yield from cached_tensors(entry)

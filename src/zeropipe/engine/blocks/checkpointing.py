@@ -7,7 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
+
+from zeropipe.engine import torch_private
 
 
 def checkpointed(forward: Callable[..., Any], mode: str) -> Callable[..., Any]:
@@ -23,7 +25,7 @@ def checkpointed(forward: Callable[..., Any], mode: str) -> Callable[..., Any]:
 
 
 def _selective_contexts() -> Any:
-    return create_selective_checkpoint_contexts(_policy)
+    return torch_private.selective_contexts(_policy)
 
 
 def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -86,10 +86,12 @@ class Recorder:
             if forward is None:
                 call()
             else:
-                with saved_tensors_hooks(pack, _same):
+                with saved_tensors_hooks(pack, _same), torch_private.selective_caches() as caches:
                     call()
             end = time.perf_counter()
             if forward is not None:
+                for tensor in torch_private.cached_tensors(caches):
+                    pack(tensor)
                 for weight in self._parameters:  # weights are no activations
                     saved.pop(local(weight).untyped_storage().data_ptr(), None)
                 kept[forward] = sum(saved.values())
