@@ -1,12 +1,14 @@
 """Wall time of a searched schedule with balanced layers, beside the named ones with even layers: an uneven model.
 
-    python bench/searched.py                            # 8 CPU ranks
-    python bench/searched.py --ranks 2 --microbatches 6 --repeats 4 --seconds 5
+    python bench/searched.py                            # 8 CPU ranks, at most three minutes
+    python bench/searched.py --quick                    # a small model, one minute
+    python bench/searched.py --ranks 2 --microbatches 6 --seconds 5
 
 The model is a row of equal blocks and a head that costs as much as several of them, as a large vocabulary does. What a
 block and the head cost is taken from a recorded step; layers are then balanced and a schedule is searched for, within
 the memory that zbv takes with the same layers. All contenders live in the same processes and take turns; a ratio is the
-median over the rounds of two times of one round. One thread per rank.
+median over the rounds of two times of one round. One thread per rank. Each round is printed when it is over, and no
+new one begins after `--limit` seconds.
 """
 
 from __future__ import annotations
@@ -14,7 +16,6 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
-import sys
 import time
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -34,7 +35,8 @@ from zeropipe.sim.layer_costs import LayerCost, LayerCosts, Setting
 
 NAMED = ("1f1b", "interleaved", "zb-h1", "zbv", "dualpipev")
 PROBE = "zb-h1"  # has F, I and W of every stage
-RECORDINGS = 5
+RECORDINGS = 3
+LEAST = 2  # rounds, however long they take
 
 
 class Size(NamedTuple):
@@ -119,12 +121,15 @@ def measure(size: Size) -> LayerCosts:
     )  # fmt: skip
 
 
-def contest(size: Size, contenders: dict[str, tuple[zp.Schedule, tuple[int, ...]]], repeats: int) -> dict[str, Any]:
-    """Seconds of every round and the loss, on this rank."""
+def contest(
+    size: Size, contenders: dict[str, tuple[zp.Schedule, tuple[int, ...]]], repeats: int, until: float
+) -> dict[str, Any]:
+    """Seconds of every round and the loss, on this rank. `until` is wall time, which all ranks share."""
     made = {name: Contender(*given, size) for name, given in contenders.items()}
     pin()
     seconds: dict[str, list[float]] = {name: [] for name in made}
     losses: dict[str, float] = {}
+    goes_on = torch.ones(1)
     for repeat in range(repeats + 1):
         for name, contender in made.items():
             contender.zero()
@@ -135,8 +140,13 @@ def contest(size: Size, contenders: dict[str, tuple[zp.Schedule, tuple[int, ...]
             dist.barrier()
             if repeat > 0:  # the first round warms up
                 seconds[name].append(time.perf_counter() - begin)
-            if dist.get_rank() == 0:
-                print(f"{name:24} {time.perf_counter() - begin:.3f} s", file=sys.stderr, flush=True)
+        if dist.get_rank() == 0 and repeat > 0:
+            latest = ", ".join(f"{name} {times[-1]:.3f}" for name, times in seconds.items())
+            print(f"round {repeat}, seconds: {latest}", flush=True)
+        goes_on[0] = time.time() < until or repeat < LEAST
+        dist.broadcast(goes_on, 0)
+        if not goes_on[0]:
+            break
     return {"seconds": seconds, "losses": losses}
 
 
@@ -146,14 +156,34 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=16)
     parser.add_argument("--blocks", type=int, default=None, help="default: 4 per rank")
     parser.add_argument("--head", type=int, default=6, help="the head costs as much as so many blocks")
-    parser.add_argument("--width", type=int, default=384)
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=8)
-    parser.add_argument("--seconds", type=float, default=20.0, help="of search, for each placement")
+    parser.add_argument("--width", type=int, default=None, help="default: 320, with --quick 192")
+    parser.add_argument("--tokens", type=int, default=None, help="default: 128, with --quick 64")
+    parser.add_argument("--repeats", type=int, default=8, help="rounds, if there is time for them")
+    parser.add_argument("--seconds", type=float, default=None, help="of search; default: 15, with --quick 5")
+    parser.add_argument("--limit", type=float, default=None, help="seconds in all; default: 150, with --quick 45")
+    parser.add_argument("--quick", action="store_true", help="a small model and little time")
     given = parser.parse_args()
-    size = Size(given.ranks, given.microbatches, given.blocks or 4 * given.ranks, given.width, given.tokens, given.head)
+    begun, quick = time.time(), given.quick
+    width, tokens = given.width or (192 if quick else 320), given.tokens or (64 if quick else 128)
+    size = Size(given.ranks, given.microbatches, given.blocks or 4 * given.ranks, width, tokens, given.head)
+    until = begun + (given.limit or (45 if quick else 150))
+
+    def tell(text: str) -> None:
+        print(f"{time.time() - begun:5.1f} s: {text}", flush=True)
+
     with LocalRanks(size.ranks) as ranks:
+        tell("ranks are there; a block and the head are measured")
         layers = ranks.run(measure, size, timeout=600)[0]
+        tell(f"measured: F of a block {1e3 * layers.settings[0].kinds['block'].f:.2f} ms; a schedule is searched for")
+        contenders, predicted, found = entrants(size, layers, given.seconds or (5.0 if quick else 15.0))
+        tell(f"searched: gap to the bound {found.gap:.2%}; the contest begins")
+        parts = ranks.run(contest, size, contenders, given.repeats, until, timeout=1200)
+    report(size, parts, predicted, found)
+    tell("done")
+
+
+def entrants(size: Size, layers: LayerCosts, seconds: float) -> tuple[dict[str, Any], dict[str, zp.Timeline], Any]:
+    """The named schedules with even layers, zbv and a searched one with balanced layers; their predictions."""
     contenders = {name: named(name, size) for name in NAMED}
     predicted = {}
     for name, (schedule, counts) in contenders.items():
@@ -165,14 +195,12 @@ def main() -> None:
     costs = replace(costs, memory_limit=max(predicted["zbv, balanced"].peak_memory))
     found = zp.search(
         ranks=size.ranks, microbatches=size.microbatches, costs=costs, stages_per_rank=2, placement="vee",
-        seconds=given.seconds,
+        seconds=seconds,
     )  # fmt: skip
     contenders["zbv, balanced"] = (like, counts)
     contenders["searched, balanced"] = (found.schedule, counts)
     predicted["searched, balanced"] = found.timeline
-    with LocalRanks(size.ranks) as ranks:
-        parts = ranks.run(contest, size, contenders, given.repeats, timeout=1200)
-    report(size, parts, predicted, found)
+    return contenders, predicted, found
 
 
 def report(size: Size, parts: list[dict[str, Any]], predicted: dict[str, zp.Timeline], found: Any) -> None:

@@ -25,8 +25,9 @@ def play(model: Model, work: Work, rows: Ints, share: Floats, out: Ints) -> floa
     for them: a pass number, or 2 num_stages + stage for a part of a W.
     """
     begin, home, lasts, lag = model.begin, model.home, model.lasts, model.lag
-    holds, edge, blocks = model.holds, model.edge, model.blocks
+    holds, edge, blocks, blocks_ends = model.holds, model.edge, model.blocks, model.blocks_ends
     needs, weight, frees, limit, parts = model.needs, model.weight, model.frees, model.limit, model.parts
+    steady = work.steady
     arrived, queue, done, waits = work.arrived, work.queue, work.done, work.waits
     link_free, clock, level = work.link_free, work.clock, work.level
     place, head, tail, stack, pen = work.place, work.head, work.tail, work.stack, work.pen
@@ -55,6 +56,19 @@ def play(model: Model, work: Work, rows: Ints, share: Floats, out: Ints) -> floa
         first[rank] = -1.0
         last[rank] = 0.0
         stack[rank] = num_ranks - 1 - rank
+        if blocks_ends:  # as core/phases.py has it: from the last F before the first I to the first I after the last F
+            steady[2 * rank] = begin[rank + 1]
+            steady[2 * rank + 1] = begin[rank] - 1
+            forward = begin[rank]
+            behind = False
+            for at in range(begin[rank], begin[rank + 1]):
+                if rows[at] < num_stages:
+                    forward = at
+                    behind = False
+                elif not behind:
+                    behind = True
+                    steady[2 * rank] = min(steady[2 * rank], forward)
+                    steady[2 * rank + 1] = at
     top = num_ranks
     left = len(rows)
     while top > 0:
@@ -108,7 +122,8 @@ def play(model: Model, work: Work, rows: Ints, share: Floats, out: Ints) -> floa
                         leaves = link_free[edge[x]]
                     link_free[edge[x]] = leaves + holds[x]
                 arrived[(x + 1) * num_microbatches + number] = leaves + lag[x]
-                if blocks and lag[x] > 0:
+                ends = blocks_ends and (at < steady[2 * rank] or at > steady[2 * rank + 1])
+                if (blocks or ends) and lag[x] > 0:
                     now = leaves + lag[x]
                 if waits[x + 1] >= 0:
                     stack[top] = waits[x + 1]

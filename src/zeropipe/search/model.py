@@ -29,6 +29,7 @@ class Model(NamedTuple):
     num_microbatches: int
     parts: int  # of a W
     blocks: bool  # a sender waits for its transfers
+    blocks_ends: bool  # it does so in its warm-up and cool-down
     begin: Array  # where each rank's row begins
     home: Array  # the rank of each pass
     mine: Array  # the passes of each rank, rank by rank
@@ -57,6 +58,7 @@ class Work(NamedTuple):
     tail: Array
     stack: Array
     pen: Array
+    steady: Array  # where the steady state of each rank begins, and where it ends
     first: Array
     last: Array
 
@@ -157,7 +159,7 @@ class Task:
         lag, holds, edge = _messages(home, column["message"], self.costs)
         both = column["stash"] - column["activation"]
         return Model(
-            self.num_microbatches, parts, bool(self.costs.blocking),
+            self.num_microbatches, parts, bool(self.costs.blocking), bool(self.costs.blocking_ends),
             np.concatenate([[0], np.cumsum(passes * self.num_microbatches)]), home, np.argsort(home, kind="stable"),
             np.concatenate([column["f"], column["i"][::-1]]), lag, holds, edge,
             np.concatenate([column["activation"], both[::-1]]),
@@ -180,7 +182,7 @@ class Task:
         return Work(
             np.zeros(passes * model.num_microbatches), ints(size // 2 * model.parts), ints(passes), ints(passes),
             np.zeros(int(model.edge.max(initial=-1)) + 1), np.zeros(p), np.zeros(p),
-            ints(p), ints(p), ints(p), ints(p + 1), ints(p), np.zeros(p), np.zeros(p),
+            ints(p), ints(p), ints(p), ints(p + 1), ints(p), ints(2 * p), np.zeros(p), np.zeros(p),
         )  # fmt: skip
 
     def schedule(self, rows: Array, share: Array, name: str = "searched") -> Schedule:
