@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: run test tests test-full test-torchtitan test-archon check bench gallery models clean
+.PHONY: run test tests test-full test-torchtitan test-archon check bench gallery models configuration clean
 
 run: $(STAMP)
 	@mkdir -p out
@@ -48,8 +48,8 @@ test-archon: .venv-archon/.installed
 	touch $@
 
 check: $(STAMP)
-	$(BIN)/ruff check src tests bench examples docs/gallery.py docs/mesh.py docs/models.py
-	$(BIN)/ruff format --check src tests bench examples docs/gallery.py docs/mesh.py docs/models.py
+	$(BIN)/ruff check src tests bench examples docs/gallery.py docs/mesh.py docs/models.py docs/configuration.py
+	$(BIN)/ruff format --check src tests bench examples docs/gallery.py docs/mesh.py docs/models.py docs/configuration.py
 	$(BIN)/mypy
 
 bench: $(STAMP)
@@ -62,6 +62,9 @@ gallery: $(STAMP)
 
 models: $(STAMP)
 	$(BIN)/python docs/models.py
+
+configuration: $(STAMP)
+	$(BIN)/python docs/configuration.py
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

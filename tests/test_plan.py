@@ -178,7 +178,7 @@ def test_a_mesh_is_written_and_read_again(tmp_path, capsys):
     made = zp.plan("qwen3-0.6b", memory=80e9, pp=[2], tp=[1], schedules=["1f1b"], **SMALL)
     assert made.best.candidate.layout == Layout(2, 2, 1)
     write_run(made, made.best, str(tmp_path / "run.toml"), "qwen3-0.6b")
-    assert 'mesh = "pp=2,dp_shard=2"' in (tmp_path / "run.toml").read_text()
+    assert "[mesh]\npp = 2\ndp_shard = 2\ntp = 1\n" in (tmp_path / "run.toml").read_text()
     main(["run", str(tmp_path / "run.toml"), "--dry-run", "--json"])
     assert json.loads(capsys.readouterr().out)[0]["layers_per_stage"] == list(made.best.counts)
 
@@ -246,7 +246,8 @@ def test_the_command_ranks_explains_and_writes(tmp_path, capsys, monkeypatch):
     assert shown["source"] == "estimate"
     assert shown["rows"][0]["front"]
     assert shown["rows"][1]["why"]
-    assert "schedule = " in out.read_text()
+    assert '[model]\npath = "qwen3-0.6b"\n' in out.read_text()
+    assert 'costs = "costs.json"\n' in out.read_text()
 
 
 @pytest.mark.parametrize(

@@ -333,3 +333,12 @@ def test_all_fields_are_printed(run):
     assert run("train", "again.toml", "--print")[1] == text
     data = json.loads(run("train", "run.toml", "--print", "--json")[1])
     assert (data["mesh"]["pp"], data["lora"], data["optimizer"]["betas"]) == (2, None, [0.9, 0.95])
+
+
+def test_the_reference_is_up_to_date(tmp_path):
+    """`make configuration` writes it."""
+    docs = Path(__file__).parent.parent / "docs"
+    subprocess.run([sys.executable, docs / "configuration.py", tmp_path / "page.md"], check=True)
+    assert (tmp_path / "page.md").read_text() == (docs / "configuration.md").read_text()
+    for name in all_names():
+        assert f"| `{name.partition('.')[2]}` |" in (docs / "configuration.md").read_text()

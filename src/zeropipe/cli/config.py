@@ -1,4 +1,5 @@
-"""A .toml file that holds schedule, sizes and costs together. It may stand wherever a schedule is asked for."""
+"""A .toml file that holds schedule, sizes and costs together, or a training file: either may stand wherever a schedule
+is asked for."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zeropipe.cli.training_file import from_training_file, is_training_file
 from zeropipe.core.files import read_text
 from zeropipe.core.limits import COMMAND_LINE
 from zeropipe.core.parse import parse_toml
@@ -43,6 +45,8 @@ def read_config(path: str) -> Config:
         data = parse_toml(text)
     except ValueError as error:
         raise ConfigError(f"{path} is not TOML: {error}") from None
+    if is_training_file(data):
+        return Config(**from_training_file(path))
     known = [one.name for one in fields(Config)]
     for name in data:
         if name not in known:

@@ -48,7 +48,7 @@ _ESTIMATE_ONLY = ("gpu", "sequence", "dtype", "compile", "efficiency")
 @click.option("--most", type=click.IntRange(1), default=4000, show_default=True, help="Candidates to simulate.")
 @click.option("--workers", type=click.IntRange(1), help="Processes; as many as cores by default.")
 @click.option("--rows", type=click.IntRange(1), default=SHOWN, show_default=True, help="Rows to print.")
-@click.option("-o", "--output", "out", help="run.toml of the best, for `zeropipe run`; a searched schedule beside it.")
+@click.option("-o", "--output", "out", help="Training file of the best: run.toml; a searched schedule beside it.")
 @opt.json_option
 def plan(model: str, rows: int, out: str | None, as_json: bool, **given: Any) -> None:
     """Plan a training run of MODEL: what `zeropipe estimate` takes, or a costs.json of estimate or profile.
@@ -73,13 +73,18 @@ def plan(model: str, rows: int, out: str | None, as_json: bool, **given: Any) ->
     with _told() as tell:
         made = run(source or model, progress=tell, **given)
     name = source.model if source else model
-    written = write_run(made, made.best, out, name) if out else []
+    written = write_run(made, made.best, out, name, _costs_name(model, source, given)) if out else []
     if as_json:
         output.print_json({**plan_data(made), "files": written})
         return
     _print(made, rows)
     for path in written:
         output.print_written(path)
+
+
+def _costs_name(model: str, source: Any, given: dict[str, Any]) -> str | None:
+    """Where a training file finds the same costs; None for an estimate that a name does not say all of."""
+    return model if source else None if given["efficiency"] else given["gpu"]
 
 
 def _costs(path: str, given: dict[str, Any]) -> Any:

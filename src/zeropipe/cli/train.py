@@ -10,6 +10,7 @@ import click
 
 from zeropipe.cli import options as opt
 from zeropipe.cli import output
+from zeropipe.cli.train_text import print_outcome, print_preview
 from zeropipe.errors import ConfigError, MissingExtra
 
 FILE = "run.toml"  # that --init writes
@@ -53,7 +54,6 @@ def train(arguments: tuple[str, ...], dry_run: bool, shows: bool, init: bool, as
         return
     check_run(config, world_size(), starts=not dry_run)
     if dry_run:
-        from zeropipe.cli.train_text import print_preview
         from zeropipe.train.preview import preview
 
         print_preview(preview(config), as_json)
@@ -64,8 +64,12 @@ def train(arguments: tuple[str, ...], dry_run: bool, shows: bool, init: bool, as
     from zeropipe.train.start import start
 
     outcome = start(config)
-    if outcome is not None and as_json:
+    if outcome is None:  # a rank of torchrun's that is not the first
+        return
+    if as_json:
         output.print_json(dataclasses.asdict(outcome))
+    else:
+        print_outcome(outcome, config.train.output)
 
 
 def _init(path: str, overrides: list[str], as_json: bool) -> None:

@@ -58,8 +58,8 @@ def num_layers_of(config: RunConfig) -> int:
     return found
 
 
-def schedule_of(config: RunConfig) -> Schedule:
-    """The schedule of a pipeline."""
+def stages_per_rank_of(config: RunConfig) -> int | None:
+    """Stages on each rank; None: the schedule's own number."""
     table, ranks = config.schedule, config.mesh.pp
     per_rank = table.stages_per_rank
     if table.layers_per_stage is not None:
@@ -70,12 +70,18 @@ def schedule_of(config: RunConfig) -> Schedule:
                 f"stages_per_rank={per_rank} says another number: give one of them"
             )
         per_rank = wanted // ranks
+    return per_rank
+
+
+def schedule_of(config: RunConfig) -> Schedule:
+    """The schedule of a pipeline."""
+    table, ranks = config.schedule, config.mesh.pp
     is_file = table.name.endswith((".csv", ".json"))
     found = load_any(
         table.name,
         ranks=None if is_file else ranks,
         microbatches=None if is_file else config.num_microbatches,
-        stages_per_rank=per_rank,
+        stages_per_rank=stages_per_rank_of(config),
         **table.options,
     )
     schedule = found.schedule if isinstance(found, Timeline) else found

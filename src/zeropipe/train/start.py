@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from contextlib import contextmanager, suppress
 
 import torch
 import torch.distributed as dist
 
 from zeropipe.engine.run.launch import LocalRanks, is_local
 from zeropipe.train.config.models import RunConfig
-from zeropipe.train.loop.job import train
-
-if TYPE_CHECKING:
-    from zeropipe.train.loop.job import Outcome
+from zeropipe.train.loop.job import Outcome, train
+from zeropipe.train.loop.signals import SIGNALS
 
 MORE = 60.0  # seconds beyond the engine's own time-out, which says more
+AGAIN = 0.2  # seconds between two signals to the ranks
 
 
 def start(config: RunConfig) -> Outcome | None:
@@ -35,7 +34,7 @@ def start(config: RunConfig) -> Outcome | None:
         LocalRanks(number, backend=_backend(config, number), preload=["zeropipe.train.loop.job"]) as ranks,
         _passing_on(ranks.pids),
     ):
-        first: Outcome = ranks.run(train, config, timeout=config.engine.timeout + MORE)[0]
+        first: Outcome = ranks.run(_on_rank, config, timeout=config.engine.timeout + MORE)[0]
         return first
 
 
@@ -45,21 +44,38 @@ def _backend(config: RunConfig, ranks_here: int) -> str:
     return "nccl" if wanted and torch.cuda.device_count() >= ranks_here else "gloo"
 
 
+def _on_rank(config: RunConfig) -> Outcome:
+    """Train on a local rank, which hears the first signal alone: what more there is, the starting process decides.
+
+    Ctrl-C in a terminal, and SIGTERM to a process group, reach a rank twice: from there, and passed on.
+    """
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    return train(config)
+
+
 @contextmanager
 def _passing_on(pids: list[int]) -> Iterator[None]:
-    """Ctrl-C and SIGTERM reach the ranks, which save and end; the second time everything stops at once."""
-    told: list[int] = []
+    """The first Ctrl-C or SIGTERM reaches the ranks, which save and end; the second one stops everything at once."""
+    told, over = threading.Event(), threading.Event()
+
+    def tell() -> None:
+        """Again and again: a rank that has just been started does not listen yet."""
+        while not over.wait(AGAIN):
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGINT)
 
     def handle(number: int, frame: object) -> None:
-        if told:
+        if told.is_set():
             raise KeyboardInterrupt
-        told.append(number)
-        for pid in pids:
-            os.kill(pid, signal.SIGTERM)
+        told.set()
+        threading.Thread(target=tell, daemon=True).start()
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, handle) for number in SIGNALS}
     try:
         yield
     finally:
+        over.set()
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -148,7 +148,8 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
 def serve(number: int) -> None:
     """Fork ranks as they are asked for, report how they end, and leave none behind."""
     asked = socket.socket(fileno=number)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all processes of a terminal; the first one decides
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # they may go to a whole group of processes; the first one decides
     heard, woken = socket.socketpair()
     for end in (heard, woken):
         end.setblocking(False)
@@ -215,6 +216,7 @@ def _live(data: bytes, end: int, server: int) -> None:
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != server:

@@ -17,21 +17,27 @@ class Layout:
     pp: int
     dp_shard: int
     tp: int
+    dp_replicate: int = 1  # plans have none; a training file may
 
     def __str__(self) -> str:
         return f"pp{self.pp} x dp{self.dp_shard} x tp{self.tp}"
 
     @property
     def num_gpus(self) -> int:
-        return self.pp * self.dp_shard * self.tp
+        return self.pp * self.dp_replicate * self.dp_shard * self.tp
 
     def node_size(self, gpus_per_node: int) -> int:
         """Pipeline ranks in a machine: those whose shards all fit into one."""
-        return max(1, gpus_per_node // (self.dp_shard * self.tp))
+        return max(1, gpus_per_node // (self.dp_replicate * self.dp_shard * self.tp))
 
     def data_link(self, costs: LayerCosts, gpus_per_node: int) -> Link:
         """What gathers and reduces of the shards go through."""
         return costs.link if self.dp_shard * self.tp <= gpus_per_node else costs.inter_node
+
+    def copies_link(self, costs: LayerCosts, gpus_per_node: int) -> Link:
+        """What sums of gradients over copies of the model go through."""
+        near = self.dp_replicate * self.dp_shard * self.tp <= gpus_per_node
+        return costs.link if near else costs.inter_node
 
 
 def layouts(gpus: int, gpus_per_node: int, tensor_sizes: Sequence[int], num_layers: int) -> list[Layout]:

@@ -84,7 +84,7 @@ def plan(
         raise ConfigError(f"reserve={short(reserve)}: a number of bytes from 0 on is needed")
     if not isinstance(memory, (int, float)) or not memory > reserve:
         raise ConfigError(f"memory={short(memory)}: a number of bytes above the reserve of {reserve:g} is needed")
-    scene = Scene(costs, gpus_per_node, memory - reserve, _optimizer_bandwidth(costs))
+    scene = Scene(costs, gpus_per_node, memory - reserve, optimizer_bandwidth(costs))
     options = [one for one in layouts(gpus, gpus_per_node, sizes, costs.num_layers) if pp is None or one.pp in pp]
     given = runs(scene, batch, options, microbatch_sizes, ac)
     if not options:
@@ -152,7 +152,8 @@ def _tensor_sizes(
     return [t for t in powers if t <= min(gpus_per_node, gpus) and gpus % t == 0 and all(x % t == 0 for x in parts)]
 
 
-def _optimizer_bandwidth(costs: LayerCosts) -> float | None:
+def optimizer_bandwidth(costs: LayerCosts) -> float | None:
+    """Bytes/s of the GPU's memory that an optimizer reaches; None where they are not known."""
     bandwidth = costs.machine.get("bandwidth")
     efficiency = costs.machine.get("efficiency")
     share = efficiency.get("memory", 1.0) if isinstance(efficiency, Mapping) else 1.0

@@ -19,6 +19,7 @@ class Candidate:
     microbatch_size: int  # sequences
     ac: str
     cut: str  # "even" or "balanced" layers
+    shards: str = "keep"  # how sharded weights are gathered; plans keep them
 
     def __str__(self) -> str:
         per_rank = f":v={self.stages_per_rank}" if self.stages_per_rank > 1 else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import isfinite
 
 from zeropipe.core.layers import layer_counts
 from zeropipe.core.schedule import Schedule
@@ -85,29 +86,46 @@ def costs_of(
     scene: Scene, candidate: Candidate, counts: Sequence[int], schedule: Schedule, *, whole: bool = False
 ) -> Costs:
     """The costs of a candidate's stages. With `whole`, weights and gradients are there all the time, for nothing."""
-    shards = candidate.layout.dp_shard
+    shards, limit = candidate.layout.dp_shard, scene.limit if isfinite(scene.limit) else None
     return scene.costs.costs(
         counts, setting_of(scene, candidate), ac=candidate.ac, placement=schedule.placement,
-        shards=shards, gather=None if whole or shards == 1 else "keep",
+        shards=shards, gather=None if whole or shards == 1 else candidate.shards,
         shard_link=candidate.layout.data_link(scene.costs, scene.gpus_per_node),
-        node_size=candidate.layout.node_size(scene.gpus_per_node), memory_limit=scene.limit,
+        node_size=candidate.layout.node_size(scene.gpus_per_node), memory_limit=limit,
     )  # fmt: skip
 
 
-def score(scene: Scene, candidate: Candidate, schedule: Schedule, counts: Sequence[int]) -> Row:
-    """Simulate one candidate and say where its time and memory go."""
+@dataclass(frozen=True)
+class Simulated:
+    """A candidate's stages and their simulation, with and without gathers and reduces."""
+
+    stages: list[list[LayerCost]]
+    parameters: list[int]  # of each rank
+    whole: Costs
+    pipeline: Timeline  # weights and gradients are there all the time, as in the costs `whole`
+    timeline: Timeline
+
+
+def simulated(scene: Scene, candidate: Candidate, schedule: Schedule, counts: Sequence[int]) -> Simulated:
+    """Simulate one candidate."""
     whole = costs_of(scene, candidate, counts, schedule, whole=True)
     pipeline = simulate(schedule, whole)
     sharded = candidate.layout.dp_shard > 1
     timeline = simulate(schedule, costs_of(scene, candidate, counts, schedule)) if sharded else pipeline
     stages = scene.costs.stage_layers(counts, setting_of(scene, candidate), candidate.ac)
-    parameters = _parameters(scene, stages, schedule)
-    parts = _parts(scene, candidate, pipeline, stages, parameters)
-    data = timeline.makespan - pipeline.makespan + _sums(scene, schedule, whole, parameters, stages)
+    return Simulated(stages, _parameters(scene, stages, schedule), whole, pipeline, timeline)
+
+
+def score(scene: Scene, candidate: Candidate, schedule: Schedule, counts: Sequence[int]) -> Row:
+    """Simulate one candidate and say where its time and memory go."""
+    run = simulated(scene, candidate, schedule, counts)
+    timeline = run.timeline
+    parts = _parts(scene, candidate, run.pipeline, run.stages, run.parameters)
+    data = timeline.makespan - run.pipeline.makespan + _sums(scene, candidate, schedule, run)
+    fullest = max(range(timeline.num_ranks), key=lambda rank: timeline.peak_memory[rank])
     return Row(
-        candidate, tuple(counts), replace(parts, data=data),
-        _memory(scene, candidate, timeline, pipeline, parameters, whole), scene.limit, timeline.makespan,
-        timeline.bubble,
+        candidate, tuple(counts), replace(parts, data=data), memory_of(scene, candidate, run, fullest), scene.limit,
+        timeline.makespan, timeline.bubble,
     )  # fmt: skip
 
 
@@ -139,22 +157,31 @@ def _parts(
     )  # fmt: skip
 
 
-def _sums(
-    scene: Scene, schedule: Schedule, costs: Costs, parameters: list[int], stages: list[list[LayerCost]]
-) -> float:
+def _sums(scene: Scene, candidate: Candidate, schedule: Schedule, run: Simulated) -> float:
     """Seconds at the end of a step in which ranks that hold the same weights exchange gradients: copies, tied ends."""
     placement, last = schedule.placement, schedule.num_ranks - 1
     pairs: list[tuple[int, int, float]] = []
     if len(placement.copies) > 1:
-        pairs = [(rank, last - rank, number) for rank, number in enumerate(parameters)]
+        pairs = [(rank, last - rank, number) for rank, number in enumerate(run.parameters)]
     elif scene.costs.tied:
-        pairs = [(placement.rank_of(0), placement.rank_of(schedule.num_stages - 1), stages[0][0].parameters)]
+        first = run.stages[0][0].parameters
+        pairs = [(placement.rank_of(0), placement.rank_of(schedule.num_stages - 1), first)]
     longest = 0.0
     for rank, other, number in pairs:
-        bandwidth = costs.link(rank, other).bandwidth if rank != other else None
+        bandwidth = run.whole.link(rank, other).bandwidth if rank != other else None
         if bandwidth:
             longest = max(longest, number * scene.costs.state.gradients / bandwidth)
-    return longest
+    return longest + _sums_of_copies(scene, candidate, run)
+
+
+def _sums_of_copies(scene: Scene, candidate: Candidate, run: Simulated) -> float:
+    """Over `dp_replicate`: a ring sends nearly all of a rank's gradients twice."""
+    layout = candidate.layout
+    bandwidth = layout.copies_link(scene.costs, scene.gpus_per_node).bandwidth
+    if layout.dp_replicate == 1 or not bandwidth:
+        return 0.0
+    size = max(run.parameters) * scene.costs.state.gradients / layout.dp_shard
+    return 2 * (layout.dp_replicate - 1) / layout.dp_replicate * size / bandwidth
 
 
 def _again(scene: Scene, candidate: Candidate) -> Iterator[float]:
@@ -168,16 +195,13 @@ def _again(scene: Scene, candidate: Candidate) -> Iterator[float]:
         yield max(0.0, layer.i - plain.kinds[kind].i)
 
 
-def _memory(
-    scene: Scene, candidate: Candidate, timeline: Timeline, pipeline: Timeline, parameters: list[int], whole: Costs
-) -> Memory:
-    """What the fullest rank holds. `pipeline` has weights and gradients all the time, as in the costs `whole`."""
-    shards, state = candidate.layout.dp_shard, scene.costs.state
-    rank = max(range(timeline.num_ranks), key=lambda r: timeline.peak_memory[r])
-    column = whole.column("weights", timeline.schedule.num_stages)
+def memory_of(scene: Scene, candidate: Candidate, run: Simulated, rank: int) -> Memory:
+    """What a rank holds at its peak."""
+    shards, state, timeline = candidate.layout.dp_shard, scene.costs.state, run.timeline
+    column = run.whole.column("weights", timeline.schedule.num_stages)
     constant = sum(column[s] for s in timeline.schedule.placement.stages_of(rank))
-    own = parameters[rank]
-    activations = pipeline.peak_memory[rank] - constant
+    own = run.parameters[rank]
+    activations = run.pipeline.peak_memory[rank] - constant
     workspace, optimizer = constant - own * state.of_shards(shards), own * state.optimizer / shards
     rest = timeline.peak_memory[rank] - activations - workspace - optimizer  # weights and gradients, as far as whole
     weights = min(own * state.weights, max(0.0, rest))

@@ -1,8 +1,9 @@
-"""A plan's row as files for `zeropipe run`: run.toml, and the schedule beside it if it was searched."""
+"""A plan's row as a training file, which all commands take: run.toml, and the schedule beside it if it was searched."""
 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,39 +12,52 @@ from zeropipe.core.json import to_json
 from zeropipe.search.plan.result import Plan
 from zeropipe.search.plan.rows import Row
 
-DTYPES = {"bf16": "bfloat16", "float16": "float16", "float32": "float32"}
+DTYPES = {"bf16": "bfloat16", "float16": "bfloat16", "float32": "float32"}  # float16 is not trained in
+STEPS = 100
 
 
-def write_run(plan: Plan, row: Row, path: str, model: str) -> list[str]:
-    """Write `path`, and for a searched schedule a .json beside it; returns the names of what was written."""
-    one, costs = row.candidate, plan.scene.costs
-    schedule: dict[str, Any] = {"schedule": one.schedule, "ranks": one.layout.pp}
+def write_run(plan: Plan, row: Row, path: str, model: str, costs: str | None = None) -> list[str]:
+    """Write `path`, and for a searched schedule a .json beside it; returns the names of what was written.
+
+    `costs` is where the plan's costs come from: a file, or the name of a GPU.
+    """
+    one, known = row.candidate, plan.scene.costs
+    schedule: dict[str, Any] = {"name": one.schedule}
     written = [path]
     if row.found is not None:
         file = Path(path).with_suffix(".schedule.json")
         require_writable(path)
         write_whole(file, to_json(row.found))
-        schedule = {"schedule": file.name}
+        schedule = {"name": file.name}
         written.append(str(file))
-    else:
-        schedule |= {"microbatches": one.num_microbatches, "stages_per_rank": one.stages_per_rank}
-    setting = costs.setting(ac=one.ac, microbatch_size=one.microbatch_size, tp=one.layout.tp)
-    run = {
-        "model": model, "layers": list(row.counts), "batch": one.microbatch_size, "sequence": costs.sequence,
-        "dtype": DTYPES.get(costs.dtype, costs.dtype), "ac": one.ac, "compile": setting.compile,
-    }  # fmt: skip
-    if one.layout.num_gpus > one.layout.pp:
-        sizes = {name: size for name, size in vars(one.layout).items() if size > 1}
-        run["mesh"] = ",".join(f"{name}={size}" for name, size in sizes.items())
-    words = "an estimate" if costs.source == "estimate" else "from measured costs"
+    elif one.stages_per_rank > 1:
+        schedule["stages_per_rank"] = one.stages_per_rank
+    schedule["layers"] = list(row.counts)
+    if costs is not None:
+        schedule["costs"] = _from(path, costs)
+    setting = known.setting(ac=one.ac, microbatch_size=one.microbatch_size, tp=one.layout.tp)
+    tables: dict[str, dict[str, Any]] = {
+        "model": {"path": _from(path, model), "dtype": DTYPES.get(known.dtype, known.dtype)},
+        "mesh": {"pp": one.layout.pp, "dp_shard": one.layout.dp_shard, "tp": one.layout.tp},
+        "schedule": schedule,
+        "engine": {"compile": setting.compile, "ac": one.ac},
+        "data": {"sequence": known.sequence, "batch": plan.batch, "microbatch": one.microbatch_size},
+        "train": {"steps": STEPS},
+    }
+    words = "an estimate" if known.source == "estimate" else "from measured costs"
     head = [
         f"# {one}",
         f"# predicted ({words}): {row.step:.3f} s per step of {plan.batch} sequences on {plan.gpus} GPUs, "
         f"{plan.speed(row):,.0f} tokens/s per GPU, {row.memory.peak / 1e9:.1f} GB",
     ]
-    lines = [*head, *_table(schedule), "", "[run]", *_table(run), ""]
-    write_whole(path, "\n".join(lines))
+    blocks = ["\n".join([f"[{name}]", *_table(values)]) for name, values in tables.items()]
+    write_whole(path, "\n".join([*head, "", "\n\n".join(blocks), ""]))
     return written
+
+
+def _from(path: str, name: str) -> str:
+    """The name of a file as the file at `path` has it: from its own folder. Other names stay."""
+    return os.path.relpath(name, Path(path).parent) if os.path.exists(name) else name
 
 
 def _table(values: dict[str, Any]) -> list[str]:

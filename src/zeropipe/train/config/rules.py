@@ -24,7 +24,7 @@ def check_run(config: RunConfig, world: int | None = None, *, starts: bool = Tru
     """ConfigError with a line for each rule that is broken. `world` is the number of processes that torchrun started;
     without it, and with `starts`, they will be started here."""
     faults: list[str] = []
-    for rule in (_mesh, _batch, _lengths, _engine, _optimizer, _log, adapter_faults, output_faults):
+    for rule in (_mesh, batch_faults, _lengths, _engine, _optimizer, _log, adapter_faults, output_faults):
         faults += told(rule, config)
     about_model = told(model_faults, config)
     faults += about_model
@@ -80,15 +80,16 @@ def _mesh(config: RunConfig) -> Iterator[str]:
         yield f"mesh.tp={mesh.tp}: adapters (lora) cannot be spread over tp: use dp_shard, or leave lora out"
 
 
-def _batch(config: RunConfig) -> Iterator[str]:
+def batch_faults(config: RunConfig) -> Iterator[str]:
+    """Every pipeline has a whole number of microbatches."""
     data, pipelines = config.data, config.mesh.num_pipelines
     each = pipelines * data.microbatch
     if data.batch % each:
         low = data.batch // each * each
         near = f"{low} or {low + each}" if low else str(each)
         yield (
-            f"data.batch={data.batch} cannot be shared out over {pipelines} pipelines in microbatches of "
-            f"{data.microbatch}: give a multiple of {each}, like {near}"
+            f"data.batch={data.batch} cannot be shared out over {pipelines} pipeline{'s' * (pipelines > 1)} in "
+            f"microbatches of {data.microbatch}: give a multiple of {each}, like {near}"
         )
 
 

@@ -1,0 +1,73 @@
+"""A training file where a schedule is asked for: its schedule, sizes and model, as `zeropipe run` knows them."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from zeropipe.core.mesh import format_mesh
+from zeropipe.errors import ConfigError, MissingExtra
+
+if TYPE_CHECKING:
+    from zeropipe.train.config.models import RunConfig
+
+# what these commands do not do, and would leave out without a word
+ONLY_TRAINED = ("mesh.sequence_parallel", "engine.shards", "engine.offload", "engine.direct_gradients")
+
+
+def is_training_file(data: dict[str, Any]) -> bool:
+    """Whether the table of a .toml file is one."""
+    return isinstance(data.get("schedule"), dict) or isinstance(data.get("model"), dict)
+
+
+def from_training_file(path: str) -> dict[str, Any]:
+    """The fields of a Config."""
+    if find_spec("pydantic") is None:
+        raise MissingExtra("pydantic", "train")
+    from zeropipe.train.config.read import read_run
+    from zeropipe.train.config.rules import batch_faults, named
+    from zeropipe.train.shape import stages_per_rank_of
+
+    config = read_run(path)
+    _require_run(path, config)
+    for fault in batch_faults(config):
+        raise ConfigError(f"{path}: {fault}")
+    table = config.schedule
+    found: dict[str, Any] = {"schedule": (table.name,), "options": dict(table.options)}
+    if not table.name.endswith((".csv", ".json")):
+        found |= {"ranks": (config.mesh.pp,), "microbatches": (config.num_microbatches,)}
+        try:
+            per_rank = stages_per_rank_of(config)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {named('schedule', error)}") from None
+        found |= {"stages_per_rank": (per_rank,)} if per_rank else {}
+    return {**found, "run": _flags(config)}
+
+
+def _require_run(path: str, config: RunConfig) -> None:
+    """ConfigError for what only `zeropipe train` does."""
+    for name in ONLY_TRAINED:
+        table, _, field = name.partition(".")
+        given = getattr(getattr(config, table), field)
+        if given != type(getattr(config, table)).model_fields[field].default:
+            raise ConfigError(f"{path}: {name}={given!r} is for `zeropipe train` alone: leave it out here")
+    if config.lora is not None:
+        raise ConfigError(f"{path}: [lora] is for `zeropipe train` alone: leave it out here")
+    if config.schedule.balance == "time":
+        raise ConfigError(f"{path}: schedule.balance='time' is for `zeropipe train` alone: give schedule.layers here")
+
+
+def _flags(config: RunConfig) -> dict[str, Any]:
+    """Flags of `zeropipe run`."""
+    model, table, engine, data = config.model, config.schedule, config.engine, config.data
+    flags: dict[str, Any] = {
+        "model": model.path, "dtype": model.dtype, "batch": data.microbatch, "sequence": data.sequence,
+        "ac": engine.ac, "compile": engine.compile, "split": engine.split, "dynamic_weights": engine.dynamic_weights,
+        "first_less": table.first_less, "last_less": table.last_less, "num_layers": model.num_layers,
+        "vocabulary": model.vocabulary, "layers": None if table.layers is None else list(table.layers),
+        "device": None if engine.device == "auto" else engine.device,
+    }  # fmt: skip
+    sizes = {name: size for name, size in config.mesh.sizes.items() if size > 1 or name == "pp"}
+    if len(sizes) > 1:
+        flags["mesh"] = format_mesh(sizes)
+    return {name: value for name, value in flags.items() if value is not None}

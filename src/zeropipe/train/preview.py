@@ -1,0 +1,231 @@
+"""`zeropipe train --dry-run`: what a training file comes to, before anything runs. No torch is needed for it.
+
+Times and memory are those of the planner's own scoring (search/plan/score.py), for the one candidate that the file is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import inf
+
+from zeropipe.core.layers import ranges
+from zeropipe.core.resize import resized
+from zeropipe.core.schedule import Schedule
+from zeropipe.errors import ConfigError
+from zeropipe.search.estimate.estimate import SHORT, estimate
+from zeropipe.search.plan.layouts import Layout
+from zeropipe.search.plan.plan import RESERVE, optimizer_bandwidth
+from zeropipe.search.plan.result import Plan
+from zeropipe.search.plan.rows import Candidate
+from zeropipe.search.plan.score import Scene, Simulated, memory_of, score, simulated
+from zeropipe.sim.layer_costs import LayerCosts, State
+from zeropipe.train.config.models import RunConfig
+from zeropipe.train.shape import costs_of, layers_of, model_data, num_layers_of, schedule_of, setting_of
+
+GPUS_PER_NODE = 8
+BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
+MOMENTS = {"adamw": 2, "adam": 2, "sgd": 0, "adafactor": 0}  # tensors of a parameter's size
+HOW = "give the name of a GPU, like --schedule.costs h100, or a file of `zeropipe profile`"
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What a pipeline rank has."""
+
+    rank: int
+    stages: tuple[int, ...]
+    layers: tuple[tuple[int, int], ...]  # of each stage: first, and the one after the last
+    parameters: int | None  # of one process; None where the model's shapes are not known
+    memory: dict[str, float]  # bytes at its peak, as far as they are known
+
+    @property
+    def peak(self) -> float:
+        return sum(self.memory.values())
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of a step."""
+
+    source: str
+    step: float  # seconds
+    bubble: float
+    tokens_per_second: float
+    mfu: float | None
+    parts: dict[str, float]  # seconds; they add up to the step
+    memory_limit: float | None  # bytes of a GPU
+
+
+@dataclass(frozen=True)
+class Preview:
+    """What will run."""
+
+    model: str
+    num_layers: int
+    num_parameters: int | None
+    dtype: str
+    mesh: dict[str, int]
+    num_processes: int
+    num_pipelines: int
+    schedule: str
+    placement: str
+    num_stages: int
+    layers_per_stage: tuple[int, ...]
+    num_microbatches: int  # of each pipeline
+    microbatch: int  # sequences
+    sequence: int
+    tokens: int  # of a step, at most
+    ranks: tuple[Rank, ...]
+    prediction: Prediction | None
+    notes: tuple[str, ...]
+
+
+def preview(config: RunConfig) -> Preview:
+    """What a checked file comes to."""
+    asked = schedule_of(config)
+    counts = layers_of(config, asked)
+    schedule = resized(asked, config.num_microbatches)
+    notes: list[str] = []
+    if schedule is not asked:
+        notes.append(
+            f"{config.schedule.name} is of {asked.num_microbatches} microbatches, a step has "
+            f"{schedule.num_microbatches}: it is made longer or shorter, so another batch may be faster"
+        )
+    costs, is_priced = _costs(config, notes)
+    candidate = _candidate(config, schedule)
+    run: Simulated | None = None
+    prediction = None
+    if costs is not None:
+        limit = _limit(costs) if is_priced else None
+        scene = Scene(costs, GPUS_PER_NODE, inf if limit is None else limit, optimizer_bandwidth(costs))
+        run = simulated(scene, candidate, schedule, counts)
+        if is_priced:
+            prediction = _prediction(config, scene, candidate, schedule, counts, limit)
+    spans = ranges(counts)
+    ranks = []
+    for rank in range(schedule.num_ranks):
+        stages = schedule.placement.stages_of(rank)
+        memory = {} if run is None else _memory(config, scene, candidate, run, rank, is_priced)
+        layers = tuple((spans[stage].start, spans[stage].stop) for stage in stages)
+        ranks.append(Rank(rank, stages, layers, None if run is None else run.parameters[rank], memory))
+    if prediction and prediction.memory_limit is not None:
+        fullest = max(ranks, key=lambda one: one.peak)
+        if fullest.peak > prediction.memory_limit:
+            notes.append(
+                f"rank {fullest.rank} needs {fullest.peak / 1e9:.1f} GB, {prediction.memory_limit / 1e9:.1f} GB of a "
+                "GPU can be used: more pp, dp_shard or tp, engine.ac, or a smaller data.microbatch take less"
+            )
+    if config.engine.offload:
+        notes.append("optimizer state and the weights that it keeps are in CPU memory (engine.offload)")
+    data, mesh = config.data, config.mesh
+    return Preview(
+        config.model.path, num_layers_of(config), _num_parameters(config), config.model.dtype, mesh.sizes,
+        mesh.num_processes, mesh.num_pipelines, schedule.name, schedule.placement.name, schedule.num_stages, counts,
+        schedule.num_microbatches, data.microbatch, data.sequence, data.batch * data.sequence, tuple(ranks), prediction,
+        tuple(notes),
+    )  # fmt: skip
+
+
+def state_of(config: RunConfig) -> State:
+    """Bytes of a parameter; float32 weights that the optimizer keeps beside 16-bit ones count as its own."""
+    size = BYTES[config.model.dtype]
+    if config.lora is not None:  # those of the adapter are few
+        return State(size, 0, 0)
+    masters = masters_of(config)
+    moments = MOMENTS[config.optimizer.name] + (config.optimizer.name == "sgd" and config.optimizer.momentum > 0)
+    kept = masters or size
+    return State(size, kept, masters + moments * kept)
+
+
+def masters_of(config: RunConfig) -> int:
+    """Bytes of a parameter's float32 weight beside a 16-bit one."""
+    wanted = config.model.dtype == "bfloat16" and config.optimizer.master_weights and config.lora is None
+    return 4 if wanted else 0
+
+
+def _costs(config: RunConfig, notes: list[str]) -> tuple[LayerCosts | None, bool]:
+    """Costs to go by, and whether their times may be told; else they are there for the shapes, and a note says why."""
+    given, why = costs_of(config), ""
+    if given is None:
+        why = f"step time, bubble and activations are predicted from costs: {HOW}"
+    elif config.lora is not None:
+        why = "no prediction with lora: costs are of training all weights"
+    elif config.model.dtype == "float64" or SHORT.get(config.model.dtype, config.model.dtype) != given.dtype:
+        why = f"no prediction: the costs are of {given.dtype}, model.dtype={config.model.dtype}"
+    elif given.sequence and given.sequence != config.data.sequence:
+        why = f"no prediction: the costs are of {given.sequence} tokens, data.sequence={config.data.sequence}"
+    else:
+        try:
+            setting_of(config, given)
+        except ConfigError as error:
+            why = f"no prediction: {error}"
+    if not why:
+        assert given is not None
+        return replace(given, state=state_of(config)), True
+    notes.append(why)
+    try:
+        shapes = estimate(
+            model_data(config), sequence=config.data.sequence, ac=config.engine.ac, tp=config.mesh.tp,
+            microbatch_size=config.data.microbatch, compile=config.engine.compile,
+        )  # fmt: skip
+    except ConfigError as error:
+        notes.append(f"no parameters: {error}")
+        return None, False
+    return replace(shapes, state=state_of(config)), False
+
+
+def _candidate(config: RunConfig, schedule: Schedule) -> Candidate:
+    mesh = config.mesh
+    return Candidate(
+        Layout(mesh.pp, mesh.dp_shard, mesh.tp, mesh.dp_replicate), schedule.name, schedule.problem.stages_per_rank,
+        schedule.num_microbatches, config.data.microbatch, config.engine.ac, "", config.engine.shards,
+    )  # fmt: skip
+
+
+def _limit(costs: LayerCosts) -> float | None:
+    memory = costs.machine.get("memory")
+    return memory - RESERVE if isinstance(memory, (int, float)) and memory > RESERVE else None
+
+
+def _prediction(
+    config: RunConfig, scene: Scene, candidate: Candidate, schedule: Schedule, counts: tuple[int, ...],
+    limit: float | None,
+) -> Prediction:  # fmt: skip
+    row = score(scene, candidate, schedule, counts)
+    gpus, costs = config.mesh.num_processes, scene.costs
+    plan = Plan((row,), (), (), scene, gpus, config.data.batch, 1, 0, 0.0)
+    where = costs.machine.get("gpu", "this machine")
+    words = f"an estimate for {where}" if costs.source == "estimate" else f"from {config.schedule.costs}"
+    return Prediction(words, row.step, row.bubble, plan.speed(row) * gpus, plan.mfu(row), vars(row.parts), limit)
+
+
+def _memory(
+    config: RunConfig, scene: Scene, candidate: Candidate, run: Simulated, rank: int, is_priced: bool
+) -> dict[str, float]:
+    """Bytes by what they are for. Without costs: what does not depend on when things run."""
+    state, shards, own = scene.costs.state, config.mesh.dp_shard, run.parameters[rank]
+    masters = own * masters_of(config) / shards
+    weights = "gathered weights" if shards > 1 else "weights"
+    if is_priced:
+        held = memory_of(scene, candidate, run, rank)
+        found = {
+            weights: held.weights, "gradients": held.gradients, "masters": masters,
+            "optimizer": held.optimizer - masters, "activations": held.activations, "workspace": held.workspace,
+        }  # fmt: skip
+    else:
+        found = {
+            weights: own * state.weights, "gradients": own * state.gradients, "masters": masters,
+            "optimizer": own * state.optimizer / shards - masters,
+        }  # fmt: skip
+    if config.engine.offload:
+        found |= {"masters": 0.0, "optimizer": 0.0}
+    return found
+
+
+def _num_parameters(config: RunConfig) -> int | None:
+    from zeropipe.search.estimate.estimate import num_parameters
+
+    try:
+        return num_parameters(model_data(config))[0]
+    except ConfigError:
+        return None

@@ -1,0 +1,168 @@
+"""`zeropipe train --dry-run`: what a training file comes to, and one file for all commands."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import zeropipe as zp
+from zeropipe.search.plan.write import write_run
+from zeropipe.sim.layer_file import to_layer_json
+from zeropipe.train.config.read import read_run
+from zeropipe.train.preview import preview, state_of
+
+SIZES = {"gpus": 8, "batch": 32, "gpu": "h100", "sequence": 1024, "search_seconds": 0, "workers": 1}
+TINY = """
+[model]
+path = "tiny-qwen3"
+weights = "random"
+[mesh]
+pp = 2
+[data]
+sequence = 64
+[train]
+steps = 10
+"""
+
+
+@pytest.fixture
+def planned(tmp_path, monkeypatch):
+    """A plan and its file: two pipelines of sharded weights, with layers that are not even."""
+    monkeypatch.chdir(tmp_path)
+    made = zp.plan("qwen3-8b", pp=[4], tp=[1], schedules=["zbv"], microbatch_sizes=[1], ac=["none"], **SIZES)
+    write_run(made, made.best, "run.toml", "qwen3-8b", "h100")
+    return made
+
+
+def test_a_plans_file_has_the_plans_numbers(planned, run):
+    """The plan is the oracle: the dry run reads everything from the file again."""
+    row = planned.best
+    status, out, _ = run("train", "run.toml", "--dry-run", "--json", "--model.weights", "random")
+    shown = json.loads(out)
+    assert status == 0
+    assert shown["prediction"]["step"] == pytest.approx(row.step)
+    assert shown["prediction"]["bubble"] == pytest.approx(row.bubble)
+    assert shown["prediction"]["mfu"] == pytest.approx(planned.mfu(row))
+    assert shown["prediction"]["tokens_per_second"] == pytest.approx(8 * planned.speed(row))
+    assert max(sum(one["memory"].values()) for one in shown["ranks"]) == pytest.approx(row.memory.peak)
+    assert tuple(shown["layers_per_stage"]) == row.counts
+    assert (shown["num_processes"], shown["mesh"]["dp_shard"], shown["num_microbatches"]) == (8, 2, 16)
+    assert (shown["num_parameters"], shown["notes"]) == (8_190_735_360, [])
+    assert [one["stages"] for one in shown["ranks"]] == [[0, 7], [1, 6], [2, 5], [3, 4]]
+
+
+def test_one_file_for_all_commands(planned, run):
+    shown = json.loads(run("run", "run.toml", "--dry-run", "--json")[1])[0]
+    assert shown["layers_per_stage"] == list(planned.best.counts)
+    assert (shown["mesh"], shown["num_microbatches"]) == ({"pp": 4, "dp_shard": 2}, 16)
+    assert json.loads(run("simulate", "run.toml", "--json")[1])["num_stages"] == 8
+    assert run("train", "run.toml", "--dry-run", "--model.path", "qwen3-32b")[2] == (
+        "zeropipe: model.path='qwen3-32b' is a name for planning: give the directory of its weights as --model.path\n"
+    )
+    Path("only.toml").write_text(Path("run.toml").read_text() + "[lora]\nrank = 4\n")
+    assert run("run", "only.toml", "--dry-run")[2] == (
+        "zeropipe: only.toml: [lora] is for `zeropipe train` alone: leave it out here\n"
+    )
+    Path("offload.toml").write_text(Path("run.toml").read_text().replace("[engine]", "[engine]\noffload = true"))
+    assert run("run", "offload.toml", "--dry-run")[2] == (
+        "zeropipe: offload.toml: engine.offload=True is for `zeropipe train` alone: leave it out here\n"
+    )
+    Path("odd.toml").write_text(Path("run.toml").read_text().replace("batch = 32", "batch = 33"))
+    assert run("run", "odd.toml", "--dry-run")[2].startswith("zeropipe: odd.toml: data.batch=33 cannot be shared out")
+
+
+def test_what_is_known_without_costs(tmp_path, monkeypatch, run):
+    """Bytes of a parameter by hand: AdamW has two moments, 16-bit weights are learned in float32."""
+    monkeypatch.chdir(tmp_path)
+    Path("run.toml").write_text(TINY)
+    shown = json.loads(run("train", "run.toml", "--dry-run", "--json")[1])
+    assert shown["prediction"] is None
+    assert "--schedule.costs h100" in shown["notes"][0]
+    for one in shown["ranks"]:
+        size = 4 * one["parameters"]
+        expected = {"weights": size, "gradients": size, "masters": 0, "optimizer": 2 * size}
+        assert one["memory"] == pytest.approx(expected)
+    assert sum(one["parameters"] for one in shown["ranks"]) == shown["num_parameters"]
+    states = {
+        "--model.dtype bfloat16": (2, 4, 12), "--model.dtype bfloat16 --optimizer.master_weights false": (2, 2, 4),
+        "--model.dtype float64": (8, 8, 16), "--optimizer.name sgd": (4, 4, 0), "--lora.rank 4": (4, 0, 0),
+        "--optimizer.name sgd --optimizer.momentum 0.9": (4, 4, 4), "--optimizer.name adafactor": (4, 4, 0),
+    }  # fmt: skip
+    for given, (weights, gradients, optimizer) in states.items():
+        state = state_of(read_run("run.toml", given.split()))
+        assert (state.weights, state.gradients, state.optimizer) == (weights, gradients, optimizer), given
+
+
+def test_balance_by_time_is_zp_balance(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    costs = zp.estimate("qwen3-8b", gpu="h100", sequence=1024, dtype="float32", compile=False)
+    Path("costs.json").write_text(to_layer_json(costs))
+    given = [
+        "--model.path",
+        "qwen3-8b",
+        "--model.weights",
+        "random",
+        "--mesh.pp",
+        "4",
+        "--schedule.balance",
+        "time",
+        "--train.steps",
+        "1",
+    ]
+    for source in ("costs.json", "h100"):
+        made = preview(read_run(None, [*given, "--schedule.costs", source]))
+        schedule = zp.build("1f1b", ranks=4, microbatches=8)
+        assert made.layers_per_stage == zp.balance(costs, schedule).counts != (9, 9, 9, 9)
+        assert made.prediction is not None
+
+
+@pytest.mark.parametrize("given, note", [
+    ("--data.sequence 512", "no prediction: the costs are of 1024 tokens, data.sequence=512"),
+    ("--model.dtype float64", "no prediction: the costs are of float32, model.dtype=float64"),
+    ("--lora.rank 4", "no prediction with lora: costs are of training all weights"),
+    ("--data.microbatch 2", "no prediction: the costs of qwen3-8b have no setting with "),
+    ("--mesh.pp 1", "rank 0 needs "),
+])  # fmt: skip
+def test_a_prediction_that_would_be_wrong_is_not_made(tmp_path, monkeypatch, given, note):
+    monkeypatch.chdir(tmp_path)
+    costs = zp.estimate("qwen3-8b", gpu="h100", sequence=1024, dtype="float32", compile=False)
+    Path("costs.json").write_text(to_layer_json(costs))
+    base = "--model.path qwen3-8b --model.weights random --mesh.pp 4 --schedule.costs costs.json --train.steps 1"
+    made = preview(read_run(None, [*base.split(), *given.split()]))
+    assert made.notes[0].startswith(note)
+    assert (made.prediction is None) == note.startswith("no ")
+
+
+def test_copies_take_time_for_their_sums():
+    """A ring over two copies sends every byte of a rank's gradients once, through the link of the data sheet."""
+    given = [
+        "--model.path",
+        "qwen3-8b",
+        "--model.weights",
+        "random",
+        "--mesh.pp",
+        "4",
+        "--schedule.costs",
+        "h100",
+        "--train.steps",
+        "1",
+    ]
+    one, two = (preview(read_run(None, [*given, *more.split()])) for more in (
+        "--data.batch 8", "--data.batch 16 --mesh.dp_replicate 2"))  # fmt: skip
+    largest = max(rank.parameters for rank in one.ranks)
+    assert two.prediction.step - one.prediction.step == pytest.approx(largest * 4 / (450e9 * 0.8))
+
+
+def test_a_dry_run_needs_no_torch_and_fits_a_terminal(tmp_path):
+    (tmp_path / "run.toml").write_text(TINY)
+    code = "import sys; from zeropipe.cli import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
+    command = [sys.executable, "-c", code, "train", "run.toml", "--dry-run", "--schedule.costs", "h100"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    assert lines[0] == "tiny-qwen3: 8 layers, 7.3M parameters, float32"
+    assert lines[1] == "2 processes (pp=2), 1 pipeline"
+    assert any(line.startswith("predicted (an estimate for h100): ") for line in lines)
+    assert max(map(len, lines[3:9])) <= 80
+    assert not list(tmp_path.glob("out*"))
