@@ -91,6 +91,7 @@ def _write(wanted: Wanted, part: Path, tell: Tell) -> Facts:
             digest, parts = write_token_files(wanted.files, writer, wanted.vocabulary, progress.beat)
         else:
             digest, parts = _write_tokens(wanted, library or Reader(wanted.files), is_chat, writer, progress), []
+        writer.finish()
     finally:
         writer.close()
     if writer.num_samples == 0:

@@ -12,6 +12,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from zeropipe.train.data.store import OWN, Facts, Part
 
+_DOCUMENTS = 4096  # that are cut together
+
 
 class Writer:
     """Samples go to the disk as they come: in memory is only what was given last."""
@@ -20,8 +22,9 @@ class Writer:
         self._sequence, self._has_mask = sequence, has_mask
         self._dtype = np.dtype(np.uint16 if vocabulary <= 2**16 else np.uint32)
         self._files = {name: (folder / name).open("wb") for name in ("starts", "lengths", "losses", "tokens", "mask")}
-        self._digest = hashlib.blake2b(digest_size=16)
-        self._written = self._document = 0  # token ids: all, and those before the current document
+        self._digests = {name: hashlib.blake2b(digest_size=16) for name in self._files}
+        self._written = 0  # token ids
+        self._ends = [0]  # of documents that are not cut yet; the first is where they begin
         self.num_samples = self.num_tokens = self.num_losses = 0
         self.left_out: dict[str, int] = {}
 
@@ -36,9 +39,14 @@ class Writer:
         self._written += len(ids)
 
     def end_document(self) -> None:
-        """The current document is complete: cut it into samples."""
-        self.cut([self._document], [self._written])
-        self._document = self._written
+        """The current document is complete: it will be cut into samples."""
+        self._ends.append(self._written)
+        if len(self._ends) > _DOCUMENTS:
+            self._cut_documents()
+
+    def _cut_documents(self) -> None:
+        self.cut(self._ends[:-1], self._ends[1:])
+        self._ends = self._ends[-1:]
 
     def cut(self, starts: ArrayLike, ends: ArrayLike) -> None:
         """Samples of documents, each from the token at its start to the one before its end.
@@ -60,7 +68,6 @@ class Writer:
         start = self._written
         self.extend(ids)
         self._put("mask", mask, np.uint8)
-        self._document = self._written
         self._samples(np.array([start]), np.array([len(ids)]), np.array([int(mask[1:].sum())]))
 
     def _samples(self, starts: NDArray[Any], lengths: NDArray[Any], losses: NDArray[Any]) -> None:
@@ -73,8 +80,12 @@ class Writer:
 
     def _put(self, name: str, values: NDArray[Any], dtype: Any) -> None:
         data = values.astype(dtype).tobytes()
-        self._digest.update(data)
+        self._digests[name].update(data)
         self._files[name].write(data)
+
+    def finish(self) -> None:
+        """All has been given."""
+        self._cut_documents()
 
     def close(self) -> None:
         """What is written is in the files; those that were not needed are gone."""
@@ -85,8 +96,9 @@ class Writer:
 
     def facts(self, num_rows: int, files: str, parts: Iterable[Part] = ()) -> Facts:
         """What is known, once all samples and rows are there. `parts`: token ids that stayed in files of others."""
+        digest = hashlib.blake2b(b"".join(one.digest() for one in self._digests.values()), digest_size=16)
         return Facts(
             self.num_samples, num_rows, self.num_tokens, self.num_losses,
             tuple(parts) or (Part(OWN, self._dtype.str, 0, self._written),), self._has_mask,
-            num_rows < self.num_samples, files, self._digest.hexdigest(), self.left_out,
+            num_rows < self.num_samples, files, digest.hexdigest(), self.left_out,
         )  # fmt: skip
