@@ -222,6 +222,24 @@ def test_who_waits_in_vain_says_so(folder):
         open_data(hurried, pipeline=0)
 
 
+def test_a_model_that_cannot_pack_is_refused_at_the_start(tmp_path):
+    from transformers import BloomConfig
+
+    import zeropipe as zp
+    from zeropipe.engine import hf_stages
+    from zeropipe.train.loop.setup import require_packing
+
+    (tmp_path / "a.jsonl").write_text('{"text": "short"}\n' * 5)
+    schedule = zp.build("gpipe", ranks=1, microbatches=1)
+    engine = SimpleNamespace(
+        stages=hf_stages(BloomConfig(hidden_size=16, n_layer=1, n_head=2, vocab_size=64), schedule, 0)
+    )
+    given = {"kind": "text", "path": str(tmp_path / "a.jsonl"), "tokenizer": "bytes"}
+    require_packing(engine, opened(run_of(tmp_path, packing=False, **given)), None)
+    with pytest.raises(ConfigError, match=r"model_type='bloom' does not keep packed samples .*data\.packing=false"):
+        require_packing(engine, opened(run_of(tmp_path, **given)), None)
+
+
 def test_packed_samples_have_the_loss_they_have_alone(tmp_path):
     """A packed batch in a stage of the engine, against every sample alone in transformers' own model."""
     import torch

@@ -47,6 +47,11 @@ class Data:
         self._ahead: Future[Batch] | None = None
 
     @property
+    def is_packed(self) -> bool:
+        """Whether rows have several samples."""
+        return self._form.is_packed
+
+    @property
     def steps_per_epoch(self) -> float:
         """How many batches a pass over the data has; infinite for synthetic data."""
         rows = self._samples.num_rows
@@ -126,6 +131,11 @@ class Evaluation(Sequence[Batch]):
         self._samples, self._form, self._pipeline, self._batch = samples, form, pipeline, batch
         number = -(-samples.num_rows // batch)
         self._number = number if most is None else min(number, most)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether rows have several samples."""
+        return self._form.is_packed
 
     def __len__(self) -> int:
         return self._number

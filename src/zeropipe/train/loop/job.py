@@ -23,7 +23,7 @@ from zeropipe.train.loop.metrics import Metrics, tell
 from zeropipe.train.loop.optimizer import make_optimizer, set_groups
 from zeropipe.train.loop.prepared import prepared
 from zeropipe.train.loop.recorded import Records
-from zeropipe.train.loop.setup import Place, deterministic, make_engine, place_of
+from zeropipe.train.loop.setup import Place, deterministic, make_engine, place_of, require_packing
 from zeropipe.train.loop.signals import Signals
 from zeropipe.train.loop.steps import Counts, Stepper, Taken
 from zeropipe.train.loop.usage import peak_memory, utilization
@@ -63,6 +63,7 @@ class Run:
         self._began, self._is_first = time.monotonic(), dist.get_rank() == 0
         self._data: Any = open_data(config, pipeline=place.pipeline)
         self._held_out: Any = open_evaluation(config, pipeline=place.pipeline)
+        require_packing(engine, self._data, self._held_out)
         self._optimizer = make_optimizer(config, engine.parameters(), place.device)
         self._kept = Kept(config, engine, self._is_first, tell)
         self._counts = self._resumed()

@@ -17,8 +17,9 @@ from zeropipe.engine.engine import Engine
 from zeropipe.engine.mesh.parallelize import parallelize
 from zeropipe.engine.run.job import DTYPES, device_of, mesh_of
 from zeropipe.engine.stages.build import hf_stages
-from zeropipe.errors import MissingExtra
+from zeropipe.errors import ConfigError, MissingExtra
 from zeropipe.train.config.models import RunConfig
+from zeropipe.train.data import Data, Evaluation
 from zeropipe.train.shape import layers_of, model_data, schedule_of
 
 
@@ -67,6 +68,19 @@ def make_engine(config: RunConfig, place: Place) -> Engine:
         dynamic_weights=table.dynamic_weights, direct_gradients=table.direct_gradients,
         regather=table.shards == "regather", timeout=table.timeout,
     )  # fmt: skip
+
+
+def require_packing(engine: Engine, *sets: Data | Evaluation | None) -> None:
+    """ConfigError at the start for packed rows of a model that would not keep samples apart."""
+    if not any(data is not None and data.is_packed for data in sets):
+        return
+    stages: list[Any] = list(engine.stages.values())
+    for stage in stages:
+        if not stage.family.packs:
+            raise ConfigError(
+                f"data.packing=true: model_type={stage.lm.config.model_type!r} does not keep packed samples apart; "
+                "set data.packing=false"
+            )
 
 
 def kept_dtype(config: RunConfig) -> torch.dtype:
