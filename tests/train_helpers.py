@@ -38,10 +38,10 @@ def model_directory(path: Path, *, tied: bool = False, seed: int = 0) -> Path:
     return path
 
 
-def run_config(output: Path, model: Path | str, **tables: dict[str, Any]) -> RunConfig:
+def run_config(output: Path, start: Path | str, /, **tables: dict[str, Any]) -> RunConfig:
     """A file with small numbers; `tables` change some of them."""
     given: dict[str, dict[str, Any]] = {
-        "model": {"path": str(model), "dtype": "float64"},
+        "model": {"path": str(start), "dtype": "float64"},
         "data": {"kind": "synthetic", "sequence": 12, "batch": 8, "microbatch": 1, "packing": False},
         "engine": {"device": "cpu", "timeout": 60.0},
         "optimizer": {"lr": 1e-2, "eps": 1e-4},

@@ -82,7 +82,7 @@ def convert(source: str, target: str, shard_size: float, like: str | None, as_js
     if as_json:
         output.print_json({"made": made, "path": target, "num_files": len(files), "num_bytes": size})
     else:
-        what = "a model directory" if made == "model" else "a checkpoint"
+        what = {"model": "a model directory", "adapter": "an adapter of peft's", "checkpoint": "a checkpoint"}[made]
         print(f"wrote {target}: {what}, {len(files)} files, {output.size_text(size, 'B')}")
 
 

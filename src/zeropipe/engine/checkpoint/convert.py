@@ -19,13 +19,21 @@ from zeropipe.engine.checkpoint.manifest import FILE, Manifest, Saved, Target, r
 from zeropipe.engine.checkpoint.names import own_tensors, tied_sets
 from zeropipe.engine.checkpoint.pieces import Written
 from zeropipe.engine.checkpoint.save import described_model
-from zeropipe.engine.stages.adapters import is_adapters
+from zeropipe.engine.stages.adapters import Injected, adapter_from, is_adapters
 from zeropipe.engine.stages.contract import told
 from zeropipe.engine.stages.hf import HFStage
 from zeropipe.engine.stages.models import meta_model
 from zeropipe.engine.stages.open import Model, open_model, read_config
 from zeropipe.engine.stages.save import names_saved, write_files
-from zeropipe.engine.stages.switch import Workshop, require_same_model, switch_to_model
+from zeropipe.engine.stages.switch import (
+    Part,
+    Workshop,
+    require_same_adapter,
+    require_same_model,
+    save_tensors,
+    switch_to_adapter,
+    switch_to_model,
+)
 from zeropipe.engine.stages.whole import Whole, listed
 from zeropipe.errors import ConfigError
 
@@ -35,18 +43,24 @@ MOST_BYTES = 5_000_000_000
 
 def convert(
     source: str | Path, target: str | Path, *, shard_size: int = MOST_BYTES, like: str | Path | None = None,
-    begin: Begin = lambda name: None,
+    dtype: torch.dtype | None = None, begin: Begin = lambda name: None,
 ) -> str:  # fmt: skip
     """Make a model directory of a checkpoint, or a checkpoint of a model directory; which of them was made.
 
-    `like`: a model directory whose tokenizer goes with the new one; where the model came from if not given.
+    Of a run that trained an adapter the adapter alone is written, as a directory of peft's ("adapter").
+    `like`: a model directory whose tokenizer goes with the new one; where the model came from if not given. `dtype`: of
+    the weights of a model directory, if not their own.
     `shard_size`: bytes of a safetensors file at most. `begin` is called with the name of each part that is begun.
     """
     source, target = Path(source), Path(target)
     if source.resolve() == target.resolve():
         raise ConfigError(f"{source} is converted to itself: give another folder to write")
     if (source / FILE).exists():
-        _to_model(source, target, shard_size, like, begin)
+        manifest = read_manifest(source)
+        if manifest.model.get("adapter") is not None:
+            _to_adapter(source, manifest, target, begin)
+            return "adapter"
+        _to_model(source, manifest, target, shard_size, like, dtype, begin)
         return "model"
     if (source / "config.json").exists():
         _to_checkpoint(source, target, begin)
@@ -54,22 +68,28 @@ def convert(
     raise ConfigError(f"{source} is neither a checkpoint ({FILE}) nor a model directory (config.json)")
 
 
-def _to_model(source: Path, directory: Path, shard_size: int, like: str | Path | None, begin: Begin) -> None:
+def _to_model(
+    source: Path, manifest: Manifest, directory: Path, shard_size: int, like: str | Path | None,
+    dtype: torch.dtype | None, begin: Begin,
+) -> None:  # fmt: skip
     if shard_size < 1:
         raise ConfigError(f"shard_size={shard_size}: give the bytes that a file may have")
-    manifest = read_manifest(source)
     config, saved = _config(source, manifest), manifest.under("model")
     if adapters := [name for name in saved if is_adapters(name)]:
         raise ConfigError(
             f"{source} holds an adapter ({listed(adapters)}): load it into an engine and use save_stages(merge=True)"
         )
+    if manifest.model.get("base") is not None:
+        raise ConfigError(f"{source} has the trained weights only: load it into an engine and use save_stages")
+    config.dtype = dtype or config.dtype
     config._name_or_path = str(like or manifest.model.get("origin") or "")
     whole = Whole(meta_model(config, config.dtype or torch.float32), manifest.model["head"])
     wanted = _stored_as(source, names_saved(whole), saved, manifest.model["ties"])
 
     def get(name: str) -> Tensor:
         begin(name)
-        return pieces.read_whole(source / manifest.folder, wanted[name], saved[wanted[name]])
+        found = pieces.read_whole(source / manifest.folder, wanted[name], saved[wanted[name]])
+        return found.to(dtype) if dtype is not None and found.is_floating_point() else found
 
     require_same_model(directory, config)
     workshop = Workshop(directory, Workshop.token(is_distributed=True))
@@ -78,6 +98,34 @@ def _to_model(source: Path, directory: Path, shard_size: int, like: str | Path |
         tensors = {name: lambda n=name: get(n) for name in sorted(wanted)}
         workshop.add(0, write_files(whole, tensors, 0, workshop.path, shard_size))
         switch_to_model(workshop, 1, set(wanted), config)
+    except BaseException:
+        workshop.close()
+        raise
+
+
+def _to_adapter(source: Path, manifest: Manifest, directory: Path, begin: Begin) -> None:
+    """An adapter has as much memory as it needs: it is small."""
+    model = _config(source, manifest)
+    whole = Whole(meta_model(model, model.dtype or torch.float32), manifest.model["head"])
+    injected = Injected(whole, adapter_from(manifest.model["adapter"]))
+    saved, keys = manifest.under("model"), injected.keys
+    config = injected.config
+    config.inference_mode = True  # what peft writes too
+    if origin := manifest.model.get("origin"):
+        config.base_model_name_or_path = origin
+    if missing := keys.keys() - saved.keys():
+        raise ConfigError(f"{source} has no {listed(missing)}: its adapter is another one")
+    require_same_adapter(directory, config)
+    workshop = Workshop(directory, Workshop.token(is_distributed=True))
+    workshop.open()
+    try:
+        tensors = {}
+        for name, key in sorted(keys.items()):
+            begin(name)
+            tensors[key] = pieces.read_whole(source / manifest.folder, name, saved[name])
+        save_tensors(tensors, workshop.path / "0.safetensors")
+        workshop.add(0, Part({"0.safetensors": list(tensors)}, list(keys), 0))
+        switch_to_adapter(workshop, 1, set(keys), config)
     except BaseException:
         workshop.close()
         raise

@@ -10,12 +10,14 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from zeropipe.engine.checkpoint import pieces
+from zeropipe.engine.checkpoint.frozen import fingerprint
 from zeropipe.engine.checkpoint.manifest import Manifest, Saved, read_manifest
-from zeropipe.engine.checkpoint.names import Catalog, HasTeam, Team, tied_sets
-from zeropipe.engine.checkpoint.optimizers import Optimized
+from zeropipe.engine.checkpoint.names import Catalog, Described, HasTeam, Team, tied_sets
+from zeropipe.engine.checkpoint.optimizers import MASTER, Optimized
 from zeropipe.engine.checkpoint.pieces import Reading
 from zeropipe.engine.checkpoint.randomness import set_random_states
 from zeropipe.engine.checkpoint.values import decode
+from zeropipe.engine.masters import MasterWeights
 from zeropipe.engine.setup import agree
 from zeropipe.engine.stages.whole import listed
 from zeropipe.errors import ConfigError
@@ -48,6 +50,11 @@ def load_checkpoint(path: str | Path, engine: HasTeam, optimizer: Any = None, *,
         (plan,) = plans
         if len(set(folders)) > 1:
             raise ConfigError(f"{path} changed while it was read, or is not the same folder on all ranks: try again")
+        base = plan.manifest.model.get("base")
+        if base is not None and base != fingerprint(team.fabric, catalog):
+            raise ConfigError(
+                f"{path} is of other frozen weights than the model's: load it into the model that it was trained on"
+            )
     with engine.together("loading a checkpoint", refusing=False):
         plan.run()
         team.fabric.exchange(None)  # nobody goes on with weights that others do not have yet
@@ -58,14 +65,16 @@ class _Plan:
     """Everything that can be wrong is found when this is made."""
 
     def __init__(self, path: Path, team: Team, catalog: Catalog, optimizer: Any, random: bool) -> None:
-        self._catalog, self._device, self._place = catalog, team.fabric.device, team.fabric.place
-        self.manifest = manifest = _under_our_names(path, read_manifest(path), catalog)
+        self._device, self._place = team.fabric.device, team.fabric.place
+        manifest = _under_our_names(path, read_manifest(path), catalog)
+        self.manifest = manifest = learned_here(manifest, catalog, isinstance(optimizer, MasterWeights))
         self._path, self.folder = path / manifest.folder, manifest.folder
         self._weights, self._states = manifest.under("model"), manifest.under("optim")
-        _check_model(path, self._weights, catalog)
+        _check_model(path, manifest, catalog, isinstance(optimizer, MasterWeights))
         self._random = _random_of(manifest, team) if random else {}
         self._optimized = None if optimizer is None else Optimized(optimizer, catalog)
-        weights = {name: tensors[0] for name, tensors in catalog.loaded.items()}
+        self._loaded = {name: tensors for name, tensors in catalog.loaded.items() if name in self._weights}
+        weights = {name: tensors[0] for name, tensors in self._loaded.items()}
         Reading(self._path, weights, self._weights, self._progress).check()
         if self._optimized is not None:
             self._optimized.check(self._states, manifest.optimizer)
@@ -82,7 +91,7 @@ class _Plan:
 
     def run(self) -> None:
         """Change the model and the optimizer."""
-        self._fill(self._catalog.loaded, self._weights)
+        self._fill(self._loaded, self._weights)
         if self._optimized is not None:
             self._fill(self._optimized.prepare(self._states, self.manifest.optimizer or {}), self._states)
         if self._generators:
@@ -114,20 +123,45 @@ def _under_our_names(path: Path, manifest: Manifest, catalog: Catalog) -> Manife
     return replace(manifest, optimizer=facts, tensors={renamed(n): t for n, t in manifest.tensors.items()})
 
 
-def _check_model(path: Path, saved: Mapping[str, Saved], catalog: Catalog) -> None:
+def learned_here(manifest: Manifest, catalog: Catalog, has_masters: bool) -> Manifest:
+    """Weights that are learned in float32 may lie in the model on one layout, beside one of 16 bits on another.
+
+    So a float32 weight is its own copy for MasterWeights, and such a copy is the weight of a model in float32.
+    """
+    tensors = dict(manifest.tensors)
+    learned = manifest.optimizer["group_of"] if has_masters and manifest.optimizer else {}
+    for name, here in catalog.described.items():
+        weight, master = f"model.{name}", f"optim.{name}.{MASTER}"
+        if here.dtype == "float32" and master in tensors:
+            tensors[weight] = tensors.pop(master)
+        elif name in learned and _is_copied(here, tensors.get(weight)):
+            tensors.setdefault(master, tensors[weight])
+    return replace(manifest, tensors=tensors)
+
+
+def _is_copied(here: Described, saved: Saved | None) -> bool:
+    """Whether a weight of 16 bits is saved in float32."""
+    return saved is not None and saved.dtype == "float32" and here.dtype in ("bfloat16", "float16")
+
+
+def _check_model(path: Path, manifest: Manifest, catalog: Catalog, has_masters: bool) -> None:
     """Names, shapes and dtypes are those of the whole model."""
-    if missing := catalog.described.keys() - saved.keys():
+    saved = manifest.under("model")
+    wanted = catalog.described
+    if manifest.model.get("base") is not None:
+        wanted = {name: here for name, here in wanted.items() if not here.is_frozen}
+    if missing := wanted.keys() - saved.keys():
         raise ConfigError(f"{path} has no {listed(missing)}: it is a checkpoint of another model")
-    if unknown := saved.keys() - catalog.described.keys():
+    if unknown := saved.keys() - wanted.keys():
         raise ConfigError(f"{path} has {listed(unknown)}, which is not in the model: it is of another one")
-    for name, wanted in catalog.described.items():
-        if saved[name].shape != wanted.shape:
+    for name, here in wanted.items():
+        if saved[name].shape != here.shape:
             raise ConfigError(
-                f"{name} is {saved[name].shape} in {path}, {wanted.shape} in the model: it is of another one"
+                f"{name} is {saved[name].shape} in {path}, {here.shape} in the model: it is of another one"
             )
-        if saved[name].dtype != wanted.dtype:
+        if saved[name].dtype != here.dtype and not (has_masters and _is_copied(here, saved[name])):
             raise ConfigError(
-                f"{name} is {saved[name].dtype} in {path}, {wanted.dtype} in the model: give hf_stages(dtype=...)"
+                f"{name} is {saved[name].dtype} in {path}, {here.dtype} in the model: give hf_stages(dtype=...)"
             )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from zeropipe.core.schedule import Schedule
 from zeropipe.engine.comm.fabric import Fabric
@@ -45,6 +45,7 @@ class Described(NamedTuple):
     name: str
     shape: tuple[int, ...]
     dtype: str
+    is_frozen: bool = False  # a parameter that is not trained
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,6 +105,11 @@ class Catalog:
         return {own.name: own.tensor for own in self.own if own.name not in self.ties}
 
     @cached_property
+    def frozen(self) -> dict[str, Tensor]:
+        """Of what this rank can save, the parameters that are not trained."""
+        return {name: tensor for name, tensor in self.saved.items() if _is_frozen(tensor)}
+
+    @cached_property
     def loaded(self) -> dict[str, list[Tensor]]:
         """What this rank loads; where both ends of a tie are here and are two tensors, both."""
         found: dict[str, dict[int, Tensor]] = {}
@@ -120,6 +126,10 @@ class Catalog:
     def tied_sets(self) -> set[frozenset[str]]:
         """The names of each tied tensor."""
         return tied_sets(self.ties)
+
+
+def _is_frozen(tensor: Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) and not tensor.requires_grad
 
 
 def tied_sets(ties: Mapping[str, str]) -> set[frozenset[str]]:
@@ -182,7 +192,8 @@ def _word(own: Iterable[Own], stages: Mapping[int, Told]) -> _Word:
     described: dict[int, list[Described]] = {stage: [] for stage in stages}
     same: dict[int, list[str]] = {}
     for each in own:
-        what = Described(each.name, tuple(each.tensor.shape), str(each.tensor.dtype).removeprefix("torch."))
+        dtype = str(each.tensor.dtype).removeprefix("torch.")
+        what = Described(each.name, tuple(each.tensor.shape), dtype, _is_frozen(each.tensor))
         described[each.stage].append(what)
         same.setdefault(id(each.tensor), []).append(each.name)
     names = {id(each.tensor): each.name for each in own}

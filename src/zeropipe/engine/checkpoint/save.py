@@ -14,6 +14,7 @@ from torch import Tensor
 from zeropipe.core.schedule import Schedule
 from zeropipe.engine.backward.gradients import local
 from zeropipe.engine.checkpoint import pieces
+from zeropipe.engine.checkpoint.frozen import fingerprint
 from zeropipe.engine.checkpoint.manifest import Manifest, Target
 from zeropipe.engine.checkpoint.names import Catalog, HasTeam, Team
 from zeropipe.engine.checkpoint.optimizers import Kept, Optimized
@@ -23,6 +24,7 @@ from zeropipe.engine.checkpoint.saving import Progress, Saving
 from zeropipe.engine.checkpoint.values import encode
 from zeropipe.engine.layout import Layout
 from zeropipe.engine.setup import agree
+from zeropipe.engine.stages.adapters import described_adapter
 from zeropipe.engine.stages.hf import HFStage
 from zeropipe.engine.stages.save import config_of
 from zeropipe.engine.torch_private import like
@@ -37,6 +39,7 @@ def save_checkpoint(
     step: int | None = None,
     extra: Any = None,
     random: bool = False,
+    frozen: bool = True,
     asynchronous: bool = False,
 ) -> Saving:
     """Save weights, buffers and the optimizer's state into the folder `path`, for `load_checkpoint` on any layout.
@@ -45,7 +48,8 @@ def save_checkpoint(
     last moment, and then the new one. `optimizer`: any of torch's whose state is tensors and numbers, or MasterWeights;
     learning rates and other options of its groups are saved with it. `extra`: the same on every rank, made of numbers,
     strings, lists, tuples, dicts and tensors (a scheduler's `state_dict()`, say). `random`: the states of the
-    random-number generators too, for the same layout.
+    random-number generators too, for the same layout. `frozen=False` leaves out parameters that are not trained: who
+    loads must have the same ones, which is checked by their sums.
 
     `asynchronous`: return as soon as the tensors are copied to CPU memory. `wait()` of what is returned ends when the
     checkpoint is there; the next save and `engine.close()` wait for it, too.
@@ -54,7 +58,7 @@ def save_checkpoint(
         before, engine.saving = engine.saving, None
         before.wait()
     with engine.together("saving a checkpoint") as team:
-        saving = _start(Path(path), team, optimizer, step, extra, random, asynchronous)
+        saving = _start(Path(path), team, optimizer, step, extra, random, frozen, asynchronous)
     if asynchronous:
         engine.saving = saving
     else:
@@ -72,9 +76,11 @@ class _Share(NamedTuple):
 
 
 def _start(
-    path: Path, team: Team, optimizer: Any, step: int | None, extra: Any, random: bool, asynchronous: bool
+    path: Path, team: Team, optimizer: Any, step: int | None, extra: Any, random: bool, frozen: bool, asynchronous: bool
 ) -> Saving:
     fabric, catalog = team.fabric, Catalog(team)
+    left_out = {} if frozen else catalog.frozen
+    base = None if frozen else fingerprint(fabric, catalog)
     tokens: list[str] = []
     state: dict[str, Tensor] = {}
     beside: dict[str, Tensor] = {}
@@ -83,7 +89,8 @@ def _start(
         if step is not None and type(step) is not int:
             raise ConfigError(f"step={step!r}: give the number of steps done")
         encoded = encode(extra, "extra", beside)
-        state.update({f"model.{name}": tensor.detach() for name, tensor in catalog.saved.items()})
+        kept_here = {name: tensor for name, tensor in catalog.saved.items() if name not in left_out}
+        state.update({f"model.{name}": tensor.detach() for name, tensor in kept_here.items()})
         kept = None if optimizer is None else Optimized(optimizer, catalog).keep()
         if kept is not None:
             state.update({f"optim.{name}": tensor for name, tensor in kept.tensors.items()})
@@ -101,7 +108,7 @@ def _start(
     try:
         shares: list[_Share] = agree(fabric, prepare)
         plans, metadata = _shared_out(shares)
-        model, optimized = _model(team, catalog), _optimizer(shares)
+        model, optimized = _model(team, catalog) | {"base": base}, _optimizer(shares)
     except ConfigError:
         for token in tokens:
             Target(path, token).close()
@@ -160,10 +167,12 @@ def _model(team: Team, catalog: Catalog) -> dict[str, Any]:
 def described_model(stage: HFStage | None, ties: Mapping[str, str]) -> dict[str, Any]:
     """What a model directory is made of beside its tensors."""
     if stage is None:
-        return {"config": None, "head": None, "origin": "", "ties": dict(ties)}
+        return {"config": None, "head": None, "origin": "", "ties": dict(ties), "adapter": None}
     config = config_of(stage)
-    origin = str(getattr(config, "_name_or_path", "") or "")
-    return {"config": json.loads(config.to_json_string()), "head": stage.head, "origin": origin, "ties": dict(ties)}
+    return {
+        "config": json.loads(config.to_json_string()), "head": stage.head, "ties": dict(ties),
+        "origin": str(getattr(config, "_name_or_path", "") or ""), "adapter": described_adapter(stage),
+    }  # fmt: skip
 
 
 def _optimizer(shares: list[_Share]) -> dict[str, Any] | None:

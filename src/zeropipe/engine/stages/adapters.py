@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import json
 import re
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -260,6 +262,22 @@ def _read_config(directory: Path) -> Any:
         return _peft().PeftConfig.from_pretrained(str(directory))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"cannot read {directory / CONFIG}: {str(error).splitlines()[0]}") from None
+
+
+def described_adapter(stage: HFStage) -> dict[str, Any] | None:
+    """The adapter of a stage's model as plain data, also of a stage that has no part of it."""
+    for name, config in getattr(stage.lm, "peft_config", {}).items():
+        with tempfile.TemporaryDirectory() as folder:
+            config.save_pretrained(folder)
+            return {"name": name, "config": json.loads((Path(folder) / CONFIG).read_text())}
+    return None
+
+
+def adapter_from(described: Mapping[str, Any]) -> Adapter:
+    """The other way; it has no values."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / CONFIG).write_text(json.dumps(described["config"]))
+        return Adapter(_checked(_read_config(Path(folder))), described["name"])
 
 
 def base_of(directory: Path) -> str:

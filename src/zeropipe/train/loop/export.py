@@ -6,6 +6,7 @@ from pathlib import Path
 
 from zeropipe.engine.checkpoint.convert import convert
 from zeropipe.engine.engine import Engine
+from zeropipe.engine.run.job import DTYPES
 from zeropipe.train.config.models import RunConfig
 from zeropipe.train.data.wanted import BYTES
 
@@ -20,7 +21,7 @@ def export(config: RunConfig, engine: Engine, checkpoint: Path, is_first: bool) 
             place.name = f"the export, {name}"  # it gets on
 
         if is_first:
-            tokenizer = config.data.tokenizer
-            convert(checkpoint, target, like=None if tokenizer == BYTES else tokenizer, begin=begin)
+            like = None if config.data.tokenizer == BYTES else config.data.tokenizer
+            convert(checkpoint, target, like=like, dtype=DTYPES[config.model.dtype], begin=begin)
         team.fabric.exchange(None)
     return target

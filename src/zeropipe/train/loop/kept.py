@@ -32,6 +32,7 @@ class Kept:
 
     def __init__(self, config: RunConfig, engine: Engine, is_first: bool, tell: Tell) -> None:
         self._table, self._engine, self._is_first, self._tell = config.checkpoint, engine, is_first, tell
+        self._saves_frozen = config.lora is None  # the model beside an adapter is where it was
         self.folder = Path(config.train.output) / "checkpoints"
         self._saving: Saving | None = None
         self._is_best = False
@@ -44,8 +45,9 @@ class Kept:
         path = self.folder / f"step-{step:06d}"
         try:
             self._saving = save_checkpoint(
-                path, self._engine, optimizer, step=step, extra=extra, asynchronous=self._table.asynchronous
-            )
+                path, self._engine, optimizer, step=step, extra=extra, frozen=self._saves_frozen,
+                asynchronous=self._table.asynchronous,
+            )  # fmt: skip
         except EngineError as error:
             self._failed(error, last)
             return

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from zeropipe.engine.masters import MasterWeights
 from zeropipe.errors import ConfigError
 from zeropipe.train.config.models import OptimizerTable, RunConfig
+from zeropipe.train.loop.setup import kept_dtype
 
 KINDS: dict[str, type[torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD, "adafactor": torch.optim.Adafactor,
@@ -30,7 +31,7 @@ def make_optimizer(config: RunConfig, parameters: list[nn.Parameter], device: to
         on_gpu = device.type == "cuda" and not config.engine.offload
         options["fused"] = table.fused == "yes" or (table.fused == "auto" and on_gpu) or None
     kind = KINDS[table.name]
-    if table.master_weights and any(p.dtype in (torch.bfloat16, torch.float16) for p in parameters):
+    if kept_dtype(config) == torch.bfloat16 and table.master_weights and config.lora is None:
         return MasterWeights(kind, groups, **options)
     return kind(groups, **options)
 
