@@ -169,12 +169,13 @@ def hold_hooks(root: Any, keep_whole: bool) -> None:
 def reduce(unit: Any, keep: bool = False) -> None:
     """Start the sum of a unit's gradients over the processes that share it, and let go of its whole weights.
 
-    Or `keep` them.
+    Or `keep` them: what the unit's own hooks will do with them stays as it was.
     """
     unit.set_requires_gradient_sync(True, recurse=False)
-    unit.set_reshard_after_backward(not keep, recurse=False)
     for group in groups_of(unit):
+        before, group.reshard_after_backward = group.reshard_after_backward, not keep
         group.post_backward()
+        group.reshard_after_backward = before
     unit.set_requires_gradient_sync(False, recurse=False)
 
 
