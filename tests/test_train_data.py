@@ -127,7 +127,7 @@ def test_texts_are_what_the_tokenizer_makes_of_them(tmp_path, tokenizer, monkeyp
     )  # fmt: skip
     told = []
     prepare(config, told.append)
-    assert told[-1] == "data: left out 1 empty documents"
+    assert told[-1] == "data: left out empty documents (1)"
     expected = []
     for text in texts:
         ids = [*hf(text).input_ids, hf.eos_token_id]
@@ -176,7 +176,7 @@ def test_answers_of_chats_have_a_loss(tmp_path, marked):
     )  # fmt: skip
     told = []
     prepare(config, told.append)
-    assert told[-1] == "data: left out 1 chats without an answer, 1 chats longer than 60 tokens"
+    assert told[-1] == "data: left out chats without an answer (1), chats longer than 60 tokens (1)"
     expected = []
     for messages in chats[:2]:
         found = hf.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)

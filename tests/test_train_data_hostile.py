@@ -50,7 +50,7 @@ TEXTS = {
     "number": (b'{"text": ' + b"9" * 5000 + b"}", "line 1 is not JSON: Exceeds the limit"),
     "nothing": (b"\n\n", "a.jsonl gives no samples to learn from"),
     "empty": (b"", "a.jsonl gives no samples to learn from"),
-    "empty texts": (b'{"text": ""}\n' * 2, "gives no samples to learn from: left out 2 empty documents"),
+    "empty texts": (b'{"text": ""}\n' * 2, "gives no samples to learn from: left out empty documents (2)"),
 }
 
 
@@ -68,8 +68,8 @@ CHATS = {
     "no role": (b'{"messages": [{"content": "a"}]}', "line 1: a message is {'content': 'a'}: it needs a role"),
     "no content": (b'{"messages": [{"role": "user"}]}', "line 1: the chat template refuses it: "),
     "answer first": (line(("assistant", "a")), "line 1: the chat begins with an answer"),
-    "no answers": (line(("user", "a")), "gives no samples to learn from: left out 1 chats without an answer"),
-    "too long": (line(("user", "a" * 3000), ("assistant", "b")), "left out 1 chats longer than 1,024 tokens"),
+    "no answers": (line(("user", "a")), "gives no samples to learn from: left out chats without an answer (1)"),
+    "too long": (line(("user", "a" * 3000), ("assistant", "b")), "left out chats longer than 1,024 tokens (1)"),
     "half a character": (line(("user", "\ud83d"), ("assistant", "b")), "line 1: '\\ud83d' is half a character"),
 }
 
@@ -136,7 +136,7 @@ ARRAYS = {
     "floats": (np.zeros(3), "a.npy holds float64[3]: token ids are needed, whole numbers in one dimension"),
     "negative": (np.array([1, -1]), "a.npy: it has token id -1, the model knows 0 to 2047"),
     "objects": (np.array([None]), "cannot read "),
-    "one token": (np.array([1]), "gives no samples to learn from: left out 1 documents of less than two tokens"),
+    "one token": (np.array([1]), "gives no samples to learn from: left out documents of less than two tokens (1)"),
 }
 
 

@@ -33,12 +33,12 @@ def prepare(config: RunConfig, tell: Tell) -> None:
         if not wanted.folder.is_dir():
             _make(wanted, tell)
         facts = read_facts(wanted.folder)
-        filled = facts.num_tokens / (facts.num_rows * wanted.sequence)
-        tell(
-            f"{table}: {facts.num_samples:,} samples, {facts.num_tokens:,} tokens, {facts.num_losses:,} with a loss, "
-            f"in {facts.num_rows:,} rows"
-            + (f" of {wanted.sequence:,} ({filled:.1%} filled)" if facts.is_packed else "")
-        )
+        rows = _plural(facts.num_rows, "row")
+        if facts.is_packed:
+            filled = facts.num_tokens / (facts.num_rows * wanted.sequence)
+            rows += f" of {wanted.sequence:,} ({filled:.1%} filled)"
+        samples = _plural(facts.num_samples, "sample")
+        tell(f"{table}: {samples}, {facts.num_tokens:,} tokens, {facts.num_losses:,} with a loss, in {rows}")
         if facts.left_out:
             tell(f"{table}: left out {counted(facts.left_out)}")
 
@@ -119,8 +119,12 @@ def _write_tokens(wanted: Wanted, source: Reader | Library, is_chat: bool, write
 
 
 def counted(left_out: dict[str, int]) -> str:
-    """`3 chats longer than 512 tokens, 1 empty documents`."""
-    return ", ".join(f"{number:,} {why}" for why, number in left_out.items())
+    """`empty documents (1), chats longer than 512 tokens (3)`."""
+    return ", ".join(f"{why} ({number:,})" for why, number in left_out.items())
+
+
+def _plural(number: int, word: str) -> str:
+    return f"{number:,} {word}{'' if number == 1 else 's'}"
 
 
 def _part(folder: Path) -> Path:
