@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,21 +46,28 @@ class Outcome:
     seconds: float
 
 
-def train(config: RunConfig) -> Outcome:
-    """Train as the file says; every rank of the process group calls this alike."""
+def train(config: RunConfig, watch: Callable[[Taken], None] | None = None) -> Outcome:
+    """Train as the file says; every rank of the process group calls this alike. `watch` is called after each step."""
     with Signals() as signals, deterministic(config.train.deterministic):
         prepared(config)
         place = place_of(config)
         with make_engine(config, place) as engine:
             Path(config.train.output).mkdir(parents=True, exist_ok=True)
-            return Run(config, engine, place, signals).all()
+            return Run(config, engine, place, signals, watch).all()
 
 
 class Run:
     """A run on one rank."""
 
-    def __init__(self, config: RunConfig, engine: Engine, place: Place, signals: Signals) -> None:
-        self._config, self._engine, self._place, self._signals = config, engine, place, signals
+    def __init__(
+        self,
+        config: RunConfig,
+        engine: Engine,
+        place: Place,
+        signals: Signals,
+        watch: Callable[[Taken], None] | None = None,
+    ) -> None:
+        self._config, self._engine, self._place, self._signals, self._watch = config, engine, place, signals, watch
         self._began, self._is_first = time.monotonic(), dist.get_rank() == 0
         self._data: Any = open_data(config, pipeline=place.pipeline)
         self._held_out: Any = open_evaluation(config, pipeline=place.pipeline)
@@ -115,13 +123,15 @@ class Run:
     def _next(self, metrics: Metrics | None) -> None:
         """A step and what is due after it."""
         taken = self._stepper.step()
+        if self._watch is not None:
+            self._watch(taken)
         self._stepper.require_sense()
         due, memory = self._agree()
         self._kept.look()
-        if taken.timeline is not None:
-            self._records.add(taken.step, taken.timeline, taken.seconds)
         if metrics is not None:
             metrics.step(self._values(taken, memory))
+        if taken.timeline is not None:  # the report shows this step's loss, too
+            self._records.add(taken.step, taken.timeline, taken.seconds)
         is_last = taken.step == self._num_steps or bool(self._stops)
         is_best = self._evaluated(metrics, is_last)
         every = self._config.checkpoint.every

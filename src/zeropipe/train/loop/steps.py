@@ -89,6 +89,7 @@ class Stepper:
         if not skipped:
             self._optimizer.step()
         self._optimizer.zero_grad()
+        seconds = time.perf_counter() - began  # bringing a timeline together is no part of the step
         timeline = engine.timeline() if engine.record else None
         counts.step, counts.tokens = step + 1, counts.tokens + batch.num_tokens
         counts.skipped += skipped
@@ -96,7 +97,7 @@ class Stepper:
         counts.losses.append(result.loss)
         return Taken(
             step + 1, result.loss, norm, rate, skipped, batch.num_tokens, batch.num_positions, batch.epoch,
-            f"{zlib.crc32(repr(tuple(batch.samples)).encode()):08x}", time.perf_counter() - began, timeline,
+            f"{zlib.crc32(repr(tuple(batch.samples)).encode()):08x}", seconds, timeline,
         )  # fmt: skip
 
     def require_sense(self) -> None:
