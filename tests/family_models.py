@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,17 @@ PROMISED = (
 )  # fmt: skip
 
 
-def tiny(model_type: str, num_layers: int = 4, **changes: Any) -> Any:
-    """A config with small widths and the first layers of the type's own pattern."""
+@cache
+def _default(model_type: str) -> tuple[Any, int]:
+    """A type's own config, and how many layers that has."""
     config = decoder_config(AutoConfig.for_model(model_type, **models_table.EXAMPLES.get(model_type, {})))
     model = meta_model(config, torch.float32)
-    total = len(model.get_submodule(layers_of(model)))
+    return config, len(model.get_submodule(layers_of(model)))
+
+
+def tiny(model_type: str, num_layers: int = 4, **changes: Any) -> Any:
+    """A config with small widths and the first layers of the type's own pattern."""
+    config, total = _default(model_type)
     small = small_config(config, min(num_layers, total), total, {**entry_of(config).small, **changes})
     small._experts_implementation = "eager"  # transformers' grouped product has no float64
     return small

@@ -21,9 +21,16 @@ def cache(compile_cache):
     return str(compile_cache)
 
 
-@pytest.mark.parametrize("split", ["store", "autograd"])
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize(
+    "family,split",
+    [
+        ("qwen3", "store"),
+        ("llama", "autograd"),
+        pytest.param("llama", "store", marks=pytest.mark.full),
+        pytest.param("qwen3", "autograd", marks=pytest.mark.full),
+    ],
+)
 def test_eager(family, name, split, cache):
     schedule = zp.build(name, ranks=2, microbatches=4)
     modes = AC_MODES[:4] if split == "store" else AC_MODES[:2]  # torch's way cannot recompute some operators only
@@ -36,7 +43,7 @@ def test_eager(family, name, split, cache):
     "family,name,modes",
     [
         ("llama", "zbv", AC_MODES[:2]),
-        ("llama", "dualpipe", AC_MODES[:2]),
+        ("llama", "dualpipe", AC_MODES[:1]),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

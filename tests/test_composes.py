@@ -43,7 +43,7 @@ def cells() -> list[tuple[str, str, str]]:
     return [(row[0], mesh, said) for row in rows for mesh, said in zip(meshes, row[1:], strict=True)]
 
 
-QUICK = {('`split="autograd"`', "pp=2,tp=2"), ("`sequence_parallel=True`", "dp_shard=2,tp=2")}
+QUICK = {('`split="autograd"`', "pp=2,tp=2")}  # sharded and spread at once: test_mesh.py
 
 
 def test_the_table_is_whole():

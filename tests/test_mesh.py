@@ -50,8 +50,16 @@ def test_ties(name, sizes):
     assert max(seen.values()) < TOLERANCE, seen
 
 
-@pytest.mark.parametrize("sizes", [{"pp": 4}, SHARDED], ids=str)
-@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zbv", "dualpipe"])
+@pytest.mark.parametrize(
+    "name, sizes",
+    [
+        pytest.param(name, sizes, marks=pytest.mark.full if rare else ())
+        for name in ("1f1b", "interleaved", "zbv", "dualpipe")
+        for sizes in ({"pp": 4}, SHARDED)
+        for rare in [name in ("interleaved", "dualpipe") and sizes == SHARDED]
+    ],
+    ids=str,
+)
 def test_any_number_of_microbatches(name, sizes):
     """3, then 7, then 16, then 1; other numbers on other pipelines."""
     seen = differences(name, sizes, steps=4, numbers=(3, 7, 16, 1))
@@ -59,17 +67,17 @@ def test_any_number_of_microbatches(name, sizes):
 
 
 @pytest.mark.parametrize(
-    "options",
+    "name, options",
     [
-        {"regather": True},
-        {"ac": "full"},
-        {"split": "whole"},
-        {"shapes": "dynamic"},
-        {"split": "autograd"},
+        pytest.param(name, options, marks=pytest.mark.full if rare else ())
+        for name in ("1f1b", "zbv")
+        for options in (
+            {"regather": True}, {"ac": "full"}, {"split": "whole"}, {"shapes": "dynamic"}, {"split": "autograd"},
+        )
+        for rare in [name == "1f1b" and "regather" not in options]
     ],
     ids=str,
-)
-@pytest.mark.parametrize("name", ["1f1b", "zbv"])
+)  # fmt: skip
 def test_options_on_sharded_stages(name, options):
     seen = differences(name, SHARDED, **options)
     assert max(seen.values()) < TOLERANCE, seen
@@ -101,7 +109,7 @@ def test_the_program_says_when_stages_are_gathered_and_reduced(regather):
         pytest.param(name, sizes, qwen3, marks=pytest.mark.full if rare else ())
         for name, sizes in [("1f1b", {"tp": 4}), ("1f1b", {"pp": 2, "tp": 2}), ("zbv", {"pp": 2, "tp": 2})]
         for qwen3 in (False, True)
-        for rare in [qwen3 != (name == "zbv")]  # test_tensor.py has more of them
+        for rare in [qwen3 != (name == "zbv") or (name, "pp" in sizes) == ("1f1b", True)]  # more in test_tensor.py
     ],
 )
 def test_tensor_parallelism(name, sizes, qwen3):
@@ -111,7 +119,7 @@ def test_tensor_parallelism(name, sizes, qwen3):
     assert max(seen.values()) < TOLERANCE, seen
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zbv"])
+@pytest.mark.parametrize("name", ["zbv", pytest.param("1f1b", marks=pytest.mark.full)])
 def test_sharded_and_spread(name):
     """Eight processes: every dimension but replicas at once."""
     sizes = {"pp": 2, "dp_shard": 2, "tp": 2}

@@ -6,7 +6,8 @@ import copy
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from zeropipe.engine.stages.families import entry_of, refusal
 from zeropipe.engine.transformers_private import build, causal_class
@@ -34,7 +35,7 @@ def decoder_config(config: Any) -> Any:
 
 def meta_model(config: Any, dtype: torch.dtype) -> nn.Module:
     """The whole model without memory."""
-    with torch.device("meta"):
+    with torch.device("meta"), _Unfilled():
         try:
             return build(config, dtype).train()
         except Exception as error:  # whatever transformers finds wrong with it
@@ -43,3 +44,17 @@ def meta_model(config: Any, dtype: torch.dtype) -> nn.Module:
                 f"transformers cannot build a model of this config (model_type={config.model_type!r}): "
                 f"{type(error).__name__}: {reason}"
             ) from error
+
+
+class _Unfilled(TorchFunctionMode):
+    """Random numbers are not drawn for tensors that have no memory: torch would go through all steps of it."""
+
+    _drawn = frozenset({nn.init.kaiming_uniform_, nn.init.uniform_, nn.init.normal_, Tensor.uniform_, Tensor.normal_})
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in self._drawn:
+            tensor = args[0] if args else kwargs["tensor"]
+            if tensor.is_meta:
+                return tensor
+        return func(*args, **kwargs)

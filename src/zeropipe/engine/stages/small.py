@@ -12,7 +12,7 @@ _LAYERS = r"(num_|n_)?(hidden_|decoder_|encoder_)?(layers?|blocks)(_per_stack)?"
 # Divided by one number, so that a width stays its heads' number times their width. The width of a head stays as it is:
 # tables of rotary factors belong to it.
 _HEADS = (
-    r"(.*_)?(num|n)_(key_value_|kv_)?heads|n_head|(.*_)?(attention|key_value|query|index_n|mamba_n)_heads"
+    r"(.*_)?(num|n)_(key_value_|kv_|key_|value_)?heads|n_head|(.*_)?(attention|key_value|query|index_n|mamba_n)_heads"
     r"|num_query_groups"
 )
 _WIDTHS = (
