@@ -140,8 +140,7 @@ def test_a_long_text_is_read_in_blocks(tmp_path, tokenizer, monkeypatch):
     folder, hf = tokenizer
     text = "".join(f"line {number} has a few words\n" for number in range(300))
     (tmp_path / "a.txt").write_text(text)
-    for module in ("reading", "texts"):
-        monkeypatch.setattr(f"zeropipe.train.data.{module}.BLOCK", 1000)
+    monkeypatch.setattr("zeropipe.train.data.reading.BLOCK", 1000)
     config = run_of(
         tmp_path, kind="text", path=str(tmp_path / "a.txt"), tokenizer=str(folder), sequence=9999, batch=1,
         train={"epochs": 1},

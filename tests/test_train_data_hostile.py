@@ -176,6 +176,21 @@ def test_a_tokenizer_of_another_model(tmp_path, tokenizers):
     refused(config, r"a.txt: the tokenizer makes ")
 
 
+def test_a_model_without_a_tokenizer(tmp_path):
+    (tmp_path / "config.json").write_text('{"vocab_size": 300, "model_type": "qwen3"}')
+    (tmp_path / "a.txt").write_text("some text")
+    refused(
+        run_of(tmp_path, model=tmp_path, kind="text", path=str(tmp_path / "a.txt")), "has no tokenizer that makes a"
+    )
+
+
+def test_sequences_that_are_too_long_for_the_model(tmp_path):
+    (tmp_path / "config.json").write_text('{"vocab_size": 300, "max_position_embeddings": 512}')
+    refused(
+        run_of(tmp_path, model=tmp_path, sequence=513), "data.sequence=513: the model's max_position_embeddings is 512"
+    )
+
+
 def test_a_huge_line_is_not_read_whole(tmp_path, monkeypatch):
     monkeypatch.setattr("zeropipe.train.data.reading.LONGEST_LINE", 2**20)
     with (tmp_path / "a.jsonl").open("wb") as file:

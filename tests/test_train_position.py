@@ -111,6 +111,14 @@ def test_the_position_is_behind_the_batch_that_was_returned(tmp_path):
     assert [data.next().samples for _ in range(2)] == expected
 
 
+@pytest.mark.parametrize("epochs, rows", [(0.1, 3), (0.15, 5), (1, 30), (2.5, 75)])
+def test_a_part_of_an_epoch(epochs, rows):
+    """Also where the product is no exact number: 0.1 * 30 is a little more than 3."""
+    data = made(Lengths([[2]] * 30), 1, 1, 0, 1, epochs)
+    assert data.steps_left == rows
+    assert data.steps_per_epoch == 30
+
+
 def files_run(folder, **changed):
     train = changed.pop("train", {})
     given = {"kind": "text", "path": str(folder / "*.txt"), "tokenizer": str(folder / "tokenizer"), "sequence": 16}

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from zeropipe.engine.transformers_private import marks_answers, render_with_answers
 from zeropipe.errors import ConfigError, short
-from zeropipe.train.data.reading import BLOCK, Line, require_text
+from zeropipe.train.data.reading import Line, in_blocks, require_text
 from zeropipe.train.data.tokenizer import Bytes, HuggingFace, require_known
 from zeropipe.train.data.writer import Writer
 
@@ -33,7 +33,7 @@ def write_chats(
     """Each chat is a sample. Those that are too long, or without an answer, are left out and counted."""
     hf = _checked(tokenizer)
     longest = sequence * max(map(len, hf.get_vocab()))  # no text of that many tokens is longer
-    for batch in _batches(rendered(line, hf) for line in lines):
+    for batch in in_blocks(rendered(line, hf) for line in lines):
         short_ones = [chat for chat in batch if len(chat.text) <= longest]
         writer.leave_out(f"chats longer than {sequence:,} tokens", len(batch) - len(short_ones))
         if not short_ones:
@@ -127,17 +127,3 @@ def _checked(tokenizer: Bytes | HuggingFace) -> Any:
             f"the tokenizer of {hf.name_or_path} does not tell where tokens are in a text: take a fast one"
         )
     return hf
-
-
-def _batches(chats: Iterable[Chat]) -> Iterator[list[Chat]]:
-    """Some chats of together about a block."""
-    batch: list[Chat] = []
-    size = 0
-    for chat in chats:
-        batch.append(chat)
-        size += len(chat.text)
-        if size >= BLOCK or len(batch) == 1024:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch

@@ -7,11 +7,12 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from zeropipe.errors import ConfigError, short
 
 BLOCK = 2**20  # characters of text that are made into tokens at once
+MOST_TEXTS = 1024  # likewise
 LONGEST_LINE = 2**26  # bytes
 JSONL = (".jsonl", ".ndjson")
 
@@ -117,6 +118,28 @@ class Reader:
                 if not data:
                     self._digest.update(size.to_bytes(8, "little"))  # where one document ends is part of the content
                     return
+
+
+class _HasText(Protocol):
+    @property
+    def text(self) -> str: ...
+
+
+_T = TypeVar("_T", bound=_HasText)
+
+
+def in_blocks(items: Iterable[_T]) -> Iterator[list[_T]]:
+    """Some of them at a time, of together about a block of text."""
+    block: list[_T] = []
+    size = 0
+    for item in items:
+        block.append(item)
+        size += len(item.text)
+        if size >= BLOCK or len(block) == MOST_TEXTS:
+            yield block
+            block, size = [], 0
+    if block:
+        yield block
 
 
 def cut(where: str, text: str) -> Iterator[Piece]:

@@ -41,7 +41,7 @@ class Data:
         self._seed, self._shuffle, self._epochs = seed, shuffle, epochs
         self._identity = dict(identity)
         rows = samples.num_rows
-        self._end = None if epochs is None or rows is None else math.ceil(epochs * rows)
+        self._end = None if epochs is None or rows is None else math.ceil(round(epochs * rows, 6))
         self._place = 0  # rows of all epochs that have been returned
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="data")
         self._ahead: Future[Batch] | None = None

@@ -26,9 +26,6 @@ class Samples(Protocol):
         """None: there is no end."""
         ...
 
-    @property
-    def num_samples(self) -> int | None: ...
-
     def samples_of(self, row: int) -> Ints: ...
 
     def lengths(self, samples: Ints) -> Ints:
@@ -52,7 +49,6 @@ class Synthetic:
     vocabulary: int
     seed: int
     num_rows: None = None
-    num_samples: None = None
 
     def samples_of(self, row: int) -> Ints:
         return np.array([row], dtype=np.int64)
@@ -118,10 +114,6 @@ class Stored:
     @property
     def num_rows(self) -> int:
         return self.facts.num_rows
-
-    @property
-    def num_samples(self) -> int:
-        return self.facts.num_samples
 
     def samples_of(self, row: int) -> Ints:
         if not self.facts.is_packed:

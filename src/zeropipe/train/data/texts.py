@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
-from zeropipe.train.data.reading import BLOCK, Piece
+from zeropipe.train.data.reading import Piece, in_blocks
 from zeropipe.train.data.tokenizer import Bytes, HuggingFace, require_known
 from zeropipe.train.data.writer import Writer
-
-_MOST = 1024  # pieces that are made into tokens at once
 
 
 def write_texts(
@@ -17,7 +15,7 @@ def write_texts(
     """Each document is what the tokenizer makes of it, and its end-of-text token."""
     found = 0  # tokens of the current document's text
     require_known("the tokenizer", tokenizer.end, vocabulary, "it ends texts with")
-    for batch in _batches(pieces):
+    for batch in in_blocks(pieces):
         for piece, ids in zip(batch, tokenizer.encode([piece.text for piece in batch])):
             require_known(piece.where, ids, vocabulary, "the tokenizer makes")
             if len(ids) and not found:
@@ -31,17 +29,3 @@ def write_texts(
                 writer.leave_out("empty documents")
             found = 0 if piece.is_last else found
         beat()
-
-
-def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Some pieces of together about a block."""
-    batch: list[Piece] = []
-    size = 0
-    for piece in pieces:
-        batch.append(piece)
-        size += len(piece.text)
-        if size >= BLOCK or len(batch) == _MOST:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch

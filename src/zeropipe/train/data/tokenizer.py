@@ -39,7 +39,9 @@ class HuggingFace:
             reason = " ".join(str(error).split())[:200]
             raise ConfigError(f"cannot read the tokenizer of {folder}: {type(error).__name__}: {reason}") from None
         places = [n for n in range(len(whole)) if whole[n : n + len(plain)] == plain]
-        if not plain or not places:
+        if not plain:  # transformers makes an empty tokenizer of a model's folder without one
+            raise ConfigError(f"{folder} has no tokenizer that makes a token of a letter: set data.tokenizer")
+        if not places:
             raise ConfigError(f"the tokenizer of {folder} does more than to put tokens before and after a text")
         end = whole[places[0] + len(plain) :]
         if self.hf.eos_token_id is not None and end[-1:] != [self.hf.eos_token_id]:

@@ -64,6 +64,7 @@ class Wanted:
 
 def wanted_of(config: RunConfig) -> dict[str, Wanted]:
     """By table. Synthetic data has no files."""
+    _require_positions(config)
     if config.data.kind == "synthetic":
         if config.evaluation is not None:
             raise ConfigError("evaluation: data.kind='synthetic' has no files to evaluate on; leave the table out")
@@ -111,6 +112,17 @@ def vocabulary_of(config: RunConfig) -> int:
     if not isinstance(found, int):
         raise ConfigError(f"{config.model.path}: its config has no vocab_size, so it is not a language model's")
     return found
+
+
+def _require_positions(config: RunConfig) -> None:
+    """ConfigError for sequences that are longer than any the model is made for."""
+    model, sequence = text_data(config), config.data.sequence
+    for name in ("max_position_embeddings", "n_positions"):
+        most = model.get(name)
+        if isinstance(most, int) and 0 < most < sequence:
+            raise ConfigError(
+                f"data.sequence={sequence}: the model's {name} is {most}; take shorter ones, or change its config.json"
+            )
 
 
 def _tokenizer(config: RunConfig) -> str | None:
