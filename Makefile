@@ -22,7 +22,7 @@ tests: $(STAMP)
 	$(if $(shell command -v timeout),timeout --foreground --kill-after=20 $(LIMIT)) \
 		$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-# what `test` leaves out: every checkpointing mode compiled under every schedule, with a cold and a warm cache
+# what `test` leaves out: whole products, such as every checkpointing mode compiled under every schedule
 test-full: $(STAMP)
 	$(BIN)/python -m pytest -q -m full
 

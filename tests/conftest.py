@@ -14,8 +14,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # The files that take longest begin first, so that no worker is left alone with one of them at the end. Those that
 # compile are far apart: what the first one compiled the second finds in the cache.
 LONG = (
-    "compile", "engine", "models_table", "docs", "engine_hf", "mesh", "families_exact", "browser_app", "faults", "run",
-    "tensor", "pipelining", "weights", "adapters", "browser_looks", "app_load", "save", "compile_schedules",
+    "compile", "engine", "docs", "models_table", "browser_app", "mesh", "engine_hf", "faults", "families_exact",
+    "pipelining_use", "tensor", "browser_looks", "train", "train_resume", "train_lora", "laws", "compile_schedules",
+    "weights", "plan", "pipelining", "browser_picture", "checkpoint", "run", "adapters", "stages", "browser_viewer",
+    "save", "search", "profile", "engine_examples", "app_load",
 )  # fmt: skip
 
 
