@@ -80,6 +80,10 @@ WRONG = {
                            "lora.adapter, and the model that it belongs to as model.path"),
     "no adapter": ("--lora.adapter bare", GOOD, "lora.adapter='bare' is no adapter directory: it has no "
                    "adapter_config.json; give one that peft saved"),
+    "rank of a saved adapter": ("--lora.adapter adapter --lora.rank 4", GOOD,
+                                "lora.rank=4: the saved adapter in adapter says that; leave it out"),
+    "long sequences": ("--model.path bare --data.sequence 5000", GOOD, "data.sequence=5000 is more than "
+                       "max_position_embeddings=4096 of bare: give at most that, or change the model's config"),
     # mesh and batch
     "batch": ("--data.batch 10 --mesh.dp_replicate 2 --data.microbatch 2", GOOD, "data.batch=10 cannot be shared out "
               "over 2 pipelines in microbatches of 2: give a multiple of 4, like 8 or 12"),
@@ -99,6 +103,8 @@ WRONG = {
     "stages per rank": ("--schedule.stages_per_rank 3", GOOD,
                         "schedule: 1f1b needs 1 stage per rank, got stages_per_rank=3"),
     "option": ("--schedule.options.group_size 3", GOOD, "schedule: 1f1b has no option 'group_size': it has none"),
+    "size as an option": ("--schedule.options.ranks 3", GOOD,
+                          "schedule.options.ranks is a size, not an option: mesh.pp says it"),
     "sum of layers": ("--schedule.layers 3,4", GOOD,
                       "schedule.layers=[3, 4] adds up to 7: the model has 8 layers"),
     "number of layers": ("--schedule.layers 4,2,2", GOOD,
@@ -120,7 +126,11 @@ WRONG = {
     "split and compile": ("--engine.split autograd --engine.compile", GOOD, "engine.split='autograd' cannot run "
                           "compiled blocks: use split='store', or compile=False"),
     "momentum": ("--optimizer.momentum 0.9", GOOD,
-                 "optimizer.momentum=0.9 is for sgd: adamw has betas; leave it out"),
+                 "optimizer.momentum=0.9 is for optimizer.name=sgd, not adamw: leave it out"),
+    "decay": ("--rate.decay 0.5", GOOD, "rate.decay=0.5 is for rate.shape=wsd, not cosine: leave it out"),
+    "adafactor": ("--optimizer.name adafactor --mesh.dp_shard 2", GOOD, "optimizer.name='adafactor' keeps sums over "
+                  "rows and columns, which pieces of a weight do not have: use adamw, or mesh.dp_shard=1 and "
+                  "mesh.tp=1"),
     # the run
     "no length": ("--train.steps none", GOOD,
                   "train.steps is missing: say how long to train, with train.steps or train.epochs"),
@@ -140,6 +150,8 @@ WRONG = {
     "no tokenizer": ("--data.kind text --data.path a.txt", GOOD, "data.tokenizer is missing, and "
                      "model.path='tiny-qwen3' is no folder with a tokenizer: give one, or 'bytes', of which each "
                      "byte is a token"),
+    "folder without a tokenizer": ("--data.kind text --data.path a.txt --data.tokenizer bare", GOOD, "data.tokenizer: "
+                                   "bare has no tokenizer.json or other tokenizer; save one there, or name another"),
     "files of nothing": ("--data.path a.txt", GOOD, "data.path='a.txt': data.kind='synthetic' reads no files; set "
                          "data.kind, or leave the path out"),
     "evaluation of nothing": ("--evaluation.path a.txt", GOOD,

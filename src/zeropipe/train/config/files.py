@@ -9,10 +9,11 @@ from pathlib import Path
 
 from zeropipe.engine.run.spec import BUILT_IN
 from zeropipe.errors import MissingExtra
-from zeropipe.train.config.models import RunConfig
+from zeropipe.train.config.models import LoraTable, RunConfig
 from zeropipe.train.shape import num_layers_of
 
 ADAPTER = "adapter_config.json"
+TOKENIZER = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 
 
@@ -50,6 +51,10 @@ def adapter_faults(config: RunConfig) -> Iterator[str]:
     given = config.lora.adapter
     if given is not None and not (Path(given) / ADAPTER).is_file():
         yield f"lora.adapter={given!r} is no adapter directory: it has no {ADAPTER}; give one that peft saved"
+    for name in ("rank", "alpha", "dropout", "target_modules") if given is not None else ():
+        value = getattr(config.lora, name)
+        if value != LoraTable.model_fields[name].default:
+            yield f"lora.{name}={value!r}: the saved adapter in {given} says that; leave it out"
     if find_spec("peft") is None:
         yield f"lora: {MissingExtra('peft', 'peft')}"
 
@@ -63,9 +68,13 @@ def data_faults(config: RunConfig) -> Iterator[str]:
         yield f"data.kind='datasets': {MissingExtra('datasets', 'datasets')}"
     if config.model.path not in BUILT_IN and not Path(config.model.path).exists():
         return  # told already
-    from zeropipe.train.data.wanted import wanted_of
+    from zeropipe.train.data.wanted import BYTES, wanted_of
 
-    wanted_of(config)
+    for wanted in wanted_of(config).values():
+        folder = Path(str(wanted.tokenizer))
+        if wanted.tokenizer not in (None, BYTES) and not any(any(folder.glob(pattern)) for pattern in TOKENIZER):
+            yield f"data.tokenizer: {folder} has no tokenizer.json or other tokenizer; save one there, or name another"
+        return  # it is the same for evaluation
 
 
 def output_faults(config: RunConfig) -> Iterator[str]:

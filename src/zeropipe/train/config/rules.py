@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from typing import Any
 
 from zeropipe.core.mesh import format_mesh
 from zeropipe.engine.run.spec import require_cores
@@ -19,17 +20,26 @@ from zeropipe.train.config.overrides import tables
 from zeropipe.train.config.words import MOST_LINES
 from zeropipe.train.shape import costs_of, layers_of, schedule_of, text_data
 
+SIZE_FIELDS = {"ranks": "mesh.pp", "microbatches": "data.batch", "stages_per_rank": "schedule.stages_per_rank"}
+SIZES = set(SIZE_FIELDS)
+# fields that only some choice reads: what is given beside another choice would be left out without a word
+ONLY_WITH = {
+    "optimizer.momentum": ("optimizer.name", ("sgd",)), "optimizer.betas": ("optimizer.name", ("adamw", "adam")),
+    "optimizer.eps": ("optimizer.name", ("adamw", "adam")), "rate.decay": ("rate.shape", ("wsd",)),
+    "rate.final": ("rate.shape", ("linear", "cosine", "wsd")),
+}  # fmt: skip
+
 
 def check_run(config: RunConfig, world: int | None = None, *, starts: bool = True) -> None:
     """ConfigError with a line for each rule that is broken. `world` is the number of processes that torchrun started;
     without it, and with `starts`, they will be started here."""
     faults: list[str] = []
-    for rule in (_mesh, batch_faults, _lengths, _engine, _optimizer, _log, adapter_faults, output_faults):
+    for rule in (_mesh, batch_faults, _lengths, _engine, _optimizer, _choices, _log, adapter_faults, output_faults):
         faults += told(rule, config)
     about_model = told(model_faults, config)
     faults += about_model
     if not about_model:  # else these would say it again
-        faults += [fault for rule in (_tensor, _schedule, data_faults) for fault in told(rule, config)]
+        faults += [fault for rule in (_tensor, _positions, _schedule, data_faults) for fault in told(rule, config)]
     if starts:
         faults += told(lambda one: _machine(one, world), config)
     faults = list(dict.fromkeys(faults))
@@ -124,6 +134,9 @@ def _tensor(config: RunConfig) -> Iterator[str]:
 
 def _schedule(config: RunConfig) -> Iterator[str]:
     table = config.schedule
+    for name in SIZES & set(table.options):
+        yield f"schedule.options.{name} is a size, not an option: {SIZE_FIELDS[name]} says it"
+        return
     if table.layers is not None:
         for name in ("first_less", "last_less", "layers_per_stage"):
             if getattr(table, name):
@@ -170,14 +183,33 @@ def _engine(config: RunConfig) -> Iterator[str]:
 
 def _optimizer(config: RunConfig) -> Iterator[str]:
     table = config.optimizer
-    if table.momentum and table.name != "sgd":
-        yield f"optimizer.momentum={table.momentum:g} is for sgd: {table.name} has betas; leave it out"
     if table.fused == "yes" and table.name == "adafactor":
         yield "optimizer.fused='yes': torch has no fused adafactor; use auto"
     if table.name == "adafactor" and (config.mesh.dp_shard > 1 or config.mesh.tp > 1):
         yield (
             "optimizer.name='adafactor' keeps sums over rows and columns, which pieces of a weight do not have: use "
             "adamw, or mesh.dp_shard=1 and mesh.tp=1"
+        )
+
+
+def _choices(config: RunConfig) -> Iterator[str]:
+    for name, (other, choices) in ONLY_WITH.items():
+        (table, field), chosen = name.split("."), _value(config, other)
+        if chosen not in choices and _value(config, name) != tables()[table].model_fields[field].default:
+            yield f"{name}={_value(config, name)} is for {other}={' or '.join(choices)}, not {chosen}: leave it out"
+
+
+def _value(config: RunConfig, name: str) -> Any:
+    table, field = name.split(".")
+    return getattr(getattr(config, table), field)
+
+
+def _positions(config: RunConfig) -> Iterator[str]:
+    most = text_data(config).get("max_position_embeddings")
+    if isinstance(most, int) and config.data.sequence > most:
+        yield (
+            f"data.sequence={config.data.sequence} is more than max_position_embeddings={most} of {config.model.path}: "
+            "give at most that, or change the model's config"
         )
 
 
