@@ -57,6 +57,16 @@ def test_every_row_goes_to_one_microbatch(lengths, pipelines, rows):
         assert len(set(numbers)) == 1
 
 
+def test_pipelines_have_equal_numbers_of_tokens():
+    lengths = [9, 8, 7, 6, 5, 4, 3, 2]
+    loads = [[lengths[index] for group in own for index in group] for own in share(lengths, 2, 1)]
+    assert [(len(own), sum(own)) for own in loads] == [(4, 22), (4, 22)]
+
+
+def test_rows_of_similar_lengths_make_a_microbatch():
+    assert share([10, 2, 9, 3], 1, 2) == [[(0, 2), (3, 1)]]
+
+
 def test_synthetic_tokens_are_those_of_the_seed(tmp_path):
     one, other = (
         open_data(run_of(tmp_path, sequence=16, batch=2, train={"seed": seed}), pipeline=0) for seed in (3, 4)
