@@ -1,11 +1,15 @@
 """Predicted step times beside real ones: costs are profiled once per size, schedules are then run for real.
 
-    python bench/predict.py                                # 4 CPU ranks, 18 runs: 6 schedules x 3 sizes
+    python bench/predict.py                                # 4 CPU ranks, 12 runs: 6 schedules x 2 sizes
+    python bench/predict.py --sizes small,long,wide        # 18 runs
     python bench/predict.py --ranks 2 --schedules 1f1b,zbv --sizes small --steps 2
 
 Profiling knows nothing of the schedules: one layer of each kind, the embedding, the head and messages are measured on
 all ranks at once. A prediction is the simulation of the schedule under these costs; the error is relative to the median
 of the recorded steps. Ranks have one thread each, on cores of their own where there are enough.
+
+Two more columns say where an error comes from: `busy` is the error of the time that ranks spend on actions and between
+them, without waiting; `between` is how much of the measured step they spent between actions, for messages above all.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ from zeropipe.engine.run.launch import LocalRanks
 from zeropipe.engine.run.spec import Job, built_in, counts_of
 from zeropipe.sim.layer_costs import LayerCosts
 from zeropipe.sim.profiled import layer_costs
+from zeropipe.sim.reality import lost
 
 SIZES: dict[str, dict[str, Any]] = {
     "small": {"model": "tiny-qwen3", "num_layers": 16, "sequence": 128},
@@ -39,23 +44,30 @@ SIZES: dict[str, dict[str, Any]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schedules", default="gpipe,1f1b,interleaved,zb-h1,zbv,dualpipev")
-    parser.add_argument("--sizes", default=",".join(SIZES))
+    parser.add_argument("--sizes", default="small,long", help=f"of {', '.join(SIZES)}")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--out", type=Path, help="a folder for the costs and the results as JSON")
     args = parser.parse_args()
     print(f"{args.ranks} ranks on {os.cpu_count()} cores, {args.microbatches} microbatches, {args.steps} steps")
     rows: list[dict[str, Any]] = []
     begun = time.perf_counter()
     print(
-        f"{'size':6} {'schedule':12} {'measured ms':>12} {'spread':>7} {'predicted ms':>13} {'error':>7} {'memory':>7}",
+        f"{'size':6} {'schedule':12} {'measured ms':>12} {'spread':>7} {'predicted ms':>13} {'error':>7} {'memory':>7} "
+        f"{'busy':>7} {'between':>7}",
         flush=True,
     )
     with LocalRanks(args.ranks) as ranks:
         ranks.run(pin)
         for size in args.sizes.split(","):
             costs = profiled(ranks, size, args.steps)
+            print(
+                f"{size:6} profiled after {time.perf_counter() - begun:.0f} s: a message takes "
+                f"{1e6 * costs.sending:.0f} us of its sender, {1e6 * costs.receiving:.0f} us of its receiver, "
+                f"{1e6 * (costs.link.p2p or 0):.0f} us beside",
+                flush=True,
+            )
             if args.out:
                 from zeropipe.sim.layer_file import to_layer_json
 
@@ -68,7 +80,8 @@ def main() -> None:
                 rows.append(row)
                 print(
                     f"{size:6} {name:12} {1e3 * row['measured']:12.1f} {100 * row['spread']:6.1f}% "
-                    f"{1e3 * row['predicted']:13.1f} {100 * row['error']:+6.1f}% {100 * row['memory_error']:+6.1f}%",
+                    f"{1e3 * row['predicted']:13.1f} {100 * row['error']:+6.1f}% {100 * row['memory_error']:+6.1f}% "
+                    f"{100 * row['busy_error']:+6.1f}% {100 * row['between']:6.1f}%",
                     flush=True,
                 )
     errors = [abs(row["error"]) for row in rows]
@@ -96,6 +109,8 @@ def compared(ranks: LocalRanks, schedule: zp.Schedule, job: Job, costs: LayerCos
     guess = zp.simulate(schedule, costs.costs(counts_of(job, schedule), placement=schedule.placement))
     activations = zp.simulate(schedule, replace(costs.costs(counts_of(job, schedule)), weights=0.0))
     middle = statistics.median(measured.makespans)
+    between = [one.overhead for one in lost(measured.timeline)]
+    busy = sum(measured.timeline.busy) + sum(between)
     real, predicted = max(measured.timeline.peak_memory), max(activations.peak_memory)
     return {
         "measured": middle,
@@ -103,6 +118,8 @@ def compared(ranks: LocalRanks, schedule: zp.Schedule, job: Job, costs: LayerCos
         "predicted": guess.makespan,
         "error": guess.makespan / middle - 1,
         "memory_error": predicted / real - 1 if real else 0.0,
+        "busy_error": sum(guess.busy) / busy - 1,
+        "between": statistics.fmean(between) / measured.timeline.makespan,
     }
 
 

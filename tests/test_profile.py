@@ -1,13 +1,23 @@
 """Profiles: costs of layers from what was measured, corrected by runs, and the command."""
 
 import json
+from array import array
 from dataclasses import replace
 
 import pytest
 
 import zeropipe as zp
 from zeropipe.cli.profile import _with_sheet
-from zeropipe.core.probe import Piece, Ping, Probe, Profile, ping_schedule, split_schedule, whole_schedule
+from zeropipe.core.probe import (
+    Piece,
+    Ping,
+    Probe,
+    Profile,
+    ping_schedule,
+    split_schedule,
+    stream_schedule,
+    whole_schedule,
+)
 from zeropipe.errors import ConfigError
 from zeropipe.sim.costs import Link
 from zeropipe.sim.layer_costs import LayerCost, LayerCosts, Setting
@@ -84,6 +94,46 @@ def test_links_of_two_machines_and_of_none():
     assert layer_costs(replace(profile, pings=())).link == Link()
     same = layer_costs(profile_of(TRUTH, SINGLE, link=Link(0.25, None)))
     assert same.link == pytest.approx(Link(0.25, None))  # no bandwidth is seen
+
+
+def stream_of(sending, receiving):
+    """What is recorded where ranks spend time on messages: an action begins behind what it takes, and ends before."""
+    schedule = stream_schedule(3, 6)
+    up, back = [1, 2, 3], [3, 2, 1]
+    extra = [(0, sending), (receiving, sending), (receiving, 0)]
+    f, b = ([t + x + y for t, (x, y) in zip(times, both)] for times, both in ((up, extra), (back, extra[::-1])))
+    timeline = zp.simulate(schedule, zp.Costs(f=f, b=b, unit="s"))
+    start, end = array("d", timeline.start), array("d", timeline.end)
+    for at, action in enumerate(action for row in schedule.rows for action in row):
+        before, behind = extra[action.stage] if action.kind.name == "F" else extra[2 - action.stage]
+        start[at] += before
+        end[at] -= behind
+    return replace(timeline, start=start.tobytes(), end=end.tobytes())
+
+
+def test_what_ranks_spend_on_messages_is_told_from_their_latency():
+    sending, receiving = 0.05, 0.02
+    profile = replace(profile_of(TRUTH, SINGLE), streams=(stream_of(sending, receiving),))
+    found = layer_costs(profile)
+    assert (found.sending, found.receiving) == pytest.approx((sending, receiving))
+    assert found.link == pytest.approx(Link(0.25 - sending - receiving, 8.0))
+    assert from_layer_json(to_layer_json(found)) == found
+    silent = layer_costs(profile_of(TRUTH, SINGLE))
+    assert (silent.sending, silent.receiving) == (0, 0)
+
+
+def test_messages_are_part_of_the_actions_of_a_rank():
+    costs = replace(truth_costs(), sending=0.05, receiving=0.02)
+    counts = (1, 1, 1, 1)
+    vee = zp.build("zbv", ranks=2, microbatches=4)  # stages 1 and 2 share a rank: no message
+    plain, priced = (one.costs(counts, placement=vee.placement) for one in (truth_costs(), costs))
+    more = {name: [a - b for a, b in zip(getattr(priced, name), getattr(plain, name))] for name in "fiwb"}
+    assert more["f"] == pytest.approx([0.05, 0.02, 0.05, 0.02])
+    assert more["i"] == more["b"] == pytest.approx([0.02, 0.05, 0.02, 0.05])
+    assert more["w"] == [0, 0, 0, 0]
+    assert priced.overlap == pytest.approx([x + 0.07 for x in plain.overlap])
+    line = costs.costs(counts)
+    assert line.f[1] == pytest.approx(truth_costs().costs(counts).f[1] + 0.07)
 
 
 def test_the_data_sheet_of_a_known_gpu_is_added():

@@ -174,4 +174,7 @@ def _links(costs: LayerCosts) -> str:
         if link.p2p is not None:
             speed = f", {link.bandwidth / 1e9:.3g} GB/s" if link.bandwidth else ""
             parts.append(f"messages {name}: {output.time_text(link.p2p, 's')}{speed}")
+    if parts and costs.sending + costs.receiving > 0:
+        own = [output.time_text(time, "s") for time in (costs.sending, costs.receiving)]
+        parts.append(f"each takes {own[0]} of its sender's own time and {own[1]} of its receiver's")
     return "; ".join(parts) or "messages were not measured: that takes --ranks 2 or more"

@@ -60,6 +60,9 @@ class Profile:
     bytes_per_number: int
     machine: dict[str, object]
     versions: dict[str, str]
+    streams: tuple[
+        Timeline, ...
+    ] = ()  # steps of `stream_schedule`, recorded; none where ranks spend no time on messages
 
 
 def split_schedule(num_stages: int, num_microbatches: int) -> Schedule:
@@ -103,6 +106,17 @@ def ping_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
         for rank in range(num_ranks)
     ]
     return Schedule.of(problem, linear(problem), rows, "ping")
+
+
+def stream_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
+    """All microbatches go up the ranks, then all come back: where each rank is slower than the one that sends to it,
+    every message but the first is there before it is needed, and a gap between two actions is what messages take."""
+    problem = Problem(num_ranks, num_ranks, num_microbatches)
+    rows = [
+        [Action(rank, kind, microbatch) for kind in (Kind.F, Kind.B) for microbatch in range(num_microbatches)]
+        for rank in range(num_ranks)
+    ]
+    return Schedule.of(problem, linear(problem), rows, "stream")
 
 
 def _on_one_rank(num_stages: int, num_microbatches: int, row: list[Step], name: str) -> Schedule:

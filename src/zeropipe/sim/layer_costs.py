@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal
 
 from zeropipe.core.checkpointing import Checkpointing
@@ -92,7 +93,8 @@ class LayerCosts:
 
     `layers` names the kind of each decoder layer; `before` and `after` are what the first and the last stage have
     beside them, and `each` is what every stage has (masks, rotary embeddings). With `tied`, head and embedding are one
-    weight: a rank that has both has it once.
+    weight: a rank that has both has it once. `sending` and `receiving` are seconds of a rank's own time for a message
+    to or from another one: it computes nothing meanwhile, so they are part of its F, I and B.
     """
 
     model: str
@@ -107,6 +109,8 @@ class LayerCosts:
     dtype: str = "bf16"
     link: Link = INSIDE
     inter_node: Link = INSIDE
+    sending: float = 0.0
+    receiving: float = 0.0
     state: State = State()
     machine: Mapping[str, Any] = field(default_factory=dict)  # gpu, peak_flops, memory, efficiency, ...
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -197,16 +201,25 @@ class LayerCosts:
             held = [stage for stage, owner in enumerate(table) if owner == rank]
             needs = [max((layer.workspace for layer in stages[stage]), default=0.0) for stage in held]
             weights[held[needs.index(max(needs))]] += max(needs)
+        up, back = self._handling(table)
         return Costs(
-            f=_sums(stages, lambda layer: layer.f), i=_sums(stages, lambda layer: layer.i),
-            w=_sums(stages, lambda layer: layer.w), b=_sums(stages, lambda layer: layer.whole),
-            overlap=_sums(stages, lambda layer: layer.pair),
+            f=_sums(stages, lambda layer: layer.f, up), i=_sums(stages, lambda layer: layer.i, back),
+            w=_sums(stages, lambda layer: layer.w), b=_sums(stages, lambda layer: layer.whole, back),
+            overlap=_sums(stages, lambda layer: layer.pair, [a + b for a, b in zip(up, back)]),
             activation=_sums(stages, lambda layer: layer.activation), stash=_sums(stages, lambda layer: layer.stash),
             message=self.message(chosen), weights=weights,
             p2p=self.link.p2p or 0.0, bandwidth=self.link.bandwidth, node_size=node_size, inter_node=self.inter_node,
             memory_limit=memory_limit, unit="s", memory_unit="B",
             **({} if gather is None else self._sharded(parameters, gather, shards, shard_link, max(counts))),
         )  # fmt: skip
+
+    def _handling(self, table: Sequence[int]) -> tuple[list[float], list[float]]:
+        """What messages add to the forward and to the backward of stages on these ranks."""
+        away = [False, *(a != b for a, b in pairwise(table)), False]  # the boundaries that messages cross
+        return (
+            [before * self.receiving + behind * self.sending for before, behind in pairwise(away)],
+            [before * self.sending + behind * self.receiving for before, behind in pairwise(away)],
+        )
 
     def _sharded(self, parameters: list[float], gather: str, shards: int, link: Link, units: int) -> dict[str, Any]:
         """What the simulator is told about gathers and reduces: each moves all but a rank's own shard."""
@@ -226,5 +239,7 @@ class LayerCosts:
         return max(setting.kinds[kind].message for kind in self.layers)
 
 
-def _sums(stages: Iterable[Iterable[LayerCost]], value: Callable[[LayerCost], float]) -> list[float]:
-    return [float(sum(map(value, stage))) for stage in stages]
+def _sums(
+    stages: Sequence[Iterable[LayerCost]], value: Callable[[LayerCost], float], more: Sequence[float] = ()
+) -> list[float]:
+    return [float(sum(map(value, stage))) + extra for stage, extra in zip(stages, more or [0.0] * len(stages))]

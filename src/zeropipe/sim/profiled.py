@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from zeropipe.core.action import Kind
 from zeropipe.core.explain import reasons
+from zeropipe.core.packed import kind_of, stage_of
 from zeropipe.core.probe import Piece, Ping, Probe, Profile
 from zeropipe.core.timeline import Timeline
 from zeropipe.errors import ConfigError
@@ -39,11 +40,16 @@ class Measured(NamedTuple):
 def layer_costs(profile: Profile) -> LayerCosts:
     """The costs of a model's layers, as measured."""
     link, inter_node = links(profile.pings, profile.nodes)
+    first = profile.probes[0]
+    sending, receiving = handling(profile.streams, _between([*first.split, *first.whole]))
+    # a ping takes what its sender and its receiver spend on it, and then some
+    link, inter_node = (_without(one, sending + receiving) for one in (link, inter_node))
     size = profile.bytes_per_number
     return LayerCosts(
         profile.model, "profile", profile.layers, tuple(map(_setting, profile.probes)), after=("head",),
         each=(STAGE,), tied=profile.tied, sequence=profile.sequence, dtype=profile.dtype, link=link,
-        inter_node=inter_node, state=State() if size == 2 else State(size, size, 2 * size),
+        inter_node=inter_node, sending=sending, receiving=receiving,
+        state=State() if size == 2 else State(size, size, 2 * size),
         machine=profile.machine, versions=profile.versions,
     )  # fmt: skip
 
@@ -52,7 +58,7 @@ def _setting(probe: Probe) -> Setting:
     if not probe.split or not probe.whole:
         raise ConfigError("a profile needs at least one recorded step: give steps=1 or more")
     measured = [_measured(probe, stage) for stage in range(len(probe.pieces))]
-    between = _between([*probe.split, *probe.whole])
+    between = max(0.0, _middle(_between([*probe.split, *probe.whole])))
     shared = {name: _shared(probe.pieces, [one.values[name] for one in measured]) for name in (*TIMES, *SIZES)}
     kinds: dict[str, LayerCost] = {}
     for piece, one in zip(probe.pieces, measured, strict=True):
@@ -137,8 +143,8 @@ def _sizes(timeline: Timeline, stage: int) -> tuple[float, float, float]:
     return held, max(0.0, held + fmean(freed)) if freed else held, workspace
 
 
-def _between(timelines: Iterable[Timeline]) -> float:
-    """Time between two actions of a rank that waits for nothing."""
+def _between(timelines: Iterable[Timeline]) -> list[float]:
+    """Times between two actions of a rank that waits for nothing."""
     gaps = []
     for timeline in timelines:
         ended: float | None = None
@@ -146,7 +152,7 @@ def _between(timelines: Iterable[Timeline]) -> float:
             if ended is not None:
                 gaps.append(step[0].start - ended)
             ended = step[0].end
-    return max(0.0, _middle(gaps))
+    return gaps
 
 
 def _middle(values: Sequence[float]) -> float:
@@ -192,6 +198,37 @@ def _link(pings: Sequence[Ping], chosen: Callable[[int, int], bool]) -> Link:
         return Link(late, None)
     bandwidth = (large - small) / (late - early)
     return Link(max(0.0, late - large / bandwidth), bandwidth)
+
+
+def _without(link: Link, time: float) -> Link:
+    return link if link.p2p is None else link._replace(p2p=max(0.0, link.p2p - time))
+
+
+def handling(streams: Iterable[Timeline], between: Sequence[float]) -> tuple[float, float]:
+    """A rank's own time for a message that it sends and for one that it takes, beside `between`, as without any.
+
+    Where all that an action needs is there, the gap before it is spent on the messages of the action before it, which
+    it sends, and on its own, which it takes. The ends of the line only do one of the two. These are short times, so
+    medians count: a machine that is busy with something else adds more to some of them than they are.
+    """
+    gaps: dict[tuple[bool, bool], list[float]] = defaultdict(list)
+    for timeline in streams:
+        why, codes = reasons(timeline), timeline.schedule.packed.codes
+        start, end = memoryview(timeline.start).cast("d"), memoryview(timeline.end).cast("d")
+        actions = memoryview(codes).cast("q")
+        last = timeline.schedule.num_stages - 1
+        for at in range(timeline.schedule.num_actions):
+            before, source = int(why.before[at]), int(why.remote[at])
+            if before < 0 or kind_of(actions[before]) != kind_of(actions[at]):
+                continue
+            if source >= 0 and end[source] > start[before]:  # it may still have been on its way
+                continue
+            forward, stage = kind_of(actions[at]) == Kind.F, stage_of(actions[at])
+            ends = stage < last, stage > 0
+            gaps[ends if forward else ends[::-1]].append(start[at] - end[before])
+    usual = median(between or [0.0])
+    sent, taken = (max(0.0, median(gaps[key] or [usual]) - usual) for key in ((True, False), (False, True)))
+    return sent, taken
 
 
 def edge_times(timeline: Timeline) -> dict[tuple[int, int], list[float]]:

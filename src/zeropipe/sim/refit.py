@@ -57,7 +57,8 @@ def refitted(
         transfer = costs.message(chosen) / link.bandwidth if link.bandwidth else 0.0
         link = link._replace(p2p=max(0.0, found.p2p - transfer))
     settings = tuple(replace(one, kinds=kinds) if one is chosen else one for one in costs.settings)
-    return replace(costs, settings=settings, link=link)
+    # a run's own time between actions is in the times of all of them
+    return replace(costs, settings=settings, link=link, sending=0.0, receiving=0.0)
 
 
 def _names(costs: LayerCosts, counts: Sequence[int]) -> list[list[str]]:

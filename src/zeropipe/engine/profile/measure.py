@@ -6,6 +6,7 @@ import gc
 import os
 import platform
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zeropipe import __version__
-from zeropipe.core.probe import Ping, Probe, Profile, ping_schedule, split_schedule, whole_schedule
+from zeropipe.core.probe import Ping, Probe, Profile, ping_schedule, split_schedule, stream_schedule, whole_schedule
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Timeline
 from zeropipe.engine.engine import Engine
@@ -27,6 +28,7 @@ from zeropipe.engine.step.losses import CausalLMLoss
 
 WARM_UP = 2  # steps: the first ones compile, and find memory
 PINGS = 8
+WORK = 0.002  # seconds that a rank works longer than its neighbour: more than a message needs
 
 
 def profile(job: ProfileJob) -> Profile:
@@ -38,11 +40,14 @@ def profile(job: ProfileJob) -> Profile:
     for number, setting in enumerate(job.settings):
         _tell(f"{job.name}: {number + 1} of {len(job.settings)}: {setting}")
         probes.append(_probe(job, pieces, setting, device, alone))
-    pings = _pings(probes[0].pieces[1].message, device) if dist.get_world_size() > 1 else ()
+    message, several = probes[0].pieces[1].message, dist.get_world_size() > 1
+    pings = _pings(message, device) if several else ()
+    # on a GPU messages have streams of their own, and their launch is not what a rank waits for
+    streams = _streams(message, device) if several and device.type == "cpu" else ()
     return Profile(
         job.name, pieces.layers, tuple(probes), pings, tuple(_everyone(machine_name())),
         bool(getattr(pieces.model.config, "tie_word_embeddings", False)), job.sequence, job.dtype,
-        DTYPES[job.dtype].itemsize, _machine(device), _versions(device),
+        DTYPES[job.dtype].itemsize, _machine(device), _versions(device), streams,
     )  # fmt: skip
 
 
@@ -92,14 +97,37 @@ def _tokens(job: ProfileJob, pieces: Pieces, size: int, device: torch.device) ->
 
 
 class Hand(nn.Module):
-    """Hands its input on, and takes its gradient."""
+    """Hands its input on, and takes its gradient, after some seconds of work each."""
 
-    def __init__(self) -> None:
+    def __init__(self, forward: float = 0.0, backward: float = 0.0) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(()))
+        self.seconds = forward, backward
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * self.scale
+        return _Work.apply(x, *self.seconds) * self.scale  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Work(torch.autograd.Function):
+    """Its input, after so many seconds of work, and as many others in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float, again: float) -> Tensor:
+        ctx.again = again
+        _work(seconds)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        _work(ctx.again)
+        return gradients[0], None, None
+
+
+def _work(seconds: float) -> None:
+    """Products, as in a model: the threads that feed sockets run beside them."""
+    until, a = time.perf_counter() + seconds, torch.ones(64, 64)
+    while time.perf_counter() < until:
+        torch.mm(a, a)
 
 
 def _sum(output: Tensor, microbatch: Any) -> tuple[Tensor, int]:
@@ -116,6 +144,16 @@ def _pings(message: float, device: torch.device) -> tuple[Ping, ...]:
         steps = _steps(schedule, {rank: Hand().to(device)}, [batch] * PINGS, _sum, 3, device=device)
         found.append(Ping(4.0 * count, tuple(steps)))
     return tuple(found)
+
+
+def _streams(message: float, device: torch.device) -> tuple[Timeline, ...]:
+    """Messages that nobody waits for: each rank works longer than the one that sends to it."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    schedule = stream_schedule(size, PINGS)
+    _tell(f"what {size} ranks spend on messages")
+    hand = Hand(WORK * (rank + 1), WORK * (size - rank)).to(device)
+    batch = {"inputs": torch.ones(max(1, int(message) // 4), device=device)}
+    return tuple(_steps(schedule, {rank: hand}, [batch] * PINGS, _sum, 3, device=device))
 
 
 def _everyone(value: Any) -> list[Any]:
