@@ -82,8 +82,8 @@ WRONG = {
                    "adapter_config.json; give one that peft saved"),
     "rank of a saved adapter": ("--lora.adapter adapter --lora.rank 4", GOOD,
                                 "lora.rank=4: the saved adapter in adapter says that; leave it out"),
-    "long sequences": ("--model.path bare --data.sequence 5000", GOOD, "data.sequence=5000 is more than "
-                       "max_position_embeddings=4096 of bare: give at most that, or change the model's config"),
+    "long sequences": ("--model.path bare --data.sequence 5000", GOOD, "data.sequence=5000: the model's "
+                       "max_position_embeddings is 4096; take shorter ones, or change its config.json"),
     # mesh and batch
     "batch": ("--data.batch 10 --mesh.dp_replicate 2 --data.microbatch 2", GOOD, "data.batch=10 cannot be shared out "
               "over 2 pipelines in microbatches of 2: give a multiple of 4, like 8 or 12"),

@@ -39,7 +39,7 @@ def check_run(config: RunConfig, world: int | None = None, *, starts: bool = Tru
     about_model = told(model_faults, config)
     faults += about_model
     if not about_model:  # else these would say it again
-        faults += [fault for rule in (_tensor, _positions, _schedule, data_faults) for fault in told(rule, config)]
+        faults += [fault for rule in (_tensor, _schedule, data_faults) for fault in told(rule, config)]
     if starts:
         faults += told(lambda one: _machine(one, world), config)
     faults = list(dict.fromkeys(faults))
@@ -202,15 +202,6 @@ def _choices(config: RunConfig) -> Iterator[str]:
 def _value(config: RunConfig, name: str) -> Any:
     table, field = name.split(".")
     return getattr(getattr(config, table), field)
-
-
-def _positions(config: RunConfig) -> Iterator[str]:
-    most = text_data(config).get("max_position_embeddings")
-    if isinstance(most, int) and config.data.sequence > most:
-        yield (
-            f"data.sequence={config.data.sequence} is more than max_position_embeddings={most} of {config.model.path}: "
-            "give at most that, or change the model's config"
-        )
 
 
 def _log(config: RunConfig) -> Iterator[str]:
