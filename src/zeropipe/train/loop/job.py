@@ -27,7 +27,7 @@ from zeropipe.train.loop.recorded import Records
 from zeropipe.train.loop.setup import Place, deterministic, make_engine, place_of, require_packing
 from zeropipe.train.loop.signals import Signals
 from zeropipe.train.loop.steps import Counts, Stepper, Taken
-from zeropipe.train.loop.usage import peak_memory, utilization
+from zeropipe.train.loop.usage import Utilization, peak_memory
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,7 @@ class Run:
     ) -> None:
         self._config, self._engine, self._place, self._signals, self._watch = config, engine, place, signals, watch
         self._began, self._is_first = time.monotonic(), dist.get_rank() == 0
+        self._utilization = Utilization(config, place.device)
         self._data: Any = open_data(config, pipeline=place.pipeline)
         self._held_out: Any = open_evaluation(config, pipeline=place.pipeline)
         require_packing(engine, self._data, self._held_out)
@@ -204,7 +205,7 @@ class Run:
             "tokens": self._counts.tokens, "tokens_per_second": speed, "seconds": taken.seconds, "memory": memory,
             "skipped": self._counts.skipped, "samples": taken.samples,
         }  # fmt: skip
-        used = utilization(self._config, self._place.device, taken.num_positions, taken.seconds)
+        used = self._utilization.of(taken.num_positions, taken.seconds)
         values |= {} if used is None else {"mfu": used}
         values |= {} if taken.timeline is None else {"bubble": taken.timeline.bubble}
         return values | ({"skipped_now": True} if taken.is_skipped else {})

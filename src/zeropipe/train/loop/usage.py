@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import os
 import resource
 
 import torch
@@ -21,17 +21,23 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def utilization(config: RunConfig, device: torch.device, num_positions: int, seconds: float) -> float | None:
-    """MFU: FLOPs of the model's F, I and W over what the GPUs could do meanwhile; None where that is not known."""
-    if device.type != "cuda":
-        return None
-    speed = _flops(config, torch.cuda.get_device_name(device))
-    return None if speed is None else speed * num_positions / seconds / config.mesh.num_processes
+class Utilization:
+    """MFU: FLOPs of the model's F, I and W over what the GPUs could do meanwhile."""
+
+    def __init__(self, config: RunConfig, device: torch.device) -> None:
+        self._share = _flops(config, torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+        self._num_gpus = config.mesh.num_processes
+        if device.type == "cuda":  # processes may share GPUs
+            here = int(os.environ.get("LOCAL_WORLD_SIZE", config.mesh.num_processes))
+            self._num_gpus //= max(1, here // torch.cuda.device_count())
+
+    def of(self, num_positions: int, seconds: float) -> float | None:
+        """Of a step; None where the model's FLOPs or the GPU's peak are not known."""
+        return None if self._share is None else self._share * num_positions / seconds / self._num_gpus
 
 
-@functools.lru_cache(maxsize=1)
 def _flops(config: RunConfig, name: str) -> float | None:
-    """Of a position, as a part of a GPU's peak."""
+    """Of a position, as a part of what a GPU does in a second."""
     words = name.lower().replace("-", " ").split()
     gpu = max((gpu for gpu in GPUS if set(gpu.split("-")) <= set(words)), key=len, default=None)
     if gpu is None or config.model.dtype == "float64":
