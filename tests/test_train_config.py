@@ -256,10 +256,12 @@ def test_the_machine_and_torchrun_are_looked_at(run, monkeypatch):
         assert err == "zeropipe: engine.device='cuda': torch sees no GPU here; use cpu or auto\n"
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "3")
-    assert run("train", "run.toml")[2] == (
+    assert run("train", "run.toml") == (2, "", (
         "zeropipe: mesh pp=2,dp_replicate=1,dp_shard=1,tp=1 is of 2 processes, torchrun started 3: start 2, or change "
         "the mesh\n"
-    )
+    ))  # fmt: skip
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert run("train", "run.toml") == (2, "", "")  # told once on each machine
 
 
 @pytest.mark.parametrize("package, arguments", [

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -46,13 +50,15 @@ def train(arguments: tuple[str, ...], dry_run: bool, shows: bool, init: bool, as
     if init:
         _init(path or FILE, overrides, as_json)
         return
-    config = read_run(path, overrides)
+    with _told_once():
+        config = read_run(path, overrides)
     if shows:
         from zeropipe.train.config.write import to_toml
 
         print(config.model_dump_json(indent=2) if as_json else to_toml(config), end="\n" if as_json else "")
         return
-    check_run(config, world_size(), starts=not dry_run)
+    with _told_once():
+        check_run(config, world_size(), starts=not dry_run)
     if dry_run:
         from zeropipe.train.preview import preview
 
@@ -70,6 +76,17 @@ def train(arguments: tuple[str, ...], dry_run: bool, shows: bool, init: bool, as
         output.print_json(dataclasses.asdict(outcome))
     else:
         print_outcome(outcome, config.train.output)
+
+
+@contextmanager
+def _told_once() -> Iterator[None]:
+    """All processes of torchrun's find the same mistakes: one on each machine tells them."""
+    try:
+        yield
+    except ConfigError:
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            sys.exit(2)
+        raise
 
 
 def _init(path: str, overrides: list[str], as_json: bool) -> None:

@@ -110,7 +110,7 @@ def _tensorboard(config: RunConfig) -> list[Any]:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        raise MissingExtra("tensorboard", "train") from None
+        raise MissingExtra("tensorboard", "tensorboard") from None
     writer = SummaryWriter(str(Path(config.train.output) / "tensorboard"))
 
     def log(values: Mapping[str, Any] | None) -> None:
@@ -129,7 +129,7 @@ def _wandb(config: RunConfig, start: int) -> list[Any]:
     try:
         import wandb
     except ImportError:
-        raise MissingExtra("wandb", "train") from None
+        raise MissingExtra("wandb", "wandb") from None
     settings: dict[str, Any] = {
         "project": config.log.wandb, "dir": config.train.output, "config": config.model_dump(mode="json"),
         "id": _run_id(Path(config.train.output)), "resume": "allow",
