@@ -283,6 +283,16 @@ def test_a_package_that_is_missing_is_named(run, monkeypatch, package, arguments
     assert err.endswith(f"this needs {package}, which is not installed: pip install 'zeropipe[{package}]'\n")
 
 
+@pytest.mark.parametrize("value", ["", "-1", "1000000000", "a\x00b", "[[1]]", "none"])
+@pytest.mark.usefixtures("folder")
+def test_no_value_of_a_field_ends_in_a_traceback(run, value):
+    """A dry run of all fields: it is done, or refused in a few lines."""
+    Path("run.toml").write_text(GOOD + "[schedule]\ncosts = 'h100'")
+    for name in (*all_names(), "schedule.options.x"):
+        status, out, err = run("train", "run.toml", "--dry-run", f"--{name}={value}")
+        assert (status, bool(out), len(err.splitlines()) in (1, 2)) in ((0, True, False), (2, False, True)), name
+
+
 def test_fields_are_given_in_any_order_and_form(folder):
     Path("run.toml").write_text(GOOD)
     given = [

@@ -39,7 +39,8 @@ def check_run(config: RunConfig, world: int | None = None, *, starts: bool = Tru
     about_model = told(model_faults, config)
     faults += about_model
     if not about_model:  # else these would say it again
-        faults += [fault for rule in (_tensor, _schedule, data_faults) for fault in told(rule, config)]
+        faults += told(data_faults, config)
+        faults += told(_tensor, config) or told(_schedule, config)
     if starts:
         faults += told(lambda one: _machine(one, world), config)
     faults = list(dict.fromkeys(faults))
@@ -125,6 +126,7 @@ def _tensor(config: RunConfig) -> Iterator[str]:
         heads = model.get(name)
         if isinstance(heads, int) and heads % mesh.tp:
             yield f"mesh.tp={mesh.tp} must divide {name}={heads} of {config.model.path}: give another tp"
+            return
     if mesh.sequence_parallel and not data.packing and data.kind != "synthetic":
         yield "mesh.sequence_parallel=true needs sequences of one length: set data.packing=true, or leave it out"
     elif mesh.sequence_parallel and data.sequence % mesh.tp:
