@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -366,3 +367,12 @@ def test_the_reference_is_up_to_date(tmp_path):
     assert (tmp_path / "page.md").read_text() == (docs / "configuration.md").read_text()
     for name in all_names():
         assert f"| `{name.partition('.')[2]}` |" in (docs / "configuration.md").read_text()
+
+
+def test_our_fields_beside_those_of_others_exist():
+    """The first columns of docs/coming-from.md."""
+    page = (Path(__file__).parent.parent / "docs" / "coming-from.md").read_text()
+    rows = [line.split(" | ")[0] for line in page.partition("## What zeropipe has no")[0].splitlines() if "| " in line]
+    named = re.findall(r"`([a-z]+\.[a-z_]+)", "\n".join(rows))
+    assert len(named) > 40
+    assert [name for name in named if name not in (*all_names(), "schedule.options")] == []
