@@ -6,9 +6,13 @@ STAMP := $(VENV)/.installed
 
 .PHONY: run test tests test-full test-torchtitan test-archon check bench gallery models configuration clean
 
+# Trains a tiny model with ZBV on 4 processes, goes on with another schedule on another mesh, and asks the result.
 run: $(STAMP)
-	@mkdir -p out
-	$(BIN)/zeropipe run zbv --ranks 4 --microbatches 8 --report out/report.html
+	@rm -rf out/tiny
+	$(BIN)/python examples/tiny/make.py out/tiny
+	$(BIN)/zeropipe train out/tiny/run.toml
+	$(BIN)/zeropipe train out/tiny/run.toml --schedule.name 1f1b --mesh.pp 2 --mesh.dp_shard 2 --train.steps 90
+	$(BIN)/python examples/tiny/ask.py out/tiny
 
 # The checks run beside the tests.
 test: $(STAMP)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,3 +35,24 @@ def test_an_example_trains(script, tmp_path):
     losses = printed(script, tmp_path, "loss")
     assert len(losses) == 5
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.full
+def test_what_make_run_does_in_fewer_steps(tmp_path):
+    folder, tiny = EXAMPLES[0].parent / "tiny", tmp_path / "tiny"
+    train = ["-m", "zeropipe", "train", str(tiny / "run.toml"), "--train.record_every", "5"]
+    commands = [
+        [str(folder / "make.py"), str(tiny)],
+        [*train, "--train.steps", "12"],
+        [*train, "--train.steps", "18", "--schedule.name", "1f1b", "--mesh.pp", "2", "--mesh.dp_shard", "2"],
+        [str(folder / "ask.py"), str(tiny)],
+    ]
+    for words in commands:
+        done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=280)
+        assert done.returncode == 0, done.stderr
+    assert "as in the last evaluation" in done.stdout  # plain transformers has the engine's loss
+    lines = [json.loads(line) for line in (tiny / "run" / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert len(losses) == 18
+    assert losses[-1] < 0.6 * losses[0]
+    assert "from here on: 1f1b on pp 2 x dp_shard 2" in (tiny / "run" / "report.html").read_text()
