@@ -2,13 +2,11 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 from functools import partial
 
 import pytest
-from born import torchrun
 
 import zeropipe as zp
 
@@ -239,14 +237,6 @@ def test_a_stuck_schedule_is_refused_before_anything_starts(capfd, tmp_path):
 UNDER_TORCHRUN = ["-m", "zeropipe", "run", "1f1b", *SMALL, "--json"]
 
 
-def test_as_torchrun_starts_it(tmp_path):
-    done = torchrun(2, UNDER_TORCHRUN, tmp_path, {**os.environ, "OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.output
-    assert "1f1b: step 1/1" in done.output
-    assert re.findall(r'"num_ranks": (\d+)', done.output) == ["2"] * done.output.count('"num_ranks"') != []
-
-
-@pytest.mark.full
 def test_under_torchrun(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *UNDER_TORCHRUN]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
