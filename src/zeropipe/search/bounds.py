@@ -26,8 +26,8 @@ from zeropipe.search.model import Array, Task
 from zeropipe.search.way import Way, way_of
 
 EXACT = 1e-12  # relative: sums of times are rounded
-QUICK = 3, 128  # microbatches that are followed round and round, and states of theirs that are kept apart
-THOROUGH = 4, 512
+QUICK = 3, 300_000  # microbatches that are followed round and round, and the effort: a few hundredths of a second
+THOROUGH = 4, 3_000_000
 LATER = 1.25  # a memory bound that is so far below another one will not reach it
 
 
@@ -41,7 +41,7 @@ def lower_bound(task: Task, thorough: bool = False) -> float:
     return float(best) * (1 - EXACT)
 
 
-def _turns_bound(task: Task, way: Way, best: float, turns: int, states: int) -> float:
+def _turns_bound(task: Task, way: Way, best: float, turns: int, effort: int) -> float:
     """By microbatches that take turns in the memory of a rank and have to pass each other on their way."""
     if task.num_stages > task.num_ranks:
         return 0.0
@@ -51,7 +51,7 @@ def _turns_bound(task: Task, way: Way, best: float, turns: int, states: int) -> 
         more = _behind(task, way, stage) + (0.0 if task.span else float(way.head[stage]))
         least = _rounds(task, way, np.array([stage]), float(task.model.limit[rank])) + more
         if least * LATER > max(best, found):
-            found = max(found, in_turns(task, way, stage, turns, states) + more)
+            found = max(found, in_turns(task, way, stage, turns, effort) + more)
     return found - (float(task.model.lag.max()) if task.model.blocks else 0.0)
 
 

@@ -20,29 +20,30 @@ EITHER = 2  # W has to run as well, or the I of the microbatch behind
 
 
 def laps(
-    f: Floats, i: Floats, down: Floats, up: Floats, w: float, wait: Floats, mode: Ints, begins: Floats, near: float,
+    f: Floats, i: Floats, down: Floats, up: Floats, w: float, wait: Floats, mode: Ints, numbers: Ints, near: float,
     states: Floats, fresh: Floats, row: Floats, crossed: Ints, todo: Ints, arrives: Floats,
 ) -> float:  # fmt: skip
     """The earliest begin of the last I on the first rank.
 
     `f`, `i`: times of each rank; `down`, `up`: of the message that comes from there. `mode` and `wait` have an entry
-    for each of those that take turns, `begins` for all microbatches: they do not start earlier. What differs by `near`
-    is equal. The other arguments are room to work in; where it is too small, two states become one that is as early as
-    both of them.
+    for each of those that take turns, `numbers` are those of all microbatches that are followed: the ranks have to run
+    the others between them. What differs by `near` is equal. The other arguments are room to work in; where it is too
+    small, two states become one that is as early as both of them.
     """
-    p, turns, count, width = len(f), len(mode), len(begins), states.shape[1]
+    p, turns, count, width = len(f), len(mode), len(numbers), states.shape[1]
     held = 1
     for at in range(width):
         states[0, at] = NEVER
     for x in range(count):
         under_way = min(x, turns - 1)
+        between = numbers[x] - numbers[x - 1] - 1 if x > 0 else 0
         made = 0
         for number in range(held):
             state = states[number]
             top = 1
             todo[0] = 0
             todo[1] = 0
-            arrives[0] = max(state[width - 1], begins[x])
+            arrives[0] = max(state[width - 1], numbers[x] * f[0])
             while top > 0:
                 top -= 1
                 rank = todo[2 * top]
@@ -51,7 +52,7 @@ def laps(
                 if met > 0:
                     crossed[met - 1] = rank - 1
                 while rank < p:
-                    now = max(now, state[rank])
+                    now = max(now, state[rank] + between * f[rank])
                     while met < under_way:
                         other = state[p * (1 + met) + rank]
                         if now + f[rank] <= other + near:
@@ -72,8 +73,9 @@ def laps(
                     crossed[late] = p - 1
                 slot = (x + 1) % turns
                 made = follow(
-                    p, turns, under_way, i, up, w, wait[slot], mode[slot], state, row, crossed, fresh, made, near
-                )
+                    p, turns, under_way, i, up, w, wait[slot], mode[slot], numbers[x - under_way : x + 1], state, row,
+                    crossed, fresh, made, near,
+                )  # fmt: skip
         held = made
         for number in range(held):
             for at in range(width):
@@ -85,8 +87,8 @@ def laps(
 
 
 def follow(
-    p: int, turns: int, under_way: int, i: Floats, up: Floats, w: float, wait: float, mode: int, state: Floats,
-    row: Floats, crossed: Ints, fresh: Floats, made: int, near: float,
+    p: int, turns: int, under_way: int, i: Floats, up: Floats, w: float, wait: float, mode: int, numbers: Ints,
+    state: Floats, row: Floats, crossed: Ints, fresh: Floats, made: int, near: float,
 ) -> int:  # fmt: skip
     """Take in what follows if a new microbatch runs F as in `row`: one state, or two."""
     width = len(state)
@@ -107,7 +109,7 @@ def follow(
                 if rank <= crossed[number]:
                     begin = max(begin, row[rank])
             if number > 0:  # behind the one before it, which `row` has behind the F
-                begin = max(begin, row[p + rank] + i[rank])
+                begin = max(begin, row[p + rank] + (numbers[number] - numbers[number - 1]) * i[rank])
             row[p + rank] = begin
             before = begin + i[rank] + up[rank]
             if number >= gone:

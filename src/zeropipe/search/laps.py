@@ -12,13 +12,14 @@ from zeropipe.search.model import Array, Task
 from zeropipe.search.way import Way
 
 NEAR = 1e-11  # relative: so near is equal
+LEAST, MOST = 64, 2048  # states
 
 
-def in_turns(task: Task, way: Way, stage: int, turns: int, states: int) -> float:
+def in_turns(task: Task, way: Way, stage: int, turns: int, effort: int) -> float:
     """From the first F of a stage to its last I, where every rank has one stage.
 
-    No more than `turns` of the microbatches that fit into memory are followed: others could only delay them. Of the
-    states that they can be in no more than `states` are kept apart.
+    No more than `turns` of the microbatches that fit into memory are followed: others could only delay them. `effort`
+    decides how many of the states that they can be in are kept apart.
     """
     m, size, room = task.num_microbatches, float(task.model.needs[stage]), _room(task, stage)
     if size <= 0 or room == np.inf:
@@ -31,6 +32,7 @@ def in_turns(task: Task, way: Way, stage: int, turns: int, states: int) -> float
     best = 0.0
     for chosen in {tuple(sorted((last - back) % fit for back in range(turns))), tuple(range(turns))}:
         followed = np.array([j for j in range(m) if j % fit in chosen])
+        states = min(MOST, max(LEAST, effort // (len(followed) * task.num_stages**2)))
         best = max(best, _follow(task, way, stage, fit, followed, turns, states))
     return best
 
@@ -65,7 +67,7 @@ def _follow(task: Task, way: Way, stage: int, fit: int, followed: Array, turns: 
     p, width = len(stages), len(stages) * turns + 1
     near = NEAR * float(way.head[final - stage] + i[0])
     least = compiled(laps)(
-        f, i, down, up, w, wait, mode, followed * float(f[0]), near,
+        f, i, down, up, w, wait, mode, followed, near,
         np.empty((states, width)), np.empty((states + 2, width)), np.empty(2 * p),
         np.zeros(turns + 1, np.int64), np.empty(2 * p * turns, np.int64), np.empty(p * turns),
     )  # fmt: skip
