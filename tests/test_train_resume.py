@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import random
+import re
 import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 from train_cases import train_killed, train_not_finite, train_signalled
@@ -106,3 +112,38 @@ def test_too_many_steps_that_are_not_finite_end_the_run(tmp_path):
         pool(2).run(train_not_finite, config, 1, (3, 4, 5))
     outcome = train_on(config)
     assert (outcome.steps, len(outcome.losses)) == (STEPS, 4)
+
+
+def torchrun(tmp_path, config, *args, restarts=0):
+    """A job of torchrun's, started."""
+    (tmp_path / "config.json").write_text(config.model_dump_json())
+    script = Path(__file__).parent / "train_under_torchrun.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["--max-restarts", str(restarts), str(script), str(tmp_path / "config.json"), *map(str, args)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+@pytest.mark.full
+def test_torchrun_starts_a_killed_job_again_and_it_goes_on(tmp_path):
+    train_on(config_of(tmp_path, "whole", {"pp": 2}, "1f1b"))
+    job = torchrun(tmp_path, config_of(tmp_path, "out", {"pp": 2}, "zbv"), 5, restarts=1)
+    _, said = job.communicate(timeout=300)
+    assert job.returncode == 0, said
+    assert "rank 1 was lost" in said
+    assert re.search(r"goes on after step [24] of", said)
+    same_run(tmp_path / "out", tmp_path / "whole")
+
+
+@pytest.mark.full
+def test_sigterm_to_torchrun_saves(tmp_path):
+    config = config_of(tmp_path, "out", {"pp": 2}, "1f1b", checkpoint={"every": 10**6})
+    config = config.model_copy(update={"train": config.train.model_copy(update={"steps": 10**6})})
+    job = torchrun(tmp_path, config)
+    while job.poll() is None and not (tmp_path / "out" / "metrics.jsonl").exists():
+        time.sleep(0.2)
+    job.send_signal(signal.SIGTERM)
+    _, said = job.communicate(timeout=120)
+    found = re.search(r"SIGTERM: stopped after step (\d+) of 1000000, saved", said)
+    assert found, said
+    assert list(steps_in(tmp_path / "out" / "checkpoints")) == [int(found[1])]

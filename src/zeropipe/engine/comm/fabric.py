@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import struct
 import threading
@@ -34,6 +35,23 @@ _pipelines: Counter[tuple[int, ...]] = Counter()
 _broken: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # torch's own groups that an abort has stopped
 
 
+_start = ""
+
+
+def restarts() -> str:
+    """How often torchrun has started these processes anew: its store still has the words of those before."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
+def name_start(name: str) -> None:
+    """Give this start of the job's processes a name that all of them share and no earlier start had.
+
+    Agents on several machines do not count restarts alike, so who can ask all processes does better than `restarts`.
+    """
+    global _start
+    _start = name
+
+
 def rounds(edges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """The edges in an order all ranks share, in rounds of disjoint edges, so that they connect side by side."""
     free: Counter[int] = Counter()
@@ -60,7 +78,7 @@ class Fabric:
         self.nccl = device.type == "cuda" and "cuda:nccl" in dist.get_backend_config()
         members = layout.members
         # every rank makes its engines in the same order, so the count names this one
-        name = f"zeropipe/{'-'.join(map(str, members))}/{_pipelines[members]}"
+        name = f"zeropipe/{_start or restarts()}/{'-'.join(map(str, members))}/{_pipelines[members]}"
         _pipelines[members] += 1
         self._store = dist.PrefixStore(name, torch_private.default_store())
         # a store of its own: one that waits for a key lets nobody else in

@@ -22,7 +22,7 @@ from zeropipe.train.loop.export import export
 from zeropipe.train.loop.kept import Kept, start_from
 from zeropipe.train.loop.metrics import Metrics, tell
 from zeropipe.train.loop.optimizer import make_optimizer, set_groups
-from zeropipe.train.loop.prepared import prepared
+from zeropipe.train.loop.prepared import named, prepared
 from zeropipe.train.loop.recorded import Records
 from zeropipe.train.loop.setup import Place, deterministic, make_engine, place_of, require_packing
 from zeropipe.train.loop.signals import Signals
@@ -49,8 +49,8 @@ class Outcome:
 def train(config: RunConfig, watch: Callable[[Taken], None] | None = None) -> Outcome:
     """Train as the file says; every rank of the process group calls this alike. `watch` is called after each step."""
     with Signals() as signals, deterministic(config.train.deterministic):
-        prepared(config)
         place = place_of(config)
+        prepared(config, named())
         with make_engine(config, place) as engine:
             Path(config.train.output).mkdir(parents=True, exist_ok=True)
             return Run(config, engine, place, signals, watch).all()
