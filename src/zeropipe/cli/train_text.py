@@ -82,7 +82,8 @@ def print_outcome(outcome: Outcome, folder: str) -> None:
     loss = f", loss {outcome.losses[-1]:.4f}" if outcome.losses else ""
     print(f"{outcome.steps} steps, {outcome.tokens:,} tokens{loss}; checkpoint {outcome.checkpoint}")
     if outcome.export:
-        print(f"wrote {outcome.export} for transformers")
+        reader = "peft" if (Path(outcome.export) / "adapter_config.json").is_file() else "transformers"
+        print(f"wrote {outcome.export} for {reader}")
     report = Path(folder) / "report.html"
     if report.is_file():
         print(f"wrote {report}")
