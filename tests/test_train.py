@@ -8,6 +8,11 @@ from train_cases import train_counting, train_not_finite
 from train_helpers import difference, metrics_of, model_directory, plain_training, pool, run_config, train_on
 from transformers import AutoModelForCausalLM
 
+from zeropipe.train.config.models import RateTable
+from zeropipe.train.loop.metrics import forget_after
+from zeropipe.train.loop.rate import factor
+from zeropipe.train.loop.recorded import MOST, thinned
+
 LAYOUTS = [
     pytest.param({"pp": 2}, "1f1b", False, id="pp2"),
     pytest.param({"pp": 2, "dp_shard": 2}, "zbv", True, id="pp2-shard2-tied"),
@@ -53,6 +58,7 @@ def test_steps_that_are_not_finite_are_left_out_on_all_ranks(tmp_path):
     ]
 
 
+@pytest.mark.full
 def test_open_files_and_threads_stay_as_many(tmp_path):
     start = model_directory(tmp_path / "start")
     tables = {"train": {"steps": 30, "record_every": 5}, "checkpoint": {"every": 4, "export": False}}
@@ -63,3 +69,35 @@ def test_open_files_and_threads_stay_as_many(tmp_path):
         assert min(files[-5:]) <= min(files[5:10])  # a thread that has ended may be there for a moment
         assert min(threads[-5:]) <= min(threads[5:10])
     assert (tmp_path / "out" / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("shape", "wanted"),
+    [
+        ("constant", [0.5, 1, 1, 1, 1, 1]),
+        ("linear", [0.5, 1, 1, 0.7, 0.4, 0.1]),
+        ("cosine", [0.5, 1, 1, 0.775, 0.325, 0.1]),
+        ("wsd", [0.5, 1, 1, 1, 1, 0.1]),
+    ],
+)
+def test_the_rate_goes_up_and_down(shape, wanted):
+    table = RateTable(shape=shape, warmup=2, final=0.1, decay=0.2)
+    assert [factor(table, step, 6) for step in range(6)] == pytest.approx(wanted)
+
+
+def test_a_resumed_curve_has_no_step_twice_and_no_torn_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 2, "evaluation_loss": 1}\n{"step": 3}\n{"st')
+    forget_after(path, 2)
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 2, "evaluation_loss": 1}\n'
+    forget_after(path, 0)
+    assert path.read_text() == ""
+
+
+def test_a_long_run_keeps_some_of_its_recorded_steps():
+    kept: list = []
+    for step in range(1000):
+        kept = thinned([*kept, step])
+        assert len(kept) <= MOST
+    assert kept[0] == 0
+    assert kept[-100:] == list(range(900, 1000))

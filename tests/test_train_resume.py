@@ -105,6 +105,7 @@ def test_the_last_checkpoints_are_kept(tmp_path):
         train_on(config_of(tmp_path, "out", {"pp": 2}, "1f1b", checkpoint={"resume": "never"}))
 
 
+@pytest.mark.full
 def test_too_many_steps_that_are_not_finite_end_the_run(tmp_path):
     config = config_of(tmp_path, "out", {"pp": 2}, "1f1b")
     config = config.model_copy(update={"train": config.train.model_copy(update={"max_skipped": 2})})

@@ -14,6 +14,8 @@ from zeropipe.train.report.files import load, save
 from zeropipe.train.report.words import setup_text
 from zeropipe.train.shape import layers_of, schedule_of
 
+MOST = 200  # in memory: a longer run lets go of every other one of the older half
+
 
 class Records:
     """The recorded steps of a run, those before a resume included; on the first rank."""
@@ -28,6 +30,7 @@ class Records:
         if self._is_first:
             self._recorded.append(Recorded(step, timeline, seconds, setup_text(self._config)))
             self._try(lambda: save(self._recorded[-1], self._output / "timelines"))
+            self._recorded = thinned(self._recorded)
             self.write()
 
     def write(self) -> None:
@@ -46,3 +49,9 @@ class Records:
             work()
         except (ZeropipeError, OSError) as error:
             tell(f"warning: no report: {error}")
+
+
+def thinned(recorded: list[Recorded]) -> list[Recorded]:
+    """The first one stays, and so does the newer half."""
+    half = MOST // 2
+    return recorded if len(recorded) <= MOST else [*recorded[:half:2], *recorded[half:]]
