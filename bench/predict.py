@@ -1,4 +1,4 @@
-"""Predicted step times beside real ones: costs are profiled once per size, schedules are then run for real.
+"""Predicted step times beside real ones: costs are profiled, then a schedule is run for real, in turns.
 
     python bench/predict.py                                # 4 CPU ranks, 12 runs: 6 schedules x 2 sizes
     python bench/predict.py --sizes small,long,wide        # 18 runs
@@ -10,6 +10,8 @@ of the recorded steps. Ranks have one thread each, on cores of their own where t
 
 Two more columns say where an error comes from: `busy` is the error of the time that ranks spend on actions and between
 them, without waiting; `between` is how much of the measured step they spent between actions, for messages above all.
+`layer` is what one layer took in the profile before the run: profiles of one size that lie apart say how steady the
+machine is, and no prediction can be better than that.
 """
 
 from __future__ import annotations
@@ -55,42 +57,42 @@ def main() -> None:
     begun = time.perf_counter()
     print(
         f"{'size':6} {'schedule':12} {'measured ms':>12} {'spread':>7} {'predicted ms':>13} {'error':>7} {'memory':>7} "
-        f"{'busy':>7} {'between':>7}",
+        f"{'busy':>7} {'between':>7} {'layer ms':>8}",
         flush=True,
     )
     with LocalRanks(args.ranks) as ranks:
         ranks.run(pin)
         for size in args.sizes.split(","):
-            costs = profiled(ranks, size, args.steps)
-            print(
-                f"{size:6} profiled after {time.perf_counter() - begun:.0f} s: a message takes "
-                f"{1e6 * costs.sending:.0f} us of its sender, {1e6 * costs.receiving:.0f} us of its receiver, "
-                f"{1e6 * (costs.link.p2p or 0):.0f} us beside",
-                flush=True,
-            )
-            if args.out:
-                from zeropipe.sim.layer_file import to_layer_json
-
-                args.out.mkdir(parents=True, exist_ok=True)
-                (args.out / f"{size}.json").write_text(to_layer_json(costs))
+            layers: list[float] = []
             for name in args.schedules.split(","):
+                costs = profiled(ranks, size, args.steps)
+                layers.append(layer_time(costs))
                 schedule = zp.build(name, ranks=args.ranks, microbatches=args.microbatches)
-                row = {"size": size, "schedule": name}
+                row = {"size": size, "schedule": name, "layer": layers[-1]}
                 row |= compared(ranks, schedule, Job(**SIZES[size]), costs, args.steps)
                 rows.append(row)
                 print(
                     f"{size:6} {name:12} {1e3 * row['measured']:12.1f} {100 * row['spread']:6.1f}% "
                     f"{1e3 * row['predicted']:13.1f} {100 * row['error']:+6.1f}% {100 * row['memory_error']:+6.1f}% "
-                    f"{100 * row['busy_error']:+6.1f}% {100 * row['between']:6.1f}%",
+                    f"{100 * row['busy_error']:+6.1f}% {100 * row['between']:6.1f}% {1e3 * layers[-1]:8.2f}",
                     flush=True,
                 )
+            apart = max(layers) / min(layers) - 1
+            print(f"{size:6} a layer was profiled {len(layers)} times: {100 * apart:.1f}% apart", flush=True)
     errors = [abs(row["error"]) for row in rows]
     print(
         f"{len(rows)} runs: median error {100 * statistics.median(errors):.1f}%, worst {100 * max(errors):.1f}%; "
         f"{time.perf_counter() - begun:.0f} s in all"
     )
     if args.out:
+        args.out.mkdir(parents=True, exist_ok=True)
         (args.out / "predict.json").write_text(json.dumps(rows, indent=1))
+
+
+def layer_time(costs: LayerCosts) -> float:
+    """F, I and W of a layer."""
+    cost = costs.settings[0].kinds[costs.layers[0]]
+    return cost.f + cost.i + cost.w
 
 
 def profiled(ranks: LocalRanks, size: str, steps: int) -> LayerCosts:
