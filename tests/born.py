@@ -1,4 +1,4 @@
-"""Scripts run as torchrun runs them, at a fraction of its cost: ranks are forked from a process that has torch."""
+"""Scripts run as python and torchrun run them, at a fraction of the cost: in processes that have torch already."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from multiprocessing import Pipe
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import pytest
 
 PRELOAD = (
     "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint",
@@ -51,12 +54,40 @@ def torchrun(number: int, words: Sequence[str], folder: Path, environment: Mappi
         return Done(next((1 if code is None else code for code in codes if code != 0), 0), said.read())
 
 
+def script(words: Sequence[str]) -> None:
+    """`python words...`, in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", list(words))
+        file = Path(words[0]).absolute()  # ranks that it starts would look for it in the folder of the first process
+        patch.syspath_prepend(str(file.parent))
+        runpy.run_path(str(file), run_name="__main__")
+
+
+def ranks_print_into(stdout: Path, stderr: Path, patch: pytest.MonkeyPatch) -> None:
+    """What local ranks print goes to these files: the process they come from may be older than a test's own output."""
+    from zeropipe.engine.run import launch
+
+    patch.setattr(launch, "_rank_main", partial(_printing_rank, str(stdout), str(stderr)))
+
+
+def _printing_rank(stdout: str, stderr: str, end: int, *args: Any) -> None:
+    from zeropipe.engine.run import launch
+
+    _print_into(stdout, stderr)
+    launch._rank_main(end, *args)
+
+
+def _print_into(*names: str) -> None:
+    for stream, name in enumerate(names, 1):
+        file = os.open(name, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.dup2(file, stream)
+        os.close(file)
+
+
 def _rank(
     end: int, rank: int, number: int, port: int, words: list[str], folder: str, environment: dict[str, str], out: str
 ) -> None:
-    file = os.open(out, os.O_WRONLY | os.O_APPEND)
-    for stream in (1, 2):
-        os.dup2(file, stream)
+    _print_into(out, out)
     os.environ.clear()
     os.environ.update(environment)
     for name in ("RANK", "LOCAL_RANK"):

@@ -12,12 +12,13 @@ import doctest
 import os
 import re
 import shlex
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from born import torchrun
+from born import ranks_print_into, script, torchrun
+
+from zeropipe.cli import main
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -31,27 +32,45 @@ def without_numbers(text: str) -> str:
     return re.sub(r"[ ─]+", " ", text)
 
 
-def run(words: list[str], folder: Path) -> tuple[str, str]:
-    """What a command prints: results before progress, and the other way round, as a terminal shows them."""
-    environment = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
-    if words[1:5] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]:
-        return (torchrun(int(words[5]), words[6:], folder, environment).output,) * 2
-    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
-    return done.stdout + done.stderr, done.stderr + done.stdout
+@pytest.fixture
+def shell(capfd, monkeypatch, tmp_path):
+    """Runs a command line in the page's folder, in this process.
+
+    What it and its ranks print: results before progress, and the other way round, as a terminal shows them.
+    """
+    for name, value in {"COLUMNS": "100", "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    said = [tmp_path.parent / f"{tmp_path.name}.{stream}" for stream in ("stdout", "stderr")]
+    ranks_print_into(*said, monkeypatch)
+
+    def run(words: list[str]) -> tuple[str, str]:
+        if words[:5] == ["python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]:
+            return (torchrun(int(words[5]), words[6:], tmp_path, os.environ).output,) * 2
+        for file in said:
+            file.write_text("")
+        capfd.readouterr()
+        try:
+            if words[0] == "zeropipe":
+                main(words[1:])
+            else:
+                assert words[0] == "python", f"{words[0]}: only zeropipe and python are run"
+                script(words[1:])
+        except SystemExit:
+            pass  # what it says is compared
+        results, progress = (own + file.read_text() for own, file in zip(capfd.readouterr(), said))
+        return results + progress, progress + results
+
+    return run
 
 
-def run_console(text: str, folder: Path, vary: bool) -> None:
+def run_console(text: str, shell: Callable[[list[str]], tuple[str, str]], vary: bool) -> None:
     for part in re.split(r"^\$ ", text, flags=re.M)[1:]:
         command, _, expected = part.partition("\n")
         while command.endswith("\\"):
             more, _, expected = expected.partition("\n")
             command = command[:-1] + more
-        words = shlex.split(command)
-        if words[0] == "zeropipe":
-            words = [sys.executable, "-c", "from zeropipe.cli import main; main()", *words[1:]]
-        elif words[0] == "python":
-            words[0] = sys.executable
-        want, *printed = map(_plain, (expected, *run(words, folder)))
+        want, *printed = map(_plain, (expected, *shell(shlex.split(command))))
         if vary:
             want, *printed = map(without_numbers, (want, *printed))
         pattern = ".*".join(re.escape(piece) for piece in re.split(r"\.\.\.", want))
@@ -64,9 +83,7 @@ def _plain(text: str) -> str:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_examples_run(page, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "100")
+def test_examples_run(page, tmp_path, shell):
     namespace: dict = {"__name__": "__main__"}
     for mark, language, name, text in BLOCK.findall(page.read_text()):
         if mark == "not run:":
@@ -76,7 +93,7 @@ def test_examples_run(page, tmp_path, monkeypatch):
         elif language == "toml":
             continue
         elif language == "console":
-            run_console(text, tmp_path, vary=bool(mark))
+            run_console(text, shell, vary=bool(mark))
         elif ">>>" in text:
             test = doctest.DocTestParser().get_doctest(text, namespace, page.name, str(page), 0)
             runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zeropipe.engine.run.launch import LocalRanks, is_local
+from zeropipe.engine.run.launch import LocalRanks, is_local, model_code
 from zeropipe.train.config.models import RunConfig
 from zeropipe.train.loop.job import Outcome, train
 from zeropipe.train.loop.signals import SIGNALS
@@ -31,8 +31,9 @@ def start(config: RunConfig) -> Outcome | None:
         finally:
             dist.destroy_process_group()
     number = config.mesh.num_processes
+    wanted = ["zeropipe.train.loop.job", *model_code(config.engine.device)]
     with (
-        LocalRanks(number, backend=_backend(config, number), preload=["zeropipe.train.loop.job"]) as ranks,
+        LocalRanks(number, backend=_backend(config, number), preload=wanted) as ranks,
         _passing_on(ranks.pids),
     ):
         first: Outcome = ranks.run(_on_rank, config, timeout=config.engine.timeout + MORE)[0]

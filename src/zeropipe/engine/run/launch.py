@@ -168,6 +168,17 @@ def _told(failures: Sequence[Failed]) -> str:
     return texts[0] if len(texts) == 1 else "\n".join(map(str, failures))
 
 
+def model_code(device: str) -> list[str]:
+    """What to preload for ranks that run Hugging Face models: each would import it for itself, for a second or more.
+
+    Nothing for GPUs: that code may look for them when it is imported, and CUDA does not work in forks of a process that
+    has used it.
+    """
+    if device != "cpu" and torch.cuda.is_available():
+        return []
+    return ["transformers.modeling_utils", "transformers.models.auto.modeling_auto"]
+
+
 def launch(function: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 600.0) -> list[Any]:
     """`function(*args)` once on `num_ranks` local processes, which are gone afterwards; results in rank order."""
     with LocalRanks(num_ranks) as ranks:
