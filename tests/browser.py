@@ -1,4 +1,4 @@
-"""A real Chromium for tests: fixtures `browser` and `watched`. Skips, with the reason, only where none is installed."""
+"""A real Chromium for tests: fixtures `browser`, `pages` and `watched`. Skips, with the reason, where there is none."""
 
 import shutil
 from contextlib import contextmanager
@@ -24,22 +24,59 @@ def browser():
         opened.close()
 
 
+class Pages:
+    """Pages of one browser, each with a context of its own, for one test after the other.
+
+    A page that was used before costs a quarter of a new one: its process has read the page's code already.
+    """
+
+    def __init__(self, browser):
+        self._browser, self._free = browser, {}
+
+    def take(self, size, options):
+        kind = (tuple(size.items()), tuple(options.items()))
+        if self._free.get(kind):
+            return kind, self._free[kind].pop()
+        page = self._browser.new_context(viewport=size, **options).new_page()
+        page.set_default_timeout(60_000)  # what is waited for comes at once, unless other tests keep the machine busy
+        return kind, page
+
+    def give_back(self, kind, page):
+        """Forget what a test did: what the page stored, its size, where the pointer is, what was granted."""
+        try:
+            page.unroute_all(behavior="ignoreErrors")
+            page.mouse.move(0, 0)
+            page.evaluate("localStorage.clear(), sessionStorage.clear()")
+            page.goto("about:blank")
+            page.set_viewport_size(dict(kind[0]))
+            page.context.clear_cookies()
+            page.context.clear_permissions()
+        except Exception:  # a page in no state to be used again
+            page.context.close()
+        else:
+            self._free.setdefault(kind, []).append(page)
+
+
+@pytest.fixture(scope="module")
+def pages(browser):
+    return Pages(browser)
+
+
 @pytest.fixture
-def watched(browser):
+def watched(pages):
     """Opens pages; at the end none may have logged an error or asked another host for anything."""
-    complaints, contexts = [], []
+    complaints, opened = [], []
 
     def open_page(url, size=DESKTOP, wait="[data-painted]", hosts=("127.0.0.1", "localhost"), **options):
-        context = browser.new_context(viewport=size, **options)
-        contexts.append(context)
-        page = context.new_page()
-        page.set_default_timeout(60_000)  # what is waited for comes at once, unless other tests keep the machine busy
-        page.on("pageerror", lambda error: complaints.append(f"error: {error}"))
-        page.on(
-            "console",
-            lambda message: message.type in ("error", "warning") and complaints.append(f"logged {message.text}"),
-        )
-        page.on("request", lambda request: _foreign(request.url, hosts) and complaints.append(f"asked {request.url}"))
+        kind, page = pages.take(size, options)
+        heard = {
+            "pageerror": lambda error: complaints.append(f"error: {error}"),
+            "console": lambda said: said.type in ("error", "warning") and complaints.append(f"logged {said.text}"),
+            "request": lambda request: _foreign(request.url, hosts) and complaints.append(f"asked {request.url}"),
+        }
+        for event, hear in heard.items():
+            page.on(event, hear)
+        opened.append((kind, page, heard))
         page.goto(url)
         if wait:
             page.wait_for_selector(wait)
@@ -47,8 +84,10 @@ def watched(browser):
 
     open_page.complaints = complaints
     yield open_page
-    for context in contexts:
-        context.close()
+    for kind, page, heard in opened:
+        for event, hear in heard.items():
+            page.remove_listener(event, hear)
+        pages.give_back(kind, page)
     assert complaints == []
 
 

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+from browser import browser, pages, watched  # noqa: F401
 from visits import address, visit  # noqa: F401
 
 from zeropipe.schedules import registry

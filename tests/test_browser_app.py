@@ -7,7 +7,7 @@ from dataclasses import replace
 from urllib.parse import urlparse
 
 import pytest
-from browser import browser, expected, watched  # noqa: F401
+from browser import expected
 from visits import drop, query, rows, settle
 
 import zeropipe as zp

@@ -1,7 +1,7 @@
 """How the page looks in a real Chromium: on a phone, in light and dark, to keys and readers, and at a glance."""
 
 import pytest
-from browser import PHONE, browser, expected, watched  # noqa: F401
+from browser import PHONE, expected
 from visits import READY, drop, rows, settle
 
 import zeropipe as zp

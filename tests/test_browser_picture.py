@@ -7,7 +7,7 @@ from itertools import pairwise
 from random import Random
 
 import pytest
-from browser import PHONE, browser, watched  # noqa: F401
+from browser import PHONE
 from viewer_page import (
     beside_label,
     colours,

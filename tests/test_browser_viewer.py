@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from browser import PHONE, browser, watched  # noqa: F401
+from browser import PHONE
 from viewer_page import (
     COSTS,
     VIEWER,
@@ -218,7 +218,7 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
         pass
 
 
-def test_served_as_modules_and_updated(watched, tmp_path):  # noqa: F811
+def test_served_as_modules_and_updated(watched, tmp_path):
     """The way a web page uses it: import over HTTP, then update with new data."""
     for file in VIEWER.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())

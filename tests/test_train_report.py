@@ -8,7 +8,7 @@ from array import array
 from dataclasses import replace
 
 import pytest
-from browser import PHONE, browser, watched  # noqa: F401
+from browser import PHONE
 from naive import naive_simulate
 
 import zeropipe as zp
@@ -158,7 +158,7 @@ def test_a_long_curve_is_thinned_by_means_and_keeps_its_end():
     assert all(abs(y - 0.5) < 0.02 for _, y in found[:-1])
 
 
-def test_the_page_opens_offline_on_every_screen(watched, tmp_path):  # noqa: F811
+def test_the_page_opens_offline_on_every_screen(watched, tmp_path):
     schedule = zp.build("1f1b", ranks=4, microbatches=8)
     recorded = [recorded_of(schedule, step=step, outside=0.01) for step in (10, 20, 30)]
     lines = [{"step": n, "loss": 5 / n, "tokens_per_second": 1000.0} for n in range(1, 31)]

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-from browser import PHONE, browser, watched  # noqa: F401
 
 import zeropipe as zp
 from zeropipe.viz.payload import payload
@@ -17,7 +16,7 @@ def run(name="1f1b", ranks=4, microbatches=6, costs=COSTS):
 
 
 @pytest.fixture
-def page_of(watched, tmp_path):  # noqa: F811
+def page_of(watched, tmp_path):
     def open_page(timelines, draw=None, **options):
         zp.draw(timelines, tmp_path / "x.html", **(draw or {}))
         return watched((tmp_path / "x.html").as_uri(), **options)
