@@ -16,7 +16,7 @@ from zeropipe.engine import Engine
 
 WIDTH = 6
 TOLERANCE = 1e-10
-PRELOAD = ("torch._dynamo", "torch.distributed.pipelining", "transformers.models.qwen3")
+PRELOAD = ("torch._dynamo", "torch.distributed.pipelining", "transformers.models.qwen3.modeling_qwen3")
 
 
 class Block(nn.Module):
@@ -153,9 +153,7 @@ def ranks(number: int = 4) -> Any:
     from zeropipe.engine.run.launch import LocalRanks
 
     if number not in _pools or _pools[number].closed:
-        _pools[number] = LocalRanks(
-            number, preload=["torch._dynamo", "torch.distributed.pipelining", "transformers.models.qwen3"]
-        )
+        _pools[number] = LocalRanks(number, preload=PRELOAD)
         atexit.register(_pools[number].close)
     return _pools[number]
 

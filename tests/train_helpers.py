@@ -25,7 +25,9 @@ def pool(number: int) -> Any:
     from zeropipe.engine.run.launch import LocalRanks
 
     if number not in _pools or _pools[number].closed:
-        _pools[number] = LocalRanks(number, preload=["transformers.models.qwen3", "peft", "zeropipe.train.loop.job"])
+        _pools[number] = LocalRanks(
+            number, preload=["transformers.models.qwen3.modeling_qwen3", "peft", "zeropipe.train.loop.job"]
+        )
         atexit.register(_pools[number].close)
     return _pools[number]
 
