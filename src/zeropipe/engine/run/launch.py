@@ -78,7 +78,9 @@ class LocalRanks:
                 with theirs:
                     args = (rank, num_ranks, self._store.port, threads, backend)
                     self._pids.append(self._nursery.bear(_rank_main, args, theirs.fileno(), start_timeout))
-            self._collect(start_timeout)
+            failures = [outcome for outcome in self._collect(start_timeout) if isinstance(outcome, Failed)]
+            if failures:
+                raise EngineError(_told(failures))
         except BaseException:
             self.close(patience=0)
             raise
