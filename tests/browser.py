@@ -91,6 +91,18 @@ def watched(pages):
     assert complaints == []
 
 
+def point_at(page, target, x, y, shows):
+    """Move the pointer over a place until what it shows is there, as a hand does: a page may still move its parts."""
+    for attempt in range(20):
+        box = target.bounding_box()
+        page.mouse.move(box["x"] + x + attempt % 2, box["y"] + y)
+        for _ in range(20):
+            if page.locator(shows).count():
+                return
+            page.wait_for_timeout(100)
+    page.wait_for_selector(shows)
+
+
 def _foreign(url, hosts):
     if url.startswith(("file:", "data:", "blob:")):
         return False

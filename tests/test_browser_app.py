@@ -7,7 +7,7 @@ from dataclasses import replace
 from urllib.parse import urlparse
 
 import pytest
-from browser import expected
+from browser import expected, point_at
 from visits import drop, query, rows, settle
 
 import zeropipe as zp
@@ -131,10 +131,7 @@ def test_the_chart_marks_the_front_tells_on_hover_and_adds_on_click(visit):
 
 def test_hover_zoom_and_switches_in_the_timeline_and_their_link(visit):
     page = visit("?schedules=zbv")
-    plot = page.locator(".zp-plot").first
-    place = plot.bounding_box()
-    page.mouse.move(place["x"] + 68, place["y"] + 12)
-    page.wait_for_selector(".zp-card:not([hidden])")
+    point_at(page, page.locator(".zp-plot").first, 68, 12, ".zp-card:not([hidden])")
     assert "0F0" in page.inner_text(".zp-card")
     page.mouse.wheel(0, -400)
     page.wait_for_timeout(100)
