@@ -145,17 +145,18 @@ def train_on_nccl(schedule: Schedule, steps: int = 1) -> dict[str, float]:
     return train(schedule, steps, device="cuda", record=True)
 
 
-_pools: dict[int, Any] = {}
+_pools: dict[Any, Any] = {}
 
 
-def ranks(number: int = 4) -> Any:
+def ranks(number: int = 4, preload: tuple[str, ...] = PRELOAD) -> Any:
     """A pool of local ranks that lives as long as the test run (a new one if a test broke it)."""
     from zeropipe.engine.run.launch import LocalRanks
 
-    if number not in _pools or _pools[number].closed:
-        _pools[number] = LocalRanks(number, preload=PRELOAD)
-        atexit.register(_pools[number].close)
-    return _pools[number]
+    key = (number, preload)
+    if key not in _pools or _pools[key].closed:
+        _pools[key] = LocalRanks(number, preload=preload)
+        atexit.register(_pools[key].close)
+    return _pools[key]
 
 
 def largest(results: list[dict[str, float]]) -> dict[str, float]:

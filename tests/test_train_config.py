@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from train_files import GOOD
 
 import zeropipe as zp
 from zeropipe.errors import ConfigError
@@ -17,17 +18,6 @@ from zeropipe.train.config.overrides import all_names
 from zeropipe.train.config.read import read_run
 from zeropipe.train.config.write import to_toml
 
-GOOD = """
-[model]
-path = "tiny-qwen3"
-weights = "random"
-[mesh]
-pp = 2
-[data]
-sequence = 64
-[train]
-steps = 10
-"""
 BUILT_IN = "tiny-qwen3, tiny-llama, qwen3-0.6b, qwen3-8b, llama-8b"
 CHECKPOINTING = "give none, full, selective:N, selective:op or memory_budget:X with X from 0 to 1"
 

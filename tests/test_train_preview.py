@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from train_files import GOOD
 
 import zeropipe as zp
 from zeropipe.search.plan.write import write_run
@@ -13,18 +14,8 @@ from zeropipe.sim.layer_file import to_layer_json
 from zeropipe.train.config.read import read_run
 from zeropipe.train.preview import preview, state_of
 
+LARGE = ("--model.path", "qwen3-8b", "--model.weights", "random", "--mesh.pp", "4", "--train.steps", "1")
 SIZES = {"gpus": 8, "batch": 32, "gpu": "h100", "sequence": 1024, "search_seconds": 0, "workers": 1}
-TINY = """
-[model]
-path = "tiny-qwen3"
-weights = "random"
-[mesh]
-pp = 2
-[data]
-sequence = 64
-[train]
-steps = 10
-"""
 
 
 @pytest.fixture
@@ -76,7 +67,7 @@ def test_one_file_for_all_commands(planned, run):
 def test_what_is_known_without_costs(tmp_path, monkeypatch, run):
     """Bytes of a parameter by hand: AdamW has two moments, 16-bit weights are learned in float32."""
     monkeypatch.chdir(tmp_path)
-    Path("run.toml").write_text(TINY)
+    Path("run.toml").write_text(GOOD)
     shown = json.loads(run("train", "run.toml", "--dry-run", "--json")[1])
     assert shown["prediction"] is None
     assert "--schedule.costs h100" in shown["notes"][0]
@@ -99,18 +90,7 @@ def test_balance_by_time_is_zp_balance(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     costs = zp.estimate("qwen3-8b", gpu="h100", sequence=1024, dtype="float32", compile=False)
     Path("costs.json").write_text(to_layer_json(costs))
-    given = [
-        "--model.path",
-        "qwen3-8b",
-        "--model.weights",
-        "random",
-        "--mesh.pp",
-        "4",
-        "--schedule.balance",
-        "time",
-        "--train.steps",
-        "1",
-    ]
+    given = [*LARGE, "--schedule.balance", "time"]
     for source in ("costs.json", "h100"):
         made = preview(read_run(None, [*given, "--schedule.costs", source]))
         schedule = zp.build("1f1b", ranks=4, microbatches=8)
@@ -129,26 +109,14 @@ def test_a_prediction_that_would_be_wrong_is_not_made(tmp_path, monkeypatch, giv
     monkeypatch.chdir(tmp_path)
     costs = zp.estimate("qwen3-8b", gpu="h100", sequence=1024, dtype="float32", compile=False)
     Path("costs.json").write_text(to_layer_json(costs))
-    base = "--model.path qwen3-8b --model.weights random --mesh.pp 4 --schedule.costs costs.json --train.steps 1"
-    made = preview(read_run(None, [*base.split(), *given.split()]))
+    made = preview(read_run(None, [*LARGE, "--schedule.costs", "costs.json", *given.split()]))
     assert made.notes[0].startswith(note)
     assert (made.prediction is None) == note.startswith("no ")
 
 
 def test_copies_take_time_for_their_sums():
     """A ring over two copies sends every byte of a rank's gradients once, through the link of the data sheet."""
-    given = [
-        "--model.path",
-        "qwen3-8b",
-        "--model.weights",
-        "random",
-        "--mesh.pp",
-        "4",
-        "--schedule.costs",
-        "h100",
-        "--train.steps",
-        "1",
-    ]
+    given = [*LARGE, "--schedule.costs", "h100"]
     one, two = (preview(read_run(None, [*given, *more.split()])) for more in (
         "--data.batch 8", "--data.batch 16 --mesh.dp_replicate 2"))  # fmt: skip
     largest = max(rank.parameters for rank in one.ranks)
@@ -156,7 +124,7 @@ def test_copies_take_time_for_their_sums():
 
 
 def test_a_dry_run_needs_no_torch_and_fits_a_terminal(tmp_path):
-    (tmp_path / "run.toml").write_text(TINY)
+    (tmp_path / "run.toml").write_text(GOOD)
     code = "import sys; from zeropipe.cli import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
     command = [sys.executable, "-c", code, "train", "run.toml", "--dry-run", "--schedule.costs", "h100"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)

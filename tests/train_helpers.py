@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import atexit
 import json
 import math
 from pathlib import Path
 from typing import Any
 
 import torch
+from engine_helpers import ranks
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from zeropipe.train.config.models import RunConfig
@@ -17,19 +17,12 @@ VOCABULARY = 64
 TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 8,
         "num_key_value_heads": 2, "vocab_size": VOCABULARY, "initializer_range": 0.2}  # fmt: skip
 
-_pools: dict[int, Any] = {}
+PRELOAD = ("transformers.models.qwen3.modeling_qwen3", "peft", "zeropipe.train.loop.job")
 
 
 def pool(number: int) -> Any:
-    """Local ranks that live as long as the test run (new ones if a test broke them)."""
-    from zeropipe.engine.run.launch import LocalRanks
-
-    if number not in _pools or _pools[number].closed:
-        _pools[number] = LocalRanks(
-            number, preload=["transformers.models.qwen3.modeling_qwen3", "peft", "zeropipe.train.loop.job"]
-        )
-        atexit.register(_pools[number].close)
-    return _pools[number]
+    """Local ranks that have the code of a run."""
+    return ranks(number, PRELOAD)
 
 
 def model_directory(path: Path, *, tied: bool = False, seed: int = 0) -> Path:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
+from zeropipe.core.parse import number_or_text
 from zeropipe.core.placement import MAX_WEIGHT_PARTS
 from zeropipe.errors import ConfigError, short
 
@@ -196,14 +197,5 @@ def settings_of(pairs: tuple[str, ...], flag: str) -> dict[str, Any]:
         name, equals, text = pair.partition("=")
         if not (equals and name and text):
             raise ConfigError(f"{flag} {short(pair)}: write it as name=value, like group_size=4")
-        settings[name.replace("-", "_")] = _value(text)
+        settings[name.replace("-", "_")] = number_or_text(text)
     return settings
-
-
-def _value(text: str) -> int | float | str:
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            pass
-    return text

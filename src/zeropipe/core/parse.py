@@ -1,4 +1,4 @@
-"""JSON and TOML from strangers: read in bounded time and memory, or refused with a ValueError of one line."""
+"""Text from strangers: JSON and TOML in bounded time and memory, or a ValueError of one line; values of a flag."""
 
 from __future__ import annotations
 
@@ -37,6 +37,16 @@ def parse_toml(text: str) -> dict[str, Any]:
         return tomllib.loads(text)
     except RecursionError:
         raise ValueError("its tables are nested too deeply") from None
+
+
+def number_or_text(text: str) -> int | float | str:
+    """What a value on the command line means: a whole number, a number, or the text itself."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text
 
 
 def _require_short_numbers(text: str) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -92,15 +93,10 @@ def _to_model(
         return found.to(dtype) if dtype is not None and found.is_floating_point() else found
 
     require_same_model(directory, config)
-    workshop = Workshop(directory, Workshop.token(is_distributed=True))
-    workshop.open()
-    try:
-        tensors = {name: lambda n=name: get(n) for name in sorted(wanted)}
+    tensors = {name: lambda n=name: get(n) for name in sorted(wanted)}
+    with _opened(directory) as workshop:
         workshop.add(0, write_files(whole, tensors, 0, workshop.path, shard_size))
         switch_to_model(workshop, 1, set(wanted), config)
-    except BaseException:
-        workshop.close()
-        raise
 
 
 def _to_adapter(source: Path, manifest: Manifest, directory: Path, begin: Begin) -> None:
@@ -109,16 +105,11 @@ def _to_adapter(source: Path, manifest: Manifest, directory: Path, begin: Begin)
     whole = Whole(meta_model(model, model.dtype or torch.float32), manifest.model["head"])
     injected = Injected(whole, adapter_from(manifest.model["adapter"]))
     saved, keys = manifest.under("model"), injected.keys
-    config = injected.config
-    config.inference_mode = True  # what peft writes too
-    if origin := manifest.model.get("origin"):
-        config.base_model_name_or_path = origin
+    config = injected.saved_config(manifest.model.get("origin"))
     if missing := keys.keys() - saved.keys():
         raise ConfigError(f"{source} has no {listed(missing)}: its adapter is another one")
     require_same_adapter(directory, config)
-    workshop = Workshop(directory, Workshop.token(is_distributed=True))
-    workshop.open()
-    try:
+    with _opened(directory) as workshop:
         tensors = {}
         for name, key in sorted(keys.items()):
             begin(name)
@@ -126,6 +117,15 @@ def _to_adapter(source: Path, manifest: Manifest, directory: Path, begin: Begin)
         save_tensors(tensors, workshop.path / "0.safetensors")
         workshop.add(0, Part({"0.safetensors": list(tensors)}, list(keys), 0))
         switch_to_adapter(workshop, 1, set(keys), config)
+
+
+@contextmanager
+def _opened(directory: Path) -> Iterator[Workshop]:
+    """A workshop for a directory, which is gone after a failure."""
+    workshop = Workshop(directory, Workshop.token(is_distributed=True))
+    workshop.open()
+    try:
+        yield workshop
     except BaseException:
         workshop.close()
         raise

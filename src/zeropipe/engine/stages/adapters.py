@@ -105,6 +105,14 @@ class Injected:
         if whole.tie and any(end.startswith(f"{name}.") for name in self.modules for end in whole.tie):
             raise ConfigError(f"an adapter on {' or '.join(whole.tie)}: they are one weight; leave both out of it")
 
+    def saved_config(self, origin: str | None) -> Any:
+        """The config as peft writes it beside an adapter's tensors; `origin` is where the model came from."""
+        config = copy.deepcopy(self.config)
+        config.inference_mode = True
+        if origin:
+            config.base_model_name_or_path = origin
+        return config
+
     @cached_property
     def keys(self) -> dict[str, str]:
         """The names of its tensors in an adapter's file."""

@@ -119,10 +119,7 @@ class _Adapter:
 
     def __init__(self, stage: HFStage, adapter: Adapter) -> None:
         self._injected = Injected(whole_of(stage), adapter)
-        self._config = copy.deepcopy(self._injected.config)
-        self._config.inference_mode = True  # what peft writes too
-        if origin := getattr(stage.whole_config, "_name_or_path", ""):
-            self._config.base_model_name_or_path = origin
+        self._config = self._injected.saved_config(getattr(stage.whole_config, "_name_or_path", ""))
 
     def require(self, directory: Path) -> None:
         require_same_adapter(directory, self._config)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from zeropipe.core.parse import parse_toml
+from zeropipe.core.parse import number_or_text, parse_toml
 from zeropipe.errors import ConfigError, short
 from zeropipe.train.config.models import RunConfig
 
@@ -133,20 +133,11 @@ def value_of(text: str, kinds: set[Any], free: bool = False) -> Any:
         parts = [part.strip() for part in text.split(",")]
         if str in kinds:
             return text if len(parts) == 1 else parts
-        return [_number(part) for part in parts]
+        return [number_or_text(part) for part in parts]
     if kinds & {int, float}:
-        return _number(text)
+        return number_or_text(text)
     if kinds == {bool}:
         return {"true": True, "false": False}.get(text, text)
-    return text
-
-
-def _number(text: str) -> Any:
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            pass
     return text
 
 

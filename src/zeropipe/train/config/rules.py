@@ -187,7 +187,12 @@ def _optimizer(config: RunConfig) -> Iterator[str]:
     table = config.optimizer
     if table.fused == "yes" and table.name == "adafactor":
         yield "optimizer.fused='yes': torch has no fused adafactor; use auto"
-    if table.name == "adafactor" and (config.mesh.dp_shard > 1 or config.mesh.tp > 1):
+    yield from adafactor_faults(config)
+
+
+def adafactor_faults(config: RunConfig) -> Iterator[str]:
+    """Asked by the loop too, for those who call it from Python."""
+    if config.optimizer.name == "adafactor" and (config.mesh.dp_shard > 1 or config.mesh.tp > 1):
         yield (
             "optimizer.name='adafactor' keeps sums over rows and columns, which pieces of a weight do not have: use "
             "adamw, or mesh.dp_shard=1 and mesh.tp=1"

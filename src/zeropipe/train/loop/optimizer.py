@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from zeropipe.engine.masters import MasterWeights
 from zeropipe.errors import ConfigError
 from zeropipe.train.config.models import OptimizerTable, RunConfig
+from zeropipe.train.config.rules import adafactor_faults
 from zeropipe.train.loop.setup import kept_dtype
 
 KINDS: dict[str, type[torch.optim.Optimizer]] = {
@@ -20,11 +21,8 @@ KINDS: dict[str, type[torch.optim.Optimizer]] = {
 def make_optimizer(config: RunConfig, parameters: list[nn.Parameter], device: torch.device) -> Any:
     """A torch optimizer or MasterWeights; a rank that trains nothing has one of no parameters."""
     table = config.optimizer
-    if table.name == "adafactor" and (config.mesh.dp_shard > 1 or config.mesh.tp > 1):
-        raise ConfigError(
-            "optimizer.name=adafactor keeps sums over rows and columns, which pieces of a weight do not have: use "
-            "adamw, or mesh.dp_shard=1 and mesh.tp=1"
-        )
+    for fault in adafactor_faults(config):
+        raise ConfigError(fault)
     groups = _groups(table, parameters)
     options: dict[str, Any] = {"lr": table.lr}
     if table.name != "adafactor":
