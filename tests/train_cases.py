@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -13,8 +16,9 @@ import torch.distributed as dist
 
 from zeropipe.engine import Engine
 from zeropipe.engine.checkpoint import pieces
+from zeropipe.errors import ConfigError
 from zeropipe.train.config.models import RunConfig
-from zeropipe.train.loop import job
+from zeropipe.train.loop import job, kept
 from zeropipe.train.loop.steps import Stepper
 
 
@@ -83,3 +87,51 @@ def train_counting(config: RunConfig) -> list[tuple[int, int]]:
 
     _train_with(config, before)
     return seen
+
+
+def train_without_room(config: RunConfig, rank: int, steps: tuple[int, ...]) -> Any:
+    """One rank meets a full disk while it writes the checkpoints after some steps; what the first rank tells."""
+    real = pieces.write
+
+    def write(folder: Path, plan: Any, state: Any, progress: Any) -> Any:
+        written = real(folder, plan, state, progress)
+        if dist.get_rank() == rank and any(folder.parent.name == f"step-{step:06d}" for step in steps):
+            (file,) = folder.glob(f"__{rank}_*")
+            os.truncate(file, 100)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return written
+
+    with mock.patch.object(pieces, "write", write):
+        return train_told(config)
+
+
+def train_on_read_only(config: RunConfig, step: int) -> Any:
+    """The folder of the checkpoint after a step cannot be made, and the next one's name not be written down."""
+    real_make, real_mark = Path.mkdir, kept.mark
+
+    def make(path: Path, *args: Any, **options: Any) -> None:
+        if path.name == f"step-{step:06d}":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        real_make(path, *args, **options)
+
+    def mark(folder: Path, name: str, checkpoint: str) -> None:
+        if checkpoint == f"step-{step + 1:06d}":
+            raise ConfigError(f"cannot write {folder / name}: Permission denied")
+        real_mark(folder, name, checkpoint)
+
+    with mock.patch.object(Path, "mkdir", make), mock.patch.object(kept, "mark", mark):
+        return train_told(config)
+
+
+def train_by_clock(config: RunConfig, seconds: tuple[float, ...]) -> Any:
+    """Every look at a rank's clock finds it further on, by so many seconds."""
+    clock = itertools.count(0.0, seconds[dist.get_rank()])
+    with mock.patch.object(job, "time", SimpleNamespace(monotonic=lambda: next(clock))):
+        return job.train(config)
+
+
+def train_told(config: RunConfig) -> tuple[Any, list[str]]:
+    """The outcome, and what the first rank told."""
+    lines: list[str] = []
+    with mock.patch.object(job, "tell", lines.append):
+        return job.train(config), lines

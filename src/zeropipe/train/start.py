@@ -7,12 +7,12 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from zeropipe.engine.run.launch import LocalRanks, is_local, model_code
+from zeropipe.engine.run.meeting import join_torchrun
 from zeropipe.train.config.models import RunConfig
 from zeropipe.train.loop.job import Outcome, train
 from zeropipe.train.loop.signals import SIGNALS
@@ -24,7 +24,8 @@ AGAIN = 0.2  # seconds between two signals to the ranks
 def start(config: RunConfig) -> Outcome | None:
     """What training gave; None on all ranks of torchrun's but the first."""
     if not is_local():
-        dist.init_process_group(_backend(config, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))), **_meeting())
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        join_torchrun(_backend(config, ranks_here), config.engine.timeout)
         try:
             outcome = train(config)
             return outcome if dist.get_rank() == 0 else None
@@ -38,24 +39,6 @@ def start(config: RunConfig) -> Outcome | None:
     ):
         first: Outcome = ranks.run(_on_rank, config, timeout=config.engine.timeout + MORE)[0]
         return first
-
-
-def _meeting() -> dict[str, Any]:
-    """Where the processes of torchrun meet.
-
-    Its agent keeps one store over all restarts, in which gloo would find the addresses of processes that are gone, and
-    wait for them. On one machine all processes count restarts alike, so each restart has names of its own there. On
-    several, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes torchrun open a new store.
-    """
-    given = os.environ
-    alone = given.get("LOCAL_WORLD_SIZE") == given.get("WORLD_SIZE")
-    if not alone or given.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return {}
-    store = dist.TCPStore(given["MASTER_ADDR"], int(given["MASTER_PORT"]), is_master=False)
-    name = f"restart-{given.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    return {
-        "store": dist.PrefixStore(name, store), "rank": int(given["RANK"]), "world_size": int(given["WORLD_SIZE"]),
-    }  # fmt: skip
 
 
 def _backend(config: RunConfig, ranks_here: int) -> str:

@@ -132,7 +132,19 @@ def _outcome(work: Callable[[], T]) -> T | str:
 
 
 def _line(error: Exception) -> str:
+    if isinstance(error, ZeropipeError):
+        return str(error).splitlines()[0]
+    failed = _system_error(error)
+    if failed is not None:
+        return f"{failed.strerror}{f' ({failed.filename})' if failed.filename else ''}"
     text = str(error).splitlines()
-    return (
-        text[0] if isinstance(error, ZeropipeError) and text else f"{type(error).__name__}: {text[0] if text else ''}"
-    )
+    return f"{type(error).__name__}: {text[0] if text else ''}"
+
+
+def _system_error(error: BaseException | None) -> OSError | None:
+    """What the operating system said first: torch's writer has words of its own about what followed."""
+    while error is not None:
+        if isinstance(error, OSError) and error.strerror:
+            return error
+        error = error.__cause__ or error.__context__
+    return None

@@ -26,6 +26,7 @@ from zeropipe.engine.mesh.spreading import (
 from zeropipe.engine.mesh.talk import Peers
 from zeropipe.engine.mesh.vocabulary import as_pieces
 from zeropipe.engine.stages.adapters import is_adapters
+from zeropipe.engine.stages.chance import chances
 from zeropipe.engine.stages.hf import HFStage
 from zeropipe.errors import ConfigError
 
@@ -130,12 +131,11 @@ def check_plan(stage: HFStage, plan: Mapping[str, str], number: int) -> None:
         heads = getattr(config, name, None)
         if isinstance(heads, int) and heads % number:
             raise ConfigError(f"the model has {name}={heads}: tp={number} must divide it")
-    for name, value in config.to_dict().items():
-        if re.search("drop|jitter", name) and isinstance(value, int | float) and value is not True and value > 0:
-            raise ConfigError(
-                f"the model has {name}={value}: processes of tp would draw different random numbers for the same "
-                f"tokens; set {name}=0"
-            )
+    for name, value in chances(config.to_dict()).items():
+        raise ConfigError(
+            f"the model has {name}={value}: processes of tp would draw different random numbers for the same "
+            f"tokens; set {name}=0"
+        )
     if any(is_adapters(name) for name in stage.full_names()):
         raise ConfigError("stages with an adapter cannot be spread over tp: use dp_shard, or merge the adapter first")
 

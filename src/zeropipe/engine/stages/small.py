@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from zeropipe.engine.stages.chance import is_chance
+
 _VOCABULARY, _INNER_WIDTH = 64, 48
 _LAYERS = r"(num_|n_)?(hidden_|decoder_|encoder_)?(layers?|blocks)(_per_stack)?"
 # Divided by one number, so that a width stays its heads' number times their width. The width of a head stays as it is:
@@ -92,7 +94,7 @@ def _small(name: str, value: Any, ratio: int, inner: int | None, num_layers: int
         return value[:num_layers]
     if _is_by_layer(value):
         return {key: inner for key, inner in value.items() if int(key) < num_layers}
-    if isinstance(value, int | float) and re.search("drop|jitter", name):
+    if is_chance(name, value):
         return type(value)(0)
     if isinstance(value, float) and re.search("aux_loss_coef", name):
         return 0.5  # large enough to be seen

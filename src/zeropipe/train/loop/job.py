@@ -12,6 +12,8 @@ import torch.distributed as dist
 
 from zeropipe.core.files import write_whole
 from zeropipe.engine.checkpoint.load import load_checkpoint
+from zeropipe.engine.checkpoint.manifest import read_manifest
+from zeropipe.engine.checkpoint.save import written_by
 from zeropipe.engine.engine import Engine
 from zeropipe.engine.step.losses import CausalLMLoss
 from zeropipe.train.config.models import RunConfig
@@ -24,7 +26,7 @@ from zeropipe.train.loop.metrics import Metrics, tell
 from zeropipe.train.loop.optimizer import make_optimizer, set_groups
 from zeropipe.train.loop.prepared import named, prepared
 from zeropipe.train.loop.recorded import Records
-from zeropipe.train.loop.setup import Place, deterministic, make_engine, place_of, require_packing
+from zeropipe.train.loop.setup import Place, chances_of, deterministic, make_engine, place_of, require_packing
 from zeropipe.train.loop.signals import Signals
 from zeropipe.train.loop.steps import Counts, Stepper, Taken
 from zeropipe.train.loop.usage import Utilization, peak_memory
@@ -87,6 +89,7 @@ class Run:
         """Go on from a checkpoint, if there is one: the first rank chooses it."""
         with self._engine.together("looking for a checkpoint") as team:
             (chosen, fault), *_ = team.fabric.exchange(self._choose())
+            here = written_by(team.schedule, team.fabric.layout)
         if fault is not None:
             raise fault
         if chosen is None:
@@ -97,7 +100,15 @@ class Run:
         self._kept.saved, self._kept.path = step, chosen
         if self._is_first:
             tell(f"goes on after step {step} of {chosen}")
+            self._tell_chances(chosen, here)
         return Counts.of(step or 0, extra)
+
+    def _tell_chances(self, checkpoint: Path, here: dict[str, Any]) -> None:
+        """On the layout of the checkpoint a run draws the random numbers that it would have drawn, elsewhere not."""
+        before = read_manifest(checkpoint).written_by
+        if any(before.get(name) != here[name] for name in ("mesh", "schedule", "num_stages")):
+            for name, value in chances_of(self._config).items():
+                tell(f"{name}={value:g} draws other random numbers on this layout than on the checkpoint's")
 
     def _choose(self) -> tuple[Path | None, Exception | None]:
         if not self._is_first:

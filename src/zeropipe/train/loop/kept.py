@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from zeropipe.core.files import write_whole
-from zeropipe.engine.checkpoint.manifest import read_manifest
+from zeropipe.engine.checkpoint.manifest import FILE, read_manifest
 from zeropipe.engine.checkpoint.save import save_checkpoint
 from zeropipe.engine.checkpoint.saving import Saving
 from zeropipe.engine.engine import Engine
@@ -48,7 +48,7 @@ class Kept:
                 path, self._engine, optimizer, step=step, extra=extra, frozen=self._saves_frozen,
                 asynchronous=self._table.asynchronous,
             )  # fmt: skip
-        except EngineError as error:
+        except (ConfigError, EngineError) as error:  # the folder cannot be made, say
             self._failed(error, last)
             return
         self.saved, self.path, self._is_best = step, path, best
@@ -71,18 +71,27 @@ class Kept:
             self._failed(error, last)
             return
         if self._is_first:
-            mark(self.folder, "latest", saving.path.name)
-            if self._is_best:
-                mark(self.folder, "best", saving.path.name)
-            prune(self.folder, self._table.keep, marked(self.folder, "best") if self._table.best else None)
+            try:
+                self._tidy(saving.path.name)
+            except (ConfigError, OSError) as error:  # the checkpoint itself is whole, and found without them
+                self._tell(f"warning: {error}")
 
-    def _failed(self, error: EngineError, last: bool) -> None:
+    def _tidy(self, name: str) -> None:
+        """After a checkpoint: the names of the newest and the best, and no more than are to be kept."""
+        mark(self.folder, "latest", name)
+        if self._is_best:
+            mark(self.folder, "best", name)
+        prune(self.folder, self._table.keep, marked(self.folder, "best") if self._table.best else None)
+
+    def _failed(self, error: Exception, last: bool) -> None:
         """Training goes on without this checkpoint, unless no later one would come."""
         self.saved = None
         if last:
-            raise error
+            before = newest(self.folder)
+            rest = f"the newest whole one is {before}" if before else "there is none before it"
+            raise EngineError(f"{error}; {rest}: mend that and start again")
         if self._is_first:
-            self._tell(f"warning: {error}")
+            self._tell(f"warning: {error}; training goes on")
 
 
 def mark(folder: Path, name: str, checkpoint: str) -> None:
@@ -115,13 +124,17 @@ def is_whole(path: Path) -> bool:
 
 
 def prune(folder: Path, keep: int, best: str | None) -> None:
-    """Remove all but the newest `keep` whole checkpoints and the best one, and what killed saves have left."""
+    """Remove what is older than the newest `keep` whole checkpoints, but the best one, and what killed saves have left.
+
+    A newer one that is damaged, or that cannot be read just now, stays.
+    """
     whole = 0
     for path in steps_in(folder).values():
-        complete = is_whole(path)
-        whole += complete
-        if not complete or (whole > keep and path.name != best):
+        is_old = whole >= keep and path.name != best
+        if is_old or not (path / FILE).exists():
             shutil.rmtree(path, ignore_errors=True)
+        else:
+            whole += is_whole(path)
 
 
 def newest(folder: Path) -> Path | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -30,7 +31,7 @@ class Metrics:
         output.mkdir(parents=True, exist_ok=True)
         path = output / "metrics.jsonl"
         forget_after(path, start)
-        self._file = path.open("a", encoding="utf-8")
+        self._log = Log(path)
         self._others = [*_tensorboard(config), *_wandb(config, start)]
 
     def step(self, values: Mapping[str, Any]) -> None:
@@ -46,8 +47,7 @@ class Metrics:
         tell(f"step {step}/{self._num_steps}  evaluation loss {loss:.4f}{', the best so far' if is_best else ''}")
 
     def _write(self, values: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(values) + "\n")
-        self._file.flush()
+        self._log.add(json.dumps(values) + "\n")
         for other in self._others:
             other(values)
 
@@ -56,9 +56,41 @@ class Metrics:
         return (time.monotonic() - self._began) / done * (self._num_steps - step)
 
     def close(self) -> None:
-        self._file.close()
+        self._log.close()
         for other in self._others:
             other(None)
+
+
+class Log:
+    """A file that lines are added to. What a full disk does not take is kept, and written once there is room."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._kept, self._is_told = path, b"", False
+        self._file = path.open("ab", buffering=0)
+
+    def add(self, line: str) -> None:
+        """Write a line, and what is left of those before."""
+        self._kept += line.encode()
+        try:
+            if os.fstat(self._file.fileno()).st_nlink == 0:
+                self._begin_anew()
+            while self._kept:
+                self._kept = self._kept[self._file.write(self._kept) :]
+            self._is_told = False
+        except OSError as error:  # no reason to end a run
+            if not self._is_told:
+                tell(f"warning: cannot write {self._path}: {error.strerror or error}; training goes on")
+            self._is_told = True
+
+    def _begin_anew(self) -> None:
+        """Somebody has removed the file, or its folder."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        gone, self._file = self._file, self._path.open("ab", buffering=0)
+        gone.close()
+        tell(f"warning: {self._path} was removed: it begins anew")
+
+    def close(self) -> None:
+        self._file.close()
 
 
 def line_of(values: Mapping[str, Any], num_steps: int, left: float) -> str:

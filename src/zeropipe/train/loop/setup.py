@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,10 +18,12 @@ from zeropipe.engine.engine import Engine
 from zeropipe.engine.mesh.parallelize import parallelize
 from zeropipe.engine.run.job import DTYPES, device_of, mesh_of
 from zeropipe.engine.stages.build import hf_stages
+from zeropipe.engine.stages.chance import chances
 from zeropipe.errors import ConfigError, MissingExtra
+from zeropipe.train.config.files import ADAPTER
 from zeropipe.train.config.models import RunConfig
 from zeropipe.train.data import Data, Evaluation
-from zeropipe.train.shape import layers_of, model_data, schedule_of
+from zeropipe.train.shape import layers_of, model_data, schedule_of, text_data
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,17 @@ def _adapter(config: RunConfig) -> Any:
         r=table.rank, lora_alpha=table.alpha, lora_dropout=table.dropout,
         target_modules=wanted if isinstance(wanted, str) else list(wanted), task_type="CAUSAL_LM",
     )  # fmt: skip
+
+
+def chances_of(config: RunConfig) -> dict[str, float]:
+    """By what the model or its adapter draws random numbers: dropout and its kin, above 0."""
+    found = chances(text_data(config))
+    table = config.lora
+    if table is not None and table.adapter is None:
+        found |= chances({"lora.dropout": table.dropout})
+    elif table is not None:
+        found |= chances(json.loads((Path(str(table.adapter)) / ADAPTER).read_text()))
+    return found
 
 
 @contextmanager

@@ -1,0 +1,75 @@
+"""How the processes that torchrun started find each other, also after a restart.
+
+torchrun's agent keeps one store over all restarts. gloo would find the addresses of processes there that are gone, and
+wait for them. The number of restarts does not tell processes apart: agents on several machines do not count alike. So
+every process makes a name of its own. The first rank writes its name down as that of the meeting, the others sign there
+with theirs, and when all have signed, it writes the list of names. Who finds its own name in the list has met the
+processes that run now: nobody who is gone can have answered to a name that was made just now.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from datetime import timedelta
+from secrets import token_hex
+from typing import Any
+
+import torch.distributed as dist
+
+from zeropipe.errors import EngineError
+
+KEY = "zeropipe/meeting"
+
+
+def join_torchrun(backend: str, patience: float = 600.0) -> None:
+    """`init_process_group` on the processes of torchrun; EngineError if some do not come within `patience` seconds."""
+    given = os.environ
+    if given.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # a store of its own for every start
+        dist.init_process_group(backend)
+        return
+    rank, size, host, port = int(given["RANK"]), int(given["WORLD_SIZE"]), given["MASTER_ADDR"], given["MASTER_PORT"]
+    try:
+        store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=patience))
+        name = meet(store, rank, size, patience)
+        met = dist.PrefixStore(f"{KEY}/{name}", store)
+        dist.init_process_group(backend, store=met, rank=rank, world_size=size)
+    except RuntimeError as error:
+        said = str(error).splitlines()[0]
+        raise EngineError(f"rank {rank} cannot join the others over torchrun's store, {host}:{port}: {said}") from None
+
+
+def meet(store: Any, rank: int, size: int, patience: float, pause: float = 0.02) -> str:
+    """The name of this meeting, the same on all ranks and never used before."""
+    mine, end = token_hex(8), time.monotonic() + patience
+    if rank == 0:
+        store.set(KEY, mine)
+    signed: str | None = None
+    while True:
+        name = mine if rank == 0 else _read(store, KEY)
+        if name is not None and name != signed:
+            store.set(f"{KEY}/{name}/{rank}", mine)
+            signed = name
+        keys = [f"{KEY}/{name}/{one}" for one in range(size)]
+        if rank == 0 and store.check(keys):
+            store.set(f"{KEY}/{name}/all", json.dumps([store.get(key).decode() for key in keys]))
+        listed = _read(store, f"{KEY}/{name}/all")
+        if listed is not None and json.loads(listed)[rank] == mine:
+            return str(name)
+        if time.monotonic() > end:
+            raise EngineError(_missed(store, rank, keys, patience))
+        time.sleep(pause)
+
+
+def _missed(store: Any, rank: int, keys: list[str], patience: float) -> str:
+    away = [str(one) for one, key in enumerate(keys) if one != rank and not store.check([key])] if rank == 0 else ["0"]
+    who = f"rank{'s' * (len(away) > 1)} {', '.join(away)}"
+    return (
+        f"rank {rank} waited {patience:g} s for {who} to start: torchrun must start all machines with the same "
+        "--nnodes and --rdzv-id (or --master-addr and --master-port); look there for what ended"
+    )
+
+
+def _read(store: Any, key: str) -> str | None:
+    return store.get(key).decode() if store.check([key]) else None

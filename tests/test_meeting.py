@@ -1,0 +1,58 @@
+"""Processes of torchrun meet those that run now, never those that are gone."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+
+pytest.importorskip("torch", reason="needs torch")
+import torch.distributed as dist
+
+from zeropipe.engine.run import meeting
+from zeropipe.engine.run.meeting import KEY, meet
+from zeropipe.errors import EngineError
+
+
+def started(people: ThreadPoolExecutor, store: dist.Store, *ranks: int) -> list[Future[str]]:
+    return [people.submit(meet, store, rank, 3, 20.0, 0.001) for rank in ranks]
+
+
+def names(*all_ranks: list[Future[str]]) -> set[str]:
+    return {one.result() for some in all_ranks for one in some}
+
+
+def test_who_comes_after_a_restart_does_not_meet_those_before():
+    store = dist.HashStore()
+    with ThreadPoolExecutor(9) as people:
+        first = names(started(people, store, 0, 1, 2))
+        keys = [f"{KEY}/{min(first)}/{rank}" for rank in (1, 2)]
+        before = [store.get(key) for key in keys]
+        early = started(people, store, 1, 2)
+        while any(store.get(key) == old for key, old in zip(keys, before)):
+            time.sleep(0.001)  # until they have found the words of the first start
+        second = names(early, started(people, store, 0))
+    assert len(first) == len(second) == 1
+    assert first != second
+
+
+def test_a_first_rank_that_starts_again_is_met_by_those_who_wait():
+    store = dist.HashStore()
+    with ThreadPoolExecutor(9) as people:
+        waiting = started(people, store, 1)
+        with pytest.raises(EngineError, match="rank 0 waited"):
+            meet(store, 0, 3, 0.05, 0.001)
+        assert len(names(waiting, started(people, store, 2, 0))) == 1
+
+
+def test_who_does_not_come_is_named(monkeypatch):
+    store = dist.HashStore()
+    with pytest.raises(
+        EngineError, match=r"rank 2 waited 0.01 s for rank 0 to start: torchrun must start all machines"
+    ):
+        meet(store, 2, 4, 0.01, 0.001)
+    monkeypatch.setattr(meeting, "token_hex", lambda size: "now")
+    store.set(f"{KEY}/now/2", "it came")
+    with pytest.raises(EngineError, match=r"rank 0 waited 0.01 s for ranks 1, 3 to start"):
+        meet(store, 0, 4, 0.01, 0.001)

@@ -1,0 +1,151 @@
+"""Checkpoints of a run: when they are due, and what happens when they cannot be written."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+
+import pytest
+from train_cases import train_by_clock, train_on_read_only, train_signalled, train_told, train_without_room
+from train_helpers import metrics_of, model_directory, pool, run_config, train_on
+
+from zeropipe.errors import EngineError
+from zeropipe.train.loop import kept
+from zeropipe.train.loop.kept import marked, prune, steps_in
+from zeropipe.train.loop.metrics import Log
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    return model_directory(tmp_path_factory.mktemp("model"))
+
+
+def config_of(output, start, schedule="1f1b", steps=4, **checkpoint):
+    table = {"every": 1, "export": False, "keep": 9} | checkpoint
+    return run_config(
+        output, start, mesh={"pp": 2}, schedule={"name": schedule}, train={"steps": steps}, checkpoint=table
+    )
+
+
+def test_a_full_disk_costs_a_checkpoint_and_no_more(tmp_path, start):
+    whole = train_on(config_of(tmp_path / "whole", start))
+    config = config_of(tmp_path / "out", start)
+    outcome, told = pool(2).run(train_without_room, config, 1, (1, 3))[0]
+    folder = tmp_path / "out" / "checkpoints"
+    assert outcome.losses == whole.losses
+    assert list(steps_in(folder)) == [4, 2]
+    assert marked(folder, "latest") == "step-000004"
+    assert [line for line in told if "warning" in line] == [
+        f"warning: the checkpoint {folder / f'step-{step:06d}'} was not saved: rank 1: No space left on device; "
+        "training goes on"
+        for step in (1, 3)
+    ]
+
+
+def test_without_room_for_the_last_checkpoint_the_one_before_stays_and_is_named(tmp_path, start):
+    config, folder = config_of(tmp_path / "out", start), tmp_path / "out" / "checkpoints"
+    with pytest.raises(EngineError) as caught:
+        pool(2).run(train_without_room, config, 1, (3, 4))
+    assert str(caught.value) == (
+        f"the checkpoint {folder / 'step-000004'} was not saved: rank 1: No space left on device; the newest whole "
+        f"one is {folder / 'step-000002'}: mend that and start again"
+    )
+    outcome = train_on(config)
+    assert (outcome.steps, len(outcome.losses)) == (4, 2)
+    assert max(steps_in(folder)) == 4
+
+
+def test_a_folder_that_refuses_names_costs_no_step(tmp_path, start):
+    outcome, told = pool(2).run(train_on_read_only, config_of(tmp_path / "out", start), 2)[0]
+    folder = tmp_path / "out" / "checkpoints"
+    assert (outcome.steps, list(steps_in(folder))) == (4, [4, 3, 1])
+    assert [line for line in told if "warning" in line] == [
+        f"warning: rank 0: cannot write into {folder / 'step-000002'}: Permission denied; training goes on",
+        f"warning: cannot write {folder / 'latest'}: Permission denied",
+    ]
+
+
+def test_minutes_are_those_of_the_first_rank(tmp_path, start):
+    config = config_of(tmp_path / "out", start, steps=8, every=None, minutes=1.0)
+    pool(2).run(train_by_clock, config, (25.0, 9999.0))
+    assert list(steps_in(tmp_path / "out" / "checkpoints")) == [8, 5, 2]
+
+
+def test_dropout_goes_on_with_its_own_random_numbers_or_says_that_it_does_not(tmp_path):
+    path = model_directory(tmp_path / "start")
+    plain = train_on(config_of(tmp_path / "plain", path, steps=1))
+    saved = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(saved | {"attention_dropout": 0.3}))
+    whole = train_on(config_of(tmp_path / "whole", path))
+    assert whole.losses[0] != pytest.approx(plain.losses[0], rel=1e-3)  # it is on
+    pool(2).run(train_signalled, config_of(tmp_path / "out", path), 1, 1, 15)
+    rest, told = pool(2).run(train_told, config_of(tmp_path / "out", path))[0]
+    assert rest.losses == whole.losses[2:]
+    assert not [line for line in told if "random" in line]
+    rest, told = pool(2).run(train_told, config_of(tmp_path / "out", path, "zbv", steps=5))[0]
+    assert "attention_dropout=0.3 draws other random numbers on this layout than on the checkpoint's" in told
+    assert len(metrics_of(tmp_path / "out")) == 5
+
+
+class Disk:
+    """A file on a disk with room for some bytes."""
+
+    def __init__(self, file, room):
+        self._file, self.room = file, room
+
+    def fileno(self):
+        return self._file.fileno()
+
+    def write(self, data):
+        if not self.room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = self._file.write(data[: self.room])
+        self.room -= written
+        return written
+
+
+def test_lines_that_a_full_disk_did_not_take_are_written_once_there_is_room(tmp_path, capsys):
+    path = tmp_path / "metrics.jsonl"
+    log = Log(path)
+    disk = log._file = Disk(log._file, 12)
+    for number in range(3):
+        log.add(f'{{"step": {number}}}\n')
+    assert path.read_text() == '{"step": 0}\n'
+    assert capsys.readouterr().err == f"warning: cannot write {path}: No space left on device; training goes on\n"
+    disk.room = 99
+    log.add('{"step": 3}\n')
+    assert path.read_text() == "".join(f'{{"step": {number}}}\n' for number in range(4))
+
+
+def test_lines_go_on_in_a_new_file_when_theirs_was_removed(tmp_path, capsys):
+    path = tmp_path / "out" / "metrics.jsonl"
+    path.parent.mkdir()
+    log = Log(path)
+    log.add("1\n")
+    path.unlink()
+    path.parent.rmdir()
+    log.add("2\n")
+    log.close()
+    assert path.read_text() == "2\n"
+    assert capsys.readouterr().err == f"warning: {path} was removed: it begins anew\n"
+
+
+def test_only_what_is_older_or_was_never_whole_is_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr(kept, "is_whole", lambda path: (path / "checkpoint.json").read_text() == "good")
+    for step, text in {
+        9: None,
+        8: "damaged",
+        7: "good",
+        6: None,
+        5: "good",
+        4: "good",
+        3: "damaged",
+        2: "good",
+    }.items():
+        folder = tmp_path / f"step-{step:06d}"
+        folder.mkdir()
+        if text is not None:
+            (folder / "checkpoint.json").write_text(text)
+    prune(tmp_path, 2, "step-000003")
+    assert list(steps_in(tmp_path)) == [8, 7, 5, 3]
