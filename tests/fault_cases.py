@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 import time
 from datetime import timedelta
 from typing import Any
@@ -19,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zeropipe.core.schedule import Schedule
 from zeropipe.engine import Engine, torch_private
+from zeropipe.engine.comm import edges, faults, listener, watchdog
 from zeropipe.engine.comm.fabric import Fabric
 from zeropipe.engine.comm.faults import Board, Desk
 from zeropipe.engine.layout import Layout
@@ -350,3 +352,25 @@ def never_comes(schedule: Schedule) -> str:
         torch_private.default_store().set("given up", "")
         return str(error)
     return "no error"
+
+
+def threads_left(schedule: Schedule) -> list[str]:
+    """Threads of an Engine that are there after its end, on a machine on which they take their time."""
+
+    def slowly(name: str, function: Any, *args: Any) -> threading.Thread:
+        def run() -> None:
+            function(*args)
+            time.sleep(0.2)
+
+        thread = threading.Thread(target=run, name=f"slow-{name}", daemon=True)
+        thread.start()
+        return thread
+
+    modules = (watchdog, listener, faults, edges)
+    with contextlib.ExitStack() as patched:
+        for module in modules:
+            patched.enter_context(mock.patch.object(module, "started", slowly))
+        with Engine(schedule, own(blocks(schedule.num_stages), schedule), dynamic_weights=True) as engine:
+            engine.train_step(microbatches(schedule.num_microbatches), SquareLoss())
+            assert len({thread.name for thread in threading.enumerate() if thread.name.startswith("slow-")}) == 5
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("slow-")]

@@ -150,6 +150,12 @@ def test_watchdogs_do_not_take_a_close_for_a_loss():
     assert outcomes(cases.closed_one_after_the_other) == [None] * 4
 
 
+def test_threads_have_ended_when_an_engine_is_closed():
+    """One that came back from torch while Python shuts down would end the process by SIGABRT."""
+    schedule = zp.build("zb-h1", ranks=2, microbatches=2)
+    assert ranks(2).run(cases.threads_left, schedule) == [[], []]
+
+
 def test_a_silent_rank_is_given_up():
     with LocalRanks(2, grace=1) as ranks:
         found = ranks.outcomes(cases.silent, zp.build("1f1b", ranks=2, microbatches=2), timeout=20)

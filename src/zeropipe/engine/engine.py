@@ -438,4 +438,4 @@ def _eval_mode(stages: Any) -> Iterator[None]:
 def _let_go(outgoing: Mapping[int, Outgoing], fabric: Fabric) -> None:
     for edge in outgoing.values():
         edge.close()
-    fabric.close()
+    fabric.close(thread for edge in outgoing.values() for thread in edge.threads)

@@ -19,6 +19,7 @@ from zeropipe.engine import torch_private
 from zeropipe.engine.comm.faults import PeerLost, reason
 from zeropipe.engine.comm.listener import Arrival, Listener
 from zeropipe.engine.comm.pulse import Place
+from zeropipe.engine.comm.threads import started
 from zeropipe.errors import EngineError
 
 HEADER = 256  # int64 words: room for tuples of about 30 tensors, or of three DTensors
@@ -143,9 +144,10 @@ class Outgoing:
         self._error: Exception | None = None
         self._pending: list[tuple[Any, Tensor]] = []
         self._headers: list[tuple[Any, Tensor]] = []
+        self.threads: list[threading.Thread] = []
         if self._threaded:
             self._queue: SimpleQueue[Parcel | threading.Event | None] = SimpleQueue()
-            threading.Thread(target=self._feed, name=f"zeropipe-to-{wire.peer}", daemon=True).start()
+            self.threads.append(started(f"to-{wire.peer}", self._feed))
 
     def send_forward(self, tensors: Sequence[Tensor], spec: Spec, key: Hashable, name: str) -> None:
         """Send a stage's output, with a header if the other end cannot know its shapes."""

@@ -22,6 +22,7 @@ from zeropipe.engine.comm.edges import Wire
 from zeropipe.engine.comm.faults import Board, Desk, Meeting, PeerLost, StoreLost, is_closed, reason
 from zeropipe.engine.comm.listener import Listener
 from zeropipe.engine.comm.pulse import EVERYONE, Place
+from zeropipe.engine.comm.threads import started, wait_for
 from zeropipe.engine.comm.watchdog import Watchdog
 from zeropipe.engine.layout import Layout
 from zeropipe.errors import ConfigError, EngineError
@@ -30,6 +31,7 @@ SLOT = 2048  # bytes of an exchanged value that cost one collective only
 LISTEN_TAG = 3  # nothing is ever sent with it
 PROBE_TAG = 4  # nor with this
 LATER = 10.0  # seconds that a watchdog may take longer than its time-out
+AFTER_ALL, AFTER_A_FAULT = 10.0, 1.0  # seconds for threads to end
 
 _pipelines: Counter[tuple[int, ...]] = Counter()
 _broken: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # torch's own groups that an abort has stopped
@@ -261,7 +263,7 @@ class Fabric:
             finally:
                 done.set()
 
-        threading.Thread(target=make, name=f"zeropipe-making-{name}", daemon=True).start()
+        started(f"making-{name}", make)
         while not done.wait(0.05):
             if self.board.read() is not None:
                 raise PeerLost((), "another rank failed")
@@ -329,9 +331,10 @@ class Fabric:
         """Wait until the process of `peer` is gone, or this fabric closes: RuntimeError then."""
         torch_private.wait(self.control.recv([torch.empty(1)], peer, LISTEN_TAG))
 
-    def close(self) -> None:
-        """Let go of the connections; after a good run, the others are told first."""
+    def close(self, more: Iterable[threading.Thread] = ()) -> None:
+        """Let go of the connections; after a good run, the others are told first. Threads have ended, `more` too."""
         self._watchdog.stop()
+        patience = AFTER_A_FAULT if self.closed else AFTER_ALL
         if not self.closed:
             self.board.leave()
         with self._lock:  # an abort that has begun ends first
@@ -343,6 +346,8 @@ class Fabric:
         for listener in self._listeners:
             listener.close()
         self._desk.close()
+        own = (*self._watchdog.threads, *(listener.thread for listener in self._listeners), self._desk.thread)
+        wait_for((*own, *more), patience)
 
 
 class Summing:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from zeropipe.engine import torch_private
 from zeropipe.engine.comm.pulse import Pulse, lost_text
+from zeropipe.engine.comm.threads import started
 from zeropipe.errors import EngineError
 
 Result = TypeVar("Result")
@@ -46,7 +47,7 @@ class Desk:
         self._patience, self._lost = patience, False
         self._queue: SimpleQueue[tuple[Callable[[dist.Store], Any], list[Any], threading.Event] | None] = SimpleQueue()
         # only the thread holds the store: its connection closes when the thread ends
-        threading.Thread(target=self._serve, args=(store,), name="zeropipe-store", daemon=True).start()
+        self.thread = started("store", self._serve, store)
 
     def ask(self, question: Callable[[dist.Store], Result]) -> Result:
         """The store's answer; StoreLost if there is none."""

@@ -8,6 +8,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from zeropipe.engine import torch_private
+from zeropipe.engine.comm.threads import started
 
 
 class Arrival:
@@ -30,7 +31,7 @@ class Listener:
     def __init__(self, peer: int) -> None:
         self._queue: SimpleQueue[Arrival | None] = SimpleQueue()
         # the thread holds the queue alone: it ends when the queue says so, whoever else is gone
-        threading.Thread(target=_listen, args=(self._queue,), name=f"zeropipe-from-{peer}", daemon=True).start()
+        self.thread = started(f"from-{peer}", _listen, self._queue)
 
     def expect(self, works: Sequence[Any]) -> Arrival:
         """Receives that were posted."""

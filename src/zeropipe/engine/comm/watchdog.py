@@ -11,6 +11,7 @@ from typing import Protocol
 from zeropipe.engine import torch_private
 from zeropipe.engine.comm.faults import Board, StoreLost, reason
 from zeropipe.engine.comm.pulse import BETWEEN, Place, Pulse, Seen, lost_text, verdict
+from zeropipe.engine.comm.threads import started
 
 STALL = 2.0  # seconds that a tick may come late before this process counts as having been stopped itself
 signs_of_life: list[Callable[[], None]] = []  # called while an engine of this process gets on with its work
@@ -40,21 +41,22 @@ class Watchdog:
     def __init__(self, timeout: float) -> None:
         self._timeout, self._every = timeout, min(1.0, timeout / 8)
         self._end = threading.Event()
+        self.threads: list[threading.Thread] = []
         self._beat, self._since = 0, time.monotonic()
         self._sign: tuple[object, ...] = ()
         self._seen: dict[int, tuple[Pulse | None, float]] = {}  # the newest pulse of a rank and when it was new
 
-    # the threads alone hold the fabric, which holds this object: so nothing has to be collected when it closes
+    # the threads hold the fabric, which holds this object, while they run: nothing has to be collected when it closes
 
     def start(self, fabric: Watched) -> None:
         """Begin to watch."""
         self._say(fabric, 0.0)
-        threading.Thread(target=self._watch, args=(fabric,), name="zeropipe-watchdog", daemon=True).start()
+        self.threads.append(started("watchdog", self._watch, fabric))
 
     def listen(self, fabric: Watched) -> None:
         """Begin to listen to the next rank."""
         if fabric.size > 1:
-            threading.Thread(target=self._listen, args=(fabric,), name="zeropipe-listener", daemon=True).start()
+            self.threads.append(started("listener", self._listen, fabric))
 
     def stop(self) -> None:
         """End the threads; the listener when the connections close."""

@@ -9,6 +9,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import Pipe
@@ -143,7 +144,8 @@ class LocalRanks:
         end = time.monotonic() + patience
         for pid in self._pids:
             if self._nursery.wait(pid, max(0.0, end - time.monotonic())) is None:
-                os.kill(pid, signal.SIGKILL)
+                with suppress(ProcessLookupError):  # it has just ended
+                    os.kill(pid, signal.SIGKILL)
         for pid in self._pids:
             self._nursery.wait(pid, 60)
 
