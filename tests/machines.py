@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -41,6 +41,15 @@ class Machine:
         """Let the cable send `rate`, like 8mbit."""
         _ip("netns", "exec", self.name, "tc", "qdisc", "replace", "dev", self.device, "root", "tbf", "rate", rate,
             "burst", "32kb", "latency", "400ms")  # fmt: skip
+
+    def kill_a_rank(self) -> None:
+        """One process that torchrun started here is gone at once; torchrun itself stays."""
+        for pid in _ip("netns", "pids", self.name).split():
+            with suppress(OSError):  # it has just ended
+                if b"\0RANK=" in Path(f"/proc/{pid}/environ").read_bytes():
+                    os.kill(int(pid), signal.SIGKILL)
+                    return
+        raise AssertionError(f"{self.name} has no rank")
 
     def switch_off(self) -> None:
         """Every process of the machine is gone at once."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from unittest import mock
+
 import pytest
 import torch
 from train_cases import train_counting, train_not_finite
@@ -9,7 +12,7 @@ from train_helpers import difference, metrics_of, model_directory, plain_trainin
 from transformers import AutoModelForCausalLM
 
 from zeropipe.train.config.models import RateTable
-from zeropipe.train.loop.metrics import forget_after
+from zeropipe.train.loop.metrics import Metrics, forget_after
 from zeropipe.train.loop.rate import factor
 from zeropipe.train.loop.recorded import MOST, thinned
 
@@ -92,6 +95,26 @@ def test_a_resumed_curve_has_no_step_twice_and_no_torn_line(tmp_path):
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 2, "evaluation_loss": 1}\n'
     forget_after(path, 0)
     assert path.read_text() == ""
+
+
+def test_other_writers_get_the_metrics_until_they_fail(tmp_path, monkeypatch, capsys):
+    """Both were run for real by hand; here they are stood in for."""
+    board, run = mock.MagicMock(), mock.MagicMock()
+    for name, module in {"torch.utils.tensorboard": mock.MagicMock(SummaryWriter=board),
+                         "wandb": mock.MagicMock(init=run)}.items():  # fmt: skip
+        monkeypatch.setitem(sys.modules, name, module)
+    log = {"tensorboard": True, "wandb": "mine", "every": 9}
+    metrics = Metrics(run_config(tmp_path, "tiny-qwen3", log=log), 5, 2)
+    board.assert_called_once_with(str(tmp_path / "tensorboard"), purge_step=3)
+    run.return_value.log.side_effect = [None, OSError("the network is away\nfor good")]
+    for step in (3, 4, 5):
+        metrics.evaluation(step, 1.5, False)
+    metrics.close()
+    assert board().add_scalar.mock_calls == [mock.call("evaluation_loss", 1.5, step) for step in (3, 4, 5)]
+    assert run.return_value.log.call_count == 2
+    board().close.assert_called_once_with()
+    assert "warning: wandb gets no more metrics: OSError: the network is away\n" in capsys.readouterr().err
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
 
 
 def test_a_long_run_keeps_some_of_its_recorded_steps():

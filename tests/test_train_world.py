@@ -6,7 +6,7 @@ import time
 from itertools import pairwise
 
 import pytest
-from machines import ended, run_on, two_machines, waited_for
+from machines import ADDRESSES, ended, run_on, two_machines, waited_for
 
 pytest.importorskip("torch", reason="needs torch")
 from zeropipe.cli import main
@@ -100,6 +100,33 @@ def test_a_machine_that_is_switched_off_ends_the_other_by_name_and_the_run_goes_
     require_good(results)
     assert "goes on after step" in results[0][2]
     assert losses(tmp_path / "out")[: len(before)] == pytest.approx(before, rel=1e-10)
+
+
+def words_of(meeting, number):
+    """How torchrun's agents find each other: by fixed numbers, or at a meeting that they hold again after a restart."""
+    if meeting == "static":
+        return ()
+    host = ("--rdzv-endpoint", f"{ADDRESSES[0]}:29572", "--rdzv-conf", f"is_host={number == 0}")
+    return ("--rdzv-backend", "c10d", "--rdzv-id", "job", "--local-addr", ADDRESSES[number], *host)
+
+
+@pytest.mark.parametrize("meeting", ["static", "c10d"])
+def test_a_killed_process_on_one_machine_starts_both_again_and_the_run_goes_on(machines, tmp_path, meeting):
+    file = written(tmp_path, steps=12)
+    both = [
+        machine.start(["train", str(file)], 1, tmp_path, "--max-restarts", "2", *words_of(meeting, machine.number))
+        for machine in machines
+    ]
+    waited_for(tmp_path / "out" / "metrics.jsonl", '"step": 3,', both[0])
+    lost = json.loads((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()[0])["loss"]
+    machines[1].kill_a_rank()
+    results = [ended(one, 300) for one in both]
+    require_good(results)
+    said = "".join(out + err for _, out, err in results)
+    assert re.search(r"rank \d was lost", said)
+    assert "goes on after step" in said
+    assert len(losses(tmp_path / "out")) == 12
+    assert losses(tmp_path / "out")[0] == lost  # the run did not begin anew
 
 
 def test_a_slow_cable_is_communication_in_the_recorded_step(machines, tmp_path):

@@ -168,7 +168,8 @@ def _told(failures: Sequence[Failed]) -> str:
     unforeseen = next((f for f in failures if f.details and not f.foreseen), None)
     if unforeseen is not None:
         return "\n".join([*map(str, failures), unforeseen.details])
-    texts = list(dict.fromkeys(f.text for f in failures if f.foreseen))
+    said = list(dict.fromkeys(f.text for f in failures if f.foreseen))
+    texts = [one for one in said if not any(other != one and other in one for other in said)]  # others quote it
     return texts[0] if len(texts) == 1 else "\n".join(map(str, failures))
 
 

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ from zeropipe.core.files import write_whole
 from zeropipe.core.units import size_text
 from zeropipe.errors import MissingExtra
 from zeropipe.train.config.models import RunConfig
+
+Writer = Callable[[Mapping[str, Any] | None], None]  # None: it is over
 
 
 def tell(line: str) -> None:
@@ -32,7 +34,7 @@ class Metrics:
         path = output / "metrics.jsonl"
         forget_after(path, start)
         self._log = Log(path)
-        self._others = [*_tensorboard(config), *_wandb(config, start)]
+        self._others: dict[str, Writer] = {**_tensorboard(config, start), **_wandb(config)}
 
     def step(self, values: Mapping[str, Any]) -> None:
         """After a step."""
@@ -48,8 +50,16 @@ class Metrics:
 
     def _write(self, values: Mapping[str, Any]) -> None:
         self._log.add(json.dumps(values) + "\n")
-        for other in self._others:
-            other(values)
+        self._tell_others(values)
+
+    def _tell_others(self, values: Mapping[str, Any] | None) -> None:
+        """They may fail in any way of their own, which is no reason to end a run."""
+        for name, other in list(self._others.items()):
+            try:
+                other(values)
+            except Exception as error:
+                del self._others[name]
+                tell(f"warning: {name} gets no more metrics: {type(error).__name__}: {_first_line(error)}")
 
     def _left(self, step: int) -> float:
         done = step - self._start
@@ -57,8 +67,7 @@ class Metrics:
 
     def close(self) -> None:
         self._log.close()
-        for other in self._others:
-            other(None)
+        self._tell_others(None)
 
 
 class Log:
@@ -136,14 +145,19 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
     return {name: value for name, value in values.items() if isinstance(value, int | float) and name != "step"}
 
 
-def _tensorboard(config: RunConfig) -> list[Any]:
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "")
+
+
+def _tensorboard(config: RunConfig, start: int) -> dict[str, Writer]:
     if not config.log.tensorboard:
-        return []
+        return {}
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         raise MissingExtra("tensorboard", "tensorboard") from None
-    writer = SummaryWriter(str(Path(config.train.output) / "tensorboard"))
+    # what an earlier process logged of steps that are made again is not shown
+    writer = SummaryWriter(str(Path(config.train.output) / "tensorboard"), purge_step=start + 1)
 
     def log(values: Mapping[str, Any] | None) -> None:
         if values is None:
@@ -152,12 +166,12 @@ def _tensorboard(config: RunConfig) -> list[Any]:
         for name, value in _numbers(values).items():
             writer.add_scalar(name, value, values["step"])
 
-    return [log]
+    return {"tensorboard": log}
 
 
-def _wandb(config: RunConfig, start: int) -> list[Any]:
+def _wandb(config: RunConfig) -> dict[str, Writer]:
     if config.log.wandb is None:
-        return []
+        return {}
     try:
         import wandb
     except ImportError:
@@ -169,7 +183,7 @@ def _wandb(config: RunConfig, start: int) -> list[Any]:
     try:
         run = wandb.init(**settings)
     except Exception as error:  # no key, no network: training does not need either
-        tell(f"warning: wandb works offline: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
+        tell(f"warning: wandb works offline: {_first_line(error) or type(error).__name__}")
         run = wandb.init(**settings, mode="offline")
 
     def log(values: Mapping[str, Any] | None) -> None:
@@ -178,7 +192,7 @@ def _wandb(config: RunConfig, start: int) -> list[Any]:
         else:
             run.log(_numbers(values), step=values["step"])
 
-    return [log]
+    return {"wandb": log}
 
 
 def _run_id(output: Path) -> str:
