@@ -19,7 +19,7 @@ import fault_cases as cases
 from engine_helpers import TOLERANCE, ranks
 
 import zeropipe as zp
-from zeropipe.engine.run.launch import Failed, LocalRanks
+from zeropipe.engine.run.launch import Failed, LocalRanks, _told
 from zeropipe.engine.torch_private import abort_nccl
 from zeropipe.errors import EngineError
 
@@ -154,6 +154,14 @@ def test_threads_have_ended_when_an_engine_is_closed():
     """One that came back from torch while Python shuts down would end the process by SIGABRT."""
     schedule = zp.build("zb-h1", ranks=2, microbatches=2)
     assert ranks(2).run(cases.threads_left, schedule) == [[], []]
+
+
+def test_an_error_that_others_quote_is_one_line():
+    own = Failed(0, "ConfigError", "cannot write x", "a traceback", foreseen=True)
+    told = Failed(1, "EngineError", "rank 0 failed at a step: ConfigError: cannot write x", "another", foreseen=True)
+    other = Failed(1, "EngineError", "something else", "another", foreseen=True)
+    assert _told([own, told]) == _told([told, own]) == "cannot write x"
+    assert _told([own, other]) == "rank 0: ConfigError: cannot write x\nrank 1: EngineError: something else"
 
 
 def test_a_silent_rank_is_given_up():
