@@ -11,6 +11,7 @@ writer     samples on their way to the disk: token ids and tables
 store      samples on the disk, memory-mapped
 rows       samples -> rows of at most `sequence` tokens
 preparing  all of that, once per job; the other processes wait for it
+leftovers  samples that are not used any more
 order      the order of rows in an epoch, and random tokens, without a table of either
 batch      the rows of a step -> microbatches of each pipeline
 steps      one batch after the other, and a position that can be saved

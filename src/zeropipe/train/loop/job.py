@@ -16,9 +16,11 @@ from zeropipe.engine.checkpoint.manifest import read_manifest
 from zeropipe.engine.checkpoint.save import written_by
 from zeropipe.engine.engine import Engine
 from zeropipe.engine.step.losses import CausalLMLoss
+from zeropipe.errors import ConfigError
 from zeropipe.train.config.models import RunConfig
 from zeropipe.train.config.write import to_toml
 from zeropipe.train.data import open_data, open_evaluation
+from zeropipe.train.data.leftovers import remove_leftovers
 from zeropipe.train.loop.evaluation import evaluate
 from zeropipe.train.loop.export import export
 from zeropipe.train.loop.kept import Kept, start_from
@@ -122,6 +124,7 @@ class Run:
         """All steps, and the end."""
         if self._is_first:
             write_whole(self._kept.folder.parent / "run.toml", to_toml(self._config))
+            self._remove_leftovers()
         metrics = Metrics(self._config, self._num_steps, self._counts.step) if self._is_first else None
         try:
             self._agree()
@@ -131,6 +134,14 @@ class Run:
             if metrics is not None:
                 metrics.close()
         return self._ended()
+
+    def _remove_leftovers(self) -> None:
+        """Not when data is made, but now that a resume has taken it: what other settings made is not missed."""
+        try:
+            if line := remove_leftovers(self._config):
+                tell(line)
+        except (ConfigError, OSError) as error:
+            tell(f"warning: {error}")
 
     def _next(self, metrics: Metrics | None) -> None:
         """A step and what is due after it."""
