@@ -227,10 +227,10 @@ def test_rows_are_stretched_to_more_microbatches():
 
 def test_progress_is_told_and_can_stop():
     told = []
-    costs = zp.Costs(f=1, i=1.2, w=0.7, p2p=0.15, memory_limit=4)
     found = zp.search(
-        ranks=8, microbatches=16, costs=costs, seconds=60, progress=lambda p: told.append(p) or len(told) > 2
-    )
+        ranks=8, microbatches=16, stages_per_rank=2, placement=zp.vee, costs=zp.Costs(p2p=0.15, memory_limit=8),
+        seconds=60, progress=lambda p: told.append(p) or len(told) > 2,
+    )  # fmt: skip
     assert found.interrupted
     assert found.seconds < 50
     assert [p.value for p in told] == sorted((p.value for p in told), reverse=True)

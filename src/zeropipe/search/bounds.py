@@ -20,39 +20,44 @@ from math import ceil
 
 import numpy as np
 
-from zeropipe.core.placement import Problem
 from zeropipe.search.laps import in_turns
 from zeropipe.search.model import Array, Task
 from zeropipe.search.way import Way, way_of
 
 EXACT = 1e-12  # relative: sums of times are rounded
-QUICK = 3, 300_000  # microbatches that are followed round and round, and the effort: a few hundredths of a second
-THOROUGH = 4, 3_000_000
+QUICK, THOROUGH = 30_000, 400_000  # states that following microbatches round and round looks at, 1 to 2 us each
+CLOSE = 5e-10  # relative: so near to a value is at it
 LATER = 1.25  # a memory bound that is so far below another one will not reach it
 
 
-def lower_bound(task: Task, thorough: bool = False) -> float:
-    """A proven lower bound of what the task minimises; a thorough one may take a second."""
-    way = way_of(task)
+def lower_bound(task: Task, effort: int = QUICK, cap: float = np.inf, stop: Array | None = None) -> float:
+    """A proven lower bound of what the task minimises.
+
+    One above `cap`, a value that was found, is of no use: knowing that saves time. `stop[0] = 1` ends it at once.
+    """
+    way, stop = way_of(task), np.zeros(1, np.int64) if stop is None else stop
     best = max(_link_bound(task, way), *(_rank_bound(task, way, rank) for rank in range(task.num_ranks)))
-    best = max(best, _turns_bound(task, way, best, *QUICK))
-    if thorough:
-        best = max(best, _turns_bound(task, way, best, *THOROUGH))
+    if best < cap:
+        best = max(best, _turns_bound(task, way, best, effort, cap * (1 - CLOSE), stop))
     return float(best) * (1 - EXACT)
 
 
-def _turns_bound(task: Task, way: Way, best: float, turns: int, effort: int) -> float:
+def _turns_bound(task: Task, way: Way, best: float, effort: int, cap: float, stop: Array) -> float:
     """By microbatches that take turns in the memory of a rank and have to pass each other on their way."""
-    if task.num_stages > task.num_ranks:
-        return 0.0
-    found = 0.0
+    found, blocked = 0.0, float(task.model.lag.max()) if task.model.blocks else 0.0
+    drain = np.array([_drain(task, way, rank) for rank in range(task.num_ranks)])
     for stage in range(task.num_stages):
         rank = int(task.model.home[stage])
-        more = _behind(task, way, stage) + (0.0 if task.span else float(way.head[stage]))
+        if stage != task.first_stages[rank]:
+            continue
+        begins = 0.0 if task.span else float(way.head[stage])
+        behind = _behind(task, way, stage)
+        more = behind + begins - blocked
         least = _rounds(task, way, np.array([stage]), float(task.model.limit[rank])) + more
         if least * LATER > max(best, found):
-            found = max(found, in_turns(task, way, stage, turns, effort) + more)
-    return found - (float(task.model.lag.max()) if task.model.blocks else 0.0)
+            lap, effort = in_turns(task, way, stage, cap - more, drain, behind, effort, stop)
+            found = max(found, lap + more)
+    return found
 
 
 def _link_bound(task: Task, way: Way) -> float:
@@ -80,25 +85,21 @@ def _rank_bound(task: Task, way: Way, rank: int) -> float:
     a, b = int(stages[0]), int(stages[-1])
     work = m * float((f + i + w).sum())
     begins = float(way.head[a])
-    # from the begin of the first F to that of the first I, and from the end of the last F to that of the last I
-    away = float(way.head[last - b]) - begins
-    back = float(way.head[last - a] + i[0] - way.head[b] - f[-1])
-    activation, stash = model.needs[stages], way.stash[stages]
-    room = float(model.limit[rank])
+    away = float(way.head[last - b]) - begins  # from the begin of the first F to that of the first I
+    activation, room = model.needs[stages], float(model.limit[rank])
     busy = _most(f, activation, room, m)
     if task.in_line or not task.span:  # the F arrive one by one, too
         busy = min(busy, sum(_arriving(task, way, int(stage), away + begins) for stage in stages))
     warm = max(0.0, away - busy)
     apart = m * float(activation.sum()) > room or m * float(f.sum()) >= away  # the two waits do not overlap
     idle = warm if apart else 0.0
-    chain = _behind(task, way, a)
     ends = way.head[last - stages] + i + w
     ways = [
         float(ends.max()) - begins,
         work + warm,
-        work + idle + _drain(back, chain, i, w, activation, stash, room, m, task.problem),
+        work + idle + _drain(task, way, rank),
     ]
-    ways.append(_rounds(task, way, stages, room) + chain)
+    ways.append(_rounds(task, way, stages, room) + _behind(task, way, a))
     ways.append(_area(task, way, stages, room, work))
     if model.blocks:
         ways = [
@@ -149,14 +150,22 @@ def _most(time: Array, size: Array, room: float, m: int) -> float:
     return total
 
 
-def _drain(
-    back: float, chain: float, i: Array, w: Array, activation: Array, stash: Array, room: float, m: int, p: Problem
-) -> float:
+def _drain(task: Task, way: Way, rank: int) -> float:
     """What comes on top of a rank's work between its last F and the end of everything, in the best of all ways.
 
     With x activations alive at the last F and y owed W, time for x I and x + y W can be used while waiting. W that are
     put off until after the last I run while the ranks before it go on.
     """
+    model, m, p, last = task.model, task.num_microbatches, task.problem, 2 * task.num_stages - 1
+    stages = np.flatnonzero(model.home[: task.num_stages] == rank)
+    if not len(stages):
+        return 0.0
+    i, w, activation, stash = way.lasts[last - stages], way.weight[stages], model.needs[stages], way.stash[stages]
+    a, b, room = int(stages[0]), int(stages[-1]), float(model.limit[rank])
+    back = float(
+        way.head[last - a] + i[0] - way.head[b] - way.lasts[b]
+    )  # from the end of the last F to that of the last I
+    chain = _behind(task, way, a)
     count = len(i) * m
     if any(len(set(column.tolist())) > 1 for column in (i, w, activation, stash)):
         most = _most(np.append(i + w, w), np.append(activation, stash), room, m)

@@ -1,189 +1,234 @@
-"""Kernels, to be compiled by core/jit.py: how soon a few microbatches can go round and round through a line of ranks.
+"""Kernels, to be compiled by core/jit.py: how soon a few microbatches can go round and round through the ranks.
 
-Where memory holds k activations of a rank, microbatch j + k starts when microbatch j has come back: k of them take
-turns. On its way down every one meets those that come up. On each rank one of the two has to wait, unless they pass
-each other between two ranks. This takes some of those k, and finds the best of all ways to let them pass.
+Where memory holds k activations of a rank's first stage, microbatch j + k starts when microbatch j has come back: k of
+them take turns. On their ways they meet on ranks, and one of two that meet has to wait. This follows all of those k,
+or some of them, through every order in which they can pass each other, and finds the best.
 
-It adds one microbatch after the other. A state says when each rank ends the newest F, when I of those that are under
-way can begin on each rank, and when the next microbatch can start. The later these are, the later is everything after
-them, so a state that is nowhere earlier than another one is left out.
+It goes forward in time, action by action. A state says how far each microbatch has come, when it can go on, and when
+its last action ended. Of two states that have come equally far, one that is nowhere earlier is left out. So is a state
+that cannot end before `cap`: because of the way that is left to a microbatch, or of the work that is left to a rank.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from zeropipe.core.jit import Floats, Ints
 
-NEVER = -1e300
-BACK = 0  # the next one starts some time after I has ended
-WEIGHT = 1  # W has to run as well
-EITHER = 2  # W has to run as well, or the I of the microbatch behind
+if TYPE_CHECKING:
+    from zeropipe.search.laps import Path, Room
+
+FAR = 1e300
+TOO_MANY = -1.0  # the answer where there are more states than room or effort for them
+BITS = 7  # of a key for how far one microbatch has come
 
 
 def laps(
-    f: Floats, i: Floats, down: Floats, up: Floats, w: float, wait: Floats, mode: Ints, numbers: Ints, near: float,
-    states: Floats, fresh: Floats, row: Floats, crossed: Ints, todo: Ints, arrives: Floats,
-) -> float:  # fmt: skip
-    """The earliest begin of the last I on the first rank.
+    path: Path, numbers: Ints, begins: Floats, turns: int, cap: float, near: float, effort: int, room: Room
+) -> float:
+    """The earliest end of the last I of the microbatches that are followed, or `cap` if it is not before that.
 
-    `f`, `i`: times of each rank; `down`, `up`: of the message that comes from there. `mode` and `wait` have an entry
-    for each of those that take turns, `numbers` are those of all microbatches that are followed: the ranks have to run
-    the others between them. What differs by `near` is equal. The other arguments are room to work in; where it is too
-    small, two states become one that is as early as both of them.
+    `numbers`: of the microbatches that are followed, and how many there are in all; `begins`: when each can begin at
+    the earliest; `turns` of them are under way at a time. What differs by `near` is equal. `effort`: how many states
+    may be looked at; `room.looked` gets how many were.
     """
-    p, turns, count, width = len(f), len(mode), len(numbers), states.shape[1]
-    held = 1
-    for at in range(width):
-        states[0, at] = NEVER
-    for x in range(count):
-        under_way = min(x, turns - 1)
-        between = numbers[x] - numbers[x - 1] - 1 if x > 0 else 0
-        made = 0
+    length, count, come, ready = len(path.rank), len(begins), room.come, room.ready
+    best = cap
+    held, looked = 1, 0
+    room.keys[0, 0] = 0
+    room.sizes[0, 0] = 1
+    for at in range(turns):
+        room.states[0, 0, 0, at] = begins[min(at, count - 1)]
+        room.states[0, 0, 0, turns + at] = 0.0
+    layers = count * path.back_at + max(0, count - turns) * (length - path.back_at)
+    for layer in range(layers):
+        side, made = layer % 2, 0
+        for at in range(len(room.table)):
+            room.table[at] = -1
         for number in range(held):
-            state = states[number]
-            top = 1
-            todo[0] = 0
-            todo[1] = 0
-            arrives[0] = max(state[width - 1], numbers[x] * f[0])
-            while top > 0:
-                top -= 1
-                rank = todo[2 * top]
-                met = todo[2 * top + 1]  # so many of those under way have passed
-                now = arrives[top]
-                if met > 0:
-                    crossed[met - 1] = rank - 1
-                while rank < p:
-                    now = max(now, state[rank] + between * f[rank])
-                    while met < under_way:
-                        other = state[p * (1 + met) + rank]
-                        if now + f[rank] <= other + near:
-                            break  # it is gone before
-                        if now < other + i[rank] - near:  # here the other one waits; and later the new one
-                            todo[2 * top] = rank
-                            todo[2 * top + 1] = met + 1
-                            arrives[top] = other + i[rank]
-                            top += 1
-                            break
-                        crossed[met] = rank - 1
-                        met += 1
-                    now += f[rank]
-                    row[rank] = now
-                    now += down[rank]
-                    rank += 1
-                for late in range(met, under_way):
-                    crossed[late] = p - 1
-                slot = (x + 1) % turns
-                made = follow(
-                    p, turns, under_way, i, up, w, wait[slot], mode[slot], numbers[x - under_way : x + 1], state, row,
-                    crossed, fresh, made, near,
-                )  # fmt: skip
+            key, total = room.keys[side, number], 0
+            for at in range(turns):
+                come[at] = key & ((1 << BITS) - 1)
+                key >>= BITS
+                total += come[at]
+            oldest = (layer - total) // length
+            alive = min(turns, count - oldest)
+            for which in range(room.sizes[side, number]):
+                looked += 1
+                state = room.states[side, number, which]
+                # the action that can end first, on its rank, goes next; or one that is there before it would end
+                until = can_begin(path, come, alive, turns, count - oldest, state, ready)
+                rank = -1
+                for one in range(alive):
+                    if ready[one] < FAR and ready[one] + path.lasts[come[one]] <= until:
+                        rank = path.rank[come[one]]
+                for one in range(alive):
+                    ends = ready[one] + path.lasts[come[one]] if ready[one] < FAR else FAR
+                    if (ready[one] >= until - near and ends > until) or path.rank[come[one]] != rank:
+                        continue
+                    if come[one] == path.back_at - 1:
+                        room.ends[oldest + one] = min(room.ends[oldest + one], ends)
+                    if layer == layers - 1:
+                        best = min(best, ends)
+                    elif go_on(path, numbers, begins, turns, alive, oldest, one, ends, cap, state, room):
+                        made = add(path, numbers, count, layer + 1, turns, near, cap, made, room)
+                        if made < 0:
+                            room.looked[0] = looked
+                            return TOO_MANY
+            if looked > effort or room.stop[0]:
+                room.looked[0] = looked
+                return TOO_MANY
         held = made
-        for number in range(held):
-            for at in range(width):
-                states[number, at] = fresh[number, at]
-    best = 1e300
-    for number in range(held):
-        best = min(best, states[number, p * min(count, turns - 1)])
+    room.looked[0] = looked
     return best
 
 
-def follow(
-    p: int, turns: int, under_way: int, i: Floats, up: Floats, w: float, wait: float, mode: int, numbers: Ints,
-    state: Floats, row: Floats, crossed: Ints, fresh: Floats, made: int, near: float,
-) -> int:  # fmt: skip
-    """Take in what follows if a new microbatch runs F as in `row`: one state, or two."""
-    width = len(state)
-    new, other = fresh[made], fresh[made + 1]
-    gone = 1 if under_way + 1 == turns else 0  # the oldest has been met by all: it only comes back
-    for at in range(width):
-        new[at] = NEVER
-    for rank in range(p):
-        new[rank] = row[rank]
-    back = 0.0
-    for number in range(under_way + 1):
-        newest = number == under_way
-        before = row[p - 1] if newest else NEVER
-        for rank in range(p - 1, -1, -1):
-            begin = before
-            if not newest:
-                begin = max(begin, state[p * (1 + number) + rank])
-                if rank <= crossed[number]:
-                    begin = max(begin, row[rank])
-            if number > 0:  # behind the one before it, which `row` has behind the F
-                begin = max(begin, row[p + rank] + (numbers[number] - numbers[number - 1]) * i[rank])
-            row[p + rank] = begin
-            before = begin + i[rank] + up[rank]
-            if number >= gone:
-                new[p * (1 + number - gone) + rank] = begin
-        if number == 0:
-            back = row[p] + i[0]
-    if gone == 0:
-        return add(fresh, made, near)
-    behind = new[p] + i[0]  # the end of the next I on the first rank
-    if mode == WEIGHT:  # the W before it has run when the newest one started
-        back = max(back, state[width - 1])
-    if mode == BACK:
-        new[width - 1] = back + wait
-    elif crossed[0] < 0:  # the newest F came after that I: W may have run before it or after it
-        new[width - 1] = back + w if mode == WEIGHT else min(back + w, behind + wait)
-    elif new[p] >= back + w:
-        new[width - 1] = back + w
-    else:
-        for at in range(width):
-            other[at] = new[at]
-        new[width - 1] = behind + (w if mode == WEIGHT else wait)
-        now = back + w
-        other[width - 1] = now
-        for number in range(turns - 1):  # W first: the next I come later
-            now = max(now, other[p * (1 + number)])
-            other[p * (1 + number)] = now
-            now += i[0]
-        held = add(fresh, made, near)
-        # the second one stands where the first may have gone
-        if held != made + 1:
-            for at in range(width):
-                fresh[held, at] = other[at]
-        return add(fresh, held, near)
-    return add(fresh, made, near)
+def can_begin(path: Path, come: Ints, alive: int, turns: int, left: int, state: Floats, ready: Floats) -> float:
+    """When the next action of each microbatch can begin, into `ready`: FAR if it is not its turn. The earliest end.
 
-
-def add(fresh: Floats, held: int, near: float) -> int:
-    """Take in the state behind the `held` ones, unless one of them is nowhere later; those that are go.
-
-    Where there is no more room it becomes one with the state that loses least by that.
+    The last ones of the `left` microbatches do not have to make room for others.
     """
-    width, room = fresh.shape[1], fresh.shape[0] - 2
-    new = fresh[held]
-    for number in range(held):
-        later = False
+    until = FAR
+    for one in range(alive):
+        at = come[one]
+        ready[one] = FAR
+        if at >= path.back_at and one + turns >= left:
+            continue  # done
+        if one > 0 and come[one - 1] <= at:
+            continue  # behind the one before it
+        back = one - path.back[at]
+        if back >= 0 and come[back] < path.upto[at]:
+            continue  # memory
+        ready[one] = state[one]
+        until = min(until, state[one] + path.lasts[at])
+    return until
+
+
+def go_on(
+    path: Path, numbers: Ints, begins: Floats, turns: int, alive: int, oldest: int, one: int, ends: float, cap: float,
+    state: Floats, room: Room,
+) -> bool:  # fmt: skip
+    """Write what follows if the next action of `one` ends at `ends`; False if it leads to nothing before `cap`."""
+    length, count, come, new = len(path.rank), len(begins), room.new_come, room.new
+    at = room.come[one]
+    rank = path.rank[at]
+    for other in range(turns):
+        come[other] = room.come[other]
+        new[other] = state[other]
+        new[turns + other] = state[turns + other]
+        if other < alive and path.rank[come[other]] == rank:
+            new[other] = max(new[other], ends)
+    # the ones that are not followed run this action between `one` and the next one
+    if one + 1 < alive and come[one + 1] == at:
+        between = numbers[oldest + one + 1] - numbers[oldest + one] - 1
+        new[one + 1] = max(new[one + 1], ends + between * path.lasts[at])
+    new[turns + one] = ends
+    moved = one
+    if at + 1 < length:
+        come[one] = at + 1
+        new[one] = ends + path.lag[at]
+        if one > 0 and come[one - 1] == at + 2:
+            between = numbers[oldest + one] - numbers[oldest + one - 1] - 1
+            new[one] = max(new[one], new[turns + one - 1] + between * path.lasts[at + 1])
+    else:  # the oldest is back; another one takes its place
+        oldest += 1
+        for other in range(turns - 1):
+            come[other] = come[other + 1]
+            new[other] = new[other + 1]
+            new[turns + other] = new[turns + other + 1]
+        moved = turns - 1
+        come[moved] = 0
+        new[moved] = max(ends + path.wait, begins[min(oldest + moved, count - 1)])
+        new[turns + moved] = 0.0
+    alive = min(turns, count - oldest)
+    if moved < alive and come[moved] < length:
+        for other in range(alive):  # its next rank may be busy
+            if other != moved and come[other] > 0 and path.rank[come[other] - 1] == path.rank[come[moved]]:
+                new[moved] = max(new[moved], new[turns + other])
+    can_begin(path, come, alive, turns, count - oldest, new, room.new_ready)
+    now = FAR
+    for other in range(alive):
+        now = min(now, room.new_ready[other])
+    # nothing happens before `now`: what could have is as good as that
+    for other in range(turns):
+        new[other] = max(new[other], now) if other < alive else 0.0
+        new[turns + other] = max(new[turns + other], now) if other < alive else 0.0
+        if other < alive and new[other] + path.ahead[come[other]] + room.later[oldest + other] >= cap:
+            return False
+    room.now[0] = now
+    return now < FAR
+
+
+def work_left(path: Path, numbers: Ints, count: int, turns: int, oldest: int, come: Ints) -> float:
+    """The least time that some rank needs for what is left."""
+    most = 0.0
+    alive = min(turns, count - oldest)
+    for rank in range(path.rest.shape[1]):
+        left = (numbers[count] - numbers[oldest + alive]) * path.rest[0, rank]
+        for other in range(alive):
+            left += (numbers[oldest + other + 1] - numbers[oldest + other]) * path.rest[come[other], rank]
+        if oldest + alive < count or come[alive - 1] <= path.last_f[rank]:
+            left += path.drain[rank]
+        most = max(most, left)
+    return most - path.behind
+
+
+def add(
+    path: Path, numbers: Ints, count: int, layer: int, turns: int, near: float, cap: float, made: int, room: Room
+) -> int:
+    """Take in the new state unless one of those that have come as far is nowhere later; those that are go.
+
+    Where there is no more room for it, it and the state that loses least by that become one that is as early as both.
+    Returns how many keys there are, -1 if too many.
+    """
+    new, width, side = room.new, 2 * turns, layer % 2
+    key, mixed, total = 0, 0, 0
+    for at in range(turns - 1, -1, -1):
+        key = (key << BITS) | room.new_come[at]
+        mixed = (mixed * 1000003 + room.new_come[at]) & 0xFFFFFFFFFFFF
+        total += room.new_come[at]
+    slot = (mixed ^ (mixed >> 15)) % len(room.table)
+    while room.table[slot] >= 0 and room.keys[side, room.table[slot]] != key:
+        slot = (slot + 1) % len(room.table)
+    number = room.table[slot]
+    if number < 0:
+        if made == room.keys.shape[1]:
+            return -1
+        number = made
+        made += 1
+        room.table[slot] = number
+        room.keys[side, number] = key
+        room.sizes[side, number] = 0
+        room.left[side, number] = work_left(
+            path, numbers, count, turns, (layer - total) // len(path.rank), room.new_come
+        )
+    if room.now[0] + room.left[side, number] >= cap:
+        return made
+    states, kept = room.states[side, number], 0
+    for one in range(room.sizes[side, number]):
+        earlier, later = False, False
         for at in range(width):
-            if fresh[number, at] > new[at] + near:
-                later = True
-                break
+            earlier = earlier or states[one, at] < new[at] - near
+            later = later or states[one, at] > new[at] + near
         if not later:
-            return held
-    kept = 0
-    for number in range(held):
-        later = True
-        for at in range(width):
-            if fresh[number, at] < new[at] - near:
-                later = False
-                break
-        if not later:
-            if kept < number:
+            return made
+        if earlier:
+            if kept < one:
                 for at in range(width):
-                    fresh[kept, at] = fresh[number, at]
+                    states[kept, at] = states[one, at]
             kept += 1
-    for at in range(width):
-        fresh[kept, at] = new[at]
-    if kept < room:
-        return kept + 1
-    least, chosen = 1e300, 0
-    for number in range(kept):
+    if kept < states.shape[0]:
+        for at in range(width):
+            states[kept, at] = new[at]
+        room.sizes[side, number] = kept + 1
+        return made
+    least, chosen = FAR, 0
+    for one in range(kept):
         loss = 0.0
         for at in range(width):
-            loss += abs(fresh[number, at] - new[at])
+            loss += abs(states[one, at] - new[at])
         if loss < least:
-            least, chosen = loss, number
+            least, chosen = loss, one
     for at in range(width):
-        fresh[chosen, at] = min(fresh[chosen, at], new[at])
-    return kept
+        states[chosen, at] = min(states[chosen, at], new[at])
+    return made

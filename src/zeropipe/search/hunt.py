@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from time import monotonic
 from typing import NamedTuple
 
+import numpy as np
+
 from zeropipe.core.timeline import Timeline
 from zeropipe.search import cpsat
-from zeropipe.search.bounds import lower_bound
+from zeropipe.search.bounds import THOROUGH, lower_bound
 from zeropipe.search.climb import ENOUGH, Effort, climb
 from zeropipe.search.judge import Judge, Start, best_of
 from zeropipe.search.model import Array, Task, smaller_limits, starts_of
@@ -21,6 +24,8 @@ from zeropipe.sim.simulate import simulate
 POOL = 8  # starts that are kept for the local search
 FIRST = 0.6  # of the time that is left goes to the limit itself, the half of the rest to smaller ones, and so on
 LAST = 0.15  # of all the time: so little that is left is not cut any more
+PROOF = 0.6  # of the time that is left behind that goes to better bounds
+ANY = 1 << 62  # effort, where the clock decides
 SMALL = 150  # actions that the solver takes on
 PAUSE = 0.1  # seconds between two calls of `progress`
 
@@ -105,10 +110,8 @@ class Hunt:
             while not self._over:
                 left = self._seconds - self.elapsed
                 self._go(mains, FIRST * left if left > LAST * self._seconds else left)
-                if self._turn == 0 and not self._over:
-                    self._bounds = [
-                        max(old, lower_bound(task, thorough=True)) for old, task in zip(self._bounds, self._tasks)
-                    ]
+                if self._turn == 0:
+                    self._raise_bounds(self.elapsed + PROOF * (self._seconds - self.elapsed))
                 self._go(self._smaller(), 0.5 * (self._seconds - self.elapsed))
                 self._turn += 1
                 if self._steps is not None:
@@ -216,6 +219,23 @@ class Hunt:
             self._bounds[leg.at] = max(leg.bound, found.bound)
         if found.rows is not None and (start := Judge(leg.task).plays(found.rows)):
             self._take(self._tasks[leg.at], start)
+
+    def _raise_bounds(self, until: float) -> None:
+        """Better bounds, now that a value is known: what is above it is of no interest."""
+        stop = np.zeros(1, np.int64)
+        effort = THOROUGH if self._steps is not None else ANY
+        with ThreadPoolExecutor(1) as thread:
+            for at, task in enumerate(self._tasks):
+                if self._over or self._bounds[at] * ENOUGH >= self._value:
+                    continue
+                job = thread.submit(lower_bound, task, effort, self._value, stop)
+                try:
+                    while not wait([job], PAUSE).done:
+                        stop[0] = self._tick(self._value, until)
+                except KeyboardInterrupt:
+                    stop[0] = 1
+                    raise
+                self._bounds[at] = max(self._bounds[at], job.result())
 
     def _smaller(self) -> list[_Leg]:
         """The same placements with less memory, the most first: what fits there fits here."""

@@ -3,38 +3,89 @@
 from __future__ import annotations
 
 from math import ceil
+from typing import NamedTuple
 
 import numpy as np
 
 from zeropipe.core.jit import compiled
-from zeropipe.search.crossing import BACK, EITHER, WEIGHT, laps
+from zeropipe.search.crossing import BITS, laps
 from zeropipe.search.model import Array, Task
 from zeropipe.search.way import Way
 
-NEAR = 1e-11  # relative: so near is equal
-LEAST, MOST = 64, 2048  # states
+NEAR = 1e-11  # of a microbatch's way, for all its actions together: so near is equal
+FEWEST = 3  # microbatches that are followed at first
+FREE = 5  # fewer than so many are followed without a cap: that tells the least time of any part
+GROWTH = 5.0  # of the effort with each that is followed as well, before it is known
+KEPT = 8  # states that have come equally far, the others become one with one of them
+KEYS = 1 << 15  # different ways to have come so far
 
 
-def in_turns(task: Task, way: Way, stage: int, turns: int, effort: int) -> float:
-    """From the first F of a stage to its last I, where every rank has one stage.
+class Path(NamedTuple):
+    """The actions of a microbatch from the F of a stage to its I, or its W."""
 
-    No more than `turns` of the microbatches that fit into memory are followed: others could only delay them. `effort`
-    decides how many of the states that they can be in are kept apart.
+    rank: Array
+    lasts: Array
+    lag: Array  # from the end of an action to the begin of the next one
+    back_at: int  # so many actions: then I has run, and maybe W has not
+    ahead: Array  # the least time from the begin of an action to the end of I
+    again: float  # the least time from that to the begin of the microbatch that takes its turn
+    back: Array  # memory: before an action, the microbatch so far back ...
+    upto: Array  # ... has run so many of its actions
+    wait: float  # from the last action to the begin of the microbatch that takes turns with it
+    rest: Array  # the work of a microbatch that a rank has before it when so many actions have run
+    drain: Array  # what comes on top of that behind the last F of a rank ...
+    last_f: Array  # ... which is this action
+    behind: float  # what comes behind the last I of this path is not counted
+
+
+class Room(NamedTuple):
+    """For the kernel to work in: two layers of keys, each with some states."""
+
+    keys: Array
+    sizes: Array  # how many states have a key
+    left: Array  # the least time that is left with it
+    states: Array
+    table: Array
+    come: Array
+    ready: Array
+    new_come: Array
+    new_ready: Array
+    new: Array
+    now: Array
+    looked: Array
+    stop: Array
+    ends: Array  # of the I of each microbatch at the earliest
+    later: Array  # the least time from then to the last one, by those that take its turns
+
+
+def in_turns(
+    task: Task, way: Way, stage: int, cap: float, drain: Array, behind: float, effort: int, stop: Array
+) -> tuple[float, int]:
+    """From the first F of a stage to its last I, or `cap` if that takes as long; and how much effort is left.
+
+    `drain`: what comes on top of each rank's work behind its last F; `behind`: what comes behind that I. At first a few
+    of the microbatches that fit into memory are followed, then more of them while the effort suffices: leaving others
+    out can only make it faster.
     """
     m, size, room = task.num_microbatches, float(task.model.needs[stage]), _room(task, stage)
-    if size <= 0 or room == np.inf:
-        return 0.0
-    fit = int(room / size)
-    turns = min(turns, fit)
-    if fit >= m or turns < 2 or stage == task.num_stages - 1:
-        return 0.0
-    last = (m - 1) % fit
-    best = 0.0
-    for chosen in {tuple(sorted((last - back) % fit for back in range(turns))), tuple(range(turns))}:
-        followed = np.array([j for j in range(m) if j % fit in chosen])
-        states = min(MOST, max(LEAST, effort // (len(followed) * task.num_stages**2)))
-        best = max(best, _follow(task, way, stage, fit, followed, turns, states))
-    return best
+    if size <= 0 or room == np.inf or not 2 <= int(room / size) < m:
+        return 0.0, effort
+    rounds = _Rounds(task, way, stage, int(room / size), drain, behind, stop)
+    best, growth, before = 0.0, GROWTH, 0
+    takes = np.zeros(m + 1)  # the least time of so many microbatches in a row
+    for turns in range(min(FEWEST, rounds.fit), rounds.fit + 1):
+        if 2 * task.num_stages + 1 >= 1 << BITS or BITS * turns > 62:
+            break
+        free = turns < FREE and turns < rounds.fit
+        found, ends, looked = rounds.follow(turns, np.inf if free else cap, takes, effort)
+        if free:
+            takes = np.maximum(takes, ends)
+        best, effort = max(best, found), effort - looked
+        growth = max(2.0, looked / before) if before else growth
+        if best >= cap or looked * growth > effort or stop[0]:
+            break
+        before = looked
+    return min(best, cap), effort
 
 
 def _room(task: Task, stage: int) -> float:
@@ -42,34 +93,85 @@ def _room(task: Task, stage: int) -> float:
     return float(task.model.limit[task.model.home[stage]])
 
 
-def _follow(task: Task, way: Way, stage: int, fit: int, followed: Array, turns: int, states: int) -> float:
-    """The same by some of the microbatches."""
-    final = 2 * task.num_stages - 1
-    stages = np.arange(stage, task.num_stages)
-    f, i = way.lasts[stages], way.lasts[final - stages]
-    down, up = way.lag[stages], way.lag[final - stages]
-    w, size, kept = float(way.weight[stage]), float(task.model.needs[stage]), float(way.stash[stage])
-    parts = task.problem.num_weight_parts
-    over = fit * size + kept - _room(task, stage)
-    mode, wait = np.full(turns, BACK), np.zeros(turns)
-    # when the F that would be one too many begins, room has been made by W, or by the I of the microbatch behind
-    enough = over <= size - kept
-    for turn in range(turns if over > 0 else 0):
-        beside = len(followed) <= turn + 1 or followed[turn + 1] - followed[turn] == 1
-        pieces = ceil(over / kept * parts - 1e-9) * w / parts
-        again = float(i[0]) + (0.0 if enough else min(pieces, float(i[0])))
-        if kept >= size:
-            mode[turn], wait[turn] = (WEIGHT, w) if parts == 1 else (BACK, pieces)
-        elif parts == 1 and beside:
-            mode[turn], wait[turn] = EITHER, again - float(i[0])
-        else:
-            wait[turn] = min(pieces, again)
-    p, width = len(stages), len(stages) * turns + 1
-    near = NEAR * float(way.head[final - stage] + i[0])
-    least = compiled(laps)(
-        f, i, down, up, w, wait, mode, followed, near,
-        np.empty((states, width)), np.empty((states + 2, width)), np.empty(2 * p),
-        np.zeros(turns + 1, np.int64), np.empty(2 * p * turns, np.int64), np.empty(p * turns),
+class _Rounds(NamedTuple):
+    """Microbatches of which `fit` take turns."""
+
+    task: Task
+    way: Way
+    stage: int
+    fit: int
+    drain: Array
+    behind: float
+    stop: Array
+
+    def follow(self, turns: int, cap: float, takes: Array, effort: int) -> tuple[float, Array, int]:
+        """The time by the first `turns` microbatches of each round, or `cap`; and the effort.
+
+        Also the least time of so many microbatches in a row, which holds if there is no `cap`; `takes` is that as far
+        as it is known.
+        """
+        m, i = self.task.num_microbatches, float(self.way.lasts[2 * self.task.num_stages - 1 - self.stage])
+        followed = np.array([j for j in range(m) if j % self.fit < turns])
+        last = int(followed[-1])
+        more = (m - 1 - last) * i  # the I of those behind
+        path = _path(self.task, self.way, self.stage, self.fit, turns == self.fit)
+        path = path._replace(drain=self.drain, behind=np.inf if self.task.span else self.behind + more)
+        near = NEAR * float(path.ahead[0]) / len(path.rank)
+        later = np.zeros(len(followed))
+        later[: max(0, len(followed) - turns)] = path.again + takes[last + 1 - followed[turns:]]
+        room = _make_room(max(64, min(KEYS, effort // 16)), turns, later, self.stop)
+        begins = followed * path.lasts[0]
+        found = compiled(laps)(path, np.append(followed, m), begins, turns, float(cap - more), near, effort, room)
+        if found < 0:
+            return 0.0, np.zeros(m + 1), int(room.looked[0])
+        slack = near * len(path.rank) * len(followed)
+        ends = np.zeros(m + 1)
+        ends[followed + 1] = room.ends
+        for count in range(1, m + 1):
+            ends[count] = max(ends[count], ends[count - 1] + i)
+        return float(found) + more - slack, ends - slack, int(room.looked[0])
+
+
+def _make_room(keys: int, turns: int, later: Array, stop: Array) -> Room:
+    def ints(*size: int) -> Array:
+        return np.zeros(size, np.int64)
+
+    return Room(
+        ints(2, keys), ints(2, keys), np.zeros((2, keys)), np.zeros((2, keys, KEPT, 2 * turns)), ints(4 * keys),
+        ints(turns), np.zeros(turns), ints(turns), np.zeros(turns), np.zeros(2 * turns), np.zeros(1), ints(1), stop,
+        np.full(len(later), np.inf), later,
     )  # fmt: skip
-    rest = task.num_microbatches - 1 - int(followed[-1])
-    return float(least) + (1 + rest) * float(i[0]) - 2 * len(followed) * near
+
+
+def _path(task: Task, way: Way, stage: int, fit: int, every: bool) -> Path:
+    """The way that is followed."""
+    model, num_stages, last = task.model, task.num_stages, 2 * task.num_stages - 1
+    passes = np.arange(stage, last - stage + 1)
+    rank, lasts, lag = model.home[passes], way.lasts[passes], way.lag[passes].copy()
+    w, size, kept, parts = float(way.weight[stage]), float(model.needs[stage]), float(way.stash[stage]), model.parts
+    over, i = fit * size + kept - _room(task, stage), float(lasts[-1])
+    wait = 0.0
+    runs_w = over > 0 and kept >= size and parts == 1
+    if runs_w:  # it has to run before the F that would be one too many
+        rank, lasts, lag = np.append(rank, rank[0]), np.append(lasts, w), np.append(lag, 0.0)
+    elif over > 0:  # parts of it, or the I of the microbatch behind
+        pieces = ceil(over / kept * parts - 1e-9) * w / parts
+        wait = pieces if kept >= size else min(pieces, i + (0.0 if over <= size - kept else min(pieces, i)))
+    lag[len(passes) - 1] = 0.0
+    ahead = np.zeros(len(rank) + 1)
+    ahead[: len(passes)] = np.cumsum((lasts + lag)[len(passes) - 1 :: -1])[::-1]
+    back, upto = np.full(len(rank), 1 << 30), np.zeros(len(rank), np.int64)
+    for x in range(1, num_stages - stage) if every else ():
+        mine = [one for one in passes[: x + 1] if model.home[one] == rank[x]]  # the same rank's stages so far
+        left = float(model.limit[rank[x]] - model.needs[mine].sum())
+        first = float(model.needs[mine[0]])
+        if left >= 0 and first > 0:
+            back[x], upto[x] = int(left / first) + 1, last - mine[0] - stage + 1
+    rest = np.zeros((len(rank) + 1, task.num_ranks))
+    for x in range(len(passes) - 1, -1, -1):
+        rest[x] = rest[x + 1]
+        rest[x, rank[x]] += lasts[x] + (way.weight[last - passes[x]] if passes[x] >= num_stages else 0.0)
+    last_f = np.full(task.num_ranks, -1)
+    last_f[rank[: num_stages - stage]] = np.arange(num_stages - stage)  # the last of equal ones stays
+    again = wait + (w if runs_w else 0.0)
+    return Path(rank, lasts, lag, len(passes), ahead, again, back, upto, wait, rest, np.zeros(0), last_f, 0.0)
