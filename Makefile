@@ -22,6 +22,7 @@ test: $(STAMP)
 # No run lasts longer than LIMIT seconds: each test has a time-out, and this ends what a time-out cannot.
 JOBS ?= 2
 LIMIT ?= 1800
+tests: export PYTHONDONTWRITEBYTECODE :=  # many processes are started: each finds the code compiled
 tests: $(STAMP)
 	$(if $(shell command -v timeout),timeout --foreground --kill-after=20 $(LIMIT)) \
 		$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder

@@ -1,11 +1,14 @@
-"""A real Chromium for tests: fixtures `browser`, `pages` and `watched`. Skips, with the reason, where there is none."""
+"""A real Chromium for tests: fixtures `browser`, `pages` and `watched`. Skips, with the reason, where there is none.
+
+Chromium's headless shell comes first: the whole browser spends as much time on the frame around a page as on the page.
+"""
 
 import shutil
 from contextlib import contextmanager
 
 import pytest
 
-NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
+NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "chrome")
 ARGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update",
         "--disable-sync", "--no-first-run"]  # fmt: skip
 DESKTOP = {"width": 1440, "height": 900}

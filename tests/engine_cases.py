@@ -71,12 +71,13 @@ def train_models(schedule: Schedule, make: Callable[[int], list[nn.Module]], **o
     stages, loss_fn = own(mine, schedule), SquareLoss()
     batches = microbatches(schedule.num_microbatches)
 
-    def whole(x: Any) -> Any:
-        for module in plain:
-            x = module(*x) if isinstance(x, tuple) else module(x)
-        return x
+    class Whole(nn.Sequential):
+        def forward(self, x: Any) -> Any:
+            for module in self:
+                x = module(*x) if isinstance(x, tuple) else module(x)
+            return x
 
-    wanted = plain_step(whole, batches, loss_fn)  # type: ignore[arg-type]
+    wanted = plain_step(Whole(*plain), batches, loss_fn)
     with Engine(schedule, stages, **options) as engine:
         result = engine.train_step(batches, loss_fn)
     return {"loss": abs(result.loss - wanted) / abs(wanted), "grad": worst(stages, plain)}

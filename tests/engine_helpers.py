@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +17,13 @@ from zeropipe.engine import Engine
 
 WIDTH = 6
 TOLERANCE = 1e-10
-PRELOAD = ("torch._dynamo", "torch.distributed.pipelining", "transformers.models.qwen3.modeling_qwen3")
+PRELOAD = (
+    "torch._dynamo",
+    "torch._inductor.compile_fx",
+    "torch.distributed.pipelining",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen3.modeling_qwen3",
+)
 
 
 class Block(nn.Module):
@@ -63,15 +70,55 @@ class SquareLoss:
         return (output - microbatch["target"]).square().sum(), self.count(microbatch)
 
 
+def by_one(model: nn.Module, work: Callable[[], float]) -> float:
+    """Let the first rank fill the gradients of a model that every rank has, and tell them to the others, and a loss.
+
+    On few cores ranks that all do the same only wait for each other.
+    """
+    if not dist.is_initialized() or dist.get_backend() != "gloo":
+        return work()
+    parameters = list(model.parameters())
+    value = work() if dist.get_rank() == 0 else 0.0
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    known = [value, *(float(p.grad is not None) for p in parameters)]
+    told = torch.cat([torch.tensor(known, dtype=torch.float64), *(grad.cpu().double().flatten() for grad in grads)])
+    dist.broadcast(told, 0)
+    known, rest = told[: len(known)].tolist(), told[len(known) :]
+    for parameter, given, grad in zip(parameters, known[1:], rest.split([p.numel() for p in parameters])):
+        parameter.grad = grad.view_as(parameter).to(parameter) if given else None
+    return known[0]
+
+
 def plain_step(model: nn.Module, batches: list[dict[str, Any]], loss_fn: Any) -> float:
     """The un-pipelined model over the same microbatches: gradients of the full batch's mean loss."""
-    total = sum(loss_fn.count(batch) for batch in batches)
-    value = 0.0
-    for batch in batches:
-        loss, _ = loss_fn(model(batch["inputs"]), batch)
-        (loss / total).backward()
-        value += float(loss.detach()) / total
-    return value
+
+    def work() -> float:
+        total = sum(loss_fn.count(batch) for batch in batches)
+        value = 0.0
+        for batch in batches:
+            loss, _ = loss_fn(model(batch["inputs"]), batch)
+            (loss / total).backward()
+            value += float(loss.detach()) / total
+        return value
+
+    return by_one(model, work)
+
+
+def hf_plain_step(model: Any, batches: list[dict[str, Any]], loss_fn: Any) -> float:
+    """As plain_step, for a model of Hugging Face, whose routers add to the loss."""
+
+    def work() -> float:
+        total, value = sum(map(loss_fn.count, batches)), 0.0
+        for batch in batches:
+            output = model(input_ids=batch["input_ids"], use_cache=False)
+            routers = getattr(output, "aux_loss", None)
+            parts = output.logits if routers is None else (output.logits, model.router_aux_loss_coef * routers)
+            loss = loss_fn(parts, batch)[0] / total
+            loss.backward()
+            value += float(loss.detach())
+        return value
+
+    return by_one(model, work)
 
 
 def error_of(got: Tensor | None, wanted: Tensor | None) -> float:

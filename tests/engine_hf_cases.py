@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from engine_helpers import error_of
+from engine_helpers import error_of, hf_plain_step
 from family_models import tiny
 from stage_models import CONFIGS
 
@@ -50,14 +50,7 @@ def train_config(schedule: Schedule, config: Any, steps: int) -> dict[str, float
     with Engine(schedule, stages) as engine:
         for step in range(steps):
             batches = token_batches(schedule.num_microbatches, seed=step)
-            total, wanted = sum(map(loss_fn.count, batches)), 0.0
-            for batch in batches:
-                output = model(input_ids=batch["input_ids"], use_cache=False)
-                routers = getattr(output, "aux_loss", None)
-                parts = output.logits if routers is None else (output.logits, config.router_aux_loss_coef * routers)
-                loss, _ = loss_fn(parts, batch)
-                (loss / total).backward()
-                wanted += float(loss.detach()) / total
+            wanted = hf_plain_step(model, batches, loss_fn)
             result = engine.train_step(batches, loss_fn)
             norm = float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
             seen["loss"] = max(seen["loss"], abs(result.loss - wanted) / wanted)

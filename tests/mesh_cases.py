@@ -8,7 +8,16 @@ from unittest import mock
 
 import torch
 from engine_cases import Embedding
-from engine_helpers import WIDTH, SquareLoss, blocks, error_of, microbatches, nccl_on_one_gpu, plain_step
+from engine_helpers import (
+    WIDTH,
+    SquareLoss,
+    blocks,
+    error_of,
+    hf_plain_step,
+    microbatches,
+    nccl_on_one_gpu,
+    plain_step,
+)
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -274,12 +283,7 @@ def train_hf_on_mesh(
                 for shape in shapes
             ]
             everything = [batch for some in data for batch in some]
-            total = sum(loss_fn.count(batch) for batch in everything)
-            wanted = 0.0
-            for batch in everything:
-                loss = loss_fn(plain(batch["input_ids"]).logits, batch)[0] / total
-                loss.backward()
-                wanted += float(loss.detach())
+            wanted = hf_plain_step(plain, everything, loss_fn)
             result = engine.train_step(data[mine], loss_fn)
             norm = float(torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1))
             seen["loss"] = max(seen["loss"], abs(result.loss - wanted) / wanted)

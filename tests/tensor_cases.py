@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import torch
-from engine_helpers import error_of
+from engine_helpers import error_of, hf_plain_step
 from mesh_cases import hf_difference, mesh_of
 from torch import nn
 from torch._dynamo.utils import counters
@@ -148,15 +148,7 @@ def train_on_tp(
             lengths = (6,) if options.get("compile") else (6, 8)
             everybodys = [tokens(schedule.num_microbatches, 10 * step + i, lengths) for i in range(pipelines)]
             data, every = everybodys[mine], [batch for some in everybodys for batch in some]
-            count = sum(loss_fn.count(batch) for batch in every)
-            wanted = 0.0
-            for batch in every:
-                output = plain(batch["input_ids"])
-                more = getattr(output, "aux_loss", None)
-                logits = output.logits if more is None else (output.logits, more * plain.router_aux_loss_coef)
-                loss = loss_fn(logits, batch)[0] / count
-                loss.backward()
-                wanted += float(loss.detach())
+            wanted = hf_plain_step(plain, every, loss_fn)
             seen["loss"] = max(seen["loss"], abs(engine.train_step(data, loss_fn).loss - wanted) / wanted)
             if step == 0:
                 seen["graphs"] = counters["stats"]["unique_graphs"]  # 0 if it is not compiled
