@@ -28,8 +28,8 @@ def legal(name, ranks, microbatches):
     return name != "dualpipev" or microbatches >= 2 * ranks - 1
 
 
-def sizes(entry, stages_per_rank):
-    for ranks, microbatches in product(RANKS, MICROBATCHES):
+def sizes(entry, stages_per_rank, every=1):
+    for ranks, microbatches in list(product(RANKS, MICROBATCHES))[::every]:
         if legal(entry.name, ranks, microbatches):
             yield zp.build(entry.name, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
 
@@ -43,7 +43,7 @@ def test_every_schedule_is_proven_at_every_size(entry, stages_per_rank):
 
 @pytest.mark.parametrize(("entry", "stages_per_rank"), GRID)
 def test_every_schedule_survives_text(entry, stages_per_rank):
-    for schedule in sizes(entry, stages_per_rank):
+    for schedule in sizes(entry, stages_per_rank, every=4):
         assert zp.from_csv(zp.to_csv(schedule)) == schedule
         assert zp.from_json(zp.to_json(schedule)) == schedule
 
