@@ -16,10 +16,11 @@ from zeropipe.search.bounds import lower_bound
 from zeropipe.search.cpsat import prove
 from zeropipe.search.judge import Judge
 from zeropipe.search.kernels import FAR, play
-from zeropipe.search.model import Task
+from zeropipe.search.model import Task, starts_of
 from zeropipe.search.rules import dispatched
 from zeropipe.search.starts import one_by_one, passes_of
 from zeropipe.search.stretch import stretched
+from zeropipe.search.walks import decide
 
 PLACEMENTS = [(1, zp.linear), (2, zp.vee), (2, zp.loop), (3, zp.vee)]
 
@@ -82,6 +83,22 @@ def test_the_search_is_for_sends_that_block_at_the_ends():
     assert found.value < zp.simulate(other.schedule, ends).makespan
     assert found.value <= found.named.makespan
     assert found.timeline == zp.simulate(found.schedule, ends)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_passes_that_decide_begin_when_the_ones_before_them_end(seed):
+    task = replace(some_task(Random(seed), (2, 4), (3, 7)), span=False)
+    task = replace(task, costs=replace(task.costs, w=0, b=None, message=0, blocking=False))
+    work, start = task.work(), dispatched(task, 1)[0]
+    compiled(play)(task.model, work, start.rows, start.share, np.zeros(0, np.int64))
+    path = work.path[: compiled(decide)(task.model, work, start.rows, False)]
+    begins = starts_of(zp.simulate(task.schedule(start.rows, start.share), task.costs))
+    passes, numbers = start.rows[path], work.number_at[path]
+    times, lasts = begins[passes, numbers], task.model.lasts[passes]
+    assert times[0] + lasts[0] == pytest.approx(start.value)
+    assert times[-1] == 0
+    other = task.model.home[passes[1:]] != task.model.home[passes[:-1]]  # then there is a message between them
+    assert times[:-1] == pytest.approx(times[1:] + lasts[1:] + np.where(other, task.model.lag[passes[1:]], 0))
 
 
 def test_a_row_that_does_not_fit_or_never_ends_is_refused():

@@ -32,6 +32,7 @@ def play(model: Model, work: Work, rows: Ints, share: Floats, out: Ints) -> floa
     link_free, clock, level = work.link_free, work.clock, work.level
     place, head, tail, stack, pen = work.place, work.head, work.tail, work.stack, work.pen
     first, last = work.first, work.last
+    spot, number_at, waited = work.spot, work.number_at, work.waited
     num_microbatches = model.num_microbatches
     num_ranks = len(begin) - 1
     num_passes = len(home)
@@ -100,8 +101,12 @@ def play(model: Model, work: Work, rows: Ints, share: Floats, out: Ints) -> floa
                     pen[rank] += 1
             if takes > 0 and memory + takes > room:
                 return FAR
+            spot[x * num_microbatches + number] = at
+            number_at[at] = number
+            waited[at] = 0
             if ready > now:
                 now = ready
+                waited[at] = 1
             if first[rank] < 0:
                 first[rank] = now
             now += lasts[x]

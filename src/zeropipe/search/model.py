@@ -61,6 +61,10 @@ class Work(NamedTuple):
     steady: Array  # where the steady state of each rank begins, and where it ends
     first: Array
     last: Array
+    spot: Array  # where each pass of each microbatch stands in the rows
+    number_at: Array  # the microbatch that stands there
+    waited: Array  # whether it waited for its input
+    path: Array  # places of the passes that decide when all ends
 
 
 @dataclass(frozen=True)
@@ -183,6 +187,7 @@ class Task:
             np.zeros(passes * model.num_microbatches), ints(size // 2 * model.parts), ints(passes), ints(passes),
             np.zeros(int(model.edge.max(initial=-1)) + 1), np.zeros(p), np.zeros(p),
             ints(p), ints(p), ints(p), ints(p + 1), ints(p), ints(2 * p), np.zeros(p), np.zeros(p),
+            ints(size), ints(size), ints(size), ints(size),
         )  # fmt: skip
 
     def schedule(self, rows: Array, share: Array, name: str = "searched") -> Schedule:

@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from zeropipe.search.model import Model, Work
 
 LOT = 1 << 20  # random numbers are below this
+# of 100 steps: up to DECISIVE a pass that decides when all ends is moved, up to STREAMS passes of some microbatches on
+# some ranks, up to FILLS the share is changed, and else any one pass is moved
+DECISIVE, STREAMS, FILLS = 30, 65, 75
+EVERY = 8  # passes of every so many-th microbatch, at most, are moved together: what repeats can be changed as a whole
 
 
 def draw(state: Ints) -> Any:
@@ -44,8 +48,8 @@ def move(rows: Ints, low: int, high: int, at: int, distance: int) -> None:
     rows[at] = x
 
 
-def shift(rows: Ints, low: int, high: int, x: int, from_m: int, to_m: int, distance: int) -> None:
-    """Move pass x of microbatches from_m to to_m by `distance` places in a row."""
+def shift(rows: Ints, low: int, high: int, x: int, from_m: int, to_m: int, every: int, distance: int) -> None:
+    """Move pass x of microbatches from from_m to to_m, or of every so many-th of them, by `distance` places."""
     later = distance > 0
     number = -1
     if later:  # from the end, so that nothing is met twice
@@ -56,9 +60,36 @@ def shift(rows: Ints, low: int, high: int, x: int, from_m: int, to_m: int, dista
     for place in range(high - low):
         at = high - 1 - place if later else low + place
         if rows[at] == x:
-            if from_m <= number < to_m:
+            if from_m <= number < to_m and (number - from_m) % every == 0:
                 move(rows, low, high, at, distance)
             number += -1 if later else 1
+
+
+def decide(model: Model, work: Work, rows: Ints, spans: bool) -> int:
+    """Where in the rows the passes stand that decide when all ends, from the last one back; how many there are.
+
+    Each of them began when the one behind it in the list had ended.
+    """
+    begin, m, path = model.begin, model.num_microbatches, work.path
+    rank = 0
+    for other in range(1, len(work.last)):
+        if work.last[other] - work.first[other] * spans > work.last[rank] - work.first[rank] * spans:
+            rank = other
+    at = begin[rank + 1] - 1
+    count = 0
+    while count < len(path):
+        path[count] = at
+        count += 1
+        x = rows[at]
+        if work.waited[at]:
+            if x == 0:
+                break
+            at = work.spot[(x - 1) * m + work.number_at[at]]
+        elif at == begin[model.home[x]]:
+            break
+        else:
+            at -= 1
+    return count
 
 
 def walk(
@@ -69,7 +100,9 @@ def walk(
 
     `best` (rows, share) gets the best that was met, whose value is returned. Ends early at `enough` and by `stop`.
     """
-    begin, mine, m = model.begin, model.mine, model.num_microbatches
+    begin, mine, home, m = model.begin, model.mine, model.home, model.num_microbatches
+    path = work.path
+    count = 0
     num_ranks = len(begin) - 1
     old_rows, old_share = spare
     best_rows, best_share = best
@@ -78,31 +111,42 @@ def walk(
     for step in range(steps + 1):
         if least <= enough or stop[0]:
             break
-        low = draw(state) % num_ranks
         chance = draw(state) % 100
-        # some ranks in a line, or one
-        more = (draw(state) % num_ranks) * (draw(state) % num_ranks) // num_ranks if chance < 70 else 0
-        high = min(num_ranks, low + 1 + more)
-        for at in range(begin[low], begin[high]):
-            old_rows[at] = rows[at]
+        at = -1
+        if chance < DECISIVE and count > 0:
+            at = path[draw(state) % count]
+            low = home[rows[at]]
+            high = low + 1
+        else:
+            low = draw(state) % num_ranks
+            # some ranks in a line, or one
+            more = (draw(state) % num_ranks) * (draw(state) % num_ranks) // num_ranks if chance < FILLS else 0
+            high = min(num_ranks, low + 1 + more)
+        for place in range(begin[low], begin[high]):
+            old_rows[place] = rows[place]
         for rank in range(low, high):
             old_share[rank] = share[rank]
         one, other, far = draw(state), draw(state), draw(state)
         sign = 1 if one & 1 else -1
         if step == 0:
             pass  # as it is
-        elif chance < 55:  # passes of some microbatches come earlier, or later
+        elif at >= 0:  # a pass that decides comes earlier, or the one before it comes later
+            if one & 1 or at == begin[low]:
+                move(rows, begin[low], begin[high], at, -1 - far % 4)
+            else:
+                move(rows, begin[low], begin[high], at - 1, 1 + far % 4)
+        elif chance < STREAMS:  # passes of some microbatches come earlier, or later
             from_m = other % m
-            to_m = min(m, from_m + 1 + (other >> 3) % m * (far % m) // m)
-            which = one >> 2
+            every = 1 + (far >> 4) % EVERY if one & 4 else 1
+            to_m = m if every > 1 else min(m, from_m + 1 + (other >> 3) % m * (far % m) // m)
+            which = one >> 3
             for rank in range(low, high):
-                first, count = begin[rank] // m, (begin[rank + 1] - begin[rank]) // m
-                for slot in range(count):
-                    if (slot == which % count) if one & 2 else (which >> slot & 1):
-                        shift(
-                            rows, begin[rank], begin[rank + 1], mine[first + slot], from_m, to_m, sign * (1 + far % 6)
-                        )
-        elif chance < 70:
+                first, passes = begin[rank] // m, (begin[rank + 1] - begin[rank]) // m
+                for slot in range(passes):
+                    if (slot == which % passes) if one & 2 else (which >> slot & 1):
+                        x, distance = mine[first + slot], sign * (1 + far % 6)
+                        shift(rows, begin[rank], begin[rank + 1], x, from_m, to_m, every, distance)
+        elif chance < FILLS:
             for rank in range(low, high):
                 share[rank] = one % 5 * 0.25
         else:
@@ -114,15 +158,16 @@ def walk(
             if total <= current or draw(state) < math.exp((current - total) / warmth) * LOT:
                 kept = True
                 current = total
+                count = decide(model, work, rows, spans)
                 if value < least - 1e-12 * least:
                     least = value
-                    for at in range(len(rows)):
-                        best_rows[at] = rows[at]
-                    for at in range(len(share)):
-                        best_share[at] = share[at]
+                    for place in range(len(rows)):
+                        best_rows[place] = rows[place]
+                    for rank in range(len(share)):
+                        best_share[rank] = share[rank]
         if not kept:
-            for at in range(begin[low], begin[high]):
-                rows[at] = old_rows[at]
+            for place in range(begin[low], begin[high]):
+                rows[place] = old_rows[place]
             for rank in range(low, high):
                 share[rank] = old_share[rank]
     return least
