@@ -46,15 +46,14 @@ def _turns_bound(task: Task, way: Way, best: float, effort: int, cap: float, sto
     """By microbatches that take turns in the memory of a rank and have to pass each other on their way."""
     found, blocked = 0.0, float(task.model.lag.max()) if task.model.blocks else 0.0
     drain = np.array([_drain(task, way, rank) for rank in range(task.num_ranks)])
-    for stage in range(task.num_stages):
-        rank = int(task.model.home[stage])
-        if stage != task.first_stages[rank]:
-            continue
+    least = {}
+    for rank, stage in enumerate(task.first_stages):
         begins = 0.0 if task.span else float(way.head[stage])
-        behind = _behind(task, way, stage)
-        more = behind + begins - blocked
-        least = _rounds(task, way, np.array([stage]), float(task.model.limit[rank])) + more
-        if least * LATER > max(best, found):
+        more = _behind(task, way, stage) + begins - blocked
+        least[stage] = _rounds(task, way, np.array([stage]), float(task.model.limit[rank])) + more, more
+    for stage, (rounds, more) in sorted(least.items(), key=lambda item: -item[1][0]):
+        if rounds * LATER > max(best, found):
+            behind = _behind(task, way, stage)
             lap, effort = in_turns(task, way, stage, cap - more, drain, behind, effort, stop)
             found = max(found, lap + more)
     return found

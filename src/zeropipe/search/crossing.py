@@ -122,6 +122,9 @@ def go_on(
     if one + 1 < alive and come[one + 1] == at:
         between = numbers[oldest + one + 1] - numbers[oldest + one] - 1
         new[one + 1] = max(new[one + 1], ends + between * path.lasts[at])
+    for other in range(one + 1, alive):  # room for another activation, after some time
+        if other - path.back[come[other]] == one and path.upto[come[other]] == at + 1:
+            new[other] = max(new[other], ends + path.after[come[other]])
     new[turns + one] = ends
     moved = one
     if at + 1 < length:
@@ -145,6 +148,9 @@ def go_on(
         for other in range(alive):  # its next rank may be busy
             if other != moved and come[other] > 0 and path.rank[come[other] - 1] == path.rank[come[moved]]:
                 new[moved] = max(new[moved], new[turns + other])
+        back = moved - path.back[come[moved]]
+        if back >= 0 and come[back] == path.upto[come[moved]]:
+            new[moved] = max(new[moved], new[turns + back] + path.after[come[moved]])
     can_begin(path, come, alive, turns, count - oldest, new, room.new_ready)
     now = FAR
     for other in range(alive):

@@ -31,6 +31,7 @@ class Path(NamedTuple):
     again: float  # the least time from that to the begin of the microbatch that takes its turn
     back: Array  # memory: before an action, the microbatch so far back ...
     upto: Array  # ... has run so many of its actions
+    after: Array  # ... so long ago
     wait: float  # from the last action to the begin of the microbatch that takes turns with it
     rest: Array  # the work of a microbatch that a rank has before it when so many actions have run
     drain: Array  # what comes on top of that behind the last F of a rank ...
@@ -148,25 +149,22 @@ def _path(task: Task, way: Way, stage: int, fit: int, every: bool) -> Path:
     model, num_stages, last = task.model, task.num_stages, 2 * task.num_stages - 1
     passes = np.arange(stage, last - stage + 1)
     rank, lasts, lag = model.home[passes], way.lasts[passes], way.lag[passes].copy()
-    w, size, kept, parts = float(way.weight[stage]), float(model.needs[stage]), float(way.stash[stage]), model.parts
-    over, i = fit * size + kept - _room(task, stage), float(lasts[-1])
-    wait = 0.0
-    runs_w = over > 0 and kept >= size and parts == 1
+    w, kept, parts = float(way.weight[stage]), float(way.stash[stage]), model.parts
+    wait = _wait(task, way, stage, fit, _room(task, stage))
+    runs_w = wait > 0 and kept >= float(model.needs[stage]) and parts == 1
     if runs_w:  # it has to run before the F that would be one too many
-        rank, lasts, lag = np.append(rank, rank[0]), np.append(lasts, w), np.append(lag, 0.0)
-    elif over > 0:  # parts of it, or the I of the microbatch behind
-        pieces = ceil(over / kept * parts - 1e-9) * w / parts
-        wait = pieces if kept >= size else min(pieces, i + (0.0 if over <= size - kept else min(pieces, i)))
+        rank, lasts, lag, wait = np.append(rank, rank[0]), np.append(lasts, w), np.append(lag, 0.0), 0.0
     lag[len(passes) - 1] = 0.0
     ahead = np.zeros(len(rank) + 1)
     ahead[: len(passes)] = np.cumsum((lasts + lag)[len(passes) - 1 :: -1])[::-1]
-    back, upto = np.full(len(rank), 1 << 30), np.zeros(len(rank), np.int64)
+    back, upto, after = np.full(len(rank), 1 << 30), np.zeros(len(rank), np.int64), np.zeros(len(rank))
     for x in range(1, num_stages - stage) if every else ():
         mine = [one for one in passes[: x + 1] if model.home[one] == rank[x]]  # the same rank's stages so far
         left = float(model.limit[rank[x]] - model.needs[mine].sum())
         first = float(model.needs[mine[0]])
         if left >= 0 and first > 0:
             back[x], upto[x] = int(left / first) + 1, last - mine[0] - stage + 1
+            after[x] = _wait(task, way, mine[0], int(back[x]), left + first)
     rest = np.zeros((len(rank) + 1, task.num_ranks))
     for x in range(len(passes) - 1, -1, -1):
         rest[x] = rest[x + 1]
@@ -174,4 +172,18 @@ def _path(task: Task, way: Way, stage: int, fit: int, every: bool) -> Path:
     last_f = np.full(task.num_ranks, -1)
     last_f[rank[: num_stages - stage]] = np.arange(num_stages - stage)  # the last of equal ones stays
     again = wait + (w if runs_w else 0.0)
-    return Path(rank, lasts, lag, len(passes), ahead, again, back, upto, wait, rest, np.zeros(0), last_f, 0.0)
+    return Path(rank, lasts, lag, len(passes), ahead, again, back, upto, after, wait, rest, np.zeros(0), last_f, 0.0)
+
+
+def _wait(task: Task, way: Way, stage: int, fit: int, room: float) -> float:
+    """From the end of a stage's I to the begin of the F whose activation is one too many while this one is alive.
+
+    Where the I does not make enough room by itself, parts of its W run, or the I of the microbatch behind it.
+    """
+    size, kept, parts = float(task.model.needs[stage]), float(way.stash[stage]), task.model.parts
+    over = fit * size + kept - room
+    if over <= 0:
+        return 0.0
+    i = float(way.lasts[2 * task.num_stages - 1 - stage])
+    pieces = ceil(over / kept * parts - 1e-9) * float(way.weight[stage]) / parts
+    return pieces if kept >= size else min(pieces, i + (0.0 if over <= size - kept else min(pieces, i)))
