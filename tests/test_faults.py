@@ -161,6 +161,9 @@ def test_an_error_that_others_quote_is_one_line():
     told = Failed(1, "EngineError", "rank 0 failed at a step: ConfigError: cannot write x", "another", foreseen=True)
     other = Failed(1, "EngineError", "something else", "another", foreseen=True)
     assert _told([own, told]) == _told([told, own]) == "cannot write x"
+    dead = Failed(1, "Died", "killed by SIGKILL")
+    lost = Failed(0, "EngineError", "rank 1 was lost: its connection closed", "a traceback", foreseen=True)
+    assert _told([lost, dead]) == "rank 1 was lost: its connection closed; rank 1: killed by SIGKILL"
     assert _told([own, other]) == "rank 0: ConfigError: cannot write x\nrank 1: EngineError: something else"
 
 

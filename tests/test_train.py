@@ -11,10 +11,13 @@ from train_cases import train_counting, train_not_finite
 from train_helpers import difference, metrics_of, model_directory, plain_training, pool, run_config, train_on
 from transformers import AutoModelForCausalLM
 
+from zeropipe.errors import ConfigError
 from zeropipe.train.config.models import RateTable
+from zeropipe.train.loop.job import num_steps_of
 from zeropipe.train.loop.metrics import Metrics, forget_after
 from zeropipe.train.loop.rate import factor
 from zeropipe.train.loop.recorded import MOST, thinned
+from zeropipe.train.loop.resume import _differences
 
 LAYOUTS = [
     pytest.param({"pp": 2}, "1f1b", False, id="pp2"),
@@ -86,6 +89,19 @@ def test_open_files_and_threads_stay_as_many(tmp_path):
 def test_the_rate_goes_up_and_down(shape, wanted):
     table = RateTable(shape=shape, warmup=2, final=0.1, decay=0.2)
     assert [factor(table, step, 6) for step in range(6)] == pytest.approx(wanted)
+
+
+def test_fewer_steps_than_are_done_are_refused():
+    config = run_config("out", "tiny-qwen3")
+    assert num_steps_of(config, None, 5) == 5
+    with pytest.raises(ConfigError, match=r"train.steps=5: 6 are done already in train.output='out': give more, or"):
+        num_steps_of(config, None, 6)
+
+
+def test_a_checkpoint_is_of_another_model_where_both_say_so():
+    before = {"rope": {"theta": 1.0, "kind": "a"}, "layers": 4, "attention_dropout": 0.1, "dtype": "float32", "old": 1}
+    now = {"rope": {"theta": 2.0, "kind": "a"}, "layers": 4, "attention_dropout": 0.2, "dtype": "bfloat16", "new": 1}
+    assert list(_differences(before, now)) == [("rope.theta", 1.0, 2.0)]
 
 
 def test_a_resumed_curve_has_no_step_twice_and_no_torn_line(tmp_path):

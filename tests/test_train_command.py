@@ -61,6 +61,7 @@ def test_a_signal_ends_a_run_after_a_saved_step(folder, number, to_all):
     (os.killpg if to_all else os.kill)(process.pid, number)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
+    assert f"{number.name}: the step is finished and saved; once more stops at once\n" in err
     outcome = json.loads(out)
     assert outcome["stopped_by"] in ("SIGINT", "SIGTERM")
     assert outcome["checkpoint"] == f"out/checkpoints/step-{outcome['steps']:06d}"

@@ -47,7 +47,7 @@ def test_what_no_table_asks_for_is_removed_and_nothing_else(tmp_path):
 @pytest.mark.full
 def test_samples_of_a_refused_resume_stay_beside_the_good_ones(tmp_path):
     (tmp_path / "a.txt").write_text("some text to learn from")
-    start = model_directory(tmp_path / "start", vocabulary=257)
+    start = model_directory(tmp_path / "start", vocab_size=257)
     data = {"kind": "text", "path": str(tmp_path / "a.txt"), "tokenizer": "bytes", "batch": 1, "sequence": 8}
 
     def config(**more):

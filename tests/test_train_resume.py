@@ -115,6 +115,24 @@ def test_too_many_steps_that_are_not_finite_end_the_run(tmp_path):
     assert (outcome.steps, len(outcome.losses)) == (STEPS, 4)
 
 
+@pytest.mark.full
+def test_a_checkpoint_that_does_not_fit_is_refused_with_the_way_out(tmp_path):
+    train_on(config_of(tmp_path, "out", {"pp": 2}, "1f1b", checkpoint={"export": False}))
+    other = model_directory(tmp_path / "other", tied=True, rms_norm_eps=0.5)
+    for start, name, line in (
+        (
+            other,
+            "adamw",
+            r"is of a model with rms_norm_eps=1e-06, model.path='.*other' has 0.5: give the model that it ",
+        ),
+        (tmp_path / "start", "sgd", r"is of AdamW, the optimizer is SGD: use the same kind; train.output="),
+    ):
+        tables = {"train": {"steps": STEPS + 1}, "data": {"shuffle": True}, "optimizer": {"name": name}}
+        with pytest.raises(EngineError, match=line) as caught:
+            train_on(run_config(tmp_path / "out", start, mesh={"pp": 2}, **tables))
+        assert len(str(caught.value).splitlines()) == 1
+
+
 def torchrun(tmp_path, config, *args, restarts=0):
     """A job of torchrun's, started."""
     (tmp_path / "config.json").write_text(config.model_dump_json())

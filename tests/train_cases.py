@@ -18,7 +18,7 @@ from zeropipe.engine import Engine
 from zeropipe.engine.checkpoint import pieces
 from zeropipe.errors import ConfigError
 from zeropipe.train.config.models import RunConfig
-from zeropipe.train.loop import job, kept
+from zeropipe.train.loop import job, kept, resume
 from zeropipe.train.loop.steps import Stepper
 
 
@@ -133,5 +133,5 @@ def train_by_clock(config: RunConfig, seconds: tuple[float, ...]) -> Any:
 def train_told(config: RunConfig) -> tuple[Any, list[str]]:
     """The outcome, and what the first rank told."""
     lines: list[str] = []
-    with mock.patch.object(job, "tell", lines.append):
+    with mock.patch.object(job, "tell", lines.append), mock.patch.object(resume, "tell", lines.append):
         return job.train(config), lines

@@ -25,10 +25,10 @@ def pool(number: int) -> Any:
     return ranks(number, PRELOAD)
 
 
-def model_directory(path: Path, *, tied: bool = False, seed: int = 0, vocabulary: int = VOCABULARY) -> Path:
+def model_directory(path: Path, *, tied: bool = False, seed: int = 0, **fields: Any) -> Path:
     """A tiny Qwen3 as transformers saves it."""
     torch.manual_seed(seed)
-    config = Qwen3Config(**TINY | {"vocab_size": vocabulary}, tie_word_embeddings=tied)
+    config = Qwen3Config(**TINY | fields, tie_word_embeddings=tied)
     AutoModelForCausalLM.from_config(config, dtype=torch.float64).save_pretrained(path)
     return path
 

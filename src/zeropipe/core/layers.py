@@ -21,9 +21,10 @@ def layer_counts(num_layers: int, num_stages: int, first_less: int = 0, last_les
         return (num_layers,)
     effective = num_layers + first_less + last_less
     if num_stages > effective:
+        fewer = f" and first_less={first_less}, last_less={last_less}" if first_less or last_less else ""
         raise ConfigError(
-            f"{num_stages} stages for {num_layers} layers (+{first_less} +{last_less}): each stage needs a layer; "
-            f"give at most {effective} stages"
+            f"{num_stages} stages for {num_layers} layers{fewer}: each stage needs a layer; give at most {effective} "
+            "stages"
         )
     each, more = divmod(effective, num_stages)
     counts = [each + (stage < more) for stage in range(num_stages)]

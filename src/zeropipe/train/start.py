@@ -47,6 +47,12 @@ def _backend(config: RunConfig, ranks_here: int) -> str:
     return "nccl" if wanted and torch.cuda.device_count() >= ranks_here else "gloo"
 
 
+def _say(line: str) -> None:
+    """From inside a signal handler, where the stream may be in use."""
+    with suppress(OSError):
+        os.write(2, f"{line}\n".encode())
+
+
 def _on_rank(config: RunConfig) -> Outcome:
     """Train on a local rank, which hears the first signal alone: what more there is, the starting process decides.
 
@@ -71,8 +77,10 @@ def _passing_on(pids: list[int]) -> Iterator[None]:
 
     def handle(number: int, frame: object) -> None:
         if told.is_set():
+            _say("stopped at once; the same command goes on from the newest checkpoint")
             raise KeyboardInterrupt
         told.set()
+        _say(f"{signal.Signals(number).name}: the step is finished and saved; once more stops at once")
         threading.Thread(target=tell, daemon=True).start()
 
     before = {number: signal.signal(number, handle) for number in SIGNALS}

@@ -170,7 +170,8 @@ def _told(failures: Sequence[Failed]) -> str:
         return "\n".join([*map(str, failures), unforeseen.details])
     said = list(dict.fromkeys(f.text for f in failures if f.foreseen))
     texts = [one for one in said if not any(other != one and other in one for other in said)]  # others quote it
-    return texts[0] if len(texts) == 1 else "\n".join(map(str, failures))
+    how = "".join(f"; rank {f.rank}: {f.text}" for f in failures if f.kind == "Died")  # what others cannot know
+    return texts[0] + how if len(texts) == 1 else "\n".join(map(str, failures))
 
 
 def model_code(device: str) -> list[str]:

@@ -74,8 +74,12 @@ class Stored:
         if file not in self._open:
             try:
                 self._open[file] = safe_open(self.directory / file, framework="pt")
+            except FileNotFoundError:
+                raise ConfigError(f"{self.directory / file} is missing: copy all of the model") from None
             except (SafetensorError, OSError) as error:
-                raise ConfigError(f"cannot read {self.directory / file}: {error}") from None
+                raise ConfigError(
+                    f"cannot read {self.directory / file}: {error}; is it all there? Copy it again"
+                ) from None
             if len(self._open) > _MOST_OPEN:
                 self._open.popitem(last=False)
         self._open.move_to_end(file)

@@ -120,7 +120,7 @@ def _changed(name: str, before: Any, now: Any) -> str:
     what = ways.get(name, f"{name}={now!r} was {before!r} when the checkpoint was saved")
     return (
         f"{what}: rows would be other ones, and samples lost or seen twice; undo that, or begin anew "
-        "(checkpoint.resume='never')"
+        "in another train.output"
     )
 
 

@@ -11,9 +11,6 @@ from typing import Any
 import torch.distributed as dist
 
 from zeropipe.core.files import write_whole
-from zeropipe.engine.checkpoint.load import load_checkpoint
-from zeropipe.engine.checkpoint.manifest import read_manifest
-from zeropipe.engine.checkpoint.save import written_by
 from zeropipe.engine.engine import Engine
 from zeropipe.engine.step.losses import CausalLMLoss
 from zeropipe.errors import ConfigError
@@ -23,12 +20,13 @@ from zeropipe.train.data import open_data, open_evaluation
 from zeropipe.train.data.leftovers import remove_leftovers
 from zeropipe.train.loop.evaluation import evaluate
 from zeropipe.train.loop.export import export
-from zeropipe.train.loop.kept import Kept, start_from
+from zeropipe.train.loop.kept import Kept
 from zeropipe.train.loop.metrics import Metrics, tell
 from zeropipe.train.loop.optimizer import make_optimizer, set_groups
 from zeropipe.train.loop.prepared import named, prepared
 from zeropipe.train.loop.recorded import Records
-from zeropipe.train.loop.setup import Place, chances_of, deterministic, make_engine, place_of, require_packing
+from zeropipe.train.loop.resume import resumed
+from zeropipe.train.loop.setup import Place, deterministic, make_engine, place_of, require_packing
 from zeropipe.train.loop.signals import Signals
 from zeropipe.train.loop.steps import Counts, Stepper, Taken
 from zeropipe.train.loop.usage import Utilization, peak_memory
@@ -88,37 +86,15 @@ class Run:
         self._stops = ""
 
     def _resumed(self) -> Counts:
-        """Go on from a checkpoint, if there is one: the first rank chooses it."""
-        with self._engine.together("looking for a checkpoint") as team:
-            (chosen, fault), *_ = team.fabric.exchange(self._choose())
-            here = written_by(team.schedule, team.fabric.layout)
-        if fault is not None:
-            raise fault
-        if chosen is None:
+        """Go on from a checkpoint, if there is one."""
+        found = resumed(self._config, self._engine, self._optimizer, self._is_first)
+        if found is None:
             return Counts()
-        step, extra = load_checkpoint(chosen, self._engine, self._optimizer)
+        path, (step, extra) = found
         set_groups(self._optimizer, self._config.optimizer)
         self._data.load_state(extra["data"])
-        self._kept.saved, self._kept.path = step, chosen
-        if self._is_first:
-            tell(f"goes on after step {step} of {chosen}")
-            self._tell_chances(chosen, here)
+        self._kept.saved, self._kept.path = step, path
         return Counts.of(step or 0, extra)
-
-    def _tell_chances(self, checkpoint: Path, here: dict[str, Any]) -> None:
-        """On the layout of the checkpoint a run draws the random numbers that it would have drawn, elsewhere not."""
-        before = read_manifest(checkpoint).written_by
-        if any(before.get(name) != here[name] for name in ("mesh", "schedule", "num_stages")):
-            for name, value in chances_of(self._config).items():
-                tell(f"{name}={value:g} draws other random numbers on this layout than on the checkpoint's")
-
-    def _choose(self) -> tuple[Path | None, Exception | None]:
-        if not self._is_first:
-            return None, None
-        try:
-            return start_from(self._config), None
-        except Exception as error:  # all ranks raise it
-            return None, error
 
     def all(self) -> Outcome:
         """All steps, and the end."""
@@ -235,6 +211,12 @@ class Run:
 
 def num_steps_of(config: RunConfig, data: Any, done: int) -> int:
     """The steps of the whole run, of which some are done."""
-    if config.train.steps is not None:
-        return config.train.steps
+    steps = config.train.steps
+    if steps is not None and steps < done:
+        raise ConfigError(
+            f"train.steps={steps}: {done} are done already in train.output={config.train.output!r}: give more, or "
+            "another train.output to begin anew"
+        )
+    if steps is not None:
+        return steps
     return done + int(data.steps_left)
