@@ -131,10 +131,10 @@ def _stages(model: nn.Module, family: Family) -> list[HFStage]:
     cut = [range(index, index + 1) for index in range(family.num_layers)]
     if family.bare_ends:
         cut = [range(0), *cut, range(family.num_layers, family.num_layers)]
-    layers, shared, stages = list(model.get_submodule(family.layers).children()), _shared(model), []
+    layers, tensors, stages = list(model.get_submodule(family.layers).children()), _shared(model), []
     for stage, own in enumerate(cut):
         others = {id(layer): layer for index, layer in enumerate(layers) if index not in own}
-        stages.append(HFStage(copy.deepcopy(model, shared | others), family, tuple(cut), stage))
+        stages.append(HFStage(copy.deepcopy(model, tensors | others), family, tuple(cut), stage))
         stages[-1].tie()
     return stages
 
@@ -214,9 +214,8 @@ def _packs(model: nn.Module) -> bool:
 
 
 def _shared(model: nn.Module) -> dict[int, Any]:
-    """For a deep copy that has modules of its own, and the same tensors and configs, which nobody changes."""
-    configs = (module.config for module in model.modules() if hasattr(module, "config"))
-    return {id(part): part for part in (*model.parameters(), *model.buffers(), *configs)}
+    """For a deep copy that has modules of its own, and the same tensors."""
+    return {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
 
 
 def _randomised(model: nn.Module) -> nn.Module:
