@@ -1,16 +1,17 @@
-"""Predicted step times beside real ones: costs are profiled, then a schedule is run for real, in turns.
+"""Predicted step times beside real ones: costs are profiled and schedules are run for real, in turns.
 
     python bench/predict.py                                # 4 CPU ranks, 12 runs: 6 schedules x 2 sizes
     python bench/predict.py --sizes small,long,wide        # 18 runs
     python bench/predict.py --ranks 2 --schedules 1f1b,zbv --sizes small --steps 2
 
 Profiling knows nothing of the schedules: one layer of each kind, the embedding, the head and messages are measured on
-all ranks at once. A prediction is the simulation of the schedule under these costs; the error is relative to the median
-of the recorded steps. Ranks have one thread each, on cores of their own where there are enough.
+all ranks at once. A prediction is the simulation of the schedule under these costs, the mean of the profiles before and
+after the run, since machines change their speed; the error is relative to the median of the recorded steps. Ranks have
+one thread each, on cores of their own where there are enough.
 
 Two more columns say where an error comes from: `busy` is the error of the time that ranks spend on actions and between
 them, without waiting; `between` is how much of the measured step they spent between actions, for messages above all.
-`layer` is what one layer took in the profile before the run: profiles of one size that lie apart say how steady the
+`layer` is what one layer took in the profile after the run: profiles of one size that lie apart say how steady the
 machine is, and no prediction can be better than that.
 """
 
@@ -21,6 +22,8 @@ import json
 import os
 import statistics
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,13 +66,16 @@ def main() -> None:
     with LocalRanks(args.ranks) as ranks:
         ranks.run(pin)
         for size in args.sizes.split(","):
-            layers: list[float] = []
+            after = profiled(ranks, size, args.steps)
+            layers = [layer_time(after)]
             for name in args.schedules.split(","):
-                costs = profiled(ranks, size, args.steps)
-                layers.append(layer_time(costs))
                 schedule = zp.build(name, ranks=args.ranks, microbatches=args.microbatches)
+                job, before = replace(Job(**SIZES[size]), steps=args.steps), after
+                measured = ranks.run(run_job, schedule, job, timeout=300)[0].measured
+                after = profiled(ranks, size, args.steps)
+                layers.append(layer_time(after))
                 row = {"size": size, "schedule": name, "layer": layers[-1]}
-                row |= compared(ranks, schedule, Job(**SIZES[size]), costs, args.steps)
+                row |= compared(measured, schedule, job, (before, after))
                 rows.append(row)
                 print(
                     f"{size:6} {name:12} {1e3 * row['measured']:12.1f} {100 * row['spread']:6.1f}% "
@@ -102,14 +108,13 @@ def profiled(ranks: LocalRanks, size: str, steps: int) -> LayerCosts:
     return layer_costs(ranks.run(profile, asked, timeout=300)[0])
 
 
-def compared(ranks: LocalRanks, schedule: zp.Schedule, job: Job, costs: LayerCosts, steps: int) -> dict[str, Any]:
-    """One schedule run for real, and its prediction."""
-    from dataclasses import replace
-
-    job = replace(job, steps=steps)
-    measured = ranks.run(run_job, schedule, job, timeout=300)[0].measured
-    guess = zp.simulate(schedule, costs.costs(counts_of(job, schedule), placement=schedule.placement))
-    activations = zp.simulate(schedule, replace(costs.costs(counts_of(job, schedule)), weights=0.0))
+def compared(measured: Any, schedule: zp.Schedule, job: Job, costs: Sequence[LayerCosts]) -> dict[str, Any]:
+    """What was measured beside its predictions, of which the mean counts."""
+    counts = counts_of(job, schedule)
+    guesses = [zp.simulate(schedule, one.costs(counts, placement=schedule.placement)) for one in costs]
+    guess = statistics.fmean(one.makespan for one in guesses)
+    guessed_busy = statistics.fmean(sum(one.busy) for one in guesses)
+    activations = zp.simulate(schedule, replace(costs[0].costs(counts), weights=0.0))
     middle = statistics.median(measured.makespans)
     between = [one.overhead for one in lost(measured.timeline)]
     busy = sum(measured.timeline.busy) + sum(between)
@@ -117,10 +122,10 @@ def compared(ranks: LocalRanks, schedule: zp.Schedule, job: Job, costs: LayerCos
     return {
         "measured": middle,
         "spread": (max(measured.makespans) - min(measured.makespans)) / 2 / middle,
-        "predicted": guess.makespan,
-        "error": guess.makespan / middle - 1,
+        "predicted": guess,
+        "error": guess / middle - 1,
         "memory_error": predicted / real - 1 if real else 0.0,
-        "busy_error": sum(guess.busy) / busy - 1,
+        "busy_error": guessed_busy / busy - 1,
         "between": statistics.fmean(between) / measured.timeline.makespan,
     }
 
