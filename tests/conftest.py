@@ -29,7 +29,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """What was imported stays: to look through it again and again for garbage takes a tenth of the time of all tests."""
+    """What was imported stays: to look through it for garbage again and again takes a tenth of the time of tests."""
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
 
