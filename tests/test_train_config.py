@@ -57,6 +57,9 @@ WRONG = {
     # the model
     "no such model": ("--model.path nowhere", GOOD, "model.path='nowhere' is not there: give a directory with a "
                       f"config.json, or one of {BUILT_IN}"),
+    "name of the hub": ("--model.path Qwen/Qwen3-0.6B", GOOD, "model.path='Qwen/Qwen3-0.6B' is not there: give a "
+                        "directory with a config.json (`hf download Qwen/Qwen3-0.6B --local-dir ...` makes one), or "
+                        f"one of {BUILT_IN}"),
     "nothing to load": ("--model.weights load", GOOD, "model.path='tiny-qwen3' is built in and has no weights to "
                         "load: set model.weights='random', or give a directory"),
     "name for planning": ("--model.path qwen3-32b", GOOD, "model.path='qwen3-32b' is a name for planning: give the "

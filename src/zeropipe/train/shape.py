@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from zeropipe.schedules.user import load_any
 from zeropipe.sim.layer_costs import LayerCosts
 from zeropipe.train.config.models import RunConfig
 
+_HUB = re.compile(r"[\w-]+/[\w.-]+")
+
 
 def model_data(config: RunConfig) -> dict[str, Any]:
     """The model's config as plain data: of a built-in one, a directory or a config.json."""
@@ -28,8 +31,10 @@ def model_data(config: RunConfig) -> dict[str, Any]:
     file = Path(model.path)
     file = file / "config.json" if file.is_dir() else file
     if not file.is_file():
+        # a name of the Hugging Face hub: nothing is downloaded in the middle of a job
+        hub = f" (`hf download {model.path} --local-dir ...` makes one)" if _HUB.fullmatch(model.path) else ""
         raise ConfigError(
-            f"model.path={model.path!r} is not there: give a directory with a config.json, or one of "
+            f"model.path={model.path!r} is not there: give a directory with a config.json{hub}, or one of "
             f"{', '.join(BUILT_IN)}"
         )
     try:

@@ -23,15 +23,19 @@ from zeropipe.train.data.wanted import Wanted, wanted_of
 from zeropipe.train.data.writer import Writer
 
 Tell = Callable[[str], None]
+Look = Callable[[], None]
 _PROGRESS = "progress"
 _TELL_EVERY, _BEAT_EVERY, _LOOK_EVERY = 10.0, 1.0, 0.2  # seconds
 
 
-def prepare(config: RunConfig, tell: Tell) -> None:
-    """Make the samples of `data` and `evaluation`, unless they are on the disk. `tell` is given lines of text."""
+def prepare(config: RunConfig, tell: Tell, look: Look = lambda: None) -> None:
+    """Make the samples of `data` and `evaluation`, unless they are on the disk. `tell` is given lines of text.
+
+    `look` is called about every second while files are read. What it raises ends that, and leaves nothing behind.
+    """
     for table, wanted in wanted_of(config).items():
         if not wanted.folder.is_dir():
-            _make(wanted, tell)
+            _make(wanted, tell, look)
         facts = read_facts(wanted.folder)
         rows = _plural(facts.num_rows, "row")
         if facts.is_packed:
@@ -59,7 +63,7 @@ def wait_for(wanted: Wanted, timeout: float) -> Stored:
     return Stored(folder, wanted.files)
 
 
-def _make(wanted: Wanted, tell: Tell) -> None:
+def _make(wanted: Wanted, tell: Tell, look: Look) -> None:
     """Write the folder of some samples, whole or not at all."""
     folder = wanted.folder
     part = _part(folder)
@@ -67,7 +71,7 @@ def _make(wanted: Wanted, tell: Tell) -> None:
         shutil.rmtree(part, ignore_errors=True)  # of a job that was killed
         part.mkdir(parents=True)
         try:
-            facts = _write(wanted, part, tell)
+            facts = _write(wanted, part, _Progress(wanted.table, part, tell, look))
             write_facts(part, facts)
             (part / _PROGRESS).unlink(missing_ok=True)
             for path in part.iterdir():
@@ -81,8 +85,7 @@ def _make(wanted: Wanted, tell: Tell) -> None:
         raise ConfigError(f"cannot write {folder}: {error.strerror or error}") from error
 
 
-def _write(wanted: Wanted, part: Path, tell: Tell) -> Facts:
-    progress = _Progress(wanted.table, part, tell)
+def _write(wanted: Wanted, part: Path, progress: _Progress) -> Facts:
     library = Library(wanted.files, wanted.field) if wanted.kind == "datasets" else None
     is_chat = wanted.kind == "chat" or (library is not None and library.is_chat)
     writer = Writer(part, wanted.sequence, wanted.vocabulary, has_mask=is_chat)
@@ -142,8 +145,8 @@ def _read(path: Path) -> str:
 class _Progress:
     """Tells people and the processes that wait how far it is, not too often."""
 
-    def __init__(self, table: str, part: Path, tell: Tell) -> None:
-        self._table, self._part, self._tell = table, part, tell
+    def __init__(self, table: str, part: Path, tell: Tell, look: Look) -> None:
+        self._table, self._part, self._tell, self._look = table, part, tell, look
         self._told = self._beaten = time.monotonic()
 
     def beat(self, text: str) -> None:
@@ -151,6 +154,7 @@ class _Progress:
         if now - self._beaten > _BEAT_EVERY:
             self._beaten = now
             (self._part / _PROGRESS).write_text(text)
+            self._look()
         if now - self._told > _TELL_EVERY:
             self._told = now
             self._tell(f"{self._table}: {text}")

@@ -52,7 +52,7 @@ def train(config: RunConfig, watch: Callable[[Taken], None] | None = None) -> Ou
     """Train as the file says; every rank of the process group calls this alike. `watch` is called after each step."""
     with Signals() as signals, deterministic(config.train.deterministic):
         place = place_of(config)
-        prepared(config, named())
+        prepared(config, named(), signals)
         with make_engine(config, place) as engine:
             Path(config.train.output).mkdir(parents=True, exist_ok=True)
             return Run(config, engine, place, signals, watch).all()

@@ -1,0 +1,54 @@
+"""Ranks wait for the data that the first one makes ready, as long as that one lives."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+pytest.importorskip("torch", reason="needs torch")
+import torch.distributed as dist
+from train_data import run_of
+
+from zeropipe.errors import EngineError
+from zeropipe.train.data import prepare, preparing
+from zeropipe.train.loop.prepared import alive, looker, word_of
+from zeropipe.train.loop.signals import Signals
+
+
+def test_a_first_rank_that_lives_is_waited_for():
+    store = dist.HashStore()
+    with ThreadPoolExecutor(1) as other:
+        waiting = other.submit(word_of, store, "key", 10.0)
+        with alive(store, "key", every=0.001):
+            while not store.check(["key/beat"]) or int(store.get("key/beat")) < 20:
+                time.sleep(0.001)
+        assert not waiting.done()
+        store.set("key", "a.jsonl, line 3: no text")
+        assert waiting.result() == "a.jsonl, line 3: no text"
+    beat = store.get("key/beat")
+    time.sleep(0.01)
+    assert store.get("key/beat") == beat  # the thread is gone
+
+
+def test_a_first_rank_that_is_silent_is_given_up():
+    store = dist.HashStore()
+    store.set("key/beat", "5")
+    with pytest.raises(
+        EngineError, match=r"rank 0 was lost while it made the data ready: no sign of life within 0.05 s"
+    ):
+        word_of(store, "key", 0.05)
+
+
+def test_a_signal_stops_the_making_of_data_and_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(preparing, "_BEAT_EVERY", -1.0)
+    (tmp_path / "a.txt").write_text("some text to learn from")
+    config = run_of(tmp_path, kind="text", path=str(tmp_path / "a.txt"), tokenizer="bytes", batch=1)
+    signals = Signals()
+    signals.caught = "SIGTERM"
+    with pytest.raises(EngineError, match="SIGTERM: stopped while the data was made ready"):
+        prepare(config, print, looker(signals))
+    assert list((tmp_path / "out" / "data").iterdir()) == []
+    signals.caught = ""
+    prepare(config, print, looker(signals))
+    signals.caught = "SIGTERM"
+    prepare(config, print, looker(signals))  # it is there, and the run itself sees the signal
