@@ -5,8 +5,9 @@ them take turns. On their ways they meet on ranks, and one of two that meet has 
 or some of them, through every order in which they can pass each other, and finds the best.
 
 It goes forward in time, action by action. A state says how far each microbatch has come, when it can go on, and when
-its last action ended. Of two states that have come equally far, one that is nowhere earlier is left out. So is a state
-that cannot end before `cap`: because of the way that is left to a microbatch, or of the work that is left to a rank.
+its last action ended; where W make room on the first rank, also how many it owes and since when it is free. Of two
+states that have come equally far, one that is nowhere earlier is left out. So is a state that cannot end before `cap`:
+because of the way that is left to a microbatch, or of the work that is left to a rank.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ def laps(
     for at in range(turns):
         room.states[0, 0, 0, at] = begins[min(at, count - 1)]
         room.states[0, 0, 0, turns + at] = 0.0
-    layers = count * path.back_at + max(0, count - turns) * (length - path.back_at)
-    for layer in range(layers):
+    room.states[0, 0, 0, 2 * turns] = 0.0
+    for layer in range(count * (length + path.parts)):
         side, made = layer % 2, 0
         for at in range(len(room.table)):
             room.table[at] = -1
@@ -51,14 +52,21 @@ def laps(
                 come[at] = key & ((1 << BITS) - 1)
                 key >>= BITS
                 total += come[at]
-            oldest = (layer - total) // length
+            come[turns] = key
+            oldest = (layer - total + come[turns]) // (length + path.parts)
             alive = min(turns, count - oldest)
+            owes = come[turns] > 0 and (oldest + alive < count or come[alive - 1] == 0)
             for which in range(room.sizes[side, number]):
                 looked += 1
                 state = room.states[side, number, which]
                 # the action that can end first, on its rank, goes next; or one that is there before it would end
                 until = can_begin(path, come, alive, turns, count - oldest, state, ready)
                 rank = -1
+                if owes:
+                    ends = state[2 * turns] + path.weight
+                    until = min(until, ends)
+                    if ends <= until:
+                        rank = path.rank[0]
                 for one in range(alive):
                     if ready[one] < FAR and ready[one] + path.lasts[come[one]] <= until:
                         rank = path.rank[come[one]]
@@ -68,14 +76,17 @@ def laps(
                         continue
                     if come[one] == path.back_at - 1:
                         room.ends[oldest + one] = min(room.ends[oldest + one], ends)
-                    if layer == layers - 1:
+                    if come[one] == path.back_at - 1 and oldest + one == count - 1:
                         best = min(best, ends)
                     elif go_on(path, numbers, begins, turns, alive, oldest, one, ends, cap, state, room):
                         made = add(path, numbers, count, layer + 1, turns, near, cap, made, room)
-                        if made < 0:
-                            room.looked[0] = looked
-                            return TOO_MANY
-            if looked > effort or room.stop[0]:
+                if owes and rank == path.rank[0]:
+                    ends = state[2 * turns] + path.weight
+                    if (state[2 * turns] < until - near or ends <= until) and run_w(
+                        path, count, turns, alive, oldest, ends, cap, state, room
+                    ):
+                        made = add(path, numbers, count, layer + 1, turns, near, cap, made, room)
+            if made > room.keys.shape[1] or looked > effort or room.stop[0]:
                 room.looked[0] = looked
                 return TOO_MANY
         held = made
@@ -98,6 +109,8 @@ def can_begin(path: Path, come: Ints, alive: int, turns: int, left: int, state: 
             continue  # behind the one before it
         back = one - path.back[at]
         if back >= 0 and come[back] < path.upto[at]:
+            continue  # memory
+        if at == 0 and one * path.size + come[turns] * path.keeps + path.size > path.room:
             continue  # memory
         ready[one] = state[one]
         until = min(until, state[one] + path.lasts[at])
@@ -126,6 +139,8 @@ def go_on(
         if other - path.back[come[other]] == one and path.upto[come[other]] == at + 1:
             new[other] = max(new[other], ends + path.after[come[other]])
     new[turns + one] = ends
+    new[2 * turns] = ends if rank == path.rank[0] else state[2 * turns]
+    come[turns] = room.come[turns]
     moved = one
     if at + 1 < length:
         come[one] = at + 1
@@ -135,6 +150,7 @@ def go_on(
             new[one] = max(new[one], new[turns + one - 1] + between * path.lasts[at + 1])
     else:  # the oldest is back; another one takes its place
         oldest += 1
+        come[turns] += path.parts
         for other in range(turns - 1):
             come[other] = come[other + 1]
             new[other] = new[other + 1]
@@ -148,19 +164,47 @@ def go_on(
         for other in range(alive):  # its next rank may be busy
             if other != moved and come[other] > 0 and path.rank[come[other] - 1] == path.rank[come[moved]]:
                 new[moved] = max(new[moved], new[turns + other])
+        if path.rank[come[moved]] == path.rank[0]:
+            new[moved] = max(new[moved], new[2 * turns])
         back = moved - path.back[come[moved]]
         if back >= 0 and come[back] == path.upto[come[moved]]:
             new[moved] = max(new[moved], new[turns + back] + path.after[come[moved]])
+    return can_end(path, count, turns, alive, oldest, cap, room)
+
+
+def run_w(
+    path: Path, count: int, turns: int, alive: int, oldest: int, ends: float, cap: float, state: Floats, room: Room
+) -> bool:
+    """The same if the first rank runs a part of a W that ends at `ends`."""
+    come, new = room.new_come, room.new
+    for other in range(turns):
+        come[other] = room.come[other]
+        new[other] = state[other]
+        new[turns + other] = state[turns + other]
+        if other < alive and path.rank[come[other]] == path.rank[0]:
+            new[other] = max(new[other], ends)
+    come[turns] = room.come[turns] - 1
+    new[2 * turns] = ends
+    return can_end(path, count, turns, alive, oldest, cap, room)
+
+
+def can_end(path: Path, count: int, turns: int, alive: int, oldest: int, cap: float, room: Room) -> bool:
+    """Whether the new state may end before `cap`. What nobody can use any more is taken out of it."""
+    come, new = room.new_come, room.new
     can_begin(path, come, alive, turns, count - oldest, new, room.new_ready)
     now = FAR
     for other in range(alive):
         now = min(now, room.new_ready[other])
+    owes = come[turns] > 0 and (oldest + alive < count or come[alive - 1] == 0)
+    if owes:
+        now = min(now, new[2 * turns])
     # nothing happens before `now`: what could have is as good as that
     for other in range(turns):
         new[other] = max(new[other], now) if other < alive else 0.0
         new[turns + other] = max(new[turns + other], now) if other < alive else 0.0
         if other < alive and new[other] + path.ahead[come[other]] + room.later[oldest + other] >= cap:
             return False
+    new[2 * turns] = max(new[2 * turns], now) if path.parts > 0 else 0.0
     room.now[0] = now
     return now < FAR
 
@@ -185,10 +229,13 @@ def add(
     """Take in the new state unless one of those that have come as far is nowhere later; those that are go.
 
     Where there is no more room for it, it and the state that loses least by that become one that is as early as both.
-    Returns how many keys there are, -1 if too many.
+    Returns how many keys there are, or one more than there can be.
     """
-    new, width, side = room.new, 2 * turns, layer % 2
-    key, mixed, total = 0, 0, 0
+    new, width, side = room.new, 2 * turns + 1, layer % 2
+    key = mixed = room.new_come[turns]
+    total = -key
+    if made > room.keys.shape[1]:
+        return made
     for at in range(turns - 1, -1, -1):
         key = (key << BITS) | room.new_come[at]
         mixed = (mixed * 1000003 + room.new_come[at]) & 0xFFFFFFFFFFFF
@@ -199,14 +246,14 @@ def add(
     number = room.table[slot]
     if number < 0:
         if made == room.keys.shape[1]:
-            return -1
+            return made + 1
         number = made
         made += 1
         room.table[slot] = number
         room.keys[side, number] = key
         room.sizes[side, number] = 0
         room.left[side, number] = work_left(
-            path, numbers, count, turns, (layer - total) // len(path.rank), room.new_come
+            path, numbers, count, turns, (layer - total) // (len(path.rank) + path.parts), room.new_come
         )
     if room.now[0] + room.left[side, number] >= cap:
         return made

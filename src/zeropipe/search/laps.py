@@ -33,6 +33,11 @@ class Path(NamedTuple):
     upto: Array  # ... has run so many of its actions
     after: Array  # ... so long ago
     wait: float  # from the last action to the begin of the microbatch that takes turns with it
+    parts: int  # of a W, where the W of the first rank are looked at one by one
+    weight: float  # the time of such a part
+    keeps: float  # and its memory
+    size: float  # of an activation of the first stage
+    room: float  # the memory of the first rank
     rest: Array  # the work of a microbatch that a rank has before it when so many actions have run
     drain: Array  # what comes on top of that behind the last F of a rank ...
     last_f: Array  # ... which is this action
@@ -75,7 +80,7 @@ def in_turns(
     best, growth, before = 0.0, GROWTH, 0
     takes = np.zeros(m + 1)  # the least time of so many microbatches in a row
     for turns in range(min(FEWEST, rounds.fit), rounds.fit + 1):
-        if 2 * task.num_stages + 1 >= 1 << BITS or BITS * turns > 62:
+        if 2 * task.num_stages + 1 >= 1 << BITS or BITS * turns > 56:
             break
         free = turns < FREE and turns < rounds.fit
         found, ends, looked = rounds.follow(turns, np.inf if free else cap, takes, effort)
@@ -125,7 +130,7 @@ class _Rounds(NamedTuple):
         found = compiled(laps)(path, np.append(followed, m), begins, turns, float(cap - more), near, effort, room)
         if found < 0:
             return 0.0, np.zeros(m + 1), int(room.looked[0])
-        slack = near * len(path.rank) * len(followed)
+        slack = near * (len(path.rank) + path.parts) * len(followed)
         ends = np.zeros(m + 1)
         ends[followed + 1] = room.ends
         for count in range(1, m + 1):
@@ -138,9 +143,9 @@ def _make_room(keys: int, turns: int, later: Array, stop: Array) -> Room:
         return np.zeros(size, np.int64)
 
     return Room(
-        ints(2, keys), ints(2, keys), np.zeros((2, keys)), np.zeros((2, keys, KEPT, 2 * turns)), ints(4 * keys),
-        ints(turns), np.zeros(turns), ints(turns), np.zeros(turns), np.zeros(2 * turns), np.zeros(1), ints(1), stop,
-        np.full(len(later), np.inf), later,
+        ints(2, keys), ints(2, keys), np.zeros((2, keys)), np.zeros((2, keys, KEPT, 2 * turns + 1)), ints(4 * keys),
+        ints(turns + 1), np.zeros(turns), ints(turns + 1), np.zeros(turns), np.zeros(2 * turns + 1), np.zeros(1),
+        ints(1), stop, np.full(len(later), np.inf), later,
     )  # fmt: skip
 
 
@@ -150,10 +155,13 @@ def _path(task: Task, way: Way, stage: int, fit: int, every: bool) -> Path:
     passes = np.arange(stage, last - stage + 1)
     rank, lasts, lag = model.home[passes], way.lasts[passes], way.lag[passes].copy()
     w, kept, parts = float(way.weight[stage]), float(way.stash[stage]), model.parts
-    wait = _wait(task, way, stage, fit, _room(task, stage))
-    runs_w = wait > 0 and kept >= float(model.needs[stage]) and parts == 1
+    size, room = float(model.needs[stage]), _room(task, stage)
+    wait, single = _wait(task, way, stage, fit, room), False
+    runs_w = wait > 0 and kept >= size and parts == 1
     if runs_w:  # it has to run before the F that would be one too many
         rank, lasts, lag, wait = np.append(rank, rank[0]), np.append(lasts, w), np.append(lag, 0.0), 0.0
+    elif every and 0 < kept < size and w > 0:
+        single, wait = True, 0.0
     lag[len(passes) - 1] = 0.0
     ahead = np.zeros(len(rank) + 1)
     ahead[: len(passes)] = np.cumsum((lasts + lag)[len(passes) - 1 :: -1])[::-1]
@@ -172,7 +180,27 @@ def _path(task: Task, way: Way, stage: int, fit: int, every: bool) -> Path:
     last_f = np.full(task.num_ranks, -1)
     last_f[rank[: num_stages - stage]] = np.arange(num_stages - stage)  # the last of equal ones stays
     again = wait + (w if runs_w else 0.0)
-    return Path(rank, lasts, lag, len(passes), ahead, again, back, upto, after, wait, rest, np.zeros(0), last_f, 0.0)
+    return Path(
+        rank,
+        lasts,
+        lag,
+        len(passes),
+        ahead,
+        again,
+        back,
+        upto,
+        after,
+        wait,
+        parts if single else 0,
+        w / parts,
+        kept / parts if single else 0.0,
+        size if single else 0.0,
+        room,
+        rest,
+        np.zeros(0),
+        last_f,
+        0.0,
+    )
 
 
 def _wait(task: Task, way: Way, stage: int, fit: int, room: float) -> float:
