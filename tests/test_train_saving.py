@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 
 import pytest
@@ -28,8 +27,13 @@ def config_of(output, start, schedule="1f1b", steps=4, **checkpoint):
     )
 
 
-def test_a_full_disk_costs_a_checkpoint_and_no_more(tmp_path, start):
-    whole = train_on(config_of(tmp_path / "whole", start))
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, start):
+    """A run in which nothing happens."""
+    return train_on(config_of(tmp_path_factory.mktemp("whole"), start))
+
+
+def test_a_full_disk_costs_a_checkpoint_and_no_more(tmp_path, start, whole):
     config = config_of(tmp_path / "out", start)
     outcome, told = pool(2).run(train_without_room, config, 1, (1, 3))[0]
     folder = tmp_path / "out" / "checkpoints"
@@ -43,6 +47,7 @@ def test_a_full_disk_costs_a_checkpoint_and_no_more(tmp_path, start):
     ]
 
 
+@pytest.mark.full
 def test_without_room_for_the_last_checkpoint_the_one_before_stays_and_is_named(tmp_path, start):
     config, folder = config_of(tmp_path / "out", start), tmp_path / "out" / "checkpoints"
     with pytest.raises(EngineError) as caught:
@@ -67,23 +72,26 @@ def test_a_folder_that_refuses_names_costs_no_step(tmp_path, start):
 
 
 def test_minutes_are_those_of_the_first_rank(tmp_path, start):
-    config = config_of(tmp_path / "out", start, steps=8, every=None, minutes=1.0)
+    config = config_of(tmp_path / "out", start, steps=6, every=None, minutes=1.0)
     pool(2).run(train_by_clock, config, (25.0, 9999.0))
-    assert list(steps_in(tmp_path / "out" / "checkpoints")) == [8, 5, 2]
+    assert list(steps_in(tmp_path / "out" / "checkpoints")) == [6, 5, 2]
 
 
-def test_dropout_goes_on_with_its_own_random_numbers_or_says_that_it_does_not(tmp_path):
-    path = model_directory(tmp_path / "start")
-    plain = train_on(config_of(tmp_path / "plain", path, steps=1))
-    saved = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(saved | {"attention_dropout": 0.3}))
-    whole = train_on(config_of(tmp_path / "whole", path))
-    assert whole.losses[0] != pytest.approx(plain.losses[0], rel=1e-3)  # it is on
+def test_dropout_goes_on_with_its_own_random_numbers(tmp_path, whole):
+    path = model_directory(tmp_path / "start", attention_dropout=0.3)
+    dropping = train_on(config_of(tmp_path / "whole", path))
+    assert dropping.losses[0] != pytest.approx(whole.losses[0], rel=1e-3)  # it is on
     pool(2).run(train_signalled, config_of(tmp_path / "out", path), 1, 1, 15)
     rest, told = pool(2).run(train_told, config_of(tmp_path / "out", path))[0]
-    assert rest.losses == whole.losses[2:]
+    assert rest.losses == dropping.losses[2:]
     assert not [line for line in told if "random" in line]
-    rest, told = pool(2).run(train_told, config_of(tmp_path / "out", path, "zbv", steps=5))[0]
+
+
+@pytest.mark.full
+def test_dropout_says_that_it_draws_other_random_numbers_on_another_layout(tmp_path):
+    path = model_directory(tmp_path / "start", attention_dropout=0.3)
+    train_on(config_of(tmp_path / "out", path))
+    _, told = pool(2).run(train_told, config_of(tmp_path / "out", path, "zbv", steps=5))[0]
     assert "attention_dropout=0.3 draws other random numbers on this layout than on the checkpoint's" in told
     assert len(metrics_of(tmp_path / "out")) == 5
 
