@@ -6,7 +6,14 @@ import errno
 import os
 
 import pytest
-from train_cases import train_by_clock, train_on_read_only, train_signalled, train_told, train_without_room
+from train_cases import (
+    train_by_clock,
+    train_on_read_only,
+    train_signalled,
+    train_told,
+    train_without_export,
+    train_without_room,
+)
 from train_helpers import metrics_of, model_directory, pool, run_config, train_on
 
 from zeropipe.errors import EngineError
@@ -59,6 +66,16 @@ def test_without_room_for_the_last_checkpoint_the_one_before_stays_and_is_named(
     outcome = train_on(config)
     assert (outcome.steps, len(outcome.losses)) == (4, 2)
     assert max(steps_in(folder)) == 4
+
+
+@pytest.mark.full
+def test_an_export_that_fails_says_what_to_do_with_the_checkpoint(tmp_path, start):
+    config = config_of(tmp_path / "out", start, steps=2, export=True)
+    with pytest.raises(
+        EngineError, match=r"^\[Errno 28\] No space left on device; the checkpoint is whole: `zeropipe "
+    ):
+        pool(2).run(train_without_export, config)
+    assert train_on(config).export == str(tmp_path / "out" / "export")
 
 
 def test_a_folder_that_refuses_names_costs_no_step(tmp_path, start):

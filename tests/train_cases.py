@@ -18,6 +18,7 @@ from zeropipe.engine import Engine
 from zeropipe.engine.checkpoint import pieces
 from zeropipe.errors import ConfigError
 from zeropipe.train.config.models import RunConfig
+from zeropipe.train.loop import export as exporting
 from zeropipe.train.loop import job, kept, resume
 from zeropipe.train.loop.steps import Stepper
 
@@ -103,6 +104,12 @@ def train_without_room(config: RunConfig, rank: int, steps: tuple[int, ...]) -> 
 
     with mock.patch.object(pieces, "write", write):
         return train_told(config)
+
+
+def train_without_export(config: RunConfig) -> Any:
+    """The disk is full when the model is exported."""
+    with mock.patch.object(exporting, "convert", side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))):
+        return job.train(config)
 
 
 def train_on_read_only(config: RunConfig, step: int) -> Any:

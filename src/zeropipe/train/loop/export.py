@@ -7,6 +7,7 @@ from pathlib import Path
 from zeropipe.engine.checkpoint.convert import convert
 from zeropipe.engine.engine import Engine
 from zeropipe.engine.run.job import DTYPES
+from zeropipe.errors import ConfigError
 from zeropipe.train.config.models import RunConfig
 from zeropipe.train.data.wanted import BYTES
 
@@ -22,6 +23,12 @@ def export(config: RunConfig, engine: Engine, checkpoint: Path, is_first: bool) 
 
         if is_first:
             like = None if config.data.tokenizer == BYTES else config.data.tokenizer
-            convert(checkpoint, target, like=like, dtype=DTYPES[config.model.dtype], begin=begin)
+            try:
+                convert(checkpoint, target, like=like, dtype=DTYPES[config.model.dtype], begin=begin)
+            except (ConfigError, OSError) as error:  # the disk is full, say
+                raise ConfigError(
+                    f"{error}; the checkpoint is whole: `zeropipe checkpoint convert {checkpoint} DIRECTORY` writes "
+                    "the model elsewhere, and the same command tries it again here"
+                ) from error
         team.fabric.exchange(None)
     return target
