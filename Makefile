@@ -18,9 +18,10 @@ run: $(STAMP)
 test: $(STAMP)
 	$(MAKE) --no-print-directory -j2 check tests
 
-# Files run side by side on JOBS workers; a worker's files one after the other, so that they share what they start.
+# Files run side by side on JOBS workers, one more than two cores have: many tests wait. A worker's files run one after
+# the other, so that they share what they start.
 # No run lasts longer than LIMIT seconds: each test has a time-out, and this ends what a time-out cannot.
-JOBS ?= 2
+JOBS ?= 3
 LIMIT ?= 1800
 tests: export PYTHONDONTWRITEBYTECODE :=  # many processes are started: each finds the code compiled
 tests: $(STAMP)

@@ -16,10 +16,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # The files that take longest begin first, so that no worker is left alone with one of them at the end. Those that
 # compile are far apart: what the first one compiled the second finds in the cache.
 LONG = (
-    "compile", "engine", "docs", "models_table", "browser_app", "mesh", "engine_hf", "faults", "families_exact",
-    "pipelining_use", "tensor", "browser_looks", "train", "train_resume", "train_lora", "laws", "compile_schedules",
-    "weights", "plan", "pipelining", "browser_picture", "checkpoint", "run", "adapters", "stages", "browser_viewer",
-    "save", "search", "profile", "engine_examples", "app_load",
+    "compile", "engine", "faults", "docs", "browser_app", "models_table", "mesh", "run", "engine_hf", "browser_looks",
+    "pipelining_use", "tensor", "families_exact", "browser_picture", "pipelining", "train_resume", "weights", "laws",
+    "compile_schedules", "plan", "search", "save", "checkpoint", "chaos", "browser_viewer", "dynamic", "train_saving",
+    "adapters", "engine_examples", "viz_robust", "stages", "app_load", "train", "torch_orders", "profile",
+    "mesh_faults", "browser_trace", "balance", "app_fuzz",
 )  # fmt: skip
 
 
