@@ -215,6 +215,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tables", nargs="*", choices=[*TABLES, []], help="all by default")
     parser.add_argument("--seconds", type=float, default=10.0, help="for each search")
+    parser.add_argument("--steps", type=int, help="of local search instead: as much on a busy machine as on any other")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int)
     given = parser.parse_args()
@@ -225,7 +226,7 @@ def main() -> None:
         print(f"\n{table}\n{'case':40}", *(f"{head:>{width}}" for head, width in zip(heads, (10, 10, 10, 7, 7, 7))))
         for case in TABLES[table]():
             wall, cpu = time.perf_counter(), time.process_time()
-            options = {"seconds": given.seconds, "seed": given.seed, "workers": given.workers}
+            options = {"seconds": given.seconds, "steps": given.steps, "seed": given.seed, "workers": given.workers}
             found = [zp.search(**search, **options) for search in case.searches]
             wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
             value, best = min(((case.unit(one, one.value), one) for one in found), key=lambda pair: pair[0])

@@ -50,7 +50,8 @@ def _turns_bound(task: Task, way: Way, best: float, effort: int, cap: float, sto
     for rank, stage in enumerate(task.first_stages):
         begins = 0.0 if task.span else float(way.head[stage])
         more = _behind(task, way, stage) + begins - blocked
-        least[stage] = _rounds(task, way, np.array([stage]), float(task.model.limit[rank])) + more, more
+        stages = np.array(task.placement.stages_of(rank))
+        least[stage] = _rounds(task, way, stages, float(task.model.limit[rank])) + more, more
     for stage, (rounds, more) in sorted(least.items(), key=lambda item: -item[1][0]):
         if rounds * LATER > max(best, found):
             behind = _behind(task, way, stage)

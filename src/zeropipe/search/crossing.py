@@ -107,8 +107,11 @@ def can_begin(path: Path, come: Ints, alive: int, turns: int, left: int, state: 
             continue  # done
         if one > 0 and come[one - 1] <= at:
             continue  # behind the one before it
-        back = one - path.back[at]
-        if back >= 0 and come[back] < path.upto[at]:
+        free = True
+        for rule in range(path.back.shape[0]):
+            back = one - path.back[rule, at]
+            free = free and (back < 0 or come[back] >= path.upto[rule, at])
+        if not free:
             continue  # memory
         if at == 0 and one * path.size + come[turns] * path.keeps + path.size > path.room:
             continue  # memory
@@ -136,8 +139,9 @@ def go_on(
         between = numbers[oldest + one + 1] - numbers[oldest + one] - 1
         new[one + 1] = max(new[one + 1], ends + between * path.lasts[at])
     for other in range(one + 1, alive):  # room for another activation, after some time
-        if other - path.back[come[other]] == one and path.upto[come[other]] == at + 1:
-            new[other] = max(new[other], ends + path.after[come[other]])
+        for rule in range(path.back.shape[0]):
+            if other - path.back[rule, come[other]] == one and path.upto[rule, come[other]] == at + 1:
+                new[other] = max(new[other], ends + path.after[rule, come[other]])
     new[turns + one] = ends
     new[2 * turns] = ends if rank == path.rank[0] else state[2 * turns]
     come[turns] = room.come[turns]
@@ -166,9 +170,10 @@ def go_on(
                 new[moved] = max(new[moved], new[turns + other])
         if path.rank[come[moved]] == path.rank[0]:
             new[moved] = max(new[moved], new[2 * turns])
-        back = moved - path.back[come[moved]]
-        if back >= 0 and come[back] == path.upto[come[moved]]:
-            new[moved] = max(new[moved], new[turns + back] + path.after[come[moved]])
+        for rule in range(path.back.shape[0]):
+            back = moved - path.back[rule, come[moved]]
+            if back >= 0 and come[back] == path.upto[rule, come[moved]]:
+                new[moved] = max(new[moved], new[turns + back] + path.after[rule, come[moved]])
     return can_end(path, count, turns, alive, oldest, cap, room)
 
 

@@ -26,6 +26,7 @@ FIRST = 0.6  # of the time that is left goes to the limit itself, the half of th
 LAST = 0.15  # of all the time: so little that is left is not cut any more
 PROOF = 0.6  # of the time that is left behind that goes to better bounds
 ANY = 1 << 62  # effort, where the clock decides
+PROOFS = 10  # effort for each step elsewhere: half as long as the step takes
 SMALL = 150  # actions that the solver takes on
 PAUSE = 0.1  # seconds between two calls of `progress`
 
@@ -223,7 +224,7 @@ class Hunt:
     def _raise_bounds(self, until: float) -> None:
         """Better bounds, now that a value is known: what is above it is of no interest."""
         stop = np.zeros(1, np.int64)
-        effort = THOROUGH if self._steps is not None else ANY
+        effort = ANY if self._steps is None else max(THOROUGH, PROOFS * self._steps)
         with ThreadPoolExecutor(1) as thread:
             for at, task in enumerate(self._tasks):
                 if self._over or self._bounds[at] * ENOUGH >= self._value:

@@ -165,14 +165,7 @@ def _path(task: Task, way: Way, stage: int, fit: int, every: bool) -> Path:
     lag[len(passes) - 1] = 0.0
     ahead = np.zeros(len(rank) + 1)
     ahead[: len(passes)] = np.cumsum((lasts + lag)[len(passes) - 1 :: -1])[::-1]
-    back, upto, after = np.full(len(rank), 1 << 30), np.zeros(len(rank), np.int64), np.zeros(len(rank))
-    for x in range(1, num_stages - stage) if every else ():
-        mine = [one for one in passes[: x + 1] if model.home[one] == rank[x]]  # the same rank's stages so far
-        left = float(model.limit[rank[x]] - model.needs[mine].sum())
-        first = float(model.needs[mine[0]])
-        if left >= 0 and first > 0:
-            back[x], upto[x] = int(left / first) + 1, last - mine[0] - stage + 1
-            after[x] = _wait(task, way, mine[0], int(back[x]), left + first)
+    back, upto, after = _rules(task, way, passes, len(rank)) if every else _rules(task, way, passes[:0], len(rank))
     rest = np.zeros((len(rank) + 1, task.num_ranks))
     for x in range(len(passes) - 1, -1, -1):
         rest[x] = rest[x + 1]
@@ -201,6 +194,31 @@ def _path(task: Task, way: Way, stage: int, fit: int, every: bool) -> Path:
         last_f,
         0.0,
     )
+
+
+def _rules(task: Task, way: Way, passes: Array, length: int) -> tuple[Array, Array, Array]:
+    """What memory asks for before an F, at most two rules: how far back, upto which action, how long ago."""
+    model, last = task.model, 2 * task.num_stages - 1
+    back, upto, after = np.full((2, length), 1 << 30), np.zeros((2, length), np.int64), np.zeros((2, length))
+    for x in range(len(passes) // 2):
+        rank = model.home[passes[x]]
+        mine = [one for one in passes[: x + 1] if model.home[one] == rank]  # the same rank's stages so far
+        behind = [one for one in passes[x + 1 : len(passes) // 2] if model.home[one] == rank]
+        room, sizes = float(model.limit[rank]), model.needs[mine]
+        left, first = room - float(sizes.sum()), float(sizes[0])
+        if x and left >= 0 and first > 0:  # others have their first stage alive until its I
+            back[0, x], upto[0, x] = int(left / first) + 1, last - mine[0] - passes[0] + 1
+            after[0, x] = _wait(task, way, mine[0], int(back[0, x]), left + first)
+        if len(mine) > 1 and sizes.sum() > 0:  # or all stages so far, until the I of the last of them
+            back[1, x], upto[1, x] = int(room / float(sizes.sum())), last - mine[-1] - passes[0] + 1
+        elif behind and float(model.needs[behind[-1]]) > room - int(room / first) * first:
+            # where all memory is taken by first stages, the oldest is through its last stage, or it could never go on
+            back[1, x], upto[1, x] = int(room / first) - 1, last - behind[-1] - passes[0] + 1
+            if float(model.needs[behind[-1]]) == first:
+                waits = _wait(task, way, behind[-1], int(room / first), room)
+                after[1, x] = min(waits, float(way.lasts[last - mine[0]]))
+    back[back <= 0] = 1 << 30
+    return back, upto, after
 
 
 def _wait(task: Task, way: Way, stage: int, fit: int, room: float) -> float:
