@@ -245,7 +245,7 @@ class Hunt:
             for at, task in enumerate(self._tasks):
                 for limit in smaller_limits(task):
                     less = task.with_limit(limit)
-                    bound = lower_bound(less)
+                    bound = lower_bound(less, cap=self._value)
                     if bound * ENOUGH >= self._value:
                         break
                     self._less.append(_Leg(at, less, bound))

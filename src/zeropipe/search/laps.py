@@ -13,7 +13,7 @@ from zeropipe.search.model import Array, Task
 from zeropipe.search.way import Way
 
 NEAR = 1e-11  # of a microbatch's way, for all its actions together: so near is equal
-FEWEST = 3  # microbatches that are followed at first
+FEWEST = 2  # microbatches that are followed at first
 FREE = 5  # fewer than so many are followed without a cap: that tells the least time of any part
 GROWTH = 5.0  # of the effort with each that is followed as well, before it is known
 KEPT = 8  # states that have come equally far, the others become one with one of them
