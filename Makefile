@@ -25,6 +25,7 @@ JOBS ?= 3
 LIMIT ?= 1800
 tests: export PYTHONDONTWRITEBYTECODE :=  # many processes are started: each finds the code compiled
 tests: $(STAMP)
+	$(BIN)/python tests/warm.py
 	$(if $(shell command -v timeout),timeout --foreground --kill-after=20 $(LIMIT)) \
 		$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
