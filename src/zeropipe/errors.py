@@ -22,6 +22,11 @@ def short(value: Any) -> str:
     return _SHORT.repr(value)
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line; its type where it says nothing."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
 class ZeropipeError(Exception):
     """Base of all errors a user may want to catch."""
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from zeropipe.engine.run.launch import LocalRanks, is_local, model_code
-from zeropipe.engine.run.meeting import join_torchrun
+from zeropipe.engine.run.meeting import join_torchrun, ranks_here
 from zeropipe.train.config.models import RunConfig
 from zeropipe.train.loop.job import Outcome, train
 from zeropipe.train.loop.signals import SIGNALS
@@ -24,8 +24,7 @@ AGAIN = 0.2  # seconds between two signals to the ranks
 def start(config: RunConfig) -> Outcome | None:
     """What training gave; None on all ranks of torchrun's but the first."""
     if not is_local():
-        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        join_torchrun(_backend(config, ranks_here), config.engine.timeout)
+        join_torchrun(_backend(config, ranks_here()), config.engine.timeout)
         try:
             outcome = train(config)
             return outcome if dist.get_rank() == 0 else None

@@ -20,7 +20,7 @@ from zeropipe.engine.checkpoint.manifest import Target
 from zeropipe.engine.comm.fabric import Fabric
 from zeropipe.engine.comm.faults import PeerLost
 from zeropipe.engine.comm.pulse import BETWEEN
-from zeropipe.errors import EngineError, ZeropipeError
+from zeropipe.errors import EngineError, ZeropipeError, first_line
 
 if TYPE_CHECKING:
     from zeropipe.engine.checkpoint.pieces import Written
@@ -133,7 +133,7 @@ def _outcome(work: Callable[[], T]) -> T | str:
 
 def _line(error: Exception) -> str:
     if isinstance(error, ZeropipeError):
-        return str(error).splitlines()[0]
+        return first_line(error)
     failed = _system_error(error)
     if failed is not None:
         return f"{failed.strerror}{f' ({failed.filename})' if failed.filename else ''}"

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from zeropipe.engine import torch_private
 from zeropipe.engine.comm.pulse import Pulse, lost_text
 from zeropipe.engine.comm.threads import started
-from zeropipe.errors import EngineError
+from zeropipe.errors import EngineError, first_line
 
 Result = TypeVar("Result")
 
@@ -215,7 +215,4 @@ def is_closed(error: BaseException) -> bool:
 
 def reason(error: BaseException) -> str:
     """The part of a transport error that a person can use."""
-    text = str(error)
-    if any(word in text for word in CLOSED):
-        return "its connection closed"
-    return text.splitlines()[0] if text else type(error).__name__
+    return "its connection closed" if any(word in str(error) for word in CLOSED) else first_line(error)

@@ -22,7 +22,7 @@ from zeropipe.engine.engine import Engine
 from zeropipe.engine.profile.pieces import Pieces, facts, open_pieces
 from zeropipe.engine.profile.spec import ProfileJob, Setting
 from zeropipe.engine.run.job import DTYPES, backend_of, device_of
-from zeropipe.engine.run.meeting import join_torchrun
+from zeropipe.engine.run.meeting import join_torchrun, ranks_here
 from zeropipe.engine.run.spec import Job
 from zeropipe.engine.step.clock import machine_name
 from zeropipe.engine.step.losses import CausalLMLoss
@@ -54,7 +54,7 @@ def profile(job: ProfileJob) -> Profile:
 
 def profile_under_torchrun(job: ProfileJob) -> Profile | None:
     """`profile` on the processes torchrun started; None on all ranks but the first."""
-    join_torchrun(backend_of(Job(device=job.device), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    join_torchrun(backend_of(Job(device=job.device), ranks_here()))
     try:
         found = profile(job)
         return found if dist.get_rank() == 0 else None

@@ -17,7 +17,7 @@ from zeropipe.engine.stages.find import kinds, per_layer
 from zeropipe.engine.stages.hf import HFStage
 from zeropipe.engine.stages.models import meta_model
 from zeropipe.engine.stages.open import Model, open_model
-from zeropipe.errors import ConfigError, MissingExtra
+from zeropipe.errors import ConfigError, MissingExtra, first_line
 
 TOGETHER = 4  # layers of the piece that has several
 
@@ -64,8 +64,7 @@ def _config(source: str | Mapping[str, Any]) -> Any:
         data = dict(source)
         return AutoConfig.for_model(data.pop("model_type"), **data)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ConfigError(f"transformers cannot read this config: {reason}") from None
+        raise ConfigError(f"transformers cannot read this config: {first_line(error)}") from None
 
 
 def _names(layers: nn.Module, numbers: list[int], config: Any) -> tuple[str, ...]:

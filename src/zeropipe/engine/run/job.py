@@ -18,7 +18,7 @@ from zeropipe.core.schedule import Schedule
 from zeropipe.engine.engine import Engine
 from zeropipe.engine.mesh.parallelize import parallelize
 from zeropipe.engine.run.measure import Measured, measure
-from zeropipe.engine.run.meeting import join_torchrun
+from zeropipe.engine.run.meeting import join_torchrun, ranks_here
 from zeropipe.engine.run.prove import gradient_error
 from zeropipe.engine.run.spec import BUILT_IN, Job, built_in, num_pipelines_of, vocabulary_of
 from zeropipe.engine.stages.build import hf_model, hf_stages
@@ -109,7 +109,7 @@ def backend_of(job: Job, ranks_here: int) -> str:
 
 def run_under_torchrun(schedules: Sequence[Schedule], job: Job) -> list[Outcome] | None:
     """`run_all` on the processes torchrun started; None on all ranks but the first."""
-    join_torchrun(backend_of(job, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    join_torchrun(backend_of(job, ranks_here()))
     try:
         results = run_all(schedules, job)
         return results if dist.get_rank() == 0 else None

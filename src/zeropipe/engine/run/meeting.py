@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zeropipe.errors import EngineError
+from zeropipe.errors import EngineError, first_line
 
 KEY = "zeropipe/meeting"
 
@@ -36,8 +36,13 @@ def join_torchrun(backend: str, patience: float = 600.0) -> None:
         met = dist.PrefixStore(f"{KEY}/{name}", store)
         dist.init_process_group(backend, store=met, rank=rank, world_size=size)
     except RuntimeError as error:
-        said = str(error).splitlines()[0]
+        said = first_line(error)
         raise EngineError(f"rank {rank} cannot join the others over torchrun's store, {host}:{port}: {said}") from None
+
+
+def ranks_here() -> int:
+    """How many processes torchrun has started on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def meet(store: Any, rank: int, size: int, patience: float, pause: float = 0.02) -> str:

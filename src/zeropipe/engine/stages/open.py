@@ -21,7 +21,7 @@ from zeropipe.engine.stages.models import decoder_config, meta_model
 from zeropipe.engine.stages.proof import family_of
 from zeropipe.engine.stages.weights import SeedSource, Source
 from zeropipe.engine.stages.whole import Whole, tensors_of
-from zeropipe.errors import ConfigError, MissingExtra
+from zeropipe.errors import ConfigError, MissingExtra, first_line
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,7 @@ def read_config(directory: Path) -> Any:
     try:
         return AutoConfig.from_pretrained(directory)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ConfigError(f"cannot read {directory / 'config.json'}: {reason}") from None
+        raise ConfigError(f"cannot read {directory / 'config.json'}: {first_line(error)}") from None
 
 
 def _without_quantization(config: Any) -> dict[str, Any] | None:

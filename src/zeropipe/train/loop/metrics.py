@@ -13,7 +13,7 @@ from typing import Any
 
 from zeropipe.core.files import write_whole
 from zeropipe.core.units import size_text
-from zeropipe.errors import MissingExtra
+from zeropipe.errors import MissingExtra, first_line
 from zeropipe.train.config.models import RunConfig
 
 Writer = Callable[[Mapping[str, Any] | None], None]  # None: it is over
@@ -59,7 +59,7 @@ class Metrics:
                 other(values)
             except Exception as error:
                 del self._others[name]
-                tell(f"warning: {name} gets no more metrics: {type(error).__name__}: {_first_line(error)}")
+                tell(f"warning: {name} gets no more metrics: {type(error).__name__}: {first_line(error)}")
 
     def _left(self, step: int) -> float:
         done = step - self._start
@@ -145,10 +145,6 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
     return {name: value for name, value in values.items() if isinstance(value, int | float) and name != "step"}
 
 
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), "")
-
-
 def _tensorboard(config: RunConfig, start: int) -> dict[str, Writer]:
     if not config.log.tensorboard:
         return {}
@@ -183,7 +179,7 @@ def _wandb(config: RunConfig) -> dict[str, Writer]:
     try:
         run = wandb.init(**settings)
     except Exception as error:  # no key, no network: training does not need either
-        tell(f"warning: wandb works offline: {_first_line(error) or type(error).__name__}")
+        tell(f"warning: wandb works offline: {first_line(error)}")
         run = wandb.init(**settings, mode="offline")
 
     def log(values: Mapping[str, Any] | None) -> None:
