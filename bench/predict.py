@@ -2,17 +2,21 @@
 
     python bench/predict.py                                # 4 CPU ranks, 12 runs: 6 schedules x 2 sizes
     python bench/predict.py --sizes small,long,wide        # 18 runs
-    python bench/predict.py --ranks 2 --schedules 1f1b,zbv --sizes small --steps 2
+    python bench/predict.py --ranks 2 --schedules 1f1b,zbv --sizes small --rounds 4
 
 Profiling knows nothing of the schedules: one layer of each kind, the embedding, the head and messages are measured on
-all ranks at once. A prediction is the simulation of the schedule under these costs, the mean of the profiles before and
-after the run, since machines change their speed; the error is relative to the median of the recorded steps. Ranks have
-one thread each, on cores of their own where there are enough.
+all ranks at once. Everything is set up first; then, round by round, the pieces are measured and every schedule trains a
+step, so that a slow moment of the machine hits all alike. Ranks have one thread each, on cores of their own where there
+are enough.
 
-Two more columns say where an error comes from: `busy` is the error of the time that ranks spend on actions and between
-them, without waiting; `between` is how much of the measured step they spent between actions, for messages above all.
-`layer` is what one layer took in the profile after the run: profiles of one size that lie apart say how steady the
-machine is, and no prediction can be better than that.
+On a shared machine the cores change their speed within a second, each by itself, and a pipeline waits for the slowest.
+So each round has a prediction of its own: the costs are the means over all rounds, and each rank is as much faster or
+slower than that as it was when the pieces were measured in this round. `predicted` is the median of these makespans,
+held against the median of the measured ones. `steady` is the error of the simulation with the mean costs alone.
+
+More columns say where an error comes from: `busy` is the error of the time that ranks spend on actions and between
+them, without waiting; `between` is how much of the measured step they spent between actions, for messages above all;
+`spread` is half of what lies between the first and the last quarter of the measured steps.
 """
 
 from __future__ import annotations
@@ -21,22 +25,27 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from step import pin
 
 import zeropipe as zp
-from zeropipe.engine.profile.measure import profile
+from zeropipe.core.probe import Probe, Profile, split_schedule, whole_schedule
+from zeropipe.engine import CausalLMLoss, Engine, hf_stages
+from zeropipe.engine.profile.measure import everyone, group_of_one, piece_steps, with_messages
+from zeropipe.engine.profile.pieces import open_pieces
 from zeropipe.engine.profile.spec import ProfileJob
-from zeropipe.engine.run.job import run_job
 from zeropipe.engine.run.launch import LocalRanks
 from zeropipe.engine.run.spec import Job, built_in, counts_of
-from zeropipe.sim.layer_costs import LayerCosts
-from zeropipe.sim.profiled import layer_costs
+from zeropipe.sim.fit import steps_of
+from zeropipe.sim.profiled import layer_costs, middle
 from zeropipe.sim.reality import lost
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -44,6 +53,16 @@ SIZES: dict[str, dict[str, Any]] = {
     "long": {"model": "tiny-llama", "num_layers": 16, "sequence": 256},
     "wide": {"model": "qwen3-0.6b", "num_layers": 8, "vocabulary": 2048, "sequence": 32},
 }
+TIMES = ("f", "i", "w", "b", "overlap")
+
+
+@dataclass(frozen=True)
+class Turns:
+    """What the rounds gave: a profile of all of them, each rank's pace in each, and the schedules' timelines."""
+
+    profile: Profile
+    paces: Sequence[Sequence[float]]  # by round and rank: its time for the pieces, 1.0 being the usual one
+    timelines: Sequence[Sequence[zp.Timeline]]  # by schedule and round
 
 
 def main() -> None:
@@ -52,82 +71,139 @@ def main() -> None:
     parser.add_argument("--sizes", default="small,long", help=f"of {', '.join(SIZES)}")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--out", type=Path, help="a folder for the costs and the results as JSON")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--out", type=Path, help="a folder for the results as JSON")
     args = parser.parse_args()
-    print(f"{args.ranks} ranks on {os.cpu_count()} cores, {args.microbatches} microbatches, {args.steps} steps")
+    print(f"{args.ranks} ranks on {os.cpu_count()} cores, {args.microbatches} microbatches, {args.rounds} rounds")
     rows: list[dict[str, Any]] = []
     begun = time.perf_counter()
     print(
-        f"{'size':6} {'schedule':12} {'measured ms':>12} {'spread':>7} {'predicted ms':>13} {'error':>7} {'memory':>7} "
-        f"{'busy':>7} {'between':>7} {'layer ms':>8}",
+        f"{'size':6} {'schedule':12} {'measured ms':>12} {'spread':>7} {'predicted ms':>13} {'error':>7} {'steady':>7} "
+        f"{'memory':>7} {'busy':>7} {'between':>7}",
         flush=True,
     )
     with LocalRanks(args.ranks) as ranks:
         ranks.run(pin)
         for size in args.sizes.split(","):
-            after = profiled(ranks, size, args.steps)
-            layers = [layer_time(after)]
-            for name in args.schedules.split(","):
-                schedule = zp.build(name, ranks=args.ranks, microbatches=args.microbatches)
-                job, before = replace(Job(**SIZES[size]), steps=args.steps), after
-                measured = ranks.run(run_job, schedule, job, timeout=300)[0].measured
-                after = profiled(ranks, size, args.steps)
-                layers.append(layer_time(after))
-                row = {"size": size, "schedule": name, "layer": layers[-1]}
-                row |= compared(measured, schedule, job, (before, after))
-                rows.append(row)
+            schedules = [
+                zp.build(name, ranks=args.ranks, microbatches=args.microbatches) for name in args.schedules.split(",")
+            ]
+            turns = ranks.run(take_turns, size, schedules, args.rounds, timeout=1800)[0]
+            for schedule, timelines in zip(schedules, turns.timelines):
+                rows.append(
+                    row := {"size": size, "schedule": schedule.name} | compared(schedule, timelines, turns, size)
+                )
                 print(
-                    f"{size:6} {name:12} {1e3 * row['measured']:12.1f} {100 * row['spread']:6.1f}% "
-                    f"{1e3 * row['predicted']:13.1f} {100 * row['error']:+6.1f}% {100 * row['memory_error']:+6.1f}% "
-                    f"{100 * row['busy_error']:+6.1f}% {100 * row['between']:6.1f}% {1e3 * layers[-1]:8.2f}",
+                    f"{size:6} {schedule.name:12} {1e3 * row['measured']:12.1f} {100 * row['spread']:6.1f}% "
+                    f"{1e3 * row['predicted']:13.1f} {100 * row['error']:+6.1f}% {100 * row['steady_error']:+6.1f}% "
+                    f"{100 * row['memory_error']:+6.1f}% {100 * row['busy_error']:+6.1f}% {100 * row['between']:6.1f}%",
                     flush=True,
                 )
-            apart = max(layers) / min(layers) - 1
-            print(f"{size:6} a layer was profiled {len(layers)} times: {100 * apart:.1f}% apart", flush=True)
-    errors = [abs(row["error"]) for row in rows]
-    print(
-        f"{len(rows)} runs: median error {100 * statistics.median(errors):.1f}%, worst {100 * max(errors):.1f}%; "
-        f"{time.perf_counter() - begun:.0f} s in all"
-    )
+            paces = sorted(pace for each in turns.paces for pace in each)
+            low, high = paces[len(paces) // 10], paces[-1 - len(paces) // 10]
+            print(
+                f"{size:6} one rank took {100 * (high / low - 1):.0f}% longer for the pieces in a slow round",
+                flush=True,
+            )
+    for name in ("error", "steady_error"):
+        errors = [abs(row[name]) for row in rows]
+        print(
+            f"{len(rows)} runs: median {name.replace('_', ' ')} {100 * statistics.median(errors):.1f}%, "
+            f"worst {100 * max(errors):.1f}%"
+        )
+    print(f"{time.perf_counter() - begun:.0f} s in all")
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
         (args.out / "predict.json").write_text(json.dumps(rows, indent=1))
 
 
-def layer_time(costs: LayerCosts) -> float:
-    """F, I and W of a layer."""
-    cost = costs.settings[0].kinds[costs.layers[0]]
-    return cost.f + cost.i + cost.w
+def take_turns(size: str, schedules: Sequence[zp.Schedule], rounds: int) -> Turns:
+    """On every rank: the pieces of a model and all schedules, set up once and then run in turns."""
+    from transformers import AutoConfig
+
+    job, device, alone = Job(**SIZES[size]), torch.device("cpu"), group_of_one()
+    asked = ProfileJob(size, built_in(job), sequence=job.sequence, steps=rounds, microbatches=2)
+    setting, pieces = asked.settings[0], open_pieces(asked.source, torch.float32, asked.seed)
+    known, split = piece_steps(asked, pieces, setting, device, alone, split_schedule)
+    _, whole = piece_steps(asked, pieces, setting, device, alone, whole_schedule)
+    runs = [_training(schedule, job, AutoConfig.for_model(**built_in(job))) for schedule in schedules]
+    for run in runs:
+        next(run)  # warm up
+    probed: list[tuple[zp.Timeline, zp.Timeline]] = []
+    timelines: list[list[zp.Timeline]] = [[] for _ in runs]
+    for number in range(rounds):
+        probed.append((next(split), next(whole)))
+        for found, run in zip(timelines, runs):
+            found.append(next(run))
+        if dist.get_rank() == 0:
+            print(f"{size}: round {number + 1} of {rounds}", file=sys.stderr, flush=True)
+    for each in (split, whole, *runs):
+        each.close()
+    everybodys = everyone(probed)
+    probe = Probe(known, tuple(a for own in everybodys for a, _ in own), tuple(b for own in everybodys for _, b in own))
+    spent = [[sum(a.busy) + sum(b.busy) for a, b in own] for own in everybodys]
+    usual = usual_time(probe.split) + usual_time(probe.whole)
+    paces = [[own[number] / usual for own in spent] for number in range(rounds)]
+    return Turns(with_messages(asked, pieces, [probe], device), paces, timelines)
 
 
-def profiled(ranks: LocalRanks, size: str, steps: int) -> LayerCosts:
-    """The costs of the layers of a size, measured on all ranks at once."""
-    job = Job(**SIZES[size])
-    asked = ProfileJob(size, built_in(job), sequence=job.sequence, steps=steps)
-    return layer_costs(ranks.run(profile, asked, timeout=300)[0])
+def usual_time(timelines: Sequence[zp.Timeline]) -> float:
+    """What the actions of a step take together, each in the mean that costs are: without the extremes."""
+    steps = [[span[0].end - span[0].start for span in steps_of(timeline, 0)] for timeline in timelines]
+    return sum(middle(times) for times in zip(*steps))
 
 
-def compared(measured: Any, schedule: zp.Schedule, job: Job, costs: Sequence[LayerCosts]) -> dict[str, Any]:
-    """What was measured beside its predictions, of which the mean counts."""
-    counts = counts_of(job, schedule)
-    guesses = [zp.simulate(schedule, one.costs(counts, placement=schedule.placement)) for one in costs]
-    guess = statistics.fmean(one.makespan for one in guesses)
-    guessed_busy = statistics.fmean(sum(one.busy) for one in guesses)
-    activations = zp.simulate(schedule, replace(costs[0].costs(counts), weights=0.0))
-    middle = statistics.median(measured.makespans)
-    between = [one.overhead for one in lost(measured.timeline)]
-    busy = sum(measured.timeline.busy) + sum(between)
-    real, predicted = max(measured.timeline.peak_memory), max(activations.peak_memory)
+def _training(schedule: zp.Schedule, job: Job, config: Any) -> Iterator[zp.Timeline]:
+    """A recorded step each time it is asked."""
+    generator = torch.Generator().manual_seed(job.seed)
+    tokens = torch.randint(
+        0, config.vocab_size, (schedule.num_microbatches, job.batch, job.sequence), generator=generator
+    )
+    microbatches = [{"input_ids": each, "labels": each} for each in tokens]
+    stages = hf_stages(config, schedule, dist.get_rank(), seed=job.seed)
+    with Engine(schedule, stages, record=True) as engine:
+        optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-3)
+        while True:
+            dist.barrier()
+            engine.train_step(microbatches, CausalLMLoss())
+            optimizer.step()
+            optimizer.zero_grad()
+            yield engine.timeline()
+
+
+def compared(schedule: zp.Schedule, timelines: Sequence[zp.Timeline], turns: Turns, size: str) -> dict[str, Any]:
+    """What was measured beside its prediction."""
+    layers, counts = layer_costs(turns.profile), counts_of(Job(**SIZES[size]), schedule)
+    costs = layers.costs(counts, placement=schedule.placement)
+    steady = zp.simulate(schedule, costs)
+    guess = statistics.median(zp.simulate(schedule, _at(costs, pace, schedule)).makespan for pace in turns.paces)
+    activations = zp.simulate(schedule, replace(layers.costs(counts), weights=0.0))
+    makespans = sorted(timeline.makespan for timeline in timelines)
+    middle, quarter = statistics.median(makespans), len(makespans) // 4
+    between = [[one.overhead for one in lost(timeline)] for timeline in timelines]
+    busy = statistics.fmean(sum(timeline.busy) + sum(gaps) for timeline, gaps in zip(timelines, between))
+    real, predicted = max(timelines[0].peak_memory), max(activations.peak_memory)
     return {
         "measured": middle,
-        "spread": (max(measured.makespans) - min(measured.makespans)) / 2 / middle,
+        "spread": (makespans[-1 - quarter] - makespans[quarter]) / 2 / middle,
         "predicted": guess,
         "error": guess / middle - 1,
+        "steady_error": steady.makespan / middle - 1,
         "memory_error": predicted / real - 1 if real else 0.0,
-        "busy_error": guessed_busy / busy - 1,
-        "between": statistics.fmean(between) / measured.timeline.makespan,
+        "busy_error": sum(steady.busy) / busy - 1,
+        "between": statistics.fmean(
+            statistics.fmean(gaps) / timeline.makespan for timeline, gaps in zip(timelines, between)
+        ),
     }
+
+
+def _at(costs: zp.Costs, paces: Sequence[float], schedule: zp.Schedule) -> zp.Costs:
+    """The costs where each rank has its own pace."""
+    by_stage = [paces[rank] for rank in schedule.placement.copies[0]]
+    changes: dict[str, Any] = {
+        name: [value * pace for value, pace in zip(getattr(costs, name), by_stage)] for name in TIMES
+    }
+    return replace(costs, **changes)
 
 
 if __name__ == "__main__":

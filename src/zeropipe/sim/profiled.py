@@ -58,7 +58,7 @@ def _setting(probe: Probe) -> Setting:
     if not probe.split or not probe.whole:
         raise ConfigError("a profile needs at least one recorded step: give steps=1 or more")
     measured = [_measured(probe, stage) for stage in range(len(probe.pieces))]
-    between = max(0.0, _middle(_between([*probe.split, *probe.whole])))
+    between = max(0.0, middle(_between([*probe.split, *probe.whole])))
     shared = {name: _shared(probe.pieces, [one.values[name] for one in measured]) for name in (*TIMES, *SIZES)}
     kinds: dict[str, LayerCost] = {}
     for piece, one in zip(probe.pieces, measured, strict=True):
@@ -114,7 +114,7 @@ def _measured(probe: Probe, stage: int) -> Measured:
         for step in steps_of(timeline, 0):
             if step[0].action.stage == stage:
                 times[_NAMES["+".join(span.action.kind.name for span in step)]].append(step[0].end - step[0].start)
-    values = {name: _middle(times[name]) for name in TIMES}
+    values = {name: middle(times[name]) for name in TIMES}
     spread = {name: _spread(times[name], values[name]) for name in TIMES}
     sizes = [_sizes(timeline, stage) for timeline in probe.split]
     values["activation"] = fmean(taken for taken, _, _ in sizes)
@@ -155,7 +155,7 @@ def _between(timelines: Iterable[Timeline]) -> list[float]:
     return gaps
 
 
-def _middle(values: Sequence[float]) -> float:
+def middle(values: Sequence[float]) -> float:
     """The mean without the extremes."""
     cut = int(len(values) * _TRIM)
     kept = sorted(values)[cut : len(values) - cut]
@@ -190,7 +190,7 @@ def _link(pings: Sequence[Ping], chosen: Callable[[int, int], bool]) -> Link:
             for time in found
         ]  # fmt: skip
         if times:
-            points.append((ping.message, max(0.0, _middle(times))))
+            points.append((ping.message, max(0.0, middle(times))))
     if not points:
         return INSIDE
     (small, early), (large, late) = min(points), max(points)

@@ -7,7 +7,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zeropipe import __version__
-from zeropipe.core.probe import Ping, Probe, Profile, ping_schedule, split_schedule, stream_schedule, whole_schedule
+from zeropipe.core.probe import (
+    Piece,
+    Ping,
+    Probe,
+    Profile,
+    ping_schedule,
+    split_schedule,
+    stream_schedule,
+    whole_schedule,
+)
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Timeline
 from zeropipe.engine.engine import Engine
@@ -34,19 +43,28 @@ WORK = 0.002  # seconds that a rank works longer than its neighbour: more than a
 
 def profile(job: ProfileJob) -> Profile:
     """Measure a model; every rank calls this, measures at the same time as the others, and gets the same answer."""
-    device = device_of(job.device)
+    device, alone = device_of(job.device), group_of_one()
     pieces = open_pieces(job.source, DTYPES[job.dtype], job.seed)
-    alone = [dist.new_group([rank], backend="gloo") for rank in range(dist.get_world_size())][dist.get_rank()]
     probes = []
     for number, setting in enumerate(job.settings):
         _tell(f"{job.name}: {number + 1} of {len(job.settings)}: {setting}")
         probes.append(_probe(job, pieces, setting, device, alone))
+    return with_messages(job, pieces, probes, device)
+
+
+def group_of_one() -> Any:
+    """A group with this rank only."""
+    return [dist.new_group([rank], backend="gloo") for rank in range(dist.get_world_size())][dist.get_rank()]
+
+
+def with_messages(job: ProfileJob, pieces: Pieces, probes: Sequence[Probe], device: torch.device) -> Profile:
+    """The profile of a model whose pieces were measured: messages between the ranks are measured now."""
     message, several = probes[0].pieces[1].message, dist.get_world_size() > 1
     pings = _pings(message, device) if several else ()
     # on a GPU messages have streams of their own, and their launch is not what a rank waits for
     streams = _streams(message, device) if several and device.type == "cpu" else ()
     return Profile(
-        job.name, pieces.layers, tuple(probes), pings, tuple(_everyone(machine_name())),
+        job.name, pieces.layers, tuple(probes), pings, tuple(everyone(machine_name())),
         bool(getattr(pieces.model.config, "tie_word_embeddings", False)), job.sequence, job.dtype,
         DTYPES[job.dtype].itemsize, _machine(device), _versions(device), streams,
     )  # fmt: skip
@@ -63,19 +81,27 @@ def profile_under_torchrun(job: ProfileJob) -> Profile | None:
 
 
 def _probe(job: ProfileJob, pieces: Pieces, setting: Setting, device: torch.device, alone: Any) -> Probe:
-    microbatch = _tokens(job, pieces, setting.microbatch_size, device)
+    known: tuple[Piece, ...] = ()
     found: dict[str, tuple[Timeline, ...]] = {}
-    known: Any = None
     for name, make in (("split", split_schedule), ("whole", whole_schedule)):
-        stages = pieces.build(device)
-        known = known or facts(pieces, stages, microbatch)
-        schedule = make(len(stages), job.microbatches)
-        steps = _steps(schedule, stages, [microbatch] * schedule.num_microbatches, CausalLMLoss(), job.steps,
-                       group=alone, device=device, compile=setting.compile, ac=setting.ac)  # fmt: skip
-        found[name] = tuple(timeline for own in _everyone(list(steps)) for timeline in own)
-        del stages
+        known, steps = piece_steps(job, pieces, setting, device, alone, make)
+        found[name] = tuple(timeline for own in everyone(list(steps)) for timeline in own)
+        del steps
         gc.collect()
     return Probe(known, found["split"], found["whole"], setting.ac, setting.microbatch_size, setting.compile)
+
+
+def piece_steps(
+    job: ProfileJob, pieces: Pieces, setting: Setting, device: torch.device, alone: Any,
+    make: Callable[[int, int], Schedule],
+) -> tuple[tuple[Piece, ...], Iterator[Timeline]]:  # fmt: skip
+    """What is known of the pieces, and recorded steps of a schedule of them. The group `alone` has this rank only."""
+    microbatch, stages = _tokens(job, pieces, setting.microbatch_size, device), pieces.build(device)
+    schedule = make(len(stages), job.microbatches)
+    return facts(pieces, stages, microbatch), _steps(
+        schedule, stages, [microbatch] * schedule.num_microbatches, CausalLMLoss(), job.steps, group=alone,
+        device=device, compile=setting.compile, ac=setting.ac,
+    )  # fmt: skip
 
 
 def _steps(
@@ -157,7 +183,7 @@ def _streams(message: float, device: torch.device) -> tuple[Timeline, ...]:
     return tuple(_steps(schedule, {rank: hand}, [batch] * PINGS, _sum, 3, device=device))
 
 
-def _everyone(value: Any) -> list[Any]:
+def everyone(value: Any) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
