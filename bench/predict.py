@@ -7,26 +7,30 @@
 Profiling knows nothing of the schedules: one layer of each kind, the embedding, the head and messages are measured on
 all ranks at once. Everything is set up first; then, round by round, the pieces are measured and every schedule trains a
 step, so that a slow moment of the machine hits all alike. Ranks have one thread each, on cores of their own where there
-are enough.
+are enough, and keep the memory that they free, as on a GPU.
 
 On a shared machine the cores change their speed within a second, each by itself, and a pipeline waits for the slowest.
 So each round has a prediction of its own: the costs are the means over all rounds, and each rank is as much faster or
 slower than that as it was when the pieces were measured in this round. `predicted` is the median of these makespans,
-held against the median of the measured ones. `steady` is the error of the simulation with the mean costs alone.
+held against the median of the measured ones. `steady` is the error of the simulation with the mean costs alone, whose
+extremes are left out.
 
 More columns say where an error comes from: `busy` is the error of the time that ranks spend on actions and between
-them, without waiting; `between` is how much of the measured step they spent between actions, for messages above all;
-`spread` is half of what lies between the first and the last quarter of the measured steps.
+them, without waiting, under the mean costs; `by kind` is that of each kind of action; `between` is how much of the
+measured step they spent between actions, for messages above all; `spread` is half of what lies between the first and
+the last quarter of the measured steps.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import statistics
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,7 +38,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from step import pin
+from step import M_MMAP_THRESHOLD, pin
 
 import zeropipe as zp
 from zeropipe.core.probe import Probe, Profile, split_schedule, whole_schedule
@@ -46,13 +50,14 @@ from zeropipe.engine.run.launch import LocalRanks
 from zeropipe.engine.run.spec import Job, built_in, counts_of
 from zeropipe.sim.fit import steps_of
 from zeropipe.sim.profiled import layer_costs, middle
-from zeropipe.sim.reality import lost
+from zeropipe.sim.reality import lost, stage_residuals
 
 SIZES: dict[str, dict[str, Any]] = {
     "small": {"model": "tiny-qwen3", "num_layers": 16, "sequence": 128},
     "long": {"model": "tiny-llama", "num_layers": 16, "sequence": 256},
     "wide": {"model": "qwen3-0.6b", "num_layers": 8, "vocabulary": 2048, "sequence": 32},
 }
+M_TRIM_THRESHOLD = -1
 TIMES = ("f", "i", "w", "b", "overlap")
 
 
@@ -79,11 +84,12 @@ def main() -> None:
     begun = time.perf_counter()
     print(
         f"{'size':6} {'schedule':12} {'measured ms':>12} {'spread':>7} {'predicted ms':>13} {'error':>7} {'steady':>7} "
-        f"{'memory':>7} {'busy':>7} {'between':>7}",
+        f"{'memory':>7} {'busy':>7} {'between':>7}  by kind",
         flush=True,
     )
     with LocalRanks(args.ranks) as ranks:
         ranks.run(pin)
+        ranks.run(keep_memory)
         for size in args.sizes.split(","):
             schedules = [
                 zp.build(name, ranks=args.ranks, microbatches=args.microbatches) for name in args.schedules.split(",")
@@ -93,10 +99,12 @@ def main() -> None:
                 rows.append(
                     row := {"size": size, "schedule": schedule.name} | compared(schedule, timelines, turns, size)
                 )
+                by_kind = ", ".join(f"{kind} {100 * error:+.1f}%" for kind, error in row["kind_errors"].items())
                 print(
                     f"{size:6} {schedule.name:12} {1e3 * row['measured']:12.1f} {100 * row['spread']:6.1f}% "
                     f"{1e3 * row['predicted']:13.1f} {100 * row['error']:+6.1f}% {100 * row['steady_error']:+6.1f}% "
-                    f"{100 * row['memory_error']:+6.1f}% {100 * row['busy_error']:+6.1f}% {100 * row['between']:6.1f}%",
+                    f"{100 * row['memory_error']:+6.1f}% {100 * row['busy_error']:+6.1f}% "
+                    f"{100 * row['between']:6.1f}%  {by_kind}",
                     flush=True,
                 )
             paces = sorted(pace for each in turns.paces for pace in each)
@@ -117,12 +125,20 @@ def main() -> None:
         (args.out / "predict.json").write_text(json.dumps(rows, indent=1))
 
 
+def keep_memory() -> None:
+    """Freed memory stays here: the system would have to clear it again, and GPipe frees all that it has at once."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+        libc.mallopt(M_MMAP_THRESHOLD, 2**25)
+
+
 def take_turns(size: str, schedules: Sequence[zp.Schedule], rounds: int) -> Turns:
     """On every rank: the pieces of a model and all schedules, set up once and then run in turns."""
     from transformers import AutoConfig
 
     job, device, alone = Job(**SIZES[size]), torch.device("cpu"), group_of_one()
-    asked = ProfileJob(size, built_in(job), sequence=job.sequence, steps=rounds, microbatches=2)
+    asked = ProfileJob(size, built_in(job), sequence=job.sequence, steps=rounds)
     setting, pieces = asked.settings[0], open_pieces(asked.source, torch.float32, asked.seed)
     known, split = piece_steps(asked, pieces, setting, device, alone, split_schedule)
     _, whole = piece_steps(asked, pieces, setting, device, alone, whole_schedule)
@@ -191,10 +207,22 @@ def compared(schedule: zp.Schedule, timelines: Sequence[zp.Timeline], turns: Tur
         "steady_error": steady.makespan / middle - 1,
         "memory_error": predicted / real - 1 if real else 0.0,
         "busy_error": sum(steady.busy) / busy - 1,
+        "kind_errors": kind_errors(timelines, steady),
         "between": statistics.fmean(
             statistics.fmean(gaps) / timeline.makespan for timeline, gaps in zip(timelines, between)
         ),
     }
+
+
+def kind_errors(measured: Sequence[zp.Timeline], predicted: zp.Timeline) -> dict[str, float]:
+    """How far the time of all actions of a kind is off."""
+    real: dict[str, float] = defaultdict(float)
+    guess: dict[str, float] = defaultdict(float)
+    for timeline in measured:
+        for each in stage_residuals(timeline, predicted):
+            real[each.kind] += each.number * each.measured
+            guess[each.kind] += each.number * each.predicted
+    return {kind: guess[kind] / real[kind] - 1 for kind in real}
 
 
 def _at(costs: zp.Costs, paces: Sequence[float], schedule: zp.Schedule) -> zp.Costs:

@@ -6,7 +6,8 @@ measured here, by the engine, becomes costs of layers in `zeropipe.sim.profiled`
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zeropipe.core.action import Action, Kind, Overlap, Step
@@ -65,37 +66,44 @@ class Profile:
     ] = ()  # steps of `stream_schedule`, recorded; none where ranks spend no time on messages
 
 
-def split_schedule(num_stages: int, num_microbatches: int) -> Schedule:
-    """Microbatch by microbatch: forward through all stages, then back with I, then W."""
+def split_schedule(num_stages: int, num_microbatches: int, ahead: int = 0) -> Schedule:
+    """Forward through all stages, back with I, then W.
+
+    The I of a microbatch comes after the F of the next `ahead` ones, and its W half as many microbatches later: what
+    they read has left the caches of a CPU by then, as in a pipeline.
+    """
     row: list[Step] = []
-    for microbatch in range(num_microbatches):
-        row += [Action(stage, Kind.F, microbatch) for stage in range(num_stages)]
-        row += [Action(stage, Kind.I, microbatch) for stage in reversed(range(num_stages))]
-        row += [Action(stage, Kind.W, microbatch) for stage in range(num_stages)]
+    for turn in range(num_microbatches + ahead + ahead // 2):
+        for kind, behind in ((Kind.F, 0), (Kind.I, ahead), (Kind.W, ahead + ahead // 2)):
+            if 0 <= turn - behind < num_microbatches:
+                row += _through(range(num_stages), kind, turn - behind)
     return _on_one_rank(num_stages, num_microbatches, row, "split")
 
 
-def whole_schedule(num_stages: int, num_microbatches: int) -> Schedule:
-    """The same with B, and then a pair of microbatches for each stage whose F and B run together there."""
+def whole_schedule(num_stages: int, num_microbatches: int, ahead: int = 0) -> Schedule:
+    """The same with B, and then one more microbatch for each stage, whose F runs there together with another's B."""
     row: list[Step] = []
-    for microbatch in range(num_microbatches):
-        row += [Action(stage, Kind.F, microbatch) for stage in range(num_stages)]
-        row += [Action(stage, Kind.B, microbatch) for stage in reversed(range(num_stages))]
-    for stage in range(num_stages):
-        row += _pair(stage, num_stages, num_microbatches + 2 * stage)
-    return _on_one_rank(num_stages, num_microbatches + 2 * num_stages, row, "whole")
+    stages, under_way = range(num_stages), deque[int]()
+    alone = num_microbatches + (ahead == 0)  # pairs need a microbatch under way
+    for microbatch in range(alone):
+        row += _through(stages, Kind.F, microbatch)
+        under_way.append(microbatch)
+        if len(under_way) > ahead and microbatch < num_microbatches:
+            row += _through(stages, Kind.B, under_way.popleft())
+    for stage in stages:
+        back, new = under_way.popleft(), alone + stage
+        row += _through(stages[:stage], Kind.F, new) + _through(stages[stage + 1 :], Kind.B, back)
+        row.append(Overlap(Action(stage, Kind.F, new), Action(stage, Kind.B, back)))
+        row += _through(stages[:stage], Kind.B, back) + _through(stages[stage + 1 :], Kind.F, new)
+        under_way.append(new)
+    for microbatch in under_way:
+        row += _through(stages, Kind.B, microbatch)
+    return _on_one_rank(num_stages, alone + num_stages, row, "whole")
 
 
-def _pair(stage: int, num_stages: int, first: int) -> Iterator[Step]:
-    """Two microbatches, of which one goes back through `stage` while the other comes."""
-    second = first + 1
-    yield from (Action(s, Kind.F, first) for s in range(num_stages))
-    yield from (Action(s, Kind.F, second) for s in range(stage))
-    yield from (Action(s, Kind.B, first) for s in reversed(range(stage + 1, num_stages)))
-    yield Overlap(Action(stage, Kind.F, second), Action(stage, Kind.B, first))
-    yield from (Action(s, Kind.B, first) for s in reversed(range(stage)))
-    yield from (Action(s, Kind.F, second) for s in range(stage + 1, num_stages))
-    yield from (Action(s, Kind.B, second) for s in reversed(range(num_stages)))
+def _through(stages: Sequence[int], kind: Kind, microbatch: int) -> list[Step]:
+    """One microbatch through these stages, backward if its kind goes that way."""
+    return [Action(stage, kind, microbatch) for stage in (reversed(stages) if kind in (Kind.I, Kind.B) else stages)]
 
 
 def ping_schedule(num_ranks: int, num_microbatches: int) -> Schedule:

@@ -7,6 +7,7 @@ import os
 import platform
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -37,6 +38,9 @@ from zeropipe.engine.step.clock import machine_name
 from zeropipe.engine.step.losses import CausalLMLoss
 
 WARM_UP = 2  # steps: the first ones compile, and find memory
+# microbatches under way beside the one that is measured: what they hold pushes its tensors out of a CPU's caches, and
+# would only fill a GPU's memory
+AHEAD = defaultdict(int, cpu=4)
 PINGS = 8
 WORK = 0.002  # seconds that a rank works longer than its neighbour: more than a message needs
 
@@ -93,11 +97,11 @@ def _probe(job: ProfileJob, pieces: Pieces, setting: Setting, device: torch.devi
 
 def piece_steps(
     job: ProfileJob, pieces: Pieces, setting: Setting, device: torch.device, alone: Any,
-    make: Callable[[int, int], Schedule],
+    make: Callable[[int, int, int], Schedule],
 ) -> tuple[tuple[Piece, ...], Iterator[Timeline]]:  # fmt: skip
     """What is known of the pieces, and recorded steps of a schedule of them. The group `alone` has this rank only."""
     microbatch, stages = _tokens(job, pieces, setting.microbatch_size, device), pieces.build(device)
-    schedule = make(len(stages), job.microbatches)
+    schedule = make(len(stages), job.microbatches, AHEAD[device.type])
     return facts(pieces, stages, microbatch), _steps(
         schedule, stages, [microbatch] * schedule.num_microbatches, CausalLMLoss(), job.steps, group=alone,
         device=device, compile=setting.compile, ac=setting.ac,
