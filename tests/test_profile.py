@@ -79,6 +79,27 @@ def test_the_costs_of_layers_are_found_in_the_pieces(pieces):
     assert from_layer_json(to_layer_json(found)) == found
 
 
+def test_a_forward_before_a_split_backward_may_take_longer():
+    """Then F is that one, and B what a microbatch takes beside it where its backward is whole."""
+    plain = {name: replace(cost, f=cost.f / 1.1) for name, cost in TRUTH.items()}
+    split, whole = (profile_of(kinds, SINGLE).probes[0] for kinds in (TRUTH, plain))
+    both = replace(profile_of(TRUTH, SINGLE), probes=(replace(split, whole=whole.whole),))
+    for name, found in layer_costs(both).settings[0].kinds.items():
+        assert found.f == pytest.approx(TRUTH[name].f)
+        assert found.f + found.b == pytest.approx(plain[name].f + TRUTH[name].b)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 4])
+def test_other_microbatches_are_under_way_beside_the_one_that_is_measured(ahead):
+    for make, back in ((split_schedule, "I"), (whole_schedule, "B")):
+        schedule = make(3, 6, ahead)
+        zp.check(schedule)
+        place = {str(action): number for number, action in enumerate(schedule.rows[0])}
+        assert place[f"2F{ahead}"] < place[f"2{back}0"] < place[f"0F{ahead + 1}"]
+    place = {str(action): number for number, action in enumerate(split_schedule(3, 6, ahead).rows[0])}
+    assert place[f"0I{ahead // 2}"] < place["0W0"] < place[f"0I{ahead // 2 + 1}"]
+
+
 def test_costs_of_a_profile_predict_any_cut():
     """Stages of the whole model take what their pieces take, and what every stage takes once."""
     costs = layer_costs(profile_of(TRUTH, SINGLE)).costs((1, 3))

@@ -26,6 +26,7 @@ STAGE = "stage"  # the kind that every stage has once
 TIMES = ("f", "i", "w", "b", "overlap")
 SIZES = ("activation", "stash")
 _NAMES = {"F": "f", "I": "i", "W": "w", "B": "b", "F+B": "overlap"}
+_MORE = 0.25  # of an F is the most that it takes longer before a split backward: what seems to be more is noise
 _TRIM = 0.1  # of the measurements at either end: a machine has other things to do
 
 
@@ -109,11 +110,10 @@ def _shared(pieces: Sequence[Piece], values: Sequence[float]) -> float:
 
 
 def _measured(probe: Probe, stage: int) -> Measured:
-    times: dict[str, list[float]] = defaultdict(list)
-    for timeline in (*probe.split, *probe.whole):
-        for step in steps_of(timeline, 0):
-            if step[0].action.stage == stage:
-                times[_NAMES["+".join(span.action.kind.name for span in step)]].append(step[0].end - step[0].start)
+    times, whole = _durations(probe.split, stage), _durations(probe.whole, stage)
+    # an F whose backward will be split takes longer than one before a B: B gets what is left of the two
+    more = min(max(0.0, middle(times["f"]) - middle(whole["f"])), _MORE * middle(whole["f"]))
+    times["b"], times["overlap"] = [max(0.0, time - more) for time in whole["b"]], whole["overlap"]
     values = {name: middle(times[name]) for name in TIMES}
     spread = {name: _spread(times[name], values[name]) for name in TIMES}
     sizes = [_sizes(timeline, stage) for timeline in probe.split]
@@ -121,6 +121,16 @@ def _measured(probe: Probe, stage: int) -> Measured:
     values["stash"] = fmean(kept for _, kept, _ in sizes)
     workspaces = [_sizes(timeline, stage)[2] for timeline in (*probe.split, *probe.whole)]
     return Measured(values, spread, max(workspaces))
+
+
+def _durations(timelines: Iterable[Timeline], stage: int) -> dict[str, list[float]]:
+    """How long the actions of a stage took, by the name of their time."""
+    times: dict[str, list[float]] = defaultdict(list)
+    for timeline in timelines:
+        for step in steps_of(timeline, 0):
+            if step[0].action.stage == stage:
+                times[_NAMES["+".join(span.action.kind.name for span in step)]].append(step[0].end - step[0].start)
+    return times
 
 
 def _sizes(timeline: Timeline, stage: int) -> tuple[float, float, float]:
