@@ -10,15 +10,15 @@ step, so that a slow moment of the machine hits all alike. Ranks have one thread
 are enough, and keep the memory that they free, as on a GPU.
 
 On a shared machine the cores change their speed within a second, each by itself, and a pipeline waits for the slowest.
-So each round has a prediction of its own: the costs are the means over all rounds, and each rank is as much faster or
-slower than that as it was when the pieces were measured in this round. `predicted` is the median of these makespans,
-held against the median of the measured ones. `steady` is the error of the simulation with the mean costs alone, whose
-extremes are left out.
+`predicted` is the simulation with the mean costs, held against the median of the measured makespans. For `paced` each
+round has a prediction of its own, in which each rank is as fast or slow as it was when the pieces were measured in this
+round, and the median of these makespans counts.
 
 More columns say where an error comes from: `busy` is the error of the time that ranks spend on actions and between
 them, without waiting, under the mean costs; `by kind` is that of each kind of action; `between` is how much of the
-measured step they spent between actions, for messages above all; `spread` is half of what lies between the first and
-the last quarter of the measured steps.
+measured step they spent between actions, for messages above all; `jitter` is how much of it they waited because
+actions took longer or shorter than in the mean; `spread` is half of what lies between the first and the last quarter of
+the measured steps.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     begun = time.perf_counter()
     print(
-        f"{'size':6} {'schedule':12} {'measured ms':>12} {'spread':>7} {'predicted ms':>13} {'error':>7} {'steady':>7} "
-        f"{'memory':>7} {'busy':>7} {'between':>7}  by kind",
+        f"{'size':6} {'schedule':12} {'measured ms':>12} {'spread':>7} {'predicted ms':>13} {'error':>7} {'paced':>7} "
+        f"{'memory':>7} {'busy':>7} {'between':>7} {'jitter':>7}  by kind",
         flush=True,
     )
     with LocalRanks(args.ranks) as ranks:
@@ -102,9 +102,9 @@ def main() -> None:
                 by_kind = ", ".join(f"{kind} {100 * error:+.1f}%" for kind, error in row["kind_errors"].items())
                 print(
                     f"{size:6} {schedule.name:12} {1e3 * row['measured']:12.1f} {100 * row['spread']:6.1f}% "
-                    f"{1e3 * row['predicted']:13.1f} {100 * row['error']:+6.1f}% {100 * row['steady_error']:+6.1f}% "
+                    f"{1e3 * row['predicted']:13.1f} {100 * row['error']:+6.1f}% {100 * row['paced_error']:+6.1f}% "
                     f"{100 * row['memory_error']:+6.1f}% {100 * row['busy_error']:+6.1f}% "
-                    f"{100 * row['between']:6.1f}%  {by_kind}",
+                    f"{100 * row['between']:6.1f}% {100 * row['jitter']:6.1f}%  {by_kind}",
                     flush=True,
                 )
             paces = sorted(pace for each in turns.paces for pace in each)
@@ -113,7 +113,7 @@ def main() -> None:
                 f"{size:6} one rank took {100 * (high / low - 1):.0f}% longer for the pieces in a slow round",
                 flush=True,
             )
-    for name in ("error", "steady_error"):
+    for name in ("error", "paced_error"):
         errors = [abs(row[name]) for row in rows]
         print(
             f"{len(rows)} runs: median {name.replace('_', ' ')} {100 * statistics.median(errors):.1f}%, "
@@ -192,25 +192,25 @@ def compared(schedule: zp.Schedule, timelines: Sequence[zp.Timeline], turns: Tur
     layers, counts = layer_costs(turns.profile), counts_of(Job(**SIZES[size]), schedule)
     costs = layers.costs(counts, placement=schedule.placement)
     steady = zp.simulate(schedule, costs)
-    guess = statistics.median(zp.simulate(schedule, _at(costs, pace, schedule)).makespan for pace in turns.paces)
+    paced = statistics.median(zp.simulate(schedule, _at(costs, pace, schedule)).makespan for pace in turns.paces)
     activations = zp.simulate(schedule, replace(layers.costs(counts), weights=0.0))
     makespans = sorted(timeline.makespan for timeline in timelines)
     middle, quarter = statistics.median(makespans), len(makespans) // 4
-    between = [[one.overhead for one in lost(timeline)] for timeline in timelines]
+    gone = [lost(timeline) for timeline in timelines]
+    between = [[one.overhead for one in each] for each in gone]
     busy = statistics.fmean(sum(timeline.busy) + sum(gaps) for timeline, gaps in zip(timelines, between))
     real, predicted = max(timelines[0].peak_memory), max(activations.peak_memory)
     return {
         "measured": middle,
         "spread": (makespans[-1 - quarter] - makespans[quarter]) / 2 / middle,
-        "predicted": guess,
-        "error": guess / middle - 1,
-        "steady_error": steady.makespan / middle - 1,
+        "predicted": steady.makespan,
+        "error": steady.makespan / middle - 1,
+        "paced_error": paced / middle - 1,
         "memory_error": predicted / real - 1 if real else 0.0,
         "busy_error": sum(steady.busy) / busy - 1,
         "kind_errors": kind_errors(timelines, steady),
-        "between": statistics.fmean(
-            statistics.fmean(gaps) / timeline.makespan for timeline, gaps in zip(timelines, between)
-        ),
+        "between": statistics.fmean(map(statistics.fmean, between)) / middle,
+        "jitter": statistics.fmean(statistics.fmean(one.jitter for one in each) for each in gone) / middle,
     }
 
 

@@ -6,7 +6,6 @@ measured here, by the engine, becomes costs of layers in `zeropipe.sim.profiled`
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -67,38 +66,39 @@ class Profile:
 
 
 def split_schedule(num_stages: int, num_microbatches: int, ahead: int = 0) -> Schedule:
-    """Forward through all stages, back with I, then W.
+    """Forward through all stages, back with I, then W; and then pairs of microbatches, one for each stage, of which the
+    first one's B runs there together with the second one's F.
 
     The I of a microbatch comes after the F of the next `ahead` ones, and its W half as many microbatches later: what
     they read has left the caches of a CPU by then, as in a pipeline.
     """
     row: list[Step] = []
+    stages = range(num_stages)
     for turn in range(num_microbatches + ahead + ahead // 2):
         for kind, behind in ((Kind.F, 0), (Kind.I, ahead), (Kind.W, ahead + ahead // 2)):
             if 0 <= turn - behind < num_microbatches:
-                row += _through(range(num_stages), kind, turn - behind)
-    return _on_one_rank(num_stages, num_microbatches, row, "split")
-
-
-def whole_schedule(num_stages: int, num_microbatches: int, ahead: int = 0) -> Schedule:
-    """The same with B, and then one more microbatch for each stage, whose F runs there together with another's B."""
-    row: list[Step] = []
-    stages, under_way = range(num_stages), deque[int]()
-    alone = num_microbatches + (ahead == 0)  # pairs need a microbatch under way
-    for microbatch in range(alone):
+                row += _through(stages, kind, turn - behind)
+    first, last = num_microbatches, num_microbatches + max(1, ahead)
+    for microbatch in range(first, last):
         row += _through(stages, Kind.F, microbatch)
-        under_way.append(microbatch)
-        if len(under_way) > ahead and microbatch < num_microbatches:
-            row += _through(stages, Kind.B, under_way.popleft())
     for stage in stages:
-        back, new = under_way.popleft(), alone + stage
+        back, new = first + stage, last + stage
         row += _through(stages[:stage], Kind.F, new) + _through(stages[stage + 1 :], Kind.B, back)
         row.append(Overlap(Action(stage, Kind.F, new), Action(stage, Kind.B, back)))
         row += _through(stages[:stage], Kind.B, back) + _through(stages[stage + 1 :], Kind.F, new)
-        under_way.append(new)
-    for microbatch in under_way:
+    for microbatch in range(first + num_stages, last + num_stages):
         row += _through(stages, Kind.B, microbatch)
-    return _on_one_rank(num_stages, alone + num_stages, row, "whole")
+    return _on_one_rank(num_stages, last + num_stages, row, "split")
+
+
+def whole_schedule(num_stages: int, num_microbatches: int, ahead: int = 0) -> Schedule:
+    """The same with B, without pairs."""
+    row: list[Step] = []
+    for turn in range(num_microbatches + ahead):
+        for kind, behind in ((Kind.F, 0), (Kind.B, ahead)):
+            if 0 <= turn - behind < num_microbatches:
+                row += _through(range(num_stages), kind, turn - behind)
+    return _on_one_rank(num_stages, num_microbatches, row, "whole")
 
 
 def _through(stages: Sequence[int], kind: Kind, microbatch: int) -> list[Step]:

@@ -113,7 +113,7 @@ def _measured(probe: Probe, stage: int) -> Measured:
     times, whole = _durations(probe.split, stage), _durations(probe.whole, stage)
     # an F whose backward will be split takes longer than one before a B: B gets what is left of the two
     more = min(max(0.0, middle(times["f"]) - middle(whole["f"])), _MORE * middle(whole["f"]))
-    times["b"], times["overlap"] = [max(0.0, time - more) for time in whole["b"]], whole["overlap"]
+    times["b"] = [max(0.0, time - more) for time in whole["b"]]
     values = {name: middle(times[name]) for name in TIMES}
     spread = {name: _spread(times[name], values[name]) for name in TIMES}
     sizes = [_sizes(timeline, stage) for timeline in probe.split]
