@@ -10,8 +10,8 @@ others be as fast as a microbatch alone:
 - memory: an activation stays for as long as a microbatch needs to come back, so only so many pass through a rank;
 - work, and the traffic of a link that takes one message at a time.
 
-One looks at all ranks of a line: microbatches that take turns in the memory of a rank have to pass each other on the
-ranks behind it (crossing.py).
+Two look at several ranks. A few of them, or all, do their work in the best of all orders, with their memory (few.py).
+And microbatches that take turns in the memory of a rank have to pass each other on the ranks behind it (crossing.py).
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ from math import ceil
 
 import numpy as np
 
-from zeropipe.search.laps import in_turns
+from zeropipe.search.few import Limits, by_few
+from zeropipe.search.laps import in_turns, waits
 from zeropipe.search.model import Array, Task
 from zeropipe.search.way import Way, way_of
 
 EXACT = 1e-12  # relative: sums of times are rounded
 QUICK, THOROUGH = 30_000, 400_000  # states that following microbatches round and round looks at, 1 to 2 us each
+FEW = 3  # looking at a state of a few ranks takes so many times as long
 CLOSE = 5e-10  # relative: so near to a value is at it
+POINTS = 120  # at most so often a rank is asked how long it takes for fewer microbatches, for all ranks together
 LATER = 1.25  # a memory bound that is so far below another one will not reach it
 
 
@@ -38,20 +41,47 @@ def lower_bound(task: Task, effort: int = QUICK, cap: float = np.inf, stop: Arra
     way, stop = way_of(task), np.zeros(1, np.int64) if stop is None else stop
     best = max(_link_bound(task, way), *(_rank_bound(task, way, rank) for rank in range(task.num_ranks)))
     if best < cap:
+        best = max(best, _few_bound(task, way, best, effort // FEW, cap * (1 - CLOSE), stop))
+    if best < cap:
         best = max(best, _turns_bound(task, way, best, effort, cap * (1 - CLOSE), stop))
     return float(best) * (1 - EXACT)
 
 
+def _few_bound(task: Task, way: Way, best: float, effort: int, cap: float, stop: Array) -> float:
+    """By a few ranks at a time, which do their work in the best of all orders."""
+    if task.span and not task.in_line:
+        return best
+    limits = [_limits(task, way, rank) for rank in range(task.num_ranks)]
+    return by_few(task, way, limits, best, cap, effort, stop)
+
+
+def _limits(task: Task, way: Way, rank: int) -> Limits:
+    """What is known of one rank where W may be interrupted by passes."""
+    m, a, room = task.num_microbatches, task.first_stages[rank], float(task.model.limit[rank])
+    size = float(task.model.needs[a])
+    fits = m if size <= 0 else int(min(m, room / size))
+    takes = np.zeros(m + 1)
+    for n in range(m, 0, -max(1, m * task.num_ranks // POINTS)):
+        takes[n] = max(_ways(task, way, rank, n, first=False))
+    return Limits(
+        _drain(task, way, rank, m, room, whole=False),
+        np.maximum.accumulate(takes),
+        fits,
+        waits(task, way, a, fits, room),
+    )
+
+
 def _turns_bound(task: Task, way: Way, best: float, effort: int, cap: float, stop: Array) -> float:
     """By microbatches that take turns in the memory of a rank and have to pass each other on their way."""
-    found, blocked = 0.0, float(task.model.lag.max()) if task.model.blocks else 0.0
-    drain = np.array([_drain(task, way, rank) for rank in range(task.num_ranks)])
+    found, blocked = 0.0, _blocked(task)
+    m, anything = task.num_microbatches, np.inf  # memory of the ranks behind is not followed
+    drain = np.array([_drain(task, way, rank, m, anything, whole=False) for rank in range(task.num_ranks)])
     least = {}
     for rank, stage in enumerate(task.first_stages):
         begins = 0.0 if task.span else float(way.head[stage])
         more = _behind(task, way, stage) + begins - blocked
         stages = np.array(task.placement.stages_of(rank))
-        least[stage] = _rounds(task, way, stages, float(task.model.limit[rank])) + more, more
+        least[stage] = _rounds(task, way, stages, float(task.model.limit[rank]), m) + more, more
     for stage, (rounds, more) in sorted(least.items(), key=lambda item: -item[1][0]):
         if rounds * LATER > max(best, found):
             behind = _behind(task, way, stage)
@@ -76,11 +106,25 @@ def _link_bound(task: Task, way: Way) -> float:
 
 
 def _rank_bound(task: Task, way: Way, rank: int) -> float:
-    model, m, num_stages = task.model, task.num_microbatches, task.num_stages
-    stages = np.flatnonzero(model.home[:num_stages] == rank)
-    if not len(stages):
+    if rank not in task.model.home:
         return 0.0
-    last = 2 * num_stages - 1
+    begins = 0.0 if task.span else float(way.head[task.first_stages[rank]])
+    # behind the last action of a rank its message is not counted
+    return max(_ways(task, way, rank, task.num_microbatches)) + begins - _blocked(task)
+
+
+def _blocked(task: Task) -> float:
+    """How much of a blocked sender's work may come after the end."""
+    return float(task.model.lag.max()) if task.model.blocks else 0.0
+
+
+def _ways(task: Task, way: Way, rank: int, m: int, first: bool = True) -> list[float]:
+    """Of m microbatches: least times from the begin of a rank's first F to the end of everything.
+
+    If they are not the `first` ones, all may have arrived before, and W may be interrupted by passes.
+    """
+    model, num_stages = task.model, task.num_stages
+    stages, last = np.flatnonzero(model.home[:num_stages] == rank), 2 * num_stages - 1
     f, i, w = way.lasts[stages], way.lasts[last - stages], way.weight[stages]
     a, b = int(stages[0]), int(stages[-1])
     work = m * float((f + i + w).sum())
@@ -88,24 +132,19 @@ def _rank_bound(task: Task, way: Way, rank: int) -> float:
     away = float(way.head[last - b]) - begins  # from the begin of the first F to that of the first I
     activation, room = model.needs[stages], float(model.limit[rank])
     busy = _most(f, activation, room, m)
-    if task.in_line or not task.span:  # the F arrive one by one, too
+    if first and (task.in_line or not task.span):  # the F arrive one by one, too
         busy = min(busy, sum(_arriving(task, way, int(stage), away + begins) for stage in stages))
     warm = max(0.0, away - busy)
     apart = m * float(activation.sum()) > room or m * float(f.sum()) >= away  # the two waits do not overlap
     idle = warm if apart else 0.0
     ends = way.head[last - stages] + i + w
-    ways = [
+    return [
         float(ends.max()) - begins,
         work + warm,
-        work + idle + _drain(task, way, rank),
+        work + idle + _drain(task, way, rank, m, room, whole=first),
+        _rounds(task, way, stages, room, m) + _behind(task, way, a),
+        _area(task, way, stages, room, work, m),
     ]
-    ways.append(_rounds(task, way, stages, room) + _behind(task, way, a))
-    ways.append(_area(task, way, stages, room, work))
-    if model.blocks:
-        ways = [
-            one - float(model.lag.max()) for one in ways
-        ]  # behind the last action of a rank its message is not counted
-    return max(ways) + (0.0 if task.span else begins)
 
 
 def _behind(task: Task, way: Way, a: int) -> float:
@@ -150,18 +189,18 @@ def _most(time: Array, size: Array, room: float, m: int) -> float:
     return total
 
 
-def _drain(task: Task, way: Way, rank: int) -> float:
+def _drain(task: Task, way: Way, rank: int, m: int, room: float, whole: bool) -> float:
     """What comes on top of a rank's work between its last F and the end of everything, in the best of all ways.
 
     With x activations alive at the last F and y owed W, time for x I and x + y W can be used while waiting. W that are
-    put off until after the last I run while the ranks before it go on.
+    put off until after the last I run while the ranks before it go on: whole parts of them, or any time.
     """
-    model, m, p, last = task.model, task.num_microbatches, task.problem, 2 * task.num_stages - 1
+    model, p, last = task.model, task.problem, 2 * task.num_stages - 1
     stages = np.flatnonzero(model.home[: task.num_stages] == rank)
     if not len(stages):
         return 0.0
     i, w, activation, stash = way.lasts[last - stages], way.weight[stages], model.needs[stages], way.stash[stages]
-    a, b, room = int(stages[0]), int(stages[-1]), float(model.limit[rank])
+    a, b = int(stages[0]), int(stages[-1])
     back = float(
         way.head[last - a] + i[0] - way.head[b] - way.lasts[b]
     )  # from the end of the last F to that of the last I
@@ -182,19 +221,19 @@ def _drain(task: Task, way: Way, rank: int) -> float:
     free = np.maximum(use - back, time_w)
     best = np.inf
     for wish in (np.minimum(free, max(chain, time_w)), free):
-        for whole in (np.floor, np.ceil):
-            late = np.clip(whole(wish / piece) * piece if piece > 0 else 0.0, time_w, use - x * time_i)
+        for parts in (np.floor(wish / piece), np.ceil(wish / piece)) if whole and piece > 0 else (wish,):
+            late = np.clip(parts * piece if whole else wish, time_w, use - x * time_i)
             best = min(best, float(np.min(np.maximum(-late, back - use) + np.maximum(late, chain))))
     return best
 
 
-def _rounds(task: Task, way: Way, stages: Array, room: float) -> float:
-    """From the first F of a rank to its last I, by memory alone.
+def _rounds(task: Task, way: Way, stages: Array, room: float, m: int) -> float:
+    """From the first F of a rank to its last I, of m microbatches, by memory alone.
 
     When F of a rank's v-th stage begins, its microbatch is alive in the stages before it, too. What is left holds so
     many others in the first stage, and the I of the one before those has ended.
     """
-    model, last, m, parts = task.model, 2 * task.num_stages - 1, task.num_microbatches, task.problem.num_weight_parts
+    model, last, parts = task.model, 2 * task.num_stages - 1, task.problem.num_weight_parts
     a, size, stash = int(stages[0]), float(model.needs[stages[0]]), float(way.stash[stages[0]])
     if size <= 0 or room == np.inf:
         return 0.0
@@ -214,9 +253,9 @@ def _rounds(task: Task, way: Way, stages: Array, room: float) -> float:
     return best
 
 
-def _area(task: Task, way: Way, stages: Array, room: float, work: float) -> float:
+def _area(task: Task, way: Way, stages: Array, room: float, work: float, m: int) -> float:
     """A rank's span, by the memory that its activations take over time: no more than the limit all along."""
-    model, last, m = task.model, 2 * task.num_stages - 1, task.num_microbatches
+    model, last = task.model, 2 * task.num_stages - 1
     size, stash, parts = model.needs[stages], way.stash[stages], task.problem.num_weight_parts
     if room == np.inf or size.max() <= 0:
         return 0.0

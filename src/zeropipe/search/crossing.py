@@ -203,10 +203,10 @@ def can_end(path: Path, count: int, turns: int, alive: int, oldest: int, cap: fl
     owes = come[turns] > 0 and (oldest + alive < count or come[alive - 1] == 0)
     if owes:
         now = min(now, new[2 * turns])
-    # nothing happens before `now`: what could have is as good as that
+    # nothing happens before `now`: what could have is as good as that, and so is what ended too long ago to matter
     for other in range(turns):
         new[other] = max(new[other], now) if other < alive else 0.0
-        new[turns + other] = max(new[turns + other], now) if other < alive else 0.0
+        new[turns + other] = max(new[turns + other], now - path.reach) if other < alive else 0.0
         if other < alive and new[other] + path.ahead[come[other]] + room.later[oldest + other] >= cap:
             return False
     new[2 * turns] = max(new[2 * turns], now) if path.parts > 0 else 0.0

@@ -42,6 +42,7 @@ class Path(NamedTuple):
     drain: Array  # what comes on top of that behind the last F of a rank ...
     last_f: Array  # ... which is this action
     behind: float  # what comes behind the last I of this path is not counted
+    reach: float  # the longest time after its end at which an action matters to others
 
 
 class Room(NamedTuple):
@@ -121,7 +122,8 @@ class _Rounds(NamedTuple):
         last = int(followed[-1])
         more = (m - 1 - last) * i  # the I of those behind
         path = _path(self.task, self.way, self.stage, self.fit, turns == self.fit)
-        path = path._replace(drain=self.drain, behind=np.inf if self.task.span else self.behind + more)
+        reach = max((self.fit - turns) * float(path.lasts.max()), float(path.after.max()))
+        path = path._replace(drain=self.drain, behind=np.inf if self.task.span else self.behind + more, reach=reach)
         near = NEAR * float(path.ahead[0]) / len(path.rank)
         later = np.zeros(len(followed))
         later[: max(0, len(followed) - turns)] = path.again + takes[last + 1 - followed[turns:]]
@@ -156,7 +158,7 @@ def _path(task: Task, way: Way, stage: int, fit: int, every: bool) -> Path:
     rank, lasts, lag = model.home[passes], way.lasts[passes], way.lag[passes].copy()
     w, kept, parts = float(way.weight[stage]), float(way.stash[stage]), model.parts
     size, room = float(model.needs[stage]), _room(task, stage)
-    wait, single = _wait(task, way, stage, fit, room), False
+    wait, single = waits(task, way, stage, fit, room), False
     runs_w = wait > 0 and kept >= size and parts == 1
     if runs_w:  # it has to run before the F that would be one too many
         rank, lasts, lag, wait = np.append(rank, rank[0]), np.append(lasts, w), np.append(lag, 0.0), 0.0
@@ -193,6 +195,7 @@ def _path(task: Task, way: Way, stage: int, fit: int, every: bool) -> Path:
         np.zeros(0),
         last_f,
         0.0,
+        0.0,
     )
 
 
@@ -208,20 +211,20 @@ def _rules(task: Task, way: Way, passes: Array, length: int) -> tuple[Array, Arr
         left, first = room - float(sizes.sum()), float(sizes[0])
         if x and left >= 0 and first > 0:  # others have their first stage alive until its I
             back[0, x], upto[0, x] = int(left / first) + 1, last - mine[0] - passes[0] + 1
-            after[0, x] = _wait(task, way, mine[0], int(back[0, x]), left + first)
+            after[0, x] = waits(task, way, mine[0], int(back[0, x]), left + first)
         if len(mine) > 1 and sizes.sum() > 0:  # or all stages so far, until the I of the last of them
             back[1, x], upto[1, x] = int(room / float(sizes.sum())), last - mine[-1] - passes[0] + 1
         elif behind and float(model.needs[behind[-1]]) > room - int(room / first) * first:
             # where all memory is taken by first stages, the oldest is through its last stage, or it could never go on
             back[1, x], upto[1, x] = int(room / first) - 1, last - behind[-1] - passes[0] + 1
             if float(model.needs[behind[-1]]) == first:
-                waits = _wait(task, way, behind[-1], int(room / first), room)
-                after[1, x] = min(waits, float(way.lasts[last - mine[0]]))
+                again = waits(task, way, behind[-1], int(room / first), room)
+                after[1, x] = min(again, float(way.lasts[last - mine[0]]))
     back[back <= 0] = 1 << 30
     return back, upto, after
 
 
-def _wait(task: Task, way: Way, stage: int, fit: int, room: float) -> float:
+def waits(task: Task, way: Way, stage: int, fit: int, room: float) -> float:
     """From the end of a stage's I to the begin of the F whose activation is one too many while this one is alive.
 
     Where the I does not make enough room by itself, parts of its W run, or the I of the microbatch behind it.

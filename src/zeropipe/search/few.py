@@ -1,0 +1,220 @@
+"""How long it takes if only a few ranks do one thing at a time and have a memory limit (ordering.py)."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from zeropipe.core.jit import compiled
+from zeropipe.search.model import Array, Task
+from zeropipe.search.ordering import dive, order
+from zeropipe.search.way import Way
+
+NEAR = 1e-11  # of a microbatch's way, for all its passes together: so near is equal
+FIRST = 0.001  # above the best bound so far: whether anything ends before that is asked first
+GROWTH = 2.0  # of that with each answer
+SHARE, KEPT = 1_000, 8  # of the effort for a set of ranks at first, and states that have come equally far
+MORE = 4  # of the effort with each round
+CELLS = 4_000_000  # numbers in all states
+
+
+class Few(NamedTuple):
+    """The passes of some ranks along a microbatch's way, F of all their stages and then I in turn."""
+
+    num_microbatches: int
+    rank: Array  # of each pass: which of the few it is
+    lasts: Array
+    lag: Array  # from its end to the begin of the next one, over the ranks that are left out
+    every: Array  # from the arrival of a microbatch there to that of the one behind it
+    begins: Array  # when each microbatch can begin at the earliest
+    work: Array  # a pass and its W
+    weight: Array  # W of each stage
+    takes: Array  # memory of an activation of each stage
+    keeps: Array  # and what W keeps of it
+    rest: Array  # the least time from the begin of a pass of a microbatch to the end of everything
+    room: Array  # memory of each rank
+    piece_keeps: Array  # the most that a part of a W frees
+    piece_lasts: Array  # the shortest such part
+    per_room: Array  # the least time of W for what they free
+    drain: Array  # what comes on top of a rank's work behind its last F ...
+    began: Array  # when its span began, where spans count
+    last_f: Array  # ... which is this pass
+    ample: Array  # there is room for everything
+    alone: Array  # no F takes the room of another stage's F
+
+
+class Place(NamedTuple):
+    """For the kernel to work in: two layers of counts, each with some states."""
+
+    counts: Array
+    first: Array  # of the states that have these counts
+    after: Array  # and which follows each
+    states: Array
+    table: Array
+    ready: Array
+    new: Array
+    new_counts: Array
+    least: Array
+    taken: Array
+    looked: Array
+    whole: Array
+    merged: Array
+    compared: Array
+    stop: Array
+
+
+class Limits(NamedTuple):
+    """What is known of one rank, where W may be interrupted by passes."""
+
+    drain: float  # what comes on top of its work behind its last F
+    takes: Array  # the least time of so many microbatches from its first F to the end of everything
+    fits: int  # so many activations of its first stage fit into its memory
+    wait: float  # from the I of one to the F for which there was no room
+
+
+def by_few(task: Task, way: Way, limits: list[Limits], best: float, cap: float, effort: int, stop: Array) -> float:
+    """A bound that is at least `best` and at most `cap`: by single ranks, then by more and more together.
+
+    Each set of ranks gets a share of the effort, and once all have had it a larger one.
+    """
+    asked = _Asked(task, way, limits, stop)
+    share, kept = SHARE, KEPT
+    while best < cap and effort > 0 and not stop[0]:
+        before = effort
+        chosen: tuple[int, ...] = ()
+        while len(chosen) < task.num_ranks:
+            values = {}
+            for rank in sorted(set(range(task.num_ranks)) - set(chosen)):
+                few = tuple(sorted({*chosen, rank}))
+                best, effort = asked.ask(few, kept, best, cap, min(share, effort), effort)
+                values[few] = asked.values[few]
+                if best >= cap or effort <= 0:
+                    return best
+            chosen = max(values, key=lambda few: values[few])
+            if chosen not in asked.known:  # more of them would not be known either
+                break
+        if effort == before:
+            break
+        share, kept = share * MORE, kept * 2
+    return best
+
+
+class _Asked:
+    """What is known of sets of ranks."""
+
+    def __init__(self, task: Task, way: Way, limits: list[Limits], stop: Array) -> None:
+        self._task, self._way, self._limits, self._stop = task, way, limits, stop
+        self.values: dict[tuple[int, ...], float] = {}  # the most that each set is known to give
+        self.known: set[tuple[int, ...]] = set()  # those that were followed to their end
+        self._done: set[tuple[int, ...]] = set()  # those that give no more with more effort
+
+    def ask(
+        self, ranks: tuple[int, ...], kept: int, best: float, cap: float, share: int, effort: int
+    ) -> tuple[float, int]:
+        """The best bound with these ranks, and the effort that is left."""
+        if ranks in self._done:
+            return best, effort
+        task, few = self._task, _few(self._task, self._way, self._limits, ranks)
+        blocked = float(task.model.lag.max()) if task.model.blocks else 0.0
+        fits = few.room[few.rank[0]] / few.takes[0] if few.takes[0] > 0 else np.inf
+        window = min(task.num_microbatches, int(min(fits, 1e9)) + 1)
+        place = _place(len(few.rank), window + 2 * len(ranks), share, self._stop)
+        near = NEAR * float(self._way.head[-1]) / len(few.rank)
+        slack = near * len(few.rank) * task.num_microbatches
+        value = compiled(dive)(few, place) - blocked - slack
+        if value <= best:  # more is not asked for
+            self.values[ranks] = value
+            self._done.add(ranks)
+            self.known.add(ranks)
+            return best, effort
+        step, value = FIRST, 0.0
+        while share > 0 and best < cap and not self._stop[0]:
+            wish = min(cap, best * (1 + step))
+            found = compiled(order)(few, wish + blocked + slack, near, kept, share, place) - blocked - slack
+            share, effort = share - int(place.looked[0]), effort - int(place.looked[0])
+            value = max(value, min(float(found), cap))
+            best = max(best, value)
+            if found < wish * (1 - 1e-12):
+                if place.whole[0]:
+                    self.known.add(ranks)
+                    if not place.merged[0]:
+                        self._done.add(ranks)
+                break
+            step *= GROWTH
+        self.values[ranks] = max(self.values.get(ranks, 0.0), value)
+        return best, effort
+
+
+def _place(num_passes: int, width: int, effort: int, stop: Array) -> Place:
+    def ints(*size: int) -> Array:
+        return np.zeros(size, np.int64)
+
+    size = max(64, min(effort, CELLS // (2 * width)))
+    return Place(
+        ints(2, size, num_passes), ints(2, size), ints(2, size), np.zeros((2, size, width)), ints(2 * size),
+        np.zeros(num_passes), np.zeros(width), ints(num_passes), np.zeros(1),
+        ints(1), ints(1), ints(1), ints(1), ints(1), stop,
+    )  # fmt: skip
+
+
+def _few(task: Task, way: Way, limits: list[Limits], ranks: tuple[int, ...]) -> Few:
+    model, m, parts = task.model, task.num_microbatches, task.model.parts
+    passes = np.flatnonzero(np.isin(model.home, ranks))
+    stages = passes[: len(passes) // 2]
+    rank = np.searchsorted(ranks, model.home[passes])
+    lasts = way.lasts[passes]
+    lag = np.append(way.head[passes[1:]] - way.head[passes[:-1]] - lasts[:-1], 0.0)
+    holds = model.holds * task.serial
+
+    def between(begin: int, end: int) -> float:
+        """From the arrival of a microbatch on its way from one pass to another to that of the one behind it."""
+        return float(max(way.lasts[begin + 1 : end].max(initial=0.0), holds[max(begin, 0) : end].max(initial=0.0)))
+
+    every = np.array([*(between(int(x), int(y)) for x, y in pairwise(passes)), 0.0])
+    begins = float(way.head[stages[0]]) + np.arange(m) * between(-1, int(stages[0]))
+    weight, takes, keeps = way.weight[stages], model.needs[stages], way.stash[stages]
+    work = lasts + np.concatenate([np.zeros(len(stages)), weight[::-1]])
+    own = [np.flatnonzero(rank[: len(stages)] == one) for one in range(len(ranks))]
+    room = model.limit[list(ranks)]
+    ample = np.array([m * float((takes[mine]).sum()) <= space for mine, space in zip(own, room)])
+    frees = [mine[keeps[mine] > 0] for mine in own]
+    began = np.array([way.head[task.first_stages[one]] if task.span else 0.0 for one in ranks])
+    return Few(
+        m, rank, lasts, lag, every, begins, work, weight, takes, keeps, _rest(task, way, limits, passes, ranks),
+        np.minimum(room, 1e290),
+        np.array([float(keeps[some].max(initial=0.0)) / parts or 1.0 for some in frees]),
+        np.array([float(weight[some].min(initial=np.inf)) / parts if len(some) else 0.0 for some in frees]),
+        np.array([float((weight[some] / keeps[some]).min()) if len(some) else 0.0 for some in frees]),
+        np.array([limits[one].drain for one in ranks]), began, np.array([mine[-1] for mine in own]),
+        ample, ample | np.array([len(mine) == 1 for mine in own]),
+    )  # fmt: skip
+
+
+def _rest(task: Task, way: Way, limits: list[Limits], passes: Array, ranks: tuple[int, ...]) -> Array:
+    """Of each pass and microbatch: the least time from its begin to the end of everything.
+
+    The last microbatch runs each pass behind the others. Those that have not begun on a rank take their time there, and
+    so do those that wait for the room of this one.
+    """
+    m, num_stages, head, lasts = task.num_microbatches, task.num_stages, way.head, way.lasts
+    last, number, firsts = 2 * num_stages - 1, np.arange(m), np.array(task.first_stages)
+    tail, began = way.tail, np.zeros(task.num_ranks)
+    if task.span:  # it began with each rank's first F
+        began = head[firsts]
+        ends = (head + lasts)[: num_stages - 1 : -1] + way.weight - began[task.model.home[:num_stages]]
+        tail = np.maximum.accumulate(np.append(ends, np.full(num_stages, ends.min())))[::-1] - head
+    rest = np.zeros((len(passes), m))
+    for at, x in enumerate(passes):
+        behind = (m - 1 - number)[:, None] * lasts[x:] + head[x:] - head[x] + tail[x:]
+        rest[at] = behind.max(axis=1)
+        for rank in ranks:
+            known, a = limits[rank], firsts[rank]
+            if a >= x:
+                rest[at] = np.maximum(rest[at], head[a] - head[x] + known.takes[m - number] - began[rank])
+            if last - a >= x and known.fits < m:
+                back = head[last - a] + lasts[last - a] - head[x] + known.wait - began[rank]
+                some = number[: m - known.fits]
+                rest[at, some] = np.maximum(rest[at, some], back + known.takes[m - known.fits - some])
+    return rest
