@@ -16,12 +16,14 @@ from zeropipe.search.bounds import THOROUGH, lower_bound
 from zeropipe.search.climb import ENOUGH, Effort, climb
 from zeropipe.search.judge import Judge, Start, best_of
 from zeropipe.search.model import Array, Task, smaller_limits, starts_of
+from zeropipe.search.patterns import repeating
 from zeropipe.search.rules import dispatched
 from zeropipe.search.starts import named, one_by_one, passes_of
 from zeropipe.sim.fill import fill_gaps
 from zeropipe.sim.simulate import simulate
 
 POOL = 8  # starts that are kept for the local search
+PATTERNS = 4  # of them may be patterns
 FIRST = 0.6  # of the time that is left goes to the limit itself, the half of the rest to smaller ones, and so on
 LAST = 0.15  # of all the time: so little that is left is not cut any more
 PROOF = 0.6  # of the time that is left behind that goes to better bounds
@@ -185,9 +187,7 @@ class Hunt:
     def _search(self, leg: _Leg, until: float) -> None:
         """Starts, once, and walks from them."""
         if leg not in self._starts:
-            judge = Judge(leg.task)
-            ruled = dispatched(leg.task, POOL, leg.bound * ENOUGH, lambda: self._tick(self._value, until))
-            self._starts[leg] = best_of([*ruled, *(judge.plays(rows) for rows in self._rows[leg.at])], POOL)
+            self._starts[leg] = self._begin(leg, lambda: self._tick(self._value, until))
         starts = self._starts[leg]
         if not starts:
             return
@@ -198,6 +198,16 @@ class Hunt:
         self._take(task, found)
         self._starts[leg] = best_of([found, *starts], POOL)
         self._stopped = self._stopped or effort.interrupted
+
+    def _begin(self, leg: _Leg, stopped: Callable[[], bool]) -> list[Start]:
+        """The best starts, the best first. Patterns have places of their own: their ends are easily made better."""
+        judge = Judge(leg.task)
+        ruled = dispatched(leg.task, POOL, leg.bound * ENOUGH, stopped)
+        starts = best_of([*ruled, *(judge.plays(rows) for rows in self._rows[leg.at])], POOL)
+        if not starts or starts[0].value <= leg.bound * ENOUGH:
+            return starts
+        patterns = best_of(repeating(leg.task, starts[0].value, stopped), PATTERNS)
+        return best_of([*starts[: POOL - len(patterns)], *patterns], POOL)
 
     def _prove(self, leg: _Leg, until: float) -> None:
         """Let the solver improve the value, and the bound of a placement at the limit itself."""
