@@ -173,3 +173,11 @@ def thaw(schedule: Schedule) -> float:
         for s, stage in stages.items()
         for name, p in stage.named_parameters()
     )
+
+
+def one_step_of_adamw() -> float:
+    """A parameter of 1 after a step."""
+    parameter = torch.nn.Parameter(torch.ones(1))
+    parameter.grad = torch.ones(1)
+    torch.optim.AdamW([parameter]).step()
+    return float(parameter)

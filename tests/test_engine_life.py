@@ -11,6 +11,7 @@ import torch
 from engine_helpers import TOLERANCE, largest, ranks
 
 import zeropipe as zp
+from zeropipe.engine.run.launch import LocalRanks, model_code
 from zeropipe.engine.step.cells import moved
 from zeropipe.engine.step.losses import Tally
 from zeropipe.engine.torch_private import squared_norm
@@ -83,3 +84,9 @@ def test_metrics_hold_no_graph():
 def test_moving_goes_into_lists():
     (inside,) = moved([torch.ones(2)], torch.device("meta"))
     assert inside.device.type == "meta"
+
+
+def test_ranks_on_the_cpu_train_where_a_gpu_is():
+    """Model code may have looked for GPUs before the ranks were forked: an optimizer looks again."""
+    with LocalRanks(1, preload=model_code("cpu")) as one:
+        assert one.run(cases.one_step_of_adamw)[0] < 1.0

@@ -33,6 +33,15 @@ WORD = struct.Struct("<q")
 NEWS = struct.Struct("<cqq")  # b"b", pid, 0: born; b"e", pid, exit code: ended
 
 
+def _environment() -> dict[str, str]:
+    """The nursery's own.
+
+    Code that it imports may ask whether there are GPUs. torch then asks NVML and not CUDA, which would not work any more
+    in the ranks, forks of a process that has used it: not even an optimizer on the CPU would, as it asks for GPUs too.
+    """
+    return os.environ | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+
+
 class Nursery:
     """The starting process's side."""
 
@@ -43,7 +52,9 @@ class Nursery:
             f"from zeropipe.engine.run.nursery import serve; serve({theirs.fileno()})"
         )
         command = [sys.executable, *util._args_from_interpreter_flags(), "-c", code]  # type: ignore[attr-defined]
-        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=_environment()
+        )
         theirs.close()
         self._socket, self._lock, self._owner = ours, threading.Lock(), os.getpid()
         self._codes: dict[int, int] = {}
