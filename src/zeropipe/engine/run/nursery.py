@@ -36,8 +36,8 @@ NEWS = struct.Struct("<cqq")  # b"b", pid, 0: born; b"e", pid, exit code: ended
 def _environment() -> dict[str, str]:
     """The nursery's own.
 
-    Code that it imports may ask whether there are GPUs. torch then asks NVML and not CUDA, which would not work any more
-    in the ranks, forks of a process that has used it: not even an optimizer on the CPU would, as it asks for GPUs too.
+    Code that it imports may ask whether there are GPUs. torch then asks NVML and not CUDA, which would not work in the
+    ranks, forks of a process that has used it: not even an optimizer on the CPU would, since it asks for GPUs too.
     """
     return os.environ | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
