@@ -19,7 +19,7 @@ from zeropipe.core.timeline import Timeline
 from zeropipe.engine import Engine, module_stages, torch_private
 from zeropipe.engine.backward.splitters import StoreSplitter
 from zeropipe.engine.step.cells import Cell
-from zeropipe.engine.step.executor import Executor
+from zeropipe.engine.step.passes import Passes
 
 
 class Late(nn.Module):
@@ -81,9 +81,9 @@ def timelines(schedule: Schedule) -> list[Timeline]:
 
 def on_a_mesh(train: Callable[..., dict[str, float]], *args: Any) -> tuple[dict[str, float], int]:
     """A case of test_mesh.py where every process is late at its own times; and how often a W ran before its place."""
-    turns, forward, ahead, moved = itertools.count(dist.get_rank()), Executor._forward, StoreSplitter.ahead, 0
+    turns, forward, ahead, moved = itertools.count(dist.get_rank()), Passes.forward, StoreSplitter.ahead, 0
 
-    def late(self: Executor, cell: Cell) -> None:
+    def late(self: Passes, cell: Cell) -> None:
         if next(turns) % 4 == 0:  # for longer than a busy machine keeps the others from coming to wait for this
             time.sleep(0.1)
         forward(self, cell)
@@ -97,5 +97,5 @@ def on_a_mesh(train: Callable[..., dict[str, float]], *args: Any) -> tuple[dict[
     def alone(*_: Any) -> Any:
         raise AssertionError("a W talks to nobody")
 
-    with mock.patch.object(Executor, "_forward", late), mock.patch.object(StoreSplitter, "ahead", counted):
+    with mock.patch.object(Passes, "forward", late), mock.patch.object(StoreSplitter, "ahead", counted):
         return train(*args), moved

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from zeropipe.engine.comm.edges import Spec
 from zeropipe.engine.stages.contract import Microbatch, Pick
 from zeropipe.engine.step import spread
 
+Call = Callable[[], None]  # a part of a step
 LONG = 64  # characters of a text, or items of a list
 
 

@@ -17,9 +17,10 @@ from zeropipe.engine.comm.edges import Outgoing, Wire
 from zeropipe.engine.mesh.shards import Shards
 from zeropipe.engine.options import Options
 from zeropipe.engine.stages.contract import Told
-from zeropipe.engine.step.executor import Executor, Made, Watcher
+from zeropipe.engine.step.executor import Executor, Watcher
 from zeropipe.engine.step.finite import FiniteCheck
 from zeropipe.engine.step.names import Names
+from zeropipe.engine.step.passes import Made
 from zeropipe.engine.step.plans import forward_only
 from zeropipe.engine.step.recorder import Recorder
 

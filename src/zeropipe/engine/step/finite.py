@@ -8,8 +8,7 @@ from torch import Tensor
 
 from zeropipe.core.action import Action, Kind
 from zeropipe.engine.backward.gradients import peek
-from zeropipe.engine.step.cells import Cell
-from zeropipe.engine.step.executor import Call
+from zeropipe.engine.step.cells import Call, Cell
 
 
 class FiniteCheck:

@@ -14,8 +14,7 @@ from zeropipe.core.packed import PackedRows, encode
 from zeropipe.core.sharding import Sharding
 from zeropipe.engine import fsdp_private, torch_private
 from zeropipe.engine.mesh.shards import Shards
-
-Call = Callable[[], None]
+from zeropipe.engine.step.cells import Call
 
 
 class Piece:

@@ -20,9 +20,8 @@ from zeropipe.engine.backward.gradients import local
 from zeropipe.engine.backward.splitters import Splitter
 from zeropipe.engine.comm.fabric import Fabric
 from zeropipe.engine.mesh.shards import Shards
-from zeropipe.engine.step.cells import Cell
+from zeropipe.engine.step.cells import Call, Cell
 from zeropipe.engine.step.clock import Clock
-from zeropipe.engine.step.executor import Call
 from zeropipe.engine.step.gauge import Gauge, Lane, lane_of, sharding_of, starts_of
 from zeropipe.engine.step.ran import KINDS, Ran, as_ran
 

@@ -1,0 +1,170 @@
+"""What the actions of a step compute: a microbatch's way through a stage and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeropipe.engine import torch_private
+from zeropipe.engine.backward.splitters import Pass, Splitter
+from zeropipe.engine.comm.edges import Incoming, Message, Outgoing, Spec, answer_key, spec_of
+from zeropipe.engine.stages.contract import Microbatch
+from zeropipe.engine.step import spread
+from zeropipe.engine.step.cells import Cell, as_tuple, moved, plain
+from zeropipe.errors import EngineError
+
+Finish = Callable[[Any, Microbatch, int], Tensor | None]
+See = Callable[[Tensor], None]
+# What stages made of a kind of microbatch, by (training, stage, kind): so a receive of a gradient can be posted early.
+Made = dict[tuple[bool, int, int], Spec]
+
+
+class Passes:
+    """Forward and backward of cells, and what they take from and give to other ranks."""
+
+    def __init__(
+        self,
+        last: int,
+        splitter: Splitter,
+        *,
+        train: bool,
+        device: torch.device,
+        dynamic: bool,
+        made: Made,
+        present: dict[Any, tuple[bool, ...]],
+    ) -> None:
+        self._last, self._splitter, self._train = last, splitter, train
+        self._device, self._dynamic, self._made_of, self._present = device, dynamic, made, present
+
+    def begin(self, microbatches: Sequence[Microbatch], kinds: Sequence[int], finish: Finish, see: See | None) -> None:
+        """What a step works on."""
+        self._microbatches, self._kinds, self._finish, self._see = microbatches, kinds, finish, see
+
+    def end(self) -> None:
+        """A caller's data and outputs are the caller's alone again."""
+        del self._microbatches, self._finish, self._see
+
+    def key_of(self, message: Message) -> tuple[bool, int, int]:
+        """What the shapes of a message depend on."""
+        return (self._train, message.stage, self._kinds[message.microbatch])
+
+    def made(self, message: Message, cell: Cell) -> Spec | None:
+        """The shapes of a message that comes for a cell, if they are known before it does."""
+        if cell.spec is None and not self._dynamic:
+            return self._made_of.get(self.key_of(message))
+        return cell.spec
+
+    def take_forward(self, cell: Cell, incoming: Incoming, place: int) -> None:
+        """The inputs of a cell, from another rank."""
+        spec, tensors = incoming.take(place)
+        inputs = [
+            spread.made_again(tensor, part.words, cell.module, cell.stage) if part.words else tensor
+            for part, tensor in zip(spec, tensors)
+        ]
+        cell.inputs = [tensor.requires_grad_(part.needs_grad) for part, tensor in zip(spec, inputs)]
+
+    def take_backward(self, cell: Cell, incoming: Incoming, place: int) -> None:
+        """The gradients of a cell's outputs, from another rank."""
+        spec, tensors = incoming.take(place)
+        there = iter(tensors)
+        gradients = [next(there) if part.needs_grad else None for part in spec]
+        cell.gradients = [
+            spread.gradient_again(piece, part.words, cell.module, cell.stage)
+            if part.words and piece is not None
+            else piece
+            for part, piece in zip(spec, gradients)
+        ]
+
+    def forward(self, cell: Cell) -> None:
+        """F: what it made is kept where the next one takes it."""
+        microbatch = self._microbatches[cell.microbatch]
+        args, kwargs = cell.pick(microbatch)
+        if self._see is not None:
+            for tensor in torch_private.tensors_in((args, kwargs)):
+                if tensor.requires_grad:
+                    self._see(tensor)
+        if self._device.type != "cpu":
+            args, kwargs = moved(args, self._device), moved(kwargs, self._device)
+        output = cell.module(*cell.inputs, *args, **kwargs)
+        if not self._train:
+            cell.inputs = ()
+        if cell.stage == self._last:
+            if self._device.type != "cpu":
+                microbatch = moved(dict(microbatch), self._device)
+            cell.root = self._finish(output, microbatch, cell.microbatch)
+            return
+        name = f"{cell.stage}F{cell.microbatch}"
+        outputs = as_tuple(output, name)
+        if not self._train:  # nothing comes back
+            outputs = tuple(tensor.detach() for tensor in outputs)
+        data = [plain(tensor, name) for tensor in outputs]
+        needs_grad = [tensor.requires_grad for tensor in outputs]
+        cell.spec = spec_of(data, needs_grad, [spread.words_of(tensor, name) for tensor in outputs])
+        self._made_of[self._train, cell.stage, self._kinds[cell.microbatch]] = cell.spec
+        # from here on only the way back is kept: the data goes when it has been sent or used
+        cell.edges = [torch_private.gradient_edge(tensor) for tensor in outputs if tensor.requires_grad]
+        if self._splitter.keeps_outputs:
+            cell.kept = [tensor for tensor in outputs if tensor.requires_grad]
+        if cell.after is not None:
+            handed = [tensor.detach() if spread.is_spread(tensor) else piece for tensor, piece in zip(outputs, data)]
+            cell.after.inputs = [tensor.requires_grad_(needs) for tensor, needs in zip(handed, needs_grad)]
+        else:
+            # contiguous here, where the step is joined with all streams: a send allocates nothing on the device
+            cell.output = [tensor.contiguous() for tensor in data]
+
+    def backward(self, cell: Cell, run: Callable[[Pass], None]) -> None:
+        """B or I, as the splitter's `run` does it."""
+        ways = [way for way in zip(cell.kept or cell.edges, cell.gradients) if way[1] is not None]
+        roots: Sequence[Any] = [root for root, _ in ways]
+        gradients: Sequence[Tensor] | None = [gradient for _, gradient in ways]
+        if cell.root is not None:
+            roots, gradients = ([cell.root] if cell.root.requires_grad else []), None
+        inputs = [x for x in cell.inputs if x.requires_grad]
+        run(Pass(cell.stage, cell.microbatch, cell.module, roots, gradients, inputs))
+        self._hand_back(cell)
+
+    def _hand_back(self, cell: Cell) -> None:
+        """Give the gradients of the inputs to the stage before; the rest of the cell is done with."""
+        gradients = [x.grad for x in cell.inputs if x.requires_grad]
+        if cell.before is None and cell.stage > 0:
+            cell.asked = tuple(x.requires_grad for x in cell.inputs)
+            gradients = self._as_before(cell, gradients)
+            asking = (x for x in cell.inputs if x.requires_grad)
+            gradients = [None if g is None else spread.piece_of_gradient(g, x) for g, x in zip(gradients, asking)]
+        cell.inputs, cell.edges, cell.gradients, cell.kept, cell.root = (), (), (), (), None
+        if cell.before is not None:
+            cell.before.gradients = gradients
+        elif cell.stage > 0:
+            cell.returned = [None if gradient is None else gradient.contiguous() for gradient in gradients]
+
+    def _as_before(self, cell: Cell, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """The other end expects the gradients that were there the first time: zeros for one that is missing now."""
+        there = tuple(gradient is not None for gradient in gradients)
+        before = there if self._dynamic else self._present.setdefault((cell.stage, cell.asked), there)
+        if there == before:
+            return gradients
+        if any(now and not then for now, then in zip(there, before)):
+            raise EngineError(
+                f"stage {cell.stage} made a gradient for an input that had none before: pass shapes='dynamic' for "
+                "stages that do not use all of their inputs every time"
+            )
+        inputs = [x for x in cell.inputs if x.requires_grad]
+        return [
+            torch.zeros_like(x) if then and gradient is None else gradient
+            for x, gradient, then in zip(inputs, gradients, before)
+        ]
+
+    def send_forward(self, cell: Cell, outgoing: Outgoing) -> None:
+        """The outputs of a cell, to another rank."""
+        output, cell.output = cell.output, ()
+        assert cell.spec is not None
+        key = (self._train, cell.stage + 1, self._kinds[cell.microbatch])
+        outgoing.send_forward(output, cell.spec, key, f"{cell.stage}F{cell.microbatch}")
+
+    def send_backward(self, cell: Cell, outgoing: Outgoing) -> None:
+        """The gradients of a cell's inputs, to another rank."""
+        returned, cell.returned = cell.returned, ()
+        outgoing.send_backward(returned, answer_key(cell.stage - 1, cell.asked))
