@@ -80,19 +80,23 @@ def by_few(task: Task, way: Way, limits: list[Limits], best: float, cap: float, 
     Each set of ranks gets a share of the effort, and once all have had it a larger one.
     """
     asked = _Asked(task, way, limits, stop)
+    begins = way.head[task.first_stages] * (not task.span)
+    alone = [float(known.takes[-1]) + begin for known, begin in zip(limits, begins)]
     share, kept = SHARE, KEPT
     while best < cap and effort > 0 and not stop[0]:
         before = effort
         chosen: tuple[int, ...] = ()
         while len(chosen) < task.num_ranks:
-            values = {}
+            promise = {}  # the value, and of equal ones how much there was to look at
             for rank in sorted(set(range(task.num_ranks)) - set(chosen)):
-                few = tuple(sorted({*chosen, rank}))
-                best, effort = asked.ask(few, kept, best, cap, min(share, effort), effort)
-                values[few] = asked.values[few]
+                few, had = tuple(sorted({*chosen, rank})), effort
+                best, effort = asked.ask(few, kept, best, cap, share, effort)
+                asked.looked[few] = max(asked.looked.get(few, 0), had - effort)
+                value = max(asked.values[few], alone[rank] if few == (rank,) else 0.0)
+                promise[few] = round(value / best, 6), asked.looked[few]
                 if best >= cap or effort <= 0:
                     return best
-            chosen = max(values, key=lambda few: values[few])
+            chosen = max(promise, key=lambda few: promise[few])
             if chosen not in asked.known:  # more of them would not be known either
                 break
         if effort == before:
@@ -107,13 +111,14 @@ class _Asked:
     def __init__(self, task: Task, way: Way, limits: list[Limits], stop: Array) -> None:
         self._task, self._way, self._limits, self._stop = task, way, limits, stop
         self.values: dict[tuple[int, ...], float] = {}  # the most that each set is known to give
+        self.looked: dict[tuple[int, ...], int] = {}  # how many states that took
         self.known: set[tuple[int, ...]] = set()  # those that were followed to their end
         self._done: set[tuple[int, ...]] = set()  # those that give no more with more effort
 
     def ask(
         self, ranks: tuple[int, ...], kept: int, best: float, cap: float, share: int, effort: int
     ) -> tuple[float, int]:
-        """The best bound with these ranks, and the effort that is left."""
+        """The best bound with these ranks, each time that is asked for by a share of the effort; and what is left."""
         if ranks in self._done:
             return best, effort
         task, few = self._task, _few(self._task, self._way, self._limits, ranks)
@@ -130,10 +135,10 @@ class _Asked:
             self.known.add(ranks)
             return best, effort
         step, value = FIRST, 0.0
-        while share > 0 and best < cap and not self._stop[0]:
-            wish = min(cap, best * (1 + step))
-            found = compiled(order)(few, wish + blocked + slack, near, kept, share, place) - blocked - slack
-            share, effort = share - int(place.looked[0]), effort - int(place.looked[0])
+        while effort > 0 and best < cap and not self._stop[0]:
+            wish, most = min(cap, best * (1 + step)), min(share, effort)
+            found = compiled(order)(few, wish + blocked + slack, near, kept, most, place) - blocked - slack
+            effort -= int(place.looked[0])
             value = max(value, min(float(found), cap))
             best = max(best, value)
             if found < wish * (1 - 1e-12):
@@ -141,6 +146,9 @@ class _Asked:
                     self.known.add(ranks)
                     if not place.merged[0]:
                         self._done.add(ranks)
+                elif step > FIRST:  # that was too much at once
+                    step = FIRST
+                    continue
                 break
             step *= GROWTH
         self.values[ranks] = max(self.values.get(ranks, 0.0), value)

@@ -113,7 +113,7 @@ def can_begin(few: Few, counts: Ints, state: Floats, ready: Floats) -> float:
         begin = max(few.begins[number], free) if x == 0 else max(state[number - counts[num_passes - 1]], free)
         if x < num_passes // 2:
             begin = max(begin, free + w_first(few, x, counts, owed))
-            if begin >= FAR:
+            if begin >= FAR or (not few.alone[rank] and stuck(few, x, counts)):
                 continue
             if few.alone[rank]:
                 until = min(until, begin + few.lasts[x])
@@ -143,6 +143,31 @@ def w_first(few: Few, x: int, counts: Ints, owed: float) -> float:
     pieces = int(over / few.piece_keeps[rank] + 1 - TINY)
     missing: float = max(pieces * few.piece_lasts[rank], over * few.per_room[rank]) - (behind - owed)
     return max(0.0, missing)
+
+
+def stuck(few: Few, x: int, counts: Ints) -> bool:
+    """Whether an F would take the room that an older microbatch needs for its later stages: all would wait forever.
+
+    No I of a rank runs before the oldest microbatch has all its F there behind it, and what younger ones hold stays.
+    """
+    rank, half, last = few.rank[x], len(few.rank) // 2, len(few.rank) - 1
+    level, oldest = few.takes[x], counts[x]
+    for f in range(half):
+        if few.rank[f] == rank:
+            level += (counts[f] - counts[last - f]) * few.takes[f]
+            oldest = min(oldest, counts[last - f])
+    for number in range(oldest, counts[x] + 1):
+        holds, misses = 0.0, 0.0
+        for f in range(half):
+            if few.rank[f] == rank:
+                if number < counts[f] or (f == x and number == counts[x]):
+                    holds += few.takes[f] if number >= counts[last - f] else 0.0
+                else:
+                    misses += few.takes[f]
+        if level + misses > few.room[rank]:
+            return True
+        level -= holds
+    return False
 
 
 def run(few: Few, x: int, begin: float, counts: Ints, state: Floats, place: Place) -> None:
