@@ -107,7 +107,7 @@ def test_what_two_stages_per_rank_ask_of_little_memory_is_seen():
 def test_no_bound_is_above_what_dispatching_finds():
     """Sizes that are too large for the solver."""
     random = Random(5)
-    for _ in range(12):
+    for _ in range(8):
         p, m = random.choice((4, 6, 8)), random.choice((9, 16, 24))
         f, i, w = (random.choice((0.7, 1, 1.3, 2)) for _ in range(3))
         costs = zp.Costs(
