@@ -67,7 +67,7 @@ ONE_COPY = [name for name in zp.names() if zp.build(name, ranks=4, microbatches=
 
 
 @pytest.mark.parametrize("name", ONE_COPY)
-@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (3, 7), (4, 8), (4, 11)])
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (3, 7), (4, 11)])
 def test_torchs_runtime_takes_our_csv(name, ranks, microbatches, tmp_path):
     schedule = zp.build(name, ranks=ranks, microbatches=microbatches)
     for text, form in ((zp.to_csv(schedule), "compute_only"), (zp.to_csv(zp.lower(schedule)), "compute_comms")):
