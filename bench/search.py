@@ -243,6 +243,16 @@ def allows_zero_bubble(options: dict) -> bool:
     return True
 
 
+def vee() -> Iterator[Case]:
+    """Two stages per rank on a V, below the memory of 1F1B: the gap counts, as in the grid."""
+    for (p, m), uneven, part in product(((4, 16), (8, 32), (8, 64)), (False, True), (1 / 2, 2 / 3, 3 / 4)):
+        slow = [1.1 if stage == 0 else 1.5 if stage == 2 * p - 1 else 1 for stage in range(2 * p)]
+        costs = zp.Costs(f=slow if uneven else 1, i=1.2, w=0.7, p2p=0.05, memory_limit=2 * p * part)
+        options = {"ranks": p, "microbatches": m, "stages_per_rank": 2, "placement": zp.vee, "costs": costs}
+        name = f"V {p} x {m}{', uneven' if uneven else ''}, {part:.3g} p"
+        yield Case(name, m * (6.4 if uneven else 5.8), plain, [options], digits=1)
+
+
 TABLES: dict[str, Callable[[], Iterator[Case]]] = {
     "zb-1p": lambda: zero_bubble({"1F1B": (0, float), "ZB-H1": (1, float), "ZB-1p": (3, float)}),
     "zb-2p": lambda: zero_bubble({"ZB-H2": (2, lambda p: 2.0 * p - 1), "ZB-2p": (4, lambda p: 2.0 * p)}),
@@ -254,8 +264,9 @@ TABLES: dict[str, Callable[[], Iterator[Case]]] = {
     "sizes": sizes,
     "grid": grid,
     "random": by_chance,
+    "vee": vee,
 }
-UNPUBLISHED = ("proofs", "sizes", "grid", "random")
+UNPUBLISHED = ("proofs", "sizes", "grid", "random", "vee")
 
 
 def main() -> None:

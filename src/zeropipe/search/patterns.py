@@ -15,7 +15,7 @@ from zeropipe.search.rings import anneal
 STEPS = 12_000  # of annealing: 20 ms at 8 ranks with two stages each
 HEAT = 0.01  # of the memory of a rank: what a step may lose at the begin
 TRIES, MORE = 2, 3  # for each period, and where one of these finds something
-LONGER = (0.0, 0.01, 0.02, 0.035, 0.055, 0.08, 0.11, 0.15)  # than the shortest period that may be possible
+LONGER = (0.0, 0.01, 0.02, 0.035)  # than the shortest period that may be possible
 PERIODS = 2  # at which something is found; then longer ones are not tried
 BREAKS = 2  # parts into which the idle time of a ring is cut
 LEAST, MOST = 1e-300, 1e300  # memory: neither none at all nor without limit, so that parts of it can be told
