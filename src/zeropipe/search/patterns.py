@@ -13,6 +13,7 @@ from zeropipe.search.model import Array, Task, alone
 from zeropipe.search.rings import anneal
 
 STEPS = 12_000  # of annealing: 20 ms at 8 ranks with two stages each
+EFFORT = 6_000_000  # fewer steps where steps x stages x stages per rank would be more: then each of them takes longer
 HEAT = 0.01  # of the memory of a rank: what a step may lose at the begin
 TRIES, MORE = 2, 3  # for each period, and where one of these finds something
 LONGER = (0.0, 0.01, 0.02, 0.035)  # than the shortest period that may be possible
@@ -68,6 +69,7 @@ def find(task: Task, period: float, number: int, steps: int = STEPS) -> list[Pat
     cycle, ring, turn = _cycle(task, period)
     at, kept, found = np.zeros(3 * num_stages), np.zeros(3 * num_stages), np.zeros((2, 3 * num_stages))
     spot, state = np.zeros(len(cycle.lasts)), np.array([number * 7919 + 13], np.int64)
+    steps = min(steps, EFFORT // (num_stages * task.problem.stages_per_rank))
     fits = compiled(anneal)(cycle, steps, HEAT, state, ring, turn, spot, at, kept, turn.copy(), found)
     return [Pattern(period, times[: 2 * num_stages]) for times in found] if fits else []
 
