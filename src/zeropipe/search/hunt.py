@@ -23,7 +23,8 @@ from zeropipe.sim.fill import fill_gaps
 from zeropipe.sim.simulate import simulate
 
 POOL = 8  # starts that are kept for the local search
-PATTERNS = 4  # of them may be patterns
+PATTERNS = 4  # of them may be patterns ...
+CLOSE = 1.02  # ... that are at most so much worse than the best of the others
 FIRST = 0.6  # of the time that is left goes to the limit itself, the half of the rest to smaller ones, and so on
 LAST = 0.15  # of all the time: so little that is left is not cut any more
 PROOF = 0.6  # of the time that is left behind that goes to better bounds
@@ -206,7 +207,10 @@ class Hunt:
         starts = best_of([*ruled, *(judge.plays(rows) for rows in self._rows[leg.at])], POOL)
         if not starts or starts[0].value <= leg.bound * ENOUGH:
             return starts
-        patterns = best_of(repeating(leg.task, starts[0].value, stopped), PATTERNS)
+        near = CLOSE * starts[0].value
+        patterns = best_of(
+            (start for start in repeating(leg.task, starts[0].value, stopped) if start.value <= near), PATTERNS
+        )
         return best_of([*starts[: POOL - len(patterns)], *patterns], POOL)
 
     def _prove(self, leg: _Leg, until: float) -> None:
