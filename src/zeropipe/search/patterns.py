@@ -12,8 +12,8 @@ from zeropipe.search.judge import Judge, Start
 from zeropipe.search.model import Array, Task, alone
 from zeropipe.search.rings import anneal
 
-STEPS = 12_000  # of annealing: 20 ms at 8 ranks with two stages each
-EFFORT = 6_000_000  # fewer steps where steps x stages x stages per rank would be more: then each of them takes longer
+STEPS, EACH = 12_000, 750  # of annealing: at least, and for each stage; 20 ms at 8 ranks with two stages each
+EFFORT = 8_000_000  # fewer steps where steps x stages x stages per rank would be more: then each of them takes longer
 HEAT = 0.01  # of the memory of a rank: what a step may lose at the begin
 TRIES, MORE = 2, 3  # for each period, and where one of these finds something
 LONGER = (0.0, 0.01, 0.02, 0.035)  # than the shortest period that may be possible
@@ -63,13 +63,14 @@ def shortest_period(task: Task) -> float:
     return float(max(np.bincount(home, lasts).max(), (held / _limit(task)).max()))
 
 
-def find(task: Task, period: float, number: int, steps: int = STEPS) -> list[Pattern]:
+def find(task: Task, period: float, number: int, steps: int | None = None) -> list[Pattern]:
     """Patterns that fit into memory, if some were found; another number looks elsewhere."""
     num_stages = task.num_stages
     cycle, ring, turn = _cycle(task, period)
     at, kept, found = np.zeros(3 * num_stages), np.zeros(3 * num_stages), np.zeros((2, 3 * num_stages))
     spot, state = np.zeros(len(cycle.lasts)), np.array([number * 7919 + 13], np.int64)
-    steps = min(steps, EFFORT // (num_stages * task.problem.stages_per_rank))
+    if steps is None:
+        steps = min(max(STEPS, EACH * num_stages), EFFORT // (num_stages * task.problem.stages_per_rank))
     fits = compiled(anneal)(cycle, steps, HEAT, state, ring, turn, spot, at, kept, turn.copy(), found)
     return [Pattern(period, times[: 2 * num_stages]) for times in found] if fits else []
 
