@@ -8,12 +8,12 @@ import pytest
 
 import zeropipe as zp
 from zeropipe.core.placement import Problem
-from zeropipe.search.bounds import THOROUGH, lower_bound
+from zeropipe.search.bound.bound import THOROUGH, lower_bound
 from zeropipe.search.cpsat import prove
 from zeropipe.search.judge import Judge
 from zeropipe.search.model import Task
-from zeropipe.search.rules import dispatched
-from zeropipe.search.starts import one_by_one
+from zeropipe.search.starts.rules import dispatched
+from zeropipe.search.starts.starts import one_by_one
 
 
 def tight_task(random: Random) -> Task:

@@ -12,14 +12,14 @@ from zeropipe.core.jit import compiled
 from zeropipe.core.placement import Problem
 from zeropipe.errors import ConfigError, ZeropipeError
 from zeropipe.schedules.registry import build_entry, entries
-from zeropipe.search.bounds import lower_bound
+from zeropipe.search.bound.bound import lower_bound
 from zeropipe.search.cpsat import prove
 from zeropipe.search.judge import Judge
 from zeropipe.search.kernels import FAR, play
 from zeropipe.search.model import Task, starts_of
-from zeropipe.search.rules import dispatched
-from zeropipe.search.starts import one_by_one, passes_of
-from zeropipe.search.stretch import stretched
+from zeropipe.search.starts.rules import dispatched
+from zeropipe.search.starts.starts import one_by_one, passes_of
+from zeropipe.search.starts.stretch import stretched
 from zeropipe.search.walks import decide
 
 PLACEMENTS = [(1, zp.linear), (2, zp.vee), (2, zp.loop), (3, zp.vee)]

@@ -10,7 +10,7 @@ import zeropipe as zp
 from zeropipe.core.placement import Problem
 from zeropipe.search.judge import Judge
 from zeropipe.search.model import Task
-from zeropipe.search.patterns import find, repeating, shortest_period
+from zeropipe.search.starts.patterns import find, repeating, shortest_period
 
 PLACEMENTS = [(1, zp.linear), (2, zp.vee), (2, zp.loop), (3, zp.loop), (3, zp.vee)]
 

@@ -12,7 +12,7 @@ from zeropipe.core.jit import compiled
 from zeropipe.search import kernels, walks
 from zeropipe.search.judge import Judge, Start, best_of
 from zeropipe.search.model import Array, Task
-from zeropipe.search.rules import anyhow, lengthened, most_alive, shortened
+from zeropipe.search.starts.rules import anyhow, lengthened, most_alive, shortened
 
 HEAT = 0.05  # of a mean F: what a walk may lose in a step at its begin
 NEAR = 3.0  # mean F: ranks that end so near to the last one count a little

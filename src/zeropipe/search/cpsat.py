@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from zeropipe.search.bounds import EXACT
+from zeropipe.search.bound.bound import EXACT
 from zeropipe.search.model import Array, Task
 
 FINEST = 1 << 40  # the solver counts in whole numbers: exact where they stay below this

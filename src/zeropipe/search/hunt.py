@@ -12,13 +12,13 @@ import numpy as np
 
 from zeropipe.core.timeline import Timeline
 from zeropipe.search import cpsat
-from zeropipe.search.bounds import THOROUGH, lower_bound
+from zeropipe.search.bound.bound import THOROUGH, lower_bound
 from zeropipe.search.climb import ENOUGH, Effort, climb
 from zeropipe.search.judge import Judge, Start, best_of
 from zeropipe.search.model import Array, Task, smaller_limits, starts_of
-from zeropipe.search.patterns import repeating
-from zeropipe.search.rules import dispatched
-from zeropipe.search.starts import named, one_by_one, passes_of
+from zeropipe.search.starts.patterns import repeating
+from zeropipe.search.starts.rules import dispatched
+from zeropipe.search.starts.starts import named, one_by_one, passes_of
 from zeropipe.sim.fill import fill_gaps
 from zeropipe.sim.simulate import simulate
 

@@ -10,7 +10,7 @@ from zeropipe.core.schedule import Schedule
 from zeropipe.errors import ZeropipeError
 from zeropipe.schedules.registry import build
 from zeropipe.search.balance.balance import balance_task, solved
-from zeropipe.search.bounds import lower_bound
+from zeropipe.search.bound.bound import lower_bound
 from zeropipe.search.hunt import gap_of
 from zeropipe.search.model import Task
 from zeropipe.search.plan.rows import Candidate, Row

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from zeropipe.core.jit import Floats, Ints
 
 if TYPE_CHECKING:
-    from zeropipe.search.laps import Path, Room
+    from zeropipe.search.bound.laps import Path, Room
 
 FAR = 1e300
 TOO_MANY = -1.0  # the answer where there are more states than room or effort for them

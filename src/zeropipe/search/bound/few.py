@@ -8,9 +8,9 @@ from typing import NamedTuple
 import numpy as np
 
 from zeropipe.core.jit import compiled
+from zeropipe.search.bound.ordering import dive, order
+from zeropipe.search.bound.way import Way
 from zeropipe.search.model import Array, Task
-from zeropipe.search.ordering import dive, order
-from zeropipe.search.way import Way
 
 NEAR = 1e-11  # of a microbatch's way, for all its passes together: so near is equal
 FIRST = 0.001  # above the best bound so far: whether anything ends before that is asked first

@@ -10,7 +10,7 @@ import numpy as np
 from zeropipe.core.jit import compiled
 from zeropipe.search.judge import Judge, Start
 from zeropipe.search.model import Array, Task, alone
-from zeropipe.search.rings import anneal
+from zeropipe.search.starts.rings import anneal
 
 STEPS, EACH = 12_000, 750  # of annealing: at least, and for each stage; 20 ms at 8 ranks with two stages each
 EFFORT = 8_000_000  # fewer steps where steps x stages x stages per rank would be more: then each of them takes longer

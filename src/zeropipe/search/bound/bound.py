@@ -20,10 +20,10 @@ from math import ceil
 
 import numpy as np
 
-from zeropipe.search.few import Limits, by_few
-from zeropipe.search.laps import in_turns, waits
+from zeropipe.search.bound.few import Limits, by_few
+from zeropipe.search.bound.laps import in_turns, waits
+from zeropipe.search.bound.way import Way, way_of
 from zeropipe.search.model import Array, Task
-from zeropipe.search.way import Way, way_of
 
 EXACT = 1e-12  # relative: sums of times are rounded
 QUICK, THOROUGH = 30_000, 400_000  # states that following microbatches round and round looks at, 1 to 2 us each

@@ -9,7 +9,7 @@ import numpy as np
 
 from zeropipe.search.judge import SHARES, Judge, Rule, Start
 from zeropipe.search.model import Array, Task, alone, with_microbatches
-from zeropipe.search.stretch import stretched
+from zeropipe.search.starts.stretch import stretched
 
 LARGE = 20_000  # passes; rules for larger problems are tried on fewer microbatches first
 

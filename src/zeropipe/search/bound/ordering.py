@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from zeropipe.core.jit import Floats, Ints
 
 if TYPE_CHECKING:
-    from zeropipe.search.few import Few, Place
+    from zeropipe.search.bound.few import Few, Place
 
 FAR = 1e300
 COMPARED = 8  # with so many others a state is compared in the time that it takes to look at one

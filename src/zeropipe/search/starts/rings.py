@@ -16,7 +16,7 @@ from zeropipe.search.kernels import FAR
 from zeropipe.search.walks import LOT, draw
 
 if TYPE_CHECKING:
-    from zeropipe.search.patterns import Cycle
+    from zeropipe.search.starts.patterns import Cycle
 
 NEAR = 1e-9  # of a period: so near is equal
 TURNS, MOVES = 5, 8  # of 10 steps: up to TURNS rings are turned, up to MOVES an action is moved, and else two swapped

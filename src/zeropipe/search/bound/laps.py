@@ -8,9 +8,9 @@ from typing import NamedTuple
 import numpy as np
 
 from zeropipe.core.jit import compiled
-from zeropipe.search.crossing import BITS, laps
+from zeropipe.search.bound.crossing import BITS, laps
+from zeropipe.search.bound.way import Way
 from zeropipe.search.model import Array, Task
-from zeropipe.search.way import Way
 
 NEAR = 1e-11  # of a microbatch's way, for all its actions together: so near is equal
 FEWEST = 2  # microbatches that are followed at first
