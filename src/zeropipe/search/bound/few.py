@@ -17,6 +17,7 @@ FIRST = 0.001  # above the best bound so far: whether anything ends before that 
 GROWTH = 2.0  # of that with each answer
 SHARE, KEPT = 1_000, 8  # of the effort for a set of ranks at first, and states that have come equally far
 MORE = 4  # of the effort with each round
+DIVE = 32  # looks at passes of one order count as one state
 CELLS = 4_000_000  # numbers in all states
 
 
@@ -129,6 +130,7 @@ class _Asked:
         near = NEAR * float(self._way.head[-1]) / len(few.rank)
         slack = near * len(few.rank) * task.num_microbatches
         value = compiled(dive)(few, place) - blocked - slack
+        effort -= len(few.rank) ** 2 * task.num_microbatches // DIVE
         if value <= best:  # more is not asked for
             self.values[ranks] = value
             self._done.add(ranks)
