@@ -43,13 +43,15 @@ from step import M_MMAP_THRESHOLD, pin
 import zeropipe as zp
 from zeropipe.core.probe import Probe, Profile, split_schedule, whole_schedule
 from zeropipe.engine import CausalLMLoss, Engine, hf_stages
-from zeropipe.engine.profile.measure import everyone, group_of_one, piece_steps, with_messages
-from zeropipe.engine.profile.pieces import open_pieces
+from zeropipe.engine.profile.measure import everyone, group_of_one, piece_steps, piece_tokens, with_messages
+from zeropipe.engine.profile.pieces import facts, open_pieces
 from zeropipe.engine.profile.spec import ProfileJob
+from zeropipe.engine.run.job import synthetic
 from zeropipe.engine.run.launch import LocalRanks
 from zeropipe.engine.run.spec import Job, built_in, counts_of
 from zeropipe.sim.fit import steps_of
-from zeropipe.sim.profiled import layer_costs, middle
+from zeropipe.sim.layer_costs import LayerCosts
+from zeropipe.sim.profiled import TIMES, layer_costs, middle
 from zeropipe.sim.reality import lost, stage_residuals
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -58,7 +60,6 @@ SIZES: dict[str, dict[str, Any]] = {
     "wide": {"model": "qwen3-0.6b", "num_layers": 8, "vocabulary": 2048, "sequence": 32},
 }
 M_TRIM_THRESHOLD = -1
-TIMES = ("f", "i", "w", "b", "overlap")
 
 
 @dataclass(frozen=True)
@@ -95,10 +96,11 @@ def main() -> None:
                 zp.build(name, ranks=args.ranks, microbatches=args.microbatches) for name in args.schedules.split(",")
             ]
             turns = ranks.run(take_turns, size, schedules, args.rounds, timeout=1800)[0]
+            layers = layer_costs(turns.profile)
             for schedule, timelines in zip(schedules, turns.timelines):
-                rows.append(
-                    row := {"size": size, "schedule": schedule.name} | compared(schedule, timelines, turns, size)
-                )
+                counts = counts_of(Job(**SIZES[size]), schedule)
+                found = compared(schedule, timelines, layers, counts, turns.paces)
+                rows.append(row := {"size": size, "schedule": schedule.name} | found)
                 by_kind = ", ".join(f"{kind} {100 * error:+.1f}%" for kind, error in row["kind_errors"].items())
                 print(
                     f"{size:6} {schedule.name:12} {1e3 * row['measured']:12.1f} {100 * row['spread']:6.1f}% "
@@ -140,8 +142,10 @@ def take_turns(size: str, schedules: Sequence[zp.Schedule], rounds: int) -> Turn
     job, device, alone = Job(**SIZES[size]), torch.device("cpu"), group_of_one()
     asked = ProfileJob(size, built_in(job), sequence=job.sequence, steps=rounds)
     setting, pieces = asked.settings[0], open_pieces(asked.source, torch.float32, asked.seed)
-    known, split = piece_steps(asked, pieces, setting, device, alone, split_schedule)
-    _, whole = piece_steps(asked, pieces, setting, device, alone, whole_schedule)
+    microbatch, stages = piece_tokens(asked, pieces, setting, device), pieces.build(device)
+    known = facts(pieces, stages, microbatch)
+    split = piece_steps(asked, stages, microbatch, setting, device, alone, split_schedule)
+    whole = piece_steps(asked, pieces.build(device), microbatch, setting, device, alone, whole_schedule)
     runs = [_training(schedule, job, AutoConfig.for_model(**built_in(job))) for schedule in schedules]
     for run in runs:
         next(run)  # warm up
@@ -171,11 +175,7 @@ def usual_time(timelines: Sequence[zp.Timeline]) -> float:
 
 def _training(schedule: zp.Schedule, job: Job, config: Any) -> Iterator[zp.Timeline]:
     """A recorded step each time it is asked."""
-    generator = torch.Generator().manual_seed(job.seed)
-    tokens = torch.randint(
-        0, config.vocab_size, (schedule.num_microbatches, job.batch, job.sequence), generator=generator
-    )
-    microbatches = [{"input_ids": each, "labels": each} for each in tokens]
+    microbatches = synthetic(job, schedule.num_microbatches, 0, torch.device("cpu"))
     stages = hf_stages(config, schedule, dist.get_rank(), seed=job.seed)
     with Engine(schedule, stages, record=True) as engine:
         optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-3)
@@ -187,30 +187,32 @@ def _training(schedule: zp.Schedule, job: Job, config: Any) -> Iterator[zp.Timel
             yield engine.timeline()
 
 
-def compared(schedule: zp.Schedule, timelines: Sequence[zp.Timeline], turns: Turns, size: str) -> dict[str, Any]:
+def compared(
+    schedule: zp.Schedule, timelines: Sequence[zp.Timeline], layers: LayerCosts, counts: Sequence[int],
+    paces: Sequence[Sequence[float]],
+) -> dict[str, Any]:  # fmt: skip
     """What was measured beside its prediction."""
-    layers, counts = layer_costs(turns.profile), counts_of(Job(**SIZES[size]), schedule)
     costs = layers.costs(counts, placement=schedule.placement)
     steady = zp.simulate(schedule, costs)
-    paced = statistics.median(zp.simulate(schedule, _at(costs, pace, schedule)).makespan for pace in turns.paces)
+    paced = statistics.median(zp.simulate(schedule, _at(costs, pace, schedule)).makespan for pace in paces)
     activations = zp.simulate(schedule, replace(layers.costs(counts), weights=0.0))
     makespans = sorted(timeline.makespan for timeline in timelines)
-    middle, quarter = statistics.median(makespans), len(makespans) // 4
+    measured, quarter = statistics.median(makespans), len(makespans) // 4
     gone = [lost(timeline) for timeline in timelines]
     between = [[one.overhead for one in each] for each in gone]
     busy = statistics.fmean(sum(timeline.busy) + sum(gaps) for timeline, gaps in zip(timelines, between))
     real, predicted = max(timelines[0].peak_memory), max(activations.peak_memory)
     return {
-        "measured": middle,
-        "spread": (makespans[-1 - quarter] - makespans[quarter]) / 2 / middle,
+        "measured": measured,
+        "spread": (makespans[-1 - quarter] - makespans[quarter]) / 2 / measured,
         "predicted": steady.makespan,
-        "error": steady.makespan / middle - 1,
-        "paced_error": paced / middle - 1,
+        "error": steady.makespan / measured - 1,
+        "paced_error": paced / measured - 1,
         "memory_error": predicted / real - 1 if real else 0.0,
         "busy_error": sum(steady.busy) / busy - 1,
         "kind_errors": kind_errors(timelines, steady),
-        "between": statistics.fmean(map(statistics.fmean, between)) / middle,
-        "jitter": statistics.fmean(statistics.fmean(one.jitter for one in each) for each in gone) / middle,
+        "between": statistics.fmean(map(statistics.fmean, between)) / measured,
+        "jitter": statistics.fmean(statistics.fmean(one.jitter for one in each) for each in gone) / measured,
     }
 
 

@@ -6,7 +6,7 @@ measured here, by the engine, becomes costs of layers in `zeropipe.sim.profiled`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from zeropipe.core.action import Action, Kind, Overlap, Step
@@ -72,12 +72,8 @@ def split_schedule(num_stages: int, num_microbatches: int, ahead: int = 0) -> Sc
     The I of a microbatch comes after the F of the next `ahead` ones, and its W half as many microbatches later: what
     they read has left the caches of a CPU by then, as in a pipeline.
     """
-    row: list[Step] = []
     stages = range(num_stages)
-    for turn in range(num_microbatches + ahead + ahead // 2):
-        for kind, behind in ((Kind.F, 0), (Kind.I, ahead), (Kind.W, ahead + ahead // 2)):
-            if 0 <= turn - behind < num_microbatches:
-                row += _through(stages, kind, turn - behind)
+    row = _behind_each_other(stages, num_microbatches, {Kind.F: 0, Kind.I: ahead, Kind.W: ahead + ahead // 2})
     first, last = num_microbatches, num_microbatches + max(1, ahead)
     for microbatch in range(first, last):
         row += _through(stages, Kind.F, microbatch)
@@ -93,12 +89,19 @@ def split_schedule(num_stages: int, num_microbatches: int, ahead: int = 0) -> Sc
 
 def whole_schedule(num_stages: int, num_microbatches: int, ahead: int = 0) -> Schedule:
     """The same with B, without pairs."""
-    row: list[Step] = []
-    for turn in range(num_microbatches + ahead):
-        for kind, behind in ((Kind.F, 0), (Kind.B, ahead)):
-            if 0 <= turn - behind < num_microbatches:
-                row += _through(range(num_stages), kind, turn - behind)
+    row = _behind_each_other(range(num_stages), num_microbatches, {Kind.F: 0, Kind.B: ahead})
     return _on_one_rank(num_stages, num_microbatches, row, "whole")
+
+
+def _behind_each_other(stages: Sequence[int], num_microbatches: int, behind: Mapping[Kind, int]) -> list[Step]:
+    """Every kind of action of every microbatch: in each turn a microbatch of each kind, so many behind the newest."""
+    return [
+        action
+        for turn in range(num_microbatches + max(behind.values()))
+        for kind, late in behind.items()
+        if 0 <= turn - late < num_microbatches
+        for action in _through(stages, kind, turn - late)
+    ]
 
 
 def _through(stages: Sequence[int], kind: Kind, microbatch: int) -> list[Step]:

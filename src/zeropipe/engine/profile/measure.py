@@ -7,8 +7,7 @@ import os
 import platform
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,13 +33,14 @@ from zeropipe.engine.profile.spec import ProfileJob, Setting
 from zeropipe.engine.run.job import DTYPES, backend_of, device_of
 from zeropipe.engine.run.meeting import join_torchrun, ranks_here
 from zeropipe.engine.run.spec import Job
+from zeropipe.engine.stages.hf import HFStage
 from zeropipe.engine.step.clock import machine_name
 from zeropipe.engine.step.losses import CausalLMLoss
 
 WARM_UP = 2  # steps: the first ones compile, and find memory
-# microbatches under way beside the one that is measured: what they hold pushes its tensors out of a CPU's caches, and
-# would only fill a GPU's memory
-AHEAD = defaultdict(int, cpu=4)
+# microbatches under way beside the one that is measured, on a CPU: what they hold pushes its tensors out of the caches;
+# it would only fill a GPU's memory
+AHEAD = 4
 PINGS = 8
 WORK = 0.002  # seconds that a rank works longer than its neighbour: more than a message needs
 
@@ -85,24 +85,26 @@ def profile_under_torchrun(job: ProfileJob) -> Profile | None:
 
 
 def _probe(job: ProfileJob, pieces: Pieces, setting: Setting, device: torch.device, alone: Any) -> Probe:
+    microbatch = piece_tokens(job, pieces, setting, device)
     known: tuple[Piece, ...] = ()
     found: dict[str, tuple[Timeline, ...]] = {}
     for name, make in (("split", split_schedule), ("whole", whole_schedule)):
-        known, steps = piece_steps(job, pieces, setting, device, alone, make)
+        stages = pieces.build(device)
+        known = known or facts(pieces, stages, microbatch)
+        steps = piece_steps(job, stages, microbatch, setting, device, alone, make)
         found[name] = tuple(timeline for own in everyone(list(steps)) for timeline in own)
-        del steps
+        del stages, steps
         gc.collect()
     return Probe(known, found["split"], found["whole"], setting.ac, setting.microbatch_size, setting.compile)
 
 
 def piece_steps(
-    job: ProfileJob, pieces: Pieces, setting: Setting, device: torch.device, alone: Any,
-    make: Callable[[int, int, int], Schedule],
-) -> tuple[tuple[Piece, ...], Iterator[Timeline]]:  # fmt: skip
-    """What is known of the pieces, and recorded steps of a schedule of them. The group `alone` has this rank only."""
-    microbatch, stages = _tokens(job, pieces, setting.microbatch_size, device), pieces.build(device)
-    schedule = make(len(stages), job.microbatches, AHEAD[device.type])
-    return facts(pieces, stages, microbatch), _steps(
+    job: ProfileJob, stages: Mapping[int, HFStage], microbatch: Mapping[str, Tensor], setting: Setting,
+    device: torch.device, alone: Any, make: Callable[[int, int, int], Schedule],
+) -> Iterator[Timeline]:  # fmt: skip
+    """Recorded steps of a schedule of the pieces. The group `alone` has this rank only."""
+    schedule = make(len(stages), job.microbatches, AHEAD if device.type == "cpu" else 0)
+    return _steps(
         schedule, stages, [microbatch] * schedule.num_microbatches, CausalLMLoss(), job.steps, group=alone,
         device=device, compile=setting.compile, ac=setting.ac,
     )  # fmt: skip
@@ -120,10 +122,11 @@ def _steps(
                 yield engine.timeline()
 
 
-def _tokens(job: ProfileJob, pieces: Pieces, size: int, device: torch.device) -> dict[str, Tensor]:
+def piece_tokens(job: ProfileJob, pieces: Pieces, setting: Setting, device: torch.device) -> dict[str, Tensor]:
+    """A microbatch."""
     generator = torch.Generator().manual_seed(job.seed)
     vocabulary = pieces.model.config.get_text_config().vocab_size
-    tokens = torch.randint(0, vocabulary, (size, job.sequence), generator=generator).to(device)
+    tokens = torch.randint(0, vocabulary, (setting.microbatch_size, job.sequence), generator=generator).to(device)
     return {"input_ids": tokens, "labels": tokens}
 
 

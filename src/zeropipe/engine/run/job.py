@@ -49,7 +49,7 @@ def run_job(schedule: Schedule, job: Job) -> Outcome:
         print(f"{schedule.name}: {name}, loss {loss:.4f}, {seconds:.3f} s", file=sys.stderr, flush=True)
 
     def tokens(step: int, pipeline: int) -> list[dict[str, torch.Tensor]]:
-        return _tokens(job, schedule.num_microbatches, step * num_pipelines_of(job) + pipeline, device)
+        return synthetic(job, schedule.num_microbatches, step * num_pipelines_of(job) + pipeline, device)
 
     stages = hf_stages(
         _model(job), schedule, rank, layers=job.layers, dtype=DTYPES[job.dtype], device=device, seed=job.seed
@@ -126,7 +126,7 @@ def _model(job: Job) -> Any:
     return AutoConfig.for_model(**built_in(job))
 
 
-def _tokens(job: Job, num_microbatches: int, step: int, device: torch.device) -> list[dict[str, torch.Tensor]]:
+def synthetic(job: Job, num_microbatches: int, step: int, device: torch.device) -> list[dict[str, torch.Tensor]]:
     """The same synthetic microbatches on every rank of a pipeline."""
     generator = torch.Generator().manual_seed(job.seed + step)
     vocabulary = vocabulary_of(job)

@@ -22,7 +22,7 @@ import numpy as np
 
 from zeropipe.search.bound.few import Limits, by_few
 from zeropipe.search.bound.laps import in_turns, waits
-from zeropipe.search.bound.way import Way, way_of
+from zeropipe.search.bound.way import Way, blocked_after, way_of
 from zeropipe.search.model import Array, Task
 
 EXACT = 1e-12  # relative: sums of times are rounded
@@ -78,7 +78,7 @@ def _limits(task: Task, way: Way, rank: int) -> Limits:
 
 def _turns_bound(task: Task, way: Way, best: float, effort: int, cap: float, stop: Array) -> float:
     """By microbatches that take turns in the memory of a rank and have to pass each other on their way."""
-    found, blocked = 0.0, _blocked(task)
+    found, blocked = 0.0, blocked_after(task)
     m, anything = task.num_microbatches, np.inf  # memory of the ranks behind is not followed
     drain = np.array([_drain(task, way, rank, m, anything, whole=False) for rank in range(task.num_ranks)])
     least = {}
@@ -115,12 +115,7 @@ def _rank_bound(task: Task, way: Way, rank: int) -> float:
         return 0.0
     begins = 0.0 if task.span else float(way.head[task.first_stages[rank]])
     # behind the last action of a rank its message is not counted
-    return max(_ways(task, way, rank, task.num_microbatches)) + begins - _blocked(task)
-
-
-def _blocked(task: Task) -> float:
-    """How much of a blocked sender's work may come after the end."""
-    return float(task.model.lag.max()) if task.model.blocks else 0.0
+    return max(_ways(task, way, rank, task.num_microbatches)) + begins - blocked_after(task)
 
 
 def _ways(task: Task, way: Way, rank: int, m: int, first: bool = True) -> list[float]:

@@ -15,11 +15,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from zeropipe.core.jit import Floats, Ints
+from zeropipe.search.kernels import FAR
 
 if TYPE_CHECKING:
     from zeropipe.search.bound.laps import Path, Room
 
-FAR = 1e300
 TOO_MANY = -1.0  # the answer where there are more states than room or effort for them
 BITS = 7  # of a key for how far one microbatch has come
 

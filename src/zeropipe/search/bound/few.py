@@ -9,7 +9,7 @@ import numpy as np
 
 from zeropipe.core.jit import compiled
 from zeropipe.search.bound.ordering import dive, order
-from zeropipe.search.bound.way import Way
+from zeropipe.search.bound.way import Way, blocked_after
 from zeropipe.search.model import Array, Task
 
 NEAR = 1e-11  # of a microbatch's way, for all its passes together: so near is equal
@@ -123,7 +123,7 @@ class _Asked:
         if ranks in self._done:
             return best, effort
         task, few = self._task, _few(self._task, self._way, self._limits, ranks)
-        blocked = float(task.model.lag.max()) if task.model.blocks else 0.0
+        blocked = blocked_after(task)
         fits = few.room[few.rank[0]] / few.takes[0] if few.takes[0] > 0 else np.inf
         window = min(task.num_microbatches, int(min(fits, 1e9)) + 1)
         place = _place(len(few.rank), window + 2 * len(ranks), share, self._stop)

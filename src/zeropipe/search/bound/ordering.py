@@ -16,11 +16,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from zeropipe.core.jit import Floats, Ints
+from zeropipe.search.kernels import FAR
 
 if TYPE_CHECKING:
     from zeropipe.search.bound.few import Few, Place
 
-FAR = 1e300
 COMPARED = 8  # with so many others a state is compared in the time that it takes to look at one
 TINY = 1e-9  # relative: so much less than a whole number of W is that number
 

@@ -43,3 +43,8 @@ def way_of(task: Task) -> Way:
             after += lag[x - 1]
     stash = np.minimum(costs.column("stash", num_stages), costs.column("activation", num_stages))
     return Way(lasts, lag, w, stash, head, tail)
+
+
+def blocked_after(task: Task) -> float:
+    """How much of a blocked sender's work may come after the end."""
+    return float(task.model.lag.max()) if task.model.blocks else 0.0
