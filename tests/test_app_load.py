@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from fastapi.testclient import TestClient
 
 import zeropipe as zp
 from zeropipe.app import desk as desk_module
+from zeropipe.app import hands
 from zeropipe.app.errors import Refusal
 from zeropipe.app.hands import Failed, WorkerHand
 from zeropipe.app.lanes import Busy, Here, Job, Lane, Stopped
@@ -165,6 +167,38 @@ def test_a_worker_that_dies_is_told_in_one_line_and_replaced(hand):
     with pytest.raises(Failed, match=r"ended with status 3.*use the command line"):
         hand.do(Job(app_jobs.die, ()))
     assert hand.do(Job(app_jobs.add, (1, 2))) == 3
+
+
+ENDLESS = """
+import os, pickle
+while True:
+    os.write(1, pickle.dumps(["a message"] * 1000))
+"""
+
+
+def test_a_process_that_ends_in_the_middle_of_a_message_is_told_as_such(monkeypatch):
+    """Whoever reads from it meanwhile finds its end, not a file closed under its hands."""
+    monkeypatch.setattr(hands, "_START", ENDLESS)
+    for _ in range(20):
+        process, found = hands.Process(()), []
+        reader = threading.Thread(target=read_until_it_fails, args=(process, found))
+        reader.start()
+        time.sleep(0.05)
+        process.end()
+        reader.join(PATIENCE)
+        assert found in ([EOFError], [pickle.UnpicklingError])
+        with pytest.raises(EOFError):
+            process.receive()
+        with pytest.raises(OSError):
+            process.send("anybody?")
+
+
+def read_until_it_fails(process, found):
+    try:
+        while True:
+            process.receive()
+    except Exception as error:
+        found.append(type(error))
 
 
 ALONE = """

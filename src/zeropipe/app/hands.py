@@ -37,23 +37,31 @@ class Process:
             env={**os.environ, "PYTHONPATH": found_in},
             creationflags=getattr(subprocess, "BELOW_NORMAL_PRIORITY_CLASS", 0),
         )  # fmt: skip
-        self._writing = Lock()
+        self._writing, self._reading = Lock(), Lock()  # a pipe is not closed in the middle of a message
         self.send((self._scratch.name, tuple(schedules)))
 
     def send(self, message: Any, patience: float = -1) -> None:
         """Write a message, unless another one is still being written when `patience` is at its end."""
-        assert self._popen.stdin is not None
+        pipe = self._popen.stdin
+        assert pipe is not None
         if not self._writing.acquire(timeout=patience):
             return
         try:
-            pickle.dump(message, self._popen.stdin, pickle.HIGHEST_PROTOCOL)
-            self._popen.stdin.flush()
+            if pipe.closed:
+                raise BrokenPipeError
+            pickle.dump(message, pipe, pickle.HIGHEST_PROTOCOL)
+            pipe.flush()
         finally:
             self._writing.release()
 
     def receive(self) -> Any:
-        assert self._popen.stdout is not None
-        return pickle.load(self._popen.stdout)
+        """Read a message; EOFError where there is none any more."""
+        pipe = self._popen.stdout
+        assert pipe is not None
+        with self._reading:
+            if pipe.closed:
+                raise EOFError
+            return pickle.load(pipe)
 
     def kill(self) -> None:
         self._popen.kill()
@@ -62,8 +70,8 @@ class Process:
         """Kill it if need be, take away what it leaves, and its exit status."""
         self._popen.kill()
         status = self._popen.wait()
-        for pipe in (self._popen.stdin, self._popen.stdout):
-            with suppress(OSError):  # what was still to be written
+        for pipe, lock in ((self._popen.stdin, self._writing), (self._popen.stdout, self._reading)):
+            with lock, suppress(OSError):  # what was still to be written
                 pipe.close()  # type: ignore[union-attr]
         self._scratch.cleanup()
         return status
@@ -143,7 +151,7 @@ class WorkerHand:
 
 def _stop(process: Process, number: int, ended: Event) -> None:
     """Ask, wait, kill."""
-    with suppress(OSError, ValueError):  # it is gone
+    with suppress(OSError):  # it is gone
         process.send((number, None), patience=GRACE)
     if not ended.wait(GRACE):
         process.kill()
