@@ -258,7 +258,10 @@ def test_an_interrupt_returns_the_best_so_far():
     def interrupt(progress):
         raise KeyboardInterrupt
 
-    found = zp.search(ranks=4, microbatches=8, costs=zp.Costs(p2p=0.1, memory_limit=3), seconds=60, progress=interrupt)
+    found = zp.search(
+        ranks=8, microbatches=16, stages_per_rank=2, placement=zp.vee, costs=zp.Costs(p2p=0.15, memory_limit=8),
+        seconds=60, progress=interrupt,
+    )  # fmt: skip
     assert found.interrupted
     zp.check(found.schedule)
 

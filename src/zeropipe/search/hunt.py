@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from time import monotonic
@@ -16,6 +16,7 @@ from zeropipe.search.bound.bound import THOROUGH, lower_bound
 from zeropipe.search.climb import ENOUGH, Effort, climb
 from zeropipe.search.judge import Judge, Start, best_of
 from zeropipe.search.model import Array, Task, smaller_limits, starts_of
+from zeropipe.search.starts.beams import NARROW, beamed
 from zeropipe.search.starts.patterns import repeating
 from zeropipe.search.starts.rules import dispatched
 from zeropipe.search.starts.starts import named, one_by_one, passes_of
@@ -25,6 +26,9 @@ from zeropipe.sim.simulate import simulate
 POOL = 8  # starts that are kept for the local search
 PATTERNS = 4  # of them may be patterns ...
 CLOSE = 1.02  # ... that are at most so much worse than the best of the others
+BEAMS = 4  # starts that beams may give ...
+BEAM, WIDE = 0.25, 20  # ... in so much of the time, or with one of their schedules for so many steps
+LARGE = 20_000  # passes; beams of more take too long
 FIRST = 0.6  # of the time that is left goes to the limit itself, the half of the rest to smaller ones, and so on
 LAST = 0.15  # of all the time: so little that is left is not cut any more
 PROOF = 0.6  # of the time that is left behind that goes to better bounds
@@ -91,6 +95,7 @@ class Hunt:
         self.named: Timeline | None = None  # the best schedule with a name that fits
         self._value = float("inf")
         self._starts: dict[_Leg, list[Start]] = {}
+        self._beams: dict[_Leg, Iterator[tuple[int, Start | None]]] = {}
         self._less: list[_Leg] | None = None
         self._turn = 0  # walks of another turn go elsewhere
         self._stopped = False
@@ -189,9 +194,10 @@ class Hunt:
         """Starts, once, and walks from them."""
         if leg not in self._starts:
             self._starts[leg] = self._begin(leg, lambda: self._tick(self._value, until))
-        starts = self._starts[leg]
-        if not starts:
+        if not self._starts[leg]:
             return
+        now = self.elapsed
+        starts = self._starts[leg] = self._beam(leg, self._starts[leg], now + BEAM * (until - now))
         task = self._tasks[leg.at]
         self._take(task, starts[0])
         effort = Effort(float("inf") if self._steps is None else self._steps, lambda value: self._tick(value, until))
@@ -212,6 +218,25 @@ class Hunt:
             (start for start in repeating(leg.task, starts[0].value, stopped) if start.value <= near), PATTERNS
         )
         return best_of([*starts[: POOL - len(patterns)], *patterns], POOL)
+
+    def _beam(self, leg: _Leg, starts: list[Start], until: float) -> list[Start]:
+        """The starts with those of beams among them, each time of wider ones."""
+        left, beams = float("inf") if self._steps is None else self._steps // WIDE, list[Start]()
+        if left < NARROW or starts[0].value <= leg.bound * ENOUGH or int(leg.task.model.begin[-1]) > LARGE:
+            return starts
+        if leg not in self._beams:
+            self._beams[leg] = beamed(leg.task, starts[0].value, self._seed)
+        begun = self.elapsed
+        for width, start in self._beams[leg]:
+            if start is not None:
+                beams = best_of([start, *beams], BEAMS)
+                self._take(self._tasks[leg.at], start)
+            left -= width
+            found = beams[0].value if beams else starts[0].value
+            took, begun = self.elapsed - begun, self.elapsed  # the next one may take twice as long
+            if left <= 0 or found <= leg.bound * ENOUGH or self._tick(self._value, until - 2 * took):
+                break
+        return best_of([*starts[: POOL - len(beams)], *beams], POOL)
 
     def _prove(self, leg: _Leg, until: float) -> None:
         """Let the solver improve the value, and the bound of a placement at the limit itself."""

@@ -20,7 +20,7 @@ from math import ceil
 
 import numpy as np
 
-from zeropipe.search.bound.few import Limits, by_few
+from zeropipe.search.bound.few import Few, Limits, by_few, few_of
 from zeropipe.search.bound.laps import in_turns, waits
 from zeropipe.search.bound.way import Way, blocked_after, way_of
 from zeropipe.search.model import Array, Task
@@ -58,6 +58,13 @@ def _few_bound(task: Task, way: Way, best: float, effort: int, cap: float, stop:
         return best
     limits = [_limits(task, way, rank) for rank in range(task.num_ranks)]
     return by_few(task, way, limits, best, cap, effort, stop)
+
+
+def all_ranks(task: Task) -> Few:
+    """What is known of the passes of all ranks, and of the time behind each of them."""
+    way = way_of(task)
+    limits = [_limits(task, way, rank) for rank in range(task.num_ranks)]
+    return few_of(task, way, limits, tuple(range(task.num_ranks)))
 
 
 def _limits(task: Task, way: Way, rank: int) -> Limits:

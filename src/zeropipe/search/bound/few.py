@@ -122,7 +122,7 @@ class _Asked:
         """The best bound with these ranks, each time that is asked for by a share of the effort; and what is left."""
         if ranks in self._done:
             return best, effort
-        task, few = self._task, _few(self._task, self._way, self._limits, ranks)
+        task, few = self._task, few_of(self._task, self._way, self._limits, ranks)
         blocked = blocked_after(task)
         fits = few.room[few.rank[0]] / few.takes[0] if few.takes[0] > 0 else np.inf
         window = min(task.num_microbatches, int(min(fits, 1e9)) + 1)
@@ -169,7 +169,7 @@ def _place(num_passes: int, width: int, effort: int, stop: Array) -> Place:
     )  # fmt: skip
 
 
-def _few(task: Task, way: Way, limits: list[Limits], ranks: tuple[int, ...]) -> Few:
+def few_of(task: Task, way: Way, limits: list[Limits], ranks: tuple[int, ...]) -> Few:
     model, m, parts = task.model, task.num_microbatches, task.model.parts
     passes = np.flatnonzero(np.isin(model.home, ranks))
     stages = passes[: len(passes) // 2]
