@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 
+import aot
 import pytest
 import torch
 from stage_models import CONFIGS, assert_same_gradients, lm_loss, microbatches, plain_step, staged_step
@@ -12,10 +13,6 @@ from test_split import Count
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
-from torch._functorch.aot_autograd import aot_module_simplified
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor import config as inductor_config
-from torch._inductor.lowering import lowerings
 
 import zeropipe as zp
 from zeropipe.core.checkpointing import Checkpointing
@@ -127,12 +124,16 @@ def toy_error(prepare=prepare_blocks, **ways):
 
 
 def unprotected(monkeypatch):
+    from torch._inductor.lowering import lowerings
+
     monkeypatch.setattr(ops, "keep_inputs_from_reuse", lambda op: None)
     monkeypatch.delitem(lowerings, ops.linear_dx, raising=False)
 
 
 def test_protection_is_needed_and_enough(monkeypatch):
     """Without it a stashed tensor is overwritten and nobody says so."""
+    from torch._inductor import config as inductor_config
+
     assert toy_error() < 1e-12
     torch._dynamo.reset()
     unprotected(monkeypatch)
@@ -279,7 +280,7 @@ class RunningBackend:
         self.runs = 0
 
     def __call__(self, graph, inputs):
-        return aot_module_simplified(graph, inputs, self.counted, partition_fn=min_cut_rematerialization_partition)
+        return aot.compiled(graph, inputs, self.counted)
 
     def counted(self, graph, inputs):
         def run(*args):
@@ -298,9 +299,7 @@ class CountingBackend:
 
     def __call__(self, graph, inputs):
         with functorch_config.patch(activation_memory_budget=self.budget or 1.0):
-            return aot_module_simplified(
-                graph, inputs, self.count, self.count, partition_fn=min_cut_rematerialization_partition
-            )
+            return aot.compiled(graph, inputs, self.count, self.count)
 
     def count(self, graph, inputs):
         for node in graph.graph.nodes:

@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
+import aot
 import tensor_cases as cases
 import torch
 import torch.distributed as dist
@@ -16,8 +17,6 @@ from engine_helpers import TOLERANCE, largest, ranks
 from family_models import models_table
 from stage_models import lm_loss, plain_step, staged_step
 from torch._dynamo.utils import counters
-from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
-from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig
 
@@ -146,13 +145,11 @@ class Graphs:
         self.collectives: set[str] = set()
 
     def __call__(self, graph: Any, inputs: Any) -> Any:
-        return aot_module_simplified(
-            graph, inputs, self.look, self.look, partition_fn=min_cut_rematerialization_partition
-        )
+        return aot.compiled(graph, inputs, self.look, self.look)
 
     def look(self, graph: Any, inputs: Any) -> Any:
         self.collectives |= {str(node.target).split(".")[1] for node in graph.graph.nodes if "c10d" in str(node.target)}
-        return make_boxed_func(graph.forward)
+        return aot.as_it_is(graph)
 
 
 @pytest.fixture

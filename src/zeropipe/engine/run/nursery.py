@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import gc
 import importlib
 import os
 import pickle
@@ -211,6 +212,7 @@ def _answer(asked: socket.socket, own: Sequence[socket.socket], alive: set[int])
         return
     os.set_inheritable(files[0], False)
     server = os.getpid()
+    gc.freeze()  # ranks look for garbage among their own objects, and share the memory of those that are here
     pid = os.fork()
     if pid == 0:
         for end in (asked, *own):
