@@ -12,7 +12,9 @@ are enough, and keep the memory that they free, as on a GPU.
 On a shared machine the cores change their speed within a second, each by itself, and a pipeline waits for the slowest.
 `predicted` is the simulation with the mean costs, held against the median of the measured makespans. For `paced` each
 round has a prediction of its own, in which each rank is as fast or slow as it was when the pieces were measured in this
-round, and the median of these makespans counts.
+round, and the median of these makespans counts. For `fitted` the costs are corrected as `zeropipe profile --fit` does,
+by one recorded step of a schedule with whole backwards and one of a schedule with split ones; neither of them is the
+schedule that is predicted.
 
 More columns say where an error comes from: `busy` is the error of the time that ranks spend on actions and between
 them, without waiting, under the mean costs; `by kind` is that of each kind of action; `between` is how much of the
@@ -41,6 +43,7 @@ import torch.distributed as dist
 from step import M_MMAP_THRESHOLD, pin
 
 import zeropipe as zp
+from zeropipe.core.action import Kind
 from zeropipe.core.probe import Probe, Profile, split_schedule, whole_schedule
 from zeropipe.engine import CausalLMLoss, Engine, hf_stages
 from zeropipe.engine.profile.measure import everyone, group_of_one, piece_steps, piece_tokens, with_messages
@@ -53,6 +56,7 @@ from zeropipe.sim.fit import steps_of
 from zeropipe.sim.layer_costs import LayerCosts
 from zeropipe.sim.profiled import TIMES, layer_costs, middle
 from zeropipe.sim.reality import lost, stage_residuals
+from zeropipe.sim.refit import refitted
 
 SIZES: dict[str, dict[str, Any]] = {
     "small": {"model": "tiny-qwen3", "num_layers": 16, "sequence": 128},
@@ -85,6 +89,7 @@ def main() -> None:
     begun = time.perf_counter()
     print(
         f"{'size':6} {'schedule':12} {'measured ms':>12} {'spread':>7} {'predicted ms':>13} {'error':>7} {'paced':>7} "
+        f"{'fitted':>7} "
         f"{'memory':>7} {'busy':>7} {'between':>7} {'jitter':>7}  by kind",
         flush=True,
     )
@@ -97,14 +102,19 @@ def main() -> None:
             ]
             turns = ranks.run(take_turns, size, schedules, args.rounds, timeout=1800)[0]
             layers = layer_costs(turns.profile)
-            for schedule, timelines in zip(schedules, turns.timelines):
+            recorded = [typical(timelines) for timelines in turns.timelines]
+            for schedule, timelines, own in zip(schedules, turns.timelines, recorded):
                 counts = counts_of(Job(**SIZES[size]), schedule)
                 found = compared(schedule, timelines, layers, counts, turns.paces)
+                fitted = corrected(layers, own, recorded, Job(**SIZES[size]))
+                guess = zp.simulate(schedule, fitted.costs(counts, placement=schedule.placement)).makespan
+                found["fitted_error"] = guess / found["measured"] - 1
                 rows.append(row := {"size": size, "schedule": schedule.name} | found)
                 by_kind = ", ".join(f"{kind} {100 * error:+.1f}%" for kind, error in row["kind_errors"].items())
                 print(
                     f"{size:6} {schedule.name:12} {1e3 * row['measured']:12.1f} {100 * row['spread']:6.1f}% "
                     f"{1e3 * row['predicted']:13.1f} {100 * row['error']:+6.1f}% {100 * row['paced_error']:+6.1f}% "
+                    f"{100 * row['fitted_error']:+6.1f}% "
                     f"{100 * row['memory_error']:+6.1f}% {100 * row['busy_error']:+6.1f}% "
                     f"{100 * row['between']:6.1f}% {100 * row['jitter']:6.1f}%  {by_kind}",
                     flush=True,
@@ -115,7 +125,7 @@ def main() -> None:
                 f"{size:6} one rank took {100 * (high / low - 1):.0f}% longer for the pieces in a slow round",
                 flush=True,
             )
-    for name in ("error", "paced_error"):
+    for name in ("error", "paced_error", "fitted_error"):
         errors = [abs(row[name]) for row in rows]
         print(
             f"{len(rows)} runs: median {name.replace('_', ' ')} {100 * statistics.median(errors):.1f}%, "
@@ -125,6 +135,25 @@ def main() -> None:
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
         (args.out / "predict.json").write_text(json.dumps(rows, indent=1))
+
+
+def typical(timelines: Sequence[zp.Timeline]) -> zp.Timeline:
+    """The recorded step that half of the others are longer than."""
+    return sorted(timelines, key=lambda timeline: timeline.makespan)[len(timelines) // 2]
+
+
+def corrected(layers: LayerCosts, own: zp.Timeline, recorded: Sequence[zp.Timeline], job: Job) -> LayerCosts:
+    """The costs corrected by a run with whole and one with split backwards: other runs than `own`, one like it last."""
+    others = [run for run in recorded if run is not own]
+    for how in (not splits(own), splits(own)):
+        for run in [run for run in others if splits(run) is how][:1]:
+            layers = refitted(layers, run, counts_of(job, run.schedule))
+    return layers
+
+
+def splits(timeline: zp.Timeline) -> bool:
+    """Whether it has backwards in two."""
+    return any(span.action.kind is Kind.W for span in timeline.spans(0))
 
 
 def keep_memory() -> None:
