@@ -13,8 +13,8 @@ On a shared machine the cores change their speed within a second, each by itself
 `predicted` is the simulation with the mean costs, held against the median of the measured makespans. For `paced` each
 round has a prediction of its own, in which each rank is as fast or slow as it was when the pieces were measured in this
 round, and the median of these makespans counts. For `fitted` the costs are corrected as `zeropipe profile --fit` does,
-by one recorded step of a schedule with whole backwards and one of a schedule with split ones; neither of them is the
-schedule that is predicted.
+by the recorded steps of a schedule with whole backwards and of one with split ones; neither of them is the one that is
+predicted.
 
 More columns say where an error comes from: `busy` is the error of the time that ranks spend on actions and between
 them, without waiting, under the mean costs; `by kind` is that of each kind of action; `between` is how much of the
@@ -102,11 +102,10 @@ def main() -> None:
             ]
             turns = ranks.run(take_turns, size, schedules, args.rounds, timeout=1800)[0]
             layers = layer_costs(turns.profile)
-            recorded = [typical(timelines) for timelines in turns.timelines]
-            for schedule, timelines, own in zip(schedules, turns.timelines, recorded):
+            for schedule, timelines in zip(schedules, turns.timelines):
                 counts = counts_of(Job(**SIZES[size]), schedule)
                 found = compared(schedule, timelines, layers, counts, turns.paces)
-                fitted = corrected(layers, own, recorded, Job(**SIZES[size]))
+                fitted = corrected(layers, timelines, turns.timelines, Job(**SIZES[size]))
                 guess = zp.simulate(schedule, fitted.costs(counts, placement=schedule.placement)).makespan
                 found["fitted_error"] = guess / found["measured"] - 1
                 rows.append(row := {"size": size, "schedule": schedule.name} | found)
@@ -137,23 +136,19 @@ def main() -> None:
         (args.out / "predict.json").write_text(json.dumps(rows, indent=1))
 
 
-def typical(timelines: Sequence[zp.Timeline]) -> zp.Timeline:
-    """The recorded step that half of the others are longer than."""
-    return sorted(timelines, key=lambda timeline: timeline.makespan)[len(timelines) // 2]
-
-
-def corrected(layers: LayerCosts, own: zp.Timeline, recorded: Sequence[zp.Timeline], job: Job) -> LayerCosts:
+def corrected(
+    layers: LayerCosts, own: Sequence[zp.Timeline], runs: Sequence[Sequence[zp.Timeline]], job: Job
+) -> LayerCosts:
     """The costs corrected by a run with whole and one with split backwards: other runs than `own`, one like it last."""
-    others = [run for run in recorded if run is not own]
     for how in (not splits(own), splits(own)):
-        for run in [run for run in others if splits(run) is how][:1]:
-            layers = refitted(layers, run, counts_of(job, run.schedule))
+        for run in [run for run in runs if run is not own and splits(run) is how][:1]:
+            layers = refitted(layers, run, counts_of(job, run[0].schedule))
     return layers
 
 
-def splits(timeline: zp.Timeline) -> bool:
+def splits(run: Sequence[zp.Timeline]) -> bool:
     """Whether it has backwards in two."""
-    return any(span.action.kind is Kind.W for span in timeline.spans(0))
+    return any(span.action.kind is Kind.W for span in run[0].spans(0))
 
 
 def keep_memory() -> None:

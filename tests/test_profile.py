@@ -200,12 +200,24 @@ def test_a_run_corrects_costs_of_layers(name, counts):
     assert (better.settings[0].kinds["dense"].w == wrong["dense"].w) is not has_weights, "only what the run has"
 
 
+def test_the_medians_of_several_steps_correct():
+    """One slow step among three changes nothing."""
+    schedule, truth, counts = zp.build("zb-h1", ranks=4, microbatches=8), truth_costs(), (1, 1, 1, 1)
+    slow = replace(truth, settings=(Setting({kind: replace(cost, f=3 * cost.f) for kind, cost in TRUTH.items()}),))
+    steps = [zp.simulate(schedule, costs.costs(counts)) for costs in (truth, slow, truth)]
+    better = refitted(slow, steps, counts)
+    assert zp.simulate(schedule, better.costs(counts)).makespan == pytest.approx(steps[0].makespan, rel=2e-3)
+
+
 def test_runs_that_cannot_correct_are_refused():
     run = zp.simulate(zp.build("1f1b", ranks=2, microbatches=4), zp.Costs(unit="s"))
     with pytest.raises(ConfigError, match="the run has 2 stages"):
         refitted(truth_costs(), run, (1, 1, 2))
     with pytest.raises(ConfigError, match="are in seconds"):
         refitted(truth_costs(), replace(run, unit=""), (2, 2))
+    other = zp.simulate(zp.build("zb-h1", ranks=2, microbatches=4), zp.Costs(unit="s"))
+    with pytest.raises(ConfigError, match="one after the other"):
+        refitted(truth_costs(), [run, other], (2, 2))
 
 
 # --- on the engine
@@ -292,7 +304,8 @@ def test_costs_of_layers_are_compared_with_a_run_and_corrected(run, tmp_path):
         run("trace", "compare", tmp_path / "run.json", "--costs", better, "--layers", "3,1", "--json")[1]
     )
     assert again["measured_over_simulated"] == pytest.approx(1, rel=2e-3)
-    status, out, err = run("profile", costs, "--fit", tmp_path / "run.json", "--layers", "3,1", "-o", other)
+    fit = ("--fit", tmp_path / "run.json") * 2
+    status, out, err = run("profile", costs, *fit, "--layers", "3,1", "-o", other)
     assert (status, err) == (0, "")
     assert "measured" in out
     assert json.loads(other.read_text()) == json.loads(better.read_text())

@@ -35,7 +35,10 @@ if TYPE_CHECKING:
     "--ac", default="none", show_default=True, help="Activation checkpointing, as in `run`; or several: none,full."
 )
 @click.option("--steps", type=click.IntRange(1), default=5, show_default=True, help="Recorded steps, after a warm-up.")
-@click.option("--fit", "fit_file", metavar="FILE", help="A timeline (run --timeline) that corrects the costs.")
+@click.option(
+    "--fit", "fit_files", metavar="FILE", multiple=True,
+    help="A timeline (run --timeline) that corrects the costs; of several of one schedule the medians do.",
+)  # fmt: skip
 @click.option("--layers", help="Layers of each stage of that run, like 2,3,3,2; spread evenly by default.")
 @click.option(
     "--timeout", type=Seconds(0, min_open=True), default=600.0, show_default=True,
@@ -43,7 +46,9 @@ if TYPE_CHECKING:
 )  # fmt: skip
 @click.option("-o", "--output", "out", help="costs.json, for plan, simulate, compare, search and trace compare.")
 @opt.json_option
-def profile(model: str, out: str | None, as_json: bool, fit_file: str | None, layers: str | None, **given: Any) -> None:
+def profile(
+    model: str, out: str | None, as_json: bool, fit_files: tuple[str, ...], layers: str | None, **given: Any
+) -> None:
     """Measure what the layers of MODEL cost: F, I, W, B, both together, memory, and messages between ranks.
 
     MODEL is a directory with config.json, a config file, a name (`zeropipe estimate --known`, tiny-qwen3, tiny-llama),
@@ -57,17 +62,17 @@ def profile(model: str, out: str | None, as_json: bool, fit_file: str | None, la
     torchrun --nproc-per-node 8 -m zeropipe profile qwen3-8b --device cuda
     """
     require_costs_file(out)
-    if layers and not fit_file:
+    if layers and not fit_files:
         raise ConfigError(f"--layers {layers} are of the run that --fit names: give both, or none")
-    found = _costs(model, fit_file, given)
+    found = _costs(model, bool(fit_files), given)
     if found is None:  # a rank of torchrun's that is not the first
         return
-    if fit_file:
-        found = _corrected(found, fit_file, layers)
+    if fit_files:
+        found = _corrected(found, fit_files, layers)
     tell(found, _links(found), out, as_json)
 
 
-def _costs(model: str, fit_file: str | None, given: dict[str, Any]) -> LayerCosts | None:
+def _costs(model: str, corrected: bool, given: dict[str, Any]) -> LayerCosts | None:
     """Measured, or read from a file that is to be corrected."""
     from zeropipe.core.files import read_text
     from zeropipe.core.limits import COMMAND_LINE
@@ -82,7 +87,7 @@ def _costs(model: str, fit_file: str | None, given: dict[str, Any]) -> LayerCost
         except ValueError as error:
             raise error if isinstance(error, ConfigError) else ConfigError(f"{model} is not JSON: {error}") from None
     if is_layer_data(data):
-        if fit_file is None:
+        if not corrected:
             raise ConfigError(f"{model} holds costs already: give --fit measured.json to correct them, or a model")
         return from_layer_data(data, model)
     measured = _measured(_job(model, data, given), given)
@@ -156,15 +161,15 @@ def _measured(job: ProfileJob, given: dict[str, Any]) -> Profile | None:
         return first
 
 
-def _corrected(costs: LayerCosts, path: str, layers: str | None) -> LayerCosts:
+def _corrected(costs: LayerCosts, paths: tuple[str, ...], layers: str | None) -> LayerCosts:
     from zeropipe.cli.trace import counts_of, timeline_of
     from zeropipe.sim.refit import refitted
 
-    timeline = timeline_of((path,))
+    steps = [timeline_of((path,)) for path in paths]
     try:
-        return refitted(costs, timeline, counts_of(costs, timeline.schedule, layers))
+        return refitted(costs, steps, counts_of(costs, steps[0].schedule, layers))
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
+        raise ConfigError(f"{', '.join(paths)}: {error}") from None
 
 
 def _links(costs: LayerCosts) -> str:

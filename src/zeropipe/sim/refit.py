@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import median
 from typing import Any
 
 from zeropipe.core.action import Kind
@@ -23,25 +24,22 @@ _KINDS = {"f": Kind.F, "i": Kind.I, "w": Kind.W, "b": Kind.B}
 
 
 def refitted(
-    costs: LayerCosts, measured: Timeline, counts: Sequence[int], setting: Setting | None = None, ac: str | None = None
-) -> LayerCosts:
+    costs: LayerCosts, run: Timeline | Sequence[Timeline], counts: Sequence[int], setting: Setting | None = None,
+    ac: str | None = None,
+) -> LayerCosts:  # fmt: skip
     """`costs` whose prediction of a run with so many layers in each stage is what was measured.
 
-    Only the setting of the run is corrected, and only what the run had: a schedule without W says nothing about W.
+    Only the setting of the run is corrected, and only what the run had: a schedule without W says nothing about W. Of
+    several recorded steps of a schedule the medians count.
     """
-    chosen = setting or costs.settings[0]
-    if measured.unit != "s":
-        raise ConfigError(f"the run's times are in {measured.unit or 'no unit'}: costs of layers are in seconds")
-    if len(counts) != measured.schedule.num_stages:
-        raise ConfigError(
-            f"layers={list(counts)} has {len(counts)} entries: the run has {measured.schedule.num_stages} stages"
-        )
+    steps = (run,) if isinstance(run, Timeline) else tuple(run)
+    measured, chosen = steps[0], setting or costs.settings[0]
+    for step in steps:
+        _require(step, measured, counts)
     if ac is not None and ac != chosen.ac:
         raise ConfigError(f"ac={ac} is made of two settings, which one run cannot correct: record a run with ac none")
-    found, seen = (
-        fit(measured),
-        {span.action.kind for rank in range(measured.num_ranks) for span in measured.spans(rank)},
-    )
+    found = [fit(step) for step in steps]
+    seen = {span.action.kind for rank in range(measured.num_ranks) for span in measured.spans(rank)}
     names = _names(costs, counts)
     factors = {
         name: _factors(chosen, names, name, _column(found, name, len(counts)))
@@ -55,10 +53,24 @@ def refitted(
     link = costs.link
     if measured.num_ranks > 1:
         transfer = costs.message(chosen) / link.bandwidth if link.bandwidth else 0.0
-        link = link._replace(p2p=max(0.0, found.p2p - transfer))
+        link = link._replace(p2p=max(0.0, median(one.p2p for one in found) - transfer))
     settings = tuple(replace(one, kinds=kinds) if one is chosen else one for one in costs.settings)
     # a run's own time between actions is in the times of all of them
     return replace(costs, settings=settings, link=link, sending=0.0, receiving=0.0)
+
+
+def _require(measured: Timeline, first: Timeline, counts: Sequence[int]) -> None:
+    """Times in seconds, of one schedule, of so many stages."""
+    if measured.unit != "s":
+        raise ConfigError(f"the run's times are in {measured.unit or 'no unit'}: costs of layers are in seconds")
+    if len(counts) != measured.schedule.num_stages:
+        raise ConfigError(
+            f"layers={list(counts)} has {len(counts)} entries: the run has {measured.schedule.num_stages} stages"
+        )
+    if measured.schedule != first.schedule:
+        raise ConfigError(
+            f"steps of {first.schedule} and of {measured.schedule} correct costs one after the other: give one of them"
+        )
 
 
 def _names(costs: LayerCosts, counts: Sequence[int]) -> list[list[str]]:
@@ -72,8 +84,8 @@ def _names(costs: LayerCosts, counts: Sequence[int]) -> list[list[str]]:
     return stages
 
 
-def _column(found: Costs, name: str, num_stages: int) -> list[float]:
-    return found.column(name, num_stages)
+def _column(found: Sequence[Costs], name: str, num_stages: int) -> list[float]:
+    return [median(times) for times in zip(*(one.column(name, num_stages) for one in found), strict=True)]
 
 
 def _time(layer: LayerCost, name: str) -> float:
