@@ -18,8 +18,8 @@ HEAT = 0.05  # of a mean F: what a walk may lose in a step at its begin
 NEAR = 3.0  # mean F: ranks that end so near to the last one count a little
 # (what, how many starts, times for each, steps of each): the last two lines are repeated
 ROUNDS = (
-    ("walk", 8, 1, 1000), ("tune", 8, 1, 250), ("walk", 4, 1, 4000), ("tune", 8, 1, 1000), ("walk", 2, 2, 16_000),
-    ("tune", 6, 1, 3000), ("walk", 3, 1, 32_000),
+    ("walk", 8, 1, 250), ("tune", 8, 1, 100), ("walk", 4, 1, 1000), ("tune", 4, 1, 250), ("walk", 2, 1, 4000),
+    ("tune", 8, 1, 1000), ("walk", 2, 2, 16_000), ("tune", 6, 1, 3000), ("walk", 3, 1, 32_000),
 )  # fmt: skip
 ENOUGH = 1 + 1e-9  # so near to the bound is at the bound
 PAUSE = 0.05  # seconds between two looks at the clock
@@ -77,6 +77,23 @@ def _rounds() -> Iterator[tuple[str, int, int, int]]:
         yield from ROUNDS[-2:]
 
 
+def walked(task: Task, start: Start, steps: int, number: int, bound: float, stop: Array) -> Start:
+    """What a walk from a start leads to; another number walks elsewhere."""
+    rows, share = start.rows.copy(), start.share.copy()
+    best = rows.copy(), share.copy()
+    settings = _settings(task, steps, number, bound, stop)
+    spare = rows.copy(), share.copy()
+    value = compiled(walks.walk)(task.model, task.work(), *settings, rows, share, spare, best)
+    return Start(float(value), *best)
+
+
+def _settings(
+    task: Task, steps: int, number: int, bound: float, stop: Array
+) -> tuple[bool, float, float, float, int, Array, Array]:
+    f = float(task.model.lasts[: task.num_stages].mean())
+    return task.span, NEAR * f, HEAT * f, bound * ENOUGH, steps, np.array([number], np.int64), stop
+
+
 class _Pool:
     """Starts, and what each has led to so far."""
 
@@ -113,19 +130,7 @@ class _Pool:
 
     def walk(self, at: int, steps: int, number: int) -> list[Start]:
         """Change the rows of a start."""
-        task, start = self._task, self._starts[at]
-        rows, share = start.rows.copy(), start.share.copy()
-        best = rows.copy(), share.copy()
-        value = compiled(walks.walk)(
-            task.model,
-            task.work(),
-            *self._settings(task, steps, number),
-            rows,
-            share,
-            (rows.copy(), share.copy()),
-            best,
-        )
-        return [Start(float(value), *best)]
+        return [walked(self._task, self._starts[at], steps, number, self._bound, self._stop)]
 
     def tune(self, at: int, steps: int, number: int) -> list[Start]:
         """Change the rule of a start, or one that is made up."""
@@ -137,7 +142,7 @@ class _Pool:
         value = compiled(walks.tune)(
             task.model,
             task.work(),
-            *self._settings(task, steps, number),
+            *_settings(task, steps, number, self._bound if task is self._task else 0.0, self._stop),
             most,
             tuple(rule),
             tuple(rule.copy()),
@@ -149,8 +154,3 @@ class _Pool:
         judge = Judge(task)
         start = judge.dispatch(best)
         return [] if start is None else best_of(lengthened(Judge(self._task), task, start), 2)
-
-    def _settings(self, task: Task, steps: int, number: int) -> tuple[bool, float, float, float, int, Array, Array]:
-        f = float(task.model.lasts[: task.num_stages].mean())
-        enough = self._bound * ENOUGH if task is self._task else 0.0
-        return task.span, NEAR * f, HEAT * f, enough, steps, np.array([number], np.int64), self._stop

@@ -33,7 +33,7 @@ FIRST = 0.6  # of the time that is left goes to the limit itself, the half of th
 LAST = 0.15  # of all the time: so little that is left is not cut any more
 PROOF = 0.6  # of the time that is left behind that goes to better bounds
 ANY = 1 << 62  # effort, where the clock decides
-PROOFS = 10  # effort for each step elsewhere: half as long as the step takes
+PROOFS = 50  # effort for each step elsewhere, some five times as long as the step takes: only where the gap is open
 SMALL = 150  # actions that the solver takes on
 PAUSE = 0.1  # seconds between two calls of `progress`
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from zeropipe.core.jit import compiled
 from zeropipe.search.bound.bound import all_ranks
+from zeropipe.search.climb import walked
 from zeropipe.search.judge import Judge, Start
 from zeropipe.search.model import Array, Task
 from zeropipe.search.starts.growing import grow
@@ -20,6 +21,7 @@ NARROW = 8  # schedules side by side at first
 PARTS, SOFT = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5), (1.0, 5.0)
 BEST, CHANGED = 4, 8  # settings that are tried again with twice the width, and changed ones
 SOFTER, SHARES = 0.15, 0.4  # of all changes: up to SOFTER the softness, up to SHARES the shares, else caps
+WALK = 75  # times the width: steps from the end of each beam, some of its own time
 HOPELESS = 1.1  # times the best: what cannot end before is given up
 EACH = 12  # ways to go on that are noted for each schedule, in the mean
 
@@ -155,6 +157,9 @@ def beamed(task: Task, value: float, seed: int) -> Iterator[tuple[int, Start | N
             rows = _grown(task, field, bed, min([value, *(one[0] for one in reached)]) * HOPELESS, width, setting)
             start = None if rows is None else judge.play(rows, setting.share)
             if start is not None:
+                start = walked(
+                    task, start, WALK * width, 1 + 7919 * int(random.integers(1 << 40)), 0.0, np.zeros(1, np.int64)
+                )
                 reached.append((start.value, -len(reached), setting))
             yield width, start
         reached = sorted(reached, key=lambda one: one[:2])[:BEST]
