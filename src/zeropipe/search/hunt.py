@@ -27,6 +27,7 @@ POOL = 8  # starts that are kept for the local search
 PATTERNS = 4  # of them may be patterns ...
 CLOSE = 1.02  # ... that are at most so much worse than the best of the others
 BEAMS = 4  # starts that beams may give ...
+PROMISING = 1.03  # ... if the narrow ones come as near as this to the best of the others ...
 BEAM, WIDE = 0.25, 20  # ... in so much of the time, or with one of their schedules for so many steps
 LARGE = 20_000  # passes; beams of more take too long
 FIRST = 0.6  # of the time that is left goes to the limit itself, the half of the rest to smaller ones, and so on
@@ -233,9 +234,14 @@ class Hunt:
                 self._take(self._tasks[leg.at], start)
             left -= width
             found = beams[0].value if beams else starts[0].value
+            hopeless = width > NARROW and (not beams or found > PROMISING * starts[0].value)
+            if hopeless:
+                self._beams[leg] = iter(())
             took, begun = self.elapsed - begun, self.elapsed  # the next one may take twice as long
-            if left <= 0 or found <= leg.bound * ENOUGH or self._tick(self._value, until - 2 * took):
+            if hopeless or left <= 0 or found <= leg.bound * ENOUGH or self._tick(self._value, until - 2 * took):
                 break
+        near = CLOSE * min(start.value for start in (starts[0], *beams))
+        beams = [start for start in beams if start.value <= near]
         return best_of([*starts[: POOL - len(beams)], *beams], POOL)
 
     def _prove(self, leg: _Leg, until: float) -> None:
