@@ -68,9 +68,8 @@ def _require(measured: Timeline, first: Timeline, counts: Sequence[int]) -> None
             f"layers={list(counts)} has {len(counts)} entries: the run has {measured.schedule.num_stages} stages"
         )
     if measured.schedule != first.schedule:
-        raise ConfigError(
-            f"steps of {first.schedule} and of {measured.schedule} correct costs one after the other: give one of them"
-        )
+        one, other = (f"{run.schedule.name} ({run.schedule.sizes})" for run in (first, measured))
+        raise ConfigError(f"steps of {one} and of {other} correct costs one after the other: give those of one")
 
 
 def _names(costs: LayerCosts, counts: Sequence[int]) -> list[list[str]]:

@@ -56,9 +56,7 @@ class Bed(NamedTuple):
     counts: Array
     ahead: Array  # the next pass of each microbatch that is under way
     done: Array  # parts of W of each stage
-    times: (
-        Array  # arrivals; of each rank its end and its waits; the last begin; of each rank its memory and what it owes
-    )
+    times: Array  # arrivals, the end and the waits of each rank, the last begin, the memory and the owed W of each rank
     names: Array
     table: Array
     spare: Array
