@@ -5,16 +5,16 @@
     python bench/predict.py --ranks 2 --schedules 1f1b,zbv --sizes small --rounds 4
 
 Profiling knows nothing of the schedules: one layer of each kind, the embedding, the head and messages are measured on
-all ranks at once. Everything is set up first; then, round by round, the pieces are measured and every schedule trains a
-step, so that a slow moment of the machine hits all alike. Ranks have one thread each, on cores of their own where there
-are enough, and keep the memory that they free, as on a GPU.
+all ranks at once. Everything is set up first; then, round by round, every schedule trains a step, and the pieces are
+measured before and after each of them, so that a slow moment of the machine hits all alike. Ranks have one thread each,
+on cores of their own where there are enough, and keep the memory that they free, as on a GPU.
 
 On a shared machine the cores change their speed within a second, each by itself, and a pipeline waits for the slowest.
 `predicted` is the simulation with the mean costs, held against the median of the measured makespans. For `paced` each
-round has a prediction of its own, in which each rank is as fast or slow as it was when the pieces were measured in this
-round, and the median of these makespans counts. For `fitted` the costs are corrected as `zeropipe profile --fit` does,
-by the recorded steps of a schedule with whole backwards and of one with split ones; neither of them is the one that is
-predicted.
+step has a prediction of its own, in which each rank is as fast or slow as it was when the pieces were measured right
+before and right after it; the median of these errors counts. For `fitted` the costs are corrected as `zeropipe profile
+--fit` does, by the recorded steps of a schedule with whole backwards and of one with split ones; neither of them is the
+one that is predicted.
 
 More columns say where an error comes from: `busy` is the error of the time that ranks spend on actions and between
 them, without waiting, under the mean costs; `by kind` is that of each kind of action; `between` is how much of the
@@ -68,10 +68,12 @@ M_TRIM_THRESHOLD = -1
 
 @dataclass(frozen=True)
 class Turns:
-    """What the rounds gave: a profile of all of them, each rank's pace in each, and the schedules' timelines."""
+    """What the rounds gave: a profile of all of them, each rank's pace around each step, and the steps' timelines."""
 
     profile: Profile
-    paces: Sequence[Sequence[float]]  # by round and rank: its time for the pieces, 1.0 being the usual one
+    paces: Sequence[
+        Sequence[Sequence[float]]
+    ]  # by schedule, round, rank: its time for the pieces, 1.0 being the usual one
     timelines: Sequence[Sequence[zp.Timeline]]  # by schedule and round
 
 
@@ -102,9 +104,9 @@ def main() -> None:
             ]
             turns = ranks.run(take_turns, size, schedules, args.rounds, timeout=1800)[0]
             layers = layer_costs(turns.profile)
-            for schedule, timelines in zip(schedules, turns.timelines):
+            for schedule, timelines, paces in zip(schedules, turns.timelines, turns.paces):
                 counts = counts_of(Job(**SIZES[size]), schedule)
-                found = compared(schedule, timelines, layers, counts, turns.paces)
+                found = compared(schedule, timelines, layers, counts, paces)
                 fitted = corrected(layers, timelines, turns.timelines, Job(**SIZES[size]))
                 guess = zp.simulate(schedule, fitted.costs(counts, placement=schedule.placement)).makespan
                 found["fitted_error"] = guess / found["measured"] - 1
@@ -118,10 +120,10 @@ def main() -> None:
                     f"{100 * row['between']:6.1f}% {100 * row['jitter']:6.1f}%  {by_kind}",
                     flush=True,
                 )
-            paces = sorted(pace for each in turns.paces for pace in each)
-            low, high = paces[len(paces) // 10], paces[-1 - len(paces) // 10]
+            ordered = sorted(pace for run in turns.paces for each in run for pace in each)
+            low, high = ordered[len(ordered) // 10], ordered[-1 - len(ordered) // 10]
             print(
-                f"{size:6} one rank took {100 * (high / low - 1):.0f}% longer for the pieces in a slow round",
+                f"{size:6} one rank took {100 * (high / low - 1):.0f}% longer for the pieces in a slow moment",
                 flush=True,
             )
     for name in ("error", "paced_error", "fitted_error"):
@@ -164,31 +166,34 @@ def take_turns(size: str, schedules: Sequence[zp.Schedule], rounds: int) -> Turn
     from transformers import AutoConfig
 
     job, device, alone = Job(**SIZES[size]), torch.device("cpu"), group_of_one()
-    asked = ProfileJob(size, built_in(job), sequence=job.sequence, steps=rounds)
+    asked = ProfileJob(size, built_in(job), sequence=job.sequence, steps=rounds * len(schedules) + 1)
     setting, pieces = asked.settings[0], open_pieces(asked.source, torch.float32, asked.seed)
     microbatch, stages = piece_tokens(asked, pieces, setting, device), pieces.build(device)
     known = facts(pieces, stages, microbatch)
-    split = piece_steps(asked, stages, microbatch, setting, device, alone, split_schedule)
-    whole = piece_steps(asked, pieces.build(device), microbatch, setting, device, alone, whole_schedule)
+    probes = [
+        piece_steps(asked, stages, microbatch, setting, device, alone, split_schedule),
+        piece_steps(asked, pieces.build(device), microbatch, setting, device, alone, whole_schedule),
+    ]
     runs = [_training(schedule, job, AutoConfig.for_model(**built_in(job))) for schedule in schedules]
     for run in runs:
         next(run)  # warm up
-    probed: list[tuple[zp.Timeline, zp.Timeline]] = []
+    probed: list[zp.Timeline] = [next(probes[0])]  # with split and with whole backwards in turns
     timelines: list[list[zp.Timeline]] = [[] for _ in runs]
     for number in range(rounds):
-        probed.append((next(split), next(whole)))
         for found, run in zip(timelines, runs):
             found.append(next(run))
+            probed.append(next(probes[len(probed) % 2]))
         if dist.get_rank() == 0:
             print(f"{size}: round {number + 1} of {rounds}", file=sys.stderr, flush=True)
-    for each in (split, whole, *runs):
+    for each in (*probes, *runs):
         each.close()
-    everybodys = everyone(probed)
-    probe = Probe(known, tuple(a for own in everybodys for a, _ in own), tuple(b for own in everybodys for _, b in own))
-    spent = [[sum(a.busy) + sum(b.busy) for a, b in own] for own in everybodys]
-    usual = usual_time(probe.split) + usual_time(probe.whole)
-    paces = [[own[number] / usual for own in spent] for number in range(rounds)]
-    return Turns(with_messages(asked, pieces, [probe], device), paces, timelines)
+    by_rank = everyone(probed)
+    split, whole = ([timeline for own in by_rank for timeline in own[way::2]] for way in (0, 1))
+    usual = usual_time(split), usual_time(whole)
+    spent = [[sum(timeline.busy) / usual[at % 2] for at, timeline in enumerate(own)] for own in by_rank]
+    around = [[(own[at] + own[at + 1]) / 2 for own in spent] for at in range(rounds * len(runs))]
+    paces = [around[which :: len(runs)] for which in range(len(runs))]
+    return Turns(with_messages(asked, pieces, [Probe(known, split, whole)], device), paces, timelines)
 
 
 def usual_time(timelines: Sequence[zp.Timeline]) -> float:
@@ -218,7 +223,7 @@ def compared(
     """What was measured beside its prediction."""
     costs = layers.costs(counts, placement=schedule.placement)
     steady = zp.simulate(schedule, costs)
-    paced = statistics.median(zp.simulate(schedule, _at(costs, pace, schedule)).makespan for pace in paces)
+    paced = [zp.simulate(schedule, _at(costs, pace, schedule)).makespan for pace in paces]
     activations = zp.simulate(schedule, replace(layers.costs(counts), weights=0.0))
     makespans = sorted(timeline.makespan for timeline in timelines)
     measured, quarter = statistics.median(makespans), len(makespans) // 4
@@ -231,7 +236,7 @@ def compared(
         "spread": (makespans[-1 - quarter] - makespans[quarter]) / 2 / measured,
         "predicted": steady.makespan,
         "error": steady.makespan / measured - 1,
-        "paced_error": paced / measured - 1,
+        "paced_error": statistics.median(a / b.makespan for a, b in zip(paced, timelines)) - 1,
         "memory_error": predicted / real - 1 if real else 0.0,
         "busy_error": sum(steady.busy) / busy - 1,
         "kind_errors": kind_errors(timelines, steady),
