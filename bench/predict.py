@@ -96,7 +96,6 @@ def main() -> None:
         flush=True,
     )
     with LocalRanks(args.ranks) as ranks:
-        ranks.run(pin)
         ranks.run(keep_memory)
         for size in args.sizes.split(","):
             schedules = [
@@ -166,7 +165,7 @@ def take_turns(size: str, schedules: Sequence[zp.Schedule], rounds: int) -> Turn
     from transformers import AutoConfig
 
     job, device, alone = Job(**SIZES[size]), torch.device("cpu"), group_of_one()
-    asked = ProfileJob(size, built_in(job), sequence=job.sequence, steps=rounds * len(schedules) + 1)
+    asked = ProfileJob(size, built_in(job), sequence=job.sequence, steps=rounds * len(schedules) + 2)
     setting, pieces = asked.settings[0], open_pieces(asked.source, torch.float32, asked.seed)
     microbatch, stages = piece_tokens(asked, pieces, setting, device), pieces.build(device)
     known = facts(pieces, stages, microbatch)
@@ -175,8 +174,9 @@ def take_turns(size: str, schedules: Sequence[zp.Schedule], rounds: int) -> Turn
         piece_steps(asked, pieces.build(device), microbatch, setting, device, alone, whole_schedule),
     ]
     runs = [_training(schedule, job, AutoConfig.for_model(**built_in(job))) for schedule in schedules]
-    for run in runs:
-        next(run)  # warm up
+    for each in (*probes, *runs):
+        next(each)  # warm up
+    cores = pin()
     probed: list[zp.Timeline] = [next(probes[0])]  # with split and with whole backwards in turns
     timelines: list[list[zp.Timeline]] = [[] for _ in runs]
     for number in range(rounds):
@@ -187,8 +187,9 @@ def take_turns(size: str, schedules: Sequence[zp.Schedule], rounds: int) -> Turn
             print(f"{size}: round {number + 1} of {rounds}", file=sys.stderr, flush=True)
     for each in (*probes, *runs):
         each.close()
+    os.sched_setaffinity(0, cores)
     by_rank = everyone(probed)
-    split, whole = ([timeline for own in by_rank for timeline in own[way::2]] for way in (0, 1))
+    split, whole = (tuple(timeline for own in by_rank for timeline in own[way::2]) for way in (0, 1))
     usual = usual_time(split), usual_time(whole)
     spent = [[sum(timeline.busy) / usual[at % 2] for at, timeline in enumerate(own)] for own in by_rank]
     around = [[(own[at] + own[at + 1]) / 2 for own in spent] for at in range(rounds * len(runs))]

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import statistics
 import time
 from dataclasses import replace
@@ -97,13 +98,14 @@ def measure(size: Size) -> LayerCosts:
     """What a block and the head cost, from the shortest of some recorded steps."""
     schedule, counts = named(PROBE, size)
     contender = Contender(schedule, counts, size)
-    pin()
+    cores = pin()
     contender.engine.record = True
     timelines = []
     for _ in range(RECORDINGS + 1):
         contender.step()
         timelines.append(contender.engine.timeline())
     contender.engine.close()
+    os.sched_setaffinity(0, cores)
     costs = fit(min(timelines[1:], key=lambda timeline: timeline.makespan))
 
     def parts(values: Any) -> tuple[float, float]:

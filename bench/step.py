@@ -20,6 +20,7 @@ import os
 import statistics
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -207,14 +208,16 @@ def probe(name: str, size: Size) -> float:
     return contender.step()
 
 
-def pin() -> None:
-    """Keep the ranks' computing threads on the fastest cores, one each.
+def pin() -> set[int]:
+    """Keep the ranks' computing threads on the fastest cores, one each, and all threads that are there by now off them.
 
-    On a shared machine some cores are a third slower than others for minutes. The threads that feed sockets stay free.
+    On a shared machine some cores are a third slower than others for minutes. New threads stay where the one that makes
+    them is: whatever makes threads that feed sockets has to be set up before. Returns where this thread could be.
     """
-    cpus, size, rank = sorted(os.sched_getaffinity(0)), dist.get_world_size(), dist.get_rank()
+    free = os.sched_getaffinity(0)
+    cpus, size, rank = sorted(free), dist.get_world_size(), dist.get_rank()
     if len(cpus) < size:
-        return
+        return free
     a, out = torch.randn(512, 512), torch.empty(512, 512)
     fastest = torch.full((len(cpus),), float("inf"))
     for turn in range(3 * len(cpus)):
@@ -226,7 +229,13 @@ def pin() -> None:
             torch.mm(a, a, out=out)
         fastest[place] = min(float(fastest[place]), time.perf_counter() - begin)
     dist.all_reduce(fastest)
-    os.sched_setaffinity(0, {cpus[sorted(fastest.argsort()[:size].tolist())[rank]]})
+    chosen = [cpus[place] for place in sorted(fastest.argsort()[:size].tolist())]
+    if left := set(cpus) - set(chosen):
+        for thread in map(int, os.listdir("/proc/self/task")):
+            with suppress(ProcessLookupError):  # it has just ended
+                os.sched_setaffinity(thread, left)
+    os.sched_setaffinity(0, {chosen[rank]})
+    return free
 
 
 def contest(size: Size, torchs: list[str]) -> dict[str, Any]:
