@@ -26,9 +26,8 @@ from zeropipe.search.bound.way import Way, blocked_after, way_of
 from zeropipe.search.model import Array, Task
 
 EXACT = 1e-12  # relative: sums of times are rounded
-QUICK, THOROUGH = 30_000, 400_000  # states that following microbatches round and round looks at, 1 to 2 us each
+QUICK, THOROUGH = 30_000, 400_000  # states that each kernel looks at, 0.5 to 2 us each
 MORE = 16  # times as many in the next round, where the effort allows it
-FEW = 3  # times less is spent on a few ranks than on microbatches that take turns, unless there is more of it
 CLOSE = 5e-10  # relative: so near to a value is at it
 POINTS = 120  # at most so often a rank is asked how long it takes for fewer microbatches, for all ranks together
 LATER = 1.25  # a memory bound that is so far below another one will not reach it
@@ -43,7 +42,7 @@ def lower_bound(task: Task, effort: int = QUICK, cap: float = np.inf, stop: Arra
     best = max(_link_bound(task, way), *(_rank_bound(task, way, rank) for rank in range(task.num_ranks)))
     share, below = effort if effort < MORE * THOROUGH else THOROUGH, cap * (1 - CLOSE)
     while best < cap:
-        best = _few_bound(task, way, best, share if share > THOROUGH else share // FEW, below, stop)
+        best = _few_bound(task, way, best, share, below, stop)
         if best < cap:
             best = max(best, _turns_bound(task, way, best, share, below, stop))
         if share == effort or stop[0]:

@@ -8,8 +8,9 @@ from typing import NamedTuple
 import numpy as np
 
 from zeropipe.core.jit import compiled
-from zeropipe.search.bound.ordering import dive, order
+from zeropipe.search.bound.ordering import order
 from zeropipe.search.bound.way import Way, blocked_after
+from zeropipe.search.kernels import FAR
 from zeropipe.search.model import Array, Task
 
 NEAR = 1e-11  # of a microbatch's way, for all its passes together: so near is equal
@@ -18,6 +19,7 @@ GROWTH = 2.0  # of that with each answer
 SHARE, KEPT = 1_000, 8  # of the effort for a set of ranks at first, and states that have come equally far
 MORE = 4  # of the effort with each round
 DIVE = 32  # looks at passes of one order count as one state
+ANY = 1 << 62  # effort for one order
 CELLS = 4_000_000  # numbers in all states
 
 
@@ -44,25 +46,33 @@ class Few(NamedTuple):
     last_f: Array  # ... which is this pass
     ample: Array  # there is room for everything
     alone: Array  # no F takes the room of another stage's F
+    first: Array  # where the stages of each rank begin ...
+    stages: Array  # ... rank by rank
+    name: Array  # numbers by chance: their sums tell counts apart, nearly always
 
 
 class Place(NamedTuple):
     """For the kernel to work in: two layers of counts, each with some states."""
 
     counts: Array
+    names: Array  # numbers that tell counts apart, nearly always
     first: Array  # of the states that have these counts
     after: Array  # and which follows each
     states: Array
     table: Array
+    slots: Array  # the places in the table that are taken
     ready: Array
+    least_begin: Array
+    kid: Array  # the counts that follow by each pass
     new: Array
-    new_counts: Array
-    least: Array
-    taken: Array
+    ahead: Array  # the next pass of each microbatch that is under way
+    left: Array
+    level: Array
+    kept: Array
+    behind: Array
     looked: Array
     whole: Array
     merged: Array
-    compared: Array
     stop: Array
 
 
@@ -129,7 +139,7 @@ class _Asked:
         place = _place(len(few.rank), window + 2 * len(ranks), share, self._stop)
         near = NEAR * float(self._way.head[-1]) / len(few.rank)
         slack = near * len(few.rank) * task.num_microbatches
-        value = compiled(dive)(few, place) - blocked - slack
+        value = compiled(order)(few, FAR, near, 1, ANY, True, place) - blocked - slack
         effort -= len(few.rank) ** 2 * task.num_microbatches // DIVE
         if value <= best:  # more is not asked for
             self.values[ranks] = value
@@ -139,7 +149,7 @@ class _Asked:
         step, value = FIRST, 0.0
         while effort > 0 and best < cap and not self._stop[0]:
             wish, most = min(cap, best * (1 + step)), min(share, effort)
-            found = compiled(order)(few, wish + blocked + slack, near, kept, most, place) - blocked - slack
+            found = compiled(order)(few, wish + blocked + slack, near, kept, most, False, place) - blocked - slack
             effort -= int(place.looked[0])
             value = max(value, min(float(found), cap))
             best = max(best, value)
@@ -163,9 +173,10 @@ def _place(num_passes: int, width: int, effort: int, stop: Array) -> Place:
 
     size = max(64, min(effort, CELLS // (2 * width)))
     return Place(
-        ints(2, size, num_passes), ints(2, size), ints(2, size), np.zeros((2, size, width)), ints(2 * size),
-        np.zeros(num_passes), np.zeros(width), ints(num_passes), np.zeros(1),
-        ints(1), ints(1), ints(1), ints(1), ints(1), stop,
+        ints(2, size, num_passes), ints(2, size), ints(2, size), ints(2, size), np.zeros((2, size, width)),
+        ints(2 * size), ints(size), np.zeros(num_passes), np.zeros(num_passes), ints(num_passes), np.zeros(width),
+        ints(width), np.zeros(width), np.zeros(width), np.zeros(width), np.zeros(width),
+        ints(1), ints(1), ints(1), stop,
     )  # fmt: skip
 
 
@@ -199,6 +210,8 @@ def few_of(task: Task, way: Way, limits: list[Limits], ranks: tuple[int, ...]) -
         np.array([float((weight[some] / keeps[some]).min()) if len(some) else 0.0 for some in frees]),
         np.array([limits[one].drain for one in ranks]), began, np.array([mine[-1] for mine in own]),
         ample, ample | np.array([len(mine) == 1 for mine in own]),
+        np.cumsum([0, *map(len, own)]), np.concatenate(own),
+        np.random.default_rng(1).integers(1 << 40, 1 << 50, len(passes)),
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Kernels, to be compiled by core/jit.py: how soon a few ranks can do all their work, in the best of all orders.
+"""A kernel, to be compiled by core/jit.py: how soon a few ranks can do all their work, in the best of all orders.
 
 Only these ranks do one thing at a time and have a memory limit. On the others each microbatch is as fast as alone, and
 no faster than the one before it. The kernel goes forward in time, pass by pass: the next pass to begin is chosen among
@@ -25,281 +25,260 @@ COMPARED = 8  # with so many others a state is compared in the time that it take
 TINY = 1e-9  # relative: so much less than a whole number of W is that number
 
 
-def order(few: Few, cap: float, near: float, most: int, effort: int, place: Place) -> float:
+def order(few: Few, cap: float, near: float, most: int, effort: int, dive: bool, place: Place) -> float:
     """The earliest end of everything, or `cap` if it is not before that.
 
     What differs by `near` is equal; of the states that have come equally far `most` are kept apart. Where `effort`,
     the number of states that may be looked at, or the place for them does not suffice, it is what all states of some
     layer need at least, and `place.whole` gets 0. `place.looked` gets how many were looked at.
+
+    A `dive` follows one order, by always taking what seems best: no bound by these ranks is above its end.
     """
-    held, looked, best = 1, 0, 0.0
-    for x in range(len(few.rank)):
+    rank_of, lasts, lag, every, work, weight = few.rank, few.lasts, few.lag, few.every, few.work, few.weight
+    takes, keeps, rest, begins, first, stages = few.takes, few.keeps, few.rest, few.begins, few.first, few.stages
+    room, drain, last_f, ample, alone, name = few.room, few.drain, few.last_f, few.ample, few.alone, few.name
+    m, num_passes, ranks = few.num_microbatches, len(few.rank), len(few.room)
+    half, last = num_passes // 2, num_passes - 1
+    # in a state stand since when each rank is free, when it would be done with its W, and the arrivals
+    done, comes = ranks, 2 * ranks
+    table, slots, names, ready, new, kid = place.table, place.slots, place.names, place.ready, place.new, place.kid
+    least_begin, left, ahead, levels, kept_by, behind = (
+        place.least_begin, place.left, place.ahead, place.level, place.kept, place.behind
+    )  # fmt: skip
+    held, made, looked, compared, best = 1, 0, 0, 0, 0.0
+    for x in range(num_passes):
         place.counts[0, 0, x] = 0
-    for at in range(place.states.shape[2]):
+    for at in range(comes):
         place.states[0, 0, at] = 0.0
-    place.first[0, 0], place.after[0, 0] = 0, -1
-    place.whole[0], place.merged[0], place.compared[0] = 0, 0, 0
-    for layer in range(len(few.rank) * few.num_microbatches):
-        side, made = layer % 2, 0
-        place.least[0] = FAR
-        place.taken[0] = 0
-        for at in range(len(place.table)):
-            place.table[at] = -1
-        for number in range(held):
-            counts = place.counts[side, number]
-            which = place.first[side, number]
+    place.first[0, 0], place.after[0, 0], names[0, 0] = 0, -1, 0
+    place.whole[0], place.merged[0] = 0, 0
+    for at in range(len(table)):
+        table[at] = -1
+    for layer in range(num_passes * m):
+        side, other, taken = layer % 2, 1 - layer % 2, 0
+        least_of_all, earliest = FAR, FAR
+        for number in range(made):
+            table[slots[number]] = -1
+        made = 0
+        states, after = place.states[other], place.after[other]
+        for one in range(held):
+            # what all states with these counts have in common
+            counts = place.counts[side, one]
+            oldest, next_one = counts[last], counts[0]
+            for rank in range(ranks):
+                left[rank] = -few.began[rank] + (drain[rank] if counts[last_f[rank]] < m else 0.0)
+                levels[rank], kept_by[rank], behind[rank] = 0.0, 0.0, 0.0
+            for x in range(num_passes):
+                left[rank_of[x]] += (m - counts[x]) * work[x]
+            for f in range(half):
+                rank, back = rank_of[f], counts[last - f]
+                levels[rank] += (counts[f] - back) * takes[f] + back * keeps[f]
+                kept_by[rank] += back * keeps[f]
+                behind[rank] += back * weight[f]
+            for x in range(num_passes):
+                kid[x], least_begin[x], rank = -1, FAR, rank_of[x]
+                if counts[x] == m or (x > 0 and counts[x - 1] == counts[x]):
+                    continue
+                least_begin[x] = -FAR
+                if x < half:
+                    over = levels[rank] + takes[x] - room[rank]
+                    if over > 0:  # how long W have to run before there is room
+                        pieces = int(over / few.piece_keeps[rank] + 1 - TINY)
+                        runs = max(pieces * few.piece_lasts[rank], over * few.per_room[rank])
+                        least_begin[x] = runs - behind[rank]
+                    if over > kept_by[rank] + TINY * takes[x] or (
+                        not alone[rank] and stuck(x, first[rank], first[rank + 1], room[rank], counts, takes, stages)
+                    ):
+                        least_begin[x] = FAR
+            x = last
+            for number in range(oldest, next_one):
+                while counts[x] <= number:  # those behind it have not come further
+                    x -= 1
+                ahead[number - oldest] = x + 1
+            which = place.first[side, one]
             while which >= 0:
                 looked += 1
                 state = place.states[side, which]
-                until = can_begin(few, counts, state, place.ready)
-                for x in range(len(few.rank)):
-                    begin = place.ready[x]
-                    if begin < FAR and (begin < until - near or begin + few.lasts[x] <= until):
-                        run(few, x, begin, counts, state, place)
-                        made = add(few, 1 - side, near, cap, most, made, place)
-                which = place.after[side, which]
-            if made < 0 or looked + place.compared[0] // COMPARED > effort or place.stop[0]:
-                place.looked[0] = looked + place.compared[0] // COMPARED
+                following = place.after[side, which]
+                # what it needs at least, whatever follows
+                needs = 0.0
+                if next_one < m:
+                    needs = max(begins[next_one], state[rank_of[0]]) + rest[0, next_one]
+                for rank in range(ranks):
+                    needs = max(needs, state[done + rank] + left[rank])
+                for at in range(next_one - oldest):
+                    y = ahead[at]
+                    needs = max(needs, max(state[comes + at], state[rank_of[y]]) + rest[y, oldest + at])
+                # when each pass can begin, and when one of them is done by all means: nothing has to wait until then,
+                # as it would fit before, and nobody would be later
+                until = FAR
+                for x in range(num_passes):
+                    ready[x] = FAR
+                    if least_begin[x] >= FAR:
+                        continue
+                    rank = rank_of[x]
+                    begin = max(state[rank], begins[next_one] if x == 0 else state[comes + counts[x] - oldest])
+                    if x < half:
+                        begin = max(begin, state[done + rank] + least_begin[x])
+                        if alone[rank]:
+                            until = min(until, begin + lasts[x])
+                    elif ample[rank]:
+                        until = min(until, begin + lasts[x])
+                    else:
+                        until = min(until, begin + lasts[x] + state[done + rank] - state[rank])
+                    ready[x] = begin
+                for x in range(num_passes):
+                    begin = ready[x]
+                    if begin >= FAR or (begin >= until - near and begin + lasts[x] > until and not dive):
+                        continue
+                    mine, number, end = rank_of[x], counts[x], begin + lasts[x]
+                    least = max(needs, begin + rest[x, number])
+                    for rank in range(ranks):
+                        least = max(least, max(state[done + rank], begin) + left[rank])
+                    if least >= cap:
+                        continue
+                    if x < last:
+                        arrives = end + lag[x]
+                        if number > oldest and counts[x + 1] < number:  # the one before it is on the same way
+                            arrives = max(arrives, state[comes + number - oldest - 1] + every[x])
+                        free = end if rank_of[x + 1] == mine else max(begin, state[rank_of[x + 1]])
+                        least = max(least, max(arrives, free) + rest[x + 1, number])
+                    then = next_one + 1 if x == 0 else next_one
+                    if then < m:
+                        least = max(least, max(begins[then], end if mine == rank_of[0] else begin) + rest[0, then])
+                    for at in range(next_one - oldest):
+                        if at != number - oldest:
+                            y = ahead[at]
+                            least = max(least, (end if rank_of[y] == mine else begin) + rest[y, oldest + at])
+                    if least >= cap:
+                        continue
+                    if dive:
+                        if least > least_of_all or (least == least_of_all and begin > earliest):
+                            continue
+                        earliest, taken = begin, 0
+                        for at in range(made):
+                            table[slots[at]] = -1
+                        made = 0
+                    least_of_all = min(least_of_all, least)
+                    # the new state
+                    for rank in range(ranks):
+                        new[rank], new[done + rank] = max(state[rank], begin), max(state[done + rank], begin)
+                    new[mine] = end
+                    new[done + mine] += work[x]
+                    back = 1 if x == last else 0  # then the oldest is through
+                    width = comes + then - oldest - back
+                    for at in range(comes, width):  # nothing begins before this one did
+                        new[at] = max(state[at + back], begin)
+                    if x < last:
+                        new[comes + number - oldest] = arrives
+                    # those that have come as far
+                    if kid[x] < 0:
+                        key = names[side, one] + name[x]
+                        slot = (key ^ (key >> 29)) % len(table)
+                        while table[slot] >= 0:
+                            same = names[other, table[slot]] == key
+                            if same:
+                                for y in range(num_passes):
+                                    same = same and place.counts[other, table[slot], y] == counts[y] + (y == x)
+                            if same:
+                                break
+                            slot = (slot + 1) % len(table)
+                        if table[slot] < 0:
+                            if taken == len(states):
+                                made = -1
+                                break
+                            table[slot], slots[made], names[other, made] = made, slot, key
+                            for y in range(num_passes):
+                                place.counts[other, made, y] = counts[y]
+                            place.counts[other, made, x] += 1
+                            place.first[other, made] = -1
+                            made += 1
+                        kid[x] = table[slot]
+                    # it is left out if one of them is nowhere later; those that it is nowhere later than go
+                    group, before, spare, apart = kid[x], -1, -1, 0
+                    that = place.first[other, group]
+                    while that >= 0:
+                        compared += 1
+                        earlier, later = False, False
+                        for at in range(width):
+                            if states[that, at] < new[at] - near:
+                                earlier = True
+                                if later:
+                                    break
+                            elif states[that, at] > new[at] + near:
+                                later = True
+                                if earlier:
+                                    break
+                        if not later:
+                            break
+                        if earlier:
+                            apart += 1
+                            before = that
+                        else:
+                            spare = that
+                            if before < 0:
+                                place.first[other, group] = after[that]
+                            else:
+                                after[before] = after[that]
+                        that = after[that]
+                    if that >= 0:
+                        continue
+                    if spare < 0 and (apart >= most or (taken == len(states) and apart > 0)):
+                        # it and the state that loses least by that become one that is as early as both
+                        place.merged[0] = 1
+                        nearest, chosen, that = FAR, -1, place.first[other, group]
+                        while that >= 0:
+                            loss = 0.0
+                            for at in range(width):
+                                loss += abs(states[that, at] - new[at])
+                            if loss < nearest:
+                                nearest, chosen = loss, that
+                            that = after[that]
+                        for at in range(width):
+                            states[chosen, at] = min(states[chosen, at], new[at])
+                        continue
+                    if spare < 0:
+                        if taken == len(states):
+                            made = -1
+                            break
+                        spare = taken
+                        taken += 1
+                    for at in range(width):
+                        states[spare, at] = new[at]
+                    after[spare] = place.first[other, group]
+                    place.first[other, group] = spare
+                if made < 0:
+                    break
+                which = following
+            if made < 0 or looked + compared // COMPARED > effort or place.stop[0]:
+                place.looked[0] = looked + compared // COMPARED
                 return best
         held = made
-        best = max(best, min(place.least[0], cap))
-    place.looked[0], place.whole[0] = looked + place.compared[0] // COMPARED, 1
+        best = max(best, min(least_of_all, cap))
+    place.looked[0], place.whole[0] = looked + compared // COMPARED, 1
     return best
 
 
-def dive(few: Few, place: Place) -> float:
-    """The end in one order, by always taking what seems best: no bound by these ranks is above that."""
-    counts, state, ends = place.counts[0, 0], place.states[0, 0], 0.0
-    for x in range(len(few.rank)):
-        counts[x] = 0
-    for at in range(len(state)):
-        state[at] = 0.0
-    for _ in range(len(few.rank) * few.num_microbatches):
-        can_begin(few, counts, state, place.ready)
-        least, chosen = FAR, -1
-        for x in range(len(few.rank)):
-            if place.ready[x] < FAR:
-                run(few, x, place.ready[x], counts, state, place)
-                value = needs(few, place.new_counts, place.new)
-                # of equal ones that which comes first, and then the one that has come furthest
-                if value < least or (value == least and place.ready[x] <= place.ready[chosen]):
-                    least, chosen = value, x
-        if chosen < 0:
-            return FAR
-        ends = max(ends, least)
-        run(few, chosen, place.ready[chosen], counts, state, place)
-        for x in range(len(few.rank)):
-            counts[x] = place.new_counts[x]
-        for at in range(len(state)):
-            state[at] = place.new[at]
-    return ends
-
-
-def can_begin(few: Few, counts: Ints, state: Floats, ready: Floats) -> float:
-    """When each pass can begin next, into `ready`: FAR if it cannot. Returns when another one is done by all means.
-
-    Nothing has to wait as long as that: the other pass would fit before it, and nobody would be later.
-    """
-    num_passes, m, ranks = len(few.rank), few.num_microbatches, len(few.room)
-    window = len(state) - 2 * ranks
-    until = FAR
-    for x in range(len(few.rank)):
-        ready[x] = FAR
-        number, rank = counts[x], few.rank[x]
-        free = state[window + rank]
-        owed = state[window + ranks + rank] - free
-        if number >= m or (x > 0 and counts[x - 1] <= number):
-            continue
-        begin = max(few.begins[number], free) if x == 0 else max(state[number - counts[num_passes - 1]], free)
-        if x < num_passes // 2:
-            begin = max(begin, free + w_first(few, x, counts, owed))
-            if begin >= FAR or (not few.alone[rank] and stuck(few, x, counts)):
-                continue
-            if few.alone[rank]:
-                until = min(until, begin + few.lasts[x])
-        elif few.ample[rank]:
-            until = min(until, begin + few.lasts[x])
-        else:
-            until = min(until, begin + few.lasts[x] + owed)
-        ready[x] = begin
-    return until
-
-
-def w_first(few: Few, x: int, counts: Ints, owed: float) -> float:
-    """How long W have to run before there is room for an F; FAR if they cannot make it."""
-    rank, num_passes = few.rank[x], len(few.rank)
-    level, kept, behind = few.takes[x], 0.0, 0.0
-    for f in range(num_passes // 2):
-        if few.rank[f] == rank:
-            back = counts[num_passes - 1 - f]
-            level += (counts[f] - back) * few.takes[f] + back * few.keeps[f]
-            kept += back * few.keeps[f]
-            behind += back * few.weight[f]
-    over = level - few.room[rank]
-    if over <= 0:
-        return 0.0
-    if over > kept + TINY * few.takes[x]:
-        return FAR
-    pieces = int(over / few.piece_keeps[rank] + 1 - TINY)
-    missing: float = max(pieces * few.piece_lasts[rank], over * few.per_room[rank]) - (behind - owed)
-    return max(0.0, missing)
-
-
-def stuck(few: Few, x: int, counts: Ints) -> bool:
+def stuck(x: int, low: int, high: int, room: float, counts: Ints, takes: Floats, stages: Ints) -> bool:
     """Whether an F would take the room that an older microbatch needs for its later stages: all would wait forever.
 
     No I of a rank runs before the oldest microbatch has all its F there behind it, and what younger ones hold stays.
+    The rank's stages stand in `stages` from `low` to `high`.
     """
-    rank, half, last = few.rank[x], len(few.rank) // 2, len(few.rank) - 1
-    level, oldest = few.takes[x], counts[x]
-    for f in range(half):
-        if few.rank[f] == rank:
-            level += (counts[f] - counts[last - f]) * few.takes[f]
-            oldest = min(oldest, counts[last - f])
+    last, level, oldest = len(counts) - 1, takes[x], counts[x]
+    for at in range(low, high):
+        f = stages[at]
+        level += (counts[f] - counts[last - f]) * takes[f]
+        oldest = min(oldest, counts[last - f])
     for number in range(oldest, counts[x] + 1):
         holds, misses = 0.0, 0.0
-        for f in range(half):
-            if few.rank[f] == rank:
-                if number < counts[f] or (f == x and number == counts[x]):
-                    holds += few.takes[f] if number >= counts[last - f] else 0.0
-                else:
-                    misses += few.takes[f]
-        if level + misses > few.room[rank]:
+        for at in range(low, high):
+            f = stages[at]
+            if number < counts[f] or (f == x and number == counts[x]):
+                holds += takes[f] if number >= counts[last - f] else 0.0
+            else:
+                misses += takes[f]
+        if level + misses > room:
             return True
         level -= holds
     return False
-
-
-def run(few: Few, x: int, begin: float, counts: Ints, state: Floats, place: Place) -> None:
-    """Write what follows if pass `x` runs next and begins at `begin`."""
-    num_passes, ranks, rank, new = len(few.rank), len(few.room), few.rank[x], place.new
-    window = len(state) - 2 * ranks
-    oldest, number = counts[num_passes - 1], counts[x]
-    for y in range(len(few.rank)):
-        place.new_counts[y] = counts[y]
-    place.new_counts[x] = number + 1
-    for at in range(len(state)):
-        new[at] = state[at]
-    end = begin + few.lasts[x]
-    new[window + rank] = end
-    # nothing begins before this one did: what could have is as good as that
-    for one in range(ranks):
-        new[window + one] = max(state[window + one], begin)
-        new[window + ranks + one] = max(state[window + ranks + one], begin)
-    new[window + rank] = end
-    new[window + ranks + rank] += few.lasts[x]
-    if x >= num_passes // 2:
-        new[window + ranks + rank] += few.weight[num_passes - 1 - x]
-    if x < num_passes - 1:
-        at = number - oldest
-        new[at] = end + few.lag[x]
-        if at > 0 and counts[x + 1] < number:  # the one before it is on the same way
-            new[at] = max(new[at], state[at - 1] + few.every[x])
-    else:  # it is back
-        for at in range(window - 1):
-            new[at] = new[at + 1]
-        new[window - 1] = 0.0
-    for at in range(place.new_counts[0] - place.new_counts[num_passes - 1]):
-        new[at] = max(new[at], begin)
-
-
-def needs(few: Few, counts: Ints, new: Floats) -> float:
-    """When everything can have ended at the earliest."""
-    num_passes, ranks, m = len(few.rank), len(few.room), few.num_microbatches
-    window = len(new) - 2 * ranks
-    most, oldest = 0.0, counts[num_passes - 1]
-    for rank in range(ranks):
-        left = new[window + ranks + rank] - few.began[rank]
-        for x in range(num_passes):
-            if few.rank[x] == rank:
-                left += (m - counts[x]) * few.work[x]
-        if counts[few.last_f[rank]] < m:
-            left += few.drain[rank]
-        most = max(most, left)
-    x = num_passes - 1
-    for number in range(oldest, min(counts[0] + 1, m)):
-        while x >= 0 and counts[x] <= number:  # those behind it have not come further
-            x -= 1
-        arrives = new[number - oldest] if x >= 0 else few.begins[number]
-        most = max(most, max(arrives, new[window + few.rank[x + 1]]) + few.rest[x + 1, number])
-    if oldest == m:
-        most = max(most, new[window + few.rank[0]] - few.lasts[num_passes - 1] + few.rest[num_passes - 1, m - 1])
-    return most
-
-
-def add(few: Few, side: int, near: float, cap: float, most: int, made: int, place: Place) -> int:
-    """Take in the new state unless it is too late, or one that has come as far is nowhere later; those that are go.
-
-    Where there are `most` already, it and the state that loses least by that become one that is as early as both.
-    Returns how many different counts there are, or -1 if there is no more place.
-    """
-    new = place.new
-    if made < 0:
-        return made
-    least = needs(few, place.new_counts, new)
-    if least >= cap:
-        return made
-    place.least[0] = min(place.least[0], least)
-    slot = find(side, place)
-    number = place.table[slot]
-    if number < 0:
-        if place.taken[0] == place.states.shape[1]:
-            return -1
-        number = made
-        made += 1
-        place.table[slot] = number
-        for x in range(len(few.rank)):
-            place.counts[side, number, x] = place.new_counts[x]
-        place.first[side, number] = -1
-    states, after = place.states[side], place.after[side]
-    one, before, kept = place.first[side, number], -1, 0
-    nearest, chosen = FAR, -1
-    while one >= 0:
-        earlier, later, apart = False, False, 0.0
-        for at in range(len(new)):
-            earlier = earlier or states[one, at] < new[at] - near
-            later = later or states[one, at] > new[at] + near
-            apart += abs(states[one, at] - new[at])
-        place.compared[0] += 1
-        if not later:
-            return made
-        if earlier:
-            kept += 1
-            before = one
-            if apart < nearest:
-                nearest, chosen = apart, one
-        elif before < 0:
-            place.first[side, number] = after[one]
-        else:
-            after[before] = after[one]
-        one = after[one]
-    if kept >= most or (place.taken[0] == states.shape[0] and chosen >= 0):
-        place.merged[0] = 1
-        for at in range(len(new)):
-            states[chosen, at] = min(states[chosen, at], new[at])
-        return made
-    if place.taken[0] == states.shape[0]:
-        return -1
-    one = place.taken[0]
-    place.taken[0] += 1
-    for at in range(len(new)):
-        states[one, at] = new[at]
-    after[one] = place.first[side, number]
-    place.first[side, number] = one
-    return made
-
-
-def find(side: int, place: Place) -> int:
-    """Where the table has the new counts, or has place for them."""
-    mixed = 0
-    for x in range(len(place.new_counts)):
-        mixed = (mixed * 1000003 + place.new_counts[x]) & 0xFFFFFFFFFFFF
-    slot = (mixed ^ (mixed >> 15)) % len(place.table)
-    while place.table[slot] >= 0:
-        same = True
-        for x in range(len(place.new_counts)):
-            same = same and place.counts[side, place.table[slot], x] == place.new_counts[x]
-        if same:
-            break
-        slot = (slot + 1) % len(place.table)
-    return slot

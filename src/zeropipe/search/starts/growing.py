@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from zeropipe.core.jit import Floats, Ints
+from zeropipe.search.bound.ordering import stuck
 from zeropipe.search.kernels import FAR
 
 if TYPE_CHECKING:
@@ -189,27 +190,6 @@ def next_w(low: int, high: int, parts: int, counts: Ints, done: Ints, stages: In
         if done[f] < counts[last - f] * parts and (stage < 0 or done[f] <= done[stage]):
             stage = f
     return stage
-
-
-def stuck(x: int, low: int, high: int, room: float, counts: Ints, needs: Floats, stages: Ints) -> bool:
-    """Whether an F would take the room that an older microbatch needs for its later stages (see ordering.py)."""
-    last, level, oldest = len(counts) - 1, needs[x], counts[x]
-    for at in range(low, high):
-        f = stages[at]
-        level += (counts[f] - counts[last - f]) * needs[f]
-        oldest = min(oldest, counts[last - f])
-    for number in range(oldest, counts[x] + 1):
-        holds, misses = 0.0, 0.0
-        for at in range(low, high):
-            f = stages[at]
-            if number < counts[f] or (f == x and number == counts[x]):
-                holds += needs[f] if number >= counts[last - f] else 0.0
-            else:
-                misses += needs[f]
-        if level + misses > room:
-            return True
-        level -= holds
-    return False
 
 
 def sift(heap: Ints, rating: Floats, at: int, size: int) -> None:
