@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from zeropipe.search.hunt import Progress
     from zeropipe.search.search import Found
 
+PREPARING = "making kernels ready: after an installation they are compiled, once, for about half a minute"
+
 
 @click.command(short_help="The best schedule for given costs and memory.")
 @click.option("--ranks", "-p", type=opt.Counts(False), help="Pipeline ranks.")
@@ -160,7 +162,7 @@ def _told(unit: str) -> Iterator[Callable[[Progress], None] | None]:
         return
     from rich.console import Console
 
-    with Console(stderr=True).status("searching") as status:
+    with Console(stderr=True).status(PREPARING) as status:
 
         def tell(progress: Progress) -> None:
             status.update(

@@ -15,6 +15,7 @@ from zeropipe.core.timeline import Timeline
 from zeropipe.errors import ConfigError
 from zeropipe.search.hunt import Hunt, Progress, gap_of, value_of
 from zeropipe.search.model import Task
+from zeropipe.search.ready import make_ready
 from zeropipe.sim.costs import Costs
 
 Objective = Literal["makespan", "span"]
@@ -73,7 +74,8 @@ def search(
     `rank_limits`, one for each. `placement` is a rule like `zp.vee`, its
     name, or "all" (also the default for several stages per rank). The same seed and steps give the same schedule;
     a search by time depends on the machine. `progress` is called again and again with how far the search is, and ends
-    it by returning True. Ctrl-C ends it too: the best so far is returned.
+    it by returning True. Ctrl-C ends it too: the best so far is returned. Before `seconds` begin the compiled kernels
+    are made ready: in a second, and after an installation, when they have to be compiled, in about half a minute.
     """
     given = costs or Costs()
     _require(ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
@@ -97,6 +99,8 @@ def search(
     tasks = [Task(problem, where, given, objective == "span", limits) for where in _placements(placement, problem)]
     for task in tasks:
         task.require_room()
+    if steps is None:
+        make_ready(tasks[0].num_actions)
     hunt = Hunt(tasks, steps=steps, seconds=float(seconds), seed=seed, workers=workers or _cores(), progress=progress)
     best, interrupted = hunt.run()
     return Found(best.schedule, best, objective, hunt.bound, hunt.elapsed, interrupted, hunt.named)

@@ -5,6 +5,7 @@ import { h, svg, tell } from "./dom.js";
 import { Line, Refused } from "./wire.js";
 
 const ROUNDS = [0.5, 1, 2, 4, 8]; // seconds
+const LONG = 4000; // ms: no first answer by then is told why
 const [WIDTH, HEIGHT] = [500, 150];
 
 export class Searching {
@@ -35,6 +36,8 @@ export class Searching {
     this.running = true;
     tell(this.error, "");
     this.show();
+    clearTimeout(this.late);
+    this.late = setTimeout(() => this.explain(), LONG);
     const size = this.size();
     for (const [round, seconds] of ROUNDS.entries()) {
       try {
@@ -49,6 +52,10 @@ export class Searching {
       if (this.gap === 0) break;
     }
     this.halt();
+  }
+
+  explain() {
+    if (this.running && !this.best) this.words.textContent = "The first search after an installation compiles its kernels: about half a minute.";
   }
 
   add(answer) {

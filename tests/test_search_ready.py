@@ -1,0 +1,33 @@
+"""The clock of a search begins when its compiled kernels are ready."""
+
+import subprocess
+import sys
+
+CODE = """
+from numba.core.caching import FunctionCache
+import zeropipe as zp
+from zeropipe.search.ready import make_ready
+
+loads, load = [], FunctionCache.load_overload
+def seen(self, *args):
+    loads.append(self._name)
+    return load(self, *args)
+FunctionCache.load_overload = seen  # asked for whenever a kernel is called with arguments of new types
+make_ready(num_actions=10_000)
+assert loads
+loads.clear()
+
+costs = {"f": 1.0, "i": 1.2, "w": 0.7, "p2p": 0.05}
+zp.search(ranks=6, microbatches=24, costs=zp.Costs(**costs, memory_limit=5, stash=0.5), steps=2500)
+zp.search(ranks=6, microbatches=20, costs=zp.Costs(**costs), weight_parts=3, objective="span", steps=300)
+zp.search(ranks=4, microbatches=12, stages_per_rank=2, rank_limits=[5, 6, 7, 8], costs=zp.Costs(**costs), steps=300)
+uneven = zp.Costs(f=[1, 2, 1, 1, 1, 1, 1, 1, 3], message=1.0, bandwidth=2.0, memory_limit=7)
+zp.search(ranks=3, microbatches=9, stages_per_rank=3, placement="loop", costs=uneven, steps=300)
+zp.search(ranks=8, microbatches=96, costs=zp.Costs(**costs, memory_limit=16), steps=20)
+print("more:", *sorted(set(loads)))
+"""
+
+
+def test_no_search_asks_for_a_kernel_that_was_not_made_ready():
+    ran = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=250)
+    assert (ran.stdout, ran.stderr) == ("more:\n", "")
