@@ -16,7 +16,7 @@ from zeropipe.search.bound.bound import lower_bound
 from zeropipe.search.cpsat import prove
 from zeropipe.search.judge import Judge
 from zeropipe.search.kernels import FAR, play
-from zeropipe.search.model import Task, starts_of
+from zeropipe.search.model import Task, smaller_limits, starts_of
 from zeropipe.search.starts.rules import dispatched
 from zeropipe.search.starts.starts import one_by_one, passes_of
 from zeropipe.search.starts.stretch import stretched
@@ -190,6 +190,13 @@ def test_more_memory_is_never_worse(per_rank, rule):
         for limit in (1, 1.5, 2, 3, 4, 5, 7)
     ]  # fmt: skip
     assert all(more <= less * (1 + 1e-9) for less, more in pairwise(values))
+
+
+def test_limits_below_are_those_of_ranks_that_have_the_same():
+    problem = Problem(4, 4, 8)
+    task = Task(problem, zp.linear(problem), zp.Costs(memory_limit=4), False)
+    assert smaller_limits(task) == [3, 2, 1]
+    assert smaller_limits(replace(task, rank_limits=(4.0, 4.0, 3.0, 4.0))) == []
 
 
 def test_less_memory_than_any_schedule_with_a_name_needs_is_served():

@@ -28,7 +28,11 @@ PATTERNS = 4  # of them may be patterns ...
 CLOSE = 1.02  # ... that are at most so much worse than the best of the others
 BEAMS = 4  # starts that beams may give ...
 PROMISING = 1.03  # ... if the narrow ones come as near as this to the best of the others ...
-BEAM, WIDE = 0.25, 20  # ... in so much of the time, or with one of their schedules for so many steps
+BEAM, AHEAD = 0.25, 0.7  # ... in so much of the time, more where beams are ahead of all others ...
+WIDE, WIDER = (
+    4,
+    1,
+)  # ... or with one of their schedules for so many steps; more where no smaller limits take time as well
 LARGE = 20_000  # passes; beams of more take too long
 FIRST = 0.6  # of the time that is left goes to the limit itself, the half of the rest to smaller ones, and so on
 LAST = 0.15  # of all the time: so little that is left is not cut any more
@@ -97,6 +101,7 @@ class Hunt:
         self._value = float("inf")
         self._starts: dict[_Leg, list[Start]] = {}
         self._beams: dict[_Leg, Iterator[tuple[int, Start | None]]] = {}
+        self._ahead: dict[_Leg, float] = {}  # seconds that the next ones may take
         self._less: list[_Leg] | None = None
         self._turn = 0  # walks of another turn go elsewhere
         self._stopped = False
@@ -197,8 +202,7 @@ class Hunt:
             self._starts[leg] = self._begin(leg, lambda: self._tick(self._value, until))
         if not self._starts[leg]:
             return
-        now = self.elapsed
-        starts = self._starts[leg] = self._beam(leg, self._starts[leg], now + BEAM * (until - now))
+        starts = self._starts[leg] = self._beam(leg, self._starts[leg], until)
         task = self._tasks[leg.at]
         self._take(task, starts[0])
         effort = Effort(float("inf") if self._steps is None else self._steps, lambda value: self._tick(value, until))
@@ -222,23 +226,29 @@ class Hunt:
 
     def _beam(self, leg: _Leg, starts: list[Start], until: float) -> list[Start]:
         """The starts with those of beams among them, each time of wider ones."""
-        left, beams = float("inf") if self._steps is None else self._steps // WIDE, list[Start]()
+        wide = WIDE if smaller_limits(leg.task) else WIDER
+        left, beams = float("inf") if self._steps is None else self._steps // wide, list[Start]()
         if left < NARROW or starts[0].value <= leg.bound * ENOUGH or int(leg.task.model.begin[-1]) > LARGE:
             return starts
         if leg not in self._beams:
-            self._beams[leg] = beamed(leg.task, starts[0].value, self._seed)
-        begun = self.elapsed
+            self._beams[leg], self._ahead[leg] = beamed(leg.task, starts[0].value, self._seed, self._workers), 0.0
+        begun, done, widest = self.elapsed, 0, 0
+        if self._tick(self._value, begun + BEAM * (until - begun) - self._ahead[leg]):
+            return starts
         for width, start in self._beams[leg]:
             if start is not None:
                 beams = best_of([start, *beams], BEAMS)
                 self._take(self._tasks[leg.at], start)
-            left -= width
+            left, done, widest = left - width, done + width, max(width, widest)
             found = beams[0].value if beams else starts[0].value
             hopeless = width > NARROW and (not beams or found > PROMISING * starts[0].value)
             if hopeless:
                 self._beams[leg] = iter(())
-            took, begun = self.elapsed - begun, self.elapsed  # the next one may take twice as long
-            if hopeless or left <= 0 or found <= leg.bound * ENOUGH or self._tick(self._value, until - 2 * took):
+            if done:  # the next ones, one for each worker, may take twice as long
+                self._ahead[leg] = 2 * self._workers * widest * (self.elapsed - begun) / done
+            part = AHEAD if found < starts[0].value else BEAM
+            late = self._tick(self._value, begun + part * (until - begun) - self._ahead[leg])
+            if hopeless or left <= 0 or found <= leg.bound * ENOUGH or late:
                 break
         near = CLOSE * min(start.value for start in (starts[0], *beams))
         beams = [start for start in beams if start.value <= near]

@@ -268,10 +268,10 @@ def smaller_limits(task: Task) -> list[float]:
     """Memory limits below the task's own, the largest first.
 
     They do not depend on the task's own limit. A search that looks below its limit as well finds whatever one with
-    less memory finds.
+    less memory finds. There are none where ranks have limits of their own: less memory may be less on any of them.
     """
     unit = max(task.costs.column("activation", task.num_stages))
-    if unit <= 0:
+    if unit <= 0 or min(task.totals) < max(task.totals):
         return []
     weights = np.zeros(task.num_ranks)
     np.add.at(weights, np.array(task.placement.copies[0]), task.costs.column("weights", task.num_stages))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -12,18 +13,23 @@ from zeropipe.core.jit import compiled
 from zeropipe.search.bound.bound import all_ranks
 from zeropipe.search.climb import walked
 from zeropipe.search.judge import Judge, Start
-from zeropipe.search.model import Array, Task
+from zeropipe.search.model import Array, Task, alone
 from zeropipe.search.starts.growing import grow
+from zeropipe.search.starts.patterns import shortest_period
 from zeropipe.search.starts.rules import most_alive
 
 NEAR = 1e-9  # of a mean pass: so near is equal
 NARROW = 8  # schedules side by side at first
 PARTS, SOFT = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5), (1.0, 5.0)
+ALIVE = ((1.0, 0), (1.0, 1), (1.2, 0), (1.35, 1), (1.5, 0), (2.0, 0))  # times what is alive on the way, and more
 BEST, CHANGED = 4, 8  # settings that are tried again with twice the width, and changed ones
 SOFTER, SHARES = 0.15, 0.4  # of all changes: up to SOFTER the softness, up to SHARES the shares, else caps
-WALK = 75  # times the width: steps from the end of each beam, some of its own time
+WALK, FURTHER = 11, 64  # times the width: steps from the end of each beam, and of the BEST ones; half of all the time
 HOPELESS = 1.1  # times the best: what cannot end before is given up
 EACH = 12  # ways to go on that are noted for each schedule, in the mean
+
+Job = TypeVar("Job")
+Done = TypeVar("Done")
 
 
 class Field(NamedTuple):
@@ -130,48 +136,87 @@ class Setting(NamedTuple):
 
 
 def first_settings(task: Task) -> Iterator[Setting]:
-    """Several caps on all but the last stage of each rank."""
-    fit, alone = most_alive(task), task.problem.stages_per_rank == 1
-    for part, soft in product((1.0,) if alone else PARTS, SOFT):
-        most = np.maximum(1, np.floor(fit * part)).astype(np.int64)
-        if not alone:
-            ends = [task.placement.stages_of(rank)[-1] for rank in range(task.num_ranks)]
-            most[ends] = fit[ends]
-        for share in (0.5,) if not alone else (0.5, 0.0, 1.0):
+    """Several caps on all but the last stage of each rank: parts of what fits, and by how long microbatches stay."""
+    fit, one = most_alive(task), task.problem.stages_per_rank == 1
+    caps = [np.floor(fit * part) for part in ((1.0,) if one else PARTS)]
+    caps += [np.ceil(times * alive_on_the_way(task) + more) for times, more in ALIVE]
+    ends = [task.placement.stages_of(rank)[-1] for rank in range(task.num_ranks)]
+    for number, (cap, soft) in enumerate(product(caps, SOFT)):
+        most = np.clip(cap, 1, fit).astype(np.int64)
+        if not one:
+            most[ends] = fit[ends].astype(np.int64)
+        for share in (0.5, 0.0, 1.0) if one and number < len(SOFT) else (0.5,):
             yield Setting(soft, np.full(task.num_ranks, share), most)
 
 
-def beamed(task: Task, value: float, seed: int) -> Iterator[tuple[int, Start | None]]:
+def alive_on_the_way(task: Task) -> Array:
+    """Activations of each stage, were the memory of the tightest rank always full and no microbatch ever waited."""
+    period, begin, stages = shortest_period(task), alone(task.model), np.arange(task.num_stages)
+    last = 2 * task.num_stages - 1 - stages
+    stays: Array = begin[last] + task.model.lasts[last] - begin[stages]
+    return stays / period if period > 0 else np.full(task.num_stages, float(task.num_microbatches))
+
+
+def beamed(task: Task, value: float, seed: int, workers: int = 1) -> Iterator[tuple[int, Start | None]]:
     """The width of one beam after the other, and the start it leads to: settings that did best are changed and widened.
 
-    `value` is what is known already; what is far above it is given up.
+    Behind them come longer walks from the best ends, with width 0. `value` is what is known already; what is far above
+    it is given up. The workers share the work, and change nothing else.
     """
-    judge, field, random = Judge(task), _field(task), np.random.default_rng(seed)
-    reached: list[tuple[float, int, Setting]] = []
+    field, random = _field(task), np.random.default_rng(seed)
     width, tries = NARROW, list(first_settings(task))
     while True:
-        bed = _bed(field, width)
-        for setting in tries:
-            rows = _grown(task, field, bed, min([value, *(one[0] for one in reached)]) * HOPELESS, width, setting)
-            start = None if rows is None else judge.play(rows, setting.share)
+        beams = _Beams(task, field, width, value * HOPELESS, min(workers, len(tries)))
+        reached: list[tuple[Start, Setting]] = []
+        jobs = [(setting, _number(random)) for setting in tries]
+        for (setting, _), start in zip(jobs, _shared(beams.grown, jobs, workers)):
             if start is not None:
-                start = walked(
-                    task, start, WALK * width, 1 + 7919 * int(random.integers(1 << 40)), 0.0, np.zeros(1, np.int64)
-                )
-                reached.append((start.value, -len(reached), setting))
+                reached.append((start, setting))
             yield width, start
-        reached = sorted(reached, key=lambda one: one[:2])[:BEST]
+        reached = sorted(reached, key=lambda one: one[0].value)[:BEST]
+        for start in _shared(beams.further, [(start, _number(random)) for start, _ in reached], workers):
+            value = min(value, start.value)
+            yield 0, start
         width *= 2
-        again = [setting for _, _, setting in reached] or list(first_settings(task))
+        again = [setting for _, setting in reached] or list(first_settings(task))
         tries = again + [again[k % len(again)].changed(task, random) for k in range(CHANGED)]
-        reached = []
 
 
-def _grown(task: Task, field: Field, bed: Bed, cap: float, width: int, setting: Setting) -> Array | None:
-    """The rows of the best schedule that has grown, if one ends before `cap`."""
-    if not compiled(grow)(field, cap, width, setting.soft, setting.share, setting.most, bed):
-        return None
-    passes, one = np.zeros(len(bed.parent), np.int64), 0
-    for layer in range(len(passes) - 1, -1, -1):
-        passes[layer], one = bed.chosen[layer, one], bed.parent[layer, one]
-    return np.concatenate([passes[field.rank[passes] == rank] for rank in range(task.num_ranks)])
+class _Beams:
+    """Those of one width, each worker with its own bed."""
+
+    def __init__(self, task: Task, field: Field, width: int, cap: float, count: int) -> None:
+        self._task, self._field, self._width, self._cap = task, field, width, cap
+        self._beds = [_bed(field, width) for _ in range(count)]
+
+    def grown(self, worker: int, job: tuple[Setting, int]) -> Start | None:
+        """What a setting leads to, if that ends before the cap, with a short walk behind it."""
+        setting, number = job
+        field, bed, rank = self._field, self._beds[worker], self._field.rank
+        if not compiled(grow)(field, self._cap, self._width, setting.soft, setting.share, setting.most, bed):
+            return None
+        passes, one = np.zeros(len(bed.parent), np.int64), 0
+        for layer in range(len(passes) - 1, -1, -1):
+            passes[layer], one = bed.chosen[layer, one], bed.parent[layer, one]
+        rows = np.concatenate([passes[rank[passes] == r] for r in range(self._task.num_ranks)])
+        start = Judge(self._task).play(rows, setting.share)
+        return start and self._walked(start, WALK, number)
+
+    def further(self, worker: int, job: tuple[Start, int]) -> Start:
+        """What a long walk leads to."""
+        return self._walked(job[0], FURTHER, job[1])
+
+    def _walked(self, start: Start, times: int, number: int) -> Start:
+        return walked(self._task, start, times * self._width, number, 0.0, np.zeros(1, np.int64))
+
+
+def _number(random: np.random.Generator) -> int:
+    """Of a walk."""
+    return 1 + 7919 * int(random.integers(1 << 40))
+
+
+def _shared(work: Callable[[int, Job], Done], jobs: list[Job], workers: int) -> Iterator[Done]:
+    """What comes of the jobs, in their order; as many at a time as there are workers."""
+    with ThreadPoolExecutor(workers) as threads:
+        for low in range(0, len(jobs), workers):
+            yield from threads.map(work, range(workers), jobs[low : low + workers])
