@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from itertools import product
 from time import monotonic
 from typing import NamedTuple
 
@@ -39,6 +40,7 @@ LAST = 0.15  # of all the time: so little that is left is not cut any more
 PROOF = 0.6  # of the time that is left behind that goes to better bounds
 ANY = 1 << 62  # effort, where the clock decides
 PROOFS = 50  # effort for each step elsewhere, some five times as long as the step takes: only where the gap is open
+OPEN, MORE = 1.02, 20  # times the bound: where the value is still above that, so many times the effort
 SMALL = 150  # actions that the solver takes on
 PAUSE = 0.1  # seconds between two calls of `progress`
 
@@ -279,10 +281,12 @@ class Hunt:
     def _raise_bounds(self, until: float) -> None:
         """Better bounds, now that a value is known: what is above it is of no interest."""
         stop = np.zeros(1, np.int64)
-        effort = ANY if self._steps is None else max(THOROUGH, PROOFS * self._steps)
+        rounds = [(ENOUGH, ANY)]
+        if self._steps is not None:
+            rounds = [(ENOUGH, max(THOROUGH, PROOFS * self._steps)), (OPEN, MORE * PROOFS * self._steps)]
         with ThreadPoolExecutor(1) as thread:
-            for at, task in enumerate(self._tasks):
-                if self._over or self._bounds[at] * ENOUGH >= self._value:
+            for (at, task), (near, effort) in product(enumerate(self._tasks), rounds):
+                if self._over or self._bounds[at] * near >= self._value:
                     continue
                 job = thread.submit(lower_bound, task, effort, self._value, stop)
                 try:
