@@ -40,7 +40,8 @@ LAST = 0.15  # of all the time: so little that is left is not cut any more
 PROOF = 0.6  # of the time that is left behind that goes to better bounds
 ANY = 1 << 62  # effort, where the clock decides
 PROOFS = 50  # effort for each step elsewhere, some five times as long as the step takes: only where the gap is open
-OPEN, MORE = 1.02, 20  # times the bound: where the value is still above that, so many times the effort
+OPEN, MORE = 1.02, 20  # times the bound: where the value is still above that, so many times the effort ...
+MOST = 20_000_000  # ... or this
 SMALL = 150  # actions that the solver takes on
 PAUSE = 0.1  # seconds between two calls of `progress`
 
@@ -283,7 +284,7 @@ class Hunt:
         stop = np.zeros(1, np.int64)
         rounds = [(ENOUGH, ANY)]
         if self._steps is not None:
-            rounds = [(ENOUGH, max(THOROUGH, PROOFS * self._steps)), (OPEN, MORE * PROOFS * self._steps)]
+            rounds = [(ENOUGH, max(THOROUGH, PROOFS * self._steps)), (OPEN, min(MOST, MORE * PROOFS * self._steps))]
         with ThreadPoolExecutor(1) as thread:
             for (at, task), (near, effort) in product(enumerate(self._tasks), rounds):
                 if self._over or self._bounds[at] * near >= self._value:
