@@ -21,6 +21,7 @@ from zeropipe.search.starts.beams import NARROW, beamed
 from zeropipe.search.starts.patterns import repeating
 from zeropipe.search.starts.rules import dispatched
 from zeropipe.search.starts.starts import named, one_by_one, passes_of
+from zeropipe.search.starts.wide import wide
 from zeropipe.sim.fill import fill_gaps
 from zeropipe.sim.simulate import simulate
 
@@ -35,13 +36,18 @@ WIDE, WIDER = (
     1,
 )  # ... or with one of their schedules for so many steps; more where no smaller limits take time as well
 LARGE = 20_000  # passes; beams of more take too long
+OPEN = 1.02  # times the bound: where a value is above that ...
+WIDE_FROM, WIDEST = (
+    500,
+    0.6,
+)  # ... beams by the bounds' kernel are as wide as this and wider, or so wide for each step ...
+WIDE_TO = 10_000_000  # ... with at most so many states for all passes
 FIRST = 0.6  # of the time that is left goes to the limit itself, the half of the rest to smaller ones, and so on
 LAST = 0.15  # of all the time: so little that is left is not cut any more
-PROOF = 0.6  # of the time that is left behind that goes to better bounds
+PROOF = 0.6  # of the time that is left behind that goes to better bounds and wide beams
 ANY = 1 << 62  # effort, where the clock decides
 PROOFS = 50  # effort for each step elsewhere, some five times as long as the step takes: only where the gap is open
-OPEN, MORE = 1.02, 20  # times the bound: where the value is still above that, so many times the effort ...
-MOST = 20_000_000  # ... or this
+MORE, MOST = 20, 20_000_000  # so many times the effort, or this one, where the value is OPEN
 SMALL = 150  # actions that the solver takes on
 PAUSE = 0.1  # seconds between two calls of `progress`
 
@@ -129,10 +135,11 @@ class Hunt:
                 left = self._seconds - self.elapsed
                 self._go(mains, FIRST * left if left > LAST * self._seconds else left)
                 if self._turn == 0:
-                    self._raise_bounds(self.elapsed + PROOF * (self._seconds - self.elapsed))
+                    self._close_gaps(mains, self.elapsed + PROOF * (self._seconds - self.elapsed))
                 self._go(self._smaller(), 0.5 * (self._seconds - self.elapsed))
                 self._turn += 1
-                if self._steps is not None:
+                if self._steps is not None:  # then more memory is never worse: these limits get all that others get
+                    self._close_gaps(self._smaller(), float("inf"))
                     break
         except KeyboardInterrupt:
             if self._best is None:
@@ -279,24 +286,52 @@ class Hunt:
         if found.rows is not None and (start := Judge(leg.task).plays(found.rows)):
             self._take(self._tasks[leg.at], start)
 
-    def _raise_bounds(self, until: float) -> None:
-        """Better bounds, now that a value is known: what is above it is of no interest."""
+    def _close_gaps(self, legs: list[_Leg], until: float) -> None:
+        """Better bounds, and wide beams where the gap is open: side by side, or by steps one after the other."""
+        if self._over:
+            return
         stop = np.zeros(1, np.int64)
+        with ThreadPoolExecutor(2 if self._steps is None else 1) as threads:
+            bounds, beams = threads.submit(self._raise_bounds, legs, stop), threads.submit(self._widen, legs, stop)
+            try:
+                while not (wait([bounds], PAUSE).done and wait([beams], PAUSE).done):
+                    stop[0] = self._tick(self._value, until)
+            except KeyboardInterrupt:
+                stop[0] = 1
+                raise
+        bounds.result()
+        for leg, start in beams.result():
+            self._starts[leg] = best_of([start, *self._starts[leg]], POOL)
+            self._take(self._tasks[leg.at], start)
+
+    def _raise_bounds(self, legs: list[_Leg], stop: Array) -> None:
+        """At the limit itself, now that a value is known: what is above it is of no interest."""
         rounds = [(ENOUGH, ANY)]
         if self._steps is not None:
             rounds = [(ENOUGH, max(THOROUGH, PROOFS * self._steps)), (OPEN, min(MOST, MORE * PROOFS * self._steps))]
-        with ThreadPoolExecutor(1) as thread:
-            for (at, task), (near, effort) in product(enumerate(self._tasks), rounds):
-                if self._over or self._bounds[at] * near >= self._value:
-                    continue
-                job = thread.submit(lower_bound, task, effort, self._value, stop)
-                try:
-                    while not wait([job], PAUSE).done:
-                        stop[0] = self._tick(self._value, until)
-                except KeyboardInterrupt:
-                    stop[0] = 1
-                    raise
-                self._bounds[at] = max(self._bounds[at], job.result())
+        mains = [leg for leg in legs if leg.task is self._tasks[leg.at]]
+        for leg, (near, effort) in product(mains, rounds):
+            if not stop[0] and self._bounds[leg.at] * near < self._value:
+                self._bounds[leg.at] = max(self._bounds[leg.at], lower_bound(leg.task, effort, self._value, stop))
+
+    def _widen(self, legs: list[_Leg], stop: Array) -> list[tuple[_Leg, Start]]:
+        """What beams by the bounds' kernel lead to, each twice as wide as the one before; by steps one that is wide."""
+        found = list[tuple[_Leg, Start]]()
+        for leg in legs:
+            if not self._starts.get(leg):
+                continue
+            value, most = self._starts[leg][0].value, WIDE_TO // int(leg.task.model.begin[-1])
+            bound = self._bounds[leg.at] if leg.task is self._tasks[leg.at] else leg.bound
+            width = WIDE_FROM if self._steps is None else min(most, int(WIDEST * self._steps))
+            while WIDE_FROM <= width <= most and value > OPEN * bound and not stop[0]:
+                start = wide(leg.task, PROMISING * value, width, self._seed, stop)
+                if start is not None:
+                    found.append((leg, start))
+                    value = min(value, start.value)
+                if self._steps is not None:
+                    break
+                width *= 2
+        return found
 
     def _smaller(self) -> list[_Leg]:
         """The same placements with less memory, the most first: what fits there fits here."""

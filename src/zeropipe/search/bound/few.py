@@ -19,6 +19,7 @@ GROWTH = 2.0  # of that with each answer
 SHARE, KEPT = 1_000, 8  # of the effort for a set of ranks at first, and states that have come equally far
 MORE = 4  # of the effort with each round
 DIVE = 32  # looks at passes of one order count as one state
+FEWEST = 64  # states that there is place for at least
 ANY = 1 << 62  # effort for one order
 CELLS = 4_000_000  # numbers in all states
 
@@ -49,6 +50,7 @@ class Few(NamedTuple):
     first: Array  # where the stages of each rank begin ...
     stages: Array  # ... rank by rank
     name: Array  # numbers by chance: their sums tell counts apart, nearly always
+    near: float  # times that differ by so much are equal
 
 
 class Place(NamedTuple):
@@ -73,6 +75,12 @@ class Place(NamedTuple):
     looked: Array
     whole: Array
     merged: Array
+    rating: Array  # where only the best go on: of each state ...
+    ratings: Array  # ... and of all
+    origin: Array  # the one it comes from ...
+    choice: Array  # ... by which pass
+    parent: Array  # the same of those that went on, layer by layer
+    chosen: Array
     stop: Array
 
 
@@ -134,12 +142,10 @@ class _Asked:
             return best, effort
         task, few = self._task, few_of(self._task, self._way, self._limits, ranks)
         blocked = blocked_after(task)
-        fits = few.room[few.rank[0]] / few.takes[0] if few.takes[0] > 0 else np.inf
-        window = min(task.num_microbatches, int(min(fits, 1e9)) + 1)
-        place = _place(len(few.rank), window + 2 * len(ranks), share, self._stop)
-        near = NEAR * float(self._way.head[-1]) / len(few.rank)
-        slack = near * len(few.rank) * task.num_microbatches
-        value = compiled(order)(few, FAR, near, 1, ANY, True, place) - blocked - slack
+        place = place_of(few, max(FEWEST, share), self._stop, 1)
+        slack = few.near * len(few.rank) * task.num_microbatches
+        # the end in one order: no bound by these ranks is above that
+        value = compiled(order)(few, FAR, 1, ANY, 1, 0.0, place) - blocked - slack
         effort -= len(few.rank) ** 2 * task.num_microbatches // DIVE
         if value <= best:  # more is not asked for
             self.values[ranks] = value
@@ -149,7 +155,7 @@ class _Asked:
         step, value = FIRST, 0.0
         while effort > 0 and best < cap and not self._stop[0]:
             wish, most = min(cap, best * (1 + step)), min(share, effort)
-            found = compiled(order)(few, wish + blocked + slack, near, kept, most, False, place) - blocked - slack
+            found = compiled(order)(few, wish + blocked + slack, kept, most, 0, 0.0, place) - blocked - slack
             effort -= int(place.looked[0])
             value = max(value, min(float(found), cap))
             best = max(best, value)
@@ -167,16 +173,22 @@ class _Asked:
         return best, effort
 
 
-def _place(num_passes: int, width: int, effort: int, stop: Array) -> Place:
+def place_of(few: Few, most: int, stop: Array, width: int) -> Place:
+    """Room for `most` states of a layer, or as many as there may be; `width` of them go on where that is asked for."""
+
     def ints(*size: int) -> Array:
         return np.zeros(size, np.int64)
 
-    size = max(64, min(effort, CELLS // (2 * width)))
+    passes, m = len(few.rank), few.num_microbatches
+    fits = few.room[few.rank[0]] / few.takes[0] if few.takes[0] > 0 else np.inf
+    long = min(m, int(min(fits, 1e9)) + 1) + 2 * len(few.room)
+    size = min(most, CELLS // (2 * long))
     return Place(
-        ints(2, size, num_passes), ints(2, size), ints(2, size), ints(2, size), np.zeros((2, size, width)),
-        ints(2 * size), ints(size), np.zeros(num_passes), np.zeros(num_passes), ints(num_passes), np.zeros(width),
-        ints(width), np.zeros(width), np.zeros(width), np.zeros(width), np.zeros(width),
-        ints(1), ints(1), ints(1), stop,
+        ints(2, size, passes), ints(2, size), ints(2, size), ints(2, size), np.zeros((2, size, long)), ints(2 * size),
+        ints(size), np.zeros(passes), np.zeros(passes), ints(passes), np.zeros(long), ints(long),
+        np.zeros(long), np.zeros(long), np.zeros(long), np.zeros(long), ints(1), ints(1), ints(1),
+        np.zeros((2, size)), np.zeros(size), ints(2, size), ints(2, size),
+        np.zeros((passes * m, width), np.int32), np.zeros((passes * m, width), np.int16), stop,
     )  # fmt: skip
 
 
@@ -211,7 +223,7 @@ def few_of(task: Task, way: Way, limits: list[Limits], ranks: tuple[int, ...]) -
         np.array([limits[one].drain for one in ranks]), began, np.array([mine[-1] for mine in own]),
         ample, ample | np.array([len(mine) == 1 for mine in own]),
         np.cumsum([0, *map(len, own)]), np.concatenate(own),
-        np.random.default_rng(1).integers(1 << 40, 1 << 50, len(passes)),
+        np.random.default_rng(1).integers(1 << 40, 1 << 50, len(passes)), NEAR * float(way.head[-1]) / len(passes),
     )  # fmt: skip
 
 

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from zeropipe.core.jit import Floats, Ints
 from zeropipe.search.kernels import FAR
 
@@ -25,19 +27,21 @@ COMPARED = 8  # with so many others a state is compared in the time that it take
 TINY = 1e-9  # relative: so much less than a whole number of W is that number
 
 
-def order(few: Few, cap: float, near: float, most: int, effort: int, dive: bool, place: Place) -> float:
+def order(few: Few, cap: float, most: int, effort: int, width: int, soft: float, place: Place) -> float:
     """The earliest end of everything, or `cap` if it is not before that.
 
-    What differs by `near` is equal; of the states that have come equally far `most` are kept apart. Where `effort`,
+    What differs by `few.near` is equal; of the states that have come equally far `most` are kept apart. Where `effort`,
     the number of states that may be looked at, or the place for them does not suffice, it is what all states of some
     layer need at least, and `place.whole` gets 0. `place.looked` gets how many were looked at.
 
-    A `dive` follows one order, by always taking what seems best: no bound by these ranks is above its end.
+    With a `width` only so many states of a layer go on, those that promise most: by what they need at least, and `soft`
+    times by the mean over the ranks. The answer is no bound then, but the end in one order; `place.parent` and
+    `place.chosen` tell the way back: of each layer and state that went on, which one it comes from by which pass.
     """
     rank_of, lasts, lag, every, work, weight = few.rank, few.lasts, few.lag, few.every, few.work, few.weight
     takes, keeps, rest, begins, first, stages = few.takes, few.keeps, few.rest, few.begins, few.first, few.stages
     room, drain, last_f, ample, alone, name = few.room, few.drain, few.last_f, few.ample, few.alone, few.name
-    m, num_passes, ranks = few.num_microbatches, len(few.rank), len(few.room)
+    m, num_passes, ranks, near = few.num_microbatches, len(few.rank), len(few.room), few.near
     half, last = num_passes // 2, num_passes - 1
     # in a state stand since when each rank is free, when it would be done with its W, and the arrivals
     done, comes = ranks, 2 * ranks
@@ -55,12 +59,22 @@ def order(few: Few, cap: float, near: float, most: int, effort: int, dive: bool,
     for at in range(len(table)):
         table[at] = -1
     for layer in range(num_passes * m):
-        side, other, taken = layer % 2, 1 - layer % 2, 0
-        least_of_all, earliest = FAR, FAR
+        side, other, taken, least_of_all = layer % 2, 1 - layer % 2, 0, FAR
         for number in range(made):
             table[slots[number]] = -1
         made = 0
         states, after = place.states[other], place.after[other]
+        gone, enough = 0, FAR
+        if width > 0:
+            count = 0
+            for one in range(held):
+                which = place.first[side, one]
+                while which >= 0:
+                    place.ratings[count] = place.rating[side, which]
+                    count += 1
+                    which = place.after[side, which]
+            if count > width:
+                enough = np.partition(place.ratings[:count], width - 1)[width - 1]
         for one in range(held):
             # what all states with these counts have in common
             counts = place.counts[side, one]
@@ -97,9 +111,15 @@ def order(few: Few, cap: float, near: float, most: int, effort: int, dive: bool,
                 ahead[number - oldest] = x + 1
             which = place.first[side, one]
             while which >= 0:
+                if width > 0:
+                    if gone == width or place.rating[side, which] > enough:
+                        which = place.after[side, which]
+                        continue
+                    place.parent[layer, gone] = place.origin[side, which]
+                    place.chosen[layer, gone] = place.choice[side, which]
+                    gone += 1
                 looked += 1
                 state = place.states[side, which]
-                following = place.after[side, which]
                 # what it needs at least, whatever follows
                 needs = 0.0
                 if next_one < m:
@@ -129,12 +149,14 @@ def order(few: Few, cap: float, near: float, most: int, effort: int, dive: bool,
                     ready[x] = begin
                 for x in range(num_passes):
                     begin = ready[x]
-                    if begin >= FAR or (begin >= until - near and begin + lasts[x] > until and not dive):
+                    if begin >= FAR or (begin >= until - near and begin + lasts[x] > until):
                         continue
                     mine, number, end = rank_of[x], counts[x], begin + lasts[x]
-                    least = max(needs, begin + rest[x, number])
+                    least, mean = max(needs, begin + rest[x, number]), 0.0
                     for rank in range(ranks):
-                        least = max(least, max(state[done + rank], begin) + left[rank])
+                        leaves = max(state[done + rank], begin) + left[rank]
+                        least = max(least, leaves)
+                        mean += leaves / ranks
                     if least >= cap:
                         continue
                     if x < last:
@@ -152,13 +174,6 @@ def order(few: Few, cap: float, near: float, most: int, effort: int, dive: bool,
                             least = max(least, (end if rank_of[y] == mine else begin) + rest[y, oldest + at])
                     if least >= cap:
                         continue
-                    if dive:
-                        if least > least_of_all or (least == least_of_all and begin > earliest):
-                            continue
-                        earliest, taken = begin, 0
-                        for at in range(made):
-                            table[slots[at]] = -1
-                        made = 0
                     least_of_all = min(least_of_all, least)
                     # the new state
                     for rank in range(ranks):
@@ -166,8 +181,8 @@ def order(few: Few, cap: float, near: float, most: int, effort: int, dive: bool,
                     new[mine] = end
                     new[done + mine] += work[x]
                     back = 1 if x == last else 0  # then the oldest is through
-                    width = comes + then - oldest - back
-                    for at in range(comes, width):  # nothing begins before this one did
+                    size = comes + then - oldest - back
+                    for at in range(comes, size):  # nothing begins before this one did
                         new[at] = max(state[at + back], begin)
                     if x < last:
                         new[comes + number - oldest] = arrives
@@ -200,7 +215,7 @@ def order(few: Few, cap: float, near: float, most: int, effort: int, dive: bool,
                     while that >= 0:
                         compared += 1
                         earlier, later = False, False
-                        for at in range(width):
+                        for at in range(size):
                             if states[that, at] < new[at] - near:
                                 earlier = True
                                 if later:
@@ -224,17 +239,19 @@ def order(few: Few, cap: float, near: float, most: int, effort: int, dive: bool,
                     if that >= 0:
                         continue
                     if spare < 0 and (apart >= most or (taken == len(states) and apart > 0)):
+                        if width > 0:
+                            continue
                         # it and the state that loses least by that become one that is as early as both
                         place.merged[0] = 1
                         nearest, chosen, that = FAR, -1, place.first[other, group]
                         while that >= 0:
                             loss = 0.0
-                            for at in range(width):
+                            for at in range(size):
                                 loss += abs(states[that, at] - new[at])
                             if loss < nearest:
                                 nearest, chosen = loss, that
                             that = after[that]
-                        for at in range(width):
+                        for at in range(size):
                             states[chosen, at] = min(states[chosen, at], new[at])
                         continue
                     if spare < 0:
@@ -243,13 +260,17 @@ def order(few: Few, cap: float, near: float, most: int, effort: int, dive: bool,
                             break
                         spare = taken
                         taken += 1
-                    for at in range(width):
+                    for at in range(size):
                         states[spare, at] = new[at]
                     after[spare] = place.first[other, group]
                     place.first[other, group] = spare
+                    if width > 0:
+                        # of equal ones the one that begins first, and then the one that has come furthest
+                        place.rating[other, spare] = least + soft * mean + TINY * begin - near * x
+                        place.origin[other, spare], place.choice[other, spare] = gone - 1, x
                 if made < 0:
                     break
-                which = following
+                which = place.after[side, which]
             if made < 0 or looked + compared // COMPARED > effort or place.stop[0]:
                 place.looked[0] = looked + compared // COMPARED
                 return best
