@@ -6,10 +6,9 @@ from random import Random
 
 import numpy as np
 import pytest
-from test_search_patterns import PLACEMENTS, some_task
+from test_search_patterns import PLACEMENTS, require_right, some_task
 
 import zeropipe as zp
-from zeropipe.search.bound.bound import lower_bound
 from zeropipe.search.judge import Judge
 from zeropipe.search.model import Task
 from zeropipe.search.starts.beams import NARROW, alive_on_the_way, beamed
@@ -27,11 +26,7 @@ def test_what_has_grown_is_complete_and_fits(per_rank, rule):
             if start is None:
                 continue
             met += 1
-            schedule = task.schedule(start.rows, start.share)
-            zp.check(schedule)
-            timeline = zp.simulate(schedule, task.costs)
-            assert task.fits(timeline)
-            assert lower_bound(task) * (1 - 1e-9) <= timeline.makespan <= start.value * (1 + 1e-9)
+            require_right(task, start)
     assert met >= 12
 
 

@@ -8,7 +8,8 @@ import pytest
 
 import zeropipe as zp
 from zeropipe.core.placement import Problem
-from zeropipe.search.judge import Judge
+from zeropipe.search.bound.bound import lower_bound
+from zeropipe.search.judge import Judge, Start
 from zeropipe.search.model import Task
 from zeropipe.search.starts.patterns import find, repeating, shortest_period
 
@@ -33,6 +34,15 @@ def some_task(random: Random, per_rank, rule) -> Task:
     )  # fmt: skip
     limits = tuple(random.uniform(1.5, 2.5) * num_stages for _ in range(p)) if random.random() < 0.7 else None
     return task_of(p, m, rule, per_rank, costs, random.choice((1, 3)), limits)
+
+
+def require_right(task: Task, start: Start) -> None:
+    """Its schedule is complete, fits, takes no longer than it says, and no less than the bound."""
+    schedule = task.schedule(start.rows, start.share)
+    zp.check(schedule)
+    timeline = zp.simulate(schedule, task.costs)
+    assert task.fits(timeline)
+    assert lower_bound(task) * (1 - 1e-9) <= timeline.makespan <= start.value * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("per_rank,rule", PLACEMENTS, ids=lambda x: getattr(x, "__name__", x))

@@ -4,7 +4,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from test_search_patterns import PLACEMENTS, some_task
+from test_search_patterns import PLACEMENTS, require_right, some_task
 
 import zeropipe as zp
 from zeropipe.core.placement import Problem
@@ -26,11 +26,7 @@ def test_what_a_wide_beam_leads_to_is_complete_and_fits(per_rank, rule):
         if start is None:
             continue
         met += 1
-        schedule = task.schedule(start.rows, start.share)
-        zp.check(schedule)
-        timeline = zp.simulate(schedule, task.costs)
-        assert task.fits(timeline)
-        assert lower_bound(task) * (1 - 1e-9) <= timeline.makespan <= start.value * (1 + 1e-9)
+        require_right(task, start)
     assert met >= 7
 
 
