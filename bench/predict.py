@@ -71,9 +71,8 @@ class Turns:
     """What the rounds gave: a profile of all of them, each rank's pace around each step, and the steps' timelines."""
 
     profile: Profile
-    paces: Sequence[
-        Sequence[Sequence[float]]
-    ]  # by schedule, round, rank: its time for the pieces, 1.0 being the usual one
+    # by schedule, round and rank: its time for the pieces, 1.0 being the usual one
+    paces: Sequence[Sequence[Sequence[float]]]
     timelines: Sequence[Sequence[zp.Timeline]]  # by schedule and round
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from zeropipe.core.timeline import Timeline
 from zeropipe.search import cpsat
 from zeropipe.search.bound.bound import THOROUGH, lower_bound
+from zeropipe.search.bound.few import ANY
 from zeropipe.search.climb import ENOUGH, Effort, climb
 from zeropipe.search.judge import Judge, Start, best_of
 from zeropipe.search.model import Array, Task, smaller_limits, starts_of
@@ -31,21 +32,15 @@ CLOSE = 1.02  # ... that are at most so much worse than the best of the others
 BEAMS = 4  # starts that beams may give ...
 PROMISING = 1.03  # ... if the narrow ones come as near as this to the best of the others ...
 BEAM, AHEAD = 0.25, 0.7  # ... in so much of the time, more where beams are ahead of all others ...
-WIDE, WIDER = (
-    4,
-    1,
-)  # ... or with one of their schedules for so many steps; more where no smaller limits take time as well
+WIDE = 4  # ... or with one of their schedules for so many steps ...
+WIDER = 1  # ... and for so many where no smaller limits take time as well
 LARGE = 20_000  # passes; beams of more take too long
 OPEN = 1.02  # times the bound: where a value is above that ...
-WIDE_FROM, WIDEST = (
-    500,
-    0.6,
-)  # ... beams by the bounds' kernel are as wide as this and wider, or so wide for each step ...
-WIDE_TO = 10_000_000  # ... with at most so many states for all passes
+WIDE_FROM, WIDEST = 500, 0.6  # ... wide beams have so many states and more, or so many for each step ...
+WIDE_TO = 10_000_000  # ... and at most so many for all passes
 FIRST = 0.6  # of the time that is left goes to the limit itself, the half of the rest to smaller ones, and so on
 LAST = 0.15  # of all the time: so little that is left is not cut any more
 PROOF = 0.6  # of the time that is left behind that goes to better bounds and wide beams
-ANY = 1 << 62  # effort, where the clock decides
 PROOFS = 50  # effort for each step elsewhere, some five times as long as the step takes: only where the gap is open
 MORE, MOST = 20, 20_000_000  # so many times the effort, or this one, where the value is OPEN
 SMALL = 150  # actions that the solver takes on
@@ -281,7 +276,7 @@ class Hunt:
             workers=self._workers,
             stopped=lambda: self._tick(self._value, until),
         )
-        if leg.task is self._tasks[leg.at]:
+        if self._asked(leg):
             self._bounds[leg.at] = max(leg.bound, found.bound)
         if found.rows is not None and (start := Judge(leg.task).plays(found.rows)):
             self._take(self._tasks[leg.at], start)
@@ -309,7 +304,7 @@ class Hunt:
         rounds = [(ENOUGH, ANY)]
         if self._steps is not None:
             rounds = [(ENOUGH, max(THOROUGH, PROOFS * self._steps)), (OPEN, min(MOST, MORE * PROOFS * self._steps))]
-        mains = [leg for leg in legs if leg.task is self._tasks[leg.at]]
+        mains = [leg for leg in legs if self._asked(leg)]
         for leg, (near, effort) in product(mains, rounds):
             if not stop[0] and self._bounds[leg.at] * near < self._value:
                 self._bounds[leg.at] = max(self._bounds[leg.at], lower_bound(leg.task, effort, self._value, stop))
@@ -321,7 +316,7 @@ class Hunt:
             if not self._starts.get(leg):
                 continue
             value, most = self._starts[leg][0].value, WIDE_TO // int(leg.task.model.begin[-1])
-            bound = self._bounds[leg.at] if leg.task is self._tasks[leg.at] else leg.bound
+            bound = self._bounds[leg.at] if self._asked(leg) else leg.bound
             width = WIDE_FROM if self._steps is None else min(most, int(WIDEST * self._steps))
             while WIDE_FROM <= width <= most and value > OPEN * bound and not stop[0]:
                 start = wide(leg.task, PROMISING * value, width, self._seed, stop)
@@ -332,6 +327,10 @@ class Hunt:
                     break
                 width *= 2
         return found
+
+    def _asked(self, leg: _Leg) -> bool:
+        """Whether it is at the limit that was asked for."""
+        return leg.task is self._tasks[leg.at]
 
     def _smaller(self) -> list[_Leg]:
         """The same placements with less memory, the most first: what fits there fits here."""

@@ -20,7 +20,7 @@ SHARE, KEPT = 1_000, 8  # of the effort for a set of ranks at first, and states 
 MORE = 4  # of the effort with each round
 DIVE = 32  # looks at passes of one order count as one state
 FEWEST = 64  # states that there is place for at least
-ANY = 1 << 62  # effort for one order
+ANY = 1 << 62  # effort: as much as it takes
 CELLS = 4_000_000  # numbers in all states
 
 

@@ -192,13 +192,10 @@ class _Beams:
     def grown(self, worker: int, job: tuple[Setting, int]) -> Start | None:
         """What a setting leads to, if that ends before the cap, with a short walk behind it."""
         setting, number = job
-        field, bed, rank = self._field, self._beds[worker], self._field.rank
+        field, bed = self._field, self._beds[worker]
         if not compiled(grow)(field, self._cap, self._width, setting.soft, setting.share, setting.most, bed):
             return None
-        passes, one = np.zeros(len(bed.parent), np.int64), 0
-        for layer in range(len(passes) - 1, -1, -1):
-            passes[layer], one = bed.chosen[layer, one], bed.parent[layer, one]
-        rows = np.concatenate([passes[rank[passes] == r] for r in range(self._task.num_ranks)])
+        rows = rows_of(self._task, way_back(bed.chosen, bed.parent, 0))
         start = Judge(self._task).play(rows, setting.share)
         return start and self._walked(start, WALK, number)
 
@@ -208,6 +205,19 @@ class _Beams:
 
     def _walked(self, start: Start, times: int, number: int) -> Start:
         return walked(self._task, start, times * self._width, number, 0.0, np.zeros(1, np.int64))
+
+
+def way_back(chosen: Array, parent: Array, one: int) -> Array:
+    """The passes that led to a schedule, from what each layer's schedules chose and which ones they grew from."""
+    passes = np.zeros(len(chosen), np.int64)
+    for layer in range(len(passes) - 1, -1, -1):
+        passes[layer], one = chosen[layer, one], parent[layer, one]
+    return passes
+
+
+def rows_of(task: Task, passes: Array) -> Array:
+    """Passes in the order in which they begin, rank by rank."""
+    return np.concatenate([passes[task.model.home[passes] == rank] for rank in range(task.num_ranks)])
 
 
 def _number(random: np.random.Generator) -> int:

@@ -15,6 +15,7 @@ from zeropipe.search.bound.ordering import order
 from zeropipe.search.climb import walked
 from zeropipe.search.judge import Judge, Start
 from zeropipe.search.model import Array, Task
+from zeropipe.search.starts.beams import rows_of, way_back
 
 EACH = 10  # states that there is place for, for each that goes on
 SAME = 4  # of those that have come equally far are kept apart
@@ -24,15 +25,12 @@ SOFT = 20.0  # times the mean over the ranks counts as much as what everything n
 
 def wide(task: Task, cap: float, width: int, seed: int, stop: Array) -> Start | None:
     """What a beam of this width and a walk behind it lead to, if the beam ends before `cap`. `stop[0] = 1` ends it."""
-    few, layers = all_ranks(task), 2 * task.num_stages * task.num_microbatches
+    few = all_ranks(task)
     place = place_of(few, EACH * width, stop, width)
     end = compiled(order)(few, cap, SAME, ANY, width, SOFT, place)
     if end >= cap or not place.whole[0]:
         return None
-    last, passes = layers % 2, np.zeros(layers, np.int64)
-    which = int(place.first[last, 0])
-    passes[-1], one = place.choice[last, which], place.origin[last, which]
-    for layer in range(layers - 1, 0, -1):
-        passes[layer - 1], one = place.chosen[layer, one], place.parent[layer, one]
-    start = Judge(task).plays(np.concatenate([passes[few.rank[passes] == rank] for rank in range(task.num_ranks)]))
+    one = int(place.first[0, 0])  # layers go from side to side, and their number is even
+    before = way_back(place.chosen[1:], place.parent[1:], int(place.origin[0, one]))
+    start = Judge(task).plays(rows_of(task, np.append(before, place.choice[0, one])))
     return start and walked(task, start, WALK * width, 1 + 7919 * seed, 0.0, stop)
