@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -114,6 +115,11 @@ def read(text: str) -> dict[str, Row]:
     """The rows of a table that was written."""
     cells = [[cell.strip() for cell in line[1:-1].split(" | ")] for line in text.splitlines() if line.startswith("| ")]
     return {found[0]: Row(*found) for found in cells[1:]}
+
+
+def version(text: str) -> str:
+    """The version of transformers that a written table is about."""
+    return re.search(r"of transformers (\S+) are exact", text)[1]
 
 
 def write(file: Path) -> None:

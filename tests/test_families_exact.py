@@ -4,20 +4,67 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 from family_models import PROMISED, models_table, tiny
 from stage_models import assert_same_gradients, staged_step
 from test_stages import all_stages
+from torch.overrides import TorchFunctionMode
 
 import zeropipe as zp
 from zeropipe.engine import CausalLMLoss, hf_model
 from zeropipe.engine.backward.linear import defer
 from zeropipe.engine.backward.store import WeightStore
 from zeropipe.engine.stages.whole import tensors_of
+from zeropipe.engine.transformers_private import causal_types
 
 TABLE = models_table.read(models_table.FILE.read_text())
-EXACT = [model_type for model_type, row in TABLE.items() if row.cut == "exact"]
+IS_OF_TABLE = models_table.version(models_table.FILE.read_text()) == transformers.__version__
+EXACT = [
+    pytest.param(
+        model_type,
+        marks=pytest.mark.skipif(
+            not IS_OF_TABLE and model_type not in causal_types(),
+            reason=f"transformers {transformers.__version__} has no model_type={model_type!r}",
+        ),
+    )
+    for model_type, row in TABLE.items()
+    if row.cut == "exact"
+]
 CUTS = {"1f1b": zp.build("1f1b", ranks=3, microbatches=3), "zbv": zp.build("zbv", ranks=2, microbatches=4)}
 LENGTHS = (6, 2, 7)
+
+
+class Float64(TorchFunctionMode):
+    """Some types compute their rotation, their softmax or their routers in float32, whatever the weights are: not here.
+
+    Packed sequences would have other rounding errors than the same ones apart.
+    """
+
+    def __enter__(self):
+        torch.set_default_dtype(torch.float64)
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        torch.set_default_dtype(torch.float32)
+        return super().__exit__(*error)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
+        kwargs = {name: torch.float64 if arg is torch.float32 else arg for name, arg in (kwargs or {}).items()}
+        return func(*args, **kwargs)
+
+
+def whole_of(model_type, seed, dtype=None, **changes):
+    """A small model, or a skipped test where it is refused: only by another transformers than the table's."""
+    try:
+        return hf_model(tiny(model_type, **changes), dtype=dtype, seed=seed)
+    except Exception:
+        row = models_table.row(model_type)
+        if IS_OF_TABLE or row.cut == "exact":
+            raise
+        pytest.skip(f"transformers {transformers.__version__}: {row.cut}")
 
 
 def loss_of(output, batch):
@@ -58,21 +105,20 @@ def plain_step(model, batches):
 
 
 def assert_exact(model_type, name, tied):
-    config = tiny(model_type, tie_word_embeddings=tied)
-    model = hf_model(config, dtype=torch.float64, seed=1)
+    model = whole_of(model_type, seed=1, dtype=torch.float64, tie_word_embeddings=tied)
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.05)
-    batches = batches_of(model.get_input_embeddings().weight.shape[0], TABLE[model_type].packed == "yes")
-    wanted = plain_step(model, batches)
     stages = all_stages(model, CUTS[name])
     assert all(stage.has_tied_ends == tied for stage in stages)
+    batches = batches_of(model.config.get_text_config().vocab_size, stages[0].family.packs)
     for stage in stages:
         defer(stage)
-    assert staged_step(stages, batches, WeightStore(), loss_fn=loss_of) == pytest.approx(wanted, rel=1e-9)
-    # some types compute their rotation or their routers in float32, whatever the weights are
-    assert_same_gradients(stages, model, rtol=1e-6)
+    with Float64():
+        wanted = plain_step(model, batches)
+        assert staged_step(stages, batches, WeightStore(), loss_fn=loss_of) == pytest.approx(wanted, rel=1e-9)
+    assert_same_gradients(stages, model, rtol=1e-8)
 
 
 @pytest.mark.parametrize("model_type", PROMISED)
@@ -96,8 +142,8 @@ def test_every_type(model_type, name, tied):
 @pytest.mark.parametrize("model_type", EXACT)
 def test_seeded_weights_of_every_type_do_not_depend_on_the_cut(model_type):
     """And buffers are those that transformers computes."""
+    whole = whole_of(model_type, seed=4)
     config = tiny(model_type)
-    whole = hf_model(config, seed=4)
     made = dict(type(whole)._from_config(config).named_buffers())
     wanted = tensors_of(whole)
     for name, buffer in whole.named_buffers():

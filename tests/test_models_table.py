@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import pytest
+import transformers
 from family_models import PROMISED, models_table
 
 from zeropipe.engine.transformers_private import causal_types
 
 TABLE = models_table.read(models_table.FILE.read_text())
+VERSION = models_table.version(models_table.FILE.read_text())
+IS_OF_TABLE = transformers.__version__ == VERSION
 
 
 @pytest.mark.parametrize("model_type", sorted(causal_types()))
 def test_every_type_is_exact_or_refused_in_one_line(model_type):
-    """Proven again; anything but one line raises here."""
-    assert models_table.row(model_type) == TABLE.get(model_type), "run `make models`"
+    """Proven again; anything but one line raises here. Another transformers may have what the table does not."""
+    row = models_table.row(model_type)
+    assert row == TABLE.get(model_type) or not IS_OF_TABLE, "run `make models`"
 
 
+@pytest.mark.skipif(not IS_OF_TABLE, reason=f"the table is about transformers {VERSION}")
 def test_how_many_are_exact(record_property):
     exact = {model_type for model_type, row in TABLE.items() if row.cut == "exact"}
     record_property("says", f"{len(exact)} of {len(TABLE)} decoder types of transformers are exact, the others refused")

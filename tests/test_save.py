@@ -8,6 +8,7 @@ import os
 import shutil
 from pathlib import Path
 
+import family_models
 import pytest
 import torch
 from engine_helpers import ranks
@@ -191,6 +192,31 @@ def test_what_the_config_ties_and_the_checkpoint_does_not_is_saved_apart(tmp_pat
     before = logits(tmp_path)
     save_all(tmp_path, tmp_path)
     assert torch.equal(logits(tmp_path), before)
+
+
+@pytest.mark.parametrize("model_type", ["roberta", "prophetnet"])
+def test_a_weight_with_more_names_than_embedding_and_head(tmp_path, model_type):
+    """The bias of one head has two names, the embedding of the other model three: trained once, they are saved once."""
+    model = seeded(hf_model(family_models.tiny(model_type, num_layers=2, tie_word_embeddings=True)))
+    stages = all_stages(model, TWO)
+    assert all(stage.has_tied_ends for stage in stages)
+    named = dict(model.named_parameters(remove_duplicate=False))
+    own = [{named[stage.full_name(name)] for name, _ in stage.named_parameters()} for stage in stages]
+    assert own[0] & own[1] == {model.get_output_embeddings().weight}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.9)
+        for parameter, whole in (
+            (p, named[stage.full_name(n)]) for stage in stages for n, p in stage.named_parameters()
+        ):
+            parameter.copy_(whole)
+    for rank, stage in enumerate(stages):
+        save_stages({rank: stage}, TWO.placement, rank, tmp_path)
+    torch.testing.assert_close(logits(tmp_path), model.eval()(BATCH["input_ids"]).logits)
+    again = dict(hf_model(tmp_path).named_parameters(remove_duplicate=False))
+    assert all(torch.equal(parameter, again[name]) for name, parameter in named.items())
+    save_all(tmp_path, tmp_path)
+    torch.testing.assert_close(logits(tmp_path), model.eval()(BATCH["input_ids"]).logits)
 
 
 def test_a_score_head_is_loaded_as_a_classifier(tmp_path):

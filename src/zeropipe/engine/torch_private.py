@@ -326,6 +326,11 @@ def saved(ctx: Any) -> Sequence[Tensor]:
     return [ctx.unpack(item) for item in packed]
 
 
+def owned(tensor: Tensor) -> Tensor:
+    """The same values as no view: what an autograd function returns as a view may not be changed in place."""
+    return torch.ops.aten._unsafe_view(tensor, tensor.shape) if tensor._is_view() else tensor
+
+
 _uses: weakref.WeakKeyDictionary[Any, Iterator[int]] = weakref.WeakKeyDictionary()
 
 

@@ -14,7 +14,7 @@ from zeropipe.engine.backward.gradients import local
 from zeropipe.engine.backward.ops import SlottedLinear, new_slot
 from zeropipe.engine.backward.products import Product
 from zeropipe.engine.backward.store import put_or_give
-from zeropipe.engine.torch_private import ends_of_spread, from_local, save, saved, use_number, without_autocast
+from zeropipe.engine.torch_private import ends_of_spread, from_local, owned, save, saved, use_number, without_autocast
 
 
 def defer(module: nn.Module) -> int:
@@ -40,7 +40,7 @@ class _Linear(torch.autograd.Function):
         # Under checkpointing what was saved comes back as a detached alias of the Parameter: its .grad would be lost.
         ctx.parameter = layer._parameters["weight"]
         ctx.transposed = transposed
-        return functional.linear(x, weight.t() if transposed else weight, bias)
+        return owned(functional.linear(x, weight.t() if transposed else weight, bias))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:

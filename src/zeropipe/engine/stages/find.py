@@ -64,8 +64,11 @@ def _attributes(module: nn.Module) -> frozenset[Any]:
     )
 
 
-def find(model: nn.Module, name: str, inputs: Mapping[str, Any]) -> Family:
-    """The shape of a small model with these layers, all its weights random and none tied to another."""
+def find(model: nn.Module, name: str, inputs: Mapping[str, Any], ties: Sequence[Sequence[str]] = ()) -> Family:
+    """The shape of a small model with these layers, all its weights random and none tied to another.
+
+    `ties` are the names that are one parameter in the model that is cut.
+    """
     layers = model.get_submodule(name)
     calls, output = _watch(model, layers, inputs)
     order = [index for index, *_ in calls]
@@ -76,7 +79,9 @@ def find(model: nn.Module, name: str, inputs: Mapping[str, Any]) -> Family:
     return Family(
         layers=name,
         num_layers=len(layers),
-        before=_before(model, name, [calls[0][1][place] for place in carried if place in calls[0][1]], output.logits),
+        before=_before(
+            model, name, [calls[0][1][place] for place in carried if place in calls[0][1]], output.logits, ties
+        ),
         carried=carried,
         form=_form(calls, name),
         keys=forward_keys(model),
@@ -129,10 +134,13 @@ def _length(output: Any) -> int:
     return len(output) if isinstance(output, tuple | list) and output and isinstance(output[0], Tensor) else -1
 
 
-def _before(model: nn.Module, layers: str, handed: list[Tensor], logits: Tensor) -> frozenset[str]:
+def _before(
+    model: nn.Module, layers: str, handed: list[Tensor], logits: Tensor, ties: Sequence[Sequence[str]]
+) -> frozenset[str]:
     """The parameters that belong to the first stage: those that what the first layer is called with depends on.
 
-    So do those that have no gradient at all: tables of positions, parts for other kinds of input.
+    So do those that have no gradient at all: tables of positions, parts for other kinds of input. But a second name of
+    a parameter that the last stage uses (the bias of some heads has two) belongs to that stage.
     """
     named = dict(model.named_parameters())
     early = _reached(handed, named)
@@ -142,7 +150,9 @@ def _before(model: nn.Module, layers: str, handed: list[Tensor], logits: Tensor)
     if inside:
         raise NotFound(f"{inside[0]} is used before the layers")
     outside = {name: p for name, p in named.items() if not name.startswith(f"{layers}.") and name not in early}
-    return frozenset(early | (outside.keys() - _reached([logits], outside)))
+    late = _reached([logits], outside)
+    late |= {name for names in ties if late.intersection(names) and not early.intersection(names) for name in names}
+    return frozenset(early | (outside.keys() - late))
 
 
 def _reached(roots: list[Tensor], named: Mapping[str, nn.Parameter]) -> set[str]:

@@ -57,7 +57,7 @@ class HFStage(nn.Module):
             size = lm.config.get_text_config().hidden_size
             self.score = nn.Linear(size, 1, bias=False, device=weight.device, dtype=weight.dtype)
         self._same = [
-            names for names in _same(self, self.tied_names[0]) if self.is_first or names[0] != self.tied_names[0]
+            names for names in same_names(self, self.tied_names[0]) if self.is_first or names[0] != self.tied_names[0]
         ]
 
     def _reduce(self, parameters: dict[str, nn.Parameter]) -> None:
@@ -220,7 +220,7 @@ def _weight(lm: nn.Module, module: nn.Module | None) -> str:
     return "" if own is None else f"{own}.weight"
 
 
-def _same(module: nn.Module, first: str) -> list[list[str]]:
+def same_names(module: nn.Module, first: str = "") -> list[list[str]]:
     """The names of parameters that are one, `first` before the others."""
     groups: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from zeropipe.engine.stages.families import Family, entry_of, refusal
 from zeropipe.engine.stages.find import NotFound, find, kinds, layers_of, per_layer
-from zeropipe.engine.stages.hf import HFStage
+from zeropipe.engine.stages.hf import HFStage, same_names
 from zeropipe.engine.stages.models import meta_model
 from zeropipe.engine.stages.small import small_config
 from zeropipe.engine.transformers_private import build, packed_masks, quiet
@@ -104,7 +104,7 @@ def small_model(model: nn.Module, layers: str, shares: int = 1) -> nn.Module:
 def prove(small: nn.Module, layers: str) -> Family:
     """How to cut a small model between its layers, proven on it."""
     batches = list(_batches(small))
-    family = find(_untied(copy.deepcopy(small)), layers, batches[1])
+    family = find(_untied(copy.deepcopy(small)), layers, batches[1], same_names(small))
     stages = copy.deepcopy(small, _shared(small))  # before anything has run: a model may keep what it made
     try:
         bare = replace(family, bare_ends=True)

@@ -14,7 +14,7 @@ _LAYERS = r"(num_|n_)?(hidden_|decoder_|encoder_)?(layers?|blocks)(_per_stack)?"
 # Divided by one number, so that a width stays its heads' number times their width. The width of a head stays as it is:
 # tables of rotary factors belong to it.
 _HEADS = (
-    r"(.*_)?(num|n)_(key_value_|kv_|key_|value_)?heads|n_head|(.*_)?(attention|key_value|query|index_n|mamba_n)_heads"
+    r"(.*_)?(num|n)_(key_value_|kv_|key_|value_)?heads|n_head|(.*_)?(attention|key_value|query|mamba_n)_heads"
     r"|num_query_groups"
 )
 _WIDTHS = (
@@ -23,6 +23,9 @@ _WIDTHS = (
 )
 _INNER = r"(.*_)?intermediate_size(_mlp)?|(.*_)?ffn_(hidden_size|dim)|n_inner|dff|dim_ff|d_inner|feed_forward_size"
 _KEPT = r"hidden_size_per_layer_input|router_hidden_size"
+# Scores that choose tokens are sums over these heads, without what is negative. With few of them many scores are zero,
+# and which of equal tokens is chosen depends on how long the row is.
+_CHOOSING_HEADS, _ENOUGH_HEADS = r"index(er)?_n_heads", 16
 _AT_MOST: tuple[tuple[str, int], ...] = (
     (r"(.*_)?vocab_size(_.*)?", _VOCABULARY),
     (r"(.*_)?(num|n)_(routed_|local_)?experts", 4),
@@ -104,6 +107,8 @@ def _small(name: str, value: Any, ratio: int, inner: int | None, num_layers: int
         return num_layers
     if re.fullmatch(_INNER, name):
         return min(value, inner) if inner else max(1, value // ratio)
+    if re.fullmatch(_CHOOSING_HEADS, name):
+        return min(value, _ENOUGH_HEADS)
     if re.fullmatch(f"{_HEADS}|{_WIDTHS}", name):
         return max(1, value // ratio)
     return next((min(value, most) for rule, most in _AT_MOST if re.fullmatch(rule, name)), value)

@@ -46,9 +46,8 @@ class Whole:
     @cached_property
     def tie(self) -> tuple[str, str] | None:
         """The head's weight and the embedding's, if they are tied; other ties do not span stages."""
-        head, embedding = self.ends
-        is_tied = self.ties.get(head) == embedding or self.ties.get(embedding) == head
-        return self.ends if is_tied and self.head == "lm" else None
+        head, embedding = (self.ties.get(name, name) for name in self.ends)  # or both to a third name
+        return self.ends if head == embedding and self.head == "lm" else None
 
     @cached_property
     def ends(self) -> tuple[str, str]:
