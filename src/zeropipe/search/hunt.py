@@ -22,7 +22,7 @@ from zeropipe.search.starts.beams import NARROW, beamed
 from zeropipe.search.starts.patterns import repeating
 from zeropipe.search.starts.rules import dispatched
 from zeropipe.search.starts.starts import named, one_by_one, passes_of
-from zeropipe.search.starts.wide import wide
+from zeropipe.search.starts.wide import widened
 from zeropipe.sim.fill import fill_gaps
 from zeropipe.sim.simulate import simulate
 
@@ -35,9 +35,7 @@ BEAM, AHEAD = 0.25, 0.7  # ... in so much of the time, more where beams are ahea
 WIDE = 4  # ... or with one of their schedules for so many steps ...
 WIDER = 1  # ... and for so many where no smaller limits take time as well
 LARGE = 20_000  # passes; beams of more take too long
-OPEN = 1.02  # times the bound: where a value is above that ...
-WIDE_FROM, WIDEST = 500, 0.6  # ... wide beams have so many states and more, or so many for each step ...
-WIDE_TO = 10_000_000  # ... and at most so many for all passes
+OPEN = 1.02  # times the bound: where a value is above that, wide beams follow
 FIRST = 0.6  # of the time that is left goes to the limit itself, the half of the rest to smaller ones, and so on
 LAST = 0.15  # of all the time: so little that is left is not cut any more
 PROOF = 0.6  # of the time that is left behind that goes to better bounds and wide beams
@@ -310,22 +308,13 @@ class Hunt:
                 self._bounds[leg.at] = max(self._bounds[leg.at], lower_bound(leg.task, effort, self._value, stop))
 
     def _widen(self, legs: list[_Leg], stop: Array) -> list[tuple[_Leg, Start]]:
-        """What beams by the bounds' kernel lead to, each twice as wide as the one before; by steps one that is wide."""
+        """What wide beams lead to where the gap is open."""
         found = list[tuple[_Leg, Start]]()
         for leg in legs:
-            if not self._starts.get(leg):
-                continue
-            value, most = self._starts[leg][0].value, WIDE_TO // int(leg.task.model.begin[-1])
-            bound = self._bounds[leg.at] if self._asked(leg) else leg.bound
-            width = WIDE_FROM if self._steps is None else min(most, int(WIDEST * self._steps))
-            while WIDE_FROM <= width <= most and value > OPEN * bound and not stop[0]:
-                start = wide(leg.task, PROMISING * value, width, self._seed, stop)
-                if start is not None:
-                    found.append((leg, start))
-                    value = min(value, start.value)
-                if self._steps is not None:
-                    break
-                width *= 2
+            if self._starts.get(leg):
+                enough = OPEN * (self._bounds[leg.at] if self._asked(leg) else leg.bound)
+                starts = widened(leg.task, self._starts[leg][0].value, enough, self._steps, self._seed, stop)
+                found.extend((leg, start) for start in starts)
         return found
 
     def _asked(self, leg: _Leg) -> bool:

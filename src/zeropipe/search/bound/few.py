@@ -77,10 +77,6 @@ class Place(NamedTuple):
     merged: Array
     rating: Array  # where only the best go on: of each state ...
     ratings: Array  # ... and of all
-    origin: Array  # the one it comes from ...
-    choice: Array  # ... by which pass
-    parent: Array  # the same of those that went on, layer by layer
-    chosen: Array
     stop: Array
 
 
@@ -142,10 +138,10 @@ class _Asked:
             return best, effort
         task, few = self._task, few_of(self._task, self._way, self._limits, ranks)
         blocked = blocked_after(task)
-        place = place_of(few, max(FEWEST, share), self._stop, 1)
+        place = _place(few, max(FEWEST, share), self._stop)
         slack = few.near * len(few.rank) * task.num_microbatches
         # the end in one order: no bound by these ranks is above that
-        value = compiled(order)(few, FAR, 1, ANY, 1, 0.0, place) - blocked - slack
+        value = compiled(order)(few, FAR, 1, ANY, 1, place) - blocked - slack
         effort -= len(few.rank) ** 2 * task.num_microbatches // DIVE
         if value <= best:  # more is not asked for
             self.values[ranks] = value
@@ -155,7 +151,7 @@ class _Asked:
         step, value = FIRST, 0.0
         while effort > 0 and best < cap and not self._stop[0]:
             wish, most = min(cap, best * (1 + step)), min(share, effort)
-            found = compiled(order)(few, wish + blocked + slack, kept, most, 0, 0.0, place) - blocked - slack
+            found = compiled(order)(few, wish + blocked + slack, kept, most, 0, place) - blocked - slack
             effort -= int(place.looked[0])
             value = max(value, min(float(found), cap))
             best = max(best, value)
@@ -173,8 +169,8 @@ class _Asked:
         return best, effort
 
 
-def place_of(few: Few, most: int, stop: Array, width: int) -> Place:
-    """Room for `most` states of a layer, or as many as there may be; `width` of them go on where that is asked for."""
+def _place(few: Few, most: int, stop: Array) -> Place:
+    """Room for `most` states of a layer, or as many as there may be."""
 
     def ints(*size: int) -> Array:
         return np.zeros(size, np.int64)
@@ -187,8 +183,7 @@ def place_of(few: Few, most: int, stop: Array, width: int) -> Place:
         ints(2, size, passes), ints(2, size), ints(2, size), ints(2, size), np.zeros((2, size, long)), ints(2 * size),
         ints(size), np.zeros(passes), np.zeros(passes), ints(passes), np.zeros(long), ints(long),
         np.zeros(long), np.zeros(long), np.zeros(long), np.zeros(long), ints(1), ints(1), ints(1),
-        np.zeros((2, size)), np.zeros(size), ints(2, size), ints(2, size),
-        np.zeros((passes * m, width), np.int32), np.zeros((passes * m, width), np.int16), stop,
+        np.zeros((2, size)), np.zeros(size), stop,
     )  # fmt: skip
 
 

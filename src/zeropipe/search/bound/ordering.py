@@ -27,16 +27,15 @@ COMPARED = 8  # with so many others a state is compared in the time that it take
 TINY = 1e-9  # relative: so much less than a whole number of W is that number
 
 
-def order(few: Few, cap: float, most: int, effort: int, width: int, soft: float, place: Place) -> float:
+def order(few: Few, cap: float, most: int, effort: int, width: int, place: Place) -> float:
     """The earliest end of everything, or `cap` if it is not before that.
 
     What differs by `few.near` is equal; of the states that have come equally far `most` are kept apart. Where `effort`,
     the number of states that may be looked at, or the place for them does not suffice, it is what all states of some
     layer need at least, and `place.whole` gets 0. `place.looked` gets how many were looked at.
 
-    With a `width` only so many states of a layer go on, those that promise most: by what they need at least, and `soft`
-    times by the mean over the ranks. The answer is no bound then, but the end in one order; `place.parent` and
-    `place.chosen` tell the way back: of each layer and state that went on, which one it comes from by which pass.
+    With a `width` only so many states of a layer go on, those that need least. The answer is no bound then, but the end
+    in one order.
     """
     rank_of, lasts, lag, every, work, weight = few.rank, few.lasts, few.lag, few.every, few.work, few.weight
     takes, keeps, rest, begins, first, stages = few.takes, few.keeps, few.rest, few.begins, few.first, few.stages
@@ -115,8 +114,6 @@ def order(few: Few, cap: float, most: int, effort: int, width: int, soft: float,
                     if gone == width or place.rating[side, which] > enough:
                         which = place.after[side, which]
                         continue
-                    place.parent[layer, gone] = place.origin[side, which]
-                    place.chosen[layer, gone] = place.choice[side, which]
                     gone += 1
                 looked += 1
                 state = place.states[side, which]
@@ -152,11 +149,9 @@ def order(few: Few, cap: float, most: int, effort: int, width: int, soft: float,
                     if begin >= FAR or (begin >= until - near and begin + lasts[x] > until):
                         continue
                     mine, number, end = rank_of[x], counts[x], begin + lasts[x]
-                    least, mean = max(needs, begin + rest[x, number]), 0.0
+                    least = max(needs, begin + rest[x, number])
                     for rank in range(ranks):
-                        leaves = max(state[done + rank], begin) + left[rank]
-                        least = max(least, leaves)
-                        mean += leaves / ranks
+                        least = max(least, max(state[done + rank], begin) + left[rank])
                     if least >= cap:
                         continue
                     if x < last:
@@ -266,8 +261,7 @@ def order(few: Few, cap: float, most: int, effort: int, width: int, soft: float,
                     place.first[other, group] = spare
                     if width > 0:
                         # of equal ones the one that begins first, and then the one that has come furthest
-                        place.rating[other, spare] = least + soft * mean + TINY * begin - near * x
-                        place.origin[other, spare], place.choice[other, spare] = gone - 1, x
+                        place.rating[other, spare] = least + TINY * begin - near * x
                 if made < 0:
                     break
                 which = place.after[side, which]

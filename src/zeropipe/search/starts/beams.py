@@ -11,6 +11,7 @@ import numpy as np
 
 from zeropipe.core.jit import compiled
 from zeropipe.search.bound.bound import all_ranks
+from zeropipe.search.bound.few import Few
 from zeropipe.search.climb import walked
 from zeropipe.search.judge import Judge, Start
 from zeropipe.search.model import Array, Task, alone
@@ -26,6 +27,7 @@ BEST, CHANGED = 4, 8  # settings that are tried again with twice the width, and 
 SOFTER, SHARES = 0.15, 0.4  # of all changes: up to SOFTER the softness, up to SHARES the shares, else caps
 WALK, FURTHER = 11, 64  # times the width: steps from the end of each beam, and of the BEST ones; half of all the time
 HOPELESS = 1.1  # times the best: what cannot end before is given up
+SCARCE = 0.7  # of the longest time that a rank's memory is needed for: others do not count
 EACH = 12  # ways to go on that are noted for each schedule, in the mean
 
 Job = TypeVar("Job")
@@ -53,6 +55,8 @@ class Field(NamedTuple):
     ample: Array  # there is room for everything
     alone: Array  # no F takes the room of another stage's F
     rest: Array  # the least time from the begin of a pass of a microbatch to the end of everything
+    stays: Array  # memory of the scarce ranks that a microbatch needs from a pass on, times how long, as part of all
+    holds: Array  # and the part of it that it holds before the pass
     name: Array  # numbers by chance: their sums tell which passes have run
 
 
@@ -77,9 +81,15 @@ class Bed(NamedTuple):
     many: Array  # parts of W before it
     parent: Array
     chosen: Array
+    group: Array  # the name of each schedule's group
+    member: Array  # of each way to go on: its group, by name and then by place ...
+    taken: Array  # ... where stand how many of it go on ...
+    groups: Array  # ... and its name
+    put_off: Array  # ways that are taken where places are left
+    stop: Array
 
 
-def _field(task: Task) -> Field:
+def field_of(task: Task) -> Field:
     model, m, half, every = task.model, task.num_microbatches, task.num_stages, all_ranks(task)
     total = np.bincount(every.rank, every.work * m, task.num_ranks)
     lasts, lag = model.lasts, model.lag
@@ -91,11 +101,31 @@ def _field(task: Task) -> Field:
     return Field(
         m, model.parts, NEAR * float(lasts.mean()), model.home, lasts, lag, model.needs, model.weight, model.frees,
         np.minimum(model.limit, 1e290), first, stages, total - every.began, every.drain, every.last_f, every.ample,
-        every.alone, every.rest, name,
+        every.alone, every.rest, *_scarce(task, every), name,
     )  # fmt: skip
 
 
-def _bed(field: Field, width: int) -> Bed:
+def _scarce(task: Task, every: Few) -> tuple[Array, Array]:
+    """`stays` and `holds` of the ranks whose memory is needed for the longest time."""
+    model, half, last = task.model, task.num_stages, 2 * task.num_stages - 1
+    begins = alone(model)
+    ends = begins + model.lasts
+    stays, holds = np.zeros((last + 1, task.num_ranks)), np.zeros((last + 1, task.num_ranks))
+    for f in range(half):
+        rank, size, owed = model.home[f], every.takes[f], every.keeps[f] * every.weight[f]
+        on_the_way = np.arange(f + 1, last - f + 1)
+        stays[: f + 1, rank] += size * (ends[last - f] - begins[f]) + owed
+        stays[on_the_way, rank] += size * (ends[last - f] - begins[on_the_way]) + owed
+        holds[on_the_way, rank] += size
+    room = np.maximum(every.room, every.takes.max())
+    some = np.flatnonzero(stays[0] / room >= SCARCE * (stays[0] / room).max())
+    # in the order of memory that the compiled kernel was made for, whatever the number of ranks
+    return np.ascontiguousarray(stays[:, some] / room[some]), np.ascontiguousarray(holds[:, some] / room[some])
+
+
+def bed_of(field: Field, width: int, stop: Array) -> Bed:
+    """Room for so many schedules; `stop[0] = 1` ends their growth."""
+
     def ints(*size: int) -> Array:
         return np.zeros(size, np.int64)
 
@@ -109,6 +139,7 @@ def _bed(field: Field, width: int) -> Bed:
         np.zeros(passes), np.zeros((passes, 3)), ints(passes),
         ints(size), np.zeros(size), ints(size), ints(size), np.zeros((size, 4)), ints(size),
         np.zeros((passes * m, width), np.int32), np.zeros((passes * m, width), np.int16),
+        ints(2, width), ints(size), ints(2 * size + 1), ints(2 * size + 1), ints(size), stop,
     )  # fmt: skip
 
 
@@ -116,8 +147,10 @@ class Setting(NamedTuple):
     """How schedules grow (see growing.grow)."""
 
     soft: float
+    scarce: float
     share: Array
     most: Array
+    apart: Array
 
     def changed(self, task: Task, random: np.random.Generator) -> Setting:
         """Another one near it: the same change on some ranks in a line."""
@@ -146,7 +179,7 @@ def first_settings(task: Task) -> Iterator[Setting]:
         if not one:
             most[ends] = fit[ends].astype(np.int64)
         for share in (0.5, 0.0, 1.0) if one and number < len(SOFT) else (0.5,):
-            yield Setting(soft, np.full(task.num_ranks, share), most)
+            yield Setting(soft, 0.0, np.full(task.num_ranks, share), most, np.zeros(2 * task.num_stages, np.int64))
 
 
 def alive_on_the_way(task: Task) -> Array:
@@ -163,7 +196,7 @@ def beamed(task: Task, value: float, seed: int, workers: int = 1) -> Iterator[tu
     Behind them come longer walks from the best ends, with width 0. `value` is what is known already; what is far above
     it is given up. The workers share the work, and change nothing else.
     """
-    field, random = _field(task), np.random.default_rng(seed)
+    field, random = field_of(task), np.random.default_rng(seed)
     width, tries = NARROW, list(first_settings(task))
     while True:
         beams = _Beams(task, field, width, value * HOPELESS, min(workers, len(tries)))
@@ -182,21 +215,26 @@ def beamed(task: Task, value: float, seed: int, workers: int = 1) -> Iterator[tu
         tries = again + [again[k % len(again)].changed(task, random) for k in range(CHANGED)]
 
 
+def grown(task: Task, field: Field, cap: float, width: int, setting: Setting, bed: Bed) -> Start | None:
+    """What a setting leads to, if that ends before the cap."""
+    if not compiled(grow)(field, cap, width, *setting, bed):
+        return None
+    rows = rows_of(task, way_back(bed.chosen, bed.parent, 0))
+    return Judge(task).play(rows, setting.share)
+
+
 class _Beams:
     """Those of one width, each worker with its own bed."""
 
     def __init__(self, task: Task, field: Field, width: int, cap: float, count: int) -> None:
         self._task, self._field, self._width, self._cap = task, field, width, cap
-        self._beds = [_bed(field, width) for _ in range(count)]
+        self._beds = [bed_of(field, width, np.zeros(1, np.int64)) for _ in range(count)]
 
     def grown(self, worker: int, job: tuple[Setting, int]) -> Start | None:
         """What a setting leads to, if that ends before the cap, with a short walk behind it."""
         setting, number = job
         field, bed = self._field, self._beds[worker]
-        if not compiled(grow)(field, self._cap, self._width, setting.soft, setting.share, setting.most, bed):
-            return None
-        rows = rows_of(self._task, way_back(bed.chosen, bed.parent, 0))
-        start = Judge(self._task).play(rows, setting.share)
+        start = grown(self._task, field, self._cap, self._width, setting, bed)
         return start and self._walked(start, WALK, number)
 
     def further(self, worker: int, job: tuple[Start, int]) -> Start:

@@ -4,7 +4,10 @@ A schedule that has grown so far says how often each pass has run, when the micr
 pass, and of each rank until when it is busy, how long it has waited and how much of its W it has run. The next pass
 to begin is chosen among all that can. All schedules of a layer have as many passes behind them. Of those that have the
 same ones, one that is nowhere earlier is left out; of the others the `width` that promise most go on: by the least
-time that everything can take, and by how long all ranks have waited.
+time that everything can take, by how long all ranks have waited, and by how long memory is needed for what is left.
+
+What promises most now need not do so later: a microbatch that begins early costs memory at once and helps much later.
+So half of the places are shared out evenly among groups of schedules, by how often each of a few passes has run.
 """
 
 from __future__ import annotations
@@ -19,14 +22,18 @@ if TYPE_CHECKING:
     from zeropipe.search.starts.beams import Bed, Field
 
 SAME = 4  # schedules that have the same passes behind them
+SPREAD = 0.5  # of the places are shared out evenly among the groups
 
 
-def grow(field: Field, cap: float, width: int, soft: float, share: Floats, most: Ints, bed: Bed) -> int:
+def grow(
+    field: Field, cap: float, width: int, soft: float, scarce: float, share: Floats, most: Ints, apart: Ints, bed: Bed
+) -> int:
     """Let schedules grow to their end; how many have, the best first, or 0 if none ends before `cap`.
 
     No stage has more than `most` activations alive. `share`: how much of a W must fit into a gap, of each rank. `soft`:
-    how much the mean over the ranks counts beside the least time that everything can take. `bed.parent` and
-    `bed.chosen` tell the way back: of each layer and schedule, which one it grew from by which pass.
+    how much the mean over the ranks counts beside the least time that everything can take, and `scarce`: how much the
+    time that memory is needed for counts beside that. Groups are told apart by the passes for which `apart` has a 1.
+    `bed.parent` and `bed.chosen` tell the way back: of each layer and schedule, which one it grew from by which pass.
     """
     rank_of, lasts, lag, needs, weight = field.rank, field.lasts, field.lag, field.needs, field.weight
     frees, limit, first, stages = field.frees, field.limit, field.first, field.stages
@@ -38,16 +45,19 @@ def grow(field: Field, cap: float, width: int, soft: float, share: Floats, most:
     owes = memory + ranks
     begins, then, runs, spare, table, names = bed.begins, bed.then, bed.runs, bed.spare, bed.table, bed.names
     rating, origin, choice, what, many, heap = bed.rating, bed.origin, bed.choice, bed.what, bed.many, bed.heap
+    group, member, taken, groups, put_off = bed.group, bed.member, bed.taken, bed.groups, bed.put_off
     for x in range(num_passes):
         bed.counts[0, 0, x] = 0
     for stage in range(half):
         bed.done[0, 0, stage] = 0
     for spot in range(bed.times.shape[2]):
         bed.times[0, 0, spot] = 0.0
-    names[0, 0] = 0
+    names[0, 0], group[0, 0] = 0, 0
     held = 1
     for layer in range(num_passes * m):
         side, made = layer % 2, 0
+        if bed.stop[0]:
+            return 0
         for one in range(held):  # note each pass that it may go on with, and what that promises
             counts, times, done = bed.counts[side, one], bed.times[side, one], bed.done[side, one]
             ahead, oldest, until = bed.ahead[side, one], counts[last], FAR
@@ -117,19 +127,33 @@ def grow(field: Field, cap: float, width: int, soft: float, share: Floats, most:
                     rating[made], origin[made], choice[made] = least + soft * mean / ranks, one, x
                     what[made, 0], many[made] = begin, runs[x]
                     what[made, 1], what[made, 2], what[made, 3] = then[x, 0], then[x, 1], then[x, 2]
+                    member[made] = group[side, one] + name[x] * apart[x]
+                    if scarce > 0:
+                        rating[made] += soft * scarce * needed(field, counts, times, ahead, x, begin)
                     made += 1
+        number = count_groups(member, made, taken, groups)
+        even = max(1, int(SPREAD * width) // number) if number > 1 else width  # places of each group
         for at in range(made):
             heap[at] = at
         for at in range(made // 2 - 1, -1, -1):
             sift(heap, rating, at, made)
         for slot in range(len(table)):
             table[slot] = -1
-        other, held = 1 - side, 0
-        while made > 0 and held < width:  # the best that are left go on
-            way = heap[0]
-            made -= 1
-            heap[0] = heap[made]
-            sift(heap, rating, 0, made)
+        other, held, late, again = 1 - side, 0, 0, 0
+        while held < width and (made > 0 or again < late):  # the best that are left go on
+            first_turn = made > 0
+            if first_turn:
+                way = heap[0]
+                made -= 1
+                heap[0] = heap[made]
+                sift(heap, rating, 0, made)
+                if taken[member[way]] == even:  # its group has its places: it may get one that is left in the end
+                    put_off[late] = way
+                    late += 1
+                    continue
+            else:
+                way = put_off[again]
+                again += 1
             one, x = origin[way], choice[way]
             counts, times, before = bed.counts[side, one], bed.times[other, held], bed.times[side, one]
             rank, number, oldest, begin = rank_of[x], counts[x], counts[last], what[way, 0]
@@ -162,7 +186,8 @@ def grow(field: Field, cap: float, width: int, soft: float, share: Floats, most:
             if known:
                 continue
             table[slot] = held
-            names[other, held] = new
+            names[other, held], group[other, held] = new, groups[member[way]]
+            taken[member[way]] += first_turn
             for y in range(num_passes):
                 bed.counts[other, held, y] = counts[y]
             bed.counts[other, held, x] = number + 1
@@ -180,6 +205,40 @@ def grow(field: Field, cap: float, width: int, soft: float, share: Floats, most:
         if held == 0:
             break
     return held
+
+
+def needed(field: Field, counts: Ints, times: Floats, ahead: Ints, x: int, begin: float) -> float:
+    """When all is done if memory were always full behind the begin of pass x: on the rank where that is latest."""
+    most, oldest, last = 0.0, counts[len(counts) - 1], len(counts) - 1
+    begun = counts[0] + (1 if x == 0 else 0)
+    for spot in range(field.stays.shape[1]):
+        total = (field.num_microbatches - begun) * field.stays[0, spot]
+        for number in range(oldest, begun):
+            if number == counts[x]:
+                y, arrives = x + 1, begin + field.lasts[x] + field.lag[x]
+            else:
+                y, arrives = ahead[number - oldest], max(begin, times[number - oldest])
+            if y <= last:
+                total += field.stays[y, spot] + field.holds[y, spot] * (arrives - begin)
+        most = max(most, total)
+    return begin + most
+
+
+def count_groups(member: Ints, made: int, taken: Ints, groups: Ints) -> int:
+    """Number the groups that ways to go on belong to; how many there are. `groups` gets the name of each."""
+    count, size = 0, len(taken)
+    for slot in range(size):
+        taken[slot] = -1
+    for way in range(made):
+        name = member[way]
+        slot = (name ^ (name >> 29)) % size
+        while taken[slot] >= 0 and groups[slot] != name:
+            slot = (slot + 1) % size
+        if taken[slot] < 0:
+            taken[slot], groups[slot] = 0, name
+            count += 1
+        member[way] = slot
+    return count
 
 
 def next_w(low: int, high: int, parts: int, counts: Ints, done: Ints, stages: Ints) -> int:
