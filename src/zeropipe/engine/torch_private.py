@@ -391,11 +391,34 @@ def inductor_backend(memory_budget: float | None = None) -> Callable[..., Any]:
     from torch._functorch import config
     from torch._inductor.compile_fx import compile_fx
 
+    mend_attention()
+
     def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
         with config.patch(activation_memory_budget=memory_budget):
             return compile_fx(graph, inputs)
 
     return backend if memory_budget is not None else compile_fx
+
+
+@functools.cache
+def mend_attention() -> None:
+    """Let the compiler know the dtype of the sums that float64 attention on a CPU keeps for its backward.
+
+    Before torch 2.13 it takes them for float32 and makes such copies of them, which the backward refuses.
+    """
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    probe = torch.empty(1, 1, 1, 1, dtype=torch.float64, device="meta")
+    if attention(probe, probe, probe)[1].dtype == torch.float64:
+        return
+    key = torch._C.DispatchKey.Meta
+    shapes = attention.py_kernels.pop(key)
+
+    def right(query: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        output, sums = shapes(query, *args, **kwargs)
+        return output, sums.double() if query.dtype == torch.float64 else sums
+
+    attention.py_impl(key)(right)
+    torch._subclasses.FakeTensorMode.cache_clear()  # of what was traced before
 
 
 def stage_backward_input(
