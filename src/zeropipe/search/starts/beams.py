@@ -11,13 +11,13 @@ import numpy as np
 
 from zeropipe.core.jit import compiled
 from zeropipe.search.bound.bound import all_ranks
-from zeropipe.search.bound.few import Few
 from zeropipe.search.climb import walked
 from zeropipe.search.judge import Judge, Start
 from zeropipe.search.model import Array, Task, alone
 from zeropipe.search.starts.growing import grow
 from zeropipe.search.starts.patterns import shortest_period
 from zeropipe.search.starts.rules import most_alive
+from zeropipe.search.starts.scarce import of_the_scarcest
 
 NEAR = 1e-9  # of a mean pass: so near is equal
 NARROW = 8  # schedules side by side at first
@@ -101,26 +101,8 @@ def field_of(task: Task) -> Field:
     return Field(
         m, model.parts, NEAR * float(lasts.mean()), model.home, lasts, lag, model.needs, model.weight, model.frees,
         np.minimum(model.limit, 1e290), first, stages, total - every.began, every.drain, every.last_f, every.ample,
-        every.alone, every.rest, *_scarce(task, every), name,
+        every.alone, every.rest, *of_the_scarcest(task, SCARCE), name,
     )  # fmt: skip
-
-
-def _scarce(task: Task, every: Few) -> tuple[Array, Array]:
-    """`stays` and `holds` of the ranks whose memory is needed for the longest time."""
-    model, half, last = task.model, task.num_stages, 2 * task.num_stages - 1
-    begins = alone(model)
-    ends = begins + model.lasts
-    stays, holds = np.zeros((last + 1, task.num_ranks)), np.zeros((last + 1, task.num_ranks))
-    for f in range(half):
-        rank, size, owed = model.home[f], every.takes[f], every.keeps[f] * every.weight[f]
-        on_the_way = np.arange(f + 1, last - f + 1)
-        stays[: f + 1, rank] += size * (ends[last - f] - begins[f]) + owed
-        stays[on_the_way, rank] += size * (ends[last - f] - begins[on_the_way]) + owed
-        holds[on_the_way, rank] += size
-    room = np.maximum(every.room, every.takes.max())
-    some = np.flatnonzero(stays[0] / room >= SCARCE * (stays[0] / room).max())
-    # in the order of memory that the compiled kernel was made for, whatever the number of ranks
-    return np.ascontiguousarray(stays[:, some] / room[some]), np.ascontiguousarray(holds[:, some] / room[some])
 
 
 def bed_of(field: Field, width: int, stop: Array) -> Bed:

@@ -12,9 +12,10 @@ import numpy as np
 
 from zeropipe.search.climb import walked
 from zeropipe.search.judge import Start
-from zeropipe.search.model import Array, Task, alone
+from zeropipe.search.model import Array, Task
 from zeropipe.search.starts.beams import Setting, bed_of, field_of, grown
 from zeropipe.search.starts.rules import most_alive
+from zeropipe.search.starts.scarce import in_memory
 
 # by what schedules are told apart, how much the time counts that memory is needed for, and how much of a W must fit
 # into a gap
@@ -75,12 +76,8 @@ def _walked(task: Task, start: Start, times: int, steps: int, number: int, stop:
 def _apart(task: Task, scarce: bool) -> Array:
     """A 1 for each pass that tells groups apart: the first one, or all F of the rank whose memory is most scarce."""
     apart, half = np.zeros(2 * task.num_stages, np.int64), task.num_stages
-    if not scarce:
+    if scarce:
+        apart[:half] = task.model.home[:half] == np.argmax(in_memory(task)[0][0])
+    else:
         apart[0] = 1
-        return apart
-    model, begins = task.model, alone(task.model)
-    stays = model.needs[:half] * (begins + model.lasts)[: half - 1 : -1] - model.needs[:half] * begins[:half]
-    room = np.maximum(model.limit, 1e-300)
-    rank = int(np.argmax(np.bincount(model.home[:half], stays, task.num_ranks) / room))
-    apart[:half] = model.home[:half] == rank
     return apart
