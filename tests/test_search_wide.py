@@ -11,6 +11,9 @@ from zeropipe.core.placement import Problem
 from zeropipe.search.bound.bound import THOROUGH, lower_bound
 from zeropipe.search.judge import Judge
 from zeropipe.search.model import Task
+from zeropipe.search.starts.beams import Setting, bed_of, field_of, grown
+from zeropipe.search.starts.rules import most_alive
+from zeropipe.search.starts.scarce import in_memory
 from zeropipe.search.starts.starts import one_by_one
 from zeropipe.search.starts.wide import wide
 
@@ -46,3 +49,25 @@ def test_wide_beams_are_the_same_each_time_and_end_when_they_are_told_to():
     assert one.value == other.value
     assert np.array_equal(one.rows, other.rows)
     assert wide(task, np.inf, 200, 1, 3, np.ones(1, np.int64)) is None
+
+
+def test_many_kinds_of_schedules_go_on_where_those_that_promise_most_lead_nowhere():
+    """One rank of a loop has little memory: without groups the best of a beam starts too many microbatches."""
+    problem, costs = Problem(7, 14, 10), zp.Costs(f=0.5, i=0.7, w=0.29, p2p=0.16, stash=0.5)
+    task = Task(problem, zp.loop(problem), costs, False, (24, 27, 23, 15, 7, 18, 16))
+    field = field_of(task)
+    bed = bed_of(field, 250, GO_ON)
+    share, most, none = np.full(7, 0.5), most_alive(task).astype(np.int64), np.zeros(28, np.int64)
+    forwards = ((task.model.home == 4) & (np.arange(28) < 14)).astype(np.int64)
+    alike = grown(task, field, np.inf, 250, Setting(20.0, 0.3, share, most, none), bed)
+    apart = grown(task, field, np.inf, 250, Setting(20.0, 0.3, share, most, forwards), bed)
+    assert apart.value < 0.96 * alike.value
+
+
+def test_how_long_memory_is_needed():
+    """One microbatch: F of rank 0 from 0 to 1, F and I of rank 1 from 1.5 to 4.5, I of rank 0 from 5 to 7."""
+    problem = Problem(2, 2, 3, 2)
+    costs = zp.Costs(f=1, i=2, w=3, p2p=0.5, activation=2, stash=1, memory_limit=4)
+    stays, holds = in_memory(Task(problem, zp.linear(problem), costs, False))
+    assert 4 * stays == pytest.approx(np.array([[17, 9], [14, 9], [12, 7], [7, 0]]))
+    assert 4 * holds == pytest.approx(np.array([[0, 0], [2, 0], [2, 2], [2, 0]]))
