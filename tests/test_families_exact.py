@@ -105,7 +105,7 @@ def plain_step(model, batches):
 
 
 def assert_exact(model_type, name, tied):
-    model = whole_of(model_type, seed=1, dtype=torch.float64, tie_word_embeddings=tied)
+    model = whole_of(model_type, seed=1, dtype=torch.float64, tie_word_embeddings=tied).double()
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
