@@ -51,6 +51,23 @@ def many_engines(schedule: Schedule, number: int) -> list[Open]:
     return seen
 
 
+def gloo_threads(schedule: Schedule) -> tuple[int, list[int]]:
+    """Threads of gloo that an engine adds to a rank, and how the kernel schedules those that there are then."""
+
+    def loops() -> list[int]:
+        return [int(one) for one in os.listdir("/proc/self/task") if "gloo_tcp" in comm(one)]
+
+    def comm(thread: str) -> str:
+        with open(f"/proc/self/task/{thread}/comm") as file:
+            return file.read()
+
+    before = loops()
+    with Engine(schedule, own(blocks(schedule.num_stages), schedule)) as engine:
+        engine.train_step(microbatches(schedule.num_microbatches), SquareLoss())
+        now = loops()
+        return len(now) - len(before), [os.sched_getscheduler(thread) for thread in now]
+
+
 def outputs_kept(schedule: Schedule) -> int:
     """Outputs of `forward` that somebody holds when the caller has dropped them."""
     with Engine(schedule, own(blocks(schedule.num_stages), schedule)) as engine:

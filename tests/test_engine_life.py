@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 pytest.importorskip("torch")
@@ -21,6 +23,14 @@ from zeropipe.errors import EngineError
 def test_closed_engines_leave_no_connection_and_no_thread():
     for seen in ranks(2).run(cases.many_engines, zp.build("dualpipe", ranks=2, microbatches=4), 4):
         assert seen[-1].as_few_as(seen), seen
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="needs Linux")
+def test_an_engine_has_one_thread_for_sockets_and_it_takes_no_core_from_senders():
+    for added, policies in ranks(2).run(cases.gloo_threads, zp.build("dualpipe", ranks=2, microbatches=4)):
+        assert added == 1
+        assert policies
+        assert set(policies) == {os.SCHED_BATCH}
 
 
 def test_outputs_belong_to_the_caller():

@@ -49,9 +49,36 @@ def clone(store: dist.Store) -> dist.Store:
     return store.clone()  # type: ignore[attr-defined,no-any-return]
 
 
-def gloo_group(store: dist.Store, rank: int, size: int, timeout: float) -> Any:
+def gloo_devices() -> list[Any]:
+    """What gloo's groups send and receive with: a thread each, which wakes up a hundred times a second, used or not."""
+    interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    make = dist.ProcessGroupGloo
+    return [make.create_device(interface=name) for name in interfaces] or [make.create_default_device()]
+
+
+def gloo_group(store: dist.Store, rank: int, size: int, timeout: float, devices: list[Any]) -> Any:
     """A gloo group outside torch's registry: only its members take part in making it."""
-    return dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = timedelta(seconds=timeout)
+    options._devices, options._threads = devices, 2 * len(devices)
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+def calm_gloo() -> None:
+    """Let gloo's threads wake up without taking the core of a thread that sends.
+
+    A sender holds a lock until its call of the kernel returns. What its message wakes may take its core before that,
+    and answer: then the sender's own gloo thread asks for the lock again and again, on the core that the sender needs
+    to let it go. On busy cores that took most of the processor time of messages.
+    """
+    if not hasattr(os, "SCHED_BATCH"):  # Linux has it
+        return
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):  # it has just ended, or may not be changed
+            with open(f"/proc/self/task/{thread}/comm") as file:
+                name = file.read().strip()
+            if name == "gloo_tcp_loop":
+                os.sched_setscheduler(int(thread), os.SCHED_BATCH, os.sched_param(0))
 
 
 def nccl_group(store: dist.Store, rank: int, size: int) -> Any:

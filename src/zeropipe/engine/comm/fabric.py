@@ -90,6 +90,7 @@ class Fabric:
         near = range(self.size) if self.nccl else layout.plane(layout.shares_stages)
         self.unsaid = tuple(rank for rank in near if rank != self.rank)
         self._lock = threading.Lock()  # who breaks or drops connections holds it
+        self._devices: list[Any] = []  # of all gloo groups
         self._groups: dict[tuple[str, tuple[int, ...]], Any] = {}
         self._listeners: list[Listener] = []
         self.control: Any = None
@@ -257,7 +258,9 @@ class Fabric:
                     meeting.wait([f"here/{rank}" for rank in range(size)])
                     made.append(torch_private.nccl_group(dist.PrefixStore(name, self._store), own, size))
                 else:
-                    made.append(torch_private.gloo_group(meeting, own, size, self._timeout))
+                    self._devices = self._devices or torch_private.gloo_devices()
+                    made.append(torch_private.gloo_group(meeting, own, size, self._timeout, self._devices))
+                    torch_private.calm_gloo()
             except Exception as error:
                 made.append(error)
             finally:
@@ -342,6 +345,7 @@ class Fabric:
                 torch_private.abort_gloo(self.control)  # the listener waits on it
             self.closed = True
             self._groups.clear()
+            self._devices.clear()
             self.control = self._words = None
         for listener in self._listeners:
             listener.close()
