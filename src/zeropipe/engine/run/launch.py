@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from zeropipe.engine.comm.watchdog import signs_of_life
 from zeropipe.engine.run.nursery import nursery
+from zeropipe.engine.torch_private import calm_gloo
 from zeropipe.errors import EngineError, ZeropipeError
 
 BEAT, ANSWER = b".", b"="  # the first byte of what a rank says
@@ -235,6 +236,7 @@ def _rank_main(end: int, rank: int, num_ranks: int, port: int, threads: int, bac
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_RANK=str(rank))
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
     dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks)
+    calm_gloo()
     _line.answer(pickle.dumps(None))
     while True:
         try:
