@@ -187,7 +187,7 @@ class Fake:
         self.fabric = object.__new__(Fabric)
         vars(self.fabric).update(
             rank=0, size=1, nccl=False, closed=False, control="control", _words=None, place=Place(),
-            _groups={"a": "a", "b": "b"}, _lock=threading.Lock(), _desk=Desk(dist.HashStore(), 5.0),
+            _groups={"a": "a", "b": "b"}, _devices=[], _lock=threading.Lock(), _desk=Desk(dist.HashStore(), 5.0),
             _watchdog=Watchdog(60.0), _listeners=[], layout=Layout((0,), 0, (0,), {"pp": 1}, {"pp": 0}),
         )  # fmt: skip
         self.fabric.board = Board(self.fabric._desk, 0, 1)
