@@ -21,7 +21,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig
 
 import zeropipe as zp
-from zeropipe.engine import CausalLMLoss, WeightStore, defer, hf_model, hf_stages, prepare_blocks, token_losses
+from zeropipe.engine import (
+    CausalLMLoss,
+    WeightStore,
+    defer,
+    hf_model,
+    hf_stages,
+    prepare_blocks,
+    token_losses,
+    torch_private,
+)
 from zeropipe.engine.backward.gradients import local
 from zeropipe.engine.mesh import proof
 from zeropipe.engine.mesh.spreading import Sharing
@@ -164,7 +173,7 @@ def group():
 
 
 @pytest.mark.parametrize("kind, sequence", [("qwen3", False), ("qwen3_moe", True)], ids=str)
-def test_one_graph_for_all_blocks(group, kind, sequence):
+def test_one_graph_for_all_blocks(group, kind, sequence, monkeypatch):
     torch._dynamo.reset()
     counters.clear()
     model = hf_model(cases.config_of(kind, **({"mlp_only_layers": []} if kind == "qwen3_moe" else {})))
@@ -172,6 +181,13 @@ def test_one_graph_for_all_blocks(group, kind, sequence):
     spread_stage(stage, plan_of(stage), Sharing(Peers.of(group), group), sequence)
     defer(stage)
     graphs = Graphs()
+    if sequence:
+        with monkeypatch.context() as torch_2_11:
+            torch_2_11.setattr(torch_private, "COMPILES_GATHERED", False)
+            with pytest.raises(ConfigError, match="leave compile or sequence_parallel"):
+                prepare_blocks(stage, compile=True)
+        if not torch_private.COMPILES_GATHERED:
+            return
     prepare_blocks(stage, compile=True, backend=graphs)
     batches = cases.tokens(2, 0, (6,))
     plain_step(model, batches)

@@ -25,7 +25,11 @@ ABORT_TAG = 0x7E0  # no message of ours carries it
 FOREVER = timedelta(days=365)
 # Inside a compiled block, marks of checkpointing do not reach what autograd functions compute before torch 2.12: the
 # results of deferred layers would be kept instead of being computed again.
-MARKS_REACH_FUNCTIONS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
+_VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
+MARKS_REACH_FUNCTIONS = _VERSION >= (2, 12)
+# Where a compiled block gathers sequences for a part that hands its input to several layers, torch 2.11 computes other
+# gradients than without compiling. Those of torch 2.13 are right.
+COMPILES_GATHERED = _VERSION >= (2, 13)
 
 
 def wake_gpu() -> None:

@@ -14,6 +14,7 @@ from zeropipe.core.checkpointing import Checkpointing
 from zeropipe.engine import torch_private
 from zeropipe.engine.blocks.checkpointing import checkpointed
 from zeropipe.engine.torch_private import inductor_backend, is_compile_error
+from zeropipe.errors import ConfigError
 
 
 def prepare_blocks(stage: nn.Module, *, compile: bool = False, ac: str = "none", backend: Any = None) -> nn.Module:
@@ -34,6 +35,11 @@ def set_blocks(
         report(f"{ac} needs compile=True, whose partitioner keeps the budget: selective:op is used instead")
         wish = Checkpointing.parse("selective:op")
     for place, block in enumerate(blocks):
+        if compile and getattr(block, "gathers", False) and not torch_private.COMPILES_GATHERED:
+            raise ConfigError(
+                f"torch {torch.__version__} gets gradients of a compiled {type(block).__name__} wrong with "
+                "sequence_parallel: leave compile or sequence_parallel out, or use torch 2.13"
+            )
         mode, kind = wish.of_layer(first + place), getattr(type(block), "plain_kind", type(block))
         block.__class__ = _variant(kind, mode, wish.budget, compile, backend) if compile or mode != "none" else kind
 
