@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoConfig
 
 from zeropipe.engine.stages.families import entry_of
@@ -18,6 +19,10 @@ from zeropipe.engine.stages.small import small_config
 _spec = importlib.util.spec_from_file_location("models_table", Path(__file__).parent.parent / "docs" / "models.py")
 models_table = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(models_table)
+
+_text = models_table.FILE.read_text()
+TABLE, VERSION = models_table.read(_text), models_table.version(_text)
+IS_OF_TABLE = transformers.__version__ == VERSION  # another transformers may have, or refuse, what the table does not
 
 # what the project promises by name
 PROMISED = (

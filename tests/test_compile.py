@@ -9,7 +9,7 @@ import aot
 import pytest
 import torch
 from stage_models import CONFIGS, assert_same_gradients, lm_loss, microbatches, plain_step, staged_step
-from test_split import Count
+from test_split import Changing, Count
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
@@ -121,19 +121,6 @@ def toy_error(prepare=prepare_blocks, **ways):
     prepare(stage, compile=True, **ways)
     staged_step([stage], [{"inputs": x}], WeightStore(), loss_fn=lambda out, _: out.square().sum())
     return max((p.grad - q.grad).norm() / q.grad.norm() for p, q in zip(stage.parameters(), plain.parameters()))
-
-
-class Changing(nn.Module):
-    """A block that changes in place what its layers give."""
-
-    def __init__(self, bias) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(8, 8, bias), nn.Linear(8, 8, bias)
-
-    def forward(self, x):
-        y = self.first(x)
-        y *= 2
-        return self.last(y.sin_()).mul_(y.mean())
 
 
 @pytest.mark.parametrize("ac", ["none", "full", "selective:op"])

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 pytest.importorskip("torch")
 
 import engine_cases as cases
+import torch
 from engine_helpers import TOLERANCE, largest, ranks, train
 
 import zeropipe as zp

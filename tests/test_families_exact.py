@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
-from family_models import PROMISED, models_table, tiny
+from family_models import IS_OF_TABLE, PROMISED, TABLE, models_table, tiny
 from stage_models import assert_same_gradients, staged_step
 from test_stages import all_stages
 from torch.overrides import TorchFunctionMode
@@ -17,8 +17,6 @@ from zeropipe.engine.backward.store import WeightStore
 from zeropipe.engine.stages.whole import tensors_of
 from zeropipe.engine.transformers_private import causal_types
 
-TABLE = models_table.read(models_table.FILE.read_text())
-IS_OF_TABLE = models_table.version(models_table.FILE.read_text()) == transformers.__version__
 EXACT = [
     pytest.param(
         model_type,

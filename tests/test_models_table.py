@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import transformers
-from family_models import PROMISED, models_table
+from family_models import IS_OF_TABLE, PROMISED, TABLE, VERSION, models_table
 
 from zeropipe.engine.transformers_private import causal_types
-
-TABLE = models_table.read(models_table.FILE.read_text())
-VERSION = models_table.version(models_table.FILE.read_text())
-IS_OF_TABLE = transformers.__version__ == VERSION
 
 
 @pytest.mark.parametrize("model_type", sorted(causal_types()))

@@ -20,6 +20,19 @@ from zeropipe.engine.backward.store import WeightStore, cut
 from zeropipe.errors import EngineError
 
 
+class Changing(nn.Module):
+    """A block that changes in place what its layers give."""
+
+    def __init__(self, bias) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8, bias), nn.Linear(8, 8, bias)
+
+    def forward(self, x):
+        y = self.first(x)
+        y *= 2
+        return self.last(y.sin_()).mul_(y.mean())
+
+
 def mlp(bias=True):
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(5, 7, bias), nn.Tanh(), nn.LayerNorm(7), nn.Linear(7, 3, bias)).double()
@@ -322,20 +335,9 @@ def test_conv1d_of_gpt2():
 
 def test_a_result_that_a_model_changes_in_place():
     """With a bias and rows of rows the product is a view, which torch lets no autograd function return for that."""
-
-    class Doubled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.last = nn.Linear(5, 7), nn.Linear(7, 3)
-
-        def forward(self, x):
-            y = self.first(x)
-            y *= 2
-            return self.last(y.sin_()).mul_(y.mean())
-
     torch.manual_seed(0)
-    plain = Doubled().double()
-    module, store, x = deferred(plain), WeightStore(), torch.randn(2, 4, 5).double().requires_grad_()
+    plain = Changing(bias=True).double()
+    module, store, x = deferred(plain), WeightStore(), torch.randn(2, 4, 8).double().requires_grad_()
     run(plain, x)
     wanted, x.grad = x.grad, None
     run(module, x, store)

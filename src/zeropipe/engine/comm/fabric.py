@@ -100,6 +100,7 @@ class Fabric:
         try:
             self._watchdog.start(self)
             self.control = self._connected("control", tuple(range(self.size)), nccl=False)
+            torch_private.calm_gloo()
             self._meet("connected")  # one whose making failed has closed connections without a word
             self._watchdog.listen(self)
         except BaseException as error:
@@ -260,7 +261,6 @@ class Fabric:
                 else:
                     self._devices = self._devices or torch_private.gloo_devices()
                     made.append(torch_private.gloo_group(meeting, own, size, self._timeout, self._devices))
-                    torch_private.calm_gloo()
             except Exception as error:
                 made.append(error)
             finally:

@@ -201,7 +201,7 @@ def grown(task: Task, field: Field, cap: float, width: int, setting: Setting, be
     """What a setting leads to, if that ends before the cap."""
     if not compiled(grow)(field, cap, width, *setting, bed):
         return None
-    rows = rows_of(task, way_back(bed.chosen, bed.parent, 0))
+    rows = rows_of(task, way_back(bed.chosen, bed.parent))
     return Judge(task).play(rows, setting.share)
 
 
@@ -215,8 +215,7 @@ class _Beams:
     def grown(self, worker: int, job: tuple[Setting, int]) -> Start | None:
         """What a setting leads to, if that ends before the cap, with a short walk behind it."""
         setting, number = job
-        field, bed = self._field, self._beds[worker]
-        start = grown(self._task, field, self._cap, self._width, setting, bed)
+        start = grown(self._task, self._field, self._cap, self._width, setting, self._beds[worker])
         return start and self._walked(start, WALK, number)
 
     def further(self, worker: int, job: tuple[Start, int]) -> Start:
@@ -227,9 +226,9 @@ class _Beams:
         return walked(self._task, start, times * self._width, number, 0.0, np.zeros(1, np.int64))
 
 
-def way_back(chosen: Array, parent: Array, one: int) -> Array:
-    """The passes that led to a schedule, from what each layer's schedules chose and which ones they grew from."""
-    passes = np.zeros(len(chosen), np.int64)
+def way_back(chosen: Array, parent: Array) -> Array:
+    """The passes that led to the best schedule, from what each layer's chose and which ones they grew from."""
+    passes, one = np.zeros(len(chosen), np.int64), 0
     for layer in range(len(passes) - 1, -1, -1):
         passes[layer], one = chosen[layer, one], parent[layer, one]
     return passes
