@@ -25,7 +25,7 @@ def test_every_schedule_on_one_gpu(entry):
 
 @pytest.mark.parametrize("name", ["zb-h1", "zbv", "dualpipe"])
 def test_dynamic_weights_on_one_gpu(name):
-    found = ranks().run(both_orders, zp.build(name, ranks=4, microbatches=8), {"device": "cuda"})
+    found = ranks().run(both_orders, zp.build(name, ranks=4, microbatches=8), {"device": "cuda"}, 6)
     assert all(same for same, _ in found)
     assert any(moved for _, moved in found)
 

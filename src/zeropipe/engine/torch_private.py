@@ -23,6 +23,7 @@ from torch.distributed import _functional_collectives as collectives
 Result = TypeVar("Result")
 ABORT_TAG = 0x7E0  # no message of ours carries it
 FOREVER = timedelta(days=365)
+PIECE = 1 << 16  # numbers that are added up at once on the CPU
 # Inside a compiled block, marks of checkpointing do not reach what autograd functions compute before torch 2.12: the
 # results of deferred layers would be kept instead of being computed again.
 _VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
@@ -296,12 +297,20 @@ def require_on_device(condition: Tensor, text: str) -> None:
 
 
 def squared_norm(tensors: Sequence[Tensor]) -> float:
-    """The sum of all squares, in float64; 16-bit tensors' norms in float32, which float16 would overflow."""
-    halves = [t for t in tensors if t.dtype in (torch.float16, torch.bfloat16)]
-    norms = list(torch._foreach_norm(halves, 2, dtype=torch.float32)) if halves else []
-    if wide := [t for t in tensors if t.dtype not in (torch.float16, torch.bfloat16)]:
-        norms += torch._foreach_norm(wide, 2)
-    return float(torch.stack([norm.double() for norm in norms]).square().sum())
+    """The sum of all squares, in float64.
+
+    On a GPU 16-bit tensors' norms are in float32, which float16 would overflow. torch's norm on the CPU adds up in
+    float32 one by one, and is 12% off for 50 million numbers: there, products of short pieces in float64 are added.
+    """
+    on_cpu = [piece for t in tensors if t.is_cpu for piece in t.reshape(-1).split(PIECE)]
+    total = sum((float(torch.dot(wide, wide)) for wide in map(Tensor.double, on_cpu)), 0.0)
+    others = [t for t in tensors if not t.is_cpu]
+    norms: list[Tensor] = []
+    if halves := [t for t in others if t.dtype in (torch.float16, torch.bfloat16)]:
+        norms += torch._foreach_norm(halves, 2, dtype=torch.float32)
+    if wides := [t for t in others if t.dtype not in (torch.float16, torch.bfloat16)]:
+        norms += torch._foreach_norm(wides, 2)
+    return total + (float(torch.stack([norm.double() for norm in norms]).square().sum()) if norms else 0.0)
 
 
 def multiply(tensors: Sequence[Tensor], factor: float) -> None:
