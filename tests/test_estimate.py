@@ -69,6 +69,39 @@ def test_weights_are_those_of_transformers(kind):
     assert num_parameters(json.loads(made.to_json_string()))[0] == wanted + buffers
 
 
+FEW = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 128}
+WINDOWS = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 3}
+LEFT_OUT = {
+    **{kind: {"model_type": kind, **FEW} for kind in FAMILIES},
+    "windows of qwen2": {"model_type": "qwen2", **FEW, **WINDOWS},
+    "windows of qwen3": {"model_type": "qwen3", **FEW, **WINDOWS},
+    "windows of qwen3_moe": {"model_type": "qwen3_moe", **FEW, **WINDOWS},
+    "no windows": {"model_type": "mistral", **FEW, "sliding_window": None},
+    "biases": {"model_type": "deepseek_v3", **FEW, "attention_bias": True},
+    "text of gemma-3-4b": {
+        "model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34,
+        "sliding_window": 1024,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", LEFT_OUT)
+def test_what_a_config_leaves_out_is_what_transformers_takes(kind):
+    """Published configs leave out what the model's class has by default: of gemma-3-4b, the numbers of heads."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    made = transformers.AutoConfig.for_model(**LEFT_OUT[kind], **({"pad_token_id": 0} if kind == "phi3" else {}))
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(made)
+    wanted = sum(p.numel() for p in model.parameters())
+    buffers = sum(b.numel() for name, b in model.named_buffers() if "e_score_correction_bias" in name)
+    assert num_parameters(LEFT_OUT[kind])[0] == wanted + buffers
+    window = getattr(made, "sliding_window", None)
+    types = getattr(made, "layer_types", None) or ["sliding_attention"] * made.num_hidden_layers
+    windows = [window if one == "sliding_attention" else None for one in types]
+    assert [layer.window for layer in shape_of(LEFT_OUT[kind]).layers] == windows
+
+
 def gpu_run(compile, ac, f, i, w):
     """Milliseconds on one H200 of 4 layers of Qwen3-8B's size, 4096 tokens: the table in docs/split-backward.md."""
     return pytest.param(compile, ac, f, i, w, id=f"{'compiled' if compile else 'eager'}-{ac}")

@@ -10,7 +10,10 @@ _QWEN3_MOE = {
     "model_type": "qwen3_moe", "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "num_experts": 128,
     "num_experts_per_tok": 8, "tie_word_embeddings": False,
 }  # fmt: skip
-_MISTRAL = {"model_type": "mistral", "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": False}
+_MISTRAL = {
+    "model_type": "mistral", "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": False,
+    "sliding_window": None,
+}  # fmt: skip
 _GEMMA3 = {"model_type": "gemma3_text", "tie_word_embeddings": True, "sliding_window_pattern": 6}
 
 

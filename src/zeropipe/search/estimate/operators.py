@@ -156,15 +156,16 @@ def _latent(shape: Shape, layer: Layer, at: Sizes) -> list[Op]:
         ops = [linear("q", shape.hidden, q, at)]
     else:
         ops = [
-            linear("q_a", shape.hidden, latent.q_rank, at), norm(latent.q_rank, at),
+            linear("q_a", shape.hidden, latent.q_rank, at, bias=shape.qkv_bias), norm(latent.q_rank, at),
             linear("q_b", latent.q_rank, q, at),
         ]  # fmt: skip
     ops += [
-        linear("kv_a", shape.hidden, latent.kv_rank + latent.rope, at, keeper="linear"), norm(latent.kv_rank, at),
+        linear("kv_a", shape.hidden, latent.kv_rank + latent.rope, at, bias=shape.qkv_bias, keeper="linear"),
+        norm(latent.kv_rank, at),
         linear("kv_b", latent.kv_rank, heads * (latent.nope + latent.value), at), _rotate(q + k, at),
         _product(shape, layer, at, heads, latent.nope + latent.rope, latent.value, q + k + v),
     ]  # fmt: skip
-    return [*ops, linear("o", v, shape.hidden, at, keeper="attention", summed=at.tp > 1)]
+    return [*ops, linear("o", v, shape.hidden, at, bias=shape.o_bias, keeper="attention", summed=at.tp > 1)]
 
 
 def _product(shape: Shape, layer: Layer, at: Sizes, heads: int, qk: int, v: int, inputs: int) -> Op:

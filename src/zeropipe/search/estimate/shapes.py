@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +25,36 @@ class Family:
     norms: int = 2  # per layer, of the hidden size
     qkv_bias: bool = False
     windows: bool = False  # whether sliding_window is used where no list of layer types says so
-    tied: bool = False  # where the config does not say it
+    late_windows: bool = False  # with windows: only in the layers from max_window_layers on
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # transformers' own, of fields that configs leave out
 
+
+_QWEN = {"num_key_value_heads": 32, "max_window_layers": 28}
+_MIXTRAL = {"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2}
+_QWEN3_MOE = {"num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+_GEMMA3 = {
+    "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208, "sliding_window": 4096,
+    "sliding_window_pattern": 6, "tie_word_embeddings": True,
+}  # fmt: skip
+_DEEPSEEK = {
+    "n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_shared_experts": 1,
+    "first_k_dense_replace": 3, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64, "v_head_dim": 128,
+}  # fmt: skip
 
 FAMILIES = {
     "llama": Family(),
-    "mistral": Family(windows=True),
-    "mixtral": Family(windows=True),
-    "qwen2": Family(qkv_bias=True),
-    "qwen3": Family(qk_norm=1),
-    "qwen3_moe": Family(qk_norm=1),
-    "gemma": Family(tied=True),
-    "gemma3_text": Family(qk_norm=1, norms=4, tied=True),
+    "mistral": Family(windows=True, defaults={"num_key_value_heads": 8, "sliding_window": 4096}),
+    "mixtral": Family(windows=True, defaults=_MIXTRAL),
+    "qwen2": Family(qkv_bias=True, late_windows=True, defaults=_QWEN),
+    "qwen3": Family(qk_norm=1, late_windows=True, defaults={**_QWEN, "head_dim": 128}),
+    "qwen3_moe": Family(qk_norm=1, defaults=_QWEN3_MOE),
+    "gemma": Family(defaults={"num_key_value_heads": 16, "head_dim": 256, "tie_word_embeddings": True}),
+    "gemma3_text": Family(qk_norm=1, norms=4, defaults=_GEMMA3),
     "phi3": Family(windows=True),
     "olmo2": Family(qk_norm=2),
-    "deepseek_v3": Family(),
+    "deepseek_v3": Family(defaults=_DEEPSEEK),
 }
 
 
@@ -123,8 +138,8 @@ def shape_of(model: str | Mapping[str, Any]) -> Shape:
 
 def _shape(name: str, data: Mapping[str, Any]) -> Shape:
     if isinstance(data.get("text_config"), Mapping):  # of a model that also sees: its text part
-        data = {"tie_word_embeddings": data.get("tie_word_embeddings"), **data["text_config"]}
-    read = _Reader(name, data)
+        whole = {key: data[key] for key in ("tie_word_embeddings",) if data.get(key) is not None}
+        data = {**whole, **data["text_config"]}
     kind = data.get("model_type")
     family = FAMILIES.get(str(kind))
     if family is None:
@@ -134,13 +149,14 @@ def _shape(name: str, data: Mapping[str, Any]) -> Shape:
         )
     if data.get("attn_logit_softcapping"):
         raise ConfigError(f"{name}: attention with soft-capping is not estimated: `zeropipe profile` measures it")
+    data = {**family.defaults, **data}
+    read = _Reader(name, data)
     hidden, heads = read.count("hidden_size"), read.count("num_attention_heads")
     head_dim = read.count("head_dim", hidden // heads)
-    tied = data.get("tie_word_embeddings")
     bias = bool(data.get("attention_bias"))
     shape = Shape(
         name, (), hidden, heads, read.count("num_key_value_heads", heads), head_dim, read.count("intermediate_size"),
-        read.count("vocab_size"), family.tied if tied is None else bool(tied), family,
+        read.count("vocab_size"), bool(data.get("tie_word_embeddings")), family,
         qkv_bias=bias or family.qkv_bias, o_bias=bias, mlp_bias=bool(data.get("mlp_bias")),
         experts=read.experts(), latent=read.latent(),
     )  # fmt: skip
@@ -195,7 +211,8 @@ class _Reader:
             types = ["full_attention" if (n + 1) % pattern == 0 else "sliding_attention" for n in range(number)]
         if types is None:
             use = family.windows or bool(self.data.get("use_sliding_window"))
-            types = ["sliding_attention" if use and window else "full_attention"] * number
+            first = self.count("max_window_layers", 0, least=0) if family.late_windows else 0
+            types = ["sliding_attention" if use and window and n >= first else "full_attention" for n in range(number)]
         if not isinstance(types, list) or len(types) != number:
             raise ConfigError(f"{self.name}: layer_types={short(types)}: one for each of {number} layers is needed")
         unknown = [kind for kind in types if kind not in ("full_attention", "sliding_attention")]
