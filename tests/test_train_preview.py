@@ -9,6 +9,7 @@ import pytest
 from train_files import GOOD
 
 import zeropipe as zp
+from zeropipe.search.estimate.estimate import num_parameters
 from zeropipe.search.plan.write import write_run
 from zeropipe.sim.layer_file import to_layer_json
 from zeropipe.train.config.read import read_run
@@ -44,12 +45,30 @@ def test_a_plans_file_has_the_plans_numbers(planned, run):
     assert [one["stages"] for one in shown["ranks"]] == [[0, 7], [1, 6], [2, 5], [3, 4]]
 
 
+@pytest.mark.parametrize("model", ["qwen3-8b", "qwen3-14b", "qwen3-0.6b"])
+def test_a_plans_file_is_shown_as_it_is(model, tmp_path, monkeypatch, run):
+    """Names have shapes and no weights: enough for a dry run, which has the plan's own numbers, and not to train."""
+    monkeypatch.chdir(tmp_path)
+    made = zp.plan(model, pp=[2], tp=[1], schedules=["1f1b"], microbatch_sizes=[1], ac=["full"], **SIZES)
+    write_run(made, made.best, "run.toml", model, "h100")
+    status, out, _ = run("train", "run.toml", "--dry-run", "--json")
+    assert status == 0
+    shown = json.loads(out)
+    assert shown["num_parameters"] == num_parameters(model)[0]
+    assert shown["prediction"]["step"] == pytest.approx(made.best.step)
+    assert max(sum(one["memory"].values()) for one in shown["ranks"]) == pytest.approx(made.best.memory.peak)
+    assert shown["notes"][-1].startswith(f"{model} has no weights: to train, give their directory as --model.path")
+    status, _, err = run("train", "run.toml")
+    assert status == 2
+    assert f"model.path='{model}' is" in err
+
+
 def test_one_file_for_all_commands(planned, run):
     shown = json.loads(run("run", "run.toml", "--dry-run", "--json")[1])[0]
     assert shown["layers_per_stage"] == list(planned.best.counts)
     assert (shown["mesh"], shown["num_microbatches"]) == ({"pp": 4, "dp_shard": 2}, 16)
     assert json.loads(run("simulate", "run.toml", "--json")[1])["num_stages"] == 8
-    assert run("train", "run.toml", "--dry-run", "--model.path", "qwen3-32b")[2] == (
+    assert run("train", "run.toml", "--model.path", "qwen3-32b")[2] == (
         "zeropipe: model.path='qwen3-32b' is a name for planning: give the directory of its weights as --model.path\n"
     )
     Path("only.toml").write_text(Path("run.toml").read_text() + "[lora]\nrank = 4\n")

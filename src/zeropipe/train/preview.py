@@ -11,6 +11,7 @@ from math import inf
 from zeropipe.core.layers import ranges
 from zeropipe.core.resize import resized
 from zeropipe.core.schedule import Schedule
+from zeropipe.engine.run.spec import BUILT_IN
 from zeropipe.errors import ConfigError
 from zeropipe.search.estimate.estimate import SHORT, estimate
 from zeropipe.search.plan.layouts import Layout
@@ -20,7 +21,7 @@ from zeropipe.search.plan.rows import Candidate
 from zeropipe.search.plan.score import Scene, Simulated, memory_of, score, simulated
 from zeropipe.sim.layer_costs import LayerCosts, State
 from zeropipe.train.config.models import RunConfig
-from zeropipe.train.shape import costs_of, layers_of, model_data, num_layers_of, schedule_of, setting_of
+from zeropipe.train.shape import costs_of, is_planned, layers_of, model_data, num_layers_of, schedule_of, setting_of
 
 GPUS_PER_NODE = 8
 BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
@@ -115,6 +116,9 @@ def preview(config: RunConfig) -> Preview:
                 f"rank {fullest.rank} needs {fullest.peak / 1e9:.1f} GB, {prediction.memory_limit / 1e9:.1f} GB of a "
                 "GPU can be used: more pp, dp_shard or tp, engine.ac, or a smaller data.microbatch take less"
             )
+    if is_planned(config) or (config.model.path in BUILT_IN and config.model.weights == "load"):
+        random = "" if is_planned(config) else ", or set model.weights='random'"
+        notes.append(f"{config.model.path} has no weights: to train, give their directory as --model.path{random}")
     if config.engine.offload:
         notes.append("optimizer state and the weights that it keeps are in CPU memory (engine.offload)")
     data, mesh = config.data, config.mesh

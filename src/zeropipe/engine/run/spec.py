@@ -22,6 +22,7 @@ BUILT_IN = {
     "qwen3-8b": (36, 4096, 12288, 32, 8, 128, 151936),
     "llama-8b": (32, 4096, 14336, 32, 8, 128, 128256),
 }
+TIED = ("qwen3-0.6b",)  # whose head is the embedding, as published
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ def built_in(job: Job) -> dict[str, Any]:
         "hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers_of(job),
         "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_size,
         "vocab_size": vocabulary_of(job), "max_position_embeddings": max(4096, job.sequence),
-        "tie_word_embeddings": False,
+        "tie_word_embeddings": job.model in TIED,
     }  # fmt: skip
 
 

@@ -10,28 +10,27 @@ from pathlib import Path
 from zeropipe.engine.run.spec import BUILT_IN
 from zeropipe.errors import MissingExtra
 from zeropipe.train.config.models import LoraTable, RunConfig
-from zeropipe.train.shape import num_layers_of
+from zeropipe.train.shape import is_planned, num_layers_of
 
 ADAPTER = "adapter_config.json"
 TOKENIZER = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 
 
-def model_faults(config: RunConfig) -> Iterator[str]:
-    """A directory with weights, a config, or a built-in model."""
-    from zeropipe.search.estimate.known import KNOWN
-
+def model_faults(config: RunConfig, starts: bool = True) -> Iterator[str]:
+    """A directory with weights, a config, or a built-in model; for a dry run a name with known shapes will do."""
     model, path = config.model, Path(config.model.path)
     named = f"model.path={model.path!r}"
     if model.path in BUILT_IN:
-        if model.weights == "load":
+        if model.weights == "load" and starts:
             yield f"{named} is built in and has no weights to load: set model.weights='random', or give a directory"
         return
     for field in ("num_layers", "vocabulary"):
         if getattr(model, field) is not None:
             yield f"model.{field}={getattr(model, field)}: only built-in models can be changed; leave it out"
-    if model.path.lower() in KNOWN and not path.exists():
-        yield f"{named} is a name for planning: give the directory of its weights as --model.path"
+    if is_planned(config):
+        if starts:
+            yield f"{named} is a name for planning: give the directory of its weights as --model.path"
         return
     if path.is_dir() and (path / ADAPTER).is_file() and not (path / "config.json").is_file():
         yield f"{named} is an adapter: give it as lora.adapter, and the model that it belongs to as model.path"

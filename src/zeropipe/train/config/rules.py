@@ -36,7 +36,7 @@ def check_run(config: RunConfig, world: int | None = None, *, starts: bool = Tru
     faults: list[str] = []
     for rule in (_mesh, batch_faults, _lengths, _engine, _optimizer, _choices, _log, adapter_faults, output_faults):
         faults += told(rule, config)
-    about_model = told(model_faults, config)
+    about_model = told(lambda one: model_faults(one, starts), config)
     faults += about_model
     if not about_model:  # else these would say it again
         faults += told(data_faults, config)
