@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -13,6 +14,12 @@ import torch.distributed as dist
 from zeropipe.engine.run import meeting
 from zeropipe.engine.run.meeting import KEY, meet
 from zeropipe.errors import EngineError
+
+
+def unused_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
 
 
 def started(people: ThreadPoolExecutor, store: dist.Store, *ranks: int) -> list[Future[str]]:
@@ -56,3 +63,20 @@ def test_who_does_not_come_is_named(monkeypatch):
     store.set(f"{KEY}/now/2", "it came")
     with pytest.raises(EngineError, match=r"rank 0 waited 0.01 s for ranks 1, 3 to start"):
         meet(store, 0, 4, 0.01, 0.001)
+
+
+@pytest.mark.parametrize("agent", ["True", "False"])
+def test_who_has_met_and_then_died_is_not_waited_for_longer_than_asked(monkeypatch, agent):
+    """torch itself would wait for half an hour."""
+    host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = host.port if agent == "True" else unused_port()
+    settings = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for key, value in {**settings, "TORCHELASTIC_USE_AGENT_STORE": agent}.items():
+        monkeypatch.setenv(key, value)
+    with ThreadPoolExecutor(1) as people:
+        if agent == "True":
+            people.submit(meet, dist.TCPStore("127.0.0.1", port), 1, 2, 20.0)  # and never connects
+        begin = time.monotonic()
+        with pytest.raises(EngineError, match=rf"rank 0 cannot join the others over torchrun's store, .*:{port}"):
+            meeting.join_torchrun("gloo", patience=2.0)
+    assert time.monotonic() - begin < 60

@@ -54,6 +54,15 @@ def clone(store: dist.Store) -> dist.Store:
     return store.clone()  # type: ignore[attr-defined,no-any-return]
 
 
+def init_group(backend: str, patience: float, **where: Any) -> None:
+    """`init_process_group` that ends after `patience` seconds where gloo cannot connect; later waits last as ever."""
+    if backend != "gloo":
+        dist.init_process_group(backend, **where)
+        return
+    dist.init_process_group(backend, timeout=timedelta(seconds=patience), **where)
+    dist.distributed_c10d._set_pg_timeout(dist.distributed_c10d.default_pg_timeout)
+
+
 def gloo_devices() -> list[Any]:
     """What gloo's groups send and receive with: a thread each, which wakes up a hundred times a second, used or not."""
     interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]

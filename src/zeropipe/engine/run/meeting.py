@@ -18,6 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from zeropipe.engine.torch_private import init_group
 from zeropipe.errors import EngineError, first_line
 
 KEY = "zeropipe/meeting"
@@ -26,18 +27,19 @@ KEY = "zeropipe/meeting"
 def join_torchrun(backend: str, patience: float = 600.0) -> None:
     """`init_process_group` on the processes of torchrun; EngineError if some do not come within `patience` seconds."""
     given = os.environ
-    if given.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # a store of its own for every start
-        dist.init_process_group(backend)
-        return
     rank, size, host, port = int(given["RANK"]), int(given["WORLD_SIZE"]), given["MASTER_ADDR"], given["MASTER_PORT"]
     try:
+        if given.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # a store of its own for every start
+            init_group(backend, patience)
+            return
         store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=patience))
         name = meet(store, rank, size, patience)
-        met = dist.PrefixStore(f"{KEY}/{name}", store)
-        dist.init_process_group(backend, store=met, rank=rank, world_size=size)
+        init_group(backend, patience, store=dist.PrefixStore(f"{KEY}/{name}", store), rank=rank, world_size=size)
     except RuntimeError as error:
-        said = first_line(error)
-        raise EngineError(f"rank {rank} cannot join the others over torchrun's store, {host}:{port}: {said}") from None
+        where, said = f"over torchrun's store, {host}:{port}", first_line(error)
+        raise EngineError(
+            f"rank {rank} cannot join the others {where}: {said}; if another rank ended, its output says why"
+        ) from None
 
 
 def ranks_here() -> int:
