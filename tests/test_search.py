@@ -301,3 +301,13 @@ def test_bad_input_is_refused_in_one_line(options, message):
         zp.search(**{"ranks": 4, "microbatches": 8, **options})
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("per_rank", [1, 2])
+def test_work_that_takes_no_time_is_searched(per_rank):
+    """Costs may be 0: then so are makespan and bound, or messages are all there is."""
+    nothing = zp.search(ranks=4, microbatches=4, costs=zp.Costs(f=0, i=0, w=0), stages_per_rank=per_rank, steps=3)
+    assert (nothing.value, nothing.bound, nothing.gap) == (0, 0, 0)
+    costs = zp.Costs(f=0, i=0, w=0, p2p=1)
+    messages = zp.search(ranks=4, microbatches=4, costs=costs, stages_per_rank=per_rank, steps=3)
+    assert 0 < messages.bound <= messages.value

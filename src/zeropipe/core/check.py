@@ -8,7 +8,7 @@ from zeropipe.core.lower import lower_with
 from zeropipe.core.needs import Dependencies, dependencies
 from zeropipe.core.packed import is_joined
 from zeropipe.core.rendezvous import check_program, check_same_work
-from zeropipe.core.schedule import Program, Schedule
+from zeropipe.core.schedule import Program, Schedule, require_schedule
 from zeropipe.core.shards import check_shards
 
 
@@ -25,6 +25,7 @@ def check(what: Schedule | Program) -> None:
         check_program(what)
         check_shards(what)
         return
+    require_schedule(what)
     check_complete(what)
     deps = dependencies(what)
     check_live(what, deps)

@@ -12,7 +12,7 @@ from zeropipe.core.complete import check_order
 from zeropipe.core.deadlock import deadlock
 from zeropipe.core.needs import Dependencies, dependencies
 from zeropipe.core.packed import PackedRows, encode, is_joined, kind_of, microbatch_of, stage_of
-from zeropipe.core.schedule import Program, Schedule
+from zeropipe.core.schedule import Program, Schedule, require_schedule
 from zeropipe.core.shards import with_shards
 
 
@@ -22,6 +22,7 @@ def lower(schedule: Schedule, shards: str | None = None) -> Program:
     `shards` is for stages whose weights are sharded: "keep" gathers a stage's weights once, shortly before their first
     use; "regather" for every microbatch; "ends" gathers all before the first action and reduces all after the last.
     """
+    require_schedule(schedule)
     check_order(schedule)
     rows = schedule.packed if shards is None else with_shards(schedule, shards)
     return lower_with(schedule, dependencies(schedule, rows), rows)

@@ -9,6 +9,7 @@ from typing import overload
 from zeropipe.core.action import Step
 from zeropipe.core.packed import PackedRows, pack, unpack
 from zeropipe.core.placement import Placement, Problem
+from zeropipe.errors import ConfigError, short
 
 
 class Rows(Sequence[tuple[Step, ...]]):
@@ -90,6 +91,12 @@ class Schedule:
 
     def __repr__(self) -> str:
         return f"<Schedule {self.name}: {self.sizes}, {self.num_actions} actions>"
+
+
+def require_schedule(value: object) -> None:
+    """ConfigError for what is no Schedule."""
+    if not isinstance(value, Schedule):
+        raise ConfigError(f"{short(value)} is no Schedule: make one with zp.build, zp.from_csv or zp.from_json")
 
 
 @dataclass(frozen=True, repr=False)

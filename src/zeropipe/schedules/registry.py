@@ -15,7 +15,7 @@ from zeropipe.core.action import MAX_STAGES
 from zeropipe.core.packed import PackedRows
 from zeropipe.core.placement import PlacementRule, Problem
 from zeropipe.core.schedule import Schedule
-from zeropipe.errors import ConfigError, ZeropipeError
+from zeropipe.errors import ConfigError, ZeropipeError, short
 from zeropipe.schedules.lane import Lane
 
 ENTRY_POINTS = "zeropipe.schedules"
@@ -112,7 +112,7 @@ def entries() -> list[Entry]:
 def find(name: str) -> Entry:
     """The entry of a name or alias; ConfigError with the nearest names if there is none."""
     _load()
-    wanted = _plain(name)
+    wanted = _plain(str(name))
     for entry in _entries.values():
         own = {_plain(entry.name), *map(_plain, entry.aliases)}
         if wanted in own or wanted.removeprefix("schedule") in own:  # torch's classes are ScheduleGPipe, ...
@@ -122,7 +122,7 @@ def find(name: str) -> Entry:
     known = {_plain(n): entry.name for entry in _entries.values() for n in (entry.name, *entry.aliases)}
     near = list(dict.fromkeys(known[n] for n in get_close_matches(wanted, known, n=3, cutoff=0.5)))
     hint = f"did you mean {' or '.join(near)}?" if near else f"choose from {', '.join(names())}"
-    raise ConfigError(f"unknown schedule {name!r}: {hint}")
+    raise ConfigError(f"unknown schedule {short(name)}: {hint}")
 
 
 def build(name: str, *, ranks: int, microbatches: int, stages_per_rank: int | None = None, **options: Any) -> Schedule:

@@ -16,7 +16,7 @@ from zeropipe.errors import ConfigError
 from zeropipe.search.hunt import Hunt, Progress, gap_of, value_of
 from zeropipe.search.model import Task
 from zeropipe.search.ready import make_ready
-from zeropipe.sim.costs import Costs
+from zeropipe.sim.costs import Costs, given_costs
 
 Objective = Literal["makespan", "span"]
 MOST = 4_000_000  # F and I of all stages and microbatches
@@ -77,7 +77,7 @@ def search(
     it by returning True. Ctrl-C ends it too: the best so far is returned. Before `seconds` begin the compiled kernels
     are made ready: in a second, and after an installation, when they have to be compiled, in about half a minute.
     """
-    given = costs or Costs()
+    given = given_costs(costs)
     _require(ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
     if steps is not None and (type(steps) is not int or steps < 0):
         raise ConfigError(f"steps={steps!r}: a whole number from 0 on is needed, or None to search for `seconds`")

@@ -201,6 +201,17 @@ class Costs:
         return replace(self, **changes)
 
 
+def given_costs(costs: Costs | None) -> Costs:
+    """Costs that were given, or the default ones; ConfigError for anything else."""
+    if costs is None:
+        return Costs()
+    if not isinstance(costs, Costs):
+        layers = hasattr(costs, "settings")
+        way = "theirs are of layers; .costs(counts) gives those of stages" if layers else "give zp.Costs(f=1, i=1, w=1)"
+        raise ConfigError(f"costs={short(costs)}: costs of stages are needed, {way}")
+    return costs
+
+
 def costs_from(data: Mapping[str, Any], where: str = "costs") -> Costs:
     """Costs from plain data, as in a costs file.
 

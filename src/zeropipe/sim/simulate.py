@@ -8,11 +8,11 @@ from zeropipe.core.deadlock import deadlock
 from zeropipe.core.needs import copy_base, dependencies, message_place
 from zeropipe.core.packed import is_joined, kind_of, microbatch_of, stage_of
 from zeropipe.core.phases import free_sends
-from zeropipe.core.schedule import Schedule
+from zeropipe.core.schedule import Schedule, require_schedule
 from zeropipe.core.sharding import apart
 from zeropipe.core.shards import with_shards
 from zeropipe.core.timeline import Memory, Timeline
-from zeropipe.sim.costs import Costs
+from zeropipe.sim.costs import Costs, given_costs
 from zeropipe.sim.tables import shard_tables_of, tables_of
 
 
@@ -21,7 +21,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
 
     Raises ScheduleError for a schedule that is not complete and DeadlockError for one that cannot end.
     """
-    costs = costs or Costs()
+    require_schedule(schedule)
+    costs = given_costs(costs)
     check_complete(schedule)
     rows = schedule.packed if costs.shards is None else with_shards(schedule, costs.shards)
     deps = dependencies(schedule, rows)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from zeropipe.core.files import require_writable, write_whole, writing
 from zeropipe.core.timeline import Timeline
-from zeropipe.errors import ConfigError
+from zeropipe.errors import ConfigError, short
 from zeropipe.viz.style import OPTIONS, PageStyle, Style, check_names, style_of
 
 
@@ -20,9 +20,12 @@ def draw(timelines: Timeline | Sequence[Timeline], path: str | Path | None = Non
     `theme` ("light", "dark"), `title` and `memory` (True or False) for pages and figures; `width` (points) and
     `legend` (True or False) for figures; `dpi` for .png. A file is written whole or not at all.
     """
-    listed = [timelines] if isinstance(timelines, Timeline) else list(timelines)
+    listed = list(timelines) if isinstance(timelines, Iterable) else [timelines]
     if not listed:
         raise ConfigError("nothing to draw: give at least one timeline")
+    for one in listed:
+        if not isinstance(one, Timeline):
+            raise ConfigError(f"{short(one)} is no Timeline: draw what zp.simulate or a recorded run gives")
     if path is None:
         from zeropipe.viz.terminal import show
 

@@ -108,7 +108,7 @@ def by_few(task: Task, way: Way, limits: list[Limits], best: float, cap: float, 
                 best, effort = asked.ask(few, kept, best, cap, share, effort)
                 asked.looked[few] = max(asked.looked.get(few, 0), had - effort)
                 value = max(asked.values[few], alone[rank] if few == (rank,) else 0.0)
-                promise[few] = round(value / best, 6), asked.looked[few]
+                promise[few] = round(value / best, 6) if best else value, asked.looked[few]
                 if best >= cap or effort <= 0:
                     return best
             chosen = max(promise, key=lambda few: promise[few])

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from math import isfinite
 from time import monotonic
 from typing import Any
 
@@ -42,11 +43,11 @@ def plan(
     dtype: str = "bf16",
     compile: bool = True,
     efficiency: dict[str, Any] | None = None,
-    pp: Sequence[int] | None = None,
-    tp: Sequence[int] | None = None,
-    microbatch_sizes: Sequence[int] | None = None,
-    ac: Sequence[str] | None = None,
-    schedules: Sequence[str] | None = None,
+    pp: int | Sequence[int] | None = None,
+    tp: int | Sequence[int] | None = None,
+    microbatch_sizes: int | Sequence[int] | None = None,
+    ac: str | Sequence[str] | None = None,
+    schedules: str | Sequence[str] | None = None,
     search_seconds: float = 10.0,
     search_steps: int | None = None,
     most: int = MOST,
@@ -64,6 +65,11 @@ def plan(
     """
     begun, tell = monotonic(), progress or (lambda what, share: None)
     _require_counts(gpus=gpus, batch=batch, gpus_per_node=gpus_per_node, most=most)
+    number = isinstance(search_seconds, (int, float)) and not isinstance(search_seconds, bool)
+    if not (number and isfinite(search_seconds) and search_seconds >= 0):
+        raise ConfigError(f"search_seconds={short(search_seconds)}: a number from 0 on is needed; 0 for no search")
+    pp, tp, microbatch_sizes = _several("pp", pp), _several("tp", tp), _several("microbatch_sizes", microbatch_sizes)
+    ac, schedules = ([one] if isinstance(one, str) else one for one in (ac, schedules))
     if isinstance(model, LayerCosts):
         costs = model
         microbatch_sizes = microbatch_sizes or sorted({setting.microbatch_size for setting in costs.settings})
@@ -168,6 +174,17 @@ def _require_counts(**counts: int) -> None:
     for name, value in counts.items():
         if type(value) is not int or value < 1:
             raise ConfigError(f"{name}={short(value)}: a whole number from 1 on is needed")
+
+
+def _several(name: str, value: int | Sequence[int] | None) -> Sequence[int] | None:
+    """One number, or several of them."""
+    if value is None:
+        return None
+    several = list(value) if isinstance(value, Iterable) else [value]
+    for one in several:
+        if type(one) is not int or one < 1:
+            raise ConfigError(f"{name}={short(value)}: whole numbers from 1 on are needed, like 4 or [2, 4]")
+    return several
 
 
 def _cores() -> int:
