@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from zeropipe.core.schedule import Schedule
-from zeropipe.engine import Engine, torch_private
+from zeropipe.engine import CausalLMLoss, Engine, module_stages, torch_private
 from zeropipe.engine.comm import edges, faults, listener, watchdog
 from zeropipe.engine.comm.fabric import Fabric
 from zeropipe.engine.comm.faults import Board, Desk
@@ -112,6 +112,36 @@ def bad_setup(what: str, schedule: Schedule, other: Schedule) -> None:
             DistributedDataParallel(Block(0), process_group=dist.new_group([0], use_local_synchronization=True))
         )
     Engine(schedule, stages)
+
+
+def mistaken(what: str, schedule: Schedule) -> Any:
+    """A mistake in how the engine is called, the same on all ranks."""
+    modules = blocks(schedule.num_stages)
+    if what == "name":
+        return Engine(schedule.name, own(modules, schedule))
+    if what == "list":
+        return Engine(schedule, modules)
+    if what == "module":
+        return module_stages(modules[0], schedule, dist.get_rank())
+    if what == "numbers":
+        return module_stages([1, 2, 3, 4], schedule, dist.get_rank())
+    batch = microbatches(schedule.num_microbatches)
+    given = {"table": batch[0], "generator": (one for one in batch), "nothing": None}.get(what, batch)
+    losses = {"detached": _detached, "labels": CausalLMLoss(), "zero": _zero_for_the_first}
+    shapes = "dynamic" if what == "zero" else "auto"  # there some microbatches have a gradient and others none
+    with Engine(schedule, own(modules, schedule), timeout=60, shapes=shapes) as engine:
+        result = engine.train_step(given, losses.get(what, SquareLoss()))
+        return result.loss, engine.grad_norm() > 0
+
+
+def _detached(output: Tensor, microbatch: Any) -> tuple[Tensor, int]:
+    return output.detach().square().sum(), output.numel()
+
+
+def _zero_for_the_first(output: Tensor, microbatch: Any) -> tuple[Tensor, int]:
+    """As a loss of tokens may do where none of them counts."""
+    is_first = output.shape == microbatches(1)[0]["inputs"].shape
+    return (torch.zeros(()), 0) if is_first else (output.square().sum(), output.numel())
 
 
 def leave_early(schedule: Schedule) -> None:

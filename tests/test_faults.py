@@ -123,6 +123,40 @@ def test_a_bad_setup_is_refused_on_all_ranks(what, line):
     assert all((item.kind, item.text) == ("ConfigError", line) for item in found), found
 
 
+@pytest.mark.parametrize(
+    "what, kind, line",
+    [
+        ("name", "ConfigError", "'1f1b' is no Schedule: make one with zp.build, zp.from_csv or zp.from_json"),
+        ("list", "ConfigError", "stages are a list: give a dict of this rank's, stage to module; module_stages and"),
+        ("module", "ConfigError", "modules=Block("),
+        (
+            "numbers",
+            "ConfigError",
+            "modules=[1, 2, 3, 4]: give a list of modules, or of functions that build them",
+        ),
+        (
+            "table",
+            "ConfigError",
+            "rank 0: microbatches are a dict: give a list of them, each a dict, like [{'inputs': x",
+        ),
+        ("generator", "ConfigError", "rank 0: microbatches are a generator: give a list of them, each a dict"),
+        ("nothing", "ConfigError", "rank 0: microbatches are a NoneType: give a list of them, each a dict"),
+        ("labels", "ConfigError", "rank 3: a microbatch has ['inputs', 'target']: CausalLMLoss needs 'labels'"),
+        ("detached", "EngineError", "rank 3 failed at 3F0: TypeError: the loss has no gradient, so that nothing would"),
+    ],
+)
+def test_a_mistaken_call_is_told_on_all_ranks(what, kind, line):
+    found = outcomes(cases.mistaken, what, zp.build("1f1b", ranks=4, microbatches=8))
+    assert all(isinstance(item, Failed) and item.kind == kind and item.text.startswith(line) for item in found), found
+
+
+def test_a_microbatch_may_have_no_loss():
+    """A plain 0 has no gradient and needs none; the others have theirs."""
+    found = outcomes(cases.mistaken, "zero", zp.build("1f1b", ranks=4, microbatches=8))
+    assert not any(isinstance(item, Failed) for item in found), found
+    assert all(loss > 0 and has_gradients for loss, has_gradients in found)
+
+
 def test_an_error_between_steps_stops_all_ranks():
     found = outcomes(cases.leave_early, zp.build("zbv", ranks=4, microbatches=8))
     assert found[1].kind == "OSError"

@@ -73,6 +73,7 @@ class Engine:
     ) -> None:
         self.options = Options.of(options)
         self._layout = layout = Layout.of(group, mesh)
+        setup.check_given(schedule, stages)
         setup.check_sizes(schedule, layout)
         self.schedule, self.record = schedule, record
         self._given = dict(stages)

@@ -13,7 +13,7 @@ from torch import nn
 from zeropipe.core.action import Kind
 from zeropipe.core.check import check
 from zeropipe.core.packed import kind_of
-from zeropipe.core.schedule import Schedule
+from zeropipe.core.schedule import Schedule, require_schedule
 from zeropipe.engine.comm.fabric import Fabric
 from zeropipe.engine.layout import Layout
 from zeropipe.engine.mesh.shards import sharded
@@ -55,6 +55,16 @@ def facts(schedule: Schedule, options: Options, device: torch.device) -> dict[st
     packed = schedule.packed
     digest = hashlib.sha256(packed.codes + repr((packed.offsets, schedule.placement)).encode()).hexdigest()
     return {"schedule": digest, "torch": torch.__version__, "device": device.type} | asdict(options)
+
+
+def check_given(schedule: object, stages: object) -> None:
+    """ConfigError for what is no schedule, and for stages without their numbers."""
+    require_schedule(schedule)
+    if not isinstance(stages, Mapping):
+        raise ConfigError(
+            f"stages are a {type(stages).__name__}: give a dict of this rank's, stage to module; module_stages and "
+            "hf_stages make one"
+        )
 
 
 def check_sizes(schedule: Schedule, layout: Layout) -> None:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from zeropipe.core.layers import check_counts, layer_counts, num_stages_for, ranges
-from zeropipe.core.schedule import Schedule
+from zeropipe.core.schedule import Schedule, require_schedule
 from zeropipe.engine.stages.contract import Tied
 from zeropipe.engine.stages.hf import HFStage
 from zeropipe.engine.stages.open import open_model
 from zeropipe.engine.stages.plain import PlainStage
-from zeropipe.errors import ConfigError
+from zeropipe.errors import ConfigError, short
 
 
 def hf_stages(
@@ -83,6 +83,9 @@ def module_stages(
     stays one weight: its gradients are summed.
     """
     _require_rank(rank, schedule)
+    for module in modules if isinstance(modules, Iterable) else [None]:
+        if not callable(module):
+            raise ConfigError(f"modules={short(modules)}: give a list of modules, or of functions that build them")
     counts = (
         layer_counts(len(modules), schedule.num_stages)
         if layers is None
@@ -103,6 +106,7 @@ def module_stages(
 
 
 def _require_rank(rank: int, schedule: Schedule) -> None:
+    require_schedule(schedule)
     if not 0 <= rank < schedule.num_ranks:
         raise ConfigError(f"rank={rank}: the schedule has ranks 0 to {schedule.num_ranks - 1}")
 

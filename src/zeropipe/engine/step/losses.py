@@ -11,6 +11,7 @@ from torch import Tensor
 from zeropipe.engine import torch_private
 from zeropipe.engine.backward.gradients import Aside
 from zeropipe.engine.mesh.vocabulary import shown_to, token_losses
+from zeropipe.errors import ConfigError
 
 LossFn = Callable[[Any, Mapping[str, Any]], Any]
 
@@ -35,6 +36,8 @@ class CausalLMLoss:
 
     def count(self, microbatch: Mapping[str, Any]) -> int:
         """The number of tokens with a loss."""
+        if self.labels not in microbatch:
+            raise ConfigError(f"a microbatch has {sorted(microbatch)}: CausalLMLoss needs {self.labels!r}")
         return int((microbatch[self.labels][..., 1:] != self.ignore).sum())
 
     def __call__(
@@ -88,7 +91,7 @@ class Tally:
     def root(self, output: Any, microbatch: Mapping[str, Any], index: int) -> Tensor:
         """Compute the loss of one microbatch; returns what backward starts from."""
         value = self.loss_fn(shown_to(self.loss_fn, output), microbatch)
-        _check_loss(value)
+        _check_loss(value, output)
         if isinstance(value, Tensor):
             self._seen[index] = (value.detach(), 1, {})
             return value / self.num_microbatches
@@ -123,12 +126,23 @@ class Tally:
         return loss, count, metrics, self.late
 
 
-def _check_loss(value: Any) -> None:
+def _check_loss(value: Any, output: Any) -> None:
     loss = value[0] if isinstance(value, tuple) and len(value) in (2, 3) else value
     if isinstance(loss, Tensor) and loss.numel() == 1:
+        needs_grad = any(isinstance(one, Tensor) and one.requires_grad for one in _listed(output))
+        # a plain 0 is fine: that of a microbatch in which nothing has a loss
+        if needs_grad and not loss.requires_grad and float(loss) != 0:
+            raise TypeError(
+                "the loss has no gradient, so that nothing would learn: make it of the stage's output, without "
+                "detach(), item() or no_grad()"
+            )
         return
     what = f"a Tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
     raise TypeError(f"the loss is {what}: return a scalar Tensor (a mean), (sum, count), or (sum, count, metrics)")
+
+
+def _listed(output: Any) -> tuple[Any, ...]:
+    return output if isinstance(output, tuple) else (output,)
 
 
 @dataclass(frozen=True)

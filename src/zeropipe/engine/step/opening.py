@@ -8,7 +8,7 @@ edge know alike which message has shapes that are new, and a loss knows the numb
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -117,6 +117,9 @@ def _same_pipeline(layout: Layout, one: int, other: int) -> bool:
 def _word(stages: Iterable[Told], microbatches: Sequence[Microbatch], loss_fn: Any, counting: bool) -> Word:
     if isinstance(microbatches, Refused):
         return Word(0, (), None, microbatches.reason)
+    if isinstance(microbatches, (Mapping, str)) or not hasattr(microbatches, "__len__"):
+        kind = type(microbatches).__name__
+        return Word(0, (), None, f"microbatches are a {kind}: give a list of them, each a dict, like [{{'inputs': x}}]")
     try:
         for stage in stages:
             for microbatch in microbatches:
