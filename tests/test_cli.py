@@ -191,6 +191,17 @@ def test_every_line_fits_a_narrow_terminal(run, monkeypatch):
     assert "interleaved-overlap  " in run("compare", "all", *SIZE, *units)[1]
 
 
+def test_cells_are_not_folded_in_a_file(run, monkeypatch):
+    """A file or a pipe has no width: a row is a line there, for grep and for people."""
+    args = ("plan", "qwen3-8b", "--gpus", 8, "--batch", 64, "--tp", 1, "--microbatch-sizes", 1, "--ac", "selective:op")
+    monkeypatch.delenv("COLUMNS")
+    out = run(*args, "--pp", 2, "--schedules", "interleaved-zb", "--workers", 1)[1]
+    row = next(line for line in out.splitlines() if line.startswith(" 1*"))
+    cells = ("2x4x1", "interleaved-zb:v=", "16x1", "selective:op")
+    assert all(cell in row for cell in cells), out
+    assert len(row.split()) == 13, row
+
+
 def test_compare_all_says_what_it_left_out(run):
     data = json.loads(run("compare", "all", "--ranks", "3", "--microbatches", "3", "--json")[1])
     assert {r["schedule"] for r in data["refused"]} >= {"dualpipe"}

@@ -287,6 +287,18 @@ def test_flags_that_a_costs_file_answers_are_refused(tmp_path, capsys):
     assert "say that already" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("wish", [("--tp", "2"), ("--microbatch-sizes", "1,2"), ("--ac", "none,full")])
+def test_what_a_costs_file_is_not_of_is_refused(wish, tmp_path, capsys):
+    """It was left out without a word where there was more to try, and else told as a batch that cannot be shared."""
+    file = tmp_path / "costs.json"
+    file.write_text(to_layer_json(zp.estimate("qwen3-0.6b", sequence=512)))
+    with pytest.raises(SystemExit) as stop:
+        main(["plan", str(file), "--gpus", "4", "--batch", "16", "--search-seconds", "0", "--workers", "1", *wish])
+    assert stop.value.code == 2
+    asked = {"--tp": "tp=2", "--microbatch-sizes": "microbatch_size=2", "--ac": "ac=full"}[wish[0]]
+    assert f"the costs of qwen3-0.6b have no setting with {asked}: they have" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "line,message",
     [('modle = "x"', "[run] has 'modle'"), ("sequence = 1", "[run] sequence=1"), ('dtype = "int3"', "[run] dtype")],

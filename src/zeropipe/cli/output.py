@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,14 +23,16 @@ if TYPE_CHECKING:
     from zeropipe.core.timeline import Timeline
 
 
+FILE_WIDTH = 240  # of lines in files and pipes: cells are not folded there
 NAMES = ("schedule", "name")  # columns that are not broken in the middle where others can give way
 
 
 def console() -> Console:
-    """Where people's output goes; rich respects NO_COLOR and the width by itself."""
+    """Where people's output goes; rich respects NO_COLOR and a terminal's width; files and pipes have none."""
     from rich.console import Console
 
-    return Console(highlight=False, soft_wrap=False)
+    has_width = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console(highlight=False, soft_wrap=False, width=None if has_width else FILE_WIDTH)
 
 
 def print_json(data: Any) -> None:

@@ -72,6 +72,9 @@ def plan(
     ac, schedules = ([one] if isinstance(one, str) else one for one in (ac, schedules))
     if isinstance(model, LayerCosts):
         costs = model
+        for name, wishes in (("tp", tp), ("microbatch_size", microbatch_sizes), ("ac", ac)):
+            for one in wishes or ():
+                costs.setting(**{name: one})  # what they are not of is not left out without a word
         microbatch_sizes = microbatch_sizes or sorted({setting.microbatch_size for setting in costs.settings})
         ac = ac or list(dict.fromkeys(setting.ac for setting in costs.settings))
         sizes = sorted({setting.tp for setting in costs.settings})
