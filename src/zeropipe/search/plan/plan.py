@@ -72,9 +72,7 @@ def plan(
     ac, schedules = ([one] if isinstance(one, str) else one for one in (ac, schedules))
     if isinstance(model, LayerCosts):
         costs = model
-        for name, wishes in (("tp", tp), ("microbatch_size", microbatch_sizes), ("ac", ac)):
-            for one in wishes or ():
-                costs.setting(**{name: one})  # what they are not of is not left out without a word
+        _require_settings(costs, tp or (), microbatch_sizes or (), ac or ())
         microbatch_sizes = microbatch_sizes or sorted({setting.microbatch_size for setting in costs.settings})
         ac = ac or list(dict.fromkeys(setting.ac for setting in costs.settings))
         sizes = sorted({setting.tp for setting in costs.settings})
@@ -177,6 +175,16 @@ def _require_counts(**counts: int) -> None:
     for name, value in counts.items():
         if type(value) is not int or value < 1:
             raise ConfigError(f"{name}={short(value)}: a whole number from 1 on is needed")
+
+
+def _require_settings(costs: LayerCosts, tp: Iterable[int], sizes: Iterable[int], modes: Iterable[str]) -> None:
+    """ConfigError for what the costs are not of: it must not be left out without a word."""
+    for ways in tp:
+        costs.setting(tp=ways)
+    for size in sizes:
+        costs.setting(microbatch_size=size)
+    for mode in modes:
+        costs.setting(ac=mode)
 
 
 def _several(name: str, value: int | Sequence[int] | None) -> Sequence[int] | None:
