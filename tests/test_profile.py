@@ -324,6 +324,8 @@ def test_costs_of_layers_are_compared_with_a_run_and_corrected(run, tmp_path):
         (("costs.json",), "give --fit"),
         (("costs.json", "--fit", "nowhere.json"), "cannot read"),
         (("costs.json", "--fit", "costs.json"), "costs.json"),
+        (("tiny-qwen3", "--fit", "nowhere.json"), "cannot read nowhere.json"),  # and nothing is measured before
+        (("tiny-qwen3", "--fit", "timeline.json"), "timeline.json: the run's times are in no unit"),
         (("config.json",), "not a model's configuration"),
         (("broken.json",), "not JSON"),
         (("folder",), "no config.json"),
@@ -334,6 +336,7 @@ def test_mistakes_end_in_one_line(run, tmp_path, monkeypatch, args, words):
     (tmp_path / "costs.json").write_text(to_layer_json(truth_costs()))
     (tmp_path / "config.json").write_text('{"hidden_size": 3}')
     (tmp_path / "broken.json").write_text("{")
+    (tmp_path / "timeline.json").write_text(zp.to_json(zp.simulate(zp.build("1f1b", ranks=2, microbatches=2))))
     (tmp_path / "folder").mkdir()
     status, out, err = run("profile", *args)
     assert (status, out) == (2, "")

@@ -18,6 +18,7 @@ from zeropipe.errors import ConfigError, short
 
 if TYPE_CHECKING:
     from zeropipe.core.probe import Profile
+    from zeropipe.core.timeline import Timeline
     from zeropipe.engine.profile.spec import ProfileJob
     from zeropipe.sim.layer_costs import LayerCosts
 
@@ -64,11 +65,13 @@ def profile(
     require_costs_file(out)
     if layers and not fit_files:
         raise ConfigError(f"--layers {layers} are of the run that --fit names: give both, or none")
+    is_first = os.environ.get("RANK", "0") == "0"
+    steps = _recorded(fit_files) if is_first else []  # before anything is measured, which may take long
     found = _costs(model, bool(fit_files), given)
     if found is None:  # a rank of torchrun's that is not the first
         return
-    if fit_files:
-        found = _corrected(found, fit_files, layers)
+    if steps:
+        found = _corrected(found, steps, fit_files, layers)
     tell(found, _links(found), out, as_json)
 
 
@@ -161,11 +164,23 @@ def _measured(job: ProfileJob, given: dict[str, Any]) -> Profile | None:
         return first
 
 
-def _corrected(costs: LayerCosts, paths: tuple[str, ...], layers: str | None) -> LayerCosts:
-    from zeropipe.cli.trace import counts_of, timeline_of
-    from zeropipe.sim.refit import refitted
+def _recorded(paths: tuple[str, ...]) -> list[Timeline]:
+    """The steps that correct the costs."""
+    from zeropipe.cli.trace import timeline_of
+    from zeropipe.sim.refit import require_steps
 
     steps = [timeline_of((path,)) for path in paths]
+    try:
+        require_steps(steps)
+    except ConfigError as error:
+        raise ConfigError(f"{', '.join(paths)}: {error}") from None
+    return steps
+
+
+def _corrected(costs: LayerCosts, steps: list[Timeline], paths: tuple[str, ...], layers: str | None) -> LayerCosts:
+    from zeropipe.cli.trace import counts_of
+    from zeropipe.sim.refit import refitted
+
     try:
         return refitted(costs, steps, counts_of(costs, steps[0].schedule, layers))
     except ConfigError as error:

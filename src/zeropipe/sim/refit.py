@@ -34,8 +34,11 @@ def refitted(
     """
     steps = (run,) if isinstance(run, Timeline) else tuple(run)
     measured, chosen = steps[0], setting or costs.settings[0]
-    for step in steps:
-        _require(step, measured, counts)
+    require_steps(steps)
+    if len(counts) != measured.schedule.num_stages:
+        raise ConfigError(
+            f"layers={list(counts)} has {len(counts)} entries: the run has {measured.schedule.num_stages} stages"
+        )
     if ac is not None and ac != chosen.ac:
         raise ConfigError(f"ac={ac} is made of two settings, which one run cannot correct: record a run with ac none")
     found = [fit(step) for step in steps]
@@ -59,17 +62,14 @@ def refitted(
     return replace(costs, settings=settings, link=link, sending=0.0, receiving=0.0)
 
 
-def _require(measured: Timeline, first: Timeline, counts: Sequence[int]) -> None:
-    """Times in seconds, of one schedule, of so many stages."""
-    if measured.unit != "s":
-        raise ConfigError(f"the run's times are in {measured.unit or 'no unit'}: costs of layers are in seconds")
-    if len(counts) != measured.schedule.num_stages:
-        raise ConfigError(
-            f"layers={list(counts)} has {len(counts)} entries: the run has {measured.schedule.num_stages} stages"
-        )
-    if measured.schedule != first.schedule:
-        one, other = (f"{run.schedule.name} ({run.schedule.sizes})" for run in (first, measured))
-        raise ConfigError(f"steps of {one} and of {other} correct costs one after the other: give those of one")
+def require_steps(steps: Sequence[Timeline]) -> None:
+    """ConfigError for recorded steps that cannot correct costs: without times in seconds, or of several schedules."""
+    for step in steps:
+        if step.unit != "s":
+            raise ConfigError(f"the run's times are in {step.unit or 'no unit'}: costs of layers are in seconds")
+        if step.schedule != steps[0].schedule:
+            one, other = (f"{run.schedule.name} ({run.schedule.sizes})" for run in (steps[0], step))
+            raise ConfigError(f"steps of {one} and of {other} correct costs one after the other: give those of one")
 
 
 def _names(costs: LayerCosts, counts: Sequence[int]) -> list[list[str]]:
