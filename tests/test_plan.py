@@ -12,6 +12,7 @@ from zeropipe.cli import main
 from zeropipe.core.layers import layer_counts
 from zeropipe.errors import ConfigError
 from zeropipe.schedules.registry import entries
+from zeropipe.search.plan import refine
 from zeropipe.search.plan.layouts import Layout, layouts
 from zeropipe.search.plan.pool import ALONE
 from zeropipe.search.plan.write import write_run
@@ -277,6 +278,20 @@ def test_mistakes_are_told_in_one_line(args, message, capsys):
     err = capsys.readouterr().err
     assert message in err
     assert err.count("\n") == 1
+
+
+def test_ctrl_c_ends_all_searches_of_a_plan(monkeypatch):
+    """What was found until then is ranked."""
+    seconds = []
+
+    def interrupted(**wish):
+        seconds.append(wish.pop("seconds"))
+        return replace(zp.search(**{**wish, "steps": 3}), interrupted=True)
+
+    monkeypatch.setattr(refine, "search", interrupted)
+    made = zp.plan("qwen3-0.6b", pp=2, tp=1, microbatch_sizes=1, ac="none", **{**SMALL, "search_seconds": 40.0})
+    assert seconds == [20.0]
+    assert made.rows
 
 
 def test_flags_that_a_costs_file_answers_are_refused(tmp_path, capsys):

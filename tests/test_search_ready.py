@@ -3,6 +3,11 @@
 import subprocess
 import sys
 
+import pytest
+
+import zeropipe as zp
+from zeropipe.search import climb, hunt, ready
+
 CODE = """
 from numba.core.caching import FunctionCache
 import zeropipe as zp
@@ -31,3 +36,19 @@ print("more:", *sorted(set(loads)))
 def test_no_search_asks_for_a_kernel_that_was_not_made_ready():
     ran = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=250)
     assert (ran.stdout, ran.stderr) == ("more:\n", "")
+
+
+@pytest.mark.parametrize("part", [(hunt.Hunt, "_go"), (climb, "_wait")])
+def test_ctrl_c_while_kernels_are_made_ready_ends_the_search(part, monkeypatch):
+    """The small searches that make them ready take Ctrl-C for themselves: it must not be lost with them."""
+
+    def pressed(*args):
+        if isinstance(args[-1], climb.Effort):  # what _wait does with it
+            args[-1].stop[0], args[-1].interrupted = 1, True
+        else:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(*part, pressed)
+    ready._searching.cache_clear()
+    with pytest.raises(KeyboardInterrupt):
+        zp.search(ranks=4, microbatches=8, costs=zp.Costs(p2p=0.1, memory_limit=3), seconds=1)

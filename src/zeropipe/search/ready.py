@@ -35,9 +35,12 @@ def _searching() -> None:
     for per_rank, rule, steps in ((1, "linear", 20), (2, "vee", 200)):
         problem = Problem(4, 4 * per_rank, 8)
         task = Task(problem, PLACEMENTS[rule](problem), costs, False, None)
-        Hunt([task], steps=steps, seconds=0.0, seed=0, workers=1, progress=None).run()
-        if start := Judge(task).plays(one_by_one(task)):
-            climb(task, [start], 0.0, Effort(ROUNDS[0][3] + 1), 0, 1)  # a walk, and one step of the next round
+        _, interrupted = Hunt([task], steps=steps, seconds=0.0, seed=0, workers=1, progress=None).run()
+        effort = Effort(ROUNDS[0][3] + 1)  # a walk, and one step of the next round
+        if not interrupted and (start := Judge(task).plays(one_by_one(task))):
+            climb(task, [start], 0.0, effort, 0, 1)
+        if interrupted or effort.interrupted:  # Ctrl-C, which these searches took for themselves
+            raise KeyboardInterrupt
 
 
 @cache

@@ -43,7 +43,7 @@ def _gap(scene: Scene, row: Row) -> float | None:
 def searched(
     scene: Scene, rows: Sequence[Row], seconds: float, steps: int | None, tell: Callable[[float], object]
 ) -> list[Row]:
-    """Schedules searched for the runs of the best rows, with one stage per rank and with two."""
+    """Schedules searched for the runs of the best rows, with one stage per rank and with two, until Ctrl-C."""
     best = [row for row in rows if row.candidate.layout.pp > 1]
     runs = list(dict.fromkeys(run_of(row.candidate) for row in best))[:RUNS]
     tries = [(run, per_rank) for run in runs for per_rank in (1, 2)]
@@ -52,17 +52,19 @@ def searched(
         candidate = Candidate(
             run.layout, "searched", per_rank, run.num_microbatches, run.microbatch_size, run.ac, "balanced"
         )
-        row = _searched(scene, candidate, seconds / len(tries), steps)
+        row, interrupted = _searched(scene, candidate, seconds / len(tries), steps)
         found += [] if row is None else [row]
         tell((done + 1) / len(tries))
+        if interrupted:
+            break
     return found
 
 
-def _searched(scene: Scene, candidate: Candidate, seconds: float, steps: int | None) -> Row | None:
-    """A schedule for balanced layers; None where nothing fits."""
+def _searched(scene: Scene, candidate: Candidate, seconds: float, steps: int | None) -> tuple[Row | None, bool]:
+    """A schedule for balanced layers, None where nothing fits; and whether Ctrl-C ended its search."""
     counts = _balanced(scene, candidate)
     if counts is None:
-        return None
+        return None, False
     problem = Problem(candidate.layout.pp, len(counts), candidate.num_microbatches)
     rule = PLACEMENTS["linear" if candidate.stages_per_rank == 1 else "vee"]
     costs = costs_of(scene, candidate, counts, _like(candidate), whole=True)
@@ -72,11 +74,11 @@ def _searched(scene: Scene, candidate: Candidate, seconds: float, steps: int | N
             stages_per_rank=candidate.stages_per_rank, seconds=seconds, steps=steps,
         )  # fmt: skip
     except ZeropipeError:  # not even one microbatch fits
-        return None
+        return None, False
     if found.named is not None and found.value >= found.value_of(found.named) * (1 - 1e-9):
-        return None  # one with a name is as good, and was tried
+        return None, found.interrupted  # one with a name is as good, and was tried
     row = score(scene, candidate, found.schedule, counts)
-    return replace(row, found=found.schedule)
+    return replace(row, found=found.schedule), found.interrupted
 
 
 def _like(candidate: Candidate) -> Schedule:
