@@ -153,12 +153,14 @@ def _measured(job: ProfileJob, given: dict[str, Any]) -> Profile | None:
     from zeropipe.engine.profile.measure import profile_under_torchrun
     from zeropipe.engine.run.job import backend_of, check_device
     from zeropipe.engine.run.launch import LocalRanks, model_code
+    from zeropipe.engine.run.slow import tell_slow
     from zeropipe.engine.run.spec import Job
 
     as_run = Job(device=job.device)
     check_device(as_run)
     if not local:
         return profile_under_torchrun(job)
+    tell_slow(job.dtype, job.device)
     with LocalRanks(ranks, backend=backend_of(as_run, ranks), preload=model_code(job.device)) as started:
         first: Profile = started.run(measure, job, timeout=given["timeout"])[0]
         return first

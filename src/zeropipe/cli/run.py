@@ -266,11 +266,13 @@ def _run_ranks(built: list[Schedule], job: Job, timeout: float) -> list[Outcome]
     require_torch()
     from zeropipe.engine.run.job import backend_of, check_device, run_all, run_under_torchrun
     from zeropipe.engine.run.launch import LocalRanks, is_local, model_code
+    from zeropipe.engine.run.slow import tell_slow
     from zeropipe.engine.run.spec import num_ranks_of
 
     check_device(job)
     if not is_local():
         return run_under_torchrun(built, job)
+    tell_slow(job.dtype, job.device)
     num_ranks = num_ranks_of(job, built[0])
     with LocalRanks(num_ranks, backend=backend_of(job, num_ranks), preload=model_code(job.device)) as ranks:
         first: list[Outcome] = ranks.run(run_all, built, job, timeout=timeout)[0]

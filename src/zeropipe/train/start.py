@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from zeropipe.engine.run.launch import LocalRanks, is_local, model_code
 from zeropipe.engine.run.meeting import join_torchrun, ranks_here
+from zeropipe.engine.run.slow import tell_slow
 from zeropipe.train.config.models import RunConfig
 from zeropipe.train.loop.job import Outcome, train
 from zeropipe.train.loop.signals import SIGNALS
@@ -31,6 +32,8 @@ def start(config: RunConfig) -> Outcome | None:
         finally:
             dist.destroy_process_group()
     number = config.mesh.num_processes
+    has_gpu = config.engine.device != "cpu" and torch.cuda.is_available()
+    tell_slow(config.model.dtype, "cuda" if has_gpu else "cpu")
     wanted = ["zeropipe.train.loop.job", *model_code(config.engine.device)]
     with (
         LocalRanks(number, backend=_backend(config, number), preload=wanted) as ranks,

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ import torch.distributed as dist
 
 from zeropipe.engine.comm.watchdog import signs_of_life
 from zeropipe.engine.run.nursery import nursery
+from zeropipe.engine.run.slow import TORCH_SAYS
 from zeropipe.engine.torch_private import calm_gloo
 from zeropipe.errors import EngineError, ZeropipeError
 
@@ -233,6 +235,7 @@ def _rank_main(end: int, rank: int, num_ranks: int, port: int, threads: int, bac
     _line = Line(Connection(end))
     signs_of_life.append(heartbeat)
     torch.set_num_threads(threads)
+    warnings.filterwarnings("ignore", message=TORCH_SAYS)  # who starts ranks has told it in a line
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_RANK=str(rank))
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
     dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks)
