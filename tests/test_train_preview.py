@@ -10,6 +10,7 @@ from train_files import GOOD
 
 import zeropipe as zp
 from zeropipe.search.estimate.estimate import num_parameters
+from zeropipe.search.estimate.known import KNOWN
 from zeropipe.search.plan.write import write_run
 from zeropipe.sim.layer_file import to_layer_json
 from zeropipe.train.config.read import read_run
@@ -45,10 +46,12 @@ def test_a_plans_file_has_the_plans_numbers(planned, run):
     assert [one["stages"] for one in shown["ranks"]] == [[0, 7], [1, 6], [2, 5], [3, 4]]
 
 
-@pytest.mark.parametrize("model", ["qwen3-8b", "qwen3-14b", "qwen3-0.6b"])
+@pytest.mark.parametrize("model", ["qwen3-8b", "qwen3-14b", "qwen3-0.6b", "shapes/config.json"])
 def test_a_plans_file_is_shown_as_it_is(model, tmp_path, monkeypatch, run):
-    """Names have shapes and no weights: enough for a dry run, which has the plan's own numbers, and not to train."""
+    """Names and configs have shapes and no weights: enough for a dry run, with the plan's own numbers, not to train."""
     monkeypatch.chdir(tmp_path)
+    Path("shapes").mkdir()
+    Path("shapes/config.json").write_text(json.dumps(KNOWN["qwen3-1.7b"]))
     made = zp.plan(model, pp=[2], tp=[1], schedules=["1f1b"], microbatch_sizes=[1], ac=["full"], **SIZES)
     write_run(made, made.best, "run.toml", model, "h100")
     status, out, _ = run("train", "run.toml", "--dry-run", "--json")

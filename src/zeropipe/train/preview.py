@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import inf
+from pathlib import Path
 
 from zeropipe.core.layers import ranges
 from zeropipe.core.resize import resized
@@ -116,9 +117,10 @@ def preview(config: RunConfig) -> Preview:
                 f"rank {fullest.rank} needs {fullest.peak / 1e9:.1f} GB, {prediction.memory_limit / 1e9:.1f} GB of a "
                 "GPU can be used: more pp, dp_shard or tp, engine.ac, or a smaller data.microbatch take less"
             )
-    if is_planned(config) or (config.model.path in BUILT_IN and config.model.weights == "load"):
+    path = config.model.path
+    if is_planned(config) or (config.model.weights == "load" and (path in BUILT_IN or Path(path).is_file())):
         random = "" if is_planned(config) else ", or set model.weights='random'"
-        notes.append(f"{config.model.path} has no weights: to train, give their directory as --model.path{random}")
+        notes.append(f"{path} has no weights: to train, give their directory as --model.path{random}")
     if config.engine.offload:
         notes.append("optimizer state and the weights that it keeps are in CPU memory (engine.offload)")
     data, mesh = config.data, config.mesh

@@ -18,7 +18,7 @@ WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 
 
 def model_faults(config: RunConfig, starts: bool = True) -> Iterator[str]:
-    """A directory with weights, a config, or a built-in model; for a dry run a name with known shapes will do."""
+    """A directory with weights, a config, or a built-in model; for a dry run a name or a config will do."""
     model, path = config.model, Path(config.model.path)
     named = f"model.path={model.path!r}"
     if model.path in BUILT_IN:
@@ -39,7 +39,8 @@ def model_faults(config: RunConfig, starts: bool = True) -> Iterator[str]:
     if model.weights == "random":
         return
     if path.is_file():
-        yield f"{named} is a config without weights: set model.weights='random', or give a directory"
+        if starts:
+            yield f"{named} is a config without weights: set model.weights='random', or give a directory"
     elif not any(file for pattern in WEIGHTS for file in path.glob(pattern)):
         yield f"{named} has no weights (*.safetensors): set model.weights='random', or save them there"
 
