@@ -124,6 +124,13 @@ def test_a_target_that_cannot_be_is_refused_before_and_while_writing(tmp_path, n
     assert only(tmp_path) == {"a.json": "old"}
 
 
+def test_a_link_to_nowhere_is_told_with_the_folder_it_leads_to(tmp_path):
+    (tmp_path / "link.json").symlink_to("gone/a.json")
+    for act in (require_writable, lambda path: write_whole(path, "new")):
+        with pytest.raises(ConfigError, match=f"there is no folder {tmp_path}/gone, to which it leads; make it first"):
+            act(tmp_path / "link.json")
+
+
 def test_a_long_name_is_possible(tmp_path):
     write_whole(tmp_path / f"{'x' * 240}.json", "new")
     assert len(list(tmp_path.iterdir())) == 1

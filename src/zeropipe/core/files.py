@@ -100,7 +100,8 @@ def require_writable(path: str | Path) -> None:
     if _is_direct(path, mode):
         return
     if folder is None or not stat.S_ISDIR(folder):
-        raise ConfigError(f"cannot write {path}: there is no folder {Path(path).parent}; make it first")
+        place = f"{parent}, to which it leads" if Path(path).is_symlink() else Path(path).parent
+        raise ConfigError(f"cannot write {path}: there is no folder {place}; make it first")
     if not os.access(parent, os.W_OK | os.X_OK):
         raise ConfigError(f"cannot write {path}: Permission denied; no file can be made in its folder")
 
