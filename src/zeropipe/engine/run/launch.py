@@ -68,8 +68,10 @@ class LocalRanks:
     ) -> None:
         self.num_ranks, self._grace = num_ranks, grace
         self._nursery = nursery()
-        # torch (and what `preload` names) is imported once, there: ranks then start in a blink
-        self._nursery.preload(["zeropipe.engine.run.measure", "zeropipe.engine.stages.build", *preload])
+        # torch (and what `preload` names) is imported once, there: ranks then start in a blink. torch imports its
+        # compiler when the first optimizer is made.
+        ours = ("torch._dynamo", "zeropipe.engine.run.measure", "zeropipe.engine.stages.build")
+        self._nursery.preload([*ours, *preload])
         # the store lives here, so that it outlives any rank
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._pipes: list[Connection] = []
