@@ -9,6 +9,7 @@ import pytest
 import zeropipe as zp
 from zeropipe.core.placement import Problem
 from zeropipe.search.bound.bound import THOROUGH, lower_bound
+from zeropipe.search.bound.ordering import smallest
 from zeropipe.search.cpsat import prove
 from zeropipe.search.judge import Judge
 from zeropipe.search.model import Task
@@ -136,3 +137,11 @@ def test_following_more_of_them_never_lowers_the_bound():
     assert 166 < quick < thorough <= 169.8  # a single rank's bound is 155.6; 169.8 was found
     more = lower_bound(replace(task, costs=replace(costs, memory_limit=5)))
     assert more < quick
+
+
+def test_the_smallest_values_are_found_among_equal_ones_too():
+    random = Random(0)
+    for _ in range(500):
+        values = [random.randint(0, 6) / 2 for _ in range(random.randint(1, 12))]
+        beyond, number = [-1.0] * random.randint(0, 2), random.randrange(len(values))
+        assert smallest([*values, *beyond], len(values), number) == sorted(values)[number]

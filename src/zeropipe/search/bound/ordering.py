@@ -15,8 +15,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from zeropipe.core.jit import Floats, Ints
 from zeropipe.search.kernels import FAR
 
@@ -73,7 +71,7 @@ def order(few: Few, cap: float, most: int, effort: int, width: int, place: Place
                     count += 1
                     which = place.after[side, which]
             if count > width:
-                enough = np.partition(place.ratings[:count], width - 1)[width - 1]
+                enough = smallest(place.ratings, count, width - 1)
         for one in range(held):
             # what all states with these counts have in common
             counts = place.counts[side, one]
@@ -272,6 +270,32 @@ def order(few: Few, cap: float, most: int, effort: int, width: int, place: Place
         best = max(best, min(least_of_all, cap))
     place.looked[0], place.whole[0] = looked + compared // COMPARED, 1
     return best
+
+
+def smallest(values: Floats, count: int, number: int) -> float:
+    """The value that would stand at `number` if the first `count` values were sorted. They change their places.
+
+    np.partition, but compiled by numba in a tenth of the time.
+    """
+    low, high = 0, count - 1
+    while low < high:
+        middle, left, right = values[(low + high) // 2], low, high
+        while left <= right:
+            while values[left] < middle:
+                left += 1
+            while values[right] > middle:
+                right -= 1
+            if left <= right:
+                values[left], values[right] = values[right], values[left]
+                left += 1
+                right -= 1
+        if number <= right:
+            high = right
+        elif number >= left:
+            low = left
+        else:
+            break
+    return values[number]  # type: ignore[no-any-return]
 
 
 def stuck(x: int, low: int, high: int, room: float, counts: Ints, takes: Floats, stages: Ints) -> bool:
