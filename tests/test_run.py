@@ -115,6 +115,23 @@ def test_on_a_mesh_with_gradients_proven():
     assert guess.label == "zbv on pp=2,dp_shard=2, simulated"
 
 
+@pytest.mark.parametrize("name", ["zbv", "1f1b"])
+def test_a_tied_head_is_proven(name, tmp_path):
+    """On a V both ends, which share a weight, are on one rank."""
+    from engine_helpers import ranks
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from zeropipe.engine.run.job import run_all
+    from zeropipe.engine.run.spec import Job
+
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "head_dim": 8}
+    config = Qwen3Config(**sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True)
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path)
+    job = Job(model=str(tmp_path), steps=1, sequence=16, dtype="float64", prove=True)
+    ((first,), _) = ranks(2).run(run_all, [zp.build(name, ranks=2, microbatches=4)], job)
+    assert 0 < first.gradient_error < 1e-12
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("mesh", ["pp=2,tp=2", "pp=2,dp_replicate=2", "dp_replicate=2,dp_shard=2", "dp_shard=2,tp=2"])
 def test_the_command_on_meshes(capfd, tmp_path, mesh):
