@@ -8,6 +8,7 @@ import pytest
 
 import zeropipe as zp
 from zeropipe.search import hunt
+from zeropipe.search.ready import make_ready
 
 SIZE = ("search", "--ranks", "4", "--microbatches", "6")
 
@@ -86,6 +87,7 @@ def ctrl_c():
 
 @pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_takes_the_best_so_far(run, tmp_path, monkeypatch):
+    make_ready(10**6)  # else Ctrl-C comes while kernels are loaded, and there is nothing yet
     climb, pressed = hunt.climb, []
 
     def climb_until_ctrl_c(*args):
