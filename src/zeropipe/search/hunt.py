@@ -35,12 +35,13 @@ BEAM, AHEAD = 0.25, 0.7  # ... in so much of the time, more where beams are ahea
 WIDE = 4  # ... or with one of their schedules for so many steps ...
 WIDER = 1  # ... and for so many where no smaller limits take time as well
 LARGE = 20_000  # passes; beams of more take too long
-OPEN = 1.02  # times the bound: where a value is above that, wide beams follow
+OPEN = 1.02  # times the bound: where a value is above that, there is more effort for a better bound ...
+WORTH = 1.005  # ... and where it is above this, wide beams follow
 FIRST = 0.6  # of the time that is left goes to the limit itself, the half of the rest to smaller ones, and so on
 LAST = 0.15  # of all the time: so little that is left is not cut any more
 PROOF = 0.6  # of the time that is left behind that goes to better bounds and wide beams
 PROOFS = 50  # effort for each step elsewhere, some five times as long as the step takes: only where the gap is open
-MORE, MOST = 20, 20_000_000  # so many times the effort, or this one, where the value is OPEN
+MORE, MOST = 10, 10_000_000  # so many times the effort, or this one, where the value is OPEN
 SMALL = 150  # actions that the solver takes on
 PAUSE = 0.1  # seconds between two calls of `progress`
 
@@ -312,7 +313,7 @@ class Hunt:
         found = list[tuple[_Leg, Start]]()
         for leg in legs:
             if self._starts.get(leg):
-                enough = OPEN * (self._bounds[leg.at] if self._asked(leg) else leg.bound)
+                enough = WORTH * (self._bounds[leg.at] if self._asked(leg) else leg.bound)
                 starts = widened(leg.task, self._starts[leg][0].value, enough, self._steps, self._seed, stop)
                 found.extend((leg, start) for start in starts)
         return found

@@ -9,6 +9,7 @@ import numpy as np
 
 from zeropipe.core.jit import compiled
 from zeropipe.search.bound.ordering import order
+from zeropipe.search.bound.owed import Owed, owed_of
 from zeropipe.search.bound.way import Way, blocked_after
 from zeropipe.search.kernels import FAR
 from zeropipe.search.model import Array, Task
@@ -16,7 +17,9 @@ from zeropipe.search.model import Array, Task
 NEAR = 1e-11  # of a microbatch's way, for all its passes together: so near is equal
 FIRST = 0.001  # above the best bound so far: whether anything ends before that is asked first
 GROWTH = 2.0  # of that with each answer
-SHARE, KEPT = 1_000, 8  # of the effort for a set of ranks at first, and states that have come equally far
+SHARE = 1_000  # of the effort for a set of ranks at first
+KEPT = 8  # states that have come equally far at first; twice as many where that was done with its share ...
+FEWER = 4  # ... and so many times fewer where it was not
 MORE = 4  # of the effort with each round
 DIVE = 32  # looks at passes of one order count as one state
 FEWEST = 64  # states that there is place for at least
@@ -51,6 +54,8 @@ class Few(NamedTuple):
     stages: Array  # ... rank by rank
     name: Array  # numbers by chance: their sums tell counts apart, nearly always
     near: float  # times that differ by so much are equal
+    parts: int  # of a W
+    owed: Owed  # where W are whole: which of them can be owed
 
 
 class Place(NamedTuple):
@@ -63,7 +68,10 @@ class Place(NamedTuple):
     states: Array
     table: Array
     slots: Array  # the places in the table that are taken
-    ready: Array
+    ready: Array  # two choices for each pass: when it would begin ...
+    ends: Array  # ... and when the W before it would end if it never did
+    beside: Array  # how much memory is left for W that are owed when it begins
+    given: Array  # how many parts of W there were of each kind
     least_begin: Array
     kid: Array  # the counts that follow by each pass
     new: Array
@@ -92,12 +100,13 @@ class Limits(NamedTuple):
 def by_few(task: Task, way: Way, limits: list[Limits], best: float, cap: float, effort: int, stop: Array) -> float:
     """A bound that is at least `best` and at most `cap`: by single ranks, then by more and more together.
 
-    Each set of ranks gets a share of the effort, and once all have had it a larger one.
+    Each set of ranks gets a share of the effort, and once all have had it a larger one. The more states are kept apart
+    the better, if the share suffices to follow them to their end.
     """
     asked = _Asked(task, way, limits, stop)
     begins = way.head[task.first_stages] * (not task.span)
     alone = [float(known.takes[-1]) + begin for known, begin in zip(limits, begins)]
-    share, kept = SHARE, KEPT
+    share = SHARE
     while best < cap and effort > 0 and not stop[0]:
         before = effort
         chosen: tuple[int, ...] = ()
@@ -105,7 +114,7 @@ def by_few(task: Task, way: Way, limits: list[Limits], best: float, cap: float, 
             promise = {}  # the value, and of equal ones how much there was to look at
             for rank in sorted(set(range(task.num_ranks)) - set(chosen)):
                 few, had = tuple(sorted({*chosen, rank})), effort
-                best, effort = asked.ask(few, kept, best, cap, share, effort)
+                best, effort = asked.ask(few, best, cap, share, effort)
                 asked.looked[few] = max(asked.looked.get(few, 0), had - effort)
                 value = max(asked.values[few], alone[rank] if few == (rank,) else 0.0)
                 promise[few] = round(value / best, 6) if best else value, asked.looked[few]
@@ -116,7 +125,7 @@ def by_few(task: Task, way: Way, limits: list[Limits], best: float, cap: float, 
                 break
         if effort == before:
             break
-        share, kept = share * MORE, kept * 2
+        share *= MORE
     return best
 
 
@@ -128,11 +137,10 @@ class _Asked:
         self.values: dict[tuple[int, ...], float] = {}  # the most that each set is known to give
         self.looked: dict[tuple[int, ...], int] = {}  # how many states that took
         self.known: set[tuple[int, ...]] = set()  # those that were followed to their end
+        self._kept: dict[tuple[int, ...], int] = {}  # states of each that have come equally far
         self._done: set[tuple[int, ...]] = set()  # those that give no more with more effort
 
-    def ask(
-        self, ranks: tuple[int, ...], kept: int, best: float, cap: float, share: int, effort: int
-    ) -> tuple[float, int]:
+    def ask(self, ranks: tuple[int, ...], best: float, cap: float, share: int, effort: int) -> tuple[float, int]:
         """The best bound with these ranks, each time that is asked for by a share of the effort; and what is left."""
         if ranks in self._done:
             return best, effort
@@ -148,7 +156,7 @@ class _Asked:
             self._done.add(ranks)
             self.known.add(ranks)
             return best, effort
-        step, value = FIRST, 0.0
+        step, value, kept = FIRST, 0.0, self._kept.get(ranks, KEPT)
         while effort > 0 and best < cap and not self._stop[0]:
             wish, most = min(cap, best * (1 + step)), min(share, effort)
             found = compiled(order)(few, wish + blocked + slack, kept, most, 0, place) - blocked - slack
@@ -160,9 +168,17 @@ class _Asked:
                     self.known.add(ranks)
                     if not place.merged[0]:
                         self._done.add(ranks)
+                        break
+                    kept *= 2
+                    self._kept[ranks] = kept
+                    if 2 * int(place.looked[0]) <= share:
+                        step = FIRST
+                        continue
                 elif step > FIRST:  # that was too much at once
                     step = FIRST
                     continue
+                else:
+                    self._kept[ranks] = max(1, kept // FEWER)
                 break
             step *= GROWTH
         self.values[ranks] = max(self.values.get(ranks, 0.0), value)
@@ -178,12 +194,13 @@ def _place(few: Few, most: int, stop: Array) -> Place:
     passes, m = len(few.rank), few.num_microbatches
     fits = few.room[few.rank[0]] / few.takes[0] if few.takes[0] > 0 else np.inf
     long = min(m, int(min(fits, 1e9)) + 1) + 2 * len(few.room)
+    kinds = int(few.owed.kind_first[-1]) + few.owed.parts.shape[1]  # some ranks have fewer than others
     size = min(most, CELLS // (2 * long))
     return Place(
         ints(2, size, passes), ints(2, size), ints(2, size), ints(2, size), np.zeros((2, size, long)), ints(2 * size),
-        ints(size), np.zeros(passes), np.zeros(passes), ints(passes), np.zeros(long), ints(long),
-        np.zeros(long), np.zeros(long), np.zeros(long), np.zeros(long), ints(1), ints(1), ints(1),
-        np.zeros((2, size)), np.zeros(size), stop,
+        ints(size), np.zeros(2 * passes), np.zeros(2 * passes), np.zeros(passes), ints(kinds), np.zeros(passes),
+        ints(passes), np.zeros(long), ints(long), np.zeros(long), np.zeros(long), np.zeros(long), np.zeros(long),
+        ints(1), ints(1), ints(1), np.zeros((2, size)), np.zeros(size), stop,
     )  # fmt: skip
 
 
@@ -208,6 +225,7 @@ def few_of(task: Task, way: Way, limits: list[Limits], ranks: tuple[int, ...]) -
     room = model.limit[list(ranks)]
     ample = np.array([m * float((takes[mine]).sum()) <= space for mine, space in zip(own, room)])
     frees = [mine[keeps[mine] > 0] for mine in own]
+    whole = [task.plain and not enough for enough in ample.tolist()]
     began = np.array([way.head[task.first_stages[one]] if task.span else 0.0 for one in ranks])
     return Few(
         m, rank, lasts, lag, every, begins, work, weight, takes, keeps, _rest(task, way, limits, passes, ranks),
@@ -219,6 +237,7 @@ def few_of(task: Task, way: Way, limits: list[Limits], ranks: tuple[int, ...]) -
         ample, ample | np.array([len(mine) == 1 for mine in own]),
         np.cumsum([0, *map(len, own)]), np.concatenate(own),
         np.random.default_rng(1).integers(1 << 40, 1 << 50, len(passes)), NEAR * float(way.head[-1]) / len(passes),
+        parts, owed_of(weight, keeps, own, room, whole, parts, m),
     )  # fmt: skip
 
 

@@ -3,8 +3,14 @@
 Only these ranks do one thing at a time and have a memory limit. On the others each microbatch is as fast as alone, and
 no faster than the one before it. The kernel goes forward in time, pass by pass: the next pass to begin is chosen among
 all that can. A state says how often each pass has run, when those under way arrive at their next one, since when each
-rank is free, and when it would be done with the W that it owes. W may be interrupted here: they run wherever a rank
-waits, and where memory lacks room for an F, some of them end before it. So they need no choice.
+rank is free, and when it would be done with the W that it owes.
+
+Where memory is limited, W are whole: those that a rank owes when a pass begins are whole ones, or whole parts, and
+memory has room for them (owed.py). A pass has two choices then. It begins as soon as it can, and a W that it would have
+interrupted is still owed; or it waits until the next W ends. What else it may do is later, or leaves more W behind.
+Which W have run is forgotten: the next pass may choose others. Where there are too many choices, or where B or Overlaps
+may be better than F, I and W, W may be interrupted by passes: they run wherever a rank waits, and where memory lacks
+room for an F, some of them end before it. So they need no choice.
 
 Of two states that have come equally far, one that is nowhere earlier is left out. So is a state that cannot end before
 `cap`: because of the way that is left to a microbatch, of the work that is left to a rank, or of the microbatches that
@@ -38,13 +44,14 @@ def order(few: Few, cap: float, most: int, effort: int, width: int, place: Place
     rank_of, lasts, lag, every, work, weight = few.rank, few.lasts, few.lag, few.every, few.work, few.weight
     takes, keeps, rest, begins, first, stages = few.takes, few.keeps, few.rest, few.begins, few.first, few.stages
     room, drain, last_f, ample, alone, name = few.room, few.drain, few.last_f, few.ample, few.alone, few.name
+    owed, half, last = few.owed, len(few.rank) // 2, len(few.rank) - 1
     m, num_passes, ranks, near = few.num_microbatches, len(few.rank), len(few.room), few.near
-    half, last = num_passes // 2, num_passes - 1
     # in a state stand since when each rank is free, when it would be done with its W, and the arrivals
     done, comes = ranks, 2 * ranks
     table, slots, names, ready, new, kid = place.table, place.slots, place.names, place.ready, place.new, place.kid
-    least_begin, left, ahead, levels, kept_by, behind = (
-        place.least_begin, place.left, place.ahead, place.level, place.kept, place.behind
+    least_begin, left, ahead, levels, kept_by, behind, ends, beside, given = (
+        place.least_begin, place.left, place.ahead, place.level, place.kept, place.behind, place.ends, place.beside,
+        place.given
     )  # fmt: skip
     held, made, looked, compared, best = 1, 0, 0, 0, 0.0
     for x in range(num_passes):
@@ -79,6 +86,8 @@ def order(few: Few, cap: float, most: int, effort: int, width: int, place: Place
             for rank in range(ranks):
                 left[rank] = -few.began[rank] + (drain[rank] if counts[last_f[rank]] < m else 0.0)
                 levels[rank], kept_by[rank], behind[rank] = 0.0, 0.0, 0.0
+            for at in range(len(given)):
+                given[at] = 0
             for x in range(num_passes):
                 left[rank_of[x]] += (m - counts[x]) * work[x]
             for f in range(half):
@@ -86,12 +95,22 @@ def order(few: Few, cap: float, most: int, effort: int, width: int, place: Place
                 levels[rank] += (counts[f] - back) * takes[f] + back * keeps[f]
                 kept_by[rank] += back * keeps[f]
                 behind[rank] += back * weight[f]
+                given[owed.kind[f]] += back * few.parts
             for x in range(num_passes):
                 kid[x], least_begin[x], rank = -1, FAR, rank_of[x]
                 if counts[x] == m or (x > 0 and counts[x - 1] == counts[x]):
                     continue
                 least_begin[x] = -FAR
-                if x < half:
+                if owed.first[rank] < owed.first[rank + 1]:  # what W that are owed may keep
+                    beside[x] = room[rank] + TINY * takes[min(x, last - x)] - (levels[rank] - kept_by[rank])
+                    if x < half:
+                        beside[x] -= takes[x]
+                        if beside[x] < 0 or (
+                            not alone[rank]
+                            and stuck(x, first[rank], first[rank + 1], room[rank], counts, takes, stages)
+                        ):
+                            least_begin[x] = FAR
+                elif x < half:
                     over = levels[rank] + takes[x] - room[rank]
                     if over > 0:  # how long W have to run before there is room
                         pieces = int(over / few.piece_keeps[rank] + 1 - TINY)
@@ -128,11 +147,29 @@ def order(few: Few, cap: float, most: int, effort: int, width: int, place: Place
                 # as it would fit before, and nobody would be later
                 until = FAR
                 for x in range(num_passes):
-                    ready[x] = FAR
+                    ready[2 * x], ready[2 * x + 1] = FAR, FAR
                     if least_begin[x] >= FAR:
                         continue
                     rank = rank_of[x]
                     begin = max(state[rank], begins[next_one] if x == 0 else state[comes + counts[x] - oldest])
+                    if owed.first[rank] < owed.first[rank + 1]:
+                        ends[2 * x], ends[2 * x + 1] = max(state[done + rank], begin), max(state[done + rank], begin)
+                        more, less = around(
+                            ends[2 * x] - begin, near, owed.first[rank], owed.first[rank + 1], owed.lasts, owed.keeps,
+                            beside[x], owed.parts, owed.kind_first[rank], given,
+                        )  # fmt: skip
+                        if more < FAR:
+                            ready[2 * x], ends[2 * x] = begin, begin + more
+                        if less > -FAR:
+                            ready[2 * x + 1] = ends[2 * x + 1] - less
+                        if more >= FAR and less <= -FAR:
+                            continue
+                        at = 2 * x if more < FAR else 2 * x + 1
+                        if x >= half:
+                            until = min(until, ready[at] + lasts[x] + state[done + rank] - state[rank])
+                        elif alone[rank]:
+                            until = min(until, lasts[x] + ends[at])
+                        continue
                     if x < half:
                         begin = max(begin, state[done + rank] + least_begin[x])
                         if alone[rank]:
@@ -141,13 +178,13 @@ def order(few: Few, cap: float, most: int, effort: int, width: int, place: Place
                         until = min(until, begin + lasts[x])
                     else:
                         until = min(until, begin + lasts[x] + state[done + rank] - state[rank])
-                    ready[x] = begin
-                for x in range(num_passes):
-                    begin = ready[x]
+                    ready[2 * x], ends[2 * x] = begin, max(state[done + rank], begin)
+                for choice in range(2 * num_passes):
+                    x, begin = choice // 2, ready[choice]
                     if begin >= FAR or (begin >= until - near and begin + lasts[x] > until):
                         continue
                     mine, number, end = rank_of[x], counts[x], begin + lasts[x]
-                    least = max(needs, begin + rest[x, number])
+                    least = max(needs, begin + rest[x, number], ends[choice] + left[mine])
                     for rank in range(ranks):
                         least = max(least, max(state[done + rank], begin) + left[rank])
                     if least >= cap:
@@ -172,7 +209,7 @@ def order(few: Few, cap: float, most: int, effort: int, width: int, place: Place
                     for rank in range(ranks):
                         new[rank], new[done + rank] = max(state[rank], begin), max(state[done + rank], begin)
                     new[mine] = end
-                    new[done + mine] += work[x]
+                    new[done + mine] = ends[choice] + work[x]
                     back = 1 if x == last else 0  # then the oldest is through
                     size = comes + then - oldest - back
                     for at in range(comes, size):  # nothing begins before this one did
@@ -321,3 +358,42 @@ def stuck(x: int, low: int, high: int, room: float, counts: Ints, takes: Floats,
             return True
         level -= holds
     return False
+
+
+def around(
+    time: float, near: float, low: int, high: int, lasts: Floats, keeps: Floats, room: float, parts: Ints, kind: int,
+    given: Ints,
+) -> tuple[float, float]:  # fmt: skip
+    """How long W can last that a rank owes: the least time that is not below `time`, and the largest below.
+
+    The rank's choices stand from `low` to `high`, the shortest first (owed.py). There is `room` for what they keep, and
+    so many parts were `given` of each kind, from `kind` on. FAR, or -FAR, where there is none; `time` itself, and no
+    other one, where it is that of a choice.
+    """
+    at, above = low, high
+    while at < above:
+        middle = (at + above) // 2
+        if lasts[middle] < time - near:
+            at = middle + 1
+        else:
+            above = middle
+    more, less = FAR, -FAR
+    for one in range(at, high):
+        if keeps[one] <= room and were_given(one, kind, given, parts):
+            more = lasts[one]
+            break
+    if more <= time + near:
+        return time, -FAR
+    for one in range(at - 1, low - 1, -1):
+        if keeps[one] <= room and were_given(one, kind, given, parts):
+            less = lasts[one]
+            break
+    return more, less
+
+
+def were_given(one: int, kind: int, given: Ints, parts: Ints) -> bool:
+    """Whether there are so many parts of each kind that they can be owed."""
+    enough = True
+    for at in range(parts.shape[1]):
+        enough = enough and parts[one, at] <= given[kind + at]
+    return enough
