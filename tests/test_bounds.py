@@ -4,12 +4,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 
+import numpy as np
 import pytest
 
 import zeropipe as zp
 from zeropipe.core.placement import Problem
 from zeropipe.search.bound.bound import THOROUGH, lower_bound
 from zeropipe.search.bound.ordering import smallest
+from zeropipe.search.bound.owed import owed_of
 from zeropipe.search.cpsat import prove
 from zeropipe.search.judge import Judge
 from zeropipe.search.model import Task
@@ -176,3 +178,18 @@ def test_the_smallest_values_are_found_among_equal_ones_too():
         values = [random.randint(0, 6) / 2 for _ in range(random.randint(1, 12))]
         beyond, number = [-1.0] * random.randint(0, 2), random.randrange(len(values))
         assert smallest([*values, *beyond], len(values), number) == sorted(values)[number]
+
+
+def test_which_w_can_be_owed():
+    """Two stages on the first rank, of W that last 2 and 3; two alike on the second, cut in two; memory for two W."""
+    weight, keeps = np.array([2.0, 3.0, 4.0, 4.0]), np.ones(4)
+    own, room = [np.array([0, 1]), np.array([2, 3])], np.array([2.0, 1.0])
+    owed = owed_of(weight, keeps, own, room, [True, True], 2, 5)
+    assert owed.kind.tolist() == [0, 1, 2, 2]
+    first, second = owed.lasts[: owed.first[1]], owed.lasts[owed.first[1] :]
+    parts = [(a, b) for a in range(5) for b in range(5) if a + b <= 4]
+    assert first.tolist() == sorted(a + 1.5 * b for a, b in parts)
+    assert second.tolist() == [0, 2, 4]
+    assert np.allclose(owed.parts @ [1, 1.5], np.append(first, [0, 1, 2]))
+    many = owed_of(weight, keeps, own, np.array([100.0, 100.0]), [True, False], 2, 20)
+    assert many.first.tolist() == [0, 0, 0]  # too many choices, or not asked for
