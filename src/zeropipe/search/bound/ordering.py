@@ -166,7 +166,8 @@ def order(few: Few, cap: float, most: int, effort: int, width: int, place: Place
                             continue
                         at = 2 * x if more < FAR else 2 * x + 1
                         if x >= half:
-                            until = min(until, ready[at] + lasts[x] + state[done + rank] - state[rank])
+                            by = max(ends[at], ready[at] + state[done + rank] - state[rank])  # W have run by then
+                            until = min(until, lasts[x] + by)
                         elif alone[rank]:
                             until = min(until, lasts[x] + ends[at])
                         continue

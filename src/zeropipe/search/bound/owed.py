@@ -9,6 +9,7 @@ import numpy as np
 from zeropipe.search.model import Array
 
 MOST = 300  # choices of W of one rank: with more of them there is one for nearly every time
+ROUNDED = 1 + 1e-9  # sums of memory are
 
 
 class Owed(NamedTuple):
@@ -55,7 +56,7 @@ def _counts(sizes: Array, most: list[int], room: float) -> Array:
     for at, number in enumerate(most):
         more = np.tile(np.arange(number + 1), len(counts))[:, None]
         counts = np.concatenate([np.repeat(counts, number + 1, axis=0), more], axis=1)
-        counts = counts[counts @ sizes[: at + 1] <= room]
+        counts = counts[counts @ sizes[: at + 1] <= room * ROUNDED]
         if len(counts) > MOST:
             return np.zeros((0, len(most)), np.int64)
     return counts
