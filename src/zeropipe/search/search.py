@@ -12,7 +12,7 @@ from zeropipe.core.action import MAX_STAGES
 from zeropipe.core.placement import MAX_WEIGHT_PARTS, PLACEMENTS, Placement, PlacementRule, Problem, linear
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Timeline
-from zeropipe.errors import ConfigError
+from zeropipe.errors import ConfigError, short
 from zeropipe.search.hunt import Hunt, Progress, gap_of, value_of
 from zeropipe.search.model import Task
 from zeropipe.search.ready import make_ready
@@ -81,8 +81,7 @@ def search(
     _require(ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
     if steps is not None and (type(steps) is not int or steps < 0):
         raise ConfigError(f"steps={steps!r}: a whole number from 0 on is needed, or None to search for `seconds`")
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not (isfinite(seconds) and seconds >= 0):
-        raise ConfigError(f"seconds={seconds!r}: a number from 0 on is needed")
+    require_seconds("seconds", seconds)
     if type(seed) is not int:
         raise ConfigError(f"seed={seed!r}: a whole number is needed")
     if objective not in get_args(Objective):
@@ -104,6 +103,12 @@ def search(
     hunt = Hunt(tasks, steps=steps, seconds=float(seconds), seed=seed, workers=workers or _cores(), progress=progress)
     best, interrupted = hunt.run()
     return Found(best.schedule, best, objective, hunt.bound, hunt.elapsed, interrupted, hunt.named)
+
+
+def require_seconds(name: str, value: object, way: str = "") -> None:
+    """ConfigError for what is no time to search for."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (isfinite(value) and value >= 0):
+        raise ConfigError(f"{name}={short(value)}: a number from 0 on is needed{way}")
 
 
 def _require(**sizes: int) -> None:

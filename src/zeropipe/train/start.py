@@ -32,8 +32,7 @@ def start(config: RunConfig) -> Outcome | None:
         finally:
             dist.destroy_process_group()
     number = config.mesh.num_processes
-    has_gpu = config.engine.device != "cpu" and torch.cuda.is_available()
-    tell_slow(config.model.dtype, "cuda" if has_gpu else "cpu")
+    tell_slow(config.model.dtype, "cuda" if _on_gpus(config) else "cpu")
     wanted = ["zeropipe.train.loop.job", *model_code(config.engine.device)]
     with (
         LocalRanks(number, backend=_backend(config, number), preload=wanted) as ranks,
@@ -45,8 +44,11 @@ def start(config: RunConfig) -> Outcome | None:
 
 def _backend(config: RunConfig, ranks_here: int) -> str:
     """NCCL where every rank of this machine has a GPU of its own, else gloo."""
-    wanted = config.engine.device != "cpu" and torch.cuda.is_available()
-    return "nccl" if wanted and torch.cuda.device_count() >= ranks_here else "gloo"
+    return "nccl" if _on_gpus(config) and torch.cuda.device_count() >= ranks_here else "gloo"
+
+
+def _on_gpus(config: RunConfig) -> bool:
+    return config.engine.device != "cpu" and torch.cuda.is_available()
 
 
 def _say(line: str) -> None:

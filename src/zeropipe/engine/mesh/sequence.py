@@ -30,8 +30,9 @@ def spread_sequence(
         for name, child in ((names[id(child)], child) for child in block.children())
         if any(parameter.dim() > 1 for parameter in child.parameters())  # all others are norms
     ]
+    gathered = set(regions) - set(merged)
     for block in stage.blocks:
-        block.gathers = any(names[id(child)] in set(regions) - set(merged) for child in block.children())
+        block.gathers = any(names[id(child)] in gathered for child in block.children())
     hook = hooks(sharing.peers)
     for region in regions:
         module = stage.get_submodule(region)

@@ -129,7 +129,7 @@ class Tally:
 def _check_loss(value: Any, output: Any) -> None:
     loss = value[0] if isinstance(value, tuple) and len(value) in (2, 3) else value
     if isinstance(loss, Tensor) and loss.numel() == 1:
-        needs_grad = any(isinstance(one, Tensor) and one.requires_grad for one in _listed(output))
+        needs_grad = any(one.requires_grad for one in torch_private.tensors_in(output))
         # a plain 0 is fine: that of a microbatch in which nothing has a loss
         if needs_grad and not loss.requires_grad and float(loss) != 0:
             raise TypeError(
@@ -139,10 +139,6 @@ def _check_loss(value: Any, output: Any) -> None:
         return
     what = f"a Tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
     raise TypeError(f"the loss is {what}: return a scalar Tensor (a mean), (sum, count), or (sum, count, metrics)")
-
-
-def _listed(output: Any) -> tuple[Any, ...]:
-    return output if isinstance(output, tuple) else (output,)
 
 
 @dataclass(frozen=True)

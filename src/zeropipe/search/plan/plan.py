@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from math import isfinite
 from time import monotonic
 from typing import Any
 
@@ -21,6 +20,7 @@ from zeropipe.search.plan.result import Plan
 from zeropipe.search.plan.rows import Candidate, Row
 from zeropipe.search.plan.score import Scene
 from zeropipe.search.plan.tries import candidates, grouped, is_ours, named_variants, runs, sifted
+from zeropipe.search.search import require_seconds
 from zeropipe.sim.layer_costs import LayerCosts
 
 MODES = ("none", "selective:op", "full")
@@ -65,9 +65,7 @@ def plan(
     """
     begun, tell = monotonic(), progress or (lambda what, share: None)
     _require_counts(gpus=gpus, batch=batch, gpus_per_node=gpus_per_node, most=most)
-    number = isinstance(search_seconds, (int, float)) and not isinstance(search_seconds, bool)
-    if not (number and isfinite(search_seconds) and search_seconds >= 0):
-        raise ConfigError(f"search_seconds={short(search_seconds)}: a number from 0 on is needed; 0 for no search")
+    require_seconds("search_seconds", search_seconds, "; 0 for no search")
     pp, tp, microbatch_sizes = _several("pp", pp), _several("tp", tp), _several("microbatch_sizes", microbatch_sizes)
     ac, schedules = ([one] if isinstance(one, str) else one for one in (ac, schedules))
     if isinstance(model, LayerCosts):
