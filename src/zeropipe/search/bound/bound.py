@@ -20,7 +20,7 @@ from math import ceil
 
 import numpy as np
 
-from zeropipe.search.bound.few import Few, Limits, by_few, few_of
+from zeropipe.search.bound.few import Asked, Few, Limits, few_of
 from zeropipe.search.bound.laps import in_turns, waits
 from zeropipe.search.bound.way import Way, blocked_after, way_of
 from zeropipe.search.model import Array, Task
@@ -41,22 +41,17 @@ def lower_bound(task: Task, effort: int = QUICK, cap: float = np.inf, stop: Arra
     way, stop = way_of(task), np.zeros(1, np.int64) if stop is None else stop
     best = max(_link_bound(task, way), *(_rank_bound(task, way, rank) for rank in range(task.num_ranks)))
     share, below = effort if effort < MORE * THOROUGH else THOROUGH, cap * (1 - CLOSE)
+    few = None
     while best < cap:
-        best = _few_bound(task, way, best, share, below, stop)
+        if not task.span or task.in_line:
+            few = few or Asked(task, way, [_limits(task, way, rank) for rank in range(task.num_ranks)], stop)
+            best = few.by_few(best, below, share)
         if best < cap:
             best = max(best, _turns_bound(task, way, best, share, below, stop))
         if share == effort or stop[0]:
             break
         share = min(effort, share * MORE)
     return float(best) * (1 - EXACT)
-
-
-def _few_bound(task: Task, way: Way, best: float, effort: int, cap: float, stop: Array) -> float:
-    """By a few ranks at a time, which do their work in the best of all orders."""
-    if task.span and not task.in_line:
-        return best
-    limits = [_limits(task, way, rank) for rank in range(task.num_ranks)]
-    return by_few(task, way, limits, best, cap, effort, stop)
 
 
 def all_ranks(task: Task) -> Few:

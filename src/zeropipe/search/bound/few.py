@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from math import ceil
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +23,9 @@ KEPT = 8  # states that have come equally far at first; twice as many where that
 FEWER = 4  # ... and so many times fewer where it was not
 MORE = 4  # of the effort with each round
 DIVE = 32  # looks at passes of one order count as one state
+OFTEN = 16  # at most so often a rank is asked how long it takes for fewer microbatches ...
+PART = 8  # ... each time by such a part of the share ...
+KEPT_ALONE = 64  # ... with so many states that have come equally far
 FEWEST = 64  # states that there is place for at least
 ANY = 1 << 62  # effort: as much as it takes
 CELLS = 4_000_000  # numbers in all states
@@ -97,53 +101,59 @@ class Limits(NamedTuple):
     wait: float  # from the I of one to the F for which there was no room
 
 
-def by_few(task: Task, way: Way, limits: list[Limits], best: float, cap: float, effort: int, stop: Array) -> float:
-    """A bound that is at least `best` and at most `cap`: by single ranks, then by more and more together.
-
-    Each set of ranks gets a share of the effort, and once all have had it a larger one. The more states are kept apart
-    the better, if the share suffices to follow them to their end.
-    """
-    asked = _Asked(task, way, limits, stop)
-    begins = way.head[task.first_stages] * (not task.span)
-    alone = [float(known.takes[-1]) + begin for known, begin in zip(limits, begins)]
-    share = SHARE
-    while best < cap and effort > 0 and not stop[0]:
-        before = effort
-        chosen: tuple[int, ...] = ()
-        while len(chosen) < task.num_ranks:
-            promise = {}  # the value, and of equal ones how much there was to look at
-            for rank in sorted(set(range(task.num_ranks)) - set(chosen)):
-                few, had = tuple(sorted({*chosen, rank})), effort
-                best, effort = asked.ask(few, best, cap, share, effort)
-                asked.looked[few] = max(asked.looked.get(few, 0), had - effort)
-                value = max(asked.values[few], alone[rank] if few == (rank,) else 0.0)
-                promise[few] = round(value / best, 6) if best else value, asked.looked[few]
-                if best >= cap or effort <= 0:
-                    return best
-            chosen = max(promise, key=lambda few: promise[few])
-            if chosen not in asked.known:  # more of them would not be known either
-                break
-        if effort == before:
-            break
-        share *= MORE
-    return best
-
-
-class _Asked:
-    """What is known of sets of ranks."""
+class Asked:
+    """What is known of sets of ranks, the better the more often it is asked."""
 
     def __init__(self, task: Task, way: Way, limits: list[Limits], stop: Array) -> None:
-        self._task, self._way, self._limits, self._stop = task, way, limits, stop
-        self.values: dict[tuple[int, ...], float] = {}  # the most that each set is known to give
-        self.looked: dict[tuple[int, ...], int] = {}  # how many states that took
-        self.known: set[tuple[int, ...]] = set()  # those that were followed to their end
+        self._task, self._way, self._limits, self._stop = task, way, list(limits), stop
+        self._share = SHARE
+        self._values: dict[tuple[int, ...], float] = {}  # the most that each set is known to give
+        self._looked: dict[tuple[int, ...], int] = {}  # how many states that took
+        self._known: set[tuple[int, ...]] = set()  # those that were followed to their end
         self._kept: dict[tuple[int, ...], int] = {}  # states of each that have come equally far
         self._done: set[tuple[int, ...]] = set()  # those that give no more with more effort
+        self._settled: set[tuple[int, int]] = set()  # ranks and fewer microbatches that were followed to their end
+        self._again: dict[tuple[int, ...], int] = {}  # those that gave no more: the share from which on to ask again
 
-    def ask(self, ranks: tuple[int, ...], best: float, cap: float, share: int, effort: int) -> tuple[float, int]:
+    def by_few(self, best: float, cap: float, effort: int) -> float:
+        """A bound that is at least `best` and at most `cap`: by single ranks, then by more and more together.
+
+        Each set of ranks gets a share of the effort, and once all have had it a larger one. The more states are kept
+        apart the better, if the share suffices to follow them to their end.
+        """
+        task = self._task
+        begins = self._way.head[task.first_stages] * (not task.span)
+        alone = [float(known.takes[-1]) + begin for known, begin in zip(self._limits, begins)]
+        while best < cap and effort > 0 and not self._stop[0]:
+            before = effort
+            chosen: tuple[int, ...] = ()
+            while len(chosen) < task.num_ranks:
+                promise = {}  # the value, and of equal ones how much there was to look at
+                sets = [tuple(sorted({*chosen, rank})) for rank in range(task.num_ranks) if rank not in chosen]
+                for few in sorted(sets, key=lambda few: -self._values.get(few, np.inf)):
+                    had = effort
+                    best, effort = self._ask(few, best, cap, effort)
+                    self._looked[few] = max(self._looked.get(few, 0), had - effort)
+                    value = max(self._values[few], alone[few[0]] if len(few) == 1 else 0.0)
+                    promise[few] = round(value / best, 6) if best else value, self._looked[few]
+                    if best >= cap or effort <= 0:
+                        return best
+                chosen = max(promise, key=lambda few: promise[few])
+                if chosen not in self._known:  # more of them would not be known either
+                    break
+                if len(chosen) == 1:
+                    effort = self._fewer(chosen[0], effort)
+            if effort == before and self._share >= max(self._again.values(), default=0):
+                break
+            self._share = min(ANY, MORE * self._share)
+        return best
+
+    def _ask(self, ranks: tuple[int, ...], best: float, cap: float, effort: int) -> tuple[float, int]:
         """The best bound with these ranks, each time that is asked for by a share of the effort; and what is left."""
-        if ranks in self._done:
+        share = self._share
+        if ranks in self._done or share < self._again.get(ranks, 0):
             return best, effort
+        self._again.pop(ranks, None)
         task, few = self._task, few_of(self._task, self._way, self._limits, ranks)
         blocked = blocked_after(task)
         place = _place(few, max(FEWEST, share), self._stop)
@@ -152,9 +162,9 @@ class _Asked:
         value = compiled(order)(few, FAR, 1, ANY, 1, place) - blocked - slack
         effort -= len(few.rank) ** 2 * task.num_microbatches // DIVE
         if value <= best:  # more is not asked for
-            self.values[ranks] = value
+            self._values[ranks] = value
             self._done.add(ranks)
-            self.known.add(ranks)
+            self._known.add(ranks)
             return best, effort
         step, value, kept = FIRST, 0.0, self._kept.get(ranks, KEPT)
         while effort > 0 and best < cap and not self._stop[0]:
@@ -165,7 +175,7 @@ class _Asked:
             best = max(best, value)
             if found < wish * (1 - 1e-12):
                 if place.whole[0]:
-                    self.known.add(ranks)
+                    self._known.add(ranks)
                     if not place.merged[0]:
                         self._done.add(ranks)
                         break
@@ -181,8 +191,39 @@ class _Asked:
                     self._kept[ranks] = max(1, kept // FEWER)
                 break
             step *= GROWTH
-        self.values[ranks] = max(self.values.get(ranks, 0.0), value)
+        if ranks in self._known - self._done and value <= self._values.get(ranks, 0.0) and value < best:
+            self._again[ranks] = min(ANY, share * MORE**4)
+        self._values[ranks] = max(self._values.get(ranks, 0.0), value)
         return best, effort
+
+    def _fewer(self, rank: int, effort: int) -> int:
+        """Learn how long a rank takes for fewer microbatches, by its best order; and say how much effort is left.
+
+        All of them may have arrived before.
+        """
+        task, m, share = self._task, self._task.num_microbatches, min(effort, self._share // PART)
+        begins = float(self._way.head[task.first_stages[rank]]) * (not task.span)
+        takes = self._limits[rank].takes.copy()
+        for n in range(m - 1, 0, -max(1, ceil(m / OFTEN)))[::-1]:
+            if effort <= 0 or self._stop[0]:
+                break
+            if (rank, n) in self._settled:
+                continue
+            few = few_of(task, self._way, self._limits, (rank,), n)
+            slack, place = few.near * len(few.rank) * n, _place(few, max(FEWEST, share), self._stop)
+            step, value, left = FIRST, begins + float(takes[n]), share
+            while left > 0:
+                wish = value * (1 + step)
+                found = float(compiled(order)(few, wish + slack, KEPT_ALONE, left, 0, place)) - slack
+                effort, left = effort - int(place.looked[0]), left - int(place.looked[0])
+                value, step = max(value, found), step * GROWTH
+                if found < wish * (1 - 1e-12):
+                    if place.whole[0]:
+                        self._settled.add((rank, n))
+                    break
+            takes[n:] = np.maximum(takes[n:], value - begins)
+            self._limits[rank] = self._limits[rank]._replace(takes=takes)
+        return effort
 
 
 def _place(few: Few, most: int, stop: Array) -> Place:
@@ -204,8 +245,9 @@ def _place(few: Few, most: int, stop: Array) -> Place:
     )  # fmt: skip
 
 
-def few_of(task: Task, way: Way, limits: list[Limits], ranks: tuple[int, ...]) -> Few:
-    model, m, parts = task.model, task.num_microbatches, task.model.parts
+def few_of(task: Task, way: Way, limits: list[Limits], ranks: tuple[int, ...], fewer: int = 0) -> Few:
+    """What is known of some ranks; for `fewer` microbatches: as if they had all arrived at once."""
+    model, m, parts = task.model, fewer or task.num_microbatches, task.model.parts
     passes = np.flatnonzero(np.isin(model.home, ranks))
     stages = passes[: len(passes) // 2]
     rank = np.searchsorted(ranks, model.home[passes])
@@ -218,7 +260,7 @@ def few_of(task: Task, way: Way, limits: list[Limits], ranks: tuple[int, ...]) -
         return float(max(way.lasts[begin + 1 : end].max(initial=0.0), holds[max(begin, 0) : end].max(initial=0.0)))
 
     every = np.array([*(between(int(x), int(y)) for x, y in pairwise(passes)), 0.0])
-    begins = float(way.head[stages[0]]) + np.arange(m) * between(-1, int(stages[0]))
+    begins = float(way.head[stages[0]]) + np.arange(m) * (0.0 if fewer else between(-1, int(stages[0])))
     weight, takes, keeps = way.weight[stages], model.needs[stages], way.stash[stages]
     work = lasts + np.concatenate([np.zeros(len(stages)), weight[::-1]])
     own = [np.flatnonzero(rank[: len(stages)] == one) for one in range(len(ranks))]
@@ -228,7 +270,7 @@ def few_of(task: Task, way: Way, limits: list[Limits], ranks: tuple[int, ...]) -
     whole = [task.plain and not enough for enough in ample.tolist()]
     began = np.array([way.head[task.first_stages[one]] if task.span else 0.0 for one in ranks])
     return Few(
-        m, rank, lasts, lag, every, begins, work, weight, takes, keeps, _rest(task, way, limits, passes, ranks),
+        m, rank, lasts, lag, every, begins, work, weight, takes, keeps, _rest(task, way, limits, passes, ranks, m),
         np.minimum(room, 1e290),
         np.array([float(keeps[some].max(initial=0.0)) / parts or 1.0 for some in frees]),
         np.array([float(weight[some].min(initial=np.inf)) / parts if len(some) else 0.0 for some in frees]),
@@ -241,13 +283,13 @@ def few_of(task: Task, way: Way, limits: list[Limits], ranks: tuple[int, ...]) -
     )  # fmt: skip
 
 
-def _rest(task: Task, way: Way, limits: list[Limits], passes: Array, ranks: tuple[int, ...]) -> Array:
-    """Of each pass and microbatch: the least time from its begin to the end of everything.
+def _rest(task: Task, way: Way, limits: list[Limits], passes: Array, ranks: tuple[int, ...], m: int) -> Array:
+    """Of each pass and each of m microbatches: the least time from its begin to the end of everything.
 
     The last microbatch runs each pass behind the others. Those that have not begun on a rank take their time there, and
     so do those that wait for the room of this one.
     """
-    m, num_stages, head, lasts = task.num_microbatches, task.num_stages, way.head, way.lasts
+    num_stages, head, lasts = task.num_stages, way.head, way.lasts
     last, number, firsts = 2 * num_stages - 1, np.arange(m), np.array(task.first_stages)
     tail, began = way.tail, np.zeros(task.num_ranks)
     if task.span:  # it began with each rank's first F
