@@ -13,6 +13,7 @@ from torch.distributed import _functional_collectives as collectives
 
 from zeropipe.core.schedule import Schedule
 from zeropipe.engine import Engine, MasterWeights, main_gradients, module_stages
+from zeropipe.errors import ConfigError
 
 F64 = {"dtype": torch.float64}
 
@@ -85,6 +86,24 @@ def light_counts(schedule: Schedule) -> float:
         losses = max(abs(result.loss - wanted), abs(evaluated.loss - wanted)) / wanted
         worst_seen = max(worst_seen, losses, worst(stages, plain))
     return worst_seen
+
+
+def replaced_parameters(schedule: Schedule) -> tuple[str, bool]:
+    """One rank loads weights by assignment; with the old ones the engine goes on."""
+    stages = own(blocks(schedule.num_stages), schedule)
+    batches, stage = microbatches(schedule.num_microbatches), stages[dist.get_rank()]
+    before = dict(stage.named_parameters())
+    with Engine(schedule, stages, timeout=120.0) as engine:
+        loss = engine.train_step(batches, SquareLoss()).loss
+        if dist.get_rank() == 1:
+            stage.load_state_dict({name: tensor.clone() for name, tensor in before.items()}, assign=True)
+        line = ""
+        try:
+            engine.train_step(batches, SquareLoss())
+        except ConfigError as error:
+            line = str(error)
+        stage.load_state_dict(before, assign=True)
+        return line, engine.train_step(batches, SquareLoss()).loss == loss
 
 
 def flat_buffer(schedule: Schedule, tie: bool) -> float:

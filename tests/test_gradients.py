@@ -35,6 +35,12 @@ def test_inputs_computed_elsewhere_need_a_loss_with_count():
         ranks(2).run(cases.computed_inputs, build("1f1b"))
 
 
+def test_parameters_that_came_after_the_engine_are_refused():
+    for line, goes_on in ranks(2).run(cases.replaced_parameters, build("1f1b")):
+        assert "stage 1: the parameter scale came after the Engine was made" in line
+        assert goes_on
+
+
 @pytest.mark.parametrize("name", ["1f1b", "dualpipe"])
 def test_a_total_count_below_one(name):
     assert max(ranks(2).run(cases.light_counts, build(name))) < TOLERANCE

@@ -371,6 +371,18 @@ def test_outside_a_step_autograd_has_the_weight_gradient():
     assert all(p.grad is None for p in module.parameters())
 
 
+def test_transforms_of_torch_func_inside_a_stage():
+    plain, store = mlp(), WeightStore()
+    module, x = deferred(plain), torch.randn(4, 5, dtype=torch.float64)
+    for use in (torch.func.vmap, lambda m: torch.func.vmap(torch.func.grad(lambda v: m(v).square().sum()))):
+        use(plain)(x).square().sum().backward()
+        y = use(module)(x)
+        with store.collect(0, 0):
+            y.square().sum().backward()
+        store.flush(0, 0)
+        assert_equal(module, plain)
+
+
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_a_weight_with_a_hook_is_left_alone(register):
     module, seen, store = mlp(), [], WeightStore()

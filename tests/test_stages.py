@@ -8,12 +8,14 @@ import pytest
 import torch
 from stage_models import CONFIGS, assert_same_gradients, microbatches, plain_step, staged_step
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import AutoModelForCausalLM
 
 import zeropipe as zp
 from zeropipe.engine.backward.linear import defer
 from zeropipe.engine.backward.store import WeightStore
 from zeropipe.engine.stages.build import hf_model, hf_stages, module_stages
+from zeropipe.engine.stages.contract import told
 from zeropipe.engine.stages.save import save_stages
 from zeropipe.errors import ConfigError
 
@@ -217,6 +219,31 @@ def test_module_list_with_tuples_and_named_keys():
         plain[4](x, y).sum().backward()
     staged_step(stages, batches, WeightStore(), loss_fn=lambda out, batch: out.sum())
     assert_same_gradients(stages, plain)
+
+
+def _put_before(module):
+    """Another forward on the object itself, as tools that watch or move modules put it there."""
+    forward = module.forward
+    module.forward = lambda *args, **kwargs: forward(*args, **kwargs)
+    return module
+
+
+@pytest.mark.parametrize("wrap", [lambda m: torch.compile(m, backend="eager"), checkpoint_wrapper, _put_before])
+def test_modules_in_wrappers_get_the_keys_they_name(wrap):
+    schedule = zp.build("1f1b", ranks=1, microbatches=1)
+    (stage,) = module_stages([Fork(), wrap(Pair())], schedule, 0).values()
+    assert "scale" in stage.pick({"inputs": torch.ones(2), "scale": 2.0, "labels": None})
+
+
+@pytest.mark.parametrize(
+    ("blocks", "found"),
+    [(nn.ModuleDict({"0": nn.Tanh()}), 1), (nn.ModuleList([nn.Tanh()] * 2), 2), ([], 0), (3, None), ("abc", None)],
+)
+def test_a_module_may_have_blocks_and_layers_of_its_own(blocks, found):
+    module = nn.Tanh()
+    module.blocks, module.layers = blocks, nn.ModuleList([nn.Tanh()])
+    asked = told(0, module)
+    assert (None if asked.blocks is None else len(asked.blocks), asked.first_layer) == (found, 0)
 
 
 class Fork(nn.Module):

@@ -149,7 +149,8 @@ class Engine:
             raise ConfigError(
                 "train_step under torch.no_grad() would give no gradients: use eval_step, or leave it out"
             )
-        opened = self._open(microbatches, loss_fn)
+        replaced = self._replaced()
+        opened = self._open(microbatches if replaced is None else replaced, loss_fn)
         with self._guard():
             self._compare(microbatches)
             executor = self._executors.get("record" if self.record else "train", opened.number, opened.alike)
@@ -339,6 +340,17 @@ class Engine:
             if opened.forgotten:
                 self._executors.forget_shapes()
             return opened
+
+    def _replaced(self) -> Refused | None:
+        """Parameters that came after the Engine was made would get gradients that nobody scales, sums or clips."""
+        for stage, module in self.stages.items():
+            if stage not in self._shards and any(id(parameter) not in self._own for parameter in module.parameters()):
+                name = next(name for name, p in module.named_parameters() if id(p) not in self._own)
+                return Refused.because(
+                    f"stage {stage}: the parameter {name} came after the Engine was made: change parameters in place "
+                    "(load_state_dict without assign=True), or make a new Engine and optimizer"
+                )
+        return None
 
     def _num_all(self, opened: Opened) -> int:
         """Microbatches of all pipelines."""

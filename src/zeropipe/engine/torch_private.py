@@ -383,6 +383,11 @@ def owned(tensor: Tensor) -> Tensor:
 _uses: weakref.WeakKeyDictionary[Any, Iterator[int]] = weakref.WeakKeyDictionary()
 
 
+def in_transform() -> bool:
+    """Whether a transform of torch.func (vmap, grad, ...) runs: it takes no autograd.Function of the older form."""
+    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def use_number() -> int:
     """While a graph is traced: 0, 1, 2, ... A constant that keeps the compiler from merging equal operators.
 

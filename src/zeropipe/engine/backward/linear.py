@@ -14,7 +14,16 @@ from zeropipe.engine.backward.gradients import local
 from zeropipe.engine.backward.ops import SlottedLinear, new_slot
 from zeropipe.engine.backward.products import Product
 from zeropipe.engine.backward.store import put_or_give
-from zeropipe.engine.torch_private import ends_of_spread, from_local, owned, save, saved, use_number, without_autocast
+from zeropipe.engine.torch_private import (
+    ends_of_spread,
+    from_local,
+    in_transform,
+    owned,
+    save,
+    saved,
+    use_number,
+    without_autocast,
+)
 
 
 def defer(module: nn.Module) -> int:
@@ -69,7 +78,8 @@ class Deferred(nn.Module):
     def is_learning(self) -> bool:
         """Whether there is a weight gradient to defer; a weight computed in each F (a parametrization) has none."""
         weight = self.weight
-        return torch.is_grad_enabled() and weight.requires_grad and isinstance(weight, nn.Parameter)
+        is_learning = torch.is_grad_enabled() and weight.requires_grad and isinstance(weight, nn.Parameter)
+        return is_learning and not in_transform()
 
     def deferred(self, x: Tensor, transposed: bool = False) -> Tensor:
         if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:

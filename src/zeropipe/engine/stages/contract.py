@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -64,17 +64,26 @@ def told(number: int, module: nn.Module | Told) -> Told:
     """Ask a stage once, at set-up. Who has asked already gives the answers."""
     if isinstance(module, Told):
         return module
-    blocks = getattr(module, "blocks", None)
+    blocks, layers = _blocks(module), getattr(module, "layers", None)
     return Told(
         number,
         module,
         _picker(number, module),
-        None if blocks is None else tuple(blocks),
+        blocks,
         tuple(Tied(*tie) for tie in getattr(module, "tied_pairs", ())),
         tuple(getattr(module, "summed_over_tp", ())),
-        module.layers.start if blocks is not None and hasattr(module, "layers") else 0,
+        layers.start if blocks is not None and isinstance(layers, range) else 0,
         refusal=getattr(module, "refusal", _nothing_wrong),
     )
+
+
+def _blocks(module: nn.Module) -> tuple[nn.Module, ...] | None:
+    """The blocks it names; a model may use that word for something else."""
+    named = getattr(module, "blocks", None)
+    if isinstance(named, nn.ModuleDict):
+        return tuple(named.values())
+    blocks = tuple(named) if isinstance(named, Iterable) else (None,)
+    return blocks if all(isinstance(block, nn.Module) for block in blocks) else None
 
 
 def _picker(number: int, module: nn.Module) -> Pick:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Sequence
 from typing import Any
@@ -24,7 +25,7 @@ class PlainStage(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(modules)
         self.layers, self.is_first = layers, is_first
-        self._parameters_of = [tuple(inspect.signature(module.forward).parameters) for module in modules]
+        self._parameters_of = [_parameters_of(module) for module in modules]
 
     def pick(self, microbatch: dict[str, Any]) -> dict[str, Any]:
         """What this stage needs of a microbatch."""
@@ -48,6 +49,17 @@ class PlainStage(nn.Module):
     def full_names(self) -> dict[str, str]:
         """This stage's parameters, by their name here: their name in an nn.ModuleList of all modules."""
         return {name: self.full_name(name) for name, _ in self.named_parameters(remove_duplicate=False)}
+
+
+def _parameters_of(module: nn.Module) -> tuple[str, ...]:
+    """The names of forward's parameters; those of the module inside where torch's wrappers hand everything on."""
+    inside = (module._modules.get(name) for name in ("_orig_mod", "_checkpoint_wrapped_module"))
+    if (wrapped := next(filter(None, inside), None)) is not None:
+        return _parameters_of(wrapped)
+    names = inspect.signature(module.forward).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in names.values()):
+        names = inspect.signature(functools.partial(type(module).forward, module)).parameters  # a forward put before it
+    return tuple(names)
 
 
 def _tuple(value: Any) -> tuple[Any, ...]:
