@@ -205,6 +205,16 @@ def test_every_kind_of_layer_is_in_the_small_copy():
     assert len(proof.small_model(meta_model(early, torch.float32), "model.layers").model.layers) == 3
 
 
+def test_a_last_layer_of_another_kind_needs_no_copy_as_long_as_the_model():
+    """The last layer of gpt_neox_japanese has a bias that no other one has."""
+    from transformers import GPTNeoXJapaneseConfig
+
+    model = meta_model(GPTNeoXJapaneseConfig(num_hidden_layers=9), torch.float32)
+    assert find.kinds(model, "gpt_neox_japanese.layers", []) == [0] * 8 + [1]
+    small = proof.small_model(model, "gpt_neox_japanese.layers")
+    assert find.kinds(small, "gpt_neox_japanese.layers", []) == [0, 0, 1]
+
+
 @pytest.mark.parametrize("name", ["gemma3", "mistral3"])
 def test_the_text_part_of_a_multimodal_model(name):
     from transformers import AutoConfig

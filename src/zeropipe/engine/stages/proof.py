@@ -1,7 +1,7 @@
 """Proves on a small copy of a model that it can be cut: loss and gradients of its stages equal the whole model's.
 
-The copy has every kind of layer that the model has, and every layer is a stage of its own. It runs plain, padded and
-packed batches on the CPU, without the other ranks. What is not proven is refused.
+The copy has every kind of layer that the model has, in the order of its first and last ones, and every layer is a stage
+of its own. It runs plain, padded and packed batches on the CPU, without the other ranks. What is not proven is refused.
 """
 
 from __future__ import annotations
@@ -89,16 +89,25 @@ def _check_sharing(model: nn.Module, layers: str) -> None:
 
 
 def small_model(model: nn.Module, layers: str, shares: int = 1) -> nn.Module:
-    """A small copy with random weights that has, layer by layer, the same kinds of layers."""
+    """A small copy with random weights that has, layer by layer, the kinds of the model's first and last layers."""
     lists = per_layer(model, layers)
     pattern = kinds(model, layers, lists)
-    enough = max(pattern.index(max(pattern)) + 1, _FEW)  # the first layers that have every kind among them
-    for number in dict.fromkeys((min(enough, len(pattern)), len(pattern))):
-        config = small_config(model.config, number, len(pattern), entry_of(model.config).small, shares)
+    total = len(pattern)
+    numbers = range(min(_FEW, total), total + 1)  # the least that has every kind: at both ends, or among the first ones
+    both = next(number for number in numbers if any(set(some) == set(pattern) for some in _ends(pattern, number)))
+    first = next(number for number in numbers if set(pattern[:number]) == set(pattern))
+    for number in dict.fromkeys((both, first, total)):
+        config = small_config(model.config, number, total, entry_of(model.config).small, shares)
         small = build(config, torch.float32, kernels=False)
-        if kinds(small, layers, lists) == pattern[:number]:
+        found = kinds(small, layers, lists)
+        if set(found) == set(pattern) and found in _ends(pattern, number):
             return _randomised(small)
     raise NotFound("a small copy of it has other kinds of layers")
+
+
+def _ends(pattern: list[int], number: int) -> list[list[int]]:
+    """All ways to take some of the first layers and some of the last ones, together `number`."""
+    return [pattern[:k] + pattern[len(pattern) - number + k :] for k in range(number, 0, -1)]
 
 
 def prove(small: nn.Module, layers: str) -> Family:
