@@ -32,7 +32,7 @@ SHIFTED = zp.to_json(zp.simulate(zp.build("1f1b", ranks=1, microbatches=1))).rep
         ("cell.csv", "0F0," + "x" * 200_000, ["check"], "not a CSV"),
         ("late.json", SHIFTED, ["show"], "times up to 1e+15"),
         ("late.json", SHIFTED, COSTS, "times up to 1e+15"),
-        ("edge.toml", '[edges."²-1"]\np2p = 1', COSTS, "edge '²-1': name it by its two ranks"),
+        ("edge.toml", '[edges."²-1"]\np2p = 1', COSTS, "edge '²-1': name it by two different ranks"),
         ("folder.csv", None, ["check"], "Is a directory"),
         ("folder.toml", None, COSTS, "Is a directory"),
     ],

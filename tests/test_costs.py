@@ -154,3 +154,41 @@ def test_costs_files(tmp_path):
             load_costs(str(toml))
     with pytest.raises(zp.ConfigError, match="cannot read"):
         load_costs(str(tmp_path / "none.toml"))
+
+
+def test_numbers_of_numpy_and_torch_are_numbers():
+    numpy, torch = pytest.importorskip("numpy"), pytest.importorskip("torch")
+    schedule = zp.build("zbv", ranks=numpy.int64(2), microbatches=torch.tensor(4))
+    assert schedule == zp.build("zbv", ranks=2, microbatches=4)
+    ours = zp.Costs(
+        f=1.5, i=[1, 2, 3, 4], w=[1.0, 0.5, 1.0, 1.0], p2p=2, activation={0: 2.0}, node_size=1, memory_limit=9
+    )
+    theirs = zp.Costs(
+        f=torch.tensor(1.5), i=numpy.arange(1, 5), w=[numpy.float32(1), torch.tensor(0.5), 1, 1], p2p=numpy.int64(2),
+        activation={numpy.int64(0): numpy.float32(2)}, node_size=numpy.int32(1), memory_limit=torch.tensor(9),
+    )  # fmt: skip
+    assert theirs == ours
+    assert zp.to_json(zp.simulate(schedule, theirs)) == zp.to_json(zp.simulate(schedule, ours))
+    for value in (numpy.array([1.0, numpy.nan]), torch.tensor(-1), numpy.True_):
+        with pytest.raises(zp.ConfigError, match="a number from 0 on is needed"):
+            zp.Costs(f=value)
+
+
+@pytest.mark.parametrize("link", [Link(0.5, 2.0), {"p2p": 0.5, "bandwidth": 2.0}, (0.5, 2.0)])
+@pytest.mark.parametrize("edge", [(0, 1), "0-1"])
+def test_a_link_is_said_in_python_as_in_a_file(edge, link):
+    costs = zp.Costs(edges={edge: link}, inter_node=link, node_size=1)
+    assert costs == costs_from({"edges": {"0-1": {"p2p": 0.5, "bandwidth": 2.0}}, "node_size": 1, "inter_node": link})
+    assert costs.link(0, 1) == costs.link(5, 6) == Link(0.5, 2.0)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"f": None, "activation": 5}, {"p2p": None}, {"f": b"1234"}, {"edges": None}, {"edges": {(0, 1): 3}},
+        {"edges": {"0--1": {}}}, {"edges": {5: {}}}, {"inter_node": None}, {"inter_node": (1,)}, {"node_size": True},
+    ],
+)  # fmt: skip
+def test_what_is_no_cost_is_refused_and_not_guessed(value):
+    with pytest.raises(zp.ConfigError, match=r"is needed|two different ranks"):
+        zp.Costs(**value)

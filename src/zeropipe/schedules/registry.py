@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from zeropipe.core.action import MAX_STAGES
+from zeropipe.core.given import as_python
 from zeropipe.core.packed import PackedRows
 from zeropipe.core.placement import PlacementRule, Problem
 from zeropipe.core.schedule import Schedule
@@ -138,6 +139,8 @@ def build_entry(
 ) -> Schedule:
     """`build` for an entry in hand."""
     per_rank = entry.stages_per_rank[0] if stages_per_rank is None else stages_per_rank
+    ranks, microbatches, per_rank = map(as_python, (ranks, microbatches, per_rank))
+    options = {option: as_python(value) for option, value in options.items()}
     for label, value in (("ranks", ranks), ("microbatches", microbatches), ("stages_per_rank", per_rank)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ConfigError(f"{label}={value!r}: a whole number from 1 on is needed")

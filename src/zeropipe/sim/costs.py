@@ -5,11 +5,13 @@ A number is for every stage alike, a list has one entry per stage, and a table l
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from sys import float_info
 from typing import Any, NamedTuple
 
+from zeropipe.core.given import as_python
 from zeropipe.core.placement import Problem
 from zeropipe.core.shards import require_policy
 from zeropipe.errors import ConfigError, short
@@ -92,25 +94,18 @@ class Costs:
 
     def __post_init__(self) -> None:
         for name in PER_STAGE:
-            value = getattr(self, name)
-            if isinstance(value, Mapping):
-                object.__setattr__(self, name, _sparse(name, value))
-            elif isinstance(value, Sequence) and not isinstance(value, str):
-                object.__setattr__(self, name, tuple(_number(name, v) for v in value))
-            elif value is not None and not isinstance(value, Sparse):
-                _number(name, value)
+            object.__setattr__(self, name, _per_stage(name, as_python(getattr(self, name))))
         for name in ("p2p", "bandwidth", "memory_limit", "shard_bandwidth"):
-            if getattr(self, name) is not None:
-                _number(name, getattr(self, name))
-        for source, target in self.edges:
-            if not (type(source) is int and type(target) is int and min(source, target) >= 0 and source != target):
-                raise ConfigError(f"edge {short(source)}-{short(target)}: name it by two different ranks, from 0 on")
-        links = {"inter_node": self.inter_node, **{f"edge {a}-{b}": link for (a, b), link in self.edges.items()}}
-        for name, link in links.items():
-            for part, value in zip(Link._fields, link, strict=True):
-                if value is not None:
-                    _number(f"{name} {part}", value)
-        bandwidths = [self.bandwidth, self.shard_bandwidth, *(link.bandwidth for link in links.values())]
+            value = as_python(getattr(self, name))
+            object.__setattr__(self, name, value)
+            if value is not None or _DEFAULTS[name] is not None:
+                _number(name, value)
+        for name in ("node_size", "units"):
+            object.__setattr__(self, name, as_python(getattr(self, name)))
+        object.__setattr__(self, "edges", _edges(self.edges))
+        object.__setattr__(self, "inter_node", _link(self.inter_node, "inter_node"))
+        links = [self.inter_node, *self.edges.values()]
+        bandwidths = [self.bandwidth, self.shard_bandwidth, *(link.bandwidth for link in links)]
         if any(bandwidth == 0 for bandwidth in bandwidths):
             raise ConfigError("bandwidth=0: a message would never arrive; leave it out for no limit")
         for name in ("unit", "memory_unit"):
@@ -121,7 +116,7 @@ class Costs:
                 raise ConfigError(f"{name}={short(getattr(self, name))}: true or false is needed")
         if self.blocking and self.blocking_ends:
             raise ConfigError("blocking and blocking_ends are both on: the first blocks everywhere; give one of them")
-        if self.node_size is not None and (not isinstance(self.node_size, int) or self.node_size < 1):
+        if self.node_size is not None and (type(self.node_size) is not int or self.node_size < 1):
             raise ConfigError(f"node_size={short(self.node_size)}: a whole number of ranks from 1 on is needed")
         if type(self.units) is not int or not 1 <= self.units <= MAX_UNITS:
             raise ConfigError(f"units={short(self.units)}: a whole number from 1 to {MAX_UNITS} is needed")
@@ -225,14 +220,7 @@ def costs_from(data: Mapping[str, Any], where: str = "costs") -> Costs:
             near = get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(known))}"
             raise ConfigError(f"{where}: unknown field {short(name)}: {hint}")
-    values = dict(data)
-    if not isinstance(values.get("edges", {}), Mapping):
-        raise ConfigError(f"{where}: edges={short(values['edges'])}: a table like 0-1 = {{p2p = 1e-5}} is needed")
-    if "edges" in values:
-        values["edges"] = {_edge(name): _link(link, f"{where}: edges.{name}") for name, link in values["edges"].items()}
-    if "inter_node" in values:
-        values["inter_node"] = _link(values["inter_node"], f"{where}: inter_node")
-    return Costs(**values)
+    return Costs(**data)
 
 
 def costs_data(costs: Costs) -> dict[str, Any]:
@@ -277,6 +265,17 @@ def _plus(a: list[float], b: list[float]) -> list[float]:
     return [x + y for x, y in zip(a, b, strict=True)]
 
 
+def _per_stage(name: str, value: Any) -> Any:
+    """A number, a tuple of one per stage, or a table of some; None where that is the default."""
+    if isinstance(value, Mapping):
+        return _sparse(name, value)
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray)):
+        return tuple(_number(name, as_python(number)) for number in value)
+    if not isinstance(value, Sparse) and (value is not None or _DEFAULTS[name] is not None):
+        _number(name, value)
+    return value
+
+
 def _number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= float_info.max:
         raise ConfigError(f"{name}={short(value)}: a number from 0 on is needed")
@@ -287,9 +286,9 @@ def _sparse(name: str, table: Mapping[Any, Any]) -> Sparse:
     entries, default = [], None
     for key, value in table.items():
         if key == DEFAULT:
-            default = _number(f"{name}.{DEFAULT}", value)
+            default = _number(f"{name}.{DEFAULT}", as_python(value))
         elif str(key).isdecimal() and len(str(key)) <= _MAX_STAGE_DIGITS:
-            entries.append((int(key), _number(f"{name}.{key}", value)))
+            entries.append((int(key), _number(f"{name}.{key}", as_python(value))))
         else:
             raise ConfigError(
                 f"{name}={short(dict(table))}: {short(key)} is no stage; name stages by number, like {{0: 0.8}}, "
@@ -313,11 +312,25 @@ def _cut(name: str, pieces: tuple[float, ...], problem: Problem) -> tuple[float,
     return tuple(sum(pieces[s * size : (s + 1) * size]) for s in range(stages))
 
 
-def _edge(name: str) -> tuple[int, int]:
-    source, dash, target = name.partition("-")
-    if not (dash and source.isdecimal() and target.isdecimal()):
-        raise ConfigError(f"edge {short(name)}: name it by its two ranks, like 0-1")
-    return int(source), int(target)
+def _edges(table: Any) -> dict[tuple[int, int], Link]:
+    """The links of single directions, named by two ranks: (0, 1) or "0-1"."""
+    if not isinstance(table, Mapping):
+        raise ConfigError(f"edges={short(table)}: a table like 0-1 = {{p2p = 1e-5}} is needed")
+    found = {}
+    for name, link in table.items():
+        source, target = _edge(name)
+        found[source, target] = _link(link, f"edges.{source}-{target}")
+    return found
+
+
+def _edge(name: Any) -> tuple[int, int]:
+    written = re.fullmatch(rf"(\d{{1,{_MAX_STAGE_DIGITS}}})-(\d{{1,{_MAX_STAGE_DIGITS}}})", str(name))
+    pair = tuple(map(int, written.groups())) if written else name
+    if isinstance(pair, tuple) and len(pair) == 2:
+        source, target = map(as_python, pair)
+        if type(source) is type(target) is int and min(source, target) >= 0 and source != target:
+            return source, target
+    raise ConfigError(f"edge {short(name)}: name it by two different ranks, from 0 on, like 0-1")
 
 
 def _link_data(link: Link) -> dict[str, float]:
@@ -326,5 +339,11 @@ def _link_data(link: Link) -> dict[str, float]:
 
 def _link(data: Any, where: str) -> Link:
     if isinstance(data, Mapping) and set(data) <= set(Link._fields):
-        return Link(**data)
-    raise ConfigError(f"{where}={short(data)}: a table with p2p and bandwidth is needed")
+        data = Link(**data)
+    if not isinstance(data, tuple) or len(data) != len(Link._fields):
+        raise ConfigError(f"{where}={short(data)}: a table with p2p and bandwidth is needed")
+    found = Link(*map(as_python, data))
+    for part, value in zip(Link._fields, found, strict=True):
+        if value is not None:
+            _number(f"{where}.{part}", value)
+    return found
