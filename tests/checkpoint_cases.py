@@ -248,6 +248,7 @@ def refuses(schedule: Schedule, path: str) -> dict[str, str]:
         seen["differs"] = told(lambda: save_checkpoint(path, engine, extra=torch.tensor(dist.get_rank())))
         stranger = torch.optim.SGD([*engine.parameters(), torch.nn.Parameter(torch.ones(3))])
         seen["stranger"] = told(lambda: save_checkpoint(path, engine, stranger))
+        seen["two"] = told(lambda: save_checkpoint(path, engine, [torch.optim.SGD(engine.parameters())]))
         assert not list(Path(path).glob("*/*"))
         seen["nothing"] = told(lambda: load_checkpoint(path, engine))
         save_checkpoint(f"{path}/bare", engine)

@@ -126,11 +126,15 @@ def mistaken(what: str, schedule: Schedule) -> Any:
     if what == "numbers":
         return module_stages([1, 2, 3, 4], schedule, dist.get_rank())
     batch = microbatches(schedule.num_microbatches)
-    given = {"table": batch[0], "generator": (one for one in batch), "nothing": None}.get(what, batch)
-    losses = {"detached": _detached, "labels": CausalLMLoss(), "zero": _zero_for_the_first}
+    given = {
+        "table": batch[0], "generator": (one for one in batch), "nothing": None, "pairs": [*batch[:-1], (1, 2)]
+    }.get(what, batch)  # fmt: skip
+    losses = {"detached": _detached, "labels": CausalLMLoss(), "zero": _zero_for_the_first, "no loss": None}
     shapes = "dynamic" if what == "zero" else "auto"  # there some microbatches have a gradient and others none
     with Engine(schedule, own(modules, schedule), timeout=60, shapes=shapes) as engine:
         result = engine.train_step(given, losses.get(what, SquareLoss()))
+        if what == "norm":
+            engine.clip_grad_norm(-1.0)
         return result.loss, engine.grad_norm() > 0
 
 

@@ -94,6 +94,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
         "step": "step=1.5: give the number of steps done",
         "extra": "extra['a'][0] is a object",
         "differs": "rank 1 saves another path, step, extra or optimizer than rank 0",
+        "two": "the optimizer is a list: give one torch optimizer, or MasterWeights",
         "stranger": "the optimizer has a parameter of shape (3,) that is in no stage",
         "nothing": "holds no checkpoint, as there is no checkpoint.json",
         "no optimizer": "the checkpoint holds no optimizer state: load it without an optimizer",

@@ -89,6 +89,19 @@ def test_a_loss_that_is_none_is_named(value):
         Tally(lambda out, _: value, [{}]).root(None, {}, 0)
 
 
+@pytest.mark.parametrize(
+    "rest, line",
+    [
+        ((torch.ones(2),), r"the count of the loss is a Tensor of shape \[2\]: give a number"),
+        ((3, {"size": "big"}), "the metric 'size' of the loss is a str: give a number"),
+        ((3, [1]), "the metrics of the loss are a list: give a dict of numbers"),
+    ],
+)
+def test_counts_and_metrics_that_are_none_are_named(rest, line):
+    with pytest.raises(TypeError, match=line):
+        Tally(lambda out, _: (out.sum(), *rest), [{}]).root(torch.ones(2, requires_grad=True), {}, 0)
+
+
 def test_metrics_hold_no_graph():
     x = torch.ones(3, requires_grad=True)
     tally = Tally(lambda out, _: (out.sum(), 3, {"size": out.square().sum()}), [{}])

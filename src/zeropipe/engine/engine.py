@@ -260,6 +260,8 @@ class Engine:
 
     def clip_grad_norm(self, max_norm: float) -> float:
         """Scale all gradients so that the whole model's norm is at most `max_norm`; returns the norm before."""
+        if not (hasattr(max_norm, "__float__") and float(max_norm) >= 0):
+            raise ConfigError(f"clip_grad_norm({max_norm!r}): give the largest norm, a number from 0 on")
         norm = self.grad_norm()
         if norm > max_norm:
             gradients.scale(self._sums.all, max_norm / (norm + 1e-6))

@@ -38,7 +38,10 @@ class Optimized:
     def __init__(self, optimizer: Any, catalog: Catalog) -> None:
         self._inner: torch.optim.Optimizer = optimizer.optimizer if isinstance(optimizer, MasterWeights) else optimizer
         if not hasattr(self._inner, "param_groups") or not hasattr(self._inner, "state"):
-            raise ConfigError(f"optimizer={optimizer!r}: give a torch optimizer, or MasterWeights")
+            raise ConfigError(
+                f"the optimizer is a {type(optimizer).__name__}: give one torch optimizer, or MasterWeights; the "
+                "state_dict() of further ones is of this rank's parameters only"
+            )
         pairs = optimizer.pairs if isinstance(optimizer, MasterWeights) else []
         self._masters = {id(master): parameter for parameter, master in pairs if parameter is not master}
         self._catalog = catalog

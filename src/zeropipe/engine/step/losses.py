@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -90,6 +90,11 @@ class Tally:
 
     def root(self, output: Any, microbatch: Mapping[str, Any], index: int) -> Tensor:
         """Compute the loss of one microbatch; returns what backward starts from."""
+        if not callable(self.loss_fn):
+            raise TypeError(
+                f"loss_fn is a {type(self.loss_fn).__name__}: give a function (output, microbatch) on every rank that "
+                "has the last stage"
+            )
         value = self.loss_fn(shown_to(self.loss_fn, output), microbatch)
         _check_loss(value, output)
         if isinstance(value, Tensor):
@@ -126,8 +131,26 @@ class Tally:
         return loss, count, metrics, self.late
 
 
+def _numbers(rest: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+    """What a loss gives beside itself."""
+    if rest:
+        yield "the count", rest[0]
+    if len(rest) == 2:
+        if not isinstance(rest[1], Mapping):
+            raise TypeError(f"the metrics of the loss are a {type(rest[1]).__name__}: give a dict of numbers")
+        yield from ((f"the metric {name!r}", number) for name, number in rest[1].items())
+
+
+def _is_number(value: Any) -> bool:
+    return value.numel() == 1 if isinstance(value, Tensor) else hasattr(value, "__float__")
+
+
 def _check_loss(value: Any, output: Any) -> None:
-    loss = value[0] if isinstance(value, tuple) and len(value) in (2, 3) else value
+    loss, *rest = value if isinstance(value, tuple) and len(value) in (2, 3) else (value,)
+    for what, number in _numbers(rest):
+        if not _is_number(number):
+            shape = f" of shape {list(number.shape)}" if isinstance(number, Tensor) else ""
+            raise TypeError(f"{what} of the loss is a {type(number).__name__}{shape}: give a number")
     if isinstance(loss, Tensor) and loss.numel() == 1:
         needs_grad = any(one.requires_grad for one in torch_private.tensors_in(output))
         # a plain 0 is fine: that of a microbatch in which nothing has a loss

@@ -120,6 +120,10 @@ def _word(stages: Iterable[Told], microbatches: Sequence[Microbatch], loss_fn: A
     if isinstance(microbatches, (Mapping, str)) or not hasattr(microbatches, "__len__"):
         kind = type(microbatches).__name__
         return Word(0, (), None, f"microbatches are a {kind}: give a list of them, each a dict, like [{{'inputs': x}}]")
+    for index, microbatch in enumerate(microbatches):
+        if not isinstance(microbatch, Mapping):
+            kind = type(microbatch).__name__
+            return Word(0, (), None, f"microbatch {index} is a {kind}: each is a dict, like {{'inputs': x}}")
     try:
         for stage in stages:
             for microbatch in microbatches:
