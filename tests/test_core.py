@@ -1,5 +1,7 @@
 """Actions, placements, text forms, dependencies, and the two ways a kernel can run."""
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -141,7 +143,7 @@ def test_csv_takes_torch_padding_and_parameter_actions():
         (lambda t: t.replace('"zeropipe": 1', '"zeropipe": 9'), "version 9"),
         (lambda t: t.replace('"num_ranks": 2', '"num_ranks": 3'), "there are 2 rows"),
         (lambda t: t.replace('"num_ranks": 2', '"num_ranks": "x"'), "num_ranks is 'x'"),
-        (lambda t: t.replace('"rows"', '"rovs"'), "field 'rows' is missing"),
+        (lambda t: t.replace('"rows"', '"rovs"'), "unknown field .rovs.: did you mean .rows."),
         (lambda t: t.replace("0F0", "0Z0"), "'0Z0' is not an action"),
         (lambda t: t.replace('"copies": [[0, 1]]', '"copies": [[0, 7]]'), "rank 7"),
     ],
@@ -250,3 +252,21 @@ def add_twice(number):
 
 def plus(a, b):
     return a + b
+
+
+@pytest.mark.parametrize(
+    "change,words",
+    [
+        ({"num_weight_part": 4}, "unknown field 'num_weight_part': did you mean 'num_weight_parts'?"),
+        ({"costs": {"f": 2}}, "unknown field 'costs': known are zeropipe, type, name,"),
+        ({"placement": {"copies": [[0, 1]], "split": None, "second_from": 1}}, "'second_from' of the placement: known"),
+        ({"type": "program"}, "type 'program': 'schedule' and 'timeline' are known"),
+    ],
+)
+def test_a_field_that_a_schedule_does_not_have_is_refused(change, words):
+    data = json.loads(zp.to_json(zp.build("1f1b", ranks=2, microbatches=2)))
+    with pytest.raises(zp.ScheduleError) as error:
+        zp.from_json(json.dumps({**data, **change}))
+    assert words in str(error.value)
+    del data["type"], data["num_weight_parts"]  # neither has to be there
+    assert zp.from_json(json.dumps(data)) == zp.build("1f1b", ranks=2, microbatches=2)

@@ -12,14 +12,17 @@ from collections import Counter
 from collections.abc import Iterator
 
 from zeropipe.core.action import COMPUTE, Action, Kind, Overlap, Step, actions_of, parse_step
+from zeropipe.core.given import require_text
 from zeropipe.core.packed import PackedRows, pack
 from zeropipe.core.placement import Placement, Problem, recognise, require_actions
-from zeropipe.core.schedule import Program, Schedule
+from zeropipe.core.schedule import Program, Schedule, require_schedule
 from zeropipe.errors import ScheduleError
 
 
 def to_csv(what: Schedule | Program) -> str:
     """torch's CSV: of a Schedule the `compute_only` form, of a Program the `compute_comms` form."""
+    if not isinstance(what, Program):
+        require_schedule(what)
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     for row in what.rows:
@@ -45,6 +48,7 @@ def has_messages(text: str) -> bool:
 
 
 def _read(text: str) -> list[list[Step]]:
+    require_text(text, "csv")
     try:
         lines = list(csv.reader(text.removeprefix("\ufeff").splitlines()))  # spreadsheets begin with that mark
     except csv.Error as error:

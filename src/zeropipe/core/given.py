@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from zeropipe.errors import ConfigError, short
+
 
 def as_python(value: Any) -> Any:
     """Python's own number, or list of them, for one of numpy, torch or jax; anything else as it is."""
     return value.tolist() if hasattr(value, "tolist") else value
+
+
+def require_text(value: Any, suffix: str) -> None:
+    """ConfigError for what is no text of a file."""
+    if not isinstance(value, str):
+        raise ConfigError(f"{short(value)} is no text: give what a file holds, Path('mine.{suffix}').read_text()")

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import json
 from array import array
+from difflib import get_close_matches
 from math import inf, isfinite
 from typing import Any
 
 from zeropipe.core.action import Kind, parse_action, parse_step
 from zeropipe.core.complete import check_order
+from zeropipe.core.given import require_text
 from zeropipe.core.packed import PackedRows, pack
 from zeropipe.core.parse import parse_json
 from zeropipe.core.placement import Placement, Problem, recognise, require_actions, require_placement
-from zeropipe.core.schedule import Rows, Schedule
+from zeropipe.core.schedule import Rows, Schedule, require_schedule
 from zeropipe.core.sharding import Sharding
 from zeropipe.core.timeline import Memory, Timeline
-from zeropipe.errors import ScheduleError, ZeropipeError
+from zeropipe.errors import ScheduleError, ZeropipeError, short
 
 VERSION = 1
+_SIZES = ("num_ranks", "num_stages", "num_microbatches", "num_weight_parts")
+_FIELDS = ("zeropipe", "type", "name", *_SIZES, "placement", "rows")
+_PLACEMENT = ("name", "copies", "split")
 
 
 def to_json(what: Schedule | Timeline) -> str:
@@ -27,11 +32,14 @@ def to_json(what: Schedule | Timeline) -> str:
 
 def plain(what: Schedule | Timeline) -> dict[str, Any]:
     """The schedule or timeline as plain data, for a JSON document that may hold other fields beside it."""
+    if not isinstance(what, Timeline):
+        require_schedule(what)
     return _timeline_data(what) if isinstance(what, Timeline) else _schedule_data(what)
 
 
 def from_json(text: str) -> Schedule | Timeline:
     """The Schedule or Timeline that `to_json` wrote."""
+    require_text(text, "json")
     try:
         data = parse_json(text)
     except ValueError as error:
@@ -48,7 +56,10 @@ def from_plain(data: Any) -> Schedule | Timeline:
     if data["zeropipe"] != VERSION:
         raise ScheduleError(f"this file has version {data['zeropipe']!r}, this zeropipe reads version {VERSION}")
     try:
-        return _timeline(data) if data.get("type") == "timeline" else _schedule(data)
+        if data.get("type") == "timeline":  # such files may hold more: a trace its events, a training run its step
+            return _timeline(data)
+        _require_known(data)
+        return _schedule(data)
     except ZeropipeError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
@@ -73,8 +84,7 @@ def _schedule_data(schedule: Schedule) -> dict[str, Any]:
 
 def _schedule(data: dict[str, Any]) -> Schedule:
     sizes = {"num_weight_parts": 1, **data}  # files of before it was there have whole W
-    fields = ("num_ranks", "num_stages", "num_microbatches", "num_weight_parts")
-    problem = Problem(*(_count(sizes, field) for field in fields))
+    problem = Problem(*(_count(sizes, field) for field in _SIZES))
     given = Placement(tuple(map(tuple, data["placement"]["copies"])), data["placement"]["split"])
     require_placement(given, problem)
     rows = data["rows"]
@@ -83,6 +93,19 @@ def _schedule(data: dict[str, Any]) -> Schedule:
     packed = PackedRows.of(pack(map(parse_step, row.split())) for row in rows)
     require_actions(problem, packed.num_codes)
     return Schedule(problem, recognise(given.copies, given.second_from, problem), packed, str(data["name"]))
+
+
+def _require_known(data: dict[str, Any]) -> None:
+    """ScheduleError for a field that a schedule does not have: it would be left out without a word."""
+    if data.get("type", "schedule") != "schedule":
+        raise ScheduleError(f"this JSON has the type {short(data['type'])}: 'schedule' and 'timeline' are known")
+    parts = (("", data, _FIELDS), (" of the placement", data.get("placement"), _PLACEMENT))
+    for where, table, known in parts:
+        for name in table if isinstance(table, dict) else ():
+            if name not in known:
+                near = get_close_matches(name, known, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+                raise ScheduleError(f"unknown field {short(name)}{where}: {hint}")
 
 
 def _count(data: dict[str, Any], field: str) -> int:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from zeropipe.core.schedule import Schedule
+from zeropipe.core.schedule import Schedule, require_schedule
 
 
 def advice(schedule: Schedule) -> tuple[str, ...]:
     """Warnings about a schedule, one line each; none for a sound one."""
+    require_schedule(schedule)
     num_microbatches, num_stages = schedule.num_microbatches, schedule.num_stages
     if num_microbatches < num_stages:
         return (

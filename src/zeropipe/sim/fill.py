@@ -16,10 +16,10 @@ from zeropipe.core.jit import arrays
 from zeropipe.core.needs import copy_base, dependencies, message_place
 from zeropipe.core.packed import PackedRows, is_joined, kind_of, microbatch_of, stage_of, with_kind
 from zeropipe.core.placement import MAX_WEIGHT_PARTS
-from zeropipe.core.schedule import Schedule
+from zeropipe.core.schedule import Schedule, require_schedule
 from zeropipe.core.timeline import ROUNDING
 from zeropipe.errors import ConfigError
-from zeropipe.sim.costs import Costs
+from zeropipe.sim.costs import Costs, given_costs
 from zeropipe.sim.simulate import simulate
 from zeropipe.sim.tables import tables_of
 
@@ -34,7 +34,8 @@ def fill_gaps(schedule: Schedule, costs: Costs | None = None, *, weight_parts: i
     what each rank needs anyway where no limit is given. The schedule never becomes longer; one without W stays as it
     is.
     """
-    costs = costs or Costs()
+    require_schedule(schedule)
+    costs = given_costs(costs)
     best = simulate(cut_weights(schedule, weight_parts), costs)
     limits = best.peak_memory if costs.memory_limit is None else (costs.memory_limit,) * schedule.num_ranks
     filled = _filled(best.schedule, costs, [limit * ROUNDING for limit in limits])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +54,10 @@ def check_name(path: str | Path, **options: Any) -> None:
 
 
 def _style(path: str | Path, options: dict[str, Any]) -> Style | PageStyle | None:
-    suffix = Path(path).suffix.lower()
+    suffix = Path(path).suffix.lower() if isinstance(path, (str, PathLike)) else ""
     if suffix not in OPTIONS:
-        raise ConfigError(f"cannot draw '{path}': the name must end in {', '.join(OPTIONS)}")
+        name = short(str(path) if isinstance(path, PathLike) else path)
+        raise ConfigError(f"cannot draw {name}: the name must end in {', '.join(OPTIONS)}")
     return style_of(suffix, options)
 
 

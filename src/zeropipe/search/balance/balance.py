@@ -12,7 +12,7 @@ from zeropipe.core.action import B, F, W
 from zeropipe.core.layers import layer_counts
 from zeropipe.core.packed import kind_of, stage_of
 from zeropipe.core.placement import Placement
-from zeropipe.core.schedule import Schedule
+from zeropipe.core.schedule import Schedule, require_schedule
 from zeropipe.errors import ConfigError, short
 from zeropipe.search.balance.exact import one_pass, two_passes
 from zeropipe.search.balance.simple import climb, equal_layers, spread
@@ -64,6 +64,9 @@ def balance(
     bytes, one number or one per rank. Exact by dynamic programming with one or two stages per rank, and for layers that
     are all alike; otherwise improved step by step, and `exact` says whether the result is at its bound.
     """
+    if not isinstance(costs, LayerCosts):
+        raise ConfigError(f"costs={short(costs)}: costs of layers are needed, give zp.estimate(...) or those of a file")
+    require_schedule(schedule)
     task = balance_task(costs, schedule, setting=setting, ac=ac, speeds=speeds, memory=memory, shards=shards)
     counts, exact = solved(task)
     if counts is None:

@@ -35,14 +35,18 @@ def estimate(
     plain data. With several microbatch sizes, modes or sizes of `tp` the result has a setting for each combination.
     """
     shape, machine = shape_of(model), find_gpu(gpu, efficiency)
-    dtype = SHORT.get(dtype, dtype)
-    if dtype not in DTYPES:
+    dtype = SHORT.get(str(dtype), dtype)
+    if str(dtype) not in DTYPES:
         raise ConfigError(f"dtype={short(dtype)}: choose {', '.join(DTYPES)}")
     lists = {"microbatch_size": microbatch_size, "tp": tp, "sequence": sequence}
     for name, value in lists.items():
         for one in [value] if isinstance(value, (int, bool)) or not isinstance(value, Sequence) else value:
             if type(one) is not int or one < 1:
                 raise ConfigError(f"{name}={short(one)}: a whole number from 1 on is needed")
+    if type(sequence) is not int:
+        raise ConfigError(f"sequence={short(sequence)}: a whole number from 1 on is needed")
+    if not isinstance(compile, bool):
+        raise ConfigError(f"compile={short(compile)}: True or False is needed")
     kinds = _kinds(shape)
     settings = [
         _setting(shape, kinds, Pricing(machine, dtype, compile, ways), mode, size, sequence)
@@ -125,6 +129,8 @@ def _listed(value: int | Sequence[int]) -> list[int]:
 
 def _modes(value: str | Sequence[str]) -> list[str]:
     """The modes; `selective:N` is made of `none` and `full`, which are added."""
+    if not isinstance(value, (str, Sequence)):
+        raise ConfigError(f"ac={short(value)}: a mode like 'full' is needed, or several")
     modes: dict[str, None] = {}
     for text in [value] if isinstance(value, str) else value:
         every = Checkpointing.parse(text).every

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -90,4 +91,6 @@ def find_gpu(name: str, efficiency: dict[str, Any] | None = None) -> Gpu:
     gpu = GPUS.get(str(name).lower())
     if gpu is None:
         raise ConfigError(f"gpu={short(name)}: known are {', '.join(GPUS)}")
+    if not isinstance(efficiency, Mapping | None):
+        raise ConfigError(f"efficiency={short(efficiency)}: a table like {{'matmul': 0.6}} is needed")
     return replace(gpu, efficiency=gpu.efficiency.changed(efficiency or {}))

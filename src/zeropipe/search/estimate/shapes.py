@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -120,8 +121,9 @@ def shape_of(model: str | Mapping[str, Any]) -> Shape:
     name = str(model).lower()
     if name in KNOWN:
         return _shape(name, KNOWN[name])
-    path = Path(model) / "config.json" if Path(model).is_dir() else Path(model)
-    if not path.is_file():
+    path = Path(model) if isinstance(model, (str, PathLike)) else Path()
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file() or not isinstance(model, (str, PathLike)):
         raise ConfigError(
             f"model {short(model)}: give a directory with config.json, a config file, or one of {', '.join(KNOWN)}"
         )
