@@ -336,3 +336,29 @@ def test_flags_of_the_command_line_come_before_those_of_the_file(tmp_path, capsy
     assert json.loads(capsys.readouterr().out)[0]["layers_per_stage"] == [3, 5]
     main(["run", str(tmp_path / "run.toml"), "--dry-run", "--json", "--layers", "4,4"])
     assert json.loads(capsys.readouterr().out)[0]["layers_per_stage"] == [4, 4]
+
+
+@pytest.mark.parametrize("columns,lines", [(80, 2), (120, 1)])
+def test_a_narrow_terminal_folds_no_cell_of_the_ranking(columns, lines):
+    from rich.console import Console
+
+    from zeropipe.cli.plan import _table
+
+    row = [
+        "16x8x8",
+        "interleaved-overlap:v=4",
+        "1024x1",
+        "selective:op",
+        "27.69 s",
+        "11,656",
+        "57.8%",
+        "10.8%",
+        "175.8 GB",
+    ]
+    console = Console(width=columns, highlight=False)
+    with console.capture() as told:
+        console.print(_table({"10*": [*row, "10.3%"], "11": [*row, ""]}, console))
+    text = told.get()
+    assert max(len(line.rstrip()) for line in text.splitlines()) <= columns
+    assert all(text.count(cell) == 2 for cell in row)
+    assert text.count("\n") == text[: text.index("10*")].count("\n") + 2 * lines + 1

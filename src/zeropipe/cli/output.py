@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from zeropipe.core.units import percent, size_text, time_text
 
 __all__ = [
-    "console", "costs_text", "note", "percent", "print_json", "print_warnings", "print_written", "problem_text",
+    "console", "costs_text", "fits", "note", "percent", "print_json", "print_warnings", "print_written", "problem_text",
     "size_text", "summary", "table", "time_text",
 ]  # fmt: skip
 
@@ -67,6 +67,11 @@ def table(*columns: str, left: tuple[str, ...] = (), title: str | None = None) -
     for column in columns:
         made.add_column(column, justify="left" if column in left else "right", overflow="fold", no_wrap=column in NAMES)
     return made
+
+
+def fits(made: Table, console: Console) -> bool:
+    """Whether a table has room without a cell that is folded."""
+    return console.measure(made, options=console.options.update(width=FILE_WIDTH)).maximum <= console.width
 
 
 def problem_text(timeline: Timeline) -> str:

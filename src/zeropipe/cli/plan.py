@@ -15,6 +15,9 @@ from zeropipe.cli.estimate import efficiency_of
 from zeropipe.errors import ConfigError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
     from zeropipe.search.plan.result import Plan
     from zeropipe.search.plan.rows import Row
 
@@ -113,14 +116,11 @@ def _print(made: Plan, number: int) -> None:
         style="bold", markup=False, soft_wrap=True,
     )  # fmt: skip
     best = made.best
-    table = output.table(
-        "", "mesh", "schedule", "micro-\nbatches", "ac", "step", "tok/s\n/GPU", "MFU", "bubble", "peak\nmemory", "gap",
-        left=("mesh", "schedule", "ac"),
-    )  # fmt: skip
     front = {id(row) for row in made.front}
-    for at, row in enumerate(made.rows[:number]):
-        table.add_row(f"{at + 1}{'*' if id(row) in front else ''}", *_cells(made, row))
-    console.print(table)
+    cells = {
+        f"{at + 1}{'*' if id(row) in front else ''}": _cells(made, row) for at, row in enumerate(made.rows[:number])
+    }
+    console.print(_table(cells, console))
     console.print(
         "mesh: pp x dp_shard x tp; * no other is both faster and smaller; gap: of the pipeline to the least possible",
         style="dim", soft_wrap=True,
@@ -136,6 +136,24 @@ def _print(made: Plan, number: int) -> None:
         console.print(f"does not fit: {row.candidate}: {_size(row.over)} over", soft_wrap=True)
     left = f", {made.num_left_out:,} with more work left out" if made.num_left_out else ""
     output.note(f"{made.num_tried:,} candidates in {made.seconds:.0f} s{left}")
+
+
+def _table(cells: dict[str, list[str]], console: Console) -> Table:
+    """A line for each row; on a terminal that is too narrow for that, two, with half of the columns."""
+    wide = output.table(
+        "", "mesh", "schedule", "micro-\nbatches", "ac", "step", "tok/s\n/GPU", "MFU", "bubble", "peak\nmemory", "gap",
+        left=("mesh", "schedule", "ac"),
+    )  # fmt: skip
+    for name, row in cells.items():
+        wide.add_row(name, *row)
+    if output.fits(wide, console):
+        return wide
+    left = ("mesh\nmicrobatches", "schedule\nac")
+    narrow = output.table("", *left, "step\ntok/s/GPU", "MFU\nbubble", "peak memory\ngap", left=left)
+    for name, (mesh, schedule, microbatches, ac, *figures) in cells.items():
+        pairs = [(mesh, microbatches), (schedule, ac), *zip(figures[::2], figures[1::2], strict=True)]
+        narrow.add_row(name, *("\n".join(pair) for pair in pairs))
+    return narrow
 
 
 def _cells(made: Plan, row: Row) -> list[str]:
