@@ -121,3 +121,19 @@ def test_a_mistake_is_short_in_json_too(capsys):
     with pytest.raises(SystemExit):
         main(["simulate", "9" * 6_000, *SIZE, "--json"])
     assert len(json.loads(capsys.readouterr().out)["error"]) < 1000
+
+
+@pytest.mark.parametrize(
+    "args,words",
+    [
+        (("zbv", "--inter-p2p", "1"), "--inter-p2p is of links between machines: say how many"),
+        (("zbv", "--inter-bandwidth", "1"), "--inter-bandwidth is of links between machines"),
+        (("zbv", "--units", "4"), "units is of sharded stages: say when they are gathered"),
+        (("zbv", "--shard-bandwidth", "4"), "shard_bandwidth is of sharded stages"),
+        (("interleaved:v=2:v=4",), "v is given twice"),
+        (("interleaved:v=2:stages_per_rank=4",), "v and stages_per_rank are the same; give one of them"),
+        (("interleaved", "-O", "group_size=4", "-O", "group-size=8"), "group_size is given twice"),
+    ],
+)
+def test_what_would_be_left_out_is_refused(capsys, args, words):
+    refused(capsys, ["simulate", *args, "-p", "4", "-m", "8"], words)

@@ -197,5 +197,8 @@ def settings_of(pairs: tuple[str, ...], flag: str) -> dict[str, Any]:
         name, equals, text = pair.partition("=")
         if not (equals and name and text):
             raise ConfigError(f"{flag} {short(pair)}: write it as name=value, like group_size=4")
-        settings[name.replace("-", "_")] = number_or_text(text)
+        name = name.replace("-", "_")
+        if name in settings:
+            raise ConfigError(f"{flag} {short(pair)}: {name} is given twice; leave one of them out")
+        settings[name] = number_or_text(text)
     return settings

@@ -180,6 +180,8 @@ def spec_of(text: str) -> Spec:
     settings = settings_of(tuple(text.split(":")[len(parts) :]), f"{short(name)}:")
     if settings and name.endswith(FILES):
         raise ConfigError(f"{text}: {name} is a finished schedule and has no settings")
+    if {"v", "stages_per_rank"} <= settings.keys():
+        raise ConfigError(f"{text}: v and stages_per_rank are the same; give one of them")
     short_v = settings.pop("v", None)
     per_rank = settings.pop("stages_per_rank", short_v)
     if per_rank is not None and (type(per_rank) is not int or per_rank < 1):
@@ -210,7 +212,11 @@ def overridden(costs: Costs, flags: Mapping[str, Any]) -> Costs:
     """`costs` with single ones exchanged."""
     inter = costs.inter_node._replace(**{name: flags[f"inter_{name}"] for name in LINK if f"inter_{name}" in flags})
     others = {name: value for name, value in flags.items() if not name.startswith("inter_")}
-    return replace(costs, inter_node=inter, **others)
+    made = replace(costs, inter_node=inter, **others)
+    for name in LINK:
+        if f"inter_{name}" in flags and made.node_size is None:
+            raise ConfigError(f"--inter-{name} is of links between machines: say how many ranks one has, --node-size N")
+    return made
 
 
 def _one(sizes: tuple[int, ...]) -> int | None:

@@ -20,6 +20,7 @@ MAX_UNITS = 10_000
 DEFAULT = "default"  # in a table of stages: what the others have
 _MAX_STAGE_DIGITS = 9
 SHARDS = ("unshard", "reduce", "whole_weights", "whole_gradients")  # of sharded stages
+OF_SHARDS = (*SHARDS, "shard_bandwidth", "units")
 PER_STAGE = ("f", "i", "w", "b", "overlap", "message", "activation", "stash", "weights", *SHARDS)
 
 
@@ -122,7 +123,7 @@ class Costs:
             raise ConfigError(f"units={short(self.units)}: a whole number from 1 to {MAX_UNITS} is needed")
         if self.shards is not None:
             require_policy(self.shards)
-        elif given := [name for name in SHARDS if getattr(self, name) != _DEFAULTS[name]]:
+        elif given := [name for name in OF_SHARDS if getattr(self, name) != _DEFAULTS[name]]:
             raise ConfigError(
                 f"{given[0]} is of sharded stages: say when they are gathered, shards='keep' or 'regather'"
             )
