@@ -88,6 +88,20 @@ def light_counts(schedule: Schedule) -> float:
     return worst_seen
 
 
+def late_hooks(schedule: Schedule) -> float:
+    """Hooks that come after the engine was made change the gradients that autograd would add."""
+    plain, stages = blocks(schedule.num_stages), own(blocks(schedule.num_stages), schedule)
+    batches = microbatches(schedule.num_microbatches)
+    with Engine(schedule, stages, timeout=120.0) as engine:
+        engine.train_step(batches, SquareLoss())
+        for module in (*plain, *stages.values()):
+            module.zero_grad()
+            module.down.weight.register_hook(lambda gradient: gradient * 3)
+        engine.train_step(batches, SquareLoss())
+    plain_step(nn.Sequential(*plain), batches, SquareLoss())
+    return worst(stages, plain)
+
+
 def replaced_parameters(schedule: Schedule) -> tuple[str, bool]:
     """One rank loads weights by assignment; with the old ones the engine goes on."""
     stages = own(blocks(schedule.num_stages), schedule)

@@ -35,6 +35,11 @@ def test_inputs_computed_elsewhere_need_a_loss_with_count():
         ranks(2).run(cases.computed_inputs, build("1f1b"))
 
 
+@pytest.mark.parametrize("name", ["1f1b", "zbv"])
+def test_hooks_that_come_after_the_engine_see_their_gradients(name):
+    assert max(ranks(2).run(cases.late_hooks, build(name))) < TOLERANCE
+
+
 def test_parameters_that_came_after_the_engine_are_refused():
     for line, goes_on in ranks(2).run(cases.replaced_parameters, build("1f1b")):
         assert "stage 1: the parameter scale came after the Engine was made" in line

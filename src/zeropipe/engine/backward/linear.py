@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -40,6 +41,13 @@ def defer(module: nn.Module) -> int:
     return sum(isinstance(child, Deferred) for child in module.modules()) + 2 * defer_experts(module)
 
 
+def see_hooks(layers: Iterable[Deferred]) -> None:
+    """Before a step: weights that have got hooks since are not deferred, as if they had had them before."""
+    for layer in layers:
+        if layer.is_watched != _is_watched(layer._parameters.get("weight")):
+            layer.is_watched = not layer.is_watched
+
+
 class _Linear(torch.autograd.Function):
     """x W^T + b, whose backward gives dx and db and puts (x, dy) into the store."""
 
@@ -70,6 +78,7 @@ class Deferred(nn.Module):
     bias: nn.Parameter | None
     slot: Tensor
     adds_bias: bool = True  # of a layer that several processes share, one adds the bias
+    is_watched: bool = False  # hooks wait for its weight's gradient
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -79,7 +88,7 @@ class Deferred(nn.Module):
         """Whether there is a weight gradient to defer; a weight computed in each F (a parametrization) has none."""
         weight = self.weight
         is_learning = torch.is_grad_enabled() and weight.requires_grad and isinstance(weight, nn.Parameter)
-        return is_learning and not in_transform()
+        return is_learning and not self.is_watched and not in_transform()
 
     def deferred(self, x: Tensor, transposed: bool = False) -> Tensor:
         if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
