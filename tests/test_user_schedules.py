@@ -143,3 +143,27 @@ def test_a_schedule_with_one_stage_per_rank_too_few_is_told_so(placement, monkey
         zp.check(zp.build("short", ranks=2, microbatches=1))
     with pytest.raises(zp.ScheduleError, match=r"writes stage 3: stages are 0 to 1, 1 per rank \(as stages_per_rank="):
         zp.build("long", ranks=2, microbatches=1)
+
+
+@pytest.mark.parametrize(
+    "facts,words",
+    [
+        ({"name": ""}, "the schedule name '': a text is needed"),
+        ({"name": None}, "the schedule name None: a text is needed"),
+        ({"name": "zbv:v=2"}, "the schedule name 'zbv:v=2'"),
+        ({"name": "all"}, "the schedule name 'all'"),
+        ({"name": "mine.csv"}, "the schedule name 'mine.csv'"),
+        ({"aliases": "mine"}, "aliases='mine': several names are needed, like ('mine',)"),
+        ({"placement": "vee"}, "placement='vee': zp.linear, zp.loop"),
+        ({"stages_per_rank": ()}, "stages_per_rank=(): a whole number from 1 on is needed"),
+        ({"stages_per_rank": (2, 0)}, "stages_per_rank=(2, 0): a whole number"),
+        ({"stages_per_rank": 1.5}, "stages_per_rank=1.5: a whole number"),
+        ({"stages_per_rank": True}, "stages_per_rank=(True,): a whole number"),
+    ],
+)
+def test_facts_that_cannot_be_are_refused_at_once(facts, words):
+    facts = {"name": "never", "placement": zp.linear, **facts}
+    with pytest.raises(zp.ConfigError) as error:
+        zp.register(facts.pop("name"), **facts)
+    assert words in str(error.value)
+    assert "never" not in zp.names()

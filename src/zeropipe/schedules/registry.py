@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from zeropipe.errors import ConfigError, ZeropipeError, short
 from zeropipe.schedules.lane import Lane
 
 ENTRY_POINTS = "zeropipe.schedules"
+FILES = (".csv", ".json", ".toml", ".py")  # what ends like this is no schedule's name
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,7 @@ def register(
     a name that another file has taken is refused.
     """
     allowed = (stages_per_rank,) if isinstance(stages_per_rank, int) else stages_per_rank
+    _require_facts(name, aliases, placement, allowed)
 
     def add(write: Callable[..., None]) -> Callable[..., None]:
         if not write.__module__.startswith("zeropipe.schedules."):
@@ -97,6 +99,22 @@ def register(
         return write
 
     return add
+
+
+def _require_facts(name: Any, aliases: Any, placement: Any, stages_per_rank: Any) -> None:
+    """ConfigError for facts that would be found wrong late, or not at all."""
+    if isinstance(aliases, str):
+        raise ConfigError(f"aliases={short(aliases)}: several names are needed, like ({short(aliases)},)")
+    for one in (name, *aliases):
+        if not isinstance(one, str) or not one.strip() or set(one) & set(":,") or one == "all" or one.endswith(FILES):
+            raise ConfigError(
+                f"the schedule name {short(one)}: a text is needed without ':' and ',', that is not 'all' and no file's"
+            )
+    if not callable(placement):
+        raise ConfigError(f"placement={short(placement)}: zp.linear, zp.loop, zp.vee or a function is needed")
+    listed = stages_per_rank if isinstance(stages_per_rank, Sequence) else ()
+    if not listed or not all(type(number) is int and number > 0 for number in listed):
+        raise ConfigError(f"stages_per_rank={short(stages_per_rank)}: a whole number from 1 on is needed, or several")
 
 
 def names() -> list[str]:
