@@ -205,6 +205,15 @@ def test_every_kind_of_layer_is_in_the_small_copy():
     assert len(proof.small_model(meta_model(early, torch.float32), "model.layers").model.layers) == 3
 
 
+def test_what_rounding_leaves_of_a_gradient_is_not_compared():
+    """Where all experts of a token are the same one, the gradient of the router is 0, or 1e-7 of the others."""
+    noise, other, large = torch.tensor([3e-7]), torch.tensor([-1e-7]), torch.tensor([10.0, -2.0])
+    assert not proof.close(noise, other)
+    assert proof.close(noise, other, proof.rounding([large, None]))
+    assert not proof.close(torch.tensor([1e-3]), other, proof.rounding([large, None]))
+    assert not proof.close(None, torch.tensor([1e-3]), proof.rounding([large]))
+
+
 def test_a_last_layer_of_another_kind_needs_no_copy_as_long_as_the_model():
     """The last layer of gpt_neox_japanese has a bias that no other one has."""
     from transformers import GPTNeoXJapaneseConfig

@@ -19,7 +19,7 @@ from torch import Tensor
 from zeropipe.engine.mesh.spreading import Sharing
 from zeropipe.engine.mesh.talk import Peers, part, rehearsals
 from zeropipe.engine.stages.hf import HFStage
-from zeropipe.engine.stages.proof import apart, close, small_stage, words
+from zeropipe.engine.stages.proof import apart, close, rounding, small_stage, words
 from zeropipe.errors import ConfigError
 
 NUMBER = 2  # of processes: what is right for two is right for more, as long as they divide the heads
@@ -73,7 +73,7 @@ def _difference(small: HFStage, plan: Mapping[str, str], sequence: bool) -> str 
         outputs = rehearsal.run(_run, [(*pair, plan, sequence, batch, slope) for pair in zip(copies, sharings)])
     if not close(_put_together(outputs, -1 if outputs[0].shape != logits.shape else None), logits):
         return "it gives other logits"
-    names = small.full_names()
+    names, rounded = small.full_names(), rounding(parameter.grad for parameter in small.parameters())
     for name, parameter in small.named_parameters():
         gradients = [stage.get_parameter(name).grad for stage in copies]
         if parameter.grad is None and all(gradient is None for gradient in gradients):
@@ -82,8 +82,8 @@ def _difference(small: HFStage, plan: Mapping[str, str], sequence: bool) -> str 
         if name in copies[0].summed_over_tp:
             found: Tensor | None = torch.stack(pieces).sum(0)
         else:
-            found = _put_together(pieces, sharings[0].dimensions.get(names[name]))
-        if not close(found, parameter.grad):
+            found = _put_together(pieces, sharings[0].dimensions.get(names[name]), rounded)
+        if not close(found, parameter.grad, rounded):
             return f"it gives another gradient of {names[name]}"
     return None
 
@@ -105,11 +105,11 @@ def _logits(output: Any) -> Tensor:
     return output[0] if isinstance(output, tuple) else output
 
 
-def _put_together(pieces: Sequence[Tensor], dimension: int | None) -> Tensor | None:
+def _put_together(pieces: Sequence[Tensor], dimension: int | None, rounded: float = 0.0) -> Tensor | None:
     """What pieces are pieces of; without a dimension all have the same."""
     if dimension is not None:
         return torch.cat(list(pieces), dimension)
-    return pieces[0] if all(close(piece, pieces[0]) for piece in pieces) else None
+    return pieces[0] if all(close(piece, pieces[0], rounded) for piece in pieces) else None
 
 
 class Rehearsal:

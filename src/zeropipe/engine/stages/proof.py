@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -26,8 +26,10 @@ from zeropipe.engine.transformers_private import build, packed_masks, quiet
 from zeropipe.errors import ConfigError
 
 _FEW = 3  # layers of a copy, or as many as it takes to have every kind
+_TRIES = 6  # lengths of a copy that has the first layers and the last ones
 _LENGTHS = (4, 5)  # of two sequences
 _TOLERANCE = 1e-4  # in float32; stages do what the whole model does, so mostly there is no difference at all
+_ROUNDED = 1e-6  # of the largest gradient: others that should be 0 may be so much
 _NEVER = {
     "layerdrop": "it leaves out layers at random",
     "decoder_layerdrop": "it leaves out layers at random",
@@ -96,9 +98,14 @@ def small_model(model: nn.Module, layers: str, shares: int = 1) -> nn.Module:
     numbers = range(min(_FEW, total), total + 1)  # the least that has every kind: at both ends, or among the first ones
     both = next(number for number in numbers if any(set(some) == set(pattern) for some in _ends(pattern, number)))
     first = next(number for number in numbers if set(pattern[:number]) == set(pattern))
-    for number in dict.fromkeys((both, first, total)):
-        config = small_config(model.config, number, total, entry_of(model.config).small, shares)
-        small = build(config, torch.float32, kernels=False)
+    for number in dict.fromkeys((*range(both, min(both + _TRIES, first)), first, total)):
+        try:
+            config = small_config(model.config, number, total, entry_of(model.config).small, shares)
+            small = build(config, torch.float32, kernels=False)
+        except Exception:  # some have layers in groups, and no part of a group
+            if number == total:
+                raise
+            continue
         found = kinds(small, layers, lists)
         if set(found) == set(pattern) and found in _ends(pattern, number):
             return _randomised(small)
@@ -174,8 +181,9 @@ def _compare(model: nn.Module, stages: Sequence[HFStage], batches: Sequence[Batc
             gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
             model.zero_grad()
             way_back(slopes)
+            rounded = rounding(gradients.values())
             for name, parameter in model.named_parameters():
-                if not close(parameter.grad, gradients[name]):
+                if not close(parameter.grad, gradients[name], rounded):
                     raise NotFound(f"cut into stages it gives another gradient of {name}")
 
 
@@ -204,11 +212,17 @@ def _forward(stages: Sequence[HFStage], batch: Batch) -> tuple[tuple[Tensor, ...
     return handed[-1][1], way_back
 
 
-def close(one: Tensor | None, other: Tensor | None) -> bool:
+def rounding(gradients: Iterable[Tensor | None]) -> float:
+    """How much may be left of a gradient that should be 0."""
+    return _ROUNDED * max((float(one.abs().max()) for one in gradients if one is not None), default=0.0)
+
+
+def close(one: Tensor | None, other: Tensor | None, rounded: float = 0.0) -> bool:
+    """Whether they are equal, but for rounding. What is nowhere above `rounded` is nothing else than that."""
     if one is None or other is None:
         rest = other if one is None else one
-        return rest is None or not rest.any()
-    return bool((one - other).abs().max() <= _TOLERANCE * other.abs().max())
+        return rest is None or float(rest.abs().max()) <= rounded
+    return bool((one - other).abs().max() <= max(_TOLERANCE * float(other.abs().max()), rounded))
 
 
 def _packs(model: nn.Module) -> bool:
@@ -228,10 +242,11 @@ def _shared(model: nn.Module) -> dict[int, Any]:
 
 
 def _randomised(model: nn.Module) -> nn.Module:
-    """No weight is zero, or one, so that none can be left out unseen."""
+    """No weight is zero, or one, so that none can be left out unseen. A model always gets the same ones."""
+    random = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
-            noise = torch.randn_like(parameter)
+            noise = torch.empty_like(parameter).normal_(generator=random)
             if parameter.dim() < 2:
                 parameter.add_(noise, alpha=0.1)
             else:
