@@ -281,3 +281,12 @@ def test_memory_is_what_the_engine_was_seen_to_hold():
     assert none["dense"].stash / 256 == full["dense"].stash / 256 == 4096
     assert (none["head"].activation + none["loss"].activation) / 256 == pytest.approx(9196, rel=0.005)
     assert (none["head"].stash + none["loss"].stash) / 256 == 4352
+
+
+def test_a_narrow_terminal_folds_no_cell_of_an_estimate(monkeypatch, capsys):
+    from zeropipe.cli.layers import tell
+
+    monkeypatch.setenv("COLUMNS", "80")
+    tell(zp.estimate("qwen3-8b"), "an estimate", None, as_json=False)
+    rows = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "dense 36 2.93 ms 3.89 ms 2.282 ms 496.5 MiB 496 MiB 192.9 M" in rows

@@ -235,7 +235,7 @@ def _print_table(heading: str, rows: list[tuple[Timeline, Standing]]) -> None:
             f"[red]{peak} over[/]" if not standing.fits
             else f"[bold green]{peak} ★[/]" if standing.best_memory else peak,
         )  # fmt: skip
-    console.print(lines)
+    console.print(output.fitted(lines, console))
     for text, titles in _notes(rows).items():
         output.note(f"{text}: {', '.join(titles)}")
 

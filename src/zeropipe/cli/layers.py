@@ -56,4 +56,4 @@ def _print_setting(found: LayerCosts, setting: Setting) -> None:
             kind, number, *(output.time_text(time, "s") for time in (cost.f, cost.i, cost.w)),
             *(output.size_text(size, "B") for size in (cost.activation, cost.stash)), f"{cost.parameters / 1e6:.1f} M",
         )  # fmt: skip
-    console.print(rows)
+    console.print(output.fitted(rows, console))

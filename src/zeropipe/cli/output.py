@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from zeropipe.core.units import percent, size_text, time_text
 
 __all__ = [
-    "console", "costs_text", "fits", "note", "percent", "print_json", "print_warnings", "print_written", "problem_text",
-    "size_text", "summary", "table", "time_text",
+    "console", "costs_text", "fits", "fitted", "note", "percent", "print_json", "print_warnings", "print_written",
+    "problem_text", "size_text", "summary", "table", "time_text",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -72,6 +72,13 @@ def table(*columns: str, left: tuple[str, ...] = (), title: str | None = None) -
 def fits(made: Table, console: Console) -> bool:
     """Whether a table has room without a cell that is folded."""
     return console.measure(made, options=console.options.update(width=FILE_WIDTH)).maximum <= console.width
+
+
+def fitted(made: Table, console: Console) -> Table:
+    """The table, with its columns closer together where they would be folded."""
+    if not fits(made, console):
+        made.padding = 0
+    return made
 
 
 def problem_text(timeline: Timeline) -> str:
