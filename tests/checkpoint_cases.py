@@ -189,8 +189,9 @@ def one_step(engine: Any, optimizer: Any, seed: int) -> None:
     dtype = engine.parameters()[0].dtype
     batches = [{key: value.to(dtype) for key, value in batch.items()} for batch in batches]
     engine.train_step(batches, SquareLoss())
-    optimizer.step()
-    optimizer.zero_grad()
+    for one in optimizer if isinstance(optimizer, list) else [optimizer]:
+        one.step()
+        one.zero_grad()
 
 
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
@@ -202,7 +203,14 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.1, centered=True),
     "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
     "masters": lambda p: MasterWeights(torch.optim.AdamW, p, lr=0.01),
+    "two": lambda p: two(p, torch.optim.Muon, torch.optim.AdamW),
 }
+
+
+def two(parameters: Any, matrices: Callable[..., Any], others: Callable[..., Any]) -> list[Any]:
+    """An optimizer for matrices, and one for the rest."""
+    by_shape = [[one for one in parameters if (one.dim() == 2) == wanted] for wanted in (True, False)]
+    return [matrices(by_shape[0], lr=0.01), others(by_shape[1], lr=0.02)]
 
 
 def go_on(one: Schedule, other: Schedule, names: list[str], path: str) -> dict[str, float]:
@@ -248,10 +256,14 @@ def refuses(schedule: Schedule, path: str) -> dict[str, str]:
         seen["differs"] = told(lambda: save_checkpoint(path, engine, extra=torch.tensor(dist.get_rank())))
         stranger = torch.optim.SGD([*engine.parameters(), torch.nn.Parameter(torch.ones(3))])
         seen["stranger"] = told(lambda: save_checkpoint(path, engine, stranger))
-        seen["two"] = told(lambda: save_checkpoint(path, engine, [torch.optim.SGD(engine.parameters())]))
+        seen["no optimizers"] = told(lambda: save_checkpoint(path, engine, [adam, None]))
+        seen["twice"] = told(lambda: save_checkpoint(path, engine, [adam, torch.optim.SGD(engine.parameters())]))
         assert not list(Path(path).glob("*/*"))
         seen["nothing"] = told(lambda: load_checkpoint(path, engine))
         save_checkpoint(f"{path}/bare", engine)
+        save_checkpoint(f"{path}/two", engine, two(engine.parameters(), torch.optim.Muon, torch.optim.AdamW))
+        other = two(engine.parameters(), torch.optim.SGD, torch.optim.AdamW)
+        seen["other of two"] = told(lambda: load_checkpoint(f"{path}/two", engine, other))
         save_checkpoint(f"{path}/adam", engine, adam)
         masters = MasterWeights(torch.optim.Adam, engine.parameters())
         load_checkpoint(f"{path}/adam", engine, masters)  # of float64 weights it keeps no copies

@@ -74,7 +74,7 @@ def test_twelve_pairs_of_layouts(tmp_path, tied):
 @pytest.mark.parametrize(
     "names",
     [
-        ["momentum", "adam", "adafactor"],
+        ["momentum", "adam", "adafactor", "two"],
         ["masters"],
         pytest.param(["sgd", "adamw, fused", "nadam", "rmsprop"], marks=pytest.mark.full),
     ],
@@ -94,7 +94,9 @@ def test_what_does_not_fit_is_refused(tmp_path):
         "step": "step=1.5: give the number of steps done",
         "extra": "extra['a'][0] is a object",
         "differs": "rank 1 saves another path, step, extra or optimizer than rank 0",
-        "two": "the optimizer is a list: give one torch optimizer, or MasterWeights",
+        "no optimizers": "the optimizer is a NoneType: give a torch optimizer, MasterWeights, or a list of them",
+        "twice": "two of the optimizers have the parameter",
+        "other of two": "the checkpoint is of Muon, the optimizer of ",
         "stranger": "the optimizer has a parameter of shape (3,) that is in no stage",
         "nothing": "holds no checkpoint, as there is no checkpoint.json",
         "no optimizer": "the checkpoint holds no optimizer state: load it without an optimizer",

@@ -13,11 +13,10 @@ from zeropipe.engine.checkpoint import pieces
 from zeropipe.engine.checkpoint.frozen import fingerprint
 from zeropipe.engine.checkpoint.manifest import Manifest, Saved, read_manifest
 from zeropipe.engine.checkpoint.names import Catalog, Described, HasTeam, Team, tied_sets
-from zeropipe.engine.checkpoint.optimizers import MASTER, Optimized
+from zeropipe.engine.checkpoint.optimizers import MASTER, Optimized, has_masters
 from zeropipe.engine.checkpoint.pieces import Reading
 from zeropipe.engine.checkpoint.randomness import set_random_states
 from zeropipe.engine.checkpoint.values import decode
-from zeropipe.engine.masters import MasterWeights
 from zeropipe.engine.setup import agree
 from zeropipe.engine.stages.whole import listed
 from zeropipe.errors import ConfigError
@@ -67,10 +66,10 @@ class _Plan:
     def __init__(self, path: Path, team: Team, catalog: Catalog, optimizer: Any, random: bool) -> None:
         self._device, self._place = team.fabric.device, team.fabric.place
         manifest = _under_our_names(path, read_manifest(path), catalog)
-        self.manifest = manifest = learned_here(manifest, catalog, isinstance(optimizer, MasterWeights))
+        self.manifest = manifest = learned_here(manifest, catalog, has_masters(optimizer))
         self._path, self.folder = path / manifest.folder, manifest.folder
         self._weights, self._states = manifest.under("model"), manifest.under("optim")
-        _check_model(path, manifest, catalog, isinstance(optimizer, MasterWeights))
+        _check_model(path, manifest, catalog, has_masters(optimizer))
         self._random = _random_of(manifest, team) if random else {}
         self._optimized = None if optimizer is None else Optimized(optimizer, catalog)
         self._loaded = {name: tensors for name, tensors in catalog.loaded.items() if name in self._weights}

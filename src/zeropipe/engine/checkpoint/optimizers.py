@@ -1,4 +1,4 @@
-"""The state of any of torch's optimizers under names of the whole model, and back into an optimizer of any layout."""
+"""The state of torch's optimizers under names of the whole model, and back into optimizers of any layout."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from zeropipe.engine.torch_private import like
 from zeropipe.errors import ConfigError
 
 MASTER = "master"  # the float32 copy of a parameter that MasterWeights keeps
+SEVERAL = "several"  # the kind of a list of optimizers ...
+_OF = "optimizer"  # ... in which each group says of which kind it is
 _HOW = {"params", "foreach", "fused", "capturable", "differentiable"}  # of a group: how it computes, not what
 
 
@@ -36,35 +38,51 @@ class Optimized:
     """An optimizer as a checkpoint sees it."""
 
     def __init__(self, optimizer: Any, catalog: Catalog) -> None:
-        self._inner: torch.optim.Optimizer = optimizer.optimizer if isinstance(optimizer, MasterWeights) else optimizer
-        if not hasattr(self._inner, "param_groups") or not hasattr(self._inner, "state"):
-            raise ConfigError(
-                f"the optimizer is a {type(optimizer).__name__}: give one torch optimizer, or MasterWeights; the "
-                "state_dict() of further ones is of this rank's parameters only"
-            )
-        pairs = optimizer.pairs if isinstance(optimizer, MasterWeights) else []
+        given = listed_optimizers(optimizer)
+        self._inners: list[torch.optim.Optimizer] = [
+            one.optimizer if isinstance(one, MasterWeights) else one for one in given
+        ]
+        for one in self._inners:
+            if not hasattr(one, "param_groups") or not hasattr(one, "state"):
+                raise ConfigError(
+                    f"the optimizer is a {type(one).__name__}: give a torch optimizer, MasterWeights, or a list of them"
+                )
+        pairs = [pair for one in given if isinstance(one, MasterWeights) for pair in one.pairs]
         self._masters = {id(master): parameter for parameter, master in pairs if parameter is not master}
         self._catalog = catalog
-        self.kind = type(self._inner).__name__
+        self._has_several = isinstance(optimizer, list | tuple)
+        self.kind = SEVERAL if self._has_several else _kind(self._inners[0])
+        self._require_once()
 
-    def _seen(self) -> Iterable[tuple[dict[str, Any], Tensor, str]]:
-        """Every group, what the optimizer sees as a parameter, and its name."""
-        for group in self._inner.param_groups:
-            for seen in group["params"]:
-                name = self._catalog.names.get(id(self._masters.get(id(seen), seen)))
-                if name is None:
-                    raise ConfigError(
-                        f"the optimizer has a parameter of shape {tuple(seen.shape)} that is in no stage: save and "
-                        "load it yourself"
-                    )
-                yield group, seen, name
+    def _require_once(self) -> None:
+        """Two optimizers of one parameter would have two states of one name."""
+        owner: dict[int, int] = {}
+        for number, inner in enumerate(self._inners):
+            for seen in (seen for group in inner.param_groups for seen in group["params"]):
+                parameter = self._masters.get(id(seen), seen)
+                if owner.setdefault(id(parameter), number) != number:
+                    name = self._catalog.names.get(id(parameter), f"one of shape {tuple(seen.shape)}")
+                    raise ConfigError(f"two of the optimizers have the parameter {name}: give it to one of them")
+
+    def _seen(self) -> Iterable[tuple[torch.optim.Optimizer, dict[str, Any], Tensor, str]]:
+        """Every optimizer and group, what it sees as a parameter, and its name."""
+        for inner in self._inners:
+            for group in inner.param_groups:
+                for seen in group["params"]:
+                    name = self._catalog.names.get(id(self._masters.get(id(seen), seen)))
+                    if name is None:
+                        raise ConfigError(
+                            f"the optimizer has a parameter of shape {tuple(seen.shape)} that is in no stage: save and "
+                            "load it yourself"
+                        )
+                    yield inner, group, seen, name
 
     # to a checkpoint
 
     def keep(self) -> Kept:
         """The state of those parameters that this rank saves."""
         kept = Kept(self.kind, {}, {}, [], {})
-        for group, seen, name in self._seen():
+        for inner, group, seen, name in self._seen():
             if self._masters.get(id(seen), seen) is not self._catalog.saved.get(name):
                 continue  # the other end of a tie
             options = {
@@ -72,32 +90,16 @@ class Optimized:
                 for key, value in group.items()
                 if key not in _HOW and key != "param_names"
             }
+            if self._has_several:
+                options[_OF] = _kind(inner)
             if options not in kept.groups:
                 kept.groups.append(options)
             kept.group_of[name] = kept.groups.index(options)
             if id(seen) in self._masters:
                 kept.tensors[f"{name}.{MASTER}"] = seen.detach()
-            for key, value in self._inner.state.get(seen, {}).items():
-                self._keep(kept, name, seen, key, value)
+            for key, value in inner.state.get(seen, {}).items():
+                _keep(kept, name, seen, key, value, _kind(inner))
         return kept
-
-    def _keep(self, kept: Kept, name: str, seen: Tensor, key: str, value: Any) -> None:
-        if "." in key:
-            raise ConfigError(f"the optimizer has a state called {key!r}: a name without dots is needed")
-        if isinstance(value, Tensor):
-            spread = hasattr(value, "full_tensor") == hasattr(seen, "full_tensor") and value.shape == seen.shape
-            if value.ndim and not spread and hasattr(seen, "full_tensor"):
-                raise ConfigError(
-                    f"{key} of {name} is not spread over processes as its parameter is: such an optimizer "
-                    f"({self.kind}) can be saved for parameters that are not sharded only"
-                )
-            kept.tensors[f"{name}.{key}"] = value.detach()
-        elif value is None or isinstance(value, bool | int | float | str):
-            kept.numbers.setdefault(name, {})[key] = encode(value, key, {})
-        else:
-            raise ConfigError(
-                f"{key} of {name} in the optimizer is a {type(value).__name__}: a checkpoint keeps tensors and numbers"
-            )
 
     # from a checkpoint
 
@@ -105,33 +107,36 @@ class Optimized:
         """ConfigError unless this optimizer can go on from the state that was saved."""
         if facts is None:
             raise ConfigError("the checkpoint holds no optimizer state: load it without an optimizer")
-        if facts["kind"] != self.kind:
-            raise ConfigError(f"the checkpoint is of {facts['kind']}, the optimizer is {self.kind}: use the same kind")
-        here = {name for _, _, name in self._seen()}
+        here = {name: _kind(inner) for inner, _, _, name in self._seen()}
+        for name in sorted(here.keys() & facts["group_of"].keys()):
+            there = facts["groups"][facts["group_of"][name]].get(_OF, facts["kind"])
+            if there != here[name]:
+                of = f" of {name}" if self._has_several or facts["kind"] == SEVERAL else ""
+                raise ConfigError(f"the checkpoint is of {there}, the optimizer{of} is {here[name]}: use the same kind")
         own = self._catalog.loaded.keys()
-        if missing := (facts["group_of"].keys() & own) - here:
+        if missing := (facts["group_of"].keys() & own) - here.keys():
             raise ConfigError(f"the checkpoint has optimizer state of {listed(missing)}: the optimizer here has none")
-        if unknown := here - facts["group_of"].keys():
+        if unknown := here.keys() - facts["group_of"].keys():
             raise ConfigError(
                 f"the checkpoint has no optimizer state of {listed(unknown)}: the optimizer there had none"
             )
-        masters = {name for _, seen, name in self._seen() if id(seen) in self._masters}
+        masters = {name for _, _, seen, name in self._seen() if id(seen) in self._masters}
         if missing := {name for name in masters if f"{name}.{MASTER}" not in saved}:
             raise ConfigError(f"the checkpoint has no float32 copy of {listed(missing)}: load it without MasterWeights")
-        if unknown := {name for name in here - masters if f"{name}.{MASTER}" in saved}:
+        if unknown := {name for name in here.keys() - masters if f"{name}.{MASTER}" in saved}:
             raise ConfigError(f"the checkpoint has a float32 copy of {listed(unknown)}: use MasterWeights, as there")
         self._wanted(saved)
         self._options(facts)
 
     def _wanted(self, saved: Mapping[str, Saved]) -> dict[str, dict[str, Saved]]:
         """The saved tensors of each parameter, by key."""
-        names = {name for _, _, name in self._seen()}
+        names = {name for _, _, _, name in self._seen()}
         found: dict[str, dict[str, Saved]] = {name: {} for name in names}
         for full, tensor in saved.items():
             name, _, key = full.rpartition(".")
             if name in names:
                 found[name][key] = tensor
-        for _, seen, name in self._seen():
+        for _, _, seen, name in self._seen():
             for key, tensor in found[name].items():
                 if tensor.shape and tensor.shape != tuple(seen.shape) and hasattr(seen, "full_tensor"):
                     raise ConfigError(f"{key} of {name} is no tensor like its parameter: it cannot be sharded")
@@ -142,8 +147,8 @@ class Optimized:
     def _options(self, facts: Mapping[str, Any]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         """What each group's options were; all its parameters must have had the same."""
         found = []
-        for group in self._inner.param_groups:
-            numbers = {facts["group_of"][name] for g, _, name in self._seen() if g is group}
+        for group in (group for inner in self._inners for group in inner.param_groups):
+            numbers = {facts["group_of"][name] for _, g, _, name in self._seen() if g is group}
             if len(numbers) > 1:
                 one, other = (facts["groups"][number] for number in sorted(numbers)[:2])
                 key = next(k for k in one.keys() | other.keys() if one.get(k) != other.get(k))
@@ -152,7 +157,8 @@ class Optimized:
                     "make the same groups as there"
                 )
             if numbers:
-                found.append((group, facts["groups"][numbers.pop()]))
+                options = facts["groups"][numbers.pop()]
+                found.append((group, {key: value for key, value in options.items() if key != _OF}))
         return found
 
     def like(self, saved: Mapping[str, Saved]) -> dict[str, Tensor]:
@@ -160,7 +166,7 @@ class Optimized:
         wanted = self._wanted(saved)
         return {
             f"{name}.{key}": seen.detach() if tensor.shape == tuple(seen.shape) else torch.empty(tensor.shape)
-            for _, seen, name in self._seen()
+            for _, _, seen, name in self._seen()
             for key, tensor in wanted[name].items()
         }
 
@@ -168,8 +174,8 @@ class Optimized:
         """Give the optimizer new state, without values: the tensors to read, by name."""
         into: dict[str, list[Tensor]] = {}
         wanted = self._wanted(saved)
-        for group, seen, name in self._seen():
-            self._inner.state.pop(seen, None)
+        for inner, group, seen, name in self._seen():
+            inner.state.pop(seen, None)
             state = {}
             for key, tensor in wanted[name].items():
                 if key == MASTER:
@@ -179,7 +185,7 @@ class Optimized:
                 into.setdefault(f"{name}.{key}", []).append(made)
             state |= {key: decode(value, {}) for key, value in facts["numbers"].get(name, {}).items()}
             if state:
-                self._inner.state[seen] = state
+                inner.state[seen] = state
         for group, options in self._options(facts):
             for key, value in options.items():
                 if isinstance(group.get(key), Tensor):
@@ -189,6 +195,25 @@ class Optimized:
         return into
 
 
+def _keep(kept: Kept, name: str, seen: Tensor, key: str, value: Any, kind: str) -> None:
+    if "." in key:
+        raise ConfigError(f"the optimizer has a state called {key!r}: a name without dots is needed")
+    if isinstance(value, Tensor):
+        spread = hasattr(value, "full_tensor") == hasattr(seen, "full_tensor") and value.shape == seen.shape
+        if value.ndim and not spread and hasattr(seen, "full_tensor"):
+            raise ConfigError(
+                f"{key} of {name} is not spread over processes as its parameter is: such an optimizer "
+                f"({kind}) can be saved for parameters that are not sharded only"
+            )
+        kept.tensors[f"{name}.{key}"] = value.detach()
+    elif value is None or isinstance(value, bool | int | float | str):
+        kept.numbers.setdefault(name, {})[key] = encode(value, key, {})
+    else:
+        raise ConfigError(
+            f"{key} of {name} in the optimizer is a {type(value).__name__}: a checkpoint keeps tensors and numbers"
+        )
+
+
 def _empty(parameter: Tensor, key: str, saved: Saved, group: Mapping[str, Any]) -> Tensor:
     """Memory for a state that lies as its parameter does; the number of steps where torch wants it."""
     dtype = dtype_of(saved)
@@ -196,6 +221,20 @@ def _empty(parameter: Tensor, key: str, saved: Saved, group: Mapping[str, Any]) 
         return like(parameter, torch.empty_like(local(parameter.detach()), dtype=dtype))
     on_cpu = key == "step" and not group.get("fused") and not group.get("capturable")
     return torch.empty(saved.shape, dtype=dtype, device="cpu" if on_cpu else local(parameter).device)
+
+
+def listed_optimizers(optimizer: Any) -> list[Any]:
+    """The optimizers of a list, or the one."""
+    return list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+
+
+def has_masters(optimizer: Any) -> bool:
+    """Whether float32 copies are kept beside some weights."""
+    return any(isinstance(one, MasterWeights) for one in listed_optimizers(optimizer))
+
+
+def _kind(optimizer: torch.optim.Optimizer) -> str:
+    return type(optimizer).__name__
 
 
 def _number(value: Any) -> Any:

@@ -45,8 +45,8 @@ def save_checkpoint(
     """Save weights, buffers and the optimizer's state into the folder `path`, for `load_checkpoint` on any layout.
 
     All ranks call this alike, with a folder that they all see. It holds the checkpoint that was there before until the
-    last moment, and then the new one. `optimizer`: any of torch's whose state is tensors and numbers, or MasterWeights;
-    learning rates and other options of its groups are saved with it. `extra`: the same on every rank, made of numbers,
+    last moment, and then the new one. `optimizer`: any of torch's whose state is tensors and numbers, MasterWeights, or
+    a list of them; learning rates and other options of their groups are saved, too. `extra`: the same on every rank, made of numbers,
     strings, lists, tuples, dicts and tensors (a scheduler's `state_dict()`, say). `random`: the states of the
     random-number generators too, for the same layout. `frozen=False` leaves out parameters that are not trained: who
     loads must have the same ones, which is checked by their sums.
