@@ -99,7 +99,7 @@ def bad_setup(what: str, schedule: Schedule, other: Schedule) -> None:
         stages.popitem()
     if what == "blocks":
         if rank == 1:
-            stages[1].blocks = [1]  # what the others do not have: no list of layers, and no modules
+            stages[1].blocks = [1]  # what the others do not have: no modules
         for stage in stages.values():
             stage.blocks, stage.layers = getattr(stage, "blocks", []), range(0)
         Engine(schedule, stages, ac="full")

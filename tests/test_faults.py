@@ -108,7 +108,7 @@ def test_the_wrong_number_of_ranks():
         ("schedule", "rank 2 has another schedule than rank 0: build the same one on every rank"),
         ("stages", "rank 1: stages [] were given, the placement puts [1] here"),
         ("option", "rank 0: split='halves': give one of store, autograd, whole"),
-        ("blocks", "rank 1: AttributeError: type object 'int' has no attribute 'forward'"),
+        ("blocks", "rank 1: stage 1 names no blocks to compile or checkpoint: use module_stages()"),
         ("tie", "rank 3: AttributeError: Block has no attribute `weihgt`"),
         (
             "wrapped",
