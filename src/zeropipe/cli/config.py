@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zeropipe.cli.training_file import from_training_file, is_training_file
 from zeropipe.core.files import read_text
+from zeropipe.core.given import hint
 from zeropipe.core.limits import COMMAND_LINE
 from zeropipe.core.parse import parse_toml
 from zeropipe.core.placement import MAX_WEIGHT_PARTS
@@ -67,8 +67,7 @@ def _hint(name: str, known: list[str]) -> str:
 
     if name in {one.name for one in fields(Costs)}:
         return "costs belong into a table [costs]; a file of costs alone is given with --costs"
-    near = get_close_matches(name, known, n=1)
-    return f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+    return hint(name, known)
 
 
 class _Wrong(Exception):

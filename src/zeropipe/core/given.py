@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from zeropipe.errors import ConfigError, short
@@ -10,6 +11,14 @@ from zeropipe.errors import ConfigError, short
 def as_python(value: Any) -> Any:
     """Python's own number, or list of them, for one of numpy, torch or jax; anything else as it is."""
     return value.tolist() if hasattr(value, "tolist") else value
+
+
+def hint(name: str, known: Sequence[str]) -> str:
+    """For a name that is not known: the nearest one, or all."""
+    from difflib import get_close_matches
+
+    near = get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
 
 
 def require_text(value: Any, suffix: str) -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from array import array
-from difflib import get_close_matches
 from math import inf, isfinite
 from typing import Any
 
 from zeropipe.core.action import Kind, parse_action, parse_step
 from zeropipe.core.complete import check_order
-from zeropipe.core.given import require_text
+from zeropipe.core.given import hint, require_text
 from zeropipe.core.packed import PackedRows, pack
 from zeropipe.core.parse import parse_json
 from zeropipe.core.placement import Placement, Problem, recognise, require_actions, require_placement
@@ -103,9 +102,7 @@ def _require_known(data: dict[str, Any]) -> None:
     for where, table, known in parts:
         for name in table if isinstance(table, dict) else ():
             if name not in known:
-                near = get_close_matches(name, known, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
-                raise ScheduleError(f"unknown field {short(name)}{where}: {hint}")
+                raise ScheduleError(f"unknown field {short(name)}{where}: {hint(name, known)}")
 
 
 def _count(data: dict[str, Any], field: str) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from sys import float_info
 from typing import Any, NamedTuple
 
-from zeropipe.core.given import as_python
+from zeropipe.core.given import as_python, hint
 from zeropipe.core.placement import Problem
 from zeropipe.core.shards import require_policy
 from zeropipe.errors import ConfigError, short
@@ -213,14 +213,10 @@ def costs_from(data: Mapping[str, Any], where: str = "costs") -> Costs:
 
     `edges` is a table like {"0-1" = {p2p = 1e-5, bandwidth = 5e10}}.
     """
-    known = {f.name for f in fields(Costs)}
+    known = sorted(f.name for f in fields(Costs))
     for name in data:
         if name not in known:
-            from difflib import get_close_matches
-
-            near = get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(known))}"
-            raise ConfigError(f"{where}: unknown field {short(name)}: {hint}")
+            raise ConfigError(f"{where}: unknown field {short(name)}: {hint(name, known)}")
     return Costs(**data)
 
 

@@ -44,8 +44,9 @@ def defer(module: nn.Module) -> int:
 def see_hooks(layers: Iterable[Deferred]) -> None:
     """Before a step: weights that have got hooks since are not deferred, as if they had had them before."""
     for layer in layers:
-        if layer.is_watched != _is_watched(layer._parameters.get("weight")):
-            layer.is_watched = not layer.is_watched
+        watched = _is_watched(layer._parameters.get("weight"))
+        if layer.is_watched != watched:
+            layer.is_watched = watched
 
 
 class _Linear(torch.autograd.Function):

@@ -66,10 +66,11 @@ class _Plan:
     def __init__(self, path: Path, team: Team, catalog: Catalog, optimizer: Any, random: bool) -> None:
         self._device, self._place = team.fabric.device, team.fabric.place
         manifest = _under_our_names(path, read_manifest(path), catalog)
-        self.manifest = manifest = learned_here(manifest, catalog, has_masters(optimizer))
+        copies = has_masters(optimizer)
+        self.manifest = manifest = learned_here(manifest, catalog, copies)
         self._path, self.folder = path / manifest.folder, manifest.folder
         self._weights, self._states = manifest.under("model"), manifest.under("optim")
-        _check_model(path, manifest, catalog, has_masters(optimizer))
+        _check_model(path, manifest, catalog, copies)
         self._random = _random_of(manifest, team) if random else {}
         self._optimized = None if optimizer is None else Optimized(optimizer, catalog)
         self._loaded = {name: tensors for name, tensors in catalog.loaded.items() if name in self._weights}

@@ -38,13 +38,11 @@ def estimate(
     dtype = SHORT.get(str(dtype), dtype)
     if str(dtype) not in DTYPES:
         raise ConfigError(f"dtype={short(dtype)}: choose {', '.join(DTYPES)}")
-    lists = {"microbatch_size": microbatch_size, "tp": tp, "sequence": sequence}
+    lists = {"microbatch_size": microbatch_size, "tp": tp, "sequence": [sequence]}
     for name, value in lists.items():
         for one in [value] if isinstance(value, (int, bool)) or not isinstance(value, Sequence) else value:
             if type(one) is not int or one < 1:
                 raise ConfigError(f"{name}={short(one)}: a whole number from 1 on is needed")
-    if type(sequence) is not int:
-        raise ConfigError(f"sequence={short(sequence)}: a whole number from 1 on is needed")
     if not isinstance(compile, bool):
         raise ConfigError(f"compile={short(compile)}: True or False is needed")
     kinds = _kinds(shape)

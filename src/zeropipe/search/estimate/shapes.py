@@ -121,9 +121,10 @@ def shape_of(model: str | Mapping[str, Any]) -> Shape:
     name = str(model).lower()
     if name in KNOWN:
         return _shape(name, KNOWN[name])
-    path = Path(model) if isinstance(model, (str, PathLike)) else Path()
-    path = path / "config.json" if path.is_dir() else path
-    if not path.is_file() or not isinstance(model, (str, PathLike)):
+    path = Path(model) if isinstance(model, (str, PathLike)) else None
+    if path is not None and path.is_dir():
+        path = path / "config.json"
+    if path is None or not path.is_file():
         raise ConfigError(
             f"model {short(model)}: give a directory with config.json, a config file, or one of {', '.join(KNOWN)}"
         )
