@@ -19,7 +19,7 @@ from zeropipe.core.checkpointing import Checkpointing
 from zeropipe.engine import torch_private
 from zeropipe.engine.backward import ops
 from zeropipe.engine.backward.autograd import AutogradSplit
-from zeropipe.engine.backward.linear import defer
+from zeropipe.engine.backward.linear import defer, deferred_in, see_hooks
 from zeropipe.engine.backward.store import WeightStore
 from zeropipe.engine.blocks.compiling import prepare_blocks, report
 from zeropipe.engine.stages.build import hf_model, hf_stages, module_stages
@@ -238,6 +238,19 @@ def test_experts_wait_for_w():
     assert all(p.grad is None for p in experts)
     store.flush(0, 0)
     assert all(p.grad is not None for p in experts)
+
+
+def test_hooks_on_experts_see_their_gradients():
+    model, batches = tiny("qwen3-moe", mlp_only_layers=[]), microbatches((9,))
+    stages = stages_of(model, 1)
+    check_step(model, stages, batches)
+    for module in (model, *stages):
+        module.zero_grad()
+        for name, parameter in module.named_parameters():
+            if ".experts." in name:
+                parameter.register_hook(lambda gradient: gradient * 3)
+    see_hooks(deferred_in(stages[0]))
+    check_step(model, stages, batches)
 
 
 @pytest.mark.parametrize("ac", AC_MODES[:4])

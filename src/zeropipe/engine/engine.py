@@ -16,7 +16,7 @@ from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Timeline
 from zeropipe.engine import setup
 from zeropipe.engine.backward import gradients
-from zeropipe.engine.backward.linear import Deferred, see_hooks
+from zeropipe.engine.backward.linear import deferred_in, see_hooks
 from zeropipe.engine.backward.splitters import Splitter, make_splitter
 from zeropipe.engine.blocks.compiling import set_blocks
 from zeropipe.engine.checkpoint.names import Team
@@ -104,8 +104,7 @@ class Engine:
         builders = {stage: told.build_weights for stage, told in self._told.items() if told.build_weights is not None}
         self._splitter = make_splitter(self.options.split, deferring, builders)
         setup.agree(fabric, self._prepare)
-        modules = [module for told in self._told.values() for module in told.module.modules()]
-        self._deferred = [module for module in modules if isinstance(module, Deferred)]
+        self._deferred = [layer for told in self._told.values() for layer in deferred_in(told.module)]
         self._shards = {
             stage: Shards(told.module, regather=self.options.regather, keeps_factors=told.keeps_factors)
             for stage, told in self._told.items()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeropipe.engine.backward.gradients import local
+from zeropipe.engine.backward.gradients import is_watched, local
 from zeropipe.engine.backward.ops import SlottedGrouped, grouped, new_slot
 from zeropipe.engine.backward.products import Product, grouped_product
 from zeropipe.engine.backward.store import put_or_give
@@ -23,6 +23,7 @@ def defer_experts(module: nn.Module) -> int:
         if _is_known(child):
             child.__class__ = _deferred(type(child))
             child.slots = _slots(child)
+            child.is_watched = any(is_watched(child._parameters[name]) for name in _NAMES)
     return sum(getattr(child, "defers_experts", False) for child in module.modules())
 
 
@@ -63,7 +64,7 @@ def _deferred(kind: type[nn.Module]) -> type[nn.Module]:
         if self.first_expert is not None:
             return _some_experts(self, hidden, index, weights)
         computed = not all(isinstance(getattr(self, name), nn.Parameter) for name in _NAMES)  # by a parametrization
-        if computed or not (torch.is_grad_enabled() and hidden.requires_grad):
+        if computed or self.is_watched or not (torch.is_grad_enabled() and hidden.requires_grad):
             return kind.forward(self, hidden, index, weights)
         order, offsets = _sorted(index, self.num_experts)
         x = _product(self, 0, hidden[order // index.shape[-1]], offsets)
@@ -75,8 +76,8 @@ def _deferred(kind: type[nn.Module]) -> type[nn.Module]:
         self.slots = _slots(self)
 
     body = {
-        "forward": forward, "__setstate__": __setstate__, "defers_experts": True, "first_expert": None,
-        "__module__": kind.__module__,
+        "forward": forward, "__setstate__": __setstate__, "defers_experts": True, "defers": _NAMES,
+        "first_expert": None, "is_watched": False, "__module__": kind.__module__,
     }  # fmt: skip
     return type(kind.__name__, (kind,), body)
 
@@ -113,7 +114,7 @@ def _product(module: Any, number: int, x: Tensor, offsets: Tensor) -> Tensor:
     weight = local(getattr(module, _NAMES[number]))
     if not torch.is_grad_enabled():
         return grouped(x, weight, offsets, module.is_transposed)
-    if torch.compiler.is_compiling() and weight.requires_grad:
+    if torch.compiler.is_compiling() and weight.requires_grad and not module.is_watched:
         return SlottedGrouped.apply(x, weight, offsets, module.slots[number], use_number(), module.is_transposed)
     return _Grouped.apply(x, weight, offsets, module.is_transposed, module, _NAMES[number])
 
@@ -127,6 +128,7 @@ class _Grouped(torch.autograd.Function):
     ) -> Tensor:
         save(ctx, x, weight, offsets)
         ctx.parameter, ctx.transposed = module._parameters[name], transposed
+        ctx.is_watched = module.is_watched
         return grouped(x, weight, offsets, transposed)
 
     @staticmethod
@@ -134,6 +136,7 @@ class _Grouped(torch.autograd.Function):
         x, weight, offsets = saved(ctx)
         dw = None
         if ctx.needs_input_grad[1]:
-            dw = put_or_give(Product(ctx.parameter, x, dy, ctx.transposed, offsets))
+            product = Product(ctx.parameter, x, dy, ctx.transposed, offsets)
+            dw = product.value() if ctx.is_watched else put_or_give(product)
         dx = grouped_product(dy, weight.transpose(1, 2) if ctx.transposed else weight, offsets)
         return dx, dw, None, None, None, None

@@ -52,6 +52,11 @@ def present(parameters: Iterable[Tensor]) -> list[Tensor]:
     return [local(p.grad) for p in parameters if p.grad is not None]
 
 
+def is_watched(parameter: Tensor | None) -> bool:
+    """Whether hooks wait for its gradient: they would run before W."""
+    return bool(parameter is not None and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks))
+
+
 def local(tensor: Tensor) -> Tensor:
     """This process's piece of a tensor: all of it, unless it is sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from zeropipe.engine.backward.experts import defer_experts
-from zeropipe.engine.backward.gradients import local
+from zeropipe.engine.backward.gradients import is_watched, local
 from zeropipe.engine.backward.ops import SlottedLinear, new_slot
 from zeropipe.engine.backward.products import Product
 from zeropipe.engine.backward.store import put_or_give
@@ -41,10 +41,15 @@ def defer(module: nn.Module) -> int:
     return sum(isinstance(child, Deferred) for child in module.modules()) + 2 * defer_experts(module)
 
 
-def see_hooks(layers: Iterable[Deferred]) -> None:
+def deferred_in(module: nn.Module) -> list[Any]:
+    """The layers, and stacks of experts, that leave weight gradients to W."""
+    return [m for m in module.modules() if isinstance(m, Deferred) or getattr(m, "defers_experts", False)]
+
+
+def see_hooks(layers: Iterable[Any]) -> None:
     """Before a step: weights that have got hooks since are not deferred, as if they had had them before."""
     for layer in layers:
-        watched = _is_watched(layer._parameters.get("weight"))
+        watched = any(is_watched(layer._parameters.get(name)) for name in layer.defers)
         if layer.is_watched != watched:
             layer.is_watched = watched
 
@@ -78,6 +83,7 @@ class Deferred(nn.Module):
     weight: nn.Parameter
     bias: nn.Parameter | None
     slot: Tensor
+    defers: tuple[str, ...] = ("weight",)
     adds_bias: bool = True  # of a layer that several processes share, one adds the bias
     is_watched: bool = False  # hooks wait for its weight's gradient
 
@@ -145,7 +151,7 @@ def _deferred_class(module: nn.Module) -> type[Deferred] | None:
     kind = type(module)
     if "forward" in module.__dict__ or "weight" not in module._parameters:  # a hook makes the weight anew in each F
         return None
-    if _is_watched(module._parameters["weight"]):
+    if is_watched(module._parameters["weight"]):
         return None
     if isinstance(module, Deferred):
         return None
@@ -163,8 +169,3 @@ def _deferred_class(module: nn.Module) -> type[Deferred] | None:
 def _deferred_kind(kind: type[nn.Linear]) -> type[Deferred]:
     """A deferred layer that is a `kind`, too: for models with linear layers of their own that compute as torch's do."""
     return type(kind.__name__, (DeferredLinear, kind), {"__module__": kind.__module__})
-
-
-def _is_watched(weight: nn.Parameter | None) -> bool:
-    """Whether hooks wait for its gradient: they would run before W."""
-    return bool(weight is not None and (weight._backward_hooks or weight._post_accumulate_grad_hooks))
