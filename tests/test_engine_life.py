@@ -15,9 +15,9 @@ from engine_helpers import TOLERANCE, largest, ranks
 import zeropipe as zp
 from zeropipe.engine.run.launch import LocalRanks, model_code
 from zeropipe.engine.step.cells import moved
-from zeropipe.engine.step.losses import Tally
+from zeropipe.engine.step.losses import StepResult, Tally, require_counted
 from zeropipe.engine.torch_private import squared_norm
-from zeropipe.errors import EngineError
+from zeropipe.errors import ConfigError, EngineError
 
 
 def test_closed_engines_leave_no_connection_and_no_thread():
@@ -100,6 +100,21 @@ def test_a_loss_that_is_none_is_named(value):
 def test_counts_and_metrics_that_are_none_are_named(rest, line):
     with pytest.raises(TypeError, match=line):
         Tally(lambda out, _: (out.sum(), *rest), [{}]).root(torch.ones(2, requires_grad=True), {}, 0)
+
+
+@pytest.mark.parametrize("count", [-1, float("nan"), float("inf"), torch.tensor(-3)])
+def test_counts_below_zero_or_without_end_are_refused(count):
+    tally = Tally(lambda out, _: (out.sum(), count), [{}])
+    tally.root(torch.ones(2, requires_grad=True), {}, 0)
+    with pytest.raises(ConfigError, match=r"the count of the loss is .*: give a number from 0 on"):
+        tally.sums()
+
+
+def test_a_loss_that_counts_otherwise_than_it_said_is_refused():
+    require_counted(StepResult(1.0, 24.0, {}), None)
+    require_counted(StepResult(1.0, 24.0, {}), 24)
+    with pytest.raises(ConfigError, match=r"counted 24 in this step, its count\(\) said 7 before"):
+        require_counted(StepResult(1.0, 24.0, {}), 7.0)
 
 
 def test_metrics_hold_no_graph():

@@ -36,7 +36,7 @@ from zeropipe.engine.step import equal
 from zeropipe.engine.step.clock import Clock
 from zeropipe.engine.step.executor import Executor
 from zeropipe.engine.step.executors import Executors, Parts
-from zeropipe.engine.step.losses import LossFn, StepResult, Tally, combine
+from zeropipe.engine.step.losses import LossFn, StepResult, Tally, combine, require_counted
 from zeropipe.engine.step.opening import KindBook, Opened, Refused, open_step
 from zeropipe.engine.step.plans import edges_of
 from zeropipe.engine.step.recorder import gather
@@ -384,6 +384,7 @@ class Engine:
         if equal.difference([flags for _, flags in everyone]) is not None:
             self._refuse_unlike(equal.shared_weights(self.schedule, self._told, self._layout, values=False))
         result, late = combine([sums for sums, _ in everyone])
+        require_counted(result, tally.total)
         if late and tally.not_leaf:
             raise ConfigError(
                 "a microbatch holds a tensor that was computed from others and needs a gradient, and the loss has no "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf, isclose
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -125,7 +126,7 @@ class Tally:
         loss = count = 0.0
         for index in sorted(self._seen):
             value, number, extra = self._seen[index]
-            loss, count = loss + float(value), count + float(number)
+            loss, count = loss + float(value), count + number_of(number)
             for name, amount in extra.items():
                 metrics[name] = metrics.get(name, 0.0) + float(amount)
         return loss, count, metrics, self.late
@@ -139,6 +140,23 @@ def _numbers(rest: Sequence[Any]) -> Iterator[tuple[str, Any]]:
         if not isinstance(rest[1], Mapping):
             raise TypeError(f"the metrics of the loss are a {type(rest[1]).__name__}: give a dict of numbers")
         yield from ((f"the metric {name!r}", number) for name, number in rest[1].items())
+
+
+def number_of(count: Any) -> float:
+    """A count as a number; ConfigError for one that nothing can be divided by in earnest."""
+    number = float(count)
+    if not 0 <= number < inf:
+        raise ConfigError(f"the count of the loss is {number:g}: give a number from 0 on")
+    return number
+
+
+def require_counted(result: StepResult, total: float | None) -> None:
+    """ConfigError where a loss counts otherwise than its `count()` said: gradients would be those of another loss."""
+    if total is not None and not isclose(result.count, total, rel_tol=1e-4):
+        raise ConfigError(
+            f"the loss counted {result.count:g} in this step, its count() said {total:g} before: let both give the "
+            "same, and let a loss with a count() return (sum, count)"
+        )
 
 
 def _is_number(value: Any) -> bool:

@@ -16,6 +16,7 @@ from zeropipe.engine.comm.fabric import Fabric
 from zeropipe.engine.layout import Layout
 from zeropipe.engine.stages.contract import Microbatch, Told
 from zeropipe.engine.step.cells import signature
+from zeropipe.engine.step.losses import number_of
 from zeropipe.errors import ConfigError, ZeropipeError
 
 KINDS = 1024  # different microbatches that a pipeline remembers the shapes of
@@ -133,7 +134,7 @@ def _word(stages: Iterable[Told], microbatches: Sequence[Microbatch], loss_fn: A
         count = None
         if counting and hasattr(loss_fn, "count"):
             # microbatches may come in any order and through two ranks: all of them count
-            count = float(sum(loss_fn.count(microbatch) for microbatch in microbatches))
+            count = sum(number_of(loss_fn.count(microbatch)) for microbatch in microbatches)
         if not microbatches:
             raise ConfigError("no microbatches were given: a step has at least 1")
     except Exception as error:  # the others must not wait for this rank
