@@ -28,6 +28,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Timeline
 from zeropipe.engine import CausalLMLoss, Engine, fsdp_private, hf_model, hf_stages, module_stages, parallelize
+from zeropipe.errors import ConfigError
 
 _meshes: dict[tuple[Any, ...], Any] = {}
 
@@ -206,6 +207,26 @@ def mixed_on_mesh(schedule: Schedule, options: dict[str, Any], offload: bool) ->
             "error": error, "in_bf16": in_bf16, "computed": str(computed[0]),
             "dtypes": {str(t.dtype) for t in tensors}, "devices": {t.device.type for t in tensors},
         }  # fmt: skip
+
+
+def shared_between_blocks(schedule: Schedule) -> tuple[float, list[str]]:
+    """A module that stands twice in a sharded stage, beside one process; and what cannot be sharded, in words."""
+    mesh, said = mesh_of({"dp_shard": 2}), []
+    plain, copies = ([*blocks(1) * 2, *blocks(2)] for _ in range(2))
+    stages: dict[int, Any] = parallelize(dict(module_stages(copies, schedule, 0)), mesh)
+    data = [microbatches(schedule.num_microbatches, pipeline) for pipeline in range(2)]
+    with Engine(schedule, stages, mesh=mesh) as engine:
+        engine.train_step(data[mesh.get_local_rank()], SquareLoss())
+        plain_step(nn.Sequential(*plain), [batch for some in data for batch in some], SquareLoss())
+        error = difference(stages, plain, "grad")
+    other = blocks(2)
+    other[1].down.weight = other[0].down.weight
+    for modules, where in ((other, mesh), (blocks(2), mesh_of({"dp_shard": 2, "dp_replicate": 1}))):
+        try:
+            parallelize(dict(module_stages(modules, schedule, 0)), where)
+        except ConfigError as fault:
+            said.append(str(fault))
+    return error, said
 
 
 def spy(thing: Any, method: str, word: str, calls: list[str]) -> None:

@@ -43,6 +43,14 @@ def test_without_a_pipeline(sizes):
     assert max(seen.values()) < TOLERANCE, seen
 
 
+def test_blocks_that_share_something_are_sharded_right_or_refused():
+    for error, said in ranks(2).run(cases.shared_between_blocks, zp.build("1f1b", ranks=1, microbatches=4)):
+        assert error < TOLERANCE
+        shared, order = said
+        assert "blocks 0 and 1 of a stage share a parameter (down.weight, down.weight)" in shared
+        assert "put dp_replicate before dp_shard" in order
+
+
 @pytest.mark.parametrize("sizes", [SHARDED, REPLICATED], ids=str)
 @pytest.mark.parametrize("name", ["1f1b", "zbv"])
 def test_ties(name, sizes):

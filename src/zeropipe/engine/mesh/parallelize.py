@@ -46,13 +46,32 @@ def parallelize(
         if dtype is not None or offload:
             raise ConfigError("dtype and offload need sharded stages: make a mesh with dp_shard of 2 or more")
         return stages
+    if names != tuple(name for name in layout.sizes if name in DATA):
+        raise ConfigError(
+            f"the mesh has the dimensions {', '.join(layout.sizes)}: put {names[0]} before {names[1]}, for FSDP"
+        )
     options: dict[str, Any] = {
         "mesh": mesh[names] if len(names) > 1 else mesh[names[0]],
         "mp_policy": MixedPrecisionPolicy(dtype, reduce_dtype if dtype is not None else None),
         "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy(),
     }
     for stage in stages.values():
-        for block in getattr(stage, "blocks", ()):
+        blocks = list(dict.fromkeys(getattr(stage, "blocks", ())))  # a module may stand in it twice
+        _require_apart(blocks)
+        for block in blocks:
             fully_shard(block, **options)
         fully_shard(stage, **options)
     return stages
+
+
+def _require_apart(blocks: list[nn.Module]) -> None:
+    """ConfigError for blocks that share a parameter: each is gathered and reduced by itself."""
+    owners: dict[int, tuple[int, str]] = {}
+    for number, block in enumerate(blocks):
+        for name, parameter in block.named_parameters():
+            before, name_there = owners.setdefault(id(parameter), (number, name))
+            if before != number:
+                raise ConfigError(
+                    f"blocks {before} and {number} of a stage share a parameter ({name_there}, {name}), and each is "
+                    "sharded by itself: put both into one block, share the whole module, or leave dp_shard out"
+                )
