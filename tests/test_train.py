@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from zeropipe.errors import ConfigError
 from zeropipe.train.config.models import RateTable
-from zeropipe.train.loop.job import num_steps_of
+from zeropipe.train.loop.job import is_better, num_steps_of
 from zeropipe.train.loop.metrics import Metrics, forget_after
 from zeropipe.train.loop.rate import factor
 from zeropipe.train.loop.recorded import MOST, thinned
@@ -96,6 +96,13 @@ def test_fewer_steps_than_are_done_are_refused():
     assert num_steps_of(config, None, 5) == 5
     with pytest.raises(ConfigError, match=r"train.steps=5: 6 are done already in train.output='out': give more, or"):
         num_steps_of(config, None, 6)
+
+
+def test_an_evaluation_that_is_not_a_number_is_never_the_best():
+    nan = float("nan")
+    losses = [(nan, None), (2.0, None), (nan, {"loss": 2.0}), (1.0, {"loss": 2.0}), (2.0, {"loss": 2.0})]
+    assert [is_better(*pair) for pair in losses] == [False, True, False, True, False]
+    assert is_better(3.0, {"loss": nan})  # of a checkpoint that an older version wrote
 
 
 def test_a_checkpoint_is_of_another_model_where_both_say_so():

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +163,7 @@ class Run:
         if loss is None:
             return False
         self._evaluation_loss = loss
-        is_best = counts.best is None or loss < counts.best["loss"]
+        is_best = is_better(loss, counts.best)
         if is_best:
             counts.best = {"step": counts.step, "loss": loss}
         if metrics is not None:
@@ -207,6 +208,11 @@ class Run:
         values |= {} if used is None else {"mfu": used}
         values |= {} if taken.timeline is None else {"bubble": taken.timeline.bubble}
         return values | ({"skipped_now": True} if taken.is_skipped else {})
+
+
+def is_better(loss: float, best: Mapping[str, float] | None) -> bool:
+    """Whether an evaluation is the best so far. One that is not a number is not, and holds up no later one."""
+    return isfinite(loss) and not (best is not None and best["loss"] <= loss)
 
 
 def num_steps_of(config: RunConfig, data: Any, done: int) -> int:
