@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ import zeropipe.pipelining as ours
 from zeropipe.engine.backward.linear import defer
 from zeropipe.engine.backward.store import WeightStore
 from zeropipe.errors import ConfigError
-from zeropipe.pipelining.engines import check_pipeline
+from zeropipe.pipelining.engines import check_pipeline, warn_of_replicas
 
 
 class Stage(nn.Module):
@@ -96,6 +97,10 @@ def sharded_on_a_mesh() -> float:
                 refusals.append(str(error))
         assert "the stages have [0, 1, 2, 3] in their group" in refusals[0]
         assert "ran different numbers of microbatches" in refusals[1]
+        with warnings.catch_warnings(record=True) as warned:
+            warn_of_replicas(mesh, stages)
+            warn_of_replicas(mesh, stages_for([Stage(n, 4) for n in range(4)], numbers, group))
+        assert ["are not summed over dp_shard" in str(warning.message) for warning in warned] == [True]
         for stage in stages:
             stage.submod.zero_grad()
         schedule = ours.ScheduleZBVZeroBubble(stages, sizes[place], loss_fn=mean_square, scale_grads=False)

@@ -87,9 +87,11 @@ def check_stages(schedule: Schedule, layout: Layout, stages: Mapping[int, Told],
     for stage, told in stages.items():
         wrapped = next((name for child in told.module.modules() for name in _WRAPPERS & _kinds(child)), None)
         if wrapped:
+            way_out = "give plain modules and a mesh, or shard them with parallelize()"
+            if told.keeps_factors:
+                way_out = "shard it with fully_shard, or give the plain module and sum its gradients after step()"
             raise ConfigError(
-                f"stage {stage} holds {wrapped}, which reduces gradients at the wrong time for a pipeline: "
-                "give plain modules and a mesh, or shard them with parallelize()"
+                f"stage {stage} holds {wrapped}, which reduces gradients at the wrong time for a pipeline: {way_out}"
             )
         if sharded(told.module) and layout.mesh is None and not told.keeps_factors:
             raise ConfigError(f"stage {stage} is sharded: give the Engine the mesh it is sharded on")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -89,6 +90,7 @@ def _engine(stages: Sequence[Any], schedule: Schedule) -> Engine:
     where: dict[str, Any] = {"group": stages[0].group}
     if _settings.mesh is not None:
         check_pipeline(_settings.mesh, stages[0].group)
+        warn_of_replicas(_settings.mesh, stages)
         where = {"mesh": _settings.mesh}
     return Engine(schedule, told, device=stages[0].device, record=_settings.record, **where, **options)
 
@@ -102,6 +104,19 @@ def check_pipeline(mesh: DeviceMesh, group: Any) -> None:
         raise ConfigError(
             f"the mesh has ranks {of_mesh} in its pp, the stages have {of_stages} in their group: give "
             "PipelineStage(group=mesh['pp'].get_group())"
+        )
+
+
+def warn_of_replicas(mesh: DeviceMesh, stages: Sequence[Any]) -> None:
+    """A warning where pipelines have the same weights and nobody sums their gradients."""
+    layout = Layout.of(None, mesh)
+    learning = [p for stage in stages for p in stage.submod.parameters() if p.requires_grad]
+    names = sorted({name for parameter in learning for name in layout.uncovered(parameter)})
+    if names:
+        warnings.warn(
+            f"gradients of stages that are not sharded are not summed over {' and '.join(names)}: do that after step(),"
+            " or shard the stages with fully_shard, which does it",
+            stacklevel=2,
         )
 
 
