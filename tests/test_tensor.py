@@ -13,7 +13,7 @@ import aot
 import tensor_cases as cases
 import torch
 import torch.distributed as dist
-from engine_helpers import TOLERANCE, largest, ranks
+from engine_helpers import TOLERANCE, WIDTH, Block, largest, ranks
 from family_models import models_table
 from stage_models import lm_loss, plain_step, staged_step
 from torch._dynamo.utils import counters
@@ -27,6 +27,7 @@ from zeropipe.engine import (
     defer,
     hf_model,
     hf_stages,
+    module_stages,
     prepare_blocks,
     token_losses,
     torch_private,
@@ -35,7 +36,7 @@ from zeropipe.engine.backward.gradients import local
 from zeropipe.engine.mesh import proof
 from zeropipe.engine.mesh.spreading import Sharing
 from zeropipe.engine.mesh.talk import Peers
-from zeropipe.engine.mesh.tensor import check_plan, plan_of, spread_stage
+from zeropipe.engine.mesh.tensor import check_plain, check_plan, plan_of, spread_stage
 from zeropipe.engine.mesh.vocabulary import TokenLosses, whole
 from zeropipe.engine.stages.hf import HFStage
 from zeropipe.engine.stages.models import decoder_config, meta_model
@@ -104,6 +105,33 @@ def test_what_cannot_be_spread_is_refused_by_name():
     experts = stage_of("qwen3_moe", num_experts=3)
     with pytest.raises(ConfigError, match="has 3 experts: tp=2 must divide it"):
         spread_stage(experts, plan_of(experts), Sharing(Peers("nobody", 0, 2), None), False)
+
+
+def plain_stage(*more: Any) -> Any:
+    return module_stages([Block(0), *more], zp.build("1f1b", ranks=1, microbatches=1), 0)[0]
+
+
+def test_a_plan_of_own_modules():
+    plan = {"*.up": "colwise", "0.down": "rowwise"}
+    stage = plain_stage(Block(1))
+    check_plain(stage, plan, False)
+    spread_stage(stage, plan, Sharing(Peers("nobody", 0, 2), None), False)
+    assert [tuple(block.up.weight.shape) for block in stage.blocks] == [(WIDTH, WIDTH)] * 2
+    assert [tuple(block.down.weight.shape) for block in stage.blocks] == [(WIDTH, WIDTH), (WIDTH, 2 * WIDTH)]
+
+
+@pytest.mark.parametrize(
+    "stage, plan, words",
+    [
+        (lambda: Block(0), {}, r"a Block without full_names\(\), which a plan needs"),
+        (plain_stage, {"*.up": "sideways"}, r"spreads \*.up by 'sideways', which is not supported"),
+        (plain_stage, {"*.up": "mla_kv_a_proj"}, "which is not supported"),
+        (lambda: plain_stage(torch.nn.Dropout(0.1)), {}, r"blocks.1 has p=0.1: processes of tp would draw different"),
+    ],
+)
+def test_what_cannot_be_done_with_own_modules_is_refused(stage, plan, words):
+    with pytest.raises(ConfigError, match=words):
+        check_plain(stage(), plan, False)
 
 
 @pytest.mark.full

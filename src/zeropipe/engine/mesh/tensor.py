@@ -8,7 +8,8 @@ sum of which each process keeps a part, so that between attention and MLP a proc
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -49,7 +50,7 @@ def spread(
     """
     from zeropipe.engine.mesh.proof import prove
 
-    sharing = Sharing(Peers.of(mesh), mesh)
+    sharing, stages, names = Sharing(Peers.of(mesh), mesh), list(stages), 0
     for stage in stages:
         if hasattr(stage, "summed_over_tp"):
             raise ConfigError("a stage is spread over tp already: call parallelize() once")
@@ -57,9 +58,17 @@ def spread(
         if isinstance(stage, HFStage):
             check_plan(stage, found, mesh.size())
             prove(stage, found, sequence)
-        elif sequence:
-            raise ConfigError("sequence_parallel needs stages of a Hugging Face model (hf_stages)")
+        else:
+            check_plain(stage, found, sequence)
+        names += len(_styles(stage, found))
         spread_stage(stage, found, sharing, sequence)
+    if plan is not None and stages and not names:
+        there = ", ".join(sorted({_parent(full) for stage in stages for full in stage.full_names().values()})[:3])
+        warnings.warn(
+            f"the plan names no layer of this rank, which stay whole on every process of tp: they are {there}, ...; "
+            "* stands for a number",
+            stacklevel=3,
+        )
 
 
 def spread_stage(stage: Any, plan: Mapping[str, str], sharing: Sharing, sequence: bool) -> None:
@@ -117,16 +126,38 @@ def plan_of(stage: Any) -> dict[str, str]:
     return {f"{prefix}.{name}": style for name, style in base.items()} | dict(getattr(stage.lm, "_tp_plan", None) or {})
 
 
+def check_plain(stage: Any, plan: Mapping[str, str], sequence: bool) -> None:
+    """ConfigError for what a plan cannot do with a stage of a user's own modules."""
+    if sequence:
+        raise ConfigError("sequence_parallel needs stages of a Hugging Face model (hf_stages)")
+    if not hasattr(stage, "full_names"):
+        raise ConfigError(
+            f"a stage is a {type(stage).__name__} without full_names(), which a plan needs: make stages with "
+            "module_stages()"
+        )
+    _check_styles("the plan", plan, [style for style in STYLES if style != LATENT])
+    for name, module in stage.named_modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+            raise ConfigError(
+                f"{name} has p={module.p}: processes of tp would draw different random numbers for the same tokens; "
+                "set p=0"
+            )
+
+
+def _check_styles(who: str, plan: Mapping[str, str], known: Sequence[str]) -> None:
+    for name, style in plan.items():
+        inside = style in EXPERT_WEIGHTS and plan.get(_parent(name)) == EXPERTS
+        if style not in known and not inside:
+            raise ConfigError(
+                f"{who} spreads {name} by {style!r}, which is not supported: known are {', '.join(known)}; leave tp "
+                "out, or give a plan of your own"
+            )
+
+
 def check_plan(stage: HFStage, plan: Mapping[str, str], number: int) -> None:
     """ConfigError for what a plan cannot do."""
     config = stage.whole_config.get_text_config()
-    for name, style in plan.items():
-        inside = style in EXPERT_WEIGHTS and plan.get(_parent(name)) == EXPERTS
-        if style not in STYLES and not inside:
-            raise ConfigError(
-                f"model_type={stage.whole_config.model_type!r} spreads {name} by {style!r}, which is not supported: "
-                f"known are {', '.join(STYLES)}; leave tp out, or give a plan of your own"
-            )
+    _check_styles(f"model_type={stage.whole_config.model_type!r}", plan, STYLES)
     for name in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(config, name, None)
         if isinstance(heads, int) and heads % number:
@@ -154,7 +185,7 @@ def _styles(stage: Any, plan: Mapping[str, str]) -> dict[str, tuple[str, str]]:
 
 
 def _style(name: str, plan: Mapping[str, str]) -> str | None:
-    return plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name), plan.get(name))
+    return plan.get(re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name), plan.get(name))
 
 
 def _parent(name: str) -> str:
