@@ -155,3 +155,12 @@ def test_what_every_stage_has_counts():
 def test_too_many_stages_are_refused():
     with pytest.raises(ConfigError, match="8 stages for 4 layers: each stage between"):
         zp.balance(model([1.0] * 4), zp.build("zbv", ranks=4, microbatches=8))
+
+
+def test_layers_of_two_kinds_are_cut_exactly_in_no_time():
+    """62 layers, every sixth without a window, on a loop: every place in the middle is tried."""
+    costs = zp.estimate("gemma-3-27b")
+    found = zp.balance(costs, zp.build("interleaved", ranks=4, microbatches=8, stages_per_rank=2))
+    assert found.exact
+    assert sum(found.counts) == 62
+    assert found.slowest < 1.05 * sum(found.rank_times) / 4 < found.even_slowest

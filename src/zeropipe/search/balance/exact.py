@@ -8,10 +8,12 @@ from the end of the model, in a loop from a place in the middle that is tried ev
 from __future__ import annotations
 
 from itertools import pairwise
+from math import inf
 from typing import Any
 
 import numpy as np
 
+from zeropipe.core.jit import Arrays, Floats, Ints, arrays
 from zeropipe.core.timeline import ROUNDING
 from zeropipe.search.balance.task import BalanceTask
 
@@ -66,94 +68,101 @@ def _walk(costs: list[Array], add: float | None) -> list[int] | None:
 
 def two_passes(task: BalanceTask, most: float) -> tuple[int, ...] | None:
     """The best cut with two stages per rank, in a vee or a loop, whose slowest rank takes at most `most`."""
-    p = task.num_ranks
+    p, n = task.num_ranks, task.num_layers
     back = task.table[p:] == task.table[p - 1 :: -1]
+    middles = [-1] if back else sorted(range(n + 1), key=lambda m: abs(2 * m - n))
+    passes = _Passes(task, arrays(len(middles) * p * (n + 1) ** 2))
     found: list[tuple[tuple[float, float], tuple[int, ...]]] = []
-    for middle in [None] if back else sorted(range(task.num_layers + 1), key=lambda m: abs(2 * m - task.num_layers)):
-        steps = _Passes(task, middle)
-        top = steps.walk(most, squares=False)
+    for middle in middles:
+        top = passes.walk(middle, most, squares=False)
         if top is None:
             continue
         most = min(most, top[0])
-        counts = steps.walk(most, squares=True)
+        counts = passes.walk(middle, most, squares=True)
         assert counts is not None
         found.append((task.value(counts[1]), counts[1]))
     return min(found)[1] if found else None
 
 
 class _Passes:
-    """Both passes over the ranks, the second one from the end of the model or from `middle`."""
+    """Both passes over the ranks, the second one from the end of the model (`middle` is -1) or from `middle`."""
 
-    def __init__(self, task: BalanceTask, middle: int | None) -> None:
-        self.task, self.middle = task, middle
-        n = task.num_layers
-        self.sizes = (n, n) if middle is None else (middle, n - middle)
-        self.places = [np.arange(self.sizes[0] + 1), np.arange(self.sizes[1] + 1)]
-
-    def walk(self, most: float, squares: bool) -> tuple[float, tuple[int, ...]] | None:
-        """The least maximum, or the least sum of squares, with no rank above `most`; and the counts of it."""
-        task, shape = self.task, (self.sizes[0] + 1, self.sizes[1] + 1)
-        best = np.full(shape, np.inf)
-        best[0, 0] = 0.0
-        came: list[Array] = []
-        for rank in task.table[: task.num_ranks]:
-            first, second = task.stages_of[rank]
-            new, step = np.full(shape, np.inf), np.full((2, *shape), -1, np.int32)
-            for x in range(task.least(first), shape[0]):
-                time0, size0 = self._stage(first, 0, x)
-                if float(time0.min(initial=np.inf)) / task.speed[rank] > most * EQUAL:
-                    break
-                for y in range(task.least(second), shape[1]):
-                    if self.middle is None and x + y > task.num_layers:
-                        break
-                    time1, size1 = self._stage(second, 1, y)
-                    load = (time0[:, None] + time1[None, :]) / task.speed[rank]
-                    allowed = (load <= most * EQUAL) & (size0[:, None] + size1[None, :] <= task.memory[rank] * ROUNDING)
-                    if not allowed.any():
-                        if float(load.min(initial=np.inf)) > most * EQUAL:
-                            break
-                        continue
-                    old = best[: shape[0] - x, : shape[1] - y]
-                    value = old + time0[:, None] ** 2 + time1[None, :] ** 2 if squares else np.maximum(old, load)
-                    value = np.where(allowed, value, np.inf)
-                    place = new[x:, y:]
-                    better = value < place
-                    place[better] = value[better]
-                    step[0, x:, y:][better], step[1, x:, y:][better] = x, y
-            best = new
-            came.append(step)
-        return self._result(best, came)
-
-    def _stage(self, stage: int, which: int, count: int) -> tuple[Array, Array]:
-        """Time and bytes of a stage with `count` layers, by how many layers its pass has used up before."""
-        used = self.places[which][: self.sizes[which] + 1 - count]
-        if which == 0:
-            start = used
-        elif self.middle is None:
-            start = self.task.num_layers - used - count
-        else:
-            start = self.middle + used
-        time, fixed, held = (np.array(column) for column in self.task.before)
-        more, alive = self.task.ends(stage), self.task.alive[stage]
-        size = fixed + alive * held
-        return time[start + count] - time[start] + more[0], size[start + count] - size[start] + more[1] + alive * more[
-            2
+    def __init__(self, task: BalanceTask, place: Arrays) -> None:
+        self.task, self.place = task, place
+        order = task.table[: task.num_ranks]
+        stages = [stage for rank in order for stage in task.stages_of[rank]]
+        ends = [task.ends(stage) for stage in stages]
+        self.layers = [place.list_floats(column) for column in task.before]
+        self.stages = [
+            place.list_ints([task.least(stage) for stage in stages]),
+            place.list_floats([time for time, _, _ in ends]),
+            place.list_floats([fixed + task.alive[s] * held for s, (_, fixed, held) in zip(stages, ends)]),
+            place.list_floats([task.alive[stage] for stage in stages]),
+        ]
+        self.ranks = [
+            place.list_floats([task.speed[rank] for rank in order]),
+            place.list_floats([task.memory[rank] * ROUNDING for rank in order]),
         ]
 
-    def _result(self, best: Array, came: list[Array]) -> tuple[float, tuple[int, ...]] | None:
-        n = self.task.num_layers
-        if self.middle is None:
-            ends = [(float(best[i, n - i]), i, n - i) for i in range(n + 1)]
-            value, i, j = min(ends)
-        else:
-            i, j = self.sizes
-            value = float(best[i, j])
-        if not np.isfinite(value):
+    def walk(self, middle: int, most: float, squares: bool) -> tuple[float, tuple[int, ...]] | None:
+        """The least maximum, or the least sum of squares, with no rank above `most`; and the counts of it."""
+        n, p, place = self.task.num_layers, self.task.num_ranks, self.place
+        wide = (n if middle < 0 else middle) + 1, (n if middle < 0 else n - middle) + 1
+        size = wide[0] * wide[1]
+        best, came = place.full_floats(2 * size, inf), place.full_ints(p * size, -1)
+        place.call(
+            passes_kernel, *self.layers, *self.stages, *self.ranks, middle, wide[0], wide[1], most * EQUAL, squares,
+            best, came,
+        )  # fmt: skip
+        ends = [(i, n - i) for i in range(n + 1)] if middle < 0 else [(wide[0] - 1, wide[1] - 1)]
+        value, i, j = min((float(best[i * wide[1] + j]), i, j) for i, j in ends)
+        if value == inf:
             return None
         counts = [0] * self.task.num_stages
-        for rank, step in zip(reversed(self.task.table[: self.task.num_ranks]), reversed(came)):
-            x, y = int(step[0, i, j]), int(step[1, i, j])
+        for at, rank in reversed(list(enumerate(self.task.table[:p]))):
+            x, y = divmod(int(came[at * size + i * wide[1] + j]), n + 1)
             first, second = self.task.stages_of[rank]
             counts[first], counts[second] = x, y
             i, j = i - x, j - y
         return value, tuple(counts)
+
+
+def passes_kernel(
+    time: Floats, fixed: Floats, held: Floats, least: Ints, end_time: Floats, end_size: Floats, alive: Floats,
+    speed: Floats, room: Floats, middle: int, rows: int, columns: int, most: float, squares: bool,
+    best: Floats, came: Ints,
+) -> None:  # fmt: skip
+    """Best values by how many layers each pass has used up, in `best`, whose second half is that of the rank before.
+
+    `came` gets, for each rank in turn, the layers x and y of its two stages as x * (number of layers + 1) + y.
+    """
+    last, size = len(time) - 1, rows * columns
+    best[0] = 0.0
+    far_i = far_j = 0  # how far the ranks before can have come
+    for rank in range(len(speed)):
+        for at in range(size):
+            best[size + at] = best[at]
+        old_i, old_j = far_i, far_j
+        for i in range(rows):
+            for j in range(columns):
+                at = i * columns + j
+                best[at] = inf
+                begin = last - j if middle < 0 else middle + j
+                for x in range(max(least[2 * rank], i - old_i), i + 1):
+                    time0 = time[i] - time[i - x] + end_time[2 * rank]
+                    if time0 / speed[rank] > most:
+                        break
+                    size0 = fixed[i] - fixed[i - x] + alive[2 * rank] * (held[i] - held[i - x]) + end_size[2 * rank]
+                    for y in range(max(least[2 * rank + 1], j - old_j), j + 1):
+                        start, stop = (begin, begin + y) if middle < 0 else (begin - y, begin)
+                        time1 = time[stop] - time[start] + end_time[2 * rank + 1]
+                        load = (time0 + time1) / speed[rank]
+                        size1 = fixed[stop] - fixed[start] + alive[2 * rank + 1] * (held[stop] - held[start])
+                        if load > most or size0 + size1 + end_size[2 * rank + 1] > room[rank]:
+                            break
+                        old = best[size + (i - x) * columns + j - y]
+                        value = old + time0**2 + time1**2 if squares else max(old, load)
+                        if value < best[at]:
+                            best[at] = value
+                            came[rank * size + at] = x * (last + 1) + y
+                            far_i, far_j = max(far_i, i), max(far_j, j)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import inf
+from typing import Any
+
+import numpy as np
 
 from zeropipe.search.balance.task import BalanceTask
+
+Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def equal_layers(task: BalanceTask) -> tuple[int, ...] | None:
@@ -37,28 +41,47 @@ def spread(task: BalanceTask) -> tuple[int, ...]:
 
 def climb(task: BalanceTask, start: Sequence[int]) -> tuple[int, ...]:
     """From a cut to better ones, moving one layer at a time from stage to stage, until no move helps."""
-    best, value = tuple(start), _penalised(task, start)
+    loads = _Loads(task)
+    least = [task.least(stage) for stage in range(task.num_stages)]
+    moves = np.eye(task.num_stages, dtype=np.int64)  # row by row, what a target gets
+    best = np.array(start, np.int64)
+    value = loads.least(best[None, :])[0]
     while True:
         found = None
         for source in range(task.num_stages):
-            if best[source] <= task.least(source):
+            if best[source] <= least[source]:
                 continue
-            for target in range(task.num_stages):
-                if source == target:
-                    continue
-                counts = list(best)
-                counts[source] -= 1
-                counts[target] += 1  # the stages in between shift by one layer
-                new = _penalised(task, counts)
-                if new < value:
-                    found, value = tuple(counts), new
+            cuts = best - moves[source] + moves  # the stages in between shift by one layer
+            new, at = loads.least(cuts)
+            if new < value:
+                found, value = cuts[at], new
         if found is None:
-            return best
+            return tuple(map(int, best))
         best = found
 
 
-def _penalised(task: BalanceTask, counts: Sequence[int]) -> tuple[float, float, float]:
-    """What does not fit comes last, the more so the more is missing."""
-    over = sum(max(0.0, size / most - 1) if most > 0 else inf for size, most in zip(task.ranks(counts)[1], task.memory))
-    slowest, unequal = task.value(counts)
-    return (over if over > 1e-9 else 0.0), slowest, unequal
+class _Loads:
+    """What cuts come to, many at once."""
+
+    def __init__(self, task: BalanceTask) -> None:
+        self.layers = [np.array(column) for column in task.before]
+        self.ends = np.array([task.ends(stage) for stage in range(task.num_stages)])
+        self.order = np.argsort(task.table, kind="stable")  # the stages of one rank follow each other
+        self.first = np.searchsorted(np.array(task.table)[self.order], np.arange(task.num_ranks))
+        self.alive, self.speed, self.memory = map(np.array, (task.alive, task.speed, task.memory))
+
+    def least(self, cuts: Array) -> tuple[tuple[float, float, float], int]:
+        """The least value and where it is: bytes that are missing, the slowest rank, and how unequal stages are."""
+        stop = np.cumsum(cuts, 1)
+        start = stop - cuts
+        time, fixed, held = (column[stop] - column[start] + more for column, more in zip(self.layers, self.ends.T))
+        slowest = (self._of_ranks(time) / self.speed).max(1)
+        with np.errstate(divide="ignore"):
+            over = np.maximum(0.0, self._of_ranks(fixed + self.alive * held) / self.memory - 1).sum(1)
+        over[over <= 1e-9] = 0.0
+        unequal = (time**2).sum(1)
+        at = int(np.lexsort((unequal, slowest, over))[0])
+        return (float(over[at]), float(slowest[at]), float(unequal[at])), at
+
+    def _of_ranks(self, values: Array) -> Array:
+        return np.add.reduceat(values[:, self.order], self.first, 1)

@@ -67,34 +67,37 @@ class BalanceTask:
 
     def ends(self, stage: int) -> tuple[float, float, float]:
         """What a stage has beside its layers."""
-        parts = [self.every, *[self.first] * (stage == 0), *[self.last] * (stage == self.num_stages - 1)]
-        return tuple(map(sum, zip(*parts)))  # type: ignore[return-value]
+        return self._ends[stage]
 
-    def stage(self, stage: int, start: int, stop: int) -> tuple[float, float]:
-        """Time and bytes of a stage with the layers from `start` to before `stop`."""
-        time, fixed, held = (column[stop] - column[start] for column in self.before)
-        more = self.ends(stage)
-        return time + more[0], fixed + more[1] + self.alive[stage] * (held + more[2])
+    @cached_property
+    def _ends(self) -> list[tuple[float, float, float]]:
+        parts = [[self.every] for _ in self.table]
+        parts[0].append(self.first)
+        parts[-1].append(self.last)
+        return [tuple(map(sum, zip(*part))) for part in parts]  # type: ignore[misc]
+
+    def loads(self, counts: Sequence[int]) -> tuple[list[float], list[float], float]:
+        """Time (at its speed) and bytes of each rank, and the sum of squares of the stages' times."""
+        time, fixed, held = self.before
+        times, sizes, squares, start = [0.0] * self.num_ranks, [0.0] * self.num_ranks, 0.0, 0
+        for stage, (count, rank, more) in enumerate(zip(counts, self.table, self._ends)):
+            stop = start + count
+            own = time[stop] - time[start] + more[0]
+            times[rank] += own / self.speed[rank]
+            kept = held[stop] - held[start] + more[2]
+            sizes[rank] += fixed[stop] - fixed[start] + more[1] + self.alive[stage] * kept
+            squares += own**2
+            start = stop
+        return times, sizes, squares
 
     def ranks(self, counts: Sequence[int]) -> tuple[list[float], list[float]]:
         """Time (at its speed) and bytes of each rank."""
-        time, size, start = [0.0] * self.num_ranks, [0.0] * self.num_ranks, 0
-        for stage, count in enumerate(counts):
-            own, needs = self.stage(stage, start, start + count)
-            rank = self.table[stage]
-            time[rank] += own / self.speed[rank]
-            size[rank] += needs
-            start += count
-        return time, size
-
-    def stage_times(self, counts: Sequence[int]) -> list[float]:
-        """The time of each stage."""
-        stops = list(accumulate(counts))
-        return [self.stage(s, stop - count, stop)[0] for s, (count, stop) in enumerate(zip(counts, stops))]
+        return self.loads(counts)[:2]
 
     def fits(self, counts: Sequence[int]) -> bool:
         return all(size <= most * ROUNDING for size, most in zip(self.ranks(counts)[1], self.memory))
 
     def value(self, counts: Sequence[int]) -> tuple[float, float]:
         """What is minimised: the slowest rank's time; then how unequal stages are."""
-        return max(self.ranks(counts)[0]), sum(time**2 for time in self.stage_times(counts))
+        times, _, squares = self.loads(counts)
+        return max(times), squares
