@@ -57,6 +57,12 @@ def test_every_row_goes_to_one_microbatch(lengths, pipelines, rows):
         assert len(set(numbers)) == 1
 
 
+def test_pipelines_have_equal_numbers_of_microbatches_if_they_must():
+    assert share([4, 3, 2], 2, 1) == [[(0,)], [(1,), (2,)]]
+    assert share([4, 3, 2], 2, 1, is_even=True) == [[(0,), ()], [(1,), (2,)]]
+    assert share([4], 3, 1, is_even=True) == [[(0,)], [()], [()]]
+
+
 def test_pipelines_have_equal_numbers_of_tokens():
     lengths = [9, 8, 7, 6, 5, 4, 3, 2]
     loads = [[lengths[index] for group in own for index in group] for own in share(lengths, 2, 1)]

@@ -33,6 +33,7 @@ class Form:
     sequence: int
     is_packed: bool  # rows of several samples: all as long as `sequence`, so that shapes stay the same
     multiple: int = 1  # lengths are padded to a multiple of this
+    is_even: bool = False  # pipelines must have the same number of microbatches
 
     def width(self, longest: int) -> int:
         """The length of a microbatch."""
@@ -45,7 +46,7 @@ def make_batch(rows: Sequence[int], samples: Samples, form: Form, pipeline: int,
     lengths = [int(samples.lengths(one).sum()) for one in inside]
     own: list[dict[str, Tensor]] = []
     num_positions = 0
-    for number, groups in enumerate(share(lengths, form.num_pipelines, form.microbatch)):
+    for number, groups in enumerate(share(lengths, form.num_pipelines, form.microbatch, form.is_even)):
         for group in groups:
             width = form.width(max((lengths[index] for index in group), default=2))
             num_positions += width * max(1, len(group))
@@ -55,12 +56,14 @@ def make_batch(rows: Sequence[int], samples: Samples, form: Form, pipeline: int,
     return Batch(own, int(samples.losses(everyone).sum()), num_positions, tuple(everyone.tolist()), epoch)
 
 
-def share(lengths: Sequence[int], num_pipelines: int, microbatch: int) -> list[list[tuple[int, ...]]]:
+def share(
+    lengths: Sequence[int], num_pipelines: int, microbatch: int, is_even: bool = False
+) -> list[list[tuple[int, ...]]]:
     """For each pipeline the rows of its microbatches. One without rows stands for a row that has no loss.
 
     Rows of similar lengths are put together: that pads least, and the largest microbatch is no larger than in any other
     way. Then, from the largest on, each microbatch goes to the pipeline with the fewest tokens. All pipelines have the
-    same number of microbatches, or one more; none has none.
+    same number of microbatches, or one more; none has none. If it is to be even, one without rows stands for that one.
     """
     order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
     number = max(-(-len(order) // microbatch), min(len(order), num_pipelines))
@@ -76,7 +79,8 @@ def share(lengths: Sequence[int], num_pipelines: int, microbatch: int) -> list[l
         chosen = min(room, key=lambda p: (load[p], p))
         pipelines[chosen].append(groups[index])
         load[chosen] += costs[index]
-    return [groups or [()] for groups in pipelines]
+    least = max(map(len, pipelines)) if is_even else 1
+    return [groups + [()] * (least - len(groups)) for groups in pipelines]
 
 
 def _tensors(rows: Sequence[Any], samples: Samples, width: int, is_packed: bool) -> dict[str, Tensor]:

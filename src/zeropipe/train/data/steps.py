@@ -193,4 +193,5 @@ def _form(config: RunConfig, samples: Samples) -> Form:
     if sequence % multiple:
         raise ConfigError(f"data.sequence={sequence}: with mesh.sequence_parallel mesh.tp={mesh.tp} must divide it")
     is_packed = isinstance(samples, Stored) and samples.facts.is_packed
-    return Form(mesh.num_pipelines, config.data.microbatch, sequence, is_packed, multiple)
+    is_even = config.engine.shards == "regather"  # weights are gathered once per microbatch, by all pipelines at once
+    return Form(mesh.num_pipelines, config.data.microbatch, sequence, is_packed, multiple, is_even)
