@@ -39,7 +39,7 @@ def train_in_halves(schedule: Schedule, steps: int) -> dict[str, float]:
     return train(schedule, steps, group=group)
 
 
-def train_in_step(schedule: Schedule, recv_ahead: int, timeout: float) -> dict[str, float]:
+def train_in_step(schedule: Schedule, steps: int, recv_ahead: int, timeout: float) -> dict[str, float]:
     """Every send waits until it is received, every receive until its message is here: nothing is ever under way."""
     acknowledged, word = 99, torch.zeros(1)
     post, send = edges.Incoming._post, edges.Outgoing.send
@@ -62,7 +62,7 @@ def train_in_step(schedule: Schedule, recv_ahead: int, timeout: float) -> dict[s
         mock.patch.object(edges.Incoming, "_post", post_and_wait),
         mock.patch.object(edges.Outgoing, "send", send_and_wait),
     ):
-        return train(schedule, 2, recv_ahead=recv_ahead, timeout=timeout)
+        return train(schedule, steps, recv_ahead=recv_ahead, timeout=timeout)
 
 
 def train_models(schedule: Schedule, make: Callable[[int], list[nn.Module]], **options: Any) -> dict[str, float]:
@@ -285,7 +285,7 @@ class Embedding(nn.Module):
 
 
 def tied(schedule: Schedule, one_tensor: bool) -> dict[str, float]:
-    """Tied first and last stage, three optimizer steps, two backward passes each."""
+    """Tied first and last stage, two optimizer steps, two backward passes each."""
     last, seen = schedule.num_stages - 1, {"grad": 0.0, "norm": 0.0, "weight": 0.0}
     start = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(5), **F64)
 
@@ -299,7 +299,7 @@ def tied(schedule: Schedule, one_tensor: bool) -> dict[str, float]:
     model = nn.Sequential(*plain)
     with Engine(schedule, stages) as engine:
         ours, theirs = torch.optim.SGD(engine.parameters(), lr=0.1), torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(3):
+        for step in range(2):
             for part in range(2):
                 batches = microbatches(schedule.num_microbatches, seed=2 * step + part)
                 plain_step(model, batches, SquareLoss())
@@ -337,7 +337,7 @@ def shrinking(schedule: Schedule, shapes: str) -> float:
     number, loss_fn = schedule.num_stages, SomeRows()
     plain, stages = [Shrinking(seed) for seed in range(number)], own([Shrinking(s) for s in range(number)], schedule)
     with Engine(schedule, stages, shapes=shapes) as engine:
-        for step in range(3):
+        for step in range(2):
             batches = microbatches(schedule.num_microbatches, seed=step, lengths=(3,))
             plain_step(nn.Sequential(*plain), batches, loss_fn)
             engine.train_step(batches, loss_fn)

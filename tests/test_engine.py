@@ -9,6 +9,7 @@ pytest.importorskip("torch")
 import engine_cases as cases
 import torch
 from engine_helpers import TOLERANCE, largest, ranks, train
+from marks import partly
 
 import zeropipe as zp
 from zeropipe.core.needs import needs
@@ -31,23 +32,23 @@ def build(name: str, ranks: int = 4, microbatches: int = 8) -> zp.Schedule:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_training_equals_the_plain_model(name):
-    """Loss, every gradient, the gradient norm, and the weights after three optimizer steps; lengths vary."""
-    differences = largest(ranks().run(train, build(name), 3))
+    """Loss, every gradient, the gradient norm, and the weights after two optimizer steps; lengths vary."""
+    differences = largest(ranks().run(train, build(name), 2))
     assert max(differences.values()) < TOLERANCE, differences
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", partly(NAMES, ["1f1b", "chimera", "interleaved", "interleaved-zb", "looped-bfs", "v-min"])
+)
 @pytest.mark.parametrize("microbatches", [1, 5])
 def test_few_and_odd_numbers_of_microbatches(name, microbatches):
     differences = largest(ranks().run(train, build(name, 4, microbatches), 1))
     assert max(differences.values()) < TOLERANCE, differences
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in ("1f1b", "zbv", "dualpipe") else pytest.mark.full) for n in NAMES]
-)
+@pytest.mark.parametrize("name", partly(NAMES, ["1f1b", "zbv", "dualpipe"]))
 def test_two_pipelines_side_by_side(name):
-    differences = largest(ranks().run(cases.train_in_halves, build(name, ranks=2), 2))
+    differences = largest(ranks().run(cases.train_in_halves, build(name, ranks=2, microbatches=4), 2))
     assert max(differences.values()) < TOLERANCE, differences
 
 
@@ -56,19 +57,18 @@ def test_searched_schedules_equal_the_plain_model(per_rank, limit, parts):
     """Uneven costs and less memory than any schedule with a name needs: orders that nobody has written by hand."""
     costs = zp.Costs(f={0: 1.5, "default": 1}, i=1.2, w=0.7, p2p=0.1, memory_limit=limit)
     found = zp.search(
-        ranks=4, microbatches=8, stages_per_rank=per_rank, weight_parts=parts, costs=costs, steps=200, workers=1
+        ranks=4, microbatches=8, stages_per_rank=per_rank, weight_parts=parts, costs=costs, steps=50, workers=1
     )
     assert found.schedule.name == "searched"
-    differences = largest(ranks().run(train, found.schedule, 2))
+    differences = largest(ranks().run(train, found.schedule, 1))
     assert max(differences.values()) < TOLERANCE, differences
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["zbv", "dualpipe", *(pytest.param(n, marks=pytest.mark.full) for n in ("1f1b", "interleaved-zb", "dualpipev"))],
+    "name", partly(["zbv", "dualpipe", "1f1b", "interleaved-zb", "dualpipev"], ["zbv", "dualpipe"])
 )
 def test_eight_ranks(name):
-    differences = largest(ranks(8).run(train, build(name, 8, 20), 1))
+    differences = largest(ranks(8).run(train, build(name, 8, 14), 1))
     assert max(differences.values()) < TOLERANCE, differences
 
 
@@ -86,12 +86,10 @@ KNOBS = [
 
 @pytest.mark.parametrize(
     "name, options",
-    [
-        pytest.param(name, options, marks=() if common else pytest.mark.full)
-        for name in ("1f1b", "zbv", "dualpipe", "dualpipev")
-        for options in KNOBS
-        for common in [name in ("zbv", "dualpipe") or options in KNOBS[:1]]
-    ],
+    partly(
+        [(name, options) for name in ("1f1b", "zbv", "dualpipe", "dualpipev") for options in KNOBS],
+        lambda it: it[0] == "zbv" or it[1] in (KNOBS[:5] if it[0] == "dualpipe" else KNOBS[:1]),
+    ),
     ids=str,
 )
 def test_every_knob_gives_the_same(name, options):
@@ -102,14 +100,14 @@ def test_every_knob_gives_the_same(name, options):
 @pytest.mark.parametrize("name", NAMES)
 def test_no_rank_needs_a_message_under_way(name):
     """As on NCCL, where CUDA may hold a rank back until its sends and receives have ended."""
-    differences = largest(ranks().run(cases.train_in_step, build(name), 0, 20.0, timeout=30))
+    differences = largest(ranks().run(cases.train_in_step, build(name), 1, 0, 20.0, timeout=30))
     assert max(differences.values()) < TOLERANCE, differences
 
 
 def test_receives_posted_ahead_need_messages_under_way():
     """The other side of the test above: it would notice."""
     with LocalRanks(2) as two:
-        found = two.outcomes(cases.train_in_step, build("1f1b", 2), 1, 3.0, timeout=30)
+        found = two.outcomes(cases.train_in_step, build("1f1b", 2), 2, 1, 3.0, timeout=30)
     assert {item.text for item in found} == {"ranks wait for each other: 0 at 0SEND_F1, 1 at 1SEND_B0"}
 
 
@@ -117,15 +115,26 @@ def train_with(schedule, options):
     return train(schedule, 2, **options)
 
 
-@pytest.mark.parametrize("split", ["store", "autograd", "whole"])
-@pytest.mark.parametrize("name", ["zb-h1", "zbv", "dualpipe"])
+@pytest.mark.parametrize(
+    "name, split",
+    partly(
+        [(name, split) for name in ("zb-h1", "zbv", "dualpipe") for split in ("store", "autograd", "whole")],
+        lambda it: it[0] == "dualpipe" or it == ("zbv", "store"),
+    ),
+)
 def test_weight_gradients_in_parts(name, split):
     schedule = zp.fill_gaps(build(name), zp.Costs(f=1, i=1.2, w=0.7, p2p=0.1, memory_limit=8), weight_parts=3)
     differences = largest(ranks().run(train_with, schedule, {"split": split}))
     assert max(differences.values()) < TOLERANCE, differences
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("dualpipe", "chimera")])
+@pytest.mark.parametrize(
+    "name",
+    partly(
+        [name for name in NAMES if name not in ("dualpipe", "chimera")],
+        ["1f1b", "gpipe", "interleaved", "interleaved-overlap", "zb-h1", "v-half", "dualpipev"],
+    ),
+)
 def test_torchs_runtime_agrees(name):
     """The same rows on torch's executor: equal gradients."""
     schedule = build(name)
@@ -137,7 +146,7 @@ def test_torchs_runtime_agrees(name):
 
 def test_torchs_runtime_refuses_two_copies():
     with pytest.raises(EngineError, match="two copies of each stage"):
-        ranks().run(cases.on_torchs_runtime, build("dualpipe"))
+        ranks(2).run(cases.on_torchs_runtime, build("dualpipe", 2))
 
 
 def test_microbatches_out_of_order():
@@ -148,17 +157,23 @@ def test_microbatches_out_of_order():
     assert max(differences.values()) < TOLERANCE, differences
 
 
-@pytest.mark.parametrize("make", ["views", "some_identities", "twice", "several", "frozen_first"])
 @pytest.mark.parametrize(
-    "name",
-    ["interleaved-zb", "dualpipe", *(pytest.param(n, marks=pytest.mark.full) for n in ("gpipe", "zbv", "dualpipev"))],
+    "name, make",
+    partly(
+        [
+            (name, make)
+            for name in ("interleaved-zb", "dualpipe", "gpipe", "zbv", "dualpipev")
+            for make in ("views", "some_identities", "twice", "several", "frozen_first")
+        ],
+        lambda it: it[0] == "dualpipe" or (it[0] == "interleaved-zb" and it[1] in ("twice", "several")),
+    ),
 )
 def test_unusual_stages(name, make):
     differences = largest(ranks().run(cases.train_models, build(name), getattr(cases, make)))
     assert max(differences.values()) < TOLERANCE, differences
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", partly(NAMES, ["1f1b", "chimera", "dualpipe", "dualpipev", "interleaved", "hanayo"]))
 def test_evaluation(name):
     """eval_step and forward on every placement: right, in order, in eval mode, gradients untouched."""
     for result in ranks().run(cases.evaluate, build(name)):
@@ -167,7 +182,7 @@ def test_evaluation(name):
         assert max(result[key] for key in ("loss", "outputs", "post")) < TOLERANCE, result
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zbv", "dualpipe", "dualpipev"])
+@pytest.mark.parametrize("name", partly(["1f1b", "zbv", "dualpipe", "dualpipev"], ["1f1b", "dualpipe", "dualpipev"]))
 def test_losses_and_gradient_accumulation(name):
     for result in ranks().run(cases.losses, build(name)):
         assert result.pop("metrics") == (8, True)
@@ -177,13 +192,14 @@ def test_losses_and_gradient_accumulation(name):
 
 @pytest.mark.parametrize(
     "name, one_tensor",
-    [
-        pytest.param(
-            name, one_tensor, marks=() if one_tensor or name in ("1f1b", "zbv", "dualpipe") else pytest.mark.full
-        )
-        for name in ("1f1b", "interleaved", "zb-h1", "zbv", "dualpipe", "dualpipev", "chimera")
-        for one_tensor in (True, False)
-    ],
+    partly(
+        [
+            (name, one_tensor)
+            for name in ("1f1b", "interleaved", "zb-h1", "zbv", "dualpipe", "dualpipev", "chimera")
+            for one_tensor in (True, False)
+        ],
+        lambda it: it[0] in ("zbv", "dualpipe") or (it[1] and it[0] in ("1f1b", "interleaved", "chimera")),
+    ),
 )
 def test_tied_embeddings(name, one_tensor):
     """One tensor or two, on one rank or two: the same gradients, norm and weights as one tied model."""
@@ -191,7 +207,9 @@ def test_tied_embeddings(name, one_tensor):
     assert max(differences.values()) < TOLERANCE, differences
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zbv", "interleaved", "dualpipe", "dualpipev"])
+@pytest.mark.parametrize(
+    "name", partly(["1f1b", "zbv", "interleaved", "dualpipe", "dualpipev"], ["1f1b", "zbv", "dualpipe"])
+)
 def test_a_module_that_stands_twice_in_the_list(name):
     differences = largest(ranks().run(cases.shared_modules, build(name)))
     assert max(differences.values()) < TOLERANCE, differences
@@ -201,7 +219,7 @@ def test_shapes_that_depend_on_values():
     schedule = build("zbv")
     assert max(ranks().run(cases.shrinking, schedule, "dynamic")) < TOLERANCE
     with pytest.raises(EngineError, match="shapes='dynamic'"):
-        ranks().run(cases.shrinking, schedule, "auto")
+        ranks(2).run(cases.shrinking, build("zbv", 2), "auto")
 
 
 def test_outputs_are_dropped_once_they_are_sent():
