@@ -24,7 +24,8 @@ class LayerCost:
     `b` defaults to i + w, `overlap` to f + b. F holds `activation` until I, of which `stash` (which may be more: inputs
     that were computed again, and gradients) is there until W. `workspace` is memory that only exists while an action of
     the layer runs. `message` is what the layer hands on. `parameters` are those that this GPU computes with. `flops`
-    are those of F on this GPU, without what activation checkpointing computes again.
+    are those of F on this GPU, without what activation checkpointing computes again; of what every GPU of `tp` computes
+    it has its share.
     `spread` says of single times how far measurements lie apart, relative to them.
     """
 

@@ -93,9 +93,9 @@ def loss(shape: Shape, at: Sizes) -> list[Op]:
 
 def linear(
     name: str, n_in: int, n_out: int, at: Sizes, *, rows: float = 1, bias: bool = False,
-    keeper: str = "itself", copies: int = 1, summed: bool = False,
+    keeper: str = "itself", copies: int = 1, summed: bool = False, everywhere: bool = False,
 ) -> Op:  # fmt: skip
-    """x W^T of `rows` rows per token, with so many `copies` of the weight.
+    """x W^T of `rows` rows per token, with so many `copies` of the weight; `everywhere`: each GPU of `tp` computes it.
 
     `keeper` of its input: "itself", "linear" (another one has the same input), or "attention", whose result it is; that
     keeps it from F to I only.
@@ -105,8 +105,9 @@ def linear(
     kept = x if keeper == "itself" else 0.0
     waits = y + (0.0 if keeper == "linear" else x)
     moved = copies * n_in * n_out * at.element + x + y
+    flops = 2 * number * n_in * n_out
     return Op(
-        name, 2 * number * n_in * n_out, None, copies * (n_in * n_out + bias * n_out), deferred=True,
+        name, flops, flops / at.tp if everywhere else None, copies * (n_in * n_out + bias * n_out), deferred=True,
         kept=(kept, kept), kept_op=y, moved=(moved, moved), stash=waits, gradient=y, summed=y if summed else 0.0,
     )  # fmt: skip
 
@@ -156,11 +157,15 @@ def _latent(shape: Shape, layer: Layer, at: Sizes) -> list[Op]:
         ops = [linear("q", shape.hidden, q, at)]
     else:
         ops = [
-            linear("q_a", shape.hidden, latent.q_rank, at, bias=shape.qkv_bias), norm(latent.q_rank, at),
+            linear("q_a", shape.hidden, latent.q_rank, at, bias=shape.qkv_bias, everywhere=True),
+            norm(latent.q_rank, at),
             linear("q_b", latent.q_rank, q, at),
         ]  # fmt: skip
     ops += [
-        linear("kv_a", shape.hidden, latent.kv_rank + latent.rope, at, bias=shape.qkv_bias, keeper="linear"),
+        linear(
+            "kv_a", shape.hidden, latent.kv_rank + latent.rope, at, bias=shape.qkv_bias, keeper="linear",
+            everywhere=True,
+        ),
         norm(latent.kv_rank, at),
         linear("kv_b", latent.kv_rank, heads * (latent.nope + latent.value), at), _rotate(q + k, at),
         _product(shape, layer, at, heads, latent.nope + latent.rope, latent.value, q + k + v),
@@ -202,7 +207,7 @@ def _experts(shape: Shape, at: Sizes) -> list[Op]:
     assert experts is not None
     width, rows = experts.size // at.tp, experts.chosen
     n, h = at.tokens * rows * width * at.element, at.tokens * rows * shape.hidden * at.element
-    router = linear("router", shape.hidden, experts.number, at)
+    router = linear("router", shape.hidden, experts.number, at, everywhere=True)
     extra = experts.number if experts.scoring_bias else 0
     ops = [
         router, Op("choice", parameters=extra, moved=(2 * h, 2 * h)),

@@ -26,29 +26,37 @@ class Layout:
     def num_gpus(self) -> int:
         return self.pp * self.dp_replicate * self.dp_shard * self.tp
 
+    def is_near(self, number: int, gpus_per_node: int) -> bool:
+        """Whether every group of so many neighbours is in one machine."""
+        return self.num_gpus <= gpus_per_node or gpus_per_node % number == 0
+
     def node_size(self, gpus_per_node: int) -> int:
         """Pipeline ranks in a machine: those whose shards all fit into one."""
-        return max(1, gpus_per_node // (self.dp_replicate * self.dp_shard * self.tp))
+        number = self.dp_replicate * self.dp_shard * self.tp
+        return gpus_per_node // number if self.is_near(number, gpus_per_node) else 1
 
     def data_link(self, costs: LayerCosts, gpus_per_node: int) -> Link:
         """What gathers and reduces of the shards go through."""
-        return costs.link if self.dp_shard * self.tp <= gpus_per_node else costs.inter_node
+        return costs.link if self.is_near(self.dp_shard * self.tp, gpus_per_node) else costs.inter_node
 
     def copies_link(self, costs: LayerCosts, gpus_per_node: int) -> Link:
         """What sums of gradients over copies of the model go through."""
-        near = self.dp_replicate * self.dp_shard * self.tp <= gpus_per_node
-        return costs.link if near else costs.inter_node
+        number = self.dp_replicate * self.dp_shard * self.tp
+        return costs.link if self.is_near(number, gpus_per_node) else costs.inter_node
 
 
 def layouts(gpus: int, gpus_per_node: int, tensor_sizes: Sequence[int], num_layers: int) -> list[Layout]:
     """Every layout that uses all GPUs, with tensor parallelism inside a machine."""
     found = []
     for tp in sorted(set(tensor_sizes)):
-        if tp > gpus_per_node or gpus % tp:
+        if gpus % tp or not Layout(gpus // tp, 1, tp).is_near(tp, gpus_per_node):
             continue
         rest = gpus // tp
         most = min(rest, num_layers + 2)  # every stage between the first and the last has a layer
         found += [Layout(pp, rest // pp, tp) for pp in range(1, most + 1) if rest % pp == 0]
     if not found:
-        raise ConfigError(f"gpus={gpus}: no layout uses them all with tp of {', '.join(map(str, tensor_sizes))}")
+        raise ConfigError(
+            f"tp={', '.join(map(str, tensor_sizes))}: {gpus} GPUs, {gpus_per_node} in a machine, cannot be shared out "
+            "so: give sizes that divide both"
+        )
     return found

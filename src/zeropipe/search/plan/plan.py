@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from math import inf
 from time import monotonic
 from typing import Any
 
@@ -13,7 +14,7 @@ from zeropipe.schedules.registry import entries
 from zeropipe.search.estimate.estimate import estimate
 from zeropipe.search.estimate.gpus import find_gpu
 from zeropipe.search.estimate.shapes import shape_of
-from zeropipe.search.plan.layouts import layouts
+from zeropipe.search.plan.layouts import Layout, layouts
 from zeropipe.search.plan.pool import scored
 from zeropipe.search.plan.refine import searched, with_gaps
 from zeropipe.search.plan.result import Plan
@@ -87,18 +88,18 @@ def plan(
     memory = costs.machine.get("memory") if memory is None else memory
     if isinstance(reserve, bool) or not isinstance(reserve, (int, float)) or not reserve >= 0:
         raise ConfigError(f"reserve={short(reserve)}: a number of bytes from 0 on is needed")
-    if not isinstance(memory, (int, float)) or not memory > reserve:
-        raise ConfigError(f"memory={short(memory)}: a number of bytes above the reserve of {reserve:g} is needed")
+    if isinstance(memory, bool) or not isinstance(memory, (int, float)) or not memory > reserve:
+        given_is = f" is {memory / 1e9:g} GB" if isinstance(memory, (int, float)) else ""
+        raise ConfigError(
+            f"memory={short(memory)}{given_is}: bytes above the reserve of {reserve / 1e9:g} GB are needed, like 80GB"
+        )
     scene = Scene(costs, gpus_per_node, memory - reserve, optimizer_bandwidth(costs))
     options = [one for one in layouts(gpus, gpus_per_node, sizes, costs.num_layers) if pp is None or one.pp in pp]
     given = runs(scene, batch, options, microbatch_sizes, ac)
     if not options:
         raise ConfigError(f"pp={', '.join(map(str, pp or ()))}: no layout of {gpus} GPUs has that many pipeline ranks")
     if not given:
-        raise ConfigError(
-            f"batch={batch} cannot be shared out over {gpus} GPUs in microbatches of "
-            f"{', '.join(map(str, microbatch_sizes))}: give a multiple of them, or larger or smaller ones"
-        )
+        raise _no_runs(batch, gpus, options, microbatch_sizes)
     possible, too_large = sifted(scene, given)
     variants = named_variants(schedules, any(k.overlap is not None for s in costs.settings for k in s.kinds.values()))
     count = _cores() if workers is None else workers
@@ -128,9 +129,15 @@ def _scored(scene: Scene, tries: Sequence[Candidate], workers: int, tell: Callab
 
 
 def _ranked(rows: Sequence[Row]) -> list[Row]:
-    """The faster first; of equal ones the smaller; each cut of a schedule once."""
-    order = sorted(rows, key=lambda row: (row.step, row.memory.peak, row.candidate))
-    return list({(replace(row.candidate, cut=""), row.counts): row for row in reversed(order)}.values())[::-1]
+    """The faster first; of equal ones the smaller. Other cuts of a candidate are left out, unless they are smaller."""
+    found: list[Row] = []
+    least: dict[Candidate, float] = {}
+    for row in sorted(rows, key=lambda row: (row.step, row.memory.peak, row.candidate)):
+        one = replace(row.candidate, cut="")
+        if row.memory.peak < least.get(one, inf) * (1 - 1e-9):
+            least[one] = row.memory.peak
+            found.append(row)
+    return found
 
 
 def _best_cut(rows: Sequence[Row]) -> list[Row]:
@@ -163,6 +170,20 @@ def optimizer_bandwidth(costs: LayerCosts) -> float | None:
     efficiency = costs.machine.get("efficiency")
     share = efficiency.get("memory", 1.0) if isinstance(efficiency, Mapping) else 1.0
     return float(bandwidth) * share if isinstance(bandwidth, (int, float)) and bandwidth > 0 else None
+
+
+def _no_runs(batch: int, gpus: int, options: Sequence[Layout], sizes: Sequence[int]) -> ConfigError:
+    """Why there is nothing to try."""
+    listed = ", ".join(map(str, sizes))
+    if any(batch % (layout.dp_shard * size) == 0 for layout in options for size in sizes):
+        return ConfigError(
+            f"batch={batch}: so many microbatches of {listed} are too much to simulate: give a smaller batch, or "
+            "larger microbatches"
+        )
+    return ConfigError(
+        f"batch={batch} cannot be shared out over {gpus} GPUs in microbatches of {listed}: give a multiple of them, or "
+        "larger or smaller ones"
+    )
 
 
 def _known() -> set[str]:

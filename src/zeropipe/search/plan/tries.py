@@ -83,10 +83,19 @@ def _least(scene: Scene, run: Run) -> tuple[float, float]:
 def named_variants(wish: Sequence[str] | None, overlaps: bool) -> list[tuple[str, int]]:
     """Schedules with their stages per rank. Those made of Overlaps only where costs say what an Overlap takes."""
     if wish is None:
-        chosen: list[Entry] = [e for e in entries() if is_ours(e) and (overlaps or not e.overlaps)]
-    else:
-        chosen = [find(name) for name in wish]
-    return [(entry.name, v) for entry in chosen for v in entry.stages_per_rank if v <= MOST_STAGES]
+        wish = [entry.name for entry in entries() if is_ours(entry) and (overlaps or not entry.overlaps)]
+    return list(dict.fromkeys(variant for name in wish for variant in _variants(name)))
+
+
+def _variants(name: str) -> list[tuple[str, int]]:
+    """`interleaved` with all its stages per rank, or `interleaved:v=3` with these."""
+    base, colon, number = str(name).partition(":v=")
+    entry = find(base if number.isdecimal() else name)
+    if not colon:
+        return [(entry.name, v) for v in entry.stages_per_rank if v <= MOST_STAGES]
+    if int(number) not in entry.stages_per_rank:
+        raise ConfigError(f"{name}: {entry.name} has {', '.join(map(str, entry.stages_per_rank))} stages per rank")
+    return [(entry.name, int(number))]
 
 
 def is_ours(entry: Entry) -> bool:
