@@ -46,7 +46,7 @@ def test_a_plans_file_has_the_plans_numbers(planned, run):
     assert [one["stages"] for one in shown["ranks"]] == [[0, 7], [1, 6], [2, 5], [3, 4]]
 
 
-@pytest.mark.parametrize("model", ["qwen3-8b", "qwen3-14b", "qwen3-0.6b", "shapes/config.json"])
+@pytest.mark.parametrize("model", ["qwen3-8b", "qwen3-14b", "qwen3-0.6b", "shapes", "shapes/config.json"])
 def test_a_plans_file_is_shown_as_it_is(model, tmp_path, monkeypatch, run):
     """Names and configs have shapes and no weights: enough for a dry run, with the plan's own numbers, not to train."""
     monkeypatch.chdir(tmp_path)
@@ -63,7 +63,19 @@ def test_a_plans_file_is_shown_as_it_is(model, tmp_path, monkeypatch, run):
     assert shown["notes"][-1].startswith(f"{model} has no weights: to train, give their directory as --model.path")
     status, _, err = run("train", "run.toml")
     assert status == 2
-    assert f"model.path='{model}' is" in err
+    assert f"model.path='{model}' {'has no weights' if model == 'shapes' else 'is'}" in err
+
+
+def test_machines_of_another_size_are_in_the_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    wish = {"pp": [2], "tp": [1], "schedules": ["1f1b"], "microbatch_sizes": [1], "ac": ["full"], **SIZES}
+    steps = []
+    for number in (8, 2):
+        made = zp.plan("qwen3-8b", gpus_per_node=number, **wish)
+        write_run(made, made.best, "run.toml", "qwen3-8b", "h100")
+        steps.append(preview(read_run("run.toml", [])).prediction.step)
+        assert steps[-1] == pytest.approx(made.best.step)
+    assert steps[0] < steps[1]
 
 
 def test_one_file_for_all_commands(planned, run):

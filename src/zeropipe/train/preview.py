@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import inf
-from pathlib import Path
 
 from zeropipe.core.layers import ranges
 from zeropipe.core.resize import resized
@@ -21,10 +20,10 @@ from zeropipe.search.plan.result import Plan
 from zeropipe.search.plan.rows import Candidate
 from zeropipe.search.plan.score import Scene, Simulated, memory_of, score, simulated
 from zeropipe.sim.layer_costs import LayerCosts, State
+from zeropipe.train.config.files import has_weights
 from zeropipe.train.config.models import RunConfig
 from zeropipe.train.shape import costs_of, is_planned, layers_of, model_data, num_layers_of, schedule_of, setting_of
 
-GPUS_PER_NODE = 8
 BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 MOMENTS = {"adamw": 2, "adam": 2, "sgd": 0, "adafactor": 0}  # tensors of a parameter's size
 HOW = "give the name of a GPU, like --schedule.costs h100, or a file of `zeropipe profile`"
@@ -99,7 +98,8 @@ def preview(config: RunConfig) -> Preview:
     prediction = None
     if costs is not None:
         limit = _limit(costs) if is_priced else None
-        scene = Scene(costs, GPUS_PER_NODE, inf if limit is None else limit, optimizer_bandwidth(costs))
+        room = inf if limit is None else limit
+        scene = Scene(costs, config.schedule.gpus_per_node, room, optimizer_bandwidth(costs))
         run = simulated(scene, candidate, schedule, counts)
         if is_priced:
             prediction = _prediction(config, scene, candidate, schedule, counts, limit)
@@ -118,7 +118,7 @@ def preview(config: RunConfig) -> Preview:
                 "GPU can be used: more pp, dp_shard or tp, engine.ac, or a smaller data.microbatch take less"
             )
     path = config.model.path
-    if is_planned(config) or (config.model.weights == "load" and (path in BUILT_IN or Path(path).is_file())):
+    if is_planned(config) or (config.model.weights == "load" and (path in BUILT_IN or not has_weights(path))):
         random = "" if is_planned(config) else ", or set model.weights='random'"
         notes.append(f"{path} has no weights: to train, give their directory as --model.path{random}")
     if config.engine.offload:

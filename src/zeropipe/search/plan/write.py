@@ -13,6 +13,7 @@ from zeropipe.search.plan.result import Plan
 from zeropipe.search.plan.rows import Row
 
 DTYPES = {"bf16": "bfloat16", "float16": "bfloat16", "float32": "float32"}  # float16 is not trained in
+GPUS_PER_NODE = 8  # a training file's default
 STEPS = 100
 
 
@@ -35,6 +36,8 @@ def write_run(plan: Plan, row: Row, path: str, model: str, costs: str | None = N
     schedule["layers"] = list(row.counts)
     if costs is not None:
         schedule["costs"] = _from(path, costs)
+    if plan.scene.gpus_per_node != GPUS_PER_NODE:
+        schedule["gpus_per_node"] = plan.scene.gpus_per_node
     setting = known.setting(ac=one.ac, microbatch_size=one.microbatch_size, tp=one.layout.tp)
     tables: dict[str, dict[str, Any]] = {
         "model": {"path": _from(path, model), "dtype": DTYPES.get(known.dtype, known.dtype)},

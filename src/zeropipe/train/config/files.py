@@ -38,11 +38,17 @@ def model_faults(config: RunConfig, starts: bool = True) -> Iterator[str]:
     num_layers_of(config)  # says what is wrong with its config
     if model.weights == "random":
         return
+    if not starts or has_weights(model.path):
+        return
     if path.is_file():
-        if starts:
-            yield f"{named} is a config without weights: set model.weights='random', or give a directory"
-    elif not any(file for pattern in WEIGHTS for file in path.glob(pattern)):
+        yield f"{named} is a config without weights: set model.weights='random', or give a directory"
+    else:
         yield f"{named} has no weights (*.safetensors): set model.weights='random', or save them there"
+
+
+def has_weights(path: str) -> bool:
+    """Whether a model's directory has weights."""
+    return any(file for pattern in WEIGHTS for file in Path(path).glob(pattern))
 
 
 def adapter_faults(config: RunConfig) -> Iterator[str]:

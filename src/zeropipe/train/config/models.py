@@ -92,6 +92,7 @@ class ScheduleTable(Table):
         default=None,
         description="Costs of the layers: a file of `zeropipe profile` or `estimate`, or the name of a GPU.",
     )
+    gpus_per_node: Count = Field(default=8, description="GPUs of a machine, for predictions by `costs`.")
 
 
 class EngineTable(Table):
