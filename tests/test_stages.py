@@ -61,6 +61,15 @@ def test_another_seed_gives_other_weights():
     assert not torch.equal(model.model.layers[0].mlp.up_proj.weight, model.model.layers[1].mlp.up_proj.weight)
 
 
+def test_first_values_leave_everybodys_random_numbers_alone(monkeypatch):
+    """Also those of GPUs, which torch.manual_seed would seed."""
+    seeds, before = [], torch.get_rng_state()
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    hf_model(CONFIGS["llama"](), device="cpu")
+    assert not seeds
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3-moe", "gemma3", "gpt-neox"])
 def test_directory_round_trip(family, tmp_path):
     """transformers writes, stages read only their own tensors, stages write, transformers reads."""

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from zeropipe.engine.stages.hf import HFStage
+from zeropipe.engine.stages.seeds import seeded
 from zeropipe.engine.stages.stored import Stored
 from zeropipe.engine.stages.whole import Whole, listed, put, unwrapped_name
 from zeropipe.errors import ConfigError, MissingExtra
@@ -245,8 +246,7 @@ def _start(name: str, module: nn.Module, adapter: Adapter, seed: int) -> None:
     """Random values as peft gives them; a fully trained module starts as the model's own."""
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     device = next(module.parameters()).device
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
-        torch.manual_seed(int.from_bytes(digest[:7], "little"))
+    with seeded(int.from_bytes(digest[:7], "little"), device), torch.no_grad():
         for layer in [child for child in module.modules() if hasattr(child, "lora_A")]:
             for part in (*layer.lora_A.values(), *layer.lora_B.values()):
                 part.reset_parameters()

@@ -21,6 +21,7 @@ from zeropipe.engine.stages.families import Family, entry_of, refusal
 from zeropipe.engine.stages.find import NotFound, find, kinds, layers_of, per_layer
 from zeropipe.engine.stages.hf import HFStage, same_names
 from zeropipe.engine.stages.models import meta_model
+from zeropipe.engine.stages.seeds import seeded
 from zeropipe.engine.stages.small import small_config
 from zeropipe.engine.transformers_private import build, packed_masks, quiet
 from zeropipe.errors import ConfigError
@@ -273,7 +274,6 @@ def apart() -> Iterator[None]:
     with ExitStack() as stack:
         stack.callback(torch.set_num_threads, threads)
         torch.set_num_threads(1)  # everything is small
-        stack.enter_context(torch.random.fork_rng(devices=[]))
         if torch.get_default_device().type != "cpu":  # a device as a context makes every operation slower
             stack.enter_context(torch.device("cpu"))
         stack.enter_context(torch.inference_mode(False))
@@ -282,7 +282,7 @@ def apart() -> Iterator[None]:
         stack.enter_context(warnings.catch_warnings())
         stack.enter_context(quiet())
         warnings.simplefilter("ignore")
-        torch.manual_seed(0)
+        stack.enter_context(seeded(0))
         yield
 
 

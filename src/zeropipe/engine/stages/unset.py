@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from zeropipe.engine.stages.families import entry_of
 from zeropipe.engine.stages.hf import HFStage
+from zeropipe.engine.stages.seeds import seeded
 from zeropipe.engine.stages.small import small_config
 from zeropipe.engine.stages.whole import tensors_of
 from zeropipe.engine.transformers_private import build
@@ -42,8 +43,7 @@ def complete(stage: HFStage, names: Iterable[str], seed: int) -> None:
 
 def _narrow(stage: HFStage) -> nn.Module:
     config, total = stage.whole_config, stage.family.num_layers
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        torch.manual_seed(0)
+    with seeded(0), torch.device("cpu"):
         return build(small_config(config, total, total, entry_of(config).small), torch.float32, kernels=False)
 
 

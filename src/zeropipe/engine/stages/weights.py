@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from zeropipe.engine.stages.hf import HFStage
+from zeropipe.engine.stages.seeds import seeded
 from zeropipe.engine.stages.unset import complete, unset
 from zeropipe.engine.stages.whole import Whole, computed, tensors_of
 from zeropipe.engine.transformers_private import initialise, is_model
@@ -78,6 +79,5 @@ def _seed_module(stage: HFStage, name: str, seed: int) -> None:
     if tensor is None:  # a stage without layers
         return
     digest = hashlib.sha256(f"{seed} {stage.full_name(name)}".encode()).digest()
-    with torch.random.fork_rng(devices=[tensor.device] if tensor.is_cuda else []), torch.no_grad():
-        torch.manual_seed(int.from_bytes(digest[:7], "little"))
+    with seeded(int.from_bytes(digest[:7], "little"), tensor.device), torch.no_grad():
         initialise(around, module)
