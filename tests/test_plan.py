@@ -246,12 +246,12 @@ def test_sizes_beyond_reason_end_soon():
 def test_a_searched_schedule_is_offered_and_written(tmp_path, capsys):
     """Qwen3-8B's head is as long as two layers: balanced layers and a schedule made for them win."""
     made = zp.plan(
-        "qwen3-8b", gpus=8, batch=32, memory=80e9, pp=[8], tp=[1], microbatch_sizes=[1], ac=["none"], search_steps=300,
+        "qwen3-8b", gpus=4, batch=16, memory=160e9, pp=[4], tp=[1], microbatch_sizes=[1], ac=["none"], search_steps=300,
         workers=1,
     )  # fmt: skip
     row = next(row for row in made.rows if row.found is not None)
     zp.check(row.found)
-    assert row.memory.peak <= 76e9
+    assert row.memory.peak <= 152e9
     named_even = min(even_row(made, row).step for row in made.rows if row.found is None)
     assert named_even > 1.1 * row.step
     files = write_run(made, row, str(tmp_path / "run.toml"), "qwen3-8b")

@@ -273,7 +273,9 @@ def apart() -> Iterator[None]:
     threads = torch.get_num_threads()
     with ExitStack() as stack:
         stack.callback(torch.set_num_threads, threads)
-        torch.set_num_threads(1)  # everything is small
+        torch.set_num_threads(1)  # everything is small, and takes oneDNN thirty times as long on ARM
+        stack.callback(setattr, torch.backends.mkldnn, "enabled", torch.backends.mkldnn.enabled)
+        torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
         if torch.get_default_device().type != "cpu":  # a device as a context makes every operation slower
             stack.enter_context(torch.device("cpu"))
         stack.enter_context(torch.inference_mode(False))
