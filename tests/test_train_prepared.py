@@ -9,10 +9,11 @@ pytest.importorskip("torch", reason="needs torch")
 import torch.distributed as dist
 from train_data import run_of
 
-from zeropipe.errors import EngineError
+from zeropipe.errors import ConfigError, EngineError
 from zeropipe.train.data import prepare, preparing
 from zeropipe.train.loop.prepared import alive, looker, word_of
 from zeropipe.train.loop.signals import Signals
+from zeropipe.train.loop.sole import Sole
 
 
 def test_a_first_rank_that_lives_is_waited_for():
@@ -52,3 +53,13 @@ def test_a_signal_stops_the_making_of_data_and_leaves_nothing(tmp_path, monkeypa
     prepare(config, print, looker(signals))
     signals.caught = "SIGTERM"
     prepare(config, print, looker(signals))  # it is there, and the run itself sees the signal
+
+
+def test_a_folder_is_for_one_run_at_a_time(tmp_path):
+    folder = str(tmp_path / "out")
+    with Sole() as first, Sole() as second:
+        first.take(folder)
+        with pytest.raises(ConfigError, match=r"train.output='.*out' is in use by another run: wait for its end, or"):
+            second.take(folder, patience=0)
+    with Sole() as third:
+        third.take(folder, patience=0)

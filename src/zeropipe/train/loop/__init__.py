@@ -9,5 +9,6 @@ kept         checkpoints: written, kept, found again
 resume       the checkpoint that a run goes on from: does it belong to this model?
 metrics      the progress line, metrics.jsonl, TensorBoard, Weights & Biases
 signals      SIGTERM and Ctrl-C end a run after its step
+sole         one run for each folder
 export       a model directory, or an adapter's, from the last checkpoint
 """

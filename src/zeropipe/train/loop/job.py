@@ -29,6 +29,7 @@ from zeropipe.train.loop.recorded import Records
 from zeropipe.train.loop.resume import resumed
 from zeropipe.train.loop.setup import Place, deterministic, make_engine, place_of, require_packing
 from zeropipe.train.loop.signals import Signals
+from zeropipe.train.loop.sole import Sole
 from zeropipe.train.loop.steps import Counts, Stepper, Taken
 from zeropipe.train.loop.usage import Utilization, peak_memory
 
@@ -51,9 +52,9 @@ class Outcome:
 
 def train(config: RunConfig, watch: Callable[[Taken], None] | None = None) -> Outcome:
     """Train as the file says; every rank of the process group calls this alike. `watch` is called after each step."""
-    with Signals() as signals, deterministic(config.train.deterministic):
+    with Signals() as signals, deterministic(config.train.deterministic), Sole() as sole:
         place = place_of(config)
-        prepared(config, named(), signals)
+        prepared(config, named(), signals, sole)
         with make_engine(config, place) as engine:
             Path(config.train.output).mkdir(parents=True, exist_ok=True)
             return Run(config, engine, place, signals, watch).all()

@@ -21,6 +21,7 @@ from zeropipe.train.config.models import RunConfig
 from zeropipe.train.data import prepare
 from zeropipe.train.loop.metrics import tell
 from zeropipe.train.loop.signals import Signals
+from zeropipe.train.loop.sole import Sole
 
 EVERY = 1.0  # seconds between two signs of life of the first rank
 
@@ -33,8 +34,8 @@ def named() -> str:
     return names[0]
 
 
-def prepared(config: RunConfig, name: str, signals: Signals) -> None:
-    """All ranks leave this when the data is ready, or with the first rank's error.
+def prepared(config: RunConfig, name: str, signals: Signals, sole: Sole) -> None:
+    """All ranks leave this when the folder is this run's and the data is ready, or with the first rank's error.
 
     The word goes through the job's store and not through a collective, which would time out while files are read.
     """
@@ -44,6 +45,7 @@ def prepared(config: RunConfig, name: str, signals: Signals) -> None:
         fault = "the first rank has ended"
         try:
             with alive(store, key):
+                sole.take(config.train.output)
                 prepare(config, tell, looker(signals))
             fault = ""
         except Exception as error:
