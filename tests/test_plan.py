@@ -1,9 +1,13 @@
 """Plans: rows against simulations made by hand, memory that is kept, order, explanations, files, the command."""
 
 import json
+import os
+import pickle
+import sys
 from dataclasses import replace
 from itertools import pairwise
 from shutil import which
+from subprocess import PIPE, Popen
 
 import pytest
 
@@ -225,6 +229,16 @@ def test_a_process_that_ends_early_is_told(monkeypatch):
     monkeypatch.setattr("sys.executable", which("false"))
     with pytest.raises(ConfigError, match="a process of the planner ended early"):
         zp.plan("qwen3-0.6b", memory=80e9, **{**SMALL, "workers": 2})
+
+
+def test_a_process_whose_parent_was_killed_ends_without_a_word(small):
+    command, around = [sys.executable, "-m", "zeropipe.search.plan.pool"], {**os.environ, "PYTHONPATH": ":".join(sys.path)}
+    with Popen(command, stdin=PIPE, stdout=PIPE, stderr=PIPE, env=around) as it:
+        it.stdout.close()
+        it.stdin.write(pickle.dumps(small.scene) + pickle.dumps([small.best.candidate]))
+        it.stdin.close()
+        assert it.stderr.read() == b""
+        assert it.wait() == 0
 
 
 def test_a_mesh_is_written_and_read_again(tmp_path, capsys):

@@ -91,6 +91,8 @@ def test_corrected_costs_predict_the_run_and_keep_what_it_cannot_tell():
     assert (better.weights, better.memory_limit, better.node_size) == (7, 50, 4)
     with pytest.raises(ConfigError, match=r"'ms'.*'s'"):
         corrected(replace(wrong, unit="ms"), run)
+    with pytest.raises(ConfigError, match="the costs are in 's', the run is in no unit: give both in one unit"):
+        corrected(wrong, replace(run, unit=""))
 
 
 def test_costs_as_plain_data_are_read_back():

@@ -19,6 +19,18 @@ MISTAKES = {
     "layers to search": (lambda: zp.search(ranks=2, microbatches=2, costs=zp.estimate("qwen3-8b")), "are of layers"),
     "a schedule to draw": (lambda: zp.draw(SCHEDULE), "<Schedule zbv: 2 ranks, 4 st"),
     "nothing to draw": (lambda: zp.draw(None), "None is no Timeline: draw what zp.simulate or a recorded run gives"),
+    "texts as rows": (
+        lambda: zp.Schedule.of(SCHEDULE.problem, SCHEDULE.placement, [["0F0"]]),
+        "'0F0' is no Action and no Overlap: zp.from_csv reads",
+    ),
+    "no function to register": (
+        lambda: zp.register("nothing", placement=zp.linear)(None),
+        "register('nothing') is of None: put it before a function",
+    ),
+    "microbatches without end": (
+        lambda: zp.build("1f1b", ranks=2, microbatches=10**30),
+        "microbatches=1000000000000000000000000000000: at most 4398046511104 are supported",
+    ),
     "no name to build": (lambda: zp.build(None, ranks=2, microbatches=4), "unknown schedule None: "),
     "a text for pp": (lambda: zp.plan("qwen3-0.6b", pp="2", **SMALL), "pp='2': whole numbers from 1 on are needed"),
     "no tensor parallelism": (lambda: zp.plan("qwen3-0.6b", tp=[0], **SMALL), "tp=[0]: whole numbers from 1 on"),

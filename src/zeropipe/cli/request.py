@@ -216,6 +216,10 @@ def overridden(costs: Costs, flags: Mapping[str, Any]) -> Costs:
     for name in LINK:
         if f"inter_{name}" in flags and made.node_size is None:
             raise ConfigError(f"--inter-{name} is of links between machines: say how many ranks one has, --node-size N")
+    for name in ("bandwidth", "inter_bandwidth"):
+        if name in flags and made.message == 0:
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag} {flags[name]:g} changes nothing while messages have no size: give --message N")
     return made
 
 

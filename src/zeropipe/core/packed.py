@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zeropipe.core.action import Action, Kind, Overlap, Step
+from zeropipe.errors import ConfigError, short
 
 JOINED = 1
 _KIND_SHIFT, _STAGE_SHIFT, _MICROBATCH_SHIFT = 1, 5, 21
@@ -69,8 +70,10 @@ def pack(steps: Iterable[Step]) -> list[int]:
         if isinstance(step, Overlap):
             codes.append(encode(*step.forward, joined=JOINED))
             codes.append(encode(*step.backward))
-        else:
+        elif isinstance(step, Action):
             codes.append(encode(*step))
+        else:
+            raise ConfigError(f"{short(step)} is no Action and no Overlap: zp.from_csv reads rows of texts like 0F0")
     return codes
 
 

@@ -11,7 +11,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from zeropipe.core.action import MAX_STAGES
+from zeropipe.core.action import MAX_MICROBATCHES, MAX_STAGES
 from zeropipe.core.given import as_python
 from zeropipe.core.packed import PackedRows
 from zeropipe.core.placement import PlacementRule, Problem
@@ -86,6 +86,8 @@ def register(
     _require_facts(name, aliases, placement, allowed)
 
     def add(write: Callable[..., None]) -> Callable[..., None]:
+        if not callable(write):
+            raise ConfigError(f"register({name!r}) is of {short(write)}: put it before a function that writes a row")
         if not write.__module__.startswith("zeropipe.schedules."):
             _load_ours()  # their names are taken
         for other in _entries.values():
@@ -166,6 +168,8 @@ def build_entry(
         allowed = _words(entry.stages_per_rank)
         stages = "stage" if allowed == "1" else "stages"
         raise ConfigError(f"{entry.name} needs {allowed} {stages} per rank, got stages_per_rank={per_rank}")
+    if microbatches > MAX_MICROBATCHES:
+        raise ConfigError(f"microbatches={short(microbatches)}: at most {MAX_MICROBATCHES} are supported")
     if ranks * per_rank > MAX_STAGES:
         raise ConfigError(f"{ranks} ranks x {per_rank} stages per rank are too many: at most {MAX_STAGES} stages")
     for option in options:

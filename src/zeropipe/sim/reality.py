@@ -108,8 +108,9 @@ def _balanced(costs: Costs, num_stages: int) -> Costs:
 
 def require_units(costs: Costs, measured: Timeline) -> None:
     """ConfigError for costs that are not in the run's unit of time."""
-    if costs.unit and measured.unit and costs.unit != measured.unit:
-        raise ConfigError(f"the costs are in {costs.unit!r}, the run in {measured.unit!r}: give both in one unit")
+    if costs.unit != measured.unit:
+        units = (f"in {unit!r}" if unit else "in no unit" for unit in (costs.unit, measured.unit))
+        raise ConfigError("the costs are {}, the run is {}: give both in one unit, like unit = 's'".format(*units))
 
 
 def corrected(costs: Costs, measured: Timeline) -> Costs:

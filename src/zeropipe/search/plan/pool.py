@@ -99,7 +99,7 @@ def _serve(requests: IO[bytes], answers: IO[bytes]) -> None:
     from zeropipe.core.jit import live_on
 
     live_on()
-    with suppress(EOFError):
+    with suppress(EOFError, BrokenPipeError):
         scene = pickle.load(requests)
         while True:
             group = pickle.load(requests)
@@ -113,3 +113,4 @@ def _serve(requests: IO[bytes], answers: IO[bytes]) -> None:
 
 if __name__ == "__main__":
     _serve(sys.stdin.buffer, sys.stdout.buffer)
+    os._exit(0)  # a parent that was killed reads nothing more
