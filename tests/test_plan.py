@@ -232,7 +232,8 @@ def test_a_process_that_ends_early_is_told(monkeypatch):
 
 
 def test_a_process_whose_parent_was_killed_ends_without_a_word(small):
-    command, around = [sys.executable, "-m", "zeropipe.search.plan.pool"], {**os.environ, "PYTHONPATH": ":".join(sys.path)}
+    command = [sys.executable, "-m", "zeropipe.search.plan.pool"]
+    around = {**os.environ, "PYTHONPATH": ":".join(sys.path)}
     with Popen(command, stdin=PIPE, stdout=PIPE, stderr=PIPE, env=around) as it:
         it.stdout.close()
         it.stdin.write(pickle.dumps(small.scene) + pickle.dumps([small.best.candidate]))
