@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from engine_helpers import error_of, hf_plain_step
-from family_models import tiny
 from stage_models import CONFIGS
 
 from zeropipe.core.schedule import Schedule
@@ -34,11 +33,6 @@ def train_hf(schedule: Schedule, family: str, steps: int, options: dict[str, Any
     if family in ("qwen3-mixed", "gemma3"):
         options = options | {"layer_types": [LAYER_TYPES[index % 3] for index in range(number)]}
     return train_config(schedule, CONFIGS[family](num_hidden_layers=number, **options), steps)
-
-
-def train_type(schedule: Schedule, model_type: str, options: dict[str, Any]) -> dict[str, float]:
-    """One step of a small model of any type that transformers has."""
-    return train_config(schedule, tiny(model_type, max(4, schedule.num_stages), **options), 1)
 
 
 def train_config(schedule: Schedule, config: Any, steps: int) -> dict[str, float]:
