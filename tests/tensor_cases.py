@@ -89,7 +89,7 @@ class Mean:
 
 def losses_on_tp(schedule: Schedule, sizes: dict[str, int], kind: str) -> dict[str, float]:
     """The largest last dimension of all tensors of a step, and differences from the plain model."""
-    config, mesh = config_of(kind, hidden_size=16, intermediate_size=8), mesh_of(sizes)
+    config, mesh = config_of(kind, hidden_size=16, intermediate_size=8, num_hidden_layers=2), mesh_of(sizes)
     plain, data = hf_model(config), tokens(schedule.num_microbatches, 0)
     stages = parallelize(hf_stages(config, schedule, mesh["pp"].get_local_rank()), mesh)
     with Engine(schedule, stages, mesh=mesh) as engine:
@@ -111,7 +111,7 @@ def losses_on_tp(schedule: Schedule, sizes: dict[str, int], kind: str) -> dict[s
 
 def odd_length(schedule: Schedule, sizes: dict[str, int]) -> tuple[str, float]:
     """A sequence that cannot be shared is refused, and the engine goes on."""
-    config, mesh, loss_fn = config_of("llama"), mesh_of(sizes), CausalLMLoss()
+    config, mesh, loss_fn = config_of("llama", num_hidden_layers=2), mesh_of(sizes), CausalLMLoss()
     stages = hf_stages(config, schedule, mesh["pp"].get_local_rank())
     with Engine(schedule, parallelize(stages, mesh, sequence_parallel=True), mesh=mesh) as engine:
         try:
