@@ -129,6 +129,7 @@ def test_a_mistake_is_short_in_json_too(capsys):
         (("zbv", "--inter-p2p", "1"), "--inter-p2p is of links between machines: say how many"),
         (("zbv", "--inter-bandwidth", "1"), "--inter-bandwidth is of links between machines"),
         (("zbv", "--bandwidth", "4"), "--bandwidth 4 changes nothing while messages have no size: give --message N"),
+        (("zbv", "--memory-limit", "40GB"), "--memory-limit is in bytes, memory of these costs in activations: give"),
         (("zbv", "--units", "4"), "units is of sharded stages: say when they are gathered"),
         (("zbv", "--shard-bandwidth", "4"), "shard_bandwidth is of sharded stages"),
         (("interleaved:v=2:v=4",), "v is given twice"),

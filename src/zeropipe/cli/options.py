@@ -41,6 +41,10 @@ class Counts(click.ParamType):
         return numbers
 
 
+class Bytes(float):
+    """An amount that was given with a unit of bytes."""
+
+
 class Size(click.ParamType):
     """An amount of memory: a number, or one with a unit of bytes like 40GB or 32GiB."""
 
@@ -59,7 +63,9 @@ class Size(click.ParamType):
             amount = None
         if match is None or amount is None:
             raise ConfigError(f"{self._of}={short(value)}: a number is needed, or one of bytes like 40GB or 32GiB")
-        return amount * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " ")
+        if match[2] is None:
+            return amount
+        return Bytes(amount * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " "))
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for machines.")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zeropipe.cli.config import Config, read_config
-from zeropipe.cli.options import COSTS, numbers, settings_of
+from zeropipe.cli.options import COSTS, Bytes, numbers, settings_of
 from zeropipe.errors import ConfigError, short
 
 if TYPE_CHECKING:
@@ -220,6 +220,10 @@ def overridden(costs: Costs, flags: Mapping[str, Any]) -> Costs:
         if name in flags and made.message == 0:
             flag = "--" + name.replace("_", "-")
             raise ConfigError(f"{flag} {flags[name]:g} changes nothing while messages have no size: give --message N")
+    is_plain = not made.memory_unit and made.activation == 1 and made.weights == 0
+    if isinstance(made.memory_limit, Bytes) and (is_plain or made.memory_unit not in ("", "B")):
+        counted = f"in {made.memory_unit!r}" if made.memory_unit else "in activations"
+        raise ConfigError(f"--memory-limit is in bytes, memory of these costs {counted}: give a limit in that, like 8")
     return made
 
 

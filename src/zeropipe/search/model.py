@@ -14,6 +14,7 @@ from zeropipe.core.packed import PackedRows, encode, kind_of, microbatch_of, sta
 from zeropipe.core.placement import Placement, Problem
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import ROUNDING, Timeline
+from zeropipe.core.units import size_text
 from zeropipe.errors import ConfigError
 from zeropipe.search import kernels
 from zeropipe.sim.costs import Costs
@@ -138,9 +139,10 @@ class Task:
             needs = float(max(alive.max(), (alive + stash[stages] - takes[stages]).max()))
             total, room = self.totals[rank], float(self.limits[rank])
             if needs > room * ROUNDING:
+                limit, most = (size_text(size, self.costs.memory_unit) for size in (total, needs + total - room))
                 raise ConfigError(
-                    f"memory_limit={total:g}: rank {rank} needs {needs + total - room:g} for its weights and one "
-                    "microbatch; raise the limit, or use more ranks"
+                    f"memory_limit={limit}: rank {rank} needs {most} for its weights and one microbatch; raise the "
+                    "limit, or use more ranks"
                 )
 
     @cached_property
