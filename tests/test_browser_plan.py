@@ -46,6 +46,22 @@ def test_a_plan_is_ranked_drawn_and_its_rows_can_be_chosen(visit):
     assert "gpus=many" in page.url
 
 
+def test_back_leads_to_the_plan_before_and_a_wrong_link_keeps_its_words(visit):
+    page = visit(ASKED, wait=SHOWN)
+    page.fill("#in-batch", "16")
+    page.press("#in-batch", "Enter")
+    page.wait_for_function("() => location.search.includes('batch=16') && document.querySelector('[aria-busy=false]')")
+    page.go_back()
+    page.wait_for_selector(SHOWN)
+    assert page.input_value("#in-batch") == "8"
+    assert "batch=8" in page.url
+    with expected(visit.complaints):  # the browser logs the answer 422
+        page.goto(page.url.replace("model=qwen3-0.6b", "model=nope"))
+        page.wait_for_selector("#error-model:not([hidden])")
+    assert "model='nope'" in page.inner_text("#error-model")
+    assert "model=nope" in page.url
+
+
 def test_the_plan_fits_a_phone_in_the_dark(visit):
     page = visit(ASKED, wait=SHOWN, size=PHONE, color_scheme="dark")
     assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]

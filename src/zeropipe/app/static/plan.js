@@ -32,7 +32,7 @@ async function start() {
 function makeForm({ models, gpus }) {
   const model = select("model", "Model", Object.entries(models).map(([name, count]) => [name, `${name} (${(count / 1e9).toPrecision(3)}B)`]), "qwen3-8b");
   const gpu = select("gpu", "GPU", Object.entries(gpus).map(([name, size]) => [name, `${name}, ${size} GB`]), "h100");
-  const hint = () => ($("in-memory").placeholder = String(gpus[$("in-gpu").value]));
+  const hint = () => ($("in-memory").placeholder = String(gpus[$("in-gpu").value] ?? ""));
   const box = h("input", { type: "checkbox", id: "in-compile", checked: state.compile !== "0" });
   $("form").append(model, gpu, pair("gpus", "gpus_per_node"), pair("memory", "batch"), pair("sequence"),
     h("label", { className: "tick" }, box, "compiled blocks (torch.compile)"),
@@ -43,13 +43,17 @@ function makeForm({ models, gpus }) {
   hint();
   $("form").addEventListener("submit", (event) => {
     event.preventDefault();
+    history.pushState(null, "", location.href); // so that "back" leads to the plan before
     ask();
   });
+  window.addEventListener("popstate", () => location.reload());
 }
 
 function select(name, label, options, normal) {
+  const chosen = state[name] ?? normal;
+  if (!options.some(([value]) => value === chosen)) options.unshift([chosen, chosen]); // of a link: the server says what is wrong
   const input = h("select", { id: `in-${name}` }, ...options.map(([value, text]) => h("option", { value }, text)));
-  input.value = state[name] ?? normal;
+  input.value = chosen;
   return field(name, label, input);
 }
 
