@@ -14,7 +14,7 @@ from engine_helpers import TOLERANCE, largest, ranks
 
 import zeropipe as zp
 from zeropipe.engine.run.launch import LocalRanks, model_code
-from zeropipe.engine.step.cells import moved
+from zeropipe.engine.step.cells import as_tuple, moved
 from zeropipe.engine.step.losses import StepResult, Tally, require_counted
 from zeropipe.engine.torch_private import squared_norm
 from zeropipe.errors import ConfigError, EngineError
@@ -115,6 +115,19 @@ def test_a_loss_that_counts_otherwise_than_it_said_is_refused():
     require_counted(StepResult(1.0, 24.0, {}), 24)
     with pytest.raises(ConfigError, match=r"counted 24 in this step, its count\(\) said 7 before"):
         require_counted(StepResult(1.0, 24.0, {}), 7.0)
+
+
+@pytest.mark.parametrize(
+    "output, line",
+    [
+        (None, "0F3 returned NoneType: a stage returns a Tensor or a tuple of Tensors"),
+        ((), "0F3 returned an empty tuple: a stage returns a Tensor or a tuple of Tensors"),
+        (torch.eye(2).to_sparse(), "0F3 returned a Tensor of layout torch.sparse_coo: a stage returns dense ones"),
+    ],
+)
+def test_outputs_that_cannot_be_handed_on_are_named(output, line):
+    with pytest.raises(TypeError, match=line):
+        as_tuple(output, "0F3")
 
 
 def test_metrics_hold_no_graph():

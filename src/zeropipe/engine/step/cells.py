@@ -67,6 +67,10 @@ def as_tuple(output: Any, name: str) -> tuple[Tensor, ...]:
     for tensor in outputs:
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} returned {type(tensor).__name__}: a stage returns a Tensor or a tuple of Tensors")
+        if tensor.layout is not torch.strided:
+            raise TypeError(f"{name} returned a Tensor of layout {tensor.layout}: a stage returns dense ones")
+    if not outputs:
+        raise TypeError(f"{name} returned an empty tuple: a stage returns a Tensor or a tuple of Tensors")
     return outputs
 
 
