@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -138,6 +139,17 @@ def mistaken(what: str, schedule: Schedule) -> Any:
         return result.loss, engine.grad_norm() > 0
 
 
+def told(function: Callable[..., Any], whats: Sequence[str], *args: Any) -> dict[str, Any]:
+    """What `function(what, *args)` raised, for each of some mistakes that all ranks find: these ranks go on."""
+    found = {}
+    for what in whats:
+        try:
+            found[what] = function(what, *args)
+        except Exception as error:
+            found[what] = type(error).__name__, str(error)
+    return found
+
+
 def _detached(output: Tensor, microbatch: Any) -> tuple[Tensor, int]:
     return output.detach().square().sum(), output.numel()
 
@@ -251,12 +263,6 @@ def unlike_numbers(schedule: Schedule) -> str:
     return found
 
 
-def compute_forever() -> None:
-    """A rank that never looks at its connections."""
-    while True:
-        torch.ones(10).sum()
-
-
 def beat_for(seconds: float) -> None:
     """A long job that says now and then that it gets on."""
     end = time.monotonic() + seconds
@@ -274,6 +280,7 @@ def beats_of_a_run(schedule: Schedule) -> int:
     ):
         while not _all_done(end):
             engine.train_step(microbatches(schedule.num_microbatches), SquareLoss())
+            time.sleep(0.05)
         return line.beat.call_count
 
 
