@@ -361,6 +361,12 @@ def test_ctrl_c_ends_all_searches_of_a_plan(monkeypatch):
     assert made.rows
 
 
+def test_costs_without_a_gpus_memory_ask_for_it():
+    costs = replace(zp.estimate("qwen3-0.6b"), machine={"cpu": "some"})
+    with pytest.raises(ConfigError, match=r"memory is missing: the costs do not say how much a GPU has"):
+        zp.plan(costs, gpus=2, batch=4)
+
+
 def test_flags_that_a_costs_file_answers_are_refused(tmp_path, capsys):
     file = tmp_path / "costs.json"
     file.write_text(to_layer_json(zp.estimate("qwen3-0.6b", sequence=512)))

@@ -288,6 +288,19 @@ def test_a_run_is_held_against_costs_and_corrects_them(run, measured, tmp_path):
     assert costs_from(facts["corrected"]) == again
 
 
+def test_the_memory_of_a_run_is_held_against_activations_alone(run, measured, tmp_path):
+    """The engine records what actions hold; costs of layers have weights and optimizer, too."""
+    held = 'f = 0.2\nactivation = 16e6\nstash = 4e6\nunit = "s"\nmemory_unit = "B"\n'
+    (tmp_path / "costs.toml").write_text(held + "weights = 7e9\n")
+    (tmp_path / "none.toml").write_text(held)
+    with_weights, without = (
+        json.loads(run("compare", measured, "--costs", tmp_path / name, "--json")[1])["simulated"]["peak_memory"]
+        for name in ("costs.toml", "none.toml")
+    )
+    assert with_weights == pytest.approx(without, rel=0.01)
+    assert "peak activations" in run("compare", measured, "--costs", tmp_path / "costs.toml")[1]
+
+
 def test_without_costs_the_runs_own_means_predict_it(run, measured):
     facts = json.loads(run("compare", measured, "--json")[1])
     timeline = zp.from_json(measured.read_text())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -250,7 +250,10 @@ def _compared(run: Run, costs: Costs | None) -> text.Compared:
         own, real = fit(run.timeline), run.timeline
     if costs is not None:
         require_units(costs, real)
-    guess = simulate(run.schedule, costs or own)
+    expected = costs or own
+    if real.measured:  # a run records what its actions hold, and no weights
+        expected = replace(expected, weights=own.weights)
+    guess = simulate(run.schedule, expected)
     word = "from the log's means" if run.log else "measured" if real.measured else "as it is in the file"
     return text.Compared(
         text.label(real, word),

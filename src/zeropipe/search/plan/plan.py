@@ -88,6 +88,8 @@ def plan(
     memory = costs.machine.get("memory") if memory is None else memory
     if isinstance(reserve, bool) or not isinstance(reserve, (int, float)) or not reserve >= 0:
         raise ConfigError(f"reserve={short(reserve)}: a number of bytes from 0 on is needed")
+    if memory is None:
+        raise ConfigError("memory is missing: the costs do not say how much a GPU has, give it, like 80GB")
     if isinstance(memory, bool) or not isinstance(memory, (int, float)) or not memory > reserve:
         given_is = f" is {memory / 1e9:g} GB" if isinstance(memory, (int, float)) else ""
         raise ConfigError(
