@@ -312,7 +312,7 @@ def test_the_command_ranks_explains_and_writes(tmp_path, capsys, monkeypatch):
     assert f"wrote {out}" in text
     main([*args, "--json", "--workers", "1"])
     shown = json.loads(capsys.readouterr().out)
-    assert shown["source"] == "estimate"
+    assert (shown["source"], shown["gpu"], shown["gpus_per_node"]) == ("estimate", "h100", 8)
     assert shown["rows"][0]["front"]
     assert shown["rows"][1]["why"]
     assert '[model]\npath = "qwen3-0.6b"\n' in out.read_text()

@@ -25,7 +25,8 @@ def plan_data(made: Plan) -> dict[str, Any]:
     """A plan for machines: what fits, the front, and what does not fit."""
     front = {id(row) for row in made.front}
     return {
-        "source": made.scene.costs.source, "model": made.scene.costs.model, "gpus": made.gpus, "batch": made.batch,
+        "source": made.scene.costs.source, "model": made.scene.costs.model, "gpu": made.scene.costs.machine.get("gpu"),
+        "gpus": made.gpus, "gpus_per_node": made.scene.gpus_per_node, "batch": made.batch,
         "sequence": made.scene.costs.sequence, "memory_limit": made.scene.limit, "num_tried": made.num_tried,
         "num_left_out": made.num_left_out, "seconds": made.seconds,
         "rows": [
