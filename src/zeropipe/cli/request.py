@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zeropipe.cli.config import Config, read_config
 from zeropipe.cli.options import COSTS, Bytes, numbers, settings_of
+from zeropipe.core.files import SCHEDULES
 from zeropipe.errors import ConfigError, short
 
 if TYPE_CHECKING:
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from zeropipe.sim.costs import Costs
     from zeropipe.sim.layer_costs import LayerCosts
 
-FILES = (".csv", ".json")  # a finished schedule
 LINK = ("p2p", "bandwidth")
 
 
@@ -31,7 +31,7 @@ class Spec(NamedTuple):
 
     @property
     def is_file(self) -> bool:
-        return self.name.endswith(FILES)
+        return self.name.endswith(SCHEDULES)
 
 
 class Priced(NamedTuple):
@@ -178,7 +178,7 @@ def spec_of(text: str) -> Spec:
         parts.pop()
     name = ":".join(parts)
     settings = settings_of(tuple(text.split(":")[len(parts) :]), f"{short(name)}:")
-    if settings and name.endswith(FILES):
+    if settings and name.endswith(SCHEDULES):
         raise ConfigError(f"{text}: {name} is a finished schedule and has no settings")
     if {"v", "stages_per_rank"} <= settings.keys():
         raise ConfigError(f"{text}: v and stages_per_rank are the same; give one of them")

@@ -20,6 +20,8 @@ from zeropipe.errors import ConfigError
 if TYPE_CHECKING:
     from zeropipe.core.limits import Limits
 
+SCHEDULES = (".csv", ".json")  # names that end so are of files with a schedule
+COSTS = (".json", ".toml")
 _LONGEST_STEM = 100  # of a temporary's name: with what is added it stays below the 255 that file systems allow
 
 

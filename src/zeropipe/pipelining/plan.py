@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zeropipe.core.csv import from_csv
+from zeropipe.core.files import SCHEDULES
 from zeropipe.core.placement import Placement, Problem
 from zeropipe.core.resize import resized
 from zeropipe.core.schedule import Schedule
@@ -41,7 +42,7 @@ def given(what: Schedule | str, ranks: int, stages: int, microbatches: int) -> S
         found = what
     elif "\n" in what or "," in what:
         found = from_csv(what)
-    elif what.endswith((".csv", ".json")):
+    elif what.endswith(SCHEDULES):
         found = load(what)
     else:
         found = built(find(what), ranks, stages, microbatches, {})

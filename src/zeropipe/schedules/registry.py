@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from zeropipe.core.action import MAX_MICROBATCHES, MAX_STAGES
+from zeropipe.core.files import SCHEDULES
 from zeropipe.core.given import as_python
 from zeropipe.core.packed import PackedRows
 from zeropipe.core.placement import PlacementRule, Problem
@@ -20,7 +21,7 @@ from zeropipe.errors import ConfigError, ZeropipeError, short
 from zeropipe.schedules.lane import Lane
 
 ENTRY_POINTS = "zeropipe.schedules"
-FILES = (".csv", ".json", ".toml", ".py")  # what ends like this is no schedule's name
+FILES = (*SCHEDULES, ".toml", ".py")  # what ends like this is no schedule's name
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from zeropipe.core.csv import from_csv
-from zeropipe.core.files import read_text
+from zeropipe.core.files import SCHEDULES, read_text
 from zeropipe.core.json import from_json
 from zeropipe.core.limits import COMMAND_LINE, num_actions, require_times
 from zeropipe.core.schedule import Schedule
@@ -39,7 +39,7 @@ def load_any(
     **options: Any,
 ) -> Schedule | Timeline:
     """What `load` finds, with the times that a file has beside its schedule."""
-    if spec.endswith((".csv", ".json")):
+    if spec.endswith(SCHEDULES):
         return _from_file(spec, ranks, microbatches, stages_per_rank, options)
     entry = entry_of(spec)
     for flag, value in (("ranks", ranks), ("microbatches", microbatches)):

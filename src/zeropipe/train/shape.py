@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from zeropipe.core.files import read_text
+from zeropipe.core.files import COSTS, SCHEDULES, read_text
 from zeropipe.core.layers import check_counts, layer_counts, num_stages_for
 from zeropipe.core.limits import COMMAND_LINE
 from zeropipe.core.schedule import Schedule
@@ -93,7 +93,7 @@ def stages_per_rank_of(config: RunConfig) -> int | None:
 def schedule_of(config: RunConfig) -> Schedule:
     """The schedule of a pipeline."""
     table, ranks = config.schedule, config.mesh.pp
-    is_file = table.name.endswith((".csv", ".json"))
+    is_file = table.name.endswith(SCHEDULES)
     found = load_any(
         table.name,
         ranks=None if is_file else ranks,
@@ -135,7 +135,7 @@ def costs_of(config: RunConfig) -> LayerCosts | None:
     given = config.schedule.costs
     if given is None:
         return None
-    if not given.endswith((".json", ".toml")):
+    if not given.endswith(COSTS):
         dtype = config.model.dtype if config.model.dtype != "float64" else "float32"
         if given.lower() not in GPUS:
             raise ConfigError(

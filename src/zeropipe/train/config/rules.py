@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import Any
 
+from zeropipe.core.files import SCHEDULES
 from zeropipe.core.mesh import format_mesh
 from zeropipe.engine.run.spec import require_cores
 from zeropipe.errors import ConfigError, MissingExtra, ZeropipeError
@@ -151,7 +152,7 @@ def _schedule(config: RunConfig) -> Iterator[str]:
         return  # the number of microbatches is not known
     try:
         schedule = schedule_of(config)
-        if table.name.endswith((".csv", ".json")):
+        if table.name.endswith(SCHEDULES):
             from zeropipe.core.check import check
 
             check(schedule)
