@@ -229,6 +229,26 @@ def shared_between_blocks(schedule: Schedule) -> tuple[float, list[str]]:
     return error, said
 
 
+def after_inference_mode(schedule: Schedule) -> float:
+    """Sharded stages that are first evaluated in inference mode, and trained then, beside one process."""
+    mesh, loss_fn = mesh_of({"dp_shard": 2}), SquareLoss()
+    plain, error = blocks(2), 0.0
+    data = [microbatches(schedule.num_microbatches, pipeline) for pipeline in range(2)]
+    mine = data[mesh.get_local_rank()]
+    wanted = plain_step(nn.Sequential(*plain), [batch for some in data for batch in some], loss_fn)
+    for by_run in (False, True):
+        stages: dict[int, Any] = parallelize(dict(module_stages(blocks(2), schedule, 0)), mesh)
+        with Engine(schedule, stages, mesh=mesh) as engine:
+            with torch.inference_mode():
+                if by_run:
+                    engine.run(mine, lambda output, batch, index: None, train=False)
+                else:
+                    error = max(error, abs(engine.eval_step(mine, loss_fn).loss - wanted))
+            engine.train_step(mine, loss_fn)
+            error = max(error, difference(stages, plain, "grad"))
+    return error
+
+
 def spy(thing: Any, method: str, word: str, calls: list[str]) -> None:
     real = getattr(thing, method)
 

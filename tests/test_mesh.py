@@ -68,6 +68,10 @@ def test_blocks_that_share_something_are_sharded_right_or_refused():
         assert "put dp_replicate before dp_shard" in order
 
 
+def test_evaluation_in_inference_mode_before_training():
+    assert max(ranks(2).run(cases.after_inference_mode, zp.build("1f1b", ranks=1, microbatches=4))) < TOLERANCE
+
+
 @pytest.mark.parametrize("sizes", [SHARDED, REPLICATED], ids=str)
 @pytest.mark.parametrize("name", ["1f1b", "zbv"])
 def test_ties(name, sizes):

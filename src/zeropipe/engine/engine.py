@@ -233,7 +233,7 @@ class Engine:
         over the processes that share them alone. Returns whether all pipelines had the same number of microbatches.
         """
         opened = self._open(microbatches, None)
-        with self._guard():
+        with self._guard(), _no_inference_mode():
             use = "forward" if not train else "record" if self.record else "train"
             executor = self._executors.get(use, opened.number, opened.alike)
             if use == "record":
@@ -447,11 +447,21 @@ def _eval_mode(stages: Any) -> Iterator[None]:
     for module, _ in modes:
         module.training = False
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _no_inference_mode():
             yield
     finally:
         for module, mode in modes:
             module.training = mode
+
+
+@contextmanager
+def _no_inference_mode() -> Iterator[None]:
+    """What a sharded stage keeps from its first step on, no training could use if it were made in inference mode."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def _let_go(outgoing: Mapping[int, Outgoing], fabric: Fabric) -> None:
