@@ -258,6 +258,15 @@ def test_sizes_beyond_reason_end_soon():
         zp.plan("qwen3-0.6b", **{**SMALL, "gpus": 2**40})
 
 
+def test_a_search_that_had_no_time_is_left_out(small, monkeypatch):
+    row = next(row for row in small.rows if row.candidate.layout.pp > 1)
+    slow = replace(row, parts=replace(row.parts, bubble=1e3))
+    monkeypatch.setattr(refine, "_searched", lambda *_: (slow, False))
+    assert refine.searched(small.scene, small.rows, 1.0, None, lambda share: None) == []
+    monkeypatch.setattr(refine, "_searched", lambda *_: (row, False))
+    assert refine.searched(small.scene, small.rows, 1.0, None, lambda share: None) != []
+
+
 def test_a_searched_schedule_is_offered_and_written(tmp_path, capsys):
     """Qwen3-8B's head is as long as two layers: balanced layers and a schedule made for them win."""
     made = zp.plan(

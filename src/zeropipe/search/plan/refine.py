@@ -43,9 +43,13 @@ def _gap(scene: Scene, row: Row) -> float | None:
 def searched(
     scene: Scene, rows: Sequence[Row], seconds: float, steps: int | None, tell: Callable[[float], object]
 ) -> list[Row]:
-    """Schedules searched for the runs of the best rows, with one stage per rank and with two, until Ctrl-C."""
+    """Schedules searched for the runs of the best rows, with one stage per rank and with two, until Ctrl-C.
+
+    What is slower than every other schedule of its run, because the time was too short, is left out.
+    """
     best = [row for row in rows if row.candidate.layout.pp > 1]
     runs = list(dict.fromkeys(run_of(row.candidate) for row in best))[:RUNS]
+    slowest = {run_of(row.candidate): row.step for row in best}  # they are ranked
     tries = [(run, per_rank) for run in runs for per_rank in (1, 2)]
     found: list[Row] = []
     for done, (run, per_rank) in enumerate(tries):
@@ -53,7 +57,7 @@ def searched(
             run.layout, "searched", per_rank, run.num_microbatches, run.microbatch_size, run.ac, "balanced"
         )
         row, interrupted = _searched(scene, candidate, seconds / len(tries), steps)
-        found += [] if row is None else [row]
+        found += [] if row is None or row.step > slowest[run] else [row]
         tell((done + 1) / len(tries))
         if interrupted:
             break
