@@ -9,6 +9,7 @@ pytest.importorskip("torch")
 import pipelining_cases as cases
 import torch
 from engine_helpers import TOLERANCE, ranks
+from marks import partly
 
 from zeropipe.pipelining.schedules import class_names
 from zeropipe.schedules.registry import find
@@ -37,16 +38,19 @@ def test_equal_to_torchs_class(name, microbatches, per_rank):
     ("name", "per_rank"), [("Schedule1F1B", 1), pytest.param("ScheduleZBVZeroBubble", 2, marks=since_2_13)]
 )
 def test_losses_that_are_sums(name, per_rank):
-    assert max(ranks(4).run(cases.beside_torch, name, 4, per_rank, 2, False)) < TOLERANCE
+    assert max(ranks(2).run(cases.beside_torch, name, 4, per_rank, 2, False)) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", class_names())
+AS_TORCHS = ("gpipe", "looped-bfs", "interleaved", "interleaved-zb", "dualpipev")  # test_equal_to_torchs_class has them
+
+
+@pytest.mark.parametrize("name", partly(class_names(), lambda name: name not in AS_TORCHS))
 def test_every_schedule_equals_the_plain_model(name):
     per_rank = find(name).stages_per_rank[0]
     assert max(ranks(4).run(cases.beside_plain, name, 5, per_rank)) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zbv", "dualpipev"])
+@pytest.mark.parametrize("name", partly(["1f1b", "zbv", "dualpipev"], ["1f1b", "dualpipev"]))
 def test_frozen_stages(name):
     per_rank = find(name).stages_per_rank[0]
     assert max(ranks(4).run(cases.beside_plain, name, 4, per_rank, cases.half_frozen)) < TOLERANCE
@@ -54,7 +58,7 @@ def test_frozen_stages(name):
 
 @pytest.mark.parametrize(("name", "per_rank"), [("Schedule1F1B", 1), ("ScheduleZBVZeroBubble", 2)])
 def test_eval_leaves_gradients_and_modes_alone(name, per_rank):
-    for seen in ranks(4).run(cases.evaluates, name, per_rank):
+    for seen in ranks(2).run(cases.evaluates, name, per_rank):
         assert seen["seen"] < TOLERANCE
         assert seen["same"] == 0.0
         assert seen["training"]
@@ -64,11 +68,11 @@ def test_eval_leaves_gradients_and_modes_alone(name, per_rank):
     ("name", "per_rank"), [("ScheduleGPipe", 1), pytest.param("ScheduleInterleavedZeroBubble", 2, marks=since_2_13)]
 )
 def test_keywords_and_lists_of_microbatches(name, per_rank):
-    assert max(ranks(4).run(cases.takes_keywords, name, per_rank)) < TOLERANCE
+    assert max(ranks(2).run(cases.takes_keywords, name, per_rank)) < TOLERANCE
 
 
 def test_chunk_specs():
-    assert max(ranks(4).run(cases.cut_by_specs)) < TOLERANCE
+    assert max(ranks(2).run(cases.cut_by_specs)) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["1F1B", "zb-h1"])
@@ -93,12 +97,12 @@ def test_custom_schedules(csv, placement, tmp_path):
 
 @pytest.mark.parametrize(("name", "per_rank"), [("Schedule1F1B", 1), ("ScheduleInterleavedZeroBubble", 2)])
 def test_inputs_that_need_gradients(name, per_rank):
-    assert max(ranks(4).run(cases.inputs_that_need_gradients, name, per_rank)) < TOLERANCE
+    assert max(ranks(2).run(cases.inputs_that_need_gradients, name, per_rank)) < TOLERANCE
 
 
 @pytest.mark.parametrize(("name", "per_rank"), [("Schedule1F1B", 1), ("ScheduleZBVZeroBubble", 2)])
 def test_weight_gradients_that_stages_put_off_themselves(name, per_rank):
-    assert max(seen["seen"] for seen in ranks(4).run(cases.builders, name, per_rank)) < TOLERANCE
+    assert max(seen["seen"] for seen in ranks(2).run(cases.builders, name, per_rank)) < TOLERANCE
 
 
 def test_new_shapes_and_numbers_between_steps():
@@ -123,7 +127,13 @@ def test_lists_and_named_tuples():
     assert max(ranks(4).run(cases.odd_values)) < TOLERANCE
 
 
-@pytest.mark.parametrize("options", [{}, {"shapes": "dynamic"}], ids=str)
-@pytest.mark.parametrize("name", ["1f1b", "zbv", "interleaved-zb"])
+@pytest.mark.parametrize(
+    "name, options",
+    partly(
+        [(name, options) for name in ("1f1b", "zbv", "interleaved-zb") for options in ({}, {"shapes": "dynamic"})],
+        lambda it: it[0] != "1f1b" if it[1] else it[0] != "interleaved-zb",
+    ),
+    ids=str,
+)
 def test_what_nobody_uses_has_no_gradient(name, options):
     assert max(ranks(4).run(cases.nobodys_gradients, name, find(name).stages_per_rank[0], options)) < TOLERANCE
