@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +21,7 @@ from engine_helpers import TOLERANCE, ranks
 
 import zeropipe as zp
 from zeropipe.engine.run.launch import Failed, LocalRanks, _told
+from zeropipe.engine.run.nursery import nursery
 from zeropipe.engine.torch_private import abort_nccl
 from zeropipe.errors import EngineError
 
@@ -388,6 +390,22 @@ def test_killing_the_nursery_leaves_nothing(tmp_path):
     os.kill(pids[0], signal.SIGKILL)
     assert parent.wait(60) == 1, "its ranks died, so its run failed"
     assert soon_gone(pids[1:])
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/loadavg"), reason="the next number of a process is not known")
+def test_a_rank_with_the_number_of_one_that_ended_is_waited_for():
+    born = nursery()
+    last = int(Path("/proc/loadavg").read_text().split()[-1])
+    ended = {*range(last, last + 5000), *range(300, 5300)}  # the next ones, also where they begin again
+    known = dict(born._codes)
+    born._codes.update(dict.fromkeys(ended, -9))
+    try:
+        with LocalRanks(2) as some:
+            assert ended.issuperset(some.pids)
+            assert [born.wait(pid, 0) for pid in some.pids] == [None, None]
+        assert gone(some.pids)
+    finally:
+        born._codes = known
 
 
 def test_ranks_that_get_on_are_not_stopped_for_silence():

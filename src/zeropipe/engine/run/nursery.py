@@ -122,6 +122,7 @@ class Nursery:
                 self.gone = True
                 return
             if word == b"b":
+                self._codes.pop(pid, None)  # of one that ended long ago: numbers of processes come again
                 self._born.append(pid)
             else:
                 self._codes[pid] = code
