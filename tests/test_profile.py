@@ -311,9 +311,25 @@ def test_costs_of_layers_are_compared_with_a_run_and_corrected(run, tmp_path):
     assert json.loads(other.read_text()) == json.loads(better.read_text())
 
 
+def test_a_run_corrects_the_setting_that_is_named(run, tmp_path):
+    schedule, truth = zp.build("1f1b", ranks=2, microbatches=4), truth_costs()
+    recorded = replace(zp.simulate(schedule, truth.costs((3, 1))), measured=True)
+    doubled = {kind: replace(cost, f=2 * cost.f) for kind, cost in TRUTH.items()}
+    two = replace(truth, settings=(Setting(doubled), Setting(doubled, ac="full")))
+    run_file, costs, better = (tmp_path / f"{name}.json" for name in ("run", "costs", "better"))
+    run_file.write_text(zp.to_json(recorded))
+    costs.write_text(to_layer_json(two))
+    assert run("profile", costs, "--fit", run_file, "--layers", "3,1", "--ac", "full", "-o", better)[0] == 0
+    none, full = (setting["kinds"]["dense"]["f"] for setting in json.loads(better.read_text())["settings"])
+    assert none == doubled["dense"].f
+    assert full < 0.7 * none
+
+
 @pytest.mark.parametrize(
     "args,words",
     [
+        (("costs.json", "--fit", "seconds.json", "--ac", "full"), "no setting with ac=full"),
+        (("costs.json", "--fit", "seconds.json", "--sequence", "64"), "--sequence: the costs in costs.json say that"),
         (("nowhere",), "give a directory with config.json"),
         (("qwen3-8b", "--num-layers", "3"), "only tiny models"),
         (("tiny-qwen3", "--ac", "half"), "activation checkpointing 'half'"),
@@ -337,6 +353,8 @@ def test_mistakes_end_in_one_line(run, tmp_path, monkeypatch, args, words):
     (tmp_path / "config.json").write_text('{"hidden_size": 3}')
     (tmp_path / "broken.json").write_text("{")
     (tmp_path / "timeline.json").write_text(zp.to_json(zp.simulate(zp.build("1f1b", ranks=2, microbatches=2))))
+    seconds = zp.simulate(zp.build("1f1b", ranks=2, microbatches=2), zp.Costs(unit="s"))
+    (tmp_path / "seconds.json").write_text(zp.to_json(seconds))
     (tmp_path / "folder").mkdir()
     status, out, err = run("profile", *args)
     assert (status, out) == (2, "")

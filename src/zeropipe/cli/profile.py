@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from zeropipe.core.probe import Profile
     from zeropipe.core.timeline import Timeline
     from zeropipe.engine.profile.spec import ProfileJob
-    from zeropipe.sim.layer_costs import LayerCosts
+    from zeropipe.sim.layer_costs import LayerCosts, Setting
 
 
 @click.command(short_help="What a model's layers cost here, measured.")
@@ -71,7 +71,7 @@ def profile(
     if found is None:  # a rank of torchrun's that is not the first
         return
     if steps:
-        found = _corrected(found, steps, fit_files, layers)
+        found = _corrected(found, steps, fit_files, layers, _setting(found, given))
     tell(found, _links(found), out, as_json)
 
 
@@ -92,6 +92,9 @@ def _costs(model: str, corrected: bool, given: dict[str, Any]) -> LayerCosts | N
     if is_layer_data(data):
         if not corrected:
             raise ConfigError(f"{model} holds costs already: give --fit measured.json to correct them, or a model")
+        for name in given:
+            if _is_told(name) and name not in ("ac", "microbatch_size"):
+                raise ConfigError(f"--{name.replace('_', '-')}: the costs in {model} say that already; leave it out")
         return from_layer_data(data, model)
     measured = _measured(_job(model, data, given), given)
     return None if measured is None else layer_costs(replace(measured, machine=_with_sheet(measured)))
@@ -179,12 +182,26 @@ def _recorded(paths: tuple[str, ...]) -> list[Timeline]:
     return steps
 
 
-def _corrected(costs: LayerCosts, steps: list[Timeline], paths: tuple[str, ...], layers: str | None) -> LayerCosts:
+def _is_told(name: str) -> bool:
+    """Whether an option is on the command line."""
+    told = click.get_current_context().get_parameter_source(name)
+    return told is not None and told.name == "COMMANDLINE"
+
+
+def _setting(costs: LayerCosts, given: dict[str, Any]) -> Setting:
+    """The setting that a run corrects: the first with the mode and the size that were asked for first."""
+    ac = given["ac"].split(",")[0] if _is_told("ac") else None
+    return costs.setting(ac=ac, microbatch_size=given["microbatch_size"][0] if _is_told("microbatch_size") else None)
+
+
+def _corrected(
+    costs: LayerCosts, steps: list[Timeline], paths: tuple[str, ...], layers: str | None, setting: Setting
+) -> LayerCosts:
     from zeropipe.cli.trace import counts_of
     from zeropipe.sim.refit import refitted
 
     try:
-        return refitted(costs, steps, counts_of(costs, steps[0].schedule, layers))
+        return refitted(costs, steps, counts_of(costs, steps[0].schedule, layers), setting)
     except ConfigError as error:
         raise ConfigError(f"{', '.join(paths)}: {error}") from None
 
