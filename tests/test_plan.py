@@ -337,6 +337,7 @@ def test_the_command_ranks_explains_and_writes(tmp_path, capsys, monkeypatch):
         (["qwen3-32b", "--gpus", "2", "--batch", "16", "--memory", "24GB"], "nothing fits into 20.0 GB"),
         (["qwen3-0.6b", "--gpus", "4", "--batch", "16", "--tp", "3"], "tp=3: qwen3-0.6b has num_attention_heads=16"),
         (["qwen3-0.6b", "--gpus", "4", "--batch", "16", "--schedules", "zvb"], "unknown schedule 'zvb'"),
+        (["qwen3-0.6b", "--gpus", "4", "--batch", "16", "--search-steps", "9"], "search_steps=9: nothing is searched"),
         (["qwen3-0.6b", "--gpus", "4", "--batch", "16", "--ac", "some"], "activation checkpointing 'some'"),
         (["qwen3-0.6b", "--gpus", "4", "--batch", "16", "-o", "run.json"], "must end in .toml"),
         (["qwen3-0.6b", "--gpus", "4", "--batch", "16", "--pp", "3"], "pp=3: no layout of 4 GPUs"),

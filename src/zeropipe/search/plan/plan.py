@@ -67,6 +67,9 @@ def plan(
     begun, tell = monotonic(), progress or (lambda what, share: None)
     _require_counts(gpus=gpus, batch=batch, gpus_per_node=gpus_per_node, most=most)
     require_seconds("search_seconds", search_seconds, "; 0 for no search")
+    if search_steps is not None and (search_seconds == 0 or schedules is not None):
+        why = "schedules are named" if search_seconds else "search_seconds=0"
+        raise ConfigError(f"search_steps={short(search_steps)}: nothing is searched where {why}; leave one of them out")
     pp, tp, microbatch_sizes = _several("pp", pp), _several("tp", tp), _several("microbatch_sizes", microbatch_sizes)
     ac, schedules = ([one] if isinstance(one, str) else one for one in (ac, schedules))
     if isinstance(model, LayerCosts):
