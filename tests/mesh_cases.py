@@ -229,6 +229,26 @@ def shared_between_blocks(schedule: Schedule) -> tuple[float, list[str]]:
     return error, said
 
 
+def called_outside(schedule: Schedule) -> float:
+    """A sharded stage that is called by itself between steps, beside one process."""
+    mesh, loss_fn, error = mesh_of({"dp_shard": 2}), SquareLoss(), 0.0
+    plain, batches = blocks(2), microbatches(schedule.num_microbatches)
+    model, x = nn.Sequential(*plain), batches[0]["inputs"]
+    stages: dict[int, Any] = parallelize(dict(module_stages(blocks(2), schedule, 0)), mesh)
+    with Engine(schedule, stages, mesh=mesh) as engine:
+        ours, theirs = torch.optim.SGD(engine.parameters(), lr=0.1), torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            engine.train_step(batches, loss_fn)
+            plain_step(model, batches, loss_fn)
+            with torch.no_grad():
+                error = max(error, error_of(stages[0](inputs=x), model(x)))
+            error = max(error, difference(stages, plain, "grad"))
+            for optimizer in (ours, theirs):
+                optimizer.step()
+                optimizer.zero_grad()
+    return error
+
+
 def after_inference_mode(schedule: Schedule) -> float:
     """Sharded stages that are first evaluated in inference mode, and trained then, beside one process."""
     mesh, loss_fn = mesh_of({"dp_shard": 2}), SquareLoss()

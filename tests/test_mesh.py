@@ -68,6 +68,10 @@ def test_blocks_that_share_something_are_sharded_right_or_refused():
         assert "put dp_replicate before dp_shard" in order
 
 
+def test_a_sharded_stage_may_be_called_by_itself_between_steps():
+    assert max(ranks(2).run(cases.called_outside, zp.build("1f1b", ranks=1, microbatches=4))) < TOLERANCE
+
+
 def test_evaluation_in_inference_mode_before_training():
     assert max(ranks(2).run(cases.after_inference_mode, zp.build("1f1b", ranks=1, microbatches=4))) < TOLERANCE
 

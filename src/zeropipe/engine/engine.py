@@ -370,6 +370,8 @@ class Engine:
             shards.prepare()
         place.walker = executor
         executor.run(microbatches, opened.kinds, finish, see)
+        for shards in self._shards.values():
+            shards.release()
         place.walker, place.name = None, "the end of the step"
 
     def _begin_recording(self) -> None:

@@ -166,6 +166,11 @@ def hold_hooks(root: Any, keep_whole: bool) -> None:
     root.set_reshard_after_forward(not keep_whole)
 
 
+def release_hooks(root: Any) -> None:
+    """After a step: a forward outside of one lets go of weights, or the next one would not see them change."""
+    root.set_reshard_after_forward(True)
+
+
 def reduce(unit: Any, keep: bool = False) -> None:
     """Start the sum of a unit's gradients over the processes that share it, and let go of its whole weights.
 

@@ -45,6 +45,10 @@ class Shards:
             self._set_up()
         fsdp_private.hold_hooks(self.module, keep_whole=not self.regather)
 
+    def release(self) -> None:
+        """After a step: who calls the stage by itself gets what its weights are then."""
+        fsdp_private.release_hooks(self.module)
+
     def _set_up(self) -> None:
         """Once: sums instead of means (unless the owner says how gradients are scaled), and gradients that add up in
         the reduce dtype."""
