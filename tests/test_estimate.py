@@ -22,7 +22,8 @@ PUBLISHED = {
     "qwen3-32b": (32.8, 32.8), "qwen3-30b-a3b": (30.5, 3.3), "qwen3-235b-a22b": (235, 22), "mistral-7b": (7.25, 7.25),
     "mistral-nemo-12b": (12.2, 12.2), "mistral-small-24b": (23.6, 23.6), "mistral-large-123b": (123, 123),
     "mixtral-8x7b": (46.7, 12.9), "gemma-7b": (8.54, 8.54), "gemma-3-1b": (1.0, 1.0), "gemma-3-12b": (11.8, 11.8),
-    "gemma-3-27b": (27.0, 27.0), "deepseek-v3": (671, 37),
+    "gemma-3-27b": (27.0, 27.0), "deepseek-v3": (671, 37), "kimi-k2": (1040, 32.6),
+    "glm-4.5-air": (106, 12 + 1.24), "glm-4.5": (355, 32 + 1.55),  # the tokens' without embedding and head
 }  # fmt: skip
 
 
@@ -53,26 +54,44 @@ def test_the_parts_of_a_model_add_up_to_all_its_parameters():
         assert total - shape.tied * shape.vocabulary * shape.hidden == num_parameters(name)[0]
 
 
+CHOSEN = {"num_experts_per_tok": 6}  # no default
+CODE = {"kimi_k2": "deepseek_v3"}  # types whose code is another one's
+
+
+def transformers_model(config):
+    """A config as transformers completes it, and how many weights its model has."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    config = dict(config)
+    kind = config.pop("model_type")
+    sees = kind.endswith(("_vl_text", "_vl_moe_text"))
+    config = {"text_config": config} if sees else config
+    made = transformers.AutoConfig.for_model(CODE.get(kind, kind.removesuffix("_text") if sees else kind), **config)
+    classes = transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
+    with torch.device("meta"):
+        model = classes.from_config(made)
+    assert model._supports_sdpa, "estimates are of that kernel"
+    weights = sum(weight.numel() for name, weight in model.named_parameters() if "visual" not in name)
+    biases = sum(bias.numel() for name, bias in model.named_buffers() if "e_score_correction_bias" in name)
+    return made.get_text_config(), weights + biases
+
+
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_weights_are_those_of_transformers(kind):
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
     config = next((dict(facts) for facts in KNOWN.values() if facts["model_type"] == kind), None)
     config = config or {**KNOWN["llama-3-8b"], "model_type": kind, "pad_token_id": 0}
-    config |= {"num_hidden_layers": 4}
+    config |= {"num_hidden_layers": 4, **(CHOSEN if kind == "deepseek_v2" else {})}
     config.pop("sliding_window_pattern", None)
-    made = transformers.AutoConfig.for_model(**config)
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(made)
-    wanted = sum(p.numel() for p in model.parameters())
-    buffers = sum(b.numel() for name, b in model.named_buffers() if "e_score_correction_bias" in name)
-    assert num_parameters(json.loads(made.to_json_string()))[0] == wanted + buffers
+    made, wanted = transformers_model(config)
+    assert num_parameters({**json.loads(made.to_json_string()), "model_type": kind})[0] == wanted
 
 
 FEW = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 128}
 WINDOWS = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 3}
 LEFT_OUT = {
     **{kind: {"model_type": kind, **FEW} for kind in FAMILIES},
+    "deepseek_v2": {"model_type": "deepseek_v2", **FEW, **CHOSEN},
+    "norms of glm4_moe": {"model_type": "glm4_moe", **FEW, "attention_bias": True, "use_qk_norm": True},
+    "biases of seed_oss": {"model_type": "seed_oss", **FEW, "attention_bias": False, "attention_out_bias": True},
     "windows of qwen2": {"model_type": "qwen2", **FEW, **WINDOWS},
     "windows of qwen3": {"model_type": "qwen3", **FEW, **WINDOWS},
     "windows of qwen3_moe": {"model_type": "qwen3_moe", **FEW, **WINDOWS},
@@ -88,14 +107,10 @@ LEFT_OUT = {
 @pytest.mark.parametrize("kind", LEFT_OUT)
 def test_what_a_config_leaves_out_is_what_transformers_takes(kind):
     """Published configs leave out what the model's class has by default: of gemma-3-4b, the numbers of heads."""
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    made = transformers.AutoConfig.for_model(**LEFT_OUT[kind], **({"pad_token_id": 0} if kind == "phi3" else {}))
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(made)
-    wanted = sum(p.numel() for p in model.parameters())
-    buffers = sum(b.numel() for name, b in model.named_buffers() if "e_score_correction_bias" in name)
-    assert num_parameters(LEFT_OUT[kind])[0] == wanted + buffers
+    made, wanted = transformers_model(
+        {**LEFT_OUT[kind], **({"pad_token_id": 0} if kind in ("phi3", "smollm3", "glm4") else {})}
+    )
+    assert num_parameters(LEFT_OUT[kind])[0] == wanted
     window = getattr(made, "sliding_window", None)
     types = getattr(made, "layer_types", None) or ["sliding_attention"] * made.num_hidden_layers
     windows = [window if one == "sliding_attention" else None for one in types]

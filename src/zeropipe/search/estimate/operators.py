@@ -217,5 +217,6 @@ def _experts(shape: Shape, at: Sizes) -> list[Op]:
         Op("weigh", kept=(h, h), kept_op=0.0, moved=(4 * h, 3 * h), summed=h / rows if at.tp > 1 else 0.0),
     ]  # fmt: skip
     if experts.shared:
-        ops += [*_mlp(shape, experts.shared, at), _add(shape.hidden, at)]
+        gate = [linear("shared_gate", shape.hidden, 1, at, everywhere=True)] if experts.gated else []
+        ops += [*_mlp(shape, experts.shared, at), *gate, _add(shape.hidden, at)]
     return ops

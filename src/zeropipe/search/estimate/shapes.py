@@ -25,6 +25,8 @@ class Family:
     qk_norm: int = 0  # 1: norms of queries and keys with a head's size, 2: with that of all heads
     norms: int = 2  # per layer, of the hidden size
     qkv_bias: bool = False
+    o_bias: str = "attention_bias"  # the field that says whether attention's output has one; "": it has none
+    scoring_bias: bool = False  # of each expert, in the choice of experts
     windows: bool = False  # whether sliding_window is used where no list of layer types says so
     late_windows: bool = False  # with windows: only in the layers from max_window_layers on
     defaults: Mapping[str, Any] = field(default_factory=dict)  # transformers' own, of fields that configs leave out
@@ -33,6 +35,14 @@ class Family:
 _QWEN = {"num_key_value_heads": 32, "max_window_layers": 28}
 _MIXTRAL = {"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2}
 _QWEN3_MOE = {"num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+_QWEN2_MOE = {
+    **_QWEN, "num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
+    "shared_expert_intermediate_size": 5632,
+}  # fmt: skip
+_QWEN2_VL = {"num_key_value_heads": 8, "max_window_layers": 80}
+_QWEN3_VL_MOE = {
+    "num_key_value_heads": 16, "num_local_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
+}  # fmt: skip
 _GEMMA3 = {
     "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8,
     "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208, "sliding_window": 4096,
@@ -43,6 +53,17 @@ _DEEPSEEK = {
     "first_k_dense_replace": 3, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64, "v_head_dim": 128,
 }  # fmt: skip
+_DEEPSEEK_V2 = {
+    **_DEEPSEEK, "n_routed_experts": 64, "num_experts_per_tok": None, "moe_intermediate_size": 1407,
+    "n_shared_experts": 2, "first_k_dense_replace": 0,  # how many of the experts has to be said
+}  # fmt: skip
+_GLM4 = {"num_key_value_heads": 2, "head_dim": 128, "attention_bias": True}
+_GLM4_MOE = {
+    "num_key_value_heads": 8, "n_routed_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1408,
+    "n_shared_experts": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
+_OLMO3 = {"sliding_window": 4096, "sliding_window_pattern": 4}
+_SEED = {"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True}
 
 FAMILIES = {
     "llama": Family(),
@@ -50,12 +71,26 @@ FAMILIES = {
     "mixtral": Family(windows=True, defaults=_MIXTRAL),
     "qwen2": Family(qkv_bias=True, late_windows=True, defaults=_QWEN),
     "qwen3": Family(qk_norm=1, late_windows=True, defaults={**_QWEN, "head_dim": 128}),
+    "qwen2_moe": Family(qkv_bias=True, late_windows=True, defaults=_QWEN2_MOE),
+    "qwen2_vl_text": Family(qkv_bias=True, late_windows=True, defaults=_QWEN2_VL),
+    "qwen2_5_vl_text": Family(qkv_bias=True, late_windows=True, defaults=_QWEN2_VL),
     "qwen3_moe": Family(qk_norm=1, defaults=_QWEN3_MOE),
+    "qwen3_vl_text": Family(qk_norm=1, defaults={"num_key_value_heads": 32, "head_dim": 128}),
+    "qwen3_vl_moe_text": Family(qk_norm=1, defaults=_QWEN3_VL_MOE),
     "gemma": Family(defaults={"num_key_value_heads": 16, "head_dim": 256, "tie_word_embeddings": True}),
     "gemma3_text": Family(qk_norm=1, norms=4, defaults=_GEMMA3),
     "phi3": Family(windows=True),
     "olmo2": Family(qk_norm=2),
-    "deepseek_v3": Family(defaults=_DEEPSEEK),
+    "olmo3": Family(qk_norm=2, defaults=_OLMO3),
+    "granite": Family(),
+    "granitemoe": Family(defaults={"num_local_experts": 8, "num_experts_per_tok": 2}),
+    "smollm3": Family(defaults={"num_key_value_heads": 4, "tie_word_embeddings": True}),
+    "seed_oss": Family(o_bias="attention_out_bias", defaults=_SEED),
+    "glm4": Family(norms=4, o_bias="", defaults=_GLM4),
+    "glm4_moe": Family(o_bias="", scoring_bias=True, defaults=_GLM4_MOE),
+    "deepseek_v2": Family(defaults=_DEEPSEEK_V2),
+    "deepseek_v3": Family(scoring_bias=True, defaults=_DEEPSEEK),
+    "kimi_k2": Family(scoring_bias=True, defaults=_DEEPSEEK),
 }
 
 
@@ -66,7 +101,8 @@ class Experts:
     number: int
     chosen: int
     size: int  # intermediate size of one
-    shared: int = 0  # intermediate size of what every token goes through
+    shared: int = 0  # intermediate size of what every token goes through ...
+    gated: bool = False  # ... weighed by a gate of its own
     scoring_bias: bool = False
 
 
@@ -153,6 +189,8 @@ def _shape(name: str, data: Mapping[str, Any]) -> Shape:
     if data.get("attn_logit_softcapping"):
         raise ConfigError(f"{name}: attention with soft-capping is not estimated: `zeropipe profile` measures it")
     data = {**family.defaults, **data}
+    if data.get("use_qk_norm"):
+        family = replace(family, qk_norm=1)
     read = _Reader(name, data)
     hidden, heads = read.count("hidden_size"), read.count("num_attention_heads")
     head_dim = read.count("head_dim", hidden // heads)
@@ -160,8 +198,8 @@ def _shape(name: str, data: Mapping[str, Any]) -> Shape:
     shape = Shape(
         name, (), hidden, heads, read.count("num_key_value_heads", heads), head_dim, read.count("intermediate_size"),
         read.count("vocab_size"), bool(data.get("tie_word_embeddings")), family,
-        qkv_bias=bias or family.qkv_bias, o_bias=bias, mlp_bias=bool(data.get("mlp_bias")),
-        experts=read.experts(), latent=read.latent(),
+        qkv_bias=bias or family.qkv_bias, o_bias=bool(data.get(family.o_bias)), mlp_bias=bool(data.get("mlp_bias")),
+        experts=read.experts(family), latent=read.latent(),
     )  # fmt: skip
     return replace(shape, layers=read.layers(family))
 
@@ -189,14 +227,15 @@ class _Reader:
         """0 where there are none."""
         return self.count("num_experts", "n_routed_experts", "num_local_experts", 0, least=0)
 
-    def experts(self) -> Experts | None:
+    def experts(self, family: Family) -> Experts | None:
         number = self.number_of_experts()
         if not number:
             return None
         size = self.count("moe_intermediate_size", self.count("intermediate_size"))
-        shared = self.count("n_shared_experts", 0, least=0) * size
+        gated = self.count("shared_expert_intermediate_size", 0, least=0)
+        shared = gated or self.count("n_shared_experts", 0, least=0) * size
         chosen = self.count("num_experts_per_tok", most=number)
-        return Experts(number, chosen, size, shared, self.data.get("model_type") == "deepseek_v3")
+        return Experts(number, chosen, size, shared, gated > 0, family.scoring_bias)
 
     def latent(self) -> Latent | None:
         if self.data.get("kv_lora_rank") is None:
