@@ -19,7 +19,7 @@ from zeropipe.engine.run.launch import Failed
 from zeropipe.errors import EngineError
 from zeropipe.train.loop.kept import marked, steps_in
 
-STEPS = 8
+STEPS = 6
 
 
 def same_run(output, whole):
@@ -32,36 +32,41 @@ def same_run(output, whole):
     assert ours[-1]["tokens"] == theirs[-1]["tokens"]
 
 
-def config_of(tmp_path, output, mesh, schedule, **tables):
-    start = tmp_path / "start"
-    if not start.exists():
-        model_directory(start, tied=True)
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    return model_directory(tmp_path_factory.mktemp("start"), tied=True)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, start):
+    """The folder of a run that nothing ends early."""
+    folder = tmp_path_factory.mktemp("whole")
+    train_on(config_of(folder, start, {"pp": 2}, "1f1b"))
+    return folder
+
+
+def config_of(output, start, mesh, schedule, **tables):
     tables = {"checkpoint": {"every": 2}, "data": {"shuffle": True}} | tables
-    return run_config(
-        tmp_path / output, start, mesh=mesh, schedule={"name": schedule}, train={"steps": STEPS}, **tables
-    )
+    return run_config(output, start, mesh=mesh, schedule={"name": schedule}, train={"steps": STEPS}, **tables)
 
 
-def killed_and_resumed(tmp_path, before, after, rank, step, where):
-    whole = config_of(tmp_path, "whole", {"pp": 2}, "1f1b")
-    train_on(whole)
-    first = config_of(tmp_path, "out", *before)
+def killed_and_resumed(out, start, whole, before, after, rank, step, where):
+    first = config_of(out, start, *before)
     outcomes = pool(first.mesh.num_processes).outcomes(train_killed, first, rank, step, where)
     assert isinstance(outcomes[rank], Failed)
     assert outcomes[rank].kind == "Died"
     others = [one for number, one in enumerate(outcomes) if number != rank]
     assert all(f"rank {rank} was lost" in one.text for one in others if one.kind != "TimedOut")
     assert any(one.kind == "EngineError" for one in others)
-    second = config_of(tmp_path, "out", *after)
-    outcome = train_on(second)
+    outcome = train_on(config_of(out, start, *after))
     assert outcome.steps == STEPS
     assert len(outcome.losses) >= STEPS - step - 2
     assert len(outcome.losses) < STEPS or step < 2
-    same_run(tmp_path / "out", tmp_path / "whole")
+    same_run(out, whole)
 
 
-def test_a_killed_rank_and_another_layout(tmp_path):
-    killed_and_resumed(tmp_path, ({"pp": 2}, "1f1b"), ({"pp": 2, "dp_shard": 2}, "zbv"), 1, 5, "step")
+def test_a_killed_rank_and_another_layout(tmp_path, start, whole):
+    killed_and_resumed(tmp_path, start, whole, ({"pp": 2}, "1f1b"), ({"pp": 2, "dp_shard": 2}, "zbv"), 1, 3, "step")
 
 
 LAYOUTS = [
@@ -72,64 +77,64 @@ LAYOUTS = [
 
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(8))
-def test_any_rank_killed_at_any_moment(tmp_path, seed):
+def test_any_rank_killed_at_any_moment(tmp_path, start, whole, seed):
     draw = random.Random(seed)
     before, after = draw.sample(LAYOUTS[:-1], 1)[0], draw.choice(LAYOUTS)
     processes = run_config(tmp_path, "x", mesh=before[0]).mesh.num_processes
     where = ("step", "norm", "save")[seed % 3]
-    killed_and_resumed(tmp_path, before, after, draw.randrange(processes), draw.randrange(1, STEPS - 2), where)
+    rank, step = draw.randrange(processes), draw.randrange(1, STEPS - 2)
+    killed_and_resumed(tmp_path, start, whole, before, after, rank, step, where)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full)])
-def test_a_signal_to_one_rank_saves_and_ends_all(tmp_path, number):
-    train_on(config_of(tmp_path, "whole", {"pp": 2}, "1f1b"))
-    config = config_of(tmp_path, "out", {"pp": 2}, "zbv", checkpoint={"every": 100})
+def test_a_signal_to_one_rank_saves_and_ends_all(tmp_path, start, whole, number):
+    config = config_of(tmp_path, start, {"pp": 2}, "zbv", checkpoint={"every": 100})
     outcomes = pool(2).run(train_signalled, config, 1, 3, number)
     assert [(one.stopped_by, one.steps, one.export) for one in outcomes] == [(number.name, 4, None)] * 2
     assert outcomes[0].checkpoint.endswith("step-000004")
     outcome = train_on(config)
-    assert (outcome.stopped_by, outcome.steps, len(outcome.losses)) == ("", STEPS, 4)
-    same_run(tmp_path / "out", tmp_path / "whole")
+    assert (outcome.stopped_by, outcome.steps, len(outcome.losses)) == ("", STEPS, STEPS - 4)
+    same_run(tmp_path, whole)
 
 
-def test_the_last_checkpoints_are_kept(tmp_path):
-    config = config_of(tmp_path, "out", {"pp": 2}, "1f1b", checkpoint={"every": 1, "keep": 2, "export": False})
+def test_the_last_checkpoints_are_kept(tmp_path, start):
+    config = config_of(tmp_path, start, {"pp": 2}, "1f1b", checkpoint={"every": 1, "keep": 2, "export": False})
     outcome = train_on(config)
-    folder = tmp_path / "out" / "checkpoints"
-    assert list(steps_in(folder)) == [8, 7]
-    assert marked(folder, "latest") == "step-000008"
-    assert outcome.checkpoint == str(folder / "step-000008")
+    folder = tmp_path / "checkpoints"
+    assert list(steps_in(folder)) == [6, 5]
+    assert marked(folder, "latest") == "step-000006"
+    assert outcome.checkpoint == str(folder / "step-000006")
     again = train_on(config)  # nothing is left to do
-    assert (again.steps, again.losses) == (8, ())
-    with pytest.raises(EngineError, match=r"checkpoints up to step 8, this run begins at step 0: give another"):
-        train_on(config_of(tmp_path, "out", {"pp": 2}, "1f1b", checkpoint={"resume": "never"}))
+    assert (again.steps, again.losses) == (6, ())
+    with pytest.raises(EngineError, match=r"checkpoints up to step 6, this run begins at step 0: give another"):
+        train_on(config_of(tmp_path, start, {"pp": 2}, "1f1b", checkpoint={"resume": "never"}))
 
 
 @pytest.mark.full
-def test_too_many_steps_that_are_not_finite_end_the_run(tmp_path):
-    config = config_of(tmp_path, "out", {"pp": 2}, "1f1b")
+def test_too_many_steps_that_are_not_finite_end_the_run(tmp_path, start):
+    config = config_of(tmp_path, start, {"pp": 2}, "1f1b")
     config = config.model_copy(update={"train": config.train.model_copy(update={"max_skipped": 2})})
     with pytest.raises(EngineError, match=r"step 6: loss or gradients were not finite in 3 steps in a row"):
         pool(2).run(train_not_finite, config, 1, (3, 4, 5))
     outcome = train_on(config)
-    assert (outcome.steps, len(outcome.losses)) == (STEPS, 4)
+    assert (outcome.steps, len(outcome.losses)) == (STEPS, STEPS - 4)
 
 
 @pytest.mark.full
-def test_a_checkpoint_that_does_not_fit_is_refused_with_the_way_out(tmp_path):
-    train_on(config_of(tmp_path, "out", {"pp": 2}, "1f1b", checkpoint={"export": False}))
+def test_a_checkpoint_that_does_not_fit_is_refused_with_the_way_out(tmp_path, start):
+    train_on(config_of(tmp_path / "out", start, {"pp": 2}, "1f1b", checkpoint={"export": False}))
     other = model_directory(tmp_path / "other", tied=True, rms_norm_eps=0.5)
-    for start, name, line in (
+    for model, name, line in (
         (
             other,
             "adamw",
             r"is of a model with rms_norm_eps=1e-06, model.path='.*other' has 0.5: give the model that it ",
         ),
-        (tmp_path / "start", "sgd", r"is of AdamW, the optimizer is SGD: use the same kind; train.output="),
+        (start, "sgd", r"is of AdamW, the optimizer is SGD: use the same kind; train.output="),
     ):
         tables = {"train": {"steps": STEPS + 1}, "data": {"shuffle": True}, "optimizer": {"name": name}}
         with pytest.raises(EngineError, match=line) as caught:
-            train_on(run_config(tmp_path / "out", start, mesh={"pp": 2}, **tables))
+            train_on(run_config(tmp_path / "out", model, mesh={"pp": 2}, **tables))
         assert len(str(caught.value).splitlines()) == 1
 
 
@@ -144,19 +149,18 @@ def torchrun(tmp_path, config, *args, restarts=0):
 
 
 @pytest.mark.full
-def test_torchrun_starts_a_killed_job_again_and_it_goes_on(tmp_path):
-    train_on(config_of(tmp_path, "whole", {"pp": 2}, "1f1b"))
-    job = torchrun(tmp_path, config_of(tmp_path, "out", {"pp": 2}, "zbv"), 5, restarts=1)
+def test_torchrun_starts_a_killed_job_again_and_it_goes_on(tmp_path, start, whole):
+    job = torchrun(tmp_path, config_of(tmp_path / "out", start, {"pp": 2}, "zbv"), 5, restarts=1)
     _, said = job.communicate(timeout=300)
     assert job.returncode == 0, said
     assert "rank 1 was lost" in said
     assert re.search(r"goes on after step [24] of", said)
-    same_run(tmp_path / "out", tmp_path / "whole")
+    same_run(tmp_path / "out", whole)
 
 
 @pytest.mark.full
-def test_sigterm_to_torchrun_saves(tmp_path):
-    config = config_of(tmp_path, "out", {"pp": 2}, "1f1b", checkpoint={"every": 10**6})
+def test_sigterm_to_torchrun_saves(tmp_path, start):
+    config = config_of(tmp_path / "out", start, {"pp": 2}, "1f1b", checkpoint={"every": 10**6})
     config = config.model_copy(update={"train": config.train.model_copy(update={"steps": 10**6})})
     job = torchrun(tmp_path, config)
     while job.poll() is None and not (tmp_path / "out" / "metrics.jsonl").exists():

@@ -37,7 +37,7 @@ def run_config(output: Path, start: Path | str, /, **tables: dict[str, Any]) -> 
     """A file with small numbers; `tables` change some of them."""
     given: dict[str, dict[str, Any]] = {
         "model": {"path": str(start), "dtype": "float64"},
-        "data": {"kind": "synthetic", "sequence": 12, "batch": 8, "microbatch": 1, "packing": False},
+        "data": {"kind": "synthetic", "sequence": 12, "batch": 4, "microbatch": 1, "packing": False},
         "engine": {"device": "cpu", "timeout": 60.0},
         "optimizer": {"lr": 1e-2, "eps": 1e-4},
         "rate": {"shape": "cosine", "warmup": 2},
