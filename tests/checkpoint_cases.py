@@ -38,7 +38,7 @@ from zeropipe.engine.checkpoint import pieces
 from zeropipe.engine.checkpoint.manifest import Target
 from zeropipe.errors import ZeropipeError
 
-BATCHES, BLOCKS = 8, 8
+BATCHES, BLOCKS = 6, 8
 
 
 class Model:
@@ -54,7 +54,7 @@ class Model:
         if self.config is None:
             return microbatches(BATCHES, step)
         generator = torch.Generator().manual_seed(step)
-        batches = [torch.randint(64, (1, 4 + index % 3), generator=generator) for index in range(BATCHES)]
+        batches = [torch.randint(64, (1, 4 + index % 3), generator=generator) for index in range(4)]
         return [{"input_ids": tokens, "labels": tokens} for tokens in (t.to(self.device) for t in batches)]
 
     def _modules(self, seed: int) -> list[nn.Module]:

@@ -15,14 +15,14 @@ from stage_models import CONFIGS
 import zeropipe as zp
 from zeropipe.engine import hf_model
 
-BLOCKS, TIED, LLAMA = cases.Model(False), cases.Model(True), cases.Model(False, {})
+BLOCKS, TIED, LLAMA = cases.Model(False), cases.Model(True), cases.Model(False, {"num_hidden_layers": 2})
 
 
 @pytest.mark.parametrize(
     "name, sizes, model, tensors",
     [
         ("zbv", {"pp": 2, "dp_shard": 2}, TIED, 25),
-        ("1f1b", {"pp": 2, "tp": 2}, LLAMA, 39),
+        ("1f1b", {"pp": 2, "tp": 2}, LLAMA, 21),
         ("dualpipe", {"pp": 4}, TIED, 25),
         ("1f1b", {"dp_replicate": 2, "dp_shard": 2}, BLOCKS, 32),
     ],
@@ -59,9 +59,9 @@ def test_published_forms_and_merged_adapters(tmp_path):
     peft = pytest.importorskip("peft")
     config = CONFIGS["qwen3-moe"]()
     lora = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    schedule = zp.build("1f1b", ranks=4, microbatches=4)
-    (published, merged), *others = ranks(4).run(cases.published_and_merged, schedule, config, lora)
-    assert others == [({}, {})] * 3
+    schedule = zp.build("1f1b", ranks=2, microbatches=2)
+    (published, merged), *others = ranks(2).run(cases.published_and_merged, schedule, config, lora)
+    assert others == [({}, {})]
     hf_model(config).save_pretrained(tmp_path)
     wanted = load_file(tmp_path / "model.safetensors")
     assert published.keys() == wanted.keys()
