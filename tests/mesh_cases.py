@@ -319,7 +319,10 @@ def train_hf_on_mesh(
     schedule: Schedule, sizes: dict[str, int], model: dict[str, Any], options: dict[str, Any], steps: int = 2,
     device: str = "cpu",
 ) -> dict[str, float]:  # fmt: skip
-    """A Hugging Face model through parallelize(), beside the same model in one process."""
+    """A Hugging Face model through parallelize(), beside the same model in one process: a step of SGD, more of AdamW.
+
+    What AdamW does to sharded tensors costs torch a second of preparation in every process.
+    """
     config = llama(**model)
     mesh = mesh_of(sizes, device)
     plain = hf_model(config, device=device)
@@ -331,6 +334,8 @@ def train_hf_on_mesh(
     with Engine(schedule, stages, mesh=mesh, **options) as engine:
         ours, theirs = (  # with torch's own eps a gradient that is rounding and no more is a step like any other
             torch.optim.AdamW(p, lr=0.01, eps=1e-5, foreach=False)
+            if steps > 1
+            else torch.optim.SGD(p, lr=1.0, foreach=False)
             for p in (engine.parameters(), list(plain.parameters()))
         )
         for step in range(steps):
