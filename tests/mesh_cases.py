@@ -249,6 +249,24 @@ def called_outside(schedule: Schedule) -> float:
     return error
 
 
+def trained_outside(schedule: Schedule) -> tuple[str, float]:
+    """A backward through a sharded stage between steps: what the next one says, and how right the one after it is."""
+    mesh, loss_fn = mesh_of({"dp_shard": 2}), SquareLoss()
+    plain, batches, said = blocks(2), microbatches(schedule.num_microbatches), ""
+    stages: dict[int, Any] = parallelize(dict(module_stages(blocks(2), schedule, 0)), mesh)
+    with Engine(schedule, stages, mesh=mesh) as engine:
+        engine.train_step(batches, loss_fn)
+        torch.optim.SGD(engine.parameters(), lr=0.1).zero_grad()
+        stages[0](inputs=batches[0]["inputs"]).sum().backward()
+        try:
+            engine.train_step(batches, loss_fn)
+        except ConfigError as error:
+            said = str(error)
+        engine.train_step(batches, loss_fn)
+        plain_step(nn.Sequential(*plain), batches, loss_fn)
+        return said, difference(stages, plain, "grad")
+
+
 def after_inference_mode(schedule: Schedule) -> float:
     """Sharded stages that are first evaluated in inference mode, and trained then, beside one process."""
     mesh, loss_fn = mesh_of({"dp_shard": 2}), SquareLoss()

@@ -72,6 +72,12 @@ def test_a_sharded_stage_may_be_called_by_itself_between_steps():
     assert max(ranks(2).run(cases.called_outside, zp.build("1f1b", ranks=1, microbatches=4))) < TOLERANCE
 
 
+def test_a_backward_through_a_sharded_stage_between_steps_is_refused():
+    for said, error in ranks(2).run(cases.trained_outside, zp.build("1f1b", ranks=1, microbatches=4)):
+        assert "a backward outside of a step gave its sharded weights gradients" in said
+        assert error < TOLERANCE
+
+
 def test_evaluation_in_inference_mode_before_training():
     assert max(ranks(2).run(cases.after_inference_mode, zp.build("1f1b", ranks=1, microbatches=4))) < TOLERANCE
 

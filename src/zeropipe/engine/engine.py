@@ -151,8 +151,8 @@ class Engine:
             raise ConfigError(
                 "train_step under torch.no_grad() would give no gradients: use eval_step, or leave it out"
             )
-        replaced = self._replaced()
-        opened = self._open(microbatches if replaced is None else replaced, loss_fn)
+        refused = self._replaced() or self._left_over()
+        opened = self._open(microbatches if refused is None else refused, loss_fn)
         with self._guard():
             self._compare(microbatches)
             executor = self._executors.get("record" if self.record else "train", opened.number, opened.alike)
@@ -232,7 +232,8 @@ class Engine:
         `train`, forwards only. Nothing is counted or scaled, modes stay as they are, and sharded stages are summed
         over the processes that share them alone. Returns whether all pipelines had the same number of microbatches.
         """
-        opened = self._open(microbatches, None)
+        refused = self._left_over() if train else None
+        opened = self._open(microbatches if refused is None else refused, None)
         with self._guard(), _no_inference_mode():
             use = "forward" if not train else "record" if self.record else "train"
             executor = self._executors.get(use, opened.number, opened.alike)
@@ -355,6 +356,16 @@ class Engine:
                     "(load_state_dict without assign=True), or make a new Engine and optimizer"
                 )
         return None
+
+    def _left_over(self) -> Refused | None:
+        """What a backward outside of a step added to sharded weights would be counted with this one's gradients."""
+        stages = [stage for stage, shards in self._shards.items() if shards.forget_gradients()]
+        if not stages:
+            return None
+        return Refused.because(
+            f"stage {stages[0]}: a backward outside of a step gave its sharded weights gradients, which nobody sums "
+            "over dp_shard; they are dropped: run it inside a step, or call the stage under torch.no_grad()"
+        )
 
     def _num_all(self, opened: Opened) -> int:
         """Microbatches of all pipelines."""

@@ -75,6 +75,17 @@ def has_gradient(unit: Any, parameter: Tensor) -> bool:
     return False
 
 
+def forget_gradients(unit: Any) -> bool:
+    """Drop the gradients that FSDP has to reduce, and say whether there were any."""
+    found = False
+    for group in groups_of(unit):
+        for param in filter(_was_gathered, group.fsdp_params):
+            whole = param._unsharded_param
+            found = found or whole.grad is not None or param.unsharded_accumulated_grad is not None
+            whole.grad = param.unsharded_accumulated_grad = None
+    return found
+
+
 def wait_gathered(unit: Any) -> None:
     """Take a gathering that was started and that no forward has waited for; else the next one would not be started."""
     for group in groups_of(unit):

@@ -49,6 +49,11 @@ class Shards:
         """After a step: who calls the stage by itself gets what its weights are then."""
         fsdp_private.release_hooks(self.module)
 
+    def forget_gradients(self) -> bool:
+        """Drop whole gradients that wait to be summed, and say whether there were any; between steps nothing waits."""
+        found = [fsdp_private.forget_gradients(unit) for unit in self.units if self._ready]
+        return any(found)
+
     def _set_up(self) -> None:
         """Once: sums instead of means (unless the owner says how gradients are scaled), and gradients that add up in
         the reduce dtype."""
