@@ -79,6 +79,7 @@ def plan(model: str, rows: int, out: str | None, as_json: bool, **given: Any) ->
     written = write_run(made, made.best, out, name, _costs_name(model, source, given)) if out else []
     if as_json:
         output.print_json({**plan_data(made), "files": written})
+        assert made.best is not None  # where nothing fits, that is an error here too
         return
     _print(made, rows)
     for path in written:
