@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+from types import SimpleNamespace
 
 import pytest
 
@@ -103,6 +104,13 @@ def test_unknown_options_are_refused():
         ours.configure(time_out=3)
     with pytest.raises(zp.ConfigError, match="activation checkpointing 'some'"):
         ours.configure(ac="some")
+
+
+@pytest.mark.parametrize("number", ["4", 0, 2.0, None])
+def test_what_is_no_number_of_microbatches_is_refused(number):
+    stage = SimpleNamespace(num_stages=1, group_size=1, group_rank=0)
+    with pytest.raises(zp.ConfigError, match=r"^n_microbatches=.*: a whole number from 1 on is needed$"):
+        ours.Schedule1F1B(stage, number)
 
 
 def test_every_schedule_with_one_copy_has_a_class():

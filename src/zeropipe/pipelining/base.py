@@ -19,7 +19,7 @@ from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Timeline
 from zeropipe.engine.backward.gradients import divide
 from zeropipe.engine.engine import Engine
-from zeropipe.errors import ConfigError, EngineError, ZeropipeError
+from zeropipe.errors import ConfigError, EngineError, ZeropipeError, short
 from zeropipe.pipelining import private
 from zeropipe.pipelining.engines import drop, engine_of
 from zeropipe.pipelining.plan import built, check_stages, given, placement_of
@@ -52,6 +52,8 @@ class Walking(private.Base):
         scale_grads: bool,
     ) -> None:
         """What torch's constructors set. They are not called: they have limits of their own."""
+        if type(n_microbatches) is not int or n_microbatches < 1:
+            raise ConfigError(f"n_microbatches={short(n_microbatches)}: a whole number from 1 on is needed")
         private.Base.__init__(
             self,
             n_microbatches,
