@@ -14,8 +14,8 @@ from transformers import AutoConfig, Qwen3Config
 import zeropipe as zp
 from zeropipe.engine import CausalLMLoss, Engine, hf_stages
 
-TINY = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 8, "num_attention_heads": 4, "head_dim": 32,
-        "num_key_value_heads": 2, "vocab_size": 512}  # fmt: skip
+TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8, "num_attention_heads": 4, "head_dim": 16,
+        "num_key_value_heads": 2, "vocab_size": 128}  # fmt: skip
 
 cuda = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
 device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
@@ -30,7 +30,7 @@ with Engine(schedule, stages) as engine:
     optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-3)
     for step in range(5):
         generator = torch.Generator().manual_seed(0)  # every rank passes the same microbatches
-        tokens = [torch.randint(vocabulary, (2, 32 + 8 * (m % 3)), generator=generator) for m in range(8)]
+        tokens = [torch.randint(vocabulary, (2, 16 + 8 * (m % 3)), generator=generator) for m in range(8)]
         result = engine.train_step([{"input_ids": t, "labels": t} for t in tokens], CausalLMLoss())
         norm = engine.clip_grad_norm(1.0)
         optimizer.step()

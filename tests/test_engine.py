@@ -93,7 +93,8 @@ KNOBS = [
     ids=str,
 )
 def test_every_knob_gives_the_same(name, options):
-    differences = largest(ranks().run(train_with, build(name), options))
+    schedule = build(name, microbatches=8 if name == "dualpipev" else 6)
+    differences = largest(ranks().run(train_with, schedule, options))
     assert max(differences.values()) < TOLERANCE, differences
 
 
