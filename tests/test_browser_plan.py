@@ -62,6 +62,14 @@ def test_back_leads_to_the_plan_before_and_a_wrong_link_keeps_its_words(visit):
     assert "model=nope" in page.url
 
 
+def test_a_plan_that_takes_its_time_tells_for_how_long(visit):
+    page = visit(ASKED, wait=SHOWN)
+    page.route("**/api/plan", lambda route: None)  # no answer comes
+    page.press("#in-batch", "Enter")
+    page.wait_for_selector("#since:not([hidden])")
+    assert page.inner_text("#since").endswith("s so far; large models on many GPUs take minutes")
+
+
 def test_the_plan_fits_a_phone_in_the_dark(visit):
     page = visit(ASKED, wait=SHOWN, size=PHONE, color_scheme="dark")
     assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]

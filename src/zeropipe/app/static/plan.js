@@ -18,7 +18,7 @@ const FIRST = 10; // rows in sight
 const state = Object.fromEntries(new URLSearchParams(location.search));
 const planLine = new Line("/api/plan");
 const rowLine = new Line("/api/plan/row");
-const page = { viewer: null, asked: null };
+const page = { viewer: null, asked: null, clock: 0 };
 
 async function start() {
   $("theme").addEventListener("click", () => toggleTheme(page.viewer));
@@ -100,8 +100,18 @@ async function ask() {
   if (turn === planLine.turn) busy(false);
 }
 
+/** While an answer is on its way, and takes its time: for how long already. */
 function busy(on) {
   $("results").setAttribute("aria-busy", String(on));
+  clearInterval(page.clock);
+  $("since").hidden = true;
+  if (!on) return;
+  const begun = performance.now();
+  page.clock = setInterval(() => {
+    const seconds = Math.floor((performance.now() - begun) / 1000);
+    $("since").textContent = `${seconds} s so far; large models on many GPUs take minutes`;
+    $("since").hidden = seconds < 2;
+  }, 500);
 }
 
 /** Each error beside its field, the rest above the results, which stay as they were. */
