@@ -358,8 +358,8 @@ def slow_compiler(schedule: Schedule) -> float:
     stages = own(blocks(schedule.num_stages), schedule)
     if dist.get_rank() == 1:
         stages[1].compile(backend=backend)
-    with Engine(schedule, stages, timeout=4.0) as engine:
-        return engine.train_step(microbatches(schedule.num_microbatches), SquareLoss()).count
+    with Engine(schedule, stages, timeout=4.0) as engine:  # of one length, so that it is compiled once
+        return engine.train_step(microbatches(schedule.num_microbatches, lengths=(3,)), SquareLoss()).count
 
 
 def hosted_by_rank_0(schedule: Schedule, kind: str, port: int) -> None:
