@@ -151,7 +151,7 @@ class Engine:
             raise ConfigError(
                 "train_step under torch.no_grad() would give no gradients: use eval_step, or leave it out"
             )
-        refused = self._replaced() or self._left_over()
+        refused = next((found for found in (self._replaced(), self._left_over()) if found is not None), None)
         opened = self._open(microbatches if refused is None else refused, loss_fn)
         with self._guard():
             self._compare(microbatches)
