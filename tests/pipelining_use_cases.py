@@ -240,8 +240,9 @@ def spread_products() -> float:
     inputs, store = [x.clone().requires_grad_() for _ in range(2)], WeightStore()
     with store.collect(0, 0):
         module(inputs[0]).square().sum().backward()
-    assert module.up.weight.grad is None
-    assert module.down.weight.grad is None
+    zeros = torch.__version__ < "2.13"  # torch 2.11 makes zeros where a spread weight gets no gradient
+    for given in (module.up.weight.grad, module.down.weight.grad):
+        assert given is None or (zeros and not whole(given).any())
     store.flush(0, 0)
     plain(inputs[1]).square().sum().backward()
     mine = [whole(p.grad) for p in module.parameters()]

@@ -26,6 +26,7 @@ def test_closed_engines_leave_no_connection_and_no_thread():
 
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="needs Linux")
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="gloo's threads have no names in torch 2.11")
 def test_an_engine_has_one_thread_for_sockets_and_it_takes_no_core_from_senders():
     for added, policies in ranks(2).run(cases.gloo_threads, zp.build("dualpipe", ranks=2, microbatches=4)):
         assert added == 1
