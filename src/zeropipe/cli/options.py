@@ -8,12 +8,18 @@ from functools import partial
 from typing import Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from zeropipe.core.parse import number_or_text
 from zeropipe.core.placement import MAX_WEIGHT_PARTS
 from zeropipe.errors import ConfigError, short
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def is_told(name: str) -> bool:
+    """Whether an option of the running command is on the command line, rather than a default."""
+    return click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE
 
 
 class Counts(click.ParamType):

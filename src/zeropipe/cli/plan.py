@@ -79,7 +79,7 @@ def plan(model: str, rows: int, out: str | None, as_json: bool, **given: Any) ->
     written = write_run(made, made.best, out, name, _costs_name(model, source, given)) if out else []
     if as_json:
         output.print_json({**plan_data(made), "files": written})
-        assert made.best is not None  # where nothing fits, that is an error here too
+        made.require_a_fit()
         return
     _print(made, rows)
     for path in written:
@@ -100,10 +100,8 @@ def _costs(path: str, given: dict[str, Any]) -> Any:
     if not is_layer_data(table):
         return None
     costs = from_layer_data(table, path)
-    context = click.get_current_context()
     for name in _ESTIMATE_ONLY:
-        told = context.get_parameter_source(name)
-        if told is not None and told.name == "COMMANDLINE" and given[name] != getattr(costs, name, None):
+        if opt.is_told(name) and given[name] != getattr(costs, name, None):
             raise ConfigError(f"--{name} {given[name]}: the costs in {path} say that already; leave it out")
     return costs
 

@@ -93,7 +93,7 @@ def _costs(model: str, corrected: bool, given: dict[str, Any]) -> LayerCosts | N
         if not corrected:
             raise ConfigError(f"{model} holds costs already: give --fit measured.json to correct them, or a model")
         for name in given:
-            if _is_told(name) and name not in ("ac", "microbatch_size"):
+            if opt.is_told(name) and name not in ("ac", "microbatch_size"):
                 raise ConfigError(f"--{name.replace('_', '-')}: the costs in {model} say that already; leave it out")
         return from_layer_data(data, model)
     measured = _measured(_job(model, data, given), given)
@@ -182,16 +182,11 @@ def _recorded(paths: tuple[str, ...]) -> list[Timeline]:
     return steps
 
 
-def _is_told(name: str) -> bool:
-    """Whether an option is on the command line."""
-    told = click.get_current_context().get_parameter_source(name)
-    return told is not None and told.name == "COMMANDLINE"
-
-
 def _setting(costs: LayerCosts, given: dict[str, Any]) -> Setting:
     """The setting that a run corrects: the first with the mode and the size that were asked for first."""
-    ac = given["ac"].split(",")[0] if _is_told("ac") else None
-    return costs.setting(ac=ac, microbatch_size=given["microbatch_size"][0] if _is_told("microbatch_size") else None)
+    ac = given["ac"].split(",")[0] if opt.is_told("ac") else None
+    size = given["microbatch_size"][0] if opt.is_told("microbatch_size") else None
+    return costs.setting(ac=ac, microbatch_size=size)
 
 
 def _corrected(

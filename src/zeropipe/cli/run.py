@@ -9,7 +9,6 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
 from zeropipe.cli import options as opt
 from zeropipe.cli import output
@@ -215,7 +214,7 @@ def _take_flags(given: Mapping[str, Any], wishes: dict[str, Any]) -> None:
     for name, value in given.items():
         if name not in options:
             raise ConfigError(f"[run] has {short(name)}: known are {', '.join(map(str, options))}")
-        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+        if opt.is_told(name):
             continue
         text = ",".join(map(str, value)) if isinstance(value, list) else value
         try:

@@ -151,8 +151,7 @@ class Engine:
             raise ConfigError(
                 "train_step under torch.no_grad() would give no gradients: use eval_step, or leave it out"
             )
-        refused = next((found for found in (self._replaced(), self._left_over()) if found is not None), None)
-        opened = self._open(microbatches if refused is None else refused, loss_fn)
+        opened = self._open(self._replaced() or self._left_over() or microbatches, loss_fn)
         with self._guard():
             self._compare(microbatches)
             executor = self._executors.get("record" if self.record else "train", opened.number, opened.alike)
@@ -232,8 +231,7 @@ class Engine:
         `train`, forwards only. Nothing is counted or scaled, modes stay as they are, and sharded stages are summed
         over the processes that share them alone. Returns whether all pipelines had the same number of microbatches.
         """
-        refused = self._left_over() if train else None
-        opened = self._open(microbatches if refused is None else refused, None)
+        opened = self._open((train and self._left_over()) or microbatches, None)
         with self._guard(), _no_inference_mode():
             use = "forward" if not train else "record" if self.record else "train"
             executor = self._executors.get(use, opened.number, opened.alike)

@@ -27,6 +27,9 @@ class Refused(tuple[Microbatch, ...]):
 
     reason: str
 
+    def __bool__(self) -> bool:
+        return True  # a reason, however few microbatches
+
     @staticmethod
     def because(reason: str) -> Refused:
         refused = Refused()

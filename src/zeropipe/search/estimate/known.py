@@ -18,6 +18,11 @@ _GLM4_MOE = {
     "model_type": "glm4_moe", "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151552, "attention_bias": True,
     "num_experts_per_tok": 8, "n_shared_experts": 1, "tie_word_embeddings": False,
 }  # fmt: skip
+_DEEPSEEK = {
+    "moe_intermediate_size": 2048, "num_experts_per_tok": 8, "n_shared_experts": 1, "q_lora_rank": 1536,
+    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "tie_word_embeddings": False,
+}  # fmt: skip
 _GEMMA3 = {"model_type": "gemma3_text", "tie_word_embeddings": True, "sliding_window_pattern": 6}
 
 
@@ -75,16 +80,12 @@ KNOWN: dict[str, dict[str, Any]] = {
         "sliding_window": 1024,
     },
     "deepseek-v3": {
-        "model_type": "deepseek_v3", **_sizes(7168, 18432, 61, 128), "num_key_value_heads": 128, "vocab_size": 129280,
-        "moe_intermediate_size": 2048, "n_routed_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1,
-        "first_k_dense_replace": 3, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64, "v_head_dim": 128, "tie_word_embeddings": False,
+        **_DEEPSEEK, "model_type": "deepseek_v3", **_sizes(7168, 18432, 61, 128), "num_key_value_heads": 128,
+        "vocab_size": 129280, "n_routed_experts": 256, "first_k_dense_replace": 3,
     },
     "kimi-k2": {
-        "model_type": "kimi_k2", **_sizes(7168, 18432, 61, 64), "num_key_value_heads": 64, "vocab_size": 163840,
-        "moe_intermediate_size": 2048, "n_routed_experts": 384, "num_experts_per_tok": 8, "n_shared_experts": 1,
-        "first_k_dense_replace": 1, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64, "v_head_dim": 128, "tie_word_embeddings": False,
+        **_DEEPSEEK, "model_type": "kimi_k2", **_sizes(7168, 18432, 61, 64), "num_key_value_heads": 64,
+        "vocab_size": 163840, "n_routed_experts": 384, "first_k_dense_replace": 1,
     },
     "glm-4.5-air": {
         **_GLM4_MOE, **_sizes(4096, 10944, 46, 96), "moe_intermediate_size": 1408, "n_routed_experts": 128,

@@ -31,9 +31,12 @@ class Plan:
     @property
     def best(self) -> Row:
         """The fastest that fits; ConfigError if nothing does."""
+        self.require_a_fit()
+        return self.rows[0]
+
+    def require_a_fit(self) -> None:
         if not self.rows:
             raise ConfigError(f"nothing fits into {self.scene.limit / 1e9:.1f} GB: {self.closest()}")
-        return self.rows[0]
 
     def closest(self) -> str:
         """What comes closest to fitting, and by how much it does not."""
