@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -14,12 +15,71 @@ import torch.distributed as dist
 from engine_helpers import Block, SquareLoss, microbatches, nccl_on_one_gpu
 from torch import Tensor, nn
 
+from zeropipe.core.action import Kind
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Timeline
 from zeropipe.engine import Engine, module_stages, torch_private
 from zeropipe.engine.backward.splitters import StoreSplitter
+from zeropipe.engine.comm.edges import Message
+from zeropipe.engine.stages.contract import told
 from zeropipe.engine.step.cells import Cell
+from zeropipe.engine.step.dynamic import movable
 from zeropipe.engine.step.passes import Passes
+
+_cases = itertools.count()  # every rank runs the same ones
+
+
+@contextmanager
+def one_message_held(schedule: Schedule) -> Iterator[None]:
+    """In the second step one message of the first pipeline leaves only after a rank of it has run a W before its place.
+
+    So a W moves, however busy the machine is. In the first step shapes are new: nobody knows whether messages are here.
+    """
+    first = dist.get_rank() % (dist.get_world_size() // schedule.num_ranks) == 0
+    held, steps, moved = waited_for(schedule) if first else None, itertools.count(), f"a W has moved: {next(_cases)}"
+    store = dist.distributed_c10d._get_default_store()
+    forward, backward, ahead = Passes.send_forward, Passes.send_backward, StoreSplitter.ahead
+
+    def hold(message: Message) -> None:
+        if message != held or next(steps) != 1:
+            return
+        end = time.monotonic() + 60
+        while not store.check([moved]):
+            assert time.monotonic() < end, f"no rank ran a W while it waited for {message}"
+            time.sleep(0.001)
+
+    def send_forward(self: Passes, cell: Cell, *args: Any) -> None:
+        if self._train:
+            hold(Message(True, cell.stage + 1, cell.microbatch))
+        forward(self, cell, *args)
+
+    def send_backward(self: Passes, cell: Cell, *args: Any) -> None:
+        hold(Message(False, cell.stage - 1, cell.microbatch))
+        backward(self, cell, *args)
+
+    def ahead_and_tell(self: StoreSplitter, *args: Any) -> None:
+        ahead(self, *args)
+        if first:
+            store.set(moved, "")
+
+    with (
+        mock.patch.multiple(Passes, send_forward=send_forward, send_backward=send_backward),
+        mock.patch.object(StoreSplitter, "ahead", ahead_and_tell),
+    ):
+        yield
+
+
+def waited_for(schedule: Schedule) -> Message:
+    """The first message that a rank waits for while it owes a W."""
+    for rank, row in enumerate(schedule.rows):
+        stages = {stage: told(stage, nn.Linear(1, 1)) for stage in schedule.placement.stages_of(rank)}
+        for action, owed in movable(row, stages).items():
+            forward = action.kind is Kind.F
+            before = action.stage + (-1 if forward else 1)
+            comes = 0 <= before < schedule.num_stages
+            if owed and comes and schedule.placement.rank_of(before, action.microbatch) != rank:
+                return Message(forward, action.stage, action.microbatch)
+    raise AssertionError(f"no rank of {schedule.name} waits while it owes a W")
 
 
 class Late(nn.Module):
@@ -52,8 +112,11 @@ def both_orders(schedule: Schedule, options: dict[str, Any], steps: int = 2) -> 
         if changes:
             for stage in stages.values():
                 stage.register_forward_pre_hook(lambda *_: time.sleep(random.random() / 100))
-        with Engine(schedule, stages, dynamic_weights=dynamic, record=True, **options) as engine:
-            for step in range(steps):  # the shapes of the first are new: nobody knows whether its messages are here
+        with (
+            one_message_held(schedule) if dynamic else nullcontext(),
+            Engine(schedule, stages, dynamic_weights=dynamic, record=True, **options) as engine,
+        ):
+            for step in range(steps):
                 engine.train_step(microbatches(schedule.num_microbatches, seed=step), SquareLoss())
                 moved |= engine.timeline().schedule != schedule
             gradients.append([parameter.grad for parameter in engine.parameters()])
@@ -67,25 +130,28 @@ def both_orders_over_nccl(schedule: Schedule) -> tuple[bool, bool]:
 
 
 def timelines(schedule: Schedule) -> list[Timeline]:
-    """Of both orders, where rank 0 is late now and then."""
+    """Of both orders."""
     found = []
     for dynamic in (False, True):
-        modules = [(Block if stage else Late)(stage) for stage in range(schedule.num_stages)]
+        modules = [Block(stage) for stage in range(schedule.num_stages)]
         stages = module_stages(modules, schedule, dist.get_rank())
-        with Engine(schedule, stages, dynamic_weights=dynamic, record=True) as engine:
+        with (
+            one_message_held(schedule) if dynamic else nullcontext(),
+            Engine(schedule, stages, dynamic_weights=dynamic, record=True) as engine,
+        ):
             for step in range(2):
                 engine.train_step(microbatches(schedule.num_microbatches, seed=step, lengths=(3,)), SquareLoss())
             found.append(engine.timeline())
     return found
 
 
-def on_a_mesh(train: Callable[..., dict[str, float]], *args: Any) -> tuple[dict[str, float], int]:
+def on_a_mesh(train: Callable[..., dict[str, float]], schedule: Schedule, *args: Any) -> tuple[dict[str, float], int]:
     """A case of test_mesh.py where every process is late at its own times; and how often a W ran before its place."""
     turns, forward, ahead, moved = itertools.count(dist.get_rank()), Passes.forward, StoreSplitter.ahead, 0
 
     def late(self: Passes, cell: Cell) -> None:
-        if next(turns) % 4 == 0:  # for longer than a busy machine keeps the others from coming to wait for this
-            time.sleep(0.1)
+        if next(turns) % 4 == 0:
+            time.sleep(0.01)
         forward(self, cell)
 
     def counted(self: StoreSplitter, *args: Any) -> None:
@@ -97,5 +163,9 @@ def on_a_mesh(train: Callable[..., dict[str, float]], *args: Any) -> tuple[dict[
     def alone(*_: Any) -> Any:
         raise AssertionError("a W talks to nobody")
 
-    with mock.patch.object(Passes, "forward", late), mock.patch.object(StoreSplitter, "ahead", counted):
-        return train(*args), moved
+    with (
+        mock.patch.object(Passes, "forward", late),
+        mock.patch.object(StoreSplitter, "ahead", counted),
+        one_message_held(schedule),
+    ):
+        return train(schedule, *args), moved
