@@ -270,3 +270,12 @@ def test_a_field_that_a_schedule_does_not_have_is_refused(change, words):
     assert words in str(error.value)
     del data["type"], data["num_weight_parts"]  # neither has to be there
     assert zp.from_json(json.dumps(data)) == zp.build("1f1b", ranks=2, microbatches=2)
+
+
+def test_rows_are_equal_where_their_steps_are():
+    first, again, other = (zp.build("zbv", ranks=2, microbatches=number) for number in (3, 3, 4))
+    assert first.rows == again.rows
+    assert first.rows == tuple(again.rows)
+    assert len({first.rows, again.rows, tuple(again.rows)}) == 1
+    assert first.rows != other.rows
+    assert first.rows != "rows"

@@ -125,6 +125,25 @@ def test_a_function_that_fails_is_named_with_its_line(tmp_path):
         load(f"{file}:failing", ranks=2, microbatches=2)
 
 
+@pytest.mark.parametrize(
+    "line,words",
+    [
+        ("lane.f(rank, times=-1)", "rank 0 writes stage 0 times=-1: give 0 or more"),
+        ("lane.i(rank, times=-1)", "rank 0 writes stage 0 times=-1: give 0 or more"),
+        ("lane.at(rank, zp.Kind.F, -1)", "rank 0 writes microbatch -1: they are numbered from 0 on"),
+        ("lane.at(-1, zp.Kind.F, 0)", "rank 0 writes stage -1: stages are 0 to 0"),
+        ("lane.f(rank, times=1.5)", r"does not run: TypeError: .* \(negative.py:4\)"),
+    ],
+)
+def test_what_a_lane_cannot_count_is_refused_with_its_place(line, words, tmp_path, monkeypatch):
+    monkeypatch.setattr(registry, "_entries", dict(registry._entries))
+    file = tmp_path / "negative.py"
+    head = "import zeropipe as zp\n@zp.register('negative', placement=zp.linear)\n"
+    file.write_text(f"{head}def negative(lane, rank, p):\n    {line}\n    lane.f(rank, 3)\n    lane.b(rank, 3)\n")
+    with pytest.raises(zp.ZeropipeError, match=words):
+        zp.check(load(f"{file}:negative", ranks=1, microbatches=3))
+
+
 @pytest.mark.parametrize("placement", [zp.vee, zp.loop])
 def test_a_schedule_with_one_stage_per_rank_too_few_is_told_so(placement, monkeypatch):
     monkeypatch.setattr(registry, "_entries", dict(registry._entries))

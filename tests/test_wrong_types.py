@@ -23,6 +23,22 @@ MISTAKES = {
         lambda: zp.Schedule.of(SCHEDULE.problem, SCHEDULE.placement, [["0F0"]]),
         "'0F0' is no Action and no Overlap: zp.from_csv reads",
     ),
+    "a microbatch below 0": (
+        lambda: zp.Schedule.of(SCHEDULE.problem, SCHEDULE.placement, [[zp.Action(0, zp.Kind.F, -1)]]),
+        "stage 0, microbatch -1: whole numbers from 0 on are needed",
+    ),
+    "a stage beyond all": (
+        lambda: zp.Schedule.of(SCHEDULE.problem, SCHEDULE.placement, [[zp.Action(1 << 16, zp.Kind.F, 0)]]),
+        "stage 65536, microbatch 0: whole numbers from 0 on are needed, at most 65536 stages",
+    ),
+    "half a stage": (
+        lambda: zp.Schedule.of(SCHEDULE.problem, SCHEDULE.placement, [[zp.Action(0.5, zp.Kind.F, 0)]]),
+        "stage 0.5, microbatch 0: whole numbers from 0 on are needed",
+    ),
+    "a rule as placement": (
+        lambda: zp.Schedule.of(SCHEDULE.problem, zp.vee, []),
+        "a zp.Placement is needed, like zp.linear(problem)",
+    ),
     "no function to register": (
         lambda: zp.register("nothing", placement=zp.linear)(None),
         "register('nothing') is of None: put it before a function",

@@ -110,7 +110,7 @@ def scan_kernel(  # type: ignore[no-untyped-def]
                 return at, 6
             if joined and (kind != F or at + 1 == offsets[rank + 1]):
                 return at, 6
-            if stage >= num_stages or microbatch >= num_microbatches:
+            if stage >= num_stages or not 0 <= microbatch < num_microbatches:
                 return at, 1
             if tables[copy_base(microbatch, second_from, num_stages) + stage] != rank:
                 return at, 2

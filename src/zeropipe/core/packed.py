@@ -13,9 +13,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from operator import index
+from typing import Any, SupportsIndex
 
-from zeropipe.core.action import Action, Kind, Overlap, Step
+from zeropipe.core.action import MAX_MICROBATCHES, MAX_STAGES, Action, Kind, Overlap, Step
 from zeropipe.errors import ConfigError, short
 
 JOINED = 1
@@ -68,13 +69,25 @@ def pack(steps: Iterable[Step]) -> list[int]:
     codes: list[int] = []
     for step in steps:
         if isinstance(step, Overlap):
-            codes.append(encode(*step.forward, joined=JOINED))
-            codes.append(encode(*step.backward))
+            codes.append(_code(step.forward) | JOINED)
+            codes.append(_code(step.backward))
         elif isinstance(step, Action):
-            codes.append(encode(*step))
+            codes.append(_code(step))
         else:
             raise ConfigError(f"{short(step)} is no Action and no Overlap: zp.from_csv reads rows of texts like 0F0")
     return codes
+
+
+def _code(action: Action) -> int:
+    """The code of an action from outside; ConfigError for one whose numbers would spill over into other bits."""
+    stage, kind, microbatch = action
+    whole = isinstance(stage, SupportsIndex) and isinstance(microbatch, SupportsIndex)
+    if whole and 0 <= stage < MAX_STAGES and 0 <= microbatch < MAX_MICROBATCHES:
+        return int(encode(index(stage), kind, index(microbatch)))
+    raise ConfigError(
+        f"stage {short(stage)}, microbatch {short(microbatch)}: whole numbers from 0 on are needed, "
+        f"at most {MAX_STAGES} stages and {MAX_MICROBATCHES} microbatches"
+    )
 
 
 def unpack(codes: Iterable[int]) -> Iterator[Step]:

@@ -32,6 +32,14 @@ class Rows(Sequence[tuple[Step, ...]]):
             raise IndexError(f"rank {index} of {len(self)}")
         return tuple(unpack(self._packed.row(index % len(self))))
 
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Rows):
+            return self._packed == other._packed
+        return tuple(self) == other if isinstance(other, tuple) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
     def __repr__(self) -> str:
         return f"<rows of {len(self)} ranks, {self._packed.num_codes} actions>"
 
@@ -49,6 +57,8 @@ class Schedule:
     @staticmethod
     def of(problem: Problem, placement: Placement, rows: Iterable[Iterable[Step]], name: str = "custom") -> Schedule:
         """A schedule from rows of steps."""
+        if not isinstance(placement, Placement):
+            raise ConfigError(f"placement={short(placement)}: a zp.Placement is needed, like zp.linear(problem)")
         return Schedule(problem, placement, PackedRows.of(pack(row) for row in rows), name)
 
     @property

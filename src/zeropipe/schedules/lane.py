@@ -93,6 +93,9 @@ class Lane:
 
     def at(self, stage: int, kind: Kind, microbatch: int) -> None:
         """Append one action with its microbatch spelled out, for orders that are not a pattern."""
+        self._require_stage(stage)
+        if microbatch < 0:
+            raise ScheduleError(f"rank {self.rank} writes microbatch {microbatch}: they are numbered from 0 on")
         self.codes.append(encode(stage, kind, microbatch))
 
     def weave(self, *streams: tuple[int, array[int]]) -> None:
@@ -119,6 +122,8 @@ class Lane:
 
     def _take(self, following: dict[int, int], stage: int, times: int) -> int:
         """The code, but for the kind, of the next microbatch of `stage`; `times` of them are taken."""
+        if times < 0:
+            raise ScheduleError(f"rank {self.rank} writes stage {stage} times={times}: give 0 or more")
         first = following.get(stage, -1)
         if first < 0:
             first = encode(stage, 0, self._begin(stage))
@@ -127,14 +132,18 @@ class Lane:
 
     def _begin(self, stage: int) -> int:
         """The first microbatch of `stage` on this rank."""
+        self._require_stage(stage)
+        copy = next((c for c, table in enumerate(self._placement.copies) if table[stage] == self.rank), 0)
+        return 0 if copy == 0 else self._placement.second_from or 0
+
+    def _require_stage(self, stage: int) -> None:
+        """ScheduleError for a stage that is not there."""
         if not 0 <= stage < self._problem.num_stages:
             last, per_rank = self._problem.num_stages - 1, self._problem.stages_per_rank
             raise ScheduleError(
                 f"rank {self.rank} writes stage {stage}: stages are 0 to {last}, {per_rank} per rank "
                 "(as stages_per_rank= of @zp.register says)"
             )
-        copy = next((c for c, table in enumerate(self._placement.copies) if table[stage] == self.rank), 0)
-        return 0 if copy == 0 else self._placement.second_from or 0
 
 
 def run(stage: int, kind: Kind, microbatches: range) -> array[int]:

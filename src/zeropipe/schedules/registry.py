@@ -191,7 +191,10 @@ def build_entry(
     except ZeropipeError:
         raise
     except Exception as error:  # whatever a user's function does
-        where = traceback.extract_tb(error.__traceback__)[-1]
+        frames = traceback.extract_tb(error.__traceback__)
+        file = getattr(getattr(entry.write, "__code__", None), "co_filename", "")
+        own = [frame for frame in frames if frame.filename == file]  # and not a line of the lane it called
+        where = (own or frames)[-1]
         raise ConfigError(
             f"{entry.name} does not run: {type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
         ) from error
