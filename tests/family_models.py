@@ -44,6 +44,6 @@ def _default(model_type: str) -> tuple[Any, int]:
 def tiny(model_type: str, num_layers: int = 4, **changes: Any) -> Any:
     """A config with small widths and the first layers of the type's own pattern."""
     config, total = _default(model_type)
-    small = small_config(config, min(num_layers, total), total, {**entry_of(config).small, **changes})
+    small = small_config(config, range(min(num_layers, total)), total, {**entry_of(config).small, **changes})
     small._experts_implementation = "eager"  # transformers' grouped product has no float64
     return small

@@ -197,12 +197,38 @@ def test_random_layers_are_refused():
 
 
 def test_every_kind_of_layer_is_in_the_small_copy():
-    """A kind that comes late makes the copy longer; a pattern that a short copy does not have, as long as the model."""
-    types = ["sliding_attention"] * 6 + ["full_attention"]
-    model = meta_model(CONFIGS["qwen3-mixed"](num_hidden_layers=7, layer_types=types), torch.float32)
-    assert len(proof.small_model(model, "model.layers").model.layers) == 7
-    early = CONFIGS["qwen3-mixed"](num_hidden_layers=7, layer_types=types[::-1])
-    assert len(proof.small_model(meta_model(early, torch.float32), "model.layers").model.layers) == 3
+    """Of the first layers and the last ones, as few as have every kind: one that is far from both makes it longer."""
+    own, other = "sliding_attention", "full_attention"
+    types = {(other, *[own] * 6): 3, (*[own] * 6, other): 3, (own, own, own, other, own, own, own): 4}
+    for some, number in types.items():
+        config = CONFIGS["qwen3-mixed"](num_hidden_layers=7, layer_types=list(some))
+        small = proof.small_model(meta_model(config, torch.float32), "model.layers")
+        assert len(small.model.layers) == number
+        found = small.config.layer_types
+        assert set(found) == {own, other}
+        assert any(tuple(found) == some[:first] + some[7 - number + first :] for first in range(1, number + 1))
+        assert [layer.self_attn.layer_type for layer in small.model.layers] == found
+
+
+def test_a_pattern_that_a_short_copy_does_not_have_makes_it_as_long_as_the_first_one():
+    """Which layers have experts is counted from the first layer, and said by no list."""
+    from transformers import DeepseekV3Config
+
+    model = meta_model(DeepseekV3Config(num_hidden_layers=9, first_k_dense_replace=4), torch.float32)
+    small = proof.small_model(model, "model.layers")
+    assert find.kinds(small, "model.layers", []) == [0, 0, 0, 0, 1]
+
+
+def test_weights_of_a_small_copy_are_drawn_once(monkeypatch):
+    """None is left as its constructor made it, and none is 0."""
+    drawn = []
+    fill = nn.init._no_grad_normal_
+    monkeypatch.setattr(nn.init, "_no_grad_normal_", lambda tensor, *rest: drawn.append(tensor) or fill(tensor, *rest))
+    model = meta_model(CONFIGS["llama"](), torch.float32)
+    small = proof.small_model(model, "model.layers")
+    assert not drawn
+    assert all((parameter != 0).float().mean() > 0.99 for parameter in small.parameters())
+    assert all(parameter.std() > 0 for parameter in small.parameters())
 
 
 def test_what_rounding_leaves_of_a_gradient_is_not_compared():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -49,8 +50,7 @@ def kinds(model: nn.Module, layers: str, lists: Sequence[str]) -> list[int]:
 def _signature(layer: nn.Module) -> frozenset[Any]:
     """Every module in a layer, with the plain attributes that decide what it does."""
     return frozenset(
-        (re.sub(r"\d+", "*", name), type(module).__qualname__, _attributes(module))
-        for name, module in layer.named_modules()
+        (_unnumbered(name), type(module).__qualname__, _attributes(module)) for name, module in layer.named_modules()
     )
 
 
@@ -60,8 +60,19 @@ def _attributes(module: nn.Module) -> frozenset[Any]:
         for name, value in vars(module).items()
         if isinstance(value, bool | int | str | type(None))
         and not name.startswith("_")
-        and not (type(value) is int and re.search("layer|idx|index", name))
+        and not (type(value) is int and _is_place(name))
     )
+
+
+@cache
+def _unnumbered(name: str) -> str:
+    return re.sub(r"\d+", "*", name)
+
+
+@cache
+def _is_place(name: str) -> bool:
+    """Whether an attribute says which layer this is."""
+    return re.search("layer|idx|index", name) is not None
 
 
 def find(model: nn.Module, name: str, inputs: Mapping[str, Any], ties: Sequence[Sequence[str]] = ()) -> Family:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ def decoder_config(config: Any) -> Any:
 
 def meta_model(config: Any, dtype: torch.dtype) -> nn.Module:
     """The whole model without memory."""
-    with torch.device("meta"), _Unfilled():
+    with torch.device("meta"), Undrawn(lambda tensor: tensor.is_meta):
         try:
             return build(config, dtype).train()
         except Exception as error:  # whatever transformers finds wrong with it
@@ -46,15 +47,23 @@ def meta_model(config: Any, dtype: torch.dtype) -> nn.Module:
             ) from error
 
 
-class _Unfilled(TorchFunctionMode):
-    """Random numbers are not drawn for tensors that have no memory: torch would go through all steps of it."""
+class Undrawn(TorchFunctionMode):
+    """Random numbers are not drawn for tensors that have no use for them: to draw them is most of the work.
 
-    _drawn = frozenset({nn.init.kaiming_uniform_, nn.init.uniform_, nn.init.normal_, Tensor.uniform_, Tensor.normal_})
+    Tensors without memory are left alone, the others are 0.
+    """
+
+    # by name: transformers puts functions of its own in the place of torch's while it fills a model
+    _drawing = frozenset({"kaiming_uniform_", "uniform_", "normal_"})
+
+    def __init__(self, is_meant: Callable[[Tensor], bool]) -> None:
+        super().__init__()
+        self._is_meant = is_meant
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in self._drawn:
+        if getattr(func, "__name__", "") in self._drawing:
             tensor = args[0] if args else kwargs["tensor"]
-            if tensor.is_meta:
-                return tensor
+            if self._is_meant(tensor):
+                return tensor if tensor.is_meta else nn.init.zeros_(tensor)
         return func(*args, **kwargs)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from zeropipe.engine.stages.families import Family, entry_of, refusal
 from zeropipe.engine.stages.find import NotFound, find, kinds, layers_of, per_layer
 from zeropipe.engine.stages.hf import HFStage, same_names
-from zeropipe.engine.stages.models import meta_model
+from zeropipe.engine.stages.models import Undrawn, meta_model
 from zeropipe.engine.stages.seeds import seeded
 from zeropipe.engine.stages.small import small_config
 from zeropipe.engine.transformers_private import build, packed_masks, quiet
@@ -96,26 +96,36 @@ def small_model(model: nn.Module, layers: str, shares: int = 1) -> nn.Module:
     lists = per_layer(model, layers)
     pattern = kinds(model, layers, lists)
     total = len(pattern)
-    numbers = range(min(_FEW, total), total + 1)  # the least that has every kind: at both ends, or among the first ones
-    both = next(number for number in numbers if any(set(some) == set(pattern) for some in _ends(pattern, number)))
-    first = next(number for number in numbers if set(pattern[:number]) == set(pattern))
-    for number in dict.fromkeys((*range(both, min(both + _TRIES, first)), first, total)):
+    for chosen in _choices(pattern):
         try:
-            config = small_config(model.config, number, total, entry_of(model.config).small, shares)
-            small = build(config, torch.float32, kernels=False)
+            config = small_config(model.config, chosen, total, entry_of(model.config).small, shares)
+            with Undrawn(_is_filled_anew):
+                small = build(config, torch.float32, kernels=False)
         except Exception:  # some have layers in groups, and no part of a group
-            if number == total:
+            if len(chosen) == total:
                 raise
             continue
         found = kinds(small, layers, lists)
-        if set(found) == set(pattern) and found in _ends(pattern, number):
+        wanted = ([pattern[layer] for layer in some] for some in _ends(total, len(chosen)))
+        if set(found) == set(pattern) and found in wanted:
             return _randomised(small)
     raise NotFound("a small copy of it has other kinds of layers")
 
 
-def _ends(pattern: list[int], number: int) -> list[list[int]]:
+def _choices(pattern: list[int]) -> Iterable[tuple[int, ...]]:
+    """Which layers to copy: few ones that are of every kind, then more, at last all. Of as many, mostly first ones."""
+    total = len(pattern)
+    found = []
+    for number in range(min(_FEW, total), total + 1):
+        found += [some for some in _ends(total, number) if {pattern[layer] for layer in some} == set(pattern)][:1]
+        if found and found[-1] == tuple(range(number)):  # the first layers are enough
+            break
+    return dict.fromkeys((*found[:_TRIES], found[-1], tuple(range(total))))
+
+
+def _ends(total: int, number: int) -> list[tuple[int, ...]]:
     """All ways to take some of the first layers and some of the last ones, together `number`."""
-    return [pattern[:k] + pattern[len(pattern) - number + k :] for k in range(number, 0, -1)]
+    return [(*range(first), *range(total - number + first, total)) for first in range(number, 0, -1)]
 
 
 def prove(small: nn.Module, layers: str) -> Family:
@@ -247,13 +257,17 @@ def _randomised(model: nn.Module) -> nn.Module:
     random = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
-            noise = torch.empty_like(parameter).normal_(generator=random)
-            if parameter.dim() < 2:
-                parameter.add_(noise, alpha=0.1)
+            if _is_filled_anew(parameter):  # uniform numbers are drawn in a third of the time of normal ones
+                parameter.uniform_(-1, 1, generator=random).mul_(0.8 * parameter.shape[-1] ** -0.5)
             else:
-                parameter.copy_(noise * 0.5 * parameter.shape[-1] ** -0.5)
+                parameter.add_(torch.empty_like(parameter).normal_(generator=random), alpha=0.1)
             parameter.requires_grad_()
     return model.train()
+
+
+def _is_filled_anew(tensor: Tensor) -> bool:
+    """Whether a copy gets this weight from us: all but vectors, of which it matters how they begin."""
+    return isinstance(tensor, nn.Parameter) and tensor.dim() >= 2
 
 
 def _untied(model: nn.Module) -> nn.Module:

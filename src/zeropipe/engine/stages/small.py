@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from zeropipe.engine.stages.chance import is_chance
@@ -39,11 +39,12 @@ _AT_MOST: tuple[tuple[str, int], ...] = (
 )
 
 
-def small_config(config: Any, num_layers: int, total: int, sizes: Mapping[str, Any], shares: int = 1) -> Any:
-    """A copy of `config` with the first `num_layers` of `total` layers and small widths; `sizes` are put in as given.
+def small_config(config: Any, layers: Sequence[int], total: int, sizes: Mapping[str, Any], shares: int = 1) -> Any:
+    """A copy of `config` with some of its `total` layers and small widths; `sizes` are put in as given.
 
-    Nothing in it is random: dropout and its kin are off. `shares`: it has as many heads, or a multiple of that, if the
-    numbers of the model allow it.
+    Where the config has one value for each layer, the copy has those of `layers`; the rest of it only knows how many
+    they are. Nothing in it is random: dropout and its kin are off. `shares`: it has as many heads, or a multiple of
+    that, if the numbers of the model allow it.
     """
     heads = getattr(config, "num_attention_heads", None)
     ratio = _ratio(heads) if isinstance(heads, int) else 8
@@ -53,13 +54,19 @@ def small_config(config: Any, num_layers: int, total: int, sizes: Mapping[str, A
         if groups // ratio % shares or groups < ratio:  # few heads of keys must not make a large copy
             sizes = {**sizes, "num_key_value_heads": shares}
     fields = config.to_dict()
-    # The inner width of a recurrent layer is a multiple of the outer one; that of an MLP is free.
-    inner = None if any("expand" in name for name in fields) else _INNER_WIDTH
-    fields = _shrink(fields, lambda name, value: _small(name, value, ratio, inner, num_layers, total))
+    inner = None if _is_expanded(fields) else _INNER_WIDTH
+    fields = _shrink(fields, lambda name, value: _small(name, value, ratio, inner, layers, total))
     fields = _keep_tokens(fields | dict(sizes))
     fields.pop("transformers_version", None)
     fields.pop("quantization_config", None)
     return type(config).from_dict(copy.deepcopy(fields))
+
+
+def _is_expanded(fields: Mapping[str, Any]) -> bool:
+    """Whether the inner width is a multiple of the outer one, as in a recurrent layer; that of an MLP is free."""
+    factors = [value for name, value in fields.items() if "expand" in name and isinstance(value, int | float)]
+    outer, inner = fields.get("hidden_size"), fields.get("intermediate_size")
+    return bool(factors) and (outer is None or inner is None or any(outer * factor == inner for factor in factors))
 
 
 def is_per_layer(name: str, value: Any, total: int) -> bool:
@@ -90,13 +97,15 @@ def _ratio(heads: int) -> int:
     return next((heads // few for few in range(2, 9) if heads % few == 0), max(heads, 1))
 
 
-def _small(name: str, value: Any, ratio: int, inner: int | None, num_layers: int, total: int) -> Any:
+def _small(name: str, value: Any, ratio: int, inner: int | None, layers: Sequence[int], total: int) -> Any:
     if isinstance(value, bool) or value is None:
         return value
     if is_per_layer(name, value, total):
-        return value[:num_layers]
+        some = [value[layer] for layer in layers]
+        return "".join(some) if isinstance(value, str) else some
     if _is_by_layer(value):
-        return {key: inner for key, inner in value.items() if int(key) < num_layers}
+        numbers = {layer: number for number, layer in enumerate(layers)}
+        return {type(key)(numbers[int(key)]): one for key, one in value.items() if int(key) in numbers}
     if is_chance(name, value):
         return type(value)(0)
     if isinstance(value, float) and re.search("aux_loss_coef", name):
@@ -104,7 +113,7 @@ def _small(name: str, value: Any, ratio: int, inner: int | None, num_layers: int
     if not isinstance(value, int) or value <= 0 or re.fullmatch(_KEPT, name):
         return value
     if re.fullmatch(_LAYERS, name):
-        return num_layers
+        return len(layers)
     if re.fullmatch(_INNER, name):
         return min(value, inner) if inner else max(1, value // ratio)
     if re.fullmatch(_CHOOSING_HEADS, name):

@@ -44,7 +44,7 @@ def complete(stage: HFStage, names: Iterable[str], seed: int) -> None:
 def _narrow(stage: HFStage) -> nn.Module:
     config, total = stage.whole_config, stage.family.num_layers
     with seeded(0), torch.device("cpu"):
-        return build(small_config(config, total, total, entry_of(config).small), torch.float32, kernels=False)
+        return build(small_config(config, range(total), total, entry_of(config).small), torch.float32, kernels=False)
 
 
 def _follow(tensor: Tensor, value: Tensor, name: str, seed: int) -> None:
