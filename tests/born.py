@@ -27,7 +27,12 @@ class Done(NamedTuple):
     """How a script ended: 0 if all ranks did well, and what all of them printed."""
 
     returncode: int
-    output: str
+    stdout: str
+    stderr: str
+
+    @property
+    def output(self) -> str:
+        return self.stdout + self.stderr
 
 
 def torchrun(number: int, words: Sequence[str], folder: Path, environment: Mapping[str, str], patience=240.0) -> Done:
@@ -39,8 +44,8 @@ def torchrun(number: int, words: Sequence[str], folder: Path, environment: Mappi
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with tempfile.NamedTemporaryFile(mode="r") as said:
-        job = (number, port, list(words), str(folder), dict(environment), said.name)
+    with tempfile.NamedTemporaryFile(mode="r") as stdout, tempfile.NamedTemporaryFile(mode="r") as stderr:
+        job = (number, port, list(words), str(folder), dict(environment), stdout.name, stderr.name)
         pipes, pids = [], []
         for rank in range(number):
             ours, theirs = Pipe()
@@ -51,7 +56,8 @@ def torchrun(number: int, words: Sequence[str], folder: Path, environment: Mappi
         codes = [born.wait(pid, max(0.0, end - time.monotonic())) for pid in pids]
         for pipe in pipes:  # a rank that has not ended by now ends with its pipe
             pipe.close()
-        return Done(next((1 if code is None else code for code in codes if code != 0), 0), said.read())
+        failed = next((1 if code is None else code for code in codes if code != 0), 0)
+        return Done(failed, stdout.read(), stderr.read())
 
 
 def script(words: Sequence[str]) -> None:
@@ -85,9 +91,9 @@ def _print_into(*names: str) -> None:
 
 
 def _rank(
-    end: int, rank: int, number: int, port: int, words: list[str], folder: str, environment: dict[str, str], out: str
+    end: int, rank: int, number: int, port: int, words: list[str], folder: str, environment: dict[str, str], *out: str
 ) -> None:
-    _print_into(out, out)
+    _print_into(*out)
     os.environ.clear()
     os.environ.update(environment)
     for name in ("RANK", "LOCAL_RANK"):

@@ -341,6 +341,9 @@ import os
 import signal
 
 from zeropipe.engine.run.launch import LocalRanks
+from zeropipe.engine.run.nursery import Nursery
+
+Nursery.preload = lambda *_: None  # these ranks need no model
 
 def compute_forever():  # and never look at connections
     while True:

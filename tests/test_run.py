@@ -6,6 +6,7 @@ import subprocess
 import sys
 from functools import partial
 
+import born
 import pytest
 
 import zeropipe as zp
@@ -251,13 +252,16 @@ def test_a_stuck_schedule_is_refused_before_anything_starts(capfd, tmp_path):
         assert out == ""
 
 
-UNDER_TORCHRUN = ["-m", "zeropipe", "run", "1f1b", *SMALL, "--json"]
+def torchs_own(number, words, folder, environment):
+    """`born.torchrun` with torch's: each process imports all of torch and transformers."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(number), *words]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, cwd=folder)
 
 
-def test_under_torchrun(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *UNDER_TORCHRUN]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, cwd=tmp_path)
+@pytest.mark.parametrize("torchrun", [born.torchrun, pytest.param(torchs_own, marks=pytest.mark.full)])
+def test_under_torchrun(tmp_path, torchrun):
+    words = ["-m", "zeropipe", "run", "1f1b", *SMALL, "--json"]
+    done = torchrun(2, words, tmp_path, {**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     (result,) = json.loads(done.stdout)
     assert result["measured"]["num_ranks"] == 2
