@@ -93,10 +93,17 @@ def test_a_damaged_model_directory_ends_in_one_line(capfd, tmp_path, monkeypatch
     refused(f"{facts} is not a model's configuration")
 
 
-TINY = {"steps": 1, "sequence": 16, "num_layers": 4, "vocabulary": 64, "dtype": "float64"}
+def tiny(folder, tied):
+    """A model so small that processes have little to compute."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "head_dim": 8}
+    config = Qwen3Config(**sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=tied)
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return {"model": str(folder), "steps": 1, "sequence": 16, "dtype": "float64"}
 
 
-def test_on_a_mesh_with_gradients_proven():
+def test_on_a_mesh_with_gradients_proven(tmp_path):
     """Every pipeline has microbatches of its own; gradients are those of all of them in one process."""
     from engine_helpers import ranks
 
@@ -104,10 +111,10 @@ def test_on_a_mesh_with_gradients_proven():
     from zeropipe.engine.run.job import run_all
     from zeropipe.engine.run.spec import Job
 
-    job = Job(mesh=parse_mesh("dp_shard=2,pp=2"), prove=True, **TINY)
+    job = Job(mesh=parse_mesh("dp_shard=2,pp=2"), prove=True, **tiny(tmp_path, tied=False))
     found = ranks(4).run(run_all, [zp.build("zbv", ranks=2, microbatches=4)], job)
     ((first,), *others) = found
-    assert first.gradient_error < 1e-12
+    assert 0 < first.gradient_error < 1e-12
     assert all(other.measured.losses == first.measured.losses for (other,) in others)
     guess = run_text.predicted(first.measured.timeline, job)
     data = run_text.data(first, guess, job)
@@ -120,15 +127,11 @@ def test_on_a_mesh_with_gradients_proven():
 def test_a_tied_head_is_proven(name, tmp_path):
     """On a V both ends, which share a weight, are on one rank."""
     from engine_helpers import ranks
-    from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from zeropipe.engine.run.job import run_all
     from zeropipe.engine.run.spec import Job
 
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "head_dim": 8}
-    config = Qwen3Config(**sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True)
-    Qwen3ForCausalLM(config).save_pretrained(tmp_path)
-    job = Job(model=str(tmp_path), steps=1, sequence=16, dtype="float64", prove=True)
+    job = Job(prove=True, **tiny(tmp_path, tied=True))
     ((first,), _) = ranks(2).run(run_all, [zp.build(name, ranks=2, microbatches=4)], job)
     assert 0 < first.gradient_error < 1e-12
 
