@@ -1,11 +1,12 @@
 """Bounds below the memory of 1F1B, where microbatches take turns and have to pass each other."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from random import Random
 
 import numpy as np
 import pytest
+from marks import partly
 
 import zeropipe as zp
 from zeropipe.core.placement import Problem
@@ -82,7 +83,7 @@ def uneven_task(random: Random) -> Task:
     return Task(problem, random.choice((zp.vee, zp.loop))(problem), costs, random.random() < 0.2, limits)
 
 
-def require_below_the_optimum(seeds: range, make: Callable[[Random], Task] = tight_task) -> int:
+def require_below_the_optimum(seeds: Iterable[int], make: Callable[[Random], Task] = tight_task) -> int:
     """Hold bounds against the solver's own optima, which it finds with no help; how often they are equal."""
     tight = 0
     for seed in seeds:
@@ -90,7 +91,7 @@ def require_below_the_optimum(seeds: range, make: Callable[[Random], Task] = tig
         start = Judge(task).plays(one_by_one(task))
         if start is None:
             continue
-        best = prove(task, None, start.value, 0.0, seconds=60, workers=2).bound
+        best = prove(task, None, start.value, 0.0, seconds=60, workers=1).bound
         bounds = [lower_bound(task), lower_bound(task, THOROUGH), lower_bound(task, THOROUGH, 1.03 * best)]
         assert max(bounds) <= best * (1 + 1e-9), seed
         tight += max(bounds) >= best * (1 - 1e-9)
@@ -98,11 +99,16 @@ def require_below_the_optimum(seeds: range, make: Callable[[Random], Task] = tig
 
 
 @pytest.mark.parametrize(
-    "make,cases,tight",
-    [(tight_task, 16, 11), (partly_freed_task, 6, 4), (turning_task, 6, 6), (uneven_task, 6, 6)],
+    "make,seeds,tight",
+    [
+        (tight_task, range(16), 11),
+        (partly_freed_task, range(6), 4),
+        (turning_task, (0, 1, 2, 4, 6, 7), 6),  # 3 and 5 take the solver longest
+        (uneven_task, range(6), 6),
+    ],
 )
-def test_no_bound_is_above_the_solvers_optimum(make, cases, tight):
-    assert require_below_the_optimum(range(cases), make) >= tight
+def test_no_bound_is_above_the_solvers_optimum(make, seeds, tight):
+    assert require_below_the_optimum(seeds, make) >= tight
 
 
 @pytest.mark.full
@@ -110,7 +116,7 @@ def test_no_bound_is_above_the_solvers_optimum(make, cases, tight):
 def test_no_bound_is_above_the_solvers_optimum_in_thousands_of_cases():
     assert require_below_the_optimum(range(16, 2500)) >= 1900
     assert require_below_the_optimum(range(6, 500), partly_freed_task) >= 350
-    assert require_below_the_optimum(range(6, 300), turning_task) >= 270
+    assert require_below_the_optimum(range(3, 300), turning_task) >= 270
     assert require_below_the_optimum(range(6, 300), uneven_task) >= 200
 
 
@@ -138,10 +144,11 @@ def test_that_no_pass_interrupts_a_w_is_seen():
     assert lower_bound(task, THOROUGH) == pytest.approx(76.447, abs=1e-3)
 
 
-def test_no_bound_is_above_what_dispatching_finds():
+@pytest.mark.parametrize("cases", partly([4, 40], [4]))
+def test_no_bound_is_above_what_dispatching_finds(cases):
     """Sizes that are too large for the solver."""
     random = Random(5)
-    for _ in range(8):
+    for _ in range(cases):
         p, m = random.choice((4, 6, 8)), random.choice((9, 16, 24))
         f, i, w = (random.choice((0.7, 1, 1.3, 2)) for _ in range(3))
         costs = zp.Costs(

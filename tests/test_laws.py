@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
+from marks import partly
 
 import zeropipe as zp
 from zeropipe.core.action import actions_of
@@ -28,15 +29,16 @@ def legal(name, ranks, microbatches):
     return name != "dualpipev" or microbatches >= 2 * ranks - 1
 
 
-def sizes(entry, stages_per_rank, every=1):
+def sizes(entry, stages_per_rank, every):
     for ranks, microbatches in list(product(RANKS, MICROBATCHES))[::every]:
         if legal(entry.name, ranks, microbatches):
             yield zp.build(entry.name, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
 
 
+@pytest.mark.parametrize("every", partly([2, 1], [2]))  # a chessboard: every number of ranks and of microbatches
 @pytest.mark.parametrize(("entry", "stages_per_rank"), GRID)
-def test_every_schedule_is_proven_at_every_size(entry, stages_per_rank):
-    for schedule in sizes(entry, stages_per_rank):
+def test_every_schedule_is_proven_at_every_size(entry, stages_per_rank, every):
+    for schedule in sizes(entry, stages_per_rank, every):
         zp.check(schedule)  # complete, placed, live, and live under rendezvous
         assert schedule.problem.stages_per_rank == stages_per_rank
 

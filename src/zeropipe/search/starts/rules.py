@@ -28,8 +28,8 @@ def _of_a_line(task: Task) -> Iterator[Rule]:
     for late in np.linspace(0.0, 1.5, 13):  # how much later than possible the first I may be, in F
         times = np.maximum(model.lasts[stages], 1e-12)
         caps = np.floor((begins[last - stages] - begins[stages]) / times + late)
-        for more, look, share in product((0, 1, 2), (0.0, 0.25, 0.5, 1.0), SHARES):
-            cap = np.clip(caps + more, 1, fit).astype(np.int64)
+        more = [np.clip(caps + more, 1, fit).astype(np.int64) for more in range(3)]
+        for cap, look, share in product(_different(more), (0.0, 0.25, 0.5, 1.0), SHARES):
             yield Rule(order, cap, (1.0 - late) * ranks, look * ranks, share * ranks)
 
 
@@ -37,11 +37,16 @@ def _of_turns(task: Task) -> Iterator[Rule]:
     """Several stages per rank: orders of their passes, with several caps on all but the last stage."""
     ranks, fit = np.ones(task.num_ranks), most_alive(task)
     ends = [task.placement.stages_of(rank)[-1] for rank in range(task.num_ranks)]
-    orders = list(_orders(task))
-    for part, look, share, order in product((0.8, 0.9, 1.0, 0.7, 0.6, 0.5, 0.25), (0.0, 0.5, 1.0), SHARES, orders):
-        cap = np.maximum(1, np.floor(fit * part)).astype(np.int64)
+    parts = [np.maximum(1, np.floor(fit * part)).astype(np.int64) for part in (0.8, 0.9, 1.0, 0.7, 0.6, 0.5, 0.25)]
+    for cap in parts:
         cap[ends] = fit[ends]
+    for cap, look, share, order in product(_different(parts), (0.0, 0.5, 1.0), SHARES, list(_orders(task))):
         yield Rule(order, cap, look * ranks, look * ranks, share * ranks)
+
+
+def _different(caps: list[Array]) -> list[Array]:
+    """Each once, in their order: where little memory is left, many are the same."""
+    return list({cap.tobytes(): cap for cap in caps}.values())
 
 
 def _orders(task: Task) -> Iterator[Array]:
