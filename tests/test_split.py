@@ -371,6 +371,45 @@ def test_outside_a_step_autograd_has_the_weight_gradient():
     assert all(p.grad is None for p in module.parameters())
 
 
+class Slope(nn.Module):
+    """A block that adds the slope of its own energy, by its input or by a weight, as force fields do."""
+
+    def __init__(self, wanted: str, create_graph: bool) -> None:
+        super().__init__()
+        self.inner, self.wanted, self.create_graph = mlp(), wanted, create_graph
+
+    def forward(self, x):
+        with torch.enable_grad():
+            inner_x = x if self.create_graph else x.detach().requires_grad_()
+            by = inner_x if self.wanted == "input" else self.inner[0].weight
+            (slope,) = torch.autograd.grad(self.inner(inner_x).square().sum(), by, create_graph=self.create_graph)
+        return self.inner(x) * slope.square().sum()
+
+
+@pytest.mark.parametrize("checkpointed", [None, False, True], ids=["kept", "checkpointed", "reentrant"])
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("wanted", ["input", "weight"])
+def test_a_block_that_differentiates_itself(wanted, create_graph, checkpointed):
+    """Its own autograd.grad leaves nothing to W, also where checkpointing runs it again within I."""
+    plain, store = Slope(wanted, create_graph), WeightStore()
+    module, x = deferred(plain), torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
+    run(plain, x)
+    again = {} if checkpointed is None else {"use_reentrant": checkpointed}
+
+    def split():
+        y = checkpoint(module, x, **again) if again else module(x)
+        with store.collect(0, 0):
+            y.square().sum().backward()
+        store.flush(0, 0)
+
+    if create_graph and checkpointed is False:
+        with pytest.raises(EngineError, match="take activation checkpointing off there"):
+            split()
+    else:
+        split()
+        assert_equal(module, plain)
+
+
 def test_transforms_of_torch_func_inside_a_stage():
     plain, store = mlp(), WeightStore()
     module, x = deferred(plain), torch.randn(4, 5, dtype=torch.float64)

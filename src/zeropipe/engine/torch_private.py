@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed import _functional_collectives as collectives
 
+from zeropipe.errors import EngineError
+
 Result = TypeVar("Result")
 ABORT_TAG = 0x7E0  # no message of ours carries it
 FOREVER = timedelta(days=365)
@@ -368,11 +370,31 @@ def save(ctx: Any, *tensors: Tensor) -> None:
 
 
 def saved(ctx: Any) -> Sequence[Tensor]:
-    """ctx.saved_tensors of `save`; what was packed is let go."""
+    """ctx.saved_tensors of `save`; what was packed is let go, unless the caller keeps the graph."""
     if ctx.packed is None:
         return ctx.saved_tensors
-    packed, ctx.packed = ctx.packed, None
-    return [ctx.unpack(item) for item in packed]
+    packed = ctx.packed
+    if not torch._C._autograd._get_current_graph_task_keep_graph():
+        ctx.packed = ()
+    tensors = [ctx.unpack(item) for item in packed]
+    needed = zip(tensors, ctx.needs_input_grad)  # inputs are saved in their order
+    if torch.is_grad_enabled() and any(need and not tensor.requires_grad for tensor, need in needed):
+        raise EngineError(  # checkpointing unpacks tensors without their history, so the result would have none either
+            "gradients of gradients (create_graph=True) cannot be had in a checkpointed block whose backward is split: "
+            "take activation checkpointing off there, or give split='whole'"
+        )
+    return tensors
+
+
+def is_summed(ctx: Any, number: int) -> bool:
+    """Whether the backward pass at work adds the gradient of input `number` to a `.grad`.
+
+    One of `torch.autograd.grad` does not: it gives gradients to whoever called it, maybe in the middle of a forward.
+    """
+    try:
+        return torch._C._will_engine_execute_node(ctx.next_functions[number][0])
+    except RuntimeError:  # it is asked for by that call, which this function of torch does not answer
+        return False
 
 
 def owned(tensor: Tensor) -> Tensor:

@@ -137,6 +137,6 @@ class _Grouped(torch.autograd.Function):
         dw = None
         if ctx.needs_input_grad[1]:
             product = Product(ctx.parameter, x, dy, ctx.transposed, offsets)
-            dw = product.value() if ctx.is_watched else put_or_give(product)
+            dw = product.value() if ctx.is_watched else put_or_give(product, ctx, 1)
         dx = grouped_product(dy, weight.transpose(1, 2) if ctx.transposed else weight, offsets)
         return dx, dw, None, None, None, None

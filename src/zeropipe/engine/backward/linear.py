@@ -74,7 +74,7 @@ class _Linear(torch.autograd.Function):
             dx = without_autocast(torch.matmul, dy, weight.t() if ctx.transposed else weight)
         if ctx.needs_input_grad[2]:
             db = dy.reshape(-1, dy.shape[-1]).sum(0)
-        return dx, put_or_give(Product(ctx.parameter, x, dy, ctx.transposed)), db, None, None
+        return dx, put_or_give(Product(ctx.parameter, x, dy, ctx.transposed), ctx, 1), db, None, None
 
 
 class Deferred(nn.Module):

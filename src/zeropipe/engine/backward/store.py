@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zeropipe.engine.backward.products import Product
+from zeropipe.engine.torch_private import is_summed
 from zeropipe.errors import EngineError
 
 Key = tuple[int, int]
@@ -28,11 +30,13 @@ def put(product: Product) -> None:
         _collecting.append(product)
 
 
-def put_or_give(product: Product) -> Tensor | None:
-    """`put` during a step of the engine; anywhere else the weight gradient, for autograd to do with as it likes."""
-    if _collecting is None and not _adding:
-        with torch.no_grad():
-            return product.value()
+def put_or_give(product: Product, ctx: Any, number: int) -> Tensor | None:
+    """`put` during a step of the engine; anywhere else the weight gradient, for autograd to do with as it likes.
+
+    Elsewhere is also an `autograd.grad` that a stage calls itself. The weight is input `number` of the layer's `ctx`.
+    """
+    if (_collecting is None and not _adding) or not is_summed(ctx, number):
+        return product.value()
     put(product)
     return None
 
