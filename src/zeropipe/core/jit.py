@@ -20,7 +20,7 @@ from typing import Any
 
 JIT_FROM = 200_000  # actions: one input this large pays for loading the compiled kernels
 LIVES_ON_FROM = 500_000  # actions walked in plain Python, in half a second: a process that did so will do more
-SMALL = 2_000  # actions: below this the plain kernels are fast enough, whatever is loaded
+SMALL = 200  # actions: below this the plain kernels are fast enough, whatever is loaded
 
 Ints = Any  # list[int] or numpy int64 array
 Floats = Any  # list[float] or numpy float64 array
