@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
 import warnings
 
 import torch
 import torch.distributed as dist
+from engine_helpers import SquareLoss, error_of, plain_step
 from stage_models import CONFIGS, lm_loss, microbatches
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from zeropipe.core.schedule import Schedule
 from zeropipe.engine import Engine
-from zeropipe.engine.stages.build import hf_model, hf_stages
+from zeropipe.engine.stages.build import hf_model, hf_stages, module_stages
 
 
 class TokenLoss:
@@ -57,6 +59,43 @@ def worst_error(
             for name, p in stage.named_parameters()
         )
     return errors
+
+
+class Toy(nn.Module):
+    """A chain in which each output gradient's buffer is free when the next one is needed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linears = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(2))
+
+    def forward(self, x):
+        for linear in self.linears:
+            x = x + 0.5 * linear(x.sin())
+        return x
+
+
+def worst_toy_error(schedule: Schedule, mode: str, cache: str) -> float:
+    """As worst_error, for one Toy in each stage: a few kernels, of which inductor reuses buffers where it may."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+    warnings.filterwarnings("error", message=".*cannot be compiled")
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    plain, loss_fn = nn.ModuleList(Toy() for _ in range(schedule.num_stages)).double(), SquareLoss()
+    batches = [
+        {key: torch.randn(8, 16).double() for key in ("inputs", "target")} for _ in range(schedule.num_microbatches)
+    ]
+    stages = module_stages(copy.deepcopy(plain), schedule, dist.get_rank())
+    plain_step(nn.Sequential(*plain), batches, loss_fn)
+    with Engine(schedule, stages, compile=True, ac=mode) as engine:
+        before = counters["stats"]["unique_graphs"]
+        engine.train_step(batches, loss_fn)
+        number = counters["stats"]["unique_graphs"] - before
+        assert number == 1 + (0 in stages)  # what the first stage is given has no gradient
+    return max(
+        error_of(own.grad, wanted.grad)
+        for stage, module in stages.items()
+        for own, wanted in zip(module.parameters(), plain[stage].parameters(), strict=True)
+    )
 
 
 def cold_and_warm(schedule: Schedule, family: str, mode: str, cache: str) -> dict[str, float]:

@@ -19,7 +19,6 @@ WIDTH = 6
 TOLERANCE = 1e-10
 PRELOAD = (
     "torch._dynamo",
-    *(() if torch.cuda.is_available() else ("torch._inductor.compile_fx",)),  # it looks at GPUs, and ranks are forks
     "torch.distributed.pipelining",
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen3.modeling_qwen3",

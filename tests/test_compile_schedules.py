@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 
-from compile_cases import cold_and_warm, worst_error
-from engine_helpers import largest, ranks
+from compile_cases import cold_and_warm, worst_error, worst_toy_error
+from engine_helpers import PRELOAD, largest, ranks
 
 import zeropipe as zp
 
 AC_MODES = ["none", "full", "selective:2", "selective:op", "memory_budget:0.5"]
 SCHEDULES = ["1f1b", "zbv", "dualpipev", "dualpipe"]
+
+
+@pytest.fixture
+def compiling():
+    """Two ranks that find inductor imported, unless there are GPUs: it looks at them, and ranks are forks."""
+    return ranks(2, PRELOAD if torch.cuda.is_available() else (*PRELOAD, "torch._inductor.compile_fx"))
 
 
 @pytest.fixture(scope="module")
@@ -38,20 +45,17 @@ def test_eager(family, name, split, cache):
     assert max(errors.values()) < 1e-10, errors
 
 
-# A part of the product below, to keep `make test` short.
-@pytest.mark.parametrize(
-    "family,name,modes",
-    [
-        ("llama", "zbv", AC_MODES[1:2]),
-        ("llama", "dualpipe", AC_MODES[:1]),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_compiled(family, name, modes, cache):
-    schedule = zp.build(name, ranks=2, microbatches=4)
-    job = (worst_error, schedule, family, modes, True, "store", (9,), cache)
-    errors = largest(ranks(2).run(*job, timeout=280))
+# A part of the product below, to keep `make test` short: test_compile.py has compiled this block before.
+def test_compiled(compiling, cache):
+    schedule = zp.build("dualpipe", ranks=2, microbatches=4)
+    job = (worst_error, schedule, "llama", ["none"], True, "store", (9,), cache)
+    errors = largest(compiling.run(*job, timeout=280))
     assert max(errors.values()) < 1e-6, errors
+
+
+def test_blocks_that_inductor_computes_again(compiling, cache):
+    schedule = zp.build("zbv", ranks=2, microbatches=4)
+    assert max(compiling.run(worst_toy_error, schedule, "full", cache, timeout=280)) < 1e-12
 
 
 @pytest.mark.full
@@ -59,10 +63,10 @@ def test_compiled(family, name, modes, cache):
 @pytest.mark.parametrize("mode", AC_MODES)
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_compiled_cold_and_warm(family, name, mode, cache):
+def test_compiled_cold_and_warm(family, name, mode, compiling, cache):
     """The whole product with inductor, each with an empty and with a warm compile cache: `make test-full`."""
     schedule = zp.build(name, ranks=2, microbatches=4)
-    found = largest(ranks(2).run(cold_and_warm, schedule, family, mode, cache, timeout=550))
+    found = largest(compiling.run(cold_and_warm, schedule, family, mode, cache, timeout=550))
     assert max(found["cold"], found["warm"]) < 1e-6, found
     assert found["cold misses"] > 0 == found["warm misses"]  # the ranks share the cache: one may be first
 
