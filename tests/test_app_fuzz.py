@@ -12,6 +12,7 @@ from damage import damaged
 from fastapi.testclient import TestClient
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from marks import partly
 from schemathesis import GenerationMode, checks
 
 import zeropipe as zp
@@ -29,8 +30,7 @@ CHECKS = {
     "not_a_server_error", "status_code_conformance", "content_type_conformance", "response_schema_conformance",
 }  # fmt: skip
 BOUNDED = settings(
-    max_examples=60, deadline=None, derandomize=True, database=None, phases=[Phase.generate],
-    suppress_health_check=list(HealthCheck),
+    deadline=None, derandomize=True, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
 )  # fmt: skip
 
 
@@ -47,8 +47,9 @@ def _small(monkeypatch):
 
 
 # made when it runs, and not by schemathesis' own decorator: that takes seconds of every worker that collects tests
+@pytest.mark.parametrize("examples", partly([30, 200], [30]))
 @pytest.mark.parametrize("path, method", OPERATIONS)
-def test_no_input_breaks_the_server(schema, path, method):
+def test_no_input_breaks_the_server(schema, path, method, examples):
     wanted = [check for check in checks.CHECKS.get_all() if check.__name__ in CHECKS]
     assert len(wanted) == len(CHECKS)
     operation = schema[path][method]
@@ -56,7 +57,7 @@ def test_no_input_breaks_the_server(schema, path, method):
     if operation.body or any(True for _ in operation.iter_parameters()):  # what can be wrong
         strategy |= operation.as_strategy(GenerationMode.NEGATIVE)
 
-    @BOUNDED
+    @settings(BOUNDED, max_examples=examples)
     @given(strategy)
     def run(case):
         case.call_and_validate(checks=wanted)
@@ -83,11 +84,14 @@ requests = st.fixed_dictionaries(
 CLIENT = TestClient(APP)
 
 
+@pytest.mark.parametrize("examples", partly([30, 200], [30]))
 @pytest.mark.parametrize("path", ["simulate", "chart", "files/html", "files/svg", "files/json", "files/csv"])
-def test_likely_requests_are_answered_or_refused_by_field(path):
+def test_likely_requests_are_answered_or_refused_by_field(path, examples):
     seen = set()
 
-    @settings(max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=examples, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+    )
     @given(requests)
     def run(body):
         if path == "chart":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -11,6 +12,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+import born
 import pipelining_use_cases as cases
 from engine_helpers import TOLERANCE, ranks
 from marks import partly
@@ -193,12 +195,10 @@ def test_a_program_that_just_ends_is_quiet(tmp_path):
         print("done")
         """)
     )
-    both = [
-        subprocess.Popen(
-            [sys.executable, program, str(rank), tmp_path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(2)
-    ]
-    for process in both:
-        out, errors = process.communicate(timeout=120)
-        assert (out, errors, process.returncode) == ("done\n", "", 0)
+    first = subprocess.Popen(
+        [sys.executable, program, "0", tmp_path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    second = born.torchrun(1, [str(program), "1", str(tmp_path)], tmp_path, os.environ)
+    out, errors = first.communicate(timeout=120)
+    assert (out, errors, first.returncode) == ("done\n", "", 0)
+    assert (second.stdout, second.stderr, second.returncode) == ("done\n", "", 0)
