@@ -132,6 +132,7 @@ def test_a_bad_setup_is_refused_on_all_ranks(setups, what):
 MISTAKES = {
     "name": ("ConfigError", "'1f1b' is no Schedule: make one with zp.build, zp.from_csv or zp.from_json"),
     "list": ("ConfigError", "stages are a list: give a dict of this rank's, stage to module; module_stages and"),
+    "function": ("ConfigError", "stage "),
     "module": ("ConfigError", "modules=Block("),
     "numbers": ("ConfigError", "modules=[1, 2, 3, 4]: give a list of modules, or of functions that build them"),
     "table": ("ConfigError", "rank 0: microbatches are a dict: give a list of them, each a dict, like [{'inputs': x"),
@@ -142,6 +143,7 @@ MISTAKES = {
     "norm": ("ConfigError", "clip_grad_norm(-1.0): give the largest norm, a number from 0 on"),
     "labels": ("ConfigError", "rank 3: a microbatch has ['inputs', 'target']: CausalLMLoss needs 'labels'"),
     "detached": ("EngineError", "rank 3 failed at 3F0: TypeError: the loss has no gradient, so that nothing would"),
+    "cut off": ("EngineError", "rank 3 failed at 3F0: TypeError: 3F0 returned no gradient, so that nothing would learn"),
 }
 
 

@@ -65,6 +65,9 @@ def check_given(schedule: object, stages: object) -> None:
             f"stages are a {type(stages).__name__}: give a dict of this rank's, stage to module; module_stages and "
             "hf_stages make one"
         )
+    for stage, module in stages.items():
+        if not isinstance(module, nn.Module | Told):
+            raise ConfigError(f"stage {stage!r} is a {type(module).__name__}: an nn.Module is needed")
 
 
 def check_sizes(schedule: Schedule, layout: Layout) -> None:

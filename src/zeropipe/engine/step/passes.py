@@ -95,6 +95,8 @@ class Passes:
             if self._device.type != "cpu":
                 microbatch = moved(dict(microbatch), self._device)
             cell.root = self._finish(output, microbatch, cell.microbatch)
+            if self._train and cell.root is not None and not cell.root.requires_grad:
+                _require_way_back(cell, output)
             return
         name = f"{cell.stage}F{cell.microbatch}"
         outputs = as_tuple(output, name)
@@ -168,3 +170,15 @@ class Passes:
         """The gradients of a cell's inputs, to another rank."""
         returned, cell.returned = cell.returned, ()
         outgoing.send_backward(returned, answer_key(cell.stage - 1, cell.asked))
+
+
+def _require_way_back(cell: Cell, output: Any) -> None:
+    """TypeError where the last stage cuts its output off from what learns, so that a loss made of it teaches nothing."""
+    learns = [*cell.inputs, *cell.module.parameters()]
+    if any(one.requires_grad for one in torch_private.tensors_in(output)) or not any(x.requires_grad for x in learns):
+        return  # the loss itself knows, or nothing is to learn
+    if cell.root is not None and float(cell.root) != 0:
+        raise TypeError(
+            f"{cell.stage}F{cell.microbatch} returned no gradient, so that nothing would learn: leave out detach() and "
+            "no_grad() in the last stage"
+        )
