@@ -82,10 +82,10 @@ class Timeline:
         """Per rank: first start, last end, busy time, peak memory."""
         xp = arrays(self.schedule.num_actions)
         first, last, busy, peak = (xp.full_floats(self.num_ranks) for _ in range(4))
-        during = xp.floats(self.memory.during) if self.memory else xp.full_floats(0)
+        levels = [xp.floats(column) for column in self.memory] if self.memory else [xp.full_floats(0)] * 2
         xp.call(
             stats_kernel, xp.list_ints(self.schedule.packed.offsets),
-            xp.floats(self.start), xp.floats(self.end), during, first, last, busy, peak,
+            xp.floats(self.start), xp.floats(self.end), *levels, first, last, busy, peak,
         )  # fmt: skip
         for rank in range(self.num_ranks) if self.sharding else ():
             if span := self.sharding.span(rank):  # type: ignore[union-attr]
@@ -172,7 +172,7 @@ class Timeline:
         return notebook.drawing and notebook.drawing(self)
 
 
-def stats_kernel(offsets, start, end, during, first, last, busy, peak):  # type: ignore[no-untyped-def]
+def stats_kernel(offsets, start, end, during, after, first, last, busy, peak):  # type: ignore[no-untyped-def]
     """First start, last end, busy time and peak memory of each rank; one without actions is there from the start."""
     earliest = start[0] if len(start) > 0 else 0.0
     for rank in range(len(offsets) - 1):
@@ -192,8 +192,8 @@ def stats_kernel(offsets, start, end, during, first, last, busy, peak):  # type:
             if end[at] > latest:  # an Overlap's second action, or one of a file that begins before another has ended
                 total += end[at] - (start[at] if start[at] > latest else latest)
                 latest = end[at]
-            if len(during) > 0 and during[at] > top:
-                top = during[at]
+            if len(during) > 0:
+                top = max(top, during[at], after[at])  # an I may leave more than there was: what it computed again
         last[rank] = latest
         busy[rank] = total
         peak[rank] = top

@@ -199,7 +199,7 @@ def _memory(timeline: Timeline) -> tuple[list[float], list[float], list[float]]:
     changes: dict[tuple[Kind, int], list[float]] = defaultdict(list)
     firsts: dict[tuple[Kind, int], list[float]] = {}
     weights = [0.0] * num_stages
-    after = memoryview(timeline.memory.after).cast("d")
+    during, after = (memoryview(column).cast("d") for column in timeline.memory)
     for rank in range(timeline.num_ranks):
         begin, end = timeline.schedule.packed.offsets[rank : rank + 2]
         stages = timeline.schedule.placement.stages_of(rank)
@@ -212,7 +212,9 @@ def _memory(timeline: Timeline) -> tuple[list[float], list[float], list[float]]:
             if at == begin:
                 firsts[kind, stage] = [after[at] - base]
             elif len(step) == 1:  # the two halves of an Overlap have one level
-                changes[kind, stage].append(after[at] - after[at - 1])
+                # weights may have been gathered since the action before; a measured level has more in it than those
+                is_exact = kind is Kind.I and not timeline.measured
+                changes[kind, stage].append(after[at] - (during[at] if is_exact else after[at - 1]))
             at += len(step)
     for key, change in firsts.items():  # less exact in a real run, which allocates gradients on the way
         changes.setdefault(key, change)
