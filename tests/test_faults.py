@@ -143,7 +143,7 @@ MISTAKES = {
     "norm": ("ConfigError", "clip_grad_norm(-1.0): give the largest norm, a number from 0 on"),
     "labels": ("ConfigError", "rank 3: a microbatch has ['inputs', 'target']: CausalLMLoss needs 'labels'"),
     "detached": ("EngineError", "rank 3 failed at 3F0: TypeError: the loss has no gradient, so that nothing would"),
-    "cut off": ("EngineError", "rank 3 failed at 3F0: TypeError: 3F0 returned no gradient, so that nothing would learn"),
+    "cut off": ("EngineError", "rank 3 failed at 3F0: TypeError: 3F0 returned no gradient, so that nothing would"),
 }
 
 

@@ -173,7 +173,7 @@ class Passes:
 
 
 def _require_way_back(cell: Cell, output: Any) -> None:
-    """TypeError where the last stage cuts its output off from what learns, so that a loss made of it teaches nothing."""
+    """TypeError where the last stage cuts its output off from what learns: a loss made of it teaches nothing."""
     learns = [*cell.inputs, *cell.module.parameters()]
     if any(one.requires_grad for one in torch_private.tensors_in(output)) or not any(x.requires_grad for x in learns):
         return  # the loss itself knows, or nothing is to learn
