@@ -92,7 +92,8 @@ def _tied(config: Any) -> Any:
 
 def _facts(model: Any, family: Family) -> tuple[str, ...]:
     has_experts = any("experts" in name for name, _ in model.named_modules())
-    defer(model)
+    if has_experts:
+        defer(model)
     deferred = any(getattr(module, "defers_experts", False) for module in model.modules())
     return (
         "yes" if tied_names(model) else "never",

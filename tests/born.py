@@ -19,7 +19,7 @@ import pytest
 PRELOAD = (
     "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint",
     "transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3",
-    "zeropipe.engine.stages.build",
+    "zeropipe.engine.stages.build", "zeropipe.engine.engine",
 )  # fmt: skip
 
 

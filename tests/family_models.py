@@ -37,7 +37,9 @@ PROMISED = (
 def _default(model_type: str) -> tuple[Any, int]:
     """A type's own config, and how many layers that has."""
     config = decoder_config(AutoConfig.for_model(model_type, **models_table.EXAMPLES.get(model_type, {})))
-    model = meta_model(config, torch.float32)
+    if model_type in PROMISED:
+        return config, config.num_hidden_layers
+    model = meta_model(config, torch.float32)  # some configs count in another way
     return config, len(model.get_submodule(layers_of(model)))
 
 

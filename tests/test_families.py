@@ -219,6 +219,12 @@ def test_a_pattern_that_a_short_copy_does_not_have_makes_it_as_long_as_the_first
     assert find.kinds(small, "model.layers", []) == [0, 0, 0, 0, 1]
 
 
+def test_kinds_of_a_copy_are_counted_as_they_come_up_in_it():
+    """Of the first layer and the last three of [0, 1, 1, 1, 2, 1, 1] a copy says [0, 1, 2, 2]."""
+    assert (0, 4, 5, 6) in proof._choices([0, 1, 1, 1, 2, 1, 1])
+    assert proof._counted([0, 2, 1, 1]) == [0, 1, 2, 2]
+
+
 def test_weights_of_a_small_copy_are_drawn_once(monkeypatch):
     """None is left as its constructor made it, and none is 0."""
     drawn = []

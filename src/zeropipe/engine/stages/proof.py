@@ -106,7 +106,7 @@ def small_model(model: nn.Module, layers: str, shares: int = 1) -> nn.Module:
                 raise
             continue
         found = kinds(small, layers, lists)
-        wanted = ([pattern[layer] for layer in some] for some in _ends(total, len(chosen)))
+        wanted = (_counted([pattern[layer] for layer in some]) for some in _ends(total, len(chosen)))
         if set(found) == set(pattern) and found in wanted:
             return _randomised(small)
     raise NotFound("a small copy of it has other kinds of layers")
@@ -121,6 +121,12 @@ def _choices(pattern: list[int]) -> Iterable[tuple[int, ...]]:
         if found and found[-1] == tuple(range(number)):  # the first layers are enough
             break
     return dict.fromkeys((*found[:_TRIES], found[-1], tuple(range(total))))
+
+
+def _counted(pattern: list[int]) -> list[int]:
+    """The same pattern, with kinds counted as they come up."""
+    numbers = {kind: number for number, kind in enumerate(dict.fromkeys(pattern))}
+    return [numbers[kind] for kind in pattern]
 
 
 def _ends(total: int, number: int) -> list[tuple[int, ...]]:
