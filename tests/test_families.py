@@ -62,6 +62,15 @@ def test_a_proof_is_made_once(monkeypatch):
     look(CONFIGS["llama"]())
 
 
+def test_a_proof_is_made_once_for_models_of_several_lengths(monkeypatch):
+    """They have the same small copy; what decides how a model runs makes another one."""
+    short, mixed = look(CONFIGS["llama"]()), CONFIGS["qwen3-mixed"]()
+    monkeypatch.setattr(proof, "prove", None)
+    assert look(CONFIGS["llama"](num_hidden_layers=9)) == dataclasses.replace(short, num_layers=9)
+    refused(CONFIGS["llama"](tie_word_embeddings=True), "does not run")
+    refused(mixed, "does not run")
+
+
 def test_a_proof_changes_nothing_of_the_callers(capfd):
     torch.manual_seed(3)
     state = torch.random.get_rng_state()

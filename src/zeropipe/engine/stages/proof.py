@@ -43,8 +43,7 @@ Batch = dict[str, Tensor]
 
 def family_of(model: nn.Module) -> Family:
     """How to cut a model (which needs no memory), proven; ConfigError if that cannot be. A config is looked at once."""
-    config = model.config
-    key = json.dumps([config.to_dict(), config._attn_implementation], sort_keys=True, default=str)
+    key = _key(model.config)
     if key not in _known:
         try:
             _known[key] = _look(model)
@@ -56,6 +55,10 @@ def family_of(model: nn.Module) -> Family:
     return found
 
 
+def _key(config: Any, *more: str) -> str:
+    return json.dumps([config.to_dict(), config._attn_implementation, *more], sort_keys=True, default=str)
+
+
 def _look(model: nn.Module) -> Family:
     config = model.config
     for name, reason in _NEVER.items():
@@ -65,12 +68,21 @@ def _look(model: nn.Module) -> Family:
         with apart():
             layers = layers_of(model)
             _check_sharing(model, layers)
-            family = prove(small_model(model, layers), layers)
+            family = _proven(small_model(model, layers), layers)
     except NotFound as reason:
         raise refusal(config, str(reason)) from None
     except Exception as error:
         raise refusal(config, f"a small copy of it does not run ({words(error)})") from error
     return replace(family, num_layers=len(model.get_submodule(family.layers)))
+
+
+def _proven(small: nn.Module, layers: str) -> Family:
+    """As `prove`, once for models that have the same small copy: those that differ in length only."""
+    key = _key(small.config, layers)
+    found = _known.get(key)
+    if not isinstance(found, Family):
+        found = _known[key] = prove(small, layers)
+    return found
 
 
 def small_stage(config: Any, family: Family, shares: int) -> HFStage:
