@@ -114,6 +114,8 @@ def test_new_shapes_and_numbers_between_steps():
     [
         ("module", "seven is bad luck", 0, "seven is bad luck"),
         ("batch", "Expecting 4 arg_mbs but got 3", 0, "ConfigError: rank 0: ValueError: Expecting 4 arg_mbs"),
+        ("pair", "3F0: TypeError: loss_fn returned a tuple: return a Tensor", 3, "loss_fn returned a tuple"),
+        ("shape", "3F0: TypeError: loss_fn returned a Tensor of shape [", 3, "return a Tensor with one number"),
         ("target", "no target: give target=", 3, "ConfigError: rank 3: ConfigError: the rank with the last stage"),
     ],
 )

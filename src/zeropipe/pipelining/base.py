@@ -174,6 +174,7 @@ class Walking(private.Base):
             target = microbatch["target"]
             # torch 2.11 knows no loss_kwargs
             loss = self._loss_fn(output, target, **more) if more else self._compute_loss(output, target)
+            _require_loss(loss, train)
             seen[index] = loss.detach() if train else loss
             return loss if train else None
 
@@ -248,6 +249,13 @@ class Walking(private.Base):
             f"a custom function for {computation_type} cannot run here: zeropipe's engine runs every action itself, "
             "overlapped ones on two streams; leave the registration out, or use torch's own class"
         )
+
+
+def _require_loss(loss: Any, train: bool) -> None:
+    if isinstance(loss, Tensor) and (loss.numel() == 1 or not train):
+        return
+    shape = f" of shape {list(loss.shape)}" if isinstance(loss, Tensor) else ""
+    raise TypeError(f"loss_fn returned a {type(loss).__name__}{shape}: return a Tensor with one number")
 
 
 def _tuple(args: Any) -> tuple[Any, ...]:
