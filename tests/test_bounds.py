@@ -144,6 +144,14 @@ def test_that_no_pass_interrupts_a_w_is_seen():
     assert lower_bound(task, THOROUGH) == pytest.approx(76.447, abs=1e-3)
 
 
+@pytest.mark.parametrize("ranks,limit", [(2, 2), (3, 2), (4, 3)])
+def test_an_overlap_that_hides_all_of_a_backward_leaves_a_bound_that_holds(ranks, limit):
+    """At the least cost of anything an I takes no time then: an action without length was taken for one too late."""
+    costs = zp.Costs(f=2, i=1, w=1, overlap=2, p2p=0.1, memory_limit=limit)
+    found = zp.search(ranks=ranks, microbatches=8, costs=costs, steps=100)
+    assert 8 * 2 < found.bound <= found.value
+
+
 @pytest.mark.parametrize("cases", partly([4, 40], [4]))
 def test_no_bound_is_above_what_dispatching_finds(cases):
     """Sizes that are too large for the solver."""

@@ -182,7 +182,7 @@ def order(few: Few, cap: float, most: int, effort: int, width: int, place: Place
                     ready[2 * x], ends[2 * x] = begin, max(state[done + rank], begin)
                 for choice in range(2 * num_passes):
                     x, begin = choice // 2, ready[choice]
-                    if begin >= FAR or (begin >= until - near and begin + lasts[x] > until):
+                    if begin >= FAR or (begin >= until - near and begin + lasts[x] > until + near):
                         continue
                     mine, number, end = rank_of[x], counts[x], begin + lasts[x]
                     least = max(needs, begin + rest[x, number], ends[choice] + left[mine])
