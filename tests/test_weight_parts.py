@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from naive import naive_simulate
@@ -9,7 +10,6 @@ from naive import naive_simulate
 import zeropipe as zp
 from zeropipe.core import jit
 from zeropipe.core.action import Action, Kind
-from zeropipe.core.timeline import ROUNDING
 from zeropipe.errors import ConfigError, ScheduleError
 from zeropipe.schedules.registry import entries
 from zeropipe.sim.compare import compare
@@ -59,6 +59,24 @@ def test_filled_schedules_are_right_and_never_longer_or_larger(name, costs, part
     assert after.makespan <= before.makespan * (1 + 1e-9)
     assert all(new <= old * (1 + 1e-9) for new, old in zip(after.peak_memory, before.peak_memory, strict=True))
     assert sum(after.busy) == pytest.approx(sum(before.busy))
+
+
+@pytest.mark.parametrize("policy", ["keep", "regather"])
+@pytest.mark.parametrize("name", SPLIT)
+def test_nor_where_stages_are_sharded(name, policy):
+    """Parts of W change when weights are gathered, which counts as time and memory."""
+    shards = {"unshard": 0.9, "reduce": 0.9, "units": 2, "whole_weights": 0.9, "whole_gradients": 0.7}
+    costs = zp.Costs(f=0.5, i=0.3, w=1, stash=1.5, shards=policy, **shards)
+    schedule = zp.build(name, ranks=4, microbatches=8)
+    before = zp.simulate(schedule, costs)
+    for limit in (None, max(before.peak_memory)):
+        costs = replace(costs, memory_limit=limit)
+        filled = zp.fill_gaps(schedule, costs, weight_parts=3)
+        zp.check(filled)
+        after = zp.simulate(filled, costs)
+        assert after.makespan <= before.makespan * (1 + 1e-9)
+        most = [limit or peak for peak in before.peak_memory]
+        assert all(peak <= one * (1 + 1e-9) for peak, one in zip(after.peak_memory, most, strict=True))
 
 
 @pytest.mark.parametrize("name", ["zb-h1", "v-half"])
@@ -185,7 +203,7 @@ def test_messages_that_hold_the_sender_count_in_the_choice():
 
 def candidates(schedule, costs):
     whole = cut_weights(schedule, 4)
-    return [whole, *_filled(whole, costs, (costs.memory_limit * ROUNDING,) * schedule.num_ranks)]
+    return [whole, *_filled(whole, costs, (costs.memory_limit,) * schedule.num_ranks)]
 
 
 def test_files_in_parts_are_compared_as_they_are():

@@ -176,6 +176,10 @@ class Costs:
             return list(value)
         return [float(value)] * num_stages
 
+    def unsharded(self) -> Costs:
+        """The same costs of stages that are not sharded."""
+        return replace(self, shards=None, **{name: _DEFAULTS[name] for name in OF_SHARDS})  # type: ignore[arg-type]
+
     def regrouped(self, problem: Problem) -> Costs:
         """The same model cut into `problem.num_stages` stages.
 

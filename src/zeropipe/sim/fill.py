@@ -17,7 +17,7 @@ from zeropipe.core.needs import copy_base, dependencies, message_place
 from zeropipe.core.packed import PackedRows, is_joined, kind_of, microbatch_of, stage_of, with_kind
 from zeropipe.core.placement import MAX_WEIGHT_PARTS
 from zeropipe.core.schedule import Schedule, require_schedule
-from zeropipe.core.timeline import ROUNDING
+from zeropipe.core.timeline import ROUNDING, Timeline
 from zeropipe.errors import ConfigError
 from zeropipe.sim.costs import Costs, given_costs
 from zeropipe.sim.simulate import simulate
@@ -36,12 +36,30 @@ def fill_gaps(schedule: Schedule, costs: Costs | None = None, *, weight_parts: i
     """
     require_schedule(schedule)
     costs = given_costs(costs)
-    best = simulate(cut_weights(schedule, weight_parts), costs)
-    limits = best.peak_memory if costs.memory_limit is None else (costs.memory_limit,) * schedule.num_ranks
-    filled = _filled(best.schedule, costs, [limit * ROUNDING for limit in limits])
-    if not (costs.blocking or costs.blocking_ends or costs.serial_links or costs.shards):
+    cut = simulate(cut_weights(schedule, weight_parts), costs)
+    if costs.shards is not None:
+        return _fill_sharded(simulate(schedule, costs), cut, costs)
+    limits = cut.peak_memory if costs.memory_limit is None else (costs.memory_limit,) * schedule.num_ranks
+    filled = _filled(cut.schedule, costs, limits)
+    if not (costs.blocking or costs.blocking_ends or costs.serial_links):
         filled = filled[:1]  # the others are known to be no shorter
-    return min(best, *(simulate(one, costs) for one in filled), key=lambda timeline: timeline.makespan).schedule
+    return min(cut, *(simulate(one, costs) for one in filled), key=lambda timeline: timeline.makespan).schedule
+
+
+def _fill_sharded(before: Timeline, cut: Timeline, costs: Costs) -> Schedule:
+    """The shortest of the schedule as it was, cut, and filled, of those that keep the memory.
+
+    When a stage is gathered depends on how many actions are ahead of it, and rows are filled without whole weights and
+    gradients: so only a simulation tells how long one is and what it needs.
+    """
+    bare = simulate(cut.schedule, costs.unsharded()).peak_memory
+    whole = [peak - own for peak, own in zip(cut.peak_memory, bare, strict=True)]
+    limits = before.peak_memory if costs.memory_limit is None else (costs.memory_limit,) * before.num_ranks
+    rows = _filled(cut.schedule, costs, [limit - size for limit, size in zip(limits, whole, strict=True)])
+    most = [max(pair) * ROUNDING for pair in zip(limits, before.peak_memory, strict=True)]
+    found = [cut, *(simulate(one, costs) for one in rows)]
+    fitting = [one for one in found if all(peak <= limit for peak, limit in zip(one.peak_memory, most, strict=True))]
+    return min([*fitting, before], key=lambda timeline: timeline.makespan).schedule
 
 
 def cut_weights(schedule: Schedule, weight_parts: int) -> Schedule:
@@ -90,6 +108,7 @@ def _filled(schedule: Schedule, costs: Costs, limits: Sequence[float]) -> list[S
     """The rows written anew with each share, the shortest first."""
     deps = dependencies(schedule, passes=len(SHARES))
     xp, tables = deps.arrays, tables_of(deps.arrays, schedule, costs)
+    most = xp.list_floats([limit * ROUNDING for limit in limits])
     found = []
     for share in SHARES:
         codes, pending = (xp.full_ints(schedule.num_actions) for _ in range(2))
@@ -100,7 +119,7 @@ def _filled(schedule: Schedule, costs: Costs, limits: Sequence[float]) -> list[S
         makespan = xp.call(
             fill_kernel, deps.codes, deps.offsets, deps.remote, deps.own, deps.makes, deps.to,
             schedule.num_stages, tables.second_from, tables.durations, tables.saving, tables.travel,
-            tables.activation, tables.stash, tables.num_weight_parts, level, xp.list_floats(limits), share,
+            tables.activation, tables.stash, tables.num_weight_parts, level, most, share,
             ended, arrived, xp.full_ints(deps.num_keys, -1), position, place, pending, first, count, stack, clock,
             codes,
         )  # fmt: skip
