@@ -319,7 +319,7 @@ def test_a_users_own_file(run, tmp_path):
         (["simulate", "no.csv"], "cannot read no.csv"),
         (["simulate", "no.py:x", *SIZE], "cannot read no.py"),
         (["simulate", "no.py", *SIZE], "names a file but no schedule"),
-        (["check", "README.md"], "unknown schedule 'README.md'"),
+        (["check", "README.md"], "'README.md' is a file of no known kind: one with a schedule is named .csv or .json"),
         (["draw", "1f1b", *SIZE, "-o", "/no/such/dir/x.csv"], "cannot write /no/such/dir/x.csv"),
         (["draw", "1f1b", *SIZE, "-o", "x.bmp"], "x.bmp"),
         (["draw", "1f1b", *SIZE, "-o", "."], "cannot draw '.'"),

@@ -61,7 +61,13 @@ def entry_of(spec: str) -> Entry:
         return _entry_in(path, name)
     if spec.endswith(".py"):
         raise ConfigError(f"{spec!r} names a file but no schedule: write {spec}:my_schedule")
-    return find(spec)
+    try:
+        return find(spec)
+    except ConfigError:
+        if not Path(spec).is_file():
+            raise
+        kinds = " or ".join(SCHEDULES)
+        raise ConfigError(f"{spec!r} is a file of no known kind: one with a schedule is named {kinds}") from None
 
 
 def read_file(path: str) -> Schedule | Timeline:
