@@ -13,6 +13,7 @@ import torch
 from engine_helpers import TOLERANCE, largest, ranks
 
 import zeropipe as zp
+from zeropipe.engine.comm.edges import Part, read_header, write_header
 from zeropipe.engine.run.launch import LocalRanks, model_code
 from zeropipe.engine.step.cells import as_tuple, moved
 from zeropipe.engine.step.losses import StepResult, Tally, require_counted
@@ -82,6 +83,16 @@ def test_the_norm_of_many_gradients_is_not_a_sum_in_float32(dtype):
     """torch's own is 0.1 to 1% off on a CPU, by the width of its registers."""
     tensor = torch.full((1 << 12, 1 << 12), 1.1).to(dtype).T[:-1]
     assert squared_norm([tensor]) == pytest.approx(tensor.numel() * float(tensor[0, 0]) ** 2, rel=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.float8_e5m2, torch.uint16, torch.uint64], ids=str)
+def test_a_message_tells_its_dtype(dtype):
+    spec = (Part(dtype, (2, 3), needs_grad=False),)
+    assert read_header(write_header(spec)) == spec
+
+
+def test_the_norm_counts_both_parts_of_complex_numbers():
+    assert squared_norm([torch.tensor([[3 + 4j, 1j]]), torch.tensor([2.0])]) == 25 + 1 + 4
 
 
 @pytest.mark.parametrize("value", [1.5, "x", torch.ones(3), (torch.ones(2), 3), (torch.ones(()),), None], ids=str)

@@ -173,6 +173,17 @@ def test_a_shared_input_counts_once():
     assert store.alive() == 4 * 3 * 4 * 5
 
 
+def test_complex_layers_do_their_whole_backward_in_i():
+    plain = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)).to(torch.complex128)
+    module, x, store = deferred(plain), torch.randn(2, 4, dtype=torch.complex128), WeightStore()
+    plain(x).abs().sum().backward()
+    y = module(x).abs().sum()
+    with store.collect(0, 0):
+        y.backward()
+    store.flush(0, 0)
+    assert_equal(module, plain)
+
+
 def test_a_weight_used_twice_accumulates_twice():
     class Twice(nn.Module):
         def __init__(self):

@@ -313,6 +313,7 @@ def squared_norm(tensors: Sequence[Tensor]) -> float:
     On a GPU 16-bit tensors' norms are in float32, which float16 would overflow. torch's norm on the CPU adds up in
     float32 one by one, and is 12% off for 50 million numbers: there, products of short pieces in float64 are added.
     """
+    tensors = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
     on_cpu = [piece for t in tensors if t.is_cpu for piece in t.reshape(-1).split(PIECE)]
     total = sum((float(torch.dot(wide, wide)) for wide in map(Tensor.double, on_cpu)), 0.0)
     others = [t for t in tensors if not t.is_cpu]

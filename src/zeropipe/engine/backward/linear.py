@@ -92,10 +92,13 @@ class Deferred(nn.Module):
         self.slot = new_slot(self)  # a copy is a layer of its own
 
     def is_learning(self) -> bool:
-        """Whether there is a weight gradient to defer; a weight computed in each F (a parametrization) has none."""
+        """Whether there is a weight gradient to defer; a weight computed in each F (a parametrization) has none.
+
+        The products of complex numbers have conjugates in them: those are left to autograd.
+        """
         weight = self.weight
         is_learning = torch.is_grad_enabled() and weight.requires_grad and isinstance(weight, nn.Parameter)
-        return is_learning and not self.is_watched and not in_transform()
+        return is_learning and not self.is_watched and not weight.is_complex() and not in_transform()
 
     def deferred(self, x: Tensor, transposed: bool = False) -> Tensor:
         if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
