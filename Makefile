@@ -25,9 +25,10 @@ JOBS ?= 3
 LIMIT ?= 1800
 tests: export PYTHONDONTWRITEBYTECODE :=  # many processes are started: each finds the code compiled
 tests: $(STAMP)
-	$(BIN)/python tests/warm.py
+	$(BIN)/python tests/warm.py & \
 	$(if $(shell command -v timeout),timeout --foreground --kill-after=20 $(LIMIT)) \
-		$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder
+		$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder; \
+	status=$$?; wait; exit $$status
 
 # what `test` leaves out: whole products, such as every checkpointing mode compiled under every schedule
 test-full: $(STAMP)

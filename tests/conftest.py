@@ -15,14 +15,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Kernels without vector instructions are compiled in half the time; TORCHINDUCTOR_VEC_ISA_OK=1 gives them back.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
-# The files that take longest begin first, so that no worker is left alone with one of them at the end. Those that
-# compile are far apart: what the first one compiled the second finds in the cache.
+# The files that take longest begin first, so that no worker is left alone with one of them at the end; before them
+# those that need no compiled kernels (warm.py). Those that compile are far apart: what the first one compiled the
+# second finds in the cache.
 LONG = (
-    "compile", "engine", "faults", "docs", "browser_app", "models_table", "mesh", "run", "engine_hf", "browser_looks",
-    "pipelining_use", "tensor", "families_exact", "browser_picture", "pipelining", "train_resume", "weights", "laws",
-    "compile_schedules", "plan", "search", "save", "checkpoint", "chaos", "browser_viewer", "dynamic", "train_saving",
-    "adapters", "engine_examples", "viz_robust", "stages", "app_load", "train", "torch_orders", "profile",
-    "mesh_faults", "browser_trace", "balance", "app_fuzz",
+    "compile", "models_table", "faults", "mesh", "families_exact", "tensor", "engine_hf", "engine", "docs",
+    "browser_app", "pipelining_use", "checkpoint", "adapters", "browser_looks", "run", "search", "compile_schedules",
+    "engine_examples", "save", "pipelining", "weights", "train_resume", "browser_plan", "profile", "stages", "plan",
+    "laws", "bounds", "app_load", "balance", "browser_picture", "train_saving", "dynamic", "chaos", "app_fuzz",
+    "gradients", "viz_files", "viz_robust", "train", "mesh_faults", "browser_viewer", "browser_trace",
 )  # fmt: skip
 
 

@@ -1,4 +1,7 @@
-"""Compiles the kernels of searches and of large schedules, once for all workers that will ask for them at once."""
+"""Compiles the kernels of searches and of large schedules beside the first tests, which need none of them.
+
+Each kernel is kept as soon as it is compiled, so that workers that ask for them later find most or all of them.
+"""
 
 from zeropipe.search.ready import make_ready
 
