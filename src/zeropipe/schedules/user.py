@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from os.path import isfile
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ def entry_of(spec: str) -> Entry:
     try:
         return find(spec)
     except ConfigError:
-        if not Path(spec).is_file():
+        if not isfile(spec):  # False also for a name that no file can have
             raise
         kinds = " or ".join(SCHEDULES)
         raise ConfigError(f"{spec!r} is a file of no known kind: one with a schedule is named {kinds}") from None
