@@ -136,7 +136,7 @@ def search(task: Task, **options) -> "zp.search.search.Found":
 
 
 @pytest.mark.parametrize("entry", [entry for entry in entries() if entry.placement_name != "mirror"], ids=str)
-@pytest.mark.parametrize("cases", partly([6, 24], [6]))
+@pytest.mark.parametrize("cases", partly([6, 120], [6]))
 def test_no_bound_is_above_a_schedule_with_a_name(entry, cases):
     random = Random(entry.name)
     for _ in range(cases):
