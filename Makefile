@@ -25,10 +25,9 @@ JOBS ?= 3
 LIMIT ?= 1800
 tests: export PYTHONDONTWRITEBYTECODE :=  # many processes are started: each finds the code compiled
 tests: $(STAMP)
-	$(BIN)/python tests/warm.py & \
+	$(BIN)/python tests/warm.py & trap "kill $$! 2> /dev/null" EXIT; trap "exit 130" INT TERM; \
 	$(if $(shell command -v timeout),timeout --foreground --kill-after=20 $(LIMIT)) \
-		$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder; \
-	status=$$?; wait; exit $$status
+		$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 # what `test` leaves out: whole products, such as every checkpointing mode compiled under every schedule
 test-full: $(STAMP)
