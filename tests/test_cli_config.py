@@ -107,14 +107,14 @@ def test_the_page_starts_with_it(tmp_path, monkeypatch, run):
     (tmp_path / "job.toml").write_text(
         'schedule = ["zbv", "interleaved:v=4"]\nranks = 8\nmicrobatches = 16\nper = "stage"\nweight_parts = 2\n'
         '[options]\ngroup_size = 8\n[costs]\nf = [1, 2]\nbandwidth = 3.5\nunit = "s"\nblocking = true\n'
-        "inter_node.p2p = 0.5\n"
+        "node_size = 4\ninter_node.p2p = 0.5\n"
         "[costs.edges.0-1]\np2p = 0.1\nbandwidth = 2.0\n"
     )
     nothing = {"ranks": (), "microbatches": (32,), "stages_per_rank": (), "pairs": ()}
     made = address(request_of(["job.toml"], nothing, several=("schedule",)))
     assert made == (
         "?ranks=8&microbatches=32&weight_parts=2&schedules=zbv,interleaved:v=4:group_size=8&per=stage"
-        "&f=1.0,2.0&bandwidth=3.5&edges=0-1:0.1:2.0&inter_p2p=0.5&blocking=1&unit=s"
+        "&f=1.0,2.0&bandwidth=3.5&edges=0-1:0.1:2.0&node_size=4&inter_p2p=0.5&blocking=1&unit=s"
     )
     flags = {"ranks": (4,), "microbatches": (), "stages_per_rank": (), "pairs": (), "f": "1=2"}
     assert address(request_of([], flags)) == "?ranks=4&f=1=2.0"

@@ -133,6 +133,7 @@ def test_comparing_shares_costs_out_over_stages():
         ({"edges": {"01": {}}}, "edge '01'"),
         ({"edges": {"0-1": 3}}, "edges.0-1=3"),
         ({"inter_node": {"latency": 1}}, "inter_node"),
+        ({"inter_node": {"p2p": 1}}, "inter_node is of links between machines: say how many ranks one has, node_size"),
     ],
 )
 def test_bad_costs_are_named(values, words):
@@ -142,9 +143,9 @@ def test_bad_costs_are_named(values, words):
 
 def test_costs_files(tmp_path):
     toml, json = tmp_path / "c.toml", tmp_path / "c.json"
-    toml.write_text('f = [1, 2]\np2p = 0.5\nunit = "s"\n[edges.0-1]\np2p = 2.0\n[inter_node]\np2p = 1.0\n')
+    toml.write_text('f = 1\np2p = 0.5\nunit = "s"\nnode_size = 2\n[edges.0-1]\np2p = 2.0\n[inter_node]\np2p = 1.0\n')
     json.write_text(
-        '{"f": [1, 2], "p2p": 0.5, "unit": "s", "edges": {"0-1": {"p2p": 2.0}}, "inter_node": {"p2p": 1.0}}'
+        '{"f": 1, "p2p": 0.5, "unit": "s", "node_size": 2, "edges": {"0-1": {"p2p": 2.0}}, "inter_node": {"p2p": 1}}'
     )
     assert load_costs(str(toml)) == load_costs(str(json))
     assert load_costs(str(toml)).link(0, 1) == Link(2.0)

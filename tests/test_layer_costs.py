@@ -120,6 +120,24 @@ def test_other_files_are_refused(text):
         from_layer_json(text)
 
 
+def test_commands_know_which_stages_share_a_rank(run, tmp_path):
+    file = tmp_path / "c.json"
+    file.write_text(to_layer_json(replace(COSTS, tied=True, sending=0.1, receiving=0.1)))
+    schedule = zp.build("zbv", ranks=2, microbatches=4)
+    there = ("-p", "2", "-m", "4", "--costs", file, "--json")
+    shared = replace(COSTS, tied=True, sending=0.1, receiving=0.1).costs(
+        (1, 1, 1, 1), placement=schedule.placement, node_size=1
+    )
+    exact = zp.simulate(schedule, shared)
+    _, simulated, _ = run("simulate", "zbv", "--node-size", "1", *there)
+    _, compared, _ = run("compare", "zbv", "--node-size", "1", *there)
+    for found in (json.loads(simulated), json.loads(compared)["compared"][0]):
+        assert (found["makespan"], found["peak_memory"]) == (pytest.approx(exact.makespan), list(exact.peak_memory))
+    limit = max(exact.peak_memory)
+    _, searched, _ = run("search", "-v", "2", "--placement", "vee", "--memory-limit", limit, "--steps", "1", *there)
+    assert max(json.loads(searched)["peak_memory"]) <= limit
+
+
 def test_commands_take_the_file_and_say_what_it_is(tmp_path, capsys):
     from zeropipe.cli import main
 
@@ -128,10 +146,12 @@ def test_commands_take_the_file_and_say_what_it_is(tmp_path, capsys):
     main(["compare", "1f1b", "zbv", "-p", "2", "-m", "4", "--costs", str(file), "--json"])
     found = json.loads(capsys.readouterr().out)
     assert found["costs_per"] == "estimate"
-    for name, stages in (("1f1b", 2), ("zbv", 4)):
+    for name in ("1f1b", "zbv"):
         schedule = zp.build(name, ranks=2, microbatches=4)
         (row,) = [row for row in found["compared"] if row["schedule"] == name]
-        assert row["makespan"] == pytest.approx(zp.simulate(schedule, COSTS.even(Problem(2, stages, 4))).makespan)
+        assert row["makespan"] == pytest.approx(
+            zp.simulate(schedule, COSTS.even(schedule.problem, schedule.placement)).makespan
+        )
     main(["simulate", "1f1b", "-p", "2", "-m", "4", "--costs", str(file), "--memory-limit", "9KB"])
     assert "estimated costs of layers" in capsys.readouterr().out
     for wrong in (["--f", "2"], ["-p", "8"]):

@@ -99,7 +99,12 @@ def test_costs_as_plain_data_are_read_back():
     for costs in (
         zp.Costs(),
         zp.Costs(
-            f=[1, 2], b=3, edges={(0, 1): Link(0.5), (1, 0): Link(None, 7.0)}, inter_node=Link(1.0, 2.0), unit="s"
+            f=[1, 2],
+            b=3,
+            edges={(0, 1): Link(0.5), (1, 0): Link(None, 7.0)},
+            node_size=2,
+            inter_node=Link(1.0, 2.0),
+            unit="s",
         ),
         zp.Costs(f={0: 0.8, "default": 2}, w={1: 3.0}, blocking=True, memory_limit=5),
     ):

@@ -107,7 +107,7 @@ def _compared(request: Request) -> Result:
             schedule = found.schedule if isinstance(found, Timeline) else found
             total += num_cut(schedule, request.weight_parts or 1)
             COMMAND_LINE.require_actions(total, "this comparison", request.weight_parts or 1)
-            costs = request.costs_of(schedule.problem)
+            costs = request.costs_of(schedule.problem, schedule.placement)
             (made,) = run([schedule], costs, weight_parts=request.weight_parts, per="stage")
             timelines.append(made if wish.title in (schedule.name, wish.spec.name) else made.labelled(wish.title))
     if not timelines:

@@ -12,7 +12,7 @@ from zeropipe.core.files import SCHEDULES
 from zeropipe.errors import ConfigError, short
 
 if TYPE_CHECKING:
-    from zeropipe.core.placement import Problem
+    from zeropipe.core.placement import Placement, Problem
     from zeropipe.core.schedule import Schedule
     from zeropipe.core.timeline import Timeline
     from zeropipe.sim.costs import Costs
@@ -75,8 +75,8 @@ class Request:
             )
         return overridden(self.file_costs or Costs(), self.flags)
 
-    def costs_of(self, problem: Problem) -> Costs:
-        """The costs of each stage."""
+    def costs_of(self, problem: Problem, placement: Placement | None = None) -> Costs:
+        """The costs of each stage; `placement` says which of them share a rank."""
         from zeropipe.sim.compare import stage_costs
         from zeropipe.sim.costs import PER_STAGE
         from zeropipe.sim.layer_costs import LayerCosts
@@ -88,7 +88,7 @@ class Request:
                 raise ConfigError(
                     f"--{name}: the costs of the layers of {self.file_costs.model} say that; leave it out"
                 )
-        return overridden(self.file_costs.even(problem), self.flags)
+        return overridden(self.file_costs.even(problem, placement, self.flags.get("node_size")), self.flags)
 
     @property
     def is_plain(self) -> bool:
@@ -114,7 +114,7 @@ class Request:
         if recorded is not None and self.file_costs is None:  # it has its own
             costs, per = stage_costs(overridden(fit(recorded), self.flags), schedule.problem, self.per), "recording"
         else:
-            costs, per = self.costs_of(schedule.problem), self.per
+            costs, per = self.costs_of(schedule.problem, schedule.placement), self.per
         if self.weight_parts:
             COMMAND_LINE.require_actions(num_cut(schedule, self.weight_parts), schedule.name, self.weight_parts)
             schedule = fill_gaps(schedule, costs, weight_parts=self.weight_parts)
@@ -212,10 +212,10 @@ def overridden(costs: Costs, flags: Mapping[str, Any]) -> Costs:
     """`costs` with single ones exchanged."""
     inter = costs.inter_node._replace(**{name: flags[f"inter_{name}"] for name in LINK if f"inter_{name}" in flags})
     others = {name: value for name, value in flags.items() if not name.startswith("inter_")}
-    made = replace(costs, inter_node=inter, **others)
     for name in LINK:
-        if f"inter_{name}" in flags and made.node_size is None:
+        if f"inter_{name}" in flags and others.get("node_size", costs.node_size) is None:
             raise ConfigError(f"--inter-{name} is of links between machines: say how many ranks one has, --node-size N")
+    made = replace(costs, inter_node=inter, **others)
     for name in ("bandwidth", "inter_bandwidth"):
         if name in flags and made.message == 0:
             flag = "--" + name.replace("_", "-")

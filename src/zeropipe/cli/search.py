@@ -56,7 +56,7 @@ def search(out: str | None, as_json: bool, **given: Any) -> None:
     zeropipe search -p 8 -m 32 -v 2 --w 0.7 --p2p 0.1 --memory-limit 8
     """
     from zeropipe.cli.request import request_of
-    from zeropipe.core.placement import Problem
+    from zeropipe.core.placement import PLACEMENTS, Problem
     from zeropipe.search.search import search as run
 
     if out:
@@ -67,7 +67,9 @@ def search(out: str | None, as_json: bool, **given: Any) -> None:
             raise ConfigError(f"{flag} is missing: a schedule is searched for a number of {flag}, give --{flag} N")
     ranks, microbatches = request.ranks[0], request.microbatches[0]
     per_rank = request.stages_per_rank[0] if request.stages_per_rank else 1
-    costs = request.costs_of(Problem(ranks, ranks * per_rank, microbatches))
+    problem = Problem(ranks, ranks * per_rank, microbatches)
+    rule = PLACEMENTS.get(given["placement"])  # none with "all": then no stages are taken to share a rank
+    costs = request.costs_of(problem, rule(problem) if rule else None)
     with _told(costs.unit) as tell:
         found = run(
             ranks=ranks, microbatches=microbatches, stages_per_rank=per_rank, costs=costs,

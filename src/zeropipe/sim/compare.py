@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from zeropipe.core.placement import Problem
+from zeropipe.core.placement import Placement, Problem
 from zeropipe.core.ranking import Ranking, Standing, ranking
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Timeline
@@ -16,13 +16,15 @@ from zeropipe.sim.simulate import simulate
 __all__ = ["Ranking", "Standing", "compare", "ranking", "stage_costs"]
 
 
-def stage_costs(costs: Costs | LayerCosts, problem: Problem, per: str = "rank") -> Costs:
+def stage_costs(
+    costs: Costs | LayerCosts, problem: Problem, per: str = "rank", placement: Placement | None = None
+) -> Costs:
     """The costs of each stage, from costs that are of a rank's part of the model, or ("stage") of a stage already.
 
-    Costs of layers are those of a cut that is as even as can be.
+    Costs of layers are those of a cut that is as even as can be; `placement` says which stages share a rank.
     """
     if isinstance(costs, LayerCosts):
-        return costs.even(problem)
+        return costs.even(problem, placement)
     return costs if per == "stage" else costs.regrouped(problem)
 
 
@@ -36,7 +38,7 @@ def compare(
     """
     timelines = []
     for schedule in schedules:
-        own = stage_costs(costs, schedule.problem, per)
+        own = stage_costs(costs, schedule.problem, per, schedule.placement)
         if weight_parts and schedule.problem.num_weight_parts == 1:
             schedule = fill_gaps(schedule, own, weight_parts=weight_parts)
         timelines.append(simulate(schedule, own))

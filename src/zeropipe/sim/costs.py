@@ -119,6 +119,8 @@ class Costs:
             raise ConfigError("blocking and blocking_ends are both on: the first blocks everywhere; give one of them")
         if self.node_size is not None and (type(self.node_size) is not int or self.node_size < 1):
             raise ConfigError(f"node_size={short(self.node_size)}: a whole number of ranks from 1 on is needed")
+        if self.node_size is None and self.inter_node != INSIDE:
+            raise ConfigError("inter_node is of links between machines: say how many ranks one has, node_size=8")
         if type(self.units) is not int or not 1 <= self.units <= MAX_UNITS:
             raise ConfigError(f"units={short(self.units)}: a whole number from 1 to {MAX_UNITS} is needed")
         if self.shards is not None:

@@ -209,7 +209,8 @@ class LayerCosts:
             overlap=_sums(stages, lambda layer: layer.pair, [a + b for a, b in zip(up, back)]),
             activation=_sums(stages, lambda layer: layer.activation), stash=_sums(stages, lambda layer: layer.stash),
             message=self.message(chosen), weights=weights,
-            p2p=self.link.p2p or 0.0, bandwidth=self.link.bandwidth, node_size=node_size, inter_node=self.inter_node,
+            p2p=self.link.p2p or 0.0, bandwidth=self.link.bandwidth, node_size=node_size,
+            inter_node=INSIDE if node_size is None else self.inter_node,
             memory_limit=memory_limit, unit="s", memory_unit="B",
             **({} if gather is None else self._sharded(parameters, gather, shards, shard_link, max(counts))),
         )  # fmt: skip
@@ -231,9 +232,10 @@ class LayerCosts:
             "whole_gradients": [number * self.state.gradients for number in parameters],
         }  # fmt: skip
 
-    def even(self, problem: Problem) -> Costs:
+    def even(self, problem: Problem, placement: Placement | None = None, node_size: int | None = None) -> Costs:
         """Costs of a cut into stages that is as even as can be."""
-        return self.costs(layer_counts(self.num_layers, problem.num_stages))
+        counts = layer_counts(self.num_layers, problem.num_stages)
+        return self.costs(counts, placement=placement, node_size=node_size)
 
     def message(self, setting: Setting) -> float:
         """Bytes from stage to stage: what a decoder layer hands on."""
