@@ -4,7 +4,7 @@ import json
 import tomllib
 from contextlib import suppress
 from dataclasses import replace
-from urllib.parse import urlparse
+from urllib.parse import parse_qs, urlparse
 
 import pytest
 from browser import expected, point_at
@@ -297,7 +297,7 @@ def test_costs_come_from_a_file_from_paste_and_per_stage(visit):
     assert costs_from(tomllib.loads(copied)) == costs
     drop(page, "again.toml", copied)
     page.wait_for_selector("#pane-schedules:not([hidden])")
-    page.wait_for_function("new URLSearchParams(location.search).get('f') === '0=0.8,default=2'")
+    page.wait_for_url(lambda url: parse_qs(urlparse(url).query).get("f") == ["0=0.8,default=2"])
     page.click("#tab-costs")
     page.click("text=Reset")
     page.click("text=Per stage…")
