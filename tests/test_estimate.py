@@ -87,6 +87,7 @@ def test_weights_are_those_of_transformers(kind):
 
 FEW = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 128}
 WINDOWS = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 3}
+FOREIGN = {"attention_bias": True, "mlp_bias": True, "use_qk_norm": True, "decoder_sparse_step": 2}  # of other types
 LEFT_OUT = {
     **{kind: {"model_type": kind, **FEW} for kind in FAMILIES},
     "deepseek_v2": {"model_type": "deepseek_v2", **FEW, **CHOSEN},
@@ -95,6 +96,13 @@ LEFT_OUT = {
     "windows of qwen2": {"model_type": "qwen2", **FEW, **WINDOWS},
     "windows of qwen3": {"model_type": "qwen3", **FEW, **WINDOWS},
     "windows of qwen3_moe": {"model_type": "qwen3_moe", **FEW, **WINDOWS},
+    "windows of qwen2_moe": {"model_type": "qwen2_moe", **FEW, **WINDOWS},
+    "windows of smollm3": {"model_type": "smollm3", **FEW, **WINDOWS, "pad_token_id": 0},
+    "windows of a default size": {"model_type": "qwen3", **FEW, "use_sliding_window": True, "max_window_layers": 1},
+    "foreign fields of qwen2": {"model_type": "qwen2", **FEW, **FOREIGN},
+    "foreign fields of mixtral": {"model_type": "mixtral", **FEW, **FOREIGN},
+    "foreign fields of qwen3": {"model_type": "qwen3", **FEW, **FOREIGN, "attention_bias": False},
+    "experts by another name": {"model_type": "qwen3_moe", **FEW, "num_local_experts": 12},
     "no windows": {"model_type": "mistral", **FEW, "sliding_window": None},
     "biases": {"model_type": "deepseek_v3", **FEW, "attention_bias": True},
     "text of gemma-3-4b": {

@@ -27,19 +27,28 @@ class Family:
     qkv_bias: bool = False
     o_bias: str = "attention_bias"  # the field that says whether attention's output has one; "": it has none
     scoring_bias: bool = False  # of each expert, in the choice of experts
-    windows: bool = False  # whether sliding_window is used where no list of layer types says so
-    late_windows: bool = False  # with windows: only in the layers from max_window_layers on
+    windows: str = "never"  # which layers have one where no list of layer types says so, see _Reader.windowed
+    reads: tuple[str, ...] = ("attention_bias",)  # of OPTIONS; the others mean nothing to it
     defaults: Mapping[str, Any] = field(default_factory=dict)  # transformers' own, of fields that configs leave out
 
 
-_QWEN = {"num_key_value_heads": 32, "max_window_layers": 28}
+# Fields that some model types know and others pass over, though their configs may have them.
+BIASES = ("attention_bias", "mlp_bias")
+SPARSE = ("decoder_sparse_step", "mlp_only_layers")
+OPTIONS = (*BIASES, *SPARSE, "use_qk_norm")
+NUMBER_OF_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")  # names that configs have for it
+
+_QWEN = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
 _MIXTRAL = {"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2}
-_QWEN3_MOE = {"num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+_QWEN3_MOE = {
+    "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+    "sliding_window": 4096,
+}  # fmt: skip
 _QWEN2_MOE = {
     **_QWEN, "num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
     "shared_expert_intermediate_size": 5632,
 }  # fmt: skip
-_QWEN2_VL = {"num_key_value_heads": 8, "max_window_layers": 80}
+_QWEN2_VL = {"num_key_value_heads": 8, "sliding_window": 4096, "max_window_layers": 80}
 _QWEN3_VL_MOE = {
     "num_key_value_heads": 16, "num_local_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
 }  # fmt: skip
@@ -66,29 +75,31 @@ _OLMO3 = {"sliding_window": 4096, "sliding_window_pattern": 4}
 _SEED = {"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True}
 
 FAMILIES = {
-    "llama": Family(),
-    "mistral": Family(windows=True, defaults={"num_key_value_heads": 8, "sliding_window": 4096}),
-    "mixtral": Family(windows=True, defaults=_MIXTRAL),
-    "qwen2": Family(qkv_bias=True, late_windows=True, defaults=_QWEN),
-    "qwen3": Family(qk_norm=1, late_windows=True, defaults={**_QWEN, "head_dim": 128}),
-    "qwen2_moe": Family(qkv_bias=True, late_windows=True, defaults=_QWEN2_MOE),
-    "qwen2_vl_text": Family(qkv_bias=True, late_windows=True, defaults=_QWEN2_VL),
-    "qwen2_5_vl_text": Family(qkv_bias=True, late_windows=True, defaults=_QWEN2_VL),
-    "qwen3_moe": Family(qk_norm=1, defaults=_QWEN3_MOE),
+    "llama": Family(reads=BIASES),
+    "mistral": Family(windows="always", reads=(), defaults={"num_key_value_heads": 8, "sliding_window": 4096}),
+    "mixtral": Family(windows="always", reads=(), defaults=_MIXTRAL),
+    "qwen2": Family(qkv_bias=True, windows="late", reads=(), defaults=_QWEN),
+    "qwen3": Family(qk_norm=1, windows="late", defaults={**_QWEN, "head_dim": 128}),
+    "qwen2_moe": Family(qkv_bias=True, windows="early", reads=SPARSE, defaults=_QWEN2_MOE),
+    "qwen2_vl_text": Family(qkv_bias=True, windows="late", reads=(), defaults=_QWEN2_VL),
+    "qwen2_5_vl_text": Family(qkv_bias=True, windows="late", reads=(), defaults=_QWEN2_VL),
+    "qwen3_moe": Family(qk_norm=1, windows="asked", reads=("attention_bias", *SPARSE), defaults=_QWEN3_MOE),
     "qwen3_vl_text": Family(qk_norm=1, defaults={"num_key_value_heads": 32, "head_dim": 128}),
-    "qwen3_vl_moe_text": Family(qk_norm=1, defaults=_QWEN3_VL_MOE),
+    "qwen3_vl_moe_text": Family(qk_norm=1, reads=("attention_bias", *SPARSE), defaults=_QWEN3_VL_MOE),
     "gemma": Family(defaults={"num_key_value_heads": 16, "head_dim": 256, "tie_word_embeddings": True}),
     "gemma3_text": Family(qk_norm=1, norms=4, defaults=_GEMMA3),
-    "phi3": Family(windows=True),
+    "phi3": Family(windows="always", reads=()),
     "olmo2": Family(qk_norm=2),
     "olmo3": Family(qk_norm=2, defaults=_OLMO3),
-    "granite": Family(),
+    "granite": Family(reads=BIASES),
     "granitemoe": Family(defaults={"num_local_experts": 8, "num_experts_per_tok": 2}),
-    "smollm3": Family(defaults={"num_key_value_heads": 4, "tie_word_embeddings": True}),
-    "seed_oss": Family(o_bias="attention_out_bias", defaults=_SEED),
+    "smollm3": Family(
+        windows="unrotated", reads=BIASES, defaults={"num_key_value_heads": 4, "tie_word_embeddings": True}
+    ),
+    "seed_oss": Family(o_bias="attention_out_bias", reads=BIASES, defaults=_SEED),
     "glm4": Family(norms=4, o_bias="", defaults=_GLM4),
-    "glm4_moe": Family(o_bias="", scoring_bias=True, defaults=_GLM4_MOE),
-    "deepseek_v2": Family(defaults=_DEEPSEEK_V2),
+    "glm4_moe": Family(o_bias="", scoring_bias=True, reads=("attention_bias", "use_qk_norm"), defaults=_GLM4_MOE),
+    "deepseek_v2": Family(reads=BIASES, defaults=_DEEPSEEK_V2),
     "deepseek_v3": Family(scoring_bias=True, defaults=_DEEPSEEK),
     "kimi_k2": Family(scoring_bias=True, defaults=_DEEPSEEK),
 }
@@ -188,7 +199,7 @@ def _shape(name: str, data: Mapping[str, Any]) -> Shape:
         )
     if data.get("attn_logit_softcapping"):
         raise ConfigError(f"{name}: attention with soft-capping is not estimated: `zeropipe profile` measures it")
-    data = {**family.defaults, **data}
+    data = _completed(data, family)
     if data.get("use_qk_norm"):
         family = replace(family, qk_norm=1)
     read = _Reader(name, data)
@@ -202,6 +213,15 @@ def _shape(name: str, data: Mapping[str, Any]) -> Shape:
         experts=read.experts(family), latent=read.latent(),
     )  # fmt: skip
     return replace(shape, layers=read.layers(family))
+
+
+def _completed(data: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """What the model type reads of a config, with its defaults for what is left out."""
+    defaults = dict(family.defaults)
+    if any(data.get(name) is not None for name in NUMBER_OF_EXPERTS):  # the default may go by another name
+        defaults = {name: value for name, value in defaults.items() if name not in NUMBER_OF_EXPERTS}
+    passed_over = set(OPTIONS) - set(family.reads)
+    return {**defaults, **{name: value for name, value in data.items() if name not in passed_over}}
 
 
 class _Reader:
@@ -225,7 +245,7 @@ class _Reader:
 
     def number_of_experts(self) -> int:
         """0 where there are none."""
-        return self.count("num_experts", "n_routed_experts", "num_local_experts", 0, least=0)
+        return self.count(*NUMBER_OF_EXPERTS, 0, least=0)
 
     def experts(self, family: Family) -> Experts | None:
         number = self.number_of_experts()
@@ -252,9 +272,7 @@ class _Reader:
         if types is None and pattern:
             types = ["full_attention" if (n + 1) % pattern == 0 else "sliding_attention" for n in range(number)]
         if types is None:
-            use = family.windows or bool(self.data.get("use_sliding_window"))
-            first = self.count("max_window_layers", 0, least=0) if family.late_windows else 0
-            types = ["sliding_attention" if use and window and n >= first else "full_attention" for n in range(number)]
+            types = ["sliding_attention" if self.windowed(family, n) else "full_attention" for n in range(number)]
         if not isinstance(types, list) or len(types) != number:
             raise ConfigError(f"{self.name}: layer_types={short(types)}: one for each of {number} layers is needed")
         unknown = [kind for kind in types if kind not in ("full_attention", "sliding_attention")]
@@ -265,6 +283,20 @@ class _Reader:
             Layer((window or None) if types[n] == "sliding_attention" else None, n in with_experts)
             for n in range(number)
         )
+
+    def windowed(self, family: Family, layer: int) -> bool:
+        """Whether a layer has a sliding window where the config has no list of layer types."""
+        if family.windows in ("never", "always") or not self.data.get("use_sliding_window"):
+            return family.windows == "always"
+        bound = self.count("max_window_layers", 0, least=0)
+        match family.windows:
+            case "late":
+                return layer >= bound
+            case "early":  # every second one
+                return layer < bound and layer % 2 == 0
+            case "unrotated":  # layers without rotary embeddings
+                return (layer + 1) % self.count("no_rope_layer_interval", 4) == 0
+        return True
 
     def _with_experts(self, number: int) -> set[int]:
         """The layers that have experts."""
