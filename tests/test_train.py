@@ -15,6 +15,7 @@ from zeropipe.errors import ConfigError
 from zeropipe.train.config.models import RateTable
 from zeropipe.train.loop.job import is_better, num_steps_of
 from zeropipe.train.loop.metrics import Metrics, forget_after
+from zeropipe.train.loop.optimizer import _norms_and_biases
 from zeropipe.train.loop.rate import factor
 from zeropipe.train.loop.recorded import MOST, thinned
 from zeropipe.train.loop.resume import _differences
@@ -45,6 +46,21 @@ def test_five_steps_give_the_weights_of_plain_torch(tmp_path, mesh, schedule, ti
     assert ours.config.tie_word_embeddings == tied
     assert difference(ours, plain) < 1e-9
     assert [line["loss"] for line in metrics_of(tmp_path / "out")] == list(outcome.losses)
+
+
+def test_norms_and_biases_do_not_decay_whatever_their_shape():
+    """gpt_oss has a bias for each expert, cohere a norm for each head: two dimensions."""
+
+    class ManyNorms(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(2, 4))
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), ManyNorms(), torch.nn.Embedding(3, 4))
+    model.register_parameter("gate_up_proj_bias", torch.nn.Parameter(torch.ones(2, 4)))
+    found = {id(parameter) for parameter in _norms_and_biases(model)}
+    small = [name for name, parameter in model.named_parameters() if id(parameter) in found]
+    assert small == ["gate_up_proj_bias", "0.bias", "1.weight"]
 
 
 def test_steps_that_are_not_finite_are_left_out_on_all_ranks(tmp_path):

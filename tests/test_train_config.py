@@ -43,6 +43,7 @@ WRONG = {
     "unknown flag": ("--mesh.dp-shards 2", GOOD, "unknown field --mesh.dp-shards: did you mean --mesh.dp_shard?"),
     "part of a name": ("--lr 2", GOOD, "unknown field --lr: did you mean --optimizer.lr?"),
     "no value": ("--mesh.pp --engine.compile", GOOD, "--mesh.pp has no value: give it one, like --mesh.pp 4"),
+    "twice": ("--mesh.pp 2 --mesh.pp=4", GOOD, "--mesh.pp is given twice: leave one of them out"),
     "none": ("--mesh.pp 0", GOOD, "--mesh.pp 0: a whole number from 1 on is needed"),
     "huge": ("--mesh.pp 5000000000", GOOD, "--mesh.pp 5000000000: a whole number from 1 to 1,000,000,000 is needed"),
     "no number": ("--optimizer.lr fast", GOOD, "--optimizer.lr fast: a number above 0 is needed"),
@@ -290,9 +291,9 @@ def test_no_value_of_a_field_ends_in_a_traceback(run, value):
 def test_fields_are_given_in_any_order_and_form(folder):
     Path("run.toml").write_text(GOOD)
     given = [
-        "--engine.compile", "--mesh.pp=4", "--schedule.layers", "2,3,3,2", "--engine.offload", "false", "--data.path",
+        "--engine.compile", "--mesh.pp=8", "--schedule.layers", "2,3,3,2", "--engine.offload", "false", "--data.path",
         "a/*.txt,b.txt", "--schedule.options.group_size", "4", "--optimizer.lr", "3e-4", "--train.steps", "none",
-        "--train.epochs", "2", "--mesh.dp-shard", "2", "--mesh.pp", "8", "--optimizer.betas", "[0.8, 0.9]",
+        "--train.epochs", "2", "--mesh.dp-shard", "2", "--optimizer.betas", "[0.8, 0.9]",
     ]  # fmt: skip
     config = read_run("run.toml", given)
     assert (config.engine.compile, config.engine.offload, config.mesh.pp, config.mesh.dp_shard) == (True, False, 8, 2)

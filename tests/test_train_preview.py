@@ -9,6 +9,7 @@ import pytest
 from train_files import GOOD
 
 import zeropipe as zp
+from zeropipe.engine.run.spec import Job, layers_of
 from zeropipe.search.estimate.estimate import num_parameters
 from zeropipe.search.estimate.known import KNOWN
 from zeropipe.search.plan.write import write_run
@@ -16,7 +17,8 @@ from zeropipe.sim.layer_file import to_layer_json
 from zeropipe.train.config.read import read_run
 from zeropipe.train.preview import preview, state_of
 
-LARGE = ("--model.path", "qwen3-8b", "--model.weights", "random", "--mesh.pp", "4", "--train.steps", "1")
+WHOLE = ("--model.path", "qwen3-8b", "--model.weights", "random", "--train.steps", "1")
+LARGE = (*WHOLE, "--mesh.pp", "4")
 SIZES = {"gpus": 8, "batch": 32, "gpu": "h100", "sequence": 1024, "search_seconds": 0, "workers": 1}
 
 
@@ -64,6 +66,17 @@ def test_a_plans_file_is_shown_as_it_is(model, tmp_path, monkeypatch, run):
     status, _, err = run("train", "run.toml")
     assert status == 2
     assert f"model.path='{model}' {'has no weights' if model == 'shapes' else 'is'}" in err
+
+
+@pytest.mark.parametrize("name", ["n_layer", "n_layers", "num_layers"])
+def test_layers_may_have_the_names_of_older_families(name, tmp_path, run):
+    """gpt2, mpt and gpt_neo: all commands take them, as the table of models says."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", name: 3, "vocab_size": 8}))
+    fields = ["--model.path", str(tmp_path), "--model.weights", "random", "--train.steps", "1", "--mesh.pp", "3"]
+    status, out, _ = run("train", *fields, "--dry-run", "--json")
+    assert status == 0
+    assert json.loads(out)["layers_per_stage"] == [1, 1, 1]
+    assert layers_of(Job(str(tmp_path))) == 3
 
 
 def test_machines_of_another_size_are_in_the_file(tmp_path, monkeypatch):
@@ -143,7 +156,8 @@ def test_a_prediction_that_would_be_wrong_is_not_made(tmp_path, monkeypatch, giv
     monkeypatch.chdir(tmp_path)
     costs = zp.estimate("qwen3-8b", gpu="h100", sequence=1024, dtype="float32", compile=False)
     Path("costs.json").write_text(to_layer_json(costs))
-    made = preview(read_run(None, [*LARGE, "--schedule.costs", "costs.json", *given.split()]))
+    fields = WHOLE if "mesh.pp" in given else LARGE
+    made = preview(read_run(None, [*fields, "--schedule.costs", "costs.json", *given.split()]))
     assert made.notes[0].startswith(note)
     assert (made.prediction is None) == note.startswith("no ")
 

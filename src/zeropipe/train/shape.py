@@ -12,7 +12,7 @@ from zeropipe.core.layers import check_counts, layer_counts, num_stages_for
 from zeropipe.core.limits import COMMAND_LINE
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Timeline
-from zeropipe.engine.run.spec import BUILT_IN, Job, built_in
+from zeropipe.engine.run.spec import BUILT_IN, Job, built_in, num_layers_in
 from zeropipe.errors import ConfigError
 from zeropipe.schedules.user import load_any
 from zeropipe.sim.layer_costs import LayerCosts
@@ -69,7 +69,7 @@ def text_data(config: RunConfig) -> dict[str, Any]:
 
 def num_layers_of(config: RunConfig) -> int:
     """How many layers the model has."""
-    found = text_data(config).get("num_hidden_layers")
+    found = num_layers_in(text_data(config))
     if not isinstance(found, int):
         raise ConfigError(f"{config.model.path}: its config has no num_hidden_layers, so it cannot be cut into stages")
     return found

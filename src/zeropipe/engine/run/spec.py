@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ BUILT_IN = {
     "llama-8b": (32, 4096, 14336, 32, 8, 128, 128256),
 }
 TIED = ("qwen3-0.6b",)  # whose head is the embedding, as published
+
+_NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")  # names of one and the same field
 
 
 @dataclass(frozen=True)
@@ -89,12 +92,17 @@ def layers_of(job: Job) -> int:
         raise ConfigError(f"model {job.model!r}: give a directory with a config.json, or one of {', '.join(BUILT_IN)}")
     try:
         data = json.loads(file.read_text())
-        found = data.get("num_hidden_layers", data.get("text_config", {}).get("num_hidden_layers"))
-    except (ValueError, AttributeError):
+        found = num_layers_in({**data, **data.get("text_config", {})})
+    except (ValueError, AttributeError, TypeError):
         raise ConfigError(f"{file} is not a model's configuration: save one with save_pretrained") from None
     if not isinstance(found, int):
         raise ConfigError(f"{file} has no num_hidden_layers: only decoder models can be cut into stages")
     return found
+
+
+def num_layers_in(config: Mapping[str, Any]) -> Any:
+    """The number of layers that a model's config tells: gpt2, mpt and gpt_neo have names of their own for it."""
+    return next((config[name] for name in _NUM_LAYERS if name in config), None)
 
 
 def counts_of(job: Job, schedule: Schedule) -> tuple[int, ...]:

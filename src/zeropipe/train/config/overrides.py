@@ -24,7 +24,7 @@ def takes_value(flag: str, following: str) -> bool:
 
 
 def parse_overrides(given: Sequence[str]) -> dict[str, Any]:
-    """{dotted name: value} of arguments; of a name that is given twice the last one counts."""
+    """{dotted name: value} of arguments."""
     values: dict[str, Any] = {}
     rest = list(given)
     while rest:
@@ -35,6 +35,8 @@ def parse_overrides(given: Sequence[str]) -> dict[str, Any]:
         field = find_field(name)
         if field is None:
             raise ConfigError(f"unknown field {flag}: {hint(name, all_names(), '--')}")
+        if name in values:
+            raise ConfigError(f"{flag} is given twice: leave one of them out")
         kinds = kinds_of(field)
         if not equals:
             if rest and takes_value(flag, rest[0]):

@@ -77,7 +77,7 @@ class Run:
         self._data: Any = open_data(config, pipeline=place.pipeline)
         self._held_out: Any = open_evaluation(config, pipeline=place.pipeline)
         require_packing(engine, self._data, self._held_out)
-        self._optimizer = make_optimizer(config, engine.parameters(), place.device)
+        self._optimizer = make_optimizer(config, engine, place.device)
         self._kept = Kept(config, engine, self._is_first, tell)
         self._counts = self._resumed()
         self._num_steps = num_steps_of(config, self._data, self._counts.step)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from zeropipe.engine.engine import Engine
 from zeropipe.engine.masters import MasterWeights
 from zeropipe.errors import ConfigError
 from zeropipe.train.config.models import OptimizerTable, RunConfig
@@ -18,12 +20,12 @@ KINDS: dict[str, type[torch.optim.Optimizer]] = {
 }  # fmt: skip
 
 
-def make_optimizer(config: RunConfig, parameters: list[nn.Parameter], device: torch.device) -> Any:
+def make_optimizer(config: RunConfig, engine: Engine, device: torch.device) -> Any:
     """A torch optimizer or MasterWeights; a rank that trains nothing has one of no parameters."""
     table = config.optimizer
     for fault in adafactor_faults(config):
         raise ConfigError(fault)
-    groups = _groups(table, parameters)
+    groups = _groups(table, engine)
     options: dict[str, Any] = {"lr": table.lr}
     if table.name != "adafactor":
         on_gpu = device.type == "cuda" and not config.engine.offload
@@ -34,14 +36,24 @@ def make_optimizer(config: RunConfig, parameters: list[nn.Parameter], device: to
     return kind(groups, **options)
 
 
-def _groups(table: OptimizerTable, parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
-    """Matrices, and what has one dimension: norms and biases, which do not decay."""
-    trained = [p for p in parameters if p.requires_grad]
-    matrices, others = [p for p in trained if p.ndim > 1], [p for p in trained if p.ndim < 2]
+def _groups(table: OptimizerTable, engine: Engine) -> list[dict[str, Any]]:
+    """What decays, and what does not: norms, biases, and whatever else has one dimension."""
+    trained = [p for p in engine.parameters() if p.requires_grad]
+    small = {id(p) for stage in engine.stages.values() for p in _norms_and_biases(stage)}
+    matrices, others = [p for p in trained if id(p) not in small], [p for p in trained if id(p) in small]
     return [
         {"params": matrices, "weight_decay": table.weight_decay, **_settings(table)},
         {"params": others, "weight_decay": 0.0, **_settings(table)},
     ]
+
+
+def _norms_and_biases(stage: nn.Module) -> Iterator[nn.Parameter]:
+    """Also those with a row for each expert (gpt_oss) or for each head (cohere)."""
+    for module in stage.modules():
+        is_norm = "norm" in type(module).__name__.lower()
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.ndim < 2 or is_norm or name.endswith("bias"):
+                yield parameter
 
 
 def _settings(table: OptimizerTable) -> dict[str, Any]:
