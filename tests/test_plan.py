@@ -41,15 +41,12 @@ def test_a_row_is_the_simulation_of_its_stages(small):
         one = row.candidate
         schedule = zp.build(one.schedule, ranks=one.layout.pp, microbatches=one.num_microbatches)
         setting = costs.setting(ac=one.ac, microbatch_size=one.microbatch_size, tp=one.layout.tp)
-        own = costs.costs(row.counts, setting, placement=schedule.placement, shards=one.layout.dp_shard)
-        own = replace(own, node_size=max(1, 2 // (one.layout.dp_shard * one.layout.tp)), memory_limit=20e9)
-        shards = one.layout.dp_shard
-        if shards > 1:
-            own = costs.costs(
-                row.counts, setting, placement=schedule.placement, shards=shards, gather="keep",
-                shard_link=costs.link if shards * one.layout.tp <= 2 else costs.inter_node,
-                node_size=own.node_size, memory_limit=20e9,
-            )  # fmt: skip
+        shards, tp = one.layout.dp_shard, one.layout.tp
+        own = costs.costs(
+            row.counts, setting, placement=schedule.placement, shards=shards, gather="keep" if shards > 1 else None,
+            shard_link=costs.link if shards * tp <= 2 else costs.inter_node,
+            node_size=max(1, 2 // (shards * tp)), memory_limit=20e9,
+        )  # fmt: skip
         timeline = zp.simulate(schedule, own)
         assert row.makespan == pytest.approx(timeline.makespan)
         assert row.memory.peak == pytest.approx(max(timeline.peak_memory))

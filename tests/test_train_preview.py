@@ -95,7 +95,28 @@ def test_one_file_for_all_commands(planned, run):
     shown = json.loads(run("run", "run.toml", "--dry-run", "--json")[1])[0]
     assert shown["layers_per_stage"] == list(planned.best.counts)
     assert (shown["mesh"], shown["num_microbatches"]) == ({"pp": 4, "dp_shard": 2}, 16)
-    assert json.loads(run("simulate", "run.toml", "--json")[1])["num_stages"] == 8
+    simulated = json.loads(run("simulate", "run.toml", "--json")[1])
+    assert (simulated["num_stages"], simulated["costs_per"]) == (8, "training file")
+    assert simulated["makespan"] == pytest.approx(planned.best.makespan)
+    assert max(simulated["peak_memory"]) == pytest.approx(planned.best.memory.peak)
+    compared = json.loads(run("compare", "run.toml", "1f1b", "--json")[1])["compared"]
+    even = planned.scene.costs.costs([9] * 4, shards=2, gather="keep", shard_link=planned.scene.costs.link, node_size=4)
+    assert compared[0]["makespan"] == pytest.approx(planned.best.makespan)
+    assert compared[1]["makespan"] == pytest.approx(
+        zp.simulate(zp.build("1f1b", ranks=4, microbatches=16), even).makespan
+    )
+    assert run("simulate", "run.toml", "--per", "stage")[2].startswith(
+        "zeropipe: --per stage: these costs are of layers"
+    )
+    Path("costs.json").write_text(to_layer_json(planned.scene.costs))
+    Path("other.toml").write_text(
+        Path("run.toml").read_text().replace('"h100"', '"costs.json"').replace("sequence = 1024", "sequence = 512")
+    )
+    assert run("simulate", "other.toml")[2] == (
+        "zeropipe: other.toml: no prediction: the costs are of 1024 tokens, data.sequence=512: give other ones with "
+        "--costs\n"
+    )
+    assert run("run", "other.toml", "--dry-run")[0] == 0  # a schedule runs without a prediction
     assert run("train", "run.toml", "--model.path", "qwen3-32b")[2] == (
         "zeropipe: model.path='qwen3-32b' is a name for planning: give the directory of its weights as --model.path\n"
     )

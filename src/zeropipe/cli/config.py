@@ -19,6 +19,7 @@ from zeropipe.errors import ConfigError, short
 if TYPE_CHECKING:
     from zeropipe.sim.costs import Costs
     from zeropipe.sim.layer_costs import LayerCosts
+    from zeropipe.train.preview import RunCosts
 
 _COUNT = "a whole number from 1 on is needed, or a list of them"
 
@@ -35,7 +36,7 @@ class Config:
     weight_parts: int | None = None
     per: str | None = None
     run: Mapping[str, Any] = field(default_factory=dict)  # flags of `zeropipe run`
-    costs: Costs | LayerCosts | None = None
+    costs: Costs | LayerCosts | RunCosts | None = None
 
 
 def read_config(path: str) -> Config:

@@ -99,6 +99,7 @@ def costs_text(per: str) -> str:
         "recording": "costs of the recording",
         "estimate": "estimated costs of layers, spread evenly over the stages",
         "profile": "measured costs of layers, spread evenly over the stages",
+        "training file": "costs and layers of the training file; for other numbers of stages, spread evenly",
     }[per]
 
 

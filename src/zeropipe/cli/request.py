@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from zeropipe.core.timeline import Timeline
     from zeropipe.sim.costs import Costs
     from zeropipe.sim.layer_costs import LayerCosts
+    from zeropipe.train.preview import RunCosts
 
 LINK = ("p2p", "bandwidth")
+OF_LAYERS = "these costs are of layers, and a stage takes what its layers take; leave it out"
 
 
 class Spec(NamedTuple):
@@ -58,8 +60,8 @@ class Request:
     stages_per_rank: tuple[int, ...]
     options: Mapping[str, Any]
     weight_parts: int | None
-    per: str  # what costs are of: "rank" or "stage"; or of layers, by "estimate" or "profile"
-    file_costs: Costs | LayerCosts | None  # of --costs or the .toml file
+    per: str  # what costs are of: "rank" or "stage"; or of layers, by "estimate", "profile" or a "training file"
+    file_costs: Costs | LayerCosts | RunCosts | None  # of --costs or the .toml file
     flags: Mapping[str, Any]  # single costs, which override those
     run: Mapping[str, Any]  # flags of `zeropipe run` that the .toml file gives
 
@@ -67,28 +69,39 @@ class Request:
     def costs(self) -> Costs:
         """What was given; the defaults where nothing was. ConfigError for costs of layers: see `costs_of`."""
         from zeropipe.sim.costs import Costs
-        from zeropipe.sim.layer_costs import LayerCosts
 
-        if isinstance(self.file_costs, LayerCosts):
-            raise ConfigError(
-                f"these are costs of the layers of {self.file_costs.model}: costs per rank are needed here"
-            )
-        return overridden(self.file_costs or Costs(), self.flags)
+        given = self.file_costs or Costs()
+        if not isinstance(given, Costs):
+            raise ConfigError(f"these are costs of the layers of {given.model}: give costs per rank with --costs")
+        return overridden(given, self.flags)
 
     def costs_of(self, problem: Problem, placement: Placement | None = None) -> Costs:
         """The costs of each stage; `placement` says which of them share a rank."""
+        from zeropipe.core.placement import linear
         from zeropipe.sim.compare import stage_costs
-        from zeropipe.sim.costs import PER_STAGE
+        from zeropipe.sim.costs import PER_STAGE, Costs
         from zeropipe.sim.layer_costs import LayerCosts
 
-        if not isinstance(self.file_costs, LayerCosts):
+        given = self.file_costs
+        if given is None or isinstance(given, Costs):
             return stage_costs(self.costs, problem, self.per)
         for name in PER_STAGE:
             if name in self.flags:
-                raise ConfigError(
-                    f"--{name}: the costs of the layers of {self.file_costs.model} say that; leave it out"
-                )
-        return overridden(self.file_costs.even(problem, placement, self.flags.get("node_size")), self.flags)
+                raise ConfigError(f"--{name}: the costs of the layers of {given.model} say that; leave it out")
+        if isinstance(given, LayerCosts):
+            made = given.even(problem, placement, self.flags.get("node_size"))
+        else:
+            made = given.of(problem, placement or linear(problem))
+        return overridden(made, self.flags)
+
+    def schedule_of(self, spec: Spec) -> Schedule:
+        """A schedule alone: costs are looked at only where they say how its W are to be cut."""
+        from zeropipe.core.timeline import Timeline
+
+        if self.weight_parts:
+            return self.priced(spec).schedule
+        found = self.load(spec)
+        return found.schedule if isinstance(found, Timeline) else found
 
     @property
     def is_plain(self) -> bool:
@@ -164,7 +177,7 @@ def request_of(schedules: Sequence[str], given: Mapping[str, Any], several: Sequ
         given["stages_per_rank"] or config.stages_per_rank,
         {**config.options, **settings_of(given["pairs"], "--option")},
         given.get("weight_parts") or config.weight_parts,
-        getattr(file_costs, "source", None) or given.get("per") or config.per or "rank",
+        _per(file_costs, given.get("per") or config.per),
         file_costs,
         _flags(given),
         config.run,
@@ -187,6 +200,14 @@ def spec_of(text: str) -> Spec:
     if per_rank is not None and (type(per_rank) is not int or per_rank < 1):
         raise ConfigError(f"{text}: v={per_rank}: a whole number of stages per rank from 1 on is needed")
     return Spec(text, name, per_rank, settings)
+
+
+def _per(costs: Costs | LayerCosts | RunCosts | None, wish: str | None) -> str:
+    """What costs are of. Those of layers say so, and cannot be taken for another's."""
+    source: str | None = getattr(costs, "source", None)
+    if source and wish:
+        raise ConfigError(f"--per {wish}: {OF_LAYERS}")
+    return source or wish or "rank"
 
 
 def _load_costs(path: str | None) -> Costs | LayerCosts | None:

@@ -181,7 +181,7 @@ def _built(schedules: tuple[str, ...], sizes: dict[str, Any], wishes: dict[str, 
     per_stage = wishes.pop("layers_per_stage")
     if per_stage is not None:
         request = _with_layers_per_stage(request, per_stage, wishes)
-    built = [request.priced(spec).schedule for spec in request.specs]
+    built = [request.schedule_of(spec) for spec in request.specs]
     for schedule in built:  # a file has ranks of its own
         if mesh and schedule.num_ranks != dict(mesh).get("pp", 1):
             raise ConfigError(

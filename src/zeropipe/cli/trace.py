@@ -194,6 +194,7 @@ class Given:
 
 
 def _given(path: str | None, schedule: Schedule, per: str, layers: str | None, ac: str | None) -> Given | None:
+    from zeropipe.cli.request import OF_LAYERS
     from zeropipe.sim.compare import stage_costs
     from zeropipe.sim.costs import Costs
     from zeropipe.sim.fit import load_costs
@@ -204,6 +205,8 @@ def _given(path: str | None, schedule: Schedule, per: str, layers: str | None, a
             if value:
                 raise ConfigError(f"--{name} {value}: only costs of layers (estimate, profile) are cut by it")
         return None if found is None else Given(stage_costs(found, schedule.problem, per))
+    if opt.is_told("per"):
+        raise ConfigError(f"--per {per}: {OF_LAYERS}")
     counts = counts_of(found, schedule, layers)
     setting = found.setting(ac=ac)
     costs = found.costs(counts, setting, ac=ac, placement=schedule.placement)

@@ -27,6 +27,7 @@ def from_training_file(path: str) -> dict[str, Any]:
         raise MissingExtra("pydantic", "train")
     from zeropipe.train.config.read import read_run
     from zeropipe.train.config.rules import batch_faults, named
+    from zeropipe.train.preview import RunCosts
     from zeropipe.train.shape import stages_per_rank_of
 
     config = read_run(path)
@@ -42,6 +43,8 @@ def from_training_file(path: str) -> dict[str, Any]:
         except ConfigError as error:
             raise ConfigError(f"{path}: {named('schedule', error)}") from None
         found |= {"stages_per_rank": (per_rank,)} if per_rank else {}
+    if table.costs is not None:
+        found["costs"] = RunCosts(config, path)
     return {**found, "run": _flags(config)}
 
 

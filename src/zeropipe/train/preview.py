@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import inf
 
-from zeropipe.core.layers import ranges
+from zeropipe.core.layers import check_counts, layer_counts, ranges
+from zeropipe.core.placement import Placement, Problem
 from zeropipe.core.resize import resized
 from zeropipe.core.schedule import Schedule
 from zeropipe.engine.run.spec import BUILT_IN
@@ -19,6 +20,8 @@ from zeropipe.search.plan.plan import RESERVE, optimizer_bandwidth
 from zeropipe.search.plan.result import Plan
 from zeropipe.search.plan.rows import Candidate
 from zeropipe.search.plan.score import Scene, Simulated, memory_of, score, simulated
+from zeropipe.search.plan.score import costs_of as stage_costs
+from zeropipe.sim.costs import Costs
 from zeropipe.sim.layer_costs import LayerCosts, State
 from zeropipe.train.config.files import has_weights
 from zeropipe.train.config.models import RunConfig
@@ -93,7 +96,7 @@ def preview(config: RunConfig) -> Preview:
             f"{schedule.num_microbatches}: it is made longer or shorter, so another batch may be faster"
         )
     costs, is_priced = _costs(config, notes)
-    candidate = _candidate(config, schedule)
+    candidate = _candidate(config, schedule.problem, schedule.name)
     run: Simulated | None = None
     prediction = None
     if costs is not None:
@@ -151,22 +154,9 @@ def masters_of(config: RunConfig) -> int:
 
 def _costs(config: RunConfig, notes: list[str]) -> tuple[LayerCosts | None, bool]:
     """Costs to go by, and whether their times may be told; else they are there for the shapes, and a note says why."""
-    given, why = costs_of(config), ""
-    if given is None:
-        why = f"step time, bubble and activations are predicted from costs: {HOW}"
-    elif config.lora is not None:
-        why = "no prediction with lora: costs are of training all weights"
-    elif config.model.dtype == "float64" or SHORT.get(config.model.dtype, config.model.dtype) != given.dtype:
-        why = f"no prediction: the costs are of {given.dtype}, model.dtype={config.model.dtype}"
-    elif given.sequence and given.sequence != config.data.sequence:
-        why = f"no prediction: the costs are of {given.sequence} tokens, data.sequence={config.data.sequence}"
-    else:
-        try:
-            setting_of(config, given)
-        except ConfigError as error:
-            why = f"no prediction: {error}"
-    if not why:
-        assert given is not None
+    given = costs_of(config)
+    why = _unfit(config, given) if given else f"step time, bubble and activations are predicted from costs: {HOW}"
+    if given and not why:
         return replace(given, state=state_of(config)), True
     notes.append(why)
     try:
@@ -180,12 +170,56 @@ def _costs(config: RunConfig, notes: list[str]) -> tuple[LayerCosts | None, bool
     return replace(shapes, state=state_of(config)), False
 
 
-def _candidate(config: RunConfig, schedule: Schedule) -> Candidate:
+def _unfit(config: RunConfig, costs: LayerCosts) -> str:
+    """Why these costs say nothing about this run; empty where they do."""
+    if config.lora is not None:
+        return "no prediction with lora: costs are of training all weights"
+    if config.model.dtype == "float64" or SHORT.get(config.model.dtype, config.model.dtype) != costs.dtype:
+        return f"no prediction: the costs are of {costs.dtype}, model.dtype={config.model.dtype}"
+    if costs.sequence and costs.sequence != config.data.sequence:
+        return f"no prediction: the costs are of {costs.sequence} tokens, data.sequence={config.data.sequence}"
+    try:
+        setting_of(config, costs)
+    except ConfigError as error:
+        return f"no prediction: {error}"
+    return ""
+
+
+def _candidate(config: RunConfig, problem: Problem, name: str = "") -> Candidate:
     mesh = config.mesh
     return Candidate(
-        Layout(mesh.pp, mesh.dp_shard, mesh.tp, mesh.dp_replicate), schedule.name, schedule.problem.stages_per_rank,
-        schedule.num_microbatches, config.data.microbatch, config.engine.ac, "", config.engine.shards,
+        Layout(problem.num_ranks, mesh.dp_shard, mesh.tp, mesh.dp_replicate), name, problem.stages_per_rank,
+        problem.num_microbatches, config.data.microbatch, config.engine.ac, "", config.engine.shards,
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RunCosts:
+    """What stages cost in the run of a training file that gives costs, for any schedule."""
+
+    config: RunConfig
+    path: str
+    source: str = "training file"
+
+    @property
+    def model(self) -> str:
+        return self.config.model.path
+
+    def of(self, problem: Problem, placement: Placement) -> Costs:
+        """With the file's layers if these are so many stages, else as even as can be."""
+        given = costs_of(self.config)
+        assert given is not None
+        if why := _unfit(self.config, given):
+            raise ConfigError(f"{self.path}: {why}: give other ones with --costs")
+        table = self.config.schedule
+        counts = layer_counts(given.num_layers, problem.num_stages, table.first_less, table.last_less)
+        if table.layers is not None and len(table.layers) == problem.num_stages:
+            counts = check_counts(table.layers, given.num_layers, problem.num_stages)
+        limit = _limit(given)
+        scene = Scene(
+            replace(given, state=state_of(self.config)), table.gpus_per_node, inf if limit is None else limit, None
+        )
+        return stage_costs(scene, _candidate(self.config, problem), counts, placement)
 
 
 def _limit(costs: LayerCosts) -> float | None:

@@ -33,7 +33,7 @@ def _gap(scene: Scene, row: Row) -> float | None:
     )
     if len(schedule.placement.copies) > 1:
         return None  # bounds are of one copy of the model
-    costs = costs_of(scene, one, row.counts, schedule, whole=True)
+    costs = costs_of(scene, one, row.counts, schedule.placement, whole=True)
     if one.layout.dp_shard > 1:  # what is whole only at times leaves room for more
         costs = replace(costs, memory_limit=None)
     bound = lower_bound(Task(schedule.problem, schedule.placement, costs, span=False))
@@ -71,7 +71,7 @@ def _searched(scene: Scene, candidate: Candidate, seconds: float, steps: int | N
         return None, False
     problem = Problem(candidate.layout.pp, len(counts), candidate.num_microbatches)
     rule = PLACEMENTS["linear" if candidate.stages_per_rank == 1 else "vee"]
-    costs = costs_of(scene, candidate, counts, _like(candidate), whole=True)
+    costs = costs_of(scene, candidate, counts, _like(candidate).placement, whole=True)
     try:
         found = search(
             ranks=problem.num_ranks, microbatches=problem.num_microbatches, costs=costs, placement=rule,

@@ -91,7 +91,7 @@ class Plan:
     def timeline(self, row: Row) -> Timeline:
         """The simulation of a row's pipeline."""
         schedule = self.schedule(row)
-        return simulate(schedule, costs_of(self.scene, row.candidate, row.counts, schedule))
+        return simulate(schedule, costs_of(self.scene, row.candidate, row.counts, schedule.placement))
 
     def why(self, row: Row, best: Row | None = None) -> str:
         """Why a row is slower than the best one: the parts of its step that are longer."""

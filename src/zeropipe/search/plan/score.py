@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from math import isfinite
 
 from zeropipe.core.layers import layer_counts
+from zeropipe.core.placement import Placement
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Timeline
 from zeropipe.errors import ConfigError
@@ -83,12 +84,12 @@ def _cuts(scene: Scene, candidate: Candidate, schedule: Schedule, alive: list[fl
 
 
 def costs_of(
-    scene: Scene, candidate: Candidate, counts: Sequence[int], schedule: Schedule, *, whole: bool = False
+    scene: Scene, candidate: Candidate, counts: Sequence[int], placement: Placement, *, whole: bool = False
 ) -> Costs:
     """The costs of a candidate's stages. With `whole`, weights and gradients are there all the time, for nothing."""
     shards, limit = candidate.layout.dp_shard, scene.limit if isfinite(scene.limit) else None
     return scene.costs.costs(
-        counts, setting_of(scene, candidate), ac=candidate.ac, placement=schedule.placement,
+        counts, setting_of(scene, candidate), ac=candidate.ac, placement=placement,
         shards=shards, gather=None if whole or shards == 1 else candidate.shards,
         shard_link=candidate.layout.data_link(scene.costs, scene.gpus_per_node),
         node_size=candidate.layout.node_size(scene.gpus_per_node), memory_limit=limit,
@@ -108,10 +109,10 @@ class Simulated:
 
 def simulated(scene: Scene, candidate: Candidate, schedule: Schedule, counts: Sequence[int]) -> Simulated:
     """Simulate one candidate."""
-    whole = costs_of(scene, candidate, counts, schedule, whole=True)
+    whole = costs_of(scene, candidate, counts, schedule.placement, whole=True)
     pipeline = simulate(schedule, whole)
     sharded = candidate.layout.dp_shard > 1
-    timeline = simulate(schedule, costs_of(scene, candidate, counts, schedule)) if sharded else pipeline
+    timeline = simulate(schedule, costs_of(scene, candidate, counts, schedule.placement)) if sharded else pipeline
     stages = scene.costs.stage_layers(counts, setting_of(scene, candidate), candidate.ac)
     return Simulated(stages, _parameters(scene, stages, schedule), whole, pipeline, timeline)
 
