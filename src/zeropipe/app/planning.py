@@ -160,7 +160,7 @@ def row_call(ask: RowAsk) -> Reply:
             Layout(ask.pp, ask.dp_shard, ask.tp), ask.schedule, ask.stages_per_rank, ask.microbatches,
             ask.microbatch_size, ask.ac, "",
         )  # fmt: skip
-        timeline = simulate(schedule, stage_costs_of(scene, candidate, ask.layers, schedule))
+        timeline = simulate(schedule, stage_costs_of(scene, candidate, ask.layers, schedule.placement))
     except ConfigError as error:
         raise _refusal(error) from None
     return Reply(encoded({"viewer": payload([timeline.labelled(schedule.name)])}))
