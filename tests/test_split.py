@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from zeropipe.engine.backward.autograd import AutogradSplit
 from zeropipe.engine.backward.gradients import main_gradients
 from zeropipe.engine.backward.linear import DeferredLinear, defer
 from zeropipe.engine.backward.products import Product
@@ -491,3 +492,35 @@ def test_named_tuples_stay_what_they_are_on_another_device():
     got = moved({"bounds": [Bounds(torch.ones(2), 3)]}, torch.device("meta"))
     assert type(got["bounds"][0]) is Bounds
     assert (got["bounds"][0].starts.device.type, got["bounds"][0].longest) == ("meta", 3)
+
+
+class _Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, scale):
+        ctx.save_for_backward(x, scale)
+        return x * scale
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, scale = ctx.saved_tensors
+        return gradient * scale, (gradient * x).sum(0)
+
+
+class _Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(4))
+
+    def forward(self, x):
+        return _Scaled.apply(x, self.scale)
+
+
+def test_torchs_own_split_takes_functions_written_in_python():
+    """Their nodes are owned by the graph, which I lets go of."""
+    module = nn.Sequential(nn.Linear(4, 4), _Scale(), nn.Linear(4, 4))
+    x, gradient = torch.randn(3, 4, requires_grad=True), torch.randn(3, 4)
+    wanted = torch.autograd.grad(module(x), list(module.parameters()), gradient)
+    split = AutogradSplit()
+    split.backward_input(0, 0, module, [module(x)], [gradient], [x])
+    split.flush(0, 0)
+    torch.testing.assert_close([parameter.grad for parameter in module.parameters()], list(wanted))

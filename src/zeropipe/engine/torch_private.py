@@ -510,6 +510,11 @@ def stage_backward_input(
     return run(outputs, gradients, inputs, weights)
 
 
+def begins_in_python(groups: list[dict[str, Any]]) -> bool:
+    """Whether torch's own W starts at the backward of an `autograd.Function`, which does not keep itself alive."""
+    return any(isinstance(node, torch._C._FunctionBase) for group in groups for node in group["intermediates"])
+
+
 def stage_backward_weight(weights: Iterable[nn.Parameter], groups: list[dict[str, Any]]) -> None:
     """torch's own W: one autograd.grad per parameter."""
     from torch.distributed.pipelining._backward import stage_backward_weight as run

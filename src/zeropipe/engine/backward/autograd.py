@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,12 +36,13 @@ class AutogradSplit:
         if not outputs or not any(tensor.requires_grad for tensor in inputs):
             self._waiting[stage, microbatch] = partial(_backward, outputs, gradients)
             return [None] * len(inputs)
+        graph = [torch_private.gradient_edge(tensor) for tensor in outputs if tensor.requires_grad]
         grads, groups = torch_private.stage_backward_input(
             list(outputs), None if gradients is None else list(gradients), list(inputs), module.parameters()
         )
-        self._waiting[stage, microbatch] = partial(
-            torch_private.stage_backward_weight, list(module.parameters()), groups
-        )
+        # What W begins with has to live until then: I lets go of the graph, and a node written in Python dies with it.
+        alive = graph if torch_private.begins_in_python(groups) else []
+        self._waiting[stage, microbatch] = partial(_weights, list(module.parameters()), groups, alive)
         return grads
 
     def flush(self, stage: int, microbatch: int) -> None:
@@ -52,6 +54,10 @@ class AutogradSplit:
     def clear(self) -> None:
         """Forget everything, after a step that failed."""
         self._waiting.clear()
+
+
+def _weights(parameters: list[nn.Parameter], groups: list[dict[str, Any]], alive: list[Any]) -> None:
+    torch_private.stage_backward_weight(parameters, groups)
 
 
 def _backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor] | None) -> None:
