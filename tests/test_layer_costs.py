@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 import zeropipe as zp
-from zeropipe.core.placement import Problem, vee
+from zeropipe.core.placement import Problem, mirror, vee
 from zeropipe.errors import ConfigError
 from zeropipe.sim.costs import Link
 from zeropipe.sim.layer_costs import LayerCost, LayerCosts, Setting, State
@@ -49,6 +49,8 @@ def test_shards_share_the_optimizer_and_stages_of_a_rank_their_workspace():
     tied = replace(COSTS, tied=True)
     assert tied.costs((1, 1, 1, 1), placement=vee(Problem(2, 4, 4))).weights[-1] == 50 * 18, "on one rank, held once"
     assert tied.costs((1, 1, 1, 1)).weights[-1] == 150 * 18 + 3
+    mirrored = tied.costs((1, 1, 1, 1), placement=mirror(Problem(4, 4, 4))).weights
+    assert mirrored == (150 * 18 + 3, 50 * 18, 90 * 18 + 7, 50 * 18), "ranks hold stages 0 and 3, or 1 and 2"
 
 
 def test_gathers_and_reduces_of_shards_are_simulated():

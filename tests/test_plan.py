@@ -128,11 +128,13 @@ def test_more_memory_is_never_slower(small):
     assert steps[0] >= small.best.step >= steps[1] >= steps[2]
 
 
-def test_nothing_that_fits_is_told_with_what_is_missing():
+def test_nothing_that_fits_is_told_with_what_is_missing(small):
     made = zp.plan("qwen3-1.7b", memory=7e9, schedules=["1f1b"], **SMALL)
     assert made.rows == ()
     with pytest.raises(ConfigError, match=r"nothing fits into 3\.0 GB: pp"):
         _ = made.best
+    close = replace(small.best, limit=small.best.memory.peak - 2.5e6)
+    assert replace(made, misfits=(close,)).closest().endswith(" layers is 2.5 MB over it")
 
 
 def test_a_slower_row_says_what_takes_longer(small):

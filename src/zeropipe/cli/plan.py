@@ -12,6 +12,7 @@ import click
 from zeropipe.cli import options as opt
 from zeropipe.cli import output
 from zeropipe.cli.estimate import efficiency_of
+from zeropipe.core.units import gigabytes
 from zeropipe.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ def _print(made: Plan, number: int) -> None:
     words = "estimated" if costs.source == "estimate" else "measured"
     console.print(
         f"{costs.model}: {made.gpus} GPUs ({costs.machine.get('gpu', 'profiled')}), {made.batch} sequences of "
-        f"{costs.sequence} tokens, {made.scene.limit / 1e9:.1f} GB of each GPU; {words} costs",
+        f"{costs.sequence} tokens, {gigabytes(made.scene.limit)} of each GPU; {words} costs",
         style="bold", markup=False, soft_wrap=True,
     )  # fmt: skip
     best = made.best
@@ -130,9 +131,10 @@ def _print(made: Plan, number: int) -> None:
         console.print(f"2: {made.why(made.rows[1])}", soft_wrap=True)
     small = made.front[-1]
     if small is not best:
-        console.print(f"the smallest: {small.candidate}: {_size(small.memory.peak)}, {made.why(small)}", soft_wrap=True)
+        size = gigabytes(small.memory.peak)
+        console.print(f"the smallest: {small.candidate}: {size}, {made.why(small)}", soft_wrap=True)
     for row in made.misfits[:CLOSE]:
-        console.print(f"does not fit: {row.candidate}: {_size(row.over)} over", soft_wrap=True)
+        console.print(f"does not fit: {row.candidate}: {gigabytes(row.over)} over", soft_wrap=True)
     left = f", {made.num_left_out:,} with more work left out" if made.num_left_out else ""
     output.note(f"{made.num_tried:,} candidates in {made.seconds:.0f} s{left}")
 
@@ -162,17 +164,12 @@ def _cells(made: Plan, row: Row) -> list[str]:
         f"{one.layout.pp}x{one.layout.dp_shard}x{one.layout.tp}", f"{one.schedule}{per_rank}",
         f"{one.num_microbatches}x{one.microbatch_size}", one.ac, output.time_text(row.step, "s"),
         f"{made.speed(row):,.0f}", "" if mfu is None else f"{100 * mfu:.1f}%", output.percent(row.bubble),
-        _size(row.memory.peak), "" if row.gap is None else f"{row.gap:.1%}",
+        gigabytes(row.memory.peak), "" if row.gap is None else f"{row.gap:.1%}",
     ]  # fmt: skip
 
 
-def _size(size: float) -> str:
-    """In the unit that limits are given in."""
-    return f"{size / 1e9:.1f} GB"
-
-
 def _memory_text(row: Row) -> str:
-    return ", ".join(f"{name} {_size(value)}" for name, value in vars(row.memory).items())
+    return ", ".join(f"{name} {gigabytes(value)}" for name, value in vars(row.memory).items())
 
 
 @contextmanager

@@ -27,6 +27,11 @@ def size_text(value: float, unit: str) -> str:
     return _scaled(value, _BYTES) if unit == "B" else f"{number(value)} {unit}".strip()
 
 
+def gigabytes(size: float) -> str:
+    """Bytes in the unit that limits are given in: `75.8 GB`; what is small `42 MB`."""
+    return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{number(size / 1e6, 2)} MB"
+
+
 def percent(share: float) -> str:
     return f"{100 * share:.1f}%"
 

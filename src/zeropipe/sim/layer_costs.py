@@ -191,18 +191,17 @@ class LayerCosts:
         chosen = setting or self.settings[0]
         stages = self.stage_layers(counts, chosen, ac)
         parameters = [float(sum(layer.parameters for layer in stage)) for stage in stages]
-        table = range(len(stages)) if placement is None else placement.copies[0]
-        if self.tied and table[0] == table[-1]:
+        together = _together(placement, len(stages))
+        if self.tied and any(held[0] == 0 and held[-1] == len(stages) - 1 for held in together):
             parameters[-1] -= min(
                 sum(chosen.kinds[kind].parameters for kind in part) for part in (self.before, self.after)
             )
         each = self.state.of_shards(shards) if gather is None else self.state.between_steps(shards)
         weights = [number * each for number in parameters]
-        for rank in set(table):
-            held = [stage for stage, owner in enumerate(table) if owner == rank]
+        for held in together:
             needs = [max((layer.workspace for layer in stages[stage]), default=0.0) for stage in held]
             weights[held[needs.index(max(needs))]] += max(needs)
-        up, back = self._handling(table)
+        up, back = self._handling(range(len(stages)) if placement is None else placement.copies[0])
         return Costs(
             f=_sums(stages, lambda layer: layer.f, up), i=_sums(stages, lambda layer: layer.i, back),
             w=_sums(stages, lambda layer: layer.w), b=_sums(stages, lambda layer: layer.whole, back),
@@ -240,6 +239,14 @@ class LayerCosts:
     def message(self, setting: Setting) -> float:
         """Bytes from stage to stage: what a decoder layer hands on."""
         return max(setting.kinds[kind].message for kind in self.layers)
+
+
+def _together(placement: Placement | None, num_stages: int) -> list[tuple[int, ...]]:
+    """Which stages share a rank, in order. A rank and its mirror image hold the same ones."""
+    if placement is None:
+        return [(stage,) for stage in range(num_stages)]
+    ranks = {rank for table in placement.copies for rank in table}
+    return sorted({placement.stages_of(rank) for rank in ranks})
 
 
 def _sums(

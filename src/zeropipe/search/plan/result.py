@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Timeline
+from zeropipe.core.units import gigabytes
 from zeropipe.errors import ConfigError
 from zeropipe.schedules.registry import build
 from zeropipe.search.plan.rows import Row
@@ -36,17 +37,17 @@ class Plan:
 
     def require_a_fit(self) -> None:
         if not self.rows:
-            raise ConfigError(f"nothing fits into {self.scene.limit / 1e9:.1f} GB: {self.closest()}")
+            raise ConfigError(f"nothing fits into {gigabytes(self.scene.limit)}: {self.closest()}")
 
     def closest(self) -> str:
         """What comes closest to fitting, and by how much it does not."""
         if self.misfits:
             row = self.misfits[0]
-            return f"{row.candidate} is {row.over / 1e9:.1f} GB over it"
+            return f"{row.candidate} is {gigabytes(row.over)} over it"
         if self.too_large:
             misfit = self.too_large[0]
             run = misfit.run
-            return f"{run.layout} with ac {run.ac} needs {misfit.needs / 1e9:.1f} GB for weights and one microbatch"
+            return f"{run.layout} with ac {run.ac} needs {gigabytes(misfit.needs)} for weights and one microbatch"
         return "the batch cannot be shared out over these GPUs: give another batch or other microbatch sizes"
 
     @property

@@ -9,6 +9,7 @@ from typing import Any
 
 from zeropipe.core.files import require_writable, write_whole
 from zeropipe.core.json import to_json
+from zeropipe.core.units import gigabytes
 from zeropipe.search.plan.result import Plan
 from zeropipe.search.plan.rows import Row
 
@@ -51,7 +52,7 @@ def write_run(plan: Plan, row: Row, path: str, model: str, costs: str | None = N
     head = [
         f"# {one}",
         f"# predicted ({words}): {row.step:.3f} s per step of {plan.batch} sequences on {plan.gpus} GPUs, "
-        f"{plan.speed(row):,.0f} tokens/s per GPU, {row.memory.peak / 1e9:.1f} GB",
+        f"{plan.speed(row):,.0f} tokens/s per GPU, {gigabytes(row.memory.peak)}",
     ]
     blocks = ["\n".join([f"[{name}]", *_table(values)]) for name, values in tables.items()]
     write_whole(path, "\n".join([*head, "", "\n\n".join(blocks), ""]))
