@@ -17,6 +17,7 @@ from zeropipe.engine.comm.edges import Part, read_header, write_header
 from zeropipe.engine.run.launch import LocalRanks, model_code
 from zeropipe.engine.step.cells import as_tuple, moved
 from zeropipe.engine.step.losses import StepResult, Tally, require_counted
+from zeropipe.engine.step.sums import require_dense
 from zeropipe.engine.torch_private import squared_norm
 from zeropipe.errors import ConfigError, EngineError
 
@@ -140,6 +141,15 @@ def test_a_loss_that_counts_otherwise_than_it_said_is_refused():
 def test_outputs_that_cannot_be_handed_on_are_named(output, line):
     with pytest.raises(TypeError, match=line):
         as_tuple(output, "0F3")
+
+
+def test_sparse_gradients_are_refused_where_they_have_no_norm():
+    parameter = torch.nn.Parameter(torch.ones(3, 2))
+    parameter.grad = torch.ones(3, 2)
+    require_dense([parameter, torch.nn.Parameter(torch.ones(1))], "in a norm")
+    parameter.grad = parameter.grad.to_sparse()
+    with pytest.raises(ConfigError, match=r"shape \[3, 2\] has a sparse gradient, which cannot be in a norm: make its"):
+        require_dense([parameter], "in a norm")
 
 
 def test_metrics_hold_no_graph():

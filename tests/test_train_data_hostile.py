@@ -154,6 +154,7 @@ def test_arrays_that_are_no_token_ids(tmp_path, case):
         ({"path": "nowhere/*.txt"}, "data.path='nowhere/*.txt': there is no such file"),
         ({"path": "."}, "data.path: . is a folder: name files, like *"),
         ({"path": "a.json"}, "a.json: give one JSON object per line, in a file that is named .jsonl"),
+        ({"path": "a.csv"}, "a.csv: give one JSON object per line, in a file that is named .jsonl"),
         ({"path": "zero.txt"}, "zero.txt, line 2: not text (it has a zero byte)"),
         ({"path": "a.txt", "tokenizer": None}, "data.tokenizer is missing, and model.path='tiny-qwen3' is no folder"),
         ({"path": "a.txt", "kind": "datasets"}, "a.txt is no folder: give one that `save_to_disk`"),
@@ -163,6 +164,7 @@ def test_arrays_that_are_no_token_ids(tmp_path, case):
 def test_files_that_are_not_there(tmp_path, monkeypatch, given, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.json").write_text("[]")
+    (tmp_path / "a.csv").write_text("text\none\ntwo\n")
     (tmp_path / "a.txt").write_text("some text")
     (tmp_path / "zero.txt").write_bytes(b"one\ntwo\0")
     refused(run_of(tmp_path, **{"kind": "text", "tokenizer": "bytes", **given}), message)

@@ -13,6 +13,7 @@ from zeropipe.core.schedule import Schedule
 from zeropipe.engine.backward.gradients import gradient, local, squares
 from zeropipe.engine.comm.fabric import Fabric, Summing
 from zeropipe.engine.stages.contract import Told
+from zeropipe.errors import ConfigError
 
 BUCKET = 32 * 2**20  # bytes summed in one message: a copy of all gradients is never made
 
@@ -79,6 +80,7 @@ class GradientSums:
 
     def run(self) -> None:
         """Add up; afterwards all holders have the same gradient."""
+        require_dense(self.shared, "summed over ranks")
         for one, other in self._within:
             if one.requires_grad and other.requires_grad:
                 mine, theirs = local(gradient(one)), local(gradient(other))
@@ -99,10 +101,21 @@ class GradientSums:
 
     def squares(self) -> float:
         """This rank's share of the squared norm: summed over all ranks, each parameter of the model counts once."""
+        require_dense(self._counted, "in a norm")
         by_holders: dict[int, list[nn.Parameter]] = {}
         for parameter in self._counted:
             by_holders.setdefault(self._layout.holders(parameter), []).append(parameter)
         return sum(squares(parameters) / holders for holders, parameters in by_holders.items())
+
+
+def require_dense(parameters: Iterable[nn.Parameter], what: str) -> None:
+    """ConfigError for a sparse gradient."""
+    for parameter in parameters:
+        if parameter.grad is not None and parameter.grad.layout != torch.strided:
+            raise ConfigError(
+                f"a parameter of shape {list(parameter.shape)} has a sparse gradient, which cannot be {what}: make "
+                "its module with sparse=False"
+            )
 
 
 def copies_on(schedule: Schedule, rank: int) -> list[tuple[tuple[int, ...], list[int]]]:

@@ -15,6 +15,7 @@ BLOCK = 2**20  # characters of text that are made into tokens at once
 MOST_TEXTS = 1024  # likewise
 LONGEST_LINE = 2**26  # bytes
 JSONL = (".jsonl", ".ndjson")
+TABLES = (".json", ".csv", ".tsv")  # many texts in one file: it must not become one document
 
 
 class Piece(NamedTuple):
@@ -47,7 +48,7 @@ class Reader:
     def documents(self, field: str) -> Iterator[Piece]:
         """Every text file, and that field of every line of a JSONL file."""
         for path in self._files:
-            if path.suffix == ".json":
+            if path.suffix in TABLES:
                 raise ConfigError(f"{path}: give one JSON object per line, in a file that is named .jsonl")
             if path.suffix not in JSONL:
                 yield from self._text(path)
