@@ -30,6 +30,13 @@ def test_a_search_is_told_in_four_lines_and_written(run, tmp_path):
     assert run("simulate", str(file))[0] == 0
 
 
+def test_what_takes_no_time_is_told_like_all_else(run):
+    status, out, err = run(*SIZE, "--f", "0", "--i", "0", "--w", "0", "--steps", "0")
+    assert (status, err) == (0, "")
+    assert "makespan 0 " in out
+    assert "the best with a name that fits: 1f1b, 0 (0.0% more)" in out
+
+
 def test_machines_get_json(run):
     status, out, _ = run(*SIZE, "-v", "2", "--placement", "vee", "--memory-limit", "4", "--steps", "50", "--json")
     facts = json.loads(out)

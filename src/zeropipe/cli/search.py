@@ -129,6 +129,8 @@ def _facts(found: Found) -> dict[str, Any]:
 
 
 def _print(found: Found, placement: str, costs: str) -> None:
+    from zeropipe.search.hunt import gap_of
+
     console, t = output.console(), found.timeline
     per_rank = found.schedule.problem.stages_per_rank
     others = f"with {per_rank} stage{'s' if per_rank > 1 else ''} per rank" + (
@@ -150,7 +152,7 @@ def _print(found: Found, placement: str, costs: str) -> None:
         named = found.value_of(found.named)
         console.print(
             f"the best with a name that fits: {found.named.schedule.name}, {output.time_text(named, t.unit)} "
-            f"({named / found.value - 1:.1%} more)"
+            f"({gap_of(named, found.value):.1%} more)"
         )
     ended = ", interrupted" if found.interrupted else ""
     output.note(f"searched for {found.seconds:.1f} s{ended}; {costs}")

@@ -206,6 +206,6 @@ def _refuse(task: BalanceTask) -> None:
     sizes = task.ranks(even)[1] if even else [0.0] * task.num_ranks
     rank = max(range(task.num_ranks), key=lambda r: sizes[r] - task.memory[r])
     raise ConfigError(
-        f"memory={task.memory[rank]:.4g} is too little for every cut: with even layers rank {rank} needs "
-        f"{sizes[rank]:.4g}; take more ranks, more shards, or activation checkpointing"
+        f"memory: {task.memory[rank]:.4g} beside the workspace is too little for every cut: with even layers rank "
+        f"{rank} needs {sizes[rank]:.4g}; take more ranks, more shards, or activation checkpointing"
     )
