@@ -256,6 +256,8 @@ def test_kinds_parameters_and_messages_are_the_models(measured):
     assert measured.link.p2p is not None
     assert measured.versions["torch"]
     assert kinds["head"].flops == 2 * SEQUENCE * 32 * 64
+    estimated = zp.estimate(CONFIG, sequence=SEQUENCE).settings[0].kinds
+    assert {kind: kinds[kind].flops for kind in measured.layers} == {k: estimated[k].flops for k in measured.layers}
 
 
 @pytest.mark.parametrize("ac", ["selective:2", *(pytest.param(ac, marks=pytest.mark.full) for ac in ("none", "full"))])

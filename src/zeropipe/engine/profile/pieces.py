@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -108,7 +108,7 @@ def facts(pieces: Pieces, stages: Mapping[int, HFStage], microbatch: Mapping[str
     inputs: tuple[Tensor, ...] = ()
     with torch.no_grad():
         for place, stage in stages.items():
-            with FlopCounterMode(display=False, custom_mapping=_ATTENTION) as counter:
+            with FlopCounterMode(display=False, custom_mapping=_COUNTED) as counter:
                 output = stage(*inputs, **stage.pick(microbatch))
             inputs = output if isinstance(output, tuple) else (output,)
             last = place == len(stages) - 1
@@ -123,20 +123,25 @@ def facts(pieces: Pieces, stages: Mapping[int, HFStage], microbatch: Mapping[str
     return tuple(found)
 
 
-def _attention(place: int, query: Sequence[int], key: Sequence[int], value: Sequence[int], *rest: Any, **by_name: Any):
-    """Operations of attention; `place` is where `is_causal` stands.
+def _attention(query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any) -> float:
+    """Operations of a decoder's attention, in which a token meets those before it: by a flag or by a mask.
 
-    torch's own count knows no causal mask and, in 2.11, no keys with fewer heads than queries.
+    torch's own count knows no mask and, in 2.11, no keys with fewer heads than queries.
     """
     batch, heads, rows, width = query
-    causal = by_name.get("is_causal", rest[place] if len(rest) > place else False)
-    pairs = rows * (rows + 1) / 2 if causal else rows * key[-2]
+    pairs = rows * (rows + 1) / 2 if rows == key[-2] else rows * key[-2]
     return 2 * batch * heads * pairs * (width + value[-1])
 
 
-_ATTENTION = {
-    getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}"): partial(_attention, place)
-    for kernel, place in {
-        "flash_attention": 1, "flash_attention_for_cpu": 1, "efficient_attention": 3, "cudnn_attention": 3,
-    }.items()
-}  # fmt: skip
+def _grouped(rows: Sequence[int], weights: Sequence[int], *_: Any, **__: Any) -> float:
+    """Operations of experts, of which each has some of the rows: torch does not count them."""
+    return 2 * math.prod(rows) * weights[-1]
+
+
+_COUNTED = {
+    torch.ops.aten._scaled_dot_product_flash_attention: _attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    torch.ops.aten._scaled_dot_product_efficient_attention: _attention,
+    torch.ops.aten._scaled_dot_product_cudnn_attention: _attention,
+    torch.ops.aten._grouped_mm: _grouped,
+}
