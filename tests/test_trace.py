@@ -61,9 +61,23 @@ def test_each_cause_is_seen_where_it_is_the_only_one():
     sent = mean(zp.Costs(f=1, b=2, p2p=0.5))
     assert sent[0] == pytest.approx(9)
     assert sent[2] == pytest.approx(zp.simulate(schedule, zp.Costs(f=1, b=2, p2p=0.5)).makespan - 33)
+    sharded = mean(zp.Costs(f=1, b=2, shards="keep", unshard=0.5, reduce=1))
+    assert sharded == pytest.approx([9, 0, 1.5, 0, 0])  # before the first F and behind the last B
     run = zp.simulate(schedule, zp.Costs(f=1, b=2))
     jitter = [causes.jitter for causes in lost(shaken(run))]
     assert min(jitter) > 0
+
+
+def test_costs_that_know_no_shards_take_those_of_the_run(tmp_path, run):
+    costs = zp.Costs(f=1, b=2, shards="keep", unshard=0.5, reduce=1, whole_weights=3)
+    recorded = replace(zp.simulate(zp.build("1f1b", ranks=4, microbatches=8), costs), measured=True)
+    (tmp_path / "measured.json").write_text(zp.to_json(recorded))
+    (tmp_path / "costs.toml").write_text("f = 1\nb = 2\n")
+    status, out, _ = run("compare", tmp_path / "measured.json", "--costs", tmp_path / "costs.toml", "--json")
+    found = json.loads(out)
+    assert (status, found["measured_over_simulated"]) == (0, pytest.approx(1))
+    assert found["simulated"]["peak_memory"] == pytest.approx(found["measured"]["peak_memory"])
+    assert found["corrected"]["shards"] == "keep"
 
 
 def test_residuals_by_kind_and_stage():

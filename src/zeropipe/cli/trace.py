@@ -242,7 +242,7 @@ def _corrected_text(found: text.Compared, given: Given | None, run: Run) -> str:
 def _compared(run: Run, costs: Costs | None) -> text.Compared:
     from zeropipe.sim.fit import fit
     from zeropipe.sim.megatron import costs_of
-    from zeropipe.sim.reality import corrected, lost, require_units, retimed, stage_residuals
+    from zeropipe.sim.reality import corrected, lost, require_units, retimed, stage_residuals, with_shards
     from zeropipe.sim.simulate import simulate
 
     if run.log is not None:
@@ -253,6 +253,7 @@ def _compared(run: Run, costs: Costs | None) -> text.Compared:
         own, real = fit(run.timeline), run.timeline
     if costs is not None:
         require_units(costs, real)
+        costs = with_shards(costs, own)
     expected = costs or own
     if real.measured:  # a run records what its actions hold, and no weights
         expected = replace(expected, weights=own.weights)

@@ -66,7 +66,7 @@ def print_compared(found: Compared) -> None:
         rows.add_row("bubble", output.percent(real.bubble), output.percent(guess.bubble), "")
         if real.memory and guess.memory_unit == real.memory_unit:
             peaks = max(real.peak_memory), max(guess.peak_memory)
-            name = "peak activations" if real.measured else "peak memory"
+            name = "peak activations" if real.measured and real.sharding is None else "peak memory"
             rows.add_row(name, *(output.size_text(p, real.memory_unit) for p in peaks), _times(*peaks))
     else:
         _add(rows, "with the log's means", real.makespan, guess.makespan, unit)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
+from math import inf
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -86,11 +87,13 @@ def fit(timeline: Timeline) -> Costs:
 def _sharding(sharding: Sharding, schedule: Schedule) -> dict[str, Any]:
     """The fields of Costs for sharded stages.
 
-    A measured gathering ends when somebody waited for it, so the fastest one says how long the others take.
+    A measured gathering ends when somebody waited for it, so the fastest one says how long the others take: the fastest
+    of all, relative to its size, or of the stage's own where sizes are not known.
     """
     kinds = (Kind.UNSHARD, Kind.REDUCE_GRAD)
     sizes = {kind: [0.0] * schedule.num_stages for kind in kinds}
     speed = dict.fromkeys(kinds, 0.0)
+    shortest = {kind: [inf] * schedule.num_stages for kind in kinds}
     most = 0
     for rank in range(schedule.num_ranks):
         begin, stop = sharding.packed.offsets[rank : rank + 2]
@@ -100,9 +103,13 @@ def _sharding(sharding: Sharding, schedule: Schedule) -> dict[str, Any]:
         ):
             sizes[action.kind][action.stage] = size
             speed[action.kind] = max(speed[action.kind], size / (end - start) if end > start else 0.0)
+            shortest[action.kind][action.stage] = min(shortest[action.kind][action.stage], end - start)
             gathered[action.stage] += action.kind is Kind.UNSHARD
         most = max(most, *gathered.values(), 0)
-    times = {kind: [size / speed[kind] if speed[kind] else 0.0 for size in column] for kind, column in sizes.items()}
+    times = {}
+    for kind in kinds:
+        own = [0.0 if time == inf else time for time in shortest[kind]]
+        times[kind] = [size / speed[kind] for size in sizes[kind]] if speed[kind] else own
     return {
         "shards": "regather" if most > 1 else "keep", "units": sharding.units,
         "unshard": times[Kind.UNSHARD], "reduce": times[Kind.REDUCE_GRAD],

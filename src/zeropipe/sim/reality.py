@@ -4,7 +4,7 @@ A rank is idle for the makespan less its busy time. What it is lost to is found 
 of what disturbs it:
 
     jitter          the run, less a simulation with the mean time of each kind and stage
-    communication   that one, less the same with messages that take no time
+    communication   that one, less the same with messages, gathers and reduces that take no time
     imbalance       that one, less the same with stages that all take the mean
     schedule        what is left: the bubble of the schedule itself
     overhead        time between two actions though the next one could begin: the executor's own
@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from zeropipe.core.timeline import Span, Timeline
 from zeropipe.errors import ConfigError
-from zeropipe.sim.costs import Costs, Link
+from zeropipe.sim.costs import OF_SHARDS, Costs, Link
 from zeropipe.sim.fit import fit, steps_of
 from zeropipe.sim.simulate import simulate
 
@@ -88,7 +88,9 @@ def lost(measured: Timeline) -> tuple[Lost, ...]:
     """What the idle time of each rank was lost to. The sum is the makespan less the rank's busy time."""
     schedule, costs = measured.schedule, fit(measured)
     mean_times = simulate(schedule, costs)
-    silent = replace(costs, p2p=0.0, bandwidth=None, edges={}, inter_node=Link(), blocking=False, blocking_ends=False)
+    silent = replace(
+        costs.unsharded(), p2p=0.0, bandwidth=None, edges={}, inter_node=Link(), blocking=False, blocking_ends=False
+    )
     no_messages = simulate(schedule, silent)
     balanced = simulate(schedule, _balanced(silent, schedule.num_stages))
     jitter = measured.makespan - mean_times.makespan
@@ -111,6 +113,13 @@ def require_units(costs: Costs, measured: Timeline) -> None:
     if costs.unit != measured.unit:
         units = (f"in {unit!r}" if unit else "in no unit" for unit in (costs.unit, measured.unit))
         raise ConfigError("the costs are {}, the run is {}: give both in one unit, like unit = 's'".format(*units))
+
+
+def with_shards(costs: Costs, found: Costs) -> Costs:
+    """`costs` that say nothing about sharded stages with what `found`, those of a run, say about them."""
+    if costs.shards is not None:
+        return costs
+    return replace(costs, **{name: getattr(found, name) for name in ("shards", *OF_SHARDS)})
 
 
 def corrected(costs: Costs, measured: Timeline) -> Costs:

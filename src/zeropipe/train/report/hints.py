@@ -106,6 +106,9 @@ def _communication(
     config: RunConfig, timeline: Timeline, costs: Costs, share: float, layers: Sequence[int] | None
 ) -> str:
     schedule = timeline.schedule
+    if timeline.sharding is not None:
+        begin = f"Messages, gathers of sharded weights and reduces of gradients cost {percent(share)} of the step. "
+        return begin + (_other_schedule(timeline, costs, layers) or _more_microbatches(config, timeline, costs))
     begin = (
         f"Messages between stages (typically {time_text(costs.p2p, timeline.unit)}) cost {percent(share)} of the step. "
     )
