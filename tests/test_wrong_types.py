@@ -60,6 +60,12 @@ MISTAKES = {
     "a name to balance": (lambda: zp.balance("x", SCHEDULE), "costs='x': costs of layers are needed, give zp.estimate"),
     "a cut of a name": (lambda: zp.balance(zp.estimate("qwen3-8b"), "zbv"), "'zbv' is no Schedule"),
     "no model to estimate": (lambda: zp.estimate(None), "model None: give a directory with config.json"),
+    "a number for ac": (lambda: zp.plan("qwen3-0.6b", ac=3, **SMALL), "ac=3: a name is needed, or a list of them"),
+    "no schedules": (lambda: zp.plan("qwen3-0.6b", schedules=[], **SMALL), "schedules=[]: a name is needed"),
+    "no microbatch sizes": (
+        lambda: zp.plan("qwen3-0.6b", microbatch_sizes=[], **SMALL),
+        "microbatch_sizes=[]: whole numbers from 1 on",
+    ),
     "no model to plan": (lambda: zp.plan(None, **SMALL), "model None: give a directory with config.json"),
     "a number as a mode": (lambda: zp.estimate("qwen3-8b", ac=1), "ac=1: a mode like 'full' is needed"),
     "a word for compile": (lambda: zp.estimate("qwen3-8b", compile="no"), "compile='no': True or False is needed"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import Any
 
 from zeropipe.search.plan.result import Plan
@@ -23,12 +24,12 @@ def row_data(made: Plan, row: Row) -> dict[str, Any]:
 
 def plan_data(made: Plan) -> dict[str, Any]:
     """A plan for machines: what fits, the front, and what does not fit."""
-    front = {id(row) for row in made.front}
+    front, limit = {id(row) for row in made.front}, made.scene.limit
     return {
         "source": made.scene.costs.source, "model": made.scene.costs.model, "gpu": made.scene.costs.machine.get("gpu"),
         "gpus": made.gpus, "gpus_per_node": made.scene.gpus_per_node, "batch": made.batch,
-        "sequence": made.scene.costs.sequence, "memory_limit": made.scene.limit, "num_tried": made.num_tried,
-        "num_left_out": made.num_left_out, "seconds": made.seconds,
+        "sequence": made.scene.costs.sequence, "memory_limit": limit if isfinite(limit) else None,
+        "num_tried": made.num_tried, "num_left_out": made.num_left_out, "seconds": made.seconds,
         "rows": [
             {**row_data(made, row), "front": id(row) in front, "why": made.why(row) if at else ""}
             for at, row in enumerate(made.rows)

@@ -71,7 +71,7 @@ def plan(
         why = "schedules are named" if search_seconds else "search_seconds=0"
         raise ConfigError(f"search_steps={short(search_steps)}: nothing is searched where {why}; leave one of them out")
     pp, tp, microbatch_sizes = _several("pp", pp), _several("tp", tp), _several("microbatch_sizes", microbatch_sizes)
-    ac, schedules = ([one] if isinstance(one, str) else one for one in (ac, schedules))
+    ac, schedules = _texts("ac", ac), _texts("schedules", schedules)
     if isinstance(model, LayerCosts):
         costs = model
         _require_settings(costs, tp or (), microbatch_sizes or (), ac or ())
@@ -216,9 +216,18 @@ def _several(name: str, value: int | Sequence[int] | None) -> Sequence[int] | No
     if value is None:
         return None
     several = list(value) if isinstance(value, Iterable) else [value]
-    for one in several:
-        if type(one) is not int or one < 1:
-            raise ConfigError(f"{name}={short(value)}: whole numbers from 1 on are needed, like 4 or [2, 4]")
+    if not several or any(type(one) is not int or one < 1 for one in several):
+        raise ConfigError(f"{name}={short(value)}: whole numbers from 1 on are needed, like 4 or [2, 4]")
+    return several
+
+
+def _texts(name: str, value: str | Sequence[str] | None) -> list[str] | None:
+    """One text, or several of them."""
+    if value is None or isinstance(value, str):
+        return [value] if value is not None else None
+    several = list(value) if isinstance(value, Iterable) else []
+    if not several or not all(isinstance(one, str) for one in several):
+        raise ConfigError(f"{name}={short(value)}: a name is needed, or a list of them")
     return several
 
 
