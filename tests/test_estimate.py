@@ -216,7 +216,7 @@ def test_a_config_file_and_a_directory_are_the_known_model(tmp_path):
     "change,message",
     [
         ({"model_type": "bert"}, "models of type 'bert' are not estimated"),
-        ({"model_type": None}, "models of type None"),
+        ({"model_type": None}, "model has no model_type: give a model's config.json, or to `plan` costs"),
         ({"hidden_size": "x"}, "hidden_size='x': a whole number"),
         ({"hidden_size": None}, "has no hidden_size"),
         ({"num_hidden_layers": 0}, "num_hidden_layers=0"),

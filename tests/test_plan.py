@@ -334,6 +334,10 @@ def test_the_command_ranks_explains_and_writes(tmp_path, capsys, monkeypatch):
         (["qwen3-0.6b", "--gpus", "4", "--batch", "3", "--microbatch-sizes", "2"], "batch=3 cannot be shared out"),
         (["qwen3-0.6b", "--gpus", "4", "--batch", "16", "--memory", "1GB"], "memory=1000000000.0 is 1 GB: bytes above"),
         (["qwen3-32b", "--gpus", "2", "--batch", "16", "--memory", "24GB"], "nothing fits into 20.0 GB"),
+        (
+            ["qwen3-0.6b", "--gpus", "64", "--batch", "64", "--pp", "64"],
+            "pp=64: no layout of 64 GPUs and 28 layers has that many pipeline ranks: give some of 1, 2, 4, 8, 16",
+        ),
         (["qwen3-32b", "--gpus", "2", "--batch", "16", "--memory", "24GB", "--json"], "nothing fits into 20.0 GB"),
         (["qwen3-0.6b", "--gpus", "4", "--batch", "16", "--tp", "3"], "tp=3: qwen3-0.6b has num_attention_heads=16"),
         (["qwen3-0.6b", "--gpus", "4", "--batch", "16", "--schedules", "zvb"], "unknown schedule 'zvb'"),

@@ -164,7 +164,7 @@ class Shape:
 def shape_of(model: str | Mapping[str, Any]) -> Shape:
     """The shape of a known name, a directory with config.json, a config file, or a config as plain data."""
     if isinstance(model, Mapping):
-        return _shape(str(model.get("_name_or_path") or model.get("model_type", "model")), model)
+        return _shape(str(model.get("_name_or_path") or model.get("model_type") or "model"), model)
     name = str(model).lower()
     if name in KNOWN:
         return _shape(name, KNOWN[name])
@@ -191,6 +191,8 @@ def _shape(name: str, data: Mapping[str, Any]) -> Shape:
         whole = {key: data[key] for key in ("tie_word_embeddings",) if data.get(key) is not None}
         data = {**whole, **data["text_config"]}
     kind = data.get("model_type")
+    if kind is None:
+        raise ConfigError(f"{name} has no model_type: give a model's config.json, or to `plan` costs of its layers")
     family = FAMILIES.get(str(kind))
     if family is None:
         raise ConfigError(

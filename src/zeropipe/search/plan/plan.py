@@ -99,10 +99,15 @@ def plan(
             f"memory={short(memory)}{given_is}: bytes above the reserve of {reserve / 1e9:g} GB are needed, like 80GB"
         )
     scene = Scene(costs, gpus_per_node, memory - reserve, optimizer_bandwidth(costs))
-    options = [one for one in layouts(gpus, gpus_per_node, sizes, costs.num_layers) if pp is None or one.pp in pp]
+    every = layouts(gpus, gpus_per_node, sizes, costs.num_layers)
+    options = [one for one in every if pp is None or one.pp in pp]
     given = runs(scene, batch, options, microbatch_sizes, ac)
     if not options:
-        raise ConfigError(f"pp={', '.join(map(str, pp or ()))}: no layout of {gpus} GPUs has that many pipeline ranks")
+        known = ", ".join(map(str, sorted({one.pp for one in every})))
+        raise ConfigError(
+            f"pp={', '.join(map(str, pp or ()))}: no layout of {gpus} GPUs and {costs.num_layers} layers has that many "
+            f"pipeline ranks: give some of {known}"
+        )
     if not given:
         raise _no_runs(batch, gpus, options, microbatch_sizes)
     possible, too_large = sifted(scene, given)
