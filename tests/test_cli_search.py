@@ -59,6 +59,7 @@ def test_costs_are_per_rank_unless_told_otherwise(run):
     [
         (("search", "--ranks", "4"), "microbatches is missing: a schedule is searched for a number of microbatches"),
         ((*SIZE, "--memory-limit", "0.5"), "memory_limit=0.5: rank 0 needs 1 for its weights and one microbatch"),
+        ((*SIZE, "--rank-limits", "4,4,2GB,4"), "--rank-limits is in bytes, memory of these costs in activations"),
         ((*SIZE, "--memory-limit", "4QB"), "memory_limit='4QB': a number is needed, or one of bytes like 40GB"),
         ((*SIZE, "-v", "2", "--placement", "linear"), "placement linear has one stage per rank, not 2"),
         ((*SIZE, "--seconds", "nan"), "seconds=nan: a number from 0 on is needed"),

@@ -148,6 +148,9 @@ def test_commands_take_the_file_and_say_what_it_is(tmp_path, capsys):
     main(["compare", "1f1b", "zbv", "-p", "2", "-m", "4", "--costs", str(file), "--json"])
     found = json.loads(capsys.readouterr().out)
     assert found["costs_per"] == "estimate"
+    main(["simulate", "zbv", "-p", "2", "-m", "4", "--costs", str(file)])
+    text = "estimated costs of layers, spread evenly over the stages; of ac none, microbatches of 1, the first of"
+    assert text in capsys.readouterr().out
     for name in ("1f1b", "zbv"):
         schedule = zp.build(name, ranks=2, microbatches=4)
         (row,) = [row for row in found["compared"] if row["schedule"] == name]

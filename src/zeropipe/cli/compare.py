@@ -207,7 +207,7 @@ def _print_tables(result: Result, request: Request) -> None:
     for t, standing in zip(result.timelines, standings, strict=True):
         groups.setdefault(_size(t), []).append((t, standing))
     for size, rows in groups.items():
-        _print_table(f"{_size_text(size)}; {output.costs_text(request.per)}", rows)
+        _print_table(f"{_size_text(size)}; {output.costs_text(request.per, request.setting)}", rows)
     for option, names in result.ignored.items():
         if names:
             output.note(f"--option {option} is unknown to {', '.join(names)}: left as they are")

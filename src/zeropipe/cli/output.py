@@ -91,16 +91,17 @@ def problem_text(timeline: Timeline) -> str:
     )
 
 
-def costs_text(per: str) -> str:
-    """What costs are of, as every command that takes some says it."""
-    return {
+def costs_text(per: str, setting: str = "") -> str:
+    """What costs are of, as every command that takes some says it; `setting`: which of several."""
+    words = {
         "rank": "costs per rank, shared out over its stages",
         "stage": "costs per stage",
         "recording": "costs of the recording",
         "estimate": "estimated costs of layers, spread evenly over the stages",
         "profile": "measured costs of layers, spread evenly over the stages",
         "training file": "costs and layers of the training file; for other numbers of stages, spread evenly",
-    }[per]
+    }
+    return words[per] + (f"; of {setting}, the first of their settings" if setting else "")
 
 
 def summary(timeline: Timeline) -> dict[str, Any]:

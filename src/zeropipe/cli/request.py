@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from zeropipe.core.schedule import Schedule
     from zeropipe.core.timeline import Timeline
     from zeropipe.sim.costs import Costs
-    from zeropipe.sim.layer_costs import LayerCosts
+    from zeropipe.sim.layer_costs import LayerCosts, Setting
     from zeropipe.train.preview import RunCosts
 
 LINK = ("p2p", "bandwidth")
@@ -102,6 +102,12 @@ class Request:
             return self.priced(spec).schedule
         found = self.load(spec)
         return found.schedule if isinstance(found, Timeline) else found
+
+    @property
+    def setting(self) -> str:
+        """Which setting counts, where costs of layers have several."""
+        several: tuple[Setting, ...] = getattr(self.file_costs, "settings", ())
+        return str(several[0]) if len(several) > 1 else ""
 
     @property
     def is_plain(self) -> bool:
@@ -241,11 +247,16 @@ def overridden(costs: Costs, flags: Mapping[str, Any]) -> Costs:
         if name in flags and made.message == 0:
             flag = "--" + name.replace("_", "-")
             raise ConfigError(f"{flag} {flags[name]:g} changes nothing while messages have no size: give --message N")
-    is_plain = not made.memory_unit and made.activation == 1 and made.weights == 0
-    if isinstance(made.memory_limit, Bytes) and (is_plain or made.memory_unit not in ("", "B")):
-        counted = f"in {made.memory_unit!r}" if made.memory_unit else "in activations"
-        raise ConfigError(f"--memory-limit is in bytes, memory of these costs {counted}: give a limit in that, like 8")
+    require_unit("--memory-limit", made.memory_limit, made)
     return made
+
+
+def require_unit(flag: str, limit: float | None, costs: Costs) -> None:
+    """ConfigError for a limit in bytes where memory is counted in something else."""
+    is_plain = not costs.memory_unit and costs.activation == 1 and costs.weights == 0
+    if isinstance(limit, Bytes) and (is_plain or costs.memory_unit not in ("", "B")):
+        counted = f"in {costs.memory_unit!r}" if costs.memory_unit else "in activations"
+        raise ConfigError(f"{flag} is in bytes, memory of these costs {counted}: give a limit in that, like 8")
 
 
 def _one(sizes: tuple[int, ...]) -> int | None:

@@ -55,7 +55,7 @@ def search(out: str | None, as_json: bool, **given: Any) -> None:
     zeropipe search -p 8 -m 32 --costs c.json --memory-limit 40GB -o found.json
     zeropipe search -p 8 -m 32 -v 2 --w 0.7 --p2p 0.1 --memory-limit 8
     """
-    from zeropipe.cli.request import request_of
+    from zeropipe.cli.request import request_of, require_unit
     from zeropipe.core.placement import PLACEMENTS, Problem
     from zeropipe.search.search import search as run
 
@@ -70,10 +70,13 @@ def search(out: str | None, as_json: bool, **given: Any) -> None:
     problem = Problem(ranks, ranks * per_rank, microbatches)
     rule = PLACEMENTS.get(given["placement"])  # none with "all": then no stages are taken to share a rank
     costs = request.costs_of(problem, rule(problem) if rule else None)
+    limits = _sizes(given["rank_limits"])
+    for limit in limits or ():
+        require_unit("--rank-limits", limit, costs)
     with _told(costs.unit) as tell:
         found = run(
             ranks=ranks, microbatches=microbatches, stages_per_rank=per_rank, costs=costs,
-            weight_parts=request.weight_parts or 1, progress=tell, rank_limits=_sizes(given["rank_limits"]),
+            weight_parts=request.weight_parts or 1, progress=tell, rank_limits=limits,
             **{name: given[name] for name in ("placement", "objective", "seconds", "steps", "seed", "workers")},
         )  # fmt: skip
     if out:
@@ -81,7 +84,7 @@ def search(out: str | None, as_json: bool, **given: Any) -> None:
     if as_json:
         output.print_json({**output.summary(found.timeline), **_facts(found), "costs_per": request.per, "file": out})
         return
-    _print(found, given["placement"], output.costs_text(request.per))
+    _print(found, given["placement"], output.costs_text(request.per, request.setting))
     if out:
         output.print_written(out)
 

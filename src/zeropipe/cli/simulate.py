@@ -39,7 +39,7 @@ def simulate(schedule: str, as_json: bool, **given: Any) -> None:
     if as_json:
         output.print_json({**output.summary(timeline), "costs_per": priced.per})
     else:
-        _print_timeline(timeline, output.costs_text(priced.per))
+        _print_timeline(timeline, output.costs_text(priced.per, request.setting))
 
 
 def _print_timeline(timeline: Timeline, costs: str) -> None:
