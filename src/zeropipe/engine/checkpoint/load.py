@@ -161,7 +161,8 @@ def _check_model(path: Path, manifest: Manifest, catalog: Catalog, has_masters: 
             )
         if saved[name].dtype != here.dtype and not (has_masters and _is_copied(here, saved[name])):
             raise ConfigError(
-                f"{name} is {saved[name].dtype} in {path}, {here.dtype} in the model: give hf_stages(dtype=...)"
+                f"{name} is {saved[name].dtype} in {path}, {here.dtype} in the model: make the model with that dtype "
+                "(hf_stages(dtype=...), or model.dtype of a training file)"
             )
 
 

@@ -25,7 +25,8 @@ BUILT_IN = {
 }
 TIED = ("qwen3-0.6b",)  # whose head is the embedding, as published
 
-_NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")  # names of one and the same field
+# names of one and the same field
+_NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers")
 
 
 @dataclass(frozen=True)
