@@ -79,6 +79,15 @@ def test_layers_may_have_the_names_of_older_families(name, tmp_path, run):
     assert layers_of(Job(str(tmp_path))) == 3
 
 
+def test_one_stage_per_rank_of_a_schedule_that_has_two_is_in_the_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made = zp.plan("qwen3-0.6b", pp=2, tp=1, schedules="interleaved:v=1", microbatch_sizes=1, ac="none", **SIZES)
+    assert "interleaved:v=1" in str(made.best.candidate)
+    write_run(made, made.best, "run.toml", "qwen3-0.6b", "h100")
+    shown = preview(read_run("run.toml", ["--model.weights", "random"]))
+    assert (shown.layers_per_stage, shown.prediction.step) == (made.best.counts, pytest.approx(made.best.step))
+
+
 def test_machines_of_another_size_are_in_the_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     wish = {"pp": [2], "tp": [1], "schedules": ["1f1b"], "microbatch_sizes": [1], "ac": ["full"], **SIZES}

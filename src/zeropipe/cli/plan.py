@@ -159,9 +159,8 @@ def _table(cells: dict[str, list[str]], console: Console) -> Table:
 
 def _cells(made: Plan, row: Row) -> list[str]:
     one, mfu = row.candidate, made.mfu(row)
-    per_rank = f":v={one.stages_per_rank}" if one.stages_per_rank > 1 else ""
     return [
-        f"{one.layout.pp}x{one.layout.dp_shard}x{one.layout.tp}", f"{one.schedule}{per_rank}",
+        f"{one.layout.pp}x{one.layout.dp_shard}x{one.layout.tp}", one.title,
         f"{one.num_microbatches}x{one.microbatch_size}", one.ac, output.time_text(row.step, "s"),
         f"{made.speed(row):,.0f}", "" if mfu is None else f"{100 * mfu:.1f}%", output.percent(row.bubble),
         gigabytes(row.memory.peak), "" if row.gap is None else f"{row.gap:.1%}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zeropipe.core.schedule import Schedule
+from zeropipe.schedules.registry import entries
 from zeropipe.search.plan.layouts import Layout
 
 
@@ -21,10 +22,16 @@ class Candidate:
     cut: str  # "even" or "balanced" layers
     shards: str = "keep"  # how sharded weights are gathered; plans keep them
 
+    @property
+    def title(self) -> str:
+        """The schedule as a command takes it: with its stages per rank, unless it has one and no other number."""
+        number = self.stages_per_rank
+        default = next((entry.stages_per_rank[0] for entry in entries() if entry.name == self.schedule), 1)
+        return self.schedule if number == default == 1 else f"{self.schedule}:v={number}"
+
     def __str__(self) -> str:
-        per_rank = f":v={self.stages_per_rank}" if self.stages_per_rank > 1 else ""
         return (
-            f"{self.layout}, {self.schedule}{per_rank}, {self.num_microbatches} microbatches of "
+            f"{self.layout}, {self.title}, {self.num_microbatches} microbatches of "
             f"{self.microbatch_size}, ac {self.ac}, {self.cut} layers"
         )
 

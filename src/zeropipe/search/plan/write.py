@@ -32,7 +32,7 @@ def write_run(plan: Plan, row: Row, path: str, model: str, costs: str | None = N
         write_whole(file, to_json(row.found))
         schedule = {"name": file.name}
         written.append(str(file))
-    elif one.stages_per_rank > 1:
+    else:  # also one: `interleaved` alone has two
         schedule["stages_per_rank"] = one.stages_per_rank
     schedule["layers"] = list(row.counts)
     if costs is not None:
