@@ -179,15 +179,19 @@ def write_chats(path, chats):
     return [line["messages"] for line in lines]
 
 
-@pytest.mark.parametrize("marked", [False, True])
-def test_answers_of_chats_have_a_loss(tmp_path, marked):
-    """Tokens and answers are those of transformers' own mask, whether the template marks them or not."""
+@pytest.mark.parametrize("tokenizer", ["plain", "marked", "trims"])
+def test_answers_of_chats_have_a_loss(tmp_path, tokenizer):
+    """Tokens and answers are those of transformers' own mask, whether the template marks them or not.
+
+    So are tokens of blanks where the tokenizer tells places without them.
+    """
     hf = save_tokenizer(tmp_path / "marked", MARKED)
     save_tokenizer(tmp_path / "plain")
+    save_tokenizer(tmp_path / "trims", trims=True)
     chats = write_chats(tmp_path / "chats.jsonl", CHATS)
     config = run_of(
         tmp_path, kind="chat", path=str(tmp_path / "chats.jsonl"), sequence=60, batch=2, train={"epochs": 1},
-        tokenizer=str(tmp_path / ("marked" if marked else "plain")),
+        tokenizer=str(tmp_path / tokenizer),
     )  # fmt: skip
     told = []
     prepare(config, told.append)

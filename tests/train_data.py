@@ -19,8 +19,8 @@ MARKED = (
 )
 
 
-def save_tokenizer(folder, template=CHAT, vocabulary=400):
-    """A byte-level BPE tokenizer that begins texts with <s>; returns it."""
+def save_tokenizer(folder, template=CHAT, vocabulary=400, trims=False):
+    """A byte-level BPE tokenizer that begins texts with <s>; returns it. `trims`: blanks, where it tells places."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -32,7 +32,10 @@ def save_tokenizer(folder, template=CHAT, vocabulary=400):
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )  # fmt: skip
     made.train_from_iterator(["the answer is that a document has some words, user, assistant"] * 4, trainer)
-    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    made.post_processor = processors.Sequence([
+        processors.ByteLevel(trim_offsets=trims),
+        processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)]),
+    ])  # fmt: skip
     found = PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>", chat_template=template)
     found.save_pretrained(folder)
     return found

@@ -111,9 +111,23 @@ def _messages(line: Line) -> list[dict[str, Any]]:
 def _mask(places: np.ndarray, answers: tuple[tuple[int, int], ...]) -> np.ndarray:
     """1 for tokens that have a character of an answer."""
     mask = np.zeros(len(places), dtype=np.uint8)
+    starts, ends = _with_blanks(places).T
     for start, end in answers:
-        mask |= (places[:, 0] < end) & (places[:, 1] > start) & (places[:, 0] < places[:, 1])
+        mask |= (starts < end) & (ends > start) & (starts < ends)
     return mask
+
+
+def _with_blanks(places: np.ndarray) -> np.ndarray:
+    """Where tokens are in a text.
+
+    Some tokenizers (gpt_neox's, bart's) tell places without the blanks around a word. A token of blanks is then told to
+    be of no character: it begins where the token before it ends.
+    """
+    found = places.copy()
+    before = np.append(0, places[:-1, 1])
+    is_empty = places[:, 0] == places[:, 1]
+    found[is_empty, 0] = np.minimum(before, places[:, 0])[is_empty]
+    return found
 
 
 def _checked(tokenizer: Bytes | HuggingFace) -> Any:
