@@ -103,15 +103,16 @@ def shared_modules(schedule: Schedule) -> dict[str, float]:
 
 
 class Views(nn.Module):
-    """Its output is a view, neither contiguous nor the whole of its memory."""
+    """Its outputs are views: one is neither contiguous nor the whole of its memory, one is still to be conjugated."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, last: bool) -> None:
         super().__init__()
-        self.block = Block(seed)
+        self.block, self.last = Block(seed), last
 
-    def forward(self, x: Tensor) -> Tensor:
-        wide = torch.cat([self.block(x), x], -1)
-        return wide[..., :WIDTH].transpose(0, 1).transpose(0, 1)
+    def forward(self, x: Tensor, turned: Tensor | None = None) -> Any:
+        y = self.block(x if turned is None else x + turned.conj().imag)
+        wide = torch.cat([y, x], -1)[..., :WIDTH].transpose(0, 1).transpose(0, 1)
+        return wide if self.last else (wide, torch.complex(y, torch.sin(y)).conj())
 
 
 class Same(nn.Module):
@@ -162,7 +163,7 @@ class FrozenFirst(nn.Module):
 
 
 def views(number: int) -> list[nn.Module]:
-    return [Views(seed) for seed in range(number)]
+    return [Views(seed, seed == number - 1) for seed in range(number)]
 
 
 def some_identities(number: int) -> list[nn.Module]:

@@ -48,6 +48,11 @@ def spec_of(tensors: Sequence[Tensor], needs_grad: Sequence[bool], words: Sequen
     return tuple(Part(t.dtype, tuple(t.shape), needs, said) for t, needs, said in zip(tensors, needs_grad, words))
 
 
+def as_sent(tensor: Tensor) -> Tensor:
+    """The tensor with its values in its memory, in their order: nothing still to be transposed, conjugated, negated."""
+    return tensor.resolve_conj().resolve_neg().contiguous()
+
+
 Present = Sequence[bool]  # which of the gradients that were asked for there are: an output may be used by nobody
 
 

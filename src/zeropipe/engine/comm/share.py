@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zeropipe.engine.comm.edges import as_sent
 from zeropipe.engine.comm.fabric import Fabric
 
 PIECE = 8 * 2**20  # bytes that travel together
@@ -77,7 +78,7 @@ class _Reader(pickle.Unpickler):
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    return as_sent(tensor).reshape(-1).view(torch.uint8)
 
 
 def _bytes(fabric: Fabric, data: Tensor, root: int) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zeropipe.engine import torch_private
 from zeropipe.engine.backward.splitters import Pass, Splitter
-from zeropipe.engine.comm.edges import Incoming, Message, Outgoing, Spec, answer_key, spec_of
+from zeropipe.engine.comm.edges import Incoming, Message, Outgoing, Spec, answer_key, as_sent, spec_of
 from zeropipe.engine.stages.contract import Microbatch
 from zeropipe.engine.step import spread
 from zeropipe.engine.step.cells import Cell, as_tuple, moved, plain
@@ -115,7 +115,7 @@ class Passes:
             cell.after.inputs = [tensor.requires_grad_(needs) for tensor, needs in zip(handed, needs_grad)]
         else:
             # contiguous here, where the step is joined with all streams: a send allocates nothing on the device
-            cell.output = [tensor.contiguous() for tensor in data]
+            cell.output = [as_sent(tensor) for tensor in data]
 
     def backward(self, cell: Cell, run: Callable[[Pass], None]) -> None:
         """B or I, as the splitter's `run` does it."""
@@ -140,7 +140,7 @@ class Passes:
         if cell.before is not None:
             cell.before.gradients = gradients
         elif cell.stage > 0:
-            cell.returned = [None if gradient is None else gradient.contiguous() for gradient in gradients]
+            cell.returned = [None if gradient is None else as_sent(gradient) for gradient in gradients]
 
     def _as_before(self, cell: Cell, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """The other end expects the gradients that were there the first time: zeros for one that is missing now."""
