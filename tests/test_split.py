@@ -524,3 +524,15 @@ def test_torchs_own_split_takes_functions_written_in_python():
     split.backward_input(0, 0, module, [module(x)], [gradient], [x])
     split.flush(0, 0)
     torch.testing.assert_close([parameter.grad for parameter in module.parameters()], list(wanted))
+
+
+def test_torchs_own_split_takes_views_and_inputs_that_are_returned():
+    """torch would cut them off in place: an error for a view, no gradient for an input that a stage hands on."""
+    module, x = nn.Linear(4, 4), torch.randn(3, 4, requires_grad=True)
+    y, gradient = module(x).t(), torch.randn(3, 4)
+    wanted = torch.autograd.grad([y, x], [x, *module.parameters()], [gradient.t(), gradient], retain_graph=True)
+    split = AutogradSplit()
+    split.backward_input(0, 0, module, [y, x], [gradient.t(), gradient], [x])
+    split.flush(0, 0)
+    assert x.requires_grad
+    torch.testing.assert_close([x.grad, *(parameter.grad for parameter in module.parameters())], list(wanted))

@@ -501,13 +501,29 @@ def mend_attention() -> None:
     torch._subclasses.FakeTensorMode.cache_clear()  # of what was traced before
 
 
+class _Root(GradientEdge):
+    """The gradient edge of an output, for torch's own I, which asks it what it would ask the output.
+
+    torch cuts outputs off from their graph afterwards, in place. That cannot be done to a view, and an input that the
+    stage returns as it is would lose its gradient.
+    """
+
+    requires_grad = True
+
+    @property
+    def grad_fn(self) -> Any:
+        return self.node
+
+    def detach_(self) -> None: ...
+
+
 def stage_backward_input(
-    outputs: list[Tensor], gradients: list[Tensor] | None, inputs: list[Tensor], weights: Iterator[nn.Parameter]
+    roots: Sequence[GradientEdge], gradients: Sequence[Tensor], inputs: list[Tensor], weights: Iterator[nn.Parameter]
 ) -> tuple[Sequence[Tensor | None], list[dict[str, Any]]]:
     """torch's own I: keeps the graph alive for `stage_backward_weight`."""
     from torch.distributed.pipelining._backward import stage_backward_input as run
 
-    return run(outputs, gradients, inputs, weights)
+    return run([_Root(*root) for root in roots], list(gradients), inputs, weights)  # type: ignore[misc]
 
 
 def begins_in_python(groups: list[dict[str, Any]]) -> bool:

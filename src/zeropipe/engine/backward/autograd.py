@@ -28,18 +28,21 @@ class AutogradSplit:
         stage: int,
         microbatch: int,
         module: nn.Module,
-        outputs: Sequence[Tensor],
+        roots: Sequence[Any],
         gradients: Sequence[Tensor] | None,
         inputs: Sequence[Tensor],
     ) -> Sequence[Tensor | None]:
-        """I: the gradients of the inputs, which are also left on them. A stage without inputs does all in W."""
-        if not outputs or not any(tensor.requires_grad for tensor in inputs):
-            self._waiting[stage, microbatch] = partial(_backward, outputs, gradients)
+        """I: the gradients of the inputs, which are also left on them. A stage without inputs does all in W.
+
+        `roots`: the outputs that need a gradient, or their gradient edges; or the loss, without `gradients`.
+        """
+        if not roots or not any(tensor.requires_grad for tensor in inputs):
+            self._waiting[stage, microbatch] = partial(_backward, roots, gradients)
             return [None] * len(inputs)
-        graph = [torch_private.gradient_edge(tensor) for tensor in outputs if tensor.requires_grad]
-        grads, groups = torch_private.stage_backward_input(
-            list(outputs), None if gradients is None else list(gradients), list(inputs), module.parameters()
-        )
+        if gradients is None:
+            gradients = [torch.ones_like(root) for root in roots]
+        graph = [torch_private.gradient_edge(root) if isinstance(root, Tensor) else root for root in roots]
+        grads, groups = torch_private.stage_backward_input(graph, gradients, list(inputs), module.parameters())
         # What W begins with has to live until then: I lets go of the graph, and a node written in Python dies with it.
         alive = graph if torch_private.begins_in_python(groups) else []
         self._waiting[stage, microbatch] = partial(_weights, list(module.parameters()), groups, alive)
@@ -60,6 +63,6 @@ def _weights(parameters: list[nn.Parameter], groups: list[dict[str, Any]], alive
     torch_private.stage_backward_weight(parameters, groups)
 
 
-def _backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor] | None) -> None:
-    if outputs:
-        torch.autograd.backward(outputs, gradients)
+def _backward(roots: Sequence[Any], gradients: Sequence[Tensor] | None) -> None:
+    if roots:
+        torch_private.backward(roots, gradients)

@@ -22,15 +22,13 @@ class Pass(NamedTuple):
     stage: int
     microbatch: int
     module: nn.Module
-    roots: Sequence[Any]  # the loss, the outputs, or their gradient edges; none where nothing needs a gradient
+    roots: Sequence[Any]  # the loss, or the gradient edges of the outputs; none where nothing needs a gradient
     gradients: Sequence[Tensor] | None  # of the roots; None for a loss
     inputs: Sequence[Tensor]  # those that need a gradient: it is left on them
 
 
 class Splitter(Protocol):
     """Runs B, I and W."""
-
-    keeps_outputs: bool  # whether a Pass needs the outputs themselves: gradient edges hold no data
 
     def prepare(self, stage: int, module: nn.Module) -> None:
         """Make a stage ready, once."""
@@ -59,8 +57,6 @@ class Splitter(Protocol):
 
 class StoreSplitter:
     """I is one ordinary backward pass that leaves weight-gradient products behind; W runs them."""
-
-    keeps_outputs = False
 
     def __init__(self, deferring: bool) -> None:
         self._store, self._deferring = WeightStore(), deferring
@@ -98,7 +94,6 @@ class BuiltSplitter:
 
     def __init__(self, others: Splitter, builders: Mapping[int, BuildWeights]) -> None:
         self._others, self._builders, self._built = others, builders, dict[tuple[int, int], Callable[[], Any]]()
-        self.keeps_outputs = others.keeps_outputs
 
     def prepare(self, stage: int, module: nn.Module) -> None:
         if stage not in self._builders:
@@ -142,8 +137,6 @@ class BuiltSplitter:
 class AutogradSplitter:
     """torch's way: the graph lives on after I, and W walks it again."""
 
-    keeps_outputs = True
-
     def __init__(self) -> None:
         self._split = AutogradSplit()
 
@@ -173,8 +166,6 @@ class AutogradSplitter:
 
 class WholeSplitter:
     """No split: I is the whole backward and W does nothing."""
-
-    keeps_outputs = False
 
     def prepare(self, stage: int, module: nn.Module) -> None: ...
 

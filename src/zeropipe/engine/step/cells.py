@@ -22,7 +22,7 @@ class Cell:
     """One microbatch in one stage, on this rank: its inputs, and the way back through its outputs."""
 
     __slots__ = (
-        "after", "asked", "before", "edges", "gradients", "inputs", "kept", "microbatch", "module", "output", "pick",
+        "after", "asked", "before", "edges", "gradients", "inputs", "microbatch", "module", "output", "pick",
         "returned", "root", "side", "spec", "stage",
     )  # fmt: skip
 
@@ -37,7 +37,6 @@ class Cell:
         """Forget everything, before a step."""
         self.inputs: Sequence[Tensor] = ()  # from the stage before, as leaves of this stage's graph
         self.edges: Sequence[Any] = ()  # gradient edges of the outputs: no data
-        self.kept: Sequence[Tensor] = ()  # the outputs themselves, for torch's own split
         self.spec: Spec | None = None  # of the outputs
         self.output: Sequence[Tensor] = ()  # on its way out
         self.gradients: Sequence[Tensor | None] = ()  # of the outputs; None: nobody used that one

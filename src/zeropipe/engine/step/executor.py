@@ -61,9 +61,8 @@ class Executor:
         self._splitter, self._dynamic, self._watchers = splitter, dynamic, watchers
         self.schedule = program.schedule
         self._passes = Passes(
-            program.schedule.num_stages - 1, splitter, train=train, device=device, dynamic=dynamic, made=made,
-            present=present,
-        )  # fmt: skip
+            program.schedule.num_stages - 1, train=train, device=device, dynamic=dynamic, made=made, present=present
+        )
         self._num_parts = program.schedule.problem.num_weight_parts
         self._parts: Counter[tuple[int, int]] = Counter()  # of a W: how many have a call
         self._shards = shards

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from zeropipe.engine import torch_private
-from zeropipe.engine.backward.splitters import Pass, Splitter
+from zeropipe.engine.backward.splitters import Pass
 from zeropipe.engine.comm.edges import Incoming, Message, Outgoing, Spec, answer_key, as_sent, spec_of
 from zeropipe.engine.stages.contract import Microbatch
 from zeropipe.engine.step import spread
@@ -28,7 +28,6 @@ class Passes:
     def __init__(
         self,
         last: int,
-        splitter: Splitter,
         *,
         train: bool,
         device: torch.device,
@@ -36,7 +35,7 @@ class Passes:
         made: Made,
         present: dict[Any, tuple[bool, ...]],
     ) -> None:
-        self._last, self._splitter, self._train = last, splitter, train
+        self._last, self._train = last, train
         self._device, self._dynamic, self._made_of, self._present = device, dynamic, made, present
 
     def begin(self, microbatches: Sequence[Microbatch], kinds: Sequence[int], finish: Finish, see: See | None) -> None:
@@ -108,8 +107,6 @@ class Passes:
         self._made_of[self._train, cell.stage, self._kinds[cell.microbatch]] = cell.spec
         # from here on only the way back is kept: the data goes when it has been sent or used
         cell.edges = [torch_private.gradient_edge(tensor) for tensor in outputs if tensor.requires_grad]
-        if self._splitter.keeps_outputs:
-            cell.kept = [tensor for tensor in outputs if tensor.requires_grad]
         if cell.after is not None:
             handed = [tensor.detach() if spread.is_spread(tensor) else piece for tensor, piece in zip(outputs, data)]
             cell.after.inputs = [tensor.requires_grad_(needs) for tensor, needs in zip(handed, needs_grad)]
@@ -119,7 +116,7 @@ class Passes:
 
     def backward(self, cell: Cell, run: Callable[[Pass], None]) -> None:
         """B or I, as the splitter's `run` does it."""
-        ways = [way for way in zip(cell.kept or cell.edges, cell.gradients) if way[1] is not None]
+        ways = [way for way in zip(cell.edges, cell.gradients) if way[1] is not None]
         roots: Sequence[Any] = [root for root, _ in ways]
         gradients: Sequence[Tensor] | None = [gradient for _, gradient in ways]
         if cell.root is not None:
@@ -136,7 +133,7 @@ class Passes:
             gradients = self._as_before(cell, gradients)
             asking = (x for x in cell.inputs if x.requires_grad)
             gradients = [None if g is None else spread.piece_of_gradient(g, x) for g, x in zip(gradients, asking)]
-        cell.inputs, cell.edges, cell.gradients, cell.kept, cell.root = (), (), (), (), None
+        cell.inputs, cell.edges, cell.gradients, cell.root = (), (), (), None
         if cell.before is not None:
             cell.before.gradients = gradients
         elif cell.stage > 0:
