@@ -204,6 +204,12 @@ def test_it_is_marked_as_an_estimate_and_makes_a_round_trip(tmp_path):
     assert from_layer_json(to_layer_json(found)) == found
 
 
+def test_text_fields_beside_those_of_the_vision_are_read():
+    text = {**KNOWN["qwen2.5-7b"], "model_type": "qwen2_5_vl", "vision_config": {"depth": 32, "hidden_size": 1280}}
+    assert num_parameters(text) == num_parameters("qwen2.5-7b")
+    assert shape_of(text).layers == shape_of("qwen2.5-7b").layers
+
+
 def test_a_config_file_and_a_directory_are_the_known_model(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(KNOWN["qwen3-8b"]))
     (tmp_path / "other.json").write_text(json.dumps({"model_type": "some_vlm", "text_config": KNOWN["qwen3-8b"]}))
