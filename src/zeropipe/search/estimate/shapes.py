@@ -191,7 +191,7 @@ def _shape(name: str, data: Mapping[str, Any]) -> Shape:
         whole = {key: data[key] for key in ("tie_word_embeddings",) if data.get(key) is not None}
         data = {**whole, **data["text_config"]}
     kind = data.get("model_type")
-    if kind not in FAMILIES and f"{kind}_text" in FAMILIES and "hidden_size" in data:
+    if str(kind) not in FAMILIES and f"{kind}_text" in FAMILIES and "hidden_size" in data:
         kind = f"{kind}_text"  # older configs of models that see have the text's fields beside the vision's
     if kind is None:
         raise ConfigError(f"{name} has no model_type: give a model's config.json, or to `plan` costs of its layers")
