@@ -9,6 +9,8 @@ import pytest
 from train_files import GOOD
 
 import zeropipe as zp
+from zeropipe.cli.app import address
+from zeropipe.cli.request import request_of
 from zeropipe.engine.run.spec import Job, layers_of
 from zeropipe.search.estimate.estimate import num_parameters
 from zeropipe.search.estimate.known import KNOWN
@@ -126,6 +128,14 @@ def test_one_file_for_all_commands(planned, run):
         "--costs\n"
     )
     assert run("run", "other.toml", "--dry-run")[0] == 0  # a schedule runs without a prediction
+    start = address(
+        request_of(["run.toml"], dict.fromkeys(("ranks", "microbatches", "stages_per_rank")) | {"pairs": ()})
+    )
+    assert start.startswith("?ranks=4&microbatches=16&stages_per_rank=2&schedules=zbv&f=")
+    assert start.count("&unit=s&memory_unit=B") == 1
+    fewer = Path("run.toml").read_text().replace(str(list(planned.best.counts)), "[4, 4]")
+    Path("fewer.toml").write_text(fewer)
+    assert run("simulate", "fewer.toml")[2] == "zeropipe: layers=[4, 4] adds up to 8: the model has 36 layers\n"
     assert run("train", "run.toml", "--model.path", "qwen3-32b")[2] == (
         "zeropipe: model.path='qwen3-32b' is a name for planning: give the directory of its weights as --model.path\n"
     )

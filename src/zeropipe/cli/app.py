@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
@@ -53,6 +53,7 @@ def app(
 
 def address(request: Request) -> str:
     """What follows the page's address so that it starts with this request: `?ranks=4&schedules=zbv`."""
+    request = _with_stages(request)
     parts = [(name, str(values[0])) for name in _SIZES if (values := getattr(request, name))]
     if request.weight_parts:
         parts.append(("weight_parts", str(request.weight_parts)))
@@ -62,6 +63,15 @@ def address(request: Request) -> str:
         parts.append(("per", request.per))
     parts += [(name, quote(text, safe=",:-+=")) for name, text in _costs(request)]
     return "?" + "&".join(f"{name}={text}" for name, text in parts) if parts else ""
+
+
+def _with_stages(request: Request) -> Request:
+    """Costs of a training file as those of its stages, which the page adds up or shares out for other schedules."""
+    if request.per != "training file":
+        return request
+    schedule = request.schedule_of(request.specs[0])
+    costs = request.costs_of(schedule.problem, schedule.placement)
+    return replace(request, file_costs=costs, per="rank")
 
 
 _SIZES = ("ranks", "microbatches", "stages_per_rank")
