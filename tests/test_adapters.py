@@ -268,6 +268,7 @@ def test_adapters_that_cannot_be_kept_are_refused(change, match):
         ({}, LoraConfig(target_modules=["q_proj"], init_lora_weights="pissa"), "'pissa'"),
         ({}, peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[]), "peft_type=IA3"),
         ({}, LoraConfig(target_modules=["q_proj"], modules_to_save=["layers.1"]), "whole layer|cannot add"),
+        ({}, LoraConfig(target_modules=["q_proj"], alora_invocation_tokens=[1]), "alora_invocation_tokens is not"),
         ({"tie_word_embeddings": True}, LoraConfig(target_modules=["lm_head"]), "they are one weight"),
         ({"tie_word_embeddings": True}, LoraConfig(target_modules=["embed_tokens"]), "they are one weight"),
     ],
@@ -276,6 +277,12 @@ def test_wrong_adapters_are_refused(config, adapter, match):
     with pytest.raises(ConfigError, match=match) as raised:
         all_stages(CONFIGS["llama"](**config), TWO, adapter=adapter)
     assert "\n" not in str(raised.value)
+
+
+def test_a_saved_adapter_that_changes_biases_is_refused(tmp_path):
+    LoraConfig(target_modules=["q_proj"], bias="lora_only").save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"bias='lora_only' changes biases of the model, too: load it with PeftModel"):
+        all_stages(CONFIGS["llama"](), TWO, adapter=tmp_path)
 
 
 def test_what_the_adapter_does_not_hold_is_not_lost(trained):

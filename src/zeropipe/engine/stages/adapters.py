@@ -29,6 +29,11 @@ from zeropipe.errors import ConfigError, MissingExtra
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."  # before every name in an adapter's file
+# of a LoraConfig: what only the whole model can do, such as to look for invocation tokens before the first layer
+_UNSUPPORTED = (
+    "trainable_token_indices", "layer_replication", "loftq_config", "eva_config", "corda_config",
+    "alora_invocation_tokens",
+)  # fmt: skip
 _PARTS = re.compile(r"\.(lora_(embedding_)?[AB]|lora_magnitude_vector|modules_to_save)\.")
 _WRAPPED = re.compile(r"\.(base_layer|original_module)(?=\.)")
 
@@ -59,6 +64,11 @@ def open_adapter(given: Any) -> Adapter:
     if isinstance(given, str | Path):
         config, values = _read_config(Path(given)), lambda injected: _Saved(Path(given), injected)
         config.inference_mode = False  # it will be trained
+        if config.bias != "none":
+            raise ConfigError(
+                f"{given}: an adapter with bias={config.bias!r} changes biases of the model, too: load it with "
+                "PeftModel.from_pretrained(..., is_trainable=True) and give that model"
+            )
         return Adapter(_checked(config), values=values)
     if not isinstance(given, peft.PeftConfig):
         raise ConfigError(f"adapter={given!r}: give a peft.LoraConfig, or a directory with an {CONFIG}")
@@ -257,7 +267,7 @@ def _checked(config: Any) -> Any:
     kind = getattr(config.peft_type, "value", config.peft_type)
     if kind != "LORA":
         raise ConfigError(f"an adapter of peft_type={kind}: only LORA is kept; merge_and_unload() it first")
-    for field in ("trainable_token_indices", "layer_replication", "loftq_config", "eva_config", "corda_config"):
+    for field in _UNSUPPORTED:
         if getattr(config, field, None):
             raise ConfigError(f"a LoraConfig with {field} is not supported in stages: leave it out")
     return config
