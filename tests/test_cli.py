@@ -216,6 +216,10 @@ def test_compare_all_beside_a_file(run, tmp_path):
     assert sorted(names) == sorted(["mine", *zp.names()])
     assert (names[0], names[-1]) == ("mine", "zbv")
     assert f"wrote {picture} (" in run("compare", "1f1b", "zbv", *SIZE, "-o", str(picture))[1]
+    timed = tmp_path / "found.json"
+    timed.write_text(zp.to_json(zp.simulate(zp.build("1f1b", ranks=4, microbatches=8), zp.Costs(f=3))))
+    assert "do not count here: --costs" in " ".join(run("compare", str(timed), "zbv", *SIZE)[1].split())
+    assert "do not count" not in run("compare", str(timed), "zbv", *SIZE, "--costs", str(timed))[1]
 
 
 def test_names_stay_whole_in_a_narrow_terminal(run, monkeypatch):

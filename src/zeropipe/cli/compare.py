@@ -79,6 +79,7 @@ class Result(NamedTuple):
     timelines: list[Timeline]
     refused: list[tuple[str, str]]  # title and reason
     ignored: dict[str, list[str]]  # -O name -> schedules that do not know it
+    timed: list[str]  # files with times of their own, which do not count
 
 
 def _compared(request: Request) -> Result:
@@ -92,6 +93,7 @@ def _compared(request: Request) -> Result:
     several = len(request.ranks) > 1 or len(request.microbatches) > 1
     timelines: list[Timeline] = []
     refused: list[tuple[str, str]] = []
+    timed: list[str] = []
     total = 0
     with progress(len(wishes)) as begin:
         for wish in wishes:
@@ -105,6 +107,8 @@ def _compared(request: Request) -> Result:
                 refused.append((wish.title + at, str(error)))
                 continue
             schedule = found.schedule if isinstance(found, Timeline) else found
+            if isinstance(found, Timeline) and request.file_costs is None:
+                timed.append(wish.spec.name)
             total += num_cut(schedule, request.weight_parts or 1)
             COMMAND_LINE.require_actions(total, "this comparison", request.weight_parts or 1)
             costs = request.costs_of(schedule.problem, schedule.placement)
@@ -112,7 +116,7 @@ def _compared(request: Request) -> Result:
             timelines.append(made if wish.title in (schedule.name, wish.spec.name) else made.labelled(wish.title))
     if not timelines:
         raise ConfigError(f"none of the schedules can be built: {refused[0][0]}: {refused[0][1]}")
-    return Result(timelines, refused, ignored)
+    return Result(timelines, refused, ignored, timed)
 
 
 def _wishes(request: Request) -> tuple[list[Wish], dict[str, list[str]]]:
@@ -213,6 +217,8 @@ def _print_tables(result: Result, request: Request) -> None:
             output.note(f"--option {option} is unknown to {', '.join(names)}: left as they are")
     for name, reason in result.refused:
         output.note(f"left out: {name}: {reason}")
+    for name in result.timed:
+        output.note(f"times in {name} do not count here: --costs {name} compares all by them")
 
 
 def _print_table(heading: str, rows: list[tuple[Timeline, Standing]]) -> None:
