@@ -325,6 +325,11 @@ def test_the_command_ranks_explains_and_writes(tmp_path, capsys, monkeypatch):
     assert shown["rows"][1]["why"]
     assert '[model]\npath = "qwen3-0.6b"\n' in out.read_text()
     assert 'costs = "costs.json"\n' in out.read_text()
+    shorter = json.loads(file.read_text())  # as `zeropipe profile tiny-qwen3 --num-layers 6` writes it
+    file.write_text(json.dumps({**shorter, "model": "tiny-qwen3", "layers": shorter["layers"][:6]}))
+    main([*args, "-o", str(out), "--workers", "1"])
+    capsys.readouterr()
+    assert 'path = "tiny-qwen3"\ndtype = "bfloat16"\nnum_layers = 6\n' in out.read_text()
 
 
 @pytest.mark.parametrize(

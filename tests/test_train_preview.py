@@ -133,6 +133,11 @@ def test_one_file_for_all_commands(planned, run):
     )
     assert start.startswith("?ranks=4&microbatches=16&stages_per_rank=2&schedules=zbv&f=")
     assert start.count("&unit=s&memory_unit=B") == 1
+    Path("bare.toml").write_text(  # more stages than layers: the ends have none
+        "[model]\npath = 'tiny-qwen3'\nnum_layers = 2\n[mesh]\npp = 4\n"
+        "[schedule]\nlayers = [0, 1, 1, 0]\ncosts = 'h100'\n[train]\nsteps = 1\n"
+    )
+    assert run("simulate", "bare.toml")[0] == 0
     fewer = Path("run.toml").read_text().replace(str(list(planned.best.counts)), "[4, 4]")
     Path("fewer.toml").write_text(fewer)
     assert run("simulate", "fewer.toml")[2] == "zeropipe: layers=[4, 4] adds up to 8: the model has 36 layers\n"

@@ -212,10 +212,9 @@ class RunCosts:
         if why := _unfit(self.config, given):
             raise ConfigError(f"{self.path}: {why}: give other ones with --costs")
         table = self.config.schedule
-        counts = layer_counts(given.num_layers, problem.num_stages, table.first_less, table.last_less)
-        if table.layers is not None:
-            own = check_counts(table.layers, given.num_layers, len(table.layers))
-            counts = own if len(own) == problem.num_stages else counts
+        counts = () if table.layers is None else check_counts(table.layers, given.num_layers, len(table.layers))
+        if len(counts) != problem.num_stages:
+            counts = layer_counts(given.num_layers, problem.num_stages, table.first_less, table.last_less)
         limit = _limit(given)
         scene = Scene(
             replace(given, state=state_of(self.config)), table.gpus_per_node, inf if limit is None else limit, None

@@ -18,10 +18,13 @@ GPUS_PER_NODE = 8  # a training file's default
 STEPS = 100
 
 
-def write_run(plan: Plan, row: Row, path: str, model: str, costs: str | None = None) -> list[str]:
+def write_run(
+    plan: Plan, row: Row, path: str, model: str, costs: str | None = None, num_layers: int | None = None
+) -> list[str]:
     """Write `path`, and for a searched schedule a .json beside it; returns the names of what was written.
 
-    `costs` is where the plan's costs come from: a file, or the name of a GPU.
+    `costs` is where the plan's costs come from: a file, or the name of a GPU. `num_layers` is given where the model
+    alone does not say it.
     """
     one, known = row.candidate, plan.scene.costs
     schedule: dict[str, Any] = {"name": one.schedule}
@@ -48,6 +51,8 @@ def write_run(plan: Plan, row: Row, path: str, model: str, costs: str | None = N
         "data": {"sequence": known.sequence, "batch": plan.batch, "microbatch": one.microbatch_size},
         "train": {"steps": STEPS},
     }
+    if num_layers is not None:
+        tables["model"]["num_layers"] = num_layers
     words = "an estimate" if known.source == "estimate" else "from measured costs"
     head = [
         f"# {one}",
