@@ -15,6 +15,7 @@ import zeropipe as zp
 
 pytest.importorskip("pydantic", reason="needs pydantic")
 from zeropipe.sim.compare import compare
+from zeropipe.sim.layer_file import to_layer_json
 from zeropipe.train.config.models import (
     DataTable,
     EngineTable,
@@ -218,3 +219,11 @@ def test_costs_of_the_file_are_what_steps_are_held_against(tmp_path):
     expected = zp.simulate(schedule_of(of), costs.costs(layers, placement=schedule_of(of).placement))
     assert guess.of(recorded[0]).makespan == pytest.approx(expected.makespan)
     assert "h100" in guess.source
+    apart = ScheduleTable(name="1f1b", costs="h100", gpus_per_node=1)
+    spread = of.model_copy(update={"schedule": apart, "mesh": MeshTable(pp=2, dp_shard=2)})
+    stages = costs.costs(layers, shards=2, gather="keep", shard_link=costs.inter_node, node_size=1)
+    guess = prediction_of(spread, recorded, layers)
+    assert guess.of(recorded[0]).makespan == pytest.approx(zp.simulate(schedule_of(of), stages).makespan)
+    (tmp_path / "costs.json").write_text(to_layer_json(replace(costs, sequence=8 * costs.sequence)))
+    longer = of.model_copy(update={"schedule": ScheduleTable(name="1f1b", costs=str(tmp_path / "costs.json"))})
+    assert "what the actions of step" in prediction_of(longer, recorded, layers).source

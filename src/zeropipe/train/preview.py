@@ -5,6 +5,7 @@ Times and memory are those of the planner's own scoring (search/plan/score.py), 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -205,14 +206,15 @@ class RunCosts:
     def model(self) -> str:
         return self.config.model.path
 
-    def of(self, problem: Problem, placement: Placement) -> Costs:
-        """With the file's layers if these are so many stages, else as even as can be."""
+    def of(self, problem: Problem, placement: Placement, layers: Sequence[int] | None = None) -> Costs:
+        """With these layers, or with the file's if they are of so many stages, else as even as can be."""
         given = costs_of(self.config)
         assert given is not None
         if why := _unfit(self.config, given):
             raise ConfigError(f"{self.path}: {why}: give other ones with --costs")
         table = self.config.schedule
-        counts = () if table.layers is None else check_counts(table.layers, given.num_layers, len(table.layers))
+        wish = table.layers if layers is None else layers
+        counts = () if wish is None else check_counts(wish, given.num_layers, len(wish))
         if len(counts) != problem.num_stages:
             counts = layer_counts(given.num_layers, problem.num_stages, table.first_less, table.last_less)
         limit = _limit(given)

@@ -10,11 +10,12 @@ from typing import Any
 
 from zeropipe.core.files import write_whole
 from zeropipe.core.units import number, percent, time_text
+from zeropipe.errors import ConfigError
 from zeropipe.train.config.models import RunConfig
+from zeropipe.train.preview import RunCosts
 from zeropipe.train.report.drift import Drift, Prediction, Recorded, drifts, from_costs, from_first
 from zeropipe.train.report.hints import NOTHING, hint
 from zeropipe.train.report.words import facts_text, title_text
-from zeropipe.train.shape import costs_of, setting_of
 from zeropipe.viz.article import Block, Chart, Figure, Figures, Heading, Line, Note, Row, Shares, Table
 from zeropipe.viz.article.blocks import Tone
 from zeropipe.viz.html import to_html
@@ -51,15 +52,14 @@ def write_report(
 
 
 def prediction_of(config: RunConfig, recorded: Sequence[Recorded], layers: Sequence[int] | None) -> Prediction:
-    """By schedule.costs, if they are given; else by the first recorded step."""
-    given = costs_of(config)
-    if given is None or layers is None:
+    """By schedule.costs, if they are given and of such a run; else by the first recorded step."""
+    schedule = recorded[-1].timeline.schedule
+    if config.schedule.costs is None or layers is None:
         return from_first(recorded)
-    shards, placement = config.mesh.dp_shard, recorded[-1].timeline.schedule.placement
-    costs = given.costs(
-        layers, setting_of(config, given), ac=config.engine.ac, placement=placement, shards=shards,
-        gather=config.engine.shards if shards > 1 else None,
-    )  # fmt: skip
+    try:
+        costs = RunCosts(config, "").of(schedule.problem, schedule.placement, layers)
+    except ConfigError:  # of other sequences, say: a dry run tells
+        return from_first(recorded)
     return from_costs(costs, f"simulated with schedule.costs, {config.schedule.costs}", recorded)
 
 
