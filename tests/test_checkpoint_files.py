@@ -176,6 +176,18 @@ def test_a_damaged_checkpoint_is_refused_in_one_line(saved, tmp_path):
     assert [done.returncode for done in cases_of_cli] == [2, 2]
 
 
+def test_the_folder_of_a_run_names_its_newest_checkpoint(tmp_path):
+    for step in ("step-000002", "step-000010"):
+        (tmp_path / "checkpoints" / step).mkdir(parents=True)
+        (tmp_path / "checkpoints" / step / FILE).write_text("{}")
+    for folder in (tmp_path, tmp_path / "checkpoints"):
+        inside = re.escape(f"give one of those inside, like {tmp_path}/checkpoints/step-000010")
+        with pytest.raises(ConfigError, match=f"holds no checkpoint, as there is no checkpoint.json: {inside}"):
+            read_manifest(folder)
+        with pytest.raises(ConfigError, match=f"neither a checkpoint .*: {inside}"):
+            convert(folder, tmp_path / "to")
+
+
 def test_a_folder_with_other_things_is_not_written_into(tmp_path):
     (tmp_path / "thesis.txt").write_text("years of work")
     with pytest.raises(ConfigError, match=r"holds thesis\.txt, which is no part of a checkpoint"):

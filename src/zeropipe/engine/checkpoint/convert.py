@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from zeropipe.core.layers import ranges
 from zeropipe.engine.checkpoint import pieces
-from zeropipe.engine.checkpoint.manifest import FILE, Manifest, Saved, Target, read_manifest
+from zeropipe.engine.checkpoint.manifest import FILE, Manifest, Saved, Target, one_inside, read_manifest
 from zeropipe.engine.checkpoint.names import own_tensors, tied_sets
 from zeropipe.engine.checkpoint.pieces import Written
 from zeropipe.engine.checkpoint.save import described_model
@@ -66,7 +66,9 @@ def convert(
     if (source / "config.json").exists():
         _to_checkpoint(source, target, begin)
         return "checkpoint"
-    raise ConfigError(f"{source} is neither a checkpoint ({FILE}) nor a model directory (config.json)")
+    raise ConfigError(
+        f"{source} is neither a checkpoint ({FILE}) nor a model directory (config.json){one_inside(source)}"
+    )
 
 
 def _to_model(

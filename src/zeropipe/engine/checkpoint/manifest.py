@@ -81,6 +81,12 @@ class Manifest:
         return {name.removeprefix(f"{prefix}."): t for name, t in self.tensors.items() if name.startswith(f"{prefix}.")}
 
 
+def one_inside(path: Path) -> str:
+    """For messages: the newest checkpoint in the folder of a run, or in that of its checkpoints."""
+    found = sorted(file.parent for pattern in ("", "checkpoints/") for file in path.glob(f"{pattern}step-*/{FILE}"))
+    return f": give one of those inside, like {found[-1]}" if found else ""
+
+
 def read_manifest(path: Path) -> Manifest:
     """The checkpoint that a folder holds: ConfigError unless it is whole, as far as names and sizes can tell."""
     file = path / FILE
@@ -90,7 +96,7 @@ def read_manifest(path: Path) -> Manifest:
         other = next((p for p in (path / "config.json", path / ".metadata") if p.exists()), None)
         what = {"config.json": ": it is a model's directory", ".metadata": ": it is DCP's own form"}
         raise ConfigError(
-            f"{path} holds no checkpoint{what[other.name] if other else f', as there is no {FILE}'}"
+            f"{path} holds no checkpoint{what[other.name] if other else f', as there is no {FILE}'}{one_inside(path)}"
         ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"cannot read {file}: {str(error).splitlines()[0]}") from None
