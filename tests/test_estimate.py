@@ -266,6 +266,14 @@ def test_wishes_that_cannot_be_met_are_refused(wish, message):
     assert message in str(error.value)
 
 
+def test_a_shared_expert_is_cut_evenly_or_not_at_all():
+    odd = {**LEFT_OUT["qwen2_moe"], "num_key_value_heads": 4, "shared_expert_intermediate_size": 90}
+    with pytest.raises(ConfigError, match="tp=4: qwen2_moe has shared_expert_intermediate_size=90"):
+        estimate(odd, tp=4)
+    made = zp.plan(odd, gpus=4, batch=4, sequence=16, search_seconds=0, schedules="1f1b", ac="none", workers=1)
+    assert {row.candidate.layout.tp for row in made.rows} == {1, 2}
+
+
 def test_unknown_names_are_told_with_the_known_ones():
     with pytest.raises(ConfigError, match="model 'qwen9': give a directory"):
         estimate("qwen9")

@@ -106,7 +106,8 @@ def _setting(
     return Setting(costs, mode, size, pricing.tp, pricing.compile)
 
 
-def _require_divisible(shape: Shape, tp: int) -> None:
+def shared_sizes(shape: Shape) -> dict[str, int]:
+    """What tensor parallelism shares out, by the names of the config's fields: its size has to divide all of them."""
     sizes = {
         "num_attention_heads": shape.heads,
         "intermediate_size": shape.intermediate,
@@ -116,7 +117,12 @@ def _require_divisible(shape: Shape, tp: int) -> None:
         sizes["num_key_value_heads"] = shape.kv_heads
     if shape.experts:
         sizes["moe_intermediate_size"] = shape.experts.size
-    for name, value in sizes.items():
+        sizes["shared_expert_intermediate_size"] = shape.experts.shared
+    return sizes
+
+
+def _require_divisible(shape: Shape, tp: int) -> None:
+    for name, value in shared_sizes(shape).items():
         if value % tp:
             raise ConfigError(f"tp={tp}: {shape.name} has {name}={value}, which it does not divide: give another tp")
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from zeropipe.errors import ConfigError, short
 from zeropipe.schedules.registry import entries
-from zeropipe.search.estimate.estimate import estimate
+from zeropipe.search.estimate.estimate import estimate, shared_sizes
 from zeropipe.search.estimate.gpus import find_gpu
 from zeropipe.search.estimate.shapes import shape_of
 from zeropipe.search.plan.layouts import Layout, layouts
@@ -166,10 +166,7 @@ def _tensor_sizes(
     """Sizes of tensor parallelism: those asked for, or the powers of two that the model allows."""
     if wish is not None:
         return list(wish)
-    shape = shape_of(model)
-    parts = [shape.heads, shape.intermediate, shape.vocabulary, *([] if shape.latent else [shape.kv_heads])]
-    if shape.experts:
-        parts.append(shape.experts.size)
+    parts = shared_sizes(shape_of(model)).values()
     powers = [2**n for n in range(5)]
     return [t for t in powers if t <= min(gpus_per_node, gpus) and gpus % t == 0 and all(x % t == 0 for x in parts)]
 
