@@ -372,6 +372,18 @@ def alive_outputs(schedule: Schedule) -> list[int]:
     return [number for stage, witness in stages.items() if stage != last for number in witness.alive]
 
 
+def another_default_device(schedule: Schedule) -> float:
+    """A program whose tensors are made on another device than that of messages, as by torch.set_default_device."""
+    plain, stages = blocks(schedule.num_stages), own(blocks(schedule.num_stages), schedule)
+    batches = microbatches(schedule.num_microbatches)
+    plain_step(nn.Sequential(*plain), batches, SquareLoss())
+    with torch.device("meta"), Engine(schedule, stages, record=True) as engine:
+        engine.train_step(batches, SquareLoss())
+        engine.timeline()
+        engine.forward(batches, broadcast=True)
+    return worst(stages, plain)
+
+
 def record(schedule: Schedule) -> Any:
     """The measured timeline of a second step, and that recording can be switched off again."""
     stages = own(blocks(schedule.num_stages), schedule)

@@ -145,6 +145,11 @@ def evaluates(name: str, per_rank: int) -> dict[str, Any]:
     forward_only = kind(one_or_all(kind, stages), 2)  # no loss: step() goes forward only
     args = (x,) if any(s.is_first for s in stages) else ()
     third = forward_only.step(*args)
+    if any(s.is_last for s in stages):
+        schedule.eval(*args, losses=losses)  # no target
+        assert losses == []
+    else:
+        schedule.eval(*args)
     seen = max([seen, *(gap(each, plain(x)) for each in (again, third) if each is not None)])
     return {"seen": seen, "same": same, "training": all(s.submod.training for s in stages)}
 
@@ -357,13 +362,15 @@ def fails(where: str) -> str:
             feed(schedule, stages, x[:3] if rank == 0 else x, y)
         elif where == "target":
             schedule.step(*((x,) if rank == 0 else ()))
+        elif where == "target kind":
+            feed(schedule, stages, x, {"labels": y})
         else:
             feed(schedule, stages, x, y)
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
     else:
         text = "no error"
-    if where in ("batch", "target"):  # it was refused before anything ran: the next step is fine
+    if where in ("batch", "target", "target kind"):  # it was refused before anything ran: the next step is fine
         assert against_plain_chain(schedule, stages, modules) < 1e-10
     return text
 

@@ -254,6 +254,11 @@ def test_the_recorded_timeline(name):
     assert all(peak > 0 for peak in first.peak_memory)
 
 
+def test_another_default_device():
+    """Messages are made on the CPU, whatever the program says of its own tensors."""
+    assert max(ranks().run(cases.another_default_device, build("zbv"))) < TOLERANCE
+
+
 def test_measured_memory_follows_the_schedule():
     """1F1B keeps 4, 3, 2, 1 microbatches; GPipe keeps all 8."""
     one = ranks().run(cases.record, build("1f1b"))[0].peak_memory

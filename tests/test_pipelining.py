@@ -121,6 +121,7 @@ def test_new_shapes_and_numbers_between_steps():
         ("pair", "3F0: TypeError: loss_fn returned a tuple: return a Tensor", 3, "loss_fn returned a tuple"),
         ("shape", "3F0: TypeError: loss_fn returned a Tensor of shape [", 3, "return a Tensor with one number"),
         ("target", "no target: give target=", 3, "ConfigError: rank 3: ConfigError: the rank with the last stage"),
+        ("target kind", "target is a dict: step() cuts a Tensor", 3, "give one, or lists of microbatches (arg_mbs=, "),
     ],
 )
 def test_an_error_on_one_rank_reaches_all(where, own, rank, others):

@@ -121,7 +121,7 @@ def abort_gloo(group: Any) -> None:
     for peer in range(group.size()):
         if peer != group.rank():
             with contextlib.suppress(RuntimeError):
-                group.recv([torch.empty(1)], peer, ABORT_TAG).wait(timedelta(milliseconds=1))
+                group.recv([torch.empty(1, device="cpu")], peer, ABORT_TAG).wait(timedelta(milliseconds=1))
 
 
 def abort_nccl(groups: Iterable[Any], patience: float = 20.0) -> None:

@@ -119,6 +119,7 @@ class Walking(private.Base):
         self._began, self._kwargs_of_loss = False, loss_kwargs
         try:
             if arg_mbs is None and kwarg_mbs is None and target_mbs is None:
+                _require_target(target)
                 return super().step(  # type: ignore[safe-super]  # what comes next are torch's classes
                     *args, target=target, losses=losses, return_outputs=return_outputs, **kwargs
                 )
@@ -197,6 +198,8 @@ class Walking(private.Base):
         if seen:
             self._internal_losses[:] = [seen[index] for index in sorted(seen)]
             self._update_losses(self._here, losses)
+        elif last is not None and losses is not None:
+            losses.clear()  # those of a step before
 
     def timeline(self) -> Timeline:
         """The measured Timeline of the last step, after `configure(record=True)`. Every rank calls this."""
@@ -248,6 +251,14 @@ class Walking(private.Base):
         raise ConfigError(
             f"a custom function for {computation_type} cannot run here: zeropipe's engine runs every action itself, "
             "overlapped ones on two streams; leave the registration out, or use torch's own class"
+        )
+
+
+def _require_target(target: Any) -> None:
+    if target is not None and not isinstance(target, Tensor):
+        raise ConfigError(
+            f"target is a {type(target).__name__}: step() cuts a Tensor into microbatches; give one, or lists of "
+            "microbatches (arg_mbs=, kwarg_mbs=, target_mbs=)"
         )
 
 

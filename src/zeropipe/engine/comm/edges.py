@@ -75,7 +75,7 @@ def write_header(spec: Spec) -> Tensor:
         words += [DTYPES.index(part.dtype), part.needs_grad, len(part.shape), *part.shape, len(text), *text]
     if len(words) > HEADER:
         raise EngineError(f"a stage's output has {len(spec)} tensors: too many for one message, stack some of them")
-    return torch.tensor(words + [0] * (HEADER - len(words)))
+    return torch.tensor(words + [0] * (HEADER - len(words)), device="cpu")
 
 
 def read_header(header: Tensor) -> Spec:
@@ -320,7 +320,7 @@ class Incoming:
         return None if answer is None else gradient_spec(spec, [part.needs_grad for part in answer])
 
     def _hear(self, message: Message) -> Spec:
-        header = torch.empty(HEADER, dtype=torch.int64)
+        header = torch.empty(HEADER, dtype=torch.int64, device="cpu")
         self._wire.wait(self._receive(self._wire.headers, self._wire.peer, HEADER_TAG, [header]))
         heard = read_header(header)
         if message.forward:
@@ -335,7 +335,7 @@ class Incoming:
         wire = self._wire
         sent = [part for part in spec if part.needs_grad or self.messages[len(self._posted)].forward]
         if wire.staged:
-            buffers = [torch.empty(part.shape, dtype=part.dtype, pin_memory=True) for part in sent]
+            buffers = [torch.empty(part.shape, dtype=part.dtype, device="cpu", pin_memory=True) for part in sent]
         else:
             buffers = [torch.empty(part.shape, dtype=part.dtype, device=wire.device) for part in sent]
         works = self._receive(wire.group, wire.peer_in_group, 0, buffers)
@@ -360,7 +360,7 @@ def _send_all(parcel: Parcel) -> None:
 
 
 def _pinned_copy(tensor: Tensor) -> Tensor:
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
     return copy.copy_(tensor, non_blocking=True)
 
 

@@ -185,7 +185,7 @@ class Fabric:
         for peer in range(self.size):
             if peer != self.rank:
                 try:
-                    self.control.recv([torch.empty(1)], peer, PROBE_TAG)
+                    self.control.recv([torch.empty(1, device="cpu")], peer, PROBE_TAG)
                 except RuntimeError:
                     found.append(peer)
         return tuple(found)
@@ -332,7 +332,7 @@ class Fabric:
 
     def listen(self, peer: int) -> None:
         """Wait until the process of `peer` is gone, or this fabric closes: RuntimeError then."""
-        torch_private.wait(self.control.recv([torch.empty(1)], peer, LISTEN_TAG))
+        torch_private.wait(self.control.recv([torch.empty(1, device="cpu")], peer, LISTEN_TAG))
 
     def close(self, more: Iterable[threading.Thread] = ()) -> None:
         """Let go of the connections; after a good run, the others are told first. Threads have ended, `more` too."""

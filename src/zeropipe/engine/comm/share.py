@@ -24,12 +24,13 @@ def share(fabric: Fabric, value: Any, root: int, device: torch.device) -> Any:
     `root` is a place in the pipeline.
     """
     if fabric.layout.pipeline_rank != root:
-        size = int(_piece(fabric, torch.zeros(1, dtype=torch.int64), root))
-        return _Reader(fabric, root, device, _bytes(fabric, torch.empty(size, dtype=torch.uint8), root)).load()
+        size = int(_piece(fabric, torch.zeros(1, dtype=torch.int64, device="cpu"), root))
+        data = _bytes(fabric, torch.empty(size, dtype=torch.uint8, device="cpu"), root)
+        return _Reader(fabric, root, device, data).load()
     writer = _Writer()
     writer.dump(value)
     data = torch.frombuffer(writer.stream.getbuffer(), dtype=torch.uint8)
-    _piece(fabric, torch.tensor([data.numel()]), root)
+    _piece(fabric, torch.tensor([data.numel()], device="cpu"), root)
     _bytes(fabric, data, root)
     for tensor in writer.tensors:
         _bytes(fabric, _as_bytes(tensor), root)

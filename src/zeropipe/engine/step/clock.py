@@ -46,7 +46,7 @@ class Clock:
 
     def _ping(self, rank: int) -> tuple[float, float]:
         """Rank `rank` asks rank 0; the fastest answer counts: when it was asked for, and how far we were ahead."""
-        fabric, word, best = self._fabric, torch.zeros(1, dtype=torch.float64), (float("inf"), 0.0, 0.0)
+        fabric, word, best = self._fabric, torch.zeros(1, dtype=torch.float64, device="cpu"), (float("inf"), 0.0, 0.0)
         for _ in range(PINGS):
             if fabric.rank == 0:
                 fabric.receive(word, rank, CLOCK_TAG)
