@@ -250,6 +250,14 @@ def test_modules_in_wrappers_get_the_keys_they_name(wrap):
     assert "scale" in stage.pick({"inputs": torch.ones(2), "scale": 2.0, "labels": None})
 
 
+@pytest.mark.parametrize("make", [torch.jit.script, lambda m: torch.jit.trace(m, torch.ones(2))])
+def test_modules_of_torchscript(make):
+    schedule = zp.build("1f1b", ranks=1, microbatches=1)
+    (stage,) = module_stages([nn.Tanh(), make(nn.Sequential(nn.Tanh(), nn.Tanh()))], schedule, 0).values()
+    inputs = torch.randn(2)
+    assert torch.equal(stage(**stage.pick({"inputs": inputs})), inputs.tanh().tanh().tanh())
+
+
 @pytest.mark.parametrize(
     ("blocks", "found"),
     [(nn.ModuleDict({"0": nn.Tanh()}), 1), (nn.ModuleList([nn.Tanh()] * 2), 2), ([], 0), (3, None), ("abc", None)],
@@ -269,6 +277,18 @@ class Fork(nn.Module):
 class Join(nn.Module):
     def forward(self, x, y):
         return x * y
+
+
+@pytest.mark.parametrize(
+    ("entry", "line"),
+    [
+        (torch.tanh, r"^modules\[1\]=<.*> fails when it is called without arguments, tanh\(\) missing 1 .*: give a"),
+        (lambda: 3, r"^modules\[1\]=<.*> gives 3, which is no module: give a module, or a function without arguments"),
+    ],
+)
+def test_an_entry_that_is_no_module_is_named(entry, line):
+    with pytest.raises(ConfigError, match=line):
+        module_stages([nn.Tanh(), entry], zp.build("1f1b", ranks=2, microbatches=2), 1)
 
 
 def test_only_this_ranks_modules_are_built():

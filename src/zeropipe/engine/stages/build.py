@@ -93,7 +93,7 @@ def module_stages(
     )
     stages = {
         stage: PlainStage(
-            [m if isinstance(m, nn.Module) else m() for m in (modules[i] for i in ranges(counts)[stage])],
+            [_module(modules, number) for number in ranges(counts)[stage]],
             ranges(counts)[stage],
             is_first=stage == 0,
         )
@@ -103,6 +103,22 @@ def module_stages(
         if stage in stages:
             stages[stage].tied_pairs = tuple(pairs)
     return stages
+
+
+def _module(modules: Sequence[Any], number: int) -> nn.Module:
+    """An entry of the list, built if it is a function."""
+    entry = modules[number]
+    if isinstance(entry, nn.Module):
+        return entry
+    name = f"modules[{number}]={short(entry)}"
+    way_out = "give a module, or a function without arguments that builds one"
+    try:
+        built = entry()
+    except TypeError as error:
+        raise ConfigError(f"{name} fails when it is called without arguments, {error}: {way_out}") from error
+    if not isinstance(built, nn.Module):
+        raise ConfigError(f"{name} gives {short(built)}, which is no module: {way_out}")
+    return built
 
 
 def _require_rank(rank: int, schedule: Schedule) -> None:

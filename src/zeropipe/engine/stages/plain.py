@@ -53,10 +53,13 @@ class PlainStage(nn.Module):
 
 def _parameters_of(module: nn.Module) -> tuple[str, ...]:
     """The names of forward's parameters; those of the module inside where torch's wrappers hand everything on."""
-    inside = (module._modules.get(name) for name in ("_orig_mod", "_checkpoint_wrapped_module"))
+    inside = (getattr(module, name, None) for name in ("_orig_mod", "_checkpoint_wrapped_module"))
     if (wrapped := next(filter(None, inside), None)) is not None:
         return _parameters_of(wrapped)
-    names = inspect.signature(module.forward).parameters
+    try:
+        names = inspect.signature(module.forward).parameters
+    except ValueError:  # one that torch.jit has traced does not tell
+        return ()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in names.values()):
         names = inspect.signature(functools.partial(type(module).forward, module)).parameters  # a forward put before it
     return tuple(names)
