@@ -13,7 +13,7 @@ from pipelining_cases import draw, feed, gap, gradients, mean_square, one_or_all
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import SplitPoint
+from torch.distributed.pipelining import SplitPoint, pipe_split
 from torch.distributed.pipelining import pipeline as traced
 from torch.distributed.pipelining import schedules as torchs
 from torch.distributed.tensor import Replicate, Shard
@@ -24,7 +24,7 @@ import zeropipe.pipelining as ours
 from zeropipe.engine.backward.linear import defer
 from zeropipe.engine.backward.store import WeightStore
 from zeropipe.errors import ConfigError
-from zeropipe.pipelining.engines import check_pipeline, warn_of_replicas
+from zeropipe.pipelining.engines import check_pipeline, warn_of_copies, warn_of_replicas
 
 
 class Stage(nn.Module):
@@ -336,3 +336,29 @@ def skips() -> str:
     except ConfigError as error:
         return str(error)
     return "taken"
+
+
+class Again(nn.Module):
+    """The last stage uses a block of the second once more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = blocks(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        pipe_split()
+        x = self.b(x)
+        pipe_split()
+        x = self.c(x)
+        pipe_split()
+        return self.b(x)
+
+
+def copies() -> list[str]:
+    """A traced model with a block in two stages: the warnings that each rank gives."""
+    stage = traced(Again(), (draw(2, 0)[0],)).build_stage(dist.get_rank(), torch.device("cpu"))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        warn_of_copies([stage])
+    return [str(warning.message) for warning in warned]

@@ -101,6 +101,13 @@ def test_skip_connections_are_refused():
     assert texts[:2] == ["taken", "taken"]
 
 
+def test_copies_of_one_parameter_are_mentioned():
+    """Of the four stages the second and the last use one block, and torch gives each a copy."""
+    texts = ranks(4).run(cases.copies)
+    assert [len(text) for text in texts] == [0, 1, 0, 1]
+    assert "several stages use b.down.weight and b.scale and b.up.bias and b.up.weight, and each" in texts[1][0]
+
+
 def test_unknown_options_are_refused():
     with pytest.raises(zp.ConfigError, match="did you mean timeout"):
         ours.configure(time_out=3)
@@ -158,6 +165,13 @@ def test_stages_on_the_wrong_rank_are_refused():
         ours.Schedule1F1B(stages_at(2, (0, 1), 2), 4)
     with pytest.raises(zp.ConfigError, match="is for 4 ranks and 4 stages, these are stages of 2 on 2 ranks"):
         ours.PipelineSchedule(stages_at(2, (1,), 2), 4, schedule=zp.build("1f1b", ranks=4, microbatches=4))
+
+
+def test_what_is_no_stage_or_no_schedule_is_named():
+    with pytest.raises(zp.ConfigError, match=r"^ScheduleGPipe got a str for a stage: give a PipelineStage around"):
+        ours.ScheduleGPipe("stage", 4)
+    with pytest.raises(zp.ConfigError, match=r"^schedule=3: give a Schedule, the text of a CSV, a file"):
+        ours.PipelineSchedule(stages_at(2, (1,), 2), 4, schedule=3)
 
 
 def test_what_cannot_be_had_is_said():

@@ -54,6 +54,12 @@ class Walking(private.Base):
         """What torch's constructors set. They are not called: they have limits of their own."""
         if type(n_microbatches) is not int or n_microbatches < 1:
             raise ConfigError(f"n_microbatches={short(n_microbatches)}: a whole number from 1 on is needed")
+        for stage in stages:
+            if not hasattr(stage, "num_stages"):
+                raise ConfigError(
+                    f"{type(self).__name__} got a {type(stage).__name__} for a stage: give a PipelineStage around it, "
+                    "or one of pipeline(...).build_stage"
+                )
         private.Base.__init__(
             self,
             n_microbatches,

@@ -18,6 +18,7 @@ from zeropipe.engine.layout import Layout
 from zeropipe.engine.options import Options
 from zeropipe.engine.stages.contract import Microbatch, Told
 from zeropipe.errors import ConfigError
+from zeropipe.pipelining import private
 
 KEPT = 4  # engines of one set of stages: schedules that are used in turn
 
@@ -87,6 +88,7 @@ def _engine(stages: Sequence[Any], schedule: Schedule) -> Engine:
     if schedule.rebuild is not None:
         # it runs any number of microbatches: made for one number, it is the same on pipelines that have different ones
         schedule = resized(schedule, 2 * schedule.num_stages)
+    warn_of_copies(stages)
     where: dict[str, Any] = {"group": stages[0].group}
     if _settings.mesh is not None:
         check_pipeline(_settings.mesh, stages[0].group)
@@ -116,6 +118,17 @@ def warn_of_replicas(mesh: DeviceMesh, stages: Sequence[Any]) -> None:
         warnings.warn(
             f"gradients of stages that are not sharded are not summed over {' and '.join(names)}: do that after step(),"
             " or shard the stages with fully_shard, which does it",
+            stacklevel=2,
+        )
+
+
+def warn_of_copies(stages: Sequence[Any]) -> None:
+    """A warning where traced stages have copies of one parameter and nobody sums their gradients."""
+    names = sorted({name for stage in stages for name in private.copied(stage)})
+    if names:
+        warnings.warn(
+            f"several stages use {' and '.join(names)}, and each has a copy, whose gradients are not summed: do that "
+            "after step(), as with torch's classes, or cut the model so that one stage uses it",
             stacklevel=2,
         )
 

@@ -10,7 +10,7 @@ from zeropipe.core.files import SCHEDULES
 from zeropipe.core.placement import Placement, Problem
 from zeropipe.core.resize import resized
 from zeropipe.core.schedule import Schedule
-from zeropipe.errors import ConfigError
+from zeropipe.errors import ConfigError, short
 from zeropipe.pipelining import private
 from zeropipe.schedules.registry import Entry, build_entry, find
 from zeropipe.schedules.user import load
@@ -38,6 +38,8 @@ def built(entry: Entry, ranks: int, stages: int, microbatches: int, options: Map
 
 def given(what: Schedule | str, ranks: int, stages: int, microbatches: int) -> Schedule:
     """A Schedule, the text of a CSV, a file that holds one, or a name."""
+    if not isinstance(what, Schedule | str):
+        raise ConfigError(f"schedule={short(what)}: give a Schedule, the text of a CSV, a file with one, or a name")
     if isinstance(what, Schedule):
         found = what
     elif "\n" in what or "," in what:

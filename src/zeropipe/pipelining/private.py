@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import csv
 import io
+import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining.schedules import _Action as Action
 from torch.distributed.pipelining.schedules import _PipelineSchedule as Base
@@ -48,6 +51,19 @@ def stranger(stage: Any) -> str | None:
         if item != place:
             return f"output {item} of stage {source} as its argument {place}"
     return None
+
+
+def copied(stage: Any) -> list[str]:
+    """The parameters of a traced stage that other stages of the model use, too: torch gives each a copy of its own."""
+    if not isinstance(stage, TracedStage):
+        return []
+    users = Counter(name for part in stage.pipe_info.graph.owning_module.children() for name in _names(part))
+    return [name for name in _names(stage.submod) if users[name] > 1]
+
+
+def _names(part: nn.Module) -> set[str]:
+    """The parameters of a traced stage by their names in the model: a second call of a module is named b@1."""
+    return {re.sub(r"@\d+", "", name) for name, _ in part.named_parameters()}
 
 
 def detached(output: Any) -> Any:
