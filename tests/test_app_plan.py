@@ -60,10 +60,10 @@ def test_what_does_not_fit_is_said():
         ({"model": "/etc/passwd"}, "model", "choose one of"),
         ({"model": 3}, "model", "model=3"),
         ({"gpus": 0}, "gpus", "gpus=0"),
-        ({"gpus": 10**9}, "gpus", "1024"),
+        ({"gpus": 10**9}, "gpus", "1,024"),
         ({"gpu": "abacus"}, "gpu", "known are"),
         ({"memory": 1.0}, "memory", "above the reserve"),
-        ({"memory": "all"}, "memory", "memory='all'"),
+        ({"memory": "80GB"}, "memory", "a number of gigabytes is needed, like 80"),
         ({"x": 1}, "x", "unknown field"),
     ],
 )
