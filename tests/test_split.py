@@ -536,3 +536,10 @@ def test_torchs_own_split_takes_views_and_inputs_that_are_returned():
     split.flush(0, 0)
     assert x.requires_grad
     torch.testing.assert_close([x.grad, *(parameter.grad for parameter in module.parameters())], list(wanted))
+
+
+def test_torchs_own_split_refuses_hooks_that_it_would_never_call():
+    module, x = nn.Linear(4, 4), torch.randn(3, 4, requires_grad=True)
+    module.bias.register_post_accumulate_grad_hook(print)
+    with pytest.raises(EngineError, match=r"^bias has a hook .* which split='autograd' never calls: use split='store'"):
+        AutogradSplit().backward_input(0, 0, module, [module(x)], [torch.ones(3, 4)], [x])

@@ -39,6 +39,7 @@ class AutogradSplit:
         if not roots or not any(tensor.requires_grad for tensor in inputs):
             self._waiting[stage, microbatch] = partial(_backward, roots, gradients)
             return [None] * len(inputs)
+        _require_no_late_hooks(module)
         if gradients is None:
             gradients = [torch.ones_like(root) for root in roots]
         graph = [torch_private.gradient_edge(root) if isinstance(root, Tensor) else root for root in roots]
@@ -57,6 +58,16 @@ class AutogradSplit:
     def clear(self) -> None:
         """Forget everything, after a step that failed."""
         self._waiting.clear()
+
+
+def _require_no_late_hooks(module: nn.Module) -> None:
+    """EngineError for hooks that torch's W would pass over: it adds gradients itself."""
+    for name, parameter in module.named_parameters():
+        if parameter._post_accumulate_grad_hooks:
+            raise EngineError(
+                f"{name} has a hook that waits until its gradient was added (register_post_accumulate_grad_hook), which"
+                " split='autograd' never calls: use split='store'"
+            )
 
 
 def _weights(parameters: list[nn.Parameter], groups: list[dict[str, Any]], alive: list[Any]) -> None:
