@@ -167,6 +167,6 @@ def test_sigterm_to_torchrun_saves(tmp_path, start):
         time.sleep(0.2)
     job.send_signal(signal.SIGTERM)
     _, said = job.communicate(timeout=120)
-    found = re.search(r"SIGTERM: stopped after step (\d+) of 1000000, saved", said)
+    found = re.search(r"stopped by a signal after step (\d+) of 1000000, saved", said)
     assert found, said
     assert list(steps_in(tmp_path / "out" / "checkpoints")) == [int(found[1])]

@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -36,10 +37,10 @@ def start(config: RunConfig) -> Outcome | None:
     wanted = ["zeropipe.train.loop.job", *model_code(config.engine.device)]
     with (
         LocalRanks(number, backend=_backend(config, number), preload=wanted) as ranks,
-        _passing_on(ranks.pids),
+        _passing_on(ranks.pids) as heard,
     ):
         first: Outcome = ranks.run(_on_rank, config, timeout=config.engine.timeout + MORE)[0]
-        return first
+        return replace(first, stopped_by=heard[0]) if heard and first.stopped_by else first
 
 
 def _backend(config: RunConfig, ranks_here: int) -> str:
@@ -68,9 +69,13 @@ def _on_rank(config: RunConfig) -> Outcome:
 
 
 @contextmanager
-def _passing_on(pids: list[int]) -> Iterator[None]:
-    """The first Ctrl-C or SIGTERM reaches the ranks, which save and end; the second one stops everything at once."""
-    told, over = threading.Event(), threading.Event()
+def _passing_on(pids: list[int]) -> Iterator[list[str]]:
+    """The first Ctrl-C or SIGTERM reaches the ranks, which save and end; the second one stops everything at once.
+
+    Yields the names of signals heard. Ranks get SIGINT, whichever it was: SIGTERM would end one that has just started.
+    """
+    heard: list[str] = []
+    over = threading.Event()
 
     def tell() -> None:
         """Again and again: a rank that has just been started does not listen yet."""
@@ -80,16 +85,16 @@ def _passing_on(pids: list[int]) -> Iterator[None]:
                     os.kill(pid, signal.SIGINT)
 
     def handle(number: int, frame: object) -> None:
-        if told.is_set():
+        if heard:
             _say("stopped at once; the same command goes on from the newest checkpoint")
             raise KeyboardInterrupt
-        told.set()
-        _say(f"{signal.Signals(number).name}: the step is finished and saved; once more stops at once")
+        heard.append(signal.Signals(number).name)
+        _say(f"{heard[0]}: the step is finished and saved; once more stops at once")
         threading.Thread(target=tell, daemon=True).start()
 
     before = {number: signal.signal(number, handle) for number in SIGNALS}
     try:
-        yield
+        yield heard
     finally:
         over.set()
         for number, handler in before.items():

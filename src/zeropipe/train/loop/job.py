@@ -190,7 +190,7 @@ class Run:
         if is_done and config.checkpoint.export:
             target = export(config, self._engine, checkpoint, self._is_first)
         if self._is_first and self._stops and not is_done:
-            tell(f"{self._stops}: stopped after step {counts.step} of {self._num_steps}, saved {checkpoint}")
+            tell(f"stopped by a signal after step {counts.step} of {self._num_steps}, saved {checkpoint}")
         return Outcome(
             tuple(counts.losses), counts.step, counts.tokens, counts.skipped, self._evaluation_loss, counts.best,
             str(checkpoint), str(target) if target else None, "" if is_done else self._stops,
