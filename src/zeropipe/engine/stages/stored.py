@@ -28,7 +28,7 @@ class Stored:
         elif (directory / INDEX).exists() and single == SINGLE:
             self.file_of = self.index_of(directory)
         else:
-            raise ConfigError(f"{directory} holds no {single}: save it as safetensors")
+            raise ConfigError(f"{directory} holds no {single}: write it with save_pretrained of transformers")
 
     @staticmethod
     def index_of(directory: Path) -> dict[str, str]:
