@@ -543,3 +543,10 @@ def test_torchs_own_split_refuses_hooks_that_it_would_never_call():
     module.bias.register_post_accumulate_grad_hook(print)
     with pytest.raises(EngineError, match=r"^bias has a hook .* which split='autograd' never calls: use split='store'"):
         AutogradSplit().backward_input(0, 0, module, [module(x)], [torch.ones(3, 4)], [x])
+
+
+def test_torchs_own_split_refuses_what_it_would_pass_over():
+    """Torch looks for parameters where their way meets that of an input."""
+    module, x = nn.Linear(4, 4), torch.randn(3, 4, requires_grad=True)
+    with pytest.raises(EngineError, match=r"no gradient to a leaf of shape \[4(, 4)?\], .*: use split='store'"):
+        AutogradSplit().backward_input(0, 0, module, [module(x.detach()), x * 2], [torch.ones(3, 4)] * 2, [x])

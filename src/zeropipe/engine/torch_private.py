@@ -231,8 +231,12 @@ def leaves_between(loss: Tensor, output: Any) -> list[Tensor]:
     """The leaves that a loss reaches without passing through `output`: parameters of the loss itself."""
     if loss.grad_fn is None:
         return [loss] if loss.requires_grad else []
-    seen = {tensor.grad_fn for tensor in tensors_in(output)}
-    waiting, leaves = [loss.grad_fn], []
+    return _leaves_behind([loss.grad_fn], {tensor.grad_fn for tensor in tensors_in(output)})
+
+
+def _leaves_behind(nodes: Sequence[Any], seen: set[Any]) -> list[Tensor]:
+    """The leaves of a graph that `nodes` reach without passing through those `seen` already."""
+    waiting, leaves = list(nodes), []
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:
@@ -524,6 +528,12 @@ def stage_backward_input(
     from torch.distributed.pipelining._backward import stage_backward_input as run
 
     return run([_Root(*root) for root in roots], list(gradients), inputs, weights)  # type: ignore[misc]
+
+
+def passed_over(roots: Sequence[GradientEdge], groups: list[dict[str, Any]], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """The leaves behind `roots` that get a gradient neither by torch's own I nor by its W."""
+    known = {id(node.variable) for group in groups for node in group["params"]} | {id(tensor) for tensor in inputs}
+    return [leaf for leaf in _leaves_behind([root.node for root in roots], set()) if id(leaf) not in known]
 
 
 def begins_in_python(groups: list[dict[str, Any]]) -> bool:

@@ -44,6 +44,11 @@ class AutogradSplit:
             gradients = [torch.ones_like(root) for root in roots]
         graph = [torch_private.gradient_edge(root) if isinstance(root, Tensor) else root for root in roots]
         grads, groups = torch_private.stage_backward_input(graph, gradients, list(inputs), module.parameters())
+        if lost := torch_private.passed_over(graph, groups, inputs):
+            raise EngineError(
+                f"split='autograd' gives no gradient to a leaf of shape {list(lost[0].shape)}, whose way to the outputs"
+                " meets that of no input: use split='store'"
+            )
         # What W begins with has to live until then: I lets go of the graph, and a node written in Python dies with it.
         alive = graph if torch_private.begins_in_python(groups) else []
         self._waiting[stage, microbatch] = partial(_weights, list(module.parameters()), groups, alive)
