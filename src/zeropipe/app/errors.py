@@ -22,11 +22,11 @@ _RULES = {
     "stages_per_rank": _WHOLE,
     "weight_parts": f"a W is cut into 1 to {MAX_WEIGHT_PARTS} parts",
     "node_size": "a whole number of ranks from 1 on is needed",
-    "gpus": "the page plans for 1 to 1,024; the command line takes more",
-    "gpus_per_node": "a whole number from 1 to 1,024 is needed",
+    "gpus": _WHOLE,
+    "gpus_per_node": _WHOLE,
     "memory": "a number of gigabytes is needed, like 80",
-    "batch": "the page takes 1 to 4,096 sequences; the command line takes more",
-    "sequence": "the page takes 1 to 1,048,576 tokens; the command line takes more",
+    "batch": _WHOLE,
+    "sequence": _WHOLE,
     "per": "rank or stage is needed",
     "blocking": "true or false is needed",
     "blocking_ends": "true or false is needed",
@@ -84,7 +84,7 @@ def _words(name: str, value: Any, detail: Any) -> str:
         return f"choose from 1 to {MAX_CHOICES} schedules"
     if name == "bandwidth" and value == 0:
         return "bandwidth=0: a message would never arrive; leave it out for no limit"
-    if kind == "less_than_equal" and name in ("ranks", "microbatches"):
+    if kind == "less_than_equal" and _RULES.get(name) == _WHOLE:
         return f"{name}={short(value)}: the page takes up to {detail['ctx']['le']:,}; the command line takes more"
     if isinstance(value, str) and name in PER_STAGE:
         return f"{name}={short(value)}: write a number, several like 1,1,2, or some like 0=0.8"

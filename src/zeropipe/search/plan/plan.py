@@ -225,9 +225,9 @@ def _several(name: str, value: int | Sequence[int] | None) -> Sequence[int] | No
 
 def _texts(name: str, value: str | Sequence[str] | None) -> list[str] | None:
     """One text, or several of them."""
-    if value is None or isinstance(value, str):
-        return [value] if value is not None else None
-    several = list(value) if isinstance(value, Iterable) else []
+    if value is None:
+        return None
+    several = [value] if isinstance(value, str) else list(value) if isinstance(value, Iterable) else []
     if not several or not all(isinstance(one, str) for one in several):
         raise ConfigError(f"{name}={short(value)}: a name is needed, or a list of them")
     return several

@@ -71,7 +71,7 @@ def _searched(scene: Scene, candidate: Candidate, seconds: float, steps: int | N
         return None, False
     problem = Problem(candidate.layout.pp, len(counts), candidate.num_microbatches)
     rule = PLACEMENTS["linear" if candidate.stages_per_rank == 1 else "vee"]
-    costs = costs_of(scene, candidate, counts, _like(candidate).placement, whole=True)
+    costs = costs_of(scene, candidate, counts, rule(problem), whole=True)
     try:
         found = search(
             ranks=problem.num_ranks, microbatches=problem.num_microbatches, costs=costs, placement=rule,
