@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,13 @@ def pytest_collection_finish():
     """What was imported stays: to look through it for garbage again and again takes a tenth of the time of tests."""
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item, nextitem):
+    """After the last test of a file."""
+    if "engine_helpers" in sys.modules and (nextitem is None or nextitem.path != item.path):
+        sys.modules["engine_helpers"].close_pools()
 
 
 @pytest.fixture(scope="session")

@@ -195,14 +195,20 @@ _pools: dict[Any, Any] = {}
 
 
 def ranks(number: int = 4, preload: tuple[str, ...] = PRELOAD) -> Any:
-    """A pool of local ranks that lives as long as the test run (a new one if a test broke it)."""
+    """A pool of local ranks for the tests of a file (a new one if a test broke it)."""
     from zeropipe.engine.run.launch import LocalRanks
 
     key = (number, preload)
     if key not in _pools or _pools[key].closed:
         _pools[key] = LocalRanks(number, preload=preload)
-        atexit.register(_pools[key].close)
     return _pools[key]
+
+
+@atexit.register
+def close_pools() -> None:
+    """End all ranks. A new pool starts in a moment; gloo's threads wake up a hundred times a second while they idle."""
+    while _pools:
+        _pools.popitem()[1].close()
 
 
 def largest(results: list[dict[str, float]]) -> dict[str, float]:

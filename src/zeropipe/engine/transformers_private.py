@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -137,19 +138,39 @@ def packed_masks(position_ids: Tensor | None) -> Iterator[None]:
     """
     from transformers import masking_utils
 
-    find, prepare = masking_utils.find_packed_sequence_indices, masking_utils._preprocess_mask_arguments
-
-    def prepare_packed(config: Any, embeds: Any, mask: Any, cache: Any, ids: Any, *rest: Any, **more: Any) -> Any:
-        return prepare(config, embeds, mask, cache, position_ids if ids is None else ids, *rest, **more)
-
+    find = masking_utils.find_packed_sequence_indices
+    makers = [] if position_ids is None else _mask_makers()
+    defaults = [maker.__defaults__ for maker, _ in makers]
     if position_ids is None:
         masking_utils.find_packed_sequence_indices = lambda ids: None
-    else:
-        masking_utils._preprocess_mask_arguments = prepare_packed
+    for maker, place in makers:
+        given = list(maker.__defaults__ or ())
+        given[place] = position_ids
+        maker.__defaults__ = tuple(given)
     try:
         yield
     finally:
-        masking_utils.find_packed_sequence_indices, masking_utils._preprocess_mask_arguments = find, prepare
+        masking_utils.find_packed_sequence_indices = find
+        for (maker, _), old in zip(makers, defaults):
+            maker.__defaults__ = old
+
+
+@cache
+def _mask_makers() -> list[tuple[Any, int]]:
+    """The functions that make masks, and which of their defaults is that of the position ids.
+
+    Models have imported them by name: another default reaches them all.
+    """
+    from transformers import masking_utils
+
+    found = []
+    for name in dir(masking_utils):
+        maker = inspect.unwrap(getattr(masking_utils, name))
+        if name.startswith("create_") and inspect.isfunction(maker):
+            optional = [p.name for p in inspect.signature(maker).parameters.values() if p.default is not p.empty]
+            if "position_ids" in optional:
+                found.append((maker, optional.index("position_ids")))
+    return found
 
 
 @contextmanager

@@ -72,9 +72,15 @@ class Absent(nn.Module):
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        for name, value in vars(layer).items():
+        own = type(layer).__mro__[: type(layer).__mro__.index(nn.Module)]  # a kind may be told by the class
+        said = {name: getattr(layer, name) for kind in own for name, value in vars(kind).items() if _is_plain(value)}
+        for name, value in (said | vars(layer)).items():
             if not name.startswith("_") and not isinstance(value, Tensor | nn.Module):
                 setattr(self, name, value)
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, str | int | float | tuple)
 
 
 class Skipped(Absent):
