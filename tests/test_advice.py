@@ -14,6 +14,6 @@ def test_fewer_microbatches_than_stages_are_warned_of(name, ranks, microbatches)
     assert "\n" not in line
 
 
-@pytest.mark.parametrize("name,ranks,microbatches", [("1f1b", 4, 4), ("zbv", 2, 4), ("gpipe", 1, 1)])
+@pytest.mark.parametrize("name,ranks,microbatches", [("1f1b", 4, 4), ("zbv", 2, 4), ("gpipe", 1, 1), ("zbv", 1, 1)])
 def test_enough_microbatches_are_not(name, ranks, microbatches):
     assert zp.advice(zp.build(name, ranks=ranks, microbatches=microbatches)) == ()

@@ -184,6 +184,11 @@ def test_an_error_is_told_by_its_field_in_the_words_of_the_command_line(capsys, 
         ({"schedules": [{}]}, "schedules.0", "give one of the two"),
         ({"schedules": [{"file": "gone"}]}, "schedules.0.file", "drop it again"),
         ({"schedules": [{"name": "zb-h2", "options": {"extra": "x"}}]}, "schedules.0", "extra"),
+        (
+            {"schedules": [{"name": "zb-h2", "options": {"extra": [1]}}]},
+            "schedules.0",
+            "options.extra=[1]: a number, a",
+        ),
     ],
 )
 def test_bad_input_is_refused_by_field(body, field, word):

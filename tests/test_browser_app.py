@@ -11,6 +11,8 @@ from browser import expected, point_at
 from visits import drop, query, rows, settle
 
 import zeropipe as zp
+from zeropipe.app import work
+from zeropipe.schedules import registry
 from zeropipe.sim.compare import compare
 from zeropipe.sim.costs import Link, costs_from
 
@@ -370,22 +372,42 @@ def test_a_busy_server_is_asked_again(visit):
     assert not page.is_visible("#error-page")
 
 
-def test_a_link_reproduces_the_view(visit):
-    sizes = "?ranks=4&microbatches=12&schedules=zbv,interleaved:v=4,zb-h2:extra=2"
-    page = visit(f"{sizes}&f={','.join(['1,1,2,1'] * 4)}&p2p=0.1&memory_limit=30")
+def test_a_link_reproduces_the_view(visit, monkeypatch):
+    from zeropipe.cli.app import address
+    from zeropipe.cli.request import request_of
+
+    given = []
+    monkeypatch.setattr(registry, "_entries", dict(registry._entries))
+
+    @zp.register("100% mine", placement=zp.linear)
+    def mine(lane, rank, p, *, lazy=True, order="", keep=1):
+        given.append((lazy, order, keep))
+        lane.f(rank, times=p.num_microbatches)
+        lane.b(rank, times=p.num_microbatches)
+
+    names = ["zbv", "interleaved:v=4", "zb-h2:extra=2", "100% mine"]
+    sizes = {"ranks": (4,), "microbatches": (12,), "stages_per_rank": ()}
+    costs = {"f": ",".join(["1,1,2,1"] * 4), "p2p": 0.1, "memory_limit": 30.0}
+    pairs = ("lazy=False", "order=a,b:50%=c", "keep=1.5")
+    page = visit(address(request_of(names, {**sizes, **costs, "pairs": pairs}, several=("schedule",))))
     built = [
         zp.build("zbv", ranks=4, microbatches=12),
         zp.build("interleaved", ranks=4, microbatches=12, stages_per_rank=4),
         zp.build("zb-h2", ranks=4, microbatches=12, extra=2),
+        zp.build("100% mine", ranks=4, microbatches=12),
     ]
     timelines = compare(built, zp.Costs(f=[1, 1, 2, 1] * 4, p2p=0.1, memory_limit=30))
     shown = rows(page)
     assert [float(shown[t.title][0]) for t in timelines] == pytest.approx([t.makespan for t in timelines], rel=1e-3)
+    assert (False, "a,b:50%=c", 1.5) in given  # options mean what they mean on the command line
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     page.click("#share")
     page.wait_for_selector("text=Link copied")
     copied = page.evaluate("navigator.clipboard.readText()")
+    given.clear()
+    work._small.cache_clear()
     assert rows(visit(copied.split("/", 3)[3])) == shown
+    assert (False, "a,b:50%=c", 1.5) in given
 
 
 def test_mistakes_are_told_beside_their_fields_and_go_away(visit):

@@ -118,6 +118,7 @@ def test_the_page_starts_with_it(tmp_path, monkeypatch, run):
     )
     flags = {"ranks": (4,), "microbatches": (), "stages_per_rank": (), "pairs": (), "f": "1=2"}
     assert address(request_of([], flags)) == "?ranks=4&f=1=2.0"
+    assert address(request_of([], {**flags, "f": "1e17"})) == "?ranks=4&f=1e%2B17"  # a bare + would be a blank
     (tmp_path / "links.toml").write_text(
         "[costs]\nnode_size = 2\nf = {0 = 0.8, default = 2}\n[costs.inter_node]\nbandwidth = 4.0\n"
         "[costs.edges.1-0]\nbandwidth = 2.0\n"

@@ -1,12 +1,16 @@
 """Schedules from outside: an installed package's entry point, a function, a file."""
 
+import json
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 
 import zeropipe as zp
+from zeropipe.cli import main
+from zeropipe.cli.request import request_of
 from zeropipe.schedules import registry
 from zeropipe.schedules.user import load
 
@@ -186,3 +190,73 @@ def test_facts_that_cannot_be_are_refused_at_once(facts, words):
         zp.register(facts.pop("name"), **facts)
     assert words in str(error.value)
     assert "never" not in zp.names()
+
+
+@pytest.fixture
+def odd(monkeypatch):
+    """Schedules with facts that ours do not have."""
+    monkeypatch.setattr(registry, "_entries", dict(registry._entries))
+
+    def only_two(p):
+        return zp.Placement(((0, 1),)) if p.num_ranks == 2 else 1 / 0
+
+    def rows(lane, rank, p, *, lazy=False, span=(0, 1), limit=float("inf")):
+        order = (lane.b, lane.f) if lazy else (lane.f, lane.b)
+        for write in order:
+            write(rank, times=p.num_microbatches)
+
+    def needy(lane, rank, p, *, keep):
+        rows(lane, rank, p, lazy=keep)
+
+    def refuse(p, **options):
+        raise ValueError("never")
+
+    zp.register("odd-placed", placement=only_two)(rows)
+    zp.register("odd-partial", placement=partial(zp.linear))(rows)
+    zp.register("odd-needy", placement=zp.linear)(needy)
+    zp.register("odd-stuck", placement=zp.linear)(partial_of(rows, lazy=True))
+    zp.register("odd-refused", placement=zp.linear, require=refuse)(rows)
+
+
+def partial_of(write, **options):
+    def written(lane, rank, p):
+        write(lane, rank, p, **options)
+
+    return written
+
+
+def test_odd_schedules_do_not_take_the_list_and_the_page_down(odd, capsys):
+    from app_client import ask, client
+
+    main(["list", "--json"])
+    listed = {one["name"]: one for one in json.loads(capsys.readouterr().out)}
+    cards = {one["name"]: one for one in client.get("/api/schedules").json()["schedules"]}
+    for name in ("odd-placed", "odd-partial", "odd-needy", "odd-stuck", "odd-refused"):
+        assert listed[name]["options"] == cards[name]["options"]
+        assert listed[name]["placement"] == cards[name]["placement"]
+    assert cards["odd-partial"]["options"] == {"lazy": False, "span": "(0, 1)", "limit": "inf"}
+    assert cards["odd-partial"]["placement"] == "linear"
+    assert cards["odd-placed"]["placement"] == "custom"
+    assert cards["odd-needy"]["options"] == {"keep": None}
+    assert [name for name, card in cards.items() if not card["picture"]] == ["odd-needy", "odd-refused", "odd-stuck"]
+    chart = ask("chart", {})[1]
+    assert {error["field"] for error in chart["errors"]} == {"odd-placed", "odd-needy", "odd-refused", "odd-stuck"}
+
+
+def test_compare_names_the_schedule_that_is_stuck_and_leaves_it_out_of_all(odd, capsys):
+    main(["compare", "all", "-p", "2", "-m", "4", "--json"])
+    refused = {one["schedule"]: one["reason"] for one in json.loads(capsys.readouterr().out)["refused"]}
+    assert refused["odd-stuck"].startswith("no rank can go on")
+    assert refused["odd-refused"].startswith("odd-refused does not run: ValueError: never")
+    assert refused["odd-needy"] == "odd-needy needs its option 'keep', which has no default: give keep=VALUE"
+    with pytest.raises(SystemExit):
+        main(["compare", "1f1b", "odd-stuck", "-p", "2", "-m", "4"])
+    assert "odd-stuck: no rank can go on" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text,lazy", [("False", False), ("false", False), ("true", True), ("0", False)])
+def test_an_option_of_yes_and_no_is_read_from_text(text, lazy, odd):
+    request = request_of(
+        [f"odd-needy:keep={text}"], {"ranks": (2,), "microbatches": (2,), "stages_per_rank": (), "pairs": ()}
+    )
+    assert str(request.load(request.specs[0]).rows[0][0]) == ("0B0" if lazy else "0F0")

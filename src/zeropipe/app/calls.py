@@ -43,9 +43,9 @@ def listed(errors: Any) -> list[dict[str, str]]:
 def catalog_call() -> Reply:
     cards = [
         {
-            "name": e.name, "summary": e.summary, "placement": e.placement.__name__,
+            "name": e.name, "summary": e.summary, "placement": e.placement_name,
             "stages_per_rank": list(e.stages_per_rank), "splits_backward": e.splits_backward, "overlaps": e.overlaps,
-            "options": dict(e.options), "limits": e.limits, "paper": e.paper, "picture": picture(e),
+            "options": e.plain_options, "limits": e.limits, "paper": e.paper, "picture": picture(e),
         }
         for e in entries()
     ]  # fmt: skip

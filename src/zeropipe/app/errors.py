@@ -31,6 +31,7 @@ _RULES = {
     "blocking": "true or false is needed",
     "blocking_ends": "true or false is needed",
     "serial_links": "true or false is needed",
+    "options": "a number, a text, true or false is needed",
     "unit": "a text of at most 16 characters is needed",
     "memory_unit": "a text of at most 16 characters is needed",
 }
@@ -68,7 +69,8 @@ def _place(detail: Any) -> tuple[str, str, Any]:
         name = ".".join(where[1:]) if where[1] in ("edges", "inter_node") else where[1]
         return f"costs.{where[1]}", name, detail.get("input")
     if where[:1] == ["schedules"] and len(where) > 1:
-        return f"schedules.{where[1]}", where[-1], detail.get("input")
+        name = ".".join(where[2:4]) if where[2:3] == ["options"] else where[-1]
+        return f"schedules.{where[1]}", name, detail.get("input")
     return ".".join(where), where[0] if where else "", detail.get("input")
 
 
@@ -90,6 +92,9 @@ def _words(name: str, value: Any, detail: Any) -> str:
         return f"{name}={short(value)}: write a number, several like 1,1,2, or some like 0=0.8"
     if isinstance(value, int | float) and LARGEST < value < inf:
         return f"{name}={short(value)}: give 0, or a number from {SMALLEST} to {LARGEST}"
-    is_cost = name.split(".")[0] in COST_FIELDS
-    rule = _RULES.get(name) or ("a number from 0 on is needed" if is_cost else detail["msg"].lower())
+    table = name.split(".")[0]
+    is_cost = table in COST_FIELDS
+    rule = (
+        _RULES.get(name) or _RULES.get(table) or ("a number from 0 on is needed" if is_cost else detail["msg"].lower())
+    )
     return f"{name}={short(value)}: {rule}"

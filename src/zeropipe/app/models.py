@@ -73,7 +73,7 @@ class Choice(Strict):
     name: Annotated[str, Field(max_length=100)] | None = Field(None, examples=["zbv"])
     file: Annotated[str, Field(max_length=64)] | None = None
     stages_per_rank: Annotated[int, Field(ge=1)] | None = None
-    options: dict[str, int | float | str] = Field(default_factory=dict, examples=[{"group_size": 8}])
+    options: dict[str, bool | int | float | str] = Field(default_factory=dict, examples=[{"group_size": 8}])
     simulate: bool = Field(False, description="Of a recorded timeline: simulate its schedule instead of showing it.")
 
 
@@ -145,7 +145,7 @@ class Card(BaseModel):
     stages_per_rank: list[int]
     splits_backward: bool
     overlaps: bool
-    options: dict[str, int | float | str | None]
+    options: dict[str, bool | int | float | str | None]
     limits: str
     paper: str
     picture: Picture | None

@@ -8,7 +8,7 @@ from typing import Any
 
 from zeropipe.app.work import built
 from zeropipe.core.timeline import Timeline
-from zeropipe.errors import ConfigError
+from zeropipe.errors import ConfigError, ScheduleError
 from zeropipe.schedules.registry import Entry
 from zeropipe.sim.costs import Costs
 from zeropipe.sim.simulate import simulate
@@ -20,13 +20,13 @@ ROW, GAP = 8, 2  # a rank's height, and the space below it
 
 @lru_cache(maxsize=256)
 def picture(entry: Entry) -> dict[str, Any] | None:
-    """SVG paths by kind and shade, or None for a schedule that takes none of the sizes."""
+    """SVG paths by kind and shade, or None for a schedule that runs at none of the sizes."""
     for ranks, microbatches in SIZES:
         try:
             schedule = built(entry, ranks, microbatches, entry.stages_per_rank[0], ())
-        except ConfigError:
+            return _paths(simulate(schedule, Costs().regrouped(schedule.problem)))
+        except (ConfigError, ScheduleError):
             continue
-        return _paths(simulate(schedule, Costs().regrouped(schedule.problem)))
     return None
 
 

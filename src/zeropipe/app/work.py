@@ -20,7 +20,7 @@ from zeropipe.schedules.registry import Entry, build_entry, entries, find
 from zeropipe.sim.compare import compare, ranking
 from zeropipe.sim.costs import Costs, costs_from
 
-Options = tuple[tuple[str, int | float | str], ...]
+Options = tuple[tuple[str, bool | int | float | str], ...]
 FILLING = 7  # about as many simulations as `fill_gaps` takes
 
 

@@ -61,7 +61,7 @@ def address(request: Request) -> str:
         parts.append(("schedules", ",".join(_choice(spec, request) for spec in request.specs)))
     if request.per != "rank":
         parts.append(("per", request.per))
-    parts += [(name, quote(text, safe=",:-+=")) for name, text in _costs(request)]
+    parts += [(name, quote(text, safe=",:-=")) for name, text in _costs(request)]
     return "?" + "&".join(f"{name}={text}" for name, text in parts) if parts else ""
 
 
@@ -86,8 +86,13 @@ def _choice(spec: Spec, request: Request) -> str:
     entry = entry_of(spec.name)
     options = {name: value for name, value in request.options.items() if name in entry.options} | dict(spec.options)
     settings = [("v", spec.stages_per_rank)] if spec.stages_per_rank is not None else []
-    more = "".join(f":{name}={quote(str(value), safe='')}" for name, value in [*settings, *options.items()])
-    return quote(entry.name, safe="") + more
+    more = "".join(f":{name}={_escaped(value)}" for name, value in [*settings, *options.items()])
+    return _escaped(entry.name) + more
+
+
+def _escaped(value: Any) -> str:
+    """Quoted twice: an address is read once, and then its list of schedules."""
+    return quote(quote(str(value), safe=" "), safe="")
 
 
 def _costs(request: Request) -> Iterator[tuple[str, str]]:

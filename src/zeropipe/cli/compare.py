@@ -11,7 +11,7 @@ import click
 from zeropipe.cli import options as opt
 from zeropipe.cli import output
 from zeropipe.cli.progress import progress
-from zeropipe.errors import ConfigError
+from zeropipe.errors import ConfigError, ScheduleError
 
 if TYPE_CHECKING:
     from zeropipe.cli.request import Request, Spec
@@ -100,7 +100,7 @@ def _compared(request: Request) -> Result:
             begin(wish.title)
             try:
                 found = load(wish.spec, wish.ranks, wish.microbatches, wish.stages_per_rank, wish.options)
-            except ConfigError as error:
+            except (ConfigError, ScheduleError) as error:
                 if wish.spec.is_file or (wish.spec.name in named and not several):
                     raise
                 at = f" at {wish.ranks} ranks, {wish.microbatches} microbatches" if several else ""
@@ -112,7 +112,13 @@ def _compared(request: Request) -> Result:
             total += num_cut(schedule, request.weight_parts or 1)
             COMMAND_LINE.require_actions(total, "this comparison", request.weight_parts or 1)
             costs = request.costs_of(schedule.problem, schedule.placement)
-            (made,) = run([schedule], costs, weight_parts=request.weight_parts, per="stage")
+            try:
+                (made,) = run([schedule], costs, weight_parts=request.weight_parts, per="stage")
+            except ScheduleError as error:
+                if wish.spec.is_file or wish.spec.name in named:
+                    raise ScheduleError(f"{wish.title}: {error}") from None
+                refused.append((wish.title, str(error)))
+                continue
             timelines.append(made if wish.title in (schedule.name, wish.spec.name) else made.labelled(wish.title))
     if not timelines:
         raise ConfigError(f"none of the schedules can be built: {refused[0][0]}: {refused[0][1]}")

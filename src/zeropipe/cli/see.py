@@ -24,7 +24,7 @@ def list_schedules(as_json: bool) -> None:
             {
                 "name": e.name, "aliases": e.aliases, "summary": e.summary, "placement": e.placement_name,
                 "stages_per_rank": e.stages_per_rank, "splits_backward": e.splits_backward, "overlaps": e.overlaps,
-                "options": dict(e.options), "limits": e.limits, "paper": e.paper,
+                "options": e.plain_options, "limits": e.limits, "paper": e.paper,
             }
             for e in entries()
         ])  # fmt: skip

@@ -68,6 +68,9 @@ def _read(text: str) -> list[list[Step]]:
         rows.pop()
     if not rows:
         raise ScheduleError("the CSV holds no action: write one line per rank, like 0F0,0B0")
+    for number, row in enumerate(rows):
+        if not row:
+            raise ScheduleError(f"line {number + 1} holds no action: a line is a rank's, take empty ones out")
     return rows
 
 

@@ -49,6 +49,11 @@ def number_or_text(text: str) -> int | float | str:
     return text
 
 
+def value_or_text(text: str) -> bool | int | float | str:
+    """What the value of an option means: as above, or yes and no as Python, TOML and JSON write them."""
+    return {"true": True, "false": False}.get(text.lower(), number_or_text(text))
+
+
 def _require_short_numbers(text: str) -> None:
     found = _LONG_NUMBER.search(text)
     if found:

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +48,30 @@ class Entry:
     @property
     def placement_name(self) -> str:
         """linear, loop, vee, mirror or custom."""
-        return self.placement(Problem(4, 4 * self.stages_per_rank[0], 8)).name
+        try:
+            return self.placement(Problem(4, 4 * self.stages_per_rank[0], 8)).name
+        except Exception:  # a user's rule, which may refuse this size
+            return "custom"
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """The knobs beyond sizes, with their defaults."""
+        """The knobs beyond sizes, with their defaults; None where a value has to be given."""
+        return {p.name: None if p.default is p.empty else p.default for p in self._knobs}
+
+    @property
+    def plain_options(self) -> dict[str, bool | int | float | str | None]:
+        """The same as data for JSON, anything else than a number as text."""
+        return {name: _as_data(default) for name, default in self.options.items()}
+
+    @property
+    def needed_options(self) -> list[str]:
+        """Those without a default."""
+        return [p.name for p in self._knobs if p.default is p.empty]
+
+    @property
+    def _knobs(self) -> list[inspect.Parameter]:
         parameters = inspect.signature(self.write).parameters.values()
-        return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+        return [p for p in parameters if p.kind is p.KEYWORD_ONLY]
 
     def __str__(self) -> str:
         return self.name
@@ -177,10 +195,13 @@ def build_entry(
         if option not in entry.options:
             has = f"its options are {', '.join(entry.options)}" if entry.options else "it has none"
             raise ConfigError(f"{entry.name} has no option {option!r}: {has}")
+    for option in entry.needed_options:
+        if option not in options:
+            raise ConfigError(f"{entry.name} needs its option {option!r}, which has no default: give {option}=VALUE")
     problem = Problem(ranks, ranks * per_rank, microbatches)
-    if entry.require is not None:
-        entry.require(problem, **{**entry.options, **options})
     try:
+        if entry.require is not None:
+            entry.require(problem, **{**entry.options, **options})
         placement = entry.placement(problem)
         lanes = [Lane(rank, problem, placement) for rank in range(ranks)]
         if "lanes" in inspect.signature(entry.write).parameters:
@@ -205,6 +226,11 @@ def build_entry(
 def _rebuild(name: str, ranks: int, per_rank: int, options: tuple[tuple[str, Any], ...], microbatches: int) -> Schedule:
     """`build` again, by the name: what a schedule carries along must be small and travel between processes."""
     return build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=per_rank, **dict(options))
+
+
+def _as_data(value: Any) -> bool | int | float | str | None:
+    is_plain = value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and isfinite(value))
+    return value if is_plain else str(value)
 
 
 def _home(write: Callable[..., None]) -> str:

@@ -307,7 +307,7 @@ def _cut(name: str, pieces: tuple[float, ...], problem: Problem) -> tuple[float,
         return tuple(piece * ranks / stages for piece in pieces for _ in range(stages // ranks))
     size, rest = divmod(len(pieces), stages)
     if rest:
-        one_each = f"{ranks} (one per rank), " if stages != ranks else ""
+        one_each = f"{ranks} (one per rank), " if stages != ranks and stages % ranks == 0 else ""
         raise ConfigError(
             f"{name} has {len(pieces)} entries, which {stages} stages on {ranks} ranks cannot share: "
             f"give 1, {one_each}{stages} (one per stage), or a multiple of that"

@@ -52,27 +52,35 @@ export function toAddress(state) {
 }
 
 function choiceText({ name, file, simulate, stages_per_rank, options }) {
-  const more = Object.entries(options).filter(([, value]) => value !== "").map(([key, value]) => `:${key}=${value}`);
+  const more = Object.entries(options).filter(([, value]) => value !== "").map(([key, value]) => `:${key}=${escape_(value)}`);
   const stages = stages_per_rank === "" ? "" : `:v=${stages_per_rank}`;
   return (file ? `@${escape_(file)}${simulate ? ":simulated" : ""}` : escape_(name)) + stages + more.join("");
 }
 
 function choiceOf(text) {
   const [head, ...more] = text.split(":");
-  const name = decodeURIComponent(head);
+  const name = unescape_(head);
   const made = name.startsWith("@") ? choice(name.slice(1), { file: name.slice(1) }) : choice(name);
   for (const part of more) {
     const [key, value] = part.split("=");
     if (key === "simulated") made.simulate = true;
     else if (key === "v") made.stages_per_rank = value ?? "";
-    else made.options[key] = value ?? "";
+    else made.options[key] = unescape_(value ?? "");
   }
   return made;
 }
 
-/** A name inside the list of schedules must not contain what separates them. */
+/** A name or value inside the list of schedules must not contain what separates them. */
 function escape_(name) {
   return name.replace(/[%,:=]/g, (sign) => `%${sign.charCodeAt(0).toString(16)}`);
+}
+
+function unescape_(text) {
+  try {
+    return decodeURIComponent(text);
+  } catch {
+    return text; // a % that was typed as such
+  }
 }
 
 function edgesOf(text) {
@@ -123,8 +131,15 @@ export function choiceRequest(state, { name, file, simulate, stages_per_rank, op
   const body = { name };
   if (stages_per_rank !== "") body.stages_per_rank = value(stages_per_rank);
   const given = Object.entries(options).filter(([, text]) => text !== "");
-  if (given.length) body.options = Object.fromEntries(given.map(([key, text]) => [key, value(text)]));
+  if (given.length) body.options = Object.fromEntries(given.map(([key, text]) => [key, option(text)]));
   return body;
+}
+
+/** As on the command line: a number, yes or no, or else the text. */
+function option(text) {
+  const yes = { true: true, false: false }[text.toLowerCase()];
+  const given = value(text);
+  return yes ?? (typeof given === "number" ? given : text);
 }
 
 /** Costs of a file, in place of those typed. */
