@@ -257,6 +257,10 @@ def refuses(schedule: Schedule, path: str) -> dict[str, str]:
         stranger = torch.optim.SGD([*engine.parameters(), torch.nn.Parameter(torch.ones(3))])
         seen["stranger"] = told(lambda: save_checkpoint(path, engine, stranger))
         seen["no optimizers"] = told(lambda: save_checkpoint(path, engine, [adam, None]))
+        mine = adam if dist.get_rank() == 0 else None
+        alike = mine or torch.optim.SGD(engine.parameters())
+        seen["not alike"] = told(lambda: save_checkpoint(path, engine, alike))
+        seen["one has none"] = told(lambda: save_checkpoint(path, engine, mine))
         seen["twice"] = told(lambda: save_checkpoint(path, engine, [adam, torch.optim.SGD(engine.parameters())]))
         assert not list(Path(path).glob("*/*"))
         seen["nothing"] = told(lambda: load_checkpoint(path, engine))
@@ -265,6 +269,7 @@ def refuses(schedule: Schedule, path: str) -> dict[str, str]:
         other = two(engine.parameters(), torch.optim.SGD, torch.optim.AdamW)
         seen["other of two"] = told(lambda: load_checkpoint(f"{path}/two", engine, other))
         save_checkpoint(f"{path}/adam", engine, adam)
+        seen["half"] = told(lambda: load_checkpoint(f"{path}/adam", engine, mine))
         masters = MasterWeights(torch.optim.Adam, engine.parameters())
         load_checkpoint(f"{path}/adam", engine, masters)  # of float64 weights it keeps no copies
         before = [parameter.detach().clone() for parameter in engine.parameters()]
@@ -278,6 +283,10 @@ def refuses(schedule: Schedule, path: str) -> dict[str, str]:
         assert fewer.param_groups[0]["lr"] == 0.5
         assert all(map(torch.equal, before, engine.parameters()))
         one_step(engine, adam, 1)
+        for parameter in engine.parameters() if mine is None else ():
+            parameter.requires_grad_(False)
+        save_checkpoint(f"{path}/frozen", engine, mine)  # who trains nothing needs no optimizer
+        load_checkpoint(f"{path}/frozen", engine, mine)
     with small(schedule, dtype=torch.bfloat16) as engine:
         adam = torch.optim.Adam(engine.parameters())
         masters = MasterWeights(torch.optim.Adam, engine.parameters())

@@ -37,7 +37,7 @@ from zeropipe.engine.step.clock import Clock
 from zeropipe.engine.step.executor import Executor
 from zeropipe.engine.step.executors import Executors, Parts
 from zeropipe.engine.step.losses import LossFn, StepResult, Tally, combine, require_counted
-from zeropipe.engine.step.opening import KindBook, Opened, Refused, open_step
+from zeropipe.engine.step.opening import KindBook, Opened, Refused, open_step, state_of
 from zeropipe.engine.step.plans import edges_of
 from zeropipe.engine.step.recorder import gather
 from zeropipe.engine.step.sums import GradientSums, ties
@@ -333,8 +333,8 @@ class Engine:
         with self._guard(refusing=True):
             last = self.schedule.placement.copies[0][-1]
             counting = self._layout.speaks and self.rank == last
-            stages = self._told.values()
-            opened = open_step(self._fabric, self._layout, self._kinds, stages, microbatches, loss_fn, counting)
+            stages, state = self._told.values(), state_of(self._sums.all, self._device)
+            opened = open_step(self._fabric, self._layout, self._kinds, stages, state, microbatches, loss_fn, counting)
             if self._shards and self.options.regather and not opened.alike:
                 raise ConfigError(
                     f"pipelines pass {sorted(set(opened.numbers))} microbatches: with regather=True each gathers "

@@ -13,7 +13,7 @@ from zeropipe.engine.checkpoint import pieces
 from zeropipe.engine.checkpoint.frozen import fingerprint
 from zeropipe.engine.checkpoint.manifest import Manifest, Saved, read_manifest
 from zeropipe.engine.checkpoint.names import Catalog, Described, HasTeam, Team, tied_sets
-from zeropipe.engine.checkpoint.optimizers import MASTER, Optimized, has_masters
+from zeropipe.engine.checkpoint.optimizers import MASTER, Gives, Optimized, has_masters, require_optimizers
 from zeropipe.engine.checkpoint.pieces import Reading
 from zeropipe.engine.checkpoint.randomness import set_random_states
 from zeropipe.engine.checkpoint.values import decode
@@ -41,13 +41,14 @@ def load_checkpoint(path: str | Path, engine: HasTeam, optimizer: Any = None, *,
         catalog = Catalog(team)
         plans: list[_Plan] = []
 
-        def look() -> str:
+        def look() -> tuple[str, Gives]:
             plans.append(_Plan(Path(path), team, catalog, optimizer, random))
-            return plans[0].folder
+            return plans[0].folder, Gives(plans[0].kind, catalog.learning)
 
-        folders = agree(team.fabric, look)
+        seen = agree(team.fabric, look)
         (plan,) = plans
-        if len(set(folders)) > 1:
+        require_optimizers([gives for _, gives in seen], "loads")
+        if len({folder for folder, _ in seen}) > 1:
             raise ConfigError(f"{path} changed while it was read, or is not the same folder on all ranks: try again")
         base = plan.manifest.model.get("base")
         if base is not None and base != fingerprint(team.fabric, catalog):
@@ -81,6 +82,11 @@ class _Plan:
             Reading(self._path, self._optimized.like(self._states), self._states, self._progress).check()
         self.extra = decode(manifest.extra, self._read(manifest.under("extra")))
         self._generators = self._read(self._random)
+
+    @property
+    def kind(self) -> str | None:
+        """Of the optimizer, if there is one."""
+        return None if self._optimized is None else self._optimized.kind
 
     def _read(self, tensors: Mapping[str, Saved]) -> dict[str, Tensor]:
         return {name: pieces.read_whole(self._path, name, saved) for name, saved in tensors.items()}

@@ -110,6 +110,11 @@ class Catalog:
         return {name: tensor for name, tensor in self.saved.items() if _is_frozen(tensor)}
 
     @cached_property
+    def learning(self) -> str | None:
+        """The name of a parameter of this rank that is trained."""
+        return next((own.name for own in self.own if own.tensor.requires_grad), None)
+
+    @cached_property
     def loaded(self) -> dict[str, list[Tensor]]:
         """What this rank loads; where both ends of a tie are here and are two tensors, both."""
         found: dict[str, dict[int, Tensor]] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +32,37 @@ class Kept(NamedTuple):
     numbers: dict[str, dict[str, Any]]
     groups: list[dict[str, Any]]
     group_of: dict[str, int]
+
+
+class Gives(NamedTuple):
+    """What a rank gives for its optimizer."""
+
+    kind: str | None  # None: it has none
+    learning: str | None  # a parameter of its stages that is trained
+
+
+def require_optimizers(given: Sequence[Gives], does: str) -> None:
+    """ConfigError for a rank without an optimizer where others have one; a rank that trains nothing needs none."""
+    having = next((rank for rank, gives in enumerate(given) if gives.kind is not None), None)
+    for rank, (kind, learning) in enumerate(given):
+        if having is not None and kind is None and learning is not None:
+            raise ConfigError(
+                f"rank {rank} {does} no optimizer, rank {having} {does} one: give rank {rank} that of {learning}, or "
+                "freeze what it does not train"
+            )
+
+
+def kind_of_all(given: Sequence[Gives]) -> str | None:
+    """The kind of all ranks' optimizers."""
+    require_optimizers(given, "saves")
+    kinds: dict[str, int] = {}  # of each the first rank that has it
+    for rank, gives in enumerate(given):
+        if gives.kind is not None:
+            kinds.setdefault(gives.kind, rank)
+    if len(kinds) > 1:
+        one, other = (f"rank {rank} saves {'several' if k == SEVERAL else k}" for k, rank in list(kinds.items())[:2])
+        raise ConfigError(f"the optimizers are not alike: {one}, {other}; give all the same kind, or all a list")
+    return next(iter(kinds), None)
 
 
 class Optimized:

@@ -17,7 +17,7 @@ from zeropipe.engine.checkpoint import pieces
 from zeropipe.engine.checkpoint.frozen import fingerprint
 from zeropipe.engine.checkpoint.manifest import Manifest, Target
 from zeropipe.engine.checkpoint.names import Catalog, HasTeam, Team
-from zeropipe.engine.checkpoint.optimizers import Kept, Optimized
+from zeropipe.engine.checkpoint.optimizers import Gives, Kept, Optimized, kind_of_all
 from zeropipe.engine.checkpoint.pieces import Written
 from zeropipe.engine.checkpoint.randomness import random_states
 from zeropipe.engine.checkpoint.saving import Progress, Saving
@@ -73,6 +73,7 @@ class _Share(NamedTuple):
     kept: Kept | None  # without its tensors
     facts: str
     token: str | None
+    gives: Gives
 
 
 def _start(
@@ -99,11 +100,11 @@ def _start(
             states = random_states(fabric.device)
             state.update({f"random.{fabric.rank}.{name}": tensor for name, tensor in states.items()})
         sums = [zlib.crc32(staged(tensor).reshape(-1).view(torch.uint8).numpy()) for tensor in beside.values()]
-        given = {"path": str(path), "step": step, "extra": encoded, "sums": sums, "optimizer": kept and kept.kind}
-        facts = json.dumps(given)
+        facts = json.dumps({"path": str(path), "step": step, "extra": encoded, "sums": sums})
         plan = pieces.plan_save(state)
         tokens.extend([Target.open(path)] if fabric.rank == 0 else [])
-        return _Share(plan, kept and kept._replace(tensors={}), facts, tokens[0] if tokens else None)
+        gives = Gives(kept and kept.kind, catalog.learning)
+        return _Share(plan, kept and kept._replace(tensors={}), facts, tokens[0] if tokens else None, gives)
 
     try:
         shares: list[_Share] = agree(fabric, prepare)
@@ -138,9 +139,7 @@ def _start(
 def _shared_out(shares: list[_Share]) -> tuple[list[Any], Any]:
     for rank, share in enumerate(shares):
         if share.facts != shares[0].facts:
-            raise ConfigError(
-                f"rank {rank} saves another path, step, extra or optimizer than rank 0: give all the same"
-            )
+            raise ConfigError(f"rank {rank} saves another path, step or extra than rank 0: give all the same")
     return pieces.share_out([share.plan for share in shares])
 
 
@@ -177,7 +176,8 @@ def described_model(stage: HFStage | None, ties: Mapping[str, str]) -> dict[str,
 
 def _optimizer(shares: list[_Share]) -> dict[str, Any] | None:
     """Numbers and groups of all ranks' optimizers together."""
-    if shares[0].kept is None:
+    kind = kind_of_all([share.gives for share in shares])
+    if kind is None:
         return None
     groups: list[dict[str, Any]] = []
     group_of: dict[str, int] = {}
@@ -190,4 +190,4 @@ def _optimizer(shares: list[_Share]) -> dict[str, Any] | None:
                 groups.append(options)
             if group_of.setdefault(name, groups.index(options)) != groups.index(options):
                 raise ConfigError(f"ranks have other options for {name} in their optimizers: give all the same")
-    return {"kind": shares[0].kept.kind, "numbers": numbers, "groups": groups, "group_of": group_of}
+    return {"kind": kind, "numbers": numbers, "groups": groups, "group_of": group_of}

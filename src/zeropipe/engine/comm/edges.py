@@ -164,7 +164,7 @@ class Outgoing:
         elif known != spec:
             raise EngineError(
                 f"{name} made {_shapes(spec)} where the same microbatch shapes gave {_shapes(known)} before: "
-                "pass Engine(..., shapes='dynamic') for stages whose output shapes depend on values, or that thaw"
+                "pass Engine(..., shapes='dynamic') for stages whose output shapes depend on values"
             )
         self.send(tensors)
 

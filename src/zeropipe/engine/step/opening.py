@@ -1,8 +1,9 @@
 """The first word of a step: what every process is about to do, told to all.
 
 A step may have any number of microbatches of any shapes, other ones on each pipeline, and each rank of a pipeline may
-hold only what its own stages need. So before anything is sent, all tell each other. From then on both ends of every
-edge know alike which message has shapes that are new, and a loss knows the number of tokens of all pipelines.
+hold only what its own stages need. Weights may thaw and autocast may come and go between steps, which changes what
+stages hand on. So before anything is sent, all tell each other. From then on both ends of every edge know alike which
+message has shapes that are new, and a loss knows the number of tokens of all pipelines.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from zeropipe.engine.comm.fabric import Fabric
 from zeropipe.engine.layout import Layout
@@ -86,12 +90,13 @@ def open_step(
     layout: Layout,
     book: KindBook,
     stages: Iterable[Told],
+    state: int,
     microbatches: Sequence[Microbatch],
     loss_fn: Any,
     counting: bool,
 ) -> Opened:
-    """Tell and hear. `counting`: whether this process is to count the tokens of its pipeline."""
-    words: list[Word] = fabric.exchange(_word(stages, microbatches, loss_fn, counting))
+    """Tell and hear. `state`: of the stages' weights. `counting`: whether this process counts its pipeline's tokens."""
+    words: list[Word] = fabric.exchange(_word(stages, state, microbatches, loss_fn, counting))
     for rank, word in enumerate(words):
         if word.fault is not None:
             raise ConfigError(f"rank {rank}: {word.fault}")
@@ -118,7 +123,7 @@ def _same_pipeline(layout: Layout, one: int, other: int) -> bool:
     return all(a == b for name, a, b in zip(names, *places) if name not in ("pp", "tp"))
 
 
-def _word(stages: Iterable[Told], microbatches: Sequence[Microbatch], loss_fn: Any, counting: bool) -> Word:
+def _word(stages: Iterable[Told], state: int, microbatches: Sequence[Microbatch], loss_fn: Any, counting: bool) -> Word:
     if isinstance(microbatches, Refused):
         return Word(0, (), None, microbatches.reason)
     if isinstance(microbatches, (Mapping, str)) or not hasattr(microbatches, "__len__"):
@@ -133,9 +138,9 @@ def _word(stages: Iterable[Told], microbatches: Sequence[Microbatch], loss_fn: A
             for microbatch in microbatches:
                 if (reason := stage.refusal(microbatch)) is not None:
                     raise ConfigError(reason)
-        signatures = tuple(_hash(signature(microbatch)) for microbatch in microbatches)
+        signatures = tuple(_hash((state, signature(microbatch))) for microbatch in microbatches)
         count = None
-        if counting and hasattr(loss_fn, "count"):
+        if counting and callable(getattr(loss_fn, "count", None)):
             # microbatches may come in any order and through two ranks: all of them count
             count = sum(number_of(loss_fn.count(microbatch)) for microbatch in microbatches)
         if not microbatches:
@@ -144,6 +149,12 @@ def _word(stages: Iterable[Told], microbatches: Sequence[Microbatch], loss_fn: A
         text = str(error) if isinstance(error, ZeropipeError) else f"{type(error).__name__}: {error}"
         return Word(len(microbatches), (), None, text)
     return Word(len(signatures), signatures[:1] if len(set(signatures)) == 1 else signatures, count)
+
+
+def state_of(parameters: Iterable[Tensor], device: torch.device) -> int:
+    """What may change between steps and decides on the dtypes and the gradients of what stages hand on."""
+    autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
+    return hash((autocast, tuple((parameter.requires_grad, parameter.dtype) for parameter in parameters)))
 
 
 def _hash(signed: tuple[Any, ...]) -> int:
