@@ -47,6 +47,16 @@ def test_files_of_other_sizes_are_not_held_against_each_other():
     assert [r["best_time"] for r in answer["results"]] == [False, True, True]
 
 
+def test_files_of_the_same_name_are_told_apart():
+    schedules = [zp.build(name, ranks=4, microbatches=8) for name in ("1f1b", "gpipe", "gpipe")]
+    texts = [zp.to_json(replace(schedule, name="1f1b")) for schedule in schedules]
+    files = [{"file": upload(f"{n}.json", text)[1]["id"]} for n, text in enumerate(texts)]
+    chosen = [*files, {"name": "1f1b"}, {"name": "1f1b"}, {"name": "zb-h2", "options": {"extra": 1}}]
+    _, answer = ask("simulate", {"schedules": chosen})
+    numbers = ["1f1b (file, simulated)", "1f1b (file, simulated, 2)", "1f1b (file, simulated, 3)"]
+    assert [r["title"] for r in answer["results"]] == [*numbers, "1f1b", "1f1b (2)", "zb-h2"]
+
+
 def test_costs_files_are_read_like_the_command_lines(tmp_path, capsys):
     assert upload("c.toml", "f = [1, 2]\np2p = 0.5")[1]["costs"] == {"f": [1, 2], "p2p": 0.5}
     assert upload("c.json", '{"w": 2}')[1]["costs"] == {"w": 2}

@@ -232,6 +232,11 @@ def test_a_dropped_schedule_joins_the_comparison_and_its_link(visit):
     page.wait_for_timeout(200)
     other = visit(page.url.split("/", 3)[3])  # another browser, which never saw the file
     assert rows(other) == rows(page)
+    page.wait_for_selector("g.dot[data-name='mine, 1']")
+    page.fill("#in-ranks", "3")  # the chart is of another size then, the file is not
+    settle(page)
+    page.wait_for_selector("g.dot[data-name='mine, 1']", state="detached")
+    assert set(rows(page)) == {"zbv", "mine, 1"}
 
 
 def test_a_measured_trace_is_shown_as_it_was_and_predicted_beside(visit, tmp_path):
@@ -428,6 +433,9 @@ def test_mistakes_are_told_beside_their_fields_and_go_away(visit):
         page.fill("#in-f", "1,2,x")
         page.wait_for_selector("#error-costs-f:not([hidden])")
         assert page.inner_text("#error-costs-f").endswith("write a number, several like 1,1,2, or some like 0=0.8")
+        page.fill("#in-inter_bandwidth", "0")
+        page.wait_for_selector("#error-costs-inter_bandwidth:not([hidden])")
+        page.fill("#in-inter_bandwidth", "")
         page.fill("#in-f", "1")
         settle(page)
         page.wait_for_selector("#error-costs-f", state="hidden")

@@ -1,5 +1,7 @@
 """The Plan page and the search dialog in a real Chromium."""
 
+from dataclasses import replace
+
 import pytest
 from browser import PHONE, expected
 from visits import rows, settle
@@ -89,3 +91,13 @@ def test_a_search_shows_its_gap_and_what_it_found_is_compared(visit):
     settle(page)
     found = float(rows(page)["searched"][0])
     assert found <= zp.simulate(zp.build("1f1b", ranks=2, microbatches=4), zp.Costs(w=0.5)).makespan
+    other = zp.to_json(replace(zp.build("gpipe", ranks=2, microbatches=4), name="searched"))
+    sizes = {"unit": "", "memory_unit": "", "peak_memory": 4, "bubble": 0.2, "named": None}
+    answer = {"value": 12.5, "bound": 12.5, "seen": [], "seconds": 0.5, "schedule": other, **sizes}
+    page.route("**/api/search", lambda route: route.fulfill(json=answer))
+    page.click("#open-search")
+    page.wait_for_selector("dialog[data-state=done]")
+    page.click("#search .strong")
+    page.wait_for_selector(".compare tbody:nth-of-type(3)")
+    settle(page)
+    assert list(rows(page)) == ["1f1b", "searched (file, simulated)", "searched (file, simulated, 2)"]

@@ -11,7 +11,7 @@ from zeropipe.app.models import MAX_CHOICES
 from zeropipe.core.limits import LARGEST, SMALLEST
 from zeropipe.core.placement import MAX_WEIGHT_PARTS
 from zeropipe.errors import short
-from zeropipe.sim.costs import PER_STAGE, Costs
+from zeropipe.sim.costs import MAX_UNITS, NO_BANDWIDTH, PER_STAGE, Costs
 
 MOST_ERRORS = 20  # of one answer
 COST_FIELDS = frozenset(field.name for field in fields(Costs))
@@ -31,6 +31,8 @@ _RULES = {
     "blocking": "true or false is needed",
     "blocking_ends": "true or false is needed",
     "serial_links": "true or false is needed",
+    "shards": "keep or regather is needed",
+    "units": f"a whole number from 1 to {MAX_UNITS} is needed",
     "options": "a number, a text, true or false is needed",
     "unit": "a text of at most 16 characters is needed",
     "memory_unit": "a text of at most 16 characters is needed",
@@ -67,7 +69,7 @@ def _place(detail: Any) -> tuple[str, str, Any]:
     where = [str(part) for part in detail["loc"] if part not in ("body", "path", "query")]
     if where[:1] == ["costs"] and len(where) > 1:
         name = ".".join(where[1:]) if where[1] in ("edges", "inter_node") else where[1]
-        return f"costs.{where[1]}", name, detail.get("input")
+        return f"costs.{name}" if where[1] == "inter_node" else f"costs.{where[1]}", name, detail.get("input")
     if where[:1] == ["schedules"] and len(where) > 1:
         name = ".".join(where[2:4]) if where[2:3] == ["options"] else where[-1]
         return f"schedules.{where[1]}", name, detail.get("input")
@@ -84,8 +86,8 @@ def _words(name: str, value: Any, detail: Any) -> str:
         return f"{name or 'a JSON body'} is missing"
     if name == "schedules":
         return f"choose from 1 to {MAX_CHOICES} schedules"
-    if name == "bandwidth" and value == 0:
-        return "bandwidth=0: a message would never arrive; leave it out for no limit"
+    if name.endswith("bandwidth") and value == 0:
+        return f"{name}=0: {NO_BANDWIDTH}"
     if kind == "less_than_equal" and _RULES.get(name) == _WHOLE:
         return f"{name}={short(value)}: the page takes up to {detail['ctx']['le']:,}; the command line takes more"
     if isinstance(value, str) and name in PER_STAGE:

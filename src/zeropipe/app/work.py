@@ -48,9 +48,9 @@ def timelines_of(ask: Ask, files: Files) -> tuple[list[Shown], list[tuple[str, s
     costs = costs_of(ask.costs)
     planned = plans_of(ask, files)
     done, refused = [], []
-    for n, plan in enumerate(planned):
+    for n, (plan, title) in enumerate(zip(planned, _titles(planned), strict=True)):
         try:
-            timeline = _timeline(plan, costs, ask.per).labelled(_title(planned, n))
+            timeline = _timeline(plan, costs, ask.per).labelled(title)
             done.append(Shown(n, timeline, isinstance(plan.found, Timeline), plan.parts is not None))
         except (ConfigError, ScheduleError) as error:
             refused.append((f"schedules.{n}", str(error)))
@@ -171,21 +171,27 @@ def _build(entry: Entry, ranks: int, microbatches: int, per_rank: int, options: 
         raise ConfigError(f"{entry.name} cannot be built with {given or 'these sizes'}: {error}") from error
 
 
-def _title(plans: list[Plan], n: int) -> str:
-    """The name, and what tells it from another choice of the same name."""
-    plan = plans[n]
+def _titles(plans: list[Plan]) -> list[str]:
+    """Each one's name, and what tells it from another choice of the same name: at last its number."""
+    noted = [(plan.title, _notes(plan, plans)) for plan in plans]
+    titles = []
+    for n, (title, notes) in enumerate(noted):
+        number = noted[: n + 1].count((title, notes))
+        notes = [*notes, str(number)] if number > 1 else notes
+        titles.append(f"{title} ({', '.join(notes)})" if notes else title)
+    return titles
+
+
+def _notes(plan: Plan, plans: list[Plan]) -> list[str]:
     twins = [other for other in plans if other.title == plan.title]
     if len(twins) == 1:
-        return plan.title
+        return []
     notes = [f"{name}={value}" for name, value in plan.options]
     if plan.entry and len({other.size[2] for other in twins if other.entry}) > 1:
         notes.insert(0, f"{plan.size[2]} per rank")
     if plan.found is not None:
         notes.append("recorded" if isinstance(plan.found, Timeline) else "file, simulated")
-    same = sum(other.title == plan.title and other.options == plan.options for other in plans[:n] if other.entry)
-    if not notes and same:
-        notes.append(str(same + 1))
-    return f"{plan.title} ({', '.join(notes)})" if notes else plan.title
+    return notes
 
 
 def _field_of(message: str, default: str) -> str:

@@ -17,6 +17,7 @@ from zeropipe.core.shards import require_policy
 from zeropipe.errors import ConfigError, short
 
 MAX_UNITS = 10_000
+NO_BANDWIDTH = "a message would never arrive; leave it out for no limit"
 DEFAULT = "default"  # in a table of stages: what the others have
 _MAX_STAGE_DIGITS = 9
 SHARDS = ("unshard", "reduce", "whole_weights", "whole_gradients")  # of sharded stages
@@ -105,10 +106,12 @@ class Costs:
             object.__setattr__(self, name, as_python(getattr(self, name)))
         object.__setattr__(self, "edges", _edges(self.edges))
         object.__setattr__(self, "inter_node", _link(self.inter_node, "inter_node"))
-        links = [self.inter_node, *self.edges.values()]
-        bandwidths = [self.bandwidth, self.shard_bandwidth, *(link.bandwidth for link in links)]
-        if any(bandwidth == 0 for bandwidth in bandwidths):
-            raise ConfigError("bandwidth=0: a message would never arrive; leave it out for no limit")
+        bandwidths = {"bandwidth": self.bandwidth, "shard_bandwidth": self.shard_bandwidth}
+        bandwidths["inter_node.bandwidth"] = self.inter_node.bandwidth
+        bandwidths |= {f"edges.{a}-{b}.bandwidth": link.bandwidth for (a, b), link in self.edges.items()}
+        for name, bandwidth in bandwidths.items():
+            if bandwidth == 0:
+                raise ConfigError(f"{name}=0: {NO_BANDWIDTH}")
         for name in ("unit", "memory_unit"):
             if not isinstance(getattr(self, name), str):
                 raise ConfigError(f'{name}={short(getattr(self, name))}: a text is needed, like "s" or "B"')

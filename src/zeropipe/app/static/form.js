@@ -52,7 +52,7 @@ const GROUPS = [
 ];
 
 // where the server's name for a field differs from the form's
-const ALIAS = { "costs.inter_node": "costs.inter_p2p", "costs.edges": "costs", "schedules": "page" };
+const ALIAS = { "costs.inter_node": "costs.inter_p2p", "costs.inter_node.p2p": "costs.inter_p2p", "costs.inter_node.bandwidth": "costs.inter_bandwidth", "costs.edges": "costs", "schedules": "page" };
 
 export class Form {
   /** `changed()` is called after each change of `state`. */

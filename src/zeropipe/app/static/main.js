@@ -46,7 +46,7 @@ async function start() {
     $("download").open = false;
     download(format, null);
   }, FORMATS));
-  const searching = new Searching($("search"), () => sizeRequest(state), takeFile);
+  const searching = new Searching($("search"), () => sizeRequest(state), takeFound);
   $("open-search").addEventListener("click", () => searching.open());
   $("share").addEventListener("click", () => share(state, usedFiles()));
   $("choose-file").addEventListener("click", () => $("file").click());
@@ -162,8 +162,10 @@ function showResults(results, errors, asked) {
 function markChart() {
   if (!page.chart.answer) return;
   const plain = state.schedules.filter((one) => !one.file && one.stages_per_rank === "" && !Object.values(one.options).some(Boolean));
+  const { unit, memory_unit } = page.chart.answer;
+  const fits = (one) => one.num_ranks === value(state.ranks) && one.num_microbatches === value(state.microbatches) && one.unit === unit && one.memory_unit === memory_unit;
   const extra = page.results
-    .filter((one) => state.schedules[one.choice] && !plain.includes(state.schedules[one.choice]) && one.peak_memory !== null && one.unit === page.chart.answer.unit)
+    .filter((one) => state.schedules[one.choice] && !plain.includes(state.schedules[one.choice]) && one.peak_memory !== null && fits(one))
     .map((one) => ({ name: one.title, bubble: one.bubble, peak_memory: one.peak_memory, makespan: one.makespan, stages_per_rank: one.num_stages / one.num_ranks, extra: true }));
   page.chart.mark(plain.map((one) => one.name), extra);
 }
@@ -276,6 +278,13 @@ async function takeFile(name, text) {
   state.ranks = String(file.num_ranks);
   state.microbatches = String(file.num_microbatches);
   changed();
+}
+
+/** What a search found, beside what earlier ones did. */
+function takeFound(name, text) {
+  const used = usedFiles();
+  const names = Array.from({ length: 1 + Object.keys(used).length }, (_, n) => (n ? name.replace(".", `-${n + 1}.`) : name));
+  return takeFile(names.find((one) => !(one in used) || used[one].text === text), text);
 }
 
 function setCosts(change) {

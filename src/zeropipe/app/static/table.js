@@ -129,6 +129,7 @@ class Row {
   /** What sets this row apart. */
   words(result) {
     const more = [];
+    if (this.choice.file && !result.title.startsWith(this.choice.file.replace(/\.[^.]*$/, ""))) more.push(this.choice.file);
     if (this.choice.file) more.push(`${result.num_ranks} ranks, ${result.num_microbatches} microbatches`);
     if (result.recorded) more.push(result.measured ? "measured" : "recorded");
     if (result.num_stages !== result.num_ranks) more.push(`${result.num_stages} stages, ${result.placement}`);
