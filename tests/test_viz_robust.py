@@ -7,7 +7,7 @@ import warnings
 import xml.etree.ElementTree as ET
 from array import array
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 from math import inf, nan
 
 import pytest
@@ -18,7 +18,10 @@ import zeropipe as zp
 from zeropipe.core.placement import Placement, Problem, linear
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Memory, Timeline
+from zeropipe.viz.figure import figure
 from zeropipe.viz.payload import payload
+from zeropipe.viz.scene import Text
+from zeropipe.viz.style import Style
 from zeropipe.viz.words import cut_to, one_line, width_of
 
 FILES = ("html", "svg", "png", "pdf", "json")
@@ -171,6 +174,41 @@ def test_texts_are_cut_to_their_room():
             kept = cut_to(text, 8, room)
             assert width_of(kept, 8) <= max(room, width_of("…", 8))
             assert kept == text or kept.endswith("…")
+
+
+@pytest.fixture(scope="module")
+def ink():
+    """How wide a text is in DejaVu Sans, which matplotlib brings along."""
+    from matplotlib.font_manager import FontProperties, findfont
+    from matplotlib.ft2font import FT2Font
+
+    files = [findfont(FontProperties(family="DejaVu Sans", weight=weight)) for weight in ("normal", "bold")]
+    fonts = [FT2Font(file) for file in files]
+
+    def wide(text, size, bold):
+        fonts[bold].set_size(100, 72)
+        return sum(fonts[bold].load_char(ord(sign)).linearHoriAdvance / 65536 for sign in text) * size / 100
+
+    return wide
+
+
+@pytest.mark.parametrize("width", [100, 120, 170, 240, 399, 400, 720])
+def test_texts_of_a_figure_lie_inside_it_and_not_on_each_other(width, ink):
+    costs = zp.Costs(memory_limit=1.25, shards="keep", unshard=0.3, reduce=0.5)
+    long = zp.simulate(zp.build("dualpipe", ranks=4, microbatches=20), costs).labelled("My own pipeline schedule " * 6)
+    brief = zp.simulate(zp.build("zbv", ranks=4, microbatches=8), costs)
+    for shown in (long, brief):
+        scene = figure([shown], Style(width=width, memory=True, title="WE MAKE ROOM % AND MORE ROOM " * 4))
+        lines = {}
+        for x, y, text, size, _, anchor, bold in (item for item in scene.items if isinstance(item, Text)):
+            wide = ink(text, size, bold)
+            left = x - {"start": 0, "middle": wide / 2, "end": wide}[anchor]
+            assert -1 <= left <= left + wide <= width + 1, text
+            lines.setdefault(y, []).append((left, left + wide, text))
+        for texts in lines.values():
+            for (_, end, one), (begin, _, other) in pairwise(sorted(texts)):
+                assert end <= begin + 1, (one, other)
+        assert max(lines) <= scene.height
 
 
 def test_very_many_stages_share_shades():

@@ -20,7 +20,7 @@ from zeropipe.viz.drawable import drawable
 from zeropipe.viz.lanes import lane, merged
 from zeropipe.viz.scene import Area, Line, Rect, Scene, Text
 from zeropipe.viz.style import Style
-from zeropipe.viz.words import cut_to, one_line, width_of
+from zeropipe.viz.words import cut_to, one_line, width_of, wrapped
 
 FONT = 8.0
 SMALL = 7.0
@@ -31,6 +31,8 @@ GAP_FROM = 4.0  # points: wider boxes leave a hairline free on their right
 LANE = 3.4  # points below a rank's boxes, for what it gathers and reduces
 TALLEST = 14_000.0  # points: readers of PDF take no more than 14,400
 MARGIN = 6.0  # on the right
+NAME = 60.0  # points that a timeline's name has beside its figures, at least: else they stand below
+NO_BREAK = "\u00a0"
 FINE_NOTE = "Boxes too fine to draw one by one: heights are shares of time."
 
 
@@ -45,7 +47,7 @@ def figure(timelines: Sequence[Timeline], style: Style) -> Scene:
     rows = [[regions(model, rank, scale) for rank in range(model.num_ranks)] for model in models]
     y = 4.0
     if style.title:
-        text = cut_to(one_line(style.title), FONT + 3, style.width - left - MARGIN)
+        text = cut_to(one_line(style.title), FONT + 3, style.width - left - MARGIN, bold=True)
         out.items.append(Text(left, y + FONT + 2, text, FONT + 3, style.colors["ink"], bold=True))
         y += FONT + 9
     if style.legend:
@@ -56,10 +58,17 @@ def figure(timelines: Sequence[Timeline], style: Style) -> Scene:
     y = _axis(out, timelines[0].unit, longest, style, left, scale, y)
     if any(region.fine for region in _all(rows)):
         note = FINE_NOTE if style.is_wide else FINE_NOTE.partition(":")[2].strip().capitalize()
-        out.items.append(Text(left, y + SMALL + 2, note, SMALL, style.colors["soft"]))
-        y += SMALL + 4
+        y = _say(out, note, style, left, y + SMALL + 2) - SMALL
     out.height = y + 4.0
     return out
+
+
+def _say(out: Scene, text: str, style: Style, left: float, y: float) -> float:
+    """A small text in as many lines as it needs, the first with its base line at `y`; where the next one would be."""
+    for line in wrapped(text, SMALL, style.width - left - MARGIN):
+        out.items.append(Text(left, y, line.replace(NO_BREAK, " "), SMALL, style.colors["soft"]))
+        y += SMALL + 2
+    return y
 
 
 def _gutter(num_ranks: int, style: Style) -> float:
@@ -82,24 +91,23 @@ def _legend(
     overlap = any(model.half[region.places].any() for model, found in zip(models, rows, strict=True)
                   for region in chain.from_iterable(found) if not region.fine)  # fmt: skip
     ink = style.colors["ink"]
-    x = left
+    keys: list[tuple[str, list[Rect]]] = []  # a text, and what stands before it, from 0, 0 on
     for kind in (KINDS[k] for k in used):
-        for n, color in enumerate(shades(kind, count)):
-            out.items.append(Rect(x + n * 12 / count, y + 1, 12 / count, FONT - 1, color))
         text = f"{kind} {NAMES[kind]}" if style.is_wide else kind
-        out.items.append(Text(x + 15, y + FONT - 1, text, FONT, ink))
-        x += 15 + width_of(text, FONT) + 10
+        colors = enumerate(shades(kind, count))
+        keys.append((text, [Rect(n * 12 / count, 1, 12 / count, FONT - 1, color) for n, color in colors]))
     if overlap:
-        out.items.append(Rect(x, y + 1, 12, (FONT - 1) / 2, shades("F", 1)[0]))
-        out.items.append(Rect(x, y + 1 + (FONT - 1) / 2, 12, (FONT - 1) / 2, shades("B", 1)[0]))
-        text = "F and B overlapped" if style.is_wide else "F&B"
-        out.items.append(Text(x + 15, y + FONT - 1, text, FONT, ink))
-        x += 15 + width_of(text, FONT) + 10
+        half = (FONT - 1) / 2
+        halves = [Rect(0, 1 + n * half, 12, half, shades(kind, 1)[0]) for n, kind in enumerate("FB")]
+        keys.append(("F and B overlapped" if style.is_wide else "F&B", halves))
     for look, words in SHARDING.items() if sharded else ():
         text = words if style.is_wide else words.split()[0]
-        if x + 15 + width_of(text, FONT) > style.width - MARGIN:
+        keys.append((text, [Rect(0, FONT / 2 - LANE / 2 + 0.5, 12, LANE - 0.8, style.colors[look])]))
+    x = left
+    for text, rects in keys:
+        if x > left and x + 15 + width_of(text, FONT) > style.width - MARGIN:
             x, y = left, y + FONT + 4
-        out.items.append(Rect(x, y + FONT / 2 - LANE / 2 + 0.5, 12, LANE - 0.8, style.colors[look]))
+        out.items += [rect._replace(x=x + rect.x, y=y + rect.y) for rect in rects]
         out.items.append(Text(x + 15, y + FONT - 1, text, FONT, ink))
         x += 15 + width_of(text, FONT) + 10
     return y + FONT + 7
@@ -110,13 +118,19 @@ def _timeline(
     y: float, tallest: float,
 ) -> float:  # fmt: skip
     colors, right = style.colors, style.width - MARGIN
-    facts = f"makespan {time_text(timeline.makespan, timeline.unit)}, bubble {percent(timeline.bubble)}"
+    facts = [f"makespan {time_text(timeline.makespan, timeline.unit)}", f"bubble {percent(timeline.bubble)}"]
     if timeline.memory and style.is_wide:
-        facts += f", peak memory {size_text(max(timeline.peak_memory), timeline.memory_unit)}"
-    size = FONT if style.is_wide else SMALL
-    title = cut_to(timeline.title, FONT + 1, right - left - width_of(facts, size) - 8)
+        facts.append(f"peak memory {size_text(max(timeline.peak_memory), timeline.memory_unit)}")
+    line, size = ", ".join(facts), FONT if style.is_wide else SMALL
+    beside = right - left - width_of(line, size) - 8
+    is_narrow = beside < min(NAME, width_of(timeline.title, FONT + 1, bold=True))
+    title = cut_to(timeline.title, FONT + 1, right - left if is_narrow else beside, bold=True)
     out.items.append(Text(left, y + FONT, title, FONT + 1, colors["ink"], bold=True))
-    out.items.append(Text(right, y + FONT, facts, size, colors["soft"], "end"))
+    if is_narrow:
+        pieces = ", ".join(fact.replace(" ", NO_BREAK) for fact in facts)
+        y = _say(out, pieces, style, left, y + 2 * FONT + 3) - FONT - SMALL - 2
+    else:
+        out.items.append(Text(right, y + FONT, line, size, colors["soft"], "end"))
     y += FONT + 6
     roomy = 19.0 if model.half.any() else 15.0  # two labels in one box need room
     below = LANE if timeline.sharding else 0.0
@@ -235,8 +249,7 @@ def _memory(out: Scene, timeline: Timeline, model: Boxes, style: Style, left: fl
     says = f"memory, a full row is {size_text(top, timeline.memory_unit)}"
     if limit is not None:
         says += f", dashed the limit {size_text(limit, timeline.memory_unit)}"
-    out.items.append(Text(left, y + SMALL - 1, says, SMALL, style.colors["soft"]))
-    y += SMALL + 3
+    y = _say(out, says, style, left, y + SMALL - 1) - SMALL + 2
     right = left + model.makespan * scale
     for rank in range(model.num_ranks):
         begin, stop = int(model.offsets[rank]), int(model.offsets[rank + 1])

@@ -8,6 +8,18 @@ LONGEST = 200  # characters of a name: the rest is cut
 _NOT_SHOWN = {"Cc", "Cs", "Zl", "Zp"}  # control characters, halves of a pair, line and paragraph separators
 _TURNS = set("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")  # would turn round what stands beside the name
 
+# how wide signs are, as a share of the font size, in DejaVu Sans: the widest font that figures may get
+_WIDTHS = {
+    0.34: " ',.·:;/\\|ijlIJ",
+    0.42: "-()[]ftr!",
+    0.55: '"_`*szc?',
+    0.79: "ABCDGHKNOQRUVXZ&",
+    0.86: "wM#+<=>^~×−",
+    1.0: "mW%@…",
+}
+_EMS = {sign: width for width, signs in _WIDTHS.items() for sign in signs}
+_BOLD = 1.15
+
 
 def one_line(text: str) -> str:
     """A name as it can stand anywhere: no line breaks, control characters or lone surrogates, and not without end.
@@ -18,16 +30,33 @@ def one_line(text: str) -> str:
     return kept if len(text) <= LONGEST else kept[: LONGEST - 1] + "…"
 
 
-def width_of(text: str, size: float) -> float:
+def width_of(text: str, size: float, bold: bool = False) -> float:
     """About how wide a text is, in the unit of its font size; rather too much than too little."""
-    ems = (0.0 if combining(c) else 1.0 if east_asian_width(c) in "WF" else 0.5 if c.islower() else 0.62 for c in text)
-    return size * sum(ems)
+    return size * sum(map(_em, text)) * (_BOLD if bold else 1.0)
 
 
-def cut_to(text: str, size: float, room: float) -> str:
+def _em(sign: str) -> float:
+    if combining(sign):
+        return 0.0
+    return _EMS.get(sign, 1.0 if east_asian_width(sign) in "WF" else 0.64 if sign.isascii() else 0.8)
+
+
+def cut_to(text: str, size: float, room: float, bold: bool = False) -> str:
     """The text, or as much of it as has room, with an ellipsis."""
-    if width_of(text, size) <= room:
+    if width_of(text, size, bold) <= room:
         return text
-    while text and width_of(text + "…", size) > room:
+    while text and width_of(text + "…", size, bold) > room:
         text = text[:-1]
     return text.rstrip() + "…"
+
+
+def wrapped(text: str, size: float, room: float) -> list[str]:
+    """The text in lines that have room, broken at blanks; a word that has none is cut."""
+    lines = [""]
+    for word in text.split(" "):
+        longer = f"{lines[-1]} {word}".strip()
+        if lines[-1] and width_of(longer, size) > room:
+            lines.append(word)
+        else:
+            lines[-1] = longer
+    return [cut_to(line, size, room) for line in lines]
