@@ -64,6 +64,7 @@ def test_what_does_not_fit_is_said():
         ({"gpu": "abacus"}, "gpu", "known are"),
         ({"memory": 1.0}, "memory", "above the reserve"),
         ({"memory": "80GB"}, "memory", "a number of gigabytes is needed, like 80"),
+        ({"memory": 1e300}, "memory", "a number of gigabytes is needed, like 80"),
         ({"x": 1}, "x", "unknown field"),
     ],
 )
@@ -82,6 +83,7 @@ def test_a_row_that_is_too_large_or_unknown_is_refused():
         {"microbatches": 10**9},
         {"pp": 4000},
         {"layers": [1]},
+        {"layers": [14, 14]},
         {"ac": "some"},
         {"tp": 7},
     ):
@@ -103,8 +105,11 @@ def test_a_round_of_a_search_gives_a_schedule_and_its_gap():
     assert [gap for _, gap in answer["seen"]] == sorted((gap for _, gap in answer["seen"]), reverse=True)
 
 
+LARGE = {"ranks": 1024, "microbatches": 1000, "weight_parts": 8}
+
+
 @pytest.mark.parametrize(
-    "change", [{"seconds": 1e9}, {"seconds": 0}, {"seed": -1}, {"ranks": 0}, {"costs": {"memory_limit": 0.1}}]
+    "change", [{"seconds": 1e9}, {"seconds": 0}, {"seed": -1}, {"ranks": 0}, {"costs": {"memory_limit": 0.1}}, LARGE]
 )
 def test_wrong_searches_are_refused(change):
     status, answer = ask("search", {"ranks": 2, "microbatches": 4, "seconds": 0.1, **change})

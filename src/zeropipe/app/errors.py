@@ -92,10 +92,10 @@ def _words(name: str, value: Any, detail: Any) -> str:
         return f"{name}={short(value)}: the page takes up to {detail['ctx']['le']:,}; the command line takes more"
     if isinstance(value, str) and name in PER_STAGE:
         return f"{name}={short(value)}: write a number, several like 1,1,2, or some like 0=0.8"
-    if isinstance(value, int | float) and LARGEST < value < inf:
-        return f"{name}={short(value)}: give 0, or a number from {SMALLEST} to {LARGEST}"
     table = name.split(".")[0]
     is_cost = table in COST_FIELDS
+    if is_cost and isinstance(value, int | float) and LARGEST < value < inf:
+        return f"{name}={short(value)}: give 0, or a number from {SMALLEST} to {LARGEST}"
     rule = (
         _RULES.get(name) or _RULES.get(table) or ("a number from 0 on is needed" if is_cost else detail["msg"].lower())
     )

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from zeropipe.app.calls import Reply, encoded
 from zeropipe.app.errors import Refusal
-from zeropipe.app.models import Amount, Size, Strict
+from zeropipe.app.models import Size, Strict
 from zeropipe.app.work import costs_of
 from zeropipe.core.json import to_json
 from zeropipe.core.limits import PAGE, num_actions
@@ -46,7 +46,9 @@ class PlanAsk(Strict):
     gpu: Annotated[str, Field(max_length=40)] = "h100"
     gpus: Annotated[int, Field(ge=1, le=1024)] = 16
     gpus_per_node: Annotated[int, Field(ge=1, le=1024)] = 8
-    memory: Amount | None = Field(None, description="Gigabytes of a GPU; its own by default.")
+    memory: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] | None = Field(
+        None, description="Gigabytes of a GPU; its own by default."
+    )
     batch: Annotated[int, Field(ge=1, le=4096)] = 128
     sequence: Annotated[int, Field(ge=1, le=2**20)] = 4096
     compile: bool = True
@@ -177,6 +179,7 @@ def search_call(ask: SearchAsk) -> Reply:
             seen.append((progress.seconds, progress.gap))
 
     try:
+        PAGE.require_actions(num_actions(True, ask.ranks, ask.microbatches, per_rank, ask.weight_parts or 1), "it")
         costs = stage_costs(costs_of(ask.costs), problem, ask.per)
         found = search(
             ranks=ask.ranks, microbatches=ask.microbatches, stages_per_rank=per_rank, costs=costs,

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from zeropipe.core.checkpointing import Checkpointing
 from zeropipe.core.layers import check_counts, layer_counts
 from zeropipe.core.placement import Placement, Problem
-from zeropipe.errors import ConfigError
+from zeropipe.errors import ConfigError, short
 from zeropipe.sim.costs import INSIDE, Costs, Link
 
 Source = Literal["estimate", "profile"]
@@ -190,6 +190,9 @@ class LayerCosts:
         """
         chosen = setting or self.settings[0]
         stages = self.stage_layers(counts, chosen, ac)
+        if placement is not None and len(placement.copies[0]) != len(stages):
+            places = len(placement.copies[0])
+            raise ConfigError(f"layers={short(list(counts))} is of {len(stages)} stages: the placement has {places}")
         parameters = [float(sum(layer.parameters for layer in stage)) for stage in stages]
         together = _together(placement, len(stages))
         if self.tied and any(held[0] == 0 and held[-1] == len(stages) - 1 for held in together):
