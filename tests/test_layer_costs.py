@@ -1,6 +1,7 @@
 """Costs of layers: any cut into stages, and the file that estimate and profile write."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -77,6 +78,22 @@ def test_settings_are_found_or_refused():
     assert COSTS.setting(ac="selective:2") is COSTS.settings[0]
     with pytest.raises(ConfigError, match="no setting with ac=selective:op, tp=2: they have ac none"):
         COSTS.setting(ac="selective:op", tp=2)
+
+
+@pytest.mark.parametrize(
+    "counts,more,message",
+    [
+        ("ab", {}, "layers='ab': give the number of layers of each stage"),
+        ((), {}, "give the number of layers of each stage"),
+        ((1.5, 2.5), {}, "give the number of layers of each stage"),
+        (None, {}, "give the number of layers of each stage"),
+        ((2, 2), {"shards": 0}, "shards=0: a whole number from 1 on is needed"),
+        ((2, 2), {"shards": "2"}, "shards='2': a whole number from 1 on is needed"),
+    ],
+)
+def test_counts_and_shards_that_make_no_sense_are_refused(counts, more, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        COSTS.costs(counts, **more)
 
 
 def test_the_file_gives_back_an_equal_value():

@@ -96,6 +96,17 @@ def test_w_in_any_order_and_b_mixed_in():
     assert store.alive() == 0
 
 
+@pytest.mark.parametrize("shape", [(4, 5), (2, 3, 5), (5,)])
+def test_layers_without_entries(shape):
+    """A layer of width 0, as some sizes of a family make them."""
+    plain = nn.Sequential(nn.Linear(5, 0), nn.Linear(0, 3), nn.Linear(3, 2)).double()
+    module, store, x = deferred(plain), WeightStore(), torch.randn(shape).double()
+    run(plain, x)
+    run(module, x, store)
+    store.flush(0, 0)
+    assert_equal(module, plain)
+
+
 def test_i_leaves_weights_to_w_and_does_the_rest():
     module, store = deferred(mlp()), WeightStore()
     run(module, torch.randn(4, 5).double(), store)

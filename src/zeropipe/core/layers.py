@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index
 
-from zeropipe.errors import ConfigError
+from zeropipe.errors import ConfigError, short
 
 
 def layer_counts(num_layers: int, num_stages: int, first_less: int = 0, last_less: int = 0) -> tuple[int, ...]:
@@ -50,15 +51,21 @@ def num_stages_for(
     return num_stages
 
 
-def check_counts(counts: Sequence[int], num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Layer counts a user gave, checked: one per stage, none dropped."""
-    if len(counts) != num_stages:
-        raise ConfigError(f"layers={list(counts)} has {len(counts)} entries: the schedule has {num_stages} stages")
-    if min(counts) < 0:
-        raise ConfigError(f"layers={list(counts)}: a stage has 0 layers or more")
-    if sum(counts) != num_layers:
-        raise ConfigError(f"layers={list(counts)} adds up to {sum(counts)}: the model has {num_layers} layers")
-    return tuple(counts)
+def check_counts(counts: Sequence[int], num_layers: int, num_stages: int | None = None) -> tuple[int, ...]:
+    """Layer counts a user gave, checked: one per stage (of as many as there are counts), none dropped."""
+    try:
+        known = tuple(map(index, counts))
+    except TypeError:
+        known = ()
+    if not known:
+        raise ConfigError(f"layers={short(counts)}: give the number of layers of each stage, such as [4, 4]")
+    if num_stages is not None and len(known) != num_stages:
+        raise ConfigError(f"layers={list(known)} has {len(known)} entries: the schedule has {num_stages} stages")
+    if min(known) < 0:
+        raise ConfigError(f"layers={list(known)}: a stage has 0 layers or more")
+    if sum(known) != num_layers:
+        raise ConfigError(f"layers={list(known)} adds up to {sum(known)}: the model has {num_layers} layers")
+    return known
 
 
 def ranges(counts: Sequence[int]) -> tuple[range, ...]:

@@ -161,7 +161,7 @@ class LayerCosts:
         chosen = setting or self.settings[0]
         layers = self.layer_list(chosen, ac)
         stages, start = [], 0
-        for count in check_counts(counts, len(layers), len(counts)):
+        for count in check_counts(counts, len(layers)):
             stages.append([*(chosen.kinds[kind] for kind in self.each), *layers[start : start + count]])
             start += count
         stages[0] = [*(chosen.kinds[kind] for kind in self.before), *stages[0]]
@@ -188,6 +188,8 @@ class LayerCosts:
         `shard_link` and are simulated, without it weights and gradients are whole all the time.
         `node_size` is the number of pipeline ranks in a machine.
         """
+        if not isinstance(shards, int) or shards < 1:
+            raise ConfigError(f"shards={short(shards)}: a whole number from 1 on is needed")
         chosen = setting or self.settings[0]
         stages = self.stage_layers(counts, chosen, ac)
         if placement is not None and len(placement.copies[0]) != len(stages):

@@ -214,7 +214,7 @@ class RunCosts:
             raise ConfigError(f"{self.path}: {why}: give other ones with --costs")
         table = self.config.schedule
         wish = table.layers if layers is None else layers
-        counts = () if wish is None else check_counts(wish, given.num_layers, len(wish))
+        counts = () if wish is None else check_counts(wish, given.num_layers)
         if len(counts) != problem.num_stages:
             counts = layer_counts(given.num_layers, problem.num_stages, table.first_less, table.last_less)
         limit = _limit(given)

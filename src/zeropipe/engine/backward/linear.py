@@ -13,7 +13,7 @@ from torch.nn import functional
 from zeropipe.engine.backward.experts import defer_experts
 from zeropipe.engine.backward.gradients import is_watched, local
 from zeropipe.engine.backward.ops import SlottedLinear, new_slot
-from zeropipe.engine.backward.products import Product
+from zeropipe.engine.backward.products import Product, rows
 from zeropipe.engine.backward.store import put_or_give
 from zeropipe.engine.torch_private import (
     ends_of_spread,
@@ -73,7 +73,7 @@ class _Linear(torch.autograd.Function):
             weight = weight.to(dy.dtype)
             dx = without_autocast(torch.matmul, dy, weight.t() if ctx.transposed else weight)
         if ctx.needs_input_grad[2]:
-            db = dy.reshape(-1, dy.shape[-1]).sum(0)
+            db = rows(dy).sum(0)
         return dx, put_or_give(Product(ctx.parameter, x, dy, ctx.transposed), ctx, 1), db, None, None
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeropipe.engine.backward.products import Product, grouped_product
+from zeropipe.engine.backward.products import Product, grouped_product, rows
 from zeropipe.engine.backward.store import put
 from zeropipe.engine.torch_private import keep_inputs_from_reuse, without_autocast
 
@@ -76,9 +76,8 @@ class SlottedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, Tensor | None, None, None, None]:
         x, weight, slot = ctx.saved_tensors
-        db = dy.reshape(-1, dy.shape[-1]).sum(0) if ctx.needs_input_grad[2] else None
-        rows, flat = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
-        dx = linear_dx(flat, weight, rows, slot, ctx.use, ctx.transposed)
+        db = rows(dy).sum(0) if ctx.needs_input_grad[2] else None
+        dx = linear_dx(rows(dy), weight, rows(x), slot, ctx.use, ctx.transposed)
         return dx.reshape(x.shape), None, db, None, None, None
 
 

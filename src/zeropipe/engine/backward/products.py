@@ -58,8 +58,13 @@ class Product:
     def _sides(self) -> tuple[Tensor, Tensor]:
         left, right = (self.x, self.dy) if self.transposed else (self.dy, self.x)
         if left.dim() != 2:
-            left, right = left.reshape(-1, left.shape[-1]), right.reshape(-1, right.shape[-1])
+            left, right = rows(left), rows(right)
         return left, right
+
+
+def rows(tensor: Tensor) -> Tensor:
+    """As a matrix, of vectors along the last dimension: also of vectors without entries."""
+    return tensor.flatten(0, -2) if tensor.dim() > 1 else tensor[None]
 
 
 def add_grouped(gradient: Tensor, left: Tensor, right: Tensor, offsets: Tensor) -> None:
