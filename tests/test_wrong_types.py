@@ -3,9 +3,17 @@
 import pytest
 
 import zeropipe as zp
+from zeropipe.schedules import registry
 
 SCHEDULE = zp.build("zbv", ranks=2, microbatches=4)
 SMALL = {"gpus": 2, "batch": 4, "sequence": 512, "search_seconds": 0, "workers": 1}
+
+
+def _build_placed(rule):
+    entry = registry.Entry("placed", lambda lane, rank, p: lane.f(rank), rule, (1,))
+    registry.build_entry(entry, ranks=2, microbatches=1)
+
+
 MISTAKES = {
     "a name to check": (lambda: zp.check("zbv"), "'zbv' is no Schedule: make one with zp.build"),
     "rows to check": (lambda: zp.check(SCHEDULE.rows), "is no Schedule: make one with zp.build"),
@@ -34,6 +42,26 @@ MISTAKES = {
     "half a stage": (
         lambda: zp.Schedule.of(SCHEDULE.problem, SCHEDULE.placement, [[zp.Action(0.5, zp.Kind.F, 0)]]),
         "stage 0.5, microbatch 0: whole numbers from 0 on are needed",
+    ),
+    "a text as kind": (
+        lambda: zp.Schedule.of(SCHEDULE.problem, SCHEDULE.placement, [[zp.Action(0, "F", 0)]]),
+        "kind='F': a zp.Kind is needed, like zp.Kind.F",
+    ),
+    "sizes as problem": (
+        lambda: zp.Schedule.of((2, 4, 4), SCHEDULE.placement, []),
+        "problem=(2, 4, 4): a zp.Problem is needed, like zp.Problem(4, 8, 16)",
+    ),
+    "half a rank": (
+        lambda: zp.Schedule.of(zp.Problem(2.5, 4, 4), SCHEDULE.placement, []),
+        "num_ranks=2.5: a whole number is needed",
+    ),
+    "a table as placement": (
+        lambda: _build_placed(lambda p: [0, 1]),
+        "the placement of placed is [0, 1]: a zp.Placement is needed",
+    ),
+    "a short table": (
+        lambda: _build_placed(lambda p: zp.Placement(((0,),))),
+        "placed: the placement places 1 stages: there are 2",
     ),
     "a rule as placement": (
         lambda: zp.Schedule.of(SCHEDULE.problem, zp.vee, []),

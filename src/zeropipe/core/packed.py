@@ -81,6 +81,8 @@ def pack(steps: Iterable[Step]) -> list[int]:
 def _code(action: Action) -> int:
     """The code of an action from outside; ConfigError for one whose numbers would spill over into other bits."""
     stage, kind, microbatch = action
+    if type(kind) is not Kind and not (isinstance(kind, int) and 0 <= kind < len(_KINDS)):
+        raise ConfigError(f"kind={short(kind)}: a zp.Kind is needed, like zp.Kind.F")
     if _is_whole(stage) and _is_whole(microbatch) and 0 <= stage < MAX_STAGES and 0 <= microbatch < MAX_MICROBATCHES:
         return int(encode(index(stage), kind, index(microbatch)))
     raise ConfigError(

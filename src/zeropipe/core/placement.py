@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import index
+from typing import SupportsIndex
 
 from zeropipe.core.action import Action, far_stage
-from zeropipe.errors import ConfigError, ScheduleError
+from zeropipe.errors import ConfigError, ScheduleError, short
 
 MAX_WEIGHT_PARTS = 64
 
@@ -94,6 +96,15 @@ def recognise(copies: tuple[tuple[int, ...], ...], second_from: int | None, prob
         if known.copies == copies:
             return Placement(copies, second_from, known.name)
     return Placement(copies, second_from)
+
+
+def require_problem(problem: object) -> None:
+    """ConfigError for what is no Problem, and for sizes that are no whole numbers."""
+    if not isinstance(problem, Problem):
+        raise ConfigError(f"problem={short(problem)}: a zp.Problem is needed, like zp.Problem(4, 8, 16)")
+    for name, value in vars(problem).items():
+        if not isinstance(value, SupportsIndex) or index(value) < 0:
+            raise ConfigError(f"{name}={short(value)}: a whole number is needed")
 
 
 def require_placement(placement: Placement, problem: Problem) -> None:

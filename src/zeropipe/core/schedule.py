@@ -8,7 +8,7 @@ from typing import overload
 
 from zeropipe.core.action import Step
 from zeropipe.core.packed import PackedRows, pack, unpack
-from zeropipe.core.placement import Placement, Problem
+from zeropipe.core.placement import Placement, Problem, require_problem
 from zeropipe.errors import ConfigError, short
 
 
@@ -57,6 +57,7 @@ class Schedule:
     @staticmethod
     def of(problem: Problem, placement: Placement, rows: Iterable[Iterable[Step]], name: str = "custom") -> Schedule:
         """A schedule from rows of steps."""
+        require_problem(problem)
         if not isinstance(placement, Placement):
             raise ConfigError(f"placement={short(placement)}: a zp.Placement is needed, like zp.linear(problem)")
         return Schedule(problem, placement, PackedRows.of(pack(row) for row in rows), name)

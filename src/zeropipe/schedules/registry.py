@@ -16,7 +16,7 @@ from zeropipe.core.action import MAX_MICROBATCHES, MAX_STAGES
 from zeropipe.core.files import SCHEDULES
 from zeropipe.core.given import as_python
 from zeropipe.core.packed import PackedRows
-from zeropipe.core.placement import PlacementRule, Problem
+from zeropipe.core.placement import Placement, PlacementRule, Problem, require_placement
 from zeropipe.core.schedule import Schedule
 from zeropipe.errors import ConfigError, ZeropipeError, short
 from zeropipe.schedules.lane import Lane
@@ -203,6 +203,7 @@ def build_entry(
         if entry.require is not None:
             entry.require(problem, **{**entry.options, **options})
         placement = entry.placement(problem)
+        _require_placement(entry, placement, problem)
         lanes = [Lane(rank, problem, placement) for rank in range(ranks)]
         if "lanes" in inspect.signature(entry.write).parameters:
             entry.write(lanes, problem, **options)
@@ -226,6 +227,16 @@ def build_entry(
 def _rebuild(name: str, ranks: int, per_rank: int, options: tuple[tuple[str, Any], ...], microbatches: int) -> Schedule:
     """`build` again, by the name: what a schedule carries along must be small and travel between processes."""
     return build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=per_rank, **dict(options))
+
+
+def _require_placement(entry: Entry, placement: Any, problem: Problem) -> None:
+    """ConfigError, with the schedule's name, for what a user's rule gave."""
+    if not isinstance(placement, Placement):
+        raise ConfigError(f"the placement of {entry.name} is {short(placement)}: a zp.Placement is needed")
+    try:
+        require_placement(placement, problem)
+    except ConfigError as error:
+        raise ConfigError(f"{entry.name}: {error}") from None
 
 
 def _as_data(value: Any) -> bool | int | float | str | None:
