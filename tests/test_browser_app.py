@@ -25,6 +25,7 @@ def test_the_page_opens_with_a_comparison(visit):
     assert rows(page)["zbv"][:2] == ("25.5", "0.0%")
     assert len(page.query_selector_all(".zp-panel")) == 3
     assert page.inner_text("h1").startswith("zbv is fastest")
+    assert page.evaluate("import('/viewer/units.js').then((m) => m.timeText(3.3e-17, ''))") == "3.3e-17"
     page.wait_for_selector("g.dot")
     assert len(page.query_selector_all("g.dot")) == len(zp.names())
 

@@ -34,6 +34,13 @@ def test_a_timeline_of_nothing_prints():
     assert "makespan 0, bubble 0.0%" in str(empty)
 
 
+def test_no_bubble_is_below_zero():
+    schedule = zp.build("zbv", ranks=4, microbatches=8)
+    run = zp.simulate(schedule, zp.Costs(f=0.0005, i=0.0005, w=0.0005))  # sums are rounded: 1 - busy / cost is not 0
+    assert str(run).endswith("makespan 0.0255, bubble 0.0%, peak memory 8")
+    assert min(*run.rank_bubble, run.bubble, run.bubble_to_ideal) >= 0
+
+
 def test_a_schedule_and_a_program_are_named_in_one_line():
     schedule = zp.build("1f1b", ranks=2, microbatches=3)
     assert repr(schedule) == "<Schedule 1f1b: 2 ranks, 2 stages (linear), 3 microbatches, 12 actions>"

@@ -151,7 +151,8 @@ def test_over_the_limit_cannot_be_best():
     ("text", "says"),
     [
         (time_text(0, "s"), "0 s"), (time_text(-0.0025, "s"), "-2.5 ms"), (time_text(3e-7, "s"), "300 ns"),
-        (time_text(3e-12, "s"), "0.003 ns"), (time_text(90, "s"), "90 s"), (time_text(2.5, ""), "2.5"),
+        (time_text(3e-12, "s"), "0.003 ns"), (time_text(90, "s"), "90 s"),
+        (time_text(3.3e-17, ""), "3.3e-17"), (time_text(2.5, ""), "2.5"),
         (size_text(0, "B"), "0 B"), (size_text(0.5, "B"), "0.5 B"), (size_text(1536, "B"), "1.5 KiB"),
         (size_text(3 * 2**40, "B"), "3 TiB"), (size_text(4, ""), "4"),
     ],

@@ -129,13 +129,13 @@ class Timeline:
         It is (p - 1) / m for 1F1B with equal stages. Unlike `bubble`, it counts the whole makespan, and may be over 1.
         """
         ideal = sum(self.busy) / self.num_ranks
-        return self.makespan / ideal - 1 if ideal > 0 else 0.0
+        return max(0.0, self.makespan / ideal - 1) if ideal > 0 else 0.0
 
     @property
     def rank_bubble(self) -> tuple[float, ...]:
         """1 - busy/cost for each rank, with the same cost for all; `bubble` is their mean."""
         cost = max(self.rank_span)
-        return tuple(1 - busy / cost if cost > 0 else 0.0 for busy in self.busy)
+        return tuple(max(0.0, 1 - busy / cost) if cost > 0 else 0.0 for busy in self.busy)  # sums are rounded
 
     @property
     def peak_memory(self) -> tuple[float, ...]:

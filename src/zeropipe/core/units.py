@@ -9,11 +9,13 @@ _BYTES = ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB")
 
 
 def number(value: float, digits: int = 4) -> str:
-    """At most `digits` significant digits, without an exponent where it fits: 3, 0.25, 12.5, 1234000."""
+    """At most `digits` significant digits, without an exponent unless it is tiny: 3, 0.25, 12.5, 1234000, 1e-15."""
     if value == 0:
         return "0"
     places = max(0, digits - 1 - floor(log10(abs(value))))
-    text = f"{value:.{min(places, 12)}f}"
+    if places > 12:
+        return f"{value:.{digits}g}"
+    text = f"{value:.{places}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 

@@ -6,7 +6,8 @@ const BYTES = [[2 ** 40, "TiB"], [2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "
 export function numberText(value, digits = 5) {
   if (!value) return "0";
   const places = Math.max(0, digits - 1 - Math.floor(Math.log10(Math.abs(value))));
-  const text = value.toFixed(Math.min(places, 12));
+  if (places > 12) return String(Number(value.toPrecision(digits)));
+  const text = value.toFixed(places);
   return text.includes(".") ? text.replace(/\.?0+$/, "") : text;
 }
 
