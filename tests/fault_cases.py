@@ -116,7 +116,7 @@ def bad_setup(what: str, schedule: Schedule, other: Schedule) -> None:
 
 
 def mistaken(what: str, schedule: Schedule) -> Any:
-    """A mistake in how the engine is called, the same on all ranks."""
+    """A mistake in how the engine is called, the same on all ranks, or a call of its own on rank 2."""
     modules = blocks(schedule.num_stages)
     if what == "name":
         return Engine(schedule.name, own(modules, schedule))
@@ -137,6 +137,12 @@ def mistaken(what: str, schedule: Schedule) -> Any:
     losses = {"detached": _detached, "labels": CausalLMLoss(), "zero": _zero_for_the_first, "no loss": None}
     shapes = "dynamic" if what == "zero" else "auto"  # there some microbatches have a gradient and others none
     with Engine(schedule, own(modules, schedule), timeout=60, shapes=shapes) as engine:
+        if what == "broadcast":
+            engine.forward(batch, broadcast=dist.get_rank() == 2)
+        if dist.get_rank() == 2 and what == "evaluation":
+            engine.eval_step(batch, SquareLoss())
+        if dist.get_rank() == 2 and what == "only one":
+            engine.grad_norm()
         result = engine.train_step(given, losses.get(what, SquareLoss()))
         if what == "norm":
             engine.clip_grad_norm(-1.0)

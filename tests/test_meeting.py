@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -9,11 +10,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 pytest.importorskip("torch", reason="needs torch")
+import torch
 import torch.distributed as dist
 
 from zeropipe.engine.run import meeting
+from zeropipe.engine.run.job import device_of
 from zeropipe.engine.run.meeting import KEY, meet
-from zeropipe.errors import EngineError
+from zeropipe.errors import ConfigError, EngineError
 
 
 def unused_port() -> int:
@@ -80,3 +83,33 @@ def test_who_has_met_and_then_died_is_not_waited_for_longer_than_asked(monkeypat
         with pytest.raises(EngineError, match=rf"rank 0 cannot join the others over torchrun's store, .*:{port}"):
             meeting.join_torchrun("gloo", patience=2.0)
     assert time.monotonic() - begin < 60
+
+
+def test_collectives_of_objects_use_the_gpu_of_a_process(monkeypatch):
+    """Without it all processes of a machine would use the first GPU, which NCCL refuses."""
+    taken = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setenv("LOCAL_RANK", "6")
+    assert device_of("cuda") == torch.device("cuda", 2)
+    assert taken == [torch.device("cuda", 2)]
+
+
+TOLD = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "line"),
+    [
+        ("WORLD_SIZE", "", "RANK=0 is set and WORLD_SIZE is not: start with torchrun, which sets both, or unset RANK"),
+        ("MASTER_ADDR", "", "RANK=0 is set and MASTER_ADDR is not: start with torchrun"),
+        ("RANK", "a", "RANK='a' in the environment: a number is needed"),
+        ("MASTER_PORT", "ssh", "MASTER_PORT='ssh' in the environment: a number is needed"),
+        ("RANK", "2", "RANK=2 with WORLD_SIZE=2: ranks are counted from 0, so give 1 at most"),
+    ],
+)
+def test_an_environment_that_makes_no_sense_is_a_line(monkeypatch, name, text, line):
+    for key, value in {**TOLD, name: text}.items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(ConfigError, match=f"^{re.escape(line)}"):
+        meeting.join_torchrun("gloo", patience=0.1)

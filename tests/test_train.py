@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from train_cases import train_counting, train_not_finite
+from train_cases import train_counting, train_not_finite, train_unlike
 from train_helpers import difference, metrics_of, model_directory, plain_training, pool, run_config, train_on
 from transformers import AutoModelForCausalLM
 
@@ -46,6 +46,16 @@ def test_five_steps_give_the_weights_of_plain_torch(tmp_path, mesh, schedule, ti
     assert ours.config.tie_word_embeddings == tied
     assert difference(ours, plain) < 1e-9
     assert [line["loss"] for line in metrics_of(tmp_path / "out")] == list(outcome.losses)
+
+
+def test_machines_with_different_files_are_refused(tmp_path):
+    config = run_config(tmp_path / "out", model_directory(tmp_path / "start"), mesh={"pp": 2})
+    for trained, ran in pool(2).run(train_unlike, config):
+        assert trained == (
+            f"rank 0 has optimizer.lr={config.optimizer.lr}, rank 1 has 7.0: give all machines the same training file "
+            "and options"
+        )
+        assert ran == "rank 0 has seed=0, rank 1 has 1: give all machines the same options"
 
 
 def test_norms_and_biases_do_not_decay_whatever_their_shape():

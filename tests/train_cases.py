@@ -14,8 +14,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+import zeropipe as zp
 from zeropipe.engine import Engine
 from zeropipe.engine.checkpoint import pieces
+from zeropipe.engine.run.job import run_job
+from zeropipe.engine.run.spec import Job
 from zeropipe.errors import ConfigError
 from zeropipe.train.config.models import RunConfig
 from zeropipe.train.loop import export as exporting
@@ -75,6 +78,20 @@ def train_not_finite(config: RunConfig, rank: int, steps: tuple[int, ...]) -> An
 
     with mock.patch.object(Engine, "train_step", train_step):
         return job.train(config)
+
+
+def train_unlike(config: RunConfig) -> tuple[str, str]:
+    """What ranks say to training files, and to options of `zeropipe run`, that are not the same on all of them."""
+    said = []
+    if dist.get_rank() == 1:
+        config = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"lr": 7.0})})
+    schedule = zp.build("1f1b", ranks=2, microbatches=2)
+    for call in (lambda: job.train(config), lambda: run_job(schedule, Job(seed=dist.get_rank()))):
+        try:
+            call()
+        except ConfigError as error:
+            said.append(str(error))
+    return said[0], said[1]
 
 
 def train_counting(config: RunConfig) -> list[tuple[int, int]]:

@@ -151,7 +151,9 @@ class Engine:
             raise ConfigError(
                 "train_step under torch.no_grad() would give no gradients: use eval_step, or leave it out"
             )
-        opened = self._open(self._replaced() or self._left_over() or microbatches, loss_fn)
+        opened = self._open(
+            self._replaced() or self._left_over() or microbatches, loss_fn, f"train_step{' with record' * self.record}"
+        )
         with self._guard():
             self._compare(microbatches)
             executor = self._executors.get("record" if self.record else "train", opened.number, opened.alike)
@@ -175,7 +177,7 @@ class Engine:
 
     def eval_step(self, microbatches: Sequence[Microbatch], loss_fn: LossFn) -> StepResult:
         """The loss without gradients, stages in eval mode; gradients stay as they are."""
-        opened = self._open(microbatches, loss_fn)
+        opened = self._open(microbatches, loss_fn, "eval_step")
         with self._guard(), _eval_mode(self.stages.values()):
             self._compare(microbatches)
             tally = Tally(loss_fn, self._num_all(opened), total=opened.total)
@@ -203,7 +205,7 @@ class Engine:
             output = shown_to(post, output)
             outputs[index] = output if post is None else post(output, microbatch)
 
-        opened = self._open(microbatches, None)
+        opened = self._open(microbatches, None, f"forward{' with broadcast' * broadcast}")
         with self._guard(), _eval_mode(self.stages.values()):
             self._compare(microbatches)
             executor = self._executors.get("forward", opened.number, opened.alike)
@@ -231,9 +233,10 @@ class Engine:
         `train`, forwards only. Nothing is counted or scaled, modes stay as they are, and sharded stages are summed
         over the processes that share them alone. Returns whether all pipelines had the same number of microbatches.
         """
-        opened = self._open((train and self._left_over()) or microbatches, None)
+        use = "forward" if not train else "record" if self.record else "train"
+        call = {"forward": "an evaluation", "record": "a step with record", "train": "a step"}[use]
+        opened = self._open((train and self._left_over()) or microbatches, None, call)
         with self._guard(), _no_inference_mode():
-            use = "forward" if not train else "record" if self.record else "train"
             executor = self._executors.get(use, opened.number, opened.alike)
             if use == "record":
                 self._begin_recording()
@@ -246,7 +249,7 @@ class Engine:
 
     def refuse(self, reason: str) -> None:
         """Instead of a step: this rank cannot take part, and all of them raise why."""
-        self._open(Refused.because(reason), None)
+        self._open(Refused.because(reason), None, None)
 
     # gradients
 
@@ -328,9 +331,10 @@ class Engine:
 
     # inside
 
-    def _open(self, microbatches: Sequence[Microbatch], loss_fn: Any) -> Opened:
+    def _open(self, microbatches: Sequence[Microbatch], loss_fn: Any, call: str | None) -> Opened:
         """Tell all ranks what this step is. What does not fit is refused on all of them, and the engine goes on."""
         with self._guard(refusing=True):
+            self._fabric.place.call = call
             last = self.schedule.placement.copies[0][-1]
             counting = self._layout.speaks and self.rank == last
             stages, state = self._told.values(), state_of(self._sums.all, self._device)

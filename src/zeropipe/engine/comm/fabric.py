@@ -19,7 +19,7 @@ from torch import Tensor
 
 from zeropipe.engine import torch_private
 from zeropipe.engine.comm.edges import Wire
-from zeropipe.engine.comm.faults import Board, Desk, Meeting, PeerLost, StoreLost, is_closed, reason
+from zeropipe.engine.comm.faults import Board, Desk, Meeting, PeerLost, StoreLost, UnlikeCalls, is_closed, reason
 from zeropipe.engine.comm.listener import Listener
 from zeropipe.engine.comm.pulse import EVERYONE, Place
 from zeropipe.engine.comm.threads import started, wait_for
@@ -114,12 +114,15 @@ class Fabric:
     # words
 
     def exchange(self, value: object) -> list[Any]:
-        """Everybody's value, in rank order."""
-        data = pickle.dumps(value)
+        """Everybody's value, in rank order; UnlikeCalls if others have come here to do something else."""
+        data = pickle.dumps((self.place.call, value))
         lengths, payload = self._gather(data, SLOT)
         if max(lengths) > SLOT:
             lengths, payload = self._gather(data, max(lengths))
-        return [pickle.loads(piece[:length]) for piece, length in zip(payload, lengths)]
+        said = [pickle.loads(piece[:length]) for piece, length in zip(payload, lengths)]
+        if len({call for call, _ in said if call is not None}) > 1:
+            raise UnlikeCalls([call for call, _ in said])
+        return [value for _, value in said]
 
     def _gather(self, data: bytes, room: int) -> tuple[list[int], list[bytes]]:
         framed = struct.pack("<q", len(data)) + data[:room].ljust(room, b"\0")

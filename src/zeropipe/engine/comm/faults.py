@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -38,6 +38,16 @@ class StoreLost(PeerLost):
 
     def __init__(self) -> None:
         super().__init__((), "the job's store does not answer")
+
+
+class UnlikeCalls(PeerLost):
+    """Ranks make different calls, so that none can answer the other."""
+
+    def __init__(self, calls: Sequence[str | None]) -> None:
+        ranks = {call: rank for rank, call in reversed(list(enumerate(calls))) if call is not None}
+        (one, rank), (other, another) = sorted(ranks.items(), key=lambda item: item[1])[:2]
+        unlike = f"rank {rank} is at {one}, rank {another} at {other}"
+        super().__init__((), f"{unlike}: every rank makes the same calls, in the same order")
 
 
 class Desk:
@@ -146,7 +156,9 @@ class Board:
 
     def explain(self, error: BaseException, where: str) -> EngineError:
         """The error every rank raises for this one."""
-        if isinstance(error, PeerLost):
+        if isinstance(error, UnlikeCalls):
+            text = self.post(error.reason)
+        elif isinstance(error, PeerLost):
             try:
                 text = self.read() or self.post(self._missed(error, where))
             except StoreLost:

@@ -25,10 +25,11 @@ class Walker(Protocol):
 class Place:
     """What this rank does now: its main thread writes, one attribute at a time, its watchdog reads."""
 
-    __slots__ = ("entered", "name", "round", "waits", "walker")
+    __slots__ = ("call", "entered", "name", "round", "waits", "walker")
 
     def __init__(self) -> None:
         self.name = "set-up"
+        self.call: str | None = self.name  # what all ranks do now; None: whatever the others do
         self.walker: Walker | None = None  # knows better than `name` while it is at work
         self.waits: tuple[int, ...] = ()  # the ranks that the main thread waits for
         self.round = 0  # exchanges it has come to
@@ -36,7 +37,7 @@ class Place:
 
     def enter(self, name: str) -> None:
         """Begin something else."""
-        self.walker, self.name = None, name
+        self.walker, self.name, self.call = None, name, name
         self.entered += 1
 
     @property

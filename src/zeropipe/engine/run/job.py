@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from zeropipe.core.schedule import Schedule
 from zeropipe.engine.engine import Engine
 from zeropipe.engine.mesh.parallelize import parallelize
 from zeropipe.engine.run.measure import Measured, measure
-from zeropipe.engine.run.meeting import join_torchrun, ranks_here
+from zeropipe.engine.run.meeting import join_torchrun, number_given, ranks_here, require_same
 from zeropipe.engine.run.prove import gradient_error
 from zeropipe.engine.run.spec import BUILT_IN, Job, built_in, num_pipelines_of, vocabulary_of
 from zeropipe.engine.stages.build import hf_model, hf_stages
@@ -40,6 +39,7 @@ class Outcome:
 def run_job(schedule: Schedule, job: Job) -> Outcome:
     """Run one schedule; every rank calls this and gets the same answer. Progress goes to rank 0's stderr."""
     device = device_of(job.device)
+    require_same(asdict(job), "options")
     mesh = mesh_of(job.mesh, device)
     place = dict(zip(mesh.mesh_dim_names, mesh.get_coordinate())) if mesh is not None else {"pp": dist.get_rank()}
     rank = place.get("pp", 0)
@@ -84,7 +84,6 @@ def mesh_of(sizes: Mesh, device: torch.device) -> Any:
     if not sizes:
         return None
     if device.type == "cuda":  # else each process would want a GPU of its own
-        torch.cuda.set_device(device)
         torch.zeros(1, device=device)
     return init_device_mesh(
         device.type, tuple(size for _, size in sizes), mesh_dim_names=tuple(name for name, _ in sizes)
@@ -138,8 +137,11 @@ def synthetic(job: Job, num_microbatches: int, step: int, device: torch.device) 
 
 
 def device_of(name: str) -> torch.device:
+    """This process's device; a GPU becomes the current one, with which torch's collectives of objects work."""
     if name == "cuda":  # ranks share GPUs where there are fewer
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        device = torch.device("cuda", number_given("LOCAL_RANK") % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        return device
     return torch.device(name)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Mapping
 from datetime import timedelta
 from secrets import token_hex
 from typing import Any
@@ -19,32 +20,64 @@ from typing import Any
 import torch.distributed as dist
 
 from zeropipe.engine.torch_private import init_group
-from zeropipe.errors import EngineError, first_line
+from zeropipe.errors import ConfigError, EngineError, first_line, short
 
 KEY = "zeropipe/meeting"
 
 
 def join_torchrun(backend: str, patience: float = 600.0) -> None:
     """`init_process_group` on the processes of torchrun; EngineError if some do not come within `patience` seconds."""
-    given = os.environ
-    rank, size, host, port = int(given["RANK"]), int(given["WORLD_SIZE"]), given["MASTER_ADDR"], given["MASTER_PORT"]
+    rank, size, host, port = _given()
     try:
-        if given.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # a store of its own for every start
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # a store of its own for every start
             init_group(backend, patience)
             return
-        store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=patience))
+        store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=patience))
         name = meet(store, rank, size, patience)
         init_group(backend, patience, store=dist.PrefixStore(f"{KEY}/{name}", store), rank=rank, world_size=size)
     except RuntimeError as error:
-        where, said = f"over torchrun's store, {host}:{port}", first_line(error)
+        where, said = f"over torchrun's store, {host}:{port}", first_line(error).rstrip(".")
         raise EngineError(
             f"rank {rank} cannot join the others {where}: {said}; if another rank ended, its output says why"
         ) from None
 
 
+def _given() -> tuple[int, int, str, int]:
+    """Rank, number of ranks, host and port, as torchrun says them; ConfigError for what makes no sense."""
+    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        if not os.environ.get(name):
+            told = f"RANK={os.environ['RANK']} is set and {name} is not"
+            raise ConfigError(f"{told}: start with torchrun, which sets both, or unset RANK")
+    rank, size = number_given("RANK"), number_given("WORLD_SIZE")
+    if rank >= size:
+        raise ConfigError(f"RANK={rank} with WORLD_SIZE={size}: ranks are counted from 0, so give {size - 1} at most")
+    return rank, size, os.environ["MASTER_ADDR"], number_given("MASTER_PORT")
+
+
+def number_given(name: str, otherwise: str = "0") -> int:
+    """A number in the environment."""
+    text = os.environ.get(name, otherwise)
+    if not text.isdecimal():
+        raise ConfigError(f"{name}={text!r} in the environment: a number is needed, as torchrun sets it")
+    return int(text)
+
+
+def require_same(given: Mapping[str, object], what: str) -> None:
+    """ConfigError on all ranks where one was given something else; all of them call this."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, dict(given))
+    for rank, theirs in enumerate(everyone):
+        for name in everyone[0] | theirs:
+            one, other = everyone[0].get(name), theirs.get(name)
+            if one != other:
+                raise ConfigError(
+                    f"rank 0 has {name}={short(one)}, rank {rank} has {short(other)}: give all machines the same {what}"
+                )
+
+
 def ranks_here() -> int:
     """How many processes torchrun has started on this machine."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return number_given("LOCAL_WORLD_SIZE", "1")
 
 
 def meet(store: Any, rank: int, size: int, patience: float, pause: float = 0.02) -> str:

@@ -17,6 +17,7 @@ from zeropipe.engine.backward.gradients import main_gradients
 from zeropipe.engine.engine import Engine
 from zeropipe.engine.mesh.parallelize import parallelize
 from zeropipe.engine.run.job import DTYPES, device_of, mesh_of
+from zeropipe.engine.run.meeting import require_same
 from zeropipe.engine.stages.build import hf_stages
 from zeropipe.engine.stages.chance import chances
 from zeropipe.errors import ConfigError, MissingExtra
@@ -37,9 +38,13 @@ class Place:
 
 
 def place_of(config: RunConfig) -> Place:
-    """Device and mesh: the pipeline's dimension, and others that have more than one process."""
+    """Device and mesh: the pipeline's dimension, and others that have more than one process.
+
+    ConfigError on all ranks unless they have the same training file.
+    """
     wanted = config.engine.device
     device = device_of(("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted)
+    require_same(_fields(config), "training file and options")
     sizes = tuple((name, size) for name, size in config.mesh.sizes.items() if size > 1 or name == "pp")
     mesh = mesh_of(sizes, device)
     place = dict(zip(mesh.mesh_dim_names, mesh.get_coordinate()))
@@ -47,6 +52,12 @@ def place_of(config: RunConfig) -> Place:
     for name in DATA:
         pipeline = pipeline * dict(sizes).get(name, 1) + place.get(name, 0)
     return Place(device, mesh, place["pp"], pipeline)
+
+
+def _fields(config: RunConfig) -> dict[str, object]:
+    """All of them, by the names they have on the command line."""
+    tables = config.model_dump(mode="json")
+    return {f"{table}.{name}": value for table, fields in tables.items() for name, value in (fields or {}).items()}
 
 
 def make_engine(config: RunConfig, place: Place) -> Engine:
