@@ -68,6 +68,9 @@ def test_costs_files_are_read_like_the_command_lines(tmp_path, capsys):
         assert words.removeprefix("costs: ") in told(answer, "file")[0]
 
 
+SENT = "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n"
+
+
 @pytest.mark.parametrize(
     ("name", "text", "word"),
     [
@@ -77,6 +80,8 @@ def test_costs_files_are_read_like_the_command_lines(tmp_path, capsys):
         ("a.csv", "0B0,0F0\n", "0B0 needs 0F0"),
         ("a.csv", "0F0\n", "stage 0, microbatch 0 has only F"),
         ("a.csv", "0F99999999999999\n", "too large"),
+        ("a.csv", SENT + "1RECV_F1,1RECV_F0,1F0,1B0,1SEND_B0,1F1,1B1,1SEND_B1\n", "received out of order"),
+        ("a.csv", "0UNSHARD,0F0,0RESHARD,0B0,0REDUCE_GRAD\n", "0B0"),
         ("a.csv", "0F0\n0F9999999\n", "too large"),
         ("a.json", "{", "not JSON"),
         ("a.json", "[" * 100_000, "not JSON"),
@@ -86,7 +91,9 @@ def test_costs_files_are_read_like_the_command_lines(tmp_path, capsys):
         ("a.json", '{"zeropipe": 1, "num_ranks": 9999999, "num_stages": 1, "num_microbatches": 1}', "up to 1024"),
         ("a.toml", "f = ", "not TOML"),
         ("a.toml", "schedule = 'zbv'\n[costs]\nf = 1", "start the page with it (zeropipe app FILE)"),
+        ("a.toml", "[mesh]\npp = 4\n", "start the page with it (zeropipe app FILE)"),
         ("a.toml", "f = {x = 1}", "'x' is no stage"),
+        ("a.json", '{"zeropipe": 1, "type": "layer costs"}', "`zeropipe compare --costs FILE` takes them"),
     ],
 )
 def test_a_wrong_file_is_refused(name, text, word):

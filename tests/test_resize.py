@@ -54,3 +54,11 @@ def test_two_copies_lose_and_win_microbatches_alike():
 def test_no_microbatches_are_refused():
     with pytest.raises(ConfigError, match="at least 1"):
         resized(zp.build("1f1b", ranks=2, microbatches=2), 0)
+
+
+def test_parts_of_w_end_with_the_last_w():
+    schedule = zp.from_csv("0F0,0B0,0F1,0I1,0W1,0W1\n")
+    assert schedule.problem.num_weight_parts == 2
+    assert str(resized(schedule, 1)) == "0F0 0B0"
+    zp.check(resized(schedule, 1))
+    assert resized(schedule, 3).problem.num_weight_parts == 2

@@ -12,7 +12,7 @@ from typing import Any
 
 from zeropipe.app.errors import Refusal
 from zeropipe.app.models import Uploaded
-from zeropipe.core.check import check
+from zeropipe.core.check import check, check_csv
 from zeropipe.core.csv import from_csv
 from zeropipe.core.json import from_plain
 from zeropipe.core.limits import PAGE, require_costs, require_times
@@ -22,6 +22,7 @@ from zeropipe.core.timeline import Timeline
 from zeropipe.errors import ConfigError, ScheduleError
 from zeropipe.sim.costs import Costs, costs_from
 from zeropipe.sim.fit import fit
+from zeropipe.sim.layer_file import TYPE
 
 _DEFAULTS = Costs()
 Found = Schedule | Timeline
@@ -88,11 +89,13 @@ def read(name: str, text: str) -> Found | dict[str, Any]:
     if suffix == ".toml":
         return _costs(_parse_toml(text))
     if suffix == ".csv":
-        return _proven(_from_csv(text, stem))
+        return _from_csv(text, stem)
     if suffix == ".json":
         data = _parse_json(text)
         if _is_costs(data):
             return _costs(data)
+        if isinstance(data, dict) and data.get("type") == TYPE:
+            raise ConfigError("it holds costs of layers: `zeropipe compare --costs FILE` takes them, the page does not")
         _require_size(data)
         return _proven(from_plain(data))
     raise ConfigError("drop a schedule (.csv, .json), a timeline (.json) or costs (.toml, .json)")
@@ -100,7 +103,10 @@ def read(name: str, text: str) -> Found | dict[str, Any]:
 
 def _from_csv(text: str, name: str) -> Schedule:
     PAGE.require_cells(text)
-    return from_csv(text, name)
+    schedule = from_csv(text, name)
+    _proven(schedule)
+    check_csv(text, schedule)
+    return schedule
 
 
 def _parse_json(text: str) -> Any:
@@ -125,7 +131,7 @@ def _is_costs(data: Any) -> bool:
 def _costs(data: Any) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ConfigError("it holds no table of costs: write fields like f = 1.0")
-    if "schedule" in data:
+    if {"schedule", "model", "mesh"} & data.keys():
         raise ConfigError("it holds a schedule, too: start the page with it (zeropipe app FILE), or drop its costs")
     costs_from(data)
     require_costs(data)

@@ -54,11 +54,10 @@ def check(schedule: str, as_json: bool, **given: Any) -> None:
 def _proven(request: Request) -> tuple[Schedule, Program]:
     """The schedule and its messages: those of the file, if it has any."""
     from zeropipe.core.check import check as prove
-    from zeropipe.core.csv import has_messages, program_from_csv
+    from zeropipe.core.check import check_csv
     from zeropipe.core.files import read_text
     from zeropipe.core.limits import COMMAND_LINE
     from zeropipe.core.lower import lower
-    from zeropipe.core.shards import check_shards
     from zeropipe.core.timeline import Timeline
 
     spec = request.specs[0]
@@ -66,12 +65,9 @@ def _proven(request: Request) -> tuple[Schedule, Program]:
     schedule = found.schedule if isinstance(found, Timeline) else found
     try:
         prove(schedule)
+        program = None
         if spec.name.endswith(".csv"):
-            program = program_from_csv(text := read_text(spec.name, COMMAND_LINE), schedule.name)
-            if has_messages(text):
-                prove(program)
-                return schedule, program
-            check_shards(program)
-        return schedule, lower(schedule)
+            program = check_csv(read_text(spec.name, COMMAND_LINE), schedule)
+        return schedule, program or lower(schedule)
     except ScheduleError as error:
         raise type(error)(f"{spec.text}: {error}") from None

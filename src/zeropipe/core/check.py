@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from zeropipe.core.action import SHARDING
 from zeropipe.core.complete import check_complete
+from zeropipe.core.csv import has_messages, program_from_csv
 from zeropipe.core.deadlock import deadlock
 from zeropipe.core.lower import lower_with
 from zeropipe.core.needs import Dependencies, dependencies
@@ -30,6 +32,18 @@ def check(what: Schedule | Program) -> None:
     deps = dependencies(what)
     check_live(what, deps)
     check_program(lower_with(what, deps, what.packed))
+
+
+def check_csv(text: str, schedule: Schedule) -> Program | None:
+    """Prove the messages, gathering and reducing of a CSV as they stand there; gives them if messages are there."""
+    if not has_messages(text) and not any(kind.name in text for kind in SHARDING):
+        return None
+    program = program_from_csv(text, schedule.name)
+    if has_messages(text):
+        check(program)
+        return program
+    check_shards(program)
+    return None
 
 
 def check_live(schedule: Schedule, deps: Dependencies) -> None:

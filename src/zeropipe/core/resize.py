@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from zeropipe.core.action import Action, Overlap, Step
+from zeropipe.core.action import Action, Kind, Overlap, Step, actions_of
 from zeropipe.core.placement import Placement
 from zeropipe.core.schedule import Schedule
 from zeropipe.errors import ConfigError
@@ -66,7 +66,9 @@ def _renumbered(schedule: Schedule, numbers: list[dict[int, int]], num_microbatc
         [new for table in numbers for step in row if (new := _numbered(step, table)) is not None]
         for row in schedule.rows
     ]
-    problem = replace(schedule.problem, num_microbatches=num_microbatches)
+    has_weights = any(action.kind is Kind.W for row in rows for action in actions_of(row))
+    parts = schedule.problem.num_weight_parts if has_weights else 1
+    problem = replace(schedule.problem, num_microbatches=num_microbatches, num_weight_parts=parts)
     return replace(Schedule.of(problem, placement, rows, schedule.name), rebuild=schedule.rebuild)
 
 
