@@ -234,6 +234,23 @@ def test_a_score_head_is_loaded_as_a_classifier(tmp_path):
     refuses_to_save(stages, hf_model(CONFIGS["qwen3"]()), tmp_path / "whole", "holds another model")
 
 
+def test_a_classifier_keeps_its_labels(tmp_path):
+    config = CONFIGS["qwen3"](num_labels=3, pad_token_id=0)
+    model = AutoModelForSequenceClassification.from_config(config).eval()
+    tokens = {"input_ids": BATCH["input_ids"].clamp_min(1)}
+    with pytest.raises(ConfigError, match=r"has no lm_head.weight, .*or head='score' for a classifier or a reward"):
+        all_stages(model, TWO)
+    stages = all_stages(model, TWO, head="score")
+    for rank in range(2):
+        save_stages({rank: stages[rank]}, TWO.placement, rank, tmp_path)
+    for found in (stages, all_stages(tmp_path, TWO, head="score")):
+        torch.testing.assert_close(run(found, tokens)[:, -1], model(**tokens).logits)
+    assert AutoModelForSequenceClassification.from_pretrained(tmp_path).score.weight.equal(model.score.weight)
+    assert stages[1].refusal({"labels": 1}) == (
+        "a microbatch has ['labels']: every stage of a Hugging Face model needs 'input_ids'"
+    )
+
+
 def refuses_to_save(stages, model, directory, match):
     """A directory with `model` stays as it is."""
     model.save_pretrained(directory)

@@ -54,9 +54,7 @@ class DirectorySource:
         self._same: dict[str, str] = {}
         tied = self._is_tied(whole)
         if missing := whole.stored - self._made_by.keys() - self._same.keys():
-            raise ConfigError(
-                f"{self._stored.directory} has no tensor {listed(missing)}: is it a checkpoint of this model?"
-            )
+            raise ConfigError(f"{self._stored.directory} has no tensor {listed(missing)}: {whole.way_out(missing)}")
         if strangers := unexpected(self._model, unused - whole.tensors.keys()):
             warnings.warn(
                 f"{self._stored.directory} has {listed(strangers)}, which the model does not use", stacklevel=4

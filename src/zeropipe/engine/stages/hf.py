@@ -55,7 +55,7 @@ class HFStage(nn.Module):
         if self.is_last and head == "score":
             weight = next(lm.parameters())
             size = lm.config.get_text_config().hidden_size
-            self.score = nn.Linear(size, 1, bias=False, device=weight.device, dtype=weight.dtype)
+            self.score = nn.Linear(size, lm.config.num_labels, bias=False, device=weight.device, dtype=weight.dtype)
         self._same = [
             names for names in same_names(self, self.tied_names[0]) if self.is_first or names[0] != self.tied_names[0]
         ]
@@ -149,6 +149,8 @@ class HFStage(nn.Module):
 
     def refusal(self, microbatch: Microbatch) -> str | None:
         """Why this stage cannot run a microbatch."""
+        if microbatch.get("input_ids") is None:
+            return f"a microbatch has {sorted(microbatch)}: every stage of a Hugging Face model needs 'input_ids'"
         length = microbatch["input_ids"].shape[-1] if self.sequence_parts > 1 else 0
         if length % self.sequence_parts == 0:
             return None

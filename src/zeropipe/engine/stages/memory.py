@@ -60,9 +60,8 @@ class ModelSource:
 
     def _require_names(self, whole: Whole, spare: set[str]) -> None:
         if missing := whole.stored - self._tensors.keys() - spare:
-            raise ConfigError(
-                f"{self._name} has no {listed(missing)}, which its config asks for: give the whole model, not a part"
-            )
+            way_out = whole.way_out(missing)
+            raise ConfigError(f"{self._name} has no {listed(missing)}, which its config asks for: {way_out}")
         known = tensors_of(whole.model).keys() | whole.tensors.keys()
         if unused := self._tensors.keys() - self._computed - known:
             raise ConfigError(

@@ -21,6 +21,7 @@ from zeropipe.engine.stages.models import decoder_config, meta_model
 from zeropipe.engine.stages.proof import family_of
 from zeropipe.engine.stages.weights import SeedSource, Source
 from zeropipe.engine.stages.whole import Whole, tensors_of
+from zeropipe.engine.transformers_private import classifier_name
 from zeropipe.errors import ConfigError, MissingExtra, first_line
 
 
@@ -55,7 +56,9 @@ class Model:
 def open_model(model: Any, dtype: torch.dtype | None, head: str, seed: int, adapter: Any = None) -> Model:
     """A directory, a config or a model in memory, checked: ConfigError unless it holds a whole model."""
     if head not in ("lm", "score"):
-        raise ConfigError(f"head={head!r}: give 'lm' (logits) or 'score' (one number per token)")
+        raise ConfigError(
+            f"head={head!r}: give 'lm' (logits) or 'score' (a number per token, or a classifier's labels)"
+        )
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1):
         raise ConfigError(f"dtype={dtype!r}: give torch.float32, torch.bfloat16, torch.float16 or torch.float64")
     if isinstance(model, str | os.PathLike) and (Path(model) / ADAPTER).exists():
@@ -66,12 +69,20 @@ def open_model(model: Any, dtype: torch.dtype | None, head: str, seed: int, adap
     kept = adapter_in(unwrapped(model)) if isinstance(model, nn.Module) else None
     if kept is not None and adapter is not None:
         raise ConfigError("the model in memory has an adapter: give it without adapter=")
+    if head == "score" and not _is_classifier(model, config):
+        config.num_labels = 1  # a config has two by itself
     whole = Whole(meta_model(config, dtype), head)
     # Ties are found in the weights; the config then says the same, also where it is saved.
     tied = source.prepare(whole)
     config.tie_word_embeddings = tied if head == "lm" else config.tie_word_embeddings
     found = open_adapter(adapter) if adapter is not None else kept
     return Model(config, family_of(whole.model), dtype, head, source, found and Injected(whole, found), seed)
+
+
+def _is_classifier(model: Any, config: Any) -> bool:
+    """Whether a model has a score head already: its labels stay."""
+    names = [type(unwrapped(model)).__name__] if isinstance(model, nn.Module) else config.architectures or ()
+    return classifier_name(config) in names
 
 
 def _parts(model: Any, dtype: torch.dtype | None, seed: int) -> tuple[Any, torch.dtype, Source]:

@@ -229,6 +229,5 @@ def config_of(stage: HFStage) -> Any:
     config = copy.deepcopy(stage.whole_config)
     config.architectures = [type(stage.lm).__name__]
     if stage.head == "score":
-        config.num_labels = 1
         config.architectures = [classifier_name(config)] if classifier_name(config) else None
     return config

@@ -30,13 +30,19 @@ class Whole:
         found = tensors_of(self.model)
         if self.head == "lm":
             return found
-        score = torch.empty(1, self.model.config.hidden_size, device="meta")
+        score = torch.empty(self.model.config.num_labels, self.model.config.hidden_size, device="meta")
         return {name: tensor for name, tensor in found.items() if name not in self._lm_head} | {SCORE: score}
 
     @cached_property
     def stored(self) -> set[str]:
         """What a checkpoint holds of them for certain: all but what is computed, and a score head."""
         return self.tensors.keys() - computed(self.model) - {SCORE}
+
+    def way_out(self, missing: set[str]) -> str:
+        """What to do about tensors that are missing."""
+        if missing <= self._lm_head:
+            return "give the model with it, or head='score' for a classifier or a reward model"
+        return "give the whole model, not a part"
 
     @cached_property
     def ties(self) -> dict[str, str]:
