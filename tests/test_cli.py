@@ -220,6 +220,8 @@ def test_compare_all_beside_a_file(run, tmp_path):
     timed.write_text(zp.to_json(zp.simulate(zp.build("1f1b", ranks=4, microbatches=8), zp.Costs(f=3))))
     assert "do not count here: --costs" in " ".join(run("compare", str(timed), "zbv", *SIZE)[1].split())
     assert "do not count" not in run("compare", str(timed), "zbv", *SIZE, "--costs", str(timed))[1]
+    data = json.loads(run("compare", str(timed), "1f1b", "zbv", *SIZE, "--json")[1])
+    assert [t["title"] for t in data["compared"]] == [str(timed), "1f1b", "zbv"]  # both are 1f1b
 
 
 def test_names_stay_whole_in_a_narrow_terminal(run, monkeypatch):

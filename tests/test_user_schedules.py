@@ -73,6 +73,9 @@ def test_a_file_has_its_own_size(tmp_path):
     for wrong in ({"ranks": 3}, {"microbatches": 4}, {"stages_per_rank": 1}, {"group_size": 2}):
         with pytest.raises(zp.ConfigError):
             load(str(file), **wrong)
+    file.write_text("0F0,1F0,1B0,0B0\n2F0,2B0\n")
+    with pytest.raises(zp.ConfigError, match=r"stages_per_rank=1: .* has 3 stages on 2 ranks; leave it out"):
+        load(str(file), stages_per_rank=1)
 
 
 OWN = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -92,6 +93,7 @@ def _compared(request: Request) -> Result:
     named = {spec.name for spec in request.specs}
     several = len(request.ranks) > 1 or len(request.microbatches) > 1
     timelines: list[Timeline] = []
+    files: list[str] = []  # of each, "" where it is none
     refused: list[tuple[str, str]] = []
     timed: list[str] = []
     total = 0
@@ -120,9 +122,19 @@ def _compared(request: Request) -> Result:
                 refused.append((wish.title, str(error)))
                 continue
             timelines.append(made if wish.title in (schedule.name, wish.spec.name) else made.labelled(wish.title))
+            files.append(wish.spec.name if wish.spec.is_file else "")
     if not timelines:
         raise ConfigError(f"none of the schedules can be built: {refused[0][0]}: {refused[0][1]}")
-    return Result(timelines, refused, ignored, timed)
+    return Result(_told_apart(timelines, files), refused, ignored, timed)
+
+
+def _told_apart(timelines: list[Timeline], files: list[str]) -> list[Timeline]:
+    """Files whose schedules have a name that is there twice go by their paths."""
+    counts = Counter(timeline.title for timeline in timelines)
+    return [
+        timeline.labelled(file) if file and counts[timeline.title] > 1 else timeline
+        for timeline, file in zip(timelines, files, strict=True)
+    ]
 
 
 def _wishes(request: Request) -> tuple[list[Wish], dict[str, list[str]]]:

@@ -91,10 +91,12 @@ def _from_file(
 ) -> Schedule | Timeline:
     found = read_file(path)
     problem = (found.schedule if isinstance(found, Timeline) else found).problem
+    whole = problem.num_stages % problem.num_ranks == 0
+    per_rank = problem.stages_per_rank if whole else f"{problem.num_stages} stages on {problem.num_ranks} ranks"
     for flag, asked, has in (
         ("ranks", ranks, problem.num_ranks),
         ("microbatches", microbatches, problem.num_microbatches),
-        ("stages_per_rank", stages_per_rank, problem.stages_per_rank),
+        ("stages_per_rank", stages_per_rank, per_rank),
     ):
         if asked is not None and asked != has:
             raise ConfigError(f"{flag}={asked}: {path} has {has}; leave it out, or change the file")
