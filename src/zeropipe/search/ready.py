@@ -24,9 +24,9 @@ from zeropipe.sim.simulate import simulate
 
 def make_ready(num_actions: int) -> None:
     """Load the kernels for a search of schedules with so many actions, compiled before if need be."""
-    _searching()
     if num_actions >= SMALL:
         _walking()
+    _searching()
 
 
 @cache
