@@ -120,6 +120,41 @@ def test_two_files_may_use_the_same_function_name_and_a_file_may_be_run_twice(tm
     assert zp.build("here", ranks=1, microbatches=2) == built[0]
 
 
+VARIANTS = """
+from functools import partial
+import zeropipe as zp
+
+def lazy(lane, rank, p, *, keep):
+    '''Puts W off.'''
+    lane.f(rank)
+    lane.i(rank)
+    lane.w(rank, times=keep // keep)
+
+class Later:
+    def __call__(self, lane, rank, p):
+        lazy(lane, rank, p, keep=0)
+
+for keep in (1, 2):
+    zp.register(f"lazy-{keep}", placement=zp.linear, splits_backward=True)(partial(lazy, keep=keep))
+zp.register("later", placement=zp.linear)(Later())
+"""
+
+
+def test_variants_of_a_function_and_objects_are_schedules_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(registry, "_entries", dict(registry._entries))
+    file = tmp_path / "variants.py"
+    file.write_text(VARIANTS)
+    sizes = {"ranks": 1, "microbatches": 1}
+    assert str(load(f"{file}:lazy-2", **sizes)) == "0F0 0I0 0W0"
+    assert registry.find("lazy-2").summary == "Puts W off"
+    with pytest.raises(zp.ConfigError, match=r"variants.py:lazy is several schedules: name one of lazy-1, lazy-2"):
+        load(f"{file}:lazy", **sizes)
+    with pytest.raises(zp.ConfigError, match=r"later does not run: ZeroDivisionError: .* \(variants.py:9\)"):
+        load(f"{file}:later", **sizes)
+    with pytest.raises(zp.ConfigError, match=r"registers no schedule 'x': it has later, lazy-1, lazy-2"):
+        load(f"{file}:x", **sizes)
+
+
 def test_a_function_that_fails_is_named_with_its_line(tmp_path):
     file = tmp_path / "failing.py"
     file.write_text(

@@ -160,6 +160,12 @@ def test_a_name_in_a_figure_by_matplotlib(case, suffix, tmp_path):
     assert len(drawn(run().labelled(NAMES[case] + "$\\frac{$"), suffix, tmp_path)) > 1000
 
 
+def test_signs_that_no_font_has_are_told_once(tmp_path):
+    with pytest.warns(UserWarning, match=r"^no font here has '\U00014400\U00014401': boxes stand for it") as told:
+        zp.draw(run().labelled("\U00014400\U00014401\U00014400"), tmp_path / "x.png", dpi=20)
+    assert len(told) == 1
+
+
 def test_notebooks_and_the_page_take_names_as_text():
     assert "<img" not in run().labelled(MARKUP)._repr_html_()
     data = payload(replace(run(), label="a\nb", unit="\x1b"))["timelines"][0]

@@ -58,7 +58,7 @@ class Desk:
 
     def _known_to_workers(self, entry: Entry) -> bool:
         packages = {"zeropipe", *(point.module.split(".")[0] for point in entry_points(group=ENTRY_POINTS))}
-        return entry.name in self._loaded or entry.write.__module__.split(".")[0] in packages
+        return entry.name in self._loaded or entry.function.__module__.split(".")[0] in packages
 
     async def work(self, request: Request, lane: Lane, job: Job, urgent: bool = True) -> Any:
         """The job's result, unless the browser leaves before it is there."""

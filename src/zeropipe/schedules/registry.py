@@ -43,7 +43,12 @@ class Entry:
     @property
     def summary(self) -> str:
         """One line for people: the first of the function's docstring."""
-        return (inspect.getdoc(self.write) or "").split("\n")[0].rstrip(".")
+        return (inspect.getdoc(self.function) or "").split("\n")[0].rstrip(".")
+
+    @property
+    def function(self) -> Callable[..., None]:
+        """What `write` is without the values that functools.partial has set."""
+        return _bare(self.write)
 
     @property
     def placement_name(self) -> str:
@@ -107,7 +112,7 @@ def register(
     def add(write: Callable[..., None]) -> Callable[..., None]:
         if not callable(write):
             raise ConfigError(f"register({name!r}) is of {short(write)}: put it before a function that writes a row")
-        if not write.__module__.startswith("zeropipe.schedules."):
+        if not _bare(write).__module__.startswith("zeropipe.schedules."):
             _load_ours()  # their names are taken
         for other in _entries.values():
             clash = {_plain(n) for n in (name, *aliases)} & {_plain(n) for n in (other.name, *other.aliases)}
@@ -214,7 +219,8 @@ def build_entry(
         raise
     except Exception as error:  # whatever a user's function does
         frames = traceback.extract_tb(error.__traceback__)
-        file = getattr(getattr(entry.write, "__code__", None), "co_filename", "")
+        code = getattr(entry.function, "__code__", None) or getattr(type(entry.function).__call__, "__code__", None)
+        file = getattr(code, "co_filename", "")
         own = [frame for frame in frames if frame.filename == file]  # and not a line of the lane it called
         where = (own or frames)[-1]
         raise ConfigError(
@@ -246,7 +252,14 @@ def _as_data(value: Any) -> bool | int | float | str | None:
 
 def _home(write: Callable[..., None]) -> str:
     """The file a schedule comes from, or its module where there is no file."""
-    return str(getattr(sys.modules.get(write.__module__), "__file__", write.__module__))
+    module = _bare(write).__module__
+    return str(getattr(sys.modules.get(module), "__file__", module))
+
+
+def _bare(write: Callable[..., None]) -> Callable[..., None]:
+    while isinstance(write, partial):
+        write = write.func
+    return write
 
 
 def _plain(name: str) -> str:

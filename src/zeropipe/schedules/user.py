@@ -127,9 +127,13 @@ def _entry_in(path: str, name: str) -> Entry:
         except (Exception, SystemExit) as error:
             del sys.modules[module_name]
             raise ConfigError(f"{path} does not run: {type(error).__name__}: {error}") from error
-    here = [entry for entry in entries() if entry.write.__module__ == module_name]
-    for entry in here:
-        if name in (entry.name, entry.write.__name__):
-            return entry
+    here = [entry for entry in entries() if entry.function.__module__ == module_name]
+    named = [entry for entry in here if name == entry.name]
+    by_function = [entry for entry in here if name == getattr(entry.function, "__name__", None)]
+    if len(named or by_function) == 1:
+        return (named or by_function)[0]
+    if by_function:
+        several = ", ".join(entry.name for entry in by_function)
+        raise ConfigError(f"{path}:{name} is several schedules: name one of {several}")
     has = ", ".join(entry.name for entry in here) or "none; decorate a function with @zp.register"
     raise ConfigError(f"{path} registers no schedule {name!r}: it has {has}")

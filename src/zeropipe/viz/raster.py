@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from zeropipe.errors import ConfigError, MissingExtra
+from zeropipe.errors import ConfigError, MissingExtra, short
 from zeropipe.viz.scene import Area, Line, Rect, Scene
 
 MOST_PIXELS = 150_000_000  # of a .png: 600 MB while it is drawn
@@ -40,7 +42,22 @@ def write_figure(scene: Scene, path: Path, title: str, dpi: float) -> None:
         for kind, items in groupby(scene.items, type):
             _add(axes, kind, list(items))
         metadata = {"Title": title} | ({"CreationDate": None} if path.suffix.lower() == ".pdf" else {})
-        figure.savefig(path, dpi=dpi, metadata=metadata)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            figure.savefig(path, dpi=dpi, metadata=metadata)
+    _warn([str(one.message) for one in told])
+
+
+def _warn(messages: list[str]) -> None:
+    """What matplotlib said; in one line that some signs are in no font, of which it says several for each."""
+    glyphs = [re.match(r"Glyph (\d+) ", message) for message in messages]
+    missing = dict.fromkeys(chr(int(glyph[1])) for glyph in glyphs if glyph)
+    others = [message for message, glyph in zip(messages, glyphs, strict=True) if not glyph]
+    if missing:
+        signs = "".join(missing)
+        others.append(f"no font here has {short(signs)}: boxes stand for it; .svg and .html take the reader's fonts")
+    for message in others:
+        warnings.warn(message, stacklevel=2)
 
 
 def _add(axes: Any, kind: type, items: list[Any]) -> None:
