@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from family_models import IS_OF_TABLE, PROMISED, TABLE, VERSION, models_table
 
@@ -22,3 +24,5 @@ def test_how_many_are_exact(record_property):
     assert TABLE.keys() == set(causal_types())
     assert exact >= set(PROMISED)
     assert len(exact) >= 140
+    readme = (models_table.FILE.parent.parent / "README.md").read_text()
+    assert set(re.findall(r"\[(\d+) types\]", readme)) == {str(len(exact))}
