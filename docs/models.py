@@ -30,6 +30,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 8, "clip_qkv": 8.0}, "ffn_config": {"hidden_size": 2048}},
     "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    "gemma4_text": {"hidden_size_per_layer_input": 0},
     "hunyuan_v1_dense": {"head_dim": 64},
     "hunyuan_v1_moe": {"head_dim": 64},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from family_models import tiny
 from stage_models import CONFIGS
 from torch import nn
 from transformers import Gemma3nTextConfig, LlamaConfig, XLMConfig
@@ -193,6 +194,11 @@ def test_keys_and_values_of_other_layers_are_refused(monkeypatch):
     monkeypatch.setattr(proof, "_NEVER", {})
     monkeypatch.setattr(proof, "_known", {})
     refused(config, "cannot be cut into stages")
+
+
+def test_inputs_of_each_layer_are_refused():
+    refused(tiny("gemma4_text", hidden_size_per_layer_input=8), "of the embeddings (hidden_size_per_layer_input=8)")
+    assert look(tiny("gemma4_text", hidden_size_per_layer_input=0)).packs
 
 
 def test_lists_side_by_side_are_refused():

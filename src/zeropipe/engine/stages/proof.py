@@ -35,6 +35,7 @@ _NEVER = {
     "layerdrop": "it leaves out layers at random",
     "decoder_layerdrop": "it leaves out layers at random",
     "num_kv_shared_layers": "its layers use the keys and values of others",
+    "hidden_size_per_layer_input": "each of its layers has an input made of the embeddings",
 }
 _known: dict[str, Family | str] = {}
 
