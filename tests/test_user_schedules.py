@@ -292,6 +292,23 @@ def test_compare_names_the_schedule_that_is_stuck_and_leaves_it_out_of_all(odd, 
     assert "odd-stuck: no rank can go on" in capsys.readouterr().err
 
 
+def test_starts_of_a_search_and_hints_of_a_report_leave_wrong_schedules_out(odd):
+    from zeropipe.search.model import Task
+    from zeropipe.search.starts.starts import named
+    from zeropipe.train.report.hints import _others
+
+    problem = zp.Problem(2, 2, 2)
+    zp.register("odd-right", placement=zp.linear)(lambda lane, rank, p: (lane.f(rank, 2), lane.b(rank, 2)))
+    starts = {schedule.name for schedule in named(Task(problem, zp.linear(problem), zp.Costs(), False))}
+    others = {schedule.name for schedule in _others(zp.build("zb-h1", ranks=2, microbatches=2), 8)}
+    for found in (starts, others):
+        assert {"gpipe", "odd-right"} <= found
+        assert "odd-stuck" not in found
+    small = {"gpus": 2, "batch": 2, "sequence": 512, "search_seconds": 0, "workers": 1, "pp": 2, "most": 1}
+    with pytest.raises(zp.ScheduleError, match=r"^odd-stuck: no rank can go on"):
+        zp.plan("qwen3-0.6b", schedules=["odd-stuck"], **small)
+
+
 @pytest.mark.parametrize("text,lazy", [("False", False), ("false", False), ("true", True), ("0", False)])
 def test_an_option_of_yes_and_no_is_read_from_text(text, lazy, odd):
     request = request_of(

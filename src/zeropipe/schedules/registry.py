@@ -46,6 +46,11 @@ class Entry:
         return (inspect.getdoc(self.function) or "").split("\n")[0].rstrip(".")
 
     @property
+    def is_ours(self) -> bool:
+        """Whether it is of this package: right at every size, and known to other processes."""
+        return self.function.__module__.startswith("zeropipe.schedules.")
+
+    @property
     def function(self) -> Callable[..., None]:
         """What `write` is without the values that functools.partial has set."""
         return _bare(self.write)

@@ -20,7 +20,7 @@ from zeropipe.search.plan.refine import searched, with_gaps
 from zeropipe.search.plan.result import Plan
 from zeropipe.search.plan.rows import Candidate, Row
 from zeropipe.search.plan.score import Scene
-from zeropipe.search.plan.tries import candidates, grouped, is_ours, named_variants, runs, sifted
+from zeropipe.search.plan.tries import candidates, grouped, named_variants, runs, sifted
 from zeropipe.search.search import require_seconds
 from zeropipe.sim.layer_costs import LayerCosts
 
@@ -194,7 +194,7 @@ def _no_runs(batch: int, gpus: int, options: Sequence[Layout], sizes: Sequence[i
 
 
 def _known() -> set[str]:
-    return {entry.name for entry in entries() if is_ours(entry)}
+    return {entry.name for entry in entries() if entry.is_ours}
 
 
 def _require_counts(**counts: int) -> None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from zeropipe.core.schedule import Schedule
 from zeropipe.errors import ConfigError
-from zeropipe.schedules.registry import Entry, entries, find
+from zeropipe.schedules.registry import entries, find
 from zeropipe.search.plan.layouts import Layout
 from zeropipe.search.plan.rows import Candidate
 from zeropipe.search.plan.score import Scene
@@ -83,7 +83,7 @@ def _least(scene: Scene, run: Run) -> tuple[float, float]:
 def named_variants(wish: Sequence[str] | None, overlaps: bool) -> list[tuple[str, int]]:
     """Schedules with their stages per rank. Those made of Overlaps only where costs say what an Overlap takes."""
     if wish is None:
-        wish = [entry.name for entry in entries() if is_ours(entry) and (overlaps or not entry.overlaps)]
+        wish = [entry.name for entry in entries() if entry.is_ours and (overlaps or not entry.overlaps)]
     return list(dict.fromkeys(variant for name in wish for variant in _variants(name)))
 
 
@@ -96,11 +96,6 @@ def _variants(name: str) -> list[tuple[str, int]]:
     if int(number) not in entry.stages_per_rank:
         raise ConfigError(f"{name}: {entry.name} has {', '.join(map(str, entry.stages_per_rank))} stages per rank")
     return [(entry.name, int(number))]
-
-
-def is_ours(entry: Entry) -> bool:
-    """Known to other processes as well."""
-    return entry.write.__module__.startswith("zeropipe.schedules.")
 
 
 def candidates(given: Iterable[Run], variants: Sequence[tuple[str, int]], cuts: Sequence[str]) -> list[Candidate]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from zeropipe.core.action import W
+from zeropipe.core.check import check
 from zeropipe.core.packed import kind_of
 from zeropipe.core.schedule import Schedule
 from zeropipe.errors import ZeropipeError
@@ -15,7 +16,7 @@ from zeropipe.search.model import Array, Task, pass_of
 
 
 def named(task: Task) -> list[Schedule]:
-    """Every schedule with a name that has this placement."""
+    """Every right schedule with a name that has this placement."""
     problem, found = task.problem, []
     per_rank = problem.stages_per_rank
     for entry in sorted(entries(), key=lambda entry: entry.stages_per_rank[0] != per_rank):
@@ -28,6 +29,8 @@ def named(task: Task) -> list[Schedule]:
                 microbatches=problem.num_microbatches,
                 stages_per_rank=per_rank,
             )
+            if not entry.is_ours:
+                check(schedule)
         except ZeropipeError:
             continue
         if schedule.placement.copies == task.placement.copies:
