@@ -213,6 +213,13 @@ def test_a_body_that_is_no_request_is_refused(body):
     assert response.json()["errors"]
 
 
+@pytest.mark.parametrize("body,kind", [(b"[1]", "application/json"), (b'{"schedules": []}', "text/plain")])
+def test_a_body_that_is_no_object_says_how_it_is_sent(body, kind):
+    response = client.post("/api/simulate", content=body, headers={"Content-Type": kind})
+    words = "the body is no JSON object: send one, with the header Content-Type: application/json"
+    assert (response.status_code, told(response.json(), "")) == (422, [words])
+
+
 def test_two_million_actions_are_refused_before_anything_is_built(monkeypatch):
     monkeypatch.setattr(work, "build_entry", lambda *a, **k: pytest.fail("built"))
     status, answer = ask("simulate", {"ranks": 512, "microbatches": 2000, "schedules": [{"name": "1f1b"}]})

@@ -101,3 +101,8 @@ def test_a_search_shows_its_gap_and_what_it_found_is_compared(visit):
     page.wait_for_selector(".compare tbody:nth-of-type(3)")
     settle(page)
     assert list(rows(page)) == ["1f1b", "searched (file, simulated)", "searched (file, simulated, 2)"]
+    page.route("**/api/search", lambda route: route.fulfill(status=422, json={"errors": [{"message": "no"}]}))
+    with expected(visit.complaints):
+        page.click("#open-search")
+        page.wait_for_selector("dialog[data-state=done] #error-search:not([hidden])")
+    assert page.inner_text("#search .big") == "Nothing found"

@@ -80,6 +80,8 @@ def _words(name: str, value: Any, detail: Any) -> str:
     kind = detail["type"]
     if kind == "json_invalid":
         return f"not JSON: {detail.get('ctx', {}).get('error', 'cannot be read')}"
+    if not name and kind == "model_attributes_type":
+        return "the body is no JSON object: send one, with the header Content-Type: application/json"
     if kind == "extra_forbidden":
         return f"unknown field {name!r}"
     if kind == "missing":

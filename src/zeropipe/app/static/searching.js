@@ -81,7 +81,7 @@ export class Searching {
     this.use.disabled = !this.best;
     this.dialog.dataset.state = this.running ? "searching" : "done";
     if (!this.best) {
-      this.big.textContent = "Searching";
+      this.big.textContent = this.running ? "Searching" : "Nothing found";
       this.words.textContent = "";
       this.picture.replaceChildren();
       return;
