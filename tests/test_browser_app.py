@@ -26,6 +26,7 @@ def test_the_page_opens_with_a_comparison(visit):
     assert len(page.query_selector_all(".zp-panel")) == 3
     assert page.inner_text("h1").startswith("zbv is fastest")
     assert page.evaluate("import('/viewer/units.js').then((m) => m.timeText(3.3e-17, ''))") == "3.3e-17"
+    assert page.evaluate("import('/viewer/units.js').then((m) => m.ruler(0, 140 + 3e-14, 14, '').step)") == 10
     page.wait_for_selector("g.dot")
     assert len(page.query_selector_all("g.dot")) == len(zp.names())
 

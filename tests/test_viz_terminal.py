@@ -2,12 +2,13 @@
 
 import io
 import re
+from itertools import product
 
 import pytest
 from rich.console import Console
 
 import zeropipe as zp
-from zeropipe.core.units import size_text, time_text
+from zeropipe.core.units import size_text, tick_step, time_text
 from zeropipe.viz.colors import MIXED, shades
 
 
@@ -145,6 +146,14 @@ def test_over_the_limit_cannot_be_best():
     text = "\n".join(shown([fast, slow], width=100))
     assert re.search(r"^gpipe +15 +x 0\.\d+ .* 4, over the limit$", text, re.MULTILINE)
     assert re.search(r"^1f1b +25 +best", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("most", [2, 3, 7, 14])
+@pytest.mark.parametrize("power", [-12, -3, 0, 5])
+def test_every_span_has_ticks(most, power):
+    for times, rounding in product((1, 2, 5), (0, 3e-16, -3e-16, 1e-12)):
+        span = most * times * 10.0**power * (1 + rounding)
+        assert span / tick_step(span, most) == pytest.approx(most)
 
 
 @pytest.mark.parametrize(

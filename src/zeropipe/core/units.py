@@ -51,4 +51,5 @@ def tick_step(span: float, most: int) -> float:
     if span <= 0:
         return 1.0
     base = 10.0 ** ceil(log10(span / most) - 1)
-    return next(base * factor for factor in (1, 2, 5, 10) if span / (base * factor) <= most)
+    most_and_rounding = most * (1 + 1e-9)
+    return next(base * factor for factor in (1, 2, 5, 10) if span / (base * factor) <= most_and_rounding)

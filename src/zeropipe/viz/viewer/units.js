@@ -41,7 +41,7 @@ function rulerUnit(to, unit) {
 export function ruler(from, to, most, unit) {
   const span = to - from;
   const base = 10 ** Math.ceil(Math.log10(span / most) - 1);
-  const step = [1, 2, 5, 10].map((factor) => base * factor).find((size) => span / size <= most);
+  const step = [1, 2, 5, 10].map((factor) => base * factor).find((size) => span / size <= most * (1 + 1e-9)); // sums are rounded
   const [factor, name] = rulerUnit(to, unit);
   const places = Math.max(0, -Math.floor(Math.log10(step / factor) + 1e-9));
   const ticks = [];
