@@ -203,7 +203,8 @@ def test_texts_of_a_figure_lie_inside_it_and_not_on_each_other(width, ink):
     costs = zp.Costs(memory_limit=1.25, shards="keep", unshard=0.3, reduce=0.5)
     long = zp.simulate(zp.build("dualpipe", ranks=4, microbatches=20), costs).labelled("My own pipeline schedule " * 6)
     brief = zp.simulate(zp.build("zbv", ranks=4, microbatches=8), costs)
-    for shown in (long, brief):
+    tiny = run("dualpipe", 4, 8, f=0.0001, i=0.0001, w=0.0001)  # the last number of its axis is at the very end
+    for shown in (long, brief, tiny):
         scene = figure([shown], Style(width=width, memory=True, title="WE MAKE ROOM % AND MORE ROOM " * 4))
         lines = {}
         for x, y, text, size, _, anchor, bold in (item for item in scene.items if isinstance(item, Text)):

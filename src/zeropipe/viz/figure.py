@@ -294,8 +294,10 @@ def _axis(out: Scene, unit: str, longest: float, style: Style, left: float, scal
     for time, text in ticks(longest, factor, max(2, int((style.width - left) / 48))):
         x = left + time * scale
         out.items.append(Line(((x, y), (x, y + 3)), colors["soft"], 0.6))
-        if x + width_of(text, SMALL) / 2 < right - width_of(name, SMALL) - 2 or not name:
-            out.items.append(Text(x, y + 4 + SMALL, text, SMALL, colors["soft"], "middle"))
+        half = width_of(text, SMALL) / 2
+        if x + half < right - width_of(name, SMALL) - 2 or not name:
+            inside = min(x, style.width - half)
+            out.items.append(Text(inside, y + 4 + SMALL, text, SMALL, colors["soft"], "middle"))
     if name:
         out.items.append(Text(right, y + 4 + SMALL, name, SMALL, colors["soft"], "end"))
     return y + SMALL + 6
