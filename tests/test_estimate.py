@@ -54,7 +54,13 @@ def test_the_parts_of_a_model_add_up_to_all_its_parameters():
         assert total - shape.tied * shape.vocabulary * shape.hidden == num_parameters(name)[0]
 
 
-CHOSEN = {"num_experts_per_tok": 6}  # no default
+# what has no default
+NEEDED = {
+    "deepseek_v2": {"num_experts_per_tok": 6},
+    "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "ministral": {"head_dim": 16},
+}
 CODE = {"kimi_k2": "deepseek_v3"}  # types whose code is another one's
 
 
@@ -79,7 +85,7 @@ def transformers_model(config):
 def test_weights_are_those_of_transformers(kind):
     config = next((dict(facts) for facts in KNOWN.values() if facts["model_type"] == kind), None)
     config = config or {**KNOWN["llama-3-8b"], "model_type": kind, "pad_token_id": 0}
-    config |= {"num_hidden_layers": 4, **(CHOSEN if kind == "deepseek_v2" else {})}
+    config |= {"num_hidden_layers": 4, **NEEDED.get(kind, {})}
     config.pop("sliding_window_pattern", None)
     made, wanted = transformers_model(config)
     assert num_parameters({**json.loads(made.to_json_string()), "model_type": kind})[0] == wanted
@@ -89,8 +95,7 @@ FEW = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 96, "num_
 WINDOWS = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 3}
 FOREIGN = {"attention_bias": True, "mlp_bias": True, "use_qk_norm": True, "decoder_sparse_step": 2}  # of other types
 LEFT_OUT = {
-    **{kind: {"model_type": kind, **FEW} for kind in FAMILIES},
-    "deepseek_v2": {"model_type": "deepseek_v2", **FEW, **CHOSEN},
+    **{kind: {"model_type": kind, **FEW, **NEEDED.get(kind, {})} for kind in FAMILIES},
     "norms of glm4_moe": {"model_type": "glm4_moe", **FEW, "attention_bias": True, "use_qk_norm": True},
     "biases of seed_oss": {"model_type": "seed_oss", **FEW, "attention_bias": False, "attention_out_bias": True},
     "windows of qwen2": {"model_type": "qwen2", **FEW, **WINDOWS},
@@ -115,9 +120,7 @@ LEFT_OUT = {
 @pytest.mark.parametrize("kind", LEFT_OUT)
 def test_what_a_config_leaves_out_is_what_transformers_takes(kind):
     """Published configs leave out what the model's class has by default: of gemma-3-4b, the numbers of heads."""
-    made, wanted = transformers_model(
-        {**LEFT_OUT[kind], **({"pad_token_id": 0} if kind in ("phi3", "smollm3", "glm4") else {})}
-    )
+    made, wanted = transformers_model({**LEFT_OUT[kind], "pad_token_id": 0})
     assert num_parameters(LEFT_OUT[kind])[0] == wanted
     window = getattr(made, "sliding_window", None)
     types = getattr(made, "layer_types", None) or ["sliding_attention"] * made.num_hidden_layers

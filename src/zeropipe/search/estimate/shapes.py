@@ -71,12 +71,21 @@ _GLM4_MOE = {
     "num_key_value_heads": 8, "n_routed_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1408,
     "n_shared_experts": 1, "first_k_dense_replace": 1,
 }  # fmt: skip
+_SOLAR = {
+    "num_key_value_heads": 8, "head_dim": 128, "n_routed_experts": 128, "num_experts_per_tok": 8,
+    "moe_intermediate_size": 1280, "n_shared_experts": 1,
+}  # fmt: skip
+_MINIMAX_M2 = {"num_key_value_heads": 8, "head_dim": 128, "num_local_experts": 256, "num_experts_per_tok": 8}
+_EXAONE4 = {"num_key_value_heads": 32, "sliding_window": 4096, "sliding_window_pattern": 4}
+_DOTS1 = {"num_key_value_heads": 32, "moe_intermediate_size": 1408, "sliding_window": 4096, "max_window_layers": 62}
 _OLMO3 = {"sliding_window": 4096, "sliding_window_pattern": 4}
 _SEED = {"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True}
 
 FAMILIES = {
     "llama": Family(reads=BIASES),
     "mistral": Family(windows="always", reads=(), defaults={"num_key_value_heads": 8, "sliding_window": 4096}),
+    "ministral": Family(windows="always", reads=(), defaults={"num_key_value_heads": 8, "sliding_window": 4096}),
+    "ministral3": Family(windows="always", reads=(), defaults={"num_key_value_heads": 8, "head_dim": 128}),
     "mixtral": Family(windows="always", reads=(), defaults=_MIXTRAL),
     "qwen2": Family(qkv_bias=True, windows="late", reads=(), defaults=_QWEN),
     "qwen3": Family(qk_norm=1, windows="late", defaults={**_QWEN, "head_dim": 128}),
@@ -91,12 +100,21 @@ FAMILIES = {
     "phi3": Family(windows="always", reads=()),
     "olmo2": Family(qk_norm=2),
     "olmo3": Family(qk_norm=2, defaults=_OLMO3),
+    "olmoe": Family(qk_norm=2, defaults={"num_experts": 64, "num_experts_per_tok": 8}),
+    "exaone4": Family(qk_norm=1, reads=(), defaults=_EXAONE4),
+    "internlm3": Family(reads=(), defaults={"num_key_value_heads": 2, "head_dim": 128}),
+    "iquestcoder": Family(reads=BIASES, defaults={"num_key_value_heads": 8, "head_dim": 128}),
+    "hunyuan_v1_dense": Family(qk_norm=1),
+    "minimax_m2": Family(qk_norm=2, scoring_bias=True, reads=(), defaults=_MINIMAX_M2),
+    "solar_open": Family(o_bias="", scoring_bias=True, defaults=_SOLAR),
+    "dots1": Family(qk_norm=1, scoring_bias=True, windows="late", defaults=_DOTS1),
     "granite": Family(reads=BIASES),
     "granitemoe": Family(defaults={"num_local_experts": 8, "num_experts_per_tok": 2}),
     "smollm3": Family(
         windows="unrotated", reads=BIASES, defaults={"num_key_value_heads": 4, "tie_word_embeddings": True}
     ),
     "seed_oss": Family(o_bias="attention_out_bias", reads=BIASES, defaults=_SEED),
+    "glm": Family(o_bias="", defaults=_GLM4),
     "glm4": Family(norms=4, o_bias="", defaults=_GLM4),
     "glm4_moe": Family(o_bias="", scoring_bias=True, reads=("attention_bias", "use_qk_norm"), defaults=_GLM4_MOE),
     "deepseek_v2": Family(reads=BIASES, defaults=_DEEPSEEK_V2),
