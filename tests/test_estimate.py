@@ -1,8 +1,10 @@
 """Estimates against published totals, formulas, transformers' own models and a real GPU."""
 
 import json
+import re
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -89,6 +91,14 @@ def test_weights_are_those_of_transformers(kind):
     config.pop("sliding_window_pattern", None)
     made, wanted = transformers_model(config)
     assert num_parameters({**json.loads(made.to_json_string()), "model_type": kind})[0] == wanted
+
+
+def test_the_guide_lists_all_types():
+    text = (Path(__file__).parent.parent / "docs/plan.md").read_text()
+    listed = re.search(r"a config file will do as\s+well \(([^;]*);", text)[1]
+    assert set(re.findall(r"\w*[a-z]\d?\w*", listed)) - {"the", "text", "of", "and"} == {
+        kind.removesuffix("_text") for kind in FAMILIES
+    }
 
 
 FEW = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 128}
