@@ -18,6 +18,8 @@ from zeropipe.engine.run.job import device_of
 from zeropipe.engine.run.meeting import KEY, meet
 from zeropipe.errors import ConfigError, EngineError
 
+TOLD = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+
 
 def unused_port() -> int:
     with socket.socket() as one:
@@ -68,6 +70,14 @@ def test_who_does_not_come_is_named(monkeypatch):
         meet(store, 0, 4, 0.01, 0.001)
 
 
+def test_a_line_about_who_does_not_come_says_it_once(monkeypatch):
+    for key, value in {**TOLD, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setattr(meeting.dist, "TCPStore", lambda *where, **options: dist.HashStore())
+    with pytest.raises(EngineError, match=r"^rank 0 waited 0.01 s for rank 1 to start: .*look there for what ended$"):
+        meeting.join_torchrun("gloo", patience=0.01)
+
+
 @pytest.mark.parametrize("agent", ["True", "False"])
 def test_who_has_met_and_then_died_is_not_waited_for_longer_than_asked(monkeypatch, agent):
     """torch itself would wait for half an hour."""
@@ -93,9 +103,6 @@ def test_collectives_of_objects_use_the_gpu_of_a_process(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "6")
     assert device_of("cuda") == torch.device("cuda", 2)
     assert taken == [torch.device("cuda", 2)]
-
-
-TOLD = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from unittest import mock
 
@@ -50,7 +51,11 @@ def test_five_steps_give_the_weights_of_plain_torch(tmp_path, mesh, schedule, ti
 
 def test_machines_with_different_files_are_refused(tmp_path):
     config = run_config(tmp_path / "out", model_directory(tmp_path / "start"), mesh={"pp": 2})
-    for trained, ran in pool(2).run(train_unlike, config):
+    for copied, trained, ran in pool(2).run(train_unlike, config):
+        assert re.match(
+            r"rank 0 has \S+/config.json='\d+ bytes, sum \w{8}', rank 1 has '\d+ bytes, sum \w{8}': ", copied
+        )
+        assert copied.endswith(": give all machines the same files of the model")
         assert trained == (
             f"rank 0 has optimizer.lr={config.optimizer.lr}, rank 1 has 7.0: give all machines the same training file "
             "and options"

@@ -22,7 +22,7 @@ from zeropipe.engine.run.spec import Job
 from zeropipe.errors import ConfigError
 from zeropipe.train.config.models import RunConfig
 from zeropipe.train.loop import export as exporting
-from zeropipe.train.loop import job, kept, resume
+from zeropipe.train.loop import job, kept, resume, setup
 from zeropipe.train.loop.steps import Stepper
 
 
@@ -80,18 +80,24 @@ def train_not_finite(config: RunConfig, rank: int, steps: tuple[int, ...]) -> An
         return job.train(config)
 
 
-def train_unlike(config: RunConfig) -> tuple[str, str]:
-    """What ranks say to training files, and to options of `zeropipe run`, that are not the same on all of them."""
+def train_unlike(config: RunConfig) -> list[str]:
+    """What ranks say to models, training files and options of `zeropipe run` that are not the same on all of them."""
     said = []
+    other = mock.patch.object(setup, "TAIL", 9 + dist.get_rank())  # as if the files ended otherwise
+    before = config
     if dist.get_rank() == 1:
         config = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"lr": 7.0})})
     schedule = zp.build("1f1b", ranks=2, microbatches=2)
-    for call in (lambda: job.train(config), lambda: run_job(schedule, Job(seed=dist.get_rank()))):
+    for call in (
+        lambda: other(job.train)(before),
+        lambda: job.train(config),
+        lambda: run_job(schedule, Job(seed=dist.get_rank())),
+    ):
         try:
             call()
         except ConfigError as error:
             said.append(str(error))
-    return said[0], said[1]
+    return said
 
 
 def train_counting(config: RunConfig) -> list[tuple[int, int]]:

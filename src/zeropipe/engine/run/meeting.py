@@ -35,6 +35,8 @@ def join_torchrun(backend: str, patience: float = 600.0) -> None:
         store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=patience))
         name = meet(store, rank, size, patience)
         init_group(backend, patience, store=dist.PrefixStore(f"{KEY}/{name}", store), rank=rank, world_size=size)
+    except EngineError:
+        raise
     except RuntimeError as error:
         where, said = f"over torchrun's store, {host}:{port}", first_line(error).rstrip(".")
         raise EngineError(

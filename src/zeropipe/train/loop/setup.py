@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from zeropipe.train.config.models import RunConfig
 from zeropipe.train.data import Data, Evaluation
 from zeropipe.train.shape import layers_of, model_data, schedule_of, text_data
 
+TAIL = 65536  # bytes of a file that are compared between machines
+
 
 @dataclass(frozen=True)
 class Place:
@@ -40,11 +43,12 @@ class Place:
 def place_of(config: RunConfig) -> Place:
     """Device and mesh: the pipeline's dimension, and others that have more than one process.
 
-    ConfigError on all ranks unless they have the same training file.
+    ConfigError on all ranks unless they have the same training file and the same model.
     """
     wanted = config.engine.device
     device = device_of(("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted)
     require_same(_fields(config), "training file and options")
+    require_same(_files(config), "files of the model")
     sizes = tuple((name, size) for name, size in config.mesh.sizes.items() if size > 1 or name == "pp")
     mesh = mesh_of(sizes, device)
     place = dict(zip(mesh.mesh_dim_names, mesh.get_coordinate()))
@@ -58,6 +62,22 @@ def _fields(config: RunConfig) -> dict[str, object]:
     """All of them, by the names they have on the command line."""
     tables = config.model_dump(mode="json")
     return {f"{table}.{name}": value for table, fields in tables.items() for name, value in (fields or {}).items()}
+
+
+def _files(config: RunConfig) -> dict[str, object]:
+    """What tells copies of a model on several machines apart: sizes, and the last values of each file."""
+    path = Path(config.model.path)
+    found = sorted([*path.glob("*.safetensors"), path / "config.json"] if path.is_dir() else [path])
+    if config.model.weights != "load":
+        found = [file for file in found if file.suffix == ".json"]
+    return {str(file): _signed(file) for file in found if file.is_file()}
+
+
+def _signed(file: Path) -> str:
+    with file.open("rb") as opened:
+        size = opened.seek(0, os.SEEK_END)
+        opened.seek(max(0, size - TAIL))
+        return f"{size} bytes, sum {zlib.crc32(opened.read()):08x}"
 
 
 def make_engine(config: RunConfig, place: Place) -> Engine:
