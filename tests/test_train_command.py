@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from zeropipe.train.loop.signals import SIGNALS, Signals
+from zeropipe.train.start import hear_nothing
+
 RUN = """
 [model]
 path = "tiny-qwen3"
@@ -90,6 +93,24 @@ def test_the_second_signal_stops_everything_at_once(folder):
 
 
 @pytest.mark.full
+def test_two_signals_at_the_same_moment_are_one_and_print_nothing(monkeypatch):
+    printed = []
+    monkeypatch.setattr(sys, "unraisablehook", printed.append)
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        hear_nothing()
+        with Signals() as signals:
+            signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+            for number in SIGNALS:
+                os.kill(os.getpid(), number)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+            assert signals.caught == "SIGINT"
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert not printed
+
+
 def test_what_goes_wrong_on_a_rank_is_a_line(folder):
     """Only a rank meets this: the file is there and is no text."""
     Path("a.txt").write_bytes(b"\xff\xfe\x00")

@@ -63,9 +63,14 @@ def _on_rank(config: RunConfig) -> Outcome:
 
     Ctrl-C in a terminal, and SIGTERM to a process group, reach a rank twice: from there, and passed on.
     """
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+    hear_nothing()
     return train(config)
+
+
+def hear_nothing() -> None:
+    """Ignore signals by a function: of one that came before SIG_IGN was set, Python would print an OSError."""
+    for number in SIGNALS:
+        signal.signal(number, lambda number, frame: None)
 
 
 @contextmanager
