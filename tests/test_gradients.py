@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 import zeropipe as zp
-from zeropipe.engine import WeightStore, defer
+from zeropipe.engine import MasterWeights, WeightStore, defer
 from zeropipe.engine.run.launch import Failed
 from zeropipe.engine.step.equal import checksum
 from zeropipe.engine.step.sums import buckets
@@ -80,6 +80,21 @@ def test_a_stage_that_ends_in_a_collective():
 
 def test_master_weights_learn_what_bf16_would_lose():
     assert max(ranks(2).run(cases.master_weights, build("zbv"))) < 0.02
+
+
+def test_masters_follow_weights_that_others_write():
+    """As a model in float32 would; what nobody wrote keeps the steps that its 16 bits do not show."""
+    weight = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    optimizer = MasterWeights(torch.optim.SGD, [weight], lr=1e-4)
+    (master,) = optimizer.param_groups[0]["params"]
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    nn.Module.load_state_dict(nn.ParameterList([weight]), {"0": torch.tensor([1.0, 5.0, 1.0])})
+    optimizer.step()
+    torch.testing.assert_close(master.detach(), torch.tensor([1 - 2e-4, 5 - 1e-4, 1 - 2e-4]))
+    with torch.no_grad():
+        weight[0] = 7
+    assert optimizer.state_dict()["masters"][0].tolist() == pytest.approx([7, 5 - 1e-4, 1 - 2e-4])
 
 
 def test_an_unknown_option_names_the_nearest():

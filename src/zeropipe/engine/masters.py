@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zeropipe.engine.backward.gradients import local
 from zeropipe.errors import ConfigError
 
 
@@ -19,7 +20,8 @@ class MasterWeights:
         engine.train_step(...); optimizer.step(); optimizer.zero_grad()
 
     `parameters` are tensors or groups of them, as torch's optimizers take them. `.optimizer` is the one inside: a
-    learning-rate scheduler wants that. Parameters in float32 or float64 are used as they are.
+    learning-rate scheduler wants that. Parameters in float32 or float64 are used as they are. Values that others write
+    into a parameter between steps (`load_state_dict`, `copy_`; not through `.data`) are what the next step starts from.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class MasterWeights:
             for entry in entries
         ]
         self.optimizer = make(inside, **options)
+        self._written = self._versions()
 
     def _master(self, parameter: Tensor) -> Tensor:
         master = parameter
@@ -50,6 +53,7 @@ class MasterWeights:
     @property
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
         """Each parameter, and what the optimizer inside sees of it."""
+        self._take_over()
         return list(self._pairs)
 
     @property
@@ -61,12 +65,28 @@ class MasterWeights:
     def step(self) -> None:
         """One step of the optimizer inside, on gradients in whatever dtype they have."""
         copies = [(parameter, master) for parameter, master in self._pairs if parameter is not master]
+        self._take_over()
         for parameter, master in copies:
             master.grad = None if parameter.grad is None else parameter.grad.float()
         self.optimizer.step()
         for parameter, master in copies:
             master.grad = None
             parameter.copy_(master)
+        self._written = self._versions()
+
+    def _versions(self) -> list[int]:
+        """Torch counts how often a tensor was written to."""
+        return [parameter._version + local(parameter)._version for parameter, _ in self._pairs]
+
+    @torch.no_grad()
+    def _take_over(self) -> None:
+        """Into the masters, what others wrote into parameters. Values that nobody changed stay as exact as they are."""
+        written = self._versions()
+        for (parameter, master), before, now in zip(self._pairs, self._written, written):
+            if parameter is not master and now != before:
+                is_same = parameter == master.to(parameter.dtype)
+                master.copy_(torch.where(is_same, master, parameter.float()))
+        self._written = written
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the parameters."""
@@ -80,7 +100,7 @@ class MasterWeights:
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state and the float32 weights."""
-        return {"optimizer": self.optimizer.state_dict(), "masters": [master.detach() for _, master in self._pairs]}
+        return {"optimizer": self.optimizer.state_dict(), "masters": [master.detach() for _, master in self.pairs]}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -94,6 +114,7 @@ class MasterWeights:
         for (parameter, master), saved in zip(self._pairs, state["masters"]):
             master.copy_(saved)
             parameter.copy_(master)
+        self._written = self._versions()
 
 
 def _listed(params: Any) -> list[Tensor]:
