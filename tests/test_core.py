@@ -102,6 +102,8 @@ def test_a_mirror_sends_the_second_half_the_other_way():
     [
         ("", "holds no action"),
         ("0F0,0Q0\n", "line 1, cell 2: '0Q0' is not an action"),
+        ("0F0;0B0\n", "separate actions by commas"),
+        ("0F0\t0B0\n", "separate actions by commas"),
         ("0F0,2F0,0B0,2B0\n", "stage 1 does not appear"),
         ("0SEND_F0\n", "no computation"),
         ("0F0,0B0\n,\n1F0,1B0\n", "line 2 holds no action: a line is a rank's"),

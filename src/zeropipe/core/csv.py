@@ -7,6 +7,7 @@ A W in n parts is n cells with the same text, which torch does not know.
 from __future__ import annotations
 
 import csv
+import re
 import io
 from collections import Counter
 from collections.abc import Iterator
@@ -47,6 +48,9 @@ def has_messages(text: str) -> bool:
     return "SEND_" in text or "RECV_" in text
 
 
+_OTHER_COMMAS = re.compile(r"^\s*\d+[A-Z_]+\d*\s*[;\t |]\s*\d")
+
+
 def _read(text: str) -> list[list[Step]]:
     require_text(text, "csv")
     try:
@@ -62,7 +66,8 @@ def _read(text: str) -> list[list[Step]]:
             try:
                 row.append(parse_step(cell))
             except ScheduleError as error:
-                raise ScheduleError(f"line {number + 1}, cell {place + 1}: {error}") from None
+                hint = "; separate actions by commas" if _OTHER_COMMAS.search(cell) else ""
+                raise ScheduleError(f"line {number + 1}, cell {place + 1}: {error}{hint}") from None
         rows.append(row)
     while rows and not rows[-1]:
         rows.pop()
