@@ -7,8 +7,8 @@ A W in n parts is n cells with the same text, which torch does not know.
 from __future__ import annotations
 
 import csv
-import re
 import io
+import re
 from collections import Counter
 from collections.abc import Iterator
 
