@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from zeropipe.engine.backward.gradients import local
 from zeropipe.errors import ConfigError
 
 
@@ -75,8 +75,11 @@ class MasterWeights:
         self._written = self._versions()
 
     def _versions(self) -> list[int]:
-        """Torch counts how often a tensor was written to."""
-        return [parameter._version + local(parameter)._version for parameter, _ in self._pairs]
+        """Torch counts how often a tensor was written to; a sharded one and its piece each have a count."""
+        return [
+            parameter._version + (parameter.to_local()._version if isinstance(parameter, DTensor) else 0)
+            for parameter, _ in self._pairs
+        ]
 
     @torch.no_grad()
     def _take_over(self) -> None:
