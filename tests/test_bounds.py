@@ -91,7 +91,8 @@ def require_below_the_optimum(seeds: Iterable[int], make: Callable[[Random], Tas
         start = Judge(task).plays(one_by_one(task))
         if start is None:
             continue
-        best = prove(task, None, start.value, 0.0, seconds=250, workers=1).bound  # a second; machines may stand still
+        # this takes a second or so: the limit is for machines that stand still in between
+        best = prove(task, None, start.value, 0.0, seconds=250, workers=1).bound
         bounds = [lower_bound(task), lower_bound(task, THOROUGH), lower_bound(task, THOROUGH, 1.03 * best)]
         assert max(bounds) <= best * (1 + 1e-9), seed
         tight += max(bounds) >= best * (1 - 1e-9)

@@ -164,12 +164,11 @@ def _mask_makers() -> list[tuple[Any, int]]:
     from transformers import masking_utils
 
     found = []
-    for name in dir(masking_utils):
+    for name in filter(re.compile("create_").match, dir(masking_utils)):
         maker = inspect.unwrap(getattr(masking_utils, name))
-        if name.startswith("create_") and inspect.isfunction(maker):
-            optional = [p.name for p in inspect.signature(maker).parameters.values() if p.default is not p.empty]
-            if "position_ids" in optional:
-                found.append((maker, optional.index("position_ids")))
+        optional = [p.name for p in inspect.signature(maker).parameters.values() if p.default is not p.empty]
+        if "position_ids" in optional:
+            found.append((maker, optional.index("position_ids")))
     return found
 
 

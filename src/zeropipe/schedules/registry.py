@@ -48,7 +48,7 @@ class Entry:
     @property
     def is_ours(self) -> bool:
         """Whether it is of this package: right at every size, and known to other processes."""
-        return self.function.__module__.startswith("zeropipe.schedules.")
+        return _is_ours(self.write)
 
     @property
     def function(self) -> Callable[..., None]:
@@ -117,7 +117,7 @@ def register(
     def add(write: Callable[..., None]) -> Callable[..., None]:
         if not callable(write):
             raise ConfigError(f"register({name!r}) is of {short(write)}: put it before a function that writes a row")
-        if not _bare(write).__module__.startswith("zeropipe.schedules."):
+        if not _is_ours(write):
             _load_ours()  # their names are taken
         for other in _entries.values():
             clash = {_plain(n) for n in (name, *aliases)} & {_plain(n) for n in (other.name, *other.aliases)}
@@ -259,6 +259,10 @@ def _home(write: Callable[..., None]) -> str:
     """The file a schedule comes from, or its module where there is no file."""
     module = _bare(write).__module__
     return str(getattr(sys.modules.get(module), "__file__", module))
+
+
+def _is_ours(write: Callable[..., None]) -> bool:
+    return _bare(write).__module__.startswith("zeropipe.schedules.")
 
 
 def _bare(write: Callable[..., None]) -> Callable[..., None]:

@@ -6,15 +6,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 
-from zeropipe.core.check import check
 from zeropipe.core.layers import layer_counts
 from zeropipe.core.placement import Placement
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Timeline
-from zeropipe.errors import ConfigError, ScheduleError
-from zeropipe.schedules.registry import build, find
+from zeropipe.errors import ConfigError
+from zeropipe.schedules.registry import build
 from zeropipe.search.balance.balance import alive_of, balance_task, solved
 from zeropipe.search.plan.rows import Candidate, Memory, Parts, Row
+from zeropipe.search.right import require_right
 from zeropipe.sim.costs import Costs
 from zeropipe.sim.layer_costs import LayerCost, LayerCosts, Setting
 from zeropipe.sim.simulate import simulate
@@ -44,7 +44,7 @@ def score_group(scene: Scene, group: Sequence[Candidate]) -> list[Row]:
         )
     except ConfigError:
         return []
-    _require_right(schedule)
+    require_right(schedule)
     rows: list[Row] = []
     alive = alive_of(schedule)
     for candidate in group:
@@ -54,16 +54,6 @@ def score_group(scene: Scene, group: Sequence[Candidate]) -> list[Row]:
             if row.fits:
                 break
     return rows
-
-
-def _require_right(schedule: Schedule) -> None:
-    """ScheduleError, with its name, for a schedule of the user's that is wrong."""
-    if find(schedule.name).is_ours:
-        return
-    try:
-        check(schedule)
-    except ScheduleError as error:
-        raise ScheduleError(f"{schedule.name}: {error}") from None
 
 
 def setting_of(scene: Scene, candidate: Candidate) -> Setting:

@@ -7,12 +7,12 @@ from dataclasses import replace
 import numpy as np
 
 from zeropipe.core.action import W
-from zeropipe.core.check import check
 from zeropipe.core.packed import kind_of
 from zeropipe.core.schedule import Schedule
 from zeropipe.errors import ZeropipeError
 from zeropipe.schedules.registry import build_entry, entries
 from zeropipe.search.model import Array, Task, pass_of
+from zeropipe.search.right import require_right
 
 
 def named(task: Task) -> list[Schedule]:
@@ -29,8 +29,7 @@ def named(task: Task) -> list[Schedule]:
                 microbatches=problem.num_microbatches,
                 stages_per_rank=per_rank,
             )
-            if not entry.is_ours:
-                check(schedule)
+            require_right(schedule)
         except ZeropipeError:
             continue
         if schedule.placement.copies == task.placement.copies:

@@ -7,12 +7,12 @@ from contextlib import suppress
 from statistics import fmean
 from typing import NamedTuple
 
-from zeropipe.core.check import check
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Timeline
 from zeropipe.core.units import percent, time_text
 from zeropipe.errors import ZeropipeError
 from zeropipe.schedules.registry import build, entries, find
+from zeropipe.search.right import require_right
 from zeropipe.sim.compare import compare
 from zeropipe.sim.costs import Costs
 from zeropipe.sim.fit import fit
@@ -181,8 +181,7 @@ def _others(own: Schedule, most_stages: int) -> Iterator[Schedule]:
     for entry in entries():
         with suppress(ZeropipeError):
             schedule = build(entry.name, ranks=own.num_ranks, microbatches=own.num_microbatches)
-            if not entry.is_ours:
-                check(schedule)
+            require_right(schedule)
             known = entry.name != own.name and not entry.overlaps
             if known and len(schedule.placement.copies) == 1 and schedule.num_stages <= most_stages:
                 yield schedule
