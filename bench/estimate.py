@@ -18,7 +18,7 @@ from zeropipe.engine.profile.measure import profile
 from zeropipe.engine.profile.spec import ProfileJob, settings_of
 from zeropipe.engine.run.launch import LocalRanks
 from zeropipe.search.estimate.estimate import estimate
-from zeropipe.search.estimate.known import KNOWN
+from zeropipe.search.estimate.known import CONFIGS
 from zeropipe.sim.layer_costs import LayerCost, LayerCosts, Setting
 from zeropipe.sim.layer_file import to_layer_json
 from zeropipe.sim.profiled import layer_costs
@@ -41,7 +41,7 @@ def main() -> None:
     begun = time.perf_counter()
     dtype = "bfloat16" if args.device == "cuda" else "float32"
     settings = settings_of(tuple(args.ac.split(",")), (args.microbatch_size,), (not args.eager,))
-    job = ProfileJob(args.model, KNOWN[args.model], settings, args.sequence, args.device, dtype, args.steps)
+    job = ProfileJob(args.model, CONFIGS[args.model], settings, args.sequence, args.device, dtype, args.steps)
     with LocalRanks(1) as ranks:
         measured = layer_costs(ranks.run(profile, job, timeout=600)[0])
     if args.out:

@@ -70,10 +70,18 @@ def test_a_plans_file_is_shown_as_it_is(model, tmp_path, monkeypatch, run):
     assert f"model.path='{model}' {'has no weights' if model == 'shapes' else 'is'}" in err
 
 
-@pytest.mark.parametrize("name", ["n_layer", "n_layers", "num_layers", "decoder_layers"])
-def test_layers_may_have_the_names_of_older_families(name, tmp_path, run):
-    """gpt2, mpt, gpt_neo and bart: all commands take them, as the table of models says."""
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", name: 3, "vocab_size": 8}))
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "gpt2", "n_layer": 3}, {"model_type": "mpt", "n_layers": 3},
+        {"model_type": "gpt_neo", "num_layers": 3, "attention_types": [[["global"], 3]]},
+        {"model_type": "bart", "decoder_layers": 3},
+    ],
+    ids=lambda config: config["model_type"],
+)  # fmt: skip
+def test_layers_may_have_the_names_of_older_families(config, tmp_path, run):
+    """All commands take them, as the table of models says."""
+    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 8}))
     fields = ["--model.path", str(tmp_path), "--model.weights", "random", "--train.steps", "1", "--mesh.pp", "3"]
     status, out, _ = run("train", *fields, "--dry-run", "--json")
     assert status == 0

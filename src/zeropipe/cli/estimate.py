@@ -59,10 +59,11 @@ def efficiency_of(text: str | None) -> dict[str, Any] | None:
 def _print_known(as_json: bool) -> None:
     from zeropipe.search.estimate.estimate import num_parameters
     from zeropipe.search.estimate.gpus import GPUS
-    from zeropipe.search.estimate.known import KNOWN
+    from zeropipe.search.estimate.known import COUNTED_PARAMETERS, KNOWN
 
+    counts = {name: num_parameters(name) for name in KNOWN} | COUNTED_PARAMETERS
     if as_json:
-        models = {name: dict(zip(("parameters", "active"), num_parameters(name), strict=True)) for name in KNOWN}
+        models = {name: dict(zip(("parameters", "active"), both, strict=True)) for name, both in counts.items()}
         output.print_json(
             {
                 "models": models,
@@ -71,8 +72,8 @@ def _print_known(as_json: bool) -> None:
         )
         return
     rows = output.table("name", "parameters", "a token meets", left=("name",))
-    for name in KNOWN:
-        rows.add_row(name, *(f"{count / 1e9:.2f} B" for count in num_parameters(name)))
+    for name, both in counts.items():
+        rows.add_row(name, *(f"{count / 1e9:.2f} B" for count in both))
     output.console().print(rows)
     rows = output.table("name", "TFLOP/s", "memory", "TB/s", "GB/s in a machine", "between", left=("name",))
     for gpu in GPUS.values():

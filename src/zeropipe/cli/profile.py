@@ -115,7 +115,7 @@ def _with_sheet(measured: Profile) -> dict[str, object]:
 def _job(model: str, data: Any, given: dict[str, Any]) -> ProfileJob:
     from zeropipe.engine.profile.spec import ProfileJob, settings_of
     from zeropipe.engine.run.spec import BUILT_IN, Job, built_in
-    from zeropipe.search.estimate.known import KNOWN
+    from zeropipe.search.estimate.known import CONFIGS
 
     source: str | Mapping[str, Any]
     tiny = model in BUILT_IN and model.startswith("tiny")
@@ -131,10 +131,10 @@ def _job(model: str, data: Any, given: dict[str, Any]) -> ProfileJob:
         name, source = Path(model).resolve().name, str(Path(model))
     elif tiny:
         name, source = model, built_in(Job(model=model, num_layers=given["num_layers"], sequence=given["sequence"]))
-    elif model.lower() in KNOWN:
-        name, source = model.lower(), KNOWN[model.lower()]
+    elif model.lower() in CONFIGS:
+        name, source = model.lower(), CONFIGS[model.lower()]
     else:
-        known = ", ".join(["tiny-qwen3", "tiny-llama", *KNOWN])
+        known = ", ".join(["tiny-qwen3", "tiny-llama", *CONFIGS])
         raise ConfigError(f"model {short(model)}: give a directory with config.json, a config file, or one of {known}")
     settings = settings_of(tuple(given["ac"].split(",")), given["microbatch_size"], (given["compile"],))
     return ProfileJob(name, source, settings, given["sequence"], given["device"], given["dtype"], given["steps"])

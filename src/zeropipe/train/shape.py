@@ -23,19 +23,19 @@ _HUB = re.compile(r"[\w-]+/[\w.-]+")
 
 def is_planned(config: RunConfig) -> bool:
     """Whether the model is a name of the planner's: its shapes are known, and nothing else."""
-    from zeropipe.search.estimate.known import KNOWN
+    from zeropipe.search.estimate.known import CONFIGS
 
     path = config.model.path
-    return path not in BUILT_IN and path.lower() in KNOWN and not Path(path).exists()
+    return path not in BUILT_IN and path.lower() in CONFIGS and not Path(path).exists()
 
 
 def model_data(config: RunConfig) -> dict[str, Any]:
     """The model's config as plain data: of a built-in one, a directory or a config.json, or a name of the planner's."""
-    from zeropipe.search.estimate.known import KNOWN
+    from zeropipe.search.estimate.known import CONFIGS
 
     model = config.model
     if is_planned(config):
-        return dict(KNOWN[model.path.lower()])
+        return dict(CONFIGS[model.path.lower()])
     if model.path in BUILT_IN:
         return built_in(
             Job(model.path, num_layers=model.num_layers, vocabulary=model.vocabulary, sequence=config.data.sequence)

@@ -10,14 +10,13 @@ import itertools
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zeropipe.engine.mesh.spreading import Sharing
-from zeropipe.engine.mesh.talk import Peers, part, rehearsals
+from zeropipe.engine.mesh.talk import Actor, Peers, actors, part
 from zeropipe.engine.stages.hf import HFStage
 from zeropipe.engine.stages.proof import apart, close, rounding, small_stage, words
 from zeropipe.errors import ConfigError
@@ -112,6 +111,16 @@ def _put_together(pieces: Sequence[Tensor], dimension: int | None, rounded: floa
     return pieces[0] if all(close(piece, pieces[0], rounded) for piece in pieces) else None
 
 
+class _Thread(Actor):
+    """One of the threads of a rehearsal."""
+
+    def __init__(self, rehearsal: Rehearsal, place: int) -> None:
+        self._rehearsal, self._place = rehearsal, place
+
+    def everybodys(self, x: Tensor) -> list[Tensor]:
+        return self._rehearsal.exchange(self._place, x)
+
+
 class Rehearsal:
     """Peers that are threads of this process."""
 
@@ -123,14 +132,14 @@ class Rehearsal:
 
     def __enter__(self) -> Rehearsal:
         for one in self.peers:
-            rehearsals[one.group] = partial(self._exchange, one.place)
+            actors[one.group] = _Thread(self, one.place)
         return self
 
     def __exit__(self, *error: object) -> None:
         for one in self.peers:
-            del rehearsals[one.group]
+            del actors[one.group]
 
-    def _exchange(self, place: int, x: Tensor) -> list[Tensor]:
+    def exchange(self, place: int, x: Tensor) -> list[Tensor]:
         self._given[place] = x.detach()
         self._barrier.wait()
         everybodys = list(self._given)

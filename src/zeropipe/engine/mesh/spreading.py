@@ -53,6 +53,10 @@ class Sharing:
             )  # fmt: skip
         return nn.Parameter(piece, requires_grad=parameter.requires_grad)
 
+    def pieces(self) -> list[nn.Parameter]:
+        """The pieces that this process keeps."""
+        return [piece for _, piece in self._pieces.values()]
+
     def divides(self, size: int) -> bool:
         return size % self.peers.number == 0
 

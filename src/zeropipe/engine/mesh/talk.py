@@ -6,7 +6,6 @@ round. `Peers` is a plain value of a name and numbers, so that a compiled graph 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +14,25 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zeropipe.engine import torch_private
 
-# How the peers of a proof, which are threads of one process, exchange a tensor for everybody's, by their name.
-rehearsals: dict[str, Callable[[Tensor], list[Tensor]]] = {}
+
+class Actor:
+    """Stands for a process in a proof, or where a layer is only counted: no process group is asked."""
+
+    def everybodys(self, x: Tensor) -> list[Tensor]:
+        """Everybody's x."""
+        raise NotImplementedError
+
+    def total(self, x: Tensor) -> Tensor:
+        return torch.stack(self.everybodys(x)).sum(0)
+
+    def largest(self, x: Tensor) -> Tensor:
+        return torch.stack(self.everybodys(x)).amax(0)
+
+    def joined(self, x: Tensor, dimension: int) -> Tensor:
+        return torch.cat(self.everybodys(x), dimension)
+
+
+actors: dict[str, Actor] = {}  # by the name of their group
 
 
 class Peers(NamedTuple):
@@ -34,22 +50,22 @@ class Peers(NamedTuple):
 
 def total(x: Tensor, peers: Peers) -> Tensor:
     """The sum of everybody's x."""
-    if peers.group in rehearsals:
-        return torch.stack(rehearsals[peers.group](x)).sum(0)
+    if peers.group in actors:
+        return actors[peers.group].total(x)
     return torch_private.reduced(x, "sum", peers.group)
 
 
 def largest(x: Tensor, peers: Peers) -> Tensor:
     """The largest of everybody's x, entry by entry."""
-    if peers.group in rehearsals:
-        return torch.stack(rehearsals[peers.group](x)).amax(0)
+    if peers.group in actors:
+        return actors[peers.group].largest(x)
     return torch_private.reduced(x, "max", peers.group)
 
 
 def joined(x: Tensor, dimension: int, peers: Peers) -> Tensor:
     """Everybody's x, one after the other."""
-    if peers.group in rehearsals:
-        return torch.cat(rehearsals[peers.group](x), dimension)
+    if peers.group in actors:
+        return actors[peers.group].joined(x, dimension)
     pieces = torch_private.gathered(x, peers.group)
     return pieces if dimension == 0 else torch.cat(pieces.chunk(peers.number), dimension)
 
@@ -61,7 +77,7 @@ def part(x: Tensor, dimension: int, peers: Peers) -> Tensor:
 
 def part_of_total(x: Tensor, dimension: int, peers: Peers) -> Tensor:
     """This process's part of the sum of everybody's x."""
-    if peers.group in rehearsals:
+    if peers.group in actors:
         return part(total(x, peers), dimension, peers)
     return torch_private.sum_scattered(torch.cat(x.chunk(peers.number, dimension)), peers.group)
 

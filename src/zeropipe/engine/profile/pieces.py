@@ -64,7 +64,8 @@ def _config(source: str | Mapping[str, Any]) -> Any:
         data = dict(source)
         return AutoConfig.for_model(data.pop("model_type"), **data)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"transformers cannot read this config: {first_line(error)}") from None
+        reason = first_line(error).partition(". Should contain one of")[0]
+        raise ConfigError(f"transformers cannot read this config: {reason}") from None
 
 
 def _names(layers: nn.Module, numbers: list[int], config: Any) -> tuple[str, ...]:

@@ -24,6 +24,8 @@ _DEEPSEEK = {
     "tie_word_embeddings": False,
 }  # fmt: skip
 _GEMMA3 = {"model_type": "gemma3_text", "tie_word_embeddings": True, "sliding_window_pattern": 6}
+_GPT_OSS = {"model_type": "gpt_oss", "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 201088}
+_GEMMA2 = {"model_type": "gemma2", "vocab_size": 256000, "tie_word_embeddings": True}
 
 
 def _sizes(hidden: int, intermediate: int, layers: int, heads: int) -> dict[str, int]:
@@ -95,4 +97,34 @@ KNOWN: dict[str, dict[str, Any]] = {
         **_GLM4_MOE, **_sizes(5120, 12288, 92, 96), "moe_intermediate_size": 1536, "n_routed_experts": 160,
         "first_k_dense_replace": 3, "use_qk_norm": True,
     },
+}  # fmt: skip
+
+# Of types whose layers have to be counted, which takes torch and transformers.
+COUNTED: dict[str, dict[str, Any]] = {
+    "gpt-oss-20b": {**_GPT_OSS, **_sizes(2880, 2880, 24, 64), "num_local_experts": 32, "num_experts_per_tok": 4},
+    "gpt-oss-120b": {**_GPT_OSS, **_sizes(2880, 2880, 36, 64), "num_local_experts": 128, "num_experts_per_tok": 4},
+    "gemma-2-9b": {**_GEMMA2, **_sizes(3584, 14336, 42, 16), "num_key_value_heads": 8, "head_dim": 256},
+    "gemma-2-27b": {**_GEMMA2, **_sizes(4608, 36864, 46, 32), "num_key_value_heads": 16, "head_dim": 128},
+    "qwen3-next-80b-a3b": {
+        "model_type": "qwen3_next", **_sizes(2048, 5120, 48, 16), "num_key_value_heads": 2, "head_dim": 256,
+        "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512, "vocab_size": 151936, "tie_word_embeddings": False,
+    },
+    "llama-4-scout": {
+        "model_type": "llama4_text", **_sizes(5120, 8192, 48, 40), "num_key_value_heads": 8, "head_dim": 128,
+        "intermediate_size_mlp": 16384, "num_local_experts": 16, "num_experts_per_tok": 1,
+        "interleave_moe_layer_step": 1, "vocab_size": 202048, "tie_word_embeddings": False,
+    },
+    "command-r-35b": {
+        "model_type": "cohere", **_sizes(8192, 22528, 40, 64), "num_key_value_heads": 64, "vocab_size": 256000,
+        "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+CONFIGS = KNOWN | COUNTED
+# Their parameters, as counting finds them: all, and those that a token meets.
+COUNTED_PARAMETERS = {
+    "gpt-oss-20b": (20_914_757_184, 4_193_246_784), "gpt-oss-120b": (116_829_156_672, 5_750_551_872),
+    "gemma-2-9b": (9_241_705_984, 9_241_705_984), "gemma-2-27b": (27_227_128_320, 27_227_128_320),
+    "qwen3-next-80b-a3b": (79_674_391_296, 3_874_929_408), "llama-4-scout": (107_769_861_120, 107_769_861_120),
+    "command-r-35b": (34_980_831_232, 34_980_831_232),
 }  # fmt: skip

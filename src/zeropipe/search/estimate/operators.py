@@ -7,8 +7,9 @@ it in the backward; a tensor that two of them need is counted with the first.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from zeropipe.core.operator import Op
 from zeropipe.search.estimate.shapes import Layer, Shape
 
 
@@ -22,43 +23,24 @@ class Sizes:
     tp: int
 
 
-@dataclass(frozen=True)
-class Op:
-    """One operator. Bytes and FLOPs are of one microbatch on one GPU.
-
-    `kept` are bytes kept from F to I without checkpointing, run one by one or compiled; `kept_op` with `selective:op`.
-    `moved` are bytes that its F reads and writes, run one by one or compiled. `stash` is what it keeps from I to W, of
-    which `gradient` is the gradient of its output. `summed` are bytes that F sums over `tp`.
-    """
-
-    name: str
-    flops: float = 0.0  # of F, as run
-    useful: float | None = None  # of F, as the model needs them; the same by default
-    parameters: int = 0
-    attention: bool = False
-    deferred: bool = False  # has a W
-    kept: tuple[float, float] = (0.0, 0.0)
-    kept_op: float = 0.0
-    moved: tuple[float, float] = (0.0, 0.0)
-    moved_back: float | None = None  # by I, where it is not twice as much
-    stash: float = 0.0
-    gradient: float = 0.0
-    summed: float = 0.0
-
-    @property
-    def is_product(self) -> bool:
-        return self.flops > 0
-
-
 def decoder(shape: Shape, layer: Layer, at: Sizes) -> list[Op]:
     """The operators of a decoder layer, in order."""
     attention = _latent if shape.latent else _attention
+    if shape.family.attention == "whole":
+        first = _on_every_gpu(attention(shape, layer, replace(at, tp=1)), at.tp)
+    else:
+        first = attention(shape, layer, at)
     mlp = _experts(shape, at) if layer.experts else _mlp(shape, shape.intermediate, at)
     more = [norm(shape.hidden, at, compiled=0) for _ in range(shape.family.norms - 2)]
     return [
-        norm(shape.hidden, at), *attention(shape, layer, at), _add(shape.hidden, at),
+        norm(shape.hidden, at), *first, _add(shape.hidden, at),
         norm(shape.hidden, at), *mlp, _add(shape.hidden, at), *more,
     ]  # fmt: skip
+
+
+def _on_every_gpu(ops: list[Op], tp: int) -> list[Op]:
+    """Operators that each GPU of `tp` runs whole: a share of each one's work is useful."""
+    return [replace(op, useful=(op.flops if op.useful is None else op.useful) / tp) for op in ops]
 
 
 def embedding(shape: Shape, at: Sizes) -> list[Op]:
@@ -81,21 +63,23 @@ def head(shape: Shape, at: Sizes) -> list[Op]:
     return [norm(shape.hidden, at), linear("head", shape.hidden, shape.vocabulary // at.tp, at)]
 
 
-def loss(shape: Shape, at: Sizes) -> list[Op]:
-    """Cross entropy in float32: a copy of the logits, and their logarithmic softmax, which stays."""
-    words = at.tokens * (shape.vocabulary // at.tp)
+def loss(logits: int, at: Sizes) -> Op:
+    """Cross entropy in float32 over so many logits per token: a copy of them, and their logarithm, which stays."""
+    words = at.tokens * logits
     soft = 4.0 * words
     # the copy is read three times by the softmax: a row of a large vocabulary fits into no fast memory
     moved = words * (at.element + 4 + 3 * 4 + 4.0)
     back = words * (4 + 3 * 4 + 4 + at.element)  # zeros, the softmax's gradient, and that of the copy
-    return [Op("loss", kept=(soft, soft), kept_op=soft, moved=(moved, moved), moved_back=back, gradient=soft)]
+    return Op("loss", kept=(soft, soft), kept_op=soft, moved=(moved, moved), moved_back=back, gradient=soft)
 
 
 def linear(
     name: str, n_in: int, n_out: int, at: Sizes, *, rows: float = 1, bias: bool = False,
-    keeper: str = "itself", copies: int = 1, summed: bool = False, everywhere: bool = False,
+    keeper: str = "itself", copies: int = 1, parts: int = 1, summed: bool = False, everywhere: bool = False,
 ) -> Op:  # fmt: skip
     """x W^T of `rows` rows per token, with so many `copies` of the weight; `everywhere`: each GPU of `tp` computes it.
+
+    Of the rows this GPU computes one of so many `parts`; the others are zeros.
 
     `keeper` of its input: "itself", "linear" (another one has the same input), or "attention", whose result it is; that
     keeps it from F to I only.
@@ -105,7 +89,7 @@ def linear(
     kept = x if keeper == "itself" else 0.0
     waits = y + (0.0 if keeper == "linear" else x)
     moved = copies * n_in * n_out * at.element + x + y
-    flops = 2 * number * n_in * n_out
+    flops = 2 * number * n_in * n_out / parts
     return Op(
         name, flops, flops / at.tp if everywhere else None, copies * (n_in * n_out + bias * n_out), deferred=True,
         kept=(kept, kept), kept_op=y, moved=(moved, moved), stash=waits, gradient=y, summed=y if summed else 0.0,
@@ -136,16 +120,23 @@ def _attention(shape: Shape, layer: Layer, at: Sizes) -> list[Op]:
     """Queries, keys and values (fewer of these two), their norms and rotation, attention, output."""
     heads, kv_heads = shape.heads // at.tp, max(1, shape.kv_heads // at.tp)
     q, kv, bias = heads * shape.head_dim, kv_heads * shape.head_dim, shape.qkv_bias
+    part = q
     ops = [
         linear("q", shape.hidden, q, at, bias=bias),
         linear("k", shape.hidden, kv, at, bias=bias, keeper="linear"),
         linear("v", shape.hidden, kv, at, bias=bias, keeper="linear"),
     ]
+    if shape.family.attention == "gathered" and at.tp > 1:
+        heads, q, kv = shape.heads, q * at.tp, kv * at.tp
+        ops.append(Op("gather", summed=at.tokens * (q + 2 * kv) * at.element / 2))  # half of what a sum says
     if shape.family.qk_norm:
         one = shape.family.qk_norm == 1
         ops += [norm(size, at, compiled=0, weight=shape.head_dim if one else size) for size in (q, kv)]
-    ops += [_rotate(q + kv, at), _product(shape, layer, at, heads, shape.head_dim, shape.head_dim, q + 2 * kv)]
-    return [*ops, linear("o", q, shape.hidden, at, bias=shape.o_bias, keeper="attention", summed=at.tp > 1)]
+    product = [_product(shape, layer, at, heads, shape.head_dim, shape.head_dim, q + 2 * kv)]
+    if part != q:
+        product = _on_every_gpu(product, at.tp)
+    ops += [_rotate(q + kv, at), *product]
+    return [*ops, linear("o", part, shape.hidden, at, bias=shape.o_bias, keeper="attention", summed=at.tp > 1)]
 
 
 def _latent(shape: Shape, layer: Layer, at: Sizes) -> list[Op]:
@@ -193,30 +184,43 @@ def _mlp(shape: Shape, size: int, at: Sizes) -> list[Op]:
     """Gate, up, their product, down."""
     width, bias = size // at.tp, shape.mlp_bias
     n = at.tokens * width * at.element
+    gather = []
+    if shape.family.mlp == "gathered" and at.tp > 1:
+        n = at.tokens * size * at.element
+        gather = [Op("gather", summed=n)]  # of two tensors: half of what a sum says
     return [
         linear("gate", shape.hidden, width, at, bias=bias),
         linear("up", shape.hidden, width, at, bias=bias, keeper="linear"),
+        *gather,
         Op("act", kept=(3 * n, 2 * n), moved=(5 * n, 3 * n)),
         linear("down", width, shape.hidden, at, bias=bias, summed=at.tp > 1),
     ]  # fmt: skip
 
 
 def _experts(shape: Shape, at: Sizes) -> list[Op]:
-    """A router, rows sorted by expert, gate and up and down of each expert, and what all tokens go through."""
+    """A router, rows sorted by expert, gate and up and down of each expert, and what all tokens go through.
+
+    GPUs of `tp` have whole experts, and room for the rows of all.
+    """
     experts = shape.experts
     assert experts is not None
-    width, rows = experts.size // at.tp, experts.chosen
+    width, rows, copies = experts.size, experts.chosen, experts.number // at.tp
     n, h = at.tokens * rows * width * at.element, at.tokens * rows * shape.hidden * at.element
+    # a router is no plain linear layer: its weight gradient is made in I
     router = linear("router", shape.hidden, experts.number, at, everywhere=True)
+    router = replace(router, deferred=False, back=2.0, stash=0.0)
     extra = experts.number if experts.scoring_bias else 0
     ops = [
         router, Op("choice", parameters=extra, moved=(2 * h, 2 * h)),
-        linear("gate_up", shape.hidden, 2 * width, at, rows=rows, copies=experts.number),
+        linear("gate_up", shape.hidden, 2 * width, at, rows=rows, copies=copies, parts=at.tp),
         Op("act", kept=(3 * n, 2 * n), moved=(5 * n, 3 * n)),
-        linear("down", width, shape.hidden, at, rows=rows, copies=experts.number, summed=False),
+        linear("down", width, shape.hidden, at, rows=rows, copies=copies, parts=at.tp),
         Op("weigh", kept=(h, h), kept_op=0.0, moved=(4 * h, 3 * h), summed=h / rows if at.tp > 1 else 0.0),
     ]  # fmt: skip
     if experts.shared:
-        gate = [linear("shared_gate", shape.hidden, 1, at, everywhere=True)] if experts.gated else []
-        ops += [*_mlp(shape, experts.shared, at), *gate, _add(shape.hidden, at)]
+        gate = [linear("shared_gate", shape.hidden, 1, at, keeper="linear", everywhere=True)] if experts.gated else []
+        shared = _mlp(shape, experts.shared, at)
+        if shape.family.shared_expert == "whole":
+            shared = _on_every_gpu(_mlp(shape, experts.shared, replace(at, tp=1)), at.tp)
+        ops += [*shared, *gate, _add(shape.hidden, at)]
     return ops

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zeropipe.core.checkpointing import Checkpointing
+from zeropipe.core.operator import Op
 from zeropipe.search.estimate.gpus import Gpu
-from zeropipe.search.estimate.operators import Op
 from zeropipe.sim.layer_costs import LayerCost
 
 ATTENTION_BACK = 2.5  # FLOPs of the flash kernel's backward over its forward's: it computes the scores again
@@ -15,6 +15,7 @@ EAGER_LAUNCH = 2.0  # over a compiled layer's
 SLOW_LAUNCH = 7.5  # of `selective:op` without compilation: every operator passes through Python
 I_LAUNCH = 1.3  # of I over F
 EAGER_FREES = 0.6  # of the gradients' memory: one by one, what F kept is freed on the way
+KERNEL = 5e-6  # seconds that a kernel takes at least, on the CPU or on the GPU
 POINTWISE_BACK = 2.0  # bytes of a backward over those of its forward
 
 
@@ -55,7 +56,7 @@ class Pricing:
             back = ATTENTION_BACK * self.gpu.efficiency.attention / self.gpu.efficiency.attention_backward
             return self.product(op, back)
         moved = POINTWISE_BACK * op.moved[self.compile] if op.moved_back is None else op.moved_back
-        return (self.product(op) if op.is_product else self.move(moved)) + self.sums(op.summed)
+        return (self.product(op, op.back) if op.is_product else self.move(moved)) + self.sums(op.summed)
 
     def weights(self, op: Op) -> float:
         return self.product(op) if op.deferred else 0.0
@@ -76,7 +77,7 @@ def layer_cost(
     if block:
         grown = sum(op.gradient for op in ops) * (1.0 if pricing.compile else EAGER_FREES)
     held, again, workspace = _checkpointed(ops, pricing, message, wish, kept, forward) if block else (kept, 0.0, 0.0)
-    least = pricing.launch(wish) if block else 0.0
+    least = max(pricing.launch(wish), KERNEL * sum(op.kernels[pricing.compile] for op in ops)) if block else 0.0
     backward = sum(map(pricing.inputs, ops))
     weights = sum(map(pricing.weights, ops))
     return LayerCost(
@@ -118,4 +119,4 @@ def _checkpointed(
 
 def _last(ops: Sequence[Op]) -> Op:
     """The last product, whose result the layer's backward does not need."""
-    return next(op for op in reversed(ops) if op.deferred)
+    return next(op for op in reversed(ops) if op.is_product)

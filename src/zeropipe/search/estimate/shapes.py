@@ -12,10 +12,14 @@ from zeropipe.core.files import read_text
 from zeropipe.core.limits import COMMAND_LINE
 from zeropipe.core.parse import parse_json
 from zeropipe.errors import ConfigError, short
-from zeropipe.search.estimate.known import KNOWN
+from zeropipe.search.estimate.known import CONFIGS
 
 MOST = 10**8  # of any size; the largest vocabularies have 3 * 10**5
 MOST_LAYERS = 10_000
+
+
+class NotKnown(ConfigError):
+    """What a model has whose shapes are not written down here: its layers have to be counted."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,12 @@ class Family:
     qkv_bias: bool = False
     o_bias: str = "attention_bias"  # the field that says whether attention's output has one; "": it has none
     scoring_bias: bool = False  # of each expert, in the choice of experts
+    # What transformers' plan for tensor parallelism does with a part of a layer: its work is "shared"; "gathered": each
+    # GPU gathers what the others have made of its input; "whole": each has all of it. And whether there is a plan.
+    attention: str = "shared"
+    mlp: str = "shared"
+    shared_expert: str = "shared"
+    tp: bool = True
     windows: str = "never"  # which layers have one where no list of layer types says so, see _Reader.windowed
     reads: tuple[str, ...] = ("attention_bias",)  # of OPTIONS; the others mean nothing to it
     defaults: Mapping[str, Any] = field(default_factory=dict)  # transformers' own, of fields that configs leave out
@@ -89,37 +99,37 @@ FAMILIES = {
     "mixtral": Family(windows="always", reads=(), defaults=_MIXTRAL),
     "qwen2": Family(qkv_bias=True, windows="late", reads=(), defaults=_QWEN),
     "qwen3": Family(qk_norm=1, windows="late", defaults={**_QWEN, "head_dim": 128}),
-    "qwen2_moe": Family(qkv_bias=True, windows="early", reads=SPARSE, defaults=_QWEN2_MOE),
+    "qwen2_moe": Family(qkv_bias=True, shared_expert="whole", windows="early", reads=SPARSE, defaults=_QWEN2_MOE),
     "qwen2_vl_text": Family(qkv_bias=True, windows="late", reads=(), defaults=_QWEN2_VL),
     "qwen2_5_vl_text": Family(qkv_bias=True, windows="late", reads=(), defaults=_QWEN2_VL),
     "qwen3_moe": Family(qk_norm=1, windows="asked", reads=("attention_bias", *SPARSE), defaults=_QWEN3_MOE),
-    "qwen3_vl_text": Family(qk_norm=1, defaults={"num_key_value_heads": 32, "head_dim": 128}),
+    "qwen3_vl_text": Family(qk_norm=1, tp=False, defaults={"num_key_value_heads": 32, "head_dim": 128}),
     "qwen3_vl_moe_text": Family(qk_norm=1, reads=("attention_bias", *SPARSE), defaults=_QWEN3_VL_MOE),
     "gemma": Family(defaults={"num_key_value_heads": 16, "head_dim": 256, "tie_word_embeddings": True}),
     "gemma3_text": Family(qk_norm=1, norms=4, defaults=_GEMMA3),
-    "phi3": Family(windows="always", reads=()),
-    "olmo2": Family(qk_norm=2),
-    "olmo3": Family(qk_norm=2, defaults=_OLMO3),
-    "olmoe": Family(qk_norm=2, defaults={"num_experts": 64, "num_experts_per_tok": 8}),
+    "phi3": Family(attention="gathered", mlp="gathered", windows="always", reads=()),
+    "olmo2": Family(qk_norm=2, attention="gathered"),
+    "olmo3": Family(qk_norm=2, attention="gathered", defaults=_OLMO3),
+    "olmoe": Family(qk_norm=2, attention="gathered", defaults={"num_experts": 64, "num_experts_per_tok": 8}),
     "exaone4": Family(qk_norm=1, reads=(), defaults=_EXAONE4),
     "internlm3": Family(reads=(), defaults={"num_key_value_heads": 2, "head_dim": 128}),
     "iquestcoder": Family(reads=BIASES, defaults={"num_key_value_heads": 8, "head_dim": 128}),
-    "hunyuan_v1_dense": Family(qk_norm=1),
-    "minimax_m2": Family(qk_norm=2, scoring_bias=True, reads=(), defaults=_MINIMAX_M2),
-    "solar_open": Family(o_bias="", scoring_bias=True, defaults=_SOLAR),
+    "hunyuan_v1_dense": Family(qk_norm=1, tp=False),
+    "minimax_m2": Family(qk_norm=2, attention="gathered", scoring_bias=True, reads=(), defaults=_MINIMAX_M2),
+    "solar_open": Family(o_bias="", shared_expert="whole", scoring_bias=True, defaults=_SOLAR),
     "dots1": Family(qk_norm=1, scoring_bias=True, windows="late", defaults=_DOTS1),
     "granite": Family(reads=BIASES),
-    "granitemoe": Family(defaults={"num_local_experts": 8, "num_experts_per_tok": 2}),
+    "granitemoe": Family(attention="whole", defaults={"num_local_experts": 8, "num_experts_per_tok": 2}),
     "smollm3": Family(
         windows="unrotated", reads=BIASES, defaults={"num_key_value_heads": 4, "tie_word_embeddings": True}
     ),
     "seed_oss": Family(o_bias="attention_out_bias", reads=BIASES, defaults=_SEED),
-    "glm": Family(o_bias="", defaults=_GLM4),
-    "glm4": Family(norms=4, o_bias="", defaults=_GLM4),
+    "glm": Family(o_bias="", mlp="gathered", defaults=_GLM4),
+    "glm4": Family(norms=4, o_bias="", mlp="gathered", defaults=_GLM4),
     "glm4_moe": Family(o_bias="", scoring_bias=True, reads=("attention_bias", "use_qk_norm"), defaults=_GLM4_MOE),
     "deepseek_v2": Family(reads=BIASES, defaults=_DEEPSEEK_V2),
-    "deepseek_v3": Family(scoring_bias=True, defaults=_DEEPSEEK),
-    "kimi_k2": Family(scoring_bias=True, defaults=_DEEPSEEK),
+    "deepseek_v3": Family(attention="whole", scoring_bias=True, defaults=_DEEPSEEK),
+    "kimi_k2": Family(attention="whole", scoring_bias=True, defaults=_DEEPSEEK),
 }
 
 
@@ -180,18 +190,26 @@ class Shape:
 
 
 def shape_of(model: str | Mapping[str, Any]) -> Shape:
-    """The shape of a known name, a directory with config.json, a config file, or a config as plain data."""
+    """The shape of a known name, a directory with config.json, a config file, or a config as plain data.
+
+    NotKnown for a decoder model that has none here.
+    """
+    return _shape(*named_config(model))
+
+
+def named_config(model: str | Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """The name of a model and its config as plain data, from all that `shape_of` takes."""
     if isinstance(model, Mapping):
-        return _shape(str(model.get("_name_or_path") or model.get("model_type") or "model"), model)
+        return str(model.get("_name_or_path") or model.get("model_type") or "model"), model
     name = str(model).lower()
-    if name in KNOWN:
-        return _shape(name, KNOWN[name])
+    if name in CONFIGS:
+        return name, CONFIGS[name]
     path = Path(model) if isinstance(model, (str, PathLike)) else None
     if path is not None and path.is_dir():
         path = path / "config.json"
     if path is None or not path.is_file():
         raise ConfigError(
-            f"model {short(model)}: give a directory with config.json, a config file, or one of {', '.join(KNOWN)}"
+            f"model {short(model)}: give a directory with config.json, a config file, or one of {', '.join(CONFIGS)}"
         )
     try:
         data = parse_json(read_text(path, COMMAND_LINE, "the model's config"))
@@ -201,7 +219,7 @@ def shape_of(model: str | Mapping[str, Any]) -> Shape:
         raise ConfigError(f"{path} is not JSON: {error}") from None
     if not isinstance(data, Mapping):
         raise ConfigError(f"{path} is not a model's configuration: save one with save_pretrained")
-    return _shape(path.parent.resolve().name if path.name == "config.json" else path.stem, data)
+    return path.parent.resolve().name if path.name == "config.json" else path.stem, data
 
 
 def _shape(name: str, data: Mapping[str, Any]) -> Shape:
@@ -215,12 +233,9 @@ def _shape(name: str, data: Mapping[str, Any]) -> Shape:
         raise ConfigError(f"{name} has no model_type: give a model's config.json, or to `plan` costs of its layers")
     family = FAMILIES.get(str(kind))
     if family is None:
-        raise ConfigError(
-            f"{name}: models of type {short(kind)} are not estimated: `zeropipe profile` measures them; "
-            f"known types are {', '.join(FAMILIES)}"
-        )
+        raise NotKnown(f"models of type {short(kind)}")
     if data.get("attn_logit_softcapping"):
-        raise ConfigError(f"{name}: attention with soft-capping is not estimated: `zeropipe profile` measures it")
+        raise NotKnown("attention with soft-capping")
     data = _completed(data, family)
     if data.get("use_qk_norm"):
         family = replace(family, qk_norm=1)
@@ -299,7 +314,7 @@ class _Reader:
             raise ConfigError(f"{self.name}: layer_types={short(types)}: one for each of {number} layers is needed")
         unknown = [kind for kind in types if kind not in ("full_attention", "sliding_attention")]
         if unknown:
-            raise ConfigError(f"{self.name}: layers of type {short(unknown[0])} are not estimated: profile them")
+            raise NotKnown(f"layers of type {short(unknown[0])}")
         with_experts = self._with_experts(number) if self.number_of_experts() else range(0)
         return tuple(
             Layer((window or None) if types[n] == "sliding_attention" else None, n in with_experts)

@@ -11,9 +11,9 @@ from typing import Any
 
 from zeropipe.errors import ConfigError, short
 from zeropipe.schedules.registry import entries
-from zeropipe.search.estimate.estimate import estimate, shared_sizes
+from zeropipe.search.estimate.estimate import estimate
 from zeropipe.search.estimate.gpus import find_gpu
-from zeropipe.search.estimate.shapes import shape_of
+from zeropipe.search.estimate.model import open_model
 from zeropipe.search.plan.layouts import Layout, layouts
 from zeropipe.search.plan.pool import scored
 from zeropipe.search.plan.refine import searched, with_gaps
@@ -166,9 +166,8 @@ def _tensor_sizes(
     """Sizes of tensor parallelism: those asked for, or the powers of two that the model allows."""
     if wish is not None:
         return list(wish)
-    parts = shared_sizes(shape_of(model)).values()
-    powers = [2**n for n in range(5)]
-    return [t for t in powers if t <= min(gpus_per_node, gpus) and gpus % t == 0 and all(x % t == 0 for x in parts)]
+    opened, powers = open_model(model), [2**n for n in range(5)]
+    return [t for t in powers if t <= min(gpus_per_node, gpus) and gpus % t == 0 and opened.allows(t)]
 
 
 def optimizer_bandwidth(costs: LayerCosts) -> float | None:

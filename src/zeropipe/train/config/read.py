@@ -69,11 +69,11 @@ def _beside(value: Any, folder: Path, name: str) -> Any:
 def is_file(value: str, name: str) -> bool:
     """Whether it is no name of a model, a schedule or a GPU, and no word."""
     from zeropipe.engine.run.spec import BUILT_IN
-    from zeropipe.search.estimate.known import KNOWN
+    from zeropipe.search.estimate.known import CONFIGS
     from zeropipe.train.data.wanted import BYTES
 
     if name == "model.path":
-        return value not in BUILT_IN and value.lower() not in KNOWN
+        return value not in BUILT_IN and value.lower() not in CONFIGS
     if name == "data.tokenizer":
         return value != BYTES
     if name == "schedule.name":

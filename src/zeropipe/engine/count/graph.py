@@ -1,0 +1,108 @@
+"""What the operators of a layer move and keep together, one by one and compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from zeropipe.engine.count.watch import Call
+
+# neither computed again in the backward nor made one kernel with others: they sort, draw, or write where an index says
+_APART = (
+    "sort",
+    "topk",
+    "dropout",
+    "rand",
+    "bernoulli",
+    "multinomial",
+    "index_put",
+    "scatter",
+    "index_add",
+    "embedding",
+)
+
+
+def moved(calls: Sequence[Call], wanted: set[int]) -> tuple[float, float]:
+    """Bytes that all but products read and write: one by one, and where neighbours are one kernel.
+
+    `wanted` is needed when the layer has run.
+    """
+    rest = [call for call in calls if not call.flops and not call.summed]
+    one_by_one = sum(sum(call.reads.values()) + sum(call.writes.values()) for call in rest)
+    compiled = 0.0
+    for kernel in _fused(rest):
+        inside = {place for call in kernel for place in call.writes}
+        needed = wanted | {place for call in calls if call not in kernel for place in call.reads}
+        reads = {place: size for call in kernel for place, size in call.reads.items() if place not in inside}
+        writes = {place: size for call in kernel for place, size in call.writes.items() if place in needed}
+        compiled += sum(reads.values()) + sum(writes.values())
+    return one_by_one, compiled
+
+
+def kernels(calls: Sequence[Call]) -> int:
+    """How many a compiled layer starts."""
+    rest = [call for call in calls if not call.flops]
+    return len(calls) - len(rest) + len(_fused(rest))
+
+
+def _fused(calls: Sequence[Call]) -> list[list[Call]]:
+    """Operators that a compiler makes one of: those that hand something on to each other, without a product between."""
+    group = list(range(len(calls)))
+
+    def root(number: int) -> int:
+        while group[number] != number:
+            group[number] = number = group[group[number]]
+        return number
+
+    writer: dict[int, int] = {}
+    for number, call in enumerate(calls):
+        alone = _is_apart(call)
+        for place in call.reads:
+            if place in writer and not alone:
+                group[root(writer[place])] = root(number)
+        for place in call.writes:
+            if alone:
+                writer.pop(place, None)
+            else:
+                writer[place] = number
+    found: dict[int, list[Call]] = {}
+    for number, call in enumerate(calls):
+        found.setdefault(root(number), []).append(call)
+    return list(found.values())
+
+
+def least_kept(calls: Sequence[Call], kept: dict[int, float], inputs: set[int], held: set[int]) -> dict[int, float]:
+    """What a compiler keeps for the backward: the fewest bytes from which all of `kept` can be computed again.
+
+    Products and what is `_APART` are not computed again, and `held` (what products read, for W) is kept as it is. What
+    came in with `inputs` may be kept; all else that was there before is there anyhow.
+    """
+    import networkx
+
+    sizes: dict[int, float] = {}
+    for call in calls:
+        for place, size in (call.reads | call.writes).items():
+            sizes[place] = max(size, sizes.get(place, 0.0), kept.get(place, 0.0))
+    counted = inputs | {place for call in calls for place in call.writes}
+    graph: Any = networkx.DiGraph()
+    graph.add_nodes_from(("begin", "end"))
+    for place in counted & sizes.keys():
+        graph.add_edge((place, "in"), (place, "out"), capacity=sizes[place])
+        if place in inputs or place in held:
+            graph.add_edge("begin", (place, "in"))
+        if place in kept:
+            graph.add_edge((place, "out"), "end")
+    for call in calls:
+        for place in call.writes:
+            if call.flops or _is_apart(call):
+                graph.add_edge("begin", (place, "in"))
+            for source in (call.reads.keys() & counted) - {place}:
+                if not call.flops and not _is_apart(call):
+                    graph.add_edge((source, "out"), (place, "in"))
+    _, (before, _) = networkx.minimum_cut(graph, "begin", "end")
+    cut = [place for place in counted & sizes.keys() if (place, "in") in before and (place, "out") not in before]
+    return {place: sizes[place] for place in cut}
+
+
+def _is_apart(call: Call) -> bool:
+    return bool(call.summed) or any(name in call.name for name in _APART)

@@ -1,0 +1,117 @@
+"""What was seen of a layer, as operators: its products one by one, and all else as one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor, nn
+
+from zeropipe.core.operator import Op
+from zeropipe.engine.backward.linear import defer, deferred_in
+from zeropipe.engine.count.graph import kernels, least_kept, moved
+from zeropipe.engine.count.watch import ATTENTION, EXPERTS, Call, Watched, memory_of
+from zeropipe.engine.stages.hf import HFStage
+
+GRADIENT = 8  # bytes: a table's gradient is read and added to a float32 number
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A run of a layer, or of what is outside of all layers."""
+
+    stage: HFStage
+    kind: str
+    watched: Watched
+    inputs: Sequence[Tensor]
+    outputs: Sequence[Tensor]
+    divided: Sequence[Tensor]  # parameters that the GPUs of `tp` share out
+    tp: int
+
+    def module_parameters(self) -> list[nn.Parameter]:
+        """Those of the layer, or those outside of all layers."""
+        inside = [parameter for layer in self.stage.blocks for parameter in layer.parameters()]
+        if self.kind not in ("embedding", "head"):
+            return inside
+        apart = set(map(id, inside))
+        return [parameter for parameter in self.stage.parameters() if id(parameter) not in apart]
+
+
+def operators(seen: Seen) -> tuple[Op, ...]:
+    """The operators of a layer, or of an end of the model."""
+    parameters = {memory_of(parameter): parameter for parameter in seen.module_parameters()}
+    there = parameters.keys() | {memory_of(buffer) for buffer in seen.stage.buffers()}
+    calls = [_without(call, there) for call in seen.watched.calls]
+    inputs, outputs = (set(map(memory_of, some)) for some in (seen.inputs, seen.outputs))
+    made = inputs | {place for call in calls for place in call.writes}
+    kept = {place: size for place, size in seen.watched.kept.items() if place in made}
+    if seen.kind == "head":  # the loss keeps a copy of its own
+        kept = {place: size for place, size in kept.items() if place not in outputs}
+    products, read = _products(seen, calls, {place: parameter.numel() for place, parameter in parameters.items()})
+    compiled = least_kept(calls, kept, inputs, read)
+    number = sum(parameter.numel() for parameter in parameters.values())
+    rest = Op(
+        "rest", parameters=number - sum(op.parameters for op in products),
+        kept=(sum(kept.values()), sum(compiled.values())),
+        moved=moved(calls, outputs | compiled.keys()), kernels=(len(calls), kernels(calls)),
+    )  # fmt: skip
+    looked_up = {place for call in seen.watched.calls if call.name == "embedding" for place in call.reads}
+    tables = looked_up & parameters.keys()
+    if tables:
+        bytes_of = sum(parameters[place].nbytes for place in tables)
+        added = GRADIENT * sum(parameters[place].numel() for place in tables)
+        rest = replace(rest, moved_back=2 * rest.moved[1] + 2 * bytes_of + added, gradient=float(bytes_of))
+    return (*products, *(Op("sum", summed=call.summed) for call in calls if call.summed), rest)
+
+
+def _products(seen: Seen, calls: Sequence[Call], parameters: dict[int, int]) -> tuple[list[Op], set[int]]:
+    """The matrix products, and what those that have a W read, which stays until then."""
+    defer(seen.stage)
+    waiting = {memory_of(layer._parameters[name]) for layer in deferred_in(seen.stage) for name in layer.defers}
+    divided = set(map(memory_of, seen.divided))
+    parts = _parts(seen.watched.calls, divided)
+    found, read, met = list[Op](), set[int](), set[int]()
+    for call, whole in zip(calls, seen.watched.calls):
+        if not call.flops:
+            continue
+        weights = parameters.keys() & whole.reads.keys()
+        waits = bool(weights & waiting)
+        # of experts that are shared out, each GPU has its share of the rows; what is not divided, every GPU computes
+        flops = call.flops / seen.tp if call.name in EXPERTS and weights & divided else call.flops
+        useful = flops * _pairs(seen, call) / (1 if whole.reads.keys() & parts else seen.tp)
+        result = sum(call.writes.values())
+        stash = result + sum(size for place, size in call.reads.items() if place not in read) if waits else 0.0
+        size = sum(whole.reads.values()) + sum(whole.writes.values())
+        is_attention = call.name == ATTENTION
+        op = Op(
+            call.name, flops, useful, sum(parameters[place] for place in weights - met), is_attention, waits,
+            back=1.0 if waits else 2.0, kept_op=result, moved=(size, size), stash=stash,
+            gradient=(1.0 + is_attention) * result,
+        )  # fmt: skip
+        found.append(op)
+        read |= call.reads.keys() if waits else set()
+        met |= weights
+    return found, read
+
+
+def _parts(calls: Sequence[Call], divided: set[int]) -> set[int]:
+    """What each GPU of `tp` has a part of: what comes of divided parameters, until it is summed."""
+    parts = set(divided)
+    for call in calls:
+        if not call.summed and call.reads.keys() & parts:
+            parts |= call.writes.keys()
+    return parts
+
+
+def _pairs(seen: Seen, call: Call) -> float:
+    """The share of what attention computes under a mask that the model needs: a token meets those before it."""
+    if not call.masked:
+        return 1.0
+    windows = [getattr(module, "sliding_window", None) for module in seen.stage.blocks[0].modules()]
+    width = min([call.masked, *(window for window in windows if type(window) is int and window > 0)])
+    return (width - width * (width - 1) / (2 * call.masked)) / call.masked
+
+
+def _without(call: Call, places: set[int]) -> Call:
+    """A call without the weights that it reads: these are there all the time."""
+    return replace(call, reads={place: size for place, size in call.reads.items() if place not in places})

@@ -1,0 +1,87 @@
+"""Models whose shapes are not written down here: their layers are run without memory, and counted.
+
+The one file of the search that knows the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from zeropipe.core.operator import Counted, Op
+from zeropipe.errors import ConfigError
+from zeropipe.search.estimate.operators import Sizes, loss
+
+MOST_LAYERS = 1000  # all of them are built, without memory
+_ONE = Sizes(8, 8, 2, 1)  # where only the layers and their parameters are asked for
+
+
+@dataclass(frozen=True)
+class CountedModel:
+    """A model of any type that the engine can cut; `unknown` says what keeps its shape from being known."""
+
+    name: str
+    config: Mapping[str, Any]
+    unknown: str
+    _found: dict[Sizes, Counted] = field(default_factory=dict, compare=False)
+
+    @property
+    def tied(self) -> bool:
+        return self._count(_ONE).tied > 0
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        return self._count(_ONE).layers
+
+    def kinds(self, at: Sizes) -> dict[str, Sequence[Op]]:
+        found = self._count(at)
+        return {**found.kinds, "loss": [loss(found.logits, at)]}
+
+    def message(self, at: Sizes) -> float:
+        return self._count(at).message
+
+    def allows(self, tp: int) -> bool:
+        try:
+            self._count(replace(_ONE, tp=tp))
+        except ConfigError:
+            return False
+        return True
+
+    def num_parameters(self) -> tuple[int, int]:
+        found = self._count(_ONE)
+        total = sum(op.parameters for kind in ("embedding", "head") for op in found.kinds[kind]) - found.tied
+        active = total
+        for ops in (found.kinds[layer] for layer in found.layers):
+            whole = sum(op.parameters for op in ops)
+            total, active = total + whole, active + whole - sum(map(_idle, ops))
+        return total, active
+
+    def _count(self, at: Sizes) -> Counted:
+        if at not in self._found:
+            self._found[at] = self._run(at)
+        return self._found[at]
+
+    def _run(self, at: Sizes) -> Counted:
+        number = self.config.get("num_hidden_layers", 0)
+        if type(number) is int and number > MOST_LAYERS:
+            raise ConfigError(
+                f"{self.name}: num_hidden_layers={number}: {self.unknown} are counted with at most {MOST_LAYERS} layers"
+            )
+        try:
+            import torch
+
+            from zeropipe.engine.count.count import count
+        except ImportError:
+            raise ConfigError(
+                f"{self.name}: {self.unknown} are estimated by running layers without memory, which needs torch: "
+                "pip install 'zeropipe[engine]'"
+            ) from None
+        dtype = torch.float32 if at.element == 4 else torch.bfloat16
+        return count(self.config, sequence=at.sequence, microbatch_size=at.tokens // at.sequence, dtype=dtype, tp=at.tp)
+
+
+def _idle(op: Op) -> int:
+    """Parameters of a product that one token does not meet: those of experts that it does not choose."""
+    met = round(op.flops / (2 * _ONE.tokens))
+    return op.parameters - met if op.is_product and op.parameters > 1.5 * met > 0 else 0

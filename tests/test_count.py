@@ -1,0 +1,169 @@
+"""Models whose layers are counted: against shapes that are written down, transformers' own models, and refusals."""
+
+import json
+
+import pytest
+
+from zeropipe.core.checkpointing import Checkpointing
+from zeropipe.errors import ConfigError
+from zeropipe.search.estimate.counted import CountedModel
+from zeropipe.search.estimate.estimate import estimate, num_parameters
+from zeropipe.search.estimate.gpus import find_gpu
+from zeropipe.search.estimate.known import COUNTED, COUNTED_PARAMETERS
+from zeropipe.search.estimate.model import ShapedModel, open_model
+from zeropipe.search.estimate.operators import Sizes
+from zeropipe.search.estimate.price import Pricing, layer_cost
+from zeropipe.search.estimate.shapes import FAMILIES
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+SMALL = {
+    "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 512, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+CHOSEN = {"num_experts_per_tok": 2, "moe_intermediate_size": 128}
+LOCAL = {"num_local_experts": 8, "num_experts_per_tok": 2}
+ROUTED = {
+    **CHOSEN, "n_routed_experts": 8, "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
+LATENT = {
+    **ROUTED, "q_lora_rank": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32,
+    "num_key_value_heads": 8, "head_dim": 16,
+}  # fmt: skip
+MORE = {
+    "mixtral": LOCAL, "minimax_m2": LOCAL, "granitemoe": LOCAL, "olmoe": {"num_experts": 8, "num_experts_per_tok": 2},
+    "qwen2_moe": {**CHOSEN, "num_experts": 8, "shared_expert_intermediate_size": 256},
+    "qwen3_moe": {**CHOSEN, "num_experts": 8}, "solar_open": {**ROUTED, "first_k_dense_replace": 0}, "dots1": ROUTED,
+    "glm4_moe": ROUTED, "deepseek_v2": LATENT, "deepseek_v3": LATENT, "kimi_k2": LATENT,
+    "gemma3_text": {"sliding_window": 64}, "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
+}  # fmt: skip
+# each has something that no other of them has: experts, windows, gathered attention, latent attention
+TYPICAL = ("qwen3", "qwen3_moe", "gemma3_text", "phi3", "deepseek_v3")
+# of the others transformers has no decoder of its own
+TEXTS = tuple(kind for kind in FAMILIES if "_vl_" not in kind and kind != "kimi_k2")
+
+
+def costs(model, at, mode="none", compile=True):
+    pricing = Pricing(find_gpu("h200"), "bf16", compile, at.tp)
+    return {
+        kind: layer_cost(ops, pricing, model.message(at), Checkpointing.parse(mode), block=kind in model.layers)
+        for kind, ops in model.kinds(at).items()
+    }
+
+
+@pytest.mark.parametrize(
+    "kind", [kind if kind in TYPICAL else pytest.param(kind, marks=pytest.mark.full) for kind in TEXTS]
+)
+def test_what_is_counted_is_what_shapes_say(kind):
+    config = {"model_type": kind, **SMALL, **MORE.get(kind, {})}
+    shaped, counted = open_model(config), CountedModel(kind, config, "")
+    assert isinstance(shaped, ShapedModel)
+    assert shaped.tied == counted.tied
+    biases = 8 * FAMILIES[kind].scoring_bias * sum("experts" in name for name in counted.layers)  # no parameters there
+    assert shaped.num_parameters() == tuple(number + biases for number in counted.num_parameters())
+    assert shaped.allows(2) == counted.allows(2)
+    for tp in (1, 2) if shaped.allows(2) else (1,):
+        at = Sizes(1024, 512, 2, tp)
+        for mode in ("none", "selective:op", "full"):
+            known, found = costs(shaped, at, mode), costs(counted, at, mode)
+            for one, other in zip(shaped.layers, counted.layers):
+                one, other = known[one], found[other]
+                assert other.message == one.message
+                assert other.flops == pytest.approx(one.flops, rel=0.005)
+                assert other.activation == pytest.approx(one.activation, rel=0.125)
+                assert other.stash == pytest.approx(one.stash, rel=0.01)
+                assert other.workspace == pytest.approx(one.workspace, rel=0.1)
+            for end in ("embedding", "head", "loss"):
+                assert found[end].parameters == known[end].parameters
+                assert found[end].flops == pytest.approx(known[end].flops)
+                assert found[end].activation == pytest.approx(known[end].activation, rel=0.01, abs=1e5)
+
+
+@pytest.mark.parametrize("name", ["gpt-oss-20b", *(pytest.param(name, marks=pytest.mark.full) for name in COUNTED)])
+def test_names_that_are_counted_have_their_parameters(name):
+    assert num_parameters(name) == COUNTED_PARAMETERS[name]
+
+
+def test_every_name_that_is_counted_says_how_many_parameters():
+    assert COUNTED.keys() == COUNTED_PARAMETERS.keys()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "gpt2", "n_embd": 64, "n_layer": 3, "n_head": 4, "vocab_size": 96},
+        {"model_type": "llama4_text", **SMALL, "num_local_experts": 4, "intermediate_size_mlp": 384},
+        {"model_type": "gemma2", **SMALL},
+    ],
+    ids=lambda config: config["model_type"],
+)
+def test_parameters_are_those_of_transformers(config, tmp_path):
+    data = dict(config)
+    made = transformers.AutoConfig.for_model(data.pop("model_type"), **data)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(made)
+    made.save_pretrained(tmp_path)
+    assert num_parameters(str(tmp_path))[0] == sum(weight.numel() for weight in model.parameters())
+    found = estimate(str(tmp_path), sequence=64, microbatch_size=[1, 2], ac=["none", "full"])
+    assert len(found.settings) == 4
+    assert len(found.layers) == made.num_hidden_layers
+    kinds = found.settings[0].kinds
+    total = sum(kinds[kind].parameters for kind in (*found.layers, *found.before, *found.after))
+    assert total - found.tied * made.vocab_size * made.hidden_size == num_parameters(str(tmp_path))[0]
+
+
+def test_experts_that_a_token_does_not_choose_are_not_met():
+    config = {"model_type": "gpt_oss", **SMALL, "num_local_experts": 8, "num_experts_per_tok": 2}
+    total, active = num_parameters(config)
+    stacks = 4 * 8 * (256 * 2 * 512 + 512 * 256)
+    assert total - active == stacks * 6 // 8
+
+
+def test_a_product_without_a_w_does_all_its_backward_in_i():
+    """Experts with biases are not deferred, so their I has both products, and there is less in W."""
+    config = {"model_type": "gpt_oss", **SMALL, "num_local_experts": 8, "num_experts_per_tok": 2}
+    ops = open_model(config).kinds(Sizes(512, 512, 2, 1))["experts"]
+    experts = [op for op in ops if op.name == "_grouped_mm"]
+    assert [(op.deferred, op.back, op.stash) for op in experts] == [(False, 2.0, 0.0)] * 2
+    assert sum(op.deferred for op in ops) == 4  # q, k, v, o
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        ({"model_type": "bert"}, "sequence=4096: the model has 512 positions: give a sequence of at most 512"),
+        ({"model_type": "gpt2"}, "sequence=4096: the model has 1024 positions"),
+        ({"model_type": "t5"}, "model_type='t5' cannot be cut into stages"),
+        ({"model_type": "nothing"}, "transformers cannot read this config"),
+        (
+            {"model_type": "dbrx", "num_hidden_layers": 2000},
+            "num_hidden_layers=2000: models of type 'dbrx' are",
+        ),
+        ({"layer_types": ["linear_attention"] * 4}, "linear_attention"),
+    ],
+)
+def test_what_cannot_be_counted_is_refused_in_one_line(change, message):
+    with pytest.raises(ConfigError) as error:
+        estimate({"model_type": "qwen3", **SMALL, **change})
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_without_torch_it_says_what_is_missing(monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(ConfigError, match=r"gpt_oss: models of type 'gpt_oss' are .* pip install 'zeropipe\[engine\]'"):
+        estimate({"model_type": "gpt_oss"})
+
+
+def test_a_plan_of_a_counted_model(run, tmp_path):
+    config = {"model_type": "gpt_oss", **SMALL, "num_local_experts": 8, "num_experts_per_tok": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    status, out, err = run(
+        "plan", tmp_path, "--gpus", 4, "--batch", 8, "--sequence", 64, "--search-seconds", 0, "--ac", "none",
+        "--microbatch-sizes", 1, "--schedules", "1f1b,zbv", "--json",
+    )  # fmt: skip
+    assert status == 0, err
+    assert {row["tp"] for row in json.loads(out)["rows"]} == {1}  # experts with biases are not shared out
