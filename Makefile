@@ -19,7 +19,7 @@ test: $(STAMP)
 	$(MAKE) --no-print-directory -j2 check tests
 
 # Files run side by side on JOBS workers, one more than two cores have: many tests wait. A worker's files run one after
-# the other, so that they share what they start.
+# the other, so that they share what they start. All workers are forks of one process (tests/forks.py).
 # No run lasts longer than LIMIT seconds: each test has a time-out, and this ends what a time-out cannot.
 JOBS ?= 3
 LIMIT ?= 1800

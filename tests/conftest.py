@@ -5,6 +5,7 @@ import os
 import sys
 from pathlib import Path
 
+import forks
 import pytest
 from browser import browser, pages, watched  # noqa: F401
 from visits import address, visit  # noqa: F401
@@ -26,6 +27,23 @@ LONG = (
     "laws", "bounds", "app_load", "balance", "browser_picture", "train_saving", "dynamic", "chaos", "app_fuzz",
     "gradients", "viz_files", "viz_robust", "train", "mesh_faults", "browser_viewer", "browser_trace",
 )  # fmt: skip
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config, specs):
+    if len(specs) > 1 and sys.platform == "linux" and not os.path.exists("/dev/nvidiactl"):  # no CUDA in forks
+        stock = forks.Stock(config.args)
+        config.add_cleanup(stock.close)
+        os.environ[forks.ADDRESS] = stock.address
+        for spec in specs:
+            spec.python = stock.python
+
+
+def pytest_configure(config):
+    if forks.ADDRESS in os.environ and hasattr(config, "workerinput"):
+        from zeropipe.engine.run import nursery
+
+        nursery.start = lambda code, file: forks.Fork(code, [1, 2, file])
 
 
 def pytest_collection_modifyitems(items):

@@ -43,6 +43,12 @@ def _environment() -> dict[str, str]:
     return os.environ | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
+def start(code: str, file: int) -> Any:
+    """A new process that runs `code` and has our open `file`."""
+    command = [sys.executable, *util._args_from_interpreter_flags(), "-c", code]  # type: ignore[attr-defined]
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[file], env=_environment())
+
+
 class Nursery:
     """The starting process's side."""
 
@@ -50,12 +56,9 @@ class Nursery:
         ours, theirs = socket.socketpair()
         code = (
             f"import sys; sys.path[:] = {sys.path!r}; "
-            f"from zeropipe.engine.run.nursery import serve; serve({theirs.fileno()})"
+            f"from zeropipe.engine.run.nursery import serve; serve({theirs.fileno()}, {os.getpid()})"
         )
-        command = [sys.executable, *util._args_from_interpreter_flags(), "-c", code]  # type: ignore[attr-defined]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=_environment()
-        )
+        self._process = start(code, theirs.fileno())
         theirs.close()
         self._socket, self._lock, self._owner = ours, threading.Lock(), os.getpid()
         self._codes: dict[int, int] = {}
@@ -158,8 +161,8 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
 # inside the nursery
 
 
-def serve(number: int) -> None:
-    """Fork ranks as they are asked for, report how they end, and leave none behind."""
+def serve(number: int, first: int) -> None:
+    """Fork ranks as the process `first` asks for them, report how they end, and leave none behind."""
     asked = socket.socket(fileno=number)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # they may go to a whole group of processes; the first one decides
@@ -169,10 +172,10 @@ def serve(number: int) -> None:
     signal.set_wakeup_fd(woken.fileno())
     signal.signal(signal.SIGCHLD, lambda *_: None)
     alive: set[int] = set()
-    # a fork of the first process may hold its end of the socket open, so the process is watched as well
-    parent = os.pidfd_open(os.getppid()) if hasattr(os, "pidfd_open") else None
-    watched: list[Any] = [asked, heard, *([parent] if parent is not None else [])]
     with contextlib.suppress(OSError, EOFError):
+        # a fork of the first process may hold its end of the socket open, so the process is watched as well
+        parent = os.pidfd_open(first) if hasattr(os, "pidfd_open") else None
+        watched: list[Any] = [asked, heard, *([parent] if parent is not None else [])]
         while True:
             ready = select.select(watched, [], [])[0]
             if parent in ready:
