@@ -7,6 +7,7 @@ from typing import Any
 
 from zeropipe.engine.count.watch import Call
 
+ODD = 3.0  # how much longer a kernel takes whose rows are not aligned, on one H200
 # neither computed again in the backward nor made one kernel with others: they sort, draw, or write where an index says
 _APART = (
     "sort",
@@ -35,7 +36,8 @@ def moved(calls: Sequence[Call], wanted: set[int]) -> tuple[float, float]:
         needed = wanted | {place for call in calls if call not in kernel for place in call.reads}
         reads = {place: size for call in kernel for place, size in call.reads.items() if place not in inside}
         writes = {place: size for call in kernel for place, size in call.writes.items() if place in needed}
-        compiled += sum(reads.values()) + sum(writes.values())
+        slower = ODD if any(call.is_odd for call in kernel) else 1.0
+        compiled += slower * (sum(reads.values()) + sum(writes.values()))
     return one_by_one, compiled
 
 
@@ -71,11 +73,11 @@ def _fused(calls: Sequence[Call]) -> list[list[Call]]:
     return list(found.values())
 
 
-def least_kept(calls: Sequence[Call], kept: dict[int, float], inputs: set[int], held: set[int]) -> dict[int, float]:
+def least_kept(calls: Sequence[Call], kept: dict[int, float], inputs: set[int]) -> dict[int, float]:
     """What a compiler keeps for the backward: the fewest bytes from which all of `kept` can be computed again.
 
-    Products and what is `_APART` are not computed again, and `held` (what products read, for W) is kept as it is. What
-    came in with `inputs` may be kept; all else that was there before is there anyhow.
+    Products and what is `_APART` are not computed again, and what products read is kept as it is. What came in with
+    `inputs` may be kept; all else that was there before is there anyhow.
     """
     import networkx
 
@@ -84,11 +86,12 @@ def least_kept(calls: Sequence[Call], kept: dict[int, float], inputs: set[int], 
         for place, size in (call.reads | call.writes).items():
             sizes[place] = max(size, sizes.get(place, 0.0), kept.get(place, 0.0))
     counted = inputs | {place for call in calls for place in call.writes}
+    read = {place for call in calls if call.flops for place in call.reads}
     graph: Any = networkx.DiGraph()
     graph.add_nodes_from(("begin", "end"))
     for place in counted & sizes.keys():
         graph.add_edge((place, "in"), (place, "out"), capacity=sizes[place])
-        if place in inputs or place in held:
+        if place in inputs or place in read:
             graph.add_edge("begin", (place, "in"))
         if place in kept:
             graph.add_edge((place, "out"), "end")

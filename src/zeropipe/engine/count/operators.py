@@ -47,13 +47,15 @@ def operators(seen: Seen) -> tuple[Op, ...]:
     kept = {place: size for place, size in seen.watched.kept.items() if place in made}
     if seen.kind == "head":  # the loss keeps a copy of its own
         kept = {place: size for place, size in kept.items() if place not in outputs}
-    products, read = _products(seen, calls, {place: parameter.numel() for place, parameter in parameters.items()})
-    compiled = least_kept(calls, kept, inputs, read)
+    products = _products(seen, calls, {place: parameter.numel() for place, parameter in parameters.items()})
+    compiled = least_kept(calls, kept, inputs)
+    copied = sum(call.copied for call in calls)
     number = sum(parameter.numel() for parameter in parameters.values())
+    one_by_one, together = moved(calls, outputs | compiled.keys())
     rest = Op(
         "rest", parameters=number - sum(op.parameters for op in products),
-        kept=(sum(kept.values()), sum(compiled.values())),
-        moved=moved(calls, outputs | compiled.keys()), kernels=(len(calls), kernels(calls)),
+        kept=(sum(kept.values()), sum(compiled.values()) + copied), moved=(one_by_one, together + 2 * copied),
+        kernels=(len(calls), kernels(calls)),
     )  # fmt: skip
     looked_up = {place for call in seen.watched.calls if call.name == "embedding" for place in call.reads}
     tables = looked_up & parameters.keys()
@@ -64,8 +66,8 @@ def operators(seen: Seen) -> tuple[Op, ...]:
     return (*products, *(Op("sum", summed=call.summed) for call in calls if call.summed), rest)
 
 
-def _products(seen: Seen, calls: Sequence[Call], parameters: dict[int, int]) -> tuple[list[Op], set[int]]:
-    """The matrix products, and what those that have a W read, which stays until then."""
+def _products(seen: Seen, calls: Sequence[Call], parameters: dict[int, int]) -> list[Op]:
+    """The matrix products."""
     defer(seen.stage)
     waiting = {memory_of(layer._parameters[name]) for layer in deferred_in(seen.stage) for name in layer.defers}
     divided = set(map(memory_of, seen.divided))
@@ -89,9 +91,9 @@ def _products(seen: Seen, calls: Sequence[Call], parameters: dict[int, int]) -> 
             gradient=(1.0 + is_attention) * result,
         )  # fmt: skip
         found.append(op)
-        read |= call.reads.keys() if waits else set()
+        read |= call.reads.keys() if waits else set()  # what stays until W is counted once
         met |= weights
-    return found, read
+    return found
 
 
 def _parts(calls: Sequence[Call], divided: set[int]) -> set[int]:

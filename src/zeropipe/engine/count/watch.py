@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 ATTENTION = "attention"
+LONG = 64  # numbers of a row
 EXPERTS = ("_grouped_mm", "grouped")  # torch's, and the engine's own
 
 
@@ -31,6 +32,8 @@ class Call:
     flops: float = 0.0
     masked: int = 0  # tokens of which attention computes all pairs, though a mask hides some
     summed: float = 0.0  # bytes that are summed over `tp`
+    is_odd: bool = False  # its rows are not aligned
+    copied: float = 0.0  # bytes of tensors in which it skips something: compiled, they become tensors of their own
 
 
 @dataclass
@@ -103,7 +106,10 @@ class _Operators(TorchDispatchMode):
             reads, writes = watched.sizes(_tensors((args, kwargs))), watched.sizes(_tensors(result))
             if not func.is_view and not (writes.keys() <= reads.keys() and not func._schema.is_mutable):
                 flops = _flops(func.overloadpacket, args, kwargs, result)
-                watched.see(Call(func.overloadpacket.__name__, reads, writes, flops))
+                copied = sum(tensor.nbytes for tensor in _tensors((args, kwargs)) if flops and _is_odd(tensor))
+                is_odd = any(map(_is_odd, _tensors(result)))
+                name = func.overloadpacket.__name__
+                watched.see(Call(name, reads, writes, flops, is_odd=is_odd, copied=float(copied)))
         return result
 
 
@@ -132,6 +138,12 @@ class _Attention(TorchFunctionMode):
         masked = rows if mask is not None and rows == columns else 0
         watched.see(Call(ATTENTION, reads, watched.sizes([result, sums]), flops, masked))
         return result
+
+
+def _is_odd(tensor: Tensor) -> bool:
+    """Whether long rows of a tensor begin at places from which a GPU does not read several numbers at once."""
+    lengths = sorted(stride for stride, size in zip(tensor.stride(), tensor.shape) if size > 1)
+    return len(lengths) > 1 and lengths[0] == 1 and lengths[1] >= LONG and lengths[1] * tensor.element_size() % 16 != 0
 
 
 def _tensors(values: Any) -> list[Tensor]:

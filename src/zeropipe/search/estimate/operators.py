@@ -131,7 +131,7 @@ def _attention(shape: Shape, layer: Layer, at: Sizes) -> list[Op]:
         ops.append(Op("gather", summed=at.tokens * (q + 2 * kv) * at.element / 2))  # half of what a sum says
     if shape.family.qk_norm:
         one = shape.family.qk_norm == 1
-        ops += [norm(size, at, compiled=0, weight=shape.head_dim if one else size) for size in (q, kv)]
+        ops += [norm(size, at, weight=shape.head_dim if one else size) for size in (q, kv)]
     product = [_product(shape, layer, at, heads, shape.head_dim, shape.head_dim, q + 2 * kv)]
     if part != q:
         product = _on_every_gpu(product, at.tp)

@@ -16,6 +16,7 @@ SLOW_LAUNCH = 7.5  # of `selective:op` without compilation: every operator passe
 I_LAUNCH = 1.3  # of I over F
 EAGER_FREES = 0.6  # of the gradients' memory: one by one, what F kept is freed on the way
 KERNEL = 5e-6  # seconds that a kernel takes at least, on the CPU or on the GPU
+COMPILED_FREES = 0.9  # of what is computed again: compiled, not all of it is there at once
 POINTWISE_BACK = 2.0  # bytes of a backward over those of its forward
 
 
@@ -98,23 +99,24 @@ def _checkpointed(
         kept_op -= _last(ops).kept_op
     cheap = sum(pricing.forward(op) for op in ops if not op.is_product)
     all_again = forward - pricing.product(_last(ops))
+    there = COMPILED_FREES if pricing.compile else 1.0
     mode = wish.mode
     if mode == "budget" and not pricing.compile:
         mode = "op"
     if mode == "none":
         return kept, 0.0, 0.0
     if mode == "op":
-        return kept_op, cheap, max(0.0, kept - kept_op)
+        return kept_op, cheap, there * max(0.0, kept - kept_op)
     if mode == "full":
-        return message, all_again, kept
+        return message, all_again, there * kept
     # between the two ends the compiler gives up what is cheapest to compute again first
     assert wish.budget is not None
     held = message + wish.budget * max(0.0, kept - message)
     if held >= kept_op:
         share = (kept - held) / (kept - kept_op) if kept > kept_op else 0.0
-        return held, share * cheap, kept - held
+        return held, share * cheap, there * (kept - held)
     share = (kept_op - held) / (kept_op - message)
-    return held, cheap + share * (all_again - cheap), kept - held
+    return held, cheap + share * (all_again - cheap), there * (kept - held)
 
 
 def _last(ops: Sequence[Op]) -> Op:
