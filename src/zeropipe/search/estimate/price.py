@@ -15,7 +15,7 @@ EAGER_LAUNCH = 2.0  # over a compiled layer's
 SLOW_LAUNCH = 7.5  # of `selective:op` without compilation: every operator passes through Python
 I_LAUNCH = 1.3  # of I over F
 EAGER_FREES = 0.6  # of the gradients' memory: one by one, what F kept is freed on the way
-KERNEL = 5e-6  # seconds that a kernel takes at least, on the CPU or on the GPU
+KERNEL = (26e-6, 5e-6)  # seconds that a kernel takes at least, on the CPU or on the GPU: one by one, and compiled
 COMPILED_FREES = 0.9  # of what is computed again: compiled, not all of it is there at once
 POINTWISE_BACK = 2.0  # bytes of a backward over those of its forward
 
@@ -78,7 +78,8 @@ def layer_cost(
     if block:
         grown = sum(op.gradient for op in ops) * (1.0 if pricing.compile else EAGER_FREES)
     held, again, workspace = _checkpointed(ops, pricing, message, wish, kept, forward) if block else (kept, 0.0, 0.0)
-    least = max(pricing.launch(wish), KERNEL * sum(op.kernels[pricing.compile] for op in ops)) if block else 0.0
+    kernels = KERNEL[pricing.compile] * sum(op.kernels[pricing.compile] for op in ops)
+    least = max(pricing.launch(wish), kernels) if block else 0.0
     backward = sum(map(pricing.inputs, ops))
     weights = sum(map(pricing.weights, ops))
     return LayerCost(
