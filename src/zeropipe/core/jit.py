@@ -145,18 +145,20 @@ def live_on() -> None:
 
 
 @cache
-def compiled(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """The kernel compiled, and with it the functions that it calls. Threads run it side by side."""
+def compiled(kernel: Callable[..., Any], inner: bool = False) -> Callable[..., Any]:
+    """The kernel compiled, and with it the functions that it calls, which are `inner`. Threads run it side by side."""
     import numba
 
     named = {name: kernel.__globals__.get(name) for name in kernel.__code__.co_names}
-    helpers = {name: compiled(value) for name, value in named.items() if isinstance(value, FunctionType)}
+    helpers = {name: compiled(value, True) for name, value in named.items() if isinstance(value, FunctionType)}
     own = FunctionType(kernel.__code__, {**kernel.__globals__, **helpers}, argdefs=kernel.__defaults__)
-    own.__qualname__ += "_" + sha256(_meaning(kernel).encode()).hexdigest()[:12]
+    own.__qualname__ += "_" + sha256(_meaning(kernel).encode()).hexdigest()[:12] + "_inner" * inner  # names its file
+    # A kernel makes no arrays, so it counts no references; nobody calls it from C, nor an inner one from Python.
+    options = {"nogil": True, "_nrt": False, "no_cfunc_wrapper": True, "no_cpython_wrapper": inner}
     try:
-        made: Callable[..., Any] = numba.njit(own, cache=True, nogil=True)
+        made: Callable[..., Any] = numba.njit(own, cache=True, **options)
     except RuntimeError:  # no folder to keep the cache in can be written
-        made = numba.njit(own, nogil=True)
+        made = numba.njit(own, **options)
     return made
 
 
