@@ -121,6 +121,21 @@ def test_experts_that_a_token_does_not_choose_are_not_met():
     assert total - active == stacks * 6 // 8
 
 
+def test_experts_of_float32_and_of_odd_sizes_are_counted():
+    config = {
+        "model_type": "gpt_oss",
+        **SMALL,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 33,
+    }
+    found = {
+        dtype: estimate(config, dtype=dtype, sequence=64).settings[0].kinds["experts"] for dtype in ("bf16", "float32")
+    }
+    assert found["float32"].flops == found["bf16"].flops
+    assert found["float32"].stash == 2 * found["bf16"].stash
+
+
 def test_a_product_without_a_w_does_all_its_backward_in_i():
     """Experts with biases are not deferred, so their I has both products, and there is less in W."""
     config = {"model_type": "gpt_oss", **SMALL, "num_local_experts": 8, "num_experts_per_tok": 2}
@@ -142,11 +157,15 @@ def test_a_product_without_a_w_does_all_its_backward_in_i():
             "num_hidden_layers=2000: models of type 'dbrx' are",
         ),
         ({"layer_types": ["linear_attention"] * 4}, "linear_attention"),
+        (
+            {"model_type": "gpt_oss", "tp": 2},
+            "tp=2: transformers has no plan for tensor parallelism of gpt_oss: leave it",
+        ),
     ],
 )
 def test_what_cannot_be_counted_is_refused_in_one_line(change, message):
     with pytest.raises(ConfigError) as error:
-        estimate({"model_type": "qwen3", **SMALL, **change})
+        estimate({"model_type": "qwen3", **SMALL, **change}, tp=change.get("tp", 1))
     assert message in str(error.value)
     assert "\n" not in str(error.value)
 

@@ -15,6 +15,7 @@ from zeropipe.engine.mesh.spreading import Sharing
 from zeropipe.engine.mesh.talk import Actor, Peers, actors
 from zeropipe.engine.mesh.tensor import check_plan, plan_of, spread_stage
 from zeropipe.engine.stages.hf import HFStage
+from zeropipe.errors import ConfigError
 
 _GROUP = "counted"
 
@@ -25,7 +26,11 @@ def share(stage: HFStage, tp: int, watched: Watched) -> Iterator[list[Tensor]]:
     if tp == 1:
         yield []
         return
-    plan = plan_of(stage)
+    try:
+        plan = plan_of(stage)
+    except ConfigError:
+        kind = stage.whole_config.model_type
+        raise ConfigError(f"tp={tp}: transformers has no plan for tensor parallelism of {kind}: leave it out") from None
     check_plan(stage, plan, tp)
     prove(stage, plan, False)
     sharing = Sharing(Peers(_GROUP, 0, tp), None)

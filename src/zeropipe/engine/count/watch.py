@@ -100,7 +100,7 @@ class _Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        result = _grouped(*args) if func is torch.ops.aten._grouped_mm.default else func(*args, **kwargs)
         watched = self.watched
         if watched.is_on:
             reads, writes = watched.sizes(_tensors((args, kwargs))), watched.sizes(_tensors(result))
@@ -138,6 +138,11 @@ class _Attention(TorchFunctionMode):
         masked = rows if mask is not None and rows == columns else 0
         watched.see(Call(ATTENTION, reads, watched.sizes([result, sums]), flops, masked))
         return result
+
+
+def _grouped(rows: Tensor, weights: Tensor, *_: Any) -> Tensor:
+    """What rows of experts become, of any type and size: torch's kernel takes some only, and others are used then."""
+    return rows.new_empty(rows.shape[0], weights.shape[-1])
 
 
 def _is_odd(tensor: Tensor) -> bool:
