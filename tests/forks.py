@@ -8,6 +8,7 @@ one who asked is gone. This file run in the place of python asks for a fork that
 from __future__ import annotations
 
 import fcntl
+import importlib
 import os
 import pickle
 import select
@@ -128,6 +129,8 @@ def _import(tests: list[str]) -> None:
 
     # what it cannot import the workers tell of
     pytest.main(["--collect-only", "-p", "no:cacheprovider", "-p", "no:xdist", *tests], [Nothing()])
+    if "torch._dynamo" in sys.modules:
+        importlib.import_module("torch._inductor.compile_fx")  # a second of every process that compiles
 
 
 def _heard(asked: socket.socket) -> tuple[tuple, list[int]]:
