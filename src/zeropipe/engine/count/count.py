@@ -1,7 +1,8 @@
-"""`count`: the operators of a model, kind by kind, from a run of its pieces without memory."""
+"""The operators of a model, kind by kind, from a run of its pieces without memory."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +14,7 @@ from zeropipe.core.operator import Counted, Op
 from zeropipe.engine.count.operators import Seen, operators
 from zeropipe.engine.count.share import share
 from zeropipe.engine.count.watch import Watched, memory_of, watching
-from zeropipe.engine.profile.pieces import Pieces, open_pieces
+from zeropipe.engine.profile.pieces import Cut, open_pieces
 from zeropipe.engine.stages.hf import HFStage
 from zeropipe.engine.stages.models import meta_model
 from zeropipe.engine.stages.proof import words
@@ -22,55 +23,60 @@ from zeropipe.errors import ConfigError
 ENDS = ("embedding", "head")
 
 
-def count(
-    source: str | Mapping[str, Any], *, sequence: int, microbatch_size: int, dtype: torch.dtype, tp: int = 1
-) -> Counted:
-    """What one GPU of `tp` does for one microbatch of a model: a directory, or a config as plain data."""
-    pieces = open_pieces(source, dtype, 0)
-    try:
-        return _counted(pieces, sequence, microbatch_size, tp)
-    except ConfigError:
-        raise
-    except Exception as error:
-        config = pieces.model.config.get_text_config()
-        most = getattr(config, "max_position_embeddings", None)
-        if most is not None and 0 < most < sequence:
-            raise _too_long(sequence, most) from error
-        raise ConfigError(
-            f"model_type={config.model_type!r}: its layers do not run without memory ({words(error)}): "
-            "`zeropipe profile` measures them"
-        ) from error
+class Counter:
+    """Counts a model (a directory, or a config as plain data), which is built once, without memory."""
 
+    def __init__(self, source: str | Mapping[str, Any], dtype: torch.dtype) -> None:
+        self._pieces = open_pieces(source, dtype, 0)
+        self._whole = meta_model(self._pieces.model.config, dtype)
 
-def _counted(pieces: Pieces, sequence: int, microbatch_size: int, tp: int) -> Counted:
-    tokens = torch.zeros(microbatch_size, sequence, dtype=torch.long, device="meta")
-    found: dict[str, tuple[Op, ...]] = {}
-    hidden: tuple[Tensor, ...] = ()
-    logits, tied = tokens, 0
-    for place, piece in enumerate(pieces.cuts):
-        kind = "head" if place == len(pieces.cuts) - 1 else piece.kinds[0]
-        if len(piece.kinds) > 1 and kind not in ENDS:
-            continue  # several layers together tell nothing new
-        stage, watched = _stage(pieces, place), Watched()
-        with share(stage, tp, watched) as divided:
-            given, outputs = _run(stage, kind in ENDS, hidden, tokens, watched)
-        found[kind] = operators(Seen(stage, kind, watched, given, outputs, divided, tp))
-        if kind == "embedding":
-            tied = stage.embedding.numel() if stage.has_tied_ends and stage.embedding is not None else 0
-            _require_positions(watched, stage, sequence)
-        if kind == "head":
-            logits = outputs[0]
-        else:
-            hidden = outputs
-    message = float(sum(tensor.nbytes for tensor in hidden))
-    return Counted(pieces.layers, found, message, logits.shape[-1], tied)
+    def count(self, sequence: int, microbatch_size: int, tp: int = 1) -> Counted:
+        """What one GPU of `tp` does for one microbatch."""
+        try:
+            return self._count(sequence, microbatch_size, tp)
+        except ConfigError:
+            raise
+        except Exception as error:
+            config = self._pieces.model.config.get_text_config()
+            most = getattr(config, "max_position_embeddings", None)
+            if most is not None and 0 < most < sequence:
+                raise _too_long(sequence, most) from error
+            raise ConfigError(
+                f"model_type={config.model_type!r}: its layers do not run without memory ({words(error)}): "
+                "`zeropipe profile` measures them"
+            ) from error
 
+    def _count(self, sequence: int, microbatch_size: int, tp: int) -> Counted:
+        tokens = torch.zeros(microbatch_size, sequence, dtype=torch.long, device="meta")
+        found: dict[str, tuple[Op, ...]] = {}
+        hidden: tuple[Tensor, ...] = ()
+        logits, tied = tokens, 0
+        for place, piece in enumerate(self._pieces.cuts):
+            kind = "head" if place == len(self._pieces.cuts) - 1 else piece.kinds[0]
+            if len(piece.kinds) > 1 and kind not in ENDS:
+                continue  # several layers together tell nothing new
+            stage, watched = self._stage(piece), Watched()
+            with share(stage, tp, watched) as divided:
+                given, outputs = _run(stage, kind in ENDS, hidden, tokens, watched)
+            found[kind] = operators(Seen(stage, kind, watched, given, outputs, divided, tp))
+            if kind == "embedding":
+                tied = stage.embedding.numel() if stage.has_tied_ends and stage.embedding is not None else 0
+                _require_positions(watched, stage, sequence)
+            if kind == "head":
+                logits = outputs[0]
+            else:
+                hidden = outputs
+        message = float(sum(tensor.nbytes for tensor in hidden))
+        return Counted(self._pieces.layers, found, message, logits.shape[-1], tied)
 
-def _stage(pieces: Pieces, place: int) -> HFStage:
-    model, piece = pieces.model, pieces.cuts[place]
-    stage = HFStage(meta_model(model.config, model.dtype), model.family, piece.cut, piece.stage, model.head)
-    stage.tie()
-    return stage.train()
+    def _stage(self, piece: Cut) -> HFStage:
+        """A piece as a stage of its own: layers that it does not have are not copied."""
+        model = self._pieces.model
+        layers = self._whole.get_submodule(model.family.layers).children()
+        others = {id(layer): layer for index, layer in enumerate(layers) if index not in piece.cut[piece.stage]}
+        stage = HFStage(copy.deepcopy(self._whole, others), model.family, piece.cut, piece.stage, model.head)
+        stage.tie()
+        return stage.train()
 
 
 def _run(

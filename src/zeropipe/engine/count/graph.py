@@ -10,17 +10,8 @@ from zeropipe.engine.count.watch import Call
 ODD = 3.0  # how much longer a kernel takes whose rows are not aligned, on one H200
 # neither computed again in the backward nor made one kernel with others: they sort, draw, or write where an index says
 _APART = (
-    "sort",
-    "topk",
-    "dropout",
-    "rand",
-    "bernoulli",
-    "multinomial",
-    "index_put",
-    "scatter",
-    "index_add",
-    "embedding",
-)
+    "sort", "topk", "dropout", "rand", "bernoulli", "multinomial", "index_put", "scatter", "index_add", "embedding",
+)  # fmt: skip
 
 
 def moved(calls: Sequence[Call], wanted: set[int]) -> tuple[float, float]:
@@ -28,28 +19,34 @@ def moved(calls: Sequence[Call], wanted: set[int]) -> tuple[float, float]:
 
     `wanted` is needed when the layer has run.
     """
-    rest = [call for call in calls if not call.flops and not call.summed]
-    one_by_one = sum(sum(call.reads.values()) + sum(call.writes.values()) for call in rest)
+    rest = [number for number, call in enumerate(calls) if not call.flops and not call.summed]
+    one_by_one = sum(sum(calls[at].reads.values()) + sum(calls[at].writes.values()) for at in rest)
+    readers: dict[int, set[int]] = {}
+    for number, call in enumerate(calls):
+        for place in call.reads:
+            readers.setdefault(place, set()).add(number)
     compiled = 0.0
-    for kernel in _fused(rest):
-        inside = {place for call in kernel for place in call.writes}
-        needed = wanted | {place for call in calls if call not in kernel for place in call.reads}
-        reads = {place: size for call in kernel for place, size in call.reads.items() if place not in inside}
-        writes = {place: size for call in kernel for place, size in call.writes.items() if place in needed}
-        slower = ODD if any(call.is_odd for call in kernel) else 1.0
-        compiled += slower * (sum(reads.values()) + sum(writes.values()))
+    for kernel in _fused(calls, rest):
+        reads: dict[int, float] = {}
+        writes: dict[int, float] = {}
+        for at in kernel:
+            reads |= calls[at].reads
+            writes |= calls[at].writes
+        size = sum(size for place, size in reads.items() if place not in writes)
+        size += sum(size for place, size in writes.items() if place in wanted or readers.get(place, set()) - kernel)
+        compiled += size * (ODD if any(calls[at].is_odd for at in kernel) else 1.0)
     return one_by_one, compiled
 
 
 def kernels(calls: Sequence[Call]) -> int:
     """How many a compiled layer starts."""
-    rest = [call for call in calls if not call.flops]
-    return len(calls) - len(rest) + len(_fused(rest))
+    rest = [number for number, call in enumerate(calls) if not call.flops]
+    return len(calls) - len(rest) + len(_fused(calls, rest))
 
 
-def _fused(calls: Sequence[Call]) -> list[list[Call]]:
-    """Operators that a compiler makes one of: those that hand something on to each other, without a product between."""
-    group = list(range(len(calls)))
+def _fused(calls: Sequence[Call], some: Sequence[int]) -> list[set[int]]:
+    """Of some calls, by their numbers, those that a compiler makes one of: they hand something on to each other."""
+    group = {number: number for number in some}
 
     def root(number: int) -> int:
         while group[number] != number:
@@ -57,8 +54,8 @@ def _fused(calls: Sequence[Call]) -> list[list[Call]]:
         return number
 
     writer: dict[int, int] = {}
-    for number, call in enumerate(calls):
-        alone = _is_apart(call)
+    for number in some:
+        call, alone = calls[number], _is_apart(calls[number])
         for place in call.reads:
             if place in writer and not alone:
                 group[root(writer[place])] = root(number)
@@ -67,9 +64,9 @@ def _fused(calls: Sequence[Call]) -> list[list[Call]]:
                 writer.pop(place, None)
             else:
                 writer[place] = number
-    found: dict[int, list[Call]] = {}
-    for number, call in enumerate(calls):
-        found.setdefault(root(number), []).append(call)
+    found: dict[int, set[int]] = {}
+    for number in some:
+        found.setdefault(root(number), set()).add(number)
     return list(found.values())
 
 

@@ -38,7 +38,7 @@ class Call:
 
 @dataclass
 class Watched:
-    """What was seen between `begin` and `end`."""
+    """What was seen while it was on."""
 
     calls: list[Call] = field(default_factory=list)
     kept: dict[int, float] = field(default_factory=dict)

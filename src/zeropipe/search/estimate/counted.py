@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zeropipe.core.operator import Counted, Op
 from zeropipe.errors import ConfigError
 from zeropipe.search.estimate.operators import Sizes, loss
+
+if TYPE_CHECKING:
+    from zeropipe.engine.count.count import Counter
 
 MOST_LAYERS = 1000  # all of them are built, without memory
 _ONE = Sizes(8, 8, 2, 1)  # where only the layers and their parameters are asked for
@@ -25,6 +28,7 @@ class CountedModel:
     config: Mapping[str, Any]
     unknown: str
     _found: dict[Sizes, Counted] = field(default_factory=dict, compare=False)
+    _counters: dict[int, Counter] = field(default_factory=dict, compare=False)
 
     @property
     def tied(self) -> bool:
@@ -59,10 +63,16 @@ class CountedModel:
 
     def _count(self, at: Sizes) -> Counted:
         if at not in self._found:
-            self._found[at] = self._run(at)
+            self._found[at] = self._counter(at.element).count(at.sequence, at.tokens // at.sequence, at.tp)
         return self._found[at]
 
-    def _run(self, at: Sizes) -> Counted:
+    def _counter(self, element: int) -> Counter:
+        """What counts the model with numbers of so many bytes."""
+        if element not in self._counters:
+            self._counters[element] = self._open(element)
+        return self._counters[element]
+
+    def _open(self, element: int) -> Counter:
         number = self.config.get("num_hidden_layers", 0)
         if type(number) is int and number > MOST_LAYERS:
             raise ConfigError(
@@ -71,14 +81,13 @@ class CountedModel:
         try:
             import torch
 
-            from zeropipe.engine.count.count import count
+            from zeropipe.engine.count.count import Counter
         except ImportError:
             raise ConfigError(
                 f"{self.name}: {self.unknown} are estimated by running layers without memory, which needs torch: "
                 "pip install 'zeropipe[engine]'"
             ) from None
-        dtype = torch.float32 if at.element == 4 else torch.bfloat16
-        return count(self.config, sequence=at.sequence, microbatch_size=at.tokens // at.sequence, dtype=dtype, tp=at.tp)
+        return Counter(self.config, torch.float32 if element == 4 else torch.bfloat16)
 
 
 def _idle(op: Op) -> int:

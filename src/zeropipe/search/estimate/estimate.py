@@ -7,8 +7,9 @@ from typing import Any
 
 from zeropipe.core.checkpointing import Checkpointing
 from zeropipe.errors import ConfigError, short
+from zeropipe.search.estimate.counted import CountedModel
 from zeropipe.search.estimate.gpus import find_gpu
-from zeropipe.search.estimate.model import Model, open_model
+from zeropipe.search.estimate.model import Model, ShapedModel, open_model
 from zeropipe.search.estimate.operators import Sizes
 from zeropipe.search.estimate.price import Pricing, layer_cost
 from zeropipe.sim.layer_costs import LayerCosts, Setting, State
@@ -19,7 +20,7 @@ SHORT = {"bfloat16": "bf16", "fp16": "float16", "fp32": "float32"}
 
 
 def estimate(
-    model: str | Mapping[str, Any],
+    model: str | Mapping[str, Any] | ShapedModel | CountedModel,
     *,
     gpu: str = "h100",
     sequence: int = 4096,

@@ -45,8 +45,10 @@ class Model(Protocol):
         ...
 
 
-def open_model(model: str | Mapping[str, Any]) -> Model:
-    """A known name, a directory with config.json, a config file, or a config as plain data."""
+def open_model(model: str | Mapping[str, Any] | ShapedModel | CountedModel) -> ShapedModel | CountedModel:
+    """A known name, a directory with config.json, a config file, a config as plain data, or what is open already."""
+    if isinstance(model, (ShapedModel, CountedModel)):
+        return model
     try:
         return ShapedModel(shape_of(model))
     except NotKnown as reason:

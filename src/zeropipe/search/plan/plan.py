@@ -13,7 +13,7 @@ from zeropipe.errors import ConfigError, short
 from zeropipe.schedules.registry import entries
 from zeropipe.search.estimate.estimate import estimate
 from zeropipe.search.estimate.gpus import find_gpu
-from zeropipe.search.estimate.model import open_model
+from zeropipe.search.estimate.model import Model, open_model
 from zeropipe.search.plan.layouts import Layout, layouts
 from zeropipe.search.plan.pool import scored
 from zeropipe.search.plan.refine import searched, with_gaps
@@ -82,9 +82,10 @@ def plan(
             sizes = [size for size in sizes if size in tp]
     else:
         microbatch_sizes, ac = microbatch_sizes or SIZES, ac or MODES
-        sizes = _tensor_sizes(model, tp, gpus_per_node, gpus)
+        opened = open_model(model)
+        sizes = _tensor_sizes(opened, tp, gpus_per_node, gpus)
         costs = estimate(
-            model, gpu=gpu, sequence=sequence, dtype=dtype, compile=compile, efficiency=efficiency, tp=sizes,
+            opened, gpu=gpu, sequence=sequence, dtype=dtype, compile=compile, efficiency=efficiency, tp=sizes,
             microbatch_size=list(microbatch_sizes), ac=list(ac),
         )  # fmt: skip
         memory = find_gpu(gpu).memory if memory is None else memory
@@ -160,14 +161,12 @@ def _best_cut(rows: Sequence[Row]) -> list[Row]:
     return list(best.values())
 
 
-def _tensor_sizes(
-    model: str | Mapping[str, Any], wish: Sequence[int] | None, gpus_per_node: int, gpus: int
-) -> list[int]:
+def _tensor_sizes(model: Model, wish: Sequence[int] | None, gpus_per_node: int, gpus: int) -> list[int]:
     """Sizes of tensor parallelism: those asked for, or the powers of two that the model allows."""
     if wish is not None:
         return list(wish)
-    opened, powers = open_model(model), [2**n for n in range(5)]
-    return [t for t in powers if t <= min(gpus_per_node, gpus) and gpus % t == 0 and opened.allows(t)]
+    powers = [2**n for n in range(5)]
+    return [t for t in powers if t <= min(gpus_per_node, gpus) and gpus % t == 0 and model.allows(t)]
 
 
 def optimizer_bandwidth(costs: LayerCosts) -> float | None:
