@@ -1,6 +1,7 @@
 """Models whose layers are counted: against shapes that are written down, transformers' own models, and refusals."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +18,7 @@ from zeropipe.search.estimate.shapes import FAMILIES
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
+from family_models import IS_OF_TABLE, TABLE, VERSION, models_table  # noqa: E402
 
 SMALL = {
     "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 512, "num_attention_heads": 8,
@@ -39,6 +41,12 @@ MORE = {
     "gemma3_text": {"sliding_window": 64}, "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
 }  # fmt: skip
 NEAR = {"phi3": 0.175}  # values are a part of a larger product, all of which stays for them: shapes do not say so
+EXACT = [kind for kind, row in TABLE.items() if row.cut == "exact"]
+# they ask their tensors for values, or have kinds of layers only where their ends are
+REFUSED = (
+    "bart", "biogpt", "blenderbot", "blenderbot-small", "dbrx", "hy_v4", "jetmoe", "longcat_flash", "marian", "mbart",
+    "megatron-bert", "pegasus", "plbart", "qwen4_exp_text", "rembert", "xlnet", "zaya",
+)  # fmt: skip
 # each has something that no other of them has: experts, windows, gathered attention, latent attention
 TYPICAL = ("qwen3", "qwen3_moe", "gemma3_text", "phi3", "deepseek_v3")
 # of the others transformers has no decoder of its own
@@ -187,3 +195,25 @@ def test_a_plan_of_a_counted_model(run, tmp_path):
     )  # fmt: skip
     assert status == 0, err
     assert {row["tp"] for row in json.loads(out)["rows"]} == {1}  # experts with biases are not shared out
+
+
+@pytest.mark.skipif(not IS_OF_TABLE, reason=f"the list is about transformers {VERSION}")
+def test_the_guide_says_how_many_types_are_counted():
+    guide = (Path(__file__).parent.parent / "docs/plan.md").read_text()
+    assert f"Of the {len(EXACT)} types in [the table](models.md) {len(EXACT) - len(REFUSED)} are counted" in guide
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not IS_OF_TABLE, reason=f"the list is about transformers {VERSION}")
+@pytest.mark.parametrize("kind", EXACT)
+def test_every_exact_type_is_counted_or_refused(kind):
+    """With transformers' own number of parameters."""
+    made = transformers.AutoConfig.for_model(kind, **models_table.EXAMPLES.get(kind, {}))
+    counted = CountedModel(kind, {**made.to_dict(), "model_type": kind}, "")
+    if kind in REFUSED:
+        with pytest.raises(ConfigError) as error:
+            counted.num_parameters()
+        assert "\n" not in str(error.value)
+        return
+    whole = models_table.meta_model(models_table.decoder_config(made), torch.float32)
+    assert counted.num_parameters()[0] == sum(weight.numel() for weight in whole.parameters())
