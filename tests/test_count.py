@@ -122,11 +122,36 @@ def test_parameters_are_those_of_transformers(config, tmp_path):
     assert total - found.tied * made.vocab_size * made.hidden_size == num_parameters(str(tmp_path))[0]
 
 
-def test_experts_that_a_token_does_not_choose_are_not_met():
-    config = {"model_type": "gpt_oss", **SMALL, "num_local_experts": 8, "num_experts_per_tok": 2}
-    total, active = num_parameters(config)
-    stacks = 4 * 8 * (256 * 2 * 512 + 512 * 256)
-    assert total - active == stacks * 6 // 8
+@pytest.mark.parametrize(
+    "config,number,chosen",
+    [
+        ({"model_type": "gpt_oss", "num_local_experts": 8, "num_experts_per_tok": 2}, 8, 2),
+        ({"model_type": "flex_olmo", "num_experts": 7, "num_experts_per_tok": 5}, 7, 5),
+        (  # computes all experts for every token
+            {"model_type": "llama4_text", "num_local_experts": 4, "num_experts_per_tok": 1, "moe_layers": [0, 1, 2, 3]},
+            4, 1,
+        ),
+    ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_experts_that_a_token_does_not_choose_are_not_met(config, number, chosen):
+    model = open_model({**SMALL, **config})
+    total, active = model.num_parameters()
+    expert = 3 * 256 * 512
+    assert total - active == 4 * (number - chosen) * expert
+    ops = [op for kind in set(model.layers) for op in model.kinds(Sizes(64, 64, 2, 1))[kind]]
+    stacks = [op for op in ops if op.parameters > number * expert / 4]
+    assert sum(op.useful for op in stacks) == 2 * 64 * chosen * expert * len(set(model.layers))
+
+
+def test_a_layer_of_which_nothing_waits_has_no_w():
+    """Falcon's linear layers are of a class of their own, so that weight gradients are made in I."""
+    found = (
+        estimate({"model_type": "falcon", "hidden_size": 64, "num_attention_heads": 4}, sequence=64)
+        .settings[0]
+        .kinds["dense"]
+    )
+    assert (found.stash, found.w) == (0.0, 0.0)
 
 
 def test_experts_of_float32_and_of_odd_sizes_are_counted():
@@ -164,6 +189,13 @@ def test_a_product_without_a_w_does_all_its_backward_in_i():
             {"model_type": "dbrx", "num_hidden_layers": 2000},
             "num_hidden_layers=2000: models of type 'dbrx' are",
         ),
+        ({"model_type": "gpt2", "n_layer": 2000}, "n_layer=2000: models of type 'gpt2' are"),
+        (
+            {"model_type": "llama4", "text_config": {"num_hidden_layers": 2000}},
+            "num_hidden_layers=2000: models of type 'llama4' are",
+        ),
+        ({"model_type": "gpt_oss", "text_config": {"a": 1}}, "this type has no text part, but its config has a"),
+        ({"model_type": "gpt_oss", "hidden_size": "big"}, "Field 'hidden_size' expected int, got str"),
         ({"layer_types": ["linear_attention"] * 4}, "linear_attention"),
         (
             {"model_type": "gpt_oss", "tp": 2},

@@ -24,7 +24,8 @@ def short(value: Any) -> str:
 
 def first_line(error: BaseException) -> str:
     """What an error says, in one line; its type where it says nothing."""
-    return next(iter(str(error).splitlines()), type(error).__name__)
+    lines = [line.strip() for line in str(error).splitlines()] or [type(error).__name__]
+    return " ".join(lines[:2] if lines[0].endswith(":") else lines[:1])
 
 
 class ZeropipeError(Exception):

@@ -19,6 +19,7 @@ class Op:
     flops: float = 0.0  # of F, as run
     useful: float | None = None  # of F, as the model needs them; the same by default
     parameters: int = 0
+    met: int | None = None  # of these, by one token; all by default
     attention: bool = False
     deferred: bool = False  # has a W
     back: float = 1.0  # FLOPs of I over those of F; attention has a share of its own

@@ -58,7 +58,7 @@ class Counter:
             stage, watched = self._stage(piece), Watched()
             with share(stage, tp, watched) as divided:
                 given, outputs = _run(stage, kind in ENDS, hidden, tokens, watched)
-            found[kind] = operators(Seen(stage, kind, watched, given, outputs, divided, tp))
+            found[kind] = operators(Seen(stage, kind, watched, given, outputs, divided, tp, tokens.numel()))
             if kind == "embedding":
                 tied = stage.embedding.numel() if stage.has_tied_ends and stage.embedding is not None else 0
                 _require_positions(watched, stage, sequence)

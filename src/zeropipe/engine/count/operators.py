@@ -27,6 +27,7 @@ class Seen:
     outputs: Sequence[Tensor]
     divided: Sequence[Tensor]  # parameters that the GPUs of `tp` share out
     tp: int
+    tokens: int
 
     def module_parameters(self) -> list[nn.Parameter]:
         """Those of the layer, or those outside of all layers."""
@@ -72,6 +73,7 @@ def _products(seen: Seen, calls: Sequence[Call], parameters: dict[int, int]) -> 
     waiting = {memory_of(layer._parameters[name]) for layer in deferred_in(seen.stage) for name in layer.defers}
     divided = set(map(memory_of, seen.divided))
     parts = _parts(seen.watched.calls, divided)
+    stacks = _stacks(seen.stage)
     found, read, met = list[Op](), set[int](), set[int]()
     for call, whole in zip(calls, seen.watched.calls):
         if not call.flops:
@@ -80,13 +82,17 @@ def _products(seen: Seen, calls: Sequence[Call], parameters: dict[int, int]) -> 
         waits = bool(weights & waiting)
         # of experts that are shared out, each GPU has its share of the rows; what is not divided, every GPU computes
         flops = call.flops / seen.tp if call.name in EXPERTS and weights & divided else call.flops
-        useful = flops * _pairs(seen, call) / (1 if whole.reads.keys() & parts else seen.tp)
+        chosen = _chosen(seen, whole, stacks)
+        useful = flops * chosen * _pairs(seen, call) / (1 if whole.reads.keys() & parts else seen.tp)
         result = sum(call.writes.values())
         stash = result + sum(size for place, size in call.reads.items() if place not in read) if waits else 0.0
         size = sum(whole.reads.values()) + sum(whole.writes.values())
         is_attention = call.name == ATTENTION
+        number = sum(parameters[place] for place in weights - met)
+        is_experts = call.name in EXPERTS or chosen < 1
+        by_one = min(number, round(chosen * call.flops / (2 * seen.tokens))) if is_experts else None
         op = Op(
-            call.name, flops, useful, sum(parameters[place] for place in weights - met), is_attention, waits,
+            call.name, flops, useful, number, by_one, is_attention, waits,
             back=1.0 if waits else 2.0, kept_op=result, moved=(size, size), stash=stash,
             gradient=(1.0 + is_attention) * result,
         )  # fmt: skip
@@ -94,6 +100,21 @@ def _products(seen: Seen, calls: Sequence[Call], parameters: dict[int, int]) -> 
         read |= call.reads.keys() if waits else set()  # what stays until W is counted once
         met |= weights
     return found
+
+
+def _stacks(stage: HFStage) -> set[int]:
+    """Parameters that hold one matrix for each expert."""
+    named = [module for name, module in stage.named_modules() if name.rpartition(".")[2] == "experts"]
+    return {memory_of(weight) for module in named for weight in module.parameters(recurse=False) if weight.dim() == 3}
+
+
+def _chosen(seen: Seen, call: Call, stacks: set[int]) -> float:
+    """The share of experts that a token needs where it goes through all of them, as in Llama 4."""
+    if call.name in EXPERTS or not call.reads.keys() & stacks:
+        return 1.0
+    config = seen.stage.whole_config.get_text_config()
+    chosen, number = (getattr(config, name, None) for name in ("num_experts_per_tok", "num_local_experts"))
+    return chosen / number if chosen and number else 1.0
 
 
 def _parts(calls: Sequence[Call], divided: set[int]) -> set[int]:

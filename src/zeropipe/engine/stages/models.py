@@ -23,6 +23,8 @@ def decoder_config(config: Any) -> Any:
         text = config.get_text_config(decoder=True)
     except ValueError as error:
         raise refusal(config, str(error)) from None
+    if not hasattr(text, "model_type"):
+        raise refusal(config, "this type has no text part, but its config has a text_config")
     part = config if type(text) is type(config) else text
     if causal_class(part) is None:
         what = "it" if part is config else f"its text part ({part.model_type})"

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from zeropipe.engine.count.count import Counter
 
 MOST_LAYERS = 1000  # all of them are built, without memory
+_LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")  # names that configs have for their number
 _ONE = Sizes(8, 8, 2, 1)  # where only the layers and their parameters are asked for
 
 
@@ -32,11 +33,11 @@ class CountedModel:
 
     @property
     def tied(self) -> bool:
-        return self._count(_ONE).tied > 0
+        return self._any().tied > 0
 
     @property
     def layers(self) -> tuple[str, ...]:
-        return self._count(_ONE).layers
+        return self._any().layers
 
     def kinds(self, at: Sizes) -> dict[str, Sequence[Op]]:
         found = self._count(at)
@@ -57,9 +58,13 @@ class CountedModel:
         total = sum(op.parameters for kind in ("embedding", "head") for op in found.kinds[kind]) - found.tied
         active = total
         for ops in (found.kinds[layer] for layer in found.layers):
-            whole = sum(op.parameters for op in ops)
-            total, active = total + whole, active + whole - sum(map(_idle, ops))
+            total += sum(op.parameters for op in ops)
+            active += sum(op.parameters if op.met is None else op.met for op in ops)
         return total, active
+
+    def _any(self) -> Counted:
+        """For what is the same at all sizes."""
+        return next(iter(self._found.values()), None) or self._count(_ONE)
 
     def _count(self, at: Sizes) -> Counted:
         if at not in self._found:
@@ -73,11 +78,12 @@ class CountedModel:
         return self._counters[element]
 
     def _open(self, element: int) -> Counter:
-        number = self.config.get("num_hidden_layers", 0)
-        if type(number) is int and number > MOST_LAYERS:
-            raise ConfigError(
-                f"{self.name}: num_hidden_layers={number}: {self.unknown} are counted with at most {MOST_LAYERS} layers"
-            )
+        text = self.config.get("text_config")
+        for name, number in {**self.config, **(text if isinstance(text, Mapping) else {})}.items():
+            if name in _LAYERS and type(number) is int and number > MOST_LAYERS:
+                raise ConfigError(
+                    f"{self.name}: {name}={number}: {self.unknown} are counted with at most {MOST_LAYERS} layers"
+                )
         try:
             import torch
 
@@ -88,9 +94,3 @@ class CountedModel:
                 "pip install 'zeropipe[engine]'"
             ) from None
         return Counter(self.config, torch.float32 if element == 4 else torch.bfloat16)
-
-
-def _idle(op: Op) -> int:
-    """Parameters of a product that one token does not meet: those of experts that it does not choose."""
-    met = round(op.flops / (2 * _ONE.tokens))
-    return op.parameters - met if op.is_product and op.parameters > 1.5 * met > 0 else 0

@@ -84,7 +84,7 @@ def layer_cost(
     weights = sum(map(pricing.weights, ops))
     return LayerCost(
         f=max(forward, least), i=max(backward + again, I_LAUNCH * least),
-        w=max(weights, pricing.gpu.efficiency.launch if block else 0.0),
+        w=max(weights, pricing.gpu.efficiency.launch if block and weights else 0.0),
         activation=held, stash=sum(op.stash for op in ops), workspace=workspace + grown,
         message=message if block else 0.0, parameters=sum(op.parameters for op in ops),
         flops=sum(op.flops if op.useful is None else op.useful for op in ops),

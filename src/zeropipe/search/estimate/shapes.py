@@ -224,6 +224,8 @@ def named_config(model: str | Mapping[str, Any]) -> tuple[str, Mapping[str, Any]
 
 def _shape(name: str, data: Mapping[str, Any]) -> Shape:
     if isinstance(data.get("text_config"), Mapping):  # of a model that also sees: its text part
+        if data["text_config"].get("model_type") is None and data.get("model_type") is not None:
+            raise NotKnown(f"models of type {short(data['model_type'])}")
         whole = {key: data[key] for key in ("tie_word_embeddings",) if data.get(key) is not None}
         data = {**whole, **data["text_config"]}
     kind = data.get("model_type")
