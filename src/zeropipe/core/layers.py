@@ -7,6 +7,9 @@ from operator import index
 
 from zeropipe.errors import ConfigError, short
 
+# what the configs of models call their number of layers
+NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers")
+
 
 def layer_counts(num_layers: int, num_stages: int, first_less: int = 0, last_less: int = 0) -> tuple[int, ...]:
     """Layers per stage: as even as can be, the first stage `first_less` fewer (it embeds), the last `last_less` (head).

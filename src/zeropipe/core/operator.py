@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+ENDS = ("embedding", "head")  # what a model has beside its layers
+
 
 @dataclass(frozen=True)
 class Op:
@@ -41,7 +43,7 @@ class Op:
 class Counted:
     """A model whose pieces were run without memory, with one microbatch: the operators of each kind of layer.
 
-    The kinds are those of the decoder layers, and "embedding" and "head".
+    The kinds are those of the decoder layers, and of ENDS.
     """
 
     layers: tuple[str, ...]  # the kind of each decoder layer

@@ -10,17 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeropipe.core.operator import Counted, Op
+from zeropipe.core.operator import ENDS, Counted, Op
 from zeropipe.engine.count.operators import Seen, operators
 from zeropipe.engine.count.share import share
 from zeropipe.engine.count.watch import Watched, memory_of, watching
 from zeropipe.engine.profile.pieces import Cut, open_pieces
 from zeropipe.engine.stages.hf import HFStage
-from zeropipe.engine.stages.models import meta_model
 from zeropipe.engine.stages.proof import words
 from zeropipe.errors import ConfigError
-
-ENDS = ("embedding", "head")
 
 
 class Counter:
@@ -28,7 +25,6 @@ class Counter:
 
     def __init__(self, source: str | Mapping[str, Any], dtype: torch.dtype) -> None:
         self._pieces = open_pieces(source, dtype, 0)
-        self._whole = meta_model(self._pieces.model.config, dtype)
 
     def count(self, sequence: int, microbatch_size: int, tp: int = 1) -> Counted:
         """What one GPU of `tp` does for one microbatch."""
@@ -71,10 +67,10 @@ class Counter:
 
     def _stage(self, piece: Cut) -> HFStage:
         """A piece as a stage of its own: layers that it does not have are not copied."""
-        model = self._pieces.model
-        layers = self._whole.get_submodule(model.family.layers).children()
+        model, whole = self._pieces.model, self._pieces.whole
+        layers = whole.get_submodule(model.family.layers).children()
         others = {id(layer): layer for index, layer in enumerate(layers) if index not in piece.cut[piece.stage]}
-        stage = HFStage(copy.deepcopy(self._whole, others), model.family, piece.cut, piece.stage, model.head)
+        stage = HFStage(copy.deepcopy(whole, others), model.family, piece.cut, piece.stage, model.head)
         stage.tie()
         return stage.train()
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
-from zeropipe.core.operator import Op
+from zeropipe.core.operator import ENDS, Op
 from zeropipe.engine.backward.linear import defer, deferred_in
 from zeropipe.engine.count.graph import kernels, least_kept, moved
 from zeropipe.engine.count.watch import ATTENTION, EXPERTS, Call, Watched, memory_of
@@ -32,7 +32,7 @@ class Seen:
     def module_parameters(self) -> list[nn.Parameter]:
         """Those of the layer, or those outside of all layers."""
         inside = [parameter for layer in self.stage.blocks for parameter in layer.parameters()]
-        if self.kind not in ("embedding", "head"):
+        if self.kind not in ENDS:
             return inside
         apart = set(map(id, inside))
         return [parameter for parameter in self.stage.parameters() if id(parameter) not in apart]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -21,7 +21,7 @@ _GROUP = "counted"
 
 
 @contextmanager
-def share(stage: HFStage, tp: int, watched: Watched) -> Iterator[list[Tensor]]:
+def share(stage: HFStage, tp: int, watched: Watched) -> Iterator[Sequence[Tensor]]:
     """Spread a stage by its model's own plan; gives the parameters that are divided. ConfigError if tp cannot be."""
     if tp == 1:
         yield []
@@ -39,7 +39,7 @@ def share(stage: HFStage, tp: int, watched: Watched) -> Iterator[list[Tensor]]:
         layer.is_watched = True  # autograd runs it: deferring asks what device it is on
     actors[_GROUP] = _Alone(watched, tp)
     try:
-        yield list(sharing.pieces())
+        yield sharing.pieces()
     finally:
         del actors[_GROUP]
 

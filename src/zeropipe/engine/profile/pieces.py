@@ -36,6 +36,7 @@ class Pieces:
     """A model that can be built piece by piece."""
 
     model: Model
+    whole: nn.Module  # without memory
     layers: tuple[str, ...]  # the kind of each decoder layer
     cuts: tuple[Cut, ...]
 
@@ -50,7 +51,7 @@ def open_pieces(source: str | Mapping[str, Any], dtype: torch.dtype, seed: int) 
     family, whole = model.family, meta_model(model.config, dtype)
     numbers = kinds(whole, family.layers, per_layer(whole, family.layers))
     names = _names(whole.get_submodule(family.layers), numbers, model.config)
-    return Pieces(model, names, _cuts(names, family.bare_ends))
+    return Pieces(model, whole, names, _cuts(names, family.bare_ends))
 
 
 def _config(source: str | Mapping[str, Any]) -> Any:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from zeropipe.core.checkpointing import Checkpointing
-from zeropipe.core.layers import check_counts, layer_counts
+from zeropipe.core.layers import NUM_LAYERS, check_counts, layer_counts
 from zeropipe.core.mesh import DATA, Mesh, num_processes
 from zeropipe.core.schedule import Schedule
 from zeropipe.errors import ConfigError
@@ -24,9 +24,6 @@ BUILT_IN = {
     "llama-8b": (32, 4096, 14336, 32, 8, 128, 128256),
 }
 TIED = ("qwen3-0.6b",)  # whose head is the embedding, as published
-
-# names of one and the same field
-_NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers")
 
 
 @dataclass(frozen=True)
@@ -103,7 +100,7 @@ def layers_of(job: Job) -> int:
 
 def num_layers_in(config: Mapping[str, Any]) -> Any:
     """The number of layers that a model's config tells: gpt2, mpt and gpt_neo have names of their own for it."""
-    return next((config[name] for name in _NUM_LAYERS if name in config), None)
+    return next((config[name] for name in NUM_LAYERS if name in config), None)
 
 
 def counts_of(job: Job, schedule: Schedule) -> tuple[int, ...]:

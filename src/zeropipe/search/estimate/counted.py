@@ -9,15 +9,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from zeropipe.core.layers import NUM_LAYERS
 from zeropipe.core.operator import Counted, Op
 from zeropipe.errors import ConfigError
-from zeropipe.search.estimate.operators import Sizes, loss
+from zeropipe.search.estimate.operators import Sizes, loss, num_parameters
 
 if TYPE_CHECKING:
     from zeropipe.engine.count.count import Counter
 
 MOST_LAYERS = 1000  # all of them are built, without memory
-_LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")  # names that configs have for their number
 _ONE = Sizes(8, 8, 2, 1)  # where only the layers and their parameters are asked for
 
 
@@ -55,12 +55,7 @@ class CountedModel:
 
     def num_parameters(self) -> tuple[int, int]:
         found = self._count(_ONE)
-        total = sum(op.parameters for kind in ("embedding", "head") for op in found.kinds[kind]) - found.tied
-        active = total
-        for ops in (found.kinds[layer] for layer in found.layers):
-            total += sum(op.parameters for op in ops)
-            active += sum(op.parameters if op.met is None else op.met for op in ops)
-        return total, active
+        return num_parameters(found.layers, found.kinds, found.tied)
 
     def _any(self) -> Counted:
         """For what is the same at all sizes."""
@@ -80,7 +75,7 @@ class CountedModel:
     def _open(self, element: int) -> Counter:
         text = self.config.get("text_config")
         for name, number in {**self.config, **(text if isinstance(text, Mapping) else {})}.items():
-            if name in _LAYERS and type(number) is int and number > MOST_LAYERS:
+            if name in NUM_LAYERS and type(number) is int and number > MOST_LAYERS:
                 raise ConfigError(
                     f"{self.name}: {name}={number}: {self.unknown} are counted with at most {MOST_LAYERS} layers"
                 )

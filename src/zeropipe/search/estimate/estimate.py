@@ -15,7 +15,6 @@ from zeropipe.search.estimate.price import Pricing, layer_cost
 from zeropipe.sim.layer_costs import LayerCosts, Setting, State
 
 DTYPES = {"bf16": 2, "float16": 2, "float32": 4}
-ENDS = ("embedding", "head", "loss")
 SHORT = {"bfloat16": "bf16", "fp16": "float16", "fp32": "float32"}
 
 
@@ -72,7 +71,8 @@ def _setting(model: Model, pricing: Pricing, mode: str, size: int, sequence: int
     at = Sizes(size * sequence, sequence, DTYPES[pricing.dtype], pricing.tp)
     message, wish = model.message(at), Checkpointing.parse(mode)
     costs = {
-        name: layer_cost(ops, pricing, message, wish, block=name not in ENDS) for name, ops in model.kinds(at).items()
+        name: layer_cost(ops, pricing, message, wish, block=name in model.layers)
+        for name, ops in model.kinds(at).items()
     }
     return Setting(costs, mode, size, pricing.tp, pricing.compile)
 

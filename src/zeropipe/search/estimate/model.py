@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from zeropipe.core.operator import Op
 from zeropipe.errors import ConfigError
 from zeropipe.search.estimate.counted import CountedModel
-from zeropipe.search.estimate.operators import Sizes, decoder, embedding, head, loss
+from zeropipe.search.estimate.operators import Sizes, decoder, embedding, head, loss, num_parameters
 from zeropipe.search.estimate.shapes import Layer, NotKnown, Shape, named_config, shape_of
 
 
@@ -117,21 +117,5 @@ class ShapedModel:
         return sizes
 
     def num_parameters(self) -> tuple[int, int]:
-        shape, at = self.shape, Sizes(1, 1, 2, 1)
-        ends = [embedding(shape, at), head(shape, at)]
-        total = sum(op.parameters for ops in ends for op in ops) - shape.tied * shape.vocabulary * shape.hidden
-        active = total
-        for layer in shape.layers:
-            ops = decoder(shape, layer, at)
-            whole = sum(op.parameters for op in ops)
-            idle = 0
-            if layer.experts and shape.experts:
-                stacks = sum(op.parameters for op in ops if op.name in ("gate_up", "down") and _is_stack(op, shape))
-                idle = stacks * (shape.experts.number - shape.experts.chosen) // shape.experts.number
-            total, active = total + whole, active + whole - idle
-        return total, active
-
-
-def _is_stack(op: Op, shape: Shape) -> bool:
-    assert shape.experts is not None
-    return op.parameters >= shape.experts.number * shape.experts.size * shape.hidden
+        shape = self.shape
+        return num_parameters(self.layers, self.kinds(Sizes(1, 1, 2, 1)), shape.tied * shape.vocabulary * shape.hidden)

@@ -7,10 +7,11 @@ it in the backward; a tensor that two of them need is counted with the first.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from zeropipe.core.operator import Op
-from zeropipe.search.estimate.shapes import Layer, Shape
+from zeropipe.core.operator import ENDS, Op
+from zeropipe.search.estimate.shapes import Experts, Layer, Shape
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,15 @@ def decoder(shape: Shape, layer: Layer, at: Sizes) -> list[Op]:
 def _on_every_gpu(ops: list[Op], tp: int) -> list[Op]:
     """Operators that each GPU of `tp` runs whole: a share of each one's work is useful."""
     return [replace(op, useful=(op.flops if op.useful is None else op.useful) / tp) for op in ops]
+
+
+def num_parameters(layers: Sequence[str], kinds: Mapping[str, Sequence[Op]], tied: int) -> tuple[int, int]:
+    """All parameters of these layers and of both ends, and those that a token meets: `tied` ones count once."""
+    total = active = -tied
+    for op in (op for kind in (*ENDS, *layers) for op in kinds[kind]):
+        total += op.parameters
+        active += op.parameters if op.met is None else op.met
+    return total, active
 
 
 def embedding(shape: Shape, at: Sizes) -> list[Op]:
@@ -212,9 +222,9 @@ def _experts(shape: Shape, at: Sizes) -> list[Op]:
     extra = experts.number if experts.scoring_bias else 0
     ops = [
         router, Op("choice", parameters=extra, moved=(2 * h, 2 * h)),
-        linear("gate_up", shape.hidden, 2 * width, at, rows=rows, copies=copies, parts=at.tp),
+        _chosen(linear("gate_up", shape.hidden, 2 * width, at, rows=rows, copies=copies, parts=at.tp), experts),
         Op("act", kept=(3 * n, 2 * n), moved=(5 * n, 3 * n)),
-        linear("down", width, shape.hidden, at, rows=rows, copies=copies, parts=at.tp),
+        _chosen(linear("down", width, shape.hidden, at, rows=rows, copies=copies, parts=at.tp), experts),
         Op("weigh", kept=(h, h), kept_op=0.0, moved=(4 * h, 3 * h), summed=h / rows if at.tp > 1 else 0.0),
     ]  # fmt: skip
     if experts.shared:
@@ -224,3 +234,8 @@ def _experts(shape: Shape, at: Sizes) -> list[Op]:
             shared = _on_every_gpu(_mlp(shape, experts.shared, replace(at, tp=1)), at.tp)
         ops += [*shared, *gate, _add(shape.hidden, at)]
     return ops
+
+
+def _chosen(op: Op, experts: Experts) -> Op:
+    """A product of all experts, of which a token meets some."""
+    return replace(op, met=op.parameters * experts.chosen // experts.number)
