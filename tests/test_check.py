@@ -162,7 +162,7 @@ def test_a_program_keeps_the_schedules_order():
 @pytest.mark.parametrize(
     "placement,rows,words",
     [
-        (zp.Placement(((0,),)), [["0F0", "0B0"], []], "places 1 stages: there are 2"),
+        (zp.Placement(((0,),)), [["0F0", "0B0"], []], "places 1 stage: there are 2"),
         (zp.Placement(((0, 2),)), [["0F0", "0B0"], []], "stage 1 is placed on rank 2: ranks are 0 to 1"),
         (zp.Placement(((0, 1), (1, 0))), [["0F0", "0B0"], []], "2 tables"),
         (zp.Placement(((0, 0),)), [["0F0", "1F0", "1B0", "0B0"]], "1 rows for 2 ranks"),

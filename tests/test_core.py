@@ -107,7 +107,7 @@ def test_a_mirror_sends_the_second_half_the_other_way():
         ("0F0,2F0,0B0,2B0\n", "stage 1 does not appear"),
         ("0SEND_F0\n", "no computation"),
         ("0F0,0B0\n,\n1F0,1B0\n", "line 2 holds no action: a line is a rank's"),
-        ("0F0\n0F9999999\n", "fewer actions than 1 stages times 10000000 microbatches"),
+        ("0F0\n0F9999999\n", "fewer actions than 1 stage times 10,000,000 microbatches"),
     ],
 )
 def test_a_bad_csv_is_named(text, words):

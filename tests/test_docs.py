@@ -28,7 +28,7 @@ BLOCK = re.compile(
 
 
 def without_numbers(text: str) -> str:
-    text = re.sub(r"[-+]?\d[\d.,]*( (s|ms|µs|us|ns|B|KiB|MiB|GiB)\b)?", "#", text)
+    text = re.sub(r"[-+]?\d[\d.,]*( (s|ms|µs|us|ns|B|KB|MB|GB)\b)?", "#", text)
     return re.sub(r"[ ─]+", " ", text)
 
 

@@ -299,8 +299,8 @@ def test_an_interrupt_returns_the_best_so_far():
         ({"seed": "x"}, "seed='x': a whole number"),
         ({"weight_parts": 0}, "weight_parts=0: a W is cut into 1 to 64 parts"),
         (
-            {"costs": zp.Costs(activation=2**31, memory_limit=2**30, memory_unit="B")},
-            "memory_limit=1 GiB: rank 0 needs 2 GiB for its weights and one",
+            {"costs": zp.Costs(activation=2e9, memory_limit=1e9, memory_unit="B")},
+            "memory_limit=1 GB: rank 0 needs 2 GB for its weights and one",
         ),
         ({"costs": zp.Costs(weights=3, memory_limit=3.5)}, "memory_limit=3.5: rank 0 needs 4 for its weights and one"),
         ({"costs": zp.Costs(f=(1, 2, 3))}, "f has 3 entries, the schedule has 4 stages"),

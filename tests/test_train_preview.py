@@ -12,6 +12,7 @@ import zeropipe as zp
 from zeropipe.cli.app import address
 from zeropipe.cli.request import request_of
 from zeropipe.engine.run.spec import Job, layers_of
+from zeropipe.search.estimate.counted import CountedModel
 from zeropipe.search.estimate.estimate import num_parameters
 from zeropipe.search.estimate.known import KNOWN
 from zeropipe.search.plan.write import write_run
@@ -222,6 +223,19 @@ def test_copies_take_time_for_their_sums():
         "--data.batch 8", "--data.batch 16 --mesh.dp_replicate 2"))  # fmt: skip
     largest = max(rank.parameters for rank in one.ranks)
     assert two.prediction.step - one.prediction.step == pytest.approx(largest * 4 / (450e9 * 0.8))
+
+
+def test_a_dry_run_builds_a_counted_model_once(tmp_path, monkeypatch):
+    """For balanced layers, the prediction, and the number of parameters."""
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 4, "vocab_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "falcon", **sizes}))
+    opened, real = [], CountedModel._open
+    monkeypatch.setattr(CountedModel, "_open", lambda self, element: opened.append(element) or real(self, element))
+    given = "--model.weights random --mesh.pp 2 --schedule.costs h100 --schedule.balance time --data.sequence 32"
+    made = preview(read_run(None, ["--model.path", str(tmp_path), "--train.steps", "1", *given.split()]))
+    assert made.prediction is not None
+    assert made.num_parameters == 45_376
+    assert opened == [4]
 
 
 def test_a_dry_run_needs_no_torch_and_fits_a_terminal(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 import zeropipe as zp
-from zeropipe.core.units import size_text, tick_step, time_text
+from zeropipe.core.units import count_text, parameters_text, size_text, tick_step, time_text
 from zeropipe.viz.colors import MIXED, shades
 
 
@@ -162,8 +162,13 @@ def test_every_span_has_ticks(most, power):
         (time_text(0, "s"), "0 s"), (time_text(-0.0025, "s"), "-2.5 ms"), (time_text(3e-7, "s"), "300 ns"),
         (time_text(3e-12, "s"), "0.003 ns"), (time_text(90, "s"), "90 s"),
         (time_text(3.3e-17, ""), "3.3e-17"), (time_text(2.5, ""), "2.5"),
-        (size_text(0, "B"), "0 B"), (size_text(0.5, "B"), "0.5 B"), (size_text(1536, "B"), "1.5 KiB"),
-        (size_text(3 * 2**40, "B"), "3 TiB"), (size_text(4, ""), "4"),
+        (size_text(0, "B"), "0 B"), (size_text(0.5, "B"), "0.5 B"), (size_text(1500, "B"), "1.5 KB"),
+        (size_text(3e12, "B"), "3 TB"), (size_text(4, ""), "4"),
+        (count_text(1, "rank"), "1 rank"), (count_text(0, "entry"), "0 entries"),
+        (count_text(2, "process"), "2 processes"),
+        (count_text(1024, "microbatch"), "1,024 microbatches"), (parameters_text(42560), "42,560 parameters"),
+        (parameters_text(8_190_735_360), "8,190.7M parameters"),
+        (zp.build("gpipe", ranks=1, microbatches=1).sizes, "1 rank, 1 stage (linear), 1 microbatch"),
     ],
 )  # fmt: skip
 def test_numbers_for_people(text, says):

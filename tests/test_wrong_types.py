@@ -61,7 +61,7 @@ MISTAKES = {
     ),
     "a short table": (
         lambda: _build_placed(lambda p: zp.Placement(((0,),))),
-        "placed: the placement places 1 stages: there are 2",
+        "placed: the placement places 1 stage: there are 2",
     ),
     "a rule as placement": (
         lambda: zp.Schedule.of(SCHEDULE.problem, zp.vee, []),

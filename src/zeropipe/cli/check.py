@@ -9,6 +9,7 @@ import click
 from zeropipe.cli import options as opt
 from zeropipe.cli import output
 from zeropipe.cli.progress import progress
+from zeropipe.core.units import count_text
 from zeropipe.errors import ScheduleError
 
 if TYPE_CHECKING:
@@ -44,9 +45,8 @@ def check(schedule: str, as_json: bool, **given: Any) -> None:
         })  # fmt: skip
         return
     print(
-        f"{schedule}: ok. {proven.num_ranks} ranks, {proven.num_stages} stages ({proven.placement.name}), "
-        f"{proven.num_microbatches} microbatches: {proven.num_actions} actions, {messages} messages, "
-        "complete, placed, no deadlock (eager and rendezvous)"
+        f"{schedule}: ok. {proven.sizes}: {count_text(proven.num_actions, 'action')}, "
+        f"{count_text(messages, 'message')}, complete, placed, no deadlock (eager and rendezvous)"
     )
     output.print_warnings(proven)
 

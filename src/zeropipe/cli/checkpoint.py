@@ -14,6 +14,7 @@ import click
 from zeropipe.cli import options as opt
 from zeropipe.cli import output
 from zeropipe.cli.progress import progress
+from zeropipe.core.units import count_text
 from zeropipe.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def convert(source: str, target: str, shard_size: float, like: str | None, as_js
         output.print_json({"made": made, "path": target, "num_files": len(files), "num_bytes": size})
     else:
         what = {"model": "a model directory", "adapter": "an adapter of peft's", "checkpoint": "a checkpoint"}[made]
-        print(f"wrote {target}: {what}, {len(files)} files, {output.size_text(size, 'B')}")
+        print(f"wrote {target}: {what}, {count_text(len(files), 'file')}, {output.size_text(size, 'B')}")
 
 
 def _layers(directory: str) -> int:
@@ -125,17 +126,20 @@ def _show(path: str, manifest: Manifest, facts: dict[str, Any]) -> None:
     weights, states = manifest.under("model"), manifest.under("optim")
     step = "no step" if manifest.step is None else f"step {manifest.step}"
     kind = f" of {facts['model_type']}" if facts["model_type"] else ""
-    print(f"{path}: {step}, {len(weights)} tensors{kind}, {facts['num_parameters']:,} parameters, {_size(weights)}")
+    print(
+        f"{path}: {step}, {count_text(len(weights), 'tensor')}{kind}, "
+        f"{count_text(facts['num_parameters'], 'parameter')}, {_size(weights)}"
+    )
     there = manifest.written_by
     mesh = ", ".join(f"{name}={size}" for name, size in there["mesh"].items())
     where = f"written by {there['schedule']} ({there['placement']}) on {mesh}" if mesh else "made of a model directory"
     print(f"{where}, stages: {there['num_stages']}; zeropipe {there['zeropipe']}, torch {there['torch']}")
     if facts["optimizer"]:
         kept = ", ".join(sorted({name.rpartition(".")[2] for name in states})) or "no tensors yet"
-        print(f"optimizer {facts['optimizer']['kind']}: {kept}; {len(states)} tensors, {_size(states)}")
+        print(f"optimizer {facts['optimizer']['kind']}: {kept}; {count_text(len(states), 'tensor')}, {_size(states)}")
         for group in facts["optimizer"]["groups"]:
             options = ", ".join(f"{key}={_plain(value)}" for key, value in group["options"].items())
-            print(f"  {group['num_parameters']} parameters: {options}")
+            print(f"  {count_text(group['num_parameters'], 'parameter')}: {options}")
     for name, counted in facts["ties"].items():
         print(f"{name} is {counted}")
     if facts["extra"] is not None:

@@ -12,6 +12,7 @@ import click
 from zeropipe.cli import options as opt
 from zeropipe.cli import output
 from zeropipe.cli.progress import progress
+from zeropipe.core.units import count_text
 from zeropipe.errors import ConfigError, ScheduleError
 
 if TYPE_CHECKING:
@@ -105,8 +106,10 @@ def _compared(request: Request) -> Result:
             except (ConfigError, ScheduleError) as error:
                 if wish.spec.is_file or (wish.spec.name in named and not several):
                     raise
-                at = f" at {wish.ranks} ranks, {wish.microbatches} microbatches" if several else ""
-                refused.append((wish.title + at, str(error)))
+                title = wish.title
+                if several and wish.ranks and wish.microbatches:
+                    title += f" at {_size_text((wish.ranks, wish.microbatches))}"
+                refused.append((title, str(error)))
                 continue
             schedule = found.schedule if isinstance(found, Timeline) else found
             if isinstance(found, Timeline) and request.file_costs is None:
@@ -202,7 +205,7 @@ def _size(timeline: Timeline) -> tuple[int, int]:
 
 
 def _size_text(size: tuple[int, int]) -> str:
-    return f"{size[0]} ranks, {size[1]} microbatches"
+    return f"{count_text(size[0], 'rank')}, {count_text(size[1], 'microbatch')}"
 
 
 def _print_json(result: Result, request: Request) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from zeropipe.cli import output
+from zeropipe.core.units import count_text
 from zeropipe.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -41,10 +42,11 @@ def tell(found: LayerCosts, words: str, out: str | None, as_json: bool) -> None:
 def _print_setting(found: LayerCosts, setting: Setting) -> None:
     """The table of one setting, estimated or measured."""
     console = output.console()
-    device = found.machine.get("gpu") or f"{found.machine.get('cpu', 'a CPU')} ({found.machine.get('ranks', 1)} ranks)"
+    machine = found.machine
+    device = machine.get("gpu") or f"{machine.get('cpu', 'a CPU')} ({count_text(machine.get('ranks', 1), 'rank')})"
     word = "an estimate" if found.source == "estimate" else "measured"
     console.print(
-        f"{found.model} on {device}, {found.dtype}, {found.sequence} tokens, {setting}: {word}",
+        f"{found.model} on {device}, {found.dtype}, {count_text(found.sequence, 'token')}, {setting}: {word}",
         style="bold", markup=False, soft_wrap=True,
     )  # fmt: skip
     rows = output.table("name", "number", "F", "I", "W", "held\nF to I", "kept\nI to W", "parameters", left=("name",))

@@ -83,12 +83,7 @@ def fitted(made: Table, console: Console) -> Table:
 
 def problem_text(timeline: Timeline) -> str:
     """`zbv: 4 ranks, 8 stages (vee), 8 microbatches`."""
-    s = timeline.schedule
-    parts = s.problem.num_weight_parts
-    return (
-        f"{timeline.title}: {s.num_ranks} ranks, {s.num_stages} stages ({s.placement.name}), "
-        f"{s.num_microbatches} microbatches" + (f", W in {parts} parts" if parts > 1 else "")
-    )
+    return f"{timeline.title}: {timeline.schedule.sizes}"
 
 
 def costs_text(per: str, setting: str = "") -> str:

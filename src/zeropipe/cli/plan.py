@@ -12,7 +12,7 @@ import click
 from zeropipe.cli import options as opt
 from zeropipe.cli import output
 from zeropipe.cli.estimate import efficiency_of
-from zeropipe.core.units import gigabytes
+from zeropipe.core.units import count_text, gigabytes
 from zeropipe.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -121,8 +121,9 @@ def _print(made: Plan, number: int) -> None:
     console, costs = output.console(), made.scene.costs
     words = "estimated" if costs.source == "estimate" else "measured"
     console.print(
-        f"{costs.model}: {made.gpus} GPUs ({costs.machine.get('gpu', 'profiled')}), {made.batch} sequences of "
-        f"{costs.sequence} tokens, {gigabytes(made.scene.limit)} of each GPU; {words} costs",
+        f"{costs.model}: {count_text(made.gpus, 'GPU')} ({costs.machine.get('gpu', 'profiled')}), "
+        f"{count_text(made.batch, 'sequence')} of {count_text(costs.sequence, 'token')}, "
+        f"{gigabytes(made.scene.limit)} of each GPU; {words} costs",
         style="bold", markup=False, soft_wrap=True,
     )  # fmt: skip
     best = made.best
@@ -146,7 +147,7 @@ def _print(made: Plan, number: int) -> None:
     for row in made.misfits[:CLOSE]:
         console.print(f"does not fit: {row.candidate}: {gigabytes(row.over)} over", soft_wrap=True)
     left = f", {made.num_left_out:,} with more work left out" if made.num_left_out else ""
-    output.note(f"{made.num_tried:,} candidates in {made.seconds:.0f} s{left}")
+    output.note(f"{count_text(made.num_tried, 'candidate')} in {made.seconds:.0f} s{left}")
 
 
 def _table(cells: dict[str, list[str]], console: Console) -> Table:

@@ -14,6 +14,7 @@ from zeropipe.cli import options as opt
 from zeropipe.cli import output
 from zeropipe.cli import run_text as text
 from zeropipe.core.mesh import Mesh, format_mesh, num_processes, parse_mesh
+from zeropipe.core.units import count_text
 from zeropipe.errors import ConfigError, short
 
 if TYPE_CHECKING:
@@ -185,8 +186,8 @@ def _built(schedules: tuple[str, ...], sizes: dict[str, Any], wishes: dict[str, 
     for schedule in built:  # a file has ranks of its own
         if mesh and schedule.num_ranks != dict(mesh).get("pp", 1):
             raise ConfigError(
-                f"{schedule.name} is for {schedule.num_ranks} ranks, --mesh has pp={dict(mesh).get('pp', 1)}: give "
-                f"pp={schedule.num_ranks}"
+                f"{schedule.name} is for {count_text(schedule.num_ranks, 'rank')}, --mesh has "
+                f"pp={dict(mesh).get('pp', 1)}: give pp={schedule.num_ranks}"
             )
     if local:
         require_cores(built[0].num_ranks)
@@ -197,8 +198,8 @@ def _with_mesh(request: Request, mesh: Mesh, world: str | None) -> Request:
     """Schedules have the mesh's number of pipeline ranks."""
     if world is not None and world.isdecimal() and int(world) != num_processes(mesh):
         raise ConfigError(
-            f"--mesh {format_mesh(mesh)} is of {num_processes(mesh)} processes, torchrun started {world}: start "
-            f"{num_processes(mesh)}"
+            f"--mesh {format_mesh(mesh)} is of {count_text(num_processes(mesh), 'process')}, torchrun started "
+            f"{world}: start {num_processes(mesh)}"
         )
     pp = dict(mesh).get("pp", 1)
     if request.ranks and request.ranks != (pp,):

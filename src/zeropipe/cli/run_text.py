@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from zeropipe.cli import output
 from zeropipe.core.mesh import format_mesh
+from zeropipe.core.units import count_text, parameters_text
 
 if TYPE_CHECKING:
     from zeropipe.core.schedule import Schedule
@@ -49,9 +50,8 @@ def print_run(result: Outcome, guess: Timeline, job: Job) -> None:
     console, real = output.console(), result.measured.timeline
     schedule = real.schedule
     console.print(
-        f"{schedule.name}: {schedule.num_ranks} ranks, {schedule.num_stages} stages ({schedule.placement.name}), "
-        f"{schedule.num_microbatches} microbatches of {job.batch} x {job.sequence} tokens; "
-        f"{job.model}, {result.num_parameters / 1e6:.1f}M parameters, {job.dtype} on {job.device}",
+        f"{schedule.name}: {schedule.sizes} of {job.batch} x {count_text(job.sequence, 'token')}; "
+        f"{job.model}, {parameters_text(result.num_parameters)}, {job.dtype} on {job.device}",
         style="bold",
         markup=False,
     )
@@ -63,7 +63,9 @@ def print_run(result: Outcome, guess: Timeline, job: Job) -> None:
         console.print(f"gradients equal those of the model in one process, to {result.gradient_error:.0e}")
     cores, processes = os.cpu_count() or 1, num_ranks_of(job, schedule)
     if job.device == "cpu" and processes > cores:
-        console.print(f"{processes} ranks share {cores} cores: times are longer than on cores of their own")
+        console.print(
+            f"{processes} ranks share {count_text(cores, 'core')}: times are longer than on cores of their own"
+        )
     rows = output.table("", "measured", "simulated", "difference", left=("",))
     peaks = max(real.peak_memory), max(guess.peak_memory)
     rows.add_row(
@@ -129,8 +131,9 @@ def print_plan(built: list[Schedule], job: Job, as_json: bool) -> None:
     where = f"mesh {format_mesh(job.mesh)}, " if job.mesh else ""
     for plan in plans:
         output.console().print(
-            f"{plan['schedule']}: {plan['num_ranks']} ranks, {plan['num_microbatches']} microbatches, "
-            f"{where}{plan['placement']} placement, layers per stage {' '.join(map(str, plan['layers_per_stage']))}",
+            f"{plan['schedule']}: {count_text(plan['num_ranks'], 'rank')}, "
+            f"{count_text(plan['num_microbatches'], 'microbatch')}, {where}{plan['placement']} placement, layers per "
+            f"stage {' '.join(map(str, plan['layers_per_stage']))}",
             style="bold",
             markup=False,
         )

@@ -11,6 +11,7 @@ import click
 
 from zeropipe.cli import options as opt
 from zeropipe.cli import output
+from zeropipe.core.units import count_text
 from zeropipe.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ def _print(found: Found, placement: str, costs: str) -> None:
 
     console, t = output.console(), found.timeline
     per_rank = found.schedule.problem.stages_per_rank
-    others = f"with {per_rank} stage{'s' if per_rank > 1 else ''} per rank" + (
+    others = f"with {count_text(per_rank, 'stage')} per rank" + (
         f" in a {placement}" if per_rank > 1 and placement != "all" else ""
     )
     console.print(output.problem_text(t), style="bold", markup=False)

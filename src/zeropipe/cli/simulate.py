@@ -9,6 +9,7 @@ import click
 from zeropipe.cli import options as opt
 from zeropipe.cli import output
 from zeropipe.cli.progress import progress
+from zeropipe.core.units import count_text
 
 if TYPE_CHECKING:
     from zeropipe.core.timeline import Timeline
@@ -74,7 +75,7 @@ def _print_timeline(timeline: Timeline, costs: str) -> None:
     path = critical_path(timeline)
     inside = sum(span.end - span.start for span in path if span.action.kind in COMPUTE)
     console.print(
-        f"critical path: {len(path)} actions, {output.time_text(inside, timeline.unit)} of work, "
+        f"critical path: {count_text(len(path), 'action')}, {output.time_text(inside, timeline.unit)} of work, "
         f"{output.time_text(timeline.makespan - inside, timeline.unit)} of waiting for messages"
         f"{', weights and gradients' if sharded else ''}; "
         f"from {path[0].action} on rank {path[0].rank} to {path[-1].action} on rank {path[-1].rank}"

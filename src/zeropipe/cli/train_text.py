@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from zeropipe.cli import output
 from zeropipe.core.mesh import format_mesh
+from zeropipe.core.units import count_text, parameters_text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -27,16 +28,19 @@ def print_preview(made: Preview, as_json: bool) -> None:
         output.print_json(dataclasses.asdict(made))
         return
     console = output.console()
-    size = "" if made.num_parameters is None else f", {made.num_parameters / 1e6:,.1f}M parameters"
-    console.print(f"{made.model}: {made.num_layers} layers{size}, {made.dtype}", style="bold", markup=False)
+    size = "" if made.num_parameters is None else f", {parameters_text(made.num_parameters)}"
+    console.print(
+        f"{made.model}: {count_text(made.num_layers, 'layer')}{size}, {made.dtype}", style="bold", markup=False
+    )
     sizes = format_mesh({name: number for name, number in made.mesh.items() if number > 1 or name == "pp"})
     console.print(
-        f"{_count(made.num_processes, 'process', 'es')} ({sizes}), {_count(made.num_pipelines, 'pipeline')}",
+        f"{count_text(made.num_processes, 'process')} ({sizes}), {count_text(made.num_pipelines, 'pipeline')}",
         markup=False,
     )
     console.print(
-        f"{made.schedule}: {made.num_stages} stages ({made.placement}), {made.num_microbatches} microbatches of "
-        f"{made.microbatch} x {made.sequence:,} tokens each; a step has {made.tokens:,} tokens",
+        f"{made.schedule}: {count_text(made.num_stages, 'stage')} ({made.placement}), "
+        f"{count_text(made.num_microbatches, 'microbatch')} of {made.microbatch} x "
+        f"{count_text(made.sequence, 'token')} each; a step has {count_text(made.tokens, 'token')}",
         markup=False, soft_wrap=True,
     )  # fmt: skip
     console.print(_table(made.ranks))
@@ -80,14 +84,13 @@ def _print_prediction(made: Prediction) -> None:
 def print_outcome(outcome: Outcome, folder: str) -> None:
     """Where to find what."""
     loss = f", loss {outcome.losses[-1]:.4f}" if outcome.losses else ""
-    print(f"{outcome.steps} steps, {outcome.tokens:,} tokens{loss}; checkpoint {outcome.checkpoint}")
+    print(
+        f"{count_text(outcome.steps, 'step')}, {count_text(outcome.tokens, 'token')}{loss}; checkpoint "
+        f"{outcome.checkpoint}"
+    )
     if outcome.export:
         reader = "peft" if (Path(outcome.export) / "adapter_config.json").is_file() else "transformers"
         print(f"wrote {outcome.export} for {reader}")
     report = Path(folder) / "report.html"
     if report.is_file():
         print(f"wrote {report}")
-
-
-def _count(number: int, name: str, plural: str = "s") -> str:
-    return f"{number} {name}{plural if number != 1 else ''}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from operator import index
 
+from zeropipe.core.units import count_text
 from zeropipe.errors import ConfigError, short
 
 # what the configs of models call their number of layers
@@ -27,14 +28,16 @@ def layer_counts(num_layers: int, num_stages: int, first_less: int = 0, last_les
     if num_stages > effective:
         fewer = f" and first_less={first_less}, last_less={last_less}" if first_less or last_less else ""
         raise ConfigError(
-            f"{num_stages} stages for {num_layers} layers{fewer}: each stage needs a layer; give at most {effective} "
-            "stages"
+            f"{count_text(num_stages, 'stage')} for {count_text(num_layers, 'layer')}{fewer}: each stage needs a "
+            f"layer; give at most {effective} stages"
         )
     each, more = divmod(effective, num_stages)
     counts = [each + (stage < more) for stage in range(num_stages)]
     for name, less, stage in (("first_less", first_less, 0), ("last_less", last_less, -1)):
         if less > counts[stage]:
-            raise ConfigError(f"{name}={less} is more than the {counts[stage]} layers of that stage: give less")
+            raise ConfigError(
+                f"{name}={less} is more than the {count_text(counts[stage], 'layer')} of that stage: give less"
+            )
         counts[stage] -= less
     return tuple(counts)
 
@@ -48,8 +51,8 @@ def num_stages_for(
     num_stages = -(-(num_layers + first_less + last_less) // layers_per_stage)
     if num_stages % num_ranks:
         raise ConfigError(
-            f"layers_per_stage={layers_per_stage} gives {num_stages} stages, which {num_ranks} ranks cannot share "
-            f"evenly: choose another layers_per_stage"
+            f"layers_per_stage={layers_per_stage} gives {count_text(num_stages, 'stage')}, which "
+            f"{count_text(num_ranks, 'rank')} cannot share evenly: choose another layers_per_stage"
         )
     return num_stages
 
@@ -63,11 +66,16 @@ def check_counts(counts: Sequence[int], num_layers: int, num_stages: int | None 
     if not known:
         raise ConfigError(f"layers={short(counts)}: give the number of layers of each stage, such as [4, 4]")
     if num_stages is not None and len(known) != num_stages:
-        raise ConfigError(f"layers={list(known)} has {len(known)} entries: the schedule has {num_stages} stages")
+        raise ConfigError(
+            f"layers={list(known)} has {count_text(len(known), 'entry')}: the schedule has "
+            f"{count_text(num_stages, 'stage')}"
+        )
     if min(known) < 0:
         raise ConfigError(f"layers={list(known)}: a stage has 0 layers or more")
     if sum(known) != num_layers:
-        raise ConfigError(f"layers={list(known)} adds up to {sum(known)}: the model has {num_layers} layers")
+        raise ConfigError(
+            f"layers={list(known)} adds up to {sum(known)}: the model has {count_text(num_layers, 'layer')}"
+        )
     return known
 
 

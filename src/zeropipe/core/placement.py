@@ -8,6 +8,7 @@ from operator import index
 from typing import SupportsIndex
 
 from zeropipe.core.action import Action, far_stage
+from zeropipe.core.units import count_text
 from zeropipe.errors import ConfigError, ScheduleError, short
 
 MAX_WEIGHT_PARTS = 64
@@ -120,7 +121,7 @@ def require_placement(placement: Placement, problem: Problem) -> None:
         )
     for table in copies:
         if len(table) != problem.num_stages:
-            raise ConfigError(f"the placement places {len(table)} stages: there are {problem.num_stages}")
+            raise ConfigError(f"the placement places {count_text(len(table), 'stage')}: there are {problem.num_stages}")
         for stage, rank in enumerate(table):
             if not (type(rank) is int and 0 <= rank < problem.num_ranks):
                 raise ConfigError(f"stage {stage} is placed on rank {rank!r}: ranks are 0 to {problem.num_ranks - 1}")
@@ -132,6 +133,7 @@ def require_actions(problem: Problem, num_actions: int) -> None:
         raise ScheduleError(f"num_weight_parts is {problem.num_weight_parts}: there are only {num_actions} actions")
     if problem.num_stages * problem.num_microbatches > num_actions:
         raise ScheduleError(
-            f"there are fewer actions than {problem.num_stages} stages times {problem.num_microbatches} microbatches: "
-            "number both from 0 without gaps, and give each stage and microbatch F and B, or F, I and W"
+            f"there are fewer actions than {count_text(problem.num_stages, 'stage')} times "
+            f"{count_text(problem.num_microbatches, 'microbatch')}: number both from 0 without gaps, and give each "
+            "stage and microbatch F and B, or F, I and W"
         )

@@ -9,6 +9,7 @@ from typing import overload
 from zeropipe.core.action import Step
 from zeropipe.core.packed import PackedRows, pack, unpack
 from zeropipe.core.placement import Placement, Problem, require_problem
+from zeropipe.core.units import count_text
 from zeropipe.errors import ConfigError, short
 
 
@@ -41,7 +42,7 @@ class Rows(Sequence[tuple[Step, ...]]):
         return hash(tuple(self))
 
     def __repr__(self) -> str:
-        return f"<rows of {len(self)} ranks, {self._packed.num_codes} actions>"
+        return f"<rows of {count_text(len(self), 'rank')}, {count_text(self._packed.num_codes, 'action')}>"
 
 
 @dataclass(frozen=True, repr=False)
@@ -93,15 +94,15 @@ class Schedule:
         """`4 ranks, 8 stages (vee), 12 microbatches`."""
         parts = self.problem.num_weight_parts
         return (
-            f"{self.num_ranks} ranks, {self.num_stages} stages ({self.placement.name}), "
-            f"{self.num_microbatches} microbatches" + (f", W in {parts} parts" if parts > 1 else "")
+            f"{count_text(self.num_ranks, 'rank')}, {count_text(self.num_stages, 'stage')} ({self.placement.name}), "
+            f"{count_text(self.num_microbatches, 'microbatch')}" + (f", W in {parts} parts" if parts > 1 else "")
         )
 
     def __str__(self) -> str:
         return "\n".join(_row_text(row) for row in self.rows)
 
     def __repr__(self) -> str:
-        return f"<Schedule {self.name}: {self.sizes}, {self.num_actions} actions>"
+        return f"<Schedule {self.name}: {self.sizes}, {count_text(self.num_actions, 'action')}>"
 
 
 def require_schedule(value: object) -> None:
@@ -118,7 +119,7 @@ class Program:
     packed: PackedRows
 
     def __repr__(self) -> str:
-        return f"<Program of {self.schedule!r}, {self.packed.num_codes} steps>"
+        return f"<Program of {self.schedule!r}, {count_text(self.packed.num_codes, 'step')}>"
 
     @property
     def rows(self) -> Rows:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import ceil, floor, log10
 
 _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
-_BYTES = ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B"))
+_BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "KB"), (1.0, "B"))  # as limits and GPUs have them
 
 
 def number(value: float, digits: int = 4) -> str:
@@ -25,13 +25,25 @@ def time_text(value: float, unit: str) -> str:
 
 
 def size_text(value: float, unit: str) -> str:
-    """A memory level with its unit: `4`, or `1.5 GiB` for bytes."""
+    """A memory level with its unit: `4`, or `1.5 GB` for bytes."""
     return _scaled(value, _BYTES) if unit == "B" else f"{number(value)} {unit}".strip()
 
 
 def gigabytes(size: float) -> str:
     """Bytes in the unit that limits are given in: `75.8 GB`; what is small `42 MB`."""
     return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{number(size / 1e6, 2)} MB"
+
+
+def count_text(count: int, word: str) -> str:
+    """So many of something: `1 rank`, `4,096 tokens`, `2 batches`, `3 entries`."""
+    if count != 1:
+        word = f"{word[:-1]}ies" if word.endswith("ry") else f"{word}es" if word.endswith(("s", "ch")) else f"{word}s"
+    return f"{count:,} {word}"
+
+
+def parameters_text(count: int) -> str:
+    """`8,190.7M parameters`; few of them one by one, `42,560 parameters`."""
+    return count_text(count, "parameter") if count < 1e6 else f"{count / 1e6:,.1f}M parameters"
 
 
 def percent(share: float) -> str:

@@ -14,6 +14,7 @@ from zeropipe.core.action import Kind
 from zeropipe.core.check import check
 from zeropipe.core.packed import kind_of
 from zeropipe.core.schedule import Schedule, require_schedule
+from zeropipe.core.units import count_text
 from zeropipe.engine.comm.fabric import Fabric
 from zeropipe.engine.layout import Layout
 from zeropipe.engine.mesh.shards import sharded
@@ -76,12 +77,14 @@ def check_sizes(schedule: Schedule, layout: Layout) -> None:
         return
     if layout.mesh is None:
         raise ConfigError(
-            f"the schedule {schedule.name} is for {schedule.num_ranks} ranks, {layout.size} are running: start "
-            f"{schedule.num_ranks} processes, or build the schedule for another number of ranks"
+            f"the schedule {schedule.name} is for {count_text(schedule.num_ranks, 'rank')}, {layout.size} are "
+            f"running: start {count_text(schedule.num_ranks, 'process')}, or build the schedule for another number of "
+            "ranks"
         )
     raise ConfigError(
-        f"the schedule {schedule.name} is for {schedule.num_ranks} ranks, the mesh has pp={len(layout.pipeline)}: "
-        f"make a mesh with pp={schedule.num_ranks}, or build the schedule for {len(layout.pipeline)} ranks"
+        f"the schedule {schedule.name} is for {count_text(schedule.num_ranks, 'rank')}, the mesh has "
+        f"pp={len(layout.pipeline)}: make a mesh with pp={schedule.num_ranks}, or build the schedule for "
+        f"{count_text(len(layout.pipeline), 'rank')}"
     )
 
 

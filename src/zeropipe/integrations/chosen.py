@@ -14,6 +14,7 @@ from zeropipe.core.files import SCHEDULES
 from zeropipe.core.layers import num_stages_for
 from zeropipe.core.placement import Placement
 from zeropipe.core.schedule import Schedule
+from zeropipe.core.units import count_text
 from zeropipe.errors import ConfigError
 from zeropipe.pipelining.plan import require_one_copy
 from zeropipe.pipelining.schedules import PipelineSchedule, get_schedule_class
@@ -57,8 +58,8 @@ class Chosen:
             wanted = wanted or num_ranks * find(self.words).stages_per_rank[0]
         elif wanted not in (None, self.schedule.num_stages):
             raise ConfigError(
-                f"{layers_per_stage} layers per stage make {wanted} stages, and {self.words} has "
-                f"{self.schedule.num_stages}: leave the layers per stage out"
+                f"{count_text(layers_per_stage, 'layer')} per stage make {count_text(wanted, 'stage')}, and "
+                f"{self.words} has {self.schedule.num_stages}: leave the layers per stage out"
             )
         else:
             wanted = self.schedule.num_stages
@@ -71,8 +72,9 @@ class Chosen:
             return get_schedule_class(self.words).placement_of(num_ranks, num_stages)
         if (self.schedule.num_ranks, self.schedule.num_stages) != (num_ranks, num_stages):
             raise ConfigError(
-                f"{self.words} is for {self.schedule.num_ranks} ranks and {self.schedule.num_stages} stages, the model "
-                f"has {num_stages} stages on {num_ranks} ranks: build the schedule for them"
+                f"{self.words} is for {count_text(self.schedule.num_ranks, 'rank')} and "
+                f"{count_text(self.schedule.num_stages, 'stage')}, the model has {count_text(num_stages, 'stage')} on "
+                f"{count_text(num_ranks, 'rank')}: build the schedule for them"
             )
         return self.schedule.placement
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
+from zeropipe.core.units import count_text
 from zeropipe.engine import defer
 from zeropipe.errors import ConfigError
 from zeropipe.integrations.chosen import Chosen, chosen, require_proven
@@ -69,8 +70,8 @@ def pipeline_llm(
 
     schedule = choice.make(stages, num_microbatches, scalar_loss)
     logger.info(
-        f"zeropipe runs {schedule.schedule.name} with {num_microbatches} microbatches, {placement.name} placement: "
-        f"stages {', '.join(str(stage.stage_index) for stage in stages)} of {len(names)} on this rank"
+        f"zeropipe runs {schedule.schedule.name} with {count_text(num_microbatches, 'microbatch')}, {placement.name} "
+        f"placement: stages {', '.join(str(stage.stage_index) for stage in stages)} of {len(names)} on this rank"
     )
     _tell_where_the_loss_is(parallel_dims, parallelism, placement.rank_of(len(names) - 1))
     parts = [stage.submod for stage in stages]

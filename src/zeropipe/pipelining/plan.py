@@ -10,6 +10,7 @@ from zeropipe.core.files import SCHEDULES
 from zeropipe.core.placement import Placement, Problem
 from zeropipe.core.resize import resized
 from zeropipe.core.schedule import Schedule
+from zeropipe.core.units import count_text
 from zeropipe.errors import ConfigError, short
 from zeropipe.pipelining import private
 from zeropipe.schedules.registry import Entry, build_entry, find
@@ -22,7 +23,10 @@ def built(entry: Entry, ranks: int, stages: int, microbatches: int, options: Map
     Where its algorithm has no order for that number, it is cut from a larger one.
     """
     if stages % ranks:
-        raise ConfigError(f"{stages} stages on {ranks} ranks: {entry.name} needs the same number of stages on each")
+        raise ConfigError(
+            f"{count_text(stages, 'stage')} on {count_text(ranks, 'rank')}: {entry.name} needs the same number of "
+            "stages on each"
+        )
     refusal = None
     for number in range(microbatches, microbatches + 4 * stages + 1):
         try:
@@ -51,8 +55,9 @@ def given(what: Schedule | str, ranks: int, stages: int, microbatches: int) -> S
     require_one_copy(found)
     if (found.num_ranks, found.num_stages) != (ranks, stages):
         raise ConfigError(
-            f"the schedule {found.name} is for {found.num_ranks} ranks and {found.num_stages} stages, these are stages "
-            f"of {stages} on {ranks} ranks: build it for them"
+            f"the schedule {found.name} is for {count_text(found.num_ranks, 'rank')} and "
+            f"{count_text(found.num_stages, 'stage')}, these are stages of {stages} on {count_text(ranks, 'rank')}: "
+            "build it for them"
         )
     return resized(found, microbatches)
 
@@ -70,7 +75,9 @@ def placement_of(entry: Entry, ranks: int, stages: int) -> Placement:
     """Where an entry puts stages, whatever the number of microbatches."""
     if stages % ranks or stages // ranks not in entry.stages_per_rank:
         numbers = ", ".join(map(str, sorted(entry.stages_per_rank)))
-        raise ConfigError(f"{stages} stages on {ranks} ranks: {entry.name} takes {numbers} per rank")
+        raise ConfigError(
+            f"{count_text(stages, 'stage')} on {count_text(ranks, 'rank')}: {entry.name} takes {numbers} per rank"
+        )
     return entry.placement(Problem(ranks, stages, 2 * stages))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from zeropipe.core.schedule import Schedule, require_schedule
+from zeropipe.core.units import count_text
 
 
 def advice(schedule: Schedule) -> tuple[str, ...]:
@@ -11,7 +12,7 @@ def advice(schedule: Schedule) -> tuple[str, ...]:
     num_microbatches, num_stages = schedule.num_microbatches, schedule.num_stages
     if num_microbatches < num_stages and schedule.num_ranks > 1:
         return (
-            f"{num_microbatches} microbatches for {num_stages} stages do not fill the pipeline, so ranks may be idle: "
-            f"give {num_stages} or more, or use fewer stages",
+            f"{count_text(num_microbatches, 'microbatch')} for {num_stages} stages cannot fill the pipeline, so ranks "
+            f"may be idle: give {num_stages} or more, or use fewer stages",
         )
     return ()

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from zeropipe.core.given import as_python, hint
 from zeropipe.core.placement import Problem
 from zeropipe.core.shards import require_policy
+from zeropipe.core.units import count_text
 from zeropipe.errors import ConfigError, short
 
 MAX_UNITS = 10_000
@@ -175,8 +176,8 @@ class Costs:
         if isinstance(value, tuple):
             if len(value) != num_stages:
                 raise ConfigError(
-                    f"{name} has {len(value)} entries, the schedule has {num_stages} stages: "
-                    "give one number, or one per stage"
+                    f"{name} has {count_text(len(value), 'entry')}, the schedule has "
+                    f"{count_text(num_stages, 'stage')}: give one number, or one per stage"
                 )
             return list(value)
         return [float(value)] * num_stages
@@ -312,8 +313,9 @@ def _cut(name: str, pieces: tuple[float, ...], problem: Problem) -> tuple[float,
     if rest:
         one_each = f"{ranks} (one per rank), " if stages != ranks and stages % ranks == 0 else ""
         raise ConfigError(
-            f"{name} has {len(pieces)} entries, which {stages} stages on {ranks} ranks cannot share: "
-            f"give 1, {one_each}{stages} (one per stage), or a multiple of that"
+            f"{name} has {count_text(len(pieces), 'entry')}, which {count_text(stages, 'stage')} on "
+            f"{count_text(ranks, 'rank')} cannot share: give 1, {one_each}{stages} (one per stage), or a multiple of "
+            "that"
         )
     return tuple(sum(pieces[s * size : (s + 1) * size]) for s in range(stages))
 

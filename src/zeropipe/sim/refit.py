@@ -14,6 +14,7 @@ from typing import Any
 
 from zeropipe.core.action import Kind
 from zeropipe.core.timeline import Timeline
+from zeropipe.core.units import count_text
 from zeropipe.errors import ConfigError
 from zeropipe.sim.costs import Costs
 from zeropipe.sim.fit import fit
@@ -37,7 +38,8 @@ def refitted(
     require_steps(steps)
     if len(counts) != measured.schedule.num_stages:
         raise ConfigError(
-            f"layers={list(counts)} has {len(counts)} entries: the run has {measured.schedule.num_stages} stages"
+            f"layers={list(counts)} has {count_text(len(counts), 'entry')}: the run has "
+            f"{count_text(measured.schedule.num_stages, 'stage')}"
         )
     if ac is not None and ac != chosen.ac:
         raise ConfigError(f"ac={ac} is made of two settings, which one run cannot correct: record a run with ac none")

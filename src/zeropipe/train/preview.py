@@ -1,4 +1,4 @@
-"""`zeropipe train --dry-run`: what a training file comes to, before anything runs. No torch is needed for it.
+"""`zeropipe train --dry-run`: what a training file comes to, before anything runs. Only counting a model needs torch.
 
 Times and memory are those of the planner's own scoring (search/plan/score.py), for the one candidate that the file is.
 """
@@ -13,6 +13,7 @@ from zeropipe.core.layers import check_counts, layer_counts, ranges
 from zeropipe.core.placement import Placement, Problem
 from zeropipe.core.resize import resized
 from zeropipe.core.schedule import Schedule
+from zeropipe.core.units import count_text
 from zeropipe.engine.run.spec import BUILT_IN
 from zeropipe.errors import ConfigError
 from zeropipe.search.estimate.estimate import SHORT, estimate
@@ -26,7 +27,7 @@ from zeropipe.sim.costs import Costs
 from zeropipe.sim.layer_costs import LayerCosts, State
 from zeropipe.train.config.files import has_weights
 from zeropipe.train.config.models import RunConfig
-from zeropipe.train.shape import costs_of, is_planned, layers_of, model_data, num_layers_of, schedule_of, setting_of
+from zeropipe.train.shape import costs_of, is_planned, layers_of, num_layers_of, schedule_of, setting_of, shapes_of
 
 BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 MOMENTS = {"adamw": 2, "adam": 2, "sgd": 0, "adafactor": 0}  # tensors of a parameter's size
@@ -93,7 +94,7 @@ def preview(config: RunConfig) -> Preview:
     notes: list[str] = []
     if schedule is not asked:
         notes.append(
-            f"{config.schedule.name} is of {asked.num_microbatches} microbatches, a step has "
+            f"{config.schedule.name} is of {count_text(asked.num_microbatches, 'microbatch')}, a step has "
             f"{schedule.num_microbatches}: it is made longer or shorter, so another batch may be faster"
         )
     costs, is_priced = _costs(config, notes)
@@ -162,7 +163,7 @@ def _costs(config: RunConfig, notes: list[str]) -> tuple[LayerCosts | None, bool
     notes.append(why)
     try:
         shapes = estimate(
-            model_data(config), sequence=config.data.sequence, ac=config.engine.ac, tp=config.mesh.tp,
+            shapes_of(config), sequence=config.data.sequence, ac=config.engine.ac, tp=config.mesh.tp,
             microbatch_size=config.data.microbatch, compile=config.engine.compile,
         )  # fmt: skip
     except ConfigError as error:
@@ -265,9 +266,7 @@ def _memory(
 
 
 def _num_parameters(config: RunConfig) -> int | None:
-    from zeropipe.search.estimate.estimate import num_parameters
-
     try:
-        return num_parameters(model_data(config))[0]
+        return shapes_of(config).num_parameters()[0]
     except ConfigError:
         return None

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import json
 import re
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zeropipe.core.files import COSTS, SCHEDULES, read_text
 from zeropipe.core.layers import check_counts, layer_counts, num_stages_for
 from zeropipe.core.limits import COMMAND_LINE
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Timeline
+from zeropipe.core.units import count_text
 from zeropipe.engine.run.spec import BUILT_IN, Job, built_in, num_layers_in
 from zeropipe.errors import ConfigError
 from zeropipe.schedules.user import load_any
 from zeropipe.sim.layer_costs import LayerCosts
 from zeropipe.train.config.models import RunConfig
+
+if TYPE_CHECKING:
+    from zeropipe.search.estimate.counted import CountedModel
+    from zeropipe.search.estimate.model import ShapedModel
 
 _HUB = re.compile(r"[\w-]+/[\w.-]+")
 
@@ -58,6 +64,18 @@ def model_data(config: RunConfig) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ConfigError(f"{file} is not a model's configuration: save one with save_pretrained")
     return data
+
+
+def shapes_of(config: RunConfig) -> ShapedModel | CountedModel:
+    """The model as estimates see it. Opened once: one that has to be counted is built for that."""
+    return _opened(json.dumps(model_data(config)))
+
+
+@lru_cache(maxsize=1)
+def _opened(data: str) -> ShapedModel | CountedModel:
+    from zeropipe.search.estimate.model import open_model
+
+    return open_model(json.loads(data))
 
 
 def text_data(config: RunConfig) -> dict[str, Any]:
@@ -104,8 +122,8 @@ def schedule_of(config: RunConfig) -> Schedule:
     schedule = found.schedule if isinstance(found, Timeline) else found
     if schedule.num_ranks != ranks:
         raise ConfigError(
-            f"schedule.name={table.name!r} is for {schedule.num_ranks} ranks, mesh.pp={ranks}: make mesh.pp="
-            f"{schedule.num_ranks}, or give another schedule"
+            f"schedule.name={table.name!r} is for {count_text(schedule.num_ranks, 'rank')}, mesh.pp={ranks}: make "
+            f"mesh.pp={schedule.num_ranks}, or give another schedule"
         )
     return schedule
 
@@ -142,7 +160,7 @@ def costs_of(config: RunConfig) -> LayerCosts | None:
                 f"schedule.costs={given!r}: give a costs file (.json, .toml), or one of the GPUs {', '.join(GPUS)}"
             )
         return estimate(
-            model_data(config), gpu=given, sequence=config.data.sequence, dtype=dtype, ac=config.engine.ac,
+            shapes_of(config), gpu=given, sequence=config.data.sequence, dtype=dtype, ac=config.engine.ac,
             microbatch_size=config.data.microbatch, tp=config.mesh.tp, compile=config.engine.compile,
         )  # fmt: skip
     found = load_costs(given)
@@ -150,8 +168,8 @@ def costs_of(config: RunConfig) -> LayerCosts | None:
         raise ConfigError(f"schedule.costs={given!r} is not of layers: make one with `zeropipe profile` or `estimate`")
     if len(found.layers) != num_layers_of(config):
         raise ConfigError(
-            f"schedule.costs={given!r} is of {found.model} with {len(found.layers)} layers, the model has "
-            f"{num_layers_of(config)}: make it for this model"
+            f"schedule.costs={given!r} is of {found.model} with {count_text(len(found.layers), 'layer')}, the model "
+            f"has {num_layers_of(config)}: make it for this model"
         )
     return found
 

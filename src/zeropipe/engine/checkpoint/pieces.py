@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan
 
 from zeropipe import __version__
+from zeropipe.core.units import count_text
 from zeropipe.engine.checkpoint.manifest import Piece, Saved, check_piece, checksum
 from zeropipe.engine.checkpoint.saving import Progress
 from zeropipe.errors import ConfigError
@@ -65,7 +66,7 @@ def write(folder: Path, plan: SavePlan, state: Mapping[str, Tensor], progress: P
     """Write this rank's pieces, have them on the disk, and read them back for their checksums."""
     if not plan.items:
         return Written([], pickle.dumps([]))
-    progress(f"writing {len(plan.items)} tensors")
+    progress(f"writing {count_text(len(plan.items), 'tensor')}")
     folder.mkdir(parents=True, exist_ok=True)
     results = FileSystemWriter(folder, sync_files=True).write_data(plan, _planner(state)).wait()
     sizes = {item.index: item.tensor_data.chunk.sizes for item in plan.items}

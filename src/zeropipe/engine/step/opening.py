@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from zeropipe.core.units import count_text
 from zeropipe.engine.comm.fabric import Fabric
 from zeropipe.engine.layout import Layout
 from zeropipe.engine.stages.contract import Microbatch, Told
@@ -105,8 +106,8 @@ def open_step(
         other = next((rank for rank in peers if _same_pipeline(layout, first, rank)), None)
         if other is not None:
             raise ConfigError(
-                f"rank {first} passes {words[first].number} microbatches, rank {other} of the same pipeline "
-                f"{words[other].number}: give all ranks of a pipeline the same number"
+                f"rank {first} passes {count_text(words[first].number, 'microbatch')}, rank {other} of the same "
+                f"pipeline {words[other].number}: give all ranks of a pipeline the same number"
             )
     number = words[layout.rank].number
     mine = [words[rank] for rank in layout.pipeline]

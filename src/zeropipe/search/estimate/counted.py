@@ -54,7 +54,7 @@ class CountedModel:
         return True
 
     def num_parameters(self) -> tuple[int, int]:
-        found = self._count(_ONE)
+        found = next((one for at, one in self._found.items() if at.tp == 1), None) or self._count(_ONE)
         return num_parameters(found.layers, found.kinds, found.tied)
 
     def _any(self) -> Counted:

@@ -9,7 +9,7 @@ from typing import Any
 
 from zeropipe.core.files import require_writable, write_whole
 from zeropipe.core.json import to_json
-from zeropipe.core.units import gigabytes
+from zeropipe.core.units import count_text, gigabytes
 from zeropipe.search.plan.result import Plan
 from zeropipe.search.plan.rows import Row
 
@@ -56,8 +56,8 @@ def write_run(
     words = "an estimate" if known.source == "estimate" else "from measured costs"
     head = [
         f"# {one}",
-        f"# predicted ({words}): {row.step:.3f} s per step of {plan.batch} sequences on {plan.gpus} GPUs, "
-        f"{plan.speed(row):,.0f} tokens/s per GPU, {gigabytes(row.memory.peak)}",
+        f"# predicted ({words}): {row.step:.3f} s per step of {count_text(plan.batch, 'sequence')} on "
+        f"{count_text(plan.gpus, 'GPU')}, {plan.speed(row):,.0f} tokens/s per GPU, {gigabytes(row.memory.peak)}",
     ]
     blocks = ["\n".join([f"[{name}]", *_table(values)]) for name, values in tables.items()]
     write_whole(path, "\n".join([*head, "", "\n\n".join(blocks), ""]))

@@ -13,6 +13,7 @@ from typing import Any
 
 from zeropipe.core.files import SCHEDULES
 from zeropipe.core.mesh import format_mesh
+from zeropipe.core.units import count_text
 from zeropipe.engine.run.spec import require_cores
 from zeropipe.errors import ConfigError, MissingExtra, ZeropipeError
 from zeropipe.train.config.files import adapter_faults, data_faults, model_faults, output_faults
@@ -67,8 +68,8 @@ def _machine(config: RunConfig, world: int | None) -> Iterator[str]:
         require_cores(number)
     elif world != number:
         yield (
-            f"mesh {format_mesh(config.mesh.sizes)} is of {number} processes, torchrun started {world}: start "
-            f"{number}, or change the mesh"
+            f"mesh {format_mesh(config.mesh.sizes)} is of {count_text(number, 'process')}, torchrun started {world}: "
+            f"start {number}, or change the mesh"
         )
     if config.engine.device == "cuda":
         import torch
@@ -100,7 +101,7 @@ def batch_faults(config: RunConfig) -> Iterator[str]:
         low = data.batch // each * each
         near = f"{low} or {low + each}" if low else str(each)
         yield (
-            f"data.batch={data.batch} cannot be shared out over {pipelines} pipeline{'s' * (pipelines > 1)} in "
+            f"data.batch={data.batch} cannot be shared out over {count_text(pipelines, 'pipeline')} in "
             f"microbatches of {data.microbatch}: give a multiple of {each}, like {near}"
         )
 

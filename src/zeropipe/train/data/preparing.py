@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from zeropipe.core.files import settle
+from zeropipe.core.units import count_text
 from zeropipe.errors import ConfigError, EngineError
 from zeropipe.train.config.models import RunConfig
 from zeropipe.train.data.chats import write_chats
@@ -37,12 +38,14 @@ def prepare(config: RunConfig, tell: Tell, look: Look = lambda: None) -> None:
         if not wanted.folder.is_dir():
             _make(wanted, tell, look)
         facts = read_facts(wanted.folder)
-        rows = _plural(facts.num_rows, "row")
+        rows = count_text(facts.num_rows, "row")
         if facts.is_packed:
             filled = facts.num_tokens / (facts.num_rows * wanted.sequence)
             rows += f" of {wanted.sequence:,} ({filled:.1%} filled)"
-        samples = _plural(facts.num_samples, "sample")
-        tell(f"{table}: {samples}, {facts.num_tokens:,} tokens, {facts.num_losses:,} with a loss, in {rows}")
+        samples = count_text(facts.num_samples, "sample")
+        tell(
+            f"{table}: {samples}, {count_text(facts.num_tokens, 'token')}, {facts.num_losses:,} with a loss, in {rows}"
+        )
         if facts.left_out:
             tell(f"{table}: left out {counted(facts.left_out)}")
 
@@ -110,7 +113,7 @@ def _write_tokens(wanted: Wanted, source: Reader | Library, is_chat: bool, write
     """What a tokenizer makes of texts or chats; a digest of them."""
 
     def beat() -> None:
-        progress.beat(f"{source.place}: {writer.num_tokens:,} tokens")
+        progress.beat(f"{source.place}: {count_text(writer.num_tokens, 'token')}")
 
     tokenizer = open_tokenizer(str(wanted.tokenizer))
     if is_chat:
@@ -124,10 +127,6 @@ def _write_tokens(wanted: Wanted, source: Reader | Library, is_chat: bool, write
 def counted(left_out: dict[str, int]) -> str:
     """`empty documents (1), chats longer than 512 tokens (3)`."""
     return ", ".join(f"{why} ({number:,})" for why, number in left_out.items())
-
-
-def _plural(number: int, word: str) -> str:
-    return f"{number:,} {word}{'' if number == 1 else 's'}"
 
 
 def _part(folder: Path) -> Path:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from zeropipe.core.timeline import Timeline
+from zeropipe.core.units import count_text
 from zeropipe.engine.engine import Engine
 from zeropipe.engine.step.losses import CausalLMLoss
 from zeropipe.errors import EngineError
@@ -105,7 +106,7 @@ class Stepper:
         row, most = self._counts.skipped_in_a_row, self._config.train.max_skipped
         if row > most:
             raise EngineError(
-                f"step {self._counts.step}: loss or gradients were not finite in {row} steps in a row "
+                f"step {self._counts.step}: loss or gradients were not finite in {count_text(row, 'step')} in a row "
                 f"(train.max_skipped={most}): lower optimizer.lr, or look at the data; the last checkpoint is good"
             )
 

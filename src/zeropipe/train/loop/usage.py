@@ -11,7 +11,7 @@ from zeropipe.errors import ZeropipeError
 from zeropipe.search.estimate.estimate import estimate
 from zeropipe.search.estimate.gpus import GPUS
 from zeropipe.train.config.models import RunConfig
-from zeropipe.train.shape import model_data
+from zeropipe.train.shape import shapes_of
 
 
 def peak_memory(device: torch.device) -> int:
@@ -44,7 +44,7 @@ def _flops(config: RunConfig, name: str) -> float | None:
         return None
     sequence = config.data.sequence
     try:
-        costs = estimate(model_data(config), gpu=gpu, sequence=sequence, dtype=config.model.dtype)
+        costs = estimate(shapes_of(config), gpu=gpu, sequence=sequence, dtype=config.model.dtype)
     except ZeropipeError:
         return None
     (setting,) = costs.settings

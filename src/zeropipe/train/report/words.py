@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from zeropipe.core.units import count_text
 from zeropipe.train.config.models import RunConfig
 
 
@@ -20,8 +21,8 @@ def facts_text(config: RunConfig) -> str:
     data = config.data
     words = [
         mesh_text(config),
-        f"{data.batch} sequences of up to {data.sequence} tokens per step",
-        f"{config.num_microbatches} microbatches per pipeline",
+        f"{count_text(data.batch, 'sequence')} of up to {count_text(data.sequence, 'token')} per step",
+        f"{count_text(config.num_microbatches, 'microbatch')} per pipeline",
         config.model.dtype,
         *(["LoRA"] if config.lora else []),
         *(["compiled"] if config.engine.compile else []),

@@ -1,7 +1,7 @@
 // Numbers for people: times, sizes, shares; and the ticks of a ruler.
 
 const SECONDS = [[1, "s"], [1e-3, "ms"], [1e-6, "µs"], [1e-9, "ns"]];
-const BYTES = [[2 ** 40, "TiB"], [2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"], [1, "B"]];
+const BYTES = [[1e12, "TB"], [1e9, "GB"], [1e6, "MB"], [1e3, "KB"], [1, "B"]];
 
 export function numberText(value, digits = 5) {
   if (!value) return "0";
