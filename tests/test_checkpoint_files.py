@@ -29,7 +29,7 @@ from zeropipe.engine import hf_model
 from zeropipe.engine.checkpoint import convert as converting
 from zeropipe.engine.checkpoint import pieces
 from zeropipe.engine.checkpoint.convert import convert
-from zeropipe.engine.checkpoint.manifest import FILE, Manifest, Target, check_contents, read_manifest
+from zeropipe.engine.checkpoint.manifest import FILE, Manifest, Target, check_contents, followed, read_manifest
 from zeropipe.engine.checkpoint.pieces import read_whole
 from zeropipe.engine.run.launch import Failed, LocalRanks
 from zeropipe.errors import ConfigError
@@ -186,6 +186,10 @@ def test_the_folder_of_a_run_names_its_newest_checkpoint(tmp_path):
             read_manifest(folder)
         with pytest.raises(ConfigError, match=f"neither a checkpoint .*: {inside}"):
             convert(folder, tmp_path / "to")
+    (tmp_path / "checkpoints" / "best").write_text("step-000002\n")
+    assert followed(tmp_path / "checkpoints" / "best") == tmp_path / "checkpoints" / "step-000002"
+    with pytest.raises(ConfigError, match=re.escape("step-000002/checkpoint.json is no zeropipe")):
+        convert(tmp_path / "checkpoints" / "best", tmp_path / "to")
 
 
 def test_a_folder_with_other_things_is_not_written_into(tmp_path):

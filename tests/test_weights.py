@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from pathlib import Path
 
 import pytest
@@ -327,6 +328,9 @@ def test_tensors_of_no_use_are_mentioned(saved):
     rewrite(directory, lambda tensors: tensors | {"vision.weight": torch.ones(3)})
     with pytest.warns(UserWarning, match="has vision.weight, which the model does not use"):
         hf_stages(directory, TWO, 0)
+    with warnings.catch_warnings():  # by the first rank, for all
+        warnings.simplefilter("error")
+        hf_stages(directory, TWO, 1)
 
 
 @pytest.mark.parametrize("stored_as", ["embedding", "head", "equal", "different"])

@@ -40,18 +40,19 @@ def inspect(path: str, check: bool, as_json: bool) -> None:
     zeropipe checkpoint inspect runs/7/checkpoint
     zeropipe checkpoint inspect runs/7/checkpoint --check --json
     """
-    from zeropipe.engine.checkpoint.manifest import check_contents, read_manifest
+    from zeropipe.engine.checkpoint.manifest import check_contents, followed, read_manifest
 
-    manifest = read_manifest(Path(path))
+    folder = followed(Path(path))
+    manifest = read_manifest(folder)
     if check:
         with progress(1) as begin:
             begin(f"reading {path}")
-            check_contents(Path(path), manifest)
+            check_contents(folder, manifest)
     facts = _facts(manifest) | ({"checked": True} if check else {})
     if as_json:
         output.print_json(facts)
     else:
-        _show(path, manifest, facts)
+        _show(str(folder), manifest, facts)
 
 
 @checkpoint.command(short_help="To or from a model directory.")
@@ -67,15 +68,17 @@ def convert(source: str, target: str, shard_size: float, like: str | None, as_js
 
     \b
     zeropipe checkpoint convert runs/7/checkpoint my-model
+    zeropipe checkpoint convert tuned/checkpoints/best my-model
     zeropipe checkpoint convert my-model start
     """
     from zeropipe.engine import require_torch
 
     require_torch()
     from zeropipe.engine.checkpoint.convert import convert as run
-    from zeropipe.engine.checkpoint.manifest import FILE, read_manifest
+    from zeropipe.engine.checkpoint.manifest import FILE, followed, read_manifest
 
-    total = len(read_manifest(Path(source)).under("model")) if (Path(source) / FILE).exists() else _layers(source)
+    folder = followed(Path(source))
+    total = len(read_manifest(folder).under("model")) if (folder / FILE).exists() else _layers(source)
     with progress(total) as begin:
         made = run(source, target, shard_size=int(shard_size), like=like, begin=begin)
     files = sorted(entry for entry in Path(target).rglob("*") if entry.is_file())

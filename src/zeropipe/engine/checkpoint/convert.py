@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from zeropipe.core.layers import ranges
 from zeropipe.engine.checkpoint import pieces
-from zeropipe.engine.checkpoint.manifest import FILE, Manifest, Saved, Target, one_inside, read_manifest
+from zeropipe.engine.checkpoint.manifest import FILE, Manifest, Saved, Target, followed, one_inside, read_manifest
 from zeropipe.engine.checkpoint.names import own_tensors, tied_sets
 from zeropipe.engine.checkpoint.pieces import Written
 from zeropipe.engine.checkpoint.save import described_model
@@ -53,7 +53,7 @@ def convert(
     the weights of a model directory, if not their own.
     `shard_size`: bytes of a safetensors file at most. `begin` is called with the name of each part that is begun.
     """
-    source, target = Path(source), Path(target)
+    source, target = followed(Path(source)), Path(target)
     if source.resolve() == target.resolve():
         raise ConfigError(f"{source} is converted to itself: give another folder to write")
     if (source / FILE).exists():

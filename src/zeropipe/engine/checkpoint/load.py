@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zeropipe.engine.checkpoint import pieces
 from zeropipe.engine.checkpoint.frozen import fingerprint
-from zeropipe.engine.checkpoint.manifest import Manifest, Saved, read_manifest
+from zeropipe.engine.checkpoint.manifest import Manifest, Saved, followed, read_manifest
 from zeropipe.engine.checkpoint.names import Catalog, Described, HasTeam, Team, tied_sets
 from zeropipe.engine.checkpoint.optimizers import MASTER, Gives, Optimized, has_masters, require_optimizers
 from zeropipe.engine.checkpoint.pieces import Reading
@@ -42,7 +42,7 @@ def load_checkpoint(path: str | Path, engine: HasTeam, optimizer: Any = None, *,
         plans: list[_Plan] = []
 
         def look() -> tuple[str, Gives]:
-            plans.append(_Plan(Path(path), team, catalog, optimizer, random))
+            plans.append(_Plan(followed(Path(path)), team, catalog, optimizer, random))
             return plans[0].folder, Gives(plans[0].kind, catalog.learning)
 
         seen = agree(team.fabric, look)

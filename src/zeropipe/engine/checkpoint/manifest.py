@@ -15,6 +15,7 @@ import re
 import shutil
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,14 @@ class Manifest:
     def under(self, prefix: str) -> dict[str, Saved]:
         """The tensors of one kind ("model", "optim", "random", "extra"), by their names without it."""
         return {name.removeprefix(f"{prefix}."): t for name, t in self.tensors.items() if name.startswith(f"{prefix}.")}
+
+
+def followed(path: Path) -> Path:
+    """The checkpoint that `latest` or `best` of a run names, if that is given; else the path itself."""
+    if path.name in ("latest", "best") and path.is_file():
+        with suppress(OSError, ValueError):
+            return path.with_name(path.read_text().strip())
+    return path
 
 
 def one_inside(path: Path) -> str:

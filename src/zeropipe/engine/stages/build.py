@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from zeropipe.core.layers import check_counts, layer_counts, num_stages_for, ranges
@@ -14,6 +17,7 @@ from zeropipe.engine.stages.contract import Tied
 from zeropipe.engine.stages.hf import HFStage
 from zeropipe.engine.stages.open import open_model
 from zeropipe.engine.stages.plain import PlainStage
+from zeropipe.engine.transformers_private import quiet
 from zeropipe.errors import ConfigError, short
 
 
@@ -42,7 +46,8 @@ def hf_stages(
     whole model. The adapter of a model in memory is kept.
     """
     _require_rank(rank, schedule)
-    whole = open_model(model, dtype, head, seed, adapter)
+    with _said_once(rank):
+        whole = open_model(model, dtype, head, seed, adapter)
     counts = _counts(whole.family.num_layers, schedule, layers, first_less, last_less, layers_per_stage)
     last = schedule.num_stages - 1
     stages = {stage: whole.stage(ranges(counts), stage, device) for stage in schedule.placement.stages_of(rank)}
@@ -51,6 +56,17 @@ def hf_stages(
     for stage in stages.values():
         whole.adapt(stage, device)
     return stages
+
+
+@contextmanager
+def _said_once(rank: int) -> Iterator[None]:
+    """Warnings about the whole model are the same on all ranks: the first one says them."""
+    if (dist.get_rank() if dist.is_initialized() else rank) == 0:
+        yield
+        return
+    with quiet(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def hf_model(

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
+from zeropipe.engine.checkpoint.manifest import followed
 from zeropipe.engine.run.spec import BUILT_IN
 from zeropipe.errors import MissingExtra
 from zeropipe.train.config.models import LoraTable, RunConfig
@@ -93,5 +94,5 @@ def output_faults(config: RunConfig) -> Iterator[str]:
     elif not os.access(there, os.W_OK | os.X_OK):
         yield f"{named}: {there} cannot be written to; give another folder"
     resume = config.checkpoint.resume
-    if resume not in ("auto", "never") and not Path(resume).is_dir():
+    if resume not in ("auto", "never") and not followed(Path(resume)).is_dir():
         yield f"checkpoint.resume={resume!r} is not there: give a checkpoint's folder, auto or never"

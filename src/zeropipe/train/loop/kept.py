@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from zeropipe.core.files import write_whole
-from zeropipe.engine.checkpoint.manifest import FILE, read_manifest
+from zeropipe.engine.checkpoint.manifest import FILE, followed, read_manifest
 from zeropipe.engine.checkpoint.save import save_checkpoint
 from zeropipe.engine.checkpoint.saving import Saving
 from zeropipe.engine.engine import Engine
@@ -159,7 +159,8 @@ def start_from(config: RunConfig) -> Path | None:
 
 
 def resolved(path: Path) -> Path:
-    """A checkpoint by its own path, or by that of a run or of its checkpoints: then the newest one."""
+    """A checkpoint by its own path, by `latest` or `best`, or by a run or its checkpoints: then the newest one."""
+    path = followed(path)
     for folder in (path, path / "checkpoints"):
         if steps_in(folder) and (found := newest(folder)) is not None:
             return found
