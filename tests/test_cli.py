@@ -400,7 +400,10 @@ def test_weights_in_parts(run, tmp_path):
         data = json.loads(run(*command, "--json", "--weight-parts", "4")[1])
         assert data["makespan"] == pytest.approx(3 * json.loads(run(*filled(), "--json")[1])["makespan"])
     assert "W in 4 parts" in run("show", str(file), "--weight-parts", "4")[1]
-    assert "W in 4 parts" in run("compare", "zbv", *SIZE, "--weight-parts", "4")[1]
+    notes = "W in 4 parts: zbv\nno W, so none in parts: 1f1b"
+    assert notes in run("compare", "zbv", "1f1b", *SIZE, "--weight-parts", "4")[1]
+    refused = "weight_parts=4: 1f1b has whole backwards and no W: leave it out, or give a schedule with W"
+    assert refused in run("simulate", "1f1b", *SIZE, "--weight-parts", "4")[2]
     assert run("simulate", "zbv", *SIZE, "--weight-parts", "65")[0] == 2
 
 

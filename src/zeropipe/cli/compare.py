@@ -225,6 +225,7 @@ def _print_json(result: Result, request: Request) -> None:
 
 def _print_tables(result: Result, request: Request) -> None:
     """A table per size: what has another number of ranks or microbatches does other work."""
+    from zeropipe.core.limits import has_weight_gradients
     from zeropipe.core.ranking import ranking
 
     standings = ranking(result.timelines).standings
@@ -236,6 +237,10 @@ def _print_tables(result: Result, request: Request) -> None:
     for option, names in result.ignored.items():
         if names:
             output.note(f"--option {option} is unknown to {', '.join(names)}: left as they are")
+    if request.weight_parts:
+        names = [t.title for t in result.timelines if not has_weight_gradients(t.schedule)]
+        if names:
+            output.note(f"no W, so none in parts: {', '.join(dict.fromkeys(names))}")
     for name, reason in result.refused:
         output.note(f"left out: {name}: {reason}")
     for name in result.timed:

@@ -121,7 +121,7 @@ class Request:
 
     def priced(self, spec: Spec | None = None) -> Priced:
         """A schedule (by default the first one) with the costs of its stages, W in parts if asked for."""
-        from zeropipe.core.limits import COMMAND_LINE, num_cut
+        from zeropipe.core.limits import COMMAND_LINE, has_weight_gradients, num_cut
         from zeropipe.core.timeline import Timeline
         from zeropipe.sim.compare import stage_costs
         from zeropipe.sim.fill import fill_gaps
@@ -137,6 +137,11 @@ class Request:
         if self.weight_parts:
             COMMAND_LINE.require_actions(num_cut(schedule, self.weight_parts), schedule.name, self.weight_parts)
             schedule = fill_gaps(schedule, costs, weight_parts=self.weight_parts)
+            if not has_weight_gradients(schedule):
+                raise ConfigError(
+                    f"weight_parts={self.weight_parts}: {schedule.name} has whole backwards and no W: leave it out, or "
+                    "give a schedule with W, like zb-h1"
+                )
         return Priced(schedule, costs, per, recorded if self.is_plain else None)
 
 

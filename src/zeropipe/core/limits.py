@@ -71,6 +71,11 @@ def num_actions(splits_backward: bool, ranks: int, microbatches: int, stages_per
     return ranks * stages_per_rank * microbatches * (2 + parts if splits_backward else 2)
 
 
+def has_weight_gradients(schedule: Schedule) -> bool:
+    """Whether a complete schedule has a W at all."""
+    return num_cut(schedule, 2) > num_cut(schedule, 1)
+
+
 def num_cut(schedule: Schedule, parts: int) -> int:
     """How many actions a complete schedule of whole W will have once each W is in `parts`."""
     others = 2 * schedule.num_stages * schedule.num_microbatches  # F, and B or I
