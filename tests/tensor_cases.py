@@ -29,6 +29,10 @@ _EXTRA: dict[str, dict[str, Any]] = {
     "starcoder2": {"use_bias": True},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [1]},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4},
+    "llama4_text": {
+        "num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 48, "moe_layers": [0, 2, 3],
+    },
     "deepseek_v3": {
         "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1,
         "n_group": 2, "topk_group": 1, "q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 4,

@@ -12,6 +12,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
+from transformers import pytorch_utils
+from transformers.models.falcon import modeling_falcon
 
 from zeropipe.engine.backward.autograd import AutogradSplit
 from zeropipe.engine.backward.gradients import main_gradients
@@ -342,11 +344,11 @@ def test_defer_leaves_other_layers_and_names_alone():
     assert [type(m) for m in module] == [DeferredLinear, Own, nn.Embedding, nn.Conv1d]
 
 
-def test_conv1d_of_gpt2():
-    from transformers.pytorch_utils import Conv1D
-
+@pytest.mark.parametrize("make", [pytorch_utils.Conv1D, lambda y, x: modeling_falcon.FalconLinear(x, y, bias=False)])
+def test_linear_layers_of_transformers(make):
+    """GPT-2's and Falcon's."""
     torch.manual_seed(0)
-    plain = nn.Sequential(Conv1D(7, 5), nn.GELU(), Conv1D(3, 7)).double()
+    plain = nn.Sequential(make(7, 5), nn.GELU(), make(3, 7)).double()
     module, store, x = deferred(plain), WeightStore(), torch.randn(2, 4, 5).double().requires_grad_()
     assert defer(module) == 2
     run(plain, x)

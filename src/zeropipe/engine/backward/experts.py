@@ -7,30 +7,32 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from zeropipe.engine.backward.gradients import is_watched, local
-from zeropipe.engine.backward.ops import SlottedGrouped, grouped, new_slot
-from zeropipe.engine.backward.products import Product, grouped_product
+from zeropipe.engine.backward.ops import SlottedStack, new_slot, stacked
+from zeropipe.engine.backward.products import Product, stacked_product
 from zeropipe.engine.backward.store import put_or_give
 from zeropipe.engine.torch_private import save, saved, use_number
 
-_NAMES = ("gate_up_proj", "down_proj")
+_USUAL = (None, "eager", "grouped_mm", "batched_mm")
 
 
 def defer_experts(module: nn.Module) -> int:
-    """Let transformers' stacks of gated experts leave their weight gradients to W; returns how many stacks do."""
+    """Let transformers' stacks of experts leave their weight gradients to W; returns how many stacks do."""
     for child in module.modules():
-        if _is_known(child):
-            child.__class__ = _deferred(type(child))
+        names = _names(child)
+        if names is not None:
+            child.__class__ = _deferred(type(child), names)
             child.slots = _slots(child)
-            child.is_watched = any(is_watched(child._parameters[name]) for name in _NAMES)
+            child.is_watched = any(is_watched(child._parameters[name]) for name in names)
     return sum(getattr(child, "defers_experts", False) for child in module.modules())
 
 
 def keep_experts(module: Any, place: int, number: int) -> bool:
     """Let a stack compute its share of the experts only, number `place` of `number` shares; False if it cannot.
 
-    The caller then leaves it the weights of these experts, and sums the outputs.
+    The caller then leaves it the weights and biases of these experts, and sums the outputs.
     """
     defer_experts(module)
     if not getattr(module, "defers_experts", False):
@@ -39,47 +41,61 @@ def keep_experts(module: Any, place: int, number: int) -> bool:
     return True
 
 
-def _is_known(module: nn.Module) -> bool:
-    """Experts as two stacks of weights, computed in one of the usual ways, without biases."""
+def _names(module: nn.Module) -> tuple[str, str] | None:
+    """The two stacks of weights of experts that are computed in one of the usual ways, and not deferred yet."""
     facts = vars(module)
-    return (
-        all(name in module._parameters for name in _NAMES)
-        and facts.get("has_gate", False)
-        and not facts.get("has_bias", True)
-        and not facts.get("has_post_expert_norm", False)
-        and facts["config"]._experts_implementation in (None, "eager", "grouped_mm", "batched_mm")
-        and not getattr(module, "defers_experts", False)
-    )
+    names = ("gate_up_proj" if facts.get("has_gate", True) else "up_proj", "down_proj")
+    biases = tuple(f"{name}_bias" for name in names) if facts.get("has_bias", False) else ()
+    held = {name for name, parameter in module._parameters.items() if parameter is not None}
+    if getattr(module, "defers_experts", False) or held != {*names, *biases}:
+        return None
+    if _is_dense(type(module)):
+        return names
+    is_usual = "has_gate" in facts and not facts.get("has_post_expert_norm", False)
+    return names if is_usual and facts["config"]._experts_implementation in _USUAL else None
 
 
-def _slots(module: nn.Module) -> tuple[Tensor, ...]:
-    return tuple(new_slot(module, name) for name in _NAMES)
+def _is_dense(kind: type[nn.Module]) -> bool:
+    """Experts that each take all tokens; known by its name, so that transformers need not be imported."""
+    return kind.__name__ == "Llama4TextExperts" and kind.__module__ == "transformers.models.llama4.modeling_llama4"
+
+
+def _slots(module: Any) -> tuple[Tensor, ...]:
+    return tuple(new_slot(module, name) for name in module.defers)
 
 
 @functools.cache
-def _deferred(kind: type[nn.Module]) -> type[nn.Module]:
-    """A subclass that sorts tokens by expert and defers both products."""
+def _deferred(kind: type[nn.Module], names: tuple[str, str]) -> type[nn.Module]:
+    """A subclass that defers both products."""
+    some_experts = _dense_experts if _is_dense(kind) else _some_experts
+    all_experts = _dense_experts if _is_dense(kind) else _all_experts
 
-    def forward(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    def forward(self: Any, hidden: Tensor, *routing: Tensor) -> Tensor:
         if self.first_expert is not None:
-            return _some_experts(self, hidden, index, weights)
-        computed = not all(isinstance(getattr(self, name), nn.Parameter) for name in _NAMES)  # by a parametrization
+            return some_experts(self, hidden, *routing)
+        computed = not all(isinstance(getattr(self, name), nn.Parameter) for name in names)  # by a parametrization
         if computed or self.is_watched or not (torch.is_grad_enabled() and hidden.requires_grad):
-            return kind.forward(self, hidden, index, weights)
-        order, offsets = _sorted(index, self.num_experts)
-        x = _product(self, 0, hidden[order // index.shape[-1]], offsets)
-        x = _product(self, 1, self._apply_gate(x), offsets)
-        return _back(x * weights.flatten()[order, None].to(x.dtype), order, index)
+            return kind.forward(self, hidden, *routing)
+        return all_experts(self, hidden, *routing)
 
     def __setstate__(self: Any, state: dict[str, Any]) -> None:
         kind.__setstate__(self, state)
         self.slots = _slots(self)
 
     body = {
-        "forward": forward, "__setstate__": __setstate__, "defers_experts": True, "defers": _NAMES,
+        "forward": forward, "__setstate__": __setstate__, "defers_experts": True, "defers": names,
         "first_expert": None, "is_watched": False, "__module__": kind.__module__,
     }  # fmt: skip
     return type(kind.__name__, (kind,), body)
+
+
+def _all_experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """Tokens sorted by expert, so that each product is one for all experts."""
+    order, offsets = _sorted(index, module.num_experts)
+    chosen = index.flatten()[order]
+    x = _biased(module, 0, _product(module, 0, hidden[order // index.shape[-1]], offsets), chosen)
+    x = _biased(module, 1, _product(module, 1, _between(module, x), offsets), chosen)
+    return _back(x * weights.flatten()[order, None].to(x.dtype), order, index)
 
 
 def _some_experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
@@ -87,13 +103,43 @@ def _some_experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -
 
     A grouped kernel leaves in them what was there, so they are cleared on both ways before anything is added to them.
     """
-    order, offsets = _sorted((index - module.first_expert) % module.num_experts, module.num_experts)
-    offsets = offsets[: local(module.gate_up_proj).shape[0]]
+    index = (index - module.first_expert) % module.num_experts
+    order, offsets = _sorted(index, module.num_experts)
+    offsets = offsets[: local(getattr(module, module.defers[0])).shape[0]]
+    chosen = index.flatten()[order]
     is_here = (torch.arange(len(order), device=order.device) < offsets[-1])[:, None]
     x = torch.where(is_here, hidden[order // index.shape[-1]], 0)
-    x = torch.where(is_here, _product(module, 0, x, offsets), 0)
-    x = _product(module, 1, module._apply_gate(x), offsets)
+    x = _biased(module, 0, torch.where(is_here, _product(module, 0, x, offsets), 0), chosen)
+    x = _biased(module, 1, _product(module, 1, _between(module, x), offsets), chosen)
     return _back(torch.where(is_here, x, 0) * weights.flatten()[order, None].to(x.dtype), order, index)
+
+
+def _dense_experts(module: Any, hidden: Tensor) -> Tensor:
+    """One block of rows for each expert; the blocks of experts that are not here are zeros."""
+    first, here = module.first_expert or 0, local(getattr(module, module.defers[0])).shape[0]
+    x = hidden.view(module.num_experts, -1, hidden.shape[-1])[first : first + here]
+    x = _product(module, 1, _between(module, _product(module, 0, x, None)), None)
+    return functional.pad(x, (0, 0, 0, 0, first, module.num_experts - first - here)).view(-1, hidden.shape[-1])
+
+
+def _between(module: Any, x: Tensor) -> Tensor:
+    """What is done between the two products."""
+    if not hasattr(module, "has_gate"):
+        gate, up = x.chunk(2, dim=-1)
+        return up * module.act_fn(gate)
+    return module._apply_gate(x) if module.has_gate else module.act_fn(x)
+
+
+def _biased(module: Any, number: int, x: Tensor, chosen: Tensor) -> Tensor:
+    """Each row plus its expert's bias, if that is here.
+
+    As a product: the gradient of looking rows up adds thousands of rows to few, one after the other.
+    """
+    if not module.has_bias:
+        return x
+    bias = local(getattr(module, f"{module.defers[number]}_bias"))
+    is_of = chosen[:, None] == torch.arange(len(bias), device=chosen.device)
+    return x + is_of.to(x.dtype) @ bias.to(x.dtype)
 
 
 def _sorted(index: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
@@ -110,33 +156,34 @@ def _back(x: Tensor, order: Tensor, index: Tensor) -> Tensor:
     return x[back].view(*index.shape, -1).sum(1)
 
 
-def _product(module: Any, number: int, x: Tensor, offsets: Tensor) -> Tensor:
-    weight = local(getattr(module, _NAMES[number]))
+def _product(module: Any, number: int, x: Tensor, offsets: Tensor | None) -> Tensor:
+    name = module.defers[number]
+    weight, transposed = local(getattr(module, name)), getattr(module, "is_transposed", True)
     if not torch.is_grad_enabled():
-        return grouped(x, weight, offsets, module.is_transposed)
+        return stacked(x, weight, offsets, transposed)
     if torch.compiler.is_compiling() and weight.requires_grad and not module.is_watched:
-        return SlottedGrouped.apply(x, weight, offsets, module.slots[number], use_number(), module.is_transposed)
-    return _Grouped.apply(x, weight, offsets, module.is_transposed, module, _NAMES[number])
+        return SlottedStack.apply(x, weight, offsets, module.slots[number], use_number(), transposed)
+    return _Stack.apply(x, weight, offsets, transposed, module, name)
 
 
-class _Grouped(torch.autograd.Function):
+class _Stack(torch.autograd.Function):
     """Rows of x through their expert's weight; backward puts (x, dy) into the store."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool, module: nn.Module, name: str
+        ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor | None, transposed: bool, module: nn.Module, name: str
     ) -> Tensor:
-        save(ctx, x, weight, offsets)
+        save(ctx, x, weight, *([] if offsets is None else [offsets]))
         ctx.parameter, ctx.transposed = module._parameters[name], transposed
         ctx.is_watched = module.is_watched
-        return grouped(x, weight, offsets, transposed)
+        return stacked(x, weight, offsets, transposed)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None, None, None, None]:
-        x, weight, offsets = saved(ctx)
-        dw = None
+        x, weight, *offsets = saved(ctx)
+        offsets, dw = next(iter(offsets), None), None
         if ctx.needs_input_grad[1]:
             product = Product(ctx.parameter, x, dy, ctx.transposed, offsets)
             dw = product.value() if ctx.is_watched else put_or_give(product, ctx, 1)
-        dx = grouped_product(dy, weight.transpose(1, 2) if ctx.transposed else weight, offsets)
+        dx = stacked_product(dy, weight.transpose(1, 2) if ctx.transposed else weight, offsets)
         return dx, dw, None, None, None, None

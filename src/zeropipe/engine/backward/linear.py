@@ -162,9 +162,11 @@ def _deferred_class(module: nn.Module) -> type[Deferred] | None:
         return DeferredLinear
     if isinstance(module, nn.Linear) and kind.forward is nn.Linear.forward:
         return _deferred_kind(kind)
-    # known by its name, so that transformers need not be imported
-    if kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils":
+    # known by their names, so that transformers need not be imported
+    if (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D"):
         return DeferredConv1D
+    if (kind.__module__, kind.__name__) == ("transformers.models.falcon.modeling_falcon", "FalconLinear"):
+        return _deferred_kind(kind) if module.bias is None else None  # it rounds before it adds a bias
     return None
 
 

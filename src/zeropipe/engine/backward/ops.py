@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeropipe.engine.backward.products import Product, grouped_product, rows
+from zeropipe.engine.backward.products import Product, rows, stacked_product
 from zeropipe.engine.backward.store import put
 from zeropipe.engine.torch_private import keep_inputs_from_reuse, without_autocast
 
@@ -39,12 +39,12 @@ _library.define(
     "grouped(Tensor x, Tensor weight, Tensor offsets, bool transposed) -> Tensor", tags=(torch.Tag.flexible_layout,)
 )
 _library.define(
-    "grouped_dx(Tensor dy, Tensor weight, Tensor x, Tensor offsets, Tensor slot, int use, bool transposed) -> Tensor",
+    "stacked_dx(Tensor dy, Tensor weight, Tensor x, Tensor? offsets, Tensor slot, int use, bool transposed) -> Tensor",
     tags=(torch.Tag.flexible_layout,),
 )
 linear_dx = torch.ops.zeropipe.linear_dx.default
 grouped = torch.ops.zeropipe.grouped.default
-grouped_dx = torch.ops.zeropipe.grouped_dx.default
+stacked_dx = torch.ops.zeropipe.stacked_dx.default
 
 
 @torch.library.impl(_library, "linear_dx", "CompositeExplicitAutograd")
@@ -83,8 +83,7 @@ class SlottedLinear(torch.autograd.Function):
 
 @torch.library.impl(_library, "grouped", "CompositeExplicitAutograd")
 def _grouped(x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool) -> Tensor:
-    """Rows offsets[e-1]:offsets[e] of x through expert e."""
-    return grouped_product(x, weight if transposed else weight.transpose(1, 2), offsets)
+    return stacked_product(x, weight if transposed else weight.transpose(1, 2), offsets)
 
 
 @torch.library.register_fake("zeropipe::grouped", lib=_library)
@@ -92,33 +91,42 @@ def _(x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[2 if transposed else 1])
 
 
-@torch.library.impl(_library, "grouped_dx", "CompositeExplicitAutograd")
-def _grouped_dx(
-    dy: Tensor, weight: Tensor, x: Tensor, offsets: Tensor, slot: Tensor, use: int, transposed: bool
+def stacked(x: Tensor, weight: Tensor, offsets: Tensor | None, transposed: bool) -> Tensor:
+    """Rows of x through their expert's weight."""
+    if offsets is not None:
+        return grouped(x, weight, offsets, transposed)
+    return stacked_product(x, weight if transposed else weight.transpose(1, 2), None)
+
+
+@torch.library.impl(_library, "stacked_dx", "CompositeExplicitAutograd")
+def _stacked_dx(
+    dy: Tensor, weight: Tensor, x: Tensor, offsets: Tensor | None, slot: Tensor, use: int, transposed: bool
 ) -> Tensor:
-    """The input gradient of `grouped`; keeps x and dy for W on the side."""
+    """The input gradient of `stacked`; keeps x and dy for W on the side."""
     put(Product(_parameter(slot), x, dy, transposed, offsets))
-    return grouped_product(dy, weight.transpose(1, 2) if transposed else weight, offsets)
+    return stacked_product(dy, weight.transpose(1, 2) if transposed else weight, offsets)
 
 
-@torch.library.register_fake("zeropipe::grouped_dx", lib=_library)
-def _(dy: Tensor, weight: Tensor, x: Tensor, offsets: Tensor, slot: Tensor, use: int, transposed: bool) -> Tensor:
-    keep_inputs_from_reuse(grouped_dx)
+@torch.library.register_fake("zeropipe::stacked_dx", lib=_library)
+def _(
+    dy: Tensor, weight: Tensor, x: Tensor, offsets: Tensor | None, slot: Tensor, use: int, transposed: bool
+) -> Tensor:
+    keep_inputs_from_reuse(stacked_dx)
     return x.new_empty(x.shape)
 
 
-class SlottedGrouped(torch.autograd.Function):
-    """`grouped` in a compiled block."""
+class SlottedStack(torch.autograd.Function):
+    """`stacked` in a compiled block."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor, slot: Tensor, use: int, transposed: bool
+        ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor | None, slot: Tensor, use: int, transposed: bool
     ) -> Tensor:
         ctx.save_for_backward(x, weight, offsets, slot)
         ctx.use, ctx.transposed = use, transposed
-        return grouped(x, weight, offsets, transposed)
+        return stacked(x, weight, offsets, transposed)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         x, weight, offsets, slot = ctx.saved_tensors
-        return grouped_dx(dy, weight, x, offsets, slot, ctx.use, ctx.transposed), None, None, None, None, None
+        return stacked_dx(dy, weight, x, offsets, slot, ctx.use, ctx.transposed), None, None, None, None, None

@@ -23,6 +23,11 @@ class Product:
     offsets: Tensor | None = None  # experts: rows up to offsets[e] belong to expert e or a lower one
 
     @property
+    def is_stack(self) -> bool:
+        """Of one weight for each expert; without offsets x and dy are stacks of as many matrices."""
+        return self.parameter.dim() == 3
+
+    @property
     def flops(self) -> int:
         """How much work it is, for cutting a W into even pieces."""
         return 2 * self.x.numel() * self.dy.shape[-1]
@@ -40,16 +45,16 @@ class Product:
 
     def _alone(self) -> Tensor:
         left, right = self._sides()
-        if self.offsets is None:
+        if not self.is_stack:
             return _mm(left.t(), right, self.parameter.dtype)
         gradient = torch.zeros_like(local(self.parameter))
-        add_grouped(gradient, left, right, self.offsets)
+        add_stacked(gradient, left, right, self.offsets)
         return gradient
 
     def _add(self) -> None:
         parameter, (left, right) = self.parameter, self._sides()
-        if self.offsets is not None:
-            add_grouped(local(gradient(parameter)), left, right, self.offsets)
+        if self.is_stack:
+            add_stacked(local(gradient(parameter)), left, right, self.offsets)
         elif (sum_so_far := peek(parameter)) is None:
             start(parameter, _mm(left.t(), right, grad_dtype(parameter)))
         else:
@@ -57,7 +62,7 @@ class Product:
 
     def _sides(self) -> tuple[Tensor, Tensor]:
         left, right = (self.x, self.dy) if self.transposed else (self.dy, self.x)
-        if left.dim() != 2:
+        if left.dim() != 2 and not self.is_stack:
             left, right = rows(left), rows(right)
         return left, right
 
@@ -67,8 +72,11 @@ def rows(tensor: Tensor) -> Tensor:
     return tensor.flatten(0, -2) if tensor.dim() > 1 else tensor[None]
 
 
-def add_grouped(gradient: Tensor, left: Tensor, right: Tensor, offsets: Tensor) -> None:
-    """A stack of experts: rows offsets[e-1]:offsets[e] make the gradient of expert e."""
+def add_stacked(gradient: Tensor, left: Tensor, right: Tensor, offsets: Tensor | None) -> None:
+    """A stack of experts: rows offsets[e-1]:offsets[e], or matrix e, make the gradient of expert e."""
+    if offsets is None:
+        _add_batches(gradient, left.transpose(1, 2), right)
+        return
     if _has_grouped_kernel(left):
         gradient.add_(functional.grouped_mm(left.t(), right, offs=offsets))
         return
@@ -79,8 +87,10 @@ def add_grouped(gradient: Tensor, left: Tensor, right: Tensor, offsets: Tensor) 
         start = end
 
 
-def grouped_product(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
-    """Rows offsets[e-1]:offsets[e] of x times weights[e]."""
+def stacked_product(x: Tensor, weights: Tensor, offsets: Tensor | None) -> Tensor:
+    """Rows offsets[e-1]:offsets[e], or matrix e, of x times weights[e]."""
+    if offsets is None:
+        return torch.bmm(x, weights)
     if _has_grouped_kernel(x):
         return functional.grouped_mm(x, weights, offs=offsets)
     out, start = x.new_zeros(x.shape[0], weights.shape[-1]), 0
@@ -110,3 +120,12 @@ def _addmm_(grad: Tensor, a: Tensor, b: Tensor) -> None:
         torch.addmm(grad, a, b, out_dtype=torch.float32, out=grad)
     else:
         grad.addmm_(a.to(grad.dtype), b.to(grad.dtype))
+
+
+def _add_batches(grad: Tensor, a: Tensor, b: Tensor) -> None:
+    if grad.dtype == a.dtype:
+        grad.baddbmm_(a, b)
+    elif a.is_cuda and grad.dtype == torch.float32:
+        grad.add_(torch.bmm(a, b, out_dtype=torch.float32))
+    else:
+        grad.baddbmm_(a.to(grad.dtype), b.to(grad.dtype))

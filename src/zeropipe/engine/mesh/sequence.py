@@ -48,7 +48,7 @@ def spread_sequence(
         stage.get_submodule(name).register_forward_hook(hook.leave_taken if is_last else hook.leave)
     for region in regions:
         if region not in merged:
-            stage.get_submodule(region).register_forward_hook(hook.take)
+            stage.get_submodule(region).register_forward_hook(hook.take_output, with_kwargs=True)
     _spread_ends(stage, spread, sharing)
     stage.sequence_parts = sharing.peers.number
     whole = [*regions, *_head(stage)]

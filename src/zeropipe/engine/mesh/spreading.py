@@ -84,7 +84,7 @@ def spread_experts(name: str, module: Any, sharing: Sharing) -> None:
         raise ConfigError(f"{name} is a {type(module).__name__}, whose experts cannot be spread over tp: leave tp out")
     if not sharing.divides(module.num_experts):
         raise ConfigError(f"{name} has {module.num_experts} experts: tp={sharing.peers.number} must divide it")
-    for weight in ("gate_up_proj", "down_proj"):
+    for weight, _ in list(module.named_parameters(recurse=False)):
         sharing.keep_piece(module, weight, name, 0)
     enter, leave = hooks(sharing.peers).experts, hooks(sharing.peers).leave
     module.register_forward_pre_hook(enter)
@@ -130,6 +130,7 @@ class Hooks:
     leave: Callable[..., Any]
     leave_taken: Callable[..., Any]
     take: Callable[..., Any]
+    take_output: Callable[..., Any]
     gather_output: Callable[..., Any]
 
 
@@ -151,9 +152,12 @@ def hooks(peers: Peers) -> Hooks:
 
         return hook
 
-    def experts(module: nn.Module, args: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        hidden, index, weights = args
-        return Enter.apply(hidden, peers), index, Enter.apply(weights, peers)
+    def take_output(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        shape = (args[0] if args else kwargs["hidden_states"]).shape  # some give back rows of tokens, not sequences
+        return on_output(lambda y: Take.apply(y.view(shape), SEQUENCE, peers))(module, args, output)
+
+    def experts(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return tuple(Enter.apply(x, peers) if x.is_floating_point() else x for x in args)
 
     return Hooks(
         enter=on_input(lambda x: Enter.apply(x, peers)),
@@ -165,6 +169,7 @@ def hooks(peers: Peers) -> Hooks:
         leave=on_output(lambda y: Leave.apply(y, peers)),
         leave_taken=on_output(lambda y: LeaveTaken.apply(y, SEQUENCE, peers)),
         take=on_output(lambda y: Take.apply(y, SEQUENCE, peers)),
+        take_output=take_output,
         gather_output=on_output(lambda y: Join.apply(y, -1, peers)),
     )
 
