@@ -321,6 +321,9 @@ def test_a_run_corrects_the_setting_that_is_named(run, tmp_path):
     run_file, costs, better = (tmp_path / f"{name}.json" for name in ("run", "costs", "better"))
     run_file.write_text(zp.to_json(recorded))
     costs.write_text(to_layer_json(two))
+    for command in (("profile", costs, "--fit", run_file), ("trace", "compare", run_file, "--costs", costs)):
+        status, _, err = run(*command, "--layers", "3,1", "-o", better)
+        assert (status, "the costs are of ac none and of ac full: say with --ac which" in err) == (2, True)
     assert run("profile", costs, "--fit", run_file, "--layers", "3,1", "--ac", "full", "-o", better)[0] == 0
     none, full = (setting["kinds"]["dense"]["f"] for setting in json.loads(better.read_text())["settings"])
     assert none == doubled["dense"].f

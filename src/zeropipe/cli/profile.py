@@ -183,10 +183,12 @@ def _recorded(paths: tuple[str, ...]) -> list[Timeline]:
 
 
 def _setting(costs: LayerCosts, given: dict[str, Any]) -> Setting:
-    """The setting that a run corrects: the first with the mode and the size that were asked for first."""
+    """The setting that a run corrects: with the mode and the size that were asked for first."""
+    from zeropipe.sim.refit import setting_of_run
+
     ac = given["ac"].split(",")[0] if opt.is_told("ac") else None
     size = given["microbatch_size"][0] if opt.is_told("microbatch_size") else None
-    return costs.setting(ac=ac, microbatch_size=size)
+    return setting_of_run(costs, ac, size)
 
 
 def _corrected(

@@ -47,7 +47,7 @@ def trace(context: click.Context) -> None:
     help="What a costs file's numbers are of: a rank's part of the model, or a stage.",
 )  # fmt: skip
 @click.option("--layers", help="Layers of each stage, like 2,3,3,2, for costs of layers; spread evenly by default.")
-@click.option("--ac", help="The setting of such costs, if not their first: none, full, selective:op, ...")
+@click.option("--ac", help="The run's, where such costs are of several modes: none, full, selective:op, ...")
 @click.option("--schedule", help="Of a log, which does not tell: a name or a file.")
 @opt.size_options
 @click.option("--report", help="Write a page with both timelines, linked: report.html.")
@@ -198,6 +198,7 @@ def _given(path: str | None, schedule: Schedule, per: str, layers: str | None, a
     from zeropipe.sim.compare import stage_costs
     from zeropipe.sim.costs import Costs
     from zeropipe.sim.fit import load_costs
+    from zeropipe.sim.refit import setting_of_run
 
     found = load_costs(path) if path else None
     if found is None or isinstance(found, Costs):
@@ -208,7 +209,7 @@ def _given(path: str | None, schedule: Schedule, per: str, layers: str | None, a
     if opt.is_told("per"):
         raise ConfigError(f"--per {per}: {OF_LAYERS}")
     counts = counts_of(found, schedule, layers)
-    setting = found.setting(ac=ac)
+    setting = setting_of_run(found, ac)
     costs = found.costs(counts, setting, ac=ac, placement=schedule.placement)
     return Given(costs, found, setting, counts)
 

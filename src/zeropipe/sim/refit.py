@@ -64,6 +64,14 @@ def refitted(
     return replace(costs, settings=settings, link=link, sending=0.0, receiving=0.0)
 
 
+def setting_of_run(costs: LayerCosts, ac: str | None = None, microbatch_size: int | None = None) -> Setting:
+    """The setting that a run had; ConfigError where it may have been one of several."""
+    modes = list(dict.fromkeys(one.ac for one in costs.settings))
+    if ac is None and len(modes) > 1:
+        raise ConfigError(f"the costs are of ac {' and of ac '.join(modes)}: say with --ac which one the run had")
+    return costs.setting(ac=ac, microbatch_size=microbatch_size)
+
+
 def require_steps(steps: Sequence[Timeline]) -> None:
     """ConfigError for recorded steps that cannot correct costs: without times in seconds, or of several schedules."""
     for step in steps:
