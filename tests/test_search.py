@@ -297,6 +297,8 @@ def test_an_interrupt_returns_the_best_so_far():
         ({"seconds": float("nan")}, "seconds=nan: a number from 0 on"),
         ({"steps": -1}, "steps=-1: a whole number from 0 on"),
         ({"seed": "x"}, "seed='x': a whole number"),
+        ({"progress": 3}, "progress=3: a function is needed, or None"),
+        ({"workers": 0}, "workers=0: a whole number from 1 on is needed, or None for all cores"),
         ({"weight_parts": 0}, "weight_parts=0: a W is cut into 1 to 64 parts"),
         (
             {"costs": zp.Costs(activation=2e9, memory_limit=1e9, memory_unit="B")},

@@ -79,6 +79,7 @@ def search(
     """
     given = given_costs(costs)
     _require(ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
+    require_helpers(progress, workers)
     if steps is not None and (type(steps) is not int or steps < 0):
         raise ConfigError(f"steps={steps!r}: a whole number from 0 on is needed, or None to search for `seconds`")
     require_seconds("seconds", seconds)
@@ -109,6 +110,14 @@ def require_seconds(name: str, value: object, way: str = "") -> None:
     """ConfigError for what is no time to search for."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not (isfinite(value) and value >= 0):
         raise ConfigError(f"{name}={short(value)}: a number from 0 on is needed{way}")
+
+
+def require_helpers(progress: object, workers: object) -> None:
+    """ConfigError for what cannot be told how far a search or a plan is, and for no number of workers."""
+    if progress is not None and not callable(progress):
+        raise ConfigError(f"progress={short(progress)}: a function is needed, or None")
+    if workers is not None and (type(workers) is not int or workers < 1):
+        raise ConfigError(f"workers={short(workers)}: a whole number from 1 on is needed, or None for all cores")
 
 
 def _require(**sizes: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -13,6 +13,7 @@ from zeropipe.core.layers import layer_counts
 from zeropipe.core.packed import kind_of, stage_of
 from zeropipe.core.placement import Placement
 from zeropipe.core.schedule import Schedule, require_schedule
+from zeropipe.core.units import size_text
 from zeropipe.errors import ConfigError, short
 from zeropipe.search.balance.exact import one_pass, two_passes
 from zeropipe.search.balance.simple import climb, equal_layers, spread
@@ -191,6 +192,8 @@ def alive_of(schedule: Schedule) -> list[float]:
 def _per_rank(name: str, value: float | Sequence[float] | None, ranks: int, default: float) -> tuple[float, ...]:
     if value is None:
         return (default,) * ranks
+    if isinstance(value, str) or not isinstance(value, (int, float, Iterable)):
+        raise ConfigError(f"{name}={short(value)}: a number is needed, or one for each rank")
     listed = [value] * ranks if isinstance(value, (int, float)) else list(value)
     for one in listed:
         if isinstance(one, bool) or not isinstance(one, (int, float)) or not one > 0:
@@ -206,6 +209,7 @@ def _refuse(task: BalanceTask) -> None:
     sizes = task.ranks(even)[1] if even else [0.0] * task.num_ranks
     rank = max(range(task.num_ranks), key=lambda r: sizes[r] - task.memory[r])
     raise ConfigError(
-        f"memory: {task.memory[rank]:.4g} beside the workspace is too little for every cut: with even layers rank "
-        f"{rank} needs {sizes[rank]:.4g}; take more ranks, more shards, or activation checkpointing"
+        f"memory: {size_text(task.memory[rank], 'B')} beside the workspace is too little for every cut: with even "
+        f"layers rank {rank} needs {size_text(sizes[rank], 'B')}; take more ranks, more shards, or activation "
+        "checkpointing"
     )

@@ -21,7 +21,7 @@ from zeropipe.search.plan.result import Plan
 from zeropipe.search.plan.rows import Candidate, Row
 from zeropipe.search.plan.score import Scene
 from zeropipe.search.plan.tries import candidates, grouped, named_variants, runs, sifted
-from zeropipe.search.search import require_seconds
+from zeropipe.search.search import require_helpers, require_seconds
 from zeropipe.sim.layer_costs import LayerCosts
 
 MODES = ("none", "selective:op", "full")
@@ -64,6 +64,7 @@ def plan(
     ones, for `search_seconds` in all, or each with `search_steps`, as in `zp.search`. No more than `most` candidates
     are simulated, those with least work. `progress` is called with what is done and the share of all that is done.
     """
+    require_helpers(progress, workers)
     begun, tell = monotonic(), progress or (lambda what, share: None)
     _require_counts(gpus=gpus, batch=batch, gpus_per_node=gpus_per_node, most=most)
     require_seconds("search_seconds", search_seconds, "; 0 for no search")
@@ -97,7 +98,8 @@ def plan(
     if isinstance(memory, bool) or not isinstance(memory, (int, float)) or not memory > reserve:
         given_is = f" is {memory / 1e9:g} GB" if isinstance(memory, (int, float)) else ""
         raise ConfigError(
-            f"memory={short(memory)}{given_is}: bytes above the reserve of {reserve / 1e9:g} GB are needed, like 80GB"
+            f"memory={short(memory)}{given_is}: bytes above the reserve of {reserve / 1e9:g} GB are needed, like 80GB; "
+            "or give a smaller reserve"
         )
     scene = Scene(costs, gpus_per_node, memory - reserve, optimizer_bandwidth(costs))
     every = layouts(gpus, gpus_per_node, sizes, costs.num_layers)
