@@ -29,6 +29,10 @@ def chatter():
     return os.read(0, 1)
 
 
+def grow():
+    return len(bytearray(64 * 2**30))  # nothing is written there
+
+
 def die():
     os._exit(3)
 

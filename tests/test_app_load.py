@@ -11,6 +11,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import app_jobs
 import httpx
@@ -22,9 +23,10 @@ import zeropipe as zp
 from zeropipe.app import desk as desk_module
 from zeropipe.app import hands
 from zeropipe.app.errors import Refusal
-from zeropipe.app.hands import Failed, WorkerHand
+from zeropipe.app.hands import STOPPED, UNSURE, Failed, Outgrown, WorkerHand
 from zeropipe.app.lanes import Busy, Here, Job, Lane, Stopped
 from zeropipe.app.server import create_app
+from zeropipe.app.worker import Worker
 
 PATIENCE = 60  # seconds: on a busy machine all takes longer; what is waited for takes one at most
 
@@ -167,6 +169,25 @@ def test_a_worker_that_dies_is_told_in_one_line_and_replaced(hand):
     with pytest.raises(Failed, match=r"ended with status 3.*use the command line"):
         hand.do(Job(app_jobs.die, ()))
     assert hand.do(Job(app_jobs.add, (1, 2))) == 3
+    with pytest.raises(Outgrown, match="more than 4 GiB of memory, which is all the page gives"):
+        hand.do(Job(app_jobs.grow, ()))
+
+
+def stop_here():
+    raise Stopped
+
+
+def test_a_worker_that_was_stopped_within_torch_is_replaced(monkeypatch):
+    """torch and transformers have switches that code sets for a while: who knows where it was stopped."""
+    monkeypatch.setitem(sys.modules, "torch", object())
+    outcome = Worker(None, None, "")._outcome(1, Job(stop_here, ()))
+    assert outcome == (STOPPED, UNSURE)
+    hand, forgotten = WorkerHand(), []
+    monkeypatch.setattr(hand, "_forget", forgotten.append)
+    hand._process = process = SimpleNamespace(send=lambda message: None, receive=lambda: outcome)
+    with pytest.raises(Stopped):
+        hand.do(Job(int, ()))
+    assert forgotten == [process]
 
 
 ENDLESS = """
@@ -333,6 +354,9 @@ def test_a_failure_of_ours_is_told_in_one_line(monkeypatch):
     assert response.status_code == 500
     assert told(response.json(), "")[0].startswith("the server failed: ZeroDivisionError: division by zero. ")
     assert "Traceback" not in response.text
+    monkeypatch.setattr("zeropipe.app.calls.results", lambda shown, per: (_ for _ in ()).throw(Outgrown("too large")))
+    response = client.post("/api/simulate", json=LIGHT)
+    assert (response.status_code, told(response.json(), "")) == (422, ["too large"])
 
 
 def test_closing_the_server_ends_its_workers():

@@ -1,13 +1,18 @@
 """The page's plans and searches, without a browser."""
 
 import json
+import tomllib
 
 import pytest
 from app_client import ask, client, told
 
 import zeropipe as zp
-from zeropipe.app import planning
+from zeropipe.app import opened, planning
+from zeropipe.search.estimate.known import COUNTED, KNOWN
+from zeropipe.search.plan.write import write_run
 
+ODD = 'my "own" \N{ROCKET}\x7f.json'
+QWEN3 = KNOWN["qwen3-0.6b"]
 SMALL = {"model": "qwen3-0.6b", "gpus": 4, "batch": 16, "sequence": 2048, "gpu": "h100"}
 
 
@@ -39,13 +44,21 @@ def test_a_plan_is_ranked_and_its_parts_add_up(planned):
     assert rows[0]["front"]
 
 
-def test_a_row_is_shown_as_it_was_planned(planned):
+@pytest.mark.parametrize("own", [{}, {"model": ODD, "config": json.dumps(QWEN3)}], ids=["named", "own config"])
+def test_a_row_is_shown_as_it_was_planned_with_the_file_that_the_command_writes(planned, own, tmp_path):
     row = planned["rows"][0]
-    names = ("pp", "dp_shard", "tp", "schedule", "stages_per_rank", "microbatches", "microbatch_size", "ac", "layers")
-    status, answer = ask("plan/row", {"plan": SMALL, **{name: row[name] for name in names}})
+    names = planning.RowAsk.model_fields.keys() - {"plan"}
+    status, answer = ask("plan/row", {"plan": {**SMALL, **own}, **{name: row[name] for name in names}})
     assert status == 200
     [shown] = answer["viewer"]["timelines"]
     assert shown["makespan"] == pytest.approx(row["makespan"])
+    made = zp.plan(
+        QWEN3, gpus=4, batch=16, sequence=2048, pp=row["pp"], tp=row["tp"], ac=row["ac"], search_seconds=0, workers=1,
+        microbatch_sizes=row["microbatch_size"], schedules=f"{row['schedule']}:v={row['stages_per_rank']}",
+    )  # fmt: skip
+    write_run(made, made.best, str(tmp_path / "run.toml"), own.get("model", SMALL["model"]), "h100")
+    assert answer["run"] == (tmp_path / "run.toml").read_text()
+    assert tomllib.loads(answer["run"])["model"]["path"] == own.get("model", SMALL["model"])
 
 
 def test_what_does_not_fit_is_said():
@@ -66,6 +79,21 @@ def test_what_does_not_fit_is_said():
         ({"memory": "80GB"}, "memory", "a number of gigabytes is needed, like 80"),
         ({"memory": 1e300}, "memory", "a number of gigabytes is needed, like 80"),
         ({"x": 1}, "x", "unknown field"),
+        ({"config": QWEN3}, "config", "the text of a config.json is needed"),
+        ({"config": "{" + " " * 2**18 + "}"}, "config", "of at most 256 KiB"),
+        ({"config": "{", "model": "a.json"}, "config", "a.json is not JSON: Expecting property name"),
+        ({"config": "[1]", "model": "a.json"}, "config", "a.json is not a model's configuration"),
+        ({"config": "[" * 100_000}, "config", "nested too deeply"),
+        ({"config": '{"a":' + "[" * 300 + "]" * 300 + "}"}, "config", "nested more than 16 deep"),
+        ({"config": json.dumps({**QWEN3, "hidden_size": [1024]})}, "config", "hidden_size=[1024]: a whole number"),
+        ({"config": json.dumps({**QWEN3, "hidden_size": 10**300})}, "config", "a whole number from 1 to 100000000"),
+        ({"config": json.dumps({**QWEN3, "num_hidden_layers": 10**9})}, "config", "the page takes up to 512 layers"),
+        ({"config": json.dumps({"text_config": {"n_layer": 10**9}})}, "config", "the page takes up to 512 layers"),
+        (
+            {"config": json.dumps({**QWEN3, "num_experts": 8, "mlp_only_layers": [[]], "model_type": "qwen3_moe"})},
+            "config",
+            "mlp_only_layers=[[]]: a list of layers is needed",
+        ),
     ],
 )
 def test_wrong_plans_are_refused_by_field(change, field, words):
@@ -121,3 +149,22 @@ def test_known_models_and_gpus_are_listed():
     facts = json.loads(client.get("/api/known").text)
     assert facts["models"]["qwen3-8b"] == pytest.approx(8.19e9, rel=0.01)
     assert facts["gpus"]["h200"] == 141
+    assert facts["models"]["gpt-oss-20b"] == pytest.approx(20.9e9, rel=0.01)
+    assert facts["counted"] == list(COUNTED)
+
+
+def test_without_torch_what_has_to_be_counted_is_left_out_and_refused(monkeypatch):
+    monkeypatch.setattr(opened, "can_count", lambda: False)
+    facts = json.loads(client.get("/api/known").text)
+    assert (set(facts["models"]), facts["counted"]) == (set(KNOWN), [])
+    status, answer = ask("plan", {**SMALL, "model": "gpt-oss-20b"})
+    assert (status, len(told(answer, "model"))) == (422, 1)
+    assert "needs torch and transformers: pip install 'zeropipe[engine]'" in told(answer, "model")[0]
+
+
+def test_costs_of_the_newest_plans_are_kept(monkeypatch):
+    monkeypatch.setattr(planning, "MOST_KEPT", 2)
+    kept, asks = planning.Kept(), [planning.PlanAsk(model="a.json", config=str(n)) for n in range(3)]
+    for n, one in enumerate(asks):
+        kept.keep(one, n)
+    assert [kept.get(one) for one in asks] == [None, 1, 2]

@@ -1,13 +1,17 @@
 """The Plan page and the search dialog in a real Chromium."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
+from random import Random
 
 import pytest
 from browser import PHONE, expected
-from visits import rows, settle
+from visits import drop, rows, settle
 
 import zeropipe as zp
 from zeropipe.app import planning
+from zeropipe.search.estimate.known import KNOWN
 
 ASKED = "plan?model=qwen3-0.6b&gpus=2&gpus_per_node=2&batch=8&sequence=1024"
 SHOWN = "#viewer [data-painted]"
@@ -62,6 +66,42 @@ def test_back_leads_to_the_plan_before_and_a_wrong_link_keeps_its_words(visit):
         page.wait_for_selector("#error-model:not([hidden])")
     assert "model='nope'" in page.inner_text("#error-model")
     assert "model=nope" in page.url
+
+
+def test_an_own_config_is_dropped_planned_saved_as_a_run_and_kept_by_the_link_or_the_tab(visit, monkeypatch):
+    monkeypatch.setattr(planning, "MOST", 3)
+    page = visit("plan", wait=".own")
+    drop(page, "mine.json", json.dumps(KNOWN["qwen3-0.6b"]))
+    page.wait_for_selector("#own-note:has-text('qwen3, 28 layers. The link carries it.')")
+    page.click("#form button[type=submit]")
+    page.wait_for_selector("#save-run:enabled")
+    assert page.inner_text("#in-model option:checked") == "mine.json (0.596B)"
+    with page.expect_download() as saved:
+        page.click("#save-run")
+    assert saved.value.suggested_filename == "run.toml"
+    assert 'path = "mine.json"' in Path(saved.value.path()).read_text()
+    asked, link = [], page.url
+    page.route("**/api/plan", lambda route: asked.append(route.request.post_data_json))  # no answer comes
+    page.evaluate("sessionStorage.clear()")
+    page.goto("about:blank")
+    page.goto(link)
+    page.wait_for_selector("main[aria-busy=true]")
+    noise = "".join(Random(0).choices("abcdefghijklmnopqrstuvwxyz0123456789", k=30_000))
+    page.click(".own .link")
+    page.fill("#pasted", json.dumps({"model_type": noise}))
+    page.click("#paste .strong")
+    page.wait_for_selector("#own-note:has-text('It is too large for a link: only this tab keeps it.')")
+    page.click("#form button[type=submit]")
+    page.reload()
+    page.wait_for_selector("main[aria-busy=true]")
+    assert [(one["model"], len(one["config"])) for one in asked[::2]] == [
+        ("mine.json", len(json.dumps(KNOWN["qwen3-0.6b"]))),
+        ("config.json", 30_000 + len('{"model_type": ""}')),
+    ]
+    drop(page, "huge.json", " " * (2**18 + 1))
+    page.wait_for_selector("#error-model:has-text('huge.json is longer than 256 KiB')")
+    page.goto(link.partition("#")[0])
+    page.wait_for_selector("#error-model:has-text('this link does not carry mine.json')")
 
 
 def test_a_plan_that_takes_its_time_tells_for_how_long(visit):

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from zeropipe.app import planning
 from zeropipe.core.checkpointing import Checkpointing
 from zeropipe.errors import ConfigError
 from zeropipe.search.estimate.counted import CountedModel
@@ -202,6 +203,7 @@ def test_experts_with_biases_wait_for_w():
         ),
         ({"model_type": "gpt_oss", "text_config": {"a": 1}}, "this type has no text part, but its config has a"),
         ({"model_type": "gpt_oss", "hidden_size": "big"}, "Field 'hidden_size' expected int, got str"),
+        ({"model_type": "musicgen"}, "transformers cannot use this config (AttributeError"),
         ({"layer_types": ["linear_attention"] * 4}, "linear_attention"),
         (
             {"model_type": "gpt_oss", "tp": 2},
@@ -225,7 +227,8 @@ def test_without_torch_it_says_what_is_missing(monkeypatch):
 
 
 def test_a_plan_of_a_counted_model(run, tmp_path):
-    config = {"model_type": "gpt_oss", **SMALL, "num_local_experts": 8, "num_experts_per_tok": 2}
+    elsewhere = {"auto_map": {"AutoModelForCausalLM": "a/b--c.D"}, "attn_implementation": "a/kernel"}  # not looked at
+    config = {"model_type": "gpt_oss", **SMALL, "num_local_experts": 8, "num_experts_per_tok": 2, **elsewhere}
     (tmp_path / "config.json").write_text(json.dumps(config))
     status, out, err = run(
         "plan", tmp_path, "--gpus", 4, "--batch", 8, "--sequence", 64, "--search-seconds", 0, "--ac", "none",
@@ -233,6 +236,19 @@ def test_a_plan_of_a_counted_model(run, tmp_path):
     )  # fmt: skip
     assert status == 0, err
     assert {row["tp"] for row in json.loads(out)["rows"]} == {1}  # experts with biases are not shared out
+
+
+def test_the_page_counts_a_config_once_and_shows_its_rows_from_what_it_kept(monkeypatch):
+    config = {"model_type": "gpt_oss", **SMALL, "num_local_experts": 8, "num_experts_per_tok": 2}
+    asked = planning.PlanAsk(model="config.json", config=json.dumps(config), gpus=1, batch=4, sequence=64)
+    reply, costs = planning.plan_call(asked, 3, 3)
+    answer = json.loads(reply.body)
+    assert answer["parameters"] == open_model(config).num_parameters()[0]
+    monkeypatch.setattr(planning, "opened", None)
+    row = {name: answer["rows"][0][name] for name in planning.RowAsk.model_fields if name != "plan"}
+    shown = json.loads(planning.row_call(planning.RowAsk(plan=asked, **row), costs).body)
+    assert shown["viewer"]["timelines"][0]["makespan"] == pytest.approx(answer["rows"][0]["makespan"])
+    assert 'path = "config.json"' in shown["run"]
 
 
 @pytest.mark.skipif(not IS_OF_TABLE, reason=f"the list is about transformers {VERSION}")

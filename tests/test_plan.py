@@ -1,13 +1,17 @@
 """Plans: rows against simulations made by hand, memory that is kept, order, explanations, files, the command."""
 
+import _thread
 import json
 import os
 import pickle
 import sys
 from dataclasses import replace
 from itertools import pairwise
+from queue import SimpleQueue
 from shutil import which
 from subprocess import PIPE, Popen
+from threading import Timer
+from time import monotonic
 
 import pytest
 
@@ -16,7 +20,7 @@ from zeropipe.cli import main
 from zeropipe.core.layers import layer_counts
 from zeropipe.errors import ConfigError
 from zeropipe.schedules.registry import entries
-from zeropipe.search.plan import refine
+from zeropipe.search.plan import pool, refine
 from zeropipe.search.plan.layouts import Layout, layouts
 from zeropipe.search.plan.pool import ALONE
 from zeropipe.search.plan.score import score
@@ -230,15 +234,30 @@ def test_a_process_that_ends_early_is_told(monkeypatch):
         zp.plan("qwen3-0.6b", memory=80e9, **{**SMALL, "workers": 2})
 
 
-def test_a_process_whose_parent_was_killed_ends_without_a_word(small):
+def test_a_process_whose_parent_was_killed_ends_at_once_and_without_a_word(small):
+    """Though what it computes would take minutes."""
     command = [sys.executable, "-m", "zeropipe.search.plan.pool"]
     around = {**os.environ, "PYTHONPATH": ":".join(sys.path)}
     with Popen(command, stdin=PIPE, stdout=PIPE, stderr=PIPE, env=around) as it:
         it.stdout.close()
-        it.stdin.write(pickle.dumps(small.scene) + pickle.dumps([small.best.candidate]))
+        it.stdin.write(pickle.dumps(small.scene) + pickle.dumps([small.best.candidate] * 100_000))
         it.stdin.close()
+        try:
+            assert it.wait(60) == 0
+        finally:
+            it.kill()
         assert it.stderr.read() == b""
-        assert it.wait() == 0
+
+
+def test_a_wait_for_other_processes_hears_that_it_is_to_stop():
+    ready, begun = SimpleQueue(), monotonic()
+    stop, end = Timer(0.5, _thread.interrupt_main), Timer(20, ready.put, [(0, None)])
+    end.start()
+    stop.start()
+    with pytest.raises(KeyboardInterrupt):
+        pool._next(ready)
+    end.cancel()
+    assert monotonic() < begun + 15
 
 
 def test_a_mesh_is_written_and_read_again(tmp_path, capsys):

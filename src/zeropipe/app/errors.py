@@ -22,6 +22,7 @@ _RULES = {
     "stages_per_rank": _WHOLE,
     "weight_parts": f"a W is cut into 1 to {MAX_WEIGHT_PARTS} parts",
     "node_size": "a whole number of ranks from 1 on is needed",
+    "config": "the text of a config.json is needed, of at most 256 KiB",
     "gpus": _WHOLE,
     "gpus_per_node": _WHOLE,
     "memory": "a number of gigabytes is needed, like 80",

@@ -16,11 +16,16 @@ from zeropipe.app.lanes import Job, Stopped
 
 GRACE = 0.4  # seconds a job gets to stop by itself, which keeps its process and what that has compiled
 DONE, RAISED, STOPPED = "done", "raised", "stopped"  # how a job ends
+UNSURE = "unsure"  # what is said of a stopped job: it may have left something behind that others would meet
 _START = "from zeropipe.app.worker import main; main()"
 
 
 class Failed(Exception):
     """A job ended in a way that is not its caller's mistake."""
+
+
+class Outgrown(Failed):
+    """A job wanted more memory than a worker has."""
 
 
 class Process:
@@ -34,7 +39,7 @@ class Process:
         found_in = os.pathsep.join(os.path.abspath(path) for path in sys.path)  # what is imported here is found there
         self._popen = subprocess.Popen(
             [sys.executable, "-P", "-c", _START], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": found_in},
+            env={**os.environ, "PYTHONPATH": found_in, "HF_HUB_OFFLINE": "1"},  # nothing is fetched from elsewhere
             creationflags=getattr(subprocess, "BELOW_NORMAL_PRIORITY_CLASS", 0),
         )  # fmt: skip
         self._writing, self._reading = Lock(), Lock()  # a pipe is not closed in the middle of a message
@@ -111,7 +116,7 @@ class WorkerHand:
             self._ended.set()
         if how == DONE:
             return what
-        if isinstance(what, Failed):
+        if isinstance(what, Failed) or what == UNSURE:
             self._forget(process)  # whatever went wrong in it does not go on
         raise what if how == RAISED else Stopped
 

@@ -3,46 +3,54 @@
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 from dataclasses import replace
-from typing import Annotated, Any
+from threading import Lock
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from zeropipe.app.calls import Reply, encoded
 from zeropipe.app.errors import Refusal
 from zeropipe.app.models import Size, Strict
+from zeropipe.app.opened import known_models, opened, require_known
 from zeropipe.app.work import costs_of
 from zeropipe.core.json import to_json
 from zeropipe.core.limits import PAGE, num_actions
 from zeropipe.core.placement import Problem
 from zeropipe.errors import ConfigError
 from zeropipe.schedules.registry import build, find
-from zeropipe.search.estimate.estimate import estimate, num_parameters
+from zeropipe.search.estimate.estimate import estimate
 from zeropipe.search.estimate.gpus import GPUS, find_gpu
-from zeropipe.search.estimate.known import KNOWN
+from zeropipe.search.estimate.known import COUNTED, KNOWN
 from zeropipe.search.hunt import Progress
 from zeropipe.search.plan.layouts import Layout
-from zeropipe.search.plan.plan import RESERVE, plan
+from zeropipe.search.plan.plan import RESERVE, optimizer_bandwidth, plan
 from zeropipe.search.plan.result import Plan
 from zeropipe.search.plan.rows import Candidate, Row
-from zeropipe.search.plan.score import Scene
-from zeropipe.search.plan.score import costs_of as stage_costs_of
+from zeropipe.search.plan.score import Scene, row_of, simulated
+from zeropipe.search.plan.write import named_schedule, run_text
 from zeropipe.search.search import search
 from zeropipe.sim.compare import stage_costs
-from zeropipe.sim.simulate import simulate
+from zeropipe.sim.layer_costs import LayerCosts
 from zeropipe.viz.payload import payload
 
 MOST = 2400  # candidates that the page simulates
 SHOWN = 40  # rows of its table
 DOTS = 400  # of its chart
 LONGEST = 10.0  # seconds of a round of a search
+MOST_TEXT = 2**18  # characters of a config.json; the longest that models have are a tenth of that
+MOST_KEPT, MOST_COSTS = 16, 2000  # plans whose costs are kept, and costs of one of them
 Count = Annotated[int, Field(ge=1)]
 
 
 class PlanAsk(Strict):
     """A model, GPUs, memory and a batch."""
 
-    model: Annotated[str, Field(max_length=100, examples=["qwen3-8b"])]
+    model: Annotated[str, Field(min_length=1, max_length=100, examples=["qwen3-8b"])]
+    config: Annotated[str, Field(max_length=MOST_TEXT)] | None = Field(
+        None, description="The text of a model's config.json; `model` is then what it is called."
+    )
     gpu: Annotated[str, Field(max_length=40)] = "h100"
     gpus: Annotated[int, Field(ge=1, le=1024)] = 16
     gpus_per_node: Annotated[int, Field(ge=1, le=1024)] = 8
@@ -66,6 +74,7 @@ class RowAsk(Strict):
     microbatches: Count
     microbatch_size: Count
     ac: Annotated[str, Field(max_length=40)]
+    cut: Literal["even", "balanced"] = "balanced"
     layers: Annotated[list[int], Field(min_length=1, max_length=4096)]
 
 
@@ -77,33 +86,68 @@ class SearchAsk(Size):
 
 
 def known_call() -> Reply:
-    models = {name: num_parameters(name)[0] for name in KNOWN}
-    return Reply(encoded({"models": models, "gpus": {name: gpu.memory / 1e9 for name, gpu in GPUS.items()}}))
+    models = known_models()
+    counted = [name for name in models if name in COUNTED]
+    gpus = {name: gpu.memory / 1e9 for name, gpu in GPUS.items()}
+    return Reply(encoded({"models": models, "counted": counted, "gpus": gpus, "max_config": MOST_TEXT}))
 
 
-def plan_call(ask: PlanAsk, most: int, dots: int) -> Reply:
+class Kept:
+    """Costs of the newest plans that took long to find, so that a row of them is shown at once."""
+
+    def __init__(self) -> None:
+        self._costs: OrderedDict[str, LayerCosts] = OrderedDict()
+        self._lock = Lock()
+
+    def get(self, ask: PlanAsk) -> LayerCosts | None:
+        with self._lock:
+            return self._costs.get(ask.model_dump_json())
+
+    def keep(self, ask: PlanAsk, costs: LayerCosts) -> None:
+        with self._lock:
+            self._costs[ask.model_dump_json()] = costs
+            while len(self._costs) > MOST_KEPT:
+                self._costs.popitem(last=False)
+
+
+def require_model(ask: PlanAsk) -> None:
+    """A Refusal for a name that cannot be planned here."""
+    if ask.config is None:
+        require_known(_name(ask))
+
+
+def is_quick(ask: PlanAsk) -> bool:
+    """Whether the costs of its model are written down, and need not be kept."""
+    return ask.config is None and _name(ask) in KNOWN
+
+
+def plan_call(ask: PlanAsk, most: int, dots: int) -> tuple[Reply, LayerCosts | None]:
+    """The ranking, and costs that are worth keeping."""
     try:
+        model = opened(_name(ask), ask.config)
         made = plan(
-            _model(ask), gpus=ask.gpus, gpus_per_node=ask.gpus_per_node, batch=ask.batch, sequence=ask.sequence,
+            model, gpus=ask.gpus, gpus_per_node=ask.gpus_per_node, batch=ask.batch, sequence=ask.sequence,
             gpu=ask.gpu, memory=None if ask.memory is None else ask.memory * 1e9, compile=ask.compile,
             search_seconds=0, most=most, workers=2,
         )  # fmt: skip
+        parameters = model.num_parameters()[0]
     except ConfigError as error:
-        raise _refusal(error) from None
-    return Reply(encoded(_answer(made, dots)))
+        raise _refusal(error, ask) from None
+    costs = made.scene.costs
+    is_small = sum(len(setting.kinds) for setting in costs.settings) <= MOST_COSTS
+    reply = Reply(encoded({**_answer(made, dots), "parameters": parameters}))
+    return reply, None if is_quick(ask) or not is_small else costs
 
 
-def _model(ask: PlanAsk) -> str:
-    """Files of this machine are not for the page."""
-    name = ask.model.lower()
-    if name not in KNOWN:
-        raise Refusal(("model", f"model={ask.model!r}: choose one of {', '.join(KNOWN)}"))
-    return name
+def _name(ask: PlanAsk) -> str:
+    return ask.model if ask.config is not None else ask.model.lower()
 
 
-def _refusal(error: ConfigError) -> Refusal:
+def _refusal(error: ConfigError, ask: PlanAsk) -> Refusal:
+    """By the field that the error begins with; of an own config, most are about that."""
     match = re.match(r"(\w+)=", str(error))
-    return Refusal((match[1] if match and match[1] in PlanAsk.model_fields else "", str(error)))
+    named = match is not None and match[1] in PlanAsk.model_fields
+    return Refusal((match[1] if match and named else "" if ask.config is None else "config", str(error)))
 
 
 def _answer(made: Plan, dots: int) -> dict[str, Any]:
@@ -126,8 +170,9 @@ def _row(made: Plan, row: Row, front: bool) -> dict[str, Any]:
     return {
         "pp": one.layout.pp, "dp_shard": one.layout.dp_shard, "tp": one.layout.tp, "schedule": one.schedule,
         "stages_per_rank": one.stages_per_rank, "microbatches": one.num_microbatches,
-        "microbatch_size": one.microbatch_size, "ac": one.ac, "layers": list(row.counts), "step": row.step,
-        "makespan": row.makespan, "speed": made.speed(row), "mfu": made.mfu(row), "bubble": row.bubble,
+        "microbatch_size": one.microbatch_size, "ac": one.ac, "cut": one.cut, "layers": list(row.counts),
+        "step": row.step, "makespan": row.makespan, "speed": made.speed(row), "mfu": made.mfu(row),
+        "bubble": row.bubble,
         "peak": row.memory.peak, "memory": vars(row.memory), "parts": vars(row.parts), "gap": row.gap, "front": front,
         "why": "" if row is made.rows[0] else made.why(row),
     }  # fmt: skip
@@ -145,27 +190,32 @@ def row_actions(ask: RowAsk) -> int:
     return count
 
 
-def row_call(ask: RowAsk) -> Reply:
-    """The viewer's data of a row's pipeline."""
-    given = ask.plan
+def row_call(ask: RowAsk, costs: LayerCosts | None) -> Reply:
+    """The viewer's data of a row's pipeline, and its training file. `costs` are those of its plan, if kept."""
+    given, name = ask.plan, _name(ask.plan)
     try:
-        costs = estimate(
-            _model(given), gpu=given.gpu, sequence=given.sequence, compile=given.compile, tp=ask.tp,
+        costs = costs or estimate(
+            opened(name, given.config), gpu=given.gpu, sequence=given.sequence, compile=given.compile, tp=ask.tp,
             microbatch_size=ask.microbatch_size, ac=ask.ac,
         )  # fmt: skip
         memory = find_gpu(given.gpu).memory if given.memory is None else given.memory * 1e9
-        scene = Scene(costs, given.gpus_per_node, max(0.0, memory - RESERVE), None)
+        scene = Scene(costs, given.gpus_per_node, max(0.0, memory - RESERVE), optimizer_bandwidth(costs))
         schedule = build(
             ask.schedule, ranks=ask.pp, microbatches=ask.microbatches, stages_per_rank=ask.stages_per_rank
         )  # fmt: skip
         candidate = Candidate(
             Layout(ask.pp, ask.dp_shard, ask.tp), ask.schedule, ask.stages_per_rank, ask.microbatches,
-            ask.microbatch_size, ask.ac, "",
+            ask.microbatch_size, ask.ac, ask.cut,
         )  # fmt: skip
-        timeline = simulate(schedule, stage_costs_of(scene, candidate, ask.layers, schedule.placement))
+        run = simulated(scene, candidate, schedule, ask.layers)
+        row = row_of(scene, candidate, schedule, ask.layers, run)
     except ConfigError as error:
-        raise _refusal(error) from None
-    return Reply(encoded({"viewer": payload([timeline.labelled(schedule.name)])}))
+        raise _refusal(error, given) from None
+    alone = Plan((row,), (), (), scene, given.gpus, given.batch, 1, 0, 0.0)
+    return Reply(encoded({
+        "viewer": payload([run.timeline.labelled(schedule.name)]),
+        "run": run_text(alone, row, named_schedule(row), name, find_gpu(given.gpu).name),
+    }))  # fmt: skip
 
 
 def search_call(ask: SearchAsk) -> Reply:

@@ -26,7 +26,7 @@ from zeropipe.app.desk import SMALL, Desk, Gone
 from zeropipe.app.downloads import MEDIA, require_form
 from zeropipe.app.errors import Refusal, broken_rules
 from zeropipe.app.guard import Guard
-from zeropipe.app.hands import Failed
+from zeropipe.app.hands import Failed, Outgrown
 from zeropipe.app.lanes import Job
 from zeropipe.app.uploads import Uploads
 from zeropipe.app.work import chart_plans, effort_of, plans_of
@@ -74,7 +74,8 @@ def create_app(*, hosts: Sequence[str] = (), schedules: Sequence[str] = (), warm
     app.state.desk = desk
     app.add_middleware(Guard, hosts=hosts)
     for kind, handler in (
-        (Refusal, _refused), (RequestValidationError, _invalid), (HTTPException, _http), (Exception, _failed),
+        (Refusal, _refused), (Outgrown, _outgrown), (RequestValidationError, _invalid), (HTTPException, _http),
+        (Exception, _failed),
     ):  # fmt: skip
         app.add_exception_handler(kind, handler)
     app.add_exception_handler(Gone, lambda request, error: Response(status_code=499))
@@ -151,6 +152,7 @@ def _add_calls(app: FastAPI, uploads: Uploads, desk: Desk) -> None:
 def _add_plans(app: FastAPI, desk: Desk) -> None:
     """Calls that take seconds: always in a worker process, which stops when the browser no longer waits."""
     answer = {200: {"model": dict[str, Any]}, **REFUSED}
+    kept = planning.Kept()
 
     @app.get("/api/known", responses={200: answer[200], **_some(403, 503)}, summary="Models and GPUs for plans")
     async def known(request: Request) -> Response:
@@ -158,13 +160,19 @@ def _add_plans(app: FastAPI, desk: Desk) -> None:
 
     @app.post("/api/plan", responses=answer, summary="What to run, from estimates")
     async def plan(ask: planning.PlanAsk, request: Request) -> Response:
+        planning.require_model(ask)
         job = Job(planning.plan_call, (ask, planning.MOST, planning.DOTS))
-        return _response(await desk.work(request, desk.large, job))
+        reply, costs = await desk.work(request, desk.large, job)
+        if costs is not None:
+            kept.keep(ask, costs)
+        return _response(reply)
 
     @app.post("/api/plan/row", responses=answer, summary="The timeline of a plan's row")
     async def row(ask: planning.RowAsk, request: Request) -> Response:
-        lane = desk.lane(planning.row_actions(ask))
-        return _response(await desk.work(request, lane, Job(planning.row_call, (ask,))))
+        planning.require_model(ask.plan)
+        effort, costs = planning.row_actions(ask), kept.get(ask.plan)
+        lane = desk.lane(effort) if planning.is_quick(ask.plan) or costs is not None else desk.large
+        return _response(await desk.work(request, lane, Job(planning.row_call, (ask, costs))))
 
     @app.post("/api/search", responses=answer, summary="A round of a search for the best schedule of a size")
     async def search(ask: planning.SearchAsk, request: Request) -> Response:
@@ -183,6 +191,10 @@ def _response(reply: Reply) -> Response:
 def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, Refusal)
     return Plain({"errors": listed(error.errors)}, status_code=422)
+
+
+def _outgrown(request: Request, error: Exception) -> Response:
+    return Plain({"errors": listed([("", str(error))])}, status_code=422)
 
 
 def _invalid(request: Request, error: Exception) -> Response:

@@ -20,13 +20,14 @@ from threading import Thread
 from typing import IO, Any
 
 from zeropipe.app.errors import Refusal
-from zeropipe.app.hands import DONE, RAISED, STOPPED, Failed
+from zeropipe.app.hands import DONE, RAISED, STOPPED, UNSURE, Failed, Outgrown
 from zeropipe.app.lanes import Job, Stopped
 from zeropipe.core.jit import live_on
 from zeropipe.errors import ZeropipeError
 from zeropipe.schedules.user import entry_of
 
 NICE = 10  # the page answers small requests before this goes on
+MEMORY = 4 * 2**30  # bytes, ten times of what counting a large model takes
 
 
 class Worker:
@@ -53,8 +54,13 @@ class Worker:
             if self._unwanted == number:
                 return STOPPED, None
             return DONE, job.function(*job.args)
-        except Stopped:
-            return STOPPED, None
+        except Stopped:  # torch has switches that a piece of code sets for a while, and that may be left as they are
+            return STOPPED, UNSURE if "torch" in sys.modules else None
+        except MemoryError:
+            size = f"more than {MEMORY / 2**30:.0f} GiB of memory"
+            return RAISED, Outgrown(
+                f"this takes {size}, which is all the page gives: ask for less, or use the command line"
+            )
         except Refusal as refusal:
             return RAISED, refusal
         except Exception as error:
@@ -101,6 +107,10 @@ def main() -> None:
     """Run by `zeropipe.app.hands`, which tells first where temporary files go and which files hold schedules."""
     with suppress(AttributeError, OSError):  # Windows has none
         os.nice(NICE)
+    with suppress(ImportError, OSError, ValueError):  # nor this
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, resource.getrlimit(resource.RLIMIT_DATA)[1]))
     source = _private(0, "rb", os.open(os.devnull, os.O_RDONLY))
     sink = _private(1, "wb", 2)
     try:

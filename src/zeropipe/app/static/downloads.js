@@ -62,11 +62,16 @@ export async function saveFile(format, request) {
 /** Hand a response to the browser as a file. */
 async function keep(response) {
   const name = /filename="([^"]+)"/.exec(response.headers.get("Content-Disposition") ?? "")?.[1] ?? "zeropipe";
-  const address = URL.createObjectURL(await response.blob());
+  saveBlob(name, await response.blob());
+  return name;
+}
+
+/** Hand a blob to the browser as a file. */
+export function saveBlob(name, blob) {
+  const address = URL.createObjectURL(blob);
   const link = h("a", { href: address, download: name });
   document.body.append(link);
   link.click();
   link.remove();
   setTimeout(() => URL.revokeObjectURL(address), 60_000);
-  return name;
 }

@@ -30,24 +30,23 @@ export function takeDrops(veil, take) {
   });
 }
 
-/** The dialog for a pasted costs file. `apply(costs)` gets its fields. */
-export function pasteDialog(dialog, apply) {
+/** The dialog for a pasted text; what `take(text)` throws is told below it. */
+export function pasteDialog(dialog, { title, about, placeholder, button }, take) {
   const error = h("p", { className: "error", id: "error-paste", role: "alert", hidden: true });
-  const area = h("textarea", { id: "pasted", rows: 12, spellcheck: false, placeholder: 'f = [1.0, 1.0, 1.2, 1.4]\ni = 1.1\nw = 0.9\np2p = 0.05\nmemory_limit = 6\n\nor the same as JSON: {"f": [1, 1, 1.2, 1.4]}' });
+  const area = h("textarea", { id: "pasted", rows: 12, spellcheck: false, placeholder, "aria-labelledby": "paste-title" });
   const close = h("button", { type: "button", className: "quiet", "aria-label": "Close", onclick: () => dialog.close() }, "×");
-  const use = h("button", { type: "button", className: "strong" }, "Use these costs");
+  const use = h("button", { type: "button", className: "strong" }, button);
   use.addEventListener("click", async () => {
-    const name = area.value.trim().startsWith("{") ? "costs.json" : "costs.toml";
     try {
-      apply((await upload(name, area.value)).costs);
+      await take(area.value);
       tell(error, "", area);
       dialog.close();
     } catch (refused) {
       tell(error, refused.message, area);
     }
   });
-  dialog.replaceChildren(h("header", {}, h("h2", { id: "paste-title" }, "Paste a costs file"), close),
-    h("p", { className: "about" }, "TOML or JSON, as for ", h("code", {}, "zeropipe simulate --costs"), ". It takes the place of all costs."), area, error, h("div", { className: "row" }, use));
+  dialog.replaceChildren(h("header", {}, h("h2", { id: "paste-title" }, title), close),
+    h("p", { className: "about" }, ...about), area, error, h("div", { className: "row" }, use));
   dialog.addEventListener("click", (event) => {
     if (event.target === dialog) dialog.close();
   });

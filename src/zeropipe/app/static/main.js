@@ -18,6 +18,9 @@ import { copyCosts, share, toggleTheme } from "./tools.js";
 import { watchView } from "./view.js";
 import { Line, Refused, get } from "./wire.js";
 
+const PASTE = { title: "Paste a costs file", button: "Use these costs",
+  about: ["TOML or JSON, as for ", h("code", {}, "zeropipe simulate --costs"), ". It takes the place of all costs."],
+  placeholder: 'f = [1.0, 1.0, 1.2, 1.4]\ni = 1.1\nw = 0.9\np2p = 0.05\nmemory_limit = 6\n\nor the same as JSON: {"f": [1, 1, 1.2, 1.4]}' };
 const QUIET = 90; // milliseconds without a change before asking
 const state = fromAddress(location.search);
 const simulateLine = new Line("/api/simulate");
@@ -35,7 +38,10 @@ async function start() {
   page.cards = new Cards($("cards"), $("about"), catalog.schedules, toggle);
   page.fold = new Fold($("panel"), $("fold"));
   page.stages = new Stages($("stages"), state, changed);
-  const paste = pasteDialog($("paste"), (costs) => setCosts(() => takeCosts(state, costs)));
+  const paste = pasteDialog($("paste"), PASTE, async (text) => {
+    const { costs } = await upload(text.trim().startsWith("{") ? "costs.json" : "costs.toml", text);
+    setCosts(() => takeCosts(state, costs));
+  });
   page.form = new Form($("form"), $("costs"), state, changed, {
     perStage: () => page.stages.open(perRank()), paste, copy: () => copyCosts(state), reset: () => setCosts(() => takeCosts(state, {})),
   });

@@ -3,7 +3,9 @@
 import { percentText, timeText } from "/viewer/units.js";
 import { mountViewer } from "/viewer/viewer.js";
 import { $, h, tell } from "./dom.js";
+import { OWN, OwnConfig } from "./own.js";
 import { PlanChart, gigabytes } from "./planchart.js";
+import { runFile } from "./runfile.js";
 import { toggleTheme } from "./tools.js";
 import { Line, Refused, get } from "./wire.js";
 
@@ -13,7 +15,7 @@ const NUMBERS = {
 };
 const MEMORY = ["weights", "gradients", "optimizer", "activations", "workspace"];
 const PARTS = { work: "work", recompute: "computing again", imbalance: "unequal ranks", bubble: "bubble", data: "gathers, reduces", optimizer: "optimizer" };
-const ROW = ["pp", "dp_shard", "tp", "schedule", "stages_per_rank", "microbatches", "microbatch_size", "ac", "layers"];
+const ROW = ["pp", "dp_shard", "tp", "schedule", "stages_per_rank", "microbatches", "microbatch_size", "ac", "cut", "layers"];
 const FIRST = 10; // rows in sight
 const state = Object.fromEntries(new URLSearchParams(location.search));
 const planLine = new Line("/api/plan");
@@ -23,6 +25,9 @@ const page = { viewer: null, asked: null, clock: 0 };
 async function start() {
   $("theme").addEventListener("click", () => toggleTheme(page.viewer));
   const known = await get("/api/known");
+  page.counted = new Set(known.counted);
+  page.own = new OwnConfig(known.max_config, chooseOwn);
+  if (state.config) await page.own.restore(state.config);
   makeForm(known);
   page.chart = new PlanChart($("chart"), choose);
   $("memory-legend").append(...MEMORY.map((name) => h("span", {}, h("i", { className: `fill-${name}` }), name)));
@@ -30,15 +35,16 @@ async function start() {
 }
 
 function makeForm({ models, gpus }) {
-  const model = select("model", "Model", Object.entries(models).map(([name, count]) => [name, `${name} (${(count / 1e9).toPrecision(3)}B)`]), "qwen3-8b");
+  const model = select("model", "Model", Object.entries(models).map(([name, count]) => [name, titled(name, count), page.counted.has(name)]), "qwen3-8b");
   const gpu = select("gpu", "GPU", Object.entries(gpus).map(([name, size]) => [name, `${name}, ${size} GB`]), "h100");
   const hint = () => ($("in-memory").placeholder = String(gpus[$("in-gpu").value] ?? ""));
   const box = h("input", { type: "checkbox", id: "in-compile", checked: state.compile !== "0" });
-  $("form").append(model, gpu, pair("gpus", "gpus_per_node"), pair("memory", "batch"), pair("sequence"),
+  $("form").append(model, page.own.field(), gpu, pair("gpus", "gpus_per_node"), pair("memory", "batch"), pair("sequence"),
     h("label", { className: "tick" }, box, "compiled blocks (torch.compile)"),
     h("button", { type: "submit", className: "strong" }, "Plan"),
     h("p", { className: "note" }, "Costs are estimated from shapes. ", h("code", {}, "zeropipe profile"), " measures them, and ",
       h("code", {}, "zeropipe plan"), " searches for schedules too."));
+  if (state.config) ownOption(state.config);
   $("in-gpu").addEventListener("change", hint);
   hint();
   $("form").addEventListener("submit", (event) => {
@@ -49,10 +55,28 @@ function makeForm({ models, gpus }) {
   window.addEventListener("popstate", () => location.reload());
 }
 
+const titled = (name, count) => `${name} (${(count / 1e9).toPrecision(3)}B)`;
+
+/** The user's own among the models, and chosen. */
+function ownOption(text) {
+  const input = $("in-model");
+  input.querySelector(`[value="${OWN}"]`)?.remove();
+  input.prepend(h("option", { value: OWN }, text));
+  input.value = OWN;
+}
+
+function chooseOwn() {
+  ownOption(page.own.name);
+  $("status").classList.remove("wrong");
+  $("status").textContent = `${page.own.name} is chosen: press Plan.`;
+}
+
 function select(name, label, options, normal) {
   const chosen = state[name] ?? normal;
   if (!options.some(([value]) => value === chosen)) options.unshift([chosen, chosen]); // of a link: the server says what is wrong
-  const input = h("select", { id: `in-${name}` }, ...options.map(([value, text]) => h("option", { value }, text)));
+  const some = (is) => options.filter(([, , isCounted]) => Boolean(isCounted) === is).map(([value, text]) => h("option", { value }, text));
+  const counted = some(true);
+  const input = h("select", { id: `in-${name}` }, ...some(false), counted.length ? h("optgroup", { label: "Layers are counted first" }, ...counted) : null);
   input.value = chosen;
   return field(name, label, input);
 }
@@ -71,7 +95,8 @@ function field(name, label, input) {
 
 /** What the form says; a number that is none goes to the server as it is, which says what is wrong with it. */
 function request() {
-  const asked = { model: $("in-model").value, gpu: $("in-gpu").value, compile: $("in-compile").checked };
+  const own = $("in-model").value === OWN && page.own.file;
+  const asked = { ...(own ? { model: page.own.name, config: own.text } : { model: $("in-model").value }), gpu: $("in-gpu").value, compile: $("in-compile").checked };
   for (const name of Object.keys(NUMBERS)) {
     const text = $(`in-${name}`).value.trim();
     if (text !== "") asked[name] = Number.isFinite(Number(text)) ? Number(text) : text;
@@ -81,11 +106,14 @@ function request() {
 
 async function ask() {
   const asked = request();
-  const said = { ...asked, compile: asked.compile ? "1" : "0" };
-  history.replaceState(null, "", `?${new URLSearchParams(said)}`);
+  if (asked.model === OWN) return refuse([{ field: "model", message: `this link does not carry ${state.config}: open it, drop it or paste it` }]);
+  const { model, config, ...rest } = { ...asked, compile: asked.compile ? "1" : "0" };
+  const said = new URLSearchParams({ ...(config === undefined ? { model } : { config: model }), ...rest });
+  history.replaceState(null, "", `?${said}${config === undefined ? "" : page.own.hash}`);
   rowLine.drop();
   busy(true);
-  $("status").textContent = "Trying layouts, schedules, microbatches and checkpointing";
+  const first = config !== undefined ? "Reading the config, then trying" : page.counted.has(model) ? "Counting its layers, then trying" : "Trying";
+  $("status").textContent = `${first} layouts, schedules, microbatches and checkpointing`;
   const turn = planLine.turn + 1;
   try {
     const answer = await planLine.ask(asked);
@@ -117,8 +145,9 @@ function busy(on) {
 /** Each error beside its field, the rest above the results, which stay as they were. */
 function refuse(errors) {
   const names = ["model", "gpu", ...Object.keys(NUMBERS)];
-  for (const name of names) tell($(`error-${name}`), errors.find((one) => one.field === name)?.message ?? "", $(`in-${name}`));
-  const rest = errors.filter((one) => !names.includes(one.field));
+  const placed = errors.map(({ field, message }) => ({ field: field === "config" ? "model" : field, message })); // told beside the model
+  for (const name of names) tell($(`error-${name}`), placed.find((one) => one.field === name)?.message ?? "", $(`in-${name}`));
+  const rest = placed.filter((one) => !names.includes(one.field));
   tell($("error-page"), rest.map((one) => one.message).join("\n"));
   $("status").classList.toggle("wrong", errors.length > 0);
   if (errors.length) $("status").textContent = `Not planned: ${errors[0].message}`;
@@ -126,6 +155,7 @@ function refuse(errors) {
 
 function show(answer) {
   const [best] = answer.rows;
+  if (page.asked.config !== undefined) ownOption(titled(page.asked.model, answer.parameters));
   $("planned").hidden = !best;
   const left = answer.num_left_out ? ` (${answer.num_left_out.toLocaleString("en")} with more work left out)` : "";
   $("tried").textContent = `${answer.num_tried.toLocaleString("en")} tried${left}, ${answer.num_fitting.toLocaleString("en")} fit into ${gigabytes(answer.limit)}`;
@@ -198,6 +228,7 @@ async function choose(row) {
     const answer = await rowLine.ask({ plan: page.asked, ...Object.fromEntries(ROW.map((name) => [name, row[name]])) });
     if (!answer) return;
     tell($("error-page"), "");
+    page.run.give(answer.run, page.asked.config === undefined ? "" : page.asked.model);
     if (page.viewer) await page.viewer.update(answer.viewer);
     else page.viewer = mountViewer($("viewer"), answer.viewer, { summary: false });
   } catch (error) {
@@ -215,10 +246,12 @@ function about(row) {
     ]));
   };
   $("row-of").textContent = title(row);
+  page.run = runFile();
   $("about-row").replaceChildren(
     h("p", {}, row.why || "The fastest that fits."),
     list(PARTS, row.parts, (value) => timeText(value, "s", 3), () => "part-busy"),
-    list(Object.fromEntries(MEMORY.map((name) => [name, name])), row.memory, gigabytes, (name) => `fill-${name}`));
+    list(Object.fromEntries(MEMORY.map((name) => [name, name])), row.memory, gigabytes, (name) => `fill-${name}`),
+    page.run.node);
 }
 
 start().catch((error) => {

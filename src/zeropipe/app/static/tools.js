@@ -19,7 +19,8 @@ export async function copyCosts(state) {
   $("status").textContent = (await copy(costsFile(state))) ? "Costs copied as TOML" : "This browser does not let the page copy";
 }
 
-async function copy(text) {
+/** Copy a text; whether that was allowed. */
+export async function copy(text) {
   try {
     await navigator.clipboard.writeText(text);
     return true;

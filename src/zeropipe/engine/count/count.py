@@ -24,7 +24,14 @@ class Counter:
     """Counts a model (a directory, or a config as plain data), which is built once, without memory."""
 
     def __init__(self, source: str | Mapping[str, Any], dtype: torch.dtype) -> None:
-        self._pieces = open_pieces(source, dtype, 0)
+        try:
+            self._pieces = open_pieces(source, dtype, 0)
+        except ConfigError:
+            raise
+        except Exception as error:  # of a config that is no model's
+            raise ConfigError(
+                f"transformers cannot use this config ({words(error)}): give a decoder model's"
+            ) from error
 
     def count(self, sequence: int, microbatch_size: int, tp: int = 1) -> Counted:
         """What one GPU of `tp` does for one microbatch."""

@@ -20,6 +20,11 @@ from zeropipe.engine.stages.open import Model, open_model
 from zeropipe.errors import ConfigError, MissingExtra, first_line
 
 TOGETHER = 4  # layers of the piece that has several
+# Of a config that somebody gives, what could make transformers look for code or files elsewhere. Attention and experts
+# are run by torch's own kernels, unless it asks for plain ones.
+_ELSEWHERE = re.compile(r"auto_map|_name_or_path|_?(attn|experts)_implementation(_internal)?")
+_HERE = ("eager", "sdpa")
+_LONGEST = 300  # characters of what transformers says
 
 
 @dataclass(frozen=True)
@@ -62,11 +67,20 @@ def _config(source: str | Mapping[str, Any]) -> Any:
     try:
         if isinstance(source, str):
             return AutoConfig.from_pretrained(source)
-        data = dict(source)
+        data = _ours(source)
         return AutoConfig.for_model(data.pop("model_type"), **data)
     except Exception as error:  # whatever transformers finds wrong with it
-        reason = first_line(error).partition(". Should contain one of")[0]
+        reason = first_line(error).partition(". Should contain one of")[0][:_LONGEST]
         raise ConfigError(f"transformers cannot read this config: {reason}") from None
+
+
+def _ours(data: Mapping[str, Any]) -> dict[str, Any]:
+    """A config without what leads elsewhere, in its parts too."""
+    return {
+        name: _ours(value) if isinstance(value, Mapping) else value
+        for name, value in data.items()
+        if not _ELSEWHERE.fullmatch(name) or value in _HERE
+    }
 
 
 def _names(layers: nn.Module, numbers: list[int], config: Any) -> tuple[str, ...]:

@@ -341,6 +341,6 @@ class _Reader:
         """The layers that have experts."""
         every, first = self.count("decoder_sparse_step", 1), self.count("first_k_dense_replace", 0, least=0)
         dense = self.data.get("mlp_only_layers") or []
-        if not isinstance(dense, list):
+        if not isinstance(dense, list) or any(type(layer) is not int for layer in dense):
             raise ConfigError(f"{self.name}: mlp_only_layers={short(dense)}: a list of layers is needed")
-        return {n for n in range(first, number) if n not in dense and (n + 1) % every == 0}
+        return {n for n in range(first, number) if (n + 1) % every == 0} - set(dense)

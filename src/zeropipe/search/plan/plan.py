@@ -11,9 +11,10 @@ from typing import Any
 
 from zeropipe.errors import ConfigError, short
 from zeropipe.schedules.registry import entries
+from zeropipe.search.estimate.counted import CountedModel
 from zeropipe.search.estimate.estimate import estimate
 from zeropipe.search.estimate.gpus import find_gpu
-from zeropipe.search.estimate.model import Model, open_model
+from zeropipe.search.estimate.model import Model, ShapedModel, open_model
 from zeropipe.search.plan.layouts import Layout, layouts
 from zeropipe.search.plan.pool import scored
 from zeropipe.search.plan.refine import searched, with_gaps
@@ -32,7 +33,7 @@ SHOWN = 12  # rows that are compared with their bound
 
 
 def plan(
-    model: str | Mapping[str, Any] | LayerCosts,
+    model: str | Mapping[str, Any] | ShapedModel | CountedModel | LayerCosts,
     *,
     gpus: int,
     batch: int,

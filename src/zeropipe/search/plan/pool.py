@@ -21,6 +21,7 @@ from zeropipe.search.plan.rows import Candidate, Row
 from zeropipe.search.plan.score import Scene, score_group
 
 ALONE = 30  # groups that are done sooner than others have started
+WAIT = 0.1  # seconds
 
 
 def scored(
@@ -42,7 +43,7 @@ def scored(
         for helper in helpers:
             Thread(target=helper.work, args=(groups, todo, ready), daemon=True).start()
         for done in range(1, len(groups) + 1):
-            at, result = ready.get()
+            at, result = _next(ready)
             if isinstance(result, BaseException):
                 raise result
             results[at] = result
@@ -51,6 +52,13 @@ def scored(
         for helper in helpers:
             helper.close()
     return results
+
+
+def _next(ready: SimpleQueue[tuple[int, Any]]) -> tuple[int, Any]:
+    """What is ready, in short waits: a thread that is told to stop hears it between two of them."""
+    while True:
+        with suppress(Empty):
+            return ready.get(timeout=WAIT)
 
 
 class _Helper:
@@ -95,22 +103,36 @@ class _Helper:
 
 
 def _serve(requests: IO[bytes], answers: IO[bytes]) -> None:
-    """What the other process does: rows for groups, until its parent closes the pipe."""
+    """What the other process does: rows for groups, until its parent closes the pipe, or is gone: then at once."""
     from zeropipe.core.jit import live_on
 
     live_on()
-    with suppress(EOFError, BrokenPipeError):
-        scene = pickle.load(requests)
+    scene = pickle.load(requests)
+    groups: SimpleQueue[Sequence[Candidate]] = SimpleQueue()
+    Thread(target=_read, args=(requests, groups), daemon=True).start()
+    with suppress(BrokenPipeError):
         while True:
-            group = pickle.load(requests)
+            group = groups.get()
             try:
                 answer: object = score_group(scene, group)
             except ZeropipeError as error:
                 answer = error
+            except MemoryError:
+                layers = scene.costs.num_layers
+                answer = ConfigError(f"too little memory to try {layers} layers on these GPUs: give fewer GPUs or --pp")
             pickle.dump(answer, answers)
             answers.flush()
 
 
+def _read(requests: IO[bytes], groups: SimpleQueue[Sequence[Candidate]]) -> None:
+    try:
+        while True:
+            groups.put(pickle.load(requests))
+    except BaseException:  # nobody waits for what is being computed
+        os._exit(0)
+
+
 if __name__ == "__main__":
-    _serve(sys.stdin.buffer, sys.stdout.buffer)
+    with suppress(EOFError):
+        _serve(sys.stdin.buffer, sys.stdout.buffer)
     os._exit(0)  # a parent that was killed reads nothing more

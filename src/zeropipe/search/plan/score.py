@@ -121,7 +121,11 @@ def simulated(scene: Scene, candidate: Candidate, schedule: Schedule, counts: Se
 
 def score(scene: Scene, candidate: Candidate, schedule: Schedule, counts: Sequence[int]) -> Row:
     """Simulate one candidate and say where its time and memory go."""
-    run = simulated(scene, candidate, schedule, counts)
+    return row_of(scene, candidate, schedule, counts, simulated(scene, candidate, schedule, counts))
+
+
+def row_of(scene: Scene, candidate: Candidate, schedule: Schedule, counts: Sequence[int], run: Simulated) -> Row:
+    """Where the time and memory of a simulated candidate go."""
     timeline = run.timeline
     parts = _parts(scene, candidate, run.pipeline, run.stages, run.parameters)
     data = timeline.makespan - run.pipeline.makespan + _sums(scene, candidate, schedule, run)

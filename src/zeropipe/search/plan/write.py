@@ -26,25 +26,36 @@ def write_run(
     `costs` is where the plan's costs come from: a file, or the name of a GPU. `num_layers` is given where the model
     alone does not say it.
     """
-    one, known = row.candidate, plan.scene.costs
-    schedule: dict[str, Any] = {"name": one.schedule}
-    written = [path]
+    schedule, written = named_schedule(row), [path]
     if row.found is not None:
         file = Path(path).with_suffix(".schedule.json")
         require_writable(path)
         write_whole(file, to_json(row.found))
         schedule = {"name": file.name}
         written.append(str(file))
-    else:  # also one: `interleaved` alone has two
-        schedule["stages_per_rank"] = one.stages_per_rank
-    schedule["layers"] = list(row.counts)
+    text = run_text(plan, row, schedule, _from(path, model), None if costs is None else _from(path, costs), num_layers)
+    write_whole(path, text)
+    return written
+
+
+def named_schedule(row: Row) -> dict[str, Any]:
+    """A schedule as a training file names it: also with one stage per rank, as `interleaved` alone has two."""
+    return {"name": row.candidate.schedule, "stages_per_rank": row.candidate.stages_per_rank}
+
+
+def run_text(
+    plan: Plan, row: Row, schedule: dict[str, Any], model: str, costs: str | None, num_layers: int | None = None
+) -> str:
+    """The training file of a row. `schedule` names it, and the other arguments are as in `write_run`."""
+    one, known = row.candidate, plan.scene.costs
+    schedule = {**schedule, "layers": list(row.counts)}
     if costs is not None:
-        schedule["costs"] = _from(path, costs)
+        schedule["costs"] = costs
     if plan.scene.gpus_per_node != GPUS_PER_NODE:
         schedule["gpus_per_node"] = plan.scene.gpus_per_node
     setting = known.setting(ac=one.ac, microbatch_size=one.microbatch_size, tp=one.layout.tp)
     tables: dict[str, dict[str, Any]] = {
-        "model": {"path": _from(path, model), "dtype": DTYPES.get(known.dtype, known.dtype)},
+        "model": {"path": model, "dtype": DTYPES.get(known.dtype, known.dtype)},
         "mesh": {"pp": one.layout.pp, "dp_shard": one.layout.dp_shard, "tp": one.layout.tp},
         "schedule": schedule,
         "engine": {"compile": setting.compile, "ac": one.ac},
@@ -60,8 +71,7 @@ def write_run(
         f"{count_text(plan.gpus, 'GPU')}, {plan.speed(row):,.0f} tokens/s per GPU, {gigabytes(row.memory.peak)}",
     ]
     blocks = ["\n".join([f"[{name}]", *_table(values)]) for name, values in tables.items()]
-    write_whole(path, "\n".join([*head, "", "\n\n".join(blocks), ""]))
-    return written
+    return "\n".join([*head, "", "\n\n".join(blocks), ""])
 
 
 def _from(path: str, name: str) -> str:
@@ -70,5 +80,6 @@ def _from(path: str, name: str) -> str:
 
 
 def _table(values: dict[str, Any]) -> list[str]:
-    """Texts, numbers and lists are written in TOML as in JSON."""
-    return [f"{name} = {json.dumps(value)}" for name, value in values.items()]
+    """Texts, numbers and lists are written in TOML as in JSON, but for what JSON writes in halves, or not at all."""
+    written = {name: json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f") for name, value in values.items()}
+    return [f"{name} = {value}" for name, value in written.items()]

@@ -1,0 +1,88 @@
+// Your own config.json on the Plan page: opened, dropped or pasted. A link carries a small one; the tab keeps a large one.
+
+import { $, h, tell } from "./dom.js";
+import { packFiles, pasteDialog, takeDrops, unpackFiles } from "./files.js";
+
+export const OWN = "own"; // the choice among the models; no model has that name
+const KEY = "zeropipe-config", LONGEST_NAME = 100;
+const PASTE = { title: "Paste a config.json", about: ["The file that a Hugging Face model directory has."], button: "Use this config",
+  placeholder: '{\n  "model_type": "qwen3",\n  "hidden_size": 4096,\n  "num_hidden_layers": 36,\n  ...\n}' };
+
+export class OwnConfig {
+  /** `most` are the characters that the server takes; `chosen` is called when there is a new one. */
+  constructor(most, chosen) {
+    this.most = most;
+    this.chosen = chosen;
+    this.file = null;
+    this.hash = ""; // the part of a link that carries it
+  }
+
+  /** What a link calls `name`, from the link itself or from this tab. */
+  async restore(name) {
+    const kept = JSON.parse(sessionStorage.getItem(KEY) ?? "null");
+    const text = (await unpackFiles(location.hash))[name]?.text ?? (kept?.name === name ? kept.text : null);
+    if (text !== null) await this.keep(name, text);
+  }
+
+  /** The part of the form below the choice of models. */
+  field() {
+    const input = h("input", { type: "file", accept: ".json,application/json", hidden: true, id: "config-file" });
+    input.addEventListener("change", () => {
+      this.read([...input.files]);
+      input.value = "";
+    });
+    takeDrops($("dropping"), (files) => this.read(files));
+    const paste = pasteDialog($("paste"), PASTE, (text) => this.take("config.json", text));
+    return h("div", { className: "own" }, input,
+      h("button", { type: "button", className: "dropzone", onclick: () => input.click() }, h("b", {}, "Your own config.json"), h("span", {}, " open it, or drop it anywhere")),
+      h("button", { type: "button", className: "link", onclick: paste }, "or paste it"), h("p", { className: "note", id: "own-note", hidden: !this.file }, this.note()));
+  }
+
+  async read([file]) {
+    if (!file) return;
+    try {
+      const small = file.size <= 4 * this.most; // bytes of so many characters
+      await this.take(file.name.slice(-LONGEST_NAME), small ? await file.text() : " ".repeat(this.most + 1));
+    } catch (error) {
+      tell($("error-model"), error.message);
+    }
+  }
+
+  /** Take a text as the config, and choose it; an Error says what is wrong. */
+  async take(name, text) {
+    if (text.length > this.most) throw new Error(`${name} is longer than ${this.most / 1024} KiB, which is all the page takes: give a model's config.json`);
+    if (!text.trim()) throw new Error(`${name} is empty: give a model's config.json`);
+    await this.keep(name, text);
+    tell($("error-model"), "", $("in-model"));
+    tell($("own-note"), this.note());
+    this.chosen();
+  }
+
+  async keep(name, text) {
+    this.file = { text };
+    this.name = name;
+    this.hash = await packFiles({ [name]: this.file });
+    try {
+      sessionStorage.setItem(KEY, JSON.stringify({ name, text }));
+    } catch {
+      return; // no room, or not allowed: then a reload forgets it
+    }
+  }
+
+  /** What it is, and whether a link can carry it. */
+  note() {
+    if (!this.file) return "";
+    const carried = this.hash ? "The link carries it." : "It is too large for a link: only this tab keeps it.";
+    return `${[this.name, ...facts(this.file.text)].join(", ")}. ${carried}`;
+  }
+}
+
+function facts(text) {
+  try {
+    const data = JSON.parse(text);
+    const { num_hidden_layers: layers } = { ...data, ...data.text_config };
+    return [data.model_type, Number.isInteger(layers) ? `${layers} layers` : ""].filter((one) => one && typeof one === "string");
+  } catch {
+    return []; // the server says what is wrong with it
+  }
+}
