@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 ENDS = ("embedding", "head")  # what a model has beside its layers
+ADDED = 3  # times the bytes of experts' weights: their product is read, and the gradient read and written
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Op:
     moved: tuple[float, float] = (0.0, 0.0)
     moved_back: float | None = None  # by I, where it is not twice as much
     stash: float = 0.0
+    added: float = 0.0  # bytes that W moves after its product: of experts it is not added to the gradient at once
     gradient: float = 0.0
     summed: float = 0.0
     kernels: tuple[int, int] = (0, 0)  # that its F starts, run one by one or compiled, where they are counted

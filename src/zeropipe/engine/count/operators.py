@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
-from zeropipe.core.operator import ENDS, Op
+from zeropipe.core.operator import ADDED, ENDS, Op
 from zeropipe.engine.backward.linear import defer, deferred_in
 from zeropipe.engine.count.graph import kernels, least_kept, moved
 from zeropipe.engine.count.watch import ATTENTION, EXPERTS, Call, Watched, memory_of
@@ -94,6 +94,7 @@ def _products(seen: Seen, calls: Sequence[Call], parameters: dict[int, int]) -> 
         op = Op(
             call.name, flops, useful, number, by_one, is_attention, waits,
             back=1.0 if waits else 2.0, kept_op=result, moved=(size, size), stash=stash,
+            added=ADDED * sum(whole.reads[place] for place in weights) if call.name in EXPERTS else 0.0,
             gradient=(1.0 + is_attention) * result,
         )  # fmt: skip
         found.append(op)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from zeropipe.core.operator import ENDS, Op
+from zeropipe.core.operator import ADDED, ENDS, Op
 from zeropipe.search.estimate.shapes import Experts, Layer, Shape
 
 
@@ -103,6 +103,7 @@ def linear(
     return Op(
         name, flops, flops / at.tp if everywhere else None, copies * (n_in * n_out + bias * n_out), deferred=True,
         kept=(kept, kept), kept_op=y, moved=(moved, moved), stash=waits, gradient=y, summed=y if summed else 0.0,
+        added=ADDED * copies * n_in * n_out * at.element if copies > 1 else 0.0,
     )  # fmt: skip
 
 

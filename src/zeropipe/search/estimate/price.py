@@ -60,7 +60,7 @@ class Pricing:
         return (self.product(op, op.back) if op.is_product else self.move(moved)) + self.sums(op.summed)
 
     def weights(self, op: Op) -> float:
-        return self.product(op) if op.deferred else 0.0
+        return self.product(op) + self.move(op.added) if op.deferred else 0.0
 
     def launch(self, wish: Checkpointing) -> float:
         """Seconds that the CPU needs for one action of a layer."""
