@@ -34,7 +34,10 @@ def test_no_layer_is_lost(num_layers, num_stages, first_less, last_less):
     "call,error",
     [
         (lambda: layer_counts(4, 0), "num_stages=0"),
-        (lambda: layer_counts(4, 7, 1, 1), "7 stages for 4 layers"),
+        (
+            lambda: layer_counts(4, 7, 1, 1),
+            "7 stages for 4 layers and first_less=1, last_less=1 cannot be spread evenly: give at most 6",
+        ),
         (lambda: layer_counts(8, 4, first_less=4), "first_less=4 is more than the 3"),
         (lambda: layer_counts(8, 4, last_less=9), "last_less=9 is more than"),
         (lambda: layer_counts(8, 4, first_less=-1), "first_less=-1"),

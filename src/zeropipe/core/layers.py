@@ -28,8 +28,8 @@ def layer_counts(num_layers: int, num_stages: int, first_less: int = 0, last_les
     if num_stages > effective:
         fewer = f" and first_less={first_less}, last_less={last_less}" if first_less or last_less else ""
         raise ConfigError(
-            f"{count_text(num_stages, 'stage')} for {count_text(num_layers, 'layer')}{fewer}: each stage needs a "
-            f"layer; give at most {effective} stages"
+            f"{count_text(num_stages, 'stage')} for {count_text(num_layers, 'layer')}{fewer} cannot be spread "
+            f"evenly: give at most {count_text(effective, 'stage')}, or say which have no layer: layers=[1, ..., 0]"
         )
     each, more = divmod(effective, num_stages)
     counts = [each + (stage < more) for stage in range(num_stages)]
