@@ -18,6 +18,7 @@ from train_helpers import metrics_of, model_directory, pool, run_config, train_o
 from zeropipe.engine.run.launch import Failed
 from zeropipe.errors import EngineError
 from zeropipe.train.loop.kept import marked, steps_in
+from zeropipe.train.loop.resume import _differences
 
 STEPS = 6
 
@@ -136,6 +137,11 @@ def test_a_checkpoint_that_does_not_fit_is_refused_with_the_way_out(tmp_path, st
         with pytest.raises(EngineError, match=line) as caught:
             train_on(run_config(tmp_path / "out", model, mesh={"pp": 2}, **tables))
         assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_model_of_another_type_is_told_by_its_type():
+    two = [{"architectures": [name], "hidden_size": size, "model_type": name} for name, size in (("a", 1), ("b", 2))]
+    assert next(_differences(*two)) == ("model_type", "a", "b")
 
 
 def torchrun(tmp_path, config, *args, restarts=0):
