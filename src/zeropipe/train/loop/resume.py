@@ -68,7 +68,7 @@ def _require_same_model(config: RunConfig, path: Path, engine: Engine) -> None:
 
 
 def _differences(before: dict[str, Any], now: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Fields that both have, with other values, the type first. A missing one has its default, which none knows here."""
+    """Fields that both have, with other values, the type first. A missing one has a default that none knows here."""
     for name in sorted(before.keys() & now.keys() - HARMLESS, key=lambda name: (name != "model_type", name)):
         old, new = before[name], now[name]
         if isinstance(old, dict) and isinstance(new, dict):
