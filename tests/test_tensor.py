@@ -94,7 +94,7 @@ def test_a_wrong_plan_is_refused(change, words):
 def test_what_cannot_be_spread_is_refused_by_name():
     with pytest.raises(ConfigError, match="num_key_value_heads=2: tp=4 must divide it"):
         check_plan(stage_of("llama"), plan_of(stage_of("llama")), 4)
-    with pytest.raises(ConfigError, match="brings no plan for tensor parallelism"):
+    with pytest.raises(ConfigError, match="brings no plan for tensor parallelism: leave tp out, or in Python give"):
         plan_of(stage_of("gpt2", n_head=4, n_layer=1, n_embd=32))
     with pytest.raises(
         ConfigError, match=r"attention_dropout=0\.1: processes of tp would draw different random numbers"

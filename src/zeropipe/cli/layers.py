@@ -56,6 +56,10 @@ def _print_setting(found: LayerCosts, setting: Setting) -> None:
         number = "each" if kind in found.each else str(found.layers.count(kind) or 1)
         rows.add_row(
             kind, number, *(output.time_text(time, "s") for time in (cost.f, cost.i, cost.w)),
-            *(output.size_text(size, "B") for size in (cost.activation, cost.stash)), f"{cost.parameters / 1e6:.1f} M",
+            *(output.size_text(size, "B") for size in (cost.activation, cost.stash)), _parameters(cost.parameters),
         )  # fmt: skip
     console.print(output.fitted(rows, console))
+
+
+def _parameters(count: float) -> str:
+    return f"{count / 1e6:.1f} M" if count >= 1e6 else f"{count:,.0f}"

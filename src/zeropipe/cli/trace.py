@@ -170,7 +170,7 @@ def _of_traces(files: tuple[str, ...], texts: list[str]) -> Timeline:
         if all(map(is_torch_trace, parsed)):
             found: Any = from_torch_traces(parsed, files)
         elif len(files) > 1:
-            raise ConfigError("several files must be traces of torch.profiler, one for each rank")
+            raise ConfigError("several files must be traces of torch.profiler, one for each rank; give one timeline")
         else:
             found = from_plain(parsed[0])
         if not isinstance(found, Timeline):

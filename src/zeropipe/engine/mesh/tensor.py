@@ -119,8 +119,8 @@ def plan_of(stage: Any) -> dict[str, str]:
     base = getattr(stage.whole_config, "base_model_tp_plan", None)
     if not base:
         raise ConfigError(
-            f"model_type={stage.whole_config.model_type!r} brings no plan for tensor parallelism: give "
-            "parallelize(plan={'model.layers.*.self_attn.q_proj': 'colwise', ...})"
+            f"model_type={stage.whole_config.model_type!r} brings no plan for tensor parallelism: leave tp "
+            "out, or in Python give parallelize(plan={'model.layers.*.self_attn.q_proj': 'colwise', ...})"
         )
     prefix = stage.lm.base_model_prefix
     return {f"{prefix}.{name}": style for name, style in base.items()} | dict(getattr(stage.lm, "_tp_plan", None) or {})
