@@ -98,6 +98,9 @@ def test_an_own_config_is_dropped_planned_saved_as_a_run_and_kept_by_the_link_or
         ("mine.json", len(json.dumps(KNOWN["qwen3-0.6b"]))),
         ("config.json", 30_000 + len('{"model_type": ""}')),
     ]
+    page.evaluate("history.replaceState(null, '', location.href.replace(/[0-9]$/, 'x'))")  # of another text
+    page.reload()
+    page.wait_for_selector("#error-model:has-text('this link does not carry config.json')")
     drop(page, "huge.json", " " * (2**18 + 1))
     page.wait_for_selector("#error-model:has-text('huge.json is longer than 256 KiB')")
     page.goto(link.partition("#")[0])

@@ -92,6 +92,8 @@ def read(name: str, text: str) -> Found | dict[str, Any]:
         return _from_csv(text, stem)
     if suffix == ".json":
         data = _parse_json(text)
+        if isinstance(data, dict) and "model_type" in data:
+            raise ConfigError("it is a model's configuration: the page Plan takes it")
         if _is_costs(data):
             return _costs(data)
         if isinstance(data, dict) and data.get("type") == TYPE:

@@ -14,13 +14,13 @@ export class OwnConfig {
     this.most = most;
     this.chosen = chosen;
     this.file = null;
-    this.hash = ""; // the part of a link that carries it
+    this.hash = ""; // the part of a link that carries it, or a mark by which this tab knows it again
   }
 
   /** What a link calls `name`, from the link itself or from this tab. */
   async restore(name) {
     const kept = JSON.parse(sessionStorage.getItem(KEY) ?? "null");
-    const text = (await unpackFiles(location.hash))[name]?.text ?? (kept?.name === name ? kept.text : null);
+    const text = (await unpackFiles(location.hash))[name]?.text ?? (kept?.hash === location.hash ? kept.text : null);
     if (text !== null) await this.keep(name, text);
   }
 
@@ -61,9 +61,10 @@ export class OwnConfig {
   async keep(name, text) {
     this.file = { text };
     this.name = name;
-    this.hash = await packFiles({ [name]: this.file });
+    const packed = await packFiles({ [name]: this.file });
+    this.hash = packed || `#${encodeURIComponent(name)}=${mark(text)}`;
     try {
-      sessionStorage.setItem(KEY, JSON.stringify({ name, text }));
+      sessionStorage.setItem(KEY, JSON.stringify({ hash: this.hash, text }));
     } catch {
       return; // no room, or not allowed: then a reload forgets it
     }
@@ -72,9 +73,16 @@ export class OwnConfig {
   /** What it is, and whether a link can carry it. */
   note() {
     if (!this.file) return "";
-    const carried = this.hash ? "The link carries it." : "It is too large for a link: only this tab keeps it.";
+    const carried = this.file.inLink ? "The link carries it." : "It is too large for a link: only this tab keeps it.";
     return `${[this.name, ...facts(this.file.text)].join(", ")}. ${carried}`;
   }
+}
+
+/** Short, other for another text, and nothing that could be unpacked. */
+function mark(text) {
+  let sum = 0;
+  for (let n = 0; n < text.length; n++) sum = (Math.imul(sum, 31) + text.charCodeAt(n)) | 0;
+  return `${text.length}.${sum >>> 0}`;
 }
 
 function facts(text) {
