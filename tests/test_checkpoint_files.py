@@ -25,6 +25,7 @@ from stage_models import CONFIGS
 from weights_cases import seeded
 
 import zeropipe as zp
+from zeropipe.cli import main
 from zeropipe.engine import hf_model
 from zeropipe.engine.checkpoint import convert as converting
 from zeropipe.engine.checkpoint import pieces
@@ -215,7 +216,7 @@ def test_torchs_own_loader_reads_the_same_files(saved):
 
 
 @pytest.mark.parametrize("family, tied", [("llama", True), ("qwen3-moe", False)])
-def test_a_checkpoint_becomes_a_model_and_a_model_a_checkpoint(tmp_path, family, tied):
+def test_a_checkpoint_becomes_a_model_and_a_model_a_checkpoint(tmp_path, capsys, family, tied):
     config = CONFIGS[family](tie_word_embeddings=tied)
     seeded(hf_model(config)).save_pretrained(tmp_path / "given")
     (tmp_path / "given" / "tokenizer.json").write_text("{}")
@@ -223,7 +224,12 @@ def test_a_checkpoint_becomes_a_model_and_a_model_a_checkpoint(tmp_path, family,
     assert convert(tmp_path / "given", tmp_path / "start") == "checkpoint"
     for got in ranks(4).run(cases.logits_of, FOUR, config, str(tmp_path / "start"), TOKENS):
         torch.testing.assert_close(got, wanted)
-    assert convert(tmp_path / "start", tmp_path / "back", shard_size=20_000) == "model"
+    (tmp_path / "back").mkdir()
+    (tmp_path / "back" / "notes.txt").write_text("was there")
+    capsys.readouterr()
+    main(["checkpoint", "convert", str(tmp_path / "start"), str(tmp_path / "back"), "--shard-size", "20KB", "--json"])
+    told = json.loads(capsys.readouterr().out)
+    assert (told["made"], told["num_files"]) == ("model", len(list((tmp_path / "back").iterdir())) - 1)
     assert torch.equal(logits_of(tmp_path / "back"), wanted)
     assert len(list((tmp_path / "back").glob("*.safetensors"))) > 2
     assert (tmp_path / "back" / "tokenizer.json").exists()

@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
@@ -79,15 +79,30 @@ def convert(source: str, target: str, shard_size: float, like: str | None, as_js
 
     folder = followed(Path(source))
     total = len(read_manifest(folder).under("model")) if (folder / FILE).exists() else _layers(source)
+    before = _files(target)
     with progress(total) as begin:
         made = run(source, target, shard_size=int(shard_size), like=like, begin=begin)
-    files = sorted(entry for entry in Path(target).rglob("*") if entry.is_file())
-    size = sum(entry.stat().st_size for entry in files)
+    files = [state for path, state in _files(target).items() if before.get(path) != state]
+    size = sum(state.size for state in files)
     if as_json:
         output.print_json({"made": made, "path": target, "num_files": len(files), "num_bytes": size})
     else:
         what = {"model": "a model directory", "adapter": "an adapter of peft's", "checkpoint": "a checkpoint"}[made]
         print(f"wrote {target}: {what}, {count_text(len(files), 'file')}, {output.size_text(size, 'B')}")
+
+
+class _File(NamedTuple):
+    """What tells whether a file was written."""
+
+    size: int
+    number: int
+    changed: int
+
+
+def _files(folder: str) -> dict[Path, _File]:
+    """All files in a folder, as they are now."""
+    states = {path: path.stat() for path in Path(folder).rglob("*") if path.is_file()}
+    return {path: _File(state.st_size, state.st_ino, state.st_mtime_ns) for path, state in states.items()}
 
 
 def _layers(directory: str) -> int:
