@@ -299,7 +299,9 @@ def test_what_cannot_be_saved_is_refused(tmp_path, monkeypatch):
 
 def test_stages_of_two_models_are_refused(tmp_path):
     one, other = all_stages(CONFIGS["llama"](), TWO), all_stages(CONFIGS["llama"](), TWO, layers=[3, 1])
-    save_stages({0: one[0]}, TWO.placement, 0, tmp_path)
+    with pytest.raises(ConfigError, match="placement=None: the schedule, or its placement, is needed"):
+        save_stages({0: one[0]}, None, 0, tmp_path)
+    save_stages({0: one[0]}, TWO, 0, tmp_path)
     with pytest.raises(ConfigError, match=r"no stage has model\.layers\.2"):
         save_stages({1: other[1]}, TWO.placement, 1, tmp_path)
     assert list(tmp_path.iterdir()) == []

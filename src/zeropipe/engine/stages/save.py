@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from zeropipe.core.placement import Placement
+from zeropipe.core.schedule import Schedule
 from zeropipe.engine.stages.adapters import Adapter, Injected, adapter_in, is_adapters, merged, wrapped, wrappers
 from zeropipe.engine.stages.hf import HFStage
 from zeropipe.engine.stages.models import meta_model
@@ -26,7 +27,7 @@ from zeropipe.engine.stages.switch import (
 from zeropipe.engine.stages.together import Together
 from zeropipe.engine.stages.whole import SCORE, Whole, listed
 from zeropipe.engine.transformers_private import classifier_name, published
-from zeropipe.errors import ConfigError
+from zeropipe.errors import ConfigError, short
 
 _MOST_BYTES = 5_000_000_000  # of a file, and of what is copied to the CPU at once: a stage may be larger
 Tensors = dict[str, Callable[[], Tensor]]  # made one by one
@@ -34,7 +35,7 @@ Tensors = dict[str, Callable[[], Tensor]]  # made one by one
 
 def save_stages(
     stages: Mapping[int, HFStage],
-    placement: Placement,
+    placement: Placement | Schedule,
     rank: int,
     directory: str | Path,
     *,
@@ -43,6 +44,7 @@ def save_stages(
 ) -> None:
     """Write the model of which this rank has some stages: `from_pretrained(directory)` loads it whole.
 
+    `placement` is that of the schedule, or the schedule itself.
     Of stages with a LoRA adapter the adapter alone is written, for `PeftModel.from_pretrained(model, directory)`; with
     `merge` the whole model, its adapter added to the weights (in the files, not in the stages).
 
@@ -50,6 +52,10 @@ def save_stages(
     one that they all see. It holds the old model until the last moment and then the new one, whatever happens.
     Without torch.distributed a single process saves for its ranks one after the other.
     """
+    if isinstance(placement, Schedule):
+        placement = placement.placement
+    if not isinstance(placement, Placement):
+        raise ConfigError(f"placement={short(placement)}: the schedule, or its placement, is needed")
     ranks, num_stages = Together(placement, rank, group), len(placement.copies[0])
     found = ranks.each(lambda: _adapter_of(_checked(stages, placement, rank)))
     adapter = next((each for each in found if each is not None), None)
