@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from zeropipe.app import planning
 from zeropipe.core.checkpointing import Checkpointing
 from zeropipe.errors import ConfigError
 from zeropipe.search.estimate.counted import CountedModel
@@ -236,6 +235,9 @@ def test_a_plan_of_a_counted_model(run, tmp_path):
 
 
 def test_the_page_counts_a_config_once_and_shows_its_rows_from_what_it_kept(monkeypatch):
+    pytest.importorskip("pydantic")
+    from zeropipe.app import planning
+
     config = {"model_type": "gpt_oss", **SMALL, "num_local_experts": 8, "num_experts_per_tok": 2}
     asked = planning.PlanAsk(model="config.json", config=json.dumps(config), gpus=1, batch=4, sequence=64)
     reply, costs = planning.plan_call(asked, 3, 3)
