@@ -134,7 +134,13 @@ def mistaken(what: str, schedule: Schedule) -> Any:
     given = {
         "table": batch[0], "generator": (one for one in batch), "nothing": None, "pairs": [*batch[:-1], (1, 2)]
     }.get(what, batch)  # fmt: skip
-    losses = {"detached": _detached, "labels": CausalLMLoss(), "zero": _zero_for_the_first, "no loss": None}
+    losses = {
+        "detached": _detached,
+        "labels": CausalLMLoss(),
+        "zero": _zero_for_the_first,
+        "no loss": None,
+        "class": CausalLMLoss,
+    }
     shapes = "dynamic" if what == "zero" else "auto"  # there some microbatches have a gradient and others none
     with Engine(schedule, own(modules, schedule), timeout=60, shapes=shapes) as engine:
         if what == "broadcast":

@@ -139,6 +139,7 @@ MISTAKES = {
     "generator": ("ConfigError", "rank 0: microbatches are a generator: give a list of them, each a dict"),
     "nothing": ("ConfigError", "rank 0: microbatches are a NoneType: give a list of them, each a dict"),
     "pairs": ("ConfigError", "rank 0: microbatch 7 is a tuple: each is a dict, like {'inputs': x}"),
+    "class": ("ConfigError", "rank 0: loss_fn is the class CausalLMLoss: give one of its objects, CausalLMLoss()"),
     "no loss": ("EngineError", "rank 3 failed at 3F0: TypeError: loss_fn is a NoneType: give a function"),
     "norm": ("ConfigError", "clip_grad_norm(-1.0): give the largest norm, a number from 0 on"),
     "broadcast": ("EngineError", "rank 0 is at forward, rank 2 at forward with broadcast: every rank makes the same"),

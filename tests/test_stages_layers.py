@@ -41,6 +41,7 @@ def test_no_layer_is_lost(num_layers, num_stages, first_less, last_less):
         (lambda: layer_counts(8, 4, first_less=4), "first_less=4 is more than the 3"),
         (lambda: layer_counts(8, 4, last_less=9), "last_less=9 is more than"),
         (lambda: layer_counts(8, 4, first_less=-1), "first_less=-1"),
+        (lambda: layer_counts(8, 4, first_less="1"), "first_less='1', last_less=0: give 0 or more layers"),
         (lambda: num_stages_for(7, 2, 3), "gives 4 stages"),
         (lambda: num_stages_for(7, 0, 3), "layers_per_stage=0"),
         (lambda: check_counts([3, 2], 6, 2), "adds up to 5"),

@@ -30,7 +30,7 @@ from weights_cases import (
 )
 
 import zeropipe as zp
-from zeropipe.engine import hf_model, hf_stages, module_stages
+from zeropipe.engine import LocalRanks, hf_model, hf_stages, module_stages
 from zeropipe.engine.stages import stored
 from zeropipe.errors import ConfigError
 
@@ -74,11 +74,21 @@ def test_models_of_data_parallelism_are_unwrapped_or_refused():
 
 
 def test_ranks_that_are_not_there_are_refused():
-    for rank in (-1, 2):
-        with pytest.raises(ConfigError, match=f"rank={rank}: the schedule has ranks 0 to 1"):
+    for rank in (-1, 2, "0"):
+        with pytest.raises(ConfigError, match=f"rank={rank!r}: the schedule has ranks 0 to 1"):
             hf_stages(CONFIGS["llama"](), TWO, rank)
-        with pytest.raises(ConfigError, match=f"rank={rank}"):
+        with pytest.raises(ConfigError, match=f"rank={rank!r}"):
             module_stages([nn.Linear(2, 2)] * 2, TWO, rank)
+    with pytest.raises(ConfigError, match="num_ranks=0: a whole number from 1 on is needed"):
+        LocalRanks(0)
+
+
+def test_devices_that_are_not_there_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="device='cuda:0': torch sees no GPU here; give 'cpu'"):
+        hf_stages(CONFIGS["llama"](), TWO, 0, device="cuda:0")
+    with pytest.raises(ConfigError, match="device='quantum': give a device of torch's"):
+        hf_stages(CONFIGS["llama"](), TWO, 0, device="quantum")
 
 
 def test_a_model_that_is_not_whole_is_refused():

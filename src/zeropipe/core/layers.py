@@ -20,8 +20,8 @@ def layer_counts(num_layers: int, num_stages: int, first_less: int = 0, last_les
     """
     if num_stages < 1:
         raise ConfigError(f"num_stages={num_stages}: a model has at least 1 stage")
-    if first_less < 0 or last_less < 0:
-        raise ConfigError(f"first_less={first_less}, last_less={last_less}: give 0 or more")
+    if not (isinstance(first_less, int) and isinstance(last_less, int)) or first_less < 0 or last_less < 0:
+        raise ConfigError(f"first_less={short(first_less)}, last_less={short(last_less)}: give 0 or more layers")
     if num_stages == 1:
         return (num_layers,)
     effective = num_layers + first_less + last_less

@@ -141,6 +141,8 @@ def _word(stages: Iterable[Told], state: int, microbatches: Sequence[Microbatch]
                     raise ConfigError(reason)
         signatures = tuple(_hash((state, signature(microbatch))) for microbatch in microbatches)
         count = None
+        if isinstance(loss_fn, type):
+            raise ConfigError(f"loss_fn is the class {loss_fn.__name__}: give one of its objects, {loss_fn.__name__}()")
         if counting and callable(getattr(loss_fn, "count", None)):
             # microbatches may come in any order and through two ranks: all of them count
             count = sum(number_of(loss_fn.count(microbatch)) for microbatch in microbatches)
