@@ -18,7 +18,7 @@ from zeropipe.engine.stages.save import layer_of, whole_of
 from zeropipe.engine.stages.whole import Whole
 from zeropipe.engine.torch_private import like
 from zeropipe.engine.transformers_private import published as published_form
-from zeropipe.errors import ConfigError
+from zeropipe.errors import ConfigError, short
 
 WHERE = "the stream of weights"
 Together = Callable[..., AbstractContextManager[Team]]
@@ -86,10 +86,12 @@ def _published(whole: Whole, weights: Iterator[tuple[str, Tensor]]) -> Iterator[
 
 
 def _asking(ranks: Iterable[int] | None, size: int) -> tuple[int, ...]:
-    found = tuple(range(size)) if ranks is None else tuple(sorted(set(ranks)))
-    if any(not isinstance(rank, int) or not 0 <= rank < size for rank in found):
-        raise ConfigError(f"ranks={list(found)}: give some of 0 to {size - 1}, or None for all")
-    return found
+    if ranks is None:
+        return tuple(range(size))
+    given = list(ranks) if isinstance(ranks, Iterable) else ranks
+    if not isinstance(given, list) or any(not isinstance(rank, int) or not 0 <= rank < size for rank in given):
+        raise ConfigError(f"ranks={short(given)}: give a list with some of 0 to {size - 1}, or None for all")
+    return tuple(sorted(set(given)))
 
 
 def _whole(team: Team, catalog: Catalog, stage: int, tensor: Described, asking: tuple[int, ...]) -> Tensor | None:
