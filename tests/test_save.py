@@ -246,9 +246,23 @@ def test_a_classifier_keeps_its_labels(tmp_path):
     for found in (stages, all_stages(tmp_path, TWO, head="score")):
         torch.testing.assert_close(run(found, tokens)[:, -1], model(**tokens).logits)
     assert AutoModelForSequenceClassification.from_pretrained(tmp_path).score.weight.equal(model.score.weight)
-    assert stages[1].refusal({"labels": 1}) == (
-        "a microbatch has ['labels']: every stage of a Hugging Face model needs 'input_ids'"
-    )
+
+
+@pytest.mark.parametrize(
+    "microbatch, words",
+    [
+        ({"labels": 1}, "a microbatch has ['labels']: every stage of a Hugging Face model needs 'input_ids'"),
+        ({"input_ids": torch.tensor([[0, 61]])}, "a microbatch has token id 61: the model knows 0 to 60"),
+        ({"input_ids": torch.tensor([[-1, 60]])}, "a microbatch has token id -1: the model knows 0 to 60"),
+        (
+            {"input_ids": torch.ones(2, 3, dtype=torch.long), "attention_mask": torch.ones(2, 4)},
+            "a microbatch has an attention_mask of (2, 4) and input_ids of (2, 3)",
+        ),
+        ({"input_ids": torch.tensor([[0, 60]]), "attention_mask": torch.ones(1, 1, 2, 2)}, None),
+    ],
+)
+def test_a_microbatch_that_no_model_can_take(microbatch, words):
+    assert all_stages(CONFIGS["qwen3"](), TWO)[1].refusal(microbatch) == words
 
 
 def refuses_to_save(stages, model, directory, match):

@@ -23,6 +23,7 @@ from transformers import AutoConfig
 import zeropipe as zp
 from zeropipe.engine import (
     CausalLMLoss,
+    LogProbabilities,
     WeightStore,
     defer,
     hf_model,
@@ -262,6 +263,12 @@ def test_logits_are_never_put_together():
     seen = largest(ranks(4).run(cases.losses_on_tp, schedule, SIZES, "llama"))
     assert seen.pop("last") == cases.VOCABULARY // 2
     assert max(seen.values()) < TOLERANCE, seen
+
+
+@pytest.mark.parametrize("function", [CausalLMLoss(), LogProbabilities()])
+def test_labels_that_do_not_belong_to_the_tokens(function):
+    with pytest.raises(ConfigError, match=r"labels of \(2, 2\) for logits of \(2, 3\) tokens: give a label for each"):
+        function(torch.zeros(2, 3, 5), {"labels": torch.ones(2, 2, dtype=torch.long)})
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)

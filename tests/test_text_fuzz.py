@@ -163,7 +163,7 @@ def test_a_spreadsheets_csv_is_read():
 @pytest.mark.parametrize(
     "change,words",
     [
-        ({"num_microbatches": 10**15}, "fewer actions than 2 stages times 1000000000000000"),
+        ({"num_microbatches": 10**15}, "fewer actions than 2 stages times 1,000,000,000,000,000"),
         ({"num_stages": 10**15}, "places 2 stages: there are 1000000000000000"),
         ({"placement": {"copies": [[0, 1], [1, 0]], "split": "x"}}, "begins with microbatch 'x'"),
         ({"placement": {"copies": [[0, 1], [1, 0]], "split": None}}, "2 tables: one is needed"),

@@ -46,6 +46,7 @@ class HFStage(nn.Module):
             _weight(lm, end()) for end in (lm.get_input_embeddings, lm.get_output_embeddings)
         )
         parameters = dict(lm.named_parameters(remove_duplicate=False))
+        self._num_tokens = len(parameters[self._embedding])
         self.has_tied_ends = head == "lm" and parameters.get(self._head) is parameters[self._embedding]
         every = list(lm.get_submodule(family.layers).children())
         self.blocks = [every[index] for index in self.layers]
@@ -151,6 +152,8 @@ class HFStage(nn.Module):
         """Why this stage cannot run a microbatch."""
         if microbatch.get("input_ids") is None:
             return f"a microbatch has {sorted(microbatch)}: every stage of a Hugging Face model needs 'input_ids'"
+        if (reason := _wrong_tokens(microbatch, self._num_tokens)) is not None:
+            return reason
         length = microbatch["input_ids"].shape[-1] if self.sequence_parts > 1 else 0
         if length % self.sequence_parts == 0:
             return None
@@ -214,6 +217,18 @@ def positions(cu_seqlens: Tensor) -> Tensor:
     lengths = cu_seqlens.diff()
     starts = torch.repeat_interleave(cu_seqlens[:-1], lengths)
     return (torch.arange(len(starts), device=cu_seqlens.device) - starts)[None]
+
+
+def _wrong_tokens(microbatch: Microbatch, number: int) -> str | None:
+    """What is wrong with a microbatch for a model that knows so many tokens; on a GPU nobody waits to look."""
+    ids, mask = microbatch["input_ids"], microbatch.get("attention_mask")
+    if mask is not None and mask.dim() == 2 and mask.shape != ids.shape:
+        return f"a microbatch has an attention_mask of {tuple(mask.shape)} and input_ids of {tuple(ids.shape)}"
+    if ids.device.type != "cpu" or not ids.numel():
+        return None
+    least, most = (int(end) for end in ids.aminmax())
+    wrong = least if least < 0 else most
+    return None if 0 <= wrong < number else f"a microbatch has token id {wrong}: the model knows 0 to {number - 1}"
 
 
 def _weight(lm: nn.Module, module: nn.Module | None) -> str:

@@ -45,7 +45,7 @@ class CausalLMLoss:
         self, output: Tensor | tuple[Tensor, Tensor], microbatch: Mapping[str, Any]
     ) -> tuple[Tensor, int | Tensor]:
         logits, more = output if isinstance(output, tuple) else (output, None)
-        labels = microbatch[self.labels][..., 1:]
+        labels = _labels(logits, microbatch, self.labels)
         total = token_losses(logits[..., :-1, :], labels, self.ignore).sum()
         count = (labels != self.ignore).sum()
         return total if more is None else total + more * count.to(more.device), count
@@ -66,7 +66,18 @@ class LogProbabilities:
 
     def __call__(self, output: Tensor | tuple[Tensor, Tensor], microbatch: Mapping[str, Any]) -> Tensor:
         logits = output[0] if isinstance(output, tuple) else output
-        return -token_losses(logits[..., :-1, :], microbatch[self.labels][..., 1:], self.ignore)
+        return -token_losses(logits[..., :-1, :], _labels(logits, microbatch, self.labels), self.ignore)
+
+
+def _labels(logits: Tensor, microbatch: Mapping[str, Any], name: str) -> Tensor:
+    """Those of all tokens but the first: what each token before is to predict."""
+    labels = microbatch[name]
+    if labels.shape != logits.shape[:-1]:
+        raise ConfigError(
+            f"a microbatch has {name} of {tuple(labels.shape)} for logits of {tuple(logits.shape[:-1])} tokens: give a "
+            "label for each token, not shifted"
+        )
+    return labels[..., 1:]
 
 
 @dataclass
