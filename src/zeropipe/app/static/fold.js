@@ -1,7 +1,7 @@
 // On a phone the settings fold away, so that the results are in sight; on a wide screen they always stand on the left.
 
+import { countText } from "/viewer/units.js";
 import { $ } from "./dom.js";
-import { count } from "./headline.js";
 
 export class Fold {
   /** `button` opens and closes `panel`; it says what is set. */
@@ -22,8 +22,8 @@ export class Fold {
   }
 
   tell(numSchedules, numCosts) {
-    $("fold-schedules").textContent = count(numSchedules, "schedule");
-    $("fold-costs").textContent = numCosts ? `${count(numCosts, "cost")} set` : "default costs";
+    $("fold-schedules").textContent = countText(numSchedules, "schedule");
+    $("fold-costs").textContent = numCosts ? `${countText(numCosts, "cost")} set` : "default costs";
   }
 
   /** An error that is folded away is no help. */

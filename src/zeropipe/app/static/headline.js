@@ -1,6 +1,6 @@
 // What the comparison says, in one sentence. Only results of one group do the same work and are held against each other.
 
-import { percentText, sizeText, timeText } from "/viewer/units.js";
+import { countText, percentText, sizeText, timeText } from "/viewer/units.js";
 
 export function headline(results, limit) {
   if (!results.length) return { title: "Pipeline schedules, side by side", line: "Nothing is chosen yet" };
@@ -44,18 +44,13 @@ function grouped(results) {
 function facts(results) {
   const sizes = [...new Set(results.map(size))];
   const actions = results.reduce((sum, one) => sum + one.num_actions, 0);
-  return [...(sizes.length === 1 ? sizes : ["different sizes"]), count(results.length, "schedule"), count(actions, "action")].join(" · ");
+  return [...(sizes.length === 1 ? sizes : ["different sizes"]), countText(results.length, "schedule"), countText(actions, "action")].join(" · ");
 }
 
 function size(one) {
-  return `${count(one.num_ranks, "rank")} · ${count(one.num_microbatches, "microbatch")}`;
+  return `${countText(one.num_ranks, "rank")} · ${countText(one.num_microbatches, "microbatch")}`;
 }
 
 function listed(names) {
   return names.length < 2 ? names.join("") : `${names.slice(0, -1).join(", ")} and ${names.at(-1)}`;
-}
-
-export function count(number, noun) {
-  const plural = noun.endsWith("ch") ? `${noun}es` : `${noun}s`;
-  return `${number.toLocaleString("en")} ${number === 1 ? noun : plural}`;
 }

@@ -1,6 +1,6 @@
 // The Plan page: a model, GPUs, memory and a batch -> a ranking, a chart, and the timeline of the chosen row.
 
-import { percentText, timeText } from "/viewer/units.js";
+import { countText, percentText, timeText } from "/viewer/units.js";
 import { mountViewer } from "/viewer/viewer.js";
 import { $, h, tell } from "./dom.js";
 import { OWN, OwnConfig } from "./own.js";
@@ -223,7 +223,7 @@ async function choose(row) {
   if (page.rows.get(row).hidden) showAll(true);
   page.chart.mark(row);
   about(row);
-  $("timeline-of").textContent = `${title(row)}, ${row.microbatches} microbatches; layers ${row.layers.join(", ")}`;
+  $("timeline-of").textContent = `${title(row)}, ${countText(row.microbatches, "microbatch")}; layers ${row.layers.join(", ")}`;
   try {
     const answer = await rowLine.ask({ plan: page.asked, ...Object.fromEntries(ROW.map((name) => [name, row[name]])) });
     if (!answer) return;

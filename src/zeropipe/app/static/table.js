@@ -1,6 +1,6 @@
 // The comparison: a row per choice, with its own settings, its figures and where its time goes.
 
-import { percentText, sizeText, timeText } from "/viewer/units.js";
+import { countText, percentText, sizeText, timeText } from "/viewer/units.js";
 import { h, tell } from "./dom.js";
 import { formatsMenu } from "./downloads.js";
 
@@ -130,9 +130,9 @@ class Row {
   words(result) {
     const more = [];
     if (this.choice.file && !result.title.startsWith(this.choice.file.replace(/\.[^.]*$/, ""))) more.push(this.choice.file);
-    if (this.choice.file) more.push(`${result.num_ranks} ranks, ${result.num_microbatches} microbatches`);
+    if (this.choice.file) more.push(`${countText(result.num_ranks, "rank")}, ${countText(result.num_microbatches, "microbatch")}`);
     if (result.recorded) more.push(result.measured ? "measured" : "recorded");
-    if (result.num_stages !== result.num_ranks) more.push(`${result.num_stages} stages, ${result.placement}`);
+    if (result.num_stages !== result.num_ranks) more.push(`${countText(result.num_stages, "stage")}, ${result.placement}`);
     if (result.num_weight_parts > 1) more.push(`W in ${result.num_weight_parts} parts${result.filled ? "" : ", as in the file"}`);
     if (result.copies > 1) more.push("two copies of the weights");
     return more;

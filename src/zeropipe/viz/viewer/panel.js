@@ -8,7 +8,7 @@ import { levelAt, levels, paintMemory } from "./memory.js";
 import { paintFound, paintPath } from "./overlay.js";
 import { paintRows } from "./rows.js";
 import { element, prepare } from "./shapes.js";
-import { percentText, ruler, sizeText, timeText } from "./units.js";
+import { countText, percentText, ruler, sizeText, timeText } from "./units.js";
 
 const ROW_SPACE = 0.14; // of a row's height, below it
 const TALLEST = 8000; // CSS pixels
@@ -33,14 +33,14 @@ export class Panel {
 
   words() {
     const t = this.timeline;
-    return `${t.title}: ${t.ranks} ranks, makespan ${timeText(t.makespan, t.unit)}, bubble ${percentText(t.bubble)}. `
+    return `${t.title}: ${countText(t.ranks, "rank")}, makespan ${timeText(t.makespan, t.unit)}, bubble ${percentText(t.bubble)}. `
       + "Arrow keys move from box to box, plus and minus zoom, 0 fits, question mark lists all keys.";
   }
 
   heading() {
     const t = this.timeline;
     const peak = t.peakMemory ? ` · peak memory ${sizeText(Math.max(...t.peakMemory), t.memoryUnit)}` : "";
-    const sizes = `${t.ranks} ranks · ${t.stages} stages · ${t.microbatches} microbatches`;
+    const sizes = [countText(t.ranks, "rank"), countText(t.stages, "stage"), countText(t.microbatches, "microbatch")].join(" · ");
     return element(
       "header", { className: "zp-heading" },
       element("h2", { dir: "auto" }, t.title),

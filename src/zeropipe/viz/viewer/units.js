@@ -23,6 +23,12 @@ export function percentText(share) {
   return `${(100 * share).toFixed(1)}%`;
 }
 
+/** So many of something: `1 rank`, `4,096 microbatches`. */
+export function countText(number, noun) {
+  const plural = noun.endsWith("ch") ? `${noun}es` : `${noun}s`;
+  return `${number.toLocaleString("en")} ${number === 1 ? noun : plural}`;
+}
+
 function scaledText(value, scales, digits) {
   if (!value) return `0 ${scales.find(([factor]) => factor === 1)[1]}`;
   const [factor, name] = scales.find(([f]) => Math.abs(value) >= f) ?? scales[scales.length - 1];
