@@ -262,7 +262,7 @@ def test_a_classifier_keeps_its_labels(tmp_path):
     ],
 )
 def test_a_microbatch_that_no_model_can_take(microbatch, words):
-    assert all_stages(CONFIGS["qwen3"](), TWO)[1].refusal(microbatch) == words
+    assert all_stages(CONFIGS["qwen3"](), TWO)[0].refusal(microbatch) == words
 
 
 def refuses_to_save(stages, model, directory, match):

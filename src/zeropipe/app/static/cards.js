@@ -1,5 +1,6 @@
 // One card per schedule: its name and a tiny picture, drawn from the schedule itself. A line below says more.
 
+import { countText } from "/viewer/units.js";
 import { h, svg } from "./dom.js";
 
 const SHADES = 2;
@@ -32,7 +33,7 @@ export class Cards {
 
 function told({ summary, limits, stages_per_rank }) {
   const [least, most] = [Math.min(...stages_per_rank), Math.max(...stages_per_rank)];
-  const stages = least === most ? `${most} ${most === 1 ? "stage" : "stages"} per rank` : `${least} to ${most} stages per rank`;
+  const stages = least === most ? `${countText(most, "stage")} per rank` : `${least} to ${most} stages per rank`;
   return [`${summary}.`, `${stages}.`, limits && `Needs ${limits}.`].filter(Boolean).join(" ");
 }
 

@@ -92,7 +92,7 @@ def _deferred(kind: type[nn.Module], names: tuple[str, str]) -> type[nn.Module]:
 def _all_experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
     """Tokens sorted by expert, so that each product is one for all experts."""
     order, offsets = _sorted(index, module.num_experts)
-    chosen = index.flatten()[order]
+    chosen = _chosen(module, index, order)
     x = _biased(module, 0, _product(module, 0, hidden[order // index.shape[-1]], offsets), chosen)
     x = _biased(module, 1, _product(module, 1, _between(module, x), offsets), chosen)
     return _back(x * weights.flatten()[order, None].to(x.dtype), order, index)
@@ -106,7 +106,7 @@ def _some_experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -
     index = (index - module.first_expert) % module.num_experts
     order, offsets = _sorted(index, module.num_experts)
     offsets = offsets[: local(getattr(module, module.defers[0])).shape[0]]
-    chosen = index.flatten()[order]
+    chosen = _chosen(module, index, order)
     is_here = (torch.arange(len(order), device=order.device) < offsets[-1])[:, None]
     x = torch.where(is_here, hidden[order // index.shape[-1]], 0)
     x = _biased(module, 0, torch.where(is_here, _product(module, 0, x, offsets), 0), chosen)
@@ -130,12 +130,17 @@ def _between(module: Any, x: Tensor) -> Tensor:
     return module._apply_gate(x) if module.has_gate else module.act_fn(x)
 
 
-def _biased(module: Any, number: int, x: Tensor, chosen: Tensor) -> Tensor:
+def _chosen(module: Any, index: Tensor, order: Tensor) -> Tensor | None:
+    """The expert of each sorted row, where biases need it."""
+    return index.flatten()[order] if module.has_bias else None
+
+
+def _biased(module: Any, number: int, x: Tensor, chosen: Tensor | None) -> Tensor:
     """Each row plus its expert's bias, if that is here.
 
     As a product: the gradient of looking rows up adds thousands of rows to few, one after the other.
     """
-    if not module.has_bias:
+    if chosen is None:
         return x
     bias = local(getattr(module, f"{module.defers[number]}_bias"))
     is_of = chosen[:, None] == torch.arange(len(bias), device=chosen.device)

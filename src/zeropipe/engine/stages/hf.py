@@ -152,8 +152,8 @@ class HFStage(nn.Module):
         """Why this stage cannot run a microbatch."""
         if microbatch.get("input_ids") is None:
             return f"a microbatch has {sorted(microbatch)}: every stage of a Hugging Face model needs 'input_ids'"
-        if (reason := _wrong_tokens(microbatch, self._num_tokens)) is not None:
-            return reason
+        if self.is_first and (reason := _wrong_tokens(microbatch, self._num_tokens)) is not None:
+            return reason  # to all ranks: the others need not look
         length = microbatch["input_ids"].shape[-1] if self.sequence_parts > 1 else 0
         if length % self.sequence_parts == 0:
             return None
