@@ -27,6 +27,10 @@ def model(times, first=0.3, last=1.4, sizes=None):
     return LayerCosts("toy", "estimate", names, (Setting({**kinds, **ends}),), after=("head",))
 
 
+def task_of(costs, schedule):
+    return balance_task(costs, schedule.problem, schedule.placement, alive_of(schedule))
+
+
 def all_cuts(task):
     n, s = task.num_layers, task.num_stages
     for places in combinations(range(n + s - 1), s - 1):
@@ -57,7 +61,7 @@ def test_no_cut_is_better(name, ranks, per_rank):
         times = [1.0] * num_layers if alike else [random.choice([0.5, 1, 1.5, 2.5]) for _ in range(num_layers)]
         sizes = [random.choice([1.0, 2.0]) for _ in times]
         costs = model(times, random.choice([0, 0.3]), random.choice([0.2, 1.4, 4]), sizes)
-        task = balance_task(costs, schedule)
+        task = task_of(costs, schedule)
         if random.random() < 0.6:
             least = min(max(task.ranks(counts)[1]) for counts in all_cuts(task))
             task = replace(task, memory=tuple(least * random.choice([0.98, 1.0, 1.3]) for _ in task.memory))
@@ -137,7 +141,7 @@ def test_steps_to_better_cuts_are_near_the_best():
     random = Random(5)
     schedule = zp.build("interleaved", ranks=2, microbatches=8, stages_per_rank=4)
     for _ in range(10):
-        task = balance_task(model([random.choice([1.0, 2.0, 3.0]) for _ in range(9)]), schedule)
+        task = task_of(model([random.choice([1.0, 2.0, 3.0]) for _ in range(9)]), schedule)
         assert task.value(climb(task, spread(task)))[0] <= 1.15 * best_of_all(task)
 
 
@@ -150,7 +154,7 @@ def test_what_every_stage_has_counts():
     assert found.rank_times == pytest.approx((4, 4))
     stages = costs.costs(found.counts)
     assert [f + b for f, b in zip(stages.f, stages.b)] == pytest.approx(found.rank_times)
-    task = balance_task(costs, schedule)
+    task = task_of(costs, schedule)
     assert task.ranks((3, 3))[1][0] == pytest.approx(6 * 18 + 2 * (3 + 3)), "two microbatches of rank 0 are alive"
 
 

@@ -66,8 +66,8 @@ def address(request: Request) -> str:
 
 
 def _with_stages(request: Request) -> Request:
-    """Costs of a training file as those of its stages, which the page adds up or shares out for other schedules."""
-    if request.per != "training file":
+    """Costs of layers as those of the first schedule's stages, which the page adds up or shares out for others."""
+    if request.per in ("rank", "stage") or not request.specs:
         return request
     schedule = request.schedule_of(request.specs[0])
     costs = request.costs_of(schedule.problem, schedule.placement)

@@ -103,6 +103,8 @@ def _compared(request: Request) -> Result:
             begin(wish.title)
             try:
                 found = load(wish.spec, wish.ranks, wish.microbatches, wish.stages_per_rank, wish.options)
+                schedule = found.schedule if isinstance(found, Timeline) else found
+                costs = request.costs_of(schedule.problem, schedule.placement)
             except (ConfigError, ScheduleError) as error:
                 if wish.spec.is_file or (wish.spec.name in named and not several):
                     raise
@@ -111,12 +113,10 @@ def _compared(request: Request) -> Result:
                     title += f" at {_size_text((wish.ranks, wish.microbatches))}"
                 refused.append((title, str(error)))
                 continue
-            schedule = found.schedule if isinstance(found, Timeline) else found
             if isinstance(found, Timeline) and request.file_costs is None:
                 timed.append(wish.spec.name)
             total += num_cut(schedule, request.weight_parts or 1)
             COMMAND_LINE.require_actions(total, "this comparison", request.weight_parts or 1)
-            costs = request.costs_of(schedule.problem, schedule.placement)
             try:
                 (made,) = run([schedule], costs, weight_parts=request.weight_parts, per="stage")
             except ScheduleError as error:
@@ -214,7 +214,10 @@ def _print_json(result: Result, request: Request) -> None:
     found = ranking(result.timelines)
     output.print_json({
         "compared": [
-            {**output.summary(t), **standing._asdict()}
+            {
+                **output.summary(t), **standing._asdict(),
+                "layers": request.layers_of(t.schedule.problem, t.schedule.placement),
+            }
             for t, standing in zip(result.timelines, found.standings, strict=True)
         ],
         "refused": [{"schedule": name, "reason": reason} for name, reason in result.refused],
@@ -233,7 +236,7 @@ def _print_tables(result: Result, request: Request) -> None:
     for t, standing in zip(result.timelines, standings, strict=True):
         groups.setdefault(_size(t), []).append((t, standing))
     for size, rows in groups.items():
-        _print_table(f"{_size_text(size)}; {output.costs_text(request.per, request.setting)}", rows)
+        _print_table(f"{_size_text(size)}; {output.costs_text(request.per, request.cut_text())}", rows)
     for option, names in result.ignored.items():
         if names:
             output.note(f"--option {option} is unknown to {', '.join(names)}: left as they are")

@@ -130,7 +130,7 @@ sweep_options = partial(size_options, several=True)
 
 
 def cost_options(command: Command) -> Command:
-    """--costs FILE, --per, --weight-parts, and one flag per cost."""
+    """--costs FILE, --per, --weight-parts, the cut of a model whose layers have costs, and one flag per cost."""
     singles = []
     for name, (kind, text) in COSTS.items():
         flag = "--" + name.replace("_", "-")
@@ -151,6 +151,13 @@ def cost_options(command: Command) -> Command:
         click.option(
             "--weight-parts", type=click.IntRange(1, MAX_WEIGHT_PARTS),
             help="Cut every W into parts and fill gaps with them.",
+        ),
+        click.option("--ac", help="Of costs of layers: those of this checkpointing, like full; the first by default."),
+        click.option("--microbatch-size", type=click.IntRange(1), help="Of these: those of so many sequences."),
+        click.option("--tp", type=click.IntRange(1), help="Of these: those of this tensor parallelism."),
+        click.option(
+            "--layers", metavar="N,N,..",
+            help="Of these: layers of each stage, like 2,3,3,2, `even` (the default), or `balanced` by their times.",
         ),
         *singles,
     )  # fmt: skip

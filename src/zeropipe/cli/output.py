@@ -86,17 +86,17 @@ def problem_text(timeline: Timeline) -> str:
     return f"{timeline.title}: {timeline.schedule.sizes}"
 
 
-def costs_text(per: str, setting: str = "") -> str:
-    """What costs are of, as every command that takes some says it; `setting`: which of several."""
+def costs_text(per: str, cut: str = "") -> str:
+    """What costs are of, as every command that takes some says it; `cut`: what becomes of those of layers."""
     words = {
         "rank": "costs per rank, shared out over its stages",
         "stage": "costs per stage",
         "recording": "costs of the recording",
-        "estimate": "estimated costs of layers, spread evenly over the stages",
-        "profile": "measured costs of layers, spread evenly over the stages",
+        "estimate": "estimated costs of layers",
+        "profile": "measured costs of layers",
         "training file": "costs and layers of the training file; for other numbers of stages, spread evenly",
     }
-    return words[per] + (f"; of {setting}, the first of their settings" if setting else "")
+    return f"{words[per]}, {cut}" if cut else words[per]
 
 
 def summary(timeline: Timeline) -> dict[str, Any]:

@@ -194,11 +194,11 @@ def _setting(costs: LayerCosts, given: dict[str, Any]) -> Setting:
 def _corrected(
     costs: LayerCosts, steps: list[Timeline], paths: tuple[str, ...], layers: str | None, setting: Setting
 ) -> LayerCosts:
-    from zeropipe.cli.trace import counts_of
+    from zeropipe.cli.cut import stage_counts
     from zeropipe.sim.refit import refitted
 
     try:
-        return refitted(costs, steps, counts_of(costs, steps[0].schedule, layers), setting)
+        return refitted(costs, steps, stage_counts(layers, costs.num_layers, steps[0].schedule.num_stages), setting)
     except ConfigError as error:
         raise ConfigError(f"{', '.join(paths)}: {error}") from None
 

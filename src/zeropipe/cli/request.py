@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zeropipe.cli.config import Config, read_config
+from zeropipe.cli.cut import Cut
 from zeropipe.cli.options import COSTS, Bytes, numbers, settings_of
 from zeropipe.core.files import SCHEDULES
 from zeropipe.errors import ConfigError, short
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from zeropipe.core.schedule import Schedule
     from zeropipe.core.timeline import Timeline
     from zeropipe.sim.costs import Costs
-    from zeropipe.sim.layer_costs import LayerCosts, Setting
+    from zeropipe.sim.layer_costs import LayerCosts
     from zeropipe.train.preview import RunCosts
 
 LINK = ("p2p", "bandwidth")
@@ -43,6 +44,7 @@ class Priced(NamedTuple):
     costs: Costs
     per: str  # as in a Request, or "recording": it has its own
     recorded: Timeline | None  # a recording of which nothing else is asked
+    layers: tuple[int, ...] | None  # of each stage, where costs are of layers
 
     def simulated(self) -> Timeline:
         from zeropipe.sim.simulate import simulate
@@ -62,6 +64,7 @@ class Request:
     weight_parts: int | None
     per: str  # what costs are of: "rank" or "stage"; or of layers, by "estimate", "profile" or a "training file"
     file_costs: Costs | LayerCosts | RunCosts | None  # of --costs or the .toml file
+    cut: Cut  # of the model, where those are of layers
     flags: Mapping[str, Any]  # single costs, which override those
     run: Mapping[str, Any]  # flags of `zeropipe run` that the .toml file gives
 
@@ -72,7 +75,10 @@ class Request:
 
         given = self.file_costs or Costs()
         if not isinstance(given, Costs):
-            raise ConfigError(f"these are costs of the layers of {given.model}: give costs per rank with --costs")
+            raise ConfigError(
+                f"these are costs of the layers of {given.model}: name a schedule that cuts it into stages, or give "
+                "costs per rank"
+            )
         return overridden(given, self.flags)
 
     def costs_of(self, problem: Problem, placement: Placement | None = None) -> Costs:
@@ -89,7 +95,7 @@ class Request:
             if name in self.flags:
                 raise ConfigError(f"--{name}: the costs of the layers of {given.model} say that; leave it out")
         if isinstance(given, LayerCosts):
-            made = given.even(problem, placement, self.flags.get("node_size"))
+            made = self.cut.costs(given, problem, placement, self.flags.get("node_size"))
         else:
             made = given.of(problem, placement or linear(problem))
         return overridden(made, self.flags)
@@ -103,11 +109,19 @@ class Request:
         found = self.load(spec)
         return found.schedule if isinstance(found, Timeline) else found
 
-    @property
-    def setting(self) -> str:
-        """Which setting counts, where costs of layers have several."""
-        several: tuple[Setting, ...] = getattr(self.file_costs, "settings", ())
-        return str(several[0]) if len(several) > 1 else ""
+    def layers_of(self, problem: Problem, placement: Placement | None) -> tuple[int, ...] | None:
+        """The layers of each stage, where costs are of layers."""
+        from zeropipe.sim.layer_costs import LayerCosts
+
+        given = self.file_costs
+        return self.cut.counts(given, problem, placement) if isinstance(given, LayerCosts) else None
+
+    def cut_text(self, layers: tuple[int, ...] | None = None) -> str:
+        """What becomes of costs of layers, in words; `layers` are those of each stage, where one schedule is meant."""
+        from zeropipe.sim.layer_costs import LayerCosts
+
+        given = self.file_costs
+        return self.cut.text(given, layers) if isinstance(given, LayerCosts) else ""
 
     @property
     def is_plain(self) -> bool:
@@ -142,7 +156,8 @@ class Request:
                     f"weight_parts={self.weight_parts}: {schedule.name} has whole backwards and no W: leave it out, or "
                     "give a schedule with W, like zb-h1"
                 )
-        return Priced(schedule, costs, per, recorded if self.is_plain else None)
+        layers = self.layers_of(schedule.problem, schedule.placement)
+        return Priced(schedule, costs, per, recorded if self.is_plain else None, layers)
 
 
 def load(
@@ -190,6 +205,7 @@ def request_of(schedules: Sequence[str], given: Mapping[str, Any], several: Sequ
         given.get("weight_parts") or config.weight_parts,
         _per(file_costs, given.get("per") or config.per),
         file_costs,
+        _cut(given, file_costs),
         _flags(given),
         config.run,
     )
@@ -219,6 +235,18 @@ def _per(costs: Costs | LayerCosts | RunCosts | None, wish: str | None) -> str:
     if source and wish:
         raise ConfigError(f"--per {wish}: {OF_LAYERS}")
     return source or wish or "rank"
+
+
+def _cut(given: Mapping[str, Any], costs: Costs | LayerCosts | RunCosts | None) -> Cut:
+    from zeropipe.sim.costs import Costs
+    from zeropipe.sim.layer_costs import LayerCosts
+
+    cut = Cut.of(given)
+    if costs is None or isinstance(costs, Costs):
+        cut.require_nothing_said("only costs of layers know what it changes: give --costs, made by estimate or profile")
+    elif not isinstance(costs, LayerCosts):
+        cut.require_nothing_said("the training file says that: change it there, or give --costs")
+    return cut
 
 
 def _load_costs(path: str | None) -> Costs | LayerCosts | None:

@@ -239,13 +239,11 @@ def _with_layers_per_stage(request: Request, per_stage: int, wishes: dict[str, A
 
 
 def _job(built: list[Schedule], **given: Any) -> Job:
+    from zeropipe.cli.cut import numbers_of
     from zeropipe.engine.run.spec import BUILT_IN, Job, check_job, counts_of
 
     layers = given.pop("layers")
-    try:
-        counts = tuple(int(part) for part in layers.split(",")) if layers else None
-    except ValueError:
-        raise ConfigError(f"--layers {short(layers)}: write one number per stage, like 2,3,3,2") from None
+    counts = numbers_of(layers) if layers else None
     for name in ("first_less", "last_less"):
         if counts and given[name]:
             raise ConfigError(f"--layers says each stage's layers already: leave --{name.replace('_', '-')} out")

@@ -70,7 +70,8 @@ def search(out: str | None, as_json: bool, **given: Any) -> None:
     per_rank = request.stages_per_rank[0] if request.stages_per_rank else 1
     problem = Problem(ranks, ranks * per_rank, microbatches)
     rule = PLACEMENTS.get(given["placement"])  # none with "all": then no stages are taken to share a rank
-    costs = request.costs_of(problem, rule(problem) if rule else None)
+    placement = rule(problem) if rule else None
+    costs, layers = request.costs_of(problem, placement), request.layers_of(problem, placement)
     limits = _sizes(given["rank_limits"])
     for limit in limits or ():
         require_unit("--rank-limits", limit, costs)
@@ -83,9 +84,10 @@ def search(out: str | None, as_json: bool, **given: Any) -> None:
     if out:
         _write(found.timeline, out)
     if as_json:
-        output.print_json({**output.summary(found.timeline), **_facts(found), "costs_per": request.per, "file": out})
+        facts = {**_facts(found), "costs_per": request.per, "layers": layers, "file": out}
+        output.print_json({**output.summary(found.timeline), **facts})
         return
-    _print(found, given["placement"], output.costs_text(request.per, request.setting))
+    _print(found, given["placement"], output.costs_text(request.per, request.cut_text(layers)))
     if out:
         output.print_written(out)
 

@@ -68,7 +68,7 @@ def show(schedule: str, as_json: bool, **given: Any) -> None:
         print(to_json(timeline))
         return
     picture(timeline)
-    output.note(output.costs_text(priced.per, request.setting))
+    output.note(output.costs_text(priced.per, request.cut_text(priced.layers)))
     output.print_warnings(timeline.schedule)
 
 
@@ -121,5 +121,5 @@ def draw(schedule: str, out: str, comms: bool, as_json: bool, **given: Any) -> N
     if as_json:
         output.print_json({"file": out, "bytes": Path(out).stat().st_size, "costs_per": priced.per})
         return
-    output.print_written(out, "" if is_text else output.costs_text(priced.per, request.setting))
+    output.print_written(out, "" if is_text else output.costs_text(priced.per, request.cut_text(priced.layers)))
     output.print_warnings(priced.schedule)

@@ -38,9 +38,9 @@ def simulate(schedule: str, as_json: bool, **given: Any) -> None:
         priced = request.priced()
         timeline = priced.simulated()
     if as_json:
-        output.print_json({**output.summary(timeline), "costs_per": priced.per})
+        output.print_json({**output.summary(timeline), "costs_per": priced.per, "layers": priced.layers})
     else:
-        _print_timeline(timeline, output.costs_text(priced.per, request.setting))
+        _print_timeline(timeline, output.costs_text(priced.per, request.cut_text(priced.layers)))
 
 
 def _print_timeline(timeline: Timeline, costs: str) -> None:

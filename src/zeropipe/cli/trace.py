@@ -12,7 +12,7 @@ from zeropipe.cli import options as opt
 from zeropipe.cli import output
 from zeropipe.cli import trace_text as text
 from zeropipe.cli.progress import progress
-from zeropipe.errors import ConfigError, ZeropipeError, short
+from zeropipe.errors import ConfigError, ZeropipeError
 
 if TYPE_CHECKING:
     from zeropipe.core.schedule import Schedule
@@ -194,6 +194,7 @@ class Given:
 
 
 def _given(path: str | None, schedule: Schedule, per: str, layers: str | None, ac: str | None) -> Given | None:
+    from zeropipe.cli.cut import stage_counts
     from zeropipe.cli.request import OF_LAYERS
     from zeropipe.sim.compare import stage_costs
     from zeropipe.sim.costs import Costs
@@ -208,23 +209,10 @@ def _given(path: str | None, schedule: Schedule, per: str, layers: str | None, a
         return None if found is None else Given(stage_costs(found, schedule.problem, per))
     if opt.is_told("per"):
         raise ConfigError(f"--per {per}: {OF_LAYERS}")
-    counts = counts_of(found, schedule, layers)
+    counts = stage_counts(layers, found.num_layers, schedule.num_stages)
     setting = setting_of_run(found, ac)
     costs = found.costs(counts, setting, ac=ac, placement=schedule.placement)
     return Given(costs, found, setting, counts)
-
-
-def counts_of(costs: LayerCosts, schedule: Schedule, layers: str | None) -> tuple[int, ...]:
-    """The layers of each stage of a run, as --layers says, or spread evenly."""
-    from zeropipe.core.layers import check_counts, layer_counts
-
-    if not layers:
-        return layer_counts(costs.num_layers, schedule.num_stages)
-    try:
-        given = tuple(int(part) for part in layers.split(","))
-    except ValueError:
-        raise ConfigError(f"--layers {short(layers)}: write one number per stage, like 2,3,3,2") from None
-    return check_counts(given, costs.num_layers, schedule.num_stages)
 
 
 def _corrected_text(found: text.Compared, given: Given | None, run: Run) -> str:

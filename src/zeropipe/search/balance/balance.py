@@ -11,7 +11,7 @@ from math import inf
 from zeropipe.core.action import B, F, W
 from zeropipe.core.layers import layer_counts
 from zeropipe.core.packed import kind_of, stage_of
-from zeropipe.core.placement import Placement
+from zeropipe.core.placement import Placement, Problem
 from zeropipe.core.schedule import Schedule, require_schedule
 from zeropipe.core.units import size_text
 from zeropipe.errors import ConfigError, short
@@ -68,7 +68,10 @@ def balance(
     if not isinstance(costs, LayerCosts):
         raise ConfigError(f"costs={short(costs)}: costs of layers are needed, give zp.estimate(...) or those of a file")
     require_schedule(schedule)
-    task = balance_task(costs, schedule, setting=setting, ac=ac, speeds=speeds, memory=memory, shards=shards)
+    task = balance_task(
+        costs, schedule.problem, schedule.placement, alive_of(schedule),
+        setting=setting, ac=ac, speeds=speeds, memory=memory, shards=shards,
+    )  # fmt: skip
     counts, exact = solved(task)
     if counts is None:
         _refuse(task)
@@ -121,30 +124,41 @@ def _is_regular(task: BalanceTask) -> bool:
     return len(set(first)) == task.num_ranks and second in (first, first[::-1])
 
 
+def balanced_counts(
+    costs: LayerCosts, problem: Problem, placement: Placement, setting: Setting | None = None, ac: str | None = None
+) -> tuple[int, ...]:
+    """The cut whose slowest rank is fastest, of whichever schedule: without a look at memory."""
+    task = balance_task(costs, problem, placement, [0.0] * problem.num_stages, setting=setting, ac=ac)
+    counts = solved(task)[0]
+    assert counts is not None  # memory has no end here
+    return counts
+
+
 def balance_task(
     costs: LayerCosts,
-    schedule: Schedule,
+    problem: Problem,
+    placement: Placement,
+    alive: Sequence[float],
     *,
     setting: Setting | None = None,
     ac: str | None = None,
     speeds: Sequence[float] | None = None,
     memory: float | Sequence[float] | None = None,
     shards: int = 1,
-    alive: Sequence[float] | None = None,
 ) -> BalanceTask:
-    """The numbers of a balancing problem; `alive` is `alive_of(schedule)`, if it is known already."""
+    """The numbers of a balancing problem; `alive` is what `alive_of` finds in a schedule."""
     chosen = setting or costs.settings[0]
     layers = costs.layer_list(chosen, ac)
     each = costs.state.of_shards(shards)
     ends = [[chosen.kinds[kind] for kind in part] for part in (costs.before, costs.after, costs.each)]
-    table, pairs = rank_table(schedule.placement, schedule.num_ranks)
-    speed = _per_rank("speeds", speeds, schedule.num_ranks, 1.0)
-    room = _per_rank("memory", memory, schedule.num_ranks, inf)
+    table, pairs = rank_table(placement, problem.num_ranks)
+    speed = _per_rank("speeds", speeds, problem.num_ranks, 1.0)
+    room = _per_rank("memory", memory, problem.num_ranks, inf)
     workspace = max(layer.workspace for layer in [*layers, *ends[0], *ends[1], *ends[2]])
     return BalanceTask(
         tuple(layer.f + layer.whole for layer in layers), tuple(layer.parameters * each for layer in layers),
         tuple(max(layer.activation, layer.stash) for layer in layers), _end(ends[0], each), _end(ends[1], each),
-        table, tuple(alive or alive_of(schedule)), tuple(len(pair) * min(speed[r] for r in pair) for pair in pairs),
+        table, tuple(alive), tuple(len(pair) * min(speed[r] for r in pair) for pair in pairs),
         tuple(max(0.0, min(room[r] for r in pair) - workspace) for pair in pairs), _end(ends[2], each),
     )  # fmt: skip
 

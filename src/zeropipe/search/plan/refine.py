@@ -9,7 +9,7 @@ from zeropipe.core.placement import PLACEMENTS, Problem
 from zeropipe.core.schedule import Schedule
 from zeropipe.errors import ZeropipeError
 from zeropipe.schedules.registry import build
-from zeropipe.search.balance.balance import balance_task, solved
+from zeropipe.search.balance.balance import alive_of, balance_task, solved
 from zeropipe.search.bound.bound import lower_bound
 from zeropipe.search.hunt import gap_of
 from zeropipe.search.model import Task
@@ -96,6 +96,7 @@ def _balanced(scene: Scene, candidate: Candidate) -> tuple[int, ...] | None:
     if not stages_fit(schedule, scene.costs.num_layers):
         return None
     task = balance_task(
-        scene.costs, schedule, setting=setting_of(scene, candidate), ac=candidate.ac, shards=candidate.layout.dp_shard
-    )
+        scene.costs, schedule.problem, schedule.placement, alive_of(schedule),
+        setting=setting_of(scene, candidate), ac=candidate.ac, shards=candidate.layout.dp_shard,
+    )  # fmt: skip
     return solved(task)[0]

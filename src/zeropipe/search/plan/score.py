@@ -70,8 +70,8 @@ def _cuts(scene: Scene, candidate: Candidate, schedule: Schedule, alive: list[fl
         return
     try:
         task = balance_task(
-            scene.costs, schedule, setting=setting_of(scene, candidate), ac=candidate.ac,
-            shards=candidate.layout.dp_shard, alive=alive,
+            scene.costs, schedule.problem, schedule.placement, alive,
+            setting=setting_of(scene, candidate), ac=candidate.ac, shards=candidate.layout.dp_shard,
         )  # fmt: skip
     except ConfigError:
         return

@@ -1,0 +1,99 @@
+"""Costs of layers on the command line: which setting counts, and how the model is cut into stages."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import test_layer_costs as toy
+
+import zeropipe as zp
+from zeropipe.sim.layer_costs import LayerCost
+from zeropipe.sim.layer_file import to_layer_json
+
+HEAD = {"head": LayerCost(2, 2, 2)}  # so much that an even cut is not the best
+COSTS = replace(toy.COSTS, settings=tuple(replace(one, kinds={**one.kinds, **HEAD}) for one in toy.COSTS.settings))
+SIZES = ("--ranks", 2, "--microbatches", 4)
+
+
+@pytest.fixture
+def costs(tmp_path):
+    path = tmp_path / "costs.json"
+    path.write_text(to_layer_json(COSTS))
+    return path
+
+
+@pytest.mark.parametrize(
+    "name, flags, layers, ac, size",
+    [
+        ("1f1b", (), (2, 2), "none", 1),
+        ("1f1b", ("--layers", "even", "--microbatch-size", 2), (2, 2), "none", 2),
+        ("1f1b", ("--layers", "3,1", "--ac", "full"), (3, 1), "full", 1),
+        ("1f1b", ("--layers", "balanced"), (3, 1), "none", 1),
+        ("zbv", ("--layers", "balanced", "--ac", "selective:2"), (1, 1, 2, 0), "selective:2", 1),
+    ],
+)
+def test_flags_choose_the_setting_and_the_cut(run, costs, name, flags, layers, ac, size):
+    status, out, err = run("simulate", name, *SIZES, "--costs", costs, *flags, "--json")
+    assert status == 0, err
+    found, schedule = json.loads(out), zp.build(name, ranks=2, microbatches=4)
+    wanted = COSTS.costs(layers, COSTS.setting(ac=ac, microbatch_size=size), ac=ac, placement=schedule.placement)
+    assert tuple(found["layers"]) == layers
+    assert found["makespan"] == pytest.approx(zp.simulate(schedule, wanted).makespan)
+    if "balanced" in flags:
+        assert zp.balance(COSTS, schedule, ac=ac).counts == layers
+    _, out, _ = run("compare", name, *SIZES, "--costs", costs, *flags, "--json")
+    (row,) = json.loads(out)["compared"]
+    assert (tuple(row["layers"]), row["makespan"]) == (layers, pytest.approx(found["makespan"]))
+
+
+def test_words_say_what_counts(run, costs):
+    words = "measured costs of layers, "
+    first = "of ac none, microbatches of 1, the first of their settings"
+    assert f"{words}spread evenly over the stages; {first}" in run("simulate", "1f1b", *SIZES, "--costs", costs)[1]
+    flags = ("--costs", costs, "--layers", "balanced")
+    assert f"{words}balanced over the stages: 3,1; {first}" in run("show", "1f1b", *SIZES, *flags)[1]
+    chosen = "balanced over the stages; of ac selective:2, microbatches of 1"
+    assert f"{words}{chosen}\n" in run("compare", "1f1b", *SIZES, *flags, "--ac", "selective:2")[1]
+    searched = run("search", *SIZES, *flags, "--steps", 5, "--json")[1]
+    assert json.loads(searched)["layers"] == [3, 1]
+
+
+@pytest.mark.parametrize(
+    "flags, line",
+    [
+        (("--ac", "selective:op"), "the costs of toy have no setting with ac=selective:op: they have ac none, "),
+        (("--layers", "4,1"), "layers=[4, 1] adds up to 5: the model has 4 layers"),
+        (("--layers", "1,2,1"), "layers=[1, 2, 1] has 3 entries: the schedule has 2 stages"),
+        (("--layers", "some"), "--layers 'some': write one number per stage, like 2,3,3,2"),
+    ],
+)
+def test_what_the_costs_do_not_have_is_named(run, costs, flags, line):
+    status, _, err = run("simulate", "1f1b", *SIZES, "--costs", costs, *flags)
+    assert status == 2
+    assert err.startswith(f"zeropipe: {line}")
+
+
+def test_flags_for_layers_need_costs_of_layers(run, costs):
+    for flag in ("--ac", "full"), ("--tp", 2), ("--microbatch-size", 2), ("--layers", "even"):
+        line = f"zeropipe: {flag[0]} {flag[1]}: only costs of layers know what it changes: give --costs, made by "
+        assert run("simulate", "zbv", *SIZES, *flag)[2].startswith(line)
+    shared = "--layers balanced depends on which stages share a rank: give --placement vee or loop"
+    assert shared in run("search", *SIZES, "-v", 2, "--costs", costs, "--layers", "balanced")[2]
+
+
+def test_schedules_with_more_stages_than_layers_are_left_out_of_all(run, costs):
+    sizes = ("--ranks", 4, "--microbatches", 8)
+    rows = json.loads(run("compare", "all", *sizes, "--costs", costs, "--json")[1])
+    assert {row["num_stages"] for row in rows["compared"]} == {4}
+    assert "8 stages for 4 layers" in {r["schedule"]: r["reason"] for r in rows["refused"]}["zbv"]
+    assert "8 stages for 4 layers" in run("compare", "zbv", *sizes, "--costs", costs)[2]
+
+
+def test_the_page_starts_with_the_costs_of_stages(costs):
+    from zeropipe.cli.app import address
+    from zeropipe.cli.request import request_of
+
+    given = {"ranks": (2,), "microbatches": (4,), "stages_per_rank": None, "pairs": (), "costs_file": str(costs)}
+    found = address(request_of(["1f1b", "zbv"], {**given, "layers": "3,1"}))
+    times = ",".join(map(str, COSTS.costs((3, 1)).f))
+    assert f"schedules=1f1b,zbv&f={times}&" in found
