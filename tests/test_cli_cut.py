@@ -1,4 +1,4 @@
-"""Costs of layers on the command line: which setting counts, and how the model is cut into stages."""
+"""Costs of layers on the command line: which setting counts, and how the model is cut, or was in a recorded run."""
 
 import json
 from dataclasses import replace
@@ -7,11 +7,15 @@ import pytest
 import test_layer_costs as toy
 
 import zeropipe as zp
+from zeropipe.core.json import from_json, to_json
+from zeropipe.core.origin import Origin
+from zeropipe.errors import ScheduleError
 from zeropipe.sim.layer_costs import LayerCost
-from zeropipe.sim.layer_file import to_layer_json
+from zeropipe.sim.layer_file import from_layer_json, to_layer_json
 
 HEAD = {"head": LayerCost(2, 2, 2)}  # so much that an even cut is not the best
-COSTS = replace(toy.COSTS, settings=tuple(replace(one, kinds={**one.kinds, **HEAD}) for one in toy.COSTS.settings))
+SETTINGS = tuple(replace(one, kinds={**one.kinds, **HEAD}) for one in toy.COSTS.settings)
+COSTS = replace(toy.COSTS, settings=SETTINGS, sequence=128)
 SIZES = ("--ranks", 2, "--microbatches", 4)
 
 
@@ -97,3 +101,57 @@ def test_the_page_starts_with_the_costs_of_stages(costs):
     found = address(request_of(["1f1b", "zbv"], {**given, "layers": "3,1"}))
     times = ",".join(map(str, COSTS.costs((3, 1)).f))
     assert f"schedules=1f1b,zbv&f={times}&" in found
+
+
+ORIGIN = Origin((3, 1), "full", sequence=COSTS.sequence, dtype="bfloat16")
+
+
+@pytest.fixture
+def measured(tmp_path):
+    """A file with a run that took exactly what the costs say."""
+
+    def write(**origin):
+        found, schedule = replace(ORIGIN, **origin), zp.build("zb-h1", ranks=2, microbatches=4)
+        costs = COSTS.costs((3, 1), COSTS.setting(ac="full"), placement=schedule.placement)
+        path = tmp_path / "measured.json"
+        path.write_text(to_json(replace(zp.simulate(schedule, costs), measured=True, origin=found)))
+        return path
+
+    return write
+
+
+def test_a_recording_tells_its_cut_and_its_setting(run, costs, measured, tmp_path):
+    path, corrected = measured(), tmp_path / "corrected.json"
+    assert from_json(path.read_text()).origin == ORIGIN
+    assert run("trace", "compare", path, "--costs", costs, "-o", corrected)[0] == 0
+    assert run("profile", costs, "--fit", path, "-o", corrected)[0] == 0
+    before, after = (from_layer_json(file.read_text()).setting(ac="full").kinds for file in (costs, corrected))
+    for kind, cost in before.items():
+        assert [after[kind].f, after[kind].i, after[kind].w] == pytest.approx([cost.f, cost.i, cost.w])
+    assert json.loads(path.read_text())["origin"]["layers"] == [3, 1]
+
+
+@pytest.mark.parametrize(
+    "origin, flags, line",
+    [
+        ({}, ("--ac", "none"), "--ac none: the run had full; leave it out"),
+        ({}, ("--layers", "2,2"), "--layers 2,2: the run had 3,1; leave it out"),
+        ({"layers": (2, 1)}, (), "the run's model has 3 layers, toy has 4: give its costs"),
+        ({"sequence": 64}, (), "the run had 64 tokens in a sequence, the costs are of 128 tokens: make costs with"),
+        ({"dtype": "float32"}, (), "the run was in float32, the costs are of bf16: make costs with --dtype float32"),
+        ({"compile": True}, (), "the costs of toy have no setting with ac=full, microbatch_size=1, tp=1, compile=True"),
+        ({"lora": True}, (), "the run trained an adapter, costs of layers are of training all weights"),
+    ],
+)
+def test_costs_of_something_else_than_a_recording_are_refused(run, costs, measured, origin, flags, line):
+    path = measured(**origin)
+    for command in ("trace", "compare", path, "--costs", costs), ("profile", costs, "--fit", path):
+        assert line in run(*command, *flags)[2]
+
+
+@pytest.mark.parametrize("wrong", [{"layers": [3]}, {"ac": "some"}, {"ac": None}, {"tp": 0}, {"compile": 1}, {"x": 1}])
+def test_an_origin_that_no_run_had_is_named(measured, wrong):
+    data = json.loads(measured().read_text())
+    data["origin"] |= wrong
+    with pytest.raises(ScheduleError, match=r"origin is .*(which no run had|a table with layers, ac)"):
+        from_json(json.dumps(data))

@@ -10,6 +10,7 @@ import born
 import pytest
 
 import zeropipe as zp
+from zeropipe.core.origin import Origin
 
 torch = pytest.importorskip("torch", reason="needs torch")
 from zeropipe.cli import main  # noqa: E402
@@ -61,6 +62,7 @@ def test_a_model_directory_and_a_file_of_a_schedule(capfd, tmp_path):
     assert "mine: 2 ranks, 2 stages" in out
     timeline = zp.from_json((tmp_path / "t.json").read_text())
     assert timeline.measured
+    assert timeline.origin == Origin((1, 2), sequence=16)
     assert timeline.schedule.num_actions == 8
 
 

@@ -14,6 +14,7 @@ from naive import naive_simulate
 import zeropipe as zp
 
 pytest.importorskip("pydantic", reason="needs pydantic")
+from zeropipe.core.origin import Origin
 from zeropipe.sim.compare import compare
 from zeropipe.sim.layer_file import to_layer_json
 from zeropipe.train.config.models import (
@@ -23,7 +24,9 @@ from zeropipe.train.config.models import (
     ModelTable,
     RunConfig,
     ScheduleTable,
+    TrainTable,
 )
+from zeropipe.train.loop.recorded import Records
 from zeropipe.train.report import Recorded, write_report
 from zeropipe.train.report.drift import MOST, drifts, from_costs, from_first
 from zeropipe.train.report.files import load, save
@@ -227,3 +230,16 @@ def test_costs_of_the_file_are_what_steps_are_held_against(tmp_path):
     (tmp_path / "costs.json").write_text(to_layer_json(replace(costs, sequence=8 * costs.sequence)))
     longer = of.model_copy(update={"schedule": ScheduleTable(name="1f1b", costs=str(tmp_path / "costs.json"))})
     assert "what the actions of step" in prediction_of(longer, recorded, layers).source
+
+
+@pytest.mark.parametrize(("packing", "length"), [(True, 1024), (False, 0)])
+def test_recorded_steps_tell_what_they_are_of(tmp_path, packing, length):
+    """Padded rows are as long as their samples."""
+    config = RunConfig(
+        model=ModelTable(path="tiny-qwen3", dtype="bfloat16"), mesh=MeshTable(pp=2, tp=2),
+        schedule=ScheduleTable(name="1f1b", layers=[5, 3]), data=DataTable(kind="tokens", batch=8, microbatch=2, packing=packing),
+        engine=EngineTable(ac="full", compile=True), train=TrainTable(output=str(tmp_path)),
+    )  # fmt: skip
+    Records(config, True, 0).add(1, recorded_of(schedule_of(config)).timeline, 1.0)
+    (found,) = load(tmp_path / "timelines", 2)
+    assert found.timeline.origin == Origin((5, 3), "full", 2, length, "bfloat16", 2, True)

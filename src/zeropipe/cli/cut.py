@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -10,9 +10,11 @@ from zeropipe.core.layers import check_counts, layer_counts
 from zeropipe.errors import ConfigError, short
 
 if TYPE_CHECKING:
+    from zeropipe.core.origin import Origin
     from zeropipe.core.placement import Placement, Problem
+    from zeropipe.core.schedule import Schedule
     from zeropipe.sim.costs import Costs
-    from zeropipe.sim.layer_costs import LayerCosts
+    from zeropipe.sim.layer_costs import LayerCosts, Setting
 
 EVEN, BALANCED = "even", "balanced"
 
@@ -72,6 +74,40 @@ class Cut:
         named = str(setting).replace(f"ac {setting.ac}", f"ac {self.ac or setting.ac}", 1)
         first = Cut(layers=self.layers) == self
         return f"{shared}; of {named}{', the first of their settings' if first else ''}"
+
+
+@dataclass(frozen=True)
+class AsRun:
+    """How a recorded run cut its model, and which setting it had."""
+
+    counts: tuple[int, ...]
+    setting: Setting
+    ac: str | None = None
+
+
+def as_run(
+    costs: LayerCosts, schedule: Schedule, origin: Origin | None, layers: str | None, modes: Sequence[str] = (),
+    sizes: Sequence[int] = (),
+) -> AsRun:  # fmt: skip
+    """As the recording tells; of one that does not, as the command line: the first of its modes and of its sizes."""
+    from zeropipe.sim.refit import setting_of_run
+
+    if origin is None:
+        counts = stage_counts(layers, costs.num_layers, schedule.num_stages)
+        ac, size = next(iter(modes), None), next(iter(sizes), None)
+        return AsRun(counts, setting_of_run(costs, None, ac, size), ac)
+    own = ",".join(map(str, origin.layers))
+    for flag, said, had in (
+        ("--layers", (layers,) if layers else (), own),
+        ("--ac", modes, origin.ac),
+        ("--microbatch-size", sizes, origin.microbatch_size),
+    ):
+        if said and had not in said:
+            raise ConfigError(f"{flag} {','.join(map(str, said))}: the run had {had}; leave it out")
+    number = sum(origin.layers)
+    if number != costs.num_layers:
+        raise ConfigError(f"the run's model has {number} layers, {costs.model} has {costs.num_layers}: give its costs")
+    return AsRun(origin.layers, setting_of_run(costs, origin), origin.ac)
 
 
 def stage_counts(layers: str | None, num_layers: int, num_stages: int) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from zeropipe.core.probe import Profile
     from zeropipe.core.timeline import Timeline
     from zeropipe.engine.profile.spec import ProfileJob
-    from zeropipe.sim.layer_costs import LayerCosts, Setting
+    from zeropipe.sim.layer_costs import LayerCosts
 
 
 @click.command(short_help="What a model's layers cost here, measured.")
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     "--fit", "fit_files", metavar="FILE", multiple=True,
     help="A timeline (run --timeline) that corrects the costs; of several of one schedule the medians do.",
 )  # fmt: skip
-@click.option("--layers", help="Layers of each stage of that run, like 2,3,3,2; spread evenly by default.")
+@click.option("--layers", help="Layers of each stage of that run, like 2,3,3,2, where it does not tell; else even.")
 @click.option(
     "--timeout", type=Seconds(0, min_open=True), default=600.0, show_default=True,
     help="Seconds until a silent process is stopped.",
@@ -71,7 +71,7 @@ def profile(
     if found is None:  # a rank of torchrun's that is not the first
         return
     if steps:
-        found = _corrected(found, steps, fit_files, layers, _setting(found, given))
+        found = _corrected(found, steps, fit_files, layers, given)
     tell(found, _links(found), out, as_json)
 
 
@@ -182,23 +182,18 @@ def _recorded(paths: tuple[str, ...]) -> list[Timeline]:
     return steps
 
 
-def _setting(costs: LayerCosts, given: dict[str, Any]) -> Setting:
-    """The setting that a run corrects: with the mode and the size that were asked for first."""
-    from zeropipe.sim.refit import setting_of_run
-
-    ac = given["ac"].split(",")[0] if opt.is_told("ac") else None
-    size = given["microbatch_size"][0] if opt.is_told("microbatch_size") else None
-    return setting_of_run(costs, ac, size)
-
-
 def _corrected(
-    costs: LayerCosts, steps: list[Timeline], paths: tuple[str, ...], layers: str | None, setting: Setting
+    costs: LayerCosts, steps: list[Timeline], paths: tuple[str, ...], layers: str | None, given: dict[str, Any]
 ) -> LayerCosts:
-    from zeropipe.cli.cut import stage_counts
+    """Corrected by the steps of a run; of one that does not tell how it ran, as the first mode and size given."""
+    from zeropipe.cli.cut import as_run
     from zeropipe.sim.refit import refitted
 
+    modes = given["ac"].split(",") if opt.is_told("ac") else ()
+    sizes = given["microbatch_size"] if opt.is_told("microbatch_size") else ()
     try:
-        return refitted(costs, steps, stage_counts(layers, costs.num_layers, steps[0].schedule.num_stages), setting)
+        ran = as_run(costs, steps[0].schedule, steps[0].origin, layers, modes, sizes)
+        return refitted(costs, steps, ran.counts, ran.setting, ran.ac)
     except ConfigError as error:
         raise ConfigError(f"{', '.join(paths)}: {error}") from None
 

@@ -137,8 +137,10 @@ def run(
     if timeline_file:
         from zeropipe.core.files import write_whole
         from zeropipe.core.json import to_json
+        from zeropipe.engine.run.spec import origin_of
 
-        write_whole(timeline_file, to_json(results[0].measured.timeline))
+        recorded = results[0].measured.timeline
+        write_whole(timeline_file, to_json(replace(recorded, origin=origin_of(todo, recorded.schedule))))
     if as_json:
         output.print_json([text.data(result, guess, todo) for result, guess in both])
         return

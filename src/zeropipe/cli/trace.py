@@ -15,10 +15,12 @@ from zeropipe.cli.progress import progress
 from zeropipe.errors import ConfigError, ZeropipeError
 
 if TYPE_CHECKING:
+    from zeropipe.cli.cut import AsRun
+    from zeropipe.core.origin import Origin
     from zeropipe.core.schedule import Schedule
     from zeropipe.core.timeline import Timeline
     from zeropipe.sim.costs import Costs
-    from zeropipe.sim.layer_costs import LayerCosts, Setting
+    from zeropipe.sim.layer_costs import LayerCosts
     from zeropipe.sim.megatron import Log
 
 
@@ -29,6 +31,11 @@ class Run:
     schedule: Schedule
     timeline: Timeline | None
     log: Log | None
+
+    @property
+    def origin(self) -> Origin | None:
+        """What it was of, where that is known."""
+        return self.timeline.origin if self.timeline else None
 
 
 @click.group(short_help="Recorded runs: compare.", invoke_without_command=True)
@@ -46,8 +53,8 @@ def trace(context: click.Context) -> None:
     "--per", type=click.Choice(["rank", "stage"]), default="rank", show_default=True,
     help="What a costs file's numbers are of: a rank's part of the model, or a stage.",
 )  # fmt: skip
-@click.option("--layers", help="Layers of each stage, like 2,3,3,2, for costs of layers; spread evenly by default.")
-@click.option("--ac", help="The run's, where such costs are of several modes: none, full, selective:op, ...")
+@click.option("--layers", help="Layers of each stage, like 2,3,3,2, where the run does not tell; even by default.")
+@click.option("--ac", help="The run's, where it does not tell and costs of layers are of several modes.")
 @click.option("--schedule", help="Of a log, which does not tell: a name or a file.")
 @opt.size_options
 @click.option("--report", help="Write a page with both timelines, linked: report.html.")
@@ -80,7 +87,7 @@ def compare(
         begin("reading")
         run = _read(files, schedule, sizes)
         begin("simulating")
-        given = _given(costs_file, run.schedule, per, layers, ac)
+        given = _given(costs_file, run, per, layers, ac)
         found = _compared(run, given.stages if given else None)
         begin("writing")
         if report:
@@ -189,30 +196,27 @@ class Given:
 
     stages: Costs
     layers: LayerCosts | None = None
-    setting: Setting | None = None
-    counts: tuple[int, ...] = ()
+    ran: AsRun | None = None
 
 
-def _given(path: str | None, schedule: Schedule, per: str, layers: str | None, ac: str | None) -> Given | None:
-    from zeropipe.cli.cut import stage_counts
+def _given(path: str | None, run: Run, per: str, layers: str | None, ac: str | None) -> Given | None:
+    from zeropipe.cli.cut import as_run
     from zeropipe.cli.request import OF_LAYERS
     from zeropipe.sim.compare import stage_costs
     from zeropipe.sim.costs import Costs
     from zeropipe.sim.fit import load_costs
-    from zeropipe.sim.refit import setting_of_run
 
     found = load_costs(path) if path else None
     if found is None or isinstance(found, Costs):
         for name, value in (("layers", layers), ("ac", ac)):
             if value:
                 raise ConfigError(f"--{name} {value}: only costs of layers (estimate, profile) are cut by it")
-        return None if found is None else Given(stage_costs(found, schedule.problem, per))
+        return None if found is None else Given(stage_costs(found, run.schedule.problem, per))
     if opt.is_told("per"):
         raise ConfigError(f"--per {per}: {OF_LAYERS}")
-    counts = stage_counts(layers, found.num_layers, schedule.num_stages)
-    setting = setting_of_run(found, ac)
-    costs = found.costs(counts, setting, ac=ac, placement=schedule.placement)
-    return Given(costs, found, setting, counts)
+    ran = as_run(found, run.schedule, run.origin, layers, (ac,) if ac else ())
+    costs = found.costs(ran.counts, ran.setting, ac=ran.ac, placement=run.schedule.placement)
+    return Given(costs, found, ran)
 
 
 def _corrected_text(found: text.Compared, given: Given | None, run: Run) -> str:
@@ -221,11 +225,11 @@ def _corrected_text(found: text.Compared, given: Given | None, run: Run) -> str:
     from zeropipe.sim.layer_file import to_layer_json
     from zeropipe.sim.refit import refitted
 
-    if given is None or given.layers is None:
+    if given is None or given.layers is None or given.ran is None:
         return json.dumps(costs_data(found.corrected), indent=2) + "\n"
     if run.timeline is None:
         raise ConfigError("-o: a log's means correct costs of stages, not of layers: give such costs, or a timeline")
-    return to_layer_json(refitted(given.layers, run.timeline, given.counts, given.setting)) + "\n"
+    return to_layer_json(refitted(given.layers, run.timeline, given.ran.counts, given.ran.setting, given.ran.ac)) + "\n"
 
 
 def _compared(run: Run, costs: Costs | None) -> text.Compared:

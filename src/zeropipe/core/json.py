@@ -10,6 +10,7 @@ from typing import Any
 from zeropipe.core.action import Kind, parse_action, parse_step
 from zeropipe.core.complete import check_order
 from zeropipe.core.given import hint, require_text
+from zeropipe.core.origin import origin_of
 from zeropipe.core.packed import PackedRows, pack
 from zeropipe.core.parse import parse_json
 from zeropipe.core.placement import Placement, Problem, recognise, require_actions, require_placement
@@ -132,6 +133,7 @@ def _timeline_data(timeline: Timeline) -> dict[str, Any]:
         "end": _floats(timeline.end),
         "memory": memory and {"during": _floats(memory.during), "after": _floats(memory.after)},
         "sharding": _sharding_data(timeline.sharding),
+        "origin": timeline.origin and timeline.origin.data(),
     }
 
 
@@ -177,6 +179,7 @@ def _timeline(data: dict[str, Any]) -> Timeline:
         bool(data.get("blocking")),
         bool(data.get("blocking_ends")),
         _sharding(data["sharding"], schedule) if data.get("sharding") else None,
+        origin_of(data["origin"], schedule.num_stages) if data.get("origin") else None,
     )
     for rank in range(schedule.num_ranks):
         before = -inf

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from zeropipe.core import notebook
 from zeropipe.core.action import Action
 from zeropipe.core.jit import arrays
+from zeropipe.core.origin import Origin
 from zeropipe.core.packed import decode
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.sharding import Sharding
@@ -53,6 +54,7 @@ class Timeline:
     blocking: bool = False  # simulated with sends that keep the sender: its next action waits for them
     blocking_ends: bool = False  # the same for sends of its warm-up and cool-down
     sharding: Sharding | None = None  # where stages are sharded: when they were gathered and reduced
+    origin: Origin | None = None  # what was recorded, where that is known
 
     @property
     def num_ranks(self) -> int:

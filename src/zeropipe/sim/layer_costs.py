@@ -15,6 +15,7 @@ from zeropipe.sim.costs import INSIDE, Costs, Link
 
 Source = Literal["estimate", "profile"]
 NO_SPREAD: Mapping[str, float] = {}
+SHORT_DTYPES = {"bfloat16": "bf16", "fp16": "float16", "fp32": "float32"}  # as costs of layers name them
 
 
 @dataclass(frozen=True)

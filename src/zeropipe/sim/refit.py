@@ -13,12 +13,13 @@ from statistics import median
 from typing import Any
 
 from zeropipe.core.action import Kind
+from zeropipe.core.origin import Origin
 from zeropipe.core.timeline import Timeline
 from zeropipe.core.units import count_text
 from zeropipe.errors import ConfigError
 from zeropipe.sim.costs import Costs
 from zeropipe.sim.fit import fit
-from zeropipe.sim.layer_costs import LayerCost, LayerCosts, Setting
+from zeropipe.sim.layer_costs import SHORT_DTYPES, LayerCost, LayerCosts, Setting
 
 _PULL = 1e-4  # towards a factor of 1, beside errors relative to the measured time
 _KINDS = {"f": Kind.F, "i": Kind.I, "w": Kind.W, "b": Kind.B}
@@ -64,12 +65,31 @@ def refitted(
     return replace(costs, settings=settings, link=link, sending=0.0, receiving=0.0)
 
 
-def setting_of_run(costs: LayerCosts, ac: str | None = None, microbatch_size: int | None = None) -> Setting:
-    """The setting that a run had; ConfigError where it may have been one of several."""
+def setting_of_run(
+    costs: LayerCosts, origin: Origin | None, ac: str | None = None, microbatch_size: int | None = None
+) -> Setting:
+    """The setting that a run had; ConfigError where costs have it not, or it may have been one of several."""
+    if origin is not None:
+        _require_like(costs, origin)
+        return costs.setting(ac=origin.ac, microbatch_size=origin.microbatch_size, tp=origin.tp, compile=origin.compile)
     modes = list(dict.fromkeys(one.ac for one in costs.settings))
     if ac is None and len(modes) > 1:
         raise ConfigError(f"the costs are of ac {' and of ac '.join(modes)}: say with --ac which one the run had")
     return costs.setting(ac=ac, microbatch_size=microbatch_size)
+
+
+def _require_like(costs: LayerCosts, origin: Origin) -> None:
+    """ConfigError for costs of another length or precision than the run had."""
+    if origin.lora:
+        raise ConfigError("the run trained an adapter, costs of layers are of training all weights: record such a run")
+    dtype = SHORT_DTYPES.get(origin.dtype, origin.dtype)
+    if dtype != SHORT_DTYPES.get(costs.dtype, costs.dtype):
+        raise ConfigError(f"the run was in {dtype}, the costs are of {costs.dtype}: make costs with --dtype {dtype}")
+    if origin.sequence and costs.sequence and origin.sequence != costs.sequence:
+        raise ConfigError(
+            f"the run had {count_text(origin.sequence, 'token')} in a sequence, the costs are of "
+            f"{count_text(costs.sequence, 'token')}: make costs with --sequence {origin.sequence}"
+        )
 
 
 def require_steps(steps: Sequence[Timeline]) -> None:
@@ -77,6 +97,8 @@ def require_steps(steps: Sequence[Timeline]) -> None:
     for step in steps:
         if step.unit != "s":
             raise ConfigError(f"the run's times are in {step.unit or 'no unit'}: costs of layers are in seconds")
+        if step.origin != steps[0].origin:
+            raise ConfigError("these steps are of runs that differ in more than their times: give those of one run")
         if step.schedule != steps[0].schedule:
             one, other = (f"{run.schedule.name} ({run.schedule.sizes})" for run in (steps[0], step))
             raise ConfigError(f"steps of {one} and of {other} correct costs one after the other: give those of one")

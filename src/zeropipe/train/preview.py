@@ -16,7 +16,7 @@ from zeropipe.core.schedule import Schedule
 from zeropipe.core.units import count_text
 from zeropipe.engine.run.spec import BUILT_IN
 from zeropipe.errors import ConfigError
-from zeropipe.search.estimate.estimate import SHORT, estimate
+from zeropipe.search.estimate.estimate import estimate
 from zeropipe.search.plan.layouts import Layout
 from zeropipe.search.plan.plan import RESERVE, optimizer_bandwidth
 from zeropipe.search.plan.result import Plan
@@ -24,7 +24,7 @@ from zeropipe.search.plan.rows import Candidate
 from zeropipe.search.plan.score import Scene, Simulated, memory_of, score, simulated
 from zeropipe.search.plan.score import costs_of as stage_costs
 from zeropipe.sim.costs import Costs
-from zeropipe.sim.layer_costs import LayerCosts, State
+from zeropipe.sim.layer_costs import SHORT_DTYPES, LayerCosts, State
 from zeropipe.train.config.files import has_weights
 from zeropipe.train.config.models import RunConfig
 from zeropipe.train.shape import costs_of, is_planned, layers_of, num_layers_of, schedule_of, setting_of, shapes_of
@@ -176,7 +176,7 @@ def _unfit(config: RunConfig, costs: LayerCosts) -> str:
     """Why these costs say nothing about this run; empty where they do."""
     if config.lora is not None:
         return "no prediction with lora: costs are of training all weights"
-    if config.model.dtype == "float64" or SHORT.get(config.model.dtype, config.model.dtype) != costs.dtype:
+    if config.model.dtype == "float64" or SHORT_DTYPES.get(config.model.dtype, config.model.dtype) != costs.dtype:
         return f"no prediction: the costs are of {costs.dtype}, model.dtype={config.model.dtype}"
     if costs.sequence and costs.sequence != config.data.sequence:
         return f"no prediction: the costs are of {costs.sequence} tokens, data.sequence={config.data.sequence}"

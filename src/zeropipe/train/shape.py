@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from zeropipe.core.files import COSTS, SCHEDULES, read_text
 from zeropipe.core.layers import check_counts, layer_counts, num_stages_for
 from zeropipe.core.limits import COMMAND_LINE
+from zeropipe.core.origin import Origin
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Timeline
 from zeropipe.core.units import count_text
@@ -142,6 +143,16 @@ def layers_of(config: RunConfig, schedule: Schedule) -> tuple[int, ...]:
         shards = config.mesh.dp_shard
         return balance(costs, schedule, setting=setting_of(config, costs), ac=config.engine.ac, shards=shards).counts
     return layer_counts(number, schedule.num_stages, table.first_less, table.last_less)
+
+
+def origin_of(config: RunConfig, schedule: Schedule) -> Origin:
+    """What a recorded step is of."""
+    data, engine = config.data, config.engine
+    length = data.sequence if data.packing or data.kind == "synthetic" else 0  # padded rows are as long as they need
+    return Origin(
+        layers_of(config, schedule), engine.ac, data.microbatch, length, config.model.dtype, config.mesh.tp,
+        engine.compile, config.lora is not None,
+    )  # fmt: skip
 
 
 def costs_of(config: RunConfig) -> LayerCosts | None:

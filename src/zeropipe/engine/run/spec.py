@@ -12,6 +12,7 @@ from typing import Any
 from zeropipe.core.checkpointing import Checkpointing
 from zeropipe.core.layers import NUM_LAYERS, check_counts, layer_counts
 from zeropipe.core.mesh import DATA, Mesh, num_processes
+from zeropipe.core.origin import Origin
 from zeropipe.core.schedule import Schedule
 from zeropipe.errors import ConfigError
 
@@ -109,6 +110,13 @@ def counts_of(job: Job, schedule: Schedule) -> tuple[int, ...]:
     if job.layers is None:
         return layer_counts(num_layers, schedule.num_stages, job.first_less, job.last_less)
     return check_counts(job.layers, num_layers, schedule.num_stages)
+
+
+def origin_of(job: Job, schedule: Schedule) -> Origin:
+    """What a recording of the job is of."""
+    return Origin(
+        counts_of(job, schedule), job.ac, job.batch, job.sequence, job.dtype, dict(job.mesh).get("tp", 1), job.compile
+    )
 
 
 def built_in(job: Job) -> dict[str, Any]:

@@ -12,10 +12,9 @@ from zeropipe.search.estimate.gpus import find_gpu
 from zeropipe.search.estimate.model import Model, ShapedModel, open_model
 from zeropipe.search.estimate.operators import Sizes
 from zeropipe.search.estimate.price import Pricing, layer_cost
-from zeropipe.sim.layer_costs import LayerCosts, Setting, State
+from zeropipe.sim.layer_costs import SHORT_DTYPES, LayerCosts, Setting, State
 
 DTYPES = {"bf16": 2, "float16": 2, "float32": 4}
-SHORT = {"bfloat16": "bf16", "fp16": "float16", "fp32": "float32"}
 
 
 def estimate(
@@ -36,7 +35,7 @@ def estimate(
     plain data. With several microbatch sizes, modes or sizes of `tp` the result has a setting for each combination.
     """
     opened, machine = open_model(model), find_gpu(gpu, efficiency)
-    dtype = SHORT.get(str(dtype), dtype)
+    dtype = SHORT_DTYPES.get(str(dtype), dtype)
     if str(dtype) not in DTYPES:
         raise ConfigError(f"dtype={short(dtype)}: choose {', '.join(DTYPES)}")
     lists = {"microbatch_size": microbatch_size, "tp": tp, "sequence": [sequence]}

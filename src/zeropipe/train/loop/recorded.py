@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from zeropipe.core.timeline import Timeline
@@ -12,7 +13,7 @@ from zeropipe.train.loop.metrics import tell
 from zeropipe.train.report import Recorded, write_report
 from zeropipe.train.report.files import load, save
 from zeropipe.train.report.words import setup_text
-from zeropipe.train.shape import layers_of, schedule_of
+from zeropipe.train.shape import layers_of, origin_of, schedule_of
 
 MOST = 200  # in memory: a longer run lets go of every other one of the older half
 
@@ -28,7 +29,8 @@ class Records:
     def add(self, step: int, timeline: Timeline, seconds: float) -> None:
         """A step that was recorded."""
         if self._is_first:
-            self._recorded.append(Recorded(step, timeline, seconds, setup_text(self._config)))
+            known = replace(timeline, origin=origin_of(self._config, timeline.schedule))
+            self._recorded.append(Recorded(step, known, seconds, setup_text(self._config)))
             self._try(lambda: save(self._recorded[-1], self._output / "timelines"))
             self._recorded = thinned(self._recorded)
             self.write()
