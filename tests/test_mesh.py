@@ -11,11 +11,14 @@ import pytest
 pytest.importorskip("torch")
 
 import mesh_cases as cases
-from engine_helpers import TOLERANCE, largest, ranks
+from engine_helpers import TOLERANCE, blocks, largest, ranks
 from marks import partly
 
 import zeropipe as zp
 from zeropipe.core.action import SHARDING, actions_of
+from zeropipe.engine.layout import Layout
+from zeropipe.engine.stages.contract import told
+from zeropipe.engine.step import equal
 
 SHARDED, REPLICATED, HYBRID = {"pp": 2, "dp_shard": 2}, {"pp": 2, "dp_replicate": 2}, {"dp_replicate": 2, "dp_shard": 2}
 
@@ -80,6 +83,27 @@ def test_a_backward_through_a_sharded_stage_between_steps_is_refused():
 
 def test_evaluation_in_inference_mode_before_training():
     assert max(ranks(2).run(cases.after_inference_mode, zp.build("1f1b", ranks=1, microbatches=4))) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "dimension, words",
+    [
+        ("dp_replicate", "up.weight of stage 0, of which every replica has a copy, has other values on rank 1"),
+        ("dp_shard", "up.weight of stage 0, of which every replica has a copy, has other values on rank 1"),
+        ("tp", "up.weight of stage 0, which every process of tp has whole, has other values on rank 1 than on rank 0"),
+    ],
+)
+def test_weights_that_several_processes_hold_whole_begin_equal(dimension, words):
+    """Also those of stages that a mesh leaves whole; of tp's, each process rounds by itself."""
+
+    def claims(rank, change):
+        (block,) = blocks(1)
+        block.up.weight.data[0, 0] += rank * change
+        layout = Layout((0, 1), rank, (rank,), {dimension: 2}, {dimension: rank})
+        return equal.shared_weights(zp.build("1f1b", ranks=1, microbatches=1), {0: told(0, block)}, layout, True)
+
+    assert words in equal.difference([claims(rank, 1.0) for rank in range(2)])
+    assert (equal.difference([claims(rank, 1e-12) for rank in range(2)]) is None) == (dimension == "tp")
 
 
 @pytest.mark.parametrize("sizes", [SHARDED, REPLICATED], ids=str)

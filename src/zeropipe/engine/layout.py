@@ -95,6 +95,17 @@ class Layout:
                 total //= number
         return total
 
+    def piece(self, parameter: Tensor) -> tuple[int, ...]:
+        """Which piece of a parameter this process holds: its places where others have other pieces."""
+        names = _mesh_names(parameter)
+        spread = [name for name, way in zip(names, _shards(parameter)[1]) if not way.is_replicate()]
+        return self.place_in(*spread)
+
+    def is_whole_in(self, name: str, parameter: Tensor) -> bool:
+        """Whether several processes that differ in a dimension only hold the same of a parameter."""
+        ways = dict(zip(_mesh_names(parameter), _shards(parameter)[1]))
+        return self.sizes.get(name, 1) > 1 and (name not in ways or ways[name].is_replicate())
+
 
 def _of_mesh(mesh: Any) -> Layout:
     names = tuple(mesh.mesh_dim_names or ())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,9 +26,7 @@ def checksum(tensor: Tensor) -> int:
     """A number that other values, or the same values in another order, almost never have; bit for bit."""
     if tensor.is_meta:
         return 0
-    flat = tensor.detach().reshape(-1)
-    if flat.dtype in (torch.complex64, torch.complex128):
-        flat = torch.view_as_real(flat).reshape(-1)
+    flat = _flat(tensor)
     words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
     total = len(flat)
     for number, piece in enumerate(flat.split(CHUNK)):
@@ -37,21 +36,50 @@ def checksum(tensor: Tensor) -> int:
     return total
 
 
+@dataclass(frozen=True)
+class Sketch:
+    """A tensor in two numbers, which rounding hardly changes and other values almost never share."""
+
+    norm: float
+    shadow: float  # its product with a fixed direction
+
+    @staticmethod
+    def of(tensor: Tensor) -> Sketch:
+        squares = shadow = 0.0
+        for number, piece in enumerate(_flat(tensor).split(CHUNK)):
+            values = piece.double()
+            place = torch.arange(len(values), device=values.device, dtype=torch.float64)
+            squares += float(values.square().sum())
+            shadow += float((values * torch.cos(place * place + number)).sum())
+        return Sketch(squares**0.5, shadow)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sketch):
+            return False
+        far = 0.01 * max(self.norm, other.norm)
+        return not (abs(self.norm - other.norm) > far or abs(self.shadow - other.shadow) > far)  # a NaN is not told
+
+
 def shared_weights(schedule: Schedule, stages: Mapping[int, Told], layout: Layout, values: bool) -> Claims:
     """What this rank says of its copies, ties and replicas; with `values` also a checksum of each."""
     claims: Claims = []
-    pieces = layout.place_in("dp_shard", "tp")  # ranks that differ here hold other pieces of the same weights
 
     def say(what: str, parameter: Tensor) -> None:
-        claims.append(((what, "shape", pieces), (tuple(parameter.shape), str(parameter.dtype))))
-        claims.append(((what, "requires_grad", pieces), parameter.requires_grad))
+        piece = (*layout.piece(parameter), *layout.place_in("tp"))  # ranks with another one hold something else
+        claims.append(((what, "shape", piece), (tuple(parameter.shape), str(parameter.dtype))))
+        claims.append(((what, "requires_grad", piece), parameter.requires_grad))
         if values:
-            claims.append(((what, "values", pieces), checksum(local(parameter))))
+            claims.append(((what, "values", piece), checksum(local(parameter))))
 
-    if layout.sizes.get("dp_replicate", 1) > 1:
-        for stage, told in stages.items():
-            for name, parameter in told.module.named_parameters():
+    for stage, told in stages.items():
+        for name, parameter in told.module.named_parameters():
+            if layout.uncovered(parameter) or layout.is_whole_in("dp_replicate", parameter):
                 say(f"{name} of stage {stage}, of which every replica has a copy,", parameter)
+            if values and layout.is_whole_in("tp", parameter) and not parameter.is_meta:
+                # each process of tp adds up a gradient of its own: rounding may part what began equal
+                what = f"{name} of stage {stage}, which every process of tp has whole,"
+                piece = (*layout.piece(parameter), *layout.place_in(*DATA))
+                claims.append(((what, "values", piece), Sketch.of(local(parameter))))
     for _, shared in copies_on(schedule, layout.pipeline_rank):
         for stage in shared:
             for name, parameter in stages[stage].module.named_parameters():
@@ -98,6 +126,11 @@ def difference(claims: Sequence[Claims]) -> str | None:
                     return f"{what} has other values on rank {rank} than on rank {before}: give both the same"
                 return f"{what} has {fact} {value} on rank {rank} and {wanted} on rank {before}: give both the same"
     return None
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().reshape(-1)
+    return torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
 
 
 def _digest(value: Any) -> object:
