@@ -237,8 +237,8 @@ def test_recorded_steps_tell_what_they_are_of(tmp_path, packing, length):
     """Padded rows are as long as their samples."""
     config = RunConfig(
         model=ModelTable(path="tiny-qwen3", dtype="bfloat16"), mesh=MeshTable(pp=2, tp=2),
-        schedule=ScheduleTable(name="1f1b", layers=[5, 3]), data=DataTable(kind="tokens", batch=8, microbatch=2, packing=packing),
-        engine=EngineTable(ac="full", compile=True), train=TrainTable(output=str(tmp_path)),
+        schedule=ScheduleTable(name="1f1b", layers=[5, 3]), engine=EngineTable(ac="full", compile=True),
+        data=DataTable(kind="tokens", batch=8, microbatch=2, packing=packing), train=TrainTable(output=str(tmp_path)),
     )  # fmt: skip
     Records(config, True, 0).add(1, recorded_of(schedule_of(config)).timeline, 1.0)
     (found,) = load(tmp_path / "timelines", 2)
