@@ -230,12 +230,14 @@ def selective() -> Any:
     return create_selective_checkpoint_contexts(policy)
 
 
-def spread_products() -> float:
+def spread_products(compiled: bool) -> float:
     """Layers that torch's tensor parallelism has spread leave their weight gradients to W, equal to the plain ones."""
     mesh = mesh_of({"tp": dist.get_world_size()})
     (plain,), (module,) = blocks(1), blocks(1)
     parallelize_module(module, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     assert defer(module) == 2
+    if compiled:
+        module.compile(backend="aot_eager", fullgraph=True)
     x, _ = draw(4, 0)
     inputs, store = [x.clone().requires_grad_() for _ in range(2)], WeightStore()
     with store.collect(0, 0):

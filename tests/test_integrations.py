@@ -59,7 +59,8 @@ def test_wishes_that_cannot_be_met(tmp_path):
 def test_dimensions_that_are_not_proven_are_refused(name):
     dims = {f"{other}_enabled": False for other in ("tp", "cp", "ep")} | {f"{name}_enabled": True, name: 2}
     with pytest.raises(ConfigError, match=f"{name}=2: .* not proven"):
-        require_proven(SimpleNamespace(**dims))
+        require_proven(SimpleNamespace(**dims), "tp", "cp", "ep")
+    require_proven(SimpleNamespace(**dims), *{"tp", "cp", "ep"} - {name})
 
 
 @pytest.mark.parametrize("name, package", [("torchtitan", "torchtitan"), ("archon", "areal")])

@@ -62,8 +62,9 @@ def test_dtensors_go_from_stage_to_stage(name, per_rank, layout):
     assert max(ranks(4).run(cases.spread_between_stages, name, per_rank, layout)) < TOLERANCE
 
 
-def test_spread_layers_leave_weight_gradients_to_w():
-    assert max(ranks(2).run(cases.spread_products)) < TOLERANCE
+@pytest.mark.parametrize("compiled", [False, True])
+def test_spread_layers_leave_weight_gradients_to_w(compiled):
+    assert max(ranks(2).run(cases.spread_products, compiled)) < TOLERANCE
 
 
 @pytest.mark.parametrize("options", [{"ac": "full"}, {"ac": "full", "blocks": "layers"}, {"dynamic_weights": True}])

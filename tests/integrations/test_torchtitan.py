@@ -68,18 +68,51 @@ def test_sharded_stages_equal_torchtitans_own():
         assert max(four.run(titan_cases.beside_torchtitan, case, timeout=600)) == 0.0
 
 
+SPREAD = Case("llama3", "ZBVZeroBubble", tensor=2, steps=2, spmd_backend="partial_dtensor")
+
+
+@pytest.fixture(scope="module")
+def four():
+    with LocalRanks(4, preload=["titan_cases"]) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize("model", ["llama3", "qwen3"])
+def test_spread_stages_equal_torchtitans_own(four, model):
+    """Tensor parallelism with sequence parallelism, as torchtitan has it."""
+    case = SPREAD._replace(model=model)
+    assert max(four.run(titan_cases.beside_torchtitan, case, timeout=600)) == 0.0
+    for left, layers in four.run(titan_cases.deferred, case._replace(steps=1), timeout=600):
+        assert left == layers > 0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"schedule": "1F1B"}, {"schedule": "v-half", "ac": "selective"}, {"compile": True}, {"chunked": True}],
+    ids=["1F1B", "selective", "compiled", "chunked loss"],
+)
+def test_spread_stages_equal_the_whole_model(four, changes):
+    assert max(four.run(titan_cases.beside_plain, SPREAD._replace(**changes), timeout=600)) < COMPILED
+
+
+def test_spread_and_sharded_stages_equal_torchtitans_own():
+    with LocalRanks(8, preload=["titan_cases"]) as eight:
+        assert max(eight.run(titan_cases.beside_torchtitan, SPREAD._replace(shards=2), timeout=600)) == 0.0
+
+
 @pytest.mark.parametrize(
     "case, says",
     [
         (Case("llama3", "ZBVZeroBubble", compile=True, steps=1), "donated buffers"),
         (Case("llama3", "ZBVZeroBubble", ac="selective", steps=1), "backward an extra time"),
         (Case("llama3", "v-half", steps=1), "v-half"),
+        (SPREAD._replace(schedule="1F1B", compile=True, ac="selective"), "tensors_saved_with_vc_check"),
     ],
-    ids=["compile", "selective", "our name"],
+    ids=["compile", "selective", "our name", "checkpointed, compiled and spread"],
 )
 def test_torchtitan_alone_cannot(case, says):
     """What the tests above do is not possible without us."""
-    with LocalRanks(2, preload=["titan_cases"], grace=5) as ranks:
+    with LocalRanks(2 * case.tensor, preload=["titan_cases"], grace=5) as ranks:
         outcomes = ranks.outcomes(titan_cases.alone, case, timeout=600)
     assert any(says in f"{outcome.text}{outcome.details}" for outcome in outcomes), outcomes
 
@@ -90,9 +123,9 @@ def test_torchtitan_alone_cannot(case, says):
         (Case("llama3", "dualpipe"), "two copies"),
         (Case("llama3", "zbw"), "zbv"),
         (Case("llama3", "ZBVZeroBubble", csv="missing.csv"), "missing.csv"),
-        (Case("llama3", "ZBVZeroBubble", tensor=2, spmd_backend="partial_dtensor"), "tp=2"),
+        (SPREAD._replace(compile=True, ac="selective"), "tp=2, compile and activation checkpointing"),
     ],
-    ids=["mirrored", "unknown", "no file", "tensor parallelism"],
+    ids=["mirrored", "unknown", "no file", "checkpointed, compiled and spread"],
 )
 def test_bad_wishes_are_refused_in_one_line(case, says):
     with LocalRanks(2 * case.tensor, preload=["titan_cases"]) as ranks:

@@ -68,7 +68,7 @@ def pipeline_llm(
 
     `pp_schedule` may be any schedule with one copy of each stage, by torch's name or ours, or a CSV or JSON file.
     """
-    require_proven(parallel_dims)
+    require_proven(parallel_dims, "tp", "cp", "ep")
     mesh = parallel_dims.get_mesh("pp")
     choice, num_layers = chosen(archon_config.pp_schedule), len(model.layers)
     less = archon_config.pp_first_stage_less_layers, archon_config.pp_last_stage_less_layers

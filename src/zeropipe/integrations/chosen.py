@@ -87,11 +87,14 @@ class Chosen:
         )
 
 
-def require_proven(parallel_dims: Any) -> None:
-    """ConfigError for dimensions under which no gradients were compared. Both frameworks name them alike."""
-    for name in ("tp", "cp", "ep"):
+KINDS = {"tp": "tensor", "cp": "context", "ep": "expert"}
+
+
+def require_proven(parallel_dims: Any, *names: str) -> None:
+    """ConfigError for dimensions of these names, under which no gradients were compared. Both frameworks know them."""
+    for name in names:
         if getattr(parallel_dims, f"{name}_enabled"):
             raise ConfigError(
-                f"{name}={getattr(parallel_dims, name)}: tensor, context and expert parallelism of the trainer are not "
-                "proven with zeropipe's schedules; set them to 1, or use its own pipeline"
+                f"{name}={getattr(parallel_dims, name)}: {KINDS[name]} parallelism of the trainer is not proven with "
+                "zeropipe's schedules; set it to 1, or use the trainer's own pipeline"
             )

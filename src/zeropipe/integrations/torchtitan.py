@@ -41,7 +41,13 @@ def pipeline_llm(
     `pipeline_parallel_schedule` may be any schedule with one copy of each stage, by torch's name or ours;
     `pipeline_parallel_schedule_csv` a CSV or a JSON file, such as `zeropipe search` writes.
     """
-    require_proven(parallel_dims)
+    require_proven(parallel_dims, "cp", "ep")
+    compiles = compile_config.enable and "model" in compile_config.components
+    if parallel_dims.tp_enabled and compiles and ac_config is not None:
+        raise ConfigError(
+            f"tp={parallel_dims.tp}, compile and activation checkpointing: torch cannot compile checkpointed blocks "
+            "that tensor parallelism has spread; leave one of the three out"
+        )
     choice = chosen(parallelism.pipeline_parallel_schedule_csv or parallelism.pipeline_parallel_schedule)
     num_microbatches = _num_microbatches(training, parallelism)
     names = parallelism.module_fqns_per_model_part or _names(choice, parallel_dims.pp, parallelism, model_config)

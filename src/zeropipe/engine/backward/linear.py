@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from zeropipe.engine.backward.experts import defer_experts
@@ -121,7 +122,7 @@ class DeferredLinear(Deferred, nn.Linear):
     """nn.Linear with its weight gradient left to W."""
 
     def forward(self, input: Tensor) -> Tensor:
-        if hasattr(input, "to_local"):
+        if isinstance(input, DTensor):
             return self._of_spread(input)
         if self.is_learning():
             return self.deferred(input)
@@ -132,7 +133,7 @@ class DeferredLinear(Deferred, nn.Linear):
         """A layer that torch's own tensor parallelism has spread: with pieces where those make one product."""
         weight: Any = self.weight
         ends = None
-        if self.is_learning() and hasattr(weight, "to_local") and not torch.compiler.is_compiling():
+        if self.is_learning() and isinstance(weight, DTensor):
             ends = ends_of_spread(input, weight, self.bias is not None)
         if ends is None:
             return functional.linear(input, weight, self.bias)
