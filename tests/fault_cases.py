@@ -104,6 +104,8 @@ def bad_setup(what: str, schedule: Schedule, other: Schedule) -> None:
         for stage in stages.values():
             stage.blocks, stage.layers = getattr(stage, "blocks", []), range(0)
         Engine(schedule, stages, ac="full")
+    if what == "meta" and rank == 1:
+        stages[1].to("meta")
     if what == "option":
         Engine(schedule, stages, split="halves")
     if what == "tie" and rank == 3:
@@ -124,6 +126,8 @@ def mistaken(what: str, schedule: Schedule) -> Any:
         return Engine(schedule, modules)
     if what == "function":
         return Engine(schedule, {dist.get_rank(): modules[dist.get_rank()].forward})
+    if what in ("group", "mesh", "device"):
+        return Engine(schedule, own(modules, schedule), **{what: "pp"})
     if what == "cut off":
         modules[-1].register_forward_hook(lambda module, args, output: output.detach())
     if what == "module":
@@ -143,6 +147,8 @@ def mistaken(what: str, schedule: Schedule) -> Any:
     }
     shapes = "dynamic" if what == "zero" else "auto"  # there some microbatches have a gradient and others none
     with Engine(schedule, own(modules, schedule), timeout=60, shapes=shapes) as engine:
+        if what == "outputs":
+            engine.forward(one for one in batch)
         if what == "broadcast":
             engine.forward(batch, broadcast=dist.get_rank() == 2)
         if dist.get_rank() == 2 and what == "evaluation":

@@ -221,9 +221,18 @@ def shared_between_blocks(schedule: Schedule) -> tuple[float, list[str]]:
         error = difference(stages, plain, "grad")
     other = blocks(2)
     other[1].down.weight = other[0].down.weight
-    for modules, where in ((other, mesh), (blocks(2), mesh_of({"dp_shard": 2, "dp_replicate": 1}))):
+    turned: dict[str, Any] = {"mesh": mesh_of({"dp_shard": 2, "dp_replicate": 1})}
+    whole_stages: Any = dict(module_stages(blocks(2), schedule, 0))
+    for given, how in (
+        (dict(module_stages(other, schedule, 0)), {"mesh": mesh}),
+        (whole_stages, turned),
+        (stages, {"mesh": mesh}),
+        (blocks(2), {"mesh": mesh}),
+        (whole_stages, {"mesh": None}),
+        (whole_stages, {"mesh": mesh, "dtype": "bf16"}),
+    ):
         try:
-            parallelize(dict(module_stages(modules, schedule, 0)), where)
+            parallelize(given, **how)
         except ConfigError as fault:
             said.append(str(fault))
     return error, said

@@ -109,6 +109,10 @@ SETUPS = {
     "stages": "rank 1: stages [] were given, the placement puts [1] here",
     "option": "rank 0: split='halves': give one of store, autograd, whole",
     "blocks": "rank 1: stage 1 names no blocks to compile or checkpoint: use module_stages()",
+    "meta": (
+        "rank 1: scale of stage 1 is on the meta device, without values: call to_empty(device=...) and fill it, or "
+        "load weights with assign=True"
+    ),
     "tie": "rank 3: AttributeError: Block has no attribute `weihgt`",
     "wrapped": (
         "rank 0: stage 0 holds DistributedDataParallel, which reduces gradients at the wrong time for a "
@@ -135,6 +139,10 @@ MISTAKES = {
     "function": ("ConfigError", "stage "),
     "module": ("ConfigError", "modules=Block("),
     "numbers": ("ConfigError", "modules=[1, 2, 3, 4]: give a list of modules, or of functions that build them"),
+    "group": ("ConfigError", "group='pp': give a process group, like mesh['pp'].get_group()"),
+    "mesh": ("ConfigError", "mesh='pp': give a DeviceMesh, like init_device_mesh('cpu', (2, 2), mesh_dim_names=("),
+    "device": ("ConfigError", "device='pp': give a device of torch's, like 'cpu' or 'cuda:0'"),
+    "outputs": ("ConfigError", "rank 0: microbatches are a generator: give a list of them, each a dict"),
     "table": ("ConfigError", "rank 0: microbatches are a dict: give a list of them, each a dict, like [{'inputs': x"),
     "generator": ("ConfigError", "rank 0: microbatches are a generator: give a list of them, each a dict"),
     "nothing": ("ConfigError", "rank 0: microbatches are a NoneType: give a list of them, each a dict"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 pytest.importorskip("torch")
@@ -97,11 +99,22 @@ def test_masters_follow_weights_that_others_write():
     assert optimizer.state_dict()["masters"][0].tolist() == pytest.approx([7, 5 - 1e-4, 1 - 2e-4])
 
 
-def test_an_unknown_option_names_the_nearest():
+@pytest.mark.parametrize(
+    "given, line",
+    [
+        ({"compil": True}, "Engine has no option compil=True: did you mean compile?"),
+        ({"compile": "no"}, "compile='no': give True or False"),
+        ({"recv_ahead": True}, "recv_ahead=True: give 0 or a number of messages"),
+        ({"timeout": "60"}, "timeout='60': give a number of seconds above 0, at most 10,000,000"),
+        ({"timeout": float("inf")}, "timeout=inf: give a number of seconds above 0, at most 10,000,000"),
+        ({"ac": None}, "activation checkpointing None: give none, full, selective:N"),
+    ],
+)
+def test_an_option_that_cannot_be_is_told_in_one_line(given, line):
     from zeropipe.engine import Options
 
-    with pytest.raises(ConfigError, match=r"Engine has no option compil=True: did you mean compile\?"):
-        Options.of({"compil": True})
+    with pytest.raises(ConfigError, match=re.escape(line)):
+        Options.of(given).check()
 
 
 class Temporary(nn.Module):

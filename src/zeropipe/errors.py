@@ -19,7 +19,8 @@ _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
 
 def short(value: Any) -> str:
     """A value as Python writes it, cut where it gets long or deep: for messages."""
-    return _SHORT.repr(value)
+    text = _SHORT.repr(value)
+    return " ".join(text.split()) if "\n" in text else text
 
 
 def first_line(error: BaseException) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zeropipe.errors import ConfigError
+from zeropipe.errors import ConfigError, short
 
 _RULE = "give none, full, selective:N, selective:op or memory_budget:X with X from 0 to 1"
 
@@ -29,6 +29,8 @@ class Checkpointing:
     @staticmethod
     def parse(text: str) -> Checkpointing:
         """From its text form."""
+        if not isinstance(text, str):
+            raise ConfigError(f"activation checkpointing {short(text)}: {_RULE}")
         mode, _, option = text.partition(":")
         if text in ("none", "full"):
             return Checkpointing(mode)

@@ -30,7 +30,7 @@ from zeropipe.engine.comm.share import share
 from zeropipe.engine.layout import Layout
 from zeropipe.engine.mesh.shards import Shards, sharded
 from zeropipe.engine.mesh.vocabulary import shown_to
-from zeropipe.engine.options import Options
+from zeropipe.engine.options import Options, require_switch
 from zeropipe.engine.stages.contract import Microbatch, Told, told
 from zeropipe.engine.step import equal
 from zeropipe.engine.step.clock import Clock
@@ -73,6 +73,7 @@ class Engine:
         **options: Any,
     ) -> None:
         self.options = Options.of(options)
+        require_switch("record", record)
         self._layout = layout = Layout.of(group, mesh)
         setup.check_given(schedule, stages)
         setup.check_sizes(schedule, layout)
@@ -199,13 +200,14 @@ class Engine:
         of the microbatches) unless `broadcast`. `post(output, microbatch)` runs where the output is made: to send
         log-probabilities around, say, and not logits.
         """
-        outputs: list[Any] = [None] * len(microbatches)
+        outputs: list[Any] = []
 
         def keep(output: Any, microbatch: Microbatch, index: int) -> None:
             output = shown_to(post, output)
             outputs[index] = output if post is None else post(output, microbatch)
 
         opened = self._open(microbatches, None, f"forward{' with broadcast' * broadcast}")
+        outputs += [None] * opened.number
         with self._guard(), _eval_mode(self.stages.values()):
             self._compare(microbatches)
             executor = self._executors.get("forward", opened.number, opened.alike)

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from zeropipe.core.mesh import DATA, DIMENSIONS
-from zeropipe.errors import ConfigError
+from zeropipe.errors import ConfigError, short
 
 
 @dataclass(frozen=True)
@@ -36,10 +37,36 @@ class Layout:
         if mesh is not None:
             if group is not None:
                 raise ConfigError("group and mesh were both given: a mesh names the pipeline's ranks in its 'pp'")
-            return _of_mesh(mesh)
+            return Layout.of_mesh(mesh)
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            if group == dist.GroupMember.NON_GROUP_MEMBER:
+                raise ConfigError("this process is not in the group: make the Engine on its processes only")
+            raise ConfigError(f"group={short(group)}: give a process group, like mesh['pp'].get_group()")
         members = tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
         rank = dist.get_rank(group)
         return Layout(members, rank, tuple(range(len(members))), {"pp": len(members)}, {"pp": rank})
+
+    @staticmethod
+    def of_mesh(mesh: Any) -> Layout:
+        """From a DeviceMesh with named dimensions."""
+        if not isinstance(mesh, DeviceMesh):
+            raise ConfigError(
+                f"mesh={short(mesh)}: give a DeviceMesh, like init_device_mesh('cpu', (2, 2), mesh_dim_names=('pp', "
+                "'dp_shard'))"
+            )
+        names = tuple(mesh.mesh_dim_names or ())
+        for name in names:
+            if name not in DIMENSIONS:
+                raise ConfigError(f"the mesh has a dimension {name!r}: give some of {', '.join(DIMENSIONS)}")
+        if not names:
+            raise ConfigError(f"the mesh's dimensions have no names: give mesh_dim_names of {', '.join(DIMENSIONS)}")
+        here = mesh.get_coordinate()
+        if here is None:
+            raise ConfigError("this process is not on the mesh: make the Engine on its processes only")
+        members = tuple(mesh.mesh.flatten().tolist())
+        rank = members.index(dist.get_rank())
+        pipeline = _plane(mesh, members, ["pp"] if "pp" in names else [])
+        return Layout(members, rank, pipeline, dict(zip(names, mesh.mesh.shape)), dict(zip(names, here)), mesh)
 
     @property
     def size(self) -> int:
@@ -105,22 +132,6 @@ class Layout:
         """Whether several processes that differ in a dimension only hold the same of a parameter."""
         ways = dict(zip(_mesh_names(parameter), _shards(parameter)[1]))
         return self.sizes.get(name, 1) > 1 and (name not in ways or ways[name].is_replicate())
-
-
-def _of_mesh(mesh: Any) -> Layout:
-    names = tuple(mesh.mesh_dim_names or ())
-    for name in names:
-        if name not in DIMENSIONS:
-            raise ConfigError(f"the mesh has a dimension {name!r}: give some of {', '.join(DIMENSIONS)}")
-    if not names:
-        raise ConfigError(f"the mesh's dimensions have no names: give mesh_dim_names of {', '.join(DIMENSIONS)}")
-    here = mesh.get_coordinate()
-    if here is None:
-        raise ConfigError("this process is not on the mesh: make the Engine on its processes only")
-    members = tuple(mesh.mesh.flatten().tolist())
-    rank = members.index(dist.get_rank())
-    pipeline = _plane(mesh, members, ["pp"] if "pp" in names else [])
-    return Layout(members, rank, pipeline, dict(zip(names, mesh.mesh.shape)), dict(zip(names, here)), mesh)
 
 
 def _plane(mesh: Any, members: Sequence[int], free: Sequence[str]) -> tuple[int, ...]:

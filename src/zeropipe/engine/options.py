@@ -7,10 +7,17 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from zeropipe.core.checkpointing import Checkpointing
-from zeropipe.errors import ConfigError
+from zeropipe.errors import ConfigError, short
 
 SPLITS = ("store", "autograd", "whole")
 SHAPES = ("auto", "dynamic")
+LONGEST = 10**7  # seconds that may be waited: four months, where torch's own limit is hundreds of years
+
+
+def require_switch(name: str, value: object) -> None:
+    """ConfigError for what is neither True nor False: a text like "no" would count as yes."""
+    if not isinstance(value, int) or value not in (0, 1):
+        raise ConfigError(f"{name}={short(value)}: give True or False")
 
 
 @dataclass(frozen=True)
@@ -57,10 +64,23 @@ class Options:
                 near = difflib.get_close_matches(name, names, 1)
                 hint = f"did you mean {near[0]}?" if near else f"give some of {', '.join(names)}"
                 raise ConfigError(f"Engine has no option {name}={given[name]!r}: {hint}")
-        return Options(**given)
+        chosen = Options(**given)
+        chosen.check_each()
+        return chosen
+
+    def check_each(self) -> None:
+        """ConfigError for a value that cannot be, whatever the others are: known before ranks talk to each other."""
+        for field in fields(Options):
+            if field.type == "bool":
+                require_switch(field.name, getattr(self, field.name))
+        if type(self.recv_ahead) is not int or self.recv_ahead < 0:
+            raise ConfigError(f"recv_ahead={short(self.recv_ahead)}: give 0 or a number of messages")
+        if not isinstance(self.timeout, int | float) or not 0 < self.timeout <= LONGEST:
+            raise ConfigError(f"timeout={short(self.timeout)}: give a number of seconds above 0, at most {LONGEST:,}")
 
     def check(self) -> None:
         """ConfigError for a wish that cannot be met."""
+        self.check_each()
         wish = Checkpointing.parse(self.ac)
         if self.split not in SPLITS:
             raise ConfigError(f"split={self.split!r}: give one of {', '.join(SPLITS)}")
@@ -81,10 +101,6 @@ class Options:
             )
         if self.shapes not in SHAPES:
             raise ConfigError(f"shapes={self.shapes!r}: give {' or '.join(map(repr, SHAPES))}")
-        if not isinstance(self.recv_ahead, int) or self.recv_ahead < 0:
-            raise ConfigError(f"recv_ahead={self.recv_ahead!r}: give 0 or a number of messages")
-        if not self.timeout > 0:
-            raise ConfigError(f"timeout={self.timeout!r}: give a number of seconds above 0")
 
     @property
     def changes_blocks(self) -> bool:

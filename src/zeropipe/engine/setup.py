@@ -20,6 +20,7 @@ from zeropipe.engine.layout import Layout
 from zeropipe.engine.mesh.shards import sharded
 from zeropipe.engine.options import Options
 from zeropipe.engine.stages.contract import Told
+from zeropipe.engine.stages.devices import known_device
 from zeropipe.errors import ConfigError, ZeropipeError
 
 _WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel"}  # they reduce gradients by hooks
@@ -99,6 +100,12 @@ def check_stages(schedule: Schedule, layout: Layout, stages: Mapping[int, Told],
             raise ConfigError(
                 f"stage {stage} holds {wrapped}, which reduces gradients at the wrong time for a pipeline: {way_out}"
             )
+        empty = next((name for name, p in told.module.named_parameters() if p.is_meta), None)
+        if empty is not None:
+            raise ConfigError(
+                f"{empty} of stage {stage} is on the meta device, without values: call to_empty(device=...) and fill "
+                "it, or load weights with assign=True"
+            )
         if sharded(told.module) and layout.mesh is None and not told.keeps_factors:
             raise ConfigError(f"stage {stage} is sharded: give the Engine the mesh it is sharded on")
         if sharded(told.module) and options.regather and options.split == "autograd":
@@ -123,7 +130,7 @@ def splits(schedule: Schedule, rank: int) -> bool:
 
 def device_of(device: torch.device | str | None, stages: Mapping[int, nn.Module]) -> torch.device:
     """The device given, or that of the stages' parameters; a GPU becomes the current one."""
-    found = torch.device(device) if device is not None else _first_device(stages)
+    found = known_device(device) if device is not None else _first_device(stages)
     if found.type == "cuda":  # streams and events belong to the current device
         found = torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
         torch.cuda.set_device(found)

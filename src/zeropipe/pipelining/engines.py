@@ -15,9 +15,9 @@ from zeropipe.core.resize import resized
 from zeropipe.core.schedule import Schedule
 from zeropipe.engine.engine import Engine
 from zeropipe.engine.layout import Layout
-from zeropipe.engine.options import Options
+from zeropipe.engine.options import Options, require_switch
 from zeropipe.engine.stages.contract import Microbatch, Told
-from zeropipe.errors import ConfigError
+from zeropipe.errors import ConfigError, short
 from zeropipe.pipelining import private
 
 KEPT = 4  # engines of one set of stages: schedules that are used in turn
@@ -50,6 +50,11 @@ def configure(*, record: bool = False, blocks: Blocks = None, mesh: DeviceMesh |
     global _settings
     chosen = Options.of(options)
     chosen.check()
+    require_switch("record", record)
+    if not (blocks is None or isinstance(blocks, str) or callable(blocks)):
+        raise ConfigError(f"blocks={short(blocks)}: give the name of a list in a stage's module, or a function")
+    if mesh is not None:
+        Layout.of_mesh(mesh)
     _settings = Settings(chosen, record, blocks, mesh)
 
 
@@ -99,7 +104,7 @@ def _engine(stages: Sequence[Any], schedule: Schedule) -> Engine:
 
 def check_pipeline(mesh: DeviceMesh, group: Any) -> None:
     """ConfigError unless the mesh's pipelines are those of the stages."""
-    layout = Layout.of(None, mesh)
+    layout = Layout.of_mesh(mesh)
     of_mesh = [layout.members[rank] for rank in layout.pipeline]
     of_stages = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
     if of_mesh != of_stages:
@@ -111,7 +116,7 @@ def check_pipeline(mesh: DeviceMesh, group: Any) -> None:
 
 def warn_of_replicas(mesh: DeviceMesh, stages: Sequence[Any]) -> None:
     """A warning where pipelines have the same weights and nobody sums their gradients."""
-    layout = Layout.of(None, mesh)
+    layout = Layout.of_mesh(mesh)
     learning = [p for stage in stages for p in stage.submod.parameters() if p.requires_grad]
     names = sorted({name for parameter in learning for name in layout.uncovered(parameter)})
     if names:

@@ -10,9 +10,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from zeropipe.engine.fsdp_private import units_of
 from zeropipe.engine.layout import DATA, Layout
 from zeropipe.engine.mesh.tensor import spread
-from zeropipe.errors import ConfigError
+from zeropipe.errors import ConfigError, short
 
 S = TypeVar("S", bound=nn.Module)
 
@@ -36,7 +37,14 @@ def parallelize(
     `reduce_dtype`. `offload`: keep sharded weights and optimizer state in CPU memory. `dp_replicate` needs nothing here
     unless stages are sharded, too. Compilation and checkpointing are options of the Engine.
     """
-    layout = Layout.of(None, mesh)
+    if not isinstance(stages, Mapping):
+        raise ConfigError(f"stages are a {type(stages).__name__}: give a dict, as module_stages and hf_stages make it")
+    for name, kind in {"dtype": dtype, "reduce_dtype": reduce_dtype}.items():
+        if kind is not None and not isinstance(kind, torch.dtype):
+            raise ConfigError(f"{name}={short(kind)}: give a dtype of torch's, like torch.bfloat16")
+    layout = Layout.of_mesh(mesh)
+    if any(units_of(stage) for stage in stages.values()):
+        raise ConfigError("a stage is sharded already: call parallelize() once, or leave out fully_shard")
     if layout.sizes.get("tp", 1) > 1:
         spread(stages.values(), mesh["tp"], plan, sequence=sequence_parallel)
     elif plan is not None or sequence_parallel:

@@ -14,6 +14,7 @@ from torch import nn
 from zeropipe.core.layers import check_counts, layer_counts, num_stages_for, ranges
 from zeropipe.core.schedule import Schedule, require_schedule
 from zeropipe.engine.stages.contract import Tied
+from zeropipe.engine.stages.devices import known_device
 from zeropipe.engine.stages.hf import HFStage
 from zeropipe.engine.stages.open import open_model
 from zeropipe.engine.stages.plain import PlainStage
@@ -46,7 +47,7 @@ def hf_stages(
     whole model. The adapter of a model in memory is kept.
     """
     _require_rank(rank, schedule)
-    _require_device(device)
+    known_device(device)
     with _said_once(rank):
         whole = open_model(model, dtype, head, seed, adapter)
     counts = _counts(whole.family.num_layers, schedule, layers, first_less, last_less, layers_per_stage)
@@ -142,15 +143,6 @@ def _require_rank(rank: int, schedule: Schedule) -> None:
     require_schedule(schedule)
     if not hasattr(rank, "__index__") or not 0 <= rank < schedule.num_ranks:
         raise ConfigError(f"rank={short(rank)}: the schedule has ranks 0 to {schedule.num_ranks - 1}")
-
-
-def _require_device(device: torch.device | str) -> None:
-    try:
-        kind = torch.device(device).type
-    except (RuntimeError, TypeError):
-        raise ConfigError(f"device={short(device)}: give a device of torch's, like 'cpu' or 'cuda:0'") from None
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device={short(str(device))}: torch sees no GPU here; give 'cpu'")
 
 
 def _shared(modules: Sequence[Any], cut: Sequence[range]) -> dict[int, list[tuple[str, int, str]]]:
