@@ -346,13 +346,33 @@ class Picky(nn.Module):
         return x
 
 
+class Outputs(nn.Module):
+    """What cannot be put together again: a number beside the output, or outputs of two lengths."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what, self.calls = what, 0
+
+    def forward(self, x: Tensor) -> Any:
+        self.calls += 1
+        if self.what == "outputs":
+            return x, x.mean()
+        return x[:, : self.calls].sum(1, keepdim=True).expand(-1, self.calls, -1)
+
+
 def fails(where: str) -> str:
     """Something is wrong on one rank: the error that each rank raises."""
     rank = dist.get_rank()
     modules = blocks(dist.get_world_size())
     modules[0] = nn.Sequential(Picky(), modules[0])
     stages = stages_for(modules, (rank,))
-    losses = {"pair": lambda output, target: (mean_square(output, target), 1), "shape": lambda output, target: output}
+    if rank == len(modules) - 1 and where in ("outputs", "lengths"):
+        modules[rank] = stages[0].submod = nn.Sequential(modules[rank], Outputs(where))
+    losses = {
+        "outputs": lambda output, target: mean_square(output[0], target),
+        "pair": lambda output, target: (mean_square(output, target), 1),
+        "shape": lambda output, target: output,
+    }
     schedule = ours.Schedule1F1B(stages[0], 4, loss_fn=losses.get(where, mean_square))
     x, y = draw(8, 0)
     if where == "module":
@@ -360,6 +380,10 @@ def fails(where: str) -> str:
     try:
         if where == "batch":  # three rows cannot be cut into four
             feed(schedule, stages, x[:3] if rank == 0 else x, y)
+        elif where == "target rows":
+            feed(schedule, stages, x, y[:3])
+        elif where == "keyword":
+            feed(schedule, stages, x, y, mask=torch.ones(()))
         elif where == "target":
             schedule.step(*((x,) if rank == 0 else ()))
         elif where == "target kind":
@@ -370,7 +394,13 @@ def fails(where: str) -> str:
         text = f"{type(error).__name__}: {error}"
     else:
         text = "no error"
-    if where in ("batch", "target", "target kind"):  # it was refused before anything ran: the next step is fine
+    if where in (
+        "batch",
+        "keyword",
+        "target",
+        "target kind",
+        "target rows",
+    ):  # it was refused before anything ran: the next step is fine
         assert against_plain_chain(schedule, stages, modules) < 1e-10
     return text
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from engine_helpers import blocks
@@ -165,6 +166,8 @@ def recorded() -> bool:
         timeline = schedule.timeline()
     finally:
         ours.configure()
+    with pytest.raises(ConfigError, match=r"no step was recorded: call configure\(record=True\) before step\(\)"):
+        schedule.timeline()
     assert timeline.makespan > 0
     return timeline.schedule == schedule.schedule
 

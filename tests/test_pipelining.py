@@ -117,10 +117,14 @@ def test_new_shapes_and_numbers_between_steps():
     ("where", "own", "rank", "others"),
     [
         ("module", "seven is bad luck", 0, "seven is bad luck"),
-        ("batch", "Expecting 4 arg_mbs but got 3", 0, "ConfigError: rank 0: ValueError: Expecting 4 arg_mbs"),
+        ("batch", "argument 0 has 3 rows for 4 microbatches: give at", 0, "ConfigError: rank 0: argument 0 has 3 rows"),
+        ("keyword", "mask has no rows for 4 microbatches: give at", 3, "mask has no rows for 4 microbatches: give at"),
+        ("target rows", "target has 3 rows for 4 microbatches: give at", 3, "ConfigError: rank 3: target has 3 rows"),
+        ("outputs", "3F0: TypeError: the last stage returned a Tensor without dimensions", 3, "output_merge_spec=, or"),
+        ("lengths", "returned Tensors of shapes [2, 1, 6] and [2, 2, 6], which cannot", 3, "(return_outputs=False)"),
         ("pair", "3F0: TypeError: loss_fn returned a tuple: return a Tensor", 3, "loss_fn returned a tuple"),
         ("shape", "3F0: TypeError: loss_fn returned a Tensor of shape [", 3, "return a Tensor with one number"),
-        ("target", "no target: give target=", 3, "ConfigError: rank 3: ConfigError: the rank with the last stage"),
+        ("target", "no target: give target=", 3, "ConfigError: rank 3: the rank with the last stage"),
         ("target kind", "target is a dict: step() cuts a Tensor", 3, "give one, or lists of microbatches (arg_mbs=, "),
     ],
 )

@@ -142,6 +142,8 @@ def test_two_copies_are_refused_with_the_reason():
         ours.PipelineSchedule(stand_ins(4, 1), 8, schedule=zp.build("dualpipe", ranks=4, microbatches=8))
     with pytest.raises(ValueError, match="unknown schedule 'zbw': did you mean zbv"):  # torch raises ValueError, too
         ours.get_schedule_class("zbw")
+    with pytest.raises(zp.ConfigError, match="schedule_name=3: give a name, like '1F1B' or 'zbv'"):
+        ours.get_schedule_class(3)
 
 
 def test_classes_know_where_stages_belong():

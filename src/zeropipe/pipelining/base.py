@@ -17,11 +17,12 @@ from zeropipe.core.lower import lower
 from zeropipe.core.placement import Placement
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Timeline
+from zeropipe.core.units import count_text
 from zeropipe.engine.backward.gradients import divide
 from zeropipe.engine.engine import Engine
 from zeropipe.errors import ConfigError, EngineError, ZeropipeError, short
 from zeropipe.pipelining import private
-from zeropipe.pipelining.engines import drop, engine_of
+from zeropipe.pipelining.engines import drop, engine_of, settings
 from zeropipe.pipelining.plan import built, check_stages, given, placement_of
 from zeropipe.schedules.registry import find
 
@@ -125,7 +126,7 @@ class Walking(private.Base):
         self._began, self._kwargs_of_loss = False, loss_kwargs
         try:
             if arg_mbs is None and kwarg_mbs is None and target_mbs is None:
-                _require_target(target)
+                _require_target(target, self._n_microbatches)
                 return super().step(  # type: ignore[safe-super]  # what comes next are torch's classes
                     *args, target=target, losses=losses, return_outputs=return_outputs, **kwargs
                 )
@@ -134,11 +135,20 @@ class Walking(private.Base):
             return self._step_lists(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs)
         except Exception as error:
             if not self._began:  # the others wait for this rank
+                own = isinstance(error, ZeropipeError)
                 with suppress(ZeropipeError):
-                    engine.refuse(f"{type(error).__name__}: {error}")
+                    engine.refuse(str(error) if own else f"{type(error).__name__}: {error}")
             raise
         finally:
             self._kwargs_of_loss = None
+
+    def _split_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
+        named = (
+            {f"argument {place}": value for place, value in enumerate(args)} if self._args_chunk_spec is None else {}
+        )
+        for name, value in (named | (kwargs or {} if self._kwargs_chunk_spec is None else {})).items():
+            _require_rows(name, value, self._n_microbatches)
+        return super()._split_inputs(args, kwargs)
 
     def _step_lists(self, arg_mbs: Any, kwarg_mbs: Any, target_mbs: Any, losses: Any, return_outputs: bool) -> Any:
         if self._has_backward and not torch.is_grad_enabled():
@@ -171,9 +181,12 @@ class Walking(private.Base):
         more = loss_kwargs or self._kwargs_of_loss or {}
         seen: dict[int, Tensor] = {}
         order: list[int] = []
+        merges = return_outputs and self._output_merge_spec is None and "_merge_outputs" not in vars(self)
 
         def finish(output: Any, microbatch: Mapping[str, Any], index: int) -> Tensor | None:
             order.append(index)
+            if merges:
+                _require_mergeable(output, last.output_chunks[0] if last.output_chunks else output)
             if return_outputs:
                 last.output_chunks.append(private.detached(output) if train else output)
             if self._loss_fn is None or target_mbs is None:
@@ -209,6 +222,8 @@ class Walking(private.Base):
 
     def timeline(self) -> Timeline:
         """The measured Timeline of the last step, after `configure(record=True)`. Every rank calls this."""
+        if not settings().record:
+            raise ConfigError("no step was recorded: call configure(record=True) before step()")
         return self._engine().timeline()
 
     def _engine(self) -> Engine:
@@ -260,11 +275,40 @@ class Walking(private.Base):
         )
 
 
-def _require_target(target: Any) -> None:
+def _require_target(target: Any, number: int) -> None:
     if target is not None and not isinstance(target, Tensor):
         raise ConfigError(
             f"target is a {type(target).__name__}: step() cuts a Tensor into microbatches; give one, or lists of "
             "microbatches (arg_mbs=, kwarg_mbs=, target_mbs=)"
+        )
+    _require_rows("target", target, number)
+
+
+def _require_rows(name: str, value: Any, number: int) -> None:
+    """ConfigError for tensors with too few rows for a number of microbatches."""
+    for tensor in private.leaves(value):
+        if not isinstance(tensor, Tensor) or (tensor.dim() and len(tensor) >= number):
+            continue
+        what = count_text(len(tensor), "row") if tensor.dim() else "no rows"
+        raise ConfigError(
+            f"{name} has {what} for {count_text(number, 'microbatch')}: give at least one for each, or fewer "
+            "microbatches, or lists of microbatches (arg_mbs=, kwarg_mbs=, target_mbs=)"
+        )
+
+
+def _require_mergeable(output: Any, first: Any) -> None:
+    """TypeError for outputs that cannot be put together along their first dimension."""
+    for leaf, before in zip(private.leaves(output), private.leaves(first)):
+        what = f"a {type(leaf).__name__}"
+        if isinstance(leaf, Tensor) and leaf.dim():
+            if leaf.shape[1:] == before.shape[1:]:
+                continue
+            what = f"Tensors of shapes {list(before.shape)} and {list(leaf.shape)}"
+        elif isinstance(leaf, Tensor):
+            what = "a Tensor without dimensions"
+        raise TypeError(
+            f"the last stage returned {what}, which cannot be put together to a batch: give output_merge_spec=, or "
+            "step(return_outputs=False)"
         )
 
 

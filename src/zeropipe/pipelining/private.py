@@ -66,6 +66,11 @@ def _names(part: nn.Module) -> set[str]:
     return {re.sub(r"@\d+", "", name) for name, _ in part.named_parameters()}
 
 
+def leaves(value: Any) -> list[Any]:
+    """What a nested value holds."""
+    return list(torch.utils._pytree.tree_leaves(value))
+
+
 def detached(output: Any) -> Any:
     """An output without the way back."""
     return torch.utils._pytree.tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, output)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from zeropipe.core.schedule import Schedule
-from zeropipe.errors import ConfigError
+from zeropipe.errors import ConfigError, short
 from zeropipe.pipelining import private
 from zeropipe.pipelining.base import Walking
 from zeropipe.pipelining.plan import given, require_one_copy
@@ -205,6 +205,8 @@ CLASSES: dict[str, type[Walking]] = {
 
 def get_schedule_class(schedule_name: str) -> type[Any]:
     """The class of a schedule by torch's name or ours, also of schedules that were registered by others."""
+    if not isinstance(schedule_name, str):
+        raise ConfigError(f"schedule_name={short(schedule_name)}: give a name, like '1F1B' or 'zbv'")
     for base in (PipelineScheduleSingle, PipelineScheduleMulti):
         if schedule_name.lower() == base.__name__.lower():
             return base
