@@ -2,6 +2,7 @@
 
 import json
 import tomllib
+from dataclasses import replace
 
 import pytest
 from app_client import ask, client, told
@@ -10,9 +11,12 @@ import zeropipe as zp
 from zeropipe.app import opened, planning
 from zeropipe.search.estimate.known import COUNTED, KNOWN
 from zeropipe.search.plan.write import write_run
+from zeropipe.sim.layer_file import to_layer_json
 
 ODD = 'my "own" \N{ROCKET}\x7f.json'
 QWEN3 = KNOWN["qwen3-0.6b"]
+PROFILE = replace(zp.estimate(QWEN3, ac=["none", "full"]), model="tiny-qwen3", source="profile", layers=("dense",) * 4)
+COSTS = json.loads(to_layer_json(PROFILE))
 SMALL = {"model": "qwen3-0.6b", "gpus": 4, "batch": 16, "sequence": 2048, "gpu": "h100"}
 
 
@@ -44,7 +48,7 @@ def test_a_plan_is_ranked_and_its_parts_add_up(planned):
     assert rows[0]["front"]
 
 
-@pytest.mark.parametrize("own", [{}, {"model": ODD, "config": json.dumps(QWEN3)}], ids=["named", "own config"])
+@pytest.mark.parametrize("own", [{}, {"model": ODD, "file": json.dumps(QWEN3)}], ids=["named", "own config"])
 def test_a_row_is_shown_as_it_was_planned_with_the_file_that_the_command_writes(planned, own, tmp_path):
     row = planned["rows"][0]
     names = planning.RowAsk.model_fields.keys() - {"plan"}
@@ -59,6 +63,28 @@ def test_a_row_is_shown_as_it_was_planned_with_the_file_that_the_command_writes(
     write_run(made, made.best, str(tmp_path / "run.toml"), own.get("model", SMALL["model"]), "h100")
     assert answer["run"] == (tmp_path / "run.toml").read_text()
     assert tomllib.loads(answer["run"])["model"]["path"] == own.get("model", SMALL["model"])
+
+
+def test_costs_are_planned_as_the_command_plans_them(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "costs.json").write_text(json.dumps(COSTS))
+    asked = {"model": "costs.json", "file": json.dumps(COSTS), "gpus": 2, "batch": 8}
+    flags = ("--gpus", 2, "--batch", 8, "--search-seconds", 0, "--most", 40, "--workers", 1)
+    made = json.loads(run("plan", "costs.json", *flags, "-o", "run.toml", "--json")[1])
+    _, answer = ask("plan", asked)
+    same = ("pp", "dp_shard", "schedule", "stages_per_rank", "microbatches", "ac", "layers", "makespan", "mfu", "why")
+    assert [[row[name] for name in same] for row in answer["rows"]] == [
+        [row[name] for name in same] for row in made["rows"][: len(answer["rows"])]
+    ]
+    facts = [answer[name] for name in ("source", "parameters", "limit")]
+    assert facts == ["profile", PROFILE.num_parameters, PROFILE.machine["memory"] - planning.RESERVE]
+    row = {name: answer["rows"][0][name] for name in planning.RowAsk.model_fields.keys() - {"plan"}}
+    _, shown = ask("plan/row", {"plan": asked, **row})
+    assert shown["run"] == (tmp_path / "run.toml").read_text()
+    written = tomllib.loads(shown["run"])
+    assert (written["model"]["num_layers"], written["schedule"]["costs"]) == (4, "costs.json")
+    status, answer = ask("plan", {**asked, "file": json.dumps({**COSTS, "machine": {}})})
+    assert (status, told(answer, "memory")[0][:46]) == (422, "memory is missing: costs.json does not say how")
 
 
 def test_what_does_not_fit_is_said():
@@ -79,25 +105,30 @@ def test_what_does_not_fit_is_said():
         ({"memory": "80GB"}, "memory", "a number of gigabytes is needed, like 80"),
         ({"memory": 1e300}, "memory", "a number of gigabytes is needed, like 80"),
         ({"x": 1}, "x", "unknown field"),
-        ({"config": QWEN3}, "config", "the text of a config.json is needed"),
-        ({"config": "{" + " " * 2**18 + "}"}, "config", "of at most 256 KiB"),
-        ({"config": "{", "model": "a.json"}, "config", "a.json is not JSON: Expecting property name"),
-        ({"config": "[1]", "model": "a.json"}, "config", "a.json is not a model's configuration"),
-        ({"config": "[" * 100_000}, "config", "nested too deeply"),
-        ({"config": '{"a":' + "[" * 300 + "]" * 300 + "}"}, "config", "nested more than 16 deep"),
-        ({"config": json.dumps({**QWEN3, "hidden_size": [1024]})}, "config", "hidden_size=[1024]: a whole number"),
-        ({"config": json.dumps({**QWEN3, "hidden_size": 10**300})}, "config", "a whole number from 1 to 100000000"),
-        ({"config": json.dumps({**QWEN3, "num_hidden_layers": 10**9})}, "config", "the page takes up to 512 layers"),
-        ({"config": json.dumps({"text_config": {"n_layer": 10**9}})}, "config", "the page takes up to 512 layers"),
+        ({"file": QWEN3}, "file", "the text of a config.json or of layer costs is needed"),
+        ({"file": "{" + " " * 2**18 + "}"}, "file", "of at most 256 KiB"),
+        ({"file": "{", "model": "a.json"}, "file", "a.json is not JSON: Expecting property name"),
+        ({"file": "[1]", "model": "a.json"}, "file", "a.json is not a model's configuration"),
+        ({"file": "[" * 100_000}, "file", "nested too deeply"),
+        ({"file": '{"a":' + "[" * 300 + "]" * 300 + "}"}, "file", "nested more than 16 deep"),
+        ({"file": json.dumps({**QWEN3, "hidden_size": [1024]})}, "file", "hidden_size=[1024]: a whole number"),
+        ({"file": json.dumps({**QWEN3, "hidden_size": 10**300})}, "file", "a whole number from 1 to 100000000"),
+        ({"file": json.dumps({**QWEN3, "num_hidden_layers": 10**9})}, "file", "the page takes up to 512 layers"),
+        ({"file": json.dumps({"text_config": {"n_layer": 10**9}})}, "file", "the page takes up to 512 layers"),
         (
-            {"config": json.dumps({**QWEN3, "num_experts": 8, "mlp_only_layers": [[]], "model_type": "qwen3_moe"})},
-            "config",
+            {"file": json.dumps({**QWEN3, "num_experts": 8, "mlp_only_layers": [[]], "model_type": "qwen3_moe"})},
+            "file",
             "mlp_only_layers=[[]]: a list of layers is needed",
         ),
+        ({"file": json.dumps(COSTS), "model": "c.json"}, "gpu", "gpu='h100': the costs in c.json say that already"),
+        ({"file": json.dumps(COSTS), "model": "c.txt"}, "file", "give it a name that ends in .json"),
+        ({"file": json.dumps({**COSTS, "layers": ["dense"] * 5000})}, "file", "has 5,000 layers: the page takes up to"),
+        ({"file": json.dumps({**COSTS, "settings": [{}] * 5000})}, "file", "has 5,000 settings: the page takes up to"),
+        ({"file": json.dumps({**COSTS, "sending": float("nan")})}, "file", "a.json: sending=nan: a number from 0 on"),
     ],
 )
 def test_wrong_plans_are_refused_by_field(change, field, words):
-    status, answer = ask("plan", {**SMALL, **change})
+    status, answer = ask("plan", {**SMALL, **({"model": "a.json"} if "file" in change else {}), **change})
     assert status == 422
     assert any(words in message for message in told(answer, field)), answer
 
@@ -164,7 +195,7 @@ def test_without_torch_what_has_to_be_counted_is_left_out_and_refused(monkeypatc
 
 def test_costs_of_the_newest_plans_are_kept(monkeypatch):
     monkeypatch.setattr(planning, "MOST_KEPT", 2)
-    kept, asks = planning.Kept(), [planning.PlanAsk(model="a.json", config=str(n)) for n in range(3)]
+    kept, asks = planning.Kept(), [planning.PlanAsk(model="a.json", file=str(n)) for n in range(3)]
     for n, one in enumerate(asks):
         kept.keep(one, n)
     assert [kept.get(one) for one in asks] == [None, 1, 2]

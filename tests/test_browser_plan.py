@@ -12,6 +12,7 @@ from visits import drop, rows, settle
 import zeropipe as zp
 from zeropipe.app import planning
 from zeropipe.search.estimate.known import KNOWN
+from zeropipe.sim.layer_file import to_layer_json
 
 ASKED = "plan?model=qwen3-0.6b&gpus=2&gpus_per_node=2&batch=8&sequence=1024"
 SHOWN = "#viewer [data-painted]"
@@ -68,7 +69,7 @@ def test_back_leads_to_the_plan_before_and_a_wrong_link_keeps_its_words(visit):
     assert "model=nope" in page.url
 
 
-def test_an_own_config_is_dropped_planned_saved_as_a_run_and_kept_by_the_link_or_the_tab(visit, monkeypatch):
+def test_an_own_file_is_dropped_planned_saved_as_a_run_and_kept_by_the_link_or_the_tab(visit, monkeypatch):
     monkeypatch.setattr(planning, "MOST", 3)
     page = visit("plan", wait=".own")
     drop(page, "mine.json", json.dumps(KNOWN["qwen3-0.6b"]))
@@ -94,13 +95,27 @@ def test_an_own_config_is_dropped_planned_saved_as_a_run_and_kept_by_the_link_or
     page.click("#form button[type=submit]")
     page.reload()
     page.wait_for_selector("main[aria-busy=true]")
-    assert [(one["model"], len(one["config"])) for one in asked[::2]] == [
+    assert [(one["model"], len(one["file"])) for one in asked[::2]] == [
         ("mine.json", len(json.dumps(KNOWN["qwen3-0.6b"]))),
         ("config.json", 30_000 + len('{"model_type": ""}')),
     ]
     page.evaluate("history.replaceState(null, '', location.href.replace(/[0-9]$/, 'x'))")  # of another text
     page.reload()
     page.wait_for_selector("#error-model:has-text('this link does not carry config.json')")
+    page.fill("#in-sequence", "1024")
+    page.click(".own .link")
+    page.fill("#pasted", to_layer_json(zp.estimate("qwen3-0.6b", gpu="h200")))
+    page.click("#paste .strong")
+    page.wait_for_selector("#own-note:has-text('costs.json, estimated costs of qwen3-0.6b, 28 layers. The link')")
+    assert page.inner_text("#in-gpu option:checked") == "h200"
+    assert (page.input_value("#in-sequence"), page.is_disabled("#in-sequence")) == ("4096", True)
+    assert page.get_attribute("#in-memory", "placeholder") == "141"
+    with page.expect_request("**/api/plan") as sent:
+        page.click("#form button[type=submit]")
+    assert sent.value.post_data_json.keys() == {"model", "file", "gpus", "gpus_per_node", "batch"}
+    page.select_option("#in-model", "qwen3-8b")
+    assert (page.input_value("#in-sequence"), page.is_disabled("#in-sequence")) == ("1024", False)
+    assert (page.input_value("#in-gpu"), page.is_visible("#said-gpu")) == ("h100", False)
     drop(page, "huge.json", " " * (2**18 + 1))
     page.wait_for_selector("#error-model:has-text('huge.json is longer than 256 KiB')")
     page.goto(link.partition("#")[0])

@@ -239,11 +239,12 @@ def test_the_page_counts_a_config_once_and_shows_its_rows_from_what_it_kept(monk
     from zeropipe.app import planning
 
     config = {"model_type": "gpt_oss", **SMALL, "num_local_experts": 8, "num_experts_per_tok": 2}
-    asked = planning.PlanAsk(model="config.json", config=json.dumps(config), gpus=1, batch=4, sequence=64)
+    asked = planning.PlanAsk(model="config.json", file=json.dumps(config), gpus=1, batch=4, sequence=64)
     reply, costs = planning.plan_call(asked, 3, 3)
     answer = json.loads(reply.body)
     assert answer["parameters"] == open_model(config).num_parameters()[0]
-    monkeypatch.setattr(planning, "opened", None)
+    planning.opened.cache_clear()  # as in another process
+    monkeypatch.setattr(CountedModel, "_open", None)
     row = {name: answer["rows"][0][name] for name in planning.RowAsk.model_fields if name != "plan"}
     shown = json.loads(planning.row_call(planning.RowAsk(plan=asked, **row), costs).body)
     assert shown["viewer"]["timelines"][0]["makespan"] == pytest.approx(answer["rows"][0]["makespan"])

@@ -119,6 +119,17 @@ def test_the_file_gives_back_an_equal_value():
         (("link",), {"speed": 1}, "a table with p2p, bandwidth"),
         (("state", "weights"), None, "state.weights=None"),
         (("machine",), 3, "a table is needed"),
+        (("machine",), {"memory": "80"}, "machine.memory='80': a number from 0 on is needed"),
+        (("machine",), {"peak_flops": float("inf")}, "machine.peak_flops=inf: give 0, or a number from 1e-30"),
+        (("machine",), {"gpu": ["h100"]}, "machine.gpu=['h100']: a text of one line is needed"),
+        (("machine",), {"efficiency": {"memory": "x"}}, "machine.efficiency['memory']='x': a number from 0 on"),
+        (("link",), {"bandwidth": 1e-300}, "link.bandwidth=1e-300: give 0, or a number from 1e-30"),
+        (("settings", 0, "tp"), 0, "tp=0: a whole number from 1 to 1e+18 is needed"),
+        (("settings", 0, "microbatch_size"), 0, "microbatch_size=0: a whole number from 1"),
+        (("settings", 0, "kinds", "dense", "parameters"), 10**399, "a whole number from 0 to 1e+18 is needed"),
+        (("settings", 0, "kinds", "two\nlines"), {}, "'two\\nlines': a layer kind's name is one line"),
+        (("settings", 0, "ac"), "selective:2", "ac='selective:2' is put together from none and full"),
+        (("settings", 0, "kinds"), {kind: {"f": 0, "i": 1, "w": 1} for kind in KINDS}, "settings[0]: its layers take"),
     ],
 )
 def test_damaged_files_are_told_in_one_line(path, value, message):

@@ -8,7 +8,7 @@ from math import inf
 from typing import Any
 
 from zeropipe.app.models import MAX_CHOICES
-from zeropipe.core.limits import LARGEST, SMALLEST
+from zeropipe.core.limits import LARGEST, PLAN_TEXT, SMALLEST
 from zeropipe.core.placement import MAX_WEIGHT_PARTS
 from zeropipe.errors import short
 from zeropipe.sim.costs import MAX_UNITS, NO_BANDWIDTH, PER_STAGE, Costs
@@ -22,7 +22,7 @@ _RULES = {
     "stages_per_rank": _WHOLE,
     "weight_parts": f"a W is cut into 1 to {MAX_WEIGHT_PARTS} parts",
     "node_size": "a whole number of ranks from 1 on is needed",
-    "config": "the text of a config.json is needed, of at most 256 KiB",
+    "file": f"the text of a config.json or of layer costs is needed, of at most {PLAN_TEXT // 1024} KiB",
     "gpus": _WHOLE,
     "gpus_per_node": _WHOLE,
     "memory": "a number of gigabytes is needed, like 80",

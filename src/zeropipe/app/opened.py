@@ -1,4 +1,4 @@
-"""The model of a plan: a known name, or the text of a config.json. No file of this machine is read for it."""
+"""What a plan is of: a known name, or the text of a config.json or of layer costs. No file of this machine is read."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from importlib.util import find_spec
 from typing import Any
 
 from zeropipe.app.errors import Refusal
-from zeropipe.core.layers import NUM_LAYERS
+from zeropipe.core.layers import above_layers
+from zeropipe.core.limits import PLAN_DEPTH, PLAN_LAYERS, PLAN_SETTINGS
 from zeropipe.core.parse import parse_json
 from zeropipe.errors import ConfigError, short
 from zeropipe.search.estimate.counted import CountedModel
 from zeropipe.search.estimate.estimate import num_parameters
 from zeropipe.search.estimate.known import COUNTED, COUNTED_PARAMETERS, KNOWN
 from zeropipe.search.estimate.model import ShapedModel, open_model
+from zeropipe.sim.layer_costs import LayerCosts
+from zeropipe.sim.layer_file import from_layer_data, is_layer_data
 
-MOST_LAYERS = 512  # balancing them takes memory with the square of their number
-DEEPEST = 16  # tables in tables of a config; transformers writes up to 5
 HELD = 2  # models that a process holds open
+_MORE = "the command line takes more"
 
 
 @cache
@@ -44,34 +46,38 @@ def require_known(model: str) -> None:
 
 
 @lru_cache(maxsize=HELD)
-def opened(model: str, config: str | None) -> ShapedModel | CountedModel:
-    """The model of that name, or of a config.json that is called so. What was counted of it is kept with it."""
-    if config is None:
+def opened(model: str, text: str | None) -> ShapedModel | CountedModel | LayerCosts:
+    """The model of that name, or what is in a file that is called so. What was counted of it is kept with it."""
+    if text is None:
         return open_model(model)
     try:
-        data = parse_json(config)
+        data = parse_json(text)
     except ValueError as error:
         raise ConfigError(f"{model} is not JSON: {error}") from None
     if not isinstance(data, dict):
-        raise ConfigError(f"{model} is not a model's configuration: give a config.json")
+        raise ConfigError(f"{model} is not a model's configuration: give a config.json, or costs of layers")
     _require_shallow(model, data)
-    _require_few_layers(model, data)
+    if is_layer_data(data):
+        return _costs(model, data)
+    if above := above_layers(data, PLAN_LAYERS):
+        raise ConfigError(f"{model}: {above}: the page takes up to {PLAN_LAYERS} layers; {_MORE}")
     return open_model({**data, "_name_or_path": model})
+
+
+def _costs(name: str, data: Mapping[str, Any]) -> LayerCosts:
+    if not name.endswith(".json"):
+        raise ConfigError(f"{name} holds costs of layers: give it a name that ends in .json, as a run.toml needs it")
+    for what, most in (("layers", PLAN_LAYERS), ("settings", PLAN_SETTINGS)):
+        given = data.get(what)
+        if isinstance(given, list) and len(given) > most:
+            raise ConfigError(f"{name} has {len(given):,} {what}: the page takes up to {most}; {_MORE}")
+    return from_layer_data(data, name)
 
 
 def _require_shallow(model: str, data: Mapping[str, Any]) -> None:
     level: list[Any] = [data]
-    for _ in range(DEEPEST):
+    for _ in range(PLAN_DEPTH):
         inside = [one for each in level for one in (each.values() if isinstance(each, dict) else each)]
         level = [one for one in inside if isinstance(one, (dict, list))]
     if level:
-        raise ConfigError(f"{model}: its tables are nested more than {DEEPEST} deep: give a model's config.json")
-
-
-def _require_few_layers(model: str, data: Mapping[str, Any]) -> None:
-    for part in (data, data.get("text_config")):
-        numbers = {name: part.get(name) for name in NUM_LAYERS} if isinstance(part, dict) else {}
-        for name, number in numbers.items():
-            if type(number) is int and number > MOST_LAYERS:
-                most = f"the page takes up to {MOST_LAYERS} layers; the command line takes more"
-                raise ConfigError(f"{model}: {name}={short(number)}: {most}")
+        raise ConfigError(f"{model}: its tables are nested more than {PLAN_DEPTH} deep: give a model's config.json")

@@ -16,13 +16,15 @@ from zeropipe.app.models import Size, Strict
 from zeropipe.app.opened import known_models, opened, require_known
 from zeropipe.app.work import costs_of
 from zeropipe.core.json import to_json
-from zeropipe.core.limits import PAGE, num_actions
+from zeropipe.core.limits import PAGE, PLAN_TEXT, num_actions
 from zeropipe.core.placement import Problem
-from zeropipe.errors import ConfigError
+from zeropipe.errors import ConfigError, short
 from zeropipe.schedules.registry import build, find
+from zeropipe.search.estimate.counted import CountedModel
 from zeropipe.search.estimate.estimate import estimate
 from zeropipe.search.estimate.gpus import GPUS, find_gpu
 from zeropipe.search.estimate.known import COUNTED, KNOWN
+from zeropipe.search.estimate.model import ShapedModel
 from zeropipe.search.hunt import Progress
 from zeropipe.search.plan.layouts import Layout
 from zeropipe.search.plan.plan import RESERVE, optimizer_bandwidth, plan
@@ -39,8 +41,8 @@ MOST = 2400  # candidates that the page simulates
 SHOWN = 40  # rows of its table
 DOTS = 400  # of its chart
 LONGEST = 10.0  # seconds of a round of a search
-MOST_TEXT = 2**18  # characters of a config.json; the longest that models have are a tenth of that
 MOST_KEPT, MOST_COSTS = 16, 2000  # plans whose costs are kept, and costs of one of them
+OF_ESTIMATES = ("gpu", "sequence", "compile")  # what costs of layers say already
 Count = Annotated[int, Field(ge=1)]
 
 
@@ -48,14 +50,16 @@ class PlanAsk(Strict):
     """A model, GPUs, memory and a batch."""
 
     model: Annotated[str, Field(min_length=1, max_length=100, examples=["qwen3-8b"])]
-    config: Annotated[str, Field(max_length=MOST_TEXT)] | None = Field(
-        None, description="The text of a model's config.json; `model` is then what it is called."
+    file: Annotated[str, Field(max_length=PLAN_TEXT)] | None = Field(
+        None,
+        description="The text of a model's config.json, or of a file of layer costs; `model` is then what it is "
+        "called. Costs say what `gpu`, `sequence` and `compile` are: leave these out.",
     )
     gpu: Annotated[str, Field(max_length=40)] = "h100"
     gpus: Annotated[int, Field(ge=1, le=1024)] = 16
     gpus_per_node: Annotated[int, Field(ge=1, le=1024)] = 8
     memory: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] | None = Field(
-        None, description="Gigabytes of a GPU; its own by default."
+        None, description="Gigabytes of a GPU; its own by default, or that of the machine of the costs."
     )
     batch: Annotated[int, Field(ge=1, le=4096)] = 128
     sequence: Annotated[int, Field(ge=1, le=2**20)] = 4096
@@ -89,7 +93,7 @@ def known_call() -> Reply:
     models = known_models()
     counted = [name for name in models if name in COUNTED]
     gpus = {name: gpu.memory / 1e9 for name, gpu in GPUS.items()}
-    return Reply(encoded({"models": models, "counted": counted, "gpus": gpus, "max_config": MOST_TEXT}))
+    return Reply(encoded({"models": models, "counted": counted, "gpus": gpus, "max_file": PLAN_TEXT}))
 
 
 class Kept:
@@ -112,25 +116,24 @@ class Kept:
 
 def require_model(ask: PlanAsk) -> None:
     """A Refusal for a name that cannot be planned here."""
-    if ask.config is None:
+    if ask.file is None:
         require_known(_name(ask))
 
 
 def is_quick(ask: PlanAsk) -> bool:
     """Whether the costs of its model are written down, and need not be kept."""
-    return ask.config is None and _name(ask) in KNOWN
+    return ask.file is None and _name(ask) in KNOWN
 
 
 def plan_call(ask: PlanAsk, most: int, dots: int) -> tuple[Reply, LayerCosts | None]:
     """The ranking, and costs that are worth keeping."""
     try:
-        model = opened(_name(ask), ask.config)
+        source = _source(ask)
         made = plan(
-            model, gpus=ask.gpus, gpus_per_node=ask.gpus_per_node, batch=ask.batch, sequence=ask.sequence,
-            gpu=ask.gpu, memory=None if ask.memory is None else ask.memory * 1e9, compile=ask.compile,
-            search_seconds=0, most=most, workers=2,
+            source, gpus=ask.gpus, gpus_per_node=ask.gpus_per_node, batch=ask.batch, sequence=ask.sequence,
+            gpu=ask.gpu, memory=_memory(ask, source), compile=ask.compile, search_seconds=0, most=most, workers=2,
         )  # fmt: skip
-        parameters = model.num_parameters()[0]
+        parameters = source.num_parameters if isinstance(source, LayerCosts) else source.num_parameters()[0]
     except ConfigError as error:
         raise _refusal(error, ask) from None
     costs = made.scene.costs
@@ -140,14 +143,37 @@ def plan_call(ask: PlanAsk, most: int, dots: int) -> tuple[Reply, LayerCosts | N
 
 
 def _name(ask: PlanAsk) -> str:
-    return ask.model if ask.config is not None else ask.model.lower()
+    return ask.model if ask.file is not None else ask.model.lower()
+
+
+def _source(ask: PlanAsk) -> ShapedModel | CountedModel | LayerCosts:
+    """What to plan. What costs say already must not be said otherwise."""
+    source = opened(_name(ask), ask.file)
+    for name in OF_ESTIMATES if isinstance(source, LayerCosts) else ():
+        value = getattr(ask, name)
+        if name in ask.model_fields_set and value != getattr(source, name, None):
+            raise Refusal((name, f"{name}={short(value)}: the costs in {ask.model} say that already; leave it out"))
+    return source
+
+
+def _memory(ask: PlanAsk, source: object) -> float:
+    """Bytes of a GPU."""
+    if ask.memory is not None:
+        return ask.memory * 1e9
+    if not isinstance(source, LayerCosts):
+        return find_gpu(ask.gpu).memory
+    own = source.machine.get("memory")
+    if own is None:
+        say = f"memory is missing: {ask.model} does not say how much a GPU has; give gigabytes, like 80"
+        raise Refusal(("memory", say))
+    return float(own)
 
 
 def _refusal(error: ConfigError, ask: PlanAsk) -> Refusal:
-    """By the field that the error begins with; of an own config, most are about that."""
+    """By the field that the error begins with; of an own file, most are about that."""
     match = re.match(r"(\w+)=", str(error))
     named = match is not None and match[1] in PlanAsk.model_fields
-    return Refusal((match[1] if match and named else "" if ask.config is None else "config", str(error)))
+    return Refusal((match[1] if match and named else "" if ask.file is None else "file", str(error)))
 
 
 def _answer(made: Plan, dots: int) -> dict[str, Any]:
@@ -158,6 +184,7 @@ def _answer(made: Plan, dots: int) -> dict[str, Any]:
         "dots": [[row.memory.peak, row.step] for row in made.rows[:dots]],
         "misfits": [{"text": str(row.candidate), "over": row.over} for row in made.misfits[:3]],
         "closest": "" if made.rows else made.closest(),
+        "source": made.scene.costs.source,
         "limit": made.scene.limit,
         "num_tried": made.num_tried,
         "num_left_out": made.num_left_out,
@@ -192,14 +219,19 @@ def row_actions(ask: RowAsk) -> int:
 
 def row_call(ask: RowAsk, costs: LayerCosts | None) -> Reply:
     """The viewer's data of a row's pipeline, and its training file. `costs` are those of its plan, if kept."""
-    given, name = ask.plan, _name(ask.plan)
+    given = ask.plan
     try:
-        costs = costs or estimate(
-            opened(name, given.config), gpu=given.gpu, sequence=given.sequence, compile=given.compile, tp=ask.tp,
-            microbatch_size=ask.microbatch_size, ac=ask.ac,
-        )  # fmt: skip
-        memory = find_gpu(given.gpu).memory if given.memory is None else given.memory * 1e9
-        scene = Scene(costs, given.gpus_per_node, max(0.0, memory - RESERVE), optimizer_bandwidth(costs))
+        source = _source(given)
+        if isinstance(source, LayerCosts):
+            costs, names = source, (source.model, given.model)
+        else:
+            costs = costs or estimate(
+                source, gpu=given.gpu, sequence=given.sequence, compile=given.compile, tp=ask.tp,
+                microbatch_size=ask.microbatch_size, ac=ask.ac,
+            )  # fmt: skip
+            names = (_name(given), find_gpu(given.gpu).name)
+        room = max(0.0, _memory(given, source) - RESERVE)
+        scene = Scene(costs, given.gpus_per_node, room, optimizer_bandwidth(costs))
         schedule = build(
             ask.schedule, ranks=ask.pp, microbatches=ask.microbatches, stages_per_rank=ask.stages_per_rank
         )  # fmt: skip
@@ -214,7 +246,7 @@ def row_call(ask: RowAsk, costs: LayerCosts | None) -> Reply:
     alone = Plan((row,), (), (), scene, given.gpus, given.batch, 1, 0, 0.0)
     return Reply(encoded({
         "viewer": payload([run.timeline.labelled(schedule.name)]),
-        "run": run_text(alone, row, named_schedule(row), name, find_gpu(given.gpu).name),
+        "run": run_text(alone, row, named_schedule(row), *names),
     }))  # fmt: skip
 
 

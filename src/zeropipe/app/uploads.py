@@ -22,7 +22,7 @@ from zeropipe.core.timeline import Timeline
 from zeropipe.errors import ConfigError, ScheduleError
 from zeropipe.sim.costs import Costs, costs_from
 from zeropipe.sim.fit import fit
-from zeropipe.sim.layer_file import TYPE
+from zeropipe.sim.layer_file import is_layer_data
 
 _DEFAULTS = Costs()
 Found = Schedule | Timeline
@@ -94,10 +94,11 @@ def read(name: str, text: str) -> Found | dict[str, Any]:
         data = _parse_json(text)
         if isinstance(data, dict) and "model_type" in data:
             raise ConfigError("it is a model's configuration: the page Plan takes it")
+        if is_layer_data(data):
+            start = "`zeropipe app zbv -p 4 -m 8 --costs FILE --layers balanced` starts this one with such costs"
+            raise ConfigError(f"it holds costs of layers: the page Plan takes it, and {start}")
         if _is_costs(data):
             return _costs(data)
-        if isinstance(data, dict) and data.get("type") == TYPE:
-            raise ConfigError("it holds costs of layers: `zeropipe compare --costs FILE` takes them, the page does not")
         _require_size(data)
         return _proven(from_plain(data))
     raise ConfigError("drop a schedule (.csv, .json), a timeline (.json) or costs (.toml, .json)")

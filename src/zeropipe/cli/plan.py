@@ -79,8 +79,7 @@ def plan(model: str, rows: int, out: str | None, as_json: bool, **given: Any) ->
     name = source.model if source else model
     written = []
     if out:
-        layers = _own_layers(name, source.num_layers) if source else None
-        written = write_run(made, made.best, out, name, _costs_name(model, source, given), layers)
+        written = write_run(made, made.best, out, name, _costs_name(model, source, given))
     if as_json:
         output.print_json({**plan_data(made), "files": written})
         made.require_a_fit()
@@ -88,13 +87,6 @@ def plan(model: str, rows: int, out: str | None, as_json: bool, **given: Any) ->
     _print(made, rows)
     for path in written:
         output.print_written(path)
-
-
-def _own_layers(model: str, num_layers: int) -> int | None:
-    """How many layers, where a built-in model was profiled with another number of them than it has."""
-    from zeropipe.engine.run.spec import BUILT_IN
-
-    return num_layers if model in BUILT_IN and BUILT_IN[model][0] != num_layers else None
 
 
 def _costs_name(model: str, source: Any, given: dict[str, Any]) -> str | None:

@@ -113,8 +113,9 @@ def _with_sheet(measured: Profile) -> dict[str, object]:
 
 
 def _job(model: str, data: Any, given: dict[str, Any]) -> ProfileJob:
+    from zeropipe.core.built_in import BUILT_IN
     from zeropipe.engine.profile.spec import ProfileJob, settings_of
-    from zeropipe.engine.run.spec import BUILT_IN, Job, built_in
+    from zeropipe.engine.run.spec import Job, built_in
     from zeropipe.search.estimate.known import CONFIGS
 
     source: str | Mapping[str, Any]

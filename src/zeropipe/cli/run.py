@@ -242,7 +242,8 @@ def _with_layers_per_stage(request: Request, per_stage: int, wishes: dict[str, A
 
 def _job(built: list[Schedule], **given: Any) -> Job:
     from zeropipe.cli.cut import numbers_of
-    from zeropipe.engine.run.spec import BUILT_IN, Job, check_job, counts_of
+    from zeropipe.core.built_in import BUILT_IN
+    from zeropipe.engine.run.spec import Job, check_job, counts_of
 
     layers = given.pop("layers")
     counts = numbers_of(layers) if layers else None

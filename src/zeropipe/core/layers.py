@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import index
+from typing import Any
 
 from zeropipe.core.units import count_text
 from zeropipe.errors import ConfigError, short
 
 # what the configs of models call their number of layers
 NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers")
+
+
+def above_layers(config: Mapping[str, Any], most: int) -> str:
+    """`n_layer=1000000`, where a model's config, or the part of it about text, has more than `most`; else nothing."""
+    for part in (config, config.get("text_config")):
+        numbers = {name: part.get(name) for name in NUM_LAYERS} if isinstance(part, Mapping) else {}
+        for name, number in numbers.items():
+            if type(number) is int and number > most:
+                return f"{name}={short(number)}"
+    return ""
 
 
 def layer_counts(num_layers: int, num_stages: int, first_less: int = 0, last_less: int = 0) -> tuple[int, ...]:

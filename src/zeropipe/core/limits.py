@@ -18,6 +18,11 @@ MAX_DEPTH = 8  # parts of a dotted key; ours have at most 4
 MAX_TOML = 2**18  # characters; its reader is slow
 SMALLEST, LARGEST = 1e-18, 1e18  # a cost that is not 0
 LONGEST = 1e15  # of a timeline's times
+# of a file that the page plans: a config.json or costs of layers
+PLAN_TEXT = 2**18  # characters; the longest config.json that models have are a tenth of that
+PLAN_DEPTH = 16  # tables in tables; transformers writes up to 5
+PLAN_LAYERS = 512  # balancing them takes memory with the square of their number
+PLAN_SETTINGS = 256
 
 
 @dataclass(frozen=True)

@@ -123,11 +123,25 @@ class LayerCosts:
         for setting in self.settings:
             missing = sorted({*self.layers, *self.before, *self.after, *self.each} - set(setting.kinds))
             if missing:
-                raise ConfigError(f"the costs of {self.model} ({setting}) lack the layer kind {missing[0]!r}: add it")
+                what = f"the layer kind {short(missing[0])}"
+                raise ConfigError(f"the costs of {self.model} ({setting}) lack {what}: add it")
+        if self.tied and not (self.before and self.after):
+            raise ConfigError(f"the costs of {self.model} are tied: name the embedding in before, the head in after")
 
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def num_parameters(self) -> int | None:
+        """Of the model, a tied weight once; None where all costs are of parts of layers, over `tp`."""
+        whole = next((setting.kinds for setting in self.settings if setting.tp == 1), None)
+        if whole is None:
+            return None
+        first, layers, last = (
+            sum(whole[kind].parameters for kind in part) for part in (self.before, self.layers, self.after)
+        )
+        return first + layers + last - (min(first, last) if self.tied else 0)
 
     def setting(
         self, *, ac: str | None = None, microbatch_size: int | None = None, tp: int | None = None,

@@ -15,7 +15,9 @@ from zeropipe.sim.layer_costs import LayerCost, LayerCosts, Setting, State
 
 VERSION = 1
 TYPE = "layer costs"
-_COUNTS = ("parameters", "microbatch_size", "tp", "sequence")
+LONGEST = 1000  # characters of a name
+_COUNTS = {"parameters": 0, "microbatch_size": 1, "tp": 1, "sequence": 0}  # and the least that each can be
+_SMALLEST, _LARGEST, _MOST = 1e-30, 1e30, 10**18  # what is not 0: a number, and a count
 
 
 def to_layer_json(costs: LayerCosts) -> str:
@@ -72,15 +74,38 @@ def from_layer_data(data: Any, where: str = "costs") -> LayerCosts:
     if "state" in found:
         names = tuple(one.name for one in fields(State))
         found["state"] = State(**_numbers(found["state"], names, f"{where}: state"))
-    return LayerCosts(**found)
+    _require_machine(found.get("machine", {}), f"{where}: machine")
+    costs = LayerCosts(**found)
+    for at, setting in enumerate(costs.settings):
+        if not any(setting.kinds[kind].f for kind in costs.layers):
+            raise ConfigError(f"{where}: settings[{at}]: its layers take no time: give an f above 0")
+    return costs
+
+
+def _require_machine(data: Mapping[str, Any], where: str) -> None:
+    """Of what a file says about its machine, that which plans count with."""
+    if not _is_line(data.get("gpu", "")):
+        raise ConfigError(f"{where}.gpu={short(data['gpu'])}: a text of one line is needed")
+    for name in ("memory", "peak_flops", "bandwidth"):
+        _number(data.get(name), f"{where}.{name}", optional=True)
+    shares = data.get("efficiency", {})
+    if not isinstance(shares, Mapping):
+        raise ConfigError(f"{where}.efficiency={short(shares)}: a table is needed")
+    for name, value in shares.items():
+        _number(value, f"{where}.efficiency[{short(name)}]")
 
 
 def _setting(data: Any, where: str) -> Setting:
     found = _fields(Setting, data, where)
     if not isinstance(found["kinds"], Mapping):
         raise ConfigError(f"{where}: kinds={short(found['kinds'])}: a table of layer kinds is needed")
+    for name in found["kinds"]:
+        if not _is_line(name):
+            raise ConfigError(f"{where}: {short(name)}: a layer kind's name is one line")
     found["kinds"] = {name: _layer(kind, f"{where}.{name}") for name, kind in found["kinds"].items()}
-    Checkpointing.parse(found.get("ac", "none"))
+    mode = found.get("ac", "none")
+    if Checkpointing.parse(mode).every > 1:
+        raise ConfigError(f"{where}: ac={short(mode)} is put together from none and full: give the costs of these")
     return Setting(**found)
 
 
@@ -102,10 +127,11 @@ def _fields(kind: Any, data: Any, where: str) -> dict[str, Any]:
         wanted = str(known[name].type)
         if wanted.startswith("float"):
             _number(value, f"{where}: {name}", optional="None" in wanted)
-        elif name in _COUNTS and (type(value) is not int or value < 0):
-            raise ConfigError(f"{where}: {name}={short(value)}: a whole number from 0 on is needed")
-        elif wanted == "str" and not isinstance(value, str):
-            raise ConfigError(f"{where}: {name}={short(value)}: a text is needed")
+        elif name in _COUNTS and (type(value) is not int or not _COUNTS[name] <= value <= _MOST):
+            least = _COUNTS[name]
+            raise ConfigError(f"{where}: {name}={short(value)}: a whole number from {least} to {_MOST:.0e} is needed")
+        elif wanted == "str" and not _is_line(value):
+            raise ConfigError(f"{where}: {name}={short(value)}: a text of one line is needed")
         elif wanted == "bool" and not isinstance(value, bool):
             raise ConfigError(f"{where}: {name}={short(value)}: true or false is needed")
         elif wanted.startswith("Mapping") and not isinstance(value, Mapping):
@@ -136,6 +162,12 @@ def _numbers(data: Any, names: tuple[str, ...], where: str, optional: bool = Fal
 def _number(value: Any, where: str, optional: bool = False) -> float | None:
     if optional and value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1e30:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
         raise ConfigError(f"{where}={short(value)}: a number from 0 on is needed")
+    if value and not _SMALLEST <= value <= _LARGEST:
+        raise ConfigError(f"{where}={short(value)}: give 0, or a number from {_SMALLEST:g} to {_LARGEST:g}")
     return value
+
+
+def _is_line(value: Any) -> bool:
+    return isinstance(value, str) and len(value) <= LONGEST and len(value.splitlines()) <= 1

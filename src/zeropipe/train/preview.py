@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
+from zeropipe.core.built_in import BUILT_IN
 from zeropipe.core.layers import check_counts, layer_counts, ranges
 from zeropipe.core.placement import Placement, Problem
 from zeropipe.core.resize import resized
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.units import count_text
-from zeropipe.engine.run.spec import BUILT_IN
 from zeropipe.errors import ConfigError
 from zeropipe.search.estimate.estimate import estimate
 from zeropipe.search.plan.layouts import Layout

@@ -8,6 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zeropipe.core.built_in import BUILT_IN
 from zeropipe.core.files import COSTS, SCHEDULES, read_text
 from zeropipe.core.layers import check_counts, layer_counts, num_stages_for
 from zeropipe.core.limits import COMMAND_LINE
@@ -15,7 +16,7 @@ from zeropipe.core.origin import Origin
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Timeline
 from zeropipe.core.units import count_text
-from zeropipe.engine.run.spec import BUILT_IN, Job, built_in, num_layers_in
+from zeropipe.engine.run.spec import Job, built_in, num_layers_in
 from zeropipe.errors import ConfigError
 from zeropipe.schedules.user import load_any
 from zeropipe.sim.layer_costs import LayerCosts

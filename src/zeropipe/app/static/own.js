@@ -1,19 +1,24 @@
-// Your own config.json on the Plan page: opened, dropped or pasted. A link carries a small one; the tab keeps a large one.
+// Your own config.json or costs.json on the Plan page: opened, dropped or pasted. A link carries a small one; the tab keeps
+// a large one.
 
 import { $, h, tell } from "./dom.js";
 import { packFiles, pasteDialog, takeDrops, unpackFiles } from "./files.js";
+import { costsIn } from "./said.js";
 
 export const OWN = "own"; // the choice among the models; no model has that name
-const KEY = "zeropipe-config", LONGEST_NAME = 100;
-const PASTE = { title: "Paste a config.json", about: ["The file that a Hugging Face model directory has."], button: "Use this config",
+const KEY = "zeropipe-plan-file", LONGEST_NAME = 100;
+const GIVE = "give a config.json, or costs of layers";
+const PASTE = { title: "Paste a config.json or costs.json", button: "Use it",
+  about: ["The config of a Hugging Face model directory, or the costs of layers that ", h("code", {}, "zeropipe profile -o"), " or ", h("code", {}, "estimate -o"), " wrote."],
   placeholder: '{\n  "model_type": "qwen3",\n  "hidden_size": 4096,\n  "num_hidden_layers": 36,\n  ...\n}' };
 
-export class OwnConfig {
+export class OwnFile {
   /** `most` are the characters that the server takes; `chosen` is called when there is a new one. */
   constructor(most, chosen) {
     this.most = most;
     this.chosen = chosen;
     this.file = null;
+    this.costs = null; // what it says, where it is a file of costs
     this.hash = ""; // the part of a link that carries it, or a mark by which this tab knows it again
   }
 
@@ -26,15 +31,15 @@ export class OwnConfig {
 
   /** The part of the form below the choice of models. */
   field() {
-    const input = h("input", { type: "file", accept: ".json,application/json", hidden: true, id: "config-file" });
+    const input = h("input", { type: "file", accept: ".json,application/json", hidden: true, id: "own-file" });
     input.addEventListener("change", () => {
       this.read([...input.files]);
       input.value = "";
     });
     takeDrops($("dropping"), (files) => this.read(files));
-    const paste = pasteDialog($("paste"), PASTE, (text) => this.take("config.json", text));
+    const paste = pasteDialog($("paste"), PASTE, (text) => this.take(costsIn(text) ? "costs.json" : "config.json", text));
     return h("div", { className: "own" }, input,
-      h("button", { type: "button", className: "dropzone", onclick: () => input.click() }, h("b", {}, "Your own config.json"), h("span", {}, " open it, or drop it anywhere")),
+      h("button", { type: "button", className: "dropzone", onclick: () => input.click() }, h("b", {}, "config.json or costs.json"), h("span", {}, " open yours, or drop it anywhere")),
       h("button", { type: "button", className: "link", onclick: paste }, "or paste it"), h("p", { className: "note", id: "own-note", hidden: !this.file }, this.note()));
   }
 
@@ -48,10 +53,10 @@ export class OwnConfig {
     }
   }
 
-  /** Take a text as the config, and choose it; an Error says what is wrong. */
+  /** Take a text as the file, and choose it; an Error says what is wrong. */
   async take(name, text) {
-    if (text.length > this.most) throw new Error(`${name} is longer than ${this.most / 1024} KiB, which is all the page takes: give a model's config.json`);
-    if (!text.trim()) throw new Error(`${name} is empty: give a model's config.json`);
+    if (text.length > this.most) throw new Error(`${name} is longer than ${this.most / 1024} KiB, which is all the page takes: ${GIVE}`);
+    if (!text.trim()) throw new Error(`${name} is empty: ${GIVE}`);
     await this.keep(name, text);
     tell($("error-model"), "", $("in-model"));
     tell($("own-note"), this.note());
@@ -60,6 +65,7 @@ export class OwnConfig {
 
   async keep(name, text) {
     this.file = { text };
+    this.costs = costsIn(text);
     this.name = name;
     const packed = await packFiles({ [name]: this.file });
     this.hash = packed || `#${encodeURIComponent(name)}=${mark(text)}`;
@@ -74,7 +80,7 @@ export class OwnConfig {
   note() {
     if (!this.file) return "";
     const carried = this.file.inLink ? "The link carries it." : "It is too large for a link: only this tab keeps it.";
-    return `${[this.name, ...facts(this.file.text)].join(", ")}. ${carried}`;
+    return `${[this.name, ...(this.costs?.facts ?? facts(this.file.text))].join(", ")}. ${carried}`;
   }
 }
 

@@ -3,9 +3,10 @@
 import { countText, percentText, timeText } from "/viewer/units.js";
 import { mountViewer } from "/viewer/viewer.js";
 import { $, h, tell } from "./dom.js";
-import { OWN, OwnConfig } from "./own.js";
+import { OWN, OwnFile } from "./own.js";
 import { PlanChart, gigabytes } from "./planchart.js";
 import { runFile } from "./runfile.js";
+import { Said, isAsked, saidMark } from "./said.js";
 import { toggleTheme } from "./tools.js";
 import { Line, Refused, get } from "./wire.js";
 
@@ -20,14 +21,14 @@ const FIRST = 10; // rows in sight
 const state = Object.fromEntries(new URLSearchParams(location.search));
 const planLine = new Line("/api/plan");
 const rowLine = new Line("/api/plan/row");
-const page = { viewer: null, asked: null, clock: 0 };
+const page = { viewer: null, asked: null, clock: 0, said: new Said() };
 
 async function start() {
   $("theme").addEventListener("click", () => toggleTheme(page.viewer));
   const known = await get("/api/known");
   page.counted = new Set(known.counted);
-  page.own = new OwnConfig(known.max_config, chooseOwn);
-  if (state.config) await page.own.restore(state.config);
+  page.own = new OwnFile(known.max_file, chooseOwn);
+  if (state.file) await page.own.restore(state.file);
   makeForm(known);
   page.chart = new PlanChart($("chart"), choose);
   $("memory-legend").append(...MEMORY.map((name) => h("span", {}, h("i", { className: `fill-${name}` }), name)));
@@ -37,16 +38,22 @@ async function start() {
 function makeForm({ models, gpus }) {
   const model = select("model", "Model", Object.entries(models).map(([name, count]) => [name, titled(name, count), page.counted.has(name)]), "qwen3-8b");
   const gpu = select("gpu", "GPU", Object.entries(gpus).map(([name, size]) => [name, `${name}, ${size} GB`]), "h100");
-  const hint = () => ($("in-memory").placeholder = String(gpus[$("in-gpu").value] ?? ""));
+  page.follow = () => { // the form, after another choice of model or GPU
+    const costs = $("in-model").value === OWN ? page.own.costs : null;
+    page.said.show(costs);
+    const own = costs ? costs.memory && Math.round(costs.memory / 1e8) / 10 : gpus[$("in-gpu").value];
+    $("in-memory").placeholder = String(own ?? (costs ? "like 80" : ""));
+    tell($("error-memory"), "", $("in-memory"));
+  };
   const box = h("input", { type: "checkbox", id: "in-compile", checked: state.compile !== "0" });
   $("form").append(model, page.own.field(), gpu, pair("gpus", "gpus_per_node"), pair("memory", "batch"), pair("sequence"),
-    h("label", { className: "tick" }, box, "compiled blocks (torch.compile)"),
+    h("label", { className: "tick" }, box, "compiled (torch.compile)", saidMark("compile")),
     h("button", { type: "submit", className: "strong" }, "Plan"),
-    h("p", { className: "note" }, "Costs are estimated from shapes. ", h("code", {}, "zeropipe profile"), " measures them, and ",
+    h("p", { className: "note" }, "A model's costs are estimated from its shapes. ", h("code", {}, "zeropipe profile"), " measures them: open its costs.json here. ",
       h("code", {}, "zeropipe plan"), " searches for schedules too."));
-  if (state.config) ownOption(state.config);
-  $("in-gpu").addEventListener("change", hint);
-  hint();
+  if (state.file) ownOption(state.file);
+  for (const name of ["model", "gpu"]) $(`in-${name}`).addEventListener("change", page.follow);
+  page.follow();
   $("form").addEventListener("submit", (event) => {
     event.preventDefault();
     history.pushState(null, "", location.href); // so that "back" leads to the plan before
@@ -55,7 +62,7 @@ function makeForm({ models, gpus }) {
   window.addEventListener("popstate", () => location.reload());
 }
 
-const titled = (name, count) => `${name} (${(count / 1e9).toPrecision(3)}B)`;
+const titled = (name, count) => (count ? `${name} (${(count / 1e9).toPrecision(3)}B)` : name);
 
 /** The user's own among the models, and chosen. */
 function ownOption(text) {
@@ -63,6 +70,7 @@ function ownOption(text) {
   input.querySelector(`[value="${OWN}"]`)?.remove();
   input.prepend(h("option", { value: OWN }, text));
   input.value = OWN;
+  page.follow();
 }
 
 function chooseOwn() {
@@ -90,14 +98,16 @@ function pair(...names) {
 
 function field(name, label, input) {
   const error = h("p", { className: "error", id: `error-${name}`, role: "alert", hidden: true });
-  return h("div", { className: "field" }, h("label", { htmlFor: input.id }, label), input, error);
+  return h("div", { className: "field" }, h("label", { htmlFor: input.id }, label, saidMark(name)), input, error);
 }
 
 /** What the form says; a number that is none goes to the server as it is, which says what is wrong with it. */
 function request() {
   const own = $("in-model").value === OWN && page.own.file;
-  const asked = { ...(own ? { model: page.own.name, config: own.text } : { model: $("in-model").value }), gpu: $("in-gpu").value, compile: $("in-compile").checked };
-  for (const name of Object.keys(NUMBERS)) {
+  const asked = { ...(own ? { model: page.own.name, file: own.text } : { model: $("in-model").value }) };
+  if (isAsked("gpu")) asked.gpu = $("in-gpu").value;
+  if (isAsked("compile")) asked.compile = $("in-compile").checked;
+  for (const name of Object.keys(NUMBERS).filter(isAsked)) {
     const text = $(`in-${name}`).value.trim();
     if (text !== "") asked[name] = Number.isFinite(Number(text)) ? Number(text) : text;
   }
@@ -106,13 +116,14 @@ function request() {
 
 async function ask() {
   const asked = request();
-  if (asked.model === OWN) return refuse([{ field: "model", message: `this link does not carry ${state.config}: open it, drop it or paste it` }]);
-  const { model, config, ...rest } = { ...asked, compile: asked.compile ? "1" : "0" };
-  const said = new URLSearchParams({ ...(config === undefined ? { model } : { config: model }), ...rest });
-  history.replaceState(null, "", `?${said}${config === undefined ? "" : page.own.hash}`);
+  if (asked.model === OWN) return refuse([{ field: "model", message: `this link does not carry ${state.file}: open it, drop it or paste it` }]);
+  const { model, file, ...rest } = asked;
+  if ("compile" in rest) rest.compile = rest.compile ? "1" : "0";
+  const said = new URLSearchParams({ ...(file === undefined ? { model } : { file: model }), ...rest });
+  history.replaceState(null, "", `?${said}${file === undefined ? "" : page.own.hash}`);
   rowLine.drop();
   busy(true);
-  const first = config !== undefined ? "Reading the config, then trying" : page.counted.has(model) ? "Counting its layers, then trying" : "Trying";
+  const first = file !== undefined ? "Reading the file, then trying" : page.counted.has(model) ? "Counting its layers, then trying" : "Trying";
   $("status").textContent = `${first} layouts, schedules, microbatches and checkpointing`;
   const turn = planLine.turn + 1;
   try {
@@ -145,7 +156,7 @@ function busy(on) {
 /** Each error beside its field, the rest above the results, which stay as they were. */
 function refuse(errors) {
   const names = ["model", "gpu", ...Object.keys(NUMBERS)];
-  const placed = errors.map(({ field, message }) => ({ field: field === "config" ? "model" : field, message })); // told beside the model
+  const placed = errors.map(({ field, message }) => ({ field: field === "file" ? "model" : field, message })); // told beside the model
   for (const name of names) tell($(`error-${name}`), placed.find((one) => one.field === name)?.message ?? "", $(`in-${name}`));
   const rest = placed.filter((one) => !names.includes(one.field));
   tell($("error-page"), rest.map((one) => one.message).join("\n"));
@@ -155,7 +166,8 @@ function refuse(errors) {
 
 function show(answer) {
   const [best] = answer.rows;
-  if (page.asked.config !== undefined) ownOption(titled(page.asked.model, answer.parameters));
+  const own = $("in-model").querySelector(`[value="${OWN}"]`);
+  if (page.asked.file !== undefined && page.asked.file === page.own.file.text) own.textContent = titled(page.asked.model, answer.parameters);
   $("planned").hidden = !best;
   const left = answer.num_left_out ? ` (${answer.num_left_out.toLocaleString("en")} with more work left out)` : "";
   $("tried").textContent = `${answer.num_tried.toLocaleString("en")} tried${left}, ${answer.num_fitting.toLocaleString("en")} fit into ${gigabytes(answer.limit)}`;
@@ -167,7 +179,7 @@ function show(answer) {
   $("headline").textContent = `${title(best)}: ${timeText(best.step, "s", 3)} a step`;
   const [misfit] = answer.misfits;
   $("misfit").textContent = misfit ? `Closest to fitting: ${misfit.text}, ${gigabytes(misfit.over, 2)} over.` : "";
-  $("status").textContent = `estimated · ${Math.round(best.speed).toLocaleString("en")} tokens/s per GPU · bubble ${percentText(best.bubble)} · ${gigabytes(best.peak)}`;
+  $("status").textContent = `${answer.source === "profile" ? "measured" : "estimated"} · ${Math.round(best.speed).toLocaleString("en")} tokens/s per GPU · bubble ${percentText(best.bubble)} · ${gigabytes(best.peak)}`;
   document.title = `${page.asked.model} on ${page.asked.gpus} · zeropipe`;
   const some = answer.dots.length < answer.num_fitting;
   $("drawn").textContent = some ? `the fastest ${answer.dots.length} that fit, and the front` : "all that fit";
@@ -228,7 +240,7 @@ async function choose(row) {
     const answer = await rowLine.ask({ plan: page.asked, ...Object.fromEntries(ROW.map((name) => [name, row[name]])) });
     if (!answer) return;
     tell($("error-page"), "");
-    page.run.give(answer.run, page.asked.config === undefined ? "" : page.asked.model);
+    page.run.give(answer.run, page.asked.file === undefined ? "" : page.asked.model);
     if (page.viewer) await page.viewer.update(answer.viewer);
     else page.viewer = mountViewer($("viewer"), answer.viewer, { summary: false });
   } catch (error) {

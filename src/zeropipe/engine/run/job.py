@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from zeropipe.core.built_in import BUILT_IN
 from zeropipe.core.mesh import DATA, Mesh
 from zeropipe.core.schedule import Schedule
 from zeropipe.engine.engine import Engine
@@ -19,7 +20,7 @@ from zeropipe.engine.mesh.parallelize import parallelize
 from zeropipe.engine.run.measure import Measured, measure
 from zeropipe.engine.run.meeting import join_torchrun, number_given, ranks_here, require_same
 from zeropipe.engine.run.prove import gradient_error
-from zeropipe.engine.run.spec import BUILT_IN, Job, built_in, num_pipelines_of, vocabulary_of
+from zeropipe.engine.run.spec import Job, built_in, num_pipelines_of, vocabulary_of
 from zeropipe.engine.stages.build import hf_model, hf_stages
 from zeropipe.engine.step.losses import CausalLMLoss
 from zeropipe.errors import ConfigError

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zeropipe.core.built_in import BUILT_IN
 from zeropipe.core.checkpointing import Checkpointing
 from zeropipe.core.layers import NUM_LAYERS, check_counts, layer_counts
 from zeropipe.core.mesh import DATA, Mesh, num_processes
@@ -16,14 +17,6 @@ from zeropipe.core.origin import Origin
 from zeropipe.core.schedule import Schedule
 from zeropipe.errors import ConfigError
 
-# Built-in models with random weights: layers, hidden, intermediate, heads, key/value heads, head size, vocabulary.
-BUILT_IN = {
-    "tiny-qwen3": (8, 256, 768, 4, 2, 64, 2048),
-    "tiny-llama": (8, 256, 768, 4, 2, 64, 2048),
-    "qwen3-0.6b": (28, 1024, 3072, 16, 8, 128, 151936),
-    "qwen3-8b": (36, 4096, 12288, 32, 8, 128, 151936),
-    "llama-8b": (32, 4096, 14336, 32, 8, 128, 128256),
-}
 TIED = ("qwen3-0.6b",)  # whose head is the embedding, as published
 
 

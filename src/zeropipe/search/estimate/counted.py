@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from zeropipe.core.layers import NUM_LAYERS
+from zeropipe.core.layers import above_layers
 from zeropipe.core.operator import Counted, Op
 from zeropipe.errors import ConfigError
 from zeropipe.search.estimate.operators import Sizes, loss, num_parameters
@@ -73,12 +73,8 @@ class CountedModel:
         return self._counters[element]
 
     def _open(self, element: int) -> Counter:
-        text = self.config.get("text_config")
-        for name, number in {**self.config, **(text if isinstance(text, Mapping) else {})}.items():
-            if name in NUM_LAYERS and type(number) is int and number > MOST_LAYERS:
-                raise ConfigError(
-                    f"{self.name}: {name}={number}: {self.unknown} are counted with at most {MOST_LAYERS} layers"
-                )
+        if above := above_layers(self.config, MOST_LAYERS):
+            raise ConfigError(f"{self.name}: {above}: {self.unknown} are counted with at most {MOST_LAYERS} layers")
         try:
             import torch
 

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from zeropipe.core.built_in import BUILT_IN
 from zeropipe.core.files import require_writable, write_whole
 from zeropipe.core.json import to_json
 from zeropipe.core.units import count_text, gigabytes
@@ -18,13 +19,10 @@ GPUS_PER_NODE = 8  # a training file's default
 STEPS = 100
 
 
-def write_run(
-    plan: Plan, row: Row, path: str, model: str, costs: str | None = None, num_layers: int | None = None
-) -> list[str]:
+def write_run(plan: Plan, row: Row, path: str, model: str, costs: str | None = None) -> list[str]:
     """Write `path`, and for a searched schedule a .json beside it; returns the names of what was written.
 
-    `costs` is where the plan's costs come from: a file, or the name of a GPU. `num_layers` is given where the model
-    alone does not say it.
+    `costs` is where the plan's costs come from: a file, or the name of a GPU.
     """
     schedule, written = named_schedule(row), [path]
     if row.found is not None:
@@ -33,7 +31,7 @@ def write_run(
         write_whole(file, to_json(row.found))
         schedule = {"name": file.name}
         written.append(str(file))
-    text = run_text(plan, row, schedule, _from(path, model), None if costs is None else _from(path, costs), num_layers)
+    text = run_text(plan, row, schedule, _from(path, model), None if costs is None else _from(path, costs))
     write_whole(path, text)
     return written
 
@@ -43,9 +41,7 @@ def named_schedule(row: Row) -> dict[str, Any]:
     return {"name": row.candidate.schedule, "stages_per_rank": row.candidate.stages_per_rank}
 
 
-def run_text(
-    plan: Plan, row: Row, schedule: dict[str, Any], model: str, costs: str | None, num_layers: int | None = None
-) -> str:
+def run_text(plan: Plan, row: Row, schedule: dict[str, Any], model: str, costs: str | None) -> str:
     """The training file of a row. `schedule` names it, and the other arguments are as in `write_run`."""
     one, known = row.candidate, plan.scene.costs
     schedule = {**schedule, "layers": list(row.counts)}
@@ -62,8 +58,8 @@ def run_text(
         "data": {"sequence": known.sequence, "batch": plan.batch, "microbatch": one.microbatch_size},
         "train": {"steps": STEPS},
     }
-    if num_layers is not None:
-        tables["model"]["num_layers"] = num_layers
+    if model in BUILT_IN and BUILT_IN[model][0] != known.num_layers:  # profiled with another number of them
+        tables["model"]["num_layers"] = known.num_layers
     words = "an estimate" if known.source == "estimate" else "from measured costs"
     head = [
         f"# {one}",

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
+from zeropipe.core.built_in import BUILT_IN
 from zeropipe.engine.checkpoint.manifest import followed
-from zeropipe.engine.run.spec import BUILT_IN
 from zeropipe.errors import MissingExtra
 from zeropipe.train.config.models import LoraTable, RunConfig
 from zeropipe.train.shape import is_planned, num_layers_of
