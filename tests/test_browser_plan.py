@@ -77,6 +77,7 @@ def test_an_own_file_is_dropped_planned_saved_as_a_run_and_kept_by_the_link_or_t
     page.click("#form button[type=submit]")
     page.wait_for_selector("#save-run:enabled")
     assert page.inner_text("#in-model option:checked") == "mine.json (0.596B)"
+    assert page.text_content("#in-model option[value=kimi-k2]") == "kimi-k2 (1030B)"
     with page.expect_download() as saved:
         page.click("#save-run")
     assert saved.value.suggested_filename == "run.toml"

@@ -62,7 +62,9 @@ function makeForm({ models, gpus }) {
   window.addEventListener("popstate", () => location.reload());
 }
 
-const titled = (name, count) => (count ? `${name} (${(count / 1e9).toPrecision(3)}B)` : name);
+const digits = (number) => Number(number.toPrecision(3)); // no 1.03e+3
+const sized = (count) => (count < 1e8 ? `${digits(count / 1e6)}M` : `${digits(count / 1e9)}B`);
+const titled = (name, count) => (count ? `${name} (${sized(count)})` : name);
 
 /** The user's own among the models, and chosen. */
 function ownOption(text) {
