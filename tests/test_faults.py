@@ -155,6 +155,7 @@ MISTAKES = {
     "only one": ("EngineError", "rank 0 is at train_step, rank 2 at the gradient norm: every rank makes the same"),
     "labels": ("ConfigError", "rank 3: a microbatch has ['inputs', 'target']: CausalLMLoss needs 'labels'"),
     "detached": ("EngineError", "rank 3 failed at 3F0: TypeError: the loss has no gradient, so that nothing would"),
+    "exhausted": ("EngineError", "rank 3 failed at 3F0: StopIteration"),
     "cut off": ("EngineError", "rank 3 failed at 3F0: TypeError: 3F0 returned no gradient, so that nothing would"),
 }
 

@@ -248,12 +248,19 @@ def test_a_classifier_keeps_its_labels(tmp_path):
     assert AutoModelForSequenceClassification.from_pretrained(tmp_path).score.weight.equal(model.score.weight)
 
 
+IDS = "give a Tensor of whole numbers, (sequences, tokens)"
+
+
 @pytest.mark.parametrize(
     "microbatch, words",
     [
         ({"labels": 1}, "a microbatch has ['labels']: every stage of a Hugging Face model needs 'input_ids'"),
         ({"input_ids": torch.tensor([[0, 61]])}, "a microbatch has token id 61: the model knows 0 to 60"),
         ({"input_ids": torch.tensor([[-1, 60]])}, "a microbatch has token id -1: the model knows 0 to 60"),
+        ({"input_ids": [[0, 1]]}, f"a microbatch has input_ids that are a list: {IDS}"),
+        ({"input_ids": torch.ones(2, 3)}, f"a microbatch has input_ids of torch.float32: {IDS}"),
+        ({"input_ids": torch.tensor([0, 1])}, f"a microbatch has input_ids of shape (2,): {IDS}"),
+        ({"input_ids": torch.ones(2, 0, dtype=torch.long)}, f"a microbatch has input_ids of shape (2, 0): {IDS}"),
         (
             {"input_ids": torch.ones(2, 3, dtype=torch.long), "attention_mask": torch.ones(2, 4)},
             "a microbatch has an attention_mask of (2, 4) and input_ids of (2, 3)",

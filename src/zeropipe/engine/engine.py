@@ -442,6 +442,8 @@ class Engine:
             self._stop(str(explained))
             if isinstance(error, PeerLost) or is_closed(error):  # the transport's own words help nobody
                 raise explained from None
+            if isinstance(error, StopIteration):  # one that is given as the cause, contextmanager would raise itself
+                raise explained from None
             if isinstance(error, Exception):
                 raise explained from error
             raise

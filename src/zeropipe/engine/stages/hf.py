@@ -219,12 +219,23 @@ def positions(cu_seqlens: Tensor) -> Tensor:
     return (torch.arange(len(starts), device=cu_seqlens.device) - starts)[None]
 
 
+def _no_ids(ids: Any) -> str | None:
+    """What token ids are, in words, where they are no table of whole numbers."""
+    if not isinstance(ids, Tensor):
+        return f"that are a {type(ids).__name__}"
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        return f"of {ids.dtype}"
+    return None if ids.dim() == 2 and ids.numel() else f"of shape {tuple(ids.shape)}"
+
+
 def _wrong_tokens(microbatch: Microbatch, number: int) -> str | None:
     """What is wrong with a microbatch for a model that knows so many tokens; on a GPU nobody waits to look."""
     ids, mask = microbatch["input_ids"], microbatch.get("attention_mask")
+    if (seen := _no_ids(ids)) is not None:
+        return f"a microbatch has input_ids {seen}: give a Tensor of whole numbers, (sequences, tokens)"
     if mask is not None and mask.dim() == 2 and mask.shape != ids.shape:
         return f"a microbatch has an attention_mask of {tuple(mask.shape)} and input_ids of {tuple(ids.shape)}"
-    if ids.device.type != "cpu" or not ids.numel():
+    if ids.device.type != "cpu":
         return None
     least, most = (int(end) for end in ids.aminmax())
     wrong = least if least < 0 else most

@@ -39,7 +39,10 @@ class CausalLMLoss:
         """The number of tokens with a loss."""
         if self.labels not in microbatch:
             raise ConfigError(f"a microbatch has {sorted(microbatch)}: CausalLMLoss needs {self.labels!r}")
-        return int((microbatch[self.labels][..., 1:] != self.ignore).sum())
+        labels = microbatch[self.labels]
+        if not isinstance(labels, Tensor):
+            raise ConfigError(f"a microbatch has {self.labels} that are a {type(labels).__name__}: give a Tensor")
+        return int((labels[..., 1:] != self.ignore).sum())
 
     def __call__(
         self, output: Tensor | tuple[Tensor, Tensor], microbatch: Mapping[str, Any]
