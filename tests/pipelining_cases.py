@@ -369,6 +369,7 @@ def fails(where: str) -> str:
     if rank == len(modules) - 1 and where in ("outputs", "lengths"):
         modules[rank] = stages[0].submod = nn.Sequential(modules[rank], Outputs(where))
     losses = {
+        "detached": lambda output, target: mean_square(output, target).detach(),
         "outputs": lambda output, target: mean_square(output[0], target),
         "pair": lambda output, target: (mean_square(output, target), 1),
         "shape": lambda output, target: output,

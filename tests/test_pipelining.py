@@ -124,6 +124,12 @@ def test_new_shapes_and_numbers_between_steps():
         ("lengths", "returned Tensors of shapes [2, 1, 6] and [2, 2, 6], which cannot", 3, "(return_outputs=False)"),
         ("pair", "3F0: TypeError: loss_fn returned a tuple: return a Tensor", 3, "loss_fn returned a tuple"),
         ("shape", "3F0: TypeError: loss_fn returned a Tensor of shape [", 3, "return a Tensor with one number"),
+        (
+            "detached",
+            "3F0: TypeError: the loss has no gradient, so that nothing would learn",
+            3,
+            "without detach(), item",
+        ),
         ("target", "no target: give target=", 3, "ConfigError: rank 3: the rank with the last stage"),
         ("target kind", "target is a dict: step() cuts a Tensor", 3, "give one, or lists of microbatches (arg_mbs=, "),
     ],

@@ -117,7 +117,8 @@ def test_two_files_may_use_the_same_function_name_and_a_file_may_be_run_twice(tm
         built = [load(f"{tmp_path}/{name}.py:mine", ranks=1, microbatches=2) for name in ("one", "two")]
         assert [schedule.name for schedule in built] == ["one", "two"]
         exec(OWN.format(name="here", aliases=()), {"__name__": __name__})
-    assert zp.build("here", ranks=1, microbatches=2) == built[0]
+        exec(OWN.format(name="nowhere", aliases=()), {})  # in no module
+    assert zp.build("here", ranks=1, microbatches=2) == zp.build("nowhere", ranks=1, microbatches=2) == built[0]
 
 
 VARIANTS = """

@@ -20,6 +20,7 @@ from zeropipe.core.timeline import Timeline
 from zeropipe.core.units import count_text
 from zeropipe.engine.backward.gradients import divide
 from zeropipe.engine.engine import Engine
+from zeropipe.engine.step.losses import require_gradient
 from zeropipe.errors import ConfigError, EngineError, ZeropipeError, short
 from zeropipe.pipelining import private
 from zeropipe.pipelining.engines import drop, engine_of, settings
@@ -195,6 +196,8 @@ class Walking(private.Base):
             # torch 2.11 knows no loss_kwargs
             loss = self._loss_fn(output, target, **more) if more else self._compute_loss(output, target)
             _require_loss(loss, train)
+            if train:
+                require_gradient(loss, output)
             seen[index] = loss.detach() if train else loss
             return loss if train else None
 

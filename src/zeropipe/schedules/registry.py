@@ -262,7 +262,7 @@ def _home(write: Callable[..., None]) -> str:
 
 
 def _is_ours(write: Callable[..., None]) -> bool:
-    return _bare(write).__module__.startswith("zeropipe.schedules.")
+    return str(_bare(write).__module__).startswith("zeropipe.schedules.")
 
 
 def _bare(write: Callable[..., None]) -> Callable[..., None]:

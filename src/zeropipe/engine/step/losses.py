@@ -177,6 +177,17 @@ def _is_number(value: Any) -> bool:
     return value.numel() == 1 if isinstance(value, Tensor) else hasattr(value, "__float__")
 
 
+def require_gradient(loss: Tensor, output: Any) -> None:
+    """TypeError for a loss that teaches nothing, though its output could learn."""
+    needs_grad = any(one.requires_grad for one in torch_private.tensors_in(output))
+    # a plain 0 is fine: that of a microbatch in which nothing has a loss
+    if needs_grad and not loss.requires_grad and float(loss) != 0:
+        raise TypeError(
+            "the loss has no gradient, so that nothing would learn: make it of the stage's output, without detach(), "
+            "item() or no_grad()"
+        )
+
+
 def _check_loss(value: Any, output: Any) -> None:
     loss, *rest = value if isinstance(value, tuple) and len(value) in (2, 3) else (value,)
     for what, number in _numbers(rest):
@@ -184,13 +195,7 @@ def _check_loss(value: Any, output: Any) -> None:
             shape = f" of shape {list(number.shape)}" if isinstance(number, Tensor) else ""
             raise TypeError(f"{what} of the loss is a {type(number).__name__}{shape}: give a number")
     if isinstance(loss, Tensor) and loss.numel() == 1:
-        needs_grad = any(one.requires_grad for one in torch_private.tensors_in(output))
-        # a plain 0 is fine: that of a microbatch in which nothing has a loss
-        if needs_grad and not loss.requires_grad and float(loss) != 0:
-            raise TypeError(
-                "the loss has no gradient, so that nothing would learn: make it of the stage's output, without "
-                "detach(), item() or no_grad()"
-            )
+        require_gradient(loss, output)
         return
     what = f"a Tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
     raise TypeError(f"the loss is {what}: return a scalar Tensor (a mean), (sum, count), or (sum, count, metrics)")
