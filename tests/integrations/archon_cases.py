@@ -13,6 +13,7 @@ from areal.experimental.engine.archon_engine import ArchonEngine
 from areal.experimental.models.archon import ArchonParallelDims, get_model_spec
 from areal.utils import data, logging
 from torch import Tensor, nn
+from torch.distributed.tensor import distribute_tensor
 from torch.nn import functional
 
 from zeropipe.integrations import archon as ours
@@ -33,6 +34,7 @@ class Case(NamedTuple):
     compile: bool = False
     ac: str | None = None  # "op": selective by operation, "full", "budget"
     shards: int = 1
+    tensor: int = 1
     pad: bool = False  # every microbatch to the longest that is allowed
 
 
@@ -83,9 +85,10 @@ def engine_of(case: Case, ranks: int) -> ArchonEngine:
     # a large page: microbatches are aligned to one token
     engine.model_config = SimpleNamespace(hidden_size=1 << 20, model_type=case.model, tie_word_embeddings=False)
     engine.pp_has_first_stage = engine.pp_has_last_stage = True
-    shards = dist.get_world_size() // ranks
+    tensor = case.tensor if ranks > 1 else 1
+    shards = dist.get_world_size() // (ranks * tensor)
     engine.parallel_dims = dims = ArchonParallelDims(
-        pp=ranks, dp_shard=shards, world_size=dist.get_world_size(), device_type="cpu"
+        pp=ranks, dp_shard=shards, tp=tensor, world_size=dist.get_world_size(), device_type="cpu"
     )
     dims.build_mesh()
     if ranks == 1:
@@ -119,8 +122,7 @@ def piece(whole: Tensor, parameter: Any) -> Tensor:
     """The part of a tensor that this process holds of a parameter."""
     if not hasattr(parameter, "to_local"):
         return whole
-    mesh = parameter.device_mesh
-    return whole.chunk(mesh.size(), 0)[mesh.get_local_rank()] if mesh.size() > 1 else whole
+    return distribute_tensor(whole, parameter.device_mesh, parameter.placements).to_local()
 
 
 def batch() -> dict[str, Tensor]:
@@ -136,8 +138,23 @@ def batch() -> dict[str, Tensor]:
 
 def loss(logits: Tensor, context: dict[str, Any]) -> Tensor:
     """Of the tokens that are no padding; the last one has no label."""
+    logits = logits if WHOLE[0] is None else _Joined.apply(logits)
     length = logits.shape[0] - context["pad_length"] - 1
     return functional.cross_entropy(logits[:length], context["labels"][:length], reduction="sum")
+
+
+class _Joined(torch.autograd.Function):
+    """Logits of which every process of the group has a part of the vocabulary; all of them compute the same loss."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        parts = [torch.empty_like(logits) for _ in range(WHOLE[0].size())]
+        dist.all_gather(parts, logits.contiguous(), WHOLE[0])
+        return torch.cat(parts, -1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.chunk(WHOLE[0].size(), -1)[WHOLE[0].rank()]
 
 
 class Losses:
@@ -154,7 +171,8 @@ class Losses:
 
 def run(case: Case, steps: int = 1) -> Seen:
     """Evaluation, some training steps that add up gradients, evaluation again: by Archon's own runner."""
-    engine = engine_of(case, dist.get_world_size() // case.shards)
+    engine = engine_of(case, dist.get_world_size() // (case.shards * case.tensor))
+    WHOLE[0] = engine.parallel_dims.get_group("tp") if case.tensor > 1 else None
     runner = archon_runner.create_runner(
         pp_enabled=True,
         model_parts=engine.model_parts,
@@ -185,6 +203,7 @@ def run(case: Case, steps: int = 1) -> Seen:
 
 
 EVALUATES = [True]
+WHOLE: list[Any] = [None]  # the group that shares logits
 
 
 def whole_of(gradient: Any) -> Tensor:
@@ -194,6 +213,7 @@ def whole_of(gradient: Any) -> Tensor:
 def sequential(case: Case, steps: int = 1) -> Seen:
     """Archon without pipelines: its SequentialRunner on the whole model."""
     engine = engine_of(case._replace(compile=False, ac=None), 1)
+    WHOLE[0] = None
     model, losses = model_of(case.model), Losses()
     runner = archon_runner.create_runner(
         pp_enabled=False, model_parts=[model], prepare_inputs_fn=engine._prepare_mb_inputs
@@ -235,8 +255,19 @@ def beside_sequential(case: Case) -> float:
 
 
 def beside_archon(case: Case) -> float:
-    """Our run against Archon's own, which pads. Without us it trains, on this torch, only after the mend below."""
+    """Our run against Archon's own, which pads."""
     mine = installed(run, case._replace(pad=True))._replace(evaluated=[])
+    return gap(mine, by_archon(case))
+
+
+def embedding_alone(case: Case) -> float | None:
+    """The norm of the embedding's gradient where Archon runs without us; None where it is on another rank."""
+    gradient = by_archon(case).gradients.get("tok_embeddings.weight")
+    return None if gradient is None else float(gradient.norm())
+
+
+def by_archon(case: Case) -> Seen:
+    """Archon's own run. Without us it trains, on this torch, only after the mend below."""
     create = archon_runner.PipelinedRunner._create_loss_fn
 
     def with_spare(self: Any, contexts: list[Any], process: Any) -> Any:
@@ -246,7 +277,7 @@ def beside_archon(case: Case) -> float:
     archon_runner.PipelinedRunner._create_loss_fn = with_spare
     EVALUATES[0] = False  # torch's V schedules cannot
     try:
-        return gap(mine, run(case))
+        return run(case)
     finally:
         archon_runner.PipelinedRunner._create_loss_fn = create
         EVALUATES[0] = True

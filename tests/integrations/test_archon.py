@@ -95,6 +95,41 @@ def test_sharded_stages():
         assert max(four.run(archon_cases.beside_sequential, case, timeout=300)) < 1e-6
 
 
+@pytest.fixture(scope="module")
+def four():
+    with LocalRanks(4, preload=["archon_cases"]) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("schedule, most", [("Interleaved1F1B", 1e-6), ("ZBVZeroBubble", 0.0)])
+def test_spread_stages_equal_archons_own(four, model, schedule, most):
+    """Tensor parallelism with sequence parallelism, as Archon has it."""
+    assert max(four.run(archon_cases.beside_archon, Case(model, schedule, tensor=2), timeout=300)) <= most
+
+
+@pytest.mark.parametrize("ac", [None, "op", "full"])
+def test_spread_stages_equal_the_model_without_pipelines(four, ac):
+    case = Case("qwen3", "v-half", tensor=2, ac=ac)
+    assert max(four.run(archon_cases.beside_sequential, case, timeout=300)) < 1e-5
+
+
+def test_spread_and_sharded_stages():
+    with LocalRanks(8, preload=["archon_cases"]) as eight:
+        case = Case("qwen3", "ZBVZeroBubble", shards=2, tensor=2)
+        assert max(eight.run(archon_cases.beside_sequential, case, timeout=300)) < 1e-5
+
+
+def test_spread_and_compiled_is_refused(four):
+    """Archon alone trains so, and its embedding learns nothing."""
+    case = Case("qwen3", "ZBVZeroBubble", compile=True, tensor=2)
+    found = four.run(archon_cases.embedding_alone, case._replace(schedule="1F1B"), timeout=300)
+    assert [norm for norm in found if norm is not None] == [0.0, 0.0]
+    with LocalRanks(4, preload=["archon_cases"]) as ranks:
+        for outcome in ranks.outcomes(archon_cases.beside_sequential, case, timeout=300):
+            assert "tp=2 and enable_compile: Archon's embedding gets no gradient" in outcome.text
+
+
 @pytest.mark.parametrize(
     "case, says",
     [

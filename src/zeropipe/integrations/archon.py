@@ -68,7 +68,12 @@ def pipeline_llm(
 
     `pp_schedule` may be any schedule with one copy of each stage, by torch's name or ours, or a CSV or JSON file.
     """
-    require_proven(parallel_dims, "tp", "cp", "ep")
+    require_proven(parallel_dims, "cp", "ep")
+    if parallel_dims.tp_enabled and parallelize_kwargs.get("enable_compile"):
+        raise ConfigError(
+            f"tp={parallel_dims.tp} and enable_compile: Archon's embedding gets no gradient then, with any pipeline; "
+            "leave one of them out"
+        )
     mesh = parallel_dims.get_mesh("pp")
     choice, num_layers = chosen(archon_config.pp_schedule), len(model.layers)
     less = archon_config.pp_first_stage_less_layers, archon_config.pp_last_stage_less_layers
