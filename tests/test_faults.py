@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import signal
 import socket
@@ -20,10 +21,10 @@ import fault_cases as cases
 from engine_helpers import TOLERANCE, ranks
 
 import zeropipe as zp
-from zeropipe.engine.run.launch import Failed, LocalRanks, _told
-from zeropipe.engine.run.nursery import nursery
+from zeropipe.engine.run.launch import Failed, LocalRanks, _answer, _told
+from zeropipe.engine.run.nursery import nursery, preparation
 from zeropipe.engine.torch_private import abort_nccl
-from zeropipe.errors import EngineError
+from zeropipe.errors import ConfigError, EngineError
 
 LIMIT = 60  # seconds; each of these takes a few
 
@@ -224,6 +225,23 @@ def test_an_error_that_others_quote_is_one_line():
     lost = Failed(0, "EngineError", "rank 1 was lost: its connection closed", "a traceback", foreseen=True)
     assert _told([lost, dead]) == "rank 1 was lost: its connection closed; rank 1: killed by SIGKILL"
     assert _told([own, other]) == "rank 0: ConfigError: cannot write x\nrank 1: EngineError: something else"
+
+
+def test_what_ranks_cannot_be_handed_is_told_in_one_line(monkeypatch):
+    with pytest.raises(ConfigError, match=r"local object .*: give a function of a file that can be imported"):
+        ranks(2).run(lambda: 1)
+    assert ranks(2).run(abs, -1) == [1, 1]  # these ranks go on
+    jobs = (b"cfault_cases\nno\n.", pickle.dumps((memoryview, (b"",))))
+    missing, unsent = (pickle.loads(_answer(job, 0)) for job in jobs)
+    assert missing.text.startswith("local ranks do not find what they are to run (Can't get attribute 'no' on")
+    assert unsent.text.startswith("what memoryview returns cannot be sent back (cannot pickle")
+    assert missing.foreseen
+    assert unsent.foreseen
+    main = sys.modules["__main__"]
+    monkeypatch.setattr(main, "__spec__", None)
+    for file, found in ((__file__, True), ("/nowhere/<stdin>", False)):
+        monkeypatch.setattr(main, "__file__", file)
+        assert ("init_main_from_path" in preparation()) == found
 
 
 def test_a_silent_rank_is_given_up():

@@ -110,7 +110,14 @@ class LocalRanks:
         """Like `run`, with a Failed in the place of a rank that failed."""
         if self.closed:
             raise EngineError("these ranks are closed: make new ones")
-        job = pickle.dumps((function, args))
+        try:
+            job = pickle.dumps((function, args))
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            name = getattr(function, "__name__", short(function))
+            raise ConfigError(
+                f"{name} and its arguments cannot be handed to local ranks ({error}): give a function of a "
+                "file that can be imported, and plain values"
+            ) from None
         for pipe in self._pipes:
             pipe.send_bytes(job)
         return self._collect(timeout)
@@ -253,10 +260,28 @@ def _rank_main(end: int, rank: int, num_ranks: int, port: int, threads: int, bac
         _line.answer(_answer(job, rank))
 
 
+def _loaded(job: bytes) -> Any:
+    try:
+        return pickle.loads(job)
+    except (AttributeError, ImportError) as error:
+        raise ConfigError(
+            f"local ranks do not find what they are to run ({error}): define it at the top of a file that can be "
+            "imported, above `if __name__ == '__main__':`, and not in a notebook"
+        ) from None
+
+
+def _dumped(function: Any, result: Any) -> bytes:
+    try:
+        return pickle.dumps(result)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        name = getattr(function, "__name__", short(function))
+        raise ConfigError(f"what {name} returns cannot be sent back ({error}): return plain values") from None
+
+
 def _answer(job: bytes, rank: int) -> bytes:
     try:
-        function, args = pickle.loads(job)
-        return pickle.dumps(function(*args))
+        function, args = _loaded(job)
+        return _dumped(function, function(*args))
     except BaseException as error:  # SystemExit and KeyboardInterrupt too: the others are told what ended this rank
         return pickle.dumps(
             Failed(rank, type(error).__name__, str(error), traceback.format_exc(), isinstance(error, ZeropipeError))

@@ -79,10 +79,8 @@ class Nursery:
 
     def bear(self, function: Callable[..., None], args: tuple[Any, ...], end: int, patience: float) -> int:
         """Start a rank that calls `function(end, *args)` with its own end of a connection; returns its process id."""
-        setting = spawn.get_preparation_data("zeropipe-rank")
-        del setting["authkey"]  # of multiprocessing, which refuses to send it
         with self._lock:
-            self._send((setting, dict(os.environ), function, args), end)
+            self._send((preparation(), dict(os.environ), function, args), end)
             deadline = time.monotonic() + patience
             while not self._born:
                 if self.gone or time.monotonic() > deadline:
@@ -130,6 +128,15 @@ class Nursery:
             else:
                 self._codes[pid] = code
             patience = 0
+
+
+def preparation() -> dict[str, Any]:
+    """What a rank needs to know of this process, as multiprocessing tells it."""
+    setting = spawn.get_preparation_data("zeropipe-rank")
+    del setting["authkey"]  # of multiprocessing, which refuses to send it
+    if not os.path.exists(setting.get("init_main_from_path", "")):  # a script from stdin
+        setting.pop("init_main_from_path", None)
+    return setting
 
 
 _current: Nursery | None = None
