@@ -14,6 +14,7 @@ import checkpoint_cases as cases
 from engine_helpers import TOLERANCE, largest, ranks
 
 import zeropipe as zp
+from zeropipe.engine import load_checkpoint, save_checkpoint
 from zeropipe.engine.checkpoint.manifest import read_manifest
 from zeropipe.engine.checkpoint.values import decode, encode
 
@@ -139,3 +140,11 @@ def test_extra_values_come_back_as_they_were(value):
     back = decode(json.loads(json.dumps(encode(value, "extra", tensors))), tensors)
     assert back == value
     assert type(back) is type(value)
+
+
+@pytest.mark.parametrize("call", [save_checkpoint, load_checkpoint])
+def test_a_folder_in_the_engines_place(call):
+    with pytest.raises(
+        zp.ConfigError, match=r"engine='run': give the folder first, then the Engine, then its optimizer"
+    ):
+        call(object(), "run")

@@ -12,7 +12,7 @@ from torch import Tensor
 from zeropipe.engine.checkpoint import pieces
 from zeropipe.engine.checkpoint.frozen import fingerprint
 from zeropipe.engine.checkpoint.manifest import Manifest, Saved, followed, read_manifest
-from zeropipe.engine.checkpoint.names import Catalog, Described, HasTeam, Team, tied_sets
+from zeropipe.engine.checkpoint.names import Catalog, Described, HasTeam, Team, require_engine, tied_sets
 from zeropipe.engine.checkpoint.optimizers import MASTER, Gives, Optimized, has_masters, require_optimizers
 from zeropipe.engine.checkpoint.pieces import Reading
 from zeropipe.engine.checkpoint.randomness import set_random_states
@@ -35,6 +35,7 @@ def load_checkpoint(path: str | Path, engine: HasTeam, optimizer: Any = None, *,
     Mesh, schedule, placement and number of stages may be others than those that saved it. What does not fit, or is
     damaged, is refused on all ranks before anything changes. `random`: go on with the saved random numbers.
     """
+    require_engine(engine)
     if engine.saving is not None:
         engine.saving.wait()
     with engine.together("loading a checkpoint") as team:

@@ -18,7 +18,7 @@ from zeropipe.engine.stages.adapters import adapter_in, wrapped, wrappers
 from zeropipe.engine.stages.contract import Told
 from zeropipe.engine.stages.hf import HFStage
 from zeropipe.engine.stages.whole import computed, unwrapped_name
-from zeropipe.errors import ConfigError
+from zeropipe.errors import ConfigError, short
 
 
 class Team(NamedTuple):
@@ -37,6 +37,12 @@ class HasTeam(Protocol):
     def together(self, where: str, refusing: bool = True) -> AbstractContextManager[Team]:
         """Around such work: an error of one rank stops all. `refusing`: all of them raise a ConfigError anyway."""
         ...
+
+
+def require_engine(engine: object) -> None:
+    """ConfigError for what is no Engine."""
+    if not hasattr(engine, "together"):
+        raise ConfigError(f"engine={short(engine)}: give the folder first, then the Engine, then its optimizer")
 
 
 class Described(NamedTuple):

@@ -16,7 +16,7 @@ from zeropipe.engine.backward.gradients import local
 from zeropipe.engine.checkpoint import pieces
 from zeropipe.engine.checkpoint.frozen import fingerprint
 from zeropipe.engine.checkpoint.manifest import Manifest, Target
-from zeropipe.engine.checkpoint.names import Catalog, HasTeam, Team
+from zeropipe.engine.checkpoint.names import Catalog, HasTeam, Team, require_engine
 from zeropipe.engine.checkpoint.optimizers import Gives, Kept, Optimized, kind_of_all
 from zeropipe.engine.checkpoint.pieces import Written
 from zeropipe.engine.checkpoint.randomness import random_states
@@ -54,6 +54,7 @@ def save_checkpoint(
     `asynchronous`: return as soon as the tensors are copied to CPU memory. `wait()` of what is returned ends when the
     checkpoint is there; the next save and `engine.close()` wait for it, too.
     """
+    require_engine(engine)
     if engine.saving is not None:
         before, engine.saving = engine.saving, None
         before.wait()
