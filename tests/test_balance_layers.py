@@ -170,3 +170,12 @@ def test_layers_of_two_kinds_are_cut_exactly_in_no_time():
     assert found.exact
     assert sum(found.counts) == 62
     assert found.slowest < 1.05 * sum(found.rank_times) / 4 < found.even_slowest
+
+
+def test_many_layers_of_two_kinds_are_cut_well_in_no_time():
+    """An exact cut of them would take hours."""
+    costs = zp.estimate("gemma-3-27b")
+    costs = replace(costs, layers=(costs.layers * 9)[:500])
+    found = zp.balance(costs, zp.build("interleaved", ranks=8, microbatches=16, stages_per_rank=2))
+    assert sum(found.counts) == 500
+    assert found.slowest < 1.01 * sum(found.rank_times) / 8 < found.even_slowest

@@ -15,10 +15,12 @@ from zeropipe.core.placement import Placement, Problem
 from zeropipe.core.schedule import Schedule, require_schedule
 from zeropipe.core.units import size_text
 from zeropipe.errors import ConfigError, short
-from zeropipe.search.balance.exact import one_pass, two_passes
+from zeropipe.search.balance.exact import num_tried, one_pass, two_passes
 from zeropipe.search.balance.simple import climb, equal_layers, spread
 from zeropipe.search.balance.task import BalanceTask
 from zeropipe.sim.layer_costs import LayerCost, LayerCosts, Setting
+
+MOST_TRIED = 3e9  # by an exact cut, which takes some ten seconds for so many
 
 
 @dataclass(frozen=True)
@@ -62,8 +64,9 @@ def balance(
     """The cut of a model into the stages of `schedule` whose slowest rank is fastest, within each rank's memory.
 
     Embedding, head and loss count. `speeds` are factors for ranks with other GPUs (2: twice as fast), `memory` is in
-    bytes, one number or one per rank. Exact by dynamic programming with one or two stages per rank, and for layers that
-    are all alike; otherwise improved step by step, and `exact` says whether the result is at its bound.
+    bytes, one number or one per rank. Exact by dynamic programming with one or two stages per rank (of up to some 200
+    layers), and for layers that are all alike; otherwise improved step by step, and `exact` says whether the result is
+    at its bound.
     """
     if not isinstance(costs, LayerCosts):
         raise ConfigError(f"costs={short(costs)}: costs of layers are needed, give zp.estimate(...) or those of a file")
@@ -111,7 +114,7 @@ def solved(task: BalanceTask) -> tuple[tuple[int, ...] | None, bool]:
     if task.num_stages == task.num_ranks:
         return one_pass(task), True
     near = climb(task, spread(task))
-    if task.num_stages == 2 * task.num_ranks and _is_regular(task):
+    if task.num_stages == 2 * task.num_ranks and _is_regular(task) and num_tried(task) <= MOST_TRIED:
         most = task.value(near)[0] if task.fits(near) else inf
         return two_passes(task, most), True
     bound = (sum(task.time) + sum(task.ends(s)[0] for s in range(task.num_stages))) / sum(task.speed)

@@ -66,11 +66,22 @@ def _walk(costs: list[Array], add: float | None) -> list[int] | None:
     return places[::-1]
 
 
+def num_tried(task: BalanceTask) -> float:
+    """About how many pairs of stages `two_passes` looks at."""
+    p, n = task.num_ranks, task.num_layers
+    return n**4 / p if _comes_back(task) else n**5 / (6 * p)
+
+
+def _comes_back(task: BalanceTask) -> bool:
+    """Whether the second pass visits the ranks in the opposite order."""
+    p = task.num_ranks
+    return task.table[p:] == task.table[p - 1 :: -1]
+
+
 def two_passes(task: BalanceTask, most: float) -> tuple[int, ...] | None:
     """The best cut with two stages per rank, in a vee or a loop, whose slowest rank takes at most `most`."""
     p, n = task.num_ranks, task.num_layers
-    back = task.table[p:] == task.table[p - 1 :: -1]
-    middles = [-1] if back else sorted(range(n + 1), key=lambda m: abs(2 * m - n))
+    middles = [-1] if _comes_back(task) else sorted(range(n + 1), key=lambda m: abs(2 * m - n))
     passes = _Passes(task, arrays(len(middles) * p * (n + 1) ** 2))
     found: list[tuple[tuple[float, float], tuple[int, ...]]] = []
     for middle in middles:
