@@ -238,9 +238,9 @@ def test_what_ranks_cannot_be_handed_is_told_in_one_line(monkeypatch):
     assert missing.foreseen
     assert unsent.foreseen
     main = sys.modules["__main__"]
-    monkeypatch.setattr(main, "__spec__", None)
+    monkeypatch.setattr(main, "__spec__", None, raising=False)
     for file, found in ((__file__, True), ("/nowhere/<stdin>", False)):
-        monkeypatch.setattr(main, "__file__", file)
+        monkeypatch.setattr(main, "__file__", file, raising=False)
         assert ("init_main_from_path" in preparation()) == found
 
 
