@@ -40,6 +40,9 @@ class Cut:
             if value is not None:
                 raise ConfigError(f"--{one.name.replace('_', '-')} {value}: {why}")
 
+    def _setting(self, costs: LayerCosts) -> Setting:
+        return costs.setting(ac=self.ac, microbatch_size=self.microbatch_size, tp=self.tp)
+
     def counts(self, costs: LayerCosts, problem: Problem, placement: Placement | None) -> tuple[int, ...]:
         """The layers of each stage; `placement` says which stages share a rank."""
         if self.layers != BALANCED:
@@ -49,28 +52,24 @@ class Cut:
 
         if placement is None and problem.stages_per_rank > 1:
             raise ConfigError("--layers balanced depends on which stages share a rank: give --placement vee or loop")
-        setting = costs.setting(ac=self.ac, microbatch_size=self.microbatch_size, tp=self.tp)
-        return balanced_counts(costs, problem, placement or linear(problem), setting, self.ac)
+        return balanced_counts(costs, problem, placement or linear(problem), self._setting(costs), self.ac)
 
     def costs(
         self, costs: LayerCosts, problem: Problem, placement: Placement | None, node_size: int | None = None
     ) -> Costs:
         """The costs of each stage."""
-        setting = costs.setting(ac=self.ac, microbatch_size=self.microbatch_size, tp=self.tp)
         counts = self.counts(costs, problem, placement)
-        return costs.costs(counts, setting, ac=self.ac, placement=placement, node_size=node_size)
+        return costs.costs(counts, self._setting(costs), ac=self.ac, placement=placement, node_size=node_size)
 
     def text(self, costs: LayerCosts, counts: tuple[int, ...] | None = None) -> str:
         """How layers are shared out, into `counts`, and which setting counts where there are several."""
-        shared = "balanced over" if self.layers == BALANCED else "spread evenly over"
-        if self.layers not in (None, EVEN, BALANCED):
-            shared = f"{self.layers} in"
-        shared += " the stages"
-        if self.layers == BALANCED and counts:
-            shared += f": {','.join(map(str, counts))}"
+        if self.layers == BALANCED:
+            shared = "balanced over the stages" + (f": {','.join(map(str, counts))}" if counts else "")
+        else:
+            shared = f"{'spread evenly over' if self.layers in (None, EVEN) else f'{self.layers} in'} the stages"
         if len(costs.settings) == 1:
             return shared
-        setting = costs.setting(ac=self.ac, microbatch_size=self.microbatch_size, tp=self.tp)
+        setting = self._setting(costs)
         named = str(setting).replace(f"ac {setting.ac}", f"ac {self.ac or setting.ac}", 1)
         first = Cut(layers=self.layers) == self
         return f"{shared}; of {named}{', the first of their settings' if first else ''}"

@@ -200,7 +200,7 @@ class Given:
 
 
 def _given(path: str | None, run: Run, per: str, layers: str | None, ac: str | None) -> Given | None:
-    from zeropipe.cli.cut import as_run
+    from zeropipe.cli.cut import Cut, as_run
     from zeropipe.cli.request import OF_LAYERS
     from zeropipe.sim.compare import stage_costs
     from zeropipe.sim.costs import Costs
@@ -208,9 +208,7 @@ def _given(path: str | None, run: Run, per: str, layers: str | None, ac: str | N
 
     found = load_costs(path) if path else None
     if found is None or isinstance(found, Costs):
-        for name, value in (("layers", layers), ("ac", ac)):
-            if value:
-                raise ConfigError(f"--{name} {value}: only costs of layers (estimate, profile) are cut by it")
+        Cut(ac=ac, layers=layers).require_nothing_said("only costs of layers (estimate, profile) are cut by it")
         return None if found is None else Given(stage_costs(found, run.schedule.problem, per))
     if opt.is_told("per"):
         raise ConfigError(f"--per {per}: {OF_LAYERS}")

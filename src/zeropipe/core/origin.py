@@ -30,13 +30,12 @@ class Origin:
 
 def origin_of(data: Any, num_stages: int) -> Origin:
     """The Origin of plain data; ScheduleError for what is none."""
-    counts = ("microbatch_size", "tp")
     rules: dict[str, Callable[[Any], bool]] = {
         "layers": lambda v: isinstance(v, list) and len(v) == num_stages and all(type(n) is int and n >= 0 for n in v),
         "ac": _is_checkpointing,
         "sequence": lambda v: type(v) is int and v >= 0,
         "dtype": lambda v: isinstance(v, str),
-        **{name: lambda v: type(v) is int and v >= 1 for name in counts},
+        **{name: lambda v: type(v) is int and v >= 1 for name in ("microbatch_size", "tp")},
         **{name: lambda v: isinstance(v, bool) for name in ("compile", "lora")},
     }
     if not isinstance(data, dict) or data.keys() != rules.keys():
@@ -50,5 +49,5 @@ def origin_of(data: Any, num_stages: int) -> Origin:
 def _is_checkpointing(value: Any) -> bool:
     try:
         return bool(Checkpointing.parse(value))
-    except (ConfigError, AttributeError):
+    except ConfigError:
         return False

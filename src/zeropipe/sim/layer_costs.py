@@ -251,10 +251,9 @@ class LayerCosts:
             "whole_gradients": [number * self.state.gradients for number in parameters],
         }  # fmt: skip
 
-    def even(self, problem: Problem, placement: Placement | None = None, node_size: int | None = None) -> Costs:
+    def even(self, problem: Problem, placement: Placement | None = None) -> Costs:
         """Costs of a cut into stages that is as even as can be."""
-        counts = layer_counts(self.num_layers, problem.num_stages)
-        return self.costs(counts, placement=placement, node_size=node_size)
+        return self.costs(layer_counts(self.num_layers, problem.num_stages), placement=placement)
 
     def message(self, setting: Setting) -> float:
         """Bytes from stage to stage: what a decoder layer hands on."""
