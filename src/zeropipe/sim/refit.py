@@ -97,11 +97,11 @@ def require_steps(steps: Sequence[Timeline]) -> None:
     for step in steps:
         if step.unit != "s":
             raise ConfigError(f"the run's times are in {step.unit or 'no unit'}: costs of layers are in seconds")
-        if step.origin != steps[0].origin:
-            raise ConfigError("these steps are of runs that differ in more than their times: give those of one run")
         if step.schedule != steps[0].schedule:
             one, other = (f"{run.schedule.name} ({run.schedule.sizes})" for run in (steps[0], step))
             raise ConfigError(f"steps of {one} and of {other} correct costs one after the other: give those of one")
+        if step.origin != steps[0].origin:
+            raise ConfigError("these steps are of runs that differ in more than their times: give those of one run")
 
 
 def _names(costs: LayerCosts, counts: Sequence[int]) -> list[list[str]]:
