@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -48,7 +49,11 @@ def alive(pid):
 
 def children(pid):
     """What the threads of a process have started."""
-    return {int(child) for told in Path(f"/proc/{pid}/task").glob("*/children") for child in told.read_text().split()}
+    found = set()
+    for listed in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(FileNotFoundError):  # a thread that has ended meanwhile
+            found |= set(map(int, listed.read_text().split()))
+    return found
 
 
 # lanes

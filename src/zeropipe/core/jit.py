@@ -144,22 +144,48 @@ def live_on() -> None:
     _Process.lives_on = True
 
 
+_both_ways: set[Callable[..., Any]] = set()
+
+
+def called_both_ways(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Marks a kernel that Python calls, and other kernels too: it is compiled once for both."""
+    _both_ways.add(kernel)
+    return kernel
+
+
 @cache
-def compiled(kernel: Callable[..., Any], inner: bool = False) -> Callable[..., Any]:
-    """The kernel compiled, and with it the functions that it calls, which are `inner`. Threads run it side by side."""
+def compiled(kernel: Callable[..., Any], /) -> Callable[..., Any]:
+    """The kernel compiled, and with it the functions that it calls. Threads run it side by side."""
+    return _dispatcher(kernel, inner=False)
+
+
+@cache
+def _inner(kernel: Callable[..., Any], /) -> Callable[..., Any]:
+    return compiled(kernel) if kernel in _both_ways else _dispatcher(kernel, inner=True)
+
+
+def _dispatcher(kernel: Callable[..., Any], *, inner: bool) -> Callable[..., Any]:
     import numba
 
     named = {name: kernel.__globals__.get(name) for name in kernel.__code__.co_names}
-    helpers = {name: compiled(value, True) for name, value in named.items() if isinstance(value, FunctionType)}
+    helpers = {name: _inner(value) for name, value in named.items() if isinstance(value, FunctionType)}
     own = FunctionType(kernel.__code__, {**kernel.__globals__, **helpers}, argdefs=kernel.__defaults__)
     own.__qualname__ += "_" + sha256(_meaning(kernel).encode()).hexdigest()[:12] + "_inner" * inner  # names its file
     # A kernel makes no arrays, so it counts no references; nobody calls it from C, nor an inner one from Python.
     options = {"nogil": True, "_nrt": False, "no_cfunc_wrapper": True, "no_cpython_wrapper": inner}
     try:
-        made: Callable[..., Any] = numba.njit(own, cache=True, **options)
+        made = numba.njit(own, cache=True, **options)
     except RuntimeError:  # no folder to keep the cache in can be written
         made = numba.njit(own, **options)
-    return made
+    made.get_call_template = _without_literals(made.get_call_template)
+    return made  # type: ignore[no-any-return]
+
+
+def _without_literals(template: Callable[..., Any]) -> Callable[..., Any]:
+    """numba compiles a function once more where a variable still has the 0 that it began with: not ours."""
+    from numba.core.types.misc import unliteral
+
+    return lambda args, kws: template(tuple(map(unliteral, args)), {name: unliteral(kws[name]) for name in kws})
 
 
 def _meaning(kernel: Callable[..., Any]) -> str:
