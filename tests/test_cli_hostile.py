@@ -105,7 +105,7 @@ def test_output_that_goes_nowhere():
     done = shell("zeropipe show zbv -p 4 -m 8 > /dev/full; echo $?; zeropipe list --json > /dev/full; echo $?")
     assert done.stdout.split() == ["2", "2"]
     assert done.stderr == "zeropipe: cannot write the output: No space left on device\n" * 2
-    done = shell("zeropipe simulate 1f1b -p 4 -m 20000 --json | head -c 1; zeropipe list --json | head -c 1")
+    done = shell("zeropipe simulate 1f1b -p 4 -m 2000 --json | head -c 1; zeropipe list --json | head -c 1")
     assert (done.stdout, done.stderr) == ("{[", "")
     done = shell("zeropipe list >&-; echo $?; zeropipe show zbw -p 4 -m 8 2>&-; echo $?")
     assert (done.stdout.split(), done.stderr) == (["0", "2"], "")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ pytest.importorskip("transformers")
 
 from compile_cases import cold_and_warm, worst_error, worst_toy_error
 from engine_helpers import PRELOAD, largest, ranks
+from marks import partly
 
 import zeropipe as zp
 
@@ -28,17 +31,16 @@ def cache(compile_cache):
     return str(compile_cache)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize(
-    "family,split",
-    [
-        ("qwen3", "store"),
-        ("llama", "autograd"),
-        pytest.param("llama", "store", marks=pytest.mark.full),
-        pytest.param("qwen3", "autograd", marks=pytest.mark.full),
-    ],
+    "family, split, name",
+    partly(
+        [(*how, name) for how in product(("qwen3", "llama"), ("store", "autograd")) for name in SCHEDULES],
+        lambda it: (
+            it[:2] == ("qwen3", "store") or it in (("llama", "autograd", "zbv"), ("llama", "autograd", "dualpipe"))
+        ),
+    ),
 )
-def test_eager(family, name, split, cache):
+def test_eager(family, split, name, cache):
     schedule = zp.build(name, ranks=2, microbatches=4)
     modes = AC_MODES[:4] if split == "store" else AC_MODES[:2]  # torch's way cannot recompute some operators only
     errors = largest(ranks(2).run(worst_error, schedule, family, modes, False, split, (9, 12, 7), cache))

@@ -98,7 +98,10 @@ def test_every_knob_gives_the_same(name, options):
     assert max(differences.values()) < TOLERANCE, differences
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name",
+    partly(NAMES, ["1f1b", "interleaved", "zb-h1", "zbv", "v-min", "dualpipe", "dualpipev", "chimera", "hanayo"]),
+)
 def test_no_rank_needs_a_message_under_way(name):
     """As on NCCL, where CUDA may hold a rank back until its sends and receives have ended."""
     differences = largest(ranks().run(cases.train_in_step, build(name), 1, 0, 20.0, timeout=30))
