@@ -496,6 +496,43 @@ def test_subclasses_that_compute_as_linear_layers_do_are_deferred():
         torch.testing.assert_close(mine.grad, theirs.grad)
 
 
+class GroupedExperts(nn.Module):
+    """As torchtitan has it; its own is tested with it: tests/integrations."""
+
+    __module__ = "torchtitan.models.common.moe"
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, rows, columns in (("w1_EFD", 6, 4), ("w2_EDF", 4, 6), ("w3_EFD", 6, 4)):
+            self.register_parameter(name, nn.Parameter(torch.randn(3, rows, columns)))
+
+    def forward(self, x, counts):
+        made = []
+        for expert, rows in enumerate(x.bfloat16().split(counts.tolist())):
+            w1, w2, w3 = (getattr(self, name)[expert].bfloat16().t() for name in ("w1_EFD", "w2_EDF", "w3_EFD"))
+            made.append((nn.functional.silu(rows @ w1) * (rows @ w3)) @ w2)
+        return torch.cat(made).type_as(x)
+
+
+def test_experts_of_torchtitan_leave_their_weight_gradients_to_w():
+    torch.manual_seed(0)
+    plain, counts = GroupedExperts(), torch.tensor([2, 0, 5])
+    module = deferred(plain)
+    assert defer(module) == 3  # again changes nothing
+    x, store = torch.randn(7, 4, requires_grad=True), WeightStore()
+    torch.testing.assert_close(module(x, counts), plain(x, counts), rtol=0.02, atol=0.02)
+    with torch.no_grad():
+        assert not module(x, counts).requires_grad
+    with store.collect(0, 0):
+        copy.deepcopy(module)(x, counts).sum().backward()
+        module(x, counts).sum().backward()
+    assert set(grads(module).values()) == {None}
+    store.flush(0, 0)
+    plain(x, counts).sum().backward()
+    torch.testing.assert_close(grads(module), grads(plain), rtol=0.02, atol=0.02)
+    assert not module.w1_EFD.grad[1].any()
+
+
 def test_named_tuples_stay_what_they_are_on_another_device():
     from collections import namedtuple
 

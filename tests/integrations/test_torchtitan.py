@@ -100,6 +100,51 @@ def test_spread_and_sharded_stages_equal_torchtitans_own():
         assert max(eight.run(titan_cases.beside_torchtitan, SPREAD._replace(shards=2), timeout=600)) == 0.0
 
 
+EXPERTS = Case("deepseek_v3", "ZBVZeroBubble", shards=2, experts=2, steps=1, spmd_backend="partial_dtensor")
+
+
+@pytest.mark.parametrize(
+    "changes, tolerance",
+    [({}, 1e-6), ({"model": "qwen3_moe"}, 1e-6), ({"rounded": True}, 2**-7)],
+    ids=["deepseek_v3", "qwen3", "bfloat16"],
+)
+def test_experts_on_several_ranks_equal_torchtitans_own(four, changes, tolerance):
+    """torchtitan rounds what a microbatch adds to the gradients of experts; W adds it to their sum without that."""
+    case = EXPERTS._replace(**changes)
+    for experts, others in four.run(titan_cases.experts_beside_torchtitan, case, timeout=600):
+        assert others == 0.0
+        assert experts < tolerance
+
+
+def test_every_expert_leaves_its_weight_gradients_to_w(four):
+    for left, layers in four.run(titan_cases.deferred, EXPERTS, timeout=600):
+        assert left == layers > 0
+
+
+def test_experts_that_are_sharded_equal_torchtitans_own():
+    with LocalRanks(8, preload=["titan_cases"]) as eight:
+        for experts, others in eight.run(
+            titan_cases.experts_beside_torchtitan, EXPERTS._replace(shards=4), timeout=600
+        ):
+            assert others == 0.0
+            assert experts < 1e-6
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"schedule": "1F1B", "steps": 2},
+        {"schedule": "DualPipeV", "ac": "full", "steps": 2},
+        {"compile": True, "ac": "selective"},
+        {"shards": 1, "tensor": 2, "chunked": True, "steps": 2},
+    ],
+    ids=["1F1B", "full", "compiled and selective", "spread and chunked loss"],
+)
+def test_experts_on_several_ranks_equal_the_whole_model(four, changes):
+    """Also the tokens that each expert has got, by which torchtitan balances them."""
+    assert max(four.run(titan_cases.beside_plain, EXPERTS._replace(**changes), timeout=900)) < COMPILED
+
+
 @pytest.mark.parametrize(
     "case, says",
     [

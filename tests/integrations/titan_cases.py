@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -19,14 +22,17 @@ from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss  # n
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig  # noqa: E402
 from torchtitan.distributed import ParallelDims, pipeline_parallel, utils  # noqa: E402
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC  # noqa: E402
-from torchtitan.models import llama3, qwen3  # noqa: E402
+from torchtitan.models import deepseek_v3, llama3, qwen3  # noqa: E402
 from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa: E402
+from torchtitan.models.common.moe import GroupedExperts  # noqa: E402
 from torchtitan.trainer import Trainer  # noqa: E402
 
-from zeropipe.engine.backward.linear import Deferred  # noqa: E402
+from zeropipe.engine.backward import gated  # noqa: E402
+from zeropipe.engine.backward.linear import deferred_in  # noqa: E402
 from zeropipe.integrations import torchtitan as ours  # noqa: E402
 
-MODELS = {"llama3": llama3, "qwen3": qwen3}
+MODELS = {"llama3": llama3, "qwen3": qwen3, "qwen3_moe": qwen3, "deepseek_v3": deepseek_v3}
+FEW = {"num_experts": 8, "top_k": 2, "moe_hidden_dim": 64}  # qwen3's debug model has more than a small machine can hold
 CHECKPOINTING = {None: None, "full": FullAC.Config, "selective": SelectiveAC.Config}
 LENGTH, VOCABULARY = 16, 2048
 
@@ -40,24 +46,31 @@ class Case(NamedTuple):
     ac: str | None = None
     shards: int = 1
     tensor: int = 1
+    experts: int = 1
     chunked: bool = False
     microbatches: int = 6
     steps: int = 5
     csv: str = ""
     spmd_backend: str = "spmd_types"  # torchtitan's default
+    rounded: bool = False  # experts compute in bfloat16, as torchtitan has it
 
 
 class Seen(NamedTuple):
-    """The loss of a step (on the rank with the last stage) and this rank's gradients, by name."""
+    """A step: its loss (on the rank with the last stage), this rank's gradients, and the tokens each expert has got."""
 
     losses: list[float]
     gradients: dict[str, Tensor]
+    tokens: dict[str, Tensor]
 
 
 def spec_of(name: str) -> Any:
     """torchtitan's debug model with attention that a CPU can train, its embedding untied: pipelines need that."""
-    module = MODELS[name]
+    module, has_experts = MODELS[name], name == "qwen3_moe"
     module.get_attention_config = lambda backend: ScaledDotProductAttention.Config()
+    if has_experts:
+        build = qwen3._build_qwen3_moe_layers
+        with mock.patch.object(qwen3, "_build_qwen3_moe_layers", lambda **given: build(**given | FEW)):
+            return module.model_registry("debugmodel_moe")
     spec = module.model_registry("debugmodel")
     if getattr(spec.model, "enable_weight_tying", False):
         embedding = dataclasses.replace(spec.model.tok_embeddings, param_init=module._LINEAR_INIT)
@@ -72,6 +85,16 @@ def model_of(spec: Any) -> nn.Module:
     with torch.no_grad():
         model.init_weights(buffer_device=torch.device("cpu"))
     return model
+
+
+@contextmanager
+def precision_of(case: Case) -> Iterator[None]:
+    """torchtitan's experts round to bfloat16 on every device: here they do not, so that sums can be compared."""
+    if case.rounded:
+        yield
+        return
+    with mock.patch.object(Tensor, "bfloat16", lambda self: self), mock.patch.object(gated, "COMPUTE", torch.float32):
+        yield
 
 
 def loss_of(case: Case) -> Any:
@@ -93,6 +116,11 @@ def batch_of(case: Case, step: int, shard: int) -> tuple[Tensor, Tensor, Tensor]
 
 def train(case: Case, function: Any) -> list[Seen]:
     """Some steps of SGD on what a `pipelining_fn` made."""
+    with precision_of(case):
+        return _train(case, function)
+
+
+def _train(case: Case, function: Any) -> list[Seen]:
     spec, loss_fn, ranks = spec_of(case.model), loss_of(case), dist.get_world_size() // (case.shards * case.tensor)
     parallelism = ParallelismConfig(
         pipeline_parallel_degree=ranks,
@@ -100,6 +128,7 @@ def train(case: Case, function: Any) -> list[Seen]:
         pipeline_parallel_schedule_csv=case.csv,
         data_parallel_shard_degree=case.shards,
         tensor_parallel_degree=case.tensor,
+        expert_parallel_degree=case.experts,
         spmd_backend=case.spmd_backend,
     )
     spec.model.update_from_config(config=SimpleNamespace(parallelism=parallelism))
@@ -148,13 +177,23 @@ def train(case: Case, function: Any) -> list[Seen]:
     for step in range(case.steps):
         loss = step_of(trainer, batch_of(case, step, shard), tokens)
         gradients = {_plain(name): whole(p.grad) for name, p in parameters.items()}
-        seen.append(Seen([float(loss.detach())] if last else [], gradients))
+        seen.append(Seen([float(loss.detach())] if last else [], gradients, counted(case, function, parts)))
         optimizer.step()
         optimizer.zero_grad()
     if evaluated:
         loss = evaluated(trainer, batch_of(case, 0, shard))
-        seen.append(Seen([float(loss)] if last else [], {}))
+        seen.append(Seen([float(loss)] if last else [], {}, {}))
     return seen
+
+
+def counted(case: Case, function: Any, parts: list[nn.Module]) -> dict[str, Tensor]:
+    """The tokens that each expert has got so far, where nothing else counts them again.
+
+    Checkpointing computes them again, and torch's own runtime computes a microbatch more to learn shapes.
+    """
+    if case.ac is not None or function is pipeline_parallel.pipeline_llm:
+        return {}
+    return {name: whole(b) for part in parts for name, b in part.named_buffers() if "tokens_per_expert" in name}
 
 
 def rows_of(batch: tuple[Tensor, Tensor, Tensor]) -> tuple[list[dict[str, Tensor]], list[Tensor]]:
@@ -214,6 +253,8 @@ def gap(mine: list[Seen], theirs: list[Seen]) -> float:
     for one, other in zip(mine, theirs, strict=True):
         assert len(one.losses) == len(other.losses)
         assert one.gradients.keys() == other.gradients.keys()
+        for name in one.tokens.keys() & other.tokens.keys():
+            assert torch.equal(one.tokens[name], other.tokens[name]), name
         for a, b in zip(one.losses, other.losses):
             worst = max(worst, abs(a - b) / abs(b))
         for name, gradient in one.gradients.items():
@@ -228,13 +269,26 @@ def beside_torchtitan(case: Case, theirs: Case | None = None) -> float:
     return gap(mine, train(theirs or case, pipeline_parallel.pipeline_llm))
 
 
+def experts_beside_torchtitan(case: Case) -> tuple[float, float]:
+    """The same for weights of experts, and for all others."""
+    mine, theirs = train(case, ours.pipeline_llm)[:-1], train(case, pipeline_parallel.pipeline_llm)
+
+    def some(seen: list[Seen], experts: bool) -> list[Seen]:
+        return [
+            each._replace(gradients={n: g for n, g in each.gradients.items() if ("inner_experts" in n) == experts})
+            for each in seen
+        ]
+
+    return gap(some(mine, True), some(theirs, True)), gap(some(mine, False), some(theirs, False))
+
+
 def alone(case: Case) -> None:
     """torchtitan without us."""
     train(case, pipeline_parallel.pipeline_llm)
 
 
 def deferred(case: Case) -> tuple[int, int]:
-    """How many linear layers leave their weight gradients to W, of how many."""
+    """How many linear layers and stacks of experts leave their weight gradients to W, of how many."""
     parts: list[nn.Module] = []
 
     def remembered(*args: Any, **kwargs: Any) -> Any:
@@ -243,34 +297,48 @@ def deferred(case: Case) -> tuple[int, int]:
         return made
 
     train(case, remembered)
-    layers = [module for part in parts for module in part.modules() if isinstance(module, nn.Linear)]
-    return sum(isinstance(layer, Deferred) for layer in layers), len(layers)
+    layers = [m for part in parts for m in part.modules() if isinstance(m, nn.Linear | GroupedExperts)]
+    return sum(len(deferred_in(part)) for part in parts), len(layers)
 
 
 def beside_plain(case: Case) -> float:
     """Our run against the whole model, which no pipeline has touched."""
     mine = train(case, ours.pipeline_llm)
+    with precision_of(case):
+        return gap(mine, plain(case, mine))
+
+
+def plain(case: Case, mine: list[Seen]) -> list[Seen]:
+    """What is to be compared with our run: the gradients of all shards, and the loss of this process's own."""
     model, loss_fn = model_of(spec_of(case.model)), loss_of(case._replace(chunked=False))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    tokens = torch.tensor(case.microbatches * LENGTH)
+    tokens = torch.tensor(case.microbatches * LENGTH * case.shards)
+    own_shard = dist.get_rank() // case.tensor % case.shards
+    counts = {name: b for name, b in model.named_buffers() if "tokens_per_expert" in name}
+    got = {name: torch.zeros_like(b) for name, b in counts.items()}
     theirs = []
     for step in range(case.steps):
-        losses = [
-            loss_fn(model(inputs, positions=positions), labels, tokens)[0]
-            for inputs, labels, positions in zip(*(part.split(1) for part in batch_of(case, step, 0)))
-        ]
-        total = torch.sum(torch.stack(losses))
-        total.backward()
-        own = mine[step].gradients
-        gradients = {name: p.grad.clone() for name, p in model.named_parameters() if name in own}
-        theirs.append(Seen([float(total.detach())] if mine[step].losses else [], gradients))
+        totals = []
+        for shard in range(case.shards):
+            losses = [
+                loss_fn(model(inputs, positions=positions), labels, tokens)[0]
+                for inputs, labels, positions in zip(*(part.split(1) for part in batch_of(case, step, shard)))
+            ]
+            totals.append(torch.sum(torch.stack(losses)))
+            totals[-1].backward()
+            for name, count in counts.items():
+                got[name] += count if shard == own_shard else 0
+                count.zero_()
+        own, loss = mine[step], float(totals[own_shard].detach())
+        gradients = {name: p.grad.clone() for name, p in model.named_parameters() if name in own.gradients}
+        theirs.append(Seen([loss] if own.losses else [], gradients, {name: b.clone() for name, b in got.items()}))
         optimizer.step()
         optimizer.zero_grad()
     with torch.no_grad():
-        inputs, labels, positions = batch_of(case, 0, 0)
+        inputs, labels, positions = batch_of(case, 0, own_shard)
         total = loss_fn(model(inputs, positions=positions), labels)[0]  # validation divides later
-    theirs.append(Seen([float(total)] if mine[-1].losses else [], {}))
-    return gap(mine, theirs)
+    theirs.append(Seen([float(total)] if mine[-1].losses else [], {}, {}))
+    return theirs
 
 
 def from_file(case: Case, text: str, folder: str) -> float:

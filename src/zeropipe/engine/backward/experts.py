@@ -10,23 +10,19 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from zeropipe.engine.backward.gradients import is_watched, local
-from zeropipe.engine.backward.ops import SlottedStack, new_slot, stacked
-from zeropipe.engine.backward.products import Product, stacked_product
-from zeropipe.engine.backward.store import put_or_give
-from zeropipe.engine.torch_private import save, saved, use_number
+from zeropipe.engine.backward.stacks import new_slots, product
 
 _USUAL = (None, "eager", "grouped_mm", "batched_mm")
 
 
-def defer_experts(module: nn.Module) -> int:
-    """Let transformers' stacks of experts leave their weight gradients to W; returns how many stacks do."""
+def defer_experts(module: nn.Module) -> None:
+    """Let transformers' stacks of experts leave their weight gradients to W."""
     for child in module.modules():
         names = _names(child)
         if names is not None:
             child.__class__ = _deferred(type(child), names)
-            child.slots = _slots(child)
+            child.slots = new_slots(child)
             child.is_watched = any(is_watched(child._parameters[name]) for name in names)
-    return sum(getattr(child, "defers_experts", False) for child in module.modules())
 
 
 def keep_experts(module: Any, place: int, number: int) -> bool:
@@ -60,10 +56,6 @@ def _is_dense(kind: type[nn.Module]) -> bool:
     return kind.__name__ == "Llama4TextExperts" and kind.__module__ == "transformers.models.llama4.modeling_llama4"
 
 
-def _slots(module: Any) -> tuple[Tensor, ...]:
-    return tuple(new_slot(module, name) for name in module.defers)
-
-
 @functools.cache
 def _deferred(kind: type[nn.Module], names: tuple[str, str]) -> type[nn.Module]:
     """A subclass that defers both products."""
@@ -80,7 +72,7 @@ def _deferred(kind: type[nn.Module], names: tuple[str, str]) -> type[nn.Module]:
 
     def __setstate__(self: Any, state: dict[str, Any]) -> None:
         kind.__setstate__(self, state)
-        self.slots = _slots(self)
+        self.slots = new_slots(self)
 
     body = {
         "forward": forward, "__setstate__": __setstate__, "defers_experts": True, "defers": names,
@@ -93,8 +85,8 @@ def _all_experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) ->
     """Tokens sorted by expert, so that each product is one for all experts."""
     order, offsets = _sorted(index, module.num_experts)
     chosen = _chosen(module, index, order)
-    x = _biased(module, 0, _product(module, 0, hidden[order // index.shape[-1]], offsets), chosen)
-    x = _biased(module, 1, _product(module, 1, _between(module, x), offsets), chosen)
+    x = _biased(module, 0, product(module, 0, hidden[order // index.shape[-1]], offsets), chosen)
+    x = _biased(module, 1, product(module, 1, _between(module, x), offsets), chosen)
     return _back(x * weights.flatten()[order, None].to(x.dtype), order, index)
 
 
@@ -109,8 +101,8 @@ def _some_experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -
     chosen = _chosen(module, index, order)
     is_here = (torch.arange(len(order), device=order.device) < offsets[-1])[:, None]
     x = torch.where(is_here, hidden[order // index.shape[-1]], 0)
-    x = _biased(module, 0, torch.where(is_here, _product(module, 0, x, offsets), 0), chosen)
-    x = _biased(module, 1, _product(module, 1, _between(module, x), offsets), chosen)
+    x = _biased(module, 0, torch.where(is_here, product(module, 0, x, offsets), 0), chosen)
+    x = _biased(module, 1, product(module, 1, _between(module, x), offsets), chosen)
     return _back(torch.where(is_here, x, 0) * weights.flatten()[order, None].to(x.dtype), order, index)
 
 
@@ -118,7 +110,7 @@ def _dense_experts(module: Any, hidden: Tensor) -> Tensor:
     """One block of rows for each expert; the blocks of experts that are not here are zeros."""
     first, here = module.first_expert or 0, local(getattr(module, module.defers[0])).shape[0]
     x = hidden.view(module.num_experts, -1, hidden.shape[-1])[first : first + here]
-    x = _product(module, 1, _between(module, _product(module, 0, x, None)), None)
+    x = product(module, 1, _between(module, product(module, 0, x, None)), None)
     return functional.pad(x, (0, 0, 0, 0, first, module.num_experts - first - here)).view(-1, hidden.shape[-1])
 
 
@@ -159,36 +151,3 @@ def _back(x: Tensor, order: Tensor, index: Tensor) -> Tensor:
     """The rows in their own order, summed over each token's choices."""
     back = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=order.device))
     return x[back].view(*index.shape, -1).sum(1)
-
-
-def _product(module: Any, number: int, x: Tensor, offsets: Tensor | None) -> Tensor:
-    name = module.defers[number]
-    weight, transposed = local(getattr(module, name)), getattr(module, "is_transposed", True)
-    if not torch.is_grad_enabled():
-        return stacked(x, weight, offsets, transposed)
-    if torch.compiler.is_compiling() and weight.requires_grad and not module.is_watched:
-        return SlottedStack.apply(x, weight, offsets, module.slots[number], use_number(), transposed)
-    return _Stack.apply(x, weight, offsets, transposed, module, name)
-
-
-class _Stack(torch.autograd.Function):
-    """Rows of x through their expert's weight; backward puts (x, dy) into the store."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor | None, transposed: bool, module: nn.Module, name: str
-    ) -> Tensor:
-        save(ctx, x, weight, *([] if offsets is None else [offsets]))
-        ctx.parameter, ctx.transposed = module._parameters[name], transposed
-        ctx.is_watched = module.is_watched
-        return stacked(x, weight, offsets, transposed)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None, None, None, None]:
-        x, weight, *offsets = saved(ctx)
-        offsets, dw = next(iter(offsets), None), None
-        if ctx.needs_input_grad[1]:
-            product = Product(ctx.parameter, x, dy, ctx.transposed, offsets)
-            dw = product.value() if ctx.is_watched else put_or_give(product, ctx, 1)
-        dx = stacked_product(dy, weight.transpose(1, 2) if ctx.transposed else weight, offsets)
-        return dx, dw, None, None, None, None

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from zeropipe.engine.backward.experts import defer_experts
+from zeropipe.engine.backward.gated import defer_gated
 from zeropipe.engine.backward.gradients import is_watched, local
 from zeropipe.engine.backward.ops import SlottedLinear, new_slot
 from zeropipe.engine.backward.products import Product, rows
@@ -39,7 +40,9 @@ def defer(module: nn.Module) -> int:
         if deferred is not None:
             child.__class__ = deferred
             child.slot = new_slot(child)
-    return sum(isinstance(child, Deferred) for child in module.modules()) + 2 * defer_experts(module)
+    defer_experts(module)
+    defer_gated(module)
+    return sum(len(layer.defers) for layer in deferred_in(module))
 
 
 def deferred_in(module: nn.Module) -> list[Any]:

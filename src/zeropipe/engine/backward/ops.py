@@ -92,7 +92,8 @@ def _(x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool) -> Tensor:
 
 
 def stacked(x: Tensor, weight: Tensor, offsets: Tensor | None, transposed: bool) -> Tensor:
-    """Rows of x through their expert's weight."""
+    """Rows of x through their expert's weight, which is cast to the dtype of x."""
+    weight = weight.to(x.dtype)
     if offsets is not None:
         return grouped(x, weight, offsets, transposed)
     return stacked_product(x, weight if transposed else weight.transpose(1, 2), None)
@@ -129,4 +130,5 @@ class SlottedStack(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         x, weight, offsets, slot = ctx.saved_tensors
+        weight = weight.to(dy.dtype)
         return stacked_dx(dy, weight, x, offsets, slot, ctx.use, ctx.transposed), None, None, None, None, None

@@ -1,0 +1,59 @@
+"""torchtitan's experts, three stacks of weights each, whose weight gradients wait for W."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from zeropipe.engine.backward.gradients import is_watched
+from zeropipe.engine.backward.stacks import new_slots, product
+
+GATE, DOWN, UP = range(3)
+COMPUTE = torch.bfloat16  # torchtitan's choice, whatever its mixed precision is
+_NAMES = ("w1_EFD", "w2_EDF", "w3_EFD")
+
+
+def defer_gated(module: nn.Module) -> None:
+    """Let torchtitan's GroupedExperts leave their weight gradients to W. Subclasses compute in ways of their own."""
+    for child in module.modules():
+        if _is_gated(child):
+            child.__class__ = _deferred(type(child))
+            child.slots = new_slots(child)
+            child.is_watched = any(is_watched(child._parameters[name]) for name in _NAMES)
+
+
+def _is_gated(module: nn.Module) -> bool:
+    """Whether it is such a module and not deferred yet; known by its name, so that torchtitan need not be imported."""
+    kind = type(module)
+    if (kind.__module__, kind.__name__) != ("torchtitan.models.common.moe", "GroupedExperts"):
+        return False
+    is_deferred = getattr(module, "defers_experts", False)
+    return not is_deferred and "forward" not in vars(module) and module._parameters.keys() == set(_NAMES)
+
+
+@functools.cache
+def _deferred(kind: type[nn.Module]) -> type[nn.Module]:
+    """A subclass that defers the three products."""
+
+    def forward(self: Any, x: Tensor, counts: Tensor) -> Tensor:
+        if self.is_watched or (torch.is_grad_enabled() and not x.requires_grad):
+            return kind.forward(self, x, counts)
+        offsets = counts.cumsum(0, dtype=torch.int32)
+        # one cast for each product, as torchtitan has it: the two gradients of x are added in its own dtype
+        hidden = functional.silu(product(self, GATE, x.to(COMPUTE), offsets))
+        hidden = hidden * product(self, UP, x.to(COMPUTE), offsets)
+        return product(self, DOWN, hidden, offsets).type_as(x)
+
+    def __setstate__(self: Any, state: dict[str, Any]) -> None:
+        kind.__setstate__(self, state)
+        self.slots = new_slots(self)
+
+    body = {
+        "forward": forward, "__setstate__": __setstate__, "defers_experts": True, "defers": _NAMES,
+        "is_transposed": False, "is_watched": False, "__module__": kind.__module__,
+    }  # fmt: skip
+    return type(kind.__name__, (kind,), body)
