@@ -145,6 +145,29 @@ def test_experts_on_several_ranks_equal_the_whole_model(four, changes):
     assert max(four.run(titan_cases.beside_plain, EXPERTS._replace(**changes), timeout=900)) < COMPILED
 
 
+SEQUENCES = Case("llama3", "ZBVZeroBubble", context=2, steps=1, spmd_backend="partial_dtensor")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"schedule": "1F1B", "steps": 2},
+        {"steps": 2},
+        {"compile": True, "ac": "selective"},
+        {"model": "deepseek_v3", "schedule": "v-half", "experts": 2, "ac": "full"},
+    ],
+    ids=["1F1B", "ZBV", "compiled and selective", "experts"],
+)
+def test_sequences_on_several_ranks_equal_the_whole_model(four, changes):
+    """Context parallelism. torch 2.13's own pipeline takes no lists of microbatches, each of which has its masks."""
+    assert max(four.run(titan_cases.beside_plain, SEQUENCES._replace(**changes), timeout=900)) < COMPILED
+
+
+def test_sequences_of_spread_stages_equal_the_whole_model():
+    with LocalRanks(8, preload=["titan_cases"]) as eight:
+        assert max(eight.run(titan_cases.beside_plain, SEQUENCES._replace(tensor=2), timeout=600)) < COMPILED
+
+
 @pytest.mark.parametrize(
     "case, says",
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -15,6 +16,8 @@ import torch.distributed as dist
 import torchtitan.tools.utils
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor.experimental._context_parallel import _attention as sequences
+from torch.nn.attention import flex_attention
 
 torchtitan.tools.utils.device_type = "cpu"  # read by what is imported next
 
@@ -22,8 +25,9 @@ from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss  # n
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig  # noqa: E402
 from torchtitan.distributed import ParallelDims, pipeline_parallel, utils  # noqa: E402
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC  # noqa: E402
+from torchtitan.distributed.context_parallel import prepare_context_parallel_input  # noqa: E402
 from torchtitan.models import deepseek_v3, llama3, qwen3  # noqa: E402
-from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa: E402
+from torchtitan.models.common import attention  # noqa: E402
 from torchtitan.models.common.moe import GroupedExperts  # noqa: E402
 from torchtitan.trainer import Trainer  # noqa: E402
 
@@ -35,6 +39,7 @@ MODELS = {"llama3": llama3, "qwen3": qwen3, "qwen3_moe": qwen3, "deepseek_v3": d
 FEW = {"num_experts": 8, "top_k": 2, "moe_hidden_dim": 64}  # qwen3's debug model has more than a small machine can hold
 CHECKPOINTING = {None: None, "full": FullAC.Config, "selective": SelectiveAC.Config}
 LENGTH, VOCABULARY = 16, 2048
+BLOCK = 8  # of attention masks; torch's own are longer than these sequences
 
 
 class Case(NamedTuple):
@@ -47,6 +52,7 @@ class Case(NamedTuple):
     shards: int = 1
     tensor: int = 1
     experts: int = 1
+    context: int = 1
     chunked: bool = False
     microbatches: int = 6
     steps: int = 5
@@ -63,10 +69,11 @@ class Seen(NamedTuple):
     tokens: dict[str, Tensor]
 
 
-def spec_of(name: str) -> Any:
+def spec_of(name: str, flex: bool = False) -> Any:
     """torchtitan's debug model with attention that a CPU can train, its embedding untied: pipelines need that."""
     module, has_experts = MODELS[name], name == "qwen3_moe"
-    module.get_attention_config = lambda backend: ScaledDotProductAttention.Config()
+    kind = attention.FlexAttention.Config(block_size=BLOCK) if flex else attention.ScaledDotProductAttention.Config()
+    module.get_attention_config = lambda backend: kind
     if has_experts:
         build = qwen3._build_qwen3_moe_layers
         with mock.patch.object(qwen3, "_build_qwen3_moe_layers", lambda **given: build(**given | FEW)):
@@ -85,6 +92,27 @@ def model_of(spec: Any) -> nn.Module:
     with torch.no_grad():
         model.init_weights(buffer_device=torch.device("cpu"))
     return model
+
+
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, block_mask: Any, scale: Any, enable_gqa: bool, **_: Any) -> Any:
+    """What flex attention computes, which a CPU cannot differentiate."""
+    mask = flex_attention.create_mask(block_mask.mask_mod, len(q), 1, q.shape[2], k.shape[2], device="cpu")
+    return nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=enable_gqa), None
+
+
+@contextmanager
+def attention_of(case: Case) -> Iterator[None]:
+    """Context parallelism wants flex attention: here with a plain kernel, and masks that are not compiled."""
+    if case.context == 1:
+        yield
+        return
+    with (
+        mock.patch.object(attention.FlexAttention, "_compiled_flex_attn", staticmethod(dense_attention)),
+        mock.patch.object(attention, "_compiled_create_block_mask", flex_attention.create_block_mask),
+        mock.patch.object(sequences, "_compiled_create_block_mask", flex_attention.create_block_mask),
+        mock.patch.object(flex_attention, "_DEFAULT_SPARSE_BLOCK_SIZE", BLOCK),
+    ):
+        yield
 
 
 @contextmanager
@@ -116,12 +144,13 @@ def batch_of(case: Case, step: int, shard: int) -> tuple[Tensor, Tensor, Tensor]
 
 def train(case: Case, function: Any) -> list[Seen]:
     """Some steps of SGD on what a `pipelining_fn` made."""
-    with precision_of(case):
+    with precision_of(case), attention_of(case):
         return _train(case, function)
 
 
 def _train(case: Case, function: Any) -> list[Seen]:
-    spec, loss_fn, ranks = spec_of(case.model), loss_of(case), dist.get_world_size() // (case.shards * case.tensor)
+    spec, loss_fn = spec_of(case.model, flex=case.context > 1), loss_of(case)
+    ranks = dist.get_world_size() // (case.shards * case.tensor * case.context)
     parallelism = ParallelismConfig(
         pipeline_parallel_degree=ranks,
         pipeline_parallel_schedule=case.schedule,
@@ -129,6 +158,7 @@ def _train(case: Case, function: Any) -> list[Seen]:
         data_parallel_shard_degree=case.shards,
         tensor_parallel_degree=case.tensor,
         expert_parallel_degree=case.experts,
+        context_parallel_degree=case.context,
         spmd_backend=case.spmd_backend,
     )
     spec.model.update_from_config(config=SimpleNamespace(parallelism=parallelism))
@@ -157,10 +187,10 @@ def _train(case: Case, function: Any) -> list[Seen]:
     if case.chunked and last:
         loss_fn.set_lm_head(parts[-1].lm_head)
         parts[-1]._skip_lm_head = True
-    if case.shards > 1:
+    if case.shards * case.context > 1:
         for unit in (module for part in parts for module in part.modules() if isinstance(module, FSDPModule)):
             unit.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sums
-    shard = dims.get_mesh("fsdp").get_local_rank() if case.shards > 1 else 0
+    shard = dims.get_mesh("fsdp").get_local_rank() // case.context if case.shards > 1 else 0
     tokens = torch.tensor(case.microbatches * LENGTH * case.shards)
     parameters = {name: p for part in parts for name, p in part.named_parameters()}
     optimizer = torch.optim.SGD(parameters.values(), lr=0.1)
@@ -168,20 +198,20 @@ def _train(case: Case, function: Any) -> list[Seen]:
         pp_schedule=schedule,
         pp_has_first_stage=first,
         pp_has_last_stage=last,
-        post_dataloading_process=lambda row, labels: (row["input"], labels, {"positions": row["positions"]}),
+        post_dataloading_process=partial(prepared, dims, parts[0]),
         train_context=utils.get_spmd_context(parallel_dims=dims),
         device=torch.device("cpu"),
     )
     step_of, evaluated = (by_torch, None) if function is pipeline_parallel.pipeline_llm else (by_trainer, evaluate)
     seen = []
     for step in range(case.steps):
-        loss = step_of(trainer, batch_of(case, step, shard), tokens)
+        loss = summed(step_of(trainer, batch_of(case, step, shard), tokens).detach(), dims)
         gradients = {_plain(name): whole(p.grad) for name, p in parameters.items()}
-        seen.append(Seen([float(loss.detach())] if last else [], gradients, counted(case, function, parts)))
+        seen.append(Seen([float(loss)] if last else [], gradients, counted(case, function, parts)))
         optimizer.step()
         optimizer.zero_grad()
     if evaluated:
-        loss = evaluated(trainer, batch_of(case, 0, shard))
+        loss = summed(evaluated(trainer, batch_of(case, 0, shard)), dims)
         seen.append(Seen([float(loss)] if last else [], {}, {}))
     return seen
 
@@ -194,6 +224,22 @@ def counted(case: Case, function: Any, parts: list[nn.Module]) -> dict[str, Tens
     if case.ac is not None or function is pipeline_parallel.pipeline_llm:
         return {}
     return {name: whole(b) for part in parts for name, b in part.named_buffers() if "tokens_per_expert" in name}
+
+
+def prepared(dims: Any, part: Any, row: dict[str, Tensor], labels: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """What torchtitan's trainer does with a microbatch: its place in the sequence, if there are several."""
+    more: dict[str, Any] = {"positions": row["positions"]}
+    if not dims.cp_enabled:
+        return row["input"], labels, more
+    more["attention_masks"] = part.get_attention_masks(positions=row["positions"])
+    return prepare_context_parallel_input(row["input"], labels, more, dims.get_mesh("cp"), torch.device("cpu"))
+
+
+def summed(loss: Tensor, dims: Any) -> Tensor:
+    """The loss of whole sequences."""
+    if dims.cp_enabled:
+        dist.all_reduce(loss, group=dims.get_mesh("cp").get_group())
+    return loss
 
 
 def rows_of(batch: tuple[Tensor, Tensor, Tensor]) -> tuple[list[dict[str, Tensor]], list[Tensor]]:
@@ -226,13 +272,13 @@ def by_torch(trainer: Any, batch: tuple[Tensor, Tensor, Tensor], tokens: Tensor)
 
 def evaluate(trainer: Any, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     """As torchtitan's validator calls it."""
-    rows, labels = rows_of(batch)
+    made = [trainer.post_dataloading_process(row, labels) for row, labels in zip(*rows_of(batch))]
     losses: list[Tensor] | None = [] if trainer.pp_has_last_stage else None
     with torch.no_grad(), trainer.train_context():
         trainer.pp_schedule.eval(
-            arg_mbs=[(row["input"],) for row in rows] if trainer.pp_has_first_stage else None,
-            kwarg_mbs=[{"positions": row["positions"]} for row in rows],
-            target_mbs=labels if trainer.pp_has_last_stage else None,
+            arg_mbs=[(inputs,) for inputs, _, _ in made] if trainer.pp_has_first_stage else None,
+            kwarg_mbs=[more for _, _, more in made],
+            target_mbs=[labels for _, labels, _ in made] if trainer.pp_has_last_stage else None,
             losses=losses,
         )
     return torch.sum(torch.stack(losses)) if losses else torch.tensor(-1.0)
@@ -313,7 +359,7 @@ def plain(case: Case, mine: list[Seen]) -> list[Seen]:
     model, loss_fn = model_of(spec_of(case.model)), loss_of(case._replace(chunked=False))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     tokens = torch.tensor(case.microbatches * LENGTH * case.shards)
-    own_shard = dist.get_rank() // case.tensor % case.shards
+    own_shard = dist.get_rank() // (case.tensor * case.context) % case.shards
     counts = {name: b for name, b in model.named_buffers() if "tokens_per_expert" in name}
     got = {name: torch.zeros_like(b) for name, b in counts.items()}
     theirs = []

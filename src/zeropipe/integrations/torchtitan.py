@@ -12,7 +12,7 @@ from torch.distributed.pipelining import PipelineStage
 from zeropipe.core.units import count_text
 from zeropipe.engine import defer
 from zeropipe.errors import ConfigError
-from zeropipe.integrations.chosen import Chosen, chosen, require_proven
+from zeropipe.integrations.chosen import Chosen, chosen
 
 try:
     from torchtitan.components import metrics
@@ -41,7 +41,6 @@ def pipeline_llm(
     `pipeline_parallel_schedule` may be any schedule with one copy of each stage, by torch's name or ours;
     `pipeline_parallel_schedule_csv` a CSV or a JSON file, such as `zeropipe search` writes.
     """
-    require_proven(parallel_dims, "cp")
     compiles = compile_config.enable and "model" in compile_config.components
     if parallel_dims.tp_enabled and compiles and ac_config is not None:
         raise ConfigError(
