@@ -24,6 +24,7 @@ from zeropipe.search.plan import pool, refine
 from zeropipe.search.plan.layouts import Layout, layouts
 from zeropipe.search.plan.pool import ALONE
 from zeropipe.search.plan.score import score
+from zeropipe.search.plan.tries import Run, candidates
 from zeropipe.search.plan.write import write_run
 from zeropipe.sim.layer_file import to_layer_json
 
@@ -276,6 +277,15 @@ def test_sizes_beyond_reason_end_soon():
         zp.plan("qwen3-0.6b", **{**SMALL, "gpus": 2**40})
 
 
+def test_schedules_with_more_stages_than_layers_take_no_place_among_what_is_tried():
+    runs = [Run(Layout(pp, 1, 1), 8, 1, "none") for pp in (1, 4, 8)]
+    made = candidates(runs, [("1f1b", 1), ("zbv", 2)], 7)
+    assert {(one.layout.pp, one.schedule, one.cut) for one in made} == {
+        (1, "1f1b", "even"), (4, "1f1b", "even"), (4, "1f1b", "balanced"), (4, "zbv", "balanced"),
+        (8, "1f1b", "balanced"),
+    }  # fmt: skip
+
+
 def test_a_search_that_had_no_time_is_left_out(small, monkeypatch):
     row = next(row for row in small.rows if row.candidate.layout.pp > 1)
     slow = replace(row, parts=replace(row.parts, bubble=1e3))
@@ -370,15 +380,22 @@ def test_the_command_ranks_explains_and_writes(tmp_path, capsys, monkeypatch):
         (["qwen3-0.6b", "--gpus", "4", "--batch", "16", "-o", "run.json"], "must end in .toml"),
         (["qwen3-0.6b", "--gpus", "4", "--batch", "16", "--pp", "3"], "pp=3: no layout of 4 GPUs"),
         (["qwen3-0.6b", "--gpus", "4", "--batch", "16", "--reserve", "-1GB"], "reserve="),
+        (
+            ["qwen3-0.6b", "--gpus", "16", "--batch", "64", "--pp", "16", "--schedules", "zbv"],
+            "16 pipeline ranks with 2 stages each are 32 stages, and 28 layers fill 30 at most",
+        ),
+        (
+            ["qwen3-0.6b", "--gpus", "8", "--batch", "4", "--pp", "8", "--schedules", "dualpipev"],
+            "dualpipev needs 2 x ranks - 1 microbatches",
+        ),
         (["no.json", "--gpus", "4", "--batch", "16"], "cannot read the costs file no.json"),
         (["qwen3-0.6b", "--gpus", "0", "--batch", "16"], "0 is not in the range"),
     ],
 )
 def test_mistakes_are_told_in_one_line(args, message, capsys):
     with pytest.raises(SystemExit) as stop:
-        main(
-            ["plan", *args, "--search-seconds", "0", "--workers", "1", *(["--schedules", "1f1b"] * ("zvb" not in args))]
-        )
+        short = [] if "--schedules" in args else ["--schedules", "1f1b"]
+        main(["plan", *args, "--search-seconds", "0", "--workers", "1", *short])
     assert stop.value.code == 2
     err = capsys.readouterr().err
     assert message in err

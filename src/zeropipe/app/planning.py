@@ -19,7 +19,7 @@ from zeropipe.core.json import to_json
 from zeropipe.core.limits import PAGE, PLAN_TEXT, num_actions
 from zeropipe.core.placement import Problem
 from zeropipe.errors import ConfigError, short
-from zeropipe.schedules.registry import build, find
+from zeropipe.schedules.registry import find
 from zeropipe.search.estimate.counted import CountedModel
 from zeropipe.search.estimate.estimate import estimate
 from zeropipe.search.estimate.gpus import GPUS, find_gpu
@@ -30,7 +30,7 @@ from zeropipe.search.plan.layouts import Layout
 from zeropipe.search.plan.plan import RESERVE, optimizer_bandwidth, plan
 from zeropipe.search.plan.result import Plan
 from zeropipe.search.plan.rows import Candidate, Row
-from zeropipe.search.plan.score import Scene, row_of, simulated
+from zeropipe.search.plan.score import Scene, row_of, schedule_of, simulated
 from zeropipe.search.plan.write import named_schedule, run_text
 from zeropipe.search.search import search
 from zeropipe.sim.compare import stage_costs
@@ -232,13 +232,11 @@ def row_call(ask: RowAsk, costs: LayerCosts | None) -> Reply:
             names = (_name(given), find_gpu(given.gpu).name)
         room = max(0.0, _memory(given, source) - RESERVE)
         scene = Scene(costs, given.gpus_per_node, room, optimizer_bandwidth(costs))
-        schedule = build(
-            ask.schedule, ranks=ask.pp, microbatches=ask.microbatches, stages_per_rank=ask.stages_per_rank
-        )  # fmt: skip
         candidate = Candidate(
             Layout(ask.pp, ask.dp_shard, ask.tp), ask.schedule, ask.stages_per_rank, ask.microbatches,
             ask.microbatch_size, ask.ac, ask.cut,
         )  # fmt: skip
+        schedule = schedule_of(candidate)
         run = simulated(scene, candidate, schedule, ask.layers)
         row = row_of(scene, candidate, schedule, ask.layers, run)
     except ConfigError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from operator import index
 from typing import SupportsIndex
 
@@ -54,7 +55,15 @@ class Placement:
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages held by `rank` (of all copies), in order, each once."""
-        return tuple(sorted({s for table in self.copies for s, r in enumerate(table) if r == rank}))
+        return self._stages.get(rank, ())
+
+    @cached_property
+    def _stages(self) -> dict[int, tuple[int, ...]]:
+        found: dict[int, set[int]] = {}
+        for table in self.copies:
+            for stage, rank in enumerate(table):
+                found.setdefault(rank, set()).add(stage)
+        return {rank: tuple(sorted(stages)) for rank, stages in found.items()}
 
 
 PlacementRule = Callable[[Problem], Placement]

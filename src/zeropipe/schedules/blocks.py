@@ -7,6 +7,7 @@ has no bubble in steady state. How far neighbouring passes lie apart decides how
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 from zeropipe.core.action import Kind
@@ -34,7 +35,7 @@ def write(lanes: list[Lane], p: Problem, block: Block, extra: int = 0) -> None:
     size = p.num_ranks + 8
     while True:
         short = min(size, p.num_microbatches)
-        rows = squeeze([_row(block, rank, p.num_ranks, short) for rank in range(p.num_ranks)], extra)
+        rows = _squeezed(block, p.num_ranks, short, extra)
         missing = max(0, p.num_microbatches - size)
         cut = _steady(rows) if missing else 0
         if cut is not None:
@@ -47,6 +48,11 @@ def write(lanes: list[Lane], p: Problem, block: Block, extra: int = 0) -> None:
                 period = [row[at] for at in range(cut, cut + PERIOD)]
                 lane.weave(*((0, run(stages[w], _KINDS[w], range(m, m + missing))) for w, m in period))
             lane.at(stages[way], _KINDS[way], microbatch + (missing if slot >= cut else 0))
+
+
+@lru_cache(maxsize=4)  # the same for any larger number of microbatches
+def _squeezed(block: Block, num_ranks: int, num_microbatches: int, extra: int) -> list[Row]:
+    return squeeze([_row(block, rank, num_ranks, num_microbatches) for rank in range(num_ranks)], extra)
 
 
 def _row(block: Block, rank: int, num_ranks: int, num_microbatches: int) -> Row:

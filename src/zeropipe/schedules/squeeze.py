@@ -9,10 +9,12 @@ adds: each F takes one, each W gives one back.
 from __future__ import annotations
 
 from collections import deque
+from itertools import accumulate
 
 # the passes of a microbatch on a rank, in order; W_DOWN belongs to I_DOWN, W_UP to I_UP
 F_DOWN, F_UP, I_DOWN, I_UP, W_DOWN, W_UP = range(6)
 PERIOD = 6
+FREE = -1  # no pass
 
 Pass = tuple[int, int]  # way, microbatch
 Row = dict[int, Pass]  # slot -> pass, of one rank
@@ -26,7 +28,7 @@ def squeeze(rows: list[Row], extra: int = 0) -> list[Row]:
     drain the W are taken out again: there they come last, in whatever slots are left.
     """
     rows = [with_w(row) for row in rows]
-    limit = max(_peak(row) for row in rows) + extra
+    limit = max(_WithW(row).most for row in rows) + extra
     _advance(rows, limit, fill=True)
     rows = [{slot: done for slot, done in row.items() if done[0] < W_DOWN} for row in _without_gaps(rows)]
     _advance(rows, limit, fill=False)
@@ -54,6 +56,7 @@ def _advance(rows: list[Row], limit: int, fill: bool) -> None:
     The steady state between the two stays: it begins with the first rank's first I up and ends with its last F down.
     """
     slots = {(rank, *done): slot for rank, row in enumerate(rows) for slot, done in row.items()}
+    levels: list[_Level] = [_WithW(row, limit) if fill else _WithoutW(row, limit) for row in rows]
     last = max(microbatch for _, microbatch in rows[0].values())
     moving, drains = fill, False
     for slot, rank, done in sorted((slot, rank, done) for rank, row in enumerate(rows) for slot, done in row.items()):
@@ -63,22 +66,9 @@ def _advance(rows: list[Row], limit: int, fill: bool) -> None:
             ready = _ready(slots, rank, done, len(rows))
             # an I can take the slot that a W would have had before the next F; not so where W has slots of its own
             matters = done[0] <= F_UP or (not fill and ready < slots[rank, F_UP, last])
-            slots[rank, *done] = _move(rows[rank], slot, ready, limit, matters)
+            slots[rank, *done] = levels[rank].move(slot, ready, matters)
         if (rank, *done) == (0, F_DOWN, last):
             moving = drains = True
-
-
-def _move(row: Row, slot: int, ready: int, limit: int, matters: bool) -> int:
-    """Move a pass to the earliest slot from `ready` on that is free and, if it `matters`, keeps the memory limit."""
-    done = row.pop(slot)
-    for earlier in range(ready, slot):
-        if earlier not in row:
-            row[earlier] = done
-            if not matters or _peak(row) <= limit:
-                return earlier
-            del row[earlier]
-    row[slot] = done
-    return slot
 
 
 def _ready(slots: Slots, rank: int, done: Pass, num_ranks: int) -> int:
@@ -105,19 +95,85 @@ def _without_gaps(rows: list[Row]) -> list[Row]:
     return out
 
 
-def _peak(row: Row) -> int:
-    """The most activations the rank keeps at a time; where a row has no W, they take its free slots."""
-    implicit = row[max(row)][0] < W_DOWN  # a row with W ends with one
-    kept = owed = most = 0
-    for slot in range(max(row) + 1):
-        way = row[slot][0] if slot in row else -1
-        if way >= W_DOWN or (way < 0 and implicit and owed):
-            kept -= 1
-            owed -= 1
-        elif way >= I_DOWN:
-            owed += 1
-        elif way >= F_DOWN:
-            kept += 1
-            if kept > most:
-                most = kept
-    return most
+class _Level:
+    """The activations that a rank keeps, slot by slot, while passes of its row move."""
+
+    def __init__(self, row: Row, limit: int = 0) -> None:
+        self._row, self._limit = row, limit
+        self._ways = [row[slot][0] if slot in row else FREE for slot in range(max(row) + 1)]
+        self._kept = [0] * len(self._ways)  # after each slot
+
+    def move(self, slot: int, ready: int, matters: bool) -> int:
+        """Move a pass to the earliest slot from `ready` on that is free and, if it `matters`, keeps the limit."""
+        way, ways = self._ways[slot], self._ways
+        for earlier in range(ready, slot):
+            if ways[earlier] == FREE and self._put(way, earlier, slot, matters):
+                ways[slot], ways[earlier] = FREE, way
+                self._row[earlier] = self._row.pop(slot)
+                return earlier
+        return slot
+
+    def _put(self, way: int, start: int, left: int, matters: bool) -> bool:
+        """Count a pass at `start` instead of the slot that it has `left`; or not, if it `matters` and is too much."""
+        raise NotImplementedError
+
+
+class _WithW(_Level):
+    """Of a row that has its W: only F and W count, between the two slots."""
+
+    def __init__(self, row: Row, limit: int = 0) -> None:
+        super().__init__(row, limit)
+        self._kept = list(accumulate(map(_taken, self._ways)))
+
+    @property
+    def most(self) -> int:
+        return max(self._kept)
+
+    def _put(self, way: int, start: int, left: int, matters: bool) -> bool:
+        taken, between = _taken(way), self._kept[start:left]
+        if matters and max(between) + taken > self._limit:
+            return False
+        if taken:
+            self._kept[start:left] = [kept + taken for kept in between]
+        return True
+
+
+def _taken(way: int) -> int:
+    return -1 if way >= W_DOWN else 1 if F_DOWN <= way <= F_UP else 0
+
+
+class _WithoutW(_Level):
+    """Of a row whose W take its free slots: what is kept changes from the new slot on, until it is what it was."""
+
+    def __init__(self, row: Row, limit: int = 0) -> None:
+        super().__init__(row, limit)
+        self._owed = [-1] * len(self._ways)  # W after each slot
+        self._over = 0  # slots in which an F goes above the limit
+        self._put(self._ways[0], 0, 0, matters=False)
+
+    def _put(self, way: int, start: int, left: int, matters: bool) -> bool:
+        kept_at, owed_at, over = self._kept, self._owed, self._over
+        kept, owed = (kept_at[start - 1], owed_at[start - 1]) if start else (0, 0)
+        new: list[tuple[int, int]] = []
+        for at in range(start, len(kept_at)):
+            before = self._ways[at]
+            now = way if at == start else FREE if at == left else before
+            if F_DOWN <= before <= F_UP and kept_at[at] > self._limit:
+                over -= 1
+            if now >= I_DOWN:
+                owed += 1
+            elif now >= F_DOWN:
+                kept += 1
+                over += kept > self._limit
+            elif owed:
+                kept -= 1
+                owed -= 1
+            if at >= left and kept == kept_at[at] and owed == owed_at[at]:
+                break
+            new.append((kept, owed))
+        if matters and over:
+            return False
+        self._over = over
+        for at, (kept, owed) in enumerate(new, start):
+            kept_at[at], owed_at[at] = kept, owed
+        return True

@@ -9,6 +9,7 @@ from functools import lru_cache
 from math import inf
 
 from zeropipe.core.action import B, F, W
+from zeropipe.core.jit import Floats, Ints, arrays
 from zeropipe.core.layers import layer_counts
 from zeropipe.core.packed import kind_of, stage_of
 from zeropipe.core.placement import Placement, Problem
@@ -191,19 +192,24 @@ def rank_table(placement: Placement, num_ranks: int) -> tuple[tuple[int, ...], l
 
 def alive_of(schedule: Schedule) -> list[float]:
     """The most microbatches of each stage for which something is kept at once, from F to B or to the last W."""
-    alive, most = [0.0] * schedule.num_stages, [0.0] * schedule.num_stages
-    part = 1 / schedule.problem.num_weight_parts
-    for rank in range(schedule.num_ranks):
-        for code in schedule.packed.row(rank):
-            stage, kind = stage_of(code), kind_of(code)
-            if kind == F:
-                alive[stage] += 1
-                most[stage] = max(most[stage], alive[stage])
-            elif kind == B:
-                alive[stage] -= 1
-            elif kind == W:
-                alive[stage] -= part
-    return most
+    xp = arrays(schedule.num_actions)
+    alive, most = xp.full_floats(schedule.num_stages), xp.full_floats(schedule.num_stages)
+    xp.call(alive_kernel, xp.ints(schedule.packed.codes), 1 / schedule.problem.num_weight_parts, alive, most)
+    return list(map(float, most))
+
+
+def alive_kernel(codes: Ints, part: float, alive: Floats, most: Floats) -> None:
+    """Rank by rank: ranks that hold the same stage come one after the other, and each ends with nothing."""
+    for at in range(len(codes)):
+        stage, kind = stage_of(codes[at]), kind_of(codes[at])
+        if kind == F:
+            alive[stage] += 1
+            if alive[stage] > most[stage]:
+                most[stage] = alive[stage]
+        elif kind == B:
+            alive[stage] -= 1
+        elif kind == W:
+            alive[stage] -= part
 
 
 def _per_rank(name: str, value: float | Sequence[float] | None, ranks: int, default: float) -> tuple[float, ...]:

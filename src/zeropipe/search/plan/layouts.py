@@ -45,6 +45,11 @@ class Layout:
         return costs.link if self.is_near(number, gpus_per_node) else costs.inter_node
 
 
+def most_stages(num_layers: int) -> int:
+    """Every stage in the middle has a layer; the first one may have the embedding alone, the last one the head."""
+    return num_layers + 2
+
+
 def layouts(gpus: int, gpus_per_node: int, tensor_sizes: Sequence[int], num_layers: int) -> list[Layout]:
     """Every layout that uses all GPUs, with tensor parallelism inside a machine."""
     found = []
@@ -52,7 +57,7 @@ def layouts(gpus: int, gpus_per_node: int, tensor_sizes: Sequence[int], num_laye
         if gpus % tp or not Layout(gpus // tp, 1, tp).is_near(tp, gpus_per_node):
             continue
         rest = gpus // tp
-        most = min(rest, num_layers + 2)  # every stage between the first and the last has a layer
+        most = min(rest, most_stages(num_layers))
         found += [Layout(pp, rest // pp, tp) for pp in range(1, most + 1) if rest % pp == 0]
     if not found:
         raise ConfigError(

@@ -9,19 +9,20 @@ from math import inf
 from time import monotonic
 from typing import Any
 
+from zeropipe.core.units import count_text
 from zeropipe.errors import ConfigError, short
 from zeropipe.schedules.registry import entries
 from zeropipe.search.estimate.counted import CountedModel
 from zeropipe.search.estimate.estimate import estimate
 from zeropipe.search.estimate.gpus import find_gpu
 from zeropipe.search.estimate.model import Model, ShapedModel, open_model
-from zeropipe.search.plan.layouts import Layout, layouts
+from zeropipe.search.plan.layouts import Layout, layouts, most_stages
 from zeropipe.search.plan.pool import scored
 from zeropipe.search.plan.refine import searched, with_gaps
 from zeropipe.search.plan.result import Plan
 from zeropipe.search.plan.rows import Candidate, Row
-from zeropipe.search.plan.score import Scene
-from zeropipe.search.plan.tries import candidates, grouped, named_variants, runs, sifted
+from zeropipe.search.plan.score import Scene, schedule_of
+from zeropipe.search.plan.tries import Run, candidates, grouped, named_variants, runs, sifted
 from zeropipe.search.search import require_helpers, require_seconds
 from zeropipe.sim.layer_costs import LayerCosts
 
@@ -119,8 +120,12 @@ def plan(
     count = _cores() if workers is None else workers
     if schedules is not None and any(name not in _known() for name, _ in variants):
         count = 1  # other processes do not know a user's own
-    tries = candidates(possible, variants, ["balanced", "even"])
+    tries = candidates(possible, variants, costs.num_layers)
+    if possible and not tries:
+        raise _too_many_stages(possible, variants, costs.num_layers)
     rows = _scored(scene, tries[:most], count, lambda share: tell("trying schedules", 0.8 * share))
+    if tries and not rows:
+        schedule_of(tries[0])  # says why it cannot be built
     num_tried = len({row.candidate for row in rows})
     if search_seconds > 0 and schedules is None:
         fitting = [row for row in _ranked(rows) if row.fits]
@@ -191,6 +196,14 @@ def _no_runs(batch: int, gpus: int, options: Sequence[Layout], sizes: Sequence[i
     return ConfigError(
         f"batch={batch} cannot be shared out over {gpus} GPUs in microbatches of {listed}: give a multiple of them, or "
         "larger or smaller ones"
+    )
+
+
+def _too_many_stages(given: Sequence[Run], variants: Sequence[tuple[str, int]], num_layers: int) -> ConfigError:
+    pp, (name, per_rank) = min(run.layout.pp for run in given), min(variants, key=lambda variant: variant[1])
+    return ConfigError(
+        f"schedules={name}: {pp} pipeline ranks with {count_text(per_rank, 'stage')} each are {pp * per_rank} stages, "
+        f"and {num_layers} layers fill {most_stages(num_layers)} at most: give fewer pipeline ranks or other schedules"
     )
 
 

@@ -13,9 +13,10 @@ from zeropipe.search.balance.balance import alive_of, balance_task, solved
 from zeropipe.search.bound.bound import lower_bound
 from zeropipe.search.hunt import gap_of
 from zeropipe.search.model import Task
+from zeropipe.search.plan.layouts import most_stages
 from zeropipe.search.plan.rows import Candidate, Row
-from zeropipe.search.plan.score import Scene, costs_of, score, setting_of
-from zeropipe.search.plan.tries import run_of, stages_fit
+from zeropipe.search.plan.score import Scene, costs_of, schedule_of, score, setting_of
+from zeropipe.search.plan.tries import run_of
 from zeropipe.search.search import search
 
 RUNS = 2  # for which schedules are searched
@@ -28,9 +29,7 @@ def with_gaps(scene: Scene, rows: Sequence[Row], number: int) -> list[Row]:
 
 def _gap(scene: Scene, row: Row) -> float | None:
     one = row.candidate
-    schedule = row.found or build(
-        one.schedule, ranks=one.layout.pp, microbatches=one.num_microbatches, stages_per_rank=one.stages_per_rank
-    )
+    schedule = row.found or schedule_of(one)
     if len(schedule.placement.copies) > 1:
         return None  # bounds are of one copy of the model
     costs = costs_of(scene, one, row.counts, schedule.placement, whole=True)
@@ -93,7 +92,7 @@ def _like(candidate: Candidate) -> Schedule:
 
 def _balanced(scene: Scene, candidate: Candidate) -> tuple[int, ...] | None:
     schedule = _like(candidate)
-    if not stages_fit(schedule, scene.costs.num_layers):
+    if schedule.num_stages > most_stages(scene.costs.num_layers):
         return None
     task = balance_task(
         scene.costs, schedule.problem, schedule.placement, alive_of(schedule),

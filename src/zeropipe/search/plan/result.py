@@ -8,9 +8,8 @@ from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Timeline
 from zeropipe.core.units import gigabytes
 from zeropipe.errors import ConfigError
-from zeropipe.schedules.registry import build
 from zeropipe.search.plan.rows import Row
-from zeropipe.search.plan.score import Scene, costs_of
+from zeropipe.search.plan.score import Scene, costs_of, schedule_of
 from zeropipe.search.plan.tries import Misfit
 from zeropipe.sim.simulate import simulate
 
@@ -48,7 +47,7 @@ class Plan:
             misfit = self.too_large[0]
             run = misfit.run
             return f"{run.layout} with ac {run.ac} needs {gigabytes(misfit.needs)} for weights and one microbatch"
-        return "the batch cannot be shared out over these GPUs: give another batch or other microbatch sizes"
+        return "no cut of its layers does: give fewer pipeline ranks or other schedules"
 
     @property
     def front(self) -> tuple[Row, ...]:
@@ -82,12 +81,7 @@ class Plan:
 
     def schedule(self, row: Row) -> Schedule:
         """The schedule of a row."""
-        one = row.candidate
-        if row.found is not None:
-            return row.found
-        return build(
-            one.schedule, ranks=one.layout.pp, microbatches=one.num_microbatches, stages_per_rank=one.stages_per_rank
-        )
+        return row.found or schedule_of(row.candidate)
 
     def timeline(self, row: Row) -> Timeline:
         """The simulation of a row's pipeline."""

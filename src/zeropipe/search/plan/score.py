@@ -34,14 +34,8 @@ class Scene:
 
 def score_group(scene: Scene, group: Sequence[Candidate]) -> list[Row]:
     """The results of candidates that differ in costs alone: one schedule, built once. None of it if that cannot be."""
-    first = group[0]
     try:
-        schedule = build(
-            first.schedule,
-            ranks=first.layout.pp,
-            microbatches=first.num_microbatches,
-            stages_per_rank=first.stages_per_rank,
-        )
+        schedule = schedule_of(group[0])
     except ConfigError:
         return []
     require_right(schedule)
@@ -54,6 +48,14 @@ def score_group(scene: Scene, group: Sequence[Candidate]) -> list[Row]:
             if row.fits:
                 break
     return rows
+
+
+def schedule_of(candidate: Candidate) -> Schedule:
+    """The schedule with a name that a candidate runs."""
+    return build(
+        candidate.schedule, ranks=candidate.layout.pp, microbatches=candidate.num_microbatches,
+        stages_per_rank=candidate.stages_per_rank,
+    )  # fmt: skip
 
 
 def setting_of(scene: Scene, candidate: Candidate) -> Setting:

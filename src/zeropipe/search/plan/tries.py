@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from zeropipe.core.schedule import Schedule
 from zeropipe.errors import ConfigError
 from zeropipe.schedules.registry import entries, find
-from zeropipe.search.plan.layouts import Layout
+from zeropipe.search.plan.layouts import Layout, most_stages
 from zeropipe.search.plan.rows import Candidate
 from zeropipe.search.plan.score import Scene
 
@@ -98,14 +97,24 @@ def _variants(name: str) -> list[tuple[str, int]]:
     return [(entry.name, int(number))]
 
 
-def candidates(given: Iterable[Run], variants: Sequence[tuple[str, int]], cuts: Sequence[str]) -> list[Candidate]:
-    """Every run with every schedule; without a pipeline one is like the other."""
+def candidates(given: Iterable[Run], variants: Sequence[tuple[str, int]], num_layers: int) -> list[Candidate]:
+    """Every run with every schedule that has no more stages than layers fill, and every cut.
+
+    Without a pipeline one schedule is like the other.
+    """
     return [
         Candidate(run.layout, name, per_rank, run.num_microbatches, run.microbatch_size, run.ac, cut)
         for run in given
         for name, per_rank in (variants if run.layout.pp > 1 else [("1f1b", 1)])
-        for cut in (cuts if run.layout.pp > 1 else ["even"])
+        for cut in _cuts(run.layout.pp * per_rank, num_layers)
     ]
+
+
+def _cuts(num_stages: int, num_layers: int) -> Iterator[str]:
+    if 1 < num_stages <= most_stages(num_layers):
+        yield "balanced"
+    if num_stages <= num_layers:
+        yield "even"
 
 
 def grouped(tries: Iterable[Candidate]) -> list[list[Candidate]]:
@@ -120,8 +129,3 @@ def grouped(tries: Iterable[Candidate]) -> list[list[Candidate]]:
 def run_of(candidate: Candidate) -> Run:
     """The run of a candidate."""
     return Run(candidate.layout, candidate.num_microbatches, candidate.microbatch_size, candidate.ac)
-
-
-def stages_fit(schedule: Schedule, num_layers: int) -> bool:
-    """Whether every stage in the middle gets a layer."""
-    return schedule.num_stages - 2 <= num_layers
