@@ -393,8 +393,8 @@ def test_the_command_ranks_explains_and_writes(tmp_path, capsys, monkeypatch):
     ],
 )
 def test_mistakes_are_told_in_one_line(args, message, capsys):
+    short = [] if "--schedules" in args else ["--schedules", "1f1b"]
     with pytest.raises(SystemExit) as stop:
-        short = [] if "--schedules" in args else ["--schedules", "1f1b"]
         main(["plan", *args, "--search-seconds", "0", "--workers", "1", *short])
     assert stop.value.code == 2
     err = capsys.readouterr().err
