@@ -533,6 +533,11 @@ def test_experts_of_torchtitan_leave_their_weight_gradients_to_w():
     assert not module.w1_EFD.grad[1].any()
 
 
+def test_experts_of_a_torchtitan_that_computes_in_another_way_stay_as_they_are(monkeypatch):
+    monkeypatch.setattr(GroupedExperts, "forward", lambda self, x, counts: x)
+    assert defer(GroupedExperts()) == 0
+
+
 def test_named_tuples_stay_what_they_are_on_another_device():
     from collections import namedtuple
 

@@ -15,6 +15,7 @@ from zeropipe.engine.backward.stacks import new_slots, product
 GATE, DOWN, UP = range(3)
 COMPUTE = torch.bfloat16  # torchtitan's choice, whatever its mixed precision is
 _NAMES = ("w1_EFD", "w2_EDF", "w3_EFD")
+_STEPS = {"bfloat16", "silu", "type_as"}  # what its forward calls; another torchtitan may compute in another way
 
 
 def defer_gated(module: nn.Module) -> None:
@@ -30,6 +31,8 @@ def _is_gated(module: nn.Module) -> bool:
     """Whether it is such a module and not deferred yet; known by its name, so that torchtitan need not be imported."""
     kind = type(module)
     if (kind.__module__, kind.__name__) != ("torchtitan.models.common.moe", "GroupedExperts"):
+        return False
+    if not _STEPS <= set(getattr(getattr(kind.forward, "__code__", None), "co_names", ())):
         return False
     is_deferred = getattr(module, "defers_experts", False)
     return not is_deferred and "forward" not in vars(module) and module._parameters.keys() == set(_NAMES)
