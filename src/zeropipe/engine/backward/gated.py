@@ -32,7 +32,8 @@ def _is_gated(module: nn.Module) -> bool:
     kind = type(module)
     if (kind.__module__, kind.__name__) != ("torchtitan.models.common.moe", "GroupedExperts"):
         return False
-    if not _STEPS <= set(getattr(getattr(kind.forward, "__code__", None), "co_names", ())):
+    code = getattr(kind.forward, "__code__", None)
+    if code is None or not _STEPS.issubset(code.co_names):
         return False
     is_deferred = getattr(module, "defers_experts", False)
     return not is_deferred and "forward" not in vars(module) and module._parameters.keys() == set(_NAMES)
