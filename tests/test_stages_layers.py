@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeropipe.core.layers import check_counts, layer_counts, num_stages_for, ranges
+from zeropipe.core.layers import check_counts, counts_text, layer_counts, num_stages_for, ranges
 from zeropipe.errors import ConfigError
 
 
@@ -54,3 +54,8 @@ def test_errors_name_value_and_rule(call, error):
 
 def test_stages_from_layers_per_stage():
     assert num_stages_for(6, 2, 4, 1, 1) == 4
+
+
+def test_many_stages_are_told_by_runs_of_equal_ones():
+    assert counts_text((2, 3, 3, 2)) == "2,3,3,2"
+    assert counts_text((0, *[1] * 40, 2)) == "0, 40 times 1, 2"

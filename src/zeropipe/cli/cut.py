@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from zeropipe.core.layers import check_counts, layer_counts
+from zeropipe.core.layers import check_counts, counts_text, layer_counts
 from zeropipe.errors import ConfigError, short
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Cut:
     def text(self, costs: LayerCosts, counts: tuple[int, ...] | None = None) -> str:
         """How layers are shared out, into `counts`, and which setting counts where there are several."""
         if self.layers == BALANCED:
-            shared = "balanced over the stages" + (f": {','.join(map(str, counts))}" if counts else "")
+            shared = "balanced over the stages" + (f": {counts_text(counts)}" if counts else "")
         else:
             shared = f"{'spread evenly over' if self.layers in (None, EVEN) else f'{self.layers} in'} the stages"
         if len(costs.settings) == 1:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from operator import index
 from typing import Any
 
 from zeropipe.core.units import count_text
 from zeropipe.errors import ConfigError, short
 
+_LISTED = 32  # stages whose layers are listed one by one
 # what the configs of models call their number of layers
 NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers")
 
@@ -94,3 +96,11 @@ def ranges(counts: Sequence[int]) -> tuple[range, ...]:
     """The layers of each stage, as ranges."""
     starts = [sum(counts[:stage]) for stage in range(len(counts))]
     return tuple(range(start, start + count) for start, count in zip(starts, counts))
+
+
+def counts_text(counts: Sequence[int]) -> str:
+    """Layers per stage as they are given to a command; where stages are many, equal neighbours together."""
+    if len(counts) <= _LISTED:
+        return ",".join(map(str, counts))
+    runs = ((count, len(list(same))) for count, same in groupby(counts))
+    return ", ".join(str(count) if number == 1 else f"{number} times {count}" for count, number in runs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from zeropipe.core.layers import counts_text
 from zeropipe.core.units import count_text
 from zeropipe.train.config.models import RunConfig
 
@@ -34,7 +35,7 @@ def facts_text(config: RunConfig) -> str:
 def setup_text(config: RunConfig) -> str:
     """What must be the same for two steps to take the same time, in words."""
     data, engine = config.data, config.engine
-    layers = f" layers {','.join(map(str, config.schedule.layers))}" if config.schedule.layers else ""
+    layers = f" layers {counts_text(config.schedule.layers)}" if config.schedule.layers else ""
     more = "".join(f", {name}" for name in ("compile", "dynamic_weights", "offload") if getattr(engine, name))
     return (
         f"{config.schedule.name}{layers} on {mesh_text(config)}: {config.num_microbatches} x {data.microbatch} x "
