@@ -21,6 +21,7 @@ import fault_cases as cases
 from engine_helpers import TOLERANCE, ranks
 
 import zeropipe as zp
+from zeropipe.engine.run import launch
 from zeropipe.engine.run.launch import Failed, LocalRanks, _answer, _told
 from zeropipe.engine.run.nursery import nursery, preparation
 from zeropipe.engine.torch_private import abort_nccl
@@ -251,6 +252,19 @@ def test_a_silent_rank_is_given_up():
         "rank 1 is stuck at 1F0: no progress for 2 s, and rank 0 waits at 0B0; "
         "if that is no fault, give Engine a longer timeout"
     )
+
+
+def test_after_an_interrupt_no_answer_is_taken_for_that_of_another_run(monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with LocalRanks(1) as alone:
+        with monkeypatch.context() as patch:
+            patch.setattr(launch, "wait", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                alone.run(max, 1, 2)
+        with pytest.raises(EngineError, match="these ranks are closed: make new ones"):
+            alone.run(max, 3, 4)
 
 
 def test_nccl_groups_are_aborted_side_by_side():

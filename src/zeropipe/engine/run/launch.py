@@ -52,8 +52,8 @@ class LocalRanks:
 
     `function` must be importable; `preload` names modules it will want. `timeout` of a run is for silence: an Engine
     that gets on with its work is heard, and so is who calls `heartbeat()`. Once a rank has failed the others have
-    `grace` seconds to end as well: they may be waiting for it. After a failure or a time-out all processes are gone
-    and the pool is closed.
+    `grace` seconds to end as well: they may be waiting for it. After a failure, a time-out or Ctrl-C all processes
+    are gone and the pool is closed.
     """
 
     def __init__(
@@ -118,9 +118,13 @@ class LocalRanks:
                 f"{name} and its arguments cannot be handed to local ranks ({error}): give a function of a "
                 "file that can be imported, and plain values"
             ) from None
-        for pipe in self._pipes:
-            pipe.send_bytes(job)
-        return self._collect(timeout)
+        try:
+            for pipe in self._pipes:
+                pipe.send_bytes(job)
+            return self._collect(timeout)
+        except BaseException:  # Ctrl-C: answers that come late would be taken for those of the next run
+            self.close(patience=0)
+            raise
 
     def _collect(self, timeout: float) -> list[Any]:
         outcomes: dict[int, Any] = {}
