@@ -10,6 +10,7 @@ from archon_cases import Case
 import zeropipe as zp
 from zeropipe.engine import LocalRanks
 
+pytestmark = pytest.mark.timeout(1000)  # compiled blocks take minutes on a slow machine
 COMPILED = 1e-5  # float32, other kernels
 SCHEDULES = ["1F1B", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV"]
 MODELS = ["qwen2", "qwen3"]

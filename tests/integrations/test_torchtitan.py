@@ -10,6 +10,7 @@ from titan_cases import Case
 import zeropipe as zp
 from zeropipe.engine import LocalRanks
 
+pytestmark = pytest.mark.timeout(1000)  # compiled blocks take minutes on a slow machine
 COMPILED = 1e-5  # float32, other kernels, five steps
 
 
