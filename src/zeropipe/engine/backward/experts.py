@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from zeropipe.engine.backward.gradients import is_watched, local
-from zeropipe.engine.backward.stacks import new_slots, product
+from zeropipe.engine.backward.gradients import local
+from zeropipe.engine.backward.stacks import deferring, product, take_over
 
 _USUAL = (None, "eager", "grouped_mm", "batched_mm")
 
@@ -20,9 +20,7 @@ def defer_experts(module: nn.Module) -> None:
     for child in module.modules():
         names = _names(child)
         if names is not None:
-            child.__class__ = _deferred(type(child), names)
-            child.slots = new_slots(child)
-            child.is_watched = any(is_watched(child._parameters[name]) for name in names)
+            take_over(child, _deferred(type(child), names))
 
 
 def keep_experts(module: Any, place: int, number: int) -> bool:
@@ -70,15 +68,7 @@ def _deferred(kind: type[nn.Module], names: tuple[str, str]) -> type[nn.Module]:
             return kind.forward(self, hidden, *routing)
         return all_experts(self, hidden, *routing)
 
-    def __setstate__(self: Any, state: dict[str, Any]) -> None:
-        kind.__setstate__(self, state)
-        self.slots = new_slots(self)
-
-    body = {
-        "forward": forward, "__setstate__": __setstate__, "defers_experts": True, "defers": names,
-        "first_expert": None, "is_watched": False, "__module__": kind.__module__,
-    }  # fmt: skip
-    return type(kind.__name__, (kind,), body)
+    return deferring(kind, names, forward, first_expert=None)
 
 
 def _all_experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from zeropipe.engine.backward.gradients import is_watched
-from zeropipe.engine.backward.stacks import new_slots, product
+from zeropipe.engine.backward.stacks import deferring, product, take_over
 
 GATE, DOWN, UP = range(3)
 COMPUTE = torch.bfloat16  # torchtitan's choice, whatever its mixed precision is
@@ -22,9 +21,7 @@ def defer_gated(module: nn.Module) -> None:
     """Let torchtitan's GroupedExperts leave their weight gradients to W. Subclasses compute in ways of their own."""
     for child in module.modules():
         if _is_gated(child):
-            child.__class__ = _deferred(type(child))
-            child.slots = new_slots(child)
-            child.is_watched = any(is_watched(child._parameters[name]) for name in _NAMES)
+            take_over(child, _deferred(type(child)))
 
 
 def _is_gated(module: nn.Module) -> bool:
@@ -52,12 +49,4 @@ def _deferred(kind: type[nn.Module]) -> type[nn.Module]:
         hidden = hidden * product(self, UP, x.to(COMPUTE), offsets)
         return product(self, DOWN, hidden, offsets).type_as(x)
 
-    def __setstate__(self: Any, state: dict[str, Any]) -> None:
-        kind.__setstate__(self, state)
-        self.slots = new_slots(self)
-
-    body = {
-        "forward": forward, "__setstate__": __setstate__, "defers_experts": True, "defers": _NAMES,
-        "is_transposed": False, "is_watched": False, "__module__": kind.__module__,
-    }  # fmt: skip
-    return type(kind.__name__, (kind,), body)
+    return deferring(kind, _NAMES, forward, is_transposed=False)

@@ -2,20 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zeropipe.engine.backward.gradients import local
+from zeropipe.engine.backward.gradients import is_watched, local
 from zeropipe.engine.backward.ops import SlottedStack, new_slot, stacked
 from zeropipe.engine.backward.products import Product, stacked_product
 from zeropipe.engine.backward.store import put_or_give
 from zeropipe.engine.torch_private import save, saved, use_number
 
 
-def new_slots(module: Any) -> tuple[Tensor, ...]:
-    """What stands for the module's stacks (`defers` names them) inside compiled graphs."""
+def deferring(
+    kind: type[nn.Module], names: tuple[str, ...], forward: Callable[..., Tensor], **facts: Any
+) -> type[nn.Module]:
+    """A subclass with another forward, whose products with the stacks of these names leave their gradients to W."""
+
+    def __setstate__(self: Any, state: dict[str, Any]) -> None:
+        kind.__setstate__(self, state)
+        self.slots = _new_slots(self)
+
+    body = {
+        "forward": forward, "__setstate__": __setstate__, "defers_experts": True, "defers": names,
+        "is_watched": False, "__module__": kind.__module__, **facts,
+    }  # fmt: skip
+    return type(kind.__name__, (kind,), body)
+
+
+def take_over(module: Any, kind: type[nn.Module]) -> None:
+    """Make a module one of such a subclass."""
+    module.__class__ = kind
+    module.slots = _new_slots(module)
+    module.is_watched = any(is_watched(module._parameters[name]) for name in module.defers)
+
+
+def _new_slots(module: Any) -> tuple[Tensor, ...]:
+    """What stands for the module's stacks inside compiled graphs."""
     return tuple(new_slot(module, name) for name in module.defers)
 
 
