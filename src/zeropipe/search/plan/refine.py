@@ -91,9 +91,9 @@ def _like(candidate: Candidate) -> Schedule:
 
 
 def _balanced(scene: Scene, candidate: Candidate) -> tuple[int, ...] | None:
-    schedule = _like(candidate)
-    if schedule.num_stages > most_stages(scene.costs.num_layers):
+    if candidate.layout.pp * candidate.stages_per_rank > most_stages(scene.costs.num_layers):
         return None
+    schedule = _like(candidate)
     task = balance_task(
         scene.costs, schedule.problem, schedule.placement, alive_of(schedule),
         setting=setting_of(scene, candidate), ac=candidate.ac, shards=candidate.layout.dp_shard,
