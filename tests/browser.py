@@ -68,14 +68,16 @@ def pages(browser):
 @pytest.fixture
 def watched(pages):
     """Opens pages; at the end none may have logged an error or asked another host for anything."""
-    complaints, opened = [], []
+    complaints, opened, asked = [], [], set()
 
     def open_page(url, size=DESKTOP, wait="[data-painted]", hosts=("127.0.0.1", "localhost"), **options):
         kind, page = pages.take(size, options)
         heard = {
             "pageerror": lambda error: complaints.append(f"error: {error}"),
             "console": lambda said: said.type in ("error", "warning") and complaints.append(f"logged {said.text}"),
-            "request": lambda request: _foreign(request.url, hosts) and complaints.append(f"asked {request.url}"),
+            "request": lambda request: asking(request, hosts),
+            "requestfinished": lambda request: asked.discard(request),
+            "requestfailed": lambda request: asked.discard(request),
         }
         for event, hear in heard.items():
             page.on(event, hear)
@@ -85,7 +87,24 @@ def watched(pages):
             page.wait_for_selector(wait)
         return page
 
-    open_page.complaints = complaints
+    def asking(request, hosts):
+        asked.add(request)
+        if _foreign(request.url, hosts):
+            complaints.append(f"asked {request.url}")
+
+    @contextmanager
+    def expected():
+        """For tests of errors: something is logged inside, and so is what comes of the requests made inside."""
+        before = len(complaints)
+        yield
+        for _ in range(600):
+            opened[-1][1].wait_for_timeout(50)  # hears what the pages say
+            if len(complaints) > before and not asked:
+                break
+        assert len(complaints) > before, "nothing was logged"
+        del complaints[before:]
+
+    open_page.expected = expected
     yield open_page
     for kind, page, heard in opened:
         for event, hear in heard.items():
@@ -110,11 +129,3 @@ def _foreign(url, hosts):
     if url.startswith(("file:", "data:", "blob:")):
         return False
     return url.split("/")[2].split(":")[0] not in hosts
-
-
-@contextmanager
-def expected(complaints):
-    """What is logged inside is taken off the list, for tests of errors."""
-    before = len(complaints)
-    yield
-    del complaints[before:]

@@ -7,7 +7,7 @@ from dataclasses import replace
 from urllib.parse import parse_qs, urlparse
 
 import pytest
-from browser import expected, point_at
+from browser import point_at
 from visits import drop, query, rows, settle
 
 import zeropipe as zp
@@ -175,7 +175,7 @@ def test_w_in_parts_fill_the_gaps_of_all_schedules_files_and_links(visit):
             page.click("[aria-label='Download v-half']")
             page.click(f"tbody[data-choice=v-half] [data-format={form}]")
         assert read(download.value.path().read_text()) == filled.schedule
-    with expected(visit.complaints):
+    with visit.expected():
         page.fill("#in-weight_parts", "65")
         page.wait_for_selector("#error-weight_parts:not([hidden])")
         assert page.inner_text("#error-weight_parts") == "weight_parts=65: a W is cut into 1 to 64 parts"
@@ -201,7 +201,7 @@ def test_a_file_with_w_in_parts_stays_as_it_is(visit):
 
 
 def test_the_chart_says_why_it_is_not_drawn(visit):
-    with expected(visit.complaints):
+    with visit.expected():
         page = visit("?ranks=0&schedules=1f1b", wait="#error-ranks:not([hidden])")
         page.wait_for_selector("#chart .blank:text-is('Not drawn: ranks=0: a whole number from 1 on is needed')")
         assert page.get_attribute("#chart", "aria-busy") == "false"
@@ -263,7 +263,7 @@ def test_a_measured_trace_is_shown_as_it_was_and_predicted_beside(visit, tmp_pat
 
 def test_a_wrong_file_is_told_where_files_are_opened(visit):
     page = visit("?schedules=1f1b")
-    with expected(visit.complaints):
+    with visit.expected():
         drop(page, "bad.csv", "0B0,0F0\n")
         page.wait_for_selector("#error-file:not([hidden])")
     assert "bad.csv: no rank can go on" in page.inner_text("#error-file")
@@ -280,7 +280,7 @@ def test_costs_come_from_a_file_from_paste_and_per_stage(visit):
     page.click("#tab-costs")
     assert page.input_value("#in-f") == "2"
     page.click("text=Paste…")
-    with expected(visit.complaints):
+    with visit.expected():
         page.fill("#pasted", "f = -1")
         page.click("text=Use these costs")
         page.wait_for_selector("#error-paste:not([hidden])")
@@ -316,7 +316,7 @@ def test_costs_come_from_a_file_from_paste_and_per_stage(visit):
     first, second = compare([zp.build(n, ranks=4, microbatches=8) for n in ("1f1b", "zbv")], zp.Costs(f=pieces))
     assert [row[0] for row in rows(page).values()] == [f"{first.makespan:g}", f"{second.makespan:g}"]
     assert query(page)["f"] == "0.5,0.5,0.5,1.5,0.5,0.5,0.5,0.5"
-    with expected(visit.complaints):
+    with visit.expected():
         page.fill("[aria-label='F of stage 0']", "x")
         page.wait_for_selector("#stages .error:not([hidden])")
     assert "write a number" in page.inner_text("#stages .error")
@@ -368,7 +368,7 @@ def test_costs_per_stage_are_a_switch_that_the_link_keeps(visit):
 def test_a_busy_server_is_asked_again(visit):
     page = visit("?schedules=1f1b")
     busy = json.dumps({"errors": [{"field": "", "message": "64 requests wait already"}]})
-    with expected(visit.complaints):
+    with visit.expected():
         page.route("**/api/simulate", lambda route: route.fulfill(
             status=503, body=busy, headers={"Retry-After": "1", "Content-Type": "application/json"}
         ))  # fmt: skip
@@ -419,7 +419,7 @@ def test_a_link_reproduces_the_view(visit, monkeypatch):
 
 def test_mistakes_are_told_beside_their_fields_and_go_away(visit):
     page = visit("?schedules=1f1b,dualpipe")
-    with expected(visit.complaints):
+    with visit.expected():
         page.fill("#in-ranks", "0")
         page.wait_for_selector("#error-ranks:not([hidden])")
         assert page.inner_text("#error-ranks") == "ranks=0: a whole number from 1 on is needed"
@@ -442,7 +442,7 @@ def test_mistakes_are_told_beside_their_fields_and_go_away(visit):
         settle(page)
         page.wait_for_selector("#error-costs-f", state="hidden")
         assert page.get_attribute("#in-f", "aria-invalid") is None
-    with expected(visit.complaints):  # costs for four stages, and the pane of costs is out of sight
+    with visit.expected():  # costs for four stages, and the pane of costs is out of sight
         page.fill("#in-f", "1,1,2,1")
         page.click("#tab-schedules")
         page.fill("#in-ranks", "5")
@@ -471,7 +471,7 @@ def test_files_can_be_downloaded(visit):
 
 def test_a_refused_download_says_why(visit):
     page = visit("?schedules=zbv,1f1b")
-    with expected(visit.complaints):
+    with visit.expected():
         page.click("#download summary")
         page.click("#download [data-format=csv]")
         page.wait_for_selector("#error-page:not([hidden])")
@@ -480,7 +480,7 @@ def test_a_refused_download_says_why(visit):
 
 def test_a_server_that_is_gone_is_named(visit):
     page = visit("?schedules=1f1b")
-    with expected(visit.complaints):
+    with visit.expected():
         page.route("**/api/**", lambda route: route.abort())
         page.fill("#in-ranks", "5")
         page.wait_for_selector("#error-page:not([hidden])")
@@ -495,7 +495,7 @@ def test_a_server_that_is_gone_is_named(visit):
 
 def test_a_million_actions_do_not_freeze_the_page(visit):
     page = visit("?ranks=64&microbatches=8&schedules=1f1b")
-    with expected(visit.complaints):  # the chart of all schedules is too large here, and says so
+    with visit.expected():  # the chart of all schedules is too large here, and says so
         page.fill("#in-microbatches", "8000")
         page.wait_for_selector("main[aria-busy=true]")
         page.click("#tab-costs")  # answers while the server computes

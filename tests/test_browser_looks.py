@@ -1,7 +1,7 @@
 """How the page looks in a real Chromium: on a phone, in light and dark, to keys and readers, and at a glance."""
 
 import pytest
-from browser import PHONE, expected
+from browser import PHONE
 from visits import READY, drop, rows, settle
 
 import zeropipe as zp
@@ -187,7 +187,7 @@ def test_a_phone_shows_results_in_its_upper_half_and_errors_that_were_folded_awa
     for place in ("h1", ".compare tbody"):
         assert page.locator(place).first.bounding_box()["y"] < PHONE["height"] / 2
     assert page.inner_text("#fold").split("\n") == ["Schedules and costs:", "2 schedules", "default costs"]
-    with expected(visit.complaints):
+    with visit.expected():
         other = visit("?schedules=1f1b&weight_parts=65", size=PHONE, wait="#error-weight_parts:not([hidden])")
         assert other.is_visible("#error-weight_parts")
         third = visit("?schedules=1f1b&f=x", size=PHONE, wait="#tab-costs.wrong")

@@ -6,7 +6,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from browser import PHONE, expected
+from browser import PHONE
 from visits import drop, rows, settle
 
 import zeropipe as zp
@@ -46,7 +46,7 @@ def test_a_plan_is_ranked_drawn_and_its_rows_can_be_chosen(visit):
     page.locator(".on-front").first.press("Enter")
     assert "×" in page.inner_text("#row-of")
     page.fill("#in-gpus", "many")
-    with expected(visit.complaints):  # the browser logs the answer 422
+    with visit.expected():  # the browser logs the answer 422
         page.click("#form button[type=submit]")
         page.wait_for_selector("#error-gpus:not([hidden])")
     assert "gpus='many'" in page.inner_text("#error-gpus")
@@ -62,7 +62,7 @@ def test_back_leads_to_the_plan_before_and_a_wrong_link_keeps_its_words(visit):
     page.wait_for_selector(SHOWN)
     assert page.input_value("#in-batch") == "8"
     assert "batch=8" in page.url
-    with expected(visit.complaints):  # the browser logs the answer 422
+    with visit.expected():  # the browser logs the answer 422
         page.goto(page.url.replace("model=qwen3-0.6b", "model=nope"))
         page.wait_for_selector("#error-model:not([hidden])")
     assert "model='nope'" in page.inner_text("#error-model")
@@ -161,7 +161,7 @@ def test_a_search_shows_its_gap_and_what_it_found_is_compared(visit):
     settle(page)
     assert list(rows(page)) == ["1f1b", "searched (file, simulated)", "searched (file, simulated, 2)"]
     page.route("**/api/search", lambda route: route.fulfill(status=422, json={"errors": [{"message": "no"}]}))
-    with expected(visit.complaints):
+    with visit.expected():
         page.click("#open-search")
         page.wait_for_selector("dialog[data-state=done] #error-search:not([hidden])")
     assert page.inner_text("#search .big") == "Nothing found"

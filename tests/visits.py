@@ -28,7 +28,7 @@ def visit(watched, address):
     def go(query="", wait=READY, **options):
         return watched(address + query, wait=wait, **options)
 
-    go.complaints = watched.complaints
+    go.expected = watched.expected
     return go
 
 
