@@ -110,7 +110,7 @@ def watched(pages):
         for event, hear in heard.items():
             page.remove_listener(event, hear)
         pages.give_back(kind, page)
-    assert complaints == []
+    assert not complaints, "; ".join(complaints)
 
 
 def point_at(page, target, x, y, shows):
