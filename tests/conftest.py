@@ -31,7 +31,8 @@ LONG = (
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config, specs):
-    if len(specs) > 1 and sys.platform == "linux" and not os.path.exists("/dev/nvidiactl"):  # no CUDA in forks
+    gpu = os.path.exists("/dev/nvidiactl") and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
+    if len(specs) > 1 and sys.platform == "linux" and not gpu:  # no CUDA in forks
         stock = forks.Stock(config.args)
         config.add_cleanup(stock.close)
         os.environ[forks.ADDRESS] = stock.address
