@@ -1,13 +1,12 @@
 """What the integrations have in common. They themselves are tested with their frameworks: tests/integrations."""
 
 from importlib.util import find_spec
-from types import SimpleNamespace
 
 import pytest
 
 import zeropipe as zp
 from zeropipe.errors import ConfigError
-from zeropipe.integrations.chosen import chosen, require_proven
+from zeropipe.integrations.chosen import chosen
 
 
 @pytest.mark.parametrize(
@@ -53,14 +52,6 @@ def test_wishes_that_cannot_be_met(tmp_path):
     mirrored.write_text(zp.to_json(zp.build("dualpipe", ranks=2, microbatches=4)))
     with pytest.raises(ConfigError, match="two copies"):
         chosen(str(mirrored))
-
-
-@pytest.mark.parametrize("name", ["tp", "cp", "ep"])
-def test_dimensions_that_are_not_proven_are_refused(name):
-    dims = {f"{other}_enabled": False for other in ("tp", "cp", "ep")} | {f"{name}_enabled": True, name: 2}
-    with pytest.raises(ConfigError, match=f"{name}=2: .* not proven"):
-        require_proven(SimpleNamespace(**dims), "tp", "cp", "ep")
-    require_proven(SimpleNamespace(**dims), *{"tp", "cp", "ep"} - {name})
 
 
 @pytest.mark.parametrize("name, package", [("torchtitan", "torchtitan"), ("archon", "areal")])

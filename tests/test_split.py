@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 
 import pytest
@@ -500,27 +501,69 @@ class GroupedExperts(nn.Module):
     """As torchtitan has it; its own is tested with it: tests/integrations."""
 
     __module__ = "torchtitan.models.common.moe"
+    names = ("w1_EFD", "w2_EDF", "w3_EFD")
 
     def __init__(self) -> None:
         super().__init__()
-        for name, rows, columns in (("w1_EFD", 6, 4), ("w2_EDF", 4, 6), ("w3_EFD", 6, 4)):
-            self.register_parameter(name, nn.Parameter(torch.randn(3, rows, columns)))
+        for name, shape in zip(self.names, ((3, 16, 8), (3, 8, 16), (3, 16, 8))):
+            self.register_parameter(name, nn.Parameter(torch.randn(shape) / 4))
 
     def forward(self, x, counts):
         made = []
         for expert, rows in enumerate(x.bfloat16().split(counts.tolist())):
-            w1, w2, w3 = (getattr(self, name)[expert].bfloat16().t() for name in ("w1_EFD", "w2_EDF", "w3_EFD"))
+            w1, w2, w3 = (getattr(self, name)[expert].bfloat16().t() for name in self.names)
             made.append((nn.functional.silu(rows @ w1) * (rows @ w3)) @ w2)
         return torch.cat(made).type_as(x)
 
 
-def test_experts_of_torchtitan_leave_their_weight_gradients_to_w():
+def _run_experts_for_loop(w1, w2, w3, x, counts):
+    made = []
+    for e, rows in enumerate(x[: counts.sum()].split(counts.tolist())):
+        hidden = nn.functional.silu(torch.matmul(rows, w1[e].t())) * torch.matmul(rows, w3[e].t())
+        made.append(torch.matmul(hidden, w2[e].t()))
+    return torch.cat([*made, x.new_zeros(len(x) - counts.sum(), x.shape[-1])])
+
+
+def _run_experts_grouped_mm(w1, w2, w3, x, counts):
+    offsets, given = counts.cumsum(0, dtype=torch.int32), x.bfloat16()
+    w1, w2, w3 = (w.bfloat16().transpose(1, 2) for w in (w1, w2, w3))
+    hidden = nn.functional.silu(torch._grouped_mm(given, w1, offs=offsets))
+    hidden = hidden * torch._grouped_mm(given, w3, offs=offsets)
+    return torch._grouped_mm(hidden, w2, offs=offsets).type_as(x)
+
+
+class ArchonExperts(GroupedExperts):
+    """As Archon has it, of the same name."""
+
+    __module__ = "areal.experimental.models.archon.moe.grouped_experts"
+    names, use_grouped_mm = ("w1", "w2", "w3"), False
+
+    def forward(self, x, counts):
+        run = _run_experts_grouped_mm if self.use_grouped_mm else _run_experts_for_loop
+        return run(self.w1, self.w2, self.w3, x, counts)
+
+
+class GroupedArchonExperts(ArchonExperts):
+    __module__, use_grouped_mm = ArchonExperts.__module__, True
+
+
+ArchonExperts.__name__ = GroupedArchonExperts.__name__ = "GroupedExperts"
+gated_experts = pytest.mark.parametrize(
+    "kind, within, rows",
+    [(GroupedExperts, 0.02, 7), (ArchonExperts, 1e-6, 9), (GroupedArchonExperts, 0.02, 7)],
+    ids=["torchtitan", "archon", "archon grouped"],
+)
+
+
+@gated_experts
+def test_experts_of_trainers_leave_their_weight_gradients_to_w(kind, within, rows):
+    """Also where rows of padding follow those of the last expert."""
     torch.manual_seed(0)
-    plain, counts = GroupedExperts(), torch.tensor([2, 0, 5])
+    plain, counts = kind(), torch.tensor([2, 0, 5])
     module = deferred(plain)
     assert defer(module) == 3  # again changes nothing
-    x, store = torch.randn(7, 4, requires_grad=True), WeightStore()
-    torch.testing.assert_close(module(x, counts), plain(x, counts), rtol=0.02, atol=0.02)
+    x, store = torch.randn(rows, 8, requires_grad=True), WeightStore()
+    torch.testing.assert_close(module(x, counts), plain(x, counts), rtol=within, atol=within)
     with torch.no_grad():
         assert not module(x, counts).requires_grad
     with store.collect(0, 0):
@@ -529,13 +572,26 @@ def test_experts_of_torchtitan_leave_their_weight_gradients_to_w():
     assert set(grads(module).values()) == {None}
     store.flush(0, 0)
     plain(x, counts).sum().backward()
-    torch.testing.assert_close(grads(module), grads(plain), rtol=0.02, atol=0.02)
-    assert not module.w1_EFD.grad[1].any()
+    torch.testing.assert_close(grads(module), grads(plain), rtol=within, atol=within)
+    assert not grads(module)[kind.names[0]][1].any()
 
 
-def test_experts_of_a_torchtitan_that_computes_in_another_way_stay_as_they_are(monkeypatch):
-    monkeypatch.setattr(GroupedExperts, "forward", lambda self, x, counts: x)
-    assert defer(GroupedExperts()) == 0
+@gated_experts
+def test_experts_of_a_trainer_that_computes_in_another_way_stay_as_they_are(monkeypatch, kind, within, rows):
+    monkeypatch.setattr(kind, "forward", lambda self, x, counts: x)
+    assert defer(kind()) == 0
+
+
+@pytest.mark.parametrize("name", ["_run_experts_for_loop", "_run_experts_grouped_mm"])
+def test_experts_of_an_archon_with_other_functions_stay_as_they_are(monkeypatch, name):
+    """Archon compiles the second one: what it was is found."""
+    theirs = globals()[name]
+    monkeypatch.setitem(globals(), name, functools.wraps(theirs)(lambda *args: theirs(*args)))
+    assert defer(ArchonExperts()) == 3
+    monkeypatch.setitem(globals(), name, lambda *args: theirs(*args))  # with a name for a dynamic length around it
+    assert defer(ArchonExperts()) == 3
+    monkeypatch.setitem(globals(), name, lambda w1, w2, w3, x, counts: x)
+    assert defer(ArchonExperts()) == 0
 
 
 def test_named_tuples_stay_what_they_are_on_another_device():

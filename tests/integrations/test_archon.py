@@ -1,14 +1,17 @@
 """AReaL's Archon through zeropipe.integrations.archon: `make test-archon`."""
 
+from types import SimpleNamespace
+
 import pytest
 
 pytest.importorskip("areal", reason="areal is not installed: make test-archon")
 
 import archon_cases
-from archon_cases import Case
+from archon_cases import Case, get_model_spec, ours
 
 import zeropipe as zp
 from zeropipe.engine import LocalRanks
+from zeropipe.errors import ConfigError
 
 pytestmark = pytest.mark.timeout(1000)  # compiled blocks take minutes on a slow machine
 COMPILED = 1e-5  # float32, other kernels
@@ -131,17 +134,109 @@ def test_spread_and_compiled_is_refused(four):
             assert "tp=2 and enable_compile: Archon's embedding gets no gradient" in outcome.text
 
 
+EXPERTS = Case("qwen3_moe", "ZBVZeroBubble", shards=2, experts=2)
+
+
+@pytest.mark.parametrize("schedule, most", [("Interleaved1F1B", 1e-6), ("ZBVZeroBubble", 0.0)])
+@pytest.mark.parametrize("grouped", [False, True], ids=["one by one", "grouped"])
+def test_experts_on_several_ranks_equal_archons_own(four, schedule, most, grouped):
+    """W adds each microbatch to the gradients of experts, which may round otherwise."""
+    case = EXPERTS._replace(schedule=schedule, grouped=grouped)
+    for experts, others in four.run(archon_cases.experts_beside_archon, case, timeout=300):
+        assert others <= most
+        assert experts < 1e-6
+
+
+@pytest.mark.parametrize("changes", [{}, {"compile": True}, {"ac": "op"}], ids=["plain", "compiled", "op"])
+def test_every_expert_leaves_its_weight_gradients_to_w(four, changes):
+    for left, layers in four.run(archon_cases.deferred, EXPERTS._replace(**changes), timeout=300):
+        assert left == layers > 0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"schedule": "1F1B"},
+        {"schedule": "DualPipeV", "ac": "full"},
+        {"schedule": "v-half", "grouped": True},
+        {"ac": "op"},
+        {"shards": 1, "context": 2, "grouped": True},
+        {"compile": True, "ac": "op"},
+    ],
+    ids=["1F1B", "full", "grouped", "op", "sequences", "compiled and op"],
+)
+def test_experts_on_several_ranks_equal_the_model_without_pipelines(four, changes):
+    """Also the tokens that each expert has got."""
+    case = EXPERTS._replace(**changes)
+    assert max(four.run(archon_cases.beside_sequential, case, timeout=900)) < COMPILED
+
+
+SEQUENCES = Case("qwen3", "ZBVZeroBubble", context=2)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("schedule, most", [("Interleaved1F1B", 1e-6), ("ZBVZeroBubble", 0.0)])
+def test_sequences_on_several_ranks_equal_archons_own(four, model, schedule, most):
+    """Context parallelism."""
+    case = SEQUENCES._replace(model=model, schedule=schedule)
+    assert max(four.run(archon_cases.beside_archon, case, timeout=300)) <= most
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"schedule": "1F1B"}, {"schedule": "v-half", "ac": "full"}, {"model": "qwen2", "ac": "op"}, {"compile": True}],
+    ids=["1F1B", "full", "op", "compiled"],
+)
+def test_sequences_on_several_ranks_equal_the_model_without_pipelines(four, changes):
+    case = SEQUENCES._replace(**changes)
+    assert max(four.run(archon_cases.beside_sequential, case, timeout=900)) < COMPILED
+
+
+def test_sharded_experts_and_spread_sequences():
+    with LocalRanks(8, preload=["archon_cases"]) as eight:
+        for experts, others in eight.run(archon_cases.experts_beside_archon, EXPERTS._replace(shards=4), timeout=300):
+            assert others == 0.0
+            assert experts < 1e-6
+        for case in (
+            EXPERTS._replace(shards=4),
+            EXPERTS._replace(context=2, experts=4),
+            EXPERTS._replace(context=2, ac="op"),
+            SEQUENCES._replace(tensor=2),
+        ):
+            assert max(eight.run(archon_cases.beside_sequential, case, timeout=300)) < COMPILED
+
+
+def test_spread_experts_are_refused(four):
+    """Archon alone trains so, and copies of its routers get other gradients: each a part of theirs."""
+    case = EXPERTS._replace(shards=1, tensor=2)
+    first, second, *_ = four.run(archon_cases.routers_alone, case._replace(schedule="1F1B"), timeout=300)
+    assert all(abs(one / other - 1) > 1e-3 for one, other in zip(first, second, strict=True))
+    with LocalRanks(4, preload=["archon_cases"]) as ranks:
+        for outcome in ranks.outcomes(archon_cases.beside_sequential, case, timeout=300):
+            assert "tp=2 and experts: Archon's routers get a part of their gradient" in outcome.text
+
+
+@pytest.mark.parametrize("name", ["tp", "cp", "ep"])
+def test_models_that_archon_does_not_spread_are_refused(name):
+    """It warns and trains with a part of each sequence, or with losses of a part of the vocabulary."""
+    kind = get_model_spec("qwen3_5").model_class
+    dims = {f"{other}_enabled": other == name for other in ("tp", "cp", "ep")} | {name: 2}
+    with pytest.raises(ConfigError, match=f"^{name}=2: .* trains its Qwen3_5Model without it; set it to 1$"):
+        ours.pipeline_llm(kind.__new__(kind), None, SimpleNamespace(**dims), None, None)
+
+
 @pytest.mark.parametrize(
     "case, says",
     [
         (Case("qwen3", "ZBVZeroBubble"), "steal_bwd_input"),
         (Case("qwen3", "1F1B"), "StopIteration"),
         (Case("qwen3", "v-half"), "v-half"),
+        (EXPERTS._replace(schedule="1F1B", ac="op"), "_record_function_enter_new"),
     ],
-    ids=["eval of V", "training", "our name"],
+    ids=["eval of V", "training", "our name", "experts with selective checkpointing"],
 )
 def test_archon_alone_cannot(case, says):
     """What the tests above do is not possible without us, on this torch."""
-    with LocalRanks(2, preload=["archon_cases"], grace=5) as ranks:
+    with LocalRanks(2 * case.shards, preload=["archon_cases"], grace=5) as ranks:
         outcomes = ranks.outcomes(archon_cases.alone, case, timeout=300)
     assert any(says in str(outcome) for outcome in outcomes), outcomes

@@ -8,20 +8,31 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from zeropipe.core.action import Kind, actions_of
 from zeropipe.core.schedule import Schedule
+from zeropipe.engine import defer
 from zeropipe.errors import ConfigError
-from zeropipe.integrations.chosen import chosen, require_proven
+from zeropipe.integrations.chosen import chosen
 from zeropipe.pipelining.schedules import PipelineSchedule, get_schedule_class
 
 try:
     from areal.experimental.engine import archon_engine, archon_runner, archon_utils
     from areal.experimental.models import archon as models
     from areal.experimental.models.archon import model_spec, pipeline_parallel
+    from areal.experimental.models.archon.qwen2.model import model as qwen2
+    from areal.experimental.models.archon.qwen3.model import model as qwen3
 except ImportError as error:
     raise ConfigError(f"zeropipe.integrations.archon needs AReaL's Archon (areal 1.0.4): {error}") from error
 
+_KINDS = {"tp": "tensor", "cp": "context", "ep": "expert"}
+# Marks for profilers compute nothing. FSDP makes other ones when experts in checkpointed blocks are computed again, and
+# torch 2.13 takes that for another computation.
+_RECORDS = {
+    torch.ops.profiler._record_function_enter_new.default,
+    torch.ops.profiler._record_function_exit._RecordFunction,
+}
 _theirs: list[tuple[Any, str, Any]] = []  # where, name, what it was
 
 
@@ -42,6 +53,7 @@ def install() -> None:
     _replace(archon_engine, "get_schedule_class", _schedule_class)
     _replace(engine, "_apply_pipeline_parallelism", _with_last_rank(engine._apply_pipeline_parallelism))
     _replace(engine, "_prepare_pipelined_mb_inputs", microbatches_of)
+    SAC_IGNORED_OPS.update(_RECORDS)
 
 
 def uninstall() -> None:
@@ -49,6 +61,7 @@ def uninstall() -> None:
     while _theirs:
         where, name, value = _theirs.pop()
         setattr(where, name, value)
+    SAC_IGNORED_OPS.difference_update(_RECORDS)
 
 
 def _replace(where: Any, name: str, ours: Any) -> None:
@@ -68,12 +81,7 @@ def pipeline_llm(
 
     `pp_schedule` may be any schedule with one copy of each stage, by torch's name or ours, or a CSV or JSON file.
     """
-    require_proven(parallel_dims, "cp", "ep")
-    if parallel_dims.tp_enabled and parallelize_kwargs.get("enable_compile"):
-        raise ConfigError(
-            f"tp={parallel_dims.tp} and enable_compile: Archon's embedding gets no gradient then, with any pipeline; "
-            "leave one of them out"
-        )
+    _require_right(model, parallel_dims, bool(parallelize_kwargs.get("enable_compile")))
     mesh = parallel_dims.get_mesh("pp")
     choice, num_layers = chosen(archon_config.pp_schedule), len(model.layers)
     less = archon_config.pp_first_stage_less_layers, archon_config.pp_last_stage_less_layers
@@ -85,10 +93,34 @@ def pipeline_llm(
     for number in choice.placement(mesh.size(), num_stages).stages_of(mesh.get_local_rank()):
         seat = _Seat(mesh, number, num_stages)
         [stage], [part] = pipeline_parallel.pipeline_module_split(model, seat, "1F1B", device, names)
+        if choice.splits_backward:
+            defer(part)  # before FSDP makes other classes of its experts, which hides what they are
         stage.submod = parallelize_fn(part, parallel_dims, **parallelize_kwargs)
         stages.append(stage)
     parts = [stage.submod for stage in stages]
     return stages, parts, any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)
+
+
+def _require_right(model: nn.Module, parallel_dims: Any, compiles: bool) -> None:
+    """ConfigError for what Archon itself computes wrong gradients with, without a word."""
+    for name, kind in _KINDS.items():
+        if getattr(parallel_dims, f"{name}_enabled") and not isinstance(model, qwen2.Qwen2Model | qwen3.Qwen3Model):
+            raise ConfigError(
+                f"{name}={getattr(parallel_dims, name)}: Archon has {kind} parallelism for qwen2 and qwen3 only, and "
+                f"trains its {type(model).__name__} without it; set it to 1"
+            )
+    if not parallel_dims.tp_enabled:
+        return
+    if getattr(model.model_args, "moe_enabled", False):
+        raise ConfigError(
+            f"tp={parallel_dims.tp} and experts: Archon's routers get a part of their gradient, with any pipeline; "
+            "set it to 1 and use ep"
+        )
+    if compiles:
+        raise ConfigError(
+            f"tp={parallel_dims.tp} and enable_compile: Archon's embedding gets no gradient then, with any pipeline; "
+            "leave one of them out"
+        )
 
 
 class _Seat:

@@ -85,16 +85,3 @@ class Chosen:
         return PipelineSchedule(
             list(stages), num_microbatches, loss_fn=loss_fn, scale_grads=False, schedule=self.schedule
         )
-
-
-KINDS = {"tp": "tensor", "cp": "context", "ep": "expert"}
-
-
-def require_proven(parallel_dims: Any, *names: str) -> None:
-    """ConfigError for dimensions of these names, under which no gradients were compared. Both frameworks know them."""
-    for name in names:
-        if getattr(parallel_dims, f"{name}_enabled"):
-            raise ConfigError(
-                f"{name}={getattr(parallel_dims, name)}: {KINDS[name]} parallelism of the trainer is not proven with "
-                "zeropipe's schedules; set it to 1, or use the trainer's own pipeline"
-            )
