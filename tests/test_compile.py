@@ -12,7 +12,7 @@ import torch
 from compile_cases import Toy
 from marks import partly
 from stage_models import CONFIGS, assert_same_gradients, lm_loss, microbatches, plain_step, staged_step
-from test_split import Changing, Count
+from test_split import Changing, Count, GroupedExperts
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
@@ -23,6 +23,7 @@ from zeropipe.engine import torch_private
 from zeropipe.engine.backward import ops
 from zeropipe.engine.backward.autograd import AutogradSplit
 from zeropipe.engine.backward.linear import defer, deferred_in, see_hooks
+from zeropipe.engine.backward.stacks import product
 from zeropipe.engine.backward.store import WeightStore
 from zeropipe.engine.blocks.compiling import prepare_blocks, report
 from zeropipe.engine.stages.build import hf_model, hf_stages, module_stages
@@ -386,6 +387,31 @@ def test_an_input_without_gradient_loses_nothing_compiled():
     plain(x).square().sum().backward()
     staged_step([stage], [{"inputs": x}], WeightStore(), loss_fn=lambda out, _: out.square().sum())
     torch.testing.assert_close(stage.blocks[0].weight.grad, plain.weight.grad)
+
+
+def test_an_input_gradient_that_nobody_wants_loses_nothing_compiled():
+    """The way back ends at a rounding: what the layer after it leaves to W must not be optimised away."""
+    plain, x = nn.Linear(4, 4), torch.randn(3, 4, requires_grad=True)
+    layer, store = copy.deepcopy(plain), WeightStore()
+    defer(layer)
+    rounded = torch.compile(lambda x: x + layer(x.round()), fullgraph=True, backend="aot_eager_decomp_partition")
+    (x + plain(x.round())).square().sum().backward()
+    with store.collect(0, 0):
+        rounded(x).square().sum().backward()
+    store.flush(0, 0)
+    torch.testing.assert_close(layer.weight.grad, plain.weight.grad)
+
+
+def test_layers_without_rows_have_gradients_of_zeros():
+    """As in the plain model. Inductor reads nothing of a tensor without elements, so nothing reads what gave it."""
+    linear, experts, store = nn.Linear(8, 8, bias=False), GroupedExperts(), WeightStore()
+    defer(nn.ModuleList([linear, experts]))
+    compiled = torch.compile(lambda x, ends: product(experts, 0, 2 * linear(2 * x), ends), fullgraph=True)
+    with store.collect(0, 0):
+        compiled(torch.ones(0, 8, requires_grad=True), torch.zeros(3, dtype=torch.int32)).sum().backward()
+    store.flush(0, 0)
+    for weight in (linear.weight, experts.w1_EFD):
+        assert torch.equal(weight.grad, torch.zeros_like(weight))
 
 
 def test_copies_of_a_layer_keep_their_gradients_apart():

@@ -345,6 +345,7 @@ def keep_inputs_from_reuse(op: Any) -> None:
 
     Without it the compiled backward writes other results over tensors that wait for W, and gradients are silently
     wrong. The protection is part of the generated code, so it is also there when that code comes from a cache.
+    And `op` runs even if nothing reads its result, as is so for one without elements.
     """
     from torch._inductor import ir
     from torch._inductor.lowering import fallback_handler, register_lowering
@@ -360,6 +361,7 @@ def keep_inputs_from_reuse(op: Any) -> None:
         (kernel,) = node.inputs if isinstance(node, ir.MultiOutput) else (node,)
         for held in kernel.inputs:
             V.graph.never_reuse_buffers.add(held.get_name())
+        kernel.has_side_effects = lambda: True
         return out
 
 

@@ -112,7 +112,7 @@ class Deferred(nn.Module):
             return _Linear.apply(x, weight, bias, transposed, self)
         if x.requires_grad:
             return SlottedLinear.apply(x, weight, bias, self.slot, use_number(), transposed)
-        # The operator is kept for the input gradient it returns; where nobody needs that, it would be optimised away.
+        # The operator computes the input gradient, too, which nobody needs here.
         return functional.linear(x, weight.t() if transposed else weight, bias)
 
     def pieces(self) -> tuple[Tensor, Tensor | None]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import has_side_effect
 
 from zeropipe.engine.backward.products import Product, rows, stacked_product
 from zeropipe.engine.backward.store import put
@@ -45,6 +46,8 @@ _library.define(
 linear_dx = torch.ops.zeropipe.linear_dx.default
 grouped = torch.ops.zeropipe.grouped.default
 stacked_dx = torch.ops.zeropipe.stacked_dx.default
+for op in (linear_dx, stacked_dx):
+    has_side_effect(op)  # what it keeps for W is wanted also where the gradient it returns is not
 
 
 @torch.library.impl(_library, "linear_dx", "CompositeExplicitAutograd")
