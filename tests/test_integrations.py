@@ -48,6 +48,10 @@ def test_wishes_that_cannot_be_met(tmp_path):
         chosen("zbw")
     with pytest.raises(ConfigError, match=r"missing\.csv"):
         chosen(str(tmp_path / "missing.csv"))
+    other = tmp_path / "schedule.txt"
+    other.write_text("0F0,0B0")
+    with pytest.raises(ConfigError, match="is a file of no known kind: one with a schedule is named"):
+        chosen(str(other))
     mirrored = tmp_path / "mirrored.json"
     mirrored.write_text(zp.to_json(zp.build("dualpipe", ranks=2, microbatches=4)))
     with pytest.raises(ConfigError, match="two copies"):

@@ -152,6 +152,22 @@ def test_classes_know_where_stages_belong():
     assert ours.Schedule1F1B.placement_of(4, 4).copies == ((0, 1, 2, 3),)
     with pytest.raises(zp.ConfigError, match="12 stages on 4 ranks: zbv takes 2 per rank"):
         ours.ScheduleZBVZeroBubble.stages_of(0, 4, 12)
+    for rank in (4, -1, "0", True):
+        with pytest.raises(zp.ConfigError, match=f"^rank={rank!r}: of num_ranks=4, give one from 0 to 3$"):
+            ours.ScheduleVHalf.stages_of(rank, 4, 8)
+    for numbers in ((0, 8), (2.0, 4), (2, None)):
+        with pytest.raises(zp.ConfigError, match=r"^num_(ranks|stages)=.*: a whole number from 1 on is needed$"):
+            ours.ScheduleVHalf.stages_of(0, *numbers)
+
+
+def test_a_schedules_file_is_told_from_its_text_and_from_other_files(tmp_path):
+    text = zp.to_csv(zp.build("1f1b", ranks=2, microbatches=4))
+    for name in ("two, first.csv", "two.txt"):
+        (tmp_path / name).write_text(text)
+    file = ours.PipelineSchedule(stages_at(2, (1,), 2), 4, schedule=str(tmp_path / "two, first.csv"))
+    assert file.schedule.rows == ours.PipelineSchedule(stages_at(2, (1,), 2), 4, schedule=text).schedule.rows
+    with pytest.raises(zp.ConfigError, match="is a file of no known kind: one with a schedule is named"):
+        ours.PipelineSchedule(stages_at(2, (1,), 2), 4, schedule=str(tmp_path / "two.txt"))
 
 
 def stages_at(ranks, numbers, total):

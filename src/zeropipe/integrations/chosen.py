@@ -19,14 +19,14 @@ from zeropipe.errors import ConfigError
 from zeropipe.pipelining.plan import require_one_copy
 from zeropipe.pipelining.schedules import PipelineSchedule, get_schedule_class
 from zeropipe.schedules.registry import find
-from zeropipe.schedules.user import load
+from zeropipe.schedules.user import load, named
 
 
 @cache
 def chosen(words: str) -> Chosen:
     """By a name, torch's or ours, or from a CSV or JSON file, which is read once."""
     if not words.endswith(SCHEDULES):
-        get_schedule_class(words)  # unknown and mirrored ones are refused here
+        get_schedule_class(named(words).name)  # unknown and mirrored ones are refused here
         return Chosen(words, None)
     schedule = load(words)
     require_one_copy(schedule)

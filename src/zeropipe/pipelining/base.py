@@ -101,7 +101,10 @@ class Walking(private.Base):
     @classmethod
     def stages_of(cls, rank: int, num_ranks: int, num_stages: int) -> tuple[int, ...]:
         """The stages that a rank holds."""
-        return cls.placement_of(num_ranks, num_stages).stages_of(rank)
+        placement = cls.placement_of(num_ranks, num_stages)
+        if type(rank) is not int or not 0 <= rank < num_ranks:
+            raise ConfigError(f"rank={short(rank)}: of num_ranks={num_ranks}, give one from 0 to {num_ranks - 1}")
+        return placement.stages_of(rank)
 
     # a step
 

@@ -13,8 +13,8 @@ from zeropipe.core.schedule import Schedule
 from zeropipe.core.units import count_text
 from zeropipe.errors import ConfigError, short
 from zeropipe.pipelining import private
-from zeropipe.schedules.registry import Entry, build_entry, find
-from zeropipe.schedules.user import load
+from zeropipe.schedules.registry import Entry, build_entry
+from zeropipe.schedules.user import load, named
 
 
 def built(entry: Entry, ranks: int, stages: int, microbatches: int, options: Mapping[str, Any]) -> Schedule:
@@ -46,12 +46,12 @@ def given(what: Schedule | str, ranks: int, stages: int, microbatches: int) -> S
         raise ConfigError(f"schedule={short(what)}: give a Schedule, the text of a CSV, a file with one, or a name")
     if isinstance(what, Schedule):
         found = what
-    elif "\n" in what or "," in what:
-        found = from_csv(what)
     elif what.endswith(SCHEDULES):
         found = load(what)
+    elif "\n" in what or "," in what:
+        found = from_csv(what)
     else:
-        found = built(find(what), ranks, stages, microbatches, {})
+        found = built(named(what), ranks, stages, microbatches, {})
     require_one_copy(found)
     if (found.num_ranks, found.num_stages) != (ranks, stages):
         raise ConfigError(
@@ -73,6 +73,9 @@ def require_one_copy(schedule: Schedule) -> None:
 
 def placement_of(entry: Entry, ranks: int, stages: int) -> Placement:
     """Where an entry puts stages, whatever the number of microbatches."""
+    for name, number in (("num_ranks", ranks), ("num_stages", stages)):
+        if type(number) is not int or number < 1:
+            raise ConfigError(f"{name}={short(number)}: a whole number from 1 on is needed")
     if stages % ranks or stages // ranks not in entry.stages_per_rank:
         numbers = ", ".join(map(str, sorted(entry.stages_per_rank)))
         raise ConfigError(

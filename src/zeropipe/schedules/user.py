@@ -62,6 +62,11 @@ def entry_of(spec: str) -> Entry:
         return _entry_in(path, name)
     if spec.endswith(".py"):
         raise ConfigError(f"{spec!r} names a file but no schedule: write {spec}:my_schedule")
+    return named(spec)
+
+
+def named(spec: str) -> Entry:
+    """The registry entry of a name. Files of other kinds are refused as what they are."""
     try:
         return find(spec)
     except ConfigError:
