@@ -114,6 +114,7 @@ def test_parameters_are_those_of_transformers(config, tmp_path):
         model = transformers.AutoModelForCausalLM.from_config(made)
     made.save_pretrained(tmp_path)
     assert num_parameters(str(tmp_path))[0] == sum(weight.numel() for weight in model.parameters())
+    assert num_parameters(made.to_dict()) == num_parameters(str(tmp_path))  # whose labels have numbers as keys
     found = estimate(str(tmp_path), sequence=64, microbatch_size=[1, 2], ac=["none", "full"])
     assert len(found.settings) == 4
     assert len(found.layers) == made.num_hidden_layers

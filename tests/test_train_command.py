@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -102,7 +103,7 @@ def test_two_signals_at_the_same_moment_are_one_and_print_nothing(monkeypatch):
         with Signals() as signals:
             signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
             for number in SIGNALS:
-                os.kill(os.getpid(), number)
+                signal.pthread_kill(threading.get_ident(), number)  # another thread would not wait with it
             signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
             assert signals.caught == "SIGINT"
     finally:

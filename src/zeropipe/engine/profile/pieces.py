@@ -79,7 +79,7 @@ def _ours(data: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: _ours(value) if isinstance(value, Mapping) else value
         for name, value in data.items()
-        if not _ELSEWHERE.fullmatch(name) or value in _HERE
+        if not _ELSEWHERE.fullmatch(str(name)) or value in _HERE
     }
 
 
