@@ -135,7 +135,7 @@ def unprotected(monkeypatch):
     from torch._inductor.lowering import lowerings
 
     monkeypatch.setattr(ops, "keep_inputs_from_reuse", lambda op: None)
-    monkeypatch.delitem(lowerings, ops.linear_dx, raising=False)
+    monkeypatch.delitem(lowerings, ops.linear_i, raising=False)
 
 
 def test_protection_is_needed_and_enough(monkeypatch):
@@ -339,8 +339,8 @@ class CountingBackend:
     def count(self, graph, inputs):
         for node in graph.graph.nodes:
             name = getattr(node.target, "__name__", "")
-            self.deferred += name == "linear_dx.default"
-            self.products += name in ("mm.default", "addmm.default", "linear_dx.default")
+            self.deferred += name == "linear_i.default"
+            self.products += name in ("mm.default", "addmm.default", "linear_i.default")
         return graph.forward
 
 

@@ -33,25 +33,25 @@ def _parameter(slot: Tensor) -> nn.Parameter:
 
 _library = torch.library.Library("zeropipe", "DEF")
 _library.define(
-    "linear_dx(Tensor dy, Tensor weight, Tensor x, Tensor slot, int use, bool transposed) -> Tensor",
+    "linear_i(Tensor dy, Tensor weight, Tensor x, Tensor slot, int use, bool transposed) -> Tensor",
     tags=(torch.Tag.flexible_layout,),
 )
 _library.define(
     "grouped(Tensor x, Tensor weight, Tensor offsets, bool transposed) -> Tensor", tags=(torch.Tag.flexible_layout,)
 )
 _library.define(
-    "stacked_dx(Tensor dy, Tensor weight, Tensor x, Tensor? offsets, Tensor slot, int use, bool transposed) -> Tensor",
+    "stacked_i(Tensor dy, Tensor weight, Tensor x, Tensor? offsets, Tensor slot, int use, bool transposed) -> Tensor",
     tags=(torch.Tag.flexible_layout,),
 )
-linear_dx = torch.ops.zeropipe.linear_dx.default
+linear_i = torch.ops.zeropipe.linear_i.default
 grouped = torch.ops.zeropipe.grouped.default
-stacked_dx = torch.ops.zeropipe.stacked_dx.default
-for op in (linear_dx, stacked_dx):
+stacked_i = torch.ops.zeropipe.stacked_i.default
+for op in (linear_i, stacked_i):
     has_side_effect(op)  # what it keeps for W is wanted also where the gradient it returns is not
 
 
-@torch.library.impl(_library, "linear_dx", "CompositeExplicitAutograd")
-def _linear_dx(dy: Tensor, weight: Tensor, x: Tensor, slot: Tensor, use: int, transposed: bool) -> Tensor:
+@torch.library.impl(_library, "linear_i", "CompositeExplicitAutograd")
+def _linear_i(dy: Tensor, weight: Tensor, x: Tensor, slot: Tensor, use: int, transposed: bool) -> Tensor:
     """The input gradient of a linear layer; keeps x and dy for W on the side."""
     put(Product(_parameter(slot), x, dy, transposed))
     if weight.dtype != dy.dtype:
@@ -59,9 +59,9 @@ def _linear_dx(dy: Tensor, weight: Tensor, x: Tensor, slot: Tensor, use: int, tr
     return without_autocast(torch.mm, dy, weight.t() if transposed else weight)
 
 
-@torch.library.register_fake("zeropipe::linear_dx", lib=_library)
+@torch.library.register_fake("zeropipe::linear_i", lib=_library)
 def _(dy: Tensor, weight: Tensor, x: Tensor, slot: Tensor, use: int, transposed: bool) -> Tensor:
-    keep_inputs_from_reuse(linear_dx)  # whoever compiles, with whatever options
+    keep_inputs_from_reuse(linear_i)  # whoever compiles, with whatever options
     return torch.empty_like(x, dtype=dy.dtype, memory_format=torch.contiguous_format)
 
 
@@ -80,7 +80,7 @@ class SlottedLinear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, Tensor | None, None, None, None]:
         x, weight, slot = ctx.saved_tensors
         db = rows(dy).sum(0) if ctx.needs_input_grad[2] else None
-        dx = linear_dx(rows(dy), weight, rows(x), slot, ctx.use, ctx.transposed)
+        dx = linear_i(rows(dy), weight, rows(x), slot, ctx.use, ctx.transposed)
         return dx.reshape(x.shape), None, db, None, None, None
 
 
@@ -102,8 +102,8 @@ def stacked(x: Tensor, weight: Tensor, offsets: Tensor | None, transposed: bool)
     return stacked_product(x, weight if transposed else weight.transpose(1, 2), None)
 
 
-@torch.library.impl(_library, "stacked_dx", "CompositeExplicitAutograd")
-def _stacked_dx(
+@torch.library.impl(_library, "stacked_i", "CompositeExplicitAutograd")
+def _stacked_i(
     dy: Tensor, weight: Tensor, x: Tensor, offsets: Tensor | None, slot: Tensor, use: int, transposed: bool
 ) -> Tensor:
     """The input gradient of `stacked`; keeps x and dy for W on the side."""
@@ -111,11 +111,11 @@ def _stacked_dx(
     return stacked_product(dy, weight.transpose(1, 2) if transposed else weight, offsets)
 
 
-@torch.library.register_fake("zeropipe::stacked_dx", lib=_library)
+@torch.library.register_fake("zeropipe::stacked_i", lib=_library)
 def _(
     dy: Tensor, weight: Tensor, x: Tensor, offsets: Tensor | None, slot: Tensor, use: int, transposed: bool
 ) -> Tensor:
-    keep_inputs_from_reuse(stacked_dx)
+    keep_inputs_from_reuse(stacked_i)
     return x.new_empty(x.shape)
 
 
@@ -134,4 +134,4 @@ class SlottedStack(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         x, weight, offsets, slot = ctx.saved_tensors
         weight = weight.to(dy.dtype)
-        return stacked_dx(dy, weight, x, offsets, slot, ctx.use, ctx.transposed), None, None, None, None, None
+        return stacked_i(dy, weight, x, offsets, slot, ctx.use, ctx.transposed), None, None, None, None, None

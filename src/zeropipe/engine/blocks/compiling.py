@@ -16,6 +16,8 @@ from zeropipe.engine.blocks.checkpointing import checkpointed
 from zeropipe.engine.torch_private import inductor_backend, is_compile_error
 from zeropipe.errors import ConfigError
 
+_LONGEST = 200  # characters of what the compiler says
+
 
 def prepare_blocks(stage: nn.Module, *, compile: bool = False, ac: str = "none", backend: Any = None) -> nn.Module:
     """Switch activation checkpointing and compilation of the blocks of a stage on, or off again, in place.
@@ -70,7 +72,7 @@ def _compiled(forward: Callable[..., Any], name: str, budget: float | None, back
                 if not is_compile_error(error):
                     raise
                 reason = next(filter(None, map(str.strip, str(error).splitlines())), type(error).__name__)
-                report(f"{name} cannot be compiled whole and runs uncompiled: {reason}")
+                report(f"{name} cannot be compiled whole and runs uncompiled: {reason[:_LONGEST]}")
                 failed = True
         return forward(self, *args, **kwargs)
 
