@@ -67,3 +67,10 @@ class DeadlockError(ScheduleError):
 
 class EngineError(ZeropipeError, RuntimeError):
     """A run failed; the message names the rank and the action."""
+
+
+def require_counts(**counts: Any) -> None:
+    """ConfigError for the first that is no whole number from 1 on, by its name."""
+    for name, value in counts.items():
+        if type(value) is not int or value < 1:
+            raise ConfigError(f"{name}={short(value)}: a whole number from 1 on is needed")

@@ -11,7 +11,7 @@ from zeropipe.core.placement import Placement, Problem
 from zeropipe.core.resize import resized
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.units import count_text
-from zeropipe.errors import ConfigError, short
+from zeropipe.errors import ConfigError, require_counts, short
 from zeropipe.pipelining import private
 from zeropipe.schedules.registry import Entry, build_entry
 from zeropipe.schedules.user import load, named
@@ -73,9 +73,7 @@ def require_one_copy(schedule: Schedule) -> None:
 
 def placement_of(entry: Entry, ranks: int, stages: int) -> Placement:
     """Where an entry puts stages, whatever the number of microbatches."""
-    for name, number in (("num_ranks", ranks), ("num_stages", stages)):
-        if type(number) is not int or number < 1:
-            raise ConfigError(f"{name}={short(number)}: a whole number from 1 on is needed")
+    require_counts(num_ranks=ranks, num_stages=stages)
     if stages % ranks or stages // ranks not in entry.stages_per_rank:
         numbers = ", ".join(map(str, sorted(entry.stages_per_rank)))
         raise ConfigError(

@@ -12,7 +12,7 @@ from zeropipe.core.action import MAX_STAGES
 from zeropipe.core.placement import MAX_WEIGHT_PARTS, PLACEMENTS, Placement, PlacementRule, Problem, linear
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Timeline
-from zeropipe.errors import ConfigError, short
+from zeropipe.errors import ConfigError, require_counts, short
 from zeropipe.search.hunt import Hunt, Progress, gap_of, value_of
 from zeropipe.search.model import Task
 from zeropipe.search.ready import make_ready
@@ -78,7 +78,7 @@ def search(
     are made ready: in a second, and after an installation, when they have to be compiled, in about half a minute.
     """
     given = given_costs(costs)
-    _require(ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
+    require_counts(ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
     require_helpers(progress, workers)
     if steps is not None and (type(steps) is not int or steps < 0):
         raise ConfigError(f"steps={steps!r}: a whole number from 0 on is needed, or None to search for `seconds`")
@@ -118,12 +118,6 @@ def require_helpers(progress: object, workers: object) -> None:
         raise ConfigError(f"progress={short(progress)}: a function is needed, or None")
     if workers is not None and (type(workers) is not int or workers < 1):
         raise ConfigError(f"workers={short(workers)}: a whole number from 1 on is needed, or None for all cores")
-
-
-def _require(**sizes: int) -> None:
-    for label, value in sizes.items():
-        if type(value) is not int or value < 1:
-            raise ConfigError(f"{label}={value!r}: a whole number from 1 on is needed")
 
 
 def _limits(limits: Sequence[float], ranks: int, costs: Costs) -> tuple[float, ...]:

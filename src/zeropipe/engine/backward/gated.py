@@ -60,20 +60,19 @@ _KNOWN = {
 def defer_gated(module: nn.Module) -> None:
     """Let such experts leave their weight gradients to W. Subclasses compute in ways of their own."""
     for child in module.modules():
-        known = _known(child)
-        if known is not None:
+        if _is_known(child):
             take_over(child, _deferred(type(child)))
 
 
-def _known(module: nn.Module) -> _Known | None:
-    """What is known of a module, unless it is deferred already or computes in a way of its own."""
+def _is_known(module: nn.Module) -> bool:
+    """Whether it is such a module that is not deferred yet and computes in the way that is known."""
     kind = type(module)
     known = _KNOWN.get((kind.__module__, kind.__name__))
     if known is None or getattr(module, "defers_experts", False) or "forward" in vars(module):
-        return None
+        return False
     if module._parameters.keys() != set(known.names):
-        return None
-    return known if all(calls <= _calls(_function(kind, name)) for name, calls in known.steps.items()) else None
+        return False
+    return all(calls <= _calls(_function(kind, name)) for name, calls in known.steps.items())
 
 
 def _function(kind: type[nn.Module], name: str) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zeropipe.core.checkpointing import Checkpointing
-from zeropipe.errors import ConfigError, short
+from zeropipe.errors import ConfigError, require_counts, short
 from zeropipe.search.estimate.counted import CountedModel
 from zeropipe.search.estimate.gpus import find_gpu
 from zeropipe.search.estimate.model import Model, ShapedModel, open_model
@@ -41,8 +41,7 @@ def estimate(
     lists = {"microbatch_size": microbatch_size, "tp": tp, "sequence": [sequence]}
     for name, value in lists.items():
         for one in [value] if isinstance(value, (int, bool)) or not isinstance(value, Sequence) else value:
-            if type(one) is not int or one < 1:
-                raise ConfigError(f"{name}={short(one)}: a whole number from 1 on is needed")
+            require_counts(**{name: one})
     if not isinstance(compile, bool):
         raise ConfigError(f"compile={short(compile)}: True or False is needed")
     settings = [

@@ -10,7 +10,7 @@ from time import monotonic
 from typing import Any
 
 from zeropipe.core.units import count_text
-from zeropipe.errors import ConfigError, short
+from zeropipe.errors import ConfigError, require_counts, short
 from zeropipe.schedules.registry import entries
 from zeropipe.search.estimate.counted import CountedModel
 from zeropipe.search.estimate.estimate import estimate
@@ -68,7 +68,7 @@ def plan(
     """
     require_helpers(progress, workers)
     begun, tell = monotonic(), progress or (lambda what, share: None)
-    _require_counts(gpus=gpus, batch=batch, gpus_per_node=gpus_per_node, most=most)
+    require_counts(gpus=gpus, batch=batch, gpus_per_node=gpus_per_node, most=most)
     require_seconds("search_seconds", search_seconds, "; 0 for no search")
     if search_steps is not None and (search_seconds == 0 or schedules is not None):
         why = "schedules are named" if search_seconds else "search_seconds=0"
@@ -209,12 +209,6 @@ def _too_many_stages(given: Sequence[Run], variants: Sequence[tuple[str, int]], 
 
 def _known() -> set[str]:
     return {entry.name for entry in entries() if entry.is_ours}
-
-
-def _require_counts(**counts: int) -> None:
-    for name, value in counts.items():
-        if type(value) is not int or value < 1:
-            raise ConfigError(f"{name}={short(value)}: a whole number from 1 on is needed")
 
 
 def _require_settings(costs: LayerCosts, tp: Iterable[int], sizes: Iterable[int], modes: Iterable[str]) -> None:
