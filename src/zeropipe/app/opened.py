@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from zeropipe.app.errors import Refusal
+from zeropipe.core.files import has_suffix
 from zeropipe.core.layers import above_layers
 from zeropipe.core.limits import PLAN_DEPTH, PLAN_LAYERS, PLAN_SETTINGS
 from zeropipe.core.parse import parse_json
@@ -65,7 +66,7 @@ def opened(model: str, text: str | None) -> ShapedModel | CountedModel | LayerCo
 
 
 def _costs(name: str, data: Mapping[str, Any]) -> LayerCosts:
-    if not name.endswith(".json"):
+    if not has_suffix(name, ".json"):
         raise ConfigError(f"{name} holds costs of layers: give it a name that ends in .json, as a run.toml needs it")
     for what, most in (("layers", PLAN_LAYERS), ("settings", PLAN_SETTINGS)):
         given = data.get(what)

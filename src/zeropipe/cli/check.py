@@ -55,7 +55,7 @@ def _proven(request: Request) -> tuple[Schedule, Program]:
     """The schedule and its messages: those of the file, if it has any."""
     from zeropipe.core.check import check as prove
     from zeropipe.core.check import check_csv
-    from zeropipe.core.files import read_text
+    from zeropipe.core.files import has_suffix, read_text
     from zeropipe.core.limits import COMMAND_LINE
     from zeropipe.core.lower import lower
     from zeropipe.core.timeline import Timeline
@@ -66,7 +66,7 @@ def _proven(request: Request) -> tuple[Schedule, Program]:
     try:
         prove(schedule)
         program = None
-        if spec.name.endswith(".csv"):
+        if has_suffix(spec.name, ".csv"):
             program = check_csv(read_text(spec.name, COMMAND_LINE), schedule)
         return schedule, program or lower(schedule)
     except ScheduleError as error:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zeropipe.cli.training_file import from_training_file, is_training_file
-from zeropipe.core.files import SCHEDULES, read_text
+from zeropipe.core.files import SCHEDULES, has_suffix, read_text
 from zeropipe.core.given import hint
 from zeropipe.core.limits import COMMAND_LINE
 from zeropipe.core.parse import parse_toml
@@ -79,7 +79,7 @@ def _schedules(value: Any, folder: Path) -> tuple[str, ...]:
     listed = value if isinstance(value, list) else [value]
     if not listed or not all(isinstance(spec, str) and spec for spec in listed):
         raise _Wrong('the name of a schedule is needed, like "zbv", or a list of them')
-    if any(spec.endswith(".toml") for spec in listed):
+    if any(has_suffix(spec, ".toml") for spec in listed):
         raise _Wrong("a file like this one cannot name another: name a schedule, or a .csv or .json file")
     return tuple(_beside(spec, folder) for spec in listed)
 
@@ -87,7 +87,7 @@ def _schedules(value: Any, folder: Path) -> tuple[str, ...]:
 def _beside(spec: str, folder: Path) -> str:
     """A file's name is meant from the folder of the file that names it."""
     path = spec.partition(":")[0]
-    return str(folder / spec) if path.endswith((*SCHEDULES, ".py")) else spec
+    return str(folder / spec) if has_suffix(path, *SCHEDULES, ".py") else spec
 
 
 def _counts(value: Any, folder: Path) -> tuple[int, ...]:

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 def require_costs_file(out: str | None) -> None:
     """Refuse a file for costs that could not be written, before anything is computed."""
-    from zeropipe.core.files import require_writable
+    from zeropipe.core.files import has_suffix, require_writable
 
     if out:
-        if not out.endswith(".json"):
+        if not has_suffix(out, ".json"):
             raise ConfigError(f"-o {out}: its name must end in .json")
         require_writable(out)
 

@@ -62,19 +62,19 @@ def plan(model: str, rows: int, out: str | None, as_json: bool, **given: Any) ->
     zeropipe plan qwen3-32b --gpus 16 --memory 80GB --batch 256 -o run.toml
     zeropipe plan costs.json --gpus 8 --batch 64
     """
-    from zeropipe.core.files import require_writable
+    from zeropipe.core.files import has_suffix, require_writable
     from zeropipe.search.plan.data import plan_data
     from zeropipe.search.plan.plan import plan as run
     from zeropipe.search.plan.write import write_run
 
     if out:
-        if not out.endswith(".toml"):
+        if not has_suffix(out, ".toml"):
             raise ConfigError(f"-o {out}: its name must end in .toml")
         require_writable(out)
     for name in ("ac", "schedules"):
         given[name] = given[name].split(",") if given[name] else None
     given["efficiency"] = efficiency_of(given["efficiency"])
-    source: Any = _costs(model, given) if model.endswith(".json") else None
+    source: Any = _costs(model, given) if has_suffix(model, ".json") else None
     with _told() as tell:
         made = run(source or model, progress=tell, **given)
     name = source.model if source else model

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from zeropipe.cli.config import Config, read_config
 from zeropipe.cli.cut import Cut
 from zeropipe.cli.options import COSTS, Bytes, numbers, settings_of
-from zeropipe.core.files import SCHEDULES
+from zeropipe.core.files import SCHEDULES, has_suffix
 from zeropipe.errors import ConfigError, short
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Spec(NamedTuple):
 
     @property
     def is_file(self) -> bool:
-        return self.name.endswith(SCHEDULES)
+        return has_suffix(self.name, *SCHEDULES)
 
 
 class Priced(NamedTuple):
@@ -181,7 +181,7 @@ def request_of(schedules: Sequence[str], given: Mapping[str, Any], several: Sequ
     `several` are the fields of the file of which the command takes more than one.
     """
     texts = list(schedules)
-    files = [text for text in texts if text.endswith(".toml")]
+    files = [text for text in texts if has_suffix(text, ".toml")]
     if len(files) > 1:
         raise ConfigError(f"{files[1]}: {files[0]} gives schedules, sizes and costs already; give one such file")
     config = read_config(files[0]) if files else Config()
@@ -218,7 +218,7 @@ def spec_of(text: str) -> Spec:
         parts.pop()
     name = ":".join(parts)
     settings = settings_of(tuple(text.split(":")[len(parts) :]), f"{short(name)}:")
-    if settings and name.endswith(SCHEDULES):
+    if settings and has_suffix(name, *SCHEDULES):
         raise ConfigError(f"{text}: {name} is a finished schedule and has no settings")
     if {"v", "stages_per_rank"} <= settings.keys():
         raise ConfigError(f"{text}: v and stages_per_rank are the same; give one of them")

@@ -156,12 +156,13 @@ def run(
 
 def _check_files(report: str | None, timeline_file: str | None) -> None:
     """ConfigError for a file that could not be written in the end."""
+    from zeropipe.core.files import has_suffix
     from zeropipe.viz import check_name
 
     for path in (report, timeline_file):
         if path:
             check_name(path)
-    if timeline_file and not timeline_file.endswith(".json"):
+    if timeline_file and not has_suffix(timeline_file, ".json"):
         raise ConfigError(f"--timeline {timeline_file}: its name must end in .json")
 
 

@@ -98,10 +98,10 @@ def _sizes(text: str | None) -> list[float] | None:
 
 def _require_name(out: str) -> None:
     """Before the work: a mistake in the name is all that is told then."""
-    from zeropipe.core.files import require_writable
+    from zeropipe.core.files import SCHEDULES, has_suffix, require_writable
     from zeropipe.viz import check_name
 
-    if out.endswith((".csv", ".json")):
+    if has_suffix(out, *SCHEDULES):
         require_writable(out)
     else:
         check_name(out)
@@ -109,13 +109,13 @@ def _require_name(out: str) -> None:
 
 def _write(timeline: Timeline, out: str) -> None:
     from zeropipe.core.csv import to_csv
-    from zeropipe.core.files import write_whole
+    from zeropipe.core.files import has_suffix, write_whole
     from zeropipe.core.json import to_json
     from zeropipe.viz import draw
 
-    if out.endswith(".json"):
+    if has_suffix(out, ".json"):
         write_whole(out, to_json(timeline))
-    elif out.endswith(".csv"):
+    elif has_suffix(out, ".csv"):
         write_whole(out, to_csv(timeline.schedule))
     else:
         draw(timeline, out)

@@ -92,13 +92,13 @@ def draw(schedule: str, out: str, comms: bool, as_json: bool, **given: Any) -> N
     """
     from zeropipe.cli.request import request_of
     from zeropipe.core.csv import to_csv
-    from zeropipe.core.files import require_writable, write_whole
+    from zeropipe.core.files import has_suffix, require_writable, write_whole
     from zeropipe.core.lower import lower
     from zeropipe.viz import check_name
     from zeropipe.viz import draw as picture
 
     looks = opt.looks_of(given)
-    is_text = out.endswith(".csv")
+    is_text = has_suffix(out, ".csv")
     if is_text and looks:
         raise ConfigError(f"--{next(iter(looks))} is for pictures: {out} is text")
     if comms and not is_text:

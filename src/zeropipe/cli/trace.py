@@ -108,13 +108,13 @@ def compare(
 
 
 def _check_files(report: str | None, out: str | None) -> None:
-    from zeropipe.core.files import require_writable
+    from zeropipe.core.files import has_suffix, require_writable
     from zeropipe.viz import check_name
 
     if report:
         check_name(report)
     if out:
-        if not out.endswith(".json"):
+        if not has_suffix(out, ".json"):
             raise ConfigError(f"-o {out}: costs are written as JSON, its name must end in .json")
         require_writable(out)
 

@@ -25,6 +25,11 @@ COSTS = (".json", ".toml")
 _LONGEST_STEM = 100  # of a temporary's name: with what is added it stays below the 255 that file systems allow
 
 
+def has_suffix(path: str | os.PathLike[str], *suffixes: str) -> bool:
+    """Whether the name of a file ends in one of these (lower case); `RUN.JSON` ends in ".json"."""
+    return os.fspath(path).lower().endswith(suffixes)
+
+
 def read_text(path: str | Path, limits: Limits, what: str = "") -> str:
     """The text of a file, without a byte-order mark. ConfigError if it cannot be read, is too large, or is no text.
 

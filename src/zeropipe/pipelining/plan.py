@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zeropipe.core.csv import from_csv
-from zeropipe.core.files import SCHEDULES
+from zeropipe.core.files import SCHEDULES, has_suffix
 from zeropipe.core.placement import Placement, Problem
 from zeropipe.core.resize import resized
 from zeropipe.core.schedule import Schedule
@@ -46,7 +46,7 @@ def given(what: Schedule | str, ranks: int, stages: int, microbatches: int) -> S
         raise ConfigError(f"schedule={short(what)}: give a Schedule, the text of a CSV, a file with one, or a name")
     if isinstance(what, Schedule):
         found = what
-    elif what.endswith(SCHEDULES):
+    elif has_suffix(what, *SCHEDULES):
         found = load(what)
     elif "\n" in what or "," in what:
         found = from_csv(what)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from zeropipe.core.action import MAX_MICROBATCHES, MAX_STAGES
-from zeropipe.core.files import SCHEDULES
+from zeropipe.core.files import SCHEDULES, has_suffix
 from zeropipe.core.given import as_python
 from zeropipe.core.packed import PackedRows
 from zeropipe.core.placement import Placement, PlacementRule, Problem, require_placement
@@ -137,7 +137,8 @@ def _require_facts(name: Any, aliases: Any, placement: Any, stages_per_rank: Any
     if isinstance(aliases, str):
         raise ConfigError(f"aliases={short(aliases)}: several names are needed, like ({short(aliases)},)")
     for one in (name, *aliases):
-        if not isinstance(one, str) or not one.strip() or set(one) & set(":,") or one == "all" or one.endswith(FILES):
+        is_name = isinstance(one, str) and one.strip() and not set(one) & set(":,")
+        if not is_name or one == "all" or has_suffix(one, *FILES):
             raise ConfigError(
                 f"the schedule name {short(one)}: a text is needed without ':' and ',', that is not 'all' and no file's"
             )

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from zeropipe.core.csv import from_csv
-from zeropipe.core.files import SCHEDULES, read_text
+from zeropipe.core.files import SCHEDULES, has_suffix, read_text
 from zeropipe.core.json import from_json
 from zeropipe.core.limits import COMMAND_LINE, num_actions, require_times
 from zeropipe.core.schedule import Schedule
@@ -40,7 +40,7 @@ def load_any(
     **options: Any,
 ) -> Schedule | Timeline:
     """What `load` finds, with the times that a file has beside its schedule."""
-    if spec.endswith(SCHEDULES):
+    if has_suffix(spec, *SCHEDULES):
         return _from_file(spec, ranks, microbatches, stages_per_rank, options)
     entry = entry_of(spec)
     for flag, value in (("ranks", ranks), ("microbatches", microbatches)):
@@ -58,9 +58,9 @@ def load_any(
 def entry_of(spec: str) -> Entry:
     """The registry entry of a name or of `path/to/mine.py:name`."""
     path, colon, name = spec.rpartition(":")
-    if colon and path.endswith(".py"):
+    if colon and has_suffix(path, ".py"):
         return _entry_in(path, name)
-    if spec.endswith(".py"):
+    if has_suffix(spec, ".py"):
         raise ConfigError(f"{spec!r} names a file but no schedule: write {spec}:my_schedule")
     return named(spec)
 
@@ -80,7 +80,7 @@ def read_file(path: str) -> Schedule | Timeline:
     """The schedule of a .csv or .json file, or the timeline of a .json file."""
     text, name = read_text(path, COMMAND_LINE), Path(path).stem
     try:
-        if path.endswith(".json"):
+        if has_suffix(path, ".json"):
             found = from_json(text)
             if isinstance(found, Timeline):
                 require_times(found)
@@ -113,13 +113,14 @@ def _from_file(
 def _entry_in(path: str, name: str) -> Entry:
     """Run a user's file and find the entry it registered under `name` (or by a function of that name)."""
     import sys
+    from importlib.machinery import SourceFileLoader
     from importlib.util import module_from_spec, spec_from_file_location
 
     if not Path(path).is_file():
         raise ConfigError(f"cannot read {path}: no such file")
     module_name = f"zeropipe_user_{abs(hash(str(Path(path).resolve())))}"
     if module_name not in sys.modules:
-        found = spec_from_file_location(module_name, path)
+        found = spec_from_file_location(module_name, path, loader=SourceFileLoader(module_name, path))
         assert found is not None
         assert found.loader is not None
         module = module_from_spec(found)

@@ -251,15 +251,15 @@ def costs_data(costs: Costs) -> dict[str, Any]:
 
 def read_costs(path: str) -> dict[str, Any]:
     """The table of a .toml or .json file."""
-    from zeropipe.core.files import read_text
+    from zeropipe.core.files import has_suffix, read_text
     from zeropipe.core.limits import COMMAND_LINE
     from zeropipe.core.parse import parse_json, parse_toml
 
-    text = read_text(path, COMMAND_LINE, "the costs file")
+    text, is_json = read_text(path, COMMAND_LINE, "the costs file"), has_suffix(path, ".json")
     try:
-        data = parse_json(text) if path.endswith(".json") else parse_toml(text)
+        data = parse_json(text) if is_json else parse_toml(text)
     except ValueError as error:
-        raise ConfigError(f"{path} is not {'JSON' if path.endswith('.json') else 'TOML'}: {error}") from None
+        raise ConfigError(f"{path} is not {'JSON' if is_json else 'TOML'}: {error}") from None
     if not isinstance(data, dict):
         raise ConfigError(f"{path} holds no table of costs: write fields like f = 1.0")
     return data

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zeropipe.core.built_in import BUILT_IN
-from zeropipe.core.files import COSTS, SCHEDULES, read_text
+from zeropipe.core.files import COSTS, SCHEDULES, has_suffix, read_text
 from zeropipe.core.layers import check_counts, layer_counts, num_stages_for
 from zeropipe.core.limits import COMMAND_LINE
 from zeropipe.core.origin import Origin
@@ -113,7 +113,7 @@ def stages_per_rank_of(config: RunConfig) -> int | None:
 def schedule_of(config: RunConfig) -> Schedule:
     """The schedule of a pipeline."""
     table, ranks = config.schedule, config.mesh.pp
-    is_file = table.name.endswith(SCHEDULES)
+    is_file = has_suffix(table.name, *SCHEDULES)
     found = load_any(
         table.name,
         ranks=None if is_file else ranks,
@@ -165,7 +165,7 @@ def costs_of(config: RunConfig) -> LayerCosts | None:
     given = config.schedule.costs
     if given is None:
         return None
-    if not given.endswith(COSTS):
+    if not has_suffix(given, *COSTS):
         dtype = config.model.dtype if config.model.dtype != "float64" else "float32"
         if given.lower() not in GPUS:
             raise ConfigError(

@@ -7,7 +7,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from zeropipe.core.files import require_writable, write_whole, writing
+from zeropipe.core.files import has_suffix, require_writable, write_whole, writing
 from zeropipe.core.timeline import Timeline
 from zeropipe.errors import ConfigError, short
 from zeropipe.viz.style import OPTIONS, PageStyle, Style, check_names, style_of
@@ -67,7 +67,7 @@ def _write_figure(timelines: list[Timeline], path: Path, style: Style) -> None:
 
     scene = figure(timelines, style)
     title = one_line(style.title or ", ".join(t.title for t in timelines))
-    if path.suffix.lower() == ".svg":
+    if has_suffix(path, ".svg"):
         from zeropipe.viz.svg import to_svg
 
         write_whole(path, to_svg(scene, title))

@@ -8,6 +8,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from zeropipe.core.files import has_suffix
 from zeropipe.errors import ConfigError, MissingExtra, short
 from zeropipe.viz.scene import Area, Line, Rect, Scene
 
@@ -18,7 +19,7 @@ LONGEST_SIDE = 65_535  # pixels: matplotlib draws no more
 def write_figure(scene: Scene, path: Path, title: str, dpi: float) -> None:
     """Write a .png or a .pdf (vector, with fonts that publishers accept)."""
     wide, high = (round(points * dpi / 72) for points in (scene.width, scene.height))
-    if path.suffix.lower() == ".png" and (wide * high > MOST_PIXELS or max(wide, high) > LONGEST_SIDE):
+    if has_suffix(path, ".png") and (wide * high > MOST_PIXELS or max(wide, high) > LONGEST_SIDE):
         raise ConfigError(
             f"the figure would have {wide:,} x {high:,} pixels: at most {MOST_PIXELS:,} in all and {LONGEST_SIDE:,} "
             "along a side; choose a smaller dpi or width, or .svg"
@@ -41,7 +42,7 @@ def write_figure(scene: Scene, path: Path, title: str, dpi: float) -> None:
         axes.axis("off")
         for kind, items in groupby(scene.items, type):
             _add(axes, kind, list(items))
-        metadata = {"Title": title} | ({"CreationDate": None} if path.suffix.lower() == ".pdf" else {})
+        metadata = {"Title": title} | ({"CreationDate": None} if has_suffix(path, ".pdf") else {})
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             figure.savefig(path, dpi=dpi, metadata=metadata)

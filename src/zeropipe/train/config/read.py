@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from zeropipe.core.files import COSTS, SCHEDULES, read_text
+from zeropipe.core.files import COSTS, SCHEDULES, has_suffix, read_text
 from zeropipe.core.limits import COMMAND_LINE
 from zeropipe.core.parse import parse_toml
 from zeropipe.errors import ConfigError
@@ -77,7 +77,7 @@ def is_file(value: str, name: str) -> bool:
     if name == "data.tokenizer":
         return value != BYTES
     if name == "schedule.name":
-        return value.partition(":")[0].endswith((*SCHEDULES, ".py"))
+        return has_suffix(value.partition(":")[0], *SCHEDULES, ".py")
     if name == "checkpoint.resume":
         return value not in ("auto", "never")
-    return name != "schedule.costs" or value.endswith(COSTS)
+    return name != "schedule.costs" or has_suffix(value, *COSTS)

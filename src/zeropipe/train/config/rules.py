@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import Any
 
-from zeropipe.core.files import SCHEDULES
+from zeropipe.core.files import SCHEDULES, has_suffix
 from zeropipe.core.mesh import format_mesh
 from zeropipe.core.units import count_text
 from zeropipe.engine.run.spec import require_cores
@@ -153,7 +153,7 @@ def _schedule(config: RunConfig) -> Iterator[str]:
         return  # the number of microbatches is not known
     try:
         schedule = schedule_of(config)
-        if table.name.endswith(SCHEDULES):
+        if has_suffix(table.name, *SCHEDULES):
             from zeropipe.core.check import check
 
             check(schedule)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+from zeropipe.core.files import has_suffix
 from zeropipe.errors import ConfigError, short
 
 BLOCK = 2**20  # characters of text that are made into tokens at once
@@ -48,9 +49,9 @@ class Reader:
     def documents(self, field: str) -> Iterator[Piece]:
         """Every text file, and that field of every line of a JSONL file."""
         for path in self._files:
-            if path.suffix in TABLES:
+            if has_suffix(path, *TABLES):
                 raise ConfigError(f"{path}: give one JSON object per line, in a file that is named .jsonl")
-            if path.suffix not in JSONL:
+            if not has_suffix(path, *JSONL):
                 yield from self._text(path)
                 continue
             for where, value in self._lines(path):

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from zeropipe.core.files import has_suffix
 from zeropipe.errors import ConfigError
 from zeropipe.train.data.beside import read_beside
 from zeropipe.train.data.store import Part
@@ -58,7 +59,7 @@ def write_token_files(
 
 def _mapped(path: Path, dtype: str | None) -> Any:
     """The ids of a file, not read yet."""
-    if path.suffix == ".npy":
+    if has_suffix(path, ".npy"):
         return _array(path, "token ids")
     if dtype is None:
         raise ConfigError(f'{path} is not a .npy file: write {path.name}.json beside it, like {{"dtype": "uint16"}}')

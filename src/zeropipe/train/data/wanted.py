@@ -15,7 +15,7 @@ from zeropipe.train.data.beside import read_beside
 from zeropipe.train.shape import text_data
 
 BYTES = "bytes"  # the tokenizer that needs no file
-_FORMAT = 2  # of the cache
+_FORMAT = 3  # of the cache
 _TOKENIZER_FILES = (
     "config.json", "tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json", "*.model",
     "*.tiktoken", "chat_template*", "additional_chat_templates/*",

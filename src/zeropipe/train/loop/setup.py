@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from zeropipe.core.files import has_suffix
 from zeropipe.core.mesh import DATA
 from zeropipe.engine.backward.gradients import main_gradients
 from zeropipe.engine.engine import Engine
@@ -69,7 +70,7 @@ def _files(config: RunConfig) -> dict[str, object]:
     path = Path(config.model.path)
     found = sorted([*path.glob("*.safetensors"), path / "config.json"] if path.is_dir() else [path])
     if config.model.weights != "load":
-        found = [file for file in found if file.suffix == ".json"]
+        found = [file for file in found if has_suffix(file, ".json")]
     return {str(file): _signed(file) for file in found if file.is_file()}
 
 
