@@ -14,11 +14,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from zeropipe.engine.profile.measure import profile
-from zeropipe.engine.profile.spec import ProfileJob, settings_of
 from zeropipe.engine.run.launch import LocalRanks
-from zeropipe.search.estimate.estimate import estimate
-from zeropipe.search.estimate.known import CONFIGS
+from zeropipe.estimating.estimate import estimate
+from zeropipe.estimating.known import CONFIGS
+from zeropipe.profiling.measure import profile
+from zeropipe.profiling.spec import ProfileJob, settings_of
 from zeropipe.sim.layer_costs import LayerCost, LayerCosts, Setting
 from zeropipe.sim.layer_file import to_layer_json
 from zeropipe.sim.profiled import layer_costs

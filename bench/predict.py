@@ -46,12 +46,12 @@ import zeropipe as zp
 from zeropipe.core.action import Kind
 from zeropipe.core.probe import Probe, Profile, split_schedule, whole_schedule
 from zeropipe.engine import CausalLMLoss, Engine, hf_stages
-from zeropipe.engine.profile.measure import everyone, group_of_one, piece_steps, piece_tokens, with_messages
-from zeropipe.engine.profile.pieces import facts, open_pieces
-from zeropipe.engine.profile.spec import ProfileJob
 from zeropipe.engine.run.job import synthetic
 from zeropipe.engine.run.launch import LocalRanks
 from zeropipe.engine.run.spec import Job, built_in, counts_of
+from zeropipe.profiling.measure import everyone, group_of_one, piece_steps, piece_tokens, with_messages
+from zeropipe.profiling.pieces import facts, open_pieces
+from zeropipe.profiling.spec import ProfileJob
 from zeropipe.sim.fit import steps_of
 from zeropipe.sim.layer_costs import LayerCosts
 from zeropipe.sim.profiled import TIMES, layer_costs, middle

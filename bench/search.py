@@ -23,9 +23,9 @@ from typing import NamedTuple
 
 import zeropipe as zp
 from zeropipe.core.placement import Problem
-from zeropipe.search.model import Task, alone
-from zeropipe.search.ready import make_ready
-from zeropipe.search.search import Found
+from zeropipe.searching.model import Task, alone
+from zeropipe.searching.ready import make_ready
+from zeropipe.searching.search import Found
 from zeropipe.sim.costs import Link
 
 # model, ranks, microbatches, F, I, W, latency; 1F1B, ZB-H1, ZB-H2, ZB-1p, ZB-2p (bubble rates), layers

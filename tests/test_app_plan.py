@@ -9,8 +9,8 @@ from app_client import ask, client, told
 
 import zeropipe as zp
 from zeropipe.app import opened, planning
-from zeropipe.search.estimate.known import COUNTED, KNOWN
-from zeropipe.search.plan.write import write_run
+from zeropipe.estimating.known import COUNTED, KNOWN
+from zeropipe.planning.write import write_run
 from zeropipe.sim.layer_file import to_layer_json
 
 ODD = 'my "own" \N{ROCKET}\x7f.json'

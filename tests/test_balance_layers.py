@@ -7,11 +7,11 @@ from random import Random
 import pytest
 
 import zeropipe as zp
+from zeropipe.balancing.balance import alive_of, balance_task, solved
+from zeropipe.balancing.simple import climb, spread
 from zeropipe.errors import ConfigError
+from zeropipe.estimating.estimate import estimate
 from zeropipe.schedules.registry import build_entry, entries
-from zeropipe.search.balance.balance import alive_of, balance_task, solved
-from zeropipe.search.balance.simple import climb, spread
-from zeropipe.search.estimate.estimate import estimate
 from zeropipe.sim.layer_costs import LayerCost, LayerCosts, Setting
 
 

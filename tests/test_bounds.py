@@ -10,14 +10,14 @@ from marks import partly
 
 import zeropipe as zp
 from zeropipe.core.placement import Problem
-from zeropipe.search.bound.bound import THOROUGH, lower_bound
-from zeropipe.search.bound.ordering import smallest
-from zeropipe.search.bound.owed import owed_of
-from zeropipe.search.cpsat import prove
-from zeropipe.search.judge import Judge
-from zeropipe.search.model import Task
-from zeropipe.search.starts.rules import dispatched
-from zeropipe.search.starts.starts import one_by_one
+from zeropipe.searching.bound.bound import THOROUGH, lower_bound
+from zeropipe.searching.bound.ordering import smallest
+from zeropipe.searching.bound.owed import owed_of
+from zeropipe.searching.cpsat import prove
+from zeropipe.searching.judge import Judge
+from zeropipe.searching.model import Task
+from zeropipe.searching.starts.rules import dispatched
+from zeropipe.searching.starts.starts import one_by_one
 
 
 def tight_task(random: Random) -> Task:

@@ -11,7 +11,7 @@ from visits import drop, rows, settle
 
 import zeropipe as zp
 from zeropipe.app import planning
-from zeropipe.search.estimate.known import KNOWN
+from zeropipe.estimating.known import KNOWN
 from zeropipe.sim.layer_file import to_layer_json
 
 ASKED = "plan?model=qwen3-0.6b&gpus=2&gpus_per_node=2&batch=8&sequence=1024"

@@ -7,8 +7,8 @@ import signal
 import pytest
 
 import zeropipe as zp
-from zeropipe.search import hunt
-from zeropipe.search.ready import make_ready
+from zeropipe.searching import hunt
+from zeropipe.searching.ready import make_ready
 
 SIZE = ("search", "--ranks", "4", "--microbatches", "6")
 

@@ -7,14 +7,14 @@ import pytest
 
 from zeropipe.core.checkpointing import Checkpointing
 from zeropipe.errors import ConfigError
-from zeropipe.search.estimate.counted import CountedModel
-from zeropipe.search.estimate.estimate import estimate, num_parameters
-from zeropipe.search.estimate.gpus import find_gpu
-from zeropipe.search.estimate.known import COUNTED, COUNTED_PARAMETERS
-from zeropipe.search.estimate.model import ShapedModel, open_model
-from zeropipe.search.estimate.operators import Sizes
-from zeropipe.search.estimate.price import Pricing, layer_cost
-from zeropipe.search.estimate.shapes import FAMILIES
+from zeropipe.estimating.counted import CountedModel
+from zeropipe.estimating.estimate import estimate, num_parameters
+from zeropipe.estimating.gpus import find_gpu
+from zeropipe.estimating.known import COUNTED, COUNTED_PARAMETERS
+from zeropipe.estimating.model import ShapedModel, open_model
+from zeropipe.estimating.operators import Sizes
+from zeropipe.estimating.price import Pricing, layer_cost
+from zeropipe.estimating.shapes import FAMILIES
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

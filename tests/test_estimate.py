@@ -10,10 +10,10 @@ import pytest
 
 import zeropipe as zp
 from zeropipe.errors import ConfigError
-from zeropipe.search.estimate.estimate import estimate, num_parameters
-from zeropipe.search.estimate.gpus import GPUS
-from zeropipe.search.estimate.known import KNOWN
-from zeropipe.search.estimate.shapes import FAMILIES, shape_of
+from zeropipe.estimating.estimate import estimate, num_parameters
+from zeropipe.estimating.gpus import GPUS
+from zeropipe.estimating.known import KNOWN
+from zeropipe.estimating.shapes import FAMILIES, shape_of
 from zeropipe.sim.layer_file import from_layer_json, to_layer_json
 
 # billions of parameters as their makers state them: all, and those that a token meets

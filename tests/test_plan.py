@@ -19,13 +19,13 @@ import zeropipe as zp
 from zeropipe.cli import main
 from zeropipe.core.layers import layer_counts
 from zeropipe.errors import ConfigError
+from zeropipe.planning import pool, refine
+from zeropipe.planning.layouts import Layout, layouts
+from zeropipe.planning.pool import ALONE
+from zeropipe.planning.score import score
+from zeropipe.planning.tries import Run, candidates
+from zeropipe.planning.write import write_run
 from zeropipe.schedules.registry import entries
-from zeropipe.search.plan import pool, refine
-from zeropipe.search.plan.layouts import Layout, layouts
-from zeropipe.search.plan.pool import ALONE
-from zeropipe.search.plan.score import score
-from zeropipe.search.plan.tries import Run, candidates
-from zeropipe.search.plan.write import write_run
 from zeropipe.sim.layer_file import to_layer_json
 
 SMALL = {"gpus": 4, "gpus_per_node": 2, "batch": 16, "sequence": 1024, "gpu": "a100", "search_seconds": 0, "workers": 1}
@@ -237,7 +237,7 @@ def test_a_process_that_ends_early_is_told(monkeypatch):
 
 def test_a_process_whose_parent_was_killed_ends_at_once_and_without_a_word(small):
     """Though what it computes would take minutes."""
-    command = [sys.executable, "-m", "zeropipe.search.plan.pool"]
+    command = [sys.executable, "-m", "zeropipe.planning.pool"]
     around = {**os.environ, "PYTHONPATH": ":".join(sys.path)}
     with Popen(command, stdin=PIPE, stdout=PIPE, stderr=PIPE, env=around) as it:
         it.stdout.close()

@@ -230,8 +230,8 @@ def measured():
     from engine_helpers import ranks
     from profile_cases import CONFIG, SEQUENCE
 
-    from zeropipe.engine.profile.measure import profile
-    from zeropipe.engine.profile.spec import ProfileJob, settings_of
+    from zeropipe.profiling.measure import profile
+    from zeropipe.profiling.spec import ProfileJob, settings_of
 
     settings = settings_of(("none", "selective:2"), (1,), (False,))
     job = ProfileJob("tiny", CONFIG, settings, sequence=SEQUENCE, steps=1, microbatches=2)

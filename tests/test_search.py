@@ -13,15 +13,15 @@ from zeropipe.core.jit import compiled
 from zeropipe.core.placement import Problem
 from zeropipe.errors import ConfigError, ZeropipeError
 from zeropipe.schedules.registry import build_entry, entries
-from zeropipe.search.bound.bound import lower_bound
-from zeropipe.search.cpsat import prove
-from zeropipe.search.judge import Judge
-from zeropipe.search.kernels import FAR, play
-from zeropipe.search.model import Task, smaller_limits, starts_of
-from zeropipe.search.starts.rules import dispatched
-from zeropipe.search.starts.starts import one_by_one, passes_of
-from zeropipe.search.starts.stretch import stretched
-from zeropipe.search.walks import decide
+from zeropipe.searching.bound.bound import lower_bound
+from zeropipe.searching.cpsat import prove
+from zeropipe.searching.judge import Judge
+from zeropipe.searching.kernels import FAR, play
+from zeropipe.searching.model import Task, smaller_limits, starts_of
+from zeropipe.searching.starts.rules import dispatched
+from zeropipe.searching.starts.starts import one_by_one, passes_of
+from zeropipe.searching.starts.stretch import stretched
+from zeropipe.searching.walks import decide
 
 PLACEMENTS = [(1, zp.linear), (2, zp.vee), (2, zp.loop), (3, zp.vee)]
 

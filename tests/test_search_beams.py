@@ -9,10 +9,10 @@ import pytest
 from test_search_patterns import PLACEMENTS, require_right, some_task
 
 import zeropipe as zp
-from zeropipe.search.judge import Judge
-from zeropipe.search.model import Task
-from zeropipe.search.starts.beams import NARROW, alive_on_the_way, beamed
-from zeropipe.search.starts.starts import one_by_one
+from zeropipe.searching.judge import Judge
+from zeropipe.searching.model import Task
+from zeropipe.searching.starts.beams import NARROW, alive_on_the_way, beamed
+from zeropipe.searching.starts.starts import one_by_one
 
 
 @pytest.mark.parametrize("per_rank,rule", PLACEMENTS, ids=lambda x: getattr(x, "__name__", x))

@@ -8,10 +8,10 @@ import pytest
 
 import zeropipe as zp
 from zeropipe.core.placement import Problem
-from zeropipe.search.bound.bound import lower_bound
-from zeropipe.search.judge import Judge, Start
-from zeropipe.search.model import Task
-from zeropipe.search.starts.patterns import find, repeating, shortest_period
+from zeropipe.searching.bound.bound import lower_bound
+from zeropipe.searching.judge import Judge, Start
+from zeropipe.searching.model import Task
+from zeropipe.searching.starts.patterns import find, repeating, shortest_period
 
 PLACEMENTS = [(1, zp.linear), (2, zp.vee), (2, zp.loop), (3, zp.loop), (3, zp.vee)]
 

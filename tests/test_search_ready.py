@@ -6,12 +6,12 @@ import sys
 import pytest
 
 import zeropipe as zp
-from zeropipe.search import climb, hunt, ready
+from zeropipe.searching import climb, hunt, ready
 
 CODE = """
 from numba.core.caching import FunctionCache
 import zeropipe as zp
-from zeropipe.search.ready import make_ready
+from zeropipe.searching.ready import make_ready
 
 loads, load = [], FunctionCache.load_overload
 def seen(self, *args):

@@ -8,14 +8,14 @@ from test_search_patterns import PLACEMENTS, require_right, some_task
 
 import zeropipe as zp
 from zeropipe.core.placement import Problem
-from zeropipe.search.bound.bound import THOROUGH, lower_bound
-from zeropipe.search.judge import Judge
-from zeropipe.search.model import Task
-from zeropipe.search.starts.beams import Setting, bed_of, field_of, grown
-from zeropipe.search.starts.rules import most_alive
-from zeropipe.search.starts.scarce import in_memory
-from zeropipe.search.starts.starts import one_by_one
-from zeropipe.search.starts.wide import wide
+from zeropipe.searching.bound.bound import THOROUGH, lower_bound
+from zeropipe.searching.judge import Judge
+from zeropipe.searching.model import Task
+from zeropipe.searching.starts.beams import Setting, bed_of, field_of, grown
+from zeropipe.searching.starts.rules import most_alive
+from zeropipe.searching.starts.scarce import in_memory
+from zeropipe.searching.starts.starts import one_by_one
+from zeropipe.searching.starts.wide import wide
 
 GO_ON = np.zeros(1, np.int64)
 

@@ -12,7 +12,7 @@ from train_files import GOOD
 
 import zeropipe as zp
 from zeropipe.errors import ConfigError
-from zeropipe.search.estimate.gpus import GPUS
+from zeropipe.estimating.gpus import GPUS
 from zeropipe.sim.layer_file import to_layer_json
 from zeropipe.train.config.overrides import all_names
 from zeropipe.train.config.read import read_run

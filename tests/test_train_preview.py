@@ -12,10 +12,10 @@ import zeropipe as zp
 from zeropipe.cli.app import address
 from zeropipe.cli.request import request_of
 from zeropipe.engine.run.spec import Job, layers_of
-from zeropipe.search.estimate.counted import CountedModel
-from zeropipe.search.estimate.estimate import num_parameters
-from zeropipe.search.estimate.known import KNOWN
-from zeropipe.search.plan.write import write_run
+from zeropipe.estimating.counted import CountedModel
+from zeropipe.estimating.estimate import num_parameters
+from zeropipe.estimating.known import KNOWN
+from zeropipe.planning.write import write_run
 from zeropipe.sim.layer_file import to_layer_json
 from zeropipe.train.config.read import read_run
 from zeropipe.train.preview import preview, state_of

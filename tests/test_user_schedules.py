@@ -294,8 +294,8 @@ def test_compare_names_the_schedule_that_is_stuck_and_leaves_it_out_of_all(odd, 
 
 
 def test_starts_of_a_search_and_hints_of_a_report_leave_wrong_schedules_out(odd):
-    from zeropipe.search.model import Task
-    from zeropipe.search.starts.starts import named
+    from zeropipe.searching.model import Task
+    from zeropipe.searching.starts.starts import named
     from zeropipe.train.report.hints import _others
 
     problem = zp.Problem(2, 2, 2)

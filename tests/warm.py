@@ -4,6 +4,6 @@ Each kernel is kept as soon as it is compiled, those of large schedules first, w
 come to them later find most or all of them.
 """
 
-from zeropipe.search.ready import make_ready
+from zeropipe.searching.ready import make_ready
 
 make_ready(num_actions=1_000_000)

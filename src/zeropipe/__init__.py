@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from zeropipe.core import notebook
 
 if TYPE_CHECKING:
+    from zeropipe.balancing.balance import balance
     from zeropipe.core.action import Action, Kind, Overlap
     from zeropipe.core.check import check
     from zeropipe.core.csv import from_csv, to_csv
@@ -17,13 +18,12 @@ if TYPE_CHECKING:
     from zeropipe.core.schedule import Program, Schedule
     from zeropipe.core.timeline import Span, Timeline
     from zeropipe.errors import ConfigError, DeadlockError, EngineError, ScheduleError, ZeropipeError
+    from zeropipe.estimating.estimate import estimate
+    from zeropipe.planning.plan import plan
     from zeropipe.schedules.advice import advice
     from zeropipe.schedules.lane import Lane
     from zeropipe.schedules.registry import build, names, register
-    from zeropipe.search.balance.balance import balance
-    from zeropipe.search.estimate.estimate import estimate
-    from zeropipe.search.plan.plan import plan
-    from zeropipe.search.search import search
+    from zeropipe.searching.search import search
     from zeropipe.sim.costs import Costs
     from zeropipe.sim.fill import fill_gaps
     from zeropipe.sim.simulate import simulate
@@ -45,10 +45,10 @@ _HOMES = {
     "zeropipe.schedules.advice": ("advice",),
     "zeropipe.schedules.lane": ("Lane",),
     "zeropipe.schedules.registry": ("build", "names", "register"),
-    "zeropipe.search": ("search",),
-    "zeropipe.search.balance.balance": ("balance",),
-    "zeropipe.search.estimate.estimate": ("estimate",),
-    "zeropipe.search.plan.plan": ("plan",),
+    "zeropipe.balancing.balance": ("balance",),
+    "zeropipe.estimating.estimate": ("estimate",),
+    "zeropipe.planning.plan": ("plan",),
+    "zeropipe.searching.search": ("search",),
     "zeropipe.sim.costs": ("Costs",),
     "zeropipe.sim.fill": ("fill_gaps",),
     "zeropipe.sim.simulate": ("simulate",),
@@ -61,8 +61,6 @@ __all__ = sorted(_MODULE_OF)
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'zeropipe' has no attribute {name!r}")
-    if name == "search":
-        return import_module("zeropipe.search")  # the folder can be called
     value = getattr(import_module(_MODULE_OF[name]), name)
     globals()[name] = value
     return value

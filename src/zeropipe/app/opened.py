@@ -13,10 +13,10 @@ from zeropipe.core.layers import above_layers
 from zeropipe.core.limits import PLAN_DEPTH, PLAN_LAYERS, PLAN_SETTINGS
 from zeropipe.core.parse import parse_json
 from zeropipe.errors import ConfigError, short
-from zeropipe.search.estimate.counted import CountedModel
-from zeropipe.search.estimate.estimate import num_parameters
-from zeropipe.search.estimate.known import COUNTED, COUNTED_PARAMETERS, KNOWN
-from zeropipe.search.estimate.model import ShapedModel, open_model
+from zeropipe.estimating.counted import CountedModel
+from zeropipe.estimating.estimate import num_parameters
+from zeropipe.estimating.known import COUNTED, COUNTED_PARAMETERS, KNOWN
+from zeropipe.estimating.model import ShapedModel, open_model
 from zeropipe.sim.layer_costs import LayerCosts
 from zeropipe.sim.layer_file import from_layer_data, is_layer_data
 

@@ -19,20 +19,20 @@ from zeropipe.core.json import to_json
 from zeropipe.core.limits import PAGE, PLAN_TEXT, num_actions
 from zeropipe.core.placement import Problem
 from zeropipe.errors import ConfigError, short
+from zeropipe.estimating.counted import CountedModel
+from zeropipe.estimating.estimate import estimate
+from zeropipe.estimating.gpus import GPUS, find_gpu
+from zeropipe.estimating.known import COUNTED, KNOWN
+from zeropipe.estimating.model import ShapedModel
+from zeropipe.planning.layouts import Layout
+from zeropipe.planning.plan import RESERVE, optimizer_bandwidth, plan
+from zeropipe.planning.result import Plan
+from zeropipe.planning.rows import Candidate, Row
+from zeropipe.planning.score import Scene, row_of, schedule_of, simulated
+from zeropipe.planning.write import named_schedule, run_text
 from zeropipe.schedules.registry import find
-from zeropipe.search.estimate.counted import CountedModel
-from zeropipe.search.estimate.estimate import estimate
-from zeropipe.search.estimate.gpus import GPUS, find_gpu
-from zeropipe.search.estimate.known import COUNTED, KNOWN
-from zeropipe.search.estimate.model import ShapedModel
-from zeropipe.search.hunt import Progress
-from zeropipe.search.plan.layouts import Layout
-from zeropipe.search.plan.plan import RESERVE, optimizer_bandwidth, plan
-from zeropipe.search.plan.result import Plan
-from zeropipe.search.plan.rows import Candidate, Row
-from zeropipe.search.plan.score import Scene, row_of, schedule_of, simulated
-from zeropipe.search.plan.write import named_schedule, run_text
-from zeropipe.search.search import search
+from zeropipe.searching.hunt import Progress
+from zeropipe.searching.search import search
 from zeropipe.sim.compare import stage_costs
 from zeropipe.sim.layer_costs import LayerCosts
 from zeropipe.viz.payload import payload

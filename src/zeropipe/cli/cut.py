@@ -47,8 +47,8 @@ class Cut:
         """The layers of each stage; `placement` says which stages share a rank."""
         if self.layers != BALANCED:
             return stage_counts(self.layers, costs.num_layers, problem.num_stages)
+        from zeropipe.balancing.balance import balanced_counts
         from zeropipe.core.placement import linear
-        from zeropipe.search.balance.balance import balanced_counts
 
         if placement is None and problem.stages_per_rank > 1:
             raise ConfigError("--layers balanced depends on which stages share a rank: give --placement vee or loop")

@@ -38,7 +38,7 @@ def estimate(model: str | None, known: bool, out: str | None, as_json: bool, **g
     zeropipe estimate qwen3-32b --gpu h200 --ac none,full -o costs.json
     zeropipe plan costs.json --gpus 16 --memory 80GB --batch 256
     """
-    from zeropipe.search.estimate.estimate import estimate as run
+    from zeropipe.estimating.estimate import estimate as run
 
     if known:
         _print_known(as_json)
@@ -57,9 +57,9 @@ def efficiency_of(text: str | None) -> dict[str, Any] | None:
 
 
 def _print_known(as_json: bool) -> None:
-    from zeropipe.search.estimate.estimate import num_parameters
-    from zeropipe.search.estimate.gpus import GPUS
-    from zeropipe.search.estimate.known import COUNTED_PARAMETERS, KNOWN
+    from zeropipe.estimating.estimate import num_parameters
+    from zeropipe.estimating.gpus import GPUS
+    from zeropipe.estimating.known import COUNTED_PARAMETERS, KNOWN
 
     counts = {name: num_parameters(name) for name in KNOWN} | COUNTED_PARAMETERS
     if as_json:

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from zeropipe.search.plan.result import Plan
-    from zeropipe.search.plan.rows import Row
+    from zeropipe.planning.result import Plan
+    from zeropipe.planning.rows import Row
 
 SHOWN = 8  # rows
 CLOSE = 3  # of what does not fit
@@ -63,9 +63,9 @@ def plan(model: str, rows: int, out: str | None, as_json: bool, **given: Any) ->
     zeropipe plan costs.json --gpus 8 --batch 64
     """
     from zeropipe.core.files import has_suffix, require_writable
-    from zeropipe.search.plan.data import plan_data
-    from zeropipe.search.plan.plan import plan as run
-    from zeropipe.search.plan.write import write_run
+    from zeropipe.planning.data import plan_data
+    from zeropipe.planning.plan import plan as run
+    from zeropipe.planning.write import write_run
 
     if out:
         if not has_suffix(out, ".toml"):

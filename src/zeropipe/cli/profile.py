@@ -19,7 +19,7 @@ from zeropipe.errors import ConfigError, short
 if TYPE_CHECKING:
     from zeropipe.core.probe import Profile
     from zeropipe.core.timeline import Timeline
-    from zeropipe.engine.profile.spec import ProfileJob
+    from zeropipe.profiling.spec import ProfileJob
     from zeropipe.sim.layer_costs import LayerCosts
 
 
@@ -102,7 +102,7 @@ def _costs(model: str, corrected: bool, given: dict[str, Any]) -> LayerCosts | N
 
 def _with_sheet(measured: Profile) -> dict[str, object]:
     """The machine, with what the data sheet of its GPU says, where it is known: plans use it for MFU and optimizers."""
-    from zeropipe.search.estimate.gpus import GPUS
+    from zeropipe.estimating.gpus import GPUS
 
     words = str(measured.machine.get("gpu", "")).lower().replace("_", " ").split()
     gpu = next((GPUS[word] for word in words if word in GPUS), None)
@@ -114,9 +114,9 @@ def _with_sheet(measured: Profile) -> dict[str, object]:
 
 def _job(model: str, data: Any, given: dict[str, Any]) -> ProfileJob:
     from zeropipe.core.built_in import BUILT_IN
-    from zeropipe.engine.profile.spec import ProfileJob, settings_of
     from zeropipe.engine.run.spec import Job, built_in
-    from zeropipe.search.estimate.known import CONFIGS
+    from zeropipe.estimating.known import CONFIGS
+    from zeropipe.profiling.spec import ProfileJob, settings_of
 
     source: str | Mapping[str, Any]
     tiny = model in BUILT_IN and model.startswith("tiny")
@@ -153,12 +153,12 @@ def _measured(job: ProfileJob, given: dict[str, Any]) -> Profile | None:
     if local:
         require_cores(ranks)
     require_torch()
-    from zeropipe.engine.profile.measure import profile as measure
-    from zeropipe.engine.profile.measure import profile_under_torchrun
     from zeropipe.engine.run.job import backend_of, check_device
     from zeropipe.engine.run.launch import LocalRanks, model_code
     from zeropipe.engine.run.slow import tell_slow
     from zeropipe.engine.run.spec import Job
+    from zeropipe.profiling.measure import profile as measure
+    from zeropipe.profiling.measure import profile_under_torchrun
 
     as_run = Job(device=job.device)
     check_device(as_run)

@@ -16,8 +16,8 @@ from zeropipe.errors import ConfigError
 
 if TYPE_CHECKING:
     from zeropipe.core.timeline import Timeline
-    from zeropipe.search.hunt import Progress
-    from zeropipe.search.search import Found
+    from zeropipe.searching.hunt import Progress
+    from zeropipe.searching.search import Found
 
 PREPARING = "making kernels ready: after an installation they are compiled, once, for about half a minute"
 
@@ -58,7 +58,7 @@ def search(out: str | None, as_json: bool, **given: Any) -> None:
     """
     from zeropipe.cli.request import request_of, require_unit
     from zeropipe.core.placement import PLACEMENTS, Problem
-    from zeropipe.search.search import search as run
+    from zeropipe.searching.search import search as run
 
     if out:
         _require_name(out)
@@ -135,7 +135,7 @@ def _facts(found: Found) -> dict[str, Any]:
 
 
 def _print(found: Found, placement: str, costs: str) -> None:
-    from zeropipe.search.hunt import gap_of
+    from zeropipe.searching.hunt import gap_of
 
     console, t = output.console(), found.timeline
     per_rank = found.schedule.problem.stages_per_rank

@@ -1,6 +1,6 @@
 """`zeropipe train --dry-run`: what a training file comes to, before anything runs. Only counting a model needs torch.
 
-Times and memory are those of the planner's own scoring (search/plan/score.py), for the one candidate that the file is.
+Times and memory are those of the planner's own scoring (planning/score.py), for the one candidate that the file is.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from zeropipe.core.resize import resized
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.units import count_text
 from zeropipe.errors import ConfigError
-from zeropipe.search.estimate.estimate import estimate
-from zeropipe.search.plan.layouts import Layout
-from zeropipe.search.plan.plan import RESERVE, optimizer_bandwidth
-from zeropipe.search.plan.result import Plan
-from zeropipe.search.plan.rows import Candidate
-from zeropipe.search.plan.score import Scene, Simulated, memory_of, score, simulated
-from zeropipe.search.plan.score import costs_of as stage_costs
+from zeropipe.estimating.estimate import estimate
+from zeropipe.planning.layouts import Layout
+from zeropipe.planning.plan import RESERVE, optimizer_bandwidth
+from zeropipe.planning.result import Plan
+from zeropipe.planning.rows import Candidate
+from zeropipe.planning.score import Scene, Simulated, memory_of, score, simulated
+from zeropipe.planning.score import costs_of as stage_costs
 from zeropipe.sim.costs import Costs
 from zeropipe.sim.layer_costs import SHORT_DTYPES, LayerCosts, State
 from zeropipe.train.config.files import has_weights

@@ -23,15 +23,15 @@ from zeropipe.sim.layer_costs import LayerCosts
 from zeropipe.train.config.models import RunConfig
 
 if TYPE_CHECKING:
-    from zeropipe.search.estimate.counted import CountedModel
-    from zeropipe.search.estimate.model import ShapedModel
+    from zeropipe.estimating.counted import CountedModel
+    from zeropipe.estimating.model import ShapedModel
 
 _HUB = re.compile(r"[\w-]+/[\w.-]+")
 
 
 def is_planned(config: RunConfig) -> bool:
     """Whether the model is a name of the planner's: its shapes are known, and nothing else."""
-    from zeropipe.search.estimate.known import CONFIGS
+    from zeropipe.estimating.known import CONFIGS
 
     path = config.model.path
     return path not in BUILT_IN and path.lower() in CONFIGS and not Path(path).exists()
@@ -39,7 +39,7 @@ def is_planned(config: RunConfig) -> bool:
 
 def model_data(config: RunConfig) -> dict[str, Any]:
     """The model's config as plain data: of a built-in one, a directory or a config.json, or a name of the planner's."""
-    from zeropipe.search.estimate.known import CONFIGS
+    from zeropipe.estimating.known import CONFIGS
 
     model = config.model
     if is_planned(config):
@@ -75,7 +75,7 @@ def shapes_of(config: RunConfig) -> ShapedModel | CountedModel:
 
 @lru_cache(maxsize=1)
 def _opened(data: str) -> ShapedModel | CountedModel:
-    from zeropipe.search.estimate.model import open_model
+    from zeropipe.estimating.model import open_model
 
     return open_model(json.loads(data))
 
@@ -136,7 +136,7 @@ def layers_of(config: RunConfig, schedule: Schedule) -> tuple[int, ...]:
     if table.layers is not None:
         return check_counts(table.layers, number, schedule.num_stages)
     if table.balance == "time":
-        from zeropipe.search.balance.balance import balance
+        from zeropipe.balancing.balance import balance
 
         costs = costs_of(config)
         if costs is None:
@@ -158,8 +158,8 @@ def origin_of(config: RunConfig, schedule: Schedule) -> Origin:
 
 def costs_of(config: RunConfig) -> LayerCosts | None:
     """The costs of the layers: those of a file, or estimated for a GPU; None where none are given."""
-    from zeropipe.search.estimate.estimate import estimate
-    from zeropipe.search.estimate.gpus import GPUS
+    from zeropipe.estimating.estimate import estimate
+    from zeropipe.estimating.gpus import GPUS
     from zeropipe.sim.fit import load_costs
 
     given = config.schedule.costs

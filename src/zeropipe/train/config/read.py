@@ -69,7 +69,7 @@ def _beside(value: Any, folder: Path, name: str) -> Any:
 def is_file(value: str, name: str) -> bool:
     """Whether it is no name of a model, a schedule or a GPU, and no word."""
     from zeropipe.core.built_in import BUILT_IN
-    from zeropipe.search.estimate.known import CONFIGS
+    from zeropipe.estimating.known import CONFIGS
     from zeropipe.train.data.wanted import BYTES
 
     if name == "model.path":

@@ -8,8 +8,8 @@ import resource
 import torch
 
 from zeropipe.errors import ZeropipeError
-from zeropipe.search.estimate.estimate import estimate
-from zeropipe.search.estimate.gpus import GPUS
+from zeropipe.estimating.estimate import estimate
+from zeropipe.estimating.gpus import GPUS
 from zeropipe.train.config.models import RunConfig
 from zeropipe.train.shape import shapes_of
 

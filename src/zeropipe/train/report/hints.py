@@ -12,7 +12,7 @@ from zeropipe.core.timeline import Timeline
 from zeropipe.core.units import percent, time_text
 from zeropipe.errors import ZeropipeError
 from zeropipe.schedules.registry import build, entries, find
-from zeropipe.search.right import require_right
+from zeropipe.searching.right import require_right
 from zeropipe.sim.compare import compare
 from zeropipe.sim.costs import Costs
 from zeropipe.sim.fit import fit

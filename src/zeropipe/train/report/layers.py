@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
 
+from zeropipe.balancing.balance import balance
 from zeropipe.core.schedule import Schedule
-from zeropipe.search.balance.balance import balance
 from zeropipe.sim.costs import Costs
 from zeropipe.sim.layer_costs import LayerCost, LayerCosts, Setting
 from zeropipe.sim.simulate import simulate

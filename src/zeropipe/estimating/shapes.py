@@ -1,0 +1,346 @@
+"""The shapes of a decoder model, read from its config.json without building anything."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from zeropipe.core.files import read_text
+from zeropipe.core.limits import COMMAND_LINE
+from zeropipe.core.parse import parse_json
+from zeropipe.errors import ConfigError, short
+from zeropipe.estimating.known import CONFIGS
+
+MOST = 10**8  # of any size; the largest vocabularies have 3 * 10**5
+MOST_LAYERS = 10_000
+
+
+class NotKnown(ConfigError):
+    """What a model has whose shapes are not written down here: its layers have to be counted."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a model type has that its config does not say."""
+
+    qk_norm: int = 0  # 1: norms of queries and keys with a head's size, 2: with that of all heads
+    norms: int = 2  # per layer, of the hidden size
+    qkv_bias: bool = False
+    o_bias: str = "attention_bias"  # the field that says whether attention's output has one; "": it has none
+    scoring_bias: bool = False  # of each expert, in the choice of experts
+    # What transformers' plan for tensor parallelism does with a part of a layer: its work is "shared"; "gathered": each
+    # GPU gathers what the others have made of its input; "whole": each has all of it. And whether there is a plan.
+    attention: str = "shared"
+    mlp: str = "shared"
+    shared_expert: str = "shared"
+    tp: bool = True
+    windows: str = "never"  # which layers have one where no list of layer types says so, see _Reader.windowed
+    reads: tuple[str, ...] = ("attention_bias",)  # of OPTIONS; the others mean nothing to it
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # transformers' own, of fields that configs leave out
+
+
+# Fields that some model types know and others pass over, though their configs may have them.
+BIASES = ("attention_bias", "mlp_bias")
+SPARSE = ("decoder_sparse_step", "mlp_only_layers")
+OPTIONS = (*BIASES, *SPARSE, "use_qk_norm")
+NUMBER_OF_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")  # names that configs have for it
+
+_QWEN = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
+_MIXTRAL = {"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2}
+_QWEN3_MOE = {
+    "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+    "sliding_window": 4096,
+}  # fmt: skip
+_QWEN2_MOE = {
+    **_QWEN, "num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
+    "shared_expert_intermediate_size": 5632,
+}  # fmt: skip
+_QWEN2_VL = {"num_key_value_heads": 8, "sliding_window": 4096, "max_window_layers": 80}
+_QWEN3_VL_MOE = {
+    "num_key_value_heads": 16, "num_local_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
+}  # fmt: skip
+_GEMMA3 = {
+    "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208, "sliding_window": 4096,
+    "sliding_window_pattern": 6, "tie_word_embeddings": True,
+}  # fmt: skip
+_DEEPSEEK = {
+    "n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_shared_experts": 1,
+    "first_k_dense_replace": 3, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64, "v_head_dim": 128,
+}  # fmt: skip
+_DEEPSEEK_V2 = {
+    **_DEEPSEEK, "n_routed_experts": 64, "num_experts_per_tok": None, "moe_intermediate_size": 1407,
+    "n_shared_experts": 2, "first_k_dense_replace": 0,  # how many of the experts has to be said
+}  # fmt: skip
+_GLM4 = {"num_key_value_heads": 2, "head_dim": 128, "attention_bias": True}
+_GLM4_MOE = {
+    "num_key_value_heads": 8, "n_routed_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1408,
+    "n_shared_experts": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
+_SOLAR = {
+    "num_key_value_heads": 8, "head_dim": 128, "n_routed_experts": 128, "num_experts_per_tok": 8,
+    "moe_intermediate_size": 1280, "n_shared_experts": 1,
+}  # fmt: skip
+_MINIMAX_M2 = {"num_key_value_heads": 8, "head_dim": 128, "num_local_experts": 256, "num_experts_per_tok": 8}
+_EXAONE4 = {"num_key_value_heads": 32, "sliding_window": 4096, "sliding_window_pattern": 4}
+_DOTS1 = {"num_key_value_heads": 32, "moe_intermediate_size": 1408, "sliding_window": 4096, "max_window_layers": 62}
+_OLMO3 = {"sliding_window": 4096, "sliding_window_pattern": 4}
+_SEED = {"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True}
+
+FAMILIES = {
+    "llama": Family(reads=BIASES),
+    "mistral": Family(windows="always", reads=(), defaults={"num_key_value_heads": 8, "sliding_window": 4096}),
+    "ministral": Family(windows="always", reads=(), defaults={"num_key_value_heads": 8, "sliding_window": 4096}),
+    "ministral3": Family(windows="always", reads=(), defaults={"num_key_value_heads": 8, "head_dim": 128}),
+    "mixtral": Family(windows="always", reads=(), defaults=_MIXTRAL),
+    "qwen2": Family(qkv_bias=True, windows="late", reads=(), defaults=_QWEN),
+    "qwen3": Family(qk_norm=1, windows="late", defaults={**_QWEN, "head_dim": 128}),
+    "qwen2_moe": Family(qkv_bias=True, shared_expert="whole", windows="early", reads=SPARSE, defaults=_QWEN2_MOE),
+    "qwen2_vl_text": Family(qkv_bias=True, windows="late", reads=(), defaults=_QWEN2_VL),
+    "qwen2_5_vl_text": Family(qkv_bias=True, windows="late", reads=(), defaults=_QWEN2_VL),
+    "qwen3_moe": Family(qk_norm=1, windows="asked", reads=("attention_bias", *SPARSE), defaults=_QWEN3_MOE),
+    "qwen3_vl_text": Family(qk_norm=1, tp=False, defaults={"num_key_value_heads": 32, "head_dim": 128}),
+    "qwen3_vl_moe_text": Family(qk_norm=1, reads=("attention_bias", *SPARSE), defaults=_QWEN3_VL_MOE),
+    "gemma": Family(defaults={"num_key_value_heads": 16, "head_dim": 256, "tie_word_embeddings": True}),
+    "gemma3_text": Family(qk_norm=1, norms=4, defaults=_GEMMA3),
+    "phi3": Family(attention="gathered", mlp="gathered", windows="always", reads=()),
+    "olmo2": Family(qk_norm=2, attention="gathered"),
+    "olmo3": Family(qk_norm=2, attention="gathered", defaults=_OLMO3),
+    "olmoe": Family(qk_norm=2, attention="gathered", defaults={"num_experts": 64, "num_experts_per_tok": 8}),
+    "exaone4": Family(qk_norm=1, reads=(), defaults=_EXAONE4),
+    "internlm3": Family(reads=(), defaults={"num_key_value_heads": 2, "head_dim": 128}),
+    "iquestcoder": Family(reads=BIASES, defaults={"num_key_value_heads": 8, "head_dim": 128}),
+    "hunyuan_v1_dense": Family(qk_norm=1, tp=False),
+    "minimax_m2": Family(qk_norm=2, attention="gathered", scoring_bias=True, reads=(), defaults=_MINIMAX_M2),
+    "solar_open": Family(o_bias="", shared_expert="whole", scoring_bias=True, defaults=_SOLAR),
+    "dots1": Family(qk_norm=1, scoring_bias=True, windows="late", defaults=_DOTS1),
+    "granite": Family(reads=BIASES),
+    "granitemoe": Family(attention="whole", defaults={"num_local_experts": 8, "num_experts_per_tok": 2}),
+    "smollm3": Family(
+        windows="unrotated", reads=BIASES, defaults={"num_key_value_heads": 4, "tie_word_embeddings": True}
+    ),
+    "seed_oss": Family(o_bias="attention_out_bias", reads=BIASES, defaults=_SEED),
+    "glm": Family(o_bias="", mlp="gathered", defaults=_GLM4),
+    "glm4": Family(norms=4, o_bias="", mlp="gathered", defaults=_GLM4),
+    "glm4_moe": Family(o_bias="", scoring_bias=True, reads=("attention_bias", "use_qk_norm"), defaults=_GLM4_MOE),
+    "deepseek_v2": Family(reads=BIASES, defaults=_DEEPSEEK_V2),
+    "deepseek_v3": Family(attention="whole", scoring_bias=True, defaults=_DEEPSEEK),
+    "kimi_k2": Family(attention="whole", scoring_bias=True, defaults=_DEEPSEEK),
+}
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts."""
+
+    number: int
+    chosen: int
+    size: int  # intermediate size of one
+    shared: int = 0  # intermediate size of what every token goes through ...
+    gated: bool = False  # ... weighed by a gate of its own
+    scoring_bias: bool = False
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention: ranks and head sizes."""
+
+    q_rank: int | None
+    kv_rank: int
+    nope: int
+    rope: int
+    value: int
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What distinguishes decoder layers of a model; equal ones are of one kind."""
+
+    window: int | None = None
+    experts: bool = False
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model as far as its costs depend on it."""
+
+    name: str
+    layers: tuple[Layer, ...]
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocabulary: int
+    tied: bool
+    family: Family
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    experts: Experts | None = None
+    latent: Latent | None = None
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+
+def shape_of(model: str | Mapping[str, Any]) -> Shape:
+    """The shape of a known name, a directory with config.json, a config file, or a config as plain data.
+
+    NotKnown for a decoder model that has none here.
+    """
+    return _shape(*named_config(model))
+
+
+def named_config(model: str | Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """The name of a model and its config as plain data, from all that `shape_of` takes."""
+    if isinstance(model, Mapping):
+        return str(model.get("_name_or_path") or model.get("model_type") or "model"), model
+    name = str(model).lower()
+    if name in CONFIGS:
+        return name, CONFIGS[name]
+    path = Path(model) if isinstance(model, (str, PathLike)) else None
+    if path is not None and path.is_dir():
+        path = path / "config.json"
+    if path is None or not path.is_file():
+        raise ConfigError(
+            f"model {short(model)}: give a directory with config.json, a config file, or one of {', '.join(CONFIGS)}"
+        )
+    try:
+        data = parse_json(read_text(path, COMMAND_LINE, "the model's config"))
+    except ValueError as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{path} is not JSON: {error}") from None
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"{path} is not a model's configuration: save one with save_pretrained")
+    return path.parent.resolve().name if path.name == "config.json" else path.stem, data
+
+
+def _shape(name: str, data: Mapping[str, Any]) -> Shape:
+    if isinstance(data.get("text_config"), Mapping):  # of a model that also sees: its text part
+        if data["text_config"].get("model_type") is None and data.get("model_type") is not None:
+            raise NotKnown(f"models of type {short(data['model_type'])}")
+        whole = {key: data[key] for key in ("tie_word_embeddings",) if data.get(key) is not None}
+        data = {**whole, **data["text_config"]}
+    kind = data.get("model_type")
+    if str(kind) not in FAMILIES and f"{kind}_text" in FAMILIES and "hidden_size" in data:
+        kind = f"{kind}_text"  # older configs of models that see have the text's fields beside the vision's
+    if kind is None:
+        raise ConfigError(f"{name} has no model_type: give a model's config.json, or to `plan` costs of its layers")
+    family = FAMILIES.get(str(kind))
+    if family is None:
+        raise NotKnown(f"models of type {short(kind)}")
+    if data.get("attn_logit_softcapping"):
+        raise NotKnown("attention with soft-capping")
+    data = _completed(data, family)
+    if data.get("use_qk_norm"):
+        family = replace(family, qk_norm=1)
+    read = _Reader(name, data)
+    hidden, heads = read.count("hidden_size"), read.count("num_attention_heads")
+    head_dim = read.count("head_dim", hidden // heads)
+    bias = bool(data.get("attention_bias"))
+    shape = Shape(
+        name, (), hidden, heads, read.count("num_key_value_heads", heads), head_dim, read.count("intermediate_size"),
+        read.count("vocab_size"), bool(data.get("tie_word_embeddings")), family,
+        qkv_bias=bias or family.qkv_bias, o_bias=bool(data.get(family.o_bias)), mlp_bias=bool(data.get("mlp_bias")),
+        experts=read.experts(family), latent=read.latent(),
+    )  # fmt: skip
+    return replace(shape, layers=read.layers(family))
+
+
+def _completed(data: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """What the model type reads of a config, with its defaults for what is left out."""
+    defaults = dict(family.defaults)
+    if any(data.get(name) is not None for name in NUMBER_OF_EXPERTS):  # the default may go by another name
+        defaults = {name: value for name, value in defaults.items() if name not in NUMBER_OF_EXPERTS}
+    passed_over = set(OPTIONS) - set(family.reads)
+    return {**defaults, **{name: value for name, value in data.items() if name not in passed_over}}
+
+
+class _Reader:
+    """Reads fields of a config, or says in one line what is wrong with them."""
+
+    def __init__(self, name: str, data: Mapping[str, Any]) -> None:
+        self.name, self.data = name, data
+
+    def count(self, *names: str | int | None, least: int = 1, most: int = MOST) -> int:
+        """The first of these fields that is there; the last argument may be a default."""
+        for name in names:
+            value = self.data.get(name) if isinstance(name, str) else name
+            if value is None:
+                continue
+            if type(value) is not int or not least <= value <= most:
+                raise ConfigError(
+                    f"{self.name}: {name}={short(value)}: a whole number from {least} to {most} is needed"
+                )
+            return value
+        raise ConfigError(f"{self.name}: its config has no {names[0]}: give a decoder model's config.json")
+
+    def number_of_experts(self) -> int:
+        """0 where there are none."""
+        return self.count(*NUMBER_OF_EXPERTS, 0, least=0)
+
+    def experts(self, family: Family) -> Experts | None:
+        number = self.number_of_experts()
+        if not number:
+            return None
+        size = self.count("moe_intermediate_size", self.count("intermediate_size"))
+        gated = self.count("shared_expert_intermediate_size", 0, least=0)
+        shared = gated or self.count("n_shared_experts", 0, least=0) * size
+        chosen = self.count("num_experts_per_tok", most=number)
+        return Experts(number, chosen, size, shared, gated > 0, family.scoring_bias)
+
+    def latent(self) -> Latent | None:
+        if self.data.get("kv_lora_rank") is None:
+            return None
+        rank = self.data.get("q_lora_rank")
+        names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        return Latent(None if rank is None else self.count("q_lora_rank"), *(self.count(name) for name in names))
+
+    def layers(self, family: Family) -> tuple[Layer, ...]:
+        number = self.count("num_hidden_layers", most=MOST_LAYERS)
+        window = self.count("sliding_window", 0, least=0)
+        types = self.data.get("layer_types")
+        pattern = self.count("sliding_window_pattern", 0, least=0)
+        if types is None and pattern:
+            types = ["full_attention" if (n + 1) % pattern == 0 else "sliding_attention" for n in range(number)]
+        if types is None:
+            types = ["sliding_attention" if self.windowed(family, n) else "full_attention" for n in range(number)]
+        if not isinstance(types, list) or len(types) != number:
+            raise ConfigError(f"{self.name}: layer_types={short(types)}: one for each of {number} layers is needed")
+        unknown = [kind for kind in types if kind not in ("full_attention", "sliding_attention")]
+        if unknown:
+            raise NotKnown(f"layers of type {short(unknown[0])}")
+        with_experts = self._with_experts(number) if self.number_of_experts() else range(0)
+        return tuple(
+            Layer((window or None) if types[n] == "sliding_attention" else None, n in with_experts)
+            for n in range(number)
+        )
+
+    def windowed(self, family: Family, layer: int) -> bool:
+        """Whether a layer has a sliding window where the config has no list of layer types."""
+        if family.windows in ("never", "always") or not self.data.get("use_sliding_window"):
+            return family.windows == "always"
+        bound = self.count("max_window_layers", 0, least=0)
+        match family.windows:
+            case "late":
+                return layer >= bound
+            case "early":  # every second one
+                return layer < bound and layer % 2 == 0
+            case "unrotated":  # layers without rotary embeddings
+                return (layer + 1) % self.count("no_rope_layer_interval", 4) == 0
+        return True
+
+    def _with_experts(self, number: int) -> set[int]:
+        """The layers that have experts."""
+        every, first = self.count("decoder_sparse_step", 1), self.count("first_k_dense_replace", 0, least=0)
+        dense = self.data.get("mlp_only_layers") or []
+        if not isinstance(dense, list) or any(type(layer) is not int for layer in dense):
+            raise ConfigError(f"{self.name}: mlp_only_layers={short(dense)}: a list of layers is needed")
+        return {n for n in range(first, number) if (n + 1) % every == 0} - set(dense)

@@ -1,0 +1,1 @@
+"""Schedules found for given costs and limits, and how far they are from the best possible."""
