@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from zeropipe.engine.checkpoint import pieces
-from zeropipe.engine.checkpoint.frozen import fingerprint
+from zeropipe.engine.checkpoint.frozen import require_same_frozen
 from zeropipe.engine.checkpoint.manifest import Manifest, Saved, followed, read_manifest
 from zeropipe.engine.checkpoint.names import Catalog, Described, HasTeam, Team, require_engine, tied_sets
 from zeropipe.engine.checkpoint.optimizers import MASTER, Gives, Optimized, has_masters, require_optimizers
@@ -51,11 +51,7 @@ def load_checkpoint(path: str | Path, engine: HasTeam, optimizer: Any = None, *,
         require_optimizers([gives for _, gives in seen], "loads")
         if len({folder for folder, _ in seen}) > 1:
             raise ConfigError(f"{path} changed while it was read, or is not the same folder on all ranks: try again")
-        base = plan.manifest.model.get("base")
-        if base is not None and base != fingerprint(team.fabric, catalog):
-            raise ConfigError(
-                f"{path} is of other frozen weights than the model's: load it into the model that it was trained on"
-            )
+        require_same_frozen(path, plan.manifest, team.fabric, catalog)
     with engine.together("loading a checkpoint", refusing=False):
         plan.run()
         team.fabric.exchange(None)  # nobody goes on with weights that others do not have yet

@@ -49,7 +49,7 @@ def save_checkpoint(
     a list of them; learning rates and other options of their groups are saved, too. `extra`: the same on every rank,
     made of numbers, strings, lists, tuples, dicts and tensors (a scheduler's `state_dict()`, say). `random`: the states
     of the random-number generators too, for the same layout. `frozen=False` leaves out parameters that are not trained:
-    who loads must have the same ones, which is checked by their sums.
+    who loads must have the same ones, which is checked by a fingerprint.
 
     `asynchronous`: return as soon as the tensors are copied to CPU memory. `wait()` of what is returned ends when the
     checkpoint is there; the next save and `engine.close()` wait for it, too.
