@@ -5,6 +5,7 @@ import os
 import stat
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -155,3 +156,46 @@ def test_an_error_about_another_file_is_not_ours(tmp_path):
     with pytest.raises(FileNotFoundError), writing(tmp_path / "a"):
         Path(tmp_path / "elsewhere").read_text()
     assert only(tmp_path) == {}
+
+
+KILLED = """
+import sys
+from zeropipe.core.files import writing
+
+with writing(sys.argv[1]) as temporary:
+    temporary.write_text("half")
+    print("writing", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_what_a_killed_writer_leaves_is_removed_by_the_next_one(tmp_path):
+    path = tmp_path / "run.toml"
+    others = [tmp_path / ".run.toml", tmp_path / ".other.0123456789ab.toml", tmp_path / ".run.0123.toml"]
+    for other in others:
+        other.write_text("mine")
+    command = [sys.executable, "-c", KILLED, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as killed:
+        assert killed.stdout.readline() == "writing\n"
+        write_whole(path, "new")  # a writer that lives is left alone
+        assert len(list(tmp_path.glob(".run.*"))) == 3
+        killed.kill()
+        killed.wait(timeout=30)
+    assert len(list(tmp_path.glob(".run.*"))) == 3
+    write_whole(path, "newer")
+    assert sorted(tmp_path.iterdir()) == sorted([path, *others])
+    assert path.read_text() == "newer"
+
+
+def test_writers_at_the_same_time_do_not_disturb_each_other(tmp_path):
+    path = tmp_path / "a.json"
+    texts = [f"{number}" * 1000 for number in range(8)]
+
+    def write(text):
+        for _ in range(30):
+            write_whole(path, text)
+            assert path.read_text() in texts
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(write, texts))
+    assert list(tmp_path.iterdir()) == [path]

@@ -3,11 +3,13 @@
 The new content goes to a temporary file in the same folder, which takes the place of the old one in a single step when
 it is complete and on the disk. Whoever looks sees the old file or the new one, also after a crash, a full disk or
 Ctrl-C in between. What is no ordinary file (/dev/stdout, a pipe) is written directly: nothing may take its place.
+A process that is killed cannot remove its temporary file; whoever writes the same file next does.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -19,6 +21,11 @@ from zeropipe.errors import ConfigError
 
 if TYPE_CHECKING:
     from zeropipe.core.limits import Limits
+
+try:
+    import fcntl
+except ImportError:  # Windows has no such locks
+    fcntl = None  # type: ignore[assignment]
 
 SCHEDULES = (".csv", ".json")  # names that end so are of files with a schedule
 COSTS = (".json", ".toml")
@@ -76,10 +83,11 @@ def writing(path: str | Path) -> Iterator[Path]:
             yield Path(path)
         return
     target = Path(os.path.realpath(path))  # a symbolic link stays one
-    temporary = target.with_name(f".{target.stem[:_LONGEST_STEM]}.{token_hex(6)}{target.suffix}")
+    start = f".{target.stem[:_LONGEST_STEM]}."
+    _remove_abandoned(target.parent, start, target.suffix)
+    temporary = target.with_name(f"{start}{token_hex(6)}{target.suffix}")
     try:
-        with _named(path, temporary):
-            os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+        with _named(path, temporary), _held(temporary):
             yield temporary
             if old is not None:
                 temporary.chmod(stat.S_IMODE(old))
@@ -89,6 +97,42 @@ def writing(path: str | Path) -> Iterator[Path]:
         with suppress(OSError):
             temporary.unlink()
         raise
+
+
+@contextmanager
+def _held(temporary: Path) -> Iterator[None]:
+    """Make a file, and hold a lock on it as long as this process lives: nobody else takes it for abandoned."""
+    while True:
+        file = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+        try:
+            if _locked(file, wait=True) and os.fstat(file).st_nlink == 0:
+                continue  # removed by another writer before it was locked
+            yield
+            return
+        finally:
+            os.close(file)
+
+
+def _locked(file: int, wait: bool) -> bool:
+    """Lock an open file; False where another writer has a lock on it, or where files cannot be locked."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except (OSError, AttributeError):
+        return False
+    return True
+
+
+def _remove_abandoned(folder: Path, start: str, suffix: str) -> None:
+    """Remove what writers of one file left behind that were killed."""
+    name = re.compile(rf"{re.escape(start)}[0-9a-f]{{12}}{re.escape(suffix)}")
+    with suppress(OSError):
+        for entry in [entry for entry in os.scandir(folder) if name.fullmatch(entry.name)]:
+            file = os.open(entry.path, os.O_RDONLY)
+            try:
+                if _locked(file, wait=False):
+                    os.unlink(entry.path)
+            finally:
+                os.close(file)
 
 
 def require_writable(path: str | Path) -> None:
