@@ -1,8 +1,7 @@
-"""The page under load: lanes, worker processes that stop or are killed, and a light request beside fifty heavy ones."""
+"""The page under load: queues, and a light request beside fifty heavy ones."""
 
 import asyncio
 import os
-import pickle
 import re
 import signal
 import subprocess
@@ -10,76 +9,43 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from pathlib import Path
-from types import SimpleNamespace
 
-import app_jobs
 import httpx
 import pytest
 from app_client import told
 from fastapi.testclient import TestClient
+from process_tools import PATIENCE, alive, children, until
 
 import zeropipe as zp
-from zeropipe.app import desk as desk_module
-from zeropipe.app import hands
-from zeropipe.app.errors import Refusal
-from zeropipe.app.hands import STOPPED, UNSURE, Failed, Outgrown, WorkerHand
-from zeropipe.app.lanes import Busy, Here, Job, Lane, Stopped
+from zeropipe.app import queues as queues_module
+from zeropipe.app.job_queue import Job, JobQueue, QueueFull, ThreadRunner
 from zeropipe.app.server import create_app
-from zeropipe.app.worker import Worker
+from zeropipe.core.workers import WorkerMemoryError
 
-PATIENCE = 60  # seconds: on a busy machine all takes longer; what is waited for takes one at most
-
-
-def until(true, what):
-    end = time.monotonic() + PATIENCE
-    while not true():
-        assert time.monotonic() < end, what
-        time.sleep(0.02)
+# queues
 
 
-def alive(pid):
-    """Whether a process runs; one that ended and that nobody has asked for does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def children(pid):
-    """What the threads of a process have started."""
-    found = set()
-    for listed in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(FileNotFoundError):  # a thread that has ended meanwhile
-            found |= set(map(int, listed.read_text().split()))
-    return found
-
-
-# lanes
-
-
-class Gate(Here):
-    """Does jobs when it is told to."""
+class Gate(ThreadRunner):
+    """Runs a job for each release of `go`."""
 
     def __init__(self):
         self.go = threading.Semaphore(0)
 
-    def do(self, job):
+    def call(self, function, *args):
         assert self.go.acquire(timeout=PATIENCE)
-        return super().do(job)
+        return super().call(function, *args)
 
 
-def test_a_full_lane_turns_away_and_urgent_jobs_go_first():
+def test_a_full_queue_refuses_and_urgent_jobs_run_first():
     gate, done = Gate(), []
-    lane = Lane(lambda: gate, 1, room=3)
-    first = lane.add(Job(done.append, ("first",)))
-    until(lambda: lane.load.running == 1, "the first job runs")
-    later = [lane.add(Job(done.append, (name,)), urgent=name != "chart") for name in ("chart", "a", "b")]
-    with pytest.raises(Busy):
-        lane.add(Job(done.append, ("too many",)))
-    lane.give_up(later[2])
-    assert lane.load == (1, 2, 3)
+    queue = JobQueue(lambda: gate, 1, max_waiting=3)
+    first = queue.put(Job(done.append, ("first",)))
+    until(lambda: queue.load.running == 1, "the first job runs")
+    later = [queue.put(Job(done.append, (name,)), urgent=name != "chart") for name in ("chart", "a", "b")]
+    with pytest.raises(QueueFull):
+        queue.put(Job(done.append, ("too many",)))
+    queue.cancel(later[2])
+    assert queue.load == (1, 2, 3)
     gate.go.release(3)
     first.future.result(PATIENCE)
     later[0].future.result(PATIENCE)
@@ -87,170 +53,28 @@ def test_a_full_lane_turns_away_and_urgent_jobs_go_first():
     assert later[2].future.cancelled()
 
 
-def test_what_is_not_urgent_leaves_one_hand_free():
+def test_jobs_that_are_not_urgent_leave_one_runner_free():
     gates = [Gate(), Gate()]
-    lane = Lane(iter(gates).__next__, 2, room=9)
-    charts = [lane.add(Job(int, ()), urgent=False) for _ in range(3)]
-    until(lambda: lane.load.running == 1, "one chart runs")
-    urgent = lane.add(Job(str, ()))
+    queue = JobQueue(iter(gates).__next__, 2, max_waiting=9)
+    charts = [queue.put(Job(int, ()), urgent=False) for _ in range(3)]
+    until(lambda: queue.load.running == 1, "one chart runs")
+    urgent = queue.put(Job(str, ()))
     for gate in gates:
         gate.go.release(9)
     assert urgent.future.result(PATIENCE) == ""
     assert [chart.future.result(PATIENCE) for chart in charts] == [0, 0, 0]
 
 
-def test_a_closed_lane_gives_up_what_waits_and_begins_anew():
+def test_a_closed_queue_cancels_waiting_jobs_and_can_be_used_again():
     gate = Gate()
-    lane = Lane(lambda: gate, 1, room=9)
-    running, waiting = (lane.add(Job(int, ())) for _ in range(2))
-    until(lambda: lane.load.running == 1, "a job runs")
-    lane.close()
+    queue = JobQueue(lambda: gate, 1, max_waiting=9)
+    running, waiting = (queue.put(Job(int, ())) for _ in range(2))
+    until(lambda: queue.load.running == 1, "a job runs")
+    queue.close()
     assert waiting.future.cancelled()
     gate.go.release(2)
     assert running.future.result(PATIENCE) == 0
-    assert lane.add(Job(int, ())).future.result(PATIENCE) == 0
-
-
-# worker processes
-
-
-@pytest.fixture(scope="module")
-def hand():
-    made = WorkerHand()
-    yield made
-    made.close()
-
-
-def test_a_worker_answers_refuses_and_fails_in_one_line(hand, capfd):
-    assert hand.do(Job(app_jobs.add, (1, 2))) == 3
-    with pytest.raises(Refusal) as refusal:
-        hand.do(Job(app_jobs.refuse, ()))
-    assert refusal.value.errors == (("ranks", "ranks=0: no"),)
-    before = hand.do(Job(app_jobs.process, ()))
-    with pytest.raises(Failed, match="ValueError: two"):
-        hand.do(Job(app_jobs.fail, ()))
-    assert "Traceback" in capfd.readouterr().err  # for whoever started the server
-    assert hand.do(Job(app_jobs.process, ())) != before  # a process that failed is not trusted any more
-    assert hand.do(Job(app_jobs.chatter, ())) == b""  # what a schedule prints or reads does not go into the pipes
-    assert hand.do(Job(app_jobs.process, ())) not in (0, os.getpid())
-
-
-def given_up(hand, job, begun):
-    """Stop a job once it has begun; what `do` raised."""
-    raised = []
-
-    def do():
-        try:
-            hand.do(job)
-        except BaseException as error:
-            raised.append(type(error))
-
-    thread = threading.Thread(target=do)
-    thread.start()
-    until(begun.exists, "the job begins")
-    hand.stop()
-    thread.join(PATIENCE)
-    return raised
-
-
-def test_a_worker_that_listens_is_stopped_and_kept(hand, tmp_path):
-    before = hand.do(Job(app_jobs.process, ()))
-    begun = tmp_path / "begun"
-    assert given_up(hand, Job(app_jobs.spin, (str(begun),)), begun) == [Stopped]
-    hand.stop()  # nothing runs: nothing happens
-    assert hand.do(Job(app_jobs.process, ())) == before
-
-
-def test_a_worker_that_does_not_listen_is_killed_and_replaced(hand, tmp_path):
-    before = hand.do(Job(app_jobs.process, ()))
-    begun = tmp_path / "begun"
-    assert given_up(hand, Job(app_jobs.sleep_deaf, (str(begun),)), begun) == [Stopped]
-    assert not alive(before)
-    assert not Path(begun.read_text()).exists()  # its temporary files are gone
-    assert hand.do(Job(app_jobs.process, ())) != before
-
-
-def test_a_worker_that_dies_is_told_in_one_line_and_replaced(hand):
-    with pytest.raises(Failed, match=r"ended with status 3.*use the command line"):
-        hand.do(Job(app_jobs.die, ()))
-    assert hand.do(Job(app_jobs.add, (1, 2))) == 3
-    with pytest.raises(Outgrown, match="more than 4 GiB of memory, which is all the page gives"):
-        hand.do(Job(app_jobs.grow, ()))
-
-
-def stop_here():
-    raise Stopped
-
-
-def test_a_worker_that_was_stopped_within_torch_is_replaced(monkeypatch):
-    """torch and transformers have switches that code sets for a while: who knows where it was stopped."""
-    monkeypatch.setitem(sys.modules, "torch", object())
-    outcome = Worker(None, None, "")._outcome(1, Job(stop_here, ()))
-    assert outcome == (STOPPED, UNSURE)
-    hand, forgotten = WorkerHand(), []
-    monkeypatch.setattr(hand, "_forget", forgotten.append)
-    hand._process = process = SimpleNamespace(send=lambda message: None, receive=lambda: outcome)
-    with pytest.raises(Stopped):
-        hand.do(Job(int, ()))
-    assert forgotten == [process]
-
-
-ENDLESS = """
-import os, pickle
-while True:
-    os.write(1, pickle.dumps(["a message"] * 1000))
-"""
-
-
-def test_a_process_that_ends_in_the_middle_of_a_message_is_told_as_such(monkeypatch):
-    """Whoever reads from it meanwhile finds its end, not a file closed under its hands."""
-    monkeypatch.setattr(hands, "_START", ENDLESS)
-    for _ in range(20):
-        process, found = hands.Process(()), []
-        reader = threading.Thread(target=read_until_it_fails, args=(process, found))
-        reader.start()
-        time.sleep(0.05)
-        process.end()
-        reader.join(PATIENCE)
-        assert found in ([EOFError], [pickle.UnpicklingError])
-        with pytest.raises(EOFError):
-            process.receive()
-        with pytest.raises(OSError):
-            process.send("anybody?")
-
-
-def read_until_it_fails(process, found):
-    try:
-        while True:
-            process.receive()
-    except Exception as error:
-        found.append(type(error))
-
-
-ALONE = """
-import sys, threading
-sys.path.insert(0, {tests!r})
-import app_jobs
-from zeropipe.app.hands import WorkerHand
-from zeropipe.app.lanes import Job
-hand = WorkerHand()
-print(hand.do(Job(app_jobs.process, ())), flush=True)
-hand.do(Job(app_jobs.sleep_deaf, ({begun!r},)))
-"""
-
-
-def test_a_worker_does_not_outlive_its_server(tmp_path):
-    """kill -9 of the server: its worker ends, and takes its temporary files away."""
-    begun = tmp_path / "begun"
-    code = ALONE.format(tests=str(Path(__file__).parent), begun=str(begun))
-    server = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    worker = int(server.stdout.readline())
-    until(lambda: begun.exists() and begun.read_text(), "the job begins")
-    assert alive(worker)
-    server.kill()
-    server.communicate()
-    until(lambda: not alive(worker), "the worker ends")
-    assert not Path(begun.read_text()).parent.exists()
+    assert queue.put(Job(int, ())).future.result(PATIENCE) == 0
 
 
 # the server
@@ -342,13 +166,11 @@ def test_a_schedule_of_this_process_alone_is_computed_here():
 
 
 def test_a_full_server_says_when_to_come_again(monkeypatch):
-    monkeypatch.setattr(desk_module, "LARGE_ROOM", 0)
+    monkeypatch.setattr(queues_module, "MAX_WAITING_LARGE", 0)
     with TestClient(create_app(), base_url="http://localhost") as client:
         response = client.post("/api/simulate", json=HEAVY)
         assert (response.status_code, response.headers["retry-after"]) == (503, "5")
-        assert told(response.json(), "") == [
-            "0 requests wait already, which is all the page keeps: try again in 5 seconds"
-        ]
+        assert told(response.json(), "") == ["0 requests wait already: try again in 5 seconds"]
         assert client.post("/api/simulate", json=LIGHT).status_code == 200
 
 
@@ -359,9 +181,14 @@ def test_a_failure_of_ours_is_told_in_one_line(monkeypatch):
     assert response.status_code == 500
     assert told(response.json(), "")[0].startswith("the server failed: ZeroDivisionError: division by zero. ")
     assert "Traceback" not in response.text
-    monkeypatch.setattr("zeropipe.app.calls.results", lambda shown, per: (_ for _ in ()).throw(Outgrown("too large")))
+
+    def run_out_of_memory(shown, per):
+        raise WorkerMemoryError("this is too large")
+
+    monkeypatch.setattr("zeropipe.app.calls.results", run_out_of_memory)
     response = client.post("/api/simulate", json=LIGHT)
-    assert (response.status_code, told(response.json(), "")) == (422, ["too large"])
+    message = "this is too large, which is the page's limit: use a smaller problem or the command line"
+    assert (response.status_code, told(response.json(), "")) == (422, [message])
 
 
 def test_closing_the_server_ends_its_workers():
@@ -390,6 +217,6 @@ def test_the_server_ends_at_once_while_it_computes():
         answers = [one.result(PATIENCE) for one in asked]
     assert (server.returncode, complaints.strip()) == (130, "")
     assert {answer.status_code for answer in answers} == {503}
-    assert told(answers[0].json(), "") == ["the server is ending: start it again"]
+    assert told(answers[0].json(), "") == ["the server is shutting down: start it again"]
     assert workers
     assert not any(map(alive, workers))

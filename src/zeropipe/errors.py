@@ -42,6 +42,10 @@ class MissingExtra(ConfigError):
 
     def __init__(self, package: str, extra: str) -> None:
         super().__init__(f"this needs {package}, which is not installed: pip install 'zeropipe[{extra}]'")
+        self._given = package, extra
+
+    def __reduce__(self) -> tuple[type[MissingExtra], tuple[str, str]]:
+        return MissingExtra, self._given
 
 
 class ScheduleError(ZeropipeError):

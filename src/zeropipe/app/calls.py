@@ -6,6 +6,8 @@ Encoding a large answer takes as long as computing it, so that is done here too:
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from zeropipe import __version__
@@ -14,8 +16,11 @@ from zeropipe.app.models import Ask, FileAsk, Format, Size
 from zeropipe.app.pictures import picture
 from zeropipe.app.uploads import Files, Found, read_upload
 from zeropipe.app.work import chart, results, timelines_of
+from zeropipe.core.jit import live_on
 from zeropipe.core.limits import PAGE
+from zeropipe.errors import ZeropipeError
 from zeropipe.schedules.registry import entries
+from zeropipe.schedules.user import entry_of
 from zeropipe.viz.colors import palette
 from zeropipe.viz.payload import payload
 
@@ -76,3 +81,14 @@ def upload_call(name: str, data: bytes) -> tuple[Reply, str, Found | None]:
     """The facts, and what is to be kept under which id."""
     facts, found = read_upload(name, data)
     return Reply(encoded(facts)), facts["id"] or "", found
+
+
+def prepare_worker(schedules: Sequence[str]) -> None:
+    """Load what large jobs need. The first time after an installation, this compiles kernels for some seconds."""
+    for spec in schedules:
+        try:
+            entry_of(spec)
+        except ZeropipeError as error:
+            print(f"zeropipe: {error}", file=sys.stderr)
+    live_on()
+    simulate_call(Ask.model_validate({"ranks": 8, "microbatches": 64, "schedules": [{"name": "zbv"}]}), {})

@@ -10,7 +10,7 @@ from typing import Any
 from zeropipe.app.models import MAX_CHOICES
 from zeropipe.core.limits import LARGEST, PLAN_TEXT, SMALLEST
 from zeropipe.core.placement import MAX_WEIGHT_PARTS
-from zeropipe.errors import short
+from zeropipe.errors import ZeropipeError, short
 from zeropipe.sim.costs import MAX_UNITS, NO_BANDWIDTH, PER_STAGE, Costs
 
 MOST_ERRORS = 20  # of one answer
@@ -40,8 +40,8 @@ _RULES = {
 }
 
 
-class Refusal(Exception):
-    """Fields and what is wrong with each; becomes an answer with status 422."""
+class Refusal(ZeropipeError):
+    """Fields of a request and what is wrong with each; becomes an answer with status 422."""
 
     def __init__(self, *errors: tuple[str, str]) -> None:
         super().__init__(*errors)

@@ -44,7 +44,7 @@ def serve(
         """Tells those who still wait that it ends, instead of letting them wait for its time-out."""
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            app.state.desk.close()
+            app.state.queues.close()
             await super().shutdown(sockets)
 
     Server(config).run(sockets=[listener])

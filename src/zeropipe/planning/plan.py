@@ -16,7 +16,7 @@ from zeropipe.estimating.estimate import estimate
 from zeropipe.estimating.gpus import find_gpu
 from zeropipe.estimating.model import Model, ShapedModel, open_model
 from zeropipe.planning.layouts import Layout, layouts, most_stages
-from zeropipe.planning.pool import scored
+from zeropipe.planning.pool import score_groups
 from zeropipe.planning.refine import searched, with_gaps
 from zeropipe.planning.result import Plan
 from zeropipe.planning.rows import Candidate, Row
@@ -143,7 +143,7 @@ def plan(
 
 def _scored(scene: Scene, tries: Sequence[Candidate], workers: int, tell: Callable[[float], object]) -> list[Row]:
     groups = grouped(tries)
-    rows = scored(scene, groups, workers, lambda done: tell(done / len(groups)))
+    rows = score_groups(scene, groups, workers, lambda done: tell(done / len(groups)))
     return [row for group in rows for row in group]
 
 
