@@ -19,13 +19,13 @@ test: $(STAMP)
 	$(MAKE) --no-print-directory -j2 check tests
 
 # Files run side by side on JOBS workers, one more than two cores have: many tests wait. A worker's files run one after
-# the other, so that they share what they start. All workers are forks of one process (tests/forks.py).
+# the other, so that they share what they start. All workers are forks of one process (tests/helpers/fork_server.py).
 # No run lasts longer than LIMIT seconds: each test has a time-out, and this ends what a time-out cannot.
 JOBS ?= 3
 LIMIT ?= 1800
 tests: export PYTHONDONTWRITEBYTECODE :=  # many processes are started: each finds the code compiled
 tests: $(STAMP)
-	$(BIN)/python tests/warm.py & trap "kill $$! 2> /dev/null" EXIT; trap "exit 130" INT TERM; \
+	$(BIN)/python tests/helpers/compile_kernels.py & trap "kill $$! 2> /dev/null" EXIT; trap "exit 130" INT TERM; \
 	$(if $(shell command -v timeout),timeout --foreground --kill-after=20 $(LIMIT)) \
 		$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder
 

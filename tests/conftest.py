@@ -1,26 +1,26 @@
-"""What every test gets."""
+"""Fixtures and hooks of all tests; see README.md in this folder."""
 
 import gc
 import os
 import sys
 from pathlib import Path
 
-import forks
+import fork_server
 import pytest
 from browser import browser, pages, watched  # noqa: F401
-from visits import address, visit  # noqa: F401
+from page_fixtures import address, visit  # noqa: F401
 
 from zeropipe.schedules import registry
 
-# Workers run side by side, and so do the ranks in them: threads of their own would only wait for each other.
+# Workers run in parallel, and so do the ranks in them: more threads would only compete for the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Kernels without vector instructions are compiled in half the time; TORCHINDUCTOR_VEC_ISA_OK=1 gives them back.
+# Kernels without vector instructions compile in half the time; set TORCHINDUCTOR_VEC_ISA_OK=1 to use them.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
-# The files that take longest begin first, so that no worker is left alone with one of them at the end; before them
-# those that need no compiled kernels (warm.py). Those that compile are far apart: what the first one compiled the
-# second finds in the cache.
-LONG = (
+# The longest files run first, so that no worker is left with one of them at the end; files that use no compiled kernels
+# precede them (helpers/compile_kernels.py). Files that compile with torch are far apart: the second finds the cache of
+# the first.
+LONGEST_FILES = (
     "compile", "models_table", "faults", "mesh", "families_exact", "tensor", "engine_hf", "engine", "docs",
     "browser_app", "pipelining_use", "checkpoint", "adapters", "browser_looks", "run", "search", "compile_schedules",
     "engine_examples", "save", "pipelining", "weights", "train_resume", "browser_plan", "profile", "stages", "plan",
@@ -33,47 +33,47 @@ LONG = (
 def pytest_xdist_setupnodes(config, specs):
     gpu = os.path.exists("/dev/nvidiactl") and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
     if len(specs) > 1 and sys.platform == "linux" and not gpu:  # no CUDA in forks
-        stock = forks.Stock(config.args)
-        config.add_cleanup(stock.close)
-        os.environ[forks.ADDRESS] = stock.address
+        server = fork_server.ForkServer(config.args)
+        config.add_cleanup(server.close)
+        os.environ[fork_server.ADDRESS] = server.address
         for spec in specs:
-            spec.python = stock.python
+            spec.python = server.python
 
 
 def pytest_configure(config):
-    if forks.ADDRESS in os.environ and hasattr(config, "workerinput"):
+    if fork_server.ADDRESS in os.environ and hasattr(config, "workerinput"):
         from zeropipe.engine.run import nursery
 
-        nursery.start = lambda code, file: forks.Fork(code, [1, 2, file])
+        nursery.start = lambda code, file: fork_server.Fork(code, [1, 2, file])
 
 
 def pytest_collection_modifyitems(items):
-    place = {f"test_{name}": number for number, name in enumerate(LONG)}
-    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+    order = {f"test_{name}": number for number, name in enumerate(LONGEST_FILES)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 
 
 def pytest_collection_finish():
-    """What was imported stays: to look through it for garbage again and again takes a tenth of the time of tests."""
+    """Exclude imported objects from garbage collection: scanning them takes a tenth of the tests' time."""
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item, nextitem):
-    """After the last test of a file."""
+    """Close the local ranks after the last test of a file."""
     if "engine_helpers" in sys.modules and (nextitem is None or nextitem.path != item.path):
         sys.modules["engine_helpers"].close_pools()
 
 
 @pytest.fixture(scope="session")
 def compile_cache(tmp_path_factory) -> Path:
-    """One compile cache for all workers of this test run, empty at its start."""
+    """One compile cache for all workers of a test run, empty at its start."""
     base = tmp_path_factory.getbasetemp()
     return (base.parent if base.name.startswith("popen-") else base) / "inductor"
 
 
 def pytest_terminal_summary(terminalreporter):
-    """What tests want to be read, whichever worker ran them."""
+    """Print the figures that tests recorded with `record_property("says", text)`."""
     for report in terminalreporter.stats.get("passed", []):
         for name, text in report.user_properties:
             if name == "says":
@@ -101,6 +101,6 @@ def run(capsys, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def _own_registry(monkeypatch):
-    """Schedules that a test registers are gone after it."""
-    registry.names()  # load ours first
+    """Remove the schedules that a test registers."""
+    registry.names()  # load the built-in ones first
     monkeypatch.setattr(registry, "_entries", dict(registry._entries))

@@ -8,11 +8,11 @@ import pytest
 pytest.importorskip("schemathesis", reason="schemathesis is not installed")
 
 import schemathesis
-from damage import damaged
 from fastapi.testclient import TestClient
+from full_marker import mark_rest_full
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from marks import partly
+from mutate_json import mutated
 from schemathesis import GenerationMode, checks
 
 import zeropipe as zp
@@ -47,7 +47,7 @@ def _small(monkeypatch):
 
 
 # made when it runs, and not by schemathesis' own decorator: that takes seconds of every worker that collects tests
-@pytest.mark.parametrize("examples", partly([30, 200], [30]))
+@pytest.mark.parametrize("examples", mark_rest_full([30, 200], [30]))
 @pytest.mark.parametrize("path, method", OPERATIONS)
 def test_no_input_breaks_the_server(schema, path, method, examples):
     wanted = [check for check in checks.CHECKS.get_all() if check.__name__ in CHECKS]
@@ -84,7 +84,7 @@ requests = st.fixed_dictionaries(
 CLIENT = TestClient(APP)
 
 
-@pytest.mark.parametrize("examples", partly([30, 200], [30]))
+@pytest.mark.parametrize("examples", mark_rest_full([30, 200], [30]))
 @pytest.mark.parametrize("path", ["simulate", "chart", "files/html", "files/svg", "files/json", "files/csv"])
 def test_likely_requests_are_answered_or_refused_by_field(path, examples):
     seen = set()
@@ -128,7 +128,7 @@ tomls = st.dictionaries(st.sampled_from(["f", "i", "edges", "inter_node", "unit"
 )
 files = st.one_of(
     st.tuples(st.just("a.csv"), csvs),
-    st.tuples(st.just("a.json"), damaged([TIMELINE], odd)),
+    st.tuples(st.just("a.json"), mutated([TIMELINE], odd)),
     st.tuples(st.sampled_from(["a.json", "a.toml"]), tomls),
     st.tuples(st.just("a.csv"), st.sampled_from([WHOLE, IN_PARTS]).map(zp.to_csv)),  # random ones rarely end
 )

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from app_client import ask, client, told, upload
-from marks import partly
+from full_marker import mark_rest_full
 
 import zeropipe as zp
 from zeropipe.app import work
@@ -45,7 +45,9 @@ def test_the_chart_is_of_filled_schedules():
         assert points[t.title] == (t.bubble, max(t.peak_memory), bool(t.over_limit))
 
 
-@pytest.mark.parametrize("form", partly(["html", "svg", "png", "pdf", "csv", "json"], ["html", "png", "csv", "json"]))
+@pytest.mark.parametrize(
+    "form", mark_rest_full(["html", "svg", "png", "pdf", "csv", "json"], ["html", "png", "csv", "json"])
+)
 def test_files_hold_the_filled_schedule(form, tmp_path):
     body = {**BODY, "weight_parts": 4, "schedules": [{"name": "v-half"}]}
     response = client.post(f"/api/files/{form}", json=body)

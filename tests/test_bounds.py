@@ -6,7 +6,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from marks import partly
+from full_marker import mark_rest_full
 
 import zeropipe as zp
 from zeropipe.core.placement import Problem
@@ -153,7 +153,7 @@ def test_an_overlap_that_hides_all_of_a_backward_leaves_a_bound_that_holds(ranks
     assert 8 * 2 < found.bound <= found.value
 
 
-@pytest.mark.parametrize("cases", partly([4, 40], [4]))
+@pytest.mark.parametrize("cases", mark_rest_full([4, 40], [4]))
 def test_no_bound_is_above_what_dispatching_finds(cases):
     """Sizes that are too large for the solver."""
     random = Random(5)

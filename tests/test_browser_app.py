@@ -8,7 +8,7 @@ from urllib.parse import parse_qs, urlparse
 
 import pytest
 from browser import point_at
-from visits import drop, query, rows, settle
+from page_fixtures import drop, query, rows, settle
 
 import zeropipe as zp
 from zeropipe.app import work

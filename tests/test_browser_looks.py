@@ -2,7 +2,7 @@
 
 import pytest
 from browser import PHONE
-from visits import READY, drop, rows, settle
+from page_fixtures import READY, drop, rows, settle
 
 import zeropipe as zp
 

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 from browser import PHONE
-from visits import drop, rows, settle
+from page_fixtures import drop, rows, settle
 
 import zeropipe as zp
 from zeropipe.app import planning

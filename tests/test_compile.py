@@ -10,7 +10,7 @@ import family_models
 import pytest
 import torch
 from compile_cases import Toy
-from marks import partly
+from full_marker import mark_rest_full
 from stage_models import CONFIGS, assert_same_gradients, lm_loss, microbatches, plain_step, staged_step
 from test_split import Changing, Count, GroupedExperts
 from torch import nn
@@ -79,7 +79,7 @@ COMMON = {
     ("qwen3", "eager"): ["full", "memory_budget:0.5"],
     ("qwen3", "inductor"): [],
 }
-PRODUCT = partly([(*way, ac) for way in COMMON for ac in AC_MODES], lambda it: it[2] in COMMON[it[:2]])
+PRODUCT = mark_rest_full([(*way, ac) for way in COMMON for ac in AC_MODES], lambda it: it[2] in COMMON[it[:2]])
 
 
 @pytest.mark.filterwarnings("ignore:memory_budget")
@@ -278,7 +278,7 @@ def test_products_and_block_forwards_equal_the_whole_backwards(ac):
     assert counts[True][1] == {"none": 2, "full": 4, "selective:2": 3, "selective:op": 4}[ac]
 
 
-@pytest.mark.parametrize("ac", partly(AC_MODES, ["full", "selective:op", "memory_budget:0.5"]))
+@pytest.mark.parametrize("ac", mark_rest_full(AC_MODES, ["full", "selective:op", "memory_budget:0.5"]))
 def test_compiled_products_equal_the_compiled_whole_backwards(ac):
     """Counted in the graphs that run: matrix products of F and I, and those of W, against F and B."""
     model, (batch,) = tiny("llama"), microbatches((9,))

@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 
 from compile_cases import cold_and_warm, worst_error, worst_toy_error
 from engine_helpers import PRELOAD, largest, ranks
-from marks import partly
+from full_marker import mark_rest_full
 
 import zeropipe as zp
 
@@ -33,7 +33,7 @@ def cache(compile_cache):
 
 @pytest.mark.parametrize(
     "family, split, name",
-    partly(
+    mark_rest_full(
         [(*how, name) for how in product(("qwen3", "llama"), ("store", "autograd")) for name in SCHEDULES],
         lambda it: (
             it[:2] == ("qwen3", "store") or it in (("llama", "autograd", "zbv"), ("llama", "autograd", "dualpipe"))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from paths import DOCS
 
 pytest.importorskip("transformers")
 
@@ -17,7 +17,7 @@ import zeropipe as zp
 from zeropipe.core.mesh import parse_mesh
 from zeropipe.errors import ZeropipeError
 
-DOCS = Path(__file__).parent.parent / "docs" / "parallelism.md"
+PAGE = DOCS / "parallelism.md"
 SCHEDULES = ("1f1b", "interleaved", "zbv", "dualpipev", "dualpipe")
 # rows that are no schedule: the model, changes to it, options of parallelize() and of the Engine
 ROWS = {
@@ -35,7 +35,7 @@ MARKS = {"✓", "refused", "–"}
 
 def cells() -> list[tuple[str, str, str]]:
     """(row, mesh, what the table says)."""
-    lines = [line for line in DOCS.read_text().splitlines() if line.startswith("| ")]
+    lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
     start = next(index for index, line in enumerate(lines) if line.startswith("| what | `pp="))
     split = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[start:]]
     meshes = [mesh.strip("`") for mesh in split[0][1:]]
@@ -54,12 +54,12 @@ def test_the_table_is_whole():
 
 
 def test_the_picture_is_up_to_date(tmp_path):
-    spec = importlib.util.spec_from_file_location("mesh_picture", DOCS.parent / "mesh.py")
+    spec = importlib.util.spec_from_file_location("mesh_picture", DOCS / "mesh.py")
     drawing = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(drawing)
     drawing.write(tmp_path)
     text = (tmp_path / "mesh.svg").read_text()
-    assert text == (DOCS.parent / "mesh.svg").read_text(), "run `make gallery`"
+    assert text == (DOCS / "mesh.svg").read_text(), "run `make gallery`"
     assert len(ElementTree.fromstring(text)) > 20
 
 

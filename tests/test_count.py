@@ -1,9 +1,9 @@
 """Models whose layers are counted: against shapes that are written down, transformers' own models, and refusals."""
 
 import json
-from pathlib import Path
 
 import pytest
+from paths import DOCS
 
 from zeropipe.core.checkpointing import Checkpointing
 from zeropipe.errors import ConfigError
@@ -254,7 +254,7 @@ def test_the_page_counts_a_config_once_and_shows_its_rows_from_what_it_kept(monk
 
 @pytest.mark.skipif(not IS_OF_TABLE, reason=f"the list is about transformers {VERSION}")
 def test_the_guide_says_how_many_types_are_counted():
-    guide = (Path(__file__).parent.parent / "docs/plan.md").read_text()
+    guide = (DOCS / "plan.md").read_text()
     assert f"Of the {len(EXACT)} types in [the table](models.md) {len(EXACT) - len(REFUSED)} are counted" in guide
 
 

@@ -13,14 +13,13 @@ import os
 import re
 import shlex
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
-from born import ranks_print_into, script, torchrun
+from paths import ROOT
+from script_runner import ranks_print_into, script, torchrun
 
 from zeropipe.cli import main
 
-ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(
     r"(?:<!-- (not run:|numbers vary)[^\n]*-->\n+)?^```(python|console|toml)([^\n]*)\n(.*?)^```$", re.M | re.S

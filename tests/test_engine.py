@@ -9,7 +9,7 @@ pytest.importorskip("torch")
 import engine_cases as cases
 import torch
 from engine_helpers import TOLERANCE, largest, ranks, train
-from marks import partly
+from full_marker import mark_rest_full
 
 import zeropipe as zp
 from zeropipe.core.needs import needs
@@ -38,7 +38,7 @@ def test_training_equals_the_plain_model(name):
 
 
 @pytest.mark.parametrize(
-    "name", partly(NAMES, ["1f1b", "chimera", "interleaved", "interleaved-zb", "looped-bfs", "v-min"])
+    "name", mark_rest_full(NAMES, ["1f1b", "chimera", "interleaved", "interleaved-zb", "looped-bfs", "v-min"])
 )
 @pytest.mark.parametrize("microbatches", [1, 5])
 def test_few_and_odd_numbers_of_microbatches(name, microbatches):
@@ -46,7 +46,7 @@ def test_few_and_odd_numbers_of_microbatches(name, microbatches):
     assert max(differences.values()) < TOLERANCE, differences
 
 
-@pytest.mark.parametrize("name", partly(NAMES, ["1f1b", "zbv", "dualpipe"]))
+@pytest.mark.parametrize("name", mark_rest_full(NAMES, ["1f1b", "zbv", "dualpipe"]))
 def test_two_pipelines_side_by_side(name):
     differences = largest(ranks().run(cases.train_in_halves, build(name, ranks=2, microbatches=4), 2))
     assert max(differences.values()) < TOLERANCE, differences
@@ -65,7 +65,7 @@ def test_searched_schedules_equal_the_plain_model(per_rank, limit, parts):
 
 
 @pytest.mark.parametrize(
-    "name", partly(["zbv", "dualpipe", "1f1b", "interleaved-zb", "dualpipev"], ["zbv", "dualpipe"])
+    "name", mark_rest_full(["zbv", "dualpipe", "1f1b", "interleaved-zb", "dualpipev"], ["zbv", "dualpipe"])
 )
 def test_eight_ranks(name):
     differences = largest(ranks(8).run(train, build(name, 8, 16), 1))
@@ -86,7 +86,7 @@ KNOBS = [
 
 @pytest.mark.parametrize(
     "name, options",
-    partly(
+    mark_rest_full(
         [(name, options) for name in ("1f1b", "zbv", "dualpipe", "dualpipev") for options in KNOBS],
         lambda it: it[0] == "zbv" or it[1] in (KNOBS[:5] if it[0] == "dualpipe" else KNOBS[:1]),
     ),
@@ -100,7 +100,9 @@ def test_every_knob_gives_the_same(name, options):
 
 @pytest.mark.parametrize(
     "name",
-    partly(NAMES, ["1f1b", "interleaved", "zb-h1", "zbv", "v-min", "dualpipe", "dualpipev", "chimera", "hanayo"]),
+    mark_rest_full(
+        NAMES, ["1f1b", "interleaved", "zb-h1", "zbv", "v-min", "dualpipe", "dualpipev", "chimera", "hanayo"]
+    ),
 )
 def test_no_rank_needs_a_message_under_way(name):
     """As on NCCL, where CUDA may hold a rank back until its sends and receives have ended."""
@@ -121,7 +123,7 @@ def train_with(schedule, options):
 
 @pytest.mark.parametrize(
     "name, split",
-    partly(
+    mark_rest_full(
         [(name, split) for name in ("zb-h1", "zbv", "dualpipe") for split in ("store", "autograd", "whole")],
         lambda it: it[0] == "dualpipe" or it == ("zbv", "store"),
     ),
@@ -134,7 +136,7 @@ def test_weight_gradients_in_parts(name, split):
 
 @pytest.mark.parametrize(
     "name",
-    partly(
+    mark_rest_full(
         [name for name in NAMES if name not in ("dualpipe", "chimera")],
         ["1f1b", "gpipe", "interleaved", "interleaved-overlap", "zb-h1", "v-half", "dualpipev"],
     ),
@@ -163,7 +165,7 @@ def test_microbatches_out_of_order():
 
 @pytest.mark.parametrize(
     "name, make",
-    partly(
+    mark_rest_full(
         [
             (name, make)
             for name in ("interleaved-zb", "dualpipe", "gpipe", "zbv", "dualpipev")
@@ -177,7 +179,9 @@ def test_unusual_stages(name, make):
     assert max(differences.values()) < TOLERANCE, differences
 
 
-@pytest.mark.parametrize("name", partly(NAMES, ["1f1b", "chimera", "dualpipe", "dualpipev", "interleaved", "hanayo"]))
+@pytest.mark.parametrize(
+    "name", mark_rest_full(NAMES, ["1f1b", "chimera", "dualpipe", "dualpipev", "interleaved", "hanayo"])
+)
 def test_evaluation(name):
     """eval_step and forward on every placement: right, in order, in eval mode, gradients untouched."""
     for result in ranks().run(cases.evaluate, build(name)):
@@ -186,7 +190,9 @@ def test_evaluation(name):
         assert max(result[key] for key in ("loss", "outputs", "post")) < TOLERANCE, result
 
 
-@pytest.mark.parametrize("name", partly(["1f1b", "zbv", "dualpipe", "dualpipev"], ["1f1b", "dualpipe", "dualpipev"]))
+@pytest.mark.parametrize(
+    "name", mark_rest_full(["1f1b", "zbv", "dualpipe", "dualpipev"], ["1f1b", "dualpipe", "dualpipev"])
+)
 def test_losses_and_gradient_accumulation(name):
     for result in ranks().run(cases.losses, build(name)):
         assert result.pop("metrics") == (8, True)
@@ -196,7 +202,7 @@ def test_losses_and_gradient_accumulation(name):
 
 @pytest.mark.parametrize(
     "name, one_tensor",
-    partly(
+    mark_rest_full(
         [
             (name, one_tensor)
             for name in ("1f1b", "interleaved", "zb-h1", "zbv", "dualpipe", "dualpipev", "chimera")
@@ -212,7 +218,7 @@ def test_tied_embeddings(name, one_tensor):
 
 
 @pytest.mark.parametrize(
-    "name", partly(["1f1b", "zbv", "interleaved", "dualpipe", "dualpipev"], ["1f1b", "zbv", "dualpipe"])
+    "name", mark_rest_full(["1f1b", "zbv", "interleaved", "dualpipe", "dualpipev"], ["1f1b", "zbv", "dualpipe"])
 )
 def test_a_module_that_stands_twice_in_the_list(name):
     differences = largest(ranks().run(cases.shared_modules, build(name)))

@@ -10,11 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from born import torchrun
+from paths import EXAMPLES
+from script_runner import torchrun
 
 pytest.importorskip("transformers")
 
-EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("train_*.py"))
+SCRIPTS = sorted(EXAMPLES.glob("train_*.py"))
 
 
 def printed(script: Path, folder: Path, name: str) -> list[float]:
@@ -25,12 +26,12 @@ def printed(script: Path, folder: Path, name: str) -> list[float]:
 
 
 def test_a_policy_learns_what_is_rewarded(tmp_path):
-    rewards = printed(EXAMPLES[0].parent / "grpo.py", tmp_path, "reward")
+    rewards = printed(EXAMPLES / "grpo.py", tmp_path, "reward")
     assert len(rewards) == 6
     assert max(rewards[-2:]) > rewards[0] + 0.1
 
 
-@pytest.mark.parametrize("script", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_an_example_trains(script, tmp_path):
     losses = printed(script, tmp_path, "loss")
     assert len(losses) == 5
@@ -39,7 +40,7 @@ def test_an_example_trains(script, tmp_path):
 
 @pytest.mark.full
 def test_what_make_run_does_in_fewer_steps(tmp_path):
-    folder, tiny = EXAMPLES[0].parent / "tiny", tmp_path / "tiny"
+    folder, tiny = EXAMPLES / "tiny", tmp_path / "tiny"
     train = ["-m", "zeropipe", "train", str(tiny / "run.toml"), "--train.record_every", "5"]
     commands = [
         [str(folder / "make.py"), str(tiny)],

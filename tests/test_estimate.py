@@ -4,9 +4,9 @@ import json
 import re
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from paths import DOCS
 
 import zeropipe as zp
 from zeropipe.errors import ConfigError
@@ -94,7 +94,7 @@ def test_weights_are_those_of_transformers(kind):
 
 
 def test_the_guide_lists_all_types():
-    text = (Path(__file__).parent.parent / "docs/plan.md").read_text()
+    text = (DOCS / "plan.md").read_text()
     listed = re.search(r"a config file will do as\s+well \(([^;]*);", text)[1]
     assert set(re.findall(r"\w*[a-z]\d?\w*", listed)) - {"the", "text", "of", "and"} == {
         kind.removesuffix("_text") for kind in FAMILIES

@@ -12,7 +12,7 @@ pytest.importorskip("torch")
 
 import mesh_cases as cases
 from engine_helpers import TOLERANCE, blocks, largest, ranks
-from marks import partly
+from full_marker import mark_rest_full
 
 import zeropipe as zp
 from zeropipe.core.action import SHARDING, actions_of
@@ -38,7 +38,7 @@ def differences(
 
 @pytest.mark.parametrize(
     "name, sizes",
-    partly(
+    mark_rest_full(
         [
             (name, sizes)
             for name in ("1f1b", "interleaved", "zbv", "dualpipev", "dualpipe")
@@ -119,7 +119,7 @@ def test_ties(name, sizes):
 
 @pytest.mark.parametrize(
     "name, sizes",
-    partly(
+    mark_rest_full(
         [(name, sizes) for name in ("1f1b", "interleaved", "zbv", "dualpipe") for sizes in ({"pp": 4}, SHARDED)],
         lambda it: it[0] == "zbv" if it[1] == SHARDED else it[0] != "zbv",
     ),
@@ -136,7 +136,7 @@ OPTIONS = [{"regather": True}, {"ac": "full"}, {"split": "whole"}, {"shapes": "d
 
 @pytest.mark.parametrize(
     "name, options",
-    partly(
+    mark_rest_full(
         [(name, options) for name in ("1f1b", "zbv") for options in OPTIONS],
         lambda it: it[0] == "zbv" or "regather" in it[1],
     ),

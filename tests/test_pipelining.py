@@ -9,7 +9,7 @@ pytest.importorskip("torch")
 import pipelining_cases as cases
 import torch
 from engine_helpers import TOLERANCE, ranks
-from marks import partly
+from full_marker import mark_rest_full
 
 from zeropipe.pipelining.schedules import class_names
 from zeropipe.schedules.registry import find
@@ -44,13 +44,13 @@ def test_losses_that_are_sums(name, per_rank):
 AS_TORCHS = ("gpipe", "looped-bfs", "interleaved", "interleaved-zb", "dualpipev")  # test_equal_to_torchs_class has them
 
 
-@pytest.mark.parametrize("name", partly(class_names(), lambda name: name not in AS_TORCHS))
+@pytest.mark.parametrize("name", mark_rest_full(class_names(), lambda name: name not in AS_TORCHS))
 def test_every_schedule_equals_the_plain_model(name):
     per_rank = find(name).stages_per_rank[0]
     assert max(ranks(4).run(cases.beside_plain, name, 5, per_rank)) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", partly(["1f1b", "zbv", "dualpipev"], ["1f1b", "dualpipev"]))
+@pytest.mark.parametrize("name", mark_rest_full(["1f1b", "zbv", "dualpipev"], ["1f1b", "dualpipev"]))
 def test_frozen_stages(name):
     per_rank = find(name).stages_per_rank[0]
     assert max(ranks(4).run(cases.beside_plain, name, 4, per_rank, cases.half_frozen)) < TOLERANCE
@@ -146,7 +146,7 @@ def test_lists_and_named_tuples():
 
 @pytest.mark.parametrize(
     "name, options",
-    partly(
+    mark_rest_full(
         [(name, options) for name in ("1f1b", "zbv", "interleaved-zb") for options in ({}, {"shapes": "dynamic"})],
         lambda it: it[0] != "1f1b" if it[1] else it[0] != "interleaved-zb",
     ),

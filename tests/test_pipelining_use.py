@@ -12,10 +12,10 @@ import pytest
 
 pytest.importorskip("torch")
 
-import born
 import pipelining_use_cases as cases
+import script_runner
 from engine_helpers import TOLERANCE, ranks
-from marks import partly
+from full_marker import mark_rest_full
 from test_torch_orders import stand_ins
 from torch.distributed.pipelining import schedules as torchs
 
@@ -49,7 +49,7 @@ def test_stages_that_torchs_tensor_parallelism_has_spread(name, per_rank):
 
 @pytest.mark.parametrize(
     ("name", "per_rank", "layout"),
-    partly(
+    mark_rest_full(
         [
             (name, per_rank, layout)
             for name, per_rank in (("Schedule1F1B", 1), ("ScheduleZBVZeroBubble", 2))
@@ -231,7 +231,7 @@ def test_a_program_that_just_ends_is_quiet(tmp_path):
     first = subprocess.Popen(
         [sys.executable, program, "0", tmp_path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    second = born.torchrun(1, [str(program), "1", str(tmp_path)], tmp_path, os.environ)
+    second = script_runner.torchrun(1, [str(program), "1", str(tmp_path)], tmp_path, os.environ)
     out, errors = first.communicate(timeout=120)
     assert (out, errors, first.returncode) == ("done\n", "", 0)
     assert (second.stdout, second.stderr, second.returncode) == ("done\n", "", 0)

@@ -6,8 +6,8 @@ import subprocess
 import sys
 from functools import partial
 
-import born
 import pytest
+import script_runner
 
 import zeropipe as zp
 from zeropipe.core.origin import Origin
@@ -258,12 +258,12 @@ def test_a_stuck_schedule_is_refused_before_anything_starts(capfd, tmp_path):
 
 
 def torchs_own(number, words, folder, environment):
-    """`born.torchrun` with torch's: each process imports all of torch and transformers."""
+    """`script_runner.torchrun` with torch's: each process imports all of torch and transformers."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(number), *words]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, cwd=folder)
 
 
-@pytest.mark.parametrize("torchrun", [born.torchrun, pytest.param(torchs_own, marks=pytest.mark.full)])
+@pytest.mark.parametrize("torchrun", [script_runner.torchrun, pytest.param(torchs_own, marks=pytest.mark.full)])
 def test_under_torchrun(tmp_path, torchrun):
     words = ["-m", "zeropipe", "run", "1f1b", *SMALL, "--json"]
     done = torchrun(2, words, tmp_path, {**os.environ, "OMP_NUM_THREADS": "1"})

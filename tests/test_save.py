@@ -12,7 +12,7 @@ import family_models
 import pytest
 import torch
 from engine_helpers import ranks
-from marks import partly
+from full_marker import mark_rest_full
 from safetensors.torch import load_file, save_file
 from stage_models import CONFIGS, microbatches
 from torch import nn
@@ -70,7 +70,7 @@ class Crash(BaseException):
 FORMS = ["single", "shards", "saved twice", "both", "bin"]
 
 
-@pytest.mark.parametrize("form", partly(FORMS, lambda form: form != "shards"))
+@pytest.mark.parametrize("form", mark_rest_full(FORMS, lambda form: form != "shards"))
 def test_a_crash_at_any_moment_leaves_the_old_or_the_new_model(tmp_path, monkeypatch, form):
     old = tmp_path / "old"
     old.mkdir()

@@ -6,7 +6,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from marks import partly
+from full_marker import mark_rest_full
 
 import zeropipe as zp
 from zeropipe.core.jit import compiled
@@ -136,7 +136,7 @@ def search(task: Task, **options) -> "zp.search.search.Found":
 
 
 @pytest.mark.parametrize("entry", [entry for entry in entries() if entry.placement_name != "mirror"], ids=str)
-@pytest.mark.parametrize("cases", partly([6, 120], [6]))
+@pytest.mark.parametrize("cases", mark_rest_full([6, 120], [6]))
 def test_no_bound_is_above_a_schedule_with_a_name(entry, cases):
     random = Random(entry.name)
     for _ in range(cases):
@@ -159,7 +159,7 @@ def test_no_bound_is_above_a_schedule_with_a_name(entry, cases):
 
 @pytest.mark.parametrize(
     "per_rank,rule,ranks,microbatches",
-    partly(
+    mark_rest_full(
         [(*placement, *size) for placement in PLACEMENTS for size in ((1, 3), (2, 1), (2, 5), (4, 7))],
         lambda case: case[2] < 4 or case[:2] in PLACEMENTS[:2],
     ),

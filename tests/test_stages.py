@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from marks import partly
+from full_marker import mark_rest_full
 from stage_models import CONFIGS, assert_same_gradients, microbatches, plain_step, staged_step
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -30,7 +30,7 @@ def all_stages(source, schedule, **kwargs):
 
 @pytest.mark.parametrize(
     "family, split",
-    partly(
+    mark_rest_full(
         [(family, split) for family in CONFIGS for split in (False, True)],
         lambda it: it[1] or it[0] in ("qwen3-moe", "gemma3", "gpt2"),
     ),

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from paths import DOCS
 from train_files import GOOD
 
 import zeropipe as zp
@@ -356,7 +357,7 @@ def test_all_fields_are_printed(run):
 
 def test_the_reference_is_up_to_date(tmp_path):
     """`make configuration` writes it."""
-    docs = Path(__file__).parent.parent / "docs"
+    docs = DOCS
     subprocess.run([sys.executable, docs / "configuration.py", tmp_path / "page.md"], check=True)
     assert (tmp_path / "page.md").read_text() == (docs / "configuration.md").read_text()
     for name in all_names():
@@ -365,7 +366,7 @@ def test_the_reference_is_up_to_date(tmp_path):
 
 def test_our_fields_beside_those_of_others_exist():
     """The first columns of docs/coming-from.md."""
-    page = (Path(__file__).parent.parent / "docs" / "coming-from.md").read_text()
+    page = (DOCS / "coming-from.md").read_text()
     rows = [line.split(" | ")[0] for line in page.partition("## What zeropipe has no")[0].splitlines() if "| " in line]
     named = re.findall(r"`([a-z]+\.[a-z_]+)", "\n".join(rows))
     assert len(named) > 40

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 from browser import PHONE
-from naive import naive_simulate
+from reference_simulator import reference_simulate
 
 import zeropipe as zp
 
@@ -123,7 +123,7 @@ def test_time_outside_the_pipeline_is_named():
 def test_irregular_times_ask_for_dynamic_weights_once():
     schedule = zp.build("zbv", ranks=4, microbatches=16)
     chance = random.Random(0)
-    times = naive_simulate(schedule, lambda _: chance.choice((0.001, 0.02)))  # every stage has the same mean
+    times = reference_simulate(schedule, lambda _: chance.choice((0.001, 0.02)))  # every stage has the same mean
     places = [times[span.action] for rank in range(4) for span in zp.simulate(schedule).spans(rank)]
     start, end = (array("d", column).tobytes() for column in zip(*places, strict=True))
     timeline = replace(zp.simulate(schedule, EVEN), start=start, end=end, measured=True)

@@ -9,9 +9,9 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
+from paths import HELPERS
 from train_cases import train_killed, train_not_finite, train_signalled
 from train_helpers import metrics_of, model_directory, pool, run_config, train_on
 
@@ -147,7 +147,7 @@ def test_a_model_of_another_type_is_told_by_its_type():
 def torchrun(tmp_path, config, *args, restarts=0):
     """A job of torchrun's, started."""
     (tmp_path / "config.json").write_text(config.model_dump_json())
-    script = Path(__file__).parent / "train_under_torchrun.py"
+    script = HELPERS / "train_under_torchrun.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["--max-restarts", str(restarts), str(script), str(tmp_path / "config.json"), *map(str, args)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}

@@ -11,7 +11,7 @@ from itertools import pairwise, product
 from math import inf, nan
 
 import pytest
-from marks import partly
+from full_marker import mark_rest_full
 from rich.console import Console
 
 import zeropipe as zp
@@ -88,7 +88,9 @@ PIXELS = {case: ("png", "pdf")[place % 2] for place, case in enumerate(DRAWN)}
 
 @pytest.mark.parametrize(
     ("case", "suffix"),
-    partly(product(DRAWN, ("terminal", *FILES)), lambda one: one[1] not in ("png", "pdf") or PIXELS[one[0]] == one[1]),
+    mark_rest_full(
+        product(DRAWN, ("terminal", *FILES)), lambda one: one[1] not in ("png", "pdf") or PIXELS[one[0]] == one[1]
+    ),
 )
 def test_odd_timelines_are_drawn(case, suffix, tmp_path):
     text = drawn(DRAWN[case], suffix, tmp_path)

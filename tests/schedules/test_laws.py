@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from marks import partly
+from full_marker import mark_rest_full
 
 import zeropipe as zp
 from zeropipe.core.action import actions_of
@@ -35,7 +35,9 @@ def sizes(entry, stages_per_rank, every):
             yield zp.build(entry.name, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
 
 
-@pytest.mark.parametrize("every", partly([2, 1], [2]))  # a chessboard: every number of ranks and of microbatches
+@pytest.mark.parametrize(
+    "every", mark_rest_full([2, 1], [2])
+)  # a chessboard: every number of ranks and of microbatches
 @pytest.mark.parametrize(("entry", "stages_per_rank"), GRID)
 def test_every_schedule_is_proven_at_every_size(entry, stages_per_rank, every):
     for schedule in sizes(entry, stages_per_rank, every):

@@ -1,9 +1,8 @@
 """The gallery shows what the code draws today."""
 
 import importlib.util
-from pathlib import Path
 
-DOCS = Path(__file__).parent.parent / "docs"
+from paths import DOCS
 
 
 def test_the_gallery_is_up_to_date(tmp_path):

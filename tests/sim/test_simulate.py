@@ -5,7 +5,7 @@ from array import array
 from dataclasses import replace
 
 import pytest
-from naive import naive_simulate
+from reference_simulator import reference_simulate
 
 import zeropipe as zp
 from zeropipe.core.action import Kind
@@ -42,7 +42,7 @@ def test_times_equal_a_slow_simulators(name, ranks, microbatches):
         total = sum(price[a.kind](a.stage) for a in actions)
         return total - (sum(saving(a.stage) for a in actions) / 2 if len(actions) == 2 else 0)
 
-    slow = naive_simulate(schedule, duration, lambda a, b: 0.5 if (a, b) == (0, 1) else 0.125)
+    slow = reference_simulate(schedule, duration, lambda a, b: 0.5 if (a, b) == (0, 1) else 0.125)
     timeline = zp.simulate(schedule, costs)
     for rank in range(ranks):
         for span in timeline.spans(rank):

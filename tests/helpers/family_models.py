@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from paths import DOCS
 from transformers import AutoConfig
 
 from zeropipe.engine.stages.families import entry_of
@@ -16,7 +16,7 @@ from zeropipe.engine.stages.find import layers_of
 from zeropipe.engine.stages.models import decoder_config, meta_model
 from zeropipe.engine.stages.small import small_config
 
-_spec = importlib.util.spec_from_file_location("models_table", Path(__file__).parent.parent / "docs" / "models.py")
+_spec = importlib.util.spec_from_file_location("models_table", DOCS / "models.py")
 models_table = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(models_table)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from naive import naive_simulate
+from reference_simulator import reference_simulate
 
 import zeropipe as zp
 from zeropipe.core.torch_trace import from_torch_traces
@@ -24,7 +24,7 @@ def shaken(timeline, noise=0.2, seed=0):
     """The run in which each action takes as long as in `timeline`, and a little more."""
     generator, schedule = random.Random(seed), timeline.schedule
     lasts = {span.action: span.end - span.start for rank in range(schedule.num_ranks) for span in timeline.spans(rank)}
-    times = naive_simulate(schedule, lambda actions: lasts[actions[0]] + generator.uniform(0, noise))
+    times = reference_simulate(schedule, lambda actions: lasts[actions[0]] + generator.uniform(0, noise))
     columns = [array("d"), array("d")]
     for rank in range(schedule.num_ranks):
         for span in timeline.spans(rank):

@@ -5,7 +5,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from naive import naive_simulate
+from reference_simulator import reference_simulate
 
 import zeropipe as zp
 from zeropipe.core import jit
@@ -95,7 +95,7 @@ def test_memory_buys_time(name):
 def test_simulated_as_the_obvious_rules_say():
     schedule = zp.fill_gaps(zp.build("zbv", ranks=3, microbatches=7), COSTS[1], weight_parts=3)
     price = {Kind.F: 1, Kind.I: 1.2, Kind.W: 0.7 / 3}
-    times = naive_simulate(schedule, lambda actions: sum(price[a.kind] for a in actions), lambda *_: 0.05)
+    times = reference_simulate(schedule, lambda actions: sum(price[a.kind] for a in actions), lambda *_: 0.05)
     timeline = zp.simulate(schedule, COSTS[1])
     for rank in range(3):
         last = {span.action: (span.start, span.end) for span in timeline.spans(rank)}  # of a W: its last part

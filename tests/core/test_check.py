@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from naive import naive_simulate
+from reference_simulator import reference_simulate
 
 import zeropipe as zp
 from zeropipe.core import jit
@@ -55,12 +55,12 @@ def test_a_broken_schedule_is_rejected_or_harmless(case):
     try:
         zp.check(schedule)
     except zp.DeadlockError:
-        assert naive_simulate(schedule, len) is None
+        assert reference_simulate(schedule, len) is None
     except zp.ScheduleError:
         assert how in ("drop", "repeat", "move")
     else:
         assert how == "swap"  # the order changed and still serves
-        assert naive_simulate(schedule, len) is not None
+        assert reference_simulate(schedule, len) is not None
 
 
 def test_drop_repeat_and_move_are_named():

@@ -1,0 +1,8 @@
+"""Compile the kernels of searches and of large schedules while the first tests, which need none of them, run.
+
+Each kernel is cached as soon as it is compiled. Those of large schedules, which more tests use, come first.
+"""
+
+from zeropipe.searching.ready import make_ready
+
+make_ready(num_actions=1_000_000)
