@@ -137,10 +137,10 @@ def test_a_recording_tells_its_cut_and_its_setting(run, costs, measured, tmp_pat
         ({}, ("--ac", "none"), "--ac none: the run had full; leave it out"),
         ({}, ("--layers", "2,2"), "--layers 2,2: the run had 3,1; leave it out"),
         ({"layers": (2, 1)}, (), "the run's model has 3 layers, toy has 4: give its costs"),
-        ({"sequence": 64}, (), "the run had 64 tokens in a sequence, the costs are of 128 tokens: make costs with"),
-        ({"dtype": "float32"}, (), "the run was in float32, the costs are of bf16: make costs with --dtype float32"),
+        ({"sequence": 64}, (), "the run has sequences of 64 tokens, the costs are for 128 tokens; create costs with"),
+        ({"dtype": "float32"}, (), "the run has dtype float32, the costs bf16; create costs with --dtype float32"),
         ({"compile": True}, (), "the costs of toy have no setting with ac=full, microbatch_size=1, tp=1, compile=True"),
-        ({"lora": True}, (), "the run trained an adapter, costs of layers are of training all weights"),
+        ({"lora": True}, (), "the run trains an adapter (LoRA), costs are for training all weights"),
     ],
 )
 def test_costs_of_something_else_than_a_recording_are_refused(run, costs, measured, origin, flags, line):

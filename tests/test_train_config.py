@@ -57,10 +57,10 @@ WRONG = {
     "two files": ("other.toml", GOOD,
                   "other.toml: run.toml is the training file already; fields are given like --mesh.pp 4"),
     # the model
-    "no such model": ("--model.path nowhere", GOOD, "model.path='nowhere' is not there: give a directory with a "
+    "no such model": ("--model.path nowhere", GOOD, "model.path='nowhere' does not exist; use a directory with a "
                       f"config.json, or one of {BUILT_IN}"),
-    "name of the hub": ("--model.path Qwen/Qwen3-0.6B", GOOD, "model.path='Qwen/Qwen3-0.6B' is not there: give a "
-                        "directory with a config.json (`hf download Qwen/Qwen3-0.6B --local-dir ...` makes one), or "
+    "name of the hub": ("--model.path Qwen/Qwen3-0.6B", GOOD, "model.path='Qwen/Qwen3-0.6B' does not exist; use a "
+                        "directory with a config.json (`hf download Qwen/Qwen3-0.6B --local-dir ...`), or "
                         f"one of {BUILT_IN}"),
     "nothing to load": ("--model.weights load", GOOD, "model.path='tiny-qwen3' is built in and has no weights to "
                         "load: set model.weights='random', or give a directory"),
@@ -109,14 +109,14 @@ WRONG = {
                      "schedule.layers says each stage's layers already: leave schedule.first_less out"),
     "less than nothing": ("--schedule.first_less 20", GOOD,
                           "schedule.first_less=20 is more than the 14 layers of that stage: give less"),
-    "schedule of others": ("--schedule.name four.json", GOOD, "schedule.name='four.json' is for 4 ranks, mesh.pp=2: "
-                           "make mesh.pp=4, or give another schedule"),
+    "schedule of others": ("--schedule.name four.json", GOOD, "schedule.name='four.json' is for 4 ranks, mesh.pp=2; "
+                           "set mesh.pp=4, or use another schedule"),
     "balance": ("--schedule.balance time", GOOD,
-                "schedule.balance='time' needs costs: give schedule.costs, a file or the name of a GPU"),
-    "no such gpu": ("--schedule.costs h1000", GOOD, "schedule.costs='h1000': give a costs file (.json, .toml), or "
+                "schedule.balance='time' needs costs; set schedule.costs to a costs file or the name of a GPU"),
+    "no such gpu": ("--schedule.costs h1000", GOOD, "schedule.costs='h1000' must be a costs file (.json, .toml) or "
                     f"one of the GPUs {', '.join(GPUS)}"),
-    "costs of others": ("--schedule.costs costs.json", GOOD, "schedule.costs='costs.json' is of qwen3-8b with 36 "
-                        "layers, the model has 8: make it for this model"),
+    "costs of others": ("--schedule.costs costs.json", GOOD, "schedule.costs='costs.json' is for qwen3-8b with 36 "
+                        "layers, the model has 8; create it for this model"),
     # the engine, the optimizer
     "checkpointing": ("--engine.ac some", GOOD, f"engine: activation checkpointing 'some': {CHECKPOINTING}"),
     "split and compile": ("--engine.split autograd --engine.compile", GOOD, "engine.split='autograd' cannot run "

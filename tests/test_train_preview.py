@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,8 @@ from zeropipe.estimating.known import KNOWN
 from zeropipe.planning.write import write_run
 from zeropipe.sim.layer_file import to_layer_json
 from zeropipe.train.config.read import read_run
-from zeropipe.train.preview import preview, state_of
+from zeropipe.train.preview import preview
+from zeropipe.train.stage_costs import state_bytes
 
 WHOLE = ("--model.path", "qwen3-8b", "--model.weights", "random", "--train.steps", "1")
 LARGE = (*WHOLE, "--mesh.pp", "4")
@@ -65,7 +67,7 @@ def test_a_plans_file_is_shown_as_it_is(model, tmp_path, monkeypatch, run):
     assert shown["num_parameters"] == num_parameters(model)[0]
     assert shown["prediction"]["step"] == pytest.approx(made.best.step)
     assert max(sum(one["memory"].values()) for one in shown["ranks"]) == pytest.approx(made.best.memory.peak)
-    assert shown["notes"][-1].startswith(f"{model} has no weights: to train, give their directory as --model.path")
+    assert shown["notes"][-1].startswith(f"{model} has no weights; to train, set --model.path to their directory")
     status, _, err = run("train", "run.toml")
     assert status == 2
     assert f"model.path='{model}' {'has no weights' if model == 'shapes' else 'is'}" in err
@@ -133,8 +135,8 @@ def test_one_file_for_all_commands(planned, run):
         Path("run.toml").read_text().replace('"h100"', '"costs.json"').replace("sequence = 1024", "sequence = 512")
     )
     assert run("simulate", "other.toml")[2] == (
-        "zeropipe: other.toml: no prediction: the costs are of 1024 tokens, data.sequence=512: give other ones with "
-        "--costs\n"
+        "zeropipe: other.toml: no prediction: the run has sequences of 512 tokens, the costs are for 1,024 tokens; "
+        "create costs with --sequence 512; or pass --costs\n"
     )
     assert run("run", "other.toml", "--dry-run")[0] == 0  # a schedule runs without a prediction
     start = address(
@@ -183,7 +185,7 @@ def test_what_is_known_without_costs(tmp_path, monkeypatch, run):
         "--optimizer.name sgd --optimizer.momentum 0.9": (4, 4, 4), "--optimizer.name adafactor": (4, 4, 0),
     }  # fmt: skip
     for given, (weights, gradients, optimizer) in states.items():
-        state = state_of(read_run("run.toml", given.split()))
+        state = state_bytes(read_run("run.toml", given.split()))
         assert (state.weights, state.gradients, state.optimizer) == (weights, gradients, optimizer), given
 
 
@@ -200,9 +202,9 @@ def test_balance_by_time_is_zp_balance(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("given, note", [
-    ("--data.sequence 512", "no prediction: the costs are of 1024 tokens, data.sequence=512"),
-    ("--model.dtype float64", "no prediction: the costs are of float32, model.dtype=float64"),
-    ("--lora.rank 4", "no prediction with lora: costs are of training all weights"),
+    ("--data.sequence 512", "no prediction: the run has sequences of 512 tokens, the costs are for 1,024 tokens; "),
+    ("--model.dtype float64", "no prediction: the run has dtype float64, the costs float32; "),
+    ("--lora.rank 4", "no prediction: the run trains an adapter (LoRA), costs are for training all weights; "),
     ("--data.microbatch 2", "no prediction: the costs of qwen3-8b have no setting with "),
     ("--mesh.pp 1", "rank 0 needs "),
 ])  # fmt: skip
@@ -214,6 +216,14 @@ def test_a_prediction_that_would_be_wrong_is_not_made(tmp_path, monkeypatch, giv
     made = preview(read_run(None, [*fields, "--schedule.costs", "costs.json", *given.split()]))
     assert made.notes[0].startswith(note)
     assert (made.prediction is None) == note.startswith("no ")
+
+
+def test_costs_in_float64_predict_a_run_in_float64(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    costs = zp.estimate("qwen3-8b", gpu="h100", sequence=1024, dtype="float32", compile=False)
+    Path("costs.json").write_text(to_layer_json(replace(costs, dtype="float64")))
+    fields = [*LARGE, "--schedule.costs", "costs.json", "--model.dtype", "float64"]
+    assert preview(read_run(None, fields)).prediction is not None
 
 
 def test_copies_take_time_for_their_sums():

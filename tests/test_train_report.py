@@ -26,13 +26,13 @@ from zeropipe.train.config.models import (
     ScheduleTable,
     TrainTable,
 )
+from zeropipe.train.inputs import build_schedule, choose_layers, load_layer_costs
 from zeropipe.train.loop.recorded import Records
 from zeropipe.train.report import Recorded, write_report
 from zeropipe.train.report.drift import MOST, drifts, from_costs, from_first
 from zeropipe.train.report.files import load, save
 from zeropipe.train.report.hints import hint
 from zeropipe.train.report.write import prediction_of
-from zeropipe.train.shape import costs_of, layers_of, schedule_of
 from zeropipe.viz.article.chart import MOST_POINTS, thinned
 
 EVEN = zp.Costs(f=0.010, i=0.010, w=0.010, p2p=0.0, unit="s", memory_unit="B", activation=1e6)
@@ -215,18 +215,18 @@ def test_costs_of_the_file_are_what_steps_are_held_against(tmp_path):
     of = config_of("1f1b", ranks=2, microbatches=4)
     of = of.model_copy(update={"model": ModelTable(path="tiny-qwen3", weights="random")})
     of = of.model_copy(update={"schedule": ScheduleTable(name="1f1b", costs="h100")})
-    recorded = [recorded_of(schedule_of(of))]
-    layers = layers_of(of, schedule_of(of))
+    recorded = [recorded_of(build_schedule(of))]
+    layers = choose_layers(of, build_schedule(of))
     guess = prediction_of(of, recorded, layers)
-    costs = costs_of(of)
-    expected = zp.simulate(schedule_of(of), costs.costs(layers, placement=schedule_of(of).placement))
+    costs = load_layer_costs(of)
+    expected = zp.simulate(build_schedule(of), costs.costs(layers, placement=build_schedule(of).placement))
     assert guess.of(recorded[0]).makespan == pytest.approx(expected.makespan)
     assert "h100" in guess.source
     apart = ScheduleTable(name="1f1b", costs="h100", gpus_per_node=1)
     spread = of.model_copy(update={"schedule": apart, "mesh": MeshTable(pp=2, dp_shard=2)})
     stages = costs.costs(layers, shards=2, gather="keep", shard_link=costs.inter_node, node_size=1)
     guess = prediction_of(spread, recorded, layers)
-    assert guess.of(recorded[0]).makespan == pytest.approx(zp.simulate(schedule_of(of), stages).makespan)
+    assert guess.of(recorded[0]).makespan == pytest.approx(zp.simulate(build_schedule(of), stages).makespan)
     (tmp_path / "costs.json").write_text(to_layer_json(replace(costs, sequence=8 * costs.sequence)))
     longer = of.model_copy(update={"schedule": ScheduleTable(name="1f1b", costs=str(tmp_path / "costs.json"))})
     assert "what the actions of step" in prediction_of(longer, recorded, layers).source
@@ -240,6 +240,6 @@ def test_recorded_steps_tell_what_they_are_of(tmp_path, packing, length):
         schedule=ScheduleTable(name="1f1b", layers=[5, 3]), engine=EngineTable(ac="full", compile=True),
         data=DataTable(kind="tokens", batch=8, microbatch=2, packing=packing), train=TrainTable(output=str(tmp_path)),
     )  # fmt: skip
-    Records(config, True, 0).add(1, recorded_of(schedule_of(config)).timeline, 1.0)
+    Records(config, True, 0).add(1, recorded_of(build_schedule(config)).timeline, 1.0)
     (found,) = load(tmp_path / "timelines", 2)
     assert found.timeline.origin == Origin((5, 3), "full", 2, length, "bfloat16", 2, True)

@@ -25,10 +25,10 @@ from zeropipe.estimating.gpus import GPUS, find_gpu
 from zeropipe.estimating.known import COUNTED, KNOWN
 from zeropipe.estimating.model import ShapedModel
 from zeropipe.planning.layouts import Layout
-from zeropipe.planning.plan import RESERVE, optimizer_bandwidth, plan
+from zeropipe.planning.plan import plan
 from zeropipe.planning.result import Plan
 from zeropipe.planning.rows import Candidate, Row
-from zeropipe.planning.score import Scene, row_of, schedule_of, simulated
+from zeropipe.planning.score import RESERVE, Scene, optimizer_bandwidth, row_of, schedule_of, simulated
 from zeropipe.planning.write import named_schedule, run_text
 from zeropipe.schedules.registry import find
 from zeropipe.searching.hunt import Progress

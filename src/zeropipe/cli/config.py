@@ -19,7 +19,7 @@ from zeropipe.errors import ConfigError, short
 if TYPE_CHECKING:
     from zeropipe.sim.costs import Costs
     from zeropipe.sim.layer_costs import LayerCosts
-    from zeropipe.train.preview import RunCosts
+    from zeropipe.train.stage_costs import RunCosts
 
 _COUNT = "a whole number from 1 on is needed, or a list of them"
 

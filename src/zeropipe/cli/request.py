@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from zeropipe.core.timeline import Timeline
     from zeropipe.sim.costs import Costs
     from zeropipe.sim.layer_costs import LayerCosts
-    from zeropipe.train.preview import RunCosts
+    from zeropipe.train.stage_costs import RunCosts
 
 LINK = ("p2p", "bandwidth")
 OF_LAYERS = "these costs are of layers, and a stage takes what its layers take; leave it out"

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from zeropipe.train.loop.job import Outcome
-    from zeropipe.train.preview import Prediction, Preview, Rank
+    from zeropipe.train.preview import Prediction, Preview, RankPreview
 
 SHOWN = 32  # ranks
 UNITS = (("GB", 1e9), ("MB", 1e6), ("KB", 1e3))
@@ -52,7 +52,7 @@ def print_preview(made: Preview, as_json: bool) -> None:
         console.print(line, markup=False, soft_wrap=True)
 
 
-def _table(ranks: tuple[Rank, ...]) -> Table:
+def _table(ranks: tuple[RankPreview, ...]) -> Table:
     """Sizes in one unit, so that the columns are narrow."""
     names = [name for name in ranks[0].memory if any(one.memory[name] for one in ranks)]
     largest = max(one.peak for one in ranks)

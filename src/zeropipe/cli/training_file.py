@@ -27,8 +27,8 @@ def from_training_file(path: str) -> dict[str, Any]:
         raise MissingExtra("pydantic", "train")
     from zeropipe.train.config.read import read_run
     from zeropipe.train.config.rules import batch_faults, named
-    from zeropipe.train.preview import RunCosts
-    from zeropipe.train.shape import stages_per_rank_of
+    from zeropipe.train.inputs import choose_stages_per_rank
+    from zeropipe.train.stage_costs import RunCosts
 
     config = read_run(path)
     _require_run(path, config)
@@ -39,7 +39,7 @@ def from_training_file(path: str) -> dict[str, Any]:
     if not has_suffix(table.name, *SCHEDULES):
         found |= {"ranks": (config.mesh.pp,), "microbatches": (config.num_microbatches,)}
         try:
-            per_rank = stages_per_rank_of(config)
+            per_rank = choose_stages_per_rank(config)
         except ConfigError as error:
             raise ConfigError(f"{path}: {named('schedule', error)}") from None
         found |= {"stages_per_rank": (per_rank,)} if per_rank else {}

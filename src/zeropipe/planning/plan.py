@@ -20,7 +20,7 @@ from zeropipe.planning.pool import score_groups
 from zeropipe.planning.refine import searched, with_gaps
 from zeropipe.planning.result import Plan
 from zeropipe.planning.rows import Candidate, Row
-from zeropipe.planning.score import Scene, schedule_of
+from zeropipe.planning.score import RESERVE, Scene, optimizer_bandwidth, schedule_of
 from zeropipe.planning.tries import Run, candidates, grouped, named_variants, runs, sifted
 from zeropipe.schedules.registry import entries
 from zeropipe.searching.search import require_helpers, require_seconds
@@ -28,7 +28,6 @@ from zeropipe.sim.layer_costs import LayerCosts
 
 MODES = ("none", "selective:op", "full")
 SIZES = (1, 2, 4)
-RESERVE = 4e9  # bytes that CUDA, NCCL and fragmentation take
 MOST = 4000  # candidates that are simulated: those whose work takes least
 SHOWN = 12  # rows that are compared with their bound
 
@@ -175,14 +174,6 @@ def _tensor_sizes(model: Model, wish: Sequence[int] | None, gpus_per_node: int, 
         return list(wish)
     powers = [2**n for n in range(5)]
     return [t for t in powers if t <= min(gpus_per_node, gpus) and gpus % t == 0 and model.allows(t)]
-
-
-def optimizer_bandwidth(costs: LayerCosts) -> float | None:
-    """Bytes/s of the GPU's memory that an optimizer reaches; None where they are not known."""
-    bandwidth = costs.machine.get("bandwidth")
-    efficiency = costs.machine.get("efficiency")
-    share = efficiency.get("memory", 1.0) if isinstance(efficiency, Mapping) else 1.0
-    return float(bandwidth) * share if isinstance(bandwidth, (int, float)) and bandwidth > 0 else None
 
 
 def _no_runs(batch: int, gpus: int, options: Sequence[Layout], sizes: Sequence[int]) -> ConfigError:

@@ -9,7 +9,7 @@ from zeropipe.core.timeline import Timeline
 from zeropipe.core.units import gigabytes
 from zeropipe.errors import ConfigError
 from zeropipe.planning.rows import Row
-from zeropipe.planning.score import Scene, costs_of, schedule_of
+from zeropipe.planning.score import Scene, costs_of, mfu_of, schedule_of
 from zeropipe.planning.tries import Misfit
 from zeropipe.sim.simulate import simulate
 
@@ -69,15 +69,7 @@ class Plan:
 
     def mfu(self, row: Row) -> float | None:
         """Model FLOPs of F, I and W over what the GPUs could do in a step; None where their peak is not known."""
-        peak = self.scene.costs.machine.get("peak_flops")
-        if not peak:
-            return None
-        one = row.candidate
-        setting = self.scene.costs.setting(ac=one.ac, microbatch_size=one.microbatch_size, tp=one.layout.tp)
-        costs = self.scene.costs
-        flops = sum(setting.kinds[kind].flops for kind in (*costs.layers, *costs.before, *costs.after))
-        per_gpu = 3 * flops * one.num_microbatches / one.layout.pp
-        return float(per_gpu / (row.step * peak))
+        return mfu_of(self.scene, row)
 
     def schedule(self, row: Row) -> Schedule:
         """The schedule of a row."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 
@@ -19,6 +19,7 @@ from zeropipe.sim.costs import Costs
 from zeropipe.sim.layer_costs import LayerCost, LayerCosts, Setting
 from zeropipe.sim.simulate import simulate
 
+RESERVE = 4e9  # bytes of a GPU that CUDA, NCCL and fragmentation take
 OPTIMIZER_TRAFFIC = 2.0  # bytes that an optimizer's step moves, over those of a parameter's state: read and written
 
 
@@ -215,3 +216,23 @@ def memory_of(scene: Scene, candidate: Candidate, run: Simulated, rank: int) -> 
     rest = timeline.peak_memory[rank] - activations - workspace - optimizer  # weights and gradients, as far as whole
     weights = min(own * state.weights, max(0.0, rest))
     return Memory(weights, rest - weights, optimizer, activations, workspace)
+
+
+def optimizer_bandwidth(costs: LayerCosts) -> float | None:
+    """Bytes/s of the GPU's memory that an optimizer reaches; None where they are not known."""
+    bandwidth = costs.machine.get("bandwidth")
+    efficiency = costs.machine.get("efficiency")
+    share = efficiency.get("memory", 1.0) if isinstance(efficiency, Mapping) else 1.0
+    return float(bandwidth) * share if isinstance(bandwidth, (int, float)) and bandwidth > 0 else None
+
+
+def mfu_of(scene: Scene, row: Row) -> float | None:
+    """Model FLOPs of F, I and W over the peak FLOPs of the GPUs in a step; None where the peak is not known."""
+    costs, candidate = scene.costs, row.candidate
+    peak = costs.machine.get("peak_flops")
+    if not peak:
+        return None
+    kinds = setting_of(scene, candidate).kinds
+    flops = sum(kinds[kind].flops for kind in (*costs.layers, *costs.before, *costs.after))
+    per_gpu = 3 * flops * candidate.num_microbatches / candidate.layout.pp
+    return float(per_gpu / (row.step * peak))

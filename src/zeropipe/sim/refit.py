@@ -70,7 +70,7 @@ def setting_of_run(
 ) -> Setting:
     """The setting that a run had; ConfigError where costs have it not, or it may have been one of several."""
     if origin is not None:
-        _require_like(costs, origin)
+        _require_same_settings(costs, origin)
         return costs.setting(ac=origin.ac, microbatch_size=origin.microbatch_size, tp=origin.tp, compile=origin.compile)
     modes = list(dict.fromkeys(one.ac for one in costs.settings))
     if ac is None and len(modes) > 1:
@@ -78,17 +78,17 @@ def setting_of_run(
     return costs.setting(ac=ac, microbatch_size=microbatch_size)
 
 
-def _require_like(costs: LayerCosts, origin: Origin) -> None:
-    """ConfigError for costs of another length or precision than the run had."""
+def _require_same_settings(costs: LayerCosts, origin: Origin) -> None:
+    """Raise ConfigError if the run has another sequence length or dtype than the costs, or trains an adapter."""
     if origin.lora:
-        raise ConfigError("the run trained an adapter, costs of layers are of training all weights: record such a run")
+        raise ConfigError("the run trains an adapter (LoRA), costs are for training all weights; use a run without it")
     dtype = SHORT_DTYPES.get(origin.dtype, origin.dtype)
     if dtype != SHORT_DTYPES.get(costs.dtype, costs.dtype):
-        raise ConfigError(f"the run was in {dtype}, the costs are of {costs.dtype}: make costs with --dtype {dtype}")
+        raise ConfigError(f"the run has dtype {dtype}, the costs {costs.dtype}; create costs with --dtype {dtype}")
     if origin.sequence and costs.sequence and origin.sequence != costs.sequence:
         raise ConfigError(
-            f"the run had {count_text(origin.sequence, 'token')} in a sequence, the costs are of "
-            f"{count_text(costs.sequence, 'token')}: make costs with --sequence {origin.sequence}"
+            f"the run has sequences of {count_text(origin.sequence, 'token')}, the costs are for "
+            f"{count_text(costs.sequence, 'token')}; create costs with --sequence {origin.sequence}"
         )
 
 

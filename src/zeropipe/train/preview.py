@@ -1,48 +1,51 @@
-"""`zeropipe train --dry-run`: what a training file comes to, before anything runs. Only counting a model needs torch.
+"""`zeropipe train --dry-run`: describe the run of a training file without starting it.
 
-Times and memory are those of the planner's own scoring (planning/score.py), for the one candidate that the file is.
+Times and memory are those that the planner (planning/score.py) gives the one layout and schedule of the file. Only
+counting a model whose shapes are not tabulated needs torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
 from zeropipe.core.built_in import BUILT_IN
-from zeropipe.core.layers import check_counts, layer_counts, ranges
-from zeropipe.core.placement import Placement, Problem
+from zeropipe.core.layers import ranges
 from zeropipe.core.resize import resized
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.units import count_text
 from zeropipe.errors import ConfigError
 from zeropipe.estimating.estimate import estimate
-from zeropipe.planning.layouts import Layout
-from zeropipe.planning.plan import RESERVE, optimizer_bandwidth
-from zeropipe.planning.result import Plan
 from zeropipe.planning.rows import Candidate
-from zeropipe.planning.score import Scene, Simulated, memory_of, score, simulated
-from zeropipe.planning.score import costs_of as stage_costs
-from zeropipe.sim.costs import Costs
-from zeropipe.sim.layer_costs import SHORT_DTYPES, LayerCosts, State
+from zeropipe.planning.score import Scene, Simulated, memory_of, mfu_of, optimizer_bandwidth, row_of, simulated
+from zeropipe.sim.layer_costs import LayerCosts
 from zeropipe.train.config.files import has_weights
 from zeropipe.train.config.models import RunConfig
-from zeropipe.train.shape import costs_of, is_planned, layers_of, num_layers_of, schedule_of, setting_of, shapes_of
+from zeropipe.train.inputs import (
+    build_schedule,
+    choose_layers,
+    count_layers,
+    is_shape_name,
+    load_layer_costs,
+    open_shapes,
+)  # fmt: skip
+from zeropipe.train.stage_costs import explain_mismatch, make_candidate, master_bytes, memory_limit, state_bytes
 
-BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
-MOMENTS = {"adamw": 2, "adam": 2, "sgd": 0, "adafactor": 0}  # tensors of a parameter's size
-HOW = "give the name of a GPU, like --schedule.costs h100, or a file of `zeropipe profile`"
+NO_COSTS = (
+    "no prediction of step time, bubble and activations without costs; use --schedule.costs h100, or another GPU, or a "
+    "file of `zeropipe profile`"
+)
 
 
 @dataclass(frozen=True)
-class Rank:
-    """What a pipeline rank has."""
+class RankPreview:
+    """The stages of a pipeline rank, and the memory that each of its processes needs."""
 
     rank: int
     stages: tuple[int, ...]
-    layers: tuple[tuple[int, int], ...]  # of each stage: first, and the one after the last
-    parameters: int | None  # of one process; None where the model's shapes are not known
-    memory: dict[str, float]  # bytes at its peak, as far as they are known
+    layers: tuple[tuple[int, int], ...]  # of each stage: the first layer, and one past the last
+    parameters: int | None  # None if the model's shapes are not known
+    memory: dict[str, float]  # purpose -> bytes at the peak, as far as they are known
 
     @property
     def peak(self) -> float:
@@ -51,20 +54,20 @@ class Rank:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of a step."""
+    """The predicted time of a step."""
 
     source: str
     step: float  # seconds
     bubble: float
     tokens_per_second: float
     mfu: float | None
-    parts: dict[str, float]  # seconds; they add up to the step
+    parts: dict[str, float]  # seconds, which add up to the step
     memory_limit: float | None  # bytes of a GPU
 
 
 @dataclass(frozen=True)
 class Preview:
-    """What will run."""
+    """The run of a training file."""
 
     model: str
     num_layers: int
@@ -81,192 +84,115 @@ class Preview:
     microbatch: int  # sequences
     sequence: int
     tokens: int  # of a step, at most
-    ranks: tuple[Rank, ...]
+    ranks: tuple[RankPreview, ...]
     prediction: Prediction | None
     notes: tuple[str, ...]
 
 
 def preview(config: RunConfig) -> Preview:
-    """What a checked file comes to."""
-    asked = schedule_of(config)
-    counts = layers_of(config, asked)
-    schedule = resized(asked, config.num_microbatches)
+    """Describe the run of a checked training file."""
+    loaded = build_schedule(config)
+    counts = choose_layers(config, loaded)
+    schedule = resized(loaded, config.num_microbatches)
     notes: list[str] = []
-    if schedule is not asked:
+    if schedule is not loaded:
         notes.append(
-            f"{config.schedule.name} is of {count_text(asked.num_microbatches, 'microbatch')}, a step has "
-            f"{schedule.num_microbatches}: it is made longer or shorter, so another batch may be faster"
+            f"{config.schedule.name} has {count_text(loaded.num_microbatches, 'microbatch')}, a step has "
+            f"{schedule.num_microbatches}: the schedule is resized, so another batch may be faster"
         )
-    costs, is_priced = _costs(config, notes)
-    candidate = _candidate(config, schedule.problem, schedule.name)
-    run: Simulated | None = None
-    prediction = None
-    if costs is not None:
-        limit = _limit(costs) if is_priced else None
-        room = inf if limit is None else limit
-        scene = Scene(costs, config.schedule.gpus_per_node, room, optimizer_bandwidth(costs))
-        run = simulated(scene, candidate, schedule, counts)
-        if is_priced:
-            prediction = _prediction(config, scene, candidate, schedule, counts, limit)
-    spans = ranges(counts)
-    ranks = []
-    for rank in range(schedule.num_ranks):
-        stages = schedule.placement.stages_of(rank)
-        memory = {} if run is None else _memory(config, scene, candidate, run, rank, is_priced)
-        layers = tuple((spans[stage].start, spans[stage].stop) for stage in stages)
-        ranks.append(Rank(rank, stages, layers, None if run is None else run.parameters[rank], memory))
+    costs, has_times = _choose_costs(config, notes)
+    ranks, prediction = _predict(config, schedule, counts, costs, has_times)
     if prediction and prediction.memory_limit is not None:
-        fullest = max(ranks, key=lambda one: one.peak)
+        fullest = max(ranks, key=lambda rank: rank.peak)
         if fullest.peak > prediction.memory_limit:
             notes.append(
-                f"rank {fullest.rank} needs {fullest.peak / 1e9:.1f} GB, {prediction.memory_limit / 1e9:.1f} GB of a "
-                "GPU can be used: more pp, dp_shard or tp, engine.ac, or a smaller data.microbatch take less"
+                f"rank {fullest.rank} needs {fullest.peak / 1e9:.1f} GB, but only {prediction.memory_limit / 1e9:.1f} "
+                "GB of a GPU are usable; use more pp, dp_shard or tp, engine.ac, or a smaller data.microbatch"
             )
     path = config.model.path
-    if is_planned(config) or (config.model.weights == "load" and (path in BUILT_IN or not has_weights(path))):
-        random = "" if is_planned(config) else ", or set model.weights='random'"
-        notes.append(f"{path} has no weights: to train, give their directory as --model.path{random}")
+    if is_shape_name(config) or (config.model.weights == "load" and (path in BUILT_IN or not has_weights(path))):
+        random = "" if is_shape_name(config) else ", or model.weights='random'"
+        notes.append(f"{path} has no weights; to train, set --model.path to their directory{random}")
     if config.engine.offload:
-        notes.append("optimizer state and the weights that it keeps are in CPU memory (engine.offload)")
+        notes.append("optimizer state and master weights are in CPU memory (engine.offload)")
     data, mesh = config.data, config.mesh
     return Preview(
-        config.model.path, num_layers_of(config), _num_parameters(config), config.model.dtype, mesh.sizes,
+        path, count_layers(config), _count_parameters(config), config.model.dtype, mesh.sizes,
         mesh.num_processes, mesh.num_pipelines, schedule.name, schedule.placement.name, schedule.num_stages, counts,
-        schedule.num_microbatches, data.microbatch, data.sequence, data.batch * data.sequence, tuple(ranks), prediction,
+        schedule.num_microbatches, data.microbatch, data.sequence, data.batch * data.sequence, ranks, prediction,
         tuple(notes),
     )  # fmt: skip
 
 
-def state_of(config: RunConfig) -> State:
-    """Bytes of a parameter; float32 weights that the optimizer keeps beside 16-bit ones count as its own."""
-    size = BYTES[config.model.dtype]
-    if config.lora is not None:  # those of the adapter are few
-        return State(size, 0, 0)
-    masters = masters_of(config)
-    moments = MOMENTS[config.optimizer.name] + (config.optimizer.name == "sgd" and config.optimizer.momentum > 0)
-    kept = masters or size
-    return State(size, kept, masters + moments * kept)
-
-
-def masters_of(config: RunConfig) -> int:
-    """Bytes of a parameter's float32 weight beside a 16-bit one."""
-    wanted = config.model.dtype == "bfloat16" and config.optimizer.master_weights and config.lora is None
-    return 4 if wanted else 0
-
-
-def _costs(config: RunConfig, notes: list[str]) -> tuple[LayerCosts | None, bool]:
-    """Costs to go by, and whether their times may be told; else they are there for the shapes, and a note says why."""
-    given = costs_of(config)
-    why = _unfit(config, given) if given else f"step time, bubble and activations are predicted from costs: {HOW}"
-    if given and not why:
-        return replace(given, state=state_of(config)), True
-    notes.append(why)
+def _choose_costs(config: RunConfig, notes: list[str]) -> tuple[LayerCosts | None, bool]:
+    """Costs of layers, and whether their times apply to this run. If not, they only give the model's shapes."""
+    costs = load_layer_costs(config)
+    reason = NO_COSTS if costs is None else explain_mismatch(config, costs)
+    if costs is not None and not reason:
+        return replace(costs, state=state_bytes(config)), True
+    notes.append(reason)
     try:
         shapes = estimate(
-            shapes_of(config), sequence=config.data.sequence, ac=config.engine.ac, tp=config.mesh.tp,
+            open_shapes(config), sequence=config.data.sequence, ac=config.engine.ac, tp=config.mesh.tp,
             microbatch_size=config.data.microbatch, compile=config.engine.compile,
         )  # fmt: skip
     except ConfigError as error:
-        notes.append(f"no parameters: {error}")
+        notes.append(f"parameters are not known: {error}")
         return None, False
-    return replace(shapes, state=state_of(config)), False
+    return replace(shapes, state=state_bytes(config)), False
 
 
-def _unfit(config: RunConfig, costs: LayerCosts) -> str:
-    """Why these costs say nothing about this run; empty where they do."""
-    if config.lora is not None:
-        return "no prediction with lora: costs are of training all weights"
-    if config.model.dtype == "float64" or SHORT_DTYPES.get(config.model.dtype, config.model.dtype) != costs.dtype:
-        return f"no prediction: the costs are of {costs.dtype}, model.dtype={config.model.dtype}"
-    if costs.sequence and costs.sequence != config.data.sequence:
-        return f"no prediction: the costs are of {costs.sequence} tokens, data.sequence={config.data.sequence}"
-    try:
-        setting_of(config, costs)
-    except ConfigError as error:
-        return f"no prediction: {error}"
-    return ""
-
-
-def _candidate(config: RunConfig, problem: Problem, name: str = "") -> Candidate:
-    mesh = config.mesh
-    return Candidate(
-        Layout(problem.num_ranks, mesh.dp_shard, mesh.tp, mesh.dp_replicate), name, problem.stages_per_rank,
-        problem.num_microbatches, config.data.microbatch, config.engine.ac, "", config.engine.shards,
-    )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class RunCosts:
-    """What stages cost in the run of a training file that gives costs, for any schedule."""
-
-    config: RunConfig
-    path: str
-    source: str = "training file"
-
-    @property
-    def model(self) -> str:
-        return self.config.model.path
-
-    def of(self, problem: Problem, placement: Placement, layers: Sequence[int] | None = None) -> Costs:
-        """With these layers, or with the file's if they are of so many stages, else as even as can be."""
-        given = costs_of(self.config)
-        assert given is not None
-        if why := _unfit(self.config, given):
-            raise ConfigError(f"{self.path}: {why}: give other ones with --costs")
-        table = self.config.schedule
-        wish = table.layers if layers is None else layers
-        counts = () if wish is None else check_counts(wish, given.num_layers)
-        if len(counts) != problem.num_stages:
-            counts = layer_counts(given.num_layers, problem.num_stages, table.first_less, table.last_less)
-        limit = _limit(given)
-        scene = Scene(
-            replace(given, state=state_of(self.config)), table.gpus_per_node, inf if limit is None else limit, None
-        )
-        return stage_costs(scene, _candidate(self.config, problem), counts, placement)
-
-
-def _limit(costs: LayerCosts) -> float | None:
-    memory = costs.machine.get("memory")
-    return memory - RESERVE if isinstance(memory, (int, float)) and memory > RESERVE else None
-
-
-def _prediction(
-    config: RunConfig, scene: Scene, candidate: Candidate, schedule: Schedule, counts: tuple[int, ...],
-    limit: float | None,
-) -> Prediction:  # fmt: skip
-    row = score(scene, candidate, schedule, counts)
-    gpus, costs = config.mesh.num_processes, scene.costs
-    plan = Plan((row,), (), (), scene, gpus, config.data.batch, 1, 0, 0.0)
-    where = costs.machine.get("gpu", "this machine")
-    words = f"an estimate for {where}" if costs.source == "estimate" else f"from {config.schedule.costs}"
-    return Prediction(words, row.step, row.bubble, plan.speed(row) * gpus, plan.mfu(row), vars(row.parts), limit)
+def _predict(
+    config: RunConfig, schedule: Schedule, counts: tuple[int, ...], costs: LayerCosts | None, has_times: bool
+) -> tuple[tuple[RankPreview, ...], Prediction | None]:
+    """Every rank's stages and memory, and the time of a step if the costs have times."""
+    layers = [(span.start, span.stop) for span in ranges(counts)]
+    stages = [schedule.placement.stages_of(rank) for rank in range(schedule.num_ranks)]
+    spans = [tuple(layers[stage] for stage in own) for own in stages]
+    if costs is None:
+        return tuple(RankPreview(rank, *own, None, {}) for rank, own in enumerate(zip(stages, spans))), None
+    limit = memory_limit(costs) if has_times else None
+    scene = Scene(costs, config.schedule.gpus_per_node, inf if limit is None else limit, optimizer_bandwidth(costs))
+    candidate = make_candidate(config, schedule.problem, schedule.name)
+    run = simulated(scene, candidate, schedule, counts)
+    ranks = tuple(
+        RankPreview(rank, *own, run.parameters[rank], _memory(config, scene, candidate, run, rank, has_times))
+        for rank, own in enumerate(zip(stages, spans))
+    )
+    if not has_times:
+        return ranks, None
+    row = row_of(scene, candidate, schedule, counts, run)
+    gpu = costs.machine.get("gpu", "this machine")
+    source = f"an estimate for {gpu}" if costs.source == "estimate" else f"from {config.schedule.costs}"
+    speed = config.data.batch * config.data.sequence / row.step
+    return ranks, Prediction(source, row.step, row.bubble, speed, mfu_of(scene, row), vars(row.parts), limit)
 
 
 def _memory(
-    config: RunConfig, scene: Scene, candidate: Candidate, run: Simulated, rank: int, is_priced: bool
+    config: RunConfig, scene: Scene, candidate: Candidate, run: Simulated, rank: int, has_times: bool
 ) -> dict[str, float]:
-    """Bytes by what they are for. Without costs: what does not depend on when things run."""
-    state, shards, own = scene.costs.state, config.mesh.dp_shard, run.parameters[rank]
-    masters = own * masters_of(config) / shards
+    """Bytes of a rank by purpose. Without times: only what does not depend on the order of actions."""
+    state, shards, parameters = scene.costs.state, config.mesh.dp_shard, run.parameters[rank]
+    masters = parameters * master_bytes(config) / shards
     weights = "gathered weights" if shards > 1 else "weights"
-    if is_priced:
-        held = memory_of(scene, candidate, run, rank)
+    if has_times:
+        memory = memory_of(scene, candidate, run, rank)
         found = {
-            weights: held.weights, "gradients": held.gradients, "masters": masters,
-            "optimizer": held.optimizer - masters, "activations": held.activations, "workspace": held.workspace,
+            weights: memory.weights, "gradients": memory.gradients, "masters": masters,
+            "optimizer": memory.optimizer - masters, "activations": memory.activations, "workspace": memory.workspace,
         }  # fmt: skip
     else:
         found = {
-            weights: own * state.weights, "gradients": own * state.gradients, "masters": masters,
-            "optimizer": own * state.optimizer / shards - masters,
+            weights: parameters * state.weights, "gradients": parameters * state.gradients, "masters": masters,
+            "optimizer": parameters * state.optimizer / shards - masters,
         }  # fmt: skip
     if config.engine.offload:
         found |= {"masters": 0.0, "optimizer": 0.0}
     return found
 
 
-def _num_parameters(config: RunConfig) -> int | None:
+def _count_parameters(config: RunConfig) -> int | None:
     try:
-        return shapes_of(config).num_parameters()[0]
+        return open_shapes(config).num_parameters()[0]
     except ConfigError:
         return None

@@ -11,7 +11,7 @@ from zeropipe.core.built_in import BUILT_IN
 from zeropipe.engine.checkpoint.manifest import followed
 from zeropipe.errors import MissingExtra
 from zeropipe.train.config.models import LoraTable, RunConfig
-from zeropipe.train.shape import is_planned, num_layers_of
+from zeropipe.train.inputs import count_layers, is_shape_name
 
 ADAPTER = "adapter_config.json"
 TOKENIZER = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
@@ -29,14 +29,14 @@ def model_faults(config: RunConfig, starts: bool = True) -> Iterator[str]:
     for field in ("num_layers", "vocabulary"):
         if getattr(model, field) is not None:
             yield f"model.{field}={getattr(model, field)}: only built-in models can be changed; leave it out"
-    if is_planned(config):
+    if is_shape_name(config):
         if starts:
             yield f"{named} is a name for planning: give the directory of its weights as --model.path"
         return
     if path.is_dir() and (path / ADAPTER).is_file() and not (path / "config.json").is_file():
         yield f"{named} is an adapter: give it as lora.adapter, and the model that it belongs to as model.path"
         return
-    num_layers_of(config)  # says what is wrong with its config
+    count_layers(config)  # says what is wrong with its config
     if model.weights == "random":
         return
     if not starts or has_weights(model.path):

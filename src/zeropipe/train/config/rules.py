@@ -20,7 +20,7 @@ from zeropipe.train.config.files import adapter_faults, data_faults, model_fault
 from zeropipe.train.config.models import RunConfig
 from zeropipe.train.config.overrides import tables
 from zeropipe.train.config.words import MOST_LINES
-from zeropipe.train.shape import costs_of, layers_of, schedule_of, text_data
+from zeropipe.train.inputs import build_schedule, choose_layers, load_layer_costs, load_text_config
 
 SIZE_FIELDS = {"ranks": "mesh.pp", "microbatches": "data.batch", "stages_per_rank": "schedule.stages_per_rank"}
 SIZES = set(SIZE_FIELDS)
@@ -123,7 +123,7 @@ def _tensor(config: RunConfig) -> Iterator[str]:
     mesh, data = config.mesh, config.data
     if mesh.tp == 1:
         return
-    model = text_data(config)
+    model = load_text_config(config)
     for name in ("num_attention_heads", "num_key_value_heads"):
         heads = model.get(name)
         if isinstance(heads, int) and heads % mesh.tp:
@@ -152,13 +152,13 @@ def _schedule(config: RunConfig) -> Iterator[str]:
     if config.data.batch % (config.mesh.num_pipelines * config.data.microbatch):
         return  # the number of microbatches is not known
     try:
-        schedule = schedule_of(config)
+        schedule = build_schedule(config)
         if has_suffix(table.name, *SCHEDULES):
             from zeropipe.core.check import check
 
             check(schedule)
-        layers_of(config, schedule)
-        costs_of(config)
+        choose_layers(config, schedule)
+        load_layer_costs(config)
     except ZeropipeError as error:
         yield named("schedule", error)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from zeropipe.errors import ConfigError
 from zeropipe.train.config.models import RunConfig
 from zeropipe.train.data.beside import read_beside
-from zeropipe.train.shape import text_data
+from zeropipe.train.inputs import load_text_config
 
 BYTES = "bytes"  # the tokenizer that needs no file
 _FORMAT = 3  # of the cache
@@ -108,7 +108,7 @@ def find_files(given: str | tuple[str, ...] | None, table: str, kind: str) -> tu
 
 def vocabulary_of(config: RunConfig) -> int:
     """How many token ids the model knows."""
-    found = text_data(config).get("vocab_size")
+    found = load_text_config(config).get("vocab_size")
     if not isinstance(found, int):
         raise ConfigError(f"{config.model.path}: its config has no vocab_size, so it is not a language model's")
     return found
@@ -116,7 +116,7 @@ def vocabulary_of(config: RunConfig) -> int:
 
 def _require_positions(config: RunConfig) -> None:
     """ConfigError for sequences that are longer than any the model is made for."""
-    model, sequence = text_data(config), config.data.sequence
+    model, sequence = load_text_config(config), config.data.sequence
     for name in ("max_position_embeddings", "n_positions"):
         most = model.get(name)
         if isinstance(most, int) and 0 < most < sequence:

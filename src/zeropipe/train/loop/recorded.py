@@ -9,11 +9,11 @@ from pathlib import Path
 from zeropipe.core.timeline import Timeline
 from zeropipe.errors import ZeropipeError
 from zeropipe.train.config.models import RunConfig
+from zeropipe.train.inputs import build_schedule, choose_layers, describe_origin
 from zeropipe.train.loop.metrics import tell
 from zeropipe.train.report import Recorded, write_report
 from zeropipe.train.report.files import load, save
 from zeropipe.train.report.words import setup_text
-from zeropipe.train.shape import layers_of, origin_of, schedule_of
 
 MOST = 200  # in memory: a longer run lets go of every other one of the older half
 
@@ -29,7 +29,7 @@ class Records:
     def add(self, step: int, timeline: Timeline, seconds: float) -> None:
         """A step that was recorded."""
         if self._is_first:
-            known = replace(timeline, origin=origin_of(self._config, timeline.schedule))
+            known = replace(timeline, origin=describe_origin(self._config, timeline.schedule))
             self._recorded.append(Recorded(step, known, seconds, setup_text(self._config)))
             self._try(lambda: save(self._recorded[-1], self._output / "timelines"))
             self._recorded = thinned(self._recorded)
@@ -41,7 +41,7 @@ class Records:
             self._try(self._write)
 
     def _write(self) -> None:
-        layers = layers_of(self._config, schedule_of(self._config))
+        layers = choose_layers(self._config, build_schedule(self._config))
         write_report(self._config, self._recorded, self._output / "report.html", layers=layers)
 
     @staticmethod

@@ -26,7 +26,7 @@ from zeropipe.errors import ConfigError, MissingExtra
 from zeropipe.train.config.files import ADAPTER
 from zeropipe.train.config.models import RunConfig
 from zeropipe.train.data import Data, Evaluation
-from zeropipe.train.shape import layers_of, model_data, schedule_of, text_data
+from zeropipe.train.inputs import build_schedule, choose_layers, load_model_config, load_text_config
 
 TAIL = 65536  # bytes of a file that are compared between machines
 
@@ -83,10 +83,10 @@ def _signed(file: Path) -> str:
 
 def make_engine(config: RunConfig, place: Place) -> Engine:
     """The Engine with this rank's stages."""
-    schedule = schedule_of(config)
+    schedule = build_schedule(config)
     computed = DTYPES[config.model.dtype]
     stages = hf_stages(
-        _model(config), schedule, place.rank, layers=layers_of(config, schedule), dtype=kept_dtype(config),
+        _model(config), schedule, place.rank, layers=choose_layers(config, schedule), dtype=kept_dtype(config),
         device=place.device, seed=config.train.seed, adapter=_adapter(config),
     )  # fmt: skip
     is_mixed = config.mesh.dp_shard > 1 and computed == torch.bfloat16
@@ -135,7 +135,7 @@ def _model(config: RunConfig) -> Any:
         return path
     from transformers import AutoConfig
 
-    found = AutoConfig.for_model(**model_data(config))
+    found = AutoConfig.for_model(**load_model_config(config))
     found._name_or_path = str(path) if path.is_dir() else ""  # its tokenizer goes with the export
     return found
 
@@ -159,7 +159,7 @@ def _adapter(config: RunConfig) -> Any:
 
 def chances_of(config: RunConfig) -> dict[str, float]:
     """By what the model or its adapter draws random numbers: dropout and its kin, above 0."""
-    found = chances(text_data(config))
+    found = chances(load_text_config(config))
     table = config.lora
     if table is not None and table.adapter is None:
         found |= chances({"lora.dropout": table.dropout})

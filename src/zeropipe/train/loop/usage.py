@@ -11,7 +11,7 @@ from zeropipe.errors import ZeropipeError
 from zeropipe.estimating.estimate import estimate
 from zeropipe.estimating.gpus import GPUS
 from zeropipe.train.config.models import RunConfig
-from zeropipe.train.shape import shapes_of
+from zeropipe.train.inputs import open_shapes
 
 
 def peak_memory(device: torch.device) -> int:
@@ -44,7 +44,7 @@ def _flops(config: RunConfig, name: str) -> float | None:
         return None
     sequence = config.data.sequence
     try:
-        costs = estimate(shapes_of(config), gpu=gpu, sequence=sequence, dtype=config.model.dtype)
+        costs = estimate(open_shapes(config), gpu=gpu, sequence=sequence, dtype=config.model.dtype)
     except ZeropipeError:
         return None
     (setting,) = costs.settings

@@ -12,10 +12,10 @@ from zeropipe.core.files import write_whole
 from zeropipe.core.units import number, percent, time_text
 from zeropipe.errors import ConfigError
 from zeropipe.train.config.models import RunConfig
-from zeropipe.train.preview import RunCosts
 from zeropipe.train.report.drift import Drift, Prediction, Recorded, drifts, from_costs, from_first
 from zeropipe.train.report.hints import NOTHING, hint
 from zeropipe.train.report.words import facts_text, title_text
+from zeropipe.train.stage_costs import RunCosts
 from zeropipe.viz.article import Block, Chart, Figure, Figures, Heading, Line, Note, Row, Shares, Table
 from zeropipe.viz.article.blocks import Tone
 from zeropipe.viz.html import to_html

@@ -1,0 +1,195 @@
+"""Load what a training file names: the model's config, the schedule, the layers of each stage, the costs of layers.
+
+Nothing here needs torch, except counting the parameters of a model whose shapes are not tabulated.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zeropipe.core.built_in import BUILT_IN
+from zeropipe.core.files import COSTS, SCHEDULES, has_suffix, read_text
+from zeropipe.core.layers import check_counts, layer_counts, num_stages_for
+from zeropipe.core.limits import COMMAND_LINE
+from zeropipe.core.origin import Origin
+from zeropipe.core.schedule import Schedule
+from zeropipe.core.timeline import Timeline
+from zeropipe.core.units import count_text
+from zeropipe.engine.run.spec import Job, built_in, num_layers_in
+from zeropipe.errors import ConfigError
+from zeropipe.schedules.user import load_any
+from zeropipe.sim.layer_costs import LayerCosts
+from zeropipe.train.config.models import RunConfig
+
+if TYPE_CHECKING:
+    from zeropipe.estimating.counted import CountedModel
+    from zeropipe.estimating.model import ShapedModel
+
+_HUB_NAME = re.compile(r"[\w-]+/[\w.-]+")
+
+
+def is_shape_name(config: RunConfig) -> bool:
+    """Whether model.path is a name in the planner's table of shapes, for which there are no weights."""
+    from zeropipe.estimating.known import CONFIGS
+
+    path = config.model.path
+    return path not in BUILT_IN and path.lower() in CONFIGS and not Path(path).exists()
+
+
+def load_model_config(config: RunConfig) -> dict[str, Any]:
+    """The config of a model directory, a config.json, a built-in model or a model of the planner's table, as a dict."""
+    from zeropipe.estimating.known import CONFIGS
+
+    model = config.model
+    if is_shape_name(config):
+        return dict(CONFIGS[model.path.lower()])
+    if model.path in BUILT_IN:
+        return built_in(
+            Job(model.path, num_layers=model.num_layers, vocabulary=model.vocabulary, sequence=config.data.sequence)
+        )
+    file = Path(model.path)
+    file = file / "config.json" if file.is_dir() else file
+    if not file.is_file():
+        # a run downloads nothing
+        download = f" (`hf download {model.path} --local-dir ...`)" if _HUB_NAME.fullmatch(model.path) else ""
+        raise ConfigError(
+            f"model.path={model.path!r} does not exist; use a directory with a config.json{download}, or one of "
+            f"{', '.join(BUILT_IN)}"
+        )
+    try:
+        data = json.loads(read_text(file, COMMAND_LINE, "the model's config"))
+    except ValueError as error:
+        if isinstance(error, ConfigError):
+            raise
+        data = None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{file} is not a model config; write one with save_pretrained")
+    return data
+
+
+def load_text_config(config: RunConfig) -> dict[str, Any]:
+    """The model's config, with the fields of its text decoder at the top level."""
+    data = load_model_config(config)
+    text = data.get("text_config")
+    return {**data, **text} if isinstance(text, dict) else data
+
+
+def open_shapes(config: RunConfig) -> ShapedModel | CountedModel:
+    """The model as the estimator sees it. The last one is cached, because counting a model builds it."""
+    return _open_shapes(json.dumps(load_model_config(config)))
+
+
+@lru_cache(maxsize=1)
+def _open_shapes(data: str) -> ShapedModel | CountedModel:
+    from zeropipe.estimating.model import open_model
+
+    return open_model(json.loads(data))
+
+
+def count_layers(config: RunConfig) -> int:
+    """The number of layers of the model."""
+    found = num_layers_in(load_text_config(config))
+    if not isinstance(found, int):
+        raise ConfigError(f"{config.model.path}: its config has no num_hidden_layers, so it cannot be cut into stages")
+    return found
+
+
+def choose_stages_per_rank(config: RunConfig) -> int | None:
+    """Stages on each rank: `stages_per_rank`, or as `layers_per_stage` implies. None: the schedule's default."""
+    table, ranks = config.schedule, config.mesh.pp
+    if table.layers_per_stage is None:
+        return table.stages_per_rank
+    stages = num_stages_for(count_layers(config), table.layers_per_stage, ranks, table.first_less, table.last_less)
+    if table.stages_per_rank is not None and table.stages_per_rank * ranks != stages:
+        raise ConfigError(
+            f"schedule.layers_per_stage={table.layers_per_stage} makes {stages // ranks} stages per rank, not "
+            f"stages_per_rank={table.stages_per_rank}; leave out one of them"
+        )
+    return stages // ranks
+
+
+def build_schedule(config: RunConfig) -> Schedule:
+    """The schedule of one pipeline."""
+    table, ranks = config.schedule, config.mesh.pp
+    is_file = has_suffix(table.name, *SCHEDULES)
+    found = load_any(
+        table.name,
+        ranks=None if is_file else ranks,
+        microbatches=None if is_file else config.num_microbatches,
+        stages_per_rank=choose_stages_per_rank(config),
+        **table.options,
+    )
+    schedule = found.schedule if isinstance(found, Timeline) else found
+    if schedule.num_ranks != ranks:
+        raise ConfigError(
+            f"schedule.name={table.name!r} is for {count_text(schedule.num_ranks, 'rank')}, mesh.pp={ranks}; set "
+            f"mesh.pp={schedule.num_ranks}, or use another schedule"
+        )
+    return schedule
+
+
+def choose_layers(config: RunConfig, schedule: Schedule) -> tuple[int, ...]:
+    """The number of layers of each stage: `schedule.layers`, balanced by time, or even."""
+    table, num_layers = config.schedule, count_layers(config)
+    if table.layers is not None:
+        return check_counts(table.layers, num_layers, schedule.num_stages)
+    if table.balance == "time":
+        from zeropipe.balancing.balance import balance
+
+        costs = load_layer_costs(config)
+        if costs is None:
+            raise ConfigError(
+                "schedule.balance='time' needs costs; set schedule.costs to a costs file or the name of a GPU"
+            )
+        setting = costs.setting(
+            ac=config.engine.ac, microbatch_size=config.data.microbatch, tp=config.mesh.tp,
+            compile=config.engine.compile,
+        )  # fmt: skip
+        return balance(costs, schedule, setting=setting, ac=config.engine.ac, shards=config.mesh.dp_shard).counts
+    return layer_counts(num_layers, schedule.num_stages, table.first_less, table.last_less)
+
+
+def describe_origin(config: RunConfig, schedule: Schedule) -> Origin:
+    """The settings of this run that a recorded step is stored with."""
+    data, engine = config.data, config.engine
+    sequence = data.sequence if data.packing or data.kind == "synthetic" else 0  # padded rows differ in length
+    return Origin(
+        choose_layers(config, schedule), engine.ac, data.microbatch, sequence, config.model.dtype, config.mesh.tp,
+        engine.compile, config.lora is not None,
+    )  # fmt: skip
+
+
+def load_layer_costs(config: RunConfig) -> LayerCosts | None:
+    """`schedule.costs`: the costs of layers from a file, or estimated for a GPU. None if it is not set."""
+    from zeropipe.estimating.estimate import estimate
+    from zeropipe.estimating.gpus import GPUS
+    from zeropipe.sim.fit import load_costs
+
+    source = config.schedule.costs
+    if source is None:
+        return None
+    if not has_suffix(source, *COSTS):
+        dtype = config.model.dtype if config.model.dtype != "float64" else "float32"
+        if source.lower() not in GPUS:
+            raise ConfigError(
+                f"schedule.costs={source!r} must be a costs file (.json, .toml) or one of the GPUs {', '.join(GPUS)}"
+            )
+        return estimate(
+            open_shapes(config), gpu=source, sequence=config.data.sequence, dtype=dtype, ac=config.engine.ac,
+            microbatch_size=config.data.microbatch, tp=config.mesh.tp, compile=config.engine.compile,
+        )  # fmt: skip
+    costs = load_costs(source)
+    if not isinstance(costs, LayerCosts):
+        raise ConfigError(
+            f"schedule.costs={source!r} has no costs of layers; create it with `zeropipe profile` or `estimate`"
+        )
+    if len(costs.layers) != count_layers(config):
+        raise ConfigError(
+            f"schedule.costs={source!r} is for {costs.model} with {count_text(len(costs.layers), 'layer')}, the model "
+            f"has {count_layers(config)}; create it for this model"
+        )
+    return costs

@@ -1,0 +1,103 @@
+"""Predicted costs of a run's stages: `schedule.costs` with the run's own layout and optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import inf
+
+from zeropipe.core.layers import check_counts, layer_counts
+from zeropipe.core.origin import Origin
+from zeropipe.core.placement import Placement, Problem
+from zeropipe.errors import ConfigError
+from zeropipe.planning.layouts import Layout
+from zeropipe.planning.rows import Candidate
+from zeropipe.planning.score import RESERVE, Scene, costs_of
+from zeropipe.sim.costs import Costs
+from zeropipe.sim.layer_costs import LayerCosts, State
+from zeropipe.sim.refit import setting_of_run
+from zeropipe.train.config.models import RunConfig
+from zeropipe.train.inputs import load_layer_costs
+
+_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
+_NUM_MOMENTS = {"adamw": 2, "adam": 2, "sgd": 0, "adafactor": 0}  # optimizer tensors of a parameter's size
+
+
+@dataclass(frozen=True)
+class RunCosts:
+    """The costs of stages in the run of a training file with `schedule.costs`, for any schedule."""
+
+    config: RunConfig
+    path: str  # of the training file, for errors
+    source: str = "training file"
+
+    @property
+    def model(self) -> str:
+        return self.config.model.path
+
+    def of(self, problem: Problem, placement: Placement, layers: Sequence[int] | None = None) -> Costs:
+        """The costs of each stage.
+
+        `layers` defaults to `schedule.layers`, where that is for as many stages, else layers are spread evenly.
+        """
+        costs = load_layer_costs(self.config)
+        assert costs is not None
+        if reason := explain_mismatch(self.config, costs):
+            raise ConfigError(f"{self.path}: {reason}; or pass --costs")
+        table = self.config.schedule
+        layers = table.layers if layers is None else layers
+        counts = () if layers is None else check_counts(layers, costs.num_layers)
+        if len(counts) != problem.num_stages:
+            counts = layer_counts(costs.num_layers, problem.num_stages, table.first_less, table.last_less)
+        limit = memory_limit(costs)
+        scene = Scene(
+            replace(costs, state=state_bytes(self.config)), table.gpus_per_node, inf if limit is None else limit, None
+        )
+        return costs_of(scene, make_candidate(self.config, problem), counts, placement)
+
+
+def explain_mismatch(config: RunConfig, costs: LayerCosts) -> str:
+    """Why `costs` cannot predict this run; empty if they can."""
+    data, engine = config.data, config.engine
+    origin = Origin(
+        (), engine.ac, data.microbatch, data.sequence, config.model.dtype, config.mesh.tp, engine.compile,
+        config.lora is not None,
+    )  # fmt: skip
+    try:
+        setting_of_run(costs, origin)
+    except ConfigError as error:
+        return f"no prediction: {error}"
+    return ""
+
+
+def make_candidate(config: RunConfig, problem: Problem, name: str = "") -> Candidate:
+    """The run as a candidate of the planner."""
+    mesh = config.mesh
+    return Candidate(
+        Layout(problem.num_ranks, mesh.dp_shard, mesh.tp, mesh.dp_replicate), name, problem.stages_per_rank,
+        problem.num_microbatches, config.data.microbatch, config.engine.ac, "", config.engine.shards,
+    )  # fmt: skip
+
+
+def memory_limit(costs: LayerCosts) -> float | None:
+    """Bytes of a GPU that a run may use; None if the GPU's memory is not known."""
+    memory = costs.machine.get("memory")
+    return memory - RESERVE if isinstance(memory, (int, float)) and memory > RESERVE else None
+
+
+def state_bytes(config: RunConfig) -> State:
+    """Bytes per parameter of weights, gradients and optimizer. Float32 master weights count as optimizer state."""
+    size = _BYTES[config.model.dtype]
+    if config.lora is not None:  # the adapter's own state is negligible
+        return State(size, 0, 0)
+    masters = master_bytes(config)
+    optimizer = config.optimizer
+    moments = _NUM_MOMENTS[optimizer.name] + (optimizer.name == "sgd" and optimizer.momentum > 0)
+    trained = masters or size
+    return State(size, trained, masters + moments * trained)
+
+
+def master_bytes(config: RunConfig) -> int:
+    """Bytes per parameter of float32 master weights; 0 without them."""
+    has_masters = config.model.dtype == "bfloat16" and config.optimizer.master_weights and config.lora is None
+    return 4 if has_masters else 0
