@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from train_data import all_samples, opened, run_of
+from train_samples import all_samples, opened, run_of
 
 import zeropipe as zp
 from zeropipe.cli import main

@@ -1,4 +1,4 @@
-"""What local ranks run in test_train.py and test_train_resume.py: training with something that happens in between."""
+"""Functions that local ranks run in the tests of `zeropipe train`: training in which something is made to happen."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from paths import DOCS
-from train_files import GOOD
+from training_files import GOOD
 
 import zeropipe as zp
 from zeropipe.errors import ConfigError

@@ -14,7 +14,7 @@ from train_cases import (
     train_without_export,
     train_without_room,
 )
-from train_helpers import metrics_of, model_directory, pool, run_config, train_on
+from train_runs import metrics_of, model_directory, pool, run_config, train_on
 
 from zeropipe.errors import EngineError
 from zeropipe.train.loop import kept

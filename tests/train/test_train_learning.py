@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from train_helpers import TINY, metrics_of, run_config, train_on
+from train_runs import TINY, metrics_of, run_config, train_on
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from zeropipe.train.loop.kept import marked, steps_in

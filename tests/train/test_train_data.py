@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from train_data import MARKED, all_samples, opened, run_of, samples_of, save_tokenizer
+from train_samples import MARKED, all_samples, opened, run_of, samples_of, save_tokenizer
 
 from zeropipe.errors import ConfigError
 from zeropipe.train.data import open_data, open_evaluation, prepare

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from train_files import GOOD
+from training_files import GOOD
 
 import zeropipe as zp
 from zeropipe.cli.app import address

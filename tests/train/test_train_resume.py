@@ -13,7 +13,7 @@ import time
 import pytest
 from paths import HELPERS
 from train_cases import train_killed, train_not_finite, train_signalled
-from train_helpers import metrics_of, model_directory, pool, run_config, train_on
+from train_runs import metrics_of, model_directory, pool, run_config, train_on
 
 from zeropipe.engine.run.launch import Failed
 from zeropipe.errors import EngineError

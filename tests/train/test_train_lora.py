@@ -9,7 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from train_cases import train_signalled
-from train_helpers import difference, model_directory, plain_training, pool, run_config, train_on
+from train_runs import difference, model_directory, plain_training, pool, run_config, train_on
 from transformers import AutoModelForCausalLM
 
 from zeropipe.engine.checkpoint.convert import convert

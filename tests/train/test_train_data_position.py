@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from train_data import CHAT, opened, run_of, samples_of, save_tokenizer
+from train_samples import CHAT, opened, run_of, samples_of, save_tokenizer
 
 from zeropipe.errors import ConfigError, EngineError
 from zeropipe.train.data import open_data, prepare

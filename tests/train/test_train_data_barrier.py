@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("torch", reason="needs torch")
 import torch.distributed as dist
-from train_data import run_of
+from train_samples import run_of
 
 from zeropipe.errors import ConfigError, EngineError
 from zeropipe.train.data import prepare, preparing

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from train_cases import train_counting, train_not_finite, train_unlike
-from train_helpers import difference, metrics_of, model_directory, plain_training, pool, run_config, train_on
+from train_runs import difference, metrics_of, model_directory, plain_training, pool, run_config, train_on
 from transformers import AutoModelForCausalLM
 
 from zeropipe.errors import ConfigError

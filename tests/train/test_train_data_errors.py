@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from train_data import CHAT, opened, run_of, save_tokenizer
+from train_samples import CHAT, opened, run_of, save_tokenizer
 
 from zeropipe.errors import ConfigError
 

@@ -4,8 +4,8 @@ import os
 
 import pytest
 from train_cases import train_told
-from train_data import opened, run_of
-from train_helpers import model_directory, pool, run_config
+from train_runs import model_directory, pool, run_config
+from train_samples import opened, run_of
 
 from zeropipe.errors import EngineError
 from zeropipe.train.data import prepare
