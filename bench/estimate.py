@@ -14,9 +14,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from zeropipe.core.model.configs import CONFIGS
 from zeropipe.engine.run.launch import LocalRanks
 from zeropipe.estimating.estimate import estimate
-from zeropipe.estimating.known import CONFIGS
 from zeropipe.profiling.measure import profile
 from zeropipe.profiling.spec import ProfileJob, settings_of
 from zeropipe.sim.layer_costs import LayerCost, LayerCosts, Setting

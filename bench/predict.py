@@ -44,7 +44,7 @@ from step import M_MMAP_THRESHOLD, pin
 
 import zeropipe as zp
 from zeropipe.core.action import Kind
-from zeropipe.core.probe import Probe, Profile, split_schedule, whole_schedule
+from zeropipe.core.model.probe import Probe, Profile, split_schedule, whole_schedule
 from zeropipe.engine import CausalLMLoss, Engine, hf_stages
 from zeropipe.engine.run.job import synthetic
 from zeropipe.engine.run.launch import LocalRanks

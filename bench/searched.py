@@ -27,7 +27,7 @@ from step import Block, MeanSquare, pin
 from torch import Tensor, nn
 
 import zeropipe as zp
-from zeropipe.core.layers import layer_counts
+from zeropipe.core.model.layers import layer_counts
 from zeropipe.engine import Engine
 from zeropipe.engine.run.launch import LocalRanks
 from zeropipe.sim.costs import Link

@@ -9,12 +9,12 @@ from app_client import ask, client, told
 
 import zeropipe as zp
 from zeropipe.app import opened, planning
-from zeropipe.estimating.known import COUNTED, KNOWN
+from zeropipe.core.model.configs import CONFIGS_BY_COUNT, CONFIGS_BY_SHAPE
 from zeropipe.planning.write import write_run
 from zeropipe.sim.layer_file import to_layer_json
 
 ODD = 'my "own" \N{ROCKET}\x7f.json'
-QWEN3 = KNOWN["qwen3-0.6b"]
+QWEN3 = CONFIGS_BY_SHAPE["qwen3-0.6b"]
 PROFILE = replace(zp.estimate(QWEN3, ac=["none", "full"]), model="tiny-qwen3", source="profile", layers=("dense",) * 4)
 COSTS = json.loads(to_layer_json(PROFILE))
 SMALL = {"model": "qwen3-0.6b", "gpus": 4, "batch": 16, "sequence": 2048, "gpu": "h100"}
@@ -181,13 +181,13 @@ def test_known_models_and_gpus_are_listed():
     assert facts["models"]["qwen3-8b"] == pytest.approx(8.19e9, rel=0.01)
     assert facts["gpus"]["h200"] == 141
     assert facts["models"]["gpt-oss-20b"] == pytest.approx(20.9e9, rel=0.01)
-    assert facts["counted"] == list(COUNTED)
+    assert facts["counted"] == list(CONFIGS_BY_COUNT)
 
 
 def test_without_torch_what_has_to_be_counted_is_left_out_and_refused(monkeypatch):
     monkeypatch.setattr(opened, "can_count", lambda: False)
     facts = json.loads(client.get("/api/known").text)
-    assert (set(facts["models"]), facts["counted"]) == (set(KNOWN), [])
+    assert (set(facts["models"]), facts["counted"]) == (set(CONFIGS_BY_SHAPE), [])
     status, answer = ask("plan", {**SMALL, "model": "gpt-oss-20b"})
     assert (status, len(told(answer, "model"))) == (422, 1)
     assert "needs torch and transformers: pip install 'zeropipe[engine]'" in told(answer, "model")[0]

@@ -11,7 +11,7 @@ from page_fixtures import drop, rows, settle
 
 import zeropipe as zp
 from zeropipe.app import planning
-from zeropipe.estimating.known import KNOWN
+from zeropipe.core.model.configs import CONFIGS_BY_SHAPE
 from zeropipe.sim.layer_file import to_layer_json
 
 ASKED = "plan?model=qwen3-0.6b&gpus=2&gpus_per_node=2&batch=8&sequence=1024"
@@ -72,7 +72,7 @@ def test_back_leads_to_the_plan_before_and_a_wrong_link_keeps_its_words(visit):
 def test_an_own_file_is_dropped_planned_saved_as_a_run_and_kept_by_the_link_or_the_tab(visit, monkeypatch):
     monkeypatch.setattr(planning, "MOST", 3)
     page = visit("plan", wait=".own")
-    drop(page, "mine.json", json.dumps(KNOWN["qwen3-0.6b"]))
+    drop(page, "mine.json", json.dumps(CONFIGS_BY_SHAPE["qwen3-0.6b"]))
     page.wait_for_selector("#own-note:has-text('qwen3, 28 layers. The link carries it.')")
     page.click("#form button[type=submit]")
     page.wait_for_selector("#save-run:enabled")
@@ -97,7 +97,7 @@ def test_an_own_file_is_dropped_planned_saved_as_a_run_and_kept_by_the_link_or_t
     page.reload()
     page.wait_for_selector("main[aria-busy=true]")
     assert [(one["model"], len(one["file"])) for one in asked[::2]] == [
-        ("mine.json", len(json.dumps(KNOWN["qwen3-0.6b"]))),
+        ("mine.json", len(json.dumps(CONFIGS_BY_SHAPE["qwen3-0.6b"]))),
         ("config.json", 30_000 + len('{"model_type": ""}')),
     ]
     page.evaluate("history.replaceState(null, '', location.href.replace(/[0-9]$/, 'x'))")  # of another text

@@ -69,7 +69,7 @@ def test_all_fields(run, tmp_path):
     "text, words",
     [
         ('schedul = "zbv"', "bad.toml: unknown field 'schedul': did you mean 'schedule'?"),
-        ("colour = 1", "unknown field 'colour': known are schedule, ranks"),
+        ("colour = 1", "unknown field 'colour': use one of schedule, ranks"),
         ("f = 1", "unknown field 'f': costs belong into a table [costs]"),
         ("schedule = 3", "schedule=3: the name of a schedule is needed"),
         ("schedule = []", "schedule=[]: the name of a schedule is needed"),

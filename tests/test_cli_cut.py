@@ -7,8 +7,8 @@ import pytest
 import test_layer_costs as toy
 
 import zeropipe as zp
-from zeropipe.core.json import from_json, to_json
-from zeropipe.core.origin import Origin
+from zeropipe.core.formats.json import from_json, to_json
+from zeropipe.core.timeline import Origin
 from zeropipe.errors import ScheduleError
 from zeropipe.sim.layer_costs import LayerCost
 from zeropipe.sim.layer_file import from_layer_json, to_layer_json

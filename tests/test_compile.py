@@ -18,7 +18,7 @@ from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 
 import zeropipe as zp
-from zeropipe.core.checkpointing import Checkpointing
+from zeropipe.core.model.checkpointing import Checkpointing
 from zeropipe.engine import torch_private
 from zeropipe.engine.backward import ops
 from zeropipe.engine.backward.autograd import AutogradSplit

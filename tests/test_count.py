@@ -5,12 +5,12 @@ import json
 import pytest
 from paths import DOCS
 
-from zeropipe.core.checkpointing import Checkpointing
+from zeropipe.core.model.checkpointing import Checkpointing
+from zeropipe.core.model.configs import CONFIGS_BY_COUNT, COUNTED_PARAMETERS
 from zeropipe.errors import ConfigError
 from zeropipe.estimating.counted import CountedModel
 from zeropipe.estimating.estimate import estimate, num_parameters
 from zeropipe.estimating.gpus import find_gpu
-from zeropipe.estimating.known import COUNTED, COUNTED_PARAMETERS
 from zeropipe.estimating.model import ShapedModel, open_model
 from zeropipe.estimating.operators import Sizes
 from zeropipe.estimating.price import Pricing, layer_cost
@@ -89,13 +89,15 @@ def test_what_is_counted_is_what_shapes_say(kind):
                 assert found[end].activation == pytest.approx(known[end].activation, rel=0.01, abs=1e5)
 
 
-@pytest.mark.parametrize("name", ["gpt-oss-20b", *(pytest.param(name, marks=pytest.mark.full) for name in COUNTED)])
+@pytest.mark.parametrize(
+    "name", ["gpt-oss-20b", *(pytest.param(name, marks=pytest.mark.full) for name in CONFIGS_BY_COUNT)]
+)
 def test_names_that_are_counted_have_their_parameters(name):
     assert num_parameters(name) == COUNTED_PARAMETERS[name]
 
 
 def test_every_name_that_is_counted_says_how_many_parameters():
-    assert COUNTED.keys() == COUNTED_PARAMETERS.keys()
+    assert CONFIGS_BY_COUNT.keys() == COUNTED_PARAMETERS.keys()
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,10 @@ import pytest
 from paths import DOCS
 
 import zeropipe as zp
+from zeropipe.core.model.configs import CONFIGS_BY_SHAPE
 from zeropipe.errors import ConfigError
 from zeropipe.estimating.estimate import estimate, num_parameters
 from zeropipe.estimating.gpus import GPUS
-from zeropipe.estimating.known import KNOWN
 from zeropipe.estimating.shapes import FAMILIES, shape_of
 from zeropipe.sim.layer_file import from_layer_json, to_layer_json
 
@@ -29,7 +29,7 @@ PUBLISHED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("name", CONFIGS_BY_SHAPE)
 def test_parameters_are_the_published_ones(name):
     total, active = num_parameters(name)
     assert total / 1e9 == pytest.approx(PUBLISHED[name][0], rel=0.015)
@@ -48,7 +48,7 @@ def test_flops_are_two_per_parameter_and_token_and_those_of_attention(name):
 
 
 def test_the_parts_of_a_model_add_up_to_all_its_parameters():
-    for name in KNOWN:
+    for name in CONFIGS_BY_SHAPE:
         found = estimate(name)
         kinds = found.settings[0].kinds
         total = sum(kinds[kind].parameters for kind in (*found.layers, *found.before, *found.after))
@@ -85,8 +85,8 @@ def transformers_model(config):
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_weights_are_those_of_transformers(kind):
-    config = next((dict(facts) for facts in KNOWN.values() if facts["model_type"] == kind), None)
-    config = config or {**KNOWN["llama-3-8b"], "model_type": kind, "pad_token_id": 0}
+    config = next((dict(facts) for facts in CONFIGS_BY_SHAPE.values() if facts["model_type"] == kind), None)
+    config = config or {**CONFIGS_BY_SHAPE["llama-3-8b"], "model_type": kind, "pad_token_id": 0}
     config |= {"num_hidden_layers": 4, **NEEDED.get(kind, {})}
     config.pop("sliding_window_pattern", None)
     made, wanted = transformers_model(config)
@@ -218,14 +218,20 @@ def test_it_is_marked_as_an_estimate_and_makes_a_round_trip(tmp_path):
 
 
 def test_text_fields_beside_those_of_the_vision_are_read():
-    text = {**KNOWN["qwen2.5-7b"], "model_type": "qwen2_5_vl", "vision_config": {"depth": 32, "hidden_size": 1280}}
+    text = {
+        **CONFIGS_BY_SHAPE["qwen2.5-7b"],
+        "model_type": "qwen2_5_vl",
+        "vision_config": {"depth": 32, "hidden_size": 1280},
+    }
     assert num_parameters(text) == num_parameters("qwen2.5-7b")
     assert shape_of(text).layers == shape_of("qwen2.5-7b").layers
 
 
 def test_a_config_file_and_a_directory_are_the_known_model(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(KNOWN["qwen3-8b"]))
-    (tmp_path / "other.json").write_text(json.dumps({"model_type": "some_vlm", "text_config": KNOWN["qwen3-8b"]}))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS_BY_SHAPE["qwen3-8b"]))
+    (tmp_path / "other.json").write_text(
+        json.dumps({"model_type": "some_vlm", "text_config": CONFIGS_BY_SHAPE["qwen3-8b"]})
+    )
     known = estimate("qwen3-8b")
     for path in (tmp_path, tmp_path / "config.json", tmp_path / "other.json"):
         assert replace(estimate(str(path)), model="qwen3-8b") == known
@@ -243,7 +249,7 @@ def test_a_config_file_and_a_directory_are_the_known_model(tmp_path):
 )
 def test_configs_that_cannot_be_estimated_are_refused(change, message):
     with pytest.raises(ConfigError) as error:
-        estimate({**KNOWN["qwen3-8b"], **change})
+        estimate({**CONFIGS_BY_SHAPE["qwen3-8b"], **change})
     assert message in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -251,10 +257,10 @@ def test_configs_that_cannot_be_estimated_are_refused(change, message):
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b", "deepseek-v3", "gemma-3-1b"])
 def test_a_config_with_anything_in_it_is_estimated_or_refused(name):
     more = ("layer_types", "mlp_only_layers", "decoder_sparse_step", "sliding_window", "text_config", "head_dim")
-    for key in {*KNOWN[name], *more}:
+    for key in {*CONFIGS_BY_SHAPE[name], *more}:
         for junk in (None, -1, 1.5, "x", [1], {"a": 1}, True, 10**30, 2**31):
             with suppress(ConfigError):  # anything else fails
-                estimate({**KNOWN[name], key: junk})
+                estimate({**CONFIGS_BY_SHAPE[name], key: junk})
 
 
 @pytest.mark.parametrize(
@@ -319,7 +325,13 @@ def test_mistakes_on_the_command_line_are_told_in_one_line(args, capsys):
 
 def test_memory_is_what_the_engine_was_seen_to_hold():
     """Bytes per token that `zeropipe profile` recorded on a CPU, bfloat16, eager: up to the norms' inverse roots."""
-    shape = {**KNOWN["qwen3-8b"], "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 8, "head_dim": 32}
+    shape = {
+        **CONFIGS_BY_SHAPE["qwen3-8b"],
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 8,
+        "head_dim": 32,
+    }
     shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 2048}
     found = estimate(shape, sequence=256, compile=False, ac=["none", "full"])
     none, full = (setting.kinds for setting in found.settings)

@@ -13,7 +13,7 @@ import pytest
 
 import zeropipe as zp
 from zeropipe.cli import main
-from zeropipe.core.layers import layer_counts
+from zeropipe.core.model.layers import layer_counts
 from zeropipe.core.workers import WorkerMemoryError
 from zeropipe.errors import ConfigError
 from zeropipe.planning import pool, refine

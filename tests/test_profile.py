@@ -8,7 +8,7 @@ import pytest
 
 import zeropipe as zp
 from zeropipe.cli.profile import _with_sheet
-from zeropipe.core.probe import (
+from zeropipe.core.model.probe import (
     Piece,
     Ping,
     Probe,

@@ -10,7 +10,7 @@ import pytest
 import script_runner
 
 import zeropipe as zp
-from zeropipe.core.origin import Origin
+from zeropipe.core.timeline import Origin
 
 torch = pytest.importorskip("torch", reason="needs torch")
 from zeropipe.cli import main  # noqa: E402

@@ -285,8 +285,8 @@ def test_an_interrupt_returns_the_best_so_far():
 @pytest.mark.parametrize(
     "options,message",
     [
-        ({"ranks": 0}, "ranks=0: a whole number from 1 on is needed"),
-        ({"microbatches": 2.5}, "microbatches=2.5: a whole number"),
+        ({"ranks": 0}, "ranks=0: must be a positive integer"),
+        ({"microbatches": 2.5}, "microbatches=2.5: must be a positive integer"),
         (
             {"stages_per_rank": 2, "placement": zp.linear},
             "linear has one stage per rank, not 2: choose loop, vee or all",

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeropipe.core.layers import check_counts, counts_text, layer_counts, num_stages_for, ranges
+from zeropipe.core.model.layers import check_counts, counts_text, layer_counts, num_stages_for, ranges
 from zeropipe.errors import ConfigError
 
 

@@ -79,7 +79,7 @@ def test_ranks_that_are_not_there_are_refused():
             hf_stages(CONFIGS["llama"](), TWO, rank)
         with pytest.raises(ConfigError, match=f"rank={rank!r}"):
             module_stages([nn.Linear(2, 2)] * 2, TWO, rank)
-    with pytest.raises(ConfigError, match="num_ranks=0: a whole number from 1 on is needed"):
+    with pytest.raises(ConfigError, match="num_ranks=0: must be a positive integer"):
         LocalRanks(0)
 
 

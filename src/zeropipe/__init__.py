@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from zeropipe.balancing.balance import balance
     from zeropipe.core.action import Action, Kind, Overlap
     from zeropipe.core.check import check
-    from zeropipe.core.csv import from_csv, to_csv
-    from zeropipe.core.json import from_json, to_json
+    from zeropipe.core.formats.csv import from_csv, to_csv
+    from zeropipe.core.formats.json import from_json, to_json
     from zeropipe.core.lower import lower
     from zeropipe.core.placement import Placement, Problem, linear, loop, mirror, vee
     from zeropipe.core.schedule import Program, Schedule
@@ -35,8 +35,8 @@ __version__ = "0.1.0"
 _HOMES = {
     "zeropipe.core.action": ("Action", "Kind", "Overlap"),
     "zeropipe.core.check": ("check",),
-    "zeropipe.core.csv": ("from_csv", "to_csv"),
-    "zeropipe.core.json": ("from_json", "to_json"),
+    "zeropipe.core.formats.csv": ("from_csv", "to_csv"),
+    "zeropipe.core.formats.json": ("from_json", "to_json"),
     "zeropipe.core.lower": ("lower",),
     "zeropipe.core.placement": ("Placement", "Problem", "linear", "loop", "mirror", "vee"),
     "zeropipe.core.schedule": ("Program", "Schedule"),

@@ -8,7 +8,7 @@ from reference_simulator import reference_simulate
 import zeropipe as zp
 from zeropipe.core import jit
 from zeropipe.core.action import Action, Kind, Overlap, parse_action
-from zeropipe.core.csv import program_from_csv
+from zeropipe.core.formats.csv import program_from_csv
 from zeropipe.core.packed import PackedRows, pack
 from zeropipe.core.schedule import Program, Schedule
 

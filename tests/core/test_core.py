@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zeropipe as zp
-from zeropipe.core import csv, jit
+from zeropipe.core import jit
 from zeropipe.core.action import COMM, COMPUTE, SHARDING, Action, Kind, Overlap, actions_of, parse_step, partner
 from zeropipe.core.explain import idle
+from zeropipe.core.formats import csv
 from zeropipe.core.needs import dependencies, key_name, needs
 from zeropipe.core.packed import decode, encode, pack, unpack
 from zeropipe.core.placement import recognise
@@ -261,8 +262,11 @@ def plus(a, b):
     "change,words",
     [
         ({"num_weight_part": 4}, "unknown field 'num_weight_part': did you mean 'num_weight_parts'?"),
-        ({"costs": {"f": 2}}, "unknown field 'costs': known are zeropipe, type, name,"),
-        ({"placement": {"copies": [[0, 1]], "split": None, "second_from": 1}}, "'second_from' of the placement: known"),
+        ({"costs": {"f": 2}}, "unknown field 'costs': use one of zeropipe, type, name,"),
+        (
+            {"placement": {"copies": [[0, 1]], "split": None, "second_from": 1}},
+            "'second_from' of the placement: use one of",
+        ),
         ({"type": "program"}, "type 'program': 'schedule' and 'timeline' are known"),
     ],
 )

@@ -4,8 +4,8 @@ import tracemalloc
 
 import pytest
 
+from zeropipe.core.formats.parse import parse_json, parse_toml
 from zeropipe.core.limits import COMMAND_LINE, PAGE, require_costs
-from zeropipe.core.parse import parse_json, parse_toml
 from zeropipe.errors import ConfigError
 
 

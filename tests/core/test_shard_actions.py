@@ -6,7 +6,7 @@ import pytest
 
 import zeropipe as zp
 from zeropipe.core.action import COMM, COMPUTE, SHARDING, Kind, actions_of
-from zeropipe.core.csv import program_from_csv
+from zeropipe.core.formats.csv import program_from_csv
 from zeropipe.core.jit import Jitted
 from zeropipe.core.resize import resized
 from zeropipe.core.shards import AHEAD, POLICIES, check_shards

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zeropipe.core.csv import from_csv
+from zeropipe.core.formats.csv import from_csv
 from zeropipe.core.schedule import Schedule
 from zeropipe.engine import Engine
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from engine_helpers import SquareLoss, blocks, microbatches, own
 
-from zeropipe.core.json import to_json
+from zeropipe.core.formats.json import to_json
 from zeropipe.core.schedule import Schedule
 from zeropipe.engine import Engine
 from zeropipe.engine.run.torch_runtime import torch_runtime

@@ -10,7 +10,7 @@ import pytest
 from reference_simulator import reference_simulate
 
 import zeropipe as zp
-from zeropipe.core.torch_trace import from_torch_traces
+from zeropipe.core.formats.torch_trace import from_torch_traces
 from zeropipe.errors import ConfigError, ScheduleError
 from zeropipe.sim.costs import Link, costs_data, costs_from
 from zeropipe.sim.fit import fit

@@ -10,9 +10,8 @@ from reference_simulator import reference_simulate
 import zeropipe as zp
 from zeropipe.core.action import Kind
 from zeropipe.core.explain import critical_path, idle
-from zeropipe.core.needs import dependencies
+from zeropipe.core.needs import dependencies, free_sends
 from zeropipe.core.packed import decode
-from zeropipe.core.phases import free_sends
 from zeropipe.sim.compare import compare
 from zeropipe.sim.costs import Link
 

@@ -12,10 +12,10 @@ from training_files import GOOD
 import zeropipe as zp
 from zeropipe.cli.app import address
 from zeropipe.cli.request import request_of
+from zeropipe.core.model.configs import CONFIGS_BY_SHAPE
 from zeropipe.engine.run.spec import Job, layers_of
 from zeropipe.estimating.counted import CountedModel
 from zeropipe.estimating.estimate import num_parameters
-from zeropipe.estimating.known import KNOWN
 from zeropipe.planning.write import write_run
 from zeropipe.sim.layer_file import to_layer_json
 from zeropipe.train.config.read import read_run
@@ -58,7 +58,7 @@ def test_a_plans_file_is_shown_as_it_is(model, tmp_path, monkeypatch, run):
     """Names and configs have shapes and no weights: enough for a dry run, with the plan's own numbers, not to train."""
     monkeypatch.chdir(tmp_path)
     Path("shapes").mkdir()
-    Path("shapes/config.json").write_text(json.dumps(KNOWN["qwen3-1.7b"]))
+    Path("shapes/config.json").write_text(json.dumps(CONFIGS_BY_SHAPE["qwen3-1.7b"]))
     made = zp.plan(model, pp=[2], tp=[1], schedules=["1f1b"], microbatch_sizes=[1], ac=["full"], **SIZES)
     write_run(made, made.best, "run.toml", model, "h100")
     status, out, _ = run("train", "run.toml", "--dry-run", "--json")

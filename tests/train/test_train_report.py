@@ -14,7 +14,7 @@ from reference_simulator import reference_simulate
 import zeropipe as zp
 
 pytest.importorskip("pydantic", reason="needs pydantic")
-from zeropipe.core.origin import Origin
+from zeropipe.core.timeline import Origin
 from zeropipe.sim.compare import compare
 from zeropipe.sim.layer_file import to_layer_json
 from zeropipe.train.config.models import (

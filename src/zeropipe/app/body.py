@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
-from zeropipe.core.parse import parse_json
+from zeropipe.core.formats.parse import parse_json
 
 
 class BoundedRequest(Request):

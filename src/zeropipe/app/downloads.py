@@ -12,7 +12,7 @@ from zeropipe.app.errors import Refusal
 from zeropipe.app.models import FileAsk, Format
 from zeropipe.app.uploads import Files
 from zeropipe.app.work import Plan, timelines_of
-from zeropipe.core.csv import to_csv
+from zeropipe.core.formats.csv import to_csv
 from zeropipe.core.timeline import Timeline
 from zeropipe.errors import ConfigError
 from zeropipe.viz import draw

@@ -9,13 +9,13 @@ from typing import Any
 
 from zeropipe.app.errors import Refusal
 from zeropipe.core.files import has_suffix
-from zeropipe.core.layers import above_layers
+from zeropipe.core.formats.parse import parse_json
 from zeropipe.core.limits import PLAN_DEPTH, PLAN_LAYERS, PLAN_SETTINGS
-from zeropipe.core.parse import parse_json
+from zeropipe.core.model.configs import CONFIGS_BY_COUNT, CONFIGS_BY_SHAPE, COUNTED_PARAMETERS
+from zeropipe.core.model.layers import above_layers
 from zeropipe.errors import ConfigError, short
 from zeropipe.estimating.counted import CountedModel
 from zeropipe.estimating.estimate import num_parameters
-from zeropipe.estimating.known import COUNTED, COUNTED_PARAMETERS, KNOWN
 from zeropipe.estimating.model import ShapedModel, open_model
 from zeropipe.sim.layer_costs import LayerCosts
 from zeropipe.sim.layer_file import from_layer_data, is_layer_data
@@ -32,17 +32,17 @@ def can_count() -> bool:
 
 def known_models() -> dict[str, int]:
     """Names that can be planned here, with their parameters."""
-    counted = {name: COUNTED_PARAMETERS[name][0] for name in COUNTED} if can_count() else {}
-    return {name: num_parameters(name)[0] for name in KNOWN} | counted
+    counted = {name: COUNTED_PARAMETERS[name][0] for name in CONFIGS_BY_COUNT} if can_count() else {}
+    return {name: num_parameters(name)[0] for name in CONFIGS_BY_SHAPE} | counted
 
 
 def require_known(model: str) -> None:
     """A Refusal for a name that cannot be planned here."""
-    if model in COUNTED and not can_count():
+    if model in CONFIGS_BY_COUNT and not can_count():
         need = "needs torch and transformers: pip install 'zeropipe[engine]'"
         raise Refusal(("model", f"model={short(model)}: its layers are counted, which {need}"))
-    if model not in KNOWN | COUNTED:
-        names = ", ".join([*KNOWN, *(COUNTED if can_count() else ())])
+    if model not in CONFIGS_BY_SHAPE | CONFIGS_BY_COUNT:
+        names = ", ".join([*CONFIGS_BY_SHAPE, *(CONFIGS_BY_COUNT if can_count() else ())])
         raise Refusal(("model", f"model={short(model)}: give a config.json, or choose one of {names}"))
 
 

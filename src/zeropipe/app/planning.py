@@ -15,14 +15,14 @@ from zeropipe.app.errors import Refusal
 from zeropipe.app.models import Size, Strict
 from zeropipe.app.opened import known_models, opened, require_known
 from zeropipe.app.work import costs_of
-from zeropipe.core.json import to_json
+from zeropipe.core.formats.json import to_json
 from zeropipe.core.limits import PAGE, PLAN_TEXT, num_actions
+from zeropipe.core.model.configs import CONFIGS_BY_COUNT, CONFIGS_BY_SHAPE
 from zeropipe.core.placement import Problem
 from zeropipe.errors import ConfigError, short
 from zeropipe.estimating.counted import CountedModel
 from zeropipe.estimating.estimate import estimate
 from zeropipe.estimating.gpus import GPUS, find_gpu
-from zeropipe.estimating.known import COUNTED, KNOWN
 from zeropipe.estimating.model import ShapedModel
 from zeropipe.planning.layouts import Layout
 from zeropipe.planning.plan import plan
@@ -91,7 +91,7 @@ class SearchAsk(Size):
 
 def known_call() -> Reply:
     models = known_models()
-    counted = [name for name in models if name in COUNTED]
+    counted = [name for name in models if name in CONFIGS_BY_COUNT]
     gpus = {name: gpu.memory / 1e9 for name, gpu in GPUS.items()}
     return Reply(encoded({"models": models, "counted": counted, "gpus": gpus, "max_file": PLAN_TEXT}))
 
@@ -122,7 +122,7 @@ def require_model(ask: PlanAsk) -> None:
 
 def is_quick(ask: PlanAsk) -> bool:
     """Whether the costs of its model are written down, and need not be kept."""
-    return ask.file is None and _name(ask) in KNOWN
+    return ask.file is None and _name(ask) in CONFIGS_BY_SHAPE
 
 
 def plan_call(ask: PlanAsk, most: int, dots: int) -> tuple[Reply, LayerCosts | None]:

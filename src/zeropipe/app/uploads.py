@@ -13,10 +13,10 @@ from typing import Any
 from zeropipe.app.errors import Refusal
 from zeropipe.app.models import Uploaded
 from zeropipe.core.check import check, check_csv
-from zeropipe.core.csv import from_csv
-from zeropipe.core.json import from_plain
+from zeropipe.core.formats.csv import from_csv
+from zeropipe.core.formats.json import from_plain
+from zeropipe.core.formats.parse import parse_json, parse_toml
 from zeropipe.core.limits import PAGE, require_costs, require_times
-from zeropipe.core.parse import parse_json, parse_toml
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Timeline
 from zeropipe.errors import ConfigError, ScheduleError

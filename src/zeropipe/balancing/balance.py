@@ -13,7 +13,7 @@ from zeropipe.balancing.simple import climb, equal_layers, spread
 from zeropipe.balancing.task import BalanceTask
 from zeropipe.core.action import B, F, W
 from zeropipe.core.jit import Floats, Ints, arrays
-from zeropipe.core.layers import layer_counts
+from zeropipe.core.model.layers import layer_counts
 from zeropipe.core.packed import kind_of, stage_of
 from zeropipe.core.placement import Placement, Problem
 from zeropipe.core.schedule import Schedule, require_schedule

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from zeropipe.cli.training_file import from_training_file, is_training_file
 from zeropipe.core.files import SCHEDULES, has_suffix, read_text
-from zeropipe.core.given import hint
+from zeropipe.core.formats.parse import parse_toml
 from zeropipe.core.limits import COMMAND_LINE
-from zeropipe.core.parse import parse_toml
 from zeropipe.core.placement import MAX_WEIGHT_PARTS
-from zeropipe.errors import ConfigError, short
+from zeropipe.errors import ConfigError, short, suggest
 
 if TYPE_CHECKING:
     from zeropipe.sim.costs import Costs
@@ -68,7 +67,7 @@ def _hint(name: str, known: list[str]) -> str:
 
     if name in {one.name for one in fields(Costs)}:
         return "costs belong into a table [costs]; a file of costs alone is given with --costs"
-    return hint(name, known)
+    return suggest(name, known)
 
 
 class _Wrong(Exception):

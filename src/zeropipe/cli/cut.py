@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from zeropipe.core.layers import check_counts, counts_text, layer_counts
+from zeropipe.core.model.layers import check_counts, counts_text, layer_counts
 from zeropipe.errors import ConfigError, short
 
 if TYPE_CHECKING:
-    from zeropipe.core.origin import Origin
     from zeropipe.core.placement import Placement, Problem
     from zeropipe.core.schedule import Schedule
+    from zeropipe.core.timeline import Origin
     from zeropipe.sim.costs import Costs
     from zeropipe.sim.layer_costs import LayerCosts, Setting
 

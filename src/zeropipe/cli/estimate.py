@@ -57,11 +57,11 @@ def efficiency_of(text: str | None) -> dict[str, Any] | None:
 
 
 def _print_known(as_json: bool) -> None:
+    from zeropipe.core.model.configs import CONFIGS_BY_SHAPE, COUNTED_PARAMETERS
     from zeropipe.estimating.estimate import num_parameters
     from zeropipe.estimating.gpus import GPUS
-    from zeropipe.estimating.known import COUNTED_PARAMETERS, KNOWN
 
-    counts = {name: num_parameters(name) for name in KNOWN} | COUNTED_PARAMETERS
+    counts = {name: num_parameters(name) for name in CONFIGS_BY_SHAPE} | COUNTED_PARAMETERS
     if as_json:
         models = {name: dict(zip(("parameters", "active"), both, strict=True)) for name, both in counts.items()}
         output.print_json(

@@ -12,7 +12,7 @@ import click
 from zeropipe.cli import options as opt
 from zeropipe.cli import output
 from zeropipe.cli.estimate import efficiency_of
-from zeropipe.core.layers import counts_text
+from zeropipe.core.model.layers import counts_text
 from zeropipe.core.units import count_text, gigabytes
 from zeropipe.errors import ConfigError
 

@@ -17,7 +17,7 @@ from zeropipe.cli.run import Seconds
 from zeropipe.errors import ConfigError, short
 
 if TYPE_CHECKING:
-    from zeropipe.core.probe import Profile
+    from zeropipe.core.model.probe import Profile
     from zeropipe.core.timeline import Timeline
     from zeropipe.profiling.spec import ProfileJob
     from zeropipe.sim.layer_costs import LayerCosts
@@ -78,8 +78,8 @@ def profile(
 def _costs(model: str, corrected: bool, given: dict[str, Any]) -> LayerCosts | None:
     """Measured, or read from a file that is to be corrected."""
     from zeropipe.core.files import read_text
+    from zeropipe.core.formats.parse import parse_json
     from zeropipe.core.limits import COMMAND_LINE
-    from zeropipe.core.parse import parse_json
     from zeropipe.sim.layer_file import from_layer_data, is_layer_data
     from zeropipe.sim.profiled import layer_costs
 
@@ -113,9 +113,8 @@ def _with_sheet(measured: Profile) -> dict[str, object]:
 
 
 def _job(model: str, data: Any, given: dict[str, Any]) -> ProfileJob:
-    from zeropipe.core.built_in import BUILT_IN
+    from zeropipe.core.model.configs import BUILT_IN, CONFIGS
     from zeropipe.engine.run.spec import Job, built_in
-    from zeropipe.estimating.known import CONFIGS
     from zeropipe.profiling.spec import ProfileJob, settings_of
 
     source: str | Mapping[str, Any]

@@ -136,7 +136,7 @@ def run(
         draw([t for r, guess in both for t in (text.label(r.measured.timeline, "measured", todo), guess)], report)
     if timeline_file:
         from zeropipe.core.files import write_whole
-        from zeropipe.core.json import to_json
+        from zeropipe.core.formats.json import to_json
         from zeropipe.engine.run.spec import origin_of
 
         recorded = results[0].measured.timeline
@@ -228,7 +228,7 @@ def _take_flags(given: Mapping[str, Any], wishes: dict[str, Any]) -> None:
 
 
 def _with_layers_per_stage(request: Request, per_stage: int, wishes: dict[str, Any]) -> Request:
-    from zeropipe.core.layers import num_stages_for
+    from zeropipe.core.model.layers import num_stages_for
     from zeropipe.engine.run.spec import Job, layers_of
 
     if wishes["layers"] or request.stages_per_rank:
@@ -243,7 +243,7 @@ def _with_layers_per_stage(request: Request, per_stage: int, wishes: dict[str, A
 
 def _job(built: list[Schedule], **given: Any) -> Job:
     from zeropipe.cli.cut import numbers_of
-    from zeropipe.core.built_in import BUILT_IN
+    from zeropipe.core.model.configs import BUILT_IN
     from zeropipe.engine.run.spec import Job, check_job, counts_of
 
     layers = given.pop("layers")
@@ -255,7 +255,7 @@ def _job(built: list[Schedule], **given: Any) -> Job:
     most = max(schedule.num_stages for schedule in built)
     if job.model in BUILT_IN and job.model.startswith("tiny") and job.num_layers is None:
         # a tiny model has a layer for every stage, and the same number for all schedules compared
-        job = replace(job, num_layers=sum(counts) if counts else max(BUILT_IN[job.model][0], most))
+        job = replace(job, num_layers=sum(counts) if counts else max(BUILT_IN[job.model]["num_hidden_layers"], most))
     check_job(job)
     for schedule in built:
         counts_of(job, schedule)

@@ -105,8 +105,8 @@ def print_ranking(results: list[Outcome]) -> None:
 
 def print_plan(built: list[Schedule], job: Job, as_json: bool) -> None:
     from zeropipe.core.action import Kind
-    from zeropipe.core.layers import ranges
     from zeropipe.core.lower import lower
+    from zeropipe.core.model.layers import ranges
     from zeropipe.engine.run.spec import counts_of
 
     plans: list[dict[str, Any]] = []

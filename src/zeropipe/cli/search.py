@@ -108,9 +108,9 @@ def _require_name(out: str) -> None:
 
 
 def _write(timeline: Timeline, out: str) -> None:
-    from zeropipe.core.csv import to_csv
     from zeropipe.core.files import has_suffix, write_whole
-    from zeropipe.core.json import to_json
+    from zeropipe.core.formats.csv import to_csv
+    from zeropipe.core.formats.json import to_json
     from zeropipe.viz import draw
 
     if has_suffix(out, ".json"):

@@ -56,7 +56,7 @@ def show(schedule: str, as_json: bool, **given: Any) -> None:
     zeropipe show measured.json       (a recorded timeline, as it was)
     """
     from zeropipe.cli.request import request_of
-    from zeropipe.core.json import to_json
+    from zeropipe.core.formats.json import to_json
     from zeropipe.viz import draw as picture
 
     request = request_of([schedule], given)
@@ -91,8 +91,8 @@ def draw(schedule: str, out: str, comms: bool, as_json: bool, **given: Any) -> N
     zeropipe draw zbv -p 4 -m 8 -o zbv.csv --comms
     """
     from zeropipe.cli.request import request_of
-    from zeropipe.core.csv import to_csv
     from zeropipe.core.files import has_suffix, require_writable, write_whole
+    from zeropipe.core.formats.csv import to_csv
     from zeropipe.core.lower import lower
     from zeropipe.viz import check_name
     from zeropipe.viz import draw as picture

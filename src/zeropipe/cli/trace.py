@@ -16,9 +16,8 @@ from zeropipe.errors import ConfigError, ZeropipeError
 
 if TYPE_CHECKING:
     from zeropipe.cli.cut import AsRun
-    from zeropipe.core.origin import Origin
     from zeropipe.core.schedule import Schedule
-    from zeropipe.core.timeline import Timeline
+    from zeropipe.core.timeline import Origin, Timeline
     from zeropipe.sim.costs import Costs
     from zeropipe.sim.layer_costs import LayerCosts
     from zeropipe.sim.megatron import Log
@@ -161,11 +160,11 @@ def timeline_of(files: tuple[str, ...]) -> Timeline:
 
 def _of_traces(files: tuple[str, ...], texts: list[str]) -> Timeline:
     from zeropipe.core.complete import check_complete
-    from zeropipe.core.json import from_plain
+    from zeropipe.core.formats.json import from_plain
+    from zeropipe.core.formats.parse import parse_json
+    from zeropipe.core.formats.torch_trace import from_torch_traces, is_torch_trace
     from zeropipe.core.limits import require_times
-    from zeropipe.core.parse import parse_json
     from zeropipe.core.timeline import Timeline
-    from zeropipe.core.torch_trace import from_torch_traces, is_torch_trace
 
     parsed = []
     for path, content in zip(files, texts, strict=True):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from zeropipe.core.action import SHARDING
 from zeropipe.core.complete import check_complete
-from zeropipe.core.csv import has_messages, program_from_csv
 from zeropipe.core.deadlock import deadlock
+from zeropipe.core.formats.csv import has_messages, program_from_csv
 from zeropipe.core.lower import lower_with
 from zeropipe.core.needs import Dependencies, dependencies
 from zeropipe.core.packed import is_joined

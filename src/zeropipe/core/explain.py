@@ -17,10 +17,9 @@ from typing import NamedTuple
 
 from zeropipe.core.action import Action, B, Kind, W
 from zeropipe.core.jit import Arrays, Floats, Ints
-from zeropipe.core.needs import dependencies
+from zeropipe.core.needs import dependencies, free_sends
 from zeropipe.core.packed import decode, is_joined, kind_of, stage_of
-from zeropipe.core.phases import free_sends
-from zeropipe.core.sharding import gathers
+from zeropipe.core.shard_timeline import gathers
 from zeropipe.core.timeline import Span, Timeline
 
 CAUSES = ("warm-up", "waiting for data", "communication", "cool-down", "other", "sharding")

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zeropipe.core.action import RECV_B, RECV_F, SEND_B, UNSHARD, Action, F, Kind, W, far_stage
+from zeropipe.core.action import RECV_B, RECV_F, SEND_B, UNSHARD, Action, B, F, I, Kind, W, far_stage
 from zeropipe.core.jit import Arrays, Ints, arrays
 from zeropipe.core.packed import PackedRows, kind_of, microbatch_of, stage_of
 from zeropipe.core.placement import Placement
@@ -141,3 +141,36 @@ def dependencies_kernel(  # type: ignore[no-untyped-def]
             base = copy_base(microbatch, second_from, num_stages)
             if tables[base + behind] != tables[base + stage]:
                 to[at] = tables[base + behind]
+
+
+def free_sends(deps: Dependencies, blocking: bool, blocking_ends: bool) -> tuple[Ints, Ints]:
+    """For each rank the first and the last of the actions whose sends do not block it.
+
+    That is all of its actions, with `blocking` none, with `blocking_ends` those of its steady state.
+    """
+    xp: Arrays = deps.arrays
+    begin, end = deps.offsets[:-1], deps.offsets[1:]
+    if blocking:
+        begin, end = end, begin
+    first, last = xp.list_ints(begin), xp.list_ints(end)
+    if blocking_ends:
+        xp.call(steady_kernel, deps.codes, deps.offsets, first, last)
+    return first, last
+
+
+def steady_kernel(codes, offsets, first, last):  # type: ignore[no-untyped-def]
+    """The steady state: from the last F before the first backward to the first backward after the last F."""
+    for rank in range(len(offsets) - 1):
+        first[rank] = offsets[rank + 1]
+        last[rank] = offsets[rank] - 1
+        forward = offsets[rank]
+        behind = False  # a backward has followed the latest F
+        for at in range(offsets[rank], offsets[rank + 1]):
+            kind = kind_of(codes[at])
+            if kind == F:
+                forward = at
+                behind = False
+            elif kind in (B, I) and not behind:
+                behind = True
+                first[rank] = min(first[rank], forward)
+                last[rank] = at

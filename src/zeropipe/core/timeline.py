@@ -10,10 +10,9 @@ from typing import NamedTuple
 from zeropipe.core import notebook
 from zeropipe.core.action import Action
 from zeropipe.core.jit import arrays
-from zeropipe.core.origin import Origin
 from zeropipe.core.packed import decode
 from zeropipe.core.schedule import Schedule
-from zeropipe.core.sharding import Sharding
+from zeropipe.core.shard_timeline import Sharding
 from zeropipe.core.units import percent, size_text, time_text
 
 ROUNDING = 1 + 1e-9  # two sums of times or sizes this near are the same
@@ -36,6 +35,20 @@ class Memory(NamedTuple):
 
     during: bytes
     after: bytes
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Costs of other settings say nothing about such a run."""
+
+    layers: tuple[int, ...]  # of each stage
+    ac: str = "none"
+    microbatch_size: int = 1  # sequences
+    sequence: int = 0  # tokens; 0 where they differ
+    dtype: str = "float32"
+    tp: int = 1
+    compile: bool = False
+    lora: bool = False
 
 
 @dataclass(frozen=True, repr=False)

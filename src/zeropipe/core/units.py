@@ -1,11 +1,17 @@
-"""Numbers for people: times, sizes and shares in few characters."""
+"""Numbers: from other libraries to Python, and to short texts for readers."""
 
 from __future__ import annotations
 
 from math import ceil, floor, log10
+from typing import Any
 
 _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 _BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "KB"), (1.0, "B"))  # as limits and GPUs have them
+
+
+def to_python(value: Any) -> Any:
+    """Python's own number, or list of numbers, for one of numpy, torch or jax; any other value unchanged."""
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def number(value: float, digits: int = 4) -> str:

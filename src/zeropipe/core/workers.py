@@ -53,6 +53,7 @@ class Limits(NamedTuple):
 
 NO_LIMITS = Limits()
 
+
 class Worker:
     """Runs one call at a time in a process, which starts with the first call and is replaced after a failure.
 

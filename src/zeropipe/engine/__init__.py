@@ -17,7 +17,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zeropipe.core.layers import layer_counts, num_stages_for
+    from zeropipe.core.model.layers import layer_counts, num_stages_for
     from zeropipe.engine.backward.gradients import main_gradients
     from zeropipe.engine.backward.linear import defer
     from zeropipe.engine.backward.store import WeightStore
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 # name -> module, imported when first used: plans need no torch
 _MODULE_OF = {
-    "layer_counts": "core.layers", "num_stages_for": "core.layers",
+    "layer_counts": "core.model.layers", "num_stages_for": "core.model.layers",
     "defer": "engine.backward.linear",
     "WeightStore": "engine.backward.store", "main_gradients": "engine.backward.gradients",
     "prepare_blocks": "engine.blocks.compiling",

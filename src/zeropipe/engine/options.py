@@ -6,7 +6,7 @@ import difflib
 from dataclasses import dataclass, fields
 from typing import Any
 
-from zeropipe.core.checkpointing import Checkpointing
+from zeropipe.core.model.checkpointing import Checkpointing
 from zeropipe.errors import ConfigError, short
 
 SPLITS = ("store", "autograd", "whole")

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from zeropipe.core.layers import above_layers
-from zeropipe.core.operator import Counted, Op
+from zeropipe.core.model.layers import above_layers
+from zeropipe.core.model.operators import Counted, Op
 from zeropipe.errors import ConfigError
 from zeropipe.estimating.operators import Sizes, loss, num_parameters
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from zeropipe.core.checkpointing import Checkpointing
-from zeropipe.errors import ConfigError, require_counts, short
+from zeropipe.core.model.checkpointing import Checkpointing
+from zeropipe.errors import ConfigError, require_positive_integers, short
 from zeropipe.estimating.counted import CountedModel
 from zeropipe.estimating.gpus import find_gpu
 from zeropipe.estimating.model import Model, ShapedModel, open_model
@@ -41,7 +41,7 @@ def estimate(
     lists = {"microbatch_size": microbatch_size, "tp": tp, "sequence": [sequence]}
     for name, value in lists.items():
         for one in [value] if isinstance(value, (int, bool)) or not isinstance(value, Sequence) else value:
-            require_counts(**{name: one})
+            require_positive_integers(**{name: one})
     if not isinstance(compile, bool):
         raise ConfigError(f"compile={short(compile)}: True or False is needed")
     settings = [

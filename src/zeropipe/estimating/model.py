@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
-from zeropipe.core.operator import Op
+from zeropipe.core.model.operators import Op
 from zeropipe.errors import ConfigError
 from zeropipe.estimating.counted import CountedModel
 from zeropipe.estimating.operators import Sizes, decoder, embedding, head, loss, num_parameters

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from zeropipe.core.operator import ADDED, ENDS, Op
+from zeropipe.core.model.operators import ADDED, ENDS, Op
 from zeropipe.estimating.shapes import Experts, Layer, Shape
 
 

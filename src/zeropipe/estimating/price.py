@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zeropipe.core.checkpointing import Checkpointing
-from zeropipe.core.operator import Op
+from zeropipe.core.model.checkpointing import Checkpointing
+from zeropipe.core.model.operators import Op
 from zeropipe.estimating.gpus import Gpu
 from zeropipe.sim.layer_costs import LayerCost
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from zeropipe.core.files import read_text
+from zeropipe.core.formats.parse import parse_json
 from zeropipe.core.limits import COMMAND_LINE
-from zeropipe.core.parse import parse_json
+from zeropipe.core.model.configs import CONFIGS
 from zeropipe.errors import ConfigError, short
-from zeropipe.estimating.known import CONFIGS
 
 MOST = 10**8  # of any size; the largest vocabularies have 3 * 10**5
 MOST_LAYERS = 10_000

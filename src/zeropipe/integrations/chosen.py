@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zeropipe.core.action import Kind, actions_of
 from zeropipe.core.files import SCHEDULES, has_suffix
-from zeropipe.core.layers import num_stages_for
+from zeropipe.core.model.layers import num_stages_for
 from zeropipe.core.placement import Placement
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.units import count_text

@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from zeropipe.core.csv import from_csv
 from zeropipe.core.files import read_text
+from zeropipe.core.formats.csv import from_csv
 from zeropipe.core.limits import COMMAND_LINE
 from zeropipe.core.lower import lower
 from zeropipe.core.placement import Placement

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from zeropipe.core.csv import from_csv
 from zeropipe.core.files import SCHEDULES, has_suffix
+from zeropipe.core.formats.csv import from_csv
 from zeropipe.core.placement import Placement, Problem
 from zeropipe.core.resize import resized
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.units import count_text
-from zeropipe.errors import ConfigError, require_counts, short
+from zeropipe.errors import ConfigError, require_positive_integers, short
 from zeropipe.pipelining import private
 from zeropipe.schedules.registry import Entry, build_entry
 from zeropipe.schedules.user import load, named
@@ -73,7 +73,7 @@ def require_one_copy(schedule: Schedule) -> None:
 
 def placement_of(entry: Entry, ranks: int, stages: int) -> Placement:
     """Where an entry puts stages, whatever the number of microbatches."""
-    require_counts(num_ranks=ranks, num_stages=stages)
+    require_positive_integers(num_ranks=ranks, num_stages=stages)
     if stages % ranks or stages // ranks not in entry.stages_per_rank:
         numbers = ", ".join(map(str, sorted(entry.stages_per_rank)))
         raise ConfigError(

@@ -10,7 +10,7 @@ from time import monotonic
 from typing import Any
 
 from zeropipe.core.units import count_text
-from zeropipe.errors import ConfigError, require_counts, short
+from zeropipe.errors import ConfigError, require_positive_integers, short
 from zeropipe.estimating.counted import CountedModel
 from zeropipe.estimating.estimate import estimate
 from zeropipe.estimating.gpus import find_gpu
@@ -67,7 +67,7 @@ def plan(
     """
     require_helpers(progress, workers)
     begun, tell = monotonic(), progress or (lambda what, share: None)
-    require_counts(gpus=gpus, batch=batch, gpus_per_node=gpus_per_node, most=most)
+    require_positive_integers(gpus=gpus, batch=batch, gpus_per_node=gpus_per_node, most=most)
     require_seconds("search_seconds", search_seconds, "; 0 for no search")
     if search_steps is not None and (search_seconds == 0 or schedules is not None):
         why = "schedules are named" if search_seconds else "search_seconds=0"

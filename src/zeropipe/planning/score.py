@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import isfinite
 
 from zeropipe.balancing.balance import alive_of, balance_task, solved
-from zeropipe.core.layers import layer_counts
+from zeropipe.core.model.layers import layer_counts
 from zeropipe.core.placement import Placement
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Timeline

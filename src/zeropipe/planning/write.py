@@ -7,9 +7,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from zeropipe.core.built_in import BUILT_IN
 from zeropipe.core.files import require_writable, write_whole
-from zeropipe.core.json import to_json
+from zeropipe.core.formats.json import to_json
+from zeropipe.core.model.configs import BUILT_IN
 from zeropipe.core.units import count_text, gigabytes
 from zeropipe.planning.result import Plan
 from zeropipe.planning.rows import Row
@@ -58,7 +58,9 @@ def run_text(plan: Plan, row: Row, schedule: dict[str, Any], model: str, costs: 
         "data": {"sequence": known.sequence, "batch": plan.batch, "microbatch": one.microbatch_size},
         "train": {"steps": STEPS},
     }
-    if model in BUILT_IN and BUILT_IN[model][0] != known.num_layers:  # profiled with another number of them
+    if (
+        model in BUILT_IN and BUILT_IN[model]["num_hidden_layers"] != known.num_layers
+    ):  # profiled with another number of them
         tables["model"]["num_layers"] = known.num_layers
     words = "an estimate" if known.source == "estimate" else "from measured costs"
     head = [

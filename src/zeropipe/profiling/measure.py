@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zeropipe import __version__
-from zeropipe.core.probe import (
+from zeropipe.core.model.probe import (
     Piece,
     Ping,
     Probe,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from zeropipe.core.probe import Piece
+from zeropipe.core.model.probe import Piece
 from zeropipe.engine.stages.find import kinds, per_layer
 from zeropipe.engine.stages.hf import HFStage
 from zeropipe.engine.stages.models import meta_model

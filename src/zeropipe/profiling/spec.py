@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from zeropipe.core.checkpointing import Checkpointing
+from zeropipe.core.model.checkpointing import Checkpointing
 from zeropipe.errors import ConfigError
 
 

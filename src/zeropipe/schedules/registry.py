@@ -14,10 +14,10 @@ from typing import Any
 
 from zeropipe.core.action import MAX_MICROBATCHES, MAX_STAGES
 from zeropipe.core.files import SCHEDULES, has_suffix
-from zeropipe.core.given import as_python
 from zeropipe.core.packed import PackedRows
 from zeropipe.core.placement import Placement, PlacementRule, Problem, require_placement
 from zeropipe.core.schedule import Schedule
+from zeropipe.core.units import to_python
 from zeropipe.errors import ConfigError, ZeropipeError, short
 from zeropipe.schedules.lane import Lane
 
@@ -189,8 +189,8 @@ def build_entry(
 ) -> Schedule:
     """`build` for an entry in hand."""
     per_rank = entry.stages_per_rank[0] if stages_per_rank is None else stages_per_rank
-    ranks, microbatches, per_rank = map(as_python, (ranks, microbatches, per_rank))
-    options = {option: as_python(value) for option, value in options.items()}
+    ranks, microbatches, per_rank = map(to_python, (ranks, microbatches, per_rank))
+    options = {option: to_python(value) for option, value in options.items()}
     for label, value in (("ranks", ranks), ("microbatches", microbatches), ("stages_per_rank", per_rank)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ConfigError(f"{label}={value!r}: a whole number from 1 on is needed")

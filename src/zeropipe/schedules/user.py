@@ -6,9 +6,9 @@ from os.path import isfile
 from pathlib import Path
 from typing import Any
 
-from zeropipe.core.csv import from_csv
 from zeropipe.core.files import SCHEDULES, has_suffix, read_text
-from zeropipe.core.json import from_json
+from zeropipe.core.formats.csv import from_csv
+from zeropipe.core.formats.json import from_json
 from zeropipe.core.limits import COMMAND_LINE, num_actions, require_times
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Timeline

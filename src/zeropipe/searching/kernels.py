@@ -58,7 +58,7 @@ def play(model: Model, work: Work, rows: Ints, share: Floats, out: Ints) -> floa
         first[rank] = -1.0
         last[rank] = 0.0
         stack[rank] = num_ranks - 1 - rank
-        if blocks_ends:  # as core/phases.py has it: from the last F before the first I to the first I after the last F
+        if blocks_ends:  # as core/needs.py has it: from the last F before the first I to the first I after the last F
             steady[2 * rank] = begin[rank + 1]
             steady[2 * rank + 1] = begin[rank] - 1
             forward = begin[rank]

@@ -12,7 +12,7 @@ from zeropipe.core.action import MAX_STAGES
 from zeropipe.core.placement import MAX_WEIGHT_PARTS, PLACEMENTS, Placement, PlacementRule, Problem, linear
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Timeline
-from zeropipe.errors import ConfigError, require_counts, short
+from zeropipe.errors import ConfigError, require_positive_integers, short
 from zeropipe.searching.hunt import Hunt, Progress, gap_of, value_of
 from zeropipe.searching.model import Task
 from zeropipe.searching.ready import make_ready
@@ -78,7 +78,7 @@ def search(
     are made ready: in a second, and after an installation, when they have to be compiled, in about half a minute.
     """
     given = given_costs(costs)
-    require_counts(ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
+    require_positive_integers(ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
     require_helpers(progress, workers)
     if steps is not None and (type(steps) is not int or steps < 0):
         raise ConfigError(f"steps={steps!r}: a whole number from 0 on is needed, or None to search for `seconds`")

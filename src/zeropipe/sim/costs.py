@@ -11,11 +11,10 @@ from dataclasses import dataclass, field, fields, replace
 from sys import float_info
 from typing import Any, NamedTuple
 
-from zeropipe.core.given import as_python, hint
 from zeropipe.core.placement import Problem
 from zeropipe.core.shards import require_policy
-from zeropipe.core.units import count_text
-from zeropipe.errors import ConfigError, short
+from zeropipe.core.units import count_text, to_python
+from zeropipe.errors import ConfigError, short, suggest
 
 MAX_UNITS = 10_000
 NO_BANDWIDTH = "a message would never arrive; leave it out for no limit"
@@ -97,14 +96,14 @@ class Costs:
 
     def __post_init__(self) -> None:
         for name in PER_STAGE:
-            object.__setattr__(self, name, _per_stage(name, as_python(getattr(self, name))))
+            object.__setattr__(self, name, _per_stage(name, to_python(getattr(self, name))))
         for name in ("p2p", "bandwidth", "memory_limit", "shard_bandwidth"):
-            value = as_python(getattr(self, name))
+            value = to_python(getattr(self, name))
             object.__setattr__(self, name, value)
             if value is not None or _DEFAULTS[name] is not None:
                 _number(name, value)
         for name in ("node_size", "units"):
-            object.__setattr__(self, name, as_python(getattr(self, name)))
+            object.__setattr__(self, name, to_python(getattr(self, name)))
         object.__setattr__(self, "edges", _edges(self.edges))
         object.__setattr__(self, "inter_node", _link(self.inter_node, "inter_node"))
         bandwidths = {"bandwidth": self.bandwidth, "shard_bandwidth": self.shard_bandwidth}
@@ -226,7 +225,7 @@ def costs_from(data: Mapping[str, Any], where: str = "costs") -> Costs:
     known = sorted(f.name for f in fields(Costs))
     for name in data:
         if name not in known:
-            raise ConfigError(f"{where}: unknown field {short(name)}: {hint(name, known)}")
+            raise ConfigError(f"{where}: unknown field {short(name)}: {suggest(name, known)}")
     return Costs(**data)
 
 
@@ -252,8 +251,8 @@ def costs_data(costs: Costs) -> dict[str, Any]:
 def read_costs(path: str) -> dict[str, Any]:
     """The table of a .toml or .json file."""
     from zeropipe.core.files import has_suffix, read_text
+    from zeropipe.core.formats.parse import parse_json, parse_toml
     from zeropipe.core.limits import COMMAND_LINE
-    from zeropipe.core.parse import parse_json, parse_toml
 
     text, is_json = read_text(path, COMMAND_LINE, "the costs file"), has_suffix(path, ".json")
     try:
@@ -277,7 +276,7 @@ def _per_stage(name: str, value: Any) -> Any:
     if isinstance(value, Mapping):
         return _sparse(name, value)
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray)):
-        return tuple(_number(name, as_python(number)) for number in value)
+        return tuple(_number(name, to_python(number)) for number in value)
     if not isinstance(value, Sparse) and (value is not None or _DEFAULTS[name] is not None):
         _number(name, value)
     return value
@@ -293,9 +292,9 @@ def _sparse(name: str, table: Mapping[Any, Any]) -> Sparse:
     entries, default = [], None
     for key, value in table.items():
         if key == DEFAULT:
-            default = _number(f"{name}.{DEFAULT}", as_python(value))
+            default = _number(f"{name}.{DEFAULT}", to_python(value))
         elif str(key).isdecimal() and len(str(key)) <= _MAX_STAGE_DIGITS:
-            entries.append((int(key), _number(f"{name}.{key}", as_python(value))))
+            entries.append((int(key), _number(f"{name}.{key}", to_python(value))))
         else:
             raise ConfigError(
                 f"{name}={short(dict(table))}: {short(key)} is no stage; name stages by number, like {{0: 0.8}}, "
@@ -335,7 +334,7 @@ def _edge(name: Any) -> tuple[int, int]:
     written = re.fullmatch(rf"(\d{{1,{_MAX_STAGE_DIGITS}}})-(\d{{1,{_MAX_STAGE_DIGITS}}})", str(name))
     pair = tuple(map(int, written.groups())) if written else name
     if isinstance(pair, tuple) and len(pair) == 2:
-        source, target = map(as_python, pair)
+        source, target = map(to_python, pair)
         if type(source) is type(target) is int and min(source, target) >= 0 and source != target:
             return source, target
     raise ConfigError(f"edge {short(name)}: name it by two different ranks, from 0 on, like 0-1")
@@ -350,7 +349,7 @@ def _link(data: Any, where: str) -> Link:
         data = Link(**data)
     if not isinstance(data, tuple) or len(data) != len(Link._fields):
         raise ConfigError(f"{where}={short(data)}: a table with p2p and bandwidth is needed")
-    found = Link(*map(as_python, data))
+    found = Link(*map(to_python, data))
     for part, value in zip(Link._fields, found, strict=True):
         if value is not None:
             _number(f"{where}.{part}", value)

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 from zeropipe.core.action import Kind
 from zeropipe.core.complete import check_complete
 from zeropipe.core.explain import idle, reasons
-from zeropipe.core.json import from_plain
+from zeropipe.core.formats.json import from_plain
 from zeropipe.core.limits import require_costs, require_times
 from zeropipe.core.packed import is_joined
 from zeropipe.core.schedule import Schedule
-from zeropipe.core.sharding import Sharding
+from zeropipe.core.shard_timeline import Sharding
 from zeropipe.core.timeline import Span, Timeline
 from zeropipe.errors import ConfigError, ScheduleError
 from zeropipe.sim.costs import Costs, costs_from, read_costs

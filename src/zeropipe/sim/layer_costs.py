@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal
 
-from zeropipe.core.checkpointing import Checkpointing
-from zeropipe.core.layers import check_counts, layer_counts
+from zeropipe.core.model.checkpointing import Checkpointing
+from zeropipe.core.model.layers import check_counts, layer_counts
 from zeropipe.core.placement import Placement, Problem
 from zeropipe.errors import ConfigError, short
 from zeropipe.sim.costs import INSIDE, Costs, Link

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
-from zeropipe.core.checkpointing import Checkpointing
-from zeropipe.core.parse import parse_json
+from zeropipe.core.formats.parse import parse_json
+from zeropipe.core.model.checkpointing import Checkpointing
 from zeropipe.errors import ConfigError, short
 from zeropipe.sim.costs import Link
 from zeropipe.sim.layer_costs import LayerCost, LayerCosts, Setting, State

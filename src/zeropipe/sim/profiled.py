@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from zeropipe.core.action import Kind
 from zeropipe.core.explain import reasons
+from zeropipe.core.model.probe import Piece, Ping, Probe, Profile
 from zeropipe.core.packed import kind_of, stage_of
-from zeropipe.core.probe import Piece, Ping, Probe, Profile
 from zeropipe.core.timeline import Timeline
 from zeropipe.errors import ConfigError
 from zeropipe.sim.costs import INSIDE, Link

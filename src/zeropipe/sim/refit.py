@@ -13,8 +13,7 @@ from statistics import median
 from typing import Any
 
 from zeropipe.core.action import Kind
-from zeropipe.core.origin import Origin
-from zeropipe.core.timeline import Timeline
+from zeropipe.core.timeline import Origin, Timeline
 from zeropipe.core.units import count_text
 from zeropipe.errors import ConfigError
 from zeropipe.sim.costs import Costs

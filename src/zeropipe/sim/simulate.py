@@ -5,11 +5,10 @@ from __future__ import annotations
 from zeropipe.core.action import RESHARD, UNSHARD, B, F, I, W
 from zeropipe.core.complete import check_complete
 from zeropipe.core.deadlock import deadlock
-from zeropipe.core.needs import copy_base, dependencies, message_place
+from zeropipe.core.needs import copy_base, dependencies, free_sends, message_place
 from zeropipe.core.packed import is_joined, kind_of, microbatch_of, stage_of
-from zeropipe.core.phases import free_sends
 from zeropipe.core.schedule import Schedule, require_schedule
-from zeropipe.core.sharding import apart
+from zeropipe.core.shard_timeline import apart
 from zeropipe.core.shards import with_shards
 from zeropipe.core.timeline import Memory, Timeline
 from zeropipe.sim.costs import Costs, given_costs

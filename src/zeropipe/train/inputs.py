@@ -11,13 +11,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zeropipe.core.built_in import BUILT_IN
 from zeropipe.core.files import COSTS, SCHEDULES, has_suffix, read_text
-from zeropipe.core.layers import check_counts, layer_counts, num_stages_for
 from zeropipe.core.limits import COMMAND_LINE
-from zeropipe.core.origin import Origin
+from zeropipe.core.model.configs import BUILT_IN
+from zeropipe.core.model.layers import check_counts, layer_counts, num_stages_for
 from zeropipe.core.schedule import Schedule
-from zeropipe.core.timeline import Timeline
+from zeropipe.core.timeline import Origin, Timeline
 from zeropipe.core.units import count_text
 from zeropipe.engine.run.spec import Job, built_in, num_layers_in
 from zeropipe.errors import ConfigError
@@ -34,7 +33,7 @@ _HUB_NAME = re.compile(r"[\w-]+/[\w.-]+")
 
 def is_shape_name(config: RunConfig) -> bool:
     """Whether model.path is a name in the planner's table of shapes, for which there are no weights."""
-    from zeropipe.estimating.known import CONFIGS
+    from zeropipe.core.model.configs import CONFIGS
 
     path = config.model.path
     return path not in BUILT_IN and path.lower() in CONFIGS and not Path(path).exists()
@@ -42,7 +41,7 @@ def is_shape_name(config: RunConfig) -> bool:
 
 def load_model_config(config: RunConfig) -> dict[str, Any]:
     """The config of a model directory, a config.json, a built-in model or a model of the planner's table, as a dict."""
-    from zeropipe.estimating.known import CONFIGS
+    from zeropipe.core.model.configs import CONFIGS
 
     model = config.model
     if is_shape_name(config):

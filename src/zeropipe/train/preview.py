@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import inf
 
-from zeropipe.core.built_in import BUILT_IN
-from zeropipe.core.layers import ranges
+from zeropipe.core.model.configs import BUILT_IN
+from zeropipe.core.model.layers import ranges
 from zeropipe.core.resize import resized
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.units import count_text

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
-from zeropipe.core.layers import check_counts, layer_counts
-from zeropipe.core.origin import Origin
+from zeropipe.core.model.layers import check_counts, layer_counts
 from zeropipe.core.placement import Placement, Problem
+from zeropipe.core.timeline import Origin
 from zeropipe.errors import ConfigError
 from zeropipe.planning.layouts import Layout
 from zeropipe.planning.rows import Candidate

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from zeropipe.core import explain
-from zeropipe.core.json import plain
+from zeropipe.core.formats.json import plain
 from zeropipe.core.timeline import Timeline
 from zeropipe.viz.boxes import UPPER, Boxes, boxes
 from zeropipe.viz.colors import NAMES, SHARDING

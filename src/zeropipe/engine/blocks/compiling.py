@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeropipe.core.checkpointing import Checkpointing
+from zeropipe.core.model.checkpointing import Checkpointing
 from zeropipe.engine import torch_private
 from zeropipe.engine.blocks.checkpointing import checkpointed
 from zeropipe.engine.torch_private import inductor_backend, is_compile_error

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
-from zeropipe.core.layers import ranges
+from zeropipe.core.model.layers import ranges
 from zeropipe.engine.checkpoint import pieces
 from zeropipe.engine.checkpoint.manifest import FILE, Manifest, Saved, Target, followed, one_inside, read_manifest
 from zeropipe.engine.checkpoint.names import own_tensors, tied_sets

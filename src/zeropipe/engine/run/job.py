@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from zeropipe.core.built_in import BUILT_IN
 from zeropipe.core.mesh import DATA, Mesh
+from zeropipe.core.model.configs import BUILT_IN
 from zeropipe.core.schedule import Schedule
 from zeropipe.engine.engine import Engine
 from zeropipe.engine.mesh.parallelize import parallelize

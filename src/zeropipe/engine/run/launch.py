@@ -24,7 +24,7 @@ from zeropipe.engine.comm.watchdog import signs_of_life
 from zeropipe.engine.run.nursery import nursery
 from zeropipe.engine.run.slow import TORCH_SAYS
 from zeropipe.engine.torch_private import calm_gloo
-from zeropipe.errors import ConfigError, EngineError, ZeropipeError, require_counts, short
+from zeropipe.errors import ConfigError, EngineError, ZeropipeError, require_positive_integers, short
 
 BEAT, ANSWER = b".", b"="  # the first byte of what a rank says
 REST = 0.5  # seconds between two beats of a rank
@@ -66,7 +66,7 @@ class LocalRanks:
         start_timeout: float = 120.0,
         grace: float = 10.0,
     ) -> None:
-        require_counts(num_ranks=num_ranks)
+        require_positive_integers(num_ranks=num_ranks)
         self.num_ranks, self._grace = num_ranks, grace
         self._nursery = nursery()
         # torch (and what `preload` names) is imported once, there: ranks then start in a blink. torch imports its

@@ -9,15 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zeropipe.core.built_in import BUILT_IN
-from zeropipe.core.checkpointing import Checkpointing
-from zeropipe.core.layers import NUM_LAYERS, check_counts, layer_counts
 from zeropipe.core.mesh import DATA, Mesh, num_processes
-from zeropipe.core.origin import Origin
+from zeropipe.core.model.checkpointing import Checkpointing
+from zeropipe.core.model.configs import BUILT_IN
+from zeropipe.core.model.layers import NUM_LAYERS, check_counts, layer_counts
 from zeropipe.core.schedule import Schedule
+from zeropipe.core.timeline import Origin
 from zeropipe.errors import ConfigError
-
-TIED = ("qwen3-0.6b",)  # whose head is the embedding, as published
 
 
 @dataclass(frozen=True)
@@ -76,7 +74,7 @@ def num_pipelines_of(job: Job) -> int:
 def layers_of(job: Job) -> int:
     """How many layers the job's model has."""
     if job.model in BUILT_IN:
-        return job.num_layers or BUILT_IN[job.model][0]
+        return job.num_layers or int(BUILT_IN[job.model]["num_hidden_layers"])
     if job.num_layers or job.vocabulary:
         raise ConfigError(f"model {job.model!r} has its own layers and vocabulary: only built-in models can be changed")
     file = Path(job.model) / "config.json"
@@ -114,19 +112,17 @@ def origin_of(job: Job, schedule: Schedule) -> Origin:
 
 def built_in(job: Job) -> dict[str, Any]:
     """The config of a built-in model as plain data."""
-    _, hidden, intermediate, heads, kv_heads, head_size, _ = BUILT_IN[job.model]
     return {
-        "model_type": "qwen3" if "qwen3" in job.model else "llama",
-        "hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers_of(job),
-        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_size,
-        "vocab_size": vocabulary_of(job), "max_position_embeddings": max(4096, job.sequence),
-        "tie_word_embeddings": job.model in TIED,
-    }  # fmt: skip
+        **BUILT_IN[job.model],
+        "num_hidden_layers": layers_of(job),
+        "vocab_size": vocabulary_of(job),
+        "max_position_embeddings": max(4096, job.sequence),
+    }
 
 
 def vocabulary_of(job: Job) -> int:
     """How many tokens the job's model knows."""
     if job.model in BUILT_IN:
-        return job.vocabulary or BUILT_IN[job.model][-1]
+        return job.vocabulary or int(BUILT_IN[job.model]["vocab_size"])
     data = json.loads((Path(job.model) / "config.json").read_text())
     return int(data.get("vocab_size") or data["text_config"]["vocab_size"])

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zeropipe.core.csv import to_csv
+from zeropipe.core.formats.csv import to_csv
 from zeropipe.core.lower import lower
 from zeropipe.core.schedule import Schedule
 from zeropipe.errors import ConfigError

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zeropipe.core.layers import check_counts, layer_counts, num_stages_for, ranges
+from zeropipe.core.model.layers import check_counts, layer_counts, num_stages_for, ranges
 from zeropipe.core.schedule import Schedule, require_schedule
 from zeropipe.engine.stages.contract import Tied
 from zeropipe.engine.stages.devices import known_device

@@ -11,7 +11,7 @@ import torch
 
 from zeropipe.core.action import Action, Kind
 from zeropipe.core.packed import PackedRows, encode
-from zeropipe.core.sharding import Sharding
+from zeropipe.core.shard_timeline import Sharding
 from zeropipe.engine import fsdp_private, torch_private
 from zeropipe.engine.mesh.shards import Shards
 from zeropipe.engine.step.cells import Call

@@ -8,8 +8,8 @@ from json import dumps
 from torch.profiler import record_function
 
 from zeropipe.core.action import Action, Overlap
+from zeropipe.core.formats.torch_trace import PIPELINE
 from zeropipe.core.schedule import Schedule
-from zeropipe.core.torch_trace import PIPELINE
 from zeropipe.engine.step.cells import Call, Cell
 from zeropipe.engine.torch_private import is_profiling, tell_profiler
 

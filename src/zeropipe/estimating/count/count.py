@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeropipe.core.operator import ENDS, Counted, Op
+from zeropipe.core.model.operators import ENDS, Counted, Op
 from zeropipe.engine.stages.hf import HFStage
 from zeropipe.engine.stages.proof import words
 from zeropipe.errors import ConfigError

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
-from zeropipe.core.operator import ADDED, ENDS, Op
+from zeropipe.core.model.operators import ADDED, ENDS, Op
 from zeropipe.engine.backward.linear import defer, deferred_in
 from zeropipe.engine.stages.hf import HFStage
 from zeropipe.estimating.count.graph import kernels, least_kept, moved

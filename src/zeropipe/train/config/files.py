@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from zeropipe.core.built_in import BUILT_IN
+from zeropipe.core.model.configs import BUILT_IN
 from zeropipe.engine.checkpoint.manifest import followed
 from zeropipe.errors import MissingExtra
 from zeropipe.train.config.models import LoraTable, RunConfig

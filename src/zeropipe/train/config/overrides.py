@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from zeropipe.core.parse import number_or_text, parse_toml
+from zeropipe.core.formats.parse import number_or_text, parse_toml
 from zeropipe.errors import ConfigError, short
 from zeropipe.train.config.models import RunConfig
 

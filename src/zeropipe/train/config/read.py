@@ -9,8 +9,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from zeropipe.core.files import COSTS, SCHEDULES, has_suffix, read_text
+from zeropipe.core.formats.parse import parse_toml
 from zeropipe.core.limits import COMMAND_LINE
-from zeropipe.core.parse import parse_toml
 from zeropipe.errors import ConfigError
 from zeropipe.train.config.models import RunConfig, TrainTable
 from zeropipe.train.config.overrides import merged, parse_overrides
@@ -68,8 +68,7 @@ def _beside(value: Any, folder: Path, name: str) -> Any:
 
 def is_file(value: str, name: str) -> bool:
     """Whether it is no name of a model, a schedule or a GPU, and no word."""
-    from zeropipe.core.built_in import BUILT_IN
-    from zeropipe.estimating.known import CONFIGS
+    from zeropipe.core.model.configs import BUILT_IN, CONFIGS
     from zeropipe.train.data.wanted import BYTES
 
     if name == "model.path":

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from zeropipe.core.files import read_text, write_whole
-from zeropipe.core.json import from_plain, plain
+from zeropipe.core.formats.json import from_plain, plain
 from zeropipe.core.limits import COMMAND_LINE
 from zeropipe.core.timeline import Timeline
 from zeropipe.errors import ZeropipeError

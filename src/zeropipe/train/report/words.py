@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from zeropipe.core.layers import counts_text
+from zeropipe.core.model.layers import counts_text
 from zeropipe.core.units import count_text
 from zeropipe.train.config.models import RunConfig
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from zeropipe.core.action import COMM, Action, Kind, Overlap, Step, actions_of, parse_step
 from zeropipe.core.complete import check_complete
-from zeropipe.core.csv import from_csv
+from zeropipe.core.formats.csv import from_csv
 from zeropipe.core.timeline import Timeline
 from zeropipe.errors import ScheduleError
 

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import json
 from array import array
+from collections.abc import Callable
+from dataclasses import asdict
 from math import inf, isfinite
 from typing import Any
 
 from zeropipe.core.action import Kind, parse_action, parse_step
 from zeropipe.core.complete import check_order
-from zeropipe.core.given import hint, require_text
-from zeropipe.core.origin import origin_of
+from zeropipe.core.formats.parse import parse_json, require_text
+from zeropipe.core.model.checkpointing import Checkpointing
 from zeropipe.core.packed import PackedRows, pack
-from zeropipe.core.parse import parse_json
 from zeropipe.core.placement import Placement, Problem, recognise, require_actions, require_placement
 from zeropipe.core.schedule import Rows, Schedule, require_schedule
-from zeropipe.core.sharding import Sharding
-from zeropipe.core.timeline import Memory, Timeline
-from zeropipe.errors import ScheduleError, ZeropipeError, short
+from zeropipe.core.shard_timeline import Sharding
+from zeropipe.core.timeline import Memory, Origin, Timeline
+from zeropipe.errors import ConfigError, ScheduleError, ZeropipeError, short, suggest
 
 VERSION = 1
 _SIZES = ("num_ranks", "num_stages", "num_microbatches", "num_weight_parts")
@@ -103,7 +104,7 @@ def _require_known(data: dict[str, Any]) -> None:
     for where, table, known in parts:
         for name in table if isinstance(table, dict) else ():
             if name not in known:
-                raise ScheduleError(f"unknown field {short(name)}{where}: {hint(name, known)}")
+                raise ScheduleError(f"unknown field {short(name)}{where}: {suggest(name, known)}")
 
 
 def _count(data: dict[str, Any], field: str) -> int:
@@ -133,7 +134,7 @@ def _timeline_data(timeline: Timeline) -> dict[str, Any]:
         "end": _floats(timeline.end),
         "memory": memory and {"during": _floats(memory.during), "after": _floats(memory.after)},
         "sharding": _sharding_data(timeline.sharding),
-        "origin": timeline.origin and timeline.origin.data(),
+        "origin": timeline.origin and asdict(timeline.origin),
     }
 
 
@@ -179,7 +180,7 @@ def _timeline(data: dict[str, Any]) -> Timeline:
         bool(data.get("blocking")),
         bool(data.get("blocking_ends")),
         _sharding(data["sharding"], schedule) if data.get("sharding") else None,
-        origin_of(data["origin"], schedule.num_stages) if data.get("origin") else None,
+        _origin(data["origin"], schedule.num_stages) if data.get("origin") else None,
     )
     for rank in range(schedule.num_ranks):
         before = -inf
@@ -206,3 +207,28 @@ def _column(num_actions: int, values: list[float]) -> bytes:
     if not all(map(isfinite, column)):
         raise ScheduleError("a column holds something that is not a finite number")
     return column.tobytes()
+
+
+def _origin(data: Any, num_stages: int) -> Origin:
+    """The Origin of plain data; ScheduleError for what is none."""
+    rules: dict[str, Callable[[Any], bool]] = {
+        "layers": lambda v: isinstance(v, list) and len(v) == num_stages and all(type(n) is int and n >= 0 for n in v),
+        "ac": _is_checkpointing,
+        "sequence": lambda v: type(v) is int and v >= 0,
+        "dtype": lambda v: isinstance(v, str),
+        **{name: lambda v: type(v) is int and v >= 1 for name in ("microbatch_size", "tp")},
+        **{name: lambda v: isinstance(v, bool) for name in ("compile", "lora")},
+    }
+    if not isinstance(data, dict) or data.keys() != rules.keys():
+        raise ScheduleError(f"origin is {short(data)}: a table with {', '.join(rules)} is needed, or null")
+    for name, rule in rules.items():
+        if not rule(data[name]):
+            raise ScheduleError(f"{name} of origin is {short(data[name])}, which no run had: take origin out")
+    return Origin(**{**data, "layers": tuple(data["layers"])})
+
+
+def _is_checkpointing(value: Any) -> bool:
+    try:
+        return bool(Checkpointing.parse(value))
+    except ConfigError:
+        return False

@@ -1,4 +1,4 @@
-"""Text from strangers: JSON and TOML in bounded time and memory, or a ValueError of one line; values of a flag."""
+"""Parse text from users: JSON and TOML in bounded time and memory, and the values of options."""
 
 from __future__ import annotations
 
@@ -7,12 +7,19 @@ import re
 from typing import Any
 
 from zeropipe.core.limits import MAX_DEPTH, MAX_DIGITS, MAX_TOML
+from zeropipe.errors import ConfigError, short
 
 _LONG_NUMBER = re.compile(rf"[0-9][0-9_]{{{MAX_DIGITS},}}|0x[0-9a-fA-F_]{{{MAX_DIGITS},}}")
 # tomllib takes time and memory with the square of a dotted key's length; a key begins where no word goes on
 _LONG_KEY = re.compile(
     rf"""(?<![\w-])(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){{{MAX_DEPTH},}}""",
 )
+
+
+def require_text(value: Any, suffix: str) -> None:
+    """ConfigError for a value that is not the text of a file."""
+    if not isinstance(value, str):
+        raise ConfigError(f"{short(value)}: must be the text of a file; use Path('mine.{suffix}').read_text()")
 
 
 def parse_json(text: str) -> Any:

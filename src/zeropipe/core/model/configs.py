@@ -1,4 +1,4 @@
-"""Public models by name: the facts of their configurations."""
+"""Models by name: the fields of their config.json that matter, under the names that transformers gives them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _sizes(hidden: int, intermediate: int, layers: int, heads: int) -> dict[str,
     }  # fmt: skip
 
 
-KNOWN: dict[str, dict[str, Any]] = {
+CONFIGS_BY_SHAPE: dict[str, dict[str, Any]] = {  # the estimator derives their layers from these shapes
     "llama-3.2-1b": {**_LLAMA, **_sizes(2048, 8192, 16, 32), "head_dim": 64, "tie_word_embeddings": True},
     "llama-3.2-3b": {**_LLAMA, **_sizes(3072, 8192, 28, 24), "head_dim": 128, "tie_word_embeddings": True},
     "llama-3-8b": {**_LLAMA, **_sizes(4096, 14336, 32, 32)},
@@ -99,8 +99,8 @@ KNOWN: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
-# Of types whose layers have to be counted, which takes torch and transformers.
-COUNTED: dict[str, dict[str, Any]] = {
+# Types whose layers the estimator counts by running them on the meta device, with torch and transformers.
+CONFIGS_BY_COUNT: dict[str, dict[str, Any]] = {
     "gpt-oss-20b": {**_GPT_OSS, **_sizes(2880, 2880, 24, 64), "num_local_experts": 32, "num_experts_per_tok": 4},
     "gpt-oss-120b": {**_GPT_OSS, **_sizes(2880, 2880, 36, 64), "num_local_experts": 128, "num_experts_per_tok": 4},
     "gemma-2-9b": {**_GEMMA2, **_sizes(3584, 14336, 42, 16), "num_key_value_heads": 8, "head_dim": 256},
@@ -120,11 +120,22 @@ COUNTED: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }  # fmt: skip
-CONFIGS = KNOWN | COUNTED
-# Their parameters, as counting finds them: all, and those that a token meets.
+CONFIGS = CONFIGS_BY_SHAPE | CONFIGS_BY_COUNT
+# Parameters of the counted ones: all, and those active for one token.
 COUNTED_PARAMETERS = {
     "gpt-oss-20b": (20_914_757_184, 4_193_246_784), "gpt-oss-120b": (116_829_156_672, 5_750_551_872),
     "gemma-2-9b": (9_241_705_984, 9_241_705_984), "gemma-2-27b": (27_227_128_320, 27_227_128_320),
     "qwen3-next-80b-a3b": (79_674_391_296, 3_874_929_408), "llama-4-scout": (107_769_861_120, 17_172_894_720),
     "command-r-35b": (34_980_831_232, 34_980_831_232),
 }  # fmt: skip
+
+_TINY = {**_sizes(256, 768, 8, 4), "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 2048}
+_TINY |= {"tie_word_embeddings": False}
+# Models that `zeropipe run`, `profile` and training files create with random weights, without any file.
+BUILT_IN: dict[str, dict[str, Any]] = {
+    "tiny-qwen3": {**_QWEN3, **_TINY},
+    "tiny-llama": {**_LLAMA, **_TINY},
+    "qwen3-0.6b": CONFIGS["qwen3-0.6b"],
+    "qwen3-8b": CONFIGS["qwen3-8b"],
+    "llama-8b": {**CONFIGS["llama-3-8b"], "head_dim": 128},
+}

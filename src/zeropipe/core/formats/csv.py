@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from zeropipe.core.action import COMPUTE, Action, Kind, Overlap, Step, actions_of, parse_step
-from zeropipe.core.given import require_text
+from zeropipe.core.formats.parse import require_text
 from zeropipe.core.packed import PackedRows, pack
 from zeropipe.core.placement import Placement, Problem, recognise, require_actions
 from zeropipe.core.schedule import Program, Schedule, require_schedule

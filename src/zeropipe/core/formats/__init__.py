@@ -1,0 +1,7 @@
+"""Text forms of schedules and timelines, and readers of text from users.
+
+csv          torch.distributed.pipelining's CSV
+json         zeropipe's own JSON
+torch_trace  traces of torch.profiler as a measured Timeline
+parse        JSON and TOML in bounded time and memory
+"""

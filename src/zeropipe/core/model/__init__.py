@@ -1,0 +1,8 @@
+"""Facts about models that the engine, the simulator and the planner share.
+
+configs        the models known by name, and their configurations
+layers         how many layers each stage gets
+checkpointing  the modes of activation checkpointing
+operators      the operators of a layer: FLOPs, bytes and parameters
+probe          the parts of a model that a profile runs, and the schedules that it runs them with
+"""
