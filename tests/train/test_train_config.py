@@ -79,7 +79,7 @@ WRONG = {
     "rank of a saved adapter": ("--lora.adapter adapter --lora.rank 4", GOOD,
                                 "lora.rank=4: the saved adapter in adapter says that; leave it out"),
     "long sequences": ("--model.path bare --data.sequence 5000", GOOD, "data.sequence=5000: the model's "
-                       "max_position_embeddings is 4096; take shorter ones, or change its config.json"),
+                       "max_position_embeddings is 4096; use shorter sequences, or change its config.json"),
     # mesh and batch
     "batch": ("--data.batch 10 --mesh.dp_replicate 2 --data.microbatch 2", GOOD, "data.batch=10 cannot be shared out "
               "over 2 pipelines in microbatches of 2: give a multiple of 4, like 8 or 12"),
@@ -142,16 +142,16 @@ WRONG = {
     "no data": ("--data.kind text --data.tokenizer bytes", GOOD,
                 "data.path is missing: data.kind='text' needs files"),
     "no match": ("--data.kind text --data.tokenizer bytes --data.path *.jsonl", GOOD,
-                 "data.path='*.jsonl': there is no such file"),
+                 "data.path='*.jsonl': no such file"),
     "no tokenizer": ("--data.kind text --data.path a.txt", GOOD, "data.tokenizer is missing, and "
-                     "model.path='tiny-qwen3' is no folder with a tokenizer: give one, or 'bytes', of which each "
-                     "byte is a token"),
+                     "model.path='tiny-qwen3' is not a folder with a tokenizer; set data.tokenizer to one, or to "
+                     "'bytes' (one token per byte)"),
     "folder without a tokenizer": ("--data.kind text --data.path a.txt --data.tokenizer bare", GOOD, "data.tokenizer: "
                                    "bare has no tokenizer.json or other tokenizer; save one there, or name another"),
     "files of nothing": ("--data.path a.txt", GOOD, "data.path='a.txt': data.kind='synthetic' reads no files; set "
                          "data.kind, or leave the path out"),
     "evaluation of nothing": ("--evaluation.path a.txt", GOOD,
-                              "evaluation: data.kind='synthetic' has no files to evaluate on; leave the table out"),
+                              "evaluation: data.kind='synthetic' has no files to evaluate on; leave out the table"),
 }  # fmt: skip
 
 

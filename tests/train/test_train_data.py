@@ -12,27 +12,26 @@ from train_samples import MARKED, all_samples, opened, run_of, samples_of, save_
 
 from zeropipe.errors import ConfigError
 from zeropipe.train.data import open_data, open_evaluation, prepare
-from zeropipe.train.data.batch import share
-from zeropipe.train.data.order import shuffled
-from zeropipe.train.data.rows import pack
+from zeropipe.train.data.batch import assign_rows
+from zeropipe.train.data.rows import pack_rows, permute
 
 
 @settings(max_examples=60, deadline=None)
 @given(size=st.integers(1, 700), seed=st.integers(0, 2**70), epoch=st.integers(0, 5))
 def test_an_order_has_every_row_once(size, seed, epoch):
-    order = shuffled(np.arange(size), size, seed, epoch)
+    order = permute(np.arange(size), size, seed, epoch)
     assert sorted(order.tolist()) == list(range(size))
 
 
 def test_orders_of_epochs_and_seeds_differ():
-    orders = {tuple(shuffled(np.arange(50), 50, seed, epoch).tolist()) for seed in range(4) for epoch in range(4)}
+    orders = {tuple(permute(np.arange(50), 50, seed, epoch).tolist()) for seed in range(4) for epoch in range(4)}
     assert len(orders) == 16
 
 
 @settings(max_examples=60, deadline=None)
 @given(lengths=st.lists(st.integers(2, 40), min_size=1, max_size=120))
 def test_rows_hold_every_sample_once(lengths):
-    rows = pack(np.array(lengths), 40)
+    rows = pack_rows(np.array(lengths), 40)
     assert sorted(functools.reduce(operator.iadd, rows, [])) == list(range(len(lengths)))
     totals = sorted(sum(lengths[index] for index in row) for row in rows)
     assert totals[-1] <= 40
@@ -44,7 +43,7 @@ def test_rows_hold_every_sample_once(lengths):
     lengths=st.lists(st.integers(2, 40), min_size=1, max_size=40), pipelines=st.integers(1, 6), rows=st.integers(1, 5)
 )
 def test_every_row_goes_to_one_microbatch(lengths, pipelines, rows):
-    shared = share(lengths, pipelines, rows)
+    shared = assign_rows(lengths, pipelines, rows)
     groups = [group for own in shared for group in own]
     assert sorted(index for group in groups for index in group) == list(range(len(lengths)))
     assert len(shared) == pipelines
@@ -58,19 +57,19 @@ def test_every_row_goes_to_one_microbatch(lengths, pipelines, rows):
 
 
 def test_pipelines_have_equal_numbers_of_microbatches_if_they_must():
-    assert share([4, 3, 2], 2, 1) == [[(0,)], [(1,), (2,)]]
-    assert share([4, 3, 2], 2, 1, is_even=True) == [[(0,), ()], [(1,), (2,)]]
-    assert share([4], 3, 1, is_even=True) == [[(0,)], [()], [()]]
+    assert assign_rows([4, 3, 2], 2, 1) == [[(0,)], [(1,), (2,)]]
+    assert assign_rows([4, 3, 2], 2, 1, is_even=True) == [[(0,), ()], [(1,), (2,)]]
+    assert assign_rows([4], 3, 1, is_even=True) == [[(0,)], [()], [()]]
 
 
 def test_pipelines_have_equal_numbers_of_tokens():
     lengths = [9, 8, 7, 6, 5, 4, 3, 2]
-    loads = [[lengths[index] for group in own for index in group] for own in share(lengths, 2, 1)]
+    loads = [[lengths[index] for group in own for index in group] for own in assign_rows(lengths, 2, 1)]
     assert [(len(own), sum(own)) for own in loads] == [(4, 22), (4, 22)]
 
 
 def test_rows_of_similar_lengths_make_a_microbatch():
-    assert share([10, 2, 9, 3], 1, 2) == [[(0, 2), (3, 1)]]
+    assert assign_rows([10, 2, 9, 3], 1, 2) == [[(0, 2), (3, 1)]]
 
 
 def test_synthetic_tokens_are_those_of_the_seed(tmp_path):
@@ -143,7 +142,7 @@ def test_texts_are_what_the_tokenizer_makes_of_them(tmp_path, tokenizer, monkeyp
     )  # fmt: skip
     told = []
     prepare(config, told.append)
-    assert told[-1] == "data: left out empty documents (1)"
+    assert told[-1] == "data: skipped empty documents (1)"
     expected = []
     for text in texts:
         ids = [*hf(text).input_ids, hf.eos_token_id]
@@ -156,7 +155,7 @@ def test_a_long_text_is_read_in_blocks(tmp_path, tokenizer, monkeypatch):
     folder, hf = tokenizer
     text = "".join(f"line {number} has a few words\n" for number in range(300))
     (tmp_path / "a.txt").write_text(text)
-    monkeypatch.setattr("zeropipe.train.data.reading.BLOCK", 1000)
+    monkeypatch.setattr("zeropipe.train.data.reader.MAX_BLOCK_CHARS", 1000)
     config = run_of(
         tmp_path, kind="text", path=str(tmp_path / "a.txt"), tokenizer=str(folder), sequence=9999, batch=1,
         train={"epochs": 1},
@@ -195,7 +194,7 @@ def test_answers_of_chats_have_a_loss(tmp_path, tokenizer):
     )  # fmt: skip
     told = []
     prepare(config, told.append)
-    assert told[-1] == "data: left out chats without an answer (1), chats longer than 60 tokens (1)"
+    assert told[-1] == "data: skipped chats without an answer (1), chats longer than 60 tokens (1)"
     expected = []
     for messages in chats[:2]:
         found = hf.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)

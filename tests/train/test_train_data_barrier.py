@@ -10,7 +10,7 @@ import torch.distributed as dist
 from train_samples import run_of
 
 from zeropipe.errors import ConfigError, EngineError
-from zeropipe.train.data import prepare, preparing
+from zeropipe.train.data import cache, prepare
 from zeropipe.train.loop.prepared import alive, looker, word_of
 from zeropipe.train.loop.signals import Signals
 from zeropipe.train.loop.sole import Sole
@@ -41,7 +41,7 @@ def test_a_first_rank_that_is_silent_is_given_up():
 
 
 def test_a_signal_stops_the_making_of_data_and_leaves_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(preparing, "_BEAT_EVERY", -1.0)
+    monkeypatch.setattr(cache, "_CHECK_EVERY_S", -1.0)
     (tmp_path / "a.txt").write_text("some text to learn from")
     config = run_of(tmp_path, kind="text", path=str(tmp_path / "a.txt"), tokenizer="bytes", batch=1)
     signals = Signals()

@@ -9,7 +9,7 @@ from train_samples import opened, run_of
 
 from zeropipe.errors import EngineError
 from zeropipe.train.data import prepare
-from zeropipe.train.data.leftovers import remove_leftovers
+from zeropipe.train.data.cache import remove_unused
 
 
 def test_what_no_table_asks_for_is_removed_and_nothing_else(tmp_path):
@@ -32,16 +32,16 @@ def test_what_no_table_asks_for_is_removed_and_nothing_else(tmp_path):
         (folder / name / "progress").write_text("")
         for path in (folder / name / "progress", folder / name):
             os.utime(path, (path.stat().st_atime, path.stat().st_mtime - age))
-    assert remove_leftovers(run_of(tmp_path, kind="synthetic")) == ""
+    assert remove_unused(run_of(tmp_path, kind="synthetic")) == ""
     data = opened(config)
-    line = remove_leftovers(config)
+    line = remove_unused(config)
     assert line.startswith(f"removed 5 sets of samples of other files or settings from {folder} (")
     left = {path.name for path in folder.iterdir()}
     assert {"0" * 16, "1" * 16, "mine", f".{'3' * 16}.part"} < left
     assert len(left) == 6
     assert (elsewhere / "facts.json").exists()
     assert data.next().num_tokens > 0
-    assert remove_leftovers(config) == ""
+    assert remove_unused(config) == ""
 
 
 @pytest.mark.full

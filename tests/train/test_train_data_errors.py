@@ -1,4 +1,4 @@
-"""Data that is wrong: one line that names the file, the place and the way out."""
+"""Invalid data: one line that names the file, the line and the way out."""
 
 import json
 import re
@@ -40,17 +40,17 @@ ONE, TWO = b'{"text": "one"}\n', b'{"text": "two"}\n'
 TEXTS = {
     "no JSON": (ONE + b"two\n", "a.jsonl, line 2 is not JSON: Expecting value"),
     "cut off": (ONE + b'{"text": "tw', "a.jsonl, line 2 is not JSON: Unterminated string"),
-    "no object": (b"[1, 2]\n", 'a.jsonl, line 1 is [1, 2]: give a JSON object, like {"text": "..."}'),
-    "no field": (ONE + b'{"txt": "b"}', "line 2 has no field 'text' but ['txt']: set data.field"),
-    "no text": (b'{"text": 5}', "line 1: the field 'text' is 5: a text is needed"),
+    "no object": (b"[1, 2]\n", 'a.jsonl, line 1 is [1, 2]: must be a JSON object, like {"text": "..."}'),
+    "no field": (ONE + b'{"txt": "b"}', "line 2 has no field 'text' but ['txt']; set data.field"),
+    "no text": (b'{"text": 5}', "line 1: the field 'text' is 5: must be a string"),
     "no UTF-8": (ONE + b'{"text": "\xff"}', "line 2: not text (byte 11 is not UTF-8)"),
-    "half a character": (b'{"text": "\\ud83d"}', "line 1: '\\ud83d' is half a character of UTF-16"),
+    "lone surrogate": (b'{"text": "\\ud83d"}', "line 1: '\\ud83d' is a lone surrogate of UTF-16"),
     "zero byte": (b'{"text": "a\x00"}', "line 1 is not JSON: Invalid control character"),
     "deep": (b"[" * 100_000, "line 1 is not JSON: it is nested too deeply"),
     "number": (b'{"text": ' + b"9" * 5000 + b"}", "line 1 is not JSON: Exceeds the limit"),
-    "nothing": (b"\n\n", "a.jsonl gives no samples to learn from"),
-    "empty": (b"", "a.jsonl gives no samples to learn from"),
-    "empty texts": (b'{"text": ""}\n' * 2, "gives no samples to learn from: left out empty documents (2)"),
+    "nothing": (b"\n\n", "a.jsonl has no samples"),
+    "empty": (b"", "a.jsonl has no samples"),
+    "empty texts": (b'{"text": ""}\n' * 2, "has no samples: skipped empty documents (2)"),
 }
 
 
@@ -58,45 +58,45 @@ TEXTS = {
 def test_lines_that_are_wrong(tmp_path, case):
     content, message = TEXTS[case]
     (tmp_path / "a.jsonl").write_bytes(content)
-    refused(run_of(tmp_path, kind="text", path=str(tmp_path / "a.jsonl"), tokenizer="bytes"), message)
+    assert_refused(run_of(tmp_path, kind="text", path=str(tmp_path / "a.jsonl"), tokenizer="bytes"), message)
 
 
 CHATS = {
     "no messages": (b'{"text": "a"}', "line 1 has no field 'messages' but ['text']"),
-    "no list": (b'{"messages": "hi"}', "line 1: messages is 'hi': a list of messages is needed"),
+    "no list": (b'{"messages": "hi"}', "line 1: messages is 'hi': must be a list of messages"),
     "no message": (b'{"messages": []}', "line 1: messages is []"),
-    "no role": (b'{"messages": [{"content": "a"}]}', "line 1: a message is {'content': 'a'}: it needs a role"),
-    "no content": (b'{"messages": [{"role": "user"}]}', "line 1: the chat template refuses it: "),
+    "no role": (b'{"messages": [{"content": "a"}]}', "line 1: a message is {'content': 'a'}: must have a role"),
+    "no content": (b'{"messages": [{"role": "user"}]}', "line 1: the chat template fails: "),
     "answer first": (line(("assistant", "a")), "line 1: the chat begins with an answer"),
-    "no answers": (line(("user", "a")), "gives no samples to learn from: left out chats without an answer (1)"),
-    "too long": (line(("user", "a" * 3000), ("assistant", "b")), "left out chats longer than 1,024 tokens (1)"),
-    "half a character": (line(("user", "\ud83d"), ("assistant", "b")), "line 1: '\\ud83d' is half a character"),
+    "no answers": (line(("user", "a")), "has no samples: skipped chats without an answer (1)"),
+    "too long": (line(("user", "a" * 3000), ("assistant", "b")), "skipped chats longer than 1,024 tokens (1)"),
+    "lone surrogate": (line(("user", "\ud83d"), ("assistant", "b")), "line 1: '\\ud83d' is a lone surrogate"),
 }
 
 
 @pytest.mark.parametrize("case", CHATS)
 def test_chats_that_are_wrong(tmp_path, tokenizers, case):
     content, message = CHATS[case]
-    refused(chat_run(tmp_path, tokenizers / "chat", content), message)
+    assert_refused(chat_run(tmp_path, tokenizers / "chat", content), message)
 
 
 TOKENIZERS = {
     "none": "has no chat template, which data.kind='chat' needs",
-    "raises": "line 1: the chat template refuses it: TemplateError: roles must alternate",
-    "last": "line 1: the chat template writes the beginning of a chat otherwise than the whole one, so answer 1 cannot",
+    "raises": "line 1: the chat template fails: TemplateError: roles must alternate",
+    "last": "line 1: answer 1 cannot be found, because the chat template renders the beginning of a chat differently",
     "broken": "cannot read the tokenizer of ",
-    "missing": "is no folder with a tokenizer: give one, or 'bytes', of which each byte is a token",
+    "missing": "is not a folder with a tokenizer; set data.tokenizer to one, or to 'bytes' (one token per byte)",
 }
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_tokenizers_that_cannot_make_chats(tmp_path, tokenizers, name):
     content = line(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))
-    refused(chat_run(tmp_path, tokenizers / name, content), TOKENIZERS[name])
+    assert_refused(chat_run(tmp_path, tokenizers / name, content), TOKENIZERS[name])
 
 
 def test_bytes_make_no_chats(tmp_path):
-    refused(chat_run(tmp_path, "bytes", ANSWERED), "data.kind='chat' needs a tokenizer with a chat template")
+    assert_refused(chat_run(tmp_path, "bytes", ANSWERED), "data.kind='chat' needs a tokenizer with a chat template")
 
 
 def chat_run(folder, tokenizer, content):
@@ -104,39 +104,39 @@ def chat_run(folder, tokenizer, content):
     return run_of(folder, kind="chat", path=str(folder / "chats.jsonl"), tokenizer=str(tokenizer))
 
 
-BESIDE = {
-    "none": (None, 'is not a .npy file: write a.bin.json beside it, like {"dtype": "uint16"}'),
+SIDECARS = {
+    "none": (None, 'is not a .npy file; write a.bin.json beside it, like {"dtype": "uint16"}'),
     "no JSON": ("{", "a.bin.json is not JSON"),
-    "no object": ("[]", "a.bin.json is []: give an object with some of dtype, eos, offsets"),
-    "unknown": ('{"type": "uint16"}', "give an object with some of dtype, eos, offsets"),
-    "dtype": ('{"dtype": "float32"}', "dtype='float32': give one of uint8, "),
-    "no id": ('{"dtype": "uint16", "eos": "</s>"}', "eos='</s>': a token id is needed"),
-    "both": ('{"dtype": "uint16", "eos": 1, "offsets": "a.npy"}', "has eos and offsets: give one of them"),
-    "no offsets": ('{"dtype": "uint16", "offsets": "b.npy"}', "offsets='b.npy' is not there"),
-    "width": ('{"dtype": "int64"}', "a.bin has 12 bytes: not a number of int64, each of which has 8"),
-    "going down": ('{"dtype": "uint16", "offsets": "down.npy"}', "must go up from 0 to at most 6"),
-    "behind": ('{"dtype": "uint16", "offsets": "behind.npy"}', "must go up from 0 to at most 6"),
-    "large": ('{"dtype": "uint16"}', "a.bin: it has token id 5000, the model knows 0 to 2047"),
+    "no object": ("[]", "a.bin.json is []: must be an object with some of dtype, eos, offsets"),
+    "unknown": ('{"type": "uint16"}', "must be an object with some of dtype, eos, offsets"),
+    "dtype": ('{"dtype": "float32"}', "dtype='float32': must be one of uint8, "),
+    "no id": ('{"dtype": "uint16", "eos": "</s>"}', "eos='</s>': must be a token id"),
+    "both": ('{"dtype": "uint16", "eos": 1, "offsets": "a.npy"}', "has eos and offsets; leave out one of them"),
+    "no offsets": ('{"dtype": "uint16", "offsets": "b.npy"}', "offsets='b.npy' does not exist"),
+    "width": ('{"dtype": "int64"}', "a.bin has 12 bytes: must be a positive multiple of 8, the size of int64"),
+    "going down": ('{"dtype": "uint16", "offsets": "down.npy"}', "must ascend from 0 to at most 6"),
+    "behind": ('{"dtype": "uint16", "offsets": "behind.npy"}', "must ascend from 0 to at most 6"),
+    "large": ('{"dtype": "uint16"}', "a.bin: it has token id 5000, but the model has tokens 0 to 2047"),
 }
 
 
-@pytest.mark.parametrize("case", BESIDE)
+@pytest.mark.parametrize("case", SIDECARS)
 def test_files_of_token_ids_that_are_wrong(tmp_path, case):
-    text, message = BESIDE[case]
+    text, message = SIDECARS[case]
     np.array([1, 2, 3, 4, 5000, 6], dtype=np.uint16).tofile(tmp_path / "a.bin")
     np.save(tmp_path / "down.npy", np.array([0, 4, 2]))
     np.save(tmp_path / "behind.npy", np.array([0, 7]))
     if text is not None:
         (tmp_path / "a.bin.json").write_text(text)
-    refused(run_of(tmp_path, kind="tokens", path=str(tmp_path / "a.bin")), message)
+    assert_refused(run_of(tmp_path, kind="tokens", path=str(tmp_path / "a.bin")), message)
 
 
 ARRAYS = {
-    "two dimensions": (np.zeros((2, 2), dtype=np.int32), "a.npy holds int32[2, 2]: token ids are needed"),
-    "floats": (np.zeros(3), "a.npy holds float64[3]: token ids are needed, whole numbers in one dimension"),
-    "negative": (np.array([1, -1]), "a.npy: it has token id -1, the model knows 0 to 2047"),
+    "two dimensions": (np.zeros((2, 2), dtype=np.int32), "a.npy holds int32[2, 2]: must be token ids"),
+    "floats": (np.zeros(3), "a.npy holds float64[3]: must be token ids, integers in one dimension"),
+    "negative": (np.array([1, -1]), "a.npy: it has token id -1, but the model has tokens 0 to 2047"),
     "objects": (np.array([None]), "cannot read "),
-    "one token": (np.array([1]), "gives no samples to learn from: left out documents of less than two tokens (1)"),
+    "one token": (np.array([1]), "has no samples: skipped documents of less than two tokens (1)"),
 }
 
 
@@ -144,21 +144,24 @@ ARRAYS = {
 def test_arrays_that_are_no_token_ids(tmp_path, case):
     array, message = ARRAYS[case]
     np.save(tmp_path / "a.npy", array, allow_pickle=True)
-    refused(run_of(tmp_path, kind="tokens", path=str(tmp_path / "a.npy")), message)
+    assert_refused(run_of(tmp_path, kind="tokens", path=str(tmp_path / "a.npy")), message)
 
 
 @pytest.mark.parametrize(
     "given, message",
     [
         ({"path": None}, "data.path is missing: data.kind='text' needs files"),
-        ({"path": "nowhere/*.txt"}, "data.path='nowhere/*.txt': there is no such file"),
-        ({"path": "."}, "data.path: . is a folder: name files, like *"),
-        ({"path": "a.json"}, "a.json: give one JSON object per line, in a file that is named .jsonl"),
-        ({"path": "a.csv"}, "a.csv: give one JSON object per line, in a file that is named .jsonl"),
+        ({"path": "nowhere/*.txt"}, "data.path='nowhere/*.txt': no such file"),
+        ({"path": "."}, "data.path: . is a folder; name files, like *"),
+        ({"path": "a.json"}, "a.json must be JSONL, one JSON object per line, in a file named .jsonl"),
+        ({"path": "a.csv"}, "a.csv must be JSONL, one JSON object per line, in a file named .jsonl"),
         ({"path": "zero.txt"}, "zero.txt, line 2: not text (it has a zero byte)"),
-        ({"path": "a.txt", "tokenizer": None}, "data.tokenizer is missing, and model.path='tiny-qwen3' is no folder"),
-        ({"path": "a.txt", "kind": "datasets"}, "a.txt is no folder: give one that `save_to_disk`"),
-        ({"path": "/dev/zero"}, "/dev/zero is no ordinary file"),
+        (
+            {"path": "a.txt", "tokenizer": None},
+            "data.tokenizer is missing, and model.path='tiny-qwen3' is not a folder",
+        ),
+        ({"path": "a.txt", "kind": "datasets"}, "a.txt is not a folder; use one that `save_to_disk`"),
+        ({"path": "/dev/zero"}, "/dev/zero is not a regular file"),
     ],
 )
 def test_files_that_are_not_there(tmp_path, monkeypatch, given, message):
@@ -167,7 +170,7 @@ def test_files_that_are_not_there(tmp_path, monkeypatch, given, message):
     (tmp_path / "a.csv").write_text("text\none\ntwo\n")
     (tmp_path / "a.txt").write_text("some text")
     (tmp_path / "zero.txt").write_bytes(b"one\ntwo\0")
-    refused(run_of(tmp_path, **{"kind": "text", "tokenizer": "bytes", **given}), message)
+    assert_refused(run_of(tmp_path, **{"kind": "text", "tokenizer": "bytes", **given}), message)
 
 
 def test_a_tokenizer_of_another_model(tmp_path, tokenizers):
@@ -175,39 +178,40 @@ def test_a_tokenizer_of_another_model(tmp_path, tokenizers):
     (tmp_path / "config.json").write_text('{"vocab_size": 70}')
     given = {"kind": "text", "path": str(tmp_path / "a.txt"), "tokenizer": str(tokenizers / "chat")}
     config = run_of(tmp_path, model=tmp_path, **given)
-    refused(config, r"a.txt: the tokenizer makes ")
+    assert_refused(config, r"a.txt: the tokenizer gives token ")
 
 
 def test_a_model_without_a_tokenizer(tmp_path):
     (tmp_path / "config.json").write_text('{"vocab_size": 300, "model_type": "qwen3"}')
     (tmp_path / "a.txt").write_text("some text")
-    refused(
-        run_of(tmp_path, model=tmp_path, kind="text", path=str(tmp_path / "a.txt")), "has no tokenizer that makes a"
+    assert_refused(
+        run_of(tmp_path, model=tmp_path, kind="text", path=str(tmp_path / "a.txt")),
+        "has no tokenizer, or one without a vocabulary",
     )
 
 
 def test_sequences_that_are_too_long_for_the_model(tmp_path):
     (tmp_path / "config.json").write_text('{"vocab_size": 300, "max_position_embeddings": 512}')
-    refused(
+    assert_refused(
         run_of(tmp_path, model=tmp_path, sequence=513), "data.sequence=513: the model's max_position_embeddings is 512"
     )
 
 
 def test_a_huge_line_is_not_read_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr("zeropipe.train.data.reading.LONGEST_LINE", 2**20)
+    monkeypatch.setattr("zeropipe.train.data.reader.MAX_LINE_BYTES", 2**20)
     with (tmp_path / "a.jsonl").open("wb") as file:
         file.truncate(2**30)  # a gigabyte of zero bytes, without an end of line
     config = run_of(tmp_path, kind="text", path=str(tmp_path / "a.jsonl"), tokenizer="bytes")
     tracemalloc.start()
     try:
-        refused(config, "line 1 has more than 1 MiB: is it JSONL? Split it up")
+        assert_refused(config, "line 1 has more than 1 MiB; write shorter lines")
         assert tracemalloc.get_traced_memory()[1] < 2**24
     finally:
         tracemalloc.stop()
 
 
-def refused(config, message):
-    """With one line that has `message` in it, and nothing left behind."""
+def assert_refused(config, message):
+    """The data is refused with one line that has `message` in it, and nothing left behind."""
     with pytest.raises(ConfigError, match=re.escape(message)) as caught:
         opened(config)
     assert "\n" not in str(caught.value)

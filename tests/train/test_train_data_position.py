@@ -14,8 +14,8 @@ from train_samples import CHAT, opened, run_of, samples_of, save_tokenizer
 
 from zeropipe.errors import ConfigError, EngineError
 from zeropipe.train.data import open_data, prepare
-from zeropipe.train.data.batch import Form
-from zeropipe.train.data.steps import Data
+from zeropipe.train.data.batch import BatchLayout
+from zeropipe.train.data.loader import TrainingData
 
 
 class Lengths:
@@ -26,14 +26,14 @@ class Lengths:
         self.num_samples = sum(map(len, rows))
         self.firsts = np.cumsum([0, *map(len, rows)])
 
-    def samples_of(self, row):
+    def samples_in_row(self, row):
         return np.arange(self.firsts[row], self.firsts[row + 1])
 
     def lengths(self, samples):
         every = np.array([length for row in self.rows for length in row])
         return every[samples]
 
-    def losses(self, samples):
+    def loss_counts(self, samples):
         return self.lengths(samples) - 1
 
     def read(self, sample):
@@ -43,8 +43,10 @@ class Lengths:
 
 def made(samples, pipelines, microbatch, pipeline, batch, epochs):
     packed = samples.num_samples > samples.num_rows
-    form = Form(pipelines, microbatch, 16, packed)
-    return Data(samples, form, pipeline, batch, seed=5, shuffle=True, epochs=epochs, identity={"data.kind": "text"})
+    layout = BatchLayout(pipelines, microbatch, 16, packed)
+    return TrainingData(
+        samples, layout, pipeline, batch, seed=5, shuffle=True, epochs=epochs, identity={"data.kind": "text"}
+    )
 
 
 LAYOUT = st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 9), st.integers(0, 4))
@@ -116,7 +118,6 @@ def test_a_part_of_an_epoch(epochs, rows):
     """Also where the product is no exact number: 0.1 * 30 is a little more than 3."""
     data = made(Lengths([[2]] * 30), 1, 1, 0, 1, epochs)
     assert data.steps_left == rows
-    assert data.steps_per_epoch == 30
 
 
 def files_run(folder, **changed):
@@ -136,7 +137,10 @@ def folder(tmp_path):
 @pytest.mark.parametrize(
     "change, message",
     [
-        (lambda folder: {"train": {"seed": 1}}, r"train\.seed=1 was 0 when the checkpoint was saved: rows would"),
+        (
+            lambda folder: {"train": {"seed": 1}},
+            r"train\.seed=1 was 0 when the checkpoint was saved: rows",
+        ),
         (lambda folder: {"sequence": 20}, r"data\.sequence=20 was 16"),
         (lambda folder: {"packing": False}, r"data\.packing=False was True"),
         (lambda folder: {"shuffle": False}, r"data\.shuffle=False was True"),
@@ -182,7 +186,7 @@ def test_samples_are_made_once(folder, monkeypatch):
     told = []
     prepare(config, told.append)
     made = {path: path.stat().st_mtime_ns for path in (folder / "out" / "data").rglob("*")}
-    monkeypatch.setattr("zeropipe.train.data.preparing.open_tokenizer", None)  # whoever calls it fails
+    monkeypatch.setattr("zeropipe.train.data.cache.open_tokenizer", None)  # whoever calls it fails
     again = []
     prepare(config, again.append)
     assert again == told
@@ -201,7 +205,7 @@ def test_samples_are_written_whole_or_not_at_all(folder, monkeypatch):
         raise OSError(28, "No space left on device")
 
     (folder / "9.txt").unlink()
-    monkeypatch.setattr("zeropipe.train.data.preparing.write_facts", full)
+    monkeypatch.setattr("zeropipe.train.data.store.StoreInfo.save", full)
     with pytest.raises(ConfigError, match=r"cannot write .*/data/\w+: No space left on device"):
         opened(files_run(folder))
     assert list((folder / "out" / "data").iterdir()) == []

@@ -10,7 +10,7 @@ from pathlib import Path
 from zeropipe.core.model.configs import BUILT_IN
 from zeropipe.engine.checkpoint.manifest import followed
 from zeropipe.errors import MissingExtra
-from zeropipe.train.config.models import LoraTable, RunConfig
+from zeropipe.train.config.models import BYTE_TOKENIZER, LoraTable, RunConfig
 from zeropipe.train.inputs import count_layers, is_shape_name
 
 ADAPTER = "adapter_config.json"
@@ -75,11 +75,13 @@ def data_faults(config: RunConfig) -> Iterator[str]:
         yield f"data.kind='datasets': {MissingExtra('datasets', 'datasets')}"
     if config.model.path not in BUILT_IN and not Path(config.model.path).exists():
         return  # told already
-    from zeropipe.train.data.wanted import BYTES, wanted_of
+    from zeropipe.train.data.request import build_requests
 
-    for wanted in wanted_of(config).values():
-        folder = Path(str(wanted.tokenizer))
-        if wanted.tokenizer not in (None, BYTES) and not any(any(folder.glob(pattern)) for pattern in TOKENIZER):
+    for request in build_requests(config).values():
+        folder = Path(str(request.tokenizer))
+        if request.tokenizer in (None, BYTE_TOKENIZER):
+            return
+        if not any(any(folder.glob(pattern)) for pattern in TOKENIZER):
             yield f"data.tokenizer: {folder} has no tokenizer.json or other tokenizer; save one there, or name another"
         return  # it is the same for evaluation
 

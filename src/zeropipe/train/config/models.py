@@ -12,6 +12,7 @@ Index = Annotated[int, Field(ge=0, le=MOST, strict=True)]
 Flag = Annotated[bool, Field(strict=True)]
 Number = Annotated[float, Field(strict=True)]  # whole numbers are fine, true and "1" are not
 Beta = Annotated[float, Field(ge=0, lt=1, strict=True)]
+BYTE_TOKENIZER = "bytes"  # value of data.tokenizer: one token per byte
 Dtype = Literal["float32", "bfloat16", "float64"]
 
 

@@ -12,7 +12,7 @@ from zeropipe.core.files import COSTS, SCHEDULES, has_suffix, read_text
 from zeropipe.core.formats.parse import parse_toml
 from zeropipe.core.limits import COMMAND_LINE
 from zeropipe.errors import ConfigError
-from zeropipe.train.config.models import RunConfig, TrainTable
+from zeropipe.train.config.models import BYTE_TOKENIZER, RunConfig, TrainTable
 from zeropipe.train.config.overrides import merged, parse_overrides
 from zeropipe.train.config.words import lines_of
 
@@ -69,12 +69,11 @@ def _beside(value: Any, folder: Path, name: str) -> Any:
 def is_file(value: str, name: str) -> bool:
     """Whether it is no name of a model, a schedule or a GPU, and no word."""
     from zeropipe.core.model.configs import BUILT_IN, CONFIGS
-    from zeropipe.train.data.wanted import BYTES
 
     if name == "model.path":
         return value not in BUILT_IN and value.lower() not in CONFIGS
     if name == "data.tokenizer":
-        return value != BYTES
+        return value != BYTE_TOKENIZER
     if name == "schedule.name":
         return has_suffix(value.partition(":")[0], *SCHEDULES, ".py")
     if name == "checkpoint.resume":

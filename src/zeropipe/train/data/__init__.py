@@ -1,20 +1,15 @@
 """From files to the microbatches of a step.
 
-wanted     what a run asks of its data: files, tokenizer, length of a sequence; the key of its cache
-reading    files -> lines and documents, piece by piece; what is wrong is named with its file and line
-library    the same of directories of the `datasets` library
-tokenizer  text -> token ids
-texts      documents -> samples
-chats      chats -> samples, of which the answers have a loss
-tokenfile  files of token ids -> samples, which stay where they are; `beside` reads what is said about such a file
-writer     samples on their way to the disk: token ids and tables
-store      samples on the disk, memory-mapped
-rows       samples -> rows of at most `sequence` tokens
-preparing  all of that, once per job; the other processes wait for it
-leftovers  samples that are not used any more
-order      the order of rows in an epoch, and random tokens, without a table of either
-batch      the rows of a step -> microbatches of each pipeline
-steps      one batch after the other, and a position that can be saved
+request      the samples that a run requests: files, tokenizer, sequence length; the key of their cache
+reader       files and `datasets` folders -> documents and chats, in bounded memory
+tokenizer    text -> token ids; documents -> samples
+chats        chats -> samples in which only answers have a loss
+token_files  files of token ids -> samples, without a copy
+store        samples on disk: written once, then memory-mapped
+rows         samples -> rows of at most `sequence` tokens; the order of rows in an epoch
+cache        all of that, once per job; removal of samples that are not used any more
+batch        the rows of a step -> the microbatches of each pipeline
+loader       one batch after the other, and a position that checkpoints save
 """
 
 from __future__ import annotations
@@ -24,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zeropipe.train.data.batch import Batch
-    from zeropipe.train.data.preparing import prepare
-    from zeropipe.train.data.steps import Data, Evaluation, open_data, open_evaluation
+    from zeropipe.train.data.cache import prepare
+    from zeropipe.train.data.loader import EvaluationData, TrainingData, open_data, open_evaluation
 
-# name -> module, imported when first used: files are looked for without torch
+# name -> module, imported on first use, because checking the paths of a training file must not import torch
 _MODULE_OF = {
-    "Batch": "batch", "prepare": "preparing", "Data": "steps", "Evaluation": "steps", "open_data": "steps",
-    "open_evaluation": "steps",
+    "Batch": "batch", "prepare": "cache", "TrainingData": "loader", "EvaluationData": "loader", "open_data": "loader",
+    "open_evaluation": "loader",
 }  # fmt: skip
 
 

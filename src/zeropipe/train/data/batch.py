@@ -1,109 +1,111 @@
-"""The rows of a step, shared out to pipelines and made into microbatches."""
+"""The rows of a step -> the microbatches of each pipeline."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from zeropipe.train.data.store import NO_LOSS, Samples
+from zeropipe.train.data.rows import IntArray
+from zeropipe.train.data.store import IGNORE_INDEX, Samples
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What one pipeline is given for a step, and what all of them together have."""
+    """The microbatches of one pipeline for a step, and facts about those of all pipelines."""
 
     microbatches: list[dict[str, Tensor]]  # of this pipeline, on the CPU
     num_tokens: int  # with a loss, of all pipelines
     num_positions: int  # of all pipelines, padding included
     samples: tuple[int, ...]  # of all pipelines, in the order of the data
-    epoch: float  # passes over the data when this batch is done
+    epoch: float  # passes over the data after this batch
 
 
 @dataclass(frozen=True)
-class Form:
-    """How rows are made into microbatches."""
+class BatchLayout:
+    """How rows are distributed over pipelines and microbatches."""
 
     num_pipelines: int
     microbatch: int  # rows
     sequence: int
-    is_packed: bool  # rows of several samples: all as long as `sequence`, so that shapes stay the same
+    is_packed: bool  # then all rows are padded to `sequence`, so that shapes are constant
     multiple: int = 1  # lengths are padded to a multiple of this
-    is_even: bool = False  # pipelines must have the same number of microbatches
+    is_even: bool = False  # all pipelines must have the same number of microbatches
 
-    def width(self, longest: int) -> int:
-        """The length of a microbatch."""
+    def padded_length(self, longest: int) -> int:
+        """The length of a microbatch whose longest row has `longest` tokens."""
         return self.sequence if self.is_packed else -(-longest // self.multiple) * self.multiple
 
 
-def make_batch(rows: Sequence[int], samples: Samples, form: Form, pipeline: int, epoch: float) -> Batch:
-    """The microbatches of one pipeline for the rows of a step."""
-    inside = [samples.samples_of(row) for row in rows]
-    lengths = [int(samples.lengths(one).sum()) for one in inside]
-    own: list[dict[str, Tensor]] = []
+def build_batch(rows: Sequence[int], samples: Samples, layout: BatchLayout, pipeline: int, epoch: float) -> Batch:
+    """The batch of one pipeline for the rows of a step."""
+    members = [samples.samples_in_row(row) for row in rows]
+    lengths = [int(samples.lengths(one).sum()) for one in members]
+    microbatches: list[dict[str, Tensor]] = []
     num_positions = 0
-    for number, groups in enumerate(share(lengths, form.num_pipelines, form.microbatch, form.is_even)):
+    assigned = assign_rows(lengths, layout.num_pipelines, layout.microbatch, layout.is_even)
+    for number, groups in enumerate(assigned):
         for group in groups:
-            width = form.width(max((lengths[index] for index in group), default=2))
-            num_positions += width * max(1, len(group))
+            length = layout.padded_length(max((lengths[index] for index in group), default=2))
+            num_positions += length * max(1, len(group))
             if number == pipeline:
-                own.append(_tensors([inside[index] for index in group], samples, width, form.is_packed))
-    everyone = np.concatenate(inside)
-    return Batch(own, int(samples.losses(everyone).sum()), num_positions, tuple(everyone.tolist()), epoch)
+                own = [members[index] for index in group]
+                microbatches.append(_build_microbatch(own, samples, length, layout.is_packed))
+    every = np.concatenate(members)
+    num_tokens = int(samples.loss_counts(every).sum())
+    return Batch(microbatches, num_tokens, num_positions, tuple(every.tolist()), epoch)
 
 
-def share(
+def assign_rows(
     lengths: Sequence[int], num_pipelines: int, microbatch: int, is_even: bool = False
 ) -> list[list[tuple[int, ...]]]:
-    """For each pipeline the rows of its microbatches. One without rows stands for a row that has no loss.
+    """The rows of each microbatch of each pipeline. An empty microbatch stands for one row without a loss.
 
-    Rows of similar lengths are put together: that pads least, and the largest microbatch is no larger than in any other
-    way. Then, from the largest on, each microbatch goes to the pipeline with the fewest tokens. All pipelines have the
-    same number of microbatches, or one more; none has none. If it is to be even, one without rows stands for that one.
+    Rows of similar lengths share a microbatch: that needs the least padding, and the largest microbatch is as small as
+    possible. Then each microbatch, the largest first, goes to the pipeline with the fewest tokens. The numbers of
+    microbatches differ by at most one, and are at least one. With `is_even`, empty microbatches make them equal.
     """
     order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
     number = max(-(-len(order) // microbatch), min(len(order), num_pipelines))
     ends = [len(order) * (index + 1) // number for index in range(number)]
     groups = [tuple(order[start:end]) for start, end in zip([0, *ends], ends)]
-    costs = [len(group) * lengths[group[0]] for group in groups]
+    sizes = [len(group) * lengths[group[0]] for group in groups]
     pipelines: list[list[tuple[int, ...]]] = [[] for _ in range(num_pipelines)]
     load = [0] * num_pipelines
-    fewest, larger = divmod(number, num_pipelines)
-    for index in sorted(range(number), key=lambda index: -costs[index]):
-        is_open = larger > sum(len(groups) > fewest for groups in pipelines)
-        room = [p for p in range(num_pipelines) if len(pipelines[p]) < fewest + is_open]
-        chosen = min(room, key=lambda p: (load[p], p))
+    base, num_larger = divmod(number, num_pipelines)
+    for index in sorted(range(number), key=lambda index: -sizes[index]):
+        limit = base + (num_larger > sum(len(groups) > base for groups in pipelines))
+        chosen = min((p for p in range(num_pipelines) if len(pipelines[p]) < limit), key=lambda p: (load[p], p))
         pipelines[chosen].append(groups[index])
-        load[chosen] += costs[index]
+        load[chosen] += sizes[index]
     least = max(map(len, pipelines)) if is_even else 1
     return [groups + [()] * (least - len(groups)) for groups in pipelines]
 
 
-def _tensors(rows: Sequence[Any], samples: Samples, width: int, is_packed: bool) -> dict[str, Tensor]:
-    """A microbatch as the stages of Hugging Face models take it."""
-    shape = (max(1, len(rows)), width)
-    ids, labels = np.zeros(shape, dtype=np.int64), np.full(shape, NO_LOSS, dtype=np.int64)
+def _build_microbatch(rows: Sequence[IntArray], samples: Samples, length: int, is_packed: bool) -> dict[str, Tensor]:
+    """The tensors of a microbatch, named as the forward of Hugging Face models takes them."""
+    shape = (max(1, len(rows)), length)
+    ids, labels = np.zeros(shape, dtype=np.int64), np.full(shape, IGNORE_INDEX, dtype=np.int64)
     positions, mask = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
-    borders = [0]
+    boundaries = [0]  # of samples, over all rows
     for row in range(shape[0]):
         end = 0
         for sample in rows[row] if rows else ():
-            tokens, wanted = samples.read(int(sample))
+            tokens, targets = samples.read(int(sample))
             start, end = end, end + len(tokens)
-            ids[row, start:end], labels[row, start:end] = tokens, wanted
+            ids[row, start:end], labels[row, start:end] = tokens, targets
             positions[row, start:end] = np.arange(len(tokens))
             mask[row, start:end] = 1
-            borders.append(row * width + end)
-        if end < width:  # what fills the row counts as a sequence of its own
-            positions[row, end:] = np.arange(width - end)
-            borders.append((row + 1) * width)
-    made = {"input_ids": ids, "labels": labels}
+            boundaries.append(row * length + end)
+        if end < length:  # padding counts as a sequence of its own
+            positions[row, end:] = np.arange(length - end)
+            boundaries.append((row + 1) * length)
+    arrays = {"input_ids": ids, "labels": labels}
     if is_packed:
-        made |= {"position_ids": positions, "cu_seqlens": np.array(borders, dtype=np.int32)}
+        arrays |= {"position_ids": positions, "cu_seqlens": np.array(boundaries, dtype=np.int32)}
     elif rows and not mask.all():
-        made["attention_mask"] = mask
-    return {name: torch.from_numpy(array) for name, array in made.items()}
+        arrays["attention_mask"] = mask
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}

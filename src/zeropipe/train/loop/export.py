@@ -8,8 +8,7 @@ from zeropipe.engine.checkpoint.convert import convert
 from zeropipe.engine.engine import Engine
 from zeropipe.engine.run.job import DTYPES
 from zeropipe.errors import ConfigError
-from zeropipe.train.config.models import RunConfig
-from zeropipe.train.data.wanted import BYTES
+from zeropipe.train.config.models import BYTE_TOKENIZER, RunConfig
 
 
 def export(config: RunConfig, engine: Engine, checkpoint: Path, is_first: bool) -> Path:
@@ -22,7 +21,7 @@ def export(config: RunConfig, engine: Engine, checkpoint: Path, is_first: bool) 
             place.name = f"the export, {name}"  # it gets on
 
         if is_first:
-            like = None if config.data.tokenizer == BYTES else config.data.tokenizer
+            like = None if config.data.tokenizer == BYTE_TOKENIZER else config.data.tokenizer
             try:
                 convert(checkpoint, target, like=like, dtype=DTYPES[config.model.dtype], begin=begin)
             except (ConfigError, OSError) as error:  # the disk is full, say

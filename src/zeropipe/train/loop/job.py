@@ -18,7 +18,7 @@ from zeropipe.errors import ConfigError
 from zeropipe.train.config.models import RunConfig
 from zeropipe.train.config.write import to_toml
 from zeropipe.train.data import open_data, open_evaluation
-from zeropipe.train.data.leftovers import remove_leftovers
+from zeropipe.train.data.cache import remove_unused
 from zeropipe.train.loop.evaluation import evaluate
 from zeropipe.train.loop.export import export
 from zeropipe.train.loop.kept import Kept
@@ -116,7 +116,7 @@ class Run:
     def _remove_leftovers(self) -> None:
         """Not when data is made, but now that a resume has taken it: what other settings made is not missed."""
         try:
-            if line := remove_leftovers(self._config):
+            if line := remove_unused(self._config):
                 tell(line)
         except (ConfigError, OSError) as error:
             tell(f"warning: {error}")

@@ -25,7 +25,7 @@ from zeropipe.engine.stages.chance import chances
 from zeropipe.errors import ConfigError, MissingExtra
 from zeropipe.train.config.files import ADAPTER
 from zeropipe.train.config.models import RunConfig
-from zeropipe.train.data import Data, Evaluation
+from zeropipe.train.data import EvaluationData, TrainingData
 from zeropipe.train.inputs import build_schedule, choose_layers, load_model_config, load_text_config
 
 TAIL = 65536  # bytes of a file that are compared between machines
@@ -105,7 +105,7 @@ def make_engine(config: RunConfig, place: Place) -> Engine:
     )  # fmt: skip
 
 
-def require_packing(engine: Engine, *sets: Data | Evaluation | None) -> None:
+def require_packing(engine: Engine, *sets: TrainingData | EvaluationData | None) -> None:
     """ConfigError at the start for packed rows of a model that would not keep samples apart."""
     if not any(data is not None and data.is_packed for data in sets):
         return

@@ -1,0 +1,242 @@
+"""Read files and `datasets` folders as a stream of documents or chats, with bounded memory.
+
+Errors name the file and the line, or the folder and the row.
+"""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from zeropipe.core.files import has_suffix
+from zeropipe.errors import ConfigError, MissingExtra, first_line, short
+
+MAX_BLOCK_CHARS = 2**20  # tokenized together
+MAX_BLOCK_TEXTS = 1024
+MAX_LINE_BYTES = 2**26
+JSONL_SUFFIXES = (".jsonl", ".ndjson")
+TABLE_SUFFIXES = (".json", ".csv", ".tsv")  # many texts in one file, which must not become one document
+_ROWS_PER_READ = 1000  # of a dataset
+
+
+class TextChunk(NamedTuple):
+    """A document, or a chunk of a long one."""
+
+    location: str  # file and line, for errors
+    text: str
+    is_last: bool
+
+
+class Record(NamedTuple):
+    """A JSON object: a line of a JSONL file, or a row of a dataset."""
+
+    location: str
+    value: dict[str, Any]
+
+
+class FileReader:
+    """Reads text and JSONL files in order, and computes a digest of their contents."""
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        self._files = tuple(files)
+        self._digest = hashlib.blake2b(digest_size=16)
+        self.position = ""  # file and line, for progress messages
+
+    @property
+    def digest(self) -> str:
+        return self._digest.hexdigest()
+
+    def documents(self, field: str) -> Iterator[TextChunk]:
+        """Every text file is a document, and so is `field` of every line of a JSONL file."""
+        for path in self._files:
+            if has_suffix(path, *TABLE_SUFFIXES):
+                raise ConfigError(f"{path} must be JSONL, one JSON object per line, in a file named .jsonl")
+            if not has_suffix(path, *JSONL_SUFFIXES):
+                yield from self._read_text(path)
+                continue
+            for record in self._read_lines(path):
+                yield from _chunk_text(record.location, get_text(record, field))
+
+    def records(self) -> Iterator[Record]:
+        """Every line of JSONL files."""
+        for path in self._files:
+            yield from self._read_lines(path)
+
+    def _read_text(self, path: Path) -> Iterator[TextChunk]:
+        decoder, rest, line = codecs.getincrementaldecoder("utf-8-sig")(), "", 1
+        for data in self._read_blocks(path):
+            try:
+                text = decoder.decode(data, final=not data)
+            except UnicodeDecodeError as error:
+                line += error.object[: error.start].count(b"\n")
+                raise ConfigError(
+                    f"{path}, line {line}: not text (byte {error.object[error.start]:#x} is not UTF-8)"
+                ) from None
+            if "\0" in text:
+                line += text[: text.index("\0")].count("\n")
+                raise ConfigError(f"{path}, line {line}: not text (it has a zero byte)")
+            rest, line = rest + text, line + text.count("\n")
+            *chunks, (_, rest, _) = _chunk_text(str(path), rest)
+            yield from chunks
+        yield TextChunk(str(path), rest, True)
+
+    def _read_lines(self, path: Path) -> Iterator[Record]:
+        number = 0
+        with _open(path) as file:
+            while data := file.readline(MAX_LINE_BYTES + 1):
+                number += 1
+                self.position = location = f"{path}, line {number}"
+                if len(data) > MAX_LINE_BYTES:
+                    raise ConfigError(f"{location} has more than {MAX_LINE_BYTES // 2**20} MiB; write shorter lines")
+                self._digest.update(data)
+                try:
+                    text = data.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+                except UnicodeDecodeError as error:
+                    raise ConfigError(f"{location}: not text (byte {error.start + 1} is not UTF-8)") from None
+                if not text:
+                    continue
+                try:
+                    value = json.loads(text)
+                except (ValueError, RecursionError) as error:
+                    reason = str(error) if isinstance(error, ValueError) else "it is nested too deeply"
+                    raise ConfigError(f"{location} is not JSON: {reason}") from None
+                if not isinstance(value, dict):
+                    raise ConfigError(f'{location} is {short(value)}: must be a JSON object, like {{"text": "..."}}')
+                yield Record(location, value)
+
+    def _read_blocks(self, path: Path) -> Iterator[bytes]:
+        """The bytes of a file, with an empty block at the end."""
+        size = 0
+        with _open(path) as file:
+            while True:
+                data = file.read(MAX_BLOCK_CHARS)
+                size += len(data)
+                self.position = f"{path}, {size / 2**20:,.0f} MiB"
+                self._digest.update(data)
+                yield data
+                if not data:
+                    self._digest.update(size.to_bytes(8, "little"))  # document boundaries are part of the content
+                    return
+
+
+class DatasetsReader:
+    """Reads folders that the `datasets` library saved, and computes a digest of their contents."""
+
+    def __init__(self, folders: tuple[Path, ...], field: str) -> None:
+        self._datasets = [_load_dataset(folder, field) for folder in folders]
+        self._folders, self._field = folders, field
+        self._digest = hashlib.blake2b(digest_size=16)
+        self.position = ""
+
+    @property
+    def digest(self) -> str:
+        return self._digest.hexdigest()
+
+    @property
+    def has_chats(self) -> bool:
+        """Whether rows are lists of messages; else they are texts."""
+        return isinstance(self._datasets[0][0][self._field], list)
+
+    def documents(self, field: str) -> Iterator[TextChunk]:
+        """Every row is a document."""
+        for record in self.records():
+            yield from _chunk_text(record.location, get_text(record, field))
+
+    def records(self) -> Iterator[Record]:
+        """The field of every row. A list of messages is named `messages`."""
+        name = "messages" if self.has_chats else self._field
+        for folder, dataset in zip(self._folders, self._datasets):
+            for start in range(0, len(dataset), _ROWS_PER_READ):
+                for number, value in enumerate(dataset[start : start + _ROWS_PER_READ][self._field], start):
+                    self.position = f"{folder}, row {number:,}"
+                    self._digest.update(json.dumps(value).encode() + b"\n")
+                    yield Record(self.position, {name: value})
+
+
+def _load_dataset(folder: Path, field: str) -> Any:
+    try:
+        import datasets
+    except ImportError:
+        raise MissingExtra("datasets", "datasets") from None
+    try:
+        found = datasets.load_from_disk(str(folder))
+    except Exception as error:  # of any type
+        raise ConfigError(f"cannot read {folder}: {type(error).__name__}: {first_line(error)}") from None
+    if not isinstance(found, datasets.Dataset):
+        raise ConfigError(f"{folder} has the splits {short(list(found))}; use the folder of one of them")
+    if field not in found.column_names:
+        raise ConfigError(f"{folder} has no column {field!r} but {short(found.column_names)}; set data.field")
+    if len(found) == 0:
+        raise ConfigError(f"{folder} has no rows")
+    return found
+
+
+class _HasText(Protocol):
+    @property
+    def text(self) -> str: ...
+
+
+_T = TypeVar("_T", bound=_HasText)
+
+
+def group_texts(items: Iterable[_T]) -> Iterator[list[_T]]:
+    """Group items into lists of about MAX_BLOCK_CHARS characters, to be tokenized together."""
+    group: list[_T] = []
+    size = 0
+    for item in items:
+        group.append(item)
+        size += len(item.text)
+        if size >= MAX_BLOCK_CHARS or len(group) == MAX_BLOCK_TEXTS:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def get_text(record: Record, field: str) -> str:
+    """A field of a record, which must be a string."""
+    location, value = record
+    if field not in value:
+        raise ConfigError(f"{location} has no field {field!r} but {short(sorted(value))}; set data.field")
+    text = value[field]
+    if not isinstance(text, str):
+        raise ConfigError(f"{location}: the field {field!r} is {short(text)}: must be a string")
+    return require_unicode(location, text)
+
+
+def require_unicode(location: str, text: str) -> str:
+    """Raise ConfigError for a lone surrogate, which JSON can express and tokenizers cannot read."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{location}: {text[error.start]!r} is a lone surrogate of UTF-16; write UTF-8") from None
+    return text
+
+
+def _chunk_text(location: str, text: str) -> Iterator[TextChunk]:
+    """A document in chunks of at most MAX_BLOCK_CHARS characters."""
+    while len(text) > MAX_BLOCK_CHARS:
+        end = _find_break(text)
+        yield TextChunk(location, text[:end], False)
+        text = text[end:]
+    yield TextChunk(location, text, True)
+
+
+def _find_break(text: str) -> int:
+    """The index at which to end a chunk: after a line, else after a word, else anywhere."""
+    for separator in ("\n", " "):
+        end = text.rfind(separator, 0, MAX_BLOCK_CHARS) + 1
+        if end:
+            return end
+    return MAX_BLOCK_CHARS
+
+
+def _open(path: Path) -> Any:
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
