@@ -72,7 +72,7 @@ def transformers_model(config):
     config = dict(config)
     kind = config.pop("model_type")
     sees = kind.endswith(("_vl_text", "_vl_moe_text"))
-    config = {"text_config": config} if sees else config
+    config = {"text_config": config, "vision_config": {"depth": 1}} if sees else config
     made = transformers.AutoConfig.for_model(CODE.get(kind, kind.removesuffix("_text") if sees else kind), **config)
     classes = transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
     with torch.device("meta"):

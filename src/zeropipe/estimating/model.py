@@ -113,7 +113,7 @@ class ShapedModel:
             sizes["num_key_value_heads"] = shape.kv_heads
         if shape.experts:
             sizes["num_experts"] = shape.experts.number
-            sizes["shared_expert_intermediate_size"] = shape.experts.shared
+            sizes["shared_expert_intermediate_size"] = shape.experts.shared or 0
         return sizes
 
     def num_parameters(self) -> tuple[int, int]:

@@ -228,7 +228,7 @@ def _experts(shape: Shape, at: Sizes) -> list[Op]:
         _chosen(linear("down", width, shape.hidden, at, rows=rows, copies=copies, parts=at.tp), experts),
         Op("weigh", kept=(h, h), kept_op=0.0, moved=(4 * h, 3 * h), summed=h / rows if at.tp > 1 else 0.0),
     ]  # fmt: skip
-    if experts.shared:
+    if experts.shared is not None:
         gate = [linear("shared_gate", shape.hidden, 1, at, keeper="linear", everywhere=True)] if experts.gated else []
         shared = _mlp(shape, experts.shared, at)
         if shape.family.shared_expert == "whole":

@@ -26,7 +26,7 @@ class NotKnown(ConfigError):
 class Family:
     """What a model type has that its config does not say."""
 
-    qk_norm: int = 0  # 1: norms of queries and keys with a head's size, 2: with that of all heads
+    qk_norm: int = 0  # 1: norms of queries and keys with a head's size, 2: with that of all heads, 3: with the hidden
     norms: int = 2  # per layer, of the hidden size
     qkv_bias: bool = False
     o_bias: str = "attention_bias"  # the field that says whether attention's output has one; "": it has none
@@ -38,25 +38,62 @@ class Family:
     shared_expert: str = "shared"
     tp: bool = True
     windows: str = "never"  # which layers have one where no list of layer types says so, see _Reader.windowed
-    reads: tuple[str, ...] = ("attention_bias",)  # of OPTIONS; the others mean nothing to it
+    # The fields that it reads beside CORE. A config may have others, which mean something to other types only.
+    reads: tuple[str, ...] = ("head_dim", "attention_bias")
+    experts: str = ""  # the field with the number of experts; none: it has no experts
+    aliases: Mapping[str, str] = field(default_factory=dict)  # other names of fields, as in transformers' attribute_map
     defaults: Mapping[str, Any] = field(default_factory=dict)  # transformers' own, of fields that configs leave out
 
+    @property
+    def fields(self) -> frozenset[str]:
+        """All fields that say how many parameters a model has, and where its windows are."""
+        return CORE | {*self.reads, *self.aliases} | ({self.experts, "num_experts_per_tok"} if self.experts else set())
 
-# Fields that some model types know and others pass over, though their configs may have them.
-BIASES = ("attention_bias", "mlp_bias")
-SPARSE = ("decoder_sparse_step", "mlp_only_layers")
-OPTIONS = (*BIASES, *SPARSE, "use_qk_norm")
-NUMBER_OF_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")  # names that configs have for it
+
+CORE = frozenset({
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size",
+    "tie_word_embeddings",
+})  # fmt: skip
+HEADS = ("head_dim",)
+BIASES = ("head_dim", "attention_bias", "mlp_bias")
+SPARSE = ("decoder_sparse_step", "mlp_only_layers", "moe_intermediate_size")  # without experts their layers are dense
+GATED = "shared_expert_intermediate_size"
+SHARED = ("moe_intermediate_size", "n_shared_experts")
+FIRST = (*SHARED, "first_k_dense_replace")
+LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+WINDOW = ("sliding_window",)
+LISTED = (*WINDOW, "layer_types")
+CHOSEN = (*LISTED, "use_sliding_window", "max_window_layers")
+PATTERN = (*LISTED, "sliding_window_pattern")
+LOCAL: dict[str, Any] = {"experts": "num_local_experts", "aliases": {"num_experts": "num_local_experts"}}
+ROUTED: dict[str, Any] = {"experts": "n_routed_experts", "aliases": {"num_local_experts": "n_routed_experts"}}
+
+# Models that see or hear: whether the head is tied where their own config does not say so, and whether a text part that
+# says so is enough.
+TIED_AROUND = (
+    "deepseek_vl", "deepseek_vl_hybrid", "gemma3", "glmasr", "got_ocr2", "granite_speech", "granite_speech_plus",
+    "internvl", "janus", "kimi_k25", "lighton_ocr", "mistral3", "moss_transcribe_diarize", "ovis2", "paligemma",
+    "pp_chart2table", "qwen3_asr",
+)  # fmt: skip
+UNTIED_AROUND = (
+    "cosmos3_omni", "exaone4_5", "idefics2", "idefics3", "llava_next", "qianfan_ocr", "qwen3_vl", "qwen3_vl_moe",
+    "smolvlm", "video_llava", "vipllava",
+)  # fmt: skip
+TIED_BY_EITHER = (
+    "fast_vlm", "llava", "llava_next_video", "llava_onevision", "qwen2_5_vl", "qwen2_vl", "video_llama_3",
+)  # fmt: skip
+COUNTED_AROUND = ("fun_asr_nano", "perception_lm", "shieldgemma2", "vibevoice")  # they have rules of their own
 
 _QWEN = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
+_MISTRAL = {"num_key_value_heads": 8, "sliding_window": 4096}
 _MIXTRAL = {"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2}
 _QWEN3_MOE = {
-    "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+    "num_key_value_heads": 4, "num_local_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
     "sliding_window": 4096,
 }  # fmt: skip
 _QWEN2_MOE = {
     **_QWEN, "num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
-    "shared_expert_intermediate_size": 5632,
+    "shared_expert_intermediate_size": 5632, "qkv_bias": True,
 }  # fmt: skip
 _QWEN2_VL = {"num_key_value_heads": 8, "sliding_window": 4096, "max_window_layers": 80}
 _QWEN3_VL_MOE = {
@@ -93,44 +130,85 @@ _SEED = {"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True}
 
 FAMILIES = {
     "llama": Family(reads=BIASES),
-    "mistral": Family(windows="always", reads=(), defaults={"num_key_value_heads": 8, "sliding_window": 4096}),
-    "ministral": Family(windows="always", reads=(), defaults={"num_key_value_heads": 8, "sliding_window": 4096}),
-    "ministral3": Family(windows="always", reads=(), defaults={"num_key_value_heads": 8, "head_dim": 128}),
-    "mixtral": Family(windows="always", reads=(), defaults=_MIXTRAL),
-    "qwen2": Family(qkv_bias=True, windows="late", reads=(), defaults=_QWEN),
-    "qwen3": Family(qk_norm=1, windows="late", defaults={**_QWEN, "head_dim": 128}),
-    "qwen2_moe": Family(qkv_bias=True, shared_expert="whole", windows="early", reads=SPARSE, defaults=_QWEN2_MOE),
-    "qwen2_vl_text": Family(qkv_bias=True, windows="late", reads=(), defaults=_QWEN2_VL),
-    "qwen2_5_vl_text": Family(qkv_bias=True, windows="late", reads=(), defaults=_QWEN2_VL),
-    "qwen3_moe": Family(qk_norm=1, windows="asked", reads=("attention_bias", *SPARSE), defaults=_QWEN3_MOE),
+    "mistral": Family(windows="always", reads=(*HEADS, *WINDOW), defaults=_MISTRAL),
+    "ministral": Family(windows="always", reads=(*HEADS, *LISTED), defaults=_MISTRAL),
+    "ministral3": Family(
+        windows="always", reads=(*HEADS, *WINDOW), defaults={"num_key_value_heads": 8, "head_dim": 128}
+    ),
+    "mixtral": Family(windows="always", reads=(*HEADS, *WINDOW), **LOCAL, defaults=_MIXTRAL),
+    "qwen2": Family(qkv_bias=True, windows="late", reads=(*HEADS, *CHOSEN), defaults=_QWEN),
+    "qwen3": Family(
+        qk_norm=1, windows="late", reads=(*HEADS, *CHOSEN, "attention_bias"), defaults={**_QWEN, "head_dim": 128}
+    ),
+    "qwen2_moe": Family(
+        shared_expert="whole", windows="early", reads=(*HEADS, *CHOSEN, *SPARSE, GATED, "qkv_bias"),
+        experts="num_experts", defaults=_QWEN2_MOE,
+    ),
+    "qwen2_vl_text": Family(qkv_bias=True, windows="late", reads=CHOSEN, defaults=_QWEN2_VL),
+    "qwen2_5_vl_text": Family(qkv_bias=True, windows="late", reads=CHOSEN, defaults=_QWEN2_VL),
+    "qwen3_moe": Family(
+        qk_norm=1, windows="asked", reads=(*HEADS, *WINDOW, "use_sliding_window", "attention_bias", *SPARSE),
+        **LOCAL, defaults=_QWEN3_MOE,
+    ),
     "qwen3_vl_text": Family(qk_norm=1, tp=False, defaults={"num_key_value_heads": 32, "head_dim": 128}),
-    "qwen3_vl_moe_text": Family(qk_norm=1, reads=("attention_bias", *SPARSE), defaults=_QWEN3_VL_MOE),
+    "qwen3_vl_moe_text": Family(
+        qk_norm=1, reads=(*HEADS, "attention_bias", *SPARSE), **LOCAL, defaults=_QWEN3_VL_MOE
+    ),
     "gemma": Family(defaults={"num_key_value_heads": 16, "head_dim": 256, "tie_word_embeddings": True}),
-    "gemma3_text": Family(qk_norm=1, norms=4, defaults=_GEMMA3),
-    "phi3": Family(attention="gathered", mlp="gathered", windows="always", reads=()),
+    "gemma3_text": Family(qk_norm=1, norms=4, reads=(*HEADS, "attention_bias", *PATTERN), defaults=_GEMMA3),
+    "phi3": Family(attention="gathered", mlp="gathered", windows="always", reads=(*HEADS, *WINDOW)),
     "olmo2": Family(qk_norm=2, attention="gathered"),
-    "olmo3": Family(qk_norm=2, attention="gathered", defaults=_OLMO3),
-    "olmoe": Family(qk_norm=2, attention="gathered", defaults={"num_experts": 64, "num_experts_per_tok": 8}),
-    "exaone4": Family(qk_norm=1, reads=(), defaults=_EXAONE4),
-    "internlm3": Family(reads=(), defaults={"num_key_value_heads": 2, "head_dim": 128}),
+    "olmo3": Family(qk_norm=2, attention="gathered", reads=(*HEADS, "attention_bias", *PATTERN), defaults=_OLMO3),
+    "olmoe": Family(
+        qk_norm=3, attention="gathered", experts="num_experts", aliases={"num_local_experts": "num_experts"},
+        defaults={"num_experts": 64, "num_experts_per_tok": 8},
+    ),
+    "exaone4": Family(qk_norm=1, reads=(*HEADS, *PATTERN), defaults=_EXAONE4),
+    "internlm3": Family(
+        reads=BIASES, aliases={"qkv_bias": "attention_bias", "bias": "mlp_bias"},
+        defaults={"num_key_value_heads": 2, "head_dim": 128},
+    ),
     "iquestcoder": Family(reads=BIASES, defaults={"num_key_value_heads": 8, "head_dim": 128}),
     "hunyuan_v1_dense": Family(qk_norm=1, tp=False),
-    "minimax_m2": Family(qk_norm=2, attention="gathered", scoring_bias=True, reads=(), defaults=_MINIMAX_M2),
-    "solar_open": Family(o_bias="", shared_expert="whole", scoring_bias=True, defaults=_SOLAR),
-    "dots1": Family(qk_norm=1, scoring_bias=True, windows="late", defaults=_DOTS1),
-    "granite": Family(reads=BIASES),
-    "granitemoe": Family(attention="whole", defaults={"num_local_experts": 8, "num_experts_per_tok": 2}),
-    "smollm3": Family(
-        windows="unrotated", reads=BIASES, defaults={"num_key_value_heads": 4, "tie_word_embeddings": True}
+    "minimax_m2": Family(
+        qk_norm=2, attention="gathered", scoring_bias=True, reads=HEADS, **LOCAL, defaults=_MINIMAX_M2
     ),
-    "seed_oss": Family(o_bias="attention_out_bias", reads=BIASES, defaults=_SEED),
+    "solar_open": Family(
+        o_bias="", shared_expert="whole", scoring_bias=True, reads=(*HEADS, "attention_bias", *SHARED), **ROUTED,
+        defaults=_SOLAR,
+    ),
+    "dots1": Family(
+        qk_norm=1, scoring_bias=True, windows="late", **ROUTED, defaults=_DOTS1,
+        reads=(*HEADS, "attention_bias", *LISTED, "max_window_layers", *FIRST),
+    ),
+    "granite": Family(reads=BIASES),
+    "granitemoe": Family(
+        attention="whole", experts="num_local_experts", defaults={"num_local_experts": 8, "num_experts_per_tok": 2}
+    ),
+    "smollm3": Family(
+        windows="unrotated", reads=(*BIASES, *CHOSEN, "no_rope_layers", "no_rope_layer_interval"),
+        defaults={"num_key_value_heads": 4, "tie_word_embeddings": True},
+    ),
+    "seed_oss": Family(o_bias="attention_out_bias", reads=(*BIASES, "attention_out_bias"), defaults=_SEED),
     "glm": Family(o_bias="", mlp="gathered", defaults=_GLM4),
     "glm4": Family(norms=4, o_bias="", mlp="gathered", defaults=_GLM4),
-    "glm4_moe": Family(o_bias="", scoring_bias=True, reads=("attention_bias", "use_qk_norm"), defaults=_GLM4_MOE),
-    "deepseek_v2": Family(reads=BIASES, defaults=_DEEPSEEK_V2),
-    "deepseek_v3": Family(attention="whole", scoring_bias=True, defaults=_DEEPSEEK),
-    "kimi_k2": Family(attention="whole", scoring_bias=True, defaults=_DEEPSEEK),
-}
+    "glm4_moe": Family(
+        o_bias="", scoring_bias=True, reads=(*HEADS, "attention_bias", "use_qk_norm", *FIRST), **ROUTED,
+        defaults=_GLM4_MOE,
+    ),
+    "deepseek_v2": Family(
+        reads=("attention_bias", "mlp_bias", *FIRST, *LATENT), experts="n_routed_experts",
+        aliases={"num_experts": "n_routed_experts"}, defaults=_DEEPSEEK_V2,
+    ),
+    "deepseek_v3": Family(
+        attention="whole", scoring_bias=True, reads=("attention_bias", *FIRST, *LATENT), **ROUTED,
+        defaults=_DEEPSEEK,
+    ),
+    "kimi_k2": Family(
+        attention="whole", scoring_bias=True, reads=("attention_bias", *FIRST, *LATENT), **ROUTED,
+        defaults=_DEEPSEEK,
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -140,7 +218,7 @@ class Experts:
     number: int
     chosen: int
     size: int  # intermediate size of one
-    shared: int = 0  # intermediate size of what every token goes through ...
+    shared: int | None = None  # intermediate size of what every token goes through, if there is such a part ...
     gated: bool = False  # ... weighed by a gate of its own
     scoring_bias: bool = False
 
@@ -226,8 +304,7 @@ def _shape(name: str, data: Mapping[str, Any]) -> Shape:
     if isinstance(data.get("text_config"), Mapping):  # of a model that also sees: its text part
         if data["text_config"].get("model_type") is None and data.get("model_type") is not None:
             raise NotKnown(f"models of type {short(data['model_type'])}")
-        whole = {key: data[key] for key in ("tie_word_embeddings",) if data.get(key) is not None}
-        data = {**whole, **data["text_config"]}
+        data = _text_part(data)
     kind = data.get("model_type")
     if str(kind) not in FAMILIES and f"{kind}_text" in FAMILIES and "hidden_size" in data:
         kind = f"{kind}_text"  # older configs of models that see have the text's fields beside the vision's
@@ -243,24 +320,43 @@ def _shape(name: str, data: Mapping[str, Any]) -> Shape:
         family = replace(family, qk_norm=1)
     read = _Reader(name, data)
     hidden, heads = read.count("hidden_size"), read.count("num_attention_heads")
-    head_dim = read.count("head_dim", hidden // heads)
-    bias = bool(data.get("attention_bias"))
+    latent = read.latent()
+    head_dim = 0 if latent else read.head_dim(hidden, heads)
+    if family.qk_norm == 3 and head_dim * heads != hidden:
+        raise NotKnown("heads that are not of the hidden size together")
+    bias = bool(data.get("attention_bias")) or bool(data.get("qkv_bias"))
     shape = Shape(
-        name, (), hidden, heads, read.count("num_key_value_heads", heads), head_dim, read.count("intermediate_size"),
-        read.count("vocab_size"), bool(data.get("tie_word_embeddings")), family,
-        qkv_bias=bias or family.qkv_bias, o_bias=bool(data.get(family.o_bias)), mlp_bias=bool(data.get("mlp_bias")),
-        experts=read.experts(family), latent=read.latent(),
+        name, (), hidden, heads, read.count("num_key_value_heads", heads), head_dim,
+        read.count("intermediate_size", least=0), read.count("vocab_size"), bool(data.get("tie_word_embeddings")),
+        family, qkv_bias=bias or family.qkv_bias, o_bias=bool(data.get(family.o_bias)),
+        mlp_bias=bool(data.get("mlp_bias")), experts=read.experts(family), latent=latent,
     )  # fmt: skip
     return replace(shape, layers=read.layers(family))
 
 
+def _text_part(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The text's config of a model that sees or hears, with what the config around it says about the head."""
+    kind, text = data.get("model_type"), dict(data["text_config"])
+    outer, inner = (one.get("tie_word_embeddings") for one in (data, text))
+    tied: bool | None
+    if kind in COUNTED_AROUND:
+        raise NotKnown(f"models of type {short(kind)}")
+    if kind in TIED_BY_EITHER:
+        tied = bool(outer) or bool(inner)
+    elif kind in (*TIED_AROUND, *UNTIED_AROUND):
+        tied = kind in TIED_AROUND if outer is None else bool(outer)
+    else:
+        tied = inner if outer is None else outer
+    return text if tied is None else text | {"tie_word_embeddings": tied}
+
+
 def _completed(data: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """What the model type reads of a config, with its defaults for what is left out."""
-    defaults = dict(family.defaults)
-    if any(data.get(name) is not None for name in NUMBER_OF_EXPERTS):  # the default may go by another name
-        defaults = {name: value for name, value in defaults.items() if name not in NUMBER_OF_EXPERTS}
-    passed_over = set(OPTIONS) - set(family.reads)
-    return {**defaults, **{name: value for name, value in data.items() if name not in passed_over}}
+    given = {name: value for name, value in data.items() if name in family.fields - family.aliases.keys()}
+    for other, name in family.aliases.items():
+        if other in data and given.setdefault(name, data[other]) != data[other]:
+            raise NotKnown(f"configs in which {other} and {name} differ")
+    return {**family.defaults, **given}
 
 
 class _Reader:
@@ -282,19 +378,30 @@ class _Reader:
             return value
         raise ConfigError(f"{self.name}: its config has no {names[0]}: give a decoder model's config.json")
 
-    def number_of_experts(self) -> int:
+    def head_dim(self, hidden: int, heads: int) -> int:
+        if self.data.get("head_dim") is None and heads > hidden:
+            raise ConfigError(f"{self.name}: num_attention_heads={heads}: at most hidden_size={hidden} are possible")
+        return self.count("head_dim", hidden // heads)
+
+    def number_of_experts(self, family: Family) -> int:
         """0 where there are none."""
-        return self.count(*NUMBER_OF_EXPERTS, 0, least=0)
+        number = self.count(family.experts, 0, least=0)
+        if family.experts and not number and "decoder_sparse_step" not in family.reads:
+            raise NotKnown("mixtures of no experts")
+        return number
 
     def experts(self, family: Family) -> Experts | None:
-        number = self.number_of_experts()
+        number = self.number_of_experts(family)
         if not number:
             return None
-        size = self.count("moe_intermediate_size", self.count("intermediate_size"))
-        gated = self.count("shared_expert_intermediate_size", 0, least=0)
-        shared = gated or self.count("n_shared_experts", 0, least=0) * size
+        size = self.count("moe_intermediate_size", "intermediate_size")
+        shared = None
+        if GATED in family.reads:
+            shared = self.count(GATED, least=0)
+        elif "n_shared_experts" in family.reads:
+            shared = self.count("n_shared_experts", least=0) * size
         chosen = self.count("num_experts_per_tok", most=number)
-        return Experts(number, chosen, size, shared, gated > 0, family.scoring_bias)
+        return Experts(number, chosen, size, shared, GATED in family.reads, family.scoring_bias)
 
     def latent(self) -> Latent | None:
         if self.data.get("kv_lora_rank") is None:
@@ -305,7 +412,8 @@ class _Reader:
 
     def layers(self, family: Family) -> tuple[Layer, ...]:
         number = self.count("num_hidden_layers", most=MOST_LAYERS)
-        window = self.count("sliding_window", 0, least=0)
+        is_asked = "use_sliding_window" not in family.reads or bool(self.data.get("use_sliding_window"))
+        window = self.count("sliding_window", 0, least=0) if is_asked else 0
         types = self.data.get("layer_types")
         pattern = self.count("sliding_window_pattern", 0, least=0)
         if types is None and pattern:
@@ -317,7 +425,7 @@ class _Reader:
         unknown = [kind for kind in types if kind not in ("full_attention", "sliding_attention")]
         if unknown:
             raise NotKnown(f"layers of type {short(unknown[0])}")
-        with_experts = self._with_experts(number) if self.number_of_experts() else range(0)
+        with_experts = self._with_experts(number) if self.number_of_experts(family) else range(0)
         return tuple(
             Layer((window or None) if types[n] == "sliding_attention" else None, n in with_experts)
             for n in range(number)
@@ -325,7 +433,7 @@ class _Reader:
 
     def windowed(self, family: Family, layer: int) -> bool:
         """Whether a layer has a sliding window where the config has no list of layer types."""
-        if family.windows in ("never", "always") or not self.data.get("use_sliding_window"):
+        if family.windows in ("never", "always"):
             return family.windows == "always"
         bound = self.count("max_window_layers", 0, least=0)
         match family.windows:
@@ -334,6 +442,9 @@ class _Reader:
             case "early":  # every second one
                 return layer < bound and layer % 2 == 0
             case "unrotated":  # layers without rotary embeddings
+                rotated = self.data.get("no_rope_layers")
+                if isinstance(rotated, list) and layer < len(rotated):
+                    return not rotated[layer]
                 return (layer + 1) % self.count("no_rope_layer_interval", 4) == 0
         return True
 
