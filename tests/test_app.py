@@ -12,7 +12,7 @@ import pytest
 from app_client import ask, client, command_line, told
 
 import zeropipe as zp
-from zeropipe.app import downloads, guard, pictures, work
+from zeropipe.app import comparison, downloads, guard, thumbnails
 from zeropipe.cli import main
 from zeropipe.core import limits
 from zeropipe.schedules.registry import entries
@@ -32,7 +32,7 @@ def test_the_catalog_has_a_card_with_a_picture_for_every_schedule():
 
 def test_a_picture_shows_every_action():
     schedule = zp.build("zbv", ranks=4, microbatches=8)
-    drawn = pictures.picture(next(e for e in entries() if e.name == "zbv"))
+    drawn = thumbnails.thumbnail(next(e for e in entries() if e.name == "zbv"))
     assert sum(path.count("M") for path in drawn["paths"].values()) == schedule.num_actions
 
 
@@ -86,7 +86,7 @@ def test_costs_are_per_rank_or_per_stage_and_the_answer_says_which():
     text = client.post("/api/files/json", json={**body, "schedules": [{"name": "zbv"}], "per": "stage"}).text
     assert zp.from_json(text).makespan == expected[1].makespan
     status, answer = ask("simulate", {**body, "per": "model"})
-    assert (status, told(answer, "per")) == (422, ["per='model': rank or stage is needed"])
+    assert (status, told(answer, "per")) == (422, ["per='model': must be rank or stage"])
 
 
 def test_what_is_over_its_memory_limit_cannot_win():
@@ -173,8 +173,8 @@ def test_an_error_is_told_by_its_field_in_the_words_of_the_command_line(capsys, 
     [
         ({}, "schedules", "missing"),
         ({"schedules": []}, "schedules", "choose from 1 to 64"),
-        ({**ONE, "ranks": "four"}, "ranks", "ranks='four': a whole number"),
-        ({**ONE, "ranks": 2.5}, "ranks", "ranks=2.5: a whole number"),
+        ({**ONE, "ranks": "four"}, "ranks", "ranks='four': must be a positive integer"),
+        ({**ONE, "ranks": 2.5}, "ranks", "ranks=2.5: must be a positive integer"),
         ({**ONE, "ranks": 4096}, "ranks", "up to 1,024"),
         ({**ONE, "costs": {"f": "1;2"}}, "costs.f", "write a number, several like 1,1,2, or some like 0=0.8"),
         ({**ONE, "costs": {"p2p": "x"}}, "costs.p2p", "p2p='x': a number from 0 on is needed"),
@@ -188,13 +188,13 @@ def test_an_error_is_told_by_its_field_in_the_words_of_the_command_line(capsys, 
         ),
         ({**ONE, "costs": {"f": 1e300}}, "costs.f", "a number from 1e-18"),
         ({**ONE, "costs": {"edges": {"0>1": {}}}}, "costs", "name it by two different ranks"),
-        ({"schedules": [{}]}, "schedules.0", "give one of the two"),
+        ({"schedules": [{}]}, "schedules.0", "use one of the two"),
         ({"schedules": [{"file": "gone"}]}, "schedules.0.file", "drop it again"),
         ({"schedules": [{"name": "zb-h2", "options": {"extra": "x"}}]}, "schedules.0", "extra"),
         (
             {"schedules": [{"name": "zb-h2", "options": {"extra": [1]}}]},
             "schedules.0",
-            "options.extra=[1]: a number, a",
+            "options.extra=[1]: must be a number, a string",
         ),
     ],
 )
@@ -216,12 +216,12 @@ def test_a_body_that_is_no_request_is_refused(body):
 @pytest.mark.parametrize("body,kind", [(b"[1]", "application/json"), (b'{"schedules": []}', "text/plain")])
 def test_a_body_that_is_no_object_says_how_it_is_sent(body, kind):
     response = client.post("/api/simulate", content=body, headers={"Content-Type": kind})
-    words = "the body is no JSON object: send one, with the header Content-Type: application/json"
+    words = "the body is not a JSON object: send one, with the header Content-Type: application/json"
     assert (response.status_code, told(response.json(), "")) == (422, [words])
 
 
 def test_two_million_actions_are_refused_before_anything_is_built(monkeypatch):
-    monkeypatch.setattr(work, "build_entry", lambda *a, **k: pytest.fail("built"))
+    monkeypatch.setattr(comparison, "build_entry", lambda *a, **k: pytest.fail("built"))
     status, answer = ask("simulate", {"ranks": 512, "microbatches": 2000, "schedules": [{"name": "1f1b"}]})
     assert status == 422
     assert "2,048,000 actions, the page takes up to 2,000,000" in told(answer, "microbatches")[0]
@@ -239,7 +239,7 @@ def test_the_count_before_building_is_never_below_the_real_one():
 
 def test_a_large_body_is_refused(monkeypatch):
     monkeypatch.setattr(guard, "PAGE", replace(limits.PAGE, file_bytes=1000))
-    monkeypatch.setattr(guard, "MAX_ASK", 1000)
+    monkeypatch.setattr(guard, "MAX_JSON_BYTES", 1000)
     for path in ("/api/simulate", "/api/uploads?name=a.csv"):
         for body in (b" " * 2000, iter([b" " * 600] * 3)):  # told by its length, and only while it comes
             response = client.post(path, content=body)
@@ -305,7 +305,7 @@ def test_several_schedules_in_one_file(form):
 
 
 def test_a_file_too_large_to_be_of_use_is_refused(monkeypatch):
-    monkeypatch.setitem(downloads.MOST, "pdf", 50)
+    monkeypatch.setitem(downloads.MAX_ACTIONS, "pdf", 50)
     status, answer = ask("files/pdf", ONE)
     assert (status, "64 actions is more than the page writes (50)" in told(answer, "format")[0]) == (422, True)
 
@@ -334,7 +334,7 @@ def test_the_port_in_use_is_a_mistake_in_one_line(capsys):
         with pytest.raises(SystemExit) as stop:
             main(["app", "--port", str(port), "--no-browser"])
     assert stop.value.code == 2
-    assert f"--port {port}: another program listens there" in capsys.readouterr().err
+    assert f"--port {port}: in use by another program" in capsys.readouterr().err
 
 
 MINE = """

@@ -16,7 +16,7 @@ from mutate_json import mutated
 from schemathesis import GenerationMode, checks
 
 import zeropipe as zp
-from zeropipe.app import uploads, work
+from zeropipe.app import comparison, uploads
 from zeropipe.app.server import create_app
 from zeropipe.core.limits import PAGE
 
@@ -42,7 +42,7 @@ def schema():
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
     """What counts here is the way through the code, not its time."""
-    for module in (uploads, work):
+    for module in (uploads, comparison):
         monkeypatch.setattr(module, "PAGE", replace(PAGE, actions=5_000))
 
 

@@ -175,7 +175,7 @@ def test_a_full_server_says_when_to_come_again(monkeypatch):
 
 
 def test_a_failure_of_ours_is_told_in_one_line(monkeypatch):
-    monkeypatch.setattr("zeropipe.app.calls.results", lambda shown, per: 1 / 0)
+    monkeypatch.setattr("zeropipe.app.calls.compare_figures", lambda shown, per: 1 / 0)
     client = TestClient(create_app(), base_url="http://localhost", raise_server_exceptions=False)
     response = client.post("/api/simulate", json=LIGHT)
     assert response.status_code == 500
@@ -185,7 +185,7 @@ def test_a_failure_of_ours_is_told_in_one_line(monkeypatch):
     def run_out_of_memory(shown, per):
         raise WorkerMemoryError("this is too large")
 
-    monkeypatch.setattr("zeropipe.app.calls.results", run_out_of_memory)
+    monkeypatch.setattr("zeropipe.app.calls.compare_figures", run_out_of_memory)
     response = client.post("/api/simulate", json=LIGHT)
     message = "this is too large, which is the page's limit: use a smaller problem or the command line"
     assert (response.status_code, told(response.json(), "")) == (422, [message])

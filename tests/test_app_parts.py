@@ -7,7 +7,7 @@ from app_client import ask, client, told, upload
 from full_marker import mark_rest_full
 
 import zeropipe as zp
-from zeropipe.app import work
+from zeropipe.app import comparison
 from zeropipe.core import limits
 from zeropipe.schedules.registry import entries
 from zeropipe.sim.compare import compare
@@ -71,7 +71,7 @@ def test_a_bad_number_of_parts_is_told_beside_its_field(parts):
         status, answer = ask(path, {**body, "weight_parts": parts})
         assert (status, told(answer, "weight_parts")) == (
             422,
-            [f"weight_parts={parts!r}: a W is cut into 1 to 64 parts"],
+            [f"weight_parts={parts!r}: must be an integer from 1 to 64"],
         )
 
 
@@ -98,7 +98,7 @@ def test_files_with_w_in_parts_are_left_as_they_are():
 
 
 def test_parts_count_as_actions_before_anything_is_built(monkeypatch):
-    monkeypatch.setattr(work, "build_entry", lambda *a, **k: pytest.fail("built"))
+    monkeypatch.setattr(comparison, "build_entry", lambda *a, **k: pytest.fail("built"))
     body = {"ranks": 64, "microbatches": 400, "schedules": [{"name": "zbv"}, {"name": "1f1b"}]}
     status, answer = ask("simulate", {**body, "weight_parts": 64})
     assert status == 422
@@ -142,7 +142,7 @@ def test_a_schedule_that_does_not_say_it_has_w_is_counted_once_it_is_built(monke
             lane.i(rank)
             lane.w(rank)
 
-    monkeypatch.setattr(work, "PAGE", replace(limits.PAGE, actions=100))
+    monkeypatch.setattr(comparison, "PAGE", replace(limits.PAGE, actions=100))
     status, answer = ask(
         "simulate", {"ranks": 1, "microbatches": 8, "weight_parts": 64, "schedules": [{"name": "silent"}]}
     )
@@ -151,5 +151,5 @@ def test_a_schedule_that_does_not_say_it_has_w_is_counted_once_it_is_built(monke
 
 
 def test_the_interface_says_what_it_takes():
-    size = client.get("/openapi.json").json()["components"]["schemas"]["Size"]["properties"]["weight_parts"]
+    size = client.get("/openapi.json").json()["components"]["schemas"]["SizeRequest"]["properties"]["weight_parts"]
     assert {"type": "integer", "minimum": 1, "maximum": 64} in size["anyOf"]

@@ -8,7 +8,7 @@ import pytest
 from app_client import ask, client, told
 
 import zeropipe as zp
-from zeropipe.app import opened, planning
+from zeropipe.app import plan_calls, plan_source
 from zeropipe.core.model.configs import CONFIGS_BY_COUNT, CONFIGS_BY_SHAPE
 from zeropipe.planning.write import write_run
 from zeropipe.sim.layer_file import to_layer_json
@@ -22,7 +22,7 @@ SMALL = {"model": "qwen3-0.6b", "gpus": 4, "batch": 16, "sequence": 2048, "gpu":
 
 @pytest.fixture(autouse=True)
 def _few(monkeypatch):
-    monkeypatch.setattr(planning, "MOST", 40)
+    monkeypatch.setattr(plan_calls, "MAX_CANDIDATES", 40)
 
 
 @pytest.fixture(scope="module")
@@ -35,15 +35,19 @@ def planned():
 def test_a_plan_is_ranked_and_its_parts_add_up(planned):
     rows = planned["rows"]
     assert rows
-    assert [row["step"] for row in rows] == sorted(row["step"] for row in rows)
+    assert [row["step_seconds"] for row in rows] == sorted(row["step_seconds"] for row in rows)
     best = min(planned["dots"], key=lambda dot: dot[1])
-    assert rows[0]["step"] == best[1]
+    assert rows[0]["step_seconds"] == best[1]
     for row in rows:
         assert row["pp"] * row["dp_shard"] * row["tp"] == 4
-        assert sum(row["memory"].values()) == pytest.approx(row["peak"])
-        assert sum(row["parts"].values()) == pytest.approx(row["step"])
-        assert row["peak"] <= planned["limit"] * (1 + 1e-9)
-        beaten = [other for other in rows if other["step"] < row["step"] and other["peak"] < row["peak"]]
+        assert sum(row["memory"].values()) == pytest.approx(row["peak_memory"])
+        assert sum(row["seconds"].values()) == pytest.approx(row["step_seconds"])
+        assert row["peak_memory"] <= planned["memory_limit"] * (1 + 1e-9)
+        beaten = [
+            other
+            for other in rows
+            if other["step_seconds"] < row["step_seconds"] and other["peak_memory"] < row["peak_memory"]
+        ]
         assert row["front"] is not bool(beaten) or not row["front"]
     assert rows[0]["front"]
 
@@ -51,7 +55,7 @@ def test_a_plan_is_ranked_and_its_parts_add_up(planned):
 @pytest.mark.parametrize("own", [{}, {"model": ODD, "file": json.dumps(QWEN3)}], ids=["named", "own config"])
 def test_a_row_is_shown_as_it_was_planned_with_the_file_that_the_command_writes(planned, own, tmp_path):
     row = planned["rows"][0]
-    names = planning.RowAsk.model_fields.keys() - {"plan"}
+    names = plan_calls.RowRequest.model_fields.keys() - {"plan"}
     status, answer = ask("plan/row", {"plan": {**SMALL, **own}, **{name: row[name] for name in names}})
     assert status == 200
     [shown] = answer["viewer"]["timelines"]
@@ -72,19 +76,16 @@ def test_costs_are_planned_as_the_command_plans_them(run, tmp_path, monkeypatch)
     flags = ("--gpus", 2, "--batch", 8, "--search-seconds", 0, "--most", 40, "--workers", 1)
     made = json.loads(run("plan", "costs.json", *flags, "-o", "run.toml", "--json")[1])
     _, answer = ask("plan", asked)
-    same = ("pp", "dp_shard", "schedule", "stages_per_rank", "microbatches", "ac", "layers", "makespan", "mfu", "why")
-    assert [[row[name] for name in same] for row in answer["rows"]] == [
-        [row[name] for name in same] for row in made["rows"][: len(answer["rows"])]
-    ]
-    facts = [answer[name] for name in ("source", "parameters", "limit")]
-    assert facts == ["profile", PROFILE.num_parameters, PROFILE.machine["memory"] - planning.RESERVE]
-    row = {name: answer["rows"][0][name] for name in planning.RowAsk.model_fields.keys() - {"plan"}}
+    assert answer["rows"] == made["rows"][: len(answer["rows"])]
+    facts = [answer[name] for name in ("source", "parameters", "memory_limit")]
+    assert facts == ["profile", PROFILE.num_parameters, PROFILE.machine["memory"] - plan_calls.RESERVE]
+    row = {name: answer["rows"][0][name] for name in plan_calls.RowRequest.model_fields.keys() - {"plan"}}
     _, shown = ask("plan/row", {"plan": asked, **row})
     assert shown["run"] == (tmp_path / "run.toml").read_text()
     written = tomllib.loads(shown["run"])
     assert (written["model"]["num_layers"], written["schedule"]["costs"]) == (4, "costs.json")
     status, answer = ask("plan", {**asked, "file": json.dumps({**COSTS, "machine": {}})})
-    assert (status, told(answer, "memory")[0][:46]) == (422, "memory is missing: costs.json does not say how")
+    assert (status, told(answer, "memory")[0][:47]) == (422, "memory is missing: costs.json does not have the")
 
 
 def test_what_does_not_fit_is_said():
@@ -102,10 +103,10 @@ def test_what_does_not_fit_is_said():
         ({"gpus": 10**9}, "gpus", "1,024"),
         ({"gpu": "abacus"}, "gpu", "known are"),
         ({"memory": 1.0}, "memory", "above the reserve"),
-        ({"memory": "80GB"}, "memory", "a number of gigabytes is needed, like 80"),
-        ({"memory": 1e300}, "memory", "a number of gigabytes is needed, like 80"),
+        ({"memory": "80GB"}, "memory", "must be a number of gigabytes, like 80"),
+        ({"memory": 1e300}, "memory", "must be a number of gigabytes, like 80"),
         ({"x": 1}, "x", "unknown field"),
-        ({"file": QWEN3}, "file", "the text of a config.json or of layer costs is needed"),
+        ({"file": QWEN3}, "file", "must be the text of a config.json or of layer costs"),
         ({"file": "{" + " " * 2**18 + "}"}, "file", "of at most 256 KiB"),
         ({"file": "{", "model": "a.json"}, "file", "a.json is not JSON: Expecting property name"),
         ({"file": "[1]", "model": "a.json"}, "file", "a.json is not a model's configuration"),
@@ -120,8 +121,8 @@ def test_what_does_not_fit_is_said():
             "file",
             "mlp_only_layers=[[]]: a list of layers is needed",
         ),
-        ({"file": json.dumps(COSTS), "model": "c.json"}, "gpu", "gpu='h100': the costs in c.json say that already"),
-        ({"file": json.dumps(COSTS), "model": "c.txt"}, "file", "give it a name that ends in .json"),
+        ({"file": json.dumps(COSTS), "model": "c.json"}, "gpu", "gpu='h100': set by the costs in c.json; leave it out"),
+        ({"file": json.dumps(COSTS), "model": "c.txt"}, "file", "its name must end in .json"),
         ({"file": json.dumps({**COSTS, "layers": ["dense"] * 5000})}, "file", "has 5,000 layers: the page takes up to"),
         ({"file": json.dumps({**COSTS, "settings": [{}] * 5000})}, "file", "has 5,000 settings: the page takes up to"),
         ({"file": json.dumps({**COSTS, "sending": float("nan")})}, "file", "a.json: sending=nan: a number from 0 on"),
@@ -185,17 +186,18 @@ def test_known_models_and_gpus_are_listed():
 
 
 def test_without_torch_what_has_to_be_counted_is_left_out_and_refused(monkeypatch):
-    monkeypatch.setattr(opened, "can_count", lambda: False)
+    monkeypatch.setattr(plan_source, "can_count", lambda: False)
     facts = json.loads(client.get("/api/known").text)
     assert (set(facts["models"]), facts["counted"]) == (set(CONFIGS_BY_SHAPE), [])
     status, answer = ask("plan", {**SMALL, "model": "gpt-oss-20b"})
     assert (status, len(told(answer, "model"))) == (422, 1)
-    assert "needs torch and transformers: pip install 'zeropipe[engine]'" in told(answer, "model")[0]
+    assert "install torch and transformers: pip install 'zeropipe[engine]'" in told(answer, "model")[0]
 
 
-def test_costs_of_the_newest_plans_are_kept(monkeypatch):
-    monkeypatch.setattr(planning, "MOST_KEPT", 2)
-    kept, asks = planning.Kept(), [planning.PlanAsk(model="a.json", file=str(n)) for n in range(3)]
-    for n, one in enumerate(asks):
-        kept.keep(one, n)
-    assert [kept.get(one) for one in asks] == [None, 1, 2]
+def test_costs_of_the_newest_plans_are_cached(monkeypatch):
+    monkeypatch.setattr(plan_calls, "MAX_CACHED_PLANS", 2)
+    cache = plan_calls.CostsCache()
+    requests = [plan_calls.PlanRequest(model="a.json", file=str(n)) for n in range(3)]
+    for n, request in enumerate(requests):
+        cache.add(request, n)
+    assert [cache.get(request) for request in requests] == [None, 1, 2]

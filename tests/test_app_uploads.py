@@ -93,8 +93,12 @@ SENT = "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n"
         ("a.toml", "schedule = 'zbv'\n[costs]\nf = 1", "start the page with it (zeropipe app FILE)"),
         ("a.toml", "[mesh]\npp = 4\n", "start the page with it (zeropipe app FILE)"),
         ("a.toml", "f = {x = 1}", "'x' is no stage"),
-        ("a.json", '{"zeropipe": 1, "type": "layer costs"}', "page Plan takes it, and `zeropipe app zbv -p 4"),
-        ("config.json", '{"model_type": "qwen3"}', "a model's configuration: the page Plan takes it"),
+        (
+            "a.json",
+            '{"zeropipe": 1, "type": "layer costs"}',
+            "open it on the Plan page, or start this one with `zeropipe app zbv -p 4",
+        ),
+        ("config.json", '{"model_type": "qwen3"}', "a model's configuration: open it on the Plan page"),
     ],
 )
 def test_a_wrong_file_is_refused(name, text, word):

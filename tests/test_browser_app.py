@@ -11,7 +11,7 @@ from browser import point_at
 from page_fixtures import drop, query, rows, settle
 
 import zeropipe as zp
-from zeropipe.app import work
+from zeropipe.app import comparison
 from zeropipe.schedules import registry
 from zeropipe.sim.compare import compare
 from zeropipe.sim.costs import Link, costs_from
@@ -178,7 +178,7 @@ def test_w_in_parts_fill_the_gaps_of_all_schedules_files_and_links(visit):
     with visit.expected():
         page.fill("#in-weight_parts", "65")
         page.wait_for_selector("#error-weight_parts:not([hidden])")
-        assert page.inner_text("#error-weight_parts") == "weight_parts=65: a W is cut into 1 to 64 parts"
+        assert page.inner_text("#error-weight_parts") == "weight_parts=65: must be an integer from 1 to 64"
         page.fill("#in-weight_parts", "1")
         page.press("#in-weight_parts", "ArrowDown")  # below 1 is off
         page.wait_for_selector("#error-weight_parts", state="hidden")
@@ -203,7 +203,7 @@ def test_a_file_with_w_in_parts_stays_as_it_is(visit):
 def test_the_chart_says_why_it_is_not_drawn(visit):
     with visit.expected():
         page = visit("?ranks=0&schedules=1f1b", wait="#error-ranks:not([hidden])")
-        page.wait_for_selector("#chart .blank:text-is('Not drawn: ranks=0: a whole number from 1 on is needed')")
+        page.wait_for_selector("#chart .blank:text-is('Not drawn: ranks=0: must be a positive integer')")
         assert page.get_attribute("#chart", "aria-busy") == "false"
         assert not page.is_visible("#chart .legend")
         page.fill("#in-ranks", "4")
@@ -251,7 +251,7 @@ def test_a_measured_trace_is_shown_as_it_was_and_predicted_beside(visit, tmp_pat
     page.wait_for_selector(".compare tbody:nth-of-type(2)")
     settle(page)
     assert "measured" in page.inner_text(".compare tbody:nth-of-type(2)")
-    page.click("text=simulate it beside")
+    page.click("text=also simulate it")
     settle(page)
     page.click("text=use its times as costs")
     settle(page)
@@ -323,7 +323,7 @@ def test_costs_come_from_a_file_from_paste_and_per_stage(visit):
     page.fill("[aria-label='F of stage 0']", "")  # empty cells keep their share of the form's number
     settle(page)
     assert not page.is_visible("#stages .error")
-    page.select_option("#pieces", "4")
+    page.select_option("#num-stages", "4")
     settle(page)
     assert query(page)["f"] == "1,2,1,1"
     page.evaluate(
@@ -346,7 +346,7 @@ def test_costs_per_stage_are_a_switch_that_the_link_keeps(visit):
         t.makespan for t in compare([zp.build(n, ranks=4, microbatches=8) for n in ("1f1b", "zbv")], zp.Costs(f=2))
     ]
     assert [float(row[0]) for row in rows(page).values()] == per_rank
-    assert page.inner_text("#per") == "costs per rank, shared out over its stages"
+    assert page.inner_text("#per") == "costs per rank, divided among its stages"
     page.click("#tab-costs")
     page.click("label[for=in-per-stage]")
     settle(page)
@@ -412,7 +412,7 @@ def test_a_link_reproduces_the_view(visit, monkeypatch):
     page.wait_for_selector("text=Link copied")
     copied = page.evaluate("navigator.clipboard.readText()")
     given.clear()
-    work._small.cache_clear()
+    comparison._build_small.cache_clear()
     assert rows(visit(copied.split("/", 3)[3])) == shown
     assert (False, "a,b:50%=c", 1.5) in given
 
@@ -422,7 +422,7 @@ def test_mistakes_are_told_beside_their_fields_and_go_away(visit):
     with visit.expected():
         page.fill("#in-ranks", "0")
         page.wait_for_selector("#error-ranks:not([hidden])")
-        assert page.inner_text("#error-ranks") == "ranks=0: a whole number from 1 on is needed"
+        assert page.inner_text("#error-ranks") == "ranks=0: must be a positive integer"
         assert page.get_attribute("#in-ranks", "aria-invalid") == "true"
         assert page.get_attribute("#in-ranks", "aria-describedby") == "error-ranks"
         page.fill("#in-ranks", "4")

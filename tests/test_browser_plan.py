@@ -10,7 +10,7 @@ from browser import PHONE
 from page_fixtures import drop, rows, settle
 
 import zeropipe as zp
-from zeropipe.app import planning
+from zeropipe.app import plan_calls
 from zeropipe.core.model.configs import CONFIGS_BY_SHAPE
 from zeropipe.sim.layer_file import to_layer_json
 
@@ -20,8 +20,8 @@ SHOWN = "#viewer [data-painted]"
 
 @pytest.fixture(autouse=True)
 def _few(monkeypatch):
-    monkeypatch.setattr(planning, "MOST", 40)
-    monkeypatch.setattr(planning, "DOTS", 3)
+    monkeypatch.setattr(plan_calls, "MAX_CANDIDATES", 40)
+    monkeypatch.setattr(plan_calls, "MAX_DOTS", 3)
 
 
 def test_a_plan_is_ranked_drawn_and_its_rows_can_be_chosen(visit):
@@ -70,7 +70,7 @@ def test_back_leads_to_the_plan_before_and_a_wrong_link_keeps_its_words(visit):
 
 
 def test_an_own_file_is_dropped_planned_saved_as_a_run_and_kept_by_the_link_or_the_tab(visit, monkeypatch):
-    monkeypatch.setattr(planning, "MOST", 3)
+    monkeypatch.setattr(plan_calls, "MAX_CANDIDATES", 3)
     page = visit("plan", wait=".own")
     drop(page, "mine.json", json.dumps(CONFIGS_BY_SHAPE["qwen3-0.6b"]))
     page.wait_for_selector("#own-note:has-text('qwen3, 28 layers. The link carries it.')")
@@ -116,7 +116,7 @@ def test_an_own_file_is_dropped_planned_saved_as_a_run_and_kept_by_the_link_or_t
     assert sent.value.post_data_json.keys() == {"model", "file", "gpus", "gpus_per_node", "batch"}
     page.select_option("#in-model", "qwen3-8b")
     assert (page.input_value("#in-sequence"), page.is_disabled("#in-sequence")) == ("1024", False)
-    assert (page.input_value("#in-gpu"), page.is_visible("#said-gpu")) == ("h100", False)
+    assert (page.input_value("#in-gpu"), page.is_visible("#from-file-gpu")) == ("h100", False)
     drop(page, "huge.json", " " * (2**18 + 1))
     page.wait_for_selector("#error-model:has-text('huge.json is longer than 256 KiB')")
     page.goto(link.partition("#")[0])

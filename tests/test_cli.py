@@ -65,7 +65,7 @@ def test_per_stage_costs_from_flags_and_file(run, tmp_path):
 def test_compare_marks_the_best_and_says_what_was_adjusted(run):
     _, out, _ = run("compare", "1f1b", "zbv", "dualpipev", "--ranks", "8", "--microbatches", "32")
     assert "★" in out
-    assert "8 ranks, 32 microbatches; costs per rank, shared out over its stages" in out
+    assert "8 ranks, 32 microbatches; costs per rank, divided among its stages" in out
     data = json.loads(run("compare", "1f1b", "zbv", "--ranks", "8", "--microbatches", "32", "--json")[1])
     assert [t["schedule"] for t in data["compared"]] == ["1f1b", "zbv"]
     assert [sum(t["busy"]) for t in data["compared"]] == [pytest.approx(8 * 32 * 3)] * 2
@@ -89,7 +89,7 @@ def test_costs_are_per_rank_everywhere_unless_per_stage(run, tmp_path):
         assert figures == {(want.makespan, max(want.peak_memory))}
         assert simulated["costs_per"] == (more[1] if more else "rank")
         for command in (("simulate",), ("show",), ("compare",), ("draw", "-o", str(tmp_path / "x.svg"))):
-            words = "costs per stage" if more else "costs per rank, shared out over its stages"
+            words = "costs per stage" if more else "costs per rank, divided among its stages"
             assert words in run(command[0], "zbv", *command[1:], *costs, *more)[1], command
 
 
@@ -307,8 +307,8 @@ def test_a_users_own_file(run, tmp_path):
     [
         (["simulate", "zbw", *SIZE], "unknown schedule 'zbw': did you mean zbv"),
         (["simulate", "zbv"], "ranks is missing"),
-        (["simulate", "zbv", "--ranks", "0", "--microbatches", "1"], "ranks=0: a whole number from 1 on"),
-        (["simulate", "zbv", "--ranks", "four"], "ranks='four': a whole number from 1 on is needed"),
+        (["simulate", "zbv", "--ranks", "0", "--microbatches", "1"], "ranks=0: must be a positive integer"),
+        (["simulate", "zbv", "--ranks", "four"], "ranks='four': must be a positive integer"),
         (["simulate", "zbv", *SIZE, "--f", "fast"], "--f 'fast': write a number"),
         (
             ["simulate", "zbv", *SIZE, "--f", "1,2"],

@@ -51,7 +51,7 @@ def test_a_file_of_a_stranger(name, content, command, words, tmp_path, capsys):
     [
         (["simulate", "1f1b", "-p", "4", "-m", "1000000000"], "8,000,000,000 actions, the command line takes up to"),
         (["show", "zbv", "-p", "100000", "-m", "4"], "ranks=100000: the command line takes up to 65,536"),
-        (["simulate", "1f1b", "-p", "4", "-m", "9" * 6_000], "a whole number from 1 on is needed"),
+        (["simulate", "1f1b", "-p", "4", "-m", "9" * 6_000], "must be a positive integer"),
         (["simulate", "9" * 6_000, *SIZE], "unknown schedule '999"),
         (["simulate", "1f1b", *SIZE, "--f", "1e308", "--i", "1e308"], "f=1e+308: give 0, or a number from"),
         (["simulate", "1f1b", *SIZE, "--f", "9" * 6_000], "f=inf: a number"),

@@ -22,7 +22,7 @@ def test_a_search_is_told_in_four_lines_and_written(run, tmp_path):
     assert "peak memory 2 (limit 2)" in times
     assert proof.startswith("proven: nothing with 1 stage per rank is faster")
     assert named == "no schedule with a name fits"
-    assert spent.endswith("costs per rank, shared out over its stages")
+    assert spent.endswith("costs per rank, divided among its stages")
     assert written.startswith(f"wrote {file}")
     timeline = zp.from_json(file.read_text())
     zp.check(timeline.schedule)

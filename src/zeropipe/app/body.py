@@ -1,4 +1,4 @@
-"""JSON bodies: read by the bounds that files have, so that no text makes the server slow or fail."""
+"""JSON bodies, parsed within the limits for files: no text makes the server slow or fail."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zeropipe.core.formats.parse import parse_json
 
 
 class BoundedRequest(Request):
-    """Its `json()` raises JSONDecodeError, which becomes a refusal, for whatever cannot be read."""
+    """A request whose `json()` raises JSONDecodeError for every body that cannot be read."""
 
     async def json(self) -> Any:
         try:
@@ -25,13 +25,13 @@ class BoundedRequest(Request):
             raise json.JSONDecodeError(reason, "", 0) from None
 
 
-class Route(APIRoute):
-    """A route whose requests are bounded."""
+class BoundedRoute(APIRoute):
+    """A route that reads BoundedRequests."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
 
-        async def bounded(request: Request) -> Response:
+        async def handle_bounded(request: Request) -> Response:
             return await handle(BoundedRequest(request.scope, request.receive))
 
-        return bounded
+        return handle_bounded

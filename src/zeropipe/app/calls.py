@@ -1,21 +1,21 @@
-"""What the page's calls compute: plain functions of plain values, run in a thread or in a worker process.
+"""The functions that requests run, in a thread or in a worker process.
 
-Encoding a large answer takes as long as computing it, so that is done here too: a reply is ready to be sent.
+Encoding a large answer takes as long as computing it, so answers are encoded here too.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from zeropipe import __version__
-from zeropipe.app.downloads import MEDIA, file_of
-from zeropipe.app.models import Ask, FileAsk, Format, Size
-from zeropipe.app.pictures import picture
-from zeropipe.app.uploads import Files, Found, read_upload
-from zeropipe.app.work import chart, results, timelines_of
+from zeropipe.app.comparison import build_timelines, chart_data, compare_figures
+from zeropipe.app.downloads import MEDIA_TYPES, create_file
+from zeropipe.app.models import CompareRequest, FileRequest, Format, SizeRequest
+from zeropipe.app.thumbnails import thumbnail
+from zeropipe.app.uploads import LoadedFile, LoadedFiles, read_upload
 from zeropipe.core.jit import live_on
 from zeropipe.core.limits import PAGE
 from zeropipe.errors import ZeropipeError
@@ -24,24 +24,24 @@ from zeropipe.schedules.user import entry_of
 from zeropipe.viz.colors import palette
 from zeropipe.viz.payload import payload
 
-SHADES = 2  # of a colour on the cards
+NUM_SHADES = 2  # of each colour in a thumbnail
 
 
 class Reply(NamedTuple):
-    """An answer as it goes over the wire; `name` is that of a file to keep."""
+    """An encoded answer; `name` is the file name of a download."""
 
     body: bytes
-    media: str = MEDIA["json"]
+    media_type: str = MEDIA_TYPES["json"]
     name: str = ""
 
 
-def encoded(content: Any) -> bytes:
-    """JSON in ASCII, so that no text whatsoever fails to be sent."""
+def encode_json(content: Any) -> bytes:
+    """Encode as ASCII, so that lone surrogates can be sent too."""
     return json.dumps(content, allow_nan=False, separators=(",", ":")).encode("ascii")
 
 
-def listed(errors: Any) -> list[dict[str, str]]:
-    """Errors by field, as they go over the wire."""
+def error_data(errors: Iterable[tuple[str, str]]) -> list[dict[str, str]]:
+    """Pairs of field and message as JSON data."""
     return [{"field": field, "message": message} for field, message in errors]
 
 
@@ -50,37 +50,37 @@ def catalog_call() -> Reply:
         {
             "name": e.name, "summary": e.summary, "placement": e.placement_name,
             "stages_per_rank": list(e.stages_per_rank), "splits_backward": e.splits_backward, "overlaps": e.overlaps,
-            "options": e.plain_options, "limits": e.limits, "paper": e.paper, "picture": picture(e),
+            "options": e.plain_options, "limits": e.limits, "paper": e.paper, "picture": thumbnail(e),
         }
         for e in entries()
     ]  # fmt: skip
-    return Reply(encoded({
+    return Reply(encode_json({
         "version": __version__, "max_file_bytes": PAGE.file_bytes, "schedules": cards,
-        "palette": {theme: palette(theme, SHADES) for theme in ("light", "dark")},
+        "palette": {theme: palette(theme, NUM_SHADES) for theme in ("light", "dark")},
     }))  # fmt: skip
 
 
-def simulate_call(ask: Ask, files: Files) -> Reply:
-    shown, refused = timelines_of(ask, files)
-    return Reply(encoded({
-        "results": results(shown, ask.per), "errors": listed(refused), "costs_per": ask.per,
+def simulate_call(request: CompareRequest, files: LoadedFiles) -> Reply:
+    shown, errors = build_timelines(request, files)
+    return Reply(encode_json({
+        "results": compare_figures(shown, request.per), "errors": error_data(errors), "costs_per": request.per,
         "viewer": payload([one.timeline for one in shown]),
     }))  # fmt: skip
 
 
-def chart_call(size: Size) -> Reply:
-    return Reply(encoded(chart(size)))
+def chart_call(size: SizeRequest) -> Reply:
+    return Reply(encode_json(chart_data(size)))
 
 
-def file_call(ask: FileAsk, form: Format, files: Files) -> Reply:
-    name, data = file_of(ask, form, files)
-    return Reply(data, MEDIA[form], name)
+def file_call(request: FileRequest, format: Format, files: LoadedFiles) -> Reply:
+    name, data = create_file(request, format, files)
+    return Reply(data, MEDIA_TYPES[format], name)
 
 
-def upload_call(name: str, data: bytes) -> tuple[Reply, str, Found | None]:
-    """The facts, and what is to be kept under which id."""
-    facts, found = read_upload(name, data)
-    return Reply(encoded(facts)), facts["id"] or "", found
+def upload_call(name: str, data: bytes) -> tuple[Reply, str, LoadedFile | None]:
+    """Return the answer, and the id and content of a file to keep."""
+    info, loaded = read_upload(name, data)
+    return Reply(encode_json(info)), info["id"] or "", loaded
 
 
 def prepare_worker(schedules: Sequence[str]) -> None:
@@ -91,4 +91,5 @@ def prepare_worker(schedules: Sequence[str]) -> None:
         except ZeropipeError as error:
             print(f"zeropipe: {error}", file=sys.stderr)
     live_on()
-    simulate_call(Ask.model_validate({"ranks": 8, "microbatches": 64, "schedules": [{"name": "zbv"}]}), {})
+    request = {"ranks": 8, "microbatches": 64, "schedules": [{"name": "zbv"}]}
+    simulate_call(CompareRequest.model_validate(request), {})

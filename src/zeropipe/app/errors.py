@@ -1,4 +1,4 @@
-"""From what went wrong to the field that caused it, in the words of the command line."""
+"""Errors of a request by field, with the messages of the command line."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from zeropipe.core.placement import MAX_WEIGHT_PARTS
 from zeropipe.errors import ZeropipeError, short
 from zeropipe.sim.costs import MAX_UNITS, NO_BANDWIDTH, PER_STAGE, Costs
 
-MOST_ERRORS = 20  # of one answer
+MAX_ERRORS = 20  # in one answer
 COST_FIELDS = frozenset(field.name for field in fields(Costs))
-_WHOLE = "a whole number from 1 on is needed"
+_POSITIVE = "must be a positive integer"
 _RULES = {
-    "ranks": _WHOLE,
-    "microbatches": _WHOLE,
-    "stages_per_rank": _WHOLE,
-    "weight_parts": f"a W is cut into 1 to {MAX_WEIGHT_PARTS} parts",
+    "ranks": _POSITIVE,
+    "microbatches": _POSITIVE,
+    "stages_per_rank": _POSITIVE,
+    "weight_parts": f"must be an integer from 1 to {MAX_WEIGHT_PARTS}",
     "node_size": "a whole number of ranks from 1 on is needed",
-    "file": f"the text of a config.json or of layer costs is needed, of at most {PLAN_TEXT // 1024} KiB",
-    "gpus": _WHOLE,
-    "gpus_per_node": _WHOLE,
-    "memory": "a number of gigabytes is needed, like 80",
-    "batch": _WHOLE,
-    "sequence": _WHOLE,
-    "per": "rank or stage is needed",
+    "file": f"must be the text of a config.json or of layer costs, of at most {PLAN_TEXT // 1024} KiB",
+    "gpus": _POSITIVE,
+    "gpus_per_node": _POSITIVE,
+    "memory": "must be a number of gigabytes, like 80",
+    "batch": _POSITIVE,
+    "sequence": _POSITIVE,
+    "per": "must be rank or stage",
     "blocking": "true or false is needed",
     "blocking_ends": "true or false is needed",
     "serial_links": "true or false is needed",
     "shards": "keep or regather is needed",
     "units": f"a whole number from 1 to {MAX_UNITS} is needed",
-    "options": "a number, a text, true or false is needed",
-    "unit": "a text of at most 16 characters is needed",
-    "memory_unit": "a text of at most 16 characters is needed",
+    "options": "must be a number, a string, true or false",
+    "unit": "must be a string of at most 16 characters",
+    "memory_unit": "must be a string of at most 16 characters",
 }
 
 
@@ -49,24 +49,24 @@ class Refusal(ZeropipeError):
 
 
 def cost_field(message: str) -> str:
-    """The field a message about costs begins with: `costs.f` for "f=-1: ..." and for "f has 3 entries, ..."."""
+    """The field that a message about costs begins with: `costs.f` for "f=-1: ..." and for "f has 3 entries, ..."."""
     first = message.split("=")[0].split(" ")[0].split(".")[0]
     return f"costs.{first}" if first in COST_FIELDS else "costs"
 
 
-def broken_rules(details: Sequence[Any]) -> list[tuple[str, str]]:
-    """What pydantic found, one line per field."""
-    found: dict[str, str] = {}
+def describe_errors(details: Sequence[Any]) -> list[tuple[str, str]]:
+    """Field and message of pydantic's errors, one per field."""
+    messages: dict[str, str] = {}
     for detail in details:
-        field, name, value = _place(detail)
-        found.setdefault(field, _words(name, value, detail))
-        if len(found) == MOST_ERRORS:
+        field, name, value = _locate(detail)
+        messages.setdefault(field, _message(name, value, detail))
+        if len(messages) == MAX_ERRORS:
             break
-    return list(found.items())
+    return list(messages.items())
 
 
-def _place(detail: Any) -> tuple[str, str, Any]:
-    """The form's field of one finding, its name, and the value given there."""
+def _locate(detail: Any) -> tuple[str, str, Any]:
+    """The form's field of one error, its name in the message, and its value."""
     where = [str(part) for part in detail["loc"] if part not in ("body", "path", "query")]
     if where[:1] == ["costs"] and len(where) > 1:
         name = ".".join(where[1:]) if where[1] in ("edges", "inter_node") else where[1]
@@ -77,12 +77,12 @@ def _place(detail: Any) -> tuple[str, str, Any]:
     return ".".join(where), where[0] if where else "", detail.get("input")
 
 
-def _words(name: str, value: Any, detail: Any) -> str:
+def _message(name: str, value: Any, detail: Any) -> str:
     kind = detail["type"]
     if kind == "json_invalid":
         return f"not JSON: {detail.get('ctx', {}).get('error', 'cannot be read')}"
     if not name and kind == "model_attributes_type":
-        return "the body is no JSON object: send one, with the header Content-Type: application/json"
+        return "the body is not a JSON object: send one, with the header Content-Type: application/json"
     if kind == "extra_forbidden":
         return f"unknown field {name!r}"
     if kind == "missing":
@@ -91,7 +91,7 @@ def _words(name: str, value: Any, detail: Any) -> str:
         return f"choose from 1 to {MAX_CHOICES} schedules"
     if name.endswith("bandwidth") and value == 0:
         return f"{name}=0: {NO_BANDWIDTH}"
-    if kind == "less_than_equal" and _RULES.get(name) == _WHOLE:
+    if kind == "less_than_equal" and _RULES.get(name) == _POSITIVE:
         return f"{name}={short(value)}: the page takes up to {detail['ctx']['le']:,}; the command line takes more"
     if isinstance(value, str) and name in PER_STAGE:
         return f"{name}={short(value)}: write a number, several like 1,1,2, or some like 0=0.8"

@@ -1,4 +1,4 @@
-"""What goes over the wire. The bounds here make the OpenAPI page; the words for breaking them are in `errors.py`."""
+"""Requests and answers of the HTTP interface. `errors.py` has the messages for values out of bounds."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from zeropipe.core.placement import MAX_WEIGHT_PARTS
 from zeropipe.sim.costs import MAX_UNITS
 
 MAX_CHOICES = 64  # schedules of one request
-MAX_EDGES = 4096  # directions between two ranks with costs of their own
+MAX_EDGES = 4096  # links with costs of their own
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Speed = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Column = Annotated[list[Amount], Field(min_length=1, max_length=MAX_STAGES, fail_fast=True)]
-Some = Annotated[dict[str, Amount], Field(max_length=MAX_STAGES, examples=[{"0": 0.8, "default": 1.0}])]
-PerStage = Amount | Column | Some
+StageTable = Annotated[dict[str, Amount], Field(max_length=MAX_STAGES, examples=[{"0": 0.8, "default": 1.0}])]
+PerStage = Amount | Column | StageTable
 Per = Literal["rank", "stage"]
 Format = Literal["html", "svg", "png", "pdf", "csv", "json"]
 
 
-class Strict(BaseModel):
-    """Nothing is converted and nothing unknown is passed over: what was typed is what is meant."""
+class StrictModel(BaseModel):
+    """Converts no value and accepts no unknown field."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
 
-class LinkIn(Strict):
-    """One direction between two ranks."""
+class LinkFields(StrictModel):
+    """One direction between two ranks; None: as in the costs."""
 
-    p2p: Amount | None = None  # as in the costs around it
+    p2p: Amount | None = None
     bandwidth: Speed | None = None
 
 
-class CostsIn(Strict):
-    """`zeropipe.Costs`, field by field; `per` says what a number is of."""
+class CostFields(StrictModel):
+    """The fields of `zeropipe.Costs`, per rank or per stage as `per` says."""
 
     f: PerStage = 1.0
     i: PerStage = 1.0
@@ -46,9 +46,9 @@ class CostsIn(Strict):
     p2p: Amount = 0.0
     bandwidth: Speed | None = None
     message: PerStage = 0.0
-    edges: dict[str, LinkIn] = Field(default_factory=dict, max_length=MAX_EDGES, examples=[{"0-1": {"p2p": 0.5}}])
+    edges: dict[str, LinkFields] = Field(default_factory=dict, max_length=MAX_EDGES, examples=[{"0-1": {"p2p": 0.5}}])
     node_size: Annotated[int, Field(ge=1)] | None = None
-    inter_node: LinkIn = LinkIn()
+    inter_node: LinkFields = LinkFields()
     blocking: bool = False
     blocking_ends: bool = False
     serial_links: bool = False
@@ -67,34 +67,34 @@ class CostsIn(Strict):
     memory_unit: Annotated[str, Field(max_length=16)] = ""
 
 
-class Choice(Strict):
-    """One row of the comparison: a schedule by name, or a dropped file by the id its upload got."""
+class Choice(StrictModel):
+    """One row of the comparison: a schedule by name, or an uploaded file by its id."""
 
     name: Annotated[str, Field(max_length=100)] | None = Field(None, examples=["zbv"])
     file: Annotated[str, Field(max_length=64)] | None = None
     stages_per_rank: Annotated[int, Field(ge=1)] | None = None
     options: dict[str, bool | int | float | str] = Field(default_factory=dict, examples=[{"group_size": 8}])
-    simulate: bool = Field(False, description="Of a recorded timeline: simulate its schedule instead of showing it.")
+    simulate: bool = Field(
+        False, description="Simulate the schedule of a recorded timeline instead of showing the recording."
+    )
 
 
-class Size(Strict):
-    """How large the pipeline is, and what it costs."""
+class SizeRequest(StrictModel):
+    """The size and the costs of the pipeline."""
 
     ranks: Annotated[int, Field(ge=1, le=PAGE.ranks)] = 4
     microbatches: Annotated[int, Field(ge=1, le=PAGE.actions)] = 8
     stages_per_rank: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="For every schedule that can have so many; the others keep their own."
+        None, description="Stages on each rank, for the schedules that can have this number."
     )
     weight_parts: Annotated[int, Field(ge=1, le=MAX_WEIGHT_PARTS)] | None = Field(
-        None, description="Cut every W into so many parts and run them where their rank would wait."
+        None, description="Split every W into this number of parts, which fill idle time."
     )
-    costs: CostsIn = CostsIn()
-    per: Per = Field(
-        "rank", description="What a cost is of: a rank's part of the model, shared out over its stages, or a stage."
-    )
+    costs: CostFields = CostFields()
+    per: Per = Field("rank", description="Whether costs are per rank, divided among its stages, or per stage.")
 
 
-class Ask(Size):
+class CompareRequest(SizeRequest):
     """Schedules to simulate side by side."""
 
     schedules: Annotated[list[Choice], Field(min_length=1, max_length=MAX_CHOICES)] = Field(
@@ -102,12 +102,12 @@ class Ask(Size):
     )
 
 
-class FileAsk(Ask):
-    """The same, as a file to keep."""
+class FileRequest(CompareRequest):
+    """A comparison to download as a file."""
 
     theme: Literal["light", "dark"] = "light"
     width: Annotated[float, Field(ge=120, le=4000, allow_inf_nan=False)] | None = Field(
-        None, description="Of an .svg, .png or .pdf, in points (1/72 inch)."
+        None, description="Width of an .svg, .png or .pdf in points (1/72 inch)."
     )
     labels: Literal["microbatch", "action", "none"] = "microbatch"
 
@@ -116,20 +116,20 @@ FileName = Annotated[str, Field(min_length=1, max_length=200, examples=["mine.cs
 
 
 class FieldError(BaseModel):
-    """What is wrong, and with which field: `ranks`, `costs.f`, `schedules.0`, or empty for the request itself."""
+    """An error and its field: `ranks`, `costs.f`, `schedules.0`, or empty for the request itself."""
 
     field: str
     message: str
 
 
 class Errors(BaseModel):
-    """Every refusal looks like this."""
+    """The answer to a request that was refused."""
 
     errors: list[FieldError]
 
 
 class Picture(BaseModel):
-    """A tiny timeline: one SVG path per kind and shade, in a box of `width` times `height`."""
+    """A small timeline: one SVG path per kind and shade, in a box of `width` times `height`."""
 
     width: float
     height: int
@@ -137,7 +137,7 @@ class Picture(BaseModel):
 
 
 class Card(BaseModel):
-    """A schedule's facts."""
+    """A schedule of the registry."""
 
     name: str
     summary: str
@@ -152,7 +152,7 @@ class Card(BaseModel):
 
 
 class Catalog(BaseModel):
-    """All schedules, the colours they are drawn in, and the largest file the page takes."""
+    """All schedules, their colours, and the largest file that can be uploaded."""
 
     version: str
     max_file_bytes: int
@@ -198,7 +198,7 @@ class Result(BaseModel):
     over_limit: list[int]
     copies: int
     advice: list[str]
-    group: int = Field(description="Results of one group do the same work, and only they are held against each other.")
+    group: int = Field(description="Results of one group do the same work and are ranked together.")
     fits: bool
     best_time: bool
     best_memory: bool
@@ -206,7 +206,7 @@ class Result(BaseModel):
 
 
 class Answer(BaseModel):
-    """The results in the order of the choices, those refused, and the viewer's data."""
+    """The results in the order of the choices, errors of the other choices, and the viewer's data."""
 
     results: list[Result]
     errors: list[FieldError]
@@ -227,7 +227,7 @@ class Point(BaseModel):
 
 
 class Chart(BaseModel):
-    """All schedules that can be built at a size, and why the others cannot."""
+    """All schedules that can be built at a size, and errors of the others."""
 
     points: list[Point]
     errors: list[FieldError]
@@ -235,8 +235,8 @@ class Chart(BaseModel):
     unit: str
 
 
-class Uploaded(BaseModel):
-    """What a dropped file turned out to be: with an id, or with costs (of a timeline: those fitted to its times)."""
+class UploadInfo(BaseModel):
+    """An uploaded file: schedules and timelines have an id, costs and timelines have costs."""
 
     kind: Literal["schedule", "timeline", "costs"]
     name: str
@@ -248,8 +248,8 @@ class Uploaded(BaseModel):
     costs: dict[str, Any] | None = None
 
 
-class Load(BaseModel):
-    """Requests in one of the server's lanes; more than `room` that wait are answered with 503."""
+class QueueLoad(BaseModel):
+    """Requests in one of the server's queues; at most `room` may wait, others are answered with 503."""
 
     running: int
     waiting: int

@@ -1,8 +1,8 @@
-"""The page's server: static files, and calls that answer in JSON (or in a file). It holds no state but uploads."""
+"""The HTTP interface: static files, and calls that answer in JSON or with a file. Uploads are its only state."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from importlib.resources import files
 from typing import Any
@@ -19,68 +19,78 @@ try:
 except ImportError:
     raise MissingExtra("fastapi", "app") from None
 
-from zeropipe.app import models, planning
-from zeropipe.app.body import Route
-from zeropipe.app.calls import Reply, catalog_call, chart_call, encoded, file_call, listed, simulate_call, upload_call
-from zeropipe.app.downloads import MEDIA, require_form
-from zeropipe.app.errors import Refusal, broken_rules
+from zeropipe.app import models, plan_calls
+from zeropipe.app.body import BoundedRoute
+from zeropipe.app.calls import (
+    Reply,
+    catalog_call,
+    chart_call,
+    encode_json,
+    error_data,
+    file_call,
+    simulate_call,
+    upload_call,
+)  # fmt: skip
+from zeropipe.app.comparison import ResolvedChoice, count_work, resolve_chart, resolve_choices
+from zeropipe.app.downloads import MEDIA_TYPES, require_format
+from zeropipe.app.errors import Refusal, describe_errors
 from zeropipe.app.guard import Guard
-from zeropipe.app.job_queue import Job
+from zeropipe.app.job_queue import Job, JobQueue
 from zeropipe.app.queues import MAX_SMALL, Disconnected, Queues
-from zeropipe.app.uploads import Uploads
-from zeropipe.app.work import chart_plans, effort_of, plans_of
+from zeropipe.app.uploads import LoadedFiles, Uploads
 from zeropipe.core.limits import PAGE
 from zeropipe.core.workers import WorkerError, WorkerMemoryError
 
-TEXT = 4  # bytes of a file that are about one action
-DRAWN_APART = ("png", "pdf")  # by matplotlib, which takes long to import
-REFUSED: dict[int | str, dict[str, Any]] = {
-    400: {"model": models.Errors, "description": "The body cannot be read."},
-    403: {"model": models.Errors, "description": "The request comes from another page, or names another host."},
-    413: {"model": models.Errors, "description": "The body is too large."},
-    422: {"model": models.Errors, "description": "A value breaks a rule."},
-    503: {"model": models.Errors, "description": "Too many requests wait; Retry-After says when to come again."},
+BYTES_PER_ACTION = 4  # of an uploaded file, about
+SLOW_FORMATS = ("png", "pdf")  # drawn by matplotlib, which takes long to import
+ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
+    status: {"model": models.Errors, "description": description}
+    for status, description in {
+        400: "The body cannot be read.",
+        403: "The request comes from a page of another site, or names another host.",
+        413: "The body is too large.",
+        422: "A value is not valid.",
+        503: "Too many requests wait; Retry-After says when to try again.",
+    }.items()
 }
 
 
-class Plain(JSONResponse):
-    """JSON in ASCII."""
-
+class AsciiJSONResponse(JSONResponse):
     def render(self, content: Any) -> bytes:
-        return encoded(content)
+        return encode_json(content)
 
 
-def create_app(*, hosts: Sequence[str] = (), schedules: Sequence[str] = (), warm: bool = False) -> FastAPI:
-    """The application, ready for any ASGI server.
+def create_app(*, hosts: Sequence[str] = (), schedules: Sequence[str] = (), start_worker: bool = False) -> FastAPI:
+    """Create the application, for any ASGI server.
 
-    It answers under this machine's addresses and `localhost`, and under the names in `hosts`. `schedules` are those of
-    the user's files, path/to/mine.py:name. With `warm`, a worker process starts with the server.
+    It answers requests for IP addresses, `localhost`, and the names in `hosts`. `schedules` are the user's,
+    path/to/mine.py:name. With `start_worker`, a worker process starts with the server, before the first large request.
     """
     queues = Queues(schedules)
 
     @asynccontextmanager
-    async def life(app: FastAPI) -> AsyncIterator[None]:
-        if warm:
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        if start_worker:
             queues.start()
         yield
         queues.close()
 
     app = FastAPI(
-        title="zeropipe", version=__version__, docs_url=None, redoc_url=None, default_response_class=Plain,
-        description="Simulate and compare pipeline schedules. Refusals name the field and say what to do.",
-        lifespan=life,
+        title="zeropipe", version=__version__, docs_url=None, redoc_url=None, default_response_class=AsciiJSONResponse,
+        description="Simulate and compare pipeline schedules. An error names its field and the way out.",
+        lifespan=lifespan,
     )  # fmt: skip
-    app.router.route_class = Route
+    app.router.route_class = BoundedRoute
     app.state.queues = queues
     app.add_middleware(Guard, hosts=hosts)
     for kind, handler in (
-        (Refusal, _refused), (WorkerMemoryError, _out_of_memory), (RequestValidationError, _invalid),
-        (HTTPException, _http), (Exception, _failed),
+        (Refusal, _handle_refusal), (WorkerMemoryError, _handle_memory), (RequestValidationError, _handle_invalid),
+        (HTTPException, _handle_http), (Exception, _handle_failure),
     ):  # fmt: skip
         app.add_exception_handler(kind, handler)
     app.add_exception_handler(Disconnected, lambda request, error: Response(status_code=499))
-    _add_calls(app, Uploads(), queues)
-    _add_plans(app, queues)
+    _add_compare_routes(app, Uploads(), queues)
+    _add_plan_routes(app, queues)
     static = files("zeropipe.app").joinpath("static")
     app.mount("/static", StaticFiles(directory=str(static)), name="static")
     app.mount("/viewer", StaticFiles(directory=str(files("zeropipe.viz").joinpath("viewer"))), name="viewer")
@@ -96,121 +106,132 @@ def create_app(*, hosts: Sequence[str] = (), schedules: Sequence[str] = (), warm
     return app
 
 
-def _add_calls(app: FastAPI, uploads: Uploads, queues: Queues) -> None:
-    @app.get("/api/schedules", response_model=models.Catalog, responses=_some(403, 503), summary="All schedules")
+def _add_compare_routes(app: FastAPI, uploads: Uploads, queues: Queues) -> None:
+    def choose_queue(choices: Sequence[ResolvedChoice], more_work: int = 0) -> JobQueue:
+        return queues.choose(count_work(choices) + more_work, [choice.entry for choice in choices if choice.entry])
+
+    def find_files(body: models.CompareRequest) -> LoadedFiles:
+        return uploads.get_all(choice.file for choice in body.schedules)
+
+    @app.get("/api/schedules", response_model=models.Catalog, responses=_errors(403, 503), summary="All schedules")
     async def schedules(request: Request) -> Response:
-        return _response(await queues.run(request, queues.small, Job(catalog_call, ())))
+        return _response(await queues.run(request, queues.small, Job(catalog_call)))
 
-    @app.get("/api/load", response_model=dict[str, models.Load], responses=_some(403), summary="How busy the server is")
+    @app.get(
+        "/api/load", response_model=dict[str, models.QueueLoad], responses=_errors(403),
+        summary="How busy the server is",
+    )  # fmt: skip
     async def load() -> Response:
-        return Plain({name: load._asdict() for name, load in queues.load.items()})
+        return AsciiJSONResponse({name: load._asdict() for name, load in queues.load.items()})
 
-    @app.post("/api/simulate", response_model=models.Answer, responses=REFUSED, summary="Simulate side by side")
-    async def simulate(ask: models.Ask, request: Request) -> Response:
-        here = uploads.some(choice.file for choice in ask.schedules)
-        plans = plans_of(ask, here)
-        queue = queues.choose(effort_of(plans), [plan.entry for plan in plans if plan.entry])
-        return _response(await queues.run(request, queue, Job(simulate_call, (ask, here))))
+    @app.post("/api/simulate", response_model=models.Answer, responses=ERROR_RESPONSES, summary="Simulate side by side")
+    async def simulate(body: models.CompareRequest, request: Request) -> Response:
+        files = find_files(body)
+        queue = choose_queue(resolve_choices(body, files))
+        return _response(await queues.run(request, queue, Job(simulate_call, (body, files))))
 
-    @app.post("/api/chart", response_model=models.Chart, responses=REFUSED, summary="Bubble against memory")
-    async def trade_off(size: models.Size, request: Request) -> Response:
-        plans = chart_plans(size)
-        queue = queues.choose(effort_of(plans), [plan.entry for plan in plans if plan.entry])
-        return _response(await queues.run(request, queue, Job(chart_call, (size,)), urgent=False))
+    @app.post("/api/chart", response_model=models.Chart, responses=ERROR_RESPONSES, summary="Bubble against memory")
+    async def chart(body: models.SizeRequest, request: Request) -> Response:
+        queue = choose_queue(resolve_chart(body))
+        return _response(await queues.run(request, queue, Job(chart_call, (body,)), urgent=False))
 
     text = {"text/plain": {"schema": {"type": "string", "maxLength": PAGE.file_bytes, "examples": ["0F0,0B0\n"]}}}
 
     @app.post(
-        "/api/uploads", response_model=models.Uploaded, responses=REFUSED, summary="Read a dropped file",
+        "/api/uploads", response_model=models.UploadInfo, responses=ERROR_RESPONSES, summary="Upload a file",
         description="The body is the file: a schedule (.csv, .json), a timeline (.json) or costs (.toml, .json).",
         openapi_extra={"requestBody": {"required": True, "content": text}},
     )  # fmt: skip
     async def upload(name: models.FileName, request: Request) -> Response:
         data = await request.body()
-        queue = queues.choose(len(data) // TEXT + 1)
-        reply, key, found = await queues.run(request, queue, Job(upload_call, (name, data)))
-        if found is not None:
-            uploads.keep(key, found)
+        queue = queues.choose(len(data) // BYTES_PER_ACTION + 1)
+        reply, key, loaded = await queues.run(request, queue, Job(upload_call, (name, data)))
+        if loaded is not None:
+            uploads.add(key, loaded)
         return _response(reply)
 
-    content = {media: {"schema": {"type": "string", "format": "binary"}} for media in MEDIA.values()}
-    content[MEDIA["json"]] = {"schema": {"type": "object"}}
+    content = {media: {"schema": {"type": "string", "format": "binary"}} for media in MEDIA_TYPES.values()}
+    content[MEDIA_TYPES["json"]] = {"schema": {"type": "object"}}
 
     @app.post(
-        "/api/files/{format}", response_class=Response, responses={200: {"content": content}, **REFUSED},
+        "/api/files/{format}", response_class=Response, responses={200: {"content": content}, **ERROR_RESPONSES},
         summary="The comparison as a file",
     )  # fmt: skip
-    async def download(format: models.Format, ask: models.FileAsk, request: Request) -> Response:
-        here = uploads.some(choice.file for choice in ask.schedules)
-        plans = plans_of(ask, here)
-        require_form(format, plans)
-        effort = effort_of(plans) + (MAX_SMALL if format in DRAWN_APART else 0)
-        queue = queues.choose(effort, [plan.entry for plan in plans if plan.entry])
-        return _response(await queues.run(request, queue, Job(file_call, (ask, format, here))))
+    async def download(format: models.Format, body: models.FileRequest, request: Request) -> Response:
+        files = find_files(body)
+        choices = resolve_choices(body, files)
+        require_format(format, choices)
+        queue = choose_queue(choices, MAX_SMALL if format in SLOW_FORMATS else 0)
+        return _response(await queues.run(request, queue, Job(file_call, (body, format, files))))
 
 
-def _add_plans(app: FastAPI, queues: Queues) -> None:
-    """Calls that take seconds: always in a worker process, which stops when the browser no longer waits."""
-    answer = {200: {"model": dict[str, Any]}, **REFUSED}
-    kept = planning.Kept()
+def _add_plan_routes(app: FastAPI, queues: Queues) -> None:
+    """Add calls that take seconds: they run in a worker process, and are cancelled when the browser disconnects."""
+    responses = {200: {"model": dict[str, Any]}, **ERROR_RESPONSES}
+    cache = plan_calls.CostsCache()
 
-    @app.get("/api/known", responses={200: answer[200], **_some(403, 503)}, summary="Models and GPUs for plans")
+    @app.get("/api/known", responses={200: responses[200], **_errors(403, 503)}, summary="Models and GPUs for plans")
     async def known(request: Request) -> Response:
-        return _response(await queues.run(request, queues.small, Job(planning.known_call, ())))
+        return _response(await queues.run(request, queues.small, Job(plan_calls.known_call)))
 
-    @app.post("/api/plan", responses=answer, summary="What to run, from estimates")
-    async def plan(ask: planning.PlanAsk, request: Request) -> Response:
-        planning.require_model(ask)
-        job = Job(planning.plan_call, (ask, planning.MOST, planning.DOTS))
+    @app.post("/api/plan", responses=responses, summary="Plan a training run")
+    async def plan(body: plan_calls.PlanRequest, request: Request) -> Response:
+        plan_calls.require_model(body)
+        job = Job(plan_calls.plan_call, (body, plan_calls.MAX_CANDIDATES, plan_calls.MAX_DOTS))
         reply, costs = await queues.run(request, queues.large, job)
         if costs is not None:
-            kept.keep(ask, costs)
+            cache.add(body, costs)
         return _response(reply)
 
-    @app.post("/api/plan/row", responses=answer, summary="The timeline of a plan's row")
-    async def row(ask: planning.RowAsk, request: Request) -> Response:
-        planning.require_model(ask.plan)
-        effort, costs = planning.row_actions(ask), kept.get(ask.plan)
-        queue = queues.choose(effort) if planning.is_quick(ask.plan) or costs is not None else queues.large
-        return _response(await queues.run(request, queue, Job(planning.row_call, (ask, costs))))
+    @app.post("/api/plan/row", responses=responses, summary="The timeline of a plan's row")
+    async def row(body: plan_calls.RowRequest, request: Request) -> Response:
+        plan_calls.require_model(body.plan)
+        num_actions, costs = plan_calls.count_row_actions(body), cache.get(body.plan)
+        is_quick = costs is not None or plan_calls.has_quick_costs(body.plan)
+        queue = queues.choose(num_actions) if is_quick else queues.large
+        return _response(await queues.run(request, queue, Job(plan_calls.row_call, (body, costs))))
 
-    @app.post("/api/search", responses=answer, summary="A round of a search for the best schedule of a size")
-    async def search(ask: planning.SearchAsk, request: Request) -> Response:
-        return _response(await queues.run(request, queues.large, Job(planning.search_call, (ask,)), urgent=False))
+    @app.post("/api/search", responses=responses, summary="A round of a search for the best schedule of a size")
+    async def search(body: plan_calls.SearchRequest, request: Request) -> Response:
+        return _response(await queues.run(request, queues.large, Job(plan_calls.search_call, (body,)), urgent=False))
 
 
-def _some(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    return {status: REFUSED[status] for status in statuses}
+def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    return {status: ERROR_RESPONSES[status] for status in statuses}
 
 
 def _response(reply: Reply) -> Response:
     headers = {"Content-Disposition": f'attachment; filename="{reply.name}"'} if reply.name else None
-    return Response(reply.body, media_type=reply.media, headers=headers)
+    return Response(reply.body, media_type=reply.media_type, headers=headers)
 
 
-def _refused(request: Request, error: Exception) -> Response:
+def _error_response(errors: Iterable[tuple[str, str]], status: int, headers: Any = None) -> Response:
+    return AsciiJSONResponse({"errors": error_data(errors)}, status_code=status, headers=headers)
+
+
+def _handle_refusal(request: Request, error: Exception) -> Response:
     assert isinstance(error, Refusal)
-    return Plain({"errors": listed(error.errors)}, status_code=422)
+    return _error_response(error.errors, 422)
 
 
-def _out_of_memory(request: Request, error: Exception) -> Response:
+def _handle_memory(request: Request, error: Exception) -> Response:
     message = f"{error}, which is the page's limit: use a smaller problem or the command line"
-    return Plain({"errors": listed([("", message)])}, status_code=422)
+    return _error_response([("", message)], 422)
 
 
-def _invalid(request: Request, error: Exception) -> Response:
+def _handle_invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    return Plain({"errors": listed(broken_rules(error.errors()))}, status_code=422)
+    return _error_response(describe_errors(error.errors()), 422)
 
 
-def _http(request: Request, error: Exception) -> Response:
+def _handle_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return Plain({"errors": listed([("", str(error.detail))])}, status_code=error.status_code, headers=error.headers)
+    return _error_response([("", str(error.detail))], error.status_code, error.headers)
 
 
-def _failed(request: Request, error: Exception) -> Response:
-    """A mistake of ours: its traceback goes to the terminal, one line to the client."""
-    what = str(error) if isinstance(error, WorkerError) else f"{type(error).__name__}: {error}"
-    line = " ".join(what.split())[:300]
-    message = f"the server failed: {line}. Its terminal says more; please report it with what you asked for"
-    return Plain({"errors": listed([("", message)])}, status_code=500)
+def _handle_failure(request: Request, error: Exception) -> Response:
+    """A bug: its traceback is in the server's terminal, the client gets one line."""
+    text = str(error) if isinstance(error, WorkerError) else f"{type(error).__name__}: {error}"
+    line = " ".join(text.split())[:300]
+    message = f"the server failed: {line}. Its terminal has the details; please report them with your request"
+    return _error_response([("", message)], 500)

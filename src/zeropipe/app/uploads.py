@@ -1,4 +1,4 @@
-"""Dropped files: what they are. The last ones are kept, so that a change of costs does not send them again."""
+"""Files that the browser sent. The newest are kept, so that a change of costs does not send them again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from threading import Lock
 from typing import Any
 
 from zeropipe.app.errors import Refusal
-from zeropipe.app.models import Uploaded
+from zeropipe.app.models import UploadInfo
 from zeropipe.core.check import check, check_csv
 from zeropipe.core.formats.csv import from_csv
 from zeropipe.core.formats.json import from_plain
@@ -25,53 +25,53 @@ from zeropipe.sim.fit import fit
 from zeropipe.sim.layer_file import is_layer_data
 
 _DEFAULTS = Costs()
-Found = Schedule | Timeline
-Files = Mapping[str, Found]  # by id
+LoadedFile = Schedule | Timeline
+LoadedFiles = Mapping[str, LoadedFile]  # by id
 
 
 class Uploads:
-    """Schedules and timelines by id; the oldest leave when there are too many."""
+    """Schedules and timelines by id; the oldest are removed when there are too many."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[str, Found] = OrderedDict()
+        self._files: OrderedDict[str, LoadedFile] = OrderedDict()
         self._lock = Lock()
 
-    def some(self, keys: Iterable[str | None]) -> Files:
-        """Those of the ids that are still here."""
+    def get_all(self, ids: Iterable[str | None]) -> LoadedFiles:
+        """The files with these ids that are still here."""
         with self._lock:
-            here = {key: self._kept[key] for key in keys if key is not None and key in self._kept}
-            for key in here:
-                self._kept.move_to_end(key)
-        return here
+            found = {key: self._files[key] for key in ids if key is not None and key in self._files}
+            for key in found:
+                self._files.move_to_end(key)
+        return found
 
-    def keep(self, key: str, found: Found) -> None:
+    def add(self, key: str, file: LoadedFile) -> None:
         with self._lock:
-            self._kept[key] = found
-            self._kept.move_to_end(key)
-            while len(self._kept) > 1 and sum(map(_size, self._kept.values())) > 2 * PAGE.actions:
-                self._kept.popitem(last=False)
+            self._files[key] = file
+            self._files.move_to_end(key)
+            while len(self._files) > 1 and sum(map(_num_actions, self._files.values())) > 2 * PAGE.actions:
+                self._files.popitem(last=False)
 
 
-def _size(kept: Found) -> int:
-    return (kept.schedule if isinstance(kept, Timeline) else kept).num_actions
+def _num_actions(file: LoadedFile) -> int:
+    return (file.schedule if isinstance(file, Timeline) else file).num_actions
 
 
-def read_upload(name: str, data: bytes) -> tuple[dict[str, Any], Found | None]:
-    """What the page is told about a file, and what is kept of it. A Refusal is in the words of the command line."""
+def read_upload(name: str, data: bytes) -> tuple[dict[str, Any], LoadedFile | None]:
+    """Return UploadInfo as plain data, and the schedule or timeline. A Refusal has the command line's message."""
     try:
-        found = read(name, data.decode("utf-8-sig"))
-        return _facts(name, data, found), None if isinstance(found, dict) else found
+        found = parse_upload(name, data.decode("utf-8-sig"))
+        return _info(name, data, found), None if isinstance(found, dict) else found
     except UnicodeDecodeError:
         raise Refusal(("file", f"{name}: not text: write it in UTF-8")) from None
     except (ConfigError, ScheduleError) as error:
         raise Refusal(("file", f"{name}: {error}")) from None
 
 
-def _facts(name: str, data: bytes, found: Found | dict[str, Any]) -> dict[str, Any]:
+def _info(name: str, data: bytes, found: LoadedFile | dict[str, Any]) -> dict[str, Any]:
     if isinstance(found, dict):
-        return Uploaded(kind="costs", name=name, costs=found).model_dump()
+        return UploadInfo(kind="costs", name=name, costs=found).model_dump()
     schedule = found.schedule if isinstance(found, Timeline) else found
-    return Uploaded(
+    return UploadInfo(
         kind="timeline" if isinstance(found, Timeline) else "schedule",
         name=found.title if isinstance(found, Timeline) else found.name,
         id=sha256(name.encode("utf-8", "surrogatepass") + b"\0" + data).hexdigest()[:24],
@@ -83,7 +83,7 @@ def _facts(name: str, data: bytes, found: Found | dict[str, Any]) -> dict[str, A
     ).model_dump()
 
 
-def read(name: str, text: str) -> Found | dict[str, Any]:
+def parse_upload(name: str, text: str) -> LoadedFile | dict[str, Any]:
     """The schedule or timeline of a .csv or .json text, or the costs of a .toml or .json text as plain data."""
     stem, suffix = PurePath(name).stem, PurePath(name).suffix.lower()
     if suffix == ".toml":
@@ -93,21 +93,21 @@ def read(name: str, text: str) -> Found | dict[str, Any]:
     if suffix == ".json":
         data = _parse_json(text)
         if isinstance(data, dict) and "model_type" in data:
-            raise ConfigError("it is a model's configuration: the page Plan takes it")
+            raise ConfigError("it is a model's configuration: open it on the Plan page")
         if is_layer_data(data):
-            start = "`zeropipe app zbv -p 4 -m 8 --costs FILE --layers balanced` starts this one with such costs"
-            raise ConfigError(f"it holds costs of layers: the page Plan takes it, and {start}")
+            command = "zeropipe app zbv -p 4 -m 8 --costs FILE --layers balanced"
+            raise ConfigError(f"it holds costs of layers: open it on the Plan page, or start this one with `{command}`")
         if _is_costs(data):
             return _costs(data)
         _require_size(data)
-        return _proven(from_plain(data))
+        return _check(from_plain(data))
     raise ConfigError("drop a schedule (.csv, .json), a timeline (.json) or costs (.toml, .json)")
 
 
 def _from_csv(text: str, name: str) -> Schedule:
     PAGE.require_cells(text)
     schedule = from_csv(text, name)
-    _proven(schedule)
+    _check(schedule)
     check_csv(text, schedule)
     return schedule
 
@@ -127,7 +127,7 @@ def _parse_toml(text: str) -> Any:
 
 
 def _is_costs(data: Any) -> bool:
-    """A table that is neither our JSON nor a trace."""
+    """Whether it is a table, but neither our JSON nor a trace."""
     return isinstance(data, dict) and not {"zeropipe", "traceEvents", "rows"} & data.keys()
 
 
@@ -142,7 +142,7 @@ def _costs(data: Any) -> dict[str, Any]:
 
 
 def _require_size(data: Any) -> None:
-    """Refuse sizes the page does not take, before arrays of that size are made."""
+    """Refuse sizes above the page's limits before arrays of that size are created."""
     if not isinstance(data, dict):
         return
     ranks, stages, microbatches = (data.get(f"num_{what}") for what in ("ranks", "stages", "microbatches"))
@@ -152,8 +152,8 @@ def _require_size(data: Any) -> None:
         PAGE.require_actions(2 * stages * microbatches, "it")
 
 
-def _proven(found: Found) -> Found:
-    """The same, complete and free of deadlock; a timeline with times that can be drawn."""
+def _check(found: LoadedFile) -> LoadedFile:
+    """Check that a schedule is complete and free of deadlock, and that a timeline can be drawn; returns it."""
     schedule = found.schedule if isinstance(found, Timeline) else found
     problem = schedule.problem
     if problem.num_ranks > PAGE.ranks:
@@ -166,14 +166,14 @@ def _proven(found: Found) -> Found:
 
 
 def _fitted(timeline: Timeline) -> dict[str, Any]:
-    """The costs that would give this run, those at their defaults left out."""
+    """Costs fitted to the timeline, without those at their defaults."""
     costs = fit(timeline)
     given = {field.name: getattr(costs, field.name) for field in fields(costs)}
     return {name: _readable(value) for name, value in given.items() if value != getattr(_DEFAULTS, name)}
 
 
 def _readable(value: Any) -> Any:
-    """Six digits: more than a measurement has."""
+    """Round to six digits, more than a measurement has."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
     return [_readable(one) for one in value] if isinstance(value, tuple) else value

@@ -38,10 +38,10 @@ class Counts(click.ParamType):
         try:
             numbers = tuple(dict.fromkeys(int(part) for part in value.split(",")))
         except ValueError:
-            rule = "whole numbers from 1 on, like 16,32" if self.several else "a whole number from 1 on is needed"
+            rule = "must be positive integers, like 16,32" if self.several else "must be a positive integer"
             raise ConfigError(f"{name}={short(value)}: {rule}") from None
         if min(numbers) < 1:
-            raise ConfigError(f"{name}={min(numbers)}: a whole number from 1 on is needed")
+            raise ConfigError(f"{name}={min(numbers)}: must be a positive integer")
         if len(numbers) > 1 and not self.several:
             raise ConfigError(f"{name}={short(value)}: one is needed here; `zeropipe compare` takes several")
         return numbers

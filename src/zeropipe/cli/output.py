@@ -89,7 +89,7 @@ def problem_text(timeline: Timeline) -> str:
 def costs_text(per: str, cut: str = "") -> str:
     """What costs are of, as every command that takes some says it; `cut`: what becomes of those of layers."""
     words = {
-        "rank": "costs per rank, shared out over its stages",
+        "rank": "costs per rank, divided among its stages",
         "stage": "costs per stage",
         "recording": "costs of the recording",
         "estimate": "estimated costs of layers",

@@ -1,45 +1,51 @@
-"""A plan as plain data: for the command line's JSON and for the page."""
+"""A plan as plain data, for `zeropipe plan --json` and for the page."""
 
 from __future__ import annotations
 
 from math import isfinite
 from typing import Any
 
+from zeropipe.planning.layouts import Layout
 from zeropipe.planning.result import Plan
 from zeropipe.planning.rows import Row
 
 
-def row_data(made: Plan, row: Row) -> dict[str, Any]:
-    """A row for machines."""
-    one, memory = row.candidate, row.memory
+def plan_data(made: Plan, max_rows: int | None = None, max_misfits: int | None = None) -> dict[str, Any]:
+    """The rows that fit, best first, and what does not fit. Rows on the front are never left out."""
+    front, limit, costs = {id(row) for row in made.front}, made.scene.limit, made.scene.costs
     return {
-        **{name: getattr(one.layout, name) for name in ("pp", "dp_shard", "tp")},
-        "schedule": one.schedule, "stages_per_rank": one.stages_per_rank, "microbatches": one.num_microbatches,
-        "microbatch_size": one.microbatch_size, "ac": one.ac, "cut": one.cut, "layers": list(row.counts),
-        "step_seconds": row.step, "tokens_per_second_per_gpu": made.speed(row), "mfu": made.mfu(row),
-        "bubble": row.bubble, "makespan": row.makespan, "gap": row.gap, "peak_memory": memory.peak,
-        "memory": vars(memory), "seconds": vars(row.parts), "over": row.over, "text": str(one),
-    }  # fmt: skip
-
-
-def plan_data(made: Plan) -> dict[str, Any]:
-    """A plan for machines: what fits, the front, and what does not fit."""
-    front, limit = {id(row) for row in made.front}, made.scene.limit
-    return {
-        "source": made.scene.costs.source, "model": made.scene.costs.model, "gpu": made.scene.costs.machine.get("gpu"),
+        "source": costs.source, "model": costs.model, "gpu": costs.machine.get("gpu"),
         "gpus": made.gpus, "gpus_per_node": made.scene.gpus_per_node, "batch": made.batch,
-        "sequence": made.scene.costs.sequence, "memory_limit": limit if isfinite(limit) else None,
+        "sequence": costs.sequence, "memory_limit": limit if isfinite(limit) else None,
         "num_tried": made.num_tried, "num_left_out": made.num_left_out, "seconds": made.seconds,
         "rows": [
-            {**row_data(made, row), "front": id(row) in front, "why": made.why(row) if at else ""}
-            for at, row in enumerate(made.rows)
+            {**_row_data(made, row), "front": id(row) in front, "why": made.why(row) if n else ""}
+            for n, row in enumerate(made.rows)
+            if max_rows is None or n < max_rows or id(row) in front
         ],
-        "misfits": [row_data(made, row) for row in made.misfits],
+        "misfits": [_row_data(made, row) for row in made.misfits[:max_misfits]],
         "too_large": [
             {
-                **{name: getattr(one.run.layout, name) for name in ("pp", "dp_shard", "tp")},
-                "microbatch_size": one.run.microbatch_size, "ac": one.run.ac, "needs": one.needs, "over": one.over,
+                **_layout_data(misfit.run.layout), "microbatch_size": misfit.run.microbatch_size, "ac": misfit.run.ac,
+                "needs": misfit.needs, "over": misfit.over,
             }
-            for one in made.too_large
+            for misfit in made.too_large[:max_misfits]
         ],
     }  # fmt: skip
+
+
+def _row_data(made: Plan, row: Row) -> dict[str, Any]:
+    candidate, memory = row.candidate, row.memory
+    return {
+        **_layout_data(candidate.layout), "schedule": candidate.schedule,
+        "stages_per_rank": candidate.stages_per_rank, "microbatches": candidate.num_microbatches,
+        "microbatch_size": candidate.microbatch_size, "ac": candidate.ac, "cut": candidate.cut,
+        "layers": list(row.counts), "step_seconds": row.step, "tokens_per_second_per_gpu": made.speed(row),
+        "mfu": made.mfu(row), "bubble": row.bubble, "makespan": row.makespan, "gap": row.gap,
+        "peak_memory": memory.peak, "memory": vars(memory), "seconds": vars(row.parts), "over": row.over,
+        "text": str(candidate),
+    }  # fmt: skip
+
+
+def _layout_data(layout: Layout) -> dict[str, int]:
+    return {name: getattr(layout, name) for name in ("pp", "dp_shard", "tp")}

@@ -1,4 +1,4 @@
-// Bubble against peak memory, all schedules at this size. A point that no other beats in both is on the front.
+// The chart of bubble against peak memory: all schedules at this size, and their Pareto front.
 
 import { percentText, ruler, sizeText, timeText } from "/viewer/units.js";
 import { h, svg } from "./dom.js";
@@ -7,7 +7,7 @@ import { placeLabels } from "./labels.js";
 const HEIGHT = 320;
 const MARGIN = { top: 26, right: 16, bottom: 42, left: 44 };
 const RADIUS = 5;
-const FAR_APART = 10; // the most memory over the least, from where on the scale is logarithmic
+const MIN_LOG_RATIO = 10; // largest over smallest memory from which the scale is logarithmic
 
 export class Chart {
   constructor(root, toggle) {
@@ -19,7 +19,7 @@ export class Chart {
     this.card = h("div", { className: "tip", hidden: true });
     this.message = h("p", { className: "error", role: "alert", hidden: true });
     this.legend = h("p", { className: "legend" },
-      h("span", {}, h("i", { className: "dot front" }), "on the Pareto front"), h("span", {}, h("i", { className: "dot" }), "beaten by another"),
+      h("span", {}, h("i", { className: "dot front" }), "on the Pareto front"), h("span", {}, h("i", { className: "dot" }), "not on the front"),
       h("span", {}, h("i", { className: "dot ring" }), "chosen"), (this.overKey = h("span", {}, h("i", { className: "dot over" }), "over the limit")));
     this.more = h("details", { className: "plain" });
     this.blank = h("p", { className: "blank" });
@@ -33,29 +33,29 @@ export class Chart {
     this.answer = answer;
     this.limit = limit;
     this.overKey.hidden = limit === null;
-    this.say("", "");
-    this.table();
+    this.setMessage("", "");
+    this.showTable();
     this.draw();
   }
 
-  /** A question is on its way. */
+  /** A request is running. */
   wait() {
     this.root.setAttribute("aria-busy", "true");
     this.blank.textContent = this.answer ? "" : "Simulating all schedules";
   }
 
-  /** Too large to be drawn, which is told in its place. */
+  /** Show a message in place of the chart. */
   fail(message) {
-    this.say(message, "");
+    this.setMessage(message, "");
   }
 
-  /** An input is wrong, which is told beside it: the last picture stays, dimmed. */
-  refuse(message) {
-    this.say("", this.answer ? "" : `Not drawn: ${message}`);
+  /** A field has an error, shown beside it: dim the last chart. */
+  showStale(message) {
+    this.setMessage("", this.answer ? "" : `Not drawn: ${message}`);
     this.root.classList.add("stale");
   }
 
-  say(message, blank) {
+  setMessage(message, blank) {
     this.root.setAttribute("aria-busy", "false");
     this.root.classList.remove("stale");
     this.message.textContent = message;
@@ -65,7 +65,7 @@ export class Chart {
     this.blank.textContent = blank;
   }
 
-  /** Names of the chosen schedules, and results that are not in the registry at this size. */
+  /** Mark the schedules with these names; `extra` are points of variants and files. */
   mark(chosen, extra) {
     this.chosen = chosen;
     this.extra = extra;
@@ -82,10 +82,10 @@ export class Chart {
     const focused = this.picture.contains(document.activeElement) ? document.activeElement.dataset.name : null;
     const scale = this.scales(width);
     this.picture.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
-    const placed = spread(this.points.map((point) => ({ point, x: scale.x(point.peak_memory), y: scale.y(point.bubble) })));
+    const placed = separate(this.points.map((point) => ({ point, x: scale.x(point.peak_memory), y: scale.y(point.bubble) })));
     const steps = this.steps(scale, width);
     const front = svg("path", { d: steps.map(([x, y], n) => `${n ? "L" : "M"}${x} ${y}`).join(""), class: "front", "aria-hidden": "true" });
-    this.picture.replaceChildren(this.axes(scale, width), front, ...this.labels(placed, steps, scale, width), ...placed.map((one) => this.dot(one)));
+    this.picture.replaceChildren(this.axes(scale, width), front, ...this.labels(placed, steps, scale, width), ...placed.map((point) => this.dot(point)));
     if (focused) this.picture.querySelector(`[data-name="${CSS.escape(focused)}"]`)?.focus();
   }
 
@@ -125,7 +125,7 @@ export class Chart {
     return group;
   }
 
-  /** The corners of the line below which no schedule lies. */
+  /** The corners of the Pareto front. */
   steps(scale, width) {
     const best = this.answer.points.filter((p) => p.pareto).sort((a, b) => a.peak_memory - b.peak_memory || b.bubble - a.bubble);
     const corners = [];
@@ -158,16 +158,16 @@ export class Chart {
   dot({ point, x, y }) {
     const chosen = this.isChosen(point);
     const kind = ["dot", point.pareto && "front", chosen && "chosen", point.over_limit && "over", point.extra && "extra"].filter(Boolean).join(" ");
-    const node = svg("g", { class: kind, transform: `translate(${x} ${y})`, "data-name": point.name, tabindex: 0, "aria-label": this.words(point) });
+    const node = svg("g", { class: kind, transform: `translate(${x} ${y})`, "data-name": point.name, tabindex: 0, "aria-label": this.describe(point) });
     node.setAttribute("role", point.extra ? "img" : "button");
     if (!point.extra) node.setAttribute("aria-pressed", String(chosen));
     if (chosen) node.append(svg("circle", { r: RADIUS + 4, class: "ring" }));
     node.append(svg("circle", { r: 12, class: "reach" }), svg("circle", { r: RADIUS }));
-    const leave = () => (this.card.hidden = true);
-    node.addEventListener("pointerenter", () => this.tip(point, x, y));
-    node.addEventListener("pointerleave", leave);
-    node.addEventListener("focus", () => this.tip(point, x, y));
-    node.addEventListener("blur", leave);
+    const hide = () => (this.card.hidden = true);
+    node.addEventListener("pointerenter", () => this.showTip(point, x, y));
+    node.addEventListener("pointerleave", hide);
+    node.addEventListener("focus", () => this.showTip(point, x, y));
+    node.addEventListener("blur", hide);
     if (point.extra) return node;
     node.addEventListener("click", () => this.toggle(point.name));
     node.addEventListener("keydown", (event) => {
@@ -178,12 +178,12 @@ export class Chart {
     return node;
   }
 
-  words(point) {
-    const place = point.extra ? "" : point.pareto ? ", on the Pareto front" : "";
-    return `${point.name}: bubble ${percentText(point.bubble)}, peak memory ${sizeText(point.peak_memory, this.answer.memory_unit)}${place}`;
+  describe(point) {
+    const front = point.extra ? "" : point.pareto ? ", on the Pareto front" : "";
+    return `${point.name}: bubble ${percentText(point.bubble)}, peak memory ${sizeText(point.peak_memory, this.answer.memory_unit)}${front}`;
   }
 
-  tip(point, x, y) {
+  showTip(point, x, y) {
     const { unit, memory_unit: memoryUnit } = this.answer;
     const rows = [["bubble", percentText(point.bubble)], ["peak memory", sizeText(point.peak_memory, memoryUnit)], ["makespan", timeText(point.makespan, unit)], ["stages / rank", point.stages_per_rank]];
     const hint = point.extra ? "" : this.chosen.includes(point.name) ? "click to remove" : "click to add";
@@ -194,44 +194,44 @@ export class Chart {
     this.card.style.top = `${Math.max(0, Math.min(y - 20, HEIGHT - tall))}px`;
   }
 
-  /** The same in words, for those who do not see the picture, and why some schedules are not in it. */
-  table() {
+  /** The chart as a table, for screen readers, with the errors of schedules that are not in it. */
+  showTable() {
     const { points, errors, unit, memory_unit: memoryUnit } = this.answer;
     const sorted = [...points].sort((a, b) => a.bubble - b.bubble || a.peak_memory - b.peak_memory);
     const row = (p) => h("tr", {}, h("th", { scope: "row" }, p.name), h("td", {}, percentText(p.bubble)), h("td", {}, sizeText(p.peak_memory, memoryUnit)), h("td", {}, timeText(p.makespan, unit)), h("td", {}, p.pareto ? "front" : ""));
     const heads = ["", "bubble", "peak memory", "makespan", ""].map((text) => h("th", { scope: "col" }, text));
-    const left = errors.map(({ field, message }) => h("li", {}, message.includes(field) ? message : `${field}: ${message}`));
+    const missing = errors.map(({ field, message }) => h("li", {}, message.includes(field) ? message : `${field}: ${message}`));
     this.more.replaceChildren(
-      h("summary", {}, errors.length ? `As a table; ${errors.length} left out` : "As a table"),
+      h("summary", {}, errors.length ? `As a table; ${errors.length} missing` : "As a table"),
       h("table", {}, h("thead", {}, h("tr", {}, ...heads)), h("tbody", {}, ...sorted.map(row))),
-      ...(left.length ? [h("ul", {}, ...left)] : []));
+      ...(missing.length ? [h("ul", {}, ...missing)] : []));
   }
 }
 
-/** Points that lie on each other go side by side. */
-function spread(points) {
+/** Move points side by side that would cover each other. */
+function separate(points) {
   const done = [];
-  for (const one of [...points].sort((a, b) => a.x - b.x || a.y - b.y)) {
-    while (done.some((other) => Math.abs(other.x - one.x) < 2 * RADIUS + 1 && Math.abs(other.y - one.y) < RADIUS)) one.x += 2 * RADIUS + 2;
-    done.push(one);
+  for (const point of [...points].sort((a, b) => a.x - b.x || a.y - b.y)) {
+    while (done.some((other) => Math.abs(other.x - point.x) < 2 * RADIUS + 1 && Math.abs(other.y - point.y) < RADIUS)) point.x += 2 * RADIUS + 2;
+    done.push(point);
   }
   return done;
 }
 
-/** Where sizes lie from left (0) to right (1). Sizes far apart go on a logarithmic scale: else most crowd at the left. */
+/** The scale from left (0) to right (1): logarithmic if sizes differ much, else most would be at the left. */
 function memoryScale(sizes) {
-  const [least, most] = [Math.min(...sizes), Math.max(...sizes)];
-  if (least > 0 && most > FAR_APART * least) {
-    const [from, to] = [Math.log(least) - 0.12 * Math.log(most / least), Math.log(most) + 0.1 * Math.log(most / least)];
+  const [min, max] = [Math.min(...sizes), Math.max(...sizes)];
+  if (min > 0 && max > MIN_LOG_RATIO * min) {
+    const [from, to] = [Math.log(min) - 0.12 * Math.log(max / min), Math.log(max) + 0.1 * Math.log(max / min)];
     return { isLog: true, share: (size) => (Math.log(size) - from) / (to - from), ticks: (count) => powers(Math.exp(from), Math.exp(to), count) };
   }
-  const pad = 0.12 * (most - least);
-  const from = pad && least > 0.4 * most ? Math.max(0, least - pad) : 0; // zero, unless that leaves much of the picture empty
-  const to = most + (from ? pad : (pad ? 0.08 : 0.8) * most) || 1;
+  const pad = 0.12 * (max - min);
+  const from = pad && min > 0.4 * max ? Math.max(0, min - pad) : 0; // zero, unless that leaves much of the chart empty
+  const to = max + (from ? pad : (pad ? 0.08 : 0.8) * max) || 1;
   return { isLog: false, share: (size) => (size - from) / (to - from), ticks: (count) => ruler(from, to, count, "").ticks.map(({ at }) => at) };
 }
 
-/** Powers of two (or of four, eight, ...) between two sizes, `count` at most. */
+/** Powers of two (or of four, eight, ...) between two sizes, `count` at max. */
 function powers(from, to, count) {
   const [first, last] = [Math.ceil(Math.log2(from)), Math.floor(Math.log2(to))];
   const step = Math.max(1, Math.ceil((last - first + 1) / count));

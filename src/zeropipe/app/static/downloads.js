@@ -1,9 +1,9 @@
-// Files to keep: the server draws them with the code of the command line.
+// Download files that the server draws with the code of the command line.
 
-import { $, h, tell } from "./dom.js";
-import { Refused, post } from "./wire.js";
+import { RequestError, post } from "./api.js";
+import { $, h, showMessage } from "./dom.js";
 
-export const FORMATS = [
+const FORMATS = [
   ["html", "Page", "interactive, offline"],
   ["svg", "SVG", "vector, for papers"],
   ["pdf", "PDF", "vector, for papers"],
@@ -12,23 +12,23 @@ export const FORMATS = [
   ["csv", "CSV", "torch's own format"],
 ];
 
-/** A menu with one entry per format. */
-export function formatsMenu(label, face, act, formats = FORMATS) {
-  const node = h("details", { className: "menu" }, h("summary", { "aria-label": label, title: label }, face));
-  node.append(sheet((format) => {
+/** A menu with a button for each format. */
+export function createFormatsMenu(label, symbol, act) {
+  const node = h("details", { className: "menu" }, h("summary", { "aria-label": label, title: label }, symbol));
+  node.append(createFormatButtons((format) => {
     node.open = false;
     act(format);
-  }, formats));
+  }));
   return node;
 }
 
-export function sheet(act, formats = FORMATS) {
-  const buttons = formats.map(([format, name, about]) => h("button", { type: "button", "data-format": format, onclick: () => act(format) }, h("b", {}, name), h("small", {}, about)));
+export function createFormatButtons(act) {
+  const buttons = FORMATS.map(([format, name, about]) => h("button", { type: "button", "data-format": format, onclick: () => act(format) }, h("b", {}, name), h("small", {}, about)));
   return h("div", { className: "sheet" }, ...buttons);
 }
 
-/** Menus close when the user goes elsewhere. */
-export function closeMenus() {
+/** Close menus when the user clicks or focuses something else, or presses Escape. */
+export function closeMenusOutside() {
   const close = (inside) => {
     for (const menu of document.querySelectorAll("details.menu[open]")) if (!menu.contains(inside)) menu.open = false;
   };
@@ -42,31 +42,26 @@ export function closeMenus() {
   });
 }
 
-/** Ask for a file and hand it to the browser; the status line says how it goes. */
-export async function saveFile(format, request) {
+/** Request a file and save it; the status line shows the progress. */
+export async function downloadFile(format, request) {
   const body = { ...request };
   if (["html", "svg", "png", "pdf"].includes(format)) body.theme = document.documentElement.dataset.theme;
   const before = $("status").textContent;
-  $("status").textContent = `Making the .${format} file`;
+  $("status").textContent = `Creating the .${format} file`;
   try {
-    const name = await keep(await post(`/api/files/${format}`, body));
-    tell($("error-page"), "");
+    const response = await post(`/api/files/${format}`, body);
+    const name = /filename="([^"]+)"/.exec(response.headers.get("Content-Disposition") ?? "")?.[1] ?? "zeropipe";
+    saveBlob(name, await response.blob());
+    showMessage($("error-page"), "");
     $("status").textContent = `Saved ${name}`;
   } catch (error) {
-    if (!(error instanceof Refused)) throw error;
+    if (!(error instanceof RequestError)) throw error;
     $("status").textContent = before;
-    tell($("error-page"), error.message);
+    showMessage($("error-page"), error.message);
   }
 }
 
-/** Hand a response to the browser as a file. */
-async function keep(response) {
-  const name = /filename="([^"]+)"/.exec(response.headers.get("Content-Disposition") ?? "")?.[1] ?? "zeropipe";
-  saveBlob(name, await response.blob());
-  return name;
-}
-
-/** Hand a blob to the browser as a file. */
+/** Let the browser save a blob as a file. */
 export function saveBlob(name, blob) {
   const address = URL.createObjectURL(blob);
   const link = h("a", { href: address, download: name });

@@ -1,10 +1,10 @@
-// On a phone the settings fold away, so that the results are in sight; on a wide screen they always stand on the left.
+// On a narrow screen the settings are folded, so that the results are visible; on a wide screen they are always shown.
 
 import { countText } from "/viewer/units.js";
 import { $ } from "./dom.js";
 
-export class Fold {
-  /** `button` opens and closes `panel`; it says what is set. */
+export class FoldedPanel {
+  /** `button` opens and closes `panel`, and shows what is set. */
   constructor(panel, button) {
     this.panel = panel;
     this.button = button;
@@ -21,12 +21,12 @@ export class Fold {
     this.button.setAttribute("aria-expanded", String(open));
   }
 
-  tell(numSchedules, numCosts) {
+  showCounts(numSchedules, numCosts) {
     $("fold-schedules").textContent = countText(numSchedules, "schedule");
     $("fold-costs").textContent = numCosts ? `${countText(numCosts, "cost")} set` : "default costs";
   }
 
-  /** An error that is folded away is no help. */
+  /** Open the panel if it hides `node`, an error. */
   reveal(node) {
     if (node && !node.checkVisibility() && this.panel.contains(node)) this.set(true);
   }

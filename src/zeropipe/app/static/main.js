@@ -1,316 +1,321 @@
-// The page: state -> address and questions; answers -> table, chart and timelines.
+// The Compare page: state -> address and requests; answers -> table, chart and timelines.
 
 import { mountViewer } from "/viewer/viewer.js";
-import { Cards, colours } from "./cards.js";
+import { LatestCall, RequestError, get } from "./api.js";
+import { Cards, paletteRules } from "./cards.js";
 import { Chart } from "./chart.js";
-import { $, debounce, h, tell } from "./dom.js";
-import { FORMATS, closeMenus, saveFile, sheet } from "./downloads.js";
-import { packFiles, pasteDialog, takeDrops, unpackFiles, upload } from "./files.js";
-import { Fold } from "./fold.js";
-import { Form, perWords } from "./form.js";
+import { $, debounce, h, showMessage } from "./dom.js";
+import { createFormatButtons, closeMenusOutside, downloadFile } from "./downloads.js";
+import { acceptDrops, createPasteDialog, packFiles, unpackFiles, upload } from "./files.js";
+import { FoldedPanel } from "./fold.js";
+import { Form, perText } from "./form.js";
 import { headline } from "./headline.js";
-import { Searching } from "./searching.js";
-import { Stages } from "./stages.js";
-import { choice, choiceRequest, fromAddress, sizeRequest, takeCosts, toAddress, value } from "./state.js";
+import { SearchDialog } from "./search.js";
+import { StagesDialog } from "./stages.js";
+import { choiceRequest, createChoice, parseAddress, parseValue, replaceCosts, sizeRequest, toAddress } from "./state.js";
 import { Table } from "./table.js";
-import { tabs } from "./tabs.js";
-import { copyCosts, share, toggleTheme } from "./tools.js";
-import { watchView } from "./view.js";
-import { Line, Refused, get } from "./wire.js";
+import { createTabs } from "./tabs.js";
+import { copyCosts, copyLink, toggleTheme } from "./tools.js";
+import { syncView } from "./view.js";
 
 const PASTE = { title: "Paste a costs file", button: "Use these costs",
-  about: ["TOML or JSON, as for ", h("code", {}, "zeropipe simulate --costs"), ". It takes the place of all costs."],
+  about: ["TOML or JSON, as for ", h("code", {}, "zeropipe simulate --costs"), ". It replaces all costs."],
   placeholder: 'f = [1.0, 1.0, 1.2, 1.4]\ni = 1.1\nw = 0.9\np2p = 0.05\nmemory_limit = 6\n\nor the same as JSON: {"f": [1, 1, 1.2, 1.4]}' };
-const QUIET = 90; // milliseconds without a change before asking
-const state = fromAddress(location.search);
-const simulateLine = new Line("/api/simulate");
-const chartLine = new Line("/api/chart");
-const page = { results: [], viewer: null, flying: 0, chartKey: "" };
+const REQUEST_DELAY_MS = 90; // after the last change
+const ADDRESS_DELAY_MS = 60;
+const state = parseAddress(location.search);
+const simulateCall = new LatestCall("/api/simulate");
+const chartCall = new LatestCall("/api/chart");
+const page = { results: [], viewer: null, chartKey: "" };
 
 async function start() {
-  closeMenus();
+  closeMenusOutside();
   $("theme").addEventListener("click", () => toggleTheme(page.viewer));
   const [catalog, files] = await Promise.all([get("/api/schedules"), unpackFiles(location.hash)]);
   state.files = files;
-  page.maxFile = catalog.max_file_bytes;
-  document.head.append(h("style", {}, colours(catalog.palette)));
-  const facts = new Map(catalog.schedules.map((one) => [one.name, one]));
-  page.cards = new Cards($("cards"), $("about"), catalog.schedules, toggle);
-  page.fold = new Fold($("panel"), $("fold"));
-  page.stages = new Stages($("stages"), state, changed);
-  const paste = pasteDialog($("paste"), PASTE, async (text) => {
+  page.maxFileBytes = catalog.max_file_bytes;
+  document.head.append(h("style", {}, paletteRules(catalog.palette)));
+  const schedules = new Map(catalog.schedules.map((schedule) => [schedule.name, schedule]));
+  page.cards = new Cards($("cards"), $("about"), catalog.schedules, toggleSchedule);
+  page.panel = new FoldedPanel($("panel"), $("fold"));
+  page.stages = new StagesDialog($("stages"), state, update);
+  const paste = createPasteDialog($("paste"), PASTE, async (text) => {
     const { costs } = await upload(text.trim().startsWith("{") ? "costs.json" : "costs.toml", text);
-    setCosts(() => takeCosts(state, costs));
+    setCosts(costs);
   });
-  page.form = new Form($("form"), $("costs"), state, changed, {
-    perStage: () => page.stages.open(perRank()), paste, copy: () => copyCosts(state), reset: () => setCosts(() => takeCosts(state, {})),
+  page.form = new Form($("form"), $("costs"), state, update, {
+    perStage: () => page.stages.open(commonStagesPerRank()), paste, copy: () => copyCosts(state), reset: () => setCosts({}),
   });
-  page.table = new Table($("compare"), facts, { changed, choose, remove, another, alsoSimulate, useTimes, download, show: (n) => page.viewer?.goTo(n) });
-  page.chart = new Chart($("chart"), toggle);
-  page.select = tabs(document.querySelector('[role="tablist"]'));
-  $("download-sheet").replaceWith(sheet((format) => {
+  page.table = new Table($("compare"), schedules, { update, selectSchedules, removeChoice, addVariant, addSimulation, useTimes, download, showTimeline: (n) => page.viewer?.goTo(n) });
+  page.chart = new Chart($("chart"), toggleSchedule);
+  page.selectTab = createTabs(document.querySelector('[role="tablist"]'));
+  $("download-sheet").replaceWith(createFormatButtons((format) => {
     $("download").open = false;
     download(format, null);
-  }, FORMATS));
-  const searching = new Searching($("search"), () => sizeRequest(state), takeFound);
-  $("open-search").addEventListener("click", () => searching.open());
-  $("share").addEventListener("click", () => share(state, usedFiles()));
+  }));
+  const search = new SearchDialog($("search"), () => sizeRequest(state), addFound);
+  $("open-search").addEventListener("click", () => search.open());
+  $("share").addEventListener("click", () => copyLink(state, usedFiles()));
   $("choose-file").addEventListener("click", () => $("file").click());
-  $("file").addEventListener("change", () => takeFiles([...$("file").files]).then(() => ($("file").value = "")));
-  takeDrops($("dropping"), takeFiles);
-  await Promise.all(Object.entries(files).map(([name, file]) => register(name, file).catch(() => null)));
-  arrange();
-  ask();
+  $("file").addEventListener("change", () => openFiles([...$("file").files]).then(() => ($("file").value = "")));
+  acceptDrops($("dropping"), openFiles);
+  await Promise.all(Object.entries(files).map(([name, file]) => uploadFile(name, file).catch(() => null)));
+  showState();
+  requestAll();
 }
 
-/** Something in the state is different: show it, put it in the address, ask for the result. */
-function changed() {
-  arrange();
+/** The state has changed: show it, write it to the address, and request new results. */
+function update() {
+  showState();
   writeAddress();
-  fly(true);
-  simulateLine.drop();
-  askSoon();
+  setBusy(true);
+  simulateCall.cancel();
+  requestSoon();
 }
 
-function arrange() {
+function showState() {
   page.table.arrange(state.schedules);
-  page.cards.mark(state.schedules.filter((one) => !one.file).map((one) => one.name));
-  const set = page.form.numSet;
-  $("costs-set").hidden = !set;
-  $("costs-set").textContent = set;
-  page.fold.tell(state.schedules.length, set);
+  page.cards.mark(state.schedules.filter((choice) => !choice.file).map((choice) => choice.name));
+  const { numChanged } = page.form;
+  $("costs-set").hidden = !numChanged;
+  $("costs-set").textContent = numChanged;
+  page.panel.showCounts(state.schedules.length, numChanged);
   page.form.sync();
 }
 
-const askSoon = debounce(ask, QUIET);
-const writeAddress = debounce(async () => history.replaceState(null, "", toAddress(state) + (await packFiles(usedFiles()))), 60);
+const requestSoon = debounce(requestAll, REQUEST_DELAY_MS);
+const writeAddress = debounce(async () => history.replaceState(null, "", toAddress(state) + (await packFiles(usedFiles()))), ADDRESS_DELAY_MS);
 
 function usedFiles() {
   return Object.fromEntries(Object.entries(state.files).filter(([name]) => state.schedules.some(({ file }) => file === name)));
 }
 
-/** Ask for the comparison and the chart; each shows up when it is there. */
-async function ask() {
-  fly(true);
-  await Promise.all([askResults(), askChart()]);
+/** Request the comparison and the chart; each is shown when its answer arrives. */
+async function requestAll() {
+  setBusy(true);
+  await Promise.all([requestResults(), requestChart()]);
 }
 
-async function askResults(again = true) {
-  const asked = [...state.schedules];
-  if (!asked.length) {
-    simulateLine.drop();
+async function requestResults(mayResend = true) {
+  const choices = [...state.schedules];
+  if (!choices.length) {
+    simulateCall.cancel();
     page.results = [];
-    page.form.tell([]);
-    fly(false);
-    return showResults([], [], asked);
+    page.form.showErrors([]);
+    setBusy(false);
+    return showResults([], [], choices);
   }
-  let turn = 0;
+  let number = 0;
   try {
-    const answer = await simulateLine.ask({ ...sizeRequest(state), schedules: asked.map((one) => choiceRequest(state, one)) });
+    const answer = await simulateCall.send({ ...sizeRequest(state), schedules: choices.map((choice) => choiceRequest(state, choice)) });
     if (!answer) return;
-    turn = simulateLine.turn;
+    ({ number } = simulateCall);
     page.results = answer.results;
-    page.stages.tell(answer.errors);
-    $("per").textContent = `costs ${perWords(answer.costs_per)}`;
-    showResults(answer.results, page.form.tell(answer.errors), asked);
+    page.stages.showErrors(answer.errors);
+    $("per").textContent = `costs ${perText(answer.costs_per)}`;
+    showResults(answer.results, page.form.showErrors(answer.errors), choices);
     await showTimelines(answer.viewer);
   } catch (error) {
-    if (!(error instanceof Refused)) throw error;
-    if (again && (await sendAgain(error.errors))) return askResults(false);
-    refuse(error.errors, asked);
-    turn = simulateLine.turn;
-    if (error.again) setTimeout(() => turn === simulateLine.turn && ask(), 1000 * error.again);
+    if (!(error instanceof RequestError)) throw error;
+    if (mayResend && (await resendFiles(error.errors))) return requestResults(false);
+    showErrors(error.errors, choices);
+    ({ number } = simulateCall);
+    if (error.retryAfter) setTimeout(() => number === simulateCall.number && requestAll(), 1000 * error.retryAfter);
   }
-  if (turn === simulateLine.turn) fly(false); // unless there is a newer question by now
+  if (number === simulateCall.number) setBusy(false); // unless a newer request is running
 }
 
-async function askChart() {
+async function requestChart() {
   const size = sizeRequest(state);
   const key = JSON.stringify(size);
   if (key === page.chartKey) return;
   page.chartKey = key;
   page.chart.wait();
   try {
-    const answer = await chartLine.ask(size);
+    const answer = await chartCall.send(size);
     if (!answer) return;
-    page.chart.show(answer, answer.points.length ? limit() : null);
+    page.chart.show(answer, answer.points.length ? memoryLimit() : null);
     markChart();
   } catch (error) {
-    if (!(error instanceof Refused)) throw error;
+    if (!(error instanceof RequestError)) throw error;
     page.chartKey = "";
-    const own = error.errors.find(({ field }) => field === "chart");
-    if (own) page.chart.fail(own.message);
-    else page.chart.refuse(error.errors[0].message);
-    if (!own && !state.schedules.length) refuse(error.errors, []); // no comparison was asked for that would tell
+    const chartError = error.errors.find(({ field }) => field === "chart");
+    if (chartError) page.chart.fail(chartError.message);
+    else page.chart.showStale(error.errors[0].message);
+    if (!chartError && !state.schedules.length) showErrors(error.errors, []); // no comparison was requested that would show them
   }
 }
 
-function limit() {
-  const given = value(state.costs.memory_limit);
-  return typeof given === "number" && state.costs.memory_limit !== "" ? given : null;
+function memoryLimit() {
+  const value = parseValue(state.costs.memory_limit);
+  return typeof value === "number" && state.costs.memory_limit !== "" ? value : null;
 }
 
-function showResults(results, errors, asked) {
+function showResults(results, errors, choices) {
   $("results").classList.remove("stale");
-  page.table.show(asked, results, errors);
-  const rest = errors.filter(({ field }) => !field.startsWith("schedules."));
-  tell($("error-page"), rest.map(({ message }) => message).join("\n"));
-  const { title, line } = headline(results, limit());
+  page.table.show(choices, results, errors);
+  const others = errors.filter(({ field }) => !field.startsWith("schedules."));
+  showMessage($("error-page"), others.map(({ message }) => message).join("\n"));
+  const { title, line } = headline(results, memoryLimit());
   $("headline").textContent = title;
   $("status").textContent = line;
   $("status").classList.remove("wrong");
   $("viewer").hidden = !results.length;
-  document.title = results.length ? `${results.map((one) => one.title).join(", ")} · zeropipe` : "zeropipe";
+  document.title = results.length ? `${results.map((result) => result.title).join(", ")} · zeropipe` : "zeropipe";
   markChart();
 }
 
-/** Chosen schedules in the chart: those of the registry are ringed, variants and files get points of their own. */
+/** Mark the chosen schedules in the chart; variants and files get points of their own. */
 function markChart() {
   if (!page.chart.answer) return;
-  const plain = state.schedules.filter((one) => !one.file && one.stages_per_rank === "" && !Object.values(one.options).some(Boolean));
+  const plain = state.schedules.filter((choice) => !choice.file && choice.stages_per_rank === "" && !Object.values(choice.options).some(Boolean));
   const { unit, memory_unit } = page.chart.answer;
-  const fits = (one) => one.num_ranks === value(state.ranks) && one.num_microbatches === value(state.microbatches) && one.unit === unit && one.memory_unit === memory_unit;
+  const isComparable = (result) => result.num_ranks === parseValue(state.ranks) && result.num_microbatches === parseValue(state.microbatches)
+    && result.unit === unit && result.memory_unit === memory_unit;
   const extra = page.results
-    .filter((one) => state.schedules[one.choice] && !plain.includes(state.schedules[one.choice]) && one.peak_memory !== null && fits(one))
-    .map((one) => ({ name: one.title, bubble: one.bubble, peak_memory: one.peak_memory, makespan: one.makespan, stages_per_rank: one.num_stages / one.num_ranks, extra: true }));
-  page.chart.mark(plain.map((one) => one.name), extra);
+    .filter((result) => state.schedules[result.choice] && !plain.includes(state.schedules[result.choice]) && result.peak_memory !== null && isComparable(result))
+    .map((result) => ({ name: result.title, bubble: result.bubble, peak_memory: result.peak_memory, makespan: result.makespan,
+      stages_per_rank: result.num_stages / result.num_ranks, extra: true }));
+  page.chart.mark(plain.map((choice) => choice.name), extra);
 }
 
 async function showTimelines(data) {
   if (!page.viewer) {
     page.viewer = mountViewer($("viewer"), data, { summary: false, path: state.view.path === "1", memory: state.view.memory !== "0" });
     await page.viewer.ready;
-    page.noteView = watchView(page.viewer, $("viewer"), state.view, writeAddress);
+    page.saveView = syncView(page.viewer, $("viewer"), state.view, writeAddress);
   } else {
     await page.viewer.update(data);
-    page.noteView(); // other times, other zoom
+    page.saveView(); // new times may change the zoom
   }
 }
 
-/** The request as a whole was refused: the last results stay, dimmed, and each error goes beside its field. */
-function refuse(errors, asked) {
-  page.stages.tell(errors);
-  const left = page.form.tell(errors);
+/** The request was refused: show each error beside its field; the last results stay, dimmed. */
+function showErrors(errors, choices) {
+  page.stages.showErrors(errors);
+  const left = page.form.showErrors(errors);
   const rows = left.filter(({ field }) => field.startsWith("schedules."));
   $("results").classList.add("stale");
-  if (rows.length) page.table.show(asked, [], rows);
-  const rest = left.filter((one) => !rows.includes(one));
-  tell($("error-page"), rest.map(({ message }) => message).join("\n"));
+  if (rows.length) page.table.show(choices, [], rows);
+  const others = left.filter((error) => !rows.includes(error));
+  showMessage($("error-page"), others.map(({ message }) => message).join("\n"));
   $("status").textContent = `Not updated: ${errors[0].message.split("\n")[0]}`;
   $("status").classList.add("wrong");
   $("viewer").hidden = !page.viewer;
-  page.fold.reveal($("panel").querySelector(".error:not([hidden])"));
-  if (page.form.wrongCosts && !$("form").contains(document.activeElement)) page.select($("tab-costs"));
+  page.panel.reveal($("panel").querySelector(".error:not([hidden])"));
+  if (page.form.hasCostErrors && !$("form").contains(document.activeElement)) page.selectTab($("tab-costs"));
 }
 
-/** The server was started anew and has forgotten a file: send it once more. */
-async function sendAgain(errors) {
-  const gone = errors.filter(({ field }) => field.endsWith(".file"));
-  const known = Object.entries(usedFiles());
-  if (!gone.length || !known.length) return false;
-  await Promise.all(known.map(([name, file]) => register(name, file)));
+/** Upload files again that a restarted server does not have; returns whether there were any. */
+async function resendFiles(errors) {
+  const isMissing = errors.some(({ field }) => field.endsWith(".file"));
+  const files = Object.entries(usedFiles());
+  if (!isMissing || !files.length) return false;
+  await Promise.all(files.map(([name, file]) => uploadFile(name, file)));
   return true;
 }
 
-function fly(on) {
-  $("results").setAttribute("aria-busy", String(on));
+function setBusy(busy) {
+  $("results").setAttribute("aria-busy", String(busy));
 }
 
-function toggle(name) {
-  const plain = state.schedules.filter((one) => one.name === name && !one.file);
-  if (plain.length) state.schedules = state.schedules.filter((one) => !plain.includes(one));
-  else state.schedules = [...state.schedules, choice(name)];
-  changed();
+function toggleSchedule(name) {
+  const chosen = state.schedules.filter((choice) => choice.name === name && !choice.file);
+  if (chosen.length) state.schedules = state.schedules.filter((choice) => !chosen.includes(choice));
+  else state.schedules = [...state.schedules, createChoice(name)];
+  update();
 }
 
-function choose(names) {
-  state.schedules = names.map((name) => choice(name));
-  changed();
+function selectSchedules(names) {
+  state.schedules = names.map((name) => createChoice(name));
+  update();
 }
 
-function remove(gone) {
-  state.schedules = state.schedules.filter((one) => one !== gone);
-  changed();
+function removeChoice(removed) {
+  state.schedules = state.schedules.filter((choice) => choice !== removed);
+  update();
 }
 
-/** The same schedule once more, to give it other settings. */
-function another(like) {
-  const at = state.schedules.indexOf(like);
-  state.schedules = state.schedules.toSpliced(at + 1, 0, choice(like.name, { stages_per_rank: like.stages_per_rank, options: { ...like.options } }));
-  changed();
+function insertAfter(choice, added) {
+  state.schedules = state.schedules.toSpliced(state.schedules.indexOf(choice) + 1, 0, added);
+  update();
 }
 
-function alsoSimulate(recorded) {
-  const at = state.schedules.indexOf(recorded);
-  state.schedules = state.schedules.toSpliced(at + 1, 0, choice(recorded.name, { file: recorded.file, simulate: true }));
-  changed();
+/** Add the same schedule again, to give it other settings. */
+function addVariant(choice) {
+  insertAfter(choice, createChoice(choice.name, { stages_per_rank: choice.stages_per_rank, options: { ...choice.options } }));
 }
 
-/** The mean times of a recorded run as the costs of everything that is simulated. */
+/** Add a simulation of a recorded schedule. */
+function addSimulation(recorded) {
+  insertAfter(recorded, createChoice(recorded.name, { file: recorded.file, simulate: true }));
+}
+
+/** Use the mean times of a recorded run as the costs. */
 function useTimes(recorded) {
-  const { costs } = state.files[recorded.file];
   state.per = "rank"; // so that schedules with fewer stages add up neighbours
-  setCosts(() => takeCosts(state, costs));
+  setCosts(state.files[recorded.file].costs);
 }
 
-async function register(name, file) {
-  const { kind, costs, ...facts } = await upload(name, file.text);
-  Object.assign(file, facts, { kind, costs, title: facts.name });
+async function uploadFile(name, file) {
+  const { kind, costs, ...info } = await upload(name, file.text);
+  Object.assign(file, info, { kind, costs, title: info.name });
   return file;
 }
 
-async function takeFiles(list) {
-  const wrong = [];
-  for (const one of list) {
+async function openFiles(files) {
+  const messages = [];
+  for (const file of files) {
     try {
-      if (one.size > page.maxFile) throw new Refused([{ message: `${one.name}: ${(one.size / 2 ** 20).toFixed(0)} MiB are more than the page takes (${page.maxFile / 2 ** 20}): use the command line` }]);
-      await takeFile(one.name, await one.text());
+      if (file.size > page.maxFileBytes) throw new RequestError([{ message: `${file.name}: ${(file.size / 2 ** 20).toFixed(0)} MiB are more than the page takes (${page.maxFileBytes / 2 ** 20}): use the command line` }]);
+      await openFile(file.name, await file.text());
     } catch (error) {
-      if (!(error instanceof Refused)) throw error;
-      wrong.push(error.message);
+      if (!(error instanceof RequestError)) throw error;
+      messages.push(error.message);
     }
   }
-  page.select($("tab-schedules"));
-  tell($("error-file"), wrong.join("\n"));
-  if (wrong.length) $("error-file").scrollIntoView({ block: "nearest" });
+  page.selectTab($("tab-schedules"));
+  showMessage($("error-file"), messages.join("\n"));
+  if (messages.length) $("error-file").scrollIntoView({ block: "nearest" });
 }
 
-async function takeFile(name, text) {
-  const file = await register(name, { text });
-  if (file.kind === "costs") return setCosts(() => takeCosts(state, file.costs));
+async function openFile(name, text) {
+  const file = await uploadFile(name, { text });
+  if (file.kind === "costs") return setCosts(file.costs);
   state.files[name] = file;
-  state.schedules = [...state.schedules.filter((one) => one.file !== name), choice(file.title, { file: name })];
-  // side by side means at the same size
+  state.schedules = [...state.schedules.filter((choice) => choice.file !== name), createChoice(file.title, { file: name })];
+  // schedules are compared at the same size
   state.ranks = String(file.num_ranks);
   state.microbatches = String(file.num_microbatches);
-  changed();
+  update();
 }
 
-/** What a search found, beside what earlier ones did. */
-function takeFound(name, text) {
+/** Add a schedule that a search found, under a name that no other file has. */
+function addFound(name, text) {
   const used = usedFiles();
   const names = Array.from({ length: 1 + Object.keys(used).length }, (_, n) => (n ? name.replace(".", `-${n + 1}.`) : name));
-  return takeFile(names.find((one) => !(one in used) || used[one].text === text), text);
+  return openFile(names.find((free) => !(free in used) || used[free].text === text), text);
 }
 
-function setCosts(change) {
-  change();
-  changed();
+function setCosts(costs) {
+  replaceCosts(state, costs);
+  update();
 }
 
-/** Pieces per rank that every shown schedule can share. */
-function perRank() {
-  const counts = page.results.map((one) => one.num_stages / one.num_ranks).filter(Number.isInteger);
+/** The least common multiple of the shown schedules' stages per rank. */
+function commonStagesPerRank() {
+  const counts = page.results.map((result) => result.num_stages / result.num_ranks).filter(Number.isInteger);
   const gcd = (a, b) => (b ? gcd(b, a % b) : a);
   return counts.reduce((a, b) => (a * b) / gcd(a, b), 1);
 }
 
+/** Download one choice, or with null all of them. */
 function download(format, only) {
-  const chosen = only ? [only] : state.schedules;
-  return saveFile(format, { ...sizeRequest(state), schedules: chosen.map((one) => choiceRequest(state, one)) });
+  const choices = only ? [only] : state.schedules;
+  return downloadFile(format, { ...sizeRequest(state), schedules: choices.map((choice) => choiceRequest(state, choice)) });
 }
 
 start().catch((error) => {
-  tell($("error-page"), `the page could not start: ${error.message}`);
+  showMessage($("error-page"), `the page could not start: ${error.message}`);
   throw error;
 });

@@ -1,199 +1,199 @@
-// The Plan page: a model, GPUs, memory and a batch -> a ranking, a chart, and the timeline of the chosen row.
+// The Plan page: a model, GPUs, memory and a batch -> a ranking, a chart, and the timeline of the selected row.
 
 import { countText, percentText, timeText } from "/viewer/units.js";
 import { mountViewer } from "/viewer/viewer.js";
-import { $, h, tell } from "./dom.js";
-import { OWN, OwnFile } from "./own.js";
-import { PlanChart, gigabytes } from "./planchart.js";
-import { runFile } from "./runfile.js";
-import { Said, isAsked, saidMark } from "./said.js";
+import { LatestCall, RequestError, get } from "./api.js";
+import { $, h, showMessage } from "./dom.js";
+import { FileFields, fileMark, isEditable } from "./file_fields.js";
+import { OWN_FILE, OwnFile } from "./own_file.js";
+import { PlanChart, gigabytes } from "./plan_chart.js";
+import { createRunFile } from "./run_file.js";
 import { toggleTheme } from "./tools.js";
-import { Line, Refused, get } from "./wire.js";
 
 const NUMBERS = {
-  gpus: ["GPUs", "16"], gpus_per_node: ["GPUs of a machine", "8"], memory: ["Memory of a GPU, GB", ""],
-  batch: ["Batch, sequences", "128"], sequence: ["Tokens of a sequence", "4096"],
+  gpus: ["GPUs", "16"], gpus_per_node: ["GPUs per machine", "8"], memory: ["Memory per GPU, GB", ""],
+  batch: ["Batch, sequences", "128"], sequence: ["Tokens per sequence", "4096"],
 };
 const MEMORY = ["weights", "gradients", "optimizer", "activations", "workspace"];
-const PARTS = { work: "work", recompute: "computing again", imbalance: "unequal ranks", bubble: "bubble", data: "gathers, reduces", optimizer: "optimizer" };
-const ROW = ["pp", "dp_shard", "tp", "schedule", "stages_per_rank", "microbatches", "microbatch_size", "ac", "cut", "layers"];
-const FIRST = 10; // rows in sight
+const PARTS = { work: "work", recompute: "recomputation", imbalance: "imbalance", bubble: "bubble", data: "gathers, reduces", optimizer: "optimizer" };
+const ROW_FIELDS = ["pp", "dp_shard", "tp", "schedule", "stages_per_rank", "microbatches", "microbatch_size", "ac", "cut", "layers"];
+const NUM_VISIBLE_ROWS = 10;
 const state = Object.fromEntries(new URLSearchParams(location.search));
-const planLine = new Line("/api/plan");
-const rowLine = new Line("/api/plan/row");
-const page = { viewer: null, asked: null, clock: 0, said: new Said() };
+const planCall = new LatestCall("/api/plan");
+const rowCall = new LatestCall("/api/plan/row");
+const page = { viewer: null, request: null, timer: 0, fileFields: new FileFields() };
 
 async function start() {
   $("theme").addEventListener("click", () => toggleTheme(page.viewer));
   const known = await get("/api/known");
   page.counted = new Set(known.counted);
-  page.own = new OwnFile(known.max_file, chooseOwn);
+  page.own = new OwnFile(known.max_file, selectOwnFile);
   if (state.file) await page.own.restore(state.file);
-  makeForm(known);
-  page.chart = new PlanChart($("chart"), choose);
+  createForm(known);
+  page.chart = new PlanChart($("chart"), selectRow);
   $("memory-legend").append(...MEMORY.map((name) => h("span", {}, h("i", { className: `fill-${name}` }), name)));
-  if (location.search) ask();
+  if (location.search) requestPlan();
 }
 
-function makeForm({ models, gpus }) {
-  const model = select("model", "Model", Object.entries(models).map(([name, count]) => [name, titled(name, count), page.counted.has(name)]), "qwen3-8b");
-  const gpu = select("gpu", "GPU", Object.entries(gpus).map(([name, size]) => [name, `${name}, ${size} GB`]), "h100");
-  page.follow = () => { // the form, after another choice of model or GPU
-    const costs = $("in-model").value === OWN ? page.own.costs : null;
-    page.said.show(costs);
-    const own = costs ? costs.memory && Math.round(costs.memory / 1e8) / 10 : gpus[$("in-gpu").value];
-    $("in-memory").placeholder = String(own ?? (costs ? "like 80" : ""));
-    tell($("error-memory"), "", $("in-memory"));
+function createForm({ models, gpus }) {
+  const model = createSelect("model", "Model", Object.entries(models).map(([name, count]) => [name, modelTitle(name, count), page.counted.has(name)]), "qwen3-8b");
+  const gpu = createSelect("gpu", "GPU", Object.entries(gpus).map(([name, size]) => [name, `${name}, ${size} GB`]), "h100");
+  page.syncForm = () => { // after another choice of model or GPU
+    const costs = $("in-model").value === OWN_FILE ? page.own.costs : null;
+    page.fileFields.show(costs);
+    const memory = costs ? costs.memory && Math.round(costs.memory / 1e8) / 10 : gpus[$("in-gpu").value];
+    $("in-memory").placeholder = String(memory ?? (costs ? "like 80" : ""));
+    showMessage($("error-memory"), "", $("in-memory"));
   };
   const box = h("input", { type: "checkbox", id: "in-compile", checked: state.compile !== "0" });
-  $("form").append(model, page.own.field(), gpu, pair("gpus", "gpus_per_node"), pair("memory", "batch"), pair("sequence"),
-    h("label", { className: "tick" }, box, "compiled (torch.compile)", saidMark("compile")),
+  $("form").append(model, page.own.createField(), gpu, createFields("gpus", "gpus_per_node"), createFields("memory", "batch"), createFields("sequence"),
+    h("label", { className: "tick" }, box, "compiled (torch.compile)", fileMark("compile")),
     h("button", { type: "submit", className: "strong" }, "Plan"),
-    h("p", { className: "note" }, "A model's costs are estimated from its shapes. ", h("code", {}, "zeropipe profile"), " measures them: open its costs.json here. ",
-      h("code", {}, "zeropipe plan"), " searches for schedules too."));
-  if (state.file) ownOption(state.file);
-  for (const name of ["model", "gpu"]) $(`in-${name}`).addEventListener("change", page.follow);
-  page.follow();
+    h("p", { className: "note" }, "Costs are estimated from the model's shapes. ", h("code", {}, "zeropipe profile"), " measures them: open its costs.json here. ",
+      h("code", {}, "zeropipe plan"), " also searches for schedules."));
+  if (state.file) addOwnOption(state.file);
+  for (const name of ["model", "gpu"]) $(`in-${name}`).addEventListener("change", page.syncForm);
+  page.syncForm();
   $("form").addEventListener("submit", (event) => {
     event.preventDefault();
-    history.pushState(null, "", location.href); // so that "back" leads to the plan before
-    ask();
+    history.pushState(null, "", location.href); // so that "back" leads to the previous plan
+    requestPlan();
   });
   window.addEventListener("popstate", () => location.reload());
 }
 
-const digits = (number) => Number(number.toPrecision(3)); // no 1.03e+3
-const sized = (count) => (count < 1e8 ? `${digits(count / 1e6)}M` : `${digits(count / 1e9)}B`);
-const titled = (name, count) => (count ? `${name} (${sized(count)})` : name);
+const roundTo3 = (number) => Number(number.toPrecision(3)); // not 1.03e+3
+const parametersText = (count) => (count < 1e8 ? `${roundTo3(count / 1e6)}M` : `${roundTo3(count / 1e9)}B`);
+const modelTitle = (name, count) => (count ? `${name} (${parametersText(count)})` : name);
 
-/** The user's own among the models, and chosen. */
-function ownOption(text) {
+/** Add the user's file to the models, and select it. */
+function addOwnOption(text) {
   const input = $("in-model");
-  input.querySelector(`[value="${OWN}"]`)?.remove();
-  input.prepend(h("option", { value: OWN }, text));
-  input.value = OWN;
-  page.follow();
+  input.querySelector(`[value="${OWN_FILE}"]`)?.remove();
+  input.prepend(h("option", { value: OWN_FILE }, text));
+  input.value = OWN_FILE;
+  page.syncForm();
 }
 
-function chooseOwn() {
-  ownOption(page.own.name);
+function selectOwnFile() {
+  addOwnOption(page.own.name);
   $("status").classList.remove("wrong");
   $("status").textContent = `${page.own.name} is chosen: press Plan.`;
 }
 
-function select(name, label, options, normal) {
-  const chosen = state[name] ?? normal;
-  if (!options.some(([value]) => value === chosen)) options.unshift([chosen, chosen]); // of a link: the server says what is wrong
-  const some = (is) => options.filter(([, , isCounted]) => Boolean(isCounted) === is).map(([value, text]) => h("option", { value }, text));
-  const counted = some(true);
-  const input = h("select", { id: `in-${name}` }, ...some(false), counted.length ? h("optgroup", { label: "Layers are counted first" }, ...counted) : null);
-  input.value = chosen;
-  return field(name, label, input);
+function createSelect(name, label, options, defaultValue) {
+  const selected = state[name] ?? defaultValue;
+  if (!options.some(([value]) => value === selected)) options.unshift([selected, selected]); // of a link: the server refuses it
+  const createOptions = (is) => options.filter(([, , isCounted]) => Boolean(isCounted) === is).map(([value, text]) => h("option", { value }, text));
+  const counted = createOptions(true);
+  const input = h("select", { id: `in-${name}` }, ...createOptions(false), counted.length ? h("optgroup", { label: "Layers are counted first (slower)" }, ...counted) : null);
+  input.value = selected;
+  return createField(name, label, input);
 }
 
-function pair(...names) {
+function createFields(...names) {
   return h("div", { className: "pair" }, ...names.map((name) => {
-    const [label, normal] = NUMBERS[name];
-    return field(name, label, h("input", { type: "text", inputMode: "decimal", id: `in-${name}`, value: state[name] ?? normal }));
+    const [label, defaultValue] = NUMBERS[name];
+    return createField(name, label, h("input", { type: "text", inputMode: "decimal", id: `in-${name}`, value: state[name] ?? defaultValue }));
   }));
 }
 
-function field(name, label, input) {
+function createField(name, label, input) {
   const error = h("p", { className: "error", id: `error-${name}`, role: "alert", hidden: true });
-  return h("div", { className: "field" }, h("label", { htmlFor: input.id }, label, saidMark(name)), input, error);
+  return h("div", { className: "field" }, h("label", { htmlFor: input.id }, label, fileMark(name)), input, error);
 }
 
-/** What the form says; a number that is none goes to the server as it is, which says what is wrong with it. */
-function request() {
-  const own = $("in-model").value === OWN && page.own.file;
-  const asked = { ...(own ? { model: page.own.name, file: own.text } : { model: $("in-model").value }) };
-  if (isAsked("gpu")) asked.gpu = $("in-gpu").value;
-  if (isAsked("compile")) asked.compile = $("in-compile").checked;
-  for (const name of Object.keys(NUMBERS).filter(isAsked)) {
+/** The form as a request. A text that is not a number is sent as it is: the server refuses it. */
+function readForm() {
+  const own = $("in-model").value === OWN_FILE && page.own.file;
+  const request = { ...(own ? { model: page.own.name, file: own.text } : { model: $("in-model").value }) };
+  if (isEditable("gpu")) request.gpu = $("in-gpu").value;
+  if (isEditable("compile")) request.compile = $("in-compile").checked;
+  for (const name of Object.keys(NUMBERS).filter(isEditable)) {
     const text = $(`in-${name}`).value.trim();
-    if (text !== "") asked[name] = Number.isFinite(Number(text)) ? Number(text) : text;
+    if (text !== "") request[name] = Number.isFinite(Number(text)) ? Number(text) : text;
   }
-  return asked;
+  return request;
 }
 
-async function ask() {
-  const asked = request();
-  if (asked.model === OWN) return refuse([{ field: "model", message: `this link does not carry ${state.file}: open it, drop it or paste it` }]);
-  const { model, file, ...rest } = asked;
-  if ("compile" in rest) rest.compile = rest.compile ? "1" : "0";
-  const said = new URLSearchParams({ ...(file === undefined ? { model } : { file: model }), ...rest });
-  history.replaceState(null, "", `?${said}${file === undefined ? "" : page.own.hash}`);
-  rowLine.drop();
-  busy(true);
+async function requestPlan() {
+  const request = readForm();
+  if (request.model === OWN_FILE) return showErrors([{ field: "model", message: `this link does not carry ${state.file}: open it, drop it or paste it` }]);
+  const { model, file, ...fields } = request;
+  if ("compile" in fields) fields.compile = fields.compile ? "1" : "0";
+  const query = new URLSearchParams({ ...(file === undefined ? { model } : { file: model }), ...fields });
+  history.replaceState(null, "", `?${query}${file === undefined ? "" : page.own.hash}`);
+  rowCall.cancel();
+  setBusy(true);
   const first = file !== undefined ? "Reading the file, then trying" : page.counted.has(model) ? "Counting its layers, then trying" : "Trying";
   $("status").textContent = `${first} layouts, schedules, microbatches and checkpointing`;
-  const turn = planLine.turn + 1;
+  const number = planCall.number + 1;
   try {
-    const answer = await planLine.ask(asked);
+    const answer = await planCall.send(request);
     if (!answer) return;
-    page.asked = asked;
-    refuse([]);
-    show(answer);
+    page.request = request;
+    showErrors([]);
+    showPlan(answer);
   } catch (error) {
-    if (!(error instanceof Refused)) throw error;
-    refuse(error.errors);
+    if (!(error instanceof RequestError)) throw error;
+    showErrors(error.errors);
   }
-  if (turn === planLine.turn) busy(false);
+  if (number === planCall.number) setBusy(false);
 }
 
-/** While an answer is on its way, and takes its time: for how long already. */
-function busy(on) {
-  $("results").setAttribute("aria-busy", String(on));
-  clearInterval(page.clock);
+/** Show that a request is running, and after two seconds for how long. */
+function setBusy(busy) {
+  $("results").setAttribute("aria-busy", String(busy));
+  clearInterval(page.timer);
   $("since").hidden = true;
-  if (!on) return;
-  const begun = performance.now();
-  page.clock = setInterval(() => {
-    const seconds = Math.floor((performance.now() - begun) / 1000);
+  if (!busy) return;
+  const start = performance.now();
+  page.timer = setInterval(() => {
+    const seconds = Math.floor((performance.now() - start) / 1000);
     $("since").textContent = `${seconds} s so far; large models on many GPUs take minutes`;
     $("since").hidden = seconds < 2;
   }, 500);
 }
 
-/** Each error beside its field, the rest above the results, which stay as they were. */
-function refuse(errors) {
+/** Show each error beside its field, and the others above the results. */
+function showErrors(errors) {
   const names = ["model", "gpu", ...Object.keys(NUMBERS)];
-  const placed = errors.map(({ field, message }) => ({ field: field === "file" ? "model" : field, message })); // told beside the model
-  for (const name of names) tell($(`error-${name}`), placed.find((one) => one.field === name)?.message ?? "", $(`in-${name}`));
-  const rest = placed.filter((one) => !names.includes(one.field));
-  tell($("error-page"), rest.map((one) => one.message).join("\n"));
+  const byField = errors.map(({ field, message }) => ({ field: field === "file" ? "model" : field, message }));
+  for (const name of names) showMessage($(`error-${name}`), byField.find(({ field }) => field === name)?.message ?? "", $(`in-${name}`));
+  const others = byField.filter(({ field }) => !names.includes(field));
+  showMessage($("error-page"), others.map(({ message }) => message).join("\n"));
   $("status").classList.toggle("wrong", errors.length > 0);
   if (errors.length) $("status").textContent = `Not planned: ${errors[0].message}`;
 }
 
-function show(answer) {
+function showPlan(answer) {
   const [best] = answer.rows;
-  const own = $("in-model").querySelector(`[value="${OWN}"]`);
-  if (page.asked.file !== undefined && page.asked.file === page.own.file.text) own.textContent = titled(page.asked.model, answer.parameters);
+  const own = $("in-model").querySelector(`[value="${OWN_FILE}"]`);
+  if (page.request.file !== undefined && page.request.file === page.own.file.text) own.textContent = modelTitle(page.request.model, answer.parameters);
   $("planned").hidden = !best;
-  const left = answer.num_left_out ? ` (${answer.num_left_out.toLocaleString("en")} with more work left out)` : "";
-  $("tried").textContent = `${answer.num_tried.toLocaleString("en")} tried${left}, ${answer.num_fitting.toLocaleString("en")} fit into ${gigabytes(answer.limit)}`;
+  const leftOut = answer.num_left_out ? ` (${answer.num_left_out.toLocaleString("en")} with more work left out)` : "";
+  $("tried").textContent = `${answer.num_tried.toLocaleString("en")} tried${leftOut}, ${answer.num_fitting.toLocaleString("en")} fit into ${gigabytes(answer.memory_limit)}`;
   if (!best) {
     $("headline").textContent = "Nothing fits";
     $("status").textContent = answer.closest;
     return;
   }
-  $("headline").textContent = `${title(best)}: ${timeText(best.step, "s", 3)} a step`;
+  $("headline").textContent = `${title(best)}: ${timeText(best.step_seconds, "s", 3)} a step`;
   const [misfit] = answer.misfits;
   $("misfit").textContent = misfit ? `Closest to fitting: ${misfit.text}, ${gigabytes(misfit.over, 2)} over.` : "";
-  $("status").textContent = `${answer.source === "profile" ? "measured" : "estimated"} · ${Math.round(best.speed).toLocaleString("en")} tokens/s per GPU · bubble ${percentText(best.bubble)} · ${gigabytes(best.peak)}`;
-  document.title = `${page.asked.model} on ${page.asked.gpus} · zeropipe`;
-  const some = answer.dots.length < answer.num_fitting;
-  $("drawn").textContent = some ? `the fastest ${answer.dots.length} that fit, and the front` : "all that fit";
-  table(answer);
+  $("status").textContent = `${answer.source === "profile" ? "measured" : "estimated"} · ${Math.round(best.tokens_per_second_per_gpu).toLocaleString("en")} tokens/s per GPU · bubble ${percentText(best.bubble)} · ${gigabytes(best.peak_memory)}`;
+  document.title = `${page.request.model} on ${page.request.gpus} · zeropipe`;
+  const isPartial = answer.dots.length < answer.num_fitting;
+  $("drawn").textContent = isPartial ? `the fastest ${answer.dots.length} that fit, and the front` : "all that fit";
+  showTable(answer);
   page.chart.show(answer);
-  choose(best);
+  selectRow(best);
 }
 
 const layout = (row) => `${row.pp} × ${row.dp_shard} × ${row.tp}`;
 const title = (row) => `${row.schedule}, pp ${row.pp} × dp ${row.dp_shard} × tp ${row.tp}`;
 
-function table(answer) {
+function showTable(answer) {
   const heads = [["", "text"], ["Schedule", "text"], ["pp × dp × tp", "text rare"], ["Microbatches", "rare"], ["Checkpointing", "text rare"], ["Step", ""],
     ["Tokens/s per GPU", "rare"], ["MFU", "rare"], ["Bubble", "rare"], ["Memory", ""], ["", ""]];
   page.rows = new Map();
@@ -203,72 +203,72 @@ function table(answer) {
       h("td", { className: "text" }, h("button", { type: "button" }, row.schedule), row.stages_per_rank > 1 ? h("small", {}, ` ×${row.stages_per_rank}`) : null,
         h("small", { className: "narrow" }, `${layout(row)}, ${row.ac}`)),
       h("td", { className: "text rare" }, layout(row)), h("td", { className: "rare" }, `${row.microbatches} × ${row.microbatch_size}`),
-      h("td", { className: "text rare" }, row.ac), h("td", {}, timeText(row.step, "s", 3)), h("td", { className: "rare" }, Math.round(row.speed).toLocaleString("en")),
+      h("td", { className: "text rare" }, row.ac), h("td", {}, timeText(row.step_seconds, "s", 3)), h("td", { className: "rare" }, Math.round(row.tokens_per_second_per_gpu).toLocaleString("en")),
       h("td", { className: "rare" }, row.mfu === null ? "–" : percentText(row.mfu)), h("td", { className: "rare" }, percentText(row.bubble)),
-      h("td", {}, gigabytes(row.peak)), h("td", {}, filling(row, answer.limit)),
+      h("td", {}, gigabytes(row.peak_memory)), h("td", {}, memoryBar(row, answer.memory_limit)),
     ];
-    const node = h("tr", { hidden: n >= FIRST, onclick: () => choose(row) }, ...cells);
+    const node = h("tr", { hidden: n >= NUM_VISIBLE_ROWS, onclick: () => selectRow(row) }, ...cells);
     page.rows.set(row, node);
     return node;
   });
-  $("rows").replaceChildren(h("table", {}, h("caption", { className: "unseen" }, "What fits, the fastest first"),
+  $("rows").replaceChildren(h("table", {}, h("caption", { className: "unseen" }, "Plans that fit, the fastest first"),
     h("thead", {}, h("tr", {}, ...heads.map(([text, kind]) => h("th", { scope: "col", className: kind }, text)))), h("tbody", {}, ...body)));
-  showAll(false);
+  showRows(false);
 }
 
-/** The first rows, or all of them. */
-function showAll(all) {
+/** Show the first rows, or all of them. */
+function showRows(all) {
   const nodes = [...page.rows.values()];
-  nodes.forEach((node, n) => (node.hidden = !all && n >= FIRST));
-  $("more").hidden = nodes.length <= FIRST;
+  nodes.forEach((node, n) => (node.hidden = !all && n >= NUM_VISIBLE_ROWS));
+  $("more").hidden = nodes.length <= NUM_VISIBLE_ROWS;
   $("more").textContent = all ? "Show fewer" : `Show all ${nodes.length}`;
-  $("more").onclick = () => showAll(!all);
+  $("more").onclick = () => showRows(!all);
 }
 
-/** What fills the memory, as long as its share of the limit. */
-function filling(row, limit) {
-  const said = MEMORY.map((name) => `${name} ${gigabytes(row.memory[name])}`).join(", ");
-  return h("div", { className: "filling", role: "img", "aria-label": said, title: said },
+/** A bar of the memory by use, as long as its share of the limit. */
+function memoryBar(row, limit) {
+  const text = MEMORY.map((name) => `${name} ${gigabytes(row.memory[name])}`).join(", ");
+  return h("div", { className: "filling", role: "img", "aria-label": text, title: text },
     ...MEMORY.map((name) => h("i", { className: `fill-${name}`, style: `width:${((100 * row.memory[name]) / limit).toFixed(2)}%` })));
 }
 
-async function choose(row) {
+async function selectRow(row) {
   for (const [other, node] of page.rows) node.setAttribute("aria-selected", String(other === row));
-  if (page.rows.get(row).hidden) showAll(true);
+  if (page.rows.get(row).hidden) showRows(true);
   page.chart.mark(row);
-  about(row);
+  showDetails(row);
   $("timeline-of").textContent = `${title(row)}, ${countText(row.microbatches, "microbatch")}; layers ${row.layers.join(", ")}`;
   try {
-    const answer = await rowLine.ask({ plan: page.asked, ...Object.fromEntries(ROW.map((name) => [name, row[name]])) });
+    const answer = await rowCall.send({ plan: page.request, ...Object.fromEntries(ROW_FIELDS.map((name) => [name, row[name]])) });
     if (!answer) return;
-    tell($("error-page"), "");
-    page.run.give(answer.run, page.asked.file === undefined ? "" : page.asked.model);
+    showMessage($("error-page"), "");
+    page.runFile.show(answer.run, page.request.file === undefined ? "" : page.request.model);
     if (page.viewer) await page.viewer.update(answer.viewer);
     else page.viewer = mountViewer($("viewer"), answer.viewer, { summary: false });
   } catch (error) {
-    if (!(error instanceof Refused)) throw error;
-    tell($("error-page"), error.message);
+    if (!(error instanceof RequestError)) throw error;
+    showMessage($("error-page"), error.message);
   }
 }
 
-/** Where the seconds of a step and the bytes of the fullest GPU go. */
-function about(row) {
-  const list = (names, values, text, classes) => {
-    const most = Math.max(...Object.keys(names).map((name) => values[name])) || 1;
-    return h("dl", {}, ...Object.entries(names).filter(([name]) => values[name] > 0).flatMap(([name, word]) => [
-      h("dt", {}, word), h("dd", {}, text(values[name])), h("div", { className: `line ${classes(name)}`, style: `width:${(100 * values[name]) / most}%` }),
+/** Show what the seconds of a step and the bytes of the fullest GPU are used for. */
+function showDetails(row) {
+  const list = (labels, values, text, classes) => {
+    const max = Math.max(...Object.keys(labels).map((name) => values[name])) || 1;
+    return h("dl", {}, ...Object.entries(labels).filter(([name]) => values[name] > 0).flatMap(([name, label]) => [
+      h("dt", {}, label), h("dd", {}, text(values[name])), h("div", { className: `line ${classes(name)}`, style: `width:${(100 * values[name]) / max}%` }),
     ]));
   };
   $("row-of").textContent = title(row);
-  page.run = runFile();
+  page.runFile = createRunFile();
   $("about-row").replaceChildren(
-    h("p", {}, row.why || "The fastest that fits."),
-    list(PARTS, row.parts, (value) => timeText(value, "s", 3), () => "part-busy"),
+    h("p", {}, row.why || "The fastest plan that fits."),
+    list(PARTS, row.seconds, (value) => timeText(value, "s", 3), () => "part-busy"),
     list(Object.fromEntries(MEMORY.map((name) => [name, name])), row.memory, gigabytes, (name) => `fill-${name}`),
-    page.run.node);
+    page.runFile.node);
 }
 
 start().catch((error) => {
-  tell($("error-page"), `the page could not start: ${error.message}`);
+  showMessage($("error-page"), `the page could not start: ${error.message}`);
   throw error;
 });

@@ -1,9 +1,10 @@
-// Two panes, one in sight; arrow keys move between the tabs.
+// Tabs that show one of several panes; arrow keys move between them.
 
-export function tabs(list) {
-  const all = [...list.querySelectorAll('[role="tab"]')];
+/** Returns a function that selects a tab. */
+export function createTabs(list) {
+  const tabs = [...list.querySelectorAll('[role="tab"]')];
   const select = (tab, focus = false) => {
-    for (const other of all) {
+    for (const other of tabs) {
       const chosen = other === tab;
       other.setAttribute("aria-selected", String(chosen));
       other.tabIndex = chosen ? 0 : -1;
@@ -16,10 +17,10 @@ export function tabs(list) {
     if (tab) select(tab);
   });
   list.addEventListener("keydown", (event) => {
-    const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
-    if (!by) return;
-    const at = all.indexOf(document.activeElement);
-    select(all[(at + by + all.length) % all.length], true);
+    const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+    if (!step) return;
+    const index = tabs.indexOf(document.activeElement);
+    select(tabs[(index + step + tabs.length) % tabs.length], true);
   });
   return select;
 }

@@ -1,22 +1,22 @@
-// The timelines' zoom and switches, kept in the address.
+// Zoom and switches of the timelines, as a part of the page's address.
 
-/** Apply what an address said, then write down what the user does. Returns what writes it down. */
-export function watchView(viewer, place, kept, changed) {
-  const [from, to] = (kept.zoom ?? "").split(":").map(Number);
+/** Apply the saved view, then save every change the user makes. Returns the function that saves. */
+export function syncView(viewer, root, saved, onChange) {
+  const [from, to] = (saved.zoom ?? "").split(":").map(Number);
   if (to > from) viewer.view.show(from, to - from);
-  const note = () => {
+  const save = () => {
     const { view, state } = viewer;
-    const zoom = view.fitted ? "" : `${short(view.from)}:${short(view.to)}`;
+    const zoom = view.fitted ? "" : `${format(view.from)}:${format(view.to)}`;
     const now = { zoom, path: state.path ? "1" : "", memory: state.memory ? "" : "0" };
-    if (Object.entries(now).every(([name, value]) => (kept[name] ?? "") === value)) return;
-    Object.assign(kept, now);
-    changed();
+    if (Object.entries(now).every(([name, value]) => (saved[name] ?? "") === value)) return;
+    Object.assign(saved, now);
+    onChange();
   };
-  viewer.view.listeners.add(note);
-  for (const kind of ["click", "keyup"]) place.addEventListener(kind, note);
-  return note;
+  viewer.view.listeners.add(save);
+  for (const kind of ["click", "keyup"]) root.addEventListener(kind, save);
+  return save;
 }
 
-function short(time) {
+function format(time) {
   return String(Number(time.toPrecision(6)));
 }

@@ -1,4 +1,4 @@
-"""What a plan is of: a known name, or the text of a config.json or of layer costs. No file of this machine is read."""
+"""The source of a plan: a known model, or the text of a config.json or of layer costs. No local file is read."""
 
 from __future__ import annotations
 
@@ -20,35 +20,38 @@ from zeropipe.estimating.model import ShapedModel, open_model
 from zeropipe.sim.layer_costs import LayerCosts
 from zeropipe.sim.layer_file import from_layer_data, is_layer_data
 
-HELD = 2  # models that a process holds open
-_MORE = "the command line takes more"
+PlanSource = ShapedModel | CountedModel | LayerCosts
+MAX_OPEN_MODELS = 2  # of a process
+_TAKES_MORE = "the command line takes more"
 
 
 @cache
 def can_count() -> bool:
-    """Whether layers can be counted here. The server only looks; a worker process imports torch when it counts."""
+    """Whether layers can be counted here. The server does not import torch; a worker process that counts does."""
     return find_spec("torch") is not None and find_spec("transformers") is not None
 
 
 def known_models() -> dict[str, int]:
-    """Names that can be planned here, with their parameters."""
+    """Names of models that can be planned here, with their number of parameters."""
     counted = {name: COUNTED_PARAMETERS[name][0] for name in CONFIGS_BY_COUNT} if can_count() else {}
     return {name: num_parameters(name)[0] for name in CONFIGS_BY_SHAPE} | counted
 
 
 def require_known(model: str) -> None:
-    """A Refusal for a name that cannot be planned here."""
+    """Raise Refusal for a name that cannot be planned here."""
     if model in CONFIGS_BY_COUNT and not can_count():
-        need = "needs torch and transformers: pip install 'zeropipe[engine]'"
-        raise Refusal(("model", f"model={short(model)}: its layers are counted, which {need}"))
+        raise Refusal((
+            "model", f"model={short(model)}: to count its layers, install torch and transformers: "
+            "pip install 'zeropipe[engine]'",
+        ))  # fmt: skip
     if model not in CONFIGS_BY_SHAPE | CONFIGS_BY_COUNT:
         names = ", ".join([*CONFIGS_BY_SHAPE, *(CONFIGS_BY_COUNT if can_count() else ())])
-        raise Refusal(("model", f"model={short(model)}: give a config.json, or choose one of {names}"))
+        raise Refusal(("model", f"model={short(model)}: unknown; open a config.json, or choose one of {names}"))
 
 
-@lru_cache(maxsize=HELD)
-def opened(model: str, text: str | None) -> ShapedModel | CountedModel | LayerCosts:
-    """The model of that name, or what is in a file that is called so. What was counted of it is kept with it."""
+@lru_cache(maxsize=MAX_OPEN_MODELS)
+def open_source(model: str, text: str | None) -> PlanSource:
+    """Open a known model, or the text of a file of that name. Counted layers are cached with it."""
     if text is None:
         return open_model(model)
     try:
@@ -56,29 +59,29 @@ def opened(model: str, text: str | None) -> ShapedModel | CountedModel | LayerCo
     except ValueError as error:
         raise ConfigError(f"{model} is not JSON: {error}") from None
     if not isinstance(data, dict):
-        raise ConfigError(f"{model} is not a model's configuration: give a config.json, or costs of layers")
+        raise ConfigError(f"{model} is not a model's configuration: use a config.json, or a file of layer costs")
     _require_shallow(model, data)
     if is_layer_data(data):
-        return _costs(model, data)
+        return _layer_costs(model, data)
     if above := above_layers(data, PLAN_LAYERS):
-        raise ConfigError(f"{model}: {above}: the page takes up to {PLAN_LAYERS} layers; {_MORE}")
+        raise ConfigError(f"{model}: {above}: the page takes up to {PLAN_LAYERS} layers; {_TAKES_MORE}")
     return open_model({**data, "_name_or_path": model})
 
 
-def _costs(name: str, data: Mapping[str, Any]) -> LayerCosts:
+def _layer_costs(name: str, data: Mapping[str, Any]) -> LayerCosts:
     if not has_suffix(name, ".json"):
-        raise ConfigError(f"{name} holds costs of layers: give it a name that ends in .json, as a run.toml needs it")
-    for what, most in (("layers", PLAN_LAYERS), ("settings", PLAN_SETTINGS)):
-        given = data.get(what)
-        if isinstance(given, list) and len(given) > most:
-            raise ConfigError(f"{name} has {len(given):,} {what}: the page takes up to {most}; {_MORE}")
+        raise ConfigError(f"{name} holds costs of layers: its name must end in .json, for the run.toml that names it")
+    for field, limit in (("layers", PLAN_LAYERS), ("settings", PLAN_SETTINGS)):
+        values = data.get(field)
+        if isinstance(values, list) and len(values) > limit:
+            raise ConfigError(f"{name} has {len(values):,} {field}: the page takes up to {limit}; {_TAKES_MORE}")
     return from_layer_data(data, name)
 
 
 def _require_shallow(model: str, data: Mapping[str, Any]) -> None:
     level: list[Any] = [data]
     for _ in range(PLAN_DEPTH):
-        inside = [one for each in level for one in (each.values() if isinstance(each, dict) else each)]
-        level = [one for one in inside if isinstance(one, (dict, list))]
+        inside = [value for table in level for value in (table.values() if isinstance(table, dict) else table)]
+        level = [value for value in inside if isinstance(value, (dict, list))]
     if level:
-        raise ConfigError(f"{model}: its tables are nested more than {PLAN_DEPTH} deep: give a model's config.json")
+        raise ConfigError(f"{model}: its tables are nested more than {PLAN_DEPTH} deep: use a model's config.json")
