@@ -342,7 +342,7 @@ def test_a_users_own_file(run, tmp_path):
         (["simulate", "zbv", *SIZE, "-O", "ranks=2"], "ranks is a size, not an option: give --ranks N"),
         (["simulate", "zbv", *SIZE, "-O", "spec=2"], "zbv has no option 'spec'"),
         (["simulate", "zbv", *SIZE, "-m", "8,16"], "`zeropipe compare` takes several"),
-        (["compare", "zbv", "-p", "4", "-m", "8,x"], "microbatches='8,x': whole numbers from 1 on, like 16,32"),
+        (["compare", "zbv", "-p", "4", "-m", "8,x"], "microbatches='8,x': must be positive integers, like 16,32"),
         (["compare", "zbv", *SIZE, "--title", "x"], "--title is for a picture: give -o FILE"),
         (["draw", "1f1b", *SIZE, "-o", "x.html", "--width", "100"], ".html has no option 'width'"),
         (["draw", "1f1b", *SIZE, "-o", "x.svg", "--width", "nan"], "width=nan: a figure is 100 to 10000 points"),
