@@ -55,16 +55,40 @@ def reduced_by_hand():
     fsdp_private.sum_gradients(only)
     fsdp_private.allow_reduces(only, 1)
     fsdp_private.lazy_init(layer)
-    fsdp_private.hold_hooks(layer, keep_whole=True)
+    seen = []
+
+    def entered():
+        seen.append("entered")
+        weights.wait()
+
+    weights = fsdp_private.WholeWeights(only, entered, lambda forward: seen.append(f"left, forward={forward}"))
+    assert not weights.is_here
+    fsdp_private.hold_hooks(layer)
+    weights.driven = True
+    weights.start()
+    assert weights.is_here
+    assert weights.is_pending
     layer(inputs).sum().backward()
+    assert weights.is_here  # whatever the hooks want
+    weights.let_go()
+    assert not weights.is_here
+    assert seen == ["entered", "left, forward=True", "entered", "left, forward=False"]
+    ((module, name, shard),) = fsdp_private.shards_of(only)
+    assert module is layer
+    assert name == "weight"
+    assert shard is layer.weight
     (whole,) = fsdp_private.whole_parameters(only)
     assert whole.shape == (2, 4)
     assert fsdp_private.has_gradient(only, whole)
     fsdp_private.reduce(only)
     assert fsdp_private.gradient_storages(only)
     fsdp_private.reclaim(only)
+    weights.driven = False
     fsdp_private.finish(layer)
-    return layer.weight.grad.to_local()
+    gradient = layer.weight.grad.to_local()
+    layer(inputs)  # outside of a step FSDP gathers by itself
+    assert seen[4:] == ["left, forward=False"]  # from the sum
+    return gradient
 
 
 def test_a_unit_reduced_by_hand():

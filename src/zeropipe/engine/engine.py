@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from zeropipe.engine.mesh.vocabulary import shown_to
 from zeropipe.engine.options import Options, require_switch
 from zeropipe.engine.stages.contract import Microbatch, Told, told
 from zeropipe.engine.step import equal
+from zeropipe.engine.step.agreed import first_difference
 from zeropipe.engine.step.clock import Clock
 from zeropipe.engine.step.executor import Executor
 from zeropipe.engine.step.executors import Executors, Parts
@@ -107,8 +109,8 @@ class Engine:
         setup.agree(fabric, self._prepare)
         self._deferred = [layer for told in self._told.values() for layer in deferred_in(told.module)]
         self._shards = {
-            stage: Shards(told.module, regather=self.options.regather, keeps_factors=told.keeps_factors)
-            for stage, told in self._told.items()
+            stage: Shards(stage, told.module, regather=self.options.regather, keeps_factors=told.keeps_factors)
+            for stage, told in sorted(self._told.items())  # each is set up by itself: in one order everywhere
             if sharded(told.module)
         }
         self._wires = fabric.connect(edges_of(schedule.placement), listen=self.options.dynamic_weights)
@@ -152,12 +154,12 @@ class Engine:
             raise ConfigError(
                 "train_step under torch.no_grad() would give no gradients: use eval_step, or leave it out"
             )
-        opened = self._open(
-            self._replaced() or self._left_over() or microbatches, loss_fn, f"train_step{' with record' * self.record}"
-        )
+        use = "record" if self.record else "train"
+        given = self._replaced() or self._left_over() or microbatches
+        opened = self._open(given, loss_fn, f"train_step{' with record' * self.record}", use)
         with self._guard():
             self._compare(microbatches)
-            executor = self._executors.get("record" if self.record else "train", opened.number, opened.alike)
+            executor = self._executors.get(use, opened.number, opened.alike)
             late = opened.total is None
             with gradients.aside(self._sums.all if late else self._sums.shared) as aside:
                 tally = Tally(loss_fn, self._num_all(opened), aside, self._own, opened.total)
@@ -178,7 +180,7 @@ class Engine:
 
     def eval_step(self, microbatches: Sequence[Microbatch], loss_fn: LossFn) -> StepResult:
         """The loss without gradients, stages in eval mode; gradients stay as they are."""
-        opened = self._open(microbatches, loss_fn, "eval_step")
+        opened = self._open(microbatches, loss_fn, "eval_step", "forward")
         with self._guard(), _eval_mode(self.stages.values()):
             self._compare(microbatches)
             tally = Tally(loss_fn, self._num_all(opened), total=opened.total)
@@ -206,7 +208,7 @@ class Engine:
             output = shown_to(post, output)
             outputs[index] = output if post is None else post(output, microbatch)
 
-        opened = self._open(microbatches, None, f"forward{' with broadcast' * broadcast}")
+        opened = self._open(microbatches, None, f"forward{' with broadcast' * broadcast}", "forward")
         outputs += [None] * opened.number
         with self._guard(), _eval_mode(self.stages.values()):
             self._compare(microbatches)
@@ -237,7 +239,7 @@ class Engine:
         """
         use = "forward" if not train else "record" if self.record else "train"
         call = {"forward": "an evaluation", "record": "a step with record", "train": "a step"}[use]
-        opened = self._open((train and self._left_over()) or microbatches, None, call)
+        opened = self._open((train and self._left_over()) or microbatches, None, call, use)
         with self._guard(), _no_inference_mode():
             executor = self._executors.get(use, opened.number, opened.alike)
             if use == "record":
@@ -251,7 +253,7 @@ class Engine:
 
     def refuse(self, reason: str) -> None:
         """Instead of a step: this rank cannot take part, and all of them raise why."""
-        self._open(Refused.because(reason), None, None)
+        self._open(Refused.because(reason), None, None, "train")
 
     # gradients
 
@@ -333,22 +335,34 @@ class Engine:
 
     # inside
 
-    def _open(self, microbatches: Sequence[Microbatch], loss_fn: Any, call: str | None) -> Opened:
+    def _open(self, microbatches: Sequence[Microbatch], loss_fn: Any, call: str | None, use: str) -> Opened:
         """Tell all ranks what this step is. What does not fit is refused on all of them, and the engine goes on."""
         with self._guard(refusing=True):
             self._fabric.place.call = call
             last = self.schedule.placement.copies[0][-1]
             counting = self._layout.speaks and self.rank == last
             stages, state = self._told.values(), state_of(self._sums.all, self._device)
-            opened = open_step(self._fabric, self._layout, self._kinds, stages, state, microbatches, loss_fn, counting)
+            opened = open_step(
+                self._fabric, self._layout, self._kinds, stages, state, microbatches, loss_fn, counting,
+                partial(self._executors.orders, use),
+            )  # fmt: skip
             if self._shards and self.options.regather and not opened.alike:
                 raise ConfigError(
                     f"pipelines pass {sorted(set(opened.numbers))} microbatches: with regather=True each gathers "
                     "weights once per microbatch, so give all the same number, or leave regather out"
                 )
+            self._agree_on_order(opened, use)
             if opened.forgotten:
                 self._executors.forget_shapes()
             return opened
+
+    def _agree_on_order(self, opened: Opened, use: str) -> None:
+        """ConfigError on all ranks if two that hold the same sharded stages would not gather and reduce alike."""
+        for first, *others in self._layout.same_stages:
+            other = next((rank for rank in others if opened.order_of(rank) != opened.order_of(first)), None)
+            if other is not None:
+                lines = self._fabric.exchange(self._executors.order_lines(use, opened.number, opened.alike))
+                raise ConfigError(first_difference(first, other, lines))
 
     def _replaced(self) -> Refused | None:
         """Parameters that came after the Engine was made would get gradients that nobody scales, sums or clips."""
@@ -381,12 +395,8 @@ class Engine:
     ) -> None:
         place = self._fabric.place
         see_hooks(self._deferred)
-        for shards in self._shards.values():
-            shards.prepare()
         place.walker = executor
         executor.run(microbatches, opened.kinds, finish, see)
-        for shards in self._shards.values():
-            shards.release()
         place.walker, place.name = None, "the end of the step"
 
     def _begin_recording(self) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, TrainingState
 
 Call = Callable[[], None]
 
@@ -66,6 +66,12 @@ def accumulate_in_reduce_dtype(unit: Any) -> None:
                 param._unsharded_param.grad_dtype = wanted
 
 
+def shards_of(unit: Any) -> list[tuple[nn.Module, str, Tensor]]:
+    """The parameters of a unit: the module that has each, its name there, and this process's part of it."""
+    params = [param for group in groups_of(unit) for param in group.fsdp_params]
+    return [(param._module_info.module, param._module_info.param_name, param.sharded_param) for param in params]
+
+
 def has_gradient(unit: Any, parameter: Tensor) -> bool:
     """Whether FSDP has a gradient to reduce for this weight."""
     for group in groups_of(unit):
@@ -86,42 +92,79 @@ def forget_gradients(unit: Any) -> bool:
     return found
 
 
-def wait_gathered(unit: Any) -> None:
-    """Take a gathering that was started and that no forward has waited for; else the next one would not be started."""
-    for group in groups_of(unit):
-        group.wait_for_unshard()
+class WholeWeights:
+    """The whole weights of one unit: gathered and let go by who has this, and not by FSDP's hooks.
 
-
-def watch_gathers(unit: Any, begins: Call, begun: Callable[[Any], None], gathered: Call) -> None:
-    """Be told of every gathering of a unit: before and after it is started, and when it was waited for.
-
-    `begun` is given what makes the current stream wait for it.
+    While `driven`, a hook that needs the weights calls `entered`, which returns when they are whole; one that is done
+    with them calls `left`, with whether it is a forward's. At other times hooks do what FSDP does.
     """
-    for group in groups_of(unit):
-        _watch_group(group, begins, begun, gathered)
 
+    def __init__(self, unit: Any, entered: Call, left: Callable[[bool], None]) -> None:
+        self._groups, self._entered, self._left = groups_of(unit), entered, left
+        self.driven = False
+        for group in self._groups:
+            self._take_over(group)
 
-def _watch_group(group: Any, begins: Call, begun: Callable[[Any], None], gathered: Call) -> None:
-    start, wait = group.unshard, group.wait_for_unshard
+    def _take_over(self, group: Any) -> None:
+        kind = type(group)  # its own methods: another engine may have taken the group over before
 
-    def unshard(*args: Any, **options: Any) -> None:
-        new = group._all_gather_result is None and not group.is_unsharded
-        if new:
-            begins()
-        start(*args, **options)
-        result = group._all_gather_result if new else None
-        if result is not None and result.all_gather_work is not None:
-            begun(result.all_gather_work.wait)
-        elif result is not None and result.all_gather_event is not None:
-            begun(result.all_gather_event.wait)
+        def unshard(*args: Any, **options: Any) -> None:
+            if not self.driven:
+                kind.unshard(group, *args, **options)
 
-    def wait_for_unshard() -> None:
-        pending = group._all_gather_result is not None
-        wait()
-        if pending:
-            gathered()
+        def wait_for_unshard() -> None:
+            if self.driven:
+                self._entered()
+            else:
+                kind.wait_for_unshard(group)
 
-    group.unshard, group.wait_for_unshard = unshard, wait_for_unshard
+        def reshard() -> None:
+            if self.driven:
+                self._left(group._training_state == TrainingState.FORWARD)
+            else:
+                kind.reshard(group)
+
+        group.unshard, group.wait_for_unshard, group.reshard = unshard, wait_for_unshard, reshard
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the unit has no weights of its own."""
+        return not self._groups
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the weights are whole, or being gathered; there may be none."""
+        return all(group._all_gather_result is not None or group.is_unsharded for group in self._groups)
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether the weights are being gathered."""
+        return any(group._all_gather_result is not None for group in self._groups)
+
+    def start(self) -> list[Call]:
+        """Start to gather them. Returns what makes the current stream wait for them, too."""
+        waits: list[Call] = []
+        for group in self._groups:
+            with group.use_training_state(TrainingState.IDLE):  # in other states FSDP may gather in another way, or not
+                type(group).unshard(group, async_op=True)
+            result = group._all_gather_result
+            if result.all_gather_work is not None:
+                waits.append(result.all_gather_work.wait)
+            elif result.all_gather_event is not None:  # one process alone
+                waits.append(result.all_gather_event.wait)
+        return waits
+
+    def wait(self) -> None:
+        """Take what was started: the unit's modules have the whole weights."""
+        for group in self._groups:
+            type(group).wait_for_unshard(group)
+
+    def let_go(self) -> None:
+        """The unit's modules have their shards again."""
+        self.wait()  # else the next gathering would not be started
+        for group in self._groups:
+            with group.use_training_state(TrainingState.IDLE):
+                type(group).reshard(group)
 
 
 def reduce_stream(unit: Any) -> Any:
@@ -169,12 +212,11 @@ def _reduces(context: Any) -> list[Any]:
     return [] if context.reduce_scatter_state is None else [context.reduce_scatter_state]  # torch 2.11
 
 
-def hold_hooks(root: Any, keep_whole: bool) -> None:
-    """For a step: hooks reduce nothing, and drop no weights if these are kept whole."""
+def hold_hooks(root: Any) -> None:
+    """For a step: hooks reduce nothing."""
     root.set_is_last_backward(False)
     root.set_requires_gradient_sync(False)
-    root.set_reshard_after_backward(not keep_whole)
-    root.set_reshard_after_forward(not keep_whole)
+    root.set_reshard_after_backward(True)
 
 
 def release_hooks(root: Any) -> None:
@@ -182,16 +224,11 @@ def release_hooks(root: Any) -> None:
     root.set_reshard_after_forward(True)
 
 
-def reduce(unit: Any, keep: bool = False) -> None:
-    """Start the sum of a unit's gradients over the processes that share it, and let go of its whole weights.
-
-    Or `keep` them: what the unit's own hooks will do with them stays as it was.
-    """
+def reduce(unit: Any) -> None:
+    """Start the sum of a unit's gradients over the processes that share it."""
     unit.set_requires_gradient_sync(True, recurse=False)
     for group in groups_of(unit):
-        before, group.reshard_after_backward = group.reshard_after_backward, not keep
         group.post_backward()
-        group.reshard_after_backward = before
     unit.set_requires_gradient_sync(False, recurse=False)
 
 
@@ -199,9 +236,3 @@ def finish(root: Any) -> None:
     """Wait for all sums of a stage."""
     root.set_is_last_backward(True)
     state_of(root)._root_post_backward_final_callback()
-
-
-def reset(root: Any) -> None:
-    """Forget a step that failed."""
-    if hasattr(root, "reset_iter_state"):
-        root.reset_iter_state()

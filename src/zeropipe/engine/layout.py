@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -92,6 +93,17 @@ class Layout:
     def shares_stages(self) -> tuple[str, ...]:
         """The dimensions whose processes hold the same stages: torch's own groups work in them."""
         return tuple(name for name, size in self.sizes.items() if name != "pp" and size > 1)
+
+    @property
+    def same_stages(self) -> list[tuple[int, ...]]:
+        """For every place in the pipeline the ranks that hold its stages, and run the same row of a Program."""
+        ranks = torch.arange(self.size)
+        if self.mesh is None:
+            return [(rank,) for rank in range(self.size)]
+        table = ranks.view(self.mesh.mesh.shape)
+        if "pp" in self.sizes:
+            table = table.movedim(list(self.sizes).index("pp"), 0)
+        return [tuple(some) for some in table.reshape(self.sizes.get("pp", 1), -1).tolist()]
 
     @property
     def groups(self) -> list[Any]:

@@ -9,44 +9,53 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from zeropipe.core.action import Kind
+from zeropipe.core.collectives import Collective
 from zeropipe.engine import fsdp_private
 from zeropipe.engine.backward.gradients import gradient
-from zeropipe.errors import ConfigError
+from zeropipe.engine.mesh.gathering import Gathering, GatherWatcher, Issue
+from zeropipe.errors import ConfigError, EngineError
 
 
-class Watcher(Protocol):
+class Watcher(GatherWatcher, Protocol):
     """Who is told of the gathering and reducing of a stage's units."""
 
-    def gathering(self) -> None: ...
-    def begun(self, wait: Callable[[], object]) -> None: ...
-    def gathered(self) -> None: ...
     def reducing(self) -> None: ...
     def reduced(self, unit: Any) -> None: ...
 
 
 class Shards:
-    """The FSDP units of one stage, outermost last."""
+    """The FSDP units of one stage, in the order of a backward pass, outermost last."""
 
-    def __init__(self, module: nn.Module, *, regather: bool = False, keeps_factors: bool = False) -> None:
-        self.module, self.regather, self._keeps_factors = module, regather, keeps_factors
+    def __init__(self, stage: int, module: nn.Module, *, regather: bool = False, keeps_factors: bool = False) -> None:
+        self.stage, self.module, self.regather, self._keeps_factors = stage, module, regather, keeps_factors
         self.units = fsdp_private.units_of(module)
+        self._names = {id(child): name for name, child in module.named_modules()}
+        names = [self._names[id(unit)] or "the stage outside its blocks" for unit in self.units]
+        self._gathering = Gathering(stage, self.units, names, regather)
+        self._issue: Issue | None = None
         self._ready = False
         self._numbers: dict[int, int] | None = None
         self._watcher: Watcher | None = None
 
-    def prepare(self) -> None:
-        """Before a step: the hooks leave to the Program what it does. Collective when it is called first."""
-        if not self._ready:
-            self._set_up()
-        fsdp_private.hold_hooks(self.module, keep_whole=not self.regather)
+    def prepare(self, issue: Issue) -> None:
+        """Before a step: the hooks leave to the Program what it does. Collective when it is called first.
+
+        `issue` is told each collective before it is called.
+        """
+        self.set_up()
+        self._issue = issue
+        fsdp_private.hold_hooks(self.module)
+        self._gathering.hold(issue)
 
     def release(self) -> None:
         """After a step: who calls the stage by itself gets what its weights are then."""
+        self._gathering.release()
         fsdp_private.release_hooks(self.module)
 
     def forget_gradients(self) -> bool:
@@ -54,9 +63,11 @@ class Shards:
         found = [fsdp_private.forget_gradients(unit) for unit in self.units if self._ready]
         return any(found)
 
-    def _set_up(self) -> None:
+    def set_up(self) -> None:
         """Once: sums instead of means (unless the owner says how gradients are scaled), and gradients that add up in
-        the reduce dtype."""
+        the reduce dtype. Collective."""
+        if self._ready:
+            return
         self._ready = True
         fsdp_private.lazy_init(self.module)
         for unit in self.units:
@@ -69,16 +80,38 @@ class Shards:
             fsdp_private.accumulate_in_reduce_dtype(unit)
         self.drop()
 
-    def gather(self, backward: bool) -> None:
-        """UNSHARD: start to gather the whole weights, those first that a forward, or a backward, needs first.
+    # what all processes that share the stage must have alike
 
-        Computation waits for them unit by unit. With `regather` a hook gathers each unit before its turn and lets go of
-        it behind it, so that two are whole at a time; here only the first ones are started ahead of that.
-        """
-        blocks = self.units[:-1] if backward else self.units[-2::-1]
-        # the outermost unit comes first: it has the embedding, the head, or nothing
-        for unit in [self.units[-1], *(blocks[:1] if self.regather else blocks)]:
-            unit.unshard(async_op=True)
+    def describe(self) -> list[str]:
+        """A line for each weight, unit by unit."""
+        found = []
+        for number, unit in enumerate(self.units):
+            for module, name, shard in fsdp_private.shards_of(unit):
+                prefix, kind = self._names.get(id(module), ""), str(shard.dtype).removeprefix("torch.")
+                full = f"{prefix}{'.' * bool(prefix)}{name}"
+                frozen = "" if shard.requires_grad else ", frozen"
+                found.append(f"{full} in unit {number} of stage {self.stage}, {kind} {list(shard.shape)}{frozen}")
+        return found
+
+    def flags(self) -> bytes:
+        """Which weights get gradients: of what `describe` says, this may change between steps."""
+        return bytes(shard.requires_grad for unit in self.units for _, _, shard in fsdp_private.shards_of(unit))
+
+    # weights
+
+    def gather(self, backward: bool) -> None:
+        """UNSHARD: start to gather the whole weights, those first that a forward, or a backward, needs first."""
+        self._gathering.gather(backward)
+
+    def passing(self, backward: bool) -> AbstractContextManager[None]:
+        """Around an F, B or I, which uses the whole weights."""
+        return self._gathering.passing(backward)
+
+    def drop(self) -> None:
+        """RESHARD: let go of the whole weights."""
+        self._gathering.drop()
+
+    # gradients
 
     def number_of(self, parameter: Tensor) -> int | None:
         """The unit of a whole weight; None for one that is not sharded."""
@@ -103,22 +136,32 @@ class Shards:
         weights = [weight for unit in self.units for weight in fsdp_private.whole_parameters(unit)]
         return [weight for weight in weights if weight.requires_grad]
 
-    def reduce(self, number: int, keep: bool = False) -> None:
-        """REDUCE of one unit: its gradients are complete. Every process must reduce the same units in one order.
+    @property
+    def may_reduce(self) -> bool:
+        """Whether the pass that runs gathers nothing more: what it needs must not wait for gradients."""
+        return self._gathering.is_complete
 
-        `keep` its whole weights: a backward pass is under way that may still need them.
-        """
+    def reduce(self, number: int) -> None:
+        """REDUCE of one unit: its gradients are complete. Every process must reduce the same units in one order."""
         unit = self.units[number]
-        fsdp_private.wait_gathered(unit)
+        if self._issue is not None:
+            self._issue(Collective(Kind.REDUCE_GRAD, self.stage, number))
+        self._gathering.take(number)  # a unit that nothing has used yet: FSDP would not know which weights are trained
         for parameter in fsdp_private.whole_parameters(unit):
             if parameter.requires_grad and not fsdp_private.has_gradient(unit, parameter):
                 gradient(parameter)  # another process may have one: all must send the same number of bytes
         if self._watcher is not None:
             self._watcher.reducing()
-        fsdp_private.reduce(unit, keep)
+        fsdp_private.reduce(unit)
         if self._watcher is not None:
             self._watcher.reduced(unit)
         fsdp_private.reclaim(unit)
+
+    def finish(self) -> None:
+        """Wait for the sums; gradients are in the sharded parameters, the whole weights are gone."""
+        fsdp_private.finish(self.module)
+
+    # measurements
 
     @property
     def num_units(self) -> int:
@@ -133,51 +176,46 @@ class Shards:
 
     def watched_by(self, watcher: Watcher) -> None:
         """From now on tell `watcher`, once, of all that is gathered and reduced."""
-        self.prepare()
-        self._watcher = watcher
-        for unit in self.units:
-            fsdp_private.watch_gathers(unit, watcher.gathering, watcher.begun, watcher.gathered)
-
-    def finish(self) -> None:
-        """Wait for the sums; gradients are in the sharded parameters, the whole weights are gone."""
-        fsdp_private.finish(self.module)
-
-    def drop(self) -> None:
-        """RESHARD: let go of the whole weights."""
-        for unit in self.units:
-            fsdp_private.wait_gathered(unit)
-            unit.reshard()
-
-    def reset(self) -> None:
-        """After a step that failed."""
-        fsdp_private.reset(self.module)
+        self._watcher = self._gathering.watcher = watcher
 
 
 class Reduction:
     """REDUCE_GRAD, from within the last B or W: a unit is reduced as soon as it is complete, in one order everywhere.
 
-    The order must not depend on the data: of some experts one process may have tokens and another none. `keep` whole
-    weights until `rest()`: a B needs weights for the gradients of its inputs, also those that are not trained.
+    The order must not depend on the data: of some experts one process may have tokens and another none. `waiting`: the
+    weights that will get a gradient, each as often as it gets one.
     """
 
-    def __init__(self, shards: Shards, waiting: Iterable[Tensor], keep: bool = False) -> None:
-        self._shards, self._next, self._keep = shards, 0, keep
-        self._left = Counter(shards.number_of(parameter) for parameter in waiting)
+    def __init__(self, shards: Shards, waiting: Iterable[Tensor]) -> None:
+        self._shards, self._next = shards, 0
+        waiting = list(waiting)
+        self._left = Counter(map(id, waiting))
+        self._left_in = Counter(map(shards.number_of, waiting))
 
     def ran(self, parameter: Tensor) -> None:
         """A share of this weight's gradient was added."""
-        self._left[self._shards.number_of(parameter)] -= 1
-        while self._next < len(self._shards.units) and not self._left[self._next]:
-            self._shards.reduce(self._next, self._keep)
-            self._next += 1
+        number = self._shards.number_of(parameter)
+        if number is not None and number < self._next:
+            raise EngineError(
+                f"stage {self._shards.stage} adds to the gradient of a weight of shape {list(parameter.shape)} after "
+                "it was summed over dp_shard: one backward gave it several gradients, as a checkpoint with "
+                "use_reentrant=True does; use use_reentrant=False"
+            )
+        if self._left[id(parameter)]:
+            self._left[id(parameter)] -= 1
+            self._left_in[number] -= 1
+        if self._shards.may_reduce:
+            while self._next < len(self._shards.units) and not self._left_in[self._next]:
+                self._reduce()
 
     def rest(self) -> None:
         """Nothing more will come."""
         while self._next < len(self._shards.units):
-            self._shards.reduce(self._next, self._keep)
-            self._next += 1
-        if self._keep:
-            self._shards.drop()
+            self._reduce()
+
+    def _reduce(self) -> None:
+        self._shards.reduce(self._next)
+        self._next += 1
 
 
 def sharded(module: nn.Module) -> bool:

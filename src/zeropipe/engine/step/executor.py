@@ -10,15 +10,17 @@ from typing import Any, Protocol
 import torch
 
 from zeropipe.core.action import SHARDING, Action, Kind, Overlap, Step, actions_of
+from zeropipe.core.collectives import collectives, gathers_for_backward
 from zeropipe.core.schedule import Program
 from zeropipe.engine.backward.splitters import Splitter
 from zeropipe.engine.comm.edges import Incoming, Message, Outgoing, Spec, Wire
 from zeropipe.engine.mesh.shards import Reduction, Shards
 from zeropipe.engine.stages.contract import Microbatch, Told
+from zeropipe.engine.step.agreed import AgreedOrder
 from zeropipe.engine.step.cells import Call, Cell
 from zeropipe.engine.step.dynamic import Gap, movable
 from zeropipe.engine.step.passes import Finish, Made, Passes, See
-from zeropipe.engine.step.plans import next_use, reduced_within
+from zeropipe.engine.step.plans import reduced_within
 from zeropipe.engine.step.streams import Streams
 
 
@@ -70,6 +72,9 @@ class Executor:
         self._reductions: dict[int, Reduction] = {}  # of stages whose last W has begun
         self._placement = program.schedule.placement
         row = program.rows[rank]
+        units = {stage: len(some.units) for stage, some in shards.items()}
+        self._regather = any(some.regather for some in shards.values())
+        self._order = AgreedOrder(collectives(row, units, self._regather))
         self.cells: dict[tuple[int, int], Cell] = {}
         for action in actions_of(row):
             if action.kind is Kind.F:
@@ -108,15 +113,23 @@ class Executor:
         that need a gradient, before they get one.
         """
         self._passes.begin(microbatches, kinds, finish, see)
+        self._order.begin()
         self._at = 0
         for cell in self.cells.values():
             cell.clear()
         for incoming in self._incoming.values():
             incoming.begin(self._passes.key_of, self._made)
-        calls = self._calls
-        for self._at, call in enumerate(calls):
-            call()
-        self._at = len(calls)
+        for shards in self._shards.values():
+            shards.prepare(self._order.check)
+        try:
+            calls = self._calls
+            for self._at, call in enumerate(calls):
+                call()
+            self._at = len(calls)
+            self._order.end()
+        finally:
+            for shards in self._shards.values():
+                shards.release()
         for outgoing in self._outgoing.values():
             outgoing.drain()
         self._passes.end()
@@ -163,7 +176,7 @@ class Executor:
             return
         call: Call = shards.drop
         if action.kind is Kind.UNSHARD:
-            call = partial(shards.gather, backward=next_use(row, at) is not Kind.F)
+            call = partial(shards.gather, gathers_for_backward(row, at, self._regather))
         elif action.kind is Kind.REDUCE_GRAD:
             call = partial(self._reduce, action.stage)
         self._calls.append(call if self._gauge is None else self._gauge.watch(call, action))
@@ -234,20 +247,32 @@ class Executor:
     def _compute(self, action: Action) -> Call:
         cell = self.cells[action.stage, action.microbatch]
         if action.kind is Kind.F:
-            return partial(self._passes.forward, cell)
+            return self._passing(partial(self._passes.forward, cell), action)
         if action.kind in (Kind.B, Kind.I):
             run = self._splitter.whole if action.kind is Kind.B else self._splitter.inputs
-            return partial(self._passes.backward, cell, run)
+            return self._passing(partial(self._passes.backward, cell, run), action)
         part = self._parts[cell.stage, cell.microbatch]
         self._parts[cell.stage, cell.microbatch] += 1
         return partial(self._splitter.weights, cell.stage, cell.microbatch, part, self._num_parts)
+
+    def _passing(self, call: Call, action: Action) -> Call:
+        """An F, B or I, which uses the weights of its stage."""
+        shards = self._shards.get(action.stage)
+        if shards is None:
+            return call
+
+        def passing() -> None:
+            with shards.passing(backward=action.kind is not Kind.F):
+                call()
+
+        return passing
 
     def _reducing(self, action: Action) -> Call:
         """The last B or W of a sharded stage: a unit is reduced as soon as its gradients are complete."""
         call, shards = self._compute(action), self._shards[action.stage]
 
         def backward() -> None:
-            reduction = self._reductions[action.stage] = Reduction(shards, shards.trained, keep=True)
+            reduction = self._reductions[action.stage] = Reduction(shards, shards.trained)
             with shards.told(reduction.ran):
                 call()
             reduction.rest()

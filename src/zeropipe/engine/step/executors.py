@@ -9,19 +9,23 @@ from typing import Any
 import torch
 from torch import nn
 
+from zeropipe.core.collectives import Collective, collectives
 from zeropipe.core.lower import lower
+from zeropipe.core.packed import unpack
 from zeropipe.core.resize import resized
 from zeropipe.core.schedule import Program, Schedule
+from zeropipe.core.shards import with_shards
 from zeropipe.engine.backward.splitters import Splitter
 from zeropipe.engine.comm.edges import Outgoing, Wire
 from zeropipe.engine.mesh.shards import Shards
 from zeropipe.engine.options import Options
 from zeropipe.engine.stages.contract import Told
+from zeropipe.engine.step.agreed import digest
 from zeropipe.engine.step.executor import Executor, Watcher
 from zeropipe.engine.step.finite import FiniteCheck
 from zeropipe.engine.step.names import Names
 from zeropipe.engine.step.passes import Made
-from zeropipe.engine.step.plans import forward_only
+from zeropipe.engine.step.plans import forward_only, forwards
 from zeropipe.engine.step.recorder import Recorder
 
 KEPT = 16  # executors kept for numbers of microbatches that were used before
@@ -49,6 +53,8 @@ class Executors:
     def __init__(self, parts: Parts) -> None:
         self._parts, self._made, self._kept = parts, Made(), dict[tuple[str, int, bool], Executor]()
         self._present: dict[Any, tuple[bool, ...]] = {}  # which gradients of their inputs stages have sent
+        self._digests: dict[tuple[bool, int, str], int] = {}  # of orders of collectives
+        self._described: tuple[bytes, int] = (b"", 0)  # which sharded weights are trained, and a digest of all of them
         self.recorder: Recorder | None = None
         self.recorded: Schedule | None = None  # what the recorder saw last
 
@@ -99,8 +105,48 @@ class Executors:
         )  # fmt: skip
 
     def _program(self, use: str, number: int, alike: bool) -> Program:
-        schedule, options, shards = resized(self._parts.schedule, number), self._parts.options, None
-        if self._parts.shards:
-            keeps = alike and options.split != "autograd"  # torch's W may read weights, ours do not
-            shards = "regather" if options.regather else "keep" if keeps else "ends"
+        schedule = resized(self._parts.schedule, number)
+        shards = self._policy(alike) if self._parts.shards else None
         return forward_only(schedule, shards) if use == "forward" else lower(schedule, shards)
+
+    def _policy(self, alike: bool) -> str:
+        options = self._parts.options
+        if options.regather:
+            return "regather"
+        return "keep" if alike and options.split != "autograd" else "ends"  # torch's W may read weights, ours do not
+
+    # the order of collectives
+
+    def orders(self, use: str, number: int) -> tuple[int, int]:
+        """What stands for this rank's sharded weights and the order in which it gathers and reduces them.
+
+        The first one holds if all pipelines have that number of microbatches, the second one if not.
+        """
+        if not self._parts.shards:
+            return (0, 0)
+        flags = b"".join(shards.flags() for shards in self._parts.shards.values())
+        if flags != self._described[0]:
+            self._described = (flags, digest(self._weights()))
+        alike, unlike = (self._digest(use == "forward", number, self._policy(alike)) for alike in (True, False))
+        return hash((alike, self._described[1])), hash((unlike, self._described[1]))  # of integers: alike everywhere
+
+    def order_lines(self, use: str, number: int, alike: bool) -> list[str]:
+        """What `orders` stands for, in words."""
+        return [*self._weights(), *map(str, self._order(use == "forward", number, self._policy(alike)))]
+
+    def _weights(self) -> list[str]:
+        return [line for shards in self._parts.shards.values() for line in shards.describe()]
+
+    def _digest(self, forward: bool, number: int, policy: str) -> int:
+        key = (forward, number, policy)
+        if key not in self._digests:
+            self._digests[key] = digest(map(str, self._order(*key)))
+        return self._digests[key]
+
+    def _order(self, forward: bool, number: int, policy: str) -> list[Collective]:
+        """Of the Program for that number of microbatches, without its messages: they change nothing."""
+        schedule = resized(self._parts.schedule, number)
+        rows = with_shards(forwards(schedule) if forward else schedule, policy)
+        units = {stage: len(shards.units) for stage, shards in self._parts.shards.items()}
+        row = tuple(unpack(rows.row(self._parts.rank)))
+        return collectives(row, units, policy == "regather")

@@ -38,7 +38,7 @@ class Gauge:
         self.on, self.most = False, 0
         self._stages: dict[int, StageGauge] = {}
         for stage, some in shards.items():
-            some.prepare()
+            some.set_up()
             self._stages[stage] = StageGauge(self, stage, some.whole_bytes())
             some.watched_by(self._stages[stage])
         self.units = max((some.num_units for some in shards.values()), default=1)

@@ -9,7 +9,7 @@ message has shapes that are new, and a loss knows the number of tokens of all pi
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from zeropipe.engine.step.cells import signature
 from zeropipe.engine.step.losses import number_of
 from zeropipe.errors import ConfigError, ZeropipeError
 
+Orders = Callable[[int], tuple[int, int]]  # from a number of microbatches: see Word.orders
 KINDS = 1024  # different microbatches that a pipeline remembers the shapes of
 
 
@@ -49,6 +50,7 @@ class Word(NamedTuple):
     signatures: tuple[int, ...]  # of the microbatches; one where they are all alike
     count: float | None  # tokens of the step, from the rank with the last stage
     fault: str | None = None
+    orders: tuple[int, int] = (0, 0)  # of collectives: if all pipelines have its number of microbatches, and if not
 
 
 @dataclass(frozen=True)
@@ -60,11 +62,16 @@ class Opened:
     numbers: tuple[int, ...]  # of microbatches, of all processes
     total: float | None  # tokens of all pipelines; None if the loss cannot tell before it has run
     forgotten: bool  # kinds start anew: what edges know about shapes is void
+    orders: tuple[tuple[int, int], ...]  # of collectives, of all processes
 
     @property
     def alike(self) -> bool:
         """Whether all pipelines have the same number of microbatches."""
         return len(set(self.numbers)) == 1
+
+    def order_of(self, rank: int) -> int:
+        """What stands for the collectives of a process in this step: equal for equal ones."""
+        return self.orders[rank][0 if self.alike else 1]
 
 
 class KindBook:
@@ -95,9 +102,10 @@ def open_step(
     microbatches: Sequence[Microbatch],
     loss_fn: Any,
     counting: bool,
+    orders: Orders,
 ) -> Opened:
     """Tell and hear. `state`: of the stages' weights. `counting`: whether this process counts its pipeline's tokens."""
-    words: list[Word] = fabric.exchange(_word(stages, state, microbatches, loss_fn, counting))
+    words: list[Word] = fabric.exchange(_word(stages, state, microbatches, loss_fn, counting, orders))
     for rank, word in enumerate(words):
         if word.fault is not None:
             raise ConfigError(f"rank {rank}: {word.fault}")
@@ -113,7 +121,8 @@ def open_step(
     mine = [words[rank] for rank in layout.pipeline]
     kinds, forgotten = book.read([tuple(_at(word.signatures, index) for word in mine) for index in range(number)])
     counts = [word.count for word in words if word.count is not None]
-    return Opened(number, kinds, tuple(word.number for word in words), sum(counts) if counts else None, forgotten)
+    numbers, all_orders = (tuple(column) for column in zip(*((word.number, word.orders) for word in words)))
+    return Opened(number, kinds, numbers, sum(counts) if counts else None, forgotten, all_orders)
 
 
 def _same_pipeline(layout: Layout, one: int, other: int) -> bool:
@@ -124,7 +133,14 @@ def _same_pipeline(layout: Layout, one: int, other: int) -> bool:
     return all(a == b for name, a, b in zip(names, *places) if name not in ("pp", "tp"))
 
 
-def _word(stages: Iterable[Told], state: int, microbatches: Sequence[Microbatch], loss_fn: Any, counting: bool) -> Word:
+def _word(
+    stages: Iterable[Told],
+    state: int,
+    microbatches: Sequence[Microbatch],
+    loss_fn: Any,
+    counting: bool,
+    orders: Orders,
+) -> Word:
     if isinstance(microbatches, Refused):
         return Word(0, (), None, microbatches.reason)
     if isinstance(microbatches, (Mapping, str)) or not hasattr(microbatches, "__len__"):
@@ -148,10 +164,12 @@ def _word(stages: Iterable[Told], state: int, microbatches: Sequence[Microbatch]
             count = sum(number_of(loss_fn.count(microbatch)) for microbatch in microbatches)
         if not microbatches:
             raise ConfigError("no microbatches were given: a step has at least 1")
+        planned = orders(len(microbatches))
     except Exception as error:  # the others must not wait for this rank
         text = str(error) if isinstance(error, ZeropipeError) else f"{type(error).__name__}: {error}"
         return Word(len(microbatches), (), None, text)
-    return Word(len(signatures), signatures[:1] if len(set(signatures)) == 1 else signatures, count)
+    short = signatures[:1] if len(set(signatures)) == 1 else signatures
+    return Word(len(signatures), short, count, orders=planned)
 
 
 def state_of(parameters: Iterable[Tensor], device: torch.device) -> int:

@@ -17,18 +17,17 @@ def edges_of(placement: Placement) -> set[tuple[int, int]]:
     return neighbours | {(b, a) for a, b in neighbours}
 
 
-def forward_only(schedule: Schedule, shards: str | None = None) -> Program:
-    """The schedule's forwards in its own order: it runs whatever the placement. `shards` as in `lower`."""
+def forwards(schedule: Schedule) -> Schedule:
+    """The schedule's forwards in its own order."""
     rows: list[list[Action]] = [
         [action for action in actions_of(row) if action.kind is Kind.F] for row in schedule.rows
     ]
-    return lower(Schedule.of(schedule.problem, schedule.placement, rows, schedule.name), shards)
+    return Schedule.of(schedule.problem, schedule.placement, rows, schedule.name)
 
 
-def next_use(row: Sequence[Step], at: int) -> Kind | None:
-    """What the stage of an UNSHARD is gathered for: the kind of its next F, B or I."""
-    stage = actions_of(row[at : at + 1])[0].stage
-    return next((a.kind for a in actions_of(row[at:]) if a.stage == stage and a.kind in (Kind.F, Kind.B, Kind.I)), None)
+def forward_only(schedule: Schedule, shards: str | None = None) -> Program:
+    """The Program of the schedule's forwards: it runs whatever the placement. `shards` as in `lower`."""
+    return lower(forwards(schedule), shards)
 
 
 def reduced_within(row: Sequence[Step]) -> set[int]:
