@@ -22,7 +22,7 @@ import torch
 from zeropipe.engine import LocalRanks
 from zeropipe.sim.fit import fit
 from zeropipe.sim.simulate import simulate
-from zeropipe.train.config.models import RunConfig
+from zeropipe.train.config.tables import RunConfig
 from zeropipe.train.loop.job import train
 from zeropipe.train.loop.steps import Taken
 

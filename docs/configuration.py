@@ -1,4 +1,4 @@
-"""Writes the tables in docs/configuration.md: `python docs/configuration.py [file]`."""
+"""Write the tables of docs/configuration.md: `python docs/configuration.py [file]`."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from pathlib import Path
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from zeropipe.train.config.models import RunConfig
-from zeropipe.train.config.overrides import choices_of, is_optional, tables
-from zeropipe.train.config.words import rule_of
+from zeropipe.train.config.fields import choices_of, describe_rule, is_optional, tables
+from zeropipe.train.config.tables import RunConfig
 
 FILE = Path(__file__).parent / "configuration.md"
 MARK = "<!-- from here on written by docs/configuration.py -->\n"
 
 
-def written() -> str:
-    """Everything behind the mark."""
+def format_tables() -> str:
+    """The text after the mark."""
     return "\n".join(_table(name, model) for name, model in tables().items())
 
 
@@ -30,7 +29,7 @@ def _table(name: str, model: type[BaseModel]) -> str:
         "",
         f"{model.__doc__}{optional}",
         "",
-        "| field | default | what it may be | |",
+        "| field | default | values | |",
         "|---|---|---|---|",
     ]
     return "\n".join([*head, *rows, ""])
@@ -38,28 +37,19 @@ def _table(name: str, model: type[BaseModel]) -> str:
 
 def _row(name: str, field: FieldInfo) -> str:
     if field.is_required():
-        default = "needed"
+        default = "required"
     else:
         value = field.get_default(call_default_factory=True)
         default = "" if value is None else f"`{json.dumps(value)}`"
     choices = ", ".join(f"`{choice}`" for choice in choices_of(field))
-    rule = choices or _short(rule_of(field))
+    rule = choices or describe_rule(field)
     return f"| `{name}` | {default} | {rule} | {field.description} |"
-
-
-def _short(rule: str) -> str:
-    return (
-        rule.replace(" is needed, like", ", like")
-        .replace(" is needed, or", " or")
-        .removesuffix(" is needed")
-        .replace(" are needed,", ":")
-    )
 
 
 def main() -> None:
     target = Path(sys.argv[1]) if len(sys.argv) > 1 else FILE
     text = FILE.read_text().partition(MARK)[0]
-    target.write_text(text + MARK + "\n" + written())
+    target.write_text(text + MARK + "\n" + format_tables())
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from zeropipe.cli import main
 from zeropipe.errors import ConfigError
 from zeropipe.schedules.user import load
 from zeropipe.sim.costs import read_costs
-from zeropipe.train.config.read import is_file
+from zeropipe.train.config.read import is_path
 
 SOURCES = Path(zp.__file__).parent
 MINE = """
@@ -58,7 +58,7 @@ def test_schedules_and_their_costs(tmp_path):
     (tmp_path / "A.PY").write_text(MINE)
     for name in ("A.CSV", "A.JSON"):
         assert load(str(tmp_path / name)).rows == schedule.rows
-        assert is_file(name, "schedule.name")
+        assert is_path(name, "schedule.name")
     assert load(f"{tmp_path / 'A.PY'}:capital", ranks=2, microbatches=3).name == "capital"
     (tmp_path / "C.JSON").write_text('{"f": 2.0}')
     (tmp_path / "C.TOML").write_text("f = 2.0")

@@ -20,7 +20,7 @@ from zeropipe.engine.checkpoint import pieces
 from zeropipe.engine.run.job import run_job
 from zeropipe.engine.run.spec import Job
 from zeropipe.errors import ConfigError
-from zeropipe.train.config.models import RunConfig
+from zeropipe.train.config.tables import RunConfig
 from zeropipe.train.loop import export as exporting
 from zeropipe.train.loop import job, kept, resume, setup
 from zeropipe.train.loop.steps import Stepper

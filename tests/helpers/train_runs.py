@@ -11,7 +11,7 @@ import torch
 from engine_helpers import ranks
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from zeropipe.train.config.models import RunConfig
+from zeropipe.train.config.tables import RunConfig
 
 VOCABULARY = 64
 TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 8,

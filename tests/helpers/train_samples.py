@@ -2,7 +2,7 @@
 
 import itertools
 
-from zeropipe.train.config.models import RunConfig
+from zeropipe.train.config.tables import RunConfig
 from zeropipe.train.data import open_data, prepare
 
 TURN = "{{ '<|im_start|>' + message['role'] + '\\n' }}"

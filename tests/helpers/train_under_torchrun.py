@@ -8,7 +8,7 @@ from pathlib import Path
 from train_cases import train_killed
 
 from zeropipe.train import start
-from zeropipe.train.config.models import RunConfig
+from zeropipe.train.config.tables import RunConfig
 
 if len(sys.argv) > 2 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     start.train = lambda config: train_killed(config, 1, int(sys.argv[2]), "step")

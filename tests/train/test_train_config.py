@@ -15,7 +15,7 @@ import zeropipe as zp
 from zeropipe.errors import ConfigError
 from zeropipe.estimating.gpus import GPUS
 from zeropipe.sim.layer_file import to_layer_json
-from zeropipe.train.config.overrides import all_names
+from zeropipe.train.config.fields import field_names
 from zeropipe.train.config.read import read_run
 from zeropipe.train.config.write import to_toml
 
@@ -27,33 +27,34 @@ WRONG = {
     # the file itself
     "no file": ("", None, "cannot read the training file none.toml: No such file or directory"),
     "no toml": ("", "model = [", "run.toml is not TOML: Invalid value (at end of document)"),
-    "no model": ("", "[train]\nsteps = 1", "run.toml: model is missing: give it in the file, or as --model.path ..."),
+    "no model": ("", "[train]\nsteps = 1",
+                 "run.toml: model is missing; set it in the file, or use --model.path ..."),
     "no path": ("", "[model]\n[train]\nsteps = 1",
-                "run.toml: model.path is missing: give it in the file, or as --model.path ..."),
+                "run.toml: model.path is missing; set it in the file, or use --model.path ..."),
     "unknown table": ("", GOOD + "[shedule]\nname = 'zbv'", "run.toml: unknown field shedule: did you mean schedule?"),
     "unknown field": ("", GOOD + "[schedule]\nnam = 'zbv'",
                       "run.toml: unknown field schedule.nam: did you mean schedule.name?"),
-    "no table": ("", "model = 3", "run.toml: model=3: a table is needed, written as [model] and its fields"),
+    "no table": ("", "model = 3", "run.toml: model=3: must be a table, written as [model] and its fields"),
     "text for a number": ("", GOOD + "[optimizer]\nlr = '1e-4'",
-                          "run.toml: optimizer.lr='1e-4': a number above 0 is needed"),
+                          "run.toml: optimizer.lr='1e-4': must be a positive number"),
     "true for a number": ("", GOOD + "[optimizer]\nclip = true",
-                          "run.toml: optimizer.clip=True: a number from 0 on is needed"),
+                          "run.toml: optimizer.clip=True: must be a non-negative number"),
     "number for a flag": ("", GOOD + "[engine]\ncompile = 1",
-                          "run.toml: engine.compile=1: true or false is needed"),
+                          "run.toml: engine.compile=1: must be true or false"),
     # fields of the command line
     "unknown flag": ("--mesh.dp-shards 2", GOOD, "unknown field --mesh.dp-shards: did you mean --mesh.dp_shard?"),
     "part of a name": ("--lr 2", GOOD, "unknown field --lr: did you mean --optimizer.lr?"),
-    "no value": ("--mesh.pp --engine.compile", GOOD, "--mesh.pp has no value: give it one, like --mesh.pp 4"),
-    "twice": ("--mesh.pp 2 --mesh.pp=4", GOOD, "--mesh.pp is given twice: leave one of them out"),
-    "none": ("--mesh.pp 0", GOOD, "--mesh.pp 0: a whole number from 1 on is needed"),
-    "huge": ("--mesh.pp 5000000000", GOOD, "--mesh.pp 5000000000: a whole number from 1 to 1,000,000,000 is needed"),
-    "no number": ("--optimizer.lr fast", GOOD, "--optimizer.lr fast: a number above 0 is needed"),
-    "not finite": ("--optimizer.lr inf", GOOD, "--optimizer.lr inf: a number above 0 is needed"),
-    "no such choice": ("--model.dtype fp8", GOOD, "--model.dtype fp8: give one of float32, bfloat16, float64"),
+    "no value": ("--mesh.pp --engine.compile", GOOD, "--mesh.pp has no value; use it like --mesh.pp 4"),
+    "twice": ("--mesh.pp 2 --mesh.pp=4", GOOD, "--mesh.pp appears twice; leave out one of them"),
+    "none": ("--mesh.pp 0", GOOD, "--mesh.pp 0: must be a positive integer"),
+    "huge": ("--mesh.pp 5000000000", GOOD, "--mesh.pp 5000000000: must be an integer from 1 to 1,000,000,000"),
+    "no number": ("--optimizer.lr fast", GOOD, "--optimizer.lr fast: must be a positive number"),
+    "not finite": ("--optimizer.lr inf", GOOD, "--optimizer.lr inf: must be a positive number"),
+    "no such choice": ("--model.dtype fp8", GOOD, "--model.dtype fp8: must be one of float32, bfloat16, float64"),
     "no list": ("--schedule.layers 2,x", GOOD,
-                "--schedule.layers 2,x: a list of whole numbers from 0 on is needed, like [2, 3, 3, 2]"),
+                "--schedule.layers 2,x: must be a list of non-negative integers, like [2, 3, 3, 2]"),
     "betas": ("--optimizer.betas 0.9,1.5", GOOD,
-              "--optimizer.betas 0.9,1.5: 2 numbers are needed, each from 0 and below 1"),
+              "--optimizer.betas 0.9,1.5: must be 2 numbers of at least 0 and below 1"),
     "two files": ("other.toml", GOOD,
                   "other.toml: run.toml is the training file already; fields are given like --mesh.pp 4"),
     # the model
@@ -62,51 +63,51 @@ WRONG = {
     "name of the hub": ("--model.path Qwen/Qwen3-0.6B", GOOD, "model.path='Qwen/Qwen3-0.6B' does not exist; use a "
                         "directory with a config.json (`hf download Qwen/Qwen3-0.6B --local-dir ...`), or "
                         f"one of {BUILT_IN}"),
-    "nothing to load": ("--model.weights load", GOOD, "model.path='tiny-qwen3' is built in and has no weights to "
-                        "load: set model.weights='random', or give a directory"),
-    "name for planning": ("--model.path qwen3-32b", GOOD, "model.path='qwen3-32b' is a name for planning: give the "
-                          "directory of its weights as --model.path"),
-    "no weights": ("--model.path bare --model.weights load", GOOD, "model.path='bare' has no weights (*.safetensors): "
-                   "set model.weights='random', or save them there"),
-    "only a config": ("--model.path bare/config.json --model.weights load", GOOD, "model.path='bare/config.json' is a "
-                      "config without weights: set model.weights='random', or give a directory"),
+    "nothing to load": ("--model.weights load", GOOD, "model.path='tiny-qwen3' is built in and has no weights; "
+                        "use model.weights='random', or a model directory"),
+    "name for planning": ("--model.path qwen3-32b", GOOD, "model.path='qwen3-32b' is only known to the planner; "
+                          "set --model.path to the directory of its weights"),
+    "no weights": ("--model.path bare --model.weights load", GOOD,
+                   "model.path='bare' has no weights (*.safetensors); use model.weights='random', or save them there"),
+    "only a config": ("--model.path bare/config.json --model.weights load", GOOD, "model.path='bare/config.json' "
+                      "is a config without weights; use model.weights='random', or a model directory"),
     "own layers": ("--model.path bare --model.num_layers 3", GOOD,
-                   "model.num_layers=3: only built-in models can be changed; leave it out"),
-    "adapter as a model": ("--model.path adapter", GOOD, "model.path='adapter' is an adapter: give it as "
-                           "lora.adapter, and the model that it belongs to as model.path"),
-    "no adapter": ("--lora.adapter bare", GOOD, "lora.adapter='bare' is no adapter directory: it has no "
-                   "adapter_config.json; give one that peft saved"),
+                   "model.num_layers=3 is for built-in models; leave it out"),
+    "adapter as a model": ("--model.path adapter", GOOD, "model.path='adapter' is an adapter; use it as "
+                           "lora.adapter, and its base model as model.path"),
+    "no adapter": ("--lora.adapter bare", GOOD,
+                   "lora.adapter='bare' has no adapter_config.json; use a directory that peft saved"),
     "rank of a saved adapter": ("--lora.adapter adapter --lora.rank 4", GOOD,
-                                "lora.rank=4: the saved adapter in adapter says that; leave it out"),
+                                "lora.rank=4 is set by the saved adapter adapter; leave it out"),
     "long sequences": ("--model.path bare --data.sequence 5000", GOOD, "data.sequence=5000: the model's "
                        "max_position_embeddings is 4096; use shorter sequences, or change its config.json"),
     # mesh and batch
-    "batch": ("--data.batch 10 --mesh.dp_replicate 2 --data.microbatch 2", GOOD, "data.batch=10 cannot be shared out "
-              "over 2 pipelines in microbatches of 2: give a multiple of 4, like 8 or 12"),
-    "heads": ("--mesh.tp 4", GOOD, "mesh.tp=4 must divide num_key_value_heads=2 of tiny-qwen3: give another tp"),
-    "sequences without tp": ("--mesh.sequence_parallel", GOOD, "mesh.sequence_parallel=true shares sequences over tp: "
-                             "give mesh.tp of 2 or more, or leave it out"),
+    "batch": ("--data.batch 10 --mesh.dp_replicate 2 --data.microbatch 2", GOOD, "data.batch=10 cannot be divided "
+              "over 2 pipelines in microbatches of 2: must be a multiple of 4, like 8 or 12"),
+    "heads": ("--mesh.tp 4", GOOD, "mesh.tp=4: must divide num_key_value_heads=2 of tiny-qwen3"),
+    "sequences without tp": ("--mesh.sequence_parallel", GOOD, "mesh.sequence_parallel=true shards sequences over "
+                             "tp; use mesh.tp of at least 2, or leave it out"),
     "length for tp": ("--mesh.sequence_parallel --mesh.tp 2 --data.sequence 63", GOOD,
-                      "data.sequence=63: mesh.sequence_parallel needs a multiple of tp=2; give 62"),
-    "offload": ("--engine.offload", GOOD, "engine.offload=true is for sharded weights: give mesh.dp_shard of 2 or "
-                "more, or leave it out"),
-    "regather": ("--engine.shards regather", GOOD, "engine.shards='regather' is for sharded weights: give "
-                 "mesh.dp_shard of 2 or more, or leave it out"),
+                      "data.sequence=63: must be a multiple of mesh.tp=2 (mesh.sequence_parallel); use 62"),
+    "offload": ("--engine.offload", GOOD,
+                "engine.offload=true is for sharded weights; use mesh.dp_shard of at least 2, or leave it out"),
+    "regather": ("--engine.shards regather", GOOD,
+                 "engine.shards='regather' is for sharded weights; use mesh.dp_shard of at least 2, or leave it out"),
     "adapter and tp": ("--lora.rank 4 --mesh.tp 2", GOOD,
-                       "mesh.tp=2: adapters (lora) cannot be spread over tp: use dp_shard, or leave lora out"),
+                       "mesh.tp=2: adapters (lora) cannot be sharded over tp; use dp_shard, or leave out lora"),
     # the schedule
     "no such schedule": ("--schedule.name zvb", GOOD, "schedule: unknown schedule 'zvb': did you mean zbv or zb-h1?"),
     "stages per rank": ("--schedule.stages_per_rank 3", GOOD,
                         "schedule: 1f1b needs 1 stage per rank, got stages_per_rank=3"),
     "option": ("--schedule.options.group_size 3", GOOD, "schedule: 1f1b has no option 'group_size': it has none"),
     "size as an option": ("--schedule.options.ranks 3", GOOD,
-                          "schedule.options.ranks is a size, not an option: mesh.pp says it"),
+                          "schedule.options.ranks is not an option of schedules; use mesh.pp"),
     "sum of layers": ("--schedule.layers 3,4", GOOD,
                       "schedule.layers=[3, 4] adds up to 7: the model has 8 layers"),
     "number of layers": ("--schedule.layers 4,2,2", GOOD,
                          "schedule.layers=[4, 2, 2] has 3 entries: the schedule has 2 stages"),
     "layers twice": ("--schedule.layers 4,4 --schedule.first_less 1", GOOD,
-                     "schedule.layers says each stage's layers already: leave schedule.first_less out"),
+                     "schedule.layers and schedule.first_less exclude each other; leave out schedule.first_less"),
     "less than nothing": ("--schedule.first_less 20", GOOD,
                           "schedule.first_less=20 is more than the 14 layers of that stage: give less"),
     "schedule of others": ("--schedule.name four.json", GOOD, "schedule.name='four.json' is for 4 ranks, mesh.pp=2; "
@@ -122,22 +123,23 @@ WRONG = {
     "split and compile": ("--engine.split autograd --engine.compile", GOOD, "engine.split='autograd' cannot run "
                           "compiled blocks: use split='store', or compile=False"),
     "momentum": ("--optimizer.momentum 0.9", GOOD,
-                 "optimizer.momentum=0.9 is for optimizer.name=sgd, not adamw: leave it out"),
-    "decay": ("--rate.decay 0.5", GOOD, "rate.decay=0.5 is for rate.shape=wsd, not cosine: leave it out"),
-    "adafactor": ("--optimizer.name adafactor --mesh.dp_shard 2", GOOD, "optimizer.name='adafactor' keeps sums over "
-                  "rows and columns, which pieces of a weight do not have: use adamw, or mesh.dp_shard=1 and "
+                 "optimizer.momentum=0.9 is for optimizer.name=sgd, not adamw; leave it out"),
+    "decay": ("--rate.decay 0.5", GOOD, "rate.decay=0.5 is for rate.shape=wsd, not cosine; leave it out"),
+    "adafactor": ("--optimizer.name adafactor --mesh.dp_shard 2", GOOD, "optimizer.name='adafactor' keeps sums "
+                  "over rows and columns, which shards of a weight do not have; use adamw, or mesh.dp_shard=1 and "
                   "mesh.tp=1"),
     # the run
     "no length": ("--train.steps none", GOOD,
-                  "train.steps is missing: say how long to train, with train.steps or train.epochs"),
+                  "train.steps is missing; set train.steps or train.epochs"),
     "two lengths": ("--train.epochs 2 --data.kind text --data.path a.txt --data.tokenizer bytes", GOOD,
-                    "train.steps=10 and train.epochs=2 say the same in two ways: give one of them"),
+                    "train.steps=10 and train.epochs=2 exclude each other; leave out one of them"),
     "epochs without end": ("--train.steps none --train.epochs 2", GOOD,
-                           "train.epochs=2: data.kind='synthetic' has no end; give train.steps"),
-    "warm-up": ("--rate.warmup 11", GOOD, "rate.warmup=11 is more than train.steps=10: give at most that"),
-    "output is a file": ("--train.output a.txt/out", GOOD, "train.output='a.txt/out': a.txt is a file; give a folder"),
+                           "train.epochs=2: data.kind='synthetic' has no end; use train.steps"),
+    "warm-up": ("--rate.warmup 11", GOOD, "rate.warmup=11: must be at most train.steps=10"),
+    "output is a file": ("--train.output a.txt/out", GOOD,
+                         "train.output='a.txt/out': a.txt is a file; use a folder"),
     "nothing to resume": ("--checkpoint.resume gone", GOOD,
-                          "checkpoint.resume='gone' is not there: give a checkpoint's folder, auto or never"),
+                          "checkpoint.resume='gone' does not exist; use the folder of a checkpoint, auto or never"),
     # data
     "no data": ("--data.kind text --data.tokenizer bytes", GOOD,
                 "data.path is missing: data.kind='text' needs files"),
@@ -146,10 +148,11 @@ WRONG = {
     "no tokenizer": ("--data.kind text --data.path a.txt", GOOD, "data.tokenizer is missing, and "
                      "model.path='tiny-qwen3' is not a folder with a tokenizer; set data.tokenizer to one, or to "
                      "'bytes' (one token per byte)"),
-    "folder without a tokenizer": ("--data.kind text --data.path a.txt --data.tokenizer bare", GOOD, "data.tokenizer: "
-                                   "bare has no tokenizer.json or other tokenizer; save one there, or name another"),
+    "folder without a tokenizer": ("--data.kind text --data.path a.txt --data.tokenizer bare", GOOD, ""
+                                   "data.tokenizer: bare has no tokenizer.json or other tokenizer; save one "
+                                   "there, or use another"),
     "files of nothing": ("--data.path a.txt", GOOD, "data.path='a.txt': data.kind='synthetic' reads no files; set "
-                         "data.kind, or leave the path out"),
+                         "data.kind, or leave out the path"),
     "evaluation of nothing": ("--evaluation.path a.txt", GOOD,
                               "evaluation: data.kind='synthetic' has no files to evaluate on; leave out the table"),
 }  # fmt: skip
@@ -223,7 +226,7 @@ def test_several_mistakes_are_told_at_once(run):
     status, _, err = run("train", "run.toml", *given.split())
     assert [line.removeprefix("zeropipe: ").split("=")[0] for line in err.splitlines()] == [
         "engine.offload", "data.batch",
-        "train.steps is missing: say how long to train, with train.steps or train.epochs",
+        "train.steps is missing; set train.steps or train.epochs",
     ]  # fmt: skip
     wrong = [
         "mesh.pp",
@@ -249,11 +252,11 @@ def test_the_machine_and_torchrun_are_looked_at(run, monkeypatch):
     assert err.startswith(f"zeropipe: {2 * most} ranks are too many processes for the ")
     if not torch.cuda.is_available():
         err = run("train", "run.toml", "--engine.device", "cuda")[2]
-        assert err == "zeropipe: engine.device='cuda': torch sees no GPU here; use cpu or auto\n"
+        assert err == "zeropipe: engine.device='cuda': torch finds no GPU; use cpu or auto\n"
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "3")
     assert run("train", "run.toml") == (2, "", (
-        "zeropipe: mesh pp=2,dp_replicate=1,dp_shard=1,tp=1 is of 2 processes, torchrun started 3: start 2, or change "
+        "zeropipe: mesh pp=2,dp_replicate=1,dp_shard=1,tp=1 has 2 processes, torchrun started 3; start 2, or change "
         "the mesh\n"
     ))  # fmt: skip
     monkeypatch.setenv("LOCAL_RANK", "1")
@@ -269,7 +272,7 @@ def test_a_package_that_is_missing_is_named(run, monkeypatch, package, arguments
     from importlib import util
 
     found = util.find_spec
-    for module in ("rules", "files"):
+    for module in ("rules", "file_rules"):
         monkeypatch.setattr(
             f"zeropipe.train.config.{module}.find_spec", lambda name: None if name == package else found(name)
         )
@@ -284,7 +287,7 @@ def test_a_package_that_is_missing_is_named(run, monkeypatch, package, arguments
 def test_no_value_of_a_field_ends_in_a_traceback(run, value):
     """A dry run of all fields: it is done, or refused in a few lines."""
     Path("run.toml").write_text(GOOD + "[schedule]\ncosts = 'h100'")
-    for name in (*all_names(), "schedule.options.x"):
+    for name in (*field_names(), "schedule.options.x"):
         status, out, err = run("train", "run.toml", "--dry-run", f"--{name}={value}")
         assert (status, bool(out), len(err.splitlines()) in (1, 2)) in ((0, True, False), (2, False, True)), name
 
@@ -303,7 +306,7 @@ def test_fields_are_given_in_any_order_and_form(folder):
     assert config.data.path == ("a/*.txt", "b.txt")
     assert (config.optimizer.lr, config.optimizer.betas) == (3e-4, (0.8, 0.9))
     assert (config.train.steps, config.train.epochs) == (None, 2)
-    with pytest.raises(ConfigError, match=r"^'x': fields are given as --table.field value"):
+    with pytest.raises(ConfigError, match=r"^'x': must be --table.field value"):
         read_run("run.toml", ["x"])
 
 
@@ -337,7 +340,7 @@ def test_a_new_file_explains_itself_and_can_be_trained(run):
     ])  # fmt: skip
     text = Path("new.toml").read_text()
     assert all(line == line.rstrip() and len(line) <= 120 for line in text.splitlines())
-    assert sum(" = " in line for line in text.splitlines()) >= len(all_names())
+    assert sum(" = " in line for line in text.splitlines()) >= len(field_names())
     assert (
         run("train", "--init", "new.toml")[2] == "zeropipe: new.toml is there already: name a new file, or remove it\n"
     )
@@ -360,7 +363,7 @@ def test_the_reference_is_up_to_date(tmp_path):
     docs = DOCS
     subprocess.run([sys.executable, docs / "configuration.py", tmp_path / "page.md"], check=True)
     assert (tmp_path / "page.md").read_text() == (docs / "configuration.md").read_text()
-    for name in all_names():
+    for name in field_names():
         assert f"| `{name.partition('.')[2]}` |" in (docs / "configuration.md").read_text()
 
 
@@ -370,4 +373,4 @@ def test_our_fields_beside_those_of_others_exist():
     rows = [line.split(" | ")[0] for line in page.partition("## What zeropipe has no")[0].splitlines() if "| " in line]
     named = re.findall(r"`([a-z]+\.[a-z_]+)", "\n".join(rows))
     assert len(named) > 40
-    assert [name for name in named if name not in (*all_names(), "schedule.options")] == []
+    assert [name for name in named if name not in (*field_names(), "schedule.options")] == []

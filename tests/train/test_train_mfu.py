@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from zeropipe.train.config.models import RunConfig
+from zeropipe.train.config.tables import RunConfig
 from zeropipe.train.loop.usage import Utilization
 
 

@@ -153,7 +153,8 @@ def test_one_file_for_all_commands(planned, run):
     Path("fewer.toml").write_text(fewer)
     assert run("simulate", "fewer.toml")[2] == "zeropipe: layers=[4, 4] adds up to 8: the model has 36 layers\n"
     assert run("train", "run.toml", "--model.path", "qwen3-32b")[2] == (
-        "zeropipe: model.path='qwen3-32b' is a name for planning: give the directory of its weights as --model.path\n"
+        "zeropipe: model.path='qwen3-32b' is only known to the planner; set --model.path to the directory of its "
+        "weights\n"
     )
     Path("only.toml").write_text(Path("run.toml").read_text() + "[lora]\nrank = 4\n")
     assert run("run", "only.toml", "--dry-run")[2] == (
@@ -164,7 +165,7 @@ def test_one_file_for_all_commands(planned, run):
         "zeropipe: offload.toml: engine.offload=True is for `zeropipe train` alone: leave it out here\n"
     )
     Path("odd.toml").write_text(Path("run.toml").read_text().replace("batch = 32", "batch = 33"))
-    assert run("run", "odd.toml", "--dry-run")[2].startswith("zeropipe: odd.toml: data.batch=33 cannot be shared out")
+    assert run("run", "odd.toml", "--dry-run")[2].startswith("zeropipe: odd.toml: data.batch=33 cannot be divided")
 
 
 def test_what_is_known_without_costs(tmp_path, monkeypatch, run):

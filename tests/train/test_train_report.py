@@ -17,7 +17,7 @@ pytest.importorskip("pydantic", reason="needs pydantic")
 from zeropipe.core.timeline import Origin
 from zeropipe.sim.compare import compare
 from zeropipe.sim.layer_file import to_layer_json
-from zeropipe.train.config.models import (
+from zeropipe.train.config.tables import (
     DataTable,
     EngineTable,
     MeshTable,

@@ -13,7 +13,7 @@ from train_runs import difference, metrics_of, model_directory, plain_training, 
 from transformers import AutoModelForCausalLM
 
 from zeropipe.errors import ConfigError
-from zeropipe.train.config.models import RateTable
+from zeropipe.train.config.tables import RateTable
 from zeropipe.train.loop.job import is_better, num_steps_of
 from zeropipe.train.loop.metrics import Metrics, forget_after
 from zeropipe.train.loop.optimizer import _norms_and_biases

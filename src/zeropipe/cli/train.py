@@ -44,7 +44,7 @@ def train(arguments: tuple[str, ...], dry_run: bool, shows: bool, init: bool, as
     if find_spec("pydantic") is None:
         raise MissingExtra("pydantic", "train")
     from zeropipe.train.config.read import read_run
-    from zeropipe.train.config.rules import check_run, world_size
+    from zeropipe.train.config.rules import check_run, torchrun_world_size
 
     path, overrides = _parted(arguments)
     if init:
@@ -58,7 +58,7 @@ def train(arguments: tuple[str, ...], dry_run: bool, shows: bool, init: bool, as
         print(config.model_dump_json(indent=2) if as_json else to_toml(config), end="\n" if as_json else "")
         return
     with _told_once():
-        check_run(config, world_size(), starts=not dry_run)
+        check_run(config, torchrun_world_size(), starts=not dry_run)
     if dry_run:
         from zeropipe.train.preview import preview
 
@@ -91,11 +91,11 @@ def _told_once() -> Iterator[None]:
 
 def _init(path: str, overrides: list[str], as_json: bool) -> None:
     from zeropipe.core.files import write_whole
-    from zeropipe.train.config.write import example
+    from zeropipe.train.config.write import format_example
 
     if Path(path).exists():
         raise ConfigError(f"{path} is there already: name a new file, or remove it")
-    write_whole(path, example(overrides, Path(path).parent))
+    write_whole(path, format_example(overrides, Path(path).parent))
     if as_json:
         output.print_json({"file": path})
     else:

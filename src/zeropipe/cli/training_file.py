@@ -10,7 +10,7 @@ from zeropipe.core.mesh import format_mesh
 from zeropipe.errors import ConfigError, MissingExtra
 
 if TYPE_CHECKING:
-    from zeropipe.train.config.models import RunConfig
+    from zeropipe.train.config.tables import RunConfig
 
 # what these commands do not do, and would leave out without a word
 ONLY_TRAINED = ("mesh.sequence_parallel", "engine.shards", "engine.offload", "engine.direct_gradients")
@@ -26,14 +26,14 @@ def from_training_file(path: str) -> dict[str, Any]:
     if find_spec("pydantic") is None:
         raise MissingExtra("pydantic", "train")
     from zeropipe.train.config.read import read_run
-    from zeropipe.train.config.rules import batch_faults, named
+    from zeropipe.train.config.rules import check_batch, qualify_error
     from zeropipe.train.inputs import choose_stages_per_rank
     from zeropipe.train.stage_costs import RunCosts
 
     config = read_run(path)
     _require_run(path, config)
-    for fault in batch_faults(config):
-        raise ConfigError(f"{path}: {fault}")
+    for error in check_batch(config):
+        raise ConfigError(f"{path}: {error}")
     table = config.schedule
     found: dict[str, Any] = {"schedule": (table.name,), "options": dict(table.options)}
     if not has_suffix(table.name, *SCHEDULES):
@@ -41,7 +41,7 @@ def from_training_file(path: str) -> dict[str, Any]:
         try:
             per_rank = choose_stages_per_rank(config)
         except ConfigError as error:
-            raise ConfigError(f"{path}: {named('schedule', error)}") from None
+            raise ConfigError(f"{path}: {qualify_error('schedule', error)}") from None
         found |= {"stages_per_rank": (per_rank,)} if per_rank else {}
     if table.costs is not None:
         found["costs"] = RunCosts(config, path)

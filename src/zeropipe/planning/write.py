@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 from zeropipe.core.files import require_writable, write_whole
 from zeropipe.core.formats.json import to_json
+from zeropipe.core.formats.toml import format_table
 from zeropipe.core.model.configs import BUILT_IN
 from zeropipe.core.units import count_text, gigabytes
 from zeropipe.planning.result import Plan
@@ -68,7 +68,7 @@ def run_text(plan: Plan, row: Row, schedule: dict[str, Any], model: str, costs: 
         f"# predicted ({words}): {row.step:.3f} s per step of {count_text(plan.batch, 'sequence')} on "
         f"{count_text(plan.gpus, 'GPU')}, {plan.speed(row):,.0f} tokens/s per GPU, {gigabytes(row.memory.peak)}",
     ]
-    blocks = ["\n".join([f"[{name}]", *_table(values)]) for name, values in tables.items()]
+    blocks = [format_table(name, values) for name, values in tables.items()]
     return "\n".join([*head, "", "\n\n".join(blocks), ""])
 
 
@@ -76,8 +76,3 @@ def _from(path: str, name: str) -> str:
     """The name of a file as the file at `path` has it: from its own folder. Other names stay."""
     return os.path.relpath(name, Path(path).parent) if os.path.exists(name) else name
 
-
-def _table(values: dict[str, Any]) -> list[str]:
-    """Texts, numbers and lists are written in TOML as in JSON, but for what JSON writes in halves, or not at all."""
-    written = {name: json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f") for name, value in values.items()}
-    return [f"{name} = {value}" for name, value in written.items()]

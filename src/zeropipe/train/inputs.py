@@ -22,7 +22,7 @@ from zeropipe.engine.run.spec import Job, built_in, num_layers_in
 from zeropipe.errors import ConfigError
 from zeropipe.schedules.user import load_any
 from zeropipe.sim.layer_costs import LayerCosts
-from zeropipe.train.config.models import RunConfig
+from zeropipe.train.config.tables import RunConfig
 
 if TYPE_CHECKING:
     from zeropipe.estimating.counted import CountedModel

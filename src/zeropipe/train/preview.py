@@ -19,8 +19,8 @@ from zeropipe.estimating.estimate import estimate
 from zeropipe.planning.rows import Candidate
 from zeropipe.planning.score import Scene, Simulated, memory_of, mfu_of, optimizer_bandwidth, row_of, simulated
 from zeropipe.sim.layer_costs import LayerCosts
-from zeropipe.train.config.files import has_weights
-from zeropipe.train.config.models import RunConfig
+from zeropipe.train.config.file_rules import has_weights
+from zeropipe.train.config.tables import RunConfig
 from zeropipe.train.inputs import (
     build_schedule,
     choose_layers,

@@ -16,7 +16,7 @@ from zeropipe.planning.score import RESERVE, Scene, costs_of
 from zeropipe.sim.costs import Costs
 from zeropipe.sim.layer_costs import LayerCosts, State
 from zeropipe.sim.refit import setting_of_run
-from zeropipe.train.config.models import RunConfig
+from zeropipe.train.config.tables import RunConfig
 from zeropipe.train.inputs import load_layer_costs
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from zeropipe.engine.run.launch import LocalRanks, is_local, model_code
 from zeropipe.engine.run.meeting import join_torchrun, ranks_here
 from zeropipe.engine.run.slow import tell_slow
-from zeropipe.train.config.models import RunConfig
+from zeropipe.train.config.tables import RunConfig
 from zeropipe.train.loop.job import Outcome, train
 from zeropipe.train.loop.signals import SIGNALS
 

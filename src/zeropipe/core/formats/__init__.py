@@ -4,4 +4,5 @@ csv          torch.distributed.pipelining's CSV
 json         zeropipe's own JSON
 torch_trace  traces of torch.profiler as a measured Timeline
 parse        JSON and TOML in bounded time and memory
+toml         TOML text of values and tables
 """

@@ -1,8 +1,8 @@
-"""A training file and the fields of the command line -> RunConfig. What is wrong is told in a line per mistake."""
+"""A training file and the fields of the command line -> RunConfig, with an error line for each invalid field."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,65 +11,94 @@ from pydantic import ValidationError
 from zeropipe.core.files import COSTS, SCHEDULES, has_suffix, read_text
 from zeropipe.core.formats.parse import parse_toml
 from zeropipe.core.limits import COMMAND_LINE
-from zeropipe.errors import ConfigError
-from zeropipe.train.config.models import BYTE_TOKENIZER, RunConfig, TrainTable
-from zeropipe.train.config.overrides import merged, parse_overrides
-from zeropipe.train.config.words import lines_of
+from zeropipe.core.model.configs import BUILT_IN, CONFIGS
+from zeropipe.errors import ConfigError, short
+from zeropipe.train.config.fields import describe_rule, field_names, find_field, suggest_field, tables
+from zeropipe.train.config.overrides import merge_overrides, parse_overrides
+from zeropipe.train.config.tables import BYTE_TOKENIZER, RunConfig, TrainTable
 
-FILES = (  # fields that name files
+PATH_FIELDS = (
     "model.path", "lora.adapter", "schedule.name", "schedule.costs", "data.path", "data.tokenizer", "evaluation.path",
     "train.output", "checkpoint.resume",
 )  # fmt: skip
+_MAX_ERROR_LINES = 6
 
 
 def read_run(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
-    """The config of a TOML file (None: there is none) and of arguments like ["--mesh.pp", "4"], which win.
+    """Read a TOML file (None: no file) and arguments like ["--mesh.pp", "4"], which take precedence.
 
-    Names of files are meant from the folder of the file that names them, or from the current one on a command line.
-    ConfigError with a line for each mistake.
+    Relative paths in the file start at its folder, those in arguments at the current folder. ConfigError with a line
+    for each invalid field.
     """
-    given = parse_overrides(overrides)
-    return validated(_file(Path(path)) if path is not None else {}, given, str(path or "command line"))
+    values = parse_overrides(overrides)
+    return validate(_read_file(Path(path)) if path is not None else {}, values, str(path or "command line"))
 
 
-def validated(table: dict[str, Any], overrides: dict[str, Any], where: str) -> RunConfig:
-    """The config of a table with other values; ConfigError with a line for each mistake, as `where` has it."""
+def validate(table: dict[str, Any], overrides: dict[str, Any], source: str) -> RunConfig:
+    """The RunConfig of a file's data and overrides. ConfigError with a line for each invalid field of `source`."""
     try:
-        return RunConfig.model_validate(merged(table, overrides))
+        return RunConfig.model_validate(merge_overrides(table, overrides))
     except ValidationError as error:
-        raise ConfigError("\n".join(lines_of(error, overrides, where))) from None
+        lines: dict[str, str] = {}
+        for one in error.errors():
+            name = ".".join(map(str, one["loc"][:2]))  # what follows is inside the field's value
+            lines.setdefault(name, _error_line(one, name, overrides, source))
+        raise ConfigError("\n".join(limit_lines(list(lines.values())))) from None
 
 
-def _file(path: Path) -> dict[str, Any]:
+def limit_lines(lines: list[str]) -> list[str]:
+    """The first error lines, and the number of further ones."""
+    more = len(lines) - _MAX_ERROR_LINES
+    return lines if more <= 0 else [*lines[:_MAX_ERROR_LINES], f"and {more} more"]
+
+
+def _error_line(error: Mapping[str, Any], name: str, overrides: Mapping[str, Any], source: str) -> str:
+    field = find_field(name)
+    if error["type"] == "missing":
+        flag = name if "." in name else f"{name}.{next(iter(tables()[name].model_fields))}"
+        return f"{source}: {name} is missing; set it in the file, or use --{flag} ..."
+    if error["type"] == "extra_forbidden":
+        return f"{source}: unknown field {name}: {suggest_field(name, [*tables(), *field_names()])}"
+    if field is None:
+        return f"{source}: {name}={short(error['input'])}: must be a table, written as [{name}] and its fields"
+    value = overrides.get(name, error["input"])
+    if name not in overrides:
+        where = f"{source}: {name}={short(value)}"
+    elif isinstance(value, list):
+        where = f"--{name} {','.join(map(str, value))}"
+    else:
+        where = f"--{name} {short(value).strip(chr(39))}"
+    return f"{where}: must be {describe_rule(field, value)}"
+
+
+def _read_file(path: Path) -> dict[str, Any]:
     try:
         table = parse_toml(read_text(path, COMMAND_LINE, "the training file"))
     except ConfigError:
         raise
     except ValueError as error:
         raise ConfigError(f"{path} is not TOML: {error}") from None
-    if isinstance(table.setdefault("train", {}), dict):  # the default is a name of a file as well
+    if isinstance(table.setdefault("train", {}), dict):  # the default is relative to the file's folder, too
         table["train"].setdefault("output", TrainTable.model_fields["output"].default)
-    for name in FILES:
+    for name in PATH_FIELDS:
         section, _, field = name.partition(".")
         inner = table.get(section)
         if isinstance(inner, dict) and field in inner:
-            inner[field] = _beside(inner[field], path.parent, name)
+            inner[field] = _resolve_path(inner[field], path.parent, name)
     return table
 
 
-def _beside(value: Any, folder: Path, name: str) -> Any:
-    """A file's name as it is from here."""
+def _resolve_path(value: Any, folder: Path, name: str) -> Any:
+    """A path of a file in `folder`, from the current folder."""
     if isinstance(value, list):
-        return [_beside(one, folder, name) for one in value]
-    if not isinstance(value, str) or not value or not is_file(value, name):
+        return [_resolve_path(one, folder, name) for one in value]
+    if not isinstance(value, str) or not value or not is_path(value, name):
         return value
     return str(folder / Path(value).expanduser())
 
 
-def is_file(value: str, name: str) -> bool:
-    """Whether it is no name of a model, a schedule or a GPU, and no word."""
-    from zeropipe.core.model.configs import BUILT_IN, CONFIGS
-
+def is_path(value: str, name: str) -> bool:
+    """Whether a value of PATH_FIELDS is a path, and not the name of a model, a schedule or a GPU, or a keyword."""
     if name == "model.path":
         return value not in BUILT_IN and value.lower() not in CONFIGS
     if name == "data.tokenizer":

@@ -1,7 +1,7 @@
-"""What holds between the fields of a training file, and with the model, the schedule, the files and this machine.
+"""Rules between the fields of a training file, and with the model, the schedule, the files and this machine.
 
-Everything that can be known before a process starts is checked here, as a whole: one line for each mistake. A rule that
-another part has already is asked of it, not stated again.
+Everything that can be checked before a process starts is checked here, with one line for each error. A rule of another
+package is not repeated: its own check is called.
 """
 
 from __future__ import annotations
@@ -15,111 +15,114 @@ from zeropipe.core.files import SCHEDULES, has_suffix
 from zeropipe.core.mesh import format_mesh
 from zeropipe.core.units import count_text
 from zeropipe.engine.run.spec import require_cores
-from zeropipe.errors import ConfigError, MissingExtra, ZeropipeError
-from zeropipe.train.config.files import adapter_faults, data_faults, model_faults, output_faults
-from zeropipe.train.config.models import RunConfig
-from zeropipe.train.config.overrides import tables
-from zeropipe.train.config.words import MOST_LINES
+from zeropipe.errors import ConfigError, MissingExtra, ZeropipeError, first_line
+from zeropipe.train.config.fields import tables
+from zeropipe.train.config.file_rules import check_adapter, check_data, check_model, check_output
+from zeropipe.train.config.read import limit_lines
+from zeropipe.train.config.tables import RunConfig
 from zeropipe.train.inputs import build_schedule, choose_layers, load_layer_costs, load_text_config
 
 SIZE_FIELDS = {"ranks": "mesh.pp", "microbatches": "data.batch", "stages_per_rank": "schedule.stages_per_rank"}
-SIZES = set(SIZE_FIELDS)
-# fields that only some choice reads: what is given beside another choice would be left out without a word
+# field -> the choice that reads it; with another choice it would be ignored
 ONLY_WITH = {
     "optimizer.momentum": ("optimizer.name", ("sgd",)), "optimizer.betas": ("optimizer.name", ("adamw", "adam")),
     "optimizer.eps": ("optimizer.name", ("adamw", "adam")), "rate.decay": ("rate.shape", ("wsd",)),
     "rate.final": ("rate.shape", ("linear", "cosine", "wsd")),
 }  # fmt: skip
+Rule = Callable[[RunConfig], Iterator[str]]  # yields a line for each error
 
 
-def check_run(config: RunConfig, world: int | None = None, *, starts: bool = True) -> None:
-    """ConfigError with a line for each rule that is broken. `world` is the number of processes that torchrun started;
-    without it, and with `starts`, they will be started here."""
-    faults: list[str] = []
-    for rule in (_mesh, batch_faults, _lengths, _engine, _optimizer, _choices, _log, adapter_faults, output_faults):
-        faults += told(rule, config)
-    about_model = told(lambda one: model_faults(one, starts), config)
-    faults += about_model
-    if not about_model:  # else these would say it again
-        faults += told(data_faults, config)
-        faults += told(_tensor, config) or told(_schedule, config)
+def check_run(config: RunConfig, world_size: int | None = None, *, starts: bool = True) -> None:
+    """Raise ConfigError with a line for each broken rule.
+
+    `starts`: the run starts now. `world_size` is the number of processes that torchrun started; None: local processes.
+    """
+    errors: list[str] = []
+    for rule in (
+        _check_mesh, check_batch, _check_lengths, _check_engine, _check_optimizer, _check_choices, _check_log,
+        check_adapter, check_output,
+    ):  # fmt: skip
+        errors += _apply(rule, config)
+    model_errors = _apply(lambda config: check_model(config, starts), config)
+    errors += model_errors
+    if not model_errors:  # these need the model's config
+        errors += _apply(check_data, config)
+        errors += _apply(_check_tensor_parallel, config) or _apply(_check_schedule, config)
     if starts:
-        faults += told(lambda one: _machine(one, world), config)
-    faults = list(dict.fromkeys(faults))
-    if faults:
-        more = len(faults) - MOST_LINES
-        raise ConfigError("\n".join(faults[:MOST_LINES] + ([f"and {more} more"] if more > 0 else [])))
+        errors += _apply(lambda config: _check_machine(config, world_size), config)
+    if errors:
+        raise ConfigError("\n".join(limit_lines(list(dict.fromkeys(errors)))))
 
 
-def told(rule: Callable[[RunConfig], Iterator[str]], config: RunConfig) -> list[str]:
-    """The faults that a rule finds; what it raises is the last one."""
-    found: list[str] = []
+def _apply(rule: Rule, config: RunConfig) -> list[str]:
+    """The errors of a rule. One that it raises is the last."""
+    errors: list[str] = []
     try:
-        for fault in rule(config):
-            found.append(fault)
+        for error in rule(config):
+            errors.append(error)
     except ZeropipeError as error:
-        found.append(str(error).splitlines()[0])
-    return found
+        errors.append(first_line(error))
+    return errors
 
 
-def _machine(config: RunConfig, world: int | None) -> Iterator[str]:
+def _check_machine(config: RunConfig, world_size: int | None) -> Iterator[str]:
     number = config.mesh.num_processes
-    if world is None:
+    if world_size is None:
         require_cores(number)
-    elif world != number:
+    elif world_size != number:
         yield (
-            f"mesh {format_mesh(config.mesh.sizes)} is of {count_text(number, 'process')}, torchrun started {world}: "
-            f"start {number}, or change the mesh"
+            f"mesh {format_mesh(config.mesh.sizes)} has {count_text(number, 'process')}, torchrun started "
+            f"{world_size}; start {number}, or change the mesh"
         )
     if config.engine.device == "cuda":
         import torch
 
         if not torch.cuda.is_available():
-            yield "engine.device='cuda': torch sees no GPU here; use cpu or auto"
+            yield "engine.device='cuda': torch finds no GPU; use cpu or auto"
 
 
-def _mesh(config: RunConfig) -> Iterator[str]:
+def _check_mesh(config: RunConfig) -> Iterator[str]:
     mesh, engine = config.mesh, config.engine
     if mesh.sequence_parallel and mesh.tp == 1:
-        yield "mesh.sequence_parallel=true shares sequences over tp: give mesh.tp of 2 or more, or leave it out"
+        yield "mesh.sequence_parallel=true shards sequences over tp; use mesh.tp of at least 2, or leave it out"
     if mesh.dp_shard == 1:
         if engine.offload:
-            yield "engine.offload=true is for sharded weights: give mesh.dp_shard of 2 or more, or leave it out"
+            yield "engine.offload=true is for sharded weights; use mesh.dp_shard of at least 2, or leave it out"
         if engine.shards == "regather":
-            yield "engine.shards='regather' is for sharded weights: give mesh.dp_shard of 2 or more, or leave it out"
+            yield "engine.shards='regather' is for sharded weights; use mesh.dp_shard of at least 2, or leave it out"
     elif engine.shards == "regather" and engine.split == "autograd":
-        yield "engine.split='autograd' may read weights in W, which shards='regather' has let go: use split='store'"
+        yield "engine.split='autograd' may read weights in W, which shards='regather' has freed; use split='store'"
     if config.lora is not None and mesh.tp > 1:
-        yield f"mesh.tp={mesh.tp}: adapters (lora) cannot be spread over tp: use dp_shard, or leave lora out"
+        yield f"mesh.tp={mesh.tp}: adapters (lora) cannot be sharded over tp; use dp_shard, or leave out lora"
 
 
-def batch_faults(config: RunConfig) -> Iterator[str]:
-    """Every pipeline has a whole number of microbatches."""
+def check_batch(config: RunConfig) -> Iterator[str]:
+    """Every pipeline must have the same number of full microbatches."""
     data, pipelines = config.data, config.mesh.num_pipelines
-    each = pipelines * data.microbatch
-    if data.batch % each:
-        low = data.batch // each * each
-        near = f"{low} or {low + each}" if low else str(each)
+    multiple = pipelines * data.microbatch
+    if data.batch % multiple:
+        low = data.batch // multiple * multiple
+        near = f"{low} or {low + multiple}" if low else str(multiple)
         yield (
-            f"data.batch={data.batch} cannot be shared out over {count_text(pipelines, 'pipeline')} in "
-            f"microbatches of {data.microbatch}: give a multiple of {each}, like {near}"
+            f"data.batch={data.batch} cannot be divided over {count_text(pipelines, 'pipeline')} in microbatches of "
+            f"{data.microbatch}: must be a multiple of {multiple}, like {near}"
         )
 
 
-def _lengths(config: RunConfig) -> Iterator[str]:
+def _check_lengths(config: RunConfig) -> Iterator[str]:
     train, data, rate = config.train, config.data, config.rate
     if train.steps is None and train.epochs is None:
-        yield "train.steps is missing: say how long to train, with train.steps or train.epochs"
+        yield "train.steps is missing; set train.steps or train.epochs"
     if train.steps is not None and train.epochs is not None:
-        yield f"train.steps={train.steps} and train.epochs={train.epochs:g} say the same in two ways: give one of them"
+        yield f"train.steps={train.steps} and train.epochs={train.epochs:g} exclude each other; leave out one of them"
     if train.epochs is not None and data.kind == "synthetic":
-        yield f"train.epochs={train.epochs:g}: data.kind='synthetic' has no end; give train.steps"
+        yield f"train.epochs={train.epochs:g}: data.kind='synthetic' has no end; use train.steps"
     if train.steps is not None and rate.warmup > train.steps:
-        yield f"rate.warmup={rate.warmup} is more than train.steps={train.steps}: give at most that"
+        yield f"rate.warmup={rate.warmup}: must be at most train.steps={train.steps}"
 
 
-def _tensor(config: RunConfig) -> Iterator[str]:
-    """As the engine refuses it at set-up, where it also proves that the model's plan is right."""
+def _check_tensor_parallel(config: RunConfig) -> Iterator[str]:
+    """Only what is known before set-up, where the engine verifies the model's tensor-parallel plan."""
     mesh, data = config.mesh, config.data
     if mesh.tp == 1:
         return
@@ -127,28 +130,29 @@ def _tensor(config: RunConfig) -> Iterator[str]:
     for name in ("num_attention_heads", "num_key_value_heads"):
         heads = model.get(name)
         if isinstance(heads, int) and heads % mesh.tp:
-            yield f"mesh.tp={mesh.tp} must divide {name}={heads} of {config.model.path}: give another tp"
+            yield f"mesh.tp={mesh.tp}: must divide {name}={heads} of {config.model.path}"
             return
     if mesh.sequence_parallel and not data.packing and data.kind != "synthetic":
-        yield "mesh.sequence_parallel=true needs sequences of one length: set data.packing=true, or leave it out"
+        yield "mesh.sequence_parallel=true needs sequences of equal length; use data.packing=true, or leave it out"
     elif mesh.sequence_parallel and data.sequence % mesh.tp:
         near = max(mesh.tp, data.sequence // mesh.tp * mesh.tp)
-        yield f"data.sequence={data.sequence}: mesh.sequence_parallel needs a multiple of tp={mesh.tp}; give {near}"
+        yield (
+            f"data.sequence={data.sequence}: must be a multiple of mesh.tp={mesh.tp} (mesh.sequence_parallel); use "
+            f"{near}"
+        )
 
 
-def _schedule(config: RunConfig) -> Iterator[str]:
+def _check_schedule(config: RunConfig) -> Iterator[str]:
     table = config.schedule
-    for name in SIZES & set(table.options):
-        yield f"schedule.options.{name} is a size, not an option: {SIZE_FIELDS[name]} says it"
+    for name in SIZE_FIELDS.keys() & table.options.keys():
+        yield f"schedule.options.{name} is not an option of schedules; use {SIZE_FIELDS[name]}"
         return
     if table.layers is not None:
-        for name in ("first_less", "last_less", "layers_per_stage"):
-            if getattr(table, name):
-                yield f"schedule.layers says each stage's layers already: leave schedule.{name} out"
-        if table.balance == "time":
-            yield "schedule.layers says each stage's layers already: leave schedule.balance out"
+        redundant = [name for name in ("first_less", "last_less", "layers_per_stage") if getattr(table, name)]
+        for name in [*redundant, *(["balance"] if table.balance == "time" else [])]:
+            yield f"schedule.layers and schedule.{name} exclude each other; leave out schedule.{name}"
     elif table.balance == "time" and (table.first_less or table.last_less):
-        yield "schedule.balance='time' finds what first_less and last_less are for: leave them out"
+        yield "schedule.balance='time' chooses all layers; leave out first_less and last_less"
     if config.data.batch % (config.mesh.num_pipelines * config.data.microbatch):
         return  # the number of microbatches is not known
     try:
@@ -160,19 +164,18 @@ def _schedule(config: RunConfig) -> Iterator[str]:
         choose_layers(config, schedule)
         load_layer_costs(config)
     except ZeropipeError as error:
-        yield named("schedule", error)
+        yield qualify_error("schedule", error)
 
 
-def named(table: str, error: ZeropipeError) -> str:
-    """What another part says about a field, with the field's name in the file."""
-    text = str(error).splitlines()[0]
+def qualify_error(table: str, error: ZeropipeError) -> str:
+    """The message of another package's check, with the field's full name: `layers=...` -> `schedule.layers=...`."""
+    text = first_line(error)
     if text.startswith(f"{table}."):
         return text
     return f"{table}.{text}" if text.partition("=")[0] in tables()[table].model_fields else f"{table}: {text}"
 
 
-def _engine(config: RunConfig) -> Iterator[str]:
-    """The engine's own rules."""
+def _check_engine(config: RunConfig) -> Iterator[str]:
     from zeropipe.engine.options import Options
 
     table = config.engine
@@ -182,45 +185,46 @@ def _engine(config: RunConfig) -> Iterator[str]:
             dynamic_weights=table.dynamic_weights, regather=table.shards == "regather", timeout=table.timeout,
         ).check()  # fmt: skip
     except ConfigError as error:
-        yield named("engine", error)
+        yield qualify_error("engine", error)
 
 
-def _optimizer(config: RunConfig) -> Iterator[str]:
+def _check_optimizer(config: RunConfig) -> Iterator[str]:
     table = config.optimizer
     if table.fused == "yes" and table.name == "adafactor":
         yield "optimizer.fused='yes': torch has no fused adafactor; use auto"
-    yield from adafactor_faults(config)
+    yield from check_adafactor(config)
 
 
-def adafactor_faults(config: RunConfig) -> Iterator[str]:
-    """Asked by the loop too, for those who call it from Python."""
+def check_adafactor(config: RunConfig) -> Iterator[str]:
+    """Adafactor needs unsharded weights. The loop calls this too, for runs that are started from Python."""
     if config.optimizer.name == "adafactor" and (config.mesh.dp_shard > 1 or config.mesh.tp > 1):
         yield (
-            "optimizer.name='adafactor' keeps sums over rows and columns, which pieces of a weight do not have: use "
+            "optimizer.name='adafactor' keeps sums over rows and columns, which shards of a weight do not have; use "
             "adamw, or mesh.dp_shard=1 and mesh.tp=1"
         )
 
 
-def _choices(config: RunConfig) -> Iterator[str]:
+def _check_choices(config: RunConfig) -> Iterator[str]:
     for name, (other, choices) in ONLY_WITH.items():
-        (table, field), chosen = name.split("."), _value(config, other)
-        if chosen not in choices and _value(config, name) != tables()[table].model_fields[field].default:
-            yield f"{name}={_value(config, name)} is for {other}={' or '.join(choices)}, not {chosen}: leave it out"
+        (table, field), chosen = name.split("."), _get_value(config, other)
+        value = _get_value(config, name)
+        if chosen not in choices and value != tables()[table].model_fields[field].default:
+            yield f"{name}={value} is for {other}={' or '.join(choices)}, not {chosen}; leave it out"
 
 
-def _value(config: RunConfig, name: str) -> Any:
+def _get_value(config: RunConfig, name: str) -> Any:
     table, field = name.split(".")
     return getattr(getattr(config, table), field)
 
 
-def _log(config: RunConfig) -> Iterator[str]:
+def _check_log(config: RunConfig) -> Iterator[str]:
     if config.log.tensorboard and find_spec("tensorboard") is None:
         yield f"log.tensorboard=true: {MissingExtra('tensorboard', 'tensorboard')}"
     if config.log.wandb is not None and find_spec("wandb") is None:
         yield f"log.wandb={config.log.wandb!r}: {MissingExtra('wandb', 'wandb')}"
 
 
-def world_size() -> int | None:
-    """How many processes torchrun started; None if it did not start this one."""
-    given = os.environ.get("WORLD_SIZE", "")
-    return int(given) if "RANK" in os.environ and given.isdecimal() else None
+def torchrun_world_size() -> int | None:
+    """The number of processes that torchrun started; None if it did not start this one."""
+    size = os.environ.get("WORLD_SIZE", "")
+    return int(size) if "RANK" in os.environ and size.isdecimal() else None

@@ -12,7 +12,7 @@ from pathlib import Path
 from zeropipe.core.files import settle
 from zeropipe.core.units import count_text, size_text
 from zeropipe.errors import ConfigError, EngineError
-from zeropipe.train.config.models import RunConfig
+from zeropipe.train.config.tables import RunConfig
 from zeropipe.train.data.chats import write_chats
 from zeropipe.train.data.reader import DatasetsReader, FileReader
 from zeropipe.train.data.request import DataRequest, build_requests

@@ -10,7 +10,7 @@ from typing import Any, overload
 import numpy as np
 
 from zeropipe.errors import ConfigError
-from zeropipe.train.config.models import RunConfig
+from zeropipe.train.config.tables import RunConfig
 from zeropipe.train.data.batch import Batch, BatchLayout, build_batch
 from zeropipe.train.data.cache import wait_for
 from zeropipe.train.data.request import build_requests, vocabulary_size

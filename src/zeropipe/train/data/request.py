@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from zeropipe.errors import ConfigError
-from zeropipe.train.config.models import BYTE_TOKENIZER, RunConfig
+from zeropipe.train.config.tables import BYTE_TOKENIZER, RunConfig
 from zeropipe.train.data.token_files import read_sidecar
 from zeropipe.train.inputs import load_text_config
 

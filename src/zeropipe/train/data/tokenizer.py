@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zeropipe.errors import ConfigError, MissingExtra, first_line
-from zeropipe.train.config.models import BYTE_TOKENIZER
+from zeropipe.train.config.tables import BYTE_TOKENIZER
 from zeropipe.train.data.reader import TextChunk, group_texts
 from zeropipe.train.data.store import IntArray, SampleWriter
 

@@ -8,7 +8,7 @@ from zeropipe.engine.checkpoint.convert import convert
 from zeropipe.engine.engine import Engine
 from zeropipe.engine.run.job import DTYPES
 from zeropipe.errors import ConfigError
-from zeropipe.train.config.models import BYTE_TOKENIZER, RunConfig
+from zeropipe.train.config.tables import BYTE_TOKENIZER, RunConfig
 
 
 def export(config: RunConfig, engine: Engine, checkpoint: Path, is_first: bool) -> Path:

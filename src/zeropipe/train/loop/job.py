@@ -15,7 +15,7 @@ from zeropipe.core.files import write_whole
 from zeropipe.engine.engine import Engine
 from zeropipe.engine.step.losses import CausalLMLoss
 from zeropipe.errors import ConfigError
-from zeropipe.train.config.models import RunConfig
+from zeropipe.train.config.tables import RunConfig
 from zeropipe.train.config.write import to_toml
 from zeropipe.train.data import open_data, open_evaluation
 from zeropipe.train.data.cache import remove_unused

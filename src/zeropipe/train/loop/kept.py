@@ -21,7 +21,7 @@ from zeropipe.engine.checkpoint.save import save_checkpoint
 from zeropipe.engine.checkpoint.saving import Saving
 from zeropipe.engine.engine import Engine
 from zeropipe.errors import ConfigError, EngineError
-from zeropipe.train.config.models import RunConfig
+from zeropipe.train.config.tables import RunConfig
 
 _NAME = re.compile(r"step-(\d{6,})")
 Tell = Callable[[str], None]

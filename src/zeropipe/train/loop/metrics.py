@@ -14,7 +14,7 @@ from typing import Any
 from zeropipe.core.files import write_whole
 from zeropipe.core.units import size_text
 from zeropipe.errors import MissingExtra, first_line
-from zeropipe.train.config.models import RunConfig
+from zeropipe.train.config.tables import RunConfig
 
 Writer = Callable[[Mapping[str, Any] | None], None]  # None: it is over
 

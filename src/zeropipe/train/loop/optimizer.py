@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from zeropipe.engine.engine import Engine
 from zeropipe.engine.masters import MasterWeights
 from zeropipe.errors import ConfigError
-from zeropipe.train.config.models import OptimizerTable, RunConfig
-from zeropipe.train.config.rules import adafactor_faults
+from zeropipe.train.config.rules import check_adafactor
+from zeropipe.train.config.tables import OptimizerTable, RunConfig
 from zeropipe.train.loop.setup import kept_dtype
 
 KINDS: dict[str, type[torch.optim.Optimizer]] = {
@@ -23,8 +23,8 @@ KINDS: dict[str, type[torch.optim.Optimizer]] = {
 def make_optimizer(config: RunConfig, engine: Engine, device: torch.device) -> Any:
     """A torch optimizer or MasterWeights; a rank that trains nothing has one of no parameters."""
     table = config.optimizer
-    for fault in adafactor_faults(config):
-        raise ConfigError(fault)
+    for error in check_adafactor(config):
+        raise ConfigError(error)
     groups = _groups(table, engine)
     options: dict[str, Any] = {"lr": table.lr}
     if table.name != "adafactor":

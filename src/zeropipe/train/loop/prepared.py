@@ -17,7 +17,7 @@ from zeropipe.engine.comm.threads import started
 from zeropipe.engine.run.launch import heartbeat
 from zeropipe.engine.torch_private import default_store
 from zeropipe.errors import ConfigError, EngineError
-from zeropipe.train.config.models import RunConfig
+from zeropipe.train.config.tables import RunConfig
 from zeropipe.train.data import prepare
 from zeropipe.train.loop.metrics import tell
 from zeropipe.train.loop.signals import Signals

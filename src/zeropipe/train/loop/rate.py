@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import ceil, cos, pi
 
-from zeropipe.train.config.models import RateTable
+from zeropipe.train.config.tables import RateTable
 
 
 def factor(table: RateTable, step: int, num_steps: int) -> float:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from zeropipe.core.timeline import Timeline
 from zeropipe.errors import ZeropipeError
-from zeropipe.train.config.models import RunConfig
+from zeropipe.train.config.tables import RunConfig
 from zeropipe.train.inputs import build_schedule, choose_layers, describe_origin
 from zeropipe.train.loop.metrics import tell
 from zeropipe.train.report import Recorded, write_report

@@ -15,7 +15,7 @@ from zeropipe.engine.stages.chance import is_chance
 from zeropipe.engine.stages.hf import HFStage
 from zeropipe.engine.stages.save import config_of
 from zeropipe.errors import ConfigError, short
-from zeropipe.train.config.models import RunConfig
+from zeropipe.train.config.tables import RunConfig
 from zeropipe.train.loop.kept import start_from
 from zeropipe.train.loop.metrics import tell
 from zeropipe.train.loop.setup import chances_of

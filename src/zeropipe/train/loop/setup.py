@@ -23,8 +23,8 @@ from zeropipe.engine.run.meeting import require_same
 from zeropipe.engine.stages.build import hf_stages
 from zeropipe.engine.stages.chance import chances
 from zeropipe.errors import ConfigError, MissingExtra
-from zeropipe.train.config.files import ADAPTER
-from zeropipe.train.config.models import RunConfig
+from zeropipe.train.config.file_rules import ADAPTER_CONFIG
+from zeropipe.train.config.tables import RunConfig
 from zeropipe.train.data import EvaluationData, TrainingData
 from zeropipe.train.inputs import build_schedule, choose_layers, load_model_config, load_text_config
 
@@ -164,7 +164,7 @@ def chances_of(config: RunConfig) -> dict[str, float]:
     if table is not None and table.adapter is None:
         found |= chances({"lora.dropout": table.dropout})
     elif table is not None:
-        found |= chances(json.loads((Path(str(table.adapter)) / ADAPTER).read_text()))
+        found |= chances(json.loads((Path(str(table.adapter)) / ADAPTER_CONFIG).read_text()))
     return found
 
 

@@ -15,7 +15,7 @@ from zeropipe.core.units import count_text
 from zeropipe.engine.engine import Engine
 from zeropipe.engine.step.losses import CausalLMLoss
 from zeropipe.errors import EngineError
-from zeropipe.train.config.models import RunConfig
+from zeropipe.train.config.tables import RunConfig
 from zeropipe.train.loop.evaluation import on
 from zeropipe.train.loop.optimizer import set_rate
 from zeropipe.train.loop.rate import factor

@@ -10,7 +10,7 @@ import torch
 from zeropipe.errors import ZeropipeError
 from zeropipe.estimating.estimate import estimate
 from zeropipe.estimating.gpus import GPUS
-from zeropipe.train.config.models import RunConfig
+from zeropipe.train.config.tables import RunConfig
 from zeropipe.train.inputs import open_shapes
 
 

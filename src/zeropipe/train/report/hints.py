@@ -16,7 +16,7 @@ from zeropipe.searching.right import require_right
 from zeropipe.sim.compare import compare
 from zeropipe.sim.costs import Costs
 from zeropipe.sim.fit import fit
-from zeropipe.train.config.models import RunConfig
+from zeropipe.train.config.tables import RunConfig
 from zeropipe.train.report.drift import Recorded, mean_lost
 from zeropipe.train.report.layers import better_cut
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from zeropipe.core.model.layers import counts_text
 from zeropipe.core.units import count_text
-from zeropipe.train.config.models import RunConfig
+from zeropipe.train.config.tables import RunConfig
 
 
 def title_text(config: RunConfig) -> str:

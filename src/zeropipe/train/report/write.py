@@ -11,7 +11,7 @@ from typing import Any
 from zeropipe.core.files import write_whole
 from zeropipe.core.units import number, percent, time_text
 from zeropipe.errors import ConfigError
-from zeropipe.train.config.models import RunConfig
+from zeropipe.train.config.tables import RunConfig
 from zeropipe.train.report.drift import Drift, Prediction, Recorded, drifts, from_costs, from_first
 from zeropipe.train.report.hints import NOTHING, hint
 from zeropipe.train.report.words import facts_text, title_text

@@ -1,0 +1,257 @@
+"""The tables and fields of a training file. Their descriptions are the text of docs/configuration.md."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+MAX_INTEGER = 10**9
+Count = Annotated[int, Field(ge=1, le=MAX_INTEGER, strict=True)]
+Index = Annotated[int, Field(ge=0, le=MAX_INTEGER, strict=True)]
+Flag = Annotated[bool, Field(strict=True)]
+Number = Annotated[float, Field(strict=True)]  # integers are accepted, true and "1" are not
+Beta = Annotated[float, Field(ge=0, lt=1, strict=True)]
+BYTE_TOKENIZER = "bytes"  # value of data.tokenizer: one token per byte
+Dtype = Literal["float32", "bfloat16", "float64"]
+
+
+class Table(BaseModel):
+    """A table of the file. Unknown fields are errors, and values are immutable."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class ModelTable(Table):
+    """The model to train."""
+
+    path: str = Field(description="A model directory, a config.json, or a built-in model: tiny-qwen3, qwen3-0.6b, ...")
+    weights: Literal["load", "random"] = Field(
+        default="load",
+        description="`load` the weights of the directory, or initialize `random` ones from `train.seed` (pretraining).",
+    )
+    dtype: Dtype = Field(default="float32", description="Data type of weights and activations in computation.")
+    num_layers: Count | None = Field(default=None, description="Number of layers of a built-in model.")
+    vocabulary: Count | None = Field(default=None, description="Vocabulary size of a built-in model.")
+
+
+class LoraTable(Table):
+    """Train a LoRA adapter (peft) and freeze the model. Without this table all weights are trained."""
+
+    rank: Count = Field(default=16, description="Rank of the adapter's matrices.")
+    alpha: Number = Field(default=32.0, gt=0, description="Scale of the adapter: alpha / rank.")
+    dropout: Number = Field(default=0.0, ge=0, lt=1, description="Dropout on the adapter's input.")
+    target_modules: str | tuple[str, ...] = Field(
+        default="all-linear", description="Layers with an adapter: names, a regular expression, or `all-linear`."
+    )
+    adapter: str | None = Field(default=None, description="Directory of a saved adapter to continue training.")
+
+
+class MeshTable(Table):
+    """Sizes of the mesh dimensions. Their product is the number of processes."""
+
+    pp: Count = Field(default=1, description="Pipeline ranks.")
+    dp_replicate: Count = Field(default=1, description="Replicas of the model (data parallelism).")
+    dp_shard: Count = Field(default=1, description="Processes that shard the weights of a replica (FSDP2).")
+    tp: Count = Field(default=1, description="Processes that shard every layer (tensor parallelism).")
+    sequence_parallel: Flag = Field(
+        default=False, description="Also shard sequences over `tp` outside attention and MLP."
+    )
+
+    @property
+    def num_pipelines(self) -> int:
+        """The number of pipelines, each with its own microbatches."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def num_processes(self) -> int:
+        return self.pp * self.num_pipelines * self.tp
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes of the dimensions, in the order of the DeviceMesh."""
+        return {name: getattr(self, name) for name in ("pp", "dp_replicate", "dp_shard", "tp")}
+
+
+class ScheduleTable(Table):
+    """The order of forward and backward passes, and the layers of each stage."""
+
+    name: str = Field(
+        default="1f1b", description="A built-in schedule (`zeropipe list`), or a schedule file (.json, .csv)."
+    )
+    stages_per_rank: Count | None = Field(
+        default=None, description="Stages on each rank. Default: that of the schedule."
+    )
+    options: dict[str, Any] = Field(default_factory=dict, description="Options of the schedule, like `group_size`.")
+    layers: tuple[Index, ...] | None = Field(default=None, description="Number of layers of each stage.")
+    layers_per_stage: Count | None = Field(
+        default=None, description="Layers of each stage, instead of `stages_per_rank`."
+    )
+    first_less: Index = Field(
+        default=0, description="Number of layers fewer on the first stage, which holds the embedding."
+    )
+    last_less: Index = Field(
+        default=0, description="Number of layers fewer on the last stage, which holds the head and the loss."
+    )
+    balance: Literal["even", "time"] = Field(
+        default="even",
+        description="Distribute layers `even`ly, or by `time`: minimize the time of the slowest rank (needs `costs`).",
+    )
+    costs: str | None = Field(
+        default=None,
+        description="Costs of layers: a file of `zeropipe profile` or `estimate`, or a GPU to estimate for, like h100.",
+    )
+    gpus_per_node: Count = Field(default=8, description="GPUs of a machine, for predictions from `costs`.")
+
+
+class EngineTable(Table):
+    """Options of the engine. Those of `zeropipe.engine.Options` that are not here have their defaults."""
+
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="`auto`: a GPU if there is one.")
+    compile: Flag = Field(default=False, description="Compile each transformer block (torch.compile).")
+    ac: str = Field(
+        default="none", description="Activation checkpointing: none, full, selective:N, selective:op, memory_budget:X."
+    )
+    split: Literal["store", "autograd", "whole"] = Field(
+        default="store", description="How the backward is split into I and W."
+    )
+    dynamic_weights: Flag = Field(
+        default=False, description="While waiting for a message, run pending weight gradients (W)."
+    )
+    direct_gradients: Flag = Field(
+        default=False, description="Full backwards (B), too, add weight gradients directly to `.grad`."
+    )
+    shards: Literal["keep", "regather"] = Field(
+        default="keep", description="Gather sharded weights once per step, or again for every microbatch."
+    )
+    offload: Flag = Field(default=False, description="Keep sharded weights and optimizer state in CPU memory.")
+    timeout: Number = Field(default=600.0, gt=0, description="Seconds without progress before a run is aborted.")
+
+
+class DataTable(Table):
+    """The samples, and how they are made into microbatches."""
+
+    kind: Literal["text", "chat", "tokens", "datasets", "synthetic"] = Field(
+        default="synthetic",
+        description="`text`: text files, one document each, or JSONL with a `text` field. `chat`: JSONL with "
+        "`messages`; only answers have a loss. `tokens`: memory-mapped files of token ids. `datasets`: folders saved "
+        "by the `datasets` library. `synthetic`: random tokens.",
+    )
+    path: str | tuple[str, ...] | None = Field(default=None, description="Files, or patterns like `data/*.jsonl`.")
+    tokenizer: str | None = Field(
+        default=None,
+        description="Directory of the tokenizer, or `bytes`: each byte is a token, 256 the end. Default: the model's.",
+    )
+    field: str = Field(
+        default="text", description="The field of a JSONL line, or the column of a dataset, with the text."
+    )
+    sequence: Annotated[int, Field(ge=2, le=MAX_INTEGER, strict=True)] = Field(
+        default=1024, description="Maximum number of tokens of a sequence."
+    )
+    batch: Count = Field(default=8, description="Sequences per step, over all pipelines.")
+    microbatch: Count = Field(default=1, description="Sequences per microbatch.")
+    packing: Flag = Field(
+        default=True,
+        description="Pack several samples into a sequence, without attention between them. Else samples are padded.",
+    )
+    shuffle: Flag = Field(default=True, description="Shuffle in every epoch, from `train.seed`.")
+
+
+class EvaluationTable(Table):
+    """Evaluation on held-out data, with the kind, tokenizer and sequence of `data`."""
+
+    path: str | tuple[str, ...] = Field(description="Files, or patterns.")
+    every: Count = Field(default=100, description="Steps between evaluations. There is also one at the end.")
+    batches: Count | None = Field(default=None, description="Batches to evaluate. Default: all.")
+
+
+class OptimizerTable(Table):
+    """The optimizer."""
+
+    name: Literal["adamw", "adam", "sgd", "adafactor"] = Field(default="adamw", description="An optimizer of torch.")
+    lr: Number = Field(default=1e-4, gt=0, description="Peak learning rate.")
+    weight_decay: Number = Field(default=0.1, ge=0, description="Weight decay, not applied to norms and biases.")
+    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), description="Betas of Adam.")
+    eps: Number = Field(default=1e-8, gt=0, description="Epsilon of Adam.")
+    momentum: Number = Field(default=0.0, ge=0, lt=1, description="Momentum of SGD.")
+    fused: Literal["auto", "yes", "no"] = Field(
+        default="auto", description="Use fused kernels. `auto`: on GPUs, where torch has them."
+    )
+    master_weights: Flag = Field(default=True, description="Keep float32 master weights for 16-bit parameters.")
+    clip: Number = Field(default=1.0, ge=0, description="Maximum norm of gradients. 0: no clipping.")
+
+
+class RateTable(Table):
+    """The learning-rate schedule."""
+
+    shape: Literal["constant", "linear", "cosine", "wsd"] = Field(
+        default="cosine",
+        description="Decay after the warm-up. `wsd`: constant, then linear over the last `decay` of the steps.",
+    )
+    warmup: Index = Field(default=0, description="Steps of linear warm-up.")
+    final: Number = Field(default=0.1, ge=0, le=1, description="Learning rate at the end, as a fraction of the peak.")
+    decay: Number = Field(default=0.2, gt=0, le=1, description="Fraction of the steps in which `wsd` decays.")
+
+
+class TrainTable(Table):
+    """The run."""
+
+    output: str = Field(default="out", description="Folder for checkpoints, metrics and the report.")
+    steps: Count | None = Field(default=None, description="Steps to train. Use this or `epochs`.")
+    epochs: Number | None = Field(default=None, gt=0, description="Passes over the data. Use this or `steps`.")
+    seed: Index = Field(default=0, description="Seed of the order of samples, random weights and dropout.")
+    deterministic: Flag = Field(
+        default=False, description="Use torch's deterministic algorithms, so that runs are reproducible bit for bit."
+    )
+    max_skipped: Index = Field(
+        default=10,
+        description="Maximum number of consecutive steps that are skipped because loss or gradients are not finite.",
+    )
+    record_every: Index = Field(default=100, description="Steps between recorded timelines, for the report. 0: none.")
+
+
+class CheckpointTable(Table):
+    """When to save checkpoints, and which to keep."""
+
+    every: Count | None = Field(default=None, description="Steps between checkpoints. There is also one at the end.")
+    minutes: Number | None = Field(default=None, gt=0, description="Minutes between checkpoints.")
+    keep: Count = Field(default=2, description="Number of newest checkpoints to keep.")
+    best: Flag = Field(default=True, description="Also keep the checkpoint with the best evaluation.")
+    asynchronous: Flag = Field(default=True, description="Write checkpoints while training continues.")
+    resume: str = Field(
+        default="auto",
+        description="`auto`: resume from the newest checkpoint in `output`, if any. `never`: start anew. Or a path.",
+    )
+    export: Flag = Field(
+        default=True, description="At the end, write a model directory for transformers (or an adapter for peft)."
+    )
+
+
+class LogTable(Table):
+    """Logging. `metrics.jsonl` is always written."""
+
+    every: Count = Field(default=1, description="Steps between progress lines.")
+    tensorboard: Flag = Field(default=False, description="Write TensorBoard files to `output`.")
+    wandb: str | None = Field(default=None, description="Weights & Biases project to log to.")
+
+
+class RunConfig(Table):
+    """A training file."""
+
+    model: ModelTable
+    lora: LoraTable | None = None
+    mesh: MeshTable = MeshTable()
+    schedule: ScheduleTable = ScheduleTable()
+    engine: EngineTable = EngineTable()
+    data: DataTable = DataTable()
+    evaluation: EvaluationTable | None = None
+    optimizer: OptimizerTable = OptimizerTable()
+    rate: RateTable = RateTable()
+    train: TrainTable = TrainTable()
+    checkpoint: CheckpointTable = CheckpointTable()
+    log: LogTable = LogTable()
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches of one pipeline in a step."""
+        return self.data.batch // (self.mesh.num_pipelines * self.data.microbatch)
