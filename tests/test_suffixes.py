@@ -40,7 +40,7 @@ def test_each_line_of_jsonl_is_a_document(tmp_path, suffix):
 def test_tables_are_no_text(tmp_path, suffix):
     file = tmp_path / f"a{suffix}"
     file.write_text("text\none\n")
-    with pytest.raises(ConfigError, match="give one JSON object per line"):
+    with pytest.raises(ConfigError, match="must be JSONL, one JSON object per line"):
         opened(run_of(tmp_path, kind="text", path=str(file), tokenizer="bytes"))
 
 
@@ -86,7 +86,7 @@ def test_found_schedules(tmp_path):
 def test_the_project_compares_suffixes_in_one_way():
     suffix = r"json|jsonl|csv|toml|npy|py|svg|png|html|pdf"
     bare = re.compile(rf"""endswith\(\(?["']\.({suffix})\b|endswith\([A-Z]|\.suffix\b""")
-    allowed = {"core/files.py": 1, "app/uploads.py": 1, "viz/__init__.py": 1}
+    allowed = {"core/files.py": 2, "app/uploads.py": 1, "viz/__init__.py": 1}
     found = {}
     for path in SOURCES.rglob("*.py"):
         number = len(bare.findall(path.read_text()))
