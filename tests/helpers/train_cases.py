@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import zeropipe as zp
 from zeropipe.engine import Engine
-from zeropipe.engine.checkpoint import pieces
+from zeropipe.engine.checkpoint import names, pieces
 from zeropipe.engine.run.job import run_job
 from zeropipe.engine.run.spec import Job
 from zeropipe.errors import ConfigError
@@ -165,3 +165,28 @@ def train_told(config: RunConfig) -> tuple[Any, list[str]]:
     lines: list[str] = []
     with mock.patch.object(job, "tell", lines.append), mock.patch.object(resume, "tell", lines.append):
         return job.train(config), lines
+
+
+def train_with_a_tensor_twice(config: RunConfig) -> Any:
+    """Every stage says that it has a tensor of one name, as if no rule said whose it is."""
+    real = names.own_tensors
+
+    def own(stage: Any) -> list[Any]:
+        return [*real(stage), names.Own(stage.number, "model.stored", torch.zeros(2))]
+
+    with mock.patch.object(names, "own_tensors", own):
+        return train_told(config)
+
+
+def train_with_strange_state(config: RunConfig) -> Any:
+    """From its first step on the optimizer keeps what no checkpoint can hold."""
+    real = torch.optim.AdamW.step
+
+    def step(self: Any, *args: Any, **options: Any) -> Any:
+        result = real(self, *args, **options)
+        for state in self.state.values():
+            state["strange"] = object()
+        return result
+
+    with mock.patch.object(torch.optim.AdamW, "step", step):
+        return train_told(config)

@@ -11,6 +11,8 @@ from train_cases import (
     train_on_read_only,
     train_signalled,
     train_told,
+    train_with_a_tensor_twice,
+    train_with_strange_state,
     train_without_export,
     train_without_room,
 )
@@ -76,6 +78,19 @@ def test_an_export_that_fails_says_what_to_do_with_the_checkpoint(tmp_path, star
     ):
         pool(2).run(train_without_export, config)
     assert train_on(config).export == str(tmp_path / "out" / "export")
+
+
+def test_what_can_never_be_saved_is_refused_before_the_first_step(tmp_path, start):
+    with pytest.raises(EngineError, match=r"stages 0 and 1 both have a model\.stored: names must differ, or be tied"):
+        pool(2).run(train_with_a_tensor_twice, config_of(tmp_path / "out", start))
+    assert not (tmp_path / "out" / "metrics.jsonl").exists()
+
+
+def test_a_first_checkpoint_that_no_later_one_can_better_ends_the_run(tmp_path, start):
+    config = config_of(tmp_path / "out", start, every=2)
+    with pytest.raises(EngineError, match=r"strange of .* in the optimizer is a object: a checkpoint keeps tensors"):
+        pool(2).run(train_with_strange_state, config)
+    assert len(metrics_of(tmp_path / "out")) == 2
 
 
 def test_a_folder_that_refuses_names_costs_no_step(tmp_path, start):

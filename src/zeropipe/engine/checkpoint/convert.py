@@ -199,7 +199,7 @@ def _once(stage: HFStage, ties: dict[str, str]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     names: dict[int, str] = {}
     embedding, head = (stage.full_name(name) for name in stage.tied_names)
-    for own in own_tensors(told(stage.stage, stage)):
+    for own in (own for own in own_tensors(told(stage.stage, stage)) if not own.is_copy):
         if own.name == head and stage.is_tied and not stage.is_first:
             ties[head] = embedding
         elif id(own.tensor) in names:

@@ -29,6 +29,10 @@ _CHUNK = 16 * 2**20  # bytes that are checked together
 _FOLDER = re.compile(r"data-[0-9a-f]{12}")
 
 
+class NoFolder(ConfigError):
+    """The folder of a checkpoint cannot be made or written to: that may change, the other reasons do not."""
+
+
 @dataclass(frozen=True)
 class Piece:
     """A box of a tensor, and where its bytes are."""

@@ -62,6 +62,7 @@ class Own:
     name: str  # in the whole model
     tensor: Tensor
     merged: Callable[[], Tensor] | None = None  # the tensor with an adapter added to it
+    is_copy: bool = False  # of a buffer that another stage has: it is loaded, and not saved
 
 
 class _Word(NamedTuple):
@@ -103,12 +104,12 @@ class Catalog:
 
     def owner(self, name: str) -> Own:
         """What this rank holds under a counted name."""
-        return next(own for own in self.own if own.name == name)
+        return next(own for own in self.own if own.name == name and not own.is_copy)
 
     @cached_property
     def saved(self) -> dict[str, Tensor]:
         """What this rank can save."""
-        return {own.name: own.tensor for own in self.own if own.name not in self.ties}
+        return {own.name: own.tensor for own in self.own if own.name not in self.ties and not own.is_copy}
 
     @cached_property
     def frozen(self) -> dict[str, Tensor]:
@@ -158,7 +159,10 @@ def own_tensors(told: Told) -> list[Own]:
     buffers = {n: b for n, b in module.named_buffers(remove_duplicate=False) if n not in unstored}
     parameters = dict(module.named_parameters(remove_duplicate=False))
     full = _full_names(told, parameters, buffers)
-    return [Own(told.number, full[name], tensor) for name, tensor in (parameters | buffers).items()]
+    copies = module.copied_buffers if isinstance(module, HFStage) else frozenset()
+    return [
+        Own(told.number, full[name], tensor, is_copy=name in copies) for name, tensor in (parameters | buffers).items()
+    ]
 
 
 def merged_tensors(told: Told) -> list[Own]:
@@ -202,7 +206,7 @@ def _full_names(told: Told, parameters: Iterable[str], buffers: Iterable[str]) -
 def _word(own: Iterable[Own], stages: Mapping[int, Told]) -> _Word:
     described: dict[int, list[Described]] = {stage: [] for stage in stages}
     same: dict[int, list[str]] = {}
-    for each in own:
+    for each in (each for each in own if not each.is_copy):
         dtype = str(each.tensor.dtype).removeprefix("torch.")
         what = Described(each.name, tuple(each.tensor.shape), dtype, _is_frozen(each.tensor))
         described[each.stage].append(what)

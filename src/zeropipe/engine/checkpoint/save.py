@@ -15,7 +15,7 @@ from zeropipe.core.schedule import Schedule
 from zeropipe.engine.backward.gradients import local
 from zeropipe.engine.checkpoint import pieces
 from zeropipe.engine.checkpoint.frozen import fingerprint
-from zeropipe.engine.checkpoint.manifest import Manifest, Target
+from zeropipe.engine.checkpoint.manifest import Manifest, NoFolder, Target
 from zeropipe.engine.checkpoint.names import Catalog, HasTeam, Team, require_engine
 from zeropipe.engine.checkpoint.optimizers import Gives, Kept, Optimized, kind_of_all
 from zeropipe.engine.checkpoint.pieces import Written
@@ -67,14 +67,39 @@ def save_checkpoint(
     return saving
 
 
+def require_savable(engine: HasTeam, optimizer: Any = None, *, frozen: bool = True) -> None:
+    """ConfigError for an engine and an optimizer that no checkpoint can hold; all ranks call this alike.
+
+    Nothing is written. What an optimizer keeps from its first step on is not known before it.
+    """
+    require_engine(engine)
+    with engine.together("looking at what a checkpoint will hold") as team:
+        catalog = Catalog(team)
+        state: dict[str, Tensor] = {}
+        shares = agree(team.fabric, lambda: _share(catalog, state, optimizer, {} if frozen else catalog.frozen))
+        pieces.share_out([share.plan for share in shares])
+        _optimizer(shares)
+
+
 class _Share(NamedTuple):
     """What a rank brings to a checkpoint."""
 
     plan: Any
     kept: Kept | None  # without its tensors
-    facts: str
-    token: str | None
     gives: Gives
+    facts: str = ""
+
+
+def _share(catalog: Catalog, state: dict[str, Tensor], optimizer: Any, left_out: Mapping[str, Tensor]) -> _Share:
+    """Add weights and the optimizer's state to `state`, which may hold more, and plan to save all of it."""
+    kept_here = {name: tensor for name, tensor in catalog.saved.items() if name not in left_out}
+    state.update({f"model.{name}": tensor.detach() for name, tensor in kept_here.items()})
+    kept = None if optimizer is None else Optimized(optimizer, catalog).keep()
+    if kept is not None:
+        state.update({f"optim.{name}": tensor for name, tensor in kept.tensors.items()})
+    return _Share(
+        pieces.plan_save(state), kept and kept._replace(tensors={}), Gives(kept and kept.kind, catalog.learning)
+    )
 
 
 def _start(
@@ -83,7 +108,6 @@ def _start(
     fabric, catalog = team.fabric, Catalog(team)
     left_out = {} if frozen else catalog.frozen
     base = None if frozen else fingerprint(fabric, catalog)
-    tokens: list[str] = []
     state: dict[str, Tensor] = {}
     beside: dict[str, Tensor] = {}
 
@@ -91,36 +115,27 @@ def _start(
         if step is not None and type(step) is not int:
             raise ConfigError(f"step={step!r}: give the number of steps done")
         encoded = encode(extra, "extra", beside)
-        kept_here = {name: tensor for name, tensor in catalog.saved.items() if name not in left_out}
-        state.update({f"model.{name}": tensor.detach() for name, tensor in kept_here.items()})
-        kept = None if optimizer is None else Optimized(optimizer, catalog).keep()
-        if kept is not None:
-            state.update({f"optim.{name}": tensor for name, tensor in kept.tensors.items()})
         state.update({f"extra.{name}": tensor for name, tensor in beside.items()})
         if random:
             states = random_states(fabric.device)
             state.update({f"random.{fabric.rank}.{name}": tensor for name, tensor in states.items()})
         sums = [zlib.crc32(staged(tensor).reshape(-1).view(torch.uint8).numpy()) for tensor in beside.values()]
         facts = json.dumps({"path": str(path), "step": step, "extra": encoded, "sums": sums})
-        plan = pieces.plan_save(state)
-        tokens.extend([Target.open(path)] if fabric.rank == 0 else [])
-        gives = Gives(kept and kept.kind, catalog.learning)
-        return _Share(plan, kept and kept._replace(tensors={}), facts, tokens[0] if tokens else None, gives)
+        return _share(catalog, state, optimizer, left_out)._replace(facts=facts)
 
+    shares: list[_Share] = agree(fabric, prepare)
+    plans, metadata = _shared_out(shares)
+    model, optimized = _model(team, catalog) | {"base": base}, _optimizer(shares)
     try:
-        shares: list[_Share] = agree(fabric, prepare)
-        plans, metadata = _shared_out(shares)
-        model, optimized = _model(team, catalog) | {"base": base}, _optimizer(shares)
-    except ConfigError:
-        for token in tokens:
-            Target(path, token).close()
-        raise
+        token, *_ = agree(fabric, lambda: Target.open(path) if fabric.rank == 0 else "")
+    except ConfigError as error:
+        raise NoFolder(str(error)) from None
     mine = plans[fabric.rank]
     wanted = {item.index.fqn for item in mine.items}
     own = {name: staged(tensor) if asynchronous else tensor for name, tensor in state.items() if name in wanted}
     if fabric.device.type == "cuda":  # the thread that writes has a stream of its own
         torch.cuda.synchronize(fabric.device)
-    target = Target(path, shares[0].token or "")
+    target = Target(path, token)
     facts = json.loads(shares[0].facts)
     layout = written_by(team.schedule, fabric.layout)
 

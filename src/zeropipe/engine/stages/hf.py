@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -57,6 +57,7 @@ class HFStage(nn.Module):
             weight = next(lm.parameters())
             size = lm.config.get_text_config().hidden_size
             self.score = nn.Linear(size, lm.config.num_labels, bias=False, device=weight.device, dtype=weight.dtype)
+        self.copied_buffers = self._buffers_of_others(parameters)
         self._same = [
             names for names in same_names(self, self.tied_names[0]) if self.is_first or names[0] != self.tied_names[0]
         ]
@@ -79,6 +80,23 @@ class HFStage(nn.Module):
             # A tied head is filled as the embedding: `tie` drops the embedding afterwards.
             if not is_kept and not (self.is_tied and name == self._embedding):
                 self._blanks.put(self.lm, name)
+
+    def _buffers_of_others(self, parameters: Iterable[str]) -> frozenset[str]:
+        """Buffers outside the layers that belong to another stage: this one has copies, which are not saved."""
+        layers = f"{self.family.layers}."
+        outside = [name for name in parameters if not name.startswith(layers)]
+        buffers = [name for name, _ in self.lm.named_buffers(remove_duplicate=False) if not name.startswith(layers)]
+        return frozenset(f"lm.{name}" for name in buffers if self._home(name, outside) != self.stage)
+
+    def _home(self, buffer: str, parameters: Sequence[str]) -> int:
+        """The stage that a buffer belongs to: that of the parameters nearest to it."""
+        near, inside = parameters, buffer
+        while inside:
+            inside = inside.rpartition(".")[0]
+            near = [name for name in parameters if name.startswith(f"{inside}.")]
+            if near:
+                break
+        return min((self.family.home(name, self.cut) for name in near or parameters), default=0)
 
     @contextmanager
     def alone(self) -> Iterator[None]:

@@ -185,7 +185,7 @@ def merged_tensors(stage: HFStage, adapter: str) -> Tensors:
     found: Tensors = {
         stage.full_name(name): lambda t=tensor: t
         for name, tensor in stage.state_dict().items()
-        if not (inside and name.startswith(inside))
+        if not (inside and name.startswith(inside)) and name not in stage.copied_buffers
     }
     for name, module in around.items():
         for leaf in wrapped(module).state_dict():

@@ -79,6 +79,7 @@ class Run:
         require_packing(engine, self._data, self._held_out)
         self._optimizer = make_optimizer(config, engine, place.device)
         self._kept = Kept(config, engine, self._is_first, tell)
+        self._kept.require_savable(self._optimizer)
         self._counts = self._resumed()
         self._num_steps = num_steps_of(config, self._data, self._counts.step)
         self._stepper = Stepper(config, engine, self._optimizer, self._data, place, self._counts, self._num_steps)

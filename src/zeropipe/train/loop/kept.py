@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from zeropipe.core.files import write_whole
-from zeropipe.engine.checkpoint.manifest import FILE, followed, read_manifest
-from zeropipe.engine.checkpoint.save import save_checkpoint
+from zeropipe.engine.checkpoint.manifest import FILE, NoFolder, followed, read_manifest
+from zeropipe.engine.checkpoint.save import require_savable, save_checkpoint
 from zeropipe.engine.checkpoint.saving import Saving
 from zeropipe.engine.engine import Engine
 from zeropipe.errors import ConfigError, EngineError
@@ -39,6 +39,10 @@ class Kept:
         self.saved: int | None = None  # the step of the newest one
         self.path: Path | None = None  # and where it is
 
+    def require_savable(self, optimizer: Any) -> None:
+        """ConfigError for a run of which no checkpoint can be made; all ranks call this alike."""
+        require_savable(self._engine, optimizer, frozen=self._saves_frozen)
+
     def save(self, step: int, optimizer: Any, extra: Any, *, best: bool, last: bool) -> None:
         """Save after `step` steps; all ranks call this alike. The last one is waited for, and must succeed."""
         self.settle()
@@ -48,7 +52,7 @@ class Kept:
                 path, self._engine, optimizer, step=step, extra=extra, frozen=self._saves_frozen,
                 asynchronous=self._table.asynchronous,
             )  # fmt: skip
-        except (ConfigError, EngineError) as error:  # the folder cannot be made, say
+        except (NoFolder, EngineError) as error:  # that may pass; another ConfigError does not, and ends the run
             self._failed(error, last)
             return
         self.saved, self.path, self._is_best = step, path, best
