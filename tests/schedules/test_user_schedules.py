@@ -49,7 +49,7 @@ def test_an_installed_package_brings_schedules(tmp_path):
     assert done.stdout == "0F0 vee\n"
 
 
-def test_a_broken_package_does_not_break_the_others(tmp_path):
+def test_a_broken_package_does_not_break_the_other_schedules(tmp_path):
     (tmp_path / "bad_package.py").write_text("raise RuntimeError('out of order')\n")
     info = tmp_path / "bad_package-1.0.dist-info"
     info.mkdir()
@@ -296,12 +296,12 @@ def test_compare_names_the_schedule_that_is_stuck_and_leaves_it_out_of_all(odd, 
 def test_starts_of_a_search_and_hints_of_a_report_leave_wrong_schedules_out(odd):
     from zeropipe.searching.model import Task
     from zeropipe.searching.starts.starts import named
-    from zeropipe.train.report.hints import _others
+    from zeropipe.train.report.hints import _other_schedules
 
     problem = zp.Problem(2, 2, 2)
     zp.register("odd-right", placement=zp.linear)(lambda lane, rank, p: (lane.f(rank, 2), lane.b(rank, 2)))
     starts = {schedule.name for schedule in named(Task(problem, zp.linear(problem), zp.Costs(), False))}
-    others = {schedule.name for schedule in _others(zp.build("zb-h1", ranks=2, microbatches=2), 8)}
+    others = {schedule.name for schedule in _other_schedules(zp.build("zb-h1", ranks=2, microbatches=2), 8)}
     for found in (starts, others):
         assert {"gpipe", "odd-right"} <= found
         assert "odd-stuck" not in found

@@ -27,12 +27,11 @@ from zeropipe.train.config.tables import (
     TrainTable,
 )
 from zeropipe.train.inputs import build_schedule, choose_layers, load_layer_costs
-from zeropipe.train.loop.recorded import Records
-from zeropipe.train.report import Recorded, write_report
-from zeropipe.train.report.drift import MOST, drifts, from_costs, from_first
-from zeropipe.train.report.files import load, save
-from zeropipe.train.report.hints import hint
-from zeropipe.train.report.write import prediction_of
+from zeropipe.train.report.drift import MAX_ROWS, compare_steps, predict_from_costs, predict_from_first
+from zeropipe.train.report.hints import give_hint
+from zeropipe.train.report.page import predict_steps, write_report
+from zeropipe.train.report.recorded_steps import RecordedStep, load_steps, save_step
+from zeropipe.train.report.recorder import Recorder
 from zeropipe.viz.article.chart import MOST_POINTS, thinned
 
 EVEN = zp.Costs(f=0.010, i=0.010, w=0.010, p2p=0.0, unit="s", memory_unit="B", activation=1e6)
@@ -47,7 +46,7 @@ def config_of(name, *, ranks=4, microbatches=16, size=1, **engine):
 
 def recorded_of(schedule, costs=EVEN, step=10, outside=0.0):
     timeline = replace(zp.simulate(schedule, costs), measured=True)
-    return Recorded(step, timeline, timeline.makespan + outside)
+    return RecordedStep(step, timeline, timeline.makespan + outside)
 
 
 def disturbed(recorded, late):
@@ -60,14 +59,14 @@ def disturbed(recorded, late):
             start[at], end[at] = start[at] + n * late, end[at] + n * late
     as_bytes = [array("d", column).tobytes() for column in (start, end)]
     timeline = replace(t, start=as_bytes[0], end=as_bytes[1])
-    return Recorded(recorded.step, timeline, timeline.makespan)
+    return RecordedStep(recorded.step, timeline, timeline.makespan)
 
 
 def test_a_slow_last_stage_asks_for_the_layers_that_an_exhaustive_search_finds():
     schedule, layers = zp.build("1f1b", ranks=4, microbatches=16), (4, 4, 4, 4)
     head = 6  # the head takes as long as so many layers
     times = {k: [0.001 * n for n in (4, 4, 4, 4 + head)] for k in "fiw"}
-    found = hint(config_of("1f1b"), recorded_of(schedule, replace(EVEN, **times)), layers)
+    found = give_hint(config_of("1f1b"), recorded_of(schedule, replace(EVEN, **times)), layers)
     assert found.cause == "imbalance"
     assert "rank 3" in found.text
     said = json.loads(re.search(r"`schedule\.layers = (\[[\d, ]+\])`", found.text)[1])
@@ -79,7 +78,7 @@ def test_a_slow_last_stage_asks_for_the_layers_that_an_exhaustive_search_finds()
 
 def test_a_bubble_of_the_schedule_names_a_schedule_that_is_faster_within_the_same_memory():
     schedule = zp.build("1f1b", ranks=4, microbatches=8)
-    found = hint(config_of("1f1b", microbatches=8), recorded_of(schedule), (4, 4, 4, 4))
+    found = give_hint(config_of("1f1b", microbatches=8), recorded_of(schedule), (4, 4, 4, 4))
     assert found.cause == "schedule"
     name = re.search(r'`schedule\.name = "([\w-]+)"`', found.text)[1]
     now, then = compare([schedule, zp.build(name, ranks=4, microbatches=8)], EVEN)
@@ -91,15 +90,15 @@ def test_a_bubble_of_the_schedule_names_a_schedule_that_is_faster_within_the_sam
 def test_without_layers_for_more_stages_more_microbatches_are_proposed():
     schedule = zp.build("zb-h1", ranks=4, microbatches=4)
     of = config_of("zb-h1", microbatches=4, size=2)
-    found = hint(of, recorded_of(schedule), (1, 1, 1, 1))
+    found = give_hint(of, recorded_of(schedule), (1, 1, 1, 1))
     assert found.cause == "schedule"
     assert "`data.microbatch = 1`" in found.text
-    assert "`data.batch = 8`" in hint(config_of("zb-h1", microbatches=4), recorded_of(schedule), (1, 1, 1, 1)).text
+    assert "`data.batch = 8`" in give_hint(config_of("zb-h1", microbatches=4), recorded_of(schedule), (1, 1, 1, 1)).text
 
 
 def test_slow_messages_are_communication():
     schedule = zp.build("zbv", ranks=4, microbatches=16)
-    found = hint(config_of("zbv"), recorded_of(schedule, replace(EVEN, p2p=0.03)), (1,) * 8)
+    found = give_hint(config_of("zbv"), recorded_of(schedule, replace(EVEN, p2p=0.03)), (1,) * 8)
     assert found.cause == "communication"
     assert "30 ms" in found.text
     assert "`schedule.name = " in found.text
@@ -107,7 +106,7 @@ def test_slow_messages_are_communication():
 
 def test_pauses_between_actions_are_overhead_and_ask_for_larger_microbatches():
     schedule = zp.build("gpipe", ranks=1, microbatches=16)
-    found = hint(config_of("gpipe", ranks=1), disturbed(recorded_of(schedule), 0.004), (4,))
+    found = give_hint(config_of("gpipe", ranks=1), disturbed(recorded_of(schedule), 0.004), (4,))
     assert found.cause == "overhead"
     assert "`data.microbatch = 2`" in found.text
     assert "`engine.compile = true`" in found.text
@@ -115,7 +114,7 @@ def test_pauses_between_actions_are_overhead_and_ask_for_larger_microbatches():
 
 def test_time_outside_the_pipeline_is_named():
     schedule = zp.build("zbv", ranks=4, microbatches=16)
-    found = hint(config_of("zbv"), recorded_of(schedule, outside=1.0), (1,) * 8)
+    found = give_hint(config_of("zbv"), recorded_of(schedule, outside=1.0), (1,) * 8)
     assert found.cause == "outside"
     assert "optimizer" in found.text
 
@@ -127,16 +126,16 @@ def test_irregular_times_ask_for_dynamic_weights_once():
     places = [times[span.action] for rank in range(4) for span in zp.simulate(schedule).spans(rank)]
     start, end = (array("d", column).tobytes() for column in zip(*places, strict=True))
     timeline = replace(zp.simulate(schedule, EVEN), start=start, end=end, measured=True)
-    bad = Recorded(10, timeline, timeline.makespan)
-    found = hint(config_of("zbv"), bad, (1,) * 8)
+    bad = RecordedStep(10, timeline, timeline.makespan)
+    found = give_hint(config_of("zbv"), bad, (1,) * 8)
     assert found.cause == "jitter"
     assert "`engine.dynamic_weights = true`" in found.text
-    assert "dynamic_weights" not in hint(config_of("zbv", dynamic_weights=True), bad, (1,) * 8).text
+    assert "dynamic_weights" not in give_hint(config_of("zbv", dynamic_weights=True), bad, (1,) * 8).text
 
 
 def test_a_good_run_is_left_alone():
     schedule = zp.build("zbv", ranks=4, microbatches=32)
-    found = hint(config_of("zbv", microbatches=32), recorded_of(schedule), (1,) * 8)
+    found = give_hint(config_of("zbv", microbatches=32), recorded_of(schedule), (1,) * 8)
     assert found.cause == "nothing"
 
 
@@ -144,13 +143,15 @@ def test_drift_is_measured_over_predicted_and_has_the_first_and_the_last_of_many
     schedule = zp.build("1f1b", ranks=2, microbatches=4)
     slower = [replace(EVEN, **{k: getattr(EVEN, k) * (1 + n / 1000) for k in "fiw"}) for n in range(0, 301, 2)]
     recorded = [recorded_of(schedule, costs, step) for step, costs in enumerate(slower)]
-    rows = drifts(recorded, from_first(recorded))
-    assert len(rows) == MOST < len(recorded)
+    rows = compare_steps(recorded, predict_from_first(recorded))
+    assert len(rows) == MAX_ROWS < len(recorded)
     assert (rows[0].step, rows[-1].step) == (0, 150)
     assert rows[0].ratio == pytest.approx(1.0)
     assert rows[-1].ratio == pytest.approx(1.3)
     assert sum(rows[-1].lost) == pytest.approx(rows[-1].measured - sum(recorded[-1].timeline.busy) / 2)
-    half = drifts(recorded[:1], from_costs(replace(EVEN, f=0.005, i=0.005, w=0.005), "given", recorded[:1]))
+    half = compare_steps(
+        recorded[:1], predict_from_costs(replace(EVEN, f=0.005, i=0.005, w=0.005), "given", recorded[:1])
+    )
     assert half[0].ratio == pytest.approx(2.0)
 
 
@@ -191,55 +192,57 @@ def test_nothing_is_written_before_a_step_is_recorded(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_resumed_run_keeps_what_was_recorded_before_and_is_held_against_its_own_first_step(tmp_path):
+def test_a_resumed_run_keeps_what_was_recorded_before_and_is_compared_with_its_own_first_step(tmp_path):
     before, after = zp.build("zbv", ranks=4, microbatches=8), zp.build("1f1b", ranks=2, microbatches=4)
     old = [replace(recorded_of(before, step=step), setup="zbv on pp 4") for step in (3, 10, 20)]
     for one in old:
-        save(one, tmp_path)
+        save_step(one, tmp_path)
     (tmp_path / "step-000011.json").write_text('{"zeropipe": 1, "tr')  # cut off
-    kept = load(tmp_path, 10)
+    kept = load_steps(tmp_path, 10)
     assert [(one.step, one.seconds, one.setup) for one in kept] == [(o.step, o.seconds, o.setup) for o in old[:2]]
     assert kept[0].timeline == old[0].timeline
     assert not (tmp_path / "step-000020.json").exists()  # the run makes this step again
     new = [replace(recorded_of(after, step=step), setup="1f1b on pp 2") for step in (13, 20)]
-    rows = drifts([*kept, *new], from_first([*kept, *new]))
+    rows = compare_steps([*kept, *new], predict_from_first([*kept, *new]))
     assert [row.ratio for row in rows] == pytest.approx([1.0] * 4)
     twice = replace(EVEN, f=0.005, i=0.005, w=0.005)
-    rows = drifts([*kept, *new], from_costs(twice, "given", [*kept, *new]))
+    rows = compare_steps([*kept, *new], predict_from_costs(twice, "given", [*kept, *new]))
     assert [row.ratio for row in rows] == pytest.approx([1.0, 1.0, 2.0, 2.0])
     write_report(config_of("1f1b", ranks=2), [*kept, *new], tmp_path / "report.html")
-    assert "from here on: 1f1b on pp 2" in (tmp_path / "report.html").read_text()
+    assert "setup from here on: 1f1b on pp 2" in (tmp_path / "report.html").read_text()
 
 
-def test_costs_of_the_file_are_what_steps_are_held_against(tmp_path):
+def test_steps_are_compared_with_the_costs_of_the_file(tmp_path):
     of = config_of("1f1b", ranks=2, microbatches=4)
     of = of.model_copy(update={"model": ModelTable(path="tiny-qwen3", weights="random")})
     of = of.model_copy(update={"schedule": ScheduleTable(name="1f1b", costs="h100")})
     recorded = [recorded_of(build_schedule(of))]
     layers = choose_layers(of, build_schedule(of))
-    guess = prediction_of(of, recorded, layers)
+    prediction = predict_steps(of, recorded, layers)
     costs = load_layer_costs(of)
     expected = zp.simulate(build_schedule(of), costs.costs(layers, placement=build_schedule(of).placement))
-    assert guess.of(recorded[0]).makespan == pytest.approx(expected.makespan)
-    assert "h100" in guess.source
+    assert prediction.timeline_of(recorded[0]).makespan == pytest.approx(expected.makespan)
+    assert "h100" in prediction.source
     apart = ScheduleTable(name="1f1b", costs="h100", gpus_per_node=1)
     spread = of.model_copy(update={"schedule": apart, "mesh": MeshTable(pp=2, dp_shard=2)})
     stages = costs.costs(layers, shards=2, gather="keep", shard_link=costs.inter_node, node_size=1)
-    guess = prediction_of(spread, recorded, layers)
-    assert guess.of(recorded[0]).makespan == pytest.approx(zp.simulate(build_schedule(of), stages).makespan)
+    prediction = predict_steps(spread, recorded, layers)
+    assert prediction.timeline_of(recorded[0]).makespan == pytest.approx(
+        zp.simulate(build_schedule(of), stages).makespan
+    )
     (tmp_path / "costs.json").write_text(to_layer_json(replace(costs, sequence=8 * costs.sequence)))
     longer = of.model_copy(update={"schedule": ScheduleTable(name="1f1b", costs=str(tmp_path / "costs.json"))})
-    assert "what the actions of step" in prediction_of(longer, recorded, layers).source
+    assert "the durations of actions in step" in predict_steps(longer, recorded, layers).source
 
 
 @pytest.mark.parametrize(("packing", "length"), [(True, 1024), (False, 0)])
-def test_recorded_steps_tell_what_they_are_of(tmp_path, packing, length):
+def test_recorded_steps_have_the_settings_of_the_run(tmp_path, packing, length):
     """Padded rows are as long as their samples."""
     config = RunConfig(
         model=ModelTable(path="tiny-qwen3", dtype="bfloat16"), mesh=MeshTable(pp=2, tp=2),
         schedule=ScheduleTable(name="1f1b", layers=[5, 3]), engine=EngineTable(ac="full", compile=True),
         data=DataTable(kind="tokens", batch=8, microbatch=2, packing=packing), train=TrainTable(output=str(tmp_path)),
     )  # fmt: skip
-    Records(config, True, 0).add(1, recorded_of(build_schedule(config)).timeline, 1.0)
-    (found,) = load(tmp_path / "timelines", 2)
+    Recorder(config, True, 0, print).add(1, recorded_of(build_schedule(config)).timeline, 1.0)
+    (found,) = load_steps(tmp_path / "timelines", 2)
     assert found.timeline.origin == Origin((5, 3), "full", 2, length, "bfloat16", 2, True)

@@ -11,7 +11,7 @@ from machines import ADDRESSES, ended, run_on, two_machines, waited_for
 pytest.importorskip("torch", reason="needs torch")
 from zeropipe.cli import main
 from zeropipe.sim.reality import lost
-from zeropipe.train.report.files import load
+from zeropipe.train.report.recorded_steps import load_steps
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1200)]
 
@@ -141,7 +141,7 @@ def test_a_slow_cable_is_communication_in_the_recorded_step(machines, tmp_path):
             for machine in machines:
                 machine.speed("1gbit")
         require_good(results)
-        timeline = load(tmp_path / f"out-{rate}" / "timelines", 3)[-1].timeline
+        timeline = load_steps(tmp_path / f"out-{rate}" / "timelines", 3)[-1].timeline
         shares.append(max(causes.communication for causes in lost(timeline)) / timeline.makespan)
         assert (tmp_path / f"out-{rate}" / "report.html").is_file()
     assert all(slow > fast + 0.3 for fast, slow in pairwise(shares)), shares

@@ -18,8 +18,8 @@ from zeropipe.train.loop.job import is_better, num_steps_of
 from zeropipe.train.loop.metrics import Metrics, forget_after
 from zeropipe.train.loop.optimizer import _norms_and_biases
 from zeropipe.train.loop.rate import factor
-from zeropipe.train.loop.recorded import MOST, thinned
 from zeropipe.train.loop.resume import _differences
+from zeropipe.train.report.recorder import MAX_KEPT, thin_out
 
 LAYOUTS = [
     pytest.param({"pp": 2}, "1f1b", False, id="pp2"),
@@ -174,7 +174,7 @@ def test_other_writers_get_the_metrics_until_they_fail(tmp_path, monkeypatch, ca
 def test_a_long_run_keeps_some_of_its_recorded_steps():
     kept: list = []
     for step in range(1000):
-        kept = thinned([*kept, step])
-        assert len(kept) <= MOST
+        kept = thin_out([*kept, step])
+        assert len(kept) <= MAX_KEPT
     assert kept[0] == 0
     assert kept[-100:] == list(range(900, 1000))

@@ -25,13 +25,13 @@ from zeropipe.train.loop.kept import Kept
 from zeropipe.train.loop.metrics import Metrics, tell
 from zeropipe.train.loop.optimizer import make_optimizer, set_groups
 from zeropipe.train.loop.prepared import named, prepared
-from zeropipe.train.loop.recorded import Records
 from zeropipe.train.loop.resume import resumed
 from zeropipe.train.loop.setup import Place, deterministic, make_engine, place_of, require_packing
 from zeropipe.train.loop.signals import Signals
 from zeropipe.train.loop.sole import Sole
 from zeropipe.train.loop.steps import Counts, Stepper, Taken
 from zeropipe.train.loop.usage import Utilization, peak_memory
+from zeropipe.train.report.recorder import Recorder
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Run:
         self._counts = self._resumed()
         self._num_steps = num_steps_of(config, self._data, self._counts.step)
         self._stepper = Stepper(config, engine, self._optimizer, self._data, place, self._counts, self._num_steps)
-        self._records = Records(config, self._is_first, self._counts.step)
+        self._recorder = Recorder(config, self._is_first, self._counts.step, tell)
         self._evaluation_loss: float | None = None
         self._saved_at = time.monotonic()
         self._stops = ""
@@ -133,7 +133,7 @@ class Run:
         if metrics is not None:
             metrics.step(self._values(taken, memory))
         if taken.timeline is not None:  # the report shows this step's loss, too
-            self._records.add(taken.step, taken.timeline, taken.seconds)
+            self._recorder.add(taken.step, taken.timeline, taken.seconds)
         is_last = taken.step == self._num_steps or bool(self._stops)
         is_best = self._evaluated(metrics, is_last)
         every = self._config.checkpoint.every
@@ -185,7 +185,7 @@ class Run:
             self._save(False, True)
         checkpoint = self._kept.path
         assert checkpoint is not None
-        self._records.write()
+        self._recorder.write()
         is_done = counts.step >= self._num_steps
         target = None
         if is_done and config.checkpoint.export:

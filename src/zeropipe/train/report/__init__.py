@@ -1,6 +1,9 @@
-"""report.html of a run: recorded steps beside predicted ones, the loss, and what to change."""
+"""report.html of a run: recorded steps compared with predicted ones, the loss, and a hint at what to change.
 
-from zeropipe.train.report.drift import Recorded
-from zeropipe.train.report.write import write_report
-
-__all__ = ["Recorded", "write_report"]
+recorded_steps  measured timelines of steps, in memory and on disk
+recorder        collects the recorded steps of a run and keeps the report up to date
+drift           predictions of recorded steps, and the differences
+hints           the largest loss of time, and the setting that is predicted to reduce it
+better_layers   layers of each stage that are predicted to be faster
+page            the page itself
+"""

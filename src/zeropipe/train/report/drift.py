@@ -1,4 +1,4 @@
-"""How measured and predicted steps drift apart over a run."""
+"""Measured and predicted times of recorded steps, and how they drift apart over a run."""
 
 from __future__ import annotations
 
@@ -13,34 +13,22 @@ from zeropipe.sim.costs import Costs
 from zeropipe.sim.fit import fit
 from zeropipe.sim.reality import Lost, lost
 from zeropipe.sim.simulate import simulate
+from zeropipe.train.report.recorded_steps import RecordedStep
 
-MOST = 100  # recorded steps in the report; of more, evenly chosen ones
-
-
-@dataclass(frozen=True, eq=False)
-class Recorded:
-    """A step whose timeline was measured. `seconds` is the whole step: also data, clipping and the optimizer.
-
-    `setup` says in words how it ran: a run may be resumed on another layout.
-    """
-
-    step: int
-    timeline: Timeline
-    seconds: float
-    setup: str = ""
+MAX_ROWS = 100  # of the report
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a recorded step should have looked like, and where that is from."""
+    """The predicted timelines of recorded steps, and a description of their source."""
 
-    source: str  # in words, for people
-    of: Callable[[Recorded], Timeline]
+    source: str
+    timeline_of: Callable[[RecordedStep], Timeline]
 
 
 @dataclass(frozen=True)
 class Drift:
-    """One recorded step against its prediction."""
+    """A recorded step compared with its prediction."""
 
     step: int
     setup: str
@@ -48,7 +36,7 @@ class Drift:
     measured: float
     predicted: float
     bubble: float
-    lost: Lost  # the mean of all ranks
+    lost: Lost  # mean over ranks
 
     @property
     def ratio(self) -> float:
@@ -56,61 +44,56 @@ class Drift:
 
     @property
     def outside(self) -> float:
-        """Time of the step in which no action runs: data, clipping, the optimizer."""
+        """Seconds of the step in which no action runs: data, clipping, the optimizer."""
         return max(0.0, self.seconds - self.measured)
 
 
-def from_first(recorded: Sequence[Recorded]) -> Prediction:
-    """Simulations under what actions took in the first step that was recorded with the same setup."""
-    firsts: dict[str, Recorded] = {}
-    for one in recorded:
+def predict_from_first(steps: Sequence[RecordedStep]) -> Prediction:
+    """Simulate each step with the durations of actions in the first recorded step of the same setup."""
+    firsts: dict[str, RecordedStep] = {}
+    for one in steps:
         firsts.setdefault(one.setup, one)
-    number = firsts[recorded[-1].setup].step
-    return _simulated(
-        f"simulated from what the actions of step {number} took", lambda one: fit(firsts[one.setup].timeline)
+    number = firsts[steps[-1].setup].step
+    return _simulate_steps(
+        f"simulated with the durations of actions in step {number}", lambda one: fit(firsts[one.setup].timeline)
     )
 
 
-def from_costs(costs: Costs, source: str, recorded: Sequence[Recorded]) -> Prediction:
-    """Simulations under `costs`; of steps with another setup than the newest under what their first one took."""
-    setup, earlier = recorded[-1].setup, from_first(recorded)
-    given = _simulated(source, lambda _: costs)
-    return Prediction(source, lambda one: (given if one.setup == setup else earlier).of(one))
+def predict_from_costs(costs: Costs, source: str, steps: Sequence[RecordedStep]) -> Prediction:
+    """Simulate the steps of the newest setup with `costs`, and those of earlier setups as `predict_from_first`."""
+    setup, earlier = steps[-1].setup, predict_from_first(steps)
+    newest = _simulate_steps(source, lambda _: costs)
+    return Prediction(source, lambda one: (newest if one.setup == setup else earlier).timeline_of(one))
 
 
-def _simulated(source: str, costs_of: Callable[[Recorded], Costs]) -> Prediction:
-    found: dict[tuple[str, Schedule], Timeline] = {}
+def _simulate_steps(source: str, costs_of: Callable[[RecordedStep], Costs]) -> Prediction:
+    cache: dict[tuple[str, Schedule], Timeline] = {}
 
-    def of(one: Recorded) -> Timeline:
-        key = one.setup, one.timeline.schedule
-        if key not in found:
-            found[key] = simulate(one.timeline.schedule, costs_of(one))
-        return found[key]
+    def timeline_of(recorded: RecordedStep) -> Timeline:
+        key = recorded.setup, recorded.timeline.schedule
+        if key not in cache:
+            cache[key] = simulate(recorded.timeline.schedule, costs_of(recorded))
+        return cache[key]
 
-    return Prediction(source, of)
+    return Prediction(source, timeline_of)
 
 
-def drifts(recorded: Sequence[Recorded], prediction: Prediction) -> list[Drift]:
-    """Recorded steps against their predictions: all of them, or an even choice with the first and the last."""
-    chosen = recorded
-    if len(recorded) > MOST:
-        chosen = [recorded[round(n * (len(recorded) - 1) / (MOST - 1))] for n in range(MOST)]
+def compare_steps(steps: Sequence[RecordedStep], prediction: Prediction) -> list[Drift]:
+    """Compare recorded steps with their predictions: all, or MAX_ROWS at even distances."""
+    chosen = steps
+    if len(steps) > MAX_ROWS:
+        chosen = [steps[round(n * (len(steps) - 1) / (MAX_ROWS - 1))] for n in range(MAX_ROWS)]
     return [
         Drift(
-            one.step,
-            one.setup,
-            one.seconds,
-            one.timeline.makespan,
-            prediction.of(one).makespan,
-            one.timeline.bubble,
-            mean_lost(one),
+            one.step, one.setup, one.seconds, one.timeline.makespan, prediction.timeline_of(one).makespan,
+            one.timeline.bubble, mean_lost(one),
         )
         for one in chosen
-    ]
+    ]  # fmt: skip
 
 
-@lru_cache(maxsize=4 * MOST)  # a report is written again and again while the run goes on
-def mean_lost(recorded: Recorded) -> Lost:
-    """What the idle time was lost to, as the mean of all ranks."""
+@lru_cache(maxsize=4 * MAX_ROWS)  # the report is written many times in a run
+def mean_lost(recorded: RecordedStep) -> Lost:
+    """The idle time by cause, as the mean over ranks."""
     by_rank = lost(recorded.timeline)
     return Lost(*(fmean(column) for column in zip(*by_rank, strict=True)))
