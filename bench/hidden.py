@@ -79,7 +79,7 @@ def main() -> None:
             for rank in range(2):
                 busy = [(span.start, span.end) for span in timeline.spans(rank)]
                 for kind in ("UNSHARD", "REDUCE_GRAD"):
-                    lane = [(a, b) for action, a, b in timeline.sharding.lane(rank) if action.kind.name == kind]
+                    lane = [(a, b) for action, a, b in timeline.sharding.events(rank) if action.kind.name == kind]
                     whole = sum(b - a for a, b in lane)
                     hidden = sum(covered(a, b, busy) for a, b in lane) / whole if whole else 0.0
                     print(f"{name:10} {rank:4} {kind:13} {len(lane):6} {1e3 * whole:8.2f} {hidden:12.1%} "

@@ -67,7 +67,7 @@ def main() -> None:
         if out:
             out.mkdir(parents=True, exist_ok=True)
             (out / f"{real.schedule.name}.json").write_text(
-                zp.to_json(real.labelled(f"{real.schedule.name}, measured"))
+                zp.to_json(real.with_label(f"{real.schedule.name}, measured"))
             )
 
 

@@ -44,7 +44,7 @@ from step import M_MMAP_THRESHOLD, pin
 
 import zeropipe as zp
 from zeropipe.core.action import Kind
-from zeropipe.core.model.probe import Probe, Profile, split_schedule, whole_schedule
+from zeropipe.core.model.probe import Probe, Profile, full_schedule, split_schedule
 from zeropipe.engine import CausalLMLoss, Engine, hf_stages
 from zeropipe.engine.run.job import synthetic
 from zeropipe.engine.run.launch import LocalRanks
@@ -170,7 +170,7 @@ def take_turns(size: str, schedules: Sequence[zp.Schedule], rounds: int) -> Turn
     known = facts(pieces, stages, microbatch)
     probes = [
         piece_steps(asked, stages, microbatch, setting, device, alone, split_schedule),
-        piece_steps(asked, pieces.build(device), microbatch, setting, device, alone, whole_schedule),
+        piece_steps(asked, pieces.build(device), microbatch, setting, device, alone, full_schedule),
     ]
     runs = [_training(schedule, job, AutoConfig.for_model(**built_in(job))) for schedule in schedules]
     for each in (*probes, *runs):

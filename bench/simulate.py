@@ -36,13 +36,13 @@ def measure(name: str, size: int, plain: bool) -> dict:
     from zeropipe.core import jit
 
     if plain:
-        jit.JIT_FROM = jit.LIVES_ON_FROM = sys.maxsize
+        jit.COMPILE_FROM_SIZE = jit.COMPILE_AFTER_ACTIONS = sys.maxsize
     else:
-        jit.live_on()
+        jit.use_compiled()
         warm = zp.build(name, ranks=RANKS, microbatches=8 * RANKS)
         zp.check(warm)
         _ = zp.simulate(warm).makespan
-        assert warm.num_actions >= jit.SMALL
+        assert warm.num_actions >= jit.MIN_COMPILED_SIZE
 
     microbatches = microbatches_for(name, size)
     clock = [time.perf_counter()]

@@ -136,7 +136,7 @@ def test_a_bad_setup_is_refused_on_all_ranks(setups, what):
 
 
 MISTAKES = {
-    "name": ("ConfigError", "'1f1b' is no Schedule: make one with zp.build, zp.from_csv or zp.from_json"),
+    "name": ("ConfigError", "'1f1b': must be a Schedule; use zp.build, zp.from_csv or zp.from_json"),
     "list": ("ConfigError", "stages are a list: give a dict of this rank's, stage to module; module_stages and"),
     "function": ("ConfigError", "stage "),
     "module": ("ConfigError", "modules=Block("),

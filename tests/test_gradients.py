@@ -107,7 +107,7 @@ def test_masters_follow_weights_that_others_write():
         ({"recv_ahead": True}, "recv_ahead=True: give 0 or a number of messages"),
         ({"timeout": "60"}, "timeout='60': give a number of seconds above 0, at most 10,000,000"),
         ({"timeout": float("inf")}, "timeout=inf: give a number of seconds above 0, at most 10,000,000"),
-        ({"ac": None}, "activation checkpointing None: give none, full, selective:N"),
+        ({"ac": None}, "activation checkpointing None: must be none, full, selective:N"),
     ],
 )
 def test_an_option_that_cannot_be_is_told_in_one_line(given, line):

@@ -9,14 +9,14 @@ import pytest
 import zeropipe as zp
 from zeropipe.cli.profile import _with_sheet
 from zeropipe.core.model.probe import (
-    Piece,
+    LayerGroup,
     Ping,
     Probe,
     Profile,
+    full_schedule,
     ping_schedule,
     split_schedule,
     stream_schedule,
-    whole_schedule,
 )
 from zeropipe.errors import ConfigError
 from zeropipe.sim.costs import Link
@@ -44,9 +44,9 @@ def profile_of(kinds, pieces, microbatches=3, link=LINK, pings=(4.0, 16.0)):
         return [sum(getattr(kinds[kind], name) for kind in ("stage", *piece)) for piece in pieces]
 
     costs = zp.Costs(**{name: sums(name) for name in MEASURED}, unit="s", memory_unit="B")
-    runs = [(zp.simulate(make(len(pieces), microbatches), costs),) for make in (split_schedule, whole_schedule)]
+    runs = [(zp.simulate(make(len(pieces), microbatches), costs),) for make in (split_schedule, full_schedule)]
     known = tuple(
-        Piece(
+        LayerGroup(
             piece,
             sum(kinds[k].parameters for k in piece),
             sum(kinds[k].flops for k in piece),
@@ -83,7 +83,7 @@ def test_a_forward_before_a_split_backward_may_take_longer():
     """Then F is that one, and B what a microbatch takes beside it where its backward is whole."""
     plain = {name: replace(cost, f=cost.f / 1.1) for name, cost in TRUTH.items()}
     split, whole = (profile_of(kinds, SINGLE).probes[0] for kinds in (TRUTH, plain))
-    both = replace(profile_of(TRUTH, SINGLE), probes=(replace(split, whole=whole.whole),))
+    both = replace(profile_of(TRUTH, SINGLE), probes=(replace(split, full=whole.full),))
     for name, found in layer_costs(both).settings[0].kinds.items():
         assert found.f == pytest.approx(TRUTH[name].f)
         assert found.f + found.b == pytest.approx(plain[name].f + TRUTH[name].b)
@@ -91,7 +91,7 @@ def test_a_forward_before_a_split_backward_may_take_longer():
 
 @pytest.mark.parametrize("ahead", [0, 1, 4])
 def test_other_microbatches_are_under_way_beside_the_one_that_is_measured(ahead):
-    for make, back in ((split_schedule, "I"), (whole_schedule, "B")):
+    for make, back in ((split_schedule, "I"), (full_schedule, "B")):
         schedule = make(3, 6, ahead)
         zp.check(schedule)
         place = {str(action): number for number, action in enumerate(schedule.rows[0])}
@@ -168,7 +168,7 @@ def test_what_is_wrong_in_few_measurements_is_left_out():
     profile = profile_of(TRUTH, SINGLE)
     probe = profile.probes[0]
     slow = zp.simulate(split_schedule(5, 3), zp.Costs(f=99, i=99, w=99, unit="s", memory_unit="B"))
-    noisy = replace(probe, split=(*probe.split * 20, slow), whole=probe.whole * 20)
+    noisy = replace(probe, split=(*probe.split * 20, slow), full=probe.full * 20)
     kinds = layer_costs(replace(profile, probes=(noisy,))).settings[0].kinds
     assert kinds["dense"].f == pytest.approx(1)
     assert kinds["dense"].spread["f"] == pytest.approx(0)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeropipe.core.model.layers import check_counts, counts_text, layer_counts, num_stages_for, ranges
+from zeropipe.core.model.layers import format_counts, layer_counts, layer_ranges, num_stages_for, require_layer_counts
 from zeropipe.errors import ConfigError
 
 
@@ -27,7 +27,7 @@ def test_no_layer_is_lost(num_layers, num_stages, first_less, last_less):
     assert sum(counts) == num_layers
     assert len(counts) == num_stages
     assert min(counts) >= 0
-    assert [i for r in ranges(counts) for i in r] == list(range(num_layers))
+    assert [i for r in layer_ranges(counts) for i in r] == list(range(num_layers))
 
 
 @pytest.mark.parametrize(
@@ -36,15 +36,15 @@ def test_no_layer_is_lost(num_layers, num_stages, first_less, last_less):
         (lambda: layer_counts(4, 0), "num_stages=0"),
         (
             lambda: layer_counts(4, 7, 1, 1),
-            "7 stages for 4 layers and first_less=1, last_less=1 cannot be spread evenly: give at most 6",
+            "7 stages for 4 layers and first_less=1, last_less=1 cannot be divided evenly; use at most 6",
         ),
-        (lambda: layer_counts(8, 4, first_less=4), "first_less=4 is more than the 3"),
-        (lambda: layer_counts(8, 4, last_less=9), "last_less=9 is more than"),
+        (lambda: layer_counts(8, 4, first_less=4), "first_less=4: must be at most the 3 layers"),
+        (lambda: layer_counts(8, 4, last_less=9), "last_less=9: must be at most the"),
         (lambda: layer_counts(8, 4, first_less=-1), "first_less=-1"),
-        (lambda: layer_counts(8, 4, first_less="1"), "first_less='1', last_less=0: give 0 or more layers"),
+        (lambda: layer_counts(8, 4, first_less="1"), "first_less='1', last_less=0: must be non-negative integers"),
         (lambda: num_stages_for(7, 2, 3), "gives 4 stages"),
         (lambda: num_stages_for(7, 0, 3), "layers_per_stage=0"),
-        (lambda: check_counts([3, 2], 6, 2), "adds up to 5"),
+        (lambda: require_layer_counts([3, 2], 6, 2), "adds up to 5"),
     ],
 )
 def test_errors_name_value_and_rule(call, error):
@@ -57,5 +57,5 @@ def test_stages_from_layers_per_stage():
 
 
 def test_many_stages_are_told_by_runs_of_equal_ones():
-    assert counts_text((2, 3, 3, 2)) == "2,3,3,2"
-    assert counts_text((0, *[1] * 40, 2)) == "0, 40 times 1, 2"
+    assert format_counts((2, 3, 3, 2)) == "2,3,3,2"
+    assert format_counts((0, *[1] * 40, 2)) == "0, 40 times 1, 2"

@@ -15,10 +15,10 @@ def _build_placed(rule):
 
 
 MISTAKES = {
-    "a name to check": (lambda: zp.check("zbv"), "'zbv' is no Schedule: make one with zp.build"),
-    "rows to check": (lambda: zp.check(SCHEDULE.rows), "is no Schedule: make one with zp.build"),
-    "a name to simulate": (lambda: zp.simulate("zbv"), "'zbv' is no Schedule: make one with zp.build"),
-    "a name to lower": (lambda: zp.lower("zbv"), "'zbv' is no Schedule: make one with zp.build"),
+    "a name to check": (lambda: zp.check("zbv"), "'zbv': must be a Schedule; use zp.build"),
+    "rows to check": (lambda: zp.check(SCHEDULE.rows), ": must be a Schedule; use zp.build"),
+    "a name to simulate": (lambda: zp.simulate("zbv"), "'zbv': must be a Schedule; use zp.build"),
+    "a name to lower": (lambda: zp.lower("zbv"), "'zbv': must be a Schedule; use zp.build"),
     "a table of costs": (
         lambda: zp.simulate(SCHEDULE, {"f": 1}),
         "costs={'f': 1}: costs of stages are needed, give zp.C",
@@ -29,31 +29,31 @@ MISTAKES = {
     "nothing to draw": (lambda: zp.draw(None), "None is no Timeline: draw what zp.simulate or a recorded run gives"),
     "texts as rows": (
         lambda: zp.Schedule.of(SCHEDULE.problem, SCHEDULE.placement, [["0F0"]]),
-        "'0F0' is no Action and no Overlap: zp.from_csv reads",
+        "'0F0': must be an Action or an Overlap; use zp.from_csv",
     ),
     "a microbatch below 0": (
         lambda: zp.Schedule.of(SCHEDULE.problem, SCHEDULE.placement, [[zp.Action(0, zp.Kind.F, -1)]]),
-        "stage 0, microbatch -1: whole numbers from 0 on are needed",
+        "stage 0, microbatch -1: must be non-negative integers, below",
     ),
     "a stage beyond all": (
         lambda: zp.Schedule.of(SCHEDULE.problem, SCHEDULE.placement, [[zp.Action(1 << 16, zp.Kind.F, 0)]]),
-        "stage 65536, microbatch 0: whole numbers from 0 on are needed, at most 65536 stages",
+        "stage 65536, microbatch 0: must be non-negative integers, below 65536 and",
     ),
     "half a stage": (
         lambda: zp.Schedule.of(SCHEDULE.problem, SCHEDULE.placement, [[zp.Action(0.5, zp.Kind.F, 0)]]),
-        "stage 0.5, microbatch 0: whole numbers from 0 on are needed",
+        "stage 0.5, microbatch 0: must be non-negative integers, below",
     ),
     "a text as kind": (
         lambda: zp.Schedule.of(SCHEDULE.problem, SCHEDULE.placement, [[zp.Action(0, "F", 0)]]),
-        "kind='F': a zp.Kind is needed, like zp.Kind.F",
+        "kind='F': must be a zp.Kind, like zp.Kind.F",
     ),
     "sizes as problem": (
         lambda: zp.Schedule.of((2, 4, 4), SCHEDULE.placement, []),
-        "problem=(2, 4, 4): a zp.Problem is needed, like zp.Problem(4, 8, 16)",
+        "problem=(2, 4, 4): must be a zp.Problem, like zp.Problem(4, 8, 16)",
     ),
     "half a rank": (
         lambda: zp.Schedule.of(zp.Problem(2.5, 4, 4), SCHEDULE.placement, []),
-        "num_ranks=2.5: a whole number is needed",
+        "num_ranks=2.5: must be a non-negative integer",
     ),
     "a table as placement": (
         lambda: _build_placed(lambda p: [0, 1]),
@@ -61,11 +61,11 @@ MISTAKES = {
     ),
     "a short table": (
         lambda: _build_placed(lambda p: zp.Placement(((0,),))),
-        "placed: the placement places 1 stage: there are 2",
+        "placed: the placement has 1 stage: must be 2",
     ),
     "a rule as placement": (
         lambda: zp.Schedule.of(SCHEDULE.problem, zp.vee, []),
-        "a zp.Placement is needed, like zp.linear(problem)",
+        "must be a zp.Placement, like zp.linear(problem)",
     ),
     "no function to register": (
         lambda: zp.register("nothing", placement=zp.linear)(None),
@@ -80,13 +80,13 @@ MISTAKES = {
     "no tensor parallelism": (lambda: zp.plan("qwen3-0.6b", tp=[0], **SMALL), "tp=[0]: whole numbers from 1 on"),
     "no text of a CSV": (lambda: zp.from_csv(None), "None: must be the text of a file; use Path"),
     "bytes of a JSON": (lambda: zp.from_json(b"{}"), "b'{}': must be the text of a file; use Path"),
-    "a timeline as CSV": (lambda: zp.to_csv(zp.simulate(SCHEDULE)), "is no Schedule"),
-    "a program as JSON": (lambda: zp.to_json(zp.lower(SCHEDULE)), "is no Schedule"),
-    "a name to fill": (lambda: zp.fill_gaps("zbv"), "'zbv' is no Schedule"),
+    "a timeline as CSV": (lambda: zp.to_csv(zp.simulate(SCHEDULE)), ": must be a Schedule"),
+    "a program as JSON": (lambda: zp.to_json(zp.lower(SCHEDULE)), ": must be a Schedule"),
+    "a name to fill": (lambda: zp.fill_gaps("zbv"), "'zbv': must be a Schedule"),
     "a table to fill with": (lambda: zp.fill_gaps(SCHEDULE, {"f": 1}), "costs={'f': 1}: costs of stages are needed"),
-    "a name to advise on": (lambda: zp.advice("zbv"), "'zbv' is no Schedule"),
+    "a name to advise on": (lambda: zp.advice("zbv"), "'zbv': must be a Schedule"),
     "a name to balance": (lambda: zp.balance("x", SCHEDULE), "costs='x': costs of layers are needed, give zp.estimate"),
-    "a cut of a name": (lambda: zp.balance(zp.estimate("qwen3-8b"), "zbv"), "'zbv' is no Schedule"),
+    "a cut of a name": (lambda: zp.balance(zp.estimate("qwen3-8b"), "zbv"), "'zbv': must be a Schedule"),
     "no model to estimate": (lambda: zp.estimate(None), "model None: give a directory with config.json"),
     "a number for ac": (lambda: zp.plan("qwen3-0.6b", ac=3, **SMALL), "ac=3: a name is needed, or a list of them"),
     "no schedules": (lambda: zp.plan("qwen3-0.6b", schedules=[], **SMALL), "schedules=[]: a name is needed"),

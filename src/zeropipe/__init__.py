@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# name -> module, imported when first used: `import zeropipe` stays fast
-_HOMES = {
+# module -> public names, imported on first use: `import zeropipe` stays fast
+_MEMBERS = {
     "zeropipe.core.action": ("Action", "Kind", "Overlap"),
     "zeropipe.core.check": ("check",),
     "zeropipe.core.formats.csv": ("from_csv", "to_csv"),
@@ -54,7 +54,7 @@ _HOMES = {
     "zeropipe.sim.simulate": ("simulate",),
     "zeropipe.viz": ("draw",),
 }
-_MODULE_OF = {name: module for module, members in _HOMES.items() for name in members}
+_MODULE_OF = {name: module for module, members in _MEMBERS.items() for name in members}
 __all__ = sorted(_MODULE_OF)
 
 
@@ -70,10 +70,10 @@ def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
 
 
-def _in_notebook(timeline: Timeline) -> str:
+def _render_in_notebook(timeline: Timeline) -> str:
     from zeropipe.viz.html import to_notebook
 
     return to_notebook(timeline)
 
 
-notebook.drawing = _in_notebook
+notebook.render_html = _render_in_notebook

@@ -129,7 +129,7 @@ def test_the_count_of_parts_is_never_below_the_real_one():
             cut = cut_weights(schedule, 5)
             assert (
                 cut.num_actions
-                == limits.num_cut(schedule, 5)
+                == limits.num_actions_with_parts(schedule, 5)
                 <= limits.num_actions(entry.splits_backward, 4, 8, per_rank, 5)
             )
 

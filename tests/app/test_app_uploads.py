@@ -75,7 +75,7 @@ SENT = "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n"
     ("name", "text", "word"),
     [
         ("a.txt", "0F0", "drop a schedule"),
-        ("a.csv", "", "holds no action"),
+        ("a.csv", "", "has no action"),
         ("a.csv", "0F0,0X0\n", "line 1, cell 2"),
         ("a.csv", "0B0,0F0\n", "0B0 needs 0F0"),
         ("a.csv", "0F0\n", "stage 0, microbatch 0 has only F"),

@@ -153,5 +153,5 @@ def test_costs_of_something_else_than_a_recording_are_refused(run, costs, measur
 def test_an_origin_that_no_run_had_is_named(measured, wrong):
     data = json.loads(measured().read_text())
     data["origin"] |= wrong
-    with pytest.raises(ScheduleError, match=r"origin is .*(which no run had|a table with layers, ac)"):
+    with pytest.raises(ScheduleError, match=r"origin is .*(which is invalid|a table with layers, ac)"):
         from_json(json.dumps(data))

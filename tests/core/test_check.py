@@ -68,11 +68,11 @@ def test_drop_repeat_and_move_are_named():
     rows = [list(row) for row in good.rows]
     for change, words in (
         (lambda r: r[0].pop(0), "stage 0, microbatch 0 has only B"),
-        (lambda r: r[0].append(r[0][0]), "rank 0, step 4: 0F0 is there twice"),
+        (lambda r: r[0].append(r[0][0]), "rank 0, step 4: 0F0 is repeated"),
         (lambda r: r[1].append(r[0].pop(0)), "rank 1, step 4: 0F0 is on the wrong rank"),
-        (lambda r: r[0].append(Action(0, Kind.I, 0)), "does the backward a second time"),
+        (lambda r: r[0].append(Action(0, Kind.I, 0)), "is a second backward"),
         (lambda r: r[0].append(Action(2, Kind.F, 0)), "out of range: stages 0 to 1"),
-        (lambda r: r[0].append(Action(0, Kind.SEND_F, 0)), "is no computation"),
+        (lambda r: r[0].append(Action(0, Kind.SEND_F, 0)), "is not a computation"),
     ):
         changed = [list(row) for row in rows]
         change(changed)
@@ -162,7 +162,7 @@ def test_a_program_keeps_the_schedules_order():
 @pytest.mark.parametrize(
     "placement,rows,words",
     [
-        (zp.Placement(((0,),)), [["0F0", "0B0"], []], "places 1 stage: there are 2"),
+        (zp.Placement(((0,),)), [["0F0", "0B0"], []], "the placement has 1 stage: must be 2"),
         (zp.Placement(((0, 2),)), [["0F0", "0B0"], []], "stage 1 is placed on rank 2: ranks are 0 to 1"),
         (zp.Placement(((0, 1), (1, 0))), [["0F0", "0B0"], []], "2 tables"),
         (zp.Placement(((0, 0),)), [["0F0", "1F0", "1B0", "0B0"]], "1 rows for 2 ranks"),
@@ -204,8 +204,8 @@ def test_broken_programs_are_rejected_by_compiled_kernels_too(name, ranks, monke
     at = next(n for n, step in enumerate(rows[1]) if isinstance(step, Action) and step.kind is Kind.RECV_F)
     rows[1].append(rows[1].pop(at))
     errors = []
-    for size in (jit.JIT_FROM, 0):
-        monkeypatch.setattr(jit, "JIT_FROM", size)
+    for size in (jit.COMPILE_FROM_SIZE, 0):
+        monkeypatch.setattr(jit, "COMPILE_FROM_SIZE", size)
         with pytest.raises(zp.ScheduleError) as caught:
             zp.check(Program(program.schedule, PackedRows.of(map(pack, rows))))
         errors.append(str(caught.value))

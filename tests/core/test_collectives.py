@@ -10,7 +10,7 @@ pytest.importorskip("torch")
 import zeropipe as zp
 from zeropipe.core.action import Kind, actions_of
 from zeropipe.core.collectives import Collective, collectives, gather_order
-from zeropipe.core.resize import resized
+from zeropipe.core.resize import resize
 from zeropipe.engine.options import Options
 from zeropipe.engine.step.agreed import AgreedOrder, digest, first_difference
 from zeropipe.engine.step.executors import Executors
@@ -75,7 +75,7 @@ def test_every_unit_is_gathered_and_reduced_as_often_as_its_stage(name, policy):
 def test_keeping_weights_would_not_agree_on_a_mirrored_placement():
     """So the test above can fail: with one microbatch the second copy of a stage is never used."""
     schedule = zp.build("dualpipe", ranks=2, microbatches=4)
-    orders = [collectives(zp.lower(resized(schedule, n), "keep").rows[0], {0: 2, 1: 2}, False) for n in (1, 5)]
+    orders = [collectives(zp.lower(resize(schedule, n), "keep").rows[0], {0: 2, 1: 2}, False) for n in (1, 5)]
     assert orders[0] != orders[1]
 
 

@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 
 import zeropipe as zp
 from zeropipe.core import jit
-from zeropipe.core.action import COMM, COMPUTE, SHARDING, Action, Kind, Overlap, actions_of, parse_step, partner
-from zeropipe.core.explain import idle
+from zeropipe.core.action import COMM, COMPUTE, SHARDING, Action, Kind, Overlap, actions_of, parse_step, peer_message
+from zeropipe.core.explain import idle_times
 from zeropipe.core.formats import csv
-from zeropipe.core.needs import dependencies, key_name, needs
+from zeropipe.core.needs import build_dependencies, key_action, needs
 from zeropipe.core.packed import decode, encode, pack, unpack
-from zeropipe.core.placement import recognise
+from zeropipe.core.placement import match_placement
 
 actions = st.one_of(
     st.builds(Action, st.integers(0, 65535), st.sampled_from(sorted(COMPUTE | COMM)), st.integers(0, 2**40)),
@@ -50,10 +50,10 @@ def test_a_message_has_one_partner_on_the_other_rank():
     placement = zp.mirror(zp.Problem(4, 4, 6))
     for text, other in (("1SEND_F0", "2RECV_F0"), ("2SEND_B5", "1RECV_B5")):
         send, receive = parse_step(text), parse_step(other)
-        assert (partner(send), partner(receive)) == (receive, send)
+        assert (peer_message(send), peer_message(receive)) == (receive, send)
         assert placement.peer_of(send) == placement.rank_of(receive.stage, receive.microbatch)
         assert placement.peer_of(receive) == placement.rank_of(send.stage, send.microbatch)
-    assert all(partner(partner(Action(3, kind, 1))) == Action(3, kind, 1) for kind in COMM)
+    assert all(peer_message(peer_message(Action(3, kind, 1))) == Action(3, kind, 1) for kind in COMM)
 
 
 @pytest.mark.parametrize("text", ["", "F0", "2X0", "2F", "(1F1;2B0)", "(1B1;2F0)OVERLAP_F_B", "70000F0", "-1F0"])
@@ -88,7 +88,7 @@ def test_placements(rule, stages, expected):
     problem = zp.Problem(4, stages, 6)
     placement = rule(problem)
     assert placement.copies == expected
-    assert recognise(placement.copies, placement.second_from, problem).name == placement.name
+    assert match_placement(placement.copies, placement.second_from, problem).name == placement.name
     for stage in range(stages):
         assert stage in placement.stages_of(placement.rank_of(stage, microbatch=5))
 
@@ -101,13 +101,13 @@ def test_a_mirror_sends_the_second_half_the_other_way():
 @pytest.mark.parametrize(
     "text,words",
     [
-        ("", "holds no action"),
+        ("", "has no action"),
         ("0F0,0Q0\n", "line 1, cell 2: '0Q0' is not an action"),
         ("0F0;0B0\n", "separate actions by commas"),
         ("0F0\t0B0\n", "separate actions by commas"),
-        ("0F0,2F0,0B0,2B0\n", "stage 1 does not appear"),
+        ("0F0,2F0,0B0,2B0\n", "stage 1 is missing"),
         ("0SEND_F0\n", "no computation"),
-        ("0F0,0B0\n,\n1F0,1B0\n", "line 2 holds no action: a line is a rank's"),
+        ("0F0,0B0\n,\n1F0,1B0\n", "line 2 has no action: every line is a rank"),
         ("0F0\n0F9999999\n", "fewer actions than 1 stage times 10,000,000 microbatches"),
     ],
 )
@@ -122,8 +122,8 @@ def test_a_csv_is_read_in_a_fixed_number_of_passes(num_stages, monkeypatch):
     rows = [[f"{s}F0", f"{s}B0"] for s in range(num_stages)]
     rows[0] += ["0F1", "0B1", "1F0"]
     passes = []
-    whole = csv._placed
-    monkeypatch.setattr(csv, "_placed", lambda rows: passes.append(1) or whole(rows))
+    whole = csv._ranked_actions
+    monkeypatch.setattr(csv, "_ranked_actions", lambda rows: passes.append(1) or whole(rows))
     schedule = zp.from_csv("\n".join(",".join(row) for row in rows))
     assert schedule.placement.name == "linear"
     assert len(passes) <= 8
@@ -165,10 +165,10 @@ def test_a_timeline_survives_json():
 @pytest.mark.parametrize("name,ranks", [("1f1b", 3), ("zbv", 3), ("dualpipe", 4), ("interleaved", 2), ("dualpipev", 3)])
 def test_links_state_the_same_rule_as_needs(name, ranks):
     schedule = zp.build(name, ranks=ranks, microbatches=8)
-    deps = dependencies(schedule)
+    deps = build_dependencies(jit.Plain, schedule)
     for at, code in enumerate(deps.codes):
         action = decode(code)
-        found = {key_name(k, 8) for k in (deps.remote[at], deps.own[at]) if k >= 0}
+        found = {key_action(k, 8) for k in (deps.remote[at], deps.own[at]) if k >= 0}
         assert found == set(needs(action, schedule.num_stages))
 
 
@@ -177,22 +177,22 @@ def test_compiled_kernels_equal_plain_ones(name, ranks, monkeypatch):
     schedule = zp.build(name, ranks=ranks, microbatches=16)
     costs = zp.Costs(f=1, i=1.25, w=0.5, overlap=2.25, p2p=0.125, stash=0.5, serial_links=True)
     plain = zp.simulate(schedule, costs)
-    lowered, causes = zp.lower(schedule), idle(plain)
-    monkeypatch.setattr(jit, "JIT_FROM", 0)
+    lowered, causes = zp.lower(schedule), idle_times(plain)
+    monkeypatch.setattr(jit, "COMPILE_FROM_SIZE", 0)
     zp.check(schedule)
     fast = zp.simulate(schedule, costs)
     assert fast == plain
     assert zp.lower(schedule) == lowered
     assert fast.makespan == plain.makespan
     assert fast.peak_memory == plain.peak_memory
-    assert [tuple(map(float, c)) for c in idle(fast)] == [pytest.approx(tuple(c)) for c in causes]
+    assert [tuple(map(float, c)) for c in idle_times(fast)] == [pytest.approx(tuple(c)) for c in causes]
 
 
 @pytest.fixture
 def young(monkeypatch):
     """A process that has done nothing yet."""
-    monkeypatch.setattr(jit._Process, "walked", 0)
-    monkeypatch.setattr(jit._Process, "lives_on", False)
+    monkeypatch.setattr(jit._Process, "plain_actions", 0)
+    monkeypatch.setattr(jit._Process, "is_compiled", False)
 
 
 @pytest.mark.usefixtures("young")
@@ -203,24 +203,24 @@ def test_a_short_process_stays_plain():
 @pytest.mark.usefixtures("young")
 def test_a_process_that_lives_on_takes_compiled_kernels_for_all_but_small_inputs():
     taken = [jit.arrays(10_000) for _ in range(51)]
-    assert taken == [jit.Plain] * 50 + [jit.Jitted]
-    assert jit.arrays(jit.SMALL) is jit.Jitted
-    assert jit.arrays(jit.SMALL - 1) is jit.Plain
+    assert taken == [jit.Plain] * 50 + [jit.Compiled]
+    assert jit.arrays(jit.MIN_COMPILED_SIZE) is jit.Compiled
+    assert jit.arrays(jit.MIN_COMPILED_SIZE - 1) is jit.Plain
 
 
 @pytest.mark.usefixtures("young")
-@pytest.mark.parametrize("begin", [jit.live_on, lambda: jit.arrays(jit.JIT_FROM)])
+@pytest.mark.parametrize("begin", [jit.use_compiled, lambda: jit.arrays(jit.COMPILE_FROM_SIZE)])
 def test_a_process_that_says_so_or_meets_a_large_input_lives_on(begin):
     begin()
-    assert jit.arrays(jit.SMALL) is jit.Jitted
+    assert jit.arrays(jit.MIN_COMPILED_SIZE) is jit.Compiled
 
 
 @pytest.mark.usefixtures("young")
-@pytest.mark.parametrize("walked", range(jit.LIVES_ON_FROM - 20_000, jit.LIVES_ON_FROM, 3_000))
+@pytest.mark.parametrize("walked", range(jit.COMPILE_AFTER_ACTIONS - 20_000, jit.COMPILE_AFTER_ACTIONS, 3_000))
 def test_kernels_may_change_in_the_middle_of_a_piece_of_work(walked, monkeypatch):
     schedule = zp.build("zbv", ranks=4, microbatches=90)
-    assert schedule.num_actions >= jit.SMALL
-    monkeypatch.setattr(jit._Process, "walked", walked)
+    assert schedule.num_actions >= jit.MIN_COMPILED_SIZE
+    monkeypatch.setattr(jit._Process, "plain_actions", walked)
     zp.check(schedule)
     assert zp.simulate(schedule).makespan == 543
 
@@ -240,11 +240,11 @@ def test_a_kernel_is_compiled_where_no_cache_can_be_kept(monkeypatch):
 
 
 def test_a_changed_helper_or_number_is_another_kernel_for_the_cache(monkeypatch):
-    before = jit._meaning(add_twice)
+    before = jit._fingerprint(add_twice)
     monkeypatch.setitem(globals(), "plus", lambda a, b: a - b)
-    other = jit._meaning(add_twice)
+    other = jit._fingerprint(add_twice)
     monkeypatch.setitem(globals(), "NOTHING", 1)
-    assert len({before, other, jit._meaning(add_twice)}) == 3
+    assert len({before, other, jit._fingerprint(add_twice)}) == 3
 
 
 NOTHING = 0
@@ -267,7 +267,7 @@ def plus(a, b):
             {"placement": {"copies": [[0, 1]], "split": None, "second_from": 1}},
             "'second_from' of the placement: use one of",
         ),
-        ({"type": "program"}, "type 'program': 'schedule' and 'timeline' are known"),
+        ({"type": "program"}, "type='program': must be 'schedule' or 'timeline'"),
     ],
 )
 def test_a_field_that_a_schedule_does_not_have_is_refused(change, words):

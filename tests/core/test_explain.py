@@ -60,24 +60,34 @@ def longest_path(schedule, costs):
 @pytest.mark.parametrize("name,ranks,microbatches", RUNS)
 def test_busy_and_idle_time_add_up_to_the_makespan(name, ranks, microbatches):
     timeline = run(name, ranks, microbatches)
-    for rank, (idle, busy) in enumerate(zip(explain.idle(timeline), timeline.busy)):
+    for rank, (idle, busy) in enumerate(zip(explain.idle_times(timeline), timeline.busy)):
         assert idle.total + busy == pytest.approx(timeline.makespan)
         assert idle.other == 0  # a simulated rank has always a reason
-        pieces = [gap for gap in explain.gaps(timeline) if gap.rank == rank]
+        pieces = [gap for gap in explain.find_gaps(timeline) if gap.rank == rank]
         by_cause = [sum(g.end - g.start for g in pieces if g.cause == cause) for cause in explain.CAUSES]
         assert by_cause == pytest.approx(list(idle))
+
+
+def bounds_of_path(timeline):
+    """What each action of the critical path waited for: its data, the previous action of its rank, or nothing."""
+    reasons = explain.find_reasons(timeline)
+    return [
+        "data" if reasons.waited[at] >= 0 else "rank" if reasons.previous[at] >= 0 else "start"
+        for at in explain.critical_indices(timeline)
+    ]
 
 
 @pytest.mark.parametrize("name,ranks,microbatches", RUNS)
 def test_the_critical_path_is_as_long_as_the_run(name, ranks, microbatches):
     timeline = run(name, ranks, microbatches)
     path = explain.critical_path(timeline)
-    assert path[0].bound_by == "start"
+    bounds = bounds_of_path(timeline)
+    assert bounds[0] == "start"
     assert path[0].start == timeline.first_start
     assert path[-1].end - path[0].start == pytest.approx(longest_path(timeline.schedule, COSTS))
-    for before, hop in pairwise(path):
+    for (before, hop), bound in zip(pairwise(path), bounds[1:], strict=True):
         gap = hop.start - before.end
-        if hop.bound_by == "rank":
+        if bound == "rank":
             assert (before.rank, gap) == (hop.rank, 0)
         else:
             assert gap == pytest.approx(COSTS.p2p)
@@ -90,7 +100,7 @@ def test_the_critical_path_is_as_long_as_the_run(name, ranks, microbatches):
 def test_gaps_by_hand():
     """2 ranks, 1 microbatch: F on rank 0, a message, F and B on rank 1, a message, B on rank 0."""
     timeline = run("1f1b", 2, 1, zp.Costs(f=1, i=1, w=1, p2p=0.5))
-    found = [(g.rank, g.start, g.end, g.cause, str(g.action), str(g.needs)) for g in explain.gaps(timeline)]
+    found = [(g.rank, g.start, g.end, g.cause, str(g.action), str(g.needs)) for g in explain.find_gaps(timeline)]
     assert found == [
         (0, 1.0, 4.5, "waiting for data", "0B0", "1B0"),
         (0, 4.5, 5.0, "communication", "0B0", "1B0"),
@@ -102,8 +112,8 @@ def test_gaps_by_hand():
 
 def test_a_blocking_send_is_communication():
     timeline = run("1f1b", 2, 3, zp.Costs(p2p=0.5, blocking=True))
-    assert all(rank.other == 0 for rank in explain.idle(timeline))
-    second = next(gap for gap in explain.gaps(timeline) if gap.rank == 0)
+    assert all(rank.other == 0 for rank in explain.idle_times(timeline))
+    second = next(gap for gap in explain.find_gaps(timeline) if gap.rank == 0)
     assert (second.start, second.end, second.cause) == (1.0, 1.5, "communication")
 
 
@@ -113,17 +123,17 @@ def test_a_measured_pause_with_the_data_there_has_another_cause():
     start, end = array("d", timeline.start), array("d", timeline.end)
     start[1] += 0.25
     late = replace(timeline, start=start.tobytes(), end=end.tobytes(), measured=True)
-    assert explain.idle(late)[0].other == pytest.approx(0.25)
-    assert explain.idle(timeline)[0].other == 0
+    assert explain.idle_times(late)[0].other == pytest.approx(0.25)
+    assert explain.idle_times(timeline)[0].other == 0
 
 
 def test_compiled_and_plain_agree(monkeypatch):
     timeline = run("dualpipev", 4, 8)
-    plain = explain.idle(timeline), explain.critical_path(timeline), explain.gaps(timeline)
-    explain.reasons.cache_clear()
-    monkeypatch.setattr(jit, "JIT_FROM", 0)
-    compiled = explain.idle(timeline), explain.critical_path(timeline), explain.gaps(timeline)
-    explain.reasons.cache_clear()
+    plain = explain.idle_times(timeline), explain.critical_path(timeline), explain.find_gaps(timeline)
+    explain._find_reasons.cache_clear()
+    monkeypatch.setattr(jit, "COMPILE_FROM_SIZE", 0)
+    compiled = explain.idle_times(timeline), explain.critical_path(timeline), explain.find_gaps(timeline)
+    explain._find_reasons.cache_clear()
     assert compiled == plain
 
 
@@ -140,9 +150,9 @@ def test_the_critical_path_has_no_hole_when_sends_block(name, ranks, microbatche
                 sends[rank, last] = 0.0
             elif step.kind in (zp.Kind.SEND_F, zp.Kind.SEND_B):
                 sends[rank, last] += COSTS.p2p
-    for before, hop in pairwise(path):
+    for (before, hop), bound in zip(pairwise(path), bounds_of_path(timeline)[1:], strict=True):
         first = next(parts(s)[0] for s in timeline.schedule.rows[before.rank] if before.action in parts(s))
         kept = sends[before.rank, first]
         assert hop.start - before.end <= kept + 1e-9
-        if hop.bound_by == "rank":
+        if bound == "rank":
             assert hop.start - before.end == pytest.approx(kept)

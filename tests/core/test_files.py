@@ -109,7 +109,7 @@ def test_permissions_and_links_stay(tmp_path):
     "name,says",
     [
         (".", "it is a folder; name a file in it"),
-        ("no/a.json", "there is no folder .*; make it first"),
+        ("no/a.json", "there is no folder .*; create it first"),
         ("a.json/b.json", "there is no folder"),
         ("x" * 300, "File name too long"),
         ("a\0b", "null"),
@@ -128,7 +128,9 @@ def test_a_target_that_cannot_be_is_refused_before_and_while_writing(tmp_path, n
 def test_a_link_to_nowhere_is_told_with_the_folder_it_leads_to(tmp_path):
     (tmp_path / "link.json").symlink_to("gone/a.json")
     for act in (require_writable, lambda path: write_whole(path, "new")):
-        with pytest.raises(ConfigError, match=f"there is no folder {tmp_path}/gone, to which it leads; make it first"):
+        with pytest.raises(
+            ConfigError, match=f"there is no folder {tmp_path}/gone, the target of the link; create it first"
+        ):
             act(tmp_path / "link.json")
 
 
@@ -137,7 +139,7 @@ def test_a_long_name_is_possible(tmp_path):
     assert len(list(tmp_path.iterdir())) == 1
 
 
-@pytest.mark.parametrize("forbidden,says", [("a", "it is read-only"), ("", "no file can be made in its folder")])
+@pytest.mark.parametrize("forbidden,says", [("a", "it is read-only"), ("", "no file can be created in its folder")])
 def test_no_permission_is_one_line(tmp_path, monkeypatch, forbidden, says):
     (tmp_path / "a").write_text("old")
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path / forbidden)
@@ -147,7 +149,7 @@ def test_no_permission_is_one_line(tmp_path, monkeypatch, forbidden, says):
 
 
 def test_text_that_is_no_text_is_one_line(tmp_path):
-    with pytest.raises(ConfigError, match="is no character of UTF-8"):
+    with pytest.raises(ConfigError, match="is not valid in UTF-8"):
         write_whole(tmp_path / "a", "\ud800")
     assert only(tmp_path) == {}
 

@@ -16,7 +16,7 @@ def test_a_refusal_names_the_size_the_limit_and_the_way_out(limits, way_out):
         lambda: limits.require_ranks(10**6),
         lambda: limits.require_bytes(10**10, "x.csv"),
     ):
-        with pytest.raises(ConfigError, match=f"{limits.where} takes .*up to .*{way_out}"):
+        with pytest.raises(ConfigError, match=f"{limits.interface} takes .*up to .*{way_out}"):
             refuse()
     limits.require_actions(limits.actions, "zbv")
     limits.require_ranks(limits.ranks)
@@ -25,7 +25,7 @@ def test_a_refusal_names_the_size_the_limit_and_the_way_out(limits, way_out):
 
 @pytest.mark.parametrize("name, value", [("f", 1e308), ("f", [1, 1e-30]), ("inter_node", {"p2p": 1e200})])
 def test_costs_whose_sums_leave_the_floats(name, value):
-    with pytest.raises(ConfigError, match=f"{name}.*: give 0, or a number from 1e-18 to 1e\\+18"):
+    with pytest.raises(ConfigError, match=f"{name}.*: must be 0, or from 1e-18 to 1e\\+18"):
         require_costs({name: value})
     require_costs({"f": 0, "i": [1e-18, 1e18], "unit": "s", "blocking": True, "b": None})
 

@@ -6,7 +6,7 @@ import pytest
 
 import zeropipe as zp
 from zeropipe.core.timeline import Memory, Timeline
-from zeropipe.sim.compare import compare, ranking
+from zeropipe.sim.compare import compare, rank_timelines
 
 
 def made(time, peak=1.0, *, limit=None, unit="", memory_unit="", microbatches=1, memory=True):
@@ -21,20 +21,20 @@ def made(time, peak=1.0, *, limit=None, unit="", memory_unit="", microbatches=1,
 
 
 def test_all_that_differ_only_by_rounding_are_the_best():
-    found = ranking([made(2.0, 3.0), made(1.0, 2.0), made(1.0 + 1e-12, 1.0), made(1.1, 1.0)])
+    found = rank_timelines([made(2.0, 3.0), made(1.0, 2.0), made(1.0 + 1e-12, 1.0), made(1.1, 1.0)])
     assert [s.best_time for s in found.standings] == [False, True, True, False]
     assert [s.best_memory for s in found.standings] == [False, False, True, True]
     assert [s.of_best for s in found.standings] == pytest.approx([2.0, 1.0, 1.0, 1.1])
     assert found.order == (2, 1, 3, 0)  # a tie in time goes to the one with less memory
-    assert not found.none_fits
+    assert all(s.fits for s in found.standings)
 
 
 def test_a_full_tie_keeps_the_order_given():
-    assert ranking([made(1.0), made(1.0), made(1.0)]).order == (0, 1, 2)
+    assert rank_timelines([made(1.0), made(1.0), made(1.0)]).order == (0, 1, 2)
 
 
 def test_what_does_not_fit_cannot_win():
-    found = ranking([made(1.0, 9.0, limit=4.0), made(2.0, 4.0, limit=4.0), made(3.0, 2.0, limit=4.0)])
+    found = rank_timelines([made(1.0, 9.0, limit=4.0), made(2.0, 4.0, limit=4.0), made(3.0, 2.0, limit=4.0)])
     assert [s.fits for s in found.standings] == [False, True, True]
     assert [s.best_time for s in found.standings] == [False, True, False]
     assert [s.best_memory for s in found.standings] == [False, False, True]
@@ -42,35 +42,35 @@ def test_what_does_not_fit_cannot_win():
     assert found.order == (1, 2, 0)
 
 
-def test_where_none_fits_nobody_wins_and_that_is_said():
-    found = ranking([made(2.0, 9.0, limit=4.0), made(1.0, 5.0, limit=4.0)])
-    assert found.none_fits
+def test_where_none_fits_nobody_wins():
+    found = rank_timelines([made(2.0, 9.0, limit=4.0), made(1.0, 5.0, limit=4.0)])
+    assert not any(s.fits for s in found.standings)
     assert not any(s.best_time or s.best_memory for s in found.standings)
     assert [s.of_best for s in found.standings] == [2.0, 1.0]
     assert found.order == (1, 0)
 
 
 def test_only_the_same_work_in_the_same_unit_competes():
-    found = ranking([made(1.0), made(2.0, unit="s"), made(3.0, microbatches=2), made(4.0)])
+    found = rank_timelines([made(1.0), made(2.0, unit="s"), made(3.0, microbatches=2), made(4.0)])
     assert [s.best_time for s in found.standings] == [True, True, True, False]
     assert [s.of_best for s in found.standings] == [1.0, 1.0, 1.0, 4.0]
 
 
 def test_unknown_memory_does_not_compete():
-    found = ranking([made(1.0, memory=False), made(1.0, 5.0), made(1.0, 2.0, memory_unit="B")])
+    found = rank_timelines([made(1.0, memory=False), made(1.0, 5.0), made(1.0, 2.0, memory_unit="B")])
     assert [s.best_memory for s in found.standings] == [False, True, True]
     assert found.order == (2, 1, 0)
 
 
 def test_nothing_and_no_time():
-    assert ranking([]) == ((), (), False)
-    found = ranking([made(0.0), made(0.0)])
+    assert rank_timelines([]) == ((), ())
+    found = rank_timelines([made(0.0), made(0.0)])
     assert [(s.best_time, s.of_best) for s in found.standings] == [(True, 1.0)] * 2
     assert all(math.isfinite(s.of_best) for s in found.standings)
 
 
 def test_a_real_comparison():
     schedules = [zp.build(name, ranks=4, microbatches=12) for name in ("1f1b", "zbv", "v-half")]
-    found = ranking(compare(schedules, zp.Costs(memory_limit=3.5)))
+    found = rank_timelines(compare(schedules, zp.Costs(memory_limit=3.5)))
     assert [s.fits for s in found.standings] == [False, False, True]
     assert found.order[0] == 2

@@ -7,8 +7,8 @@ import pytest
 import zeropipe as zp
 from zeropipe.core.action import COMM, COMPUTE, SHARDING, Kind, actions_of
 from zeropipe.core.formats.csv import program_from_csv
-from zeropipe.core.jit import Jitted
-from zeropipe.core.resize import resized
+from zeropipe.core.jit import Compiled
+from zeropipe.core.resize import resize
 from zeropipe.core.shards import AHEAD, POLICIES, check_shards
 
 NAMES = zp.names()
@@ -65,7 +65,7 @@ def test_a_stage_is_gathered_shortly_before_its_first_use_and_not_before():
 
 def test_a_stage_without_work_is_reduced_all_the_same():
     """With one microbatch a mirrored pipeline uses one of its two copies; a replica with more uses both."""
-    schedule = resized(built("dualpipe", 2, 4), 1)
+    schedule = resize(built("dualpipe", 2, 4), 1)
     keep, ends = (zp.lower(schedule, shards=policy) for policy in ("keep", "ends"))
     assert text(keep, 0) == "0UNSHARD 0F0 0I0 0RESHARD 0W0 0REDUCE_GRAD 1REDUCE_GRAD"
     assert text(ends, 0) == "0UNSHARD 1UNSHARD 0F0 0I0 0W0 0RESHARD 0REDUCE_GRAD 1RESHARD 1REDUCE_GRAD"
@@ -120,7 +120,7 @@ def test_stages_may_be_whole_beside_sharded_ones():
 
 def test_compiled_kernels_write_the_same(monkeypatch):
     plain = zp.lower(built("zbv", 4, 12), shards="regather")
-    monkeypatch.setattr("zeropipe.core.shards.arrays", lambda size: Jitted)
+    monkeypatch.setattr("zeropipe.core.shards.arrays", lambda size: Compiled)
     compiled = zp.lower(built("zbv", 4, 12), shards="regather")
     assert compiled == plain
     check_shards(compiled)

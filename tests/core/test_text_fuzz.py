@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from mutate_json import mutated
 
 import zeropipe as zp
-from zeropipe.core.explain import critical_path, gaps, idle
+from zeropipe.core.explain import critical_path, find_gaps, idle_times
 from zeropipe.sim.fit import fit
 
 quick = settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
@@ -79,9 +79,11 @@ TEXTS = [
 def use(found):
     """All that is done with what was read."""
     timeline = found if isinstance(found, zp.Timeline) else zp.simulate(found)
-    for rank, causes in enumerate(idle(timeline)):
+    for rank, causes in enumerate(idle_times(timeline)):
         assert causes.total + timeline.busy[rank] == pytest.approx(timeline.makespan)
-    assert sum(gap.end - gap.start for gap in gaps(timeline)) == pytest.approx(sum(c.total for c in idle(timeline)))
+    assert sum(gap.end - gap.start for gap in find_gaps(timeline)) == pytest.approx(
+        sum(c.total for c in idle_times(timeline))
+    )
     assert critical_path(timeline)
     fit(timeline)
     assert zp.from_json(zp.to_json(timeline)) == timeline
@@ -164,12 +166,15 @@ def test_a_spreadsheets_csv_is_read():
     "change,words",
     [
         ({"num_microbatches": 10**15}, "fewer actions than 2 stages times 1,000,000,000,000,000"),
-        ({"num_stages": 10**15}, "places 2 stages: there are 1000000000000000"),
-        ({"placement": {"copies": [[0, 1], [1, 0]], "split": "x"}}, "begins with microbatch 'x'"),
-        ({"placement": {"copies": [[0, 1], [1, 0]], "split": None}}, "2 tables: one is needed"),
+        ({"num_stages": 10**15}, "the placement has 2 stages: must be 1000000000000000"),
+        (
+            {"placement": {"copies": [[0, 1], [1, 0]], "split": "x"}},
+            "starts at microbatch 'x': must be an integer from 0",
+        ),
+        ({"placement": {"copies": [[0, 1], [1, 0]], "split": None}}, "2 tables: must be 1, or 2 and"),
         ({"placement": {"copies": [[0.5, 1]], "split": None}}, "rank 0.5"),
         ({"start": [0.0] * 7 + [float("nan")]}, "not a finite number"),
-        ({"start": [9.0] * 8}, "a rank's actions start one after the other"),
+        ({"start": [9.0] * 8}, "the actions of a rank must start in their order"),
         ({"rows": ["0F0 0F1 0B0 0B1", "7F0 1B0 1F1 1B1"]}, "7F0 is out of range"),
     ],
 )

@@ -20,7 +20,7 @@ def test_a_timeline_prints_as_one_line_of_figures(timeline):
     )  # fmt: skip
     assert str(timeline) == line
     assert repr(timeline) == f"<Timeline {line}>"
-    assert repr([timeline.labelled("mine")]).startswith("[<Timeline mine: 4 ranks")
+    assert repr([timeline.with_label("mine")]).startswith("[<Timeline mine: 4 ranks")
 
 
 def test_units_are_written_and_unknown_memory_is_not(timeline):

@@ -12,7 +12,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zeropipe.core.mesh import DATA
+from zeropipe.core.mesh import DATA_DIMENSIONS
 from zeropipe.core.schedule import Schedule
 from zeropipe.engine import CausalLMLoss, Engine, LogProbabilities, hf_model, hf_stages, parallelize
 from zeropipe.errors import ConfigError
@@ -137,9 +137,9 @@ def train_on_tp(
     plain = hf_model(config)
     stages = hf_stages(config, schedule, mesh["pp"].get_local_rank() if "pp" in sizes else 0)
     parallelize(stages, mesh, **spreading)
-    pipelines = math.prod(size for name, size in sizes.items() if name in DATA)
+    pipelines = math.prod(size for name, size in sizes.items() if name in DATA_DIMENSIONS)
     mine = 0
-    for name in DATA:
+    for name in DATA_DIMENSIONS:
         mine = mine * sizes.get(name, 1) + (mesh[name].get_local_rank() if name in sizes else 0)
     torch._dynamo.reset()
     counters.clear()

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 import zeropipe as zp
-from zeropipe.core.explain import CAUSES, critical_path, gaps, idle
+from zeropipe.core.explain import CAUSES, critical_indices, find_gaps, find_reasons, idle_times
 from zeropipe.sim.fit import fit, residuals
 
 
@@ -67,12 +67,13 @@ def test_a_run_whose_clocks_disagree_can_be_fitted():
         start[at] -= 0.75
         end[at] -= 0.75
     skewed = replace(timeline, start=start.tobytes(), end=end.tobytes(), measured=True)
-    for rank, causes in enumerate(idle(skewed)):
+    for rank, causes in enumerate(idle_times(skewed)):
         assert min(causes) >= 0
         assert sum(causes) + skewed.busy[rank] == pytest.approx(skewed.makespan)
-        pieces = [sum(g.end - g.start for g in gaps(skewed) if (g.rank, g.cause) == (rank, c)) for c in CAUSES]
+        pieces = [sum(g.end - g.start for g in find_gaps(skewed) if (g.rank, g.cause) == (rank, c)) for c in CAUSES]
         assert pieces == pytest.approx(list(causes))
-    assert critical_path(skewed)[0].bound_by == "start"
+    reasons, first = find_reasons(skewed), critical_indices(skewed)[0]
+    assert (reasons.waited[first], reasons.previous[first]) == (-1, -1)
     costs = fit(skewed)
     assert 0 <= costs.p2p <= 0.5
     assert zp.simulate(skewed.schedule, costs).makespan == pytest.approx(skewed.makespan, rel=0.1)

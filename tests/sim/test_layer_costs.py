@@ -83,10 +83,10 @@ def test_settings_are_found_or_refused():
 @pytest.mark.parametrize(
     "counts,more,message",
     [
-        ("ab", {}, "layers='ab': give the number of layers of each stage"),
-        ((), {}, "give the number of layers of each stage"),
-        ((1.5, 2.5), {}, "give the number of layers of each stage"),
-        (None, {}, "give the number of layers of each stage"),
+        ("ab", {}, "layers='ab': must be the number of layers of each stage"),
+        ((), {}, "must be the number of layers of each stage"),
+        ((1.5, 2.5), {}, "must be the number of layers of each stage"),
+        (None, {}, "must be the number of layers of each stage"),
         ((2, 2), {"shards": 0}, "shards=0: a whole number from 1 on is needed"),
         ((2, 2), {"shards": "2"}, "shards='2': a whole number from 1 on is needed"),
     ],

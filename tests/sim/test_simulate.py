@@ -9,8 +9,9 @@ from reference_simulator import reference_simulate
 
 import zeropipe as zp
 from zeropipe.core.action import Kind
-from zeropipe.core.explain import critical_path, idle
-from zeropipe.core.needs import dependencies, free_sends
+from zeropipe.core.explain import critical_path, idle_times
+from zeropipe.core.jit import Plain
+from zeropipe.core.needs import build_dependencies, find_nonblocking_actions
 from zeropipe.core.packed import decode
 from zeropipe.sim.compare import compare
 from zeropipe.sim.costs import Link
@@ -51,7 +52,7 @@ def test_times_equal_a_slow_simulators(name, ranks, microbatches):
 @pytest.mark.parametrize("name,ranks,microbatches", SIZES)
 def test_idle_time_adds_up_and_the_critical_path_has_no_hole(name, ranks, microbatches):
     timeline = zp.simulate(zp.build(name, ranks=ranks, microbatches=microbatches), zp.Costs(p2p=0.25))
-    for rank, causes in enumerate(idle(timeline)):
+    for rank, causes in enumerate(idle_times(timeline)):
         assert sum(causes) + timeline.busy[rank] == pytest.approx(timeline.makespan)
         assert min(causes) >= 0
         assert causes.other == pytest.approx(0)
@@ -133,7 +134,7 @@ def test_blocking_at_the_ends_is_between_free_and_blocking_and_adds_up(name, ran
         zp.simulate(schedule, zp.Costs(p2p=0.25, **more)) for more in ({}, {"blocking_ends": True}, {"blocking": True})
     )
     assert free.makespan <= ends.makespan <= everywhere.makespan
-    for rank, causes in enumerate(idle(ends)):
+    for rank, causes in enumerate(idle_times(ends)):
         assert sum(causes) + ends.busy[rank] == pytest.approx(ends.makespan)
         assert causes.other == pytest.approx(0)
     assert zp.from_json(zp.to_json(ends)) == ends
@@ -151,8 +152,8 @@ def test_blocking_at_the_ends_is_between_free_and_blocking_and_adds_up(name, ran
 def test_the_steady_state_goes_from_the_last_forward_before_a_backward_to_the_first_backward_after_the_last_forward(
     row, steady
 ):
-    deps = dependencies(zp.from_csv(row))
-    [first], [last] = free_sends(deps, blocking=False, blocking_ends=True)
+    deps = build_dependencies(Plain, zp.from_csv(row))
+    [first], [last] = find_nonblocking_actions(Plain, deps, blocking=False, blocking_ends=True)
     assert ",".join(str(decode(code)) for code in deps.codes[first : last + 1]) == steady
 
 
@@ -204,7 +205,7 @@ def test_a_rank_without_work_does_not_stretch_a_run_that_starts_late():
     assert measured.first_start == 100
     assert measured.rank_span == (6, 0, 3)
     assert measured.bubble == timeline.bubble == pytest.approx(2 / 3)
-    assert [causes.total for causes in idle(measured)] == [3, 6, 3]
+    assert [causes.total for causes in idle_times(measured)] == [3, 6, 3]
 
 
 def test_blocking_serial_links_and_overlaps_together():

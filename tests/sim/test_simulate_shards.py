@@ -24,8 +24,8 @@ def test_one_rank_gathers_computes_and_reduces():
     timeline = sim(unshard=2, reduce=3, f=1, b=2)
     assert lane(timeline) == [("0UNSHARD", 0, 2), ("0REDUCE_GRAD", 11, 14)]
     assert timeline.makespan == 2 + 3 * 3 + 3
-    assert explain.idle(timeline) == (explain.Idle(0, 0, 0, 0, 0, 5),)
-    gaps = [(gap.start, gap.end, gap.cause) for gap in explain.gaps(timeline)]
+    assert explain.idle_times(timeline) == (explain.Idle(0, 0, 0, 0, 0, 5),)
+    gaps = [(gap.start, gap.end, gap.cause) for gap in explain.find_gaps(timeline)]
     assert gaps == [(0, 2, "sharding"), (11, 14, "sharding")]
 
 
@@ -52,7 +52,7 @@ def test_what_costs_nothing_changes_nothing(name, policy):
     schedule = zp.build(name, ranks=4, microbatches=8)
     whole, sharded = zp.simulate(schedule), zp.simulate(schedule, zp.Costs(shards=policy))
     assert (sharded.start, sharded.end, sharded.memory) == (whole.start, whole.end, whole.memory)
-    assert explain.idle(sharded) == explain.idle(whole)
+    assert explain.idle_times(sharded) == explain.idle_times(whole)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zbv", "dualpipe", "1f1b-overlap"])
@@ -73,9 +73,9 @@ def test_the_laws_of_a_sharded_timeline(name, policy):
                 gathers = [m for m in moves if m.action == mine and m.start < span.start]
                 assert gathers[-1].start + 0.35 <= span.start + 1e-9
                 assert gathers[-1].end <= span.end
-        causes = explain.idle(timeline)[rank]
+        causes = explain.idle_times(timeline)[rank]
         assert causes.total == pytest.approx(timeline.makespan - timeline.busy[rank])
-        gaps = [gap for gap in explain.gaps(timeline) if gap.rank == rank]
+        gaps = [gap for gap in explain.find_gaps(timeline) if gap.rank == rank]
         pieces = [sum(gap.end - gap.start for gap in gaps if gap.cause == cause) for cause in explain.CAUSES]
         assert pieces == pytest.approx(causes)
     assert timeline.makespan == max(span.end for rank in range(4) for span in timeline.sharding_spans(rank))
@@ -115,7 +115,9 @@ def test_the_end_that_waits_for_a_reduce_is_named():
     assert str(path[-2].action) == "0W3"
     assert explain.critical_path(sim("zb-h1", ranks=2, microbatches=4))[-1].action.kind is Kind.W
     late = sim(unshard=2)
-    assert explain.critical_path(late)[0].bound_by == "weights"
+    reasons, first = explain.find_reasons(late), explain.critical_indices(late)[0]
+    assert reasons.waited[first] < 0
+    assert reasons.gather_start[first] < explain.critical_path(late)[0].start  # it waited for its weights
 
 
 def test_bandwidth_gives_times():
@@ -138,15 +140,15 @@ def test_a_fit_gives_the_costs_back(policy):
 
 def test_compiled_kernels_say_the_same(monkeypatch):
     plain = sim("zbv", 4, 8, unshard=0.7, reduce=1.3, units=3, whole_weights=2, whole_gradients=3)
-    causes, gaps = explain.idle(plain), explain.gaps(plain)
-    for module in ("shards", "needs", "timeline"):
-        monkeypatch.setattr(f"zeropipe.core.{module}.arrays", lambda size: jit.Jitted)
-    explain.reasons.cache_clear()
+    causes, gaps = explain.idle_times(plain), explain.find_gaps(plain)
+    for module in ("core.shards", "core.explain", "core.timeline", "sim.simulate"):
+        monkeypatch.setattr(f"zeropipe.{module}.arrays", lambda size: jit.Compiled)
+    explain._find_reasons.cache_clear()
     compiled = sim("zbv", 4, 8, unshard=0.7, reduce=1.3, units=3, whole_weights=2, whole_gradients=3)
     assert compiled == plain
     assert compiled.makespan == plain.makespan
-    assert (explain.idle(compiled), explain.gaps(compiled)) == (causes, gaps)
-    explain.reasons.cache_clear()
+    assert (explain.idle_times(compiled), explain.find_gaps(compiled)) == (causes, gaps)
+    explain._find_reasons.cache_clear()
 
 
 @pytest.mark.parametrize(

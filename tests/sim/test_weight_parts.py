@@ -107,7 +107,7 @@ def test_simulated_as_the_obvious_rules_say():
 def test_compiled_kernels_give_the_same(monkeypatch):
     schedule = zp.build("v-half", ranks=3, microbatches=7)
     plain = zp.fill_gaps(schedule, COSTS[1], weight_parts=3)
-    monkeypatch.setattr(jit, "JIT_FROM", 0)
+    monkeypatch.setattr(jit, "COMPILE_FROM_SIZE", 0)
     assert zp.fill_gaps(schedule, COSTS[1], weight_parts=3) == plain
 
 
@@ -129,7 +129,7 @@ def test_a_file_of_before_has_whole_weights():
 
 
 def test_one_w_too_many_is_a_mistake_and_no_part():
-    with pytest.raises(ScheduleError, match="rank 1, step 6: 1W1 is there twice: every action runs exactly once"):
+    with pytest.raises(ScheduleError, match="rank 1, step 6: 1W1 is repeated: every action runs exactly once"):
         zp.check(zp.from_csv(TWO_RANKS.replace("1W1", "1W1,1W1")))
 
 
@@ -137,7 +137,7 @@ def test_parts_are_all_there():
     schedule = cut_weights(zp.from_csv(TWO_RANKS), 3)
     rows = [list(row) for row in schedule.rows]
     rows[0].remove(Action(0, Kind.W, 1))
-    with pytest.raises(ScheduleError, match="0W1 is there 2 of 3 times: every W here has 3 parts"):
+    with pytest.raises(ScheduleError, match="0W1 is present 2 of 3 times: every W here has 3 parts"):
         zp.check(zp.Schedule.of(schedule.problem, schedule.placement, rows))
     rows[0] += [Action(0, Kind.W, 1)] * 2
     with pytest.raises(ScheduleError, match="rank 0, step 10: 0W1 is one too many: every W here has 3 parts"):
@@ -219,8 +219,8 @@ def test_wrong_numbers_of_parts_in_files(tmp_path):
     path = tmp_path / "recorded.json"
     filled = zp.fill_gaps(zp.build("zbv", ranks=2, microbatches=4))
     path.write_text(json.dumps(json.loads(zp.to_json(zp.simulate(filled))) | {"num_weight_parts": 5}))
-    with pytest.raises(ConfigError, match="0W0 is there 4 of 5 times"):
+    with pytest.raises(ConfigError, match="0W0 is present 4 of 5 times"):
         load_costs(str(path))
     path.write_text('{"traceEvents": []}')
-    with pytest.raises(ConfigError, match="this trace holds several timelines"):
+    with pytest.raises(ConfigError, match="this trace is not zeropipe"):
         load_costs(str(path))

@@ -109,7 +109,7 @@ WRONG = {
     "layers twice": ("--schedule.layers 4,4 --schedule.first_less 1", GOOD,
                      "schedule.layers and schedule.first_less exclude each other; leave out schedule.first_less"),
     "less than nothing": ("--schedule.first_less 20", GOOD,
-                          "schedule.first_less=20 is more than the 14 layers of that stage: give less"),
+                          "schedule.first_less=20: must be at most the 14 layers of that stage"),
     "schedule of others": ("--schedule.name four.json", GOOD, "schedule.name='four.json' is for 4 ranks, mesh.pp=2; "
                            "set mesh.pp=4, or use another schedule"),
     "balance": ("--schedule.balance time", GOOD,

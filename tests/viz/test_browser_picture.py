@@ -41,7 +41,7 @@ def test_the_viewer_reads_every_span(page_of, name):  # noqa: F811
     expected = [[s.rank, str(s.action), s.start, s.end] for rank in range(4) for s in timeline.spans(rank)]
     assert names == expected
     path = page.evaluate("Array.from(zeropipeViewer.panels[0].timeline.path)")
-    assert path == explain.critical_places(timeline)
+    assert path == explain.critical_indices(timeline)
 
 
 def test_boxes_have_their_colour_and_idle_time_is_empty(page_of):  # noqa: F811
@@ -51,7 +51,7 @@ def test_boxes_have_their_colour_and_idle_time_is_empty(page_of):  # noqa: F811
     for rank in range(4):
         for span in timeline.spans(rank):
             assert pixel(page, rank, beside_label(span))[:3] == color[span.action.kind.name][0]
-        for gap in (g for g in explain.gaps(timeline) if g.rank == rank and g.end - g.start > 0.3):
+        for gap in (g for g in explain.find_gaps(timeline) if g.rank == rank and g.end - g.start > 0.3):
             assert pixel(page, rank, (gap.start + gap.end) / 2)[:3] == color["lane"]
 
 
@@ -145,7 +145,7 @@ def test_idle_time_among_bands_stays_empty(page_of):  # noqa: F811
     timeline = run("gpipe", 4, 2000, zp.Costs())
     page = page_of(timeline)
     color = colours(timeline)
-    gap = next(g for g in explain.gaps(timeline) if g.rank == 0 and g.end - g.start > 5)
+    gap = next(g for g in explain.find_gaps(timeline) if g.rank == 0 and g.end - g.start > 5)
     page.evaluate("([a, b]) => zeropipeViewer.view.show(a - 70 * (b - a), 150 * (b - a))", [gap.start, gap.end])
     settle(page)
     assert page.evaluate("zeropipeViewer.panels[0].painted.bands")
@@ -227,7 +227,7 @@ NAMES = ["</script><img src=x onerror=alert(1)>\"'&<b>", "تجربة \u202e abc"
 
 
 def test_a_name_is_only_text(page_of):  # noqa: F811
-    timelines = [run().labelled(name) for name in NAMES]
+    timelines = [run().with_label(name) for name in NAMES]
     page = page_of(timelines, draw={"title": NAMES[0]}, size=PHONE)
     asked = []
     page.on("dialog", lambda dialog: asked.append(dialog.message) or dialog.dismiss())

@@ -82,7 +82,7 @@ def test_perfetto_finds_every_slice_arrow_and_level(query):
         for title, s in spans
     )
     assert Counter(map(tuple, rows)) == expected
-    why = [explain.reasons(t) for t in (timeline, other)]
+    why = [explain.find_reasons(t) for t in (timeline, other)]
     messages = sum(r.remote[i] >= 0 and r.ranks[r.remote[i]] != r.ranks[i] for r in why for i in range(len(r.remote)))
     assert ask("select count(*) from flow") == [[messages]]
     arrows = ask("select b.ts >= a.ts + a.dur, a.track_id != b.track_id from flow "

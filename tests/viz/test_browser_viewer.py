@@ -50,7 +50,7 @@ def test_hover_draws_an_arrow_from_each_need_and_to_each_user(page_of):  # noqa:
         """() => { const t = zeropipeViewer.panels[0].timeline; const all = [];
         for (let i = 0; i < t.size; i++) all.push([t.remote[i], t.own[i]]); return all; }"""
     )
-    why = explain.reasons(run())
+    why = explain.find_reasons(run())
     assert links == [[int(a), int(b)] for a, b in zip(why.remote, why.own)]
     x, y = place(page, 1, run().makespan / 3)
     page.mouse.move(x, y)
@@ -67,7 +67,7 @@ def test_hover_draws_an_arrow_from_each_need_and_to_each_user(page_of):  # noqa:
 def test_hover_tells_why_a_rank_is_idle(page_of, cause):  # noqa: F811
     timeline = run()
     page = page_of(timeline)
-    gap = max((g for g in explain.gaps(timeline) if g.cause == cause), key=lambda g: g.end - g.start)
+    gap = max((g for g in explain.find_gaps(timeline) if g.cause == cause), key=lambda g: g.end - g.start)
     card = hover(page, gap.rank, (gap.start + gap.end) / 2)
     assert f"Idle: {cause}" in card
     if gap.needs:
@@ -87,7 +87,7 @@ def test_hover_tells_what_is_gathered_and_reduced_and_who_waits_for_it(page_of, 
         card = page.locator(".zp-card").inner_text()
         assert card.startswith(f"{span.action} ")
         assert f"stage {span.action.stage} · rank {span.rank}" in card
-    for gap in (gap for gap in explain.gaps(timeline) if gap.cause == "sharding"):
+    for gap in (gap for gap in explain.find_gaps(timeline) if gap.cause == "sharding"):
         assert "Idle: sharding" in hover(page, gap.rank, (gap.start + gap.end) / 2)
     assert "weights gathered" in page.locator(".zp-legend").inner_text()
 
@@ -189,7 +189,7 @@ def test_the_legend_hides_a_kind(page_of):  # noqa: F811
 
 
 def test_several_timelines_share_one_axis_and_a_summary(page_of):  # noqa: F811
-    slow = run(costs=replace(COSTS, f=2)).labelled("slow")
+    slow = run(costs=replace(COSTS, f=2)).with_label("slow")
     page = page_of([run(), slow, run("zbv", 4, 6)])
     rows = [row.inner_text().split("\t") for row in page.locator(".zp-summary tbody tr").all()]
     assert [row[0] for row in rows] == ["1f1b", "slow", "zbv"]
@@ -267,7 +267,7 @@ def test_where_the_time_goes_is_told_and_explained(page_of):  # noqa: F811
     timeline = run()
     page = page_of(timeline)
     whole = timeline.makespan * timeline.num_ranks
-    idle = [sum(rank[n] for rank in explain.idle(timeline)) / whole for n in range(5)]
+    idle = [sum(rank[n] for rank in explain.idle_times(timeline)) / whole for n in range(5)]
     says = page.locator(".zp-shares").inner_text()
     told = {name.strip(): float(share) for name, share in re.findall(r"([a-z -]+) ([\d.]+)%", says)}
     expected = {"busy": sum(timeline.busy) / whole, **{c: share for c, share in zip(explain.CAUSES, idle) if share}}

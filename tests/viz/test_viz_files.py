@@ -56,7 +56,7 @@ def test_svg_has_one_box_per_action_where_and_as_wide_as_it_lasts(name, tmp_path
 def test_svg_options(tmp_path):
     timeline = run()
     zp.draw(
-        [timeline, timeline.labelled("a < b & c")],
+        [timeline, timeline.with_label("a < b & c")],
         tmp_path / "x.svg",
         width=240,
         theme="dark",
@@ -287,7 +287,7 @@ def test_shades_tell_the_stages_of_a_rank_apart():
 
 
 def test_the_page_needs_nothing_else(tmp_path):
-    zp.draw(run().labelled("</script><b>"), tmp_path / "x.html")
+    zp.draw(run().with_label("</script><b>"), tmp_path / "x.html")
     page = (tmp_path / "x.html").read_text("utf-8")
     assert not re.findall(r"""(?:src|href)\s*=|@import|url\(|https?://""", page.replace("http-equiv", ""))
     assert page.count("</script>") == 2
@@ -366,7 +366,7 @@ def test_trace_is_valid_and_complete(name, tmp_path):
 
 
 def test_a_trace_of_one_timeline_can_be_read_back(tmp_path):
-    timeline = run("dualpipe").labelled("mine")
+    timeline = run("dualpipe").with_label("mine")
     zp.draw(timeline, tmp_path / "x.json")
     assert zp.from_json((tmp_path / "x.json").read_text()) == timeline
 

@@ -118,7 +118,7 @@ REFUSED = {
 @pytest.mark.parametrize("message", REFUSED)
 def test_times_that_are_none_are_refused(message, suffix, tmp_path):
     with pytest.raises(zp.ConfigError, match=re.escape(message)):
-        drawn(REFUSED[message].labelled("mine"), suffix, tmp_path)
+        drawn(REFUSED[message].with_label("mine"), suffix, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -159,17 +159,17 @@ def test_a_name_is_only_text(case, suffix, tmp_path):
 @pytest.mark.parametrize("case", ["markup", "control characters", "very long"])
 @pytest.mark.parametrize("suffix", ["png", "pdf"])
 def test_a_name_in_a_figure_by_matplotlib(case, suffix, tmp_path):
-    assert len(drawn(run().labelled(NAMES[case] + "$\\frac{$"), suffix, tmp_path)) > 1000
+    assert len(drawn(run().with_label(NAMES[case] + "$\\frac{$"), suffix, tmp_path)) > 1000
 
 
 def test_signs_that_no_font_has_are_told_once(tmp_path):
     with pytest.warns(UserWarning, match=r"^no font here has '\U00014400\U00014401': boxes stand for it") as told:
-        zp.draw(run().labelled("\U00014400\U00014401\U00014400"), tmp_path / "x.png", dpi=20)
+        zp.draw(run().with_label("\U00014400\U00014401\U00014400"), tmp_path / "x.png", dpi=20)
     assert len(told) == 1
 
 
 def test_notebooks_and_the_page_take_names_as_text():
-    assert "<img" not in run().labelled(MARKUP)._repr_html_()
+    assert "<img" not in run().with_label(MARKUP)._repr_html_()
     data = payload(replace(run(), label="a\nb", unit="\x1b"))["timelines"][0]
     assert (data["title"], data["unit"]) == ("a b", " ")
 
@@ -203,7 +203,9 @@ def ink():
 @pytest.mark.parametrize("width", [100, 120, 170, 240, 399, 400, 720])
 def test_texts_of_a_figure_lie_inside_it_and_not_on_each_other(width, ink):
     costs = zp.Costs(memory_limit=1.25, shards="keep", unshard=0.3, reduce=0.5)
-    long = zp.simulate(zp.build("dualpipe", ranks=4, microbatches=20), costs).labelled("My own pipeline schedule " * 6)
+    long = zp.simulate(zp.build("dualpipe", ranks=4, microbatches=20), costs).with_label(
+        "My own pipeline schedule " * 6
+    )
     brief = zp.simulate(zp.build("zbv", ranks=4, microbatches=8), costs)
     tiny = run("dualpipe", 4, 8, f=0.0001, i=0.0001, w=0.0001)  # the last number of its axis is at the very end
     for shown in (long, brief, tiny):

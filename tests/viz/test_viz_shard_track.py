@@ -80,7 +80,7 @@ def test_the_viewer_gets_the_lane():
     assert {"laneStart", "laneEnd", "laneStage", "laneReduces"} <= set(data["timelines"][0]["columns"])
     assert data["timelines"][1]["laneOffsets"] is None
     assert data["causes"][-1] == "sharding"
-    assert explain.idle(sharded())[0].sharding > 0
+    assert explain.idle_times(sharded())[0].sharding > 0
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])

@@ -16,7 +16,7 @@ from zeropipe.app.downloads import MEDIA_TYPES, create_file
 from zeropipe.app.models import CompareRequest, FileRequest, Format, SizeRequest
 from zeropipe.app.thumbnails import thumbnail
 from zeropipe.app.uploads import LoadedFile, LoadedFiles, read_upload
-from zeropipe.core.jit import live_on
+from zeropipe.core.jit import use_compiled
 from zeropipe.core.limits import PAGE
 from zeropipe.errors import ZeropipeError
 from zeropipe.schedules.registry import entries
@@ -90,6 +90,6 @@ def prepare_worker(schedules: Sequence[str]) -> None:
             entry_of(spec)
         except ZeropipeError as error:
             print(f"zeropipe: {error}", file=sys.stderr)
-    live_on()
+    use_compiled()
     request = {"ranks": 8, "microbatches": 64, "schedules": [{"name": "zbv"}]}
     simulate_call(CompareRequest.model_validate(request), {})

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 from zeropipe.app.errors import Refusal, cost_field
 from zeropipe.app.models import Choice, CompareRequest, CostFields, Per, SizeRequest
 from zeropipe.app.uploads import LoadedFiles
-from zeropipe.core.explain import Idle, idle
-from zeropipe.core.limits import PAGE, num_actions, num_cut, require_costs
-from zeropipe.core.ranking import ranking
+from zeropipe.core.explain import Idle, idle_times
+from zeropipe.core.limits import PAGE, num_actions, num_actions_with_parts, require_costs
+from zeropipe.core.ranking import rank_timelines
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Timeline
 from zeropipe.errors import ConfigError, ScheduleError
@@ -52,7 +52,7 @@ def build_timelines(request: CompareRequest, files: LoadedFiles) -> tuple[list[S
     shown, errors = [], []
     for n, (choice, title) in enumerate(zip(choices, _titles(choices), strict=True)):
         try:
-            timeline = _simulate(choice, costs, request.per).labelled(title)
+            timeline = _simulate(choice, costs, request.per).with_label(title)
             recorded = isinstance(choice.loaded, Timeline)
             shown.append(ShownTimeline(n, timeline, recorded, choice.weight_parts is not None))
         except (ConfigError, ScheduleError) as error:
@@ -119,7 +119,7 @@ def _resolve_file(loaded: Schedule | Timeline, weight_parts: int | None) -> Reso
     if is_timeline or schedule.problem.num_weight_parts > 1:
         weight_parts = None  # recorded, or filled by its author
     return ResolvedChoice(
-        title, schedule.num_actions, num_cut(schedule, weight_parts or 1), weight_parts, loaded
+        title, schedule.num_actions, num_actions_with_parts(schedule, weight_parts or 1), weight_parts, loaded
     )  # fmt: skip
 
 
@@ -145,7 +145,7 @@ def _simulate(choice: ResolvedChoice, costs: Costs, per: Per) -> Timeline:
         return choice.loaded
     schedule = choice.loaded or build_cached(choice.entry, *choice.size, choice.options)
     if choice.weight_parts:  # again: a user's schedule may have W without saying so in its entry
-        PAGE.require_actions(num_cut(schedule, choice.weight_parts), choice.title, choice.weight_parts)
+        PAGE.require_actions(num_actions_with_parts(schedule, choice.weight_parts), choice.title, choice.weight_parts)
     return compare([schedule], costs, weight_parts=choice.weight_parts, per=per)[0]
 
 
@@ -209,7 +209,7 @@ def compare_figures(shown: list[ShownTimeline], per: Per) -> list[dict[str, Any]
     standings = {}
     for key in groups:
         members = [one.timeline for one, other in zip(shown, keys, strict=True) if other == key]
-        standings[key] = iter(ranking(members).standings)
+        standings[key] = iter(rank_timelines(members).standings)
     return [{**_figures(one), "group": groups.index(key), **next(standings[key])._asdict()}
             for one, key in zip(shown, keys, strict=True)]  # fmt: skip
 
@@ -224,7 +224,7 @@ def _group_key(timeline: Timeline, per: Per) -> tuple[Any, ...]:
 def _figures(shown: ShownTimeline) -> dict[str, Any]:
     n, t, recorded, filled = shown
     peak = max(t.peak_memory) if t.memory else None
-    causes = [sum(column) / t.num_ranks for column in zip(*idle(t), strict=True)]
+    causes = [sum(column) / t.num_ranks for column in zip(*idle_times(t), strict=True)]
     return {
         "choice": n, "title": t.title, "schedule": t.schedule.name, "placement": t.schedule.placement.name,
         "measured": t.measured, "recorded": recorded, "num_ranks": t.num_ranks, "num_stages": t.schedule.num_stages,

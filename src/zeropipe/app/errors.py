@@ -8,7 +8,7 @@ from math import inf
 from typing import Any
 
 from zeropipe.app.models import MAX_CHOICES
-from zeropipe.core.limits import LARGEST, PLAN_TEXT, SMALLEST
+from zeropipe.core.limits import MAX_COST, MAX_PLAN_CHARACTERS, MIN_COST
 from zeropipe.core.placement import MAX_WEIGHT_PARTS
 from zeropipe.errors import ZeropipeError, short
 from zeropipe.sim.costs import MAX_UNITS, NO_BANDWIDTH, PER_STAGE, Costs
@@ -22,7 +22,7 @@ _RULES = {
     "stages_per_rank": _POSITIVE,
     "weight_parts": f"must be an integer from 1 to {MAX_WEIGHT_PARTS}",
     "node_size": "a whole number of ranks from 1 on is needed",
-    "file": f"must be the text of a config.json or of layer costs, of at most {PLAN_TEXT // 1024} KiB",
+    "file": f"must be the text of a config.json or of layer costs, of at most {MAX_PLAN_CHARACTERS // 1024} KiB",
     "gpus": _POSITIVE,
     "gpus_per_node": _POSITIVE,
     "memory": "must be a number of gigabytes, like 80",
@@ -97,8 +97,8 @@ def _message(name: str, value: Any, detail: Any) -> str:
         return f"{name}={short(value)}: write a number, several like 1,1,2, or some like 0=0.8"
     table = name.split(".")[0]
     is_cost = table in COST_FIELDS
-    if is_cost and isinstance(value, int | float) and LARGEST < value < inf:
-        return f"{name}={short(value)}: give 0, or a number from {SMALLEST} to {LARGEST}"
+    if is_cost and isinstance(value, int | float) and MAX_COST < value < inf:
+        return f"{name}={short(value)}: give 0, or a number from {MIN_COST} to {MAX_COST}"
     rule = (
         _RULES.get(name) or _RULES.get(table) or ("a number from 0 on is needed" if is_cost else detail["msg"].lower())
     )

@@ -16,7 +16,7 @@ from zeropipe.app.errors import Refusal
 from zeropipe.app.models import SizeRequest, StrictModel
 from zeropipe.app.plan_source import PlanSource, known_models, open_source, require_known
 from zeropipe.core.formats.json import to_json
-from zeropipe.core.limits import PAGE, PLAN_TEXT, num_actions
+from zeropipe.core.limits import MAX_PLAN_CHARACTERS, PAGE, num_actions
 from zeropipe.core.model.configs import CONFIGS_BY_COUNT, CONFIGS_BY_SHAPE
 from zeropipe.core.placement import Problem
 from zeropipe.errors import ConfigError, short
@@ -50,7 +50,7 @@ class PlanRequest(StrictModel):
     """A model, GPUs, memory and a batch."""
 
     model: Annotated[str, Field(min_length=1, max_length=100, examples=["qwen3-8b"])]
-    file: Annotated[str, Field(max_length=PLAN_TEXT)] | None = Field(
+    file: Annotated[str, Field(max_length=MAX_PLAN_CHARACTERS)] | None = Field(
         None,
         description="The text of a model's config.json or of a file of layer costs; `model` is then its name. Layer "
         "costs have their own `gpu`, `sequence` and `compile`: leave these out.",
@@ -115,7 +115,7 @@ def known_call() -> Reply:
     models = known_models()
     counted = [name for name in models if name in CONFIGS_BY_COUNT]
     gpus = {name: gpu.memory / 1e9 for name, gpu in GPUS.items()}
-    return Reply(encode_json({"models": models, "counted": counted, "gpus": gpus, "max_file": PLAN_TEXT}))
+    return Reply(encode_json({"models": models, "counted": counted, "gpus": gpus, "max_file": MAX_PLAN_CHARACTERS}))
 
 
 def require_model(request: PlanRequest) -> None:
@@ -221,7 +221,7 @@ def row_call(request: RowRequest, costs: LayerCosts | None) -> Reply:
         raise _refusal(error, planned) from None
     single = Plan((row,), (), (), scene, planned.gpus, planned.batch, 1, 0, 0.0)
     return Reply(encode_json({
-        "viewer": payload([run.timeline.labelled(schedule.name)]),
+        "viewer": payload([run.timeline.with_label(schedule.name)]),
         "run": run_text(single, row, named_schedule(row), *names),
     }))  # fmt: skip
 

@@ -10,9 +10,9 @@ from typing import Any
 from zeropipe.app.errors import Refusal
 from zeropipe.core.files import has_suffix
 from zeropipe.core.formats.parse import parse_json
-from zeropipe.core.limits import PLAN_DEPTH, PLAN_LAYERS, PLAN_SETTINGS
+from zeropipe.core.limits import MAX_PLAN_DEPTH, MAX_PLAN_LAYERS, MAX_PLAN_SETTINGS
 from zeropipe.core.model.configs import CONFIGS_BY_COUNT, CONFIGS_BY_SHAPE, COUNTED_PARAMETERS
-from zeropipe.core.model.layers import above_layers
+from zeropipe.core.model.layers import find_excess_layers
 from zeropipe.errors import ConfigError, short
 from zeropipe.estimating.counted import CountedModel
 from zeropipe.estimating.estimate import num_parameters
@@ -63,15 +63,15 @@ def open_source(model: str, text: str | None) -> PlanSource:
     _require_shallow(model, data)
     if is_layer_data(data):
         return _layer_costs(model, data)
-    if above := above_layers(data, PLAN_LAYERS):
-        raise ConfigError(f"{model}: {above}: the page takes up to {PLAN_LAYERS} layers; {_TAKES_MORE}")
+    if above := find_excess_layers(data, MAX_PLAN_LAYERS):
+        raise ConfigError(f"{model}: {above}: the page takes up to {MAX_PLAN_LAYERS} layers; {_TAKES_MORE}")
     return open_model({**data, "_name_or_path": model})
 
 
 def _layer_costs(name: str, data: Mapping[str, Any]) -> LayerCosts:
     if not has_suffix(name, ".json"):
         raise ConfigError(f"{name} holds costs of layers: its name must end in .json, for the run.toml that names it")
-    for field, limit in (("layers", PLAN_LAYERS), ("settings", PLAN_SETTINGS)):
+    for field, limit in (("layers", MAX_PLAN_LAYERS), ("settings", MAX_PLAN_SETTINGS)):
         values = data.get(field)
         if isinstance(values, list) and len(values) > limit:
             raise ConfigError(f"{name} has {len(values):,} {field}: the page takes up to {limit}; {_TAKES_MORE}")
@@ -80,8 +80,8 @@ def _layer_costs(name: str, data: Mapping[str, Any]) -> LayerCosts:
 
 def _require_shallow(model: str, data: Mapping[str, Any]) -> None:
     level: list[Any] = [data]
-    for _ in range(PLAN_DEPTH):
+    for _ in range(MAX_PLAN_DEPTH):
         inside = [value for table in level for value in (table.values() if isinstance(table, dict) else table)]
         level = [value for value in inside if isinstance(value, (dict, list))]
     if level:
-        raise ConfigError(f"{model}: its tables are nested more than {PLAN_DEPTH} deep: use a model's config.json")
+        raise ConfigError(f"{model}: its tables are nested more than {MAX_PLAN_DEPTH} deep: use a model's config.json")

@@ -14,7 +14,7 @@ from zeropipe.app.errors import Refusal
 from zeropipe.app.models import UploadInfo
 from zeropipe.core.check import check, check_csv
 from zeropipe.core.formats.csv import from_csv
-from zeropipe.core.formats.json import from_plain
+from zeropipe.core.formats.json import from_data
 from zeropipe.core.formats.parse import parse_json, parse_toml
 from zeropipe.core.limits import PAGE, require_costs, require_times
 from zeropipe.core.schedule import Schedule
@@ -100,7 +100,7 @@ def parse_upload(name: str, text: str) -> LoadedFile | dict[str, Any]:
         if _is_costs(data):
             return _costs(data)
         _require_size(data)
-        return _check(from_plain(data))
+        return _check(from_data(data))
     raise ConfigError("drop a schedule (.csv, .json), a timeline (.json) or costs (.toml, .json)")
 
 

@@ -86,7 +86,7 @@ class Result(NamedTuple):
 
 def _compared(request: Request) -> Result:
     from zeropipe.cli.request import load
-    from zeropipe.core.limits import COMMAND_LINE, num_cut
+    from zeropipe.core.limits import COMMAND_LINE, num_actions_with_parts
     from zeropipe.core.timeline import Timeline
     from zeropipe.sim.compare import compare as run
 
@@ -115,7 +115,7 @@ def _compared(request: Request) -> Result:
                 continue
             if isinstance(found, Timeline) and request.file_costs is None:
                 timed.append(wish.spec.name)
-            total += num_cut(schedule, request.weight_parts or 1)
+            total += num_actions_with_parts(schedule, request.weight_parts or 1)
             COMMAND_LINE.require_actions(total, "this comparison", request.weight_parts or 1)
             try:
                 (made,) = run([schedule], costs, weight_parts=request.weight_parts, per="stage")
@@ -124,7 +124,7 @@ def _compared(request: Request) -> Result:
                     raise ScheduleError(f"{wish.title}: {error}") from None
                 refused.append((wish.title, str(error)))
                 continue
-            timelines.append(made if wish.title in (schedule.name, wish.spec.name) else made.labelled(wish.title))
+            timelines.append(made if wish.title in (schedule.name, wish.spec.name) else made.with_label(wish.title))
             files.append(wish.spec.name if wish.spec.is_file else "")
     if not timelines:
         raise ConfigError(f"none of the schedules can be built: {refused[0][0]}: {refused[0][1]}")
@@ -135,7 +135,7 @@ def _told_apart(timelines: list[Timeline], files: list[str]) -> list[Timeline]:
     """Files whose schedules have a name that is there twice go by their paths."""
     counts = Counter(timeline.title for timeline in timelines)
     return [
-        timeline.labelled(file) if file and counts[timeline.title] > 1 else timeline
+        timeline.with_label(file) if file and counts[timeline.title] > 1 else timeline
         for timeline, file in zip(timelines, files, strict=True)
     ]
 
@@ -197,7 +197,7 @@ def _titled(timelines: list[Timeline]) -> list[Timeline]:
     sizes = {_size(t) for t in timelines}
     if len(sizes) == 1:
         return timelines
-    return [t.labelled(f"{t.title}, {_size_text(_size(t))}") for t in timelines]
+    return [t.with_label(f"{t.title}, {_size_text(_size(t))}") for t in timelines]
 
 
 def _size(timeline: Timeline) -> tuple[int, int]:
@@ -209,9 +209,9 @@ def _size_text(size: tuple[int, int]) -> str:
 
 
 def _print_json(result: Result, request: Request) -> None:
-    from zeropipe.core.ranking import ranking
+    from zeropipe.core.ranking import rank_timelines
 
-    found = ranking(result.timelines)
+    found = rank_timelines(result.timelines)
     output.print_json({
         "compared": [
             {
@@ -229,9 +229,9 @@ def _print_json(result: Result, request: Request) -> None:
 def _print_tables(result: Result, request: Request) -> None:
     """A table per size: what has another number of ranks or microbatches does other work."""
     from zeropipe.core.limits import has_weight_gradients
-    from zeropipe.core.ranking import ranking
+    from zeropipe.core.ranking import rank_timelines
 
-    standings = ranking(result.timelines).standings
+    standings = rank_timelines(result.timelines).standings
     groups: dict[tuple[int, int], list[tuple[Timeline, Standing]]] = {}
     for t, standing in zip(result.timelines, standings, strict=True):
         groups.setdefault(_size(t), []).append((t, standing))

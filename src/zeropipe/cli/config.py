@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zeropipe.cli.training_file import from_training_file, is_training_file
-from zeropipe.core.files import SCHEDULES, has_suffix, read_text
+from zeropipe.core.files import SCHEDULE_SUFFIXES, has_suffix, read_text
 from zeropipe.core.formats.parse import parse_toml
 from zeropipe.core.limits import COMMAND_LINE
 from zeropipe.core.placement import MAX_WEIGHT_PARTS
@@ -86,7 +86,7 @@ def _schedules(value: Any, folder: Path) -> tuple[str, ...]:
 def _beside(spec: str, folder: Path) -> str:
     """A file's name is meant from the folder of the file that names it."""
     path = spec.partition(":")[0]
-    return str(folder / spec) if has_suffix(path, *SCHEDULES, ".py") else spec
+    return str(folder / spec) if has_suffix(path, *SCHEDULE_SUFFIXES, ".py") else spec
 
 
 def _counts(value: Any, folder: Path) -> tuple[int, ...]:

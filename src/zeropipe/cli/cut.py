@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from zeropipe.core.model.layers import check_counts, counts_text, layer_counts
+from zeropipe.core.model.layers import format_counts, layer_counts, require_layer_counts
 from zeropipe.errors import ConfigError, short
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Cut:
     def text(self, costs: LayerCosts, counts: tuple[int, ...] | None = None) -> str:
         """How layers are shared out, into `counts`, and which setting counts where there are several."""
         if self.layers == BALANCED:
-            shared = "balanced over the stages" + (f": {counts_text(counts)}" if counts else "")
+            shared = "balanced over the stages" + (f": {format_counts(counts)}" if counts else "")
         else:
             shared = f"{'spread evenly over' if self.layers in (None, EVEN) else f'{self.layers} in'} the stages"
         if len(costs.settings) == 1:
@@ -113,7 +113,7 @@ def stage_counts(layers: str | None, num_layers: int, num_stages: int) -> tuple[
     """The layers of each stage as --layers says, or spread evenly."""
     if layers is None or layers == EVEN:
         return layer_counts(num_layers, num_stages)
-    return check_counts(numbers_of(layers), num_layers, num_stages)
+    return require_layer_counts(numbers_of(layers), num_layers, num_stages)
 
 
 def numbers_of(layers: str) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import click
 from click.core import ParameterSource
 
-from zeropipe.core.formats.parse import value_or_text
+from zeropipe.core.formats.parse import parse_value
 from zeropipe.core.placement import MAX_WEIGHT_PARTS
 from zeropipe.errors import ConfigError, short
 
@@ -219,5 +219,5 @@ def settings_of(pairs: tuple[str, ...], flag: str) -> dict[str, Any]:
         name = name.replace("-", "_")
         if name in settings:
             raise ConfigError(f"{flag} {short(pair)}: {name} is given twice; leave one of them out")
-        settings[name] = value_or_text(text)
+        settings[name] = parse_value(text)
     return settings

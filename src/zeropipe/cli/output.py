@@ -101,7 +101,7 @@ def costs_text(per: str, cut: str = "") -> str:
 
 def summary(timeline: Timeline) -> dict[str, Any]:
     """All metrics of a timeline as plain data."""
-    from zeropipe.core.explain import critical_path, idle
+    from zeropipe.core.explain import critical_path, idle_times
     from zeropipe.schedules.advice import advice
 
     schedule = timeline.schedule
@@ -123,7 +123,7 @@ def summary(timeline: Timeline) -> dict[str, Any]:
         "memory_unit": timeline.memory_unit,
         "memory_limit": timeline.memory_limit,
         "busy": timeline.busy,
-        "idle": [causes._asdict() for causes in idle(timeline)],
+        "idle": [causes._asdict() for causes in idle_times(timeline)],
         "critical_path": [
             {"rank": span.rank, "action": str(span.action), "start": span.start, "end": span.end}
             for span in critical_path(timeline)

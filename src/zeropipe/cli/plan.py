@@ -12,7 +12,7 @@ import click
 from zeropipe.cli import options as opt
 from zeropipe.cli import output
 from zeropipe.cli.estimate import efficiency_of
-from zeropipe.core.model.layers import counts_text
+from zeropipe.core.model.layers import format_counts
 from zeropipe.core.units import count_text, gigabytes
 from zeropipe.errors import ConfigError
 
@@ -129,7 +129,7 @@ def _print(made: Plan, number: int) -> None:
         "mesh: pp x dp_shard x tp; * no other is both faster and smaller; gap: of the pipeline to the least possible",
         style="dim", soft_wrap=True,
     )  # fmt: skip
-    console.print(f"1: layers {counts_text(best.counts)} ({best.candidate.cut})", soft_wrap=True)
+    console.print(f"1: layers {format_counts(best.counts)} ({best.candidate.cut})", soft_wrap=True)
     console.print(f"   memory of the fullest rank: {_memory_text(best)}", soft_wrap=True)
     if len(made.rows) > 1:
         console.print(f"2: {made.why(made.rows[1])}", soft_wrap=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from zeropipe.cli.config import Config, read_config
 from zeropipe.cli.cut import Cut
 from zeropipe.cli.options import COSTS, Bytes, numbers, settings_of
-from zeropipe.core.files import SCHEDULES, has_suffix
+from zeropipe.core.files import SCHEDULE_SUFFIXES, has_suffix
 from zeropipe.errors import ConfigError, short
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Spec(NamedTuple):
 
     @property
     def is_file(self) -> bool:
-        return has_suffix(self.name, *SCHEDULES)
+        return has_suffix(self.name, *SCHEDULE_SUFFIXES)
 
 
 class Priced(NamedTuple):
@@ -135,7 +135,7 @@ class Request:
 
     def priced(self, spec: Spec | None = None) -> Priced:
         """A schedule (by default the first one) with the costs of its stages, W in parts if asked for."""
-        from zeropipe.core.limits import COMMAND_LINE, has_weight_gradients, num_cut
+        from zeropipe.core.limits import COMMAND_LINE, has_weight_gradients, num_actions_with_parts
         from zeropipe.core.timeline import Timeline
         from zeropipe.sim.compare import stage_costs
         from zeropipe.sim.fill import fill_gaps
@@ -149,7 +149,9 @@ class Request:
         else:
             costs, per = self.costs_of(schedule.problem, schedule.placement), self.per
         if self.weight_parts:
-            COMMAND_LINE.require_actions(num_cut(schedule, self.weight_parts), schedule.name, self.weight_parts)
+            COMMAND_LINE.require_actions(
+                num_actions_with_parts(schedule, self.weight_parts), schedule.name, self.weight_parts
+            )
             schedule = fill_gaps(schedule, costs, weight_parts=self.weight_parts)
             if not has_weight_gradients(schedule):
                 raise ConfigError(
@@ -218,7 +220,7 @@ def spec_of(text: str) -> Spec:
         parts.pop()
     name = ":".join(parts)
     settings = settings_of(tuple(text.split(":")[len(parts) :]), f"{short(name)}:")
-    if settings and has_suffix(name, *SCHEDULES):
+    if settings and has_suffix(name, *SCHEDULE_SUFFIXES):
         raise ConfigError(f"{text}: {name} is a finished schedule and has no settings")
     if {"v", "stages_per_rank"} <= settings.keys():
         raise ConfigError(f"{text}: v and stages_per_rank are the same; give one of them")

@@ -25,7 +25,7 @@ def predicted(measured: Timeline, job: Job) -> Timeline:
 
 def label(timeline: Timeline, word: str, job: Job) -> Timeline:
     where = f" on {format_mesh(job.mesh)}" if job.mesh else ""
-    return timeline.labelled(f"{timeline.schedule.name}{where}, {word}")
+    return timeline.with_label(f"{timeline.schedule.name}{where}, {word}")
 
 
 def data(result: Outcome, guess: Timeline, job: Job) -> dict[str, Any]:
@@ -91,10 +91,10 @@ def _difference(real: float, guess: float) -> str:
 def print_ranking(results: list[Outcome]) -> None:
     from rich.markup import escape
 
-    from zeropipe.core.ranking import ranking
+    from zeropipe.core.ranking import rank_timelines
 
     timelines = [result.measured.timeline for result in results]
-    found = ranking(timelines)
+    found = rank_timelines(timelines)
     rows = output.table("schedule", "measured makespan", "of best", "bubble", left=("schedule",))
     for place in found.order:
         t, standing = timelines[place], found.standings[place]
@@ -106,12 +106,13 @@ def print_ranking(results: list[Outcome]) -> None:
 def print_plan(built: list[Schedule], job: Job, as_json: bool) -> None:
     from zeropipe.core.action import Kind
     from zeropipe.core.lower import lower
-    from zeropipe.core.model.layers import ranges
+    from zeropipe.core.model.layers import layer_ranges
     from zeropipe.engine.run.spec import counts_of
 
     plans: list[dict[str, Any]] = []
     for schedule in built:
         counts = counts_of(job, schedule)
+        ranges = layer_ranges(counts)
         program = lower(schedule)
         sent = [sum(getattr(s, "kind", None) in (Kind.SEND_F, Kind.SEND_B) for s in row) for row in program.rows]
         plans.append({
@@ -120,7 +121,7 @@ def print_plan(built: list[Schedule], job: Job, as_json: bool) -> None:
             "mesh": dict(job.mesh) or {"pp": schedule.num_ranks},
             "ranks": [
                 {"rank": rank, "stages": schedule.placement.stages_of(rank),
-                 "layers": [[r.start, r.stop] for s in schedule.placement.stages_of(rank) for r in [ranges(counts)[s]]],
+                 "layers": [[ranges[s].start, ranges[s].stop] for s in schedule.placement.stages_of(rank)],
                  "messages_sent": sent[rank]}
                 for rank in range(schedule.num_ranks)
             ],

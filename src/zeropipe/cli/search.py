@@ -98,10 +98,10 @@ def _sizes(text: str | None) -> list[float] | None:
 
 def _require_name(out: str) -> None:
     """Before the work: a mistake in the name is all that is told then."""
-    from zeropipe.core.files import SCHEDULES, has_suffix, require_writable
+    from zeropipe.core.files import SCHEDULE_SUFFIXES, has_suffix, require_writable
     from zeropipe.viz import check_name
 
-    if has_suffix(out, *SCHEDULES):
+    if has_suffix(out, *SCHEDULE_SUFFIXES):
         require_writable(out)
     else:
         check_name(out)

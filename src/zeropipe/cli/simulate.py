@@ -45,7 +45,7 @@ def simulate(schedule: str, as_json: bool, **given: Any) -> None:
 
 def _print_timeline(timeline: Timeline, costs: str) -> None:
     from zeropipe.core.action import COMPUTE
-    from zeropipe.core.explain import critical_path, idle
+    from zeropipe.core.explain import critical_path, idle_times
 
     console = output.console()
     console.print(output.problem_text(timeline), style="bold", markup=False)
@@ -58,7 +58,7 @@ def _print_timeline(timeline: Timeline, costs: str) -> None:
     sharded = timeline.sharding is not None
     shards = ["shards"] if sharded else []
     rows = output.table("rank", "busy", "warm-up", "data", "comm", *shards, "cool-down", "bubble", "peak\nmemory")
-    for rank, causes in enumerate(idle(timeline)):
+    for rank, causes in enumerate(idle_times(timeline)):
         if MOST <= rank < timeline.num_ranks - MOST:
             continue
         held = [causes.sharding] if sharded else []

@@ -160,7 +160,7 @@ def timeline_of(files: tuple[str, ...]) -> Timeline:
 
 def _of_traces(files: tuple[str, ...], texts: list[str]) -> Timeline:
     from zeropipe.core.complete import check_complete
-    from zeropipe.core.formats.json import from_plain
+    from zeropipe.core.formats.json import from_data
     from zeropipe.core.formats.parse import parse_json
     from zeropipe.core.formats.torch_trace import from_torch_traces, is_torch_trace
     from zeropipe.core.limits import require_times
@@ -178,7 +178,7 @@ def _of_traces(files: tuple[str, ...], texts: list[str]) -> Timeline:
         elif len(files) > 1:
             raise ConfigError("several files must be traces of torch.profiler, one for each rank; give one timeline")
         else:
-            found = from_plain(parsed[0])
+            found = from_data(parsed[0])
         if not isinstance(found, Timeline):
             raise ConfigError("it is a schedule without times: record a run with zeropipe run --timeline measured.json")
         require_times(found)

@@ -37,7 +37,7 @@ class Compared(NamedTuple):
 
 
 def label(timeline: Timeline, word: str) -> Timeline:
-    return timeline.labelled(f"{timeline.schedule.name}, {word}")
+    return timeline.with_label(f"{timeline.schedule.name}, {word}")
 
 
 def data(found: Compared) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from zeropipe.core.files import SCHEDULES, has_suffix
+from zeropipe.core.files import SCHEDULE_SUFFIXES, has_suffix
 from zeropipe.core.mesh import format_mesh
 from zeropipe.errors import ConfigError, MissingExtra
 
@@ -36,7 +36,7 @@ def from_training_file(path: str) -> dict[str, Any]:
         raise ConfigError(f"{path}: {error}")
     table = config.schedule
     found: dict[str, Any] = {"schedule": (table.name,), "options": dict(table.options)}
-    if not has_suffix(table.name, *SCHEDULES):
+    if not has_suffix(table.name, *SCHEDULE_SUFFIXES):
         found |= {"ranks": (config.mesh.pp,), "microbatches": (config.num_microbatches,)}
         try:
             per_rank = choose_stages_per_rank(config)

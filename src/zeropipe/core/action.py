@@ -1,4 +1,4 @@
-"""The unit of work, and its text form (`2F0`, torch's own)."""
+"""The unit of work, and its text form (`2F0`), which is that of torch.distributed.pipelining."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ class Kind(IntEnum):
     """What an action does."""
 
     F = 0  # forward
-    B = 1  # whole backward
+    B = 1  # full backward: I and W together
     I = 2  # noqa: E741  gradient of the inputs
     W = 3  # gradient of the weights
     SEND_F = 4
     RECV_F = 5
     SEND_B = 6
     RECV_B = 7
-    UNSHARD = 8  # gather the whole weights of a sharded stage
-    RESHARD = 9  # let go of them
-    REDUCE_GRAD = 10  # sum the whole gradients of a sharded stage over its shards
+    UNSHARD = 8  # gather the full weights of a sharded stage
+    RESHARD = 9  # free them
+    REDUCE_GRAD = 10  # sum the full gradients of a sharded stage, and keep a shard of the sum
 
 
 COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
-BACKWARD = frozenset({Kind.B, Kind.I})  # the kinds whose end lets the stage before go backward
-SHARDING = frozenset({Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD})  # of a stage: they have no microbatch
+BACKWARD = frozenset({Kind.B, Kind.I})  # the kinds whose result the backward of the previous stage needs
+SHARDING = frozenset({Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD})  # of a stage, without a microbatch
 COMM = frozenset(Kind) - COMPUTE - SHARDING  # messages between ranks
 
-# the kinds as plain integers: kernels (see jit.py) compare nothing else
+# the kinds as plain integers, for kernels (see jit.py)
 F, B, I, W, SEND_F, RECV_F, SEND_B, RECV_B, UNSHARD, RESHARD, REDUCE_GRAD = map(int, Kind)  # noqa: E741
 
 MAX_STAGES = 1 << 16
@@ -39,7 +39,7 @@ MAX_MICROBATCHES = 1 << 42
 
 
 class Action(NamedTuple):
-    """One unit of work: `Action(2, Kind.F, 0)`, in text `2F0`. Those of SHARDING have microbatch 0, their text none."""
+    """One unit of work: `Action(2, Kind.F, 0)`, in text `2F0`. SHARDING kinds have microbatch 0, and none in text."""
 
     stage: int
     kind: Kind
@@ -63,18 +63,18 @@ Step = Action | Overlap
 
 
 def actions_of(steps: Iterable[Step]) -> list[Action]:
-    """The actions of some steps, an Overlap's two one after the other."""
+    """The actions of steps; an Overlap has two."""
     return [action for step in steps for action in (step if isinstance(step, Overlap) else (step,))]
 
 
-def far_stage(stage: int, kind: int) -> int:
-    """The stage at the other end of a message: a SEND's receiver, a RECV's sender."""
+def peer_stage(stage: int, kind: int) -> int:
+    """The stage at the other end of a message: the receiver of a SEND, the sender of a RECV."""
     return stage + 1 if kind in (SEND_F, RECV_B) else stage - 1
 
 
-def partner(message: Action) -> Action:
-    """The RECV of a SEND, the SEND of a RECV."""
-    return Action(far_stage(message.stage, message.kind), Kind(message.kind ^ 1), message.microbatch)
+def peer_message(message: Action) -> Action:
+    """The RECV of a SEND, or the SEND of a RECV."""
+    return Action(peer_stage(message.stage, message.kind), Kind(message.kind ^ 1), message.microbatch)
 
 
 _ACTION = re.compile(
@@ -84,30 +84,30 @@ _OVERLAP = re.compile(r"\s*\(([^;()]+);([^;()]+)\)\s*OVERLAP_F_B\s*")
 
 
 def parse_action(text: str) -> Action:
-    """`2F0` as an Action; ScheduleError if the text is something else."""
+    """The Action of a text such as `2F0`; ScheduleError for any other text."""
     match = _ACTION.fullmatch(text)
     if match is None:
         raise ScheduleError(
-            f"{text.strip()[:40]!r} is not an action: write stage, kind (F, B, I or W) and microbatch, like 2F0, "
+            f"{text.strip()[:40]!r} is not an action; write stage, kind (F, B, I or W) and microbatch, like 2F0, "
             "or (1F1;2B0)OVERLAP_F_B"
         )
     stage = int(match[1])
     if stage >= MAX_STAGES:
-        raise ScheduleError(f"{text.strip()!r} names stage {stage}: at most {MAX_STAGES} stages are supported")
+        raise ScheduleError(f"{text.strip()!r} has stage {stage}: at most {MAX_STAGES} stages are supported")
     if match[4]:
         return Action(stage, Kind[match[4]], 0)
     microbatch = int(match[3])
     if microbatch >= MAX_MICROBATCHES:
-        raise ScheduleError(f"{text.strip()!r} names microbatch {microbatch}: at most {MAX_MICROBATCHES} are supported")
+        raise ScheduleError(f"{text.strip()!r} has microbatch {microbatch}: at most {MAX_MICROBATCHES} are supported")
     return Action(stage, Kind[match[2]], microbatch)
 
 
 def parse_step(text: str) -> Step:
-    """`2F0` or `(1F1;2B0)OVERLAP_F_B` as a step."""
+    """The step of a text such as `2F0` or `(1F1;2B0)OVERLAP_F_B`."""
     match = _OVERLAP.fullmatch(text)
     if match is None:
         return parse_action(text)
     forward, backward = parse_action(match[1]), parse_action(match[2])
     if forward.kind is not Kind.F or backward.kind not in BACKWARD:
-        raise ScheduleError(f"{text.strip()!r} is not an Overlap: it joins an F and a B (or I), in that order")
+        raise ScheduleError(f"{text.strip()!r} is not an Overlap: it must have an F and a B (or I), in that order")
     return Overlap(forward, backward)

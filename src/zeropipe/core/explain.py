@@ -1,25 +1,25 @@
-"""Why time is lost: the cause of every idle gap, and the critical path. For simulated and measured timelines alike.
+"""Why time is lost: the cause of every idle gap, and the critical path, of simulated and measured timelines.
 
-An action starts when its rank is free and what it needs has arrived. So the time before it is spent
+An action starts when its rank is free and its inputs have arrived. So the time before it is spent on
     warm-up         before the first action of the rank
-    waiting         until the result it needs is made (on another rank)
-    communication   from that moment until it starts: the result travels; or the rank's own blocking send
+    waiting         until its input is produced, on another rank
+    communication   from then until it starts: the input is in flight; or a blocking send of its own rank
     cool-down       after the last action of the rank, until the last one of all ranks
-    other           measured runs only: the result was there, and still the rank did nothing (launch, allocation, noise)
-    sharding        while its weights are gathered; after the last action of the rank, while its gradients are reduced
+    other           of measured runs: the input was there, but the rank was idle (launch, allocation, noise)
+    sharding        while its weights are gathered; after the last action of the rank, while gradients are reduced
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
+from math import inf
 from typing import NamedTuple
 
 from zeropipe.core.action import Action, B, Kind, W
-from zeropipe.core.jit import Arrays, Floats, Ints
-from zeropipe.core.needs import dependencies, free_sends
+from zeropipe.core.jit import Arrays, Floats, Ints, arrays
+from zeropipe.core.needs import build_dependencies, find_nonblocking_actions
 from zeropipe.core.packed import decode, is_joined, kind_of, stage_of
-from zeropipe.core.shard_timeline import gathers
+from zeropipe.core.shard_timeline import find_gathers
 from zeropipe.core.timeline import Span, Timeline
 
 CAUSES = ("warm-up", "waiting for data", "communication", "cool-down", "other", "sharding")
@@ -43,7 +43,7 @@ class Idle(NamedTuple):
 
 
 class Gap(NamedTuple):
-    """One idle piece of a rank: from `start` to `end`, before `action`, for want of `needs` (an action elsewhere)."""
+    """An idle interval of a rank with one cause, before `action`, which waited for `needs`, an action elsewhere."""
 
     rank: int
     start: float
@@ -53,172 +53,144 @@ class Gap(NamedTuple):
     needs: Action | None
 
 
-class Hop(NamedTuple):
-    """One action of the critical path, and what bound its start.
+class Reasons(NamedTuple):
+    """What each action needed and waited for: indices into the schedule's codes, -1 for none."""
 
-    "start", "rank" (the action before), "data", or "weights" (its stage was being gathered).
-    """
+    remote: Ints  # the action of another stage whose result it needs
+    own: Ints  # the action of its own stage whose result it needs
+    previous: Ints  # the action before it on its rank
+    waited: Ints  # the action whose result kept the rank idle before it; -1 if the rank was busy, or for other causes
+    ranks: Ints  # its rank
+    gather_start: Floats  # when the UNSHARD started that kept it waiting; else its own start
+    reduced: Floats  # by rank: the last end of a REDUCE_GRAD
+    message: float  # the mean time of a message whose receiver was waiting for it
 
-    rank: int
-    action: Action
-    start: float
-    end: float
-    bound_by: str
 
-
-@dataclass(frozen=True)
-class Reasons:
-    """Per action, as indices into the schedule's codes (-1 for none).
-
-    `remote` and `own` made what it needs; `before` is the step before it on its rank, and `waited` the result that kept
-    the rank idle before it (`-1` where the rank was busy or the cause is not data). `gathers` is when the UNSHARD began
-    that was under way until it started; else its own start. `reduced` is each rank's last end of a REDUCE_GRAD.
-    """
-
-    arrays: Arrays
-    remote: Ints
-    own: Ints
-    before: Ints
-    waited: Ints
-    ranks: Ints
-    message: float  # a typical message's time, where the receiver was waiting for it
-    gathers: Floats
-    reduced: Floats
+def find_reasons(timeline: Timeline) -> Reasons:
+    """What every action needed and waited for."""
+    return _find_reasons(timeline)[1]
 
 
 @lru_cache(maxsize=4)
-def reasons(timeline: Timeline) -> Reasons:
-    """What every action needed and waited for."""
-    deps = dependencies(timeline.schedule)
-    xp, size = deps.arrays, timeline.schedule.num_actions
-    maker = xp.full_ints(deps.num_keys, -1)
-    remote, own, before, waited, ranks = (xp.full_ints(size, -1) for _ in range(5))
-    message = xp.call(
-        reasons_kernel, deps.codes, deps.offsets, deps.remote, deps.own, deps.makes, deps.to,
-        xp.floats(timeline.start), xp.floats(timeline.end), timeline.measured,
-        *free_sends(deps, timeline.blocking, timeline.blocking_ends),
-        maker, remote, own, before, waited, ranks,
+def _find_reasons(timeline: Timeline) -> tuple[Arrays, Reasons]:
+    schedule = timeline.schedule
+    xp, size = arrays(schedule.num_actions), schedule.num_actions
+    deps = build_dependencies(xp, schedule)
+    if timeline.sharding is None:
+        gather_start, reduced = xp.floats(timeline.start), xp.full_floats(schedule.num_ranks, -inf)
+    else:
+        gather_start, reduced = find_gathers(xp, schedule, timeline.start, timeline.sharding)
+    remote, own, previous, waited, ranks = (xp.full_ints(size, -1) for _ in range(5))
+    reasons = Reasons(
+        remote=remote, own=own, previous=previous, waited=waited, ranks=ranks, gather_start=gather_start,
+        reduced=reduced, message=0.0,
     )  # fmt: skip
-    return Reasons(
-        xp,
-        remote,
-        own,
-        before,
-        waited,
-        ranks,
-        float(message),
-        *gathers(xp, timeline.schedule, timeline.start, timeline.sharding),
-    )
+    first, last = find_nonblocking_actions(xp, deps, timeline.blocking, timeline.blocking_ends)
+    message = xp.call(
+        reasons_kernel, deps, xp.floats(timeline.start), xp.floats(timeline.end), timeline.measured, first, last,
+        xp.full_ints(deps.num_keys, -1), reasons,
+    )  # fmt: skip
+    return xp, reasons._replace(message=float(message))
 
 
 def reasons_kernel(  # type: ignore[no-untyped-def]
-    codes,
-    offsets,
-    remote_key,
-    own_key,
-    makes,
-    to,
-    start,
-    end,
-    measured,
-    free_first,
-    free_last,
-    maker,
-    remote,
-    own,
-    before,
-    waited,
-    ranks,
+    deps, start, end, measured, first_nonblocking, last_nonblocking, producer, reasons
 ):
-    """Fill the index columns; returns the mean time of a message whose receiver was idle when it left.
+    """Fill the index columns; returns the mean time of a message whose receiver was idle when it was sent.
 
-    A result made before the rank was free may have been on its way; but a rank that blocks on a send of its own is
-    held by that one, which left later.
+    A result that was produced before the rank was free may still have been in flight. But a rank with blocking sends
+    waits for its own send, which started later.
     """
+    codes, offsets, makes, to = deps.codes, deps.offsets, deps.makes, deps.to
+    remote, own, previous = reasons.remote, reasons.own, reasons.previous
+    waited, ranks = reasons.waited, reasons.ranks
     for rank in range(len(offsets) - 1):
         for at in range(offsets[rank], offsets[rank + 1]):
             ranks[at] = rank
             if makes[at] >= 0:
-                maker[makes[at]] = at
+                producer[makes[at]] = at
     total = 0.0
     count = 0
-    for sweep in range(2):  # the second one knows how long a message takes
+    for is_second_pass in (False, True):  # the first pass measures messages
         typical = total / count if count else 0.0
         for rank in range(len(offsets) - 1):
-            previous = -1
-            sending = False
+            before = -1
+            was_sending = False
             at = offsets[rank]
             while at < offsets[rank + 1]:
                 last = at + is_joined(codes[at])
                 latest = -1
-                for step in range(at, last + 1):
-                    before[step] = previous
-                    if own_key[step] >= 0:
-                        own[step] = maker[own_key[step]]
-                    if remote_key[step] >= 0:
-                        source = maker[remote_key[step]]
-                        remote[step] = source
+                for half in range(at, last + 1):
+                    previous[half] = before
+                    if deps.own[half] >= 0:
+                        own[half] = producer[deps.own[half]]
+                    if deps.remote[half] >= 0:
+                        source = producer[deps.remote[half]]
+                        remote[half] = source
                         if source >= 0 and ranks[source] != rank and (latest < 0 or end[source] > end[latest]):
                             latest = source
                 if latest >= 0:
-                    free = end[previous] if previous >= 0 else start[at]
-                    if sweep == 0:
-                        if previous >= 0 and end[latest] > free:
+                    free = end[before] if before >= 0 else start[at]
+                    if not is_second_pass:
+                        if before >= 0 and end[latest] > free:
                             total += max(0.0, start[at] - end[latest])
                             count += 1
-                    elif previous < 0 or (
+                    elif before < 0 or (
                         start[at] > free
                         and (not measured or end[latest] + typical > free)
-                        and (not sending or end[latest] > free)
+                        and (not was_sending or end[latest] > free)
                     ):
-                        for step in range(at, last + 1):
-                            waited[step] = latest
-                sending = False
-                for step in range(at, last + 1):
-                    if to[step] >= 0 and (step < free_first[rank] or step > free_last[rank]):
-                        sending = True
-                previous = last
+                        for half in range(at, last + 1):
+                            waited[half] = latest
+                was_sending = False
+                for half in range(at, last + 1):
+                    if to[half] >= 0 and (half < first_nonblocking[rank] or half > last_nonblocking[rank]):
+                        was_sending = True
+                before = last
                 at = last + 1
     return total / count if count else 0.0
 
 
-def idle(timeline: Timeline) -> tuple[Idle, ...]:
+def idle_times(timeline: Timeline) -> tuple[Idle, ...]:
     """Idle time of each rank by cause. The sum over causes is the makespan minus the rank's busy time."""
-    found = reasons(timeline)
-    xp = found.arrays
+    xp, reasons = _find_reasons(timeline)
     totals = xp.full_floats(timeline.num_ranks * _NUM_CAUSES)
     xp.call(
-        idle_kernel, xp.list_ints(timeline.schedule.packed.offsets),
-        xp.floats(timeline.start), xp.floats(timeline.end), found.waited, found.message, timeline.measured,
-        timeline.first_start, timeline.first_start + timeline.makespan, found.gathers, found.reduced, totals,
+        idle_kernel, xp.list_ints(timeline.schedule.packed.offsets), xp.floats(timeline.start),
+        xp.floats(timeline.end), reasons, timeline.measured, timeline.first_start,
+        timeline.first_start + timeline.makespan, totals,
     )  # fmt: skip
     rows = (totals[at : at + _NUM_CAUSES] for at in range(0, len(totals), _NUM_CAUSES))
     return tuple(Idle(*map(float, row)) for row in rows)
 
 
-def cut_gap(free: float, start: float, made: float, known: bool, message: float, measured: bool) -> tuple[float, float]:
-    """When the waiting of a gap from `free` to `start` ends, and when its communication; what is left has no cause.
+def divide_gap(
+    free: float, start: float, produced: float, is_known: bool, message: float, measured: bool
+) -> tuple[float, float]:
+    """When the waiting of a gap from `free` to `start` ends, and when its communication; the rest has another cause.
 
-    `made` is the end of the result that was waited for, if that is `known`.
+    `produced` is the end of the action that was waited for, if it is known.
     """
-    if not known:
-        # a simulated rank that has all it needs is idle only while its own blocking send is under way
+    if not is_known:
+        # a simulated rank that has its inputs is idle only while its own blocking send is in flight
         return free, free if measured else start
-    ready = min(start, max(free, made))
-    if measured and made <= free:
-        return ready, min(start, max(free, made + message))
+    ready = min(start, max(free, produced))
+    if measured and produced <= free:
+        return ready, min(start, max(free, produced + message))
     return ready, start
 
 
-def held_from(free: float, start: float, made: float, gathers: float) -> float:
-    """From when on a gap from `free` to `start` is one of sharding: `made` is the end of what else was waited for."""
-    return min(start, max(free, made, gathers)) if gathers < start else start
+def find_gather_wait(free: float, start: float, produced: float, gather_start: float) -> float:
+    """When the wait for weights begins in a gap from `free` to `start`; `start` if there is none.
+
+    `produced` is the end of the action that was waited for.
+    """
+    return min(start, max(free, produced, gather_start)) if gather_start < start else start
 
 
-def idle_kernel(  # type: ignore[no-untyped-def]
-    offsets, start, end, waited, message, measured, begin, finish, gathers, reduced, totals
-):
+def idle_kernel(offsets, start, end, reasons, measured, begin, finish, totals):  # type: ignore[no-untyped-def]
     """Add up the idle time of each rank by cause."""
+    waited, gather_start, reduced, message = reasons.waited, reasons.gather_start, reasons.reduced, reasons.message
     for rank in range(len(offsets) - 1):
         base = _NUM_CAUSES * rank
         if offsets[rank] == offsets[rank + 1]:
@@ -228,13 +200,13 @@ def idle_kernel(  # type: ignore[no-untyped-def]
         for at in range(offsets[rank], offsets[rank + 1]):
             if start[at] > free:
                 source = waited[at]
-                made = end[source] if source >= 0 else free
-                until = held_from(free, start[at], made, gathers[at])
+                produced = end[source] if source >= 0 else free
+                until = find_gather_wait(free, start[at], produced, gather_start[at])
                 totals[base + _SHARDING] += start[at] - until
                 if at == offsets[rank]:
                     totals[base + _WARM_UP] += until - free
                 else:
-                    ready, arrived = cut_gap(free, until, made, source >= 0, message, measured)
+                    ready, arrived = divide_gap(free, until, produced, source >= 0, message, measured)
                     totals[base + _WAITING] += ready - free
                     totals[base + _COMMUNICATION] += arrived - ready
                     totals[base + _OTHER] += until - arrived
@@ -244,69 +216,53 @@ def idle_kernel(  # type: ignore[no-untyped-def]
         totals[base + _COOL_DOWN] += finish - ended
 
 
-def gaps(timeline: Timeline) -> list[Gap]:
-    """Every idle piece of every rank with its cause, in order. A gap may have a waiting and a communication piece."""
-    found = reasons(timeline)
+def find_gaps(timeline: Timeline) -> list[Gap]:
+    """All idle intervals of all ranks with their causes, in order. One pause may have several intervals."""
+    reasons = find_reasons(timeline)
     codes = timeline.schedule.packed.view
     start, end = memoryview(timeline.start).cast("d"), memoryview(timeline.end).cast("d")
     begin, finish = timeline.first_start, timeline.first_start + timeline.makespan
-    pieces: list[Gap] = []
+    gaps: list[Gap] = []
 
     def add(rank: int, first: float, last: float, cause: int, at: int = -1, source: int = -1) -> None:
         if last > first:
             action = decode(codes[at]) if at >= 0 else None
             needs = decode(codes[source]) if source >= 0 else None
-            pieces.append(Gap(rank, first, last, CAUSES[cause], action, needs))
+            gaps.append(Gap(rank, first, last, CAUSES[cause], action, needs))
 
     for rank in range(timeline.num_ranks):
         free = begin
         first, stop = timeline.schedule.packed.offsets[rank : rank + 2]
         for at in range(first, stop):
-            source = int(found.waited[at])
-            made = end[source] if source >= 0 else free
-            until = held_from(free, start[at], made, float(found.gathers[at]))
+            source = int(reasons.waited[at])
+            produced = end[source] if source >= 0 else free
+            until = find_gather_wait(free, start[at], produced, float(reasons.gather_start[at]))
             if at == first:
                 add(rank, free, until, _WARM_UP, at, source)
             elif start[at] > free:
-                ready, arrived = cut_gap(free, until, made, source >= 0, found.message, timeline.measured)
+                ready, arrived = divide_gap(free, until, produced, source >= 0, reasons.message, timeline.measured)
                 add(rank, free, ready, _WAITING, at, source)
                 add(rank, ready, arrived, _COMMUNICATION, at, source)
                 add(rank, arrived, until, _OTHER, at)
             add(rank, max(free, until), start[at], _SHARDING, at)
             free = max(free, end[at])
-        ended = max(free, min(finish, float(found.reduced[rank]))) if stop > first else free
+        ended = max(free, min(finish, float(reasons.reduced[rank]))) if stop > first else free
         add(rank, free, ended, _SHARDING)
         add(rank, ended, finish, _COOL_DOWN if stop > first else _WARM_UP)
-    return pieces
+    return gaps
 
 
-def span_at(timeline: Timeline, at: int) -> Span:
-    """The span of the action at place `at` of the schedule's codes."""
-    return Span(
-        int(reasons(timeline).ranks[at]), decode(timeline.schedule.packed.view[at]),
-        memoryview(timeline.start).cast("d")[at], memoryview(timeline.end).cast("d")[at],
-    )  # fmt: skip
+def critical_path(timeline: Timeline) -> tuple[Span, ...]:
+    """The chain of actions that determines the makespan, first to last."""
+    ranks, codes = find_reasons(timeline).ranks, timeline.schedule.packed.view
+    start, end = memoryview(timeline.start).cast("d"), memoryview(timeline.end).cast("d")
+    spans = [Span(int(ranks[at]), decode(codes[at]), start[at], end[at]) for at in critical_indices(timeline)]
+    last = _last_reduction(timeline)
+    return (*spans, last) if last is not None else tuple(spans)
 
 
-def critical_path(timeline: Timeline) -> tuple[Hop, ...]:
-    """The chain of actions that made the run as long as it is, first to last."""
-    found = reasons(timeline)
-    hops = []
-    for at in critical_places(timeline):
-        source, before = int(found.waited[at]), int(found.before[at])
-        span = span_at(timeline, at)
-        bound_by = "data" if source >= 0 else "rank" if before >= 0 else "start"
-        ready = memoryview(timeline.end).cast("d")[before] if before >= 0 else timeline.first_start
-        if source < 0 and span.start > ready and found.gathers[at] < span.start:
-            bound_by = "weights"
-        hops.append(Hop(*span, bound_by))
-    if (last := _last_reduce(timeline)) is not None:
-        hops.append(Hop(*last, "rank"))
-    return tuple(hops)
-
-
-def _last_reduce(timeline: Timeline) -> Span | None:
-    """The REDUCE_GRAD that the end of the timeline waits for; None if a computation ends last."""
+def _last_reduction(timeline: Timeline) -> Span | None:
+    """The REDUCE_GRAD that ends the timeline; None if a computation ends last."""
     spans = [span for rank in range(timeline.num_ranks) for span in timeline.sharding_spans(rank)]
     last = max(spans, key=lambda span: span.end, default=None)
     if last is None or last.action.kind is not Kind.REDUCE_GRAD:
@@ -314,32 +270,31 @@ def _last_reduce(timeline: Timeline) -> Span | None:
     return last if last.end > max(memoryview(timeline.end).cast("d"), default=last.end) else None
 
 
-def critical_places(timeline: Timeline) -> list[int]:
-    """The critical path as places in the schedule's codes, first to last."""
-    found = reasons(timeline)
+def critical_indices(timeline: Timeline) -> list[int]:
+    """The critical path as indices into the schedule's codes, first to last."""
     if not timeline.schedule.num_actions:
         return []
-    xp = found.arrays
-    trail = xp.full_ints(timeline.schedule.num_actions)
-    first = -1
-    if (last := _last_reduce(timeline)) is not None:  # it begins with the gradients that it reduces
+    xp, reasons = _find_reasons(timeline)
+    path = xp.full_ints(timeline.schedule.num_actions)
+    final = -1
+    if (last := _last_reduction(timeline)) is not None:  # it follows the last gradient of its stage
         begin, stop = timeline.schedule.packed.offsets[last.rank : last.rank + 2]
         codes = timeline.schedule.packed.view
-        places = (at for at in range(stop - 1, begin - 1, -1) if stage_of(codes[at]) == last.action.stage)
-        first = next((at for at in places if kind_of(codes[at]) in (B, W)), -1)
-    count = xp.call(path_kernel, xp.floats(timeline.end), found.waited, found.before, first, trail)
-    return [int(at) for at in trail[:count]][::-1]
+        indices = (at for at in range(stop - 1, begin - 1, -1) if stage_of(codes[at]) == last.action.stage)
+        final = next((at for at in indices if kind_of(codes[at]) in (B, W)), -1)
+    count = xp.call(path_kernel, xp.floats(timeline.end), reasons.waited, reasons.previous, final, path)
+    return [int(at) for at in path[:count]][::-1]
 
 
-def path_kernel(end, waited, before, first, trail):  # type: ignore[no-untyped-def]
-    """Walk back from `first`, or else from the last end; returns the number of places written."""
-    at = max(first, 0)
+def path_kernel(end, waited, previous, final, path):  # type: ignore[no-untyped-def]
+    """Follow the path back from `final`, or else from the last end; returns its length."""
+    at = max(final, 0)
     for other in range(len(end)):
-        if first < 0 and end[other] > end[at]:
+        if final < 0 and end[other] > end[at]:
             at = other
     count = 0
-    while at >= 0 and count < len(trail):
-        trail[count] = at
+    while at >= 0 and count < len(path):
+        path[count] = at
         count += 1
-        at = waited[at] if waited[at] >= 0 else before[at]
+        at = waited[at] if waited[at] >= 0 else previous[at]
     return count

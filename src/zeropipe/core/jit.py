@@ -1,12 +1,13 @@
 """One source for small and large inputs: kernels are plain Python, and numba compiles them when that pays.
 
-A kernel is a function of lists (or arrays) and numbers, with no Python objects inside. `arrays(size)` gives the place
-to make its arguments and to call it: plain lists with the kernel as written, or numpy arrays with the compiled kernel.
+A kernel is a function of lists (or arrays), tuples of them and numbers, without other Python objects. `arrays(size)`
+returns the namespace that creates its arguments and calls it: `Plain`, with lists and the kernel as written, or
+`Compiled`, with numpy arrays and the compiled kernel.
 
-Compiled kernels are some forty times faster, but loading numba and its cached kernels takes about half a second, and
-compiling them, once per installation, some seconds. So a process begins with plain ones, and small commands start at
-once. It loads the compiled ones when one input is large, or when all it has walked together shows that it lives on, as
-the page and a search do; from then on it takes them for all but the smallest inputs.
+Compiled kernels are about forty times faster. But loading numba and its cached kernels takes half a second, and
+compiling them, once per installation, some seconds. So a process starts with plain kernels, and small commands start at
+once. It switches to compiled ones when one input is large, or when its inputs add up to many actions, as in the page
+and in a search. Then it uses them for all but the smallest inputs.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from hashlib import sha256
 from types import CodeType, FunctionType
 from typing import Any
 
-JIT_FROM = 200_000  # actions: one input this large pays for loading the compiled kernels
-LIVES_ON_FROM = 500_000  # actions walked in plain Python, in half a second: a process that did so will do more
-SMALL = 200  # actions: below this the plain kernels are fast enough, whatever is loaded
+COMPILE_FROM_SIZE = 200_000  # actions: one input of this size pays for loading the compiled kernels
+COMPILE_AFTER_ACTIONS = 500_000  # actions processed by plain kernels, in half a second, before the process switches
+MIN_COMPILED_SIZE = 200  # actions: smaller inputs always use plain kernels
 
 Ints = Any  # list[int] or numpy int64 array
 Floats = Any  # list[float] or numpy float64 array
 
 
 class Plain:
-    """Python lists and the kernel as written."""
+    """Python lists, and kernels as written."""
 
     @staticmethod
     def ints(data: bytes) -> Ints:
@@ -66,44 +67,32 @@ class Plain:
         return kernel(*args)
 
 
-class Jitted:
-    """numpy arrays and the kernel compiled by numba."""
+class Compiled:
+    """numpy arrays, and kernels compiled by numba."""
 
     @staticmethod
     def ints(data: bytes) -> Ints:
-        import numpy as np
-
-        return np.frombuffer(data, np.int64)
+        return _numpy().frombuffer(data, "int64")
 
     @staticmethod
     def floats(data: bytes) -> Floats:
-        import numpy as np
-
-        return np.frombuffer(data, np.float64)
+        return _numpy().frombuffer(data, "float64")
 
     @staticmethod
     def full_ints(size: int, value: int = 0) -> Ints:
-        import numpy as np
-
-        return np.full(size, value, np.int64)
+        return _numpy().full(size, value, "int64")
 
     @staticmethod
     def full_floats(size: int, value: float = 0.0) -> Floats:
-        import numpy as np
-
-        return np.full(size, value, np.float64)
+        return _numpy().full(size, value, "float64")
 
     @staticmethod
     def list_ints(values: Any) -> Ints:
-        import numpy as np
-
-        return np.array(values, np.int64)
+        return _numpy().array(values, "int64")
 
     @staticmethod
     def list_floats(values: Any) -> Floats:
-        import numpy as np
-
-        return np.array(values, np.float64)
+        return _numpy().array(values, "float64")
 
     @staticmethod
     def int_bytes(values: Ints) -> bytes:
@@ -118,50 +107,57 @@ class Jitted:
         return compiled(kernel)(*args)
 
 
-Arrays = type[Plain] | type[Jitted]
+Arrays = type[Plain] | type[Compiled]
+
+
+@cache
+def _numpy() -> Any:
+    import numpy
+
+    return numpy
 
 
 class _Process:
     """What this process has done so far."""
 
-    walked = 0  # actions, by plain kernels
-    lives_on = False
+    plain_actions = 0  # processed by plain kernels
+    is_compiled = False
 
 
 def arrays(size: int) -> Arrays:
-    """Where to make arrays for an input of `size` actions that a kernel will walk."""
-    if size >= JIT_FROM or (_Process.lives_on and size >= SMALL):
-        _Process.lives_on = True
-        return Jitted
-    _Process.walked += size
-    if _Process.walked >= LIVES_ON_FROM:
-        _Process.lives_on = True
+    """The namespace for an input of `size` actions that a kernel will process."""
+    if size >= COMPILE_FROM_SIZE or (_Process.is_compiled and size >= MIN_COMPILED_SIZE):
+        _Process.is_compiled = True
+        return Compiled
+    _Process.plain_actions += size
+    if _Process.plain_actions >= COMPILE_AFTER_ACTIONS:
+        _Process.is_compiled = True
     return Plain
 
 
-def live_on() -> None:
-    """Use the compiled kernels from now on: for a process that knows at its start that it will do a lot."""
-    _Process.lives_on = True
+def use_compiled() -> None:
+    """Use compiled kernels from now on: for a process that will process many actions."""
+    _Process.is_compiled = True
 
 
-_both_ways: set[Callable[..., Any]] = set()
+_entry_points: set[Callable[..., Any]] = set()
 
 
-def called_both_ways(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Marks a kernel that Python calls, and other kernels too: it is compiled once for both."""
-    _both_ways.add(kernel)
+def entry_point(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a kernel that both Python and other kernels call: it is compiled once for both."""
+    _entry_points.add(kernel)
     return kernel
 
 
 @cache
 def compiled(kernel: Callable[..., Any], /) -> Callable[..., Any]:
-    """The kernel compiled, and with it the functions that it calls. Threads run it side by side."""
+    """The kernel, compiled together with the functions that it calls. It releases the GIL."""
     return _dispatcher(kernel, inner=False)
 
 
 @cache
 def _inner(kernel: Callable[..., Any], /) -> Callable[..., Any]:
-    return compiled(kernel) if kernel in _both_ways else _dispatcher(kernel, inner=True)
+    return compiled(kernel) if kernel in _entry_points else _dispatcher(kernel, inner=True)
 
 
 def _dispatcher(kernel: Callable[..., Any], *, inner: bool) -> Callable[..., Any]:
@@ -170,35 +166,35 @@ def _dispatcher(kernel: Callable[..., Any], *, inner: bool) -> Callable[..., Any
     named = {name: kernel.__globals__.get(name) for name in kernel.__code__.co_names}
     helpers = {name: _inner(value) for name, value in named.items() if isinstance(value, FunctionType)}
     own = FunctionType(kernel.__code__, {**kernel.__globals__, **helpers}, argdefs=kernel.__defaults__)
-    own.__qualname__ += "_" + sha256(_meaning(kernel).encode()).hexdigest()[:12] + "_inner" * inner  # names its file
-    # A kernel makes no arrays, so it counts no references; nobody calls it from C, nor an inner one from Python.
+    own.__qualname__ += "_" + sha256(_fingerprint(kernel).encode()).hexdigest()[:12] + "_inner" * inner  # its file name
+    # A kernel creates no arrays, so it needs no reference counts. No C code calls it, and Python calls no inner kernel.
     options = {"nogil": True, "_nrt": False, "no_cfunc_wrapper": True, "no_cpython_wrapper": inner}
     try:
-        made = numba.njit(own, cache=True, **options)
-    except RuntimeError:  # no folder to keep the cache in can be written
-        made = numba.njit(own, **options)
-    made.get_call_template = _without_literals(made.get_call_template)
-    return made  # type: ignore[no-any-return]
+        dispatcher = numba.njit(own, cache=True, **options)
+    except RuntimeError:  # there is no writable folder for the cache
+        dispatcher = numba.njit(own, **options)
+    dispatcher.get_call_template = _without_literals(dispatcher.get_call_template)
+    return dispatcher  # type: ignore[no-any-return]
 
 
 def _without_literals(template: Callable[..., Any]) -> Callable[..., Any]:
-    """numba compiles a function once more where a variable still has the 0 that it began with: not ours."""
+    """Keep numba from compiling a function once more for arguments that are still the literal 0."""
     from numba.core.types.misc import unliteral
 
     return lambda args, kws: template(tuple(map(unliteral, args)), {name: unliteral(kws[name]) for name in kws})
 
 
-def _meaning(kernel: Callable[..., Any]) -> str:
-    """A text that changes with the kernel, the functions that it calls and the numbers that it names.
+def _fingerprint(kernel: Callable[..., Any]) -> str:
+    """A text that changes with the kernel, the functions that it calls and the constants that it uses.
 
-    numba looks for a kernel in its cache by name and file, and would not see that a helper in another file has changed.
+    numba's cache finds a kernel by its name and file, and would miss a change in a helper of another file.
     """
     code = kernel.__code__
-    words = [code.co_code.hex(), *(repr(value) for value in code.co_consts if not isinstance(value, CodeType))]
+    parts = [code.co_code.hex(), *(repr(value) for value in code.co_consts if not isinstance(value, CodeType))]
     for name in code.co_names:
         value = kernel.__globals__.get(name)
         if isinstance(value, FunctionType):
-            words.append(_meaning(value))
+            parts.append(_fingerprint(value))
         elif isinstance(value, (int, float)):
-            words.append(f"{name}={value}")
-    return " ".join(words)
+            parts.append(f"{name}={value}")
+    return " ".join(parts)

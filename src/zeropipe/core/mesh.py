@@ -8,20 +8,22 @@ from math import prod
 from zeropipe.errors import ConfigError, short
 
 DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "tp")
-DATA = ("dp_replicate", "dp_shard")  # processes that differ in these have microbatches of their own
+DATA_DIMENSIONS = ("dp_replicate", "dp_shard")  # processes that differ in these have different microbatches
 
-Mesh = tuple[tuple[str, int], ...]  # dimensions and their sizes, the outermost first: neighbours differ in the last
+Mesh = tuple[tuple[str, int], ...]  # (dimension, size), the outermost first: consecutive ranks differ in the last
 
 
 def parse_mesh(text: str) -> Mesh:
-    """From its text form; ConfigError for what is no mesh."""
+    """The mesh of a text like pp=2,tp=2; ConfigError for any other text."""
     sizes: dict[str, int] = {}
     for entry in text.split(","):
         name, equals, size = (part.strip() for part in entry.partition("="))
         if name not in DIMENSIONS:
-            raise ConfigError(f"mesh {short(text)} has a dimension {short(name)}: give some of {', '.join(DIMENSIONS)}")
+            raise ConfigError(
+                f"mesh {short(text)} has the dimension {short(name)}: must be one of {', '.join(DIMENSIONS)}"
+            )
         if name in sizes:
-            raise ConfigError(f"mesh {short(text)} has {name} twice: give it once")
+            raise ConfigError(f"mesh {short(text)} has {name} twice; write it once")
         if not equals or not size.isascii() or not size.isdecimal() or not 0 < len(size) < 7 or int(size) == 0:
             raise ConfigError(f"mesh {short(text)}: write a number of processes for {name}, like {name}=2")
         sizes[name] = int(size)
@@ -29,10 +31,10 @@ def parse_mesh(text: str) -> Mesh:
 
 
 def format_mesh(sizes: Mapping[str, int] | Mesh) -> str:
-    """Its text form."""
+    """The text form of a mesh."""
     return ",".join(f"{name}={size}" for name, size in dict(sizes).items())
 
 
 def num_processes(mesh: Mesh) -> int:
-    """All of them."""
+    """The number of processes of a mesh."""
     return prod(size for _, size in mesh)

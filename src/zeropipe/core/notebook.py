@@ -1,8 +1,8 @@
-"""How a notebook shows a Timeline. core draws nothing: the package, which knows all its parts, puts the drawing in."""
+"""The hook through which a notebook draws a Timeline. core draws nothing: the top-level package sets it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-drawing: Callable[[Any], str] | None = None  # of a Timeline, as HTML
+render_html: Callable[[Any], str] | None = None  # of a Timeline

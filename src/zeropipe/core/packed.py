@@ -1,16 +1,17 @@
-"""Actions as integers, so that rows of ten million of them stay small. The one place that knows their layout:
+"""Actions as integers, so that rows of ten million of them stay small. The only file that knows their layout:
 
     bit 0       joined: this action and the next one are an Overlap
     bits 1-4    kind
     bits 5-20   stage
     bits 21-62  microbatch
 
-Kernels (see jit.py) call the functions of a code, too; and a code may be a numpy array of codes.
+Kernels (see jit.py) call the functions of a code, too. A code may also be a numpy array of codes.
 """
 
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from operator import index
@@ -37,22 +38,22 @@ def is_joined(code: Code) -> Code:
 
 
 def kind_of(code: Code) -> Code:
-    """A code's kind, as an integer."""
+    """The kind of a code, as an integer."""
     return code >> _KIND_SHIFT & _KIND_MASK
 
 
 def stage_of(code: Code) -> Code:
-    """A code's stage."""
+    """The stage of a code."""
     return code >> _STAGE_SHIFT & _STAGE_MASK
 
 
 def microbatch_of(code: Code) -> Code:
-    """A code's microbatch."""
+    """The microbatch of a code."""
     return code >> _MICROBATCH_SHIFT
 
 
 def with_kind(code: Code, kind: int) -> Code:
-    """The action of another kind for the same stage and microbatch."""
+    """The code of another kind for the same stage and microbatch."""
     return encode(stage_of(code), kind, microbatch_of(code))
 
 
@@ -65,39 +66,44 @@ def decode(code: int) -> Action:
 
 
 def pack(steps: Iterable[Step]) -> list[int]:
-    """The codes of some steps; an Overlap takes two."""
+    """The codes of steps; an Overlap has two."""
     codes: list[int] = []
     for step in steps:
         if isinstance(step, Overlap):
-            codes.append(_code(step.forward) | JOINED)
-            codes.append(_code(step.backward))
+            codes.append(_encode_checked(step.forward) | JOINED)
+            codes.append(_encode_checked(step.backward))
         elif isinstance(step, Action):
-            codes.append(_code(step))
+            codes.append(_encode_checked(step))
         else:
-            raise ConfigError(f"{short(step)} is no Action and no Overlap: zp.from_csv reads rows of texts like 0F0")
+            raise ConfigError(f"{short(step)}: must be an Action or an Overlap; use zp.from_csv for text like 0F0")
     return codes
 
 
-def _code(action: Action) -> int:
-    """The code of an action from outside; ConfigError for one whose numbers would spill over into other bits."""
+def _encode_checked(action: Action) -> int:
+    """The code of a user's action; ConfigError if its numbers would overflow into other bits."""
     stage, kind, microbatch = action
     if type(kind) is not Kind and not (isinstance(kind, int) and 0 <= kind < len(_KINDS)):
-        raise ConfigError(f"kind={short(kind)}: a zp.Kind is needed, like zp.Kind.F")
-    if _is_whole(stage) and _is_whole(microbatch) and 0 <= stage < MAX_STAGES and 0 <= microbatch < MAX_MICROBATCHES:
+        raise ConfigError(f"kind={short(kind)}: must be a zp.Kind, like zp.Kind.F")
+    if (
+        _is_integer(stage)
+        and _is_integer(microbatch)
+        and 0 <= stage < MAX_STAGES
+        and 0 <= microbatch < MAX_MICROBATCHES
+    ):
         return int(encode(index(stage), kind, index(microbatch)))
     raise ConfigError(
-        f"stage {short(stage)}, microbatch {short(microbatch)}: whole numbers from 0 on are needed, "
-        f"at most {MAX_STAGES} stages and {MAX_MICROBATCHES} microbatches"
+        f"stage {short(stage)}, microbatch {short(microbatch)}: must be non-negative integers, "
+        f"below {MAX_STAGES} and {MAX_MICROBATCHES}"
     )
 
 
-def _is_whole(value: Any) -> bool:
-    """Plain ones first: to ask for a protocol takes twenty times as long."""
+def _is_integer(value: Any) -> bool:
+    # the check against a protocol takes twenty times as long
     return type(value) is int or isinstance(value, SupportsIndex)
 
 
 def unpack(codes: Iterable[int]) -> Iterator[Step]:
-    """The steps of some codes."""
+    """The steps of codes."""
     forward: Action | None = None
     for code in codes:
         action = decode(code)
@@ -110,14 +116,14 @@ def unpack(codes: Iterable[int]) -> Iterator[Step]:
             yield action
 
 
-def num_steps(codes: Iterable[int]) -> int:
-    """How many steps end within some codes: an Overlap is one."""
+def count_steps(codes: Iterable[int]) -> int:
+    """The number of steps that end within the codes; an Overlap is one."""
     return sum(1 for code in codes if not is_joined(code))
 
 
 @dataclass(frozen=True)
 class PackedRows:
-    """The codes of all ranks back to back: rank r owns codes[offsets[r]:offsets[r + 1]]."""
+    """The codes of all ranks, concatenated: those of rank r are codes[offsets[r]:offsets[r + 1]]."""
 
     codes: bytes
     offsets: tuple[int, ...]
@@ -143,3 +149,8 @@ class PackedRows:
     def row(self, rank: int) -> memoryview[int]:
         """The codes of one rank."""
         return self.view[self.offsets[rank] : self.offsets[rank + 1]]
+
+    def locate(self, index: int) -> tuple[int, int]:
+        """(rank, step) of the code at `index`; an Overlap is one step."""
+        rank = bisect_right(self.offsets, index) - 1
+        return rank, count_steps(self.view[self.offsets[rank] : index])

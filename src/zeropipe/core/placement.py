@@ -8,7 +8,7 @@ from functools import cached_property
 from operator import index
 from typing import SupportsIndex
 
-from zeropipe.core.action import Action, far_stage
+from zeropipe.core.action import Action, peer_stage
 from zeropipe.core.units import count_text
 from zeropipe.errors import ConfigError, ScheduleError, short
 
@@ -22,7 +22,7 @@ class Problem:
     num_ranks: int
     num_stages: int
     num_microbatches: int
-    num_weight_parts: int = 1  # every W is that many actions, each an equal part of its work
+    num_weight_parts: int = 1  # every W is this number of actions, each an equal part of its work
 
     @property
     def stages_per_rank(self) -> int:
@@ -31,10 +31,9 @@ class Problem:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where stages live: one table stage -> rank per copy of the model.
+    """The rank of every stage: one table stage -> rank per copy of the model.
 
-    Almost all placements have one copy. DualPipe and Chimera keep two: microbatches from `second_from` on go through
-    the second one.
+    Most placements have one copy. DualPipe and Chimera have two: microbatches from `second_from` on use the second.
     """
 
     copies: tuple[tuple[int, ...], ...]
@@ -46,24 +45,24 @@ class Placement:
         return self.copies[self.copy_of(microbatch)][stage]
 
     def copy_of(self, microbatch: int) -> int:
-        """Which copy of the model `microbatch` goes through."""
+        """The copy of the model that `microbatch` uses."""
         return 0 if self.second_from is None or microbatch < self.second_from else 1
 
     def peer_of(self, message: Action) -> int:
         """The rank at the other end of a SEND or RECV."""
-        return self.rank_of(far_stage(message.stage, message.kind), message.microbatch)
+        return self.rank_of(peer_stage(message.stage, message.kind), message.microbatch)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages held by `rank` (of all copies), in order, each once."""
+        """The stages that `rank` holds, of all copies, in order."""
         return self._stages.get(rank, ())
 
     @cached_property
     def _stages(self) -> dict[int, tuple[int, ...]]:
-        found: dict[int, set[int]] = {}
+        stages: dict[int, set[int]] = {}
         for table in self.copies:
             for stage, rank in enumerate(table):
-                found.setdefault(rank, set()).add(stage)
-        return {rank: tuple(sorted(stages)) for rank, stages in found.items()}
+                stages.setdefault(rank, set()).add(stage)
+        return {rank: tuple(sorted(held)) for rank, held in stages.items()}
 
 
 PlacementRule = Callable[[Problem], Placement]
@@ -80,7 +79,7 @@ def loop(problem: Problem) -> Placement:
 
 
 def vee(problem: Problem) -> Placement:
-    """Down the ranks and back up again, as often as there are stages."""
+    """Down the ranks and back up again, repeated for all stages."""
     p = problem.num_ranks
     table = tuple(s % p if s // p % 2 == 0 else p - 1 - s % p for s in range(problem.num_stages))
     return Placement((table,), name="vee")
@@ -97,52 +96,51 @@ def mirror(problem: Problem) -> Placement:
 PLACEMENTS: dict[str, PlacementRule] = {rule.__name__: rule for rule in (linear, loop, vee, mirror)}
 
 
-def recognise(copies: tuple[tuple[int, ...], ...], second_from: int | None, problem: Problem) -> Placement:
-    """The named placement these tables are, or a custom one."""
+def match_placement(copies: tuple[tuple[int, ...], ...], second_from: int | None, problem: Problem) -> Placement:
+    """A placement of these tables, named after the rule of PLACEMENTS that gives the same ones, else "custom"."""
     for rule in PLACEMENTS.values():
         if rule in (linear, mirror) and problem.num_stages != problem.num_ranks:
             continue
-        known = rule(problem)
-        if known.copies == copies:
-            return Placement(copies, second_from, known.name)
+        candidate = rule(problem)
+        if candidate.copies == copies:
+            return Placement(copies, second_from, candidate.name)
     return Placement(copies, second_from)
 
 
 def require_problem(problem: object) -> None:
-    """ConfigError for what is no Problem, and for sizes that are no whole numbers."""
+    """ConfigError unless `problem` is a Problem with integer sizes."""
     if not isinstance(problem, Problem):
-        raise ConfigError(f"problem={short(problem)}: a zp.Problem is needed, like zp.Problem(4, 8, 16)")
+        raise ConfigError(f"problem={short(problem)}: must be a zp.Problem, like zp.Problem(4, 8, 16)")
     for name, value in vars(problem).items():
         if not isinstance(value, SupportsIndex) or index(value) < 0:
-            raise ConfigError(f"{name}={short(value)}: a whole number is needed")
+            raise ConfigError(f"{name}={short(value)}: must be a non-negative integer")
 
 
 def require_placement(placement: Placement, problem: Problem) -> None:
-    """ConfigError for tables that do not place every stage on a rank that exists."""
+    """ConfigError unless the tables place every stage on an existing rank."""
     copies, second = placement.copies, placement.second_from
     if len(copies) != (1 if second is None else 2):
         raise ConfigError(
-            f"the placement has {len(copies)} tables: one is needed, or two and the first microbatch of the second one"
+            f"the placement has {len(copies)} tables: must be 1, or 2 and the first microbatch of the second"
         )
     if second is not None and not (type(second) is int and 0 <= second <= problem.num_microbatches):
-        raise ConfigError(
-            f"the placement's second copy begins with microbatch {second!r}: give 0 to {problem.num_microbatches}"
-        )
+        rule = f"must be an integer from 0 to {problem.num_microbatches}"
+        raise ConfigError(f"the second copy of the placement starts at microbatch {second!r}: {rule}")
     for table in copies:
         if len(table) != problem.num_stages:
-            raise ConfigError(f"the placement places {count_text(len(table), 'stage')}: there are {problem.num_stages}")
+            raise ConfigError(f"the placement has {count_text(len(table), 'stage')}: must be {problem.num_stages}")
         for stage, rank in enumerate(table):
             if not (type(rank) is int and 0 <= rank < problem.num_ranks):
                 raise ConfigError(f"stage {stage} is placed on rank {rank!r}: ranks are 0 to {problem.num_ranks - 1}")
 
 
-def require_actions(problem: Problem, num_actions: int) -> None:
-    """ScheduleError for a file with far too few actions, before tables of the size it claims are made."""
+def require_num_actions(problem: Problem, num_actions: int) -> None:
+    """ScheduleError for a file with too few actions for its sizes, before tables of these sizes are allocated."""
     if problem.num_weight_parts > num_actions:
         raise ScheduleError(f"num_weight_parts is {problem.num_weight_parts}: there are only {num_actions} actions")
     if problem.num_stages * problem.num_microbatches > num_actions:
         raise ScheduleError(
             f"there are fewer actions than {count_text(problem.num_stages, 'stage')} times "
-            f"{count_text(problem.num_microbatches, 'microbatch')}: number both from 0 without gaps, and give each "
-            "stage and microbatch F and B, or F, I and W"
+            f"{count_text(problem.num_microbatches, 'microbatch')}; number both from 0 without gaps, and write F and "
+            "B, or F, I and W, for each stage and microbatch"
         )

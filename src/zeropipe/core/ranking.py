@@ -12,33 +12,32 @@ from zeropipe.core.timeline import ROUNDING, Timeline
 class Standing(NamedTuple):
     """One timeline among those it competes with."""
 
-    fits: bool  # within its memory limit, or there is none
+    fits: bool  # within its memory limit, or without one
     best_time: bool  # no other that fits is faster; several may tie
     best_memory: bool  # no other that fits needs less; several may tie
-    of_best: float  # its makespan over the best one's; below 1 only for one that does not fit
+    of_best: float  # its makespan divided by the best one's; below 1 only if it does not fit
 
 
 class Ranking(NamedTuple):
-    """A comparison's result."""
+    """The result of a comparison."""
 
     standings: tuple[Standing, ...]  # in the order of the timelines
-    order: tuple[int, ...]  # their places, best first
-    none_fits: bool  # all are over their memory limit: nobody wins
+    order: tuple[int, ...]  # their indices, best first
 
 
-def ranking(timelines: Sequence[Timeline]) -> Ranking:
-    """How the timelines stand.
+def rank_timelines(timelines: Sequence[Timeline]) -> Ranking:
+    """Rank timelines by makespan and memory.
 
-    Those with the same number of ranks and microbatches, in the same unit, compete: others do other work. What is over
-    its memory limit cannot win; if that is so for all, `of_best` is about the fastest of them. Times and sizes that
-    differ only by rounding are the same. In the order, what fits comes first, then the faster, then the one with less
-    memory, then the one named first.
+    Timelines with the same number of ranks and microbatches, in the same unit, compete; the others do different work.
+    A timeline over its memory limit cannot win. If all are, `of_best` refers to the fastest of them. Times and sizes
+    that differ only by rounding are equal. In the order, those that fit come first, then the faster ones, then those
+    with less memory, then by index.
     """
     rows = [_figures(timeline) for timeline in timelines]
     standings = []
     for row in rows:
-        fastest = _least([(r.fits, r.time) for r in rows if (r.work, r.unit) == (row.work, row.unit)])
-        leanest = _least([(r.fits, r.peak) for r in rows if (r.work, r.memory_unit) == (row.work, row.memory_unit)])
+        fastest = _minimum([(r.fits, r.time) for r in rows if (r.work, r.unit) == (row.work, row.unit)])
+        leanest = _minimum([(r.fits, r.peak) for r in rows if (r.work, r.memory_unit) == (row.work, row.memory_unit)])
         standings.append(
             Standing(
                 row.fits,
@@ -47,8 +46,8 @@ def ranking(timelines: Sequence[Timeline]) -> Ranking:
                 row.time / fastest if fastest > 0 else 1.0,
             )
         )
-    order = sorted(range(len(rows)), key=lambda n: (not rows[n].fits, _rounded(rows[n].time, rows), rows[n].peak, n))
-    return Ranking(tuple(standings), tuple(order), bool(rows) and not any(row.fits for row in rows))
+    order = sorted(range(len(rows)), key=lambda n: (not rows[n].fits, _round(rows[n].time, rows), rows[n].peak, n))
+    return Ranking(tuple(standings), tuple(order))
 
 
 class _Figures(NamedTuple):
@@ -57,7 +56,7 @@ class _Figures(NamedTuple):
     memory_unit: str
     fits: bool
     time: float
-    peak: float  # inf where memory is not known
+    peak: float  # inf if the timeline has no memory
 
 
 def _figures(timeline: Timeline) -> _Figures:
@@ -67,11 +66,11 @@ def _figures(timeline: Timeline) -> _Figures:
     )  # fmt: skip
 
 
-def _least(values: list[tuple[bool, float]]) -> float:
-    """The least value of those that fit, or of all if none does."""
+def _minimum(values: list[tuple[bool, float]]) -> float:
+    """The minimum of the values that fit, or of all if none fits."""
     return min((value for fits, value in values if fits), default=min(value for _, value in values))
 
 
-def _rounded(time: float, rows: list[_Figures]) -> float:
-    """The least of all times that `time` is equal to but for rounding."""
+def _round(time: float, rows: list[_Figures]) -> float:
+    """The least of the times that are equal to `time` but for rounding."""
     return min(row.time for row in rows if time <= row.time * ROUNDING)

@@ -1,73 +1,78 @@
-"""Proves a Program: every message has its partner, edges are FIFO, and sends that wait for their receive never hang."""
+"""Check a Program: every message has its peer, edges are FIFO, and sends that wait for their receive never hang."""
 
 from __future__ import annotations
 
-from zeropipe.core.action import RECV_B, RECV_F, SEND_B, SEND_F, UNSHARD, W, far_stage, partner
-from zeropipe.core.deadlock import deadlock_error, made_by, step_number
+from zeropipe.core.action import RECV_B, RECV_F, SEND_B, SEND_F, UNSHARD, W, peer_message, peer_stage
+from zeropipe.core.deadlock import format_deadlock_error, producer_text
 from zeropipe.core.jit import Ints, arrays
 from zeropipe.core.needs import (
     Dependencies,
-    copy_base,
-    dependencies,
+    build_dependencies,
+    copy_offset,
     flat_tables,
-    key_name,
-    message_place,
+    key_action,
+    message_index,
     number_edges,
 )
 from zeropipe.core.packed import decode, is_joined, kind_of, microbatch_of, stage_of
 from zeropipe.core.schedule import Program
 from zeropipe.errors import DeadlockError, ScheduleError, Stuck
 
+# faults of a message
+_OUT_OF_RANGE, _WRONG_RANK, _REPEATED, _NOT_SENT, _OUT_OF_ORDER, _NOT_RECEIVED, _NO_MESSAGE = range(1, 8)
+_REASONS = {
+    _OUT_OF_RANGE: "has a stage or microbatch out of range",
+    _WRONG_RANK: "is on the wrong rank, or its two stages are on one rank and need no message",
+    _REPEATED: "is repeated: every message is sent and received once",
+    _NOT_SENT: "is never sent",
+    _OUT_OF_ORDER: "is received out of order: messages of an edge arrive in the order in which they were sent",
+    _NOT_RECEIVED: "is never received",
+    _NO_MESSAGE: "has a result for another rank, and no message carries it",
+}
+
 
 def check_program(program: Program) -> None:
-    """Every message is sent and received once, in the same order on both ends, and rendezvous sends never hang."""
+    """Raise unless every message is sent and received once, in the same order at both ends, and none waits forever."""
     schedule, packed = program.schedule, program.packed
-    deps = dependencies(schedule, packed)
-    xp = deps.arrays
-    problem = schedule.problem
-    tables = flat_tables(xp, schedule.placement)
-    matched = xp.full_ints(deps.num_keys)  # 0 nothing, 1 sent or received, 2 both
+    xp = arrays(packed.num_codes)
+    deps = build_dependencies(xp, schedule, packed)
+    matched = xp.full_ints(deps.num_keys)  # 1 for a result that is sent, 2 if it is received, too
     numbers, edges = number_edges(schedule.placement)
-    orders = xp.full_ints(deps.num_keys)
-    where, fault = xp.call(
-        messages_kernel, deps.codes, deps.offsets, deps.own, deps.makes, deps.to,
-        tables, problem.num_stages, problem.num_microbatches, schedule.second_from,
-        matched, xp.list_ints(numbers), xp.full_ints(len(edges)), xp.full_ints(len(edges)), orders,
+    index, fault = xp.call(
+        messages_kernel, deps, flat_tables(xp, schedule.placement), schedule.num_stages, schedule.num_microbatches,
+        schedule.second_from, matched, xp.list_ints(numbers), xp.full_ints(len(edges)), xp.full_ints(len(edges)),
+        xp.full_ints(deps.num_keys),
     )  # fmt: skip
     if fault:
-        _raise_message_fault(program, int(where), int(fault))
-    done, posted = xp.full_ints(deps.num_keys), xp.full_ints(deps.num_keys)
-    waiter = xp.full_ints(deps.num_keys, -1)
-    position, stack = xp.list_ints(packed.offsets[:-1]), xp.full_ints(schedule.num_ranks)
-    queued = xp.full_ints(schedule.num_ranks)
-    finished = xp.call(
-        rendezvous_kernel, deps.codes, deps.offsets, deps.remote, deps.own, deps.makes,
-        done, posted, matched, waiter, position, stack, queued,
-    )  # fmt: skip
-    if not finished:
-        raise _program_deadlock(program, deps, position, done)
+        rank, step = packed.locate(int(index))
+        raise ScheduleError(f"rank {rank}, step {step}: {decode(packed.view[int(index)])} {_REASONS[int(fault)]}")
+    done, posted, waiter = (xp.full_ints(deps.num_keys, value) for value in (0, 0, -1))
+    position = xp.list_ints(packed.offsets[:-1])
+    stack, queued = (xp.full_ints(schedule.num_ranks) for _ in range(2))
+    if not xp.call(rendezvous_kernel, deps, done, posted, matched, waiter, position, stack, queued):
+        raise _build_deadlock_error(program, deps, position, done)
 
 
-def check_same_work(program: Program) -> None:
-    """Apart from its messages and what moves shards a Program is its Schedule."""
-    wanted, given = program.schedule.packed, program.packed
-    if len(wanted.offsets) != len(given.offsets):
-        raise ScheduleError(f"the program has {len(given.offsets) - 1} rows, its schedule {len(wanted.offsets) - 1}")
-    xp = arrays(given.offsets[-1])
-    columns = (xp.ints(given.codes), xp.list_ints(given.offsets), xp.ints(wanted.codes), xp.list_ints(wanted.offsets))
-    rank = int(xp.call(same_work_kernel, *columns))
+def check_same_computations(program: Program) -> None:
+    """ScheduleError unless the computations of a Program are those of its Schedule, in their order."""
+    expected, actual = program.schedule.packed, program.packed
+    if len(expected.offsets) != len(actual.offsets):
+        raise ScheduleError(f"the program has {len(actual.offsets) - 1} rows, its schedule {len(expected.offsets) - 1}")
+    xp = arrays(actual.num_codes)
+    rows = [(xp.ints(packed.codes), xp.list_ints(packed.offsets)) for packed in (actual, expected)]
+    rank = int(xp.call(same_computations_kernel, *rows[0], *rows[1]))
     if rank >= 0:
         raise ScheduleError(f"rank {rank}: the program's computations are not those of its schedule in their order")
 
 
-def same_work_kernel(codes, offsets, wanted, wanted_offsets):  # type: ignore[no-untyped-def]
+def same_computations_kernel(codes, offsets, expected, expected_offsets):  # type: ignore[no-untyped-def]
     """The first rank whose computations differ, or -1."""
     for rank in range(len(offsets) - 1):
-        at, end = wanted_offsets[rank], wanted_offsets[rank + 1]
-        for place in range(offsets[rank], offsets[rank + 1]):
-            if kind_of(codes[place]) > W:
+        at, end = expected_offsets[rank], expected_offsets[rank + 1]
+        for index in range(offsets[rank], offsets[rank + 1]):
+            if kind_of(codes[index]) > W:
                 continue
-            if at == end or codes[place] != wanted[at]:
+            if at == end or codes[index] != expected[at]:
                 return rank
             at += 1
         if at < end:
@@ -76,13 +81,13 @@ def same_work_kernel(codes, offsets, wanted, wanted_offsets):  # type: ignore[no
 
 
 def messages_kernel(  # type: ignore[no-untyped-def]
-    codes, offsets, own, makes, to, tables, num_stages, num_microbatches, second_from,
-    matched, numbers, sent, received, orders,
-):  # fmt: skip
-    """(index, fault) of the first message that has no partner, is repeated or overtakes another on its edge.
+    deps, tables, num_stages, num_microbatches, second_from, matched, edges, num_sent, num_received, order
+):
+    """(index, fault) of the first message that lacks its peer, is repeated or overtakes another one of its edge.
 
-    The key of a message is the key of the result it carries, so SEND_F of stage s and RECV_F of s + 1 share one.
+    The key of a message is that of the result it carries, so SEND_F of stage s and RECV_F of s + 1 have the same key.
     """
+    codes, offsets, own, makes, to = deps.codes, deps.offsets, deps.own, deps.makes, deps.to
     num_ranks = len(offsets) - 1
     for sending in (1, 0):
         for rank in range(num_ranks):
@@ -92,66 +97,50 @@ def messages_kernel(  # type: ignore[no-untyped-def]
                 if kind <= W or kind >= UNSHARD or (kind in (SEND_F, SEND_B)) != sending:
                     continue
                 stage = stage_of(code)
-                other = far_stage(stage, kind)
+                other = peer_stage(stage, kind)
                 microbatch = microbatch_of(code)
                 if not (stage < num_stages and 0 <= other < num_stages) or microbatch >= num_microbatches:
-                    return at, 1
-                base = copy_base(microbatch, second_from, num_stages)
-                edge = numbers[message_place(base, stage if sending else other, 1 if kind >= SEND_B else 0)]
-                if tables[base + stage] != rank or edge < 0:
-                    return at, 2
-                message = own[at]
+                    return at, _OUT_OF_RANGE
+                offset = copy_offset(microbatch, second_from, num_stages)
+                edge = edges[message_index(offset, stage if sending else other, 1 if kind >= SEND_B else 0)]
+                if tables[offset + stage] != rank or edge < 0:
+                    return at, _WRONG_RANK
+                key = own[at]
                 if sending:
-                    if matched[message]:
-                        return at, 3
-                    matched[message] = 1
-                    orders[message] = sent[edge]
-                    sent[edge] += 1
+                    if matched[key]:
+                        return at, _REPEATED
+                    matched[key] = 1
+                    order[key] = num_sent[edge]
+                    num_sent[edge] += 1
                 else:
-                    if matched[message] != 1:
-                        return at, 3 if matched[message] else 4
-                    if orders[message] != received[edge]:
-                        return at, 5
-                    matched[message] = 2
-                    received[edge] += 1
+                    if matched[key] != 1:
+                        return at, _REPEATED if matched[key] else _NOT_SENT
+                    if order[key] != num_received[edge]:
+                        return at, _OUT_OF_ORDER
+                    matched[key] = 2
+                    num_received[edge] += 1
     for rank in range(num_ranks):
         for at in range(offsets[rank], offsets[rank + 1]):
             if to[at] >= 0:
                 if not matched[makes[at]]:
-                    return at, 7
+                    return at, _NO_MESSAGE
             elif makes[at] < 0 and kind_of(codes[at]) in (SEND_F, SEND_B) and matched[own[at]] != 2:
-                return at, 6
+                return at, _NOT_RECEIVED
     return -1, 0
 
 
-def _raise_message_fault(program: Program, at: int, fault: int) -> None:
-    rank, step = step_number(program.packed, at)
-    where = f"rank {rank}, step {step}: {decode(program.packed.view[at])}"
-    reason = {
-        1: "names a stage or microbatch that does not exist",
-        2: "is on the wrong rank, or its two stages share a rank and need no message",
-        3: "is there twice: every message is sent and received once",
-        4: "is never sent",
-        5: "is received out of order: messages of one edge arrive in the order they were sent",
-        6: "is never received",
-        7: "makes a result for another rank, and no message carries it",
-    }[fault]
-    raise ScheduleError(f"{where} {reason}")
+def rendezvous_kernel(deps, done, posted, matched, waiter, position, stack, queued):  # type: ignore[no-untyped-def]
+    """As `live_kernel`, with messages: RECV posts, SEND waits until posted, a computation waits for its messages.
 
-
-def rendezvous_kernel(  # type: ignore[no-untyped-def]
-    codes, offsets, remote, own, makes, done, posted, matched, waiter, position, stack, queued
-):
-    """As `walk_kernel`, with messages: RECV posts, SEND blocks until posted, a computation waits for its messages.
-
-    `done` is 1 when a result exists and 2 when it has been delivered; a waiter on a key is woken by either.
+    `done` is 1 when a result exists and 2 when it has been delivered; either wakes the rank that waits for its key.
     """
+    codes, offsets, remote, own, makes = deps.codes, deps.offsets, deps.remote, deps.own, deps.makes
     num_ranks = len(offsets) - 1
     for rank in range(num_ranks):
         stack[rank] = num_ranks - 1 - rank
         queued[rank] = 1
     top = num_ranks
-    left = len(codes)
+    remaining = len(codes)
     while top > 0:
         top -= 1
         rank = stack[top]
@@ -162,50 +151,50 @@ def rendezvous_kernel(  # type: ignore[no-untyped-def]
             kind = kind_of(code)
             last = at + is_joined(code)
             missing = -1
-            wakes = -1
+            changed = -1  # the key of a message that is posted or delivered
             if kind >= UNSHARD:
                 at += 1
-                left -= 1
+                remaining -= 1
                 continue
             if kind > W:
-                message = own[at]
+                key = own[at]
                 if kind in (RECV_F, RECV_B):
-                    posted[message] = 1
-                    wakes = message
-                elif not done[message] or not posted[message]:
-                    missing = message
+                    posted[key] = 1
+                    changed = key
+                elif not done[key] or not posted[key]:
+                    missing = key
                 else:
-                    done[message] = 2
-                    wakes = message
+                    done[key] = 2
+                    changed = key
             else:
-                for step in range(at, last + 1):
-                    if own[step] >= 0 and not done[own[step]]:
-                        missing = own[step]
-                    if remote[step] >= 0:
-                        wanted = 2 if matched[remote[step]] else 1
-                        if done[remote[step]] < wanted:
-                            missing = remote[step]
+                for half in range(at, last + 1):
+                    if own[half] >= 0 and not done[own[half]]:
+                        missing = own[half]
+                    if remote[half] >= 0:
+                        required = 2 if matched[remote[half]] else 1
+                        if done[remote[half]] < required:
+                            missing = remote[half]
             if missing >= 0:
                 waiter[missing] = rank
                 break
             if kind <= W:
-                for step in range(at, last + 1):
-                    if makes[step] >= 0:
-                        done[makes[step]] = 1
-            if wakes >= 0 and waiter[wakes] >= 0:
-                other = waiter[wakes]
-                waiter[wakes] = -1
-                if not queued[other]:
-                    stack[top] = other
-                    queued[other] = 1
+                for half in range(at, last + 1):
+                    if makes[half] >= 0:
+                        done[makes[half]] = 1
+            if changed >= 0 and waiter[changed] >= 0:
+                woken = waiter[changed]
+                waiter[changed] = -1
+                if not queued[woken]:
+                    stack[top] = woken
+                    queued[woken] = 1
                     top += 1
-            left -= last + 1 - at
+            remaining -= last + 1 - at
             at = last + 1
         position[rank] = at
-    return left == 0
+    return remaining == 0
 
 
-def _program_deadlock(program: Program, deps: Dependencies, position: Ints, done: Ints) -> DeadlockError:
+def _build_deadlock_error(program: Program, deps: Dependencies, position: Ints, done: Ints) -> DeadlockError:
     schedule, packed = program.schedule, program.packed
     stuck = []
     for rank in range(schedule.num_ranks):
@@ -214,16 +203,17 @@ def _program_deadlock(program: Program, deps: Dependencies, position: Ints, done
             continue
         action = decode(int(deps.codes[at]))
         if action.kind in (SEND_F, SEND_B):
-            need = str(partner(action))
+            need = str(peer_message(action))
         else:
             need = "a message or result that does not come"
-            for part in range(at, at + 1 + is_joined(int(deps.codes[at]))):
-                for k in (int(deps.own[part]), int(deps.remote[part])):
-                    if k >= 0 and not done[k]:
-                        need = made_by(schedule, key_name(k, schedule.num_microbatches))
-                    elif k >= 0 and k == int(deps.remote[part]) and int(done[k]) == 1:
-                        need = f"the message of {made_by(schedule, key_name(k, schedule.num_microbatches))}"
-        stuck.append(Stuck(rank, step_number(packed, at)[1], str(action), need))
+            for half in range(at, at + 1 + is_joined(int(deps.codes[at]))):
+                for key in (int(deps.own[half]), int(deps.remote[half])):
+                    if key >= 0 and not done[key]:
+                        need = producer_text(schedule, key_action(key, schedule.num_microbatches))
+                    elif key >= 0 and key == int(deps.remote[half]) and int(done[key]) == 1:
+                        producer = producer_text(schedule, key_action(key, schedule.num_microbatches))
+                        need = f"the message of {producer}"
+        stuck.append(Stuck(rank, packed.locate(at)[1], str(action), need))
     ran = sum(int(position[r]) - packed.offsets[r] for r in range(schedule.num_ranks))
-    head = f"under rendezvous sends no rank can go on after {ran} of {packed.num_codes} steps"
-    return deadlock_error(head, stuck, schedule, packed)
+    head = f"with rendezvous sends no rank can go on after {ran} of {packed.num_codes} steps"
+    return format_deadlock_error(head, stuck, schedule, packed)

@@ -1,4 +1,4 @@
-"""The Schedule: a problem, a placement and one ordered row of steps per rank. A value: it never changes."""
+"""The Schedule: a problem, a placement and one ordered row of steps per rank. It is immutable."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zeropipe.errors import ConfigError, short
 
 
 class Rows(Sequence[tuple[Step, ...]]):
-    """A tuple of steps per rank, decoded when asked for."""
+    """A tuple of steps per rank, decoded on access."""
 
     def __init__(self, packed: PackedRows) -> None:
         self._packed = packed
@@ -47,20 +47,20 @@ class Rows(Sequence[tuple[Step, ...]]):
 
 @dataclass(frozen=True, repr=False)
 class Schedule:
-    """Who runs what in which order. `rows[rank]` is a tuple of Action and Overlap; `str()` gives `0F0 ...`."""
+    """The order of actions on every rank. `rows[rank]` is a tuple of Action and Overlap; `str()` gives `0F0 ...`."""
 
     problem: Problem
     placement: Placement
     packed: PackedRows
     name: str = field(default="custom", compare=False)
-    rebuild: Callable[[int], Schedule] | None = field(default=None, compare=False)  # for other numbers of microbatches
+    rebuild: Callable[[int], Schedule] | None = field(default=None, compare=False)  # by number of microbatches
 
     @staticmethod
     def of(problem: Problem, placement: Placement, rows: Iterable[Iterable[Step]], name: str = "custom") -> Schedule:
         """A schedule from rows of steps."""
         require_problem(problem)
         if not isinstance(placement, Placement):
-            raise ConfigError(f"placement={short(placement)}: a zp.Placement is needed, like zp.linear(problem)")
+            raise ConfigError(f"placement={short(placement)}: must be a zp.Placement, like zp.linear(problem)")
         return Schedule(problem, placement, PackedRows.of(pack(row) for row in rows), name)
 
     @property
@@ -85,7 +85,7 @@ class Schedule:
 
     @property
     def second_from(self) -> int:
-        """The first microbatch of the placement's second copy; beyond the last one where there is one copy."""
+        """The first microbatch of the placement's second copy; the number of microbatches if there is one copy."""
         second_from = self.placement.second_from
         return self.num_microbatches if second_from is None else second_from
 
@@ -106,14 +106,14 @@ class Schedule:
 
 
 def require_schedule(value: object) -> None:
-    """ConfigError for what is no Schedule."""
+    """ConfigError unless `value` is a Schedule."""
     if not isinstance(value, Schedule):
-        raise ConfigError(f"{short(value)} is no Schedule: make one with zp.build, zp.from_csv or zp.from_json")
+        raise ConfigError(f"{short(value)}: must be a Schedule; use zp.build, zp.from_csv or zp.from_json")
 
 
 @dataclass(frozen=True, repr=False)
 class Program:
-    """A Schedule lowered with SEND and RECV: what an executor walks."""
+    """A Schedule lowered with SEND and RECV, for an executor."""
 
     schedule: Schedule
     packed: PackedRows

@@ -1,4 +1,4 @@
-"""When stages were gathered and reduced: beside the computations of a Timeline, on a lane of their own."""
+"""The gathers and reductions of sharded stages in a Timeline, beside its computations."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from zeropipe.core.schedule import Schedule
 class Sharding(NamedTuple):
     """UNSHARD and REDUCE_GRAD of every rank, in the order of its Program: packed float64.
 
-    `size` is the memory of the stage's whole weights, or of its whole gradients. They are gathered and reduced in
-    `units` pieces.
+    `size` is the memory of the stage's full weights, or of its full gradients. Each is gathered or reduced in `units`.
     """
 
     packed: PackedRows
@@ -27,103 +26,102 @@ class Sharding(NamedTuple):
     size: bytes
     units: int
 
-    def lane(self, rank: int) -> Iterator[tuple[Action, float, float]]:
-        """What gathered and reduced on `rank`."""
+    def events(self, rank: int) -> Iterator[tuple[Action, float, float]]:
+        """(action, start, end) of each gather and reduction of `rank`."""
         begin, stop = self.packed.offsets[rank : rank + 2]
         starts, ends = (memoryview(column).cast("d")[begin:stop] for column in (self.start, self.end))
         for code, start, end in zip(self.packed.row(rank), starts, ends, strict=True):
             yield decode(code), start, end
 
     def span(self, rank: int) -> tuple[float, float] | None:
-        """From the first start to the last end of a rank; None if it has nothing."""
+        """The first start and the last end of a rank; None if it has no events."""
         begin, stop = self.packed.offsets[rank : rank + 2]
         if begin == stop:
             return None
         return min(memoryview(self.start).cast("d")[begin:stop]), max(memoryview(self.end).cast("d")[begin:stop])
 
 
-def apart(
+def extract_sharding(
     xp: Arrays, num_actions: int, rows: PackedRows, sizes_of: Sequence[Sequence[float]], units: int, *columns: Floats
 ) -> tuple[tuple[Floats, ...], Sharding]:
-    """Columns of `rows` (start and end first), as those of its computations, and its Sharding.
+    """Separate the columns of `rows` (start and end first) into those of its computations and its Sharding.
 
-    `sizes_of` are the sizes of each stage's whole weights and whole gradients.
+    `sizes_of` are the sizes of each stage's full weights and full gradients.
     """
     codes = xp.ints(rows.codes)
-    sizes = xp.full_ints(len(rows.offsets) - 1)
-    xp.call(count_kernel, codes, xp.list_ints(rows.offsets), sizes)
-    offsets = tuple(accumulate((int(size) for size in sizes), initial=0))
+    counts = xp.full_ints(len(rows.offsets) - 1)
+    xp.call(count_kernel, codes, xp.list_ints(rows.offsets), counts)
+    offsets = tuple(accumulate(map(int, counts), initial=0))
     computed = tuple(xp.full_floats(num_actions) for _ in columns)
-    moved_codes = xp.full_ints(offsets[-1])
-    moved = tuple(xp.full_floats(offsets[-1]) for _ in columns)
-    for column, mine, other in zip(columns, computed, moved, strict=True):
-        xp.call(apart_kernel, codes, column, mine, other, moved_codes)
-    packed = PackedRows(xp.int_bytes(moved_codes), offsets)
-    sizes_there = array("d", (sizes_of[kind_of(code) == REDUCE_GRAD][stage_of(code)] for code in packed.view))
-    times = (xp.float_bytes(moved[0]), xp.float_bytes(moved[1]))
-    return computed, Sharding(packed, *times, sizes_there.tobytes(), units)
+    event_codes = xp.full_ints(offsets[-1])
+    events = tuple(xp.full_floats(offsets[-1]) for _ in columns)
+    for column, computed_column, event_column in zip(columns, computed, events, strict=True):
+        xp.call(extract_kernel, codes, column, computed_column, event_column, event_codes)
+    packed = PackedRows(xp.int_bytes(event_codes), offsets)
+    sizes = array("d", (sizes_of[kind_of(code) == REDUCE_GRAD][stage_of(code)] for code in packed.view))
+    return computed, Sharding(packed, xp.float_bytes(events[0]), xp.float_bytes(events[1]), sizes.tobytes(), units)
 
 
-def count_kernel(codes, offsets, sizes):  # type: ignore[no-untyped-def]
-    """How many UNSHARD and REDUCE_GRAD each rank has."""
+def count_kernel(codes, offsets, counts):  # type: ignore[no-untyped-def]
+    """The number of UNSHARD and REDUCE_GRAD of each rank."""
     for rank in range(len(offsets) - 1):
         for at in range(offsets[rank], offsets[rank + 1]):
             if kind_of(codes[at]) > W and kind_of(codes[at]) != RESHARD:
-                sizes[rank] += 1
+                counts[rank] += 1
 
 
-def apart_kernel(codes, column, computed, moved, moved_codes):  # type: ignore[no-untyped-def]
-    """Write what belongs to computations, and what to UNSHARD and REDUCE_GRAD, to columns of their own."""
-    mine = 0
-    other = 0
+def extract_kernel(codes, column, computed, events, event_codes):  # type: ignore[no-untyped-def]
+    """Copy the entries of computations, and those of UNSHARD and REDUCE_GRAD, to separate columns."""
+    num_computed = 0
+    num_events = 0
     for at in range(len(codes)):
         kind = kind_of(codes[at])
         if kind <= W:
-            computed[mine] = column[at]
-            mine += 1
+            computed[num_computed] = column[at]
+            num_computed += 1
         elif kind != RESHARD:
-            moved[other] = column[at]
-            moved_codes[other] = codes[at]
-            other += 1
+            events[num_events] = column[at]
+            event_codes[num_events] = codes[at]
+            num_events += 1
 
 
-def gathers(xp: Arrays, schedule: Schedule, starts: bytes, sharding: Sharding | None) -> tuple[Floats, Floats]:
-    """For each action when the UNSHARD began that was under way until it started, else its own start.
+def find_gathers(xp: Arrays, schedule: Schedule, starts: bytes, sharding: Sharding) -> tuple[Floats, Floats]:
+    """Two columns: for each action the start of the UNSHARD that it waited for, else its own start; for each rank the
+    last end of a REDUCE_GRAD.
 
-    And for each rank the last end of a REDUCE_GRAD.
+    An action waited for an UNSHARD of its stage that ended when it started, or later.
     """
     start, packed, num_stages = xp.floats(starts), schedule.packed, schedule.num_stages
+    gather_start = xp.full_floats(len(start))
     reduced = xp.full_floats(schedule.num_ranks, -inf)
-    if sharding is None:
-        return start, reduced
-    found = xp.full_floats(len(start))
     xp.call(
-        gathers_kernel, xp.ints(packed.codes), xp.list_ints(packed.offsets), start,
+        find_gathers_kernel, xp.ints(packed.codes), xp.list_ints(packed.offsets), start,
         xp.ints(sharding.packed.codes), xp.list_ints(sharding.packed.offsets),
         xp.floats(sharding.start), xp.floats(sharding.end), xp.full_ints(num_stages, -1),
-        xp.full_floats(num_stages), xp.full_floats(num_stages), found, reduced,
+        xp.full_floats(num_stages), xp.full_floats(num_stages), gather_start, reduced,
     )  # fmt: skip
-    return found, reduced
+    return gather_start, reduced
 
 
-def gathers_kernel(  # type: ignore[no-untyped-def]
-    codes, offsets, start, lane, lane_offsets, lane_start, lane_end, owner, begun, done, found, reduced
-):
-    """Fill `found` and `reduced`. `begun` and `done` are the latest UNSHARD of a stage on the rank that owns it."""
+def find_gathers_kernel(  # type: ignore[no-untyped-def]
+    codes, offsets, start, events, event_offsets, event_start, event_end, rank_of, latest_start, latest_end,
+    gather_start, reduced,
+):  # fmt: skip
+    """Fill `gather_start` and `reduced`. `latest_start` and `latest_end` are of the latest UNSHARD of a stage."""
     for rank in range(len(offsets) - 1):
-        place = lane_offsets[rank]
+        event = event_offsets[rank]
         for at in range(offsets[rank], offsets[rank + 1]):
-            while place < lane_offsets[rank + 1] and lane_start[place] <= start[at]:
-                if kind_of(lane[place]) == UNSHARD:
-                    stage = stage_of(lane[place])
-                    owner[stage] = rank
-                    begun[stage] = lane_start[place]
-                    done[stage] = lane_end[place]
-                place += 1
+            while event < event_offsets[rank + 1] and event_start[event] <= start[at]:
+                if kind_of(events[event]) == UNSHARD:
+                    stage = stage_of(events[event])
+                    rank_of[stage] = rank
+                    latest_start[stage] = event_start[event]
+                    latest_end[stage] = event_end[event]
+                event += 1
             stage = stage_of(codes[at])
-            found[at] = start[at]
-            if kind_of(codes[at]) != W and owner[stage] == rank and done[stage] >= start[at]:
-                found[at] = begun[stage]
-        for place in range(lane_offsets[rank], lane_offsets[rank + 1]):
-            if kind_of(lane[place]) == REDUCE_GRAD:
-                reduced[rank] = max(reduced[rank], lane_end[place])
+            gather_start[at] = start[at]
+            if kind_of(codes[at]) != W and rank_of[stage] == rank and latest_end[stage] >= start[at]:
+                gather_start[at] = latest_start[stage]
+        for event in range(event_offsets[rank], event_offsets[rank + 1]):
+            if kind_of(events[event]) == REDUCE_GRAD:
+                reduced[rank] = max(reduced[rank], event_end[event])

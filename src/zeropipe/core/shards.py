@@ -11,7 +11,6 @@ from __future__ import annotations
 from itertools import accumulate
 
 from zeropipe.core.action import REDUCE_GRAD, RESHARD, UNSHARD, B, W
-from zeropipe.core.deadlock import step_number
 from zeropipe.core.jit import arrays
 from zeropipe.core.packed import PackedRows, decode, encode, is_joined, kind_of, stage_of
 from zeropipe.core.schedule import Program, Schedule
@@ -202,7 +201,7 @@ def check_kernel(  # type: ignore[no-untyped-def]
 
 def _raise_fault(program: Program, at: int, fault: int) -> None:
     packed = program.packed
-    rank, step = step_number(packed, at)
+    rank, step = packed.locate(at)
     action = decode(packed.view[at])
     stage, last = action.stage, None
     for code in packed.row(rank):

@@ -1,4 +1,4 @@
-"""Who did what when: simulated or measured, the same type."""
+"""The Timeline: when each rank ran which action, simulated or measured."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zeropipe.core.schedule import Schedule
 from zeropipe.core.shard_timeline import Sharding
 from zeropipe.core.units import percent, size_text, time_text
 
-ROUNDING = 1 + 1e-9  # two sums of times or sizes this near are the same
+ROUNDING = 1 + 1e-9  # sums of times or sizes whose ratio is below this are equal
 
 
 class Span(NamedTuple):
@@ -28,9 +28,9 @@ class Span(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Bytes (or units) per rank and action, in the order of the schedule's codes: packed float64.
+    """Memory levels per action, in the order of the schedule's codes: packed float64.
 
-    `during` is the level while the action runs (after what it allocates), `after` the level when it has ended.
+    `during` is the level while the action runs, with what it allocates; `after` is the level when it has ended.
     """
 
     during: bytes
@@ -39,12 +39,12 @@ class Memory(NamedTuple):
 
 @dataclass(frozen=True)
 class Origin:
-    """Costs of other settings say nothing about such a run."""
+    """How a recorded run was set up. Costs of other settings do not apply to it."""
 
     layers: tuple[int, ...]  # of each stage
     ac: str = "none"
     microbatch_size: int = 1  # sequences
-    sequence: int = 0  # tokens; 0 where they differ
+    sequence: int = 0  # tokens; 0 if sequences differ
     dtype: str = "float32"
     tp: int = 1
     compile: bool = False
@@ -53,7 +53,7 @@ class Origin:
 
 @dataclass(frozen=True, repr=False)
 class Timeline:
-    """The times of every action of a schedule: packed float64 columns aligned with `schedule.packed`."""
+    """The times of all actions of a schedule: packed float64 columns, aligned with `schedule.packed`."""
 
     schedule: Schedule
     start: bytes
@@ -64,10 +64,10 @@ class Timeline:
     memory_unit: str = ""  # "B" for bytes; empty for the costs' own unit
     label: str = ""
     measured: bool = False
-    blocking: bool = False  # simulated with sends that keep the sender: its next action waits for them
-    blocking_ends: bool = False  # the same for sends of its warm-up and cool-down
-    sharding: Sharding | None = None  # where stages are sharded: when they were gathered and reduced
-    origin: Origin | None = None  # what was recorded, where that is known
+    blocking: bool = False  # simulated with blocking sends: the sender's next action waits for them
+    blocking_ends: bool = False  # the same in warm-up and cool-down only
+    sharding: Sharding | None = None  # gathers and reductions of sharded stages
+    origin: Origin | None = None  # of a recorded run, if known
 
     @property
     def num_ranks(self) -> int:
@@ -79,7 +79,7 @@ class Timeline:
         return self.label or self.schedule.name
 
     def spans(self, rank: int) -> Iterator[Span]:
-        """What `rank` did, in order."""
+        """The computations of `rank`, in order."""
         begin, end = self.schedule.packed.offsets[rank : rank + 2]
         codes = self.schedule.packed.row(rank)
         starts = memoryview(self.start).cast("d")[begin:end]
@@ -88,8 +88,8 @@ class Timeline:
             yield Span(rank, decode(code), first, last)
 
     def sharding_spans(self, rank: int) -> Iterator[Span]:
-        """What `rank` gathered and reduced beside that, in order."""
-        for action, first, last in self.sharding.lane(rank) if self.sharding else ():
+        """The gathers and reductions of `rank`, in order."""
+        for action, first, last in self.sharding.events(rank) if self.sharding else ():
             yield Span(rank, action, first, last)
 
     @cached_property
@@ -109,18 +109,18 @@ class Timeline:
 
     @property
     def makespan(self) -> float:
-        """Last end minus first start, over all ranks; gathering and reducing count, too."""
+        """Last end minus first start, over all ranks, with gathers and reductions."""
         first, last, _, _ = self._stats
         return max(last) - min(first)
 
     @property
     def first_start(self) -> float:
-        """When the first action of any rank starts."""
+        """The earliest start over all ranks."""
         return min(self._stats[0])
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """Time in which an action runs, per rank (two at once count once)."""
+        """The time in which each rank runs an action (two at once count once)."""
         return tuple(self._stats[2])
 
     @property
@@ -139,9 +139,9 @@ class Timeline:
 
     @property
     def bubble_to_ideal(self) -> float:
-        """Megatron-LM's number: (makespan - ideal) / ideal, ideal being the time the ranks are busy (their mean).
+        """Megatron-LM's number: (makespan - ideal) / ideal, ideal being the mean busy time of the ranks.
 
-        It is (p - 1) / m for 1F1B with equal stages. Unlike `bubble`, it counts the whole makespan, and may be over 1.
+        It is (p - 1) / m for 1F1B with equal stages. Unlike `bubble`, it uses the makespan, and may exceed 1.
         """
         ideal = sum(self.busy) / self.num_ranks
         return max(0.0, self.makespan / ideal - 1) if ideal > 0 else 0.0
@@ -154,23 +154,22 @@ class Timeline:
 
     @property
     def peak_memory(self) -> tuple[float, ...]:
-        """The highest memory level of each rank, in the costs' unit (one stage's microbatch = 1 by default)."""
+        """The highest memory level of each rank, in the costs' unit (by default one microbatch of a stage = 1)."""
         return tuple(self._stats[3])
 
     @property
     def over_limit(self) -> tuple[int, ...]:
-        """The ranks whose peak is over the memory limit, by more than rounding."""
+        """The ranks whose peak exceeds the memory limit by more than rounding."""
         if self.memory_limit is None or self.memory is None:
             return ()
-        most = self.memory_limit * ROUNDING
-        return tuple(rank for rank, peak in enumerate(self.peak_memory) if peak > most)
+        limit = self.memory_limit * ROUNDING
+        return tuple(rank for rank, peak in enumerate(self.peak_memory) if peak > limit)
 
-    def labelled(self, label: str) -> Timeline:
-        """The same timeline under another title."""
+    def with_label(self, label: str) -> Timeline:
+        """The same timeline with another title."""
         return replace(self, label=label)
 
     def __str__(self) -> str:
-        """One line of figures."""
         figures = [f"makespan {time_text(self.makespan, self.unit)}", f"bubble {percent(self.bubble)}"]
         if self.memory:
             figures.append(f"peak memory {size_text(max(self.peak_memory), self.memory_unit)}")
@@ -183,12 +182,12 @@ class Timeline:
         return f"<Timeline {self}>"
 
     def _repr_html_(self) -> str | None:
-        """What a notebook shows."""
-        return notebook.drawing and notebook.drawing(self)
+        """The picture that Jupyter shows."""
+        return notebook.render_html and notebook.render_html(self)
 
 
 def stats_kernel(offsets, start, end, during, after, first, last, busy, peak):  # type: ignore[no-untyped-def]
-    """First start, last end, busy time and peak memory of each rank; one without actions is there from the start."""
+    """First start, last end, busy time and peak memory of each rank; those of an empty rank are the earliest start."""
     earliest = start[0] if len(start) > 0 else 0.0
     for rank in range(len(offsets) - 1):
         if offsets[rank] < offsets[rank + 1]:
@@ -204,11 +203,11 @@ def stats_kernel(offsets, start, end, during, after, first, last, busy, peak):  
         top = 0.0
         latest = start[begin]
         for at in range(begin, stop):
-            if end[at] > latest:  # an Overlap's second action, or one of a file that begins before another has ended
+            if end[at] > latest:  # not for the second half of an Overlap; actions of a file may overlap in time
                 total += end[at] - (start[at] if start[at] > latest else latest)
                 latest = end[at]
             if len(during) > 0:
-                top = max(top, during[at], after[at])  # an I may leave more than there was: what it computed again
+                top = max(top, during[at], after[at])  # after an I with recomputation there may be more than before
         last[rank] = latest
         busy[rank] = total
         peak[rank] = top

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeropipe.core.mesh import DATA, DIMENSIONS
+from zeropipe.core.mesh import DATA_DIMENSIONS, DIMENSIONS
 from zeropipe.errors import ConfigError, short
 
 
@@ -124,7 +124,7 @@ class Layout:
     def uncovered(self, parameter: Tensor) -> tuple[str, ...]:
         """The data dimensions over which nobody has summed a parameter's gradient: all but those it is sharded in."""
         covered = _mesh_names(parameter)
-        return tuple(name for name in DATA if self.sizes.get(name, 1) > 1 and name not in covered)
+        return tuple(name for name in DATA_DIMENSIONS if self.sizes.get(name, 1) > 1 and name not in covered)
 
     def holders(self, parameter: Tensor) -> int:
         """How many processes with the same place in the pipeline hold the same piece of a parameter."""

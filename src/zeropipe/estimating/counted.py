@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from zeropipe.core.model.layers import above_layers
+from zeropipe.core.model.layers import find_excess_layers
 from zeropipe.core.model.operators import Counted, Op
 from zeropipe.errors import ConfigError
 from zeropipe.estimating.operators import Sizes, loss, num_parameters
@@ -70,7 +70,7 @@ class CountedModel:
         return self._counters[element]
 
     def _open(self, element: int) -> Counter:
-        if above := above_layers(self.config, MOST_LAYERS):
+        if above := find_excess_layers(self.config, MOST_LAYERS):
             raise ConfigError(f"{self.name}: {above}: {self.unknown} are counted with at most {MOST_LAYERS} layers")
         try:
             import torch

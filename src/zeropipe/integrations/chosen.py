@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from zeropipe.core.action import Kind, actions_of
-from zeropipe.core.files import SCHEDULES, has_suffix
+from zeropipe.core.files import SCHEDULE_SUFFIXES, has_suffix
 from zeropipe.core.model.layers import num_stages_for
 from zeropipe.core.placement import Placement
 from zeropipe.core.schedule import Schedule
@@ -25,7 +25,7 @@ from zeropipe.schedules.user import load, named
 @cache
 def chosen(words: str) -> Chosen:
     """By a name, torch's or ours, or from a CSV or JSON file, which is read once."""
-    if not has_suffix(words, *SCHEDULES):
+    if not has_suffix(words, *SCHEDULE_SUFFIXES):
         get_schedule_class(named(words).name)  # unknown and mirrored ones are refused here
         return Chosen(words, None)
     schedule = load(words)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeropipe.core.resize import resized
+from zeropipe.core.resize import resize
 from zeropipe.core.schedule import Schedule
 from zeropipe.engine.engine import Engine
 from zeropipe.engine.layout import Layout
@@ -92,7 +92,7 @@ def _engine(stages: Sequence[Any], schedule: Schedule) -> Engine:
     told = {stage.stage_index: _told(stage) for stage in stages}
     if schedule.rebuild is not None:
         # it runs any number of microbatches: made for one number, it is the same on pipelines that have different ones
-        schedule = resized(schedule, 2 * schedule.num_stages)
+        schedule = resize(schedule, 2 * schedule.num_stages)
     warn_of_copies(stages)
     where: dict[str, Any] = {"group": stages[0].group}
     if _settings.mesh is not None:

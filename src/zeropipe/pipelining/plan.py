@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from zeropipe.core.files import SCHEDULES, has_suffix
+from zeropipe.core.files import SCHEDULE_SUFFIXES, has_suffix
 from zeropipe.core.formats.csv import from_csv
 from zeropipe.core.placement import Placement, Problem
-from zeropipe.core.resize import resized
+from zeropipe.core.resize import resize
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.units import count_text
 from zeropipe.errors import ConfigError, require_positive_integers, short
@@ -35,7 +35,7 @@ def built(entry: Entry, ranks: int, stages: int, microbatches: int, options: Map
             refusal = refusal or error
             continue
         require_one_copy(found)
-        return resized(found, microbatches)
+        return resize(found, microbatches)
     assert refusal is not None
     raise refusal
 
@@ -46,7 +46,7 @@ def given(what: Schedule | str, ranks: int, stages: int, microbatches: int) -> S
         raise ConfigError(f"schedule={short(what)}: give a Schedule, the text of a CSV, a file with one, or a name")
     if isinstance(what, Schedule):
         found = what
-    elif has_suffix(what, *SCHEDULES):
+    elif has_suffix(what, *SCHEDULE_SUFFIXES):
         found = load(what)
     elif "\n" in what or "," in what:
         found = from_csv(what)
@@ -59,7 +59,7 @@ def given(what: Schedule | str, ranks: int, stages: int, microbatches: int) -> S
             f"{count_text(found.num_stages, 'stage')}, these are stages of {stages} on {count_text(ranks, 'rank')}: "
             "build it for them"
         )
-    return resized(found, microbatches)
+    return resize(found, microbatches)
 
 
 def require_one_copy(schedule: Schedule) -> None:

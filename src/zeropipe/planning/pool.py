@@ -8,7 +8,7 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any
 
-from zeropipe.core.jit import live_on
+from zeropipe.core.jit import use_compiled
 from zeropipe.core.workers import Worker, WorkerError, WorkerMemoryError
 from zeropipe.errors import ConfigError
 from zeropipe.planning.rows import Candidate, Row
@@ -81,7 +81,7 @@ _scene: Scene | None = None  # of this worker process
 
 def _set_scene(scene: Scene) -> None:
     global _scene
-    live_on()
+    use_compiled()
     _scene = scene
 
 

@@ -75,4 +75,3 @@ def run_text(plan: Plan, row: Row, schedule: dict[str, Any], model: str, costs: 
 def _from(path: str, name: str) -> str:
     """The name of a file as the file at `path` has it: from its own folder. Other names stay."""
     return os.path.relpath(name, Path(path).parent) if os.path.exists(name) else name
-

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 from zeropipe import __version__
 from zeropipe.core.model.probe import (
-    Piece,
+    LayerGroup,
     Ping,
     Probe,
     Profile,
+    full_schedule,
     ping_schedule,
     split_schedule,
     stream_schedule,
-    whole_schedule,
 )
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Timeline
@@ -63,7 +63,7 @@ def group_of_one() -> Any:
 
 def with_messages(job: ProfileJob, pieces: Pieces, probes: Sequence[Probe], device: torch.device) -> Profile:
     """The profile of a model whose pieces were measured: messages between the ranks are measured now."""
-    message, several = probes[0].pieces[1].message, dist.get_world_size() > 1
+    message, several = probes[0].groups[1].message, dist.get_world_size() > 1
     pings = _pings(message, device) if several else ()
     # on a GPU messages have streams of their own, and their launch is not what a rank waits for
     streams = _streams(message, device) if several and device.type == "cpu" else ()
@@ -86,9 +86,9 @@ def profile_under_torchrun(job: ProfileJob) -> Profile | None:
 
 def _probe(job: ProfileJob, pieces: Pieces, setting: Setting, device: torch.device, alone: Any) -> Probe:
     microbatch = piece_tokens(job, pieces, setting, device)
-    known: tuple[Piece, ...] = ()
+    known: tuple[LayerGroup, ...] = ()
     found: dict[str, tuple[Timeline, ...]] = {}
-    for name, make in (("split", split_schedule), ("whole", whole_schedule)):
+    for name, make in (("split", split_schedule), ("whole", full_schedule)):
         stages = pieces.build(device)
         known = known or facts(pieces, stages, microbatch)
         steps = piece_steps(job, stages, microbatch, setting, device, alone, make)

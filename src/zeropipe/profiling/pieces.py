@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from zeropipe.core.model.probe import Piece
+from zeropipe.core.model.probe import LayerGroup
 from zeropipe.engine.stages.find import kinds, per_layer
 from zeropipe.engine.stages.hf import HFStage
 from zeropipe.engine.stages.models import meta_model
@@ -118,9 +118,9 @@ def _cuts(layers: tuple[str, ...], bare_ends: bool) -> tuple[Cut, ...]:
     return tuple(cuts)
 
 
-def facts(pieces: Pieces, stages: Mapping[int, HFStage], microbatch: Mapping[str, Tensor]) -> tuple[Piece, ...]:
+def facts(pieces: Pieces, stages: Mapping[int, HFStage], microbatch: Mapping[str, Tensor]) -> tuple[LayerGroup, ...]:
     """Parameters, operations and messages of the pieces, by running them once."""
-    found: list[Piece] = []
+    found: list[LayerGroup] = []
     inputs: tuple[Tensor, ...] = ()
     with torch.no_grad():
         for place, stage in stages.items():
@@ -129,7 +129,7 @@ def facts(pieces: Pieces, stages: Mapping[int, HFStage], microbatch: Mapping[str
             inputs = output if isinstance(output, tuple) else (output,)
             last = place == len(stages) - 1
             found.append(
-                Piece(
+                LayerGroup(
                     pieces.cuts[place].kinds,
                     sum(parameter.numel() for parameter in stage.parameters()),
                     float(counter.get_total_flops()),

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from zeropipe.core.action import MAX_MICROBATCHES, MAX_STAGES
-from zeropipe.core.files import SCHEDULES, has_suffix
+from zeropipe.core.files import SCHEDULE_SUFFIXES, has_suffix
 from zeropipe.core.packed import PackedRows
 from zeropipe.core.placement import Placement, PlacementRule, Problem, require_placement
 from zeropipe.core.schedule import Schedule
@@ -22,7 +22,7 @@ from zeropipe.errors import ConfigError, ZeropipeError, short
 from zeropipe.schedules.lane import Lane
 
 ENTRY_POINTS = "zeropipe.schedules"
-FILES = (*SCHEDULES, ".toml", ".py")  # what ends like this is no schedule's name
+FILES = (*SCHEDULE_SUFFIXES, ".toml", ".py")  # what ends like this is no schedule's name
 
 
 @dataclass(frozen=True)

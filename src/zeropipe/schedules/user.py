@@ -6,7 +6,7 @@ from os.path import isfile
 from pathlib import Path
 from typing import Any
 
-from zeropipe.core.files import SCHEDULES, has_suffix, read_text
+from zeropipe.core.files import SCHEDULE_SUFFIXES, has_suffix, read_text
 from zeropipe.core.formats.csv import from_csv
 from zeropipe.core.formats.json import from_json
 from zeropipe.core.limits import COMMAND_LINE, num_actions, require_times
@@ -40,7 +40,7 @@ def load_any(
     **options: Any,
 ) -> Schedule | Timeline:
     """What `load` finds, with the times that a file has beside its schedule."""
-    if has_suffix(spec, *SCHEDULES):
+    if has_suffix(spec, *SCHEDULE_SUFFIXES):
         return _from_file(spec, ranks, microbatches, stages_per_rank, options)
     entry = entry_of(spec)
     for flag, value in (("ranks", ranks), ("microbatches", microbatches)):
@@ -72,7 +72,7 @@ def named(spec: str) -> Entry:
     except ConfigError:
         if not isfile(spec):  # False also for a name that no file can have
             raise
-        kinds = " or ".join(SCHEDULES)
+        kinds = " or ".join(SCHEDULE_SUFFIXES)
         raise ConfigError(f"{spec!r} is a file of no known kind: one with a schedule is named {kinds}") from None
 
 

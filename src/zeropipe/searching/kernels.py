@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from zeropipe.core.jit import Floats, Ints, called_both_ways
+from zeropipe.core.jit import Floats, Ints, entry_point
 
 if TYPE_CHECKING:
     from zeropipe.searching.model import Model, Work
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 FAR = 1e300  # later than anything
 
 
-@called_both_ways
+@entry_point
 def play(model: Model, work: Work, rows: Ints, share: Floats, out: Ints) -> float:
     """Run the rows; the makespan, or FAR where they cannot end or do not fit.
 
@@ -157,7 +157,7 @@ def play(model: Model, work: Work, rows: Ints, share: Floats, out: Ints) -> floa
     return makespan
 
 
-@called_both_ways
+@entry_point
 def dispatch(
     model: Model, work: Work, order: Ints, cap: Ints, look0: Floats, look: Floats, share: Floats, rows: Ints
 ) -> float:

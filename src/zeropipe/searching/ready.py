@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import cache
 
 from zeropipe.core.check import check
-from zeropipe.core.jit import SMALL, live_on
+from zeropipe.core.jit import MIN_COMPILED_SIZE, use_compiled
 from zeropipe.core.placement import PLACEMENTS, Problem
 from zeropipe.schedules.registry import build
 from zeropipe.searching.climb import ROUNDS, Effort, climb
@@ -24,7 +24,7 @@ from zeropipe.sim.simulate import simulate
 
 def make_ready(num_actions: int) -> None:
     """Load the kernels for a search of schedules with so many actions, compiled before if need be."""
-    if num_actions >= SMALL:
+    if num_actions >= MIN_COMPILED_SIZE:
         _walking()
     _searching()
 
@@ -46,7 +46,7 @@ def _searching() -> None:
 @cache
 def _walking() -> None:
     """The kernels that check, simulate and fill schedules."""
-    live_on()
-    costs, schedule = Costs(p2p=0.05), build("zb-h1", ranks=8, microbatches=SMALL // 16)
+    use_compiled()
+    costs, schedule = Costs(p2p=0.05), build("zb-h1", ranks=8, microbatches=MIN_COMPILED_SIZE // 16)
     check(schedule)
     simulate(fill_gaps(schedule, costs, weight_parts=1), costs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from zeropipe.core.placement import Placement, Problem
-from zeropipe.core.ranking import Ranking, Standing, ranking
+from zeropipe.core.ranking import Ranking, Standing, rank_timelines
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Timeline
 from zeropipe.sim.costs import Costs
@@ -13,7 +13,7 @@ from zeropipe.sim.fill import fill_gaps
 from zeropipe.sim.layer_costs import LayerCosts
 from zeropipe.sim.simulate import simulate
 
-__all__ = ["Ranking", "Standing", "compare", "ranking", "stage_costs"]
+__all__ = ["Ranking", "Standing", "compare", "rank_timelines", "stage_costs"]
 
 
 def stage_costs(

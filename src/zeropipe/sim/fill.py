@@ -13,7 +13,7 @@ from dataclasses import replace
 from zeropipe.core.action import B, F, I, W
 from zeropipe.core.complete import check_complete
 from zeropipe.core.jit import arrays
-from zeropipe.core.needs import copy_base, dependencies, message_place
+from zeropipe.core.needs import build_dependencies, copy_offset, message_index
 from zeropipe.core.packed import PackedRows, is_joined, kind_of, microbatch_of, stage_of, with_kind
 from zeropipe.core.placement import MAX_WEIGHT_PARTS
 from zeropipe.core.schedule import Schedule, require_schedule
@@ -106,8 +106,8 @@ def cut_kernel(codes, num_weight_parts, out):  # type: ignore[no-untyped-def]
 
 def _filled(schedule: Schedule, costs: Costs, limits: Sequence[float]) -> list[Schedule]:
     """The rows written anew with each share, the shortest first."""
-    deps = dependencies(schedule, passes=len(SHARES))
-    xp, tables = deps.arrays, tables_of(deps.arrays, schedule, costs)
+    xp = arrays(schedule.num_actions * len(SHARES))
+    deps, tables = build_dependencies(xp, schedule), tables_of(xp, schedule, costs)
     most = xp.list_floats([limit * ROUNDING for limit in limits])
     found = []
     for share in SHARES:
@@ -211,8 +211,8 @@ def fill_kernel(  # type: ignore[no-untyped-def]
                 ended[made] = now
                 arrived[made] = now
                 if to[step] >= 0:
-                    base = copy_base(microbatch_of(code), second_from, num_stages)
-                    arrived[made] = now + travel[message_place(base, stage, 0 if kind == F else 1)]
+                    base = copy_offset(microbatch_of(code), second_from, num_stages)
+                    arrived[made] = now + travel[message_index(base, stage, 0 if kind == F else 1)]
                 if waiter[made] >= 0:
                     stack[top] = waiter[made]
                     waiter[made] = -1

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from zeropipe.core.action import Kind
 from zeropipe.core.complete import check_complete
-from zeropipe.core.explain import idle, reasons
-from zeropipe.core.formats.json import from_plain
+from zeropipe.core.explain import find_reasons, idle_times
+from zeropipe.core.formats.json import from_data
 from zeropipe.core.limits import require_costs, require_times
 from zeropipe.core.packed import is_joined
 from zeropipe.core.schedule import Schedule
@@ -42,7 +42,7 @@ def load_costs(path: str) -> Costs | LayerCosts:
         require_costs(data, f"{path}: ")
         return costs_from(data, path)
     try:
-        found = from_plain(data)
+        found = from_data(data)
         if isinstance(found, Timeline):
             require_times(found)
             check_complete(found.schedule)
@@ -64,7 +64,7 @@ def fit(timeline: Timeline) -> Costs:
     for step in steps:
         if len(step) == 1:
             singles[step[0].action.kind, step[0].action.stage].append(step[0].end - step[0].start)
-    overhead = sum(causes.other for causes in idle(timeline)) / max(1, len(steps))
+    overhead = sum(causes.other for causes in idle_times(timeline)) / max(1, len(steps))
     f, b, i, w = (
         [time + overhead for time in _column(kind, singles, steps, num_stages)]
         for kind in (Kind.F, Kind.B, Kind.I, Kind.W)
@@ -78,7 +78,7 @@ def fit(timeline: Timeline) -> Costs:
     activation, stash, weights = _memory(timeline)
     sharding = {} if timeline.sharding is None else _sharding(timeline.sharding, timeline.schedule)
     return Costs(
-        f=f, i=i, w=w, b=b, overlap=_overlap(steps, f, b, overhead), p2p=reasons(timeline).message,
+        f=f, i=i, w=w, b=b, overlap=_overlap(steps, f, b, overhead), p2p=find_reasons(timeline).message,
         activation=activation, stash=stash, weights=weights, memory_limit=timeline.memory_limit,
         unit=timeline.unit, memory_unit=timeline.memory_unit, **sharding,
     )  # fmt: skip
@@ -99,7 +99,7 @@ def _sharding(sharding: Sharding, schedule: Schedule) -> dict[str, Any]:
         begin, stop = sharding.packed.offsets[rank : rank + 2]
         gathered = Counter[int]()
         for (action, start, end), size in zip(
-            sharding.lane(rank), memoryview(sharding.size).cast("d")[begin:stop], strict=True
+            sharding.events(rank), memoryview(sharding.size).cast("d")[begin:stop], strict=True
         ):
             sizes[action.kind][action.stage] = size
             speed[action.kind] = max(speed[action.kind], size / (end - start) if end > start else 0.0)
@@ -188,7 +188,7 @@ def _still_whole(timeline: Timeline, rank: int) -> float:
     sizes = memoryview(sharding.size).cast("d")[begin:stop]
     *_, last = timeline.spans(rank)
     weights, gathered, gradients = 0.0, 0, 0.0
-    for (action, _, end), size in zip(sharding.lane(rank), sizes, strict=True):
+    for (action, _, end), size in zip(sharding.events(rank), sizes, strict=True):
         if action.kind is Kind.REDUCE_GRAD:
             gradients += size if end > last.start else 0.0
         elif action.stage == last.action.stage and last.action.kind is not Kind.W:  # RESHARD comes behind it

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from zeropipe.core.model.checkpointing import Checkpointing
-from zeropipe.core.model.layers import check_counts, layer_counts
+from zeropipe.core.model.layers import layer_counts, require_layer_counts
 from zeropipe.core.placement import Placement, Problem
 from zeropipe.errors import ConfigError, short
 from zeropipe.sim.costs import INSIDE, Costs, Link
@@ -176,7 +176,7 @@ class LayerCosts:
         chosen = setting or self.settings[0]
         layers = self.layer_list(chosen, ac)
         stages, start = [], 0
-        for count in check_counts(counts, len(layers)):
+        for count in require_layer_counts(counts, len(layers)):
             stages.append([*(chosen.kinds[kind] for kind in self.each), *layers[start : start + count]])
             start += count
         stages[0] = [*(chosen.kinds[kind] for kind in self.before), *stages[0]]

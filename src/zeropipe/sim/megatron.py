@@ -15,7 +15,7 @@ from collections import defaultdict
 from statistics import median
 from typing import NamedTuple
 
-from zeropipe.core.limits import LONGEST
+from zeropipe.core.limits import MAX_TIME
 from zeropipe.core.schedule import Schedule
 from zeropipe.errors import ConfigError
 from zeropipe.sim.costs import Costs
@@ -85,7 +85,7 @@ def _milliseconds(text: str, timer: str) -> float:
         value = float(text)
     except ValueError:
         value = -1.0
-    if not 0 <= value < LONGEST:
+    if not 0 <= value < MAX_TIME:
         raise ConfigError(f"{timer}: {text}: a number of milliseconds from 0 on is needed")
     return value
 

@@ -13,8 +13,8 @@ from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from zeropipe.core.action import Kind
-from zeropipe.core.explain import reasons
-from zeropipe.core.model.probe import Piece, Ping, Probe, Profile
+from zeropipe.core.explain import find_reasons
+from zeropipe.core.model.probe import LayerGroup, Ping, Probe, Profile
 from zeropipe.core.packed import kind_of, stage_of
 from zeropipe.core.timeline import Timeline
 from zeropipe.errors import ConfigError
@@ -42,7 +42,7 @@ def layer_costs(profile: Profile) -> LayerCosts:
     """The costs of a model's layers, as measured."""
     link, inter_node = links(profile.pings, profile.nodes)
     first = profile.probes[0]
-    sending, receiving = handling(profile.streams, _between([*first.split, *first.whole]))
+    sending, receiving = handling(profile.streams, _between([*first.split, *first.full]))
     # a ping takes what its sender and its receiver spend on it, and then some
     link, inter_node = (_without(one, sending + receiving) for one in (link, inter_node))
     size = profile.bytes_per_number
@@ -56,16 +56,16 @@ def layer_costs(profile: Profile) -> LayerCosts:
 
 
 def _setting(probe: Probe) -> Setting:
-    if not probe.split or not probe.whole:
+    if not probe.split or not probe.full:
         raise ConfigError("a profile needs at least one recorded step: give steps=1 or more")
-    measured = [_measured(probe, stage) for stage in range(len(probe.pieces))]
-    between = max(0.0, middle(_between([*probe.split, *probe.whole])))
-    shared = {name: _shared(probe.pieces, [one.values[name] for one in measured]) for name in (*TIMES, *SIZES)}
+    measured = [_measured(probe, stage) for stage in range(len(probe.groups))]
+    between = max(0.0, middle(_between([*probe.split, *probe.full])))
+    shared = {name: _shared(probe.groups, [one.values[name] for one in measured]) for name in (*TIMES, *SIZES)}
     kinds: dict[str, LayerCost] = {}
-    for piece, one in zip(probe.pieces, measured, strict=True):
+    for piece, one in zip(probe.groups, measured, strict=True):
         if len(piece.kinds) == 1:
             kinds[piece.kinds[0]] = _layer(piece, one, shared)
-    for piece, one in zip(probe.pieces, measured, strict=True):  # an end that has a layer with it
+    for piece, one in zip(probe.groups, measured, strict=True):  # an end that has a layer with it
         own = [kind for kind in piece.kinds if kind not in kinds]
         if own:
             rest = [kinds[kind] for kind in piece.kinds if kind in kinds]
@@ -75,7 +75,7 @@ def _setting(probe: Probe) -> Setting:
     return Setting(kinds, probe.ac, probe.microbatch_size, 1, probe.compile)
 
 
-def _layer(piece: Piece, one: Measured, shared: Mapping[str, float]) -> LayerCost:
+def _layer(piece: LayerGroup, one: Measured, shared: Mapping[str, float]) -> LayerCost:
     values: dict[str, Any] = {name: max(0.0, value - shared[name]) for name, value in one.values.items()}
     return LayerCost(
         **values, workspace=one.workspace, message=piece.message, parameters=piece.parameters, flops=piece.flops,
@@ -94,7 +94,7 @@ def _less(whole: LayerCost, parts: Sequence[LayerCost]) -> LayerCost:
     return whole
 
 
-def _shared(pieces: Sequence[Piece], values: Sequence[float]) -> float:
+def _shared(pieces: Sequence[LayerGroup], values: Sequence[float]) -> float:
     """What every stage takes once: from the pieces of several layers, whose layers are known alone.
 
     It is at most half of what a layer takes alone: measured on a busy machine it may seem to be all of it.
@@ -110,7 +110,7 @@ def _shared(pieces: Sequence[Piece], values: Sequence[float]) -> float:
 
 
 def _measured(probe: Probe, stage: int) -> Measured:
-    times, whole = _durations(probe.split, stage), _durations(probe.whole, stage)
+    times, whole = _durations(probe.split, stage), _durations(probe.full, stage)
     # an F whose backward will be split takes longer than one before a B: B gets what is left of the two
     more = min(max(0.0, middle(times["f"]) - middle(whole["f"])), _MORE * middle(whole["f"]))
     times["b"] = [max(0.0, time - more) for time in whole["b"]]
@@ -119,7 +119,7 @@ def _measured(probe: Probe, stage: int) -> Measured:
     sizes = [_sizes(timeline, stage) for timeline in probe.split]
     values["activation"] = fmean(taken for taken, _, _ in sizes)
     values["stash"] = fmean(kept for _, kept, _ in sizes)
-    workspaces = [_sizes(timeline, stage)[2] for timeline in (*probe.split, *probe.whole)]
+    workspaces = [_sizes(timeline, stage)[2] for timeline in (*probe.split, *probe.full)]
     return Measured(values, spread, max(workspaces))
 
 
@@ -223,12 +223,12 @@ def handling(streams: Iterable[Timeline], between: Sequence[float]) -> tuple[flo
     """
     gaps: dict[tuple[bool, bool], list[float]] = defaultdict(list)
     for timeline in streams:
-        why, codes = reasons(timeline), timeline.schedule.packed.codes
+        why, codes = find_reasons(timeline), timeline.schedule.packed.codes
         start, end = memoryview(timeline.start).cast("d"), memoryview(timeline.end).cast("d")
         actions = memoryview(codes).cast("q")
         last = timeline.schedule.num_stages - 1
         for at in range(timeline.schedule.num_actions):
-            before, source = int(why.before[at]), int(why.remote[at])
+            before, source = int(why.previous[at]), int(why.remote[at])
             if before < 0 or kind_of(actions[before]) != kind_of(actions[at]):
                 continue
             if source >= 0 and end[source] > start[before]:  # it may still have been on its way
@@ -243,11 +243,11 @@ def handling(streams: Iterable[Timeline], between: Sequence[float]) -> tuple[flo
 
 def edge_times(timeline: Timeline) -> dict[tuple[int, int], list[float]]:
     """How long the messages of each edge took, where their receiver was waiting."""
-    why = reasons(timeline)
+    why = find_reasons(timeline)
     start, end = memoryview(timeline.start).cast("d"), memoryview(timeline.end).cast("d")
     found: dict[tuple[int, int], list[float]] = defaultdict(list)
     for at in range(timeline.schedule.num_actions):
-        source, before = int(why.remote[at]), int(why.before[at])
+        source, before = int(why.remote[at]), int(why.previous[at])
         if source < 0 or before < 0 or why.ranks[source] == why.ranks[at]:
             continue
         if end[source] >= end[before]:

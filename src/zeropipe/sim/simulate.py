@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from zeropipe.core.action import RESHARD, UNSHARD, B, F, I, W
 from zeropipe.core.complete import check_complete
-from zeropipe.core.deadlock import deadlock
-from zeropipe.core.needs import copy_base, dependencies, free_sends, message_place
+from zeropipe.core.deadlock import build_deadlock_error
+from zeropipe.core.jit import arrays
+from zeropipe.core.needs import build_dependencies, copy_offset, find_nonblocking_actions, message_index
 from zeropipe.core.packed import is_joined, kind_of, microbatch_of, stage_of
 from zeropipe.core.schedule import Schedule, require_schedule
-from zeropipe.core.shard_timeline import apart
+from zeropipe.core.shard_timeline import extract_sharding
 from zeropipe.core.shards import with_shards
 from zeropipe.core.timeline import Memory, Timeline
 from zeropipe.sim.costs import Costs, given_costs
@@ -24,8 +25,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     costs = given_costs(costs)
     check_complete(schedule)
     rows = schedule.packed if costs.shards is None else with_shards(schedule, costs.shards)
-    deps = dependencies(schedule, rows)
-    xp = deps.arrays
+    xp = arrays(rows.num_codes)
+    deps = build_dependencies(xp, schedule, rows)
     size, num_stages = rows.num_codes, schedule.num_stages
     tables, shards = tables_of(xp, schedule, costs), shard_tables_of(xp, schedule, costs)
     start, end, during, after = (xp.full_floats(size) for _ in range(4))
@@ -37,7 +38,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
         simulate_kernel, deps.codes, deps.offsets, deps.remote, deps.own, deps.makes, deps.to, num_stages,
         tables.second_from, tables.durations, tables.saving,
         tables.travel, tables.occupies, tables.edge, xp.full_floats(tables.num_edges), costs.serial_links,
-        *free_sends(deps, costs.blocking, costs.blocking_ends),
+        *find_nonblocking_actions(xp, deps, costs.blocking, costs.blocking_ends),
         tables.activation, tables.stash, tables.num_weight_parts, tables.constant, xp.full_floats(schedule.num_ranks),
         slots, *shards, xp.full_floats(schedule.num_ranks),
         *(xp.full_ints(schedule.num_ranks, -1) for _ in range(3)),
@@ -46,11 +47,13 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
         ended, arrived, waiter, position, stack, start, end, during, after,
     )  # fmt: skip
     if not finished:
-        raise deadlock(schedule, deps, position, xp.list_ints([int(t >= 0) for t in ended]))
+        raise build_deadlock_error(schedule, deps, position, xp.list_ints([int(t >= 0) for t in ended]))
     if costs.shards is not None:
         sizes = [costs.column(name, num_stages) for name in ("whole_weights", "whole_gradients")]
         columns = (start, end, during, after)
-        (start, end, during, after), sharding = apart(xp, schedule.num_actions, rows, sizes, costs.units, *columns)
+        (start, end, during, after), sharding = extract_sharding(
+            xp, schedule.num_actions, rows, sizes, costs.units, *columns
+        )
     return Timeline(
         schedule,
         xp.float_bytes(start),
@@ -207,8 +210,8 @@ def simulate_kernel(  # type: ignore[no-untyped-def]
                 ended[made] = finish
                 arrived[made] = finish
                 if to[step] >= 0:
-                    base = copy_base(microbatch_of(code), second_from, num_stages)
-                    message = message_place(base, stage, 0 if kind == F else 1)
+                    base = copy_offset(microbatch_of(code), second_from, num_stages)
+                    message = message_index(base, stage, 0 if kind == F else 1)
                     blocks = step < free_first[rank] or step > free_last[rank]
                     leaves = now if blocks else finish
                     if serial_links and link_free[edge[message]] > leaves:

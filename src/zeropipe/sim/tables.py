@@ -11,7 +11,7 @@ from zeropipe.sim.costs import SHARDS, Costs
 
 
 class Tables(NamedTuple):
-    """Times by kind and stage, messages by `message_place`, memory by stage and rank."""
+    """Times by kind and stage, messages by `message_index`, memory by stage and rank."""
 
     durations: Floats  # at kind num_stages + stage; of a W: of one part
     saving: Floats  # what an Overlap of a stage's F and B saves

@@ -11,10 +11,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zeropipe.core.files import COSTS, SCHEDULES, has_suffix, read_text
+from zeropipe.core.files import COSTS_SUFFIXES, SCHEDULE_SUFFIXES, has_suffix, read_text
 from zeropipe.core.limits import COMMAND_LINE
 from zeropipe.core.model.configs import BUILT_IN
-from zeropipe.core.model.layers import check_counts, layer_counts, num_stages_for
+from zeropipe.core.model.layers import layer_counts, num_stages_for, require_layer_counts
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Origin, Timeline
 from zeropipe.core.units import count_text
@@ -114,7 +114,7 @@ def choose_stages_per_rank(config: RunConfig) -> int | None:
 def build_schedule(config: RunConfig) -> Schedule:
     """The schedule of one pipeline."""
     table, ranks = config.schedule, config.mesh.pp
-    is_file = has_suffix(table.name, *SCHEDULES)
+    is_file = has_suffix(table.name, *SCHEDULE_SUFFIXES)
     found = load_any(
         table.name,
         ranks=None if is_file else ranks,
@@ -135,7 +135,7 @@ def choose_layers(config: RunConfig, schedule: Schedule) -> tuple[int, ...]:
     """The number of layers of each stage: `schedule.layers`, balanced by time, or even."""
     table, num_layers = config.schedule, count_layers(config)
     if table.layers is not None:
-        return check_counts(table.layers, num_layers, schedule.num_stages)
+        return require_layer_counts(table.layers, num_layers, schedule.num_stages)
     if table.balance == "time":
         from zeropipe.balancing.balance import balance
 
@@ -171,7 +171,7 @@ def load_layer_costs(config: RunConfig) -> LayerCosts | None:
     source = config.schedule.costs
     if source is None:
         return None
-    if not has_suffix(source, *COSTS):
+    if not has_suffix(source, *COSTS_SUFFIXES):
         dtype = config.model.dtype if config.model.dtype != "float64" else "float32"
         if source.lower() not in GPUS:
             raise ConfigError(

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from zeropipe.core.model.configs import BUILT_IN
-from zeropipe.core.model.layers import ranges
-from zeropipe.core.resize import resized
+from zeropipe.core.model.layers import layer_ranges
+from zeropipe.core.resize import resize
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.units import count_text
 from zeropipe.errors import ConfigError
@@ -93,7 +93,7 @@ def preview(config: RunConfig) -> Preview:
     """Describe the run of a checked training file."""
     loaded = build_schedule(config)
     counts = choose_layers(config, loaded)
-    schedule = resized(loaded, config.num_microbatches)
+    schedule = resize(loaded, config.num_microbatches)
     notes: list[str] = []
     if schedule is not loaded:
         notes.append(
@@ -146,7 +146,7 @@ def _predict(
     config: RunConfig, schedule: Schedule, counts: tuple[int, ...], costs: LayerCosts | None, has_times: bool
 ) -> tuple[tuple[RankPreview, ...], Prediction | None]:
     """Every rank's stages and memory, and the time of a step if the costs have times."""
-    layers = [(span.start, span.stop) for span in ranges(counts)]
+    layers = [(span.start, span.stop) for span in layer_ranges(counts)]
     stages = [schedule.placement.stages_of(rank) for rank in range(schedule.num_ranks)]
     spans = [tuple(layers[stage] for stage in own) for own in stages]
     if costs is None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
-from zeropipe.core.model.layers import check_counts, layer_counts
+from zeropipe.core.model.layers import layer_counts, require_layer_counts
 from zeropipe.core.placement import Placement, Problem
 from zeropipe.core.timeline import Origin
 from zeropipe.errors import ConfigError
@@ -46,7 +46,7 @@ class RunCosts:
             raise ConfigError(f"{self.path}: {reason}; or pass --costs")
         table = self.config.schedule
         layers = table.layers if layers is None else layers
-        counts = () if layers is None else check_counts(layers, costs.num_layers)
+        counts = () if layers is None else require_layer_counts(layers, costs.num_layers)
         if len(counts) != problem.num_stages:
             counts = layer_counts(costs.num_layers, problem.num_stages, table.first_less, table.last_less)
         limit = memory_limit(costs)

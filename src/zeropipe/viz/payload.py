@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from zeropipe.core import explain
 from zeropipe.core.action import Kind
 from zeropipe.core.packed import kind_of, stage_of
-from zeropipe.core.ranking import ranking
+from zeropipe.core.ranking import rank_timelines
 from zeropipe.core.timeline import Timeline
 from zeropipe.viz.boxes import boxes, shade_table
 from zeropipe.viz.colors import SHARDING, palette
@@ -40,7 +40,7 @@ def payload(timelines: Timeline | Sequence[Timeline]) -> dict[str, Any]:
         "sharding": SHARDING,
         "timelines": [
             {**_timeline(t), "standing": {"fits": s.fits, "best": s.best_time, "ofBest": s.of_best}}
-            for t, s in zip(listed, ranking(listed).standings, strict=True)
+            for t, s in zip(listed, rank_timelines(listed).standings, strict=True)
         ],
     }
 
@@ -67,11 +67,11 @@ def _timeline(timeline: Timeline) -> dict[str, Any]:
         "bubble": timeline.bubble,
         "busy": list(timeline.busy),
         "rankBubble": list(timeline.rank_bubble),
-        "idle": [list(rank) for rank in explain.idle(timeline)],
+        "idle": [list(rank) for rank in explain.idle_times(timeline)],
         "peakMemory": list(timeline.peak_memory) if timeline.memory else None,
         "memoryLimit": timeline.memory_limit,
         "overLimit": list(timeline.over_limit),
-        "message": explain.reasons(timeline).message,
+        "message": explain.find_reasons(timeline).message,
         "laneOffsets": list(timeline.sharding.packed.offsets) if timeline.sharding else None,
         "columns": {name: column.dtype.str[1:] for name, column in columns.items()},
         "lengths": [len(column) for column in columns.values()],
@@ -85,7 +85,7 @@ def tick_of(makespan: float) -> float:
 
 
 def _columns(timeline: Timeline, tick: float) -> dict[str, NDArray[Any]]:
-    box, why = boxes(timeline), explain.reasons(timeline)
+    box, why = boxes(timeline), explain.find_reasons(timeline)
     start = np.rint(box.start / tick).astype(np.int64)
     end = np.rint(box.end / tick).astype(np.int64)
     here = np.arange(len(start))
@@ -96,7 +96,7 @@ def _columns(timeline: Timeline, tick: float) -> dict[str, NDArray[Any]]:
         "remote": _back(here, why.remote).astype("<i4"),
         "own": _back(here, why.own).astype("<i4"),
         "waited": _back(here, why.waited).astype("<i4"),
-        "path": np.array(explain.critical_places(timeline), "<i4"),
+        "path": np.array(explain.critical_indices(timeline), "<i4"),
     }
     if timeline.sharding:
         moves = [move for rank in range(timeline.num_ranks) for move in lane(timeline, rank)]

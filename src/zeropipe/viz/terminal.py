@@ -11,7 +11,7 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from zeropipe.core.ranking import ranking
+from zeropipe.core.ranking import rank_timelines
 from zeropipe.core.timeline import ROUNDING, Timeline
 from zeropipe.core.units import percent, size_text, time_text
 from zeropipe.viz.axis import axis_unit, ticks
@@ -137,7 +137,7 @@ def _summary(timelines: Sequence[Timeline]) -> Table:
     table.add_column("schedule")
     for head in ("makespan", "to best", "bubble", "peak memory"):
         table.add_column(head, justify="right")
-    for t, standing in zip(timelines, ranking(timelines).standings, strict=True):
+    for t, standing in zip(timelines, rank_timelines(timelines).standings, strict=True):
         ratio = "best" if standing.best_time else f"x {standing.of_best:.3f}"
         peak = size_text(max(t.peak_memory), t.memory_unit) if t.memory else "-"
         table.add_row(

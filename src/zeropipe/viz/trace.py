@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from zeropipe.core import explain
-from zeropipe.core.formats.json import plain
+from zeropipe.core.formats.json import to_data
 from zeropipe.core.timeline import Timeline
 from zeropipe.viz.boxes import UPPER, Boxes, boxes
 from zeropipe.viz.colors import NAMES, SHARDING
@@ -35,7 +35,7 @@ def write_trace(timelines: Sequence[Timeline], path: Path) -> None:
             out.write((",\n" if n else "") + json.dumps(event, separators=(",", ":")))
         out.write("\n]")
         if len(timelines) == 1:
-            out.write("," + json.dumps(plain(timelines[0]), separators=(",", ":"))[1:-1])
+            out.write("," + json.dumps(to_data(timelines[0]), separators=(",", ":"))[1:-1])
         out.write("}\n")
 
 
@@ -97,7 +97,7 @@ def _moves(timeline: Timeline, process: int, factor: float) -> Iterator[Event]:
 
 
 def _slices(timeline: Timeline, model: Boxes, slices: Slices) -> Iterator[Event]:
-    waited = list(map(int, explain.reasons(timeline).waited))
+    waited = list(map(int, explain.find_reasons(timeline).waited))
     stages, kinds, microbatches = model.stage.tolist(), model.kind.tolist(), model.microbatch.tolist()
     for rank, i in slices.rows():
         args: dict[str, Any] = {"stage": stages[i], "microbatch": microbatches[i]}
@@ -110,7 +110,7 @@ def _slices(timeline: Timeline, model: Boxes, slices: Slices) -> Iterator[Event]
 
 def _arrows(timeline: Timeline, slices: Slices, last: int) -> Iterator[Event]:
     """A pair of flow events per message; each is tied to the slice that encloses it, so it lies in its middle."""
-    why = explain.reasons(timeline)
+    why = explain.find_reasons(timeline)
     sources, ranks = list(map(int, why.remote)), list(map(int, why.ranks))
     for i, source in enumerate(sources):
         if source < 0 or ranks[source] == ranks[i]:

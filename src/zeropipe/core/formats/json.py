@@ -1,4 +1,4 @@
-"""zeropipe's own JSON: versioned, and unlike CSV it carries the placement, the name and (for a Timeline) the times."""
+"""zeropipe's own JSON: versioned; unlike CSV it has the placement, the name and (of a Timeline) the times."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from math import inf, isfinite
 from typing import Any
 
 from zeropipe.core.action import Kind, parse_action, parse_step
-from zeropipe.core.complete import check_order
+from zeropipe.core.complete import check_actions
 from zeropipe.core.formats.parse import parse_json, require_text
 from zeropipe.core.model.checkpointing import Checkpointing
 from zeropipe.core.packed import PackedRows, pack
-from zeropipe.core.placement import Placement, Problem, recognise, require_actions, require_placement
+from zeropipe.core.placement import Placement, Problem, match_placement, require_num_actions, require_placement
 from zeropipe.core.schedule import Rows, Schedule, require_schedule
 from zeropipe.core.shard_timeline import Sharding
 from zeropipe.core.timeline import Memory, Origin, Timeline
@@ -27,48 +27,49 @@ _PLACEMENT = ("name", "copies", "split")
 
 
 def to_json(what: Schedule | Timeline) -> str:
-    """The schedule or timeline as text; `from_json` gives back an equal value."""
-    return json.dumps(plain(what))
+    """The schedule or timeline as text; `from_json` returns an equal value."""
+    return json.dumps(to_data(what))
 
 
-def plain(what: Schedule | Timeline) -> dict[str, Any]:
-    """The schedule or timeline as plain data, for a JSON document that may hold other fields beside it."""
-    if not isinstance(what, Timeline):
-        require_schedule(what)
-    return _timeline_data(what) if isinstance(what, Timeline) else _schedule_data(what)
+def to_data(what: Schedule | Timeline) -> dict[str, Any]:
+    """The schedule or timeline as plain data, for a JSON document that may have other fields, too."""
+    if isinstance(what, Timeline):
+        return _timeline_to_data(what)
+    require_schedule(what)
+    return _schedule_to_data(what)
 
 
 def from_json(text: str) -> Schedule | Timeline:
-    """The Schedule or Timeline that `to_json` wrote."""
+    """The Schedule or Timeline of a text that `to_json` wrote."""
     require_text(text, "json")
     try:
         data = parse_json(text)
     except ValueError as error:
         raise ScheduleError(f"not JSON: {error}") from None
-    return from_plain(data)
+    return from_data(data)
 
 
-def from_plain(data: Any) -> Schedule | Timeline:
-    """The Schedule or Timeline of what `plain` gave."""
+def from_data(data: Any) -> Schedule | Timeline:
+    """The Schedule or Timeline of plain data that `to_data` returned."""
     if isinstance(data, dict) and "traceEvents" in data and "zeropipe" not in data:
-        raise ScheduleError("this trace holds several timelines, or is not zeropipe's: one timeline's can be read back")
+        raise ScheduleError("this trace is not zeropipe's, or has several timelines: only a trace of one can be read")
     if not isinstance(data, dict) or "zeropipe" not in data:
         raise ScheduleError("this JSON is not zeropipe's: it has no field 'zeropipe' with the version")
     if data["zeropipe"] != VERSION:
         raise ScheduleError(f"this file has version {data['zeropipe']!r}, this zeropipe reads version {VERSION}")
     try:
-        if data.get("type") == "timeline":  # such files may hold more: a trace its events, a training run its step
-            return _timeline(data)
-        _require_known(data)
-        return _schedule(data)
+        if data.get("type") == "timeline":  # may have more fields: the events of a trace, the step of a training run
+            return _parse_timeline(data)
+        _require_known_fields(data)
+        return _parse_schedule(data)
     except ZeropipeError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
-        what = f"field {error} is missing" if isinstance(error, KeyError) else str(error)
-        raise ScheduleError(f"this JSON is damaged: {what}") from None
+        reason = f"field {error} is missing" if isinstance(error, KeyError) else str(error)
+        raise ScheduleError(f"this JSON is damaged: {reason}") from None
 
 
-def _schedule_data(schedule: Schedule) -> dict[str, Any]:
+def _schedule_to_data(schedule: Schedule) -> dict[str, Any]:
     placement = schedule.placement
     return {
         "zeropipe": VERSION,
@@ -83,34 +84,35 @@ def _schedule_data(schedule: Schedule) -> dict[str, Any]:
     }
 
 
-def _schedule(data: dict[str, Any]) -> Schedule:
-    sizes = {"num_weight_parts": 1, **data}  # files of before it was there have whole W
-    problem = Problem(*(_count(sizes, field) for field in _SIZES))
-    given = Placement(tuple(map(tuple, data["placement"]["copies"])), data["placement"]["split"])
-    require_placement(given, problem)
+def _parse_schedule(data: dict[str, Any]) -> Schedule:
+    sizes = {"num_weight_parts": 1, **data}  # older files have no such field
+    problem = Problem(*(_positive_integer(sizes, field) for field in _SIZES))
+    placement = Placement(tuple(map(tuple, data["placement"]["copies"])), data["placement"]["split"])
+    require_placement(placement, problem)
     rows = data["rows"]
     if len(rows) != problem.num_ranks:
         raise ScheduleError(f"num_ranks is {problem.num_ranks}, but there are {len(rows)} rows")
     packed = PackedRows.of(pack(map(parse_step, row.split())) for row in rows)
-    require_actions(problem, packed.num_codes)
-    return Schedule(problem, recognise(given.copies, given.second_from, problem), packed, str(data["name"]))
+    require_num_actions(problem, packed.num_codes)
+    named = match_placement(placement.copies, placement.second_from, problem)
+    return Schedule(problem, named, packed, str(data["name"]))
 
 
-def _require_known(data: dict[str, Any]) -> None:
-    """ScheduleError for a field that a schedule does not have: it would be left out without a word."""
+def _require_known_fields(data: dict[str, Any]) -> None:
+    """ScheduleError for a field that a schedule does not have, which would be ignored silently."""
     if data.get("type", "schedule") != "schedule":
-        raise ScheduleError(f"this JSON has the type {short(data['type'])}: 'schedule' and 'timeline' are known")
-    parts = (("", data, _FIELDS), (" of the placement", data.get("placement"), _PLACEMENT))
-    for where, table, known in parts:
+        raise ScheduleError(f"type={short(data['type'])}: must be 'schedule' or 'timeline'")
+    tables = (("", data, _FIELDS), (" of the placement", data.get("placement"), _PLACEMENT))
+    for where, table, known in tables:
         for name in table if isinstance(table, dict) else ():
             if name not in known:
                 raise ScheduleError(f"unknown field {short(name)}{where}: {suggest(name, known)}")
 
 
-def _count(data: dict[str, Any], field: str) -> int:
+def _positive_integer(data: dict[str, Any], field: str) -> int:
     value = data[field]
     if type(value) is not int or value < 1:
-        raise ScheduleError(f"{field} is {value!r}: a whole number from 1 on is needed")
+        raise ScheduleError(f"{field} is {value!r}: must be a positive integer")
     return value
 
 
@@ -118,10 +120,10 @@ def _floats(data: bytes) -> list[float]:
     return list(memoryview(data).cast("d"))
 
 
-def _timeline_data(timeline: Timeline) -> dict[str, Any]:
+def _timeline_to_data(timeline: Timeline) -> dict[str, Any]:
     memory = timeline.memory
     return {
-        **_schedule_data(timeline.schedule),
+        **_schedule_to_data(timeline.schedule),
         "type": "timeline",
         "label": timeline.label,
         "measured": timeline.measured,
@@ -133,84 +135,81 @@ def _timeline_data(timeline: Timeline) -> dict[str, Any]:
         "start": _floats(timeline.start),
         "end": _floats(timeline.end),
         "memory": memory and {"during": _floats(memory.during), "after": _floats(memory.after)},
-        "sharding": _sharding_data(timeline.sharding),
+        "sharding": timeline.sharding and _sharding_to_data(timeline.sharding),
         "origin": timeline.origin and asdict(timeline.origin),
     }
 
 
-def _sharding_data(sharding: Sharding | None) -> dict[str, Any] | None:
-    if sharding is None:
-        return None
+def _sharding_to_data(sharding: Sharding) -> dict[str, Any]:
     rows = [" ".join(map(str, row)) for row in Rows(sharding.packed)]
     columns = {name: _floats(getattr(sharding, name)) for name in ("start", "end", "size")}
     return {"rows": rows, **columns, "units": sharding.units}
 
 
-def _sharding(data: dict[str, Any], schedule: Schedule) -> Sharding:
+def _parse_timeline(data: dict[str, Any]) -> Timeline:
+    schedule = _parse_schedule(data)
+    check_actions(schedule)
+    memory, limit, size = data["memory"], data["memory_limit"], schedule.num_actions
+    timeline = Timeline(
+        schedule,
+        start=_parse_column(size, data["start"]),
+        end=_parse_column(size, data["end"]),
+        memory=Memory(_parse_column(size, memory["during"]), _parse_column(size, memory["after"])) if memory else None,
+        memory_limit=None if limit is None else _parse_limit(limit),
+        unit=str(data["unit"]),
+        memory_unit=str(data["memory_unit"]),
+        label=str(data["label"]),
+        measured=bool(data["measured"]),
+        blocking=bool(data.get("blocking")),
+        blocking_ends=bool(data.get("blocking_ends")),
+        sharding=_parse_sharding(data["sharding"], schedule) if data.get("sharding") else None,
+        origin=_parse_origin(data["origin"], schedule.num_stages) if data.get("origin") else None,
+    )
+    for rank in range(schedule.num_ranks):
+        previous = -inf
+        for _, action, start, end in timeline.spans(rank):
+            if not previous <= start <= end:
+                raise ScheduleError(
+                    f"rank {rank}: {action} runs from {start} to {end}: the actions of a rank must start in their "
+                    "order, and end after they start"
+                )
+            previous = start
+    return timeline
+
+
+def _parse_limit(value: Any) -> float:
+    if not isfinite(float(value)):
+        raise ScheduleError(f"memory_limit is {value!r}: must be a finite number, or null")
+    return float(value)
+
+
+def _parse_column(num_actions: int, values: list[float]) -> bytes:
+    if len(values) != num_actions:
+        raise ScheduleError(f"a column has {len(values)} numbers for {num_actions} actions")
+    column = array("d", values)
+    if not all(map(isfinite, column)):
+        raise ScheduleError("a column has an entry that is not a finite number")
+    return column.tobytes()
+
+
+def _parse_sharding(data: dict[str, Any], schedule: Schedule) -> Sharding:
     rows = [[parse_action(text) for text in row.split()] for row in data["rows"]]
     if len(rows) != schedule.num_ranks:
         raise ScheduleError(f"sharding has {len(rows)} rows for {schedule.num_ranks} ranks")
     for rank, row in enumerate(rows):
         for action in row:
             if action.kind not in (Kind.UNSHARD, Kind.REDUCE_GRAD):
-                raise ScheduleError(f"sharding of rank {rank} holds {action}: UNSHARD and REDUCE_GRAD are known")
+                raise ScheduleError(f"sharding of rank {rank} has {action}: must be UNSHARD or REDUCE_GRAD")
             if action.stage not in schedule.placement.stages_of(rank):
-                raise ScheduleError(f"sharding of rank {rank} holds {action}: the placement puts no such stage there")
+                raise ScheduleError(f"sharding of rank {rank} has {action}: the placement puts no such stage there")
     packed = PackedRows.of(pack(row) for row in rows)
-    start, end, size = (_column(packed.num_codes, data[name]) for name in ("start", "end", "size"))
+    start, end, size = (_parse_column(packed.num_codes, data[name]) for name in ("start", "end", "size"))
     if any(a > b for a, b in zip(memoryview(start).cast("d"), memoryview(end).cast("d"), strict=True)):
-        raise ScheduleError("sharding holds an action that ends before it starts")
-    return Sharding(packed, start, end, size, _count(data, "units"))
+        raise ScheduleError("sharding has an action that ends before it starts")
+    return Sharding(packed, start, end, size, _positive_integer(data, "units"))
 
 
-def _timeline(data: dict[str, Any]) -> Timeline:
-    schedule = _schedule(data)
-    check_order(schedule)
-    memory, limit, size = data["memory"], data["memory_limit"], schedule.num_actions
-    timeline = Timeline(
-        schedule,
-        _column(size, data["start"]),
-        _column(size, data["end"]),
-        Memory(_column(size, memory["during"]), _column(size, memory["after"])) if memory else None,
-        None if limit is None else _limit(limit),
-        str(data["unit"]),
-        str(data["memory_unit"]),
-        str(data["label"]),
-        bool(data["measured"]),
-        bool(data.get("blocking")),
-        bool(data.get("blocking_ends")),
-        _sharding(data["sharding"], schedule) if data.get("sharding") else None,
-        _origin(data["origin"], schedule.num_stages) if data.get("origin") else None,
-    )
-    for rank in range(schedule.num_ranks):
-        before = -inf
-        for _, action, start, end in timeline.spans(rank):
-            if not before <= start <= end:
-                raise ScheduleError(
-                    f"rank {rank}: {action} runs from {start} to {end}: a rank's actions start one after the other, "
-                    "and end after they start"
-                )
-            before = start
-    return timeline
-
-
-def _limit(value: Any) -> float:
-    if not isfinite(float(value)):
-        raise ScheduleError(f"memory_limit is {value!r}: a finite number is needed, or null")
-    return float(value)
-
-
-def _column(num_actions: int, values: list[float]) -> bytes:
-    if len(values) != num_actions:
-        raise ScheduleError(f"a column of {len(values)} numbers for {num_actions} actions")
-    column = array("d", values)
-    if not all(map(isfinite, column)):
-        raise ScheduleError("a column holds something that is not a finite number")
-    return column.tobytes()
-
-
-def _origin(data: Any, num_stages: int) -> Origin:
-    """The Origin of plain data; ScheduleError for what is none."""
+def _parse_origin(data: Any, num_stages: int) -> Origin:
     rules: dict[str, Callable[[Any], bool]] = {
         "layers": lambda v: isinstance(v, list) and len(v) == num_stages and all(type(n) is int and n >= 0 for n in v),
         "ac": _is_checkpointing,
@@ -220,10 +219,10 @@ def _origin(data: Any, num_stages: int) -> Origin:
         **{name: lambda v: isinstance(v, bool) for name in ("compile", "lora")},
     }
     if not isinstance(data, dict) or data.keys() != rules.keys():
-        raise ScheduleError(f"origin is {short(data)}: a table with {', '.join(rules)} is needed, or null")
+        raise ScheduleError(f"origin is {short(data)}: must be null, or a table with {', '.join(rules)}")
     for name, rule in rules.items():
         if not rule(data[name]):
-            raise ScheduleError(f"{name} of origin is {short(data[name])}, which no run had: take origin out")
+            raise ScheduleError(f"{name} of origin is {short(data[name])}, which is invalid; use null for origin")
     return Origin(**{**data, "layers": tuple(data["layers"])})
 
 

@@ -6,24 +6,24 @@ import json
 import re
 from typing import Any
 
-from zeropipe.core.limits import MAX_DEPTH, MAX_DIGITS, MAX_TOML
+from zeropipe.core.limits import MAX_DEPTH, MAX_DIGITS, MAX_TOML_CHARACTERS
 from zeropipe.errors import ConfigError, short
 
 _LONG_NUMBER = re.compile(rf"[0-9][0-9_]{{{MAX_DIGITS},}}|0x[0-9a-fA-F_]{{{MAX_DIGITS},}}")
-# tomllib takes time and memory with the square of a dotted key's length; a key begins where no word goes on
+# tomllib takes time and memory with the square of a dotted key's length
 _LONG_KEY = re.compile(
     rf"""(?<![\w-])(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){{{MAX_DEPTH},}}""",
 )
 
 
 def require_text(value: Any, suffix: str) -> None:
-    """ConfigError for a value that is not the text of a file."""
+    """ConfigError unless `value` is a str: a path or bytes are common mistakes."""
     if not isinstance(value, str):
         raise ConfigError(f"{short(value)}: must be the text of a file; use Path('mine.{suffix}').read_text()")
 
 
 def parse_json(text: str) -> Any:
-    """The data of a JSON text."""
+    """The data of a JSON text; ValueError with one line if it is invalid."""
     _require_short_numbers(text)
     try:
         return json.loads(text)
@@ -32,11 +32,11 @@ def parse_json(text: str) -> Any:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """The table of a TOML text."""
+    """The table of a TOML text; ValueError with one line if it is invalid."""
     import tomllib
 
-    if len(text) > MAX_TOML:
-        raise ValueError(f"it is {len(text):,} characters long, at most {MAX_TOML:,} are read: write it as JSON")
+    if len(text) > MAX_TOML_CHARACTERS:
+        raise ValueError(f"it has {len(text):,} characters: must be at most {MAX_TOML_CHARACTERS:,}; write it as JSON")
     _require_short_numbers(text)
     if _LONG_KEY.search(text):
         raise ValueError(f"a key has more than {MAX_DEPTH} parts")
@@ -46,8 +46,8 @@ def parse_toml(text: str) -> dict[str, Any]:
         raise ValueError("its tables are nested too deeply") from None
 
 
-def number_or_text(text: str) -> int | float | str:
-    """What a value on the command line means: a whole number, a number, or the text itself."""
+def parse_number(text: str) -> int | float | str:
+    """A value of the command line as an int or a float if it is one, else the text itself."""
     for kind in (int, float):
         try:
             return kind(text)
@@ -56,12 +56,12 @@ def number_or_text(text: str) -> int | float | str:
     return text
 
 
-def value_or_text(text: str) -> bool | int | float | str:
-    """What the value of an option means: as above, or yes and no as Python, TOML and JSON write them."""
-    return {"true": True, "false": False}.get(text.lower(), number_or_text(text))
+def parse_value(text: str) -> bool | int | float | str:
+    """The value of an option: true or false in any case, or as `parse_number`."""
+    return {"true": True, "false": False}.get(text.lower(), parse_number(text))
 
 
 def _require_short_numbers(text: str) -> None:
-    found = _LONG_NUMBER.search(text)
-    if found:
-        raise ValueError(f"the number {found[0][:20]}... is too long: at most {MAX_DIGITS} digits are read")
+    match = _LONG_NUMBER.search(text)
+    if match:
+        raise ValueError(f"the number {match[0][:20]}... is too long: at most {MAX_DIGITS} digits are supported")

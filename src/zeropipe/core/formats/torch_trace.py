@@ -1,7 +1,7 @@
 """Traces of torch.profiler, one file per rank, as a measured Timeline.
 
-The engine names its actions there (`2F0`), and torch.distributed.pipelining's runtime does too (`PP:2F0`). Times of the
-GPU are taken where the trace has them, else the host's.
+The engine annotates its actions there (`2F0`), as does the runtime of torch.distributed.pipelining (`PP:2F0`). Times
+are the GPU's if the trace has them, else the host's.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from zeropipe.core.timeline import Timeline
 from zeropipe.errors import ScheduleError
 
 PREFIX = "PP:"  # of torch's own runtime
-PIPELINE = "zeropipe_pipeline"  # the field in which the engine says how many stages there are
-_TO_LATER = re.compile(r"([0-9]{1,9})(SEND_F|RECV_B)[0-9]+")  # to or from the next stage
+PIPELINE = "zeropipe_pipeline"  # the field in which the engine writes the number of stages
+_NEXT_STAGE_MESSAGE = re.compile(r"([0-9]{1,9})(SEND_F|RECV_B)[0-9]+")
 _HOST, _GPU = "user_annotation", "gpu_user_annotation"
 
 
-class Ran(NamedTuple):
+class TimedStep(NamedTuple):
     """One step of a rank, in seconds."""
 
     step: Step
@@ -33,105 +33,105 @@ class Ran(NamedTuple):
 
 
 def is_torch_trace(data: Any) -> bool:
-    """Whether parsed JSON is a profiler's trace and not a timeline of ours."""
+    """Whether parsed JSON is a trace of a profiler, and not a timeline of zeropipe."""
     return isinstance(data, dict) and "traceEvents" in data and "zeropipe" not in data
 
 
 def from_torch_traces(traces: Sequence[Mapping[str, Any]], names: Sequence[str] | None = None) -> Timeline:
-    """The Timeline of one pipeline from the parsed traces of all its ranks: its step of median length.
+    """The Timeline of one pipeline from the parsed traces of all its ranks: of its training step of median length.
 
-    Ranks are in the order of their numbers in the files (`distributedInfo`), or of the files where these have none.
-    `names` are how errors call the files.
+    Ranks are in the order of their numbers in the files (`distributedInfo`), or of the files if these have none.
+    `names` are the names of the files in errors.
     """
     names = names or [f"trace {n}" for n in range(len(traces))]
-    order = _order(traces, names)
-    ranks = [_steps_of(_ran(traces[n], names[n]), names[n]) for n in order]
+    order = _rank_order(traces, names)
+    ranks = [_training_steps(_timed_steps(traces[n], names[n]), names[n]) for n in order]
     number = len(ranks[0])
     for n, steps in zip(order, ranks, strict=True):
         if len(steps) != number:
             raise ScheduleError(
-                f"{names[n]} holds {len(steps)} training steps, {names[order[0]]} holds {number}: "
+                f"{names[n]} has {len(steps)} training steps, {names[order[0]]} has {number}; "
                 "profile the same steps on all ranks"
             )
     lengths = [
         max(rank[at][-1].end for rank in ranks) - min(rank[at][0].start for rank in ranks) for at in range(number)
     ]
     middle = sorted(range(number), key=lengths.__getitem__)[number // 2]
-    timeline = _timeline([rank[middle] for rank in ranks])
-    told = max(map(_num_stages, traces))
-    if told > timeline.schedule.num_stages:
+    timeline = _build_timeline([rank[middle] for rank in ranks])
+    num_stages = max(map(_min_num_stages, traces))
+    if num_stages > timeline.schedule.num_stages:
         raise ScheduleError(
-            f"these traces are of {timeline.schedule.num_stages} of {told} stages: give those of all ranks of it"
+            f"these traces have {timeline.schedule.num_stages} of {num_stages} stages; pass the traces of all ranks"
         )
     return timeline
 
 
-def _num_stages(trace: Mapping[str, Any]) -> int:
-    """How many stages there are at least: as the engine says, or for torch's messages to have an end."""
-    told = trace.get(PIPELINE)
-    number = told.get("num_stages") if isinstance(told, Mapping) else None
+def _min_num_stages(trace: Mapping[str, Any]) -> int:
+    """A lower bound of the number of stages: as the engine wrote it, or by torch's messages to the next stage."""
+    pipeline = trace.get(PIPELINE)
+    number = pipeline.get("num_stages") if isinstance(pipeline, Mapping) else None
     texts = (event["name"].removeprefix(PREFIX) for event in trace["traceEvents"] if _is_annotation(event))
-    ends = [int(match[1]) + 2 for text in texts if (match := _TO_LATER.fullmatch(text))]
-    return max([number if isinstance(number, int) else 0, *ends])
+    by_messages = [int(match[1]) + 2 for text in texts if (match := _NEXT_STAGE_MESSAGE.fullmatch(text))]
+    return max([number if isinstance(number, int) else 0, *by_messages])
 
 
-def _order(traces: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[int]:
-    """The places of the files, by the rank that each tells."""
-    told = [info.get("rank") if isinstance(info := trace.get("distributedInfo"), Mapping) else None for trace in traces]
-    known = [rank for rank in told if isinstance(rank, int)]
-    if len(known) < len(traces):
+def _rank_order(traces: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[int]:
+    """The indices of the files, ordered by rank."""
+    infos = [trace.get("distributedInfo") for trace in traces]
+    ranks = [info["rank"] for info in infos if isinstance(info, Mapping) and isinstance(info.get("rank"), int)]
+    if len(ranks) < len(traces):
         return list(range(len(traces)))
-    if len(set(known)) < len(known):
-        twice = next(rank for rank in known if known.count(rank) > 1)
-        both = [name for name, rank in zip(names, known, strict=True) if rank == twice]
-        raise ScheduleError(f"{both[0]} and {both[1]} are both of rank {twice}: give one trace of each rank")
-    return sorted(range(len(traces)), key=known.__getitem__)
+    if len(set(ranks)) < len(ranks):
+        repeated = next(rank for rank in ranks if ranks.count(rank) > 1)
+        both = [name for name, rank in zip(names, ranks, strict=True) if rank == repeated]
+        raise ScheduleError(f"{both[0]} and {both[1]} are both of rank {repeated}; pass one trace of each rank")
+    return sorted(range(len(traces)), key=ranks.__getitem__)
 
 
-def _ran(trace: Mapping[str, Any], name: str) -> list[Ran]:
-    """What a trace says of a rank's computation, in order of time."""
+def _timed_steps(trace: Mapping[str, Any], name: str) -> list[TimedStep]:
+    """The computations of a rank in a trace, ordered by time."""
     events = trace["traceEvents"]
     if not isinstance(events, list):
-        raise ScheduleError(f"{name}: traceEvents is not a list: this is no trace of torch.profiler")
+        raise ScheduleError(f"{name}: traceEvents is not a list: this is not a trace of torch.profiler")
     base = trace.get("baseTimeNanoseconds", 0)
     zero = base / 1e9 if isinstance(base, int) else 0.0
-    found: dict[str, list[Ran]] = {_HOST: [], _GPU: []}
-    kernels = False
-    spans: dict[tuple[str, Any], int] = {}  # of a GPU: one annotation has a piece on every stream it used
+    found: dict[str, list[TimedStep]] = {_HOST: [], _GPU: []}
+    has_kernels = False
+    spans: dict[tuple[str, Any], int] = {}  # on a GPU an annotation has an event on every stream that it used
     for event in events:
-        step = _step(event)
+        step = _parse_event(event)
         if step is None:
-            kernels = kernels or (isinstance(event, Mapping) and event.get("cat") == "kernel")
+            has_kernels = has_kernels or (isinstance(event, Mapping) and event.get("cat") == "kernel")
             continue
         category, args = event["cat"], event.get("args")
-        start, lasts = event.get("ts"), event.get("dur")
-        if not all(isinstance(t, (int, float)) and isfinite(t) for t in (start, lasts)) or lasts < 0:
+        start, duration = event.get("ts"), event.get("dur")
+        if not all(isinstance(t, (int, float)) and isfinite(t) for t in (start, duration)) or duration < 0:
             raise ScheduleError(f"{name}: {event['name']} has no times (ts, dur): the trace is damaged")
-        ran = Ran(step, zero + start / 1e6, zero + (start + lasts) / 1e6)
+        timed = TimedStep(step, zero + start / 1e6, zero + (start + duration) / 1e6)
         listed = found[category]
         key = (category, args.get("External id")) if isinstance(args, Mapping) else (category, None)
         if category == _GPU and key[1] is not None and key in spans and listed[spans[key]].step == step:
-            before = listed[spans[key]]
-            listed[spans[key]] = Ran(step, min(before.start, ran.start), max(before.end, ran.end))
+            same = listed[spans[key]]
+            listed[spans[key]] = TimedStep(step, min(same.start, timed.start), max(same.end, timed.end))
             continue
         spans[key] = len(listed)
-        listed.append(ran)
+        listed.append(timed)
     chosen = found[_GPU] if len(found[_GPU]) >= len(found[_HOST]) else found[_HOST]
-    if kernels and chosen is found[_HOST] and chosen:
-        missing = next(iter({ran.step for ran in chosen} - {ran.step for ran in found[_GPU]}), chosen[0].step)
+    if has_kernels and chosen is found[_HOST] and chosen:
+        missing = next(iter({timed.step for timed in chosen} - {timed.step for timed in found[_GPU]}), chosen[0].step)
         raise ScheduleError(
-            f"{name} has kernels of a GPU, but not when {missing} ran there; the host's times only say when it was "
-            "launched: record the run with the engine (record=True) instead"
+            f"{name} has kernels of a GPU, but no time of {missing} there, and the host's times are those of its "
+            "launch; record the run with the engine (record=True) instead"
         )
     if not chosen:
         raise ScheduleError(
-            f"{name} names no action like 2F0 or PP:2F0: profile a run of the engine, or of torch's pipeline runtime"
+            f"{name} has no action like 2F0 or PP:2F0; profile a run of the engine, or of torch's pipeline runtime"
         )
-    return sorted(chosen, key=lambda ran: ran.start)
+    return sorted(chosen, key=lambda timed: timed.start)
 
 
-def _step(event: Any) -> Step | None:
-    """The computation that an event is named after, if it is."""
+def _parse_event(event: Any) -> Step | None:
+    """The computation that an event is named after; None for other events."""
     if not _is_annotation(event):
         return None
     text = event["name"].removeprefix(PREFIX)
@@ -150,40 +150,40 @@ def _is_annotation(event: Any) -> bool:
     return isinstance(event.get("name"), str)
 
 
-def _steps_of(ran: list[Ran], name: str) -> list[list[Ran]]:
-    """A rank's training steps: a new one begins with a forward that this one has had."""
-    steps: list[list[Ran]] = [[]]
-    seen: set[Action] = set()
-    for piece in ran:
-        forwards = {action for action in actions_of([piece.step]) if action.kind is Kind.F}
-        if forwards & seen:
+def _training_steps(timed_steps: list[TimedStep], name: str) -> list[list[TimedStep]]:
+    """The training steps of a rank: a forward that the present one has already had begins a new one."""
+    steps: list[list[TimedStep]] = [[]]
+    present: set[Action] = set()
+    for timed in timed_steps:
+        forwards = {action for action in actions_of([timed.step]) if action.kind is Kind.F}
+        if forwards & present:
             steps.append([])
-            seen = set()
-        seen |= forwards
-        steps[-1].append(piece)
-    row = [piece.step for piece in steps[0]]
+            present = set()
+        present |= forwards
+        steps[-1].append(timed)
+    row = [timed.step for timed in steps[0]]
     for number, others in enumerate(steps):
-        if [piece.step for piece in others] != row:
+        if [timed.step for timed in others] != row:
             raise ScheduleError(
-                f"{name}: its training steps 1 and {number + 1} are not alike: profile whole steps of one schedule"
+                f"{name}: its training steps 1 and {number + 1} differ; profile complete steps of one schedule"
             )
     return steps
 
 
-def _timeline(rows: Sequence[list[Ran]]) -> Timeline:
-    text = "\n".join(",".join(str(piece.step) for piece in row) for row in rows)
+def _build_timeline(rows: Sequence[list[TimedStep]]) -> Timeline:
+    text = "\n".join(",".join(str(timed.step) for timed in row) for row in rows)
     schedule = from_csv(text, "trace")
     try:
         check_complete(schedule)
     except ScheduleError as error:
         raise ScheduleError(
-            f"these traces are not of all ranks of one pipeline, or not of whole steps: {error}"
+            f"these traces are not of all ranks of one pipeline, or not of complete steps: {error}"
         ) from None
     zero = min(row[0].start for row in rows)
     start, end = array("d"), array("d")
     for row in rows:
-        for piece in row:
-            for _ in range(2 if isinstance(piece.step, Overlap) else 1):
-                start.append(piece.start - zero)
-                end.append(piece.end - zero)
+        for timed in row:
+            for _ in range(2 if isinstance(timed.step, Overlap) else 1):
+                start.append(timed.start - zero)
+                end.append(timed.end - zero)
     return Timeline(schedule, start.tobytes(), end.tobytes(), unit="s", measured=True)

@@ -1,4 +1,4 @@
-"""The modes of activation checkpointing, by their text: for the engine, the estimates and the planner."""
+"""The modes of activation checkpointing, and their text form."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from dataclasses import dataclass
 
 from zeropipe.errors import ConfigError, short
 
-_RULE = "give none, full, selective:N, selective:op or memory_budget:X with X from 0 to 1"
+_RULE = "must be none, full, selective:N, selective:op or memory_budget:X with X from 0 to 1"
 
 
 @dataclass(frozen=True)
 class Checkpointing:
-    """Which blocks are checkpointed and how.
+    """Which blocks are checkpointed, and how.
 
     | text | kept from F to I |
     |---|---|
-    | `none` | everything |
-    | `full` | each block's input |
-    | `selective:N` | everything, but only the input of every Nth block of the model |
-    | `selective:op` | the results of matrix products and attention; the cheap rest is computed again |
-    | `memory_budget:X` | what the compiler chooses within the share X of everything |
+    | `none` | all activations |
+    | `full` | the input of each block |
+    | `selective:N` | all activations, but only the input of every Nth block of the model |
+    | `selective:op` | the results of matrix products and attention; the cheaper operators are recomputed |
+    | `memory_budget:X` | the compiler's choice within the fraction X of all activations |
     """
 
     mode: str = "none"
@@ -28,7 +28,7 @@ class Checkpointing:
 
     @staticmethod
     def parse(text: str) -> Checkpointing:
-        """From its text form."""
+        """The mode of a text; ConfigError for any other text."""
         if not isinstance(text, str):
             raise ConfigError(f"activation checkpointing {short(text)}: {_RULE}")
         mode, _, option = text.partition(":")
@@ -43,7 +43,7 @@ class Checkpointing:
         raise ConfigError(f"activation checkpointing {text!r}: {_RULE}")
 
     def of_layer(self, layer: int) -> str:
-        """How layer number `layer` of the whole model is wrapped: `none`, `full` or `op`."""
+        """How layer number `layer` of the model is wrapped: `none`, `full` or `op`."""
         if self.mode == "full":
             return "full" if layer % self.every == 0 else "none"
         return "op" if self.mode == "op" else "none"

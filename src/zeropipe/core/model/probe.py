@@ -1,7 +1,7 @@
-"""What a profile measures: pieces of a model run alone, one after the other, on one rank.
+"""The measurements of a profile: groups of layers, each a stage, that run in sequence on one rank.
 
-A piece is a stage of its own: the embedding, one layer of each kind, several layers together, the head. What is
-measured here, by the engine, becomes costs of layers in `zeropipe.sim.profiled`.
+The groups are the embedding, one layer of each kind, several layers, and the head. The engine runs and records the
+schedules of this file; `zeropipe.sim.profiled` computes the costs of layers from the recordings.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from zeropipe.core.timeline import Timeline
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Some layers, by their kinds."""
+class LayerGroup:
+    """Layers that run as one stage."""
 
     kinds: tuple[str, ...]
     parameters: int
     flops: float  # of its forward
-    message: float  # bytes that it hands on
+    message: float  # bytes of its output
 
 
 @dataclass(frozen=True)
 class Probe:
-    """The pieces in one setting. `split` and `whole` are steps of `split_schedule` and `whole_schedule`, recorded."""
+    """The groups in one setting, with recorded steps of `split_schedule` and `full_schedule`."""
 
-    pieces: tuple[Piece, ...]
+    groups: tuple[LayerGroup, ...]
     split: tuple[Timeline, ...]
-    whole: tuple[Timeline, ...]
+    full: tuple[Timeline, ...]
     ac: str = "none"
     microbatch_size: int = 1
     compile: bool = False
@@ -39,15 +39,15 @@ class Probe:
 
 @dataclass(frozen=True)
 class Ping:
-    """Messages of one size between neighbouring ranks: steps of `ping_schedule`, recorded."""
+    """Recorded steps of `ping_schedule` with messages of one size."""
 
-    message: float
+    message: float  # bytes
     steps: tuple[Timeline, ...]
 
 
 @dataclass(frozen=True)
 class Profile:
-    """All that was measured of a model. `nodes` names the machine of each rank."""
+    """All measurements of a model. `nodes` has the machine of each rank."""
 
     model: str
     layers: tuple[str, ...]  # the kind of each decoder layer
@@ -60,57 +60,54 @@ class Profile:
     bytes_per_number: int
     machine: dict[str, object]
     versions: dict[str, str]
-    streams: tuple[
-        Timeline, ...
-    ] = ()  # steps of `stream_schedule`, recorded; none where ranks spend no time on messages
+    streams: tuple[Timeline, ...] = ()  # recorded steps of `stream_schedule`; none if ranks spend no time on messages
 
 
 def split_schedule(num_stages: int, num_microbatches: int, ahead: int = 0) -> Schedule:
-    """Forward through all stages, back with I, then W; and then pairs of microbatches, one for each stage, of which the
-    first one's B runs there together with the second one's F.
+    """Microbatches with F, I and W; then one Overlap per stage, of the B of a microbatch and the F of a later one.
 
-    The I of a microbatch comes after the F of the next `ahead` ones, and its W half as many microbatches later: what
-    they read has left the caches of a CPU by then, as in a pipeline.
+    The I of a microbatch runs after the F of the next `ahead` microbatches, and its W after half as many more. By then
+    their inputs have left the caches of a CPU, as in a pipeline.
     """
     stages = range(num_stages)
-    row = _behind_each_other(stages, num_microbatches, {Kind.F: 0, Kind.I: ahead, Kind.W: ahead + ahead // 2})
+    row = _staggered(stages, num_microbatches, {Kind.F: 0, Kind.I: ahead, Kind.W: ahead + ahead // 2})
     first, last = num_microbatches, num_microbatches + max(1, ahead)
     for microbatch in range(first, last):
         row += _through(stages, Kind.F, microbatch)
     for stage in stages:
-        back, new = first + stage, last + stage
-        row += _through(stages[:stage], Kind.F, new) + _through(stages[stage + 1 :], Kind.B, back)
-        row.append(Overlap(Action(stage, Kind.F, new), Action(stage, Kind.B, back)))
-        row += _through(stages[:stage], Kind.B, back) + _through(stages[stage + 1 :], Kind.F, new)
+        old, new = first + stage, last + stage
+        row += _through(stages[:stage], Kind.F, new) + _through(stages[stage + 1 :], Kind.B, old)
+        row.append(Overlap(Action(stage, Kind.F, new), Action(stage, Kind.B, old)))
+        row += _through(stages[:stage], Kind.B, old) + _through(stages[stage + 1 :], Kind.F, new)
     for microbatch in range(first + num_stages, last + num_stages):
         row += _through(stages, Kind.B, microbatch)
     return _on_one_rank(num_stages, last + num_stages, row, "split")
 
 
-def whole_schedule(num_stages: int, num_microbatches: int, ahead: int = 0) -> Schedule:
-    """The same with B, without pairs."""
-    row = _behind_each_other(range(num_stages), num_microbatches, {Kind.F: 0, Kind.B: ahead})
-    return _on_one_rank(num_stages, num_microbatches, row, "whole")
+def full_schedule(num_stages: int, num_microbatches: int, ahead: int = 0) -> Schedule:
+    """Microbatches with F and B, the B `ahead` microbatches after the F; without Overlaps."""
+    row = _staggered(range(num_stages), num_microbatches, {Kind.F: 0, Kind.B: ahead})
+    return _on_one_rank(num_stages, num_microbatches, row, "full")
 
 
-def _behind_each_other(stages: Sequence[int], num_microbatches: int, behind: Mapping[Kind, int]) -> list[Step]:
-    """Every kind of action of every microbatch: in each turn a microbatch of each kind, so many behind the newest."""
+def _staggered(stages: Sequence[int], num_microbatches: int, lags: Mapping[Kind, int]) -> list[Step]:
+    """All microbatches: iteration n has, of each kind, microbatch n - lag through all stages."""
     return [
         action
-        for turn in range(num_microbatches + max(behind.values()))
-        for kind, late in behind.items()
-        if 0 <= turn - late < num_microbatches
-        for action in _through(stages, kind, turn - late)
+        for n in range(num_microbatches + max(lags.values()))
+        for kind, lag in lags.items()
+        if 0 <= n - lag < num_microbatches
+        for action in _through(stages, kind, n - lag)
     ]
 
 
 def _through(stages: Sequence[int], kind: Kind, microbatch: int) -> list[Step]:
-    """One microbatch through these stages, backward if its kind goes that way."""
+    """One microbatch through these stages; in reverse for I and B."""
     return [Action(stage, kind, microbatch) for stage in (reversed(stages) if kind in (Kind.I, Kind.B) else stages)]
 
 
 def ping_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
-    """One microbatch at a time goes up all ranks and back: every message is waited for."""
+    """One microbatch at a time through all ranks and back: every receiver waits for its message."""
     problem = Problem(num_ranks, num_ranks, num_microbatches)
     rows = [
         [Action(rank, kind, microbatch) for microbatch in range(num_microbatches) for kind in (Kind.F, Kind.B)]
@@ -120,8 +117,11 @@ def ping_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def stream_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
-    """All microbatches go up the ranks, then all come back: where each rank is slower than the one that sends to it,
-    every message but the first is there before it is needed, and a gap between two actions is what messages take."""
+    """All forwards, then all backwards.
+
+    If each rank is slower than the rank that sends to it, every message but the first arrives before it is needed, and
+    the gap between two actions is the time that the rank spends on messages.
+    """
     problem = Problem(num_ranks, num_ranks, num_microbatches)
     rows = [
         [Action(rank, kind, microbatch) for kind in (Kind.F, Kind.B) for microbatch in range(num_microbatches)]

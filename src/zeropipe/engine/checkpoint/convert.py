@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
-from zeropipe.core.model.layers import ranges
+from zeropipe.core.model.layers import layer_ranges
 from zeropipe.engine.checkpoint import pieces
 from zeropipe.engine.checkpoint.manifest import FILE, Manifest, Saved, Target, followed, one_inside, read_manifest
 from zeropipe.engine.checkpoint.names import own_tensors, tied_sets
@@ -167,7 +167,7 @@ def _to_checkpoint(source: Path, path: Path, begin: Begin) -> None:
 
 def _write_model(model: Model, target: Target, begin: Begin) -> None:
     """A layer at a time, each as a stage of its own, in a file of its own."""
-    cut = ranges((1,) * model.family.num_layers)
+    cut = layer_ranges((1,) * model.family.num_layers)
     entries: dict[str, Any] = {}
     written: list[Written] = []
     ties: dict[str, str] = {}

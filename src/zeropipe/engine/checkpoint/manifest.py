@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from zeropipe.core.files import settle, write_whole
+from zeropipe.core.files import sync_to_disk, write_whole
 from zeropipe.errors import ConfigError
 
 FILE, FORMAT, VERSION = "checkpoint.json", "zeropipe checkpoint", 1
@@ -247,12 +247,12 @@ class Target:
     def switch(self, manifest: Manifest) -> None:
         """Check that all is there, and let it take the place of the checkpoint before it."""
         _check_files(self.folder, manifest.files)
-        settle(self.folder)
-        settle(self.path)
+        sync_to_disk(self.folder)
+        sync_to_disk(self.path)
         text = manifest.text()
         _parsed(json.loads(text), self.path / FILE)
         write_whole(self.path / FILE, text)
-        settle(self.path)
+        sync_to_disk(self.path)
         _clean(self.path, keep=manifest.folder)
 
     def close(self) -> None:

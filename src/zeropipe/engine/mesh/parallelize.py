@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from zeropipe.engine.fsdp_private import units_of
-from zeropipe.engine.layout import DATA, Layout
+from zeropipe.engine.layout import DATA_DIMENSIONS, Layout
 from zeropipe.engine.mesh.tensor import spread
 from zeropipe.errors import ConfigError, short
 
@@ -49,12 +49,12 @@ def parallelize(
         spread(stages.values(), mesh["tp"], plan, sequence=sequence_parallel)
     elif plan is not None or sequence_parallel:
         raise ConfigError("plan and sequence_parallel need layers that are spread: make a mesh with tp of 2 or more")
-    names = tuple(name for name in DATA if name in layout.sizes)
+    names = tuple(name for name in DATA_DIMENSIONS if name in layout.sizes)
     if layout.sizes.get("dp_shard", 1) == 1:
         if dtype is not None or offload:
             raise ConfigError("dtype and offload need sharded stages: make a mesh with dp_shard of 2 or more")
         return stages
-    if names != tuple(name for name in layout.sizes if name in DATA):
+    if names != tuple(name for name in layout.sizes if name in DATA_DIMENSIONS):
         raise ConfigError(
             f"the mesh has the dimensions {', '.join(layout.sizes)}: put {names[0]} before {names[1]}, for FSDP"
         )

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from zeropipe.core.mesh import DATA, Mesh
+from zeropipe.core.mesh import DATA_DIMENSIONS, Mesh
 from zeropipe.core.model.configs import BUILT_IN
 from zeropipe.core.schedule import Schedule
 from zeropipe.engine.engine import Engine
@@ -59,7 +59,7 @@ def run_job(schedule: Schedule, job: Job) -> Outcome:
     if mesh is not None:
         parallelize(stages, mesh)
     pipeline = 0
-    for name in DATA:
+    for name in DATA_DIMENSIONS:
         pipeline = pipeline * dict(job.mesh).get(name, 1) + place.get(name, 0)
     options: dict[str, Any] = {
         "device": device, "mesh": mesh, "compile": job.compile, "ac": job.ac, "split": job.split,

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zeropipe.core.mesh import DATA, Mesh, num_processes
+from zeropipe.core.mesh import DATA_DIMENSIONS, Mesh, num_processes
 from zeropipe.core.model.checkpointing import Checkpointing
 from zeropipe.core.model.configs import BUILT_IN
-from zeropipe.core.model.layers import NUM_LAYERS, check_counts, layer_counts
+from zeropipe.core.model.layers import NUM_LAYERS_NAMES, layer_counts, require_layer_counts
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Origin
 from zeropipe.errors import ConfigError
@@ -68,7 +68,7 @@ def num_ranks_of(job: Job, schedule: Schedule) -> int:
 
 def num_pipelines_of(job: Job) -> int:
     """How many pipelines have microbatches of their own."""
-    return num_processes(tuple(entry for entry in job.mesh if entry[0] in DATA))
+    return num_processes(tuple(entry for entry in job.mesh if entry[0] in DATA_DIMENSIONS))
 
 
 def layers_of(job: Job) -> int:
@@ -92,7 +92,7 @@ def layers_of(job: Job) -> int:
 
 def num_layers_in(config: Mapping[str, Any]) -> Any:
     """The number of layers that a model's config tells: gpt2, mpt and gpt_neo have names of their own for it."""
-    return next((config[name] for name in NUM_LAYERS if name in config), None)
+    return next((config[name] for name in NUM_LAYERS_NAMES if name in config), None)
 
 
 def counts_of(job: Job, schedule: Schedule) -> tuple[int, ...]:
@@ -100,7 +100,7 @@ def counts_of(job: Job, schedule: Schedule) -> tuple[int, ...]:
     num_layers = layers_of(job)
     if job.layers is None:
         return layer_counts(num_layers, schedule.num_stages, job.first_less, job.last_less)
-    return check_counts(job.layers, num_layers, schedule.num_stages)
+    return require_layer_counts(job.layers, num_layers, schedule.num_stages)
 
 
 def origin_of(job: Job, schedule: Schedule) -> Origin:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zeropipe.core.model.layers import check_counts, layer_counts, num_stages_for, ranges
+from zeropipe.core.model.layers import layer_counts, layer_ranges, num_stages_for, require_layer_counts
 from zeropipe.core.schedule import Schedule, require_schedule
 from zeropipe.engine.stages.contract import Tied
 from zeropipe.engine.stages.devices import known_device
@@ -52,7 +52,7 @@ def hf_stages(
         whole = open_model(model, dtype, head, seed, adapter)
     counts = _counts(whole.family.num_layers, schedule, layers, first_less, last_less, layers_per_stage)
     last = schedule.num_stages - 1
-    stages = {stage: whole.stage(ranges(counts), stage, device) for stage in schedule.placement.stages_of(rank)}
+    stages = {stage: whole.stage(layer_ranges(counts), stage, device) for stage in schedule.placement.stages_of(rank)}
     if last and any(stage.has_tied_ends for stage in stages.values()):
         _tie_ends(stages, last)
     for stage in stages.values():
@@ -107,17 +107,17 @@ def module_stages(
     counts = (
         layer_counts(len(modules), schedule.num_stages)
         if layers is None
-        else check_counts(layers, len(modules), schedule.num_stages)
+        else require_layer_counts(layers, len(modules), schedule.num_stages)
     )
     stages = {
         stage: PlainStage(
-            [_module(modules, number) for number in ranges(counts)[stage]],
-            ranges(counts)[stage],
+            [_module(modules, number) for number in layer_ranges(counts)[stage]],
+            layer_ranges(counts)[stage],
             is_first=stage == 0,
         )
         for stage in schedule.placement.stages_of(rank)
     }
-    for stage, pairs in _shared(modules, ranges(counts)).items():
+    for stage, pairs in _shared(modules, layer_ranges(counts)).items():
         if stage in stages:
             stages[stage].tied_pairs = tuple(pairs)
     return stages
@@ -185,7 +185,7 @@ def _counts(
     layers_per_stage: int | None,
 ) -> tuple[int, ...]:
     if layers is not None:
-        return check_counts(layers, num_layers, schedule.num_stages)
+        return require_layer_counts(layers, num_layers, schedule.num_stages)
     if layers_per_stage is not None:
         wanted = num_stages_for(num_layers, layers_per_stage, schedule.num_ranks, first_less, last_less)
         if wanted != schedule.num_stages:

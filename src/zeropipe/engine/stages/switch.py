@@ -19,7 +19,7 @@ from uuid import uuid4
 
 from torch import Tensor
 
-from zeropipe.core.files import settle, write_whole
+from zeropipe.core.files import sync_to_disk, write_whole
 from zeropipe.engine.stages.adapters import CONFIG as ADAPTER_CONFIG
 from zeropipe.engine.stages.adapters import WEIGHTS as ADAPTER_WEIGHTS
 from zeropipe.engine.stages.stored import INDEX, SINGLE, Stored
@@ -127,10 +127,10 @@ def switch_to_model(workshop: Workshop, num_stages: int, wanted: set[str], confi
         os.replace(workshop.path / file, directory / name)
     _copy_tokenizer(config, directory)
     os.replace(workshop.path / "config.json", directory / "config.json")
-    settle(directory)
+    sync_to_disk(directory)
     index = {"metadata": {"total_size": sum(part.num_bytes for part in parts)}, "weight_map": weight_map}
     write_whole(directory / INDEX, json.dumps(index, indent=1, sort_keys=True))
-    settle(directory)
+    sync_to_disk(directory)
     (directory / SINGLE).unlink(missing_ok=True)
     _clean(directory, keep=set(final.values()))
 
@@ -167,7 +167,7 @@ def switch_to_adapter(workshop: Workshop, num_stages: int, wanted: set[str], con
     save_tensors(tensors, workshop.path / ADAPTER_WEIGHTS)
     config.save_pretrained(str(workshop.path))
     os.replace(workshop.path / ADAPTER_WEIGHTS, directory / ADAPTER_WEIGHTS)
-    settle(directory)
+    sync_to_disk(directory)
     os.replace(workshop.path / ADAPTER_CONFIG, directory / ADAPTER_CONFIG)
     (directory / "adapter_model.bin").unlink(missing_ok=True)
     _clean_workshops(directory)
@@ -180,7 +180,7 @@ def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
 
     try:
         save_file(tensors, path, metadata={"format": "pt"})
-        settle(path)
+        sync_to_disk(path)
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"cannot write {path}: {error}") from None
 

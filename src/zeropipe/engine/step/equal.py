@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zeropipe.core.schedule import Schedule
 from zeropipe.engine.backward.gradients import local
-from zeropipe.engine.layout import DATA, Layout
+from zeropipe.engine.layout import DATA_DIMENSIONS, Layout
 from zeropipe.engine.stages.contract import Microbatch, Told
 from zeropipe.engine.step.sums import Tie, copies_on, ties
 
@@ -78,7 +78,7 @@ def shared_weights(schedule: Schedule, stages: Mapping[int, Told], layout: Layou
             if values and layout.is_whole_in("tp", parameter) and not parameter.is_meta:
                 # each process of tp adds up a gradient of its own: rounding may part what began equal
                 what = f"{name} of stage {stage}, which every process of tp has whole,"
-                piece = (*layout.piece(parameter), *layout.place_in(*DATA))
+                piece = (*layout.piece(parameter), *layout.place_in(*DATA_DIMENSIONS))
                 claims.append(((what, "values", piece), Sketch.of(local(parameter))))
     for _, shared in copies_on(schedule, layout.pipeline_rank):
         for stage in shared:
@@ -106,7 +106,7 @@ def lonely_tie(tied: Sequence[Iterable[Tie]]) -> str | None:
 
 def microbatch_claims(microbatches: Sequence[Microbatch], layout: Layout) -> Claims:
     """What this rank says of its microbatches: a rank may leave out keys that it does not need."""
-    pipeline = layout.place_in(*DATA)
+    pipeline = layout.place_in(*DATA_DIMENSIONS)
     return [
         ((f"{key!r} of microbatch {index}", "values", pipeline), _digest(value))
         for index, microbatch in enumerate(microbatches)

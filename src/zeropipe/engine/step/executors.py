@@ -12,7 +12,7 @@ from torch import nn
 from zeropipe.core.collectives import Collective, collectives
 from zeropipe.core.lower import lower
 from zeropipe.core.packed import unpack
-from zeropipe.core.resize import resized
+from zeropipe.core.resize import resize
 from zeropipe.core.schedule import Program, Schedule
 from zeropipe.core.shards import with_shards
 from zeropipe.engine.backward.splitters import Splitter
@@ -105,7 +105,7 @@ class Executors:
         )  # fmt: skip
 
     def _program(self, use: str, number: int, alike: bool) -> Program:
-        schedule = resized(self._parts.schedule, number)
+        schedule = resize(self._parts.schedule, number)
         shards = self._policy(alike) if self._parts.shards else None
         return forward_only(schedule, shards) if use == "forward" else lower(schedule, shards)
 
@@ -145,7 +145,7 @@ class Executors:
 
     def _order(self, forward: bool, number: int, policy: str) -> list[Collective]:
         """Of the Program for that number of microbatches, without its messages: they change nothing."""
-        schedule = resized(self._parts.schedule, number)
+        schedule = resize(self._parts.schedule, number)
         rows = with_shards(forwards(schedule) if forward else schedule, policy)
         units = {stage: len(shards.units) for stage, shards in self._parts.shards.items()}
         row = tuple(unpack(rows.row(self._parts.rank)))

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from zeropipe.core.formats.parse import number_or_text, parse_toml
+from zeropipe.core.formats.parse import parse_number, parse_toml
 from zeropipe.errors import ConfigError, short
 from zeropipe.train.config.fields import choices_of, field_names, find_field, is_optional, suggest_field, value_types
 
@@ -81,9 +81,9 @@ def _parse_value(text: str, field: FieldInfo, is_option: bool) -> Any:
         items = [item.strip() for item in text.split(",")]
         if str in types:
             return text if len(items) == 1 else items
-        return [number_or_text(item) for item in items]
+        return [parse_number(item) for item in items]
     if types & {int, float}:
-        return number_or_text(text)
+        return parse_number(text)
     if types == {bool}:
         return {"true": True, "false": False}.get(text, text)
     return text

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from zeropipe.core.files import COSTS, SCHEDULES, has_suffix, read_text
+from zeropipe.core.files import COSTS_SUFFIXES, SCHEDULE_SUFFIXES, has_suffix, read_text
 from zeropipe.core.formats.parse import parse_toml
 from zeropipe.core.limits import COMMAND_LINE
 from zeropipe.core.model.configs import BUILT_IN, CONFIGS
@@ -104,7 +104,7 @@ def is_path(value: str, name: str) -> bool:
     if name == "data.tokenizer":
         return value != BYTE_TOKENIZER
     if name == "schedule.name":
-        return has_suffix(value.partition(":")[0], *SCHEDULES, ".py")
+        return has_suffix(value.partition(":")[0], *SCHEDULE_SUFFIXES, ".py")
     if name == "checkpoint.resume":
         return value not in ("auto", "never")
-    return name != "schedule.costs" or has_suffix(value, *COSTS)
+    return name != "schedule.costs" or has_suffix(value, *COSTS_SUFFIXES)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import Any
 
-from zeropipe.core.files import SCHEDULES, has_suffix
+from zeropipe.core.files import SCHEDULE_SUFFIXES, has_suffix
 from zeropipe.core.mesh import format_mesh
 from zeropipe.core.units import count_text
 from zeropipe.engine.run.spec import require_cores
@@ -157,7 +157,7 @@ def _check_schedule(config: RunConfig) -> Iterator[str]:
         return  # the number of microbatches is not known
     try:
         schedule = build_schedule(config)
-        if has_suffix(table.name, *SCHEDULES):
+        if has_suffix(table.name, *SCHEDULE_SUFFIXES):
             from zeropipe.core.check import check
 
             check(schedule)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from zeropipe.core.files import settle
+from zeropipe.core.files import sync_to_disk
 from zeropipe.core.units import count_text, size_text
 from zeropipe.errors import ConfigError, EngineError
 from zeropipe.train.config.tables import RunConfig
@@ -103,10 +103,10 @@ def _write_folder(request: DataRequest, log: Log, check: Check) -> None:
             _write_samples(request, staging, _Progress(request.table, staging, log, check)).save(staging)
             (staging / _PROGRESS).unlink(missing_ok=True)
             for path in staging.iterdir():
-                settle(path)
-            settle(staging)
+                sync_to_disk(path)
+            sync_to_disk(staging)
             os.rename(staging, folder)
-            settle(folder.parent)
+            sync_to_disk(folder.parent)
         finally:
             shutil.rmtree(staging, ignore_errors=True)
     except OSError as error:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from zeropipe.core.files import has_suffix
-from zeropipe.core.mesh import DATA
+from zeropipe.core.mesh import DATA_DIMENSIONS
 from zeropipe.engine.backward.gradients import main_gradients
 from zeropipe.engine.engine import Engine
 from zeropipe.engine.mesh.parallelize import parallelize
@@ -54,7 +54,7 @@ def place_of(config: RunConfig) -> Place:
     mesh = mesh_of(sizes, device)
     place = dict(zip(mesh.mesh_dim_names, mesh.get_coordinate()))
     pipeline = 0
-    for name in DATA:
+    for name in DATA_DIMENSIONS:
         pipeline = pipeline * dict(sizes).get(name, 1) + place.get(name, 0)
     return Place(device, mesh, place["pp"], pipeline)
 
