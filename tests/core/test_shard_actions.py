@@ -9,7 +9,7 @@ from zeropipe.core.action import COMM, COMPUTE, SHARDING, Kind, actions_of
 from zeropipe.core.formats.csv import program_from_csv
 from zeropipe.core.jit import Compiled
 from zeropipe.core.resize import resize
-from zeropipe.core.shards import AHEAD, POLICIES, check_shards
+from zeropipe.core.shard_actions import POLICIES, PREFETCH_STEPS, check_shards
 
 NAMES = zp.names()
 
@@ -60,7 +60,7 @@ def test_a_stage_is_gathered_shortly_before_its_first_use_and_not_before():
             if action.kind is Kind.UNSHARD:
                 between = [a for a in steps[at:] if a.kind not in SHARDING]
                 first = next(i for i, a in enumerate(between) if a.stage == action.stage)
-                assert first == AHEAD or at == 0
+                assert first == PREFETCH_STEPS or at == 0
 
 
 def test_a_stage_without_work_is_reduced_all_the_same():
@@ -74,21 +74,21 @@ def test_a_stage_without_work_is_reduced_all_the_same():
 
 
 def test_policies_have_names():
-    with pytest.raises(zp.ConfigError, match="shards='always': give 'keep', 'regather', 'ends', or None"):
+    with pytest.raises(zp.ConfigError, match="shards='always': must be 'keep', 'regather', 'ends', or None"):
         zp.lower(built("1f1b"), shards="always")
 
 
 @pytest.mark.parametrize(
     "row, message",
     [
-        ("0F0 0UNSHARD 0B0 0REDUCE_GRAD", "0F0 runs while its stage's weights are not whole: put a 0UNSHARD before it"),
-        ("0UNSHARD 0F0 0RESHARD 0B0 0REDUCE_GRAD", "0B0 runs while its stage's weights are not whole"),
-        ("0UNSHARD 0F0 0REDUCE_GRAD 0B0", "0REDUCE_GRAD comes before 0B0, which makes more gradients"),
-        ("0UNSHARD 0F0 0I0 0REDUCE_GRAD 0W0", "0REDUCE_GRAD comes before 0W0"),
-        ("0UNSHARD 0F0 0B0", "0B0 makes the last gradients of a sharded stage, and no 0REDUCE_GRAD follows"),
-        ("0UNSHARD 0F0 0B0 0REDUCE_GRAD 0REDUCE_GRAD", "0REDUCE_GRAD is there twice"),
-        ("0UNSHARD 0UNSHARD 0F0 0B0 0REDUCE_GRAD", "0UNSHARD gathers weights that are whole already"),
-        ("0RESHARD 0UNSHARD 0F0 0B0 0REDUCE_GRAD", "0RESHARD lets go of weights that are not whole"),
+        ("0F0 0UNSHARD 0B0 0REDUCE_GRAD", "0F0 runs without the weights of its stage; put a 0UNSHARD before it"),
+        ("0UNSHARD 0F0 0RESHARD 0B0 0REDUCE_GRAD", "0B0 runs without the weights of its stage"),
+        ("0UNSHARD 0F0 0REDUCE_GRAD 0B0", "0REDUCE_GRAD is before 0B0, which adds gradients"),
+        ("0UNSHARD 0F0 0I0 0REDUCE_GRAD 0W0", "0REDUCE_GRAD is before 0W0"),
+        ("0UNSHARD 0F0 0B0", "0B0 has the last gradients of a sharded stage, but no 0REDUCE_GRAD follows"),
+        ("0UNSHARD 0F0 0B0 0REDUCE_GRAD 0REDUCE_GRAD", "0REDUCE_GRAD is repeated"),
+        ("0UNSHARD 0UNSHARD 0F0 0B0 0REDUCE_GRAD", "0UNSHARD gathers weights that are gathered already"),
+        ("0RESHARD 0UNSHARD 0F0 0B0 0REDUCE_GRAD", "0RESHARD frees weights that are not gathered"),
         ("1UNSHARD 0F0 0B0", "1UNSHARD is on the wrong rank: the placement puts no stage 1 there"),
     ],
 )
@@ -110,7 +110,7 @@ def test_nothing_stands_inside_an_overlap():
     codes = pack(zp.lower(schedule, shards="keep").rows[0])
     joined = next(at for at, code in enumerate(codes) if code & 1)
     row = [*codes[1 : joined + 1], codes[0], *codes[joined + 1 :]]
-    with pytest.raises(zp.ScheduleError, match="stands between the two actions of an Overlap"):
+    with pytest.raises(zp.ScheduleError, match="is between the two actions of an Overlap"):
         check_shards(Program(schedule, PackedRows.of([row])))
 
 
@@ -120,7 +120,7 @@ def test_stages_may_be_whole_beside_sharded_ones():
 
 def test_compiled_kernels_write_the_same(monkeypatch):
     plain = zp.lower(built("zbv", 4, 12), shards="regather")
-    monkeypatch.setattr("zeropipe.core.shards.arrays", lambda size: Compiled)
+    monkeypatch.setattr("zeropipe.core.shard_actions.arrays", lambda size: Compiled)
     compiled = zp.lower(built("zbv", 4, 12), shards="regather")
     assert compiled == plain
     check_shards(compiled)

@@ -141,7 +141,7 @@ def test_a_fit_gives_the_costs_back(policy):
 def test_compiled_kernels_say_the_same(monkeypatch):
     plain = sim("zbv", 4, 8, unshard=0.7, reduce=1.3, units=3, whole_weights=2, whole_gradients=3)
     causes, gaps = explain.idle_times(plain), explain.find_gaps(plain)
-    for module in ("core.shards", "core.explain", "core.timeline", "sim.simulate"):
+    for module in ("core.shard_actions", "core.explain", "core.timeline", "sim.simulate"):
         monkeypatch.setattr(f"zeropipe.{module}.arrays", lambda size: jit.Compiled)
     explain._find_reasons.cache_clear()
     compiled = sim("zbv", 4, 8, unshard=0.7, reduce=1.3, units=3, whole_weights=2, whole_gradients=3)
@@ -155,7 +155,7 @@ def test_compiled_kernels_say_the_same(monkeypatch):
     "costs, words",
     [
         ({"unshard": 1}, "unshard is of sharded stages: say when they are gathered, shards='keep' or 'regather'"),
-        ({"shards": "always"}, "shards='always': give 'keep'"),
+        ({"shards": "always"}, "shards='always': must be 'keep'"),
         ({"shards": "keep", "units": 0}, "units=0: a whole number from 1"),
         ({"shards": "keep", "reduce": -1}, "reduce=-1: a number from 0 on is needed"),
         ({"shards": "keep", "shard_bandwidth": 0}, "bandwidth=0"),

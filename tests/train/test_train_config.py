@@ -20,7 +20,7 @@ from zeropipe.train.config.read import read_run
 from zeropipe.train.config.write import to_toml
 
 BUILT_IN = "tiny-qwen3, tiny-llama, qwen3-0.6b, qwen3-8b, llama-8b"
-CHECKPOINTING = "give none, full, selective:N, selective:op or memory_budget:X with X from 0 to 1"
+CHECKPOINTING = "must be none, full, selective:N, selective:op or memory_budget:X with X from 0 to 1"
 
 # what is changed in GOOD, by arguments or by another text of the file -> the line
 WRONG = {

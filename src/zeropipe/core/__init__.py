@@ -11,7 +11,8 @@ Schedules
     rendezvous      check the messages of a Program
     deadlock        the error of a schedule that is stuck
     lower           Schedule -> Program: add SEND and RECV
-    shards          Schedule -> Program: add UNSHARD, RESHARD and REDUCE_GRAD
+    shard_actions   Schedule -> Program: add UNSHARD, RESHARD and REDUCE_GRAD
+    collectives     the order of collectives of sharded stages
     resize          the same schedule for another number of microbatches
 Timelines
     timeline        Timeline: when each rank ran which action

@@ -12,7 +12,7 @@ from zeropipe.core.needs import Dependencies, build_dependencies
 from zeropipe.core.packed import is_joined
 from zeropipe.core.rendezvous import check_program, check_same_computations
 from zeropipe.core.schedule import Program, Schedule, require_schedule
-from zeropipe.core.shards import check_shards
+from zeropipe.core.shard_actions import check_shards
 
 
 def check(what: Schedule | Program) -> None:

@@ -16,7 +16,7 @@ from zeropipe.core.jit import Arrays, arrays
 from zeropipe.core.needs import Dependencies, build_dependencies
 from zeropipe.core.packed import PackedRows, encode, is_joined, kind_of, microbatch_of, stage_of
 from zeropipe.core.schedule import Program, Schedule, require_schedule
-from zeropipe.core.shards import with_shards
+from zeropipe.core.shard_actions import with_shards
 
 
 def lower(schedule: Schedule, shards: str | None = None) -> Program:

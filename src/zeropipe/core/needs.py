@@ -58,7 +58,7 @@ def message_index(offset: int, stage: int, backward: int) -> int:
 class Dependencies(NamedTuple):
     """Columns with an entry per action; -1 for none.
 
-    A SEND or RECV has only `own`: the key of the result that it carries. Sharding actions have none: see shards.py.
+    A SEND or RECV has only `own`: the key of the result that it carries. Sharding actions (shard_actions.py) have none.
     """
 
     codes: Ints

@@ -12,7 +12,7 @@ from sys import float_info
 from typing import Any, NamedTuple
 
 from zeropipe.core.placement import Problem
-from zeropipe.core.shards import require_policy
+from zeropipe.core.shard_actions import require_policy
 from zeropipe.core.units import count_text, to_python
 from zeropipe.errors import ConfigError, short, suggest
 

@@ -9,8 +9,8 @@ from zeropipe.core.jit import arrays
 from zeropipe.core.needs import build_dependencies, copy_offset, find_nonblocking_actions, message_index
 from zeropipe.core.packed import is_joined, kind_of, microbatch_of, stage_of
 from zeropipe.core.schedule import Schedule, require_schedule
+from zeropipe.core.shard_actions import with_shards
 from zeropipe.core.shard_timeline import extract_sharding
-from zeropipe.core.shards import with_shards
 from zeropipe.core.timeline import Memory, Timeline
 from zeropipe.sim.costs import Costs, given_costs
 from zeropipe.sim.tables import shard_tables_of, tables_of

@@ -14,7 +14,7 @@ from zeropipe.core.lower import lower
 from zeropipe.core.packed import unpack
 from zeropipe.core.resize import resize
 from zeropipe.core.schedule import Program, Schedule
-from zeropipe.core.shards import with_shards
+from zeropipe.core.shard_actions import with_shards
 from zeropipe.engine.backward.splitters import Splitter
 from zeropipe.engine.comm.edges import Outgoing, Wire
 from zeropipe.engine.mesh.shards import Shards

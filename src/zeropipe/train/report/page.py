@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from zeropipe.core.files import write_whole
-from zeropipe.core.model.layers import counts_text
+from zeropipe.core.model.layers import format_counts
 from zeropipe.core.units import count_text, number, percent, time_text
 from zeropipe.errors import ConfigError
 from zeropipe.train.config.tables import RunConfig
@@ -47,8 +47,8 @@ def write_report(
     prediction = predict_steps(config, steps, layers)
     newest = steps[-1]
     timelines = [
-        newest.timeline.labelled(f"step {newest.step}, measured"),
-        prediction.timeline_of(newest).labelled(f"step {newest.step}, predicted"),
+        newest.timeline.with_label(f"step {newest.step}, measured"),
+        prediction.timeline_of(newest).with_label(f"step {newest.step}, predicted"),
     ]
     title = f"{Path(config.model.path).name} trained with {config.schedule.name}"
     blocks = [Heading(title, _describe_run(config)), *_blocks(config, steps, prediction, metrics, layers)]
@@ -82,7 +82,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def describe_setup(config: RunConfig) -> str:
     """The settings that the time of a step depends on."""
     data, engine = config.data, config.engine
-    layers = f" layers {counts_text(config.schedule.layers)}" if config.schedule.layers else ""
+    layers = f" layers {format_counts(config.schedule.layers)}" if config.schedule.layers else ""
     options = "".join(f", {name}" for name in ("compile", "dynamic_weights", "offload") if getattr(engine, name))
     return (
         f"{config.schedule.name}{layers} on {_describe_mesh(config)}: {config.num_microbatches} x {data.microbatch} x "

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zeropipe.core.files import read_text, write_whole
-from zeropipe.core.formats.json import from_plain, plain
+from zeropipe.core.formats.json import from_data, to_data
 from zeropipe.core.limits import COMMAND_LINE
 from zeropipe.core.timeline import Timeline
 from zeropipe.errors import ZeropipeError
@@ -36,7 +36,7 @@ def save_step(recorded: RecordedStep, folder: Path) -> None:
     """Write a recorded step."""
     folder.mkdir(parents=True, exist_ok=True)
     extra = {"step": recorded.step, "seconds": recorded.seconds, "setup": recorded.setup}
-    data = json.dumps({**plain(recorded.timeline), _FIELD: extra})
+    data = json.dumps({**to_data(recorded.timeline), _FIELD: extra})
     write_whole(folder / f"step-{recorded.step:06d}.json", data)
 
 
@@ -46,7 +46,7 @@ def load_steps(folder: Path, last: int) -> list[RecordedStep]:
     for path in sorted(folder.glob("step-*.json")):
         with suppress(ZeropipeError, ValueError, KeyError, TypeError):
             data = json.loads(read_text(path, COMMAND_LINE))
-            extra, timeline = data[_FIELD], from_plain(data)
+            extra, timeline = data[_FIELD], from_data(data)
             if extra["step"] > last:
                 path.unlink()
             elif isinstance(timeline, Timeline):
