@@ -98,3 +98,45 @@ def test_processes_that_would_not_agree_are_refused():
         assert "[12, 6], frozen': shard and freeze the same weights on both" in frozen
         assert "rank 0 has 'reduce unit 0 of stage 0' where rank 1 has 'gather unit 1 of stage 1'" in order
         assert error < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "name, sizes, options",
+    [
+        ("1f1b", SHARDED, {}),
+        ("zbv", SHARDED, {"split": "autograd"}),
+        ("1f1b", {"dp_replicate": 2, "dp_shard": 2}, {}),
+        full("dualpipe", SHARDED, {}),
+        full("zbv", SHARDED, {"ac": "full"}),
+        full("zb-h1", SHARDED, {"dynamic_weights": True}),
+    ],
+    ids=str,
+)
+def test_parameters_that_cannot_be_sharded_stay_whole(name, sizes, options, tmp_path):
+    """Scalars, and a router in float32 among weights in float64; through a checkpoint."""
+    schedule = zp.build(name, ranks=sizes.get("pp", 1), microbatches=4)
+    for seen in ranks(4).run(cases.train_odd, schedule, sizes, options, str(tmp_path / "saved")):
+        kinds = seen.pop("kinds")
+        assert kinds == [
+            ("block", True), ("block.down", True), ("block.up", True), ("gain", False), ("offset", False),
+            ("router", False),
+        ]  # fmt: skip
+        assert seen.pop("float32") < 1e-4
+        assert max(seen.values()) < 1e-6, seen
+
+
+@pytest.mark.parametrize("name, options", [("1f1b", {}), full("zbv", {"regather": True})], ids=str)
+def test_a_model_with_routers_in_float32(name, options):
+    schedule = zp.build(name, ranks=2, microbatches=4)
+    for loss, gradient, kept_whole in ranks(4).run(cases.train_ernie, schedule, options):
+        assert kept_whole == {"gate.weight"}
+        assert loss < TOLERANCE
+        assert gradient < 1e-6  # the router's is in float32
+
+
+def test_what_fsdp_cannot_sum_in_one_message_is_refused():
+    given, thawed, strided = ranks(2).run(cases.not_sharded_alike, zp.build("1f1b", ranks=1, microbatches=2))[0]
+    for said in (given, thawed):
+        assert said.startswith("rank 0: stage 0: ")
+        assert "blocks.1.scale is trained in torch.float32, blocks.1.up.weight of the same FSDP unit in" in said
+    assert "block 0 of stage 0 cannot be sharded: FSDP does not support non-contiguous parameters yet" in strided

@@ -7,6 +7,8 @@ import pytest
 
 pytest.importorskip("torch")
 
+from torch import nn
+
 import zeropipe as zp
 from zeropipe.core.action import Kind, actions_of
 from zeropipe.core.collectives import Collective, collectives, gather_order
@@ -28,10 +30,9 @@ def built(name, ranks):
 
 def executors_of(schedule, rank, options):
     """Those of a process whose stages have unequal numbers of units."""
-    shards = {
-        stage: Some(units=[None] * (1 + stage % 4), flags=lambda: b"\1", describe=lambda: ["weight"])
-        for stage in schedule.placement.stages_of(rank)
-    }
+    same = {"module": nn.Identity(), "flags": lambda: b"\1", "describe": lambda: ["weight"]}
+    stages = schedule.placement.stages_of(rank)
+    shards = {stage: Some(units=[None] * (1 + stage % 4), **same) for stage in stages}
     return Executors(Some(schedule=schedule, rank=rank, shards=shards, options=Options(**options)))
 
 

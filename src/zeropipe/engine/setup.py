@@ -17,7 +17,7 @@ from zeropipe.core.schedule import Schedule, require_schedule
 from zeropipe.core.units import count_text
 from zeropipe.engine.comm.fabric import Fabric
 from zeropipe.engine.layout import Layout
-from zeropipe.engine.mesh.shards import sharded
+from zeropipe.engine.mesh.shards import require_one_dtype, sharded
 from zeropipe.engine.options import Options
 from zeropipe.engine.stages.contract import Told
 from zeropipe.engine.stages.devices import known_device
@@ -113,6 +113,7 @@ def check_stages(schedule: Schedule, layout: Layout, stages: Mapping[int, Told],
                 f"stage {stage} is sharded: split='autograd' may read weights in W, which regather=True has let go; "
                 "use split='store', or leave regather out"
             )
+        require_one_dtype(stage, told.module)
         if options.changes_blocks and told.blocks is None:
             raise ConfigError(f"stage {stage} names no blocks to compile or checkpoint: use module_stages()")
         for tie in told.ties:

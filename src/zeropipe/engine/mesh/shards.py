@@ -218,6 +218,24 @@ class Reduction:
         self._next += 1
 
 
+def require_one_dtype(stage: int, module: nn.Module) -> None:
+    """ConfigError for an FSDP unit whose weights are trained in several dtypes."""
+    names = {id(child): name for name, child in module.named_modules()}
+    for unit in fsdp_private.units_of(module):
+        first: tuple[str, Tensor] | None = None
+        for owner, name, shard in fsdp_private.shards_of(unit):
+            if not shard.requires_grad:
+                continue
+            full = f"{names.get(id(owner), '')}.{name}".lstrip(".")
+            first = first or (full, shard)
+            if shard.dtype != first[1].dtype:
+                raise ConfigError(
+                    f"stage {stage}: {full} is trained in {shard.dtype}, {first[0]} of the same FSDP unit in "
+                    f"{first[1].dtype}, and FSDP sums both in one message: give both one dtype, freeze one, or shard "
+                    f"with parallelize(), which keeps such weights whole"
+                )
+
+
 def sharded(module: nn.Module) -> bool:
     """Whether a stage is sharded; ConfigError if it is not sharded in a way a pipeline can drive."""
     units = fsdp_private.units_of(module)

@@ -17,7 +17,7 @@ from zeropipe.core.schedule import Program, Schedule
 from zeropipe.core.shard_actions import with_shards
 from zeropipe.engine.backward.splitters import Splitter
 from zeropipe.engine.comm.edges import Outgoing, Wire
-from zeropipe.engine.mesh.shards import Shards
+from zeropipe.engine.mesh.shards import Shards, require_one_dtype
 from zeropipe.engine.options import Options
 from zeropipe.engine.stages.contract import Told
 from zeropipe.engine.step.agreed import digest
@@ -126,6 +126,8 @@ class Executors:
             return (0, 0)
         flags = b"".join(shards.flags() for shards in self._parts.shards.values())
         if flags != self._described[0]:
+            for stage, shards in self._parts.shards.items():
+                require_one_dtype(stage, shards.module)
             self._described = (flags, digest(self._weights()))
         alike, unlike = (self._digest(use == "forward", number, self._policy(alike)) for alike in (True, False))
         return hash((alike, self._described[1])), hash((unlike, self._described[1]))  # of integers: alike everywhere
