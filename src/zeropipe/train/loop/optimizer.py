@@ -1,4 +1,4 @@
-"""The optimizer of a run: one of torch's, in two groups, over float32 weights where the model has 16 bits."""
+"""The optimizer of a run: one of torch's, over float32 weights where the model has 16 bits."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from zeropipe.engine.engine import Engine
 from zeropipe.engine.masters import MasterWeights
@@ -29,7 +31,10 @@ def make_optimizer(config: RunConfig, engine: Engine, device: torch.device) -> A
     options: dict[str, Any] = {"lr": table.lr}
     if table.name != "adafactor":
         on_gpu = device.type == "cuda" and not config.engine.offload
-        options["fused"] = table.fused == "yes" or (table.fused == "auto" and on_gpu) or None
+        can = table.name != "sgd" or not any(isinstance(p, DTensor) for group in groups for p in group["params"])
+        if table.fused == "yes" and not can:
+            raise ConfigError("optimizer.fused='yes': torch's fused sgd takes no sharded parameters; use auto")
+        options["fused"] = table.fused == "yes" or (table.fused == "auto" and on_gpu and can) or None
     kind = KINDS[table.name]
     if kept_dtype(config) == torch.bfloat16 and table.master_weights and config.lora is None:
         return MasterWeights(kind, groups, **options)
@@ -37,14 +42,27 @@ def make_optimizer(config: RunConfig, engine: Engine, device: torch.device) -> A
 
 
 def _groups(table: OptimizerTable, engine: Engine) -> list[dict[str, Any]]:
-    """What decays, and what does not: norms, biases, and whatever else has one dimension."""
+    """First what decays, then what does not: norms, biases, and whatever else has one dimension.
+
+    Both halves have a group for each mesh that parameters are spread over, and one for those that are whole: torch's
+    fused kernels take no mixtures.
+    """
     trained = [p for p in engine.parameters() if p.requires_grad]
     small = {id(p) for stage in engine.stages.values() for p in _norms_and_biases(stage)}
-    matrices, others = [p for p in trained if id(p) not in small], [p for p in trained if id(p) in small]
+    meshes = list(dict.fromkeys(map(_mesh, trained))) or [None]
     return [
-        {"params": matrices, "weight_decay": table.weight_decay, **_settings(table)},
-        {"params": others, "weight_decay": 0.0, **_settings(table)},
+        {
+            "params": [p for p in trained if _mesh(p) == mesh and (id(p) in small) == is_small],
+            "weight_decay": 0.0 if is_small else table.weight_decay,
+            **_settings(table),
+        }
+        for is_small in (False, True)
+        for mesh in meshes
     ]
+
+
+def _mesh(parameter: Tensor) -> DeviceMesh | None:
+    return parameter.device_mesh if isinstance(parameter, DTensor) else None
 
 
 def _norms_and_biases(stage: nn.Module) -> Iterator[nn.Parameter]:
@@ -64,8 +82,9 @@ def _settings(table: OptimizerTable) -> dict[str, Any]:
 
 def set_groups(optimizer: Any, table: OptimizerTable) -> None:
     """The file's settings again, after a checkpoint has brought those that it was saved with."""
-    for group, decay in zip(optimizer.param_groups, (table.weight_decay, 0.0), strict=True):
-        group.update(_settings(table), weight_decay=decay)
+    groups = optimizer.param_groups
+    for number, group in enumerate(groups):
+        group.update(_settings(table), weight_decay=table.weight_decay if number < len(groups) // 2 else 0.0)
 
 
 def set_rate(optimizer: Any, rate: float) -> None:
