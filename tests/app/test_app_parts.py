@@ -106,7 +106,7 @@ def test_parts_count_as_actions_before_anything_is_built(monkeypatch):
     assert message.startswith(
         "zbv, 1f1b would have 3,430,400 actions with W in 64 parts, the page takes up to 2,000,000; "
     )
-    assert "take fewer parts" in message
+    assert "use fewer parts" in message
     status, answer = ask("simulate", {**body, "weight_parts": 64, "microbatches": 40_000})
     assert told(answer, "weight_parts") == []
     assert "20,480,000 actions, the page takes up to 2,000,000; use fewer ranks" in told(answer, "microbatches")[0]
