@@ -237,19 +237,19 @@ def test_a_plan_of_a_counted_model(run, tmp_path):
     assert {row["tp"] for row in json.loads(out)["rows"]} == {1}  # experts with biases are not shared out
 
 
-def test_the_page_counts_a_config_once_and_shows_its_rows_from_what_it_kept(monkeypatch):
+def test_the_page_counts_a_config_once_and_shows_its_rows_from_cached_costs(monkeypatch):
     pytest.importorskip("pydantic")
-    from zeropipe.app import planning
+    from zeropipe.app import plan_calls
 
     config = {"model_type": "gpt_oss", **SMALL, "num_local_experts": 8, "num_experts_per_tok": 2}
-    asked = planning.PlanAsk(model="config.json", file=json.dumps(config), gpus=1, batch=4, sequence=64)
-    reply, costs = planning.plan_call(asked, 3, 3)
+    request = plan_calls.PlanRequest(model="config.json", file=json.dumps(config), gpus=1, batch=4, sequence=64)
+    reply, costs = plan_calls.plan_call(request, 3, 3)
     answer = json.loads(reply.body)
     assert answer["parameters"] == open_model(config).num_parameters()[0]
-    planning.opened.cache_clear()  # as in another process
+    plan_calls.open_source.cache_clear()  # as in another process
     monkeypatch.setattr(CountedModel, "_open", None)
-    row = {name: answer["rows"][0][name] for name in planning.RowAsk.model_fields if name != "plan"}
-    shown = json.loads(planning.row_call(planning.RowAsk(plan=asked, **row), costs).body)
+    row = {name: answer["rows"][0][name] for name in plan_calls.RowRequest.model_fields if name != "plan"}
+    shown = json.loads(plan_calls.row_call(plan_calls.RowRequest(plan=request, **row), costs).body)
     assert shown["viewer"]["timelines"][0]["makespan"] == pytest.approx(answer["rows"][0]["makespan"])
     assert 'path = "config.json"' in shown["run"]
 
