@@ -4,7 +4,7 @@
     python bench/train.py --device cpu --steps 40        # a tiny Qwen3
 
 The prediction is made from one recorded step: its schedule simulated with the costs that fit it, plus what the step
-took outside of the pipeline (data, norm, optimizer). It is held against the median of the steps that were not recorded.
+took outside of the pipeline (data, norm, optimizer). It is compared with the median of the steps that were not recorded.
 """
 
 from __future__ import annotations
@@ -23,39 +23,39 @@ from zeropipe.engine import LocalRanks
 from zeropipe.sim.fit import fit
 from zeropipe.sim.simulate import simulate
 from zeropipe.train.config.tables import RunConfig
-from zeropipe.train.loop.job import train
-from zeropipe.train.loop.steps import Taken
+from zeropipe.train.loop.steps import StepRecord
+from zeropipe.train.loop.trainer import train
 
 WARM_UP = 5  # steps that count for nothing
 
 
 class Usage(NamedTuple):
-    """Of one process after a step."""
+    """Memory and open files of one process after a step."""
 
     step: int
-    allocated: int  # bytes: now (0 on the CPU), and at most
-    most: int
+    allocated: int  # bytes; 0 on the CPU
+    peak: int  # bytes
     num_files: int
 
 
-def watched(config: RunConfig, looks: tuple[int, ...]) -> tuple[list[Usage], list[Taken]]:
-    """Train; what this process used after some steps, and all steps."""
+def observe(config: RunConfig, measured_steps: tuple[int, ...]) -> tuple[list[Usage], list[StepRecord]]:
+    """Train; the usage of this process after some steps, and the records of all steps."""
     usage: list[Usage] = []
-    steps: list[Taken] = []
+    steps: list[StepRecord] = []
 
-    def watch(taken: Taken) -> None:
-        steps.append(taken)
-        if taken.step in looks:
+    def after_step(record: StepRecord) -> None:
+        steps.append(record)
+        if record.step in measured_steps:
             on_gpu = torch.cuda.is_available() and config.engine.device != "cpu"
             now = torch.cuda.memory_allocated() if on_gpu else 0
-            most = torch.cuda.max_memory_allocated() if on_gpu else _most_resident()
-            usage.append(Usage(taken.step, now, most, len(list(Path("/proc/self/fd").iterdir()))))
+            peak = torch.cuda.max_memory_allocated() if on_gpu else _peak_resident()
+            usage.append(Usage(record.step, now, peak, len(list(Path("/proc/self/fd").iterdir()))))
 
-    train(config, watch)
+    train(config, after_step)
     return usage, steps
 
 
-def _most_resident() -> int:
+def _peak_resident() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
@@ -90,10 +90,10 @@ def main() -> None:
     parser.add_argument("--output", help="where to train; a temporary folder by default")
     args = parser.parse_args()
     args.sequence = args.sequence or (1024 if args.device == "cuda" else 64)
-    looks = tuple(sorted({min(step, args.steps) for step in (10, 50, 100, 200)} | {args.steps}))
+    measured_steps = tuple(sorted({min(step, args.steps) for step in (10, 50, 100, 200)} | {args.steps}))
     began = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder, LocalRanks(4, preload=["zeropipe.train.loop.job"]) as ranks:
-        results = ranks.run(watched, config_of(args, args.output or folder), looks, timeout=600)
+    with tempfile.TemporaryDirectory() as folder, LocalRanks(4, preload=["zeropipe.train.loop.trainer"]) as ranks:
+        results = ranks.run(observe, config_of(args, args.output or folder), measured_steps, timeout=600)
     print(f"torch {torch.__version__}, {args.device}, {args.schedule}, 4 ranks, {args.microbatches} x {args.sequence} "
           f"tokens a step; {time.monotonic() - began:.0f} s in all")  # fmt: skip
     show_usage([usage for usage, _ in results])
@@ -102,10 +102,10 @@ def main() -> None:
 
 def show_usage(ranks: list[list[Usage]]) -> None:
     """Memory and open files of every rank at some steps."""
-    print(f"\n{'rank':>4} {'step':>5} {'allocated, MiB':>15} {'at most, MiB':>13} {'open files':>11}")
+    print(f"\n{'rank':>4} {'step':>5} {'allocated, MiB':>15} {'peak, MiB':>13} {'open files':>11}")
     for rank, usage in enumerate(ranks):
         for one in usage:
-            print(f"{rank:4} {one.step:5} {one.allocated / 2**20:15.1f} {one.most / 2**20:13.1f} {one.num_files:11}")
+            print(f"{rank:4} {one.step:5} {one.allocated / 2**20:15.1f} {one.peak / 2**20:13.1f} {one.num_files:11}")
     flat = all(
         usage[-1].num_files <= usage[0].num_files and usage[-1].allocated <= 1.01 * usage[0].allocated
         for usage in ranks
@@ -113,7 +113,7 @@ def show_usage(ranks: list[list[Usage]]) -> None:
     print("flat: open files and allocated memory do not grow" if flat else "NOT FLAT")
 
 
-def show_times(steps: list[Taken]) -> None:
+def show_times(steps: list[StepRecord]) -> None:
     """The prediction from each recorded step beside the median of the others."""
     others = [one.seconds for one in steps[WARM_UP:] if one.timeline is None]
     median = statistics.median(others)

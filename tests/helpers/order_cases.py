@@ -27,7 +27,7 @@ from zeropipe.engine import (
 from zeropipe.errors import ConfigError, EngineError
 from zeropipe.schedules.registry import build
 from zeropipe.train.config.tables import RunConfig
-from zeropipe.train.loop.optimizer import make_optimizer, set_groups
+from zeropipe.train.loop.optimizer import make_optimizer, reset_groups
 
 
 def pipeline_of(mesh: Any) -> int:
@@ -282,7 +282,7 @@ def fused_optimizer(kind: str, fused: str) -> tuple[list[float], float] | str:
         optimizer.step()
         for group in optimizer.param_groups:
             group["weight_decay"] = 7.0
-        set_groups(optimizer, config.optimizer)
+        reset_groups(optimizer, config.optimizer)
         plain_step(nn.Sequential(*plain), data + data, loss_fn)
         for parameter in nn.Sequential(*plain).parameters():
             decay = 0.1 if parameter.dim() > 1 else 0.0

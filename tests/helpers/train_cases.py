@@ -21,8 +21,8 @@ from zeropipe.engine.run.job import run_job
 from zeropipe.engine.run.spec import Job
 from zeropipe.errors import ConfigError
 from zeropipe.train.config.tables import RunConfig
+from zeropipe.train.loop import checkpoints, setup, trainer
 from zeropipe.train.loop import export as exporting
-from zeropipe.train.loop import job, kept, resume, setup
 from zeropipe.train.loop.steps import Stepper
 
 
@@ -30,7 +30,7 @@ def train_signalled(config: RunConfig, rank: int, step: int, number: int) -> Any
     """One rank gets a signal in the middle of a step (from 0)."""
 
     def then(stepper: Stepper) -> None:
-        if dist.get_rank() == rank and stepper._counts.step == step:
+        if dist.get_rank() == rank and stepper._progress.step == step:
             os.kill(os.getpid(), number)
 
     return _train_with(config, then)
@@ -45,7 +45,7 @@ def _train_with(config: RunConfig, before: Any) -> Any:
         return real(self)
 
     with mock.patch.object(Stepper, "step", step):
-        return job.train(config)
+        return trainer.train(config)
 
 
 def train_killed(config: RunConfig, rank: int, step: int, where: str) -> Any:
@@ -55,7 +55,7 @@ def train_killed(config: RunConfig, rank: int, step: int, where: str) -> Any:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def before(stepper: Stepper) -> None:
-        if dist.get_rank() == rank and stepper._counts.step == step:
+        if dist.get_rank() == rank and stepper._progress.step == step:
             name = {"step": "_combine", "norm": "grad_norm"}.get(where)
             if name is None:
                 pieces.write = die  # type: ignore[assignment]
@@ -77,20 +77,20 @@ def train_not_finite(config: RunConfig, rank: int, steps: tuple[int, ...]) -> An
         return result
 
     with mock.patch.object(Engine, "train_step", train_step):
-        return job.train(config)
+        return trainer.train(config)
 
 
 def train_unlike(config: RunConfig) -> list[str]:
     """What ranks say to models, training files and options of `zeropipe run` that are not the same on all of them."""
     said = []
-    other = mock.patch.object(setup, "TAIL", 9 + dist.get_rank())  # as if the files ended otherwise
+    other = mock.patch.object(setup, "COMPARED_BYTES", 9 + dist.get_rank())  # as if the files ended otherwise
     before = config
     if dist.get_rank() == 1:
         config = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"lr": 7.0})})
     schedule = zp.build("1f1b", ranks=2, microbatches=2)
     for call in (
-        lambda: other(job.train)(before),
-        lambda: job.train(config),
+        lambda: other(trainer.train)(before),
+        lambda: trainer.train(config),
         lambda: run_job(schedule, Job(seed=dist.get_rank())),
     ):
         try:
@@ -126,45 +126,45 @@ def train_without_room(config: RunConfig, rank: int, steps: tuple[int, ...]) -> 
         return written
 
     with mock.patch.object(pieces, "write", write):
-        return train_told(config)
+        return train_logged(config)
 
 
 def train_without_export(config: RunConfig) -> Any:
     """The disk is full when the model is exported."""
     with mock.patch.object(exporting, "convert", side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))):
-        return job.train(config)
+        return trainer.train(config)
 
 
 def train_on_read_only(config: RunConfig, step: int) -> Any:
     """The folder of the checkpoint after a step cannot be made, and the next one's name not be written down."""
-    real_make, real_mark = Path.mkdir, kept.mark
+    real_make, real_write = Path.mkdir, checkpoints.write_pointer
 
     def make(path: Path, *args: Any, **options: Any) -> None:
         if path.name == f"step-{step:06d}":
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         real_make(path, *args, **options)
 
-    def mark(folder: Path, name: str, checkpoint: str) -> None:
+    def write_pointer(folder: Path, name: str, checkpoint: str) -> None:
         if checkpoint == f"step-{step + 1:06d}":
             raise ConfigError(f"cannot write {folder / name}: Permission denied")
-        real_mark(folder, name, checkpoint)
+        real_write(folder, name, checkpoint)
 
-    with mock.patch.object(Path, "mkdir", make), mock.patch.object(kept, "mark", mark):
-        return train_told(config)
+    with mock.patch.object(Path, "mkdir", make), mock.patch.object(checkpoints, "write_pointer", write_pointer):
+        return train_logged(config)
 
 
 def train_by_clock(config: RunConfig, seconds: tuple[float, ...]) -> Any:
     """Every look at a rank's clock finds it further on, by so many seconds."""
     clock = itertools.count(0.0, seconds[dist.get_rank()])
-    with mock.patch.object(job, "time", SimpleNamespace(monotonic=lambda: next(clock))):
-        return job.train(config)
+    with mock.patch.object(trainer, "time", SimpleNamespace(monotonic=lambda: next(clock))):
+        return trainer.train(config)
 
 
-def train_told(config: RunConfig) -> tuple[Any, list[str]]:
-    """The outcome, and what the first rank told."""
+def train_logged(config: RunConfig) -> tuple[Any, list[str]]:
+    """The outcome, and the lines that the first rank logged."""
     lines: list[str] = []
-    with mock.patch.object(job, "tell", lines.append), mock.patch.object(resume, "tell", lines.append):
-        return job.train(config), lines
+    with mock.patch.object(trainer, "log", lines.append), mock.patch.object(checkpoints, "log", lines.append):
+        return trainer.train(config), lines
 
 
 def train_with_a_tensor_twice(config: RunConfig) -> Any:
@@ -175,7 +175,7 @@ def train_with_a_tensor_twice(config: RunConfig) -> Any:
         return [*real(stage), names.Own(stage.number, "model.stored", torch.zeros(2))]
 
     with mock.patch.object(names, "own_tensors", own):
-        return train_told(config)
+        return train_logged(config)
 
 
 def train_with_strange_state(config: RunConfig) -> Any:
@@ -189,4 +189,4 @@ def train_with_strange_state(config: RunConfig) -> Any:
         return result
 
     with mock.patch.object(torch.optim.AdamW, "step", step):
-        return train_told(config)
+        return train_logged(config)

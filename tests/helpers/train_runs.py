@@ -17,7 +17,7 @@ VOCABULARY = 64
 TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 8,
         "num_key_value_heads": 2, "vocab_size": VOCABULARY, "initializer_range": 0.2}  # fmt: skip
 
-PRELOAD = ("transformers.models.qwen3.modeling_qwen3", "peft", "zeropipe.train.loop.job")
+PRELOAD = ("transformers.models.qwen3.modeling_qwen3", "peft", "zeropipe.train.loop.trainer")
 
 
 def pool(number: int) -> Any:
@@ -50,7 +50,7 @@ def run_config(output: Path, start: Path | str, /, **tables: dict[str, Any]) -> 
 
 def train_on(config: RunConfig, timeout: float = 240.0) -> Any:
     """The outcome of a run on local ranks, the same on all of them."""
-    from zeropipe.train.loop.job import train
+    from zeropipe.train.loop.trainer import train
 
     outcomes = pool(config.mesh.num_processes).run(train, config, timeout=timeout)
     assert len({(one.losses, one.steps, one.tokens, one.checkpoint) for one in outcomes}) == 1

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from zeropipe.train.loop.signals import SIGNALS, Signals
+from zeropipe.train.loop.signals import SIGNALS, StopSignals
 from zeropipe.train.start import hear_nothing
 
 RUN = """
@@ -100,12 +100,12 @@ def test_two_signals_at_the_same_moment_are_one_and_print_nothing(monkeypatch):
     before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         hear_nothing()
-        with Signals() as signals:
+        with StopSignals() as signals:
             signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
             for number in SIGNALS:
                 signal.pthread_kill(threading.get_ident(), number)  # another thread would not wait with it
             signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-            assert signals.caught == "SIGINT"
+            assert signals.received == "SIGINT"
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -12,8 +12,8 @@ from train_samples import run_of
 from zeropipe.errors import ConfigError, EngineError
 from zeropipe.train.data import cache, prepare
 from zeropipe.train.loop.prepared import alive, looker, word_of
-from zeropipe.train.loop.signals import Signals
-from zeropipe.train.loop.sole import Sole
+from zeropipe.train.loop.signals import StopSignals
+from zeropipe.train.loop.sole import OutputLock
 
 
 def test_a_first_rank_that_lives_is_waited_for():
@@ -44,22 +44,22 @@ def test_a_signal_stops_the_making_of_data_and_leaves_nothing(tmp_path, monkeypa
     monkeypatch.setattr(cache, "_CHECK_EVERY_S", -1.0)
     (tmp_path / "a.txt").write_text("some text to learn from")
     config = run_of(tmp_path, kind="text", path=str(tmp_path / "a.txt"), tokenizer="bytes", batch=1)
-    signals = Signals()
-    signals.caught = "SIGTERM"
-    with pytest.raises(EngineError, match="SIGTERM: stopped while the data was made ready"):
+    signals = StopSignals()
+    signals.received = "SIGTERM"
+    with pytest.raises(EngineError, match="SIGTERM: stopped while the data was prepared"):
         prepare(config, print, looker(signals))
     assert list((tmp_path / "out" / "data").iterdir()) == []
-    signals.caught = ""
+    signals.received = ""
     prepare(config, print, looker(signals))
-    signals.caught = "SIGTERM"
+    signals.received = "SIGTERM"
     prepare(config, print, looker(signals))  # it is there, and the run itself sees the signal
 
 
 def test_a_folder_is_for_one_run_at_a_time(tmp_path):
     folder = str(tmp_path / "out")
-    with Sole() as first, Sole() as second:
-        first.take(folder)
-        with pytest.raises(ConfigError, match=r"train.output='.*out' is in use by another run: wait for its end, or"):
-            second.take(folder, patience=0)
-    with Sole() as third:
-        third.take(folder, patience=0)
+    with OutputLock() as first, OutputLock() as second:
+        first.acquire(folder)
+        with pytest.raises(ConfigError, match=r"train.output='.*out' is in use by another run; wait for its end, or"):
+            second.acquire(folder, timeout=0)
+    with OutputLock() as third:
+        third.acquire(folder, timeout=0)

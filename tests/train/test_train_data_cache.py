@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from train_cases import train_told
+from train_cases import train_logged
 from train_runs import model_directory, pool, run_config
 from train_samples import opened, run_of
 
@@ -55,12 +55,12 @@ def test_samples_of_a_refused_resume_stay_beside_the_good_ones(tmp_path):
             tmp_path / "out", start, data=data | more, train={"steps": 1}, checkpoint={"export": False}, mesh={"pp": 2},
         )  # fmt: skip
 
-    pool(2).run(train_told, config())
+    pool(2).run(train_logged, config())
     folder = tmp_path / "out" / "data"
     (good,) = folder.iterdir()
     with pytest.raises(EngineError, match=r"data.sequence=9 was 8 when the checkpoint was saved"):
-        pool(2).run(train_told, config(sequence=9))
+        pool(2).run(train_logged, config(sequence=9))
     assert len(list(folder.iterdir())) == 2
-    _, told = pool(2).run(train_told, config())[0]
+    _, told = pool(2).run(train_logged, config())[0]
     assert any(line.startswith("removed 1 set of samples of other files or settings from") for line in told)
     assert list(folder.iterdir()) == [good]

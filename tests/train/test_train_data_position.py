@@ -248,7 +248,9 @@ def test_a_model_that_cannot_pack_is_refused_at_the_start(tmp_path):
     )
     given = {"kind": "text", "path": str(tmp_path / "a.jsonl"), "tokenizer": "bytes"}
     require_packing(engine, opened(run_of(tmp_path, packing=False, **given)), None)
-    with pytest.raises(ConfigError, match=r"model_type='bloom' does not keep packed samples .*data\.packing=false"):
+    with pytest.raises(
+        ConfigError, match=r"model_type='bloom' does not separate packed samples; .*data\.packing=false"
+    ):
         require_packing(engine, opened(run_of(tmp_path, **given)), None)
 
 

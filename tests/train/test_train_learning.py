@@ -10,7 +10,7 @@ import torch
 from train_runs import TINY, metrics_of, run_config, train_on
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from zeropipe.train.loop.kept import marked, steps_in
+from zeropipe.train.loop.checkpoints import list_steps, read_pointer
 
 COLOURS, ANIMALS = ("red", "green", "blue", "black"), ("cat", "dog", "hen", "owl", "fox")
 
@@ -78,8 +78,8 @@ def test_held_out_data_has_the_loss_of_plain_transformers_and_the_best_is_kept(t
     best = min(evaluations, key=lambda pair: pair[1])
     assert outcome.best == {"step": best[0], "loss": best[1]}
     folder = tmp_path / "out" / "checkpoints"
-    assert marked(folder, "best") == f"step-{best[0]:06d}"
-    assert set(steps_in(folder)) == {best[0], 4}
+    assert read_pointer(folder, "best") == f"step-{best[0]:06d}"
+    assert set(list_steps(folder)) == {best[0], 4}
 
 
 @pytest.mark.full

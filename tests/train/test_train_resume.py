@@ -17,8 +17,7 @@ from train_runs import metrics_of, model_directory, pool, run_config, train_on
 
 from zeropipe.engine.run.launch import Failed
 from zeropipe.errors import EngineError
-from zeropipe.train.loop.kept import marked, steps_in
-from zeropipe.train.loop.resume import _differences
+from zeropipe.train.loop.checkpoints import compare_configs, list_steps, read_pointer
 
 STEPS = 6
 
@@ -102,12 +101,12 @@ def test_the_last_checkpoints_are_kept(tmp_path, start):
     config = config_of(tmp_path, start, {"pp": 2}, "1f1b", checkpoint={"every": 1, "keep": 2, "export": False})
     outcome = train_on(config)
     folder = tmp_path / "checkpoints"
-    assert list(steps_in(folder)) == [6, 5]
-    assert marked(folder, "latest") == "step-000006"
+    assert list(list_steps(folder)) == [6, 5]
+    assert read_pointer(folder, "latest") == "step-000006"
     assert outcome.checkpoint == str(folder / "step-000006")
     again = train_on(config)  # nothing is left to do
     assert (again.steps, again.losses) == (6, ())
-    with pytest.raises(EngineError, match=r"checkpoints up to step 6, this run begins at step 0: give another"):
+    with pytest.raises(EngineError, match=r"checkpoints up to step 6, this run begins at step 0; use another"):
         train_on(config_of(tmp_path, start, {"pp": 2}, "1f1b", checkpoint={"resume": "never"}))
 
 
@@ -141,7 +140,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_with_the_way_out(tmp_path, st
 
 def test_a_model_of_another_type_is_told_by_its_type():
     two = [{"architectures": [name], "hidden_size": size, "model_type": name} for name, size in (("a", 1), ("b", 2))]
-    assert next(_differences(*two)) == ("model_type", "a", "b")
+    assert next(compare_configs(*two)) == ("model_type", "a", "b")
 
 
 def torchrun(tmp_path, config, *args, restarts=0):
@@ -160,7 +159,7 @@ def test_torchrun_starts_a_killed_job_again_and_it_goes_on(tmp_path, start, whol
     _, said = job.communicate(timeout=300)
     assert job.returncode == 0, said
     assert "rank 1 was lost" in said
-    assert re.search(r"goes on after step [24] of", said)
+    assert re.search(r"resumed after step [24] from", said)
     same_run(tmp_path / "out", whole)
 
 
@@ -175,4 +174,4 @@ def test_sigterm_to_torchrun_saves(tmp_path, start):
     _, said = job.communicate(timeout=120)
     found = re.search(r"stopped by a signal after step (\d+) of 1000000, saved", said)
     assert found, said
-    assert list(steps_in(tmp_path / "out" / "checkpoints")) == [int(found[1])]
+    assert list(list_steps(tmp_path / "out" / "checkpoints")) == [int(found[1])]

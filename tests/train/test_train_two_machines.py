@@ -98,7 +98,7 @@ def test_a_machine_that_is_switched_off_ends_the_other_by_name_and_the_run_goes_
     file.write_text(file.read_text().replace("steps = 2000", f"steps = {len(before) + 2}"))
     results = run_on(machines, ["train", str(file)], tmp_path)
     require_good(results)
-    assert "goes on after step" in results[0][2]
+    assert "resumed after step" in results[0][2]
     assert losses(tmp_path / "out")[: len(before)] == pytest.approx(before, rel=1e-10)
 
 
@@ -124,7 +124,7 @@ def test_a_killed_process_on_one_machine_starts_both_again_and_the_run_goes_on(m
     require_good(results)
     said = "".join(out + err for _, out, err in results)
     assert re.search(r"rank \d was lost", said)
-    assert "goes on after step" in said
+    assert "resumed after step" in said
     assert len(losses(tmp_path / "out")) == 12
     assert losses(tmp_path / "out")[0] == lost  # the run did not begin anew
 

@@ -14,11 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from zeropipe.errors import ConfigError
 from zeropipe.train.config.tables import RateTable
-from zeropipe.train.loop.job import is_better, num_steps_of
-from zeropipe.train.loop.metrics import Metrics, forget_after
-from zeropipe.train.loop.optimizer import _norms_and_biases
-from zeropipe.train.loop.rate import factor
-from zeropipe.train.loop.resume import _differences
+from zeropipe.train.loop.checkpoints import compare_configs
+from zeropipe.train.loop.metrics import MetricsLog, drop_lines_after
+from zeropipe.train.loop.optimizer import find_norms_and_biases, rate_factor
+from zeropipe.train.loop.trainer import count_steps, is_better
 from zeropipe.train.report.recorder import MAX_KEPT, thin_out
 
 LAYOUTS = [
@@ -73,7 +72,7 @@ def test_norms_and_biases_do_not_decay_whatever_their_shape():
 
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), ManyNorms(), torch.nn.Embedding(3, 4))
     model.register_parameter("gate_up_proj_bias", torch.nn.Parameter(torch.ones(2, 4)))
-    found = {id(parameter) for parameter in _norms_and_biases(model)}
+    found = {id(parameter) for parameter in find_norms_and_biases(model)}
     small = [name for name, parameter in model.named_parameters() if id(parameter) in found]
     assert small == ["gate_up_proj_bias", "0.bias", "1.weight"]
 
@@ -119,14 +118,14 @@ def test_open_files_and_threads_stay_as_many(tmp_path):
 )
 def test_the_rate_goes_up_and_down(shape, wanted):
     table = RateTable(shape=shape, warmup=2, final=0.1, decay=0.2)
-    assert [factor(table, step, 6) for step in range(6)] == pytest.approx(wanted)
+    assert [rate_factor(table, step, 6) for step in range(6)] == pytest.approx(wanted)
 
 
 def test_fewer_steps_than_are_done_are_refused():
     config = run_config("out", "tiny-qwen3")
-    assert num_steps_of(config, None, 5) == 5
-    with pytest.raises(ConfigError, match=r"train.steps=5: 6 are done already in train.output='out': give more, or"):
-        num_steps_of(config, None, 6)
+    assert count_steps(config, None, 5) == 5
+    with pytest.raises(ConfigError, match=r"train.steps=5: 6 are done already in train.output='out'; use more, or"):
+        count_steps(config, None, 6)
 
 
 def test_an_evaluation_that_is_not_a_number_is_never_the_best():
@@ -139,15 +138,15 @@ def test_an_evaluation_that_is_not_a_number_is_never_the_best():
 def test_a_checkpoint_is_of_another_model_where_both_say_so():
     before = {"rope": {"theta": 1.0, "kind": "a"}, "layers": 4, "attention_dropout": 0.1, "dtype": "float32", "old": 1}
     now = {"rope": {"theta": 2.0, "kind": "a"}, "layers": 4, "attention_dropout": 0.2, "dtype": "bfloat16", "new": 1}
-    assert list(_differences(before, now)) == [("rope.theta", 1.0, 2.0)]
+    assert list(compare_configs(before, now)) == [("rope.theta", 1.0, 2.0)]
 
 
 def test_a_resumed_curve_has_no_step_twice_and_no_torn_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 2, "evaluation_loss": 1}\n{"step": 3}\n{"st')
-    forget_after(path, 2)
+    drop_lines_after(path, 2)
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 2, "evaluation_loss": 1}\n'
-    forget_after(path, 0)
+    drop_lines_after(path, 0)
     assert path.read_text() == ""
 
 
@@ -158,16 +157,16 @@ def test_other_writers_get_the_metrics_until_they_fail(tmp_path, monkeypatch, ca
                          "wandb": mock.MagicMock(init=run)}.items():  # fmt: skip
         monkeypatch.setitem(sys.modules, name, module)
     log = {"tensorboard": True, "wandb": "mine", "every": 9}
-    metrics = Metrics(run_config(tmp_path, "tiny-qwen3", log=log), 5, 2)
+    metrics = MetricsLog(run_config(tmp_path, "tiny-qwen3", log=log), 5, 2)
     board.assert_called_once_with(str(tmp_path / "tensorboard"), purge_step=3)
     run.return_value.log.side_effect = [None, OSError("the network is away\nfor good")]
     for step in (3, 4, 5):
-        metrics.evaluation(step, 1.5, False)
+        metrics.log_evaluation(step, 1.5, False)
     metrics.close()
     assert board().add_scalar.mock_calls == [mock.call("evaluation_loss", 1.5, step) for step in (3, 4, 5)]
     assert run.return_value.log.call_count == 2
     board().close.assert_called_once_with()
-    assert "warning: wandb gets no more metrics: OSError: the network is away\n" in capsys.readouterr().err
+    assert "warning: no more metrics to wandb: OSError: the network is away\n" in capsys.readouterr().err
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
 
 

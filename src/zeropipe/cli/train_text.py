@@ -13,7 +13,7 @@ from zeropipe.core.units import count_text, parameters_text
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from zeropipe.train.loop.job import Outcome
+    from zeropipe.train.loop.trainer import Outcome
     from zeropipe.train.preview import Prediction, Preview, RankPreview
 
 SHOWN = 32  # ranks

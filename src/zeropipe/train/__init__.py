@@ -1,8 +1,11 @@
-"""`zeropipe train`: a Hugging Face model directory in, a better one out.
+"""`zeropipe train`: train a Hugging Face model with pipeline parallelism.
 
-config   what a run is asked to do: typed, read from TOML and the command line, checked before anything starts
-data     samples from files to the microbatches of a step, the same whatever the layout; a position that can be saved
-loop     the run itself: set-up, steps, evaluation, checkpoints, metrics, the end
-shape    the model, the schedule and the layers of each stage that a run means
-report   measured steps beside the predicted ones
+config       the training file: its fields, how it is read and written, and the rules that it must follow
+inputs       loads what the file names: the model's config, the schedule, the layers of each stage, costs of layers
+data         files -> the microbatches of a step, the same on every layout; a position that checkpoints save
+loop         the run itself: set-up, steps, evaluation, checkpoints, metrics
+report       report.html: measured steps compared with predicted ones
+stage_costs  predicted costs of the run's stages
+preview      `--dry-run`: describes the run without starting it
+start        starts the processes of a run, or uses those of torchrun
 """

@@ -16,8 +16,8 @@ from zeropipe.engine.run.launch import LocalRanks, is_local, model_code
 from zeropipe.engine.run.meeting import join_torchrun, ranks_here
 from zeropipe.engine.run.slow import tell_slow
 from zeropipe.train.config.tables import RunConfig
-from zeropipe.train.loop.job import Outcome, train
 from zeropipe.train.loop.signals import SIGNALS
+from zeropipe.train.loop.trainer import Outcome, train
 
 MORE = 60.0  # seconds beyond the engine's own time-out, which says more
 AGAIN = 0.2  # seconds between two signals to the ranks
@@ -34,7 +34,7 @@ def start(config: RunConfig) -> Outcome | None:
             dist.destroy_process_group()
     number = config.mesh.num_processes
     tell_slow(config.model.dtype, "cuda" if _on_gpus(config) else "cpu")
-    wanted = ["zeropipe.train.loop.job", *model_code(config.engine.device)]
+    wanted = ["zeropipe.train.loop.trainer", *model_code(config.engine.device)]
     with (
         LocalRanks(number, backend=_backend(config, number), preload=wanted) as ranks,
         _passing_on(ranks.pids) as heard,

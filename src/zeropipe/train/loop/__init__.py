@@ -1,14 +1,13 @@
 """The run itself, on every rank.
 
-job          train(config): everything in its order
-setup        device, mesh, stages, Engine
-optimizer    torch's optimizers, in groups; rate: the learning rate of a step
-steps        a step: data, gradients, finite or left out
-evaluation   the loss on held-out data
-kept         checkpoints: written, kept, found again
-resume       the checkpoint that a run goes on from: does it belong to this model?
-metrics      the progress line, metrics.jsonl, TensorBoard, Weights & Biases
-signals      SIGTERM and Ctrl-C end a run after its step
-sole         one run for each folder
+trainer      train(config): set-up, steps, evaluation, checkpoints and the end, in this order
+setup        device, mesh, stages and Engine of a rank
+prepared     the data is prepared by the first rank, while the others wait
+steps        training steps and evaluation
+optimizer    torch's optimizers, in groups; the learning-rate schedule
+checkpoints  saved, pruned, found and resumed from
+metrics      progress lines, metrics.jsonl, TensorBoard, Weights & Biases; memory and MFU
+signals      SIGTERM and Ctrl-C end a run after the current step
+sole         a lock of the run's folder
 export       a model directory, or an adapter's, from the last checkpoint
 """

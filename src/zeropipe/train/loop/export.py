@@ -1,4 +1,4 @@
-"""The end of a run: a directory that transformers (or peft) loads, made from the last checkpoint."""
+"""The export at the end of a run: a directory for transformers (or peft), from the last checkpoint."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from zeropipe.train.config.tables import BYTE_TOKENIZER, RunConfig
 
 
 def export(config: RunConfig, engine: Engine, checkpoint: Path, is_first: bool) -> Path:
-    """The first rank writes it, the others wait."""
+    """Export the model on the first rank, while the others wait."""
     target = Path(config.train.output) / "export"
     with engine.together("the export") as team:
         place = team.fabric.place
 
-        def begin(name: str) -> None:
-            place.name = f"the export, {name}"  # it gets on
+        def report_progress(name: str) -> None:
+            place.name = f"the export, {name}"
 
         if is_first:
             like = None if config.data.tokenizer == BYTE_TOKENIZER else config.data.tokenizer
             try:
-                convert(checkpoint, target, like=like, dtype=DTYPES[config.model.dtype], begin=begin)
-            except (ConfigError, OSError) as error:  # the disk is full, say
+                convert(checkpoint, target, like=like, dtype=DTYPES[config.model.dtype], begin=report_progress)
+            except (ConfigError, OSError) as error:  # for example, the disk is full
                 raise ConfigError(
-                    f"{error}; the checkpoint is whole: `zeropipe checkpoint convert {checkpoint} DIRECTORY` writes "
-                    "the model elsewhere, and the same command tries it again here"
+                    f"{error}; the checkpoint is complete: `zeropipe checkpoint convert {checkpoint} DIRECTORY` writes "
+                    "the model elsewhere, and the same command tries the export again"
                 ) from error
         team.fabric.exchange(None)
     return target

@@ -1,9 +1,10 @@
-"""What a run tells: a line per step on the first rank's stderr, metrics.jsonl, TensorBoard, Weights & Biases."""
+"""Metrics of a run: progress lines on stderr, metrics.jsonl, TensorBoard, Weights & Biases; memory and MFU."""
 
 from __future__ import annotations
 
 import json
 import os
+import resource
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -11,117 +12,119 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from zeropipe.core.files import write_whole
 from zeropipe.core.units import size_text
-from zeropipe.errors import MissingExtra, first_line
+from zeropipe.errors import MissingExtra, ZeropipeError, first_line
+from zeropipe.estimating.estimate import estimate
+from zeropipe.estimating.gpus import GPUS
 from zeropipe.train.config.tables import RunConfig
+from zeropipe.train.inputs import open_shapes
 
-Writer = Callable[[Mapping[str, Any] | None], None]  # None: it is over
+Values = Mapping[str, Any]
+Backend = Callable[[Values | None], None]  # logs values; None closes it
 
 
-def tell(line: str) -> None:
-    """A line for people; the first rank's only."""
+def log(line: str) -> None:
+    """Print a line to stderr. Only the first rank calls this."""
     print(line, file=sys.stderr, flush=True)
 
 
-class Metrics:
-    """On the first rank. Every step is a line of metrics.jsonl, so is every evaluation."""
+class MetricsLog:
+    """Logs every step and every evaluation. Only the first rank has one."""
 
     def __init__(self, config: RunConfig, num_steps: int, start: int) -> None:
-        self._every, self._num_steps, self._start, self._began = config.log.every, num_steps, start, time.monotonic()
+        self._every, self._num_steps, self._start = config.log.every, num_steps, start
+        self._started_at = time.monotonic()
         output = Path(config.train.output)
         output.mkdir(parents=True, exist_ok=True)
         path = output / "metrics.jsonl"
-        forget_after(path, start)
-        self._log = Log(path)
-        self._others: dict[str, Writer] = {**_tensorboard(config, start), **_wandb(config)}
+        drop_lines_after(path, start)
+        self._file = AppendFile(path)
+        self._backends: dict[str, Backend] = {**_open_tensorboard(config, start), **_open_wandb(config)}
 
-    def step(self, values: Mapping[str, Any]) -> None:
-        """After a step."""
+    def log_step(self, values: Values) -> None:
         self._write(values)
         step = values["step"]
         if step % self._every == 0 or step == self._num_steps or values.get("skipped_now"):
-            tell(line_of(values, self._num_steps, self._left(step)))
+            elapsed = time.monotonic() - self._started_at
+            left = elapsed / (step - self._start) * (self._num_steps - step)
+            log(format_progress(values, self._num_steps, left))
 
-    def evaluation(self, step: int, loss: float, is_best: bool) -> None:
-        """After an evaluation."""
+    def log_evaluation(self, step: int, loss: float, is_best: bool) -> None:
         self._write({"step": step, "evaluation_loss": loss})
-        tell(f"step {step}/{self._num_steps}  evaluation loss {loss:.4f}{', the best so far' if is_best else ''}")
-
-    def _write(self, values: Mapping[str, Any]) -> None:
-        self._log.add(json.dumps(values) + "\n")
-        self._tell_others(values)
-
-    def _tell_others(self, values: Mapping[str, Any] | None) -> None:
-        """They may fail in any way of their own, which is no reason to end a run."""
-        for name, other in list(self._others.items()):
-            try:
-                other(values)
-            except Exception as error:
-                del self._others[name]
-                tell(f"warning: {name} gets no more metrics: {type(error).__name__}: {first_line(error)}")
-
-    def _left(self, step: int) -> float:
-        done = step - self._start
-        return (time.monotonic() - self._began) / done * (self._num_steps - step)
+        log(f"step {step}/{self._num_steps}  evaluation loss {loss:.4f}{', the best so far' if is_best else ''}")
 
     def close(self) -> None:
-        self._log.close()
-        self._tell_others(None)
+        self._file.close()
+        self._call_backends(None)
+
+    def _write(self, values: Values) -> None:
+        self._file.append(json.dumps(values) + "\n")
+        self._call_backends(values)
+
+    def _call_backends(self, values: Values | None) -> None:
+        """Call all backends. One that fails is dropped, and the run continues."""
+        for name, backend in list(self._backends.items()):
+            try:
+                backend(values)
+            except Exception as error:  # of any type
+                del self._backends[name]
+                log(f"warning: no more metrics to {name}: {type(error).__name__}: {first_line(error)}")
 
 
-class Log:
-    """A file that lines are added to. What a full disk does not take is kept, and written once there is room."""
+class AppendFile:
+    """A file that lines are appended to. Lines that a full disk refuses are kept and written later."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._kept, self._is_told = path, b"", False
+        self._path, self._pending, self._has_warned = path, b"", False
         self._file = path.open("ab", buffering=0)
 
-    def add(self, line: str) -> None:
-        """Write a line, and what is left of those before."""
-        self._kept += line.encode()
+    def append(self, line: str) -> None:
+        self._pending += line.encode()
         try:
             if os.fstat(self._file.fileno()).st_nlink == 0:
-                self._begin_anew()
-            while self._kept:
-                self._kept = self._kept[self._file.write(self._kept) :]
-            self._is_told = False
-        except OSError as error:  # no reason to end a run
-            if not self._is_told:
-                tell(f"warning: cannot write {self._path}: {error.strerror or error}; training goes on")
-            self._is_told = True
+                self._reopen()
+            while self._pending:
+                self._pending = self._pending[self._file.write(self._pending) :]
+            self._has_warned = False
+        except OSError as error:
+            if not self._has_warned:
+                log(f"warning: cannot write {self._path}: {error.strerror or error}; training continues")
+            self._has_warned = True
 
-    def _begin_anew(self) -> None:
-        """Somebody has removed the file, or its folder."""
+    def _reopen(self) -> None:
+        """Begin a new file after the old one, or its folder, was deleted."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        gone, self._file = self._file, self._path.open("ab", buffering=0)
-        gone.close()
-        tell(f"warning: {self._path} was removed: it begins anew")
+        old, self._file = self._file, self._path.open("ab", buffering=0)
+        old.close()
+        log(f"warning: {self._path} was deleted; a new file begins")
 
     def close(self) -> None:
         self._file.close()
 
 
-def line_of(values: Mapping[str, Any], num_steps: int, left: float) -> str:
-    """The progress line of a step."""
-    words = [
+def format_progress(values: Values, num_steps: int, left: float) -> str:
+    """The progress line of a step. `left`: seconds until the end of the run."""
+    parts = [
         f"step {values['step']}/{num_steps}", f"loss {values['loss']:.4f}", f"norm {values['grad_norm']:.3g}",
         f"{values['tokens_per_second']:,.0f} tokens/s", f"{values['seconds']:.3g} s",
     ]  # fmt: skip
     if values.get("mfu") is not None:
-        words.append(f"MFU {values['mfu']:.1%}")
+        parts.append(f"MFU {values['mfu']:.1%}")
     if values.get("bubble") is not None:
-        words.append(f"bubble {values['bubble']:.1%}")
-    words += [size_text(values["memory"], "B"), f"{clock(left)} left"]
+        parts.append(f"bubble {values['bubble']:.1%}")
+    parts += [size_text(values["memory"], "B"), f"{format_duration(left)} left"]
     if values.get("skipped_now"):
-        words.append("left out: not finite")
-    return "  ".join(words)
+        parts.append("skipped: not finite")
+    return "  ".join(parts)
 
 
-def clock(seconds: float) -> str:
-    """12:34, or 1:02:03.
+def format_duration(seconds: float) -> str:
+    """Minutes and seconds, or hours, minutes and seconds.
 
-    >>> clock(3723.4)
+    >>> format_duration(3723.4)
     '1:02:03'
     """
     minutes, rest = divmod(round(seconds), 60)
@@ -129,8 +132,8 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def forget_after(path: Path, step: int) -> None:
-    """Drop the lines of steps that a run makes again, and a line that a killed process has left unfinished."""
+def drop_lines_after(path: Path, step: int) -> None:
+    """Delete the lines of metrics.jsonl after `step`, which a resumed run repeats, and an incomplete last line."""
     if not path.exists():
         return
     kept = []
@@ -141,31 +144,31 @@ def forget_after(path: Path, step: int) -> None:
     write_whole(path, "".join(f"{line}\n" for line in kept) if step else "")
 
 
-def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
+def _select_numbers(values: Values) -> dict[str, float]:
     return {name: value for name, value in values.items() if isinstance(value, int | float) and name != "step"}
 
 
-def _tensorboard(config: RunConfig, start: int) -> dict[str, Writer]:
+def _open_tensorboard(config: RunConfig, start: int) -> dict[str, Backend]:
     if not config.log.tensorboard:
         return {}
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         raise MissingExtra("tensorboard", "tensorboard") from None
-    # what an earlier process logged of steps that are made again is not shown
+    # purge_step hides what an earlier process logged for steps that are repeated
     writer = SummaryWriter(str(Path(config.train.output) / "tensorboard"), purge_step=start + 1)
 
-    def log(values: Mapping[str, Any] | None) -> None:
+    def write(values: Values | None) -> None:
         if values is None:
             writer.close()
             return
-        for name, value in _numbers(values).items():
+        for name, value in _select_numbers(values).items():
             writer.add_scalar(name, value, values["step"])
 
-    return {"tensorboard": log}
+    return {"tensorboard": write}
 
 
-def _wandb(config: RunConfig) -> dict[str, Writer]:
+def _open_wandb(config: RunConfig) -> dict[str, Backend]:
     if config.log.wandb is None:
         return {}
     try:
@@ -174,28 +177,68 @@ def _wandb(config: RunConfig) -> dict[str, Writer]:
         raise MissingExtra("wandb", "wandb") from None
     settings: dict[str, Any] = {
         "project": config.log.wandb, "dir": config.train.output, "config": config.model_dump(mode="json"),
-        "id": _run_id(Path(config.train.output)), "resume": "allow",
+        "id": _load_wandb_id(Path(config.train.output)), "resume": "allow",
     }  # fmt: skip
     try:
         run = wandb.init(**settings)
-    except Exception as error:  # no key, no network: training does not need either
-        tell(f"warning: wandb works offline: {first_line(error)}")
+    except Exception as error:  # no key or no network: neither is needed for training
+        log(f"warning: wandb is offline: {first_line(error)}")
         run = wandb.init(**settings, mode="offline")
 
-    def log(values: Mapping[str, Any] | None) -> None:
+    def write(values: Values | None) -> None:
         if values is None:
             run.finish()
         else:
-            run.log(_numbers(values), step=values["step"])
+            run.log(_select_numbers(values), step=values["step"])
 
-    return {"wandb": log}
+    return {"wandb": write}
 
 
-def _run_id(output: Path) -> str:
-    """A resumed run goes on in its own curve."""
+def _load_wandb_id(output: Path) -> str:
+    """The id of the run, so that a resumed run continues its own curve."""
     from secrets import token_hex
 
     path = output / "wandb-id"
     if not path.exists():
         write_whole(path, token_hex(4) + "\n")
     return path.read_text().strip()
+
+
+def peak_memory(device: torch.device) -> int:
+    """The peak of allocated GPU memory, or the peak memory of this process, in bytes."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+class Utilization:
+    """Model FLOPs utilization (MFU): the FLOPs of F, I and W over the peak FLOPs of the GPUs."""
+
+    def __init__(self, config: RunConfig, device: torch.device) -> None:
+        self._seconds_per_position: float | None = None  # of one GPU at its peak
+        self._num_gpus = config.mesh.num_processes
+        if device.type == "cuda":
+            self._seconds_per_position = _ideal_seconds(config, torch.cuda.get_device_name(device))
+            local = int(os.environ.get("LOCAL_WORLD_SIZE", config.mesh.num_processes))
+            self._num_gpus //= max(1, local // torch.cuda.device_count())  # processes may share GPUs
+
+    def compute(self, num_positions: int, seconds: float) -> float | None:
+        """The MFU of a step; None if the model's FLOPs or the GPU's peak are not known."""
+        ideal = self._seconds_per_position
+        return None if ideal is None else ideal * num_positions / seconds / self._num_gpus
+
+
+def _ideal_seconds(config: RunConfig, device_name: str) -> float | None:
+    """Seconds that a GPU needs at its peak for one position of a sequence."""
+    words = device_name.lower().replace("-", " ").split()
+    gpu = max((gpu for gpu in GPUS if set(gpu.split("-")) <= set(words)), key=len, default=None)
+    if gpu is None or config.model.dtype == "float64":
+        return None
+    sequence = config.data.sequence
+    try:
+        costs = estimate(open_shapes(config), gpu=gpu, sequence=sequence, dtype=config.model.dtype)
+    except ZeropipeError:
+        return None
+    (setting,) = costs.settings
+    flops = 3 * sum(setting.kinds[kind].flops for kind in (*costs.layers, *costs.before, *costs.after))
+    return flops / sequence / GPUS[gpu].peak_of(config.model.dtype)

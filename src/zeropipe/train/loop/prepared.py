@@ -19,9 +19,9 @@ from zeropipe.engine.torch_private import default_store
 from zeropipe.errors import ConfigError, EngineError
 from zeropipe.train.config.tables import RunConfig
 from zeropipe.train.data import prepare
-from zeropipe.train.loop.metrics import tell
-from zeropipe.train.loop.signals import Signals
-from zeropipe.train.loop.sole import Sole
+from zeropipe.train.loop.metrics import log
+from zeropipe.train.loop.signals import StopSignals
+from zeropipe.train.loop.sole import OutputLock
 
 EVERY = 1.0  # seconds between two signs of life of the first rank
 
@@ -34,7 +34,7 @@ def named() -> str:
     return names[0]
 
 
-def prepared(config: RunConfig, name: str, signals: Signals, sole: Sole) -> None:
+def prepared(config: RunConfig, name: str, signals: StopSignals, lock: OutputLock) -> None:
     """All ranks leave this when the folder is this run's and the data is ready, or with the first rank's error.
 
     The word goes through the job's store and not through a collective, which would time out while files are read.
@@ -45,8 +45,8 @@ def prepared(config: RunConfig, name: str, signals: Signals, sole: Sole) -> None
         fault = "the first rank has ended"
         try:
             with alive(store, key):
-                sole.take(config.train.output)
-                prepare(config, tell, looker(signals))
+                lock.acquire(config.train.output)
+                prepare(config, log, looker(signals))
             fault = ""
         except Exception as error:
             fault = str(error)
@@ -90,12 +90,12 @@ def word_of(store: Any, key: str, patience: float) -> str:
     return str(store.get(key).decode())
 
 
-def looker(signals: Signals) -> Callable[[], None]:
+def looker(signals: StopSignals) -> Callable[[], None]:
     """For the first rank, every second: who wants to stop need not wait until the last file is read."""
 
     def look() -> None:
-        if signals.caught:
-            raise EngineError(f"{signals.caught}: stopped while the data was made ready: there is nothing to save yet")
+        if signals.received:
+            raise EngineError(f"{signals.received}: stopped while the data was prepared; there is nothing to save yet")
         heartbeat()
 
     return look

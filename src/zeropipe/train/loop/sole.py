@@ -1,4 +1,4 @@
-"""One run for each folder: two would write over each other's checkpoints and metrics."""
+"""A lock of a run's folder: two runs would overwrite each other's checkpoints and metrics."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ from pathlib import Path
 
 from zeropipe.errors import ConfigError
 
-PATIENCE = 5.0  # seconds for a run that is just ending, killed say
-LOOK = 0.1
+TIMEOUT_S = 5.0  # for a run that is just ending
+RETRY_EVERY_S = 0.1
 
 
-class Sole:
-    """Holds a folder for a run. The kernel lets go of it when the process ends, however it does."""
+class OutputLock:
+    """A lock of train.output. The kernel releases it when the process ends, even if it is killed."""
 
     def __init__(self) -> None:
         self._file: int | None = None
 
-    def __enter__(self) -> Sole:
+    def __enter__(self) -> OutputLock:
         return self
 
     def __exit__(self, *error: object) -> None:
         if self._file is not None:
             os.close(self._file)
 
-    def take(self, folder: str, patience: float = PATIENCE) -> None:
-        """ConfigError if another run holds it."""
+    def acquire(self, folder: str, timeout: float = TIMEOUT_S) -> None:
+        """Lock a folder. ConfigError if another run holds the lock."""
         Path(folder).mkdir(parents=True, exist_ok=True)
         self._file = os.open(folder, os.O_RDONLY)
-        end = time.monotonic() + patience
+        deadline = time.monotonic() + timeout
         while True:
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return
             except BlockingIOError:
-                if time.monotonic() >= end:
+                if time.monotonic() >= deadline:
                     raise ConfigError(
-                        f"train.output={folder!r} is in use by another run: wait for its end, or give another one"
+                        f"train.output={folder!r} is in use by another run; wait for its end, or use another folder"
                     ) from None
-            except OSError:  # a file system that cannot hold folders
+            except OSError:  # a file system without locks
                 return
-            time.sleep(LOOK)
+            time.sleep(RETRY_EVERY_S)
