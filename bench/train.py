@@ -4,7 +4,7 @@
     python bench/train.py --device cpu --steps 40        # a tiny Qwen3
 
 The prediction is made from one recorded step: its schedule simulated with the costs that fit it, plus what the step
-took outside of the pipeline (data, norm, optimizer). It is compared with the median of the steps that were not recorded.
+took outside of the pipeline (data, norm, optimizer). It is compared with the median of the steps not recorded.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ WRONG = {
     "no value": ("--mesh.pp --engine.compile", GOOD, "--mesh.pp has no value; use it like --mesh.pp 4"),
     "twice": ("--mesh.pp 2 --mesh.pp=4", GOOD, "--mesh.pp appears twice; leave out one of them"),
     "none": ("--mesh.pp 0", GOOD, "--mesh.pp 0: must be a positive integer"),
-    "huge": ("--mesh.pp 5000000000", GOOD, "--mesh.pp 5000000000: must be an integer from 1 to 1,000,000,000"),
+    "huge": ("--mesh.pp 5000000000", GOOD, "--mesh.pp 5000000000: must be at most 1,000,000,000"),
     "no number": ("--optimizer.lr fast", GOOD, "--optimizer.lr fast: must be a positive number"),
     "not finite": ("--optimizer.lr inf", GOOD, "--optimizer.lr inf: must be a positive number"),
     "no such choice": ("--model.dtype fp8", GOOD, "--model.dtype fp8: must be one of float32, bfloat16, float64"),

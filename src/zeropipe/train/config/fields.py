@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from difflib import get_close_matches
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -70,70 +70,10 @@ def _union_members(annotation: Any) -> list[Any]:
     return [annotation]
 
 
-def describe_rule(field: FieldInfo, value: Any = None) -> str:
-    """What a field must be: `a positive integer`, `one of a, b`. An upper limit is named if `value` exceeds it."""
-    types = value_types(field)
+def describe_rule(field: FieldInfo) -> str:
+    """What a field must be, in words: `a positive integer`, `one of a, b`."""
     if choices_of(field):
         return f"one of {', '.join(choices_of(field))}"
-    if types == {bool}:
-        return "true or false"
-    if types == {dict}:
-        return "a table, like {group_size = 4}"
-    if tuple in types and str in types:
-        return "a string or a list of strings"
-    if tuple in types:
-        return _describe_list(field)
-    if types & {int, float}:
-        return _describe_number(_field_limits(field), int in types, value)
-    return "a string"
-
-
-def _describe_list(field: FieldInfo) -> str:
-    annotations = (field.annotation, *get_args(field.annotation))
-    members = next(get_args(kind) for kind in annotations if get_origin(kind) is tuple)
-    if Ellipsis in members:
-        number = _describe_number(_annotated_limits(members[0]), True).removeprefix("a ")
-        return f"a list of {number}s, like [2, 3, 3, 2]"
-    number = _describe_number(_annotated_limits(members[0]), False).removeprefix("a number ")
-    return f"{len(members)} numbers {number}"
-
-
-def _describe_number(limits: Mapping[str, float], is_integer: bool, value: Any = None) -> str:
-    """`a positive integer`, `an integer of at least 2`, `a number above 0 and at most 1`."""
-    lower = "gt" if "gt" in limits else "ge"
-    low = limits.get(lower)
-    over = "le" in limits and isinstance(value, (int, float)) and value > limits["le"]
-    upper = "lt" if "lt" in limits else "le" if "le" in limits and (over or not is_integer) else None
-    noun = "integer" if is_integer else "number"
-    if upper is None and low is not None:
-        if (lower, low) in (("gt", 0), ("ge", 1)):
-            return f"a positive {noun}"
-        return f"a non-negative {noun}" if low == 0 else f"an {noun} of at least {low:g}"
-    article = "an" if is_integer else "a"
-    if low is None or upper is None:
-        return f"{article} {noun}"
-    high = f"{limits[upper]:,.0f}" if limits[upper] == int(limits[upper]) else f"{limits[upper]:g}"
-    if (lower, upper) == ("ge", "le"):
-        return f"{article} {noun} from {low:g} to {high}"
-    low_words = f"above {low:g}" if lower == "gt" else f"of at least {low:g}"
-    return f"{article} {noun} {low_words} and {'below' if upper == 'lt' else 'at most'} {high}"
-
-
-def _field_limits(field: FieldInfo) -> dict[str, float]:
-    limits = _limits_in(field.metadata)
-    for member in get_args(field.annotation):
-        limits |= _annotated_limits(member)
-    return limits
-
-
-def _annotated_limits(annotation: Any) -> dict[str, float]:
-    """The limits of an Annotated number."""
-    limits: dict[str, float] = {}
-    for one in get_args(annotation)[1:] if get_origin(annotation) is Annotated else ():
-        limits |= _limits_in(one.metadata if isinstance(one, FieldInfo) else [one])
-    return limits
-
-
-def _limits_in(metadata: Sequence[Any]) -> dict[str, float]:
-    names = ("gt", "ge", "lt", "le")
-    return {name: getattr(one, name) for one in metadata for name in names if hasattr(one, name)}
+    members = get_args(field.annotation) if is_optional(field) else ()
+    metadata = [*field.metadata, *(one for member in members for one in get_args(member)[1:])]
+    return next((one for one in metadata if isinstance(one, str)), "a string")

@@ -68,7 +68,9 @@ def _error_line(error: Mapping[str, Any], name: str, overrides: Mapping[str, Any
         where = f"--{name} {','.join(map(str, value))}"
     else:
         where = f"--{name} {short(value).strip(chr(39))}"
-    return f"{where}: must be {describe_rule(field, value)}"
+    if error["type"] == "less_than_equal" and isinstance(value, int):
+        return f"{where}: must be at most {error['ctx']['le']:,}"
+    return f"{where}: must be {describe_rule(field)}"
 
 
 def _read_file(path: Path) -> dict[str, Any]:

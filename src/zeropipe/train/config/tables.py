@@ -7,12 +7,22 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 MAX_INTEGER = 10**9
-Count = Annotated[int, Field(ge=1, le=MAX_INTEGER, strict=True)]
-Index = Annotated[int, Field(ge=0, le=MAX_INTEGER, strict=True)]
-Flag = Annotated[bool, Field(strict=True)]
-Number = Annotated[float, Field(strict=True)]  # integers are accepted, true and "1" are not
-Beta = Annotated[float, Field(ge=0, lt=1, strict=True)]
 BYTE_TOKENIZER = "bytes"  # value of data.tokenizer: one token per byte
+
+# types of fields, each with its rule in words. Strict: numbers may be integers, but not true or "1"
+Flag = Annotated[bool, Field(strict=True), "true or false"]
+Count = Annotated[int, Field(strict=True, ge=1, le=MAX_INTEGER), "a positive integer"]
+Index = Annotated[int, Field(strict=True, ge=0, le=MAX_INTEGER), "a non-negative integer"]
+Length = Annotated[int, Field(strict=True, ge=2, le=MAX_INTEGER), "an integer of at least 2"]
+Positive = Annotated[float, Field(strict=True, gt=0), "a positive number"]
+NonNegative = Annotated[float, Field(strict=True, ge=0), "a non-negative number"]
+BelowOne = Annotated[float, Field(strict=True, ge=0, lt=1), "a number of at least 0 and below 1"]
+UpToOne = Annotated[float, Field(strict=True, ge=0, le=1), "a number from 0 to 1"]
+Fraction = Annotated[float, Field(strict=True, gt=0, le=1), "a number above 0 and at most 1"]
+Betas = Annotated[tuple[BelowOne, BelowOne], "2 numbers of at least 0 and below 1"]
+Layers = Annotated[tuple[Index, ...], "a list of non-negative integers, like [2, 3, 3, 2]"]
+Options = Annotated[dict[str, Any], "a table, like {group_size = 4}"]
+Strings = Annotated[str | tuple[str, ...], "a string or a list of strings"]
 Dtype = Literal["float32", "bfloat16", "float64"]
 
 
@@ -39,9 +49,9 @@ class LoraTable(Table):
     """Train a LoRA adapter (peft) and freeze the model. Without this table all weights are trained."""
 
     rank: Count = Field(default=16, description="Rank of the adapter's matrices.")
-    alpha: Number = Field(default=32.0, gt=0, description="Scale of the adapter: alpha / rank.")
-    dropout: Number = Field(default=0.0, ge=0, lt=1, description="Dropout on the adapter's input.")
-    target_modules: str | tuple[str, ...] = Field(
+    alpha: Positive = Field(default=32.0, description="Scale of the adapter: alpha / rank.")
+    dropout: BelowOne = Field(default=0.0, description="Dropout on the adapter's input.")
+    target_modules: Strings = Field(
         default="all-linear", description="Layers with an adapter: names, a regular expression, or `all-linear`."
     )
     adapter: str | None = Field(default=None, description="Directory of a saved adapter to continue training.")
@@ -82,8 +92,8 @@ class ScheduleTable(Table):
     stages_per_rank: Count | None = Field(
         default=None, description="Stages on each rank. Default: that of the schedule."
     )
-    options: dict[str, Any] = Field(default_factory=dict, description="Options of the schedule, like `group_size`.")
-    layers: tuple[Index, ...] | None = Field(default=None, description="Number of layers of each stage.")
+    options: Options = Field(default_factory=dict, description="Options of the schedule, like `group_size`.")
+    layers: Layers | None = Field(default=None, description="Number of layers of each stage.")
     layers_per_stage: Count | None = Field(
         default=None, description="Layers of each stage, instead of `stages_per_rank`."
     )
@@ -125,7 +135,7 @@ class EngineTable(Table):
         default="keep", description="Gather sharded weights once per step, or again for every microbatch."
     )
     offload: Flag = Field(default=False, description="Keep sharded weights and optimizer state in CPU memory.")
-    timeout: Number = Field(default=600.0, gt=0, description="Seconds without progress before a run is aborted.")
+    timeout: Positive = Field(default=600.0, description="Seconds without progress before a run is aborted.")
 
 
 class DataTable(Table):
@@ -137,7 +147,7 @@ class DataTable(Table):
         "`messages`; only answers have a loss. `tokens`: memory-mapped files of token ids. `datasets`: folders saved "
         "by the `datasets` library. `synthetic`: random tokens.",
     )
-    path: str | tuple[str, ...] | None = Field(default=None, description="Files, or patterns like `data/*.jsonl`.")
+    path: Strings | None = Field(default=None, description="Files, or patterns like `data/*.jsonl`.")
     tokenizer: str | None = Field(
         default=None,
         description="Directory of the tokenizer, or `bytes`: each byte is a token, 256 the end. Default: the model's.",
@@ -145,9 +155,7 @@ class DataTable(Table):
     field: str = Field(
         default="text", description="The field of a JSONL line, or the column of a dataset, with the text."
     )
-    sequence: Annotated[int, Field(ge=2, le=MAX_INTEGER, strict=True)] = Field(
-        default=1024, description="Maximum number of tokens of a sequence."
-    )
+    sequence: Length = Field(default=1024, description="Maximum number of tokens of a sequence.")
     batch: Count = Field(default=8, description="Sequences per step, over all pipelines.")
     microbatch: Count = Field(default=1, description="Sequences per microbatch.")
     packing: Flag = Field(
@@ -160,7 +168,7 @@ class DataTable(Table):
 class EvaluationTable(Table):
     """Evaluation on held-out data, with the kind, tokenizer and sequence of `data`."""
 
-    path: str | tuple[str, ...] = Field(description="Files, or patterns.")
+    path: Strings = Field(description="Files, or patterns.")
     every: Count = Field(default=100, description="Steps between evaluations. There is also one at the end.")
     batches: Count | None = Field(default=None, description="Batches to evaluate. Default: all.")
 
@@ -169,16 +177,16 @@ class OptimizerTable(Table):
     """The optimizer."""
 
     name: Literal["adamw", "adam", "sgd", "adafactor"] = Field(default="adamw", description="An optimizer of torch.")
-    lr: Number = Field(default=1e-4, gt=0, description="Peak learning rate.")
-    weight_decay: Number = Field(default=0.1, ge=0, description="Weight decay, not applied to norms and biases.")
-    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), description="Betas of Adam.")
-    eps: Number = Field(default=1e-8, gt=0, description="Epsilon of Adam.")
-    momentum: Number = Field(default=0.0, ge=0, lt=1, description="Momentum of SGD.")
+    lr: Positive = Field(default=1e-4, description="Peak learning rate.")
+    weight_decay: NonNegative = Field(default=0.1, description="Weight decay, not applied to norms and biases.")
+    betas: Betas = Field(default=(0.9, 0.95), description="Betas of Adam.")
+    eps: Positive = Field(default=1e-8, description="Epsilon of Adam.")
+    momentum: BelowOne = Field(default=0.0, description="Momentum of SGD.")
     fused: Literal["auto", "yes", "no"] = Field(
         default="auto", description="Use fused kernels. `auto`: on GPUs, where torch has them."
     )
     master_weights: Flag = Field(default=True, description="Keep float32 master weights for 16-bit parameters.")
-    clip: Number = Field(default=1.0, ge=0, description="Maximum norm of gradients. 0: no clipping.")
+    clip: NonNegative = Field(default=1.0, description="Maximum norm of gradients. 0: no clipping.")
 
 
 class RateTable(Table):
@@ -189,8 +197,8 @@ class RateTable(Table):
         description="Decay after the warm-up. `wsd`: constant, then linear over the last `decay` of the steps.",
     )
     warmup: Index = Field(default=0, description="Steps of linear warm-up.")
-    final: Number = Field(default=0.1, ge=0, le=1, description="Learning rate at the end, as a fraction of the peak.")
-    decay: Number = Field(default=0.2, gt=0, le=1, description="Fraction of the steps in which `wsd` decays.")
+    final: UpToOne = Field(default=0.1, description="Learning rate at the end, as a fraction of the peak.")
+    decay: Fraction = Field(default=0.2, description="Fraction of the steps in which `wsd` decays.")
 
 
 class TrainTable(Table):
@@ -198,7 +206,7 @@ class TrainTable(Table):
 
     output: str = Field(default="out", description="Folder for checkpoints, metrics and the report.")
     steps: Count | None = Field(default=None, description="Steps to train. Use this or `epochs`.")
-    epochs: Number | None = Field(default=None, gt=0, description="Passes over the data. Use this or `steps`.")
+    epochs: Positive | None = Field(default=None, description="Passes over the data. Use this or `steps`.")
     seed: Index = Field(default=0, description="Seed of the order of samples, random weights and dropout.")
     deterministic: Flag = Field(
         default=False, description="Use torch's deterministic algorithms, so that runs are reproducible bit for bit."
@@ -214,7 +222,7 @@ class CheckpointTable(Table):
     """When to save checkpoints, and which to keep."""
 
     every: Count | None = Field(default=None, description="Steps between checkpoints. There is also one at the end.")
-    minutes: Number | None = Field(default=None, gt=0, description="Minutes between checkpoints.")
+    minutes: Positive | None = Field(default=None, description="Minutes between checkpoints.")
     keep: Count = Field(default=2, description="Number of newest checkpoints to keep.")
     best: Flag = Field(default=True, description="Also keep the checkpoint with the best evaluation.")
     asynchronous: Flag = Field(default=True, description="Write checkpoints while training continues.")

@@ -18,15 +18,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zeropipe.train.data.batch import Batch
     from zeropipe.train.data.cache import prepare
-    from zeropipe.train.data.loader import EvaluationData, TrainingData, open_data, open_evaluation
+    from zeropipe.train.data.loader import open_data, open_evaluation
 
 # name -> module, imported on first use, because checking the paths of a training file must not import torch
-_MODULE_OF = {
-    "Batch": "batch", "prepare": "cache", "TrainingData": "loader", "EvaluationData": "loader", "open_data": "loader",
-    "open_evaluation": "loader",
-}  # fmt: skip
+_MODULE_OF = {"prepare": "cache", "open_data": "loader", "open_evaluation": "loader"}
 
 
 def __getattr__(name: str) -> Any:

@@ -14,7 +14,7 @@ from zeropipe.core.units import count_text, size_text
 from zeropipe.errors import ConfigError, EngineError
 from zeropipe.train.config.tables import RunConfig
 from zeropipe.train.data.chats import write_chats
-from zeropipe.train.data.reader import DatasetsReader, FileReader
+from zeropipe.train.data.reader import DatasetsReader, FileReader, Reader
 from zeropipe.train.data.request import DataRequest, build_requests
 from zeropipe.train.data.rows import write_rows
 from zeropipe.train.data.store import INFO_FILE, SampleWriter, StoredSamples, StoreInfo
@@ -136,7 +136,7 @@ def _write_samples(request: DataRequest, folder: Path, progress: _Progress) -> S
 
 
 def _tokenize(
-    request: DataRequest, reader: FileReader | DatasetsReader, has_chats: bool, writer: SampleWriter,
+    request: DataRequest, reader: Reader, has_chats: bool, writer: SampleWriter,
     progress: _Progress,
 ) -> str:  # fmt: skip
     """Tokenize documents or chats, and return a digest of them."""

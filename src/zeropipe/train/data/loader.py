@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 
@@ -107,15 +107,14 @@ def _explain_change(name: str, saved: Any, now: Any) -> str:
     )
 
 
-class EvaluationData(Sequence[Batch]):
+class EvaluationData:
     """The batches of held-out data for one pipeline: in order, every sample once."""
 
     def __init__(
         self, samples: StoredSamples, layout: BatchLayout, pipeline: int, batch: int, max_batches: int | None
     ) -> None:
         self._samples, self._layout, self._pipeline, self._batch = samples, layout, pipeline, batch
-        number = -(-samples.num_rows // batch)
-        self._num_batches = number if max_batches is None else min(number, max_batches)
+        self._starts = range(0, samples.num_rows, batch)[:max_batches]
 
     @property
     def is_packed(self) -> bool:
@@ -123,22 +122,13 @@ class EvaluationData(Sequence[Batch]):
         return self._layout.is_packed
 
     def __len__(self) -> int:
-        return self._num_batches
+        return len(self._starts)
 
-    @overload
-    def __getitem__(self, index: int) -> Batch: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Batch]: ...
-
-    def __getitem__(self, index: int | slice) -> Batch | list[Batch]:
-        if isinstance(index, slice):
-            return [self[one] for one in range(*index.indices(self._num_batches))]
-        if not -self._num_batches <= index < self._num_batches:
-            raise IndexError(index)
-        start, num_rows = index % self._num_batches * self._batch, self._samples.num_rows
-        end = min(start + self._batch, num_rows)
-        return build_batch(range(start, end), self._samples, self._layout, self._pipeline, end / num_rows)
+    def __iter__(self) -> Iterator[Batch]:
+        num_rows = self._samples.num_rows
+        for start in self._starts:
+            end = min(start + self._batch, num_rows)
+            yield build_batch(range(start, end), self._samples, self._layout, self._pipeline, end / num_rows)
 
 
 def open_data(config: RunConfig, *, pipeline: int) -> TrainingData:

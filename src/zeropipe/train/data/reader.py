@@ -8,6 +8,7 @@ from __future__ import annotations
 import codecs
 import hashlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -38,17 +39,33 @@ class Record(NamedTuple):
     value: dict[str, Any]
 
 
-class FileReader:
-    """Reads text and JSONL files in order, and computes a digest of their contents."""
+class Reader(ABC):
+    """Reads documents or records in order, and computes a digest of their contents."""
 
-    def __init__(self, files: Iterable[Path]) -> None:
-        self._files = tuple(files)
+    def __init__(self) -> None:
         self._digest = hashlib.blake2b(digest_size=16)
         self.position = ""  # file and line, for progress messages
 
     @property
     def digest(self) -> str:
         return self._digest.hexdigest()
+
+    @abstractmethod
+    def records(self) -> Iterator[Record]:
+        """Every line of JSONL files, or every row of datasets."""
+
+    def documents(self, field: str) -> Iterator[TextChunk]:
+        """`field` of every record."""
+        for record in self.records():
+            yield from _chunk_text(record.location, get_text(record, field))
+
+
+class FileReader(Reader):
+    """Reads text and JSONL files."""
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        super().__init__()
+        self._files = tuple(files)
 
     def documents(self, field: str) -> Iterator[TextChunk]:
         """Every text file is a document, and so is `field` of every line of a JSONL file."""
@@ -62,7 +79,6 @@ class FileReader:
                 yield from _chunk_text(record.location, get_text(record, field))
 
     def records(self) -> Iterator[Record]:
-        """Every line of JSONL files."""
         for path in self._files:
             yield from self._read_lines(path)
 
@@ -123,28 +139,18 @@ class FileReader:
                     return
 
 
-class DatasetsReader:
-    """Reads folders that the `datasets` library saved, and computes a digest of their contents."""
+class DatasetsReader(Reader):
+    """Reads folders that the `datasets` library saved."""
 
     def __init__(self, folders: tuple[Path, ...], field: str) -> None:
+        super().__init__()
         self._datasets = [_load_dataset(folder, field) for folder in folders]
         self._folders, self._field = folders, field
-        self._digest = hashlib.blake2b(digest_size=16)
-        self.position = ""
-
-    @property
-    def digest(self) -> str:
-        return self._digest.hexdigest()
 
     @property
     def has_chats(self) -> bool:
         """Whether rows are lists of messages; else they are texts."""
         return isinstance(self._datasets[0][0][self._field], list)
-
-    def documents(self, field: str) -> Iterator[TextChunk]:
-        """Every row is a document."""
-        for record in self.records():
-            yield from _chunk_text(record.location, get_text(record, field))
 
     def records(self) -> Iterator[Record]:
         """The field of every row. A list of messages is named `messages`."""

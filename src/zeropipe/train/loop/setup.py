@@ -25,7 +25,7 @@ from zeropipe.engine.stages.chance import chances
 from zeropipe.errors import ConfigError, MissingExtra
 from zeropipe.train.config.file_rules import ADAPTER_CONFIG
 from zeropipe.train.config.tables import RunConfig
-from zeropipe.train.data import EvaluationData, TrainingData
+from zeropipe.train.data.loader import EvaluationData, TrainingData
 from zeropipe.train.inputs import build_schedule, choose_layers, load_model_config, load_text_config
 
 COMPARED_BYTES = 65536  # at the end of a file, between machines
