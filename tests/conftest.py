@@ -21,11 +21,12 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 # precede them (helpers/compile_kernels.py). Files that compile with torch are far apart: the second finds the cache of
 # the first.
 LONGEST_FILES = (
-    "compile", "models_table", "faults", "mesh", "families_exact", "tensor", "engine_hf", "engine", "docs",
-    "browser_app", "pipelining_use", "checkpoint", "adapters", "browser_looks", "run", "search", "compile_schedules",
-    "engine_examples", "save", "pipelining", "weights", "train_resume", "browser_plan", "profile", "stages", "plan",
-    "laws", "bounds", "app_load", "balance", "browser_picture", "train_saving", "dynamic", "chaos", "app_fuzz",
-    "gradients", "viz_files", "viz_robust", "train", "mesh_faults", "browser_viewer", "browser_trace",
+    "compile", "models_table", "faults", "setup_faults", "mesh", "families_exact", "tensor", "engine_hf", "engine",
+    "docs", "browser_app", "pipelining_use", "checkpoint", "adapters", "browser_looks", "run", "search",
+    "compile_schedules", "engine_examples", "save", "pipelining", "weights", "train_resume", "browser_plan",
+    "profile", "stages", "plan", "laws", "bounds", "app_load", "balance", "browser_picture", "train_saving",
+    "dynamic", "chaos", "app_fuzz", "gradients", "viz_files", "viz_robust", "train", "mesh_faults",
+    "browser_viewer", "browser_trace",
 )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ pytest.importorskip("torch")
 import checkpoint_cases
 import fault_cases as cases
 import mesh_cases
+import mesh_fault_cases
 import torch
 from dynamic_cases import both_orders_over_nccl
 from engine_helpers import TOLERANCE, largest, train_on_nccl
@@ -53,6 +54,16 @@ def test_dynamic_weights_over_nccl(nccl_ranks, name):
 @pytest.mark.parametrize("mesh, kind, culprit", [("sharded", "raise", 1), ("spread", "kill", 2), ("spread", "stop", 0)])
 def test_faults_span_a_mesh_over_nccl(mesh, kind, culprit):
     strike("zbv", MESHES[mesh], kind, culprit, 9, 6.0 if kind == "stop" else 60.0, "nccl")
+
+
+@pytest.mark.parametrize("where, kind", [("_sums_of_mesh", "stop"), ("_word", "kill"), ("summing_group", "stop")])
+def test_a_process_that_is_lost_while_nccl_connects_is_named(where, kind):
+    with LocalRanks(4, grace=5, backend="nccl") as ranks:
+        schedule, sizes = zp.build("zbv", ranks=2, microbatches=4), {"pp": 2, "dp_shard": 2}
+        args = (where, kind, 3, 10**9, 6.0)
+        found = ranks.outcomes(mesh_fault_cases.struck_in_set_up, schedule, sizes, *args, timeout=60)
+    assert found[3].kind in ("Died", "TimedOut")
+    assert all(item.kind == "EngineError" and "rank 3 was lost: " in item.text for item in found[:3]), found
 
 
 @pytest.mark.parametrize("sizes", [{"pp": 2, "dp_shard": 2}, {"pp": 2, "tp": 2}], ids=str)

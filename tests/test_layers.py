@@ -41,7 +41,7 @@ ENGINE_MAY_IMPORT = {
     "fsdp_private": set(),
     "comm": {"torch_private", "layout"},
     "transformers_private": set(),
-    "stages": {"transformers_private"},
+    "stages": {"transformers_private", "comm"},
     "mesh": {"torch_private", "fsdp_private", "backward", "blocks", "stages", "layout"},
     "step": {"torch_private", "fsdp_private", "backward", "comm", "layout", "mesh", "options", "stages"},
     "masters": set(),

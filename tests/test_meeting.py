@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import socket
 import time
+from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
@@ -13,11 +15,14 @@ pytest.importorskip("torch", reason="needs torch")
 import torch
 import torch.distributed as dist
 
-from zeropipe.engine.run import meeting
+from zeropipe.engine.comm import meeting, ranks
+from zeropipe.engine.comm.faults import StoreThread
+from zeropipe.engine.comm.meeting import meet
+from zeropipe.engine.run import torchrun
 from zeropipe.engine.run.job import device_of
-from zeropipe.engine.run.meeting import KEY, meet
 from zeropipe.errors import ConfigError, EngineError
 
+KEY = "here"
 TOLD = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 
 
@@ -27,19 +32,35 @@ def unused_port() -> int:
         return int(one.getsockname()[1])
 
 
+def come(store, rank: int, size: int = 3, patience: float = 20.0, who: str = "") -> str:
+    """What a rank of a meeting gets: its name."""
+    thread = StoreThread(lambda: store, 5.0, 5.0)
+    try:
+        return meet(thread, KEY, rank, size, patience, lambda away: f"{who or rank} misses {away}").name
+    finally:
+        thread.close()
+
+
 def started(people: ThreadPoolExecutor, store: dist.Store, *ranks: int) -> list[Future[str]]:
-    return [people.submit(meet, store, rank, 3, 20.0, 0.001) for rank in ranks]
+    return [people.submit(come, store, rank) for rank in ranks]
 
 
 def names(*all_ranks: list[Future[str]]) -> set[str]:
     return {one.result() for some in all_ranks for one in some}
 
 
+@pytest.fixture
+def _agents_store(monkeypatch):
+    """What is in it outlives ranks."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+
+
+@pytest.mark.usefixtures("_agents_store")
 def test_who_comes_after_a_restart_does_not_meet_those_before():
     store = dist.HashStore()
     with ThreadPoolExecutor(9) as people:
         first = names(started(people, store, 0, 1, 2))
-        keys = [f"{KEY}/{min(first)}/{rank}" for rank in (1, 2)]
+        keys = [f"{min(first)}/{rank}" for rank in (1, 2)]
         before = [store.get(key) for key in keys]
         early = started(people, store, 1, 2)
         while any(store.get(key) == old for key, old in zip(keys, before)):
@@ -49,49 +70,91 @@ def test_who_comes_after_a_restart_does_not_meet_those_before():
     assert first != second
 
 
+@pytest.mark.usefixtures("_agents_store")
 def test_a_first_rank_that_starts_again_is_met_by_those_who_wait():
     store = dist.HashStore()
     with ThreadPoolExecutor(9) as people:
         waiting = started(people, store, 1)
-        with pytest.raises(EngineError, match="rank 0 waited"):
-            meet(store, 0, 3, 0.05, 0.001)
+        with pytest.raises(EngineError, match="0 misses"):
+            come(store, 0, 3, 0.05)
         assert len(names(waiting, started(people, store, 2, 0))) == 1
 
 
 def test_who_does_not_come_is_named(monkeypatch):
     store = dist.HashStore()
-    with pytest.raises(
-        EngineError, match=r"rank 2 waited 0.01 s for rank 0 to start: torchrun must start all machines"
-    ):
-        meet(store, 2, 4, 0.01, 0.001)
+    with pytest.raises(EngineError, match=r"^2 misses \[0\]$"):  # nobody else can know who has come
+        come(store, 2, 4, 0.01)
     monkeypatch.setattr(meeting, "token_hex", lambda size: "now")
     store.set(f"{KEY}/now/2", "it came")
-    with pytest.raises(EngineError, match=r"rank 0 waited 0.01 s for ranks 1, 3 to start"):
-        meet(store, 0, 4, 0.01, 0.001)
-
-
-def test_a_line_about_who_does_not_come_says_it_once(monkeypatch):
-    for key, value in {**TOLD, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
-        monkeypatch.setenv(key, value)
-    monkeypatch.setattr(meeting.dist, "TCPStore", lambda *where, **options: dist.HashStore())
-    with pytest.raises(EngineError, match=r"^rank 0 waited 0.01 s for rank 1 to start: .*look there for what ended$"):
-        meeting.join_torchrun("gloo", patience=0.01)
+    with pytest.raises(EngineError, match=r"^0 misses \[1, 3\]$"):
+        come(store, 0, 4, 0.01)
 
 
 @pytest.mark.parametrize("agent", ["True", "False"])
-def test_who_has_met_and_then_died_is_not_waited_for_longer_than_asked(monkeypatch, agent):
+def test_all_that_came_say_the_same_about_one_that_did_not(monkeypatch, agent):
+    """Also one that comes when the others have given up."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", agent)
+    store = dist.HashStore()
+    with ThreadPoolExecutor(9) as people:
+        early = [people.submit(come, store, rank, 3, patience) for rank, patience in ((0, 1.0), (2, 0.2))]
+        lines = {str(one.exception()) for one in early}
+        lines.add(str(people.submit(come, store, 1, 3, 0.2).exception()))
+    assert len(lines) == 1
+    assert lines <= {"2 misses [1]", "0 misses [1]"}
+
+
+@pytest.mark.usefixtures("_agents_store")
+def test_a_restart_whose_first_rank_does_not_come_misses_that_one():
+    store = dist.HashStore()
+    with ThreadPoolExecutor(9) as people:
+        names(started(people, store, 0, 1, 2))
+        late = [people.submit(come, store, rank, 3, 0.3) for rank in (1, 2)]
+        assert {str(one.exception())[1:] for one in late} == {" misses [0]"}
+
+
+def test_a_rank_that_does_not_start_is_named_once_with_the_way_out(monkeypatch):
+    host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    settings = {**TOLD, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(host.port)}
+    for key, value in {**settings, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
+        monkeypatch.setenv(key, value)
+    line = r"^rank 1 has not started: rank 0 waits for 1 s; torchrun must start all .*; look there for what ended$"
+    with pytest.raises(EngineError, match=line):
+        torchrun.join_torchrun("gloo", timeout=1.0)
+
+
+@pytest.mark.parametrize("agent", ["True", "False"])
+def test_a_store_that_is_not_there_is_named_with_who_hosts_it(monkeypatch, agent):
+    settings = {**TOLD, "RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(unused_port())}
+    for key, value in {**settings, "TORCHELASTIC_USE_AGENT_STORE": agent}.items():
+        monkeypatch.setenv(key, value)
+    whose = {"True": "torchrun's store", "False": "the job's store, which rank 0 hosts"}[agent]
+    with pytest.raises(EngineError, match=rf"^rank 1 cannot join the others over {whose}, 127.0.0.1:\d+: "):
+        torchrun.join_torchrun("gloo", timeout=1.0)
+
+
+@pytest.mark.parametrize("agent", ["True", "False"])
+def test_who_has_met_and_then_died_is_named(monkeypatch, agent):
     """torch itself would wait for half an hour."""
     host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port = host.port if agent == "True" else unused_port()
     settings = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     for key, value in {**settings, "TORCHELASTIC_USE_AGENT_STORE": agent}.items():
         monkeypatch.setenv(key, value)
+
+    def meet_only() -> None:
+        """The first thing that a rank does."""
+        key = f"zeropipe/{hashlib.sha256(repr((0, 1)).encode()).hexdigest()[:16]}/0"
+        store = StoreThread(lambda: dist.TCPStore("127.0.0.1", port), 20.0, 5.0)
+        meet(store, key, 1, 2, 20.0, str)
+        store.close()
+
+    monkeypatch.setattr(ranks, "_counts", Counter())
     with ThreadPoolExecutor(1) as people:
-        if agent == "True":
-            people.submit(meet, dist.TCPStore("127.0.0.1", port), 1, 2, 20.0)  # and never connects
+        other = people.submit(meet_only)
         begin = time.monotonic()
-        with pytest.raises(EngineError, match=rf"rank 0 cannot join the others over torchrun's store, .*:{port}"):
-            meeting.join_torchrun("gloo", patience=2.0)
+        with pytest.raises(EngineError, match=r"^rank 1 was lost: "):
+            torchrun.join_torchrun("gloo", timeout=2.0)
+        other.result()
     assert time.monotonic() - begin < 60
 
 
@@ -119,4 +182,4 @@ def test_an_environment_that_makes_no_sense_is_a_line(monkeypatch, name, text, l
     for key, value in {**TOLD, name: text}.items():
         monkeypatch.setenv(key, value)
     with pytest.raises(ConfigError, match=f"^{re.escape(line)}"):
-        meeting.join_torchrun("gloo", patience=0.1)
+        torchrun.join_torchrun("gloo", timeout=0.1)

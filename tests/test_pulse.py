@@ -11,16 +11,16 @@ pytest.importorskip("torch")
 import torch.distributed as dist
 
 from zeropipe.engine.comm.fabric import Fabric
-from zeropipe.engine.comm.faults import Board, Desk, Meeting, PeerLost, StoreLost
-from zeropipe.engine.comm.pulse import COMPILING, EVERYONE, Place, Pulse, Seen, verdict
+from zeropipe.engine.comm.faults import AbortableStore, Board, PeerLost, StoreLost, StoreThread
+from zeropipe.engine.comm.pulse import EVERYONE, LONG_WORK, Place, Pulse, Seen, verdict
 from zeropipe.engine.comm.watchdog import Watchdog
 from zeropipe.engine.layout import Layout
 
 LONG = 100.0  # longer than the time-out of these tests
 
 
-def seen(place="1F0", waits=(), stayed=LONG, round=3, compiling=False, silent=0.0):
-    return Seen(Pulse(1, place, stayed, tuple(waits), round, compiling), silent)
+def seen(place="1F0", waits=(), stayed=LONG, round=3, busy=False, silent=0.0):
+    return Seen(Pulse(1, place, stayed, tuple(waits), round, busy), silent)
 
 
 def blame(*ranks, timeout=60.0):
@@ -49,13 +49,21 @@ def test_who_is_silent_for_a_moment_only_is_not_lost():
     assert blame(seen("0B0", [1]), seen("1F0", stayed=0.1, silent=29)) is None
 
 
+def test_who_may_be_lost_is_not_called_stuck():
+    """A short time-out is over before it is known."""
+    assert blame(seen("0B0", [1]), seen("1F0", stayed=4, silent=2), timeout=2) is None
+    assert blame(seen("0B0", [1]), Seen(None, 2), timeout=2) is None
+    assert "rank 1 was lost" in blame(seen("0B0", [1]), seen("1F0", stayed=4, silent=3), timeout=2)
+    assert "rank 1 is stuck" in blame(seen("0B0", [1]), seen("1F0", stayed=4, silent=1), timeout=2)
+
+
 def test_a_rank_that_gets_on_is_waited_for():
     assert blame(seen("0B0", [1]), seen("1B0", [2]), seen("2F4", stayed=59)) is None
 
 
 def test_a_rank_that_compiles_is_waited_for_but_not_for_ever():
-    assert blame(seen("0B0", [1]), seen("1F0", compiling=True)) is None
-    assert "rank 1 is stuck at 1F0" in blame(seen("0B0", [1]), seen("1F0", compiling=True, stayed=COMPILING))
+    assert blame(seen("0B0", [1]), seen("1F0", busy=True)) is None
+    assert "rank 1 is stuck at 1F0" in blame(seen("0B0", [1]), seen("1F0", busy=True, stayed=LONG_WORK))
 
 
 def test_an_exchange_waits_for_those_who_have_not_come():
@@ -82,9 +90,9 @@ def test_ranks_that_wait_for_each_other():
     assert blame(seen("0F1", [1]), seen("1F1", [0], stayed=2)) is None
 
 
-def test_a_rank_that_never_came():
+def test_a_rank_that_was_lost_before_it_said_anything():
     assert blame(seen("set-up", [1, 2]), seen("set-up", [0, 2]), Seen(None, 31)) == (
-        "rank 2 has not made its Engine: rank 0 waits for 60 s"
+        "rank 2 was lost: no sign of life for 30 s, it is stopped or its machine is gone"
     )
 
 
@@ -124,26 +132,28 @@ class Deaf:
 
 
 @pytest.mark.parametrize("gone", [True, False], ids=["gone", "stopped"])
-@pytest.mark.parametrize("host", [True, False], ids=["rank 0", "somebody"])
-def test_nobody_waits_for_a_store_that_does_not_answer(monkeypatch, gone, host):
+@pytest.mark.parametrize("host, hosts, line", [
+    (True, (0,), "rank 0 was lost: the job's store, which it hosts, does not answer"),
+    (False, (), "the job's store was lost, and rank 2 too: its connection closed"),
+    (False, (2,), "rank 2 was lost: the job's store, on its machine, does not answer"),
+    (False, (0, 2), "ranks 0, 2 were lost: the job's store, on their machine, does not answer"),
+    (False, (0, 1, 2), "the job's store was lost, and rank 2 too: its connection closed"),
+], ids=["rank 0", "unknown", "another", "others", "here"])  # fmt: skip
+def test_nobody_waits_for_a_store_that_does_not_answer(monkeypatch, gone, host, hosts, line):
     monkeypatch.setattr("zeropipe.engine.torch_private.store_is_on_rank_0", lambda: host)
     store = Deaf(gone)
-    board = Board(Desk(store, patience=0.05), rank=1, size=3)
+    board = Board(StoreThread(lambda: store, 0.2, 0.05), "job", 1, 3, hosts)
     with pytest.raises(StoreLost):
         board.read()
     assert board.post("an error of our own") == "an error of our own"
     board.leave()
     text = str(board.explain(PeerLost([2], "its connection closed"), "1F0"))
-    assert text == (
-        "rank 0 was lost: the job's store, which it hosts, does not answer"
-        if host
-        else "the job's store was lost, and rank 2 too: its connection closed"
-    )
+    assert text == f"{line} (rank 1 was at 1F0)"
     assert store.asked == 1, "it is not asked again"
 
 
 def board_of(store, rank):
-    return Board(Desk(store, 5.0), rank, 3)
+    return Board(StoreThread(lambda: store, 5.0, 5.0), "job", rank, 3)
 
 
 def test_the_first_error_stands():
@@ -170,7 +180,7 @@ def test_who_left_in_good_order_is_not_lost():
 
 def test_a_meeting_ends_with_an_error():
     store = dist.HashStore()
-    here, there = (Meeting(board_of(store, rank), "edge/0-1") for rank in range(2))
+    here, there = (AbortableStore(board_of(store, rank), "edge/0-1") for rank in range(2))
     there.set("1", b"address")
     assert here.get("1") == b"address"
     board_of(store, 2).post("rank 2 failed")
@@ -187,12 +197,13 @@ class Fake:
         self.fabric = object.__new__(Fabric)
         vars(self.fabric).update(
             rank=0, size=1, nccl=False, closed=False, control="control", _words=None, place=Place(),
-            _groups={"a": "a", "b": "b"}, _devices=[], _lock=threading.Lock(), _desk=Desk(dist.HashStore(), 5.0),
-            _watchdog=Watchdog(60.0), _listeners=[], layout=Layout((0,), 0, (0,), {"pp": 1}, {"pp": 0}),
+            _groups={"a": "a", "b": "b"}, _devices=[], _lock=threading.Lock(), _calls=[],
+            _store=StoreThread(dist.HashStore, 5.0, 5.0), _watchdog=Watchdog(60.0), _listeners=[],
+            layout=Layout((0,), 0, (0,), {"pp": 1}, {"pp": 0}),
         )  # fmt: skip
-        self.fabric.board = Board(self.fabric._desk, 0, 1)
+        self.fabric.board = Board(self.fabric._store, "job", 0, 1)
 
-    def abort(self, groups):
+    def abort(self, groups, patience):
         for group in groups:
             self.broken.append(group)
             self.began.set()

@@ -23,7 +23,8 @@ from zeropipe.core.schedule import Schedule
 from zeropipe.engine import CausalLMLoss, Engine, module_stages, torch_private
 from zeropipe.engine.comm import edges, faults, listener, watchdog
 from zeropipe.engine.comm.fabric import Fabric
-from zeropipe.engine.comm.faults import Board, Desk
+from zeropipe.engine.comm.faults import Board, StoreThread
+from zeropipe.engine.comm.ranks import default_store
 from zeropipe.engine.layout import Layout
 from zeropipe.engine.run import launch
 from zeropipe.errors import ConfigError, EngineError
@@ -228,7 +229,7 @@ def closed_one_after_the_other() -> str | None:
     fabric = Fabric(Layout.of(None), torch.device("cpu"), 60.0)
     fabric.exchange(None)
     time.sleep(0.2 * dist.get_rank())
-    board = Board(Desk(torch_private.clone(fabric._store), 5.0), fabric.rank, fabric.size)
+    board = Board(StoreThread(default_store, 5.0, 5.0), fabric.name, fabric.rank, fabric.size)
     fabric.close()
     time.sleep(1.0)
     return board.read()
@@ -337,7 +338,7 @@ PHASES = {  # what is struck, and the name of the place
     "timeline": ("zeropipe.engine.step.recorder.Recorder.rows", "gathering the timeline"),
     "between": ("torch.optim.SGD.step", "a place between steps"),
     "control": ("zeropipe.engine.torch_private.gloo_group", "set-up"),
-    "set-up": ("zeropipe.engine.engine.GradientSums", "set-up"),
+    "set-up": ("zeropipe.engine.engine.GradientSums", "set-up, connecting"),
 }
 
 

@@ -1,7 +1,9 @@
-"""Two machines on one: network namespaces, joined by a cable of a given speed. Needs Linux, iproute2 and root."""
+"""Machines on one: network namespaces, each with a cable to one switch. Needs Linux, iproute2 and root."""
 
 from __future__ import annotations
 
+import ctypes
+import itertools
 import os
 import shutil
 import signal
@@ -14,15 +16,41 @@ from pathlib import Path
 
 import pytest
 
-ADDRESSES = ("10.177.0.1", "10.177.0.2")
+ADDRESSES = tuple(f"10.177.0.{number + 1}" for number in range(8))
 PORT = "29571"
+CLONE_NEWNET = 0x40000000
+
+_networks = itertools.count()
 
 
 class Machine:
-    """One side of the cable."""
+    """One end of a cable."""
 
-    def __init__(self, number: int) -> None:
-        self.number, self.name, self.device = number, f"zp{os.getpid()}-{number}", f"zpv{number}"
+    device = "zpv0"
+
+    def __init__(self, network: str, number: int) -> None:
+        self.number, self.name, self.address = number, f"{network}-{number}", ADDRESSES[number]
+        self._switch, self._port = f"{network}-switch", f"zpp{number}"
+
+    def plug(self) -> None:
+        """A namespace with a cable to the switch."""
+        _ip("netns", "add", self.name)
+        _ip("link", "add", self.device, "netns", self.name, "type", "veth", "peer", "name", self._port, "netns",
+            self._switch)  # fmt: skip
+        _ip("-n", self._switch, "link", "set", self._port, "master", "zpbr", "up")
+        _ip("-n", self.name, "addr", "add", f"{self.address}/24", "dev", self.device)
+        for device in ("lo", self.device):
+            _ip("-n", self.name, "link", "set", device, "up")
+
+    def cut(self) -> None:
+        """Nothing comes through any more, and nobody is told: connections neither close nor answer."""
+        _ip("-n", self._switch, "link", "set", self._port, "nomaster")
+
+    def enter(self) -> None:
+        """Let this thread, and those that it starts from now on, be on this machine."""
+        with open(f"/run/netns/{self.name}") as file:
+            if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), f"cannot enter {self.name}")
 
     def start(self, words: Sequence[str], per_node: int, folder: Path, *more: str) -> subprocess.Popen[str]:
         """torchrun on this machine; both have the same words."""
@@ -58,22 +86,19 @@ class Machine:
 
 
 @contextmanager
-def two_machines() -> Iterator[tuple[Machine, Machine]]:
+def connected_machines(number: int) -> Iterator[list[Machine]]:
     """Skips, with the reason, where there can be none."""
-    if shutil.which("ip") is None or shutil.which("tc") is None:
-        pytest.skip("two machines need iproute2: ip and tc are not installed")
-    machines = Machine(0), Machine(1)
+    if shutil.which("ip") is None:
+        pytest.skip("several machines need iproute2: ip is not installed")
+    network = f"zp{os.getpid()}-{next(_networks)}"
+    machines = [Machine(network, one) for one in range(number)]
     try:
         try:
+            _ip("netns", "add", f"{network}-switch")
+            _ip("-n", f"{network}-switch", "link", "add", "zpbr", "type", "bridge")
+            _ip("-n", f"{network}-switch", "link", "set", "zpbr", "up")
             for machine in machines:
-                _ip("netns", "add", machine.name)
-            _ip("link", "add", machines[0].device, "netns", machines[0].name, "type", "veth", "peer", "name",
-                machines[1].device, "netns", machines[1].name)  # fmt: skip
-            for machine, address in zip(machines, ADDRESSES, strict=True):
-                _ip("-n", machine.name, "addr", "add", f"{address}/24", "dev", machine.device)
-                for device in ("lo", machine.device):
-                    _ip("-n", machine.name, "link", "set", device, "up")
-                machine.speed("1gbit")
+                machine.plug()
         except subprocess.CalledProcessError as error:
             pytest.skip(f"network namespaces are not allowed here: {error.stderr.strip() or error}")
         yield machines
@@ -82,6 +107,18 @@ def two_machines() -> Iterator[tuple[Machine, Machine]]:
             if subprocess.run(["ip", "netns", "pids", machine.name], capture_output=True).returncode == 0:
                 machine.switch_off()
                 subprocess.run(["ip", "netns", "del", machine.name], check=False)
+        subprocess.run(["ip", "netns", "del", f"{network}-switch"], check=False, capture_output=True)
+
+
+@contextmanager
+def two_machines() -> Iterator[list[Machine]]:
+    """With cables of 1 Gbit/s. Skips, with the reason, where there can be none."""
+    if shutil.which("tc") is None:
+        pytest.skip("cables of a given speed need iproute2: tc is not installed")
+    with connected_machines(2) as machines:
+        for machine in machines:
+            machine.speed("1gbit")
+        yield machines
 
 
 def run_on(

@@ -14,6 +14,7 @@ from torch import nn
 
 from zeropipe.core.schedule import Schedule
 from zeropipe.engine import Engine, module_stages, parallelize
+from zeropipe.engine.comm.fabric import Fabric
 from zeropipe.errors import ConfigError, EngineError
 
 
@@ -51,6 +52,14 @@ def struck(schedule: Schedule, sizes: dict[str, int], kind: str, culprit: int, w
             engine.clip_grad_norm(1.0)
             optimizer.step()
             optimizer.zero_grad()
+
+
+def struck_in_set_up(schedule: Schedule, sizes: dict[str, int], where: str, *args: Any) -> None:
+    """`struck` when this process is about to call a part of a Fabric; others may wait for it inside NCCL."""
+    kind, culprit = args[0], args[1]
+    if dist.get_rank() == culprit:
+        setattr(Fabric, where, lambda *_, **__: strike(kind))
+    struck(schedule, sizes, *args)
 
 
 def again(schedule: Schedule, sizes: dict[str, int]) -> str:

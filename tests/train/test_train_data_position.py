@@ -2,8 +2,8 @@
 
 import json
 import os
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,6 +15,7 @@ from train_samples import CHAT, opened, run_of, samples_of, save_tokenizer
 from zeropipe.errors import ConfigError, EngineError
 from zeropipe.train.data import open_data, prepare
 from zeropipe.train.data.batch import BatchLayout
+from zeropipe.train.data.cache import require_visible
 from zeropipe.train.data.loader import TrainingData
 
 
@@ -211,27 +212,26 @@ def test_samples_are_written_whole_or_not_at_all(folder, monkeypatch):
     assert list((folder / "out" / "data").iterdir()) == []
 
 
-def test_others_wait_for_the_first_process(folder):
+def test_a_process_waits_until_it_sees_what_the_first_one_has_written(folder):
     config = files_run(folder)
-    found = SimpleNamespace(data=None)
-
-    def wait():
-        found.data = open_data(config, pipeline=0)
-
-    waiting = threading.Thread(target=wait)
-    waiting.start()
-    time.sleep(0.1)
-    assert found.data is None
-    prepare(config, lambda text: None)
-    waiting.join(60)
-    assert found.data.next().samples
+    with ThreadPoolExecutor(1) as other:
+        waiting = other.submit(require_visible, config)
+        time.sleep(0.1)
+        assert not waiting.done()
+        prepare(config, lambda text: None)
+        waiting.result(60)
+    assert open_data(config, pipeline=0).next().samples
 
 
-def test_who_waits_in_vain_says_so(folder):
+def test_samples_that_are_not_there_are_told(folder):
     config = files_run(folder)
-    hurried = config.model_copy(update={"engine": config.engine.model_copy(update={"timeout": 0.3})})
-    with pytest.raises(EngineError, match=r"data: no samples in .* after 0\.3 s without progress .*all machines see"):
-        open_data(hurried, pipeline=0)
+    line = (
+        r"data: no samples in .* 0\.3 s after the first process has written them: train\.output must be a folder that"
+    )
+    with pytest.raises(EngineError, match=line):
+        require_visible(config, patience=0.3)
+    with pytest.raises(EngineError, match=r"data: no samples in .*: call prepare\(config\) first"):
+        open_data(config, pipeline=0)
 
 
 def test_a_model_that_cannot_pack_is_refused_at_the_start(tmp_path):

@@ -51,15 +51,15 @@ def test_five_steps_give_the_weights_of_plain_torch(tmp_path, mesh, schedule, ti
 def test_machines_with_different_files_are_refused(tmp_path):
     config = run_config(tmp_path / "out", model_directory(tmp_path / "start"), mesh={"pp": 2})
     for copied, trained, ran in pool(2).run(train_unlike, config):
-        assert re.match(
-            r"rank 0 has \S+/config.json='\d+ bytes, sum \w{8}', rank 1 has '\d+ bytes, sum \w{8}': ", copied
+        file = r"\S+/config.json='\d+ bytes, sum \w{8}'"
+        assert re.fullmatch(
+            f"rank 1 has {file}, rank 0 has {file}: give every rank the same files of the model", copied
         )
-        assert copied.endswith(": give all machines the same files of the model")
         assert trained == (
-            f"rank 0 has optimizer.lr={config.optimizer.lr}, rank 1 has 7.0: give all machines the same training file "
-            "and options"
+            f"rank 1 has optimizer.lr=7.0, rank 0 has optimizer.lr={config.optimizer.lr}: give every rank the same "
+            "training file and options"
         )
-        assert ran == "rank 0 has seed=0, rank 1 has 1: give all machines the same options"
+        assert ran == "rank 1 has seed=1, rank 0 has seed=0: give every rank the same options"
 
 
 def test_norms_and_biases_do_not_decay_whatever_their_shape():

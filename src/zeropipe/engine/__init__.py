@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from zeropipe.engine.run.launch import LocalRanks, heartbeat, launch
     from zeropipe.engine.run.measure import Measured, measure
     from zeropipe.engine.run.torch_runtime import torch_runtime
+    from zeropipe.engine.run.torchrun import join_torchrun
     from zeropipe.engine.stages.build import hf_model, hf_stages, module_stages
     from zeropipe.engine.stages.save import save_stages
     from zeropipe.engine.step.losses import CausalLMLoss, LogProbabilities, StepResult
@@ -47,7 +48,7 @@ _MODULE_OF = {
     "parallelize": "engine.mesh.parallelize", "token_losses": "engine.mesh.vocabulary",
     "LocalRanks": "engine.run.launch", "heartbeat": "engine.run.launch", "launch": "engine.run.launch",
     "Measured": "engine.run.measure", "measure": "engine.run.measure",
-    "torch_runtime": "engine.run.torch_runtime",
+    "torch_runtime": "engine.run.torch_runtime", "join_torchrun": "engine.run.torchrun",
     "hf_model": "engine.stages.build", "hf_stages": "engine.stages.build", "module_stages": "engine.stages.build",
     "save_stages": "engine.stages.save",
     "CausalLMLoss": "engine.step.losses", "StepResult": "engine.step.losses",

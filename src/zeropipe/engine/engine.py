@@ -23,6 +23,7 @@ from zeropipe.engine.blocks.compiling import set_blocks
 from zeropipe.engine.checkpoint.names import Team
 from zeropipe.engine.checkpoint.saving import Saving
 from zeropipe.engine.checkpoint.stream import named_weights
+from zeropipe.engine.comm.collective import on_all_ranks
 from zeropipe.engine.comm.edges import Outgoing
 from zeropipe.engine.comm.fabric import Fabric
 from zeropipe.engine.comm.faults import PeerLost, is_closed
@@ -39,7 +40,7 @@ from zeropipe.engine.step.clock import Clock
 from zeropipe.engine.step.executor import Executor
 from zeropipe.engine.step.executors import Executors, Parts
 from zeropipe.engine.step.losses import LossFn, StepResult, Tally, combine, require_counted
-from zeropipe.engine.step.opening import KindBook, Opened, Refused, open_step, state_of
+from zeropipe.engine.step.opening import KindBook, Opened, open_step, state_of
 from zeropipe.engine.step.plans import edges_of
 from zeropipe.engine.step.recorder import gather
 from zeropipe.engine.step.sums import GradientSums, ties
@@ -102,17 +103,20 @@ class Engine:
         fabric, schedule = self._fabric, self.schedule
         self._clock: Clock | None = None
         self._compared = False
+        fabric.place.name = "set-up, comparing options and stages"
         self._agree()
         deferring = self.options.direct_gradients or setup.splits(schedule, self.rank)
         builders = {stage: told.build_weights for stage, told in self._told.items() if told.build_weights is not None}
         self._splitter = make_splitter(self.options.split, deferring, builders)
-        setup.agree(fabric, self._prepare)
+        fabric.place.name = "set-up, preparing stages"
+        on_all_ranks(fabric, self._prepare)
         self._deferred = [layer for told in self._told.values() for layer in deferred_in(told.module)]
         self._shards = {
             stage: Shards(stage, told.module, regather=self.options.regather, keeps_factors=told.keeps_factors)
             for stage, told in sorted(self._told.items())  # each is set up by itself: in one order everywhere
             if sharded(told.module)
         }
+        fabric.place.name = "set-up, connecting"
         self._wires = fabric.connect(edges_of(schedule.placement), listen=self.options.dynamic_weights)
         dynamic = self.options.shapes == "dynamic"
         self._outgoing.update({b: Outgoing(wire, dynamic) for (a, b), wire in self._wires.items() if a == self.rank})
@@ -135,8 +139,9 @@ class Engine:
             setup.check_stages(self.schedule, self._layout, self._told, self.options)
             return setup.facts(self.schedule, self.options, self._device)
 
-        setup.same_everywhere(self._fabric, look)
-        lonely = equal.lonely_tie(setup.agree(self._fabric, lambda: ties(self._told)))
+        setup.require_same_setup(self._fabric, look)
+        _, everyone = on_all_ranks(self._fabric, lambda: ties(self._told))
+        lonely = equal.lonely_tie(everyone)
         if lonely is not None:
             raise ConfigError(lonely)
 
@@ -154,9 +159,8 @@ class Engine:
             raise ConfigError(
                 "train_step under torch.no_grad() would give no gradients: use eval_step, or leave it out"
             )
-        use = "record" if self.record else "train"
-        given = self._replaced() or self._left_over() or microbatches
-        opened = self._open(given, loss_fn, f"train_step{' with record' * self.record}", use)
+        use, call = "record" if self.record else "train", f"train_step{' with record' * self.record}"
+        opened = self._open(microbatches, loss_fn, call, use, self._replaced() or self._left_over())
         with self._guard():
             self._compare(microbatches)
             executor = self._executors.get(use, opened.number, opened.alike)
@@ -239,7 +243,7 @@ class Engine:
         """
         use = "forward" if not train else "record" if self.record else "train"
         call = {"forward": "an evaluation", "record": "a step with record", "train": "a step"}[use]
-        opened = self._open((train and self._left_over()) or microbatches, None, call, use)
+        opened = self._open(microbatches, None, call, use, self._left_over() if train else None)
         with self._guard(), _no_inference_mode():
             executor = self._executors.get(use, opened.number, opened.alike)
             if use == "record":
@@ -253,7 +257,7 @@ class Engine:
 
     def refuse(self, reason: str) -> None:
         """Instead of a step: this rank cannot take part, and all of them raise why."""
-        self._open(Refused.because(reason), None, None, "train")
+        self._open((), None, None, "train", reason)
 
     # gradients
 
@@ -335,7 +339,9 @@ class Engine:
 
     # inside
 
-    def _open(self, microbatches: Sequence[Microbatch], loss_fn: Any, call: str | None, use: str) -> Opened:
+    def _open(
+        self, microbatches: Sequence[Microbatch], loss_fn: Any, call: str | None, use: str, refusal: str | None = None
+    ) -> Opened:
         """Tell all ranks what this step is. What does not fit is refused on all of them, and the engine goes on."""
         with self._guard(refusing=True):
             self._fabric.place.call = call
@@ -344,7 +350,7 @@ class Engine:
             stages, state = self._told.values(), state_of(self._sums.all, self._device)
             opened = open_step(
                 self._fabric, self._layout, self._kinds, stages, state, microbatches, loss_fn, counting,
-                partial(self._executors.orders, use),
+                partial(self._executors.orders, use), refusal,
             )  # fmt: skip
             if self._shards and self.options.regather and not opened.alike:
                 raise ConfigError(
@@ -364,23 +370,23 @@ class Engine:
                 lines = self._fabric.exchange(self._executors.order_lines(use, opened.number, opened.alike))
                 raise ConfigError(first_difference(first, other, lines))
 
-    def _replaced(self) -> Refused | None:
+    def _replaced(self) -> str | None:
         """Parameters that came after the Engine was made would get gradients that nobody scales, sums or clips."""
         for stage, module in self.stages.items():
             if stage not in self._shards and any(id(parameter) not in self._own for parameter in module.parameters()):
                 name = next(name for name, p in module.named_parameters() if id(p) not in self._own)
-                return Refused.because(
+                return (
                     f"stage {stage}: the parameter {name} came after the Engine was made: change parameters in place "
                     "(load_state_dict without assign=True), or make a new Engine and optimizer"
                 )
         return None
 
-    def _left_over(self) -> Refused | None:
+    def _left_over(self) -> str | None:
         """What a backward outside of a step added to sharded weights would be counted with this one's gradients."""
         stages = [stage for stage, shards in self._shards.items() if shards.forget_gradients()]
         if not stages:
             return None
-        return Refused.because(
+        return (
             f"stage {stages[0]}: a backward outside of a step gave its sharded weights gradients, which nobody sums "
             "over dp_shard; they are dropped: run it inside a step, or call the stage under torch.no_grad()"
         )

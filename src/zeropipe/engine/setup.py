@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import Any
 
 import torch
 from torch import nn
@@ -15,41 +14,25 @@ from zeropipe.core.check import check
 from zeropipe.core.packed import kind_of
 from zeropipe.core.schedule import Schedule, require_schedule
 from zeropipe.core.units import count_text
+from zeropipe.engine.comm.collective import on_all_ranks, require_equal
 from zeropipe.engine.comm.fabric import Fabric
 from zeropipe.engine.layout import Layout
 from zeropipe.engine.mesh.shards import require_one_dtype, sharded
 from zeropipe.engine.options import Options
 from zeropipe.engine.stages.contract import Told
 from zeropipe.engine.stages.devices import known_device
-from zeropipe.errors import ConfigError, ZeropipeError
+from zeropipe.errors import ConfigError
 
 _WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel"}  # they reduce gradients by hooks
 
 
-def agree(fabric: Fabric, look: Callable[[], Any]) -> list[Any]:
-    """What every rank sees; if one finds fault, all raise its error."""
-    try:
-        seen, fault = look(), None
-    except Exception as error:  # whatever it is, the others must not wait for this rank
-        seen, fault = None, str(error) if isinstance(error, ZeropipeError) else f"{type(error).__name__}: {error}"
-    everyone = fabric.exchange((seen, fault))
-    for rank, (_, problem) in enumerate(everyone):
-        if problem is not None:
-            raise ConfigError(f"rank {rank}: {problem}")
-    return [seen for seen, _ in everyone]
-
-
-def same_everywhere(fabric: Fabric, look: Callable[[], Mapping[str, object]]) -> None:
-    """Every rank must see the same facts."""
-    seen = agree(fabric, look)
-    for rank, facts in enumerate(seen):
-        for name, value in facts.items():
-            if value != seen[0][name]:
-                if name == "schedule":
-                    raise ConfigError(f"rank {rank} has another schedule than rank 0: build the same one on every rank")
-                raise ConfigError(
-                    f"rank {rank} has {name}={value!r}, rank 0 has {name}={seen[0][name]!r}: give every rank the same"
-                )
+def require_same_setup(fabric: Fabric, look: Callable[[], Mapping[str, object]]) -> None:
+    """ConfigError on all ranks unless they have the same schedule and the same options."""
+    _, everyone = on_all_ranks(fabric, look)
+    for rank, facts in enumerate(everyone):
+        if facts["schedule"] != everyone[0]["schedule"]:
+            raise ConfigError(f"rank {rank} has another schedule than rank 0: build the same one on every rank")
+    require_equal(everyone)
 
 
 def facts(schedule: Schedule, options: Options, device: torch.device) -> dict[str, object]:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import os
+import socket
 import sys
 import threading
 import time
@@ -48,7 +49,26 @@ def default_store() -> dist.Store:
 
 def store_is_on_rank_0() -> bool:
     """Whether rank 0 hosts the job's store: where neither torchrun's agent nor another process does."""
-    return "MASTER_ADDR" in os.environ and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    return "MASTER_ADDR" in os.environ and not store_outlives_ranks()
+
+
+def store_outlives_ranks() -> bool:
+    """Whether torchrun's agent has the job's store: it keeps what ranks wrote that were started before."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def is_host_of(store: dist.Store) -> bool:
+    """Whether the process that serves a store is on this machine: whether its address is one of ours."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, dist.TCPStore):
+        return False
+    with contextlib.suppress(OSError):
+        for family, kind, _, _, address in socket.getaddrinfo(store.host, 0, type=socket.SOCK_STREAM):
+            with socket.socket(family, kind) as tried, contextlib.suppress(OSError):
+                tried.bind(address)
+                return True
+    return False
 
 
 def clone(store: dist.Store) -> dist.Store:
@@ -143,15 +163,15 @@ def abort_nccl(groups: Iterable[Any], patience: float = 20.0) -> None:
         thread.join(max(0.0, end - time.monotonic()))
 
 
-def abort(groups: Iterable[Any]) -> None:
-    """Break groups of any kind."""
+def abort(groups: Iterable[Any], patience: float) -> None:
+    """Break groups of any kind; `patience`: seconds for those of NCCL."""
     slow = []
     for group in groups:
         if isinstance(group, dist.ProcessGroupGloo):
             abort_gloo(group)
         else:
             slow.append(group)
-    abort_nccl(slow)
+    abort_nccl(slow, patience)
 
 
 def backends(group: dist.ProcessGroup) -> list[Any]:

@@ -29,8 +29,8 @@ from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Timeline
 from zeropipe.engine.engine import Engine
 from zeropipe.engine.run.job import DTYPES, backend_of, device_of
-from zeropipe.engine.run.meeting import join_torchrun, ranks_here
 from zeropipe.engine.run.spec import Job
+from zeropipe.engine.run.torchrun import join_torchrun, ranks_here
 from zeropipe.engine.stages.hf import HFStage
 from zeropipe.engine.step.clock import machine_name
 from zeropipe.engine.step.losses import CausalLMLoss

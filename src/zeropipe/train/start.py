@@ -13,13 +13,14 @@ import torch
 import torch.distributed as dist
 
 from zeropipe.engine.run.launch import LocalRanks, is_local, model_code
-from zeropipe.engine.run.meeting import join_torchrun, ranks_here
 from zeropipe.engine.run.slow import tell_slow
+from zeropipe.engine.run.torchrun import join_torchrun, ranks_here
 from zeropipe.train.config.tables import RunConfig
 from zeropipe.train.loop.signals import SIGNALS
 from zeropipe.train.loop.trainer import Outcome, train
 
 MORE = 60.0  # seconds beyond the engine's own time-out, which says more
+START = 120.0  # seconds for local ranks to find each other, if the engine has no shorter time-out
 AGAIN = 0.2  # seconds between two signals to the ranks
 
 
@@ -36,7 +37,9 @@ def start(config: RunConfig) -> Outcome | None:
     tell_slow(config.model.dtype, "cuda" if _on_gpus(config) else "cpu")
     wanted = ["zeropipe.train.loop.trainer", *model_code(config.engine.device)]
     with (
-        LocalRanks(number, backend=_backend(config, number), preload=wanted) as ranks,
+        LocalRanks(
+            number, backend=_backend(config, number), preload=wanted, start_timeout=min(START, config.engine.timeout)
+        ) as ranks,
         _passing_on(ranks.pids) as heard,
     ):
         first: Outcome = ranks.run(_on_rank, config, timeout=config.engine.timeout + MORE)[0]

@@ -21,8 +21,8 @@ from zeropipe.engine.backward.gradients import local
 from zeropipe.engine.checkpoint import pieces
 from zeropipe.engine.checkpoint.manifest import Manifest
 from zeropipe.engine.checkpoint.names import Catalog, Described
+from zeropipe.engine.comm.collective import on_all_ranks
 from zeropipe.engine.comm.fabric import Fabric
-from zeropipe.engine.setup import agree
 from zeropipe.errors import ConfigError
 
 _PREFIX = "2:"  # a fingerprint without it is of the first form
@@ -81,7 +81,8 @@ def _sums(fabric: Fabric, catalog: Catalog, sum_of: Sum) -> dict[str, int]:
         return {(name, offsets): sum_of(local(catalog.frozen[name]), offsets) for name, offsets in places}
 
     found = {d.name: 0 for d in _frozen(catalog)}
-    every = {place: value for some in agree(fabric, look) for place, value in some.items()}
+    _, everyone = on_all_ranks(fabric, look)
+    every = {place: value for some in everyone for place, value in some.items()}
     for (name, _), value in every.items():
         found[name] += value
     return found

@@ -17,7 +17,7 @@ from zeropipe.engine.checkpoint.optimizers import MASTER, Gives, Optimized, has_
 from zeropipe.engine.checkpoint.pieces import Reading
 from zeropipe.engine.checkpoint.randomness import set_random_states
 from zeropipe.engine.checkpoint.values import decode
-from zeropipe.engine.setup import agree
+from zeropipe.engine.comm.collective import on_all_ranks
 from zeropipe.engine.stages.whole import listed
 from zeropipe.errors import ConfigError
 
@@ -40,14 +40,11 @@ def load_checkpoint(path: str | Path, engine: HasTeam, optimizer: Any = None, *,
         engine.saving.wait()
     with engine.together("loading a checkpoint") as team:
         catalog = Catalog(team)
-        plans: list[_Plan] = []
-
-        def look() -> tuple[str, Gives]:
-            plans.append(_Plan(followed(Path(path)), team, catalog, optimizer, random))
-            return plans[0].folder, Gives(plans[0].kind, catalog.learning)
-
-        seen = agree(team.fabric, look)
-        (plan,) = plans
+        plan, seen = on_all_ranks(
+            team.fabric,
+            lambda: _Plan(followed(Path(path)), team, catalog, optimizer, random),
+            share=lambda made: (made.folder, Gives(made.kind, catalog.learning)),
+        )
         require_optimizers([gives for _, gives in seen], "loads")
         if len({folder for folder, _ in seen}) > 1:
             raise ConfigError(f"{path} changed while it was read, or is not the same folder on all ranks: try again")

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor, nn
 
 from zeropipe.core.schedule import Schedule
+from zeropipe.engine.comm.collective import on_all_ranks
 from zeropipe.engine.comm.fabric import Fabric
-from zeropipe.engine.setup import agree
 from zeropipe.engine.stages import save
 from zeropipe.engine.stages.adapters import adapter_in, wrapped, wrappers
 from zeropipe.engine.stages.contract import Told
@@ -81,14 +81,12 @@ class Catalog:
     """
 
     def __init__(self, team: Team, merge: bool = False) -> None:
-        self.own: list[Own] = []
+        tensors_of = merged_tensors if merge else own_tensors
 
-        def look() -> _Word:
-            for stage in sorted(team.stages):
-                self.own += merged_tensors(team.stages[stage]) if merge else own_tensors(team.stages[stage])
-            return _word(self.own, team.stages)
+        def look() -> list[Own]:
+            return [own for stage in sorted(team.stages) for own in tensors_of(team.stages[stage])]
 
-        words = agree(team.fabric, look)
+        self.own, words = on_all_ranks(team.fabric, look, share=lambda own: _word(own, team.stages))
         self.stages = _stages(words)
         self.ties = _ties(words, self.stages)
 

@@ -22,8 +22,8 @@ from zeropipe.engine.checkpoint.pieces import Written
 from zeropipe.engine.checkpoint.randomness import random_states
 from zeropipe.engine.checkpoint.saving import Progress, Saving
 from zeropipe.engine.checkpoint.values import encode
+from zeropipe.engine.comm.collective import on_all_ranks
 from zeropipe.engine.layout import Layout
-from zeropipe.engine.setup import agree
 from zeropipe.engine.stages.adapters import described_adapter
 from zeropipe.engine.stages.hf import HFStage
 from zeropipe.engine.stages.save import config_of
@@ -76,7 +76,9 @@ def require_savable(engine: HasTeam, optimizer: Any = None, *, frozen: bool = Tr
     with engine.together("looking at what a checkpoint will hold") as team:
         catalog = Catalog(team)
         state: dict[str, Tensor] = {}
-        shares = agree(team.fabric, lambda: _share(catalog, state, optimizer, {} if frozen else catalog.frozen))
+        _, shares = on_all_ranks(
+            team.fabric, lambda: _share(catalog, state, optimizer, {} if frozen else catalog.frozen)
+        )
         pieces.share_out([share.plan for share in shares])
         _optimizer(shares)
 
@@ -123,11 +125,11 @@ def _start(
         facts = json.dumps({"path": str(path), "step": step, "extra": encoded, "sums": sums})
         return _share(catalog, state, optimizer, left_out)._replace(facts=facts)
 
-    shares: list[_Share] = agree(fabric, prepare)
+    _, shares = on_all_ranks(fabric, prepare)
     plans, metadata = _shared_out(shares)
     model, optimized = _model(team, catalog) | {"base": base}, _optimizer(shares)
     try:
-        token, *_ = agree(fabric, lambda: Target.open(path) if fabric.rank == 0 else "")
+        _, (token, *_) = on_all_ranks(fabric, lambda: Target.open(path) if fabric.rank == 0 else "")
     except ConfigError as error:
         raise NoFolder(str(error)) from None
     mine = plans[fabric.rank]

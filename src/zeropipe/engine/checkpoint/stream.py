@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zeropipe.engine.backward.gradients import local
 from zeropipe.engine.checkpoint.names import Catalog, Described, Own, Team
-from zeropipe.engine.setup import agree, same_everywhere
+from zeropipe.engine.comm.collective import nothing, on_all_ranks, require_same
 from zeropipe.engine.stages.hf import HFStage
 from zeropipe.engine.stages.save import layer_of, whole_of
 from zeropipe.engine.stages.whole import Whole
@@ -35,7 +35,7 @@ def named_weights(
     """
     with together(WHERE) as team:
         size = team.fabric.size
-        same_everywhere(team.fabric, lambda: {"ranks": _asking(ranks, size), "merge": merge, "published": published})
+        require_same(team.fabric, lambda: {"ranks": _asking(ranks, size), "merge": merge, "published": published})
         catalog, asking = Catalog(team, merge), _asking(ranks, size)
         whole = _published_as(team) if published else None
     turns = [(stage, tensor) for stage in sorted(catalog.stages) for tensor in catalog.stages[stage]]
@@ -73,9 +73,7 @@ def _published_as(team: Team) -> Whole:
             raise ConfigError(f"published=True with a {type(module).__name__}: it is for stages of hf_stages")
         return whole_of(module)
 
-    found: list[Whole] = []
-    agree(team.fabric, lambda: found.append(look()))
-    return found[0]
+    return on_all_ranks(team.fabric, look, share=nothing)[0]
 
 
 def _published(whole: Whole, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

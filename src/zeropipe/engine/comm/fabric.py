@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import pickle
 import struct
 import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -19,39 +17,20 @@ from torch import Tensor
 
 from zeropipe.engine import torch_private
 from zeropipe.engine.comm.edges import Wire
-from zeropipe.engine.comm.faults import Board, Desk, Meeting, PeerLost, StoreLost, UnlikeCalls, is_closed, reason
+from zeropipe.engine.comm.faults import AbortableStore, PeerLost, StoreLost, is_closed, reason
 from zeropipe.engine.comm.listener import Listener
-from zeropipe.engine.comm.pulse import EVERYONE, Place
-from zeropipe.engine.comm.threads import started, wait_for
-from zeropipe.engine.comm.watchdog import Watchdog
+from zeropipe.engine.comm.pulse import EVERYONE
+from zeropipe.engine.comm.ranks import Ranks, default_store, unmet
 from zeropipe.engine.layout import Layout
 from zeropipe.errors import ConfigError, EngineError
 
 SLOT = 2048  # bytes of an exchanged value that cost one collective only
 LISTEN_TAG = 3  # nothing is ever sent with it
 PROBE_TAG = 4  # nor with this
+ABORTING, CONNECTING = 20.0, 2.0  # seconds for NCCL to abort groups, and where some of them may not be connected
 LATER = 10.0  # seconds that a watchdog may take longer than its time-out
-AFTER_ALL, AFTER_A_FAULT = 10.0, 1.0  # seconds for threads to end
 
-_pipelines: Counter[tuple[int, ...]] = Counter()
 _broken: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # torch's own groups that an abort has stopped
-
-
-_start = ""
-
-
-def restarts() -> str:
-    """How often torchrun has started these processes anew: its store still has the words of those before."""
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-
-
-def name_start(name: str) -> None:
-    """Give this start of the job's processes a name that all of them share and no earlier start had.
-
-    Agents on several machines do not count restarts alike, so who can ask all processes does better than `restarts`.
-    """
-    global _start
-    _start = name
 
 
 def rounds(edges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -65,44 +44,32 @@ def rounds(edges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return [(a, b) for _, a, b in sorted(placed)]
 
 
-class Fabric:
-    """Who this rank talks to, and how it stops talking when something fails.
-
-    Waits have no time-out of their own: the watchdog breaks the connections when there is a reason to, which it first
-    writes on the board. So whoever fails in a wait finds the reason there.
-    """
+class Fabric(Ranks):
+    """Who this rank talks to, and how it stops talking when something fails."""
 
     def __init__(self, layout: Layout, device: torch.device, timeout: float) -> None:
         if any(group in _broken for group in layout.groups):
             raise ConfigError("the mesh was broken when an Engine on it failed: start the processes anew")
-        self.layout, self.rank, self.size = layout, layout.rank, layout.size
-        self.device, self._timeout = device, timeout
+        self.layout, self.device = layout, device
         self.nccl = device.type == "cuda" and "cuda:nccl" in dist.get_backend_config()
-        members = layout.members
-        # every rank makes its engines in the same order, so the count names this one
-        name = f"zeropipe/{_start or restarts()}/{'-'.join(map(str, members))}/{_pipelines[members]}"
-        _pipelines[members] += 1
-        self._store = dist.PrefixStore(name, torch_private.default_store())
-        # a store of its own: one that waits for a key lets nobody else in
-        self._desk = Desk(torch_private.clone(self._store), min(10.0, max(2.0, timeout / 2)))
-        self.board, self.place = Board(self._desk, self.rank, self.size), Place()
         # inside a kernel this rank waits for anybody, inside torch's own groups for those that share its stages
-        near = range(self.size) if self.nccl else layout.plane(layout.shares_stages)
-        self.unsaid = tuple(rank for rank in near if rank != self.rank)
-        self._lock = threading.Lock()  # who breaks or drops connections holds it
+        near = range(layout.size) if self.nccl else layout.plane(layout.shares_stages)
+        self.unsaid = tuple(rank for rank in near if rank != layout.rank)
         self._devices: list[Any] = []  # of all gloo groups
         self._groups: dict[tuple[str, tuple[int, ...]], Any] = {}
         self._listeners: list[Listener] = []
         self.control: Any = None
         self._words: Any = None  # of this pipeline only, where there are several
-        self.closed = False
-        self._watchdog = Watchdog(timeout)
         try:
-            self._watchdog.start(self)
+            super().__init__(default_store, layout.members, layout.rank, timeout, "made its Engine")
+        except StoreLost as lost:
+            raise unmet(lost, layout.members, layout.rank, "set-up") from None
+        try:
             self.control = self._connected("control", tuple(range(self.size)), nccl=False)
             torch_private.calm_gloo()
             self._meet("connected")  # one whose making failed has closed connections without a word
             self._watchdog.listen(self)
+            self._try_out_mesh()
         except BaseException as error:
             explained = self.board.explain(error, self.place.where)
             self.abort()
@@ -113,18 +80,13 @@ class Fabric:
 
     # words
 
-    def exchange(self, value: object) -> list[Any]:
-        """Everybody's value, in rank order; UnlikeCalls if others have come here to do something else."""
-        data = pickle.dumps((self.place.call, value))
-        lengths, payload = self._gather(data, SLOT)
+    def _gather(self, data: bytes) -> list[bytes]:
+        lengths, pieces = self._gather_slots(data, SLOT)
         if max(lengths) > SLOT:
-            lengths, payload = self._gather(data, max(lengths))
-        said = [pickle.loads(piece[:length]) for piece, length in zip(payload, lengths)]
-        if len({call for call, _ in said if call is not None}) > 1:
-            raise UnlikeCalls([call for call, _ in said])
-        return [value for _, value in said]
+            lengths, pieces = self._gather_slots(data, max(lengths))
+        return [piece[:length] for piece, length in zip(pieces, lengths)]
 
-    def _gather(self, data: bytes, room: int) -> tuple[list[int], list[bytes]]:
+    def _gather_slots(self, data: bytes, room: int) -> tuple[list[int], list[bytes]]:
         framed = struct.pack("<q", len(data)) + data[:room].ljust(room, b"\0")
         mine = torch.frombuffer(bytearray(framed), dtype=torch.uint8)
         self.place.round += 1
@@ -208,8 +170,7 @@ class Fabric:
             group = self._group("edge", (a, b))
             peer = b if self.rank == a else a
             staged = self.device.type == "cuda" and not self.nccl
-            with self.waiting((peer,)):
-                self._try_out(group, sending=self.rank == a)
+            self._try_out(lambda group=group, sends=self.rank == a: self._word(group, sends), (peer,))
             listener = None
             if listen and self.rank == b and not self.nccl:
                 listener = Listener(peer)
@@ -219,22 +180,34 @@ class Fabric:
             )
         return wires
 
-    def _try_out(self, group: Any, sending: bool) -> None:
+    def _try_out(self, exchange: Callable[[], None], peers: tuple[int, ...]) -> None:
+        """The first exchange with some ranks. NCCL connects them in it, where nobody could stop it."""
+        if not self.nccl:
+            with self.waiting(peers):
+                exchange()
+            return
+
+        def apart() -> None:
+            torch.cuda.set_device(self.device)  # a thread starts on the first GPU
+            exchange()
+            torch.cuda.synchronize(self.device)
+
+        self.call(apart, peers)
+
+    def _word(self, group: Any, sends: bool) -> None:
         word = torch.zeros(1, device=self.device if self.nccl else "cpu")
-        work = group.send([word], 1, 0) if sending else group.recv([word], 0, 0)
+        work = group.send([word], 1, 0) if sends else group.recv([word], 0, 0)
         if self.nccl:
             work.wait()
-            torch.cuda.synchronize(self.device)
         else:
             torch_private.wait(work)
 
     def summing_group(self, ranks: tuple[int, ...]) -> Summing:
         """A group for sums over some ranks, tried out; every one of them calls this, in the same order."""
-        summing = Summing(self, self._group("sum", ranks), tuple(rank for rank in ranks if rank != self.rank))
+        group, peers = self._group("sum", ranks), tuple(rank for rank in ranks if rank != self.rank)
         if self.nccl:  # gloo is connected as soon as it is made
-            summing.add(torch.zeros(1, device=self.device))
-            torch.cuda.synchronize(self.device)
-        return summing
+            self._try_out(lambda: torch_private.allreduce_sum(group, torch.zeros(1, device=self.device)), peers)
+        return Summing(self, group, peers)
 
     def _group(self, use: str, ranks: tuple[int, ...]) -> Any:
         if (use, ranks) not in self._groups:
@@ -246,65 +219,37 @@ class Fabric:
         return self._groups[use, ranks]
 
     def _connected(self, name: str, ranks: tuple[int, ...], nccl: bool) -> Any:
-        """A new group; all its ranks call this.
+        """A new group; all its ranks call this."""
+        store, own, size = AbortableStore(self.board, name), ranks.index(self.rank), len(ranks)
 
-        A thread of its own makes it: torch's way to connect cannot be stopped, but this rank can stop waiting for it.
-        """
-        self.place.waits = others = tuple(rank for rank in ranks if rank != self.rank)
-        meeting, own, size = Meeting(self.board, name), ranks.index(self.rank), len(ranks)
-        made: list[Any] = []
-        done = threading.Event()
+        def make() -> Any:
+            if nccl:
+                store.set(f"here/{own}", b"")
+                store.wait([f"here/{rank}" for rank in range(size)])
+                own_store = dist.PrefixStore(f"{self.name}/{name}", torch_private.default_store())
+                return torch_private.nccl_group(own_store, own, size)
+            self._devices = self._devices or torch_private.gloo_devices()
+            return torch_private.gloo_group(store, own, size, self.connecting, self._devices)
 
-        def make() -> None:
-            try:
-                if nccl:
-                    meeting.set(f"here/{own}", b"")
-                    meeting.wait([f"here/{rank}" for rank in range(size)])
-                    made.append(torch_private.nccl_group(dist.PrefixStore(name, self._store), own, size))
-                else:
-                    self._devices = self._devices or torch_private.gloo_devices()
-                    made.append(torch_private.gloo_group(meeting, own, size, self._timeout, self._devices))
-            except Exception as error:
-                made.append(error)
-            finally:
-                done.set()
+        return self.call(make, tuple(rank for rank in ranks if rank != self.rank))
 
-        started(f"making-{name}", make)
-        while not done.wait(0.05):
-            if self.board.read() is not None:
-                raise PeerLost((), "another rank failed")
-        if isinstance(made[0], RuntimeError):
-            if size > 2:
-                self._await_verdict()
-            raise PeerLost(others if size == 2 else (), reason(made[0])) from made[0]
-        if isinstance(made[0], Exception):
-            raise made[0]
-        self.place.waits = ()
-        return made[0]
+    def _try_out_mesh(self) -> None:
+        """Connect torch's own groups of the mesh, which NCCL would else do inside the first step."""
+        if self.nccl and self.layout.groups:
+            self._try_out(self._sums_of_mesh, self.unsaid)
 
-    def _await_verdict(self) -> None:
-        """A group of many does not say who is to blame; the watchdog finds out."""
-        end = time.monotonic() + self._timeout + LATER
-        while self.board.read() is None and time.monotonic() < end:
-            time.sleep(0.05)
+    def _sums_of_mesh(self) -> None:
+        for group in self.layout.groups:
+            dist.all_reduce(torch.zeros(1, device=self.device), group=group)
 
     def _meet(self, name: str) -> None:
         """Wait until all ranks are here."""
-        self.place.waits = tuple(rank for rank in range(self.size) if rank != self.rank)
-        meeting = Meeting(self.board, name)
-        meeting.set(str(self.rank), b"")
-        meeting.wait([str(rank) for rank in range(self.size)])
+        self.place.waits = self.others
+        self.board.note(f"{name}/{self.rank}")
+        self.board.wait(*(f"{name}/{rank}" for rank in range(self.size)))
         self.place.waits = ()
 
     # the end
-
-    def abort(self) -> None:
-        """Break every connection, so that nobody waits for this rank any more. Any thread may call it, at any time."""
-        with self._lock:
-            if self.closed:
-                return
-            self.closed = True
-            self._break()
 
     def _break(self) -> None:
         """All of this rank's groups, those that torch made for the mesh too: others may wait for this rank in them."""
@@ -312,7 +257,9 @@ class Fabric:
         for group in self.layout.groups:
             _broken.add(group)
             groups += torch_private.backends(group)
-        torch_private.abort(group for group in groups if group is not None)
+        # one that is still connecting cannot be aborted
+        patience = CONNECTING if self._calls else ABORTING
+        torch_private.abort([group for group in groups if group is not None], patience)
 
     def explain(self, error: BaseException, where: str) -> EngineError:
         """The error every rank raises for this one; where torch's own groups broke, it says who is gone."""
@@ -337,24 +284,18 @@ class Fabric:
         """Wait until the process of `peer` is gone, or this fabric closes: RuntimeError then."""
         torch_private.wait(self.control.recv([torch.empty(1, device="cpu")], peer, LISTEN_TAG))
 
+    def _drop(self) -> None:
+        if not self.closed and self.control is not None:
+            torch_private.abort_gloo(self.control)  # the listener waits on it
+        self._groups.clear()
+        self._devices.clear()
+        self.control = self._words = None
+
     def close(self, more: Iterable[threading.Thread] = ()) -> None:
         """Let go of the connections; after a good run, the others are told first. Threads have ended, `more` too."""
-        self._watchdog.stop()
-        patience = AFTER_A_FAULT if self.closed else AFTER_ALL
-        if not self.closed:
-            self.board.leave()
-        with self._lock:  # an abort that has begun ends first
-            if not self.closed and self.control is not None:
-                torch_private.abort_gloo(self.control)  # the listener waits on it
-            self.closed = True
-            self._groups.clear()
-            self._devices.clear()
-            self.control = self._words = None
         for listener in self._listeners:
             listener.close()
-        self._desk.close()
-        own = (*self._watchdog.threads, *(listener.thread for listener in self._listeners), self._desk.thread)
-        wait_for((*own, *more), patience)
+        super().close((*(listener.thread for listener in self._listeners), *more))
 
 
 class Summing:

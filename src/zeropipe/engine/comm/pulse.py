@@ -7,12 +7,12 @@ too long follows these words from rank to rank: whoever waits for nobody, or say
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 EVERYONE = (-1,)  # waits for all that have not come to the same exchange
 BETWEEN = "a place between steps"
-COMPILING = 3600.0  # seconds that a rank may compile without being taken for stuck
+LONG_WORK = 3600.0  # seconds that a rank may be busy without being taken for stuck
 
 
 class Walker(Protocol):
@@ -25,7 +25,7 @@ class Walker(Protocol):
 class Place:
     """What this rank does now: its main thread writes, one attribute at a time, its watchdog reads."""
 
-    __slots__ = ("call", "entered", "name", "round", "waits", "walker")
+    __slots__ = ("busy", "call", "entered", "name", "round", "waits", "walker")
 
     def __init__(self) -> None:
         self.name = "set-up"
@@ -34,10 +34,11 @@ class Place:
         self.waits: tuple[int, ...] = ()  # the ranks that the main thread waits for
         self.round = 0  # exchanges it has come to
         self.entered = 0  # calls of the engine
+        self.busy = False  # with work of its own that may take long: it loads weights, or makes data ready
 
-    def enter(self, name: str) -> None:
+    def enter(self, name: str, busy: bool = False) -> None:
         """Begin something else."""
-        self.walker, self.name, self.call = None, name, name
+        self.walker, self.name, self.call, self.busy = None, name, name, busy
         self.entered += 1
 
     @property
@@ -60,7 +61,7 @@ class Pulse(NamedTuple):
     stayed: float  # seconds without progress
     waits: tuple[int, ...]
     round: int
-    compiling: bool
+    busy: bool  # with work that may take long: it compiles, say
 
     def text(self) -> str:
         """For the store."""
@@ -69,8 +70,8 @@ class Pulse(NamedTuple):
     @staticmethod
     def read(text: str | bytes) -> Pulse:
         """The other way."""
-        beat, place, stayed, waits, number, compiling = json.loads(text)
-        return Pulse(beat, place, stayed, tuple(waits), number, compiling)
+        beat, place, stayed, waits, number, busy = json.loads(text)
+        return Pulse(beat, place, stayed, tuple(waits), number, busy)
 
 
 class Seen(NamedTuple):
@@ -116,12 +117,11 @@ def verdict(rank: int, seen: Mapping[int, Seen], timeout: float) -> str | None:
     found = chain(rank, seen, limit)
     ends = sorted(other for other, needs in found.items() if not needs and other != rank)
     lost = [end for end in ends if seen[end].silent >= limit]
-    absent = [end for end in lost if seen[end].pulse is None]
-    if absent:
-        return "; ".join(f"rank {end} has not made its Engine: rank {rank} waits for {timeout:g} s" for end in absent)
     if lost:
         why = f"no sign of life for {limit:g} s, it is stopped or its machine is gone"
         return "; ".join(lost_text(end, seen[end].pulse, why) for end in lost)
+    if any(seen[end].silent >= limit / 2 for end in ends):
+        return None  # it may be lost: soon that is known
     stuck = [end for end in ends if _stuck(seen[end], timeout)]
     if stuck:
         worst = max(stuck, key=lambda end: _stayed(seen[end]))
@@ -139,6 +139,11 @@ def lost_text(rank: int, pulse: Pulse | None, why: str) -> str:
     return f"rank {rank} was lost: {why}" + (f" (last seen at {pulse.place})" if pulse is not None else "")
 
 
+def ranks_text(ranks: Sequence[int]) -> str:
+    """`rank 1`, `ranks 1, 3`."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
 def _place(seen: Seen) -> str:
     return "its start" if seen.pulse is None else seen.pulse.place
 
@@ -148,5 +153,5 @@ def _stayed(seen: Seen) -> float:
 
 
 def _stuck(seen: Seen, timeout: float) -> bool:
-    compiling = seen.pulse is not None and seen.pulse.compiling
-    return _stayed(seen) >= (max(timeout, COMPILING) if compiling else timeout)
+    busy = seen.pulse is not None and seen.pulse.busy
+    return _stayed(seen) >= (max(timeout, LONG_WORK) if busy else timeout)

@@ -50,7 +50,7 @@ class Watchdog:
 
     def start(self, fabric: Watched) -> None:
         """Begin to watch."""
-        self._say(fabric, 0.0)
+        self.say(fabric)
         self.threads.append(started("watchdog", self._watch, fabric))
 
     def listen(self, fabric: Watched) -> None:
@@ -70,34 +70,40 @@ class Watchdog:
                 self._since += now - last
                 self._seen.clear()
             last = now
-            if self._tick(fabric, now) and not self._end.is_set():
+            try:
+                is_over = self._tick(fabric, now)
+            except StoreLost:  # to find that out may take long, and is no stop of this process
+                is_over, last = self._waits_in_vain(fabric, now), time.monotonic()
+            if is_over and not self._end.is_set():
                 fabric.abort()
                 return
 
     def _tick(self, fabric: Watched, now: float) -> bool:
-        """Whether there is a reason to stop: it is on the board then, or the board is lost."""
-        sign, compiling = fabric.place.sign, torch_private.compiling()
+        """Whether there is a reason to stop: it is on the board then. StoreLost if nobody can read that."""
+        sign, busy = fabric.place.sign, fabric.place.busy or torch_private.compiling()
         if sign != self._sign:
             self._sign, self._since = sign, now
             self._seen.clear()
-        if compiling or self._since == now:
+        if busy or self._since == now:
             for call in signs_of_life:
                 call()
-        waited, waits = now - self._since, fabric.place.waits
-        if not waits and fabric.place.where != BETWEEN:
-            waits = fabric.unsaid
-        try:
-            text = self._say(fabric, waited, waits, compiling)
-            if text is None and waits and not compiling and waited > self._timeout / 2:
-                text = self._look(fabric, now, waited)
-            return text is not None
-        except StoreLost:
-            return bool(waits) and waited > self._timeout
+        waited, waits = now - self._since, self._waits(fabric)
+        text = self.say(fabric, waited, waits, busy)
+        if text is None and waits and not busy and waited > self._timeout / 2:
+            text = self._look(fabric, now, waited)
+        return text is not None
 
-    def _say(self, fabric: Watched, waited: float, waits: tuple[int, ...] = (), compiling: bool = False) -> str | None:
+    def _waits(self, fabric: Watched) -> tuple[int, ...]:
+        return fabric.place.waits or (() if fabric.place.where == BETWEEN else fabric.unsaid)
+
+    def _waits_in_vain(self, fabric: Watched, now: float) -> bool:
+        """Without the store nobody can know what the others do."""
+        return bool(self._waits(fabric)) and now - self._since > self._timeout
+
+    def say(self, fabric: Watched, waited: float = 0.0, waits: tuple[int, ...] = (), busy: bool = False) -> str | None:
         """Tell the others where this rank is; the error on the board."""
         self._beat += 1
-        return fabric.board.beat(Pulse(self._beat, fabric.place.where, waited, waits, fabric.place.round, compiling))
+        return fabric.board.beat(Pulse(self._beat, fabric.place.where, waited, waits, fabric.place.round, busy))
 
     def _look(self, fabric: Watched, now: float, waited: float) -> str | None:
         """What others say; the error on the board, if this rank waits in vain."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,12 +14,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from zeropipe.core.mesh import DATA_DIMENSIONS, Mesh
 from zeropipe.core.model.configs import BUILT_IN
 from zeropipe.core.schedule import Schedule
+from zeropipe.engine.comm.collective import on_all_ranks, require_same
+from zeropipe.engine.comm.ranks import TIMEOUT, Ranks, job_ranks
 from zeropipe.engine.engine import Engine
 from zeropipe.engine.mesh.parallelize import parallelize
 from zeropipe.engine.run.measure import Measured, measure
-from zeropipe.engine.run.meeting import join_torchrun, number_given, ranks_here, require_same
 from zeropipe.engine.run.prove import gradient_error
 from zeropipe.engine.run.spec import Job, built_in, num_pipelines_of, vocabulary_of
+from zeropipe.engine.run.torchrun import join_torchrun, number_given, ranks_here
 from zeropipe.engine.stages.build import hf_model, hf_stages
 from zeropipe.engine.step.losses import CausalLMLoss
 from zeropipe.errors import ConfigError
@@ -40,10 +41,6 @@ class Outcome:
 def run_job(schedule: Schedule, job: Job) -> Outcome:
     """Run one schedule; every rank calls this and gets the same answer. Progress goes to rank 0's stderr."""
     device = device_of(job.device)
-    require_same(asdict(job), "options")
-    mesh = mesh_of(job.mesh, device)
-    place = dict(zip(mesh.mesh_dim_names, mesh.get_coordinate())) if mesh is not None else {"pp": dist.get_rank()}
-    rank = place.get("pp", 0)
 
     def tell(step: int, loss: float, seconds: float) -> None:
         name = f"step {step}/{job.steps}" if step else "warm-up"
@@ -52,12 +49,19 @@ def run_job(schedule: Schedule, job: Job) -> Outcome:
     def tokens(step: int, pipeline: int) -> list[dict[str, torch.Tensor]]:
         return synthetic(job, schedule.num_microbatches, step * num_pipelines_of(job) + pipeline, device)
 
-    stages = hf_stages(
-        _model(job), schedule, rank, layers=job.layers, dtype=DTYPES[job.dtype], device=device, seed=job.seed
-    )
-    num_parameters = _num_parameters(stages, schedule, rank, not any(place[name] for name in place if name != "pp"))
-    if mesh is not None:
-        parallelize(stages, mesh)
+    with job_ranks(TIMEOUT, "begun to run") as ranks:
+        ranks.enter("comparing options")
+        require_same(ranks, lambda: asdict(job), "options")
+        mesh = mesh_of(job.mesh, device, ranks)
+        place = dict(zip(mesh.mesh_dim_names, mesh.get_coordinate())) if mesh is not None else {"pp": ranks.rank}
+        ranks.enter("building its stages", busy=True)
+        built, numbers = on_all_ranks(
+            ranks,
+            lambda: _built(job, schedule, place, mesh, device),
+            lambda made: made.num_parameters,
+            names_rank=False,
+        )
+    stages = built.stages
     pipeline = 0
     for name in DATA_DIMENSIONS:
         pipeline = pipeline * dict(job.mesh).get(name, 1) + place.get(name, 0)
@@ -76,19 +80,45 @@ def run_job(schedule: Schedule, job: Job) -> Outcome:
         schedule, stages, lambda step: tokens(step, pipeline), CausalLMLoss(), steps=job.steps,
         tell=tell if dist.get_rank() == 0 else None, **options,
     )  # fmt: skip
-    return Outcome(measured, num_parameters, error)
+    return Outcome(measured, sum(numbers), error)
 
 
-@functools.cache
-def mesh_of(sizes: Mesh, device: torch.device) -> Any:
-    """The mesh of all processes; made once, since its groups live as long as the process."""
+class _Built(NamedTuple):
+    stages: dict[int, Any]
+    num_parameters: int  # that count here: in the end all parameters of the model count once
+
+
+def _built(job: Job, schedule: Schedule, place: dict[str, int], mesh: Any, device: torch.device) -> _Built:
+    rank = place.get("pp", 0)
+    stages = hf_stages(
+        _model(job), schedule, rank, layers=job.layers, dtype=DTYPES[job.dtype], device=device, seed=job.seed
+    )
+    own = [module for stage, module in stages.items() if schedule.placement.copies[0][stage] == rank]
+    number = sum(parameter.numel() for module in own for parameter in module.parameters())
+    is_first = not any(number for name, number in place.items() if name != "pp")
+    return _Built(stages if mesh is None else parallelize(stages, mesh), number if is_first else 0)
+
+
+_meshes: dict[tuple[Mesh, torch.device], Any] = {}  # made once, since their groups live as long as the process
+
+
+def mesh_of(sizes: Mesh, device: torch.device, ranks: Ranks) -> Any:
+    """The mesh of all processes."""
     if not sizes:
         return None
-    if device.type == "cuda":  # else each process would want a GPU of its own
-        torch.zeros(1, device=device)
-    return init_device_mesh(
-        device.type, tuple(size for _, size in sizes), mesh_dim_names=tuple(name for name, _ in sizes)
-    )
+
+    def make() -> Any:
+        if device.type == "cuda":  # else each process would want a GPU of its own
+            torch.cuda.set_device(device)
+            torch.zeros(1, device=device)
+        return init_device_mesh(
+            device.type, tuple(size for _, size in sizes), mesh_dim_names=tuple(name for name, _ in sizes)
+        )
+
+    if (sizes, device) not in _meshes:
+        ranks.enter("making the mesh")
+        _meshes[sizes, device] = ranks.call(make)
+    return _meshes[sizes, device]
 
 
 def run_all(schedules: Sequence[Schedule], job: Job) -> list[Outcome]:
@@ -144,16 +174,3 @@ def device_of(name: str) -> torch.device:
         torch.cuda.set_device(device)
         return device
     return torch.device(name)
-
-
-def _num_parameters(stages: Any, schedule: Schedule, rank: int, counts: bool) -> int:
-    """Parameters of the whole model; a second copy of the stages, or a process that does not count, adds nothing."""
-    own = sum(
-        p.numel()
-        for s, module in stages.items()
-        if counts and schedule.placement.copies[0][s] == rank
-        for p in module.parameters()
-    )
-    parts: list[int] = [0] * dist.get_world_size()
-    dist.all_gather_object(parts, own)
-    return sum(parts)

@@ -23,11 +23,14 @@ import torch.distributed as dist
 from zeropipe.engine.comm.watchdog import signs_of_life
 from zeropipe.engine.run.nursery import nursery
 from zeropipe.engine.run.slow import TORCH_SAYS
+from zeropipe.engine.run.torchrun import join
 from zeropipe.engine.torch_private import calm_gloo
 from zeropipe.errors import ConfigError, EngineError, ZeropipeError, require_positive_integers, short
 
 BEAT, ANSWER = b".", b"="  # the first byte of what a rank says
 REST = 0.5  # seconds between two beats of a rank
+IMPORTS = 120.0  # seconds for the process that starts ranks to import what they need
+MORE = 20.0  # seconds beyond the ranks' own time-out for their start, which says more
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,8 @@ class LocalRanks:
             results = ranks.run(function, *args)        # function(*args) on every rank; results in rank order
 
     `function` must be importable; `preload` names modules it will want. `timeout` of a run is for silence: an Engine
-    that gets on with its work is heard, and so is who calls `heartbeat()`. Once a rank has failed the others have
+    that gets on with its work is heard, and so is who calls `heartbeat()`. `start_timeout`: seconds that the ranks wait
+    for each other when they start. Once a rank has failed the others have
     `grace` seconds to end as well: they may be waiting for it. After a failure, a time-out or Ctrl-C all processes
     are gone and the pool is closed.
     """
@@ -83,9 +87,9 @@ class LocalRanks:
                 ours, theirs = Pipe()
                 self._pipes.append(ours)
                 with theirs:
-                    args = (rank, num_ranks, self._store.port, threads, backend)
-                    self._pids.append(self._nursery.bear(_rank_main, args, theirs.fileno(), start_timeout))
-            failures = [outcome for outcome in self._collect(start_timeout) if isinstance(outcome, Failed)]
+                    args = (rank, num_ranks, self._store.port, threads, backend, start_timeout)
+                    self._pids.append(self._nursery.bear(_rank_main, args, theirs.fileno(), IMPORTS))
+            failures = [outcome for outcome in self._collect(start_timeout + MORE) if isinstance(outcome, Failed)]
             if failures:
                 raise EngineError(_told(failures))
         except BaseException:
@@ -244,15 +248,22 @@ def heartbeat() -> None:
         _line.beat()
 
 
-def _rank_main(end: int, rank: int, num_ranks: int, port: int, threads: int, backend: str) -> None:
+def _rank_main(end: int, rank: int, num_ranks: int, port: int, threads: int, backend: str, timeout: float) -> None:
     global _line
     _line = Line(Connection(end))
     signs_of_life.append(heartbeat)
     torch.set_num_threads(threads)
     warnings.filterwarnings("ignore", message=TORCH_SAYS)  # who starts ranks has told it in a line
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_RANK=str(rank))
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
-    dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks)
+
+    def open_store() -> dist.Store:
+        return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout))
+
+    try:
+        join(open_store, backend, rank, num_ranks, timeout)
+    except Exception as error:
+        _line.answer(pickle.dumps(_failed(rank, error)))
+        return
     calm_gloo()
     _line.answer(pickle.dumps(None))
     while True:
@@ -286,9 +297,11 @@ def _answer(job: bytes, rank: int) -> bytes:
         function, args = _loaded(job)
         return _dumped(function, function(*args))
     except BaseException as error:  # SystemExit and KeyboardInterrupt too: the others are told what ended this rank
-        return pickle.dumps(
-            Failed(rank, type(error).__name__, str(error), traceback.format_exc(), isinstance(error, ZeropipeError))
-        )
+        return pickle.dumps(_failed(rank, error))
+
+
+def _failed(rank: int, error: BaseException) -> Failed:
+    return Failed(rank, type(error).__name__, str(error), traceback.format_exc(), isinstance(error, ZeropipeError))
 
 
 def is_local() -> bool:

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -37,9 +36,8 @@ def gradient_error(
     found = max((_of_stage(stage, wanted) for _, stage in sorted(engine.stages.items())), default=(0.0, ""))
     for stage in engine.stages.values():  # when all are compared: two of them may share a weight
         stage.zero_grad()
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, found)
-    error, name = max(everyone)
+    with engine.together("the comparison of gradients") as team:
+        error, name = max(team.fabric.exchange(found))
     dtype = next(plain.parameters()).dtype
     if not error <= TOLERANCES[dtype]:
         raise EngineError(f"the gradient of {name} differs by {error:.1e} from that of the plain model")

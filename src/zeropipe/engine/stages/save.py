@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 from zeropipe.core.placement import Placement
 from zeropipe.core.schedule import Schedule
+from zeropipe.engine.comm.collective import nothing, on_all_ranks, on_first_rank
+from zeropipe.engine.comm.ranks import TIMEOUT, Ranks, job_ranks
 from zeropipe.engine.stages.adapters import Adapter, Injected, adapter_in, is_adapters, merged, wrapped, wrappers
 from zeropipe.engine.stages.hf import HFStage
 from zeropipe.engine.stages.models import meta_model
@@ -24,10 +29,9 @@ from zeropipe.engine.stages.switch import (
     switch_to_adapter,
     switch_to_model,
 )
-from zeropipe.engine.stages.together import Together
 from zeropipe.engine.stages.whole import SCORE, Whole, listed
 from zeropipe.engine.transformers_private import classifier_name, published
-from zeropipe.errors import ConfigError, short
+from zeropipe.errors import ConfigError, EngineError, short
 
 _MOST_BYTES = 5_000_000_000  # of a file, and of what is copied to the CPU at once: a stage may be larger
 Tensors = dict[str, Callable[[], Tensor]]  # made one by one
@@ -56,21 +60,47 @@ def save_stages(
         placement = placement.placement
     if not isinstance(placement, Placement):
         raise ConfigError(f"placement={short(placement)}: the schedule, or its placement, is needed")
-    ranks, num_stages = Together(placement, rank, group), len(placement.copies[0])
-    found = ranks.each(lambda: _adapter_of(_checked(stages, placement, rank)))
+    with _ranks_of(placement, rank, group) as ranks:
+        _save(ranks, stages, placement, rank, Path(directory), merge)
+
+
+def _save(
+    ranks: Ranks | None, stages: Mapping[int, HFStage], placement: Placement, rank: int, directory: Path, merge: bool
+) -> None:
+    num_stages = len(placement.copies[0])
+    _, found = on_all_ranks(ranks, lambda: _adapter_of(_checked(stages, placement, rank)))
     adapter = next((each for each in found if each is not None), None)
-    forms: list[_Model | _Adapter] = []
-    ranks.each(lambda: forms.append(_form(next(iter(stages.values())), adapter, merge)))
-    (form,) = forms
-    workshop = Workshop(Path(directory), ranks.first(lambda: Workshop.token(ranks.is_distributed)))
+    form, _ = on_all_ranks(ranks, lambda: _form(next(iter(stages.values())), adapter, merge), share=nothing)
+    workshop = Workshop(directory, on_first_rank(ranks, lambda: Workshop.token(ranks is not None)))
     try:
-        ranks.first(lambda: form.require(workshop.directory))
-        ranks.each(lambda: _write(stages, placement, rank, form, workshop))
-        if ranks.is_distributed or workshop.is_complete(num_stages):
-            ranks.first(lambda: form.switch(workshop, num_stages))
+        on_first_rank(ranks, lambda: form.require(workshop.directory))
+        on_all_ranks(ranks, lambda: _write(stages, placement, rank, form, workshop), error=EngineError)
+        if ranks is not None or workshop.is_complete(num_stages):
+            on_first_rank(ranks, lambda: form.switch(workshop, num_stages), error=EngineError)
     except Exception:
         workshop.close()
         raise
+
+
+@contextmanager
+def _ranks_of(placement: Placement, rank: int, group: Any) -> Iterator[Ranks | None]:
+    """The ranks of a pipeline; None where a single process is called for one after the other."""
+    num_ranks = 1 + max(max(table) for table in placement.copies)
+    if not (dist.is_available() and dist.is_initialized()):
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise ConfigError("several processes must agree on this: call init_process_group() first")
+        if not 0 <= rank < num_ranks:
+            raise ConfigError(f"rank={rank}: the placement has ranks 0 to {num_ranks - 1}")
+        yield None
+        return
+    if dist.get_world_size(group) != num_ranks or dist.get_rank(group) != rank:
+        raise ConfigError(
+            f"rank={rank} of {num_ranks} in the placement is process {dist.get_rank(group)} of "
+            f"{dist.get_world_size(group)}: give group=, the process group of one pipeline"
+        )
+    with job_ranks(TIMEOUT, "called save_stages()", group) as ranks:
+        ranks.enter("saving the stages", busy=True)
+        yield ranks
 
 
 def _form(stage: HFStage, adapter: Adapter | None, merge: bool) -> _Model | _Adapter:

@@ -17,30 +17,16 @@ import torch
 from torch import Tensor
 
 from zeropipe.core.units import count_text
+from zeropipe.engine.comm.collective import on_all_ranks
 from zeropipe.engine.comm.fabric import Fabric
 from zeropipe.engine.layout import Layout
 from zeropipe.engine.stages.contract import Microbatch, Told
 from zeropipe.engine.step.cells import signature
 from zeropipe.engine.step.losses import number_of
-from zeropipe.errors import ConfigError, ZeropipeError
+from zeropipe.errors import ConfigError
 
 Orders = Callable[[int], tuple[int, int]]  # from a number of microbatches: see Word.orders
 KINDS = 1024  # different microbatches that a pipeline remembers the shapes of
-
-
-class Refused(tuple[Microbatch, ...]):
-    """No microbatches: this process cannot take part in the step, for a reason that all are told."""
-
-    reason: str
-
-    def __bool__(self) -> bool:
-        return True  # a reason, however few microbatches
-
-    @staticmethod
-    def because(reason: str) -> Refused:
-        refused = Refused()
-        refused.reason = reason
-        return refused
 
 
 class Word(NamedTuple):
@@ -49,7 +35,6 @@ class Word(NamedTuple):
     number: int  # of microbatches
     signatures: tuple[int, ...]  # of the microbatches; one where they are all alike
     count: float | None  # tokens of the step, from the rank with the last stage
-    fault: str | None = None
     orders: tuple[int, int] = (0, 0)  # of collectives: if all pipelines have its number of microbatches, and if not
 
 
@@ -103,12 +88,19 @@ def open_step(
     loss_fn: Any,
     counting: bool,
     orders: Orders,
+    refusal: str | None = None,
 ) -> Opened:
-    """Tell and hear. `state`: of the stages' weights. `counting`: whether this process counts its pipeline's tokens."""
-    words: list[Word] = fabric.exchange(_word(stages, state, microbatches, loss_fn, counting, orders))
-    for rank, word in enumerate(words):
-        if word.fault is not None:
-            raise ConfigError(f"rank {rank}: {word.fault}")
+    """Tell and hear. `state`: of the stages' weights. `counting`: whether this process counts its pipeline's tokens.
+
+    `refusal`: why this process cannot take part in the step, which all raise.
+    """
+
+    def word() -> Word:
+        if refusal is not None:
+            raise ConfigError(refusal)
+        return _word(stages, state, microbatches, loss_fn, counting, orders)
+
+    _, words = on_all_ranks(fabric, word)
     for first in range(layout.size):  # every process looks at every pipeline, so that all raise alike
         peers = [rank for rank in range(layout.size) if words[rank].number != words[first].number]
         other = next((rank for rank in peers if _same_pipeline(layout, first, rank)), None)
@@ -141,35 +133,28 @@ def _word(
     counting: bool,
     orders: Orders,
 ) -> Word:
-    if isinstance(microbatches, Refused):
-        return Word(0, (), None, microbatches.reason)
     if isinstance(microbatches, (Mapping, str)) or not hasattr(microbatches, "__len__"):
         kind = type(microbatches).__name__
-        return Word(0, (), None, f"microbatches are a {kind}: give a list of them, each a dict, like [{{'inputs': x}}]")
+        raise ConfigError(f"microbatches are a {kind}: give a list of them, each a dict, like [{{'inputs': x}}]")
     for index, microbatch in enumerate(microbatches):
         if not isinstance(microbatch, Mapping):
             kind = type(microbatch).__name__
-            return Word(0, (), None, f"microbatch {index} is a {kind}: each is a dict, like {{'inputs': x}}")
-    try:
-        for stage in stages:
-            for microbatch in microbatches:
-                if (reason := stage.refusal(microbatch)) is not None:
-                    raise ConfigError(reason)
-        signatures = tuple(_hash((state, signature(microbatch))) for microbatch in microbatches)
-        count = None
-        if isinstance(loss_fn, type):
-            raise ConfigError(f"loss_fn is the class {loss_fn.__name__}: give one of its objects, {loss_fn.__name__}()")
-        if counting and callable(getattr(loss_fn, "count", None)):
-            # microbatches may come in any order and through two ranks: all of them count
-            count = sum(number_of(loss_fn.count(microbatch)) for microbatch in microbatches)
-        if not microbatches:
-            raise ConfigError("no microbatches were given: a step has at least 1")
-        planned = orders(len(microbatches))
-    except Exception as error:  # the others must not wait for this rank
-        text = str(error) if isinstance(error, ZeropipeError) else f"{type(error).__name__}: {error}"
-        return Word(len(microbatches), (), None, text)
+            raise ConfigError(f"microbatch {index} is a {kind}: each is a dict, like {{'inputs': x}}")
+    for stage in stages:
+        for microbatch in microbatches:
+            if (reason := stage.refusal(microbatch)) is not None:
+                raise ConfigError(reason)
+    signatures = tuple(_hash((state, signature(microbatch))) for microbatch in microbatches)
+    if isinstance(loss_fn, type):
+        raise ConfigError(f"loss_fn is the class {loss_fn.__name__}: give one of its objects, {loss_fn.__name__}()")
+    count = None
+    if counting and callable(getattr(loss_fn, "count", None)):
+        # microbatches may come in any order and through two ranks: all of them count
+        count = sum(number_of(loss_fn.count(microbatch)) for microbatch in microbatches)
+    if not microbatches:
+        raise ConfigError("no microbatches were given: a step has at least 1")
     short = signatures[:1] if len(set(signatures)) == 1 else signatures
-    return Word(len(signatures), short, count, orders=planned)
+    return Word(len(signatures), short, count, orders(len(microbatches)))
 
 
 def state_of(parameters: Iterable[Tensor], device: torch.device) -> int:

@@ -23,9 +23,9 @@ from zeropipe.train.data.tokenizer import open_tokenizer, write_documents
 
 Log = Callable[[str], None]  # takes a line of text
 Check = Callable[[], None]
-_PROGRESS = "progress"
 _LOG_EVERY_S, _CHECK_EVERY_S, _POLL_EVERY_S = 10.0, 1.0, 0.2
 _COMPLETE, _INCOMPLETE = re.compile("[0-9a-f]{16}"), re.compile(r"\.[0-9a-f]{16}\.part")
+_VISIBLE_AFTER_S = 60.0  # that a network file system may take to show a new folder
 _ABANDONED_AFTER_S = 3600.0  # age of an incomplete folder that no process writes to any more
 
 
@@ -48,20 +48,24 @@ def prepare(config: RunConfig, log: Log, check: Check = lambda: None) -> None:
             log(f"{table}: skipped {_list_skipped(info.skipped)}")
 
 
-def wait_for(request: DataRequest, timeout: float) -> StoredSamples:
-    """Open the samples of a request once another process has written them. `timeout`: seconds without progress."""
-    folder, last, since = request.folder, "", time.monotonic()
-    while not folder.is_dir():
-        progress = _read_progress(folder)
-        if progress != last:
-            last, since = progress, time.monotonic()
-        if time.monotonic() - since > timeout:
-            raise EngineError(
-                f"{request.table}: no samples in {folder} after {timeout:g} s without progress ({last or 'none yet'}): "
-                "the first process writes them; train.output must be a folder that all machines see"
-            )
-        time.sleep(_POLL_EVERY_S)
-    return StoredSamples(folder, request.files)
+def require_visible(config: RunConfig, patience: float = _VISIBLE_AFTER_S) -> None:
+    """Raise unless this process sees the samples that another one has written: file systems may show them later."""
+    deadline = time.monotonic() + patience
+    for request in build_requests(config).values():
+        while not request.folder.is_dir():
+            if time.monotonic() > deadline:
+                raise EngineError(
+                    f"{request.table}: no samples in {request.folder} {patience:g} s after the first process has "
+                    "written them: train.output must be a folder that all machines see"
+                )
+            time.sleep(_POLL_EVERY_S)
+
+
+def open_samples(request: DataRequest) -> StoredSamples:
+    """Open the samples of a request, which `prepare` has written."""
+    if not request.folder.is_dir():
+        raise EngineError(f"{request.table}: no samples in {request.folder}: call prepare(config) first")
+    return StoredSamples(request.folder, request.files)
 
 
 def remove_unused(config: RunConfig) -> str:
@@ -100,8 +104,7 @@ def _write_folder(request: DataRequest, log: Log, check: Check) -> None:
         shutil.rmtree(staging, ignore_errors=True)  # of a job that was killed
         staging.mkdir(parents=True)
         try:
-            _write_samples(request, staging, _Progress(request.table, staging, log, check)).save(staging)
-            (staging / _PROGRESS).unlink(missing_ok=True)
+            _write_samples(request, staging, _Progress(request.table, log, check)).save(staging)
             for path in staging.iterdir():
                 sync_to_disk(path)
             sync_to_disk(staging)
@@ -162,25 +165,17 @@ def _staging_folder(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.part")
 
 
-def _read_progress(folder: Path) -> str:
-    try:
-        return (_staging_folder(folder) / _PROGRESS).read_text(errors="replace")
-    except OSError:
-        return ""
-
-
 class _Progress:
-    """Reports progress, at most every few seconds, to the log and to waiting processes."""
+    """Reports progress to the log, at most every few seconds, and calls `check`."""
 
-    def __init__(self, table: str, staging: Path, log: Log, check: Check) -> None:
-        self._table, self._staging, self._log, self._check = table, staging, log, check
+    def __init__(self, table: str, log: Log, check: Check) -> None:
+        self._table, self._log, self._check = table, log, check
         self._logged_at = self._checked_at = time.monotonic()
 
     def report(self, text: str) -> None:
         now = time.monotonic()
         if now - self._checked_at > _CHECK_EVERY_S:
             self._checked_at = now
-            (self._staging / _PROGRESS).write_text(text)
             self._check()
         if now - self._logged_at > _LOG_EVERY_S:
             self._logged_at = now

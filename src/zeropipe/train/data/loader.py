@@ -12,7 +12,7 @@ import numpy as np
 from zeropipe.errors import ConfigError
 from zeropipe.train.config.tables import RunConfig
 from zeropipe.train.data.batch import Batch, BatchLayout, build_batch
-from zeropipe.train.data.cache import wait_for
+from zeropipe.train.data.cache import open_samples
 from zeropipe.train.data.request import build_requests, vocabulary_size
 from zeropipe.train.data.rows import rows_at
 from zeropipe.train.data.store import Samples, StoredSamples, SyntheticSamples
@@ -132,7 +132,7 @@ class EvaluationData:
 
 
 def open_data(config: RunConfig, *, pipeline: int) -> TrainingData:
-    """The training data of one pipeline, as soon as `prepare` has written it in some process."""
+    """The training data of one pipeline, which `prepare` has written."""
     data, train = config.data, config.train
     identity: dict[str, Any] = {
         "data.kind": data.kind, "train.seed": train.seed, "data.sequence": data.sequence, "data.packing": data.packing,
@@ -144,7 +144,7 @@ def open_data(config: RunConfig, *, pipeline: int) -> TrainingData:
         samples = SyntheticSamples(data.sequence, vocabulary_size(config), train.seed)
         identity["model.vocabulary"] = samples.vocabulary
     else:
-        samples = wait_for(request, config.engine.timeout)
+        samples = open_samples(request)
         identity |= {"files": samples.info.source_digest, "tokens": samples.info.sample_digest}
     return TrainingData(
         samples, _make_layout(config, samples), pipeline, data.batch, seed=train.seed, shuffle=data.shuffle,
@@ -157,7 +157,7 @@ def open_evaluation(config: RunConfig, *, pipeline: int) -> EvaluationData | Non
     request = build_requests(config).get("evaluation")
     if request is None or config.evaluation is None:
         return None
-    samples = wait_for(request, config.engine.timeout)
+    samples = open_samples(request)
     layout = _make_layout(config, samples)
     return EvaluationData(samples, layout, pipeline, config.data.batch, config.evaluation.batches)
 

@@ -2,7 +2,7 @@
 
 trainer      train(config): set-up, steps, evaluation, checkpoints and the end, in this order
 setup        device, mesh, stages and Engine of a rank
-prepared     the data is prepared by the first rank, while the others wait
+data_barrier the data is prepared by the first rank, while the others wait
 steps        training steps and evaluation
 optimizer    torch's optimizers, in groups; the learning-rate schedule
 checkpoints  saved, pruned, found and resumed from

@@ -21,6 +21,7 @@ from zeropipe.engine.checkpoint.load import Loaded, load_checkpoint
 from zeropipe.engine.checkpoint.manifest import FILE, Manifest, NoFolder, followed, read_manifest
 from zeropipe.engine.checkpoint.save import require_savable, save_checkpoint, written_by
 from zeropipe.engine.checkpoint.saving import Saving
+from zeropipe.engine.comm.collective import on_first_rank
 from zeropipe.engine.engine import Engine
 from zeropipe.engine.stages.chance import is_chance
 from zeropipe.engine.stages.hf import HFStage
@@ -160,10 +161,8 @@ def find_newest(folder: Path) -> Path | None:
 def resume(config: RunConfig, engine: Engine, optimizer: Any, is_first: bool) -> tuple[Path, Loaded] | None:
     """Load the checkpoint that the first rank chooses, if there is one; all ranks call this."""
     with engine.together("looking for a checkpoint") as team:
-        (path, fault), *_ = team.fabric.exchange(_try_choose(config, engine) if is_first else (None, None))
+        path = on_first_rank(team.fabric, lambda: _choose(config, engine))
         here = written_by(team.schedule, team.fabric.layout)
-    if fault is not None:
-        raise fault
     if path is None:
         return None
     try:
@@ -177,14 +176,11 @@ def resume(config: RunConfig, engine: Engine, optimizer: Any, is_first: bool) ->
     return path, loaded
 
 
-def _try_choose(config: RunConfig, engine: Engine) -> tuple[Path | None, Exception | None]:
-    try:
-        path = choose_checkpoint(config)
-        if path is not None:
-            _require_same_model(config, path, engine)
-        return path, None
-    except Exception as error:  # all ranks raise it
-        return None, error
+def _choose(config: RunConfig, engine: Engine) -> Path | None:
+    path = choose_checkpoint(config)
+    if path is not None:
+        _require_same_model(config, path, engine)
+    return path
 
 
 def choose_checkpoint(config: RunConfig) -> Path | None:

@@ -16,10 +16,11 @@ import torch
 from zeropipe.core.files import has_suffix
 from zeropipe.core.mesh import DATA_DIMENSIONS
 from zeropipe.engine.backward.gradients import main_gradients
+from zeropipe.engine.comm.collective import nothing, on_all_ranks, require_same
+from zeropipe.engine.comm.ranks import Ranks
 from zeropipe.engine.engine import Engine
 from zeropipe.engine.mesh.parallelize import parallelize
 from zeropipe.engine.run.job import DTYPES, device_of, mesh_of
-from zeropipe.engine.run.meeting import require_same
 from zeropipe.engine.stages.build import hf_stages
 from zeropipe.engine.stages.chance import chances
 from zeropipe.errors import ConfigError, MissingExtra
@@ -41,17 +42,18 @@ class RankPosition:
     pipeline: int  # index of its pipeline, which has its own microbatches
 
 
-def find_position(config: RunConfig) -> RankPosition:
+def find_position(config: RunConfig, ranks: Ranks) -> RankPosition:
     """The position of this process. The mesh has pp, and the other dimensions of more than one process.
 
     ConfigError on all ranks if their training files or model files differ.
     """
     kind = config.engine.device
     device = device_of(("cuda" if torch.cuda.is_available() else "cpu") if kind == "auto" else kind)
-    require_same(_list_fields(config), "training file and options")
-    require_same(_list_files(config), "files of the model")
+    ranks.enter("comparing options and files")
+    require_same(ranks, lambda: _list_fields(config), "training file and options")
+    require_same(ranks, lambda: _list_files(config), "files of the model")
     sizes = tuple((name, size) for name, size in config.mesh.sizes.items() if size > 1 or name == "pp")
-    mesh = mesh_of(sizes, device)
+    mesh = mesh_of(sizes, device, ranks)
     coordinate = dict(zip(mesh.mesh_dim_names, mesh.get_coordinate()))
     pipeline = 0
     for name in DATA_DIMENSIONS:
@@ -82,8 +84,14 @@ def _sign_file(file: Path) -> str:
         return f"{size} bytes, sum {zlib.crc32(opened.read()):08x}"
 
 
-def make_engine(config: RunConfig, position: RankPosition) -> Engine:
-    """The Engine with this rank's stages."""
+def build_stages(config: RunConfig, position: RankPosition, ranks: Ranks) -> dict[int, Any]:
+    """This rank's stages, prepared for the mesh, once all ranks have built theirs."""
+    ranks.enter("building its stages", busy=True)
+    stages, _ = on_all_ranks(ranks, lambda: _build_stages(config, position), share=nothing, names_rank=False)
+    return stages
+
+
+def _build_stages(config: RunConfig, position: RankPosition) -> dict[int, Any]:
     schedule = build_schedule(config)
     dtype = DTYPES[config.model.dtype]
     stages = hf_stages(
@@ -98,10 +106,15 @@ def make_engine(config: RunConfig, position: RankPosition) -> Engine:
     if not is_mixed and dtype == torch.bfloat16 and config.optimizer.master_weights:
         for stage in stages.values():
             main_gradients(stage, torch.float32)
+    return stages
+
+
+def make_engine(config: RunConfig, position: RankPosition, stages: dict[int, Any]) -> Engine:
+    """The Engine with this rank's stages."""
     table = config.engine
     return Engine(
-        schedule, stages, mesh=position.mesh, device=position.device, compile=table.compile, ac=table.ac,
-        split=table.split, dynamic_weights=table.dynamic_weights, direct_gradients=table.direct_gradients,
+        build_schedule(config), stages, mesh=position.mesh, device=position.device, compile=table.compile,
+        ac=table.ac, split=table.split, dynamic_weights=table.dynamic_weights, direct_gradients=table.direct_gradients,
         regather=table.shards == "regather", timeout=table.timeout,
     )  # fmt: skip
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from zeropipe.core.files import write_whole
+from zeropipe.engine.comm.ranks import job_ranks
 from zeropipe.engine.engine import Engine
 from zeropipe.engine.step.losses import CausalLMLoss
 from zeropipe.errors import ConfigError
@@ -20,11 +21,18 @@ from zeropipe.train.config.write import to_toml
 from zeropipe.train.data.cache import remove_unused
 from zeropipe.train.data.loader import TrainingData, open_data, open_evaluation
 from zeropipe.train.loop.checkpoints import CheckpointFolder, resume
+from zeropipe.train.loop.data_barrier import prepare_data
 from zeropipe.train.loop.export import export
 from zeropipe.train.loop.metrics import MetricsLog, Utilization, log, peak_memory
 from zeropipe.train.loop.optimizer import make_optimizer, reset_groups
-from zeropipe.train.loop.prepared import named, prepared
-from zeropipe.train.loop.setup import RankPosition, find_position, make_engine, require_packing, use_deterministic
+from zeropipe.train.loop.setup import (
+    RankPosition,
+    build_stages,
+    find_position,
+    make_engine,
+    require_packing,
+    use_deterministic,
+)
 from zeropipe.train.loop.signals import StopSignals
 from zeropipe.train.loop.sole import OutputLock
 from zeropipe.train.loop.steps import Progress, Stepper, StepRecord, evaluate
@@ -50,9 +58,11 @@ class Outcome:
 def train(config: RunConfig, observe: Callable[[StepRecord], None] | None = None) -> Outcome:
     """Train as the file describes; all ranks of the process group call this. `observe` is called after each step."""
     with StopSignals() as signals, use_deterministic(config.train.deterministic), OutputLock() as lock:
-        position = find_position(config)
-        prepared(config, named(), signals, lock)
-        with make_engine(config, position) as engine:
+        with job_ranks(config.engine.timeout, "begun to train") as ranks:
+            position = find_position(config, ranks)
+            prepare_data(config, ranks, signals, lock)
+            stages = build_stages(config, position, ranks)
+        with make_engine(config, position, stages) as engine:
             Path(config.train.output).mkdir(parents=True, exist_ok=True)
             return Trainer(config, engine, position, signals, observe).run()
 
