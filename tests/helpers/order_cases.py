@@ -53,8 +53,11 @@ def train_unlike(
     plain = blocks(number)
     model = nn.Sequential(*plain)
     stages: dict[int, Any] = parallelize(dict(module_stages(blocks(number), schedule, rank_of(mesh))), mesh)
-    seen = {"loss": 0.0, "eval": 0.0, "grad": 0.0}
-    with Engine(schedule, stages, mesh=mesh, **options) as engine:
+    seen = {"loss": 0.0, "eval": 0.0, "grad": 0.0, "weight": 0.0}
+    given = dict(reversed(stages.items())) if pipeline_of(mesh) else stages  # in whatever order
+    with Engine(schedule, given, mesh=mesh, **options) as engine:
+        for name, weight in engine.named_weights():
+            seen["weight"] = max(seen["weight"], error_of(weight, model.get_parameter(name).detach()))
         for step, some in enumerate(counts):
             data = [microbatches(count, 10 * step + pipeline) for pipeline, count in enumerate(some)]
             mine = data[pipeline_of(mesh)]

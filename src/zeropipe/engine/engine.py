@@ -81,8 +81,11 @@ class Engine:
         setup.check_given(schedule, stages)
         setup.check_sizes(schedule, layout)
         self.schedule, self.record = schedule, record
-        self._given = dict(stages)
-        self.stages = {stage: given.module if isinstance(given, Told) else given for stage, given in stages.items()}
+        order = schedule.placement.stages_of(layout.pipeline_rank)  # what is collective is done in one order everywhere
+        self._given = dict(sorted(stages.items(), key=lambda item: order.index(item[0]) if item[0] in order else -1))
+        self.stages = {
+            stage: given.module if isinstance(given, Told) else given for stage, given in self._given.items()
+        }
         self._device = setup.device_of(device, self.stages)
         self._fabric = fabric = Fabric(layout, self._device, self.options.timeout)
         self.rank = layout.pipeline_rank
@@ -113,7 +116,7 @@ class Engine:
         self._deferred = [layer for told in self._told.values() for layer in deferred_in(told.module)]
         self._shards = {
             stage: Shards(stage, told.module, regather=self.options.regather, keeps_factors=told.keeps_factors)
-            for stage, told in sorted(self._told.items())  # each is set up by itself: in one order everywhere
+            for stage, told in self._told.items()
             if sharded(told.module)
         }
         fabric.place.name = "set-up, connecting"
