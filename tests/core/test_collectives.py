@@ -7,12 +7,14 @@ import pytest
 
 pytest.importorskip("torch")
 
+import torch
 from torch import nn
 
 import zeropipe as zp
 from zeropipe.core.action import Kind, actions_of
 from zeropipe.core.collectives import Collective, collectives, gather_order
 from zeropipe.core.resize import resize
+from zeropipe.engine.mesh.shards import Reduction
 from zeropipe.engine.options import Options
 from zeropipe.engine.step.agreed import AgreedOrder, digest, first_difference
 from zeropipe.engine.step.executors import Executors
@@ -80,6 +82,16 @@ def test_keeping_weights_would_not_agree_on_a_mirrored_placement():
     assert orders[0] != orders[1]
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if len(built(name, 2).placement.copies) == 1])
+def test_keeping_weights_agrees_for_any_number_where_each_stage_has_one_copy(name):
+    """Pipelines in torch's interface, which without a mesh do not know each other's numbers, rely on it."""
+    for schedule in (built(name, 2), built(name, 4)):
+        for rank in range(schedule.num_ranks):
+            executors = executors_of(schedule, rank, {})
+            for use in ("train", "forward"):
+                assert len({executors.orders(use, number)[0] for number in (1, 2, 3, schedule.num_ranks + 1, 9)}) == 1
+
+
 def test_a_pass_needs_the_outermost_unit_first():
     assert gather_order(4, backward=False) == [3, 2, 1, 0]
     assert gather_order(4, backward=True) == [3, 0, 1, 2]
@@ -110,3 +122,29 @@ def test_the_first_difference_is_named():
     assert "rank 0 has 'gather unit 0' where rank 1 has 'gather unit 1'" in first_difference(0, 1, lines)
     assert "ranks 0 and 2 share stages" in first_difference(0, 2, lines)
     assert "rank 2 has 'nothing more'" in first_difference(0, 2, lines)
+
+
+def test_units_are_reduced_in_order_when_complete_and_gathered():
+    weights = [torch.zeros(2), torch.zeros(2), torch.zeros(3)]  # two in unit 0, one in unit 1; unit 2 has none
+    reduced: list[int] = []
+    places = {id(weight): unit for weight, unit in zip(weights, (0, 0, 1))}
+    shards = Some(stage=4, units=[None] * 3, may_reduce=False, reduce=reduced.append)
+    shards.number_of = lambda weight: places.get(id(weight))
+    reduction = Reduction(shards, weights)
+    reduction.ran(weights[2])
+    reduction.ran(weights[0])
+    reduction.ran(weights[0])  # a second gradient of one weight completes no other
+    reduction.ran(torch.zeros(1))  # nor does one that is not sharded
+    shards.may_reduce = True
+    assert reduced == []
+    reduction.ran(weights[1])
+    assert reduced == [0, 1, 2]
+    with pytest.raises(zp.EngineError, match=r"stage 4 adds .* of a weight of shape \[2\] after it was summed"):
+        reduction.ran(weights[0])
+    waiting = Reduction(shards, weights)
+    shards.may_reduce = False  # the pass still gathers: what it needs must not wait
+    for weight in weights:
+        waiting.ran(weight)
+    assert reduced == [0, 1, 2]
+    waiting.rest()
+    assert reduced == [0, 1, 2, 0, 1, 2]

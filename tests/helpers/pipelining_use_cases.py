@@ -84,10 +84,14 @@ def sharded_on_a_mesh() -> float:
     for module in modules:
         fully_shard(module, mesh=mesh["dp_shard"]).set_force_sum_reduction_for_comms(True)
     stages = stages_for(modules, numbers, group)
+    batch, refusals = draw(2 * sizes[place], place), []
+    ours.configure(regather=True)
+    try:
+        feed(ours.ScheduleZBVZeroBubble(stages, sizes[place], loss_fn=mean_square), stages, *batch)
+    except ConfigError as error:
+        refusals.append(str(error))
     ours.configure(mesh=mesh)
     try:
-        batch = draw(2 * sizes[place], place)
-        refusals = []
         for call in (
             lambda: check_pipeline(mesh, None),
             lambda: feed(ours.ScheduleZBVZeroBubble(stages, sizes[place], loss_fn=mean_square), stages, *batch),
@@ -96,8 +100,9 @@ def sharded_on_a_mesh() -> float:
                 call()
             except ConfigError as error:
                 refusals.append(str(error))
-        assert "the stages have [0, 1, 2, 3] in their group" in refusals[0]
-        assert "ran different numbers of microbatches" in refusals[1]
+        assert "with regather=True all pipelines must have the same number of microbatches" in refusals[0]
+        assert "the stages have [0, 1, 2, 3] in their group" in refusals[1]
+        assert "ran different numbers of microbatches" in refusals[2]
         with warnings.catch_warnings(record=True) as warned:
             warn_of_replicas(mesh, stages)
             warn_of_replicas(mesh, stages_for([Stage(n, 4) for n in range(4)], numbers, group))

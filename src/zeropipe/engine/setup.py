@@ -91,6 +91,11 @@ def check_stages(schedule: Schedule, layout: Layout, stages: Mapping[int, Told],
             )
         if sharded(told.module) and layout.mesh is None and not told.keeps_factors:
             raise ConfigError(f"stage {stage} is sharded: give the Engine the mesh it is sharded on")
+        if sharded(told.module) and layout.mesh is None and options.regather:
+            raise ConfigError(
+                f"stage {stage} is sharded: with regather=True all pipelines must have the same number of "
+                "microbatches, which is not known without a mesh: give configure(mesh=...), or leave regather out"
+            )
         if sharded(told.module) and options.regather and options.split == "autograd":
             raise ConfigError(
                 f"stage {stage} is sharded: split='autograd' may read weights in W, which regather=True has let go; "
