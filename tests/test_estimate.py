@@ -343,10 +343,10 @@ def test_memory_is_what_the_engine_was_seen_to_hold():
 
 
 def test_a_narrow_terminal_folds_no_cell_of_an_estimate(monkeypatch, capsys):
-    from zeropipe.cli.layers import tell
+    from zeropipe.cli.layer_table import print_costs
 
     monkeypatch.setenv("COLUMNS", "80")
-    tell(zp.estimate("qwen3-8b"), "an estimate", None, as_json=False)
+    print_costs(zp.estimate("qwen3-8b"), "an estimate", None, as_json=False)
     rows = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert "dense 36 2.93 ms 3.89 ms 2.282 ms 562.6 MB 520.1 MB 192.9 M" in rows
     assert rows[-3].endswith(" 0 B 0"), "the loss has no parameters"

@@ -462,7 +462,7 @@ def test_flags_of_the_command_line_come_before_those_of_the_file(tmp_path, capsy
 def test_a_narrow_terminal_folds_no_cell_of_the_ranking(columns, lines):
     from rich.console import Console
 
-    from zeropipe.cli.plan import _table
+    from zeropipe.cli.plan import _create_table
 
     row = [
         "16x8x8",
@@ -477,7 +477,7 @@ def test_a_narrow_terminal_folds_no_cell_of_the_ranking(columns, lines):
     ]
     console = Console(width=columns, highlight=False)
     with console.capture() as told:
-        console.print(_table({"10*": [*row, "10.3%"], "11": [*row, ""]}, console))
+        console.print(_create_table({"10*": [*row, "10.3%"], "11": [*row, ""]}, console))
     text = told.get()
     assert max(len(line.rstrip()) for line in text.splitlines()) <= columns
     assert all(text.count(cell) == 2 for cell in row)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 import zeropipe as zp
-from zeropipe.cli.profile import _with_sheet
+from zeropipe.cli.profile import _add_data_sheet
 from zeropipe.core.model.probe import (
     LayerGroup,
     Ping,
@@ -159,9 +159,9 @@ def test_messages_are_part_of_the_actions_of_a_rank():
 
 def test_the_data_sheet_of_a_known_gpu_is_added():
     profile = profile_of(TRUTH, SINGLE)
-    found = _with_sheet(replace(profile, machine={"gpu": "NVIDIA H200", "memory": 1}, bytes_per_number=2))
+    found = _add_data_sheet(replace(profile, machine={"gpu": "NVIDIA H200", "memory": 1}, bytes_per_number=2))
     assert (found["memory"], found["peak_flops"], found["bandwidth"]) == (1, 989.4e12, 4.8e12)
-    assert _with_sheet(replace(profile, machine={"gpu": "Abacus"})) == {"gpu": "Abacus"}
+    assert _add_data_sheet(replace(profile, machine={"gpu": "Abacus"})) == {"gpu": "Abacus"}
 
 
 def test_what_is_wrong_in_few_measurements_is_left_out():
@@ -334,15 +334,15 @@ def test_a_run_corrects_the_setting_that_is_named(run, tmp_path):
     "args,words",
     [
         (("costs.json", "--fit", "seconds.json", "--ac", "full"), "no setting with ac=full"),
-        (("costs.json", "--fit", "seconds.json", "--sequence", "64"), "--sequence: the costs in costs.json say that"),
-        (("nowhere",), "give a directory with config.json"),
+        (("costs.json", "--fit", "seconds.json", "--sequence", "64"), "--sequence: set by the costs in costs.json"),
+        (("nowhere",), "must be a directory with config.json"),
         (("qwen3-8b", "--num-layers", "3"), "only tiny models"),
         (("tiny-qwen3", "--ac", "half"), "activation checkpointing 'half'"),
         (("tiny-qwen3", "--ac", "memory_budget:0.5"), "give --compile"),
         (("tiny-qwen3", "--ranks", "9999"), "too many processes"),
         (("tiny-qwen3", "-o", "x.txt"), "must end in .json"),
         (("tiny-qwen3", "--layers", "2,2"), "the run that --fit names"),
-        (("costs.json",), "give --fit"),
+        (("costs.json",), "pass --fit"),
         (("costs.json", "--fit", "nowhere.json"), "cannot read"),
         (("costs.json", "--fit", "costs.json"), "costs.json"),
         (("tiny-qwen3", "--fit", "nowhere.json"), "cannot read nowhere.json"),  # and nothing is measured before

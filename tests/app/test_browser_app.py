@@ -380,8 +380,8 @@ def test_a_busy_server_is_asked_again(visit):
 
 
 def test_a_link_reproduces_the_view(visit, monkeypatch):
-    from zeropipe.cli.app import address
-    from zeropipe.cli.request import request_of
+    from zeropipe.cli.app import page_query
+    from zeropipe.cli.request import create_request
 
     given = []
     monkeypatch.setattr(registry, "_entries", dict(registry._entries))
@@ -396,7 +396,7 @@ def test_a_link_reproduces_the_view(visit, monkeypatch):
     sizes = {"ranks": (4,), "microbatches": (12,), "stages_per_rank": ()}
     costs = {"f": ",".join(["1,1,2,1"] * 4), "p2p": 0.1, "memory_limit": 30.0}
     pairs = ("lazy=False", "order=a,b:50%=c", "keep=1.5")
-    page = visit(address(request_of(names, {**sizes, **costs, "pairs": pairs}, several=("schedule",))))
+    page = visit(page_query(create_request(names, {**sizes, **costs, "pairs": pairs}, several=("schedule",))))
     built = [
         zp.build("zbv", ranks=4, microbatches=12),
         zp.build("interleaved", ranks=4, microbatches=12, stages_per_rank=4),

@@ -116,7 +116,7 @@ def test_the_star_keeps_the_memory_limit(run):
     assert [t["fits"] for t in data] == [False, True, True]
     out = run(*args, "--memory-limit", "2")[1]
     assert "★" not in out
-    assert "none keeps the memory limit 2, so none wins; 4 would be enough for: v-min" in out
+    assert "none fits the memory limit 2; 4 is enough for: v-min" in out
 
 
 def test_a_sweep_has_a_table_and_a_star_per_size(run, tmp_path):
@@ -152,7 +152,7 @@ def test_variants_have_settings_of_their_own(run):
 def test_an_option_that_some_do_not_have(run):
     args = ("compare", "1f1b", "interleaved", "zbv", *SIZE, "-O", "group_size=8")
     _, out, _ = run(*args)
-    assert "--option group_size is unknown to 1f1b, zbv: left as they are" in out
+    assert "--option group_size is not an option of 1f1b, zbv: ignored there" in out
     data = json.loads(run(*args, "--json")[1])
     assert data["ignored_options"] == {"group_size": ["1f1b", "zbv"]}
     alone = json.loads(run("simulate", "interleaved:group_size=8", *SIZE, "--json")[1])
@@ -175,7 +175,7 @@ def test_fewer_microbatches_than_stages_are_warned_of(run):
 
 def test_many_ranks_are_not_all_printed(run):
     _, out, _ = run("simulate", "1f1b", "-p", "100", "-m", "2")
-    assert "ranks 32 to 67 are left out here: --json has them all" in out
+    assert "ranks 32 to 67 are not shown: --json has all" in out
     assert len(out.splitlines()) < 80
     assert len(json.loads(run("simulate", "1f1b", "-p", "100", "-m", "2", "--json")[1])["idle"]) == 100
 
@@ -193,9 +193,9 @@ def test_every_line_fits_a_narrow_terminal(run, monkeypatch):
 
 def test_cells_are_not_folded_in_a_file(run, monkeypatch):
     """A file or a pipe has no width: a row is a line there, for grep and for people."""
-    args = ("plan", "qwen3-8b", "--gpus", 8, "--batch", 64, "--tp", 1, "--microbatch-sizes", 1, "--ac", "selective:op")
+    args = ("plan", "qwen3-8b", "--gpus", 8, "--batch", 64, "--tp", 1, "--microbatch", 1, "--ac", "selective:op")
     monkeypatch.delenv("COLUMNS")
-    out = run(*args, "--pp", 2, "--schedules", "interleaved-zb", "--workers", 1)[1]
+    out = run(*args, "--ranks", 2, "--schedules", "interleaved-zb", "--workers", 1)[1]
     row = next(line for line in out.splitlines() if line.startswith(" 1*"))
     cells = ("2x4x1", "interleaved-zb:v=", "16x1", "selective:op")
     assert all(cell in row for cell in cells), out
@@ -218,8 +218,8 @@ def test_compare_all_beside_a_file(run, tmp_path):
     assert f"wrote {picture} (" in run("compare", "1f1b", "zbv", *SIZE, "-o", str(picture))[1]
     timed = tmp_path / "found.json"
     timed.write_text(zp.to_json(zp.simulate(zp.build("1f1b", ranks=4, microbatches=8), zp.Costs(f=3))))
-    assert "do not count here: --costs" in " ".join(run("compare", str(timed), "zbv", *SIZE)[1].split())
-    assert "do not count" not in run("compare", str(timed), "zbv", *SIZE, "--costs", str(timed))[1]
+    assert "are not used: --costs" in " ".join(run("compare", str(timed), "zbv", *SIZE)[1].split())
+    assert "are not used" not in run("compare", str(timed), "zbv", *SIZE, "--costs", str(timed))[1]
     data = json.loads(run("compare", str(timed), "1f1b", "zbv", *SIZE, "--json")[1])
     assert [t["title"] for t in data["compared"]] == [str(timed), "1f1b", "zbv"]  # both are 1f1b
 
@@ -232,7 +232,18 @@ def test_names_stay_whole_in_a_narrow_terminal(run, monkeypatch):
 
 
 def test_a_picture_has_all_of_pythons_options(run, tmp_path):
-    looks = ("--width", "300", "--theme", "dark", "--labels", "action", "--memory", "--no-legend", "--title", "Mine")
+    looks = (
+        "--width",
+        "300",
+        "--theme",
+        "dark",
+        "--labels",
+        "action",
+        "--memory-curves",
+        "--no-legend",
+        "--title",
+        "Mine",
+    )
     ours, pythons = tmp_path / "a.svg", tmp_path / "b.svg"
     run("draw", "1f1b", *SIZE, "-o", str(ours), *looks)
     timeline = zp.simulate(zp.build("1f1b", ranks=4, microbatches=8))
@@ -320,7 +331,7 @@ def test_a_users_own_file(run, tmp_path):
         (["simulate", "zbv", *SIZE, "--f", "-1"], "f=-1.0: a number from 0 on"),
         (["simulate", "zbv", *SIZE, "-v", "3"], "zbv needs 2 stages per rank"),
         (["simulate", "1f1b", *SIZE, "-O", "group_size=2"], "1f1b has no option 'group_size'"),
-        (["simulate", "1f1b", *SIZE, "-O", "group_size"], "write it as name=value"),
+        (["simulate", "1f1b", *SIZE, "-O", "group_size"], "must be name=value"),
         (["simulate", "1f1b", *SIZE, "--costs", "no.toml"], "cannot read the costs file no.toml"),
         (["simulate", "no.csv"], "cannot read no.csv"),
         (["simulate", "no.py:x", *SIZE], "cannot read no.py"),
@@ -335,15 +346,18 @@ def test_a_users_own_file(run, tmp_path):
         (["compare", "all", "dualpipe", "-p", "3", "-m", "8"], "dualpipe needs an even number of ranks"),
         (["paint"], "No such command 'paint'"),
         (["compare", *SIZE], "Missing argument 'SCHEDULES"),
-        (["compare", "1f1b", "zbv", *SIZE, "-O", "extra=3"], "--option extra: none of the schedules compared has"),
+        (["compare", "1f1b", "zbv", *SIZE, "-O", "extra=3"], "--option extra: none of the compared schedules has"),
         (["compare", "1f1b:extra=3", "zbv", *SIZE], "1f1b has no option 'extra'"),
-        (["compare", "interleaved:v=two", *SIZE], "interleaved:v=two: v=two: a whole number of stages per rank"),
-        (["compare", "interleaved:v=", *SIZE], "'interleaved': 'v=': write it as name=value"),
-        (["simulate", "zbv", *SIZE, "-O", "ranks=2"], "ranks is a size, not an option: give --ranks N"),
+        (["compare", "interleaved:v=two", *SIZE], "interleaved:v=two: v=two: must be a positive integer"),
+        (["compare", "interleaved:v=", *SIZE], "'interleaved': 'v=': must be name=value"),
+        (["simulate", "zbv", *SIZE, "-O", "ranks=2"], "ranks is a size, not an option: use --ranks N"),
         (["simulate", "zbv", *SIZE, "-O", "spec=2"], "zbv has no option 'spec'"),
-        (["simulate", "zbv", *SIZE, "-m", "8,16"], "`zeropipe compare` takes several"),
+        (
+            ["simulate", "zbv", *SIZE, "-m", "8,16"],
+            "microbatches='8,16': must be a single one here; compare takes several",
+        ),
         (["compare", "zbv", "-p", "4", "-m", "8,x"], "microbatches='8,x': must be positive integers, like 16,32"),
-        (["compare", "zbv", *SIZE, "--title", "x"], "--title is for a picture: give -o FILE"),
+        (["compare", "zbv", *SIZE, "--title", "x"], "--title is for a picture: pass -o FILE"),
         (["draw", "1f1b", *SIZE, "-o", "x.html", "--width", "100"], ".html has no option 'width'"),
         (["draw", "1f1b", *SIZE, "-o", "x.svg", "--width", "nan"], "width=nan: a figure is 100 to 10000 points"),
     ],
@@ -400,9 +414,9 @@ def test_weights_in_parts(run, tmp_path):
         data = json.loads(run(*command, "--json", "--weight-parts", "4")[1])
         assert data["makespan"] == pytest.approx(3 * json.loads(run(*filled(), "--json")[1])["makespan"])
     assert "W in 4 parts" in run("show", str(file), "--weight-parts", "4")[1]
-    notes = "W in 4 parts: zbv\nno W, so none in parts: 1f1b"
+    notes = "W in 4 parts: zbv\nno W to divide into parts: 1f1b"
     assert notes in run("compare", "zbv", "1f1b", *SIZE, "--weight-parts", "4")[1]
-    refused = "weight_parts=4: 1f1b has whole backwards and no W: leave it out, or give a schedule with W"
+    refused = "weight_parts=4: 1f1b has full backwards and no W; leave it out, or use a schedule with W"
     assert refused in run("simulate", "1f1b", *SIZE, "--weight-parts", "4")[2]
     assert run("simulate", "zbv", *SIZE, "--weight-parts", "65")[0] == 2
 
@@ -414,7 +428,7 @@ def filled():
 def test_several_runs_are_ranked_as_a_comparison_is(capsys):
     from types import SimpleNamespace
 
-    from zeropipe.cli.run_text import print_ranking
+    from zeropipe.cli.run_output import print_ranking
 
     schedule = zp.from_csv("0F0,0B0\n", "[odd]")
     runs = [zp.simulate(schedule, zp.Costs(f=f, unit="s")) for f in (2, 1, 1)]

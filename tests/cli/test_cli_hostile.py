@@ -126,14 +126,17 @@ def test_a_mistake_is_short_in_json_too(capsys):
 @pytest.mark.parametrize(
     "args,words",
     [
-        (("zbv", "--inter-p2p", "1"), "--inter-p2p is of links between machines: say how many"),
-        (("zbv", "--inter-bandwidth", "1"), "--inter-bandwidth is of links between machines"),
-        (("zbv", "--bandwidth", "4"), "--bandwidth 4 changes nothing while messages have no size: give --message N"),
-        (("zbv", "--memory-limit", "40GB"), "--memory-limit is in bytes, memory of these costs in activations: give"),
+        (("zbv", "--inter-p2p", "1"), "--inter-p2p is for links between machines: pass their ranks"),
+        (("zbv", "--inter-bandwidth", "1"), "--inter-bandwidth is for links between machines"),
+        (("zbv", "--bandwidth", "4"), "--bandwidth 4 has no effect on messages of size 0: pass --message N"),
+        (
+            ("zbv", "--memory-limit", "40GB"),
+            "--memory-limit is in bytes, but memory of these costs is in activations: use",
+        ),
         (("zbv", "--units", "4"), "units is of sharded stages: say when they are gathered"),
         (("zbv", "--shard-bandwidth", "4"), "shard_bandwidth is of sharded stages"),
         (("interleaved:v=2:v=4",), "v is given twice"),
-        (("interleaved:v=2:stages_per_rank=4",), "v and stages_per_rank are the same; give one of them"),
+        (("interleaved:v=2:stages_per_rank=4",), "v and stages_per_rank are the same; use one of them"),
         (("interleaved", "-O", "group_size=4", "-O", "group-size=8"), "group_size is given twice"),
     ],
 )

@@ -25,8 +25,8 @@ def open_terminal(monkeypatch):
 
 def test_long_work_shows_its_pieces_and_leaves_nothing_behind(monkeypatch):
     terminal = open_terminal(monkeypatch)
-    monkeypatch.setattr(shown, "PATIENCE", 0.01)
-    with shown.progress(2) as begin:
+    monkeypatch.setattr(shown, "BAR_DELAY_S", 0.01)
+    with shown.show_steps(2) as begin:
         for name in ("first", "[second]"):
             begin(name)
             until = time.monotonic() + 20
@@ -40,21 +40,21 @@ def test_long_work_shows_its_pieces_and_leaves_nothing_behind(monkeypatch):
 
 def test_short_work_shows_nothing(monkeypatch, capsys):
     terminal = open_terminal(monkeypatch)
-    monkeypatch.setattr(shown, "PATIENCE", 60.0)
+    monkeypatch.setattr(shown, "BAR_DELAY_S", 60.0)
     main(["compare", "all", "--ranks", "2", "--microbatches", "4", "--json"])
     assert len(json.loads(capsys.readouterr().out)["compared"]) == 16
     assert terminal.getvalue() == ""
 
 
 def test_no_bar_outside_a_terminal(monkeypatch, capsys):
-    monkeypatch.setattr(shown, "PATIENCE", 0.0)
+    monkeypatch.setattr(shown, "BAR_DELAY_S", 0.0)
     main(["simulate", "1f1b", "--ranks", "2", "--microbatches", "4"])
     assert capsys.readouterr().err == ""
 
 
 def test_a_mistake_while_the_bar_is_there_is_still_one_line(monkeypatch):
     terminal = open_terminal(monkeypatch)
-    monkeypatch.setattr(shown, "PATIENCE", 60.0)
+    monkeypatch.setattr(shown, "BAR_DELAY_S", 60.0)
     with pytest.raises(SystemExit):
         main(["compare", "zbv", "zbw", "--ranks", "2", "--microbatches", "4"])
     assert terminal.getvalue().startswith("zeropipe: unknown schedule 'zbw'")

@@ -15,13 +15,13 @@ SIZE = ("search", "--ranks", "4", "--microbatches", "6")
 
 def test_a_search_is_told_in_four_lines_and_written(run, tmp_path):
     file = tmp_path / "found.json"
-    status, out, err = run(*SIZE, "--i", "1.2", "--memory-limit", "2", "--steps", "100", "-o", str(file))
+    status, out, err = run(*SIZE, "--i", "1.2", "--memory-limit", "2", "--search-steps", "100", "-o", str(file))
     assert (status, err) == (0, "")
     head, times, proof, named, spent, written = out.splitlines()
     assert head == "searched: 4 ranks, 4 stages (linear), 6 microbatches"
     assert "peak memory 2 (limit 2)" in times
-    assert proof.startswith("proven: nothing with 1 stage per rank is faster")
-    assert named == "no schedule with a name fits"
+    assert proof.startswith("proven: no schedule with 1 stage per rank is faster")
+    assert named == "no built-in schedule fits"
     assert spent.endswith("costs per rank, divided among its stages")
     assert written.startswith(f"wrote {file}")
     timeline = zp.from_json(file.read_text())
@@ -31,14 +31,16 @@ def test_a_search_is_told_in_four_lines_and_written(run, tmp_path):
 
 
 def test_what_takes_no_time_is_told_like_all_else(run):
-    status, out, err = run(*SIZE, "--f", "0", "--i", "0", "--w", "0", "--steps", "0")
+    status, out, err = run(*SIZE, "--f", "0", "--i", "0", "--w", "0", "--search-steps", "0")
     assert (status, err) == (0, "")
     assert "makespan 0 " in out
-    assert "the best with a name that fits: 1f1b, 0 (0.0% more)" in out
+    assert "the best built-in schedule that fits: 1f1b, 0 (0.0% more)" in out
 
 
 def test_machines_get_json(run):
-    status, out, _ = run(*SIZE, "-v", "2", "--placement", "vee", "--memory-limit", "4", "--steps", "50", "--json")
+    status, out, _ = run(
+        *SIZE, "-v", "2", "--placement", "vee", "--memory-limit", "4", "--search-steps", "50", "--json"
+    )
     facts = json.loads(out)
     assert status == 0
     assert facts["placement"] == "vee"
@@ -49,7 +51,7 @@ def test_machines_get_json(run):
 
 
 def test_costs_are_per_rank_unless_told_otherwise(run):
-    limits = ("--memory-limit", "4", "--steps", "0", "-v", "2", "--json")
+    limits = ("--memory-limit", "4", "--search-steps", "0", "-v", "2", "--json")
     values = [json.loads(run(*SIZE, *limits, "--per", per)[1])["makespan"] for per in ("rank", "stage")]
     assert values[1] > 1.9 * values[0]
 
@@ -57,13 +59,16 @@ def test_costs_are_per_rank_unless_told_otherwise(run):
 @pytest.mark.parametrize(
     "args,message",
     [
-        (("search", "--ranks", "4"), "microbatches is missing: a schedule is searched for a number of microbatches"),
+        (("search", "--ranks", "4"), "microbatches is missing: pass --microbatches N"),
         ((*SIZE, "--memory-limit", "0.5"), "memory_limit=0.5: rank 0 needs 1 for its weights and one microbatch"),
-        ((*SIZE, "--rank-limits", "4,4,2GB,4"), "--rank-limits is in bytes, memory of these costs in activations"),
-        ((*SIZE, "--memory-limit", "4QB"), "memory_limit='4QB': a number is needed, or one of bytes like 40GB"),
+        (
+            (*SIZE, "--rank-limits", "4,4,2GB,4"),
+            "--rank-limits is in bytes, but memory of these costs is in activations",
+        ),
+        ((*SIZE, "--memory-limit", "4QB"), "memory_limit='4QB': must be a number, or a number of bytes like 40GB"),
         ((*SIZE, "-v", "2", "--placement", "linear"), "placement linear has one stage per rank, not 2"),
-        ((*SIZE, "--seconds", "nan"), "seconds=nan: a number from 0 on is needed"),
-        ((*SIZE, "--steps", "-3"), "steps=-3: a whole number from 0 on is needed"),
+        ((*SIZE, "--search-seconds", "nan"), "seconds=nan: a number from 0 on is needed"),
+        ((*SIZE, "--search-steps", "-3"), "steps=-3: a whole number from 0 on is needed"),
         ((*SIZE, "-o", "found.xyz"), "found.xyz"),
         ((*SIZE, "-o", "no/such/folder/found.json"), "there is no folder"),
     ],
@@ -80,7 +85,7 @@ def test_mistakes_are_told_in_one_line(run, args, message):
     "text,size", [("40GB", 40e9), ("32GiB", 32 * 2**30), ("1.5 MB", 1.5e6), ("7", 7), ("2e3KB", 2e6)]
 )
 def test_memory_may_have_a_unit(text, size):
-    from zeropipe.cli.options import Size
+    from zeropipe.cli.param_types import Size
 
     assert Size().convert(text, None, None) == size
 
@@ -106,7 +111,7 @@ def test_ctrl_c_takes_the_best_so_far(run, tmp_path, monkeypatch):
     monkeypatch.setattr(hunt, "climb", climb_until_ctrl_c)
     file = tmp_path / "found.csv"
     status, out, _ = run(
-        *SIZE, "-p", "8", "-m", "20", "--i", "1.1", "--memory-limit", "3", "--seconds", "200", "-o", str(file)
+        *SIZE, "-p", "8", "-m", "20", "--i", "1.1", "--memory-limit", "3", "--search-seconds", "200", "-o", str(file)
     )
     assert status == 0
     assert "interrupted" in out

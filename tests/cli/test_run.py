@@ -109,7 +109,7 @@ def test_on_a_mesh_with_gradients_proven(tmp_path):
     """Every pipeline has microbatches of its own; gradients are those of all of them in one process."""
     from engine_helpers import ranks
 
-    from zeropipe.cli import run_text
+    from zeropipe.cli import run_output
     from zeropipe.engine.run.job import run_all
     from zeropipe.engine.run.spec import Job
 
@@ -118,11 +118,11 @@ def test_on_a_mesh_with_gradients_proven(tmp_path):
     ((first,), *others) = found
     assert 0 < first.gradient_error < 1e-12
     assert all(other.measured.losses == first.measured.losses for (other,) in others)
-    guess = run_text.predicted(first.measured.timeline, job)
-    data = run_text.data(first, guess, job)
+    predicted = run_output.predict(first.measured.timeline, job)
+    data = run_output.run_data(first, predicted, job)
     assert data["mesh"] == {"pp": 2, "dp_shard": 2}
     assert data["measured"]["peak_memory"] == pytest.approx(data["simulated"]["peak_memory"], rel=0.05)
-    assert guess.label == "zbv on pp=2,dp_shard=2, simulated"
+    assert predicted.label == "zbv on pp=2,dp_shard=2, simulated"
 
 
 @pytest.mark.parametrize("name", ["zbv", "1f1b"])
@@ -144,7 +144,7 @@ def test_the_command_on_meshes(capfd, tmp_path, mesh):
     report = tmp_path / "r.svg"
     status, out, err = call(
         capfd, "run", "1f1b", "--mesh", mesh, *SMALL, "--num-layers", "4", "--vocabulary", "64", "--dtype", "float64",
-        "--prove", "--json", "--report", str(report),
+        "--verify", "--json", "--report", str(report),
     )  # fmt: skip
     assert status == 0, err
     assert json.loads(out)[0]["gradient_error"] < 1e-12
@@ -164,7 +164,7 @@ def test_the_command_on_meshes(capfd, tmp_path, mesh):
         (["--mesh", "tp=0"], None, "write a number of processes for tp, like tp=2"),
         (["--mesh", "pp=2,tp=99999"], None, "199998 ranks are too many processes"),
         (["--mesh", "pp=2", "--ranks", "4"], None, "--ranks 4 and --mesh with pp=2"),
-        (["--mesh", "pp=2,tp=2"], "3", "--mesh pp=2,tp=2 is of 4 processes, torchrun started 3: start 4"),
+        (["--mesh", "pp=2,tp=2"], "3", "--mesh pp=2,tp=2 has 4 processes, torchrun started 3: start 4"),
     ],
 )
 def test_a_wrong_mesh_is_one_line(capfd, monkeypatch, args, world, words):
@@ -184,7 +184,7 @@ def test_a_dry_run_says_the_mesh_and_a_file_must_fit_it(capfd, tmp_path):
     assert json.loads(out)[0]["mesh"] == {"pp": 2, "tp": 4}
     status, _, err = call(capfd, "run", str(tmp_path / "mine.csv"), "--mesh", "tp=2", "--dry-run")
     assert status == 2
-    assert "mine is for 2 ranks, --mesh has pp=1: give pp=2" in err
+    assert "mine is for 2 ranks, --mesh has pp=1: use pp=2" in err
 
 
 def test_dry_run_starts_nothing(capfd):
@@ -218,13 +218,13 @@ def test_how_layers_are_spread(capfd, args, stages, layers):
     "args,words",
     [
         (["--layers-per-stage", "3", "--num-layers", "8"], "layers_per_stage=3 gives 3 stages, which 2 ranks cannot"),
-        (["--layers-per-stage", "2", "--layers", "2,2,2,2"], "say the same in two ways: give one of them"),
-        (["--layers-per-stage", "2", "-v", "2"], "say the same in two ways: give one of them"),
-        (["--layers", "2,2,2,2", "--last-less", "1"], "--layers says each stage's layers already"),
+        (["--layers-per-stage", "2", "--layers", "2,2,2,2"], "set the same: use one of them"),
+        (["--layers-per-stage", "2", "-v", "2"], "set the same: use one of them"),
+        (["--layers", "2,2,2,2", "--last-less", "1"], "--layers has each stage's layers already"),
         (["--first-less", "9"], "first_less=9: must be at most the"),
         (["--model", "nowhere"], "model 'nowhere': give a directory with a config.json"),
         (["--layers", "1,2"], "layers=[1, 2] has 2 entries: the schedule has 4 stages"),
-        (["--layers", "a"], "--layers 'a': write one number per stage"),
+        (["--layers", "a"], "--layers 'a': must be one number per stage"),
         (["--report", "/no/such/dir/r.html"], "cannot write /no/such/dir/r.html"),
         (["--report", "r.doc"], "cannot draw 'r.doc': the name must end in .html"),
         (["--timeline", "x.svg"], "--timeline x.svg: its name must end in .json"),

@@ -10,7 +10,7 @@ import pytest
 
 import zeropipe as zp
 from zeropipe.cli import main
-from zeropipe.cli.request import request_of
+from zeropipe.cli.request import create_request
 from zeropipe.schedules import registry
 from zeropipe.schedules.user import load
 
@@ -312,7 +312,7 @@ def test_starts_of_a_search_and_hints_of_a_report_leave_wrong_schedules_out(odd)
 
 @pytest.mark.parametrize("text,lazy", [("False", False), ("false", False), ("true", True), ("0", False)])
 def test_an_option_of_yes_and_no_is_read_from_text(text, lazy, odd):
-    request = request_of(
+    request = create_request(
         [f"odd-needy:keep={text}"], {"ranks": (2,), "microbatches": (2,), "stages_per_rank": (), "pairs": ()}
     )
     assert str(request.load(request.specs[0]).rows[0][0]) == ("0B0" if lazy else "0F0")

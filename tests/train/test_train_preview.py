@@ -10,8 +10,8 @@ import pytest
 from training_files import GOOD
 
 import zeropipe as zp
-from zeropipe.cli.app import address
-from zeropipe.cli.request import request_of
+from zeropipe.cli.app import page_query
+from zeropipe.cli.request import create_request
 from zeropipe.core.model.configs import CONFIGS_BY_SHAPE
 from zeropipe.engine.run.spec import Job, layers_of
 from zeropipe.estimating.counted import CountedModel
@@ -139,8 +139,8 @@ def test_one_file_for_all_commands(planned, run):
         "create costs with --sequence 512; or pass --costs\n"
     )
     assert run("run", "other.toml", "--dry-run")[0] == 0  # a schedule runs without a prediction
-    start = address(
-        request_of(["run.toml"], dict.fromkeys(("ranks", "microbatches", "stages_per_rank")) | {"pairs": ()})
+    start = page_query(
+        create_request(["run.toml"], dict.fromkeys(("ranks", "microbatches", "stages_per_rank")) | {"pairs": ()})
     )
     assert start.startswith("?ranks=4&microbatches=16&stages_per_rank=2&schedules=zbv&f=")
     assert start.count("&unit=s&memory_unit=B") == 1

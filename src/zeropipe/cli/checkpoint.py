@@ -1,4 +1,4 @@
-"""`checkpoint inspect` and `checkpoint convert`: what a run has saved."""
+"""`checkpoint inspect` and `checkpoint convert`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ import click
 
 from zeropipe.cli import options as opt
 from zeropipe.cli import output
-from zeropipe.cli.progress import progress
+from zeropipe.cli.command import Group
+from zeropipe.cli.options import option
+from zeropipe.cli.param_types import Size
+from zeropipe.cli.progress import show_steps
 from zeropipe.core.units import count_text
 from zeropipe.errors import ConfigError
 
@@ -21,20 +24,20 @@ if TYPE_CHECKING:
     from zeropipe.engine.checkpoint.manifest import Manifest, Saved
 
 
-@click.group(short_help="Saved runs: inspect, convert.", invoke_without_command=True)
+@click.group(cls=Group, short_help="Checkpoints: inspect, convert.", invoke_without_command=True)
 @click.pass_context
 def checkpoint(context: click.Context) -> None:
-    """Checkpoints that save_checkpoint has written."""
+    """Inspect and convert checkpoints of `zeropipe train` and `save_checkpoint`."""
     if context.invoked_subcommand is None:
-        raise ConfigError("checkpoint: say what to do with one: zeropipe checkpoint inspect PATH, or convert FROM TO")
+        raise ConfigError("checkpoint: no subcommand; use zeropipe checkpoint inspect PATH, or convert FROM TO")
 
 
-@checkpoint.command(short_help="What a checkpoint holds.")
+@checkpoint.command(short_help="The contents of a checkpoint.")
 @click.argument("path")
-@click.option("--check", is_flag=True, help="Read all of it, and compare it with its checksums.")
-@opt.json_option
+@option("--check", is_flag=True, help="Read all files, and compare them with their checksums.")
+@opt.json
 def inspect(path: str, check: bool, as_json: bool) -> None:
-    """Show what a checkpoint holds: tensors, step, optimizer, and the layout that wrote it.
+    """Show the contents of a checkpoint: tensors, step, optimizer, and the layout that wrote it.
 
     \b
     zeropipe checkpoint inspect runs/7/checkpoint
@@ -45,26 +48,26 @@ def inspect(path: str, check: bool, as_json: bool) -> None:
     folder = followed(Path(path))
     manifest = read_manifest(folder)
     if check:
-        with progress(1) as begin:
+        with show_steps(1) as begin:
             begin(f"reading {path}")
             check_contents(folder, manifest)
-    facts = _facts(manifest) | ({"checked": True} if check else {})
+    data = _manifest_data(manifest) | ({"checked": True} if check else {})
     if as_json:
-        output.print_json(facts)
+        output.print_json(data)
     else:
-        _show(str(folder), manifest, facts)
+        _print_manifest(str(folder), manifest, data)
 
 
 @checkpoint.command(short_help="To or from a model directory.")
 @click.argument("source", metavar="FROM")
 @click.argument("target", metavar="TO")
-@click.option("--shard-size", type=opt.Size("shard_size"), default="5GB", show_default=True, help="Of a file, at most.")
-@click.option("--like", metavar="DIRECTORY", help="A model directory whose tokenizer is copied.")
-@opt.json_option
+@option("--shard-size", type=Size(), default="5GB", show_default=True, help="Maximum size of a file.")
+@option("--like", metavar="DIRECTORY", help="Model directory whose tokenizer is copied.")
+@opt.json
 def convert(source: str, target: str, shard_size: float, like: str | None, as_json: bool) -> None:
-    """Make a Hugging Face model directory of a checkpoint, or a checkpoint of a model directory.
+    """Convert a checkpoint to a Hugging Face model directory, or a model directory to a checkpoint.
 
-    One tensor, or one layer, is in memory at a time.
+    Only one tensor or layer is in memory at a time.
 
     \b
     zeropipe checkpoint convert runs/7/checkpoint my-model
@@ -74,46 +77,45 @@ def convert(source: str, target: str, shard_size: float, like: str | None, as_js
     from zeropipe.engine import require_torch
 
     require_torch()
-    from zeropipe.engine.checkpoint.convert import convert as run
+    from zeropipe.engine.checkpoint.convert import convert as convert_files
     from zeropipe.engine.checkpoint.manifest import FILE, followed, read_manifest
 
     folder = followed(Path(source))
-    total = len(read_manifest(folder).under("model")) if (folder / FILE).exists() else _layers(source)
-    before = _files(target)
-    with progress(total) as begin:
-        made = run(source, target, shard_size=int(shard_size), like=like, begin=begin)
-    files = [state for path, state in _files(target).items() if before.get(path) != state]
+    total = len(read_manifest(folder).under("model")) if (folder / FILE).exists() else _read_num_layers(source)
+    before = _stat_files(target)
+    with show_steps(total) as begin:
+        kind = convert_files(source, target, shard_size=int(shard_size), like=like, begin=begin)
+    files = [state for path, state in _stat_files(target).items() if before.get(path) != state]
     size = sum(state.size for state in files)
     if as_json:
-        output.print_json({"made": made, "path": target, "num_files": len(files), "num_bytes": size})
+        output.print_json({"made": kind, "path": target, "num_files": len(files), "num_bytes": size})
     else:
-        what = {"model": "a model directory", "adapter": "an adapter of peft's", "checkpoint": "a checkpoint"}[made]
+        what = {"model": "a model directory", "adapter": "a peft adapter", "checkpoint": "a checkpoint"}[kind]
         print(f"wrote {target}: {what}, {count_text(len(files), 'file')}, {output.size_text(size, 'B')}")
 
 
-class _File(NamedTuple):
-    """What tells whether a file was written."""
+class _FileState(NamedTuple):
+    """Changes when a file is written."""
 
     size: int
-    number: int
-    changed: int
+    inode: int
+    modified_ns: int
 
 
-def _files(folder: str) -> dict[Path, _File]:
-    """All files in a folder, as they are now."""
-    states = {path: path.stat() for path in Path(folder).rglob("*") if path.is_file()}
-    return {path: _File(state.st_size, state.st_ino, state.st_mtime_ns) for path, state in states.items()}
+def _stat_files(folder: str) -> dict[Path, _FileState]:
+    """The states of all files in a folder."""
+    found = {path: path.stat() for path in Path(folder).rglob("*") if path.is_file()}
+    return {path: _FileState(stat.st_size, stat.st_ino, stat.st_mtime_ns) for path, stat in found.items()}
 
 
-def _layers(directory: str) -> int:
-    """How many layers a model directory seems to have: for the progress bar."""
+def _read_num_layers(directory: str) -> int:
+    """The number of layers in a model directory's config, for the progress bar; 1 if it cannot be read."""
     with suppress(OSError, ValueError, AttributeError):
         return int(json.loads((Path(directory) / "config.json").read_text()).get("num_hidden_layers", 1))
     return 1
 
 
-def _facts(manifest: Manifest) -> dict[str, Any]:
-    """All of it as plain data."""
+def _manifest_data(manifest: Manifest) -> dict[str, Any]:
     optimizer = manifest.optimizer
     return {
         "step": manifest.step,
@@ -140,40 +142,44 @@ def _groups(optimizer: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"num_parameters": numbers[i], "options": options} for i, options in enumerate(optimizer["groups"])]
 
 
-def _show(path: str, manifest: Manifest, facts: dict[str, Any]) -> None:
+def _print_manifest(path: str, manifest: Manifest, data: dict[str, Any]) -> None:
     weights, states = manifest.under("model"), manifest.under("optim")
     step = "no step" if manifest.step is None else f"step {manifest.step}"
-    kind = f" of {facts['model_type']}" if facts["model_type"] else ""
+    kind = f" of {data['model_type']}" if data["model_type"] else ""
     print(
         f"{path}: {step}, {count_text(len(weights), 'tensor')}{kind}, "
-        f"{count_text(facts['num_parameters'], 'parameter')}, {_size(weights)}"
+        f"{count_text(data['num_parameters'], 'parameter')}, {_size(weights)}"
     )
-    there = manifest.written_by
-    mesh = ", ".join(f"{name}={size}" for name, size in there["mesh"].items())
-    where = f"written by {there['schedule']} ({there['placement']}) on {mesh}" if mesh else "made of a model directory"
-    print(f"{where}, stages: {there['num_stages']}; zeropipe {there['zeropipe']}, torch {there['torch']}")
-    if facts["optimizer"]:
-        kept = ", ".join(sorted({name.rpartition(".")[2] for name in states})) or "no tensors yet"
-        print(f"optimizer {facts['optimizer']['kind']}: {kept}; {count_text(len(states), 'tensor')}, {_size(states)}")
-        for group in facts["optimizer"]["groups"]:
+    writer = manifest.written_by
+    mesh = ", ".join(f"{name}={size}" for name, size in writer["mesh"].items())
+    where = (
+        f"written by {writer['schedule']} ({writer['placement']}) on {mesh}"
+        if mesh
+        else "converted from a model directory"
+    )
+    print(f"{where}, stages: {writer['num_stages']}; zeropipe {writer['zeropipe']}, torch {writer['torch']}")
+    if data["optimizer"]:
+        kinds = ", ".join(sorted({name.rpartition(".")[2] for name in states})) or "no tensors yet"
+        print(f"optimizer {data['optimizer']['kind']}: {kinds}; {count_text(len(states), 'tensor')}, {_size(states)}")
+        for group in data["optimizer"]["groups"]:
             options = ", ".join(f"{key}={_plain(value)}" for key, value in group["options"].items())
             print(f"  {count_text(group['num_parameters'], 'parameter')}: {options}")
-    for name, counted in facts["ties"].items():
-        print(f"{name} is {counted}")
-    if facts["extra"] is not None:
-        keys = sorted(map(str, facts["extra"])) if isinstance(facts["extra"], dict) else [type(facts["extra"]).__name__]
+    for name, target in data["ties"].items():
+        print(f"{name} is tied to {target}")
+    if data["extra"] is not None:
+        keys = sorted(map(str, data["extra"])) if isinstance(data["extra"], dict) else [type(data["extra"]).__name__]
         print(f"extra: {', '.join(keys)}")
-    if facts.get("checked"):
-        print("every byte is as it was written")
-    table = output.table("name", "number", "shape", "dtype", "size", left=("name", "dtype"))
-    for (name, shape, dtype), tensors in _alike(weights).items():
+    if data.get("checked"):
+        print("all files match their checksums")
+    table = output.create_table("name", "number", "shape", "dtype", "size", left=("name", "dtype"))
+    for (name, shape, dtype), tensors in _group_alike(weights).items():
         sizes = " x ".join(map(str, shape)) or "1"
         table.add_row(name, str(len(tensors)), sizes, dtype, _size(tensors))
     output.console().print(table)
 
 
-def _alike(tensors: dict[str, Saved]) -> dict[tuple[str, tuple[int, ...], str], dict[str, Saved]]:
-    """Tensors of different layers that are alike, together."""
+def _group_alike(tensors: dict[str, Saved]) -> dict[tuple[str, tuple[int, ...], str], dict[str, Saved]]:
+    """Group tensors of different layers by name without the layer, shape and dtype."""
     found: dict[tuple[str, tuple[int, ...], str], dict[str, Saved]] = {}
     for name, tensor in tensors.items():
         key = (re.sub(r"(^|\.)\d+(?=\.)", r"\1*", name), tensor.shape, tensor.dtype)
@@ -186,5 +192,5 @@ def _size(tensors: dict[str, Saved]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Without the marks of the file."""
+    """An option's value without the manifest's type marks."""
     return tuple(value["value"]) if isinstance(value, dict) and isinstance(value.get("value"), list) else value

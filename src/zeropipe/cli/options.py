@@ -1,90 +1,179 @@
-"""Flags that several commands share. They reach a command as keywords, which `request_of` and `looks_of` understand."""
+"""All options that more than one command has: one name and one meaning each, those of the training file.
+
+A command receives its options as keywords. `request.create_request` and `take_looks` read the shared ones.
+"""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
 import click
-from click.core import ParameterSource
 
+from zeropipe.cli.command import SINGLE_COSTS, Command, Option, print_cost_help
+from zeropipe.cli.param_types import DTYPES, Dtype, FiniteRange, Integers, Size
 from zeropipe.core.formats.parse import parse_value
+from zeropipe.core.mesh import DIMENSIONS
 from zeropipe.core.placement import MAX_WEIGHT_PARTS
 from zeropipe.errors import ConfigError, short
 
-Command = TypeVar("Command", bound=Callable[..., Any])
+Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+Decorator = Callable[[Decorated], Decorated]
+
+command = partial(click.command, cls=Command)
+option = partial(click.option, cls=Option)
+INTEGERS, POSITIVE = Integers(), click.IntRange(1)
 
 
-def is_told(name: str) -> bool:
-    """Whether an option of the running command is on the command line, rather than a default."""
-    return click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE
+def flag_of(name: str) -> str:
+    """`--memory-limit` for memory_limit."""
+    return "--" + name.replace("_", "-")
 
 
-class Counts(click.ParamType):
-    """Whole numbers from 1 on: one, or with `several` more of them like 16,32,64. Gives a tuple, each number once."""
+def combine(*decorators: Decorator) -> Decorator:
+    """One decorator for several options, in this order in `--help`."""
 
-    name = "n"
+    def decorate(command: Decorated) -> Decorated:
+        for decorator in reversed(decorators):
+            command = decorator(command)
+        return command
 
-    def __init__(self, several: bool) -> None:
-        self.several = several
-        self.name = "n[,n..]" if several else "n"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if isinstance(value, tuple):
-            return value
-        name = param.name if param else "size"
-        try:
-            numbers = tuple(dict.fromkeys(int(part) for part in value.split(",")))
-        except ValueError:
-            rule = "must be positive integers, like 16,32" if self.several else "must be a positive integer"
-            raise ConfigError(f"{name}={short(value)}: {rule}") from None
-        if min(numbers) < 1:
-            raise ConfigError(f"{name}={min(numbers)}: must be a positive integer")
-        if len(numbers) > 1 and not self.several:
-            raise ConfigError(f"{name}={short(value)}: one is needed here; `zeropipe compare` takes several")
-        return numbers
+    return decorate
 
 
-class Bytes(float):
-    """An amount that was given with a unit of bytes."""
+json = option("--json", "as_json", is_flag=True, help="Print JSON.")
+dry_run = option("--dry-run", is_flag=True, help="Check everything and print the plan; start nothing.")
+report = option("--report", metavar="FILE", help="Write a page with the measured and the simulated timeline.")
+timeout = option(
+    "--timeout", type=FiniteRange(0, min_open=True), default=600.0, show_default=True, field="engine.timeout",
+    help="Seconds without progress before a process gives up.",
+)  # fmt: skip
+search_seconds = option(
+    "--search-seconds", type=float, default=10.0, show_default=True, old_names={"--seconds": ""},
+    help="Time to search for schedules; 0 in plan: none.",
+)  # fmt: skip
+search_steps = option(
+    "--search-steps", type=int, metavar="N", help="Steps of local search instead of a time, for equal results.",
+    old_names={"--steps": "use --search-steps; in run and profile, --steps are recorded steps"},
+)  # fmt: skip
+workers = option("--workers", type=POSITIVE, help="Parallel workers; one per core by default.")
 
 
-class Size(click.ParamType):
-    """An amount of memory: a number, or one with a unit of bytes like 40GB or 32GiB."""
-
-    name = "size"
-
-    def __init__(self, of: str = "memory_limit") -> None:
-        self._of = of
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if not isinstance(value, str):
-            return value
-        match = re.fullmatch(r"\s*([0-9.eE+-]+)\s*(?:([KMGT]?)(i?)B)?\s*", value)
-        try:
-            amount = float(match[1]) if match else None
-        except ValueError:
-            amount = None
-        if match is None or amount is None:
-            raise ConfigError(f"{self._of}={short(value)}: a number is needed, or one of bytes like 40GB or 32GiB")
-        if match[2] is None:
-            return amount
-        return Bytes(amount * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " "))
+def output(required: bool = False) -> Decorator:
+    return option(
+        "-o", "--output", "out", metavar="FILE", required=required,
+        help="File to write; its suffix is the format.",
+    )  # fmt: skip
 
 
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for machines.")
+# sizes
+ranks = option(
+    "--ranks", "-p", type=INTEGERS, group="Size", field="mesh.pp", old_names={"--pp": ""},
+    help="Pipeline ranks; compare and plan take several like 4,8.",
+)  # fmt: skip
+microbatches = option(
+    "--microbatches", "-m", type=INTEGERS, group="Size",
+    help="Microbatches of each pipeline in a step; compare takes several.",
+)  # fmt: skip
+stages_per_rank = option(
+    "--stages-per-rank", "-v", type=INTEGERS, group="Size", field="schedule.stages_per_rank",
+    help="Stages on each rank; the schedule's default if not set; compare takes several.",
+)  # fmt: skip
+schedule_options = option(
+    "--option", "-O", "pairs", multiple=True, metavar="NAME=VALUE", group="Size", field="schedule.options",
+    help="Option of the schedule, like group_size=4; may be repeated.",
+)  # fmt: skip
+size = combine(ranks, microbatches, stages_per_rank, schedule_options)
 
-# flag -> (type, help); a str is one number or several
+# the model and how it runs
+num_layers = option(
+    "--num-layers", type=POSITIVE, field="model.num_layers", help="Layers of a built-in model, if not its own number."
+)
+sequence = option(
+    "--sequence", type=POSITIVE, field="data.sequence",
+    help="Tokens per sequence; by default 4096 in estimate and plan, 128 in run and profile.",
+)  # fmt: skip
+dtype = option(
+    "--dtype", type=Dtype(), field="model.dtype",
+    help="Data type of weights and activations; by default bfloat16 in estimate and plan, float32 in run and profile.",
+)  # fmt: skip
+device = option(
+    "--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True, field="engine.device",
+    help="Device to run on; auto is a GPU if there is one.",
+)  # fmt: skip
+compile = option(
+    "--compile/--no-compile", default=False, show_default=True, field="engine.compile",
+    help="Compile each transformer block (torch.compile).",
+)  # fmt: skip
+steps = option(
+    "--steps", type=POSITIVE, help="Recorded steps, after a warm-up; by default 3 in run, 5 in profile."
+)  # fmt: skip
+gpu = option(
+    "--gpu", default="h100", show_default=True, help="GPU to estimate for; `zeropipe estimate --known` lists them."
+)
+efficiency = option(
+    "--efficiency",
+    metavar="NAME=X,..",
+    help="Fractions of the GPU's data sheet that are reached, like matmul=0.6,memory=0.8.",
+)
+
+# which of a model's layer costs to use; which settings to estimate, measure or try
+_LAYER_COSTS = "Costs of layers (a --costs file of estimate or profile)"
+
+
+def _layer_option(*names: str, **settings: Any) -> Callable[..., Decorator]:
+    """An option that some commands need only for costs of layers, where it is in the group of these."""
+    return lambda group, **more: option(*names, group=group, **{**settings, **more})
+
+
+_ac = _layer_option(
+    "--ac", metavar="MODE", field="engine.ac",
+    help="Activation checkpointing: none, full, selective:N, selective:op, memory_budget:X; estimate, profile and plan "
+    "take several like none,full.",
+)  # fmt: skip
+_microbatch = _layer_option(
+    "--microbatch", type=INTEGERS, field="data.microbatch",
+    help="Sequences per microbatch; estimate, profile and plan take several like 1,2,4.",
+    old_names={"--microbatch-size": "", "--microbatch-sizes": ""},
+)  # fmt: skip
+_tp = _layer_option(
+    "--tp", type=INTEGERS, field="mesh.tp", help="Tensor-parallel size; estimate and plan take several like 1,2,4."
+)
+_layers = _layer_option(
+    "--layers", metavar="N,N,..", field="schedule.layers",
+    help="Layers of each stage, like 2,3,3,2; spread evenly by default.",
+)  # fmt: skip
+_balance = _layer_option(
+    "--balance", type=click.Choice(["even", "time"]), field="schedule.balance",
+    help="Spread layers evenly (the default), or by time: the slowest rank is as fast as possible.",
+)  # fmt: skip
+ac, microbatch, tp, layers = _ac(""), _microbatch(""), _tp(""), _layers("")
+mesh = option(
+    "--mesh",
+    metavar="NAME=N,..",
+    help=f"Processes per mesh dimension, like pp=2,tp=2: any of {', '.join(DIMENSIONS)}.",
+)
+# the training file's names, which `train` takes
+mesh_fields = combine(
+    *(option(f"--mesh.{name}", f"mesh_{name}", type=POSITIVE, hidden=True) for name in DIMENSIONS)
+)  # fmt: skip
+
+
+def run_microbatch(note: str) -> Decorator:
+    """`microbatch` of `run`, which had the name --batch."""
+    return _microbatch("", old_names={"--batch": note, "--microbatch-size": ""})
+
+
+# costs: field -> (type, help); a str is one number or several
 COSTS: dict[str, tuple[Any, str]] = {
-    "f": (str, "Time of a forward: one number, one per part of the model like 1,1,2, or of some like 0=0.8."),
+    "f": (str, "Time of a forward: one number, one per stage like 1,1,2, or some stages like 0=0.8."),
     "i": (str, "Time of an input gradient."),
     "w": (str, "Time of a weight gradient."),
-    "b": (str, "Time of a whole backward; i + w by default."),
+    "b": (str, "Time of a full backward; i + w by default."),
     "overlap": (str, "Time of an F and a B as one step; f + b by default."),
     "p2p": (float, "Latency of a message between ranks."),
-    "bandwidth": (float, "Bytes per unit of time; no limit by default."),
+    "bandwidth": (float, "Bytes per unit of time between ranks; unlimited by default."),
     "message": (str, "Bytes of a message."),
     "node_size": (int, "Ranks per machine."),
     "inter_p2p": (float, "Latency between machines; p2p by default."),
@@ -92,130 +181,107 @@ COSTS: dict[str, tuple[Any, str]] = {
     "blocking": (bool, "A sender waits for its transfer."),
     "blocking_ends": (bool, "A sender waits for its transfer in warm-up and cool-down only, as in Megatron-LM."),
     "serial_links": (bool, "One transfer at a time in each direction of a link."),
-    "activation": (str, "Memory a forward takes."),
+    "activation": (str, "Memory that a forward allocates."),
     "stash": (str, "Memory kept from I until W; all of it by default."),
     "weights": (str, "Constant memory: parameters, gradients, optimizer."),
     "shards": (
         click.Choice(["keep", "regather"]),
-        "Stages are sharded: weights are gathered once per step (keep), or for every microbatch.",
+        "Sharded stages: gather weights once per step (keep), or for every microbatch (regather).",
     ),
     "unshard": (str, "Time to gather a stage; whole_weights / shard_bandwidth by default."),
-    "reduce": (str, "Time to sum a stage's gradients; whole_gradients / shard_bandwidth by default."),
+    "reduce": (str, "Time to reduce a stage's gradients; whole_gradients / shard_bandwidth by default."),
     "whole_weights": (str, "Memory of gathered weights."),
     "whole_gradients": (str, "Memory of gradients until they are reduced."),
-    "shard_bandwidth": (float, "Bytes per unit of time between ranks that share stages."),
-    "units": (int, "Pieces in which a stage is gathered and reduced."),
-    "memory_limit": (Size(), "Memory of a rank, like 40 or 40GB: what needs more cannot win."),
+    "shard_bandwidth": (float, "Bytes per unit of time between the ranks of a shard group."),
+    "units": (int, "FSDP units of a stage, which are gathered and reduced one by one."),
+    "memory_limit": (Size(), "Memory of a rank, like 40 or 40GB; schedules that need more cannot win."),
 }
 
 
-def size_options(command: Command, several: bool = False) -> Command:
-    """--ranks, --microbatches, --stages-per-rank and --option."""
-    many = "; several are compared" if several else ""
-    counts = Counts(several)
-    return _with(
-        command,
-        click.option("--ranks", "-p", type=counts, help=f"Pipeline ranks{many}."),
-        click.option("--microbatches", "-m", type=counts, help=f"Microbatches{many}."),
-        click.option(
-            "--stages-per-rank", "-v", type=counts, help=f"Stages on each rank; the schedule's own by default{many}."
-        ),
-        click.option(
-            "--option", "-O", "pairs", multiple=True, metavar="NAME=VALUE", help="A schedule's own knob: group_size=4."
-        ),
-    )
+def _cost_option(name: str) -> Decorator:
+    kind, text = COSTS[name]
+    group = "Costs" if name == "memory_limit" else SINGLE_COSTS
+    field = "engine.shards" if name == "shards" else ""
+    settings = {"is_flag": True, "default": None} if kind is bool else {"type": kind, "metavar": "X"}
+    if name == "shards":
+        settings.pop("metavar")
+    return option(flag_of(name), name, group=group, field=field, help=text, **settings)
 
 
-sweep_options = partial(size_options, several=True)
+costs_file = option(
+    "--costs", "costs_file", metavar="FILE", group="Costs", field="schedule.costs",
+    help="Costs: a .toml or .json file, or a recorded timeline (run --timeline).",
+)  # fmt: skip
+per = option(
+    "--per", type=click.Choice(["rank", "stage"]), group="Costs",
+    help="Whether costs are per rank, divided among its stages (the default), or per stage.",
+)  # fmt: skip
+costs = combine(
+    costs_file,
+    per,
+    _cost_option("memory_limit"),
+    option(
+        "--weight-parts", type=click.IntRange(1, MAX_WEIGHT_PARTS), group="Costs",
+        help="Divide every W into this number of parts, and fill gaps with them.",
+    ),
+    option(
+        "--help-costs", is_flag=True, is_eager=True, expose_value=False, callback=print_cost_help, group="Costs",
+        help="Describe the options of single costs, and exit.",
+    ),
+    *(one(_LAYER_COSTS) for one in (_ac, _microbatch, _tp, _layers, _balance)),
+    *(_cost_option(name) for name in COSTS if name != "memory_limit"),
+)  # fmt: skip
+
+# pictures
+_LOOKS = ("title", "width", "dpi", "theme", "labels", "memory_curves", "legend")
+_MOVED_MEMORY = "use --memory-curves; in plan, --memory is the memory of a GPU"
+looks = combine(
+    option("--title", group="Picture", help="Title of the page or figure."),
+    option("--width", type=float, group="Picture", help="Width of an .svg, .png or .pdf in points (1/72 inch)."),
+    option("--dpi", type=float, group="Picture", help="Resolution of a .png in dots per inch."),
+    option(
+        "--theme", type=click.Choice(["light", "dark"]), group="Picture",
+        help="Colours; by default a page follows the system, a figure is light.",
+    ),
+    option(
+        "--labels", type=click.Choice(["microbatch", "action", "none"]), group="Picture", help="Text in the boxes."
+    ),
+    option(
+        "--memory-curves/--no-memory-curves", default=None, group="Picture", help="Draw memory over time.",
+        old_names={"--memory": _MOVED_MEMORY, "--no-memory": _MOVED_MEMORY},
+    ),
+    option("--legend/--no-legend", default=None, group="Picture", help="Draw the legend of a figure."),
+)  # fmt: skip
 
 
-def cost_options(command: Command) -> Command:
-    """--costs FILE, --per, --weight-parts, the cut of a model whose layers have costs, and one flag per cost."""
-    singles = []
-    for name, (kind, text) in COSTS.items():
-        flag = "--" + name.replace("_", "-")
-        if kind is bool:
-            singles.append(click.option(flag, name, is_flag=True, default=None, help=text))
-        else:
-            singles.append(click.option(flag, name, type=kind, metavar="X", help=text))
-    return _with(
-        command,
-        click.option(
-            "--costs", "costs_file", metavar="FILE",
-            help="A .toml or .json file of costs, or a recorded timeline (run --timeline x.json); flags override it.",
-        ),
-        click.option(
-            "--per", type=click.Choice(["rank", "stage"]),
-            help="What costs are of: a rank's part of the model, shared out over its stages (the default), or a stage.",
-        ),
-        click.option(
-            "--weight-parts", type=click.IntRange(1, MAX_WEIGHT_PARTS),
-            help="Cut every W into parts and fill gaps with them.",
-        ),
-        click.option("--ac", help="Of costs of layers: those of this checkpointing, like full; the first by default."),
-        click.option("--microbatch-size", type=click.IntRange(1), help="Of these: those of so many sequences."),
-        click.option("--tp", type=click.IntRange(1), help="Of these: those of this tensor parallelism."),
-        click.option(
-            "--layers", metavar="N,N,..",
-            help="Of these: layers of each stage, like 2,3,3,2, `even` (the default), or `balanced` by their times.",
-        ),
-        *singles,
-    )  # fmt: skip
+def take_looks(values: dict[str, Any]) -> dict[str, Any]:
+    """Remove the picture options from a command's keywords, and return those that are set as `zp.draw` takes them."""
+    found = {name.removesuffix("_curves"): values.pop(name) for name in _LOOKS}
+    return {name: value for name, value in found.items() if value is not None}
 
 
-def look_options(command: Command) -> Command:
-    """How a picture looks: --width, --theme, --labels, --memory, --legend, --title, --dpi."""
-    return _with(
-        command,
-        click.option("--title", help="Of a page or figure."),
-        click.option("--width", type=float, help="Points of an .svg, .png or .pdf (72 to the inch)."),
-        click.option("--dpi", type=float, help="Dots per inch of a .png."),
-        click.option(
-            "--theme", type=click.Choice(["light", "dark"]),
-            help="Of a page or figure; without it a page follows the system, a figure is light.",
-        ),
-        click.option("--labels", type=click.Choice(["microbatch", "action", "none"]), help="What the boxes say."),
-        click.option("--memory/--no-memory", default=None, help="Memory curves."),
-        click.option("--legend/--no-legend", default=None, help="Legend of a figure."),
-    )  # fmt: skip
+def require_run_dtype(dtype: str) -> str:
+    """ConfigError for float16, which can only be estimated."""
+    if dtype == "float16":
+        raise ConfigError(f"--dtype {dtype}: can only be estimated; use one of {', '.join(DTYPES)}")
+    return dtype
 
 
-def _with(command: Command, *decorators: Callable[[Command], Command]) -> Command:
-    """The command with these options, in this order in its help."""
-    for decorate in reversed(decorators):
-        command = decorate(command)
-    return command
+def require_single(name: str, values: tuple[int, ...] | None, others: str) -> int | None:
+    """The value of an option; ConfigError if there are several, which the commands `others` take."""
+    if values and len(values) > 1:
+        listed = ",".join(map(str, values))
+        raise ConfigError(f"{name}={short(listed)}: must be a single number here; {others} several")
+    return values[0] if values else None
 
 
-LOOKS = ("title", "width", "dpi", "theme", "labels", "memory", "legend")
-
-
-def looks_of(given: dict[str, Any]) -> dict[str, Any]:
-    """Takes out of a command's keywords what `zp.draw` is to be given."""
-    looks = {name: given.pop(name) for name in LOOKS}
-    return {name: value for name, value in looks.items() if value is not None}
-
-
-def numbers(flag: str, text: str) -> float | tuple[float, ...] | dict[str, float]:
-    """`1`, `1,1,2`, or a table of some: `0=0.8,default=2`."""
-    parts = text.split(",")
-    try:
-        if "=" in text:
-            pairs = [part.split("=") for part in parts]
-            return {key.strip(): float(value) for key, value in pairs}
-        values = tuple(map(float, parts))
-    except ValueError:
-        raise ConfigError(f"{flag} {short(text)}: write a number, several like 1,1,2, or some like 0=0.8") from None
-    return values[0] if len(values) == 1 else values
-
-
-def settings_of(pairs: tuple[str, ...], flag: str) -> dict[str, Any]:
-    """`("group_size=4",)` as {"group_size": 4}."""
+def parse_pairs(pairs: tuple[str, ...], flag: str) -> dict[str, Any]:
+    """Parse ("group_size=4",) as {"group_size": 4}."""
     settings: dict[str, Any] = {}
     for pair in pairs:
         name, equals, text = pair.partition("=")
         if not (equals and name and text):
-            raise ConfigError(f"{flag} {short(pair)}: write it as name=value, like group_size=4")
+            raise ConfigError(f"{flag} {short(pair)}: must be name=value, like group_size=4")
         name = name.replace("-", "_")
         if name in settings:
             raise ConfigError(f"{flag} {short(pair)}: {name} is given twice; leave one of them out")

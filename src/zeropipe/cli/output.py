@@ -1,4 +1,4 @@
-"""How numbers and tables are printed."""
+"""Tables, numbers and JSON on stdout."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from zeropipe.core.units import percent, size_text, time_text
 
 __all__ = [
-    "console", "costs_text", "fits", "fitted", "note", "percent", "print_json", "print_warnings", "print_written",
-    "problem_text", "size_text", "summary", "table", "time_text",
+    "console", "create_table", "fits_width", "narrow_to_width", "percent", "print_json", "print_note",
+    "print_warnings", "print_written", "problem_text", "size_text", "time_text", "timeline_data",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from zeropipe.core.timeline import Timeline
 
 
-FILE_WIDTH = 240  # of lines in files and pipes: cells are not folded there
-NAMES = ("schedule", "name")  # columns that are not broken in the middle where others can give way
+FILE_WIDTH = 240  # characters of a line in a file or pipe, so that cells are not folded
+UNBROKEN_COLUMNS = ("schedule", "name")  # other columns are folded first
 
 
 def console() -> Console:
-    """Where people's output goes; rich respects NO_COLOR and a terminal's width; files and pipes have none."""
+    """A console for stdout. rich respects NO_COLOR and the terminal's width; files and pipes have FILE_WIDTH."""
     from rich.console import Console
 
     has_width = sys.stdout.isatty() or "COLUMNS" in os.environ
@@ -36,49 +36,50 @@ def console() -> Console:
 
 
 def print_json(data: Any) -> None:
-    """Machine output: one JSON document."""
+    """Print one JSON document."""
     print(json.dumps(data, indent=2))
 
 
-def print_written(path: str, more: str = "") -> None:
-    """Say that a file was written, and how large it is."""
-    print(f"wrote {path} ({Path(path).stat().st_size:,} bytes){more and '; '}{more}")
+def print_written(path: str, note: str = "") -> None:
+    """Print that a file was written, and its size."""
+    print(f"wrote {path} ({Path(path).stat().st_size:,} bytes){note and '; '}{note}")
 
 
-def note(text: str) -> None:
-    """A line beside the result."""
+def print_note(text: str) -> None:
+    """Print a line below the result, dimmed."""
     console().print(text, style="dim", markup=False)
 
 
 def print_warnings(schedule: Schedule) -> None:
-    """What is allowed and still unwise."""
+    """Print advice about a schedule."""
     from zeropipe.schedules.advice import advice
 
     for line in advice(schedule):
         console().print(f"warning: {line}", style="yellow", markup=False)
 
 
-def table(*columns: str, left: tuple[str, ...] = (), title: str | None = None) -> Table:
-    """A plain table; columns named in `left` are text, the others numbers."""
+def create_table(*columns: str, left: tuple[str, ...] = ()) -> Table:
+    """A plain table; the columns `left` are aligned left, as text."""
     from rich import box
     from rich.table import Table
 
-    made = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False, padding=(0, 1, 0, 0))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for column in columns:
-        made.add_column(column, justify="left" if column in left else "right", overflow="fold", no_wrap=column in NAMES)
-    return made
+        justify: Any = "left" if column in left else "right"
+        table.add_column(column, justify=justify, overflow="fold", no_wrap=column in UNBROKEN_COLUMNS)
+    return table
 
 
-def fits(made: Table, console: Console) -> bool:
-    """Whether a table has room without a cell that is folded."""
-    return console.measure(made, options=console.options.update(width=FILE_WIDTH)).maximum <= console.width
+def fits_width(table: Table, console: Console) -> bool:
+    """Whether a table fits the console without folded cells."""
+    return console.measure(table, options=console.options.update(width=FILE_WIDTH)).maximum <= console.width
 
 
-def fitted(made: Table, console: Console) -> Table:
-    """The table, with its columns closer together where they would be folded."""
-    if not fits(made, console):
-        made.padding = 0
-    return made
+def narrow_to_width(table: Table, console: Console) -> Table:
+    """Remove the space between columns of a table that does not fit the console; returns it."""
+    if not fits_width(table, console):
+        table.padding = 0
+    return table
 
 
 def problem_text(timeline: Timeline) -> str:
@@ -86,21 +87,8 @@ def problem_text(timeline: Timeline) -> str:
     return f"{timeline.title}: {timeline.schedule.sizes}"
 
 
-def costs_text(per: str, cut: str = "") -> str:
-    """What costs are of, as every command that takes some says it; `cut`: what becomes of those of layers."""
-    words = {
-        "rank": "costs per rank, divided among its stages",
-        "stage": "costs per stage",
-        "recording": "costs of the recording",
-        "estimate": "estimated costs of layers",
-        "profile": "measured costs of layers",
-        "training file": "costs and layers of the training file; for other numbers of stages, spread evenly",
-    }
-    return f"{words[per]}, {cut}" if cut else words[per]
-
-
-def summary(timeline: Timeline) -> dict[str, Any]:
-    """All metrics of a timeline as plain data."""
+def timeline_data(timeline: Timeline) -> dict[str, Any]:
+    """The metrics of a timeline as plain data."""
     from zeropipe.core.explain import critical_path, idle_times
     from zeropipe.schedules.advice import advice
 

@@ -1,19 +1,19 @@
-"""`run`: a schedule for real, and what was measured beside what was predicted."""
+"""`run`: run schedules on a model, and compare the run with its simulation."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from zeropipe.cli import options as opt
-from zeropipe.cli import output
-from zeropipe.cli import run_text as text
-from zeropipe.core.mesh import Mesh, format_mesh, num_processes, parse_mesh
+from zeropipe.cli import output, run_output
+from zeropipe.cli.command import Option, is_set
+from zeropipe.cli.options import POSITIVE, option
+from zeropipe.core.mesh import DIMENSIONS, Mesh, format_mesh, num_processes, parse_mesh
 from zeropipe.core.units import count_text
 from zeropipe.errors import ConfigError, short
 
@@ -23,139 +23,117 @@ if TYPE_CHECKING:
     from zeropipe.engine.run.job import Outcome
     from zeropipe.engine.run.spec import Job
 
-
-class Seconds(click.FloatRange):
-    """A number in a range, and a number: nan and inf lie in every range otherwise."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        number = super().convert(value, param, ctx)
-        if not isfinite(number):
-            self.fail(f"{value} is not a finite number", param, ctx)
-        return number
+DEFAULT_SEQUENCE, DEFAULT_DTYPE, DEFAULT_STEPS = 128, "float32", 3
+_MOVED_BATCH = "use --microbatch; in plan and in training files, batch is the sequences of a step"
 
 
-@click.command(short_help="For real, on local processes or under torchrun.")
+@opt.command(short_help="Run schedules, on local processes or under torchrun.")
 @click.argument("schedules", nargs=-1, required=True)
-@opt.size_options
-@click.option(
-    "--model",
-    default="tiny-qwen3",
-    show_default=True,
-    help="A model directory, or built in with random weights: tiny-qwen3, tiny-llama, qwen3-0.6b, qwen3-8b, llama-8b.",
-)
-@click.option("--num-layers", type=click.IntRange(1), help="Layers of a built-in model, if not its own number.")
-@click.option("--vocabulary", type=click.IntRange(2), help="Vocabulary of a built-in model, if not its own.")
-@click.option(
-    "--layers",
-    help="Layers of each stage, like 2,3,3,2; spread evenly by default. A tiny model has as many as they add up to.",
-)
-@click.option("--layers-per-stage", type=click.IntRange(1), help="Choose the stages per rank to get these layers.")
-@click.option("--first-less", type=click.IntRange(0), default=0, help="Layers the first stage has less: it embeds.")
-@click.option("--last-less", type=click.IntRange(0), default=0, help="Layers the last stage has less: it has the head.")
-@click.option("--steps", type=click.IntRange(1), default=3, show_default=True, help="Recorded steps, after a warm-up.")
-@click.option("--sequence", type=click.IntRange(2), default=128, show_default=True, help="Tokens per sequence.")
-@click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Sequences per microbatch.")
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
-@click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float64"]), default="float32", show_default=True)
-@click.option("--compile", is_flag=True, help="Compile each transformer block (torch.compile).")
-@click.option(
-    "--ac",
-    default="none",
-    show_default=True,
-    help="Activation checkpointing: none, full, selective:N, selective:op, memory_budget:X.",
-)
-@click.option(
-    "--split",
-    type=click.Choice(["store", "autograd", "whole"]),
-    default="store",
-    show_default=True,
-    help="How I and W share the backward; autograd is torch's way.",
-)
-@click.option("--dynamic-weights", is_flag=True, help="A rank that would wait for a message runs Ws that it owes.")
-@click.option(
-    "--mesh",
-    help="Processes by dimension, pp=2,dp_shard=2: any of pp, dp_replicate, dp_shard, tp. Schedules have pp ranks.",
-)
-@click.option("--prove", is_flag=True, help="Hold a step's gradients against the model in one process.")
-@click.option("--report", help="Write a page with the measured and the simulated timeline: report.html.")
-@click.option("--timeline", "timeline_file", help="Write the measured timeline: x.json.")
-@click.option("--dry-run", is_flag=True, help="Print layers, placement and messages; start nothing.")
-@click.option(
-    "--timeout",
-    type=Seconds(0, min_open=True),
-    default=600.0,
-    show_default=True,
-    help="Seconds until a silent run is stopped.",
-)
-@opt.json_option
+@option(
+    "--model", default="tiny-qwen3", show_default=True, field="model.path",
+    help="Model directory, or a built-in model with random weights: tiny-qwen3, tiny-llama, qwen3-0.6b, qwen3-8b, "
+    "llama-8b.",
+)  # fmt: skip
+@opt.num_layers
+@option(
+    "--vocabulary", type=click.IntRange(2), field="model.vocabulary",
+    help="Vocabulary size of a built-in model, if not its own.",
+)  # fmt: skip
+@opt.layers
+@option(
+    "--layers-per-stage", type=POSITIVE, field="schedule.layers_per_stage",
+    help="Choose the stages per rank to get this number of layers.",
+)  # fmt: skip
+@option(
+    "--first-less", type=click.IntRange(0), default=0, field="schedule.first_less",
+    help="Number of layers fewer on the first stage, which has the embedding.",
+)  # fmt: skip
+@option(
+    "--last-less", type=click.IntRange(0), default=0, field="schedule.last_less",
+    help="Number of layers fewer on the last stage, which has the head.",
+)  # fmt: skip
+@opt.steps
+@opt.sequence
+@opt.run_microbatch(_MOVED_BATCH)
+@opt.device
+@opt.dtype
+@opt.compile
+@opt.ac
+@option(
+    "--split", type=click.Choice(["store", "autograd", "whole"]), default="store", show_default=True,
+    field="engine.split",
+    help="How the backward is split into I and W: store deferred products, use torch autograd, or do not split.",
+)  # fmt: skip
+@option(
+    "--dynamic-weights", is_flag=True, field="engine.dynamic_weights",
+    help="While waiting for a message, run pending weight gradients.",
+)  # fmt: skip
+@opt.mesh
+@option("--verify", is_flag=True, old_names={"--prove": ""}, help="Compare a step's gradients with the full model's.")
+@opt.report
+@option("--timeline", "timeline_file", metavar="FILE", help="Write the measured timeline to a .json file.")
+@opt.dry_run
+@opt.timeout
+@opt.json
+@opt.size
+@opt.mesh_fields
 def run(
-    schedules: tuple[str, ...],
-    report: str | None,
-    timeline_file: str | None,
-    dry_run: bool,
-    timeout: float,
-    as_json: bool,
-    ranks: tuple[int, ...],
-    microbatches: tuple[int, ...],
-    stages_per_rank: tuple[int, ...],
-    pairs: tuple[str, ...],
-    **wishes: Any,
-) -> None:
-    """Run schedules for real on a model with synthetic tokens, and hold the run against the simulation.
+    schedules: tuple[str, ...], report: str | None, timeline_file: str | None, dry_run: bool, timeout: float,
+    as_json: bool, **values: Any,
+) -> None:  # fmt: skip
+    """Run schedules on a model with synthetic tokens, and compare the run with its simulation.
 
     \b
     zeropipe run zbv 1f1b --ranks 4 --microbatches 8 --report report.html
     zeropipe run job.toml --timeline measured.json
     torchrun --nproc-per-node 4 -m zeropipe run zbv --microbatches 8
-    zeropipe run zbv --mesh pp=2,dp_shard=2 --microbatches 8 --prove
+    zeropipe run zbv --mesh pp=2,dp_shard=2 --microbatches 8 --verify
 
-    Starts local processes, or uses torchrun's.
+    Starts local processes, or uses those of torchrun. Schedules have the pp ranks of --mesh. By default the microbatch
+    is one sequence and ac is none; a tiny model has the layers that --layers names.
     """
     from zeropipe.core.check import check
 
     _check_files(report, timeline_file)
-    sizes = {"ranks": ranks, "microbatches": microbatches, "stages_per_rank": stages_per_rank, "pairs": pairs}
-    built = _built(schedules, sizes, wishes, dry_run)
+    built = _build_schedules(schedules, values, dry_run)
     if len({schedule.num_ranks for schedule in built}) > 1:
         raise ConfigError("these schedules have different numbers of ranks: run them one by one")
     if timeline_file and len(built) > 1:
-        raise ConfigError("--timeline holds one run: give one schedule")
+        raise ConfigError(f"--timeline {timeline_file}: holds the run of one schedule; pass one schedule")
     for schedule in built:
         check(schedule)
-    todo = _job(built, **wishes)
+    job = _create_job(built, values)
     if dry_run:
-        text.print_plan(built, todo, as_json)
+        run_output.print_plan(built, job, as_json)
         return
-    results = _run_ranks(built, todo, timeout)
-    if results is None:  # a rank of torchrun's that is not the first
+    results = _run_ranks(built, job, timeout)
+    if results is None:  # a rank of torchrun that is not the first
         return
-    both = [(result, text.predicted(result.measured.timeline, todo)) for result in results]
+    both = [(result, run_output.predict(result.measured.timeline, job)) for result in results]
     if report:
         from zeropipe.viz import draw
 
-        draw([t for r, guess in both for t in (text.label(r.measured.timeline, "measured", todo), guess)], report)
+        draw(
+            [t for r, predicted in both for t in (run_output.label(r.measured.timeline, "measured", job), predicted)],
+            report,
+        )
     if timeline_file:
-        from zeropipe.core.files import write_whole
-        from zeropipe.core.formats.json import to_json
-        from zeropipe.engine.run.spec import origin_of
-
-        recorded = results[0].measured.timeline
-        write_whole(timeline_file, to_json(replace(recorded, origin=origin_of(todo, recorded.schedule))))
+        _write_timeline(results[0], job, timeline_file)
     if as_json:
-        output.print_json([text.data(result, guess, todo) for result, guess in both])
+        output.print_json([run_output.run_data(result, predicted, job) for result, predicted in both])
         return
-    for result, guess in both:
-        text.print_run(result, guess, todo)
-        output.print_warnings(guess.schedule)
+    for result, predicted in both:
+        run_output.print_run(result, predicted, job)
+        output.print_warnings(predicted.schedule)
     if len(both) > 1:
-        text.print_ranking(results)
+        run_output.print_ranking(results)
     for path in (report, timeline_file):
         if path:
             print(f"wrote {path}")
 
 
 def _check_files(report: str | None, timeline_file: str | None) -> None:
-    """ConfigError for a file that could not be written in the end."""
+    """ConfigError for a file that could not be written at the end."""
     from zeropipe.core.files import has_suffix
     from zeropipe.viz import check_name
 
@@ -166,96 +144,131 @@ def _check_files(report: str | None, timeline_file: str | None) -> None:
         raise ConfigError(f"--timeline {timeline_file}: its name must end in .json")
 
 
-def _built(schedules: tuple[str, ...], sizes: dict[str, Any], wishes: dict[str, Any], dry_run: bool) -> list[Schedule]:
-    """The schedules, with as many ranks as torchrun started, and as many stages as --layers-per-stage gives."""
-    from zeropipe.cli.request import request_of
+def _write_timeline(result: Outcome, job: Job, path: str) -> None:
+    from zeropipe.core.files import write_whole
+    from zeropipe.core.formats.json import to_json
+    from zeropipe.engine.run.spec import origin_of
+
+    timeline = result.measured.timeline
+    write_whole(path, to_json(replace(timeline, origin=origin_of(job, timeline.schedule))))
+
+
+def _build_schedules(schedules: tuple[str, ...], values: dict[str, Any], dry_run: bool) -> list[Schedule]:
+    """Build the schedules, with the ranks of torchrun or --mesh, and the stages of --layers-per-stage.
+
+    Adds the options of a .toml file to `values`.
+    """
+    from zeropipe.cli.request import SIZES, create_request
     from zeropipe.engine.run.spec import require_cores
 
-    request = request_of(schedules, sizes, several=("schedule",))
-    _take_flags(request.run, wishes)
-    wishes["mesh"] = mesh = parse_mesh(wishes["mesh"]) if wishes["mesh"] else ()
+    sizes = {name: values.pop(name) for name in (*SIZES, "pairs")}
+    request = create_request(schedules, sizes, several=("schedule",))
+    _apply_job_file(request.run, values)
+    values["mesh"] = mesh = _parse_mesh(values)
     world = os.environ.get("WORLD_SIZE")
     if mesh:
         request = _with_mesh(request, mesh, world)
     elif world is not None and world.isdecimal() and not request.ranks:
         request = replace(request, ranks=(int(world),))
-    local = world is None and not dry_run
-    if local and (mesh or request.ranks):  # before anything of that size is built
+    is_local = world is None and not dry_run
+    if is_local and (mesh or request.ranks):  # before anything of that size is built
         require_cores(num_processes(mesh) if mesh else request.ranks[0])
-    per_stage = wishes.pop("layers_per_stage")
+    per_stage = values.pop("layers_per_stage")
     if per_stage is not None:
-        request = _with_layers_per_stage(request, per_stage, wishes)
-    built = [request.schedule_of(spec) for spec in request.specs]
-    for schedule in built:  # a file has ranks of its own
+        request = _with_layers_per_stage(request, per_stage, values)
+    built = [request.load_schedule(spec) for spec in request.specs]
+    for schedule in built:  # a file has its own ranks
         if mesh and schedule.num_ranks != dict(mesh).get("pp", 1):
             raise ConfigError(
                 f"{schedule.name} is for {count_text(schedule.num_ranks, 'rank')}, --mesh has "
-                f"pp={dict(mesh).get('pp', 1)}: give pp={schedule.num_ranks}"
+                f"pp={dict(mesh).get('pp', 1)}: use pp={schedule.num_ranks}"
             )
-    if local:
+    if is_local:
         require_cores(built[0].num_ranks)
     return built
 
 
+def _parse_mesh(values: dict[str, Any]) -> Mesh:
+    """The mesh of --mesh, or of --mesh.pp and the others, as `train` takes them."""
+    fields = {name: values.pop(f"mesh_{name}") for name in DIMENSIONS}
+    given = ",".join(f"{name}={size}" for name, size in fields.items() if size is not None)
+    return parse_mesh(",".join(filter(None, (values["mesh"], given)))) if values["mesh"] or given else ()
+
+
 def _with_mesh(request: Request, mesh: Mesh, world: str | None) -> Request:
-    """Schedules have the mesh's number of pipeline ranks."""
+    """The request with the mesh's number of pipeline ranks."""
     if world is not None and world.isdecimal() and int(world) != num_processes(mesh):
         raise ConfigError(
-            f"--mesh {format_mesh(mesh)} is of {count_text(num_processes(mesh), 'process')}, torchrun started "
+            f"--mesh {format_mesh(mesh)} has {count_text(num_processes(mesh), 'process')}, torchrun started "
             f"{world}: start {num_processes(mesh)}"
         )
     pp = dict(mesh).get("pp", 1)
     if request.ranks and request.ranks != (pp,):
-        raise ConfigError(f"--ranks {request.ranks[0]} and --mesh with pp={pp}: leave --ranks out, or give the same")
+        raise ConfigError(f"--ranks {request.ranks[0]} and --mesh with pp={pp}: leave out --ranks, or use the same")
     has_names = any(not spec.is_file for spec in request.specs)
     return replace(request, ranks=(pp,)) if has_names else request
 
 
-def _take_flags(given: Mapping[str, Any], wishes: dict[str, Any]) -> None:
-    """Flags of a file's [run] table, where the command line does not give them; read as the command line reads them."""
+def _apply_job_file(fields: Mapping[str, Any], values: dict[str, Any]) -> None:
+    """Take options from the [run] table of a job file, unless the command line has them."""
     context = click.get_current_context()
-    options = {option.name: option for option in context.command.params if option.name in wishes}
-    for name, value in given.items():
+    options: dict[str, Option] = {}
+    for param in context.command.params:
+        if isinstance(param, Option) and not param.hidden and param.name in values:
+            old = (name.removeprefix("--").replace("-", "_") for name in param.old_names)
+            options |= dict.fromkeys((param.name, *old), param)
+    for name, value in fields.items():
         if name not in options:
-            raise ConfigError(f"[run] has {short(name)}: known are {', '.join(map(str, options))}")
-        if opt.is_told(name):
+            known = ", ".join(dict.fromkeys(str(one.name) for one in options.values()))
+            raise ConfigError(f"[run] has {short(name)}: known are {known}")
+        param = options[name]
+        assert param.name is not None
+        if is_set(param.name):
             continue
         text = ",".join(map(str, value)) if isinstance(value, list) else value
         try:
-            wishes[name] = options[name].type_cast_value(context, text)
+            values[param.name] = param.type_cast_value(context, text)
         except click.BadParameter as error:
             raise ConfigError(f"[run] {name}={short(value)}: {error.message.rstrip('.')}") from None
 
 
-def _with_layers_per_stage(request: Request, per_stage: int, wishes: dict[str, Any]) -> Request:
+def _with_layers_per_stage(request: Request, per_stage: int, values: dict[str, Any]) -> Request:
     from zeropipe.core.model.layers import num_stages_for
     from zeropipe.engine.run.spec import Job, layers_of
 
-    if wishes["layers"] or request.stages_per_rank:
-        other = "--layers" if wishes["layers"] else "--stages-per-rank"
-        raise ConfigError(f"--layers-per-stage {per_stage} and {other} say the same in two ways: give one of them")
+    if values["layers"] or request.stages_per_rank:
+        other = "--layers" if values["layers"] else "--stages-per-rank"
+        raise ConfigError(f"--layers-per-stage {per_stage} and {other} set the same: use one of them")
     if not request.ranks:
         raise ConfigError("ranks is missing: --layers-per-stage needs --ranks N")
-    num_layers = layers_of(Job(model=wishes["model"], num_layers=wishes["num_layers"]))
-    num_stages = num_stages_for(num_layers, per_stage, request.ranks[0], wishes["first_less"], wishes["last_less"])
+    num_layers = layers_of(Job(model=values["model"], num_layers=values["num_layers"]))
+    num_stages = num_stages_for(num_layers, per_stage, request.ranks[0], values["first_less"], values["last_less"])
     return replace(request, stages_per_rank=(num_stages // request.ranks[0],))
 
 
-def _job(built: list[Schedule], **given: Any) -> Job:
-    from zeropipe.cli.cut import numbers_of
+def _create_job(built: list[Schedule], values: dict[str, Any]) -> Job:
+    from zeropipe.cli.layer_options import parse_layers
     from zeropipe.core.model.configs import BUILT_IN
     from zeropipe.engine.run.spec import Job, check_job, counts_of
 
-    layers = given.pop("layers")
-    counts = numbers_of(layers) if layers else None
+    counts = parse_layers(values["layers"]) if values["layers"] else None
     for name in ("first_less", "last_less"):
-        if counts and given[name]:
-            raise ConfigError(f"--layers says each stage's layers already: leave --{name.replace('_', '-')} out")
-    job = Job(layers=counts, **given)
-    most = max(schedule.num_stages for schedule in built)
+        if counts and values[name]:
+            raise ConfigError(f"--layers has each stage's layers already: leave out {opt.flag_of(name)}")
+    names = ("model", "num_layers", "vocabulary", "first_less", "last_less", "device", "compile", "split", "mesh")
+    job = Job(
+        **{name: values[name] for name in (*names, "dynamic_weights")}, layers=counts, prove=values["verify"],
+        steps=values["steps"] or DEFAULT_STEPS, sequence=values["sequence"] or DEFAULT_SEQUENCE,
+        batch=opt.require_single("microbatch", values["microbatch"], "estimate, profile and plan take") or 1,
+        dtype=opt.require_run_dtype(values["dtype"] or DEFAULT_DTYPE), ac=values["ac"] or "none",
+    )  # fmt: skip
+    if job.sequence < 2:
+        raise ConfigError(f"--sequence {job.sequence}: must be at least 2 to have a next token")
     if job.model in BUILT_IN and job.model.startswith("tiny") and job.num_layers is None:
-        # a tiny model has a layer for every stage, and the same number for all schedules compared
-        job = replace(job, num_layers=sum(counts) if counts else max(BUILT_IN[job.model]["num_hidden_layers"], most))
+        # a tiny model has a layer for every stage, and the same number for all compared schedules
+        max_stages = max(schedule.num_stages for schedule in built)
+        default = max(int(BUILT_IN[job.model]["num_hidden_layers"]), max_stages)
+        job = replace(job, num_layers=sum(counts) if counts else default)
     check_job(job)
     for schedule in built:
         counts_of(job, schedule)
@@ -266,12 +279,12 @@ def _run_ranks(built: list[Schedule], job: Job, timeout: float) -> list[Outcome]
     from zeropipe.engine import require_torch
 
     require_torch()
-    from zeropipe.engine.run.job import backend_of, check_device, run_all, run_under_torchrun
+    from zeropipe.engine.run.job import backend_of, resolve_device, run_all, run_under_torchrun
     from zeropipe.engine.run.launch import LocalRanks, is_local, model_code
     from zeropipe.engine.run.slow import tell_slow
     from zeropipe.engine.run.spec import num_ranks_of
 
-    check_device(job)
+    job = replace(job, device=resolve_device(job.device))
     if not is_local():
         return run_under_torchrun(built, job)
     tell_slow(job.dtype, job.device)

@@ -1,8 +1,7 @@
-"""`search`: a schedule for given costs under a memory limit, and how far it is from the best possible."""
+"""`search`: a schedule for given costs under a memory limit, and its gap to the lower bound."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,9 @@ import click
 
 from zeropipe.cli import options as opt
 from zeropipe.cli import output
+from zeropipe.cli.options import option
+from zeropipe.cli.param_types import parse_size
+from zeropipe.cli.progress import show_line
 from zeropipe.core.units import count_text
 from zeropipe.errors import ConfigError
 
@@ -19,85 +21,84 @@ if TYPE_CHECKING:
     from zeropipe.searching.hunt import Progress
     from zeropipe.searching.search import Found
 
-PREPARING = "making kernels ready: after an installation they are compiled, once, for about half a minute"
+PREPARING = "loading kernels: after an installation they are compiled once, for about half a minute"
 
 
-@click.command(short_help="The best schedule for given costs and memory.")
-@click.option("--ranks", "-p", type=opt.Counts(False), help="Pipeline ranks.")
-@click.option("--microbatches", "-m", type=opt.Counts(False), help="Microbatches.")
-@click.option("--stages-per-rank", "-v", type=opt.Counts(False), help="Stages on each rank; 1 by default.")
-@click.option(
+@opt.command(short_help="The best schedule for given costs and memory.")
+@option(
     "--placement", type=click.Choice(["linear", "loop", "vee", "all"]), default="all", show_default=True,
-    help="Where stages live; with one stage per rank all are the same.",
+    help="Which rank has which stage; the same for all with one stage per rank.",
 )  # fmt: skip
-@click.option(
+@option(
     "--objective", type=click.Choice(["makespan", "span"]), default="makespan", show_default=True,
-    help="The whole time, or the longest rank's own, which the Zero Bubble tables use.",
+    help="Makespan, or the longest span of a rank, as in the Zero Bubble tables.",
 )  # fmt: skip
-@click.option(
-    "--rank-limits", metavar="X,X,..", help="Memory of each rank where they differ, like 80GB,80GB,40GB,40GB."
-)
-@click.option("--seconds", type=float, default=10.0, show_default=True, help="How long to search.")
-@click.option("--steps", type=int, help="Steps of local search instead of seconds: the same result every time.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Another one searches elsewhere.")
-@click.option("--workers", type=click.IntRange(1), help="Threads; all cores by default.")
-@click.option(
-    "-o", "--output", "out",
-    help="x.json (schedule and times, for all commands), .csv, or a picture: .html .svg .png .pdf.",
-)  # fmt: skip
-@opt.json_option
-@opt.cost_options
-def search(out: str | None, as_json: bool, **given: Any) -> None:
-    """Search for the fastest schedule that fits, and say how far it is from the best possible.
+@option("--rank-limits", metavar="X,X,..", help="Memory of each rank, if they differ, like 80GB,80GB,40GB,40GB.")
+@opt.search_seconds
+@opt.search_steps
+@option("--seed", type=int, default=0, show_default=True, help="Seed of the random choices.")
+@opt.workers
+@opt.output()
+@opt.json
+@opt.ranks
+@opt.microbatches
+@opt.stages_per_rank
+@opt.costs
+def search(out: str | None, as_json: bool, **values: Any) -> None:
+    """Search for the fastest schedule that fits, and print its gap to the proven lower bound.
 
-    Ctrl-C ends the search with the best so far.
+    Ctrl-C ends the search with the best schedule so far.
 
     \b
     zeropipe search -p 8 -m 32 --costs c.json --memory-limit 40GB -o found.json
     zeropipe search -p 8 -m 32 -v 2 --w 0.7 --p2p 0.1 --memory-limit 8
+
+    -o writes .json (schedule and times, for all commands), .csv, or a picture: .html, .svg, .png, .pdf.
     """
-    from zeropipe.cli.request import request_of, require_unit
+    from zeropipe.cli.cost_source import require_unit
+    from zeropipe.cli.request import create_request
     from zeropipe.core.placement import PLACEMENTS, Problem
-    from zeropipe.searching.search import search as run
+    from zeropipe.searching.search import search as search_schedule
 
     if out:
-        _require_name(out)
-    request = request_of([], {**given, "pairs": ()})
-    for flag, value in (("ranks", request.ranks), ("microbatches", request.microbatches)):
-        if not value:
-            raise ConfigError(f"{flag} is missing: a schedule is searched for a number of {flag}, give --{flag} N")
+        _require_writable(out)
+    request = create_request([], values)
+    for name in ("ranks", "microbatches"):
+        if not getattr(request, name):
+            raise ConfigError(f"{name} is missing: pass --{name} N")
     ranks, microbatches = request.ranks[0], request.microbatches[0]
     per_rank = request.stages_per_rank[0] if request.stages_per_rank else 1
     problem = Problem(ranks, ranks * per_rank, microbatches)
-    rule = PLACEMENTS.get(given["placement"])  # none with "all": then no stages are taken to share a rank
+    rule = PLACEMENTS.get(values["placement"])  # none for "all", where no stages are known to share a rank
     placement = rule(problem) if rule else None
-    costs, layers = request.costs_of(problem, placement), request.layers_of(problem, placement)
-    limits = _sizes(given["rank_limits"])
+    costs, layers = request.source.stage_costs(problem, placement), request.source.count_layers(problem, placement)
+    limits = _parse_sizes(values["rank_limits"])
     for limit in limits or ():
         require_unit("--rank-limits", limit, costs)
-    with _told(costs.unit) as tell:
-        found = run(
+    with _show_progress(costs.unit) as progress:
+        found = search_schedule(
             ranks=ranks, microbatches=microbatches, stages_per_rank=per_rank, costs=costs,
-            weight_parts=request.weight_parts or 1, progress=tell, rank_limits=limits,
-            **{name: given[name] for name in ("placement", "objective", "seconds", "steps", "seed", "workers")},
+            weight_parts=request.weight_parts or 1, progress=progress, rank_limits=limits,
+            seconds=values["search_seconds"], steps=values["search_steps"],
+            **{name: values[name] for name in ("placement", "objective", "seed", "workers")},
         )  # fmt: skip
     if out:
         _write(found.timeline, out)
     if as_json:
-        facts = {**_facts(found), "costs_per": request.per, "layers": layers, "file": out}
-        output.print_json({**output.summary(found.timeline), **facts})
+        more = {"costs_per": request.source.name, "layers": layers, "file": out}
+        output.print_json({**output.timeline_data(found.timeline), **_found_data(found), **more})
         return
-    _print(found, given["placement"], output.costs_text(request.per, request.cut_text(layers)))
+    _print_found(found, values["placement"], request.source.describe(layers))
     if out:
         output.print_written(out)
 
 
-def _sizes(text: str | None) -> list[float] | None:
-    return None if text is None else [opt.Size("rank_limits").convert(part, None, None) for part in text.split(",")]
+def _parse_sizes(text: str | None) -> list[float] | None:
+    return None if text is None else [parse_size("rank_limits", part) for part in text.split(",")]
 
 
-def _require_name(out: str) -> None:
-    """Before the work: a mistake in the name is all that is told then."""
+def _require_writable(out: str) -> None:
+    """ConfigError for a file that could not be written, before the search."""
     from zeropipe.core.files import SCHEDULE_SUFFIXES, has_suffix, require_writable
     from zeropipe.viz import check_name
 
@@ -121,7 +122,7 @@ def _write(timeline: Timeline, out: str) -> None:
         draw(timeline, out)
 
 
-def _facts(found: Found) -> dict[str, Any]:
+def _found_data(found: Found) -> dict[str, Any]:
     return {
         "objective": found.objective,
         "value": found.value,
@@ -134,12 +135,12 @@ def _facts(found: Found) -> dict[str, Any]:
     }
 
 
-def _print(found: Found, placement: str, costs: str) -> None:
+def _print_found(found: Found, placement: str, costs: str) -> None:
     from zeropipe.searching.hunt import gap_of
 
     console, t = output.console(), found.timeline
     per_rank = found.schedule.problem.stages_per_rank
-    others = f"with {count_text(per_rank, 'stage')} per rank" + (
+    group = f"schedule with {count_text(per_rank, 'stage')} per rank" + (
         f" in a {placement}" if per_rank > 1 and placement != "all" else ""
     )
     console.print(output.problem_text(t), style="bold", markup=False)
@@ -149,35 +150,29 @@ def _print(found: Found, placement: str, costs: str) -> None:
         f"peak memory {output.size_text(max(t.peak_memory), t.memory_unit)}{limit}"
     )
     if found.gap == 0:
-        console.print(f"proven: nothing {others} is faster")
+        console.print(f"proven: no {group} is faster")
     else:
-        console.print(f"nothing {others} is faster than {output.time_text(found.bound, t.unit)}: gap {found.gap:.2%}")
+        console.print(f"no {group} is faster than {output.time_text(found.bound, t.unit)}: gap {found.gap:.2%}")
     if found.named is None:
-        console.print("no schedule with a name fits")
+        console.print("no built-in schedule fits")
     else:
-        named = found.value_of(found.named)
+        value = found.value_of(found.named)
         console.print(
-            f"the best with a name that fits: {found.named.schedule.name}, {output.time_text(named, t.unit)} "
-            f"({gap_of(named, found.value):.1%} more)"
+            f"the best built-in schedule that fits: {found.named.schedule.name}, {output.time_text(value, t.unit)} "
+            f"({gap_of(value, found.value):.1%} more)"
         )
-    ended = ", interrupted" if found.interrupted else ""
-    output.note(f"searched for {found.seconds:.1f} s{ended}; {costs}")
+    end = ", interrupted" if found.interrupted else ""
+    output.print_note(f"searched for {found.seconds:.1f} s{end}; {costs}")
 
 
 @contextmanager
-def _told(unit: str) -> Iterator[Callable[[Progress], None] | None]:
-    """How far the search is, in one line on a terminal's stderr."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-
-    with Console(stderr=True).status(PREPARING) as status:
-
-        def tell(progress: Progress) -> None:
-            status.update(
-                f"{progress.seconds:.0f} s: {output.time_text(progress.value, unit)}, "
-                f"at most {progress.gap:.2%} above the best possible (Ctrl-C takes it)"
-            )
-
-        yield tell
+def _show_progress(unit: str) -> Iterator[Callable[[Progress], None] | None]:
+    """Show the best makespan so far in one line."""
+    with show_line(PREPARING) as show:
+        if show is None:
+            yield None
+            return
+        yield lambda progress: show(
+            f"{progress.seconds:.0f} s: {output.time_text(progress.value, unit)}, "
+            f"at most {progress.gap:.2%} above the optimum (Ctrl-C takes it)"
+        )

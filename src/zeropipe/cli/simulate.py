@@ -1,4 +1,4 @@
-"""`simulate`: one schedule's time, bubble and memory, and where its time goes."""
+"""`simulate`: the time, bubble and memory of one schedule, rank by rank."""
 
 from __future__ import annotations
 
@@ -8,88 +8,99 @@ import click
 
 from zeropipe.cli import options as opt
 from zeropipe.cli import output
-from zeropipe.cli.progress import progress
+from zeropipe.cli.progress import show_steps
 from zeropipe.core.units import count_text
 
 if TYPE_CHECKING:
     from zeropipe.core.timeline import Timeline
 
-MOST = 32  # ranks in the table at its beginning, and at its end
+NUM_END_RANKS = 32  # shown at the beginning and at the end of the table
 
 
-@click.command(short_help="Time, bubble and memory, rank by rank.")
+@opt.command(short_help="Time, bubble and memory, rank by rank.")
 @click.argument("schedule")
-@opt.size_options
-@opt.json_option
-@opt.cost_options
-def simulate(schedule: str, as_json: bool, **given: Any) -> None:
-    """Predict a schedule's time, bubble and memory, rank by rank.
+@opt.json
+@opt.size
+@opt.costs
+def simulate(schedule: str, as_json: bool, **values: Any) -> None:
+    """Predict the time, bubble and memory of a schedule, rank by rank.
 
     \b
     zeropipe simulate zbv --ranks 4 --microbatches 8 --i 1.2 --p2p 0.1
     zeropipe simulate mine.csv --costs costs.toml --memory-limit 40
     zeropipe simulate job.toml        (schedule, sizes and costs in one file)
     """
-    from zeropipe.cli.request import request_of
+    from zeropipe.cli.request import create_request
 
-    request = request_of([schedule], given)
-    with progress(1) as begin:
+    request = create_request([schedule], values)
+    with show_steps(1) as begin:
         begin(f"simulating {schedule}")
-        priced = request.priced()
-        timeline = priced.simulated()
+        priced = request.price()
+        timeline = priced.simulate()
     if as_json:
-        output.print_json({**output.summary(timeline), "costs_per": priced.per, "layers": priced.layers})
+        data = output.timeline_data(timeline)
+        output.print_json({**data, "costs_per": priced.source.name, "layers": priced.layers})
     else:
-        _print_timeline(timeline, output.costs_text(priced.per, request.cut_text(priced.layers)))
+        _print_timeline(timeline, priced.describe_costs())
 
 
 def _print_timeline(timeline: Timeline, costs: str) -> None:
-    from zeropipe.core.action import COMPUTE
-    from zeropipe.core.explain import critical_path, idle_times
+    from zeropipe.core.explain import idle_times
 
     console = output.console()
     console.print(output.problem_text(timeline), style="bold", markup=False)
     console.print(
         f"makespan {output.time_text(timeline.makespan, timeline.unit)}   bubble {output.percent(timeline.bubble)} "
         f"({output.percent(timeline.bubble_to_ideal)} to ideal)   "
-        f"peak memory {output.size_text(max(timeline.peak_memory), timeline.memory_unit)}{_limit(timeline)}"
+        f"peak memory {output.size_text(max(timeline.peak_memory), timeline.memory_unit)}{_limit_text(timeline)}"
     )
-    output.note(costs)
-    sharded = timeline.sharding is not None
-    shards = ["shards"] if sharded else []
-    rows = output.table("rank", "busy", "warm-up", "data", "comm", *shards, "cool-down", "bubble", "peak\nmemory")
+    output.print_note(costs)
+    is_sharded = timeline.sharding is not None
+    shards = ["shards"] if is_sharded else []
+    table = output.create_table(
+        "rank", "busy", "warm-up", "data", "comm", *shards, "cool-down", "bubble", "peak\nmemory"
+    )  # fmt: skip
     for rank, causes in enumerate(idle_times(timeline)):
-        if MOST <= rank < timeline.num_ranks - MOST:
+        if NUM_END_RANKS <= rank < timeline.num_ranks - NUM_END_RANKS:
             continue
-        held = [causes.sharding] if sharded else []
-        times = (timeline.busy[rank], *causes[:2], causes.communication + causes.other, *held, causes.cool_down)
-        rows.add_row(
+        sharding = [causes.sharding] if is_sharded else []
+        times = (timeline.busy[rank], *causes[:2], causes.communication + causes.other, *sharding, causes.cool_down)
+        table.add_row(
             str(rank),
             *(output.time_text(time, timeline.unit) for time in times),
             output.percent(timeline.rank_bubble[rank]),
             output.size_text(timeline.peak_memory[rank], timeline.memory_unit),
         )
-    console.print(rows)
-    if timeline.num_ranks > 2 * MOST:
-        output.note(f"ranks {MOST} to {timeline.num_ranks - MOST - 1} are left out here: --json has them all")
-    path = critical_path(timeline)
-    inside = sum(span.end - span.start for span in path if span.action.kind in COMPUTE)
-    console.print(
-        f"critical path: {count_text(len(path), 'action')}, {output.time_text(inside, timeline.unit)} of work, "
-        f"{output.time_text(timeline.makespan - inside, timeline.unit)} of waiting for messages"
-        f"{', weights and gradients' if sharded else ''}; "
-        f"from {path[0].action} on rank {path[0].rank} to {path[-1].action} on rank {path[-1].rank}"
-    )
-    if path[-1].action.kind not in COMPUTE:
-        late = timeline.first_start + timeline.makespan - max(memoryview(timeline.end).cast("d"))
-        console.print(
-            f"the end waits {output.time_text(late, timeline.unit)} for {path[-1].action} on rank {path[-1].rank}: "
-            "less is left to wait for with more --units, or where the stage's last W comes earlier"
-        )
+    console.print(table)
+    if timeline.num_ranks > 2 * NUM_END_RANKS:
+        last = timeline.num_ranks - NUM_END_RANKS - 1
+        output.print_note(f"ranks {NUM_END_RANKS} to {last} are not shown: --json has all")
+    _print_critical_path(timeline)
     output.print_warnings(timeline.schedule)
 
 
-def _limit(timeline: Timeline) -> str:
+def _print_critical_path(timeline: Timeline) -> None:
+    from zeropipe.core.action import COMPUTE
+    from zeropipe.core.explain import critical_path
+
+    console, path = output.console(), critical_path(timeline)
+    work = sum(span.end - span.start for span in path if span.action.kind in COMPUTE)
+    first, last = path[0], path[-1]
+    console.print(
+        f"critical path: {count_text(len(path), 'action')}, {output.time_text(work, timeline.unit)} of work, "
+        f"{output.time_text(timeline.makespan - work, timeline.unit)} of waiting for messages"
+        f"{', weights and gradients' if timeline.sharding is not None else ''}; "
+        f"from {first.action} on rank {first.rank} to {last.action} on rank {last.rank}"
+    )
+    if last.action.kind not in COMPUTE:
+        wait = timeline.first_start + timeline.makespan - max(memoryview(timeline.end).cast("d"))
+        console.print(
+            f"the end waits {output.time_text(wait, timeline.unit)} for {last.action} on rank {last.rank}: "
+            "more --units, or an earlier last W of the stage, shorten the wait"
+        )
+
+
+def _limit_text(timeline: Timeline) -> str:
     limit = timeline.memory_limit
     if limit is None:
         return ""

@@ -1,4 +1,4 @@
-"""`train`: a model directory, files and a schedule in; a better model out."""
+"""`train`: train a model as a training file says."""
 
 from __future__ import annotations
 
@@ -14,24 +14,29 @@ import click
 
 from zeropipe.cli import options as opt
 from zeropipe.cli import output
-from zeropipe.cli.train_text import print_outcome, print_preview
+from zeropipe.cli.options import option
+from zeropipe.cli.train_output import print_outcome, print_preview
+from zeropipe.core.mesh import parse_mesh
 from zeropipe.errors import ConfigError, MissingExtra
 
-FILE = "run.toml"  # that --init writes
+DEFAULT_FILE = "run.toml"
 
 
-@click.command(
+@opt.command(
     short_help="Train a model.",
     context_settings={"ignore_unknown_options": True},
     options_metavar="[--TABLE.FIELD VALUE].. [OPTIONS]",
 )
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[RUN.TOML]")
-@click.option("--dry-run", is_flag=True, help="Check everything and print the plan; start nothing.")
-@click.option("--print", "shows", is_flag=True, help="Print all fields with their values; start nothing.")
-@click.option("--init", is_flag=True, help="Write a training file that explains every field, to begin with.")
-@opt.json_option
-def train(arguments: tuple[str, ...], dry_run: bool, shows: bool, init: bool, as_json: bool) -> None:
-    """Train the model of a training file; fields of it may be given or changed by their names.
+@opt.dry_run
+@option("--print", "print_fields", is_flag=True, help="Print all fields with their values; start nothing.")
+@option("--init", is_flag=True, help="Write a training file that explains every field; start nothing.")
+@opt.mesh
+@opt.json
+def train(
+    arguments: tuple[str, ...], dry_run: bool, print_fields: bool, init: bool, mesh: str | None, as_json: bool
+) -> None:
+    """Train a model as a training file says. Options named after its fields override them.
 
     \b
     zeropipe train --init run.toml
@@ -39,25 +44,28 @@ def train(arguments: tuple[str, ...], dry_run: bool, shows: bool, init: bool, as
     zeropipe train run.toml --schedule.name zbv --mesh.pp 4 --engine.compile
     torchrun --nproc-per-node 8 -m zeropipe train run.toml --mesh.pp 8
 
-    Starts local processes, or uses torchrun's. docs/configuration.md has all fields.
+    Starts local processes, or uses those of torchrun. docs/configuration.md describes all fields. --mesh pp=4,tp=2 is
+    short for --mesh.pp 4 --mesh.tp 2.
     """
     if find_spec("pydantic") is None:
         raise MissingExtra("pydantic", "train")
     from zeropipe.train.config.read import read_run
     from zeropipe.train.config.rules import check_run, torchrun_world_size
 
-    path, overrides = _parted(arguments)
+    path, overrides = _separate(arguments)
+    for name, size in parse_mesh(mesh) if mesh else ():
+        overrides += [f"--mesh.{name}", str(size)]
     if init:
-        _init(path or FILE, overrides, as_json)
+        _init(path or DEFAULT_FILE, overrides, as_json)
         return
-    with _told_once():
+    with _report_once():
         config = read_run(path, overrides)
-    if shows:
+    if print_fields:
         from zeropipe.train.config.write import to_toml
 
         print(config.model_dump_json(indent=2) if as_json else to_toml(config), end="\n" if as_json else "")
         return
-    with _told_once():
+    with _report_once():
         check_run(config, torchrun_world_size(), starts=not dry_run)
     if dry_run:
         from zeropipe.train.preview import preview
@@ -70,7 +78,7 @@ def train(arguments: tuple[str, ...], dry_run: bool, shows: bool, init: bool, as
     from zeropipe.train.start import start
 
     outcome = start(config)
-    if outcome is None:  # a rank of torchrun's that is not the first
+    if outcome is None:  # a rank of torchrun that is not the first
         return
     if as_json:
         output.print_json(dataclasses.asdict(outcome))
@@ -79,8 +87,8 @@ def train(arguments: tuple[str, ...], dry_run: bool, shows: bool, init: bool, as
 
 
 @contextmanager
-def _told_once() -> Iterator[None]:
-    """All processes of torchrun's find the same mistakes: one on each machine tells them."""
+def _report_once() -> Iterator[None]:
+    """Report an error on one process of each machine: all processes of torchrun find the same."""
     try:
         yield
     except ConfigError:
@@ -94,29 +102,29 @@ def _init(path: str, overrides: list[str], as_json: bool) -> None:
     from zeropipe.train.config.write import format_example
 
     if Path(path).exists():
-        raise ConfigError(f"{path} is there already: name a new file, or remove it")
+        raise ConfigError(f"{path} exists already: use another name, or remove it")
     write_whole(path, format_example(overrides, Path(path).parent))
     if as_json:
         output.print_json({"file": path})
     else:
-        output.print_written(path, f"zeropipe train {path} --dry-run shows what it does")
+        output.print_written(path, f"zeropipe train {path} --dry-run shows the plan")
 
 
-def _parted(arguments: tuple[str, ...]) -> tuple[str | None, list[str]]:
-    """The file and the fields, which may stand in any order."""
+def _separate(arguments: tuple[str, ...]) -> tuple[str | None, list[str]]:
+    """Separate the training file from fields, in any order."""
     from zeropipe.train.config.overrides import takes_value
 
     path: str | None = None
     overrides: list[str] = []
     rest = list(arguments)
     while rest:
-        one = rest.pop(0)
-        if one.startswith("-") and len(one) > 1:
-            overrides.append(one)
-            if rest and takes_value(one, rest[0]):
+        argument = rest.pop(0)
+        if argument.startswith("-") and len(argument) > 1:
+            overrides.append(argument)
+            if rest and takes_value(argument, rest[0]):
                 overrides.append(rest.pop(0))
         elif path is None:
-            path = one
+            path = argument
         else:
-            raise ConfigError(f"{one}: {path} is the training file already; fields are given like --mesh.pp 4")
+            raise ConfigError(f"{argument}: {path} is the training file already; write fields like --mesh.pp 4")
     return path, overrides

@@ -1,4 +1,4 @@
-"""A training file where a schedule is asked for: its schedule, sizes and model, as `zeropipe run` knows them."""
+"""A training file in place of a job file: its schedule and sizes, and its model as options of `zeropipe run`."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from zeropipe.errors import ConfigError, MissingExtra
 if TYPE_CHECKING:
     from zeropipe.train.config.tables import RunConfig
 
-# what these commands do not do, and would leave out without a word
-ONLY_TRAINED = ("mesh.sequence_parallel", "engine.shards", "engine.offload", "engine.direct_gradients")
+# fields that only `zeropipe train` uses: other commands refuse them
+TRAIN_ONLY = ("mesh.sequence_parallel", "engine.shards", "engine.offload", "engine.direct_gradients")
 
 
 def is_training_file(data: dict[str, Any]) -> bool:
-    """Whether the table of a .toml file is one."""
+    """Whether the table of a .toml file is that of a training file."""
     return isinstance(data.get("schedule"), dict) or isinstance(data.get("model"), dict)
 
 
 def from_training_file(path: str) -> dict[str, Any]:
-    """The fields of a Config."""
+    """The fields of a JobFile."""
     if find_spec("pydantic") is None:
         raise MissingExtra("pydantic", "train")
     from zeropipe.train.config.read import read_run
@@ -31,7 +31,7 @@ def from_training_file(path: str) -> dict[str, Any]:
     from zeropipe.train.stage_costs import RunCosts
 
     config = read_run(path)
-    _require_run(path, config)
+    _require_runnable(path, config)
     for error in check_batch(config):
         raise ConfigError(f"{path}: {error}")
     table = config.schedule
@@ -45,33 +45,33 @@ def from_training_file(path: str) -> dict[str, Any]:
         found |= {"stages_per_rank": (per_rank,)} if per_rank else {}
     if table.costs is not None:
         found["costs"] = RunCosts(config, path)
-    return {**found, "run": _flags(config)}
+    return {**found, "run": _run_options(config)}
 
 
-def _require_run(path: str, config: RunConfig) -> None:
-    """ConfigError for what only `zeropipe train` does."""
-    for name in ONLY_TRAINED:
+def _require_runnable(path: str, config: RunConfig) -> None:
+    """ConfigError for a field that only `zeropipe train` uses."""
+    for name in TRAIN_ONLY:
         table, _, field = name.partition(".")
-        given = getattr(getattr(config, table), field)
-        if given != type(getattr(config, table)).model_fields[field].default:
-            raise ConfigError(f"{path}: {name}={given!r} is for `zeropipe train` alone: leave it out here")
+        value = getattr(getattr(config, table), field)
+        if value != type(getattr(config, table)).model_fields[field].default:
+            raise ConfigError(f"{path}: {name}={value!r} is only for `zeropipe train`: leave it out")
     if config.lora is not None:
-        raise ConfigError(f"{path}: [lora] is for `zeropipe train` alone: leave it out here")
+        raise ConfigError(f"{path}: [lora] is only for `zeropipe train`: leave it out")
     if config.schedule.balance == "time":
-        raise ConfigError(f"{path}: schedule.balance='time' is for `zeropipe train` alone: give schedule.layers here")
+        raise ConfigError(f"{path}: schedule.balance='time' is only for `zeropipe train`: set schedule.layers")
 
 
-def _flags(config: RunConfig) -> dict[str, Any]:
-    """Flags of `zeropipe run`."""
+def _run_options(config: RunConfig) -> dict[str, Any]:
+    """Options of `zeropipe run`."""
     model, table, engine, data = config.model, config.schedule, config.engine, config.data
-    flags: dict[str, Any] = {
-        "model": model.path, "dtype": model.dtype, "batch": data.microbatch, "sequence": data.sequence,
+    options: dict[str, Any] = {
+        "model": model.path, "dtype": model.dtype, "microbatch": data.microbatch, "sequence": data.sequence,
         "ac": engine.ac, "compile": engine.compile, "split": engine.split, "dynamic_weights": engine.dynamic_weights,
         "first_less": table.first_less, "last_less": table.last_less, "num_layers": model.num_layers,
         "vocabulary": model.vocabulary, "layers": None if table.layers is None else list(table.layers),
-        "device": None if engine.device == "auto" else engine.device,
+        "device": engine.device,
     }  # fmt: skip
     sizes = {name: size for name, size in config.mesh.sizes.items() if size > 1 or name == "pp"}
     if len(sizes) > 1:
-        flags["mesh"] = format_mesh(sizes)
-    return {name: value for name, value in flags.items() if value is not None}
+        options["mesh"] = format_mesh(sizes)
+    return {name: value for name, value in options.items() if value is not None}

@@ -126,10 +126,11 @@ def run_all(schedules: Sequence[Schedule], job: Job) -> list[Outcome]:
     return [run_job(schedule, job) for schedule in schedules]
 
 
-def check_device(job: Job) -> None:
-    """ConfigError for a GPU that is not there."""
-    if job.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: torch sees no GPU here; use --device cpu")
+def resolve_device(name: str) -> str:
+    """`auto` is a GPU if torch sees one, else the CPU. ConfigError for a GPU that is not there."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch sees no GPU here; use cpu or auto")
+    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
 
 
 def backend_of(job: Job, ranks_here: int) -> str:

@@ -70,18 +70,18 @@ def test_all_fields(run, tmp_path):
     [
         ('schedul = "zbv"', "bad.toml: unknown field 'schedul': did you mean 'schedule'?"),
         ("colour = 1", "unknown field 'colour': use one of schedule, ranks"),
-        ("f = 1", "unknown field 'f': costs belong into a table [costs]"),
-        ("schedule = 3", "schedule=3: the name of a schedule is needed"),
-        ("schedule = []", "schedule=[]: the name of a schedule is needed"),
-        ('schedule = "other.toml"', "schedule='other.toml': a file like this one cannot name another"),
-        ('schedule = "zbv"\nranks = "4"', "ranks='4': a whole number from 1 on is needed"),
-        ('schedule = "zbv"\nranks = true', "ranks=True: a whole number from 1 on is needed"),
-        ('schedule = "zbv"\nranks = 3\noptions = 3', "options=3: a table of the schedule's own options"),
-        ('schedule = "zbv"\nmicrobatches = [4, 8]', "microbatches=[4, 8]: one is needed here; `zeropipe compare`"),
-        ('schedule = ["zbv", "1f1b"]', "schedule=['zbv', '1f1b']: one is needed here"),
-        ('schedule = "zbv"\nper = "layer"', 'per=\'layer\': costs are per "rank" or per "stage"'),
-        ('schedule = "zbv"\nweight_parts = 65', "weight_parts=65: a W is cut into 1 to 64 parts"),
-        ('schedule = "zbv"\ncosts = 3', "costs=3: a table of costs is needed"),
+        ("f = 1", "unknown field 'f': costs belong in a table [costs]"),
+        ("schedule = 3", "schedule=3: must be the name of a schedule"),
+        ("schedule = []", "schedule=[]: must be the name of a schedule"),
+        ('schedule = "other.toml"', "schedule='other.toml': must not be another .toml file"),
+        ('schedule = "zbv"\nranks = "4"', "ranks='4': must be a positive integer, or a list"),
+        ('schedule = "zbv"\nranks = true', "ranks=True: must be a positive integer, or a list"),
+        ('schedule = "zbv"\nranks = 3\noptions = 3', "options=3: must be a table of the schedule's options"),
+        ('schedule = "zbv"\nmicrobatches = [4, 8]', "microbatches=[4, 8]: must be a single one here; compare takes"),
+        ('schedule = ["zbv", "1f1b"]', "schedule=['zbv', '1f1b']: must be a single one here"),
+        ('schedule = "zbv"\nper = "layer"', 'per=\'layer\': must be "rank" or "stage"'),
+        ('schedule = "zbv"\nweight_parts = 65', "weight_parts=65: must be an integer from 1 to 64"),
+        ('schedule = "zbv"\ncosts = 3', "costs=3: must be a table of costs"),
         ('schedule = "zbv"\ncosts = "no.toml"', "cannot read the costs file no.toml"),
         ('schedule = "zbv"\n[costs]\nff = 1', "costs: unknown field 'ff': did you mean 'f'?"),
         ('schedule = "zbv"\n[costs]\nf = 1e300', "costs.f=1e+300: must be 0, or from"),
@@ -101,8 +101,8 @@ def test_a_mistake_names_field_value_rule_and_way_out(run, tmp_path, text, words
 
 
 def test_the_page_starts_with_it(tmp_path, monkeypatch, run):
-    from zeropipe.cli.app import address
-    from zeropipe.cli.request import request_of
+    from zeropipe.cli.app import page_query
+    from zeropipe.cli.request import create_request
 
     (tmp_path / "job.toml").write_text(
         'schedule = ["zbv", "interleaved:v=4"]\nranks = 8\nmicrobatches = 16\nper = "stage"\nweight_parts = 2\n'
@@ -111,19 +111,19 @@ def test_the_page_starts_with_it(tmp_path, monkeypatch, run):
         "[costs.edges.0-1]\np2p = 0.1\nbandwidth = 2.0\n"
     )
     nothing = {"ranks": (), "microbatches": (32,), "stages_per_rank": (), "pairs": ()}
-    made = address(request_of(["job.toml"], nothing, several=("schedule",)))
+    made = page_query(create_request(["job.toml"], nothing, several=("schedule",)))
     assert made == (
         "?ranks=8&microbatches=32&weight_parts=2&schedules=zbv,interleaved:v=4:group_size=8&per=stage"
         "&f=1.0,2.0&bandwidth=3.5&edges=0-1:0.1:2.0&node_size=4&inter_p2p=0.5&blocking=1&unit=s"
     )
     flags = {"ranks": (4,), "microbatches": (), "stages_per_rank": (), "pairs": (), "f": "1=2"}
-    assert address(request_of([], flags)) == "?ranks=4&f=1=2.0"
-    assert address(request_of([], {**flags, "f": "1e17"})) == "?ranks=4&f=1e%2B17"  # a bare + would be a blank
+    assert page_query(create_request([], flags)) == "?ranks=4&f=1=2.0"
+    assert page_query(create_request([], {**flags, "f": "1e17"})) == "?ranks=4&f=1e%2B17"  # a bare + would be a blank
     (tmp_path / "links.toml").write_text(
         "[costs]\nnode_size = 2\nf = {0 = 0.8, default = 2}\n[costs.inter_node]\nbandwidth = 4.0\n"
         "[costs.edges.1-0]\nbandwidth = 2.0\n"
     )
-    made = address(request_of(["zbv", "links.toml"], {**flags, "f": None}))
+    made = page_query(create_request(["zbv", "links.toml"], {**flags, "f": None}))
     assert made == "?ranks=4&schedules=zbv&f=0=0.8,default=2.0&edges=1-0::2.0&node_size=2&inter_bandwidth=4.0"
     assert "start the page without it, and drop the file there" in run("app", "mine.csv")[2]
 
@@ -131,4 +131,4 @@ def test_the_page_starts_with_it(tmp_path, monkeypatch, run):
 def test_one_such_file_is_enough(run, tmp_path):
     (tmp_path / "a.toml").write_text(JOB)
     (tmp_path / "b.toml").write_text(JOB)
-    assert "give one such file" in run("compare", "a.toml", "b.toml")[2]
+    assert "use one such file" in run("compare", "a.toml", "b.toml")[2]

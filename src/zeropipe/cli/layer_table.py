@@ -1,4 +1,4 @@
-"""What the layers of a model cost, told: by `estimate`, which computes it, and by `profile`, which measures it."""
+"""Costs of layers as a table, a file or JSON: the output of `estimate` and `profile`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def require_costs_file(out: str | None) -> None:
-    """Refuse a file for costs that could not be written, before anything is computed."""
+    """ConfigError for a costs file that could not be written, before anything is computed."""
     from zeropipe.core.files import has_suffix, require_writable
 
     if out:
@@ -22,8 +22,8 @@ def require_costs_file(out: str | None) -> None:
         require_writable(out)
 
 
-def tell(found: LayerCosts, words: str, out: str | None, as_json: bool) -> None:
-    """Write the costs, and print them: a table for each setting and `words` below, or JSON."""
+def print_costs(found: LayerCosts, note: str, out: str | None, as_json: bool) -> None:
+    """Write the costs to `out`, and print them: as JSON, or a table for each setting with `note` below."""
     from zeropipe.core.files import write_whole
     from zeropipe.sim.layer_file import layer_data, to_layer_json
 
@@ -34,31 +34,32 @@ def tell(found: LayerCosts, words: str, out: str | None, as_json: bool) -> None:
         return
     for setting in found.settings:
         _print_setting(found, setting)
-    output.note(words)
+    output.print_note(note)
     if out:
         output.print_written(out)
 
 
 def _print_setting(found: LayerCosts, setting: Setting) -> None:
-    """The table of one setting, estimated or measured."""
     console = output.console()
     machine = found.machine
     device = machine.get("gpu") or f"{machine.get('cpu', 'a CPU')} ({count_text(machine.get('ranks', 1), 'rank')})"
-    word = "an estimate" if found.source == "estimate" else "measured"
+    how = "an estimate" if found.source == "estimate" else "measured"
     console.print(
-        f"{found.model} on {device}, {found.dtype}, {count_text(found.sequence, 'token')}, {setting}: {word}",
+        f"{found.model} on {device}, {found.dtype}, {count_text(found.sequence, 'token')}, {setting}: {how}",
         style="bold", markup=False, soft_wrap=True,
     )  # fmt: skip
-    rows = output.table("name", "number", "F", "I", "W", "held\nF to I", "kept\nI to W", "parameters", left=("name",))
+    table = output.create_table(
+        "name", "number", "F", "I", "W", "held\nF to I", "kept\nI to W", "parameters", left=("name",)
+    )  # fmt: skip
     parts = [*found.before, *dict.fromkeys(found.layers), *found.after, *found.each]
     for kind in parts:
         cost = setting.kinds[kind]
         number = "each" if kind in found.each else str(found.layers.count(kind) or 1)
-        rows.add_row(
+        table.add_row(
             kind, number, *(output.time_text(time, "s") for time in (cost.f, cost.i, cost.w)),
             *(output.size_text(size, "B") for size in (cost.activation, cost.stash)), _parameters(cost.parameters),
         )  # fmt: skip
-    console.print(output.fitted(rows, console))
+    console.print(output.narrow_to_width(table, console))
 
 
 def _parameters(count: float) -> str:

@@ -1,4 +1,4 @@
-"""What `run` prints: the plan, and what was measured beside what was predicted."""
+"""The output of `run`: the plan of a dry run, and measured beside simulated figures."""
 
 from __future__ import annotations
 
@@ -16,25 +16,26 @@ if TYPE_CHECKING:
     from zeropipe.engine.run.spec import Job
 
 
-def predicted(measured: Timeline, job: Job) -> Timeline:
+def predict(measured: Timeline, job: Job) -> Timeline:
+    """Simulate a measured run with its own mean times."""
     from zeropipe.sim.fit import fit
     from zeropipe.sim.simulate import simulate
 
     return label(simulate(measured.schedule, fit(measured)), "simulated", job)
 
 
-def label(timeline: Timeline, word: str, job: Job) -> Timeline:
+def label(timeline: Timeline, kind: str, job: Job) -> Timeline:
     where = f" on {format_mesh(job.mesh)}" if job.mesh else ""
-    return timeline.with_label(f"{timeline.schedule.name}{where}, {word}")
+    return timeline.with_label(f"{timeline.schedule.name}{where}, {kind}")
 
 
-def data(result: Outcome, guess: Timeline, job: Job) -> dict[str, Any]:
+def run_data(result: Outcome, predicted: Timeline, job: Job) -> dict[str, Any]:
     from zeropipe.sim.fit import residuals
 
     return {
-        "measured": output.summary(result.measured.timeline),
-        "simulated": output.summary(guess),
-        "residuals": [r._asdict() for r in residuals(result.measured.timeline, guess)],
+        "measured": output.timeline_data(result.measured.timeline),
+        "simulated": output.timeline_data(predicted),
+        "residuals": [r._asdict() for r in residuals(result.measured.timeline, predicted)],
         "losses": result.measured.losses,
         "makespans": result.measured.makespans,
         "num_parameters": result.num_parameters,
@@ -43,7 +44,7 @@ def data(result: Outcome, guess: Timeline, job: Job) -> dict[str, Any]:
     }
 
 
-def print_run(result: Outcome, guess: Timeline, job: Job) -> None:
+def print_run(result: Outcome, predicted: Timeline, job: Job) -> None:
     from zeropipe.engine.run.spec import num_pipelines_of, num_ranks_of
     from zeropipe.sim.fit import residuals
 
@@ -57,35 +58,35 @@ def print_run(result: Outcome, guess: Timeline, job: Job) -> None:
     )
     if job.mesh:
         number = num_pipelines_of(job)
-        several = f"{number} pipelines, each with microbatches of its own" if number > 1 else "1 pipeline"
-        console.print(f"on {format_mesh(job.mesh)}: {several}", markup=False)
+        pipelines = f"{number} pipelines, each with its own microbatches" if number > 1 else "1 pipeline"
+        console.print(f"on {format_mesh(job.mesh)}: {pipelines}", markup=False)
     if result.gradient_error is not None:
-        console.print(f"gradients equal those of the model in one process, to {result.gradient_error:.0e}")
+        console.print(f"gradients equal the full model's, to {result.gradient_error:.0e}")
     cores, processes = os.cpu_count() or 1, num_ranks_of(job, schedule)
     if job.device == "cpu" and processes > cores:
         console.print(
-            f"{processes} ranks share {count_text(cores, 'core')}: times are longer than on cores of their own"
+            f"{processes} ranks share {count_text(cores, 'core')}: times are longer than with a core for each"
         )
-    rows = output.table("", "measured", "simulated", "difference", left=("",))
-    peaks = max(real.peak_memory), max(guess.peak_memory)
-    rows.add_row(
-        "makespan", output.time_text(real.makespan, "s"), output.time_text(guess.makespan, "s"),
-        _difference(real.makespan, guess.makespan),
+    table = output.create_table("", "measured", "simulated", "difference", left=("",))
+    peaks = max(real.peak_memory), max(predicted.peak_memory)
+    table.add_row(
+        "makespan", output.time_text(real.makespan, "s"), output.time_text(predicted.makespan, "s"),
+        _difference(real.makespan, predicted.makespan),
     )  # fmt: skip
-    rows.add_row(
-        "bubble", output.percent(real.bubble), output.percent(guess.bubble),
-        f"{100 * (guess.bubble - real.bubble):+.1f} points",
+    table.add_row(
+        "bubble", output.percent(real.bubble), output.percent(predicted.bubble),
+        f"{100 * (predicted.bubble - real.bubble):+.1f} points",
     )  # fmt: skip
-    rows.add_row("peak activations", *(output.size_text(peak, "B") for peak in peaks), _difference(*peaks))
-    console.print(rows)
-    rows = output.table("kind", "actions", "measured", "simulated", "starts later by", left=("kind",))
-    for r in residuals(real, guess):
-        rows.add_row(r.kind, str(r.number), *(output.time_text(t, "s") for t in (r.measured, r.predicted, r.late)))
-    console.print(rows)
+    table.add_row("peak activations", *(output.size_text(peak, "B") for peak in peaks), _difference(*peaks))
+    console.print(table)
+    table = output.create_table("kind", "actions", "measured", "simulated", "starts later by", left=("kind",))
+    for r in residuals(real, predicted):
+        table.add_row(r.kind, str(r.number), *(output.time_text(t, "s") for t in (r.measured, r.predicted, r.late)))
+    console.print(table)
 
 
-def _difference(real: float, guess: float) -> str:
-    return f"{100 * (guess / real - 1):+.1f}%" if real else "-"
+def _difference(real: float, predicted: float) -> str:
+    return f"{100 * (predicted / real - 1):+.1f}%" if real else "-"
 
 
 def print_ranking(results: list[Outcome]) -> None:
@@ -95,12 +96,12 @@ def print_ranking(results: list[Outcome]) -> None:
 
     timelines = [result.measured.timeline for result in results]
     found = rank_timelines(timelines)
-    rows = output.table("schedule", "measured makespan", "of best", "bubble", left=("schedule",))
-    for place in found.order:
-        t, standing = timelines[place], found.standings[place]
+    table = output.create_table("schedule", "measured makespan", "of best", "bubble", left=("schedule",))
+    for index in found.order:
+        t, standing = timelines[index], found.standings[index]
         name = escape(t.schedule.name) + (" ★" if standing.best_time else "")
-        rows.add_row(name, output.time_text(t.makespan, "s"), f"{standing.of_best:.3f}", output.percent(t.bubble))
-    output.console().print(rows)
+        table.add_row(name, output.time_text(t.makespan, "s"), f"{standing.of_best:.3f}", output.percent(t.bubble))
+    output.console().print(table)
 
 
 def print_plan(built: list[Schedule], job: Job, as_json: bool) -> None:
@@ -138,10 +139,10 @@ def print_plan(built: list[Schedule], job: Job, as_json: bool) -> None:
             style="bold",
             markup=False,
         )
-        rows = output.table("rank", "stages", "layers", "messages sent", left=("stages", "layers"))
+        table = output.create_table("rank", "stages", "layers", "messages sent", left=("stages", "layers"))
         for row in plan["ranks"]:
             spans = [f"{a}-{b - 1}" if b > a else "none" for a, b in row["layers"]]
-            rows.add_row(
+            table.add_row(
                 str(row["rank"]), " ".join(map(str, row["stages"])), " ".join(spans), str(row["messages_sent"])
             )
-        output.console().print(rows)
+        output.console().print(table)

@@ -1,5 +1,4 @@
-"""A .toml file that holds schedule, sizes and costs together, or a training file: either may stand wherever a schedule
-is asked for."""
+"""A job file: a .toml file with schedule, sizes and costs. Commands take it, or a training file, for a schedule."""
 
 from __future__ import annotations
 
@@ -20,12 +19,10 @@ if TYPE_CHECKING:
     from zeropipe.sim.layer_costs import LayerCosts
     from zeropipe.train.stage_costs import RunCosts
 
-_COUNT = "a whole number from 1 on is needed, or a list of them"
-
 
 @dataclass(frozen=True)
-class Config:
-    """What a file gives; empty or None where it gives nothing."""
+class JobFile:
+    """The fields of a job file; empty or None where not set."""
 
     schedule: tuple[str, ...] = ()
     ranks: tuple[int, ...] = ()
@@ -34,20 +31,20 @@ class Config:
     options: Mapping[str, Any] = field(default_factory=dict)
     weight_parts: int | None = None
     per: str | None = None
-    run: Mapping[str, Any] = field(default_factory=dict)  # flags of `zeropipe run`
+    run: Mapping[str, Any] = field(default_factory=dict)  # options of `zeropipe run`
     costs: Costs | LayerCosts | RunCosts | None = None
 
 
-def read_config(path: str) -> Config:
-    """The Config of a .toml file; ConfigError names the field, its value, the rule and the way out."""
+def read_job_file(path: str) -> JobFile:
+    """Read a job file or a training file; ConfigError names the field, its value, the rule and the way out."""
     text = read_text(path, COMMAND_LINE)
     try:
         data = parse_toml(text)
     except ValueError as error:
         raise ConfigError(f"{path} is not TOML: {error}") from None
     if is_training_file(data):
-        return Config(**from_training_file(path))
-    known = [one.name for one in fields(Config)]
+        return JobFile(**from_training_file(path))
+    known = [one.name for one in fields(JobFile)]
     for name in data:
         if name not in known:
             raise ConfigError(f"{path}: unknown field {short(name)}: {_hint(name, known)}")
@@ -55,36 +52,36 @@ def read_config(path: str) -> Config:
     for name, value in data.items():
         try:
             values[name] = _READERS[name](value, Path(path).parent)
-        except _Wrong as rule:
+        except _InvalidValue as rule:
             raise ConfigError(f"{path}: {name}={short(value)}: {rule}") from None
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
-    return Config(**values)
+    return JobFile(**values)
 
 
 def _hint(name: str, known: list[str]) -> str:
     from zeropipe.sim.costs import Costs
 
     if name in {one.name for one in fields(Costs)}:
-        return "costs belong into a table [costs]; a file of costs alone is given with --costs"
+        return "costs belong in a table [costs]; pass a file of costs with --costs"
     return suggest(name, known)
 
 
-class _Wrong(Exception):
-    """The rule that a value breaks."""
+class _InvalidValue(Exception):
+    """The rule for a field, which its value breaks."""
 
 
 def _schedules(value: Any, folder: Path) -> tuple[str, ...]:
     listed = value if isinstance(value, list) else [value]
     if not listed or not all(isinstance(spec, str) and spec for spec in listed):
-        raise _Wrong('the name of a schedule is needed, like "zbv", or a list of them')
+        raise _InvalidValue('must be the name of a schedule, like "zbv", or a list of names')
     if any(has_suffix(spec, ".toml") for spec in listed):
-        raise _Wrong("a file like this one cannot name another: name a schedule, or a .csv or .json file")
-    return tuple(_beside(spec, folder) for spec in listed)
+        raise _InvalidValue("must not be another .toml file; use a schedule's name, or a .csv or .json file")
+    return tuple(_resolve(spec, folder) for spec in listed)
 
 
-def _beside(spec: str, folder: Path) -> str:
-    """A file's name is meant from the folder of the file that names it."""
+def _resolve(spec: str, folder: Path) -> str:
+    """Resolve the path of a schedule file relative to the job file's folder."""
     path = spec.partition(":")[0]
     return str(folder / spec) if has_suffix(path, *SCHEDULE_SUFFIXES, ".py") else spec
 
@@ -92,32 +89,32 @@ def _beside(spec: str, folder: Path) -> str:
 def _counts(value: Any, folder: Path) -> tuple[int, ...]:
     listed = value if isinstance(value, list) else [value]
     if not listed or not all(type(count) is int and count >= 1 for count in listed):
-        raise _Wrong(_COUNT)
+        raise _InvalidValue("must be a positive integer, or a list of them")
     return tuple(dict.fromkeys(listed))
 
 
 def _options(value: Any, folder: Path) -> dict[str, Any]:
     plain = isinstance(value, dict) and all(isinstance(one, int | float | str) for one in value.values())
     if not plain:
-        raise _Wrong("a table of the schedule's own options is needed, like {group_size = 4}")
+        raise _InvalidValue("must be a table of the schedule's options, like {group_size = 4}")
     return dict(value)
 
 
 def _parts(value: Any, folder: Path) -> int:
     if type(value) is not int or not 1 <= value <= MAX_WEIGHT_PARTS:
-        raise _Wrong(f"a W is cut into 1 to {MAX_WEIGHT_PARTS} parts")
+        raise _InvalidValue(f"must be an integer from 1 to {MAX_WEIGHT_PARTS}")
     return value
 
 
 def _per(value: Any, folder: Path) -> str:
     if value not in ("rank", "stage"):
-        raise _Wrong('costs are per "rank" or per "stage"')
+        raise _InvalidValue('must be "rank" or "stage"')
     return str(value)
 
 
 def _run(value: Any, folder: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise _Wrong('a table of the flags of `zeropipe run` is needed, like {model = "qwen3-0.6b"}')
+        raise _InvalidValue('must be a table of options of `zeropipe run`, like {model = "qwen3-0.6b"}')
     return dict(value)
 
 
@@ -130,7 +127,7 @@ def _costs(value: Any, folder: Path) -> Costs | LayerCosts:
 
         return load_costs(str(folder / value))
     if not isinstance(value, dict):
-        raise _Wrong("a table of costs is needed, like {f = 1.0}, or the name of a costs file")
+        raise _InvalidValue("must be a table of costs, like {f = 1.0}, or the name of a costs file")
     require_costs(value, "costs.")
     return costs_from(value)
 

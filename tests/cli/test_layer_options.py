@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
-import test_layer_costs as toy
+import toy_costs
 
 import zeropipe as zp
 from zeropipe.core.formats.json import from_json, to_json
@@ -14,8 +14,8 @@ from zeropipe.sim.layer_costs import LayerCost
 from zeropipe.sim.layer_file import from_layer_json, to_layer_json
 
 HEAD = {"head": LayerCost(2, 2, 2)}  # so much that an even cut is not the best
-SETTINGS = tuple(replace(one, kinds={**one.kinds, **HEAD}) for one in toy.COSTS.settings)
-COSTS = replace(toy.COSTS, settings=SETTINGS, sequence=128)
+SETTINGS = tuple(replace(one, kinds={**one.kinds, **HEAD}) for one in toy_costs.COSTS.settings)
+COSTS = replace(toy_costs.COSTS, settings=SETTINGS, sequence=128)
 SIZES = ("--ranks", 2, "--microbatches", 4)
 
 
@@ -30,10 +30,12 @@ def costs(tmp_path):
     "name, flags, layers, ac, size",
     [
         ("1f1b", (), (2, 2), "none", 1),
+        ("1f1b", ("--balance", "even", "--microbatch", 2), (2, 2), "none", 2),
         ("1f1b", ("--layers", "even", "--microbatch-size", 2), (2, 2), "none", 2),
         ("1f1b", ("--layers", "3,1", "--ac", "full"), (3, 1), "full", 1),
+        ("1f1b", ("--balance", "time"), (3, 1), "none", 1),
         ("1f1b", ("--layers", "balanced"), (3, 1), "none", 1),
-        ("zbv", ("--layers", "balanced", "--ac", "selective:2"), (1, 1, 2, 0), "selective:2", 1),
+        ("zbv", ("--balance", "time", "--ac", "selective:2"), (1, 1, 2, 0), "selective:2", 1),
     ],
 )
 def test_flags_choose_the_setting_and_the_cut(run, costs, name, flags, layers, ac, size):
@@ -43,7 +45,7 @@ def test_flags_choose_the_setting_and_the_cut(run, costs, name, flags, layers, a
     wanted = COSTS.costs(layers, COSTS.setting(ac=ac, microbatch_size=size), ac=ac, placement=schedule.placement)
     assert tuple(found["layers"]) == layers
     assert found["makespan"] == pytest.approx(zp.simulate(schedule, wanted).makespan)
-    if "balanced" in flags:
+    if "balanced" in flags or "time" in flags:
         assert zp.balance(COSTS, schedule, ac=ac).counts == layers
     _, out, _ = run("compare", name, *SIZES, "--costs", costs, *flags, "--json")
     (row,) = json.loads(out)["compared"]
@@ -52,13 +54,13 @@ def test_flags_choose_the_setting_and_the_cut(run, costs, name, flags, layers, a
 
 def test_words_say_what_counts(run, costs):
     words = "measured costs of layers, "
-    first = "of ac none, microbatches of 1, the first of their settings"
+    first = "setting: ac none, microbatches of 1, the first in the file"
     assert f"{words}spread evenly over the stages; {first}" in run("simulate", "1f1b", *SIZES, "--costs", costs)[1]
-    flags = ("--costs", costs, "--layers", "balanced")
+    flags = ("--costs", costs, "--balance", "time")
     assert f"{words}balanced over the stages: 3,1; {first}" in run("show", "1f1b", *SIZES, *flags)[1]
-    chosen = "balanced over the stages; of ac selective:2, microbatches of 1"
+    chosen = "balanced over the stages; setting: ac selective:2, microbatches of 1"
     assert f"{words}{chosen}\n" in run("compare", "1f1b", *SIZES, *flags, "--ac", "selective:2")[1]
-    searched = run("search", *SIZES, *flags, "--steps", 5, "--json")[1]
+    searched = run("search", *SIZES, *flags, "--search-steps", 5, "--json")[1]
     assert json.loads(searched)["layers"] == [3, 1]
 
 
@@ -68,7 +70,7 @@ def test_words_say_what_counts(run, costs):
         (("--ac", "selective:op"), "the costs of toy have no setting with ac=selective:op: they have ac none, "),
         (("--layers", "4,1"), "layers=[4, 1] adds up to 5: the model has 4 layers"),
         (("--layers", "1,2,1"), "layers=[1, 2, 1] has 3 entries: the schedule has 2 stages"),
-        (("--layers", "some"), "--layers 'some': write one number per stage, like 2,3,3,2"),
+        (("--layers", "some"), "--layers 'some': must be one number per stage, like 2,3,3,2"),
     ],
 )
 def test_what_the_costs_do_not_have_is_named(run, costs, flags, line):
@@ -78,11 +80,16 @@ def test_what_the_costs_do_not_have_is_named(run, costs, flags, line):
 
 
 def test_flags_for_layers_need_costs_of_layers(run, costs):
-    for flag in ("--ac", "full"), ("--tp", 2), ("--microbatch-size", 2), ("--layers", "even"):
-        line = f"zeropipe: {flag[0]} {flag[1]}: only costs of layers know what it changes: give --costs, made by "
+    for flag in ("--ac", "full"), ("--tp", 2), ("--microbatch", 2), ("--layers", "2,2"), ("--balance", "even"):
+        line = f"zeropipe: {flag[0]} {flag[1]}: only costs of layers depend on it; pass --costs FILE of "
         assert run("simulate", "zbv", *SIZES, *flag)[2].startswith(line)
-    shared = "--layers balanced depends on which stages share a rank: give --placement vee or loop"
-    assert shared in run("search", *SIZES, "-v", 2, "--costs", costs, "--layers", "balanced")[2]
+    shared = "--balance time depends on which stages share a rank: pass --placement vee or loop"
+    assert shared in run("search", *SIZES, "-v", 2, "--costs", costs, "--balance", "time")[2]
+    both = ("--balance", "time", "--layers", "3,1")
+    assert (
+        "--balance time and --layers 3,1: use one of them"
+        in run("simulate", "1f1b", *SIZES, "--costs", costs, *both)[2]
+    )
 
 
 def test_schedules_with_more_stages_than_layers_are_left_out_of_all(run, costs):
@@ -94,11 +101,11 @@ def test_schedules_with_more_stages_than_layers_are_left_out_of_all(run, costs):
 
 
 def test_the_page_starts_with_the_costs_of_stages(costs):
-    from zeropipe.cli.app import address
-    from zeropipe.cli.request import request_of
+    from zeropipe.cli.app import page_query
+    from zeropipe.cli.request import create_request
 
     given = {"ranks": (2,), "microbatches": (4,), "stages_per_rank": None, "pairs": (), "costs_file": str(costs)}
-    found = address(request_of(["1f1b", "zbv"], {**given, "layers": "3,1"}))
+    found = page_query(create_request(["1f1b", "zbv"], {**given, "layers": "3,1"}))
     times = ",".join(map(str, COSTS.costs((3, 1)).f))
     assert f"schedules=1f1b,zbv&f={times}&" in found
 
@@ -136,7 +143,7 @@ def test_a_recording_tells_its_cut_and_its_setting(run, costs, measured, tmp_pat
     [
         ({}, ("--ac", "none"), "--ac none: the run had full; leave it out"),
         ({}, ("--layers", "2,2"), "--layers 2,2: the run had 3,1; leave it out"),
-        ({"layers": (2, 1)}, (), "the run's model has 3 layers, toy has 4: give its costs"),
+        ({"layers": (2, 1)}, (), "the run's model has 3 layers, toy has 4: use costs of that model"),
         ({"sequence": 64}, (), "the run has sequences of 64 tokens, the costs are for 128 tokens; create costs with"),
         ({"dtype": "float32"}, (), "the run has dtype float32, the costs bf16; create costs with --dtype float32"),
         ({"compile": True}, (), "the costs of toy have no setting with ac=full, microbatch_size=1, tp=1, compile=True"),
