@@ -128,7 +128,7 @@ def test_one_file_for_all_commands(planned, run):
         zp.simulate(zp.build("1f1b", ranks=4, microbatches=16), even).makespan
     )
     assert run("simulate", "run.toml", "--per", "stage")[2].startswith(
-        "zeropipe: --per stage: these costs are of layers"
+        "zeropipe: --per stage: these costs are per layer"
     )
     Path("costs.json").write_text(to_layer_json(planned.scene.costs))
     Path("other.toml").write_text(
