@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: run test tests test-full test-torchtitan test-archon check bench gallery models configuration clean
+.PHONY: run test tests test-full test-torchtitan test-archon check bench gallery models configuration cli clean
 
 # Trains a tiny model with ZBV on 4 processes, goes on with another schedule on another mesh, and asks the result.
 run: $(STAMP)
@@ -55,8 +55,8 @@ test-archon: .venv-archon/.installed
 	touch $@
 
 check: $(STAMP)
-	$(BIN)/ruff check src tests bench examples docs/gallery.py docs/mesh.py docs/models.py docs/configuration.py
-	$(BIN)/ruff format --check src tests bench examples docs/gallery.py docs/mesh.py docs/models.py docs/configuration.py
+	$(BIN)/ruff check src tests bench examples docs/gallery.py docs/mesh.py docs/models.py docs/configuration.py docs/cli.py
+	$(BIN)/ruff format --check src tests bench examples docs/gallery.py docs/mesh.py docs/models.py docs/configuration.py docs/cli.py
 	$(BIN)/mypy
 
 bench: $(STAMP)
@@ -72,6 +72,9 @@ models: $(STAMP)
 
 configuration: $(STAMP)
 	$(BIN)/python docs/configuration.py
+
+cli: $(STAMP)  # the table of options
+	$(BIN)/python docs/cli.py
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -300,7 +300,7 @@ def test_the_command_prints_a_table_and_writes_the_file(tmp_path, capsys, monkey
 
     monkeypatch.setenv("COLUMNS", "120")
     file = tmp_path / "costs.json"
-    main(["estimate", "qwen3-8b", "--gpu", "h200", "--ac", "none,full", "--tp", "1,2", "-o", str(file)])
+    main(["estimate", "qwen3-8b", "--gpu", "h200", "--ac", "none,full", "--tp", "1,2", "--compile", "-o", str(file)])
     out = capsys.readouterr().out
     assert out.count("an estimate") == 5, "each table and the last line say it"
     assert from_layer_json(file.read_text()) == estimate("qwen3-8b", gpu="h200", ac=["none", "full"], tp=[1, 2])

@@ -419,7 +419,7 @@ def test_flags_that_a_costs_file_answers_are_refused(tmp_path, capsys):
     file.write_text(to_layer_json(zp.estimate("qwen3-0.6b", sequence=512)))
     with pytest.raises(SystemExit):
         main(["plan", str(file), "--gpus", "4", "--batch", "16", "--sequence", "4096"])
-    assert "say that already" in capsys.readouterr().err
+    assert "set by the costs in" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("wish", [("--tp", "2"), ("--microbatch-sizes", "1,2"), ("--ac", "none,full")])

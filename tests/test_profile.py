@@ -336,7 +336,7 @@ def test_a_run_corrects_the_setting_that_is_named(run, tmp_path):
         (("costs.json", "--fit", "seconds.json", "--ac", "full"), "no setting with ac=full"),
         (("costs.json", "--fit", "seconds.json", "--sequence", "64"), "--sequence: set by the costs in costs.json"),
         (("nowhere",), "must be a directory with config.json"),
-        (("qwen3-8b", "--num-layers", "3"), "only tiny models"),
+        (("qwen3-8b", "--num-layers", "3"), "only for tiny models"),
         (("tiny-qwen3", "--ac", "half"), "activation checkpointing 'half'"),
         (("tiny-qwen3", "--ac", "memory_budget:0.5"), "give --compile"),
         (("tiny-qwen3", "--ranks", "9999"), "too many processes"),

@@ -158,11 +158,11 @@ def test_one_file_for_all_commands(planned, run):
     )
     Path("only.toml").write_text(Path("run.toml").read_text() + "[lora]\nrank = 4\n")
     assert run("run", "only.toml", "--dry-run")[2] == (
-        "zeropipe: only.toml: [lora] is for `zeropipe train` alone: leave it out here\n"
+        "zeropipe: only.toml: [lora] is only for `zeropipe train`: leave it out\n"
     )
     Path("offload.toml").write_text(Path("run.toml").read_text().replace("[engine]", "[engine]\noffload = true"))
     assert run("run", "offload.toml", "--dry-run")[2] == (
-        "zeropipe: offload.toml: engine.offload=True is for `zeropipe train` alone: leave it out here\n"
+        "zeropipe: offload.toml: engine.offload=True is only for `zeropipe train`: leave it out\n"
     )
     Path("odd.toml").write_text(Path("run.toml").read_text().replace("batch = 32", "batch = 33"))
     assert run("run", "odd.toml", "--dry-run")[2].startswith("zeropipe: odd.toml: data.batch=33 cannot be divided")

@@ -95,7 +95,7 @@ def parse_upload(name: str, text: str) -> LoadedFile | dict[str, Any]:
         if isinstance(data, dict) and "model_type" in data:
             raise ConfigError("it is a model's configuration: open it on the Plan page")
         if is_layer_data(data):
-            command = "zeropipe app zbv -p 4 -m 8 --costs FILE --layers balanced"
+            command = "zeropipe app zbv -p 4 -m 8 --costs FILE --balance time"
             raise ConfigError(f"it holds costs of layers: open it on the Plan page, or start this one with `{command}`")
         if _is_costs(data):
             return _costs(data)

@@ -91,7 +91,7 @@ num_layers = option(
     "--num-layers", type=POSITIVE, field="model.num_layers", help="Layers of a built-in model, if not its own number."
 )
 sequence = option(
-    "--sequence", type=POSITIVE, field="data.sequence",
+    "--sequence", type=click.IntRange(2), field="data.sequence",
     help="Tokens per sequence; by default 4096 in estimate and plan, 128 in run and profile.",
 )  # fmt: skip
 dtype = option(

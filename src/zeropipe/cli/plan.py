@@ -85,8 +85,6 @@ def plan(model: str, rows: int, out: str | None, as_json: bool, **values: Any) -
     source = _read_layer_costs(model, values) if has_suffix(model, ".json") else None
     with show_fraction("planning") as progress:
         made = make_plan(source or model, progress=progress, **_plan_arguments(values))
-    if source is None:
-        print_compile_note()
     written = []
     if out:
         # the name of a GPU does not tell its efficiency
@@ -95,10 +93,12 @@ def plan(model: str, rows: int, out: str | None, as_json: bool, **values: Any) -
     if as_json:
         output.print_json({**plan_data(made), "files": written})
         made.require_a_fit()
-        return
-    _print_plan(made, rows)
-    for path in written:
-        output.print_written(path)
+    else:
+        _print_plan(made, rows)
+        for path in written:
+            output.print_written(path)
+    if source is None:
+        print_compile_note()
 
 
 def _plan_arguments(values: dict[str, Any]) -> dict[str, Any]:

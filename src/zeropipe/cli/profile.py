@@ -66,7 +66,9 @@ def profile(
     """
     require_costs_file(out)
     if layers and not fit_files:
-        raise ConfigError(f"--layers {layers}: are those of the run of --fit; pass --fit FILE, or leave it out")
+        raise ConfigError(
+            f"--layers {layers}: the layers of the run that --fit names; pass --fit FILE, or leave it out"
+        )
     is_first = os.environ.get("RANK", "0") == "0"
     steps = _read_steps(fit_files) if is_first else []  # before measuring, which may take long
     found = _find_costs(model, bool(fit_files), values)
@@ -121,8 +123,6 @@ def _create_job(model: str, data: Any, values: dict[str, Any]) -> ProfileJob:
 
     source: str | Mapping[str, Any]
     num_layers, sequence = values["num_layers"], values["sequence"] or DEFAULT_SEQUENCE
-    if sequence < 2:
-        raise ConfigError(f"--sequence {sequence}: must be at least 2 to have a next token")
     is_tiny = model in BUILT_IN and model.startswith("tiny")
     if num_layers and not is_tiny:
         raise ConfigError(f"--num-layers {num_layers}: only for tiny models; {short(model)} has its own")

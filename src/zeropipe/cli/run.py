@@ -262,8 +262,6 @@ def _create_job(built: list[Schedule], values: dict[str, Any]) -> Job:
         batch=opt.require_single("microbatch", values["microbatch"], "estimate, profile and plan take") or 1,
         dtype=opt.require_run_dtype(values["dtype"] or DEFAULT_DTYPE), ac=values["ac"] or "none",
     )  # fmt: skip
-    if job.sequence < 2:
-        raise ConfigError(f"--sequence {job.sequence}: must be at least 2 to have a next token")
     if job.model in BUILT_IN and job.model.startswith("tiny") and job.num_layers is None:
         # a tiny model has a layer for every stage, and the same number for all compared schedules
         max_stages = max(schedule.num_stages for schedule in built)
