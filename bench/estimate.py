@@ -21,7 +21,7 @@ from zeropipe.profiling.measure import profile
 from zeropipe.profiling.spec import ProfileJob, settings_of
 from zeropipe.sim.layer_costs import LayerCost, LayerCosts, Setting
 from zeropipe.sim.layer_file import to_layer_json
-from zeropipe.sim.profiled import layer_costs
+from zeropipe.sim.profile_costs import costs_from_profile
 
 MODES = "none,full,selective:op,memory_budget:0.5"
 
@@ -43,7 +43,7 @@ def main() -> None:
     settings = settings_of(tuple(args.ac.split(",")), (args.microbatch_size,), (not args.eager,))
     job = ProfileJob(args.model, CONFIGS[args.model], settings, args.sequence, args.device, dtype, args.steps)
     with LocalRanks(1) as ranks:
-        measured = layer_costs(ranks.run(profile, job, timeout=600)[0])
+        measured = costs_from_profile(ranks.run(profile, job, timeout=600)[0])
     if args.out:
         args.out.write_text(to_layer_json(measured))
     guess = estimate(

@@ -52,11 +52,11 @@ from zeropipe.engine.run.spec import Job, built_in, counts_of
 from zeropipe.profiling.measure import everyone, group_of_one, piece_steps, piece_tokens, with_messages
 from zeropipe.profiling.pieces import facts, open_pieces
 from zeropipe.profiling.spec import ProfileJob
-from zeropipe.sim.fit import steps_of
+from zeropipe.sim.attribution import attribute_idle_time, residuals
+from zeropipe.sim.costs import TIME_FIELDS
 from zeropipe.sim.layer_costs import LayerCosts
-from zeropipe.sim.profiled import TIMES, layer_costs, middle
-from zeropipe.sim.reality import lost, stage_residuals
-from zeropipe.sim.refit import refitted
+from zeropipe.sim.profile_costs import costs_from_profile, trimmed_mean
+from zeropipe.sim.refit import refit
 
 SIZES: dict[str, dict[str, Any]] = {
     "small": {"model": "tiny-qwen3", "num_layers": 16, "sequence": 128},
@@ -101,7 +101,7 @@ def main() -> None:
                 zp.build(name, ranks=args.ranks, microbatches=args.microbatches) for name in args.schedules.split(",")
             ]
             turns = ranks.run(take_turns, size, schedules, args.rounds, timeout=1800)[0]
-            layers = layer_costs(turns.profile)
+            layers = costs_from_profile(turns.profile)
             for schedule, timelines, paces in zip(schedules, turns.timelines, turns.paces):
                 counts = counts_of(Job(**SIZES[size]), schedule)
                 found = compared(schedule, timelines, layers, counts, paces)
@@ -142,7 +142,7 @@ def corrected(
     """The costs corrected by a run with whole and one with split backwards: other runs than `own`, one like it last."""
     for how in (not splits(own), splits(own)):
         for run in [run for run in runs if run is not own and splits(run) is how][:1]:
-            layers = refitted(layers, run, counts_of(job, run[0].schedule))
+            layers = refit(layers, run, counts_of(job, run[0].schedule))
     return layers
 
 
@@ -198,8 +198,8 @@ def take_turns(size: str, schedules: Sequence[zp.Schedule], rounds: int) -> Turn
 
 def usual_time(timelines: Sequence[zp.Timeline]) -> float:
     """What the actions of a step take together, each in the mean that costs are: without the extremes."""
-    steps = [[span[0].end - span[0].start for span in steps_of(timeline, 0)] for timeline in timelines]
-    return sum(middle(times) for times in zip(*steps))
+    steps = [[span[0].end - span[0].start for span in timeline.steps(0)] for timeline in timelines]
+    return sum(trimmed_mean(times) for times in zip(*steps))
 
 
 def _training(schedule: zp.Schedule, job: Job, config: Any) -> Iterator[zp.Timeline]:
@@ -227,7 +227,7 @@ def compared(
     activations = zp.simulate(schedule, replace(layers.costs(counts), weights=0.0))
     makespans = sorted(timeline.makespan for timeline in timelines)
     measured, quarter = statistics.median(makespans), len(makespans) // 4
-    gone = [lost(timeline) for timeline in timelines]
+    gone = [attribute_idle_time(timeline) for timeline in timelines]
     between = [[one.overhead for one in each] for each in gone]
     busy = statistics.fmean(sum(timeline.busy) + sum(gaps) for timeline, gaps in zip(timelines, between))
     real, predicted = max(timelines[0].peak_memory), max(activations.peak_memory)
@@ -250,7 +250,7 @@ def kind_errors(measured: Sequence[zp.Timeline], predicted: zp.Timeline) -> dict
     real: dict[str, float] = defaultdict(float)
     guess: dict[str, float] = defaultdict(float)
     for timeline in measured:
-        for each in stage_residuals(timeline, predicted):
+        for each in residuals(timeline, predicted, by_stage=True):
             real[each.kind] += each.number * each.measured
             guess[each.kind] += each.number * each.predicted
     return {kind: guess[kind] / real[kind] - 1 for kind in real}
@@ -260,7 +260,7 @@ def _at(costs: zp.Costs, paces: Sequence[float], schedule: zp.Schedule) -> zp.Co
     """The costs where each rank has its own pace."""
     by_stage = [paces[rank] for rank in schedule.placement.copies[0]]
     changes: dict[str, Any] = {
-        name: [value * pace for value, pace in zip(getattr(costs, name), by_stage)] for name in TIMES
+        name: [value * pace for value, pace in zip(getattr(costs, name), by_stage)] for name in TIME_FIELDS
     }
     return replace(costs, **changes)
 

@@ -78,7 +78,7 @@ def timelines() -> dict[str, zp.Timeline]:
     made = {}
     for entry in entries():
         schedule = zp.build(entry.name, ranks=RANKS, microbatches=MICROBATCHES)
-        made[entry.name] = zp.simulate(schedule, zp.Costs().regrouped(schedule.problem))
+        made[entry.name] = zp.simulate(schedule, zp.Costs().regroup(schedule.problem))
     return made
 
 
@@ -110,7 +110,7 @@ def write(folder: Path) -> None:
             zp.draw(runs[entry.name], pictures / f"{entry.name}.svg", width=40 + POINTS * runs[entry.name].makespan)
     zp.draw([runs[name] for name in ("gpipe", "1f1b", "zb-h1", "zbv")], pictures / "four-steps.svg")
     many = zp.build("zbv", ranks=8, microbatches=96)
-    zp.draw(zp.simulate(many, zp.Costs().regrouped(many.problem)), pictures / "many-microbatches.svg")
+    zp.draw(zp.simulate(many, zp.Costs().regroup(many.problem)), pictures / "many-microbatches.svg")
     (folder / "gallery.md").write_text(HEAD + "".join(rows) + "".join(sections), "utf-8")
 
 

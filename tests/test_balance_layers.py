@@ -114,7 +114,7 @@ def test_memory_moves_layers_where_there_is_room():
     schedule = zp.build("1f1b", ranks=2, microbatches=4)  # rank 0 keeps two microbatches alive, rank 1 one
     costs = model([1.0] * 6, first=0, last=0)
     assert zp.balance(costs, schedule).counts == (3, 3)
-    each = costs.state.of_shards(1)
+    each = costs.state.with_full_weights(1)
     limit = 2 * (each + 2) + 3 * each + 0.01  # two layers and the embedding on rank 0
     assert zp.balance(costs, schedule, memory=(limit, 1e9)).counts == (2, 4)
     with pytest.raises(ConfigError, match=r"10 B beside the workspace is too little for every .* rank 0 needs \d+ B;"):

@@ -86,7 +86,7 @@ def test_checkpoints_over_nccl(tmp_path, asynchronous):
 
 
 @pytest.mark.parametrize("sizes", [{"pp": 2, "dp_shard": 2}, {"pp": 2, "tp": 2}], ids=str)
-def test_whole_weights_over_nccl(sizes):
+def test_full_weights_over_nccl(sizes):
     model = checkpoint_cases.Model(tied=False, config={}, device="cuda")
     with LocalRanks(4, backend="nccl") as four:
         found = four.run(checkpoint_cases.weights_over_nccl, zp.build("zbv", ranks=2, microbatches=4), sizes, model)

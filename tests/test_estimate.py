@@ -14,7 +14,7 @@ from zeropipe.errors import ConfigError
 from zeropipe.estimating.estimate import estimate, num_parameters
 from zeropipe.estimating.gpus import GPUS
 from zeropipe.estimating.shapes import FAMILIES, shape_of
-from zeropipe.sim.layer_file import from_layer_json, to_layer_json
+from zeropipe.sim.layer_file import from_layer_data, to_layer_json
 
 # billions of parameters as their makers state them: all, and those that a token meets
 PUBLISHED = {
@@ -214,7 +214,7 @@ def test_it_is_marked_as_an_estimate_and_makes_a_round_trip(tmp_path):
     found = estimate("qwen3-30b-a3b", gpu="h200", ac=["none", "full"], microbatch_size=[1, 2], tp=[1, 2])
     assert found.source == "estimate"
     assert len(found.settings) == 8
-    assert from_layer_json(to_layer_json(found)) == found
+    assert from_layer_data(json.loads(to_layer_json(found))) == found
 
 
 def test_text_fields_beside_those_of_the_vision_are_read():
@@ -303,7 +303,9 @@ def test_the_command_prints_a_table_and_writes_the_file(tmp_path, capsys, monkey
     main(["estimate", "qwen3-8b", "--gpu", "h200", "--ac", "none,full", "--tp", "1,2", "--compile", "-o", str(file)])
     out = capsys.readouterr().out
     assert out.count("an estimate") == 5, "each table and the last line say it"
-    assert from_layer_json(file.read_text()) == estimate("qwen3-8b", gpu="h200", ac=["none", "full"], tp=[1, 2])
+    assert from_layer_data(json.loads(file.read_text())) == estimate(
+        "qwen3-8b", gpu="h200", ac=["none", "full"], tp=[1, 2]
+    )
     main(["estimate", "qwen3-8b", "--json"])
     assert json.loads(capsys.readouterr().out)["source"] == "estimate"
     main(["estimate", "--known", "--json"])

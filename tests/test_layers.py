@@ -14,7 +14,7 @@ MAY_IMPORT = {
     "errors": set(),
     "core": BASE | {"numpy", "numba"},  # only inside core/jit.py, to be fast on large inputs
     "schedules": BASE | {"core"},
-    "sim": BASE | {"core"},
+    "sim": BASE | {"core", "numpy"},
     "viz": BASE | {"core", "numpy", "rich", "matplotlib"},
     "engine": BASE | {"core", "torch", "numpy", "networkx", "transformers", "safetensors", "peft"},
     "searching": BASE | {"core", "schedules", "sim", "numpy", "ortools"},

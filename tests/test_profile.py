@@ -21,9 +21,9 @@ from zeropipe.core.model.probe import (
 from zeropipe.errors import ConfigError
 from zeropipe.sim.costs import Link
 from zeropipe.sim.layer_costs import LayerCost, LayerCosts, Setting
-from zeropipe.sim.layer_file import from_layer_json, to_layer_json
-from zeropipe.sim.profiled import layer_costs
-from zeropipe.sim.refit import refitted
+from zeropipe.sim.layer_file import from_layer_data, to_layer_json
+from zeropipe.sim.profile_costs import costs_from_profile
+from zeropipe.sim.refit import refit
 
 TRUTH = {
     "stage": LayerCost(0.1, 0.05, 0.01, b=0.06, overlap=0.15, activation=3, stash=1),
@@ -67,7 +67,7 @@ WITH_LAYERS = [("embedding", "dense"), ("dense",), ("experts",), ("experts", "de
 
 @pytest.mark.parametrize("pieces", [SINGLE, WITH_LAYERS], ids=["bare ends", "ends that need a layer"])
 def test_the_costs_of_layers_are_found_in_the_pieces(pieces):
-    found = layer_costs(profile_of(TRUTH, pieces))
+    found = costs_from_profile(profile_of(TRUTH, pieces))
     assert (found.source, found.layers, found.each, found.after) == ("profile", LAYERS, ("stage",), ("head",))
     kinds = found.settings[0].kinds
     assert kinds.keys() == TRUTH.keys()
@@ -76,7 +76,7 @@ def test_the_costs_of_layers_are_found_in_the_pieces(pieces):
             assert getattr(kinds[name], field) == pytest.approx(getattr(truth, field)), (name, field)
     assert found.link == pytest.approx(Link(0.25, 8.0))
     assert found.inter_node == Link()
-    assert from_layer_json(to_layer_json(found)) == found
+    assert from_layer_data(json.loads(to_layer_json(found))) == found
 
 
 def test_a_forward_before_a_split_backward_may_take_longer():
@@ -84,7 +84,7 @@ def test_a_forward_before_a_split_backward_may_take_longer():
     plain = {name: replace(cost, f=cost.f / 1.1) for name, cost in TRUTH.items()}
     split, whole = (profile_of(kinds, SINGLE).probes[0] for kinds in (TRUTH, plain))
     both = replace(profile_of(TRUTH, SINGLE), probes=(replace(split, full=whole.full),))
-    for name, found in layer_costs(both).settings[0].kinds.items():
+    for name, found in costs_from_profile(both).settings[0].kinds.items():
         assert found.f == pytest.approx(TRUTH[name].f)
         assert found.f + found.b == pytest.approx(plain[name].f + TRUTH[name].b)
 
@@ -102,18 +102,18 @@ def test_other_microbatches_are_under_way_beside_the_one_that_is_measured(ahead)
 
 def test_costs_of_a_profile_predict_any_cut():
     """Stages of the whole model take what their pieces take, and what every stage takes once."""
-    costs = layer_costs(profile_of(TRUTH, SINGLE)).costs((1, 3))
+    costs = costs_from_profile(profile_of(TRUTH, SINGLE)).costs((1, 3))
     assert costs.f == pytest.approx((0.1 + 0.2 + 1, 0.1 + 2 + 1 + 2 + 0.7))
     assert costs.overlap == pytest.approx((0.15 + 0.5 + 2.7, 0.15 + 5.1 + 2.7 + 5.1 + 2.1))
 
 
 def test_links_of_two_machines_and_of_none():
     profile = profile_of(TRUTH, SINGLE)
-    apart = layer_costs(replace(profile, nodes=("a", "b", "c")))
+    apart = costs_from_profile(replace(profile, nodes=("a", "b", "c")))
     assert apart.link == Link()
     assert apart.inter_node == pytest.approx(Link(0.25, 8.0))
-    assert layer_costs(replace(profile, pings=())).link == Link()
-    same = layer_costs(profile_of(TRUTH, SINGLE, link=Link(0.25, None)))
+    assert costs_from_profile(replace(profile, pings=())).link == Link()
+    same = costs_from_profile(profile_of(TRUTH, SINGLE, link=Link(0.25, None)))
     assert same.link == pytest.approx(Link(0.25, None))  # no bandwidth is seen
 
 
@@ -135,11 +135,11 @@ def stream_of(sending, receiving):
 def test_what_ranks_spend_on_messages_is_told_from_their_latency():
     sending, receiving = 0.05, 0.02
     profile = replace(profile_of(TRUTH, SINGLE), streams=(stream_of(sending, receiving),))
-    found = layer_costs(profile)
+    found = costs_from_profile(profile)
     assert (found.sending, found.receiving) == pytest.approx((sending, receiving))
     assert found.link == pytest.approx(Link(0.25 - sending - receiving, 8.0))
-    assert from_layer_json(to_layer_json(found)) == found
-    silent = layer_costs(profile_of(TRUTH, SINGLE))
+    assert from_layer_data(json.loads(to_layer_json(found))) == found
+    silent = costs_from_profile(profile_of(TRUTH, SINGLE))
     assert (silent.sending, silent.receiving) == (0, 0)
 
 
@@ -169,7 +169,7 @@ def test_what_is_wrong_in_few_measurements_is_left_out():
     probe = profile.probes[0]
     slow = zp.simulate(split_schedule(5, 3), zp.Costs(f=99, i=99, w=99, unit="s", memory_unit="B"))
     noisy = replace(probe, split=(*probe.split * 20, slow), full=probe.full * 20)
-    kinds = layer_costs(replace(profile, probes=(noisy,))).settings[0].kinds
+    kinds = costs_from_profile(replace(profile, probes=(noisy,))).settings[0].kinds
     assert kinds["dense"].f == pytest.approx(1)
     assert kinds["dense"].spread["f"] == pytest.approx(0)
 
@@ -191,7 +191,7 @@ def test_a_run_corrects_costs_of_layers(name, counts):
         for kind, cost in TRUTH.items()
     }
     guess = replace(truth, settings=(Setting(wrong), Setting(TRUTH, ac="full")), link=Link(0.5, 64.0))
-    better = refitted(guess, run, counts)
+    better = refit(guess, run, counts)
     assert zp.simulate(schedule, better.costs(counts)).makespan == pytest.approx(run.makespan, rel=2e-3)
     assert zp.simulate(schedule, guess.costs(counts)).makespan != pytest.approx(run.makespan, rel=2e-2)
     assert better.link == pytest.approx(Link(0.2, 64.0), rel=1e-3)
@@ -205,19 +205,21 @@ def test_the_medians_of_several_steps_correct():
     schedule, truth, counts = zp.build("zb-h1", ranks=4, microbatches=8), truth_costs(), (1, 1, 1, 1)
     slow = replace(truth, settings=(Setting({kind: replace(cost, f=3 * cost.f) for kind, cost in TRUTH.items()}),))
     steps = [zp.simulate(schedule, costs.costs(counts)) for costs in (truth, slow, truth)]
-    better = refitted(slow, steps, counts)
+    better = refit(slow, steps, counts)
     assert zp.simulate(schedule, better.costs(counts)).makespan == pytest.approx(steps[0].makespan, rel=2e-3)
 
 
 def test_runs_that_cannot_correct_are_refused():
     run = zp.simulate(zp.build("1f1b", ranks=2, microbatches=4), zp.Costs(unit="s"))
     with pytest.raises(ConfigError, match="the run has 2 stages"):
-        refitted(truth_costs(), run, (1, 1, 2))
+        refit(truth_costs(), run, (1, 1, 2))
     with pytest.raises(ConfigError, match="are in seconds"):
-        refitted(truth_costs(), replace(run, unit=""), (2, 2))
+        refit(truth_costs(), replace(run, unit=""), (2, 2))
     other = zp.simulate(zp.build("zb-h1", ranks=2, microbatches=4), zp.Costs(unit="s"))
-    with pytest.raises(ConfigError, match=r"^steps of 1f1b \(2 ranks, .*\) and of zb-h1 .* after the other: [\w ]+$"):
-        refitted(truth_costs(), [run, other], (2, 2))
+    with pytest.raises(
+        ConfigError, match=r"^there are steps of 1f1b \(2 ranks, .*\) and of zb-h1 .*: must be of one schedule$"
+    ):
+        refit(truth_costs(), [run, other], (2, 2))
 
 
 # --- on the engine
@@ -235,7 +237,7 @@ def measured():
 
     settings = settings_of(("none", "selective:2"), (1,), (False,))
     job = ProfileJob("tiny", CONFIG, settings, sequence=SEQUENCE, steps=1, microbatches=2)
-    return layer_costs(ranks(2).run(profile, job)[0])
+    return costs_from_profile(ranks(2).run(profile, job)[0])
 
 
 def test_kinds_parameters_and_messages_are_the_models(measured):
@@ -248,11 +250,11 @@ def test_kinds_parameters_and_messages_are_the_models(measured):
     kinds = measured.settings[0].kinds
     total = sum(kinds[kind].parameters for kind in (*measured.before, *measured.layers, *measured.after))
     assert total == sum(parameter.numel() for parameter in model.parameters())
-    assert measured.message(measured.settings[0]) == SEQUENCE * CONFIG["hidden_size"] * 4
+    assert measured.message_bytes(measured.settings[0]) == SEQUENCE * CONFIG["hidden_size"] * 4
     for setting in measured.settings:
         for kind in ("dense", "experts"):
             cost = setting.kinds[kind]
-            assert min(cost.f, cost.i, cost.w, cost.whole, cost.pair) > 0
+            assert min(cost.f, cost.i, cost.w, cost.full_backward, cost.overlapped) > 0
     assert measured.link.p2p is not None
     assert measured.versions["torch"]
     assert kinds["head"].flops == 2 * SEQUENCE * 32 * 64
@@ -323,7 +325,7 @@ def test_a_run_corrects_the_setting_that_is_named(run, tmp_path):
     costs.write_text(to_layer_json(two))
     for command in (("profile", costs, "--fit", run_file), ("trace", "compare", run_file, "--costs", costs)):
         status, _, err = run(*command, "--layers", "3,1", "-o", better)
-        assert (status, "the costs are of ac none and of ac full: say with --ac which" in err) == (2, True)
+        assert (status, "the costs are of ac none and of ac full; set the one of the run with --ac" in err) == (2, True)
     assert run("profile", costs, "--fit", run_file, "--layers", "3,1", "--ac", "full", "-o", better)[0] == 0
     none, full = (setting["kinds"]["dense"]["f"] for setting in json.loads(better.read_text())["settings"])
     assert none == doubled["dense"].f

@@ -12,7 +12,7 @@ import zeropipe as zp
 from zeropipe.cli import main
 from zeropipe.errors import ConfigError
 from zeropipe.schedules.user import load
-from zeropipe.sim.costs import read_costs
+from zeropipe.sim.costs_file import read_costs_file
 from zeropipe.train.config.read import is_path
 
 SOURCES = Path(zp.__file__).parent
@@ -62,7 +62,7 @@ def test_schedules_and_their_costs(tmp_path):
     assert load(f"{tmp_path / 'A.PY'}:capital", ranks=2, microbatches=3).name == "capital"
     (tmp_path / "C.JSON").write_text('{"f": 2.0}')
     (tmp_path / "C.TOML").write_text("f = 2.0")
-    assert read_costs(str(tmp_path / "C.JSON")) == read_costs(str(tmp_path / "C.TOML")) == {"f": 2.0}
+    assert read_costs_file(str(tmp_path / "C.JSON")) == read_costs_file(str(tmp_path / "C.TOML")) == {"f": 2.0}
     (tmp_path / "R.TOML").write_text('schedule = "A.JSON"\n[costs]\nf = 2.0')
     main(["simulate", str(tmp_path / "R.TOML"), "--json"])
 

@@ -11,7 +11,7 @@ from zeropipe.app import comparison
 from zeropipe.core import limits
 from zeropipe.schedules.registry import entries
 from zeropipe.sim.compare import compare
-from zeropipe.sim.fill import cut_weights
+from zeropipe.sim.fill import divide_weights
 
 NAMES = ["1f1b", "zbv", "v-half", "dualpipev"]
 COSTS = {"i": 1.2, "w": 0.7, "p2p": 0.05, "stash": 0.5, "memory_limit": 5.0}
@@ -126,7 +126,7 @@ def test_the_count_of_parts_is_never_below_the_real_one():
     for entry in entries():
         for per_rank in entry.stages_per_rank[:2]:
             schedule = zp.build(entry.name, ranks=4, microbatches=8, stages_per_rank=per_rank)
-            cut = cut_weights(schedule, 5)
+            cut = divide_weights(schedule, 5)
             assert (
                 cut.num_actions
                 == limits.num_actions_with_parts(schedule, 5)

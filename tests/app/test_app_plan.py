@@ -125,7 +125,11 @@ def test_what_does_not_fit_is_said():
         ({"file": json.dumps(COSTS), "model": "c.txt"}, "file", "its name must end in .json"),
         ({"file": json.dumps({**COSTS, "layers": ["dense"] * 5000})}, "file", "has 5,000 layers: the page takes up to"),
         ({"file": json.dumps({**COSTS, "settings": [{}] * 5000})}, "file", "has 5,000 settings: the page takes up to"),
-        ({"file": json.dumps({**COSTS, "sending": float("nan")})}, "file", "a.json: sending=nan: a number from 0 on"),
+        (
+            {"file": json.dumps({**COSTS, "sending": float("nan")})},
+            "file",
+            "a.json: sending=nan: must be a non-negative number",
+        ),
     ],
 )
 def test_wrong_plans_are_refused_by_field(change, field, words):

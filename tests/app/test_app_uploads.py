@@ -92,7 +92,7 @@ SENT = "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n"
         ("a.toml", "f = ", "not TOML"),
         ("a.toml", "schedule = 'zbv'\n[costs]\nf = 1", "start the page with it (zeropipe app FILE)"),
         ("a.toml", "[mesh]\npp = 4\n", "start the page with it (zeropipe app FILE)"),
-        ("a.toml", "f = {x = 1}", "'x' is no stage"),
+        ("a.toml", "f = {x = 1}", "'x' must be the number of a stage"),
         (
             "a.json",
             '{"zeropipe": 1, "type": "layer costs"}',

@@ -14,7 +14,8 @@ import zeropipe as zp
 from zeropipe.app import comparison
 from zeropipe.schedules import registry
 from zeropipe.sim.compare import compare
-from zeropipe.sim.costs import Link, costs_from
+from zeropipe.sim.costs import Link
+from zeropipe.sim.costs_file import costs_from_data
 
 
 def test_the_page_opens_with_a_comparison(visit):
@@ -284,7 +285,7 @@ def test_costs_come_from_a_file_from_paste_and_per_stage(visit):
         page.fill("#pasted", "f = -1")
         page.click("text=Use these costs")
         page.wait_for_selector("#error-paste:not([hidden])")
-    assert "f=-1: a number from 0 on is needed" in page.inner_text("#error-paste")
+    assert "f=-1: must be a non-negative number" in page.inner_text("#error-paste")
     page.fill("#pasted", '{"w": 3, "edges": {"0-1": {"p2p": 0.5}}}')
     page.click("text=Use these costs")
     page.wait_for_selector("#paste", state="hidden")
@@ -303,7 +304,7 @@ def test_costs_come_from_a_file_from_paste_and_per_stage(visit):
     page.click("#pane-costs >> text=Copy")
     page.wait_for_selector("text=Costs copied as TOML")
     copied = page.evaluate("navigator.clipboard.readText()")
-    assert costs_from(tomllib.loads(copied)) == costs
+    assert costs_from_data(tomllib.loads(copied)) == costs
     drop(page, "again.toml", copied)
     page.wait_for_selector("#pane-schedules:not([hidden])")
     page.wait_for_url(lambda url: parse_qs(urlparse(url).query).get("f") == ["0=0.8,default=2"])

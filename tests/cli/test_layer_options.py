@@ -11,7 +11,7 @@ from zeropipe.core.formats.json import from_json, to_json
 from zeropipe.core.timeline import Origin
 from zeropipe.errors import ScheduleError
 from zeropipe.sim.layer_costs import LayerCost
-from zeropipe.sim.layer_file import from_layer_json, to_layer_json
+from zeropipe.sim.layer_file import from_layer_data, to_layer_json
 
 HEAD = {"head": LayerCost(2, 2, 2)}  # so much that an even cut is not the best
 SETTINGS = tuple(replace(one, kinds={**one.kinds, **HEAD}) for one in toy_costs.COSTS.settings)
@@ -132,7 +132,9 @@ def test_a_recording_tells_its_cut_and_its_setting(run, costs, measured, tmp_pat
     assert from_json(path.read_text()).origin == ORIGIN
     assert run("trace", "compare", path, "--costs", costs, "-o", corrected)[0] == 0
     assert run("profile", costs, "--fit", path, "-o", corrected)[0] == 0
-    before, after = (from_layer_json(file.read_text()).setting(ac="full").kinds for file in (costs, corrected))
+    before, after = (
+        from_layer_data(json.loads(file.read_text())).setting(ac="full").kinds for file in (costs, corrected)
+    )
     for kind, cost in before.items():
         assert [after[kind].f, after[kind].i, after[kind].w] == pytest.approx([cost.f, cost.i, cost.w])
     assert json.loads(path.read_text())["origin"]["layers"] == [3, 1]

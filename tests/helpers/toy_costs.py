@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from zeropipe.sim.costs import Link
-from zeropipe.sim.layer_costs import LayerCost, LayerCosts, Setting, State
+from zeropipe.sim.layer_costs import LayerCost, LayerCosts, ParameterBytes, Setting
 
 KINDS = {
     "embedding": LayerCost(0.1, 0, 0, parameters=100),
@@ -15,6 +15,6 @@ FULL = {**KINDS, "dense": replace(KINDS["dense"], i=2.2, activation=4)}
 COSTS = LayerCosts(
     "toy", "profile", ("dense", "dense", "experts", "dense"),
     (Setting(KINDS), Setting(FULL, ac="full"), Setting(KINDS, ac="none", microbatch_size=2, compile=True)),
-    after=("head",), link=Link(1e-5, 1e9), inter_node=Link(2e-5, None), state=State(2, 4, 12),
+    after=("head",), link=Link(1e-5, 1e9), inter_node=Link(2e-5, None), state=ParameterBytes(2, 4, 12),
     machine={"gpu": "toy"}, versions={"torch": "2"},
 )  # fmt: skip

@@ -12,10 +12,11 @@ from reference_simulator import reference_simulate
 import zeropipe as zp
 from zeropipe.core.formats.torch_trace import from_torch_traces
 from zeropipe.errors import ConfigError, ScheduleError
-from zeropipe.sim.costs import Link, costs_data, costs_from
+from zeropipe.sim.attribution import attribute_idle_time, correct_costs, residuals
+from zeropipe.sim.costs import Link
+from zeropipe.sim.costs_file import costs_from_data, costs_to_data
 from zeropipe.sim.fit import fit
-from zeropipe.sim.megatron import costs_of, read_megatron_log
-from zeropipe.sim.reality import corrected, lost, stage_residuals
+from zeropipe.sim.megatron import costs_from_log, parse_megatron_log
 
 UNEVEN = [1.0, 1.0, 1.0, 1.4]
 
@@ -40,7 +41,7 @@ def test_lost_time_adds_up_to_the_idle_time_of_every_rank(name):
     stages = range(schedule.num_stages)
     timeline = zp.simulate(schedule, zp.Costs(f=[1 + s / 9 for s in stages], i=1.2, w=0.8, p2p=0.1, unit="s"))
     for run in (timeline, shaken(timeline)):
-        for rank, causes in enumerate(lost(run)):
+        for rank, causes in enumerate(attribute_idle_time(run)):
             assert causes.total == pytest.approx(run.makespan - run.busy[rank])
 
 
@@ -49,7 +50,7 @@ def test_each_cause_is_seen_where_it_is_the_only_one():
 
     def mean(costs, **changes):
         run = replace(zp.simulate(schedule, costs), measured=True)
-        causes = lost(replace(run, **changes))
+        causes = attribute_idle_time(replace(run, **changes))
         return [sum(column) / 4 for column in zip(*causes, strict=True)]
 
     schedule_only = mean(zp.Costs(f=1, b=2))
@@ -64,12 +65,12 @@ def test_each_cause_is_seen_where_it_is_the_only_one():
     sharded = mean(zp.Costs(f=1, b=2, shards="keep", unshard=0.5, reduce=1))
     assert sharded == pytest.approx([9, 0, 1.5, 0, 0])  # before the first F and behind the last B
     run = zp.simulate(schedule, zp.Costs(f=1, b=2))
-    jitter = [causes.jitter for causes in lost(shaken(run))]
+    jitter = [causes.jitter for causes in attribute_idle_time(shaken(run))]
     assert min(jitter) > 0
 
 
 def test_costs_that_know_no_shards_take_those_of_the_run(tmp_path, run):
-    costs = zp.Costs(f=1, b=2, shards="keep", unshard=0.5, reduce=1, whole_weights=3)
+    costs = zp.Costs(f=1, b=2, shards="keep", unshard=0.5, reduce=1, full_weights=3)
     recorded = replace(zp.simulate(zp.build("1f1b", ranks=4, microbatches=8), costs), measured=True)
     (tmp_path / "measured.json").write_text(zp.to_json(recorded))
     (tmp_path / "costs.toml").write_text("f = 1\nb = 2\n")
@@ -83,7 +84,9 @@ def test_costs_that_know_no_shards_take_those_of_the_run(tmp_path, run):
 def test_residuals_by_kind_and_stage():
     schedule = zp.build("zbv", ranks=2, microbatches=4)
     real = zp.simulate(schedule, zp.Costs(f=[1, 2, 3, 4], i=2, w=1))
-    found = {(r.kind, r.stage): r for r in stage_residuals(real, zp.simulate(schedule, zp.Costs(f=2, i=2, w=4)))}
+    found = {
+        (r.kind, r.stage): r for r in residuals(real, zp.simulate(schedule, zp.Costs(f=2, i=2, w=4)), by_stage=True)
+    }
     assert len(found) == 12
     assert [found["F", stage].ratio for stage in range(4)] == pytest.approx([0.5, 1, 1.5, 2])
     assert found["I", 1].ratio == 1
@@ -91,7 +94,7 @@ def test_residuals_by_kind_and_stage():
     assert {r.number for r in found.values()} == {4}
     assert max(r.spread for r in found.values()) == pytest.approx(0)
     with pytest.raises(ConfigError, match="different schedules"):
-        stage_residuals(real, zp.simulate(zp.build("zbv", ranks=2, microbatches=5)))
+        residuals(real, zp.simulate(zp.build("zbv", ranks=2, microbatches=5)))
 
 
 def test_corrected_costs_predict_the_run_and_keep_what_it_cannot_tell():
@@ -99,14 +102,14 @@ def test_corrected_costs_predict_the_run_and_keep_what_it_cannot_tell():
     truth = zp.Costs(f=UNEVEN, i=1.1, w=0.9, p2p=0.05, bandwidth=100.0, message=10.0, activation=3, stash=1, unit="s")
     run = replace(zp.simulate(schedule, truth), measured=True)
     wrong = zp.Costs(f=1, p2p=0.2, bandwidth=100.0, message=10.0, weights=7, memory_limit=50, node_size=4, unit="s")
-    better = corrected(wrong, run)
+    better = correct_costs(wrong, run)
     assert zp.simulate(schedule, better).makespan == pytest.approx(run.makespan)
     assert better.p2p == pytest.approx(0.05)
     assert (better.weights, better.memory_limit, better.node_size) == (7, 50, 4)
     with pytest.raises(ConfigError, match=r"'ms'.*'s'"):
-        corrected(replace(wrong, unit="ms"), run)
-    with pytest.raises(ConfigError, match="the costs are in 's', the run is in no unit: give both in one unit"):
-        corrected(wrong, replace(run, unit=""))
+        correct_costs(replace(wrong, unit="ms"), run)
+    with pytest.raises(ConfigError, match="the costs are in 's', the run is in no unit; use one unit"):
+        correct_costs(wrong, replace(run, unit=""))
 
 
 def test_costs_as_plain_data_are_read_back():
@@ -122,7 +125,7 @@ def test_costs_as_plain_data_are_read_back():
         ),
         zp.Costs(f={0: 0.8, "default": 2}, w={1: 3.0}, blocking=True, memory_limit=5),
     ):
-        assert costs_from(json.loads(json.dumps(costs_data(costs)))) == costs
+        assert costs_from_data(json.loads(json.dumps(costs_to_data(costs)))) == costs
 
 
 # --- traces of torch.profiler
@@ -241,13 +244,13 @@ def megatron_log(forward, backward, step, steps=3):
 
 def test_a_log_of_megatron_gives_the_costs_of_every_stage():
     schedule = zp.build("interleaved", ranks=2, microbatches=4)
-    log = read_megatron_log(megatron_log([80, 80, 160, 176], [160, 160, 320, 320], [900, 901, 899, 900]))
+    log = parse_megatron_log(megatron_log([80, 80, 160, 176], [160, 160, 320, 320], [900, 901, 899, 900]))
     assert log.step == pytest.approx(0.901)
-    costs = costs_of(log, schedule)
+    costs = costs_from_log(log, schedule)
     assert costs.column("f", 4) == pytest.approx([0.01, 0.021, 0.01, 0.021])
     assert costs.column("b", 4) == pytest.approx([0.02, 0.04, 0.02, 0.04])
-    with pytest.raises(ConfigError, match="4 ranks, which 3 pipeline ranks"):
-        costs_of(log, zp.build("1f1b", ranks=3, microbatches=4))
+    with pytest.raises(ConfigError, match="4 ranks: must be a multiple of the 3 pipeline ranks"):
+        costs_from_log(log, zp.build("1f1b", ranks=3, microbatches=4))
 
 
 @pytest.mark.parametrize(
@@ -262,7 +265,7 @@ def test_a_log_of_megatron_gives_the_costs_of_every_stage():
 )
 def test_logs_that_do_not_tell_are_refused(text, words):
     with pytest.raises(ConfigError, match=words):
-        read_megatron_log(text)
+        parse_megatron_log(text)
 
 
 # --- the command
@@ -295,7 +298,7 @@ def test_a_run_is_held_against_costs_and_corrects_them(run, measured, tmp_path):
     assert page.read_text().count("zbv, measured") >= 1
     assert "zbv, simulated" in page.read_text()
     timeline = zp.from_json(measured.read_text())
-    again = costs_from(json.loads(better.read_text()))
+    again = costs_from_data(json.loads(better.read_text()))
     assert zp.simulate(timeline.schedule, again).makespan == pytest.approx(timeline.makespan, rel=0.05)
     status, out, _ = run(*command, "--json")
     facts = json.loads(out)
@@ -304,7 +307,7 @@ def test_a_run_is_held_against_costs_and_corrects_them(run, measured, tmp_path):
     assert f[1] == pytest.approx(2, rel=0.1)
     for rank, causes in enumerate(facts["lost"]):
         assert causes["total"] == pytest.approx(timeline.makespan - timeline.busy[rank])
-    assert costs_from(facts["corrected"]) == again
+    assert costs_from_data(facts["corrected"]) == again
 
 
 def test_the_memory_of_a_run_is_held_against_activations_alone(run, measured, tmp_path):

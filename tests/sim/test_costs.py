@@ -1,13 +1,13 @@
 """Costs: what may be said, what is meant by it, and what is refused."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 
 import zeropipe as zp
 from zeropipe.sim.compare import compare
-from zeropipe.sim.costs import Link, costs_from
-from zeropipe.sim.fit import load_costs
+from zeropipe.sim.costs import COST_FIELDS, Link, flat_fields
+from zeropipe.sim.costs_file import costs_from_data, costs_to_data, load_costs
 
 
 def spans(timeline):
@@ -19,12 +19,12 @@ def spans(timeline):
     [({}, (1.0, 4.0)), ({"p2p": 3.0}, (3.0, 4.0)), ({"bandwidth": 2.0}, (1.0, 2.0)), (None, (1.0, 4.0))],
 )
 def test_a_link_between_machines_is_like_one_inside_where_nothing_is_said(inter, expected):
-    costs = costs_from(
+    costs = costs_from_data(
         {"p2p": 1.0, "bandwidth": 4.0, "node_size": 2} | ({} if inter is None else {"inter_node": inter})
     )
     assert costs.link(0, 1) == (1.0, 4.0)
     assert costs.link(1, 2) == expected
-    assert costs_from({"p2p": 1.0, "bandwidth": 4.0, "edges": {"0-1": inter or {}}}).link(0, 1) == expected
+    assert costs_from_data({"p2p": 1.0, "bandwidth": 4.0, "edges": {"0-1": inter or {}}}).link(0, 1) == expected
 
 
 def test_crossing_machines_is_never_free_by_default():
@@ -36,7 +36,7 @@ def test_crossing_machines_is_never_free_by_default():
 @pytest.mark.parametrize("edge", [(99, 100), (0, 4), (4, 0)])
 def test_an_edge_to_a_rank_that_is_not_there_is_refused(edge):
     costs = zp.Costs(edges={edge: Link(1.0)})
-    with pytest.raises(zp.ConfigError, match=rf"edge {edge[0]}-{edge[1]}: there are 4 ranks, 0 to 3"):
+    with pytest.raises(zp.ConfigError, match=rf"edge {edge[0]}-{edge[1]}: ranks are 0 to 3"):
         zp.simulate(zp.build("1f1b", ranks=4, microbatches=2), costs)
     zp.simulate(zp.build("1f1b", ranks=101, microbatches=1), costs)
 
@@ -48,7 +48,7 @@ def test_what_is_no_edge_is_refused(edge):
 
 
 def test_blocking_is_one_of_two():
-    with pytest.raises(zp.ConfigError, match="give one of them"):
+    with pytest.raises(zp.ConfigError, match="set one of them"):
         zp.Costs(blocking=True, blocking_ends=True)
 
 
@@ -76,17 +76,17 @@ def test_in_a_comparison_a_table_names_parts_of_the_model():
         compare(schedules, zp.Costs(f=f, b=b)) for f, b in (({3: 2}, {0: 5}), ([1, 1, 1, 2], [5, 2, 2, 2]))
     )
     assert [t.makespan for t in tables] == [t.makespan for t in lists]
-    with pytest.raises(zp.ConfigError, match="f names stage 4"):
+    with pytest.raises(zp.ConfigError, match="f has stage 4"):
         compare(schedules, zp.Costs(f={4: 2}))
 
 
 @pytest.mark.parametrize(
     "table,words",
     [
-        ({-1: 1}, "-1 is no stage"),
-        ({"first": 1}, "'first' is no stage"),
-        ({"9" * 5000: 1}, "is no stage"),
-        ({0: -1}, r"f\.0=-1: a number from 0 on is needed"),
+        ({-1: 1}, "-1 must be the number of a stage"),
+        ({"first": 1}, "'first' must be the number of a stage"),
+        ({"9" * 5000: 1}, "must be the number of a stage"),
+        ({0: -1}, r"f\.0=-1: must be a non-negative number"),
         ({"default": "x"}, "f.default='x'"),
     ],
 )
@@ -97,7 +97,7 @@ def test_a_table_of_something_else_is_refused(table, words):
 
 
 def test_a_table_that_names_a_stage_too_many_is_refused():
-    with pytest.raises(zp.ConfigError, match="f names stage 4: there are 4, 0 to 3"):
+    with pytest.raises(zp.ConfigError, match="f has stage 4: stages are 0 to 3"):
         zp.simulate(zp.build("1f1b", ranks=4, microbatches=4), zp.Costs(f={4: 1}))
 
 
@@ -122,7 +122,7 @@ def test_comparing_shares_costs_out_over_stages():
 @pytest.mark.parametrize(
     "values,words",
     [
-        ({"f": -1}, "f=-1: a number from 0 on"),
+        ({"f": -1}, "f=-1: must be a non-negative number"),
         ({"f": float("nan")}, "f=nan"),
         ({"f": "1"}, "f='1'"),
         ({"w": [1, True]}, "w=True"),
@@ -135,12 +135,12 @@ def test_comparing_shares_costs_out_over_stages():
         ({"edges": {"01": {}}}, "edge '01'"),
         ({"edges": {"0-1": 3}}, "edges.0-1=3"),
         ({"inter_node": {"latency": 1}}, "inter_node"),
-        ({"inter_node": {"p2p": 1}}, "inter_node is of links between machines: say how many ranks one has, node_size"),
+        ({"inter_node": {"p2p": 1}}, "inter_node is set without node_size: set the ranks per machine"),
     ],
 )
 def test_bad_costs_are_named(values, words):
     with pytest.raises(zp.ConfigError, match=words):
-        costs_from(values)
+        costs_from_data(values)
 
 
 def test_costs_files(tmp_path):
@@ -173,7 +173,7 @@ def test_numbers_of_numpy_and_torch_are_numbers():
     assert theirs == ours
     assert zp.to_json(zp.simulate(schedule, theirs)) == zp.to_json(zp.simulate(schedule, ours))
     for value in (numpy.array([1.0, numpy.nan]), torch.tensor(-1), numpy.True_):
-        with pytest.raises(zp.ConfigError, match="a number from 0 on is needed"):
+        with pytest.raises(zp.ConfigError, match="must be a non-negative number"):
             zp.Costs(f=value)
 
 
@@ -181,7 +181,9 @@ def test_numbers_of_numpy_and_torch_are_numbers():
 @pytest.mark.parametrize("edge", [(0, 1), "0-1"])
 def test_a_link_is_said_in_python_as_in_a_file(edge, link):
     costs = zp.Costs(edges={edge: link}, inter_node=link, node_size=1)
-    assert costs == costs_from({"edges": {"0-1": {"p2p": 0.5, "bandwidth": 2.0}}, "node_size": 1, "inter_node": link})
+    assert costs == costs_from_data(
+        {"edges": {"0-1": {"p2p": 0.5, "bandwidth": 2.0}}, "node_size": 1, "inter_node": link}
+    )
     assert costs.link(0, 1) == costs.link(5, 6) == Link(0.5, 2.0)
 
 
@@ -193,5 +195,43 @@ def test_a_link_is_said_in_python_as_in_a_file(edge, link):
     ],
 )  # fmt: skip
 def test_what_is_no_cost_is_refused_and_not_guessed(value):
-    with pytest.raises(zp.ConfigError, match=r"is needed|two different ranks"):
+    with pytest.raises(zp.ConfigError, match=r"must be a|two different ranks"):
         zp.Costs(**value)
+
+
+def test_former_names_of_fields_are_accepted():
+    costs = zp.Costs(shards="keep", full_weights=2, full_gradients=[1, 3])
+    with pytest.warns(DeprecationWarning, match="whole_weights of Costs is full_weights now"):
+        assert zp.Costs(shards="keep", whole_weights=2, full_gradients=[1, 3]) == costs
+    with pytest.warns(DeprecationWarning, match="whole_gradients of Costs is full_gradients now"):
+        assert costs.whole_gradients == (1, 3)
+    assert costs_from_data({"shards": "keep", "whole_weights": 2, "whole_gradients": [1, 3]}) == costs
+    with pytest.raises(AttributeError, match="full_heights"):
+        _ = costs.full_heights
+
+
+def test_fields_have_a_help_text_and_a_rule():
+    """The command line and the page are derived from them."""
+    assert set(COST_FIELDS) == {field.name for field in fields(zp.Costs)}
+    for name, field in flat_fields().items():
+        assert field.help.endswith("."), name
+        assert field.rule.startswith("must be "), name
+    assert {"inter_p2p", "inter_bandwidth"} < set(flat_fields())
+    assert "edges" not in flat_fields()
+
+
+@pytest.mark.parametrize(
+    "costs",
+    [
+        zp.Costs(),
+        zp.Costs(
+            f=[1, 2], i={0: 0.5, "default": 2}, b=3, edges={(0, 1): Link(0.5)}, node_size=2, inter_node=Link(1, 2)
+        ),
+        zp.Costs(shards="regather", full_weights=1, units=3, memory_limit=4, unit="s", blocking_ends=True),
+    ],
+)
+def test_costs_survive_plain_data(costs):
+    assert costs_from_data(costs_to_data(costs)) == costs
+    assert set(costs_to_data(costs)) == {
+        name for name in COST_FIELDS if getattr(costs, name) != getattr(zp.Costs(), name)
+    }

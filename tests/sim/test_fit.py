@@ -7,7 +7,8 @@ import pytest
 
 import zeropipe as zp
 from zeropipe.core.explain import CAUSES, critical_indices, find_gaps, find_reasons, idle_times
-from zeropipe.sim.fit import fit, residuals
+from zeropipe.sim.attribution import residuals
+from zeropipe.sim.fit import fit
 
 
 @pytest.mark.parametrize(
@@ -40,7 +41,7 @@ def test_a_simulated_timeline_is_reproduced(name, ranks, microbatches):
     assert again.peak_memory == pytest.approx(timeline.peak_memory)
     for residual in residuals(timeline, again):
         assert residual.predicted == pytest.approx(residual.measured)
-        assert residual.late == pytest.approx(0, abs=1e-9)
+        assert residual.delay == pytest.approx(0, abs=1e-9)
 
 
 def test_overlap_is_fitted_from_pairs_of_two_stages():

@@ -11,7 +11,7 @@ import zeropipe as zp
 from zeropipe.core.placement import Problem, mirror, vee
 from zeropipe.errors import ConfigError
 from zeropipe.sim.costs import Link
-from zeropipe.sim.layer_file import from_layer_json, to_layer_json
+from zeropipe.sim.layer_file import from_layer_data, to_layer_json
 
 
 def test_any_cut_adds_up_its_layers():
@@ -43,8 +43,8 @@ def test_shards_share_the_optimizer_and_stages_of_a_rank_their_workspace():
 def test_gathers_and_reduces_of_shards_are_simulated():
     link = Link(None, 100.0)
     costs = COSTS.costs((2, 2), shards=4, gather="keep", shard_link=link)
-    assert costs.whole_weights == (200 * 2, 240 * 2)
-    assert costs.whole_gradients == (200 * 4, 240 * 4)
+    assert costs.full_weights == (200 * 2, 240 * 2)
+    assert costs.full_gradients == (200 * 4, 240 * 4)
     assert costs.weights == (200 * 16 / 4 + 3, 240 * 16 / 4 + 7)
     assert (costs.shards, costs.units, costs.shard_bandwidth) == ("keep", 2, pytest.approx(100 * 4 / 3))
     schedule = zp.build("1f1b", ranks=2, microbatches=4)
@@ -62,7 +62,7 @@ def test_every_other_layer_is_checkpointed():
 def test_settings_are_found_or_refused():
     assert COSTS.setting(microbatch_size=2).compile
     assert COSTS.setting(ac="selective:2") is COSTS.settings[0]
-    with pytest.raises(ConfigError, match="no setting with ac=selective:op, tp=2: they have ac none"):
+    with pytest.raises(ConfigError, match="no setting with ac=selective:op, tp=2: must be one of ac none"):
         COSTS.setting(ac="selective:op", tp=2)
 
 
@@ -73,8 +73,8 @@ def test_settings_are_found_or_refused():
         ((), {}, "must be the number of layers of each stage"),
         ((1.5, 2.5), {}, "must be the number of layers of each stage"),
         (None, {}, "must be the number of layers of each stage"),
-        ((2, 2), {"shards": 0}, "shards=0: a whole number from 1 on is needed"),
-        ((2, 2), {"shards": "2"}, "shards='2': a whole number from 1 on is needed"),
+        ((2, 2), {"shards": 0}, "shards=0: must be a positive integer"),
+        ((2, 2), {"shards": "2"}, "shards='2': must be a positive integer"),
     ],
 )
 def test_counts_and_shards_that_make_no_sense_are_refused(counts, more, message):
@@ -84,8 +84,10 @@ def test_counts_and_shards_that_make_no_sense_are_refused(counts, more, message)
 
 def test_the_file_gives_back_an_equal_value():
     text = to_layer_json(COSTS)
-    assert from_layer_json(text) == COSTS
-    zp.simulate(zp.build("zbv", ranks=2, microbatches=4), from_layer_json(text).even(Problem(2, 4, 4)))
+    assert from_layer_data(json.loads(text)) == COSTS
+    zp.simulate(
+        zp.build("zbv", ranks=2, microbatches=4), from_layer_data(json.loads(text)).stage_costs(Problem(2, 4, 4))
+    )
 
 
 @pytest.mark.parametrize(
@@ -96,25 +98,29 @@ def test_the_file_gives_back_an_equal_value():
         (("typo",), 1, "unknown field 'typo'"),
         (("layers",), ["dense", "dens"], "lack the layer kind 'dens'"),
         (("layers",), [], "no layers"),
-        (("settings",), [], "at least one is needed"),
+        (("settings",), [], "must be a list of at least one"),
         (("settings", 0, "ac"), "some", "activation checkpointing 'some'"),
-        (("settings", 0, "kinds", "dense", "f"), -1, "settings[0].dense: f=-1: a number from 0 on"),
-        (("settings", 0, "kinds", "dense", "f"), float("nan"), "a number from 0 on"),
-        (("settings", 0, "kinds", "dense", "parameters"), 1.5, "a whole number"),
+        (("settings", 0, "kinds", "dense", "f"), -1, "settings[0].dense: f=-1: must be a non-negative number"),
+        (("settings", 0, "kinds", "dense", "f"), float("nan"), "must be a non-negative number"),
+        (("settings", 0, "kinds", "dense", "parameters"), 1.5, "must be an integer from 0"),
         (("settings", 0, "compile"), "yes", "true or false"),
         (("link",), {"speed": 1}, "a table with p2p, bandwidth"),
         (("state", "weights"), None, "state.weights=None"),
-        (("machine",), 3, "a table is needed"),
-        (("machine",), {"memory": "80"}, "machine.memory='80': a number from 0 on is needed"),
-        (("machine",), {"peak_flops": float("inf")}, "machine.peak_flops=inf: give 0, or a number from 1e-30"),
-        (("machine",), {"gpu": ["h100"]}, "machine.gpu=['h100']: a text of one line is needed"),
-        (("machine",), {"efficiency": {"memory": "x"}}, "machine.efficiency['memory']='x': a number from 0 on"),
-        (("link",), {"bandwidth": 1e-300}, "link.bandwidth=1e-300: give 0, or a number from 1e-30"),
-        (("settings", 0, "tp"), 0, "tp=0: a whole number from 1 to 1e+18 is needed"),
-        (("settings", 0, "microbatch_size"), 0, "microbatch_size=0: a whole number from 1"),
-        (("settings", 0, "kinds", "dense", "parameters"), 10**399, "a whole number from 0 to 1e+18 is needed"),
-        (("settings", 0, "kinds", "two\nlines"), {}, "'two\\nlines': a layer kind's name is one line"),
-        (("settings", 0, "ac"), "selective:2", "ac='selective:2' is put together from none and full"),
+        (("machine",), 3, "must be a table"),
+        (("machine",), {"memory": "80"}, "machine.memory='80': must be a non-negative number"),
+        (("machine",), {"peak_flops": float("inf")}, "machine.peak_flops=inf: must be 0, or from 1e-30"),
+        (("machine",), {"gpu": ["h100"]}, "machine.gpu=['h100']: must be a string of one line"),
+        (
+            ("machine",),
+            {"efficiency": {"memory": "x"}},
+            "machine.efficiency['memory']='x': must be a non-negative number",
+        ),
+        (("link",), {"bandwidth": 1e-300}, "link.bandwidth=1e-300: must be 0, or from 1e-30"),
+        (("settings", 0, "tp"), 0, "tp=0: must be an integer from 1 to 1e+18"),
+        (("settings", 0, "microbatch_size"), 0, "microbatch_size=0: must be an integer from 1"),
+        (("settings", 0, "kinds", "dense", "parameters"), 10**399, "must be an integer from 0 to 1e+18"),
+        (("settings", 0, "kinds", "two\nlines"), {}, "'two\\nlines': the name of a layer kind must be one line"),
+        (("settings", 0, "ac"), "selective:2", "ac='selective:2': must be none and full in two settings"),
         (("settings", 0, "kinds"), {kind: {"f": 0, "i": 1, "w": 1} for kind in KINDS}, "settings[0]: its layers take"),
     ],
 )
@@ -125,15 +131,17 @@ def test_damaged_files_are_told_in_one_line(path, value, message):
         place = place[key]
     place[path[-1]] = value
     with pytest.raises(ConfigError) as error:
-        from_layer_json(json.dumps(data), "c.json")
+        from_layer_data(json.loads(json.dumps(data)), "c.json")
     assert message in str(error.value)
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"type": "layer costs"}', '{"zeropipe": 1, "type": "layer costs"}'])
+@pytest.mark.parametrize(
+    "text", ["null", "[]", "{}", '{"type": "layer costs"}', '{"zeropipe": 1, "type": "layer costs"}']
+)
 def test_other_files_are_refused(text):
     with pytest.raises(ConfigError):
-        from_layer_json(text)
+        from_layer_data(json.loads(text))
 
 
 def test_commands_know_which_stages_share_a_rank(run, tmp_path):
@@ -169,7 +177,7 @@ def test_commands_take_the_file_and_say_what_it_is(tmp_path, capsys):
         schedule = zp.build(name, ranks=2, microbatches=4)
         (row,) = [row for row in found["compared"] if row["schedule"] == name]
         assert row["makespan"] == pytest.approx(
-            zp.simulate(schedule, COSTS.even(schedule.problem, schedule.placement)).makespan
+            zp.simulate(schedule, COSTS.stage_costs(schedule.problem, schedule.placement)).makespan
         )
     main(["simulate", "1f1b", "-p", "2", "-m", "4", "--costs", str(file), "--memory-limit", "9KB"])
     assert "estimated costs of layers" in capsys.readouterr().out

@@ -187,9 +187,13 @@ def test_what_cannot_run_is_refused(rows):
 def test_a_list_needs_one_entry_per_stage():
     with pytest.raises(zp.ConfigError, match="f has 3 entries, the schedule has 2 stages"):
         zp.simulate(zp.build("1f1b", ranks=2, microbatches=2), zp.Costs(f=[1, 2, 3]))
-    with pytest.raises(zp.ConfigError, match="which 3 stages on 2 ranks cannot share: give 1, 3 \\(one per stage\\)"):
-        zp.Costs(f=[1, 2]).regrouped(zp.Problem(2, 3, 4))
-    with pytest.raises(zp.ConfigError, match="which 2 stages on 2 ranks cannot share: give 1, 2 \\(one per stage\\)"):
+    with pytest.raises(
+        zp.ConfigError, match="which 3 stages on 2 ranks cannot share: must be 1, 3 \\(one per stage\\)"
+    ):
+        zp.Costs(f=[1, 2]).regroup(zp.Problem(2, 3, 4))
+    with pytest.raises(
+        zp.ConfigError, match="which 2 stages on 2 ranks cannot share: must be 1, 2 \\(one per stage\\)"
+    ):
         compare([zp.build("1f1b", ranks=2, microbatches=2)], zp.Costs(f=[1, 2, 3]))
 
 

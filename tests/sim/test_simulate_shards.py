@@ -84,23 +84,23 @@ def test_the_laws_of_a_sharded_timeline(name, policy):
 
 def test_weights_and_gradients_are_memory_while_they_are_whole():
     """1F1B on one rank keeps one microbatch; gradients come with the first B."""
-    keep = sim(whole_weights=10, whole_gradients=100, weights=1000, activation=1)
+    keep = sim(full_weights=10, full_gradients=100, weights=1000, activation=1)
     during = list(memoryview(keep.memory.during).cast("d"))
     assert during == [1011, 1111, 1111, 1111, 1111, 1111]
-    regather = sim(shards="regather", whole_weights=10, whole_gradients=100, weights=1000, activation=1, units=4)
+    regather = sim(shards="regather", full_weights=10, full_gradients=100, weights=1000, activation=1, units=4)
     assert regather.peak_memory == (1000 + 5 + 100 + 1,)  # two of four units
 
 
-def test_what_an_i_computed_again_counts_beside_whole_weights():
+def test_what_an_i_computed_again_counts_beside_full_weights():
     """Checkpointing keeps 1 after F and 3 after I, at whose end the weights are still whole."""
-    timeline = sim("zb-h1", microbatches=1, whole_weights=2, activation=1, stash=3)
+    timeline = sim("zb-h1", microbatches=1, full_weights=2, activation=1, stash=3)
     assert timeline.peak_memory == (5.0,)
 
 
 def test_memory_goes_when_the_reduce_has_ended():
     """Two stages on one rank: the second one's gradients are gone, or not, when the first one's last B starts."""
     schedule = zp.build("interleaved", ranks=1, microbatches=2, stages_per_rank=2)
-    sizes = {"shards": "keep", "whole_gradients": [100, 10], "whole_weights": [0, 0], "activation": 0}
+    sizes = {"shards": "keep", "full_gradients": [100, 10], "full_weights": [0, 0], "activation": 0}
     for reduce, last in ((0, 100), (0.5, 110)):
         timeline = zp.simulate(schedule, zp.Costs(**sizes, reduce=reduce))
         during = dict(zip(map(str, actions_of(schedule.rows[0])), memoryview(timeline.memory.during).cast("d")))
@@ -121,17 +121,17 @@ def test_the_end_that_waits_for_a_reduce_is_named():
 
 
 def test_bandwidth_gives_times():
-    timeline = sim(whole_weights=6, whole_gradients=12, shard_bandwidth=3)
+    timeline = sim(full_weights=6, full_gradients=12, shard_bandwidth=3)
     assert [(name, end - start) for name, start, end in lane(timeline)] == [("0UNSHARD", 2), ("0REDUCE_GRAD", 4)]
 
 
 @pytest.mark.parametrize("policy", ["keep", "regather"])
 def test_a_fit_gives_the_costs_back(policy):
-    given = {"unshard": 0.5, "reduce": 1.5, "units": 4, "whole_weights": 6, "whole_gradients": 10}
+    given = {"unshard": 0.5, "reduce": 1.5, "units": 4, "full_weights": 6, "full_gradients": 10}
     run = sim("zbv", 2, 8, shards=policy, **given)
     costs = fit(run)
     assert (costs.shards, costs.units) == (policy, 4)
-    for name in ("unshard", "reduce", "whole_weights", "whole_gradients"):
+    for name in ("unshard", "reduce", "full_weights", "full_gradients"):
         assert costs.column(name, 4) == pytest.approx([given[name]] * 4)
     again = zp.simulate(run.schedule, costs)
     assert again.peak_memory == pytest.approx(run.peak_memory)
@@ -139,12 +139,12 @@ def test_a_fit_gives_the_costs_back(policy):
 
 
 def test_compiled_kernels_say_the_same(monkeypatch):
-    plain = sim("zbv", 4, 8, unshard=0.7, reduce=1.3, units=3, whole_weights=2, whole_gradients=3)
+    plain = sim("zbv", 4, 8, unshard=0.7, reduce=1.3, units=3, full_weights=2, full_gradients=3)
     causes, gaps = explain.idle_times(plain), explain.find_gaps(plain)
     for module in ("core.shard_actions", "core.explain", "core.timeline", "sim.simulate"):
         monkeypatch.setattr(f"zeropipe.{module}.arrays", lambda size: jit.Compiled)
     explain._find_reasons.cache_clear()
-    compiled = sim("zbv", 4, 8, unshard=0.7, reduce=1.3, units=3, whole_weights=2, whole_gradients=3)
+    compiled = sim("zbv", 4, 8, unshard=0.7, reduce=1.3, units=3, full_weights=2, full_gradients=3)
     assert compiled == plain
     assert compiled.makespan == plain.makespan
     assert (explain.idle_times(compiled), explain.find_gaps(compiled)) == (causes, gaps)
@@ -154,10 +154,10 @@ def test_compiled_kernels_say_the_same(monkeypatch):
 @pytest.mark.parametrize(
     "costs, words",
     [
-        ({"unshard": 1}, "unshard is of sharded stages: say when they are gathered, shards='keep' or 'regather'"),
+        ({"unshard": 1}, "unshard is set for unsharded stages: set shards='keep' or 'regather'"),
         ({"shards": "always"}, "shards='always': must be 'keep'"),
-        ({"shards": "keep", "units": 0}, "units=0: a whole number from 1"),
-        ({"shards": "keep", "reduce": -1}, "reduce=-1: a number from 0 on is needed"),
+        ({"shards": "keep", "units": 0}, "units=0: must be an integer from 1"),
+        ({"shards": "keep", "reduce": -1}, "reduce=-1: must be a non-negative number"),
         ({"shards": "keep", "shard_bandwidth": 0}, "bandwidth=0"),
     ],
 )

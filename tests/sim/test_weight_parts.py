@@ -13,8 +13,9 @@ from zeropipe.core.action import Action, Kind
 from zeropipe.errors import ConfigError, ScheduleError
 from zeropipe.schedules.registry import entries
 from zeropipe.sim.compare import compare
-from zeropipe.sim.fill import _filled, cut_weights
-from zeropipe.sim.fit import fit, load_costs
+from zeropipe.sim.costs_file import load_costs
+from zeropipe.sim.fill import _fill_rows, divide_weights
+from zeropipe.sim.fit import fit
 
 SPLIT = [entry.name for entry in entries() if entry.splits_backward]
 COSTS = [
@@ -65,7 +66,7 @@ def test_filled_schedules_are_right_and_never_longer_or_larger(name, costs, part
 @pytest.mark.parametrize("name", SPLIT)
 def test_nor_where_stages_are_sharded(name, policy):
     """Parts of W change when weights are gathered, which counts as time and memory."""
-    shards = {"unshard": 0.9, "reduce": 0.9, "units": 2, "whole_weights": 0.9, "whole_gradients": 0.7}
+    shards = {"unshard": 0.9, "reduce": 0.9, "units": 2, "full_weights": 0.9, "full_gradients": 0.7}
     costs = zp.Costs(f=0.5, i=0.3, w=1, stash=1.5, shards=policy, **shards)
     schedule = zp.build(name, ranks=4, microbatches=8)
     before = zp.simulate(schedule, costs)
@@ -121,7 +122,7 @@ def test_text_keeps_the_parts():
     zp.check(program)
 
 
-def test_a_file_of_before_has_whole_weights():
+def test_a_file_of_before_has_full_weights():
     schedule = zp.build("zb-h1", ranks=2, microbatches=2)
     data = json.loads(zp.to_json(schedule))
     del data["num_weight_parts"]
@@ -134,7 +135,7 @@ def test_one_w_too_many_is_a_mistake_and_no_part():
 
 
 def test_parts_are_all_there():
-    schedule = cut_weights(zp.from_csv(TWO_RANKS), 3)
+    schedule = divide_weights(zp.from_csv(TWO_RANKS), 3)
     rows = [list(row) for row in schedule.rows]
     rows[0].remove(Action(0, Kind.W, 1))
     with pytest.raises(ScheduleError, match="0W1 is present 2 of 3 times: every W here has 3 parts"):
@@ -157,9 +158,9 @@ def test_a_wrong_schedule_is_refused_before_it_is_cut(wrong):
 def test_bad_numbers():
     schedule = zp.build("zb-h1", ranks=2, microbatches=2)
     for parts in (0, 65, 1.5, True):
-        with pytest.raises(ConfigError, match="a W is cut into 1 to 64 parts"):
+        with pytest.raises(ConfigError, match="must be an integer from 1 to 64"):
             zp.fill_gaps(schedule, weight_parts=parts)
-    with pytest.raises(ConfigError, match="zb-h1 are in 2 parts already"):
+    with pytest.raises(ConfigError, match="zb-h1 has W in 2 parts already"):
         zp.fill_gaps(zp.fill_gaps(schedule, weight_parts=2))
     data = json.loads(zp.to_json(schedule)) | {"num_weight_parts": 10**30}
     with pytest.raises(ScheduleError, match="num_weight_parts is 1000"):
@@ -202,8 +203,8 @@ def test_messages_that_hold_the_sender_count_in_the_choice():
 
 
 def candidates(schedule, costs):
-    whole = cut_weights(schedule, 4)
-    return [whole, *_filled(whole, costs, (costs.memory_limit,) * schedule.num_ranks)]
+    whole = divide_weights(schedule, 4)
+    return [whole, *_fill_rows(whole, costs, (costs.memory_limit,) * schedule.num_ranks)]
 
 
 def test_files_in_parts_are_compared_as_they_are():

@@ -10,7 +10,7 @@ from machines import ADDRESSES, ended, run_on, two_machines, waited_for
 
 pytest.importorskip("torch", reason="needs torch")
 from zeropipe.cli import main
-from zeropipe.sim.reality import lost
+from zeropipe.sim.attribution import attribute_idle_time
 from zeropipe.train.report.recorded_steps import load_steps
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1200)]
@@ -118,7 +118,7 @@ def test_a_killed_process_on_one_machine_starts_both_again_and_the_run_goes_on(m
         for machine in machines
     ]
     waited_for(tmp_path / "out" / "metrics.jsonl", '"step": 3,', both[0])
-    lost = json.loads((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()[0])["loss"]
+    attribute_idle_time = json.loads((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()[0])["loss"]
     machines[1].kill_a_rank()
     results = [ended(one, 300) for one in both]
     require_good(results)
@@ -126,7 +126,7 @@ def test_a_killed_process_on_one_machine_starts_both_again_and_the_run_goes_on(m
     assert re.search(r"rank \d was lost", said)
     assert "resumed after step" in said
     assert len(losses(tmp_path / "out")) == 12
-    assert losses(tmp_path / "out")[0] == lost  # the run did not begin anew
+    assert losses(tmp_path / "out")[0] == attribute_idle_time  # the run did not begin anew
 
 
 def test_a_slow_cable_is_communication_in_the_recorded_step(machines, tmp_path):
@@ -142,7 +142,7 @@ def test_a_slow_cable_is_communication_in_the_recorded_step(machines, tmp_path):
                 machine.speed("1gbit")
         require_good(results)
         timeline = load_steps(tmp_path / f"out-{rate}" / "timelines", 3)[-1].timeline
-        shares.append(max(causes.communication for causes in lost(timeline)) / timeline.makespan)
+        shares.append(max(causes.communication for causes in attribute_idle_time(timeline)) / timeline.makespan)
         assert (tmp_path / f"out-{rate}" / "report.html").is_file()
     assert all(slow > fast + 0.3 for fast, slow in pairwise(shares)), shares
     page = (tmp_path / "out-4mbit" / "report.html").read_text()

@@ -20,7 +20,7 @@ from zeropipe.viz.terminal import show
 
 
 def sharded(policy="keep", name="zbv"):
-    costs = zp.Costs(shards=policy, unshard=0.5, reduce=2, units=2, p2p=0.1, whole_weights=2)
+    costs = zp.Costs(shards=policy, unshard=0.5, reduce=2, units=2, p2p=0.1, full_weights=2)
     return zp.simulate(zp.build(name, ranks=2, microbatches=4), costs)
 
 

@@ -19,7 +19,8 @@ from zeropipe.errors import ConfigError, ScheduleError
 from zeropipe.schedules.advice import advice
 from zeropipe.schedules.registry import Entry, build_entry, entries, find
 from zeropipe.sim.compare import compare
-from zeropipe.sim.costs import Costs, costs_from
+from zeropipe.sim.costs import Costs
+from zeropipe.sim.costs_file import costs_from_data
 
 Options = tuple[tuple[str, bool | int | float | str], ...]
 FILL_SIMULATIONS = 7  # about how often `fill_gaps` simulates a schedule
@@ -31,7 +32,7 @@ def create_costs(given: CostFields) -> Costs:
     data = given.model_dump()
     try:
         require_costs(data)
-        return costs_from(data)
+        return costs_from_data(data)
     except ConfigError as error:
         raise Refusal((cost_field(str(error)), str(error))) from None
 

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
 from math import inf
 from typing import Any
 
-from zeropipe.app.models import MAX_CHOICES
+from zeropipe.app.models import MAX_CHOICES, MAX_UNIT_CHARACTERS
 from zeropipe.core.limits import MAX_COST, MAX_PLAN_CHARACTERS, MIN_COST
 from zeropipe.core.placement import MAX_WEIGHT_PARTS
 from zeropipe.errors import ZeropipeError, short
-from zeropipe.sim.costs import MAX_UNITS, NO_BANDWIDTH, PER_STAGE, Costs
+from zeropipe.sim.costs import COST_FIELDS, PER_STAGE
 
 MAX_ERRORS = 20  # in one answer
-COST_FIELDS = frozenset(field.name for field in fields(Costs))
+
 _POSITIVE = "must be a positive integer"
 _RULES = {
     "ranks": _POSITIVE,
     "microbatches": _POSITIVE,
     "stages_per_rank": _POSITIVE,
     "weight_parts": f"must be an integer from 1 to {MAX_WEIGHT_PARTS}",
-    "node_size": "a whole number of ranks from 1 on is needed",
     "file": f"must be the text of a config.json or of layer costs, of at most {MAX_PLAN_CHARACTERS // 1024} KiB",
     "gpus": _POSITIVE,
     "gpus_per_node": _POSITIVE,
@@ -29,14 +27,7 @@ _RULES = {
     "batch": _POSITIVE,
     "sequence": _POSITIVE,
     "per": "must be rank or stage",
-    "blocking": "true or false is needed",
-    "blocking_ends": "true or false is needed",
-    "serial_links": "true or false is needed",
-    "shards": "keep or regather is needed",
-    "units": f"a whole number from 1 to {MAX_UNITS} is needed",
     "options": "must be a number, a string, true or false",
-    "unit": "must be a string of at most 16 characters",
-    "memory_unit": "must be a string of at most 16 characters",
 }
 
 
@@ -89,17 +80,19 @@ def _message(name: str, value: Any, detail: Any) -> str:
         return f"{name or 'a JSON body'} is missing"
     if name == "schedules":
         return f"choose from 1 to {MAX_CHOICES} schedules"
-    if name.endswith("bandwidth") and value == 0:
-        return f"{name}=0: {NO_BANDWIDTH}"
+
     if kind == "less_than_equal" and _RULES.get(name) == _POSITIVE:
         return f"{name}={short(value)}: the page takes up to {detail['ctx']['le']:,}; the command line takes more"
     if isinstance(value, str) and name in PER_STAGE:
         return f"{name}={short(value)}: write a number, several like 1,1,2, or some like 0=0.8"
-    table = name.split(".")[0]
-    is_cost = table in COST_FIELDS
-    if is_cost and isinstance(value, int | float) and MAX_COST < value < inf:
-        return f"{name}={short(value)}: give 0, or a number from {MIN_COST} to {MAX_COST}"
-    rule = (
-        _RULES.get(name) or _RULES.get(table) or ("a number from 0 on is needed" if is_cost else detail["msg"].lower())
-    )
+    table, _, part = name.partition(".")
+    cost = COST_FIELDS.get(table)
+    if cost and isinstance(value, int | float) and MAX_COST < value < inf:
+        return f"{name}={short(value)}: must be 0, or from {MIN_COST} to {MAX_COST}"
+    if cost and cost.type == "text":
+        rule = f"must be a string of at most {MAX_UNIT_CHARACTERS} characters"
+    elif cost:
+        rule = COST_FIELDS.get(part.rpartition(".")[2], cost).rule  # inter_node.p2p, edges.0-1.p2p
+    else:
+        rule = _RULES.get(name) or _RULES.get(table) or detail["msg"].lower()
     return f"{name}={short(value)}: {rule}"

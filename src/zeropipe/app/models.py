@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from zeropipe.core.action import MAX_STAGES
 from zeropipe.core.limits import PAGE
 from zeropipe.core.placement import MAX_WEIGHT_PARTS
-from zeropipe.sim.costs import MAX_UNITS
+from zeropipe.sim.costs import COST_FIELDS, OLD_NAMES, SHARD_FIELDS, flat_fields
 
 MAX_CHOICES = 64  # schedules of one request
 MAX_EDGES = 4096  # links with costs of their own
+MAX_UNIT_CHARACTERS = 16  # of the name of a unit
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Speed = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Column = Annotated[list[Amount], Field(min_length=1, max_length=MAX_STAGES, fail_fast=True)]
@@ -35,36 +37,48 @@ class LinkFields(StrictModel):
     bandwidth: Speed | None = None
 
 
-class CostFields(StrictModel):
+def _create_cost_fields() -> type[StrictModel]:
+    """The base of CostFields: a field for each of COST_FIELDS."""
+    types: dict[str, Any] = {
+        "per stage": PerStage, "number": Amount, "memory": Amount, "bandwidth": Speed, "switch": bool,
+        "text": Annotated[str, Field(max_length=MAX_UNIT_CHARACTERS)], "link": LinkFields,
+        "links": Annotated[dict[str, LinkFields], Field(max_length=MAX_EDGES, examples=[{"0-1": {"p2p": 0.5}}])],
+    }  # fmt: skip
+    fields: dict[str, Any] = {}
+    for name, cost in COST_FIELDS.items():
+        kind: Any = types.get(cost.type)
+        if cost.type == "integer":
+            kind = Annotated[int, Field(ge=1, le=cost.max_value)]
+        elif cost.type == "choice":
+            kind = Literal[cost.choices]
+        default = LinkFields() if cost.type == "link" else cost.default
+        fields[name] = (kind | None if default is None else kind, Field(default, description=cost.help))
+    return create_model("CostFields", __base__=StrictModel, **fields)
+
+
+class CostFields(_create_cost_fields()):  # type: ignore[misc]
     """The fields of `zeropipe.Costs`, per rank or per stage as `per` says."""
 
-    f: PerStage = 1.0
-    i: PerStage = 1.0
-    w: PerStage = 1.0
-    b: PerStage | None = None
-    overlap: PerStage | None = None
-    p2p: Amount = 0.0
-    bandwidth: Speed | None = None
-    message: PerStage = 0.0
-    edges: dict[str, LinkFields] = Field(default_factory=dict, max_length=MAX_EDGES, examples=[{"0-1": {"p2p": 0.5}}])
-    node_size: Annotated[int, Field(ge=1)] | None = None
-    inter_node: LinkFields = LinkFields()
-    blocking: bool = False
-    blocking_ends: bool = False
-    serial_links: bool = False
-    activation: PerStage = 1.0
-    stash: PerStage | None = None
-    weights: PerStage = 0.0
-    shards: Literal["keep", "regather"] | None = None
-    unshard: PerStage | None = None
-    reduce: PerStage | None = None
-    whole_weights: PerStage = 0.0
-    whole_gradients: PerStage = 0.0
-    shard_bandwidth: Speed | None = None
-    units: Annotated[int, Field(ge=1, le=MAX_UNITS)] = 1
-    memory_limit: Amount | None = None
-    unit: Annotated[str, Field(max_length=16)] = ""
-    memory_unit: Annotated[str, Field(max_length=16)] = ""
+
+def cost_fields_script() -> str:
+    """The JavaScript module of the page with the fields of Costs: each as the user types it."""
+    fields = {
+        name: {
+            "default": cost.default if isinstance(cost.default, bool) else _input_text(cost.default),
+            "perStage": cost.type == "per stage",
+            "sharded": name in SHARD_FIELDS,
+        }
+        for name, cost in flat_fields().items()
+    }
+    return (
+        "// The fields of zeropipe.Costs, as the user types them. Generated from zeropipe.sim.costs.\n"
+        f"export const COST_FIELDS = {json.dumps(fields)};\n"
+        f"export const OLD_NAMES = {json.dumps(OLD_NAMES)};\n"
+    )
+
+
+def _input_text(default: float | str | None) -> str:
+    return "" if default is None else f"{default:g}" if isinstance(default, float | int) else default
 
 
 class Choice(StrictModel):

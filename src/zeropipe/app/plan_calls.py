@@ -32,7 +32,6 @@ from zeropipe.planning.write import named_schedule, run_text
 from zeropipe.schedules.registry import find
 from zeropipe.searching.hunt import Progress
 from zeropipe.searching.search import search
-from zeropipe.sim.compare import stage_costs
 from zeropipe.sim.layer_costs import LayerCosts
 from zeropipe.viz.payload import payload
 
@@ -238,7 +237,7 @@ def search_call(request: SearchRequest) -> Reply:
 
     try:
         PAGE.require_actions(num_actions(True, request.ranks, request.microbatches, per_rank, weight_parts), "it")
-        costs = stage_costs(create_costs(request.costs), problem, request.per)
+        costs = create_costs(request.costs).stage_costs(problem, per=request.per)
         found = search(
             ranks=request.ranks, microbatches=request.microbatches, stages_per_rank=per_rank, costs=costs,
             weight_parts=weight_parts, seconds=request.seconds, seed=request.seed, progress=record, workers=2,

@@ -92,6 +92,11 @@ def create_app(*, hosts: Sequence[str] = (), schedules: Sequence[str] = (), star
     _add_compare_routes(app, Uploads(), queues)
     _add_plan_routes(app, queues)
     static = files("zeropipe.app").joinpath("static")
+
+    @app.get("/static/cost_fields.js", include_in_schema=False)
+    async def cost_fields() -> Response:
+        return Response(models.cost_fields_script(), media_type="text/javascript")
+
     app.mount("/static", StaticFiles(directory=str(static)), name="static")
     app.mount("/viewer", StaticFiles(directory=str(files("zeropipe.viz").joinpath("viewer"))), name="viewer")
 

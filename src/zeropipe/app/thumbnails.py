@@ -25,7 +25,7 @@ def thumbnail(entry: Entry) -> dict[str, Any] | None:
     for ranks, microbatches in SIZES:
         try:
             schedule = build_cached(entry, ranks, microbatches, entry.stages_per_rank[0], ())
-            return _paths(simulate(schedule, Costs().regrouped(schedule.problem)))
+            return _paths(simulate(schedule, Costs().regroup(schedule.problem)))
         except (ConfigError, ScheduleError):
             continue
     return None

@@ -20,7 +20,8 @@ from zeropipe.core.limits import PAGE, require_costs, require_times
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Timeline
 from zeropipe.errors import ConfigError, ScheduleError
-from zeropipe.sim.costs import Costs, costs_from
+from zeropipe.sim.costs import Costs
+from zeropipe.sim.costs_file import costs_from_data
 from zeropipe.sim.fit import fit
 from zeropipe.sim.layer_file import is_layer_data
 
@@ -136,7 +137,7 @@ def _costs(data: Any) -> dict[str, Any]:
         raise ConfigError("it holds no table of costs: write fields like f = 1.0")
     if {"schedule", "model", "mesh"} & data.keys():
         raise ConfigError("it holds a schedule, too: start the page with it (zeropipe app FILE), or drop its costs")
-    costs_from(data)
+    costs_from_data(data)
     require_costs(data)
     return data
 

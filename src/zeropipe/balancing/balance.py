@@ -153,14 +153,14 @@ def balance_task(
     """The numbers of a balancing problem; `alive` is what `alive_of` finds in a schedule."""
     chosen = setting or costs.settings[0]
     layers = costs.layer_list(chosen, ac)
-    each = costs.state.of_shards(shards)
+    each = costs.state.with_full_weights(shards)
     ends = [[chosen.kinds[kind] for kind in part] for part in (costs.before, costs.after, costs.each)]
     table, pairs = rank_table(placement, problem.num_ranks)
     speed = _per_rank("speeds", speeds, problem.num_ranks, 1.0)
     room = _per_rank("memory", memory, problem.num_ranks, inf)
     workspace = max(layer.workspace for layer in [*layers, *ends[0], *ends[1], *ends[2]])
     return BalanceTask(
-        tuple(layer.f + layer.whole for layer in layers), tuple(layer.parameters * each for layer in layers),
+        tuple(layer.f + layer.full_backward for layer in layers), tuple(layer.parameters * each for layer in layers),
         tuple(max(layer.activation, layer.stash) for layer in layers), _end(ends[0], each), _end(ends[1], each),
         table, tuple(alive), tuple(len(pair) * min(speed[r] for r in pair) for pair in pairs),
         tuple(max(0.0, min(room[r] for r in pair) - workspace) for pair in pairs), _end(ends[2], each),
@@ -169,7 +169,7 @@ def balance_task(
 
 def _end(parts: Sequence[LayerCost], each: float) -> tuple[float, float, float]:
     return (
-        sum(part.f + part.whole for part in parts),
+        sum(part.f + part.full_backward for part in parts),
         sum(part.parameters for part in parts) * each,
         sum(max(part.activation, part.stash) for part in parts),
     )

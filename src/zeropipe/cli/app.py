@@ -97,7 +97,7 @@ def _quote_twice(value: Any) -> str:
 
 def _cost_texts(costs: Costs) -> Iterator[tuple[str, str]]:
     """The costs that differ from their defaults, as the page writes them."""
-    from zeropipe.sim.costs import Costs, Sparse
+    from zeropipe.sim.costs import Costs, StageTable
 
     default = Costs()
     for name in (field.name for field in fields(costs)):
@@ -111,7 +111,7 @@ def _cost_texts(costs: Costs) -> Iterator[tuple[str, str]]:
             yield name, ",".join(f"{a}-{b}:{link}" for (a, b), link in zip(value, links, strict=True))
         elif isinstance(value, bool):
             yield name, str(int(value))
-        elif isinstance(value, Sparse):
+        elif isinstance(value, StageTable):
             others = [] if value.default is None else [("default", value.default)]
             yield name, ",".join(f"{stage}={number}" for stage, number in [*value.entries, *others])
         else:

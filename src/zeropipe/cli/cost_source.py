@@ -59,9 +59,7 @@ class PlainCosts:
         return override_costs(self.costs, self.flags)
 
     def stage_costs(self, problem: Problem, placement: Placement | None = None) -> Costs:
-        from zeropipe.sim.compare import stage_costs
-
-        return stage_costs(self.plain_costs, problem, self.per)
+        return self.plain_costs.stage_costs(problem, per=self.per)
 
     def count_layers(self, problem: Problem, placement: Placement | None) -> tuple[int, ...] | None:
         return None

@@ -120,16 +120,16 @@ def _run(value: Any, folder: Path) -> dict[str, Any]:
 
 def _costs(value: Any, folder: Path) -> Costs | LayerCosts:
     from zeropipe.core.limits import require_costs
-    from zeropipe.sim.costs import costs_from
+    from zeropipe.sim.costs_file import costs_from_data
 
     if isinstance(value, str) and value:
-        from zeropipe.sim.fit import load_costs
+        from zeropipe.sim.costs_file import load_costs
 
         return load_costs(str(folder / value))
     if not isinstance(value, dict):
         raise _InvalidValue("must be a table of costs, like {f = 1.0}, or the name of a costs file")
     require_costs(value, "costs.")
-    return costs_from(value)
+    return costs_from_data(value)
 
 
 _READERS = {

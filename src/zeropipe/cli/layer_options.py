@@ -100,12 +100,12 @@ def find_recorded_setting(
     sizes: Sequence[int] = (),
 ) -> RecordedSetting:  # fmt: skip
     """The setting that a recording names; else the command line's, of which `modes` and `sizes` may have several."""
-    from zeropipe.sim.refit import setting_of_run
+    from zeropipe.sim.refit import find_run_setting
 
     if origin is None:
         counts = count_layers(layers, costs.num_layers, schedule.num_stages)
         ac, microbatch = next(iter(modes), None), next(iter(sizes), None)
-        return RecordedSetting(counts, setting_of_run(costs, None, ac, microbatch), ac)
+        return RecordedSetting(counts, find_run_setting(costs, None, ac, microbatch), ac)
     recorded = ",".join(map(str, origin.layers))
     for flag, given, value in (
         ("--layers", (layers,) if layers else (), recorded),
@@ -119,7 +119,7 @@ def find_recorded_setting(
         raise ConfigError(
             f"the run's model has {num_layers} layers, {costs.model} has {costs.num_layers}: use costs of that model"
         )
-    return RecordedSetting(origin.layers, setting_of_run(costs, origin), origin.ac)
+    return RecordedSetting(origin.layers, find_run_setting(costs, origin), origin.ac)
 
 
 def count_layers(layers: str | None, num_layers: int, num_stages: int) -> tuple[int, ...]:

@@ -25,12 +25,12 @@ def require_costs_file(out: str | None) -> None:
 def print_costs(found: LayerCosts, note: str, out: str | None, as_json: bool) -> None:
     """Write the costs to `out`, and print them: as JSON, or a table for each setting with `note` below."""
     from zeropipe.core.files import write_whole
-    from zeropipe.sim.layer_file import layer_data, to_layer_json
+    from zeropipe.sim.layer_file import to_layer_data, to_layer_json
 
     if out:
         write_whole(out, to_layer_json(found))
     if as_json:
-        output.print_json({**layer_data(found), "file": out})
+        output.print_json({**to_layer_data(found), "file": out})
         return
     for setting in found.settings:
         _print_setting(found, setting)

@@ -119,17 +119,17 @@ def _plan_arguments(values: dict[str, Any]) -> dict[str, Any]:
 
 def _read_layer_costs(path: str, values: dict[str, Any]) -> Any:
     """Read layer costs; None for a model's config. ConfigError for an option that contradicts the costs."""
-    from zeropipe.sim.costs import read_costs
-    from zeropipe.sim.layer_costs import SHORT_DTYPES
+    from zeropipe.sim.costs_file import read_costs_file
+    from zeropipe.sim.layer_costs import DTYPE_NAMES
     from zeropipe.sim.layer_file import from_layer_data, is_layer_data
 
-    table = read_costs(path)
+    table = read_costs_file(path)
     if not is_layer_data(table):
         return None
     costs = from_layer_data(table, path)
     for name in _ESTIMATE_ONLY:
         value = values[name]
-        if is_set(name) and SHORT_DTYPES.get(value, value) != getattr(costs, name, None):
+        if is_set(name) and DTYPE_NAMES.get(value, value) != getattr(costs, name, None):
             raise ConfigError(f"--{name} {value}: set by the costs in {path}; leave it out")
     return costs
 

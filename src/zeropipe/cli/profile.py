@@ -85,7 +85,7 @@ def _find_costs(model: str, is_corrected: bool, values: dict[str, Any]) -> Layer
     from zeropipe.core.formats.parse import parse_json
     from zeropipe.core.limits import COMMAND_LINE
     from zeropipe.sim.layer_file import from_layer_data, is_layer_data
-    from zeropipe.sim.profiled import layer_costs
+    from zeropipe.sim.profile_costs import costs_from_profile
 
     data = None
     if Path(model).is_file():
@@ -101,7 +101,7 @@ def _find_costs(model: str, is_corrected: bool, values: dict[str, Any]) -> Layer
                 raise ConfigError(f"{opt.flag_of(name)}: set by the costs in {model}; leave it out")
         return from_layer_data(data, model)
     measured = _measure(_create_job(model, data, values), values)
-    return None if measured is None else layer_costs(replace(measured, machine=_add_data_sheet(measured)))
+    return None if measured is None else costs_from_profile(replace(measured, machine=_add_data_sheet(measured)))
 
 
 def _add_data_sheet(measured: Profile) -> dict[str, object]:
@@ -183,11 +183,11 @@ def _measure(job: ProfileJob, values: dict[str, Any]) -> Profile | None:
 def _read_steps(paths: tuple[str, ...]) -> list[Timeline]:
     """Read the recorded steps that correct the costs."""
     from zeropipe.cli.trace import read_timeline
-    from zeropipe.sim.refit import require_steps
+    from zeropipe.sim.refit import require_same_run
 
     steps = [read_timeline((path,)) for path in paths]
     try:
-        require_steps(steps)
+        require_same_run(steps)
     except ConfigError as error:
         raise ConfigError(f"{', '.join(paths)}: {error}") from None
     return steps
@@ -198,14 +198,14 @@ def _correct(
 ) -> LayerCosts:
     """Correct costs by recorded steps; the first --ac and --microbatch are those of a recording that names none."""
     from zeropipe.cli.layer_options import find_recorded_setting
-    from zeropipe.sim.refit import refitted
+    from zeropipe.sim.refit import refit
 
     modes = values["ac"].split(",") if values["ac"] else ()
     try:
         recorded = find_recorded_setting(
             costs, steps[0].schedule, steps[0].origin, layers, modes, values["microbatch"] or ()
         )  # fmt: skip
-        return refitted(costs, steps, recorded.counts, recorded.setting, recorded.ac)
+        return refit(costs, steps, recorded.counts, recorded.setting, recorded.ac)
     except ConfigError as error:
         raise ConfigError(f"{', '.join(paths)}: {error}") from None
 

@@ -196,7 +196,7 @@ def parse_spec(text: str) -> Spec:
 
 
 def _load_costs(path: str | None) -> Any:
-    from zeropipe.sim.fit import load_costs
+    from zeropipe.sim.costs_file import load_costs
 
     return load_costs(path) if path else None
 

@@ -30,12 +30,15 @@ def label(timeline: Timeline, kind: str, job: Job) -> Timeline:
 
 
 def run_data(result: Outcome, predicted: Timeline, job: Job) -> dict[str, Any]:
-    from zeropipe.sim.fit import residuals
+    from zeropipe.sim.attribution import residuals
 
     return {
         "measured": output.timeline_data(result.measured.timeline),
         "simulated": output.timeline_data(predicted),
-        "residuals": [r._asdict() for r in residuals(result.measured.timeline, predicted)],
+        "residuals": [
+            {"kind": r.kind, "number": r.number, "measured": r.measured, "predicted": r.predicted, "late": r.delay}
+            for r in residuals(result.measured.timeline, predicted)
+        ],
         "losses": result.measured.losses,
         "makespans": result.measured.makespans,
         "num_parameters": result.num_parameters,
@@ -46,7 +49,7 @@ def run_data(result: Outcome, predicted: Timeline, job: Job) -> dict[str, Any]:
 
 def print_run(result: Outcome, predicted: Timeline, job: Job) -> None:
     from zeropipe.engine.run.spec import num_pipelines_of, num_ranks_of
-    from zeropipe.sim.fit import residuals
+    from zeropipe.sim.attribution import residuals
 
     console, real = output.console(), result.measured.timeline
     schedule = real.schedule
@@ -81,7 +84,7 @@ def print_run(result: Outcome, predicted: Timeline, job: Job) -> None:
     console.print(table)
     table = output.create_table("kind", "actions", "measured", "simulated", "starts later by", left=("kind",))
     for r in residuals(real, predicted):
-        table.add_row(r.kind, str(r.number), *(output.time_text(t, "s") for t in (r.measured, r.predicted, r.late)))
+        table.add_row(r.kind, str(r.number), *(output.time_text(t, "s") for t in (r.measured, r.predicted, r.delay)))
     console.print(table)
 
 

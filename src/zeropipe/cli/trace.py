@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from zeropipe.core.timeline import Origin, Timeline
     from zeropipe.sim.costs import Costs
     from zeropipe.sim.layer_costs import LayerCosts
-    from zeropipe.sim.megatron import Log
+    from zeropipe.sim.megatron import TimerLog
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Run:
 
     schedule: Schedule
     timeline: Timeline | None
-    log: Log | None
+    log: TimerLog | None
 
     @property
     def origin(self) -> Origin | None:
@@ -130,12 +130,12 @@ def _read_run(files: tuple[str, ...], schedule: str | None, sizes: dict[str, Any
 
 def _read_log(path: str, content: str, schedule: str | None, sizes: dict[str, Any]) -> Run:
     from zeropipe.cli.request import create_request
-    from zeropipe.sim.megatron import read_megatron_log
+    from zeropipe.sim.megatron import parse_megatron_log
 
     if schedule is None:
         raise ConfigError(f"{path}: a log does not name the schedule; pass --schedule 1f1b --ranks N --microbatches N")
     try:
-        log = read_megatron_log(content)
+        log = parse_megatron_log(content)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     request = create_request([schedule], sizes)
@@ -195,14 +195,13 @@ def _load_costs(
 ) -> LoadedCosts | None:  # fmt: skip
     from zeropipe.cli.cost_source import HAVE_LAYERS
     from zeropipe.cli.layer_options import LayerOptions, find_recorded_setting
-    from zeropipe.sim.compare import stage_costs
     from zeropipe.sim.costs import Costs
-    from zeropipe.sim.fit import load_costs
+    from zeropipe.sim.costs_file import load_costs
 
     found = load_costs(path) if path else None
     if found is None or isinstance(found, Costs):
         LayerOptions(ac=ac, layers=layers).require_unset("only costs of layers (estimate, profile) depend on it")
-        return None if found is None else LoadedCosts(stage_costs(found, run.schedule.problem, per or "rank"))
+        return None if found is None else LoadedCosts(found.stage_costs(run.schedule.problem, per=per or "rank"))
     if per:
         raise ConfigError(f"--per {per}: {HAVE_LAYERS}")
     recorded = find_recorded_setting(found, run.schedule, run.origin, layers, (ac,) if ac else ())
@@ -212,34 +211,41 @@ def _load_costs(
 
 def _corrected_text(found: TraceComparison, costs: LoadedCosts | None, run: Run) -> str:
     """The text of the corrected costs file: per layer, if the costs were."""
-    from zeropipe.sim.costs import costs_data
+    from zeropipe.sim.costs_file import costs_to_data
     from zeropipe.sim.layer_file import to_layer_json
-    from zeropipe.sim.refit import refitted
+    from zeropipe.sim.refit import refit
 
     if costs is None or costs.layers is None or costs.recorded is None:
-        return json.dumps(costs_data(found.corrected), indent=2) + "\n"
+        return json.dumps(costs_to_data(found.corrected), indent=2) + "\n"
     if run.timeline is None:
         raise ConfigError("-o: a log corrects costs of stages, not of layers; use such costs, or a timeline")
     recorded = costs.recorded
-    corrected = refitted(costs.layers, run.timeline, recorded.counts, recorded.setting, recorded.ac)
+    corrected = refit(costs.layers, run.timeline, recorded.counts, recorded.setting, recorded.ac)
     return to_layer_json(corrected) + "\n"
 
 
 def _compare(run: Run, costs: Costs | None) -> TraceComparison:
+    from zeropipe.sim.attribution import (
+        add_sharding,
+        attribute_idle_time,
+        correct_costs,
+        replace_times,
+        require_same_unit,
+        residuals,
+    )
     from zeropipe.sim.fit import fit
-    from zeropipe.sim.megatron import costs_of
-    from zeropipe.sim.reality import corrected, lost, require_units, retimed, stage_residuals, with_shards
+    from zeropipe.sim.megatron import costs_from_log
     from zeropipe.sim.simulate import simulate
 
     if run.log is not None:
-        own = costs_of(run.log, run.schedule)
+        own = costs_from_log(run.log, run.schedule)
         real = simulate(run.schedule, own)
     else:
         assert run.timeline is not None
         own, real = fit(run.timeline), run.timeline
     if costs is not None:
-        require_units(costs, real)
-        costs = with_shards(costs, own)
+        require_same_unit(costs, real)
+        costs = add_sharding(costs, own)
     expected = costs or own
     if real.measured:  # a run records the memory of its actions, without weights
         expected = replace(expected, weights=own.weights)
@@ -248,9 +254,9 @@ def _compare(run: Run, costs: Costs | None) -> TraceComparison:
     return TraceComparison(
         label(real, kind),
         label(predicted, "simulated"),
-        stage_residuals(real, predicted),
-        lost(real) if run.log is None else None,
-        own if costs is None else corrected(costs, real) if run.log is None else retimed(costs, own),
+        residuals(real, predicted, by_stage=True),
+        attribute_idle_time(real) if run.log is None else None,
+        own if costs is None else correct_costs(costs, real) if run.log is None else replace_times(costs, own),
         costs is not None,
         run.log,
     )

@@ -8,12 +8,13 @@ from zeropipe.cli import output
 
 if TYPE_CHECKING:
     from zeropipe.core.timeline import Timeline
+    from zeropipe.sim.attribution import LostTime, Residual
     from zeropipe.sim.costs import Costs
-    from zeropipe.sim.megatron import Log
-    from zeropipe.sim.reality import Lost, StageResidual
+    from zeropipe.sim.megatron import TimerLog
 
 ROUNDING = 1e-9  # of the makespan: shorter times are shown as 0
 NUM_END_ROWS = 32  # stages or ranks shown at the beginning and at the end of a table
+_RESIDUAL_FIELDS = ("kind", "stage", "number", "measured", "spread", "predicted", "ratio")
 
 
 class TraceComparison(NamedTuple):
@@ -21,11 +22,11 @@ class TraceComparison(NamedTuple):
 
     measured: Timeline
     predicted: Timeline
-    residuals: list[StageResidual]
-    lost: tuple[Lost, ...] | None
+    residuals: list[Residual]
+    lost: tuple[LostTime, ...] | None
     corrected: Costs
     has_costs_file: bool  # else the costs are the run's own
-    log: Log | None
+    log: TimerLog | None
 
     @property
     def timelines(self) -> tuple[Timeline, Timeline]:
@@ -41,17 +42,17 @@ def label(timeline: Timeline, kind: str) -> Timeline:
 
 
 def comparison_data(found: TraceComparison) -> dict[str, Any]:
-    from zeropipe.sim.costs import costs_data
+    from zeropipe.sim.costs_file import costs_to_data
 
     return {
         "measured": {**output.timeline_data(found.measured), "makespan": found.makespan},
         "simulated": output.timeline_data(found.predicted),
         "measured_over_simulated": _ratio(found.makespan, found.predicted.makespan),
         "costs": "given" if found.has_costs_file else "of the run",
-        "residuals": [{**r._asdict(), "ratio": r.ratio} for r in found.residuals],
+        "residuals": [{name: getattr(r, name) for name in _RESIDUAL_FIELDS} for r in found.residuals],
         "lost": None if found.lost is None else [{**causes._asdict(), "total": causes.total} for causes in found.lost],
         "log": None if found.log is None else found.log._asdict(),
-        "corrected": costs_data(found.corrected),
+        "corrected": costs_to_data(found.corrected),
     }
 
 

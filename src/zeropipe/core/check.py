@@ -6,7 +6,7 @@ from zeropipe.core.action import SHARDING
 from zeropipe.core.complete import check_complete
 from zeropipe.core.deadlock import build_deadlock_error
 from zeropipe.core.formats.csv import has_messages, program_from_csv
-from zeropipe.core.jit import Arrays, arrays
+from zeropipe.core.jit import Arrays, Ints, arrays
 from zeropipe.core.lower import lower_rows
 from zeropipe.core.needs import Dependencies, build_dependencies
 from zeropipe.core.packed import is_joined
@@ -56,7 +56,7 @@ def check_live(xp: Arrays, schedule: Schedule, deps: Dependencies) -> None:
         raise build_deadlock_error(schedule, deps, position, done)
 
 
-def live_kernel(deps, done, waiter, position, stack):  # type: ignore[no-untyped-def]
+def live_kernel(deps: Dependencies, done: Ints, waiter: Ints, position: Ints, stack: Ints) -> bool:
     """Run every rank as far as possible; True if all reach their end. Linear: a result wakes the rank that waits."""
     codes, offsets, remote, own, makes = deps.codes, deps.offsets, deps.remote, deps.own, deps.makes
     num_ranks = len(offsets) - 1

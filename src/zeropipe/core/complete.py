@@ -95,9 +95,10 @@ def _scan_error(schedule: Schedule, index: int, fault: int) -> ScheduleError:
     return ScheduleError(f"rank {rank}, step {step}: {action} {reason}")
 
 
-def scan_kernel(  # type: ignore[no-untyped-def]
-    codes, offsets, tables, num_stages, num_microbatches, num_weight_parts, second_from, found
-):
+def scan_kernel(
+    codes: Ints, offsets: Ints, tables: Ints, num_stages: int, num_microbatches: int, num_weight_parts: int,
+    second_from: int, found: Ints,
+) -> tuple[int, int]:  # fmt: skip
     """(index, fault) of the first action with a fault, or (-1, 0)."""
     for rank in range(len(offsets) - 1):
         joined = 0
@@ -131,7 +132,7 @@ def scan_kernel(  # type: ignore[no-untyped-def]
     return -1, 0
 
 
-def incomplete_kernel(found, num_weight_parts):  # type: ignore[no-untyped-def]
+def incomplete_kernel(found: Ints, num_weight_parts: int) -> int:
     """The first (stage, microbatch) that lacks an action; -1 if none does, _NO_WEIGHTS if there are parts but no W."""
     split = num_weight_parts << _COUNT_SHIFT | _SPLIT
     result = -1 if num_weight_parts == 1 else _NO_WEIGHTS

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from zeropipe.core.action import Action, B, Kind, W
 from zeropipe.core.jit import Arrays, Floats, Ints, arrays
-from zeropipe.core.needs import build_dependencies, find_nonblocking_actions
+from zeropipe.core.needs import Dependencies, build_dependencies, find_nonblocking_actions
 from zeropipe.core.packed import decode, is_joined, kind_of, stage_of
 from zeropipe.core.shard_timeline import find_gathers
 from zeropipe.core.timeline import Span, Timeline
@@ -93,9 +93,10 @@ def _find_reasons(timeline: Timeline) -> tuple[Arrays, Reasons]:
     return xp, reasons._replace(message=float(message))
 
 
-def reasons_kernel(  # type: ignore[no-untyped-def]
-    deps, start, end, measured, first_nonblocking, last_nonblocking, producer, reasons
-):
+def reasons_kernel(
+    deps: Dependencies, start: Floats, end: Floats, measured: bool, first_nonblocking: Ints, last_nonblocking: Ints,
+    producer: Ints, reasons: Reasons,
+) -> float:  # fmt: skip
     """Fill the index columns; returns the mean time of a message whose receiver was idle when it was sent.
 
     A result that was produced before the rank was free may still have been in flight. But a rank with blocking sends
@@ -188,7 +189,10 @@ def find_gather_wait(free: float, start: float, produced: float, gather_start: f
     return min(start, max(free, produced, gather_start)) if gather_start < start else start
 
 
-def idle_kernel(offsets, start, end, reasons, measured, begin, finish, totals):  # type: ignore[no-untyped-def]
+def idle_kernel(
+    offsets: Ints, start: Floats, end: Floats, reasons: Reasons, measured: bool, begin: float, finish: float, totals:
+    Floats,
+) -> None:  # fmt: skip
     """Add up the idle time of each rank by cause."""
     waited, gather_start, reduced, message = reasons.waited, reasons.gather_start, reasons.reduced, reasons.message
     for rank in range(len(offsets) - 1):
@@ -286,7 +290,7 @@ def critical_indices(timeline: Timeline) -> list[int]:
     return [int(at) for at in path[:count]][::-1]
 
 
-def path_kernel(end, waited, previous, final, path):  # type: ignore[no-untyped-def]
+def path_kernel(end: Floats, waited: Ints, previous: Ints, final: int, path: Ints) -> int:
     """Follow the path back from `final`, or else from the last end; returns its length."""
     at = max(final, 0)
     for other in range(len(end)):

@@ -12,7 +12,7 @@ from itertools import accumulate
 from zeropipe.core.action import RECV_B, RECV_F, SEND_B, SEND_F, F, W, peer_stage
 from zeropipe.core.complete import check_actions
 from zeropipe.core.deadlock import build_deadlock_error
-from zeropipe.core.jit import Arrays, arrays
+from zeropipe.core.jit import Arrays, Ints, arrays
 from zeropipe.core.needs import Dependencies, build_dependencies
 from zeropipe.core.packed import PackedRows, encode, is_joined, kind_of, microbatch_of, stage_of
 from zeropipe.core.schedule import Program, Schedule, require_schedule
@@ -51,7 +51,7 @@ def lower_rows(xp: Arrays, schedule: Schedule, deps: Dependencies, rows: PackedR
     return Program(schedule, PackedRows(xp.int_bytes(out), offsets))
 
 
-def count_kernel(offsets, to, sizes):  # type: ignore[no-untyped-def]
+def count_kernel(offsets: Ints, to: Ints, sizes: Ints) -> None:
     """Steps per rank of the Program: every message adds a SEND to one row and a RECV to another."""
     for rank in range(len(offsets) - 1):
         for at in range(offsets[rank], offsets[rank + 1]):
@@ -61,7 +61,10 @@ def count_kernel(offsets, to, sizes):  # type: ignore[no-untyped-def]
                 sizes[to[at]] += 1
 
 
-def lower_kernel(deps, done, waiter, previous, following, position, cursor, out):  # type: ignore[no-untyped-def]
+def lower_kernel(
+    deps: Dependencies, done: Ints, waiter: Ints, previous: Ints, following: Ints, position: Ints, cursor: Ints, out:
+    Ints,
+) -> bool:  # fmt: skip
     """Advance all ranks, one step per iteration; True if every row was written to its end.
 
     An iteration visits the ranks that are not known to wait, in order: a doubly linked list (`previous`, `following`)

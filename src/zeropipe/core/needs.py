@@ -105,9 +105,9 @@ def build_dependencies(xp: Arrays, schedule: Schedule, packed: PackedRows | None
     return deps
 
 
-def dependencies_kernel(  # type: ignore[no-untyped-def]
-    deps, tables, num_stages, num_microbatches, second_from
-):
+def dependencies_kernel(
+    deps: Dependencies, tables: Ints, num_stages: int, num_microbatches: int, second_from: int
+) -> None:
     """Fill the columns remote, own, makes and to."""
     codes, remote, own, makes, to = deps.codes, deps.remote, deps.own, deps.makes, deps.to
     for at in range(len(codes)):
@@ -155,7 +155,7 @@ def find_nonblocking_actions(xp: Arrays, deps: Dependencies, blocking: bool, blo
     return first, last
 
 
-def steady_state_kernel(codes, offsets, first, last):  # type: ignore[no-untyped-def]
+def steady_state_kernel(codes: Ints, offsets: Ints, first: Ints, last: Ints) -> None:
     """The steady state: from the last F before the first backward to the first backward after the last F."""
     for rank in range(len(offsets) - 1):
         first[rank] = offsets[rank + 1]

@@ -65,7 +65,7 @@ def check_same_computations(program: Program) -> None:
         raise ScheduleError(f"rank {rank}: the program's computations are not those of its schedule in their order")
 
 
-def same_computations_kernel(codes, offsets, expected, expected_offsets):  # type: ignore[no-untyped-def]
+def same_computations_kernel(codes: Ints, offsets: Ints, expected: Ints, expected_offsets: Ints) -> int:
     """The first rank whose computations differ, or -1."""
     for rank in range(len(offsets) - 1):
         at, end = expected_offsets[rank], expected_offsets[rank + 1]
@@ -80,9 +80,10 @@ def same_computations_kernel(codes, offsets, expected, expected_offsets):  # typ
     return -1
 
 
-def messages_kernel(  # type: ignore[no-untyped-def]
-    deps, tables, num_stages, num_microbatches, second_from, matched, edges, num_sent, num_received, order
-):
+def messages_kernel(
+    deps: Dependencies, tables: Ints, num_stages: int, num_microbatches: int, second_from: int, matched: Ints, edges:
+    Ints, num_sent: Ints, num_received: Ints, order: Ints,
+) -> tuple[int, int]:  # fmt: skip
     """(index, fault) of the first message that lacks its peer, is repeated or overtakes another one of its edge.
 
     The key of a message is that of the result it carries, so SEND_F of stage s and RECV_F of s + 1 have the same key.
@@ -129,7 +130,9 @@ def messages_kernel(  # type: ignore[no-untyped-def]
     return -1, 0
 
 
-def rendezvous_kernel(deps, done, posted, matched, waiter, position, stack, queued):  # type: ignore[no-untyped-def]
+def rendezvous_kernel(
+    deps: Dependencies, done: Ints, posted: Ints, matched: Ints, waiter: Ints, position: Ints, stack: Ints, queued: Ints
+) -> bool:
     """As `live_kernel`, with messages: RECV posts, SEND waits until posted, a computation waits for its messages.
 
     `done` is 1 when a result exists and 2 when it has been delivered; either wakes the rank that waits for its key.

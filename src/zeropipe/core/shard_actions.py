@@ -66,9 +66,10 @@ def with_shards(schedule: Schedule, shards: str) -> PackedRows:
     return PackedRows(xp.int_bytes(out[: ends[-1]]), ends)
 
 
-def shards_kernel(  # type: ignore[no-untyped-def]
-    codes, offsets, held, policy, prefetch_steps, last_use, last_gradient, is_full, out, ends
-):
+def shards_kernel(
+    codes: Ints, offsets: Ints, held: HeldStages, policy: int, prefetch_steps: int, last_use: Ints, last_gradient: Ints,
+    is_full: Ints, out: Ints, ends: Ints,
+) -> None:  # fmt: skip
     """Write the rows with sharding actions.
 
     With few microbatches, a rank may have no work for a stage that it holds. It still reduces it, at the end: another
@@ -165,7 +166,7 @@ def check_shards(program: Program) -> None:
         raise _shards_error(program, int(index), int(fault))
 
 
-def check_kernel(codes, offsets, num_stages, held, state):  # type: ignore[no-untyped-def]
+def check_kernel(codes: Ints, offsets: Ints, num_stages: int, held: HeldStages, state: StageState) -> tuple[int, int]:
     """(index, fault) of the first action that is invalid for a sharded stage, or (-1, 0)."""
     is_full, last_gradient = state.is_full, state.last_gradient
     for rank in range(len(offsets) - 1):

@@ -9,7 +9,7 @@ from math import inf
 from typing import NamedTuple
 
 from zeropipe.core.action import REDUCE_GRAD, RESHARD, UNSHARD, Action, W
-from zeropipe.core.jit import Arrays, Floats
+from zeropipe.core.jit import Arrays, Floats, Ints
 from zeropipe.core.packed import PackedRows, decode, kind_of, stage_of
 from zeropipe.core.schedule import Schedule
 
@@ -62,7 +62,7 @@ def extract_sharding(
     return computed, Sharding(packed, xp.float_bytes(events[0]), xp.float_bytes(events[1]), sizes.tobytes(), units)
 
 
-def count_kernel(codes, offsets, counts):  # type: ignore[no-untyped-def]
+def count_kernel(codes: Ints, offsets: Ints, counts: Ints) -> None:
     """The number of UNSHARD and REDUCE_GRAD of each rank."""
     for rank in range(len(offsets) - 1):
         for at in range(offsets[rank], offsets[rank + 1]):
@@ -70,7 +70,7 @@ def count_kernel(codes, offsets, counts):  # type: ignore[no-untyped-def]
                 counts[rank] += 1
 
 
-def extract_kernel(codes, column, computed, events, event_codes):  # type: ignore[no-untyped-def]
+def extract_kernel(codes: Ints, column: Floats, computed: Floats, events: Floats, event_codes: Ints) -> None:
     """Copy the entries of computations, and those of UNSHARD and REDUCE_GRAD, to separate columns."""
     num_computed = 0
     num_events = 0
@@ -103,10 +103,10 @@ def find_gathers(xp: Arrays, schedule: Schedule, starts: bytes, sharding: Shardi
     return gather_start, reduced
 
 
-def find_gathers_kernel(  # type: ignore[no-untyped-def]
-    codes, offsets, start, events, event_offsets, event_start, event_end, rank_of, latest_start, latest_end,
-    gather_start, reduced,
-):  # fmt: skip
+def find_gathers_kernel(
+    codes: Ints, offsets: Ints, start: Floats, events: Ints, event_offsets: Ints, event_start: Floats, event_end:
+    Floats, rank_of: Ints, latest_start: Floats, latest_end: Floats, gather_start: Floats, reduced: Floats,
+) -> None:  # fmt: skip
     """Fill `gather_start` and `reduced`. `latest_start` and `latest_end` are of the latest UNSHARD of a stage."""
     for rank in range(len(offsets) - 1):
         event = event_offsets[rank]

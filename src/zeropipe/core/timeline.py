@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from zeropipe.core import notebook
 from zeropipe.core.action import Action
-from zeropipe.core.jit import arrays
-from zeropipe.core.packed import decode
+from zeropipe.core.jit import Floats, Ints, arrays
+from zeropipe.core.packed import decode, is_joined
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.shard_timeline import Sharding
 from zeropipe.core.units import percent, size_text, time_text
@@ -86,6 +86,16 @@ class Timeline:
         ends = memoryview(self.end).cast("d")[begin:end]
         for code, first, last in zip(codes, starts, ends, strict=True):
             yield Span(rank, decode(code), first, last)
+
+    def steps(self, rank: int) -> Iterator[tuple[Span, ...]]:
+        """The steps of `rank`: one span each, or the two of an Overlap."""
+        forward: Span | None = None
+        for code, span in zip(self.schedule.packed.row(rank), self.spans(rank), strict=True):
+            if is_joined(code):
+                forward = span
+            else:
+                yield (span,) if forward is None else (forward, span)
+                forward = None
 
     def sharding_spans(self, rank: int) -> Iterator[Span]:
         """The gathers and reductions of `rank`, in order."""
@@ -186,7 +196,10 @@ class Timeline:
         return notebook.render_html and notebook.render_html(self)
 
 
-def stats_kernel(offsets, start, end, during, after, first, last, busy, peak):  # type: ignore[no-untyped-def]
+def stats_kernel(
+    offsets: Ints, start: Floats, end: Floats, during: Floats, after: Floats, first: Floats, last: Floats, busy: Floats,
+    peak: Floats,
+) -> None:  # fmt: skip
     """First start, last end, busy time and peak memory of each rank; those of an empty rank are the earliest start."""
     earliest = start[0] if len(start) > 0 else 0.0
     for rank in range(len(offsets) - 1):

@@ -12,7 +12,7 @@ from zeropipe.estimating.gpus import find_gpu
 from zeropipe.estimating.model import Model, ShapedModel, open_model
 from zeropipe.estimating.operators import Sizes
 from zeropipe.estimating.price import Pricing, layer_cost
-from zeropipe.sim.layer_costs import SHORT_DTYPES, LayerCosts, Setting, State
+from zeropipe.sim.layer_costs import DTYPE_NAMES, LayerCosts, ParameterBytes, Setting
 
 DTYPES = {"bf16": 2, "float16": 2, "float32": 4}
 
@@ -35,7 +35,7 @@ def estimate(
     plain data. With several microbatch sizes, modes or sizes of `tp` the result has a setting for each combination.
     """
     opened, machine = open_model(model), find_gpu(gpu, efficiency)
-    dtype = SHORT_DTYPES.get(str(dtype), dtype)
+    dtype = DTYPE_NAMES.get(str(dtype), dtype)
     if str(dtype) not in DTYPES:
         raise ConfigError(f"dtype={short(dtype)}: choose {', '.join(DTYPES)}")
     lists = {"microbatch_size": microbatch_size, "tp": tp, "sequence": [sequence]}
@@ -48,7 +48,7 @@ def estimate(
         _setting(opened, Pricing(machine, dtype, compile, ways), mode, size, sequence)
         for ways in _listed(tp) for size in _listed(microbatch_size) for mode in _modes(ac)
     ]  # fmt: skip
-    state = State() if DTYPES[dtype] == 2 else State(4, 4, 8)
+    state = ParameterBytes() if DTYPES[dtype] == 2 else ParameterBytes(4, 4, 8)
     reached = machine.efficiency
     return LayerCosts(
         opened.name, "estimate", opened.layers, tuple(settings), tied=opened.tied, sequence=sequence, dtype=dtype,

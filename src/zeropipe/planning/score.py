@@ -155,7 +155,7 @@ def _parts(
     scene: Scene, candidate: Candidate, timeline: Timeline, stages: list[list[LayerCost]], parameters: list[int]
 ) -> Parts:
     m = candidate.num_microbatches
-    total = m * sum(layer.f + layer.whole for stage in stages for layer in stage)
+    total = m * sum(layer.f + layer.full_backward for stage in stages for layer in stage)
     again = m * sum(_again(scene, candidate)) if candidate.ac != "none" else 0.0
     mean, most = sum(timeline.busy) / timeline.num_ranks, max(timeline.busy)
     share = again / total if total > 0 else 0.0
@@ -212,7 +212,7 @@ def memory_of(scene: Scene, candidate: Candidate, run: Simulated, rank: int) -> 
     constant = sum(column[s] for s in timeline.schedule.placement.stages_of(rank))
     own = run.parameters[rank]
     activations = run.pipeline.peak_memory[rank] - constant
-    workspace, optimizer = constant - own * state.of_shards(shards), own * state.optimizer / shards
+    workspace, optimizer = constant - own * state.with_full_weights(shards), own * state.optimizer / shards
     rest = timeline.peak_memory[rank] - activations - workspace - optimizer  # weights and gradients, as far as whole
     weights = min(own * state.weights, max(0.0, rest))
     return Memory(weights, rest - weights, optimizer, activations, workspace)

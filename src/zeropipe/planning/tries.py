@@ -69,13 +69,13 @@ def _least(scene: Scene, run: Run) -> tuple[float, float]:
         *scene.costs.layer_list(setting, run.ac),
         *(setting.kinds[kind] for kind in (*scene.costs.before, *scene.costs.after)),
     ]
-    work, forward = (sum(time) for time in zip(*((layer.f + layer.whole, layer.f) for layer in layers)))
+    work, forward = (sum(time) for time in zip(*((layer.f + layer.full_backward, layer.f) for layer in layers)))
     parameters = sum(layer.parameters for layer in layers)
     if scene.costs.tied:
         parameters -= min(setting.kinds[scene.costs.before[0]].parameters, parameters)
     held = sum(layer.activation for layer in layers)
     pp = run.layout.pp
-    bytes_each = (parameters * scene.costs.state.of_shards(run.layout.dp_shard) + held) / pp
+    bytes_each = (parameters * scene.costs.state.with_full_weights(run.layout.dp_shard) + held) / pp
     return (run.num_microbatches * work + (pp - 1) * forward / pp) / pp, bytes_each
 
 

@@ -16,7 +16,7 @@ from zeropipe.errors import ConfigError, require_positive_integers, short
 from zeropipe.searching.hunt import Hunt, Progress, gap_of, value_of
 from zeropipe.searching.model import Task
 from zeropipe.searching.ready import make_ready
-from zeropipe.sim.costs import Costs, given_costs
+from zeropipe.sim.costs import Costs, require_stage_costs
 
 Objective = Literal["makespan", "span"]
 MOST = 4_000_000  # F and I of all stages and microbatches
@@ -77,7 +77,7 @@ def search(
     it by returning True. Ctrl-C ends it too: the best so far is returned. Before `seconds` begin the compiled kernels
     are made ready: in a second, and after an installation, when they have to be compiled, in about half a minute.
     """
-    given = given_costs(costs)
+    given = require_stage_costs(costs)
     require_positive_integers(ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
     require_helpers(progress, workers)
     if steps is not None and (type(steps) is not int or steps < 0):

@@ -1,1 +1,16 @@
-"""What a schedule would take: costs, the simulator, memory over time."""
+"""The simulator: what a schedule costs, and costs of the stages of a model.
+
+costs          Costs: times, messages and memory of stages
+costs_file     costs files
+tables         costs as arrays, for the kernels
+simulate       Schedule + Costs -> Timeline
+fill           run weight gradients in idle time
+compare        several schedules under the same costs
+fit            Timeline -> Costs
+attribution    a run compared with its simulation, and the causes of its idle time
+megatron       timer logs of Megatron-LM -> Costs
+layer_costs    LayerCosts: costs of a model's layers
+layer_file     costs of layers as JSON
+profile_costs  the measurements of a profile -> LayerCosts
+refit          LayerCosts corrected by a recorded run
+"""

@@ -1,4 +1,4 @@
-"""What the layers of a model cost, one by one: estimated from shapes or measured. Any cut into stages has Costs."""
+"""The costs of a model's layers, estimated from shapes or measured, from which follow the costs of any stages."""
 
 from __future__ import annotations
 
@@ -8,26 +8,25 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from zeropipe.core.model.checkpointing import Checkpointing
-from zeropipe.core.model.layers import layer_counts, require_layer_counts
+from zeropipe.core.model.layers import layer_counts, layer_ranges, require_layer_counts
 from zeropipe.core.placement import Placement, Problem
-from zeropipe.errors import ConfigError, short
-from zeropipe.sim.costs import INSIDE, Costs, Link
+from zeropipe.errors import ConfigError, require_positive_integers, short
+from zeropipe.sim.costs import SAME_LINK, Costs, Link
 
 Source = Literal["estimate", "profile"]
 NO_SPREAD: Mapping[str, float] = {}
-SHORT_DTYPES = {"bfloat16": "bf16", "fp16": "float16", "fp32": "float32"}  # as costs of layers name them
+DTYPE_NAMES = {"bfloat16": "bf16", "fp16": "float16", "fp32": "float32"}  # -> the name in costs of layers
 
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What one layer of a kind takes for one microbatch: seconds and bytes, on one GPU.
+    """The costs of one layer for one microbatch: seconds and bytes, on one GPU.
 
-    `b` defaults to i + w, `overlap` to f + b. F holds `activation` until I, of which `stash` (which may be more: inputs
-    that were computed again, and gradients) is there until W. `workspace` is memory that only exists while an action of
-    the layer runs. `message` is what the layer hands on. `parameters` are those that this GPU computes with. `flops`
-    are those of F on this GPU, without what activation checkpointing computes again; of what every GPU of `tp` computes
-    it has its share.
-    `spread` says of single times how far measurements lie apart, relative to them.
+    `b` defaults to i + w, `overlap` to f + b. F allocates `activation` until I; `stash` remains until W (it may be
+    larger: recomputed inputs, and gradients). `workspace` is memory that an action of the layer needs only while it
+    runs. `message` are the bytes of the layer's output. `parameters` are those that this GPU computes with. `flops` are
+    those of F on this GPU without recomputation; of work that every GPU of `tp` repeats, its part.
+    `spread` has relative errors of measured times, by name.
     """
 
     f: float
@@ -44,19 +43,19 @@ class LayerCost:
     spread: Mapping[str, float] = field(default_factory=lambda: NO_SPREAD)
 
     @property
-    def whole(self) -> float:
-        """The time of a whole backward."""
+    def full_backward(self) -> float:
+        """The time of a full backward."""
         return self.i + self.w if self.b is None else self.b
 
     @property
-    def pair(self) -> float:
+    def overlapped(self) -> float:
         """The time of an F and a B as one step."""
-        return self.f + self.whole if self.overlap is None else self.overlap
+        return self.f + self.full_backward if self.overlap is None else self.overlap
 
 
 @dataclass(frozen=True)
 class Setting:
-    """How the layers run, and what each kind of them costs then."""
+    """How the layers run, and the costs of each kind of layer in this setting."""
 
     kinds: Mapping[str, LayerCost]
     ac: str = "none"
@@ -65,38 +64,35 @@ class Setting:
     compile: bool = False
 
     def __str__(self) -> str:
-        how = [f"ac {self.ac}", f"microbatches of {self.microbatch_size}"]
-        return ", ".join([*how, *([f"tp {self.tp}"] if self.tp > 1 else []), *(["compiled"] if self.compile else [])])
+        parts = [f"ac {self.ac}", f"microbatches of {self.microbatch_size}"]
+        return ", ".join([*parts, *([f"tp {self.tp}"] if self.tp > 1 else []), *(["compiled"] if self.compile else [])])
 
 
 @dataclass(frozen=True)
-class State:
-    """Bytes that a parameter takes. Weights and gradients are whole within a step; shards share the optimizer's part.
-
-    The optimizer's part includes float32 weights beside 16-bit ones.
-    """
+class ParameterBytes:
+    """Bytes per parameter. The optimizer state, with float32 weights beside 16-bit ones, is divided among shards."""
 
     weights: float = 2.0
     gradients: float = 4.0
     optimizer: float = 12.0
 
-    def of_shards(self, shards: int) -> float:
-        """With everything kept whole within the step."""
+    def with_full_weights(self, shards: int) -> float:
+        """Within a step that keeps the full weights and gradients."""
         return self.weights + self.gradients + self.between_steps(shards)
 
     def between_steps(self, shards: int) -> float:
-        """What is there all the time: a shard of the optimizer's part, and of the gradients if they are sharded."""
+        """What is resident all the time: a shard of the optimizer state, and of the gradients if they are sharded."""
         return (self.optimizer + (self.gradients if shards > 1 else 0.0)) / shards
 
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """A model's layers in order, and what each kind of them costs in some settings.
+    """A model's layers in order, and the costs of each kind of layer in some settings.
 
-    `layers` names the kind of each decoder layer; `before` and `after` are what the first and the last stage have
-    beside them, and `each` is what every stage has (masks, rotary embeddings). With `tied`, head and embedding are one
-    weight: a rank that has both has it once. `sending` and `receiving` are seconds of a rank's own time for a message
-    to or from another one: it computes nothing meanwhile, so they are part of its F, I and B.
+    `layers` has the kind of each decoder layer. The first stage also has the kinds `before`, the last one `after`, and
+    every stage `each` (masks, rotary embeddings). If `tied`, head and embedding are one weight, and a rank with both
+    has it once. `sending` and `receiving` are seconds that a rank spends on a message to or from another rank: it
+    computes nothing meanwhile, so they are part of its F, I and B.
     """
 
     model: str
@@ -109,24 +105,25 @@ class LayerCosts:
     tied: bool = False
     sequence: int = 0
     dtype: str = "bf16"
-    link: Link = INSIDE
-    inter_node: Link = INSIDE
+    link: Link = SAME_LINK
+    inter_node: Link = SAME_LINK
     sending: float = 0.0
     receiving: float = 0.0
-    state: State = State()
+    state: ParameterBytes = ParameterBytes()
     machine: Mapping[str, Any] = field(default_factory=dict)  # gpu, peak_flops, memory, efficiency, ...
     versions: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.layers or not self.settings:
-            raise ConfigError(f"the costs of {self.model} have no layers or no settings: give at least one of each")
+            raise ConfigError(f"the costs of {self.model} have no layers or no settings: must have one of each")
         for setting in self.settings:
             missing = sorted({*self.layers, *self.before, *self.after, *self.each} - set(setting.kinds))
             if missing:
-                what = f"the layer kind {short(missing[0])}"
-                raise ConfigError(f"the costs of {self.model} ({setting}) lack {what}: add it")
+                raise ConfigError(f"the costs of {self.model} ({setting}) lack the layer kind {short(missing[0])}")
         if self.tied and not (self.before and self.after):
-            raise ConfigError(f"the costs of {self.model} are tied: name the embedding in before, the head in after")
+            raise ConfigError(
+                f"the costs of {self.model} are tied: must have the embedding in before, the head in after"
+            )
 
     @property
     def num_layers(self) -> int:
@@ -134,12 +131,12 @@ class LayerCosts:
 
     @property
     def num_parameters(self) -> int | None:
-        """Of the model, a tied weight once; None where all costs are of parts of layers, over `tp`."""
-        whole = next((setting.kinds for setting in self.settings if setting.tp == 1), None)
-        if whole is None:
+        """The parameters of the model, a tied weight once; None if all settings shard layers over `tp`."""
+        kinds = next((setting.kinds for setting in self.settings if setting.tp == 1), None)
+        if kinds is None:
             return None
         first, layers, last = (
-            sum(whole[kind].parameters for kind in part) for part in (self.before, self.layers, self.after)
+            sum(kinds[kind].parameters for kind in part) for part in (self.before, self.layers, self.after)
         )
         return first + layers + last - (min(first, last) if self.tied else 0)
 
@@ -149,39 +146,48 @@ class LayerCosts:
     ) -> Setting:  # fmt: skip
         """The first setting with these properties; ConfigError if there is none.
 
-        `selective:N` is put together from `none` and `full`: see `kind_costs`.
+        For `selective:N` it is the one with ac `none`: see `layer_list`.
         """
-        wish = {"ac": ac, "microbatch_size": microbatch_size, "tp": tp, "compile": compile}
-        base = {**wish, "ac": "none"} if ac is not None and Checkpointing.parse(ac).every > 1 else wish
+        wanted = {"ac": ac, "microbatch_size": microbatch_size, "tp": tp, "compile": compile}
+        if ac is not None and Checkpointing.parse(ac).every > 1:
+            wanted["ac"] = "none"
         for setting in self.settings:
-            if all(value is None or getattr(setting, name) == value for name, value in base.items()):
+            if all(value is None or getattr(setting, name) == value for name, value in wanted.items()):
                 return setting
-        asked = ", ".join(f"{name}={value}" for name, value in base.items() if value is not None)
+        text = ", ".join(f"{name}={value}" for name, value in wanted.items() if value is not None)
         known = "; ".join(map(str, self.settings[:8]))
-        raise ConfigError(f"the costs of {self.model} have no setting with {asked}: they have {known}")
+        raise ConfigError(f"the costs of {self.model} have no setting with {text}: must be one of {known}")
 
     def layer_list(self, setting: Setting, ac: str | None = None) -> list[LayerCost]:
-        """What each decoder layer costs, in order. With `ac` selective:N every Nth layer is a checkpointed one."""
-        wish = Checkpointing.parse(ac or setting.ac)
-        if wish.every == 1:
+        """The costs of each decoder layer. `selective:N` combines ac `none` with `full` for every Nth layer."""
+        mode = Checkpointing.parse(ac or setting.ac)
+        if mode.every == 1:
             return [setting.kinds[kind] for kind in self.layers]
         same = {"microbatch_size": setting.microbatch_size, "tp": setting.tp, "compile": setting.compile}
-        by_mode = {mode: self.setting(ac=mode, **same).kinds for mode in ("none", "full")}  # type: ignore[arg-type]
-        return [by_mode[wish.of_layer(layer)][kind] for layer, kind in enumerate(self.layers)]
+        by_mode = {name: self.setting(ac=name, **same).kinds for name in ("none", "full")}  # type: ignore[arg-type]
+        return [by_mode[mode.of_layer(layer)][kind] for layer, kind in enumerate(self.layers)]
+
+    def stage_kinds(self, counts: Sequence[int]) -> list[list[tuple[str, int | None]]]:
+        """(kind, index of the decoder layer or None) of each stage's layers, embedding first, head and loss last."""
+        counts = require_layer_counts(counts, self.num_layers)
+        stages: list[list[tuple[str, int | None]]] = [
+            [*((kind, None) for kind in self.each), *((self.layers[n], n) for n in layers)]
+            for layers in layer_ranges(counts)
+        ]
+        stages[0] = [*((kind, None) for kind in self.before), *stages[0]]
+        stages[-1] = [*stages[-1], *((kind, None) for kind in self.after)]
+        return stages
 
     def stage_layers(
         self, counts: Sequence[int], setting: Setting | None = None, ac: str | None = None
     ) -> list[list[LayerCost]]:
-        """What is in each stage: its layers, embedding first, head and loss last."""
+        """The costs of the layers of each stage, embedding first, head and loss last."""
         chosen = setting or self.settings[0]
         layers = self.layer_list(chosen, ac)
-        stages, start = [], 0
-        for count in require_layer_counts(counts, len(layers)):
-            stages.append([*(chosen.kinds[kind] for kind in self.each), *layers[start : start + count]])
-            start += count
-        stages[0] = [*(chosen.kinds[kind] for kind in self.before), *stages[0]]
-        stages[-1] = [*stages[-1], *(chosen.kinds[kind] for kind in self.after)]
-        return stages
+        return [
+            [chosen.kinds[kind] if layer is None else layers[layer] for kind, layer in stage]
+            for stage in self.stage_kinds(counts)
+        ]
 
     def costs(
         self,
@@ -192,76 +198,76 @@ class LayerCosts:
         placement: Placement | None = None,
         shards: int = 1,
         gather: str | None = None,
-        shard_link: Link = INSIDE,
+        shard_link: Link = SAME_LINK,
         node_size: int | None = None,
         memory_limit: float | None = None,
     ) -> Costs:
-        """Costs of stages with so many layers each (by default in the first setting), in seconds and bytes.
+        """Costs of stages with `counts` layers, by default in the first setting, in seconds and bytes.
 
-        `placement` says which stages share a rank (none do, by default): they share workspace, and a tied weight.
-        `shards` is the size of `dp_shard`; with `gather` ("keep" or "regather") gathers and reduces go through
-        `shard_link` and are simulated, without it weights and gradients are whole all the time.
-        `node_size` is the number of pipeline ranks in a machine.
+        Stages on one rank of `placement` (by default each has its own) share workspace, and a tied weight. `shards` is
+        the size of `dp_shard`. With `gather` ("keep" or "regather"), gathers and reductions use `shard_link` and are
+        simulated; without it, full weights and gradients are resident all the time. `node_size` is the number of
+        pipeline ranks per machine.
         """
-        if not isinstance(shards, int) or shards < 1:
-            raise ConfigError(f"shards={short(shards)}: a whole number from 1 on is needed")
+        require_positive_integers(shards=shards)
         chosen = setting or self.settings[0]
         stages = self.stage_layers(counts, chosen, ac)
         if placement is not None and len(placement.copies[0]) != len(stages):
-            places = len(placement.copies[0])
-            raise ConfigError(f"layers={short(list(counts))} is of {len(stages)} stages: the placement has {places}")
+            raise ConfigError(
+                f"layers={short(list(counts))} has {len(stages)} stages: the placement has {len(placement.copies[0])}"
+            )
         parameters = [float(sum(layer.parameters for layer in stage)) for stage in stages]
-        together = _together(placement, len(stages))
-        if self.tied and any(held[0] == 0 and held[-1] == len(stages) - 1 for held in together):
+        held_stages = _held_stages(placement, len(stages))
+        if self.tied and any(held[0] == 0 and held[-1] == len(stages) - 1 for held in held_stages):
             parameters[-1] -= min(
                 sum(chosen.kinds[kind].parameters for kind in part) for part in (self.before, self.after)
             )
-        each = self.state.of_shards(shards) if gather is None else self.state.between_steps(shards)
+        each = self.state.with_full_weights(shards) if gather is None else self.state.between_steps(shards)
         weights = [number * each for number in parameters]
-        for held in together:
-            needs = [max((layer.workspace for layer in stages[stage]), default=0.0) for stage in held]
-            weights[held[needs.index(max(needs))]] += max(needs)
-        up, back = self._handling(range(len(stages)) if placement is None else placement.copies[0])
+        for held in held_stages:
+            workspaces = [max((layer.workspace for layer in stages[stage]), default=0.0) for stage in held]
+            weights[held[workspaces.index(max(workspaces))]] += max(workspaces)
+        forward, backward = self._message_overheads(range(len(stages)) if placement is None else placement.copies[0])
+        sharding = {} if gather is None else self._sharding(parameters, gather, shards, shard_link, max(counts))
         return Costs(
-            f=_sums(stages, lambda layer: layer.f, up), i=_sums(stages, lambda layer: layer.i, back),
-            w=_sums(stages, lambda layer: layer.w), b=_sums(stages, lambda layer: layer.whole, back),
-            overlap=_sums(stages, lambda layer: layer.pair, [a + b for a, b in zip(up, back)]),
+            f=_sums(stages, lambda layer: layer.f, forward), i=_sums(stages, lambda layer: layer.i, backward),
+            w=_sums(stages, lambda layer: layer.w), b=_sums(stages, lambda layer: layer.full_backward, backward),
+            overlap=_sums(stages, lambda layer: layer.overlapped, [a + b for a, b in zip(forward, backward)]),
             activation=_sums(stages, lambda layer: layer.activation), stash=_sums(stages, lambda layer: layer.stash),
-            message=self.message(chosen), weights=weights,
+            message=self.message_bytes(chosen), weights=weights,
             p2p=self.link.p2p or 0.0, bandwidth=self.link.bandwidth, node_size=node_size,
-            inter_node=INSIDE if node_size is None else self.inter_node,
-            memory_limit=memory_limit, unit="s", memory_unit="B",
-            **({} if gather is None else self._sharded(parameters, gather, shards, shard_link, max(counts))),
+            inter_node=SAME_LINK if node_size is None else self.inter_node,
+            memory_limit=memory_limit, unit="s", memory_unit="B", **sharding,
         )  # fmt: skip
 
-    def _handling(self, table: Sequence[int]) -> tuple[list[float], list[float]]:
-        """What messages add to the forward and to the backward of stages on these ranks."""
-        away = [False, *(a != b for a, b in pairwise(table)), False]  # the boundaries that messages cross
+    def _message_overheads(self, ranks: Sequence[int]) -> tuple[list[float], list[float]]:
+        """The time that messages add to the forward and to the backward of each stage, by the ranks of the stages."""
+        crosses = [False, *(a != b for a, b in pairwise(ranks)), False]  # whether a message crosses each boundary
         return (
-            [before * self.receiving + behind * self.sending for before, behind in pairwise(away)],
-            [before * self.sending + behind * self.receiving for before, behind in pairwise(away)],
+            [previous * self.receiving + following * self.sending for previous, following in pairwise(crosses)],
+            [previous * self.sending + following * self.receiving for previous, following in pairwise(crosses)],
         )
 
-    def _sharded(self, parameters: list[float], gather: str, shards: int, link: Link, units: int) -> dict[str, Any]:
-        """What the simulator is told about gathers and reduces: each moves all but a rank's own shard."""
-        reached = link.bandwidth * shards / (shards - 1) if link.bandwidth and shards > 1 else None
+    def _sharding(self, parameters: list[float], gather: str, shards: int, link: Link, units: int) -> dict[str, Any]:
+        """The fields of Costs for sharded stages: a gather or reduction moves all but a rank's own shard."""
+        bandwidth = link.bandwidth * shards / (shards - 1) if link.bandwidth and shards > 1 else None
         return {
-            "shards": gather, "units": max(1, units), "shard_bandwidth": reached,
-            "whole_weights": [number * self.state.weights for number in parameters],
-            "whole_gradients": [number * self.state.gradients for number in parameters],
+            "shards": gather, "units": max(1, units), "shard_bandwidth": bandwidth,
+            "full_weights": [number * self.state.weights for number in parameters],
+            "full_gradients": [number * self.state.gradients for number in parameters],
         }  # fmt: skip
 
-    def even(self, problem: Problem, placement: Placement | None = None) -> Costs:
-        """Costs of a cut into stages that is as even as can be."""
+    def stage_costs(self, problem: Problem, placement: Placement | None = None, per: str = "rank") -> Costs:
+        """Costs of stages with layers divided as evenly as possible; `per` has no effect on costs of layers."""
         return self.costs(layer_counts(self.num_layers, problem.num_stages), placement=placement)
 
-    def message(self, setting: Setting) -> float:
-        """Bytes from stage to stage: what a decoder layer hands on."""
+    def message_bytes(self, setting: Setting) -> float:
+        """Bytes from stage to stage: the output of a decoder layer."""
         return max(setting.kinds[kind].message for kind in self.layers)
 
 
-def _together(placement: Placement | None, num_stages: int) -> list[tuple[int, ...]]:
-    """Which stages share a rank, in order. A rank and its mirror image hold the same ones."""
+def _held_stages(placement: Placement | None, num_stages: int) -> list[tuple[int, ...]]:
+    """The stages of each rank. In a mirrored placement, two ranks hold the same stages, which are listed once."""
     if placement is None:
         return [(stage,) for stage in range(num_stages)]
     ranks = {rank for table in placement.copies for rank in table}
@@ -269,6 +275,6 @@ def _together(placement: Placement | None, num_stages: int) -> list[tuple[int, .
 
 
 def _sums(
-    stages: Sequence[Iterable[LayerCost]], value: Callable[[LayerCost], float], more: Sequence[float] = ()
+    stages: Sequence[Iterable[LayerCost]], value: Callable[[LayerCost], float], extras: Sequence[float] = ()
 ) -> list[float]:
-    return [float(sum(map(value, stage))) + extra for stage, extra in zip(stages, more or [0.0] * len(stages))]
+    return [float(sum(map(value, stage))) + extra for stage, extra in zip(stages, extras or [0.0] * len(stages))]

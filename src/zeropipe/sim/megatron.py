@@ -4,8 +4,8 @@
       forward-compute:
          rank  0: 345.67
 
-They say what a rank spent on all its forwards and backwards together, not when: so there is no timeline to read, but
-the mean cost of every pipeline rank, and the time of the step (`forward-backward`).
+They have the sum of all forwards and of all backwards of a rank, without their order. So there is no timeline, but the
+mean cost of every pipeline rank, and the time of the step (`forward-backward`).
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _MIN_MAX = re.compile(r"(?:\(min, max\)|max) time across ranks \(ms\):")
 _TIMER = re.compile(r"^\s+([A-Za-z][\w-]*):\s*$")
 _RANK = re.compile(r"^\s+rank\s+(\d{1,9}):\s+([0-9.eE+-]{1,40})\s*$")
 FORWARD, BACKWARD, STEP = "forward-compute", "backward-compute", "forward-backward"
-_WAY = "log with --timing-log-level 2 --timing-log-option all"
+_WAY_OUT = "log with --timing-log-level 2 --timing-log-option all"
 
 
-class Log(NamedTuple):
+class TimerLog(NamedTuple):
     """Seconds per training step of every process, the median over the logged steps."""
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
-    step: float  # the slowest process's
+    step: float  # of the slowest process
     num_steps: int
 
 
@@ -42,70 +42,70 @@ def is_megatron_log(text: str) -> bool:
     return "across ranks (ms):" in text
 
 
-def read_megatron_log(text: str) -> Log:
-    """The times of a log; ConfigError where it does not tell every process's."""
-    steps = _blocks(text)
+def parse_megatron_log(text: str) -> TimerLog:
+    """The times of a log; ConfigError unless it has those of every process."""
+    steps = _parse_blocks(text)
     if not steps:
-        kind = "only their smallest and largest time" if _MIN_MAX.search(text) else "no times of ranks"
-        raise ConfigError(f"the log has {kind}: {_WAY}")
+        present = "only their smallest and largest time" if _MIN_MAX.search(text) else "no times of ranks"
+        raise ConfigError(f"the log has {present}; {_WAY_OUT}")
     columns: dict[str, tuple[float, ...]] = {}
     for timer in (FORWARD, BACKWARD, STEP):
         tables = [step[timer] for step in steps if timer in step]
         if not tables:
-            raise ConfigError(f"the log has no timer {timer}: {_WAY}")
+            raise ConfigError(f"the log has no timer {timer}; {_WAY_OUT}")
         ranks = sorted(set().union(*tables))
         if ranks != list(range(len(ranks))) or any(len(table) < len(ranks) for table in tables):
-            raise ConfigError(f"timer {timer} lacks some ranks: the log is cut off, or is not of all ranks; {_WAY}")
+            raise ConfigError(f"timer {timer} lacks some ranks: the log is truncated, or not of all ranks; {_WAY_OUT}")
         columns[timer] = tuple(median(table[rank] for table in tables) / 1e3 for rank in ranks)
     sizes = {len(column) for column in columns.values()}
     if len(sizes) > 1:
-        raise ConfigError(f"its timers have different numbers of ranks, {sorted(sizes)}: the log is cut off")
-    return Log(columns[FORWARD], columns[BACKWARD], max(columns[STEP]), len(steps))
+        raise ConfigError(f"its timers have different numbers of ranks, {sorted(sizes)}: the log is truncated")
+    return TimerLog(columns[FORWARD], columns[BACKWARD], max(columns[STEP]), len(steps))
 
 
-def _blocks(text: str) -> list[dict[str, dict[int, float]]]:
+def _parse_blocks(text: str) -> list[dict[str, dict[int, float]]]:
     """Milliseconds by timer and rank, for each block of the log."""
-    found: list[dict[str, dict[int, float]]] = []
-    inside, timer = False, ""
+    blocks: list[dict[str, dict[int, float]]] = []
+    is_inside, timer = False, ""
     for line in text.splitlines():
         if _BEGIN.match(line):
-            inside, timer = True, ""
-            found.append(defaultdict(dict))
-        elif inside and (match := _RANK.match(line)) and timer:
-            found[-1][timer][int(match[1])] = _milliseconds(match[2], timer)
-        elif inside and (match := _TIMER.match(line)):
+            is_inside, timer = True, ""
+            blocks.append(defaultdict(dict))
+        elif is_inside and (match := _RANK.match(line)) and timer:
+            blocks[-1][timer][int(match[1])] = _parse_milliseconds(match[2], timer)
+        elif is_inside and (match := _TIMER.match(line)):
             timer = match[1]
         elif line.strip():
-            inside = False
-    return [block for block in found if block]
+            is_inside = False
+    return [block for block in blocks if block]
 
 
-def _milliseconds(text: str, timer: str) -> float:
+def _parse_milliseconds(text: str, timer: str) -> float:
     try:
         value = float(text)
     except ValueError:
         value = -1.0
     if not 0 <= value < MAX_TIME:
-        raise ConfigError(f"{timer}: {text}: a number of milliseconds from 0 on is needed")
+        raise ConfigError(f"{timer}: {text}: must be a non-negative number of milliseconds")
     return value
 
 
-def costs_of(log: Log, schedule: Schedule) -> Costs:
-    """What the log says of a schedule's stages: the time of a rank is shared out over them and the microbatches.
+def costs_from_log(log: TimerLog, schedule: Schedule) -> Costs:
+    """The costs of a schedule's stages: the time of a rank, divided evenly among its stages and microbatches.
 
-    Megatron numbers processes so that those of one pipeline rank follow each other; their mean counts.
+    Megatron numbers the processes of a pipeline rank consecutively; their mean is used.
     """
     num_ranks, num_processes = schedule.num_ranks, len(log.forward)
     if num_processes % num_ranks:
-        raise ConfigError(f"the log has {num_processes} ranks, which {num_ranks} pipeline ranks do not share evenly")
+        raise ConfigError(f"the log has {num_processes} ranks: must be a multiple of the {num_ranks} pipeline ranks")
     if len(schedule.placement.copies) > 1:
-        raise ConfigError(f"{schedule.name} keeps two copies of each stage: a log of Megatron is not of such a run")
-    each, columns = num_processes // num_ranks, []
+        raise ConfigError(f"{schedule.name} has two copies of each stage: Megatron runs no such schedule")
+    per_rank, columns = num_processes // num_ranks, []
     for times in (log.forward, log.backward):
         column = [0.0] * schedule.num_stages
         for rank in range(num_ranks):
             stages = schedule.placement.stages_of(rank)
-            mean = sum(times[rank * each : (rank + 1) * each]) / each
+            mean = sum(times[rank * per_rank : (rank + 1) * per_rank]) / per_rank
             for stage in stages:
                 column[stage] = mean / len(stages) / schedule.num_microbatches
         columns.append(tuple(column))

@@ -2,155 +2,174 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from zeropipe.core.action import RESHARD, UNSHARD, B, F, I, W
 from zeropipe.core.complete import check_complete
 from zeropipe.core.deadlock import build_deadlock_error
-from zeropipe.core.jit import arrays
-from zeropipe.core.needs import build_dependencies, copy_offset, find_nonblocking_actions, message_index
+from zeropipe.core.jit import Arrays, Floats, Ints, arrays
+from zeropipe.core.needs import Dependencies, build_dependencies, copy_offset, find_nonblocking_actions, message_index
 from zeropipe.core.packed import is_joined, kind_of, microbatch_of, stage_of
 from zeropipe.core.schedule import Schedule, require_schedule
 from zeropipe.core.shard_actions import with_shards
 from zeropipe.core.shard_timeline import extract_sharding
 from zeropipe.core.timeline import Memory, Timeline
-from zeropipe.sim.costs import Costs, given_costs
-from zeropipe.sim.tables import shard_tables_of, tables_of
+from zeropipe.sim.costs import Costs, require_stage_costs
+from zeropipe.sim.tables import CostTables, ShardTables, build_cost_tables, build_shard_tables, constant_memory
+
+
+class Results(NamedTuple):
+    """The result of each key."""
+
+    ended: Floats  # when the action that produces it ended; -1 before
+    arrived: Floats  # when it was available where it is needed; -1 before
+    waiter: Ints  # the rank that waits for it, or -1
+
+
+class RankState(NamedTuple):
+    """The state of each rank."""
+
+    position: Ints  # the index of its next action
+    clock: Floats  # the end of its last action, and of its blocking send
+    memory: Floats
+    first_nonblocking: Ints
+    last_nonblocking: Ints
+    stack: Ints  # ranks that can run
+
+
+class ShardState(NamedTuple):
+    """Gathers and reductions under way.
+
+    A slot is a stage, or its second copy. The slots of a rank whose gradients are in memory form a linked list, from
+    `first_reducing` over `next_reducing` to `last_reducing`.
+    """
+
+    num_slots: int  # 0 if stages are not sharded
+    link_free: Floats  # by rank: when its link to the ranks that share its stages is free
+    last_action: Ints  # by rank
+    first_reducing: Ints  # by rank
+    last_reducing: Ints  # by rank
+    first_unit: Floats  # by slot: when its first unit is gathered
+    last_unit: Floats  # by slot: when all units are gathered
+    has_gradients: Ints  # by slot
+    reduced: Floats  # by slot: when its gradients are reduced
+    next_reducing: Ints  # by slot
+
+
+class Columns(NamedTuple):
+    """The times and memory levels of each action."""
+
+    start: Floats
+    end: Floats
+    during: Floats
+    after: Floats
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """The timeline of `schedule` under `costs` (default: F = I = W = 1, messages free).
 
-    Raises ScheduleError for a schedule that is not complete and DeadlockError for one that cannot end.
+    Raises ScheduleError for an incomplete schedule and DeadlockError for one that cannot end.
     """
     require_schedule(schedule)
-    costs = given_costs(costs)
+    costs = require_stage_costs(costs)
     check_complete(schedule)
     rows = schedule.packed if costs.shards is None else with_shards(schedule, costs.shards)
-    xp = arrays(rows.num_codes)
-    deps = build_dependencies(xp, schedule, rows)
-    size, num_stages = rows.num_codes, schedule.num_stages
-    tables, shards = tables_of(xp, schedule, costs), shard_tables_of(xp, schedule, costs)
-    start, end, during, after = (xp.full_floats(size) for _ in range(4))
-    ended, arrived = xp.full_floats(deps.num_keys, -1.0), xp.full_floats(deps.num_keys, -1.0)
-    waiter = xp.full_ints(deps.num_keys, -1)
-    position, stack = xp.list_ints(rows.offsets[:-1]), xp.full_ints(schedule.num_ranks)
-    slots = 2 * num_stages if costs.shards else 0  # of both copies of a stage
-    finished = xp.call(
-        simulate_kernel, deps.codes, deps.offsets, deps.remote, deps.own, deps.makes, deps.to, num_stages,
-        tables.second_from, tables.durations, tables.saving,
-        tables.travel, tables.occupies, tables.edge, xp.full_floats(tables.num_edges), costs.serial_links,
-        *find_nonblocking_actions(xp, deps, costs.blocking, costs.blocking_ends),
-        tables.activation, tables.stash, tables.num_weight_parts, tables.constant, xp.full_floats(schedule.num_ranks),
-        slots, *shards, xp.full_floats(schedule.num_ranks),
-        *(xp.full_ints(schedule.num_ranks, -1) for _ in range(3)),
-        xp.full_floats(slots), xp.full_floats(slots), xp.full_ints(slots), xp.full_floats(slots),
-        xp.full_ints(slots, -1),
-        ended, arrived, waiter, position, stack, start, end, during, after,
+    xp, num_ranks = arrays(rows.num_codes), schedule.num_ranks
+    deps, tables = build_dependencies(xp, schedule, rows), build_cost_tables(xp, schedule, costs)
+    results = Results(
+        ended=xp.full_floats(deps.num_keys, -1.0), arrived=xp.full_floats(deps.num_keys, -1.0),
+        waiter=xp.full_ints(deps.num_keys, -1),
     )  # fmt: skip
-    if not finished:
-        raise build_deadlock_error(schedule, deps, position, xp.list_ints([int(t >= 0) for t in ended]))
+    first, last = find_nonblocking_actions(xp, deps, costs.blocking, costs.blocking_ends)
+    ranks = RankState(
+        position=xp.list_ints(rows.offsets[:-1]), clock=xp.full_floats(num_ranks),
+        memory=xp.list_floats(constant_memory(schedule, costs)), first_nonblocking=first, last_nonblocking=last,
+        stack=xp.full_ints(num_ranks),
+    )  # fmt: skip
+    shard_state = _create_shard_state(xp, num_ranks, 2 * schedule.num_stages if costs.shards else 0)
+    start, end, during, after = (xp.full_floats(rows.num_codes) for _ in range(4))
+    columns = Columns(start=start, end=end, during=during, after=after)
+    if not xp.call(
+        simulate_kernel, deps, tables, build_shard_tables(xp, schedule, costs), xp.full_floats(tables.num_edges),
+        results, ranks, shard_state, columns,
+    ):  # fmt: skip
+        done = xp.list_ints([int(time >= 0) for time in results.ended])
+        raise build_deadlock_error(schedule, deps, ranks.position, done)
+    sharding = None
     if costs.shards is not None:
-        sizes = [costs.column(name, num_stages) for name in ("whole_weights", "whole_gradients")]
-        columns = (start, end, during, after)
-        (start, end, during, after), sharding = extract_sharding(
-            xp, schedule.num_actions, rows, sizes, costs.units, *columns
-        )
+        sizes = [costs.column(name, schedule.num_stages) for name in ("full_weights", "full_gradients")]
+        computed, sharding = extract_sharding(xp, schedule.num_actions, rows, sizes, costs.units, *columns)
+        columns = Columns(*computed)
     return Timeline(
         schedule,
-        xp.float_bytes(start),
-        xp.float_bytes(end),
-        Memory(xp.float_bytes(during), xp.float_bytes(after)),
-        costs.memory_limit,
-        costs.unit,
-        costs.memory_unit,
+        start=xp.float_bytes(columns.start),
+        end=xp.float_bytes(columns.end),
+        memory=Memory(xp.float_bytes(columns.during), xp.float_bytes(columns.after)),
+        memory_limit=costs.memory_limit,
+        unit=costs.unit,
+        memory_unit=costs.memory_unit,
         blocking=costs.blocking,
         blocking_ends=costs.blocking_ends,
-        sharding=None if costs.shards is None else sharding,
+        sharding=sharding,
     )
 
 
-def simulate_kernel(  # type: ignore[no-untyped-def]
-    codes, offsets, remote, own, makes, to, num_stages, second_from, durations, saving,
-    travel, occupies, edge, link_free, serial_links, free_first, free_last,
-    activation, stash, num_weight_parts, level, clock,
-    slots, unshard, reduce, gathered, gradients, home, units, shard_link, latest, reducing, newest,
-    first_unit, last_unit, owes, freed, behind,
-    ended, arrived, waiter, position, stack, start, end, during, after,
-):  # fmt: skip
-    """Run every rank as far as it goes, in its own order; True if all reach their end.
+def _create_shard_state(xp: Arrays, num_ranks: int, num_slots: int) -> ShardState:
+    return ShardState(
+        num_slots=num_slots, link_free=xp.full_floats(num_ranks), last_action=xp.full_ints(num_ranks, -1),
+        first_reducing=xp.full_ints(num_ranks, -1), last_reducing=xp.full_ints(num_ranks, -1),
+        first_unit=xp.full_floats(num_slots), last_unit=xp.full_floats(num_slots),
+        has_gradients=xp.full_ints(num_slots), reduced=xp.full_floats(num_slots),
+        next_reducing=xp.full_ints(num_slots, -1),
+    )  # fmt: skip
 
-    A rank that lacks a result leaves its number in `waiter` and is put back on the stack by whoever makes it, so each
-    action is looked at no more than twice. Times do not depend on the order in which ranks are taken from the stack:
-    a direction's messages are all sent by one rank, in its own order.
 
-    Where stages are sharded, each rank has a `shard_link` that takes UNSHARD and REDUCE_GRAD in their order, beside its
-    computations. A slot is a stage, or its second copy: `first_unit` and `last_unit` say when it is gathered, `owes`
-    whether it has whole gradients, `freed` when they are reduced. From `reducing` to `newest`, linked by `behind`, are
-    the slots of a rank whose gradients are still there.
+def simulate_kernel(
+    deps: Dependencies, costs: CostTables, shards: ShardTables, edge_free: Floats, results: Results, ranks: RankState,
+    shard_state: ShardState, columns: Columns,
+) -> bool:  # fmt: skip
+    """Run every rank as far as possible, in its own order; True if all reach their end.
+
+    A rank that lacks a result becomes its `waiter`, and returns to the stack when the result is produced. So each
+    action is visited at most twice. Times do not depend on the order of the stack: all messages of a direction are sent
+    by one rank, in its own order.
     """
+    codes, offsets, remote, own, makes, to = deps.codes, deps.offsets, deps.remote, deps.own, deps.makes, deps.to
+    durations, savings, num_stages = costs.durations, costs.savings, costs.num_stages
+    activation, stash, num_weight_parts = costs.activation, costs.stash, costs.num_weight_parts
+    edges, travel, transfer = costs.edges, costs.travel, costs.transfer
+    ended, arrived, waiter = results.ended, results.arrived, results.waiter
+    stack, position = ranks.stack, ranks.position
+    start, end, during, after = columns.start, columns.end, columns.during, columns.after
+    is_sharded = shard_state.num_slots > 0
     num_ranks = len(offsets) - 1
     for rank in range(num_ranks):
         stack[rank] = num_ranks - 1 - rank
     top = num_ranks
-    left = len(codes)
+    remaining = len(codes)
     while top > 0:
         top -= 1
         rank = stack[top]
         at = position[rank]
-        now = clock[rank]
-        memory = level[rank]
+        now = ranks.clock[rank]
+        memory = ranks.memory[rank]
         while at < offsets[rank + 1]:
-            if slots and kind_of(codes[at]) >= UNSHARD:
-                kind = kind_of(codes[at])
-                stage = stage_of(codes[at])
-                slot = stage if home[stage] == rank else num_stages + stage
-                begin = now
-                if kind == UNSHARD:
-                    begin = max(now, shard_link[rank])
-                    first_unit[slot] = begin + unshard[stage] / units
-                    last_unit[slot] = begin + unshard[stage]
-                    shard_link[rank] = last_unit[slot]
-                    memory += gathered[stage]
-                elif kind == RESHARD:
-                    memory -= gathered[stage]
-                else:
-                    # a unit is complete when its part of the W right before has run; a W in parts runs its last part
-                    before = latest[rank]
-                    inside = before >= 0 and kind_of(codes[before]) == W and stage_of(codes[before]) == stage
-                    free = shard_link[rank]
-                    for unit in range(units):
-                        complete = now
-                        if inside:
-                            share = max(0.0, 1 - num_weight_parts * (1 - (unit + 1) / units))
-                            complete = start[before] + share * (end[before] - start[before])
-                        if unit == 0:
-                            begin = max(free, complete)
-                        free = max(free, complete) + reduce[stage] / units
-                    shard_link[rank] = free
-                    if owes[slot]:
-                        freed[slot] = free
-                        if reducing[rank] < 0:
-                            reducing[rank] = slot
-                        else:
-                            behind[newest[rank]] = slot
-                        newest[rank] = slot
-                start[at] = begin
-                end[at] = max(begin, shard_link[rank]) if kind != RESHARD else begin
-                during[at] = memory
-                after[at] = memory
-                left -= 1
+            if is_sharded and kind_of(codes[at]) >= UNSHARD:
+                memory = run_sharding_action(at, rank, now, memory, codes, costs, shards, shard_state, columns)
+                remaining -= 1
                 at += 1
                 continue
             last = at + is_joined(codes[at])
             missing = -1
             begin = now
-            for step in range(at, last + 1):
-                needed = own[step]
+            for half in range(at, last + 1):
+                needed = own[half]
                 if needed >= 0:
                     if ended[needed] < 0:
                         missing = needed
                     elif ended[needed] > begin:
                         begin = ended[needed]
-                needed = remote[step]
+                needed = remote[half]
                 if needed >= 0:
                     if arrived[needed] < 0:
                         missing = needed
@@ -159,43 +178,32 @@ def simulate_kernel(  # type: ignore[no-untyped-def]
             if missing >= 0:
                 waiter[missing] = rank
                 break
-            lasts = 0.0
-            whole = 0.0  # when all weights are there
-            if slots:
-                for step in range(at, last + 1):
-                    stage = stage_of(codes[step])
-                    slot = stage if home[stage] == rank else num_stages + stage
-                    if kind_of(codes[step]) != W:
-                        begin = max(begin, first_unit[slot])
-                        whole = max(whole, last_unit[slot])
-                    if kind_of(codes[step]) in (B, W) and owes[slot] == 0:
-                        owes[slot] = 1
-                        memory += gradients[stage]
-                while reducing[rank] >= 0 and freed[reducing[rank]] <= begin:
-                    memory -= gradients[reducing[rank] % num_stages]
-                    reducing[rank] = behind[reducing[rank]]
-            for step in range(at, last + 1):
-                stage = stage_of(codes[step])
-                kind = kind_of(codes[step])
-                lasts += durations[kind * num_stages + stage]
+            duration = 0.0
+            gathered = 0.0  # when all weights are gathered
+            if is_sharded:
+                begin, gathered, memory = use_sharded_stages(
+                    at, last, rank, begin, memory, codes, costs, shards, shard_state
+                )
+            for half in range(at, last + 1):
+                stage = stage_of(codes[half])
+                kind = kind_of(codes[half])
+                duration += durations[kind * num_stages + stage]
                 if last > at:
-                    # an Overlap of two stages saves the mean of what each stage's own pair would save
-                    lasts -= saving[stage] / 2
+                    # an Overlap of two stages saves the mean of the savings of each stage's own pair
+                    duration -= savings[stage] / 2
                 if kind == F:
                     memory += activation[stage]
-            finish = begin + max(lasts, 0.0)
-            if whole > begin:
-                finish = max(finish, whole + max(lasts, 0.0) / units)
-            if slots:
-                latest[rank] = last
+            finish = begin + max(duration, 0.0)
+            if gathered > begin:
+                finish = max(finish, gathered + max(duration, 0.0) / shards.units)
             now = finish
-            for step in range(at, last + 1):
-                start[step] = begin
-                end[step] = finish
-                during[step] = memory
-            for step in range(at, last + 1):
-                code = codes[step]
-                if last > at:  # else they are known from above
+            for half in range(at, last + 1):
+                start[half] = begin
+                end[half] = finish
+                during[half] = memory
+            for half in range(at, last + 1):
+                code = codes[half]
+                if last > at:  # else stage and kind are set above
                     stage = stage_of(code)
                     kind = kind_of(code)
                 if kind == B:
@@ -204,31 +212,104 @@ def simulate_kernel(  # type: ignore[no-untyped-def]
                     memory -= activation[stage] - stash[stage]
                 elif kind == W:
                     memory -= stash[stage] / num_weight_parts
-                made = makes[step]
-                if made < 0:
+                result = makes[half]
+                if result < 0:
                     continue
-                ended[made] = finish
-                arrived[made] = finish
-                if to[step] >= 0:
-                    base = copy_offset(microbatch_of(code), second_from, num_stages)
-                    message = message_index(base, stage, 0 if kind == F else 1)
-                    blocks = step < free_first[rank] or step > free_last[rank]
-                    leaves = now if blocks else finish
-                    if serial_links and link_free[edge[message]] > leaves:
-                        leaves = link_free[edge[message]]
-                    arrived[made] = leaves + travel[message]
-                    link_free[edge[message]] = leaves + occupies[message]
+                ended[result] = finish
+                arrived[result] = finish
+                if to[half] >= 0:
+                    offset = copy_offset(microbatch_of(code), costs.second_from, num_stages)
+                    message = message_index(offset, stage, 0 if kind == F else 1)
+                    blocks = half < ranks.first_nonblocking[rank] or half > ranks.last_nonblocking[rank]
+                    sent = now if blocks else finish
+                    if costs.serial_links and edge_free[edges[message]] > sent:
+                        sent = edge_free[edges[message]]
+                    arrived[result] = sent + travel[message]
+                    edge_free[edges[message]] = sent + transfer[message]
                     if blocks:
-                        now = arrived[made]
-                if waiter[made] >= 0:
-                    stack[top] = waiter[made]
-                    waiter[made] = -1
+                        now = arrived[result]
+                if waiter[result] >= 0:
+                    stack[top] = waiter[result]
+                    waiter[result] = -1
                     top += 1
-            for step in range(at, last + 1):
-                after[step] = memory
-            left -= last + 1 - at
+            for half in range(at, last + 1):
+                after[half] = memory
+            remaining -= last + 1 - at
             at = last + 1
         position[rank] = at
-        clock[rank] = now
-        level[rank] = memory
-    return left == 0
+        ranks.clock[rank] = now
+        ranks.memory[rank] = memory
+    return remaining == 0
+
+
+def run_sharding_action(
+    at: int, rank: int, now: float, memory: float, codes: Ints, costs: CostTables, shards: ShardTables, state:
+    ShardState, columns: Columns,
+) -> float:  # fmt: skip
+    """Run an UNSHARD, RESHARD or REDUCE_GRAD on the rank's link, beside its computations; returns its memory level."""
+    kind = kind_of(codes[at])
+    stage = stage_of(codes[at])
+    slot = stage if shards.first_rank[stage] == rank else costs.num_stages + stage
+    units = shards.units
+    begin = now
+    finish = now
+    if kind == UNSHARD:
+        begin = max(now, state.link_free[rank])
+        finish = begin + shards.unshard[stage]
+        state.first_unit[slot] = begin + shards.unshard[stage] / units
+        state.last_unit[slot] = finish
+        state.link_free[rank] = finish
+        memory += shards.gathered[stage]
+    elif kind == RESHARD:
+        memory -= shards.gathered[stage]
+    else:
+        # a unit is complete when its fraction of the preceding W has run; the last part of a W completes its last units
+        before = state.last_action[rank]
+        is_inside = before >= 0 and kind_of(codes[before]) == W and stage_of(codes[before]) == stage
+        free = state.link_free[rank]
+        for unit in range(units):
+            complete = now
+            if is_inside:
+                fraction = max(0.0, 1 - costs.num_weight_parts * (1 - (unit + 1) / units))
+                complete = columns.start[before] + fraction * (columns.end[before] - columns.start[before])
+            if unit == 0:
+                begin = max(free, complete)
+            free = max(free, complete) + shards.reduce[stage] / units
+        state.link_free[rank] = free
+        finish = max(begin, free)
+        if state.has_gradients[slot]:
+            state.reduced[slot] = free
+            if state.first_reducing[rank] < 0:
+                state.first_reducing[rank] = slot
+            else:
+                state.next_reducing[state.last_reducing[rank]] = slot
+            state.last_reducing[rank] = slot
+    columns.start[at] = begin
+    columns.end[at] = finish
+    columns.during[at] = memory
+    columns.after[at] = memory
+    return memory
+
+
+def use_sharded_stages(
+    at: int, last: int, rank: int, begin: float, memory: float, codes: Ints, costs: CostTables, shards: ShardTables,
+    state: ShardState,
+) -> tuple[float, float, float]:  # fmt: skip
+    """When the actions `at` to `last` can begin, when all their weights are gathered, and the memory level."""
+    gathered = 0.0
+    for half in range(at, last + 1):
+        stage = stage_of(codes[half])
+        slot = stage if shards.first_rank[stage] == rank else costs.num_stages + stage
+        if kind_of(codes[half]) != W:
+            begin = max(begin, state.first_unit[slot])
+            gathered = max(gathered, state.last_unit[slot])
+        if kind_of(codes[half]) in (B, W) and state.has_gradients[slot] == 0:
+            state.has_gradients[slot] = 1
+            memory += shards.gradients[stage]
+    slot = state.first_reducing[rank]
+    while slot >= 0 and state.reduced[slot] <= begin:
+        memory -= shards.gradients[slot % costs.num_stages]
+        slot = state.next_reducing[slot]
+    state.first_reducing[rank] = slot
+    state.last_action[rank] = last
+    return begin, gathered, memory

@@ -1,4 +1,4 @@
-"""A schedule's costs as the flat tables that kernels read."""
+"""The costs of a schedule as flat arrays, for the kernels of `simulate` and `fill`."""
 
 from __future__ import annotations
 
@@ -7,83 +7,88 @@ from typing import NamedTuple
 from zeropipe.core.jit import Arrays, Floats, Ints
 from zeropipe.core.needs import number_edges
 from zeropipe.core.schedule import Schedule
-from zeropipe.sim.costs import SHARDS, Costs
+from zeropipe.sim.costs import SHARD_COLUMNS, Costs
 
 
-class Tables(NamedTuple):
-    """Times by kind and stage, messages by `message_index`, memory by stage and rank."""
+class CostTables(NamedTuple):
+    """Times by kind and stage, messages by `message_index`, memory by stage."""
 
-    durations: Floats  # at kind num_stages + stage; of a W: of one part
-    saving: Floats  # what an Overlap of a stage's F and B saves
-    travel: Floats  # from the end of the sender's action to the arrival, if the edge is free
-    occupies: Floats  # how long its edge is taken: without the latency
-    edge: Ints
+    durations: Floats  # at kind * num_stages + stage; for W, of one part
+    savings: Floats  # the time that an Overlap of a stage's F and B saves
+    travel: Floats  # time from the end of the sender's action to the arrival, if the edge is free
+    transfer: Floats  # time for which a message occupies its edge: without the latency
+    edges: Ints  # the edge of each message
     num_edges: int
+    serial_links: bool
     activation: Floats
     stash: Floats
-    constant: Floats
+    num_stages: int
     num_weight_parts: int
     second_from: int  # the first microbatch of the placement's second copy
 
 
 class ShardTables(NamedTuple):
-    """What sharded stages take, by stage."""
+    """Costs of sharded stages, by stage."""
 
     unshard: Floats
     reduce: Floats
-    gathered: Floats  # memory of weights that are whole at a time
-    gradients: Floats  # memory of whole gradients
-    home: Ints  # the rank of each stage's first copy
+    gathered: Floats  # memory of the weights that are gathered at a time
+    gradients: Floats  # memory of full gradients
+    first_rank: Ints  # the rank of the stage's first copy
     units: int
 
 
-def shard_tables_of(xp: Arrays, schedule: Schedule, costs: Costs) -> ShardTables:
-    """The tables of `schedule` under `costs` for its UNSHARD and REDUCE_GRAD."""
-    unshard, reduce, weights, gradients = (costs.column(name, schedule.num_stages) for name in SHARDS)
-    at_once = min(2, costs.units) / costs.units if costs.shards == "regather" else 1.0
-    return ShardTables(
-        xp.list_floats(unshard), xp.list_floats(reduce), xp.list_floats([at_once * size for size in weights]),
-        xp.list_floats(gradients), xp.list_ints(schedule.placement.copies[0]), costs.units,
-    )  # fmt: skip
-
-
-def tables_of(xp: Arrays, schedule: Schedule, costs: Costs) -> Tables:
+def build_cost_tables(xp: Arrays, schedule: Schedule, costs: Costs) -> CostTables:
     """The tables of `schedule` under `costs`."""
-    num_weight_parts = schedule.problem.num_weight_parts
+    num_stages, num_weight_parts = schedule.num_stages, schedule.problem.num_weight_parts
     f, b, i, w, overlap, activation, stash = (
-        costs.column(name, schedule.num_stages) for name in ("f", "b", "i", "w", "overlap", "activation", "stash")
+        costs.column(name, num_stages) for name in ("f", "b", "i", "w", "overlap", "activation", "stash")
     )
     costs.require_ranks(schedule.num_ranks)
-    travel, occupies, edge, num_edges = _messages(xp, schedule, costs)
-    return Tables(
-        xp.list_floats([*f, *b, *i, *(time / num_weight_parts for time in w)]),
-        xp.list_floats([one + other - both for one, other, both in zip(f, b, overlap, strict=True)]),
-        travel, occupies, edge, num_edges,
-        xp.list_floats(activation), xp.list_floats(stash), xp.list_floats(_constant_memory(schedule, costs)),
-        num_weight_parts, schedule.second_from,
+    numbers, edges = number_edges(schedule.placement)
+    travel, transfer = _message_times(schedule, costs, numbers, edges)
+    return CostTables(
+        durations=xp.list_floats([*f, *b, *i, *(time / num_weight_parts for time in w)]),
+        savings=xp.list_floats([one + other - both for one, other, both in zip(f, b, overlap, strict=True)]),
+        travel=xp.list_floats(travel), transfer=xp.list_floats(transfer), edges=xp.list_ints(numbers),
+        num_edges=len(edges), serial_links=costs.serial_links,
+        activation=xp.list_floats(activation), stash=xp.list_floats(stash),
+        num_stages=num_stages, num_weight_parts=num_weight_parts, second_from=schedule.second_from,
     )  # fmt: skip
 
 
-def _constant_memory(schedule: Schedule, costs: Costs) -> list[float]:
+def build_shard_tables(xp: Arrays, schedule: Schedule, costs: Costs) -> ShardTables:
+    """The tables of `schedule` under `costs` for its UNSHARD and REDUCE_GRAD."""
+    unshard, reduce, weights, gradients = (costs.column(name, schedule.num_stages) for name in SHARD_COLUMNS)
+    gathered = min(2, costs.units) / costs.units if costs.shards == "regather" else 1.0
+    return ShardTables(
+        unshard=xp.list_floats(unshard), reduce=xp.list_floats(reduce),
+        gathered=xp.list_floats([gathered * size for size in weights]), gradients=xp.list_floats(gradients),
+        first_rank=xp.list_ints(schedule.placement.copies[0]), units=costs.units,
+    )  # fmt: skip
+
+
+def constant_memory(schedule: Schedule, costs: Costs) -> list[float]:
     """Weights, gradients and optimizer state of each rank."""
     levels = [0.0] * schedule.num_ranks
     for weight, ranks in zip(costs.column("weights", schedule.num_stages), zip(*schedule.placement.copies)):
-        for rank in set(ranks):  # where both copies of a stage are on one rank, it has the weights once
+        for rank in set(ranks):  # a rank with both copies of a stage has its weights once
             levels[rank] += weight
     return levels
 
 
-def _messages(xp: Arrays, schedule: Schedule, costs: Costs) -> tuple[Floats, Floats, Ints, int]:
-    """How long each message travels and occupies its edge, the number of that edge, and how many edges there are."""
+def _message_times(
+    schedule: Schedule, costs: Costs, numbers: list[int], edges: list[tuple[int, int]]
+) -> tuple[list[float], list[float]]:
+    """The time that each message travels, and for which it occupies its edge."""
     size = costs.column("message", schedule.num_stages)
-    numbers, edges = number_edges(schedule.placement)
     links = [costs.link(*edge) for edge in edges]
-    travel, occupies = [0.0] * len(numbers), [0.0] * len(numbers)
-    for place, edge in enumerate(numbers):
+    travel, transfer = [0.0] * len(numbers), [0.0] * len(numbers)
+    for index, edge in enumerate(numbers):
         if edge >= 0:
             p2p, bandwidth = links[edge]
-            # the gradient going back over a boundary is as large as the activation that crossed it
-            boundary = place // 2 % schedule.num_stages - place % 2
-            occupies[place] = size[boundary] / bandwidth if bandwidth else 0.0
-            travel[place] = occupies[place] + (p2p or 0.0)
-    return xp.list_floats(travel), xp.list_floats(occupies), xp.list_ints(numbers), len(edges)
+            # the gradient that goes back over a boundary is as large as the activation that crossed it
+            boundary = index // 2 % schedule.num_stages - index % 2
+            transfer[index] = size[boundary] / bandwidth if bandwidth else 0.0
+            travel[index] = transfer[index] + (p2p or 0.0)
+    return travel, transfer

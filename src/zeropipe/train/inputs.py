@@ -166,7 +166,7 @@ def load_layer_costs(config: RunConfig) -> LayerCosts | None:
     """`schedule.costs`: the costs of layers from a file, or estimated for a GPU. None if it is not set."""
     from zeropipe.estimating.estimate import estimate
     from zeropipe.estimating.gpus import GPUS
-    from zeropipe.sim.fit import load_costs
+    from zeropipe.sim.costs_file import load_costs
 
     source = config.schedule.costs
     if source is None:

@@ -14,8 +14,8 @@ from zeropipe.planning.layouts import Layout
 from zeropipe.planning.rows import Candidate
 from zeropipe.planning.score import RESERVE, Scene, costs_of
 from zeropipe.sim.costs import Costs
-from zeropipe.sim.layer_costs import LayerCosts, State
-from zeropipe.sim.refit import setting_of_run
+from zeropipe.sim.layer_costs import LayerCosts, ParameterBytes
+from zeropipe.sim.refit import find_run_setting
 from zeropipe.train.config.tables import RunConfig
 from zeropipe.train.inputs import load_layer_costs
 
@@ -64,7 +64,7 @@ def explain_mismatch(config: RunConfig, costs: LayerCosts) -> str:
         config.lora is not None,
     )  # fmt: skip
     try:
-        setting_of_run(costs, origin)
+        find_run_setting(costs, origin)
     except ConfigError as error:
         return f"no prediction: {error}"
     return ""
@@ -85,16 +85,16 @@ def memory_limit(costs: LayerCosts) -> float | None:
     return memory - RESERVE if isinstance(memory, (int, float)) and memory > RESERVE else None
 
 
-def state_bytes(config: RunConfig) -> State:
+def state_bytes(config: RunConfig) -> ParameterBytes:
     """Bytes per parameter of weights, gradients and optimizer. Float32 master weights count as optimizer state."""
     size = _BYTES[config.model.dtype]
     if config.lora is not None:  # the adapter's own state is negligible
-        return State(size, 0, 0)
+        return ParameterBytes(size, 0, 0)
     masters = master_bytes(config)
     optimizer = config.optimizer
     moments = _NUM_MOMENTS[optimizer.name] + (optimizer.name == "sgd" and optimizer.momentum > 0)
     trained = masters or size
-    return State(size, trained, masters + moments * trained)
+    return ParameterBytes(size, trained, masters + moments * trained)
 
 
 def master_bytes(config: RunConfig) -> int:

@@ -1,12 +1,10 @@
 // The state of the Compare page, as the user typed it; as an address that reproduces it; and as requests.
 
-export const COSTS = {
-  f: "1", i: "1", w: "1", b: "", overlap: "", p2p: "0", bandwidth: "", message: "0", node_size: "", inter_p2p: "",
-  inter_bandwidth: "", blocking: false, blocking_ends: false, serial_links: false, activation: "1", stash: "", weights: "0",
-  shards: "", unshard: "", reduce: "", whole_weights: "0", whole_gradients: "0", shard_bandwidth: "", units: "1",
-  memory_limit: "", unit: "", memory_unit: "",
-};
-export const PER_STAGE = ["f", "i", "w", "b", "overlap", "message", "activation", "stash", "weights"];
+import { COST_FIELDS, OLD_NAMES } from "./cost_fields.js"; // generated, see models.py
+
+export const COSTS = Object.fromEntries(Object.entries(COST_FIELDS).map(([name, field]) => [name, field.default]));
+/** The columns of the table of stages. */
+export const PER_STAGE = Object.keys(COST_FIELDS).filter((name) => COST_FIELDS[name].perStage && !COST_FIELDS[name].sharded);
 export const PER = ["rank", "stage"]; // the first is the default
 const SIZES = { ranks: "4", microbatches: "8", stages_per_rank: "", weight_parts: "" };
 const START_SCHEDULES = ["1f1b", "zbv", "dualpipev"];
@@ -26,6 +24,7 @@ export function parseAddress(search) {
   const given = new URLSearchParams(search);
   for (const name of Object.keys(SIZES)) if (given.has(name)) state[name] = given.get(name);
   if (given.has("schedules")) state.schedules = given.get("schedules").split(",").filter(Boolean).map(parseChoice);
+  for (const [old, name] of Object.entries(OLD_NAMES)) if (given.has(old)) state.costs[name] = given.get(old);
   for (const name of Object.keys(COSTS)) {
     if (given.has(name)) state.costs[name] = typeof COSTS[name] === "boolean" ? given.get(name) === "1" : given.get(name);
   }

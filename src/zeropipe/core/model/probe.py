@@ -1,7 +1,7 @@
 """The measurements of a profile: groups of layers, each a stage, that run in sequence on one rank.
 
 The groups are the embedding, one layer of each kind, several layers, and the head. The engine runs and records the
-schedules of this file; `zeropipe.sim.profiled` computes the costs of layers from the recordings.
+schedules of this file; `zeropipe.sim.profile_costs` computes the costs of layers from the recordings.
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ from statistics import fmean
 
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Timeline
+from zeropipe.sim.attribution import LostTime, attribute_idle_time
 from zeropipe.sim.costs import Costs
 from zeropipe.sim.fit import fit
-from zeropipe.sim.reality import Lost, lost
 from zeropipe.sim.simulate import simulate
 from zeropipe.train.report.recorded_steps import RecordedStep
 
@@ -36,7 +36,7 @@ class Drift:
     measured: float
     predicted: float
     bubble: float
-    lost: Lost  # mean over ranks
+    lost: LostTime  # mean over ranks
 
     @property
     def ratio(self) -> float:
@@ -93,7 +93,7 @@ def compare_steps(steps: Sequence[RecordedStep], prediction: Prediction) -> list
 
 
 @lru_cache(maxsize=4 * MAX_ROWS)  # the report is written many times in a run
-def mean_lost(recorded: RecordedStep) -> Lost:
+def mean_lost(recorded: RecordedStep) -> LostTime:
     """The idle time by cause, as the mean over ranks."""
-    by_rank = lost(recorded.timeline)
-    return Lost(*(fmean(column) for column in zip(*by_rank, strict=True)))
+    by_rank = attribute_idle_time(recorded.timeline)
+    return LostTime(*(fmean(column) for column in zip(*by_rank, strict=True)))
