@@ -100,8 +100,12 @@ class Way:
         elif self.kind == "torch":
             self.torch_split.backward_input(0, 0, self.stage, [y], [self.dy], [x])
         else:
-            with self.store.collect(0, 0):
+            with self.store.collect(0, 0, own=False):
                 y.backward(self.dy)
+
+    def own(self) -> None:
+        if self.kind == "store":
+            self.store.own(0, 0)
 
     def weights(self) -> None:
         if self.kind == "torch":
@@ -114,8 +118,9 @@ class Way:
         x, y = self.forward()
         mark()
         self.backward(x, y)
-        mark()
         del x, y
+        self.own()
+        mark()
         after_i()
         self.weights()
         mark()

@@ -20,7 +20,9 @@ from zeropipe.engine.backward.autograd import AutogradSplit
 from zeropipe.engine.backward.gradients import main_gradients
 from zeropipe.engine.backward.linear import DeferredLinear, defer
 from zeropipe.engine.backward.products import Product
+from zeropipe.engine.backward.stacks import product
 from zeropipe.engine.backward.store import WeightStore, cut
+from zeropipe.engine.torch_private import ModifiedInPlace
 from zeropipe.errors import EngineError
 
 
@@ -170,6 +172,114 @@ def test_nothing_else_stays_alive_between_i_and_w(how):
     with storages:
         store.flush(0, 0)
     assert storages.alive() - given == refs([*grads(module).values(), x.grad])
+
+
+class Behind(nn.Module):
+    """A parameter behind a linear layer, whose gradient is a view of the layer's output gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.table = nn.Linear(5, 5), nn.Parameter(torch.randn(4, 5))
+
+    def forward(self, x):
+        return torch.tanh(self.linear(x) + self.table.view(1, 4, 5))
+
+
+@pytest.mark.parametrize("how", ["plain", "checkpointed", "aot_eager", "inductor"])
+def test_a_gradient_that_shares_memory_with_what_waits(how):
+    """Autograd adds the second microbatch's gradient to the memory of the first one's output gradient."""
+    torch.manual_seed(0)
+    plain = Behind().double()
+    module, store = deferred(plain), WeightStore()
+    forward = module
+    if how == "checkpointed":
+        forward = functools.partial(checkpoint, module, use_reentrant=False)
+    elif how != "plain":
+        forward = torch.compile(module, backend=how, fullgraph=True)
+    inputs = [torch.randn(1, 4, 5).double().requires_grad_() for _ in range(3)]
+    for number, x in enumerate(inputs):
+        run(plain, x)
+        run(forward, x, store, (0, number))
+    for number in range(3):
+        store.flush(0, number)
+    assert_equal(module, plain)
+
+
+class Buffered(nn.Module):
+    """A layer that reads a buffer: itself, or a view of it."""
+
+    def __init__(self, view):
+        super().__init__()
+        self.linear, self.view = nn.Linear(5, 5).double(), view
+        self.register_buffer("seen", torch.ones(4, 5).double())
+
+    def forward(self, x):
+        self.seen.mul_(0.9)
+        return x + self.linear(self.seen[1:] if self.view else self.seen)[:3]
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_an_input_that_is_modified_before_w(view):
+    torch.manual_seed(0)
+    plain = Buffered(view)
+    module, store = deferred(plain), WeightStore()
+    for number in range(3):
+        run(plain, torch.ones(3, 5).double())
+        run(module, torch.ones(3, 5).double(), store, (0, number))
+    for number in range(3):
+        store.flush(0, number)
+    assert_equal(module, plain)
+
+
+def test_a_tensor_that_cannot_be_copied_in_time_is_refused():
+    """Another holder of the very tensor modifies it, or a hook does in the middle of I."""
+    module, store = deferred(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))), WeightStore()
+    hidden = module[0](torch.randn(4, 5))
+    y = module[1](hidden)
+    with store.collect(0, 0):
+        y.sum().backward()
+    next(iter(store.products())).x.mul_(2)
+    with pytest.raises(ModifiedInPlace) as caught:
+        store.flush(0, 0)
+    assert caught.value.parameter is module[1].weight
+    views, y = [], module[1](module[0](torch.randn(4, 5)))
+    y.register_hook(lambda gradient: views.append(gradient.view(-1)))
+    with store.collect(0, 1, own=False):
+        y.square().sum().backward()
+    views[0].mul_(2)
+    with pytest.raises(ModifiedInPlace):
+        store.own(0, 1)
+
+
+def test_a_stack_of_experts_owns_what_waits():
+    """A parameter behind the experts takes a view of their output gradient."""
+    torch.manual_seed(0)
+    weight, table = (torch.randn(shape).double() for shape in ((2, 5, 5), (4, 5)))
+    offsets, inputs = torch.tensor([1, 4], dtype=torch.int32), [torch.randn(4, 5).double() for _ in range(3)]
+    parameters = [nn.Parameter(weight.clone()), nn.Parameter(table.clone())]
+    store = WeightStore()
+    for number, x in enumerate(inputs):
+        layer = _Experts(parameters[0])
+        with store.collect(0, number):
+            y = product(layer, 0, x.clone().requires_grad_(), offsets) + parameters[1].view(4, 5)
+            y.square().sum().backward()
+    for number in range(3):
+        store.flush(0, number)
+    wanted = [nn.Parameter(weight.clone()), nn.Parameter(table.clone())]
+    for x in inputs:
+        y = torch.cat([x[:1] @ wanted[0][0].t(), x[1:] @ wanted[0][1].t()]) + wanted[1]
+        y.square().sum().backward()
+    torch.testing.assert_close([p.grad for p in parameters], [p.grad for p in wanted])
+
+
+class _Experts(nn.Module):
+    """One stack of two experts, as `product` wants it."""
+
+    defers, is_watched, is_transposed = ("stack",), False, False
+
+    def __init__(self, stack):
+        super().__init__()
+        self.stack = stack
 
 
 def test_a_shared_input_counts_once():

@@ -53,8 +53,8 @@ def train_in_step(schedule: Schedule, steps: int, recv_ahead: int, timeout: floa
         if works:
             self._wire.wait([self._wire.headers.send([word], self._wire.peer, acknowledged)])
 
-    def send_and_wait(self: edges.Outgoing, tensors: Sequence[Tensor]) -> None:
-        send(self, tensors)
+    def send_and_wait(self: edges.Outgoing, tensors: Sequence[Tensor], left: edges.Left | None = None) -> None:
+        send(self, tensors, left)
         if tensors:
             self._wire.wait([self._wire.headers.recv([word], self._wire.peer, acknowledged)])
 

@@ -34,13 +34,14 @@ from zeropipe.engine.mesh.shards import Shards, sharded
 from zeropipe.engine.mesh.vocabulary import shown_to
 from zeropipe.engine.options import Options, require_switch
 from zeropipe.engine.stages.contract import Microbatch, Told, told
-from zeropipe.engine.step import equal
+from zeropipe.engine.step import equal, modified
 from zeropipe.engine.step.agreed import first_difference
 from zeropipe.engine.step.clock import Clock
 from zeropipe.engine.step.executor import Executor
 from zeropipe.engine.step.executors import Executors, Parts
 from zeropipe.engine.step.losses import LossFn, StepResult, Tally, combine, require_counted
 from zeropipe.engine.step.opening import KindBook, Opened, open_step, state_of
+from zeropipe.engine.step.outputs import Kept
 from zeropipe.engine.step.plans import edges_of
 from zeropipe.engine.step.recorder import gather
 from zeropipe.engine.step.sums import GradientSums, ties
@@ -92,6 +93,7 @@ class Engine:
         self._outgoing: dict[int, Outgoing] = {}
         self._finalizer = weakref.finalize(self, _let_go, self._outgoing, fabric)
         self._stopped: str | None = None
+        self._told: dict[int, Told] = {}
         self._executors: Executors | None = None
         self._splitter: Splitter | None = None
         self.saving: Saving | None = None  # a checkpoint that is being written
@@ -211,9 +213,11 @@ class Engine:
         """
         outputs: list[Any] = []
 
+        last, kept = self.schedule.num_stages - 1, Kept()
+
         def keep(output: Any, microbatch: Microbatch, index: int) -> None:
             output = shown_to(post, output)
-            outputs[index] = output if post is None else post(output, microbatch)
+            outputs[index] = kept.add(output if post is None else post(output, microbatch), f"{last}F{index}")
 
         opened = self._open(microbatches, None, f"forward{' with broadcast' * broadcast}", "forward")
         outputs += [None] * opened.number
@@ -221,11 +225,11 @@ class Engine:
             self._compare(microbatches)
             executor = self._executors.get("forward", opened.number, opened.alike)
             self._walk(executor, microbatches, opened, keep)
+            kept.check()
             if not broadcast:
                 self._fabric.exchange(None)
                 return outputs
             self._fabric.place.name = "sharing the outputs"
-            last = self.schedule.num_stages - 1
             homes = [executor.schedule.placement.rank_of(last, index) for index in range(len(outputs))]
             for home in sorted(set(homes)):
                 there = [index for index, rank in enumerate(homes) if rank == home]
@@ -457,7 +461,7 @@ class Engine:
         except BaseException as error:
             if refusing and isinstance(error, ConfigError):
                 raise
-            explained = self._fabric.explain(error, place.where)
+            explained = self._fabric.explain(modified.explained(error, self._told), place.where)
             self._stop(str(explained))
             if isinstance(error, PeerLost) or is_closed(error):  # the transport's own words help nobody
                 raise explained from None

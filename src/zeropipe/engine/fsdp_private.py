@@ -72,6 +72,15 @@ def shards_of(unit: Any) -> list[tuple[nn.Module, str, Tensor]]:
     return [(param._module_info.module, param._module_info.param_name, param.sharded_param) for param in params]
 
 
+def owner_of(root: nn.Module, parameter: Tensor) -> nn.Module | None:
+    """The module in `root` whose whole weight a parameter is, also while it holds a shard."""
+    for unit in units_of(root):
+        for param in (param for group in groups_of(unit) for param in group.fsdp_params if _was_gathered(param)):
+            if param._unsharded_param is parameter:
+                return param._module_info.module
+    return None
+
+
 def has_gradient(unit: Any, parameter: Tensor) -> bool:
     """Whether FSDP has a gradient to reduce for this weight."""
     for group in groups_of(unit):

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import os
+import re
 import socket
 import sys
 import threading
@@ -272,10 +273,12 @@ def like(parameter: Any, piece: Tensor) -> Tensor:
     """A DTensor spread as `parameter` is, of which this process has `piece`."""
     from torch.distributed.tensor import DTensor
 
-    return DTensor.from_local(
+    spread: Any = DTensor.from_local(
         piece, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
         stride=parameter.stride(),
     )  # fmt: skip
+    spread._local_tensor = piece  # not the view that torch made of it: as `is_shared` sees it, that has two holders
+    return spread
 
 
 def ends_of_spread(x: Any, weight: Any, has_bias: bool) -> tuple[list[Any], list[Any]] | None:
@@ -307,6 +310,11 @@ def from_local(piece: Tensor, mesh: Any, placements: Sequence[Any]) -> Tensor:
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """The tensors of a nested value."""
     return (leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+def mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """A nested value with other tensors in it."""
+    return torch.utils._pytree.tree_map(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, value)
 
 
 def settled(tensor: Tensor) -> Tensor:
@@ -399,7 +407,12 @@ def save(ctx: Any, *tensors: Tensor) -> None:
 def saved(ctx: Any) -> Sequence[Tensor]:
     """ctx.saved_tensors of `save`; what was packed is let go, unless the caller keeps the graph."""
     if ctx.packed is None:
-        return ctx.saved_tensors
+        try:
+            return ctx.saved_tensors
+        except RuntimeError as error:
+            if is_modified(error):
+                raise ModifiedInPlace(ctx.parameter) from None
+            raise
     packed = ctx.packed
     if not torch._C._autograd._get_current_graph_task_keep_graph():
         ctx.packed = ()
@@ -411,6 +424,44 @@ def saved(ctx: Any) -> Sequence[Tensor]:
             "take activation checkpointing off there, or give split='whole'"
         )
     return tensors
+
+
+class ModifiedInPlace(Exception):
+    """A tensor that a layer needs for its weight gradient was modified in place."""
+
+    def __init__(self, parameter: Tensor) -> None:
+        super().__init__("a tensor was modified in place")
+        self.parameter = parameter  # the layer's weight
+
+
+def is_modified(error: BaseException) -> bool:
+    """Whether autograd says that a tensor it saved was modified in place."""
+    return isinstance(error, RuntimeError) and "modified by an inplace operation" in str(error)
+
+
+def modified_tensor(error: BaseException) -> str:
+    """The type and the shape of that tensor in parentheses, as autograd names them."""
+    found = re.search(r"\[torch\.(?:cuda\.)?(\w+) \[([\d, ]*)\]\]", str(error))
+    return f"({found[1]} of shape [{found[2]}]) " if found else ""
+
+
+def num_aliases(tensor: Tensor) -> int:
+    """The number of tensors that share the memory of `tensor`, itself included.
+
+    Counted by the storage, so views without a common version counter are seen, too: those that compiled code makes.
+    """
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) - 1  # the storage object made here has one
+
+
+def is_shared(tensor: Any) -> bool:
+    """Whether another tensor has the memory of a dense tensor, too; of a DTensor, that of this process's piece."""
+    piece = settled(getattr(tensor, "_local_tensor", tensor))  # to_local() may make another alias
+    return piece.layout is torch.strided and num_aliases(piece) > 1
+
+
+def versions(tensors: Iterable[Tensor]) -> int:
+    """A number that grows with every write in place to one of the tensors; those made in inference mode count none."""
+    return sum(tensor._version for tensor in tensors if not tensor.is_inference())
 
 
 def is_summed(ctx: Any, number: int) -> bool:
@@ -504,6 +555,50 @@ def inductor_backend(memory_budget: float | None = None) -> Callable[..., Any]:
             return compile_fx(graph, inputs)
 
     return backend if memory_budget is not None else compile_fx
+
+
+def careful(backend: Any) -> Callable[..., Any]:
+    """A compiler that refuses what it would get wrong: the refusal is an error of torch.compile."""
+    if isinstance(backend, str):
+        from torch._dynamo import lookup_backend
+
+        backend = lookup_backend(backend)
+
+    def compile(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        names = _modified_and_read(graph)
+        if names and torch.is_grad_enabled():
+            raise EngineError(
+                f"it modifies {', '.join(names)} in place and reads it; torch.compile computes wrong gradients for that"
+            )
+        return backend(graph, inputs)
+
+    return compile
+
+
+def _modified_and_read(graph: torch.fx.GraphModule) -> list[str]:
+    """The inputs of a graph (buffers) that it modifies in place and that its backward may need.
+
+    torch 2.13 computes in the backward again what it made of such an input, from the input as it is by then.
+    """
+    names = []
+    for node in graph.graph.nodes:
+        value = node.meta.get("example_value")
+        if node.op == "placeholder" and isinstance(value, Tensor) and value._version > 0:  # as it was traced
+            memory = memory_of(value)
+            uses = (each for each in graph.graph.nodes if any(_has_memory(a, memory) for a in each.all_input_nodes))
+            if any(_may_be_needed(use, memory) for use in uses):
+                names.append(getattr(getattr(node, "_dynamo_source", None), "name", node.name))
+    return names
+
+
+def _has_memory(node: Any, memory: int) -> bool:
+    return any(memory_of(tensor) == memory for tensor in tensors_in(node.meta.get("example_value")))
+
+
+def _may_be_needed(use: Any, memory: int) -> bool:
+    """Whether a node makes a new tensor of what it reads, or one that needs a gradient."""
+    made = tensors_in(use.meta.get("example_value"))
+    return any(memory_of(tensor) != memory or tensor.requires_grad for tensor in made)
 
 
 @functools.cache
@@ -603,6 +698,14 @@ def tell_profiler(key: str, json: str) -> None:
 def storage_id(storage: torch.UntypedStorage) -> int:
     """What tells storages apart; unlike the address of their data it stays when they are resized."""
     return storage._cdata
+
+
+def memory_of(tensor: Any) -> int:
+    """What tells the memory of tensors apart; of a DTensor, that of this process's piece. 0: it has none of its own."""
+    try:
+        return storage_id(getattr(tensor, "_local_tensor", tensor).untyped_storage())
+    except (NotImplementedError, RuntimeError):  # a sparse tensor
+        return 0
 
 
 # --- selective checkpointing keeps results in a place of its own, which no hook on saved tensors sees

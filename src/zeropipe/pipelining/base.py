@@ -21,6 +21,7 @@ from zeropipe.core.units import count_text
 from zeropipe.engine.backward.gradients import divide
 from zeropipe.engine.engine import Engine
 from zeropipe.engine.step.losses import require_gradient
+from zeropipe.engine.step.outputs import Kept
 from zeropipe.errors import ConfigError, EngineError, ZeropipeError, short
 from zeropipe.pipelining import private
 from zeropipe.pipelining.engines import drop, engine_of, settings
@@ -185,6 +186,7 @@ class Walking(private.Base):
         more = loss_kwargs or self._kwargs_of_loss or {}
         seen: dict[int, Tensor] = {}
         order: list[int] = []
+        kept = Kept()
         merges = return_outputs and self._output_merge_spec is None and "_merge_outputs" not in vars(self)
 
         def finish(output: Any, microbatch: Mapping[str, Any], index: int) -> Tensor | None:
@@ -192,7 +194,9 @@ class Walking(private.Base):
             if merges:
                 _require_mergeable(output, last.output_chunks[0] if last.output_chunks else output)
             if return_outputs:
-                last.output_chunks.append(private.detached(output) if train else output)
+                last.output_chunks.append(
+                    kept.add(private.detached(output) if train else output, f"{last.stage_index}F{index}")
+                )
             if self._loss_fn is None or target_mbs is None:
                 return None
             target = microbatch["target"]
@@ -201,13 +205,14 @@ class Walking(private.Base):
             _require_loss(loss, train)
             if train:
                 require_gradient(loss, output)
-            seen[index] = loss.detach() if train else loss
+            seen[index] = loss.detach().clone() if train else loss
             return loss if train else None
 
         engine = self._engine()
         self._began = True
         try:
             alike = engine.run(microbatches, finish, train=train)
+            kept.check()
         except EngineError:
             drop(self._here, engine)
             raise

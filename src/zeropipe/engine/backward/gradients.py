@@ -5,7 +5,7 @@ A gradient that exists is added to in place, so a caller may keep gradients in m
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -79,6 +79,36 @@ def squares(parameters: Iterable[Tensor]) -> float:
     """The sum of all squares."""
     gradients = present(parameters)
     return torch_private.squared_norm(gradients) if gradients else 0.0
+
+
+class FirstGradients:
+    """Sees to it that `.grad` of a stage's parameters is memory of their own.
+
+    Autograd makes the first gradient of a parameter its `.grad` without a copy, and adds later ones to it in place. A
+    view of an output gradient shares memory: with an output gradient that waits for W, with a gradient on its way to
+    the stage before, with another parameter's `.grad`.
+    """
+
+    def __init__(self, find: Callable[[], Iterable[Tensor]]) -> None:
+        self._find, self._parameters, self._without = find, list[Tensor](), list[Tensor]()
+
+    def begin(self) -> None:
+        """Before a step."""
+        if not self._parameters:  # found once: to walk through a model takes milliseconds
+            self._parameters = list(self._find())
+        self._without = [parameter for parameter in self._parameters if parameter.grad is None]
+
+    def own(self) -> None:
+        """After a backward pass: copy the new gradients that share memory."""
+        if not self._without:
+            return
+        without = []
+        for parameter in self._without:
+            if parameter.grad is None:
+                without.append(parameter)
+            elif torch_private.is_shared(parameter.grad):
+                parameter.grad = parameter.grad.clone()
+        self._without = without
 
 
 class Aside:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,7 @@ class Product:
     dy: Tensor
     transposed: bool = False  # the weight is (in, out), as in GPT-2's Conv1D
     offsets: Tensor | None = None  # experts: rows up to offsets[e] belong to expert e or a lower one
+    version: int = 0  # of what it keeps, when it was put into the store
 
     @property
     def is_stack(self) -> bool:
@@ -34,6 +36,16 @@ class Product:
 
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.x, self.dy) if self.offsets is None else (self.x, self.dy, self.offsets)
+
+    def versions(self) -> int:
+        """A number that grows with every write in place to what it keeps."""
+        count = self.x._version + self.dy._version
+        return count if self.offsets is None else count + self.offsets._version
+
+    def replace(self, others: Mapping[int, Tensor]) -> None:
+        """Keep other tensors instead of some, which are named by their id."""
+        self.x, self.dy = others.get(id(self.x), self.x), others.get(id(self.dy), self.dy)
+        self.offsets = others.get(id(self.offsets), self.offsets)
 
     def run(self) -> None:
         """Add this product to the parameter's gradient, without a temporary of its size where the device allows it."""

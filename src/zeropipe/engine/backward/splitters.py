@@ -39,6 +39,9 @@ class Splitter(Protocol):
     def inputs(self, way: Pass) -> None:
         """I."""
 
+    def own(self, stage: int, microbatch: int) -> None:
+        """After an I of which nothing else is alive: let nobody else write to what waits for its W."""
+
     def weights(self, stage: int, microbatch: int, part: int, parts: int, ran: Ran = nobody) -> None:
         """W, or piece number `part` of `parts`. `ran` is told each parameter whose share of it is done."""
 
@@ -70,8 +73,11 @@ class StoreSplitter:
             _backward(way)
 
     def inputs(self, way: Pass) -> None:
-        with self._store.collect(way.stage, way.microbatch):
+        with self._store.collect(way.stage, way.microbatch, own=False):
             _backward(way)
+
+    def own(self, stage: int, microbatch: int) -> None:
+        self._store.own(stage, microbatch)
 
     def weights(self, stage: int, microbatch: int, part: int, parts: int, ran: Ran = nobody) -> None:
         self._store.flush(stage, microbatch, part, parts, ran)
@@ -113,6 +119,10 @@ class BuiltSplitter:
         self._built[way.stage, way.microbatch] = self._builders[way.stage]()
         return None
 
+    def own(self, stage: int, microbatch: int) -> None:
+        if stage not in self._builders:
+            self._others.own(stage, microbatch)
+
     def weights(self, stage: int, microbatch: int, part: int, parts: int, ran: Ran = nobody) -> None:
         if stage not in self._builders:
             self._others.weights(stage, microbatch, part, parts, ran)
@@ -148,6 +158,8 @@ class AutogradSplitter:
     def inputs(self, way: Pass) -> None:
         self._split.backward_input(way.stage, way.microbatch, way.module, way.roots, way.gradients, way.inputs)
 
+    def own(self, stage: int, microbatch: int) -> None: ...
+
     def waiting(self, stage: int, microbatch: int) -> list[nn.Parameter]:
         return []
 
@@ -174,6 +186,8 @@ class WholeSplitter:
 
     def inputs(self, way: Pass) -> None:
         _backward(way)
+
+    def own(self, stage: int, microbatch: int) -> None: ...
 
     def weights(self, stage: int, microbatch: int, part: int, parts: int, ran: Ran = nobody) -> None: ...
 

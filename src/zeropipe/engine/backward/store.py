@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from zeropipe.engine.backward.products import Product
-from zeropipe.engine.torch_private import is_summed
+from zeropipe.engine.torch_private import ModifiedInPlace, is_summed, num_aliases, storage_id
 from zeropipe.errors import EngineError
 
 Key = tuple[int, int]
@@ -27,6 +28,7 @@ def put(product: Product) -> None:
         with torch.no_grad():
             product.run()
     else:
+        product.version = product.versions()
         _collecting.append(product)
 
 
@@ -65,6 +67,10 @@ class WeightStore:
         store.flush(stage, microbatch)              # W, in any order
 
     Outside `collect`, a backward pass through the same layers is whole (B).
+
+    Nobody else writes to what is kept. `own` copies tensors whose memory somebody else has, too: a buffer that later
+    forwards change, a `.grad` that autograd made of a view of an output gradient and adds to in the next I. What it
+    cannot see (another holder of the same tensor object) changes the tensor's version, and W refuses to use it.
     """
 
     def __init__(self) -> None:
@@ -72,8 +78,12 @@ class WeightStore:
         self._parts: dict[Key, dict[int, list[Product]]] = {}
 
     @contextmanager
-    def collect(self, stage: int, microbatch: int) -> Iterator[None]:
-        """Keep the weight-gradient products of the backward pass inside for `flush(stage, microbatch)`."""
+    def collect(self, stage: int, microbatch: int, *, own: bool = True) -> Iterator[None]:
+        """Keep the weight-gradient products of the backward pass inside for `flush(stage, microbatch)`.
+
+        With `own=False` the caller calls `own`, when it has let go of the outputs, their gradients and the inputs: what
+        they share memory with need not be copied then.
+        """
         global _collecting
         if _collecting is not None:
             raise EngineError(f"{stage}I{microbatch} started inside another I: one at a time")
@@ -86,6 +96,15 @@ class WeightStore:
         finally:
             _collecting = None
         self._products[stage, microbatch] = products
+        if own:
+            self.own(stage, microbatch)
+
+    def own(self, stage: int, microbatch: int) -> None:
+        """Copy what others have, too, and could write to; ModifiedInPlace if somebody has written already."""
+        products = self._products.get((stage, microbatch), [])
+        suspects = [product for product in products if _may_be_shared(product)]
+        if suspects:
+            _copy_shared(suspects, products)
 
     def flush(self, stage: int, microbatch: int, part: int = 0, parts: int = 1, ran: Ran = nobody) -> None:
         """Add what `collect(stage, microbatch)` kept to the gradients, and free it.
@@ -95,7 +114,7 @@ class WeightStore:
         """
         with torch.no_grad():
             for product in self._take((stage, microbatch), part, parts):
-                product.run()
+                _run(product)
                 ran(product.parameter)
 
     def run_some(self, stage: int, microbatch: int, parts: int, enough: Callable[[], bool]) -> None:
@@ -109,7 +128,7 @@ class WeightStore:
                 while piece:
                     if enough():
                         return
-                    piece.pop().run()
+                    _run(piece.pop())
 
     def alive(self, stage: int | None = None) -> int:
         """Bytes kept between I and W, of one stage or of all; memory shared by several products counts once."""
@@ -157,6 +176,38 @@ class WeightStore:
             cuts = cut(self._products.pop(key), parts)
             self._parts[key] = {part: piece[::-1] for part, piece in cuts.items()}
         return self._parts.get(key, {})
+
+
+def _may_be_shared(product: Product) -> bool:
+    """Whether somebody else may have memory of a product, too: an input that nothing computed may be a buffer."""
+    return product.x.is_leaf or num_aliases(product.x) > 1 or num_aliases(product.dy) > 1
+
+
+def _copy_shared(suspects: list[Product], products: list[Product]) -> None:
+    """Copy each tensor of the suspects whose memory is not that of the products of this I alone."""
+    for product in suspects:  # a view holds what it is a view of; detached, it is counted alone
+        _require_unmodified(product)
+        product.replace({id(tensor): tensor.detach() for tensor in product.tensors()})
+    kept = {id(tensor): tensor for product in products for tensor in product.tensors()}
+    own = Counter(storage_id(tensor.untyped_storage()) for tensor in kept.values())
+    copies = {
+        key: tensor.clone()
+        for key, tensor in kept.items()
+        if num_aliases(tensor) > own[storage_id(tensor.untyped_storage())]
+    }
+    for product in suspects:
+        product.replace(copies)
+        product.version = product.versions()
+
+
+def _run(product: Product) -> None:
+    _require_unmodified(product)
+    product.run()
+
+
+def _require_unmodified(product: Product) -> None:
+    if product.versions() != product.version:
+        raise ModifiedInPlace(product.parameter)
 
 
 def _drain(products: list[Product]) -> Iterator[Product]:

@@ -10,6 +10,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from zeropipe.engine import torch_private
+from zeropipe.engine.blocks.again import Again
 
 
 def checkpointed(forward: Callable[..., Any], mode: str) -> Callable[..., Any]:
@@ -19,7 +20,11 @@ def checkpointed(forward: Callable[..., Any], mode: str) -> Callable[..., Any]:
     options = {"context_fn": _selective_contexts} if mode == "op" else {}
 
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return checkpoint(lambda *a, **k: forward(self, *a, **k), *args, use_reentrant=False, **options, **kwargs)
+        if torch.compiler.is_compiling():  # what modifies buffers is not compiled, and inputs are saved as by autograd
+            return checkpoint(lambda *a, **k: forward(self, *a, **k), *args, use_reentrant=False, **options, **kwargs)
+        if not torch.is_grad_enabled():
+            return forward(self, *args, **kwargs)
+        return checkpoint(Again(self, forward), *args, use_reentrant=False, **options, **kwargs)
 
     return run
 

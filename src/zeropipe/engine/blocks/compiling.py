@@ -13,8 +13,8 @@ from torch import nn
 from zeropipe.core.model.checkpointing import Checkpointing
 from zeropipe.engine import torch_private
 from zeropipe.engine.blocks.checkpointing import checkpointed
-from zeropipe.engine.torch_private import inductor_backend, is_compile_error
-from zeropipe.errors import ConfigError
+from zeropipe.engine.torch_private import careful, inductor_backend, is_compile_error
+from zeropipe.errors import ConfigError, first_line
 
 _LONGEST = 200  # characters of what the compiler says
 
@@ -60,7 +60,7 @@ def _variant(kind: type[nn.Module], mode: str, budget: float | None, compile: bo
 
 
 def _compiled(forward: Callable[..., Any], name: str, budget: float | None, backend: Any = None) -> Callable[..., Any]:
-    fast = torch.compile(forward, fullgraph=True, backend=backend or inductor_backend(budget))
+    fast = torch.compile(forward, fullgraph=True, backend=careful(backend or inductor_backend(budget)))
     failed = False
 
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -71,7 +71,7 @@ def _compiled(forward: Callable[..., Any], name: str, budget: float | None, back
             except Exception as error:
                 if not is_compile_error(error):
                     raise
-                reason = next(filter(None, map(str.strip, str(error).splitlines())), type(error).__name__)
+                reason = first_line(error)
                 report(f"{name} cannot be compiled whole and runs uncompiled: {reason[:_LONGEST]}")
                 failed = True
         return forward(self, *args, **kwargs)

@@ -130,6 +130,9 @@ class Message(NamedTuple):
     microbatch: int
 
 
+Left = Callable[[], None]  # called when tensors have left; EngineError if they left with other values
+
+
 class Parcel(NamedTuple):
     """Tensors for the thread of an edge to send."""
 
@@ -138,6 +141,7 @@ class Parcel(NamedTuple):
     tag: int
     tensors: Sequence[Tensor]
     ready: torch.cuda.Event | None = None
+    left: Left | None = None
 
 
 class Outgoing:
@@ -147,15 +151,16 @@ class Outgoing:
         self._wire, self._dynamic = wire, dynamic
         self.announced: dict[Hashable, Spec] = {}
         self._threaded = not wire.nccl
-        self._error: Exception | None = None
-        self._pending: list[tuple[Any, Tensor]] = []
+        self._error: Exception | None = None  # of the transport: nothing can be sent any more
+        self._changed: EngineError | None = None  # what was sent is wrong; all goes on until this rank says so
+        self._pending: list[tuple[Any, Tensor, Left | None]] = []
         self._headers: list[tuple[Any, Tensor]] = []
         self.threads: list[threading.Thread] = []
         if self._threaded:
             self._queue: SimpleQueue[Parcel | threading.Event | None] = SimpleQueue()
             self.threads.append(started(f"to-{wire.peer}", self._feed))
 
-    def send_forward(self, tensors: Sequence[Tensor], spec: Spec, key: Hashable, name: str) -> None:
+    def send_forward(self, tensors: Sequence[Tensor], spec: Spec, key: Hashable, name: str, left: Left) -> None:
         """Send a stage's output, with a header if the other end cannot know its shapes."""
         known = None if self._dynamic else self.announced.get(key)
         if known is None:
@@ -166,7 +171,7 @@ class Outgoing:
                 f"{name} made {_shapes(spec)} where the same microbatch shapes gave {_shapes(known)} before: "
                 "pass Engine(..., shapes='dynamic') for stages whose output shapes depend on values"
             )
-        self.send(tensors)
+        self.send(tensors, left)
 
     def send_backward(self, gradients: Sequence[Tensor | None], key: Hashable) -> None:
         """Send the gradients that there are, with a header if the other end cannot know which."""
@@ -183,24 +188,26 @@ class Outgoing:
         else:
             self._headers.append((self._wire.headers.send([header], self._wire.peer, HEADER_TAG), header))
 
-    def send(self, tensors: Sequence[Tensor]) -> None:
+    def send(self, tensors: Sequence[Tensor], left: Left | None = None) -> None:
         """Send contiguous tensors whose shapes the other end knows; they live until they have left."""
         if not tensors:
             return
         wire = self._wire
         if not self._threaded:
-            self._pending = [(work, tensor) for work, tensor in self._pending if not work.is_completed()]
+            self._forget_sent()
             for tensor in tensors:
-                self._pending.append((wire.group.send([tensor], wire.peer_in_group, 0), tensor))
+                self._pending.append((wire.group.send([tensor], wire.peer_in_group, 0), tensor, left))
             return
-        if self._error is not None:
-            raise PeerLost((wire.peer,), reason(self._error))
+        self._raise_error()
         event = None
         if wire.staged:
             tensors = [_pinned_copy(tensor) for tensor in tensors]
             event = torch.cuda.Event()
             event.record()
-        self._queue.put(Parcel(wire.group, wire.peer_in_group, 0, tensors, event))
+            if left is not None:
+                left()
+                left = None
+        self._queue.put(Parcel(wire.group, wire.peer_in_group, 0, tensors, event, left))
 
     def drain(self) -> None:
         """Wait until everything has left."""
@@ -210,14 +217,32 @@ class Outgoing:
             self._wire.place.waits = (self._wire.peer,)
             done.wait()
             self._wire.place.waits = ()
-            if self._error is not None:
-                raise PeerLost((self._wire.peer,), reason(self._error))
-        for work, _ in self._pending:
+            self._raise_error()
+        for work, _, left in self._pending:
             work.wait()
+            if left is not None:
+                left()
         self._pending.clear()
         if self._headers:
             self._wire.wait([work for work, _ in self._headers])
             self._headers.clear()
+
+    def _forget_sent(self) -> None:
+        """Let go of tensors that have left."""
+        pending, self._pending = self._pending, []
+        for entry in pending:
+            work, _, left = entry
+            if not work.is_completed():
+                self._pending.append(entry)
+            elif left is not None:
+                left()
+
+    def _raise_error(self) -> None:
+        """The error of the thread that sends."""
+        if self._changed is not None:
+            raise self._changed
+        if self._error is not None:
+            raise PeerLost((self._wire.peer,), reason(self._error))
 
     def forget(self) -> None:
         """Kinds of microbatches are numbered anew: all shapes are new again."""
@@ -237,6 +262,10 @@ class Outgoing:
                     if entry.ready is not None:
                         entry.ready.synchronize()
                     _send_all(entry)
+                    if entry.left is not None:
+                        entry.left()
+                except EngineError as error:
+                    self._changed = error
                 except Exception as error:
                     self._error = error
             del entry

@@ -133,8 +133,16 @@ class Shards:
     @property
     def trained(self) -> list[Tensor]:
         """The whole weights that get gradients."""
-        weights = [weight for unit in self.units for weight in fsdp_private.whole_parameters(unit)]
-        return [weight for weight in weights if weight.requires_grad]
+        return [weight for weight in self.whole_weights() if weight.requires_grad]
+
+    def accumulating(self) -> list[Tensor]:
+        """The tensors to which backward passes add gradients: whole weights, and parameters that are not sharded."""
+        pieces = {id(shard) for unit in self.units for _, _, shard in fsdp_private.shards_of(unit)}
+        return [*(p for p in self.module.parameters() if id(p) not in pieces), *self.whole_weights()]
+
+    def whole_weights(self) -> list[Tensor]:
+        """All whole weights; they exist since the first step."""
+        return [weight for unit in self.units for weight in fsdp_private.whole_parameters(unit)]
 
     @property
     def may_reduce(self) -> bool:
@@ -170,7 +178,7 @@ class Shards:
 
     def whole_bytes(self) -> tuple[int, int]:
         """Of all weights of the stage, and of their gradients."""
-        weights: list[Any] = [weight for unit in self.units for weight in fsdp_private.whole_parameters(unit)]
+        weights: list[Any] = self.whole_weights()
         sizes = [(w.numel(), w.element_size(), (w.grad_dtype or w.dtype).itemsize * w.requires_grad) for w in weights]
         return sum(n * size for n, size, _ in sizes), sum(n * size for n, _, size in sizes)
 

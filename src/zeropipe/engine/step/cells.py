@@ -23,7 +23,7 @@ class Cell:
 
     __slots__ = (
         "after", "asked", "before", "edges", "gradients", "inputs", "microbatch", "module", "output", "pick",
-        "returned", "root", "side", "spec", "stage",
+        "returned", "root", "side", "spec", "stage", "version",
     )  # fmt: skip
 
     def __init__(self, stage: int, microbatch: int, module: nn.Module, pick: Pick) -> None:
@@ -39,6 +39,7 @@ class Cell:
         self.edges: Sequence[Any] = ()  # gradient edges of the outputs: no data
         self.spec: Spec | None = None  # of the outputs
         self.output: Sequence[Tensor] = ()  # on its way out
+        self.version = 0  # of the outputs, when they were returned
         self.gradients: Sequence[Tensor | None] = ()  # of the outputs; None: nobody used that one
         self.returned: Sequence[Tensor | None] = ()  # gradients of the inputs, on their way out
         self.asked: tuple[bool, ...] = ()  # which of the inputs asked for one

@@ -12,6 +12,7 @@ import torch
 from zeropipe.core.action import SHARDING, Action, Kind, Overlap, Step, actions_of
 from zeropipe.core.collectives import collectives, gathers_for_backward
 from zeropipe.core.schedule import Program
+from zeropipe.engine.backward.gradients import FirstGradients
 from zeropipe.engine.backward.splitters import Splitter
 from zeropipe.engine.comm.edges import Incoming, Message, Outgoing, Spec, Wire
 from zeropipe.engine.mesh.shards import Reduction, Shards
@@ -19,6 +20,7 @@ from zeropipe.engine.stages.contract import Microbatch, Told
 from zeropipe.engine.step.agreed import AgreedOrder
 from zeropipe.engine.step.cells import Call, Cell
 from zeropipe.engine.step.dynamic import Gap, movable
+from zeropipe.engine.step.outputs import Buffers
 from zeropipe.engine.step.passes import Finish, Made, Passes, See
 from zeropipe.engine.step.plans import reduced_within
 from zeropipe.engine.step.streams import Streams
@@ -63,8 +65,9 @@ class Executor:
         self._splitter, self._dynamic, self._watchers = splitter, dynamic, watchers
         self.schedule = program.schedule
         self._passes = Passes(
-            program.schedule.num_stages - 1, train=train, device=device, dynamic=dynamic, made=made, present=present
-        )
+            program.schedule.num_stages - 1, {stage: Buffers(told.module) for stage, told in stages.items()},
+            train=train, device=device, dynamic=dynamic, made=made, present=present,
+        )  # fmt: skip
         self._num_parts = program.schedule.problem.num_weight_parts
         self._parts: Counter[tuple[int, int]] = Counter()  # of a W: how many have a call
         self._shards = shards
@@ -86,6 +89,10 @@ class Executor:
             cell.after = self.cells.get((stage + 1, microbatch))
         self._incoming, self._places = self._receives(row, wires, recv_ahead)
         self._streams = Streams(row, self.cells, stages, device)
+        self._firsts = {
+            stage: FirstGradients(shards[stage].accumulating if stage in shards else told.module.parameters)
+            for stage, told in (stages.items() if train else ())
+        }
         self._movable = movable(row, stages) if dynamic_weights and train else {}
         self._gap = Gap(device)
         self._ahead: dict[Action, Call] = {}  # what runs a W before its place
@@ -121,6 +128,8 @@ class Executor:
             incoming.begin(self._passes.key_of, self._made)
         for shards in self._shards.values():
             shards.prepare(self._order.check)
+        for firsts in self._firsts.values():
+            firsts.begin()
         try:
             calls = self._calls
             for self._at, call in enumerate(calls):
@@ -140,6 +149,7 @@ class Executor:
         self.cells.clear()
         self._incoming.clear()
         self._ahead.clear()
+        self._firsts.clear()
         self._gap.forget()
         self._outgoing = {}
 
@@ -250,10 +260,18 @@ class Executor:
             return self._passing(partial(self._passes.forward, cell), action)
         if action.kind in (Kind.B, Kind.I):
             run = self._splitter.whole if action.kind is Kind.B else self._splitter.inputs
-            return self._passing(partial(self._passes.backward, cell, run), action)
+            return self._passing(partial(self._owning, partial(self._passes.backward, cell, run), action), action)
         part = self._parts[cell.stage, cell.microbatch]
         self._parts[cell.stage, cell.microbatch] += 1
-        return partial(self._splitter.weights, cell.stage, cell.microbatch, part, self._num_parts)
+        weights = partial(self._splitter.weights, cell.stage, cell.microbatch, part, self._num_parts)
+        return partial(self._owning, weights, action)
+
+    def _owning(self, call: Callable[..., None], action: Action, **options: Any) -> None:
+        """Backward; what it leaves behind shares no memory that others write to."""
+        call(**options)
+        self._firsts[action.stage].own()
+        if action.kind is Kind.I:
+            self._splitter.own(action.stage, action.microbatch)
 
     def _passing(self, call: Call, action: Action) -> Call:
         """An F, B or I, which uses the weights of its stage."""

@@ -113,12 +113,11 @@ class Tally:
         value = self.loss_fn(shown_to(self.loss_fn, output), microbatch)
         _check_loss(value, output)
         if isinstance(value, Tensor):
-            self._seen[index] = (value.detach(), 1, {})
+            self._seen[index] = (_own(value), 1, {})
             return value / self.num_microbatches
         loss, count, *rest = value
-        # a metric must not keep the graph it came from alive
-        metrics = {k: v.detach() if isinstance(v, Tensor) else v for k, v in (rest[0] if rest else {}).items()}
-        self._seen[index] = (loss.detach(), count, metrics)
+        metrics = {name: _own(amount) for name, amount in (rest[0] if rest else {}).items()}
+        self._seen[index] = (_own(loss), _own(count), metrics)
         if self.total is None:
             self.late = True
             for leaf in torch_private.leaves_between(loss, output):
@@ -144,6 +143,11 @@ class Tally:
             for name, amount in extra.items():
                 metrics[name] = metrics.get(name, 0.0) + float(amount)
         return loss, count, metrics, self.late
+
+
+def _own(number: Any) -> Any:
+    """A number that keeps neither the graph it came from alive nor changes with a tensor that the loss goes on with."""
+    return number.detach().clone() if isinstance(number, Tensor) else number
 
 
 def _numbers(rest: Sequence[Any]) -> Iterator[tuple[str, Any]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from zeropipe.engine.comm.edges import Incoming, Message, Outgoing, Spec, answer
 from zeropipe.engine.stages.contract import Microbatch
 from zeropipe.engine.step import spread
 from zeropipe.engine.step.cells import Cell, as_tuple, moved, plain
+from zeropipe.engine.step.outputs import Buffers, require_unmodified
 from zeropipe.errors import EngineError
 
 Finish = Callable[[Any, Microbatch, int], Tensor | None]
@@ -28,6 +30,7 @@ class Passes:
     def __init__(
         self,
         last: int,
+        buffers: Mapping[int, Buffers],
         *,
         train: bool,
         device: torch.device,
@@ -35,12 +38,14 @@ class Passes:
         made: Made,
         present: dict[Any, tuple[bool, ...]],
     ) -> None:
-        self._last, self._train = last, train
+        self._last, self._buffers, self._train = last, buffers, train
         self._device, self._dynamic, self._made_of, self._present = device, dynamic, made, present
 
     def begin(self, microbatches: Sequence[Microbatch], kinds: Sequence[int], finish: Finish, see: See | None) -> None:
         """What a step works on."""
         self._microbatches, self._kinds, self._finish, self._see = microbatches, kinds, finish, see
+        for buffers in self._buffers.values():
+            buffers.begin()
 
     def end(self) -> None:
         """A caller's data and outputs are the caller's alone again."""
@@ -87,13 +92,15 @@ class Passes:
                     self._see(tensor)
         if self._device.type != "cpu":
             args, kwargs = moved(args, self._device), moved(kwargs, self._device)
+        if cell.before is not None:
+            require_unmodified(cell.inputs, cell.before.version, f"{cell.before.stage}F{cell.microbatch}")
         output = cell.module(*cell.inputs, *args, **kwargs)
         if not self._train:
             cell.inputs = ()
         if cell.stage == self._last:
             if self._device.type != "cpu":
                 microbatch = moved(dict(microbatch), self._device)
-            cell.root = self._finish(output, microbatch, cell.microbatch)
+            cell.root = self._finish(self._buffers[cell.stage].own_all(output), microbatch, cell.microbatch)
             if self._train and cell.root is not None and not cell.root.requires_grad:
                 _require_way_back(cell, output)
             return
@@ -101,29 +108,36 @@ class Passes:
         outputs = as_tuple(output, name)
         if not self._train:  # nothing comes back
             outputs = tuple(tensor.detach() for tensor in outputs)
-        data = [plain(tensor, name) for tensor in outputs]
+        own = self._buffers[cell.stage].own
+        data = [plain(own(tensor), name) for tensor in outputs]
         needs_grad = [tensor.requires_grad for tensor in outputs]
         cell.spec = spec_of(data, needs_grad, [spread.words_of(tensor, name) for tensor in outputs])
         self._made_of[self._train, cell.stage, self._kinds[cell.microbatch]] = cell.spec
         # from here on only the way back is kept: the data goes when it has been sent or used
         cell.edges = [torch_private.gradient_edge(tensor) for tensor in outputs if tensor.requires_grad]
         if cell.after is not None:
-            handed = [tensor.detach() if spread.is_spread(tensor) else piece for tensor, piece in zip(outputs, data)]
+            pairs = zip(outputs, data)
+            handed = [own(tensor).detach() if spread.is_spread(tensor) else piece for tensor, piece in pairs]
             cell.after.inputs = [tensor.requires_grad_(needs) for tensor, needs in zip(handed, needs_grad)]
+            cell.version = torch_private.versions(cell.after.inputs)
         else:
             # contiguous here, where the step is joined with all streams: a send allocates nothing on the device
             cell.output = [as_sent(tensor) for tensor in data]
+            cell.version = torch_private.versions(cell.output)
 
     def backward(self, cell: Cell, run: Callable[[Pass], None]) -> None:
         """B or I, as the splitter's `run` does it."""
+        run(self._way_of(cell))  # named nowhere, so that nothing of it outlives the cell
+        self._hand_back(cell)
+
+    def _way_of(self, cell: Cell) -> Pass:
         ways = [way for way in zip(cell.edges, cell.gradients) if way[1] is not None]
         roots: Sequence[Any] = [root for root, _ in ways]
         gradients: Sequence[Tensor] | None = [gradient for _, gradient in ways]
         if cell.root is not None:
             roots, gradients = ([cell.root] if cell.root.requires_grad else []), None
         inputs = [x for x in cell.inputs if x.requires_grad]
-        run(Pass(cell.stage, cell.microbatch, cell.module, roots, gradients, inputs))
-        self._hand_back(cell)
+        return Pass(cell.stage, cell.microbatch, cell.module, roots, gradients, inputs)
 
     def _hand_back(self, cell: Cell) -> None:
         """Give the gradients of the inputs to the stage before; the rest of the cell is done with."""
@@ -133,7 +147,10 @@ class Passes:
             gradients = self._as_before(cell, gradients)
             asking = (x for x in cell.inputs if x.requires_grad)
             gradients = [None if g is None else spread.piece_of_gradient(g, x) for g, x in zip(gradients, asking)]
+            del asking
         cell.inputs, cell.edges, cell.gradients, cell.root = (), (), (), None
+        # autograd may have given the same memory to others, which add to it
+        gradients = [g.clone() if g is not None and torch_private.is_shared(g) else g for g in gradients]
         if cell.before is not None:
             cell.before.gradients = gradients
         elif cell.stage > 0:
@@ -161,7 +178,8 @@ class Passes:
         output, cell.output = cell.output, ()
         assert cell.spec is not None
         key = (self._train, cell.stage + 1, self._kinds[cell.microbatch])
-        outgoing.send_forward(output, cell.spec, key, f"{cell.stage}F{cell.microbatch}")
+        name = f"{cell.stage}F{cell.microbatch}"
+        outgoing.send_forward(output, cell.spec, key, name, partial(require_unmodified, output, cell.version, name))
 
     def send_backward(self, cell: Cell, outgoing: Outgoing) -> None:
         """The gradients of a cell's inputs, to another rank."""

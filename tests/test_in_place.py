@@ -1,0 +1,155 @@
+"""Memory that is written later: gradients, what waits for W, what stages return, what checkpointing runs again."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+pytest.importorskip("torch")
+
+import in_place_cases as cases
+from engine_helpers import TOLERANCE, ranks
+from marks import partly
+
+import zeropipe as zp
+from zeropipe.engine.run.launch import Failed
+from zeropipe.errors import EngineError
+
+SPLITTING = ("zb-h1", "zb-h2", "interleaved-zb")
+LATE = "0F0,0I0,0F1,0W0,0I1,0F2,0W1,0I2,0W2"  # every W after the next forward
+OPTIONS = ({"ac": "full"}, {"ac": "selective:op"}, {"compile": True}, {"dynamic_weights": True}, {"split": "autograd"})
+
+
+def build(name: str) -> zp.Schedule:
+    return zp.build(name, ranks=2, microbatches=6)
+
+
+@pytest.mark.parametrize(
+    "name, kind",
+    partly(
+        product(["1f1b", "zbv", *SPLITTING], [cases.Table, cases.Bias, cases.TwoViews, cases.HandedBack]),
+        lambda it: it[0] == "zb-h1" or it in (("interleaved-zb", cases.Table), ("1f1b", cases.TwoViews)),
+    ),
+)
+def test_a_gradient_that_is_a_view_of_an_output_gradient(name, kind):
+    assert max(ranks(2).run(cases.train, build(name), kind, (), {})) < TOLERANCE
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_such_a_gradient_with_options(options):
+    assert max(ranks(2).run(cases.train, build("zb-h1"), cases.Table, (), options)) < TOLERANCE
+
+
+@pytest.mark.parametrize("options", [{}, {"regather": True}], ids=str)
+def test_such_a_gradient_of_a_sharded_stage(options):
+    schedule = zp.build("zb-h1", ranks=1, microbatches=4)
+    assert max(ranks(2).run(cases.train_sharded, schedule, options)) < TOLERANCE
+
+
+def test_such_a_gradient_of_a_leaf_outside_the_stages():
+    assert max(ranks(2).run(cases.loss_with_a_table, build("zb-h1"))) < TOLERANCE
+
+
+def test_such_a_gradient_in_the_drop_in():
+    assert max(ranks(2).run(cases.drop_in)) < TOLERANCE
+
+
+def test_a_buffer_that_waits_for_w_is_copied():
+    assert max(ranks(1).run(cases.train, zp.from_csv(LATE), cases.Reading, (), {})) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "kind, name, where, line",
+    [
+        (cases.Reading, "1f1b", "0B0", r"a tensor that this backward needs \(DoubleTensor of shape \[3, 6\]\) was"),
+        (cases.Reading, "zb-h1", "0I0", "0.linear of stage 0: its input or its output gradient was"),
+        (cases.Through, "zb-h1", "0I0", "0.linear of stage 0: its input or its output gradient was"),
+    ],
+)
+def test_what_backward_still_needs_is_refused_by_name(kind, name, where, line):
+    with pytest.raises(
+        EngineError, match=rf"failed at {where}: EngineError: {line} modified in place .*: modify a copy"
+    ):
+        ranks(2).run(cases.train, build(name), kind, (), {})
+
+
+def test_what_w_still_needs_is_refused_by_name():
+    with pytest.raises(EngineError, match=r"failed at 0W0: EngineError: 0\.linear of stage 0: its input or its output"):
+        ranks(1).run(cases.train, zp.from_csv(LATE), cases.Held, (), {})
+
+
+@pytest.mark.parametrize(
+    "name, what",
+    partly(
+        product(["gpipe", "1f1b", "interleaved", "zbv", "zb-h2", "dualpipev"], ["buffer", "view", "attribute"]),
+        [("gpipe", "buffer"), ("1f1b", "buffer"), ("interleaved", "view"), ("zbv", "attribute")],
+    ),
+)
+def test_a_stage_returns_values_that_stay(name, what):
+    assert max(ranks(2).run(cases.train, build(name), cases.Returning, (what,), {})) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zbv"])
+def test_what_else_a_stage_returns_and_modifies_is_refused(name):
+    """Or it was sent before that, and all is right."""
+    for outcome in ranks(2).outcomes(cases.train, build(name), cases.Returning, ("list",), {}):
+        line = "was modified in place before it was used: return a copy (x.clone()), or register it as a buffer"
+        assert line in str(outcome) if isinstance(outcome, Failed) else outcome < TOLERANCE
+
+
+@pytest.mark.parametrize("what", ["buffer", "view"])
+def test_results_stay(what):
+    first = [1.25 + 0.25 * index for index in range(6)]
+    assert sorted(ranks(2).run(cases.outputs, build("gpipe"), what), key=len) == [[], first]
+
+
+def test_results_that_are_modified_are_refused():
+    with pytest.raises(EngineError, match=r"a tensor that \dF\d returned was modified in place before it was used"):
+        ranks(2).run(cases.outputs, build("gpipe"), "list")
+
+
+def test_metrics_are_those_of_their_microbatch():
+    assert ranks(2).run(cases.metrics, build("1f1b")) == [21.0, 21.0]
+
+
+@pytest.mark.parametrize(
+    "name, family, options",
+    [
+        ("zb-h1", "qwen3", {}),
+        ("zb-h1", "qwen3", {"ac": "full"}),
+        ("zb-h1", "qwen3", {"ac": "selective:op"}),
+        ("zb-h1", "qwen3", {"compile": True}),
+        ("zbv", "gpt2", {}),
+    ],
+)
+def test_transformers_copy_nothing(name, family, options):
+    assert ranks(2).run(cases.copies, name, family, options) == [0, 0]
+
+
+@pytest.mark.parametrize("ac", ["full", "selective:op"])
+@pytest.mark.parametrize("kind", [cases.Modified, cases.Norm, cases.Hooked])
+def test_checkpointing_runs_a_block_again_on_what_it_had(kind, ac):
+    """Buffers too end as those of the plain model: they are not modified twice."""
+    assert max(ranks(2).run(cases.train, build("zb-h1"), kind, (), {"ac": ac})) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "kind, line",
+    [
+        (cases.Given, "a Block again: a tensor that it was given was modified in place after its forward"),
+        (cases.Sometimes, "a Sometimes again: it modifies its buffer seen in some forwards and not in others"),
+        (cases.Aliased, "a Aliased again: it modifies its buffer seen under another name, too"),
+    ],
+)
+def test_what_checkpointing_cannot_run_again_is_refused(kind, line):
+    with pytest.raises(EngineError, match=f"activation checkpointing cannot run {line}; .*, or give ac='none'"):
+        ranks(2).run(cases.train, build("1f1b"), kind, (), {"ac": "full"})
+
+
+def test_a_block_that_reads_the_buffer_it_modifies_is_not_compiled():
+    """torch.compile computes its gradients wrongly; compiled once torch does not, this fails."""
+    assert (
+        max(ranks(1).run(cases.train, zp.from_csv("0F0,0B0,0F1,0B1"), cases.Direct, (), {"compile": True})) < TOLERANCE
+    )
+    assert max(ranks(1).run(cases.compiled_by_torch)) > 0.01
