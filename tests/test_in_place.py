@@ -10,10 +10,10 @@ pytest.importorskip("torch")
 
 import in_place_cases as cases
 from engine_helpers import TOLERANCE, ranks
-from marks import partly
+from full_marker import mark_rest_full
 
 import zeropipe as zp
-from zeropipe.engine.run.launch import Failed
+from zeropipe.engine.run.launch import Failed, LocalRanks
 from zeropipe.errors import EngineError
 
 SPLITTING = ("zb-h1", "zb-h2", "interleaved-zb")
@@ -27,7 +27,7 @@ def build(name: str) -> zp.Schedule:
 
 @pytest.mark.parametrize(
     "name, kind",
-    partly(
+    mark_rest_full(
         product(["1f1b", "zbv", *SPLITTING], [cases.Table, cases.Bias, cases.TwoViews, cases.HandedBack]),
         lambda it: it[0] == "zb-h1" or it in (("interleaved-zb", cases.Table), ("1f1b", cases.TwoViews)),
     ),
@@ -44,7 +44,16 @@ def test_such_a_gradient_with_options(options):
 @pytest.mark.parametrize("options", [{}, {"regather": True}], ids=str)
 def test_such_a_gradient_of_a_sharded_stage(options):
     schedule = zp.build("zb-h1", ranks=1, microbatches=4)
-    assert max(ranks(2).run(cases.train_sharded, schedule, options)) < TOLERANCE
+    assert max(ranks(2).run(cases.train_sharded, schedule, [cases.Table, cases.Bias], options)) < TOLERANCE
+
+
+def test_an_input_that_is_a_sharded_weight():
+    """W needs it after the weights were let go."""
+    schedule = zp.build("zb-h1", ranks=1, microbatches=4)
+    assert max(ranks(2).run(cases.train_sharded, schedule, [cases.Query] * 2, {})) < TOLERANCE
+    line = r"1\.linear of stage 0: its input is a view of a weight of a sharded stage, which regather=True lets go of"
+    with LocalRanks(2) as two, pytest.raises(EngineError, match=line):
+        two.run(cases.train_sharded, schedule, [cases.Query] * 2, {"regather": True})
 
 
 def test_such_a_gradient_of_a_leaf_outside_the_stages():
@@ -81,7 +90,7 @@ def test_what_w_still_needs_is_refused_by_name():
 
 @pytest.mark.parametrize(
     "name, what",
-    partly(
+    mark_rest_full(
         product(["gpipe", "1f1b", "interleaved", "zbv", "zb-h2", "dualpipev"], ["buffer", "view", "attribute"]),
         [("gpipe", "buffer"), ("1f1b", "buffer"), ("interleaved", "view"), ("zbv", "attribute")],
     ),

@@ -25,6 +25,8 @@ from torch.distributed import _functional_collectives as collectives
 from zeropipe.errors import EngineError
 
 Result = TypeVar("Result")
+COPY = "modify a copy (x = x + 1, not x.add_(1))"
+MODIFIED = f"its input or its output gradient was modified in place while its weight gradient still needs it: {COPY}"
 ABORT_TAG = 0x7E0  # no message of ours carries it
 FOREVER = timedelta(days=365)
 PIECE = 1 << 16  # numbers that are added up at once on the CPU
@@ -411,7 +413,7 @@ def saved(ctx: Any) -> Sequence[Tensor]:
             return ctx.saved_tensors
         except RuntimeError as error:
             if is_modified(error):
-                raise ModifiedInPlace(ctx.parameter) from None
+                raise ProductError(ctx.parameter) from None
             raise
     packed = ctx.packed
     if not torch._C._autograd._get_current_graph_task_keep_graph():
@@ -426,11 +428,11 @@ def saved(ctx: Any) -> Sequence[Tensor]:
     return tensors
 
 
-class ModifiedInPlace(Exception):
-    """A tensor that a layer needs for its weight gradient was modified in place."""
+class ProductError(Exception):
+    """A weight gradient cannot be computed any more; the message says why, the engine adds the layer's name."""
 
-    def __init__(self, parameter: Tensor) -> None:
-        super().__init__("a tensor was modified in place")
+    def __init__(self, parameter: Tensor, why: str = MODIFIED) -> None:
+        super().__init__(why)
         self.parameter = parameter  # the layer's weight
 
 
@@ -451,6 +453,11 @@ def num_aliases(tensor: Tensor) -> int:
     Counted by the storage, so views without a common version counter are seen, too: those that compiled code makes.
     """
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) - 1  # the storage object made here has one
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether the memory of a tensor is there: FSDP frees that of whole weights, whoever shares it."""
+    return tensor.untyped_storage().nbytes() > 0 or tensor.numel() == 0
 
 
 def is_shared(tensor: Any) -> bool:

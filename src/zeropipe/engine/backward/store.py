@@ -11,11 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from zeropipe.engine.backward.products import Product
-from zeropipe.engine.torch_private import ModifiedInPlace, is_summed, num_aliases, storage_id
+from zeropipe.engine.torch_private import ProductError, has_memory, is_summed, num_aliases, storage_id
 from zeropipe.errors import EngineError
 
 Key = tuple[int, int]
 Ran = Callable[[nn.Parameter], None]
+
+LET_GO = (
+    "its input is a view of a weight of a sharded stage, which regather=True lets go of before W: leave regather out, "
+    "or give split='whole'"
+)
 
 # Not thread-local: on CUDA the autograd engine runs backward on a thread of its own.
 _collecting: list[Product] | None = None
@@ -100,7 +105,7 @@ class WeightStore:
             self.own(stage, microbatch)
 
     def own(self, stage: int, microbatch: int) -> None:
-        """Copy what others have, too, and could write to; ModifiedInPlace if somebody has written already."""
+        """Copy what others have, too, and could write to; ProductError if somebody has written already."""
         products = self._products.get((stage, microbatch), [])
         suspects = [product for product in products if _may_be_shared(product)]
         if suspects:
@@ -190,11 +195,11 @@ def _copy_shared(suspects: list[Product], products: list[Product]) -> None:
         product.replace({id(tensor): tensor.detach() for tensor in product.tensors()})
     kept = {id(tensor): tensor for product in products for tensor in product.tensors()}
     own = Counter(storage_id(tensor.untyped_storage()) for tensor in kept.values())
-    copies = {
-        key: tensor.clone()
-        for key, tensor in kept.items()
-        if num_aliases(tensor) > own[storage_id(tensor.untyped_storage())]
-    }
+    shared = {k: t for k, t in kept.items() if num_aliases(t) > own[storage_id(t.untyped_storage())]}
+    for product in suspects:
+        if any(id(tensor) in shared and not has_memory(tensor) for tensor in product.tensors()):
+            raise ProductError(product.parameter, LET_GO)
+    copies = {key: tensor.clone() for key, tensor in shared.items()}
     for product in suspects:
         product.replace(copies)
         product.version = product.versions()
@@ -207,7 +212,7 @@ def _run(product: Product) -> None:
 
 def _require_unmodified(product: Product) -> None:
     if product.versions() != product.version:
-        raise ModifiedInPlace(product.parameter)
+        raise ProductError(product.parameter)
 
 
 def _drain(products: list[Product]) -> Iterator[Product]:

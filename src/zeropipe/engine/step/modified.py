@@ -8,23 +8,18 @@ from torch import Tensor, nn
 
 from zeropipe.engine import fsdp_private, torch_private
 from zeropipe.engine.stages.contract import Told
-from zeropipe.engine.torch_private import ModifiedInPlace
+from zeropipe.engine.torch_private import COPY, ProductError
 from zeropipe.errors import EngineError
-
-WAY_OUT = "modify a copy (x = x + 1, not x.add_(1))"
 
 
 def explained(error: BaseException, stages: Mapping[int, Told]) -> BaseException:
     """An error of autograd, or of the weight-gradient store, about such a tensor in words of the model."""
-    if isinstance(error, ModifiedInPlace):
-        return EngineError(
-            f"{_layer(error.parameter, stages)}: its input or its output gradient was modified in place while its "
-            f"weight gradient still needs it: {WAY_OUT}"
-        )
+    if isinstance(error, ProductError):
+        return EngineError(f"{_layer(error.parameter, stages)}: {error}")
     if torch_private.is_modified(error):
         return EngineError(
             f"a tensor that this backward needs {torch_private.modified_tensor(error)}was modified in place after the "
-            f"forward that used it; in a pipeline other microbatches' forwards run in between: {WAY_OUT}"
+            f"forward that used it; in a pipeline other microbatches' forwards run in between: {COPY}"
         )
     return error
 
