@@ -98,10 +98,17 @@ def _facts(model: Any, family: Family) -> tuple[str, ...]:
     deferred = any(getattr(module, "defers_experts", False) for module in model.modules())
     return (
         "yes" if tied_names(model) else "never",
-        "yes" if family.packs else "no",
+        _packed(family),
         "yes" if family.balances else "",
         ("in W" if deferred else "in I") if has_experts else "",
     )
+
+
+def _packed(family: Family) -> str:
+    """Whether packed sequences are kept apart, and in which rows."""
+    if family.packs_up_to is not None:
+        return f"rows up to {family.packs_up_to:,}"
+    return "yes" if family.packs else "no"
 
 
 def _short(error: Exception) -> str:

@@ -247,11 +247,12 @@ def test_a_model_that_cannot_pack_is_refused_at_the_start(tmp_path):
         stages=hf_stages(BloomConfig(hidden_size=16, n_layer=1, n_head=2, vocab_size=64), schedule, 0)
     )
     given = {"kind": "text", "path": str(tmp_path / "a.jsonl"), "tokenizer": "bytes"}
-    require_packing(engine, opened(run_of(tmp_path, packing=False, **given)), None)
+    config = run_of(tmp_path, packing=False, **given)
+    require_packing(config, engine, opened(config), None)
     with pytest.raises(
         ConfigError, match=r"model_type='bloom' does not separate packed samples; .*data\.packing=false"
     ):
-        require_packing(engine, opened(run_of(tmp_path, **given)), None)
+        require_packing(run_of(tmp_path, **given), engine, opened(run_of(tmp_path, **given)), None)
 
 
 def test_packed_samples_have_the_loss_they_have_alone(tmp_path):

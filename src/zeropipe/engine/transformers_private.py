@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -170,6 +170,69 @@ def _mask_makers() -> list[tuple[Any, int]]:
         if "position_ids" in optional:
             found.append((maker, optional.index("position_ids")))
     return found
+
+
+def length_dependent(model: nn.Module) -> list[nn.Module]:
+    """The rotary embeddings of a model whose factors depend on the longest sequence of a batch."""
+    found = []
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
+        if any(isinstance(kind, str) and (kind == "longrope" or "dynamic" in kind) for kind in kinds):
+            found.append(module)
+    return found
+
+
+@contextmanager
+def factors_per_sample(rotary: Iterable[nn.Module], lengths: Tensor) -> Iterator[None]:
+    """Let such embeddings rotate every packed sample as if it were alone; `lengths` has that of each token's sample."""
+    hook = partial(_rotated_per_sample, lengths)
+    hooks = [module.register_forward_hook(hook, with_kwargs=True) for module in rotary]
+    try:
+        yield
+    finally:
+        for one in hooks:
+            one.remove()
+
+
+def _rotated_per_sample(
+    lengths: Tensor, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> Any:
+    """A hook of a rotary embedding: what it gives for each sample alone. `output` is of the longest of all samples."""
+    given = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
+    positions, layer_type = given.arguments["position_ids"], given.arguments.get("layer_type")
+    kind = module.rope_type if layer_type is None else module.rope_type[layer_type]
+
+    def run(mask: Tensor) -> Any:
+        """Of samples that are not among these every token has the first position."""
+        given.arguments["position_ids"] = torch.where(mask, positions, 0)
+        return type(module).forward(*given.args, **given.kwargs)
+
+    if kind == "longrope":
+        rope = module.config.rope_parameters
+        is_long = lengths > (rope if layer_type is None else rope[layer_type])["original_max_position_embeddings"]
+        return _chosen(is_long, output, run(~is_long))
+    if "dynamic" not in kind:
+        return None
+    nothing, short = torch.zeros_like(lengths, dtype=torch.bool), lengths <= module.original_max_seq_len
+    run(nothing)  # it remembers the longest sequence until a short one comes
+    output = run(short)
+    for length in sorted(set(lengths[~short].tolist())):
+        run(nothing)
+        output = _chosen(lengths == length, run(lengths == length), output)
+    run(nothing)
+    return output
+
+
+def _chosen(mask: Tensor, one: Any, other: Any) -> Any:
+    """For the tokens of a mask what the first has, for the others what the second has."""
+    if isinstance(one, tuple | list):
+        return tuple(_chosen(mask, first, second) for first, second in zip(one, other, strict=True))
+    if not isinstance(one, Tensor) or one.shape[-3:-1] != mask.shape:
+        raise ConfigError(
+            "cu_seqlens: the rotary embeddings of this model are of an unknown shape; pad sequences instead"
+        )
+    return torch.where(mask[..., None], one, other)
 
 
 @contextmanager

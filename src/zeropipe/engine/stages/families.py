@@ -20,7 +20,8 @@ class Family:
     carried: tuple[Place, ...]  # where in a layer's call the tensors are that come from the layers before
     form: int | None = None  # a layer returns a tuple of so many, the hidden states first; None: them alone
     keys: frozenset[str] = frozenset()  # inputs of its forward
-    packs: bool = False  # position ids keep packed sequences apart
+    packs: bool = False  # position ids keep packed sequences apart ...
+    packs_up_to: int | None = None  # ... in rows of at most so many tokens
     bare_ends: bool = False  # embedding and head may be stages without layers
     balances: bool = False  # its loss has a part that comes from the routers of all layers (output_router_logits)
 

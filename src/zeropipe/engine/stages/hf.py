@@ -13,7 +13,7 @@ from zeropipe.engine.stages.balance import Balance, Gates
 from zeropipe.engine.stages.contract import Microbatch, Tied
 from zeropipe.engine.stages.cut import Blanks, Border, Reached, cut_layers
 from zeropipe.engine.stages.families import Family
-from zeropipe.engine.transformers_private import packed_masks, uses_flash
+from zeropipe.engine.transformers_private import factors_per_sample, length_dependent, packed_masks, uses_flash
 from zeropipe.errors import ConfigError, EngineError
 
 # Given to every stage of a model: masks and rotary embeddings are made anew on each.
@@ -51,6 +51,7 @@ class HFStage(nn.Module):
         every = list(lm.get_submodule(family.layers).children())
         self.blocks = [every[index] for index in self.layers]
         self._reduce(parameters)
+        self._rotary = length_dependent(lm)
         self._balance = Balance.of(lm) if family.balances and head == "lm" else None
         self._gates = Gates(self._base, self.blocks if self._balance else ())
         if self.is_last and head == "score":
@@ -158,13 +159,24 @@ class HFStage(nn.Module):
                     f"cu_seqlens: model_type={self.lm.config.model_type!r} does not keep packed sequences apart; pad "
                     "them instead (attention_mask)"
                 )
+            self._require_short(microbatch)
             picked.setdefault("position_ids", positions(cu_seqlens))
             picked["is_packed"] = True
+            if self._rotary:
+                picked["sample_lengths"] = sample_lengths(cu_seqlens, picked["position_ids"])
             if uses_flash(self.lm.config):
                 longest = int(cu_seqlens.diff().max())
                 picked |= {f"cu_seq_lens_{side}": cu_seqlens for side in "qk"}
                 picked |= {f"max_length_{side}": longest for side in "qk"}
         return picked
+
+    def _require_short(self, microbatch: Microbatch) -> None:
+        most, ids = self.family.packs_up_to, microbatch.get("input_ids")
+        if most is not None and isinstance(ids, Tensor) and ids.shape[-1] > most:
+            raise ConfigError(
+                f"cu_seqlens in rows of {ids.shape[-1]} tokens: model_type={self.lm.config.model_type!r} keeps packed "
+                f"sequences apart in rows of at most {most} tokens; take shorter rows, or pad them (attention_mask)"
+            )
 
     def refusal(self, microbatch: Microbatch) -> str | None:
         """Why this stage cannot run a microbatch."""
@@ -194,7 +206,7 @@ class HFStage(nn.Module):
         return (*outputs, self._balance.loss(sums) if self.is_last else sums)
 
     def _forward(
-        self, inputs: Sequence[Tensor], *, is_packed: bool = False, **kwargs: Any
+        self, inputs: Sequence[Tensor], *, is_packed: bool = False, sample_lengths: Tensor | None = None, **kwargs: Any
     ) -> Tensor | tuple[Tensor, ...]:
         if not self.is_first:
             if not self.layers and not self.is_last:
@@ -203,7 +215,8 @@ class HFStage(nn.Module):
             self._blanks.match(inputs[0])
         try:
             ids = kwargs.get("position_ids")
-            with packed_masks(ids) if is_packed or ids is None else nullcontext():
+            apart = nullcontext() if sample_lengths is None else factors_per_sample(self._rotary, sample_lengths)
+            with packed_masks(ids) if is_packed or ids is None else nullcontext(), apart:
                 output = self._run(kwargs)
         except Reached as end:
             return end.values if len(end.values) > 1 else end.values[0]
@@ -235,6 +248,15 @@ def positions(cu_seqlens: Tensor) -> Tensor:
     lengths = cu_seqlens.diff()
     starts = torch.repeat_interleave(cu_seqlens[:-1], lengths)
     return (torch.arange(len(starts), device=cu_seqlens.device) - starts)[None]
+
+
+def sample_lengths(cu_seqlens: Tensor, position_ids: Tensor) -> Tensor:
+    """For each token of packed rows how long its sequence is: its last position, and one more."""
+    lengths = cu_seqlens.diff()
+    number = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+    last = torch.zeros(len(lengths), dtype=position_ids.dtype, device=lengths.device)
+    last.scatter_reduce_(0, number, position_ids.reshape(-1, len(number)).amax(0), "amax")
+    return (last[number] + 1).view(position_ids.shape[-2:])
 
 
 def _no_ids(ids: Any) -> str | None:

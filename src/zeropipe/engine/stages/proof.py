@@ -19,16 +19,23 @@ from torch import Tensor, nn
 
 from zeropipe.engine.stages.families import Family, entry_of, refusal
 from zeropipe.engine.stages.find import NotFound, find, kinds, layers_of, per_layer
-from zeropipe.engine.stages.hf import HFStage, same_names
+from zeropipe.engine.stages.hf import HFStage, same_names, sample_lengths
 from zeropipe.engine.stages.models import Undrawn, meta_model
 from zeropipe.engine.stages.seeds import seeded
-from zeropipe.engine.stages.small import small_config
-from zeropipe.engine.transformers_private import build, packed_masks, quiet
+from zeropipe.engine.stages.small import length_limit, small_config
+from zeropipe.engine.transformers_private import (
+    build,
+    factors_per_sample,
+    forward_keys,
+    length_dependent,
+    packed_masks,
+    quiet,
+)
 from zeropipe.errors import ConfigError
 
 _FEW = 3  # layers of a copy, or as many as it takes to have every kind
 _TRIES = 6  # lengths of a copy that has the first layers and the last ones
-_LENGTHS = (4, 5)  # of two sequences
+_LENGTHS = (5, 6)  # of two sequences; limits of lengths in a small copy divide neither
 _TOLERANCE = 1e-4  # in float32; stages do what the whole model does, so mostly there is no difference at all
 _ROUNDED = 1e-6  # of the largest gradient: others that should be 0 may be so much
 _NEVER = {
@@ -70,6 +77,9 @@ def _look(model: nn.Module) -> Family:
             layers = layers_of(model)
             _check_sharing(model, layers)
             family = _proven(small_model(model, layers), layers)
+            limit = length_limit(config)
+            if limit is not None and not family.packs and _packs(small_model(model, layers, limits=False)):
+                family = replace(family, packs=True, packs_up_to=limit)
     except NotFound as reason:
         raise refusal(config, str(reason)) from None
     except Exception as error:
@@ -104,14 +114,14 @@ def _check_sharing(model: nn.Module, layers: str) -> None:
             raise NotFound(f"{name} is shared between layers")
 
 
-def small_model(model: nn.Module, layers: str, shares: int = 1) -> nn.Module:
+def small_model(model: nn.Module, layers: str, shares: int = 1, *, limits: bool = True) -> nn.Module:
     """A small copy with random weights that has, layer by layer, the kinds of the model's first and last layers."""
     lists = per_layer(model, layers)
     pattern = kinds(model, layers, lists)
     total = len(pattern)
     for chosen in _choices(pattern):
         try:
-            config = small_config(model.config, chosen, total, entry_of(model.config).small, shares)
+            config = small_config(model.config, chosen, total, entry_of(model.config).small, shares, limits=limits)
             with Undrawn(_is_filled_anew):
                 small = build(config, torch.float32, kernels=False)
         except Exception:  # some have layers in groups, and no part of a group
@@ -152,13 +162,14 @@ def prove(small: nn.Module, layers: str) -> Family:
     batches = list(_batches(small))
     family = find(_untied(copy.deepcopy(small)), layers, batches[1], same_names(small))
     stages = copy.deepcopy(small, _shared(small))  # before anything has run: a model may keep what it made
+    packs = _packs(small)
     try:
         bare = replace(family, bare_ends=True)
         _compare(small, _stages(stages, bare), batches)
         family = bare
     except NotFound:
         _compare(small, _stages(stages, family), batches)
-    return replace(family, packs="position_ids" in family.keys and _packs(small))
+    return replace(family, packs=packs)
 
 
 def _batches(model: nn.Module) -> Iterator[Batch]:
@@ -257,13 +268,18 @@ def close(one: Tensor | None, other: Tensor | None, rounded: float = 0.0) -> boo
 
 def _packs(model: nn.Module) -> bool:
     """Whether packed sequences do not see each other, in the model itself."""
+    if "position_ids" not in forward_keys(model):
+        return False
     *_, packed = _batches(model)
-    parts = packed["input_ids"].split(_LENGTHS, dim=1)
+    ids, positions = packed["input_ids"], packed["position_ids"]
+    lengths = sample_lengths(torch.tensor([0, *_LENGTHS]).cumsum(0), positions)
+    rotary = length_dependent(model)  # they may remember what they have seen
+    alone = [copy.deepcopy(model) if rotary else model for _ in _LENGTHS]
     with torch.no_grad():
-        apart = torch.cat([model(input_ids=part, use_cache=False).logits for part in parts], 1)
-        with packed_masks(packed["position_ids"]):
+        apart = [one(input_ids=part, use_cache=False).logits for one, part in zip(alone, ids.split(_LENGTHS, dim=1))]
+        with packed_masks(positions), factors_per_sample(rotary, lengths):
             together = model(**packed, use_cache=False).logits
-    return close(together, apart)
+    return close(together, torch.cat(apart, 1))
 
 
 def _shared(model: nn.Module) -> dict[int, Any]:

@@ -35,16 +35,26 @@ _AT_MOST: tuple[tuple[str, int], ...] = (
     (r"(.*_)?lora_rank|laurel_rank", 16),
     (r"(mamba_)?chunk_size", 16),
     # shorter than the sequences of the proof, so that it matters which layer has which
-    (r"(.*_)?sliding_window(_size)?|attention_chunk_size|(attention_)?window_size|local_attention|index_topk", 4),
+    (r"(.*_)?sliding_window(_size)?|(attention_)?window_size|local_attention|index_topk", 4),
 )
+# What happens to sequences above these lengths happens to those of the proof, too.
+_LIMITS: tuple[tuple[str, int], ...] = (
+    (r"attention_chunk_size|keep_window_size", 4),
+    (r"floor_scale", 3),
+    (r"index_block_size|index_topk_blocks", 2),
+)
+_LONGEST = 5  # with rotary embeddings that treat longer sequences in another way
 
 
-def small_config(config: Any, layers: Sequence[int], total: int, sizes: Mapping[str, Any], shares: int = 1) -> Any:
+def small_config(
+    config: Any, layers: Sequence[int], total: int, sizes: Mapping[str, Any], shares: int = 1, *, limits: bool = True
+) -> Any:
     """A copy of `config` with some of its `total` layers and small widths; `sizes` are put in as given.
 
     Where the config has one value for each layer, the copy has those of `layers`; the rest of it only knows how many
     they are. Nothing in it is random: dropout and its kin are off. `shares`: it has as many heads, or a multiple of
-    that, if the numbers of the model allow it.
+    that, if the numbers of the model allow it. `limits`: what holds for sequences of a certain length holds for a few
+    tokens.
     """
     heads = getattr(config, "num_attention_heads", None)
     ratio = _ratio(heads) if isinstance(heads, int) else 8
@@ -56,10 +66,46 @@ def small_config(config: Any, layers: Sequence[int], total: int, sizes: Mapping[
     fields = config.to_dict()
     inner = None if _is_expanded(fields) else _INNER_WIDTH
     fields = _shrink(fields, lambda name, value: _small(name, value, ratio, inner, layers, total))
+    fields = _with_limits(fields) if limits else fields
     fields = _keep_tokens(fields | dict(sizes))
     fields.pop("transformers_version", None)
     fields.pop("quantization_config", None)
     return type(config).from_dict(copy.deepcopy(fields))
+
+
+def length_limit(config: Any) -> int | None:
+    """The length above which a model treats sequences in another way, if its config has such a number."""
+    fields = config.to_dict()
+    known = [fields[name] for name in fields if any(re.fullmatch(rule, name) for rule, _ in _LIMITS)]
+    return min((value for value in known if isinstance(value, int) and value > 0), default=None)
+
+
+def _with_limits(fields: dict[str, Any]) -> dict[str, Any]:
+    """Limits of lengths that are shorter than the sequences of the proof."""
+    for name, value in fields.items():
+        most = next((most for rule, most in _LIMITS if re.fullmatch(rule, name)), None)
+        if most is not None and isinstance(value, int) and value > most:
+            fields[name] = most
+    kinds = _rope_kinds(fields.get("rope_parameters"))
+    if "dynamic" in kinds:
+        fields["max_position_embeddings"] = _LONGEST
+    if "longrope" in kinds:
+        for table in (fields, *_rope_tables(fields["rope_parameters"])):
+            if "original_max_position_embeddings" in table:
+                table["original_max_position_embeddings"] = _LONGEST
+    return fields
+
+
+def _rope_tables(rope: Any) -> list[dict[str, Any]]:
+    """What a config says about rotary embeddings: in one table, or in one for each type of layers."""
+    if not isinstance(rope, dict):
+        return []
+    inner = [table for table in rope.values() if isinstance(table, dict)]
+    return [rope, *inner]
+
+
+def _rope_kinds(rope: Any) -> set[str]:
+    return {str(table.get("rope_type")) for table in _rope_tables(rope)}
 
 
 def _is_expanded(fields: Mapping[str, Any]) -> bool:

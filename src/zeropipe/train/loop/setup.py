@@ -119,7 +119,7 @@ def make_engine(config: RunConfig, position: RankPosition, stages: dict[int, Any
     )  # fmt: skip
 
 
-def require_packing(engine: Engine, *sets: TrainingData | EvaluationData | None) -> None:
+def require_packing(config: RunConfig, engine: Engine, *sets: TrainingData | EvaluationData | None) -> None:
     """Raise ConfigError for packed data if the model would attend from one sample to another."""
     if not any(data is not None and data.is_packed for data in sets):
         return
@@ -129,6 +129,12 @@ def require_packing(engine: Engine, *sets: TrainingData | EvaluationData | None)
             raise ConfigError(
                 f"data.packing=true: model_type={stage.lm.config.model_type!r} does not separate packed samples; "
                 "set data.packing=false"
+            )
+        most = stage.family.packs_up_to
+        if most is not None and config.data.sequence > most:
+            raise ConfigError(
+                f"data.sequence={config.data.sequence}: model_type={stage.lm.config.model_type!r} separates packed "
+                f"samples in rows of at most {most} tokens only; set a smaller data.sequence, or data.packing=false"
             )
 
 

@@ -84,7 +84,7 @@ class Trainer:
         self._utilization = Utilization(config, position.device)
         self._data = open_data(config, pipeline=position.pipeline)
         self._evaluation_data = open_evaluation(config, pipeline=position.pipeline)
-        require_packing(engine, self._data, self._evaluation_data)
+        require_packing(config, engine, self._data, self._evaluation_data)
         self._optimizer = make_optimizer(config, engine, position.device)
         self._checkpoints = CheckpointFolder(config, engine, self._is_first)
         self._checkpoints.require_savable(self._optimizer)
