@@ -132,10 +132,7 @@ def _ways(task: Task, way: Way, rank: int, m: int, first: bool = True) -> list[f
     begins = float(way.head[a])
     away = float(way.head[last - b]) - begins  # from the begin of the first F to that of the first I
     activation, room = model.needs[stages], float(model.limit[rank])
-    busy = _most(f, activation, room, m)
-    if first and (task.in_line or not task.span):  # the F arrive one by one, too
-        busy = min(busy, sum(_arriving(task, way, int(stage), away + begins) for stage in stages))
-    warm = max(0.0, away - busy)
+    warm = _warm_up(task, way, stages, room, m, away, first)
     apart = m * float(activation.sum()) > room or m * float(f.sum()) >= away  # the two waits do not overlap
     idle = warm if apart else 0.0
     ends = way.head[last - stages] + i + w
@@ -146,6 +143,15 @@ def _ways(task: Task, way: Way, rank: int, m: int, first: bool = True) -> list[f
         _rounds(task, way, stages, room, m) + _behind(task, way, a),
         _area(task, way, stages, room, work, m),
     ]
+
+
+def _warm_up(task: Task, way: Way, stages: Array, room: float, m: int, away: float, first: bool) -> float:
+    """How long a rank waits for its first I, `away` from its first F: it has only F to run, and no more than fit."""
+    busy = _most(way.lasts[stages], task.model.needs[stages], room, m)
+    if first and (task.in_line or not task.span):  # the F arrive one by one, too
+        until = away + float(way.head[stages[0]])
+        busy = min(busy, sum(_arriving(task, way, int(stage), until) for stage in stages))
+    return max(0.0, away - busy)
 
 
 def _behind(task: Task, way: Way, a: int) -> float:
