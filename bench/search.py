@@ -21,9 +21,9 @@ from pathlib import Path
 
 from search_ablation import PARTS, SETS, ablate
 from search_cases import TABLES, UNPUBLISHED, allows_zero_bubble
+from zeropipe.searching.ready import make_ready
 
 import zeropipe as zp
-from zeropipe.searching.ready import make_ready
 
 
 def main() -> None:

@@ -18,12 +18,12 @@ from unittest.mock import patch
 
 import numpy as np
 from search_cases import TABLES, Case, allows_zero_bubble
+from zeropipe.searching.bound import bound, few
+from zeropipe.searching.starts import rules, wide
 
 import zeropipe as zp
 from zeropipe.core import jit
 from zeropipe.searching import climb, cpsat, hunt, walks
-from zeropipe.searching.bound import bound, few
-from zeropipe.searching.starts import rules, wide
 
 SETS = {
     "grid": ("grid",),

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import product
 from random import Random
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import zeropipe as zp
 from zeropipe.core.placement import Problem
-from zeropipe.searching.model import Task, alone
-from zeropipe.searching.search import Found
+from zeropipe.searching.task import SearchTask
+
+if TYPE_CHECKING:
+    from zeropipe.searching.search import SearchResult
 from zeropipe.sim.costs import Link
 
 # model, ranks, microbatches, F, I, W, latency; 1F1B, ZB-H1, ZB-H2, ZB-1p, ZB-2p (bubble rates), layers
@@ -42,21 +44,21 @@ class Case(NamedTuple):
 
     name: str
     published: float
-    unit: Callable[[Found, float], float]  # what was published, of a value of the objective
+    unit: Callable[[SearchResult, float], float]  # what was published, of a value of the objective
     searches: list[dict]  # keywords of zp.search: the best counts
     digits: int = 4
 
 
-def rate(work: float) -> Callable[[Found, float], float]:
+def rate(work: float) -> Callable[[SearchResult, float], float]:
     """The bubble rate of the longest span."""
     return lambda found, value: 1 - work / value
 
 
-def per_microbatch(found: Found, value: float) -> float:
+def per_microbatch(found: SearchResult, value: float) -> float:
     return value / found.schedule.num_microbatches
 
 
-def plain(found: Found, value: float) -> float:
+def plain(found: SearchResult, value: float) -> float:
     return value
 
 
@@ -217,14 +219,14 @@ def allows_zero_bubble(options: dict) -> bool:
     """Whether on every rank memory holds forwards for all the time until the first I can be there."""
     p, v, m = options["ranks"], options.get("stages_per_rank", 1), options["microbatches"]
     problem, limits = Problem(p, p * v, m), options.get("rank_limits")
-    task = Task(
+    task = SearchTask(
         problem, options.get("placement", zp.linear)(problem), options["costs"], False, limits and tuple(limits)
     )
-    begins, last = alone(task.model), 2 * p * v - 1
+    tables, starts = task.tables, task.solo_starts
     for rank in range(p):
         stages = list(task.placement.stages_of(rank))
-        forwards = task.model.lasts[stages].sum() * min(m, task.model.limit[rank] / task.model.needs[stages].sum())
-        if forwards < begins[last - stages[-1]] - begins[stages[0]]:
+        forwards = tables.duration[stages].sum() * min(m, tables.limit[rank] / tables.memory[stages].sum())
+        if forwards < starts[task.last_pass - stages[-1]] - starts[stages[0]]:
             return False
     return True
 

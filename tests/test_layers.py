@@ -56,11 +56,6 @@ FILES = sorted(SRC.rglob("*.py"))
 KNOWN_CYCLES = {
     ("engine.checkpoint.pieces", "engine.checkpoint.saving"),
     ("engine.mesh.proof", "engine.mesh.tensor"),
-    ("searching.bound.crossing", "searching.bound.laps"),
-    ("searching.bound.few", "searching.bound.ordering"),
-    ("searching.kernels", "searching.model"),
-    ("searching.starts.beams", "searching.starts.growing"),
-    ("searching.starts.patterns", "searching.starts.rings"),
 }
 
 

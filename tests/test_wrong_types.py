@@ -102,7 +102,7 @@ MISTAKES = {
     "a number as a file": (lambda: zp.draw(zp.simulate(SCHEDULE), 5), "cannot draw 5: the name must end in"),
     "no number of seconds": (
         lambda: zp.plan("qwen3-0.6b", **{**SMALL, "search_seconds": float("nan")}),
-        "search_seconds=nan: a number from 0 on is needed",
+        "search_seconds=nan: must be a non-negative number",
     ),
 }
 

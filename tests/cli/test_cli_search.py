@@ -7,8 +7,8 @@ import signal
 import pytest
 
 import zeropipe as zp
-from zeropipe.searching import hunt
-from zeropipe.searching.ready import make_ready
+from zeropipe.searching import driver
+from zeropipe.searching.warm_kernels import warm_kernels
 
 SIZE = ("search", "--ranks", "4", "--microbatches", "6")
 
@@ -67,8 +67,8 @@ def test_costs_are_per_rank_unless_told_otherwise(run):
         ),
         ((*SIZE, "--memory-limit", "4QB"), "memory_limit='4QB': must be a number, or a number of bytes like 40GB"),
         ((*SIZE, "-v", "2", "--placement", "linear"), "placement linear has one stage per rank, not 2"),
-        ((*SIZE, "--search-seconds", "nan"), "seconds=nan: a number from 0 on is needed"),
-        ((*SIZE, "--search-steps", "-3"), "steps=-3: a whole number from 0 on is needed"),
+        ((*SIZE, "--search-seconds", "nan"), "seconds=nan: must be a non-negative number"),
+        ((*SIZE, "--search-steps", "-3"), "steps=-3: must be a non-negative integer"),
         ((*SIZE, "-o", "found.xyz"), "found.xyz"),
         ((*SIZE, "-o", "no/such/folder/found.json"), "there is no folder"),
     ],
@@ -100,15 +100,15 @@ def ctrl_c():
 
 @pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_takes_the_best_so_far(run, tmp_path, monkeypatch):
-    make_ready(10**6)  # else Ctrl-C comes while kernels are loaded, and there is nothing yet
-    climb, pressed = hunt.climb, []
+    warm_kernels(10**6)  # else Ctrl-C comes while kernels are loaded, and there is nothing yet
+    local_search, pressed = driver.local_search, []
 
-    def climb_until_ctrl_c(*args):
+    def search_until_ctrl_c(*args):
         if not pressed:  # once: a second one might come when the search is over
             pressed.append(os.kill(os.getpid(), signal.SIGINT))
-        return climb(*args)
+        return local_search(*args)
 
-    monkeypatch.setattr(hunt, "climb", climb_until_ctrl_c)
+    monkeypatch.setattr(driver, "local_search", search_until_ctrl_c)
     file = tmp_path / "found.csv"
     status, out, _ = run(
         *SIZE, "-p", "8", "-m", "20", "--i", "1.1", "--memory-limit", "3", "--search-seconds", "200", "-o", str(file)

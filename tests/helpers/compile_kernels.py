@@ -3,6 +3,6 @@
 Each kernel is cached as soon as it is compiled. Those of large schedules, which more tests use, come first.
 """
 
-from zeropipe.searching.ready import make_ready
+from zeropipe.searching.warm_kernels import warm_kernels
 
-make_ready(num_actions=1_000_000)
+warm_kernels(num_actions=1_000_000)

@@ -294,13 +294,14 @@ def test_compare_names_the_schedule_that_is_stuck_and_leaves_it_out_of_all(odd, 
 
 
 def test_starts_of_a_search_and_hints_of_a_report_leave_wrong_schedules_out(odd):
-    from zeropipe.searching.model import Task
-    from zeropipe.searching.starts.starts import named
+    from zeropipe.searching.candidates.registered import registered_schedules
+    from zeropipe.searching.task import SearchTask
     from zeropipe.train.report.hints import _other_schedules
 
     problem = zp.Problem(2, 2, 2)
+    task = SearchTask(problem, zp.linear(problem), zp.Costs(), False)
     zp.register("odd-right", placement=zp.linear)(lambda lane, rank, p: (lane.f(rank, 2), lane.b(rank, 2)))
-    starts = {schedule.name for schedule in named(Task(problem, zp.linear(problem), zp.Costs(), False))}
+    starts = {schedule.name for schedule in registered_schedules(task)}
     others = {schedule.name for schedule in _other_schedules(zp.build("zb-h1", ranks=2, microbatches=2), 8)}
     for found in (starts, others):
         assert {"gpipe", "odd-right"} <= found

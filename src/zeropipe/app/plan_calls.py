@@ -30,7 +30,7 @@ from zeropipe.planning.rows import Candidate
 from zeropipe.planning.score import RESERVE, Scene, optimizer_bandwidth, row_of, schedule_of, simulated
 from zeropipe.planning.write import named_schedule, run_text
 from zeropipe.schedules.registry import find
-from zeropipe.searching.hunt import Progress
+from zeropipe.searching.driver import Progress
 from zeropipe.searching.search import search
 from zeropipe.sim.layer_costs import LayerCosts
 from zeropipe.viz.payload import payload
@@ -244,10 +244,10 @@ def search_call(request: SearchRequest) -> Reply:
         )  # fmt: skip
     except ConfigError as error:
         raise Refusal(("", str(error))) from None
-    timeline = found.timeline
+    timeline, registered = found.timeline, found.registered
     return Reply(encode_json({
         "value": found.value, "bound": found.bound, "seconds": found.seconds, "seen": gaps,
-        "named": found.named and found.named.schedule.name, "named_value": found.named and found.named.makespan,
+        "named": registered and registered.schedule.name, "named_value": registered and registered.makespan,
         "unit": timeline.unit, "memory_unit": timeline.memory_unit, "peak_memory": max(timeline.peak_memory),
         "bubble": timeline.bubble, "schedule": to_json(replace(timeline.schedule, name="searched")),
     }))  # fmt: skip

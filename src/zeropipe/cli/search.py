@@ -18,8 +18,8 @@ from zeropipe.errors import ConfigError
 
 if TYPE_CHECKING:
     from zeropipe.core.timeline import Timeline
-    from zeropipe.searching.hunt import Progress
-    from zeropipe.searching.search import Found
+    from zeropipe.searching.driver import Progress
+    from zeropipe.searching.search import SearchResult
 
 PREPARING = "loading kernels: after an installation they are compiled once, for about half a minute"
 
@@ -122,7 +122,7 @@ def _write(timeline: Timeline, out: str) -> None:
         draw(timeline, out)
 
 
-def _found_data(found: Found) -> dict[str, Any]:
+def _found_data(found: SearchResult) -> dict[str, Any]:
     return {
         "objective": found.objective,
         "value": found.value,
@@ -130,13 +130,13 @@ def _found_data(found: Found) -> dict[str, Any]:
         "gap": found.gap,
         "seconds": found.seconds,
         "interrupted": found.interrupted,
-        "named": None if found.named is None else found.named.schedule.name,
-        "named_value": None if found.named is None else found.value_of(found.named),
+        "named": None if found.registered is None else found.registered.schedule.name,
+        "named_value": None if found.registered is None else found.value_of(found.registered),
     }
 
 
-def _print_found(found: Found, placement: str, costs: str) -> None:
-    from zeropipe.searching.hunt import gap_of
+def _print_found(found: SearchResult, placement: str, costs: str) -> None:
+    from zeropipe.searching.driver import relative_gap
 
     console, t = output.console(), found.timeline
     per_rank = found.schedule.problem.stages_per_rank
@@ -153,13 +153,13 @@ def _print_found(found: Found, placement: str, costs: str) -> None:
         console.print(f"proven: no {group} is faster")
     else:
         console.print(f"no {group} is faster than {output.time_text(found.bound, t.unit)}: gap {found.gap:.2%}")
-    if found.named is None:
+    if found.registered is None:
         console.print("no built-in schedule fits")
     else:
-        value = found.value_of(found.named)
+        name, value = found.registered.schedule.name, found.value_of(found.registered)
         console.print(
-            f"the best built-in schedule that fits: {found.named.schedule.name}, {output.time_text(value, t.unit)} "
-            f"({gap_of(value, found.value):.1%} more)"
+            f"the best built-in schedule that fits: {name}, {output.time_text(value, t.unit)} "
+            f"({relative_gap(value, found.value):.1%} more)"
         )
     end = ", interrupted" if found.interrupted else ""
     output.print_note(f"searched for {found.seconds:.1f} s{end}; {costs}")

@@ -168,7 +168,8 @@ def _dispatcher(kernel: Callable[..., Any], *, inner: bool) -> Callable[..., Any
     own = FunctionType(kernel.__code__, {**kernel.__globals__, **helpers}, argdefs=kernel.__defaults__)
     own.__qualname__ += "_" + sha256(_fingerprint(kernel).encode()).hexdigest()[:12] + "_inner" * inner  # its file name
     # A kernel creates no arrays, so it needs no reference counts. No C code calls it, and Python calls no inner kernel.
-    options = {"nogil": True, "_nrt": False, "no_cfunc_wrapper": True, "no_cpython_wrapper": inner}
+    wrappers = {"no_cfunc_wrapper": True, "no_cpython_wrapper": inner}
+    options = {"nogil": True, "_nrt": False, "forceinline": inner, **wrappers}
     try:
         dispatcher = numba.njit(own, cache=True, **options)
     except RuntimeError:  # there is no writable folder for the cache

@@ -23,7 +23,7 @@ from zeropipe.planning.rows import Candidate, Row
 from zeropipe.planning.score import RESERVE, Scene, optimizer_bandwidth, schedule_of
 from zeropipe.planning.tries import Run, candidates, grouped, named_variants, runs, sifted
 from zeropipe.schedules.registry import entries
-from zeropipe.searching.search import require_helpers, require_seconds
+from zeropipe.searching.search import require_callbacks, require_seconds
 from zeropipe.sim.layer_costs import LayerCosts
 
 MODES = ("none", "selective:op", "full")
@@ -65,7 +65,7 @@ def plan(
     ones, for `search_seconds` in all, or each with `search_steps`, as in `zp.search`. No more than `most` candidates
     are simulated, those with least work. `progress` is called with what is done and the share of all that is done.
     """
-    require_helpers(progress, workers)
+    require_callbacks(progress, workers)
     begun, tell = monotonic(), progress or (lambda what, share: None)
     require_positive_integers(gpus=gpus, batch=batch, gpus_per_node=gpus_per_node, most=most)
     require_seconds("search_seconds", search_seconds, "; 0 for no search")

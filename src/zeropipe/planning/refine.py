@@ -14,10 +14,10 @@ from zeropipe.planning.rows import Candidate, Row
 from zeropipe.planning.score import Scene, costs_of, schedule_of, score, setting_of
 from zeropipe.planning.tries import run_of
 from zeropipe.schedules.registry import build
-from zeropipe.searching.bound.bound import lower_bound
-from zeropipe.searching.hunt import gap_of
-from zeropipe.searching.model import Task
+from zeropipe.searching.bounds.lower_bound import lower_bound
+from zeropipe.searching.driver import relative_gap
 from zeropipe.searching.search import search
+from zeropipe.searching.task import SearchTask
 
 RUNS = 2  # for which schedules are searched
 
@@ -35,8 +35,8 @@ def _gap(scene: Scene, row: Row) -> float | None:
     costs = costs_of(scene, one, row.counts, schedule.placement, whole=True)
     if one.layout.dp_shard > 1:  # what is whole only at times leaves room for more
         costs = replace(costs, memory_limit=None)
-    bound = lower_bound(Task(schedule.problem, schedule.placement, costs, span=False))
-    return gap_of(row.makespan - row.parts.data, bound)
+    bound = lower_bound(SearchTask(schedule.problem, schedule.placement, costs, minimizes_span=False))
+    return relative_gap(row.makespan - row.parts.data, bound)
 
 
 def searched(
@@ -78,7 +78,7 @@ def _searched(scene: Scene, candidate: Candidate, seconds: float, steps: int | N
         )  # fmt: skip
     except ZeropipeError:  # not even one microbatch fits
         return None, False
-    if found.named is not None and found.value >= found.value_of(found.named) * (1 - 1e-9):
+    if found.registered is not None and found.value >= found.value_of(found.registered) * (1 - 1e-9):
         return None, found.interrupted  # one with a name is as good, and was tried
     row = score(scene, candidate, found.schedule, counts)
     return replace(row, found=found.schedule), found.interrupted

@@ -14,7 +14,7 @@ from zeropipe.core.timeline import Timeline
 from zeropipe.errors import ConfigError
 from zeropipe.planning.rows import Candidate, Memory, Parts, Row
 from zeropipe.schedules.registry import build
-from zeropipe.searching.right import require_right
+from zeropipe.schedules.validate import validate_user_schedule
 from zeropipe.sim.costs import Costs
 from zeropipe.sim.layer_costs import LayerCost, LayerCosts, Setting
 from zeropipe.sim.simulate import simulate
@@ -39,7 +39,7 @@ def score_group(scene: Scene, group: Sequence[Candidate]) -> list[Row]:
         schedule = schedule_of(group[0])
     except ConfigError:
         return []
-    require_right(schedule)
+    validate_user_schedule(schedule)
     rows: list[Row] = []
     alive = alive_of(schedule)
     for candidate in group:

@@ -1,1 +1,12 @@
-"""Schedules found for given costs and limits, and how far they are from the best possible."""
+"""Schedule search: `zp.search` and `zeropipe search`. docs/search-method.md has the mathematics.
+
+- `search`: `zp.search`, its arguments and its result.
+- `driver`: the course of a search: candidates, local search, bounds, the solver, smaller memory limits.
+- `task`, `tables`: sizes, costs and memory as flat arrays for the kernels.
+- `evaluator`, `row_kernels`: simulate rows, or write them by a dispatch rule.
+- `candidates`: schedules to start from.
+- `local_search`, `local_search_kernel`: simulated annealing over rows and over dispatch rules.
+- `bounds`: proven lower bounds.
+- `solver`: CP-SAT on small tasks.
+- `warm_kernels`: compile or load the kernels.
+"""

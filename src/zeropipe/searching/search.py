@@ -1,8 +1,9 @@
-"""`zp.search`: a schedule for given costs under a memory limit, and how far it is from the best possible."""
+"""`zp.search`: a schedule for given costs under a memory limit, and its distance from the best possible."""
 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import isfinite
@@ -13,18 +14,18 @@ from zeropipe.core.placement import MAX_WEIGHT_PARTS, PLACEMENTS, Placement, Pla
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Timeline
 from zeropipe.errors import ConfigError, require_positive_integers, short
-from zeropipe.searching.hunt import Hunt, Progress, gap_of, value_of
-from zeropipe.searching.model import Task
-from zeropipe.searching.ready import make_ready
+from zeropipe.searching.driver import Progress, SearchDriver, relative_gap, timeline_value
+from zeropipe.searching.task import SearchTask
+from zeropipe.searching.warm_kernels import warm_kernels
 from zeropipe.sim.costs import Costs, require_stage_costs
 
 Objective = Literal["makespan", "span"]
-MOST = 4_000_000  # F and I of all stages and microbatches
+MAX_PASSES = 4_000_000  # F and I of all stages and microbatches
 
 
 @dataclass(frozen=True)
-class Found:
-    """The best schedule that was found, and a time that no schedule can beat."""
+class SearchResult:
+    """The best schedule that was found, and a lower bound: a time that no schedule can beat."""
 
     schedule: Schedule
     timeline: Timeline
@@ -32,21 +33,27 @@ class Found:
     bound: float
     seconds: float
     interrupted: bool = False
-    named: Timeline | None = None  # the best schedule with a name that fits
+    registered: Timeline | None = None  # the best built-in or registered schedule that fits
 
     @property
     def value(self) -> float:
-        """What was minimised."""
+        """The makespan, or the longest span: what was minimized."""
         return self.value_of(self.timeline)
 
     def value_of(self, timeline: Timeline) -> float:
-        """The same of another timeline."""
-        return value_of(timeline, self.objective == "span")
+        """Return the same of another timeline."""
+        return timeline_value(timeline, self.objective == "span")
 
     @property
     def gap(self) -> float:
-        """How far the value is above the bound: 0.01 is one percent, and 0 the proof that nothing is better."""
-        return gap_of(self.value, self.bound)
+        """How far the value is above the bound: 0.01 is one percent, and 0 proves that nothing is better."""
+        return relative_gap(self.value, self.bound)
+
+    @property
+    def named(self) -> Timeline | None:
+        """Deprecated name of `registered`."""
+        warnings.warn("SearchResult.named is deprecated: use registered", DeprecationWarning, stacklevel=2)
+        return self.registered
 
     def __str__(self) -> str:
         return f"{self.schedule.name}: {self.objective} {self.value:g}, bound {self.bound:g}, gap {self.gap:.2%}"
@@ -67,95 +74,100 @@ def search(
     steps: int | None = None,
     progress: Callable[[Progress], object] | None = None,
     workers: int | None = None,
-) -> Found:
-    """The best schedule that is found within `seconds`, or with `steps` of local search however long they take.
+) -> SearchResult:
+    """Search for the best schedule for `seconds`, or by `steps` of local search however long they take.
 
-    `costs` are per stage, as in `simulate`. `costs.memory_limit` is kept, or where ranks have different memory
-    `rank_limits`, one for each. `placement` is a rule like `zp.vee`, its
-    name, or "all" (also the default for several stages per rank). The same seed and steps give the same schedule;
-    a search by time depends on the machine. `progress` is called again and again with how far the search is, and ends
-    it by returning True. Ctrl-C ends it too: the best so far is returned. Before `seconds` begin the compiled kernels
-    are made ready: in a second, and after an installation, when they have to be compiled, in about half a minute.
+    `costs` are per stage, as in `simulate`. `costs.memory_limit` is kept on every rank, or `rank_limits`, one per rank,
+    where they differ. `placement` is a rule like `zp.vee`, its name, or "all" (the default with several stages per
+    rank). The same seed and steps give the same schedule; a search by time depends on the machine. `progress` is called
+    repeatedly with the state of the search, and ends it by returning True. Ctrl-C ends it too, and the best so far is
+    returned. Before the time starts the compiled kernels are loaded, which takes a second; after an installation they
+    are compiled, which takes about half a minute.
     """
-    given = require_stage_costs(costs)
+    costs = require_stage_costs(costs)
     require_positive_integers(ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
-    require_helpers(progress, workers)
-    if steps is not None and (type(steps) is not int or steps < 0):
-        raise ConfigError(f"steps={steps!r}: a whole number from 0 on is needed, or None to search for `seconds`")
+    require_callbacks(progress, workers)
     require_seconds("seconds", seconds)
+    if steps is not None and (type(steps) is not int or steps < 0):
+        raise ConfigError(f"steps={short(steps)}: must be a non-negative integer, or None to search for `seconds`")
     if type(seed) is not int:
-        raise ConfigError(f"seed={seed!r}: a whole number is needed")
+        raise ConfigError(f"seed={short(seed)}: must be an integer")
     if objective not in get_args(Objective):
-        raise ConfigError(f'objective={objective!r}: choose "makespan" or "span"')
+        raise ConfigError(f'objective={short(objective)}: must be "makespan" or "span"')
     if type(weight_parts) is not int or not 1 <= weight_parts <= MAX_WEIGHT_PARTS:
-        raise ConfigError(f"weight_parts={weight_parts!r}: a W is cut into 1 to {MAX_WEIGHT_PARTS} parts")
+        raise ConfigError(f"weight_parts={short(weight_parts)}: must be an integer from 1 to {MAX_WEIGHT_PARTS}")
     problem = Problem(ranks, ranks * stages_per_rank, microbatches, weight_parts)
-    if problem.num_stages > MAX_STAGES or 2 * problem.num_stages * microbatches > MOST:
+    if problem.num_stages > MAX_STAGES or 2 * problem.num_stages * microbatches > MAX_PASSES:
         raise ConfigError(
-            f"{problem.num_stages} stages x {microbatches} microbatches are too many to search: "
-            f"at most {MOST // 2} together; search with fewer microbatches"
+            f"{problem.num_stages} stages x {microbatches} microbatches: a search takes at most {MAX_PASSES // 2} "
+            "stages times microbatches; use fewer microbatches"
         )
-    limits = None if rank_limits is None else _limits(rank_limits, ranks, given)
-    tasks = [Task(problem, where, given, objective == "span", limits) for where in _placements(placement, problem)]
+    limits = None if rank_limits is None else _limits(rank_limits, ranks, costs)
+    tasks = [
+        SearchTask(problem, rule, costs, minimizes_span=objective == "span", rank_limits=limits)
+        for rule in _placements(placement, problem)
+    ]
     for task in tasks:
-        task.require_room()
+        task.require_memory()
     if steps is None:
-        make_ready(tasks[0].num_actions)
-    hunt = Hunt(tasks, steps=steps, seconds=float(seconds), seed=seed, workers=workers or _cores(), progress=progress)
-    best, interrupted = hunt.run()
-    return Found(best.schedule, best, objective, hunt.bound, hunt.elapsed, interrupted, hunt.named)
+        warm_kernels(tasks[0].num_actions)
+    driver = SearchDriver(
+        tasks, steps=steps, seconds=float(seconds), seed=seed, workers=workers or _num_cores(), progress=progress
+    )
+    best, interrupted = driver.run()
+    return SearchResult(best.schedule, best, objective, driver.bound, driver.elapsed, interrupted, driver.registered)
 
 
-def require_seconds(name: str, value: object, way: str = "") -> None:
-    """ConfigError for what is no time to search for."""
+def require_seconds(name: str, value: object, way_out: str = "") -> None:
+    """Raise ConfigError unless a value is a time."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not (isfinite(value) and value >= 0):
-        raise ConfigError(f"{name}={short(value)}: a number from 0 on is needed{way}")
+        raise ConfigError(f"{name}={short(value)}: must be a non-negative number{way_out}")
 
 
-def require_helpers(progress: object, workers: object) -> None:
-    """ConfigError for what cannot be told how far a search or a plan is, and for no number of workers."""
+def require_callbacks(progress: object, workers: object) -> None:
+    """Raise ConfigError unless `progress` can be called and `workers` is a number of threads, or they are None."""
     if progress is not None and not callable(progress):
-        raise ConfigError(f"progress={short(progress)}: a function is needed, or None")
+        raise ConfigError(f"progress={short(progress)}: must be a function or None")
     if workers is not None and (type(workers) is not int or workers < 1):
-        raise ConfigError(f"workers={short(workers)}: a whole number from 1 on is needed, or None for all cores")
+        raise ConfigError(f"workers={short(workers)}: must be a positive integer, or None for all cores")
 
 
 def _limits(limits: Sequence[float], ranks: int, costs: Costs) -> tuple[float, ...]:
-    """One memory limit per rank, none above the limit for all."""
+    """Return one memory limit per rank, none above the limit for all."""
     for limit in limits:
         if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not limit >= 0:
-            raise ConfigError(f"rank_limits has {limit!r}: a number from 0 on is needed")
+            raise ConfigError(f"rank_limits has {short(limit)}: must be non-negative numbers")
     if len(limits) != ranks:
-        raise ConfigError(f"rank_limits has {len(limits)} entries: there are {ranks} ranks, give one for each")
-    most = float("inf") if costs.memory_limit is None else costs.memory_limit
-    return tuple(min(float(limit), most) for limit in limits)
+        raise ConfigError(f"rank_limits has {len(limits)} entries: there are {ranks} ranks; use one entry for each")
+    largest = float("inf") if costs.memory_limit is None else costs.memory_limit
+    return tuple(min(float(limit), largest) for limit in limits)
 
 
-def _cores() -> int:
+def _num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _placements(wish: PlacementRule | str | None, problem: Problem) -> list[Placement]:
-    """The placements to be searched, each once."""
-    alone = problem.num_stages == problem.num_ranks
-    if wish is None or wish == "all":
-        rules = [linear] if alone else [PLACEMENTS["vee"], PLACEMENTS["loop"]]
-    elif callable(wish):
-        rules = [wish]
-    elif wish in PLACEMENTS:
-        rules = [PLACEMENTS[wish]]
+def _placements(placement: PlacementRule | str | None, problem: Problem) -> list[Placement]:
+    """Return the placements to search, each once."""
+    is_single = problem.num_stages == problem.num_ranks
+    if placement is None or placement == "all":
+        rules = [linear] if is_single else [PLACEMENTS["vee"], PLACEMENTS["loop"]]
+    elif callable(placement):
+        rules = [placement]
+    elif placement in PLACEMENTS:
+        rules = [PLACEMENTS[placement]]
     else:
-        raise ConfigError(f"placement={wish!r}: choose linear, loop, vee or all")
+        raise ConfigError(f"placement={short(placement)}: must be linear, loop, vee or all")
     found: list[Placement] = []
     for rule in rules:
-        if rule is linear and not alone:
+        if rule is linear and not is_single:
             per_rank = problem.stages_per_rank
-            raise ConfigError(f"placement linear has one stage per rank, not {per_rank}: choose loop, vee or all")
-        placement = rule(problem)
-        if len(placement.copies) > 1:
-            raise ConfigError(f"placement {placement.name} keeps two copies of the model: choose linear, loop or vee")
-        if set(placement.copies[0]) != set(range(problem.num_ranks)):
-            raise ConfigError(f"placement {placement.name} leaves ranks without a stage: every rank needs one")
-        if placement not in found:
-            found.append(placement)
+            raise ConfigError(f"placement linear has one stage per rank, not {per_rank}; use loop, vee or all")
+        placed = rule(problem)
+        if len(placed.copies) > 1:
+            raise ConfigError(f"placement {placed.name} keeps two copies of the model; use linear, loop or vee")
+        if set(placed.copies[0]) != set(range(problem.num_ranks)):
+            raise ConfigError(f"placement {placed.name} leaves ranks without a stage: every rank must have one")
+        if placed not in found:
+            found.append(placed)
     return found

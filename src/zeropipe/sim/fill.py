@@ -43,6 +43,19 @@ class FillState(NamedTuple):
     stack: Ints  # ranks that can run
 
 
+ROUNDING_TIME, ROUNDING_FIT = 1e-12, 1e-9  # of a time, and of a W: two sums that differ by less are equal
+
+
+def is_ready(ready: float, now: float) -> bool:
+    """Return whether an input that arrives at `ready` is there, within rounding."""
+    return ready <= now + ROUNDING_TIME * now
+
+
+def fits_gap(now: float, ready: float, duration: float, min_fit: float) -> bool:
+    """Return whether a rank waits from `now` to `ready` for so long that at least `min_fit` of a W fits."""
+    return not is_ready(ready, now) and now + min_fit * duration <= ready + ROUNDING_FIT * duration
+
+
 def fill_gaps(schedule: Schedule, costs: Costs | None = None, *, weight_parts: int = 4) -> Schedule:
     """`schedule` with every W in `weight_parts` equal parts, run where its rank would wait under these costs.
 

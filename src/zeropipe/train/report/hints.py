@@ -13,7 +13,7 @@ from zeropipe.core.timeline import Timeline
 from zeropipe.core.units import percent, time_text
 from zeropipe.errors import ZeropipeError
 from zeropipe.schedules.registry import build, entries, find
-from zeropipe.searching.right import require_right
+from zeropipe.schedules.validate import validate_user_schedule
 from zeropipe.sim.compare import compare
 from zeropipe.sim.costs import Costs
 from zeropipe.sim.fit import fit
@@ -179,7 +179,7 @@ def _other_schedules(own: Schedule, max_stages: int) -> Iterator[Schedule]:
     for entry in entries():
         with suppress(ZeropipeError):
             schedule = build(entry.name, ranks=own.num_ranks, microbatches=own.num_microbatches)
-            require_right(schedule)
+            validate_user_schedule(schedule)
             is_other = entry.name != own.name and not entry.overlaps
             if is_other and len(schedule.placement.copies) == 1 and schedule.num_stages <= max_stages:
                 yield schedule

@@ -1,1 +1,0 @@
-"""Lower bounds: what no schedule can beat."""

@@ -1,0 +1,137 @@
+"""Bounds in closed form: by the work, the drain and the memory of one rank, and by the traffic of a serial link.
+
+All other ranks are as fast as if a microbatch were alone. docs/search-method.md has the proofs.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+
+import numpy as np
+
+from zeropipe.searching.bounds.earliest_times import EarliestTimes, max_unfinished_send, time_after_last_i
+from zeropipe.searching.tables import Array
+from zeropipe.searching.task import SearchTask
+
+
+def link_bound(task: SearchTask, times: EarliestTimes) -> float:
+    """Return a bound by the messages of each serial link, which takes one at a time."""
+    tables, best = task.tables, 0.0
+    if tables.blocking:  # the work of the senders includes their messages
+        return best
+    for link in set(tables.link.tolist()) - {-1}:
+        senders = np.flatnonzero(tables.link == link)
+        before = float((times.start[senders] + times.duration[senders]).min())
+        after = float((tables.lag[senders] - tables.link_time[senders] + times.to_end[senders + 1]).min())
+        end = before + task.num_microbatches * float(tables.link_time[senders].sum()) + after
+        # a span begins with its rank's first F, which may be the last one of all ranks
+        best = max(best, end - (float(times.start[: task.num_stages].max()) if task.minimizes_span else 0.0))
+    return best
+
+
+def rank_bound(task: SearchTask, times: EarliestTimes, rank: int) -> float:
+    """Return a bound by the path of a microbatch to the last W of a rank, and by the rank's own times."""
+    stages = np.array(task.placement.stages_of(rank))
+    i, start = task.last_pass - stages, float(times.start[stages[0]])
+    path = float((times.start[i] + times.duration[i] + times.w_duration[stages]).max()) - start
+    span = max(path, float(rank_times(task, times, rank, in_parts=True)[-1]))
+    return span + (0.0 if task.minimizes_span else start) - max_unfinished_send(task)
+
+
+def rank_times(task: SearchTask, times: EarliestTimes, rank: int, in_parts: bool = False) -> Array:
+    """Return the least time from a rank's first F to the end of everything, for each number of microbatches."""
+    stages, m = np.array(task.placement.stages_of(rank)), task.num_microbatches
+    i = task.last_pass - stages
+    work = float((times.duration[stages] + times.duration[i] + times.w_duration[stages]).sum())
+    drain = drain_time(task, times, rank, float(task.tables.limit[rank]), in_parts)
+    turnover = turnover_times(task, times, rank) + time_after_last_i(task, times, int(stages[0]))
+    found: Array = np.where(np.arange(m + 1) > 0, np.maximum(np.arange(m + 1) * work + drain, turnover), 0.0)
+    return found
+
+
+def turnover_times(task: SearchTask, times: EarliestTimes, rank: int) -> Array:
+    """Return the least time from a rank's first F to its last I by its memory, for each number of microbatches.
+
+    When the F of a stage begins, its microbatch is live in the rank's stages before it, too. The memory that is left
+    holds a number of others in the first stage, and the I of the one before those has ended.
+    """
+    tables, m, stages = task.tables, task.num_microbatches, np.array(task.placement.stages_of(rank))
+    first, limit, parts = stages[0], float(tables.limit[rank]), tables.weight_parts
+    activation, stash = float(tables.memory[first]), float(times.stash[first])
+    found, count = np.zeros(m + 1), np.arange(m)
+    if activation <= 0 or limit == np.inf:
+        return found
+    f, i = float(times.duration[first]), float(times.duration[task.last_pass - first])
+    end = float(times.start[task.last_pass - first]) + i
+    for stage, live in zip(stages, np.cumsum(tables.memory[stages]).tolist()):
+        if live > limit:
+            break
+        num_others = int((limit - live) / activation)
+        excess, again = live + num_others * activation + stash - limit, end - float(times.start[stage])
+        if excess > 0:  # parts of a W, or another I, must have freed memory as well
+            again += min(ceil(excess / stash * parts - 1e-9) * float(times.w_duration[first]) / parts, i)
+        rounds, rest = np.divmod(count, num_others + 1)
+        path = end - float(times.start[first])
+        found[1:] = np.maximum(found[1:], path + rounds * again + rest * max(f, i))
+    return found
+
+
+def drain_time(task: SearchTask, times: EarliestTimes, rank: int, limit: float, in_parts: bool) -> float:
+    """Return the least time beyond a rank's work between its last F and the end of everything.
+
+    With x live activations and y pending W at the last F, x I and x + y W can run while the rank waits. W that are put
+    off until after the last I run while the ranks before it finish: in whole parts, or for any time.
+    """
+    stages, tables = np.array(task.placement.stages_of(rank)), task.tables
+    last_i, last_f = task.last_pass - stages[0], stages[-1]
+    i, w = times.duration[task.last_pass - stages], times.w_duration[stages]
+    activation, stash = tables.memory[stages], times.stash[stages]
+    # from the end of the last F to that of the last I, and from there to the end of everything
+    wait = float(times.start[last_i] + i[0] - times.start[last_f] - times.duration[last_f])
+    after = time_after_last_i(task, times, int(stages[0]))
+    if any(len(set(column.tolist())) > 1 for column in (i, w, activation, stash)):
+        usable = max_time_that_fits(np.append(i + w, w), np.append(activation, stash), limit, task.num_microbatches)
+        put_off = max(float(w.min()), min(after, usable - wait))
+        return max(-put_off, wait - usable) + max(put_off, after)
+    return _uniform_drain(
+        task, len(stages), (float(i[0]), float(w[0])), (float(activation[0]), float(stash[0])), limit, wait, after,
+        in_parts,
+    )  # fmt: skip
+
+
+def _uniform_drain(
+    task: SearchTask, num_stages: int, times: tuple[float, float], memory: tuple[float, float], limit: float,
+    wait: float, after: float, in_parts: bool,
+) -> float:  # fmt: skip
+    """Return the drain of a rank whose stages have equal I and W and equal memory: the least over all x and y."""
+    (i, w), (activation, stash), parts = times, memory, task.problem.num_weight_parts
+    num_all = num_stages * task.num_microbatches
+    max_live = num_all if activation <= 0 or limit == np.inf else max(1, min(num_all, int(limit / activation)))
+    live = np.arange(1, max_live + 1)
+    part, part_memory = w / parts, stash / parts
+    pending = (num_all - live) * parts
+    if part_memory > 0 and limit < np.inf:
+        pending = np.minimum(pending, np.maximum(limit - live * activation, 0) // part_memory)
+    usable = live * (i + w) + pending * part
+    free = np.maximum(usable - wait, w)
+    best = np.inf
+    for put_off in (np.minimum(free, max(after, w)), free):
+        rounded = (np.floor(put_off / part), np.ceil(put_off / part)) if in_parts and part > 0 else (put_off,)
+        for amount in rounded:
+            late = np.clip(amount * part if in_parts else amount, w, usable - live * i)
+            best = min(best, float(np.min(np.maximum(-late, wait - usable) + np.maximum(late, after))))
+    return best
+
+
+def max_time_that_fits(time: Array, memory: Array, limit: float, count: int) -> float:
+    """Return the longest time of actions whose memory fits into `limit`, each kind at most `count` times."""
+    if limit == np.inf or memory.max() <= 0:
+        return count * float(time.sum())
+    if np.all(memory == memory[0]):  # then it is a number of actions
+        memory, limit = np.ones(len(memory)), float(int(limit / memory[0]))
+    total = 0.0
+    for kind in sorted(range(len(time)), key=lambda kind: -time[kind] / max(memory[kind], 1e-300)):
+        number = min(count, limit / memory[kind]) if memory[kind] > 0 else count
+        total += number * time[kind]
+        limit -= number * memory[kind]
+    return total
