@@ -19,7 +19,6 @@ from torch._functorch import config as functorch_config
 
 import zeropipe as zp
 from zeropipe.core.model.checkpointing import Checkpointing
-from zeropipe.engine import torch_private
 from zeropipe.engine.backward import ops
 from zeropipe.engine.backward.autograd import AutogradSplit
 from zeropipe.engine.backward.linear import defer, deferred_in, see_hooks
@@ -27,6 +26,7 @@ from zeropipe.engine.backward.stacks import product
 from zeropipe.engine.backward.store import WeightStore
 from zeropipe.engine.blocks.compiling import prepare_blocks, report
 from zeropipe.engine.stages.build import hf_model, hf_stages, module_stages
+from zeropipe.engine.torch_private import compile as torch_compile
 from zeropipe.errors import ConfigError
 
 AC_MODES = ["none", "full", "selective:2", "selective:op", "memory_budget:0.5"]
@@ -296,7 +296,7 @@ def test_compiled_products_equal_the_compiled_whole_backwards(ac):
 def test_full_computes_blocks_again_where_marks_do_not_reach_functions(monkeypatch):
     """As on torch 2.11: checkpointing is around the compiled block there, and not inside."""
     model, (batch,) = tiny("llama"), microbatches((9,))
-    monkeypatch.setattr(torch_private, "MARKS_REACH_FUNCTIONS", False)
+    monkeypatch.setattr(torch_compile, "MARKS_REACH_FUNCTIONS", False)
     plain_step(model, [batch])
     runs = {}
     for ac in ("none", "full"):

@@ -19,7 +19,7 @@ from zeropipe.engine.step.cells import as_tuple, moved
 from zeropipe.engine.step.losses import StepResult, Tally, require_counted
 from zeropipe.engine.step.opening import state_of
 from zeropipe.engine.step.sums import require_dense
-from zeropipe.engine.torch_private import squared_norm
+from zeropipe.engine.torch_private.tensors import squared_norm
 from zeropipe.errors import ConfigError
 
 

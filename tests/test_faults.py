@@ -24,7 +24,7 @@ import zeropipe as zp
 from zeropipe.engine.run import launch
 from zeropipe.engine.run.launch import Failed, LocalRanks, _answer, _told
 from zeropipe.engine.run.nursery import nursery, preparation
-from zeropipe.engine.torch_private import abort_nccl
+from zeropipe.engine.torch_private.comm import abort_nccl
 from zeropipe.errors import ConfigError, EngineError
 
 LIMIT = 60  # seconds; each of these takes a few

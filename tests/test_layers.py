@@ -43,7 +43,7 @@ ENGINE_MAY_IMPORT = {
     "transformers_private": set(),
     "stages": {"transformers_private", "comm"},
     "mesh": {"torch_private", "fsdp_private", "backward", "blocks", "stages", "layout"},
-    "step": {"torch_private", "fsdp_private", "backward", "comm", "layout", "mesh", "options", "stages"},
+    "step": {"torch_private", "fsdp_private", "backward", "blocks", "comm", "layout", "mesh", "options", "stages"},
     "masters": set(),
     "options": {"blocks"},
     "setup": {"options", "comm", "layout", "mesh", "stages"},

@@ -140,7 +140,7 @@ class Deaf:
     (False, (0, 1, 2), "the job's store was lost, and rank 2 too: its connection closed"),
 ], ids=["rank 0", "unknown", "another", "others", "here"])  # fmt: skip
 def test_nobody_waits_for_a_store_that_does_not_answer(monkeypatch, gone, host, hosts, line):
-    monkeypatch.setattr("zeropipe.engine.torch_private.store_is_on_rank_0", lambda: host)
+    monkeypatch.setattr("zeropipe.engine.torch_private.comm.store_is_on_rank_0", lambda: host)
     store = Deaf(gone)
     board = Board(StoreThread(lambda: store, 0.2, 0.05), "job", 1, 3, hosts)
     with pytest.raises(StoreLost):
@@ -193,7 +193,7 @@ class Fake:
 
     def __init__(self, monkeypatch):
         self.broken, self.began, self.go_on = [], threading.Event(), threading.Event()
-        monkeypatch.setattr("zeropipe.engine.torch_private.abort", self.abort)
+        monkeypatch.setattr("zeropipe.engine.torch_private.comm.abort", self.abort)
         self.fabric = object.__new__(Fabric)
         vars(self.fabric).update(
             rank=0, size=1, nccl=False, closed=False, control="control", _words=None, place=Place(),

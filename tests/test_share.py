@@ -15,7 +15,7 @@ from engine_helpers import ranks
 
 import zeropipe as zp
 from zeropipe.engine.step.cells import signature
-from zeropipe.engine.torch_private import Allocations
+from zeropipe.engine.torch_private.tensors import Allocations
 
 
 def test_values_of_all_kinds_come_as_they_were():

@@ -22,7 +22,7 @@ from zeropipe.engine.backward.linear import DeferredLinear, defer
 from zeropipe.engine.backward.products import Product
 from zeropipe.engine.backward.stacks import product
 from zeropipe.engine.backward.store import WeightStore, cut
-from zeropipe.engine.torch_private import ProductError
+from zeropipe.engine.torch_private.autograd import ProductError
 from zeropipe.errors import EngineError
 
 

@@ -31,7 +31,6 @@ from zeropipe.engine import (
     module_stages,
     prepare_blocks,
     token_losses,
-    torch_private,
 )
 from zeropipe.engine.backward.gradients import local
 from zeropipe.engine.mesh import proof
@@ -42,6 +41,7 @@ from zeropipe.engine.mesh.vocabulary import TokenLosses, whole
 from zeropipe.engine.stages.hf import HFStage
 from zeropipe.engine.stages.models import decoder_config, meta_model
 from zeropipe.engine.stages.proof import family_of
+from zeropipe.engine.torch_private import compile as torch_compile
 from zeropipe.engine.transformers_private import causal_types
 from zeropipe.errors import ConfigError, EngineError
 
@@ -218,10 +218,10 @@ def test_one_graph_for_all_blocks(group, kind, sequence, monkeypatch):
     graphs = Graphs()
     if sequence:
         with monkeypatch.context() as torch_2_11:
-            torch_2_11.setattr(torch_private, "COMPILES_GATHERED", False)
+            torch_2_11.setattr(torch_compile, "COMPILES_GATHERED", False)
             with pytest.raises(ConfigError, match="leave compile or sequence_parallel"):
                 prepare_blocks(stage, compile=True)
-        if not torch_private.COMPILES_GATHERED:
+        if not torch_compile.COMPILES_GATHERED:
             return
     prepare_blocks(stage, compile=True, backend=graphs)
     batches = cases.tokens(2, 0, (6,))
@@ -246,7 +246,7 @@ def test_one_graph_for_all_blocks(group, kind, sequence, monkeypatch):
 def test_compiled_by_inductor(kind, spreading, ac):
     schedule = zp.build("zbv", ranks=2, microbatches=4)
     options, job = {"compile": True, "ac": ac}, (cases.train_on_tp, schedule, SIZES, kind, {"num_hidden_layers": 4})
-    if spreading and kind in GATHERED and not torch_private.COMPILES_GATHERED:
+    if spreading and kind in GATHERED and not torch_compile.COMPILES_GATHERED:
         with pytest.raises(EngineError, match="wrong with sequence_parallel: leave compile or sequence_parallel out"):
             ranks(4).run(*job, spreading, options, 1)
         return

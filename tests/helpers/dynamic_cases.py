@@ -18,13 +18,14 @@ from torch import Tensor, nn
 from zeropipe.core.action import Kind
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Timeline
-from zeropipe.engine import Engine, module_stages, torch_private
+from zeropipe.engine import Engine, module_stages
 from zeropipe.engine.backward.splitters import StoreSplitter
 from zeropipe.engine.comm.edges import Message
 from zeropipe.engine.stages.contract import told
 from zeropipe.engine.step.cells import Cell
 from zeropipe.engine.step.dynamic import movable
 from zeropipe.engine.step.passes import Passes
+from zeropipe.engine.torch_private import comm as torch_comm
 
 _cases = itertools.count()  # every rank runs the same ones
 
@@ -159,7 +160,7 @@ def on_a_mesh(train: Callable[..., dict[str, float]], schedule: Schedule, *args:
     def counted(self: StoreSplitter, *args: Any) -> None:
         nonlocal moved
         moved += 1
-        with mock.patch.multiple(torch_private, reduced=alone, gathered=alone, sum_scattered=alone):
+        with mock.patch.multiple(torch_comm, reduced=alone, gathered=alone, sum_scattered=alone):
             ahead(self, *args)
 
     def alone(*_: Any) -> Any:

@@ -20,13 +20,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from zeropipe.core.schedule import Schedule
-from zeropipe.engine import CausalLMLoss, Engine, module_stages, torch_private
+from zeropipe.engine import CausalLMLoss, Engine, module_stages
 from zeropipe.engine.comm import edges, faults, listener, watchdog
 from zeropipe.engine.comm.fabric import Fabric
 from zeropipe.engine.comm.faults import Board, StoreThread
 from zeropipe.engine.comm.ranks import default_store
 from zeropipe.engine.layout import Layout
 from zeropipe.engine.run import launch
+from zeropipe.engine.torch_private import comm as torch_comm
 from zeropipe.errors import ConfigError, EngineError
 
 
@@ -337,7 +338,7 @@ PHASES = {  # what is struck, and the name of the place
     "norm": ("zeropipe.engine.step.sums.GradientSums.squares", "the gradient norm"),
     "timeline": ("zeropipe.engine.step.recorder.Recorder.rows", "gathering the timeline"),
     "between": ("torch.optim.SGD.step", "a place between steps"),
-    "control": ("zeropipe.engine.torch_private.gloo_group", "set-up"),
+    "control": ("zeropipe.engine.torch_private.comm.gloo_group", "set-up"),
     "set-up": ("zeropipe.engine.engine.GradientSums", "set-up, connecting"),
 }
 
@@ -410,11 +411,11 @@ def left_early(schedule: Schedule) -> str:
 def never_comes(schedule: Schedule) -> str:
     """One rank makes its Engine far too late."""
     if dist.get_rank() == 1:
-        torch_private.default_store().wait(["given up"], timedelta(seconds=50))
+        torch_comm.default_store().wait(["given up"], timedelta(seconds=50))
     try:
         Engine(schedule, own(blocks(schedule.num_stages), schedule), timeout=4.0)
     except EngineError as error:
-        torch_private.default_store().set("given up", "")
+        torch_comm.default_store().set("given up", "")
         return str(error)
     return "no error"
 

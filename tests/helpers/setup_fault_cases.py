@@ -33,7 +33,7 @@ TRAINING = {
     "stages": "zeropipe.train.loop.setup.hf_stages",
     "sharding": "zeropipe.train.loop.setup.parallelize",
     "engine": "zeropipe.engine.engine.Fabric",
-    "connections": "zeropipe.engine.torch_private.gloo_group",
+    "connections": "zeropipe.engine.torch_private.comm.gloo_group",
     "stages told": "zeropipe.engine.setup.check_stages",
     "edges": "zeropipe.engine.comm.fabric.Fabric.connect",
     "sums": "zeropipe.engine.engine.GradientSums",

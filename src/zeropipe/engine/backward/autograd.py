@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeropipe.engine import torch_private
+from zeropipe.engine.torch_private import autograd as torch_autograd
 from zeropipe.errors import EngineError
 
 
@@ -42,15 +42,15 @@ class AutogradSplit:
         _require_no_late_hooks(module)
         if gradients is None:
             gradients = [torch.ones_like(root) for root in roots]
-        graph = [torch_private.gradient_edge(root) if isinstance(root, Tensor) else root for root in roots]
-        grads, groups = torch_private.stage_backward_input(graph, gradients, list(inputs), module.parameters())
-        if lost := torch_private.passed_over(graph, groups, inputs):
+        graph = [torch_autograd.gradient_edge(root) if isinstance(root, Tensor) else root for root in roots]
+        grads, groups = torch_autograd.stage_backward_input(graph, gradients, list(inputs), module.parameters())
+        if lost := torch_autograd.passed_over(graph, groups, inputs):
             raise EngineError(
                 f"split='autograd' gives no gradient to a leaf of shape {list(lost[0].shape)}, whose way to the outputs"
                 " meets that of no input: use split='store'"
             )
         # What W begins with has to live until then: I lets go of the graph, and a node written in Python dies with it.
-        alive = graph if torch_private.begins_in_python(groups) else []
+        alive = graph if torch_autograd.begins_in_python(groups) else []
         self._waiting[stage, microbatch] = partial(_weights, list(module.parameters()), groups, alive)
         return grads
 
@@ -76,9 +76,9 @@ def _require_no_late_hooks(module: nn.Module) -> None:
 
 
 def _weights(parameters: list[nn.Parameter], groups: list[dict[str, Any]], alive: list[Any]) -> None:
-    torch_private.stage_backward_weight(parameters, groups)
+    torch_autograd.stage_backward_weight(parameters, groups)
 
 
 def _backward(roots: Sequence[Any], gradients: Sequence[Tensor] | None) -> None:
     if roots:
-        torch_private.backward(roots, gradients)
+        torch_autograd.backward(roots, gradients)

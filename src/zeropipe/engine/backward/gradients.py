@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from zeropipe.engine import torch_private
+from zeropipe.engine.torch_private import tensors as torch_tensors
 
 
 def grad_dtype(parameter: Tensor) -> torch.dtype:
@@ -44,7 +44,7 @@ def peek(parameter: Tensor) -> Tensor | None:
 
 def start(parameter: Tensor, value: Tensor) -> None:
     """`value` is the first gradient of a parameter that has none; of a spread one, this process's piece of it."""
-    parameter.grad = torch_private.like(parameter, value) if isinstance(parameter, DTensor) else value
+    parameter.grad = torch_tensors.like(parameter, value) if isinstance(parameter, DTensor) else value
 
 
 def present(parameters: Iterable[Tensor]) -> list[Tensor]:
@@ -65,20 +65,20 @@ def local(tensor: Tensor) -> Tensor:
 def scale(parameters: Iterable[Tensor], factor: float) -> None:
     """Multiply gradients in place."""
     if gradients := present(parameters):
-        torch_private.multiply(gradients, factor)
+        torch_tensors.multiply(gradients, factor)
 
 
 def divide(parameters: Iterable[Tensor], number: int) -> None:
     """Divide gradients in place, each once."""
     unique = {id(parameter): parameter for parameter in parameters}
     if gradients := present(unique.values()):
-        torch_private.divide(gradients, number)
+        torch_tensors.divide(gradients, number)
 
 
 def squares(parameters: Iterable[Tensor]) -> float:
     """The sum of all squares."""
     gradients = present(parameters)
-    return torch_private.squared_norm(gradients) if gradients else 0.0
+    return torch_tensors.squared_norm(gradients) if gradients else 0.0
 
 
 class FirstGradients:
@@ -106,7 +106,7 @@ class FirstGradients:
         for parameter in self._without:
             if parameter.grad is None:
                 without.append(parameter)
-            elif torch_private.is_shared(parameter.grad):
+            elif torch_tensors.is_shared(parameter.grad):
                 parameter.grad = parameter.grad.clone()
         self._without = without
 

@@ -17,16 +17,9 @@ from zeropipe.engine.backward.gradients import is_watched, local
 from zeropipe.engine.backward.ops import SlottedLinear, new_slot
 from zeropipe.engine.backward.products import Product, rows
 from zeropipe.engine.backward.store import put_or_give
-from zeropipe.engine.torch_private import (
-    ends_of_spread,
-    from_local,
-    in_transform,
-    owned,
-    save,
-    saved,
-    use_number,
-    without_autocast,
-)
+from zeropipe.engine.torch_private.autograd import in_transform, save, saved, without_autocast
+from zeropipe.engine.torch_private.compile import use_number
+from zeropipe.engine.torch_private.tensors import ends_of_spread, from_local, owned
 
 
 def defer(module: nn.Module) -> int:

@@ -11,7 +11,8 @@ from torch.fx import has_side_effect
 
 from zeropipe.engine.backward.products import Product, rows, stacked_product
 from zeropipe.engine.backward.store import put
-from zeropipe.engine.torch_private import keep_inputs_from_reuse, without_autocast
+from zeropipe.engine.torch_private.autograd import without_autocast
+from zeropipe.engine.torch_private.compile import keep_inputs_from_reuse
 
 # A layer is handed to its operator as a tensor that holds its number here: unlike a Python number this is no
 # compile-time constant, so all layers share one graph. It lives on the CPU, so reading it waits for no device.

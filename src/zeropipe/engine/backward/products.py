@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from zeropipe.engine.backward.gradients import grad_dtype, gradient, local, peek, start
-from zeropipe.engine.torch_private import without_autocast
+from zeropipe.engine.torch_private.autograd import without_autocast
 
 
 @dataclass(slots=True, eq=False)  # not frozen: that takes as long as launching a kernel

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from zeropipe.engine import torch_private
 from zeropipe.engine.backward.autograd import AutogradSplit
 from zeropipe.engine.backward.linear import defer
 from zeropipe.engine.backward.store import Ran, WeightStore, adding, nobody
+from zeropipe.engine.torch_private import autograd as torch_autograd
 
 # called after an I, it gives what runs the weight gradients of that I
 BuildWeights = Callable[[], Callable[[], Any]]
@@ -217,4 +217,4 @@ def make_splitter(split: str, deferring: bool, builders: Mapping[int, BuildWeigh
 
 def _backward(way: Pass) -> None:
     if way.roots:
-        torch_private.backward(way.roots, way.gradients)
+        torch_autograd.backward(way.roots, way.gradients)

@@ -12,7 +12,8 @@ from zeropipe.engine.backward.gradients import is_watched, local
 from zeropipe.engine.backward.ops import SlottedStack, new_slot, stacked
 from zeropipe.engine.backward.products import Product, stacked_product
 from zeropipe.engine.backward.store import put_or_give
-from zeropipe.engine.torch_private import save, saved, use_number
+from zeropipe.engine.torch_private.autograd import save, saved
+from zeropipe.engine.torch_private.compile import use_number
 
 
 def deferring(

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from zeropipe.engine.backward.products import Product
-from zeropipe.engine.torch_private import ProductError, has_memory, is_summed, num_aliases, storage_id
+from zeropipe.engine.torch_private.autograd import ProductError, is_summed
+from zeropipe.engine.torch_private.tensors import has_memory, num_aliases, storage_id
 from zeropipe.errors import EngineError
 
 Key = tuple[int, int]

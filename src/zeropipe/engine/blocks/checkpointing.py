@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
-from zeropipe.engine import torch_private
 from zeropipe.engine.blocks.again import Again
+from zeropipe.engine.torch_private import autograd as torch_autograd
 
 
 def checkpointed(forward: Callable[..., Any], mode: str) -> Callable[..., Any]:
@@ -30,7 +30,7 @@ def checkpointed(forward: Callable[..., Any], mode: str) -> Callable[..., Any]:
 
 
 def _selective_contexts() -> Any:
-    return torch_private.selective_contexts(_policy)
+    return torch_autograd.selective_contexts(_policy)
 
 
 def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

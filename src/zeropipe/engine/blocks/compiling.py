@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from zeropipe.core.model.checkpointing import Checkpointing
-from zeropipe.engine import torch_private
 from zeropipe.engine.blocks.checkpointing import checkpointed
-from zeropipe.engine.torch_private import careful, inductor_backend, is_compile_error
+from zeropipe.engine.torch_private import compile as torch_compile
+from zeropipe.engine.torch_private import tensors as torch_tensors
+from zeropipe.engine.torch_private.compile import careful, inductor_backend, is_compile_error
 from zeropipe.errors import ConfigError, first_line
 
 _LONGEST = 200  # characters of what the compiler says
@@ -37,7 +38,7 @@ def set_blocks(
         report(f"{ac} needs compile=True, whose partitioner keeps the budget: selective:op is used instead")
         wish = Checkpointing.parse("selective:op")
     for place, block in enumerate(blocks):
-        if compile and getattr(block, "gathers", False) and not torch_private.COMPILES_GATHERED:
+        if compile and getattr(block, "gathers", False) and not torch_compile.COMPILES_GATHERED:
             raise ConfigError(
                 f"torch {torch.__version__} gets gradients of a compiled {type(block).__name__} wrong with "
                 "sequence_parallel: leave compile or sequence_parallel out, or use torch 2.13"
@@ -49,12 +50,12 @@ def set_blocks(
 @functools.cache
 def _variant(kind: type[nn.Module], mode: str, budget: float | None, compile: bool, backend: Any = None) -> type:
     """A subclass with another forward. One per kind of block, not per block: a compiled graph belongs to its code."""
-    outside = compile and mode == "full" and not torch_private.MARKS_REACH_FUNCTIONS
+    outside = compile and mode == "full" and not torch_compile.MARKS_REACH_FUNCTIONS
     forward = kind.forward if outside else checkpointed(kind.forward, mode)
     if compile:
         forward = _compiled(forward, kind.__name__, budget, backend)
     if outside:
-        torch_private.wake_gpu()  # a checkpoint refuses that the compiler does it inside
+        torch_tensors.wake_gpu()  # a checkpoint refuses that the compiler does it inside
         forward = checkpointed(forward, mode)
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__, "plain_kind": kind})
 

@@ -15,7 +15,7 @@ from zeropipe.engine.checkpoint.pieces import dtype_of
 from zeropipe.engine.checkpoint.values import decode, encode
 from zeropipe.engine.masters import MasterWeights
 from zeropipe.engine.stages.whole import listed
-from zeropipe.engine.torch_private import like
+from zeropipe.engine.torch_private.tensors import like
 from zeropipe.errors import ConfigError
 
 MASTER = "master"  # the float32 copy of a parameter that MasterWeights keeps

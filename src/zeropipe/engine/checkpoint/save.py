@@ -27,7 +27,7 @@ from zeropipe.engine.layout import Layout
 from zeropipe.engine.stages.adapters import described_adapter
 from zeropipe.engine.stages.hf import HFStage
 from zeropipe.engine.stages.save import config_of
-from zeropipe.engine.torch_private import like
+from zeropipe.engine.torch_private.tensors import like
 from zeropipe.errors import ConfigError
 
 

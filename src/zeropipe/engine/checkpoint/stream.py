@@ -16,7 +16,7 @@ from zeropipe.engine.comm.collective import nothing, on_all_ranks, require_same
 from zeropipe.engine.stages.hf import HFStage
 from zeropipe.engine.stages.save import layer_of, whole_of
 from zeropipe.engine.stages.whole import Whole
-from zeropipe.engine.torch_private import like
+from zeropipe.engine.torch_private.tensors import like
 from zeropipe.engine.transformers_private import published as published_form
 from zeropipe.errors import ConfigError, short
 

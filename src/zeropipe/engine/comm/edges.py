@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zeropipe.engine import torch_private
 from zeropipe.engine.comm.faults import PeerLost, reason
 from zeropipe.engine.comm.listener import Arrival, Listener
 from zeropipe.engine.comm.pulse import Place
 from zeropipe.engine.comm.threads import started
+from zeropipe.engine.torch_private import comm as torch_comm
 from zeropipe.errors import EngineError
 
 HEADER = 256  # int64 words: room for tuples of about 30 tensors, or of three DTensors
@@ -115,7 +115,7 @@ class Wire(NamedTuple):
                 if isinstance(work, Arrival):
                     work.wait()
                 else:
-                    torch_private.wait(work)
+                    torch_comm.wait(work)
         except RuntimeError as error:
             raise PeerLost((self.peer,), reason(error)) from error
         finally:
@@ -385,7 +385,7 @@ def _answer(message: Message, spec: Spec) -> Hashable:
 def _send_all(parcel: Parcel) -> None:
     """In a function of its own: a work holds its tensor, and is gone when this returns."""
     for work in [parcel.group.send([tensor], parcel.peer, parcel.tag) for tensor in parcel.tensors]:
-        torch_private.wait(work)
+        torch_comm.wait(work)
 
 
 def _pinned_copy(tensor: Tensor) -> Tensor:

@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeropipe.engine import torch_private
 from zeropipe.engine.comm.edges import Wire
 from zeropipe.engine.comm.faults import AbortableStore, PeerLost, StoreLost, is_closed, reason
 from zeropipe.engine.comm.listener import Listener
 from zeropipe.engine.comm.pulse import EVERYONE
 from zeropipe.engine.comm.ranks import Ranks, default_store, unmet
 from zeropipe.engine.layout import Layout
+from zeropipe.engine.torch_private import comm as torch_comm
 from zeropipe.errors import ConfigError, EngineError
 
 SLOT = 2048  # bytes of an exchanged value that cost one collective only
@@ -66,7 +66,7 @@ class Fabric(Ranks):
             raise unmet(lost, layout.members, layout.rank, "set-up") from None
         try:
             self.control = self._connected("control", tuple(range(self.size)), nccl=False)
-            torch_private.calm_gloo()
+            torch_comm.calm_gloo()
             self._meet("connected")  # one whose making failed has closed connections without a word
             self._watchdog.listen(self)
             self._try_out_mesh()
@@ -91,7 +91,7 @@ class Fabric(Ranks):
         mine = torch.frombuffer(bytearray(framed), dtype=torch.uint8)
         self.place.round += 1
         with self.waiting(EVERYONE):
-            pieces = torch_private.allgather_bytes(self.control, self.size, mine)
+            pieces = torch_comm.allgather_bytes(self.control, self.size, mine)
         heads = [bytes(piece.numpy()) for piece in pieces]
         return [struct.unpack_from("<q", head)[0] for head in heads], [head[8:] for head in heads]
 
@@ -100,13 +100,13 @@ class Fabric(Ranks):
         if len(self.layout.pipeline) == self.size:
             self.place.round += 1
             with self.waiting(EVERYONE):
-                torch_private.broadcast(self.control, tensor, root)
+                torch_comm.broadcast(self.control, tensor, root)
             return
         name = f"words/{'-'.join(map(str, self.layout.pipeline))}"
         if self._words is None:  # every rank of the pipeline comes here at the same time
             self._words = self._connected(name, self.layout.pipeline, nccl=False)
         with self.waiting(tuple(rank for rank in self.layout.pipeline if rank != self.rank)):
-            torch_private.broadcast(self._words, tensor, root)
+            torch_comm.broadcast(self._words, tensor, root)
 
     def hand_out(self, tensor: Tensor, root: int, ranks: tuple[int, ...]) -> None:
         """The root's tensor, which is contiguous, in the tensors of all `ranks`; they all call this, in one order."""
@@ -116,19 +116,19 @@ class Fabric(Ranks):
         group = self._group("weights", ranks)
         passed = data if self.nccl else data.cpu()
         with self.waiting(tuple(rank for rank in ranks if rank != self.rank)):
-            torch_private.broadcast(group, passed, ranks.index(root))
+            torch_comm.broadcast(group, passed, ranks.index(root))
         if passed is not data and self.rank != root:
             data.copy_(passed)
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> None:
         """A word to one rank."""
         with self.waiting((peer,)):
-            torch_private.wait(self.control.send([tensor], peer, tag))
+            torch_comm.wait(self.control.send([tensor], peer, tag))
 
     def receive(self, tensor: Tensor, peer: int, tag: int) -> None:
         """A word from one rank."""
         with self.waiting((peer,)):
-            torch_private.wait(self.control.recv([tensor], peer, tag))
+            torch_comm.wait(self.control.recv([tensor], peer, tag))
 
     @contextmanager
     def waiting(self, peers: tuple[int, ...]) -> Iterator[None]:
@@ -200,13 +200,13 @@ class Fabric(Ranks):
         if self.nccl:
             work.wait()
         else:
-            torch_private.wait(work)
+            torch_comm.wait(work)
 
     def summing_group(self, ranks: tuple[int, ...]) -> Summing:
         """A group for sums over some ranks, tried out; every one of them calls this, in the same order."""
         group, peers = self._group("sum", ranks), tuple(rank for rank in ranks if rank != self.rank)
         if self.nccl:  # gloo is connected as soon as it is made
-            self._try_out(lambda: torch_private.allreduce_sum(group, torch.zeros(1, device=self.device)), peers)
+            self._try_out(lambda: torch_comm.allreduce_sum(group, torch.zeros(1, device=self.device)), peers)
         return Summing(self, group, peers)
 
     def _group(self, use: str, ranks: tuple[int, ...]) -> Any:
@@ -226,10 +226,10 @@ class Fabric(Ranks):
             if nccl:
                 store.set(f"here/{own}", b"")
                 store.wait([f"here/{rank}" for rank in range(size)])
-                own_store = dist.PrefixStore(f"{self.name}/{name}", torch_private.default_store())
-                return torch_private.nccl_group(own_store, own, size)
-            self._devices = self._devices or torch_private.gloo_devices()
-            return torch_private.gloo_group(store, own, size, self.connecting, self._devices)
+                own_store = dist.PrefixStore(f"{self.name}/{name}", torch_comm.default_store())
+                return torch_comm.nccl_group(own_store, own, size)
+            self._devices = self._devices or torch_comm.gloo_devices()
+            return torch_comm.gloo_group(store, own, size, self.connecting, self._devices)
 
         return self.call(make, tuple(rank for rank in ranks if rank != self.rank))
 
@@ -256,10 +256,10 @@ class Fabric(Ranks):
         groups = [self.control, self._words, *self._groups.values()]
         for group in self.layout.groups:
             _broken.add(group)
-            groups += torch_private.backends(group)
+            groups += torch_comm.backends(group)
         # one that is still connecting cannot be aborted
         patience = CONNECTING if self._calls else ABORTING
-        torch_private.abort([group for group in groups if group is not None], patience)
+        torch_comm.abort([group for group in groups if group is not None], patience)
 
     def explain(self, error: BaseException, where: str) -> EngineError:
         """The error every rank raises for this one; where torch's own groups broke, it says who is gone."""
@@ -282,11 +282,11 @@ class Fabric(Ranks):
 
     def listen(self, peer: int) -> None:
         """Wait until the process of `peer` is gone, or this fabric closes: RuntimeError then."""
-        torch_private.wait(self.control.recv([torch.empty(1, device="cpu")], peer, LISTEN_TAG))
+        torch_comm.wait(self.control.recv([torch.empty(1, device="cpu")], peer, LISTEN_TAG))
 
     def _drop(self) -> None:
         if not self.closed and self.control is not None:
-            torch_private.abort_gloo(self.control)  # the listener waits on it
+            torch_comm.abort_gloo(self.control)  # the listener waits on it
         self._groups.clear()
         self._devices.clear()
         self.control = self._words = None
@@ -307,4 +307,4 @@ class Summing:
     def add(self, tensor: Tensor) -> None:
         """The sum of everybody's tensor, in place."""
         with self._fabric.waiting(self._peers):
-            torch_private.allreduce_sum(self._group, tensor)
+            torch_comm.allreduce_sum(self._group, tensor)

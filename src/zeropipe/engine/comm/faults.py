@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from zeropipe.engine import torch_private
 from zeropipe.engine.comm.pulse import Pulse, lost_text, ranks_text
 from zeropipe.engine.comm.threads import started
+from zeropipe.engine.torch_private import comm as torch_comm
 from zeropipe.errors import EngineError, first_line
 
 Result = TypeVar("Result")
@@ -221,7 +221,7 @@ class Board:
 def without_store(error: PeerLost, rank: int, where: str, hosts: Sequence[int] = ()) -> str:
     """Nobody can say what came first, but the store is gone, so its machine is. `hosts`: the ranks on it, if known."""
     here = f"(rank {rank} was at {where})"
-    if torch_private.store_is_on_rank_0() and rank != 0:
+    if torch_comm.store_is_on_rank_0() and rank != 0:
         return f"rank 0 was lost: the job's store, which it hosts, does not answer {here}"
     if hosts and rank not in hosts:
         was, its = ("was", "its") if len(hosts) == 1 else ("were", "their")

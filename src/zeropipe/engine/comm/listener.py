@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from queue import SimpleQueue
 from typing import Any
 
-from zeropipe.engine import torch_private
 from zeropipe.engine.comm.threads import started
+from zeropipe.engine.torch_private import comm as torch_comm
 
 
 class Arrival:
@@ -48,7 +48,7 @@ def _listen(queue: SimpleQueue[Arrival | None]) -> None:
     while (arrival := queue.get()) is not None:
         try:
             for work in arrival.works:
-                torch_private.wait(work)
+                torch_comm.wait(work)
         except RuntimeError as error:
             arrival.error = error
         arrival.works = ()  # a work holds its tensor

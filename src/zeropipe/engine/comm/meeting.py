@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from secrets import token_hex
 from typing import Any, NamedTuple
 
-from zeropipe.engine import torch_private
 from zeropipe.engine.comm.faults import StoreThread
+from zeropipe.engine.torch_private import comm as torch_comm
 from zeropipe.errors import EngineError
 
 SHORTEST, LONGEST = 0.0005, 0.05  # seconds between two looks
@@ -58,7 +58,7 @@ class _Guest:
 
     def come(self, store: Any) -> None:
         """The first rank calls the meeting."""
-        self._signature = [self._token, torch_private.is_host_of(store)]
+        self._signature = [self._token, torch_comm.is_host_of(store)]
         if self._rank == 0:
             store.set(self._key, self._token)
 
@@ -75,7 +75,7 @@ class _Guest:
             return self._decide(store, [json.loads(store.get(key)) for key in keys]) if store.check(keys) else []
         decided = _read(store, f"{self.meeting}/outcome")
         outcome = json.loads(decided) if decided else []
-        if isinstance(outcome, str) and not torch_private.store_outlives_ranks():
+        if isinstance(outcome, str) and not torch_comm.store_outlives_ranks():
             return outcome
         # else it may be that of processes that are gone: the first rank may still call a meeting
         return outcome if self._is_in(outcome) else []

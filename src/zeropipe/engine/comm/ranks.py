@@ -18,12 +18,12 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from zeropipe.engine import torch_private
 from zeropipe.engine.comm.faults import Board, PeerLost, StoreLost, StoreThread, UnlikeCalls, reason, without_store
 from zeropipe.engine.comm.meeting import meet
 from zeropipe.engine.comm.pulse import EVERYONE, Place, ranks_text, silence
 from zeropipe.engine.comm.threads import Call, wait_for
 from zeropipe.engine.comm.watchdog import Watchdog
+from zeropipe.engine.torch_private import comm as torch_comm
 from zeropipe.errors import EngineError
 
 TIMEOUT = 600.0  # seconds, where nobody gives another time-out
@@ -91,7 +91,7 @@ class Ranks:
 
     @property
     def _hosts_store(self) -> bool:
-        return torch_private.store_is_on_rank_0() and self.rank == 0
+        return torch_comm.store_is_on_rank_0() and self.rank == 0
 
     @property
     def connecting(self) -> float:
@@ -252,4 +252,4 @@ def unmet(lost: StoreLost, members: Sequence[int], rank: int, where: str) -> Eng
 
 def default_store() -> dist.Store:
     """The store of the running job, over a connection of its own: one that waits for a key lets nobody else in."""
-    return torch_private.clone(torch_private.default_store())
+    return torch_comm.clone(torch_comm.default_store())

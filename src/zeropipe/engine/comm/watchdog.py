@@ -8,10 +8,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
-from zeropipe.engine import torch_private
 from zeropipe.engine.comm.faults import Board, StoreLost, reason
 from zeropipe.engine.comm.pulse import BETWEEN, Place, Pulse, Seen, lost_text, verdict
 from zeropipe.engine.comm.threads import started
+from zeropipe.engine.torch_private import compile as torch_compile
 
 STALL = 2.0  # seconds that a tick may come late before this process counts as having been stopped itself
 signs_of_life: list[Callable[[], None]] = []  # called while an engine of this process gets on with its work
@@ -80,7 +80,7 @@ class Watchdog:
 
     def _tick(self, fabric: Watched, now: float) -> bool:
         """Whether there is a reason to stop: it is on the board then. StoreLost if nobody can read that."""
-        sign, busy = fabric.place.sign, fabric.place.busy or torch_private.compiling()
+        sign, busy = fabric.place.sign, fabric.place.busy or torch_compile.compiling()
         if sign != self._sign:
             self._sign, self._since = sign, now
             self._seen.clear()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeropipe.engine import torch_private
+from zeropipe.engine.torch_private import comm as torch_comm
 
 
 class Actor:
@@ -52,21 +52,21 @@ def total(x: Tensor, peers: Peers) -> Tensor:
     """The sum of everybody's x."""
     if peers.group in actors:
         return actors[peers.group].total(x)
-    return torch_private.reduced(x, "sum", peers.group)
+    return torch_comm.reduced(x, "sum", peers.group)
 
 
 def largest(x: Tensor, peers: Peers) -> Tensor:
     """The largest of everybody's x, entry by entry."""
     if peers.group in actors:
         return actors[peers.group].largest(x)
-    return torch_private.reduced(x, "max", peers.group)
+    return torch_comm.reduced(x, "max", peers.group)
 
 
 def joined(x: Tensor, dimension: int, peers: Peers) -> Tensor:
     """Everybody's x, one after the other."""
     if peers.group in actors:
         return actors[peers.group].joined(x, dimension)
-    pieces = torch_private.gathered(x, peers.group)
+    pieces = torch_comm.gathered(x, peers.group)
     return pieces if dimension == 0 else torch.cat(pieces.chunk(peers.number), dimension)
 
 
@@ -79,7 +79,7 @@ def part_of_total(x: Tensor, dimension: int, peers: Peers) -> Tensor:
     """This process's part of the sum of everybody's x."""
     if peers.group in actors:
         return part(total(x, peers), dimension, peers)
-    return torch_private.sum_scattered(torch.cat(x.chunk(peers.number, dimension)), peers.group)
+    return torch_comm.sum_scattered(torch.cat(x.chunk(peers.number, dimension)), peers.group)
 
 
 class Enter(torch.autograd.Function):

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from zeropipe.engine.mesh.talk import Join, Peers, largest, total
-from zeropipe.engine.torch_private import require_on_device
+from zeropipe.engine.torch_private.tensors import require_on_device
 
 
 @functools.cache

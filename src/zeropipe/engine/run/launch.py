@@ -24,7 +24,7 @@ from zeropipe.engine.comm.watchdog import signs_of_life
 from zeropipe.engine.run.nursery import nursery
 from zeropipe.engine.run.slow import TORCH_SAYS
 from zeropipe.engine.run.torchrun import join
-from zeropipe.engine.torch_private import calm_gloo
+from zeropipe.engine.torch_private.comm import calm_gloo
 from zeropipe.errors import ConfigError, EngineError, ZeropipeError, require_positive_integers, short
 
 BEAT, ANSWER = b".", b"="  # the first byte of what a rank says

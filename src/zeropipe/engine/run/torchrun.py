@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from zeropipe.engine.comm.faults import StoreLost
 from zeropipe.engine.comm.ranks import TIMEOUT, Ranks
-from zeropipe.engine.torch_private import clone, init_group, store_outlives_ranks
+from zeropipe.engine.torch_private.comm import clone, init_group, store_outlives_ranks
 from zeropipe.errors import ConfigError, EngineError
 
 HOW = (

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeropipe.engine import torch_private
 from zeropipe.engine.comm.edges import Spec
 from zeropipe.engine.stages.contract import Microbatch, Pick
 from zeropipe.engine.step import spread
+from zeropipe.engine.torch_private import tensors as torch_tensors
 
 Call = Callable[[], None]  # a part of a step
 LONG = 64  # characters of a text, or items of a list
@@ -52,7 +52,7 @@ def plain(tensor: Tensor, name: str) -> Tensor:
         return tensor.detach()
     if spread.is_spread(tensor):
         return spread.piece_of(tensor)
-    settled = torch_private.settled(tensor.detach())
+    settled = torch_tensors.settled(tensor.detach())
     if type(settled) is not Tensor:
         raise TypeError(
             f"{name} returned a {type(settled).__name__}, which cannot be sent to another stage: return a plain Tensor "

@@ -12,9 +12,10 @@ import torch
 from zeropipe.core.action import Action, Kind
 from zeropipe.core.packed import PackedRows, encode
 from zeropipe.core.shard_timeline import Sharding
-from zeropipe.engine import fsdp_private, torch_private
+from zeropipe.engine import fsdp_private
 from zeropipe.engine.mesh.shards import Shards
 from zeropipe.engine.step.cells import Call
+from zeropipe.engine.torch_private import tensors as torch_tensors
 
 
 class Piece:
@@ -43,7 +44,7 @@ class Gauge:
             some.watched_by(self._stages[stage])
         self.units = max((some.num_units for some in shards.values()), default=1)
         units = [unit for stage in shards.values() for unit in stage.units]
-        self._weights = {torch_private.storage_id(s) for unit in units for s in fsdp_private.whole_storages(unit)}
+        self._weights = {torch_tensors.storage_id(s) for unit in units for s in fsdp_private.whole_storages(unit)}
 
     @property
     def is_cuda(self) -> bool:
@@ -71,7 +72,7 @@ class Gauge:
 
     def is_weight(self, storage: Any) -> bool:
         """Whether a storage holds whole weights: what it takes is counted here, and not for a microbatch."""
-        return torch_private.storage_id(storage) in self._weights
+        return torch_tensors.storage_id(storage) in self._weights
 
     def level(self, left: bool = False) -> int:
         """Bytes of whole weights and gradients now. `left`: what will be left when RESHARD has run after an action."""
@@ -81,7 +82,7 @@ class Gauge:
                 storages += fsdp_private.gradient_storages(unit)
                 if not (left and stage.regather):
                     storages += fsdp_private.whole_storages(unit)
-        return sum({torch_private.storage_id(storage): storage.nbytes() for storage in storages}.values())
+        return sum({torch_tensors.storage_id(storage): storage.nbytes() for storage in storages}.values())
 
     def reset(self) -> None:
         """Forget the highest level."""

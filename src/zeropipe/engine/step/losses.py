@@ -9,9 +9,10 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from zeropipe.engine import torch_private
 from zeropipe.engine.backward.gradients import Aside
 from zeropipe.engine.mesh.vocabulary import shown_to, token_losses
+from zeropipe.engine.torch_private import autograd as torch_autograd
+from zeropipe.engine.torch_private import tensors as torch_tensors
 from zeropipe.errors import ConfigError
 
 LossFn = Callable[[Any, Mapping[str, Any]], Any]
@@ -120,7 +121,7 @@ class Tally:
         self._seen[index] = (_own(loss), _own(count), metrics)
         if self.total is None:
             self.late = True
-            for leaf in torch_private.leaves_between(loss, output):
+            for leaf in torch_autograd.leaves_between(loss, output):
                 self.see(leaf)
             return loss
         return loss / (self.total or 1.0)
@@ -183,7 +184,7 @@ def _is_number(value: Any) -> bool:
 
 def require_gradient(loss: Tensor, output: Any) -> None:
     """TypeError for a loss that teaches nothing, though its output could learn."""
-    needs_grad = any(one.requires_grad for one in torch_private.tensors_in(output))
+    needs_grad = any(one.requires_grad for one in torch_tensors.tensors_in(output))
     # a plain 0 is fine: that of a microbatch in which nothing has a loss
     if needs_grad and not loss.requires_grad and float(loss) != 0:
         raise TypeError(

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from zeropipe.engine import fsdp_private, torch_private
+from zeropipe.engine import fsdp_private
 from zeropipe.engine.stages.contract import Told
-from zeropipe.engine.torch_private import COPY, ProductError
+from zeropipe.engine.torch_private import autograd as torch_autograd
+from zeropipe.engine.torch_private.autograd import COPY, ProductError
 from zeropipe.errors import EngineError
 
 
@@ -16,9 +17,9 @@ def explained(error: BaseException, stages: Mapping[int, Told]) -> BaseException
     """An error of autograd, or of the weight-gradient store, about such a tensor in words of the model."""
     if isinstance(error, ProductError):
         return EngineError(f"{_layer(error.parameter, stages)}: {error}")
-    if torch_private.is_modified(error):
+    if torch_autograd.is_modified(error):
         return EngineError(
-            f"a tensor that this backward needs {torch_private.modified_tensor(error)}was modified in place after the "
+            f"a tensor that this backward needs {torch_autograd.modified_tensor(error)}was modified in place after the "
             f"forward that used it; in a pipeline other microbatches' forwards run in between: {COPY}"
         )
     return error

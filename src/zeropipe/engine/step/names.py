@@ -11,7 +11,7 @@ from zeropipe.core.action import Action, Overlap
 from zeropipe.core.formats.torch_trace import PIPELINE
 from zeropipe.core.schedule import Schedule
 from zeropipe.engine.step.cells import Call, Cell
-from zeropipe.engine.torch_private import is_profiling, tell_profiler
+from zeropipe.engine.torch_private.autograd import is_profiling, tell_profiler
 
 
 class Names:

@@ -11,14 +11,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from zeropipe.engine import torch_private
 from zeropipe.engine.blocks.state import State
+from zeropipe.engine.torch_private import tensors as torch_tensors
 from zeropipe.errors import EngineError
 
 
 def require_unmodified(tensors: Sequence[Tensor], version: int, name: str) -> None:
-    """EngineError if tensors that `name` returned are not at this version (torch_private.versions) any more."""
-    if torch_private.versions(tensors) != version:
+    """EngineError if tensors that `name` returned are not at this version (torch_tensors.versions) any more."""
+    if torch_tensors.versions(tensors) != version:
         raise EngineError(
             f"a tensor that {name} returned was modified in place before it was used: return a copy (x.clone()), or "
             "register it as a buffer"
@@ -34,7 +34,7 @@ class Buffers:
 
     def begin(self) -> None:
         """Before a step: look where they are."""
-        self._memory = frozenset(torch_private.memory_of(table[name]) for _, table, name in self._state.entries())
+        self._memory = frozenset(torch_tensors.memory_of(table[name]) for _, table, name in self._state.entries())
 
     def own(self, tensor: Tensor) -> Tensor:
         """A tensor that shares no memory with a buffer: itself, or else a copy."""
@@ -42,12 +42,12 @@ class Buffers:
 
     def own_all(self, output: Any) -> Any:
         """The same for the tensors of a nested value."""
-        if self._memory and any(map(self._has, torch_private.tensors_in(output))):
-            return torch_private.mapped(self.own, output)
+        if self._memory and any(map(self._has, torch_tensors.tensors_in(output))):
+            return torch_tensors.mapped(self.own, output)
         return output
 
     def _has(self, tensor: Tensor) -> bool:
-        return torch_private.memory_of(tensor) in self._memory
+        return torch_tensors.memory_of(tensor) in self._memory
 
 
 class Kept:
@@ -58,8 +58,8 @@ class Kept:
 
     def add(self, result: Any, name: str) -> Any:
         """Note a result that `name` returned, and give it back."""
-        tensors = list(torch_private.tensors_in(result))
-        self._seen.append((tensors, torch_private.versions(tensors), name))
+        tensors = list(torch_tensors.tensors_in(result))
+        self._seen.append((tensors, torch_tensors.versions(tensors), name))
         return result
 
     def check(self) -> None:

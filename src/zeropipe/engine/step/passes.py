@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeropipe.engine import torch_private
 from zeropipe.engine.backward.splitters import Pass
 from zeropipe.engine.comm.edges import Incoming, Message, Outgoing, Spec, answer_key, as_sent, spec_of
 from zeropipe.engine.stages.contract import Microbatch
 from zeropipe.engine.step import spread
 from zeropipe.engine.step.cells import Cell, as_tuple, moved, plain
 from zeropipe.engine.step.outputs import Buffers, require_unmodified
+from zeropipe.engine.torch_private import autograd as torch_autograd
+from zeropipe.engine.torch_private import tensors as torch_tensors
 from zeropipe.errors import EngineError
 
 Finish = Callable[[Any, Microbatch, int], Tensor | None]
@@ -87,7 +88,7 @@ class Passes:
         microbatch = self._microbatches[cell.microbatch]
         args, kwargs = cell.pick(microbatch)
         if self._see is not None:
-            for tensor in torch_private.tensors_in((args, kwargs)):
+            for tensor in torch_tensors.tensors_in((args, kwargs)):
                 if tensor.requires_grad:
                     self._see(tensor)
         if self._device.type != "cpu":
@@ -114,16 +115,16 @@ class Passes:
         cell.spec = spec_of(data, needs_grad, [spread.words_of(tensor, name) for tensor in outputs])
         self._made_of[self._train, cell.stage, self._kinds[cell.microbatch]] = cell.spec
         # from here on only the way back is kept: the data goes when it has been sent or used
-        cell.edges = [torch_private.gradient_edge(tensor) for tensor in outputs if tensor.requires_grad]
+        cell.edges = [torch_autograd.gradient_edge(tensor) for tensor in outputs if tensor.requires_grad]
         if cell.after is not None:
             pairs = zip(outputs, data)
             handed = [own(tensor).detach() if spread.is_spread(tensor) else piece for tensor, piece in pairs]
             cell.after.inputs = [tensor.requires_grad_(needs) for tensor, needs in zip(handed, needs_grad)]
-            cell.version = torch_private.versions(cell.after.inputs)
+            cell.version = torch_tensors.versions(cell.after.inputs)
         else:
             # contiguous here, where the step is joined with all streams: a send allocates nothing on the device
             cell.output = [as_sent(tensor) for tensor in data]
-            cell.version = torch_private.versions(cell.output)
+            cell.version = torch_tensors.versions(cell.output)
 
     def backward(self, cell: Cell, run: Callable[[Pass], None]) -> None:
         """B or I, as the splitter's `run` does it."""
@@ -150,7 +151,7 @@ class Passes:
             del asking
         cell.inputs, cell.edges, cell.gradients, cell.root = (), (), (), None
         # autograd may have given the same memory to others, which add to it
-        gradients = [g.clone() if g is not None and torch_private.is_shared(g) else g for g in gradients]
+        gradients = [g.clone() if g is not None and torch_tensors.is_shared(g) else g for g in gradients]
         if cell.before is not None:
             cell.before.gradients = gradients
         elif cell.stage > 0:
@@ -190,7 +191,7 @@ class Passes:
 def _require_way_back(cell: Cell, output: Any) -> None:
     """TypeError where the last stage cuts its output off from what learns: a loss made of it teaches nothing."""
     learns = [*cell.inputs, *cell.module.parameters()]
-    if any(one.requires_grad for one in torch_private.tensors_in(output)) or not any(x.requires_grad for x in learns):
+    if any(one.requires_grad for one in torch_tensors.tensors_in(output)) or not any(x.requires_grad for x in learns):
         return  # the loss itself knows, or nothing is to learn
     if cell.root is not None and float(cell.root) != 0:
         raise TypeError(

@@ -15,7 +15,6 @@ from zeropipe.core.action import Action, Kind, Overlap
 from zeropipe.core.packed import pack
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Memory, Timeline
-from zeropipe.engine import torch_private
 from zeropipe.engine.backward.gradients import local
 from zeropipe.engine.backward.splitters import Splitter
 from zeropipe.engine.comm.fabric import Fabric
@@ -24,6 +23,8 @@ from zeropipe.engine.step.cells import Call, Cell
 from zeropipe.engine.step.clock import Clock
 from zeropipe.engine.step.gauge import Gauge, Lane, lane_of, sharding_of, starts_of
 from zeropipe.engine.step.ran import KINDS, Ran, as_ran
+from zeropipe.engine.torch_private import autograd as torch_autograd
+from zeropipe.engine.torch_private import tensors as torch_tensors
 
 
 class Recorder:
@@ -39,7 +40,7 @@ class Recorder:
         self._kept: dict[tuple[int, int], int] = {}  # bytes saved by F for the backward
         self._stashed: dict[int, int] = {}  # bytes between I and W, by stage
         self._origin: tuple[float, Any] = (0.0, None)
-        self._allocations = torch_private.Allocations(device)
+        self._allocations = torch_tensors.Allocations(device)
         self._peaks: list[int] | None = None
 
     def begin(self) -> None:
@@ -85,11 +86,11 @@ class Recorder:
             if forward is None:
                 call()
             else:
-                with saved_tensors_hooks(pack, _same), torch_private.selective_caches() as caches:
+                with saved_tensors_hooks(pack, _same), torch_autograd.selective_caches() as caches:
                     call()
             end = time.perf_counter()
             if forward is not None:
-                for tensor in torch_private.cached_tensors(caches):
+                for tensor in torch_autograd.cached_tensors(caches):
                     pack(tensor)
                 for weight in self._parameters:  # weights are no activations
                     saved.pop(local(weight).untyped_storage().data_ptr(), None)

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from zeropipe.engine import torch_private
+from zeropipe.engine.torch_private import tensors as torch_tensors
 
 
 def is_spread(tensor: Tensor) -> bool:
@@ -35,7 +35,7 @@ def words_of(tensor: Any, name: str) -> str:
 
 def piece_of(tensor: Any) -> Tensor:
     """This rank's piece of an output."""
-    return torch_private.settled(tensor.detach().to_local())
+    return torch_tensors.settled(tensor.detach().to_local())
 
 
 def made_again(piece: Tensor, words: str, module: nn.Module, stage: int) -> Tensor:
@@ -56,7 +56,7 @@ def piece_of_gradient(gradient: Any, x: Any) -> Tensor:
     """This rank's piece of an input's gradient, spread as the stage before expects it."""
     if not is_spread(x):
         return gradient
-    return torch_private.settled(gradient.redistribute(x.device_mesh, [_answer(p) for p in x.placements]).to_local())
+    return torch_tensors.settled(gradient.redistribute(x.device_mesh, [_answer(p) for p in x.placements]).to_local())
 
 
 def _answer(placement: Any) -> Any:

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from zeropipe.core.action import Overlap, Step
-from zeropipe.engine import torch_private
 from zeropipe.engine.stages.contract import Told
 from zeropipe.engine.step.cells import Call, Cell
+from zeropipe.engine.torch_private import autograd as torch_autograd
 from zeropipe.errors import EngineError
 
 
@@ -31,11 +31,11 @@ class Streams:
         self._streams: tuple[torch.cuda.Stream, ...] = ()
         if _colour(row, cells) and device.type == "cuda":
             self._streams = (torch.cuda.Stream(device), torch.cuda.Stream(device))
-            torch_private.quiet_streams()
+            torch_autograd.quiet_streams()
             # Gradients are accumulated on the stream their accumulator was made on. Made on one of the two, it would
             # keep a backward on the other waiting for the forward beside it.
             parameters = (p for told in stages.values() for p in told.module.parameters() if p.requires_grad)
-            self._accumulators = [torch_private.gradient_edge(parameter) for parameter in parameters]
+            self._accumulators = [torch_autograd.gradient_edge(parameter) for parameter in parameters]
 
     def placed(self, calls: Sequence[Call], cells: Sequence[Cell]) -> Call:
         """A step's computations, each on its cell's stream: after all that was issued, before all that will be."""

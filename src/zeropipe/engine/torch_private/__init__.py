@@ -1,0 +1,7 @@
+"""Every private or undocumented call of torch, in one place: what to look at when torch changes.
+
+comm: the store, process groups and collectives
+tensors: memory, DTensor, nested values, sums over lists of tensors
+autograd: graphs, saved tensors, selective checkpointing, the profiler
+compile: the compiler, and what its versions get wrong
+"""

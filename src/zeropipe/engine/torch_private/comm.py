@@ -1,0 +1,207 @@
+"""Private calls of torch.distributed: the store, process groups and collectives."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import _functional_collectives as collectives
+
+ABORT_TAG = 0x7E0  # no message of ours carries it
+FOREVER = timedelta(days=365)
+
+
+def default_store() -> dist.Store:
+    """The key-value store of the running torch.distributed job."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def store_is_on_rank_0() -> bool:
+    """Whether rank 0 hosts the job's store: where neither torchrun's agent nor another process does."""
+    return "MASTER_ADDR" in os.environ and not store_outlives_ranks()
+
+
+def store_outlives_ranks() -> bool:
+    """Whether torchrun's agent has the job's store: it keeps what ranks wrote that were started before."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def is_host_of(store: dist.Store) -> bool:
+    """Whether the process that serves a store is on this machine: whether its address is one of ours."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, dist.TCPStore):
+        return False
+    with contextlib.suppress(OSError):
+        for family, kind, _, _, address in socket.getaddrinfo(store.host, 0, type=socket.SOCK_STREAM):
+            with socket.socket(family, kind) as tried, contextlib.suppress(OSError):
+                tried.bind(address)
+                return True
+    return False
+
+
+def clone(store: dist.Store) -> dist.Store:
+    """The same store over a connection of its own: one that waits for a key keeps its other users waiting."""
+    return store.clone()  # type: ignore[attr-defined,no-any-return]
+
+
+def init_group(backend: str, patience: float, **where: Any) -> None:
+    """`init_process_group` that ends after `patience` seconds where gloo cannot connect; later waits last as ever."""
+    if backend != "gloo":
+        dist.init_process_group(backend, **where)
+        return
+    dist.init_process_group(backend, timeout=timedelta(seconds=patience), **where)
+    dist.distributed_c10d._set_pg_timeout(dist.distributed_c10d.default_pg_timeout)
+
+
+def gloo_devices() -> list[Any]:
+    """What gloo's groups send and receive with: a thread each, which wakes up a hundred times a second, used or not."""
+    interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    make = dist.ProcessGroupGloo
+    return [make.create_device(interface=name) for name in interfaces] or [make.create_default_device()]
+
+
+def gloo_group(store: dist.Store, rank: int, size: int, timeout: float, devices: list[Any]) -> Any:
+    """A gloo group outside torch's registry: only its members take part in making it."""
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = timedelta(seconds=timeout)
+    options._devices, options._threads = devices, 2 * len(devices)
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+def calm_gloo() -> None:
+    """Let gloo's threads wake up without taking the core of a thread that sends.
+
+    A sender holds a lock until its call of the kernel returns. What its message wakes may take its core before that,
+    and answer: then the sender's own gloo thread asks for the lock again and again, on the core that the sender needs
+    to let it go. On busy cores that took most of the processor time of messages.
+    """
+    if not hasattr(os, "SCHED_BATCH"):  # Linux has it
+        return
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):  # it has just ended, or may not be changed
+            with open(f"/proc/self/task/{thread}/comm") as file:
+                name = file.read().strip()
+            if name == "gloo_tcp_loop":
+                os.sched_setscheduler(int(thread), os.SCHED_BATCH, os.sched_param(0))
+
+
+def nccl_group(store: dist.Store, rank: int, size: int) -> Any:
+    """An NCCL group outside torch's registry, whose errors do not end the process: the watchdog stops all ranks."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = FOREVER
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # read when a group is made
+    before = os.environ.get(name)
+    os.environ[name] = "0"
+    try:
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
+
+
+def abort_gloo(group: Any) -> None:
+    """Close a group's connections, also under a thread that waits on one; its peers' waits then fail at once.
+
+    gloo's own `abort` leaves the sockets open. A receive that times out closes every pair of the group; one from a
+    peer that is gone already fails before its time, so all peers are tried.
+    """
+    for peer in range(group.size()):
+        if peer != group.rank():
+            with contextlib.suppress(RuntimeError):
+                group.recv([torch.empty(1, device="cpu")], peer, ABORT_TAG).wait(timedelta(milliseconds=1))
+
+
+def abort_nccl(groups: Iterable[Any], patience: float = 20.0) -> None:
+    """Stop the groups' kernels, so that streams waiting for them go on.
+
+    All at once: an abort frees memory, for which CUDA waits until every kernel has ended, those of the other groups
+    included. One after the other they would wait for each other.
+    """
+
+    def abort(group: Any) -> None:
+        with contextlib.suppress(RuntimeError):
+            group.abort()
+
+    threads = [threading.Thread(target=abort, args=(group,), daemon=True) for group in groups]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + patience
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+
+
+def abort(groups: Iterable[Any], patience: float) -> None:
+    """Break groups of any kind; `patience`: seconds for those of NCCL."""
+    slow = []
+    for group in groups:
+        if isinstance(group, dist.ProcessGroupGloo):
+            abort_gloo(group)
+        else:
+            slow.append(group)
+    abort_nccl(slow, patience)
+
+
+def backends(group: dist.ProcessGroup) -> list[Any]:
+    """What does a group's work: one for each kind of device, or one for all."""
+    found = [group._get_backend(device) for device in group._device_types]
+    return list({id(backend): backend for backend in found}.values())
+
+
+def wait(work: Any) -> None:
+    """Wait for a gloo message for as long as it takes; not for NCCL's, where a time-out makes the host wait."""
+    work.wait(FOREVER)
+
+
+def allgather_bytes(group: Any, size: int, mine: Tensor) -> list[Tensor]:
+    """Everybody's `mine`, all of the same shape."""
+    out = [torch.empty_like(mine) for _ in range(size)]
+    options = dist.distributed_c10d.AllgatherOptions()
+    options.timeout = FOREVER
+    group.allgather([out], [mine], options).wait()
+    return out
+
+
+def allreduce_sum(group: Any, tensor: Tensor) -> None:
+    """Sum `tensor` over the group, in place."""
+    options = dist.distributed_c10d.AllreduceOptions()
+    options.timeout = FOREVER
+    group.allreduce([tensor], options).wait()
+
+
+def broadcast(group: Any, tensor: Tensor, root: int) -> None:
+    """Everybody gets the root's `tensor`, in place."""
+    options = dist.distributed_c10d.BroadcastOptions()
+    options.rootRank, options.rootTensor, options.timeout = root, 0, FOREVER
+    group.broadcast([tensor], options).wait()
+
+
+# Collectives that may stand in a compiled graph: a group is known by its name. The two that move pieces have new names
+# since torch 2.13.
+_all_gather = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
+_reduce_scatter = getattr(collectives, "reduce_scatter_single", None) or collectives.reduce_scatter_tensor
+
+
+def reduced(x: Tensor, operation: str, group: str) -> Tensor:
+    """The "sum" or "max" of everybody's x."""
+    return collectives.wait_tensor(collectives.all_reduce(x.contiguous(), operation, group))
+
+
+def gathered(x: Tensor, group: str) -> Tensor:
+    """Everybody's x, one after the other in the first dimension."""
+    return collectives.wait_tensor(_all_gather(x.contiguous(), 0, group))
+
+
+def sum_scattered(x: Tensor, group: str) -> Tensor:
+    """This process's part, in the first dimension, of the sum of everybody's x."""
+    return collectives.wait_tensor(_reduce_scatter(x.contiguous(), "sum", 0, group))
