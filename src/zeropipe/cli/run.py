@@ -106,6 +106,7 @@ def run(
     if dry_run:
         run_output.print_plan(built, job, as_json)
         return
+    job = _with_device(job)
     results = _run_ranks(built, job, timeout)
     if results is None:  # a rank of torchrun that is not the first
         return
@@ -273,16 +274,22 @@ def _create_job(built: list[Schedule], values: dict[str, Any]) -> Job:
     return job
 
 
-def _run_ranks(built: list[Schedule], job: Job, timeout: float) -> list[Outcome] | None:
+def _with_device(job: Job) -> Job:
+    """The job on the device that `auto` stands for, which the output names."""
     from zeropipe.engine import require_torch
 
     require_torch()
-    from zeropipe.engine.run.job import backend_of, resolve_device, run_all, run_under_torchrun
+    from zeropipe.engine.run.job import resolve_device
+
+    return replace(job, device=resolve_device(job.device))
+
+
+def _run_ranks(built: list[Schedule], job: Job, timeout: float) -> list[Outcome] | None:
+    from zeropipe.engine.run.job import backend_of, run_all, run_under_torchrun
     from zeropipe.engine.run.launch import LocalRanks, is_local, model_code
     from zeropipe.engine.run.slow import tell_slow
     from zeropipe.engine.run.spec import num_ranks_of
 
-    job = replace(job, device=resolve_device(job.device))
     if not is_local():
         return run_under_torchrun(built, job)
     tell_slow(job.dtype, job.device)
