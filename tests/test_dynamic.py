@@ -15,7 +15,7 @@ from torch import nn
 import zeropipe as zp
 from zeropipe.core.action import Kind, actions_of, parse_action
 from zeropipe.core.check import check
-from zeropipe.engine.stages.contract import told
+from zeropipe.engine.stages.contract import describe_stage
 from zeropipe.engine.step.dynamic import Gap, movable
 from zeropipe.errors import EngineError
 
@@ -30,7 +30,7 @@ SPLIT = [
 def owed(row: str, shared: bool = False) -> dict[str, str]:
     """What `movable` says about a row of stages 0 and 1, in texts."""
     one = nn.Linear(2, 2)
-    stages = {0: told(0, one), 1: told(1, nn.Sequential(one) if shared else nn.Linear(2, 2))}
+    stages = {0: describe_stage(0, one), 1: describe_stage(1, nn.Sequential(one) if shared else nn.Linear(2, 2))}
     found = movable([parse_action(text) for text in row.split()], stages)
     return {str(action): " ".join(map(str, some)) for action, some in found.items() if some}
 

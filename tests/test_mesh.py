@@ -17,7 +17,7 @@ from full_marker import mark_rest_full
 import zeropipe as zp
 from zeropipe.core.action import SHARDING, actions_of
 from zeropipe.engine.layout import Layout
-from zeropipe.engine.stages.contract import told
+from zeropipe.engine.stages.contract import describe_stage
 from zeropipe.engine.step import equal
 
 SHARDED, REPLICATED, HYBRID = {"pp": 2, "dp_shard": 2}, {"pp": 2, "dp_replicate": 2}, {"dp_replicate": 2, "dp_shard": 2}
@@ -104,7 +104,9 @@ def test_weights_that_several_processes_hold_whole_begin_equal(dimension, words)
         (block,) = blocks(1)
         block.up.weight.data[0, 0] += rank * change
         layout = Layout((0, 1), rank, (rank,), {dimension: 2}, {dimension: rank})
-        return equal.shared_weights(zp.build("1f1b", ranks=1, microbatches=1), {0: told(0, block)}, layout, True)
+        return equal.shared_weights(
+            zp.build("1f1b", ranks=1, microbatches=1), {0: describe_stage(0, block)}, layout, True
+        )
 
     assert words in equal.difference([claims(rank, 1.0) for rank in range(2)])
     assert (equal.difference([claims(rank, 1e-12) for rank in range(2)]) is None) == (dimension == "tp")

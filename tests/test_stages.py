@@ -16,7 +16,7 @@ import zeropipe as zp
 from zeropipe.engine.backward.linear import defer
 from zeropipe.engine.backward.store import WeightStore
 from zeropipe.engine.stages.build import hf_model, hf_stages, module_stages
-from zeropipe.engine.stages.contract import told
+from zeropipe.engine.stages.contract import describe_stage
 from zeropipe.engine.stages.save import save_stages
 from zeropipe.errors import ConfigError
 
@@ -265,8 +265,8 @@ def test_modules_of_torchscript(make):
 def test_a_module_may_have_blocks_and_layers_of_its_own(blocks, found):
     module = nn.Tanh()
     module.blocks, module.layers = blocks, nn.ModuleList([nn.Tanh()])
-    asked = told(0, module)
-    assert (None if asked.blocks is None else len(asked.blocks), asked.first_layer) == (found, 0)
+    info = describe_stage(0, module)
+    assert (None if info.blocks is None else len(info.blocks), info.first_layer) == (found, 0)
 
 
 class Fork(nn.Module):

@@ -21,7 +21,7 @@ from zeropipe.core.timeline import Timeline
 from zeropipe.engine import Engine, module_stages
 from zeropipe.engine.backward.splitters import StoreSplitter
 from zeropipe.engine.comm.edges import Message
-from zeropipe.engine.stages.contract import told
+from zeropipe.engine.stages.contract import describe_stage
 from zeropipe.engine.step.cells import Cell
 from zeropipe.engine.step.dynamic import movable
 from zeropipe.engine.step.passes import Passes
@@ -73,7 +73,7 @@ def one_message_held(schedule: Schedule) -> Iterator[None]:
 def waited_for(schedule: Schedule) -> Message:
     """The first message that a rank waits for while it owes a W."""
     for rank, row in enumerate(schedule.rows):
-        stages = {stage: told(stage, nn.Linear(1, 1)) for stage in schedule.placement.stages_of(rank)}
+        stages = {stage: describe_stage(stage, nn.Linear(1, 1)) for stage in schedule.placement.stages_of(rank)}
         for action, owed in movable(row, stages).items():
             forward = action.kind is Kind.F
             before = action.stage + (-1 if forward else 1)

@@ -140,12 +140,12 @@ def full_gradients(stages: list[nn.Module]) -> dict[str, Tensor | None]:
         for name, parameter in stage.named_parameters():
             grads[names[name]] = parameter.grad
     for stage in stages[:1]:
-        for tied in stage.tied_pairs:
-            other, own = stages[tied.stage], stage.get_parameter(tied.name)
-            if other.get_parameter(tied.other) is not own:
+        for own_name, partner_stage, partner_name in stage.tied_pairs:
+            other, own = stages[partner_stage], stage.get_parameter(own_name)
+            if other.get_parameter(partner_name) is not own:
                 name = next(name for name, parameter in stage.named_parameters() if parameter is own)
-                grads[stage.full_names()[name]] = own.grad + other.get_parameter(tied.other).grad
-            del grads[other.full_names()[tied.other]]
+                grads[stage.full_names()[name]] = own.grad + other.get_parameter(partner_name).grad
+            del grads[other.full_names()[partner_name]]
     return grads
 
 

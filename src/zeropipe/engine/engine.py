@@ -33,7 +33,7 @@ from zeropipe.engine.layout import Layout
 from zeropipe.engine.mesh.shards import Shards, sharded
 from zeropipe.engine.mesh.vocabulary import shown_to
 from zeropipe.engine.options import Options, require_switch
-from zeropipe.engine.stages.contract import Microbatch, Told, told
+from zeropipe.engine.stages.contract import Microbatch, StageInfo, describe_stage
 from zeropipe.engine.step import equal, modified
 from zeropipe.engine.step.agreed import first_difference
 from zeropipe.engine.step.clock import Clock
@@ -68,7 +68,7 @@ class Engine:
     def __init__(
         self,
         schedule: Schedule,
-        stages: Mapping[int, nn.Module | Told],
+        stages: Mapping[int, nn.Module | StageInfo],
         *,
         group: dist.ProcessGroup | None = None,
         mesh: DeviceMesh | None = None,
@@ -85,7 +85,7 @@ class Engine:
         order = schedule.placement.stages_of(layout.pipeline_rank)  # what is collective is done in one order everywhere
         self._given = dict(sorted(stages.items(), key=lambda item: order.index(item[0]) if item[0] in order else -1))
         self.stages = {
-            stage: given.module if isinstance(given, Told) else given for stage, given in self._given.items()
+            stage: given.module if isinstance(given, StageInfo) else given for stage, given in self._given.items()
         }
         self._device = setup.device_of(device, self.stages)
         self._fabric = fabric = Fabric(layout, self._device, self.options.timeout)
@@ -93,7 +93,7 @@ class Engine:
         self._outgoing: dict[int, Outgoing] = {}
         self._finalizer = weakref.finalize(self, _let_go, self._outgoing, fabric)
         self._stopped: str | None = None
-        self._told: dict[int, Told] = {}
+        self._infos: dict[int, StageInfo] = {}
         self._executors: Executors | None = None
         self._splitter: Splitter | None = None
         self.saving: Saving | None = None  # a checkpoint that is being written
@@ -111,25 +111,25 @@ class Engine:
         fabric.place.name = "set-up, comparing options and stages"
         self._agree()
         deferring = self.options.direct_gradients or setup.splits(schedule, self.rank)
-        builders = {stage: told.build_weights for stage, told in self._told.items() if told.build_weights is not None}
+        builders = {stage: info.build_weights for stage, info in self._infos.items() if info.build_weights is not None}
         self._splitter = make_splitter(self.options.split, deferring, builders)
         fabric.place.name = "set-up, preparing stages"
         on_all_ranks(fabric, self._prepare)
-        self._deferred = [layer for told in self._told.values() for layer in deferred_in(told.module)]
+        self._deferred = [layer for info in self._infos.values() for layer in deferred_in(info.module)]
         self._shards = {
-            stage: Shards(stage, told.module, regather=self.options.regather, keeps_factors=told.keeps_factors)
-            for stage, told in self._told.items()
-            if sharded(told.module)
+            stage: Shards(stage, info.module, regather=self.options.regather, keeps_factors=info.keeps_factors)
+            for stage, info in self._infos.items()
+            if sharded(info.module)
         }
         fabric.place.name = "set-up, connecting"
         self._wires = fabric.connect(edges_of(schedule.placement), listen=self.options.dynamic_weights)
         dynamic = self.options.shapes == "dynamic"
         self._outgoing.update({b: Outgoing(wire, dynamic) for (a, b), wire in self._wires.items() if a == self.rank})
-        self._sums = GradientSums(schedule, self._told, fabric)
+        self._sums = GradientSums(schedule, self._infos, fabric)
         self._own = frozenset(id(parameter) for parameter in self._sums.all)
         self._kinds = KindBook()
         parts = Parts(
-            schedule, self.rank, self._told, self._outgoing, self._wires, self._device, self._splitter, self._shards,
+            schedule, self.rank, self._infos, self._outgoing, self._wires, self._device, self._splitter, self._shards,
             self._sums.all, self.options,
         )  # fmt: skip
         self._executors = Executors(parts)
@@ -139,19 +139,19 @@ class Engine:
         """Options, schedule, stages and ties: proven on every rank before anything is connected."""
 
         def look() -> Mapping[str, object]:
-            self._told = {stage: told(stage, given) for stage, given in self._given.items()}
+            self._infos = {stage: describe_stage(stage, given) for stage, given in self._given.items()}
             self.options.check()
-            setup.check_stages(self.schedule, self._layout, self._told, self.options)
+            setup.check_stages(self.schedule, self._layout, self._infos, self.options)
             return setup.facts(self.schedule, self.options, self._device)
 
         setup.require_same_setup(self._fabric, look)
-        _, everyone = on_all_ranks(self._fabric, lambda: ties(self._told))
+        _, everyone = on_all_ranks(self._fabric, lambda: ties(self._infos))
         lonely = equal.lonely_tie(everyone)
         if lonely is not None:
             raise ConfigError(lonely)
 
     def _prepare(self) -> None:
-        for stage in self._told.values():
+        for stage in self._infos.values():
             self._splitter.prepare(stage.number, stage.module)
             if stage.blocks is not None:
                 set_blocks(stage.blocks, stage.first_layer, compile=self.options.compile, ac=self.options.ac)
@@ -304,7 +304,7 @@ class Engine:
     def together(self, where: str, refusing: bool = True) -> Iterator[Team]:
         """Around what all ranks do beside steps: an error of one of them stops all."""
         with self._guard(where, refusing):
-            yield Team(self.schedule, self._told, self._fabric)
+            yield Team(self.schedule, self._infos, self._fabric)
 
     # measurements
 
@@ -354,7 +354,7 @@ class Engine:
             self._fabric.place.call = call
             last = self.schedule.placement.copies[0][-1]
             counting = self._layout.speaks and self.rank == last
-            stages, state = self._told.values(), state_of(self._sums.all, self._device)
+            stages, state = self._infos.values(), state_of(self._sums.all, self._device)
             opened = open_step(
                 self._fabric, self._layout, self._kinds, stages, state, microbatches, loss_fn, counting,
                 partial(self._executors.orders, use), refusal,
@@ -422,7 +422,7 @@ class Engine:
         sums = tally.sums() if self._layout.speaks else None
         everyone = self._fabric.exchange((sums, self._sums.flags()))
         if equal.difference([flags for _, flags in everyone]) is not None:
-            self._refuse_unlike(equal.shared_weights(self.schedule, self._told, self._layout, values=False))
+            self._refuse_unlike(equal.shared_weights(self.schedule, self._infos, self._layout, values=False))
         result, late = combine([sums for sums, _ in everyone])
         require_counted(result, tally.total)
         if late and tally.not_leaf:
@@ -437,7 +437,7 @@ class Engine:
         if self._compared and not self.options.check_equal:
             return
         self._fabric.place.name = "the comparison of weights"
-        claims = equal.shared_weights(self.schedule, self._told, self._layout, values=True)
+        claims = equal.shared_weights(self.schedule, self._infos, self._layout, values=True)
         if self.options.check_equal:
             claims += equal.microbatch_claims(microbatches, self._layout)
         self._refuse_unlike(claims)
@@ -461,7 +461,7 @@ class Engine:
         except BaseException as error:
             if refusing and isinstance(error, ConfigError):
                 raise
-            explained = self._fabric.explain(modified.explained(error, self._told), place.where)
+            explained = self._fabric.explain(modified.explained(error, self._infos), place.where)
             self._stop(str(explained))
             if isinstance(error, PeerLost) or is_closed(error):  # the transport's own words help nobody
                 raise explained from None

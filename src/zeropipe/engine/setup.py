@@ -19,7 +19,7 @@ from zeropipe.engine.comm.fabric import Fabric
 from zeropipe.engine.layout import Layout
 from zeropipe.engine.mesh.shards import require_one_dtype, sharded
 from zeropipe.engine.options import Options
-from zeropipe.engine.stages.contract import Told
+from zeropipe.engine.stages.contract import StageInfo
 from zeropipe.engine.stages.devices import known_device
 from zeropipe.errors import ConfigError
 
@@ -51,7 +51,7 @@ def check_given(schedule: object, stages: object) -> None:
             "hf_stages make one"
         )
     for stage, module in stages.items():
-        if not isinstance(module, nn.Module | Told):
+        if not isinstance(module, nn.Module | StageInfo):
             raise ConfigError(f"stage {stage!r} is a {type(module).__name__}: an nn.Module is needed")
 
 
@@ -72,40 +72,40 @@ def check_sizes(schedule: Schedule, layout: Layout) -> None:
     )
 
 
-def check_stages(schedule: Schedule, layout: Layout, stages: Mapping[int, Told], options: Options) -> None:
+def check_stages(schedule: Schedule, layout: Layout, stages: Mapping[int, StageInfo], options: Options) -> None:
     """ConfigError for stages that this schedule cannot run with these options."""
-    for stage, told in stages.items():
-        wrapped = next((name for child in told.module.modules() for name in _WRAPPERS & _kinds(child)), None)
+    for stage, info in stages.items():
+        wrapped = next((name for child in info.module.modules() for name in _WRAPPERS & _kinds(child)), None)
         if wrapped:
             way_out = "give plain modules and a mesh, or shard them with parallelize()"
-            if told.keeps_factors:
+            if info.keeps_factors:
                 way_out = "shard it with fully_shard, or give the plain module and sum its gradients after step()"
             raise ConfigError(
                 f"stage {stage} holds {wrapped}, which reduces gradients at the wrong time for a pipeline: {way_out}"
             )
-        empty = next((name for name, p in told.module.named_parameters() if p.is_meta), None)
+        empty = next((name for name, p in info.module.named_parameters() if p.is_meta), None)
         if empty is not None:
             raise ConfigError(
                 f"{empty} of stage {stage} is on the meta device, without values: call to_empty(device=...) and fill "
                 "it, or load weights with assign=True"
             )
-        if sharded(told.module) and layout.mesh is None and not told.keeps_factors:
+        if sharded(info.module) and layout.mesh is None and not info.keeps_factors:
             raise ConfigError(f"stage {stage} is sharded: give the Engine the mesh it is sharded on")
-        if sharded(told.module) and layout.mesh is None and options.regather:
+        if sharded(info.module) and layout.mesh is None and options.regather:
             raise ConfigError(
                 f"stage {stage} is sharded: with regather=True all pipelines must have the same number of "
                 "microbatches, which is not known without a mesh: give configure(mesh=...), or leave regather out"
             )
-        if sharded(told.module) and options.regather and options.split == "autograd":
+        if sharded(info.module) and options.regather and options.split == "autograd":
             raise ConfigError(
                 f"stage {stage} is sharded: split='autograd' may read weights in W, which regather=True has let go; "
                 "use split='store', or leave regather out"
             )
-        require_one_dtype(stage, told.module)
-        if options.changes_blocks and told.blocks is None:
+        require_one_dtype(stage, info.module)
+        if options.changes_blocks and info.blocks is None:
             raise ConfigError(f"stage {stage} names no blocks to compile or checkpoint: use module_stages()")
-        for tie in told.ties:
-            told.module.get_parameter(tie.name)
+        for tie in info.ties:
+            info.module.get_parameter(tie.name)
     wanted = schedule.placement.stages_of(layout.pipeline_rank)
     if tuple(sorted(stages)) != wanted:
         raise ConfigError(f"stages {sorted(stages)} were given, the placement puts {list(wanted)} here")

@@ -16,7 +16,7 @@ from zeropipe.core.schedule import Schedule
 from zeropipe.engine.engine import Engine
 from zeropipe.engine.layout import Layout
 from zeropipe.engine.options import Options, require_switch
-from zeropipe.engine.stages.contract import Microbatch, Told
+from zeropipe.engine.stages.contract import Microbatch, StageInfo
 from zeropipe.errors import ConfigError, short
 from zeropipe.pipelining import private
 
@@ -89,7 +89,7 @@ def drop(stages: Sequence[Any], engine: Engine) -> None:
 
 def _engine(stages: Sequence[Any], schedule: Schedule) -> Engine:
     options = {name: getattr(_settings.options, name) for name in vars(_settings.options)}
-    told = {stage.stage_index: _told(stage) for stage in stages}
+    infos = {stage.stage_index: _describe(stage) for stage in stages}
     if schedule.rebuild is not None:
         # it runs any number of microbatches: made for one number, it is the same on pipelines that have different ones
         schedule = resize(schedule, 2 * schedule.num_stages)
@@ -99,7 +99,7 @@ def _engine(stages: Sequence[Any], schedule: Schedule) -> Engine:
         check_pipeline(_settings.mesh, stages[0].group)
         warn_of_replicas(_settings.mesh, stages)
         where = {"mesh": _settings.mesh}
-    return Engine(schedule, told, device=stages[0].device, record=_settings.record, **where, **options)
+    return Engine(schedule, infos, device=stages[0].device, record=_settings.record, **where, **options)
 
 
 def check_pipeline(mesh: DeviceMesh, group: Any) -> None:
@@ -138,9 +138,9 @@ def warn_of_copies(stages: Sequence[Any]) -> None:
         )
 
 
-def _told(stage: Any) -> Told:
-    """What a PipelineStage tells the engine."""
-    return Told(
+def _describe(stage: Any) -> StageInfo:
+    """Describe a PipelineStage to the engine."""
+    return StageInfo(
         stage.stage_index,
         stage.submod,
         _first if stage.is_first else _later,

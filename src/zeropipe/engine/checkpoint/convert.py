@@ -21,7 +21,7 @@ from zeropipe.engine.checkpoint.names import own_tensors, tied_sets
 from zeropipe.engine.checkpoint.pieces import Written
 from zeropipe.engine.checkpoint.save import described_model
 from zeropipe.engine.stages.adapters import Injected, adapter_from, is_adapters
-from zeropipe.engine.stages.contract import told
+from zeropipe.engine.stages.contract import describe_stage
 from zeropipe.engine.stages.hf import HFStage
 from zeropipe.engine.stages.models import meta_model
 from zeropipe.engine.stages.open import Model, open_model, read_config
@@ -199,7 +199,7 @@ def _once(stage: HFStage, ties: dict[str, str]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     names: dict[int, str] = {}
     embedding, head = (stage.full_name(name) for name in stage.tied_names)
-    for own in (own for own in own_tensors(told(stage.stage, stage)) if not own.is_copy):
+    for own in (own for own in own_tensors(describe_stage(stage.stage, stage)) if not own.is_copy):
         if own.name == head and stage.is_tied and not stage.is_first:
             ties[head] = embedding
         elif id(own.tensor) in names:

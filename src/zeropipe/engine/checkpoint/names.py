@@ -15,7 +15,7 @@ from zeropipe.engine.comm.collective import on_all_ranks
 from zeropipe.engine.comm.fabric import Fabric
 from zeropipe.engine.stages import save
 from zeropipe.engine.stages.adapters import adapter_in, wrapped, wrappers
-from zeropipe.engine.stages.contract import Told
+from zeropipe.engine.stages.contract import StageInfo
 from zeropipe.engine.stages.hf import HFStage
 from zeropipe.engine.stages.whole import computed, unwrapped_name
 from zeropipe.errors import ConfigError, short
@@ -25,7 +25,7 @@ class Team(NamedTuple):
     """What a rank of an Engine has, for work that all ranks do together beside steps."""
 
     schedule: Schedule
-    stages: Mapping[int, Told]
+    stages: Mapping[int, StageInfo]
     fabric: Fabric
 
 
@@ -150,58 +150,58 @@ def tied_sets(ties: Mapping[str, str]) -> set[frozenset[str]]:
     return {frozenset(group) for group in groups.values()}
 
 
-def own_tensors(told: Told) -> list[Own]:
+def own_tensors(info: StageInfo) -> list[Own]:
     """Parameters and stored buffers of a stage; a tensor with several names under each of them."""
-    module = told.module
+    module = info.module
     unstored = computed(module)
     buffers = {n: b for n, b in module.named_buffers(remove_duplicate=False) if n not in unstored}
     parameters = dict(module.named_parameters(remove_duplicate=False))
-    full = _full_names(told, parameters, buffers)
+    full = _full_names(info, parameters, buffers)
     copies = module.copied_buffers if isinstance(module, HFStage) else frozenset()
     return [
-        Own(told.number, full[name], tensor, is_copy=name in copies) for name, tensor in (parameters | buffers).items()
+        Own(info.number, full[name], tensor, is_copy=name in copies) for name, tensor in (parameters | buffers).items()
     ]
 
 
-def merged_tensors(told: Told) -> list[Own]:
+def merged_tensors(info: StageInfo) -> list[Own]:
     """A stage's tensors as they are without the adapter's layers, which are added to them."""
-    stage = told.module
+    stage = info.module
     adapter = adapter_in(stage) if isinstance(stage, HFStage) else None
     if not isinstance(stage, HFStage) or adapter is None:
-        return own_tensors(told)
+        return own_tensors(info)
     around = {stage.full_name(name): module for name, module in wrappers(stage).items()}
-    bare = {own.name: own.tensor for own in own_tensors(told)}
+    bare = {own.name: own.tensor for own in own_tensors(info)}
     found = []
     for name, get in save.merged_tensors(stage, adapter.name).items():
         wrapper = next((wrapper for wrapper in around if name.startswith(f"{wrapper}.")), None)
         if wrapper is None:
-            found.append(Own(told.number, name, bare[name]))
+            found.append(Own(info.number, name, bare[name]))
             continue
         outer = around[wrapper]
         if any(hasattr(tensor, "full_tensor") for tensor in outer.parameters()):
             raise ConfigError(f"the adapter on {name} is sharded and cannot be merged: ask for merge=False")
         inside = wrapped(outer).state_dict(keep_vars=True)
-        found.append(Own(told.number, name, inside[name.removeprefix(f"{wrapper}.")], get))
+        found.append(Own(info.number, name, inside[name.removeprefix(f"{wrapper}.")], get))
     return found
 
 
-def _full_names(told: Told, parameters: Iterable[str], buffers: Iterable[str]) -> dict[str, str]:
-    module: Any = told.module
+def _full_names(info: StageInfo, parameters: Iterable[str], buffers: Iterable[str]) -> dict[str, str]:
+    module: Any = info.module
     if not hasattr(module, "full_names"):  # it tells nothing: such a checkpoint is for the same stages
-        return {name: f"stages.{told.number}.{unwrapped_name(name)}" for name in (*parameters, *buffers)}
+        return {name: f"stages.{info.number}.{unwrapped_name(name)}" for name in (*parameters, *buffers)}
     full = dict(module.full_names())
     for name in buffers:
         if not hasattr(module, "full_name"):
             raise ConfigError(
-                f"stage {told.number} has a buffer {name} and no full_name(name): its name in the whole model is needed"
+                f"stage {info.number} has a buffer {name} and no full_name(name): its name in the whole model is needed"
             )
         full[name] = module.full_name(name)
     if missing := [name for name in parameters if name not in full]:
-        raise ConfigError(f"full_names() of stage {told.number} does not tell {missing[0]}: it tells every parameter")
+        raise ConfigError(f"full_names() of stage {info.number} does not tell {missing[0]}: it tells every parameter")
     return {name: unwrapped_name(name_there) for name, name_there in full.items()}
 
 
-def _word(own: Iterable[Own], stages: Mapping[int, Told]) -> _Word:
+def _word(own: Iterable[Own], stages: Mapping[int, StageInfo]) -> _Word:
     described: dict[int, list[Described]] = {stage: [] for stage in stages}
     same: dict[int, list[str]] = {}
     for each in (each for each in own if not each.is_copy):
@@ -211,11 +211,11 @@ def _word(own: Iterable[Own], stages: Mapping[int, Told]) -> _Word:
         same.setdefault(id(each.tensor), []).append(each.name)
     names = {id(each.tensor): each.name for each in own}
     ties, here = [], {}
-    for number, told in stages.items():
-        for tie in told.ties:
-            name = names[id(told.module.get_parameter(tie.name))]
+    for number, info in stages.items():
+        for tie in info.ties:
+            name = names[id(info.module.get_parameter(tie.name))]
             here[number, tie.name] = name
-            ties.append((name, tie.stage, tie.other))
+            ties.append((name, tie.partner_stage, tie.partner_name))
     return _Word(described, [group for group in same.values() if len(group) > 1], ties, here)
 
 

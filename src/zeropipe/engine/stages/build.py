@@ -13,7 +13,6 @@ from torch import nn
 
 from zeropipe.core.model.layers import layer_counts, layer_ranges, num_stages_for, require_layer_counts
 from zeropipe.core.schedule import Schedule, require_schedule
-from zeropipe.engine.stages.contract import Tied
 from zeropipe.engine.stages.devices import known_device
 from zeropipe.engine.stages.hf import HFStage
 from zeropipe.engine.stages.open import open_model
@@ -171,9 +170,9 @@ def _tie_ends(stages: dict[int, HFStage], last: int) -> None:
     for stage in stages.values():
         embedding, head = stage.tied_names
         if stage.is_first:
-            stage.tied_pairs = (Tied(embedding, last, head),)
+            stage.tied_pairs = ((embedding, last, head),)
         elif stage.is_last:
-            stage.tied_pairs = (Tied(head, 0, embedding),)
+            stage.tied_pairs = ((head, 0, embedding),)
 
 
 def _counts(

@@ -1,10 +1,22 @@
-"""What the engine asks of a stage."""
+"""The interface between the engine and a stage.
+
+Any nn.Module is a stage: it is called with the outputs of the previous stage, the first one with
+`microbatch["inputs"]`. A module may describe itself further with these attributes, all of them optional:
+
+blocks            its transformer blocks: the modules that are compiled and checkpointed
+layers            a range: the indices of these blocks in the full model
+pick(microbatch)  the keyword arguments that its forward takes from a microbatch
+refusal(microbatch)  why a microbatch cannot run, or None; called before a step starts
+tied_pairs        (own name, other stage, name there) of each parameter that is tied to one of another stage
+summed_over_tp    names of parameters whose gradient is summed over the `tp` dimension of the mesh
+full_names()      own parameter name -> name in the full model, for checkpoints
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -12,98 +24,86 @@ from zeropipe.errors import ConfigError
 
 Microbatch = Mapping[str, Any]
 Pick = Callable[[Microbatch], tuple[tuple[Any, ...], dict[str, Any]]]
-# called after an I, it gives what runs the weight gradients of that I: torch's dw_builder
-BuildWeights = Callable[[], Callable[[], Any]]
 
 
-class Tied(NamedTuple):
-    """A parameter of this stage that must stay equal to a parameter of another stage."""
+class Tie(NamedTuple):
+    """A parameter of a stage, and the parameter of another stage that it must stay equal to."""
 
-    name: str
     stage: int
-    other: str
+    name: str
+    partner_stage: int
+    partner_name: str
+
+    @property
+    def ends(self) -> tuple[tuple[int, str], tuple[int, str]]:
+        """Both (stage, name), sorted: equal for the two partners."""
+        own, partner = (self.stage, self.name), (self.partner_stage, self.partner_name)
+        return (own, partner) if own < partner else (partner, own)
 
 
-class Stage(Protocol):
-    """A module that tells the engine about itself. A plain nn.Module is a stage too: it tells nothing."""
-
-    blocks: Sequence[nn.Module]  # what is compiled and checkpointed, each whole
-    layers: range  # the numbers of these blocks in the whole model
-    tied_pairs: Sequence[Tied]
-
-    def pick(self, microbatch: Microbatch) -> Mapping[str, Any]:
-        """What forward wants of a microbatch, as keyword arguments, beside the tensors of the stage before."""
-        ...
-
-    def full_names(self) -> Mapping[str, str]:
-        """This stage's parameters, by their name here: their name in the whole model."""
-        ...
-
-
-def _nothing_wrong(microbatch: Microbatch) -> None:
+def _accept(microbatch: Microbatch) -> None:
     return None
 
 
 @dataclass(frozen=True, eq=False)
-class Told:
-    """What a stage tells, or what holds for a module that tells nothing. Nobody else asks which it was."""
+class StageInfo:
+    """The description of a stage that the engine works with; attributes that a module lacks have their defaults."""
 
     number: int
     module: nn.Module
     pick: Pick
-    blocks: tuple[nn.Module, ...] | None  # None: it names none, so they cannot be compiled or checkpointed
-    ties: tuple[Tied, ...]
-    summed_over_tp: tuple[str, ...]  # parameters of which every process of `tp` has a share of the gradient
-    first_layer: int = 0  # the number of the first block in the whole model
-    build_weights: BuildWeights | None = None  # its layers put off their weight gradients themselves
-    keeps_factors: bool = False  # sharded, and its owner says how gradients are scaled
-    refusal: Callable[[Microbatch], str | None] = _nothing_wrong  # why a microbatch cannot run, before anything does
+    blocks: tuple[nn.Module, ...] | None  # None: the module has no `blocks`, so compile and ac are refused
+    ties: tuple[Tie, ...]
+    summed_over_tp: tuple[str, ...]
+    first_layer: int = 0  # index of the first block in the full model
+    # torch's dw_builder: called after an I, it returns the function that computes the weight gradients of that I
+    build_weights: Callable[[], Callable[[], Any]] | None = None
+    keeps_factors: bool = False  # sharded, and its owner has set how FSDP scales gradients
+    refusal: Callable[[Microbatch], str | None] = _accept
 
 
-def told(number: int, module: nn.Module | Told) -> Told:
-    """Ask a stage once, at set-up. Who has asked already gives the answers."""
-    if isinstance(module, Told):
+def describe_stage(number: int, module: nn.Module | StageInfo) -> StageInfo:
+    """Read the attributes of a stage, once, at set-up; a StageInfo is returned as it is."""
+    if isinstance(module, StageInfo):
         return module
     blocks, layers = _blocks(module), getattr(module, "layers", None)
-    return Told(
+    return StageInfo(
         number,
         module,
-        _picker(number, module),
+        _pick_function(number, module),
         blocks,
-        tuple(Tied(*tie) for tie in getattr(module, "tied_pairs", ())),
+        tuple(Tie(number, *pair) for pair in getattr(module, "tied_pairs", ())),
         tuple(getattr(module, "summed_over_tp", ())),
         layers.start if blocks is not None and isinstance(layers, range) else 0,
-        refusal=getattr(module, "refusal", _nothing_wrong),
+        refusal=getattr(module, "refusal", _accept),
     )
 
 
 def _blocks(module: nn.Module) -> tuple[nn.Module, ...] | None:
-    """The blocks it names; a model may use that word for something else."""
-    named = getattr(module, "blocks", None)
-    if isinstance(named, nn.ModuleDict):
-        return tuple(named.values())
-    blocks = tuple(named) if isinstance(named, Iterable) else (None,)
-    return blocks if all(isinstance(block, nn.Module) for block in blocks) else None
+    """The modules in `blocks`; None if a model uses that name for something else."""
+    blocks = getattr(module, "blocks", None)
+    if isinstance(blocks, nn.ModuleDict):
+        return tuple(blocks.values())
+    found = tuple(blocks) if isinstance(blocks, Iterable) else (None,)
+    return found if all(isinstance(block, nn.Module) for block in found) else None
 
 
-def _picker(number: int, module: nn.Module) -> Pick:
+def _pick_function(number: int, module: nn.Module) -> Pick:
     pick = getattr(module, "pick", None)
     if pick is not None:
         return lambda microbatch: ((), dict(pick(microbatch)))
-    return _first_inputs if number == 0 else _nothing
+    return _pick_inputs if number == 0 else lambda microbatch: ((), {})
 
 
-def inputs_of(microbatch: Microbatch) -> Any:
-    """What a model without a pick() starts from."""
+def require_inputs(microbatch: Microbatch) -> Any:
+    """`microbatch["inputs"]`, the input of a model without pick(); ConfigError if it is missing."""
     if "inputs" not in microbatch:
-        raise ConfigError(f"a microbatch has {sorted(microbatch)}: it needs 'inputs', or the first stage a pick()")
+        raise ConfigError(
+            f"a microbatch has the keys {sorted(microbatch)}: it must have 'inputs', or the first stage a pick()"
+        )
     return microbatch["inputs"]
 
 
-def _first_inputs(microbatch: Microbatch) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    inputs = inputs_of(microbatch)
+def _pick_inputs(microbatch: Microbatch) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    inputs = require_inputs(microbatch)
     return (inputs if isinstance(inputs, tuple) else (inputs,)), {}
-
-
-def _nothing(microbatch: Microbatch) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return (), {}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from zeropipe.engine.stages.balance import Balance, Gates
-from zeropipe.engine.stages.contract import Microbatch, Tied
+from zeropipe.engine.stages.contract import Microbatch
 from zeropipe.engine.stages.cut import Blanks, Border, Reached, cut_layers
 from zeropipe.engine.stages.families import Family
 from zeropipe.engine.transformers_private import factors_per_sample, length_dependent, packed_masks, uses_flash
@@ -40,7 +40,7 @@ class HFStage(nn.Module):
         self.lm, self.family, self.whole_config = lm, family, lm.config
         self.cut, self.stage, self.head = cut, stage, head
         self.is_first, self.is_last = stage == 0, stage == len(cut) - 1
-        self.tied_pairs: tuple[Tied, ...] = ()
+        self.tied_pairs: tuple[tuple[str, int, str], ...] = ()
         self._border, self._blanks = Border(family.carried), Blanks()
         self._embedding, self._head = (
             _weight(lm, end()) for end in (lm.get_input_embeddings, lm.get_output_embeddings)

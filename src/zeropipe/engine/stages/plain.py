@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from zeropipe.engine.stages.contract import inputs_of
+from zeropipe.engine.stages.contract import require_inputs
 
 
 class PlainStage(nn.Module):
@@ -31,7 +31,7 @@ class PlainStage(nn.Module):
         """What this stage needs of a microbatch."""
         names = {name for names in self._parameters_of for name in names}
         picked = {key: value for key, value in microbatch.items() if key in names}
-        return {**picked, "inputs": inputs_of(microbatch)} if self.is_first else picked
+        return {**picked, "inputs": require_inputs(microbatch)} if self.is_first else picked
 
     def forward(self, *args: Tensor, **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
         output: Any = kwargs["inputs"] if self.is_first else args if len(args) > 1 else args[0]

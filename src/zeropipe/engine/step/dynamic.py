@@ -20,12 +20,12 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from zeropipe.core.action import COMPUTE, Action, Kind, Step, actions_of
-from zeropipe.engine.stages.contract import Told
+from zeropipe.engine.stages.contract import StageInfo
 
 PAUSE = 20e-6  # seconds between two looks at a device that is busy
 
 
-def movable(row: Sequence[Step], stages: Mapping[int, Told]) -> dict[Action, tuple[Action, ...]]:
+def movable(row: Sequence[Step], stages: Mapping[int, StageInfo]) -> dict[Action, tuple[Action, ...]]:
     """For every F, B and I of a row: the Ws that may run before it although their place is later, in their order."""
     actions = [action for action in actions_of(row) if action.kind in COMPUTE]
     sharing = _sharing(stages)
@@ -60,9 +60,9 @@ def movable(row: Sequence[Step], stages: Mapping[int, Told]) -> dict[Action, tup
     return found
 
 
-def _sharing(stages: Mapping[int, Told]) -> dict[int, set[int]]:
+def _sharing(stages: Mapping[int, StageInfo]) -> dict[int, set[int]]:
     """For each stage, itself and those that hold one of its weights in the same tensor, as ties on one rank do."""
-    held = {stage: {id(parameter) for parameter in told.module.parameters()} for stage, told in stages.items()}
+    held = {stage: {id(parameter) for parameter in info.module.parameters()} for stage, info in stages.items()}
     return {stage: {other for other in held if other == stage or held[stage] & held[other]} for stage in held}
 
 

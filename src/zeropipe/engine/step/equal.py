@@ -13,8 +13,8 @@ from torch import Tensor
 from zeropipe.core.schedule import Schedule
 from zeropipe.engine.backward.gradients import local
 from zeropipe.engine.layout import DATA_DIMENSIONS, Layout
-from zeropipe.engine.stages.contract import Microbatch, Told
-from zeropipe.engine.step.sums import Tie, copies_on, ties
+from zeropipe.engine.stages.contract import Microbatch, StageInfo, Tie
+from zeropipe.engine.step.sums import copies_on, ties
 
 CHUNK = 2**22  # elements of a tensor that are looked at together
 
@@ -60,7 +60,7 @@ class Sketch:
         return not (abs(self.norm - other.norm) > far or abs(self.shadow - other.shadow) > far)  # a NaN is not told
 
 
-def shared_weights(schedule: Schedule, stages: Mapping[int, Told], layout: Layout, values: bool) -> Claims:
+def shared_weights(schedule: Schedule, stages: Mapping[int, StageInfo], layout: Layout, values: bool) -> Claims:
     """What this rank says of its copies, ties and replicas; with `values` also a checksum of each."""
     claims: Claims = []
 
@@ -71,8 +71,8 @@ def shared_weights(schedule: Schedule, stages: Mapping[int, Told], layout: Layou
         if values:
             claims.append(((what, "values", piece), checksum(local(parameter))))
 
-    for stage, told in stages.items():
-        for name, parameter in told.module.named_parameters():
+    for stage, info in stages.items():
+        for name, parameter in info.module.named_parameters():
             if layout.uncovered(parameter) or layout.is_whole_in("dp_replicate", parameter):
                 say(f"{name} of stage {stage}, of which every replica has a copy,", parameter)
             if values and layout.is_whole_in("tp", parameter) and not parameter.is_meta:

@@ -16,7 +16,7 @@ from zeropipe.engine.backward.gradients import FirstGradients
 from zeropipe.engine.backward.splitters import Splitter
 from zeropipe.engine.comm.edges import Incoming, Message, Outgoing, Spec, Wire
 from zeropipe.engine.mesh.shards import Reduction, Shards
-from zeropipe.engine.stages.contract import Microbatch, Told
+from zeropipe.engine.stages.contract import Microbatch, StageInfo
 from zeropipe.engine.step.agreed import AgreedOrder
 from zeropipe.engine.step.cells import Call, Cell
 from zeropipe.engine.step.dynamic import Gap, movable
@@ -45,7 +45,7 @@ class Executor:
         self,
         program: Program,
         rank: int,
-        stages: Mapping[int, Told],
+        stages: Mapping[int, StageInfo],
         outgoing: Mapping[int, Outgoing],
         wires: Mapping[tuple[int, int], Wire],
         *,
@@ -65,7 +65,7 @@ class Executor:
         self._splitter, self._dynamic, self._watchers = splitter, dynamic, watchers
         self.schedule = program.schedule
         self._passes = Passes(
-            program.schedule.num_stages - 1, {stage: Buffers(told.module) for stage, told in stages.items()},
+            program.schedule.num_stages - 1, {stage: Buffers(info.module) for stage, info in stages.items()},
             train=train, device=device, dynamic=dynamic, made=made, present=present,
         )  # fmt: skip
         self._num_parts = program.schedule.problem.num_weight_parts
@@ -82,16 +82,16 @@ class Executor:
         for action in actions_of(row):
             if action.kind is Kind.F:
                 stage, microbatch = action.stage, action.microbatch
-                told = stages[stage]
-                self.cells[stage, microbatch] = Cell(stage, microbatch, told.module, told.pick)
+                info = stages[stage]
+                self.cells[stage, microbatch] = Cell(stage, microbatch, info.module, info.pick)
         for (stage, microbatch), cell in self.cells.items():
             cell.before = self.cells.get((stage - 1, microbatch))
             cell.after = self.cells.get((stage + 1, microbatch))
         self._incoming, self._places = self._receives(row, wires, recv_ahead)
         self._streams = Streams(row, self.cells, stages, device)
         self._firsts = {
-            stage: FirstGradients(shards[stage].accumulating if stage in shards else told.module.parameters)
-            for stage, told in (stages.items() if train else ())
+            stage: FirstGradients(shards[stage].accumulating if stage in shards else info.module.parameters)
+            for stage, info in (stages.items() if train else ())
         }
         self._movable = movable(row, stages) if dynamic_weights and train else {}
         self._gap = Gap(device)

@@ -19,7 +19,7 @@ from zeropipe.engine.backward.splitters import Splitter
 from zeropipe.engine.comm.edges import Outgoing, Wire
 from zeropipe.engine.mesh.shards import Shards, require_one_dtype
 from zeropipe.engine.options import Options
-from zeropipe.engine.stages.contract import Told
+from zeropipe.engine.stages.contract import StageInfo
 from zeropipe.engine.step.agreed import digest
 from zeropipe.engine.step.executor import Executor, Watcher
 from zeropipe.engine.step.finite import FiniteCheck
@@ -37,7 +37,7 @@ class Parts:
 
     schedule: Schedule
     rank: int
-    stages: Mapping[int, Told]
+    stages: Mapping[int, StageInfo]
     outgoing: Mapping[int, Outgoing]
     wires: Mapping[tuple[int, int], Wire]
     device: torch.device

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from zeropipe.engine import fsdp_private
-from zeropipe.engine.stages.contract import Told
+from zeropipe.engine.stages.contract import StageInfo
 from zeropipe.engine.torch_private import autograd as torch_autograd
 from zeropipe.engine.torch_private.autograd import COPY, ProductError
 from zeropipe.errors import EngineError
 
 
-def explained(error: BaseException, stages: Mapping[int, Told]) -> BaseException:
+def explained(error: BaseException, stages: Mapping[int, StageInfo]) -> BaseException:
     """An error of autograd, or of the weight-gradient store, about such a tensor in words of the model."""
     if isinstance(error, ProductError):
         return EngineError(f"{_layer(error.parameter, stages)}: {error}")
@@ -25,7 +25,7 @@ def explained(error: BaseException, stages: Mapping[int, Told]) -> BaseException
     return error
 
 
-def _layer(parameter: Tensor, stages: Mapping[int, Told]) -> str:
+def _layer(parameter: Tensor, stages: Mapping[int, StageInfo]) -> str:
     """The full name of the module that has a parameter."""
     for number, stage in stages.items():
         owner = fsdp_private.owner_of(stage.module, parameter)

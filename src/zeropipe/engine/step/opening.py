@@ -20,7 +20,7 @@ from zeropipe.core.units import count_text
 from zeropipe.engine.comm.collective import on_all_ranks
 from zeropipe.engine.comm.fabric import Fabric
 from zeropipe.engine.layout import Layout
-from zeropipe.engine.stages.contract import Microbatch, Told
+from zeropipe.engine.stages.contract import Microbatch, StageInfo
 from zeropipe.engine.step.cells import signature
 from zeropipe.engine.step.losses import number_of
 from zeropipe.errors import ConfigError
@@ -82,7 +82,7 @@ def open_step(
     fabric: Fabric,
     layout: Layout,
     book: KindBook,
-    stages: Iterable[Told],
+    stages: Iterable[StageInfo],
     state: int,
     microbatches: Sequence[Microbatch],
     loss_fn: Any,
@@ -126,7 +126,7 @@ def _same_pipeline(layout: Layout, one: int, other: int) -> bool:
 
 
 def _word(
-    stages: Iterable[Told],
+    stages: Iterable[StageInfo],
     state: int,
     microbatches: Sequence[Microbatch],
     loss_fn: Any,

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from zeropipe.core.action import Overlap, Step
-from zeropipe.engine.stages.contract import Told
+from zeropipe.engine.stages.contract import StageInfo
 from zeropipe.engine.step.cells import Call, Cell
 from zeropipe.engine.torch_private import autograd as torch_autograd
 from zeropipe.errors import EngineError
@@ -24,7 +24,7 @@ class Streams:
         self,
         row: Sequence[Step],
         cells: Mapping[tuple[int, int], Cell],
-        stages: Mapping[int, Told],
+        stages: Mapping[int, StageInfo],
         device: torch.device,
     ) -> None:
         self._device = device
@@ -34,7 +34,7 @@ class Streams:
             torch_autograd.quiet_streams()
             # Gradients are accumulated on the stream their accumulator was made on. Made on one of the two, it would
             # keep a backward on the other waiting for the forward beside it.
-            parameters = (p for told in stages.values() for p in told.module.parameters() if p.requires_grad)
+            parameters = (p for info in stages.values() for p in info.module.parameters() if p.requires_grad)
             self._accumulators = [torch_autograd.gradient_edge(parameter) for parameter in parameters]
 
     def placed(self, calls: Sequence[Call], cells: Sequence[Cell]) -> Call:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,31 +11,16 @@ from torch import Tensor, nn
 from zeropipe.core.schedule import Schedule
 from zeropipe.engine.backward.gradients import gradient, local, squares
 from zeropipe.engine.comm.fabric import Fabric, Summing
-from zeropipe.engine.stages.contract import Told
+from zeropipe.engine.stages.contract import StageInfo, Tie
 from zeropipe.errors import ConfigError
 
 BUCKET = 32 * 2**20  # bytes summed in one message: a copy of all gradients is never made
 
 
-class Tie(NamedTuple):
-    """Two parameters of two stages that must stay equal, as one of its ends sees it."""
-
-    stage: int
-    name: str
-    other: int
-    name_there: str
-
-    @property
-    def ends(self) -> tuple[tuple[int, str], tuple[int, str]]:
-        """Both ends, in an order that they share."""
-        here, there = (self.stage, self.name), (self.other, self.name_there)
-        return (here, there) if here < there else (there, here)
-
-
 class GradientSums:
     """Sums the gradients of parameters that live more than once, after each step."""
 
-    def __init__(self, schedule: Schedule, stages: Mapping[int, Told], fabric: Fabric) -> None:
+    def __init__(self, schedule: Schedule, stages: Mapping[int, StageInfo], fabric: Fabric) -> None:
         self._layout = layout = fabric.layout
         self._between: list[tuple[str, Summing, list[nn.Parameter]]] = []  # a name all its ranks share, what they sum
         self._within: list[tuple[nn.Parameter, nn.Parameter]] = []  # two tensors of one rank
@@ -50,15 +34,15 @@ class GradientSums:
         follower: set[tuple[int, int]] = set()
         for tie in ties(stages):
             parameter = modules[tie.stage].get_parameter(tie.name)
-            if tie.other < tie.stage:
+            if tie.partner_stage < tie.stage:
                 follower.add((tie.stage, id(parameter)))
-            if tie.other in stages:
-                partner = modules[tie.other].get_parameter(tie.name_there)
-                if tie.stage < tie.other and partner is not parameter:
+            if tie.partner_stage in stages:
+                partner = modules[tie.partner_stage].get_parameter(tie.partner_name)
+                if tie.stage < tie.partner_stage and partner is not parameter:
                     self._within.append((parameter, partner))
                 continue
             copy = next(c for c, table in enumerate(copies) if table[tie.stage] == rank)
-            homes = tuple(sorted((rank, copies[copy][tie.other])))
+            homes = tuple(sorted((rank, copies[copy][tie.partner_stage])))
             self._share(str(tie.ends), tuple(sorted(layout.pipeline[home] for home in homes)), [parameter], fabric)
         summed = unique(modules[s].get_parameter(name) for s in modules for name in stages[s].summed_over_tp)
         if summed:
@@ -133,9 +117,9 @@ def unique(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     return list({id(p): p for p in parameters}.values())
 
 
-def ties(stages: Mapping[int, Told]) -> list[Tie]:
+def ties(stages: Mapping[int, StageInfo]) -> list[Tie]:
     """All ties of this rank's stages, in an order all ranks share."""
-    found = [Tie(stage, *tie) for stage, told in stages.items() for tie in told.ties]
+    found = [tie for info in stages.values() for tie in info.ties]
     return sorted(found, key=lambda tie: (tie.ends, tie))
 
 
