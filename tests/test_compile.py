@@ -452,7 +452,7 @@ def test_memory_budget_without_compile_is_reported():
 
 @pytest.mark.parametrize("text", ["some", "selective", "selective:0", "selective:x", "memory_budget:2", "full:1"])
 def test_wrong_checkpointing_is_named(text):
-    with pytest.raises(ConfigError, match=f"checkpointing '{text}': give none, full"):
+    with pytest.raises(ConfigError, match=f"checkpointing '{text}': must be none, full"):
         Checkpointing.parse(text)
 
 

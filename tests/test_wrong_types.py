@@ -21,10 +21,16 @@ MISTAKES = {
     "a name to lower": (lambda: zp.lower("zbv"), "'zbv': must be a Schedule; use zp.build"),
     "a table of costs": (
         lambda: zp.simulate(SCHEDULE, {"f": 1}),
-        "costs={'f': 1}: costs of stages are needed, give zp.C",
+        "costs={'f': 1}: must be costs of stages; use zp.C",
     ),
-    "costs of layers": (lambda: zp.simulate(SCHEDULE, zp.estimate("qwen3-8b")), "theirs are of layers; .costs(counts)"),
-    "layers to search": (lambda: zp.search(ranks=2, microbatches=2, costs=zp.estimate("qwen3-8b")), "are of layers"),
+    "costs of layers": (
+        lambda: zp.simulate(SCHEDULE, zp.estimate("qwen3-8b")),
+        "must be costs of stages; use .costs(counts)",
+    ),
+    "layers to search": (
+        lambda: zp.search(ranks=2, microbatches=2, costs=zp.estimate("qwen3-8b")),
+        "of these costs of layers",
+    ),
     "a schedule to draw": (lambda: zp.draw(SCHEDULE), "<Schedule zbv: 2 ranks, 4 st"),
     "nothing to draw": (lambda: zp.draw(None), "None is no Timeline: draw what zp.simulate or a recorded run gives"),
     "texts as rows": (
@@ -83,7 +89,7 @@ MISTAKES = {
     "a timeline as CSV": (lambda: zp.to_csv(zp.simulate(SCHEDULE)), ": must be a Schedule"),
     "a program as JSON": (lambda: zp.to_json(zp.lower(SCHEDULE)), ": must be a Schedule"),
     "a name to fill": (lambda: zp.fill_gaps("zbv"), "'zbv': must be a Schedule"),
-    "a table to fill with": (lambda: zp.fill_gaps(SCHEDULE, {"f": 1}), "costs={'f': 1}: costs of stages are needed"),
+    "a table to fill with": (lambda: zp.fill_gaps(SCHEDULE, {"f": 1}), "costs={'f': 1}: must be costs of stages"),
     "a name to advise on": (lambda: zp.advice("zbv"), "'zbv': must be a Schedule"),
     "a name to balance": (lambda: zp.balance("x", SCHEDULE), "costs='x': costs of layers are needed, give zp.estimate"),
     "a cut of a name": (lambda: zp.balance(zp.estimate("qwen3-8b"), "zbv"), "'zbv': must be a Schedule"),

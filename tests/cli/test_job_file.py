@@ -85,7 +85,7 @@ def test_all_fields(run, tmp_path):
         ('schedule = "zbv"\ncosts = "no.toml"', "cannot read the costs file no.toml"),
         ('schedule = "zbv"\n[costs]\nff = 1', "costs: unknown field 'ff': did you mean 'f'?"),
         ('schedule = "zbv"\n[costs]\nf = 1e300', "costs.f=1e+300: must be 0, or from"),
-        ('schedule = "zbv"\n[costs]\nf = "1"', "f='1': a number from 0 on is needed"),
+        ('schedule = "zbv"\n[costs]\nf = "1"', "f='1': must be a non-negative number"),
         ("ranks = 4", "schedule is missing: write a line like"),
         ("schedule =", "bad.toml is not TOML"),
         ('schedule = "zbv"\nranks = 4', "microbatches is missing"),

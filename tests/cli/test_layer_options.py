@@ -67,7 +67,7 @@ def test_words_say_what_counts(run, costs):
 @pytest.mark.parametrize(
     "flags, line",
     [
-        (("--ac", "selective:op"), "the costs of toy have no setting with ac=selective:op: they have ac none, "),
+        (("--ac", "selective:op"), "the costs of toy have no setting with ac=selective:op: must be one of ac none, "),
         (("--layers", "4,1"), "layers=[4, 1] adds up to 5: the model has 4 layers"),
         (("--layers", "1,2,1"), "layers=[1, 2, 1] has 3 entries: the schedule has 2 stages"),
         (("--layers", "some"), "--layers 'some': must be one number per stage, like 2,3,3,2"),

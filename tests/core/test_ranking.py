@@ -5,8 +5,9 @@ import math
 import pytest
 
 import zeropipe as zp
+from zeropipe.core.ranking import rank_timelines
 from zeropipe.core.timeline import Memory, Timeline
-from zeropipe.sim.compare import compare, rank_timelines
+from zeropipe.sim.compare import compare
 
 
 def made(time, peak=1.0, *, limit=None, unit="", memory_unit="", microbatches=1, memory=True):

@@ -171,7 +171,7 @@ def test_commands_take_the_file_and_say_what_it_is(tmp_path, capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["costs_per"] == "estimate"
     main(["simulate", "zbv", "-p", "2", "-m", "4", "--costs", str(file)])
-    text = "estimated costs of layers, spread evenly over the stages; of ac none, microbatches of 1, the first of"
+    text = "estimated costs of layers, spread evenly over the stages; setting: ac none, microbatches of 1, the first"
     assert text in " ".join(capsys.readouterr().out.split()), "whatever the terminal's width is"
     for name in ("1f1b", "zbv"):
         schedule = zp.build(name, ranks=2, microbatches=4)

@@ -56,7 +56,7 @@ WRONG = {
     "betas": ("--optimizer.betas 0.9,1.5", GOOD,
               "--optimizer.betas 0.9,1.5: must be 2 numbers of at least 0 and below 1"),
     "two files": ("other.toml", GOOD,
-                  "other.toml: run.toml is the training file already; fields are given like --mesh.pp 4"),
+                  "other.toml: run.toml is the training file already; write fields like --mesh.pp 4"),
     # the model
     "no such model": ("--model.path nowhere", GOOD, "model.path='nowhere' does not exist; use a directory with a "
                       f"config.json, or one of {BUILT_IN}"),
@@ -342,7 +342,7 @@ def test_a_new_file_explains_itself_and_can_be_trained(run):
     assert all(line == line.rstrip() and len(line) <= 120 for line in text.splitlines())
     assert sum(" = " in line for line in text.splitlines()) >= len(field_names())
     assert (
-        run("train", "--init", "new.toml")[2] == "zeropipe: new.toml is there already: name a new file, or remove it\n"
+        run("train", "--init", "new.toml")[2] == "zeropipe: new.toml exists already: use another name, or remove it\n"
     )
     assert run("train", "--init", "x.toml", "--mesh.pp", "0")[0] == 2
     assert not Path("x.toml").exists()

@@ -205,7 +205,8 @@ def _cost_option(name: str) -> Decorator:
     settings = {"is_flag": True, "default": None} if kind is bool else {"type": kind, "metavar": "X"}
     if name == "shards":
         settings.pop("metavar")
-    return option(flag_of(name), name, group=group, field=field, help=text, **settings)
+    old_names = {"--whole-" + name.removeprefix("full_"): ""} if name.startswith("full_") else None
+    return option(flag_of(name), name, group=group, field=field, help=text, old_names=old_names, **settings)
 
 
 costs_file = option(

@@ -80,13 +80,15 @@ def find_run_setting(
 def _require_same_origin(costs: LayerCosts, origin: Origin) -> None:
     """ConfigError for costs of another sequence length or precision than the run."""
     if origin.lora:
-        raise ConfigError("the run trained an adapter, costs of layers are of training all weights; record such a run")
+        raise ConfigError(
+            "the run trains an adapter (LoRA), costs are for training all weights; record a run without one"
+        )
     dtype = DTYPE_NAMES.get(origin.dtype, origin.dtype)
     if dtype != DTYPE_NAMES.get(costs.dtype, costs.dtype):
-        raise ConfigError(f"the run was in {dtype}, the costs are of {costs.dtype}; create costs with --dtype {dtype}")
+        raise ConfigError(f"the run has dtype {dtype}, the costs {costs.dtype}; create costs with --dtype {dtype}")
     if origin.sequence and costs.sequence and origin.sequence != costs.sequence:
         raise ConfigError(
-            f"the run had {count_text(origin.sequence, 'token')} in a sequence, the costs are of "
+            f"the run has sequences of {count_text(origin.sequence, 'token')}, the costs are for "
             f"{count_text(costs.sequence, 'token')}; create costs with --sequence {origin.sequence}"
         )
 

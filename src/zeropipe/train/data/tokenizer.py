@@ -17,7 +17,7 @@ from zeropipe.train.data.store import IntArray, SampleWriter
 class ByteTokenizer:
     """Every byte of UTF-8 is a token, and 256 is the end of a document."""
 
-    prefix, suffix = np.array([], dtype=np.int64), np.array([256])
+    first_tokens, last_tokens = np.array([], dtype=np.int64), np.array([256])
     hf: Any = None
 
     def encode(self, texts: Sequence[str]) -> list[IntArray]:
@@ -50,8 +50,8 @@ class HFTokenizer:
         suffix = special[starts[0] + len(plain) :]
         if self.hf.eos_token_id is not None and suffix[-1:] != [self.hf.eos_token_id]:
             suffix = [*suffix, self.hf.eos_token_id]
-        self.prefix = np.array(special[: starts[0]], dtype=np.int64)
-        self.suffix = np.array(suffix, dtype=np.int64)
+        self.first_tokens = np.array(special[: starts[0]], dtype=np.int64)
+        self.last_tokens = np.array(suffix, dtype=np.int64)
 
     def encode(self, texts: Sequence[str]) -> list[IntArray]:
         found = self.hf(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False).input_ids
@@ -73,19 +73,19 @@ def write_documents(
     report_progress: Callable[[], None],
 ) -> None:
     """Tokenize documents and write them as samples."""
-    require_in_vocabulary("the tokenizer", tokenizer.suffix, vocabulary, "documents end with token")
+    require_in_vocabulary("the tokenizer", tokenizer.last_tokens, vocabulary, "documents end with token")
     num_tokens = 0  # of the current document, special tokens not counted
     for group in group_texts(chunks):
         for chunk, ids in zip(group, tokenizer.encode([chunk.text for chunk in group])):
             require_in_vocabulary(chunk.location, ids, vocabulary, "the tokenizer gives token")
             if len(ids) and not num_tokens:
-                writer.add_tokens(tokenizer.prefix)
+                writer.add_tokens(tokenizer.first_tokens)
             num_tokens += len(ids)
             writer.add_tokens(ids)
             if not chunk.is_last:
                 continue
             if num_tokens:
-                writer.add_tokens(tokenizer.suffix)
+                writer.add_tokens(tokenizer.last_tokens)
                 writer.end_document()
             else:
                 writer.skip("empty documents")
