@@ -26,7 +26,9 @@ def _few(monkeypatch):
 
 def test_a_plan_is_ranked_drawn_and_its_rows_can_be_chosen(visit):
     page = visit(ASKED, wait=SHOWN)
-    plan = zp.plan("qwen3-0.6b", gpus=2, gpus_per_node=2, batch=8, sequence=1024, search_seconds=0, most=40, workers=1)
+    plan = zp.plan(
+        "qwen3-0.6b", gpus=2, gpus_per_node=2, batch=8, sequence=1024, search_seconds=0, max_candidates=40, workers=1
+    )
     best = plan.best.candidate
     assert page.inner_text("#headline").startswith(f"{best.schedule}, pp {best.layout.pp} ×")
     assert len(page.query_selector_all("#rows tbody tr")) == len(plan.rows[:40])

@@ -122,7 +122,9 @@ def test_one_file_for_all_commands(planned, run):
     assert simulated["makespan"] == pytest.approx(planned.best.makespan)
     assert max(simulated["peak_memory"]) == pytest.approx(planned.best.memory.peak)
     compared = json.loads(run("compare", "run.toml", "1f1b", "--json")[1])["compared"]
-    even = planned.scene.costs.costs([9] * 4, shards=2, gather="keep", shard_link=planned.scene.costs.link, node_size=4)
+    even = planned.context.costs.costs(
+        [9] * 4, shards=2, gather="keep", shard_link=planned.context.costs.link, node_size=4
+    )
     assert compared[0]["makespan"] == pytest.approx(planned.best.makespan)
     assert compared[1]["makespan"] == pytest.approx(
         zp.simulate(zp.build("1f1b", ranks=4, microbatches=16), even).makespan
@@ -130,7 +132,7 @@ def test_one_file_for_all_commands(planned, run):
     assert run("simulate", "run.toml", "--per", "stage")[2].startswith(
         "zeropipe: --per stage: these costs are per layer"
     )
-    Path("costs.json").write_text(to_layer_json(planned.scene.costs))
+    Path("costs.json").write_text(to_layer_json(planned.context.costs))
     Path("other.toml").write_text(
         Path("run.toml").read_text().replace('"h100"', '"costs.json"').replace("sequence = 1024", "sequence = 512")
     )

@@ -22,13 +22,14 @@ from zeropipe.core.placement import Problem
 from zeropipe.errors import ConfigError, short
 from zeropipe.estimating.estimate import estimate
 from zeropipe.estimating.gpus import GPUS, find_gpu
+from zeropipe.planning.context import RESERVE, PlanContext
 from zeropipe.planning.data import plan_data
 from zeropipe.planning.layouts import Layout
 from zeropipe.planning.plan import plan
 from zeropipe.planning.result import Plan
 from zeropipe.planning.rows import Candidate
-from zeropipe.planning.score import RESERVE, Scene, optimizer_bandwidth, row_of, schedule_of, simulated
-from zeropipe.planning.write import named_schedule, run_text
+from zeropipe.planning.score import create_row, simulate_candidate
+from zeropipe.planning.write import format_run, schedule_table
 from zeropipe.schedules.registry import find
 from zeropipe.searching.driver import Progress
 from zeropipe.searching.search import search
@@ -132,21 +133,21 @@ def plan_call(request: PlanRequest, max_candidates: int, max_dots: int) -> tuple
     """Return the ranking, and costs that are worth caching."""
     try:
         source = _open(request)
-        made = plan(
+        result = plan(
             source, gpus=request.gpus, gpus_per_node=request.gpus_per_node, batch=request.batch,
             sequence=request.sequence, gpu=request.gpu, memory=_memory(request, source), compile=request.compile,
-            search_seconds=0, most=max_candidates, workers=2,
+            search_seconds=0, max_candidates=max_candidates, workers=2,
         )  # fmt: skip
         num_parameters = source.num_parameters if isinstance(source, LayerCosts) else source.num_parameters()[0]
     except ConfigError as error:
         raise _refusal(error, request) from None
-    costs = made.scene.costs
+    costs = result.context.costs
     is_small = sum(len(setting.kinds) for setting in costs.settings) <= MAX_CACHED_COSTS
     reply = Reply(encode_json({
-        **plan_data(made, MAX_ROWS, MAX_MISFITS),
-        "dots": [[row.memory.peak, row.step] for row in made.rows[:max_dots]],
-        "closest": "" if made.rows else made.closest(),
-        "num_fitting": len(made.rows),
+        **plan_data(result, MAX_ROWS, MAX_MISFITS),
+        "dots": [[row.memory.peak, row.step] for row in result.rows[:max_dots]],
+        "closest": "" if result.rows else result.describe_closest(),
+        "num_fitting": len(result.rows),
         "parameters": num_parameters,
     }))  # fmt: skip
     return reply, None if has_quick_costs(request) or not is_small else costs
@@ -208,20 +209,20 @@ def row_call(request: RowRequest, costs: LayerCosts | None) -> Reply:
             )  # fmt: skip
             names = (planned.model_name, find_gpu(planned.gpu).name)
         limit = max(0.0, _memory(planned, source) - RESERVE)
-        scene = Scene(costs, planned.gpus_per_node, limit, optimizer_bandwidth(costs))
+        context = PlanContext.create(costs, planned.gpus_per_node, limit)
         candidate = Candidate(
             Layout(request.pp, request.dp_shard, request.tp), request.schedule, request.stages_per_rank,
             request.microbatches, request.microbatch_size, request.ac, request.cut,
         )  # fmt: skip
-        schedule = schedule_of(candidate)
-        run = simulated(scene, candidate, schedule, request.layers)
-        row = row_of(scene, candidate, schedule, request.layers, run)
+        schedule = candidate.build_schedule()
+        run = simulate_candidate(context, candidate, schedule, request.layers)
+        row = create_row(context, run)
     except ConfigError as error:
         raise _refusal(error, planned) from None
-    single = Plan((row,), (), (), scene, planned.gpus, planned.batch, 1, 0, 0.0)
+    single = Plan((row,), (), (), context, planned.gpus, planned.batch, 1, 0, 0.0)
     return Reply(encode_json({
         "viewer": payload([run.timeline.with_label(schedule.name)]),
-        "run": run_text(single, row, named_schedule(row), *names),
+        "run": format_run(single, row, schedule_table(row), *names),
     }))  # fmt: skip
 
 

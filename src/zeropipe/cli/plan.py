@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from zeropipe.planning.result import Plan
-    from zeropipe.planning.rows import Row
+    from zeropipe.planning.rows import PlanRow
 
 DEFAULT_ROWS = 8
 NUM_MISFITS = 3
@@ -92,7 +92,7 @@ def plan(model: str, rows: int, out: str | None, as_json: bool, **values: Any) -
         written = write_run(made, made.best, out, source.model if source else model, costs)
     if as_json:
         output.print_json({**plan_data(made), "files": written})
-        made.require_a_fit()
+        made.require_fit()
     else:
         _print_plan(made, rows)
         for path in written:
@@ -113,7 +113,7 @@ def _plan_arguments(values: dict[str, Any]) -> dict[str, Any]:
         "microbatch_sizes": values["microbatch"],
         "ac": values["ac"].split(",") if values["ac"] else None,
         "schedules": values["schedules"].split(",") if values["schedules"] else None,
-        "most": values["max_candidates"],
+        "max_candidates": values["max_candidates"],
     }
 
 
@@ -135,12 +135,12 @@ def _read_layer_costs(path: str, values: dict[str, Any]) -> Any:
 
 
 def _print_plan(made: Plan, num_rows: int) -> None:
-    console, costs = output.console(), made.scene.costs
+    console, costs = output.console(), made.context.costs
     kind = "estimated" if costs.source == "estimate" else "measured"
     console.print(
         f"{costs.model}: {count_text(made.gpus, 'GPU')} ({costs.machine.get('gpu', 'profiled')}), "
         f"{count_text(made.batch, 'sequence')} of {count_text(costs.sequence, 'token')}, "
-        f"{gigabytes(made.scene.limit)} of each GPU; {kind} costs",
+        f"{gigabytes(made.context.memory_limit)} of each GPU; {kind} costs",
         style="bold", markup=False, soft_wrap=True,
     )  # fmt: skip
     best = made.best
@@ -162,7 +162,7 @@ def _print_plan(made: Plan, num_rows: int) -> None:
         size = gigabytes(smallest.memory.peak)
         console.print(f"the smallest: {smallest.candidate}: {size}, {made.why(smallest)}", soft_wrap=True)
     for row in made.misfits[:NUM_MISFITS]:
-        console.print(f"does not fit: {row.candidate}: {gigabytes(row.over)} over", soft_wrap=True)
+        console.print(f"does not fit: {row.candidate}: {gigabytes(row.excess)} over", soft_wrap=True)
     left_out = f", {made.num_left_out:,} with more work left out" if made.num_left_out else ""
     output.print_note(f"{count_text(made.num_tried, 'candidate')} in {made.seconds:.0f} s{left_out}")
 
@@ -185,7 +185,7 @@ def _create_table(cells: dict[str, list[str]], console: Console) -> Table:
     return narrow
 
 
-def _cells(made: Plan, row: Row) -> list[str]:
+def _cells(made: Plan, row: PlanRow) -> list[str]:
     candidate, mfu = row.candidate, made.mfu(row)
     layout = candidate.layout
     return [
@@ -196,5 +196,5 @@ def _cells(made: Plan, row: Row) -> list[str]:
     ]  # fmt: skip
 
 
-def _memory_text(row: Row) -> str:
+def _memory_text(row: PlanRow) -> str:
     return ", ".join(f"{name} {gigabytes(value)}" for name, value in vars(row.memory).items())

@@ -54,6 +54,11 @@ class Limits(NamedTuple):
 NO_LIMITS = Limits()
 
 
+def count_cores() -> int:
+    """The number of CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 class Worker:
     """Runs one call at a time in a process, which starts with the first call and is replaced after a failure.
 

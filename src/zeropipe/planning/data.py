@@ -1,4 +1,4 @@
-"""A plan as plain data, for `zeropipe plan --json` and for the page."""
+"""A plan as JSON data, for `zeropipe plan --json` and for the page."""
 
 from __future__ import annotations
 
@@ -7,42 +7,42 @@ from typing import Any
 
 from zeropipe.planning.layouts import Layout
 from zeropipe.planning.result import Plan
-from zeropipe.planning.rows import Row
+from zeropipe.planning.rows import PlanRow
 
 
-def plan_data(made: Plan, max_rows: int | None = None, max_misfits: int | None = None) -> dict[str, Any]:
+def plan_data(plan: Plan, max_rows: int | None = None, max_misfits: int | None = None) -> dict[str, Any]:
     """The rows that fit, best first, and what does not fit. Rows on the front are never left out."""
-    front, limit, costs = {id(row) for row in made.front}, made.scene.limit, made.scene.costs
+    front, limit, costs = {id(row) for row in plan.front}, plan.context.memory_limit, plan.context.costs
     return {
         "source": costs.source, "model": costs.model, "gpu": costs.machine.get("gpu"),
-        "gpus": made.gpus, "gpus_per_node": made.scene.gpus_per_node, "batch": made.batch,
+        "gpus": plan.gpus, "gpus_per_node": plan.context.gpus_per_node, "batch": plan.batch,
         "sequence": costs.sequence, "memory_limit": limit if isfinite(limit) else None,
-        "num_tried": made.num_tried, "num_left_out": made.num_left_out, "seconds": made.seconds,
+        "num_tried": plan.num_tried, "num_left_out": plan.num_left_out, "seconds": plan.seconds,
         "rows": [
-            {**_row_data(made, row), "front": id(row) in front, "why": made.why(row) if n else ""}
-            for n, row in enumerate(made.rows)
-            if max_rows is None or n < max_rows or id(row) in front
+            {**_row_data(plan, row), "front": id(row) in front, "why": plan.why(row) if index else ""}
+            for index, row in enumerate(plan.rows)
+            if max_rows is None or index < max_rows or id(row) in front
         ],
-        "misfits": [_row_data(made, row) for row in made.misfits[:max_misfits]],
+        "misfits": [_row_data(plan, row) for row in plan.misfits[:max_misfits]],
         "too_large": [
             {
                 **_layout_data(misfit.run.layout), "microbatch_size": misfit.run.microbatch_size, "ac": misfit.run.ac,
-                "needs": misfit.needs, "over": misfit.over,
+                "needs": misfit.needs, "over": misfit.excess,
             }
-            for misfit in made.too_large[:max_misfits]
+            for misfit in plan.too_large[:max_misfits]
         ],
     }  # fmt: skip
 
 
-def _row_data(made: Plan, row: Row) -> dict[str, Any]:
+def _row_data(plan: Plan, row: PlanRow) -> dict[str, Any]:
     candidate, memory = row.candidate, row.memory
     return {
         **_layout_data(candidate.layout), "schedule": candidate.schedule,
         "stages_per_rank": candidate.stages_per_rank, "microbatches": candidate.num_microbatches,
         "microbatch_size": candidate.microbatch_size, "ac": candidate.ac, "cut": candidate.cut,
-        "layers": list(row.counts), "step_seconds": row.step, "tokens_per_second_per_gpu": made.speed(row),
-        "mfu": made.mfu(row), "bubble": row.bubble, "makespan": row.makespan, "gap": row.gap,
-        "peak_memory": memory.peak, "memory": vars(memory), "seconds": vars(row.parts), "over": row.over,
+        "layers": list(row.counts), "step_seconds": row.step, "tokens_per_second_per_gpu": plan.speed(row),
+        "mfu": plan.mfu(row), "bubble": row.bubble, "makespan": row.makespan, "gap": row.gap,
+        "peak_memory": memory.peak, "memory": vars(memory), "seconds": vars(row.seconds), "over": row.excess,
         "text": str(candidate),
     }  # fmt: skip
 

@@ -1,35 +1,42 @@
-"""`zp.plan`: a model, GPUs, memory and a batch in; what to run, how fast, and how far from the best possible, out."""
+"""`zp.plan`: what to run for a model, GPUs, memory and a batch; how fast it is, and how far from the lower bound."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple
 
 from zeropipe.core.units import count_text
+from zeropipe.core.workers import count_cores
 from zeropipe.errors import ConfigError, require_positive_integers, short
 from zeropipe.estimating.counted import CountedModel
 from zeropipe.estimating.estimate import estimate
 from zeropipe.estimating.gpus import find_gpu
 from zeropipe.estimating.model import Model, ShapedModel, open_model
-from zeropipe.planning.layouts import Layout, layouts, most_stages
+from zeropipe.planning.candidates import (
+    Variant,
+    drop_too_large,
+    group_by_schedule,
+    list_candidates,
+    list_runs,
+    list_variants,
+)
+from zeropipe.planning.context import RESERVE, PlanContext
+from zeropipe.planning.layouts import Layout, list_layouts, max_stages
 from zeropipe.planning.pool import score_groups
-from zeropipe.planning.refine import searched, with_gaps
+from zeropipe.planning.refine import add_gaps, search_best_runs
 from zeropipe.planning.result import Plan
-from zeropipe.planning.rows import Candidate, Row
-from zeropipe.planning.score import RESERVE, Scene, optimizer_bandwidth, schedule_of
-from zeropipe.planning.tries import Run, candidates, grouped, named_variants, runs, sifted
+from zeropipe.planning.rows import Candidate, PlanRow, Run
 from zeropipe.schedules.registry import entries
 from zeropipe.searching.search import require_callbacks, require_seconds
 from zeropipe.sim.layer_costs import LayerCosts
 
-MODES = ("none", "selective:op", "full")
-SIZES = (1, 2, 4)
-MOST = 4000  # candidates that are simulated: those whose work takes least
-SHOWN = 12  # rows that are compared with their bound
+DEFAULT_MODES = ("none", "selective:op", "full")
+DEFAULT_MICROBATCH_SIZES = (1, 2, 4)
+MAX_CANDIDATES = 4000  # that are simulated: those with the least work
+NUM_ROWS_WITH_GAP = 12
 
 
 def plan(
@@ -52,185 +59,212 @@ def plan(
     schedules: str | Sequence[str] | None = None,
     search_seconds: float = 10.0,
     search_steps: int | None = None,
-    most: int = MOST,
+    max_candidates: int = MAX_CANDIDATES,
     workers: int | None = None,
     progress: Callable[[str, float], object] | None = None,
 ) -> Plan:
-    """Try layouts, schedules, microbatch sizes, checkpointing modes and cuts, and rank what fits.
+    """Try layouts, schedules, microbatch sizes, checkpointing modes and cuts, and rank those that fit.
 
-    `model` is what `zp.estimate` takes (then `gpu`, `sequence`, `dtype`, `compile` and `efficiency` are for it), or
-    LayerCosts of a file. `batch` is the number of sequences of a step, over all GPUs. `memory` is that of a GPU, of
-    which `reserve` is left alone. By default microbatches of 1, 2 and 4 sequences, no checkpointing, `selective:op` and
-    `full` are tried, or what the costs are of; and every schedule with a name. Then schedules are searched for the best
-    ones, for `search_seconds` in all, or each with `search_steps`, as in `zp.search`. No more than `most` candidates
-    are simulated, those with least work. `progress` is called with what is done and the share of all that is done.
+    `model` is an argument of `zp.estimate` (which then gets `gpu`, `sequence`, `dtype`, `compile` and `efficiency`), or
+    LayerCosts. `batch` is the number of sequences per step, over all GPUs. `memory` is that of a GPU in bytes, of which
+    `reserve` is not used. The default is to try all pipeline and tensor-parallel sizes, microbatches of 1, 2 and 4
+    sequences, ac `none`, `selective:op` and `full` (or the settings of LayerCosts), and all built-in schedules. Then
+    `zp.search` runs for the best rows, for `search_seconds` in all or with `search_steps` each. At most
+    `max_candidates` are simulated, those with the least work. `progress` gets a description and the completed fraction.
     """
+    begin, report = monotonic(), progress or (lambda text, fraction: None)
     require_callbacks(progress, workers)
-    begun, tell = monotonic(), progress or (lambda what, share: None)
-    require_positive_integers(gpus=gpus, batch=batch, gpus_per_node=gpus_per_node, most=most)
+    require_positive_integers(gpus=gpus, batch=batch, gpus_per_node=gpus_per_node, max_candidates=max_candidates)
     require_seconds("search_seconds", search_seconds, "; 0 for no search")
     if search_steps is not None and (search_seconds == 0 or schedules is not None):
-        why = "schedules are named" if search_seconds else "search_seconds=0"
-        raise ConfigError(f"search_steps={short(search_steps)}: nothing is searched where {why}; leave one of them out")
-    pp, tp, microbatch_sizes = _several("pp", pp), _several("tp", tp), _several("microbatch_sizes", microbatch_sizes)
-    ac, schedules = _texts("ac", ac), _texts("schedules", schedules)
+        reason = "schedules=" if search_seconds else "search_seconds=0"
+        raise ConfigError(
+            f"search_steps={short(search_steps)}: nothing is searched with {reason}; leave one of them out"
+        )
+    pp_sizes, tp_sizes = _parse_integers("pp", pp), _parse_integers("tp", tp)
+    sizes, modes = _parse_integers("microbatch_sizes", microbatch_sizes), _parse_names("ac", ac)
+    names = _parse_names("schedules", schedules)
     if isinstance(model, LayerCosts):
-        costs = model
-        _require_settings(costs, tp or (), microbatch_sizes or (), ac or ())
-        microbatch_sizes = microbatch_sizes or sorted({setting.microbatch_size for setting in costs.settings})
-        ac = ac or list(dict.fromkeys(setting.ac for setting in costs.settings))
-        sizes = sorted({setting.tp for setting in costs.settings})
-        if tp is not None:
-            sizes = [size for size in sizes if size in tp]
+        costs, space = model, _find_settings(model, tp_sizes, sizes, modes)
     else:
-        microbatch_sizes, ac = microbatch_sizes or SIZES, ac or MODES
         opened = open_model(model)
-        sizes = _tensor_sizes(opened, tp, gpus_per_node, gpus)
+        space = SearchSpace(
+            tp_sizes or _default_tp_sizes(opened, gpus, gpus_per_node),
+            sizes or list(DEFAULT_MICROBATCH_SIZES),
+            modes or list(DEFAULT_MODES),
+        )
         costs = estimate(
-            opened, gpu=gpu, sequence=sequence, dtype=dtype, compile=compile, efficiency=efficiency, tp=sizes,
-            microbatch_size=list(microbatch_sizes), ac=list(ac),
+            opened, gpu=gpu, sequence=sequence, dtype=dtype, compile=compile, efficiency=efficiency,
+            tp=space.tp, microbatch_size=space.microbatch_sizes, ac=space.ac,
         )  # fmt: skip
         memory = find_gpu(gpu).memory if memory is None else memory
-    memory = costs.machine.get("memory") if memory is None else memory
-    if isinstance(reserve, bool) or not isinstance(reserve, (int, float)) or not reserve >= 0:
-        raise ConfigError(f"reserve={short(reserve)}: a number of bytes from 0 on is needed")
-    if memory is None:
-        raise ConfigError("memory is missing: the costs do not say how much a GPU has, give it, like 80GB")
-    if isinstance(memory, bool) or not isinstance(memory, (int, float)) or not memory > reserve:
-        given_is = f" is {memory / 1e9:g} GB" if isinstance(memory, (int, float)) else ""
-        raise ConfigError(
-            f"memory={short(memory)}{given_is}: bytes above the reserve of {reserve / 1e9:g} GB are needed, like 80GB; "
-            "or give a smaller reserve"
-        )
-    scene = Scene(costs, gpus_per_node, memory - reserve, optimizer_bandwidth(costs))
-    every = layouts(gpus, gpus_per_node, sizes, costs.num_layers)
-    options = [one for one in every if pp is None or one.pp in pp]
-    given = runs(scene, batch, options, microbatch_sizes, ac)
-    if not options:
-        known = ", ".join(map(str, sorted({one.pp for one in every})))
-        raise ConfigError(
-            f"pp={', '.join(map(str, pp or ()))}: no layout of {gpus} GPUs and {costs.num_layers} layers has that many "
-            f"pipeline ranks: give some of {known}"
-        )
-    if not given:
-        raise _no_runs(batch, gpus, options, microbatch_sizes)
-    possible, too_large = sifted(scene, given)
-    variants = named_variants(schedules, any(k.overlap is not None for s in costs.settings for k in s.kinds.values()))
-    count = _cores() if workers is None else workers
-    if schedules is not None and any(name not in _known() for name, _ in variants):
-        count = 1  # other processes do not know a user's own
-    tries = candidates(possible, variants, costs.num_layers)
-    if possible and not tries:
-        raise _too_many_stages(possible, variants, costs.num_layers)
-    rows = _scored(scene, tries[:most], count, lambda share: tell("trying schedules", 0.8 * share))
-    if tries and not rows:
-        schedule_of(tries[0])  # says why it cannot be built
+    context = PlanContext.create(costs, gpus_per_node, _usable_memory(costs, memory, reserve))
+    runs, oversized = drop_too_large(context, _list_runs(context, gpus, batch, pp_sizes, space))
+    candidates = _list_candidates(context, runs, names)
+    rows = _score(context, candidates[:max_candidates], workers, lambda done: report("trying schedules", 0.8 * done))
     num_tried = len({row.candidate for row in rows})
     if search_seconds > 0 and schedules is None:
-        fitting = [row for row in _ranked(rows) if row.fits]
-        rows += searched(
-            scene, fitting, search_seconds, search_steps, lambda share: tell("searching", 0.8 + 0.15 * share)
+        rows += search_best_runs(
+            context, _rank(rows), search_seconds, search_steps, lambda done: report("searching", 0.8 + 0.15 * done)
         )
-    fitting = with_gaps(scene, [row for row in _ranked(rows) if row.fits], SHOWN)
-    tell("done", 1.0)
-    misfits = sorted((row for row in _best_cut(rows) if not row.fits), key=lambda row: row.over)
-    left_out, seconds = max(0, len(tries) - most), monotonic() - begun
+    ranked = add_gaps(context, _rank(rows), NUM_ROWS_WITH_GAP)
+    report("done", 1.0)
     return Plan(
-        tuple(fitting), tuple(misfits), tuple(too_large), scene, gpus, batch, num_tried, left_out, seconds
+        tuple(ranked), _find_misfits(rows), tuple(oversized), context, gpus, batch, num_tried,
+        max(0, len(candidates) - max_candidates), monotonic() - begin,
     )  # fmt: skip
 
 
-def _scored(scene: Scene, tries: Sequence[Candidate], workers: int, tell: Callable[[float], object]) -> list[Row]:
-    groups = grouped(tries)
-    rows = score_groups(scene, groups, workers, lambda done: tell(done / len(groups)))
+class SearchSpace(NamedTuple):
+    """The settings of layers to try."""
+
+    tp: list[int]
+    microbatch_sizes: list[int]
+    ac: list[str]
+
+
+def _find_settings(
+    costs: LayerCosts, tp_sizes: list[int] | None, sizes: list[int] | None, modes: list[str] | None
+) -> SearchSpace:
+    """The requested settings, by default all of `costs`; ConfigError for one that they do not have."""
+    for tp in tp_sizes or ():
+        costs.setting(tp=tp)
+    for size in sizes or ():
+        costs.setting(microbatch_size=size)
+    for mode in modes or ():
+        costs.setting(ac=mode)
+    return SearchSpace(
+        sorted(set(tp_sizes or (setting.tp for setting in costs.settings))),
+        sizes or sorted({setting.microbatch_size for setting in costs.settings}),
+        modes or list(dict.fromkeys(setting.ac for setting in costs.settings)),
+    )
+
+
+def _default_tp_sizes(model: Model, gpus: int, gpus_per_node: int) -> list[int]:
+    """The powers of two that divide the GPUs and the model."""
+    powers = [2**n for n in range(5)]
+    return [n for n in powers if n <= min(gpus_per_node, gpus) and gpus % n == 0 and model.allows(n)]
+
+
+def _usable_memory(costs: LayerCosts, memory: float | None, reserve: float) -> float:
+    """Bytes of a GPU that a candidate may use."""
+    memory = costs.machine.get("memory") if memory is None else memory
+    if isinstance(reserve, bool) or not isinstance(reserve, (int, float)) or not reserve >= 0:
+        raise ConfigError(f"reserve={short(reserve)}: must be a non-negative number of bytes")
+    if memory is None:
+        raise ConfigError("memory is missing: the costs do not have the memory of a GPU; pass it, like 80GB")
+    if isinstance(memory, bool) or not isinstance(memory, (int, float)) or not memory > reserve:
+        raise ConfigError(
+            f"memory={short(memory)}: must be a number of bytes above the reserve of {reserve / 1e9:g} GB, like 80GB; "
+            "or pass a smaller reserve"
+        )
+    return memory - reserve
+
+
+def _list_runs(
+    context: PlanContext, gpus: int, batch: int, pp_sizes: Sequence[int] | None, space: SearchSpace
+) -> list[Run]:
+    """Every run in the search space; ConfigError if there is none."""
+    num_layers = context.costs.num_layers
+    every = list_layouts(gpus, context.gpus_per_node, space.tp, num_layers)
+    layouts = [layout for layout in every if pp_sizes is None or layout.pp in pp_sizes]
+    if not layouts:
+        possible = _join(sorted({layout.pp for layout in every}))
+        raise ConfigError(
+            f"pp={_join(pp_sizes or ())}: no layout of {gpus} GPUs and {num_layers} layers has that many pipeline "
+            f"ranks; use one of {possible}"
+        )
+    runs = list_runs(context, batch, layouts, space.microbatch_sizes, space.ac)
+    if not runs:
+        raise _explain_no_runs(batch, gpus, layouts, space.microbatch_sizes)
+    return runs
+
+
+def _explain_no_runs(batch: int, gpus: int, layouts: Sequence[Layout], sizes: Sequence[int]) -> ConfigError:
+    if any(batch % (layout.dp_shard * size) == 0 for layout in layouts for size in sizes):
+        return ConfigError(
+            f"batch={batch}: too many microbatches of {_join(sizes)} to simulate; use a smaller batch or larger "
+            "microbatches"
+        )
+    return ConfigError(
+        f"batch={batch}: cannot be divided over {gpus} GPUs in microbatches of {_join(sizes)}; use a multiple of them, "
+        "or other microbatch_sizes"
+    )
+
+
+def _list_candidates(context: PlanContext, runs: Sequence[Run], names: Sequence[str] | None) -> list[Candidate]:
+    """Every candidate of the runs; ConfigError if all schedules have too many stages."""
+    costs = context.costs
+    has_overlap_costs = any(kind.overlap is not None for setting in costs.settings for kind in setting.kinds.values())
+    variants = list_variants(names, has_overlap_costs)
+    candidates = list_candidates(runs, variants, costs.num_layers)
+    if runs and not candidates:
+        raise _explain_too_many_stages(runs, variants, costs.num_layers)
+    return candidates
+
+
+def _explain_too_many_stages(runs: Sequence[Run], variants: Sequence[Variant], num_layers: int) -> ConfigError:
+    pp, (name, per_rank) = min(run.layout.pp for run in runs), min(variants, key=lambda variant: variant[1])
+    return ConfigError(
+        f"schedules={name}: {pp} pipeline ranks with {count_text(per_rank, 'stage')} each are {pp * per_rank} stages, "
+        f"and {num_layers} layers fill {max_stages(num_layers)} at most; use fewer pipeline ranks or other schedules"
+    )
+
+
+def _score(
+    context: PlanContext, candidates: Sequence[Candidate], workers: int | None, progress: Callable[[float], object]
+) -> list[PlanRow]:
+    groups = group_by_schedule(candidates)
+    built_in = {entry.name for entry in entries() if entry.is_ours}
+    if any(candidate.schedule not in built_in for candidate in candidates):
+        workers = 1  # a user's schedule is not registered in other processes
+    rows = score_groups(context, groups, workers or count_cores(), lambda done: progress(done / len(groups)))
+    if candidates and not any(rows):
+        candidates[0].build_schedule()  # raises the reason
     return [row for group in rows for row in group]
 
 
-def _ranked(rows: Sequence[Row]) -> list[Row]:
-    """The faster first; of equal ones the smaller. Other cuts of a candidate are left out, unless they are smaller."""
-    found: list[Row] = []
-    least: dict[Candidate, float] = {}
+def _rank(rows: Sequence[PlanRow]) -> list[PlanRow]:
+    """The rows that fit, the fastest first, then the smallest; of a candidate's other cuts only smaller ones."""
+    found: list[PlanRow] = []
+    smallest: dict[Candidate, float] = {}
     for row in sorted(rows, key=lambda row: (row.step, row.memory.peak, row.candidate)):
-        one = replace(row.candidate, cut="")
-        if row.memory.peak < least.get(one, inf) * (1 - 1e-9):
-            least[one] = row.memory.peak
+        key = replace(row.candidate, cut="")
+        if row.memory.peak < smallest.get(key, inf) * (1 - 1e-9):
+            smallest[key] = row.memory.peak
             found.append(row)
-    return found
+    return [row for row in found if row.fits]
 
 
-def _best_cut(rows: Sequence[Row]) -> list[Row]:
-    """Of every candidate the row that fits, or comes closest."""
-    best: dict[Candidate, Row] = {}
+def _find_misfits(rows: Sequence[PlanRow]) -> tuple[PlanRow, ...]:
+    """The cut of each candidate that comes closest to fitting, if none fits; the closest first."""
+    closest: dict[Candidate, PlanRow] = {}
     for row in rows:
-        one = replace(row.candidate, cut="")
-        if one not in best or row.over < best[one].over:
-            best[one] = row
-    return list(best.values())
+        key = replace(row.candidate, cut="")
+        if key not in closest or row.excess < closest[key].excess:
+            closest[key] = row
+    return tuple(sorted((row for row in closest.values() if not row.fits), key=lambda row: row.excess))
 
 
-def _tensor_sizes(model: Model, wish: Sequence[int] | None, gpus_per_node: int, gpus: int) -> list[int]:
-    """Sizes of tensor parallelism: those asked for, or the powers of two that the model allows."""
-    if wish is not None:
-        return list(wish)
-    powers = [2**n for n in range(5)]
-    return [t for t in powers if t <= min(gpus_per_node, gpus) and gpus % t == 0 and model.allows(t)]
-
-
-def _no_runs(batch: int, gpus: int, options: Sequence[Layout], sizes: Sequence[int]) -> ConfigError:
-    """Why there is nothing to try."""
-    listed = ", ".join(map(str, sizes))
-    if any(batch % (layout.dp_shard * size) == 0 for layout in options for size in sizes):
-        return ConfigError(
-            f"batch={batch}: so many microbatches of {listed} are too much to simulate: give a smaller batch, or "
-            "larger microbatches"
-        )
-    return ConfigError(
-        f"batch={batch} cannot be shared out over {gpus} GPUs in microbatches of {listed}: give a multiple of them, or "
-        "larger or smaller ones"
-    )
-
-
-def _too_many_stages(given: Sequence[Run], variants: Sequence[tuple[str, int]], num_layers: int) -> ConfigError:
-    pp, (name, per_rank) = min(run.layout.pp for run in given), min(variants, key=lambda variant: variant[1])
-    return ConfigError(
-        f"schedules={name}: {pp} pipeline ranks with {count_text(per_rank, 'stage')} each are {pp * per_rank} stages, "
-        f"and {num_layers} layers fill {most_stages(num_layers)} at most: give fewer pipeline ranks or other schedules"
-    )
-
-
-def _known() -> set[str]:
-    return {entry.name for entry in entries() if entry.is_ours}
-
-
-def _require_settings(costs: LayerCosts, tp: Iterable[int], sizes: Iterable[int], modes: Iterable[str]) -> None:
-    """ConfigError for what the costs are not of: it must not be left out without a word."""
-    for ways in tp:
-        costs.setting(tp=ways)
-    for size in sizes:
-        costs.setting(microbatch_size=size)
-    for mode in modes:
-        costs.setting(ac=mode)
-
-
-def _several(name: str, value: int | Sequence[int] | None) -> Sequence[int] | None:
-    """One number, or several of them."""
+def _parse_integers(name: str, value: int | Sequence[int] | None) -> list[int] | None:
+    """One positive integer or several, as a list."""
     if value is None:
         return None
-    several = list(value) if isinstance(value, Iterable) else [value]
-    if not several or any(type(one) is not int or one < 1 for one in several):
-        raise ConfigError(f"{name}={short(value)}: whole numbers from 1 on are needed, like 4 or [2, 4]")
-    return several
+    values = list(value) if isinstance(value, Iterable) else [value]
+    if not values or any(type(item) is not int or item < 1 for item in values):
+        raise ConfigError(f"{name}={short(value)}: must be a positive integer or a list of them, like 4 or [2, 4]")
+    return values
 
 
-def _texts(name: str, value: str | Sequence[str] | None) -> list[str] | None:
-    """One text, or several of them."""
+def _parse_names(name: str, value: str | Sequence[str] | None) -> list[str] | None:
+    """One name or several, as a list."""
     if value is None:
         return None
-    several = [value] if isinstance(value, str) else list(value) if isinstance(value, Iterable) else []
-    if not several or not all(isinstance(one, str) for one in several):
-        raise ConfigError(f"{name}={short(value)}: a name is needed, or a list of them")
-    return several
+    values = [value] if isinstance(value, str) else list(value) if isinstance(value, Iterable) else []
+    if not values or not all(isinstance(item, str) for item in values):
+        raise ConfigError(f"{name}={short(value)}: must be a name or a list of names")
+    return values
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def _join(values: Iterable[int]) -> str:
+    return ", ".join(map(str, values))

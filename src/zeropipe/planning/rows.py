@@ -1,17 +1,27 @@
-"""What is tried, and what it comes to."""
+"""Candidates of a plan, and the row of each."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from zeropipe.core.schedule import Schedule
 from zeropipe.planning.layouts import Layout
-from zeropipe.schedules.registry import entries
+from zeropipe.schedules.registry import build, entries
+
+
+class Run(NamedTuple):
+    """A layout with microbatches and checkpointing: a candidate without its schedule."""
+
+    layout: Layout
+    num_microbatches: int
+    microbatch_size: int
+    ac: str
 
 
 @dataclass(frozen=True, order=True)
 class Candidate:
-    """One thing to try."""
+    """A layout, a schedule, microbatches, checkpointing and a cut."""
 
     layout: Layout
     schedule: str
@@ -23,8 +33,12 @@ class Candidate:
     shards: str = "keep"  # how sharded weights are gathered; plans keep them
 
     @property
+    def run(self) -> Run:
+        return Run(self.layout, self.num_microbatches, self.microbatch_size, self.ac)
+
+    @property
     def title(self) -> str:
-        """The schedule as a command takes it: with its stages per rank, unless it has one and no other number."""
+        """The schedule as a command accepts it; without `:v=1` if that is its default."""
         number = self.stages_per_rank
         default = next((entry.stages_per_rank[0] for entry in entries() if entry.name == self.schedule), 1)
         return self.schedule if number == default == 1 else f"{self.schedule}:v={number}"
@@ -35,26 +49,33 @@ class Candidate:
             f"{self.microbatch_size}, ac {self.ac}, {self.cut} layers"
         )
 
+    def build_schedule(self) -> Schedule:
+        """Build the registered schedule; ConfigError if it does not take these sizes."""
+        return build(
+            self.schedule, ranks=self.layout.pp, microbatches=self.num_microbatches,
+            stages_per_rank=self.stages_per_rank,
+        )  # fmt: skip
+
 
 @dataclass(frozen=True)
-class Parts:
-    """Where the seconds of a step go; they add up to it. All of the rank with most work, but for the bubble."""
+class StepSeconds:
+    """The seconds of a step by purpose, which add up to it: on the busiest rank, and its bubble."""
 
-    work: float  # F, I and W without computing anything again, if all ranks had the same
-    recompute: float  # again, for activation checkpointing
-    imbalance: float  # more than the mean on the rank with most
-    bubble: float  # waiting
-    data: float  # gathers and reduces of the shards that nothing hides, sums over copies of a weight
+    work: float  # F, I and W without recomputation: the mean over ranks
+    recompute: float  # for activation checkpointing: the mean over ranks
+    imbalance: float  # of the busiest rank, above the mean
+    bubble: float
+    data: float  # exposed gathers and reductions of shards, and sums over copies of a weight
     optimizer: float
 
     @property
-    def step(self) -> float:
+    def total(self) -> float:
         return self.work + self.recompute + self.imbalance + self.bubble + self.data + self.optimizer
 
 
 @dataclass(frozen=True)
-class Memory:
-    """What the fullest rank holds at its peak, in bytes; they add up to it."""
+class RankMemory:
+    """Bytes of a rank at its peak by purpose, which add up to it."""
 
     weights: float
     gradients: float
@@ -68,29 +89,34 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Row:
-    """A candidate's result."""
+class PlanRow:
+    """The result of a candidate."""
 
     candidate: Candidate
     counts: tuple[int, ...]  # layers per stage
-    parts: Parts
-    memory: Memory
+    seconds: StepSeconds
+    memory: RankMemory  # of the fullest rank
     limit: float  # bytes of a rank
     makespan: float
     bubble: float
-    gap: float | None = None  # of the makespan to the bound of its placement and costs
-    found: Schedule | None = None  # of a searched one
+    gap: float | None = None  # of the makespan to the lower bound of its placement and costs
+    searched_schedule: Schedule | None = None
 
     @property
     def step(self) -> float:
         """Seconds of a step."""
-        return self.parts.step
+        return self.seconds.total
 
     @property
-    def over(self) -> float:
-        """Bytes that are missing; 0 for what fits."""
+    def excess(self) -> float:
+        """Bytes above the limit; 0 if the candidate fits."""
         return max(0.0, self.memory.peak - self.limit)
 
     @property
     def fits(self) -> bool:
-        return self.over <= 1e-9 * self.limit
+        return self.excess <= 1e-9 * self.limit
+
+    @property
+    def schedule(self) -> Schedule:
+        """The searched schedule, or the registered one, built now."""
+        return self.searched_schedule or self.candidate.build_schedule()

@@ -1,4 +1,4 @@
-"""A plan's row as a training file, which all commands take: run.toml, and the schedule beside it if it was searched."""
+"""A row of a plan as a training file; a searched schedule is a file beside it."""
 
 from __future__ import annotations
 
@@ -12,66 +12,66 @@ from zeropipe.core.formats.toml import format_table
 from zeropipe.core.model.configs import BUILT_IN
 from zeropipe.core.units import count_text, gigabytes
 from zeropipe.planning.result import Plan
-from zeropipe.planning.rows import Row
+from zeropipe.planning.rows import PlanRow
 
-DTYPES = {"bf16": "bfloat16", "float16": "bfloat16", "float32": "float32"}  # float16 is not trained in
+DTYPES = {"bf16": "bfloat16", "float16": "bfloat16", "float32": "float32"}  # training in float16 is not supported
 GPUS_PER_NODE = 8  # a training file's default
 STEPS = 100
 
 
-def write_run(plan: Plan, row: Row, path: str, model: str, costs: str | None = None) -> list[str]:
-    """Write `path`, and for a searched schedule a .json beside it; returns the names of what was written.
+def write_run(plan: Plan, row: PlanRow, path: str, model: str, costs: str | None = None) -> list[str]:
+    """Write `path`, and for a searched schedule a .json beside it; returns the paths of the files.
 
-    `costs` is where the plan's costs come from: a file, or the name of a GPU.
+    `costs` is the source of the plan's costs: a file, or the name of a GPU.
     """
-    schedule, written = named_schedule(row), [path]
-    if row.found is not None:
+    schedule, written = schedule_table(row), [path]
+    if row.searched_schedule is not None:
         file = Path(path).with_suffix(".schedule.json")
         require_writable(path)
-        write_whole(file, to_json(row.found))
+        write_whole(file, to_json(row.searched_schedule))
         schedule = {"name": file.name}
         written.append(str(file))
-    text = run_text(plan, row, schedule, _from(path, model), None if costs is None else _from(path, costs))
+    text = format_run(
+        plan, row, schedule, _relative_to(path, model), None if costs is None else _relative_to(path, costs)
+    )
     write_whole(path, text)
     return written
 
 
-def named_schedule(row: Row) -> dict[str, Any]:
-    """A schedule as a training file names it: also with one stage per rank, as `interleaved` alone has two."""
+def schedule_table(row: PlanRow) -> dict[str, Any]:
+    """A registered schedule in a training file. One stage per rank is written too: it is not every default."""
     return {"name": row.candidate.schedule, "stages_per_rank": row.candidate.stages_per_rank}
 
 
-def run_text(plan: Plan, row: Row, schedule: dict[str, Any], model: str, costs: str | None) -> str:
-    """The training file of a row. `schedule` names it, and the other arguments are as in `write_run`."""
-    one, known = row.candidate, plan.scene.costs
+def format_run(plan: Plan, row: PlanRow, schedule: dict[str, Any], model: str, costs: str | None) -> str:
+    """The text of a row's training file. `schedule` has its name; the other arguments are those of `write_run`."""
+    candidate, layer_costs = row.candidate, plan.context.costs
     schedule = {**schedule, "layers": list(row.counts)}
     if costs is not None:
         schedule["costs"] = costs
-    if plan.scene.gpus_per_node != GPUS_PER_NODE:
-        schedule["gpus_per_node"] = plan.scene.gpus_per_node
-    setting = known.setting(ac=one.ac, microbatch_size=one.microbatch_size, tp=one.layout.tp)
+    if plan.context.gpus_per_node != GPUS_PER_NODE:
+        schedule["gpus_per_node"] = plan.context.gpus_per_node
+    setting = plan.context.setting(candidate)
     tables: dict[str, dict[str, Any]] = {
-        "model": {"path": model, "dtype": DTYPES.get(known.dtype, known.dtype)},
-        "mesh": {"pp": one.layout.pp, "dp_shard": one.layout.dp_shard, "tp": one.layout.tp},
+        "model": {"path": model, "dtype": DTYPES.get(layer_costs.dtype, layer_costs.dtype)},
+        "mesh": {"pp": candidate.layout.pp, "dp_shard": candidate.layout.dp_shard, "tp": candidate.layout.tp},
         "schedule": schedule,
-        "engine": {"compile": setting.compile, "ac": one.ac},
-        "data": {"sequence": known.sequence, "batch": plan.batch, "microbatch": one.microbatch_size},
+        "engine": {"compile": setting.compile, "ac": candidate.ac},
+        "data": {"sequence": layer_costs.sequence, "batch": plan.batch, "microbatch": candidate.microbatch_size},
         "train": {"steps": STEPS},
     }
-    if (
-        model in BUILT_IN and BUILT_IN[model]["num_hidden_layers"] != known.num_layers
-    ):  # profiled with another number of them
-        tables["model"]["num_layers"] = known.num_layers
-    words = "an estimate" if known.source == "estimate" else "from measured costs"
+    if model in BUILT_IN and BUILT_IN[model]["num_hidden_layers"] != layer_costs.num_layers:
+        tables["model"]["num_layers"] = layer_costs.num_layers  # profiled with another number of layers
+    source = "an estimate" if layer_costs.source == "estimate" else "from measured costs"
     head = [
-        f"# {one}",
-        f"# predicted ({words}): {row.step:.3f} s per step of {count_text(plan.batch, 'sequence')} on "
+        f"# {candidate}",
+        f"# predicted ({source}): {row.step:.3f} s per step of {count_text(plan.batch, 'sequence')} on "
         f"{count_text(plan.gpus, 'GPU')}, {plan.speed(row):,.0f} tokens/s per GPU, {gigabytes(row.memory.peak)}",
     ]
     blocks = [format_table(name, values) for name, values in tables.items()]
     return "\n".join([*head, "", "\n\n".join(blocks), ""])
 
 
-def _from(path: str, name: str) -> str:
-    """The name of a file as the file at `path` has it: from its own folder. Other names stay."""
+def _relative_to(path: str, name: str) -> str:
+    """The path of a file relative to the folder of `path`; other names are unchanged."""
     return os.path.relpath(name, Path(path).parent) if os.path.exists(name) else name

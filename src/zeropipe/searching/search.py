@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from zeropipe.core.action import MAX_STAGES
 from zeropipe.core.placement import MAX_WEIGHT_PARTS, PLACEMENTS, Placement, PlacementRule, Problem, linear
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Timeline
+from zeropipe.core.workers import count_cores
 from zeropipe.errors import ConfigError, require_positive_integers, short
 from zeropipe.searching.driver import Progress, SearchDriver, relative_gap, timeline_value
 from zeropipe.searching.task import SearchTask
@@ -112,7 +112,7 @@ def search(
     if steps is None:
         warm_kernels(tasks[0].num_actions)
     driver = SearchDriver(
-        tasks, steps=steps, seconds=float(seconds), seed=seed, workers=workers or _num_cores(), progress=progress
+        tasks, steps=steps, seconds=float(seconds), seed=seed, workers=workers or count_cores(), progress=progress
     )
     best, interrupted = driver.run()
     return SearchResult(best.schedule, best, objective, driver.bound, driver.elapsed, interrupted, driver.registered)
@@ -141,10 +141,6 @@ def _limits(limits: Sequence[float], ranks: int, costs: Costs) -> tuple[float, .
         raise ConfigError(f"rank_limits has {len(limits)} entries: there are {ranks} ranks; use one entry for each")
     largest = float("inf") if costs.memory_limit is None else costs.memory_limit
     return tuple(min(float(limit), largest) for limit in limits)
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _placements(placement: PlacementRule | str | None, problem: Problem) -> list[Placement]:

@@ -16,8 +16,8 @@ from zeropipe.core.schedule import Schedule
 from zeropipe.core.units import count_text
 from zeropipe.errors import ConfigError
 from zeropipe.estimating.estimate import estimate
-from zeropipe.planning.rows import Candidate
-from zeropipe.planning.score import Scene, Simulated, memory_of, mfu_of, optimizer_bandwidth, row_of, simulated
+from zeropipe.planning.context import PlanContext
+from zeropipe.planning.score import Simulation, attribute_memory, compute_mfu, create_row, simulate_candidate
 from zeropipe.sim.layer_costs import LayerCosts
 from zeropipe.train.config.file_rules import has_weights
 from zeropipe.train.config.tables import RunConfig
@@ -152,31 +152,29 @@ def _predict(
     if costs is None:
         return tuple(RankPreview(rank, *own, None, {}) for rank, own in enumerate(zip(stages, spans))), None
     limit = memory_limit(costs) if has_times else None
-    scene = Scene(costs, config.schedule.gpus_per_node, inf if limit is None else limit, optimizer_bandwidth(costs))
+    context = PlanContext.create(costs, config.schedule.gpus_per_node, inf if limit is None else limit)
     candidate = make_candidate(config, schedule.problem, schedule.name)
-    run = simulated(scene, candidate, schedule, counts)
+    run = simulate_candidate(context, candidate, schedule, counts)
     ranks = tuple(
-        RankPreview(rank, *own, run.parameters[rank], _memory(config, scene, candidate, run, rank, has_times))
+        RankPreview(rank, *own, run.parameters[rank], _memory(config, context, run, rank, has_times))
         for rank, own in enumerate(zip(stages, spans))
     )
     if not has_times:
         return ranks, None
-    row = row_of(scene, candidate, schedule, counts, run)
+    row = create_row(context, run)
     gpu = costs.machine.get("gpu", "this machine")
     source = f"an estimate for {gpu}" if costs.source == "estimate" else f"from {config.schedule.costs}"
     speed = config.data.batch * config.data.sequence / row.step
-    return ranks, Prediction(source, row.step, row.bubble, speed, mfu_of(scene, row), vars(row.parts), limit)
+    return ranks, Prediction(source, row.step, row.bubble, speed, compute_mfu(context, row), vars(row.seconds), limit)
 
 
-def _memory(
-    config: RunConfig, scene: Scene, candidate: Candidate, run: Simulated, rank: int, has_times: bool
-) -> dict[str, float]:
+def _memory(config: RunConfig, context: PlanContext, run: Simulation, rank: int, has_times: bool) -> dict[str, float]:
     """Bytes of a rank by purpose. Without times: only what does not depend on the order of actions."""
-    state, shards, parameters = scene.costs.state, config.mesh.dp_shard, run.parameters[rank]
+    state, shards, parameters = context.costs.state, config.mesh.dp_shard, run.parameters[rank]
     masters = parameters * master_bytes(config) / shards
     weights = "gathered weights" if shards > 1 else "weights"
     if has_times:
-        memory = memory_of(scene, candidate, run, rank)
+        memory = attribute_memory(context, run, rank)
         found = {
             weights: memory.weights, "gradients": memory.gradients, "masters": masters,
             "optimizer": memory.optimizer - masters, "activations": memory.activations, "workspace": memory.workspace,

@@ -10,9 +10,9 @@ from zeropipe.core.model.layers import layer_counts, require_layer_counts
 from zeropipe.core.placement import Placement, Problem
 from zeropipe.core.timeline import Origin
 from zeropipe.errors import ConfigError
+from zeropipe.planning.context import RESERVE, PlanContext
 from zeropipe.planning.layouts import Layout
 from zeropipe.planning.rows import Candidate
-from zeropipe.planning.score import RESERVE, Scene, costs_of
 from zeropipe.sim.costs import Costs
 from zeropipe.sim.layer_costs import LayerCosts, ParameterBytes
 from zeropipe.sim.refit import find_run_setting
@@ -50,10 +50,9 @@ class RunCosts:
         if len(counts) != problem.num_stages:
             counts = layer_counts(costs.num_layers, problem.num_stages, table.first_less, table.last_less)
         limit = memory_limit(costs)
-        scene = Scene(
-            replace(costs, state=state_bytes(self.config)), table.gpus_per_node, inf if limit is None else limit, None
-        )
-        return costs_of(scene, make_candidate(self.config, problem), counts, placement)
+        costs = replace(costs, state=state_bytes(self.config))
+        context = PlanContext.create(costs, table.gpus_per_node, inf if limit is None else limit)
+        return context.stage_costs(make_candidate(self.config, problem), counts, placement)
 
 
 def explain_mismatch(config: RunConfig, costs: LayerCosts) -> str:

@@ -17,10 +17,11 @@ from zeropipe.core.model.layers import layer_counts
 from zeropipe.core.workers import WorkerMemoryError
 from zeropipe.errors import ConfigError
 from zeropipe.planning import pool, refine
-from zeropipe.planning.layouts import Layout, layouts
+from zeropipe.planning.candidates import list_candidates
+from zeropipe.planning.layouts import Layout, list_layouts
 from zeropipe.planning.pool import MIN_GROUPS
-from zeropipe.planning.score import score
-from zeropipe.planning.tries import Run, candidates
+from zeropipe.planning.rows import Run
+from zeropipe.planning.score import score_candidate
 from zeropipe.planning.write import write_run
 from zeropipe.schedules.registry import entries
 from zeropipe.sim.layer_file import to_layer_json
@@ -60,27 +61,27 @@ def test_a_row_is_the_simulation_of_its_stages(small):
 
 def test_the_parts_of_a_row_add_up(small):
     for row in small.rows:
-        parts = vars(row.parts)
+        parts = vars(row.seconds)
         assert sum(parts.values()) == pytest.approx(row.step)
         one = row.candidate
         ends = small.schedule(row).placement
         tied = ends.rank_of(0) != ends.rank_of(len(row.counts) - 1)  # the two sum their gradients, in float32
-        link = small.scene.costs.inter_node if tied and one.layout.num_gpus > 2 else small.scene.costs.link
+        link = small.context.costs.inter_node if tied and one.layout.num_gpus > 2 else small.context.costs.link
         sums = tied * 4 * 151936 * 2048 / one.layout.tp / link.bandwidth
-        assert row.step == pytest.approx(row.makespan + row.parts.optimizer + sums)
+        assert row.step == pytest.approx(row.makespan + row.seconds.optimizer + sums)
         assert min(parts.values()) >= -1e-9
         assert sum(vars(row.memory).values()) == pytest.approx(row.memory.peak)
         assert min(vars(row.memory).values()) >= -1.0  # a byte of rounding
-        assert (row.parts.recompute > 0) <= (row.candidate.ac != "none")  # hidden where launching takes longer
-        assert (row.parts.recompute > 0) >= (row.candidate.ac == "full" and row.candidate.layout.tp == 1)
-        assert (row.parts.data > 0) <= (one.layout.dp_shard > 1 or tied)
+        assert (row.seconds.recompute > 0) <= (row.candidate.ac != "none")  # hidden where launching takes longer
+        assert (row.seconds.recompute > 0) >= (row.candidate.ac == "full" and row.candidate.layout.tp == 1)
+        assert (row.seconds.data > 0) <= (one.layout.dp_shard > 1 or tied)
 
 
 def even_row(made, row):
     """The same with even layers."""
     schedule = made.schedule(row)
-    counts = layer_counts(made.scene.costs.num_layers, schedule.num_stages)
-    return score(made.scene, replace(row.candidate, cut="even"), schedule, counts)
+    counts = layer_counts(made.context.costs.num_layers, schedule.num_stages)
+    return score_candidate(made.context, replace(row.candidate, cut="even"), schedule, counts)
 
 
 def test_two_copies_of_the_model_sum_their_gradients():
@@ -89,15 +90,15 @@ def test_two_copies_of_the_model_sum_their_gradients():
     row = even_row(made, made.best)
     dense = costs.settings[0].kinds["dense"].parameters
     ends = costs.settings[0].kinds["head"].parameters + costs.settings[0].kinds["embedding"].parameters
-    assert row.parts.data == pytest.approx(4 * (18 * dense + ends) / costs.link.bandwidth)
+    assert row.seconds.data == pytest.approx(4 * (18 * dense + ends) / costs.link.bandwidth)
     assert row.memory.weights == pytest.approx(2 * (18 * dense + ends)), "ranks hold two stages"
 
 
 def test_nothing_that_was_tried_is_faster_and_fits(small):
     """All of it again, one by one."""
-    costs, best = small.scene.costs, float("inf")
+    costs, best = small.context.costs, float("inf")
     for name in NAMES:
-        for layout in layouts(4, 2, [1, 2], 28):
+        for layout in list_layouts(4, 2, [1, 2], 28):
             schedule = zp.build(name, ranks=layout.pp, microbatches=16 // layout.dp_shard)
             own = costs.costs(
                 layer_counts(28, schedule.num_stages), costs.setting(ac="none", microbatch_size=1, tp=layout.tp),
@@ -114,7 +115,7 @@ def test_rows_are_ranked_fit_and_are_on_the_front_or_beaten(small):
     assert all(row.fits and row.memory.peak <= 20e9 * (1 + 1e-9) for row in small.rows)
     assert all(a.step <= b.step for a, b in pairwise(small.rows))
     assert all(not row.fits for row in small.misfits)
-    assert all(a.over <= b.over for a, b in pairwise(small.misfits))
+    assert all(a.excess <= b.excess for a, b in pairwise(small.misfits))
     front = set(map(id, small.front))
     for row in small.rows:
         beaten = any(o.step <= row.step and o.memory.peak < row.memory.peak for o in small.rows if o is not row)
@@ -136,12 +137,12 @@ def test_nothing_that_fits_is_told_with_what_is_missing(small):
     with pytest.raises(ConfigError, match=r"nothing fits into 3\.0 GB: pp"):
         _ = made.best
     close = replace(small.best, limit=small.best.memory.peak - 2.5e6)
-    assert replace(made, misfits=(close,)).closest().endswith(" layers is 2.5 MB over it")
+    assert replace(made, misfits=(close,)).describe_closest().endswith(" layers is 2.5 MB over it")
 
 
 def test_a_slower_row_says_what_takes_longer(small):
     full = next(row for row in small.rows if row.candidate.ac == "full")
-    assert "computing again +" in small.why(full)
+    assert "recomputation +" in small.why(full)
     assert small.why(full).startswith(f"{full.step / small.best.step - 1:.1%} slower")
     assert small.why(small.best) == "it is as fast"
 
@@ -176,7 +177,7 @@ def test_schedules_made_of_overlaps_need_to_know_what_an_overlap_takes():
 
 
 def test_tensor_parallelism_stays_inside_a_machine_and_all_gpus_are_used():
-    found = layouts(24, 8, [1, 2, 4, 8, 16], 12)
+    found = list_layouts(24, 8, [1, 2, 4, 8, 16], 12)
     assert all(layout.num_gpus == 24 and layout.tp <= 8 and layout.pp <= 14 for layout in found)
     assert Layout(3, 1, 8) in found
     assert [Layout(2, 4, 2).node_size(8), Layout(2, 8, 2).node_size(8), Layout(8, 1, 2).node_size(8)] == [1, 1, 4]
@@ -185,13 +186,13 @@ def test_tensor_parallelism_stays_inside_a_machine_and_all_gpus_are_used():
 def test_groups_that_do_not_divide_a_machine_reach_into_the_next():
     """Of 24 GPUs, 8 in a machine, the second six are GPUs 6 to 11."""
     costs = zp.estimate("gemma-7b")
-    assert Layout(4, 3, 2).data_link(costs, 8) == costs.inter_node
-    assert Layout(4, 3, 2).data_link(costs, 24) == Layout(2, 3, 1).data_link(costs, 8) == costs.link
+    assert Layout(4, 3, 2).shard_link(costs, 8) == costs.inter_node
+    assert Layout(4, 3, 2).shard_link(costs, 24) == Layout(2, 3, 1).shard_link(costs, 8) == costs.link
     assert [Layout(8, 3, 1).node_size(8), Layout(2, 3, 1).node_size(8)] == [1, 2]
-    assert [layout.tp for layout in layouts(24, 8, [1, 3, 6], 1)] == [1, 1, 1]
-    assert {layout.tp for layout in layouts(6, 8, [1, 3, 6], 1)} == {1, 3, 6}
-    with pytest.raises(ConfigError, match=r"tp=16: 64 GPUs, 8 in a machine, cannot be shared out so"):
-        layouts(64, 8, [16], 12)
+    assert [layout.tp for layout in list_layouts(24, 8, [1, 3, 6], 1)] == [1, 1, 1]
+    assert {layout.tp for layout in list_layouts(6, 8, [1, 3, 6], 1)} == {1, 3, 6}
+    with pytest.raises(ConfigError, match="tp=16: must divide gpus=64 and gpus_per_node=8"):
+        list_layouts(64, 8, [16], 12)
 
 
 def test_mfu_is_that_of_the_tokens_whatever_the_layout():
@@ -263,15 +264,15 @@ def test_a_mesh_is_written_and_read_again(tmp_path, capsys):
 
 
 def test_sizes_beyond_reason_end_soon():
-    with pytest.raises(ConfigError, match=r"batch=1000000000: .* too much to simulate"):
+    with pytest.raises(ConfigError, match=r"batch=1000000000: too many microbatches of 1, 2, 4 to simulate"):
         zp.plan("qwen3-0.6b", **{**SMALL, "batch": 10**9})
-    with pytest.raises(ConfigError, match="cannot be shared out"):
+    with pytest.raises(ConfigError, match="cannot be divided over"):
         zp.plan("qwen3-0.6b", **{**SMALL, "gpus": 2**40})
 
 
 def test_schedules_with_more_stages_than_layers_take_no_place_among_what_is_tried():
     runs = [Run(Layout(pp, 1, 1), 8, 1, "none") for pp in (1, 4, 8)]
-    made = candidates(runs, [("1f1b", 1), ("zbv", 2)], 7)
+    made = list_candidates(runs, [("1f1b", 1), ("zbv", 2)], 7)
     assert {(one.layout.pp, one.schedule, one.cut) for one in made} == {
         (1, "1f1b", "even"), (4, "1f1b", "even"), (4, "1f1b", "balanced"), (4, "zbv", "balanced"),
         (8, "1f1b", "balanced"),
@@ -280,11 +281,11 @@ def test_schedules_with_more_stages_than_layers_take_no_place_among_what_is_trie
 
 def test_a_search_that_had_no_time_is_left_out(small, monkeypatch):
     row = next(row for row in small.rows if row.candidate.layout.pp > 1)
-    slow = replace(row, parts=replace(row.parts, bubble=1e3))
-    monkeypatch.setattr(refine, "_searched", lambda *_: (slow, False))
-    assert refine.searched(small.scene, small.rows, 1.0, None, lambda share: None) == []
-    monkeypatch.setattr(refine, "_searched", lambda *_: (row, False))
-    assert refine.searched(small.scene, small.rows, 1.0, None, lambda share: None) != []
+    slow = replace(row, seconds=replace(row.seconds, bubble=1e3))
+    monkeypatch.setattr(refine, "_search_candidate", lambda *_: (slow, False))
+    assert refine.search_best_runs(small.context, small.rows, 1.0, None, lambda share: None) == []
+    monkeypatch.setattr(refine, "_search_candidate", lambda *_: (row, False))
+    assert refine.search_best_runs(small.context, small.rows, 1.0, None, lambda share: None) != []
 
 
 def test_a_searched_schedule_is_offered_and_written(tmp_path, capsys):
@@ -293,10 +294,10 @@ def test_a_searched_schedule_is_offered_and_written(tmp_path, capsys):
         "qwen3-8b", gpus=4, batch=16, memory=160e9, pp=[4], tp=[1], microbatch_sizes=[1], ac=["none"], search_steps=300,
         workers=1,
     )  # fmt: skip
-    row = next(row for row in made.rows if row.found is not None)
-    zp.check(row.found)
+    row = next(row for row in made.rows if row.searched_schedule is not None)
+    zp.check(row.searched_schedule)
     assert row.memory.peak <= 152e9
-    named_even = min(even_row(made, row).step for row in made.rows if row.found is None)
+    named_even = min(even_row(made, row).step for row in made.rows if row.searched_schedule is None)
     assert named_even > 1.1 * row.step
     files = write_run(made, row, str(tmp_path / "run.toml"), "qwen3-8b")
     assert files == [str(tmp_path / "run.toml"), str(tmp_path / "run.schedule.json")]
@@ -357,12 +358,18 @@ def test_the_command_ranks_explains_and_writes(tmp_path, capsys, monkeypatch):
     "args,message",
     [
         (["qwen9", "--gpus", "4", "--batch", "16"], "model 'qwen9'"),
-        (["qwen3-0.6b", "--gpus", "4", "--batch", "3", "--microbatch-sizes", "2"], "batch=3 cannot be shared out"),
-        (["qwen3-0.6b", "--gpus", "4", "--batch", "16", "--memory", "1GB"], "memory=1000000000.0 is 1 GB: bytes above"),
+        (
+            ["qwen3-0.6b", "--gpus", "4", "--batch", "3", "--microbatch-sizes", "2"],
+            "batch=3: cannot be divided over 4 GPUs in microbatches of 2",
+        ),
+        (
+            ["qwen3-0.6b", "--gpus", "4", "--batch", "16", "--memory", "1GB"],
+            "memory=1000000000.0: must be a number of bytes above the reserve of 4 GB",
+        ),
         (["qwen3-32b", "--gpus", "2", "--batch", "16", "--memory", "24GB"], "nothing fits into 20.0 GB"),
         (
             ["qwen3-0.6b", "--gpus", "64", "--batch", "64", "--pp", "64"],
-            "pp=64: no layout of 64 GPUs and 28 layers has that many pipeline ranks: give some of 1, 2, 4, 8, 16",
+            "pp=64: no layout of 64 GPUs and 28 layers has that many pipeline ranks; use one of 1, 2, 4, 8, 16",
         ),
         (["qwen3-32b", "--gpus", "2", "--batch", "16", "--memory", "24GB", "--json"], "nothing fits into 20.0 GB"),
         (["qwen3-0.6b", "--gpus", "4", "--batch", "16", "--tp", "3"], "tp=3: qwen3-0.6b has num_attention_heads=16"),
@@ -410,7 +417,7 @@ def test_ctrl_c_ends_all_searches_of_a_plan(monkeypatch):
 
 def test_costs_without_a_gpus_memory_ask_for_it():
     costs = replace(zp.estimate("qwen3-0.6b"), machine={"cpu": "some"})
-    with pytest.raises(ConfigError, match=r"memory is missing: the costs do not say how much a GPU has"):
+    with pytest.raises(ConfigError, match=r"memory is missing: the costs do not have the memory of a GPU"):
         zp.plan(costs, gpus=2, batch=4)
 
 

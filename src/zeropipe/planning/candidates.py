@@ -1,0 +1,121 @@
+"""The candidates of a plan: every layout, microbatch size and mode that may fit, with every schedule and cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+from zeropipe.errors import ConfigError
+from zeropipe.planning.context import PlanContext
+from zeropipe.planning.layouts import Layout, max_stages
+from zeropipe.planning.rows import Candidate, Run
+from zeropipe.schedules.registry import entries, find
+
+MAX_STAGES_PER_RANK = 4
+MAX_ACTIONS = 1_000_000  # of a schedule
+
+Variant = tuple[str, int]  # a schedule and its stages per rank
+
+
+class OversizedRun(NamedTuple):
+    """A run whose weights and one microbatch are over the memory limit."""
+
+    run: Run
+    needs: float
+    excess: float
+
+
+def list_runs(
+    context: PlanContext, batch: int, layouts: Iterable[Layout], sizes: Sequence[int], modes: Sequence[str]
+) -> list[Run]:
+    """Every run that divides the batch evenly, is not too large to simulate, and has costs."""
+    found = []
+    for layout in layouts:
+        for size in sizes:
+            number, rest = divmod(batch, layout.dp_shard * size)
+            if rest or not number or 3 * number * layout.pp * MAX_STAGES_PER_RANK > MAX_ACTIONS:
+                continue
+            for mode in modes:
+                run = Run(layout, number, size, mode)
+                try:
+                    context.setting(run)
+                except ConfigError:
+                    continue
+                found.append(run)
+    return found
+
+
+def drop_too_large(context: PlanContext, runs: Sequence[Run]) -> tuple[list[Run], list[OversizedRun]]:
+    """Return the runs that may fit, in the order of their least time, and those that no schedule can make fit."""
+    possible, oversized = [], []
+    for run in runs:
+        seconds, needs = _lower_bounds(context, run)
+        if needs > context.memory_limit:
+            oversized.append(OversizedRun(run, needs, needs - context.memory_limit))
+        else:
+            possible.append((seconds, run))
+    return [run for _, run in sorted(possible)], sorted(oversized, key=lambda misfit: misfit.excess)
+
+
+def _lower_bounds(context: PlanContext, run: Run) -> tuple[float, float]:
+    """Lower bounds of a run's seconds and bytes: all work, and weights and one microbatch, divided evenly by ranks."""
+    costs, kinds, pp = context.costs, context.setting(run).kinds, run.layout.pp
+    layers = [*context.decoder_layers(run), *(kinds[kind] for kind in (*costs.before, *costs.after))]
+    work, forward = sum(layer.f + layer.full_backward for layer in layers), sum(layer.f for layer in layers)
+    parameters = sum(layer.parameters for layer in layers)
+    if costs.tied:
+        parameters -= min(kinds[costs.before[0]].parameters, parameters)
+    activations = sum(layer.activation for layer in layers)
+    needs = (parameters * costs.state.with_full_weights(run.layout.dp_shard) + activations) / pp
+    return (run.num_microbatches * work + (pp - 1) * forward / pp) / pp, needs
+
+
+def list_variants(names: Sequence[str] | None, has_overlap_costs: bool) -> list[Variant]:
+    """The schedules `names` with their stages per rank; by default all built-in ones.
+
+    Schedules made of Overlaps are a default only if the costs have the time of an Overlap.
+    """
+    if names is None:
+        names = [entry.name for entry in entries() if entry.is_ours and (has_overlap_costs or not entry.overlaps)]
+    return list(dict.fromkeys(variant for name in names for variant in _parse_variants(name)))
+
+
+def _parse_variants(name: str) -> list[Variant]:
+    """`interleaved` with all its stages per rank, or `interleaved:v=3` with 3."""
+    base, colon, number = str(name).partition(":v=")
+    entry = find(base if number.isdecimal() else name)
+    if not colon:
+        return [(entry.name, v) for v in entry.stages_per_rank if v <= MAX_STAGES_PER_RANK]
+    if int(number) not in entry.stages_per_rank:
+        raise ConfigError(f"{name}: {entry.name} has {', '.join(map(str, entry.stages_per_rank))} stages per rank")
+    return [(entry.name, int(number))]
+
+
+def list_candidates(runs: Iterable[Run], variants: Sequence[Variant], num_layers: int) -> list[Candidate]:
+    """Every run with every schedule that has no more stages than the layers allow, and every cut.
+
+    Without a pipeline all schedules are equal, so only one is a candidate.
+    """
+    return [
+        Candidate(run.layout, name, per_rank, run.num_microbatches, run.microbatch_size, run.ac, cut)
+        for run in runs
+        for name, per_rank in (variants if run.layout.pp > 1 else [("1f1b", 1)])
+        for cut in _list_cuts(run.layout.pp * per_rank, num_layers)
+    ]
+
+
+def _list_cuts(num_stages: int, num_layers: int) -> Iterator[str]:
+    if 1 < num_stages <= max_stages(num_layers):
+        yield "balanced"
+    if num_stages <= num_layers:
+        yield "even"
+
+
+def group_by_schedule(candidates: Iterable[Candidate]) -> list[list[Candidate]]:
+    """Group candidates that run the same schedule."""
+
+    def key(candidate: Candidate) -> tuple[str, int, int, int]:
+        return candidate.schedule, candidate.stages_per_rank, candidate.layout.pp, candidate.num_microbatches
+
+    return [list(group) for _, group in groupby(sorted(dict.fromkeys(candidates), key=key), key)]

@@ -1,0 +1,58 @@
+"""The context of a plan: what all its candidates share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
+
+from zeropipe.core.placement import Placement
+from zeropipe.planning.rows import Candidate, Run
+from zeropipe.sim.costs import Costs
+from zeropipe.sim.layer_costs import LayerCost, LayerCosts, Setting
+
+RESERVE = 4e9  # bytes of a GPU that CUDA, NCCL and fragmentation take
+
+
+@dataclass(frozen=True)
+class PlanContext:
+    """The costs of layers, and the GPUs."""
+
+    costs: LayerCosts
+    gpus_per_node: int
+    memory_limit: float  # bytes of a GPU that may be used
+    optimizer_bandwidth: float | None  # bytes/s of the GPU's memory; None: the optimizer's time is not counted
+
+    @classmethod
+    def create(cls, costs: LayerCosts, gpus_per_node: int, memory_limit: float) -> PlanContext:
+        """With the optimizer bandwidth of the costs' machine."""
+        return cls(costs, gpus_per_node, memory_limit, _optimizer_bandwidth(costs))
+
+    def setting(self, run: Candidate | Run) -> Setting:
+        """The setting of the layers; ConfigError if the costs do not have it."""
+        return self.costs.setting(ac=run.ac, microbatch_size=run.microbatch_size, tp=run.layout.tp)
+
+    def decoder_layers(self, run: Candidate | Run) -> list[LayerCost]:
+        """The costs of each decoder layer."""
+        return self.costs.layer_list(self.setting(run), run.ac)
+
+    def stage_costs(
+        self, candidate: Candidate, counts: Sequence[int], placement: Placement, *, gathers: bool = True
+    ) -> Costs:
+        """Costs of a candidate's stages; without `gathers`, full weights and gradients are resident all the time."""
+        layout = candidate.layout
+        return self.costs.costs(
+            counts, self.setting(candidate), ac=candidate.ac, placement=placement, shards=layout.dp_shard,
+            gather=candidate.shards if gathers and layout.dp_shard > 1 else None,
+            shard_link=layout.shard_link(self.costs, self.gpus_per_node),
+            node_size=layout.node_size(self.gpus_per_node),
+            memory_limit=self.memory_limit if isfinite(self.memory_limit) else None,
+        )  # fmt: skip
+
+
+def _optimizer_bandwidth(costs: LayerCosts) -> float | None:
+    """Bytes/s of the GPU's memory that an optimizer reaches; None if the costs do not have it."""
+    bandwidth = costs.machine.get("bandwidth")
+    efficiency = costs.machine.get("efficiency")
+    fraction = efficiency.get("memory", 1.0) if isinstance(efficiency, Mapping) else 1.0
+    return float(bandwidth) * fraction if isinstance(bandwidth, (int, float)) and bandwidth > 0 else None
