@@ -180,3 +180,21 @@ def test_the_command_line(tmp_path, run):
     wanted = sim("zb-h1", 2, 4, shards="regather", unshard=0.5, reduce=2)
     assert json.loads(run("--costs", str(costs), "--json")[1])["makespan"] == wanted.makespan
     assert run("--unshard", "1")[0] == 2
+
+
+def test_a_reduce_hides_behind_a_full_backward():
+    """FSDP reduces unit by unit inside the last B, as it does inside the last W."""
+    for name in ("1f1b", "zb-h1"):
+        timeline = sim(name, microbatches=4, reduce=1, units=4)
+        assert timeline.makespan == pytest.approx(4 * 3 + 0.25), f"{name}: the last unit is left"
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "interleaved", "zbv", "1f1b-overlap"])
+@pytest.mark.parametrize("reduce", [0.4, 6.0])
+@pytest.mark.parametrize("units", [1, 4])
+def test_fit_finds_the_time_of_a_reduce(name, reduce, units):
+    """Both if the link is always busy, and if it waits for gradients."""
+    timeline = sim(name, ranks=2, microbatches=4, unshard=0.5, reduce=reduce, units=units)
+    found = fit(timeline)
+    assert found.reduce == pytest.approx((reduce,) * timeline.schedule.num_stages)
+    assert zp.simulate(timeline.schedule, found).makespan == pytest.approx(timeline.makespan)

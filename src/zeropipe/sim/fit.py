@@ -10,7 +10,6 @@ from typing import Any
 
 from zeropipe.core.action import Kind
 from zeropipe.core.explain import find_reasons, idle_times
-from zeropipe.core.schedule import Schedule
 from zeropipe.core.shard_timeline import Sharding
 from zeropipe.core.timeline import Span, Timeline
 from zeropipe.sim.costs import Costs
@@ -39,7 +38,7 @@ def fit(timeline: Timeline) -> Costs:
     else:
         b = [time if (Kind.B, s) in durations else i[s] + w[s] for s, time in enumerate(b)]
     activation, stash, weights = _fit_memory(timeline)
-    sharding = {} if timeline.sharding is None else _fit_sharding(timeline.sharding, timeline.schedule)
+    sharding = {} if timeline.sharding is None else _fit_sharding(timeline, timeline.sharding)
     return Costs(
         f=f, i=i, w=w, b=b, overlap=_fit_overlap(steps, f, b, overhead), p2p=find_reasons(timeline).message,
         activation=activation, stash=stash, weights=weights, memory_limit=timeline.memory_limit,
@@ -76,36 +75,55 @@ def _fit_overlap(steps: list[tuple[Span, ...]], f: list[float], b: list[float], 
     return [max(0.0, f[s] + b[s] - _mean(savings[s])) for s in range(len(f))]
 
 
-def _fit_sharding(sharding: Sharding, schedule: Schedule) -> dict[str, Any]:
+def _fit_sharding(timeline: Timeline, sharding: Sharding) -> dict[str, Any]:
     """The fields of Costs for sharded stages.
 
     A measured gather ends when an action waited for it, so only the fastest one shows its time: the one with the
     highest rate of all, or the fastest of the stage if sizes are unknown.
     """
-    kinds = (Kind.UNSHARD, Kind.REDUCE_GRAD)
-    sizes = {kind: [0.0] * schedule.num_stages for kind in kinds}
-    max_rate = dict.fromkeys(kinds, 0.0)
-    fastest = {kind: [inf] * schedule.num_stages for kind in kinds}
+    num_stages = timeline.schedule.num_stages
+    sizes = {kind: [0.0] * num_stages for kind in (Kind.UNSHARD, Kind.REDUCE_GRAD)}
+    max_rate, fastest = 0.0, [inf] * num_stages  # of gathers
+    reduces: dict[int, list[float]] = defaultdict(list)
     max_gathers = 0  # of a stage on a rank
-    for rank in range(schedule.num_ranks):
+    for rank in range(timeline.num_ranks):
         begin, stop = sharding.packed.offsets[rank : rank + 2]
         gathers = Counter[int]()
+        last_end = _last_gradient_ends(timeline, rank)
         event_sizes = memoryview(sharding.size).cast("d")[begin:stop]
         for ((stage, kind, _), start, end), size in zip(sharding.events(rank), event_sizes, strict=True):
             sizes[kind][stage] = size
-            max_rate[kind] = max(max_rate[kind], size / (end - start) if end > start else 0.0)
-            fastest[kind][stage] = min(fastest[kind][stage], end - start)
-            gathers[stage] += kind is Kind.UNSHARD
+            if kind is Kind.UNSHARD:
+                max_rate = max(max_rate, size / (end - start) if end > start else 0.0)
+                fastest[stage] = min(fastest[stage], end - start)
+                gathers[stage] += 1
+            else:
+                reduces[stage].append(_reduce_time(start, end, last_end.get(stage, start), sharding.units))
         max_gathers = max(max_gathers, *gathers.values(), 0)
-    times = {}
-    for kind in kinds:
-        own = [0.0 if time == inf else time for time in fastest[kind]]
-        times[kind] = [size / max_rate[kind] for size in sizes[kind]] if max_rate[kind] else own
+    gather_sizes = sizes[Kind.UNSHARD]
+    unshard = [size / max_rate for size in gather_sizes] if max_rate else [0.0 if t == inf else t for t in fastest]
     return {
         "shards": "regather" if max_gathers > 1 else "keep", "units": sharding.units,
-        "unshard": times[Kind.UNSHARD], "reduce": times[Kind.REDUCE_GRAD],
-        "full_weights": sizes[Kind.UNSHARD], "full_gradients": sizes[Kind.REDUCE_GRAD],
+        "unshard": unshard, "reduce": [median(reduces[stage] or [0.0]) for stage in range(num_stages)],
+        "full_weights": gather_sizes, "full_gradients": sizes[Kind.REDUCE_GRAD],
     }  # fmt: skip
+
+
+def _last_gradient_ends(timeline: Timeline, rank: int) -> dict[int, float]:
+    """The end of the last B or W of each stage on a rank."""
+    spans = (span for step in timeline.steps(rank) for span in step)
+    return {span.action.stage: span.end for span in spans if span.action.kind in (Kind.B, Kind.W)}
+
+
+def _reduce_time(start: float, end: float, last_gradient: float, units: int) -> float:
+    """The time of a reduce that ran from `start` to `end`, unit by unit while the last gradients were computed.
+
+    If the link was always busy, it is all of this time. If the link waited for gradients, the last unit alone ran after
+    them. The smaller value is the right one in both cases.
+    """
+    if not start < last_gradient < end:
+        return end - start
+    return min(end - start, units * (end - last_gradient))
 
 
 def _fit_memory(timeline: Timeline) -> tuple[list[float], list[float], list[float]]:

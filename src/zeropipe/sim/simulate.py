@@ -263,14 +263,16 @@ def run_sharding_action(
     elif kind == RESHARD:
         memory -= shards.gathered[stage]
     else:
-        # a unit is complete when its fraction of the preceding W has run; the last part of a W completes its last units
+        # a unit is complete when its fraction of the preceding B or W has run; the last part of a W completes its last
+        # units
         before = state.last_action[rank]
-        is_inside = before >= 0 and kind_of(codes[before]) == W and stage_of(codes[before]) == stage
+        is_inside = before >= 0 and kind_of(codes[before]) in (B, W) and stage_of(codes[before]) == stage
+        num_parts = costs.num_weight_parts if is_inside and kind_of(codes[before]) == W else 1
         free = state.link_free[rank]
         for unit in range(units):
             complete = now
             if is_inside:
-                fraction = max(0.0, 1 - costs.num_weight_parts * (1 - (unit + 1) / units))
+                fraction = max(0.0, 1 - num_parts * (1 - (unit + 1) / units))
                 complete = columns.start[before] + fraction * (columns.end[before] - columns.start[before])
             if unit == 0:
                 begin = max(free, complete)
