@@ -11,9 +11,9 @@ import fault_cases as cases
 import mesh_cases
 import mesh_fault_cases
 import torch
+from checkpoint_chain import chain
 from dynamic_cases import both_orders_over_nccl
 from engine_helpers import TOLERANCE, largest, train_on_nccl
-from test_checkpoint import chain
 from test_mesh_faults import MESHES, strike
 
 import zeropipe as zp

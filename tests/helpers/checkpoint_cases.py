@@ -34,8 +34,8 @@ from zeropipe.engine import (
     save_checkpoint,
     save_stages,
 )
-from zeropipe.engine.checkpoint import pieces
-from zeropipe.engine.checkpoint.manifest import Target
+from zeropipe.engine.checkpoint import writer
+from zeropipe.engine.checkpoint.writer import StagedCheckpoint
 from zeropipe.errors import ZeropipeError
 
 BATCHES, BLOCKS = 6, 8
@@ -308,7 +308,7 @@ def fails(schedule: Schedule, path: str) -> list[str]:
         optimizer = torch.optim.AdamW(engine.parameters())
         save_checkpoint(path, engine, optimizer, step=1)
         full = mock.Mock(side_effect=OSError(28, "No space left on device"))
-        with mock.patch.object(pieces, "write", full) if dist.get_rank() == 2 else nullcontext():
+        with mock.patch.object(writer, "write_shards", full) if dist.get_rank() == 2 else nullcontext():
             said.append(told(lambda: save_checkpoint(path, engine, optimizer, step=2)))
             saving = save_checkpoint(path, engine, optimizer, step=3, asynchronous=True)
             one_step(engine, optimizer, 0)
@@ -316,7 +316,7 @@ def fails(schedule: Schedule, path: str) -> list[str]:
             saving = save_checkpoint(path, engine, optimizer, step=4, asynchronous=True)
             one_step(engine, optimizer, 1)
             said.append(told(lambda: save_checkpoint(path, engine, optimizer, step=5)))  # tells of the one before
-        with mock.patch.object(Target, "switch", full):
+        with mock.patch.object(StagedCheckpoint, "commit", full):
             said.append(told(lambda: save_checkpoint(path, engine, optimizer, step=6)))
         assert load_checkpoint(path, engine, optimizer).step == 1
         one_step(engine, optimizer, 2)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import zeropipe as zp
 from zeropipe.engine import Engine, hf_stages, load_checkpoint, module_stages, parallelize, save_checkpoint
-from zeropipe.engine.checkpoint import frozen, save
+from zeropipe.engine.checkpoint import fingerprint, save
 from zeropipe.engine.checkpoint.manifest import read_manifest
 from zeropipe.errors import ConfigError
 
@@ -86,13 +86,13 @@ def saved(model: str, sizes: dict[str, int], dtype: torch.dtype, path: str, old:
     """Save without the frozen weights; their fingerprint. `old`: as older versions wrote it."""
     schedule, stages, mesh = MODELS[model](sizes, dtype, None)
     with Engine(schedule, stages, mesh=mesh) as engine:
-        with mock.patch.object(save, "fingerprint", in_first_form if old else frozen.fingerprint):
+        with mock.patch.object(save, "compute_fingerprint", in_version_1 if old else fingerprint.compute_fingerprint):
             save_checkpoint(path, engine, frozen=False)
         dist.barrier()
         return str(read_manifest(Path(path)).model["base"])
 
 
-def in_first_form(fabric: Any, catalog: Any) -> str:
+def in_version_1(fabric: Any, catalog: Any) -> str:
     """A plain sum of the bits of each piece, as integers of 32 bits where they divide."""
 
     def bits(piece: Tensor, offsets: Any) -> int:
@@ -100,9 +100,9 @@ def in_first_form(fabric: Any, catalog: Any) -> str:
         whole = flat.view(torch.int32) if flat.numel() % 4 == 0 else flat.view(torch.int16)
         return int(whole.sum(dtype=torch.int64))
 
-    sums = frozen._sums(fabric, catalog, bits)
-    facts = [(d.name, d.shape, d.dtype, sums[d.name]) for d in catalog.described.values() if d.is_frozen]
-    return frozen._digest(facts)
+    sums = fingerprint._sum_over_ranks(fabric, catalog, bits)
+    facts = [(d.name, d.shape, d.dtype, sums[d.name]) for d in catalog.infos.values() if d.is_frozen]
+    return fingerprint._digest(facts)
 
 
 def loaded(model: str, sizes: dict[str, int], dtype: torch.dtype, path: str, change: str | None) -> str:

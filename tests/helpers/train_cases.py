@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import zeropipe as zp
 from zeropipe.engine import Engine
-from zeropipe.engine.checkpoint import names, pieces
+from zeropipe.engine.checkpoint import catalog, writer
 from zeropipe.engine.run.job import run_job
 from zeropipe.engine.run.spec import Job
 from zeropipe.errors import ConfigError
@@ -58,7 +58,7 @@ def train_killed(config: RunConfig, rank: int, step: int, where: str) -> Any:
         if dist.get_rank() == rank and stepper._progress.step == step:
             name = {"step": "_combine", "norm": "grad_norm"}.get(where)
             if name is None:
-                pieces.write = die  # type: ignore[assignment]
+                writer.write_shards = die  # type: ignore[assignment]
             else:
                 setattr(Engine, name, die)
 
@@ -115,7 +115,7 @@ def train_counting(config: RunConfig) -> list[tuple[int, int]]:
 
 def train_without_room(config: RunConfig, rank: int, steps: tuple[int, ...]) -> Any:
     """One rank meets a full disk while it writes the checkpoints after some steps; what the first rank tells."""
-    real = pieces.write
+    real = writer.write_shards
 
     def write(folder: Path, plan: Any, state: Any, progress: Any) -> Any:
         written = real(folder, plan, state, progress)
@@ -125,7 +125,7 @@ def train_without_room(config: RunConfig, rank: int, steps: tuple[int, ...]) -> 
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return written
 
-    with mock.patch.object(pieces, "write", write):
+    with mock.patch.object(writer, "write_shards", write):
         return train_logged(config)
 
 
@@ -169,12 +169,12 @@ def train_logged(config: RunConfig) -> tuple[Any, list[str]]:
 
 def train_with_a_tensor_twice(config: RunConfig) -> Any:
     """Every stage says that it has a tensor of one name, as if no rule said whose it is."""
-    real = names.own_tensors
+    real = catalog.list_stage_tensors
 
     def own(stage: Any) -> list[Any]:
-        return [*real(stage), names.Own(stage.number, "model.stored", torch.zeros(2))]
+        return [*real(stage), catalog.StageTensor(stage.number, "model.stored", torch.zeros(2))]
 
-    with mock.patch.object(names, "own_tensors", own):
+    with mock.patch.object(catalog, "list_stage_tensors", own):
         return train_logged(config)
 
 

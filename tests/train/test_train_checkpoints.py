@@ -88,7 +88,7 @@ def test_what_can_never_be_saved_is_refused_before_the_first_step(tmp_path, star
 
 def test_a_first_checkpoint_that_no_later_one_can_better_ends_the_run(tmp_path, start):
     config = config_of(tmp_path / "out", start, every=2)
-    with pytest.raises(EngineError, match=r"strange of .* in the optimizer is a object: a checkpoint keeps tensors"):
+    with pytest.raises(EngineError, match=r"strange of .* in the optimizer is a object: must be a tensor or a number"):
         pool(2).run(train_with_strange_state, config)
     assert len(metrics_of(tmp_path / "out")) == 2
 

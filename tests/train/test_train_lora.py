@@ -45,7 +45,7 @@ def test_an_adapter_is_trained_as_peft_does_also_over_a_resume(tmp_path, before,
     config = config_of(before)
     first = pool(config.mesh.num_processes).run(train_signalled, config, 1, 2, signal.SIGTERM)[0]
     assert first.steps == 3
-    assert all("lora" in name for name in read_manifest(Path(first.checkpoint)).under("model"))
+    assert all("lora" in name for name in read_manifest(Path(first.checkpoint)).select("model"))
     outcome = train_on(config_of(after))
 
     base = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float64)
@@ -58,7 +58,7 @@ def test_an_adapter_is_trained_as_peft_does_also_over_a_resume(tmp_path, before,
 
     other = model_directory(tmp_path / "model", tied=tied, seed=5)
     config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(other)})})
-    with pytest.raises(EngineError, match="is of other frozen weights than the model's: load it into the model that"):
+    with pytest.raises(EngineError, match="has other frozen weights than the model; load it into the model that"):
         train_on(config)
 
 

@@ -21,7 +21,7 @@ from zeropipe.core.units import count_text
 from zeropipe.errors import ConfigError
 
 if TYPE_CHECKING:
-    from zeropipe.engine.checkpoint.manifest import Manifest, Saved
+    from zeropipe.engine.checkpoint.manifest import Manifest, TensorEntry
 
 
 @click.group(cls=Group, short_help="Checkpoints: inspect, convert.", invoke_without_command=True)
@@ -43,14 +43,14 @@ def inspect(path: str, check: bool, as_json: bool) -> None:
     zeropipe checkpoint inspect runs/7/checkpoint
     zeropipe checkpoint inspect runs/7/checkpoint --check --json
     """
-    from zeropipe.engine.checkpoint.manifest import check_contents, followed, read_manifest
+    from zeropipe.engine.checkpoint.manifest import read_manifest, resolve_pointer, verify_checksums
 
-    folder = followed(Path(path))
+    folder = resolve_pointer(Path(path))
     manifest = read_manifest(folder)
     if check:
         with show_steps(1) as begin:
             begin(f"reading {path}")
-            check_contents(folder, manifest)
+            verify_checksums(folder, manifest)
     data = _manifest_data(manifest) | ({"checked": True} if check else {})
     if as_json:
         output.print_json(data)
@@ -78,10 +78,12 @@ def convert(source: str, target: str, shard_size: float, like: str | None, as_js
 
     require_torch()
     from zeropipe.engine.checkpoint.convert import convert as convert_files
-    from zeropipe.engine.checkpoint.manifest import FILE, followed, read_manifest
+    from zeropipe.engine.checkpoint.manifest import MANIFEST_FILE, read_manifest, resolve_pointer
 
-    folder = followed(Path(source))
-    total = len(read_manifest(folder).under("model")) if (folder / FILE).exists() else _read_num_layers(source)
+    folder = resolve_pointer(Path(source))
+    total = (
+        len(read_manifest(folder).select("model")) if (folder / MANIFEST_FILE).exists() else _read_num_layers(source)
+    )
     before = _stat_files(target)
     with show_steps(total) as begin:
         kind = convert_files(source, target, shard_size=int(shard_size), like=like, begin=begin)
@@ -120,7 +122,7 @@ def _manifest_data(manifest: Manifest) -> dict[str, Any]:
     return {
         "step": manifest.step,
         "written_by": manifest.written_by,
-        "num_parameters": sum(tensor.num_elements for tensor in manifest.under("model").values()),
+        "num_parameters": sum(tensor.num_elements for tensor in manifest.select("model").values()),
         "num_bytes": sum(tensor.num_bytes for tensor in manifest.tensors.values()),
         "files": manifest.files,
         "ties": manifest.model["ties"],
@@ -130,7 +132,7 @@ def _manifest_data(manifest: Manifest) -> dict[str, Any]:
         "tensors": {
             name: {
                 "shape": tensor.shape, "dtype": tensor.dtype, "num_bytes": tensor.num_bytes,
-                "num_pieces": len(tensor.pieces),
+                "num_pieces": len(tensor.shards),
             }
             for name, tensor in manifest.tensors.items()
         },
@@ -143,7 +145,7 @@ def _groups(optimizer: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _print_manifest(path: str, manifest: Manifest, data: dict[str, Any]) -> None:
-    weights, states = manifest.under("model"), manifest.under("optim")
+    weights, states = manifest.select("model"), manifest.select("optim")
     step = "no step" if manifest.step is None else f"step {manifest.step}"
     kind = f" of {data['model_type']}" if data["model_type"] else ""
     print(
@@ -178,16 +180,16 @@ def _print_manifest(path: str, manifest: Manifest, data: dict[str, Any]) -> None
     output.console().print(table)
 
 
-def _group_alike(tensors: dict[str, Saved]) -> dict[tuple[str, tuple[int, ...], str], dict[str, Saved]]:
+def _group_alike(tensors: dict[str, TensorEntry]) -> dict[tuple[str, tuple[int, ...], str], dict[str, TensorEntry]]:
     """Group tensors of different layers by name without the layer, shape and dtype."""
-    found: dict[tuple[str, tuple[int, ...], str], dict[str, Saved]] = {}
+    found: dict[tuple[str, tuple[int, ...], str], dict[str, TensorEntry]] = {}
     for name, tensor in tensors.items():
         key = (re.sub(r"(^|\.)\d+(?=\.)", r"\1*", name), tensor.shape, tensor.dtype)
         found.setdefault(key, {})[name] = tensor
     return found
 
 
-def _size(tensors: dict[str, Saved]) -> str:
+def _size(tensors: dict[str, TensorEntry]) -> str:
     return output.size_text(sum(tensor.num_bytes for tensor in tensors.values()), "B")
 
 

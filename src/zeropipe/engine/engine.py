@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,9 +20,8 @@ from zeropipe.engine.backward import gradients
 from zeropipe.engine.backward.linear import deferred_in, see_hooks
 from zeropipe.engine.backward.splitters import Splitter, make_splitter
 from zeropipe.engine.blocks.compiling import set_blocks
-from zeropipe.engine.checkpoint.names import Team
-from zeropipe.engine.checkpoint.saving import Saving
-from zeropipe.engine.checkpoint.stream import named_weights
+from zeropipe.engine.checkpoint.catalog import EngineView
+from zeropipe.engine.checkpoint.named_weights import named_weights
 from zeropipe.engine.comm.collective import on_all_ranks
 from zeropipe.engine.comm.edges import Outgoing
 from zeropipe.engine.comm.fabric import Fabric
@@ -46,6 +45,9 @@ from zeropipe.engine.step.plans import edges_of
 from zeropipe.engine.step.recorder import gather
 from zeropipe.engine.step.sums import GradientSums, ties
 from zeropipe.errors import ConfigError, EngineError
+
+if TYPE_CHECKING:
+    from zeropipe.engine.checkpoint.save import SaveHandle
 
 
 class Engine:
@@ -96,7 +98,7 @@ class Engine:
         self._infos: dict[int, StageInfo] = {}
         self._executors: Executors | None = None
         self._splitter: Splitter | None = None
-        self.saving: Saving | None = None  # a checkpoint that is being written
+        self.saving: SaveHandle | None = None  # a checkpoint that is being written
         try:
             with self._guard("set-up", refusing=True):
                 self._set_up()
@@ -301,10 +303,10 @@ class Engine:
         return named_weights(self.together, ranks, merge, published)
 
     @contextmanager
-    def together(self, where: str, refusing: bool = True) -> Iterator[Team]:
+    def together(self, where: str, refusing: bool = True) -> Iterator[EngineView]:
         """Around what all ranks do beside steps: an error of one of them stops all."""
         with self._guard(where, refusing):
-            yield Team(self.schedule, self._infos, self._fabric)
+            yield EngineView(self.schedule, self._infos, self._fabric)
 
     # measurements
 

@@ -1,4 +1,4 @@
-"""Checkpoints to and from model directories of Hugging Face: no processes, and memory for a layer at a time."""
+"""Checkpoints to and from Hugging Face model directories, without processes and with one layer in memory at a time."""
 
 from __future__ import annotations
 
@@ -15,11 +15,18 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 from zeropipe.core.model.layers import layer_ranges
-from zeropipe.engine.checkpoint import pieces
-from zeropipe.engine.checkpoint.manifest import FILE, Manifest, Saved, Target, followed, one_inside, read_manifest
-from zeropipe.engine.checkpoint.names import own_tensors, tied_sets
-from zeropipe.engine.checkpoint.pieces import Written
-from zeropipe.engine.checkpoint.save import described_model
+from zeropipe.engine.checkpoint import reader, writer
+from zeropipe.engine.checkpoint.catalog import group_ties, list_stage_tensors
+from zeropipe.engine.checkpoint.manifest import (
+    MANIFEST_FILE,
+    Manifest,
+    TensorEntry,
+    read_manifest,
+    resolve_pointer,
+    suggest_checkpoint,
+)
+from zeropipe.engine.checkpoint.save import describe_model
+from zeropipe.engine.checkpoint.writer import StagedCheckpoint, WrittenShards
 from zeropipe.engine.stages.adapters import Injected, adapter_from, is_adapters
 from zeropipe.engine.stages.contract import describe_stage
 from zeropipe.engine.stages.hf import HFStage
@@ -39,167 +46,163 @@ from zeropipe.engine.stages.whole import Whole, listed
 from zeropipe.errors import ConfigError
 
 Begin = Callable[[str], None]
-MOST_BYTES = 5_000_000_000
+DEFAULT_SHARD_SIZE = 5_000_000_000  # bytes
 
 
 def convert(
-    source: str | Path, target: str | Path, *, shard_size: int = MOST_BYTES, like: str | Path | None = None,
+    source: str | Path, target: str | Path, *, shard_size: int = DEFAULT_SHARD_SIZE, like: str | Path | None = None,
     dtype: torch.dtype | None = None, begin: Begin = lambda name: None,
 ) -> str:  # fmt: skip
-    """Make a model directory of a checkpoint, or a checkpoint of a model directory; which of them was made.
+    """Convert a checkpoint to a model directory, or a model directory to a checkpoint.
 
-    Of a run that trained an adapter the adapter alone is written, as a directory of peft's ("adapter").
-    `like`: a model directory whose tokenizer goes with the new one; where the model came from if not given. `dtype`: of
-    the weights of a model directory, if not their own.
-    `shard_size`: bytes of a safetensors file at most. `begin` is called with the name of each part that is begun.
+    Returns what was written: "model", "checkpoint", or "adapter" for a run that trained an adapter, of which the
+    adapter alone is written, as peft does. `like`: the model directory whose tokenizer is copied; the one that the
+    model was loaded from by default. `dtype`: of the weights of a model directory, their own by default. `shard_size`:
+    maximum bytes of a safetensors file. `begin` is called with the name of each tensor or layer before it is converted.
     """
-    source, target = followed(Path(source)), Path(target)
+    source, target = resolve_pointer(Path(source)), Path(target)
     if source.resolve() == target.resolve():
-        raise ConfigError(f"{source} is converted to itself: give another folder to write")
-    if (source / FILE).exists():
+        raise ConfigError(f"{source} cannot be converted to itself; use another folder to write to")
+    if (source / MANIFEST_FILE).exists():
         manifest = read_manifest(source)
         if manifest.model.get("adapter") is not None:
-            _to_adapter(source, manifest, target, begin)
+            _write_adapter(source, manifest, target, begin)
             return "adapter"
-        _to_model(source, manifest, target, shard_size, like, dtype, begin)
+        _write_model(source, manifest, target, shard_size, like, dtype, begin)
         return "model"
     if (source / "config.json").exists():
-        _to_checkpoint(source, target, begin)
+        _write_checkpoint(source, target, begin)
         return "checkpoint"
     raise ConfigError(
-        f"{source} is neither a checkpoint ({FILE}) nor a model directory (config.json){one_inside(source)}"
+        f"{source} is neither a checkpoint ({MANIFEST_FILE}) nor a model directory "
+        f"(config.json){suggest_checkpoint(source)}"
     )
 
 
-def _to_model(
+# from a checkpoint
+
+
+def _write_model(
     source: Path, manifest: Manifest, directory: Path, shard_size: int, like: str | Path | None,
     dtype: torch.dtype | None, begin: Begin,
 ) -> None:  # fmt: skip
     if shard_size < 1:
-        raise ConfigError(f"shard_size={shard_size}: give the bytes that a file may have")
-    config, saved = _config(source, manifest), manifest.under("model")
+        raise ConfigError(f"shard_size={shard_size}: must be a positive number of bytes")
+    config, saved = _load_config(source, manifest), manifest.select("model")
     if adapters := [name for name in saved if is_adapters(name)]:
         raise ConfigError(
-            f"{source} holds an adapter ({listed(adapters)}): load it into an engine and use save_stages(merge=True)"
+            f"{source} has an adapter ({listed(adapters)}); load it into an engine and use save_stages(merge=True)"
         )
     if manifest.model.get("base") is not None:
-        raise ConfigError(f"{source} has the trained weights only: load it into an engine and use save_stages")
+        raise ConfigError(f"{source} has only the trained weights; load it into an engine and use save_stages")
     config.dtype = dtype or config.dtype
     config._name_or_path = str(like or manifest.model.get("origin") or "")
-    whole = Whole(meta_model(config, config.dtype or torch.float32), manifest.model["head"])
-    wanted = _stored_as(source, names_saved(whole), saved, manifest.model["ties"])
+    model = Whole(meta_model(config, config.dtype or torch.float32), manifest.model["head"])
+    saved_names = _find_saved_names(source, names_saved(model), saved, manifest.model["ties"])
 
-    def get(name: str) -> Tensor:
+    def read(name: str) -> Tensor:
         begin(name)
-        found = pieces.read_whole(source / manifest.folder, wanted[name], saved[wanted[name]])
-        return found.to(dtype) if dtype is not None and found.is_floating_point() else found
+        tensor = reader.read_full_tensor(source / manifest.folder, saved_names[name], saved[saved_names[name]])
+        return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
     require_same_model(directory, config)
-    tensors = {name: lambda n=name: get(n) for name in sorted(wanted)}
-    with _opened(directory) as workshop:
-        workshop.add(0, write_files(whole, tensors, 0, workshop.path, shard_size))
-        switch_to_model(workshop, 1, set(wanted), config)
+    tensors = {name: lambda n=name: read(n) for name in sorted(saved_names)}
+    with _open_staging(directory) as staging:
+        staging.add(0, write_files(model, tensors, 0, staging.path, shard_size))
+        switch_to_model(staging, 1, set(saved_names), config)
 
 
-def _to_adapter(source: Path, manifest: Manifest, directory: Path, begin: Begin) -> None:
-    """An adapter has as much memory as it needs: it is small."""
-    model = _config(source, manifest)
-    whole = Whole(meta_model(model, model.dtype or torch.float32), manifest.model["head"])
-    injected = Injected(whole, adapter_from(manifest.model["adapter"]))
-    saved, keys = manifest.under("model"), injected.keys
+def _write_adapter(source: Path, manifest: Manifest, directory: Path, begin: Begin) -> None:
+    """All tensors of an adapter are in memory at once: it is small."""
+    model_config = _load_config(source, manifest)
+    model = Whole(meta_model(model_config, model_config.dtype or torch.float32), manifest.model["head"])
+    injected = Injected(model, adapter_from(manifest.model["adapter"]))
+    saved, keys = manifest.select("model"), injected.keys
     config = injected.saved_config(manifest.model.get("origin"))
     if missing := keys.keys() - saved.keys():
-        raise ConfigError(f"{source} has no {listed(missing)}: its adapter is another one")
+        raise ConfigError(f"{source} has no {listed(missing)}: its manifest describes another adapter")
     require_same_adapter(directory, config)
-    with _opened(directory) as workshop:
+    with _open_staging(directory) as staging:
         tensors = {}
         for name, key in sorted(keys.items()):
             begin(name)
-            tensors[key] = pieces.read_whole(source / manifest.folder, name, saved[name])
-        save_tensors(tensors, workshop.path / "0.safetensors")
-        workshop.add(0, Part({"0.safetensors": list(tensors)}, list(keys), 0))
-        switch_to_adapter(workshop, 1, set(keys), config)
+            tensors[key] = reader.read_full_tensor(source / manifest.folder, name, saved[name])
+        save_tensors(tensors, staging.path / "0.safetensors")
+        staging.add(0, Part({"0.safetensors": list(tensors)}, list(keys), 0))
+        switch_to_adapter(staging, 1, set(keys), config)
 
 
 @contextmanager
-def _opened(directory: Path) -> Iterator[Workshop]:
-    """A workshop for a directory, which is gone after a failure."""
-    workshop = Workshop(directory, Workshop.token(is_distributed=True))
-    workshop.open()
+def _open_staging(directory: Path) -> Iterator[Workshop]:
+    """The folder in which files for a directory are collected; it is removed after an error."""
+    staging = Workshop(directory, Workshop.token(is_distributed=True))
+    staging.open()
     try:
-        yield workshop
+        yield staging
     except BaseException:
-        workshop.close()
+        staging.close()
         raise
 
 
-def _config(source: Path, manifest: Manifest) -> Any:
-    given = manifest.model["config"]
-    if given is None:
+def _load_config(source: Path, manifest: Manifest) -> Any:
+    if manifest.model["config"] is None:
         raise ConfigError(f"{source} is not of a Hugging Face model: only stages of hf_stages can be converted")
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(given))
+        (Path(folder) / "config.json").write_text(json.dumps(manifest.model["config"]))
         return read_config(Path(folder))
 
 
-def _stored_as(source: Path, names: set[str], saved: Mapping[str, Saved], ties: Mapping[str, str]) -> dict[str, str]:
-    """The tensors that a model directory has, by the names that they have in the checkpoint."""
-    same = {name: group for group in tied_sets(ties) for name in group}
-    found = {name: next((n for n in (name, *same.get(name, ())) if n in saved), "") for name in names}
-    if missing := [name for name, there in found.items() if not there]:
+def _find_saved_names(
+    source: Path, names: set[str], saved: Mapping[str, TensorEntry], ties: Mapping[str, str]
+) -> dict[str, str]:
+    """The names in the checkpoint of a model directory's tensors; ConfigError if both do not have the same tensors."""
+    tied = {name: group for group in group_ties(ties) for name in group}
+    found = {name: next((n for n in (name, *tied.get(name, ())) if n in saved), "") for name in names}
+    if missing := [name for name, saved_name in found.items() if not saved_name]:
         raise ConfigError(f"{source} has no {listed(missing)}: its config is of another model")
     if unused := saved.keys() - set(found.values()):
-        raise ConfigError(f"{source} has {listed(unused)}, which its config does not know")
+        raise ConfigError(f"{source} has {listed(unused)}, which a model of its config does not have")
     return found
 
 
-def _to_checkpoint(source: Path, path: Path, begin: Begin) -> None:
+# to a checkpoint
+
+
+def _write_checkpoint(source: Path, path: Path, begin: Begin) -> None:
     model = open_model(source, None, "lm", 0)
     if model.adapter is not None:
-        raise ConfigError(f"{source} is an adapter: convert the model, and give hf_stages(adapter=...)")
-    target = Target(path, Target.open(path))
+        raise ConfigError(f"{source} is an adapter; convert the model, and use hf_stages(adapter=...)")
+    staged = StagedCheckpoint(path, StagedCheckpoint.create_folder(path))
     try:
-        _write_model(model, target, begin)
+        _write_layers(model, staged, begin)
     except BaseException:
-        target.close()
+        staged.discard()
         raise
 
 
-def _write_model(model: Model, target: Target, begin: Begin) -> None:
-    """A layer at a time, each as a stage of its own, in a file of its own."""
+def _write_layers(model: Model, staged: StagedCheckpoint, begin: Begin) -> None:
+    """Write each layer as a stage of its own, in a file of its own."""
     cut = layer_ranges((1,) * model.family.num_layers)
-    entries: dict[str, Any] = {}
-    written: list[Written] = []
+    metadata = Metadata({})
+    written: list[WrittenShards] = []
     ties: dict[str, str] = {}
     for number in range(len(cut)):
         begin(f"layer {number}")
         stage = model.stage(cut, number, "cpu")
-        state = {f"model.{name}": tensor for name, tensor in _once(stage, ties).items()}
-        plans, metadata = pieces.share_out([*[SavePlan([])] * number, pieces.plan_save(state)])
-        written.append(pieces.write(target.folder, plans[number], state))
-        entries |= metadata.state_dict_metadata
-    metadata = Metadata(entries)
-    pieces.finish(target.folder, metadata, written)
-    target.switch(
-        Manifest(
-            target.folder.name,
-            None,
-            {"mesh": {}, "schedule": "", "placement": "", "num_stages": len(cut)} | pieces.versions(),
-            described_model(stage, ties),
-            None,
-            None,
-            pieces.file_sizes(target.folder, written),
-            pieces.saved_tensors(metadata, written),
-        )
-    )
+        tensors = {f"model.{name}": tensor for name, tensor in _untie(stage, ties).items()}
+        plans, layer = writer.plan_global([*[SavePlan([])] * number, writer.plan_local(tensors)])
+        written.append(writer.write_shards(staged.folder, plans[number], tensors))
+        metadata.state_dict_metadata.update(layer.state_dict_metadata)
+    written_by = {"mesh": {}, "schedule": "", "placement": "", "num_stages": len(cut)} | writer.describe_versions()
+    staged.commit(Manifest("", None, written_by, describe_model(stage, ties), None, None), metadata, written)
 
 
-def _once(stage: HFStage, ties: dict[str, str]) -> dict[str, Tensor]:
+def _untie(stage: HFStage, ties: dict[str, str]) -> dict[str, Tensor]:
     """A stage's tensors, a tied one under one name; its other names are added to `ties`."""
     found: dict[str, Tensor] = {}
     names: dict[int, str] = {}
     embedding, head = (stage.full_name(name) for name in stage.tied_names)
-    for own in (own for own in own_tensors(describe_stage(stage.stage, stage)) if not own.is_copy):
+    for own in (own for own in list_stage_tensors(describe_stage(stage.stage, stage)) if not own.is_copy):
         if own.name == head and stage.is_tied and not stage.is_first:
             ties[head] = embedding
         elif id(own.tensor) in names:

@@ -1,31 +1,32 @@
-"""The state of torch's optimizers under names of the whole model, and back into optimizers of any layout."""
+"""The state of torch optimizers under the names of their parameters in the full model, for any layout."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from zeropipe.engine.backward.gradients import local
-from zeropipe.engine.checkpoint.manifest import Saved
-from zeropipe.engine.checkpoint.names import Catalog
-from zeropipe.engine.checkpoint.pieces import dtype_of
-from zeropipe.engine.checkpoint.values import decode, encode
+from zeropipe.engine.checkpoint.catalog import Catalog
+from zeropipe.engine.checkpoint.manifest import TensorEntry, decode, encode
+from zeropipe.engine.checkpoint.reader import to_dtype
 from zeropipe.engine.masters import MasterWeights
 from zeropipe.engine.stages.whole import listed
 from zeropipe.engine.torch_private.tensors import like
 from zeropipe.errors import ConfigError
 
-MASTER = "master"  # the float32 copy of a parameter that MasterWeights keeps
-SEVERAL = "several"  # the kind of a list of optimizers ...
-_OF = "optimizer"  # ... in which each group says of which kind it is
-_HOW = {"params", "foreach", "fused", "capturable", "differentiable"}  # of a group: how it computes, not what
+MASTER = "master"  # state key of the float32 copy of a parameter that MasterWeights keeps
+LIST_KIND = "several"  # the kind of a list of optimizers ...
+_GROUP_KIND = "optimizer"  # ... of which each group has its own kind under this key
+# options of a group that do not change its results, and options that are not saved
+_UNSAVED_OPTIONS = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
 
 
-class Kept(NamedTuple):
-    """An optimizer's state on this rank."""
+class OptimizerState(NamedTuple):
+    """The state of an optimizer on one rank."""
 
     kind: str
     tensors: dict[str, Tensor]  # by parameter and key: `model.norm.weight.exp_avg`
@@ -34,239 +35,277 @@ class Kept(NamedTuple):
     group_of: dict[str, int]
 
 
-class Gives(NamedTuple):
-    """What a rank gives for its optimizer."""
+class OptimizerUse(NamedTuple):
+    """Whether a rank has an optimizer, and whether it needs one."""
 
     kind: str | None  # None: it has none
-    learning: str | None  # a parameter of its stages that is trained
+    trained_name: str | None  # a parameter of its stages that is trained
 
 
-def require_optimizers(given: Sequence[Gives], does: str) -> None:
+def require_optimizers(ranks: Sequence[OptimizerUse], verb: str) -> None:
     """ConfigError for a rank without an optimizer where others have one; a rank that trains nothing needs none."""
-    having = next((rank for rank, gives in enumerate(given) if gives.kind is not None), None)
-    for rank, (kind, learning) in enumerate(given):
-        if having is not None and kind is None and learning is not None:
+    first = next((rank for rank, use in enumerate(ranks) if use.kind is not None), None)
+    for rank, (kind, trained_name) in enumerate(ranks):
+        if first is not None and kind is None and trained_name is not None:
             raise ConfigError(
-                f"rank {rank} {does} no optimizer, rank {having} {does} one: give rank {rank} that of {learning}, or "
-                "freeze what it does not train"
+                f"rank {rank} {verb} no optimizer, rank {first} {verb} one; pass the optimizer of {trained_name} on "
+                f"rank {rank}, or freeze its parameters"
             )
 
 
-def kind_of_all(given: Sequence[Gives]) -> str | None:
-    """The kind of all ranks' optimizers."""
-    require_optimizers(given, "saves")
-    kinds: dict[str, int] = {}  # of each the first rank that has it
-    for rank, gives in enumerate(given):
-        if gives.kind is not None:
-            kinds.setdefault(gives.kind, rank)
+def merge_states(uses: Sequence[OptimizerUse], states: Sequence[OptimizerState | None]) -> dict[str, Any] | None:
+    """The manifest's entry for the optimizers of all ranks; ConfigError unless they are of one kind."""
+    require_optimizers(uses, "saves")
+    kinds: dict[str, int] = {}  # the first rank with each
+    for rank, use in enumerate(uses):
+        if use.kind is not None:
+            kinds.setdefault(use.kind, rank)
+    if not kinds:
+        return None
     if len(kinds) > 1:
-        one, other = (f"rank {rank} saves {'several' if k == SEVERAL else k}" for k, rank in list(kinds.items())[:2])
-        raise ConfigError(f"the optimizers are not alike: {one}, {other}; give all the same kind, or all a list")
-    return next(iter(kinds), None)
+        one, other = (f"rank {rank} saves {kind}" for kind, rank in list(kinds.items())[:2])
+        raise ConfigError(f"the optimizers differ: {one}, {other}; use the same kind on all ranks, or a list on all")
+    groups: list[dict[str, Any]] = []
+    group_of: dict[str, int] = {}
+    numbers: dict[str, Mapping[str, Any]] = {}
+    for state in (state for state in states if state is not None):
+        numbers |= state.numbers
+        for name, number in state.group_of.items():
+            index = _add_group(groups, state.groups[number])
+            if group_of.setdefault(name, index) != index:
+                raise ConfigError(f"the optimizers of two ranks have different options for {name}; use the same ones")
+    return {"kind": next(iter(kinds)), "numbers": numbers, "groups": groups, "group_of": group_of}
 
 
-class Optimized:
-    """An optimizer as a checkpoint sees it."""
+def _add_group(groups: list[dict[str, Any]], options: dict[str, Any]) -> int:
+    """The index of a group with these options; it is added if there is none."""
+    if options not in groups:
+        groups.append(options)
+    return groups.index(options)
+
+
+class _Entry(NamedTuple):
+    """A parameter of an optimizer."""
+
+    optimizer: torch.optim.Optimizer
+    group: dict[str, Any]
+    tensor: Tensor  # the parameter, or its float32 copy
+    parameter: Tensor
+    name: str
+
+    @property
+    def kind(self) -> str:
+        return type(self.optimizer).__name__
+
+    @property
+    def is_master(self) -> bool:
+        return self.tensor is not self.parameter
+
+
+class NamedOptimizer:
+    """One optimizer, MasterWeights, or a list of them, with the names of their parameters."""
 
     def __init__(self, optimizer: Any, catalog: Catalog) -> None:
-        given = listed_optimizers(optimizer)
-        self._inners: list[torch.optim.Optimizer] = [
-            one.optimizer if isinstance(one, MasterWeights) else one for one in given
-        ]
-        for one in self._inners:
+        given = _to_list(optimizer)
+        self._optimizers = [one.optimizer if isinstance(one, MasterWeights) else one for one in given]
+        for one in self._optimizers:
             if not hasattr(one, "param_groups") or not hasattr(one, "state"):
                 raise ConfigError(
-                    f"the optimizer is a {type(one).__name__}: give a torch optimizer, MasterWeights, or a list of them"
+                    f"the optimizer is a {type(one).__name__}: must be a torch optimizer, MasterWeights, or a list of "
+                    "them"
                 )
         pairs = [pair for one in given if isinstance(one, MasterWeights) for pair in one.pairs]
-        self._masters = {id(master): parameter for parameter, master in pairs if parameter is not master}
+        self._parameters = {id(master): parameter for parameter, master in pairs if parameter is not master}
         self._catalog = catalog
-        self._has_several = isinstance(optimizer, list | tuple)
-        self.kind = SEVERAL if self._has_several else _kind(self._inners[0])
-        self._require_once()
+        self._is_list = isinstance(optimizer, list | tuple)
+        self.kind = LIST_KIND if self._is_list else type(self._optimizers[0]).__name__
+        self._entries = [
+            self._create_entry(one, group, tensor)
+            for one in self._optimizers
+            for group in one.param_groups
+            for tensor in group["params"]
+        ]
+        self._require_one_owner()
 
-    def _require_once(self) -> None:
-        """Two optimizers of one parameter would have two states of one name."""
-        owner: dict[int, int] = {}
-        for number, inner in enumerate(self._inners):
-            for seen in (seen for group in inner.param_groups for seen in group["params"]):
-                parameter = self._masters.get(id(seen), seen)
-                if owner.setdefault(id(parameter), number) != number:
-                    name = self._catalog.names.get(id(parameter), f"one of shape {tuple(seen.shape)}")
-                    raise ConfigError(f"two of the optimizers have the parameter {name}: give it to one of them")
+    def _create_entry(self, optimizer: torch.optim.Optimizer, group: dict[str, Any], tensor: Tensor) -> _Entry:
+        parameter = self._parameters.get(id(tensor), tensor)
+        name = self._catalog.names_by_id.get(id(parameter))
+        if name is None:
+            raise ConfigError(
+                f"the optimizer has a parameter of shape {tuple(tensor.shape)} that is in no stage; use an optimizer "
+                "of its own for it, and save that separately"
+            )
+        return _Entry(optimizer, group, tensor, parameter, name)
 
-    def _seen(self) -> Iterable[tuple[torch.optim.Optimizer, dict[str, Any], Tensor, str]]:
-        """Every optimizer and group, what it sees as a parameter, and its name."""
-        for inner in self._inners:
-            for group in inner.param_groups:
-                for seen in group["params"]:
-                    name = self._catalog.names.get(id(self._masters.get(id(seen), seen)))
-                    if name is None:
-                        raise ConfigError(
-                            f"the optimizer has a parameter of shape {tuple(seen.shape)} that is in no stage: save and "
-                            "load it yourself"
-                        )
-                    yield inner, group, seen, name
+    def _require_one_owner(self) -> None:
+        """ConfigError for a parameter of two optimizers: their states would have the same names."""
+        owner: dict[int, torch.optim.Optimizer] = {}
+        for entry in self._entries:
+            if owner.setdefault(id(entry.parameter), entry.optimizer) is not entry.optimizer:
+                raise ConfigError(f"two optimizers have the parameter {entry.name}; pass it to one of them")
 
-    # to a checkpoint
+    # save
 
-    def keep(self) -> Kept:
+    def collect_state(self) -> OptimizerState:
         """The state of those parameters that this rank saves."""
-        kept = Kept(self.kind, {}, {}, [], {})
-        for inner, group, seen, name in self._seen():
-            if self._masters.get(id(seen), seen) is not self._catalog.saved.get(name):
+        state = OptimizerState(self.kind, {}, {}, [], {})
+        for entry in self._entries:
+            if entry.parameter is not self._catalog.savable.get(entry.name):
                 continue  # the other end of a tie
             options = {
-                key: encode(_number(value), f"{key} of the optimizer", {})
-                for key, value in group.items()
-                if key not in _HOW and key != "param_names"
+                key: encode(_to_number(value), f"{key} of the optimizer", {})
+                for key, value in entry.group.items()
+                if key not in _UNSAVED_OPTIONS
             }
-            if self._has_several:
-                options[_OF] = _kind(inner)
-            if options not in kept.groups:
-                kept.groups.append(options)
-            kept.group_of[name] = kept.groups.index(options)
-            if id(seen) in self._masters:
-                kept.tensors[f"{name}.{MASTER}"] = seen.detach()
-            for key, value in inner.state.get(seen, {}).items():
-                _keep(kept, name, seen, key, value, _kind(inner))
-        return kept
+            if self._is_list:
+                options[_GROUP_KIND] = entry.kind
+            state.group_of[entry.name] = _add_group(state.groups, options)
+            if entry.is_master:
+                state.tensors[f"{entry.name}.{MASTER}"] = entry.tensor.detach()
+            for key, value in entry.optimizer.state.get(entry.tensor, {}).items():
+                _add_value(state, entry, key, value)
+        return state
 
-    # from a checkpoint
+    # load
 
-    def check(self, saved: Mapping[str, Saved], facts: Mapping[str, Any] | None) -> None:
-        """ConfigError unless this optimizer can go on from the state that was saved."""
+    def check(self, saved: Mapping[str, TensorEntry], facts: Mapping[str, Any] | None) -> None:
+        """ConfigError unless the saved state fits this optimizer. `facts`: its entry in the manifest."""
         if facts is None:
-            raise ConfigError("the checkpoint holds no optimizer state: load it without an optimizer")
-        here = {name: _kind(inner) for inner, _, _, name in self._seen()}
-        for name in sorted(here.keys() & facts["group_of"].keys()):
-            there = facts["groups"][facts["group_of"][name]].get(_OF, facts["kind"])
-            if there != here[name]:
-                of = f" of {name}" if self._has_several or facts["kind"] == SEVERAL else ""
-                raise ConfigError(f"the checkpoint is of {there}, the optimizer{of} is {here[name]}: use the same kind")
-        own = self._catalog.loaded.keys()
-        if missing := (facts["group_of"].keys() & own) - here.keys():
-            raise ConfigError(f"the checkpoint has optimizer state of {listed(missing)}: the optimizer here has none")
-        if unknown := here.keys() - facts["group_of"].keys():
+            raise ConfigError("the checkpoint has no optimizer state; load it without an optimizer")
+        kinds = {entry.name: entry.kind for entry in self._entries}
+        for name in sorted(kinds.keys() & facts["group_of"].keys()):
+            saved_kind = facts["groups"][facts["group_of"][name]].get(_GROUP_KIND, facts["kind"])
+            if saved_kind != kinds[name]:
+                of = f" of {name}" if self._is_list or facts["kind"] == LIST_KIND else ""
+                raise ConfigError(
+                    f"the checkpoint is of {saved_kind}, the optimizer{of} is {kinds[name]}; use the same kind"
+                )
+        local_names = self._catalog.loadable.keys()
+        if missing := (facts["group_of"].keys() & local_names) - kinds.keys():
             raise ConfigError(
-                f"the checkpoint has no optimizer state of {listed(unknown)}: the optimizer there had none"
+                f"the checkpoint has optimizer state of {listed(missing)}, which is not in the optimizer; add it"
             )
-        masters = {name for _, _, seen, name in self._seen() if id(seen) in self._masters}
+        if unknown := kinds.keys() - facts["group_of"].keys():
+            raise ConfigError(
+                f"the checkpoint has no optimizer state of {listed(unknown)}, which was not in the optimizer; remove it"
+            )
+        masters = {entry.name for entry in self._entries if entry.is_master}
         if missing := {name for name in masters if f"{name}.{MASTER}" not in saved}:
-            raise ConfigError(f"the checkpoint has no float32 copy of {listed(missing)}: load it without MasterWeights")
-        if unknown := {name for name in here.keys() - masters if f"{name}.{MASTER}" in saved}:
-            raise ConfigError(f"the checkpoint has a float32 copy of {listed(unknown)}: use MasterWeights, as there")
-        self._wanted(saved)
-        self._options(facts)
+            raise ConfigError(f"the checkpoint has no float32 copy of {listed(missing)}; load it without MasterWeights")
+        if unknown := {name for name in kinds.keys() - masters if f"{name}.{MASTER}" in saved}:
+            raise ConfigError(f"the checkpoint has a float32 copy of {listed(unknown)}; load it with MasterWeights")
+        self._find_tensors(saved)
+        self._find_options(facts)
 
-    def _wanted(self, saved: Mapping[str, Saved]) -> dict[str, dict[str, Saved]]:
-        """The saved tensors of each parameter, by key."""
-        names = {name for _, _, _, name in self._seen()}
-        found: dict[str, dict[str, Saved]] = {name: {} for name in names}
+    def _find_tensors(self, saved: Mapping[str, TensorEntry]) -> dict[str, dict[str, TensorEntry]]:
+        """The saved tensors of each parameter, by state key; ConfigError if one does not fit."""
+        found: dict[str, dict[str, TensorEntry]] = {entry.name: {} for entry in self._entries}
         for full, tensor in saved.items():
             name, _, key = full.rpartition(".")
-            if name in names:
+            if name in found:
                 found[name][key] = tensor
-        for _, _, seen, name in self._seen():
-            for key, tensor in found[name].items():
-                if tensor.shape and tensor.shape != tuple(seen.shape) and hasattr(seen, "full_tensor"):
-                    raise ConfigError(f"{key} of {name} is no tensor like its parameter: it cannot be sharded")
-                if key == MASTER and (tensor.shape != tuple(seen.shape) or dtype_of(tensor) != seen.dtype):
-                    raise ConfigError(f"the float32 copy of {name} has another shape or dtype in the checkpoint")
+        for entry in self._entries:
+            shape = tuple(entry.tensor.shape)
+            for key, tensor in found[entry.name].items():
+                if tensor.shape and tensor.shape != shape and isinstance(entry.tensor, DTensor):
+                    raise ConfigError(
+                        f"{key} of {entry.name} has shape {tensor.shape}, its parameter {shape}: it cannot be sharded"
+                    )
+                if key == MASTER and (tensor.shape != shape or to_dtype(tensor) != entry.tensor.dtype):
+                    raise ConfigError(f"the float32 copy of {entry.name} has another shape or dtype in the checkpoint")
         return found
 
-    def _options(self, facts: Mapping[str, Any]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        """What each group's options were; all its parameters must have had the same."""
+    def _find_options(self, facts: Mapping[str, Any]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """Each group with its saved options; ConfigError if the options of its parameters differ."""
         found = []
-        for group in (group for inner in self._inners for group in inner.param_groups):
-            numbers = {facts["group_of"][name] for _, g, _, name in self._seen() if g is group}
+        for group in (group for one in self._optimizers for group in one.param_groups):
+            numbers = {facts["group_of"][entry.name] for entry in self._entries if entry.group is group}
             if len(numbers) > 1:
                 one, other = (facts["groups"][number] for number in sorted(numbers)[:2])
                 key = next(k for k in one.keys() | other.keys() if one.get(k) != other.get(k))
                 raise ConfigError(
-                    f"parameters of one group had {key}={one.get(key)} and {key}={other.get(key)} in the checkpoint: "
-                    "make the same groups as there"
+                    f"parameters of one group have {key}={one.get(key)} and {key}={other.get(key)} in the checkpoint; "
+                    "use the same groups"
                 )
             if numbers:
                 options = facts["groups"][numbers.pop()]
-                found.append((group, {key: value for key, value in options.items() if key != _OF}))
+                found.append((group, {key: value for key, value in options.items() if key != _GROUP_KIND}))
         return found
 
-    def like(self, saved: Mapping[str, Saved]) -> dict[str, Tensor]:
-        """Tensors that lie as the state will: to find out what has to be read."""
-        wanted = self._wanted(saved)
+    def create_templates(self, saved: Mapping[str, TensorEntry]) -> dict[str, Tensor]:
+        """Tensors with the layout that the loaded state will have, to find the shards that it needs."""
+        tensors = self._find_tensors(saved)
         return {
-            f"{name}.{key}": seen.detach() if tensor.shape == tuple(seen.shape) else torch.empty(tensor.shape)
-            for _, _, seen, name in self._seen()
-            for key, tensor in wanted[name].items()
+            f"{entry.name}.{key}": entry.tensor.detach()
+            if tensor.shape == tuple(entry.tensor.shape)
+            else torch.empty(tensor.shape)
+            for entry in self._entries
+            for key, tensor in tensors[entry.name].items()
         }
 
-    def prepare(self, saved: Mapping[str, Saved], facts: Mapping[str, Any]) -> dict[str, list[Tensor]]:
-        """Give the optimizer new state, without values: the tensors to read, by name."""
-        into: dict[str, list[Tensor]] = {}
-        wanted = self._wanted(saved)
-        for inner, group, seen, name in self._seen():
-            inner.state.pop(seen, None)
+    def reset(self, saved: Mapping[str, TensorEntry], facts: Mapping[str, Any]) -> dict[str, list[Tensor]]:
+        """Replace state and options by the saved ones, without values; returns the tensors to read, by name."""
+        targets: dict[str, list[Tensor]] = {}
+        tensors = self._find_tensors(saved)
+        for entry in self._entries:
+            entry.optimizer.state.pop(entry.tensor, None)
             state = {}
-            for key, tensor in wanted[name].items():
+            for key, tensor in tensors[entry.name].items():
                 if key == MASTER:
-                    made = seen
+                    target = entry.tensor
                 else:
-                    made = state[key] = _empty(seen, key, tensor, group)
-                into.setdefault(f"{name}.{key}", []).append(made)
-            state |= {key: decode(value, {}) for key, value in facts["numbers"].get(name, {}).items()}
+                    target = state[key] = _create_empty(entry, key, tensor)
+                targets.setdefault(f"{entry.name}.{key}", []).append(target)
+            state |= {key: decode(value, {}) for key, value in facts["numbers"].get(entry.name, {}).items()}
             if state:
-                inner.state[seen] = state
-        for group, options in self._options(facts):
+                entry.optimizer.state[entry.tensor] = state
+        for group, options in self._find_options(facts):
             for key, value in options.items():
                 if isinstance(group.get(key), Tensor):
                     group[key].fill_(decode(value, {}))
                 else:
                     group[key] = decode(value, {})
-        return into
+        return targets
 
 
-def _keep(kept: Kept, name: str, seen: Tensor, key: str, value: Any, kind: str) -> None:
+def _add_value(state: OptimizerState, entry: _Entry, key: str, value: Any) -> None:
+    """Add one value of an optimizer's state of a parameter; ConfigError if a checkpoint cannot hold it."""
     if "." in key:
-        raise ConfigError(f"the optimizer has a state called {key!r}: a name without dots is needed")
+        raise ConfigError(f"the optimizer has a state called {key!r}: its name must not have dots")
     if isinstance(value, Tensor):
-        spread = hasattr(value, "full_tensor") == hasattr(seen, "full_tensor") and value.shape == seen.shape
-        if value.ndim and not spread and hasattr(seen, "full_tensor"):
+        is_sharded = isinstance(entry.tensor, DTensor)
+        has_same_layout = isinstance(value, DTensor) == is_sharded and value.shape == entry.tensor.shape
+        if value.ndim and is_sharded and not has_same_layout:
             raise ConfigError(
-                f"{key} of {name} is not spread over processes as its parameter is: such an optimizer "
-                f"({kind}) can be saved for parameters that are not sharded only"
+                f"{key} of {entry.name} is not sharded as its parameter is: the state of {entry.kind} can be saved for "
+                "unsharded parameters only"
             )
-        kept.tensors[f"{name}.{key}"] = value.detach()
+        state.tensors[f"{entry.name}.{key}"] = value.detach()
     elif value is None or isinstance(value, bool | int | float | str):
-        kept.numbers.setdefault(name, {})[key] = encode(value, key, {})
+        state.numbers.setdefault(entry.name, {})[key] = encode(value, key, {})
     else:
         raise ConfigError(
-            f"{key} of {name} in the optimizer is a {type(value).__name__}: a checkpoint keeps tensors and numbers"
+            f"{key} of {entry.name} in the optimizer is a {type(value).__name__}: must be a tensor or a number"
         )
 
 
-def _empty(parameter: Tensor, key: str, saved: Saved, group: Mapping[str, Any]) -> Tensor:
-    """Memory for a state that lies as its parameter does; the number of steps where torch wants it."""
-    dtype = dtype_of(saved)
-    if hasattr(parameter, "full_tensor") and saved.shape == tuple(parameter.shape):
+def _create_empty(entry: _Entry, key: str, saved: TensorEntry) -> Tensor:
+    """An empty state tensor with the layout of its parameter; `step` on the device where torch expects it."""
+    parameter, dtype = entry.tensor, to_dtype(saved)
+    if isinstance(parameter, DTensor) and saved.shape == tuple(parameter.shape):
         return like(parameter, torch.empty_like(local(parameter.detach()), dtype=dtype))
-    on_cpu = key == "step" and not group.get("fused") and not group.get("capturable")
+    on_cpu = key == "step" and not entry.group.get("fused") and not entry.group.get("capturable")
     return torch.empty(saved.shape, dtype=dtype, device="cpu" if on_cpu else local(parameter).device)
 
 
-def listed_optimizers(optimizer: Any) -> list[Any]:
-    """The optimizers of a list, or the one."""
+def _to_list(optimizer: Any) -> list[Any]:
     return list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
 
 
-def has_masters(optimizer: Any) -> bool:
-    """Whether float32 copies are kept beside some weights."""
-    return any(isinstance(one, MasterWeights) for one in listed_optimizers(optimizer))
+def has_master_weights(optimizer: Any) -> bool:
+    """Whether an optimizer keeps float32 copies of some parameters."""
+    return any(isinstance(one, MasterWeights) for one in _to_list(optimizer))
 
 
-def _kind(optimizer: torch.optim.Optimizer) -> str:
-    return type(optimizer).__name__
-
-
-def _number(value: Any) -> Any:
+def _to_number(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from zeropipe.core.model.configs import BUILT_IN
-from zeropipe.engine.checkpoint.manifest import followed
+from zeropipe.engine.checkpoint.manifest import resolve_pointer
 from zeropipe.errors import MissingExtra
 from zeropipe.train.config.tables import BYTE_TOKENIZER, LoraTable, RunConfig
 from zeropipe.train.data.request import build_requests
@@ -94,5 +94,5 @@ def check_output(config: RunConfig) -> Iterator[str]:
     elif not os.access(existing, os.W_OK | os.X_OK):
         yield f"{named}: {existing} is not writable; use another folder"
     resume = config.checkpoint.resume
-    if resume not in ("auto", "never") and not followed(Path(resume)).is_dir():
+    if resume not in ("auto", "never") and not resolve_pointer(Path(resume)).is_dir():
         yield f"checkpoint.resume={resume!r} does not exist; use the folder of a checkpoint, auto or never"

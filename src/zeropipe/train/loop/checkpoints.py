@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from zeropipe.core.files import write_whole
-from zeropipe.engine.checkpoint.load import Loaded, load_checkpoint
-from zeropipe.engine.checkpoint.manifest import FILE, Manifest, NoFolder, followed, read_manifest
-from zeropipe.engine.checkpoint.save import require_savable, save_checkpoint, written_by
-from zeropipe.engine.checkpoint.saving import Saving
+from zeropipe.engine.checkpoint.load import LoadResult, load_checkpoint
+from zeropipe.engine.checkpoint.manifest import MANIFEST_FILE, Manifest, read_manifest, resolve_pointer
+from zeropipe.engine.checkpoint.save import SaveHandle, describe_layout, require_savable, save_checkpoint
+from zeropipe.engine.checkpoint.writer import FolderError
 from zeropipe.engine.comm.collective import on_first_rank
 from zeropipe.engine.engine import Engine
 from zeropipe.engine.stages.chance import is_chance
@@ -43,7 +43,7 @@ class CheckpointFolder:
         self._table, self._engine, self._is_first = config.checkpoint, engine, is_first
         self._saves_frozen = config.lora is None  # an adapter's base model is not saved
         self.folder = checkpoint_folder(config)
-        self._saving: Saving | None = None
+        self._saving: SaveHandle | None = None
         self._is_best = False
         self.step: int | None = None  # of the newest checkpoint
         self.path: Path | None = None  # of the newest checkpoint
@@ -61,7 +61,7 @@ class CheckpointFolder:
                 path, self._engine, optimizer, step=step, extra=extra, frozen=self._saves_frozen,
                 asynchronous=self._table.asynchronous,
             )  # fmt: skip
-        except (NoFolder, EngineError) as error:  # may be temporary; any other ConfigError is not, and ends the run
+        except (FolderError, EngineError) as error:  # may be temporary; any other ConfigError is not, and ends the run
             self._handle_failure(error, is_last)
             return
         self.step, self.path, self._is_best = step, path, is_best
@@ -147,7 +147,7 @@ def prune(folder: Path, keep: int, best: str | None) -> None:
     num_complete = 0
     for path in list_steps(folder).values():
         is_old = num_complete >= keep and path.name != best
-        if is_old or not (path / FILE).exists():
+        if is_old or not (path / MANIFEST_FILE).exists():
             shutil.rmtree(path, ignore_errors=True)
         else:
             num_complete += is_complete(path)
@@ -158,11 +158,11 @@ def find_newest(folder: Path) -> Path | None:
     return next((path for path in list_steps(folder).values() if is_complete(path)), None)
 
 
-def resume(config: RunConfig, engine: Engine, optimizer: Any, is_first: bool) -> tuple[Path, Loaded] | None:
+def resume(config: RunConfig, engine: Engine, optimizer: Any, is_first: bool) -> tuple[Path, LoadResult] | None:
     """Load the checkpoint that the first rank chooses, if there is one; all ranks call this."""
-    with engine.together("looking for a checkpoint") as team:
-        path = on_first_rank(team.fabric, lambda: _choose(config, engine))
-        here = written_by(team.schedule, team.fabric.layout)
+    with engine.together("looking for a checkpoint") as view:
+        path = on_first_rank(view.fabric, lambda: _choose(config, engine))
+        here = describe_layout(view.schedule, view.fabric.layout)
     if path is None:
         return None
     try:
@@ -201,7 +201,7 @@ def choose_checkpoint(config: RunConfig) -> Path | None:
 
 def _resolve(path: Path) -> Path:
     """A checkpoint by its own path, by `latest` or `best`, or by the folder of a run or of its checkpoints (newest)."""
-    path = followed(path)
+    path = resolve_pointer(path)
     for folder in (path, path / "checkpoints"):
         if list_steps(folder) and (newest := find_newest(folder)) is not None:
             return newest

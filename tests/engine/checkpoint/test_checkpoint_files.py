@@ -27,11 +27,17 @@ from weights_cases import seeded
 import zeropipe as zp
 from zeropipe.cli import main
 from zeropipe.engine import hf_model
-from zeropipe.engine.checkpoint import convert as converting
-from zeropipe.engine.checkpoint import pieces
+from zeropipe.engine.checkpoint import reader, writer
 from zeropipe.engine.checkpoint.convert import convert
-from zeropipe.engine.checkpoint.manifest import FILE, Manifest, Target, check_contents, followed, read_manifest
-from zeropipe.engine.checkpoint.pieces import read_whole
+from zeropipe.engine.checkpoint.manifest import (
+    MANIFEST_FILE,
+    Manifest,
+    read_manifest,
+    resolve_pointer,
+    verify_checksums,
+)
+from zeropipe.engine.checkpoint.reader import read_full_tensor
+from zeropipe.engine.checkpoint.writer import StagedCheckpoint
 from zeropipe.engine.run.launch import Failed, LocalRanks
 from zeropipe.errors import ConfigError
 
@@ -62,12 +68,12 @@ def killed(path: Path, number: int, seed: int) -> None:
         assert isinstance(outcomes[1 - victim], Failed)
         assert f"rank {victim} was lost" in outcomes[1 - victim].text, outcomes
         manifest = read_manifest(path)
-        check_contents(path, manifest)
+        verify_checksums(path, manifest)
         assert manifest.step >= max(last, 1)
         last = manifest.step
         for name, tensor in manifest.tensors.items():
             if name.startswith("model.") or name.endswith("exp_avg"):
-                assert bool((read_whole(path / manifest.folder, name, tensor) == last).all()), name
+                assert bool((read_full_tensor(path / manifest.folder, name, tensor) == last).all()), name
     assert len(list(path.iterdir())) < 5, "what crashes leave is cleaned up"
 
 
@@ -87,12 +93,10 @@ class Crash(BaseException):
 def save_alone(path: Path, value: float) -> None:
     """A checkpoint of one tensor, by one process."""
     state = {"model.x": torch.full((4,), value)}
-    target = Target(path, Target.open(path))
-    (plan,), metadata = pieces.share_out([pieces.plan_save(state)])
-    parts = [pieces.write(target.folder, plan, state)]
-    pieces.finish(target.folder, metadata, parts)
-    files, tensors = pieces.file_sizes(target.folder, parts), pieces.saved_tensors(metadata, parts)
-    target.switch(Manifest(target.folder.name, int(value), {}, {"ties": {}}, None, None, files, tensors))
+    staged = StagedCheckpoint(path, StagedCheckpoint.create_folder(path))
+    (plan,), metadata = writer.plan_global([writer.plan_local(state)])
+    written = [writer.write_shards(staged.folder, plan, state)]
+    staged.commit(Manifest("", int(value), {}, {"ties": {}}, None, None), metadata, written)
 
 
 def test_a_crash_between_any_two_changes_of_the_disk(tmp_path, monkeypatch):
@@ -108,7 +112,7 @@ def test_a_crash_between_any_two_changes_of_the_disk(tmp_path, monkeypatch):
                 save_alone(path, 2.0)
             except Crash:
                 manifest = read_manifest(path)
-                found = read_whole(path / manifest.folder, "model.x", manifest.tensors["model.x"])
+                found = read_full_tensor(path / manifest.folder, "model.x", manifest.tensors["model.x"])
                 assert torch.equal(found, torch.full((4,), float(manifest.step)))
                 seen.append(manifest.step)
             else:
@@ -135,9 +139,9 @@ def counted(original, left):
 
 def test_a_damaged_checkpoint_is_refused_in_one_line(saved, tmp_path):
     manifest = read_manifest(saved)
-    text = (saved / FILE).read_text()
+    text = (saved / MANIFEST_FILE).read_text()
     big = max(manifest.files, key=manifest.files.__getitem__)
-    first = manifest.tensors["model.0.up.weight"].pieces[0]
+    first = manifest.tensors["model.0.up.weight"].shards[0]
 
     def shorter(path: Path) -> None:
         data = path / manifest.folder / first.file
@@ -149,20 +153,20 @@ def test_a_damaged_checkpoint_is_refused_in_one_line(saved, tmp_path):
         (path / manifest.folder / first.file).write_bytes(data)
 
     def changed(old: str, new: str):
-        return lambda path: (path / FILE).write_text(text.replace(old, new, 1))
+        return lambda path: (path / MANIFEST_FILE).write_text(text.replace(old, new, 1))
 
     damages = {
         "has .* bytes, .* were written": shorter,
         "is damaged at byte": flipped,
         "is missing": lambda path: (path / manifest.folder / big).unlink(),
-        "cannot read": lambda path: (path / FILE).write_text(text[: len(text) // 2]),
-        "is no zeropipe checkpoint": lambda path: (path / FILE).write_text('{"format": "cheese"}'),
-        "is of version 9": changed('"version":1', '"version":9'),
+        "cannot read": lambda path: (path / MANIFEST_FILE).write_text(text[: len(text) // 2]),
+        "is not a zeropipe checkpoint": lambda path: (path / MANIFEST_FILE).write_text('{"format": "cheese"}'),
+        "has version 9": changed('"version":1', '"version":9'),
         "is damaged: its folder": changed('"folder":"', '"folder":"../'),
-        "a piece of .* lies outside": changed('"start":0', '"start":99999999'),
+        "a shard of .* is outside": changed('"start":0', '"start":99999999'),
         "is damaged: KeyError": changed('"pieces"', '"peaces"'),
-        "are not the whole tensor": changed('"shape":[12,6]', '"shape":[120,6]'),
-        "holds no checkpoint": lambda path: (path / FILE).unlink(),
+        "do not make the full tensor": changed('"shape":[12,6]', '"shape":[120,6]'),
+        "is not a checkpoint": lambda path: (path / MANIFEST_FILE).unlink(),
     }
     paths = []
     for number, damage in enumerate(damages.values()):
@@ -180,25 +184,25 @@ def test_a_damaged_checkpoint_is_refused_in_one_line(saved, tmp_path):
 def test_the_folder_of_a_run_names_its_newest_checkpoint(tmp_path):
     for step in ("step-000002", "step-000010"):
         (tmp_path / "checkpoints" / step).mkdir(parents=True)
-        (tmp_path / "checkpoints" / step / FILE).write_text("{}")
+        (tmp_path / "checkpoints" / step / MANIFEST_FILE).write_text("{}")
     for folder in (tmp_path, tmp_path / "checkpoints"):
-        inside = re.escape(f"give one of those inside, like {tmp_path}/checkpoints/step-000010")
-        with pytest.raises(ConfigError, match=f"holds no checkpoint, as there is no checkpoint.json: {inside}"):
+        inside = re.escape(f"use one of those inside, as {tmp_path}/checkpoints/step-000010")
+        with pytest.raises(ConfigError, match=f"is not a checkpoint, as it has no checkpoint.json; {inside}"):
             read_manifest(folder)
-        with pytest.raises(ConfigError, match=f"neither a checkpoint .*: {inside}"):
+        with pytest.raises(ConfigError, match=f"neither a checkpoint .*; {inside}"):
             convert(folder, tmp_path / "to")
     (tmp_path / "checkpoints" / "best").write_text("step-000002\n")
-    assert followed(tmp_path / "checkpoints" / "best") == tmp_path / "checkpoints" / "step-000002"
-    with pytest.raises(ConfigError, match=re.escape("step-000002/checkpoint.json is no zeropipe")):
+    assert resolve_pointer(tmp_path / "checkpoints" / "best") == tmp_path / "checkpoints" / "step-000002"
+    with pytest.raises(ConfigError, match=re.escape("step-000002/checkpoint.json is not a zeropipe")):
         convert(tmp_path / "checkpoints" / "best", tmp_path / "to")
 
 
 def test_a_folder_with_other_things_is_not_written_into(tmp_path):
     (tmp_path / "thesis.txt").write_text("years of work")
-    with pytest.raises(ConfigError, match=r"holds thesis\.txt, which is no part of a checkpoint"):
-        Target.open(tmp_path)
+    with pytest.raises(ConfigError, match=r"contains thesis\.txt, which is not part of a checkpoint"):
+        StagedCheckpoint.create_folder(tmp_path)
     with pytest.raises(ConfigError, match="it is a file"):
-        Target.open(tmp_path / "thesis.txt")
+        StagedCheckpoint.create_folder(tmp_path / "thesis.txt")
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -209,7 +213,7 @@ def test_torchs_own_loader_reads_the_same_files(saved):
     state = {name: torch.zeros(t.shape, dtype=getattr(torch, t.dtype)) for name, t in manifest.tensors.items()}
     dcp.load(state, checkpoint_id=saved / manifest.folder, no_dist=True)
     for name, tensor in manifest.tensors.items():
-        assert torch.equal(state[name], read_whole(saved / manifest.folder, name, tensor)), name
+        assert torch.equal(state[name], read_full_tensor(saved / manifest.folder, name, tensor)), name
 
 
 # conversion
@@ -253,12 +257,12 @@ def test_a_sharded_run_becomes_a_model_a_tensor_at_a_time(tmp_path, monkeypatch)
     most = []
 
     def counted(*args):
-        tensor = read_whole(*args)
+        tensor = read_full_tensor(*args)
         alive.add(tensor)
         most.append(len(alive))
         return tensor
 
-    monkeypatch.setattr(converting.pieces, "read_whole", counted)
+    monkeypatch.setattr(reader, "read_full_tensor", counted)
     convert(tmp_path / "c", tmp_path / "model", shard_size=1)
     files = (load_file(file) for file in (tmp_path / "model").glob("*.safetensors"))
     found = {name: tensor for file in files for name, tensor in file.items()}
@@ -273,7 +277,7 @@ def test_what_cannot_be_converted_is_refused(saved, tmp_path):
         convert(saved, tmp_path / "a")
     with pytest.raises(ConfigError, match="neither a checkpoint"):
         convert(tmp_path, tmp_path / "a")
-    with pytest.raises(ConfigError, match="converted to itself"):
+    with pytest.raises(ConfigError, match="cannot be converted to itself"):
         convert(saved, saved)
     assert not list(tmp_path.iterdir())
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 
 import pytest
@@ -11,26 +10,12 @@ import pytest
 pytest.importorskip("torch")
 
 import checkpoint_cases as cases
+from checkpoint_chain import chain
 from engine_helpers import TOLERANCE, largest, ranks
 
 import zeropipe as zp
 from zeropipe.engine import load_checkpoint, save_checkpoint
-from zeropipe.engine.checkpoint.manifest import read_manifest
-from zeropipe.engine.checkpoint.values import decode, encode
-
-
-def chain(tmp_path, model, layouts, asynchronous=False, run=None) -> list[float]:
-    """Every layout loads what the one before it saved, built with another seed; differences from one process."""
-    (tmp_path / "oracle").mkdir()
-    cases.oracle(model, len(layouts), tmp_path / "oracle")
-    seen = []
-    for step, (name, sizes) in enumerate(layouts):
-        microbatches = 8 if name == "dualpipev" else cases.BATCHES
-        schedule = zp.build(name, ranks=sizes.get("pp", 1), microbatches=microbatches)
-        args = (schedule, sizes, model, str(tmp_path / "checkpoint"), step, str(tmp_path / "oracle"), asynchronous)
-        found = run(*args) if run is not None else ranks(math.prod(sizes.values())).run(cases.link, *args)
-        seen.append(max(found))
-    return seen
+from zeropipe.engine.checkpoint.manifest import decode, encode, read_manifest
 
 
 def test_from_layout_to_layout(tmp_path):
@@ -93,23 +78,23 @@ def test_what_does_not_fit_is_refused(tmp_path):
     every = ranks(4).run(cases.refuses, zp.build("zbv", ranks=4, microbatches=4), str(tmp_path))
     assert all(seen == every[0] for seen in every), "all ranks say the same"
     for key, part in {
-        "step": "step=1.5: give the number of steps done",
+        "step": "step=1.5: must be an integer or None",
         "extra": "extra['a'][0] is a object",
         "differs": "rank 1 saves another path, step or extra than rank 0",
-        "not alike": "the optimizers are not alike: rank 0 saves Adam, rank 1 saves SGD; give all the same kind",
-        "one has none": "rank 1 saves no optimizer, rank 0 saves one: give rank 1 that of ",
-        "no optimizers": "the optimizer is a NoneType: give a torch optimizer, MasterWeights, or a list of them",
-        "twice": "two of the optimizers have the parameter",
+        "not alike": "the optimizers differ: rank 0 saves Adam, rank 1 saves SGD; use the same kind on all ranks",
+        "one has none": "rank 1 saves no optimizer, rank 0 saves one; pass the optimizer of ",
+        "no optimizers": "the optimizer is a NoneType: must be a torch optimizer, MasterWeights, or a list of them",
+        "twice": "two optimizers have the parameter",
         "other of two": "the checkpoint is of Muon, the optimizer of ",
         "stranger": "the optimizer has a parameter of shape (3,) that is in no stage",
-        "half": "rank 1 loads no optimizer, rank 0 loads one: give rank 1 that of ",
-        "nothing": "holds no checkpoint, as there is no checkpoint.json",
-        "no optimizer": "the checkpoint holds no optimizer state: load it without an optimizer",
+        "half": "rank 1 loads no optimizer, rank 0 loads one; pass the optimizer of ",
+        "nothing": "is not a checkpoint, as it has no checkpoint.json",
+        "no optimizer": "the checkpoint has no optimizer state; load it without an optimizer",
         "kind": "the checkpoint is of Adam, the optimizer is SGD",
         "fewer": "the checkpoint has optimizer state of 0.",
-        "random": "the checkpoint holds no random states",
-        "masters": "the checkpoint has a float32 copy of 0.down.weight (and 7 more): use MasterWeights, as there",
-        "no masters": "the checkpoint has no float32 copy of 0.down.weight (and 7 more): load it without MasterWeights",
+        "random": "the checkpoint has no random states",
+        "masters": "the checkpoint has a float32 copy of 0.down.weight (and 7 more); load it with MasterWeights",
+        "no masters": "the checkpoint has no float32 copy of 0.down.weight (and 7 more); load it without MasterWeights",
         "dtype": "is float64 in",
         "names": "has no 0.bias (and 15 more): it is a checkpoint of another model",
     }.items():
@@ -145,6 +130,6 @@ def test_extra_values_come_back_as_they_were(value):
 @pytest.mark.parametrize("call", [save_checkpoint, load_checkpoint])
 def test_a_folder_in_the_engines_place(call):
     with pytest.raises(
-        zp.ConfigError, match=r"engine='run': give the folder first, then the Engine, then its optimizer"
+        zp.ConfigError, match=r"engine='run': must be an Engine; pass the folder, then the Engine, then its optimizer"
     ):
         call(object(), "run")

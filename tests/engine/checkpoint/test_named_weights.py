@@ -14,7 +14,7 @@ from stage_models import CONFIGS
 
 import zeropipe as zp
 from zeropipe.engine import hf_model
-from zeropipe.engine.checkpoint.stream import _asking
+from zeropipe.engine.checkpoint.named_weights import _parse_ranks
 from zeropipe.errors import ConfigError
 
 BLOCKS, TIED, LLAMA = cases.Model(False), cases.Model(True), cases.Model(False, {"num_hidden_layers": 2})
@@ -53,10 +53,10 @@ def test_a_rank_that_stops_early_does_not_leave_the_others_alone():
 
 def test_ranks_that_are_not_there_are_refused():
     for first, second in ranks(4).run(cases.wrong_ranks, zp.build("1f1b", ranks=4, microbatches=4)):
-        assert first == "rank 0: ranks=[7]: give a list with some of 0 to 3, or None for all"
+        assert first == "rank 0: ranks=[7]: must be a list of ranks from 0 to 3, or None for all"
         assert second == "rank 1 has ranks=(1,), rank 0 has ranks=(0,): give every rank the same"
-    with pytest.raises(ConfigError, match="ranks=0: give a list with some of 0 to 3, or None for all"):
-        _asking(0, 4)
+    with pytest.raises(ConfigError, match="ranks=0: must be a list of ranks from 0 to 3, or None for all"):
+        _parse_ranks(0, 4)
 
 
 def test_published_forms_and_merged_adapters(tmp_path):

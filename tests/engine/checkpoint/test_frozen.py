@@ -11,7 +11,7 @@ import pytest
 import torch
 from engine_helpers import ranks
 
-from zeropipe.engine.checkpoint import frozen
+from zeropipe.engine.checkpoint import fingerprint
 
 DTYPES = [
     torch.uint8, torch.int8, torch.bool, torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32, torch.int32,
@@ -41,14 +41,14 @@ def test_the_sum_of_any_pieces_is_that_of_the_tensor(dtype, monkeypatch):
     for shape in SHAPES:
         tensor = drawn(shape, dtype)
         zeros = (0,) * len(shape)
-        whole = frozen.position_sum(tensor, zeros)
+        whole = fingerprint.position_sum(tensor, zeros)
         for seed in range(8):
             found = boxes(tensor, zeros, random.Random(seed))
-            assert sum(frozen.position_sum(*box) for box in found) % 2**64 == whole
-        assert frozen.position_sum(tensor.mT.contiguous().mT if tensor.ndim > 1 else tensor, zeros) == whole
+            assert sum(fingerprint.position_sum(*box) for box in found) % 2**64 == whole
+        assert fingerprint.position_sum(tensor.mT.contiguous().mT if tensor.ndim > 1 else tensor, zeros) == whole
         with monkeypatch.context() as patched:  # large tensors are looked at in parts
-            patched.setattr(frozen, "_CHUNKS", {"cpu": 2})
-            assert frozen.position_sum(tensor, zeros) == whole
+            patched.setattr(fingerprint, "_CHUNK_SIZES", {"cpu": 2})
+            assert fingerprint.position_sum(tensor, zeros) == whole
 
 
 @pytest.mark.parametrize("dtype", [one for one in DTYPES if one is not torch.float8_e4m3fn], ids=str)
@@ -73,7 +73,7 @@ def test_other_values_and_other_orders_have_other_sums(dtype):
     sums = {}
     for view in views:
         key = (tuple(view.shape), bytes_of(view))
-        assert sums.setdefault(frozen.position_sum(view, (0,) * view.ndim), key) == key
+        assert sums.setdefault(fingerprint.position_sum(view, (0,) * view.ndim), key) == key
 
 
 def swapped(flat, one, other):
@@ -107,7 +107,7 @@ def test_a_checkpoint_goes_with_its_frozen_weights_only(tmp_path, model, dtype, 
         changes = CHANGES if sizes is after[0] else CHANGES[:1]
         for change in changes:
             told = on(sizes).run(cases.loaded, model, sizes, dtype, path, change)
-            assert all("is of other frozen weights than the model's" in one for one in told), change
+            assert all("has other frozen weights than the model" in one for one in told), change
 
 
 def test_checkpoints_of_older_versions(tmp_path):
