@@ -24,7 +24,7 @@ def assert_kept(model_type, tied, path):
     wrong = ranks(2).run(save_and_load, config, str(path), ((FIRST, layers[0]), (SECOND, layers[1])))
     assert wrong == [[], []]
     model = drawn(config)
-    saved = read_manifest(path).under("model")
+    saved = read_manifest(path).select("model")
     assert {name for name in model.state_dict() if name in saved} == saved.keys()
     return config, model
 
