@@ -252,7 +252,7 @@ def test_datasets_of_texts_and_of_chats(tmp_path, tokenizer):
     assert [ids for ids, _ in samples("datasets", "texts", "body")] == sorted(expected)
     assert samples("datasets", "chats", "talk") == samples("chat", "chats.jsonl", "text")
     datasets.DatasetDict({"train": datasets.Dataset.from_dict({"a": [1]})}).save_to_disk(tmp_path / "splits")
-    with pytest.raises(ConfigError, match=r"has the splits \['train'\]: name the folder of one"):
+    with pytest.raises(ConfigError, match=r"has the splits \['train'\]; use the folder of one"):
         samples("datasets", "splits", "a")
     with pytest.raises(ConfigError, match=r"has no column 'text' but \['body'\]"):
         samples("datasets", "texts", "text")

@@ -50,6 +50,11 @@ TEXTS = {
     "number": (b'{"text": ' + b"9" * 5000 + b"}", "line 1 is not JSON: Exceeds the limit"),
     "nothing": (b"\n\n", "a.jsonl has no samples"),
     "empty": (b"", "a.jsonl has no samples"),
+    "chats": (
+        ONE + ANSWERED,
+        "line 2 has no field 'text' but ['messages']; it is a chat, messages (messages): set data.kind to 'chat'",
+    ),
+    "Alpaca": (b'{"instruction": "a", "output": "b"}', "it is a chat, Alpaca (instruction, output): set data.kind"),
     "empty texts": (b'{"text": ""}\n' * 2, "has no samples: skipped empty documents (2)"),
 }
 
@@ -66,7 +71,26 @@ CHATS = {
     "no list": (b'{"messages": "hi"}', "line 1: messages is 'hi': must be a list of messages"),
     "no message": (b'{"messages": []}', "line 1: messages is []"),
     "no role": (b'{"messages": [{"content": "a"}]}', "line 1: a message is {'content': 'a'}: must have a role"),
-    "no content": (b'{"messages": [{"role": "user"}]}', "line 1: the chat template fails: "),
+    "no content": (b'{"messages": [{"role": "user"}]}', "line 1: a message is {'role': 'user'}: must have a content"),
+    "no answer": (
+        ANSWERED + b'\n{"messages": [{"role": "user", "content": "a"}, {"role": "assistant"}]}',
+        """line 2: a message is {'role': 'assistant'}: must have a content, which may be "", or tool_calls""",
+    ),
+    "null": (b'{"messages": [{"role": "user", "content": null}]}', "line 1: a message is {'content': None, 'role'"),
+    "number": (b'{"messages": [{"role": "user", "content": 5}]}', "line 1: content=5: must be a string"),
+    "role of ShareGPT": (line(("user", "a"), ("gpt", "b")), "line 1: role='gpt': did you mean 'assistant'?"),
+    "role in capitals": (line(("User", "a"), ("assistant", "b")), "line 1: role='User': did you mean 'user'?"),
+    "misspelled role": (line(("user", "a"), ("asistant", "b")), "line 1: role='asistant': did you mean 'assistant'?"),
+    "tools": (line(("user", "a"), ("assistant", "b"), tools=5), "line 1: tools=5: must be a list of tools"),
+    "turns in messages": (b'{"messages": [{"from": "human", "value": "a"}]}', "belong in `conversations`"),
+    "unknown speaker": (b'{"conversations": [{"from": "narrator", "value": "a"}]}', "line 1: from='narrator': must be"),
+    "no value": (b'{"conversations": [{"from": "human"}]}', "line 1: a turn is {'from': 'human'}: must have `from`"),
+    "null value": (b'{"conversations": [{"from": "gpt", "value": null}]}', "line 1: a message is "),
+    "no output": (b'{"instruction": "a", "output": null}', "line 1: the field 'output' is null: must be a string"),
+    "input": (b'{"instruction": "a", "input": 5, "output": "b"}', "line 1: the field 'input' is 5: must be a string"),
+    "history": (b'{"instruction": "a", "output": "b", "history": ["c"]}', "must be a list of [instruction, output]"),
+    "half a pair": (b'{"prompt": "a"}', "line 1 has no field 'messages' but ['prompt']: must be a chat: messages ("),
+    "mixed pair": (b'{"prompt": "a", "completion": []}', "prompt and completion must both be strings, or both lists"),
     "answer first": (line(("assistant", "a")), "line 1: the chat begins with an answer"),
     "no answers": (line(("user", "a")), "has no samples: skipped chats without an answer (1)"),
     "too long": (line(("user", "a" * 3000), ("assistant", "b")), "skipped chats longer than 1,024 tokens (1)"),
@@ -99,9 +123,32 @@ def test_bytes_make_no_chats(tmp_path):
     assert_refused(chat_run(tmp_path, "bytes", ANSWERED), "data.kind='chat' needs a tokenizer with a chat template")
 
 
-def chat_run(folder, tokenizer, content):
-    (folder / "chats.jsonl").write_bytes(content)
-    return run_of(folder, kind="chat", path=str(folder / "chats.jsonl"), tokenizer=str(tokenizer))
+def test_messages_in_a_text_field_suggest_chat(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(ANSWERED)
+    config = run_of(tmp_path, kind="text", path=str(tmp_path / "a.jsonl"), tokenizer="bytes", field="messages")
+    assert_refused(config, "must be a string; for chats set data.kind to 'chat'")
+
+
+ARRAYS_OF_CHATS = {
+    "no end": (b"[\n" + ANSWERED, "chats.json, line 2 is not JSON: the array has no end"),
+    "no comma": (b"[\n" + ANSWERED + b"\n" + ANSWERED + b"]", "line 3 is not JSON: ',' is missing before '{"),
+    "half an object": (b"[\n" + ANSWERED + b",\n{", "line 3 is not JSON: Expecting property name"),
+    "no objects": (b"[\n\n1]", "line 3 is not JSON: 1 must be an object"),
+    "invalid chat": (b"[" + ANSWERED + b',\n\n{"messages": 1}]', "chats.json, line 3: messages is 1"),
+    "empty": (b"[ ]", "chats.json has no samples"),
+    "no UTF-8": (b"[\xff]", "chats.json: not text (byte 0xff is not UTF-8)"),
+}
+
+
+@pytest.mark.parametrize("case", ARRAYS_OF_CHATS)
+def test_arrays_of_chats_that_are_wrong(tmp_path, tokenizers, case):
+    content, message = ARRAYS_OF_CHATS[case]
+    assert_refused(chat_run(tmp_path, tokenizers / "chat", content, "chats.json"), message)
+
+
+def chat_run(folder, tokenizer, content, name="chats.jsonl"):
+    (folder / name).write_bytes(content)
+    return run_of(folder, kind="chat", path=str(folder / name), tokenizer=str(tokenizer))
 
 
 SIDECARS = {

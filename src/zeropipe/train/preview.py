@@ -7,6 +7,7 @@ counting a model whose shapes are not tabulated needs torch.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from math import inf
 
 from zeropipe.core.model.configs import BUILT_IN
@@ -14,7 +15,7 @@ from zeropipe.core.model.layers import layer_ranges
 from zeropipe.core.resize import resize
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.units import count_text
-from zeropipe.errors import ConfigError
+from zeropipe.errors import ConfigError, MissingExtra
 from zeropipe.estimating.estimate import estimate
 from zeropipe.planning.context import PlanContext
 from zeropipe.planning.score import Simulation, attribute_memory, compute_mfu, create_row, simulate_candidate
@@ -115,6 +116,7 @@ def preview(config: RunConfig) -> Preview:
         notes.append(f"{path} has no weights; to train, set --model.path to their directory{random}")
     if config.engine.offload:
         notes.append("optimizer state and master weights are in CPU memory (engine.offload)")
+    notes += _preview_data(config)
     data, mesh = config.data, config.mesh
     return Preview(
         path, count_layers(config), _count_parameters(config), config.model.dtype, mesh.sizes,
@@ -122,6 +124,17 @@ def preview(config: RunConfig) -> Preview:
         schedule.num_microbatches, data.microbatch, data.sequence, data.batch * data.sequence, ranks, prediction,
         tuple(notes),
     )  # fmt: skip
+
+
+def _preview_data(config: RunConfig) -> list[str]:
+    """The first chat of the data with the tokens that have a loss; without transformers, how to have it."""
+    if config.data.kind not in ("chat", "datasets") or is_shape_name(config):
+        return []
+    if find_spec("transformers") is None or find_spec("torch") is None:
+        return [f"data: the first chat is not shown: {MissingExtra('transformers', 'train')}"]
+    from zeropipe.train.data.chat_preview import preview_chats
+
+    return list(preview_chats(config))
 
 
 def _choose_costs(config: RunConfig, notes: list[str]) -> tuple[LayerCosts | None, bool]:

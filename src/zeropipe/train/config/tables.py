@@ -143,9 +143,9 @@ class DataTable(Table):
 
     kind: Literal["text", "chat", "tokens", "datasets", "synthetic"] = Field(
         default="synthetic",
-        description="`text`: text files, one document each, or JSONL with a `text` field. `chat`: JSONL with "
-        "`messages`; only answers have a loss. `tokens`: memory-mapped files of token ids. `datasets`: folders saved "
-        "by the `datasets` library. `synthetic`: random tokens.",
+        description="`text`: text files, one document each, or JSONL with a `text` field. `chat`: chats as "
+        "`messages`, ShareGPT, Alpaca or pairs; only answers have a loss. `tokens`: memory-mapped files of token ids. "
+        "`datasets`: folders saved by the `datasets` library. `synthetic`: random tokens.",
     )
     path: Strings | None = Field(default=None, description="Files, or patterns like `data/*.jsonl`.")
     tokenizer: str | None = Field(

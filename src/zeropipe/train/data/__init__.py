@@ -3,7 +3,11 @@
 request      the samples that a run requests: files, tokenizer, sequence length; the key of their cache
 reader       files and `datasets` folders -> documents and chats, in bounded memory
 tokenizer    text -> token ids; documents -> samples
+record       a JSON object of a file
+json_array   the objects of a JSON array, one at a time
+chat_formats the formats of chats: messages, ShareGPT, Alpaca, prompt and completion
 chats        chats -> samples in which only answers have a loss
+chat_preview the first chat with the tokens that have a loss, for a dry run
 token_files  files of token ids -> samples, without a copy
 store        samples on disk: written once, then memory-mapped
 rows         samples -> rows of at most `sequence` tokens; the order of rows in an epoch

@@ -44,6 +44,8 @@ def prepare(config: RunConfig, log: Log, check: Check = lambda: None) -> None:
             rows += f" of {request.sequence:,} ({filled:.1%} filled)"
         samples = count_text(info.num_samples, "sample")
         log(f"{table}: {samples}, {count_text(info.num_tokens, 'token')}, {info.num_losses:,} with a loss, in {rows}")
+        if info.example:
+            log(f"{table}: {describe_chats(info.chat_formats, info.example)}")
         if info.skipped:
             log(f"{table}: skipped {_list_skipped(info.skipped)}")
 
@@ -116,15 +118,21 @@ def _write_folder(request: DataRequest, log: Log, check: Check) -> None:
         raise ConfigError(f"cannot write {folder}: {error.strerror or error}") from error
 
 
+def open_reader(request: DataRequest) -> tuple[Reader, bool]:
+    """The reader of a request for texts or chats, and whether it is for chats."""
+    if request.kind == "datasets":
+        reader = DatasetsReader(request.files, request.field)
+        return reader, reader.has_chats
+    return FileReader(request.files), request.kind == "chat"
+
+
 def _write_samples(request: DataRequest, folder: Path, progress: _Progress) -> StoreInfo:
-    datasets = DatasetsReader(request.files, request.field) if request.kind == "datasets" else None
-    has_chats = request.kind == "chat" or (datasets is not None and datasets.has_chats)
+    reader, has_chats = open_reader(request)
     writer = SampleWriter(folder, request.sequence, request.vocabulary, has_mask=has_chats)
     try:
         if request.kind == "tokens":
             digest, ranges = write_token_files(request.files, writer, request.vocabulary, progress.report)
         else:
-            reader = datasets or FileReader(request.files)
             digest, ranges = _tokenize(request, reader, has_chats, writer, progress), []
         writer.finish()
     finally:
@@ -153,6 +161,12 @@ def _tokenize(
     else:
         write_documents(reader.documents(request.field), tokenizer, writer, request.vocabulary, report)
     return reader.digest
+
+
+def describe_chats(formats: dict[str, int], example: str) -> str:
+    """`chats in the format ShareGPT (conversations); the first: <|user|>Hello<|assistant|>[loss: Hi<|end|>]`."""
+    names = next(iter(formats)) if len(formats) == 1 else _list_skipped(formats)
+    return f"chats in the format {names}; the first: {example}"
 
 
 def _list_skipped(skipped: dict[str, int]) -> str:

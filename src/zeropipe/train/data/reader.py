@@ -15,6 +15,9 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from zeropipe.core.files import has_suffix
 from zeropipe.errors import ConfigError, MissingExtra, first_line, short
+from zeropipe.train.data.chat_formats import find_format
+from zeropipe.train.data.json_array import InvalidArray, iterate_array
+from zeropipe.train.data.record import Record
 
 MAX_BLOCK_CHARS = 2**20  # tokenized together
 MAX_BLOCK_TEXTS = 1024
@@ -32,13 +35,6 @@ class TextChunk(NamedTuple):
     is_last: bool
 
 
-class Record(NamedTuple):
-    """A JSON object: a line of a JSONL file, or a row of a dataset."""
-
-    location: str
-    value: dict[str, Any]
-
-
 class Reader(ABC):
     """Reads documents or records in order, and computes a digest of their contents."""
 
@@ -52,7 +48,7 @@ class Reader(ABC):
 
     @abstractmethod
     def records(self) -> Iterator[Record]:
-        """Every line of JSONL files, or every row of datasets."""
+        """Every line of JSONL files, every item of JSON arrays, or every row of datasets."""
 
     def documents(self, field: str) -> Iterator[TextChunk]:
         """`field` of every record."""
@@ -80,7 +76,7 @@ class FileReader(Reader):
 
     def records(self) -> Iterator[Record]:
         for path in self._files:
-            yield from self._read_lines(path)
+            yield from self._read_array(path) if _is_array(path) else self._read_lines(path)
 
     def _read_text(self, path: Path) -> Iterator[TextChunk]:
         decoder, rest, line = codecs.getincrementaldecoder("utf-8-sig")(), "", 1
@@ -124,6 +120,19 @@ class FileReader(Reader):
                     raise ConfigError(f'{location} is {short(value)}: must be a JSON object, like {{"text": "..."}}')
                 yield Record(location, value)
 
+    def _read_array(self, path: Path) -> Iterator[Record]:
+        """The objects of a JSON array. Their location is the line at which they begin."""
+        decoder = codecs.getincrementaldecoder("utf-8-sig")()
+        try:
+            texts = (decoder.decode(data, final=not data) for data in self._read_blocks(path))
+            for line, value in iterate_array(texts, MAX_LINE_BYTES):
+                self.position = location = f"{path}, line {line}"
+                yield Record(location, value)
+        except InvalidArray as error:
+            raise ConfigError(f"{path}, line {error.line} is not JSON: {error}") from None
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path}: not text (byte {error.object[error.start]:#x} is not UTF-8)") from None
+
     def _read_blocks(self, path: Path) -> Iterator[bytes]:
         """The bytes of a file, with an empty block at the end."""
         size = 0
@@ -140,27 +149,34 @@ class FileReader(Reader):
 
 
 class DatasetsReader(Reader):
-    """Reads folders that the `datasets` library saved."""
+    """Reads folders that the `datasets` library saved.
+
+    A row is the column `field`, a text or a list of messages; if there is no such column, the columns of a chat.
+    """
 
     def __init__(self, folders: tuple[Path, ...], field: str) -> None:
         super().__init__()
         self._datasets = [_load_dataset(folder, field) for folder in folders]
         self._folders, self._field = folders, field
-
-    @property
-    def has_chats(self) -> bool:
-        """Whether rows are lists of messages; else they are texts."""
-        return isinstance(self._datasets[0][0][self._field], list)
+        columns = self._datasets[0].column_names
+        self._is_row = field not in columns
+        value = None if self._is_row else self._datasets[0][0][field]
+        self.has_chats = self._is_row or isinstance(value, list)  # else rows are texts
+        is_sharegpt = (
+            isinstance(value, list) and isinstance(value[:1], list) and any("from" in one for one in value[:1])
+        )
+        self._name = "conversations" if is_sharegpt else "messages" if self.has_chats else field
 
     def records(self) -> Iterator[Record]:
-        """The field of every row. A list of messages is named `messages`."""
-        name = "messages" if self.has_chats else self._field
         for folder, dataset in zip(self._folders, self._datasets):
             for start in range(0, len(dataset), _ROWS_PER_READ):
-                for number, value in enumerate(dataset[start : start + _ROWS_PER_READ][self._field], start):
-                    self.position = f"{folder}, row {number:,}"
-                    self._digest.update(json.dumps(value).encode() + b"\n")
-                    yield Record(self.position, {name: value})
+                columns = dataset[start : start + _ROWS_PER_READ]
+                for number in range(len(next(iter(columns.values())))):
+                    row = {name: values[number] for name, values in columns.items()}
+                    value = row if self._is_row else row[self._field]
+                    self.position = f"{folder}, row {start + number:,}"
+                    self._digest.update(json.dumps(value, default=str).encode() + b"\n")
+                    yield Record(self.position, row if self._is_row else {self._name: value})
 
 
 def _load_dataset(folder: Path, field: str) -> Any:
@@ -174,7 +190,7 @@ def _load_dataset(folder: Path, field: str) -> Any:
         raise ConfigError(f"cannot read {folder}: {type(error).__name__}: {first_line(error)}") from None
     if not isinstance(found, datasets.Dataset):
         raise ConfigError(f"{folder} has the splits {short(list(found))}; use the folder of one of them")
-    if field not in found.column_names:
+    if field not in found.column_names and find_format(found.column_names) is None:
         raise ConfigError(f"{folder} has no column {field!r} but {short(found.column_names)}; set data.field")
     if len(found) == 0:
         raise ConfigError(f"{folder} has no rows")
@@ -206,11 +222,14 @@ def group_texts(items: Iterable[_T]) -> Iterator[list[_T]]:
 def get_text(record: Record, field: str) -> str:
     """A field of a record, which must be a string."""
     location, value = record
+    chat = find_format(value)
     if field not in value:
-        raise ConfigError(f"{location} has no field {field!r} but {short(sorted(value))}; set data.field")
+        way_out = f"it is a chat, {chat.title}: set data.kind to 'chat'" if chat else "set data.field"
+        raise ConfigError(f"{location} has no field {field!r} but {short(sorted(value))}; {way_out}")
     text = value[field]
     if not isinstance(text, str):
-        raise ConfigError(f"{location}: the field {field!r} is {short(text)}: must be a string")
+        hint = "; for chats set data.kind to 'chat'" if chat and field in chat.fields else ""
+        raise ConfigError(f"{location}: the field {field!r} is {short(text)}: must be a string{hint}")
     return require_unicode(location, text)
 
 
@@ -239,6 +258,14 @@ def _find_break(text: str) -> int:
         if end:
             return end
     return MAX_BLOCK_CHARS
+
+
+def _is_array(path: Path) -> bool:
+    """Whether a .json file is an array, and not JSONL."""
+    if not has_suffix(path, ".json"):
+        return False
+    with _open(path) as file:
+        return file.read(2**12).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
 
 
 def _open(path: Path) -> Any:

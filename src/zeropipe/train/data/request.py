@@ -14,7 +14,7 @@ from zeropipe.train.config.tables import BYTE_TOKENIZER, RunConfig
 from zeropipe.train.data.token_files import read_sidecar
 from zeropipe.train.inputs import load_text_config
 
-_CACHE_FORMAT = 3
+_CACHE_FORMAT = 4
 _TOKENIZER_FILES = (
     "config.json", "tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json", "*.model",
     "*.tiktoken", "chat_template*", "additional_chat_templates/*",

@@ -101,6 +101,8 @@ class StoreInfo:
     source_digest: str
     sample_digest: str
     skipped: dict[str, int] = field(default_factory=dict)  # reason -> number of documents or chats
+    chat_formats: dict[str, int] = field(default_factory=dict)  # format -> number of chats
+    example: str = ""  # the first chat, with the tokens that have a loss in brackets
 
     def save(self, folder: Path) -> None:
         data = {_JSON_NAMES.get(name, name): value for name, value in asdict(self).items()}
@@ -192,11 +194,17 @@ class SampleWriter:
         self._ends = [0]  # of documents without samples yet; the first entry is where they begin
         self.num_samples = self.num_tokens = self.num_losses = 0
         self.skipped: dict[str, int] = {}
+        self.chat_formats: dict[str, int] = {}
+        self.example = ""
 
     def skip(self, reason: str, number: int = 1) -> None:
         """Count documents or chats that are not made into samples."""
         if number:
             self.skipped[reason] = self.skipped.get(reason, 0) + number
+
+    def count_format(self, name: str) -> None:
+        """Count a chat of this format."""
+        self.chat_formats[name] = self.chat_formats.get(name, 0) + 1
 
     def add_tokens(self, ids: NDArray[Any]) -> None:
         """Append token ids to the current document."""
@@ -265,4 +273,5 @@ class SampleWriter:
             self.num_samples, num_rows, self.num_tokens, self.num_losses,
             tuple(ranges) or (TokenRange(OWN_TOKENS, self._dtype.str, 0, self._num_written),), self._has_mask,
             num_rows < self.num_samples, source_digest, digest.hexdigest(), self.skipped,
+            self.chat_formats, self.example,
         )  # fmt: skip
