@@ -29,7 +29,7 @@ from torch import Tensor, nn
 import zeropipe as zp
 from zeropipe.engine import Engine
 from zeropipe.engine.backward.products import Product
-from zeropipe.engine.backward.store import put
+from zeropipe.engine.backward.store import store_or_run
 from zeropipe.engine.run.launch import LocalRanks
 
 WIDTH = 512  # of real blocks
@@ -76,7 +76,7 @@ class Sleep(torch.autograd.Function):
         for _ in range(stage.products):
             nap = Nap(stage.weight, dy, dy)
             nap.seconds = UNITS["W"] * stage.unit / stage.products
-            put(nap)
+            store_or_run(nap)
         return dy, None, None
 
 

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 import zeropipe as zp
 from zeropipe.engine import Engine, module_stages, parallelize
-from zeropipe.engine.backward.gradients import local
+from zeropipe.engine.backward.gradients import to_local
 from zeropipe.engine.run.launch import LocalRanks
 from zeropipe.sim.fit import fit
 
@@ -42,7 +42,7 @@ class Live(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
-                storage = local(tensor).untyped_storage()
+                storage = to_local(tensor).untyped_storage()
                 if storage._cdata not in self._storages:
                     self._storages[storage._cdata] = weakref.ref(storage)
         self.peak = max(self.peak, self.level())
@@ -93,7 +93,7 @@ def measure(schedule: zp.Schedule, sizes: dict[str, int], options: dict[str, Any
             optimizer.step()
             optimizer.zero_grad()
         state = [t for some in optimizer.state.values() for t in some.values() if isinstance(t, Tensor)]
-        kept = sum(local(t).numel() * t.element_size() for t in [*engine.parameters(), *state])
+        kept = sum(to_local(t).numel() * t.element_size() for t in [*engine.parameters(), *state])
         engine.record = True
         engine.train_step(data, SquareLoss())
         engine.train_step(data, SquareLoss())

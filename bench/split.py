@@ -16,6 +16,7 @@ import argparse
 import gc
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,11 +27,13 @@ import torch
 from torch import Tensor
 
 import zeropipe as zp
-from zeropipe.engine.backward.autograd import AutogradSplit
 from zeropipe.engine.backward.linear import defer
 from zeropipe.engine.backward.store import WeightStore
 from zeropipe.engine.blocks.compiling import prepare_blocks
 from zeropipe.engine.stages.build import hf_stages
+
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "helpers"))
+from autograd_split import AutogradSplit
 
 SIZES = {
     "8B": {"hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32, "num_key_value_heads": 8},
@@ -100,12 +103,12 @@ class Way:
         elif self.kind == "torch":
             self.torch_split.backward_input(0, 0, self.stage, [y], [self.dy], [x])
         else:
-            with self.store.collect(0, 0, own=False):
+            with self.store.collect(0, 0, copy_shared=False):
                 y.backward(self.dy)
 
-    def own(self) -> None:
+    def copy_shared(self) -> None:
         if self.kind == "store":
-            self.store.own(0, 0)
+            self.store.copy_shared(0, 0)
 
     def weights(self) -> None:
         if self.kind == "torch":
@@ -119,7 +122,7 @@ class Way:
         mark()
         self.backward(x, y)
         del x, y
-        self.own()
+        self.copy_shared()
         mark()
         after_i()
         self.weights()

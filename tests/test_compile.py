@@ -9,6 +9,7 @@ import aot
 import family_models
 import pytest
 import torch
+from autograd_split import AutogradSplit
 from compile_cases import Toy
 from full_marker import mark_rest_full
 from stage_models import CONFIGS, assert_same_gradients, lm_loss, microbatches, plain_step, staged_step
@@ -20,9 +21,8 @@ from torch._functorch import config as functorch_config
 import zeropipe as zp
 from zeropipe.core.model.checkpointing import Checkpointing
 from zeropipe.engine.backward import ops
-from zeropipe.engine.backward.autograd import AutogradSplit
-from zeropipe.engine.backward.linear import defer, deferred_in, see_hooks
-from zeropipe.engine.backward.stacks import product
+from zeropipe.engine.backward.linear import defer, find_deferred, update_hooks
+from zeropipe.engine.backward.stacks import expert_linear
 from zeropipe.engine.backward.store import WeightStore
 from zeropipe.engine.blocks.compiling import prepare_blocks, report
 from zeropipe.engine.stages.build import hf_model, hf_stages, module_stages
@@ -232,7 +232,7 @@ def test_experts_wait_for_w(kind, compiled):
     model = hf_model(config, dtype=torch.float64, seed=1)
     split, store = copy.deepcopy(model), WeightStore()
     defer(split)
-    stacks = [layer for layer in deferred_in(split) if hasattr(layer, "defers_experts")]
+    stacks = [layer for layer in find_deferred(split) if hasattr(layer, "defers_experts")]
     for layer in stacks if compiled else ():
         layer.compile(backend="aot_eager", fullgraph=True)
     batch = microbatches((9,), vocabulary=config.vocab_size)[0]["input_ids"]
@@ -256,7 +256,7 @@ def test_hooks_on_experts_see_their_gradients():
         for name, parameter in module.named_parameters():
             if ".experts." in name:
                 parameter.register_hook(lambda gradient: gradient * 3)
-    see_hooks(deferred_in(stages[0]))
+    update_hooks(find_deferred(stages[0]))
     check_step(model, stages, batches)
 
 
@@ -354,7 +354,7 @@ def test_the_compiled_stash_is_the_eager_stash():
         with store.collect(0, 0):
             lm_loss(stage(**stage.pick(batch)), batch).backward()
         sizes = sorted((p.x.numel(), p.x.shape[-1], p.dy.numel(), p.dy.shape[-1]) for p in store.products())
-        found.append((sizes, store.alive()))
+        found.append((sizes, store.pending_bytes()))
     assert found[0] == found[1]
 
 
@@ -406,7 +406,7 @@ def test_layers_without_rows_have_gradients_of_zeros():
     """As in the plain model. Inductor reads nothing of a tensor without elements, so nothing reads what gave it."""
     linear, experts, store = nn.Linear(8, 8, bias=False), GroupedExperts(), WeightStore()
     defer(nn.ModuleList([linear, experts]))
-    compiled = torch.compile(lambda x, ends: product(experts, 0, 2 * linear(2 * x), ends), fullgraph=True)
+    compiled = torch.compile(lambda x, ends: expert_linear(experts, 0, 2 * linear(2 * x), ends), fullgraph=True)
     with store.collect(0, 0):
         compiled(torch.ones(0, 8, requires_grad=True), torch.zeros(3, dtype=torch.int32)).sum().backward()
     store.flush(0, 0)

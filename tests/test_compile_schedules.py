@@ -32,18 +32,12 @@ def cache(compile_cache):
 
 
 @pytest.mark.parametrize(
-    "family, split, name",
-    mark_rest_full(
-        [(*how, name) for how in product(("qwen3", "llama"), ("store", "autograd")) for name in SCHEDULES],
-        lambda it: (
-            it[:2] == ("qwen3", "store") or it in (("llama", "autograd", "zbv"), ("llama", "autograd", "dualpipe"))
-        ),
-    ),
+    "family, name",
+    mark_rest_full(product(("qwen3", "llama"), SCHEDULES), lambda it: it[0] == "qwen3" or it[1] in ("zbv", "dualpipe")),
 )
-def test_eager(family, split, name, cache):
+def test_eager(family, name, cache):
     schedule = zp.build(name, ranks=2, microbatches=4)
-    modes = AC_MODES[:4] if split == "store" else AC_MODES[:2]  # torch's way cannot recompute some operators only
-    errors = largest(ranks(2).run(worst_error, schedule, family, modes, False, split, (9, 12, 7), cache))
+    errors = largest(ranks(2).run(worst_error, schedule, family, AC_MODES[:4], False, "store", (9, 12, 7), cache))
     assert max(errors.values()) < 1e-10, errors
 
 

@@ -28,7 +28,6 @@ ROWS = {
     "`compile=True`": ("qwen3", {}, {}, {"compile": True}),
     "`regather=True`": ("qwen3", {}, {}, {"regather": True}),
     "`dynamic_weights=True`": ("qwen3", {}, {}, {"dynamic_weights": True}),
-    '`split="autograd"`': ("qwen3", {}, {}, {"split": "autograd"}),
 }
 MARKS = {"✓", "refused", "–"}
 
@@ -43,7 +42,7 @@ def cells() -> list[tuple[str, str, str]]:
     return [(row[0], mesh, said) for row in rows for mesh, said in zip(meshes, row[1:], strict=True)]
 
 
-QUICK = {('`split="autograd"`', "pp=2,tp=2")}  # sharded and spread at once: test_mesh.py
+QUICK = {("`dynamic_weights=True`", "pp=2,tp=2")}  # sharded and spread at once: test_mesh.py
 
 
 def test_the_table_is_whole():

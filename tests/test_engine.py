@@ -79,7 +79,7 @@ def test_one_rank(name):
 
 
 KNOBS = [
-    {"recv_ahead": 0}, {"recv_ahead": 1}, {"recv_ahead": 9}, {"split": "whole"}, {"split": "autograd"},
+    {"recv_ahead": 0}, {"recv_ahead": 1}, {"recv_ahead": 9}, {"split": "whole"},
     {"shapes": "dynamic"}, {"shapes": "dynamic", "recv_ahead": 0}, {"direct_gradients": True}, {"check_finite": True},
 ]  # fmt: skip
 
@@ -124,7 +124,7 @@ def train_with(schedule, options):
 @pytest.mark.parametrize(
     "name, split",
     mark_rest_full(
-        [(name, split) for name in ("zb-h1", "zbv", "dualpipe") for split in ("store", "autograd", "whole")],
+        [(name, split) for name in ("zb-h1", "zbv", "dualpipe") for split in ("store", "whole")],
         lambda it: it[0] == "dualpipe" or it == ("zbv", "store"),
     ),
 )

@@ -109,7 +109,7 @@ def test_the_wrong_number_of_ranks():
 SETUPS = {
     "schedule": "rank 2 has another schedule than rank 0: build the same one on every rank",
     "stages": "rank 1: stages [] were given, the placement puts [1] here",
-    "option": "rank 0: split='halves': give one of store, autograd, whole",
+    "option": "rank 0: split='halves': must be 'store' or 'whole'",
     "blocks": "rank 1: stage 1 names no blocks to compile or checkpoint: use module_stages()",
     "meta": (
         "rank 1: scale of stage 1 is on the meta device, without values: call to_empty(device=...) and fill it, or "

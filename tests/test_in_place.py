@@ -18,7 +18,7 @@ from zeropipe.errors import EngineError
 
 SPLITTING = ("zb-h1", "zb-h2", "interleaved-zb")
 LATE = "0F0,0I0,0F1,0W0,0I1,0F2,0W1,0I2,0W2"  # every W after the next forward
-OPTIONS = ({"ac": "full"}, {"ac": "selective:op"}, {"compile": True}, {"dynamic_weights": True}, {"split": "autograd"})
+OPTIONS = ({"ac": "full"}, {"ac": "selective:op"}, {"compile": True}, {"dynamic_weights": True}, {"split": "whole"})
 
 
 def build(name: str) -> zp.Schedule:
@@ -51,7 +51,7 @@ def test_an_input_that_is_a_sharded_weight():
     """W needs it after the weights were let go."""
     schedule = zp.build("zb-h1", ranks=1, microbatches=4)
     assert max(ranks(2).run(cases.train_sharded, schedule, [cases.Query] * 2, {})) < TOLERANCE
-    line = r"1\.linear of stage 0: its input is a view of a weight of a sharded stage, which regather=True lets go of"
+    line = r"1\.linear of stage 0: its input is a view of a weight of a sharded stage, which regather=True frees"
     with LocalRanks(2) as two, pytest.raises(EngineError, match=line):
         two.run(cases.train_sharded, schedule, [cases.Query] * 2, {"regather": True})
 
@@ -101,10 +101,16 @@ def test_a_stage_returns_values_that_stay(name, what):
 
 @pytest.mark.parametrize("name", ["1f1b", "zbv"])
 def test_what_else_a_stage_returns_and_modifies_is_refused(name):
-    """Or it was sent before that, and all is right."""
+    """Or it was sent before that: then the result is right, or the backward that needs it refuses it."""
+    lines = (
+        "was modified in place before it was used: return a copy (x.clone()), or register it as a buffer",
+        "a tensor that this backward needs (DoubleTensor of shape [6]) was modified in place after the forward",
+    )
     for outcome in ranks(2).outcomes(cases.train, build(name), cases.Returning, ("list",), {}):
-        line = "was modified in place before it was used: return a copy (x.clone()), or register it as a buffer"
-        assert line in str(outcome) if isinstance(outcome, Failed) else outcome < TOLERANCE
+        if isinstance(outcome, Failed):
+            assert any(line in str(outcome) for line in lines), outcome
+        else:
+            assert outcome < TOLERANCE
 
 
 @pytest.mark.parametrize("what", ["buffer", "view"])

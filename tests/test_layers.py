@@ -35,7 +35,7 @@ MAY_IMPORT = {
 # packages and modules of the engine, and those of the engine that each may import
 ENGINE_MAY_IMPORT = {
     "torch_private": set(),
-    "backward": {"torch_private"},
+    "backward": {"torch_private", "transformers_private"},
     "blocks": {"torch_private", "backward"},
     "layout": set(),
     "fsdp_private": set(),

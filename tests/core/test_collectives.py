@@ -20,7 +20,7 @@ from zeropipe.engine.step.agreed import AgreedOrder, digest, first_difference
 from zeropipe.engine.step.executors import Executors
 
 NAMES = zp.names()
-OPTIONS = [{}, {"regather": True}, {"split": "autograd"}]
+OPTIONS = [{}, {"regather": True}]
 
 
 def built(name, ranks):

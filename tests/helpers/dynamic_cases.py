@@ -39,7 +39,7 @@ def one_message_held(schedule: Schedule) -> Iterator[None]:
     first = dist.get_rank() % (dist.get_world_size() // schedule.num_ranks) == 0
     held, steps, moved = waited_for(schedule) if first else None, itertools.count(), f"a W has moved: {next(_cases)}"
     store = dist.distributed_c10d._get_default_store()
-    forward, backward, ahead = Passes.send_forward, Passes.send_backward, StoreSplitter.ahead
+    forward, backward, ahead = Passes.send_forward, Passes.send_backward, StoreSplitter.run_early
 
     def hold(message: Message) -> None:
         if message != held or next(steps) != 1:
@@ -65,7 +65,7 @@ def one_message_held(schedule: Schedule) -> Iterator[None]:
 
     with (
         mock.patch.multiple(Passes, send_forward=send_forward, send_backward=send_backward),
-        mock.patch.object(StoreSplitter, "ahead", ahead_and_tell),
+        mock.patch.object(StoreSplitter, "run_early", ahead_and_tell),
     ):
         yield
 
@@ -150,7 +150,7 @@ def timelines(schedule: Schedule) -> list[Timeline]:
 
 def on_a_mesh(train: Callable[..., dict[str, float]], schedule: Schedule, *args: Any) -> tuple[dict[str, float], int]:
     """A case of test_mesh.py where every process is late at its own times; and how often a W ran before its place."""
-    turns, forward, ahead, moved = itertools.count(dist.get_rank()), Passes.forward, StoreSplitter.ahead, 0
+    turns, forward, ahead, moved = itertools.count(dist.get_rank()), Passes.forward, StoreSplitter.run_early, 0
 
     def late(self: Passes, cell: Cell) -> None:
         if next(turns) % 4 == 0:
@@ -168,7 +168,7 @@ def on_a_mesh(train: Callable[..., dict[str, float]], schedule: Schedule, *args:
 
     with (
         mock.patch.object(Passes, "forward", late),
-        mock.patch.object(StoreSplitter, "ahead", counted),
+        mock.patch.object(StoreSplitter, "run_early", counted),
         one_message_held(schedule),
     ):
         return train(schedule, *args), moved

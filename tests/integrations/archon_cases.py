@@ -25,9 +25,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn import functional
 
-from zeropipe.engine.backward import gated
-from zeropipe.engine.backward.linear import deferred_in
+from zeropipe.engine.backward.linear import find_deferred
 from zeropipe.integrations import archon as ours
+from zeropipe.integrations import experts
 
 data.N_TOKENS_PER_PAGE = 2  # Archon pads every microbatch to whole pages, usually of 256 tokens
 
@@ -78,7 +78,7 @@ def stand_ins() -> Iterator[None]:
         mock.patch.object(torch, "histc", histogram),
         mock.patch.object(exchange, "generate_permute_indices", sort),
         mock.patch.object(Tensor, "bfloat16", lambda self: self),
-        mock.patch.object(gated, "COMPUTE", torch.float32),
+        mock.patch.object(experts, "COMPUTE_DTYPE", torch.float32),
         mock.patch.object(grouped_experts, "_run_experts_grouped_mm", grouped_experts._run_experts_grouped_mm),
     ):
         yield
@@ -396,7 +396,7 @@ def deferred(case: Case) -> tuple[int, int]:
         engine = installed(engine_of, case, dist.get_world_size() // (case.shards * case.tensor * case.context))
     modules = [module for part in engine.model_parts for module in part.modules()]
     layers = [m for m in modules if isinstance(m, nn.Linear | GroupedExperts) and not isinstance(m, RouterGateLinear)]
-    return sum(len(deferred_in(part)) for part in engine.model_parts), len(layers)
+    return sum(len(find_deferred(part)) for part in engine.model_parts), len(layers)
 
 
 def embedding_alone(case: Case) -> float | None:

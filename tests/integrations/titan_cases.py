@@ -31,8 +31,8 @@ from torchtitan.models.common import attention  # noqa: E402
 from torchtitan.models.common.moe import GroupedExperts  # noqa: E402
 from torchtitan.trainer import Trainer  # noqa: E402
 
-from zeropipe.engine.backward import gated  # noqa: E402
-from zeropipe.engine.backward.linear import deferred_in  # noqa: E402
+from zeropipe.engine.backward.linear import find_deferred  # noqa: E402
+from zeropipe.integrations import experts  # noqa: E402
 from zeropipe.integrations import torchtitan as ours  # noqa: E402
 
 MODELS = {"llama3": llama3, "qwen3": qwen3, "qwen3_moe": qwen3, "deepseek_v3": deepseek_v3}
@@ -121,7 +121,10 @@ def precision_of(case: Case) -> Iterator[None]:
     if case.rounded:
         yield
         return
-    with mock.patch.object(Tensor, "bfloat16", lambda self: self), mock.patch.object(gated, "COMPUTE", torch.float32):
+    with (
+        mock.patch.object(Tensor, "bfloat16", lambda self: self),
+        mock.patch.object(experts, "COMPUTE_DTYPE", torch.float32),
+    ):
         yield
 
 
@@ -344,7 +347,7 @@ def deferred(case: Case) -> tuple[int, int]:
 
     train(case, remembered)
     layers = [m for part in parts for m in part.modules() if isinstance(m, nn.Linear | GroupedExperts)]
-    return sum(len(deferred_in(part)) for part in parts), len(layers)
+    return sum(len(find_deferred(part)) for part in parts), len(layers)
 
 
 def beside_plain(case: Case) -> float:

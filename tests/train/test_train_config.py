@@ -120,8 +120,8 @@ WRONG = {
                         "layers, the model has 8; create it for this model"),
     # the engine, the optimizer
     "checkpointing": ("--engine.ac some", GOOD, f"engine: activation checkpointing 'some': {CHECKPOINTING}"),
-    "split and compile": ("--engine.split autograd --engine.compile", GOOD, "engine.split='autograd' cannot run "
-                          "compiled blocks: use split='store', or compile=False"),
+    "split and dynamic weights": ("--engine.split whole --engine.dynamic_weights", GOOD, "engine.dynamic_weights=True "
+                                  "cannot run split='whole', whose W cannot run in parts; use split='store'"),
     "momentum": ("--optimizer.momentum 0.9", GOOD,
                  "optimizer.momentum=0.9 is for optimizer.name=sgd, not adamw; leave it out"),
     "decay": ("--rate.decay 0.5", GOOD, "rate.decay=0.5 is for rate.shape=wsd, not cosine; leave it out"),

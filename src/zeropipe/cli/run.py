@@ -60,9 +60,9 @@ _MOVED_BATCH = "use --microbatch; in plan and in training files, batch is the se
 @opt.compile
 @opt.ac
 @option(
-    "--split", type=click.Choice(["store", "autograd", "whole"]), default="store", show_default=True,
+    "--split", type=click.Choice(["store", "whole"]), default="store", show_default=True,
     field="engine.split",
-    help="How the backward is split into I and W: store deferred products, use torch autograd, or do not split.",
+    help="How the backward is split into I and W: store deferred products, or do not split.",
 )  # fmt: skip
 @option(
     "--dynamic-weights", is_flag=True, field="engine.dynamic_weights",

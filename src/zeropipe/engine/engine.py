@@ -17,8 +17,8 @@ from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Timeline
 from zeropipe.engine import setup
 from zeropipe.engine.backward import gradients
-from zeropipe.engine.backward.linear import deferred_in, see_hooks
-from zeropipe.engine.backward.splitters import Splitter, make_splitter
+from zeropipe.engine.backward.linear import find_deferred, update_hooks
+from zeropipe.engine.backward.splitters import Splitter, create_splitter
 from zeropipe.engine.blocks.compiling import set_blocks
 from zeropipe.engine.checkpoint.catalog import EngineView
 from zeropipe.engine.checkpoint.named_weights import named_weights
@@ -114,10 +114,10 @@ class Engine:
         self._agree()
         deferring = self.options.direct_gradients or setup.splits(schedule, self.rank)
         builders = {stage: info.build_weights for stage, info in self._infos.items() if info.build_weights is not None}
-        self._splitter = make_splitter(self.options.split, deferring, builders)
+        self._splitter = create_splitter(self.options.split, deferring, builders)
         fabric.place.name = "set-up, preparing stages"
         on_all_ranks(fabric, self._prepare)
-        self._deferred = [layer for info in self._infos.values() for layer in deferred_in(info.module)]
+        self._deferred = [layer for info in self._infos.values() for layer in find_deferred(info.module)]
         self._shards = {
             stage: Shards(stage, info.module, regather=self.options.regather, keeps_factors=info.keeps_factors)
             for stage, info in self._infos.items()
@@ -172,8 +172,8 @@ class Engine:
             self._compare(microbatches)
             executor = self._executors.get(use, opened.number, opened.alike)
             late = opened.total is None
-            with gradients.aside(self._sums.all if late else self._sums.shared) as aside:
-                tally = Tally(loss_fn, self._num_all(opened), aside, self._own, opened.total)
+            with gradients.stash_gradients(self._sums.all if late else self._sums.shared) as stash:
+                tally = Tally(loss_fn, self._num_all(opened), stash, self._own, opened.total)
                 if self.record:
                     self._begin_recording()
                 self._walk(executor, microbatches, opened, tally.root, tally.see if late else None)
@@ -184,7 +184,7 @@ class Engine:
                 self._fabric.place.name = "the sum of losses"
                 result, late = self._combine(tally)
                 if late:
-                    gradients.scale([*self._sums.all, *tally.outside.values()], 1 / (result.count or 1.0))
+                    gradients.scale_grads([*self._sums.all, *tally.outside.values()], 1 / (result.count or 1.0))
                 self._fabric.place.name = "the sum of shared gradients"
                 self._sums.run()
             return result
@@ -285,7 +285,7 @@ class Engine:
             raise ConfigError(f"clip_grad_norm({max_norm!r}): give the largest norm, a number from 0 on")
         norm = self.grad_norm()
         if norm > max_norm:
-            gradients.scale(self._sums.all, max_norm / (norm + 1e-6))
+            gradients.scale_grads(self._sums.all, max_norm / (norm + 1e-6))
         return norm
 
     # weights
@@ -409,7 +409,7 @@ class Engine:
         self, executor: Executor, microbatches: Sequence[Microbatch], opened: Opened, finish: Any, see: Any = None
     ) -> None:
         place = self._fabric.place
-        see_hooks(self._deferred)
+        update_hooks(self._deferred)
         place.walker = executor
         executor.run(microbatches, opened.kinds, finish, see)
         place.walker, place.name = None, "the end of the step"

@@ -9,7 +9,7 @@ from typing import Any
 from zeropipe.core.model.checkpointing import Checkpointing
 from zeropipe.errors import ConfigError, short
 
-SPLITS = ("store", "autograd", "whole")
+SPLITS = ("store", "whole")
 SHAPES = ("auto", "dynamic")
 LONGEST = 10**7  # seconds that may be waited: four months, where torch's own limit is hundreds of years
 
@@ -26,7 +26,7 @@ class Options:
 
     `compile`: compile each block whole. `ac`: activation checkpointing of blocks, "none", "full", "selective:N",
     "selective:op" or "memory_budget:X".
-    `split`: how I and W share the backward: "store", "autograd" (torch's way) or "whole" (all of it in I).
+    `split`: how I and W share the backward: "store", or "whole" (all of it in I).
     `direct_gradients`: whole backwards, too, add the weight gradients of linear layers straight to `.grad`. That saves
     a tensor of the weight's size each time; autograd hooks on these weights do not fire.
     `dynamic_weights`: a rank that would wait for a message runs weight gradients that it owes, one product at a time,
@@ -81,18 +81,12 @@ class Options:
     def check(self) -> None:
         """ConfigError for a wish that cannot be met."""
         self.check_each()
-        wish = Checkpointing.parse(self.ac)
+        Checkpointing.parse(self.ac)
         if self.split not in SPLITS:
-            raise ConfigError(f"split={self.split!r}: give one of {', '.join(SPLITS)}")
-        if self.split == "autograd" and self.compile:
-            raise ConfigError("split='autograd' cannot run compiled blocks: use split='store', or compile=False")
-        if self.split == "autograd" and wish.mode == "op":
-            raise ConfigError(
-                f"split='autograd' cannot run ac={self.ac!r}: torch would go back twice; use split='store'"
-            )
+            raise ConfigError(f"split={self.split!r}: must be {' or '.join(map(repr, SPLITS))}")
         if self.dynamic_weights and self.split != "store":
             raise ConfigError(
-                f"dynamic_weights=True cannot run split={self.split!r}, whose W cannot run piecemeal: use split='store'"
+                f"dynamic_weights=True cannot run split={self.split!r}, whose W cannot run in parts; use split='store'"
             )
         if self.dynamic_weights and self.shapes == "dynamic":
             raise ConfigError(

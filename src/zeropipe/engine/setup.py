@@ -96,11 +96,6 @@ def check_stages(schedule: Schedule, layout: Layout, stages: Mapping[int, StageI
                 f"stage {stage} is sharded: with regather=True all pipelines must have the same number of "
                 "microbatches, which is not known without a mesh: give configure(mesh=...), or leave regather out"
             )
-        if sharded(info.module) and options.regather and options.split == "autograd":
-            raise ConfigError(
-                f"stage {stage} is sharded: split='autograd' may read weights in W, which regather=True has let go; "
-                "use split='store', or leave regather out"
-            )
         require_one_dtype(stage, info.module)
         if options.changes_blocks and info.blocks is None:
             raise ConfigError(f"stage {stage} names no blocks to compile or checkpoint: use module_stages()")

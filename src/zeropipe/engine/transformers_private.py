@@ -387,3 +387,13 @@ def render_with_answers(tokenizer: Any, messages: list[Any], tools: Any) -> tupl
         **tokenizer.special_tokens_map,
     )
     return texts[0], [(start, end) for start, end in places[0]]
+
+
+def experts_implementation(module: Any) -> str | None:
+    """The implementation that a stack of experts runs: "eager", "grouped_mm", ..."""
+    return module.config._experts_implementation
+
+
+def apply_expert_gate(module: Any, x: Tensor) -> Tensor:
+    """The activation between the two products of a stack of gated experts."""
+    return module._apply_gate(x)

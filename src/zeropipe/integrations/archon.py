@@ -14,6 +14,7 @@ from zeropipe.core.action import Kind, actions_of
 from zeropipe.core.schedule import Schedule
 from zeropipe.engine import defer
 from zeropipe.errors import ConfigError
+from zeropipe.integrations import experts  # noqa: F401  # registers them
 from zeropipe.integrations.chosen import chosen
 from zeropipe.pipelining.schedules import PipelineSchedule, get_schedule_class
 

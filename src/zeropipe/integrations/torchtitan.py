@@ -12,6 +12,7 @@ from torch.distributed.pipelining import PipelineStage
 from zeropipe.core.units import count_text
 from zeropipe.engine import defer
 from zeropipe.errors import ConfigError
+from zeropipe.integrations import experts  # noqa: F401  # registers them
 from zeropipe.integrations.chosen import Chosen, chosen
 
 try:

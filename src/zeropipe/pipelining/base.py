@@ -18,7 +18,7 @@ from zeropipe.core.placement import Placement
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Timeline
 from zeropipe.core.units import count_text
-from zeropipe.engine.backward.gradients import divide
+from zeropipe.engine.backward.gradients import divide_grads
 from zeropipe.engine.engine import Engine
 from zeropipe.engine.step.losses import require_gradient
 from zeropipe.engine.step.outputs import Kept
@@ -224,7 +224,7 @@ class Walking(private.Base):
                 "the number: pass scale_grads=False and a loss that is a share of the whole batch's"
             )
         if train and self.scale_grads:
-            divide((p for stage in self._here for p in stage.submod.parameters()), len(microbatches))
+            divide_grads((p for stage in self._here for p in stage.submod.parameters()), len(microbatches))
         if seen:
             self._internal_losses[:] = [seen[index] for index in sorted(seen)]
             self._update_losses(self._here, losses)

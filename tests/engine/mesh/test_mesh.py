@@ -133,7 +133,7 @@ def test_any_number_of_microbatches(name, sizes):
     assert max(seen.values()) < TOLERANCE, seen
 
 
-OPTIONS = [{"regather": True}, {"ac": "full"}, {"split": "whole"}, {"shapes": "dynamic"}, {"split": "autograd"}]
+OPTIONS = [{"regather": True}, {"ac": "full"}, {"split": "whole"}, {"shapes": "dynamic"}]
 
 
 @pytest.mark.parametrize(
@@ -147,11 +147,6 @@ OPTIONS = [{"regather": True}, {"ac": "full"}, {"split": "whole"}, {"shapes": "d
 def test_options_on_sharded_stages(name, options):
     seen = differences(name, SHARDED, **options)
     assert max(seen.values()) < TOLERANCE, seen
-
-
-def test_what_would_be_wrong_on_sharded_stages_is_refused():
-    with pytest.raises(zp.EngineError, match="split='autograd' may read weights in W"):
-        differences("zbv", SHARDED, split="autograd", regather=True)
 
 
 @pytest.mark.parametrize("regather", [False, True], ids=["keep", "regather"])

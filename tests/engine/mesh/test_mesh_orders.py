@@ -29,7 +29,6 @@ def full(*values):
         ("interleaved", {}),
         ("dualpipe", {"record": True, "dynamic_weights": True}),
         *(full(name, {}) for name in zp.names() if name not in ("dualpipe", "chimera", "zbv", "interleaved")),
-        full("dualpipe", {"split": "autograd"}),
         full("dualpipe", {"split": "whole"}),
         full("dualpipe", {"ac": "full"}),
         full("zbv", {"record": True, "dynamic_weights": True}),
@@ -104,7 +103,7 @@ def test_processes_that_would_not_agree_are_refused():
     "name, sizes, options",
     [
         ("1f1b", SHARDED, {}),
-        ("zbv", SHARDED, {"split": "autograd"}),
+        ("zbv", SHARDED, {"split": "whole"}),
         ("1f1b", {"dp_replicate": 2, "dp_shard": 2}, {}),
         full("dualpipe", SHARDED, {}),
         full("zbv", SHARDED, {"ac": "full"}),

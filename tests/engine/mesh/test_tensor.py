@@ -32,7 +32,7 @@ from zeropipe.engine import (
     prepare_blocks,
     token_losses,
 )
-from zeropipe.engine.backward.gradients import local
+from zeropipe.engine.backward.gradients import to_local
 from zeropipe.engine.mesh import proof
 from zeropipe.engine.mesh.spreading import Sharing
 from zeropipe.engine.mesh.talk import Peers
@@ -236,7 +236,7 @@ def test_one_graph_for_all_blocks(group, kind, sequence, monkeypatch):
     assert len(moving) == (2 if sequence else 0)
     for name, parameter in stage.named_parameters():
         wanted = model.get_parameter(stage.full_name(name)).grad
-        torch.testing.assert_close(local(parameter.grad), wanted, rtol=1e-6, atol=1e-6 * float(wanted.abs().max()))
+        torch.testing.assert_close(to_local(parameter.grad), wanted, rtol=1e-6, atol=1e-6 * float(wanted.abs().max()))
 
 
 @pytest.mark.full

@@ -1,4 +1,7 @@
-"""Experts of torchtitan and of AReaL's Archon, three stacks of weights each, whose weight gradients wait for W."""
+"""Gated experts of other frameworks, three stacks of weights each, whose weight gradients wait for W.
+
+`zeropipe.integrations` registers the classes: nothing here depends on a framework.
+"""
 
 from __future__ import annotations
 
@@ -12,76 +15,60 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from zeropipe.engine.backward.stacks import deferring, product, take_over
+from zeropipe.engine.backward.stacks import convert, create_deferred_class, expert_linear
 
 GATE, DOWN, UP = range(3)
-COMPUTE = torch.bfloat16  # what both round to, whatever their mixed precision is
-
-
-def _cast_for_each(module: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    """torchtitan's: the two gradients of x are added in its own dtype."""
-    return x.to(COMPUTE), x.to(COMPUTE)
-
-
-def _cast_for_both(module: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Archon's: one cast, and none where it computes one expert after the other."""
-    x = x.to(COMPUTE) if module.use_grouped_mm else x
-    return x, x
 
 
 @dataclass(frozen=True)
-class _Known:
-    """A class of experts: its stacks, what its functions call, and what its gate and its up projection get."""
+class GatedExperts:
+    """A class of experts that computes down(silu(gate(x)) * up(x)), called with the rows and their number per expert.
+
+    `names`: its weight stacks: gate, down, up. `calls`: for each of its functions, names in their code; a version
+    without them may compute something else and is not deferred. `cast_inputs`: maps the module and x to the inputs of
+    gate and up.
+    """
 
     names: tuple[str, str, str]
-    steps: dict[str, set[str]]  # another version may compute in another way
-    inputs: Callable[[Any, Tensor], tuple[Tensor, Tensor]]
+    calls: dict[str, set[str]]
+    cast_inputs: Callable[[Any, Tensor], tuple[Tensor, Tensor]]
 
 
-# by module and name, so that neither need be imported
-_KNOWN = {
-    ("torchtitan.models.common.moe", "GroupedExperts"): _Known(
-        names=("w1_EFD", "w2_EDF", "w3_EFD"),
-        steps={"forward": {"bfloat16", "silu", "type_as"}},
-        inputs=_cast_for_each,
-    ),
-    ("areal.experimental.models.archon.moe.grouped_experts", "GroupedExperts"): _Known(
-        names=("w1", "w2", "w3"),
-        steps={
-            "forward": {"use_grouped_mm", "_run_experts_for_loop", "_run_experts_grouped_mm"},
-            "_run_experts_for_loop": {"matmul", "silu"},
-            "_run_experts_grouped_mm": {"bfloat16", "_grouped_mm", "silu", "type_as"},
-        },
-        inputs=_cast_for_both,
-    ),
-}
+_registered: dict[tuple[str, str], GatedExperts] = {}
+
+
+def register_gated_experts(module_name: str, class_name: str, experts: GatedExperts) -> None:
+    """Let `defer` convert the instances of a class, which is named so that it need not be imported."""
+    _registered[module_name, class_name] = experts
 
 
 def defer_gated(module: nn.Module) -> None:
-    """Let such experts leave their weight gradients to W. Subclasses compute in ways of their own."""
+    """Let registered experts leave their weight gradients to W; subclasses are not converted."""
+    if not _registered:
+        return
     for child in module.modules():
-        if _is_known(child):
-            take_over(child, _deferred(type(child)))
+        if _can_defer(child):
+            convert(child, _deferred_class(type(child)))
 
 
-def _is_known(module: nn.Module) -> bool:
-    """Whether it is such a module that is not deferred yet and computes in the way that is known."""
+def _can_defer(module: nn.Module) -> bool:
+    """Whether the module's class is registered, its code is the known one, and it is not deferred yet."""
     kind = type(module)
-    known = _KNOWN.get((kind.__module__, kind.__name__))
-    if known is None or getattr(module, "defers_experts", False) or "forward" in vars(module):
+    experts = _registered.get((kind.__module__, kind.__name__))
+    if experts is None or getattr(module, "defers_experts", False) or "forward" in vars(module):
         return False
-    if module._parameters.keys() != set(known.names):
+    if module._parameters.keys() != set(experts.names):
         return False
-    return all(calls <= _calls(_function(kind, name)) for name, calls in known.steps.items())
+    return all(calls <= _names_in(_find_function(kind, name)) for name, calls in experts.calls.items())
 
 
-def _function(kind: type[nn.Module], name: str) -> Any:
-    """A function of the class, or one that its forward finds in its module."""
+def _find_function(kind: type[nn.Module], name: str) -> Any:
+    """A method of the class, or a function in the module of its forward."""
     return getattr(kind, name, None) or getattr(kind.forward, "__globals__", {}).get(name)
 
 
-def _calls(function: Any) -> set[str]:
-    """The names in a function's code, also if torch.compile, or a function that calls it, has taken its place."""
+def _names_in(function: Any) -> set[str]:
+    """The names in a function's code; of a wrapper (such as torch.compile's), also those of the wrapped function."""
     names: set[str] = set()
     for cell in (function, *_closure(function)):
         code = getattr(inspect.unwrap(cell), "__code__", None) if callable(cell) else None
@@ -90,21 +77,20 @@ def _calls(function: Any) -> set[str]:
 
 
 def _closure(function: Any) -> list[Any]:
-    """What a function keeps of where it was made."""
+    """The values of a function's nonlocal variables."""
     return list(inspect.getclosurevars(function).nonlocals.values()) if inspect.isfunction(function) else []
 
 
 @functools.cache
-def _deferred(kind: type[nn.Module]) -> type[nn.Module]:
-    """A subclass that defers the three products."""
-    known = _KNOWN[kind.__module__, kind.__name__]
+def _deferred_class(base: type[nn.Module]) -> type[nn.Module]:
+    experts = _registered[base.__module__, base.__name__]
 
     def forward(self: Any, x: Tensor, counts: Tensor) -> Tensor:
-        if self.is_watched or (torch.is_grad_enabled() and not x.requires_grad):
-            return kind.forward(self, x, counts)
+        if self.has_hooks or (torch.is_grad_enabled() and not x.requires_grad):
+            return base.forward(self, x, counts)
         offsets = counts.cumsum(0, dtype=torch.int32)
-        gate, up = known.inputs(self, x)
-        hidden = functional.silu(product(self, GATE, gate, offsets)) * product(self, UP, up, offsets)
-        return product(self, DOWN, hidden, offsets).type_as(x)
+        gate, up = experts.cast_inputs(self, x)
+        hidden = functional.silu(expert_linear(self, GATE, gate, offsets)) * expert_linear(self, UP, up, offsets)
+        return expert_linear(self, DOWN, hidden, offsets).type_as(x)
 
-    return deferring(kind, known.names, forward, is_transposed=False)
+    return create_deferred_class(base, experts.names, forward, is_transposed=False)

@@ -1,6 +1,6 @@
-"""The home of gradients: `.grad` of a parameter is read and written here and nowhere else.
+"""Gradients of parameters: `.grad` is read and written here and nowhere else.
 
-A gradient that exists is added to in place, so a caller may keep gradients in memory of its own (a flat buffer).
+An existing gradient is added to in place, so a caller may keep gradients in memory of its own (a flat buffer).
 """
 
 from __future__ import annotations
@@ -16,129 +16,125 @@ from zeropipe.engine.torch_private import tensors as torch_tensors
 
 
 def grad_dtype(parameter: Tensor) -> torch.dtype:
-    """What gradients are kept in: set by main_gradients, the parameter's own otherwise."""
+    """Dtype of a parameter's gradient: set by `main_gradients`, otherwise the parameter's own."""
     return getattr(parameter, "grad_dtype", None) or parameter.dtype
 
 
 def main_gradients(module: nn.Module, dtype: torch.dtype | None) -> None:
-    """Keep the gradients of all of the module's parameters in `dtype`, in I and in W (None: the parameters' own).
+    """Keep the gradients of all of the module's parameters in `dtype` (None: the dtype of each parameter).
 
-    torch's optimizers want gradients in the parameters' dtype: give such parameters to MasterWeights.
+    torch's optimizers require gradients in the parameters' dtype: use MasterWeights for such parameters.
     """
     for parameter in module.parameters():
         if parameter.is_floating_point():
             parameter.grad_dtype = dtype or parameter.dtype
 
 
-def gradient(parameter: Tensor) -> Tensor:
-    """The parameter's gradient; zeros, which are then its gradient, if it had none."""
+def ensure_grad(parameter: Tensor) -> Tensor:
+    """Return the parameter's gradient, which is set to zeros if there is none."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter, dtype=grad_dtype(parameter))
     return parameter.grad
 
 
-def peek(parameter: Tensor) -> Tensor | None:
-    """The parameter's gradient, if it has one; of a spread one, this process's piece of it."""
-    return None if parameter.grad is None else local(parameter.grad)
+def local_grad(parameter: Tensor) -> Tensor | None:
+    """This process's shard of the parameter's gradient, or None."""
+    return None if parameter.grad is None else to_local(parameter.grad)
 
 
-def start(parameter: Tensor, value: Tensor) -> None:
-    """`value` is the first gradient of a parameter that has none; of a spread one, this process's piece of it."""
+def set_local_grad(parameter: Tensor, value: Tensor) -> None:
+    """Make `value` this process's shard of the gradient of a parameter that has none."""
     parameter.grad = torch_tensors.like(parameter, value) if isinstance(parameter, DTensor) else value
 
 
-def present(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """The gradients that are there; of a sharded one this process's piece."""
-    return [local(p.grad) for p in parameters if p.grad is not None]
+def local_grads(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """This process's shards of all gradients that exist."""
+    return [to_local(p.grad) for p in parameters if p.grad is not None]
 
 
-def is_watched(parameter: Tensor | None) -> bool:
-    """Whether hooks wait for its gradient: they would run before W."""
-    return bool(parameter is not None and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks))
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This process's piece of a tensor: all of it, unless it is sharded."""
+def to_local(tensor: Tensor) -> Tensor:
+    """This process's shard of a DTensor; any other tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def scale(parameters: Iterable[Tensor], factor: float) -> None:
+def scale_grads(parameters: Iterable[Tensor], factor: float) -> None:
     """Multiply gradients in place."""
-    if gradients := present(parameters):
+    if gradients := local_grads(parameters):
         torch_tensors.multiply(gradients, factor)
 
 
-def divide(parameters: Iterable[Tensor], number: int) -> None:
-    """Divide gradients in place, each once."""
+def divide_grads(parameters: Iterable[Tensor], divisor: int) -> None:
+    """Divide gradients in place; a parameter that is listed twice is divided once."""
     unique = {id(parameter): parameter for parameter in parameters}
-    if gradients := present(unique.values()):
-        torch_tensors.divide(gradients, number)
+    if gradients := local_grads(unique.values()):
+        torch_tensors.divide(gradients, divisor)
 
 
-def squares(parameters: Iterable[Tensor]) -> float:
-    """The sum of all squares."""
-    gradients = present(parameters)
+def squared_grad_norm(parameters: Iterable[Tensor]) -> float:
+    """Sum of the squares of all gradients."""
+    gradients = local_grads(parameters)
     return torch_tensors.squared_norm(gradients) if gradients else 0.0
 
 
 class FirstGradients:
-    """Sees to it that `.grad` of a stage's parameters is memory of their own.
+    """Gives each first gradient of a stage's parameters memory of its own.
 
     Autograd makes the first gradient of a parameter its `.grad` without a copy, and adds later ones to it in place. A
-    view of an output gradient shares memory: with an output gradient that waits for W, with a gradient on its way to
-    the stage before, with another parameter's `.grad`.
+    view of an output gradient shares memory: with an output gradient that waits for W, with a gradient that is being
+    sent to the previous stage, or with another parameter's `.grad`.
     """
 
-    def __init__(self, find: Callable[[], Iterable[Tensor]]) -> None:
-        self._find, self._parameters, self._without = find, list[Tensor](), list[Tensor]()
+    def __init__(self, find_parameters: Callable[[], Iterable[Tensor]]) -> None:
+        self._find_parameters = find_parameters
+        self._parameters, self._without_grad = list[Tensor](), list[Tensor]()
 
-    def begin(self) -> None:
-        """Before a step."""
-        if not self._parameters:  # found once: to walk through a model takes milliseconds
-            self._parameters = list(self._find())
-        self._without = [parameter for parameter in self._parameters if parameter.grad is None]
+    def begin_step(self) -> None:
+        """Record which parameters have no gradient yet."""
+        if not self._parameters:  # once: traversing a model takes milliseconds
+            self._parameters = list(self._find_parameters())
+        self._without_grad = [parameter for parameter in self._parameters if parameter.grad is None]
 
-    def own(self) -> None:
-        """After a backward pass: copy the new gradients that share memory."""
-        if not self._without:
+    def copy_shared(self) -> None:
+        """After a backward pass: copy new gradients that share memory."""
+        if not self._without_grad:
             return
-        without = []
-        for parameter in self._without:
+        without_grad = []
+        for parameter in self._without_grad:
             if parameter.grad is None:
-                without.append(parameter)
+                without_grad.append(parameter)
             elif torch_tensors.is_shared(parameter.grad):
                 parameter.grad = parameter.grad.clone()
-        self._without = without
+        self._without_grad = without_grad
 
 
-class Aside:
-    """Gradients of earlier steps, which a step's sums and scaling must not touch."""
+class GradientStash:
+    """Gradients of earlier steps, which a step's sums and scaling must not change."""
 
     def __init__(self) -> None:
-        self._kept: list[tuple[Tensor, Tensor]] = []
+        self._stash: list[tuple[Tensor, Tensor]] = []
 
-    def put(self, parameters: Iterable[Tensor]) -> None:
-        """Take the gradients away for now."""
+    def stash(self, parameters: Iterable[Tensor]) -> None:
+        """Remove the gradients until `restore`."""
         for parameter in parameters:
             if parameter.grad is not None:
-                self._kept.append((parameter, parameter.grad))
+                self._stash.append((parameter, parameter.grad))
                 parameter.grad = None
 
-    def bring_back(self) -> None:
-        """Add what came since to the gradients that were there, in their own memory."""
-        for parameter, before in self._kept:
+    def restore(self) -> None:
+        """Add the new gradients to the stashed ones, in the memory of these."""
+        for parameter, before in self._stash:
             if parameter.grad is not None:
                 before.add_(parameter.grad)
             parameter.grad = before
-        self._kept.clear()
+        self._stash.clear()
 
 
 @contextmanager
-def aside(parameters: Sequence[Tensor]) -> Iterator[Aside]:
-    """Gradients of earlier steps are put aside inside, and are back afterwards also if the step fails."""
-    kept = Aside()
-    kept.put(parameters)
+def stash_gradients(parameters: Sequence[Tensor]) -> Iterator[GradientStash]:
+    """Stash gradients of earlier steps; they are restored also if the step fails."""
+    stash = GradientStash()
+    stash.stash(parameters)
     try:
-        yield kept
+        yield stash
     finally:
-        kept.bring_back()
+        stash.restore()

@@ -1,4 +1,4 @@
-"""The products a W is made of: dW += dy^T x, straight into the gradient."""
+"""The products a W consists of: dW += dy^T x, added directly to the gradient."""
 
 from __future__ import annotations
 
@@ -9,85 +9,85 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from zeropipe.engine.backward.gradients import grad_dtype, gradient, local, peek, start
+from zeropipe.engine.backward.gradients import ensure_grad, grad_dtype, local_grad, set_local_grad, to_local
 from zeropipe.engine.torch_private.autograd import without_autocast
+from zeropipe.engine.torch_private.tensors import sum_versions
 
 
 @dataclass(slots=True, eq=False)  # not frozen: that takes as long as launching a kernel
 class Product:
-    """One deferred weight gradient: the input and output gradient of one use of one weight."""
+    """One deferred weight gradient: the input and the output gradient of one use of one weight."""
 
     parameter: nn.Parameter
     x: Tensor
     dy: Tensor
     transposed: bool = False  # the weight is (in, out), as in GPT-2's Conv1D
-    offsets: Tensor | None = None  # experts: rows up to offsets[e] belong to expert e or a lower one
-    version: int = 0  # of what it keeps, when it was put into the store
+    offsets: Tensor | None = None  # experts: rows offsets[e-1]:offsets[e] belong to expert e
+    version: int = 0  # `current_version` when the product was stored
 
     @property
     def is_stack(self) -> bool:
-        """Of one weight for each expert; without offsets x and dy are stacks of as many matrices."""
+        """Whether there is one weight for each expert; without offsets, x and dy are then batches of matrices."""
         return self.parameter.dim() == 3
 
     @property
     def flops(self) -> int:
-        """How much work it is, for cutting a W into even pieces."""
         return 2 * self.x.numel() * self.dy.shape[-1]
 
     def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors that are kept until W."""
         return (self.x, self.dy) if self.offsets is None else (self.x, self.dy, self.offsets)
 
-    def versions(self) -> int:
-        """A number that grows with every write in place to what it keeps."""
-        count = self.x._version + self.dy._version
-        return count if self.offsets is None else count + self.offsets._version
+    def current_version(self) -> int:
+        """A number that grows with every in-place write to one of the tensors."""
+        return sum_versions(self.tensors())
 
-    def replace(self, others: Mapping[int, Tensor]) -> None:
-        """Keep other tensors instead of some, which are named by their id."""
-        self.x, self.dy = others.get(id(self.x), self.x), others.get(id(self.dy), self.dy)
-        self.offsets = others.get(id(self.offsets), self.offsets)
+    def replace(self, replacements: Mapping[int, Tensor]) -> None:
+        """Replace tensors by others, which are given by the id of the old one."""
+        self.x, self.dy = replacements.get(id(self.x), self.x), replacements.get(id(self.dy), self.dy)
+        self.offsets = replacements.get(id(self.offsets), self.offsets)
 
-    def run(self) -> None:
-        """Add this product to the parameter's gradient, without a temporary of its size where the device allows it."""
-        without_autocast(self._add)
+    def accumulate(self) -> None:
+        """Add the product to the parameter's gradient, without a temporary of its size where the device allows it."""
+        without_autocast(self._accumulate)
 
-    def value(self) -> Tensor:
-        """The product by itself, as autograd wants it."""
-        return without_autocast(self._alone)
+    def compute(self) -> Tensor:
+        """Return the product, as autograd expects it."""
+        return without_autocast(self._compute)
 
-    def _alone(self) -> Tensor:
-        left, right = self._sides()
+    def _compute(self) -> Tensor:
+        left, right = self._operands()
         if not self.is_stack:
             return _mm(left.t(), right, self.parameter.dtype)
-        gradient = torch.zeros_like(local(self.parameter))
-        add_stacked(gradient, left, right, self.offsets)
+        gradient = torch.zeros_like(to_local(self.parameter))
+        add_grouped_mm(gradient, left, right, self.offsets)
         return gradient
 
-    def _add(self) -> None:
-        parameter, (left, right) = self.parameter, self._sides()
+    def _accumulate(self) -> None:
+        parameter, (left, right) = self.parameter, self._operands()
         if self.is_stack:
-            add_stacked(local(gradient(parameter)), left, right, self.offsets)
-        elif (sum_so_far := peek(parameter)) is None:
-            start(parameter, _mm(left.t(), right, grad_dtype(parameter)))
+            add_grouped_mm(to_local(ensure_grad(parameter)), left, right, self.offsets)
+        elif (gradient := local_grad(parameter)) is None:
+            set_local_grad(parameter, _mm(left.t(), right, grad_dtype(parameter)))
         else:
-            _addmm_(sum_so_far, left.t(), right)
+            _addmm_(gradient, left.t(), right)
 
-    def _sides(self) -> tuple[Tensor, Tensor]:
+    def _operands(self) -> tuple[Tensor, Tensor]:
         left, right = (self.x, self.dy) if self.transposed else (self.dy, self.x)
         if left.dim() != 2 and not self.is_stack:
-            left, right = rows(left), rows(right)
+            left, right = flatten_rows(left), flatten_rows(right)
         return left, right
 
 
-def rows(tensor: Tensor) -> Tensor:
-    """As a matrix, of vectors along the last dimension: also of vectors without entries."""
+def flatten_rows(tensor: Tensor) -> Tensor:
+    """The vectors along the last dimension as rows of a matrix; works for an empty last dimension, too."""
     return tensor.flatten(0, -2) if tensor.dim() > 1 else tensor[None]
 
 
-def add_stacked(gradient: Tensor, left: Tensor, right: Tensor, offsets: Tensor | None) -> None:
-    """A stack of experts: rows offsets[e-1]:offsets[e], or matrix e, make the gradient of expert e."""
+def add_grouped_mm(gradient: Tensor, left: Tensor, right: Tensor, offsets: Tensor | None) -> None:
+    """Add left^T right of each expert e (rows offsets[e-1]:offsets[e], or matrix e of a batch) to gradient[e]."""
     if offsets is None:
-        _add_batches(gradient, left.transpose(1, 2), right)
+        _baddbmm_(gradient, left.transpose(1, 2), right)
         return
     if _has_grouped_kernel(left):
         gradient.add_(functional.grouped_mm(left.t(), right, offs=offsets))
@@ -99,8 +99,8 @@ def add_stacked(gradient: Tensor, left: Tensor, right: Tensor, offsets: Tensor |
         start = end
 
 
-def stacked_product(x: Tensor, weights: Tensor, offsets: Tensor | None) -> Tensor:
-    """Rows offsets[e-1]:offsets[e], or matrix e, of x times weights[e]."""
+def grouped_mm(x: Tensor, weights: Tensor, offsets: Tensor | None) -> Tensor:
+    """Multiply rows offsets[e-1]:offsets[e] of x, or matrix e of a batch, by weights[e]."""
     if offsets is None:
         return torch.bmm(x, weights)
     if _has_grouped_kernel(x):
@@ -113,7 +113,7 @@ def stacked_product(x: Tensor, weights: Tensor, offsets: Tensor | None) -> Tenso
 
 
 def _has_grouped_kernel(x: Tensor) -> bool:
-    """One kernel for all experts, which does not wait for the offsets to reach the host."""
+    """Whether torch has one kernel for all experts, which does not copy the offsets to the host."""
     return x.is_cuda and x.dtype == torch.bfloat16
 
 
@@ -134,7 +134,7 @@ def _addmm_(grad: Tensor, a: Tensor, b: Tensor) -> None:
         grad.addmm_(a.to(grad.dtype), b.to(grad.dtype))
 
 
-def _add_batches(grad: Tensor, a: Tensor, b: Tensor) -> None:
+def _baddbmm_(grad: Tensor, a: Tensor, b: Tensor) -> None:
     if grad.dtype == a.dtype:
         grad.baddbmm_(a, b)
     elif a.is_cuda and grad.dtype == torch.float32:

@@ -8,55 +8,54 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeropipe.engine.backward.gradients import is_watched, local
-from zeropipe.engine.backward.ops import SlottedStack, new_slot, stacked
-from zeropipe.engine.backward.products import Product, stacked_product
-from zeropipe.engine.backward.store import put_or_give
-from zeropipe.engine.torch_private.autograd import save, saved
+from zeropipe.engine.backward.gradients import to_local
+from zeropipe.engine.backward.ops import CompiledGroupedLinear, create_slot, grouped_linear
+from zeropipe.engine.backward.products import Product, grouped_mm
+from zeropipe.engine.backward.store import store_or_return
+from zeropipe.engine.torch_private.autograd import has_grad_hooks, save, saved
 from zeropipe.engine.torch_private.compile import use_number
 
 
-def deferring(
-    kind: type[nn.Module], names: tuple[str, ...], forward: Callable[..., Tensor], **facts: Any
+def create_deferred_class(
+    base: type[nn.Module], names: tuple[str, ...], forward: Callable[..., Tensor], **attributes: Any
 ) -> type[nn.Module]:
-    """A subclass with another forward, whose products with the stacks of these names leave their gradients to W."""
+    """A subclass of `base` with another forward, which leaves the gradients of the stacks `names` to W."""
 
     def __setstate__(self: Any, state: dict[str, Any]) -> None:
-        kind.__setstate__(self, state)
-        self.slots = _new_slots(self)
+        base.__setstate__(self, state)
+        self.slots = _create_slots(self)
 
     body = {
         "forward": forward, "__setstate__": __setstate__, "defers_experts": True, "defers": names,
-        "is_watched": False, "__module__": kind.__module__, **facts,
+        "has_hooks": False, "__module__": base.__module__, **attributes,
     }  # fmt: skip
-    return type(kind.__name__, (kind,), body)
+    return type(base.__name__, (base,), body)
 
 
-def take_over(module: Any, kind: type[nn.Module]) -> None:
-    """Make a module one of such a subclass."""
-    module.__class__ = kind
-    module.slots = _new_slots(module)
-    module.is_watched = any(is_watched(module._parameters[name]) for name in module.defers)
+def convert(module: Any, deferred_class: type[nn.Module]) -> None:
+    """Make a module an instance of such a subclass, in place."""
+    module.__class__ = deferred_class
+    module.slots = _create_slots(module)
+    module.has_hooks = any(has_grad_hooks(module._parameters[name]) for name in module.defers)
 
 
-def _new_slots(module: Any) -> tuple[Tensor, ...]:
-    """What stands for the module's stacks inside compiled graphs."""
-    return tuple(new_slot(module, name) for name in module.defers)
+def _create_slots(module: Any) -> tuple[Tensor, ...]:
+    return tuple(create_slot(module, name) for name in module.defers)
 
 
-def product(module: Any, number: int, x: Tensor, offsets: Tensor | None) -> Tensor:
-    """Rows of x through their expert's weight in the module's stack with this number, in the dtype of x."""
-    name = module.defers[number]
-    weight, transposed = local(getattr(module, name)), getattr(module, "is_transposed", True)
+def expert_linear(module: Any, index: int, x: Tensor, offsets: Tensor | None) -> Tensor:
+    """Apply to each row of x its expert's weight in stack number `index` of the module, in the dtype of x."""
+    name = module.defers[index]
+    weight, transposed = to_local(getattr(module, name)), getattr(module, "is_transposed", True)
     if not torch.is_grad_enabled():
-        return stacked(x, weight, offsets, transposed)
-    if torch.compiler.is_compiling() and weight.requires_grad and not module.is_watched:
-        return SlottedStack.apply(x, weight, offsets, module.slots[number], use_number(), transposed)
-    return _Stack.apply(x, weight, offsets, transposed, module, name)
+        return grouped_linear(x, weight, offsets, transposed)
+    if torch.compiler.is_compiling() and weight.requires_grad and not module.has_hooks:
+        return CompiledGroupedLinear.apply(x, weight, offsets, module.slots[index], use_number(), transposed)
+    return _GroupedLinear.apply(x, weight, offsets, transposed, module, name)
 
 
-class _Stack(torch.autograd.Function):
-    """Rows of x through their expert's weight; backward puts (x, dy) into the store."""
+class _GroupedLinear(torch.autograd.Function):
+    """`grouped_linear`, whose backward puts (x, dy) into the store."""
 
     @staticmethod
     def forward(
@@ -64,8 +63,8 @@ class _Stack(torch.autograd.Function):
     ) -> Tensor:
         save(ctx, x, weight, *([] if offsets is None else [offsets]))
         ctx.parameter, ctx.transposed = module._parameters[name], transposed
-        ctx.is_watched = module.is_watched
-        return stacked(x, weight, offsets, transposed)
+        ctx.has_hooks = module.has_hooks
+        return grouped_linear(x, weight, offsets, transposed)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None, None, None, None]:
@@ -73,7 +72,7 @@ class _Stack(torch.autograd.Function):
         offsets, dw = next(iter(offsets), None), None
         if ctx.needs_input_grad[1]:
             product = Product(ctx.parameter, x, dy, ctx.transposed, offsets)
-            dw = product.value() if ctx.is_watched else put_or_give(product, ctx, 1)
+            dw = product.compute() if ctx.has_hooks else store_or_return(product, ctx, 1)
         weight = weight.to(dy.dtype)
-        dx = stacked_product(dy, weight.transpose(1, 2) if ctx.transposed else weight, offsets)
+        dx = grouped_mm(dy, weight.transpose(1, 2) if ctx.transposed else weight, offsets)
         return dx, dw, None, None, None, None

@@ -15,53 +15,49 @@ from zeropipe.engine.torch_private.autograd import ProductError, is_summed
 from zeropipe.engine.torch_private.tensors import has_memory, num_aliases, storage_id
 from zeropipe.errors import EngineError
 
-Key = tuple[int, int]
-Ran = Callable[[nn.Parameter], None]
+Key = tuple[int, int]  # stage, microbatch
+OnProduct = Callable[[nn.Parameter], None]
 
-LET_GO = (
-    "its input is a view of a weight of a sharded stage, which regather=True lets go of before W: leave regather out, "
-    "or give split='whole'"
+FREED_WEIGHT = (
+    "its input is a view of a weight of a sharded stage, which regather=True frees before W; leave out regather or use "
+    "split='whole'"
 )
 
 # Not thread-local: on CUDA the autograd engine runs backward on a thread of its own.
 _collecting: list[Product] | None = None
-_adding = False
+_accumulating = False
 
 
-def put(product: Product) -> None:
-    """Keep the product for W, or run it now if nobody collects (B)."""
+def store_or_run(product: Product) -> None:
+    """Keep the product for W during an I; run it now in any other backward pass."""
     if _collecting is None:
         with torch.no_grad():
-            product.run()
+            product.accumulate()
     else:
-        product.version = product.versions()
+        product.version = product.current_version()
         _collecting.append(product)
 
 
-def put_or_give(product: Product, ctx: Any, number: int) -> Tensor | None:
-    """`put` during a step of the engine; anywhere else the weight gradient, for autograd to do with as it likes.
+def store_or_return(product: Product, ctx: Any, index: int) -> Tensor | None:
+    """`store_or_run` during a step of the engine; otherwise return the weight gradient, which autograd then handles.
 
-    Elsewhere is also an `autograd.grad` that a stage calls itself. The weight is input `number` of the layer's `ctx`.
+    Otherwise includes an `autograd.grad` that a stage calls itself. The weight is input `index` of `ctx`.
     """
-    if (_collecting is None and not _adding) or not is_summed(ctx, number):
-        return product.value()
-    put(product)
+    if (_collecting is None and not _accumulating) or not is_summed(ctx, index):
+        return product.compute()
+    store_or_run(product)
     return None
 
 
 @contextmanager
-def adding() -> Iterator[None]:
-    """A whole backward pass inside adds weight gradients straight to `.grad`, past autograd."""
-    global _adding
-    _adding = True
+def accumulate_directly() -> Iterator[None]:
+    """Let a full backward pass inside add weight gradients directly to `.grad`, bypassing autograd."""
+    global _accumulating
+    _accumulating = True
     try:
         yield
     finally:
-        _adding = False
-
-
-def nobody(parameter: nn.Parameter) -> None:
-    """Nobody wants to know."""
+        _accumulating = False
 
 
 class WeightStore:
@@ -72,11 +68,12 @@ class WeightStore:
         ...
         store.flush(stage, microbatch)              # W, in any order
 
-    Outside `collect`, a backward pass through the same layers is whole (B).
+    Outside `collect`, a backward pass through the same layers is a full one (B).
 
-    Nobody else writes to what is kept. `own` copies tensors whose memory somebody else has, too: a buffer that later
-    forwards change, a `.grad` that autograd made of a view of an output gradient and adds to in the next I. What it
-    cannot see (another holder of the same tensor object) changes the tensor's version, and W refuses to use it.
+    Stored tensors are not written by others. `copy_shared` copies tensors whose memory is also used elsewhere: a buffer
+    that later forwards modify, a `.grad` that autograd made of a view of an output gradient and adds to in the next I.
+    A second reference to the same tensor object cannot be detected that way; a write through it changes the tensor's
+    version, and W raises ProductError.
     """
 
     def __init__(self) -> None:
@@ -84,17 +81,17 @@ class WeightStore:
         self._parts: dict[Key, dict[int, list[Product]]] = {}
 
     @contextmanager
-    def collect(self, stage: int, microbatch: int, *, own: bool = True) -> Iterator[None]:
+    def collect(self, stage: int, microbatch: int, *, copy_shared: bool = True) -> Iterator[None]:
         """Keep the weight-gradient products of the backward pass inside for `flush(stage, microbatch)`.
 
-        With `own=False` the caller calls `own`, when it has let go of the outputs, their gradients and the inputs: what
-        they share memory with need not be copied then.
+        With `copy_shared=False` the caller calls `copy_shared` once it has freed the outputs, their gradients and the
+        inputs: memory shared with those is not copied then.
         """
         global _collecting
         if _collecting is not None:
-            raise EngineError(f"{stage}I{microbatch} started inside another I: one at a time")
+            raise EngineError(f"{stage}I{microbatch} started inside another I; run one I at a time")
         if (stage, microbatch) in self._products:
-            raise EngineError(f"{stage}I{microbatch} ran twice: its first W is still to come")
+            raise EngineError(f"{stage}I{microbatch} ran twice before its W; run {stage}W{microbatch} first")
         products: list[Product] = []
         _collecting = products
         try:
@@ -102,41 +99,44 @@ class WeightStore:
         finally:
             _collecting = None
         self._products[stage, microbatch] = products
-        if own:
-            self.own(stage, microbatch)
+        if copy_shared:
+            self.copy_shared(stage, microbatch)
 
-    def own(self, stage: int, microbatch: int) -> None:
-        """Copy what others have, too, and could write to; ProductError if somebody has written already."""
+    def copy_shared(self, stage: int, microbatch: int) -> None:
+        """Copy stored tensors whose memory is used elsewhere; ProductError if one was modified already."""
         products = self._products.get((stage, microbatch), [])
         suspects = [product for product in products if _may_be_shared(product)]
         if suspects:
             _copy_shared(suspects, products)
 
-    def flush(self, stage: int, microbatch: int, part: int = 0, parts: int = 1, ran: Ran = nobody) -> None:
-        """Add what `collect(stage, microbatch)` kept to the gradients, and free it.
+    def flush(
+        self, stage: int, microbatch: int, part: int = 0, parts: int = 1, on_product: OnProduct | None = None
+    ) -> None:
+        """Add the products that `collect(stage, microbatch)` kept to the gradients, and free them.
 
-        With `parts`, only piece number `part` of that many pieces of about equal work. `ran` is told each parameter
-        whose product is done.
+        With `parts`, only part number `part` of that many parts of about equal work. `on_product` is called with the
+        parameter of each product that ran.
         """
         with torch.no_grad():
-            for product in self._take((stage, microbatch), part, parts):
+            for product in self._pop_part((stage, microbatch), part, parts):
                 _run(product)
-                ran(product.parameter)
+                if on_product is not None:
+                    on_product(product.parameter)
 
-    def run_some(self, stage: int, microbatch: int, parts: int, enough: Callable[[], bool]) -> None:
-        """Run the first products that wait for a W of that many `parts`, one by one, until it is `enough`.
+    def run_early(self, stage: int, microbatch: int, parts: int, should_stop: Callable[[], bool]) -> None:
+        """Run the first products of a W of `parts` parts, one by one, until `should_stop()`.
 
-        The W itself then runs what is left, so every weight gets its shares in the same order.
+        The W itself then runs the rest, so every weight gets its gradients in the same order.
         """
-        pieces = self._pieces((stage, microbatch), parts)
+        pending = self._divide((stage, microbatch), parts)
         with torch.no_grad():
-            for _, piece in sorted(pieces.items()):
-                while piece:
-                    if enough():
+            for _, products in sorted(pending.items()):
+                while products:
+                    if should_stop():
                         return
-                    _run(piece.pop())
+                    _run(products.pop())
 
-    def alive(self, stage: int | None = None) -> int:
+    def pending_bytes(self, stage: int | None = None) -> int:
         """Bytes kept between I and W, of one stage or of all; memory shared by several products counts once."""
         storages = {
             storage.data_ptr(): storage.nbytes()
@@ -146,90 +146,88 @@ class WeightStore:
         return sum(storages.values())
 
     def products(self, stage: int | None = None) -> Iterator[Product]:
-        """The products waiting."""
-        for key, products in self._products.items():
+        """The pending products of one stage or of all."""
+        for key in [*self._products, *self._parts]:
             if stage is None or key[0] == stage:
-                yield from products
-        for key, pieces in self._parts.items():
-            if stage is None or key[0] == stage:
-                for piece in pieces.values():
-                    yield from piece
+                yield from self._pending(key)
 
-    def waiting(self, stage: int, microbatch: int) -> list[nn.Parameter]:
-        """The parameters of the products that wait for the W of a microbatch, one entry each."""
-        key = (stage, microbatch)
-        pieces = [self._products.get(key, []), *self._parts.get(key, {}).values()]
-        return [product.parameter for piece in pieces for product in piece]
+    def pending_parameters(self, stage: int, microbatch: int) -> list[nn.Parameter]:
+        """The parameters of the products that wait for a W, one entry for each product."""
+        return [product.parameter for product in self._pending((stage, microbatch))]
 
     def clear(self) -> None:
-        """Forget everything, after a step that failed."""
+        """Drop all products, after a step that failed."""
         self._products.clear()
         self._parts.clear()
 
-    def _take(self, key: Key, part: int, parts: int) -> Iterator[Product]:
-        """Hand over one piece."""
-        pieces = self._pieces(key, parts)
-        if part not in pieces:
-            raise EngineError(f"{key[0]}W{key[1]} part {part} of {parts}: no such I ran, or this part ran already")
-        piece = pieces.pop(part)
-        if not pieces:
-            del self._parts[key]
-        return _drain(piece)
+    def _pending(self, key: Key) -> Iterator[Product]:
+        yield from self._products.get(key, [])
+        for products in self._parts.get(key, {}).values():
+            yield from products
 
-    def _pieces(self, key: Key, parts: int) -> dict[int, list[Product]]:
-        """A key's pieces, each with its first product last; they are cut when first asked for."""
+    def _pop_part(self, key: Key, part: int, parts: int) -> Iterator[Product]:
+        pending = self._divide(key, parts)
+        if part not in pending:
+            raise EngineError(f"{key[0]}W{key[1]} part {part} of {parts}: its I did not run, or this part ran already")
+        products = pending.pop(part)
+        if not pending:
+            del self._parts[key]
+        return _drain(products)
+
+    def _divide(self, key: Key, parts: int) -> dict[int, list[Product]]:
+        """The parts of a W that did not run yet, each with its first product last; divided at the first call."""
         if key in self._products:
-            cuts = cut(self._products.pop(key), parts)
-            self._parts[key] = {part: piece[::-1] for part, piece in cuts.items()}
+            divided = divide_into_parts(self._products.pop(key), parts)
+            self._parts[key] = {part: products[::-1] for part, products in divided.items()}
         return self._parts.get(key, {})
 
 
 def _may_be_shared(product: Product) -> bool:
-    """Whether somebody else may have memory of a product, too: an input that nothing computed may be a buffer."""
+    """Whether memory of a product may be used elsewhere: an input that is a leaf may be a buffer."""
     return product.x.is_leaf or num_aliases(product.x) > 1 or num_aliases(product.dy) > 1
 
 
 def _copy_shared(suspects: list[Product], products: list[Product]) -> None:
-    """Copy each tensor of the suspects whose memory is not that of the products of this I alone."""
-    for product in suspects:  # a view holds what it is a view of; detached, it is counted alone
+    """Copy each tensor of `suspects` whose memory is not used by the `products` of this I alone."""
+    for product in suspects:  # a view references its base; a detached tensor is counted alone
         _require_unmodified(product)
         product.replace({id(tensor): tensor.detach() for tensor in product.tensors()})
-    kept = {id(tensor): tensor for product in products for tensor in product.tensors()}
-    own = Counter(storage_id(tensor.untyped_storage()) for tensor in kept.values())
-    shared = {k: t for k, t in kept.items() if num_aliases(t) > own[storage_id(t.untyped_storage())]}
+    stored = {id(tensor): tensor for product in products for tensor in product.tensors()}
+    uses = Counter(storage_id(tensor.untyped_storage()) for tensor in stored.values())
+    shared = {k: t for k, t in stored.items() if num_aliases(t) > uses[storage_id(t.untyped_storage())]}
     for product in suspects:
         if any(id(tensor) in shared and not has_memory(tensor) for tensor in product.tensors()):
-            raise ProductError(product.parameter, LET_GO)
+            raise ProductError(product.parameter, FREED_WEIGHT)
     copies = {key: tensor.clone() for key, tensor in shared.items()}
     for product in suspects:
         product.replace(copies)
-        product.version = product.versions()
+        product.version = product.current_version()
 
 
 def _run(product: Product) -> None:
     _require_unmodified(product)
-    product.run()
+    product.accumulate()
 
 
 def _require_unmodified(product: Product) -> None:
-    if product.versions() != product.version:
+    if product.current_version() != product.version:
         raise ProductError(product.parameter)
 
 
 def _drain(products: list[Product]) -> Iterator[Product]:
-    """Each product in turn, freed as soon as the next one is asked for."""
+    """Yield each product and drop it, so that it is freed when the next one is requested."""
     while products:
         yield products.pop()
 
 
-def cut(products: list[Product], parts: int) -> dict[int, list[Product]]:
-    """Split into `parts` runs of about equal work, in order; some may be empty."""
+def divide_into_parts(products: list[Product], parts: int) -> dict[int, list[Product]]:
+    """Divide products into `parts` consecutive parts of about equal work; some may be empty."""
     if parts == 1:
         return {0: products}
-    pieces: dict[int, list[Product]] = {part: [] for part in range(parts)}
+    divided: dict[int, list[Product]] = {part: [] for part in range(parts)}
     total, done = sum(p.flops for p in products) or 1, 0
     for product in products:
-        # by the middle of the product, so that rounding does not pile up in the last piece
-        pieces[min(parts - 1, parts * (2 * done + product.flops) // (2 * total))].append(product)
+        # by the middle of the product, so that rounding errors do not add up in the last part
+        divided[min(parts - 1, parts * (2 * done + product.flops) // (2 * total))].append(product)
         done += product.flops
-    return pieces
+    return divided

@@ -30,7 +30,7 @@ class Again:
 
     def _first(self, args: Any, kwargs: Any) -> Any:
         buffers = _buffers_of(self._block)
-        self._version = torch_tensors.versions(_tensors((args, kwargs)))
+        self._version = torch_tensors.sum_versions(_tensors((args, kwargs)))
         self._seen = buffers.see()
         output = self._forward(self._block, *args, **kwargs)
         buffers.learn(self._seen)
@@ -38,14 +38,14 @@ class Again:
 
     def _again(self, args: Any, kwargs: Any) -> Any:
         assert self._seen is not None
-        if torch_tensors.versions(_tensors((args, kwargs))) != self._version:
+        if torch_tensors.sum_versions(_tensors((args, kwargs))) != self._version:
             raise _refusal(self._block, "a tensor that it was given was modified in place after its forward")
         for seen in self._seen:
             if not seen.modified and seen.differs():
                 raise _refusal(self._block, f"its buffer {seen.label} was modified after its forward")
         modified = [seen for seen in self._seen if seen.modified]
         now = [seen.table[seen.name] for seen in modified]
-        version = torch_tensors.versions(now)
+        version = torch_tensors.sum_versions(now)
         for seen in modified:
             seen.table[seen.name] = seen.first.clone()
         args, kwargs = torch_tensors.mapped(_alias, (args, kwargs))
@@ -54,7 +54,7 @@ class Again:
         finally:  # also where checkpointing stops it, when it has all that it needs
             for seen, buffer in zip(modified, now):
                 seen.table[seen.name] = buffer
-            if torch_tensors.versions(now) != version:
+            if torch_tensors.sum_versions(now) != version:
                 raise _refusal(self._block, f"it modifies its buffer {modified[0].label} under another name, too")
 
 
@@ -64,7 +64,7 @@ class _Seen:
     def __init__(self, entry: Entry, copy: bool) -> None:
         self.label, self.table, self.name = entry
         self._buffer = self.table[self.name]
-        self._version = torch_tensors.versions([self._buffer])
+        self._version = torch_tensors.sum_versions([self._buffer])
         self._copy = self._buffer.detach().clone() if copy else None
         self.modified = False
 
@@ -91,7 +91,7 @@ class _Seen:
         return self.modified and self._copy is None and not self._is_untouched()
 
     def _is_untouched(self) -> bool:
-        return torch_tensors.versions([self._buffer]) == self._version
+        return torch_tensors.sum_versions([self._buffer]) == self._version
 
 
 class _Buffers:

@@ -53,4 +53,4 @@ def _expensive() -> frozenset[Any]:
         "_scaled_dot_product_attention_math",
     )
     found = [getattr(torch.ops.aten, name).default for name in names if hasattr(torch.ops.aten, name)]
-    return frozenset([*found, torch.ops.zeropipe.grouped.default])
+    return frozenset([*found, torch.ops.zeropipe.grouped_linear.default])

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeropipe.engine.backward.gradients import local
+from zeropipe.engine.backward.gradients import to_local
 from zeropipe.engine.checkpoint.catalog import Catalog, TensorInfo
 from zeropipe.engine.checkpoint.manifest import Manifest
 from zeropipe.engine.checkpoint.writer import plan_local
@@ -75,7 +75,7 @@ def _sum_over_ranks(fabric: Fabric, catalog: Catalog, sum_shard: SumShard) -> di
     def sum_local() -> dict[tuple[str, tuple[int, ...]], int]:
         plan = plan_local({name: tensor.detach() for name, tensor in catalog.frozen.items()})
         shards = [(item.index.fqn, tuple(item.index.offset or ())) for item in plan.items]
-        return {(name, offsets): sum_shard(local(catalog.frozen[name]), offsets) for name, offsets in shards}
+        return {(name, offsets): sum_shard(to_local(catalog.frozen[name]), offsets) for name, offsets in shards}
 
     sums = {tensor.name: 0 for tensor in _list_frozen(catalog)}
     _, ranks = on_all_ranks(fabric, sum_local)

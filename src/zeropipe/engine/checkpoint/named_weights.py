@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from zeropipe.engine.backward.gradients import local
+from zeropipe.engine.backward.gradients import to_local
 from zeropipe.engine.checkpoint.catalog import Catalog, EngineView, StageTensor, TensorInfo
 from zeropipe.engine.comm.collective import nothing, on_all_ranks, require_same
 from zeropipe.engine.stages.hf import HFStage
@@ -116,7 +116,7 @@ def _gather(own: StageTensor, device: torch.device, is_needed: bool) -> Tensor |
     if own.merge is not None:
         return own.merge().detach().to(device) if is_needed else None
     tensor = own.tensor.detach()
-    shard = local(tensor)
+    shard = to_local(tensor)
     if isinstance(tensor, DTensor):
         on_device: Any = tensor if shard.device == device else like(own.tensor, shard.to(device))
         full = on_device.full_tensor()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from zeropipe.engine.backward.gradients import local
+from zeropipe.engine.backward.gradients import to_local
 from zeropipe.engine.checkpoint.catalog import Catalog
 from zeropipe.engine.checkpoint.manifest import TensorEntry, decode, encode
 from zeropipe.engine.checkpoint.reader import to_dtype
@@ -293,9 +293,9 @@ def _create_empty(entry: _Entry, key: str, saved: TensorEntry) -> Tensor:
     """An empty state tensor with the layout of its parameter; `step` on the device where torch expects it."""
     parameter, dtype = entry.tensor, to_dtype(saved)
     if isinstance(parameter, DTensor) and saved.shape == tuple(parameter.shape):
-        return like(parameter, torch.empty_like(local(parameter.detach()), dtype=dtype))
+        return like(parameter, torch.empty_like(to_local(parameter.detach()), dtype=dtype))
     on_cpu = key == "step" and not entry.group.get("fused") and not entry.group.get("capturable")
-    return torch.empty(saved.shape, dtype=dtype, device="cpu" if on_cpu else local(parameter).device)
+    return torch.empty(saved.shape, dtype=dtype, device="cpu" if on_cpu else to_local(parameter).device)
 
 
 def _to_list(optimizer: Any) -> list[Any]:

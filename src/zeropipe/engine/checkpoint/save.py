@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
 
 from zeropipe.core.schedule import Schedule
-from zeropipe.engine.backward.gradients import local
+from zeropipe.engine.backward.gradients import to_local
 from zeropipe.engine.checkpoint import writer
 from zeropipe.engine.checkpoint.catalog import Catalog, EngineLike, EngineView, require_engine
 from zeropipe.engine.checkpoint.fingerprint import compute_fingerprint
@@ -194,7 +194,7 @@ def _create_folder(fabric: Fabric, path: Path) -> StagedCheckpoint:
 
 def _copy_to_cpu(tensor: Tensor) -> Tensor:
     """A copy on the CPU, which later steps do not change."""
-    shard = local(tensor.detach())
+    shard = to_local(tensor.detach())
     copy = torch.empty_like(shard, device="cpu").copy_(shard)
     return like(tensor, copy) if isinstance(tensor, DTensor) else copy
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from zeropipe.core.action import Kind
 from zeropipe.core.collectives import Collective
 from zeropipe.engine import fsdp_private
-from zeropipe.engine.backward.gradients import gradient
+from zeropipe.engine.backward.gradients import ensure_grad
 from zeropipe.engine.mesh.gathering import Gathering, GatherWatcher, Issue
 from zeropipe.errors import ConfigError, EngineError
 
@@ -157,7 +157,7 @@ class Shards:
         self._gathering.take(number)  # a unit that nothing has used yet: FSDP would not know which weights are trained
         for parameter in fsdp_private.whole_parameters(unit):
             if parameter.requires_grad and not fsdp_private.has_gradient(unit, parameter):
-                gradient(parameter)  # another process may have one: all must send the same number of bytes
+                ensure_grad(parameter)  # another process may have one: all must send the same number of bytes
         if self._watcher is not None:
             self._watcher.reducing()
         fsdp_private.reduce(unit)

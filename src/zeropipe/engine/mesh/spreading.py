@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from zeropipe.engine.backward.experts import keep_experts
-from zeropipe.engine.backward.gradients import local
+from zeropipe.engine.backward.experts import keep_local_experts
+from zeropipe.engine.backward.gradients import to_local
 from zeropipe.engine.backward.linear import Deferred, defer
 from zeropipe.engine.mesh.talk import Enter, EnterJoined, Join, Leave, LeaveTaken, Peers, Take
 from zeropipe.errors import ConfigError
@@ -80,7 +80,7 @@ def spread_linear(name: str, module: Any, dimension: int, sharing: Sharing) -> N
 
 def spread_experts(name: str, module: Any, sharing: Sharing) -> None:
     """Keep some of the experts of a stack whole: their weights stay contiguous pieces, as checkpoints want them."""
-    if not keep_experts(module, sharing.peers.place, sharing.peers.number):
+    if not keep_local_experts(module, sharing.peers.place, sharing.peers.number):
         raise ConfigError(f"{name} is a {type(module).__name__}, whose experts cannot be spread over tp: leave tp out")
     if not sharing.divides(module.num_experts):
         raise ConfigError(f"{name} has {module.num_experts} experts: tp={sharing.peers.number} must divide it")
@@ -101,7 +101,7 @@ def spread_embedding(name: str, module: Any, sharing: Sharing) -> None:
 @functools.cache
 def _spread_embedding(kind: type[nn.Module]) -> type[nn.Module]:
     def forward(self: Any, ids: Tensor) -> Tensor:
-        weight = local(self.weight)
+        weight = to_local(self.weight)
         rows = len(weight)
         first = rows * self.peers.place
         is_mine = (ids >= first) & (ids < first + rows)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from zeropipe.core.schedule import Schedule
-from zeropipe.engine.backward.gradients import local
+from zeropipe.engine.backward.gradients import to_local
 from zeropipe.engine.layout import DATA_DIMENSIONS, Layout
 from zeropipe.engine.stages.contract import Microbatch, StageInfo, Tie
 from zeropipe.engine.step.sums import copies_on, ties
@@ -69,7 +69,7 @@ def shared_weights(schedule: Schedule, stages: Mapping[int, StageInfo], layout: 
         claims.append(((what, "shape", piece), (tuple(parameter.shape), str(parameter.dtype))))
         claims.append(((what, "requires_grad", piece), parameter.requires_grad))
         if values:
-            claims.append(((what, "values", piece), checksum(local(parameter))))
+            claims.append(((what, "values", piece), checksum(to_local(parameter))))
 
     for stage, info in stages.items():
         for name, parameter in info.module.named_parameters():
@@ -79,7 +79,7 @@ def shared_weights(schedule: Schedule, stages: Mapping[int, StageInfo], layout: 
                 # each process of tp adds up a gradient of its own: rounding may part what began equal
                 what = f"{name} of stage {stage}, which every process of tp has whole,"
                 piece = (*layout.piece(parameter), *layout.place_in(*DATA_DIMENSIONS))
-                claims.append(((what, "values", piece), Sketch.of(local(parameter))))
+                claims.append(((what, "values", piece), Sketch.of(to_local(parameter))))
     for _, shared in copies_on(schedule, layout.pipeline_rank):
         for stage in shared:
             for name, parameter in stages[stage].module.named_parameters():

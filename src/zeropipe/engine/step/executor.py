@@ -129,7 +129,7 @@ class Executor:
         for shards in self._shards.values():
             shards.prepare(self._order.check)
         for firsts in self._firsts.values():
-            firsts.begin()
+            firsts.begin_step()
         try:
             calls = self._calls
             for self._at, call in enumerate(calls):
@@ -242,7 +242,7 @@ class Executor:
         """Run Ws that are owed until a message is here."""
         self._gap.arrived = arrived
         for action in owed:
-            if self._splitter.waiting(action.stage, action.microbatch):
+            if self._splitter.pending_parameters(action.stage, action.microbatch):
                 if self._gap.over():
                     return
                 if action not in self._ahead:
@@ -251,7 +251,7 @@ class Executor:
 
     def _ahead_of(self, action: Action) -> Call:
         cell = self.cells[action.stage, action.microbatch]
-        call = partial(self._splitter.ahead, action.stage, action.microbatch, self._num_parts, self._gap.over)
+        call = partial(self._splitter.run_early, action.stage, action.microbatch, self._num_parts, self._gap.over)
         return self._watched(self._streams.placed((call,), (cell,)), (action,), (cell,))
 
     def _compute(self, action: Action) -> Call:
@@ -259,19 +259,19 @@ class Executor:
         if action.kind is Kind.F:
             return self._passing(partial(self._passes.forward, cell), action)
         if action.kind in (Kind.B, Kind.I):
-            run = self._splitter.whole if action.kind is Kind.B else self._splitter.inputs
+            run = self._splitter.backward if action.kind is Kind.B else self._splitter.backward_input
             return self._passing(partial(self._owning, partial(self._passes.backward, cell, run), action), action)
         part = self._parts[cell.stage, cell.microbatch]
         self._parts[cell.stage, cell.microbatch] += 1
-        weights = partial(self._splitter.weights, cell.stage, cell.microbatch, part, self._num_parts)
+        weights = partial(self._splitter.backward_weight, cell.stage, cell.microbatch, part, self._num_parts)
         return partial(self._owning, weights, action)
 
     def _owning(self, call: Callable[..., None], action: Action, **options: Any) -> None:
         """Backward; what it leaves behind shares no memory that others write to."""
         call(**options)
-        self._firsts[action.stage].own()
+        self._firsts[action.stage].copy_shared()
         if action.kind is Kind.I:
-            self._splitter.own(action.stage, action.microbatch)
+            self._splitter.copy_shared(action.stage, action.microbatch)
 
     def _passing(self, call: Call, action: Action) -> Call:
         """An F, B or I, which uses the weights of its stage."""
@@ -296,9 +296,9 @@ class Executor:
             reduction.rest()
 
         def weights() -> None:
-            waiting = self._splitter.waiting(action.stage, action.microbatch)
+            waiting = self._splitter.pending_parameters(action.stage, action.microbatch)
             reduction = self._reductions[action.stage] = Reduction(shards, waiting)
-            call(ran=reduction.ran)  # type: ignore[call-arg]
+            call(on_product=reduction.ran)  # type: ignore[call-arg]
             reduction.rest()  # here also where all products ran before: processes must reduce at the same place
 
         return backward if action.kind is Kind.B else weights

@@ -110,10 +110,9 @@ class Executors:
         return forward_only(schedule, shards) if use == "forward" else lower(schedule, shards)
 
     def _policy(self, alike: bool) -> str:
-        options = self._parts.options
-        if options.regather:
+        if self._parts.options.regather:
             return "regather"
-        return "keep" if alike and options.split != "autograd" else "ends"  # torch's W may read weights, ours do not
+        return "keep" if alike else "ends"
 
     # the order of collectives
 

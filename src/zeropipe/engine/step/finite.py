@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 
 from zeropipe.core.action import Action, Kind
-from zeropipe.engine.backward.gradients import peek
+from zeropipe.engine.backward.gradients import local_grad
 from zeropipe.engine.step.cells import Call, Cell
 
 
@@ -39,5 +39,5 @@ def _made(action: Action, cell: Cell) -> Iterator[tuple[str, Tensor]]:
             if tensor is not None:
                 yield "an input's gradient", tensor
     for name, parameter in cell.module.named_parameters():
-        if (gradient := peek(parameter)) is not None:
+        if (gradient := local_grad(parameter)) is not None:
             yield f"a gradient of {name}", gradient

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from zeropipe.engine.backward.gradients import Aside
+from zeropipe.engine.backward.gradients import GradientStash
 from zeropipe.engine.mesh.vocabulary import shown_to, token_losses
 from zeropipe.engine.torch_private import autograd as torch_autograd
 from zeropipe.engine.torch_private import tensors as torch_tensors
@@ -96,7 +96,7 @@ class Tally:
 
     loss_fn: LossFn
     num_microbatches: int  # of all pipelines
-    aside: Aside = field(default_factory=Aside)
+    stash: GradientStash = field(default_factory=GradientStash)
     own: Container[int] = ()  # ids of the stages' parameters
     total: float | None = None  # the step's count, if the loss function tells it beforehand
     late: bool = False
@@ -132,7 +132,7 @@ class Tally:
             self.not_leaf = True
         elif id(tensor) not in self.outside and id(tensor) not in self.own:
             self.outside[id(tensor)] = tensor
-            self.aside.put([tensor])
+            self.stash.stash([tensor])
 
     def sums(self) -> Sums:
         """Loss, count and metrics, summed over this rank's microbatches."""

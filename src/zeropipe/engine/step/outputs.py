@@ -18,7 +18,7 @@ from zeropipe.errors import EngineError
 
 def require_unmodified(tensors: Sequence[Tensor], version: int, name: str) -> None:
     """EngineError if tensors that `name` returned are not at this version (torch_tensors.versions) any more."""
-    if torch_tensors.versions(tensors) != version:
+    if torch_tensors.sum_versions(tensors) != version:
         raise EngineError(
             f"a tensor that {name} returned was modified in place before it was used: return a copy (x.clone()), or "
             "register it as a buffer"
@@ -59,7 +59,7 @@ class Kept:
     def add(self, result: Any, name: str) -> Any:
         """Note a result that `name` returned, and give it back."""
         tensors = list(torch_tensors.tensors_in(result))
-        self._seen.append((tensors, torch_tensors.versions(tensors), name))
+        self._seen.append((tensors, torch_tensors.sum_versions(tensors), name))
         return result
 
     def check(self) -> None:

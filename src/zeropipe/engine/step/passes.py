@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeropipe.engine.backward.splitters import Pass
+from zeropipe.engine.backward.splitters import BackwardPass
 from zeropipe.engine.comm.edges import Incoming, Message, Outgoing, Spec, answer_key, as_sent, spec_of
 from zeropipe.engine.stages.contract import Microbatch
 from zeropipe.engine.step import spread
@@ -120,25 +120,25 @@ class Passes:
             pairs = zip(outputs, data)
             handed = [own(tensor).detach() if spread.is_spread(tensor) else piece for tensor, piece in pairs]
             cell.after.inputs = [tensor.requires_grad_(needs) for tensor, needs in zip(handed, needs_grad)]
-            cell.version = torch_tensors.versions(cell.after.inputs)
+            cell.version = torch_tensors.sum_versions(cell.after.inputs)
         else:
             # contiguous here, where the step is joined with all streams: a send allocates nothing on the device
             cell.output = [as_sent(tensor) for tensor in data]
-            cell.version = torch_tensors.versions(cell.output)
+            cell.version = torch_tensors.sum_versions(cell.output)
 
-    def backward(self, cell: Cell, run: Callable[[Pass], None]) -> None:
+    def backward(self, cell: Cell, run: Callable[[BackwardPass], None]) -> None:
         """B or I, as the splitter's `run` does it."""
         run(self._way_of(cell))  # named nowhere, so that nothing of it outlives the cell
         self._hand_back(cell)
 
-    def _way_of(self, cell: Cell) -> Pass:
+    def _way_of(self, cell: Cell) -> BackwardPass:
         ways = [way for way in zip(cell.edges, cell.gradients) if way[1] is not None]
         roots: Sequence[Any] = [root for root, _ in ways]
         gradients: Sequence[Tensor] | None = [gradient for _, gradient in ways]
         if cell.root is not None:
             roots, gradients = ([cell.root] if cell.root.requires_grad else []), None
         inputs = [x for x in cell.inputs if x.requires_grad]
-        return Pass(cell.stage, cell.microbatch, cell.module, roots, gradients, inputs)
+        return BackwardPass(cell.stage, cell.microbatch, cell.module, roots, gradients, inputs)
 
     def _hand_back(self, cell: Cell) -> None:
         """Give the gradients of the inputs to the stage before; the rest of the cell is done with."""

@@ -15,7 +15,7 @@ from zeropipe.core.action import Action, Kind, Overlap
 from zeropipe.core.packed import pack
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Memory, Timeline
-from zeropipe.engine.backward.gradients import local
+from zeropipe.engine.backward.gradients import to_local
 from zeropipe.engine.backward.splitters import Splitter
 from zeropipe.engine.comm.fabric import Fabric
 from zeropipe.engine.mesh.shards import Shards
@@ -77,7 +77,7 @@ class Recorder:
             gauge.reset()
 
             def pack(tensor: Tensor) -> Tensor:
-                storage = local(tensor).untyped_storage()
+                storage = to_local(tensor).untyped_storage()
                 if not gauge.is_weight(storage):
                     saved[storage.data_ptr()] = storage.nbytes()
                 return tensor
@@ -93,13 +93,13 @@ class Recorder:
                 for tensor in torch_autograd.cached_tensors(caches):
                     pack(tensor)
                 for weight in self._parameters:  # weights are no activations
-                    saved.pop(local(weight).untyped_storage().data_ptr(), None)
+                    saved.pop(to_local(weight).untyped_storage().data_ptr(), None)
                 kept[forward] = sum(saved.values())
             during = sum(kept.values()) + sum(stashed.values()) + gauge.see()
             if backward is not None:
                 kept.pop(backward, None)
             if splits is not None:
-                stashed[splits] = self._splitter.alive(splits)
+                stashed[splits] = self._splitter.pending_bytes(splits)
             after = sum(kept.values()) + sum(stashed.values()) + gauge.level(left=True)
             self._marks.append((start, end, actions, during, after))
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from zeropipe.core.schedule import Schedule
-from zeropipe.engine.backward.gradients import gradient, local, squares
+from zeropipe.engine.backward.gradients import ensure_grad, squared_grad_norm, to_local
 from zeropipe.engine.comm.fabric import Fabric, Summing
 from zeropipe.engine.stages.contract import StageInfo, Tie
 from zeropipe.errors import ConfigError
@@ -67,10 +67,10 @@ class GradientSums:
         require_dense(self.shared, "summed over ranks")
         for one, other in self._within:
             if one.requires_grad and other.requires_grad:
-                mine, theirs = local(gradient(one)), local(gradient(other))
+                mine, theirs = to_local(ensure_grad(one)), to_local(ensure_grad(other))
                 theirs.copy_(mine.add_(theirs))
         for _, group, parameters in self._between:
-            _sum_between(group, [local(gradient(p)) for p in parameters if p.requires_grad])
+            _sum_between(group, [to_local(ensure_grad(p)) for p in parameters if p.requires_grad])
 
     def flags(self) -> list[tuple[tuple[str, str, tuple[int, ...]], object]]:
         """Which shared parameters need a gradient, in short: their holders must agree, or one would wait for ever."""
@@ -89,7 +89,7 @@ class GradientSums:
         by_holders: dict[int, list[nn.Parameter]] = {}
         for parameter in self._counted:
             by_holders.setdefault(self._layout.holders(parameter), []).append(parameter)
-        return sum(squares(parameters) / holders for holders, parameters in by_holders.items())
+        return sum(squared_grad_norm(parameters) / holders for holders, parameters in by_holders.items())
 
 
 def require_dense(parameters: Iterable[nn.Parameter], what: str) -> None:

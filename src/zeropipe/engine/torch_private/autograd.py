@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from zeropipe.engine.torch_private.tensors import storage_id, tensors_in
@@ -107,6 +107,11 @@ class ProductError(Exception):
         self.parameter = parameter  # the layer's weight
 
 
+def has_grad_hooks(parameter: Tensor | None) -> bool:
+    """Whether hooks wait for the gradient of a parameter: they would run before W."""
+    return bool(parameter is not None and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks))
+
+
 def is_modified(error: BaseException) -> bool:
     """Whether autograd says that a tensor it saved was modified in place."""
     return isinstance(error, RuntimeError) and "modified by an inplace operation" in str(error)
@@ -132,49 +137,6 @@ def is_summed(ctx: Any, number: int) -> bool:
 def in_transform() -> bool:
     """Whether a transform of torch.func (vmap, grad, ...) runs: it takes no autograd.Function of the older form."""
     return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
-
-
-class _Root(GradientEdge):
-    """The gradient edge of an output, for torch's own I, which asks it what it would ask the output.
-
-    torch cuts outputs off from their graph afterwards, in place. That cannot be done to a view, and an input that the
-    stage returns as it is would lose its gradient.
-    """
-
-    requires_grad = True
-
-    @property
-    def grad_fn(self) -> Any:
-        return self.node
-
-    def detach_(self) -> None: ...
-
-
-def stage_backward_input(
-    roots: Sequence[GradientEdge], gradients: Sequence[Tensor], inputs: list[Tensor], weights: Iterator[nn.Parameter]
-) -> tuple[Sequence[Tensor | None], list[dict[str, Any]]]:
-    """torch's own I: keeps the graph alive for `stage_backward_weight`."""
-    from torch.distributed.pipelining._backward import stage_backward_input as run
-
-    return run([_Root(*root) for root in roots], list(gradients), inputs, weights)  # type: ignore[misc]
-
-
-def passed_over(roots: Sequence[GradientEdge], groups: list[dict[str, Any]], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """The leaves behind `roots` that get a gradient neither by torch's own I nor by its W."""
-    known = {id(node.variable) for group in groups for node in group["params"]} | {id(tensor) for tensor in inputs}
-    return [leaf for leaf in _leaves_behind([root.node for root in roots], set()) if id(leaf) not in known]
-
-
-def begins_in_python(groups: list[dict[str, Any]]) -> bool:
-    """Whether torch's own W starts at the backward of an `autograd.Function`, which does not keep itself alive."""
-    return any(isinstance(node, torch._C._FunctionBase) for group in groups for node in group["intermediates"])
-
-
-def stage_backward_weight(weights: Iterable[nn.Parameter], groups: list[dict[str, Any]]) -> None:
-    """torch's own W: one autograd.grad per parameter."""
-    from torch.distributed.pipelining._backward import stage_backward_weight as run
-
-    run(weights, groups)
 
 
 def is_profiling() -> bool:

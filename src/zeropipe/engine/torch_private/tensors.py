@@ -30,7 +30,7 @@ def like(parameter: Any, piece: Tensor) -> Tensor:
     return spread
 
 
-def ends_of_spread(x: Any, weight: Any, has_bias: bool) -> tuple[list[Any], list[Any]] | None:
+def linear_placements(x: Any, weight: Any, has_bias: bool) -> tuple[list[Any], list[Any]] | None:
     """How a product of pieces is spread, if it is one: the input's gradient, and the output.
 
     A weight spread by its rows with a whole input; or by its columns, with an input that is spread alike.
@@ -128,7 +128,7 @@ def is_shared(tensor: Any) -> bool:
     return piece.layout is torch.strided and num_aliases(piece) > 1
 
 
-def versions(tensors: Iterable[Tensor]) -> int:
+def sum_versions(tensors: Iterable[Tensor]) -> int:
     """A number that grows with every write in place to one of the tensors; those made in inference mode count none."""
     return sum(tensor._version for tensor in tensors if not tensor.is_inference())
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 
 from zeropipe.core.model.operators import ADDED, ENDS, Op
-from zeropipe.engine.backward.linear import defer, deferred_in
+from zeropipe.engine.backward.linear import defer, find_deferred
 from zeropipe.engine.stages.hf import HFStage
 from zeropipe.estimating.count.graph import kernels, least_kept, moved
 from zeropipe.estimating.count.watch import ATTENTION, EXPERTS, Call, Watched, memory_of
@@ -70,7 +70,7 @@ def operators(seen: Seen) -> tuple[Op, ...]:
 def _products(seen: Seen, calls: Sequence[Call], parameters: dict[int, int]) -> list[Op]:
     """The matrix products."""
     defer(seen.stage)
-    waiting = {memory_of(layer._parameters[name]) for layer in deferred_in(seen.stage) for name in layer.defers}
+    waiting = {memory_of(layer._parameters[name]) for layer in find_deferred(seen.stage) for name in layer.defers}
     divided = set(map(memory_of, seen.divided))
     parts = _parts(seen.watched.calls, divided)
     stacks = _stacks(seen.stage)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from zeropipe.engine.backward.linear import deferred_in
+from zeropipe.engine.backward.linear import find_deferred
 from zeropipe.engine.mesh.proof import prove
 from zeropipe.engine.mesh.spreading import Sharing
 from zeropipe.engine.mesh.talk import Actor, Peers, actors
@@ -35,8 +35,8 @@ def share(stage: HFStage, tp: int, watched: Watched) -> Iterator[Sequence[Tensor
     prove(stage, plan, False)
     sharing = Sharing(Peers(_GROUP, 0, tp), None)
     spread_stage(stage, plan, sharing, False)
-    for layer in deferred_in(stage):
-        layer.is_watched = True  # autograd runs it: deferring asks what device it is on
+    for layer in find_deferred(stage):
+        layer.has_hooks = True  # autograd runs it: deferring asks what device it is on
     actors[_GROUP] = _Alone(watched, tp)
     try:
         yield sharing.pieces()

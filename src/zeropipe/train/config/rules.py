@@ -90,8 +90,6 @@ def _check_mesh(config: RunConfig) -> Iterator[str]:
             yield "engine.offload=true is for sharded weights; use mesh.dp_shard of at least 2, or leave it out"
         if engine.shards == "regather":
             yield "engine.shards='regather' is for sharded weights; use mesh.dp_shard of at least 2, or leave it out"
-    elif engine.shards == "regather" and engine.split == "autograd":
-        yield "engine.split='autograd' may read weights in W, which shards='regather' has freed; use split='store'"
     if config.lora is not None and mesh.tp > 1:
         yield f"mesh.tp={mesh.tp}: adapters (lora) cannot be sharded over tp; use dp_shard, or leave out lora"
 

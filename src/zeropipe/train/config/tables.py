@@ -122,9 +122,7 @@ class EngineTable(Table):
     ac: str = Field(
         default="none", description="Activation checkpointing: none, full, selective:N, selective:op, memory_budget:X."
     )
-    split: Literal["store", "autograd", "whole"] = Field(
-        default="store", description="How the backward is split into I and W."
-    )
+    split: Literal["store", "whole"] = Field(default="store", description="How the backward is split into I and W.")
     dynamic_weights: Flag = Field(
         default=False, description="While waiting for a message, run pending weight gradients (W)."
     )
