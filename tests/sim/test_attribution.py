@@ -366,3 +366,17 @@ def test_bad_files_end_in_one_line(run, tmp_path, content, args, words):
     assert (status, out) == (2, "")
     assert len(err.strip().splitlines()) == 1
     assert words in err
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "interleaved", "zbv"])
+@pytest.mark.parametrize("policy", ["keep", "regather"])
+def test_a_sharded_step_predicted_from_itself(name, policy):
+    """Waits for weights and gradients are communication: neither overhead nor jitter, which would be negative."""
+    schedule = zp.build(name, ranks=2, microbatches=6)
+    costs = zp.Costs(f=1, i=1.1, w=0.9, b=2, shards=policy, unshard=0.5, reduce=1.5, units=4, p2p=0.1, unit="s")
+    timeline = zp.simulate(schedule, costs)
+    assert zp.simulate(schedule, fit(timeline)).makespan == pytest.approx(timeline.makespan, rel=0.03)
+    for causes in attribute_idle_time(timeline):
+        assert causes.jitter == pytest.approx(0, abs=0.03 * timeline.makespan)
+        assert causes.overhead == pytest.approx(0, abs=1e-9)
+        assert causes.communication > 0

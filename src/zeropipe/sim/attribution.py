@@ -24,7 +24,7 @@ from typing import NamedTuple
 from zeropipe.core.timeline import Span, Timeline
 from zeropipe.errors import ConfigError
 from zeropipe.sim.costs import SAME_LINK, SHARD_FIELDS, TIME_FIELDS, Costs
-from zeropipe.sim.fit import fit
+from zeropipe.sim.fit import fit, overhead_per_action
 from zeropipe.sim.simulate import simulate
 
 
@@ -89,7 +89,10 @@ def require_same_schedule(measured: Timeline, predicted: Timeline) -> None:
 
 
 def attribute_idle_time(measured: Timeline) -> tuple[LostTime, ...]:
-    """The idle time of each rank by cause. The sum is the makespan minus the rank's busy time."""
+    """The idle time of each rank by cause. The sum is the makespan minus the rank's busy time.
+
+    Actions of sharded stages may wait for weights and gradients while they run. Their waits are idle time, too.
+    """
     schedule, costs = measured.schedule, fit(measured)
     no_messages = replace(
         costs.without_sharding(), p2p=0.0, bandwidth=None, edges={}, inter_node=SAME_LINK, blocking=False,
@@ -103,15 +106,19 @@ def attribute_idle_time(measured: Timeline) -> tuple[LostTime, ...]:
     jitter = measured.makespan - no_jitter.makespan
     lost = []
     for rank in range(schedule.num_ranks):
-        with_messages, without_messages, with_equal_stages = (
-            timeline.makespan - timeline.busy[rank] for timeline in (no_jitter, no_communication, balanced)
+        computing = no_communication.busy[rank]
+        overhead = computing - measured.busy[rank]
+        if measured.sharding is not None:
+            overhead = overhead_per_action(measured) * sum(1 for _ in measured.steps(rank))
+        without_messages, with_equal_stages = (
+            timeline.makespan - timeline.busy[rank] for timeline in (no_communication, balanced)
         )
         lost.append(
             LostTime(
                 schedule=with_equal_stages,
                 imbalance=without_messages - with_equal_stages,
-                communication=with_messages - without_messages,
-                overhead=no_jitter.busy[rank] - measured.busy[rank],
+                communication=no_jitter.makespan - computing - without_messages,
+                overhead=overhead,
                 jitter=jitter,
             )
         )

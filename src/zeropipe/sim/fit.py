@@ -23,11 +23,8 @@ def fit(timeline: Timeline) -> Costs:
     """
     num_stages = timeline.schedule.num_stages
     steps = [step for rank in range(timeline.num_ranks) for step in timeline.steps(rank)]
-    durations: dict[tuple[Kind, int], list[float]] = defaultdict(list)  # of actions that are not in an Overlap
-    for step in steps:
-        if len(step) == 1:
-            durations[step[0].action.kind, step[0].action.stage].append(step[0].end - step[0].start)
-    overhead = sum(causes.other for causes in idle_times(timeline)) / max(1, len(steps))
+    durations = _durations_without_waits(timeline)
+    overhead = overhead_per_action(timeline)
     f, b, i, w = (
         [time + overhead for time in _mean_durations(kind, durations, steps, num_stages)]
         for kind in (Kind.F, Kind.B, Kind.I, Kind.W)
@@ -38,12 +35,40 @@ def fit(timeline: Timeline) -> Costs:
     else:
         b = [time if (Kind.B, s) in durations else i[s] + w[s] for s, time in enumerate(b)]
     activation, stash, weights = _fit_memory(timeline)
-    sharding = {} if timeline.sharding is None else _fit_sharding(timeline, timeline.sharding)
+    sharding = {} if timeline.sharding is None else _fit_sharding(timeline, timeline.sharding, durations)
     return Costs(
         f=f, i=i, w=w, b=b, overlap=_fit_overlap(steps, f, b, overhead), p2p=find_reasons(timeline).message,
         activation=activation, stash=stash, weights=weights, memory_limit=timeline.memory_limit,
         unit=timeline.unit, memory_unit=timeline.memory_unit, **sharding,
     )  # fmt: skip
+
+
+def overhead_per_action(timeline: Timeline) -> float:
+    """The mean time between two actions of a rank that does not wait for data; an Overlap is one action."""
+    num_steps = sum(1 for rank in range(timeline.num_ranks) for _ in timeline.steps(rank))
+    return sum(causes.other for causes in idle_times(timeline)) / max(1, num_steps)
+
+
+def _durations_without_waits(timeline: Timeline) -> dict[tuple[Kind, int], list[float]]:
+    """Durations of the actions that are not in an Overlap, by kind and stage.
+
+    An action during which its stage is gathered or reduced may include a wait for that. Such actions count only if
+    there are no others.
+    """
+    durations: dict[tuple[Kind, int], list[float]] = defaultdict(list)
+    with_waits: dict[tuple[Kind, int], list[float]] = defaultdict(list)
+    for rank in range(timeline.num_ranks):
+        events = [] if timeline.sharding is None else list(timeline.sharding_spans(rank))
+        for step in timeline.steps(rank):
+            if len(step) == 1:
+                span = step[0]
+                waits = any(
+                    event.action.stage == span.action.stage and event.start < span.end and span.start < event.end
+                    for event in events
+                )
+                times = with_waits if waits else durations
+                times[span.action.kind, span.action.stage].append(span.end - span.start)
+    return {**with_waits, **durations}
 
 
 def _mean(values: Iterable[float]) -> float:
@@ -75,7 +100,9 @@ def _fit_overlap(steps: list[tuple[Span, ...]], f: list[float], b: list[float], 
     return [max(0.0, f[s] + b[s] - _mean(savings[s])) for s in range(len(f))]
 
 
-def _fit_sharding(timeline: Timeline, sharding: Sharding) -> dict[str, Any]:
+def _fit_sharding(
+    timeline: Timeline, sharding: Sharding, durations: dict[tuple[Kind, int], list[float]]
+) -> dict[str, Any]:
     """The fields of Costs for sharded stages.
 
     A measured gather ends when an action waited for it, so only the fastest one shows its time: the one with the
@@ -89,7 +116,7 @@ def _fit_sharding(timeline: Timeline, sharding: Sharding) -> dict[str, Any]:
     for rank in range(timeline.num_ranks):
         begin, stop = sharding.packed.offsets[rank : rank + 2]
         gathers = Counter[int]()
-        last_end = _last_gradient_ends(timeline, rank)
+        last_end = _last_gradient_ends(timeline, rank, durations)
         event_sizes = memoryview(sharding.size).cast("d")[begin:stop]
         for ((stage, kind, _), start, end), size in zip(sharding.events(rank), event_sizes, strict=True):
             sizes[kind][stage] = size
@@ -109,10 +136,21 @@ def _fit_sharding(timeline: Timeline, sharding: Sharding) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _last_gradient_ends(timeline: Timeline, rank: int) -> dict[int, float]:
-    """The end of the last B or W of each stage on a rank."""
-    spans = (span for step in timeline.steps(rank) for span in step)
-    return {span.action.stage: span.end for span in spans if span.action.kind in (Kind.B, Kind.W)}
+def _last_gradient_ends(
+    timeline: Timeline, rank: int, durations: dict[tuple[Kind, int], list[float]]
+) -> dict[int, float]:
+    """When the last gradients of each stage on a rank are computed.
+
+    The last B or W of a measured run may include a wait for the reduce: it is taken to last as long as the others.
+    """
+    ends: dict[int, float] = {}
+    for step in timeline.steps(rank):
+        for span in step:
+            kind, stage = span.action.kind, span.action.stage
+            if kind in (Kind.B, Kind.W):
+                typical = _mean(durations.get((kind, stage), ())) or inf
+                ends[stage] = min(span.end, span.start + typical) if len(step) == 1 else span.end
+    return ends
 
 
 def _reduce_time(start: float, end: float, last_gradient: float, units: int) -> float:
