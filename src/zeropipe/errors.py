@@ -10,7 +10,7 @@ ZeropipeError
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from reprlib import Repr
 from typing import Any, NamedTuple
 
@@ -20,6 +20,8 @@ _REPR.maxstring = _REPR.maxother = _REPR.maxlong = 60
 
 class ZeropipeError(Exception):
     """Base of all errors that a user may want to catch."""
+
+    json_fields: Mapping[str, Any] = {}  # for the document that a command prints with --json, beside "error"
 
 
 class ConfigError(ZeropipeError, ValueError):

@@ -489,3 +489,26 @@ def test_a_narrow_terminal_folds_no_cell_of_the_ranking(columns, lines):
     assert max(len(line.rstrip()) for line in text.splitlines()) <= columns
     assert all(text.count(cell) == 2 for cell in row)
     assert text.count("\n") == text[: text.index("10*")].count("\n") + 2 * lines + 1
+
+
+def test_json_is_one_document_if_nothing_fits(capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", "qwen3-32b", "--gpus", "2", "--batch", "16", "--memory", "24GB", "--schedules", "1f1b", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["error"].startswith("nothing fits into 20.0 GB")
+    assert found["rows"] == []
+    assert found["misfits"] or found["too_large"], "with what comes closest"
+
+
+def test_recomputation_is_known_with_one_mode_of_checkpointing():
+    def seconds(*modes):
+        rows = zp.plan(
+            "qwen3-8b", gpus=8, batch=16, pp=4, tp=2, ac=modes, microbatch_sizes=[1], schedules=["1f1b"],
+            search_seconds=0, workers=1,
+        ).rows  # fmt: skip
+        assert {row.candidate.ac for row in rows} <= set(modes)
+        return next(row.seconds for row in rows if row.candidate.ac == "full")
+
+    alone = seconds("full")
+    assert alone.recompute > 0
+    assert alone == seconds("none", "full")

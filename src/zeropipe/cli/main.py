@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import TextIO
+from typing import Any, TextIO
 
 import click
 
@@ -51,7 +51,7 @@ def main(args: list[str] | None = None) -> None:
         app.main(arguments or ["--help"], standalone_mode=False)
         sys.stdout.flush()  # while a full disk can still be reported
     except ZeropipeError as error:
-        _fail(str(error), arguments)
+        _fail(str(error), arguments, error.json_fields)
     except click.ClickException as error:
         _fail(error.format_message().rstrip("."), arguments)
     except (KeyboardInterrupt, click.Abort):
@@ -67,11 +67,11 @@ def main(args: list[str] | None = None) -> None:
         _fail(f"cannot write {error.filename or 'the output'}: {error.strerror or error}", arguments)
 
 
-def _fail(message: str, args: Sequence[str]) -> None:
+def _fail(message: str, args: Sequence[str], json_fields: Mapping[str, Any] | None = None) -> None:
     text = "\n".join(_shorten(line) for line in message.splitlines())
     try:
         if "--json" in args:
-            print(json.dumps({"error": text}))
+            print(json.dumps({"error": text, **(json_fields or {})}))
             sys.stdout.flush()
         print(f"zeropipe: {text}", file=sys.stderr, flush=True)
     except OSError:

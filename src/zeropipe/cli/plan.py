@@ -91,8 +91,13 @@ def plan(model: str, rows: int, out: str | None, as_json: bool, **values: Any) -
         costs = model if source else None if values["efficiency"] else values["gpu"]
         written = write_run(made, made.best, out, source.model if source else model, costs)
     if as_json:
-        output.print_json({**plan_data(made), "files": written})
-        made.require_fit()
+        data = {**plan_data(made), "files": written}
+        try:
+            made.require_fit()
+        except ConfigError as error:
+            error.json_fields = data
+            raise
+        output.print_json(data)
     else:
         _print_plan(made, rows)
         for path in written:

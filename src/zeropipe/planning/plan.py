@@ -95,7 +95,8 @@ def plan(
         )
         costs = estimate(
             opened, gpu=gpu, sequence=sequence, dtype=dtype, compile=compile, efficiency=efficiency,
-            tp=space.tp, microbatch_size=space.microbatch_sizes, ac=space.ac,
+            tp=space.tp, microbatch_size=space.microbatch_sizes,
+            ac=[*space.ac, *({"none"} - set(space.ac))],  # "none" tells how much of the others is recomputation
         )  # fmt: skip
         memory = find_gpu(gpu).memory if memory is None else memory
     context = PlanContext.create(costs, gpus_per_node, _usable_memory(costs, memory, reserve))
