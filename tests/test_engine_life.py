@@ -13,7 +13,7 @@ import torch
 from engine_helpers import TOLERANCE, largest, ranks
 
 import zeropipe as zp
-from zeropipe.engine.comm.edges import Part, read_header, write_header
+from zeropipe.engine.comm.messages import TensorSpec, decode_header, encode_header
 from zeropipe.engine.run.launch import LocalRanks, model_code
 from zeropipe.engine.step.cells import as_tuple, moved
 from zeropipe.engine.step.losses import StepResult, Tally, require_counted
@@ -96,8 +96,8 @@ def test_the_norm_of_many_gradients_is_not_a_sum_in_float32(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.float8_e5m2, torch.uint16, torch.uint64], ids=str)
 def test_a_message_tells_its_dtype(dtype):
-    spec = (Part(dtype, (2, 3), needs_grad=False),)
-    assert read_header(write_header(spec)) == spec
+    spec = (TensorSpec(dtype, (2, 3), needs_grad=False),)
+    assert decode_header(encode_header(spec)) == spec
 
 
 def test_the_norm_counts_both_parts_of_complex_numbers():

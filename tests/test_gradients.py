@@ -67,7 +67,7 @@ def test_gradients_stay_in_the_callers_buffer(name, tie):
         ("tie", "zbv", "weight of stage 0, tied to weight of stage 3, has other values on rank 0 than on rank 0"),
         ("tie frozen", "1f1b", "weight of stage 0, tied to weight of stage 1, has requires_grad False on rank 1"),
         ("tie one-sided", "1f1b", "stage 0 ties its weight to weight of stage 1, which names no such tie"),
-        ("option", "1f1b", "rank 1 has shapes='dynamic', rank 0 has shapes='auto': give every rank the same"),
+        ("option", "1f1b", "rank 1 has shapes='dynamic', rank 0 has shapes='auto': every rank must have the same"),
         ("microbatch", "1f1b", "'target' of microbatch 2 has other values on rank 1 than on rank 0"),
     ],
 )

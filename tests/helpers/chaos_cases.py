@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from zeropipe.core.schedule import Schedule
 from zeropipe.engine import Engine
-from zeropipe.engine.comm.fabric import Fabric
+from zeropipe.engine.comm.communicator import Communicator
 
 
 class Points:
@@ -55,16 +55,16 @@ def train(schedule: Schedule, seed: int, culprit: int, kind: str, when: int, tim
     rank, calls = dist.get_rank(), random.Random(seed)
     outside = kind in ("delay", "killed", "stopped") or rank != culprit
     point = Points(None if outside else kind, when, seed + rank)
-    exchange = Fabric.exchange
+    exchange = Communicator.exchange
 
-    def past(self: Fabric, value: object) -> list[Any]:
+    def past(self: Communicator, value: object) -> list[Any]:
         point()
         return exchange(self, value)
 
     stages = {stage: Struck(stage, point) for stage in schedule.placement.stages_of(rank)}
     number = schedule.num_microbatches
     with (
-        mock.patch.object(Fabric, "exchange", past),
+        mock.patch.object(Communicator, "exchange", past),
         Engine(schedule, stages, record=True, timeout=timeout) as engine,
     ):
         optimizer = torch.optim.SGD(engine.parameters(), lr=0.01)

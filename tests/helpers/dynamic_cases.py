@@ -20,7 +20,7 @@ from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Timeline
 from zeropipe.engine import Engine, module_stages
 from zeropipe.engine.backward.splitters import StoreSplitter
-from zeropipe.engine.comm.edges import Message
+from zeropipe.engine.comm.messages import Message
 from zeropipe.engine.stages.contract import describe_stage
 from zeropipe.engine.step.cells import Cell
 from zeropipe.engine.step.dynamic import movable

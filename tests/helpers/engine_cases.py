@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from zeropipe.core.schedule import Schedule
 from zeropipe.engine import Engine, module_stages
-from zeropipe.engine.comm import edges
+from zeropipe.engine.comm import channels
 from zeropipe.engine.run.torch_runtime import torch_runtime
 
 F64 = {"dtype": torch.float64}
@@ -42,25 +42,25 @@ def train_in_halves(schedule: Schedule, steps: int) -> dict[str, float]:
 def train_in_step(schedule: Schedule, steps: int, recv_ahead: int, timeout: float) -> dict[str, float]:
     """Every send waits until it is received, every receive until its message is here: nothing is ever under way."""
     acknowledged, word = 99, torch.zeros(1)
-    post, send = edges.Incoming._post, edges.Outgoing.send
+    post, send = channels.Receiver._post, channels.Sender.send
 
-    def post_and_wait(self: edges.Incoming, spec: edges.Spec) -> None:
+    def post_and_wait(self: channels.Receiver, spec: channels.Spec) -> None:
         post(self, spec)
         assert self._posted[-1] is not None
         _, tensors, works = self._posted[-1]
-        self._wire.wait(works)
+        self._channel.wait(works)
         self._posted[-1] = (spec, tensors, [])
         if works:
-            self._wire.wait([self._wire.headers.send([word], self._wire.peer, acknowledged)])
+            self._channel.wait([self._channel.headers.send([word], self._channel.peer, acknowledged)])
 
-    def send_and_wait(self: edges.Outgoing, tensors: Sequence[Tensor], left: edges.Left | None = None) -> None:
-        send(self, tensors, left)
+    def send_and_wait(self: channels.Sender, tensors: Sequence[Tensor], on_sent: channels.OnSent | None = None) -> None:
+        send(self, tensors, on_sent)
         if tensors:
-            self._wire.wait([self._wire.headers.recv([word], self._wire.peer, acknowledged)])
+            self._channel.wait([self._channel.headers.recv([word], self._channel.peer, acknowledged)])
 
     with (
-        mock.patch.object(edges.Incoming, "_post", post_and_wait),
-        mock.patch.object(edges.Outgoing, "send", send_and_wait),
+        mock.patch.object(channels.Receiver, "_post", post_and_wait),
+        mock.patch.object(channels.Sender, "send", send_and_wait),
     ):
         return train(schedule, steps, recv_ahead=recv_ahead, timeout=timeout)
 

@@ -21,9 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zeropipe.core.schedule import Schedule
 from zeropipe.engine import CausalLMLoss, Engine, module_stages
-from zeropipe.engine.comm import edges, faults, listener, watchdog
-from zeropipe.engine.comm.fabric import Fabric
-from zeropipe.engine.comm.faults import Board, StoreThread
+from zeropipe.engine.comm import channels, faults, threads, watchdog
+from zeropipe.engine.comm.communicator import Communicator
+from zeropipe.engine.comm.faults import ErrorBoard, StoreThread
 from zeropipe.engine.comm.ranks import default_store
 from zeropipe.engine.layout import Layout
 from zeropipe.engine.run import launch
@@ -213,27 +213,27 @@ def what_a_failure_keeps(schedule: Schedule) -> tuple[bool, str]:
 
 def watched_by_the_next(culprit: int) -> str:
     """What ranks that wait for nothing learn of one that is killed: by their watchdogs alone."""
-    fabric = Fabric(Layout.of(None), torch.device("cpu"), 60.0)
-    fabric.exchange(None)
+    comm = Communicator(Layout.create(None), torch.device("cpu"), 60.0)
+    comm.exchange(None)
     if dist.get_rank() == culprit:
         os.kill(os.getpid(), signal.SIGKILL)
     end = time.monotonic() + 20
-    while not fabric.closed and time.monotonic() < end:
+    while not comm.closed and time.monotonic() < end:
         time.sleep(0.02)
-    text = fabric.board.read()
-    fabric.close()
+    text = comm.board.read_error()
+    comm.close()
     return text or "nothing"
 
 
 def closed_one_after_the_other() -> str | None:
     """What is on the board after ranks that listen to each other have closed, each at its own time."""
-    fabric = Fabric(Layout.of(None), torch.device("cpu"), 60.0)
-    fabric.exchange(None)
+    comm = Communicator(Layout.create(None), torch.device("cpu"), 60.0)
+    comm.exchange(None)
     time.sleep(0.2 * dist.get_rank())
-    board = Board(StoreThread(default_store, 5.0, 5.0), fabric.name, fabric.rank, fabric.size)
-    fabric.close()
+    board = ErrorBoard(StoreThread(default_store, 5.0, 5.0), comm.name, comm.rank, comm.size)
+    comm.close()
     time.sleep(1.0)
-    return board.read()
+    return board.read_error()
 
 
 def silent(schedule: Schedule) -> None:
@@ -337,7 +337,7 @@ PHASES = {  # what is struck, and the name of the place
     "shared": ("zeropipe.engine.step.sums.GradientSums.run", "the sum of shared gradients"),
     "norm": ("zeropipe.engine.step.sums.GradientSums.squares", "the gradient norm"),
     "timeline": ("zeropipe.engine.step.recorder.Recorder.rows", "gathering the timeline"),
-    "between": ("torch.optim.SGD.step", "a place between steps"),
+    "between": ("torch.optim.SGD.step", "a point between steps"),
     "control": ("zeropipe.engine.torch_private.comm.gloo_group", "set-up"),
     "set-up": ("zeropipe.engine.engine.GradientSums", "set-up, connecting"),
 }
@@ -426,16 +426,16 @@ def threads_left(schedule: Schedule) -> list[str]:
     def slowly(name: str, function: Any, *args: Any) -> threading.Thread:
         def run() -> None:
             function(*args)
-            time.sleep(0.2)
+            time.sleep(0 if name.startswith("calling") else 0.2)
 
         thread = threading.Thread(target=run, name=f"slow-{name}", daemon=True)
         thread.start()
         return thread
 
-    modules = (watchdog, listener, faults, edges)
+    modules = (watchdog, threads, faults, channels)
     with contextlib.ExitStack() as patched:
         for module in modules:
-            patched.enter_context(mock.patch.object(module, "started", slowly))
+            patched.enter_context(mock.patch.object(module, "start_thread", slowly))
         with Engine(schedule, own(blocks(schedule.num_stages), schedule), dynamic_weights=True) as engine:
             engine.train_step(microbatches(schedule.num_microbatches), SquareLoss())
             assert len({thread.name for thread in threading.enumerate() if thread.name.startswith("slow-")}) == 5

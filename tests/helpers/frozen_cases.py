@@ -92,7 +92,7 @@ def saved(model: str, sizes: dict[str, int], dtype: torch.dtype, path: str, old:
         return str(read_manifest(Path(path)).model["base"])
 
 
-def in_version_1(fabric: Any, catalog: Any) -> str:
+def in_version_1(comm: Any, catalog: Any) -> str:
     """A plain sum of the bits of each piece, as integers of 32 bits where they divide."""
 
     def bits(piece: Tensor, offsets: Any) -> int:
@@ -100,7 +100,7 @@ def in_version_1(fabric: Any, catalog: Any) -> str:
         whole = flat.view(torch.int32) if flat.numel() % 4 == 0 else flat.view(torch.int16)
         return int(whole.sum(dtype=torch.int64))
 
-    sums = fingerprint._sum_over_ranks(fabric, catalog, bits)
+    sums = fingerprint._sum_over_ranks(comm, catalog, bits)
     facts = [(d.name, d.shape, d.dtype, sums[d.name]) for d in catalog.infos.values() if d.is_frozen]
     return fingerprint._digest(facts)
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from zeropipe.core.schedule import Schedule
 from zeropipe.engine import Engine, module_stages, parallelize
-from zeropipe.engine.comm.fabric import Fabric
+from zeropipe.engine.comm.communicator import Communicator
 from zeropipe.errors import ConfigError, EngineError
 
 
@@ -55,10 +55,10 @@ def struck(schedule: Schedule, sizes: dict[str, int], kind: str, culprit: int, w
 
 
 def struck_in_set_up(schedule: Schedule, sizes: dict[str, int], where: str, *args: Any) -> None:
-    """`struck` when this process is about to call a part of a Fabric; others may wait for it inside NCCL."""
+    """`struck` when this process is about to call a part of a Communicator; others may wait for it inside NCCL."""
     kind, culprit = args[0], args[1]
     if dist.get_rank() == culprit:
-        setattr(Fabric, where, lambda *_, **__: strike(kind))
+        setattr(Communicator, where, lambda *_, **__: strike(kind))
     struck(schedule, sizes, *args)
 
 

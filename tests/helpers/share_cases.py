@@ -1,8 +1,9 @@
-"""What the local ranks run in test_share.py."""
+"""What the local ranks run in test_broadcast.py."""
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -15,15 +16,14 @@ from torch import Tensor, nn
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Timeline
 from zeropipe.engine import Engine
-from zeropipe.engine.comm.fabric import Fabric
-from zeropipe.engine.comm.share import share
+from zeropipe.engine.comm.broadcast import broadcast_value
+from zeropipe.engine.comm.communicator import Communicator
 from zeropipe.engine.layout import Layout
 from zeropipe.engine.step import clock
-from zeropipe.engine.step.opening import KindBook
 
 
 class Pair(NamedTuple):
-    """A kind of output that share() does not know."""
+    """A kind of output that broadcast_value() does not know."""
 
     logits: Tensor
     name: str
@@ -38,11 +38,11 @@ def shared_values() -> list[bool]:
         "none": torch.empty(0, 4), "complex": torch.complex(wide, wide).conj(), "twice": [wide, wide],
         "sparse": (wide > 1).float().to_sparse(), "pair": Pair(wide[3], "x" * 5000), "other": (1, None, "word"),
     }  # fmt: skip
-    fabric = Fabric(Layout.of(None), torch.device("cpu"), 60.0)
+    comm = Communicator(Layout.create(None), torch.device("cpu"), 60.0)
     found = []
-    with mock.patch("zeropipe.engine.comm.share.PIECE", 1000):
-        for root in range(fabric.size):
-            got = share(fabric, value if fabric.rank == root else None, root, torch.device("cpu"))
+    with mock.patch("zeropipe.engine.comm.broadcast.CHUNK_BYTES", 1000):
+        for root in range(comm.size):
+            got = broadcast_value(comm, value if comm.rank == root else None, root, torch.device("cpu"))
             same = (got["pair"].name, got["other"]) == (value["pair"].name, value["other"])
             same &= all(_equal(got[key], value[key]) for key in ("plain", "transposed", "half", "bool", "word", "none"))
             same &= _equal(got["complex"], value["complex"]) and _equal(
@@ -50,7 +50,7 @@ def shared_values() -> list[bool]:
             )
             same &= got["twice"][0] is got["twice"][1] and _equal(got["pair"].logits, value["pair"].logits)
             found.append(bool(same))
-    fabric.close()
+    comm.close()
     return found
 
 
@@ -86,7 +86,7 @@ def always_new_values(schedule: Schedule, steps: int) -> tuple[float, int]:
     plain, stages = blocks(schedule.num_stages), own(blocks(schedule.num_stages), schedule)
     loss_fn, error = SquareLoss(), 0.0
     with Engine(schedule, stages) as engine:
-        engine._kinds = KindBook(room=10)
+        engine._shapes._max_kinds = 10
         for step in range(steps):
             batches = microbatches(schedule.num_microbatches, seed=step)
             for index, batch in enumerate(batches):
@@ -94,9 +94,8 @@ def always_new_values(schedule: Schedule, steps: int) -> tuple[float, int]:
             wanted = plain_step(nn.Sequential(*plain), batches, loss_fn)
             error = max(error, abs(engine.train_step(batches, loss_fn).loss - wanted))
             error = max(error, abs(engine.eval_step(batches, loss_fn).loss - wanted))
-        tables = [engine._kinds._numbers, engine._executors._made]
-        tables += [wire.heard for wire in engine._wires.values()] + [e.announced for e in engine._outgoing.values()]
-        return error, max(map(len, tables))
+        shapes = Counter(key[:2] if key[0] in ("sent", "received") else key[0] for key in engine._shapes._shapes)
+        return error, max(len(engine._shapes._kinds), *shapes.values())
 
 
 def drifting_clocks(schedule: Schedule, steps: int) -> list[Timeline]:

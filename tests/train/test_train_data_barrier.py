@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("torch", reason="needs torch")
 from train_samples import run_of
 
-from zeropipe.engine.comm.pulse import Place
+from zeropipe.engine.comm.heartbeat import RankStatus
 from zeropipe.errors import ConfigError, EngineError
 from zeropipe.train.data import cache, prepare
 from zeropipe.train.loop.data_barrier import make_check
@@ -19,16 +19,16 @@ def test_a_signal_stops_the_making_of_data_and_leaves_nothing(tmp_path, monkeypa
     monkeypatch.setattr(cache, "_CHECK_EVERY_S", -1.0)
     (tmp_path / "a.txt").write_text("some text to learn from")
     config = run_of(tmp_path, kind="text", path=str(tmp_path / "a.txt"), tokenizer="bytes", batch=1)
-    signals, ranks = StopSignals(), SimpleNamespace(place=Place())
+    signals, ranks = StopSignals(), SimpleNamespace(status=RankStatus())
     signals.received = "SIGTERM"
     with pytest.raises(EngineError, match="SIGTERM: stopped while the data was prepared"):
         prepare(config, print, make_check(signals, ranks))
     assert list((tmp_path / "out" / "data").iterdir()) == []
     signals.received = ""
-    before = ranks.place.sign
+    before = ranks.status.progress
     prepare(config, print, make_check(signals, ranks))
-    assert ranks.place.sign != before, "the others see progress"
-    assert ranks.place.busy
+    assert ranks.status.progress != before, "the others see progress"
+    assert ranks.status.is_busy
     signals.received = "SIGTERM"
     prepare(config, print, make_check(signals, ranks))  # it is there, and the run itself sees the signal
 

@@ -53,13 +53,13 @@ def test_machines_with_different_files_are_refused(tmp_path):
     for copied, trained, ran in pool(2).run(train_unlike, config):
         file = r"\S+/config.json='\d+ bytes, sum \w{8}'"
         assert re.fullmatch(
-            f"rank 1 has {file}, rank 0 has {file}: give every rank the same files of the model", copied
+            f"rank 1 has {file}, rank 0 has {file}: every rank must have the same files of the model", copied
         )
         assert trained == (
-            f"rank 1 has optimizer.lr=7.0, rank 0 has optimizer.lr={config.optimizer.lr}: give every rank the same "
-            "training file and options"
+            f"rank 1 has optimizer.lr=7.0, rank 0 has optimizer.lr={config.optimizer.lr}: every rank must have the "
+            "same training file and options"
         )
-        assert ran == "rank 1 has seed=1, rank 0 has seed=0: give every rank the same options"
+        assert ran == "rank 1 has seed=1, rank 0 has seed=0: every rank must have the same options"
 
 
 def test_norms_and_biases_do_not_decay_whatever_their_shape():

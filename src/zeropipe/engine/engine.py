@@ -22,12 +22,13 @@ from zeropipe.engine.backward.splitters import Splitter, create_splitter
 from zeropipe.engine.blocks.compiling import set_blocks
 from zeropipe.engine.checkpoint.catalog import EngineView
 from zeropipe.engine.checkpoint.named_weights import named_weights
+from zeropipe.engine.comm.broadcast import broadcast_value
+from zeropipe.engine.comm.channels import Sender
 from zeropipe.engine.comm.collective import on_all_ranks
-from zeropipe.engine.comm.edges import Outgoing
-from zeropipe.engine.comm.fabric import Fabric
-from zeropipe.engine.comm.faults import PeerLost, is_closed
-from zeropipe.engine.comm.pulse import BETWEEN
-from zeropipe.engine.comm.share import share
+from zeropipe.engine.comm.communicator import Communicator
+from zeropipe.engine.comm.faults import PeerLost, is_transport_error
+from zeropipe.engine.comm.heartbeat import BETWEEN_STEPS
+from zeropipe.engine.comm.messages import ShapeCache
 from zeropipe.engine.layout import Layout
 from zeropipe.engine.mesh.shards import Shards, sharded
 from zeropipe.engine.mesh.vocabulary import shown_to
@@ -39,7 +40,7 @@ from zeropipe.engine.step.clock import Clock
 from zeropipe.engine.step.executor import Executor
 from zeropipe.engine.step.executors import Executors, Parts
 from zeropipe.engine.step.losses import LossFn, StepResult, Tally, combine, require_counted
-from zeropipe.engine.step.opening import KindBook, Opened, open_step, state_of
+from zeropipe.engine.step.opening import Opened, open_step, state_of
 from zeropipe.engine.step.outputs import Kept
 from zeropipe.engine.step.plans import edges_of
 from zeropipe.engine.step.recorder import gather
@@ -80,7 +81,7 @@ class Engine:
     ) -> None:
         self.options = Options.of(options)
         require_switch("record", record)
-        self._layout = layout = Layout.of(group, mesh)
+        self._layout = layout = Layout.create(group, mesh)
         setup.check_given(schedule, stages)
         setup.check_sizes(schedule, layout)
         self.schedule, self.record = schedule, record
@@ -90,10 +91,10 @@ class Engine:
             stage: given.module if isinstance(given, StageInfo) else given for stage, given in self._given.items()
         }
         self._device = setup.device_of(device, self.stages)
-        self._fabric = fabric = Fabric(layout, self._device, self.options.timeout)
+        self._comm = comm = Communicator(layout, self._device, self.options.timeout)
         self.rank = layout.pipeline_rank
-        self._outgoing: dict[int, Outgoing] = {}
-        self._finalizer = weakref.finalize(self, _let_go, self._outgoing, fabric)
+        self._outgoing: dict[int, Sender] = {}
+        self._finalizer = weakref.finalize(self, _let_go, self._outgoing, comm)
         self._stopped: str | None = None
         self._infos: dict[int, StageInfo] = {}
         self._executors: Executors | None = None
@@ -107,35 +108,34 @@ class Engine:
             raise
 
     def _set_up(self) -> None:
-        fabric, schedule = self._fabric, self.schedule
+        comm, schedule = self._comm, self.schedule
         self._clock: Clock | None = None
         self._compared = False
-        fabric.place.name = "set-up, comparing options and stages"
+        comm.status.phase = "set-up, comparing options and stages"
         self._agree()
         deferring = self.options.direct_gradients or setup.splits(schedule, self.rank)
         builders = {stage: info.build_weights for stage, info in self._infos.items() if info.build_weights is not None}
         self._splitter = create_splitter(self.options.split, deferring, builders)
-        fabric.place.name = "set-up, preparing stages"
-        on_all_ranks(fabric, self._prepare)
+        comm.status.phase = "set-up, preparing stages"
+        on_all_ranks(comm, self._prepare)
         self._deferred = [layer for info in self._infos.values() for layer in find_deferred(info.module)]
         self._shards = {
             stage: Shards(stage, info.module, regather=self.options.regather, keeps_factors=info.keeps_factors)
             for stage, info in self._infos.items()
             if sharded(info.module)
         }
-        fabric.place.name = "set-up, connecting"
-        self._wires = fabric.connect(edges_of(schedule.placement), listen=self.options.dynamic_weights)
-        dynamic = self.options.shapes == "dynamic"
-        self._outgoing.update({b: Outgoing(wire, dynamic) for (a, b), wire in self._wires.items() if a == self.rank})
-        self._sums = GradientSums(schedule, self._infos, fabric)
+        comm.status.phase = "set-up, connecting"
+        self._wires = comm.connect(edges_of(schedule.placement), polls=self.options.dynamic_weights)
+        self._shapes = ShapeCache(is_dynamic=self.options.shapes == "dynamic")
+        self._outgoing.update({b: Sender(wire, self._shapes) for (a, b), wire in self._wires.items() if a == self.rank})
+        self._sums = GradientSums(schedule, self._infos, comm)
         self._own = frozenset(id(parameter) for parameter in self._sums.all)
-        self._kinds = KindBook()
         parts = Parts(
-            schedule, self.rank, self._infos, self._outgoing, self._wires, self._device, self._splitter, self._shards,
-            self._sums.all, self.options,
+            schedule, self.rank, self._infos, self._outgoing, self._wires, self._shapes, self._device, self._splitter,
+            self._shards, self._sums.all, self.options,
         )  # fmt: skip
         self._executors = Executors(parts)
-        fabric.exchange(None)  # nobody begins a step, or fails in one, while others connect
+        comm.exchange(None)  # nobody begins a step, or fails in one, while others connect
 
     def _agree(self) -> None:
         """Options, schedule, stages and ties: proven on every rank before anything is connected."""
@@ -146,8 +146,8 @@ class Engine:
             setup.check_stages(self.schedule, self._layout, self._infos, self.options)
             return setup.facts(self.schedule, self.options, self._device)
 
-        setup.require_same_setup(self._fabric, look)
-        _, everyone = on_all_ranks(self._fabric, lambda: ties(self._infos))
+        setup.require_same_setup(self._comm, look)
+        _, everyone = on_all_ranks(self._comm, lambda: ties(self._infos))
         lonely = equal.lonely_tie(everyone)
         if lonely is not None:
             raise ConfigError(lonely)
@@ -181,11 +181,11 @@ class Engine:
                     shards.finish()
                 if self.record:
                     self._executors.recorder.end()
-                self._fabric.place.name = "the sum of losses"
+                self._comm.status.phase = "the sum of losses"
                 result, late = self._combine(tally)
                 if late:
                     gradients.scale_grads([*self._sums.all, *tally.outside.values()], 1 / (result.count or 1.0))
-                self._fabric.place.name = "the sum of shared gradients"
+                self._comm.status.phase = "the sum of shared gradients"
                 self._sums.run()
             return result
 
@@ -197,8 +197,8 @@ class Engine:
             tally = Tally(loss_fn, self._num_all(opened), total=opened.total)
             executor = self._executors.get("forward", opened.number, opened.alike)
             self._walk(executor, microbatches, opened, tally.root)
-            self._fabric.place.name = "the sum of losses"
-            return combine(self._fabric.exchange(tally.sums() if self._layout.speaks else None))[0]
+            self._comm.status.phase = "the sum of losses"
+            return combine(self._comm.exchange(tally.sums() if self._layout.counts_losses else None))[0]
 
     def forward(
         self,
@@ -229,13 +229,13 @@ class Engine:
             self._walk(executor, microbatches, opened, keep)
             kept.check()
             if not broadcast:
-                self._fabric.exchange(None)
+                self._comm.exchange(None)
                 return outputs
-            self._fabric.place.name = "sharing the outputs"
+            self._comm.status.phase = "sharing the outputs"
             homes = [executor.schedule.placement.rank_of(last, index) for index in range(len(outputs))]
             for home in sorted(set(homes)):
                 there = [index for index, rank in enumerate(homes) if rank == home]
-                shared = share(self._fabric, [outputs[index] for index in there], home, self._device)
+                shared = broadcast_value(self._comm, [outputs[index] for index in there], home, self._device)
                 for index, output in zip(there, shared):
                     outputs[index] = output
             return outputs
@@ -277,7 +277,7 @@ class Engine:
     def grad_norm(self) -> float:
         """The 2-norm of the whole model's gradient, the same on every rank; copies and ties count once."""
         with self._guard("the gradient norm"):
-            return float(sum(self._fabric.exchange(self._sums.squares())) ** 0.5)
+            return float(sum(self._comm.exchange(self._sums.squares())) ** 0.5)
 
     def clip_grad_norm(self, max_norm: float) -> float:
         """Scale all gradients so that the whole model's norm is at most `max_norm`; returns the norm before."""
@@ -306,7 +306,7 @@ class Engine:
     def together(self, where: str, refusing: bool = True) -> Iterator[EngineView]:
         """Around what all ranks do beside steps: an error of one of them stops all."""
         with self._guard(where, refusing):
-            yield EngineView(self.schedule, self._infos, self._fabric)
+            yield EngineView(self.schedule, self._infos, self._comm)
 
     # measurements
 
@@ -318,7 +318,7 @@ class Engine:
         with self._guard("gathering the timeline"):
             assert self._clock is not None
             self._clock.measure()
-            return gather(recorder, self._executors.recorded, self._fabric, self._clock)
+            return gather(recorder, self._executors.recorded, self._comm, self._clock)
 
     def close(self) -> None:
         """Give the connections back. Call it on every rank, after the last step. Waits for a checkpoint's end."""
@@ -329,8 +329,8 @@ class Engine:
             self._close()
 
     def _close(self) -> None:
-        if self._stopped is None and self._fabric.nccl:
-            self._fabric.settle()
+        if self._stopped is None and self._comm.is_nccl:
+            self._comm.synchronize()
         self._finalizer()
         self._executors.close()
         self._outgoing.clear()
@@ -343,7 +343,7 @@ class Engine:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None and self._stopped is None:  # the other ranks hear why this one leaves
-            self._stop(str(self._fabric.explain(error, BETWEEN)))
+            self._stop(str(self._comm.explain(error, BETWEEN_STEPS)))
         self.close()
 
     # inside
@@ -353,12 +353,12 @@ class Engine:
     ) -> Opened:
         """Tell all ranks what this step is. What does not fit is refused on all of them, and the engine goes on."""
         with self._guard(refusing=True):
-            self._fabric.place.call = call
+            self._comm.status.call = call
             last = self.schedule.placement.copies[0][-1]
-            counting = self._layout.speaks and self.rank == last
+            counting = self._layout.counts_losses and self.rank == last
             stages, state = self._infos.values(), state_of(self._sums.all, self._device)
             opened = open_step(
-                self._fabric, self._layout, self._kinds, stages, state, microbatches, loss_fn, counting,
+                self._comm, self._layout, self._shapes, stages, state, microbatches, loss_fn, counting,
                 partial(self._executors.orders, use), refusal,
             )  # fmt: skip
             if self._shards and self.options.regather and not opened.alike:
@@ -367,16 +367,14 @@ class Engine:
                     "weights once per microbatch, so give all the same number, or leave regather out"
                 )
             self._agree_on_order(opened, use)
-            if opened.forgotten:
-                self._executors.forget_shapes()
             return opened
 
     def _agree_on_order(self, opened: Opened, use: str) -> None:
         """ConfigError on all ranks if two that hold the same sharded stages would not gather and reduce alike."""
-        for first, *others in self._layout.same_stages:
+        for first, *others in self._layout.stage_holders:
             other = next((rank for rank in others if opened.order_of(rank) != opened.order_of(first)), None)
             if other is not None:
-                lines = self._fabric.exchange(self._executors.order_lines(use, opened.number, opened.alike))
+                lines = self._comm.exchange(self._executors.order_lines(use, opened.number, opened.alike))
                 raise ConfigError(first_difference(first, other, lines))
 
     def _replaced(self) -> str | None:
@@ -408,21 +406,19 @@ class Engine:
     def _walk(
         self, executor: Executor, microbatches: Sequence[Microbatch], opened: Opened, finish: Any, see: Any = None
     ) -> None:
-        place = self._fabric.place
         update_hooks(self._deferred)
-        place.walker = executor
-        executor.run(microbatches, opened.kinds, finish, see)
-        place.walker, place.name = None, "the end of the step"
+        with self._comm.status.executing(executor):
+            executor.run(microbatches, opened.kinds, finish, see)
 
     def _begin_recording(self) -> None:
-        self._fabric.place.name = "the comparison of clocks"
-        self._clock = self._clock or Clock(self._fabric)
+        self._comm.status.phase = "the comparison of clocks"
+        self._clock = self._clock or Clock(self._comm)
         self._executors.recorder.begin()
 
     def _combine(self, tally: Tally) -> tuple[StepResult, bool]:
         """The step's result, and whether gradients are still to be divided; what would be wrong is refused."""
-        sums = tally.sums() if self._layout.speaks else None
-        everyone = self._fabric.exchange((sums, self._sums.flags()))
+        sums = tally.sums() if self._layout.counts_losses else None
+        everyone = self._comm.exchange((sums, self._sums.flags()))
         if equal.difference([flags for _, flags in everyone]) is not None:
             self._refuse_unlike(equal.shared_weights(self.schedule, self._infos, self._layout, values=False))
         result, late = combine([sums for sums, _ in everyone])
@@ -438,7 +434,7 @@ class Engine:
         """Copies and ties start equal: checked before the first step, with check_equal before every one."""
         if self._compared and not self.options.check_equal:
             return
-        self._fabric.place.name = "the comparison of weights"
+        self._comm.status.phase = "the comparison of weights"
         claims = equal.shared_weights(self.schedule, self._infos, self._layout, values=True)
         if self.options.check_equal:
             claims += equal.microbatch_claims(microbatches, self._layout)
@@ -446,7 +442,7 @@ class Engine:
         self._compared = True
 
     def _refuse_unlike(self, claims: equal.Claims) -> None:
-        unlike = equal.difference(self._fabric.exchange(claims))
+        unlike = equal.difference(self._comm.exchange(claims))
         if unlike is not None:
             raise ConfigError(unlike)
 
@@ -455,17 +451,17 @@ class Engine:
         """An error in here stops all ranks with one message. `refusing`: all of them raise a ConfigError anyway."""
         if self._stopped is not None:
             raise EngineError(f"this engine has stopped: {self._stopped}")
-        place = self._fabric.place
-        place.enter(where)
+        status = self._comm.status
+        status.enter(where)
         try:
             yield
-            place.enter(BETWEEN)
+            status.enter(BETWEEN_STEPS)
         except BaseException as error:
             if refusing and isinstance(error, ConfigError):
                 raise
-            explained = self._fabric.explain(modified.explained(error, self._infos), place.where)
+            explained = self._comm.explain(modified.explained(error, self._infos), status.where)
             self._stop(str(explained))
-            if isinstance(error, PeerLost) or is_closed(error):  # the transport's own words help nobody
+            if isinstance(error, PeerLost) or is_transport_error(error):  # the transport's own words help nobody
                 raise explained from None
             if isinstance(error, StopIteration):  # one that is given as the cause, contextmanager would raise itself
                 raise explained from None
@@ -476,10 +472,10 @@ class Engine:
     def _stop(self, reason: str) -> None:
         """Break the connections, and keep nothing of the step alive."""
         self._stopped = reason
-        self._fabric.abort()
+        self._comm.abort()
         if self._executors is not None:
             self._executors.close()
-        self._fabric.place.enter(BETWEEN)
+        self._comm.status.enter(BETWEEN_STEPS)
         if self._splitter is not None:
             self._splitter.clear()
 
@@ -508,7 +504,7 @@ def _no_inference_mode() -> Iterator[None]:
         yield
 
 
-def _let_go(outgoing: Mapping[int, Outgoing], fabric: Fabric) -> None:
+def _let_go(outgoing: Mapping[int, Sender], comm: Communicator) -> None:
     for edge in outgoing.values():
         edge.close()
-    fabric.close(thread for edge in outgoing.values() for thread in edge.threads)
+    comm.close(thread for edge in outgoing.values() for thread in edge.threads)

@@ -1,4 +1,4 @@
-"""Where this process is among those that train one model."""
+"""The position of this process among those that train one model."""
 
 from __future__ import annotations
 
@@ -17,147 +17,155 @@ from zeropipe.errors import ConfigError, short
 
 @dataclass(frozen=True)
 class Layout:
-    """All processes that train one model, and which of them share something with this one.
+    """All processes that train one model, and which of them share stages, pipelines or shards with this one.
 
-    Ranks are numbered within the layout, from 0, in the order of the mesh. A pipeline's own ranks, which a Placement
-    speaks of, are the places in `pipeline`.
+    Ranks are numbered within the layout, from 0, in the order of the mesh. The ranks of a Placement are indices into
+    `pipeline`.
     """
 
-    members: tuple[int, ...]  # torch.distributed's rank of each
+    global_ranks: tuple[int, ...]  # torch.distributed's rank of each process
     rank: int  # of this process
     pipeline: tuple[int, ...]  # the ranks of this process's pipeline, in its order
     sizes: dict[str, int]
-    place: dict[str, int]  # this process's number in each dimension
+    coordinates: dict[str, int]  # of this process, by mesh dimension
     mesh: Any = None
 
     @staticmethod
-    def of(group: dist.ProcessGroup | None, mesh: Any = None) -> Layout:
+    def create(group: dist.ProcessGroup | None, mesh: Any = None) -> Layout:
         """From a process group that is one pipeline, or from a DeviceMesh."""
         if not dist.is_initialized():
             raise ConfigError("torch.distributed is not running: start with torchrun and call init_process_group()")
         if mesh is not None:
             if group is not None:
-                raise ConfigError("group and mesh were both given: a mesh names the pipeline's ranks in its 'pp'")
-            return Layout.of_mesh(mesh)
+                raise ConfigError("group and mesh were both passed: a mesh names the pipeline's ranks in its 'pp'")
+            return Layout.from_mesh(mesh)
         if group is not None and not isinstance(group, dist.ProcessGroup):
             if group == dist.GroupMember.NON_GROUP_MEMBER:
-                raise ConfigError("this process is not in the group: make the Engine on its processes only")
-            raise ConfigError(f"group={short(group)}: give a process group, like mesh['pp'].get_group()")
-        members = tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
-        rank = dist.get_rank(group)
-        return Layout(members, rank, tuple(range(len(members))), {"pp": len(members)}, {"pp": rank})
+                raise ConfigError("this process is not in the group: create the Engine on its processes only")
+            raise ConfigError(f"group={short(group)}: must be a process group, like mesh['pp'].get_group()")
+        global_ranks = tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
+        rank, size = dist.get_rank(group), len(global_ranks)
+        return Layout(global_ranks, rank, tuple(range(size)), {"pp": size}, {"pp": rank})
 
     @staticmethod
-    def of_mesh(mesh: Any) -> Layout:
+    def from_mesh(mesh: Any) -> Layout:
         """From a DeviceMesh with named dimensions."""
         if not isinstance(mesh, DeviceMesh):
             raise ConfigError(
-                f"mesh={short(mesh)}: give a DeviceMesh, like init_device_mesh('cpu', (2, 2), mesh_dim_names=('pp', "
-                "'dp_shard'))"
+                f"mesh={short(mesh)}: must be a DeviceMesh, like init_device_mesh('cpu', (2, 2), "
+                "mesh_dim_names=('pp', 'dp_shard'))"
             )
         names = tuple(mesh.mesh_dim_names or ())
         for name in names:
             if name not in DIMENSIONS:
-                raise ConfigError(f"the mesh has a dimension {name!r}: give some of {', '.join(DIMENSIONS)}")
+                raise ConfigError(f"the mesh has a dimension {name!r}: must be one of {', '.join(DIMENSIONS)}")
         if not names:
-            raise ConfigError(f"the mesh's dimensions have no names: give mesh_dim_names of {', '.join(DIMENSIONS)}")
-        here = mesh.get_coordinate()
-        if here is None:
-            raise ConfigError("this process is not on the mesh: make the Engine on its processes only")
-        members = tuple(mesh.mesh.flatten().tolist())
-        rank = members.index(dist.get_rank())
-        pipeline = _plane(mesh, members, ["pp"] if "pp" in names else [])
-        return Layout(members, rank, pipeline, dict(zip(names, mesh.mesh.shape)), dict(zip(names, here)), mesh)
+            raise ConfigError(f"the mesh's dimensions have no names: pass mesh_dim_names of {', '.join(DIMENSIONS)}")
+        coordinates = mesh.get_coordinate()
+        if coordinates is None:
+            raise ConfigError("this process is not on the mesh: create the Engine on its processes only")
+        global_ranks = tuple(mesh.mesh.flatten().tolist())
+        rank = global_ranks.index(dist.get_rank())
+        pipeline = _ranks_along(mesh, global_ranks, ["pp"] if "pp" in names else [])
+        sizes = dict(zip(names, mesh.mesh.shape))
+        return Layout(global_ranks, rank, pipeline, sizes, dict(zip(names, coordinates)), mesh)
 
     @property
     def size(self) -> int:
         """The number of processes."""
-        return len(self.members)
+        return len(self.global_ranks)
 
     @property
     def pipeline_rank(self) -> int:
-        """This process's place in its pipeline."""
+        """This process's rank in its pipeline."""
         return self.pipeline.index(self.rank)
 
     @property
     def num_pipelines(self) -> int:
-        """How many pipelines have microbatches of their own."""
+        """The number of pipelines with microbatches of their own."""
         return self.sizes.get("dp_replicate", 1) * self.sizes.get("dp_shard", 1)
 
     @property
-    def speaks(self) -> bool:
-        """Whether this process's losses count: processes that differ in `tp` only have the same ones."""
-        return self.place.get("tp", 0) == 0
+    def counts_losses(self) -> bool:
+        """Whether this process's losses are counted: processes that differ in `tp` only compute the same ones."""
+        return self.coordinates.get("tp", 0) == 0
 
     @property
-    def shares_stages(self) -> tuple[str, ...]:
-        """The dimensions whose processes hold the same stages: torch's own groups work in them."""
+    def stage_dims(self) -> tuple[str, ...]:
+        """The mesh dimensions along which processes hold the same stages: torch's own groups work in them."""
         return tuple(name for name, size in self.sizes.items() if name != "pp" and size > 1)
 
     @property
-    def same_stages(self) -> list[tuple[int, ...]]:
-        """For every place in the pipeline the ranks that hold its stages, and run the same row of a Program."""
+    def stage_groups(self) -> list[Any]:
+        """torch's own groups of this process along `stage_dims`."""
+        return [self.mesh.get_group(name) for name in self.stage_dims]
+
+    @property
+    def stage_holders(self) -> list[tuple[int, ...]]:
+        """For every pipeline rank, the ranks that hold its stages and run the same row of a Program."""
         ranks = torch.arange(self.size)
         if self.mesh is None:
             return [(rank,) for rank in range(self.size)]
         table = ranks.view(self.mesh.mesh.shape)
         if "pp" in self.sizes:
             table = table.movedim(list(self.sizes).index("pp"), 0)
-        return [tuple(some) for some in table.reshape(self.sizes.get("pp", 1), -1).tolist()]
+        return [tuple(holders) for holders in table.reshape(self.sizes.get("pp", 1), -1).tolist()]
 
-    @property
-    def groups(self) -> list[Any]:
-        """torch's own groups of this process in these dimensions."""
-        return [self.mesh.get_group(name) for name in self.shares_stages]
+    def coordinates_in(self, *names: str) -> tuple[int, ...]:
+        """This process's coordinates in some mesh dimensions."""
+        return tuple(self.coordinates.get(name, 0) for name in names)
 
-    def place_in(self, *names: str) -> tuple[int, ...]:
-        """This process's numbers in some dimensions."""
-        return tuple(self.place.get(name, 0) for name in names)
-
-    def plane(self, names: Iterable[str]) -> tuple[int, ...]:
-        """The ranks that differ from this one in these dimensions only."""
+    def ranks_along(self, names: Iterable[str]) -> tuple[int, ...]:
+        """The ranks that differ from this one in these mesh dimensions only."""
         names = [name for name in names if name in self.sizes]
         if self.mesh is None:
             return self.pipeline if names else (self.rank,)
-        return _plane(self.mesh, self.members, names)
+        return _ranks_along(self.mesh, self.global_ranks, names)
 
-    def uncovered(self, parameter: Tensor) -> tuple[str, ...]:
-        """The data dimensions over which nobody has summed a parameter's gradient: all but those it is sharded in."""
-        covered = _mesh_names(parameter)
-        return tuple(name for name in DATA_DIMENSIONS if self.sizes.get(name, 1) > 1 and name not in covered)
+    def same_pipeline(self, one: int, other: int) -> bool:
+        """Whether two ranks process the same microbatches: they differ in `pp` and `tp` only."""
+        if self.mesh is None:
+            return True
+        table = self.mesh.mesh
+        one_at, other_at = ((table == self.global_ranks[rank]).nonzero()[0].tolist() for rank in (one, other))
+        return all(a == b for name, a, b in zip(self.sizes, one_at, other_at) if name not in ("pp", "tp"))
 
-    def holders(self, parameter: Tensor) -> int:
-        """How many processes with the same place in the pipeline hold the same piece of a parameter."""
+    def unsummed_dims(self, parameter: Tensor) -> tuple[str, ...]:
+        """The data dimensions over which torch does not sum a parameter's gradient: those it is not sharded in."""
+        summed = _mesh_dims(parameter)
+        return tuple(name for name in DATA_DIMENSIONS if self.sizes.get(name, 1) > 1 and name not in summed)
+
+    def num_holders(self, parameter: Tensor) -> int:
+        """The number of processes with the same pipeline rank that hold the same shard of a parameter."""
         total = self.size // len(self.pipeline)
-        for number, placement in zip(*_shards(parameter)):
-            if not placement.is_replicate():  # a strided shard says it is no shard
-                total //= number
+        for size, placement in zip(*_placements(parameter)):
+            if not placement.is_replicate():  # `is_shard` is False for a strided shard
+                total //= size
         return total
 
-    def piece(self, parameter: Tensor) -> tuple[int, ...]:
-        """Which piece of a parameter this process holds: its places where others have other pieces."""
-        names = _mesh_names(parameter)
-        spread = [name for name, way in zip(names, _shards(parameter)[1]) if not way.is_replicate()]
-        return self.place_in(*spread)
+    def shard_index(self, parameter: Tensor) -> tuple[int, ...]:
+        """Which shard of a parameter this process holds: its coordinates in the dimensions that shard it."""
+        placements = zip(_mesh_dims(parameter), _placements(parameter)[1])
+        return self.coordinates_in(*(name for name, placement in placements if not placement.is_replicate()))
 
-    def is_whole_in(self, name: str, parameter: Tensor) -> bool:
-        """Whether several processes that differ in a dimension only hold the same of a parameter."""
-        ways = dict(zip(_mesh_names(parameter), _shards(parameter)[1]))
-        return self.sizes.get(name, 1) > 1 and (name not in ways or ways[name].is_replicate())
-
-
-def _plane(mesh: Any, members: Sequence[int], free: Sequence[str]) -> tuple[int, ...]:
-    places = zip(mesh.mesh_dim_names, mesh.get_coordinate())
-    index = tuple(slice(None) if name in free else place for name, place in places)
-    return tuple(members.index(member) for member in mesh.mesh[index].flatten().tolist())
+    def is_replicated_over(self, name: str, parameter: Tensor) -> bool:
+        """Whether several processes that differ in one mesh dimension hold the same values of a parameter."""
+        placements = dict(zip(_mesh_dims(parameter), _placements(parameter)[1]))
+        return self.sizes.get(name, 1) > 1 and (name not in placements or placements[name].is_replicate())
 
 
-def _mesh_names(parameter: Tensor) -> tuple[str, ...]:
+def _ranks_along(mesh: Any, global_ranks: Sequence[int], names: Sequence[str]) -> tuple[int, ...]:
+    coordinates = zip(mesh.mesh_dim_names, mesh.get_coordinate())
+    index = tuple(slice(None) if name in names else coordinate for name, coordinate in coordinates)
+    return tuple(global_ranks.index(rank) for rank in mesh.mesh[index].flatten().tolist())
+
+
+def _mesh_dims(parameter: Tensor) -> tuple[str, ...]:
     mesh = getattr(parameter, "device_mesh", None)
     return tuple(mesh.mesh_dim_names or ()) if mesh is not None else ()
 
 
-def _shards(parameter: Any) -> tuple[tuple[int, ...], tuple[Any, ...]]:
-    """The sizes of the mesh a parameter is spread over, and how it is in each."""
+def _placements(parameter: Any) -> tuple[tuple[int, ...], tuple[Any, ...]]:
+    """The sizes of the mesh dimensions of a DTensor, and its placement in each."""
     mesh = getattr(parameter, "device_mesh", None)
     return ((), ()) if mesh is None else (tuple(mesh.shape), tuple(parameter.placements))

@@ -15,7 +15,7 @@ from zeropipe.core.packed import kind_of
 from zeropipe.core.schedule import Schedule, require_schedule
 from zeropipe.core.units import count_text
 from zeropipe.engine.comm.collective import on_all_ranks, require_equal
-from zeropipe.engine.comm.fabric import Fabric
+from zeropipe.engine.comm.communicator import Communicator
 from zeropipe.engine.layout import Layout
 from zeropipe.engine.mesh.shards import require_one_dtype, sharded
 from zeropipe.engine.options import Options
@@ -26,9 +26,9 @@ from zeropipe.errors import ConfigError
 _WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel"}  # they reduce gradients by hooks
 
 
-def require_same_setup(fabric: Fabric, look: Callable[[], Mapping[str, object]]) -> None:
+def require_same_setup(comm: Communicator, look: Callable[[], Mapping[str, object]]) -> None:
     """ConfigError on all ranks unless they have the same schedule and the same options."""
-    _, everyone = on_all_ranks(fabric, look)
+    _, everyone = on_all_ranks(comm, look)
     for rank, facts in enumerate(everyone):
         if facts["schedule"] != everyone[0]["schedule"]:
             raise ConfigError(f"rank {rank} has another schedule than rank 0: build the same one on every rank")

@@ -54,7 +54,7 @@ def configure(*, record: bool = False, blocks: Blocks = None, mesh: DeviceMesh |
     if not (blocks is None or isinstance(blocks, str) or callable(blocks)):
         raise ConfigError(f"blocks={short(blocks)}: give the name of a list in a stage's module, or a function")
     if mesh is not None:
-        Layout.of_mesh(mesh)
+        Layout.from_mesh(mesh)
     _settings = Settings(chosen, record, blocks, mesh)
 
 
@@ -104,8 +104,8 @@ def _engine(stages: Sequence[Any], schedule: Schedule) -> Engine:
 
 def check_pipeline(mesh: DeviceMesh, group: Any) -> None:
     """ConfigError unless the mesh's pipelines are those of the stages."""
-    layout = Layout.of_mesh(mesh)
-    of_mesh = [layout.members[rank] for rank in layout.pipeline]
+    layout = Layout.from_mesh(mesh)
+    of_mesh = [layout.global_ranks[rank] for rank in layout.pipeline]
     of_stages = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
     if of_mesh != of_stages:
         raise ConfigError(
@@ -116,9 +116,9 @@ def check_pipeline(mesh: DeviceMesh, group: Any) -> None:
 
 def warn_of_replicas(mesh: DeviceMesh, stages: Sequence[Any]) -> None:
     """A warning where pipelines have the same weights and nobody sums their gradients."""
-    layout = Layout.of_mesh(mesh)
+    layout = Layout.from_mesh(mesh)
     learning = [p for stage in stages for p in stage.submod.parameters() if p.requires_grad]
-    names = sorted({name for parameter in learning for name in layout.uncovered(parameter)})
+    names = sorted({name for parameter in learning for name in layout.unsummed_dims(parameter)})
     if names:
         warnings.warn(
             f"gradients of stages that are not sharded are not summed over {' and '.join(names)}: do that after step(),"

@@ -54,7 +54,7 @@ def test_a_rank_that_stops_early_does_not_leave_the_others_alone():
 def test_ranks_that_are_not_there_are_refused():
     for first, second in ranks(4).run(cases.wrong_ranks, zp.build("1f1b", ranks=4, microbatches=4)):
         assert first == "rank 0: ranks=[7]: must be a list of ranks from 0 to 3, or None for all"
-        assert second == "rank 1 has ranks=(1,), rank 0 has ranks=(0,): give every rank the same"
+        assert second == "rank 1 has ranks=(1,), rank 0 has ranks=(0,): every rank must have the same value"
     with pytest.raises(ConfigError, match="ranks=0: must be a list of ranks from 0 to 3, or None for all"):
         _parse_ranks(0, 4)
 

@@ -71,7 +71,7 @@ def test_blocks_that_share_something_are_sharded_right_or_refused():
         assert "put dp_replicate before dp_shard" in order
         assert twice == "a stage is sharded already: call parallelize() once, or leave out fully_shard"
         assert listed == "stages are a list: give a dict, as module_stages and hf_stages make it"
-        assert nowhere.startswith("mesh=None: give a DeviceMesh, like init_device_mesh('cpu'")
+        assert nowhere.startswith("mesh=None: must be a DeviceMesh, like init_device_mesh('cpu'")
         assert dtype == "dtype='bf16': give a dtype of torch's, like torch.bfloat16"
 
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from zeropipe.core.schedule import Schedule
 from zeropipe.engine.comm.collective import on_all_ranks
-from zeropipe.engine.comm.fabric import Fabric
+from zeropipe.engine.comm.communicator import Communicator
 from zeropipe.engine.stages import save
 from zeropipe.engine.stages.adapters import adapter_in, wrapped, wrappers
 from zeropipe.engine.stages.contract import StageInfo
@@ -27,7 +27,7 @@ class EngineView(NamedTuple):
 
     schedule: Schedule
     stages: Mapping[int, StageInfo]
-    fabric: Fabric
+    comm: Communicator
 
 
 class EngineLike(Protocol):
@@ -87,7 +87,7 @@ class Catalog:
     def __init__(self, view: EngineView, merge: bool = False) -> None:
         list_tensors = list_merged_tensors if merge else list_stage_tensors
         self.local, ranks = on_all_ranks(
-            view.fabric,
+            view.comm,
             lambda: [tensor for stage in sorted(view.stages) for tensor in list_tensors(view.stages[stage])],
             share=lambda local: _describe(local, view.stages),
         )

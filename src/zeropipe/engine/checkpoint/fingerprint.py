@@ -22,7 +22,7 @@ from zeropipe.engine.checkpoint.catalog import Catalog, TensorInfo
 from zeropipe.engine.checkpoint.manifest import Manifest
 from zeropipe.engine.checkpoint.writer import plan_local
 from zeropipe.engine.comm.collective import on_all_ranks
-from zeropipe.engine.comm.fabric import Fabric
+from zeropipe.engine.comm.communicator import Communicator
 from zeropipe.errors import ConfigError
 
 _PREFIX = "2:"  # a fingerprint without it has the format of version 1
@@ -32,23 +32,23 @@ _UNSHARDED = ("pp", "dp_replicate")  # dimensions of a mesh that do not shard te
 SumShard = Callable[[Tensor, Sequence[int]], int]  # of a shard and its offsets in the full tensor
 
 
-def compute_fingerprint(fabric: Fabric, catalog: Catalog) -> str:
+def compute_fingerprint(comm: Communicator, catalog: Catalog) -> str:
     """A digest of the frozen weights, which does not depend on the layout; all ranks call this."""
-    sums = _sum_over_ranks(fabric, catalog, position_sum)
+    sums = _sum_over_ranks(comm, catalog, position_sum)
     names = {catalog.saved_name(min(group)): min(group) for group in catalog.tied_sets}  # not the layout's choice
     return _PREFIX + _digest([(names.get(t.name, t.name), t.shape, t.dtype, sums[t.name] % 2**64)
                               for t in _list_frozen(catalog)])  # fmt: skip
 
 
-def require_same_frozen(path: object, manifest: Manifest, fabric: Fabric, catalog: Catalog) -> None:
+def require_same_frozen(path: object, manifest: Manifest, comm: Communicator, catalog: Catalog) -> None:
     """ConfigError if a checkpoint was trained with other frozen weights; all ranks call this."""
     saved = manifest.model.get("base")
     if saved is None:
         return
     if saved.startswith(_PREFIX):
-        is_same = saved == compute_fingerprint(fabric, catalog)
+        is_same = saved == compute_fingerprint(comm, catalog)
     else:
-        is_same = _is_same_in_version_1(path, manifest, fabric, catalog)
+        is_same = _is_same_in_version_1(path, manifest, comm, catalog)
     if not is_same:
         raise ConfigError(
             f"{path} has other frozen weights than the model; load it into the model that it was trained with"
@@ -69,7 +69,7 @@ def position_sum(shard: Tensor, offsets: Sequence[int]) -> int:
     return int(total) % 2**64
 
 
-def _sum_over_ranks(fabric: Fabric, catalog: Catalog, sum_shard: SumShard) -> dict[str, int]:
+def _sum_over_ranks(comm: Communicator, catalog: Catalog, sum_shard: SumShard) -> dict[str, int]:
     """The sums of all frozen tensors, by name; replicas of a shard count once."""
 
     def sum_local() -> dict[tuple[str, tuple[int, ...]], int]:
@@ -78,7 +78,7 @@ def _sum_over_ranks(fabric: Fabric, catalog: Catalog, sum_shard: SumShard) -> di
         return {(name, offsets): sum_shard(to_local(catalog.frozen[name]), offsets) for name, offsets in shards}
 
     sums = {tensor.name: 0 for tensor in _list_frozen(catalog)}
-    _, ranks = on_all_ranks(fabric, sum_local)
+    _, ranks = on_all_ranks(comm, sum_local)
     for (name, _), value in {shard: value for rank in ranks for shard, value in rank.items()}.items():
         sums[name] += value
     return sums
@@ -128,16 +128,16 @@ def _shift_right(x: Tensor, bits: int) -> Tensor:
 # version 1: a plain sum of the bits, read as integers of 32 bits where the size allows it
 
 
-def _is_same_in_version_1(path: object, manifest: Manifest, fabric: Fabric, catalog: Catalog) -> bool:
+def _is_same_in_version_1(path: object, manifest: Manifest, comm: Communicator, catalog: Catalog) -> bool:
     """Compare as older versions did; where the sum depends on the layout, a difference is only a warning."""
-    sums = _sum_over_ranks(fabric, catalog, lambda shard, _: _sum_bits(shard))
+    sums = _sum_over_ranks(comm, catalog, lambda shard, _: _sum_bits(shard))
     frozen = _list_frozen(catalog)
     if _digest([(t.name, t.shape, t.dtype, sums[t.name]) for t in frozen]) == manifest.model["base"]:
         return True
-    meshes = (manifest.written_by["mesh"], dict(fabric.layout.sizes))
+    meshes = (manifest.written_by["mesh"], dict(comm.layout.sizes))
     if all(_is_layout_independent(tensor, mesh) for tensor in frozen for mesh in meshes):
         return False
-    if fabric.rank == 0:
+    if comm.rank == 0:
         warnings.warn(
             f"{path} has a fingerprint of frozen weights of an older version, which cannot be compared on this layout: "
             "make sure that the model has the weights that it was trained with",

@@ -45,17 +45,17 @@ def load_checkpoint(path: str | Path, engine: EngineLike, optimizer: Any = None,
     with engine.together("loading a checkpoint") as view:
         catalog = Catalog(view)
         loader, ranks = on_all_ranks(
-            view.fabric,
+            view.comm,
             lambda: _Loader(resolve_pointer(Path(path)), view, catalog, optimizer, random),
             share=lambda loader: (loader.manifest.folder, OptimizerUse(loader.optimizer_kind, catalog.trained_name)),
         )
         require_optimizers([use for _, use in ranks], "loads")
         if len({folder for folder, _ in ranks}) > 1:
             raise ConfigError(f"{path} changed while it was read, or is not the same folder on all ranks; try again")
-        require_same_frozen(path, loader.manifest, view.fabric, catalog)
+        require_same_frozen(path, loader.manifest, view.comm, catalog)
     with engine.together("loading a checkpoint", refusing=False):
         loader.run()
-        view.fabric.exchange(None)  # no rank uses weights that others have not loaded yet
+        view.comm.exchange(None)  # no rank uses weights that others have not loaded yet
     return LoadResult(loader.manifest.step, loader.extra)
 
 
@@ -63,7 +63,7 @@ class _Loader:
     """A checkpoint that fits this rank: everything is checked when it is created, before `run` changes anything."""
 
     def __init__(self, path: Path, view: EngineView, catalog: Catalog, optimizer: Any, random: bool) -> None:
-        self._device, self._place = view.fabric.device, view.fabric.place
+        self._device, self._status = view.comm.device, view.comm.status
         has_masters = has_master_weights(optimizer)
         manifest = _rename_ties(path, read_manifest(path), catalog)
         self.manifest = manifest = convert_masters(manifest, catalog, has_masters)
@@ -106,7 +106,7 @@ class _Loader:
 
     def _report_progress(self, activity: str) -> None:
         """Show the watchdog that a rank that reads for long makes progress."""
-        self._place.name = f"loading a checkpoint, {activity}"
+        self._status.phase = f"loading a checkpoint, {activity}"
 
 
 def _rename_ties(path: Path, manifest: Manifest, catalog: Catalog) -> Manifest:
@@ -173,9 +173,9 @@ def _check_model(path: Path, manifest: Manifest, catalog: Catalog, has_masters: 
 
 
 def _select_random_states(manifest: Manifest, view: EngineView) -> dict[str, TensorEntry]:
-    mesh, saved_mesh = dict(view.fabric.layout.sizes), manifest.written_by["mesh"]
+    mesh, saved_mesh = dict(view.comm.layout.sizes), manifest.written_by["mesh"]
     if not manifest.select("random"):
         raise ConfigError("the checkpoint has no random states; save it with random=True, or load it without")
     if mesh != saved_mesh:
         raise ConfigError(f"the random states are of the mesh {saved_mesh}, this one is {mesh}; load with random=False")
-    return manifest.select(f"random.{view.fabric.rank}")
+    return manifest.select(f"random.{view.comm.rank}")

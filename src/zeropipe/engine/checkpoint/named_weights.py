@@ -35,8 +35,8 @@ def named_weights(
     so the other ranks do not wait for it.
     """
     with together(ACTIVITY) as view:
-        size = view.fabric.size
-        require_same(view.fabric, lambda: {"ranks": _parse_ranks(ranks, size), "merge": merge, "published": published})
+        size = view.comm.size
+        require_same(view.comm, lambda: {"ranks": _parse_ranks(ranks, size), "merge": merge, "published": published})
         catalog, receivers = Catalog(view, merge), _parse_ranks(ranks, size)
         model = _find_model(view) if published else None
     tensors = [(stage, tensor) for stage in sorted(catalog.stages) for tensor in catalog.stages[stage]]
@@ -74,7 +74,7 @@ def _find_model(view: EngineView) -> Whole:
             raise ConfigError(f"published=True with a {type(module).__name__}: must be a stage of hf_stages")
         return whole_of(module)
 
-    return on_all_ranks(view.fabric, find, share=nothing)[0]
+    return on_all_ranks(view.comm, find, share=nothing)[0]
 
 
 def _iterate_published(model: Whole, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -97,17 +97,17 @@ def _gather_and_broadcast(
     view: EngineView, catalog: Catalog, stage: int, tensor: TensorInfo, receivers: tuple[int, ...]
 ) -> Tensor | None:
     """One full tensor: its owners gather it, and each broadcasts it to the receivers of its own pipeline."""
-    fabric, layout = view.fabric, view.fabric.layout
+    comm, layout = view.comm, view.comm.layout
     owner = layout.pipeline[view.schedule.placement.rank_of(stage)]
     receivers = tuple(rank for rank in layout.pipeline if rank in receivers)
     full: Tensor | None = None
     if stage in view.stages and owner == layout.rank:
-        full = _gather(catalog.find(tensor.name), fabric.device, is_needed=receivers != ())
+        full = _gather(catalog.find(tensor.name), comm.device, is_needed=receivers != ())
     members = tuple(sorted({owner, *receivers}))
     if layout.rank in members and len(members) > 1:
         if full is None:
-            full = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device=fabric.device)
-        fabric.hand_out(full, owner, members)
+            full = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device=comm.device)
+        comm.broadcast_among(full, owner, members)
     return full if layout.rank in receivers else None
 
 

@@ -35,9 +35,9 @@ from zeropipe.engine.checkpoint.optimizers import NamedOptimizer, OptimizerState
 from zeropipe.engine.checkpoint.random_states import get_random_states
 from zeropipe.engine.checkpoint.writer import FolderError, StagedCheckpoint, WrittenShards
 from zeropipe.engine.comm.collective import on_all_ranks
-from zeropipe.engine.comm.fabric import Fabric
+from zeropipe.engine.comm.communicator import Communicator
 from zeropipe.engine.comm.faults import PeerLost
-from zeropipe.engine.comm.pulse import BETWEEN
+from zeropipe.engine.comm.heartbeat import BETWEEN_STEPS
 from zeropipe.engine.layout import Layout
 from zeropipe.engine.stages.adapters import described_adapter
 from zeropipe.engine.stages.hf import HFStage
@@ -79,9 +79,9 @@ def save_checkpoint(
         planned = _plan_save(view, Path(path), optimizer, step, extra, random=random, frozen=frozen)
         if asynchronous:
             planned = replace(planned, tensors={name: _copy_to_cpu(t) for name, t in planned.tensors.items()})
-        if view.fabric.device.type == "cuda":  # the thread that writes has a stream of its own
-            torch.cuda.synchronize(view.fabric.device)
-        handle = SaveHandle(view.fabric, planned)
+        if view.comm.device.type == "cuda":  # the thread that writes has a stream of its own
+            torch.cuda.synchronize(view.comm.device)
+        handle = SaveHandle(view.comm, planned)
     if asynchronous:
         engine.saving = handle
     else:
@@ -97,7 +97,7 @@ def require_savable(engine: EngineLike, optimizer: Any = None, *, frozen: bool =
     require_engine(engine)
     with engine.together("checking the state for checkpoints") as view:
         catalog = Catalog(view)
-        _, ranks = on_all_ranks(view.fabric, lambda: _collect(catalog, optimizer, frozen, {}))
+        _, ranks = on_all_ranks(view.comm, lambda: _collect(catalog, optimizer, frozen, {}))
         writer.plan_global([rank.plan for rank in ranks])
         merge_states([rank.optimizer_use for rank in ranks], [rank.optimizer for rank in ranks])
 
@@ -153,17 +153,17 @@ def _plan_save(
     view: EngineView, path: Path, optimizer: Any, step: int | None, extra: Any, *, random: bool, frozen: bool
 ) -> PlannedSave:
     """Collect the state of all ranks, assign every shard to one of them, and create the folder."""
-    fabric, catalog = view.fabric, Catalog(view)
-    base = None if frozen else compute_fingerprint(fabric, catalog)
+    comm, catalog = view.comm, Catalog(view)
+    base = None if frozen else compute_fingerprint(comm, catalog)
     tensors: dict[str, Tensor] = {}
 
     def collect() -> _RankState:
         arguments = _encode_arguments(path, step, extra, tensors)
-        states = get_random_states(fabric.device) if random else {}
-        tensors.update({f"random.{fabric.rank}.{name}": tensor for name, tensor in states.items()})
+        states = get_random_states(comm.device) if random else {}
+        tensors.update({f"random.{comm.rank}.{name}": tensor for name, tensor in states.items()})
         return _collect(catalog, optimizer, frozen, tensors, arguments)
 
-    _, ranks = on_all_ranks(fabric, collect)
+    _, ranks = on_all_ranks(comm, collect)
     for rank, state in enumerate(ranks):
         if state.arguments != ranks[0].arguments:
             raise ConfigError(f"rank {rank} saves another path, step or extra than rank 0; pass the same on all ranks")
@@ -172,21 +172,21 @@ def _plan_save(
     manifest = Manifest(
         folder="",
         step=step,
-        written_by=describe_layout(view.schedule, fabric.layout),
+        written_by=describe_layout(view.schedule, comm.layout),
         model=describe_model(module, catalog.ties) | {"base": base},
         optimizer=merge_states([rank.optimizer_use for rank in ranks], [rank.optimizer for rank in ranks]),
         extra=json.loads(ranks[0].arguments)["extra"],
     )
-    staged, plan = _create_folder(fabric, path), plans[fabric.rank]
+    staged, plan = _create_folder(comm, path), plans[comm.rank]
     names = {item.index.fqn for item in plan.items}
     own = {name: tensor for name, tensor in tensors.items() if name in names}
     return PlannedSave(staged, plan, own, metadata, manifest)
 
 
-def _create_folder(fabric: Fabric, path: Path) -> StagedCheckpoint:
+def _create_folder(comm: Communicator, path: Path) -> StagedCheckpoint:
     """The first rank creates the folder; FolderError on all ranks if it cannot."""
     try:
-        _, tokens = on_all_ranks(fabric, lambda: StagedCheckpoint.create_folder(path) if fabric.rank == 0 else "")
+        _, tokens = on_all_ranks(comm, lambda: StagedCheckpoint.create_folder(path) if comm.rank == 0 else "")
     except ConfigError as error:
         raise FolderError(str(error)) from None
     return StagedCheckpoint(path, tokens[0])
@@ -224,9 +224,9 @@ def describe_model(stage: HFStage | None, ties: Mapping[str, str]) -> dict[str, 
 class SaveHandle:
     """A checkpoint that is being written by a thread of each rank, as `save_checkpoint` returns it."""
 
-    def __init__(self, fabric: Fabric, planned: PlannedSave) -> None:
+    def __init__(self, comm: Communicator, planned: PlannedSave) -> None:
         self.path: Path = planned.staged.path
-        self._fabric, self._planned, self._key = fabric, planned, f"checkpoint/{planned.staged.folder.name}"
+        self._comm, self._planned, self._key = comm, planned, f"checkpoint/{planned.staged.folder.name}"
         self._activity, self._error = "its start", ""
         self._size_read_at, self._num_bytes = time.monotonic(), 0
         self._awaited: tuple[int, ...] = ()  # ranks that this one waits for
@@ -240,29 +240,29 @@ class SaveHandle:
 
     def wait(self) -> None:
         """Wait until the checkpoint is complete; EngineError on every rank if one of them could not write it."""
-        place = self._fabric.place
+        status = self._comm.status
         if not self.done:
-            place.enter(f"the checkpoint {self.path}")
+            status.enter(f"the checkpoint {self.path}")
             while not self.done:
-                place.name = f"the checkpoint {self.path}, {self._activity}{self._read_size()}"
-                place.waits = self._awaited
+                status.phase = f"the checkpoint {self.path}, {self._activity}{self._read_size()}"
+                status.waits_for = self._awaited
                 self._thread.join(0.02)
-            place.waits = ()
-            place.enter(BETWEEN)
+            status.waits_for = ()
+            status.enter(BETWEEN_STEPS)
         self._thread.join()
         error, self._error = self._error, ""  # raised once
         if error:
             raise EngineError(error)
 
     def _run(self) -> None:
-        board = self._fabric.board
+        board = self._comm.board
         try:
-            if self._fabric.device.type == "cuda":  # a thread starts on the first GPU
-                torch.cuda.set_device(self._fabric.device)
-            board.note(f"{self._key}/{self._fabric.rank}", pickle.dumps(_result_or_error(self._write)))
-            if self._fabric.rank == 0:
+            if self._comm.device.type == "cuda":  # a thread starts on the first GPU
+                torch.cuda.set_device(self._comm.device)
+            board.set(f"{self._key}/{self._comm.rank}", pickle.dumps(_result_or_error(self._write)))
+            if self._comm.rank == 0:
                 error = self._commit_all()
-                board.note(f"{self._key}/done", error)
+                board.set(f"{self._key}/done", error)
             else:
                 self._wait_for((0,), "done")
                 error = board.get(f"{self._key}/done").decode()
@@ -278,11 +278,11 @@ class SaveHandle:
 
     def _commit_all(self) -> str:
         """On the first rank: wait for all ranks and commit; returns the first error, if any."""
-        board, planned, written, error = self._fabric.board, self._planned, [], ""
-        for rank in range(self._fabric.size):
+        board, planned, written, error = self._comm.board, self._planned, [], ""
+        for rank in range(self._comm.size):
             self._wait_for((rank,) if rank else (), str(rank))
             result = pickle.loads(board.get(f"{self._key}/{rank}"))
-            board.forget(f"{self._key}/{rank}")
+            board.delete(f"{self._key}/{rank}")
             if isinstance(result, str):
                 error = error or f"rank {rank}: {result}"
             else:
@@ -298,9 +298,9 @@ class SaveHandle:
     def _wait_for(self, ranks: tuple[int, ...], key: str) -> None:
         """Wait for a note on the board, without a time-out; PeerLost if there is an error on it instead."""
         self._awaited, self._activity = ranks, "waiting for other ranks"
-        pause, board = 0.001, self._fabric.board
-        while not board.noted(f"{self._key}/{key}"):
-            if board.read() is not None:
+        pause, board = 0.001, self._comm.board
+        while not board.has(f"{self._key}/{key}"):
+            if board.read_error() is not None:
                 raise PeerLost((), "another rank failed")
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
@@ -314,7 +314,7 @@ class SaveHandle:
         if time.monotonic() - self._size_read_at > 1.0:
             self._size_read_at = time.monotonic()
             with suppress(OSError):
-                files = self._planned.staged.folder.glob(f"__{self._fabric.rank}_*")
+                files = self._planned.staged.folder.glob(f"__{self._comm.rank}_*")
                 self._num_bytes = sum(file.stat().st_size for file in files)
         return f" ({self._num_bytes:,} bytes)" if self._num_bytes else ""
 

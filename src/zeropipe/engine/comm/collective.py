@@ -1,4 +1,4 @@
-"""Work that all ranks do: what fails on one of them is raised on all."""
+"""Work that all ranks do: an error on one of them is raised on all."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any, Protocol, TypeVar, overload
 
 from zeropipe.errors import ConfigError, ZeropipeError, short
 
-Mine = TypeVar("Mine")
+Own = TypeVar("Own")
 Shared = TypeVar("Shared")
 
 
 class Exchange(Protocol):
-    """Ranks that can tell each other something: Ranks, or the Fabric of an Engine."""
+    """Ranks that can exchange values: Ranks, or the Communicator of an Engine."""
 
     @property
     def rank(self) -> int: ...
@@ -21,28 +21,28 @@ class Exchange(Protocol):
 
 
 def nothing(value: object) -> None:
-    """Share nothing of it."""
+    """`on_all_ranks(..., share=nothing)` sends no result to the other ranks."""
 
 
 @overload
 def on_all_ranks(
     ranks: Exchange | None,
-    work: Callable[[], Mine],
+    work: Callable[[], Own],
     *,
     error: type[ZeropipeError] = ConfigError,
     names_rank: bool = True,
-) -> tuple[Mine, list[Mine]]: ...
+) -> tuple[Own, list[Own]]: ...
 
 
 @overload
 def on_all_ranks(
     ranks: Exchange | None,
-    work: Callable[[], Mine],
-    share: Callable[[Mine], Shared],
+    work: Callable[[], Own],
+    share: Callable[[Own], Shared],
     *,
     error: type[ZeropipeError] = ConfigError,
     names_rank: bool = True,
-) -> tuple[Mine, list[Shared]]: ...
+) -> tuple[Own, list[Shared]]: ...
 
 
 def on_all_ranks(
@@ -53,61 +53,59 @@ def on_all_ranks(
     error: type[ZeropipeError] = ConfigError,
     names_rank: bool = True,
 ) -> tuple[Any, list[Any]]:
-    """(What `work()` returned here, everybody's or what `share` makes of it); all ranks call this.
+    """Run `work()` on every rank; returns (this rank's result, `share(result)` of all ranks). All ranks call this.
 
-    If the work fails anywhere, all ranks raise with the same text: a ConfigError for a ConfigError, else an `error`.
-    Without `names_rank` it does not say which rank failed: for work that would fail on all alike, or that one rank does
-    for all. `ranks`: None for a process that is alone.
+    If the work fails on a rank, all ranks raise the same text: a ConfigError for a ConfigError, else an `error`.
+    `names_rank=False` leaves out which rank failed: for work that fails on all of them alike, or that one rank does for
+    all. `ranks`: None for a single process.
     """
     if ranks is None:
         own = work()
         return own, [share(own)]
-    mine, shared, fault, cause = None, None, None, None
+    own, shared, failure, cause = None, None, None, None
     try:
-        mine = work()
-        shared = share(mine)
-    except Exception as found:  # whatever it is, the others must not wait for this rank
-        fault, cause = (fault_text(found), isinstance(found, ConfigError)), found
-    everyone = ranks.exchange((shared, fault))
-    for rank, (_, problem) in enumerate(everyone):
-        if problem is not None:
-            text, is_config = problem
+        own = work()
+        shared = share(own)
+    except Exception as found:  # of any kind: the other ranks must not wait for this one
+        failure, cause = (error_text(found), isinstance(found, ConfigError)), found
+    everyone = ranks.exchange((shared, failure))
+    for rank, (_, failure) in enumerate(everyone):
+        if failure is not None:
+            text, is_config = failure
             kind = ConfigError if is_config else error
             raise kind(f"rank {rank}: {text}" if names_rank else text) from (cause if rank == ranks.rank else None)
-    return mine, [theirs for theirs, _ in everyone]
+    return own, [theirs for theirs, _ in everyone]
 
 
-def on_first_rank(
-    ranks: Exchange | None, work: Callable[[], Mine], *, error: type[ZeropipeError] = ConfigError
-) -> Mine:
-    """What `work()` returns on the first rank, which does it for all; all ranks call this."""
+def on_first_rank(ranks: Exchange | None, work: Callable[[], Own], *, error: type[ZeropipeError] = ConfigError) -> Own:
+    """Run `work()` on the first rank; all ranks call this, and return or raise what it did."""
 
-    def own() -> Mine | None:
+    def own() -> Own | None:
         return work() if ranks is None or ranks.rank == 0 else None
 
     _, everyone = on_all_ranks(ranks, own, error=error, names_rank=False)
     return everyone[0]  # type: ignore[return-value]
 
 
-def require_same(ranks: Exchange, look: Callable[[], Mapping[str, object]], what: str = "") -> None:
-    """ConfigError on all ranks unless they all see the same facts; all ranks call this."""
-    _, everyone = on_all_ranks(ranks, look)
+def require_same(ranks: Exchange, facts: Callable[[], Mapping[str, object]], what: str = "value") -> None:
+    """ConfigError on all ranks unless `facts()` is the same on all of them; all ranks call this."""
+    _, everyone = on_all_ranks(ranks, facts)
     require_equal(everyone, what)
 
 
-def require_equal(everyone: Sequence[Mapping[str, object]], what: str = "") -> None:
-    """ConfigError for facts of ranks that differ from the first rank's."""
+def require_equal(everyone: Sequence[Mapping[str, object]], what: str = "value") -> None:
+    """ConfigError for the first fact of a rank that differs from the first rank's."""
     first = everyone[0]
     for rank, facts in enumerate(everyone):
         for name in first | facts:
             one, other = first.get(name), facts.get(name)
             if one != other:
                 raise ConfigError(
-                    f"rank {rank} has {name}={short(other)}, rank 0 has {name}={short(one)}: give every rank the same"
-                    + (f" {what}" if what else "")
+                    f"rank {rank} has {name}={short(other)}, rank 0 has {name}={short(one)}: every rank must have the "
+                    f"same {what}"
                 )
 
 
-def fault_text(error: Exception) -> str:
-    """What went wrong, for the others: an error of our own says it all."""
+def error_text(error: Exception) -> str:
+    """An error as other ranks raise it: without its type if it is one of zeropipe."""
     return str(error) if isinstance(error, ZeropipeError) else f"{type(error).__name__}: {error}".removesuffix(": ")

@@ -1,7 +1,7 @@
-"""Some processes of a job that watch over each other, over the job's store alone.
+"""Processes of a job that monitor each other over the job's store.
 
-This is what set-up uses before an Engine is made: from the first contact with the store on, a rank that is gone,
-stopped or cut off is named on all others. An Engine's Fabric is the same with connections between the ranks.
+Set-up uses Ranks before there is an Engine: from the first contact with the store on, a rank that is gone, stopped or
+cut off is named on all others. The Communicator of an Engine adds connections between the ranks.
 """
 
 from __future__ import annotations
@@ -18,34 +18,42 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from zeropipe.engine.comm.faults import Board, PeerLost, StoreLost, StoreThread, UnlikeCalls, reason, without_store
-from zeropipe.engine.comm.meeting import meet
-from zeropipe.engine.comm.pulse import EVERYONE, Place, ranks_text, silence
-from zeropipe.engine.comm.threads import Call, wait_for
+from zeropipe.engine.comm.faults import (
+    ErrorBoard,
+    MismatchedCalls,
+    PeerLost,
+    StoreLost,
+    StoreThread,
+    describe_lost_store,
+    transport_reason,
+)  # fmt: skip
+from zeropipe.engine.comm.heartbeat import EVERYONE, RankStatus, heartbeat_limit, ranks_text
+from zeropipe.engine.comm.rendezvous import rendezvous
+from zeropipe.engine.comm.threads import BackgroundCall, join_threads
 from zeropipe.engine.comm.watchdog import Watchdog
 from zeropipe.engine.torch_private import comm as torch_comm
 from zeropipe.errors import EngineError
 
-TIMEOUT = 600.0  # seconds, where nobody gives another time-out
-AFTER_ALL, AFTER_A_FAULT = 10.0, 1.0  # seconds for threads to end
-LINGER = 2.0  # seconds that the host of the store stays after a fault, so that others can read it
-LATER = 3.0  # seconds that a store may take longer to open than its own time-out, which says more
-FEW_BEATS = 5.0  # seconds without a beat that tell who is gone, where it is known that somebody is
+DEFAULT_TIMEOUT_S = 600.0
+JOIN_TIMEOUT_S, JOIN_TIMEOUT_AFTER_FAULT_S = 10.0, 1.0
+LINGER_S = 2.0  # the host of the store stays after a fault, so that other ranks can read the error
+OPEN_MARGIN_S = 3.0  # a store may take longer to open than its own timeout, whose error says more
+PROBE_S = 5.0  # without a heartbeat for this long, a rank is the one that is gone, where one is known to be
 
 Result = TypeVar("Result")
-_counts: Counter[str] = Counter()
-_hosts: set[int] = set()  # the processes that are known to be on the machine of the store
+_num_created: Counter[str] = Counter()  # Ranks of each set of members
+_store_hosts: set[int] = set()  # the processes that are known to be on the machine of the store
 
 
 class Ranks:
-    """The processes `members`, of which this one is number `rank`. All of them make this, in the same order.
+    """The processes `members`, of which this one is number `rank`. All of them create this, in the same order.
 
-    Waits have no time-out of their own: the watchdog ends them when there is a reason to, which it first writes on the
-    board. So whoever fails in a wait finds the reason there. `open_store` gives a connection to the job's store. `goal`
-    is what a rank has not done that does not come here, `hint` the way out.
+    Waits have no timeout of their own: the watchdog ends them, after it has posted the error on the board. So a rank
+    that fails in a wait finds the error there. `open_store` returns a connection to the job's store. `goal` completes
+    the error "rank 1 has not ..." for ranks that are missing, `hint` is the way out.
     """
 
-    unsaid: tuple[int, ...] = ()
+    implicit_peers: tuple[int, ...] = ()
 
     def __init__(
         self,
@@ -57,36 +65,34 @@ class Ranks:
         hint: str = "",
     ) -> None:
         self.rank, self.size, self._timeout = rank, len(members), timeout
-        self.place, self.closed = Place(), False
-        self._calls: list[threading.Thread] = []  # that have not come back
-        self._lock = threading.Lock()  # who breaks or drops connections holds it
+        self.status, self.closed = RankStatus(), False
+        self._running_calls: list[threading.Thread] = []
+        self._lock = threading.Lock()  # held while connections are broken or dropped
         self._watchdog = Watchdog(timeout)
-        # every rank makes these in the same order, so the count names this one
         digest = hashlib.sha256(repr(tuple(members)).encode()).hexdigest()[:16]
-        key = f"zeropipe/{digest}/{_counts[digest]}"
-        _counts[digest] += 1
-        self._store = StoreThread(open_store, timeout + LATER, min(10.0, max(2.0, timeout / 2)))
+        key = f"zeropipe/{digest}/{_num_created[digest]}"
+        _num_created[digest] += 1
+        self._store = StoreThread(open_store, timeout + OPEN_MARGIN_S, min(10.0, max(2.0, timeout / 2)))
+
+        def describe_missing(missing: Sequence[int]) -> str:
+            have = "have" if len(missing) > 1 else "has"
+            line = f"{ranks_text(missing)} {have} not {goal}: rank {rank} waits for {timeout:g} s"
+            return f"{line}; {hint}" if hint else line
+
         try:
-            self.name, hosts = meet(
-                self._store, key, rank, self.size, timeout, lambda away: self._missing(away, goal, hint)
-            )  # fmt: skip
-            _hosts.update(members[host] for host in hosts)
-            self.board = Board(self._store, self.name, rank, self.size, hosts)
+            self.name, hosts = rendezvous(self._store, key, rank, self.size, timeout, describe_missing)
+            _store_hosts.update(members[host] for host in hosts)
+            self.board = ErrorBoard(self._store, self.name, rank, self.size, hosts)
             self._watchdog.start(self)
         except BaseException as error:
-            if self._hosts_store and isinstance(error, EngineError):  # the others read there who is missing
-                time.sleep(LINGER)
+            if self._hosts_store and isinstance(error, EngineError):  # the other ranks read there which are missing
+                time.sleep(LINGER_S)
             self._store.close()
             raise
 
-    def _missing(self, away: Sequence[int], goal: str, hint: str) -> str:
-        have = "have" if len(away) > 1 else "has"
-        line = f"{ranks_text(away)} {have} not {goal}: rank {self.rank} waits for {self._timeout:g} s"
-        return f"{line}; {hint}" if hint else line
-
     @property
-    def others(self) -> tuple[int, ...]:
-        """All but this one."""
+    def peers(self) -> tuple[int, ...]:
+        """All ranks but this one."""
         return tuple(rank for rank in range(self.size) if rank != self.rank)
 
     @property
@@ -94,128 +100,128 @@ class Ranks:
         return torch_comm.store_is_on_rank_0() and self.rank == 0
 
     @property
-    def connecting(self) -> float:
-        """Seconds for gloo to connect: less than the time-out, so that its own words about what is wrong come first."""
+    def connect_timeout(self) -> float:
+        """Seconds for gloo to connect: below the timeout, so that gloo's own error comes first."""
         return 0.8 * self._timeout
 
     def enter(self, name: str, busy: bool = False) -> None:
-        """Begin another part of set-up, and tell the others. `busy`: with work of its own that may take long."""
-        self.place.enter(name, busy)
-        self._watchdog.say(self, busy=busy)
+        """Begin another part of set-up, and publish it. `busy`: with long work of its own."""
+        self.status.enter(name, busy)
+        self._watchdog.publish(self, is_busy=busy)
 
-    # words
+    # exchanges
 
     def exchange(self, value: object) -> list[Any]:
-        """Everybody's value, in rank order; UnlikeCalls if others have come here to do something else."""
-        said = [pickle.loads(piece) for piece in self._gather(pickle.dumps((self.place.call, value)))]
-        if len({call for call, _ in said if call is not None}) > 1:
-            raise UnlikeCalls([call for call, _ in said])
-        return [value for _, value in said]
+        """The values of all ranks, in rank order; MismatchedCalls if ranks exchange in different calls."""
+        everyone = [pickle.loads(data) for data in self._gather(pickle.dumps((self.status.call, value)))]
+        if len({call for call, _ in everyone if call is not None}) > 1:
+            raise MismatchedCalls([call for call, _ in everyone])
+        return [value for _, value in everyone]
 
     def _gather(self, data: bytes) -> list[bytes]:
-        """Everybody's data, by the hand of the first rank."""
-        self.place.round += 1
-        key, busy = f"exchange/{self.place.round}", self.place.busy
-        self.place.waits, self.place.busy = EVERYONE, False
+        """The data of all ranks, which the first rank collects."""
+        self.status.num_exchanges += 1
+        key, is_busy = f"exchange/{self.status.num_exchanges}", self.status.is_busy
+        self.status.is_busy = False
         try:
-            self.board.note(f"{key}/{self.rank}", data)
-            if self.rank != 0:
-                self.board.wait(f"{key}/all")
-                found: list[bytes] = pickle.loads(self.board.get(f"{key}/all"))
-                return found
-            self.board.wait(*(f"{key}/{rank}" for rank in range(self.size)))
-            everyone = [self.board.get(f"{key}/{rank}") for rank in range(self.size)]
-            self.board.note(f"{key}/all", pickle.dumps(everyone))
-            self._forget(self.place.round - 1)
-            return everyone
+            with self.status.waiting_for(EVERYONE):
+                self.board.set(f"{key}/{self.rank}", data)
+                if self.rank != 0:
+                    self.board.wait(f"{key}/all")
+                    found: list[bytes] = pickle.loads(self.board.get(f"{key}/all"))
+                    return found
+                self.board.wait(*(f"{key}/{rank}" for rank in range(self.size)))
+                everyone = [self.board.get(f"{key}/{rank}") for rank in range(self.size)]
+                self.board.set(f"{key}/all", pickle.dumps(everyone))
+                self._delete_exchange(self.status.num_exchanges - 1)
+                return everyone
         finally:
-            self.place.waits, self.place.busy = (), busy
+            self.status.is_busy = is_busy
 
-    def _forget(self, number: int) -> None:
-        """All have come to the next exchange, so all have read this one."""
+    def _delete_exchange(self, number: int) -> None:
+        """Delete the keys of an exchange: all ranks have reached the next one, so all have read them."""
         for rank in range(self.size if number else 0):
-            self.board.forget(f"exchange/{number}/{rank}")
+            self.board.delete(f"exchange/{number}/{rank}")
         if number:
-            self.board.forget(f"exchange/{number}/all")
+            self.board.delete(f"exchange/{number}/all")
 
     def call(self, function: Callable[[], Result], peers: tuple[int, ...] | None = None) -> Result:
-        """`function()`, which waits for `peers` (all, if not given) inside torch, where nobody could stop it.
+        """Return `function()`, which waits for `peers` (default: all) inside torch, where it cannot be stopped.
 
-        So it runs in a thread of its own, and this rank stops waiting for that when another one has failed or is lost.
+        It runs in a thread of its own, and this rank stops waiting for it when another one has failed or is lost.
         """
-        self.place.waits = peers = self.others if peers is None else peers
-        running = Call(f"calling-{self.place.where}", function)
-        self._calls.append(running.thread)
-        try:
-            while not running.wait(0.05):
-                if self.board.read() is not None:
-                    raise PeerLost((), "another rank failed")
-            self._calls.remove(running.thread)
-            return running.result()
-        except RuntimeError as error:
-            if isinstance(error, EngineError):
-                raise
-            if gone := self._silent(peers):
-                raise PeerLost(gone, reason(error)) from error
-            raise ConnectionError(reason(error)) from error
-        finally:
-            self.place.waits = ()
+        peers = self.peers if peers is None else peers
+        with self.status.waiting_for(peers):
+            running = BackgroundCall(f"calling-{self.status.where}", function)
+            self._running_calls.append(running.thread)
+            try:
+                while not running.wait(0.05):
+                    if self.board.read_error() is not None:
+                        raise PeerLost((), "another rank failed")
+                self._running_calls.remove(running.thread)
+                return running.result()
+            except RuntimeError as error:
+                if isinstance(error, EngineError):
+                    raise
+                if gone := self._find_silent(peers):
+                    raise PeerLost(gone, transport_reason(error)) from error
+                raise ConnectionError(transport_reason(error)) from error
 
-    def _silent(self, peers: tuple[int, ...]) -> tuple[int, ...]:
-        """Which of the peers is gone: an error of torch does not say. PeerLost if somebody else has found out."""
-        before = self.board.pulses()
-        end = time.monotonic() + min(FEW_BEATS, silence(self._timeout))
+    def _find_silent(self, peers: tuple[int, ...]) -> tuple[int, ...]:
+        """The peers that are gone, which an error of torch does not name. PeerLost if another rank has posted them."""
+        before = self.board.heartbeats()
+        end = time.monotonic() + min(PROBE_S, heartbeat_limit(self._timeout))
         while time.monotonic() < end:
-            if self.board.read() is not None:
+            if self.board.read_error() is not None:
                 raise PeerLost((), "another rank failed")
             time.sleep(0.05)
-        now = self.board.pulses()
+        now = self.board.heartbeats()
         return tuple(peer for peer in peers if now[peer] == before[peer])
 
-    # the end
+    # faults and the end
 
     def explain(self, error: BaseException, where: str) -> EngineError:
-        """The error every rank raises for this one."""
+        """The error that every rank raises for an error of this one."""
         return self.board.explain(error, where)
 
-    def listen(self, peer: int) -> None:
-        """Wait until the connection to `peer` closes: there is none here."""
+    def wait_for_disconnect(self, peer: int) -> None:
+        """Wait until the connection to `peer` closes: a Communicator has one."""
         raise NotImplementedError
 
     def abort(self) -> None:
-        """Break every connection, so that nobody waits for this rank any more. Any thread may call it, at any time."""
+        """Break every connection, so that no rank waits for this one. Any thread may call it, at any time."""
         with self._lock:
             if not self.closed:
                 self.closed = True
-                self._break()
+                self._break_connections()
 
-    def _break(self) -> None:
-        """There are none but the store's."""
+    def _break_connections(self) -> None:
+        """Nothing: there is no connection but the store's."""
 
     def close(self, more: Iterable[threading.Thread] = ()) -> None:
-        """Let go of the connections; after a good run, the others are told first. Threads have ended, `more` too."""
+        """Close the connections and join the threads, `more` too. After a successful run the other ranks learn it."""
         self._watchdog.stop()
-        patience = AFTER_A_FAULT if self.closed else AFTER_ALL
+        timeout = JOIN_TIMEOUT_AFTER_FAULT_S if self.closed else JOIN_TIMEOUT_S
         with suppress(StoreLost):
-            self._leave()
+            self._announce_end()
         with self._lock:  # an abort that has begun ends first
-            self._drop()
+            self._drop_connections()
             self.closed = True
         self._store.close()
-        wait_for((*self._watchdog.threads, self._store.thread, *self._calls, *more), patience)
+        join_threads((*self._watchdog.threads, self._store.thread, *self._running_calls, *more), timeout)
 
-    def _leave(self) -> None:
+    def _announce_end(self) -> None:
         if not self.closed:
-            self.board.leave()
+            self.board.mark_closed()
             return
-        self.board.note(f"heard/{self.rank}")
-        if self._hosts_store:  # the others' error is in it
-            end = time.monotonic() + LINGER
-            while time.monotonic() < end and not self.board.noted(*(f"heard/{rank}" for rank in range(self.size))):
+        self.board.set(f"stopped/{self.rank}")
+        if self._hosts_store:
+            end = time.monotonic() + LINGER_S
+            while time.monotonic() < end and not self.board.has(*(f"stopped/{rank}" for rank in range(self.size))):
                 time.sleep(0.05)
 
-    def _drop(self) -> None:
-        """Let go of what this holds."""
+    def _drop_connections(self) -> None:
+        """Nothing: there is no connection but the store's."""
 
     def __enter__(self) -> Ranks:
         return self
@@ -223,33 +229,33 @@ class Ranks:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """An error in here is one on all ranks."""
+        """Close; an error of the block stops all ranks."""
         try:
             if error is not None:
-                explained = self.explain(error, self.place.where)
+                explained = self.explain(error, self.status.where)
                 self.abort()
-                if isinstance(error, PeerLost):  # the transport's own words help nobody
+                if isinstance(error, PeerLost):  # the transport's own text adds nothing
                     raise explained from None
         finally:
             self.close()
 
 
 def job_ranks(timeout: float, goal: str, group: dist.ProcessGroup | None = None) -> Ranks:
-    """The processes of a group, all if none is given, of the running torch.distributed job."""
+    """The processes of a group (default: all) of the running torch.distributed job."""
     members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
     rank = dist.get_rank(group)
     try:
         return Ranks(default_store, members, rank, timeout, goal)
     except StoreLost as lost:
-        raise unmet(lost, members, rank, "the start") from None
+        raise rendezvous_error(lost, members, rank, "the start") from None
 
 
-def unmet(lost: StoreLost, members: Sequence[int], rank: int, where: str) -> EngineError:
-    """The error of a rank that has not met the others: the store was lost."""
-    hosts = [number for number, member in enumerate(members) if member in _hosts]
-    return EngineError(without_store(lost, rank, where, hosts))
+def rendezvous_error(lost: StoreLost, members: Sequence[int], rank: int, where: str) -> EngineError:
+    """The error of a rank that lost the store before the rendezvous."""
+    hosts = [number for number, member in enumerate(members) if member in _store_hosts]
+    return EngineError(describe_lost_store(lost, rank, where, hosts))
 
 
 def default_store() -> dist.Store:
-    """The store of the running job, over a connection of its own: one that waits for a key lets nobody else in."""
+    """The store of the running job, over a new connection: one that waits for a key blocks all other requests."""
     return torch_comm.clone(torch_comm.default_store())

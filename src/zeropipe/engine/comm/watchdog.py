@@ -8,123 +8,128 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
-from zeropipe.engine.comm.faults import Board, StoreLost, reason
-from zeropipe.engine.comm.pulse import BETWEEN, Place, Pulse, Seen, lost_text, verdict
-from zeropipe.engine.comm.threads import started
+from zeropipe.engine.comm.faults import ErrorBoard, StoreLost, transport_reason
+from zeropipe.engine.comm.heartbeat import BETWEEN_STEPS, Heartbeat, Observation, RankStatus, diagnose, lost_text
+from zeropipe.engine.comm.threads import start_thread
 from zeropipe.engine.torch_private import compile as torch_compile
 
-STALL = 2.0  # seconds that a tick may come late before this process counts as having been stopped itself
-signs_of_life: list[Callable[[], None]] = []  # called while an engine of this process gets on with its work
+MAX_TICK_DELAY_S = 2.0  # a tick later than this means that this process itself was stopped
+progress_callbacks: list[Callable[[], None]] = []  # called while an engine of this process makes progress
 
 
-class Watched(Protocol):
-    """What a watchdog watches over."""
+class Monitored(Protocol):
+    """What a watchdog monitors: Ranks."""
 
     rank: int
     size: int
-    unsaid: tuple[int, ...]  # the ranks that its main thread may wait for in a step without saying so
-    board: Board
-    place: Place
+    implicit_peers: tuple[int, ...]  # ranks that its main thread may wait for in a step without setting `waits_for`
+    board: ErrorBoard
+    status: RankStatus
 
-    def listen(self, peer: int) -> None: ...
+    def wait_for_disconnect(self, peer: int) -> None: ...
 
     def abort(self) -> None: ...
 
 
 class Watchdog:
-    """Says where this rank is, looks for errors on the board, and finds out who is to blame for a long wait.
+    """Publishes this rank's status, reads errors on the board, and diagnoses a long wait.
 
-    A second thread listens to the next rank, in a ring: the connection of a process that is gone closes at once,
-    whatever the others are doing.
+    A second thread monitors the connection to the next rank, in a ring: that of a process that is gone closes at once,
+    whatever the other ranks are doing.
     """
 
     def __init__(self, timeout: float) -> None:
-        self._timeout, self._every = timeout, min(1.0, timeout / 8)
-        self._end = threading.Event()
+        self._timeout, self._interval = timeout, min(1.0, timeout / 8)
+        self._stopping = threading.Event()
         self.threads: list[threading.Thread] = []
-        self._beat, self._since = 0, time.monotonic()
-        self._sign: tuple[object, ...] = ()
-        self._seen: dict[int, tuple[Pulse | None, float]] = {}  # the newest pulse of a rank and when it was new
+        self._num_beats, self._since = 0, time.monotonic()
+        self._progress: tuple[object, ...] = ()
+        self._newest: dict[int, tuple[Heartbeat | None, float]] = {}  # of each rank, and when it was new
 
-    # the threads hold the fabric, which holds this object, while they run: nothing has to be collected when it closes
+    # The threads hold the Ranks, which hold this object, while they run: closing leaves no cycle to be collected.
 
-    def start(self, fabric: Watched) -> None:
-        """Begin to watch."""
-        self.say(fabric)
-        self.threads.append(started("watchdog", self._watch, fabric))
+    def start(self, ranks: Monitored) -> None:
+        """Start the thread that publishes and diagnoses."""
+        self.publish(ranks)
+        self.threads.append(start_thread("watchdog", self._run, ranks))
 
-    def listen(self, fabric: Watched) -> None:
-        """Begin to listen to the next rank."""
-        if fabric.size > 1:
-            self.threads.append(started("listener", self._listen, fabric))
+    def monitor_next_rank(self, ranks: Monitored) -> None:
+        """Start the thread that monitors the connection to the next rank."""
+        if ranks.size > 1:
+            self.threads.append(start_thread("connection", self._monitor, ranks))
 
     def stop(self) -> None:
-        """End the threads; the listener when the connections close."""
-        self._end.set()
+        """End the threads; that of the connection ends when the connection closes."""
+        self._stopping.set()
 
-    def _watch(self, fabric: Watched) -> None:
+    def _run(self, ranks: Monitored) -> None:
         last = time.monotonic()
-        while not self._end.wait(self._every):
+        while not self._stopping.wait(self._interval):
             now = time.monotonic()
-            if now - last > self._every + STALL:  # stopped, or starved: what it missed says nothing about others
+            if now - last > self._interval + MAX_TICK_DELAY_S:  # what was missed meanwhile is no fault of other ranks
                 self._since += now - last
-                self._seen.clear()
+                self._newest.clear()
             last = now
             try:
-                is_over = self._tick(fabric, now)
-            except StoreLost:  # to find that out may take long, and is no stop of this process
-                is_over, last = self._waits_in_vain(fabric, now), time.monotonic()
-            if is_over and not self._end.is_set():
-                fabric.abort()
+                has_failed = self._tick(ranks, now)
+            except StoreLost:  # this may take long to detect, and is no stop of this process
+                # without the store the other ranks' status is unknown
+                has_failed = bool(_waits_for(ranks)) and now - self._since > self._timeout
+                last = time.monotonic()
+            if has_failed and not self._stopping.is_set():
+                ranks.abort()
                 return
 
-    def _tick(self, fabric: Watched, now: float) -> bool:
-        """Whether there is a reason to stop: it is on the board then. StoreLost if nobody can read that."""
-        sign, busy = fabric.place.sign, fabric.place.busy or torch_compile.compiling()
-        if sign != self._sign:
-            self._sign, self._since = sign, now
-            self._seen.clear()
-        if busy or self._since == now:
-            for call in signs_of_life:
-                call()
-        waited, waits = now - self._since, self._waits(fabric)
-        text = self.say(fabric, waited, waits, busy)
-        if text is None and waits and not busy and waited > self._timeout / 2:
-            text = self._look(fabric, now, waited)
-        return text is not None
+    def _tick(self, ranks: Monitored, now: float) -> bool:
+        """Whether there is an error, which is on the board then. StoreLost if the board cannot be read."""
+        status = ranks.status
+        progress, is_busy = status.progress, status.is_busy or torch_compile.compiling()
+        if progress != self._progress:
+            self._progress, self._since = progress, now
+            self._newest.clear()
+        if is_busy or self._since == now:
+            for callback in progress_callbacks:
+                callback()
+        stalled_for, waits_for = now - self._since, _waits_for(ranks)
+        error = self.publish(ranks, stalled_for, waits_for, is_busy)
+        if error is None and waits_for and not is_busy and stalled_for > self._timeout / 2:
+            error = self._diagnose(ranks, now, stalled_for)
+        return error is not None
 
-    def _waits(self, fabric: Watched) -> tuple[int, ...]:
-        return fabric.place.waits or (() if fabric.place.where == BETWEEN else fabric.unsaid)
+    def publish(
+        self, ranks: Monitored, stalled_for: float = 0.0, waits_for: tuple[int, ...] = (), is_busy: bool = False
+    ) -> str | None:
+        """Publish this rank's heartbeat; returns the error on the board."""
+        self._num_beats += 1
+        status = ranks.status
+        return ranks.board.publish(
+            Heartbeat(self._num_beats, status.where, stalled_for, waits_for, status.num_exchanges, is_busy)
+        )
 
-    def _waits_in_vain(self, fabric: Watched, now: float) -> bool:
-        """Without the store nobody can know what the others do."""
-        return bool(self._waits(fabric)) and now - self._since > self._timeout
-
-    def say(self, fabric: Watched, waited: float = 0.0, waits: tuple[int, ...] = (), busy: bool = False) -> str | None:
-        """Tell the others where this rank is; the error on the board."""
-        self._beat += 1
-        return fabric.board.beat(Pulse(self._beat, fabric.place.where, waited, waits, fabric.place.round, busy))
-
-    def _look(self, fabric: Watched, now: float, waited: float) -> str | None:
-        """What others say; the error on the board, if this rank waits in vain."""
-        for rank, pulse in fabric.board.pulses().items():
-            before = self._seen.get(rank)
-            if before is None or before[0] != pulse:
-                self._seen[rank] = (pulse, now)
-        if waited < self._timeout:
+    def _diagnose(self, ranks: Monitored, now: float, stalled_for: float) -> str | None:
+        """Observe the other ranks; the error on the board, if this rank's wait cannot end."""
+        for rank, heartbeat in ranks.board.heartbeats().items():
+            before = self._newest.get(rank)
+            if before is None or before[0] != heartbeat:
+                self._newest[rank] = (heartbeat, now)
+        if stalled_for < self._timeout:
             return None
-        seen = {rank: Seen(pulse, now - new) for rank, (pulse, new) in self._seen.items()}
-        text = verdict(fabric.rank, seen, self._timeout)
-        return None if text is None else fabric.board.post(text)
+        observed = {rank: Observation(heartbeat, now - new) for rank, (heartbeat, new) in self._newest.items()}
+        text = diagnose(ranks.rank, observed, self._timeout)
+        return None if text is None else ranks.board.post_error(text)
 
-    def _listen(self, fabric: Watched) -> None:
-        peer = (fabric.rank + 1) % fabric.size
+    def _monitor(self, ranks: Monitored) -> None:
+        peer = (ranks.rank + 1) % ranks.size
         try:
-            fabric.listen(peer)
+            ranks.wait_for_disconnect(peer)
         except RuntimeError as error:
             with suppress(StoreLost):
-                if self._end.is_set() or fabric.board.left(peer):
+                if self._stopping.is_set() or ranks.board.has_closed(peer):
                     return
-                if fabric.board.read() is None:
-                    fabric.board.post(lost_text(peer, fabric.board.pulse(peer), reason(error)))
-            fabric.abort()
+                if ranks.board.read_error() is None:
+                    ranks.board.post_error(lost_text(peer, ranks.board.heartbeat(peer), transport_reason(error)))
+            ranks.abort()
+
+
+def _waits_for(ranks: Monitored) -> tuple[int, ...]:
+    return ranks.status.waits_for or (() if ranks.status.where == BETWEEN_STEPS else ranks.implicit_peers)

@@ -45,7 +45,7 @@ def parallelize(
     for name, kind in {"dtype": dtype, "reduce_dtype": reduce_dtype}.items():
         if kind is not None and not isinstance(kind, torch.dtype):
             raise ConfigError(f"{name}={short(kind)}: give a dtype of torch's, like torch.bfloat16")
-    layout = Layout.of_mesh(mesh)
+    layout = Layout.from_mesh(mesh)
     if any(units_of(stage) for stage in stages.values()):
         raise ConfigError("a stage is sharded already: call parallelize() once, or leave out fully_shard")
     if layout.sizes.get("tp", 1) > 1:

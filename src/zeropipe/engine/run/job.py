@@ -15,7 +15,7 @@ from zeropipe.core.mesh import DATA_DIMENSIONS, Mesh
 from zeropipe.core.model.configs import BUILT_IN
 from zeropipe.core.schedule import Schedule
 from zeropipe.engine.comm.collective import on_all_ranks, require_same
-from zeropipe.engine.comm.ranks import TIMEOUT, Ranks, job_ranks
+from zeropipe.engine.comm.ranks import DEFAULT_TIMEOUT_S, Ranks, job_ranks
 from zeropipe.engine.engine import Engine
 from zeropipe.engine.mesh.parallelize import parallelize
 from zeropipe.engine.run.measure import Measured, measure
@@ -49,7 +49,7 @@ def run_job(schedule: Schedule, job: Job) -> Outcome:
     def tokens(step: int, pipeline: int) -> list[dict[str, torch.Tensor]]:
         return synthetic(job, schedule.num_microbatches, step * num_pipelines_of(job) + pipeline, device)
 
-    with job_ranks(TIMEOUT, "begun to run") as ranks:
+    with job_ranks(DEFAULT_TIMEOUT_S, "begun to run") as ranks:
         ranks.enter("comparing options")
         require_same(ranks, lambda: asdict(job), "options")
         mesh = mesh_of(job.mesh, device, ranks)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zeropipe.engine.comm.watchdog import signs_of_life
+from zeropipe.engine.comm.watchdog import progress_callbacks
 from zeropipe.engine.run.nursery import nursery
 from zeropipe.engine.run.slow import TORCH_SAYS
 from zeropipe.engine.run.torchrun import join
@@ -251,7 +251,7 @@ def heartbeat() -> None:
 def _rank_main(end: int, rank: int, num_ranks: int, port: int, threads: int, backend: str, timeout: float) -> None:
     global _line
     _line = Line(Connection(end))
-    signs_of_life.append(heartbeat)
+    progress_callbacks.append(heartbeat)
     torch.set_num_threads(threads)
     warnings.filterwarnings("ignore", message=TORCH_SAYS)  # who starts ranks has told it in a line
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_RANK=str(rank))

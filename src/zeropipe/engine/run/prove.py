@@ -37,7 +37,7 @@ def gradient_error(
     for stage in engine.stages.values():  # when all are compared: two of them may share a weight
         stage.zero_grad()
     with engine.together("the comparison of gradients") as team:
-        error, name = max(team.fabric.exchange(found))
+        error, name = max(team.comm.exchange(found))
     dtype = next(plain.parameters()).dtype
     if not error <= TOLERANCES[dtype]:
         raise EngineError(f"the gradient of {name} differs by {error:.1e} from that of the plain model")

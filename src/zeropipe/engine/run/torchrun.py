@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from zeropipe.engine.comm.faults import StoreLost
-from zeropipe.engine.comm.ranks import TIMEOUT, Ranks
+from zeropipe.engine.comm.ranks import DEFAULT_TIMEOUT_S, Ranks
 from zeropipe.engine.torch_private.comm import clone, init_group, store_outlives_ranks
 from zeropipe.errors import ConfigError, EngineError
 
@@ -19,7 +19,7 @@ HOW = (
 )
 
 
-def join_torchrun(backend: str, timeout: float = TIMEOUT) -> None:
+def join_torchrun(backend: str, timeout: float = DEFAULT_TIMEOUT_S) -> None:
     """`init_process_group` on the processes of torchrun; EngineError names those that do not come within `timeout`."""
     rank, size, host, port = _given()
     is_agents = store_outlives_ranks()  # else the first rank hosts it
@@ -53,7 +53,7 @@ def join(
     with Ranks(connect, range(size), rank, timeout, "started", hint) as ranks:
         ranks.enter("making the process group")
         store = dist.PrefixStore(ranks.name, opened[0])  # gloo must not find addresses of processes that are gone
-        ranks.call(lambda: init_group(backend, ranks.connecting, store=store, rank=rank, world_size=size))
+        ranks.call(lambda: init_group(backend, ranks.connect_timeout, store=store, rank=rank, world_size=size))
 
 
 def _given() -> tuple[int, int, str, int]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from zeropipe.core.placement import Placement
 from zeropipe.core.schedule import Schedule
 from zeropipe.engine.comm.collective import nothing, on_all_ranks, on_first_rank
-from zeropipe.engine.comm.ranks import TIMEOUT, Ranks, job_ranks
+from zeropipe.engine.comm.ranks import DEFAULT_TIMEOUT_S, Ranks, job_ranks
 from zeropipe.engine.stages.adapters import Adapter, Injected, adapter_in, is_adapters, merged, wrapped, wrappers
 from zeropipe.engine.stages.hf import HFStage
 from zeropipe.engine.stages.models import meta_model
@@ -98,7 +98,7 @@ def _ranks_of(placement: Placement, rank: int, group: Any) -> Iterator[Ranks | N
             f"rank={rank} of {num_ranks} in the placement is process {dist.get_rank(group)} of "
             f"{dist.get_world_size(group)}: give group=, the process group of one pipeline"
         )
-    with job_ranks(TIMEOUT, "called save_stages()", group) as ranks:
+    with job_ranks(DEFAULT_TIMEOUT_S, "called save_stages()", group) as ranks:
         ranks.enter("saving the stages", busy=True)
         yield ranks
 

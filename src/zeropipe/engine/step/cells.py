@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeropipe.engine.comm.edges import Spec
+from zeropipe.engine.comm.messages import Spec
 from zeropipe.engine.stages.contract import Microbatch, Pick
 from zeropipe.engine.step import spread
 from zeropipe.engine.torch_private import tensors as torch_tensors

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from zeropipe.engine.comm.fabric import Fabric
+from zeropipe.engine.comm.communicator import Communicator
 
 PINGS = 16
 CLOCK_TAG = 2
@@ -21,9 +21,9 @@ class Clock:
     Ranks of one machine share a clock and measure nothing.
     """
 
-    def __init__(self, fabric: Fabric) -> None:
-        self._fabric = fabric
-        machines = fabric.exchange(machine_name())
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        machines = comm.exchange(machine_name())
         self._others = [rank for rank, machine in enumerate(machines) if machine != machines[0]]
         self._measured: list[tuple[float, float]] = []  # the last two: a time of ours, how far we were ahead
         self.measure()
@@ -31,9 +31,9 @@ class Clock:
     def measure(self) -> None:
         """Ask rank 0 for the time; every rank calls this."""
         for rank in self._others:
-            if self._fabric.rank in (0, rank):
+            if self._comm.rank in (0, rank):
                 found = self._ping(rank)
-                if self._fabric.rank == rank:
+                if self._comm.rank == rank:
                     self._measured = [*self._measured[-1:], found]
 
     def of_rank_0(self, moment: float) -> float:
@@ -46,16 +46,16 @@ class Clock:
 
     def _ping(self, rank: int) -> tuple[float, float]:
         """Rank `rank` asks rank 0; the fastest answer counts: when it was asked for, and how far we were ahead."""
-        fabric, word, best = self._fabric, torch.zeros(1, dtype=torch.float64, device="cpu"), (float("inf"), 0.0, 0.0)
+        comm, word, best = self._comm, torch.zeros(1, dtype=torch.float64, device="cpu"), (float("inf"), 0.0, 0.0)
         for _ in range(PINGS):
-            if fabric.rank == 0:
-                fabric.receive(word, rank, CLOCK_TAG)
+            if comm.rank == 0:
+                comm.receive(word, rank, CLOCK_TAG)
                 word.fill_(time.perf_counter())
-                fabric.send(word, rank, CLOCK_TAG)
+                comm.send(word, rank, CLOCK_TAG)
             else:
                 asked = time.perf_counter()
-                fabric.send(word, 0, CLOCK_TAG)
-                fabric.receive(word, 0, CLOCK_TAG)
+                comm.send(word, 0, CLOCK_TAG)
+                comm.receive(word, 0, CLOCK_TAG)
                 answered = time.perf_counter()
                 middle = (asked + answered) / 2
                 best = min(best, (answered - asked, middle, middle - float(word)))

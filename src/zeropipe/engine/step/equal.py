@@ -65,7 +65,7 @@ def shared_weights(schedule: Schedule, stages: Mapping[int, StageInfo], layout: 
     claims: Claims = []
 
     def say(what: str, parameter: Tensor) -> None:
-        piece = (*layout.piece(parameter), *layout.place_in("tp"))  # ranks with another one hold something else
+        piece = (*layout.shard_index(parameter), *layout.coordinates_in("tp"))
         claims.append(((what, "shape", piece), (tuple(parameter.shape), str(parameter.dtype))))
         claims.append(((what, "requires_grad", piece), parameter.requires_grad))
         if values:
@@ -73,12 +73,12 @@ def shared_weights(schedule: Schedule, stages: Mapping[int, StageInfo], layout: 
 
     for stage, info in stages.items():
         for name, parameter in info.module.named_parameters():
-            if layout.uncovered(parameter) or layout.is_whole_in("dp_replicate", parameter):
+            if layout.unsummed_dims(parameter) or layout.is_replicated_over("dp_replicate", parameter):
                 say(f"{name} of stage {stage}, of which every replica has a copy,", parameter)
-            if values and layout.is_whole_in("tp", parameter) and not parameter.is_meta:
+            if values and layout.is_replicated_over("tp", parameter) and not parameter.is_meta:
                 # each process of tp adds up a gradient of its own: rounding may part what began equal
                 what = f"{name} of stage {stage}, which every process of tp has whole,"
-                piece = (*layout.piece(parameter), *layout.place_in(*DATA_DIMENSIONS))
+                piece = (*layout.shard_index(parameter), *layout.coordinates_in(*DATA_DIMENSIONS))
                 claims.append(((what, "values", piece), Sketch.of(to_local(parameter))))
     for _, shared in copies_on(schedule, layout.pipeline_rank):
         for stage in shared:
@@ -106,7 +106,7 @@ def lonely_tie(tied: Sequence[Iterable[Tie]]) -> str | None:
 
 def microbatch_claims(microbatches: Sequence[Microbatch], layout: Layout) -> Claims:
     """What this rank says of its microbatches: a rank may leave out keys that it does not need."""
-    pipeline = layout.place_in(*DATA_DIMENSIONS)
+    pipeline = layout.coordinates_in(*DATA_DIMENSIONS)
     return [
         ((f"{key!r} of microbatch {index}", "values", pipeline), _digest(value))
         for index, microbatch in enumerate(microbatches)

@@ -14,14 +14,15 @@ from zeropipe.core.collectives import collectives, gathers_for_backward
 from zeropipe.core.schedule import Program
 from zeropipe.engine.backward.gradients import FirstGradients
 from zeropipe.engine.backward.splitters import Splitter
-from zeropipe.engine.comm.edges import Incoming, Message, Outgoing, Spec, Wire
+from zeropipe.engine.comm.channels import Channel, Receiver, Sender
+from zeropipe.engine.comm.messages import Message, ShapeCache, Spec
 from zeropipe.engine.mesh.shards import Reduction, Shards
 from zeropipe.engine.stages.contract import Microbatch, StageInfo
 from zeropipe.engine.step.agreed import AgreedOrder
 from zeropipe.engine.step.cells import Call, Cell
 from zeropipe.engine.step.dynamic import Gap, movable
 from zeropipe.engine.step.outputs import Buffers
-from zeropipe.engine.step.passes import Finish, Made, Passes, See
+from zeropipe.engine.step.passes import Finish, Passes, See
 from zeropipe.engine.step.plans import reduced_within
 from zeropipe.engine.step.streams import Streams
 
@@ -46,27 +47,25 @@ class Executor:
         program: Program,
         rank: int,
         stages: Mapping[int, StageInfo],
-        outgoing: Mapping[int, Outgoing],
-        wires: Mapping[tuple[int, int], Wire],
+        outgoing: Mapping[int, Sender],
+        wires: Mapping[tuple[int, int], Channel],
         *,
         train: bool,
         device: torch.device,
         splitter: Splitter,
         shards: Mapping[int, Shards],
         recv_ahead: int,
-        dynamic: bool,
+        shapes: ShapeCache,
         dynamic_weights: bool,
-        made: Made,
-        present: dict[Any, tuple[bool, ...]],
         watchers: Sequence[Watcher] = (),
         gauge: ShardWatcher | None = None,
     ) -> None:
         self._rank, self._outgoing = rank, outgoing
-        self._splitter, self._dynamic, self._watchers = splitter, dynamic, watchers
+        self._splitter, self._shapes, self._watchers = splitter, shapes, watchers
         self.schedule = program.schedule
         self._passes = Passes(
             program.schedule.num_stages - 1, {stage: Buffers(info.module) for stage, info in stages.items()},
-            train=train, device=device, dynamic=dynamic, made=made, present=present,
+            train=train, device=device, shapes=shapes,
         )  # fmt: skip
         self._num_parts = program.schedule.problem.num_weight_parts
         self._parts: Counter[tuple[int, int]] = Counter()  # of a W: how many have a call
@@ -154,7 +153,7 @@ class Executor:
         self._outgoing = {}
 
     @property
-    def where(self) -> str:
+    def current_action(self) -> str:
         """The action being run."""
         return self._labels[self._at]
 
@@ -164,8 +163,8 @@ class Executor:
     # the list of callables
 
     def _receives(
-        self, row: Sequence[Step], wires: Mapping[tuple[int, int], Wire], ahead: int
-    ) -> tuple[dict[int, Incoming], dict[Message, tuple[int, int]]]:
+        self, row: Sequence[Step], wires: Mapping[tuple[int, int], Channel], ahead: int
+    ) -> tuple[dict[int, Receiver], dict[Message, tuple[int, int]]]:
         orders: dict[int, list[Message]] = {}
         places: dict[Message, tuple[int, int]] = {}
         for step in row:
@@ -176,7 +175,7 @@ class Executor:
                 places[message] = (peer, len(orders.setdefault(peer, [])))
                 orders[peer].append(message)
         incoming = {
-            peer: Incoming(wires[peer, self._rank], order, ahead, self._dynamic) for peer, order in orders.items()
+            peer: Receiver(wires[peer, self._rank], order, ahead, self._shapes) for peer, order in orders.items()
         }
         return incoming, places
 
@@ -209,8 +208,8 @@ class Executor:
         cell = self.cells[step.stage, step.microbatch]
         if step.kind in (Kind.RECV_F, Kind.RECV_B):
             peer, place = self._places[Message(step.kind is Kind.RECV_F, step.stage, step.microbatch)]
-            if self._incoming[peer].in_place:  # else it is posted ahead of the take that waits for it
-                self._calls.append(partial(self._incoming[peer].reach, place))
+            if self._incoming[peer].posts_in_order:  # else it is posted ahead of the take that waits for it
+                self._calls.append(partial(self._incoming[peer].post_until, place))
                 self._labels.append(str(step))
             return
         if step.kind in (Kind.SEND_F, Kind.SEND_B):
@@ -232,7 +231,7 @@ class Executor:
         cell = self.cells[action.stage, action.microbatch]
         incoming = self._incoming[place[0]]
         if owed := self._movable.get(action):
-            self._calls.append(partial(self._fill, owed, partial(incoming.arrived, place[1])))
+            self._calls.append(partial(self._fill, owed, partial(incoming.has_arrived, place[1])))
             self._labels.append(f"W owed before {action}")
         take = self._passes.take_forward if forward else self._passes.take_backward
         self._calls.append(partial(take, cell, incoming, place[1]))

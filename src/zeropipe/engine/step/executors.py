@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +15,8 @@ from zeropipe.core.resize import resize
 from zeropipe.core.schedule import Program, Schedule
 from zeropipe.core.shard_actions import with_shards
 from zeropipe.engine.backward.splitters import Splitter
-from zeropipe.engine.comm.edges import Outgoing, Wire
+from zeropipe.engine.comm.channels import Channel, Sender
+from zeropipe.engine.comm.messages import ShapeCache
 from zeropipe.engine.mesh.shards import Shards, require_one_dtype
 from zeropipe.engine.options import Options
 from zeropipe.engine.stages.contract import StageInfo
@@ -24,7 +24,6 @@ from zeropipe.engine.step.agreed import digest
 from zeropipe.engine.step.executor import Executor, Watcher
 from zeropipe.engine.step.finite import FiniteCheck
 from zeropipe.engine.step.names import Names
-from zeropipe.engine.step.passes import Made
 from zeropipe.engine.step.plans import forward_only, forwards
 from zeropipe.engine.step.recorder import Recorder
 
@@ -38,8 +37,9 @@ class Parts:
     schedule: Schedule
     rank: int
     stages: Mapping[int, StageInfo]
-    outgoing: Mapping[int, Outgoing]
-    wires: Mapping[tuple[int, int], Wire]
+    outgoing: Mapping[int, Sender]
+    wires: Mapping[tuple[int, int], Channel]
+    shapes: ShapeCache
     device: torch.device
     splitter: Splitter
     shards: Mapping[int, Shards]
@@ -51,8 +51,7 @@ class Executors:
     """Makes executors when they are first needed, and keeps the latest."""
 
     def __init__(self, parts: Parts) -> None:
-        self._parts, self._made, self._kept = parts, Made(), dict[tuple[str, int, bool], Executor]()
-        self._present: dict[Any, tuple[bool, ...]] = {}  # which gradients of their inputs stages have sent
+        self._parts, self._kept = parts, dict[tuple[str, int, bool], Executor]()
         self._digests: dict[tuple[bool, int, str], int] = {}  # of orders of collectives
         self._described: tuple[bytes, int] = (b"", 0)  # which sharded weights are trained, and a digest of all of them
         self.recorder: Recorder | None = None
@@ -73,15 +72,6 @@ class Executors:
             self.recorded = found.schedule
         return found
 
-    def forget_shapes(self) -> None:
-        """Kinds of microbatches are numbered anew."""
-        self._made.clear()
-        self._present.clear()
-        for outgoing in self._parts.outgoing.values():
-            outgoing.forget()
-        for wire in self._parts.wires.values():
-            wire.heard.clear()
-
     def close(self) -> None:
         """Let go of all of them."""
         for executor in self._kept.values():
@@ -99,8 +89,8 @@ class Executors:
         return Executor(
             program, parts.rank, parts.stages, parts.outgoing, parts.wires,
             train=use != "forward", device=parts.device, splitter=parts.splitter, shards=parts.shards,
-            recv_ahead=parts.options.recv_ahead, dynamic=parts.options.shapes == "dynamic",
-            dynamic_weights=parts.options.dynamic_weights, made=self._made, present=self._present, watchers=watchers,
+            recv_ahead=parts.options.recv_ahead, shapes=parts.shapes,
+            dynamic_weights=parts.options.dynamic_weights, watchers=watchers,
             gauge=self.recorder.gauge if use == "record" and self.recorder else None,
         )  # fmt: skip
 

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from zeropipe.core.units import count_text
 from zeropipe.engine.comm.collective import on_all_ranks
-from zeropipe.engine.comm.fabric import Fabric
+from zeropipe.engine.comm.communicator import Communicator
+from zeropipe.engine.comm.messages import ShapeCache
 from zeropipe.engine.layout import Layout
 from zeropipe.engine.stages.contract import Microbatch, StageInfo
 from zeropipe.engine.step.cells import signature
@@ -26,7 +27,6 @@ from zeropipe.engine.step.losses import number_of
 from zeropipe.errors import ConfigError
 
 Orders = Callable[[int], tuple[int, int]]  # from a number of microbatches: see Word.orders
-KINDS = 1024  # different microbatches that a pipeline remembers the shapes of
 
 
 class Word(NamedTuple):
@@ -46,7 +46,6 @@ class Opened:
     kinds: tuple[int, ...]  # of each microbatch: those of one kind have the same shapes everywhere in the pipeline
     numbers: tuple[int, ...]  # of microbatches, of all processes
     total: float | None  # tokens of all pipelines; None if the loss cannot tell before it has run
-    forgotten: bool  # kinds start anew: what edges know about shapes is void
     orders: tuple[tuple[int, int], ...]  # of collectives, of all processes
 
     @property
@@ -59,29 +58,10 @@ class Opened:
         return self.orders[rank][0 if self.alike else 1]
 
 
-class KindBook:
-    """Numbers the kinds of microbatches a pipeline has seen. All its ranks see the same ones, in the same order."""
-
-    def __init__(self, room: int = KINDS) -> None:
-        self._room, self._numbers, self._next = room, dict[Any, int](), 0
-
-    def read(self, kinds: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], bool]:
-        """The kinds' numbers, and whether all older ones were forgotten to make room."""
-        new = len({kind for kind in kinds if kind not in self._numbers})
-        forgotten = len(self._numbers) + new > self._room
-        if forgotten:
-            self._numbers.clear()
-        for kind in kinds:
-            if kind not in self._numbers:
-                self._numbers[kind] = self._next
-                self._next += 1
-        return tuple(self._numbers[kind] for kind in kinds), forgotten
-
-
 def open_step(
-    fabric: Fabric,
+    comm: Communicator,
     layout: Layout,
-    book: KindBook,
+    shapes: ShapeCache,
     stages: Iterable[StageInfo],
     state: int,
     microbatches: Sequence[Microbatch],
@@ -100,10 +80,10 @@ def open_step(
             raise ConfigError(refusal)
         return _word(stages, state, microbatches, loss_fn, counting, orders)
 
-    _, words = on_all_ranks(fabric, word)
+    _, words = on_all_ranks(comm, word)
     for first in range(layout.size):  # every process looks at every pipeline, so that all raise alike
         peers = [rank for rank in range(layout.size) if words[rank].number != words[first].number]
-        other = next((rank for rank in peers if _same_pipeline(layout, first, rank)), None)
+        other = next((rank for rank in peers if layout.same_pipeline(first, rank)), None)
         if other is not None:
             raise ConfigError(
                 f"rank {first} passes {count_text(words[first].number, 'microbatch')}, rank {other} of the same "
@@ -111,18 +91,10 @@ def open_step(
             )
     number = words[layout.rank].number
     mine = [words[rank] for rank in layout.pipeline]
-    kinds, forgotten = book.read([tuple(_at(word.signatures, index) for word in mine) for index in range(number)])
+    kinds = shapes.number_kinds([tuple(_at(word.signatures, index) for word in mine) for index in range(number)])
     counts = [word.count for word in words if word.count is not None]
     numbers, all_orders = (tuple(column) for column in zip(*((word.number, word.orders) for word in words)))
-    return Opened(number, kinds, numbers, sum(counts) if counts else None, forgotten, all_orders)
-
-
-def _same_pipeline(layout: Layout, one: int, other: int) -> bool:
-    if layout.mesh is None:
-        return True
-    names, table = layout.mesh.mesh_dim_names, layout.mesh.mesh
-    places = [(table == layout.members[rank]).nonzero()[0].tolist() for rank in (one, other)]
-    return all(a == b for name, a, b in zip(names, *places) if name not in ("pp", "tp"))
+    return Opened(number, kinds, numbers, sum(counts) if counts else None, all_orders)
 
 
 def _word(

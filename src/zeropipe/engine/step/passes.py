@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from zeropipe.engine.backward.splitters import BackwardPass
-from zeropipe.engine.comm.edges import Incoming, Message, Outgoing, Spec, answer_key, as_sent, spec_of
+from zeropipe.engine.comm.channels import Receiver, Sender
+from zeropipe.engine.comm.messages import Message, ShapeCache, Spec, describe_tensors, gradient_key, make_sendable
 from zeropipe.engine.stages.contract import Microbatch
 from zeropipe.engine.step import spread
 from zeropipe.engine.step.cells import Cell, as_tuple, moved, plain
@@ -21,8 +22,6 @@ from zeropipe.errors import EngineError
 
 Finish = Callable[[Any, Microbatch, int], Tensor | None]
 See = Callable[[Tensor], None]
-# What stages made of a kind of microbatch, by (training, stage, kind): so a receive of a gradient can be posted early.
-Made = dict[tuple[bool, int, int], Spec]
 
 
 class Passes:
@@ -35,12 +34,10 @@ class Passes:
         *,
         train: bool,
         device: torch.device,
-        dynamic: bool,
-        made: Made,
-        present: dict[Any, tuple[bool, ...]],
+        shapes: ShapeCache,
     ) -> None:
         self._last, self._buffers, self._train = last, buffers, train
-        self._device, self._dynamic, self._made_of, self._present = device, dynamic, made, present
+        self._device, self._shapes = device, shapes
 
     def begin(self, microbatches: Sequence[Microbatch], kinds: Sequence[int], finish: Finish, see: See | None) -> None:
         """What a step works on."""
@@ -58,27 +55,25 @@ class Passes:
 
     def made(self, message: Message, cell: Cell) -> Spec | None:
         """The shapes of a message that comes for a cell, if they are known before it does."""
-        if cell.spec is None and not self._dynamic:
-            return self._made_of.get(self.key_of(message))
-        return cell.spec
+        return self._shapes.get(("output", *self.key_of(message))) if cell.spec is None else cell.spec
 
-    def take_forward(self, cell: Cell, incoming: Incoming, place: int) -> None:
+    def take_forward(self, cell: Cell, incoming: Receiver, place: int) -> None:
         """The inputs of a cell, from another rank."""
         spec, tensors = incoming.take(place)
         inputs = [
-            spread.made_again(tensor, part.words, cell.module, cell.stage) if part.words else tensor
+            spread.made_again(tensor, part.dtensor_layout, cell.module, cell.stage) if part.dtensor_layout else tensor
             for part, tensor in zip(spec, tensors)
         ]
         cell.inputs = [tensor.requires_grad_(part.needs_grad) for part, tensor in zip(spec, inputs)]
 
-    def take_backward(self, cell: Cell, incoming: Incoming, place: int) -> None:
+    def take_backward(self, cell: Cell, incoming: Receiver, place: int) -> None:
         """The gradients of a cell's outputs, from another rank."""
         spec, tensors = incoming.take(place)
         there = iter(tensors)
         gradients = [next(there) if part.needs_grad else None for part in spec]
         cell.gradients = [
-            spread.gradient_again(piece, part.words, cell.module, cell.stage)
-            if part.words and piece is not None
+            spread.gradient_again(piece, part.dtensor_layout, cell.module, cell.stage)
+            if part.dtensor_layout and piece is not None
             else piece
             for part, piece in zip(spec, gradients)
         ]
@@ -112,8 +107,8 @@ class Passes:
         own = self._buffers[cell.stage].own
         data = [plain(own(tensor), name) for tensor in outputs]
         needs_grad = [tensor.requires_grad for tensor in outputs]
-        cell.spec = spec_of(data, needs_grad, [spread.words_of(tensor, name) for tensor in outputs])
-        self._made_of[self._train, cell.stage, self._kinds[cell.microbatch]] = cell.spec
+        cell.spec = describe_tensors(data, needs_grad, [spread.words_of(tensor, name) for tensor in outputs])
+        self._shapes.set(("output", self._train, cell.stage, self._kinds[cell.microbatch]), cell.spec)
         # from here on only the way back is kept: the data goes when it has been sent or used
         cell.edges = [torch_autograd.gradient_edge(tensor) for tensor in outputs if tensor.requires_grad]
         if cell.after is not None:
@@ -123,7 +118,7 @@ class Passes:
             cell.version = torch_tensors.sum_versions(cell.after.inputs)
         else:
             # contiguous here, where the step is joined with all streams: a send allocates nothing on the device
-            cell.output = [as_sent(tensor) for tensor in data]
+            cell.output = [make_sendable(tensor) for tensor in data]
             cell.version = torch_tensors.sum_versions(cell.output)
 
     def backward(self, cell: Cell, run: Callable[[BackwardPass], None]) -> None:
@@ -155,12 +150,12 @@ class Passes:
         if cell.before is not None:
             cell.before.gradients = gradients
         elif cell.stage > 0:
-            cell.returned = [None if gradient is None else as_sent(gradient) for gradient in gradients]
+            cell.returned = [None if gradient is None else make_sendable(gradient) for gradient in gradients]
 
     def _as_before(self, cell: Cell, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """The other end expects the gradients that were there the first time: zeros for one that is missing now."""
         there = tuple(gradient is not None for gradient in gradients)
-        before = there if self._dynamic else self._present.setdefault((cell.stage, cell.asked), there)
+        before = self._shapes.setdefault(("gradients", cell.stage, cell.asked), there)
         if there == before:
             return gradients
         if any(now and not then for now, then in zip(there, before)):
@@ -174,7 +169,7 @@ class Passes:
             for x, gradient, then in zip(inputs, gradients, before)
         ]
 
-    def send_forward(self, cell: Cell, outgoing: Outgoing) -> None:
+    def send_forward(self, cell: Cell, outgoing: Sender) -> None:
         """The outputs of a cell, to another rank."""
         output, cell.output = cell.output, ()
         assert cell.spec is not None
@@ -182,10 +177,10 @@ class Passes:
         name = f"{cell.stage}F{cell.microbatch}"
         outgoing.send_forward(output, cell.spec, key, name, partial(require_unmodified, output, cell.version, name))
 
-    def send_backward(self, cell: Cell, outgoing: Outgoing) -> None:
+    def send_backward(self, cell: Cell, outgoing: Sender) -> None:
         """The gradients of a cell's inputs, to another rank."""
         returned, cell.returned = cell.returned, ()
-        outgoing.send_backward(returned, answer_key(cell.stage - 1, cell.asked))
+        outgoing.send_backward(returned, gradient_key(cell.stage - 1, cell.asked))
 
 
 def _require_way_back(cell: Cell, output: Any) -> None:

@@ -17,7 +17,7 @@ from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Memory, Timeline
 from zeropipe.engine.backward.gradients import to_local
 from zeropipe.engine.backward.splitters import Splitter
-from zeropipe.engine.comm.fabric import Fabric
+from zeropipe.engine.comm.communicator import Communicator
 from zeropipe.engine.mesh.shards import Shards
 from zeropipe.engine.step.cells import Call, Cell
 from zeropipe.engine.step.clock import Clock
@@ -139,11 +139,11 @@ class Recorder:
         return self._origin[0] + self._origin[1].elapsed_time(mark) / 1000
 
 
-def gather(recorder: Recorder, schedule: Schedule, fabric: Fabric, clock: Clock) -> Timeline:
+def gather(recorder: Recorder, schedule: Schedule, comm: Communicator, clock: Clock) -> Timeline:
     """The Timeline of all ranks on rank 0's clock; every rank calls this and gets it."""
     mine = [array(kind, column) for kind, column in zip(KINDS, zip(*recorder.rows(clock)))]
-    everyone = fabric.exchange(([column.tobytes() for column in mine], recorder.lane(clock)))
-    told = [everyone[rank] for rank in fabric.layout.pipeline]
+    everyone = comm.exchange(([column.tobytes() for column in mine], recorder.lane(clock)))
+    told = [everyone[rank] for rank in comm.layout.pipeline]
     rows = [[Ran(*values) for values in zip(*map(_column, KINDS, row))] for row, _ in told]
     schedule, rows = as_ran(schedule, rows)
     ran = [entry for row in rows for entry in row]

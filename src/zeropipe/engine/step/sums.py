@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from zeropipe.core.schedule import Schedule
 from zeropipe.engine.backward.gradients import ensure_grad, squared_grad_norm, to_local
-from zeropipe.engine.comm.fabric import Fabric, Summing
+from zeropipe.engine.comm.communicator import Communicator, SumGroup
 from zeropipe.engine.stages.contract import StageInfo, Tie
 from zeropipe.errors import ConfigError
 
@@ -20,9 +20,9 @@ BUCKET = 32 * 2**20  # bytes summed in one message: a copy of all gradients is n
 class GradientSums:
     """Sums the gradients of parameters that live more than once, after each step."""
 
-    def __init__(self, schedule: Schedule, stages: Mapping[int, StageInfo], fabric: Fabric) -> None:
-        self._layout = layout = fabric.layout
-        self._between: list[tuple[str, Summing, list[nn.Parameter]]] = []  # a name all its ranks share, what they sum
+    def __init__(self, schedule: Schedule, stages: Mapping[int, StageInfo], comm: Communicator) -> None:
+        self._layout = layout = comm.layout
+        self._between: list[tuple[str, SumGroup, list[nn.Parameter]]] = []  # a name all its ranks share, what they sum
         self._within: list[tuple[nn.Parameter, nn.Parameter]] = []  # two tensors of one rank
         self._counted: list[nn.Parameter] = []  # those whose norm this rank accounts for
         modules = {stage: stages[stage].module for stage in sorted(stages)}
@@ -30,7 +30,7 @@ class GradientSums:
         rank, copies = layout.pipeline_rank, schedule.placement.copies
         for homes, shared in copies_on(schedule, rank):
             parameters = unique(p for stage in shared for p in modules[stage].parameters())
-            self._share("copies", tuple(layout.pipeline[home] for home in homes), parameters, fabric)
+            self._share("copies", tuple(layout.pipeline[home] for home in homes), parameters, comm)
         follower: set[tuple[int, int]] = set()
         for tie in ties(stages):
             parameter = modules[tie.stage].get_parameter(tie.name)
@@ -43,24 +43,24 @@ class GradientSums:
                 continue
             copy = next(c for c, table in enumerate(copies) if table[tie.stage] == rank)
             homes = tuple(sorted((rank, copies[copy][tie.partner_stage])))
-            self._share(str(tie.ends), tuple(sorted(layout.pipeline[home] for home in homes)), [parameter], fabric)
+            self._share(str(tie.ends), tuple(sorted(layout.pipeline[home] for home in homes)), [parameter], comm)
         summed = unique(modules[s].get_parameter(name) for s in modules for name in stages[s].summed_over_tp)
         if summed:
-            self._share("tensors", layout.plane(["tp"]), summed, fabric)
+            self._share("tensors", layout.ranks_along(["tp"]), summed, comm)
         replicated: dict[tuple[str, ...], list[nn.Parameter]] = {}
         for parameter in self.all:
-            if uncovered := layout.uncovered(parameter):
+            if uncovered := layout.unsummed_dims(parameter):
                 replicated.setdefault(uncovered, []).append(parameter)
         for dimensions, parameters in sorted(replicated.items()):
-            self._share("replicas", layout.plane(dimensions), parameters, fabric)
+            self._share("replicas", layout.ranks_along(dimensions), parameters, comm)
         for stage, module in modules.items():
             if copies[0][stage] == rank:
                 self._counted += [p for p in module.parameters() if (stage, id(p)) not in follower]
         self._counted = unique(self._counted)
         self.shared = unique([p for _, _, ps in self._between for p in ps] + [p for pair in self._within for p in pair])
 
-    def _share(self, what: str, ranks: tuple[int, ...], parameters: list[nn.Parameter], fabric: Fabric) -> None:
-        self._between.append((f"{what} on {ranks}", fabric.summing_group(ranks), parameters))
+    def _share(self, what: str, ranks: tuple[int, ...], parameters: list[nn.Parameter], comm: Communicator) -> None:
+        self._between.append((f"{what} on {ranks}", comm.sum_group(ranks), parameters))
 
     def run(self) -> None:
         """Add up; afterwards all holders have the same gradient."""
@@ -88,7 +88,7 @@ class GradientSums:
         require_dense(self._counted, "in a norm")
         by_holders: dict[int, list[nn.Parameter]] = {}
         for parameter in self._counted:
-            by_holders.setdefault(self._layout.holders(parameter), []).append(parameter)
+            by_holders.setdefault(self._layout.num_holders(parameter), []).append(parameter)
         return sum(squared_grad_norm(parameters) / holders for holders, parameters in by_holders.items())
 
 
@@ -123,14 +123,14 @@ def ties(stages: Mapping[int, StageInfo]) -> list[Tie]:
     return sorted(found, key=lambda tie: (tie.ends, tie))
 
 
-def _sum_between(group: Summing, gradients: Sequence[Tensor]) -> None:
+def _sum_between(group: SumGroup, gradients: Sequence[Tensor]) -> None:
     """Sum over the group, in place, small gradients several at a time."""
     for some in buckets(gradients, BUCKET):
         if len(some) == 1 and some[0].is_contiguous():
-            group.add(some[0])
+            group.sum_(some[0])
             continue
         flat = torch.cat([tensor.reshape(-1) for tensor in some])
-        group.add(flat)
+        group.sum_(flat)
         for tensor, piece in zip(some, flat.split([tensor.numel() for tensor in some])):
             tensor.copy_(piece.view_as(tensor))
 

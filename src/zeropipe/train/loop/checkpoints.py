@@ -161,8 +161,8 @@ def find_newest(folder: Path) -> Path | None:
 def resume(config: RunConfig, engine: Engine, optimizer: Any, is_first: bool) -> tuple[Path, LoadResult] | None:
     """Load the checkpoint that the first rank chooses, if there is one; all ranks call this."""
     with engine.together("looking for a checkpoint") as view:
-        path = on_first_rank(view.fabric, lambda: _choose(config, engine))
-        here = describe_layout(view.schedule, view.fabric.layout)
+        path = on_first_rank(view.comm, lambda: _choose(config, engine))
+        here = describe_layout(view.schedule, view.comm.layout)
     if path is None:
         return None
     try:

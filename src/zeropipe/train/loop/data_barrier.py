@@ -35,6 +35,6 @@ def make_check(signals: StopSignals, ranks: Ranks) -> Callable[[], None]:
     def check() -> None:
         if signals.received:
             raise EngineError(f"{signals.received}: stopped while the data was prepared; there is nothing to save yet")
-        ranks.place.enter(PREPARING, busy=True)
+        ranks.status.enter(PREPARING, busy=True)
 
     return check

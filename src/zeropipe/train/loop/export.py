@@ -15,10 +15,10 @@ def export(config: RunConfig, engine: Engine, checkpoint: Path, is_first: bool) 
     """Export the model on the first rank, while the others wait."""
     target = Path(config.train.output) / "export"
     with engine.together("the export") as team:
-        place = team.fabric.place
+        status = team.comm.status
 
         def report_progress(name: str) -> None:
-            place.name = f"the export, {name}"
+            status.phase = f"the export, {name}"
 
         if is_first:
             like = None if config.data.tokenizer == BYTE_TOKENIZER else config.data.tokenizer
@@ -29,5 +29,5 @@ def export(config: RunConfig, engine: Engine, checkpoint: Path, is_first: bool) 
                     f"{error}; the checkpoint is complete: `zeropipe checkpoint convert {checkpoint} DIRECTORY` writes "
                     "the model elsewhere, and the same command tries the export again"
                 ) from error
-        team.fabric.exchange(None)
+        team.comm.exchange(None)
     return target

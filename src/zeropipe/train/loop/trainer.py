@@ -154,7 +154,7 @@ class Trainer:
         minutes = self._config.checkpoint.minutes
         is_due = minutes is not None and time.monotonic() - self._saved_at > 60 * minutes
         with self._engine.together("the end of the step") as team:
-            status = team.fabric.exchange((self._signals.received, is_due, peak_memory(self._position.device)))
+            status = team.comm.exchange((self._signals.received, is_due, peak_memory(self._position.device)))
         self._stopped_by = self._stopped_by or next((received for received, _, _ in status if received), "")
         return status[0][1], max(memory for _, _, memory in status)
 

@@ -141,8 +141,8 @@ MISTAKES = {
     "function": ("ConfigError", "stage "),
     "module": ("ConfigError", "modules=Block("),
     "numbers": ("ConfigError", "modules=[1, 2, 3, 4]: give a list of modules, or of functions that build them"),
-    "group": ("ConfigError", "group='pp': give a process group, like mesh['pp'].get_group()"),
-    "mesh": ("ConfigError", "mesh='pp': give a DeviceMesh, like init_device_mesh('cpu', (2, 2), mesh_dim_names=("),
+    "group": ("ConfigError", "group='pp': must be a process group, like mesh['pp'].get_group()"),
+    "mesh": ("ConfigError", "mesh='pp': must be a DeviceMesh, like init_device_mesh('cpu', (2, 2), mesh_dim_names=("),
     "device": ("ConfigError", "device='pp': give a device of torch's, like 'cpu' or 'cuda:0'"),
     "outputs": ("ConfigError", "rank 0: microbatches are a generator: give a list of them, each a dict"),
     "table": ("ConfigError", "rank 0: microbatches are a dict: give a list of them, each a dict, like [{'inputs': x"),
@@ -152,9 +152,15 @@ MISTAKES = {
     "class": ("ConfigError", "rank 0: loss_fn is the class CausalLMLoss: give one of its objects, CausalLMLoss()"),
     "no loss": ("EngineError", "rank 3 failed at 3F0: TypeError: loss_fn is a NoneType: give a function"),
     "norm": ("ConfigError", "clip_grad_norm(-1.0): give the largest norm, a number from 0 on"),
-    "broadcast": ("EngineError", "rank 0 is at forward, rank 2 at forward with broadcast: every rank makes the same"),
-    "evaluation": ("EngineError", "rank 0 is at train_step, rank 2 at eval_step: every rank makes the same calls, in"),
-    "only one": ("EngineError", "rank 0 is at train_step, rank 2 at the gradient norm: every rank makes the same"),
+    "broadcast": (
+        "EngineError",
+        "rank 0 is at forward, rank 2 at forward with broadcast: every rank must make the",
+    ),
+    "evaluation": (
+        "EngineError",
+        "rank 0 is at train_step, rank 2 at eval_step: every rank must make the same calls, in",
+    ),
+    "only one": ("EngineError", "rank 0 is at train_step, rank 2 at the gradient norm: every rank must make the same"),
     "labels": ("ConfigError", "rank 3: a microbatch has ['inputs', 'target']: CausalLMLoss needs 'labels'"),
     "detached": ("EngineError", "rank 3 failed at 3F0: TypeError: the loss has no gradient, so that nothing would"),
     "exhausted": ("EngineError", "rank 3 failed at 3F0: StopIteration"),
@@ -189,7 +195,7 @@ def test_an_error_between_steps_stops_all_ranks():
     found = outcomes(cases.leave_early, zp.build("zbv", ranks=4, microbatches=8))
     assert found[1].kind == "OSError"
     others = {item.text for item in found if item.rank != 1}
-    assert others == {"rank 1 failed at a place between steps: OSError: no space left on device"}
+    assert others == {"rank 1 failed at a point between steps: OSError: no space left on device"}
 
 
 def test_a_failed_step_keeps_nothing_alive():
@@ -250,7 +256,7 @@ def test_a_silent_rank_is_given_up():
         found = ranks.outcomes(cases.silent, zp.build("1f1b", ranks=2, microbatches=2), timeout=20)
     assert found[0].text == (
         "rank 1 is stuck at 1F0: no progress for 2 s, and rank 0 waits at 0B0; "
-        "if that is no fault, give Engine a longer timeout"
+        "if this work takes that long, pass Engine a longer timeout"
     )
 
 
@@ -347,7 +353,7 @@ def test_a_stopped_rank_is_blamed_alone():
         schedule = zp.build("zbv", ranks=4, microbatches=8)
         found = some.outcomes(cases.struck_and_failed, schedule, "loss", "stop", 0, 6.0, timeout=LIMIT)
     assert found[0].kind == "TimedOut"
-    line = r"rank 0 was lost: no sign of life for 3 s, it is stopped or its machine is gone \(last seen at .*\)"
+    line = r"rank 0 was lost: no heartbeat for 3 s, it is stopped or its machine is gone \(last seen at .*\)"
     assert all(re.fullmatch(line, item.text) for item in found[1:]), found
     assert len({item.text for item in found[1:]}) == 1
 
@@ -372,7 +378,7 @@ def test_a_rank_that_compiles_is_not_lost():
 
 def test_a_rank_that_leaves_early_is_named():
     found = ranks().run(cases.left_early, zp.build("1f1b", ranks=4, microbatches=4))
-    line = r"rank 2 has closed its Engine while rank [013] waits for it at .*: every rank makes the same calls"
+    line = r"rank 2 has closed its Engine while rank [013] waits for it at .*: every rank must make the same calls"
     assert found[2] == "no error"
     assert all(re.fullmatch(line, text) for text in found[:2] + found[3:]), found
 
@@ -380,7 +386,7 @@ def test_a_rank_that_leaves_early_is_named():
 def test_a_rank_that_never_comes_is_named():
     found = ranks().run(cases.never_comes, zp.build("1f1b", ranks=4, microbatches=4))
     assert len(set(found)) == 1
-    assert re.fullmatch(r"rank 1 has not made its Engine: rank \d waits for 4 s", found[0])
+    assert re.fullmatch(r"rank 1 has not created its Engine: rank \d waits for 4 s", found[0])
 
 
 PARENT = """

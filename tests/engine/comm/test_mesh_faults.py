@@ -46,7 +46,7 @@ def test_a_process_that_is_stopped_is_named_by_those_that_wait_for_it_inside_tor
 def test_a_broken_mesh_is_refused():
     with LocalRanks(4) as ranks:
         found = ranks.run(cases.again, zp.build("zbv", ranks=2, microbatches=4), SHARDED, timeout=LIMIT)
-    assert set(found) == {"the mesh was broken when an Engine on it failed: start the processes anew"}
+    assert set(found) == {"the mesh was aborted when an Engine on it failed: restart the processes"}
 
 
 @pytest.mark.full

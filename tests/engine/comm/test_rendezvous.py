@@ -15,9 +15,8 @@ pytest.importorskip("torch", reason="needs torch")
 import torch
 import torch.distributed as dist
 
-from zeropipe.engine.comm import meeting, ranks
+from zeropipe.engine.comm import ranks, rendezvous
 from zeropipe.engine.comm.faults import StoreThread
-from zeropipe.engine.comm.meeting import meet
 from zeropipe.engine.run import torchrun
 from zeropipe.engine.run.job import device_of
 from zeropipe.errors import ConfigError, EngineError
@@ -36,7 +35,9 @@ def come(store, rank: int, size: int = 3, patience: float = 20.0, who: str = "")
     """What a rank of a meeting gets: its name."""
     thread = StoreThread(lambda: store, 5.0, 5.0)
     try:
-        return meet(thread, KEY, rank, size, patience, lambda away: f"{who or rank} misses {away}").name
+        return rendezvous.rendezvous(
+            thread, KEY, rank, size, patience, lambda away: f"{who or rank} misses {away}"
+        ).name
     finally:
         thread.close()
 
@@ -84,7 +85,7 @@ def test_who_does_not_come_is_named(monkeypatch):
     store = dist.HashStore()
     with pytest.raises(EngineError, match=r"^2 misses \[0\]$"):  # nobody else can know who has come
         come(store, 2, 4, 0.01)
-    monkeypatch.setattr(meeting, "token_hex", lambda size: "now")
+    monkeypatch.setattr(rendezvous, "token_hex", lambda size: "now")
     store.set(f"{KEY}/now/2", "it came")
     with pytest.raises(EngineError, match=r"^0 misses \[1, 3\]$"):
         come(store, 0, 4, 0.01)
@@ -145,10 +146,10 @@ def test_who_has_met_and_then_died_is_named(monkeypatch, agent):
         """The first thing that a rank does."""
         key = f"zeropipe/{hashlib.sha256(repr((0, 1)).encode()).hexdigest()[:16]}/0"
         store = StoreThread(lambda: dist.TCPStore("127.0.0.1", port), 20.0, 5.0)
-        meet(store, key, 1, 2, 20.0, str)
+        rendezvous.rendezvous(store, key, 1, 2, 20.0, str)
         store.close()
 
-    monkeypatch.setattr(ranks, "_counts", Counter())
+    monkeypatch.setattr(ranks, "_num_created", Counter())
     with ThreadPoolExecutor(1) as people:
         other = people.submit(meet_only)
         begin = time.monotonic()

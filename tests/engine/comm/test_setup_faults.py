@@ -118,7 +118,7 @@ def require_named(found, kind, culprit, size=2):
         assert name == "EngineError", found
         assert "\n" not in text
         lost = rf"ranks? (\d+, )*{missing}(, \d+)* (was|were) lost: .*|.*rank {missing} was lost: .*"
-        late = rf"ranks? (\d+, )*{missing}(, \d+)* ha(s|ve) not (started|begun to train|made its Engine): .*"
+        late = rf"ranks? (\d+, )*{missing}(, \d+)* ha(s|ve) not (started|begun to train|created its Engine): .*"
         unmet = rf"rank {rank} cannot join the others over (the job's store, which rank 0 hosts|torchrun's store), .*"
         assert re.fullmatch(f"{lost}|{late}" + (f"|{unmet}" if missing == 0 else ""), text), found
 

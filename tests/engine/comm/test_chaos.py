@@ -27,8 +27,8 @@ NAMES = ["1f1b", "interleaved", "zb-h1", "zbv", "dualpipev", "gpipe", "chimera",
 KINDS = ["kill", "raise", "killed", "interrupt", "stop", "delay", "raise", "kill", "leave", "killed", "stopped"]
 TIMEOUT = 4.0  # of the engine
 TEXTS = {
-    "kill": r"rank {} (was lost: .*|has not made its Engine: .*)",
-    "stop": r"rank {} (was lost: no sign of life .*|has not made its Engine: .*)",
+    "kill": r"rank {} (was lost: .*|has not created its Engine: .*)",
+    "stop": r"rank {} (was lost: no sign of life .*|has not created its Engine: .*)",
     "raise": r"rank {} failed at .*: ValueError: the cat sat on the keyboard",
     "interrupt": r"rank {} failed at .*: KeyboardInterrupt",
     "leave": r"rank {} failed at .*: SystemExit: enough",
