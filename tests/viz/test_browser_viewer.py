@@ -356,3 +356,18 @@ def test_keys_pass_over_ranks_without_actions(page_of):  # noqa: F811
         page.keyboard.press(key)
         seen.append(page.locator(".zp-card strong").inner_text().split()[0])
     assert seen == ["0F0", "0B0", "1B0", "1B0", "0F0", "0F0"]
+
+
+def test_a_taller_window_shows_painted_timelines(page_of):  # noqa: F811
+    """The viewer's own size does not change with the window's height, so it hears of the window."""
+    timelines = [run(name, 8, 8) for name in ("gpipe", "1f1b", "zb-h1", "zb-h2")]
+    page = page_of(timelines)
+    page.set_viewport_size({"width": 1440, "height": 400})
+    settle(page)
+    last = len(timelines) - 1
+    span = next(iter(timelines[last].spans(7)))
+    middle = (span.start + span.end) / 2
+    assert pixel(page, 7, middle, panel=last)[3] == 0, "below the window: not painted yet"
+    page.set_viewport_size({"width": 1440, "height": 2400})
+    settle(page)
+    assert pixel(page, 7, middle, panel=last)[3] == 255

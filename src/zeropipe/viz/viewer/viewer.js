@@ -53,6 +53,7 @@ class Viewer {
       this.state.scrolled = performance.now();
       this.repaint();
     }, { signal, passive: true });
+    addEventListener("resize", () => this.repaint(), { signal }); // a taller window shows more panels
     if (options.keys) addEventListener("keydown", (event) => this.pageKey(event), { signal });
     addEventListener("beforeprint", () => this.print(true), { signal });
     addEventListener("afterprint", () => this.print(false), { signal });
