@@ -27,9 +27,13 @@ class OutputLock:
             os.close(self._file)
 
     def acquire(self, folder: str, timeout: float = TIMEOUT_S) -> None:
-        """Lock a folder. ConfigError if another run holds the lock."""
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        self._file = os.open(folder, os.O_RDONLY)
+        """Create and lock a folder. ConfigError if that is not possible, or if another run holds the lock."""
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            self._file = os.open(folder, os.O_RDONLY)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ConfigError(f"train.output={folder!r} cannot be created: {reason}; use another folder") from None
         deadline = time.monotonic() + timeout
         while True:
             try:
