@@ -85,6 +85,13 @@ def _print_prediction(prediction: Prediction) -> None:
 
 def print_outcome(outcome: Outcome, folder: str) -> None:
     """Print the steps and losses of a run, and the files it wrote."""
+    if not outcome.losses and not outcome.stopped_by:
+        print(
+            f"nothing to do: {outcome.steps} of {count_text(outcome.steps, 'step')} are done, the model is in "
+            f"{outcome.export or outcome.checkpoint}; for more steps raise train.steps or train.epochs, for a new run "
+            f"use another train.output than {folder}"
+        )
+        return
     loss = f", loss {outcome.losses[-1]:.4f}" if outcome.losses else ""
     print(
         f"{count_text(outcome.steps, 'step')}, {count_text(outcome.tokens, 'token')}{loss}; checkpoint "

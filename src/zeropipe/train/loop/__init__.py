@@ -6,6 +6,7 @@ data_barrier the data is prepared by the first rank, while the others wait
 steps        training steps and evaluation
 optimizer    torch's optimizers, in groups; the learning-rate schedule
 checkpoints  saved, pruned, found and resumed from
+changes      the fields that differ from those of a checkpoint's run
 metrics      progress lines, metrics.jsonl, TensorBoard, Weights & Biases; memory and MFU
 signals      SIGTERM and Ctrl-C end a run after the current step
 sole         a lock of the run's folder

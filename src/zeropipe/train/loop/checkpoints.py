@@ -28,6 +28,7 @@ from zeropipe.engine.stages.hf import HFStage
 from zeropipe.engine.stages.save import config_of
 from zeropipe.errors import ConfigError, EngineError, short
 from zeropipe.train.config.tables import RunConfig
+from zeropipe.train.loop.changes import describe_changes
 from zeropipe.train.loop.metrics import log
 from zeropipe.train.loop.setup import random_fields
 
@@ -171,6 +172,8 @@ def resume(config: RunConfig, engine: Engine, optimizer: Any, is_first: bool) ->
         raise ConfigError(f"{error}; {_way_out(config)}") from None
     if is_first:
         log(f"resumed after step {loaded.step} from {path}")
+        if "run" in loaded.extra and (changes := describe_changes(loaded.extra["run"], config)):
+            log(changes)
         for line in _list_differences(config, read_manifest(path), here):
             log(line)
     return path, loaded

@@ -20,6 +20,7 @@ from zeropipe.train.config.tables import RunConfig
 from zeropipe.train.config.write import to_toml
 from zeropipe.train.data.cache import remove_unused
 from zeropipe.train.data.loader import TrainingData, open_data, open_evaluation
+from zeropipe.train.loop.changes import dump_fields
 from zeropipe.train.loop.checkpoints import CheckpointFolder, resume
 from zeropipe.train.loop.data_barrier import prepare_data
 from zeropipe.train.loop.export import export
@@ -108,7 +109,8 @@ class Trainer:
 
     def run(self) -> Outcome:
         """Run all steps, then save and export."""
-        if self._is_first:
+        is_finished = 0 < self._num_steps == self._progress.step  # run.toml stays that of the steps that were run
+        if self._is_first and not is_finished:
             write_whole(Path(self._config.train.output) / "run.toml", to_toml(self._config))
             self._remove_unused_data()
         metrics = MetricsLog(self._config, self._num_steps, self._progress.step) if self._is_first else None
@@ -179,7 +181,7 @@ class Trainer:
         return is_best and self._config.checkpoint.best
 
     def _save(self, is_best: bool, is_last: bool) -> None:
-        state = self._progress.state(self._data.state())
+        state = self._progress.state(self._data.state()) | {"run": dump_fields(self._config)}
         self._checkpoints.save(self._progress.step, self._optimizer, state, is_best=is_best, is_last=is_last)
         self._saved_at = time.monotonic()
 
