@@ -5,7 +5,9 @@ import { h, svg } from "./dom.js";
 import { placeLabels } from "./labels.js";
 
 const HEIGHT = 320;
-const MARGIN = { top: 26, right: 16, bottom: 42, left: 44 };
+const MARGIN = { top: 26, right: 16, bottom: 42 };
+const MIN_LEFT = 44; // beside the labels of the bubble
+const LABEL_SIZE = 7; // pixels of a character, at most
 const RADIUS = 5;
 const MIN_LOG_RATIO = 10; // largest over smallest memory from which the scale is logarithmic
 
@@ -85,17 +87,19 @@ export class Chart {
     const placed = separate(this.points.map((point) => ({ point, x: scale.x(point.peak_memory), y: scale.y(point.bubble) })));
     const steps = this.steps(scale, width);
     const front = svg("path", { d: steps.map(([x, y], n) => `${n ? "L" : "M"}${x} ${y}`).join(""), class: "front", "aria-hidden": "true" });
-    this.picture.replaceChildren(this.axes(scale, width), front, ...this.labels(placed, steps, scale, width), ...placed.map((point) => this.dot(point)));
+    const leaders = placed.filter(({ x, exact }) => x > exact).map(({ x, y, exact }) => svg("path", { d: `M${exact} ${y - 3}v6m0 -3H${x}`, class: "leader", "aria-hidden": "true" }));
+    this.picture.replaceChildren(this.axes(scale, width), front, ...leaders, ...this.labels(placed, steps, scale, width), ...placed.map((point) => this.dot(point)));
     if (focused) this.picture.querySelector(`[data-name="${CSS.escape(focused)}"]`)?.focus();
   }
 
   scales(width) {
     const top = Math.max(0.02, ...this.points.map((p) => p.bubble)) * 1.1;
-    const room = width - MARGIN.left - MARGIN.right;
+    const rows = ruler(0, top, 6, "").ticks.map(({ at }) => ({ at, label: `${+(100 * at).toFixed(1)}%` }));
+    const left = Math.max(MIN_LEFT, 10 + LABEL_SIZE * Math.max(...rows.map(({ label }) => label.length)));
     const across = memoryScale([...this.points.map((p) => p.peak_memory), ...(this.limit === null ? [] : [this.limit])]);
     return {
-      top, ticks: across.ticks(Math.max(2, Math.min(7, width / 80))), isLog: across.isLog,
-      x: (memory) => MARGIN.left + across.share(memory) * room,
+      left, rows, ticks: across.ticks(Math.max(2, Math.min(7, width / 80))), isLog: across.isLog,
+      x: (memory) => left + across.share(memory) * (width - left - MARGIN.right),
       y: (bubble) => HEIGHT - MARGIN.bottom - (Math.max(0, bubble) / top) * (HEIGHT - MARGIN.top - MARGIN.bottom),
     };
   }
@@ -104,9 +108,9 @@ export class Chart {
     const group = svg("g", { class: "axes", "aria-hidden": "true" });
     const floor = HEIGHT - MARGIN.bottom;
     const unit = this.answer.memory_unit;
-    for (const { at } of ruler(0, scale.top, 6, "").ticks) {
-      group.append(svg("line", { x1: MARGIN.left, x2: width - MARGIN.right, y1: scale.y(at), y2: scale.y(at) }));
-      group.append(svg("text", { x: MARGIN.left - 8, y: scale.y(at) + 4, "text-anchor": "end" }, `${+(100 * at).toFixed(1)}%`));
+    for (const { at, label } of scale.rows) {
+      group.append(svg("line", { x1: scale.left, x2: width - MARGIN.right, y1: scale.y(at), y2: scale.y(at) }));
+      group.append(svg("text", { x: scale.left - 8, y: scale.y(at) + 4, "text-anchor": "end" }, label));
     }
     for (const at of scale.ticks) {
       if (at === 0) continue; // the corner has its 0% already
@@ -140,7 +144,7 @@ export class Chart {
   labels(placed, steps, scale, width) {
     const weight = ({ point }) => 2 * Number(this.isChosen(point)) + Number(point.pareto ?? 0);
     const points = [...placed].sort((a, b) => weight(b) - weight(a)).map(({ point, x, y }) => ({ x, y, radius: RADIUS + (this.isChosen(point) ? 5 : 2), name: point.name, strong: Boolean(point.pareto) }));
-    const area = { left: MARGIN.left + 2, right: width, top: 16, bottom: HEIGHT - MARGIN.bottom + 3 };
+    const area = { left: scale.left + 2, right: width, top: 16, bottom: HEIGHT - MARGIN.bottom + 3 };
     const lines = steps.slice(1).map((corner, n) => [...steps[n], ...corner]);
     const taken = [];
     if (this.limit !== null) {
@@ -208,9 +212,10 @@ export class Chart {
   }
 }
 
-/** Move points side by side that would cover each other. */
+/** Move points side by side that would cover each other; `exact` is where a point belongs. */
 function separate(points) {
   const done = [];
+  for (const point of points) point.exact = point.x;
   for (const point of [...points].sort((a, b) => a.x - b.x || a.y - b.y)) {
     while (done.some((other) => Math.abs(other.x - point.x) < 2 * RADIUS + 1 && Math.abs(other.y - point.y) < RADIUS)) point.x += 2 * RADIUS + 2;
     done.push(point);
