@@ -63,8 +63,12 @@ def inspect(path: str, check: bool, as_json: bool) -> None:
 @click.argument("target", metavar="TO")
 @option("--shard-size", type=Size(), default="5GB", show_default=True, help="Maximum size of a file.")
 @option("--like", metavar="DIRECTORY", help="Model directory whose tokenizer is copied.")
+@option("--merge", is_flag=True, help="Add an adapter to the weights of its base model, and write that model.")
+@option("--base", metavar="DIRECTORY", help="Base model for --merge; by default the one of the training run.")
 @opt.json
-def convert(source: str, target: str, shard_size: float, like: str | None, as_json: bool) -> None:
+def convert(
+    source: str, target: str, shard_size: float, like: str | None, merge: bool, base: str | None, as_json: bool
+) -> None:
     """Convert a checkpoint to a Hugging Face model directory, or a model directory to a checkpoint.
 
     Only one tensor or layer is in memory at a time.
@@ -72,6 +76,7 @@ def convert(source: str, target: str, shard_size: float, like: str | None, as_js
     \b
     zeropipe checkpoint convert runs/7/checkpoint my-model
     zeropipe checkpoint convert tuned/checkpoints/best my-model
+    zeropipe checkpoint convert lora/checkpoints/latest my-model --merge
     zeropipe checkpoint convert my-model start
     """
     from zeropipe.engine import require_torch
@@ -80,13 +85,15 @@ def convert(source: str, target: str, shard_size: float, like: str | None, as_js
     from zeropipe.engine.checkpoint.convert import convert as convert_files
     from zeropipe.engine.checkpoint.manifest import MANIFEST_FILE, read_manifest, resolve_pointer
 
+    if base is not None and not merge:
+        raise ConfigError(f"--base {base}: is only for --merge; leave it out")
     folder = resolve_pointer(Path(source))
     total = (
         len(read_manifest(folder).select("model")) if (folder / MANIFEST_FILE).exists() else _read_num_layers(source)
     )
     before = _stat_files(target)
     with show_steps(total) as begin:
-        kind = convert_files(source, target, shard_size=int(shard_size), like=like, begin=begin)
+        kind = convert_files(source, target, shard_size=int(shard_size), like=like, begin=begin, merge=merge, base=base)
     files = [state for path, state in _stat_files(target).items() if before.get(path) != state]
     size = sum(state.size for state in files)
     if as_json:

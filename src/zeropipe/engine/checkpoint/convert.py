@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -25,8 +26,10 @@ from zeropipe.engine.checkpoint.manifest import (
     resolve_pointer,
     suggest_checkpoint,
 )
+from zeropipe.engine.checkpoint.merge import open_merge, write_merged
 from zeropipe.engine.checkpoint.save import describe_model
 from zeropipe.engine.checkpoint.writer import StagedCheckpoint, WrittenShards
+from zeropipe.engine.stages.adapters import CONFIG as ADAPTER_CONFIG
 from zeropipe.engine.stages.adapters import Injected, adapter_from, is_adapters
 from zeropipe.engine.stages.contract import describe_stage
 from zeropipe.engine.stages.hf import HFStage
@@ -51,22 +54,30 @@ DEFAULT_SHARD_SIZE = 5_000_000_000  # bytes
 
 def convert(
     source: str | Path, target: str | Path, *, shard_size: int = DEFAULT_SHARD_SIZE, like: str | Path | None = None,
-    dtype: torch.dtype | None = None, begin: Begin = lambda name: None,
+    dtype: torch.dtype | None = None, begin: Begin = lambda name: None, merge: bool = False,
+    base: str | Path | None = None,
 ) -> str:  # fmt: skip
     """Convert a checkpoint to a model directory, or a model directory to a checkpoint.
 
     Returns what was written: "model", "checkpoint", or "adapter" for a run that trained an adapter, of which the
     adapter alone is written, as peft does. `like`: the model directory whose tokenizer is copied; the one that the
     model was loaded from by default. `dtype`: of the weights of a model directory, their own by default. `shard_size`:
-    maximum bytes of a safetensors file. `begin` is called with the name of each tensor or layer before it is converted.
+    maximum bytes of a safetensors file. `merge`: add an adapter to the weights of its base model, and write that model;
+    `base` is the directory of the base model, the one that it was loaded from by default. `begin` is called with
+    the name of each tensor or layer before it is converted.
     """
     source, target = resolve_pointer(Path(source)), Path(target)
     if source.resolve() == target.resolve():
         raise ConfigError(f"{source} cannot be converted to itself; use another folder to write to")
+    if merge:
+        _write_merged(source, target, shard_size, like, dtype, base, begin)
+        return "model"
+    if base is not None:
+        raise ConfigError(f"base={str(base)!r} is only for merge=True; leave it out")
     if (source / MANIFEST_FILE).exists():
         manifest = read_manifest(source)
         if manifest.model.get("adapter") is not None:
-            _write_adapter(source, manifest, target, begin)
+            _write_adapter(source, manifest, target, like, begin)
             return "adapter"
         _write_model(source, manifest, target, shard_size, like, dtype, begin)
         return "model"
@@ -112,7 +123,32 @@ def _write_model(
         switch_to_model(staging, 1, set(saved_names), config)
 
 
-def _write_adapter(source: Path, manifest: Manifest, directory: Path, begin: Begin) -> None:
+def _write_merged(
+    source: Path, directory: Path, shard_size: int, like: str | Path | None, dtype: torch.dtype | None,
+    base: str | Path | None, begin: Begin,
+) -> None:  # fmt: skip
+    if (source / MANIFEST_FILE).exists():
+        model = open_merge(source, read_manifest(source), base, dtype)
+    elif (source / ADAPTER_CONFIG).exists():
+        if base is None:
+            model = open_model(source, dtype, "lm", 0)
+        else:
+            model = open_model(base, dtype, "lm", 0, adapter=source)
+    else:
+        raise ConfigError(
+            f"{source} is neither a checkpoint ({MANIFEST_FILE}) nor an adapter ({ADAPTER_CONFIG}), which can be "
+            f"merged{suggest_checkpoint(source)}"
+        )
+    config = copy.deepcopy(model.config)
+    config.dtype = model.dtype
+    config._name_or_path = str(like or config._name_or_path or "")
+    require_same_model(directory, config)
+    with _open_staging(directory) as staging:
+        names = write_merged(model, staging, shard_size, begin)
+        switch_to_model(staging, model.family.num_layers, names, config)
+
+
+def _write_adapter(source: Path, manifest: Manifest, directory: Path, like: str | Path | None, begin: Begin) -> None:
     """All tensors of an adapter are in memory at once: it is small."""
     model_config = _load_config(source, manifest)
     model = Whole(meta_model(model_config, model_config.dtype or torch.float32), manifest.model["head"])
@@ -129,7 +165,7 @@ def _write_adapter(source: Path, manifest: Manifest, directory: Path, begin: Beg
             tensors[key] = reader.read_full_tensor(source / manifest.folder, name, saved[name])
         save_tensors(tensors, staging.path / "0.safetensors")
         staging.add(0, Part({"0.safetensors": list(tensors)}, list(keys), 0))
-        switch_to_adapter(staging, 1, set(keys), config)
+        switch_to_adapter(staging, 1, set(keys), config, str(like or manifest.model.get("origin") or ""))
 
 
 @contextmanager

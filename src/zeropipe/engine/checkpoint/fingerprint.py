@@ -36,8 +36,17 @@ def compute_fingerprint(comm: Communicator, catalog: Catalog) -> str:
     """A digest of the frozen weights, which does not depend on the layout; all ranks call this."""
     sums = _sum_over_ranks(comm, catalog, position_sum)
     names = {catalog.saved_name(min(group)): min(group) for group in catalog.tied_sets}  # not the layout's choice
-    return _PREFIX + _digest([(names.get(t.name, t.name), t.shape, t.dtype, sums[t.name] % 2**64)
-                              for t in _list_frozen(catalog)])  # fmt: skip
+    return combine_sums([(names.get(t.name, t.name), t.shape, t.dtype, sums[t.name]) for t in _list_frozen(catalog)])
+
+
+def combine_sums(tensors: Sequence[tuple[str, tuple[int, ...], str, int]]) -> str:
+    """The fingerprint of tensors: their names, shapes, dtypes and position sums. Of tied names the smallest counts."""
+    return _PREFIX + _digest([(name, shape, dtype, total % 2**64) for name, shape, dtype, total in tensors])
+
+
+def is_current(fingerprint: str) -> bool:
+    """Whether a fingerprint has the format of this version, which does not depend on the layout."""
+    return fingerprint.startswith(_PREFIX)
 
 
 def require_same_frozen(path: object, manifest: Manifest, comm: Communicator, catalog: Catalog) -> None:
@@ -45,7 +54,7 @@ def require_same_frozen(path: object, manifest: Manifest, comm: Communicator, ca
     saved = manifest.model.get("base")
     if saved is None:
         return
-    if saved.startswith(_PREFIX):
+    if is_current(saved):
         is_same = saved == compute_fingerprint(comm, catalog)
     else:
         is_same = _is_same_in_version_1(path, manifest, comm, catalog)

@@ -174,7 +174,8 @@ class _Adapter:
         return Part({file: list(tensors)}, [name for name in named if name in keys], 0)
 
     def switch(self, workshop: Workshop, num_stages: int) -> None:
-        switch_to_adapter(workshop, num_stages, set(self._injected.keys), self._config)
+        origin = str(self._config.base_model_name_or_path or "")
+        switch_to_adapter(workshop, num_stages, set(self._injected.keys), self._config, origin)
 
 
 def _checked(stages: Mapping[int, Any], placement: Placement, rank: int) -> Mapping[int, HFStage]:

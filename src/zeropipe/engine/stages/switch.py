@@ -29,10 +29,10 @@ _THIS_PROCESS = uuid4().hex[:12]
 _SHARD = re.compile(r"model(-new)?-\d{5}-of-\d{5}\.safetensors")
 _OTHER_FORMS = re.compile(r"pytorch_model(-\d{5}-of-\d{5})?\.bin|pytorch_model\.bin\.index\.json")
 # Beside weights and config: what turns text into tokens and back.
-_WITH_THE_MODEL = (
+_OF_THE_TOKENIZER = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "chat_template*",
-    "generation_config.json",
 )  # fmt: skip
+_WITH_THE_MODEL = (*_OF_THE_TOKENIZER, "generation_config.json")
 # Fields of a config that do not change what a checkpoint means.
 _HARMLESS_IN_ADAPTERS = {"base_model_name_or_path", "inference_mode", "peft_version", "auto_mapping", "revision"}
 _HARMLESS = {"dtype", "torch_dtype", "transformers_version", "architectures", "_name_or_path", "use_cache"}
@@ -125,7 +125,7 @@ def switch_to_model(workshop: Workshop, num_stages: int, wanted: set[str], confi
     config.save_pretrained(workshop.path)
     for file, name in final.items():
         os.replace(workshop.path / file, directory / name)
-    _copy_tokenizer(config, directory)
+    _copy_tokenizer(getattr(config, "_name_or_path", ""), directory, _WITH_THE_MODEL)
     os.replace(workshop.path / "config.json", directory / "config.json")
     sync_to_disk(directory)
     index = {"metadata": {"total_size": sum(part.num_bytes for part in parts)}, "weight_map": weight_map}
@@ -152,8 +152,11 @@ def require_same_adapter(directory: Path, config: Any) -> None:
             )
 
 
-def switch_to_adapter(workshop: Workshop, num_stages: int, wanted: set[str], config: Any) -> None:
-    """Put the gathered tensors, in one file, in the place of the directory's adapter."""
+def switch_to_adapter(workshop: Workshop, num_stages: int, wanted: set[str], config: Any, origin: str = "") -> None:
+    """Put the gathered tensors, in one file, in the place of the directory's adapter.
+
+    `origin`: the model directory whose tokenizer is copied.
+    """
     from safetensors.torch import load_file
 
     parts, directory = workshop.parts(num_stages), workshop.directory
@@ -167,6 +170,7 @@ def switch_to_adapter(workshop: Workshop, num_stages: int, wanted: set[str], con
     save_tensors(tensors, workshop.path / ADAPTER_WEIGHTS)
     config.save_pretrained(str(workshop.path))
     os.replace(workshop.path / ADAPTER_WEIGHTS, directory / ADAPTER_WEIGHTS)
+    _copy_tokenizer(origin, directory, _OF_THE_TOKENIZER)
     sync_to_disk(directory)
     os.replace(workshop.path / ADAPTER_CONFIG, directory / ADAPTER_CONFIG)
     (directory / "adapter_model.bin").unlink(missing_ok=True)
@@ -208,13 +212,13 @@ def _has_head(directory: Path) -> bool:
         return False
 
 
-def _copy_tokenizer(config: Any, directory: Path) -> None:
+def _copy_tokenizer(origin: str | None, directory: Path, patterns: tuple[str, ...]) -> None:
     """From where the model was loaded, what is not there yet."""
-    origin = Path(getattr(config, "_name_or_path", "") or "")
-    if not origin.name or not origin.is_dir():
+    folder = Path(origin or "")
+    if not folder.name or not folder.is_dir():
         return
-    for pattern in _WITH_THE_MODEL:
-        for file in origin.glob(pattern):
+    for pattern in patterns:
+        for file in folder.glob(pattern):
             if file.is_file() and not (directory / file.name).exists():
                 write_whole(directory / file.name, file.read_bytes())
 
