@@ -1,4 +1,4 @@
-"""Writes docs/gallery.md and its pictures: `python docs/gallery.py [folder]`."""
+"""Writes docs/gallery.md, its pictures and those of docs/concepts.md: `python docs/gallery.py [folder]`."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ RANKS, MICROBATCHES = 4, 8
 POINTS = 16.0  # per unit of time: pictures can be compared with each other
 HEAD = f"""# Gallery
 
-Every schedule on {RANKS} ranks with {MICROBATCHES} microbatches, for one and the same model: a rank's part of it takes
-F = I = W = 1 (a whole backward B = 2), shared out over its stages. Messages are free and an Overlap saves nothing.
+Every built-in schedule on {RANKS} ranks with {MICROBATCHES} microbatches, for the same model: on each rank
+F = I = W = 1 (a full backward B = 2), divided among the rank's stages. Messages take no time; an Overlap saves none.
+New to the words? [Concepts](concepts.md) explains them in ten minutes.
 
 ![Four schedules on one time axis: gpipe, 1f1b, zb-h1, zbv](gallery/four-steps.svg)
 
 Four steps to less idle time. **gpipe** runs all forwards, then all backwards, and keeps the activations of all
-microbatches. **1f1b** lets each backward make room for the next forward: half the memory, the same bubble. **zb-h1**
-splits the backward; nobody waits for the weight gradients (W, green), so they fill gaps. **zbv** folds the stages into
-a V, and no rank is idle between its first and its last action.
+microbatches. **1f1b** runs each backward as early as possible, which frees memory for the next forward: half the
+memory, the same bubble. **zb-h1** splits the backward: no other rank needs the weight gradients (W, green), so they
+fill gaps. **zbv** places the stages on a V, and no rank is idle between its first and its last action.
 
 A row is a rank, time runs to the right, the number is the microbatch, and light and dark are the different stages (or
 copies of the model) of a rank: [how to read a picture](pictures.md). The bubble is the Zero Bubble paper's rate: idle
-time between the first and the last action of the longest rank. Peak memory counts the activations of a rank's part for
-one microbatch as 1. All pictures have the same scale. Any of them in your terminal:
+time between the first and the last action of the longest rank. Peak memory is in units of a rank's activations for
+one microbatch. All pictures have the same scale. To see one in your terminal:
 `zeropipe show zbv --ranks {RANKS} --microbatches {MICROBATCHES}`.
 
 This page is written by `make gallery`.
@@ -36,37 +37,37 @@ This page is written by `make gallery`.
 """
 # the families, and how a schedule is known to belong to one
 FAMILIES = (
-    ("Whole backward", "B is one action: the gradients of inputs and weights together.",
+    ("Full backward", "B is one action: the gradients of inputs and weights together.",
      lambda entry: not entry.splits_backward and not entry.overlaps),
-    ("Split backward", "B is two actions: I, which the rank before waits for, and W, for which nobody waits.",
+    ("Split backward", "B is two actions: I, which the previous stage waits for, and W, which no other rank needs.",
      lambda entry: entry.splits_backward and not entry.overlaps),
-    ("Overlapped", "An F and a B of another microbatch run together as one step, so that the messages of the one are "
-     "hidden by the work of the other. What that saves depends on the model; in these pictures it saves nothing.",
+    ("Overlapped", "An F and a B of another microbatch run together as one step: the communication inside one of them "
+     "is hidden behind the work of the other. The time saved depends on the model; these pictures assume none.",
      lambda entry: entry.overlaps),
 )  # fmt: skip
-# what to look at in a picture
+# what a picture shows
 LOOK = {
     "gpipe": "All eight forwards come before the first backward. The gap in the middle is the bubble.",
-    "1f1b": "Rank 0 keeps four microbatches, not eight: after that, each B makes room for the next F. All ranks "
-    "together are idle as long as with gpipe.",
+    "1f1b": "Rank 0 keeps four microbatches, not eight: after that, each B frees memory for the next F. The idle time "
+    "is the same as with gpipe.",
     "1f1b-overlap": "Seven forwards come first on rank 0, so that later each F has a B to run with.",
-    "interleaved": "Two stages per rank, light and dark. A microbatch is at the last rank after half the time, so the "
-    "bubble is half of 1F1B's; there are twice as many messages, and more microbatches are kept.",
+    "interleaved": "Two stages per rank, light and dark. A microbatch reaches the last rank in half the time, so the "
+    "bubble is half of 1F1B's, for twice the number of messages and more memory.",
     "interleaved-overlap": "Interleaved with one more forward in front, so that later each F has a B to run with.",
     "looped-bfs": "All microbatches go through the light stages, then all through the dark ones. The gap is half of "
     "gpipe's, the memory the same.",
-    "hanayo": "Microbatches go down the ranks (light), turn round at the last one and come back (dark). After four of "
-    "them the next wave begins.",
-    "chimera": "Microbatches 0 to 3 enter at rank 0 (light), 4 to 7 at rank 3 (dark); the ones run in the gaps of the "
-    "others. Each rank holds the weights of two stages, one of each copy.",
+    "hanayo": "Microbatches go down the ranks (light), and come back up (dark) from the last one. After four of them "
+    "the next wave begins.",
+    "chimera": "Microbatches 0 to 3 enter at rank 0 (light), 4 to 7 at rank 3 (dark); each direction runs in the gaps "
+    "of the other. Each rank holds the weights of two stages, one of each copy.",
     "zb-h1": "1F1B, with each W where 1F1B waits: a third of the idle time is left.",
     "zb-h2": "Seven forwards come first on rank 0, instead of four. No rank is idle between its first and its last "
     "action, and seven microbatches are kept.",
-    "interleaved-zb": "Interleaved, with the W (green) put off until there is a gap.",
-    "zbv": "Light goes down the ranks, dark comes back up: rank 0 has the first and the last stage, and can begin a "
-    "backward where the forward has ended. No gap is left inside a rank, with the memory of 1F1B.",
+    "interleaved-zb": "Interleaved, with each W (green) deferred until there is a gap.",
+    "zbv": "Light goes down the ranks, dark comes back up: rank 0 has the first and the last stage, and can start a "
+    "backward as soon as the forward has ended. No gap is left inside a rank, with the memory of 1F1B.",
     "v-half": "A V as in zbv that starts a microbatch later and so keeps fewer of them: three at once instead of four.",
-    "v-min": "Two at once. The gaps at both ends are the price.",
+    "v-min": "Two microbatches at once, with gaps at both ends.",
     "dualpipe": "Microbatches 0 to 3 enter at rank 0 (light), 4 to 7 at rank 3 (dark). In the middle, the F of one "
     "direction runs with the B of the other. Each rank holds the weights of two stages, one of each copy.",
     "dualpipev": "DualPipe on half the ranks, with its two directions as the two arms of a V: one copy of the model. "
@@ -80,6 +81,23 @@ def timelines() -> dict[str, zp.Timeline]:
         schedule = zp.build(entry.name, ranks=RANKS, microbatches=MICROBATCHES)
         made[entry.name] = zp.simulate(schedule, zp.Costs().regroup(schedule.problem))
     return made
+
+
+def concepts() -> dict[str, zp.Timeline | list[zp.Timeline]]:
+    """The timelines of docs/concepts.md. All are of one model, on four ranks."""
+
+    def run(name: str, microbatches: int, label: str = "") -> zp.Timeline:
+        schedule = zp.build(name, ranks=RANKS, microbatches=microbatches)
+        timeline = zp.simulate(schedule, zp.Costs().regroup(schedule.problem))
+        return timeline.with_label(label) if label else timeline
+
+    return {
+        "one-microbatch": run("gpipe", 1, "one microbatch"),
+        "microbatches": [run("gpipe", 4, "gpipe, 4 microbatches"), run("gpipe", 8, "gpipe, 8 microbatches")],
+        "memory": [run("gpipe", 8), run("1f1b", 8)],
+        "split": [run("1f1b", 6), run("zb-h1", 6)],
+        "vee": run("zbv", 8),
+    }
 
 
 def row_of(entry: Entry, run: zp.Timeline) -> str:
@@ -108,6 +126,9 @@ def write(folder: Path) -> None:
             rows.append(row_of(entry, runs[entry.name]))
             sections.append(section_of(entry))
             zp.draw(runs[entry.name], pictures / f"{entry.name}.svg", width=40 + POINTS * runs[entry.name].makespan)
+    for name, concept in concepts().items():
+        labels = "action" if name == "one-microbatch" else "microbatch"
+        zp.draw(concept, pictures / f"concept-{name}.svg", width=600, labels=labels, memory=name == "memory")
     zp.draw([runs[name] for name in ("gpipe", "1f1b", "zb-h1", "zbv")], pictures / "four-steps.svg")
     many = zp.build("zbv", ranks=8, microbatches=96)
     zp.draw(zp.simulate(many, zp.Costs().regroup(many.problem)), pictures / "many-microbatches.svg")
