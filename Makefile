@@ -55,8 +55,8 @@ test-archon: .venv-archon/.installed
 	touch $@
 
 check: $(STAMP)
-	$(BIN)/ruff check src tests bench examples docs/gallery.py docs/mesh.py docs/models.py docs/configuration.py docs/cli.py
-	$(BIN)/ruff format --check src tests bench examples docs/gallery.py docs/mesh.py docs/models.py docs/configuration.py docs/cli.py
+	$(BIN)/ruff check src tests bench examples docs/gallery.py docs/mesh.py docs/architecture.py docs/models.py docs/configuration.py docs/cli.py
+	$(BIN)/ruff format --check src tests bench examples docs/gallery.py docs/mesh.py docs/architecture.py docs/models.py docs/configuration.py docs/cli.py
 	$(BIN)/mypy
 
 bench: $(STAMP)
@@ -66,6 +66,7 @@ bench: $(STAMP)
 gallery: $(STAMP)
 	$(BIN)/python docs/gallery.py
 	$(BIN)/python docs/mesh.py
+	$(BIN)/python docs/architecture.py
 
 models: $(STAMP)
 	$(BIN)/python docs/models.py
