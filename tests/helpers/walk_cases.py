@@ -26,9 +26,9 @@ COMMANDS = {
         "--schedules", "1f1b,zbv", "--search-seconds", "0", "--workers", "1",
     ],
     "train": [
-        "train", "--model.path", "tiny-qwen3", "--model.weights", "random", "--model.num_layers", "2", "--schedule.name",
-        "zb-h1", "--mesh.pp", "1", "--data.kind", "synthetic", "--data.sequence", "16", "--data.batch", "2",
-        "--train.steps", "1", "--train.output", "out", "--engine.device", "cpu",
+        "train", "--model.path", "tiny-qwen3", "--model.weights", "random", "--model.num_layers", "2",
+        "--schedule.name", "zb-h1", "--mesh.pp", "1", "--data.kind", "synthetic", "--data.sequence", "16",
+        "--data.batch", "2", "--train.steps", "1", "--train.output", "out", "--engine.device", "cpu",
     ],
 }  # fmt: skip
 
