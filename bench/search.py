@@ -3,7 +3,7 @@
     python bench/search.py                    # all tables; most cells take less than a second
     python bench/search.py zb-2p crosspipe    # some of them
     python bench/search.py sizes --seconds 60
-    python bench/search.py random --cases 60 --steps 20000   # cases by chance, the same for everyone
+    python bench/search.py random --cases 60 --steps 20000   # random cases, the same ones every time
 
 Each line: the case, the published number, what was found, the lower bound in the same unit, the gap between the two,
 the seconds (of wall time and of processor time), and whether it is met. Where nothing is published a summary counts the
@@ -21,9 +21,9 @@ from pathlib import Path
 
 from search_ablation import PARTS, SETS, ablate
 from search_cases import TABLES, UNPUBLISHED, allows_zero_bubble
-from zeropipe.searching.ready import make_ready
 
 import zeropipe as zp
+from zeropipe.searching.warm_kernels import warm_kernels
 
 
 def main() -> None:
@@ -34,25 +34,25 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int)
     parser.add_argument("--cases", type=int, default=60, help="of the table random")
-    parser.add_argument("--ablate", nargs="*", choices=[*PARTS, []], help="instead: what parts of the search add")
+    parser.add_argument("--ablate", nargs="*", choices=[*PARTS, []], help="measure what parts of the search add")
     parser.add_argument("--sets", nargs="*", choices=[*SETS], default=[*SETS][:3], help="of cases for --ablate")
-    parser.add_argument("--every", type=int, default=1, help="every so many-th case of grid and random for --ablate")
+    parser.add_argument("--every", type=int, default=1, help="take every n-th case for --ablate")
     parser.add_argument("--keep", type=Path, help="file of results for --ablate: those that it has are not repeated")
-    given = parser.parse_args()
+    options = parser.parse_args()
     warm_up()
-    if given.ablate is not None:
-        parts = given.ablate or [*PARTS][1:]
-        ablate(given.sets, parts, given.every, given.cases, given.steps or 3200, given.keep)
+    if options.ablate is not None:
+        parts = options.ablate or [*PARTS][1:]
+        ablate(options.sets, parts, options.every, options.cases, options.steps or 3200, options.keep)
         return
+    effort = {name: getattr(options, name) for name in ("seconds", "steps", "seed", "workers")}
     missed = total = 0
-    for table in given.tables or TABLES:
+    for table in options.tables or TABLES:
         heads = ("published", "found", "bound", "gap", "wall s", "cpu s")
         wide, gaps = 64 if table == "random" else 40, []
         print(f"\n{table}\n{'case':{wide}}", *(f"{head:>{width}}" for head, width in zip(heads, (10, 10, 10, 7, 7, 7))))
-        for case in islice(TABLES[table](), given.cases if table == "random" else None):
+        for case in islice(TABLES[table](), options.cases if table == "random" else None):
             wall, cpu = time.perf_counter(), time.process_time()
-            options = {"seconds": given.seconds, "steps": given.steps, "seed": given.seed, "workers": given.workers}
-            found = [zp.search(**search, **options) for search in case.searches]
+            found = [zp.search(**search, **effort) for search in case.searches]
             wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
             value, best = min(((case.unit(one, one.value), one) for one in found), key=lambda pair: pair[0])
             met = value <= case.published + 0.5 * 10**-case.digits
@@ -81,7 +81,7 @@ def summary(gaps: list[tuple[float, bool]]) -> str:
 def warm_up() -> None:
     """Load the compiled kernels, so that they do not count."""
     begin = time.perf_counter()
-    make_ready(num_actions=1_000_000)
+    warm_kernels(num_actions=1_000_000)
     print(f"kernels loaded in {time.perf_counter() - begin:.1f} s")
 
 

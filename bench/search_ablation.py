@@ -1,4 +1,4 @@
-"""What each part of the search adds: every case is searched once with all parts, and once without each part.
+"""Ablation of the search: every case is searched once with all parts, and once without each part.
 
 Called by `bench/search.py --ablate`. A part that is switched off is replaced while a search runs: a bound gives 0, a
 source of candidates gives none. Searches are by steps, so that results depend on neither time nor machine.
@@ -18,12 +18,12 @@ from unittest.mock import patch
 
 import numpy as np
 from search_cases import TABLES, Case, allows_zero_bubble
-from zeropipe.searching.bound import bound, few
-from zeropipe.searching.starts import rules, wide
 
 import zeropipe as zp
 from zeropipe.core import jit
-from zeropipe.searching import climb, cpsat, hunt, walks
+from zeropipe.searching import driver, local_search, local_search_kernel, solver, task
+from zeropipe.searching.bounds import lower_bound, rank_bounds, subset_bound
+from zeropipe.searching.candidates import rules
 
 SETS = {
     "grid": ("grid",),
@@ -33,27 +33,19 @@ SETS = {
     "proofs": ("proofs",),
     "large": ("large",),
 }
-ALL = "nothing"  # is switched off
+ALL_PARTS = "nothing"  # is switched off
 
 
-def anything(search: dict) -> bool:
+def is_any(search: dict) -> bool:
     return True
 
 
-def has_turns(search: dict) -> bool:
-    return search.get("stages_per_rank", 1) > 1
-
-
-def is_linear(search: dict) -> bool:
-    return not has_turns(search)
-
-
-def is_scarce(search: dict) -> bool:
+def has_little_memory(search: dict) -> bool:
     return not allows_zero_bubble(search)
 
 
-def both(*conditions: Callable[[dict], bool]) -> Callable[[dict], bool]:
-    return lambda search: all(condition(search) for condition in conditions)
+def has_one_stage(search: dict) -> bool:
+    return has_little_memory(search) and search.get("stages_per_rank", 1) == 1
 
 
 def has_serial_links(search: dict) -> bool:
@@ -61,46 +53,61 @@ def has_serial_links(search: dict) -> bool:
 
 
 class Part(NamedTuple):
-    """A part of the search: (object, attribute, what stands there while it is off), and the cases it is meant for."""
+    """A part of the search: (object, attribute, replacement while it is off), and the cases it is meant for."""
 
     patches: tuple[tuple[Any, str, Any], ...]
-    meant_for: Callable[[dict], bool] = anything
-    recompile: bool = False  # a number inside compiled kernels changes
+    is_meant_for: Callable[[dict], bool] = is_any
+    recompile: bool = False  # a constant of compiled kernels changes
 
 
-def _without_whole_w(*args: Any) -> Any:
-    *rest, whole, parts, m = args
-    return _owed_of(*rest, [False] * len(whole), parts, m)
+def _zero_times(search_task: Any, *_: Any) -> Any:
+    return np.zeros(search_task.num_microbatches + 1)
 
 
-_owed_of = few.owed_of
+def _pending_w_in_any_part(*args: Any) -> Any:
+    *rest, is_whole, parts, m = args
+    return _pending_w(*rest, [False] * len(is_whole), parts, m)
+
+
+_pending_w = subset_bound.pending_w
+_kernel = local_search_kernel
+_walks = tuple(one for one in local_search.FIRST_ROUNDS if not one.tunes_rules)
+_repeated_walks = tuple(one for one in local_search.REPEATED_ROUNDS if not one.tunes_rules)
 
 PARTS: dict[str, Part] = {
-    ALL: Part(()),
-    "bound: links": Part(((bound, "_link_bound", lambda *_: 0.0),), has_serial_links),
-    "bound: warm-up": Part(((bound, "_warm_up", lambda *_: 0.0),)),
-    "bound: drain": Part(((bound, "_drain", lambda *_, **__: 0.0),)),
-    "bound: rounds": Part(((bound, "_rounds", lambda *_: 0.0),), is_scarce),
-    "bound: area": Part(((bound, "_area", lambda *_: 0.0),), is_scarce),
-    "bound: rank subsets": Part(((few.Asked, "by_few", lambda self, best, cap, effort: best),), is_scarce),
-    "bound: fewer microbatches": Part(((few.Asked, "_fewer", lambda self, rank, effort: effort),), is_scarce),
-    "bound: turns": Part(((bound, "_turns_bound", lambda *_: 0.0),), is_scarce),
-    "bound: whole W": Part(((few, "owed_of", _without_whole_w),), is_scarce),
-    "start: built-in": Part(((hunt, "passes_of", lambda schedule: np.zeros(0, np.int64)),)),
-    "start: dispatch": Part(((hunt, "dispatched", lambda *_: []),)),
-    "start: patterns": Part(((hunt, "repeating", lambda *_: iter(())),), both(has_turns, is_scarce)),
-    "start: beams": Part(((hunt.Hunt, "_beam", lambda self, leg, starts, until: starts),), is_scarce),
-    "start: wide beams": Part(((hunt.Hunt, "_widen", lambda self, legs, stop: []),), is_scarce),
-    "start: scarce": Part(((wide, "WAYS", (("begun", 0.0, 0.5), ("begun", 0.0, 0.0))),), both(has_turns, is_scarce)),
-    "start: stretch": Part(((rules, "stretched", lambda *_: None),)),
-    "moves: critical path": Part(((walks, "DECISIVE", 0),), recompile=True),
-    "moves: streams": Part(((walks, "STREAMS", walks.DECISIVE),), recompile=True),
-    "moves: W fit": Part(((walks, "FILLS", walks.STREAMS),), recompile=True),
-    "moves: single": Part(((walks, "FILLS", 100),), recompile=True),
-    "moves: tuning": Part(((climb, "ROUNDS", tuple(row for row in climb.ROUNDS if row[0] == "walk")),)),
-    "smaller limits": Part(((hunt, "smaller_limits", lambda task: []),), is_scarce),
-    "solver": Part(((cpsat, "available", lambda: False),)),
-    "fill gaps": Part(((hunt, "fill_gaps", lambda schedule, costs, weight_parts: schedule),)),
+    ALL_PARTS: Part(()),
+    "bound: links": Part(((lower_bound, "link_bound", lambda *_: 0.0),), has_serial_links),
+    "bound: warm-up": Part(((rank_bounds, "warm_up_times", lambda *args: (_zero_times(*args),) * 2),)),
+    "bound: drain": Part(((rank_bounds, "drain_time", lambda *_, **__: 0.0),)),
+    "bound: turnover": Part(((rank_bounds, "turnover_times", _zero_times),), has_little_memory),
+    "bound: occupancy": Part(((rank_bounds, "occupancy_times", _zero_times),), has_little_memory),
+    "bound: rank subsets": Part(
+        ((subset_bound.SubsetBounds, "raise_bound", lambda self, best, cap, effort: best),), has_little_memory
+    ),
+    "bound: later work of ranks": Part(
+        ((subset_bound, "_time_by_rank", lambda search_task, *_: np.zeros(search_task.num_microbatches)),),
+        has_little_memory,
+    ),
+    "bound: turns": Part(((lower_bound, "turn_bound", lambda *_: 0.0),), has_one_stage),
+    "bound: whole W": Part(((subset_bound, "pending_w", _pending_w_in_any_part),), has_little_memory),
+    "candidates: registered": Part(((driver, "registered_schedules", lambda *_: []),)),
+    "candidates: dispatch rules": Part(((driver, "dispatched_candidates", lambda *_: []),)),
+    "candidates: narrow beams": Part(
+        ((driver.SearchDriver, "_add_beams", lambda self, sub, candidates, until: candidates),), has_little_memory
+    ),
+    "candidates: wide beams": Part(
+        ((driver.SearchDriver, "_run_wide_beams", lambda self, subproblems, stop: []),), has_little_memory
+    ),
+    "candidates: stretch": Part(((rules, "stretch_rows", lambda *_: None),)),
+    "moves: critical path": Part(((_kernel, "CRITICAL", 0),), recompile=True),
+    "moves: streams": Part(((_kernel, "STREAM", _kernel.CRITICAL),), recompile=True),
+    "moves: W fit": Part(((_kernel, "FIT", _kernel.STREAM),), recompile=True),
+    "moves: single": Part(((_kernel, "FIT", 100),), recompile=True),
+    "moves: rules": Part(((local_search, "FIRST_ROUNDS", _walks), (local_search, "REPEATED_ROUNDS", _repeated_walks))),
+    "local search": Part(((driver, "local_search", lambda task, candidates, *_: candidates[0]),)),
+    "smaller limits": Part(((task.SearchTask, "smaller_limits", lambda self: []),), has_little_memory),
+    "solver": Part(((solver, "is_available", lambda: False),)),
+    "fill gaps": Part(((driver, "fill_gaps", lambda schedule, costs, weight_parts: schedule),)),
 }
 
 
@@ -146,7 +153,7 @@ def large() -> Iterator[Case]:
 
 
 def cases_of(name: str, every: int, count: int) -> Iterator[tuple[str, int, Case]]:
-    """(set, number, case): every so many-th case of each table of a set."""
+    """(set, number, case): every `every`-th case of the tables of a set."""
     for table in SETS[name]:
         cases = {**TABLES, "large": large}[table]()
         for number, case in enumerate(islice(cases, count if table == "random" else None)):
@@ -155,52 +162,50 @@ def cases_of(name: str, every: int, count: int) -> Iterator[tuple[str, int, Case
 
 
 def ablate(sets: list[str], parts: list[str], every: int, count: int, steps: int, file: Path | None) -> None:
-    """Search all cases without each part, and print what it adds."""
-    kept = _kept(file)
-    cases = {name: list(cases_of(name, every if name in ("grid", "random") else 1, count)) for name in sets}
-    for part in [ALL, *parts]:
+    """Search all cases without each part, and print the loss as a table of Markdown."""
+    results = _read_results(file)
+    cases = {name: list(cases_of(name, every, count)) for name in sets}
+    print("| without | cases | number | gap, mean | worst | value, mean | worst | bound, mean | worst | CPU |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    for part in [ALL_PARTS, *parts]:
         for name in sets:
-            _search(part, cases[name], steps, kept, file)
-            if part != ALL:
-                print(line(part, name, cases[name], kept), flush=True)
+            _search(part, cases[name], steps, results, file)
+            if part != ALL_PARTS:
+                print(format_row(part, name, cases[name], results), flush=True)
 
 
-def _kept(file: Path | None) -> dict[tuple[str, str, int, int], Outcome]:
+def _read_results(file: Path | None) -> dict[tuple[str, str, int, int], Outcome]:
     if file is None or not file.exists():
         return {}
     rows = map(json.loads, file.read_text().splitlines())
     return {(part, table, number, at): Outcome(*outcome) for part, table, number, at, *outcome in rows}
 
 
-def _search(part: str, cases: list[tuple[str, int, Case]], steps: int, kept: dict, file: Path | None) -> None:
-    """Search what is not kept yet."""
+def _search(part: str, cases: list[tuple[str, int, Case]], steps: int, results: dict, file: Path | None) -> None:
+    """Search the cases that have no result yet."""
     with without(PARTS[part]):
         for table, number, case in cases:
             for at, search in enumerate(case.searches):
                 key = part, table, number, at
-                if key in kept or not PARTS[part].meant_for(search):
+                if key in results or not PARTS[part].is_meant_for(search):
                     continue
                 begin = time.process_time()
                 found = zp.search(**search, steps=steps, workers=1)
-                kept[key] = Outcome(found.value, found.bound, time.process_time() - begin)
+                results[key] = Outcome(found.value, found.bound, time.process_time() - begin)
                 if file is not None:
                     with file.open("a") as out:
-                        out.write(json.dumps([*key, *kept[key]]) + "\n")
+                        out.write(json.dumps([*key, *results[key]]) + "\n")
 
 
-def line(part: str, name: str, cases: list[tuple[str, int, Case]], kept: dict) -> str:
-    """What is lost without a part: means and the worst, in percent; and the processor time without over with it."""
-    pairs, lost = [], []
-    for table, number, case in cases:
-        for at in range(len(case.searches)):
-            key = table, number, at
-            if (part, *key) in kept:
-                pairs.append((kept[ALL, *key], kept[part, *key]))
+def format_row(part: str, name: str, cases: list[tuple[str, int, Case]], results: dict) -> str:
+    """Return the loss without a part: mean and worst, in percent; and the processor time without over with it."""
+    keys = [(table, number, at) for table, number, case in cases for at in range(len(case.searches))]
+    pairs = [(results[ALL_PARTS, *key], results[part, *key]) for key in keys if (part, *key) in results]
     if not pairs:
-        return f"{part:28} {name:10} no case"
+        return f"| {part} | {name} | 0 | | | | | | | |"
     gaps = [100 * (off.gap - on.gap) for on, off in pairs]
     values = [100 * (off.value / on.value - 1) for on, off in pairs]
     bounds = [100 * (1 - off.bound / on.bound) for on, off in pairs]
     seconds = sum(off.seconds for _, off in pairs) / sum(on.seconds for on, _ in pairs)
-    numbers = "  ".join(f"{fmean(column):6.2f} {max(column):6.2f}" for column in (gaps, values, bounds))
-    return f"{part:28} {name:10} {len(pairs):4}  {numbers}  {seconds:6.2f} {sum(lost)}"
+    numbers = " | ".join(f"{fmean(column):.2f} | {max(column):.2f}" for column in (gaps, values, bounds))
+    return f"| {part} | {name} | {len(pairs)} | {numbers} | {seconds:.2f} |"

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import zeropipe as zp
 from zeropipe.core.placement import Problem
 from zeropipe.searching.task import SearchTask
+from zeropipe.sim.costs import Link
 
 if TYPE_CHECKING:
     from zeropipe.searching.search import SearchResult
-from zeropipe.sim.costs import Link
+
 
 # model, ranks, microbatches, F, I, W, latency; 1F1B, ZB-H1, ZB-H2, ZB-1p, ZB-2p (bubble rates), layers
 ZERO_BUBBLE = [
@@ -191,7 +192,7 @@ def grid() -> Iterator[Case]:
 
 
 def by_chance() -> Iterator[Case]:
-    """Costs, sizes and limits by chance, the same ones each time; every third line linear, loop and vee."""
+    """Random costs, sizes and limits, the same ones every time; in turn linear, loop and vee."""
     random = Random(12)
     while True:
         for rule in (zp.linear, zp.loop, zp.vee):

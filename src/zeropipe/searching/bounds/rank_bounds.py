@@ -6,12 +6,22 @@ All other ranks are as fast as if a microbatch were alone. docs/search-method.md
 from __future__ import annotations
 
 from math import ceil
+from typing import NamedTuple
 
 import numpy as np
 
 from zeropipe.searching.bounds.earliest_times import EarliestTimes, max_unfinished_send, time_after_last_i
 from zeropipe.searching.tables import Array
 from zeropipe.searching.task import SearchTask
+
+
+class RankLimits(NamedTuple):
+    """Least times of one rank, where passes may interrupt W."""
+
+    drain: float  # beyond its work, between its last F and the end of everything
+    times: Array  # from its first F to the end of everything, for each number of microbatches
+    num_slots: int  # activations of its first stage that fit
+    slot_wait: float  # from the end of an I of that stage to the F that takes over its memory
 
 
 def link_bound(task: SearchTask, times: EarliestTimes) -> float:
@@ -38,15 +48,98 @@ def rank_bound(task: SearchTask, times: EarliestTimes, rank: int) -> float:
     return span + (0.0 if task.minimizes_span else start) - max_unfinished_send(task)
 
 
-def rank_times(task: SearchTask, times: EarliestTimes, rank: int, in_parts: bool = False) -> Array:
+def rank_limits(task: SearchTask, times: EarliestTimes, rank: int) -> RankLimits:
+    """Return the least times of a rank."""
+    return RankLimits(
+        drain=drain_time(task, times, rank, float(task.tables.limit[rank]), in_parts=False),
+        times=rank_times(task, times, rank, in_parts=False),
+        num_slots=num_slots(task, rank),
+        slot_wait=slot_wait(task, times, rank),
+    )
+
+
+def rank_times(task: SearchTask, times: EarliestTimes, rank: int, in_parts: bool) -> Array:
     """Return the least time from a rank's first F to the end of everything, for each number of microbatches."""
-    stages, m = np.array(task.placement.stages_of(rank)), task.num_microbatches
+    stages, number = np.array(task.placement.stages_of(rank)), np.arange(task.num_microbatches + 1)
     i = task.last_pass - stages
-    work = float((times.duration[stages] + times.duration[i] + times.w_duration[stages]).sum())
+    work = number * float((times.duration[stages] + times.duration[i] + times.w_duration[stages]).sum())
+    warm_up, before_drain = warm_up_times(task, times, rank)
     drain = drain_time(task, times, rank, float(task.tables.limit[rank]), in_parts)
     turnover = turnover_times(task, times, rank) + time_after_last_i(task, times, int(stages[0]))
-    found: Array = np.where(np.arange(m + 1) > 0, np.maximum(np.arange(m + 1) * work + drain, turnover), 0.0)
+    least = (work + warm_up, work + before_drain + drain, turnover, occupancy_times(task, times, rank, work))
+    found: Array = np.where(number > 0, np.max(least, axis=0), 0.0)
     return found
+
+
+def warm_up_times(task: SearchTask, times: EarliestTimes, rank: int) -> tuple[Array, Array]:
+    """Return how long a rank waits before its first I, for each number of microbatches.
+
+    Until then it has only F to run, and no more of them than fit. The second array is 0 where the drain may be the same
+    time: all F fit, and end before the first I arrives.
+    """
+    tables, stages, number = task.tables, np.array(task.placement.stages_of(rank)), np.arange(task.num_microbatches + 1)
+    f, activation, limit = times.duration[stages], tables.memory[stages], float(tables.limit[rank])
+    until_i = float(times.start[task.last_pass - stages[-1]] - times.start[stages[0]])
+    found = np.maximum(0.0, until_i - max_time_that_fits(f, activation, limit, number))
+    is_before_drain = (number * activation.sum() > limit) | (number * f.sum() >= until_i)
+    return found, np.where(is_before_drain, found, 0.0)
+
+
+def occupancy_times(task: SearchTask, times: EarliestTimes, rank: int, work: Array) -> Array:
+    """Return the least span of a rank by memory times time, for each number of microbatches.
+
+    Each activation occupies its memory for the path of a microbatch, and all of them together at most the limit.
+    """
+    tables, stages, number = task.tables, np.array(task.placement.stages_of(rank)), np.arange(len(work))
+    size, stash, limit = tables.memory[stages], times.stash[stages], float(tables.limit[rank])
+    if limit == np.inf or size.max() <= 0:
+        return np.zeros(len(work))
+    f, i, w = times.duration[stages], times.duration[task.last_pass - stages], times.w_duration[stages]
+    lifetime = times.start[task.last_pass - stages] + i - times.start[stages]
+    mean_stash = stash * (tables.weight_parts + 1) / (2 * tables.weight_parts)  # while the parts of a W run
+    occupied, limits = (
+        number * float((size * lifetime + mean_stash * w).sum()),
+        np.minimum(limit, np.maximum(number, 1) * size.sum()),
+    )
+    # memory grows no faster than F run, and shrinks no faster than I and W run
+    rates = _max_rate(size, f), max(_max_rate(stash, w), _max_rate(size - stash, i))
+    missing = np.maximum(0.0, limits - size.max())
+    ramps = sum(missing / rate if rate > 0 else 0.0 * missing for rate in rates)
+    occupied += np.where(ramps <= work, ramps * missing / 2, 0.0)  # else the two may overlap
+    found: Array = occupied / limits
+    return found
+
+
+def _max_rate(memory: Array, duration: Array) -> float:
+    """Return the most memory per time."""
+    if np.any((duration <= 0) & (memory > 0)):
+        return float(np.inf)
+    return float((memory[duration > 0] / duration[duration > 0]).max(initial=0.0))
+
+
+def num_slots(task: SearchTask, rank: int) -> int:
+    """Return how many activations of its first stage fit on a rank: all microbatches, or fewer."""
+    activation, limit = float(task.tables.memory[task.first_stages[rank]]), float(task.tables.limit[rank])
+    if activation <= 0 or limit >= task.num_microbatches * activation:
+        return task.num_microbatches
+    return int(limit / activation)
+
+
+def slot_wait(task: SearchTask, times: EarliestTimes, rank: int) -> float:
+    """Return the least time from the end of an I of a rank's first stage to the F that takes over its memory.
+
+    Where the I does not free enough, parts of its W have to run, or the I of the next microbatch.
+    """
+    stage, parts = task.first_stages[rank], task.tables.weight_parts
+    activation, stash = float(task.tables.memory[stage]), float(times.stash[stage])
+    excess = num_slots(task, rank) * activation + stash - float(task.tables.limit[rank])
+    if excess <= 0:
+        return 0.0
+    i = float(times.duration[task.last_pass - stage])
+    w = ceil(excess / stash * parts - 1e-9) * float(times.w_duration[stage]) / parts
+    if stash >= activation:
+        return w
+    return min(w, i + (0.0 if excess <= activation - stash else min(w, i)))
 
 
 def turnover_times(task: SearchTask, times: EarliestTimes, rank: int) -> Array:
@@ -90,7 +183,8 @@ def drain_time(task: SearchTask, times: EarliestTimes, rank: int, limit: float, 
     wait = float(times.start[last_i] + i[0] - times.start[last_f] - times.duration[last_f])
     after = time_after_last_i(task, times, int(stages[0]))
     if any(len(set(column.tolist())) > 1 for column in (i, w, activation, stash)):
-        usable = max_time_that_fits(np.append(i + w, w), np.append(activation, stash), limit, task.num_microbatches)
+        count = np.array([task.num_microbatches])
+        usable = float(max_time_that_fits(np.append(i + w, w), np.append(activation, stash), limit, count)[0])
         put_off = max(float(w.min()), min(after, usable - wait))
         return max(-put_off, wait - usable) + max(put_off, after)
     return _uniform_drain(
@@ -123,15 +217,15 @@ def _uniform_drain(
     return best
 
 
-def max_time_that_fits(time: Array, memory: Array, limit: float, count: int) -> float:
+def max_time_that_fits(time: Array, memory: Array, limit: float, count: Array) -> Array:
     """Return the longest time of actions whose memory fits into `limit`, each kind at most `count` times."""
     if limit == np.inf or memory.max() <= 0:
         return count * float(time.sum())
     if np.all(memory == memory[0]):  # then it is a number of actions
         memory, limit = np.ones(len(memory)), float(int(limit / memory[0]))
-    total = 0.0
+    total, left = np.zeros(len(count)), np.full(len(count), limit)
     for kind in sorted(range(len(time)), key=lambda kind: -time[kind] / max(memory[kind], 1e-300)):
-        number = min(count, limit / memory[kind]) if memory[kind] > 0 else count
+        number = np.minimum(count, left / memory[kind]) if memory[kind] > 0 else count
         total += number * time[kind]
-        limit -= number * memory[kind]
+        left -= number * memory[kind]
     return total

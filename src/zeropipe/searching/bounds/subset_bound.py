@@ -9,7 +9,7 @@ import numpy as np
 from zeropipe.core.jit import compiled
 from zeropipe.searching.bounds.earliest_times import EarliestTimes, max_unfinished_send
 from zeropipe.searching.bounds.pending_w import pending_w
-from zeropipe.searching.bounds.rank_bounds import drain_time
+from zeropipe.searching.bounds.rank_bounds import RankLimits, rank_limits
 from zeropipe.searching.bounds.subset_kernel import SubsetBuffers, SubsetTables, subset_bound, total_effort
 from zeropipe.searching.tables import Array
 from zeropipe.searching.task import SearchTask
@@ -45,6 +45,7 @@ class SubsetBounds:
 
     def __init__(self, task: SearchTask, times: EarliestTimes, rank_bounds: list[float], stop: Array) -> None:
         self._task, self._times, self._rank_bounds, self._stop = task, times, rank_bounds, stop
+        self._limits = [rank_limits(task, times, rank) for rank in range(task.num_ranks)]
         self._share = FIRST_SHARE
         self._subsets: dict[tuple[int, ...], RankSubset] = {}
 
@@ -93,7 +94,7 @@ class SubsetBounds:
         share = self._share
         if subset.is_exact or share < subset.retry_share:
             return best, effort
-        tables = subset_tables(self._task, self._times, subset.ranks)
+        tables = subset_tables(self._task, self._times, self._limits, subset.ranks)
         buffers = _buffers(tables, max(MIN_STATES, share), self._stop)
         rounding = tables.tolerance * len(tables.rank) * self._task.num_microbatches
         above = max_unfinished_send(self._task) + rounding
@@ -132,8 +133,10 @@ class SubsetBounds:
         return 2 * examined <= self._share
 
 
-def subset_tables(task: SearchTask, times: EarliestTimes, ranks: tuple[int, ...]) -> SubsetTables:
-    """Return the tables of some ranks."""
+def subset_tables(
+    task: SearchTask, times: EarliestTimes, limits: list[RankLimits], ranks: tuple[int, ...]
+) -> SubsetTables:
+    """Return the tables of some ranks; `limits` are those of all ranks."""
     tables, m, parts = task.tables, task.num_microbatches, task.tables.weight_parts
     passes = np.flatnonzero(np.isin(tables.rank, ranks))
     stages = passes[: len(passes) // 2]
@@ -151,8 +154,8 @@ def subset_tables(task: SearchTask, times: EarliestTimes, ranks: tuple[int, ...]
         lag=np.append(times.start[passes[1:]] - times.start[passes[:-1]] - duration[:-1], 0.0),
         arrival=float(times.start[stages[0]]) + np.arange(m) * spacing,
         work=duration + np.concatenate([np.zeros(len(stages)), w_duration[::-1]]),
-        to_end=_times_to_end(task, times, passes), w_duration=w_duration, activation=activation, stash=stash,
-        limit=np.minimum(limit, 1e290),
+        to_end=_times_to_end(task, times, limits, passes, ranks), w_duration=w_duration, activation=activation,
+        stash=stash, limit=np.minimum(limit, 1e290),
         part_memory=np.array([float(stash[some].max(initial=0.0)) / parts or 1.0 for some in freeing]),
         part_duration=np.array(
             [float(w_duration[some].min()) / parts if len(some) else 0.0 for some in freeing]
@@ -160,7 +163,7 @@ def subset_tables(task: SearchTask, times: EarliestTimes, ranks: tuple[int, ...]
         w_per_memory=np.array(
             [float((w_duration[some] / stash[some]).min()) if len(some) else 0.0 for some in freeing]
         ),
-        drain=np.array([drain_time(task, times, one, float(tables.limit[one]), in_parts=False) for one in ranks]),
+        drain=np.array([limits[one].drain for one in ranks]),
         last_f=np.array([mine[-1] for mine in own]),
         span_start=np.array([times.start[task.first_stages[one]] if task.minimizes_span else 0.0 for one in ranks]),
         has_ample_memory=has_ample_memory,
@@ -171,20 +174,42 @@ def subset_tables(task: SearchTask, times: EarliestTimes, ranks: tuple[int, ...]
     )  # fmt: skip
 
 
-def _times_to_end(task: SearchTask, times: EarliestTimes, passes: Array) -> Array:
+def _times_to_end(
+    task: SearchTask, times: EarliestTimes, limits: list[RankLimits], passes: Array, ranks: tuple[int, ...]
+) -> Array:
     """Return the least time from the start of each pass of each microbatch to the end of everything.
 
     The last microbatch runs each pass behind the others.
     """
     start, duration, to_end = times.start, times.duration, times.to_end
+    rank_start = np.zeros(task.num_ranks)
     if task.minimizes_span:  # ends are relative to the first F of their rank
-        half = task.num_stages
-        rank_start = start[task.first_stages][task.tables.rank[:half]]
-        ends = (start + duration)[: half - 1 : -1] + times.w_duration - rank_start
+        half, rank_start = task.num_stages, start[task.first_stages]
+        ends = (start + duration)[: half - 1 : -1] + times.w_duration - rank_start[task.tables.rank[:half]]
         to_end = np.maximum.accumulate(np.append(ends, np.full(half, ends.min())))[::-1] - start
     behind = (task.num_microbatches - 1 - np.arange(task.num_microbatches))[:, None]
-    columns = [(behind * duration[x:] + start[x:] - start[x] + to_end[x:]).max(axis=1) for x in passes]
-    return np.array(columns)
+    found = np.array([(behind * duration[x:] + start[x:] - start[x] + to_end[x:]).max(axis=1) for x in passes])
+    for row, x in zip(found, passes):
+        for rank in ranks:
+            np.maximum(row, _time_by_rank(task, times, limits[rank], rank, x) - rank_start[rank], out=row)
+    return found
+
+
+def _time_by_rank(task: SearchTask, times: EarliestTimes, limits: RankLimits, rank: int, x: int) -> Array:
+    """Return the least time from the start of pass x of each microbatch to the end of everything, by one rank.
+
+    The rank runs this microbatch and all later ones, if it comes to them after x. And it runs those that wait for the
+    memory of this one, if the I that frees it comes after x.
+    """
+    m, first_f, start = task.num_microbatches, task.first_stages[rank], times.start
+    last_i, num_waiting = task.last_pass - first_f, max(0, m - limits.num_slots)
+    found = np.zeros(m)
+    if first_f >= x:
+        found = start[first_f] - start[x] + limits.times[:0:-1]
+    if last_i >= x:
+        freed = start[last_i] + times.duration[last_i] - start[x] + limits.slot_wait
+        found[:num_waiting] = np.maximum(found[:num_waiting], freed + limits.times[num_waiting:0:-1])
+    return found
 
 
 def _buffers(tables: SubsetTables, max_states: int, stop: Array) -> SubsetBuffers:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from math import ceil
-
 import numpy as np
 
 from zeropipe.core.jit import compiled
 from zeropipe.searching.bounds.earliest_times import EarliestTimes, max_unfinished_send, time_after_last_i
-from zeropipe.searching.bounds.rank_bounds import drain_time, turnover_times
+from zeropipe.searching.bounds.rank_bounds import drain_time, num_slots, slot_wait, turnover_times
 from zeropipe.searching.bounds.turn_kernel import PROGRESS_BITS, TurnBuffers, TurnTables, earliest_return
 from zeropipe.searching.tables import Array
 from zeropipe.searching.task import SearchTask
@@ -29,7 +27,8 @@ def turn_bound(task: SearchTask, times: EarliestTimes, best: float, cap: float, 
     if task.problem.stages_per_rank > 1:
         return found
     drains = np.array([drain_time(task, times, rank, np.inf, in_parts=False) for rank in range(task.num_ranks)])
-    turns = [_Turns(task, times, rank, drains, stop) for rank in range(task.num_ranks)]
+    full = [rank for rank in range(task.num_ranks) if num_slots(task, rank) < task.num_microbatches]
+    turns = [_Turns(task, times, rank, drains, stop) for rank in full]
     for turn in sorted(turns, key=lambda turn: -turn.turnover):
         if turn.turnover > MIN_TURNOVER * max(best, found):
             value, effort = turn.follow(cap - turn.around, effort)
@@ -43,35 +42,12 @@ class _Turns:
     def __init__(self, task: SearchTask, times: EarliestTimes, rank: int, drains: Array, stop: Array) -> None:
         self._task, self._times, self._drains, self._stop = task, times, drains, stop
         self._stage = stage = task.first_stages[rank]
-        self._limit = float(task.tables.limit[rank])
-        self._activation = float(task.tables.memory[stage])
+        self._num_slots, self._slot_wait = num_slots(task, rank), slot_wait(task, times, rank)
         self._passes = np.arange(stage, task.last_pass - stage + 1)
         self._after = time_after_last_i(task, times, stage)
         start = 0.0 if task.minimizes_span else float(times.start[stage])
         self.around = start + self._after - max_unfinished_send(task)  # before the first F and after the last I
         self.turnover = float(turnover_times(task, times, rank)[-1]) + self.around
-
-    @property
-    def _num_slots(self) -> int:
-        """Number of activations that fit; 0 where all do."""
-        if self._activation <= 0 or self._limit >= self._task.num_microbatches * self._activation:
-            return 0
-        return int(self._limit / self._activation)
-
-    def _slot_wait(self) -> float:
-        """Return the least time from the end of an I to the F that takes over its slot.
-
-        Where the I does not free enough, parts of its W have to run, or the I of the next microbatch.
-        """
-        stash, parts = float(self._times.stash[self._stage]), self._task.tables.weight_parts
-        excess = self._num_slots * self._activation + stash - self._limit
-        if excess <= 0:
-            return 0.0
-        i = float(self._times.duration[self._passes[-1]])
-        w = ceil(excess / stash * parts - 1e-9) * float(self._times.w_duration[self._stage]) / parts
-        if stash >= self._activation:
-            return w
-        return min(w, i + (0.0 if excess <= self._activation - stash else min(w, i)))
 
     def follow(self, cap: float, effort: int) -> tuple[float, int]:
         """Return the least time from the first F to the last I, or `cap` if it is not below; and the effort left.
@@ -92,8 +68,8 @@ class _Turns:
 
     def _follow(self, followed: int, cap: float, effort: int) -> tuple[float, int]:
         """Return the least time by the first `followed` slots, 0 if the effort does not suffice; and the effort."""
-        m, num_slots, i = self._task.num_microbatches, self._num_slots, float(self._times.duration[self._passes[-1]])
-        numbers = np.array([number for number in range(m) if number % num_slots < followed])
+        m, i = self._task.num_microbatches, float(self._times.duration[self._passes[-1]])
+        numbers = np.array([number for number in range(m) if number % self._num_slots < followed])
         i_of_others = (m - 1 - int(numbers[-1])) * i  # behind the last one that is followed
         tables = self._tables(followed, numbers, i_of_others)
         buffers = _buffers(max(64, min(MAX_GROUPS, effort // 16)), followed, self._stop)
@@ -116,8 +92,8 @@ class _Turns:
             work_left[at, rank[at]] += duration[at] + w
         last_f = np.full(task.num_ranks, -1)
         last_f[rank[: len(passes) // 2]] = np.arange(len(passes) // 2)
-        wait = self._slot_wait()
-        if wait > 0 and times.stash[stage] >= self._activation and task.tables.weight_parts == 1:
+        wait, activation = self._slot_wait, task.tables.memory[stage]
+        if wait > 0 and times.stash[stage] >= activation and task.tables.weight_parts == 1:
             # the W has to run before another microbatch takes over the slot
             rank, duration, lag = np.append(rank, rank[0]), np.append(duration, wait), np.append(lag, 0.0)
             to_return, work_left, wait = np.append(to_return, 0.0), np.vstack([work_left, work_left[-1:]]), 0.0

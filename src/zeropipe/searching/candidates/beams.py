@@ -11,6 +11,7 @@ import numpy as np
 
 from zeropipe.core.jit import compiled
 from zeropipe.searching.bounds.earliest_times import earliest_times
+from zeropipe.searching.bounds.rank_bounds import rank_limits
 from zeropipe.searching.bounds.subset_bound import subset_tables
 from zeropipe.searching.candidates.beam_kernel import BeamBuffers, BeamSetting, BeamTables, grow_beam
 from zeropipe.searching.candidates.rules import fitting_activations
@@ -209,7 +210,8 @@ def run_beam(
 
 def beam_tables(task: SearchTask) -> BeamTables:
     """Return the tables of a task for its beams."""
-    tables, ranks = task.tables, subset_tables(task, earliest_times(task), tuple(range(task.num_ranks)))
+    tables, times, all_ranks = task.tables, earliest_times(task), tuple(range(task.num_ranks))
+    ranks = subset_tables(task, times, [rank_limits(task, times, rank) for rank in all_ranks], all_ranks)
     if tables.blocking:  # a message is part of the sender's work
         tables = tables._replace(duration=tables.duration + tables.lag, lag=np.zeros_like(tables.lag))
     work = np.bincount(ranks.rank, ranks.work * task.num_microbatches, task.num_ranks)
