@@ -256,3 +256,18 @@ def test_datasets_of_texts_and_of_chats(tmp_path, tokenizer):
         samples("datasets", "splits", "a")
     with pytest.raises(ConfigError, match=r"has no column 'text' but \['body'\]"):
         samples("datasets", "texts", "text")
+
+
+def test_a_batch_counts_all_tokens_those_with_a_loss_and_padding(tmp_path):
+    save_tokenizer(tmp_path / "plain")
+    write_chats(tmp_path / "chats.jsonl", CHATS[:2])
+    config = run_of(
+        tmp_path, kind="chat", path=str(tmp_path / "chats.jsonl"), sequence=60, batch=2, microbatch=2, packing=False,
+        train={"epochs": 1}, tokenizer=str(tmp_path / "plain"),
+    )  # fmt: skip
+    batch = opened(config).next()
+    (microbatch,) = batch.microbatches
+    assert batch.num_processed == int(microbatch["attention_mask"].sum())
+    assert batch.num_tokens == int((microbatch["labels"] != -100).sum())
+    assert batch.num_positions == microbatch["input_ids"].numel()
+    assert batch.num_tokens < batch.num_processed < batch.num_positions

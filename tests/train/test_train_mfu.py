@@ -4,15 +4,15 @@ import pytest
 import torch
 
 from zeropipe.train.config.tables import RunConfig
-from zeropipe.train.loop.metrics import Utilization
+from zeropipe.train.loop.metrics import Utilization, format_progress
 
 
-def utilization(monkeypatch, name, pp=4, gpus=4, **model):
+def utilization(monkeypatch, name, pp=4, gpus=4, lora=None, **model):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     config = RunConfig.model_validate({
         "model": {"path": "qwen3-8b", "weights": "random", "dtype": "bfloat16", **model}, "mesh": {"pp": pp},
-        "data": {"sequence": 4096}, "train": {"steps": 1},
+        "data": {"sequence": 4096}, "train": {"steps": 1}, "lora": lora,
     })  # fmt: skip
     return Utilization(config, torch.device("cuda"))
 
@@ -23,6 +23,27 @@ def test_mfu_is_six_flops_per_parameter_and_token_and_attention(monkeypatch):
     attention = 3 * 2 * 4096 * 32 * 128  # causal: half of all pairs, two products, forward and twice backward
     tokens = 4096 * (6 * (36 * layer + 4096 * 151936) + 36 * attention)
     assert found == pytest.approx(tokens / 4 / 989.4e12, rel=0.02)
+
+
+def test_a_frozen_model_has_no_flops_of_weight_gradients(monkeypatch):
+    """Products with weights: forward and the gradient of their input. Attention has no weights: nothing is saved."""
+    found = utilization(monkeypatch, "NVIDIA H200", lora={"rank": 4}).compute(4096, 1.0)
+    layer = 4096 * (2 * 32 * 128 + 2 * 8 * 128) + 3 * 4096 * 12288
+    attention = 3 * 2 * 4096 * 32 * 128
+    tokens = 4096 * (4 * (36 * layer + 4096 * 151936) + 36 * attention)
+    assert found == pytest.approx(tokens / 4 / 989.4e12, rel=0.02)
+    full = utilization(monkeypatch, "NVIDIA H200").compute(4096, 1.0)
+    assert 0.66 < found / full < 0.72
+
+
+def test_progress_names_both_numbers_of_tokens():
+    values = {
+        "step": 2, "loss": 1.5, "grad_norm": 0.25, "processed_tokens_per_second": 5000.0,
+        "loss_tokens_per_second": 1000.0, "seconds": 0.5, "memory": 1e6,
+    }  # fmt: skip
+    assert format_progress(values, 4, 60.0) == (
+        "step 2/4  loss 1.5000  norm 0.25  5,000 tokens/s processed  1,000 with a loss  0.5 s  1 MB  1:00 left"
+    )
 
 
 def test_processes_that_share_a_gpu_count_once(monkeypatch):

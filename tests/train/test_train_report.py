@@ -163,6 +163,22 @@ def test_a_long_curve_is_thinned_by_means_and_keeps_its_end():
     assert all(abs(y - 0.5) < 0.02 for _, y in found[:-1])
 
 
+def test_the_report_names_both_numbers_of_tokens_and_reads_older_metrics(tmp_path):
+    schedule = zp.build("1f1b", ranks=4, microbatches=8)
+    recorded = [recorded_of(schedule, step=10, outside=0.01)]
+
+    def report(**speeds):
+        (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 10, "loss": 1.0, **speeds}) + "\n")
+        write_report(config_of("1f1b", microbatches=8), recorded, tmp_path / "report.html", layers=(1,) * 4)
+        return (tmp_path / "report.html").read_text()
+
+    new = report(processed_tokens_per_second=5432.0, loss_tokens_per_second=1234.0, tokens_per_second=1234.0)
+    assert new.index("tokens per second, processed") < new.index("5432") < new.index("tokens per second, with a loss")
+    old = report(tokens_per_second=1234.0)
+    assert old.index("tokens per second, with a loss") < old.index("1234")
+    assert "tokens per second, processed" not in old
+
+
 def test_the_page_opens_offline_on_every_screen(watched, tmp_path):
     schedule = zp.build("1f1b", ranks=4, microbatches=8)
     recorded = [recorded_of(schedule, step=step, outside=0.01) for step in (10, 20, 30)]

@@ -73,7 +73,7 @@ def _print_prediction(prediction: Prediction) -> None:
     mfu = "" if prediction.mfu is None else f", MFU {100 * prediction.mfu:.1f}%"
     output.console().print(
         f"predicted ({prediction.source}): {output.time_text(prediction.step, 's')} per step, bubble "
-        f"{output.percent(prediction.bubble)}, {prediction.tokens_per_second:,.0f} tokens/s{mfu}",
+        f"{output.percent(prediction.bubble)}, {prediction.tokens_per_second:,.0f} tokens/s processed{mfu}",
         style="bold", markup=False, soft_wrap=True,
     )  # fmt: skip
     parts = [

@@ -19,6 +19,7 @@ class Batch:
 
     microbatches: list[dict[str, Tensor]]  # of this pipeline, on the CPU
     num_tokens: int  # with a loss, of all pipelines
+    num_processed: int  # of all pipelines, without padding
     num_positions: int  # of all pipelines, padding included
     samples: tuple[int, ...]  # of all pipelines, in the order of the data
     epoch: float  # passes over the data after this batch
@@ -56,7 +57,8 @@ def build_batch(rows: Sequence[int], samples: Samples, layout: BatchLayout, pipe
                 microbatches.append(_build_microbatch(own, samples, length, layout.is_packed))
     every = np.concatenate(members)
     num_tokens = int(samples.loss_counts(every).sum())
-    return Batch(microbatches, num_tokens, num_positions, tuple(every.tolist()), epoch)
+    num_processed = int(samples.lengths(every).sum())
+    return Batch(microbatches, num_tokens, num_processed, num_positions, tuple(every.tolist()), epoch)
 
 
 def assign_rows(

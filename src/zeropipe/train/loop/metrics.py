@@ -15,10 +15,13 @@ from typing import Any
 import torch
 
 from zeropipe.core.files import write_whole
+from zeropipe.core.model.operators import ENDS
 from zeropipe.core.units import size_text
 from zeropipe.errors import MissingExtra, ZeropipeError, first_line
-from zeropipe.estimating.estimate import estimate
+from zeropipe.estimating.counted import CountedModel
 from zeropipe.estimating.gpus import GPUS
+from zeropipe.estimating.model import ShapedModel
+from zeropipe.estimating.operators import Sizes
 from zeropipe.train.config.tables import RunConfig
 from zeropipe.train.inputs import open_shapes
 
@@ -109,7 +112,8 @@ def format_progress(values: Values, num_steps: int, left: float) -> str:
     """The progress line of a step. `left`: seconds until the end of the run."""
     parts = [
         f"step {values['step']}/{num_steps}", f"loss {values['loss']:.4f}", f"norm {values['grad_norm']:.3g}",
-        f"{values['tokens_per_second']:,.0f} tokens/s", f"{values['seconds']:.3g} s",
+        f"{values['processed_tokens_per_second']:,.0f} tokens/s processed",
+        f"{values['loss_tokens_per_second']:,.0f} with a loss", f"{values['seconds']:.3g} s",
     ]  # fmt: skip
     if values.get("mfu") is not None:
         parts.append(f"MFU {values['mfu']:.1%}")
@@ -212,7 +216,10 @@ def peak_memory(device: torch.device) -> int:
 
 
 class Utilization:
-    """Model FLOPs utilization (MFU): the FLOPs of F, I and W over the peak FLOPs of the GPUs."""
+    """Model FLOPs utilization (MFU): the FLOPs of F, I and W over the peak FLOPs of the GPUs.
+
+    With an adapter the model is frozen, so its weights have no W. The adapter's own FLOPs are not counted.
+    """
 
     def __init__(self, config: RunConfig, device: torch.device) -> None:
         self._seconds_per_position: float | None = None  # of one GPU at its peak
@@ -234,11 +241,22 @@ def _ideal_seconds(config: RunConfig, device_name: str) -> float | None:
     gpu = max((gpu for gpu in GPUS if set(gpu.split("-")) <= set(words)), key=len, default=None)
     if gpu is None or config.model.dtype == "float64":
         return None
-    sequence = config.data.sequence
     try:
-        costs = estimate(open_shapes(config), gpu=gpu, sequence=sequence, dtype=config.model.dtype)
+        flops = count_flops(open_shapes(config), config.data.sequence, is_frozen=config.lora is not None)
     except ZeropipeError:
         return None
-    (setting,) = costs.settings
-    flops = 3 * sum(setting.kinds[kind].flops for kind in (*costs.layers, *costs.before, *costs.after))
-    return flops / sequence / GPUS[gpu].peak_of(config.model.dtype)
+    return flops / config.data.sequence / GPUS[gpu].peak_of(config.model.dtype)
+
+
+def count_flops(model: ShapedModel | CountedModel, sequence: int, *, is_frozen: bool) -> float:
+    """The FLOPs of F, I and W of one sequence. A frozen model has no gradients of weights.
+
+    Every product is computed once in F, and backward once for each of its two factors: activations and weights, or two
+    activations (attention).
+    """
+    kinds = model.kinds(Sizes(sequence, sequence, element=2, tp=1))
+    total = 0.0
+    for op in (op for kind in (*ENDS, *model.layers) for op in kinds[kind]):
+        has_weight_gradient = not (is_frozen and op.parameters)
+        total += (op.flops if op.useful is None else op.useful) * (3 if has_weight_gradient else 2)
+    return total

@@ -31,8 +31,9 @@ class StepRecord:
     norm: float
     rate: float
     is_skipped: bool
-    num_tokens: int
-    num_positions: int
+    num_tokens: int  # with a loss
+    num_processed: int  # all tokens, without padding
+    num_positions: int  # with padding
     epoch: float
     samples: str  # checksum of the indices of its samples
     seconds: float
@@ -98,7 +99,8 @@ class Stepper:
         progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if is_skipped else 0
         progress.losses.append(result.loss)
         return StepRecord(
-            step + 1, result.loss, norm, rate, is_skipped, batch.num_tokens, batch.num_positions, batch.epoch,
+            step + 1, result.loss, norm, rate, is_skipped, batch.num_tokens, batch.num_processed,
+            batch.num_positions, batch.epoch,
             f"{zlib.crc32(repr(tuple(batch.samples)).encode()):08x}", seconds, timeline,
         )  # fmt: skip
 

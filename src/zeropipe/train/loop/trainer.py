@@ -211,7 +211,10 @@ class Trainer:
         values = {
             "step": record.step, "loss": record.loss, "grad_norm": record.norm, "lr": record.rate,
             "epoch": record.epoch, "tokens": self._progress.tokens,
-            "tokens_per_second": record.num_tokens / record.seconds, "seconds": record.seconds, "memory": memory,
+            "processed_tokens_per_second": record.num_processed / record.seconds,
+            "loss_tokens_per_second": record.num_tokens / record.seconds,
+            "tokens_per_second": record.num_tokens / record.seconds,  # the older name of the line before
+            "seconds": record.seconds, "memory": memory,
             "skipped": self._progress.skipped, "samples": record.samples,
         }  # fmt: skip
         mfu = self._utilization.compute(record.num_positions, record.seconds)

@@ -129,15 +129,20 @@ def _blocks(
 def _figures(last: Drift, metrics: Metrics) -> list[Figure]:
     losses = _points(metrics, "loss")
     evaluations = _points(metrics, "evaluation_loss")
-    speeds = _points(metrics, "tokens_per_second")
+    speeds = {
+        "tokens per second, processed": _points(metrics, "processed_tokens_per_second"),
+        "tokens per second, with a loss": _points(metrics, "loss_tokens_per_second")
+        or _points(metrics, "tokens_per_second"),  # of older runs
+    }
     found = []
     if losses:
         found.append(Figure("loss", f"{losses[-1][1]:.3f}", f"{losses[0][1]:.3f} at step {losses[0][0]:.0f}"))
     if evaluations:
         best = min(y for _, y in evaluations)
         found.append(Figure("evaluation loss", f"{evaluations[-1][1]:.3f}", f"best {best:.3f}"))
-    if speeds:
-        found.append(Figure("tokens per second", number(speeds[-1][1], 3), f"at step {speeds[-1][0]:.0f}"))
+    for title, points in speeds.items():
+        if points:
+            found.append(Figure(title, number(points[-1][1], 3), f"at step {points[-1][0]:.0f}"))
     outside = f"{time_text(last.outside, 's')} of it outside the pipeline"
     return [
         *found,
