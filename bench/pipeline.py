@@ -16,7 +16,7 @@ from pathlib import Path
 from overlap import apart
 
 import zeropipe as zp
-from zeropipe.engine.run.job import backend_of, run_all
+from zeropipe.engine.run.job import choose_backend, run_all
 from zeropipe.engine.run.launch import LocalRanks
 from zeropipe.engine.run.spec import Job
 from zeropipe.sim.fit import fit
@@ -53,7 +53,7 @@ def main() -> None:
     schedules = [build(name, ranks, microbatches) for name in names]
     print(f"{ranks} ranks on {os.cpu_count()} cores, {microbatches} microbatches, {args}", flush=True)
     job = Job(**args)
-    with LocalRanks(ranks, backend=backend_of(job, ranks)) as local:
+    with LocalRanks(ranks, backend=choose_backend(job, ranks)) as local:
         results = local.run(run_all, schedules, job, timeout=timeout)[0]
     first = results[0].measured.timeline.makespan
     print(f"{'schedule':14} {'measured s':>11} {'simulated s':>12} {'sim/meas':>9} {'bubble':>8} {'peak MiB':>9}"

@@ -46,9 +46,9 @@ import zeropipe as zp
 from zeropipe.core.action import Kind
 from zeropipe.core.model.probe import Probe, Profile, full_schedule, split_schedule
 from zeropipe.engine import CausalLMLoss, Engine, hf_stages
-from zeropipe.engine.run.job import synthetic
+from zeropipe.engine.run.job import synthetic_microbatches
 from zeropipe.engine.run.launch import LocalRanks
-from zeropipe.engine.run.spec import Job, built_in, counts_of
+from zeropipe.engine.run.spec import Job, built_in_config, layers_per_stage_of
 from zeropipe.profiling.measure import everyone, group_of_one, piece_steps, piece_tokens, with_messages
 from zeropipe.profiling.pieces import facts, open_pieces
 from zeropipe.profiling.spec import ProfileJob
@@ -103,7 +103,7 @@ def main() -> None:
             turns = ranks.run(take_turns, size, schedules, args.rounds, timeout=1800)[0]
             layers = costs_from_profile(turns.profile)
             for schedule, timelines, paces in zip(schedules, turns.timelines, turns.paces):
-                counts = counts_of(Job(**SIZES[size]), schedule)
+                counts = layers_per_stage_of(Job(**SIZES[size]), schedule)
                 found = compared(schedule, timelines, layers, counts, paces)
                 fitted = corrected(layers, timelines, turns.timelines, Job(**SIZES[size]))
                 guess = zp.simulate(schedule, fitted.costs(counts, placement=schedule.placement)).makespan
@@ -142,7 +142,7 @@ def corrected(
     """The costs corrected by a run with whole and one with split backwards: other runs than `own`, one like it last."""
     for how in (not splits(own), splits(own)):
         for run in [run for run in runs if run is not own and splits(run) is how][:1]:
-            layers = refit(layers, run, counts_of(job, run[0].schedule))
+            layers = refit(layers, run, layers_per_stage_of(job, run[0].schedule))
     return layers
 
 
@@ -164,7 +164,7 @@ def take_turns(size: str, schedules: Sequence[zp.Schedule], rounds: int) -> Turn
     from transformers import AutoConfig
 
     job, device, alone = Job(**SIZES[size]), torch.device("cpu"), group_of_one()
-    asked = ProfileJob(size, built_in(job), sequence=job.sequence, steps=rounds * len(schedules) + 2)
+    asked = ProfileJob(size, built_in_config(job), sequence=job.sequence, steps=rounds * len(schedules) + 2)
     setting, pieces = asked.settings[0], open_pieces(asked.source, torch.float32, asked.seed)
     microbatch, stages = piece_tokens(asked, pieces, setting, device), pieces.build(device)
     known = facts(pieces, stages, microbatch)
@@ -172,7 +172,7 @@ def take_turns(size: str, schedules: Sequence[zp.Schedule], rounds: int) -> Turn
         piece_steps(asked, stages, microbatch, setting, device, alone, split_schedule),
         piece_steps(asked, pieces.build(device), microbatch, setting, device, alone, full_schedule),
     ]
-    runs = [_training(schedule, job, AutoConfig.for_model(**built_in(job))) for schedule in schedules]
+    runs = [_training(schedule, job, AutoConfig.for_model(**built_in_config(job))) for schedule in schedules]
     for each in (*probes, *runs):
         next(each)  # warm up
     cores = pin()
@@ -204,7 +204,7 @@ def usual_time(timelines: Sequence[zp.Timeline]) -> float:
 
 def _training(schedule: zp.Schedule, job: Job, config: Any) -> Iterator[zp.Timeline]:
     """A recorded step each time it is asked."""
-    microbatches = synthetic(job, schedule.num_microbatches, 0, torch.device("cpu"))
+    microbatches = synthetic_microbatches(job, schedule.num_microbatches, 0, torch.device("cpu"))
     stages = hf_stages(config, schedule, dist.get_rank(), seed=job.seed)
     with Engine(schedule, stages, record=True) as engine:
         optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-3)

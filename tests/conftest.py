@@ -43,9 +43,9 @@ def pytest_xdist_setupnodes(config, specs):
 
 def pytest_configure(config):
     if fork_server.ADDRESS in os.environ and hasattr(config, "workerinput"):
-        from zeropipe.engine.run import nursery
+        from zeropipe.engine.run import forkserver
 
-        nursery.start = lambda code, file: fork_server.Fork(code, [1, 2, file])
+        forkserver.start_process = lambda code, file: fork_server.Fork(code, [1, 2, file])
 
 
 def pytest_collection_modifyitems(items):

@@ -14,7 +14,7 @@ from engine_helpers import TOLERANCE, largest, ranks
 
 import zeropipe as zp
 from zeropipe.engine.comm.messages import TensorSpec, decode_header, encode_header
-from zeropipe.engine.run.launch import LocalRanks, model_code
+from zeropipe.engine.run.launch import LocalRanks, model_modules
 from zeropipe.engine.step.cells import as_tuple, moved
 from zeropipe.engine.step.losses import StepResult, Tally, require_counted
 from zeropipe.engine.step.opening import state_of
@@ -176,5 +176,5 @@ def test_moving_goes_into_lists():
 
 def test_ranks_on_the_cpu_train_where_a_gpu_is():
     """Model code may have looked for GPUs before the ranks were forked: an optimizer looks again."""
-    with LocalRanks(1, preload=model_code("cpu")) as one:
+    with LocalRanks(1, preload=model_modules("cpu")) as one:
         assert one.run(cases.one_step_of_adamw)[0] < 1.0

@@ -16,7 +16,7 @@ from torch.nn.utils import parametrize
 
 import zeropipe as zp
 from zeropipe.engine import MasterWeights, WeightStore, defer
-from zeropipe.engine.run.launch import Failed
+from zeropipe.engine.run.rank import Failed
 from zeropipe.engine.step.equal import checksum
 from zeropipe.engine.step.sums import buckets
 from zeropipe.errors import ConfigError, EngineError

@@ -13,7 +13,8 @@ from engine_helpers import TOLERANCE, ranks
 from full_marker import mark_rest_full
 
 import zeropipe as zp
-from zeropipe.engine.run.launch import Failed, LocalRanks
+from zeropipe.engine.run.launch import LocalRanks
+from zeropipe.engine.run.rank import Failed
 from zeropipe.errors import EngineError
 
 SPLITTING = ("zb-h1", "zb-h2", "interleaved-zb")

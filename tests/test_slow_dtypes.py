@@ -8,13 +8,13 @@ pytest.importorskip("torch")
 
 import torch
 
-from zeropipe.engine.run import slow
+from zeropipe.engine.run import slow_dtypes
 from zeropipe.engine.run.launch import LocalRanks
 
 
 def told(dtype, device, times, monkeypatch, capsys):
-    monkeypatch.setattr(slow, "seconds_of", lambda one: times if one is torch.bfloat16 else 1.0)
-    slow.tell_slow(dtype, device)
+    monkeypatch.setattr(slow_dtypes, "time_matmul", lambda one: times if one is torch.bfloat16 else 1.0)
+    slow_dtypes.warn_if_slow(dtype, device)
     return capsys.readouterr().err
 
 
@@ -30,7 +30,7 @@ def test_a_slow_dtype_is_told_in_one_line(monkeypatch, capsys):
 def test_a_product_is_measured():
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        assert 0 < slow.seconds_of(torch.bfloat16) < 60
+        assert 0 < slow_dtypes.time_matmul(torch.bfloat16) < 60
     assert not seen
 
 
@@ -43,4 +43,4 @@ def num_warnings(*texts):
 
 def test_ranks_do_not_repeat_it():
     with LocalRanks(1) as ranks:
-        assert ranks.run(num_warnings, f"{slow.TORCH_SAYS}: a C++ stack", "something else", timeout=60) == [1]
+        assert ranks.run(num_warnings, f"{slow_dtypes.TORCH_WARNING}: a C++ stack", "something else", timeout=60) == [1]

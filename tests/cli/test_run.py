@@ -113,7 +113,7 @@ def test_on_a_mesh_with_gradients_proven(tmp_path):
     from zeropipe.engine.run.job import run_all
     from zeropipe.engine.run.spec import Job
 
-    job = Job(mesh=parse_mesh("dp_shard=2,pp=2"), prove=True, **tiny(tmp_path, tied=False))
+    job = Job(mesh=parse_mesh("dp_shard=2,pp=2"), verify=True, **tiny(tmp_path, tied=False))
     found = ranks(4).run(run_all, [zp.build("zbv", ranks=2, microbatches=4)], job)
     ((first,), *others) = found
     assert 0 < first.gradient_error < 1e-12
@@ -133,7 +133,7 @@ def test_a_tied_head_is_proven(name, tmp_path):
     from zeropipe.engine.run.job import run_all
     from zeropipe.engine.run.spec import Job
 
-    job = Job(prove=True, **tiny(tmp_path, tied=True))
+    job = Job(verify=True, **tiny(tmp_path, tied=True))
     ((first,), _) = ranks(2).run(run_all, [zp.build(name, ranks=2, microbatches=4)], job)
     assert 0 < first.gradient_error < 1e-12
 
@@ -222,13 +222,13 @@ def test_how_layers_are_spread(capfd, args, stages, layers):
         (["--layers-per-stage", "2", "-v", "2"], "set the same: use one of them"),
         (["--layers", "2,2,2,2", "--last-less", "1"], "--layers has each stage's layers already"),
         (["--first-less", "9"], "first_less=9: must be at most the"),
-        (["--model", "nowhere"], "model 'nowhere': give a directory with a config.json"),
+        (["--model", "nowhere"], "model 'nowhere': must be a directory with a config.json"),
         (["--layers", "1,2"], "layers=[1, 2] has 2 entries: the schedule has 4 stages"),
         (["--layers", "a"], "--layers 'a': must be one number per stage"),
         (["--report", "/no/such/dir/r.html"], "cannot write /no/such/dir/r.html"),
         (["--report", "r.doc"], "cannot draw 'r.doc': the name must end in .html"),
         (["--timeline", "x.svg"], "--timeline x.svg: its name must end in .json"),
-        (["--model", "tiny-qwen"], "model 'tiny-qwen': give a directory with a config.json, or one of tiny-qwen3"),
+        (["--model", "tiny-qwen"], "model 'tiny-qwen': must be a directory with a config.json, or one of tiny-qwen3"),
         (["--layers=-1,3,1,1"], "layers=[-1, 3, 1, 1]: must be non-negative"),
         (["--ranks", "2000"], "2000 ranks are too many processes"),
         (["--timeout", "0"], "Invalid value for '--timeout'"),
@@ -276,11 +276,11 @@ def test_under_torchrun(tmp_path, torchrun):
     "device, gpus, ranks, backend", [("cuda", 4, 4, "nccl"), ("cuda", 1, 4, "gloo"), ("cpu", 4, 4, "gloo")]
 )
 def test_nccl_where_every_rank_has_a_gpu(monkeypatch, device, gpus, ranks, backend):
-    from zeropipe.engine.run.job import backend_of
+    from zeropipe.engine.run.job import choose_backend
     from zeropipe.engine.run.spec import Job
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    assert backend_of(Job(device=device), ranks) == backend
+    assert choose_backend(Job(device=device), ranks) == backend
 
 
 @pytest.mark.parametrize(

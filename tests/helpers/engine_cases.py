@@ -22,11 +22,11 @@ from engine_helpers import (
     worst,
 )
 from torch import Tensor, nn
+from torch_runtime import torch_runtime
 
 from zeropipe.core.schedule import Schedule
 from zeropipe.engine import Engine, module_stages
 from zeropipe.engine.comm import channels
-from zeropipe.engine.run.torch_runtime import torch_runtime
 
 F64 = {"dtype": torch.float64}
 

@@ -26,7 +26,7 @@ from zeropipe.engine.comm.communicator import Communicator
 from zeropipe.engine.comm.faults import ErrorBoard, StoreThread
 from zeropipe.engine.comm.ranks import default_store
 from zeropipe.engine.layout import Layout
-from zeropipe.engine.run import launch
+from zeropipe.engine.run import rank
 from zeropipe.engine.torch_private import comm as torch_comm
 from zeropipe.errors import ConfigError, EngineError
 
@@ -292,7 +292,7 @@ def beat_for(seconds: float) -> None:
     """A long job that says now and then that it gets on."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        launch.heartbeat()
+        rank.heartbeat()
         time.sleep(0.1)
 
 
@@ -300,13 +300,13 @@ def beats_of_a_run(schedule: Schedule) -> int:
     """How often this rank says that it gets on while it trains for ten beats of its watchdog."""
     end = time.monotonic() + 2.5
     with (
-        mock.patch.object(launch, "_line") as line,
+        mock.patch.object(rank, "_connection") as connection,
         Engine(schedule, own(blocks(schedule.num_stages), schedule), timeout=2.0) as engine,
     ):
         while not _all_done(end):
             engine.train_step(microbatches(schedule.num_microbatches), SquareLoss())
             time.sleep(0.05)
-        return line.beat.call_count
+        return connection.send_heartbeat.call_count
 
 
 def _all_done(end: float) -> bool:

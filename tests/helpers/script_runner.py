@@ -37,10 +37,10 @@ class Done(NamedTuple):
 
 def torchrun(number: int, words: Sequence[str], folder: Path, environment: Mapping[str, str], patience=240.0) -> Done:
     """`torchrun --nproc-per-node number words...` in a folder."""
-    from zeropipe.engine.run.nursery import nursery
+    from zeropipe.engine.run.forkserver import fork_server
 
-    born = nursery()
-    born.preload(PRELOAD)
+    server = fork_server()
+    server.preload(PRELOAD)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -50,10 +50,10 @@ def torchrun(number: int, words: Sequence[str], folder: Path, environment: Mappi
         for rank in range(number):
             ours, theirs = Pipe()
             with theirs:
-                pids.append(born.bear(_rank, (rank, *job), theirs.fileno(), patience))
+                pids.append(server.start_rank(_rank, (rank, *job), theirs.fileno(), patience))
             pipes.append(ours)
         end = time.monotonic() + patience
-        codes = [born.wait(pid, max(0.0, end - time.monotonic())) for pid in pids]
+        codes = [server.wait(pid, max(0.0, end - time.monotonic())) for pid in pids]
         for pipe in pipes:  # a rank that has not ended by now ends with its pipe
             pipe.close()
         failed = next((1 if code is None else code for code in codes if code != 0), 0)
@@ -73,14 +73,14 @@ def ranks_print_into(stdout: Path, stderr: Path, patch: pytest.MonkeyPatch) -> N
     """What local ranks print goes to these files: the process they come from may be older than a test's own output."""
     from zeropipe.engine.run import launch
 
-    patch.setattr(launch, "_rank_main", partial(_printing_rank, str(stdout), str(stderr)))
+    patch.setattr(launch, "rank_main", partial(_printing_rank, str(stdout), str(stderr)))
 
 
 def _printing_rank(stdout: str, stderr: str, end: int, *args: Any) -> None:
-    from zeropipe.engine.run import launch
+    from zeropipe.engine.run.rank import rank_main
 
     _print_into(stdout, stderr)
-    launch._rank_main(end, *args)
+    rank_main(end, *args)
 
 
 def _print_into(*names: str) -> None:

@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from engine_helpers import SquareLoss, blocks, microbatches, own
+from torch_runtime import torch_runtime
 
 from zeropipe.core.formats.json import to_json
 from zeropipe.core.schedule import Schedule
 from zeropipe.engine import Engine
-from zeropipe.engine.run.torch_runtime import torch_runtime
 
 
 def profiled(schedule: Schedule, folder: str, steps: int = 2) -> str:

@@ -161,14 +161,14 @@ WRONG = {
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A current folder with what the wrong files name."""
-    from zeropipe.engine.run.spec import Job, built_in
+    from zeropipe.engine.run.spec import Job, built_in_config
 
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for name in ("bare", "adapter"):
         Path(name).mkdir()
-    Path("bare/config.json").write_text(json.dumps(built_in(Job())))
+    Path("bare/config.json").write_text(json.dumps(built_in_config(Job())))
     Path("adapter/adapter_config.json").write_text("{}")
     Path("a.txt").write_text("text")
     Path("four.json").write_text(zp.to_json(zp.build("1f1b", ranks=4, microbatches=4)))

@@ -13,7 +13,7 @@ import zeropipe as zp
 from zeropipe.cli.app import page_query
 from zeropipe.cli.request import create_request
 from zeropipe.core.model.configs import CONFIGS_BY_SHAPE
-from zeropipe.engine.run.spec import Job, layers_of
+from zeropipe.engine.run.spec import Job, num_layers_of
 from zeropipe.estimating.counted import CountedModel
 from zeropipe.estimating.estimate import num_parameters
 from zeropipe.planning.write import write_run
@@ -89,7 +89,7 @@ def test_layers_may_have_the_names_of_older_families(config, tmp_path, run):
     status, out, _ = run("train", *fields, "--dry-run", "--json")
     assert status == 0
     assert json.loads(out)["layers_per_stage"] == [1, 1, 1]
-    assert layers_of(Job(str(tmp_path))) == 3
+    assert num_layers_of(Job(str(tmp_path))) == 3
 
 
 def test_one_stage_per_rank_of_a_schedule_that_has_two_is_in_the_file(tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ from paths import HELPERS
 from train_cases import train_killed, train_not_finite, train_signalled
 from train_runs import metrics_of, model_directory, pool, run_config, train_on
 
-from zeropipe.engine.run.launch import Failed
+from zeropipe.engine.run.rank import Failed
 from zeropipe.errors import EngineError
 from zeropipe.train.loop.checkpoints import compare_configs, list_steps, read_pointer
 

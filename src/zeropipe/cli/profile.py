@@ -118,7 +118,7 @@ def _add_data_sheet(measured: Profile) -> dict[str, object]:
 
 def _create_job(model: str, data: Any, values: dict[str, Any]) -> ProfileJob:
     from zeropipe.core.model.configs import BUILT_IN, CONFIGS
-    from zeropipe.engine.run.spec import Job, built_in
+    from zeropipe.engine.run.spec import Job, built_in_config
     from zeropipe.profiling.spec import ProfileJob, settings_of
 
     source: str | Mapping[str, Any]
@@ -135,7 +135,7 @@ def _create_job(model: str, data: Any, values: dict[str, Any]) -> ProfileJob:
             raise ConfigError(f"{model} has no config.json: use a model directory")
         name, source = Path(model).resolve().name, str(Path(model))
     elif is_tiny:
-        name, source = model, built_in(Job(model=model, num_layers=num_layers, sequence=sequence))
+        name, source = model, built_in_config(Job(model=model, num_layers=num_layers, sequence=sequence))
     elif model.lower() in CONFIGS:
         name, source = model.lower(), CONFIGS[model.lower()]
     else:
@@ -162,9 +162,9 @@ def _measure(job: ProfileJob, values: dict[str, Any]) -> Profile | None:
     if is_local:
         require_cores(ranks)
     require_torch()
-    from zeropipe.engine.run.job import backend_of, resolve_device
-    from zeropipe.engine.run.launch import LocalRanks, model_code
-    from zeropipe.engine.run.slow import tell_slow
+    from zeropipe.engine.run.job import choose_backend, resolve_device
+    from zeropipe.engine.run.launch import LocalRanks, model_modules
+    from zeropipe.engine.run.slow_dtypes import warn_if_slow
     from zeropipe.engine.run.spec import Job
     from zeropipe.profiling.measure import profile as measure
     from zeropipe.profiling.measure import profile_under_torchrun
@@ -172,9 +172,9 @@ def _measure(job: ProfileJob, values: dict[str, Any]) -> Profile | None:
     job = replace(job, device=resolve_device(job.device))
     if not is_local:
         return profile_under_torchrun(job)
-    tell_slow(job.dtype, job.device)
+    warn_if_slow(job.dtype, job.device)
     with LocalRanks(
-        ranks, backend=backend_of(Job(device=job.device), ranks), preload=model_code(job.device)
+        ranks, backend=choose_backend(Job(device=job.device), ranks), preload=model_modules(job.device)
     ) as started:
         first: Profile = started.run(measure, job, timeout=values["timeout"])[0]
         return first

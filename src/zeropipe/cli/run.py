@@ -235,14 +235,14 @@ def _apply_job_file(fields: Mapping[str, Any], values: dict[str, Any]) -> None:
 
 def _with_layers_per_stage(request: Request, per_stage: int, values: dict[str, Any]) -> Request:
     from zeropipe.core.model.layers import num_stages_for
-    from zeropipe.engine.run.spec import Job, layers_of
+    from zeropipe.engine.run.spec import Job, num_layers_of
 
     if values["layers"] or request.stages_per_rank:
         other = "--layers" if values["layers"] else "--stages-per-rank"
         raise ConfigError(f"--layers-per-stage {per_stage} and {other} set the same: use one of them")
     if not request.ranks:
         raise ConfigError("ranks is missing: --layers-per-stage needs --ranks N")
-    num_layers = layers_of(Job(model=values["model"], num_layers=values["num_layers"]))
+    num_layers = num_layers_of(Job(model=values["model"], num_layers=values["num_layers"]))
     num_stages = num_stages_for(num_layers, per_stage, request.ranks[0], values["first_less"], values["last_less"])
     return replace(request, stages_per_rank=(num_stages // request.ranks[0],))
 
@@ -250,7 +250,7 @@ def _with_layers_per_stage(request: Request, per_stage: int, values: dict[str, A
 def _create_job(built: list[Schedule], values: dict[str, Any]) -> Job:
     from zeropipe.cli.layer_options import parse_layers
     from zeropipe.core.model.configs import BUILT_IN
-    from zeropipe.engine.run.spec import Job, check_job, counts_of
+    from zeropipe.engine.run.spec import Job, check_job, layers_per_stage_of
 
     counts = parse_layers(values["layers"]) if values["layers"] else None
     for name in ("first_less", "last_less"):
@@ -258,7 +258,7 @@ def _create_job(built: list[Schedule], values: dict[str, Any]) -> Job:
             raise ConfigError(f"--layers has each stage's layers already: leave out {opt.flag_of(name)}")
     names = ("model", "num_layers", "vocabulary", "first_less", "last_less", "device", "compile", "split", "mesh")
     job = Job(
-        **{name: values[name] for name in (*names, "dynamic_weights")}, layers=counts, prove=values["verify"],
+        **{name: values[name] for name in (*names, "dynamic_weights")}, layers=counts, verify=values["verify"],
         steps=values["steps"] or DEFAULT_STEPS, sequence=values["sequence"] or DEFAULT_SEQUENCE,
         batch=opt.require_single("microbatch", values["microbatch"], "estimate, profile and plan take") or 1,
         dtype=opt.require_run_dtype(values["dtype"] or DEFAULT_DTYPE), ac=values["ac"] or "none",
@@ -270,7 +270,7 @@ def _create_job(built: list[Schedule], values: dict[str, Any]) -> Job:
         job = replace(job, num_layers=sum(counts) if counts else default)
     check_job(job)
     for schedule in built:
-        counts_of(job, schedule)
+        layers_per_stage_of(job, schedule)
     return job
 
 
@@ -285,15 +285,15 @@ def _with_device(job: Job) -> Job:
 
 
 def _run_ranks(built: list[Schedule], job: Job, timeout: float) -> list[Outcome] | None:
-    from zeropipe.engine.run.job import backend_of, run_all, run_under_torchrun
-    from zeropipe.engine.run.launch import LocalRanks, is_local, model_code
-    from zeropipe.engine.run.slow import tell_slow
+    from zeropipe.engine.run.job import choose_backend, run_all, run_under_torchrun
+    from zeropipe.engine.run.launch import LocalRanks, is_local, model_modules
+    from zeropipe.engine.run.slow_dtypes import warn_if_slow
     from zeropipe.engine.run.spec import num_ranks_of
 
     if not is_local():
         return run_under_torchrun(built, job)
-    tell_slow(job.dtype, job.device)
+    warn_if_slow(job.dtype, job.device)
     num_ranks = num_ranks_of(job, built[0])
-    with LocalRanks(num_ranks, backend=backend_of(job, num_ranks), preload=model_code(job.device)) as ranks:
+    with LocalRanks(num_ranks, backend=choose_backend(job, num_ranks), preload=model_modules(job.device)) as ranks:
         first: list[Outcome] = ranks.run(run_all, built, job, timeout=timeout)[0]
         return first

@@ -111,11 +111,11 @@ def print_plan(built: list[Schedule], job: Job, as_json: bool) -> None:
     from zeropipe.core.action import Kind
     from zeropipe.core.lower import lower
     from zeropipe.core.model.layers import layer_ranges
-    from zeropipe.engine.run.spec import counts_of
+    from zeropipe.engine.run.spec import layers_per_stage_of
 
     plans: list[dict[str, Any]] = []
     for schedule in built:
-        counts = counts_of(job, schedule)
+        counts = layers_per_stage_of(job, schedule)
         ranges = layer_ranges(counts)
         program = lower(schedule)
         sent = [sum(getattr(s, "kind", None) in (Kind.SEND_F, Kind.SEND_B) for s in row) for row in program.rows]

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from zeropipe.engine.mesh.parallelize import parallelize
     from zeropipe.engine.mesh.vocabulary import token_losses
     from zeropipe.engine.options import Options
-    from zeropipe.engine.run.launch import LocalRanks, heartbeat, launch
+    from zeropipe.engine.run.launch import LocalRanks, launch
     from zeropipe.engine.run.measure import Measured, measure
-    from zeropipe.engine.run.torch_runtime import torch_runtime
+    from zeropipe.engine.run.rank import heartbeat
     from zeropipe.engine.run.torchrun import join_torchrun
     from zeropipe.engine.stages.build import hf_model, hf_stages, module_stages
     from zeropipe.engine.stages.save import save_stages
@@ -46,9 +46,9 @@ _MODULE_OF = {
     "load_checkpoint": "engine.checkpoint.load", "save_checkpoint": "engine.checkpoint.save",
     "Engine": "engine.engine", "Options": "engine.options", "MasterWeights": "engine.masters",
     "parallelize": "engine.mesh.parallelize", "token_losses": "engine.mesh.vocabulary",
-    "LocalRanks": "engine.run.launch", "heartbeat": "engine.run.launch", "launch": "engine.run.launch",
+    "LocalRanks": "engine.run.launch", "heartbeat": "engine.run.rank", "launch": "engine.run.launch",
     "Measured": "engine.run.measure", "measure": "engine.run.measure",
-    "torch_runtime": "engine.run.torch_runtime", "join_torchrun": "engine.run.torchrun",
+    "join_torchrun": "engine.run.torchrun",
     "hf_model": "engine.stages.build", "hf_stages": "engine.stages.build", "module_stages": "engine.stages.build",
     "save_stages": "engine.stages.save",
     "CausalLMLoss": "engine.step.losses", "StepResult": "engine.step.losses",

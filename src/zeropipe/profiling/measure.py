@@ -28,9 +28,9 @@ from zeropipe.core.model.probe import (
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Timeline
 from zeropipe.engine.engine import Engine
-from zeropipe.engine.run.job import DTYPES, backend_of, device_of
+from zeropipe.engine.run.job import DTYPES, choose_backend, select_device
 from zeropipe.engine.run.spec import Job
-from zeropipe.engine.run.torchrun import join_torchrun, ranks_here
+from zeropipe.engine.run.torchrun import join_torchrun, local_world_size
 from zeropipe.engine.stages.hf import HFStage
 from zeropipe.engine.step.clock import machine_name
 from zeropipe.engine.step.losses import CausalLMLoss
@@ -47,7 +47,7 @@ WORK = 0.002  # seconds that a rank works longer than its neighbour: more than a
 
 def profile(job: ProfileJob) -> Profile:
     """Measure a model; every rank calls this, measures at the same time as the others, and gets the same answer."""
-    device, alone = device_of(job.device), group_of_one()
+    device, alone = select_device(job.device), group_of_one()
     pieces = open_pieces(job.source, DTYPES[job.dtype], job.seed)
     probes = []
     for number, setting in enumerate(job.settings):
@@ -76,7 +76,7 @@ def with_messages(job: ProfileJob, pieces: Pieces, probes: Sequence[Probe], devi
 
 def profile_under_torchrun(job: ProfileJob) -> Profile | None:
     """`profile` on the processes torchrun started; None on all ranks but the first."""
-    join_torchrun(backend_of(Job(device=job.device), ranks_here()))
+    join_torchrun(choose_backend(Job(device=job.device), local_world_size()))
     try:
         found = profile(job)
         return found if dist.get_rank() == 0 else None

@@ -18,7 +18,7 @@ from zeropipe.core.model.layers import layer_counts, num_stages_for, require_lay
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Origin, Timeline
 from zeropipe.core.units import count_text
-from zeropipe.engine.run.spec import Job, built_in, num_layers_in
+from zeropipe.engine.run.spec import Job, built_in_config, num_layers_in
 from zeropipe.errors import ConfigError
 from zeropipe.schedules.user import load_any
 from zeropipe.sim.layer_costs import LayerCosts
@@ -47,7 +47,7 @@ def load_model_config(config: RunConfig) -> dict[str, Any]:
     if is_shape_name(config):
         return dict(CONFIGS[model.path.lower()])
     if model.path in BUILT_IN:
-        return built_in(
+        return built_in_config(
             Job(model.path, num_layers=model.num_layers, vocabulary=model.vocabulary, sequence=config.data.sequence)
         )
     file = Path(model.path)

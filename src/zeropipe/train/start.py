@@ -12,9 +12,9 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from zeropipe.engine.run.launch import LocalRanks, is_local, model_code
-from zeropipe.engine.run.slow import tell_slow
-from zeropipe.engine.run.torchrun import join_torchrun, ranks_here
+from zeropipe.engine.run.launch import LocalRanks, is_local, model_modules
+from zeropipe.engine.run.slow_dtypes import warn_if_slow
+from zeropipe.engine.run.torchrun import join_torchrun, local_world_size
 from zeropipe.train.config.tables import RunConfig
 from zeropipe.train.loop.signals import SIGNALS
 from zeropipe.train.loop.trainer import Outcome, train
@@ -27,15 +27,15 @@ AGAIN = 0.2  # seconds between two signals to the ranks
 def start(config: RunConfig) -> Outcome | None:
     """What training gave; None on all ranks of torchrun's but the first."""
     if not is_local():
-        join_torchrun(_backend(config, ranks_here()), config.engine.timeout)
+        join_torchrun(_backend(config, local_world_size()), config.engine.timeout)
         try:
             outcome = train(config)
             return outcome if dist.get_rank() == 0 else None
         finally:
             dist.destroy_process_group()
     number = config.mesh.num_processes
-    tell_slow(config.model.dtype, "cuda" if _on_gpus(config) else "cpu")
-    wanted = ["zeropipe.train.loop.trainer", *model_code(config.engine.device)]
+    warn_if_slow(config.model.dtype, "cuda" if _on_gpus(config) else "cpu")
+    wanted = ["zeropipe.train.loop.trainer", *model_modules(config.engine.device)]
     with (
         LocalRanks(
             number, backend=_backend(config, number), preload=wanted, start_timeout=min(START, config.engine.timeout)
@@ -46,9 +46,9 @@ def start(config: RunConfig) -> Outcome | None:
         return replace(first, stopped_by=heard[0]) if heard and first.stopped_by else first
 
 
-def _backend(config: RunConfig, ranks_here: int) -> str:
+def _backend(config: RunConfig, num_local_ranks: int) -> str:
     """NCCL where every rank of this machine has a GPU of its own, else gloo."""
-    return "nccl" if _on_gpus(config) and torch.cuda.device_count() >= ranks_here else "gloo"
+    return "nccl" if _on_gpus(config) and torch.cuda.device_count() >= num_local_ranks else "gloo"
 
 
 def _on_gpus(config: RunConfig) -> bool:

@@ -38,7 +38,8 @@ from zeropipe.engine.checkpoint.manifest import (
 )
 from zeropipe.engine.checkpoint.reader import read_full_tensor
 from zeropipe.engine.checkpoint.writer import StagedCheckpoint
-from zeropipe.engine.run.launch import Failed, LocalRanks
+from zeropipe.engine.run.launch import LocalRanks
+from zeropipe.engine.run.rank import Failed
 from zeropipe.errors import ConfigError
 
 FOUR = zp.build("1f1b", ranks=4, microbatches=4)

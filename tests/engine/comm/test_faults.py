@@ -22,8 +22,9 @@ from engine_helpers import TOLERANCE, ranks
 
 import zeropipe as zp
 from zeropipe.engine.run import launch
-from zeropipe.engine.run.launch import Failed, LocalRanks, _answer, _told
-from zeropipe.engine.run.nursery import nursery, preparation
+from zeropipe.engine.run.forkserver import fork_server, preparation_data
+from zeropipe.engine.run.launch import LocalRanks, describe_failures
+from zeropipe.engine.run.rank import Failed, _run_call
 from zeropipe.engine.torch_private.comm import abort_nccl
 from zeropipe.errors import ConfigError, EngineError
 
@@ -227,28 +228,28 @@ def test_an_error_that_others_quote_is_one_line():
     own = Failed(0, "ConfigError", "cannot write x", "a traceback", foreseen=True)
     told = Failed(1, "EngineError", "rank 0 failed at a step: ConfigError: cannot write x", "another", foreseen=True)
     other = Failed(1, "EngineError", "something else", "another", foreseen=True)
-    assert _told([own, told]) == _told([told, own]) == "cannot write x"
+    assert describe_failures([own, told]) == describe_failures([told, own]) == "cannot write x"
     dead = Failed(1, "Died", "killed by SIGKILL")
     lost = Failed(0, "EngineError", "rank 1 was lost: its connection closed", "a traceback", foreseen=True)
-    assert _told([lost, dead]) == "rank 1 was lost: its connection closed; rank 1: killed by SIGKILL"
-    assert _told([own, other]) == "rank 0: ConfigError: cannot write x\nrank 1: EngineError: something else"
+    assert describe_failures([lost, dead]) == "rank 1 was lost: its connection closed; rank 1: killed by SIGKILL"
+    assert describe_failures([own, other]) == "rank 0: ConfigError: cannot write x\nrank 1: EngineError: something else"
 
 
 def test_what_ranks_cannot_be_handed_is_told_in_one_line(monkeypatch):
-    with pytest.raises(ConfigError, match=r"local object .*: give a function of a file that can be imported"):
+    with pytest.raises(ConfigError, match=r"local object .*: use a function of an importable file"):
         ranks(2).run(lambda: 1)
     assert ranks(2).run(abs, -1) == [1, 1]  # these ranks go on
     jobs = (b"cfault_cases\nno\n.", pickle.dumps((memoryview, (b"",))))
-    missing, unsent = (pickle.loads(_answer(job, 0)) for job in jobs)
-    assert missing.text.startswith("local ranks do not find what they are to run (Can't get attribute 'no' on")
-    assert unsent.text.startswith("what memoryview returns cannot be sent back (cannot pickle")
+    missing, unsent = (pickle.loads(_run_call(job, 0)) for job in jobs)
+    assert missing.text.startswith("local ranks cannot import the function (Can't get attribute 'no' on")
+    assert unsent.text.startswith("the result of memoryview cannot be pickled (cannot pickle")
     assert missing.foreseen
     assert unsent.foreseen
     main = sys.modules["__main__"]
     monkeypatch.setattr(main, "__spec__", None, raising=False)
     for file, found in ((__file__, True), ("/nowhere/<stdin>", False)):
         monkeypatch.setattr(main, "__file__", file, raising=False)
-        assert ("init_main_from_path" in preparation()) == found
+        assert ("init_main_from_path" in preparation_data()) == found
 
 
 def test_a_silent_rank_is_given_up():
@@ -269,7 +270,7 @@ def test_after_an_interrupt_no_answer_is_taken_for_that_of_another_run(monkeypat
             patch.setattr(launch, "wait", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 alone.run(max, 1, 2)
-        with pytest.raises(EngineError, match="these ranks are closed: make new ones"):
+        with pytest.raises(EngineError, match="these ranks are closed: create new ones"):
             alone.run(max, 3, 4)
 
 
@@ -394,9 +395,9 @@ import os
 import signal
 
 from zeropipe.engine.run.launch import LocalRanks
-from zeropipe.engine.run.nursery import Nursery
+from zeropipe.engine.run.forkserver import ForkServer
 
-Nursery.preload = lambda *_: None  # these ranks need no model
+ForkServer.preload = lambda *_: None  # these ranks need no model
 
 def compute_forever():  # and never look at connections
     while True:
@@ -406,7 +407,7 @@ if __name__ == "__main__":
     ranks = LocalRanks(2)
     if {stopped}:
         os.kill(ranks.pids[0], signal.SIGSTOP)
-    print(ranks._nursery._process.pid, *ranks.pids, flush=True)
+    print(ranks._server._process.pid, *ranks.pids, flush=True)
     ranks.run(compute_forever, timeout=600)
 """
 
@@ -441,7 +442,7 @@ def test_killing_the_parent_leaves_nothing(tmp_path):
     assert not list((tmp_path / "scratch").iterdir())
 
 
-def test_killing_the_nursery_leaves_nothing(tmp_path):
+def test_killing_the_fork_server_leaves_nothing(tmp_path):
     parent, pids = start_parent(tmp_path, stopped=False)
     os.kill(pids[0], signal.SIGKILL)
     assert parent.wait(60) == 1, "its ranks died, so its run failed"
@@ -450,18 +451,18 @@ def test_killing_the_nursery_leaves_nothing(tmp_path):
 
 @pytest.mark.skipif(not os.path.exists("/proc/loadavg"), reason="the next number of a process is not known")
 def test_a_rank_with_the_number_of_one_that_ended_is_waited_for():
-    born = nursery()
+    server = fork_server()
     last = int(Path("/proc/loadavg").read_text().split()[-1])
     ended = {*range(last, last + 5000), *range(300, 5300)}  # the next ones, also where they begin again
-    known = dict(born._codes)
-    born._codes.update(dict.fromkeys(ended, -9))
+    known = dict(server._exit_codes)
+    server._exit_codes.update(dict.fromkeys(ended, -9))
     try:
         with LocalRanks(2) as some:
             assert ended.issuperset(some.pids)
-            assert [born.wait(pid, 0) for pid in some.pids] == [None, None]
+            assert [server.wait(pid, 0) for pid in some.pids] == [None, None]
         assert gone(some.pids)
     finally:
-        born._codes = known
+        server._exit_codes = known
 
 
 def test_ranks_that_get_on_are_not_stopped_for_silence():

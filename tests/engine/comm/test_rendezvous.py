@@ -18,7 +18,7 @@ import torch.distributed as dist
 from zeropipe.engine.comm import ranks, rendezvous
 from zeropipe.engine.comm.faults import StoreThread
 from zeropipe.engine.run import torchrun
-from zeropipe.engine.run.job import device_of
+from zeropipe.engine.run.job import select_device
 from zeropipe.errors import ConfigError, EngineError
 
 KEY = "here"
@@ -165,7 +165,7 @@ def test_collectives_of_objects_use_the_gpu_of_a_process(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
     monkeypatch.setenv("LOCAL_RANK", "6")
-    assert device_of("cuda") == torch.device("cuda", 2)
+    assert select_device("cuda") == torch.device("cuda", 2)
     assert taken == [torch.device("cuda", 2)]
 
 
@@ -174,9 +174,9 @@ def test_collectives_of_objects_use_the_gpu_of_a_process(monkeypatch):
     [
         ("WORLD_SIZE", "", "RANK=0 is set and WORLD_SIZE is not: start with torchrun, which sets both, or unset RANK"),
         ("MASTER_ADDR", "", "RANK=0 is set and MASTER_ADDR is not: start with torchrun"),
-        ("RANK", "a", "RANK='a' in the environment: a number is needed"),
-        ("MASTER_PORT", "ssh", "MASTER_PORT='ssh' in the environment: a number is needed"),
-        ("RANK", "2", "RANK=2 with WORLD_SIZE=2: ranks are counted from 0, so give 1 at most"),
+        ("RANK", "a", "RANK='a' in the environment: must be a non-negative integer"),
+        ("MASTER_PORT", "ssh", "MASTER_PORT='ssh' in the environment: must be a non-negative integer"),
+        ("RANK", "2", "RANK=2 with WORLD_SIZE=2: must be at most 1"),
     ],
 )
 def test_an_environment_that_makes_no_sense_is_a_line(monkeypatch, name, text, line):

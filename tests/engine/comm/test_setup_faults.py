@@ -19,12 +19,12 @@ import setup_fault_cases as cases
 from machines import PORT, Machine, connected_machines
 from test_faults import free_port
 
-from zeropipe.engine.run.launch import model_code
-from zeropipe.engine.run.nursery import nursery
+from zeropipe.engine.run.forkserver import fork_server
+from zeropipe.engine.run.launch import model_modules
 
 TIMEOUT = 6.0  # of the engine
 LATER = 60.0  # seconds beyond, for a busy computer: nothing of torch's own ends so soon
-PRELOAD = ["setup_fault_cases", "transformers.models.qwen3.modeling_qwen3", *model_code("cpu")]
+PRELOAD = ["setup_fault_cases", "transformers.models.qwen3.modeling_qwen3", *model_modules("cpu")]
 
 FIELDS = {
     "model": {"path": "tiny-qwen3", "weights": "random", "vocabulary": 64},
@@ -44,7 +44,7 @@ class Job:
     def _bear(self, function, machine, *args):
         ours, theirs = Pipe()
         with theirs:
-            return ours, nursery().bear(function, (machine, *args), theirs.fileno(), 240.0)
+            return ours, fork_server().start_rank(function, (machine, *args), theirs.fileno(), 240.0)
 
     def machine(self, number):
         return self._machines[number] if self._machines else None
@@ -75,19 +75,19 @@ class Job:
         """What a rank ended with; its process is gone then."""
         assert self.lines[rank].poll(patience), f"rank {rank} still waits"
         found = self.lines[rank].recv()
-        assert nursery().wait(self.pids[rank], 30.0) is not None, f"the process of rank {rank} is left"
+        assert fork_server().wait(self.pids[rank], 30.0) is not None, f"the process of rank {rank} is left"
         return found
 
     def close(self):
         for pid in [*self.pids, *([self._agents_pid] if self._with_agent else [])]:
-            if nursery().wait(pid, 0) is None:
+            if fork_server().wait(pid, 0) is None:
                 os.kill(pid, signal.SIGKILL)
-                nursery().wait(pid, 30)
+                fork_server().wait(pid, 30)
 
 
 @contextmanager
 def job_of(size, kind, with_agent=False):
-    nursery().preload(PRELOAD)
+    fork_server().preload(PRELOAD)
     with ExitStack() as stack:
         job = Job(size, stack.enter_context(connected_machines(size)) if kind == "cut" else None, with_agent)
         stack.callback(job.close)

@@ -5,14 +5,9 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-import threading
 import time
-import traceback
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -20,31 +15,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zeropipe.engine.comm.watchdog import progress_callbacks
-from zeropipe.engine.run.nursery import nursery
-from zeropipe.engine.run.slow import TORCH_SAYS
-from zeropipe.engine.run.torchrun import join
-from zeropipe.engine.torch_private.comm import calm_gloo
-from zeropipe.errors import ConfigError, EngineError, ZeropipeError, require_positive_integers, short
+from zeropipe.engine.run.forkserver import fork_server
+from zeropipe.engine.run.rank import HEARTBEAT, Failed, rank_main
+from zeropipe.errors import ConfigError, EngineError, require_positive_integers, short
 
-BEAT, ANSWER = b".", b"="  # the first byte of what a rank says
-REST = 0.5  # seconds between two beats of a rank
-IMPORTS = 120.0  # seconds for the process that starts ranks to import what they need
-MORE = 20.0  # seconds beyond the ranks' own time-out for their start, which says more
-
-
-@dataclass(frozen=True)
-class Failed:
-    """What a rank raised, or how it died."""
-
-    rank: int
-    kind: str  # the exception's class name; "Died" if the process is gone, "TimedOut" if it was stopped
-    text: str
-    details: str = ""
-    foreseen: bool = False  # an error of zeropipe's own, whose text says it all
-
-    def __str__(self) -> str:
-        return f"rank {self.rank}: {self.kind}: {self.text}"
+IMPORT_TIMEOUT_S = 120.0  # for the fork server to import what ranks need
+START_MARGIN_S = 20.0  # beyond the ranks' own time-out for their start, whose error says more
+# torch imports its compiler when the first optimizer is created
+PRELOAD = ("torch._dynamo", "zeropipe.engine.run.measure", "zeropipe.engine.stages.build")
 
 
 class LocalRanks:
@@ -53,11 +31,10 @@ class LocalRanks:
         with LocalRanks(4) as ranks:
             results = ranks.run(function, *args)        # function(*args) on every rank; results in rank order
 
-    `function` must be importable; `preload` names modules it will want. `timeout` of a run is for silence: an Engine
-    that gets on with its work is heard, and so is who calls `heartbeat()`. `start_timeout`: seconds that the ranks wait
-    for each other when they start. Once a rank has failed the others have
-    `grace` seconds to end as well: they may be waiting for it. After a failure, a time-out or Ctrl-C all processes
-    are gone and the pool is closed.
+    `function` must be importable; `preload` names modules that it will import. `timeout` of a run is for silence: an
+    Engine that makes progress restarts it, and so does `heartbeat()`. `start_timeout`: seconds that the ranks wait for
+    each other when they start. Once a rank has failed, the others have `grace` seconds to end as well: they may be
+    waiting for it. After a failure, a time-out or Ctrl-C all processes are gone and the pool is closed.
     """
 
     def __init__(
@@ -72,12 +49,9 @@ class LocalRanks:
     ) -> None:
         require_positive_integers(num_ranks=num_ranks)
         self.num_ranks, self._grace = num_ranks, grace
-        self._nursery = nursery()
-        # torch (and what `preload` names) is imported once, there: ranks then start in a blink. torch imports its
-        # compiler when the first optimizer is made.
-        ours = ("torch._dynamo", "zeropipe.engine.run.measure", "zeropipe.engine.stages.build")
-        self._nursery.preload([*ours, *preload])
-        # the store lives here, so that it outlives any rank
+        self._server = fork_server()
+        self._server.preload([*PRELOAD, *preload])  # imported once, there: ranks then start at once
+        # the store is in this process, so that it outlives any rank
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._pipes: list[Connection] = []
         self._pids: list[int] = []
@@ -88,10 +62,8 @@ class LocalRanks:
                 self._pipes.append(ours)
                 with theirs:
                     args = (rank, num_ranks, self._store.port, threads, backend, start_timeout)
-                    self._pids.append(self._nursery.bear(_rank_main, args, theirs.fileno(), IMPORTS))
-            failures = [outcome for outcome in self._collect(start_timeout + MORE) if isinstance(outcome, Failed)]
-            if failures:
-                raise EngineError(_told(failures))
+                    self._pids.append(self._server.start_rank(rank_main, args, theirs.fileno(), IMPORT_TIMEOUT_S))
+            _require_success(self._collect(start_timeout + START_MARGIN_S))
         except BaseException:
             self.close(patience=0)
             raise
@@ -104,53 +76,51 @@ class LocalRanks:
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
         """`function(*args)` on every rank; EngineError if one of them fails."""
         outcomes = self.outcomes(function, *args, timeout=timeout)
-        failures = [outcome for outcome in outcomes if isinstance(outcome, Failed)]
-        if failures:
-            raise EngineError(_told(failures))
+        _require_success(outcomes)
         return outcomes
 
     def outcomes(self, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
-        """Like `run`, with a Failed in the place of a rank that failed."""
+        """Like `run`, with a Failed for a rank that failed."""
         if self.closed:
-            raise EngineError("these ranks are closed: make new ones")
+            raise EngineError("these ranks are closed: create new ones")
         try:
-            job = pickle.dumps((function, args))
+            call = pickle.dumps((function, args))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             name = getattr(function, "__name__", short(function))
             raise ConfigError(
-                f"{name} and its arguments cannot be handed to local ranks ({error}): give a function of a "
-                "file that can be imported, and plain values"
+                f"{name} and its arguments cannot be sent to local ranks ({error}): use a function of an importable "
+                "file, and plain values"
             ) from None
         try:
             for pipe in self._pipes:
-                pipe.send_bytes(job)
+                pipe.send_bytes(call)
             return self._collect(timeout)
-        except BaseException:  # Ctrl-C: answers that come late would be taken for those of the next run
+        except BaseException:  # Ctrl-C: late results would be taken for those of the next run
             self.close(patience=0)
             raise
 
     def _collect(self, timeout: float) -> list[Any]:
+        """The outcomes of all ranks; those that are silent for `timeout` seconds have timed out."""
         outcomes: dict[int, Any] = {}
         failed = False
         end = time.monotonic() + timeout
         while len(outcomes) < self.num_ranks:
-            open_pipes = {self._pipes[rank]: rank for rank in range(self.num_ranks) if rank not in outcomes}
-            ready = wait(list(open_pipes), max(0.0, end - time.monotonic()))
+            pending = {self._pipes[rank]: rank for rank in range(self.num_ranks) if rank not in outcomes}
+            ready = wait(list(pending), max(0.0, end - time.monotonic()))
             if not ready:
                 why = "stopped, another rank failed" if failed else f"no sign of life within {timeout:g} seconds"
-                for rank in open_pipes.values():
-                    outcomes[rank] = Failed(rank, "TimedOut", why)
+                outcomes |= {rank: Failed(rank, "TimedOut", why) for rank in pending.values()}
             for pipe in ready:
-                rank = open_pipes[pipe]  # type: ignore[index]
+                rank = pending[pipe]  # type: ignore[index]
                 try:
-                    said = pipe.recv_bytes()  # type: ignore[union-attr]
+                    message = pipe.recv_bytes()  # type: ignore[union-attr]
                 except (EOFError, ConnectionResetError):
-                    outcomes[rank] = Failed(rank, "Died", _how(self._nursery.wait(self._pids[rank], 5)))
+                    outcomes[rank] = Failed(rank, "Died", _describe_exit(self._server.wait(self._pids[rank], 5)))
                 else:
-                    if said == BEAT:
+                    if message == HEARTBEAT:
                         end = end if failed else time.monotonic() + timeout
                         continue
-                    outcomes[rank] = pickle.loads(said[1:])
+                    outcomes[rank] = pickle.loads(message[1:])
                 if isinstance(outcomes[rank], Failed) and not failed:
                     failed, end = True, min(end, time.monotonic() + self._grace)
         if failed or any(isinstance(outcome, Failed) for outcome in outcomes.values()):
@@ -158,17 +128,17 @@ class LocalRanks:
         return [outcomes[rank] for rank in range(self.num_ranks)]
 
     def close(self, patience: float = 5.0) -> None:
-        """End all processes: they may tidy up for `patience` seconds, then they are killed."""
+        """End all processes; those that still run after `patience` seconds are killed."""
         self.closed = True
         for pipe in self._pipes:
             pipe.close()
         end = time.monotonic() + patience
         for pid in self._pids:
-            if self._nursery.wait(pid, max(0.0, end - time.monotonic())) is None:
+            if self._server.wait(pid, max(0.0, end - time.monotonic())) is None:
                 with suppress(ProcessLookupError):  # it has just ended
                     os.kill(pid, signal.SIGKILL)
         for pid in self._pids:
-            self._nursery.wait(pid, 60)
+            self._server.wait(pid, 60)
 
     def __enter__(self) -> LocalRanks:
         return self
@@ -177,29 +147,36 @@ class LocalRanks:
         self.close(patience=5.0 if kind is None else 0.0)
 
 
-def _how(code: int | None) -> str:
-    """The end of a process, in words."""
+def _describe_exit(code: int | None) -> str:
     if code is None or code >= 0:
         return f"exit code {code}"
     return f"killed by {signal.Signals(-code).name}"
 
 
-def _told(failures: Sequence[Failed]) -> str:
-    """One line where all ranks were told the same; an error nobody foresaw comes with its traceback."""
+def _require_success(outcomes: Sequence[Any]) -> None:
+    failures = [outcome for outcome in outcomes if isinstance(outcome, Failed)]
+    if failures:
+        raise EngineError(describe_failures(failures))
+
+
+def describe_failures(failures: Sequence[Failed]) -> str:
+    """One line where all ranks have the same error; an unforeseen error comes with its traceback."""
     unforeseen = next((f for f in failures if f.details and not f.foreseen), None)
     if unforeseen is not None:
         return "\n".join([*map(str, failures), unforeseen.details])
-    said = list(dict.fromkeys(f.text for f in failures if f.foreseen))
-    texts = [one for one in said if not any(other != one and other in one for other in said)]  # others quote it
-    how = "".join(f"; rank {f.rank}: {f.text}" for f in failures if f.kind == "Died")  # what others cannot know
-    return texts[0] + how if len(texts) == 1 else "\n".join(map(str, failures))
+    texts = list(dict.fromkeys(f.text for f in failures if f.foreseen))
+    quoted = [text for text in texts if not any(other != text and other in text for other in texts)]
+    if len(quoted) != 1:
+        return "\n".join(map(str, failures))
+    # the other ranks cannot know how one died
+    return quoted[0] + "".join(f"; rank {f.rank}: {f.text}" for f in failures if f.kind == "Died")
 
 
-def model_code(device: str) -> list[str]:
-    """What to preload for ranks that run Hugging Face models: each would import it for itself, for a second or more.
+def model_modules(device: str) -> list[str]:
+    """Modules to preload for ranks that run Hugging Face models: importing them takes a rank a second or more.
 
-    Nothing for GPUs: that code may look for them when it is imported, and CUDA does not work in forks of a process that
-    has used it.
+    None for GPUs: these modules may query them when they are imported, and CUDA does not work in forks of a process
+    that has used it.
     """
     if device != "cpu" and torch.cuda.is_available():
         return []
@@ -212,98 +189,6 @@ def launch(function: Callable[..., Any], num_ranks: int, *args: Any, timeout: fl
         return ranks.run(function, *args, timeout=timeout)
 
 
-class Line:
-    """A rank's end of its connection: answers from one thread, beats from others."""
-
-    def __init__(self, pipe: Connection) -> None:
-        self._pipe, self._lock, self._busy, self._last = pipe, threading.Lock(), False, 0.0
-
-    def take(self) -> bytes:
-        """The next job."""
-        job = self._pipe.recv_bytes()
-        self._busy = True
-        return job
-
-    def answer(self, data: bytes) -> None:
-        """The end of a job."""
-        with self._lock:
-            self._busy = False
-            self._pipe.send_bytes(ANSWER + data)
-
-    def beat(self) -> None:
-        """Say that the job gets on, at most every REST seconds."""
-        if self._busy and time.monotonic() - self._last > REST:
-            with self._lock:
-                if self._busy:
-                    self._last = time.monotonic()
-                    self._pipe.send_bytes(BEAT)
-
-
-_line: Line | None = None
-
-
-def heartbeat() -> None:
-    """Tell the process that started this rank that it gets on: its time-out starts again. Does nothing elsewhere."""
-    if _line is not None:
-        _line.beat()
-
-
-def _rank_main(end: int, rank: int, num_ranks: int, port: int, threads: int, backend: str, timeout: float) -> None:
-    global _line
-    _line = Line(Connection(end))
-    progress_callbacks.append(heartbeat)
-    torch.set_num_threads(threads)
-    warnings.filterwarnings("ignore", message=TORCH_SAYS)  # who starts ranks has told it in a line
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_RANK=str(rank))
-
-    def open_store() -> dist.Store:
-        return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout))
-
-    try:
-        join(open_store, backend, rank, num_ranks, timeout)
-    except Exception as error:
-        _line.answer(pickle.dumps(_failed(rank, error)))
-        return
-    calm_gloo()
-    _line.answer(pickle.dumps(None))
-    while True:
-        try:
-            job = _line.take()
-        except EOFError:
-            return
-        _line.answer(_answer(job, rank))
-
-
-def _loaded(job: bytes) -> Any:
-    try:
-        return pickle.loads(job)
-    except (AttributeError, ImportError) as error:
-        raise ConfigError(
-            f"local ranks do not find what they are to run ({error}): define it at the top of a file that can be "
-            "imported, above `if __name__ == '__main__':`, and not in a notebook"
-        ) from None
-
-
-def _dumped(function: Any, result: Any) -> bytes:
-    try:
-        return pickle.dumps(result)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        name = getattr(function, "__name__", short(function))
-        raise ConfigError(f"what {name} returns cannot be sent back ({error}): return plain values") from None
-
-
-def _answer(job: bytes, rank: int) -> bytes:
-    try:
-        function, args = _loaded(job)
-        return _dumped(function, function(*args))
-    except BaseException as error:  # SystemExit and KeyboardInterrupt too: the others are told what ended this rank
-        return pickle.dumps(_failed(rank, error))
-
-
-def _failed(rank: int, error: BaseException) -> Failed:
-    return Failed(rank, type(error).__name__, str(error), traceback.format_exc(), isinstance(error, ZeropipeError))
-
-
 def is_local() -> bool:
-    """Whether this process is no rank yet: not started by torchrun."""
+    """Whether this process is no rank: neither torchrun nor LocalRanks started it."""
     return "RANK" not in os.environ

@@ -1,4 +1,4 @@
-"""Runs a schedule for real and brings back what happened: what `zeropipe run` and benchmarks stand on."""
+"""Run a schedule and record its steps, for `zeropipe run` and benchmarks."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def measure(
     loss_fn: LossFn,
     *,
     steps: int = 3,
-    tell: Callable[[int, float, float], None] | None = None,
+    on_step: Callable[[int, float, float], None] | None = None,
     **options: Any,
 ) -> Measured:
-    """Train one step to warm up and `steps` recorded ones; every rank calls it alike and gets the same answer.
+    """Train one warm-up step and `steps` recorded ones; every rank calls it and gets the same result.
 
-    `microbatches(step)` gives a step's data, step 0 being the warm-up. `tell(step, loss, seconds)` is called after each
-    step, for a progress line. `options` go to Engine.
+    `microbatches(step)` returns a step's data; step 0 is the warm-up. `on_step(step, loss, seconds)` is called after
+    each step. `options` are passed to Engine.
     """
     losses, timelines = [], []
     with Engine(schedule, stages, record=True, **options) as engine:
@@ -49,10 +49,10 @@ def measure(
             optimizer.step()
             optimizer.zero_grad()
             timeline = engine.timeline()
-            if tell is not None:
-                tell(step, loss, timeline.makespan)
+            if on_step is not None:
+                on_step(step, loss, timeline.makespan)
             if step:
                 losses.append(loss)
                 timelines.append(timeline)
-    middle = sorted(timelines, key=lambda t: t.makespan)[len(timelines) // 2]
-    return Measured(middle, tuple(losses), tuple(t.makespan for t in timelines))
+    median = sorted(timelines, key=lambda t: t.makespan)[len(timelines) // 2]
+    return Measured(median, tuple(losses), tuple(t.makespan for t in timelines))

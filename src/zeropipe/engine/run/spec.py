@@ -1,4 +1,4 @@
-"""What `zeropipe run` is asked to run, checked before anything starts: no torch here, so that a plan costs nothing."""
+"""The request of `zeropipe run`, checked before anything starts; without torch, so that `--dry-run` is quick."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from zeropipe.errors import ConfigError
 
 @dataclass(frozen=True)
 class Job:
-    """What to run: a model directory or a built-in one, and how many synthetic tokens through it."""
+    """A model directory or built-in model, the synthetic tokens to train it with, and options of the run."""
 
     model: str = "tiny-qwen3"
     steps: int = 3
     sequence: int = 128
     batch: int = 1  # sequences per microbatch
-    num_layers: int | None = None  # of a built-in model, if not its own
-    vocabulary: int | None = None  # likewise
-    layers: tuple[int, ...] | None = None  # per stage; spread evenly by default, but for
+    num_layers: int | None = None  # overrides that of a built-in model
+    vocabulary: int | None = None  # overrides that of a built-in model
+    layers: tuple[int, ...] | None = None  # per stage; None: evenly, but for
     first_less: int = 0  # fewer on the first stage
     last_less: int = 0  # and on the last one
     device: str = "cpu"
@@ -38,88 +38,98 @@ class Job:
     split: str = "store"
     dynamic_weights: bool = False
     mesh: Mesh = ()  # without one, processes are one pipeline
-    prove: bool = False  # hold a step's gradients against the model in one process
+    verify: bool = False  # compare a step's gradients with those of the full model in one process
     seed: int = 0
 
 
 def check_job(job: Job) -> None:
-    """ConfigError for wishes that cannot be met, before anything starts."""
+    """ConfigError for options that exclude each other."""
     Checkpointing.parse(job.ac)
     if job.dynamic_weights and job.split != "store":
         raise ConfigError(f"--dynamic-weights cannot run --split {job.split}: use --split store")
 
 
 def require_cores(num_ranks: int) -> None:
-    """Local ranks are processes: a wrong number must not take the machine down."""
+    """ConfigError for more local processes than this machine can run."""
     cores = os.cpu_count() or 1
     if num_ranks > max(64, 4 * cores):
         raise ConfigError(
-            f"{num_ranks} ranks are too many processes for the {cores} cores here: give at most {max(64, 4 * cores)}, "
-            "or use torchrun on several machines"
+            f"{num_ranks} ranks are too many processes for the {cores} cores here: must be at most "
+            f"{max(64, 4 * cores)}; use torchrun on several machines"
         )
 
 
 def num_ranks_of(job: Job, schedule: Schedule) -> int:
-    """How many processes run a schedule."""
+    """The number of processes that run a schedule."""
     return num_processes(job.mesh) if job.mesh else schedule.num_ranks
 
 
 def num_pipelines_of(job: Job) -> int:
-    """How many pipelines have microbatches of their own."""
+    """The number of pipelines, each with microbatches of its own."""
     return num_processes(tuple(entry for entry in job.mesh if entry[0] in DATA_DIMENSIONS))
 
 
-def layers_of(job: Job) -> int:
-    """How many layers the job's model has."""
+def num_layers_of(job: Job) -> int:
+    """The number of layers of the job's model."""
     if job.model in BUILT_IN:
         return job.num_layers or int(BUILT_IN[job.model]["num_hidden_layers"])
     if job.num_layers or job.vocabulary:
-        raise ConfigError(f"model {job.model!r} has its own layers and vocabulary: only built-in models can be changed")
+        raise ConfigError(
+            f"model {job.model!r} has its own layers and vocabulary; num_layers and vocabulary are for built-in models"
+        )
     file = Path(job.model) / "config.json"
     if not file.is_file():
-        raise ConfigError(f"model {job.model!r}: give a directory with a config.json, or one of {', '.join(BUILT_IN)}")
+        raise ConfigError(
+            f"model {job.model!r}: must be a directory with a config.json, or one of {', '.join(BUILT_IN)}"
+        )
     try:
         data = json.loads(file.read_text())
         found = num_layers_in({**data, **data.get("text_config", {})})
     except (ValueError, AttributeError, TypeError):
-        raise ConfigError(f"{file} is not a model's configuration: save one with save_pretrained") from None
+        raise ConfigError(f"{file} is not a model's configuration; save one with save_pretrained") from None
     if not isinstance(found, int):
         raise ConfigError(f"{file} has no num_hidden_layers: only decoder models can be cut into stages")
     return found
 
 
 def num_layers_in(config: Mapping[str, Any]) -> Any:
-    """The number of layers that a model's config tells: gpt2, mpt and gpt_neo have names of their own for it."""
+    """The number of layers in a model's config, whose name differs for gpt2, mpt and gpt_neo."""
     return next((config[name] for name in NUM_LAYERS_NAMES if name in config), None)
 
 
-def counts_of(job: Job, schedule: Schedule) -> tuple[int, ...]:
+def layers_per_stage_of(job: Job, schedule: Schedule) -> tuple[int, ...]:
     """Layers per stage."""
-    num_layers = layers_of(job)
+    num_layers = num_layers_of(job)
     if job.layers is None:
         return layer_counts(num_layers, schedule.num_stages, job.first_less, job.last_less)
     return require_layer_counts(job.layers, num_layers, schedule.num_stages)
 
 
 def origin_of(job: Job, schedule: Schedule) -> Origin:
-    """What a recording of the job is of."""
+    """The setting that a recording of the job describes."""
     return Origin(
-        counts_of(job, schedule), job.ac, job.batch, job.sequence, job.dtype, dict(job.mesh).get("tp", 1), job.compile
+        layers_per_stage_of(job, schedule),
+        job.ac,
+        job.batch,
+        job.sequence,
+        job.dtype,
+        dict(job.mesh).get("tp", 1),
+        job.compile,
     )
 
 
-def built_in(job: Job) -> dict[str, Any]:
-    """The config of a built-in model as plain data."""
+def built_in_config(job: Job) -> dict[str, Any]:
+    """The config of a built-in model as a dict."""
     return {
         **BUILT_IN[job.model],
-        "num_hidden_layers": layers_of(job),
+        "num_hidden_layers": num_layers_of(job),
         "vocab_size": vocabulary_of(job),
         "max_position_embeddings": max(4096, job.sequence),
     }
 
 
 def vocabulary_of(job: Job) -> int:
-    """How many tokens the job's model knows."""
+    """The size of the model's vocabulary."""
     if job.model in BUILT_IN:
         return job.vocabulary or int(BUILT_IN[job.model]["vocab_size"])
     data = json.loads((Path(job.model) / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""The processes of a job join: those that torchrun started, or those of LocalRanks."""
+"""Join the processes that torchrun or LocalRanks started in torch.distributed."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from zeropipe.engine.comm.ranks import DEFAULT_TIMEOUT_S, Ranks
 from zeropipe.engine.torch_private.comm import clone, init_group, store_outlives_ranks
 from zeropipe.errors import ConfigError, EngineError
 
-HOW = (
+JOIN_HINT = (
     "torchrun must start all machines with the same --nnodes and --rdzv-id (or --master-addr and --master-port); look "
     "there for what ended"
 )
 
 
 def join_torchrun(backend: str, timeout: float = DEFAULT_TIMEOUT_S) -> None:
-    """`init_process_group` on the processes of torchrun; EngineError names those that do not come within `timeout`."""
-    rank, size, host, port = _given()
-    is_agents = store_outlives_ranks()  # else the first rank hosts it
+    """`init_process_group` on the processes of torchrun; EngineError names ranks that do not join in `timeout`."""
+    rank, size, host, port = _read_environment()
+    agent_hosts_store = store_outlives_ranks()  # else rank 0 does
 
     def open_store() -> dist.Store:
         return dist.TCPStore(
-            host, port, is_master=rank == 0 and not is_agents, timeout=timedelta(seconds=timeout),
-            wait_for_workers=False, multi_tenant=not is_agents,
+            host, port, is_master=rank == 0 and not agent_hosts_store, timeout=timedelta(seconds=timeout),
+            wait_for_workers=False, multi_tenant=not agent_hosts_store,
         )  # fmt: skip
 
     try:
-        join(open_store, backend, rank, size, timeout, HOW)
+        join(open_store, backend, rank, size, timeout, JOIN_HINT)
     except StoreLost as lost:
-        whose = "torchrun's store" if is_agents else "the job's store, which rank 0 hosts"
+        store = "torchrun's store" if agent_hosts_store else "the job's store, which rank 0 hosts"
         raise EngineError(
-            f"rank {rank} cannot join the others over {whose}, {host}:{port}: {lost.reason}; if another rank ended, "
+            f"rank {rank} cannot join the others over {store}, {host}:{port}: {lost.reason}; if another rank ended, "
             "its output says why"
         ) from None
 
@@ -43,7 +43,7 @@ def join_torchrun(backend: str, timeout: float = DEFAULT_TIMEOUT_S) -> None:
 def join(
     open_store: Callable[[], dist.Store], backend: str, rank: int, size: int, timeout: float, hint: str = ""
 ) -> None:
-    """`init_process_group` on the processes that have a store in common; StoreLost if it cannot be reached."""
+    """`init_process_group` on the processes that share a store; StoreLost if it cannot be reached."""
     opened: list[dist.Store] = []
 
     def connect() -> dist.Store:
@@ -56,26 +56,28 @@ def join(
         ranks.call(lambda: init_group(backend, ranks.connect_timeout, store=store, rank=rank, world_size=size))
 
 
-def _given() -> tuple[int, int, str, int]:
-    """Rank, number of ranks, host and port, as torchrun says them; ConfigError for what makes no sense."""
+def _read_environment() -> tuple[int, int, str, int]:
+    """Rank, number of ranks, host and port, as torchrun sets them; ConfigError for invalid values."""
     for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         if not os.environ.get(name):
-            told = f"RANK={os.environ['RANK']} is set and {name} is not"
-            raise ConfigError(f"{told}: start with torchrun, which sets both, or unset RANK")
-    rank, size = number_given("RANK"), number_given("WORLD_SIZE")
+            raise ConfigError(
+                f"RANK={os.environ['RANK']} is set and {name} is not: start with torchrun, which sets both, or unset "
+                "RANK"
+            )
+    rank, size = environment_int("RANK"), environment_int("WORLD_SIZE")
     if rank >= size:
-        raise ConfigError(f"RANK={rank} with WORLD_SIZE={size}: ranks are counted from 0, so give {size - 1} at most")
-    return rank, size, os.environ["MASTER_ADDR"], number_given("MASTER_PORT")
+        raise ConfigError(f"RANK={rank} with WORLD_SIZE={size}: must be at most {size - 1}")
+    return rank, size, os.environ["MASTER_ADDR"], environment_int("MASTER_PORT")
 
 
-def number_given(name: str, otherwise: str = "0") -> int:
-    """A number in the environment."""
-    text = os.environ.get(name, otherwise)
+def environment_int(name: str, default: str = "0") -> int:
+    """An environment variable as a non-negative integer."""
+    text = os.environ.get(name, default)
     if not text.isdecimal():
-        raise ConfigError(f"{name}={text!r} in the environment: a number is needed, as torchrun sets it")
+        raise ConfigError(f"{name}={text!r} in the environment: must be a non-negative integer, as torchrun sets it")
     return int(text)
 
 
-def ranks_here() -> int:
-    """How many processes torchrun has started on this machine."""
-    return number_given("LOCAL_WORLD_SIZE", "1")
+def local_world_size() -> int:
+    """The number of processes that torchrun has started on this machine."""
+    return environment_int("LOCAL_WORLD_SIZE", "1")

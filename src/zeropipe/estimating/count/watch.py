@@ -19,7 +19,7 @@ from torch.utils.flop_counter import flop_registry
 
 ATTENTION = "attention"
 LONG = 64  # numbers of a row
-EXPERTS = ("_grouped_mm", "grouped")  # torch's, and the engine's own
+EXPERTS = ("_grouped_mm", "grouped_linear")  # torch's, and the engine's own
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from zeropipe.engine.comm.collective import nothing, on_all_ranks, require_same
 from zeropipe.engine.comm.ranks import Ranks
 from zeropipe.engine.engine import Engine
 from zeropipe.engine.mesh.parallelize import parallelize
-from zeropipe.engine.run.job import DTYPES, device_of, mesh_of
+from zeropipe.engine.run.job import DTYPES, create_mesh, select_device
 from zeropipe.engine.stages.build import hf_stages
 from zeropipe.engine.stages.chance import chances
 from zeropipe.errors import ConfigError, MissingExtra
@@ -48,12 +48,12 @@ def find_position(config: RunConfig, ranks: Ranks) -> RankPosition:
     ConfigError on all ranks if their training files or model files differ.
     """
     kind = config.engine.device
-    device = device_of(("cuda" if torch.cuda.is_available() else "cpu") if kind == "auto" else kind)
+    device = select_device(("cuda" if torch.cuda.is_available() else "cpu") if kind == "auto" else kind)
     ranks.enter("comparing options and files")
     require_same(ranks, lambda: _list_fields(config), "training file and options")
     require_same(ranks, lambda: _list_files(config), "files of the model")
     sizes = tuple((name, size) for name, size in config.mesh.sizes.items() if size > 1 or name == "pp")
-    mesh = mesh_of(sizes, device, ranks)
+    mesh = create_mesh(sizes, device, ranks)
     coordinate = dict(zip(mesh.mesh_dim_names, mesh.get_coordinate()))
     pipeline = 0
     for name in DATA_DIMENSIONS:
