@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_TYPES
 
 from zeropipe.engine.backward.linear import defer
 from zeropipe.engine.stages.families import Family
-from zeropipe.engine.stages.models import decoder_config, meta_model
-from zeropipe.engine.stages.proof import family_of
-from zeropipe.engine.transformers_private import causal_types, tied_names
+from zeropipe.engine.stages.skeleton import build_on_meta, find_decoder_config
+from zeropipe.engine.stages.verify import find_family
+from zeropipe.engine.transformers_private import tied_names
 from zeropipe.errors import ConfigError
 
 FILE = Path(__file__).parent / "models.md"
@@ -67,19 +68,19 @@ def row(model_type: str) -> Row:
     except Exception as error:  # transformers' own default does not hold
         return Row(model_type, f"refused: transformers makes no config of it without arguments ({_short(error)})")
     try:
-        part = decoder_config(config)
-        if part.model_type != model_type and part.model_type in causal_types():
+        part = find_decoder_config(config)
+        if part.model_type != model_type and part.model_type in CAUSAL_TYPES:
             alias = type(part) is type(config)
             return Row(model_type, f"as {part.model_type}" if alias else f"its text part, as {part.model_type}")
         if hasattr(part, "output_router_logits"):
             part.output_router_logits = True
         part = _tied(part)
-        model = meta_model(part, torch.float32)
-        family = family_of(model)
+        model = build_on_meta(part, torch.float32)
+        family = find_family(model)
     except ConfigError as error:
         text = str(error)
         assert "\n" not in text
-        return Row(model_type, f"refused: {text.partition(_REASON)[2].rpartition('; give the model')[0] or text}")
+        return Row(model_type, f"refused: {text.partition(_REASON)[2].rpartition('; pass the model')[0] or text}")
     return Row(model_type, "exact", *_facts(model, family))
 
 
@@ -99,16 +100,16 @@ def _facts(model: Any, family: Family) -> tuple[str, ...]:
     return (
         "yes" if tied_names(model) else "never",
         _packed(family),
-        "yes" if family.balances else "",
+        "yes" if family.has_router_loss else "",
         ("in W" if deferred else "in I") if has_experts else "",
     )
 
 
 def _packed(family: Family) -> str:
     """Whether packed sequences are kept apart, and in which rows."""
-    if family.packs_up_to is not None:
-        return f"rows up to {family.packs_up_to:,}"
-    return "yes" if family.packs else "no"
+    if family.max_packed_row is not None:
+        return f"rows up to {family.max_packed_row:,}"
+    return "yes" if family.can_pack else "no"
 
 
 def _short(error: Exception) -> str:
@@ -133,7 +134,7 @@ def version(text: str) -> str:
 
 def write(file: Path) -> None:
     """Put the table into the file, below what is written by hand."""
-    rows = [row(model_type) for model_type in sorted(causal_types())]
+    rows = [row(model_type) for model_type in sorted(CAUSAL_TYPES)]
     exact = sum(r.cut == "exact" for r in rows)
     text = FILE.read_text().partition("\n## The table\n")[0]
     count = f"{exact} of the {len(rows)} decoder types of transformers {transformers.__version__} are exact."

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from zeropipe.core.schedule import Schedule
 from zeropipe.engine import Engine, hf_model, hf_stages, load_checkpoint, save_checkpoint
-from zeropipe.engine.stages.whole import computed
+from zeropipe.engine.stages.skeleton import computed_buffers
 
 
 def drawn(config: Any) -> Any:
@@ -36,7 +36,7 @@ def save_and_load(config: Any, path: str, cuts: tuple[tuple[Schedule, list[int]]
     wrong = []
     for stage in stages.values():
         found = dict(stage.named_parameters(remove_duplicate=False)) | dict(stage.named_buffers(remove_duplicate=False))
-        for name in found.keys() - computed(stage):
+        for name in found.keys() - computed_buffers(stage):
             if not torch.equal(found[name], wanted[stage.full_name(name)]):
                 wrong.append(name)
     return wrong

@@ -6,15 +6,15 @@ import importlib.util
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from paths import DOCS
 from transformers import AutoConfig
 
-from zeropipe.engine.stages.families import entry_of
-from zeropipe.engine.stages.find import layers_of
-from zeropipe.engine.stages.models import decoder_config, meta_model
-from zeropipe.engine.stages.small import small_config
+from zeropipe.engine.stages.families import find_layer_list
+from zeropipe.engine.stages.skeleton import build_on_meta, find_decoder_config
+from zeropipe.engine.stages.small_model import small_config
 
 _spec = importlib.util.spec_from_file_location("models_table", DOCS / "models.py")
 models_table = importlib.util.module_from_spec(_spec)
@@ -36,16 +36,29 @@ PROMISED = (
 @cache
 def _default(model_type: str) -> tuple[Any, int]:
     """A type's own config, and how many layers that has."""
-    config = decoder_config(AutoConfig.for_model(model_type, **models_table.EXAMPLES.get(model_type, {})))
+    config = find_decoder_config(AutoConfig.for_model(model_type, **models_table.EXAMPLES.get(model_type, {})))
     if model_type in PROMISED:
         return config, config.num_hidden_layers
-    model = meta_model(config, torch.float32)  # some configs count in another way
-    return config, len(model.get_submodule(layers_of(model)))
+    model = build_on_meta(config, torch.float32)  # some configs count in another way
+    return config, len(model.get_submodule(find_layer_list(model)))
 
 
 def tiny(model_type: str, num_layers: int = 4, **changes: Any) -> Any:
     """A config with small widths and the first layers of the type's own pattern."""
     config, total = _default(model_type)
-    small = small_config(config, range(min(num_layers, total)), total, {**entry_of(config).small, **changes})
+    small = small_config(config, range(min(num_layers, total)), total, sizes=changes)
     small._experts_implementation = "eager"  # transformers' grouped product has no float64
     return small
+
+
+EXACT = [
+    pytest.param(
+        model_type,
+        marks=pytest.mark.skipif(
+            not IS_OF_TABLE and model_type not in models_table.CAUSAL_TYPES,
+            reason=f"transformers {transformers.__version__} has no model_type={model_type!r}",
+        ),
+    )
+    for model_type, row in TABLE.items()
+    if row.cut == "exact"
+]

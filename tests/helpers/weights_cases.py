@@ -84,7 +84,7 @@ def save_over(directory: str, schedule: Schedule, factor: float, failing: int | 
     """Load, train, save into the same directory, on every rank; what the rank was told if one fails."""
     stages = scale(hf_stages(directory, schedule, dist.get_rank()), factor)
     try:
-        with mock.patch.object(save, "save_tensors", _fail if dist.get_rank() == failing else save.save_tensors):
+        with mock.patch.object(save, "write_tensors", _fail if dist.get_rank() == failing else save.write_tensors):
             save.save_stages(stages, schedule.placement, dist.get_rank(), directory)
     except ZeropipeError as error:
         return str(error)

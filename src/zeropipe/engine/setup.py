@@ -20,7 +20,7 @@ from zeropipe.engine.layout import Layout
 from zeropipe.engine.mesh.shards import require_one_dtype, sharded
 from zeropipe.engine.options import Options
 from zeropipe.engine.stages.contract import StageInfo
-from zeropipe.engine.stages.devices import known_device
+from zeropipe.engine.stages.devices import parse_device
 from zeropipe.errors import ConfigError
 
 _WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel"}  # they reduce gradients by hooks
@@ -114,7 +114,7 @@ def splits(schedule: Schedule, rank: int) -> bool:
 
 def device_of(device: torch.device | str | None, stages: Mapping[int, nn.Module]) -> torch.device:
     """The device given, or that of the stages' parameters; a GPU becomes the current one."""
-    found = known_device(device) if device is not None else _first_device(stages)
+    found = parse_device(device) if device is not None else _first_device(stages)
     if found.type == "cuda":  # streams and events belong to the current device
         found = torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
         torch.cuda.set_device(found)

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from zeropipe.core.model.probe import LayerGroup
-from zeropipe.engine.stages.find import kinds, per_layer
+from zeropipe.engine.stages.build import Model, open_model
 from zeropipe.engine.stages.hf import HFStage
-from zeropipe.engine.stages.models import meta_model
-from zeropipe.engine.stages.open import Model, open_model
+from zeropipe.engine.stages.skeleton import build_on_meta
+from zeropipe.engine.stages.small_model import layer_kinds, per_layer_fields
 from zeropipe.errors import ConfigError, MissingExtra, first_line
 
 TOGETHER = 4  # layers of the piece that has several
@@ -47,16 +47,16 @@ class Pieces:
 
     def build(self, device: torch.device) -> dict[int, HFStage]:
         """Every piece as a stage of one pipeline, with random weights."""
-        return {place: self.model.stage(one.cut, one.stage, device) for place, one in enumerate(self.cuts)}
+        return {place: self.model.build_stage(one.cut, one.stage, device) for place, one in enumerate(self.cuts)}
 
 
 def open_pieces(source: str | Mapping[str, Any], dtype: torch.dtype, seed: int) -> Pieces:
     """The pieces of a model, given as a directory or as the data of a config: its weights are not read."""
     model = open_model(_config(source), dtype, "lm", seed)
-    family, whole = model.family, meta_model(model.config, dtype)
-    numbers = kinds(whole, family.layers, per_layer(whole, family.layers))
+    family, whole = model.family, build_on_meta(model.config, dtype)
+    numbers = layer_kinds(whole, family.layers, per_layer_fields(whole, family.layers))
     names = _names(whole.get_submodule(family.layers), numbers, model.config)
-    return Pieces(model, whole, names, _cuts(names, family.bare_ends))
+    return Pieces(model, whole, names, _cuts(names, family.allows_empty_ends))
 
 
 def _config(source: str | Mapping[str, Any]) -> Any:
@@ -96,9 +96,9 @@ def _names(layers: nn.Module, numbers: list[int], config: Any) -> tuple[str, ...
     return tuple(found[number] for number in numbers)
 
 
-def _cuts(layers: tuple[str, ...], bare_ends: bool) -> tuple[Cut, ...]:
+def _cuts(layers: tuple[str, ...], allows_empty_ends: bool) -> tuple[Cut, ...]:
     """The embedding, one layer of each kind, several layers together, the head. Ends may have to keep a layer."""
-    total, end = len(layers), 0 if bare_ends else 1
+    total, end = len(layers), 0 if allows_empty_ends else 1
     inner = range(end, total - end)
     cuts = [Cut(("embedding", *layers[:end]), (range(end), range(end, total)), 0)]
     for kind in dict.fromkeys(layers):

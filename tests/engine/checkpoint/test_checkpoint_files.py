@@ -253,7 +253,7 @@ def test_a_sharded_run_becomes_a_model_a_tensor_at_a_time(tmp_path, monkeypatch)
     config = CONFIGS["llama"]()
     two = zp.build("1f1b", ranks=2, microbatches=2)
     for said in ranks(4).run(cases.save_hf, two, config, {"pp": 2, "dp_shard": 2}, str(tmp_path / "c")):
-        assert re.search(r"is sharded: save_checkpoint\(path, engine\), and then `zeropipe checkpoint convert", said)
+        assert re.search(r"is sharded; use save_checkpoint\(path, engine\), then `zeropipe checkpoint convert", said)
     alive: weakref.WeakSet = weakref.WeakSet()
     most = []
 

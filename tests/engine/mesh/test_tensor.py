@@ -39,10 +39,9 @@ from zeropipe.engine.mesh.talk import Peers
 from zeropipe.engine.mesh.tensor import check_plain, check_plan, plan_of, spread_stage
 from zeropipe.engine.mesh.vocabulary import TokenLosses, whole
 from zeropipe.engine.stages.hf import HFStage
-from zeropipe.engine.stages.models import decoder_config, meta_model
-from zeropipe.engine.stages.proof import family_of
+from zeropipe.engine.stages.skeleton import build_on_meta, find_decoder_config
+from zeropipe.engine.stages.verify import find_family
 from zeropipe.engine.torch_private import compile as torch_compile
-from zeropipe.engine.transformers_private import causal_types
 from zeropipe.errors import ConfigError, EngineError
 
 SIZES = {"pp": 2, "tp": 2}
@@ -142,14 +141,14 @@ def test_what_cannot_be_done_with_own_modules_is_refused(stage, plan, words):
 def test_every_model_type_is_spread_right_or_refused():
     """All types that can be cut and bring a plan: the proof holds, or one line says why not."""
     spread, refused = [], []
-    for model_type in causal_types():
+    for model_type in models_table.CAUSAL_TYPES:
         try:
             config = AutoConfig.for_model(model_type, **models_table.EXAMPLES.get(model_type, {}))
         except Exception:  # transformers' own default does not hold
             continue
         try:
-            model = meta_model(decoder_config(config), torch.float32)
-            family = family_of(model)
+            model = build_on_meta(find_decoder_config(config), torch.float32)
+            family = find_family(model)
             stage = HFStage(model, family, (range(family.num_layers),), 0)
             plan = plan_of(stage)
         except (ConfigError, ImportError):
@@ -299,7 +298,7 @@ def test_a_loss_over_pieces_is_the_loss(dtype):
 
 def test_a_sequence_that_cannot_be_shared_is_refused():
     for text, loss in ranks(4).run(cases.odd_length, zp.build("1f1b", ranks=2, microbatches=2), SIZES):
-        assert "a microbatch has sequences of 7 tokens: with sequence_parallel tp=2 must divide that" in text
+        assert "a microbatch has sequences of 7 tokens: must be a multiple of tp=2 with sequence_parallel" in text
         assert loss > 0
 
 

@@ -15,10 +15,10 @@ from zeropipe.core.schedule import Schedule
 from zeropipe.engine.comm.collective import on_all_ranks
 from zeropipe.engine.comm.communicator import Communicator
 from zeropipe.engine.stages import save
-from zeropipe.engine.stages.adapters import adapter_in, wrapped, wrappers
+from zeropipe.engine.stages.adapters import find_adapter, find_adapter_layers, wrapped_layer
 from zeropipe.engine.stages.contract import StageInfo
 from zeropipe.engine.stages.hf import HFStage
-from zeropipe.engine.stages.whole import unwrapped_name
+from zeropipe.engine.stages.skeleton import strip_wrappers
 from zeropipe.errors import ConfigError, short
 
 
@@ -172,10 +172,10 @@ def list_stage_tensors(stage: StageInfo) -> list[StageTensor]:
 def list_merged_tensors(stage: StageInfo) -> list[StageTensor]:
     """A stage's tensors with its adapter added to them, and without the adapter's own."""
     module, tensors = stage.module, list_stage_tensors(stage)
-    adapter = adapter_in(module) if isinstance(module, HFStage) else None
+    adapter = find_adapter(module) if isinstance(module, HFStage) else None
     if not isinstance(module, HFStage) or adapter is None:
         return tensors
-    adapted = {module.full_name(name): layer for name, layer in wrappers(module).items()}
+    adapted = {module.full_name(name): layer for name, layer in find_adapter_layers(module).items()}
     unadapted = {own.name: own.tensor for own in tensors}
     found = []
     for name, merge in save.merged_tensors(module, adapter.name).items():
@@ -186,7 +186,7 @@ def list_merged_tensors(stage: StageInfo) -> list[StageTensor]:
         layer = adapted[layer_name]
         if any(isinstance(tensor, DTensor) for tensor in layer.parameters()):
             raise ConfigError(f"the adapter on {name} is sharded and cannot be merged; use merge=False")
-        base = wrapped(layer).state_dict(keep_vars=True)
+        base = wrapped_layer(layer).state_dict(keep_vars=True)
         found.append(StageTensor(stage.number, name, base[name.removeprefix(f"{layer_name}.")], merge))
     return found
 
@@ -195,7 +195,7 @@ def _find_full_names(stage: StageInfo, parameters: Iterable[str], buffers: Itera
     """The names in the full model of a stage's tensors, by their local names."""
     module: Any = stage.module
     if not hasattr(module, "full_names"):  # unknown: the checkpoint can be loaded into the same stages only
-        return {name: f"stages.{stage.number}.{unwrapped_name(name)}" for name in (*parameters, *buffers)}
+        return {name: f"stages.{stage.number}.{strip_wrappers(name)}" for name in (*parameters, *buffers)}
     full = dict(module.full_names())
     for name in buffers:
         if not hasattr(module, "full_name"):
@@ -206,7 +206,7 @@ def _find_full_names(stage: StageInfo, parameters: Iterable[str], buffers: Itera
         full[name] = module.full_name(name)
     if missing := [name for name in parameters if name not in full]:
         raise ConfigError(f"full_names() of stage {stage.number} has no {missing[0]}: it must have all parameters")
-    return {name: unwrapped_name(full_name) for name, full_name in full.items()}
+    return {name: strip_wrappers(full_name) for name, full_name in full.items()}
 
 
 # tensors of all ranks

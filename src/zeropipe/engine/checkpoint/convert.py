@@ -30,26 +30,25 @@ from zeropipe.engine.checkpoint.merge import open_merge, write_merged
 from zeropipe.engine.checkpoint.save import describe_model
 from zeropipe.engine.checkpoint.writer import StagedCheckpoint, WrittenShards
 from zeropipe.engine.stages.adapters import CONFIG as ADAPTER_CONFIG
-from zeropipe.engine.stages.adapters import Injected, adapter_from, is_adapters
+from zeropipe.engine.stages.adapters import AdaptedSkeleton, is_adapter_name, restore_adapter
+from zeropipe.engine.stages.build import Model, open_model, read_config
 from zeropipe.engine.stages.contract import describe_stage
 from zeropipe.engine.stages.hf import HFStage
-from zeropipe.engine.stages.models import meta_model
-from zeropipe.engine.stages.open import Model, open_model, read_config
-from zeropipe.engine.stages.save import names_saved, write_files
-from zeropipe.engine.stages.switch import (
-    Part,
-    Workshop,
+from zeropipe.engine.stages.save import MAX_FILE_BYTES, names_to_save, write_files
+from zeropipe.engine.stages.skeleton import ModelSkeleton, build_on_meta, format_names
+from zeropipe.engine.stages.staging import (
+    StageFiles,
+    StagingFolder,
+    commit_adapter,
+    commit_model,
     require_same_adapter,
     require_same_model,
-    save_tensors,
-    switch_to_adapter,
-    switch_to_model,
+    write_tensors,
 )
-from zeropipe.engine.stages.whole import Whole, listed
 from zeropipe.errors import ConfigError
 
 Begin = Callable[[str], None]
-DEFAULT_SHARD_SIZE = 5_000_000_000  # bytes
+DEFAULT_SHARD_SIZE = MAX_FILE_BYTES
 
 
 def convert(
@@ -100,16 +99,16 @@ def _write_model(
     if shard_size < 1:
         raise ConfigError(f"shard_size={shard_size}: must be a positive number of bytes")
     config, saved = _load_config(source, manifest), manifest.select("model")
-    if adapters := [name for name in saved if is_adapters(name)]:
+    if adapters := [name for name in saved if is_adapter_name(name)]:
         raise ConfigError(
-            f"{source} has an adapter ({listed(adapters)}); load it into an engine and use save_stages(merge=True)"
+            f"{source} has an adapter ({format_names(adapters)}); load it into an engine, use save_stages(merge=True)"
         )
     if manifest.model.get("base") is not None:
         raise ConfigError(f"{source} has only the trained weights; load it into an engine and use save_stages")
     config.dtype = dtype or config.dtype
     config._name_or_path = str(like or manifest.model.get("origin") or "")
-    model = Whole(meta_model(config, config.dtype or torch.float32), manifest.model["head"])
-    saved_names = _find_saved_names(source, names_saved(model), saved, manifest.model["ties"])
+    model = ModelSkeleton(build_on_meta(config, config.dtype or torch.float32), manifest.model["head"])
+    saved_names = _find_saved_names(source, names_to_save(model), saved, manifest.model["ties"])
 
     def read(name: str) -> Tensor:
         begin(name)
@@ -120,7 +119,7 @@ def _write_model(
     tensors = {name: lambda n=name: read(n) for name in sorted(saved_names)}
     with _open_staging(directory) as staging:
         staging.add(0, write_files(model, tensors, 0, staging.path, shard_size))
-        switch_to_model(staging, 1, set(saved_names), config)
+        commit_model(staging, 1, set(saved_names), config)
 
 
 def _write_merged(
@@ -145,33 +144,33 @@ def _write_merged(
     require_same_model(directory, config)
     with _open_staging(directory) as staging:
         names = write_merged(model, staging, shard_size, begin)
-        switch_to_model(staging, model.family.num_layers, names, config)
+        commit_model(staging, model.family.num_layers, names, config)
 
 
 def _write_adapter(source: Path, manifest: Manifest, directory: Path, like: str | Path | None, begin: Begin) -> None:
     """All tensors of an adapter are in memory at once: it is small."""
     model_config = _load_config(source, manifest)
-    model = Whole(meta_model(model_config, model_config.dtype or torch.float32), manifest.model["head"])
-    injected = Injected(model, adapter_from(manifest.model["adapter"]))
+    model = ModelSkeleton(build_on_meta(model_config, model_config.dtype or torch.float32), manifest.model["head"])
+    injected = AdaptedSkeleton(model, restore_adapter(manifest.model["adapter"]))
     saved, keys = manifest.select("model"), injected.keys
     config = injected.saved_config(manifest.model.get("origin"))
     if missing := keys.keys() - saved.keys():
-        raise ConfigError(f"{source} has no {listed(missing)}: its manifest describes another adapter")
+        raise ConfigError(f"{source} has no {format_names(missing)}: its manifest describes another adapter")
     require_same_adapter(directory, config)
     with _open_staging(directory) as staging:
         tensors = {}
         for name, key in sorted(keys.items()):
             begin(name)
             tensors[key] = reader.read_full_tensor(source / manifest.folder, name, saved[name])
-        save_tensors(tensors, staging.path / "0.safetensors")
-        staging.add(0, Part({"0.safetensors": list(tensors)}, list(keys), 0))
-        switch_to_adapter(staging, 1, set(keys), config, str(like or manifest.model.get("origin") or ""))
+        write_tensors(tensors, staging.path / "0.safetensors")
+        staging.add(0, StageFiles({"0.safetensors": list(tensors)}, list(keys), 0))
+        commit_adapter(staging, 1, set(keys), config, str(like or manifest.model.get("origin") or ""))
 
 
 @contextmanager
-def _open_staging(directory: Path) -> Iterator[Workshop]:
+def _open_staging(directory: Path) -> Iterator[StagingFolder]:
     """The folder in which files for a directory are collected; it is removed after an error."""
-    staging = Workshop(directory, Workshop.token(is_distributed=True))
+    staging = StagingFolder(directory, StagingFolder.create_token(is_distributed=True))
     staging.open()
     try:
         yield staging
@@ -195,9 +194,9 @@ def _find_saved_names(
     tied = {name: group for group in group_ties(ties) for name in group}
     found = {name: next((n for n in (name, *tied.get(name, ())) if n in saved), "") for name in names}
     if missing := [name for name, saved_name in found.items() if not saved_name]:
-        raise ConfigError(f"{source} has no {listed(missing)}: its config is of another model")
+        raise ConfigError(f"{source} has no {format_names(missing)}: its config is of another model")
     if unused := saved.keys() - set(found.values()):
-        raise ConfigError(f"{source} has {listed(unused)}, which a model of its config does not have")
+        raise ConfigError(f"{source} has {format_names(unused)}, which a model of its config does not have")
     return found
 
 
@@ -224,7 +223,7 @@ def _write_layers(model: Model, staged: StagedCheckpoint, begin: Begin) -> None:
     ties: dict[str, str] = {}
     for number in range(len(cut)):
         begin(f"layer {number}")
-        stage = model.stage(cut, number, "cpu")
+        stage = model.build_stage(cut, number, "cpu")
         tensors = {f"model.{name}": tensor for name, tensor in _untie(stage, ties).items()}
         plans, layer = writer.plan_global([*[SavePlan([])] * number, writer.plan_local(tensors)])
         written.append(writer.write_shards(staged.folder, plans[number], tensors))

@@ -22,7 +22,7 @@ from zeropipe.engine.checkpoint.optimizers import (
 from zeropipe.engine.checkpoint.random_states import set_random_states
 from zeropipe.engine.checkpoint.reader import ShardReader, read_full_tensor
 from zeropipe.engine.comm.collective import on_all_ranks
-from zeropipe.engine.stages.whole import listed
+from zeropipe.engine.stages.skeleton import format_names
 from zeropipe.errors import ConfigError
 
 
@@ -157,9 +157,9 @@ def _check_model(path: Path, manifest: Manifest, catalog: Catalog, has_masters: 
     if manifest.model.get("base") is not None:
         infos = {name: info for name, info in infos.items() if not info.is_frozen}
     if missing := infos.keys() - saved.keys():
-        raise ConfigError(f"{path} has no {listed(missing)}: it is a checkpoint of another model")
+        raise ConfigError(f"{path} has no {format_names(missing)}: it is a checkpoint of another model")
     if unknown := saved.keys() - infos.keys():
-        raise ConfigError(f"{path} has {listed(unknown)}, which is not in the model: it is of another one")
+        raise ConfigError(f"{path} has {format_names(unknown)}, which is not in the model: it is of another one")
     for name, info in infos.items():
         if saved[name].shape != info.shape:
             raise ConfigError(

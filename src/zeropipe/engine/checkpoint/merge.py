@@ -15,14 +15,13 @@ from zeropipe.engine.checkpoint import reader
 from zeropipe.engine.checkpoint.catalog import group_ties, list_stage_tensors
 from zeropipe.engine.checkpoint.fingerprint import combine_sums, is_current, position_sum
 from zeropipe.engine.checkpoint.manifest import Manifest
-from zeropipe.engine.stages.adapters import Adapter, Injected, adapter_from, is_adapters
+from zeropipe.engine.stages.adapters import AdaptedSkeleton, Adapter, is_adapter_name, restore_adapter
+from zeropipe.engine.stages.build import Model, open_model
 from zeropipe.engine.stages.contract import describe_stage
 from zeropipe.engine.stages.hf import HFStage
-from zeropipe.engine.stages.models import meta_model
-from zeropipe.engine.stages.open import Model, open_model
-from zeropipe.engine.stages.save import merged_tensors, names_saved, write_files
-from zeropipe.engine.stages.switch import Workshop
-from zeropipe.engine.stages.whole import Whole
+from zeropipe.engine.stages.save import merged_tensors, names_to_save, write_files
+from zeropipe.engine.stages.skeleton import ModelSkeleton, build_on_meta
+from zeropipe.engine.stages.staging import StagingFolder
 from zeropipe.errors import ConfigError
 
 Begin = Callable[[str], None]
@@ -46,11 +45,11 @@ def open_merge(source: Path, manifest: Manifest, base: str | Path | None, dtype:
     return _add_adapter(model, source, manifest)
 
 
-def write_merged(model: Model, staging: Workshop, shard_size: int, begin: Begin) -> set[str]:
+def write_merged(model: Model, staging: StagingFolder, shard_size: int, begin: Begin) -> set[str]:
     """Write the merged layers, each as a stage. Returns the names of the tensors."""
     assert model.adapter is not None
-    full = Whole(meta_model(model.config, model.dtype), model.head)
-    names = names_saved(full)
+    full = ModelSkeleton(build_on_meta(model.config, model.dtype), model.head)
+    names = names_to_save(full)
     for number, stage in enumerate(_build_stages(model, begin)):
         merged = merged_tensors(stage, model.adapter.adapter.name)
         saved = {name if name in full.ends else full.ties.get(name, name): get for name, get in merged.items()}
@@ -64,15 +63,17 @@ def _build_stages(model: Model, begin: Begin) -> Iterator[HFStage]:
     cut = layer_ranges((1,) * model.family.num_layers)
     for number in range(len(cut)):
         begin(f"layer {number}")
-        stage = model.stage(cut, number, "cpu")
-        model.adapt(stage, "cpu")
+        stage = model.build_stage(cut, number, "cpu")
+        model.attach_adapter(stage, "cpu")
         yield stage
 
 
 def _add_adapter(model: Model, source: Path, manifest: Manifest) -> Model:
-    described = adapter_from(manifest.model["adapter"])
+    described = restore_adapter(manifest.model["adapter"])
     adapter = Adapter(described.config, described.name, lambda injected: _SavedAdapter(source, manifest))
-    return replace(model, adapter=Injected(Whole(meta_model(model.config, model.dtype), model.head), adapter))
+    return replace(
+        model, adapter=AdaptedSkeleton(ModelSkeleton(build_on_meta(model.config, model.dtype), model.head), adapter)
+    )
 
 
 class _SavedAdapter(Mapping[str, Tensor]):
@@ -80,7 +81,7 @@ class _SavedAdapter(Mapping[str, Tensor]):
 
     def __init__(self, source: Path, manifest: Manifest) -> None:
         self._folder = source / manifest.folder
-        self._entries = {name: entry for name, entry in manifest.select("model").items() if is_adapters(name)}
+        self._entries = {name: entry for name, entry in manifest.select("model").items() if is_adapter_name(name)}
 
     def __getitem__(self, name: str) -> Tensor:
         return reader.read_full_tensor(self._folder, name, self._entries[name])
@@ -96,7 +97,7 @@ def _require_same_base(source: Path, manifest: Manifest, origin: Path) -> None:
     """Compare the fingerprint of the frozen weights, in the dtype in which they were trained with."""
     saved = manifest.model.get("base")
     if saved is None:
-        raise ConfigError(f"{source} has all weights; load it into an engine and use save_stages(merge=True)")
+        raise ConfigError(f"{source} has all weights; load it into an engine, use save_stages(merge=True)")
     if not is_current(saved):
         raise ConfigError(
             f"{source} has a fingerprint of its base model of an older version, which cannot be compared without the "

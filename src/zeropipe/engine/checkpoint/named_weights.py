@@ -15,10 +15,10 @@ from zeropipe.engine.backward.gradients import to_local
 from zeropipe.engine.checkpoint.catalog import Catalog, EngineView, StageTensor, TensorInfo
 from zeropipe.engine.comm.collective import nothing, on_all_ranks, require_same
 from zeropipe.engine.stages.hf import HFStage
-from zeropipe.engine.stages.save import layer_of, whole_of
-from zeropipe.engine.stages.whole import Whole
+from zeropipe.engine.stages.save import build_skeleton, layer_prefix
+from zeropipe.engine.stages.skeleton import ModelSkeleton
 from zeropipe.engine.torch_private.tensors import like
-from zeropipe.engine.transformers_private import published as to_published
+from zeropipe.engine.transformers_private import to_published
 from zeropipe.errors import ConfigError, short
 
 ACTIVITY = "the stream of weights"
@@ -65,22 +65,22 @@ def _iterate(
         raise
 
 
-def _find_model(view: EngineView) -> Whole:
+def _find_model(view: EngineView) -> ModelSkeleton:
     """The Hugging Face model that the stages are cut from; ConfigError on all ranks if there is none."""
 
-    def find() -> Whole:
+    def find() -> ModelSkeleton:
         module = next(iter(view.stages.values())).module
         if not isinstance(module, HFStage):
             raise ConfigError(f"published=True with a {type(module).__name__}: must be a stage of hf_stages")
-        return whole_of(module)
+        return build_skeleton(module)
 
     return on_all_ranks(view.comm, find, share=nothing)[0]
 
 
-def _iterate_published(model: Whole, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def _iterate_published(model: ModelSkeleton, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """The weights under the names and in the shapes in which their model family is published, layer by layer."""
     with closing(weights):  # type: ignore[type-var]
-        for _, layer in itertools.groupby(weights, key=lambda item: layer_of(item[0])):
+        for _, layer in itertools.groupby(weights, key=lambda item: layer_prefix(item[0])):
             yield from to_published(model.model, dict(layer)).items()
 
 

@@ -14,7 +14,7 @@ from zeropipe.engine.checkpoint.catalog import Catalog
 from zeropipe.engine.checkpoint.manifest import TensorEntry, decode, encode
 from zeropipe.engine.checkpoint.reader import to_dtype
 from zeropipe.engine.masters import MasterWeights
-from zeropipe.engine.stages.whole import listed
+from zeropipe.engine.stages.skeleton import format_names
 from zeropipe.engine.torch_private.tensors import like
 from zeropipe.errors import ConfigError
 
@@ -183,17 +183,22 @@ class NamedOptimizer:
         local_names = self._catalog.loadable.keys()
         if missing := (facts["group_of"].keys() & local_names) - kinds.keys():
             raise ConfigError(
-                f"the checkpoint has optimizer state of {listed(missing)}, which is not in the optimizer; add it"
+                f"the checkpoint has optimizer state of {format_names(missing)}, which is not in the optimizer; add it"
             )
         if unknown := kinds.keys() - facts["group_of"].keys():
             raise ConfigError(
-                f"the checkpoint has no optimizer state of {listed(unknown)}, which was not in the optimizer; remove it"
+                f"the checkpoint has no optimizer state of {format_names(unknown)}, which was not in the optimizer; "
+                "remove it"
             )
         masters = {entry.name for entry in self._entries if entry.is_master}
         if missing := {name for name in masters if f"{name}.{MASTER}" not in saved}:
-            raise ConfigError(f"the checkpoint has no float32 copy of {listed(missing)}; load it without MasterWeights")
+            raise ConfigError(
+                f"the checkpoint has no float32 copy of {format_names(missing)}; load it without MasterWeights"
+            )
         if unknown := {name for name in kinds.keys() - masters if f"{name}.{MASTER}" in saved}:
-            raise ConfigError(f"the checkpoint has a float32 copy of {listed(unknown)}; load it with MasterWeights")
+            raise ConfigError(
+                f"the checkpoint has a float32 copy of {format_names(unknown)}; load it with MasterWeights"
+            )
         self._find_tensors(saved)
         self._find_options(facts)
 

@@ -39,9 +39,9 @@ from zeropipe.engine.comm.communicator import Communicator
 from zeropipe.engine.comm.faults import PeerLost
 from zeropipe.engine.comm.heartbeat import BETWEEN_STEPS
 from zeropipe.engine.layout import Layout
-from zeropipe.engine.stages.adapters import described_adapter
+from zeropipe.engine.stages.adapters import describe_adapter
 from zeropipe.engine.stages.hf import HFStage
-from zeropipe.engine.stages.save import config_of
+from zeropipe.engine.stages.save import config_to_save
 from zeropipe.engine.torch_private.tensors import like
 from zeropipe.errors import ConfigError, EngineError, ZeropipeError, first_line
 
@@ -211,10 +211,10 @@ def describe_model(stage: HFStage | None, ties: Mapping[str, str]) -> dict[str, 
     """The manifest's entry for the model: what a model directory has beside tensors."""
     if stage is None:
         return {"config": None, "head": None, "origin": "", "ties": dict(ties), "adapter": None}
-    config = config_of(stage)
+    config = config_to_save(stage)
     return {
         "config": json.loads(config.to_json_string()), "head": stage.head, "ties": dict(ties),
-        "origin": str(getattr(config, "_name_or_path", "") or ""), "adapter": described_adapter(stage),
+        "origin": str(getattr(config, "_name_or_path", "") or ""), "adapter": describe_adapter(stage),
     }  # fmt: skip
 
 

@@ -18,7 +18,13 @@ from torch import Tensor
 from zeropipe.engine.mesh.spreading import Sharing
 from zeropipe.engine.mesh.talk import Actor, Peers, actors, part
 from zeropipe.engine.stages.hf import HFStage
-from zeropipe.engine.stages.proof import apart, close, rounding, small_stage, words
+from zeropipe.engine.stages.verify import (
+    build_small_stage,
+    format_error,
+    is_close,
+    isolated_torch_state,
+    rounding_error,
+)
 from zeropipe.errors import ConfigError
 
 NUMBER = 2  # of processes: what is right for two is right for more, as long as they divide the heads
@@ -31,17 +37,17 @@ _rehearsed = itertools.count()
 
 def prove(stage: HFStage, plan: Mapping[str, str], sequence: bool) -> None:
     """ConfigError unless this plan spreads a small copy of the stage's model right. Each config is looked at once."""
-    config = stage.whole_config
+    config = stage.full_config
     key = json.dumps([config.to_dict(), dict(plan), sequence], sort_keys=True, default=str)
     if key not in _known:
         try:
-            small = small_stage(config, stage.family, NUMBER)
-            with apart():
+            small = build_small_stage(config, stage.family, NUMBER)
+            with isolated_torch_state():
                 _known[key] = _difference(small, plan, sequence)
         except ConfigError:
             raise
         except Exception as error:
-            _known[key] = f"a small copy of it does not run ({words(error)})"
+            _known[key] = f"a small copy of it does not run ({format_error(error)})"
     if (reason := _known[key]) is not None:
         way_out = "sequence_parallel" if sequence and _is_right_without(stage, plan) else "tp"
         raise ConfigError(
@@ -70,9 +76,9 @@ def _difference(small: HFStage, plan: Mapping[str, str], sequence: bool) -> str 
     with Rehearsal() as rehearsal:
         sharings = [Sharing(one, None) for one in rehearsal.peers]
         outputs = rehearsal.run(_run, [(*pair, plan, sequence, batch, slope) for pair in zip(copies, sharings)])
-    if not close(_put_together(outputs, -1 if outputs[0].shape != logits.shape else None), logits):
+    if not is_close(_put_together(outputs, -1 if outputs[0].shape != logits.shape else None), logits):
         return "it gives other logits"
-    names, rounded = small.full_names(), rounding(parameter.grad for parameter in small.parameters())
+    names, rounded = small.full_names(), rounding_error(parameter.grad for parameter in small.parameters())
     for name, parameter in small.named_parameters():
         gradients = [stage.get_parameter(name).grad for stage in copies]
         if parameter.grad is None and all(gradient is None for gradient in gradients):
@@ -82,7 +88,7 @@ def _difference(small: HFStage, plan: Mapping[str, str], sequence: bool) -> str 
             found: Tensor | None = torch.stack(pieces).sum(0)
         else:
             found = _put_together(pieces, sharings[0].dimensions.get(names[name]), rounded)
-        if not close(found, parameter.grad, rounded):
+        if not is_close(found, parameter.grad, rounded):
             return f"it gives another gradient of {names[name]}"
     return None
 
@@ -108,7 +114,7 @@ def _put_together(pieces: Sequence[Tensor], dimension: int | None, rounded: floa
     """What pieces are pieces of; without a dimension all have the same."""
     if dimension is not None:
         return torch.cat(list(pieces), dimension)
-    return pieces[0] if all(close(piece, pieces[0], rounded) for piece in pieces) else None
+    return pieces[0] if all(is_close(piece, pieces[0], rounded) for piece in pieces) else None
 
 
 class _Thread(Actor):

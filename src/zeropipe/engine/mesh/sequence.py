@@ -50,7 +50,7 @@ def spread_sequence(
         if region not in merged:
             stage.get_submodule(region).register_forward_hook(hook.take_output, with_kwargs=True)
     _spread_ends(stage, spread, sharing)
-    stage.sequence_parts = sharing.peers.number
+    stage.sequence_shards = sharing.peers.number
     whole = [*regions, *_head(stage)]
     return [
         name
@@ -60,7 +60,7 @@ def spread_sequence(
 
 
 def _check(stage: HFStage) -> None:
-    kind = stage.whole_config.model_type
+    kind = stage.full_config.model_type
     if len(stage.family.carried) > 1 or stage.family.carried[0] not in _HIDDEN:
         raise ConfigError(
             f"model_type={kind!r} hands more than hidden states from layer to layer: leave sequence_parallel out"

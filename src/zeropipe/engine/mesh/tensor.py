@@ -26,9 +26,9 @@ from zeropipe.engine.mesh.spreading import (
 )
 from zeropipe.engine.mesh.talk import Peers
 from zeropipe.engine.mesh.vocabulary import as_pieces
-from zeropipe.engine.stages.adapters import is_adapters
-from zeropipe.engine.stages.chance import chances
+from zeropipe.engine.stages.adapters import is_adapter_name
 from zeropipe.engine.stages.hf import HFStage
+from zeropipe.engine.stages.small_model import nonzero_dropout
 from zeropipe.errors import ConfigError
 
 COLWISE = ("colwise", "colwise_gather_output")
@@ -85,7 +85,7 @@ def spread_stage(stage: Any, plan: Mapping[str, str], sharing: Sharing, sequence
         elif style == EXPERTS:
             spread_experts(full, module, sharing)
         elif style == LATENT:
-            size = stage.whole_config.get_text_config().qk_rope_head_dim
+            size = stage.full_config.get_text_config().qk_rope_head_dim
             module.register_forward_hook(enter_last(sharing.peers, size))
         elif style in COLWISE:
             spread_linear(full, module, 0, sharing)
@@ -116,10 +116,10 @@ def plan_of(stage: Any) -> dict[str, str]:
         raise ConfigError(
             "a stage of plain modules brings no plan for tensor parallelism: give parallelize(plan={...})"
         )
-    base = getattr(stage.whole_config, "base_model_tp_plan", None)
+    base = getattr(stage.full_config, "base_model_tp_plan", None)
     if not base:
         raise ConfigError(
-            f"model_type={stage.whole_config.model_type!r} brings no plan for tensor parallelism: leave tp "
+            f"model_type={stage.full_config.model_type!r} brings no plan for tensor parallelism: leave tp "
             "out, or in Python give parallelize(plan={'model.layers.*.self_attn.q_proj': 'colwise', ...})"
         )
     prefix = stage.lm.base_model_prefix
@@ -156,18 +156,18 @@ def _check_styles(who: str, plan: Mapping[str, str], known: Sequence[str]) -> No
 
 def check_plan(stage: HFStage, plan: Mapping[str, str], number: int) -> None:
     """ConfigError for what a plan cannot do."""
-    config = stage.whole_config.get_text_config()
-    _check_styles(f"model_type={stage.whole_config.model_type!r}", plan, STYLES)
+    config = stage.full_config.get_text_config()
+    _check_styles(f"model_type={stage.full_config.model_type!r}", plan, STYLES)
     for name in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(config, name, None)
         if isinstance(heads, int) and heads % number:
             raise ConfigError(f"the model has {name}={heads}: tp={number} must divide it")
-    for name, value in chances(config.to_dict()).items():
+    for name, value in nonzero_dropout(config.to_dict()).items():
         raise ConfigError(
             f"the model has {name}={value}: processes of tp would draw different random numbers for the same "
             f"tokens; set {name}=0"
         )
-    if any(is_adapters(name) for name in stage.full_names()):
+    if any(is_adapter_name(name) for name in stage.full_names()):
         raise ConfigError("stages with an adapter cannot be spread over tp: use dp_shard, or merge the adapter first")
 
 

@@ -1,14 +1,13 @@
 """LoRA adapters of peft in stages.
 
-Which layers get one, and how large it is, peft decides on the whole model, without memory. Each stage then takes the
-layers that are its own. So every rule of a LoraConfig means the same as without a pipeline, and random weights depend
-on the seed and a layer's name, not on the cut.
+peft adds the adapter to the full model on the meta device. Each stage then takes the adapter layers of its own modules.
+So every rule of a LoraConfig means the same as without a pipeline, and random weights depend on the seed and the name
+of a layer, not on the cut.
 """
 
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import re
 import tempfile
@@ -22,102 +21,105 @@ import torch
 from torch import Tensor, nn
 
 from zeropipe.engine.stages.hf import HFStage
-from zeropipe.engine.stages.seeds import seeded
-from zeropipe.engine.stages.stored import Stored
-from zeropipe.engine.stages.whole import Whole, listed, put, unwrapped_name
-from zeropipe.errors import ConfigError, MissingExtra
+from zeropipe.engine.stages.reader import SafetensorsReader
+from zeropipe.engine.stages.skeleton import ModelSkeleton, copy_into, format_names, strip_wrappers
+from zeropipe.engine.stages.weights import derive_seed, seeded_rng
+from zeropipe.errors import ConfigError, MissingExtra, first_line, short
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-PREFIX = "base_model.model."  # before every name in an adapter's file
-# of a LoraConfig: what only the whole model can do, such as to look for invocation tokens before the first layer
-_UNSUPPORTED = (
+PREFIX = "base_model.model."  # of every name in an adapter's file
+# fields of a LoraConfig that work on the full model only, such as a search for invocation tokens
+_UNSUPPORTED_FIELDS = (
     "trainable_token_indices", "layer_replication", "loftq_config", "eva_config", "corda_config",
     "alora_invocation_tokens",
 )  # fmt: skip
-_PARTS = re.compile(r"\.(lora_(embedding_)?[AB]|lora_magnitude_vector|modules_to_save)\.")
-_WRAPPED = re.compile(r"\.(base_layer|original_module)(?=\.)")
+_ADAPTER_TENSORS = re.compile(r"\.(lora_(embedding_)?[AB]|lora_magnitude_vector|modules_to_save)\.")
+_BASE_LAYER = re.compile(r"\.(base_layer|original_module)(?=\.)")
 
 
-def is_adapters(name: str) -> bool:
-    """Whether a tensor is part of an adapter, by its name."""
-    return _PARTS.search(name) is not None
+def is_adapter_name(name: str) -> bool:
+    """Whether a tensor of this name is part of an adapter."""
+    return _ADAPTER_TENSORS.search(name) is not None
 
 
-def plain(name: str) -> str:
-    """What a tensor was called before its layer got an adapter."""
-    return _WRAPPED.sub("", name)
+def strip_adapter(name: str) -> str:
+    """The name of a tensor before its layer got an adapter."""
+    return _BASE_LAYER.sub("", name)
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """A LoRA adapter: its config, and its values by their names in the model, if it is not new."""
+    """A LoRA adapter: its config and, unless it is new, a function that returns its tensors by name."""
 
     config: Any
     name: str = "default"
-    values: Callable[[Injected], Mapping[str, Tensor]] | None = None
-    is_in_memory: bool = False  # of a model whose weights are each frozen or not
+    values: Callable[[AdaptedSkeleton], Mapping[str, Tensor]] | None = None
+    is_in_memory: bool = False  # of a model in memory: each parameter stays frozen or trainable
 
 
-def open_adapter(given: Any) -> Adapter:
-    """What a user calls an adapter: a LoraConfig, or a directory that peft has written."""
+def open_adapter(adapter: Any) -> Adapter:
+    """Open a LoraConfig (a new adapter) or a directory written by peft."""
     peft = _peft()
-    if isinstance(given, str | Path):
-        config, values = _read_config(Path(given)), lambda injected: _Saved(Path(given), injected)
+    if isinstance(adapter, str | Path):
+        config, values = _read_config(Path(adapter)), lambda adapted: _AdapterFile(Path(adapter), adapted)
         config.inference_mode = False  # it will be trained
         if config.bias != "none":
             raise ConfigError(
-                f"{given}: an adapter with bias={config.bias!r} changes biases of the model, too: load it with "
-                "PeftModel.from_pretrained(..., is_trainable=True) and give that model"
+                f"{adapter}: an adapter with bias={config.bias!r} also changes biases of the model; load it with "
+                "PeftModel.from_pretrained(..., is_trainable=True) and pass that model"
             )
-        return Adapter(_checked(config), values=values)
-    if not isinstance(given, peft.PeftConfig):
-        raise ConfigError(f"adapter={given!r}: give a peft.LoraConfig, or a directory with an {CONFIG}")
-    config = _checked(copy.deepcopy(given))
+        return Adapter(_require_supported(config), values=values)
+    if not isinstance(adapter, peft.PeftConfig):
+        raise ConfigError(f"adapter={short(adapter)}: must be a peft.LoraConfig, or a directory with an {CONFIG}")
+    config = _require_supported(copy.deepcopy(adapter))
     if config.init_lora_weights not in (True, False, "gaussian") or config.use_dora:
         raise ConfigError(
-            f"an adapter with init_lora_weights={config.init_lora_weights!r}, use_dora={config.use_dora} starts from "
-            "the weights of the whole model: make it with peft.get_peft_model and give that model"
+            f"an adapter with init_lora_weights={config.init_lora_weights!r}, use_dora={config.use_dora} depends on "
+            "the weights of the full model; create it with peft.get_peft_model and pass that model"
         )
     return Adapter(config)
 
 
-def adapter_in(model: nn.Module) -> Adapter | None:
-    """The adapter of a model (or stage) in memory."""
-    named = {unwrapped_name(name): p for name, p in model.named_parameters(remove_duplicate=False)}
-    tensors = {name: p for name, p in named.items() if is_adapters(name)}
+def find_adapter(model: nn.Module) -> Adapter | None:
+    """The adapter of a model (or stage) in memory; None if it has none."""
+    named = {strip_wrappers(name): p for name, p in model.named_parameters(remove_duplicate=False)}
+    tensors = {name: p for name, p in named.items() if is_adapter_name(name)}
     if not tensors:
         return None
     configs: dict[str, Any] = next((m.peft_config for m in model.modules() if getattr(m, "peft_config", None)), {})
     if len(configs) != 1:
-        raise ConfigError(f"the model has {len(configs)} adapters ({', '.join(configs)}): keep one of them")
+        raise ConfigError(
+            f"the model has {len(configs)} adapters ({', '.join(configs)}): must be one; delete the others"
+        )
     for layer in model.modules():
         if getattr(layer, "merged_adapters", None):
-            raise ConfigError("the model's adapter is merged into its weights: unmerge it, or merge_and_unload()")
+            raise ConfigError("the model's adapter is merged into its weights; unmerge it, or merge_and_unload() it")
         if getattr(layer, "_disable_adapters", False):
-            raise ConfigError("the model's adapter is switched off: enable it, or unload it")
+            raise ConfigError("the model's adapter is disabled; enable it, or unload it")
     ((name, config),) = configs.items()
-    return Adapter(_checked(copy.deepcopy(config)), name, lambda injected: tensors, is_in_memory=True)
+    return Adapter(_require_supported(copy.deepcopy(config)), name, lambda adapted: tensors, is_in_memory=True)
 
 
-class Injected:
-    """The whole model with an adapter, without memory."""
+class AdaptedSkeleton:
+    """A full model with an adapter, on the meta device."""
 
-    def __init__(self, whole: Whole, adapter: Adapter) -> None:
+    def __init__(self, skeleton: ModelSkeleton, adapter: Adapter) -> None:
         peft = _peft()
         self.adapter = adapter
-        self.model = copy.deepcopy(whole.model)
+        self.model = copy.deepcopy(skeleton.model)
         self.config = copy.deepcopy(adapter.config)
         try:
             peft.inject_adapter_in_model(self.config, self.model, adapter.name, low_cpu_mem_usage=True)
         except (ValueError, TypeError, RuntimeError, KeyError) as error:
-            raise ConfigError(f"peft cannot add this adapter: {str(error).splitlines()[0]}") from None
-        self.tensors = {name: p for name, p in self.model.named_parameters() if is_adapters(name)}
-        self.modules = wrappers(self.model)
-        if whole.tie and any(end.startswith(f"{name}.") for name in self.modules for end in whole.tie):
-            raise ConfigError(f"an adapter on {' or '.join(whole.tie)}: they are one weight; leave both out of it")
+            raise ConfigError(f"peft cannot add this adapter: {first_line(error)}") from None
+        self.tensors = {name: p for name, p in self.model.named_parameters() if is_adapter_name(name)}
+        self.modules = find_adapter_layers(self.model)
+        ends = skeleton.tied_ends
+        if ends and any(end.startswith(f"{name}.") for name in self.modules for end in ends):
+            raise ConfigError(f"an adapter on {' or '.join(ends)}: they are tied; leave both out of the adapter")
 
     def saved_config(self, origin: str | None) -> Any:
-        """The config as peft writes it beside an adapter's tensors; `origin` is where the model came from."""
+        """The config as peft saves it with an adapter; `origin` is the name or path of the base model."""
         config = copy.deepcopy(self.config)
         config.inference_mode = True
         if origin:
@@ -126,7 +128,7 @@ class Injected:
 
     @cached_property
     def keys(self) -> dict[str, str]:
-        """The names of its tensors in an adapter's file."""
+        """Parameter name in the model -> name in an adapter's file."""
         named = dict(self.model.named_parameters())
         found = _peft().get_peft_model_state_dict(
             self.model, state_dict=named, adapter_name=self.adapter.name, save_embedding_layers=False
@@ -136,43 +138,43 @@ class Injected:
 
     @cached_property
     def values(self) -> Mapping[str, Tensor] | None:
-        """What its tensors hold, if it is not new."""
+        """The values of its tensors; None for a new adapter."""
         if self.adapter.values is None:
             return None
         values = self.adapter.values(self)
         if differ := values.keys() ^ self.tensors.keys():
-            raise ConfigError(f"the adapter and its config do not agree about {listed(differ)}")
+            raise ConfigError(f"the adapter and its config differ in {format_names(differ)}: must be of one adapter")
         return values
 
     def attach(self, stage: HFStage, device: torch.device | str, seed: int) -> None:
-        """Put the adapter's layers into a stage around those that it has."""
+        """Wrap the modules of a stage in the adapter's layers."""
         local = {stage.full_name(name): name for name, _ in stage.named_modules()}
         owned = set(stage.full_names().values())
         for name, module in self.modules.items():
             if not any(own.startswith(f"{name}.") for own in owned):
                 continue
             if any(stage.get_submodule(local[name]) is block for block in stage.blocks):
-                raise ConfigError(f"an adapter on {name}, which is a whole layer: name modules inside it")
-            mine = copy.deepcopy(module)
-            _wrap(mine, stage.get_submodule(local[name]))
-            self._give_memory(name, mine, device)
-            self._fill(name, mine, seed)
-            stage.set_submodule(local[name], mine.train(stage.training))
+                raise ConfigError(f"an adapter on {name}, which is a transformer layer: must be on modules inside it")
+            layer = copy.deepcopy(module)
+            _set_base_layer(layer, stage.get_submodule(local[name]))
+            self._allocate(name, layer, device)
+            self._fill(name, layer, seed)
+            stage.set_submodule(local[name], layer.train(stage.training))
         self._set_trainable(stage)
         stage.lm.peft_config = {self.adapter.name: self.config}
 
     def _set_trainable(self, stage: HFStage) -> None:
-        """As peft does: the adapter, not the model. Of a model in memory each weight stays as it is there."""
-        known = dict(self.model.named_parameters(remove_duplicate=False))
+        """Train the adapter and not the model, as peft does; parameters of a model in memory stay as they are there."""
+        reference = dict(self.model.named_parameters(remove_duplicate=False))
         if self.adapter.is_in_memory:
-            known = dict(self.values or {})
+            reference = dict(self.values or {})
         for name, parameter in stage.named_parameters():
-            if stage.full_name(name) in known:
-                parameter.requires_grad_(known[stage.full_name(name)].requires_grad)
+            if stage.full_name(name) in reference:
+                parameter.requires_grad_(reference[stage.full_name(name)].requires_grad)
 
-    def _give_memory(self, name: str, module: nn.Module, device: torch.device | str) -> None:
-        """In the dtype that it has in memory, or else in peft's: the layer's, but at least float32."""
-        own = next(wrapped(module).parameters()).dtype
+    def _allocate(self, name: str, module: nn.Module, device: torch.device | str) -> None:
+        """Give memory to an adapter layer, in the dtype of the model in memory or, as in peft, in at least float32."""
+        own = next(wrapped_layer(module).parameters()).dtype
         for inner, parameter in list(module.named_parameters()):
             if parameter.is_meta:
                 dtype = torch.promote_types(own, torch.float32)
@@ -184,20 +186,20 @@ class Injected:
 
     def _fill(self, name: str, module: nn.Module, seed: int) -> None:
         if self.values is None:
-            _start(name, module, self.adapter, seed)
+            _initialize(name, module, self.adapter, seed)
             return
         for inner, tensor in module.named_parameters():
             if f"{name}.{inner}" in self.tensors:
-                put(f"{name}.{inner}", tensor, self.values[f"{name}.{inner}"], "the adapter")
+                copy_into(f"{name}.{inner}", tensor, self.values[f"{name}.{inner}"], "the adapter")
 
 
-class _Saved(Mapping[str, Tensor]):
-    """The values in an adapter's file, by their names in the model."""
+class _AdapterFile(Mapping[str, Tensor]):
+    """The tensors of an adapter's file, by their names in the model."""
 
-    def __init__(self, directory: Path, injected: Injected) -> None:
-        self._stored, self._keys = Stored(directory, single=WEIGHTS), injected.keys
+    def __init__(self, directory: Path, adapted: AdaptedSkeleton) -> None:
+        self._stored, self._keys = SafetensorsReader(directory, single=WEIGHTS), adapted.keys
         if unknown := set(self._stored.names) - set(self._keys.values()):
-            raise ConfigError(f"{directory / WEIGHTS} has {listed(unknown)}, which its config does not know")
+            raise ConfigError(f"{directory / WEIGHTS} has {format_names(unknown)}, which its config does not have")
 
     def __getitem__(self, name: str) -> Tensor:
         return self._stored.read(self._keys[name])
@@ -210,38 +212,38 @@ class _Saved(Mapping[str, Tensor]):
         return len(list(iter(self)))
 
 
-def merged(module: Any, name: str) -> nn.Module:
-    """What an adapter's layer wraps, in a copy with the adapter added to its weights."""
+def merge_layer(module: Any, name: str) -> nn.Module:
+    """A copy of the module inside an adapter layer, with the adapter added to its weights."""
     if hasattr(module, "modules_to_save"):
         return module.modules_to_save[name]
-    twin = copy.deepcopy(module)
+    merged = copy.deepcopy(module)
     try:
-        twin.merge(safe_merge=True, adapter_names=[name])
+        merged.merge(safe_merge=True, adapter_names=[name])
     except ValueError as error:
-        raise ConfigError(f"the adapter cannot be merged: {str(error).splitlines()[0]}") from None
-    return twin.get_base_layer()
+        raise ConfigError(f"the adapter cannot be merged: {first_line(error)}") from None
+    return merged.get_base_layer()
 
 
-def wrapped(module: Any) -> nn.Module:
-    """What an adapter's layer wraps, as it is."""
+def wrapped_layer(module: Any) -> nn.Module:
+    """The module inside an adapter layer."""
     return module.original_module if hasattr(module, "original_module") else module.get_base_layer()
 
 
-def wrappers(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that peft put around others, by the names of those; of nested ones the outermost."""
+def find_adapter_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The adapter layers of a model, by the names of the modules inside; of nested ones the outermost."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        if _is_wrapper(module) and not any(name.startswith(f"{outer}.") for outer in found):
+        if _is_adapter_layer(module) and not any(name.startswith(f"{outer}.") for outer in found):
             found[name] = module
     return found
 
 
-def _is_wrapper(module: nn.Module) -> bool:
+def _is_adapter_layer(module: nn.Module) -> bool:
     return hasattr(module, "lora_A") or (hasattr(module, "modules_to_save") and hasattr(module, "original_module"))
 
 
-def _wrap(wrapper: nn.Module, real: nn.Module) -> None:
-    """Put a real layer in the place of the one without memory that peft wrapped."""
+def _set_base_layer(wrapper: nn.Module, real: nn.Module) -> None:
+    """Replace the module on the meta device inside an adapter layer."""
     if hasattr(wrapper, "original_module"):
         wrapper.original_module = real.requires_grad_(False)
         for name in wrapper.modules_to_save:
@@ -252,38 +254,37 @@ def _wrap(wrapper: nn.Module, real: nn.Module) -> None:
     wrapper.base_layer = real
 
 
-def _start(name: str, module: nn.Module, adapter: Adapter, seed: int) -> None:
-    """Random values as peft gives them; a fully trained module starts as the model's own."""
-    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+def _initialize(name: str, module: nn.Module, adapter: Adapter, seed: int) -> None:
+    """Initialize a new adapter layer as peft does; a module of modules_to_save is a copy of the model's."""
     device = next(module.parameters()).device
-    with seeded(int.from_bytes(digest[:7], "little"), device), torch.no_grad():
+    with seeded_rng(derive_seed(seed, name), device), torch.no_grad():
         for layer in [child for child in module.modules() if hasattr(child, "lora_A")]:
             for part in (*layer.lora_A.values(), *layer.lora_B.values()):
                 part.reset_parameters()
             layer.reset_lora_parameters(adapter.name, adapter.config.init_lora_weights or not layer.lora_A)
 
 
-def _checked(config: Any) -> Any:
+def _require_supported(config: Any) -> Any:
     kind = getattr(config.peft_type, "value", config.peft_type)
     if kind != "LORA":
-        raise ConfigError(f"an adapter of peft_type={kind}: only LORA is kept; merge_and_unload() it first")
-    for field in _UNSUPPORTED:
+        raise ConfigError(f"an adapter of peft_type={kind}: must be LORA; merge_and_unload() it first")
+    for field in _UNSUPPORTED_FIELDS:
         if getattr(config, field, None):
-            raise ConfigError(f"a LoraConfig with {field} is not supported in stages: leave it out")
+            raise ConfigError(f"a LoraConfig with {field} is not supported in stages; leave it out")
     return config
 
 
 def _read_config(directory: Path) -> Any:
     if not (directory / CONFIG).exists():
-        raise ConfigError(f"{directory} is no adapter directory: it has no {CONFIG}")
+        raise ConfigError(f"{directory} is not an adapter directory: it has no {CONFIG}")
     try:
         return _peft().PeftConfig.from_pretrained(str(directory))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"cannot read {directory / CONFIG}: {str(error).splitlines()[0]}") from None
+        raise ConfigError(f"cannot read {directory / CONFIG}: {first_line(error)}") from None
 
 
-def described_adapter(stage: HFStage) -> dict[str, Any] | None:
-    """The adapter of a stage's model as plain data, also of a stage that has no part of it."""
+def describe_adapter(stage: HFStage) -> dict[str, Any] | None:
+    """The adapter of a stage's model as JSON data, also for a stage without adapter layers."""
     for name, config in getattr(stage.lm, "peft_config", {}).items():
         with tempfile.TemporaryDirectory() as folder:
             config.save_pretrained(folder)
@@ -291,15 +292,15 @@ def described_adapter(stage: HFStage) -> dict[str, Any] | None:
     return None
 
 
-def adapter_from(described: Mapping[str, Any]) -> Adapter:
-    """The other way; it has no values."""
+def restore_adapter(described: Mapping[str, Any]) -> Adapter:
+    """The adapter of `describe_adapter`, without values."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / CONFIG).write_text(json.dumps(described["config"]))
-        return Adapter(_checked(_read_config(Path(folder))), described["name"])
+        return Adapter(_require_supported(_read_config(Path(folder))), described["name"])
 
 
-def base_of(directory: Path) -> str:
-    """The directory of the model that an adapter belongs to: its own if it has a config, as in transformers."""
+def find_base_model(directory: Path) -> str:
+    """The directory of an adapter's base model: its own if that has a config, as in transformers."""
     if (directory / "config.json").exists():
         return str(directory)
     return _read_config(directory).base_model_name_or_path

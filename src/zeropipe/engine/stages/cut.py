@@ -1,80 +1,116 @@
-"""A whole model reduced to one of its stages, in place.
+"""Cuts a full model down to one of its stages, in place.
 
-A stage is the piece of the model's own forward that lies between the calls of two layers: from the call of its first
-layer up to the call of the first layer of the next stage. What the model does before its layers (masks, rotary
-embeddings) is done on every stage; what it makes there of the embeddings is replaced by what the stage before sent.
-Each layer keeps its place and its number, so that whatever a model looks up by a layer's number stays right.
+A stage is the part of the model's own forward between the calls of two layers: from the call of its first layer to the
+call of the first layer of the next stage. What the model does before its layers (masks, rotary embeddings) is done on
+every stage; the hidden states that it computes there are replaced by those that the previous stage sent. Each layer
+keeps its index, so that whatever a model looks up by the index of a layer stays right.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zeropipe.engine.stages.calls import Call, Place, replaced, tensors_in
-from zeropipe.engine.transformers_private import leave_alone
+from zeropipe.engine.transformers_private import skip_initialization
 from zeropipe.errors import EngineError
 
-if TYPE_CHECKING:
-    from zeropipe.engine.stages.families import Family
+# The position of a tensor in a call: ("args", 0), ("kwargs", "residual"), and on into tuples, lists and dicts.
+ArgPath = tuple[Any, ...]
+Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-class Reached(Exception):
-    """Raised where a stage ends: the model's forward has nothing more to do here."""
+def find_tensors(args: Any, kwargs: Any) -> dict[ArgPath, Tensor]:
+    """All tensors among the arguments of a call."""
+    call = {"args": tuple(args), "kwargs": dict(kwargs)}
+    return {path: value for path, value in _flatten((), call) if isinstance(value, Tensor)}
+
+
+def replace_tensors(args: Any, kwargs: Any, values: Mapping[ArgPath, Tensor]) -> Call:
+    """The same call with other values at some paths."""
+    call = _replace((), {"args": tuple(args), "kwargs": dict(kwargs)}, values)
+    return call["args"], call["kwargs"]
+
+
+def _flatten(path: ArgPath, value: Any) -> Iterator[tuple[ArgPath, Any]]:
+    yield path, value
+    for key, item in _items(value):
+        yield from _flatten((*path, key), item)
+
+
+def _replace(path: ArgPath, value: Any, values: Mapping[ArgPath, Tensor]) -> Any:
+    if path in values:
+        return values[path]
+    if not any(other[: len(path)] == path for other in values):
+        return value
+    if isinstance(value, dict):
+        return {key: _replace((*path, key), item, values) for key, item in value.items()}
+    return type(value)(_replace((*path, key), item, values) for key, item in _items(value))
+
+
+def _items(value: Any) -> Iterator[tuple[Any, Any]]:
+    if type(value) is dict:
+        yield from value.items()
+    elif type(value) in (tuple, list):
+        yield from enumerate(value)
+
+
+class StageEnd(Exception):
+    """Raised where a stage ends, to leave the model's forward; `values` go to the next stage."""
 
     def __init__(self, values: Sequence[Tensor]) -> None:
         super().__init__("the end of a stage")
         self.values = tuple(values)
 
 
-class Border:
-    """Where a stage begins: puts what the stage before sent in the place of what this one made up."""
+class StageStart:
+    """Replaces the arguments of a stage's first layer by the tensors that the previous stage sent."""
 
-    def __init__(self, places: Sequence[Place]) -> None:
-        self._places = places
+    def __init__(self, paths: Sequence[ArgPath]) -> None:
+        self._paths = paths
         self.received: Sequence[Tensor] | None = None
-        self._constant: list[tuple[Tensor, Tensor]] = []
+        self._shared: list[tuple[Tensor, Tensor]] = []  # (computed here, received) of arguments after the first
 
     def clear(self) -> None:
-        self.received, self._constant = None, []
+        self.received, self._shared = None, []
 
     def enter(self, layer: nn.Module, args: Any, kwargs: Any) -> Call:
-        """A hook of the stage's first layer."""
+        """Forward pre-hook of the stage's first layer."""
         if self.received is None:
             raise EngineError(
-                f"{type(layer).__name__} runs outside its stage's forward: for activation checkpointing use "
-                "Engine(ac=...), not the model's own"
+                f"{type(layer).__name__} runs outside the forward of its stage: use Engine(ac=...) instead of the "
+                "model's own activation checkpointing"
             )
-        made_up = tensors_in(args, kwargs)
-        self._constant = [
-            (made_up[place], value) for place, value in list(zip(self._places, self.received))[1:] if place in made_up
-        ]
-        return replaced(args, kwargs, dict(zip(self._places, self.received)))
+        computed = find_tensors(args, kwargs)
+        pairs = list(zip(self._paths, self.received))
+        self._shared = [(computed[path], value) for path, value in pairs[1:] if path in computed]
+        return replace_tensors(args, kwargs, dict(pairs))
 
     def follow(self, layer: nn.Module, args: Any, kwargs: Any) -> Call | None:
-        """A hook of the layers after it, for what the model hands to every layer alike."""
-        if not self._constant:
+        """Forward pre-hook of the later layers, for tensors that the model passes to all its layers."""
+        if not self._shared:
             return None
         values = {
-            place: value
-            for place, tensor in tensors_in(args, kwargs).items()
-            for made_up, value in self._constant
-            if tensor is made_up
+            path: value
+            for path, tensor in find_tensors(args, kwargs).items()
+            for computed, value in self._shared
+            if tensor is computed
         }
-        return replaced(args, kwargs, values) if values else None
+        return replace_tensors(args, kwargs, values) if values else None
 
 
-class Absent(nn.Module):
-    """Stands where a layer of another stage would: it has what the model reads off its layers, and no weights."""
+class Placeholder(nn.Module):
+    """Stands for a layer of another stage: it has the attributes that a model reads from its layers, and no weights."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        own = type(layer).__mro__[: type(layer).__mro__.index(nn.Module)]  # a kind may be told by the class
-        said = {name: getattr(layer, name) for kind in own for name, value in vars(kind).items() if _is_plain(value)}
-        for name, value in (said | vars(layer)).items():
+        classes = type(layer).__mro__[: type(layer).__mro__.index(nn.Module)]
+        constants = {
+            name: getattr(layer, name) for kind in classes for name, value in vars(kind).items() if _is_plain(value)
+        }
+        for name, value in (constants | vars(layer)).items():
             if not name.startswith("_") and not isinstance(value, Tensor | nn.Module):
                 setattr(self, name, value)
 
@@ -83,84 +119,96 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, str | int | float | tuple)
 
 
-class Skipped(Absent):
-    """Returns its input in the form in which the layer returns its output."""
+class SkippedLayer(Placeholder):
+    """Returns its hidden states, in a tuple as long as the one that the layer returns.
 
-    def __init__(self, layer: nn.Module, place: Place, form: int | None, border: Border | None = None) -> None:
+    With `start` it returns the hidden states received: for a last stage without layers.
+    """
+
+    def __init__(
+        self, layer: nn.Module, path: ArgPath, output_length: int | None, start: StageStart | None = None
+    ) -> None:
         super().__init__(layer)
-        self.place, self.form, self.border = place, form, border
+        self.path, self.output_length, self.start = path, output_length, start
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        hidden = args[0] if self.place == ("args", 0) else tensors_in(args, kwargs)[self.place]
-        if self.border is not None and self.border.received is not None:
-            hidden = self.border.received[0]
-        return hidden if self.form is None else (hidden, *[None] * (self.form - 1))
+        hidden = args[0] if self.path == ("args", 0) else find_tensors(args, kwargs)[self.path]
+        if self.start is not None and self.start.received is not None:
+            hidden = self.start.received[0]
+        return hidden if self.output_length is None else (hidden, *[None] * (self.output_length - 1))
 
 
-class Exit(Absent):
-    """Ends the stage: what this layer is called with goes to the next one."""
+class NextStage(Placeholder):
+    """Stands for the first layer of the next stage: its arguments are what this stage returns."""
 
-    def __init__(self, layer: nn.Module, places: Sequence[Place]) -> None:
+    def __init__(self, layer: nn.Module, paths: Sequence[ArgPath]) -> None:
         super().__init__(layer)
-        self.places = places
+        self.paths = paths
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        found = tensors_in(args, kwargs)
-        raise Reached([found[place] for place in self.places])
+        tensors = find_tensors(args, kwargs)
+        raise StageEnd([tensors[path] for path in self.paths])
 
 
-def _leave(layer: nn.Module, args: Any, output: Any) -> None:
-    """A hook of the model's last layer, where norm and head are a stage of their own."""
-    raise Reached([output if isinstance(output, Tensor) else output[0]])
+def _end_after(layer: nn.Module, args: Any, output: Any) -> None:
+    """Forward hook of the model's last layer, where norm and head are a stage of their own."""
+    raise StageEnd([output if isinstance(output, Tensor) else output[0]])
 
 
 def cut_layers(
-    layers: nn.ModuleList, family: Family, kept: range, border: Border, *, is_first: bool, is_last: bool
+    layers: nn.ModuleList,
+    kept: range,
+    start: StageStart,
+    *,
+    carried: Sequence[ArgPath],
+    output_length: int | None,
+    is_first: bool,
+    is_last: bool,
 ) -> None:
-    """Keep some layers, and let forward run from the first of them to the end of the last."""
+    """Replace all layers but `kept`; the model's forward then runs from the first of them to the end of the last."""
     total = len(layers)
     for index in range(total):
         if index in kept:
             continue
         if index == kept.stop:
-            layers[index] = Exit(layers[index], family.carried)
+            layers[index] = NextStage(layers[index], carried)
         else:
-            gives = index == total - 1 and kept.start == total
-            layers[index] = Skipped(layers[index], family.carried[0], family.form, border if gives else None)
+            returns_received = index == total - 1 and kept.start == total
+            layers[index] = SkippedLayer(layers[index], carried[0], output_length, start if returns_received else None)
     if not is_first and kept.start < total:
-        layers[kept.start].register_forward_pre_hook(border.enter, with_kwargs=True)
+        layers[kept.start].register_forward_pre_hook(start.enter, with_kwargs=True)
         for layer in layers[kept.start + 1 : kept.stop + 1]:
-            layer.register_forward_pre_hook(border.follow, with_kwargs=True)
+            layer.register_forward_pre_hook(start.follow, with_kwargs=True)
     if kept.stop == total and not is_last and kept:
-        layers[total - 1].register_forward_hook(_leave)
+        layers[total - 1].register_forward_hook(_end_after)
 
 
-class Blanks:
-    """Weights of other stages that the model reads on its way to this stage's layers: zeros that need no memory.
+class ZeroWeights:
+    """Weights of other stages that the model reads before it calls this stage's layers: zeros, expanded from one.
 
-    What is computed with them is thrown away at the border; only its shape and dtype matter.
+    What is computed with them is replaced at the first layer; only its shape and dtype matter.
     """
 
     def __init__(self) -> None:
-        self._places: list[tuple[nn.Module, str, torch.Size]] = []
-        self._kind: tuple[torch.device, torch.dtype] | None = None
+        self._slots: list[tuple[nn.Module, str, torch.Size]] = []
+        self._device_and_dtype: tuple[torch.device, torch.dtype] | None = None
 
-    def put(self, lm: nn.Module, name: str) -> None:
-        """Take a parameter out of a model."""
+    def replace(self, lm: nn.Module, name: str) -> None:
+        """Replace a parameter of a model by zeros."""
         owner, _, leaf = name.rpartition(".")
         module = lm.get_submodule(owner)
         parameter = module._parameters.pop(leaf)
-        self._places.append((module, leaf, parameter.shape))
-        self._lay(parameter.device, parameter.dtype, self._places[-1:])
-        self._kind = None
+        self._slots.append((module, leaf, parameter.shape))
+        self._fill(parameter.device, parameter.dtype, self._slots[-1:])
+        self._device_and_dtype = None
 
     def match(self, tensor: Tensor) -> None:
-        """Have the zeros of the device and dtype of `tensor`."""
-        if self._kind != (tensor.device, tensor.dtype):
-            self._lay(tensor.device, tensor.dtype, self._places)
-            self._kind = (tensor.device, tensor.dtype)
+        """Give the zeros the device and dtype of `tensor`."""
+        if self._device_and_dtype != (tensor.device, tensor.dtype):
+            self._fill(tensor.device, tensor.dtype, self._slots)
+            self._device_and_dtype = (tensor.device, tensor.dtype)
 
-    def _lay(self, device: torch.device, dtype: torch.dtype, places: Sequence[tuple[nn.Module, str, Any]]) -> None:
-        for module, leaf, shape in places:
-            blank = torch.zeros((), device=device, dtype=dtype).expand(shape)
-            setattr(module, leaf, leave_alone(blank))
+    def _fill(self, device: torch.device, dtype: torch.dtype, slots: Sequence[tuple[nn.Module, str, Any]]) -> None:
+        for module, leaf, shape in slots:
+            zeros = torch.zeros((), device=device, dtype=dtype).expand(shape)
+            setattr(module, leaf, skip_initialization(zeros))

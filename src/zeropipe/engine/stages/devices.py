@@ -1,4 +1,4 @@
-"""Devices that a user names."""
+"""Devices as users name them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import torch
 from zeropipe.errors import ConfigError, short
 
 
-def known_device(device: torch.device | str) -> torch.device:
-    """The device; ConfigError for one that is not here."""
+def parse_device(device: torch.device | str) -> torch.device:
+    """A torch.device; ConfigError if torch has no such device on this machine."""
     try:
-        known = torch.device(device)
+        parsed = torch.device(device)
     except (RuntimeError, TypeError):
-        raise ConfigError(f"device={short(device)}: give a device of torch's, like 'cpu' or 'cuda:0'") from None
-    if known.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device={short(str(device))}: torch sees no GPU here; give 'cpu'")
-    return known
+        raise ConfigError(f"device={short(device)}: must be a torch device, such as 'cpu' or 'cuda:0'") from None
+    if parsed.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device={short(str(device))}: torch finds no GPU on this machine; use 'cpu'")
+    return parsed

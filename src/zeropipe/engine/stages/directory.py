@@ -1,4 +1,4 @@
-"""Weights that come from a directory of safetensors, in whatever form transformers can load them."""
+"""Weights of a directory of safetensors, in all names and shapes that transformers can load."""
 
 from __future__ import annotations
 
@@ -12,72 +12,76 @@ import torch
 from torch import Tensor
 
 from zeropipe.engine.stages.hf import HFStage
-from zeropipe.engine.stages.quantised import form_of
-from zeropipe.engine.stages.stored import Stored
-from zeropipe.engine.stages.weights import compute_buffers, seed_modules
-from zeropipe.engine.stages.whole import SCORE, Whole, listed, put, tensors_of
+from zeropipe.engine.stages.quantized import find_format
+from zeropipe.engine.stages.reader import SafetensorsReader
+from zeropipe.engine.stages.skeleton import SCORE_WEIGHT, ModelSkeleton, copy_into, format_names, named_tensors
+from zeropipe.engine.stages.weights import compute_buffers, initialize_modules
 from zeropipe.engine.transformers_private import (
     Conversion,
-    build_around,
+    build_multimodal,
     conversions,
     kept_in_float32,
-    text_names,
-    unexpected,
+    text_model_names,
+    unexpected_names,
 )
-from zeropipe.errors import ConfigError
+from zeropipe.errors import ConfigError, first_line
 
 
 class DirectorySource:
-    """Reads the tensors that a stage is made of, and no others."""
+    """Reads the tensors of a stage, and no others."""
 
     def __init__(
         self, directory: Path, quantization: dict[str, Any] | None, dtype: torch.dtype, seed: int, config: Any
     ) -> None:
-        self._stored = Stored(directory, form_of(quantization, directory))
+        self._stored = SafetensorsReader(directory, find_format(quantization, directory))
         self._dtype, self._seed, self._config = dtype, seed, config
 
-    def prepare(self, whole: Whole) -> bool:
-        self._whole, self._model, names = whole, whole.model, None
-        if type(self._config) is not type(whole.model.config):  # the text part of a model of several kinds of input
+    def prepare(self, skeleton: ModelSkeleton) -> bool:
+        self._skeleton, self._model, names = skeleton, skeleton.model, None
+        if type(self._config) is not type(skeleton.model.config):  # the text part of a multimodal model
             with torch.device("meta"):
-                self._model = build_around(self._config, self._dtype)
-            names = text_names(self._model, whole.model)
+                self._model = build_multimodal(self._config, self._dtype)
+            names = text_model_names(self._model, skeleton.model)
         found, unused = conversions(self._model, self._stored.names)
-        self._name_of = names or {target: target for conversion in found for target in conversion.targets}
-        self._made_by = {
-            self._name_of[target]: conversion
+        self._names = names or {target: target for conversion in found for target in conversion.targets}
+        self._conversions = {
+            self._names[target]: conversion
             for conversion in found
             for target in conversion.targets
-            if target in self._name_of
+            if target in self._names
         }
-        self._float32 = kept_in_float32(whole.model, self._dtype, whole.tensors)
-        self._same: dict[str, str] = {}
-        tied = self._is_tied(whole)
-        if missing := whole.stored - self._made_by.keys() - self._same.keys():
-            raise ConfigError(f"{self._stored.directory} has no tensor {listed(missing)}: {whole.way_out(missing)}")
-        if strangers := unexpected(self._model, unused - whole.tensors.keys()):
+        self._float32 = kept_in_float32(skeleton.model, self._dtype, skeleton.tensors)
+        self._tied_to: dict[str, str] = {}
+        tied = self._is_tied(skeleton)
+        if missing := skeleton.stored - self._conversions.keys() - self._tied_to.keys():
+            raise ConfigError(
+                f"{self._stored.directory} has no tensor {format_names(missing)}; {skeleton.hint(missing)}"
+            )
+        if unknown := unexpected_names(self._model, unused - skeleton.tensors.keys()):
             warnings.warn(
-                f"{self._stored.directory} has {listed(strangers)}, which the model does not use", stacklevel=4
+                f"{self._stored.directory} has {format_names(unknown)}, which the model does not use", stacklevel=4
             )
         return tied
 
-    def _is_tied(self, whole: Whole) -> bool:
-        """As transformers decides: what the config ties stays apart if two different tensors are stored."""
-        tied = whole.tie is not None
-        for pair in whole.ties.items():
-            name, other = pair if pair[1] in self._made_by else pair[::-1]
-            if name not in whole.tensors:
+    def _is_tied(self, skeleton: ModelSkeleton) -> bool:
+        """Whether head and embedding are tied, as in transformers: not if two different tensors are stored."""
+        tied = skeleton.tied_ends is not None
+        for pair in skeleton.ties.items():
+            name, other = pair if pair[1] in self._conversions else pair[::-1]
+            if name not in skeleton.tensors:
                 continue  # a head that these stages do not have
-            if name in self._made_by and other in self._made_by and not self._is_equal(name, other):
-                if whole.tie is None or set(pair) != set(whole.tie):
-                    raise ConfigError(f"{name} and {other} differ in {self._stored.directory}: its config ties them")
+            if name in self._conversions and other in self._conversions and not self._is_equal(name, other):
+                if skeleton.tied_ends is None or set(pair) != set(skeleton.tied_ends):
+                    raise ConfigError(
+                        f"{name} and {other} differ in {self._stored.directory}: must be equal by its config"
+                    )
                 tied = False
             else:
-                self._same[name] = other
+                self._tied_to[name] = other
         return tied
 
     def _is_equal(self, name: str, other: str) -> bool:
-        one, two = self._made_by[name], self._made_by[other]
+        one, two = self._conversions[name], self._conversions[other]
         if one.is_plain and two.is_plain:
             return self._stored.is_equal(one.stored[0], two.stored[0])
         return torch.equal(self._run(one)[name], self._run(two)[other])
@@ -87,41 +91,43 @@ class DirectorySource:
 
     def fill(self, stage: HFStage) -> None:
         compute_buffers(stage, self._seed)
-        wanted: dict[str, list[Tensor]] = defaultdict(list)
-        for name, tensor in tensors_of(stage).items():
+        targets: dict[str, list[Tensor]] = defaultdict(list)
+        for name, tensor in named_tensors(stage).items():
             full = stage.full_name(name)
-            if full == SCORE:
+            if full == SCORE_WEIGHT:
                 self._fill_score(stage, name, tensor)
-            elif full in self._whole.stored:
-                wanted[self._same.get(full, full)].append(tensor)
-        needed = {id(self._made_by[name]): self._made_by[name] for name in wanted}
-        for conversion in sorted(needed.values(), key=lambda c: self._stored.place_of(c.stored[0])):
+            elif full in self._skeleton.stored:
+                targets[self._tied_to.get(full, full)].append(tensor)
+        needed = {id(self._conversions[name]): self._conversions[name] for name in targets}
+        for conversion in sorted(needed.values(), key=lambda c: self._stored.file_key(c.stored[0])):
             for name, value in self._run(conversion).items():
-                for tensor in wanted.get(name, ()):
-                    put(name, tensor, value, str(self._stored.directory))
+                for tensor in targets.get(name, ()):
+                    copy_into(name, tensor, value, str(self._stored.directory))
 
     def _fill_score(self, stage: HFStage, name: str, tensor: Tensor) -> None:
-        if SCORE in self._stored.names:
-            put(SCORE, tensor, self._stored.read(SCORE), str(self._stored.directory))
+        if SCORE_WEIGHT in self._stored.names:
+            copy_into(SCORE_WEIGHT, tensor, self._stored.read(SCORE_WEIGHT), str(self._stored.directory))
         else:
-            seed_modules(stage, {name.rpartition(".")[0]}, self._seed)
+            initialize_modules(stage, {name.rpartition(".")[0]}, self._seed)
 
     def _run(self, conversion: Conversion) -> dict[str, Tensor]:
-        if missing := _gaps(conversion):
-            raise ConfigError(f"{self._stored.directory} has no tensor {listed(missing)}: the checkpoint is not whole")
+        if missing := _find_gaps(conversion):
+            raise ConfigError(
+                f"{self._stored.directory} has no tensor {format_names(missing)}: it is incomplete; copy all files"
+            )
         parts = [self._stored.read(name) for name in conversion.stored]
         try:
-            made = conversion.run(self._model, dict(zip(conversion.stored, parts)).__getitem__)
-            return {self._name_of[name]: value for name, value in made.items() if name in self._name_of}
+            converted = conversion.run(self._model, dict(zip(conversion.stored, parts)).__getitem__)
+            return {self._names[name]: value for name, value in converted.items() if name in self._names}
         except (RuntimeError, ValueError, KeyError) as error:
             raise ConfigError(
-                f"cannot make {conversion.targets[0]} of {listed(conversion.stored)} in {self._stored.directory}: "
-                f"{str(error).splitlines()[0]}"
+                f"cannot convert {format_names(conversion.stored)} of {self._stored.directory} to "
+                f"{conversion.targets[0]}: {first_line(error)}"
             ) from None
 
 
-def _gaps(conversion: Conversion) -> set[str]:
-    """Stored names that are missing in a row: expert 3 where there are 0, 1, 2 and 4, or where only its half is."""
+def _find_gaps(conversion: Conversion) -> set[str]:
+    """Stored names that are missing in a numbered sequence: expert 3 if there are 0, 1, 2 and 4."""
     rows: dict[tuple[str, str], set[int]] = defaultdict(set)
     by_pattern: dict[str, list[str]] = defaultdict(list)
     for name, pattern in conversion.sources:
@@ -132,13 +138,13 @@ def _gaps(conversion: Conversion) -> set[str]:
         numbers = [re.findall(r"\d+", name) for name in names]
         if len(names) > 1 and len({len(row) for row in numbers}) == 1:
             column = next(c for c, values in enumerate(zip(*numbers)) if len(set(values)) > 1)
-            head, tail = _around(names[0], column)
-            rows[head, tail] = {int(row[column]) for row in numbers}
+            prefix, suffix = _around_number(names[0], column)
+            rows[prefix, suffix] = {int(row[column]) for row in numbers}
     length = max((max(numbers) + 1 for numbers in rows.values()), default=0)
-    return {f"{head}{n}{tail}" for (head, tail), there in rows.items() for n in set(range(length)) - there}
+    return {f"{prefix}{n}{suffix}" for (prefix, suffix), found in rows.items() for n in set(range(length)) - found}
 
 
-def _around(name: str, column: int) -> tuple[str, str]:
-    """What is before and after one of a name's numbers."""
+def _around_number(name: str, column: int) -> tuple[str, str]:
+    """The text before and after one of the numbers in a name."""
     match = list(re.finditer(r"\d+", name))[column]
     return name[: match.start()], name[match.end() :]

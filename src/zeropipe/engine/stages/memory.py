@@ -1,4 +1,4 @@
-"""Weights that come from a model in memory."""
+"""Weights of a model in memory."""
 
 from __future__ import annotations
 
@@ -7,69 +7,71 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from zeropipe.engine.stages.adapters import is_adapters, plain
+from zeropipe.engine.stages.adapters import is_adapter_name, strip_adapter
 from zeropipe.engine.stages.hf import HFStage
-from zeropipe.engine.stages.weights import compute_buffers, seed_modules
-from zeropipe.engine.stages.whole import (
-    SCORE,
-    Whole,
-    computed,
-    listed,
-    put,
-    require_fit,
-    tensors_of,
-    unwrapped_name,
+from zeropipe.engine.stages.skeleton import (
+    SCORE_WEIGHT,
+    ModelSkeleton,
+    computed_buffers,
+    copy_into,
+    format_names,
+    named_tensors,
+    require_match,
+    strip_wrappers,
 )
-from zeropipe.engine.transformers_private import text_names
+from zeropipe.engine.stages.weights import compute_buffers, initialize_modules
+from zeropipe.engine.transformers_private import text_model_names
 from zeropipe.errors import ConfigError
 
 
 class ModelSource:
-    """Copies from a whole model in memory; what is frozen there stays frozen."""
+    """Copies weights from a full model in memory; parameters that are frozen there stay frozen."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype | None, seed: int) -> None:
         self._model = model
         self._name = f"the {type(model).__name__} in memory"
-        self._tensors = {_plain(name): t for name, t in tensors_of(model).items() if not is_adapters(name)}
-        self._computed = {_plain(name) for name in computed(model)}
+        self._tensors = {_plain_name(n): t for n, t in named_tensors(model).items() if not is_adapter_name(n)}
+        self._computed = {_plain_name(name) for name in computed_buffers(model)}
         self._keep_dtype, self._seed = dtype is None, seed
 
-    def prepare(self, whole: Whole) -> bool:
-        if type(self._model.config) is type(whole.model.config):
-            self._add_prefix(f"{whole.model.base_model_prefix}.", whole.tensors)
-        else:  # the text part of a model of several kinds of input
-            names = text_names(self._model, whole.model)
+    def prepare(self, skeleton: ModelSkeleton) -> bool:
+        if type(self._model.config) is type(skeleton.model.config):
+            self._add_prefix(f"{skeleton.model.base_model_prefix}.", skeleton.tensors)
+        else:  # the text part of a multimodal model
+            names = text_model_names(self._model, skeleton.model)
             self._tensors = {names[name]: tensor for name, tensor in self._tensors.items() if name in names}
             self._computed = {names[name] for name in self._computed if name in names}
-        head, embedding = (self._tensors.get(name) for name in whole.ends)
-        # Whatever the config says, two tensors are trained apart, and one is one. A model without head has its config.
-        tied = whole.head == "lm" and (whole.tie is not None if head is None else head is embedding)
-        self._require_names(whole, spare=set(whole.ends[:1]) if tied else set())
-        for name, other in whole.ties.items():
-            if {name, other} != set(whole.ends) and self._tensors.get(name) is not self._tensors.get(other):
-                raise ConfigError(f"{name} and {other} of {self._name} are two tensors: its config makes them one")
+        head, embedding = (self._tensors.get(name) for name in skeleton.ends)
+        # Tensors decide, whatever the config says; without a head the config does.
+        tied = skeleton.head == "lm" and (skeleton.tied_ends is not None if head is None else head is embedding)
+        self._require_names(skeleton, spare=set(skeleton.ends[:1]) if tied else set())
+        for name, other in skeleton.ties.items():
+            if {name, other} != set(skeleton.ends) and self._tensors.get(name) is not self._tensors.get(other):
+                raise ConfigError(f"{name} and {other} of {self._name} are two tensors: must be one by its config")
         for name, tensor in self._tensors.items():
             if tensor.is_meta:
-                raise ConfigError(f"{name} of {self._name} has no values (it is on the meta device): load the model")
-            if hasattr(tensor, "full_tensor"):
-                raise ConfigError(f"{name} of {self._name} is sharded: give a model that is whole on this rank")
-            if name in whole.tensors and name not in self._computed:
-                require_fit(name, whole.tensors[name], tensor.shape, tensor.dtype, self._name)
+                raise ConfigError(
+                    f"{name} of {self._name} is on the meta device: must have values; load the model first"
+                )
+            if isinstance(tensor, DTensor):
+                raise ConfigError(f"{name} of {self._name} is sharded: must be a full tensor; pass an unsharded model")
+            if name in skeleton.tensors and name not in self._computed:
+                require_match(name, skeleton.tensors[name], tensor.shape, tensor.dtype, self._name)
         return tied
 
-    def _require_names(self, whole: Whole, spare: set[str]) -> None:
-        if missing := whole.stored - self._tensors.keys() - spare:
-            way_out = whole.way_out(missing)
-            raise ConfigError(f"{self._name} has no {listed(missing)}, which its config asks for: {way_out}")
-        known = tensors_of(whole.model).keys() | whole.tensors.keys()
+    def _require_names(self, skeleton: ModelSkeleton, spare: set[str]) -> None:
+        if missing := skeleton.stored - self._tensors.keys() - spare:
+            raise ConfigError(f"{self._name} has no {format_names(missing)}: {skeleton.hint(missing)}")
+        known = named_tensors(skeleton.model).keys() | skeleton.tensors.keys()
         if unused := self._tensors.keys() - self._computed - known:
             raise ConfigError(
-                f"{self._name} has {listed(unused)}, which no stage would use: give a plain model of its config"
+                f"{self._name} has {format_names(unused)}, which no stage would use; pass a model of its config"
             )
 
     def _add_prefix(self, prefix: str, known: Mapping[str, Tensor]) -> None:
-        """A model without its head has names without its first word."""
+        """Add the base model's prefix to the names of a model without a head."""
         if not any(name.startswith(prefix) or name in known for name in self._tensors):
             self._tensors = {prefix + name: tensor for name, tensor in self._tensors.items()}
             self._computed = {prefix + name for name in self._computed}
@@ -79,39 +81,39 @@ class ModelSource:
 
     def fill(self, stage: HFStage) -> None:
         compute_buffers(stage, self._seed)
-        for name, tensor in tensors_of(stage).items():
+        for name, tensor in named_tensors(stage).items():
             full = stage.full_name(name)
             if full in self._tensors:
-                put(full, tensor, self._tensors[full], self._name)
+                copy_into(full, tensor, self._tensors[full], self._name)
                 tensor.requires_grad_(self._tensors[full].requires_grad)
-            elif full == SCORE:
-                seed_modules(stage, {name.rpartition(".")[0]}, self._seed)
+            elif full == SCORE_WEIGHT:
+                initialize_modules(stage, {name.rpartition(".")[0]}, self._seed)
 
 
-def _plain(name: str) -> str:
+def _plain_name(name: str) -> str:
     """A tensor's name in a model without wrappers and adapters."""
-    return plain(unwrapped_name(name))
+    return strip_adapter(strip_wrappers(name))
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
+def unwrap_model(model: nn.Module) -> nn.Module:
     """The model inside the wrappers of torch.compile, data parallelism and peft."""
-    while (inner := _inner(model)) is not None:
+    while (inner := _wrapped_model(model)) is not None:
         model = inner
     if not hasattr(getattr(model, "config", None), "model_type"):
-        raise ConfigError(f"a {type(model).__name__} is no Hugging Face model: cut it with module_stages")
+        raise ConfigError(f"a {type(model).__name__} is not a Hugging Face model; cut it with module_stages")
     return model
 
 
-def _inner(model: nn.Module) -> Any:
-    """What a wrapper wraps; None for a model."""
+def _wrapped_model(model: nn.Module) -> Any:
+    """The model inside one wrapper; None if it has none."""
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         return model.module
     if type(model).__module__.startswith("peft."):
         if not type(model.base_model).__module__.startswith("peft."):
-            raise ConfigError(f"a {type(model).__name__} with {_kind(model)}: only LoRA adapters are kept")
+            raise ConfigError(f"a {type(model).__name__} with {_adapter_types(model)}: must be a LoRA adapter")
         return model.base_model.model
     return getattr(model, "_orig_mod", None)
 
 
-def _kind(model: Any) -> str:
+def _adapter_types(model: Any) -> str:
     return ", ".join(str(getattr(c.peft_type, "value", c.peft_type)) for c in model.peft_config.values())

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from zeropipe.core.model.operators import ENDS, Counted, Op
 from zeropipe.engine.stages.hf import HFStage
-from zeropipe.engine.stages.proof import words
+from zeropipe.engine.stages.verify import format_error
 from zeropipe.errors import ConfigError
 from zeropipe.estimating.count.operators import Seen, operators
 from zeropipe.estimating.count.share import share
@@ -30,7 +30,7 @@ class Counter:
             raise
         except Exception as error:  # of a config that is no model's
             raise ConfigError(
-                f"transformers cannot use this config ({words(error)}): give a decoder model's"
+                f"transformers cannot use this config ({format_error(error)}): give a decoder model's"
             ) from error
 
     def count(self, sequence: int, microbatch_size: int, tp: int = 1) -> Counted:
@@ -45,7 +45,7 @@ class Counter:
             if most is not None and 0 < most < sequence:
                 raise _too_long(sequence, most) from error
             raise ConfigError(
-                f"model_type={config.model_type!r}: its layers do not run without memory ({words(error)}): "
+                f"model_type={config.model_type!r}: its layers do not run without memory ({format_error(error)}): "
                 "`zeropipe profile` measures them"
             ) from error
 

@@ -113,7 +113,7 @@ def _chosen(seen: Seen, call: Call, stacks: set[int]) -> float:
     """The share of experts that a token needs where it goes through all of them, as in Llama 4."""
     if call.name in EXPERTS or not call.reads.keys() & stacks:
         return 1.0
-    config = seen.stage.whole_config.get_text_config()
+    config = seen.stage.full_config.get_text_config()
     chosen, number = (getattr(config, name, None) for name in ("num_experts_per_tok", "num_local_experts"))
     return chosen / number if chosen and number else 1.0
 

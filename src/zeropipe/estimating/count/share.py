@@ -29,7 +29,7 @@ def share(stage: HFStage, tp: int, watched: Watched) -> Iterator[Sequence[Tensor
     try:
         plan = plan_of(stage)
     except ConfigError:
-        kind = stage.whole_config.model_type
+        kind = stage.full_config.model_type
         raise ConfigError(f"tp={tp}: transformers has no plan for tensor parallelism of {kind}: leave it out") from None
     check_plan(stage, plan, tp)
     prove(stage, plan, False)

@@ -23,9 +23,9 @@ from zeropipe.engine.checkpoint.save import SaveHandle, describe_layout, require
 from zeropipe.engine.checkpoint.writer import FolderError
 from zeropipe.engine.comm.collective import on_first_rank
 from zeropipe.engine.engine import Engine
-from zeropipe.engine.stages.chance import is_chance
 from zeropipe.engine.stages.hf import HFStage
-from zeropipe.engine.stages.save import config_of
+from zeropipe.engine.stages.save import config_to_save
+from zeropipe.engine.stages.small_model import is_dropout_field
 from zeropipe.errors import ConfigError, EngineError, short
 from zeropipe.train.config.tables import RunConfig
 from zeropipe.train.loop.changes import describe_changes
@@ -217,7 +217,7 @@ def _require_same_model(config: RunConfig, path: Path, engine: Engine) -> None:
     saved = read_manifest(path).model["config"]
     if stage is None or saved is None:
         return
-    for name, old, new in compare_configs(saved, json.loads(config_of(stage).to_json_string())):
+    for name, old, new in compare_configs(saved, json.loads(config_to_save(stage).to_json_string())):
         raise ConfigError(
             f"{path} is of a model with {name}={short(old)}, model.path={config.model.path!r} has {short(new)}; use "
             f"the model that it was trained from; {_way_out(config)}"
@@ -230,7 +230,7 @@ def compare_configs(old: dict[str, Any], new: dict[str, Any]) -> Iterator[tuple[
         a, b = old[name], new[name]
         if isinstance(a, dict) and isinstance(b, dict):
             yield from ((f"{name}.{inner}", *values) for inner, *values in compare_configs(a, b))
-        elif a != b and not is_chance(name, a):
+        elif a != b and not is_dropout_field(name, a):
             yield name, a, b
 
 

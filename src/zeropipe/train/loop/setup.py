@@ -22,7 +22,7 @@ from zeropipe.engine.engine import Engine
 from zeropipe.engine.mesh.parallelize import parallelize
 from zeropipe.engine.run.job import DTYPES, create_mesh, select_device
 from zeropipe.engine.stages.build import hf_stages
-from zeropipe.engine.stages.chance import chances
+from zeropipe.engine.stages.small_model import nonzero_dropout
 from zeropipe.errors import ConfigError, MissingExtra
 from zeropipe.train.config.file_rules import ADAPTER_CONFIG
 from zeropipe.train.config.tables import RunConfig
@@ -125,12 +125,12 @@ def require_packing(config: RunConfig, engine: Engine, *sets: TrainingData | Eva
         return
     stages: list[Any] = list(engine.stages.values())
     for stage in stages:
-        if not stage.family.packs:
+        if not stage.family.can_pack:
             raise ConfigError(
                 f"data.packing=true: model_type={stage.lm.config.model_type!r} does not separate packed samples; "
                 "set data.packing=false"
             )
-        most = stage.family.packs_up_to
+        most = stage.family.max_packed_row
         if most is not None and config.data.sequence > most:
             raise ConfigError(
                 f"data.sequence={config.data.sequence}: model_type={stage.lm.config.model_type!r} separates packed "
@@ -180,12 +180,12 @@ def _adapter_source(config: RunConfig) -> Any:
 
 def random_fields(config: RunConfig) -> dict[str, float]:
     """The non-zero fields of the model or its adapter that draw random numbers, like dropout."""
-    found = chances(load_text_config(config))
+    found = nonzero_dropout(load_text_config(config))
     table = config.lora
     if table is not None and table.adapter is None:
-        found |= chances({"lora.dropout": table.dropout})
+        found |= nonzero_dropout({"lora.dropout": table.dropout})
     elif table is not None:
-        found |= chances(json.loads((Path(str(table.adapter)) / ADAPTER_CONFIG).read_text()))
+        found |= nonzero_dropout(json.loads((Path(str(table.adapter)) / ADAPTER_CONFIG).read_text()))
     return found
 
 

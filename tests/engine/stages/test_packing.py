@@ -6,8 +6,7 @@ import copy
 
 import pytest
 import torch
-from family_models import TABLE, tiny
-from test_families_exact import EXACT
+from family_models import EXACT, TABLE, tiny
 from weights_cases import all_stages
 
 import zeropipe as zp
@@ -105,7 +104,7 @@ def assert_apart(model_type, kind, is_runnable=True):
         pytest.skip(f"transformers has no such model: {error}")
     stages = all_stages(model, CUT)
     batch = {"input_ids": ids, "cu_seqlens": torch.tensor([0, *LENGTHS]).cumsum(0)}
-    if not stages[0].family.packs:
+    if not stages[0].family.can_pack:
         with pytest.raises(ConfigError, match="does not keep packed sequences apart"):
             stages[0].pick(batch)
         return
@@ -134,9 +133,11 @@ def test_every_type_with_every_kind_of_rotation(model_type, kind):
 def test_rows_that_a_model_reads_by_their_own_positions_are_limited():
     """llama4 scales queries, and cuts attention into chunks, by positions in the row: the same up to these lengths."""
     stages = all_stages(tiny("llama4_text", attention_chunk_size=16, floor_scale=20), CUT)
-    assert stages[0].family.packs_up_to == 16
+    assert stages[0].family.max_packed_row == 16
     batch = {"input_ids": torch.zeros(1, 16, dtype=torch.long), "cu_seqlens": torch.tensor([0, 10, 16])}
     assert stages[0].pick(batch)["is_packed"]
     batch = {"input_ids": torch.zeros(1, 17, dtype=torch.long), "cu_seqlens": torch.tensor([0, 10, 17])}
-    with pytest.raises(ConfigError, match=r"cu_seqlens in rows of 17 tokens: .* in rows of at most 16 tokens; take "):
+    with pytest.raises(
+        ConfigError, match=r"cu_seqlens with rows of 17 tokens: must be at most 16, .*; use shorter rows"
+    ):
         stages[0].pick(batch)

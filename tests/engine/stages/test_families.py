@@ -1,4 +1,4 @@
-"""Hugging Face models are cut where a small copy of them proves it; what cannot be proven is refused in one line."""
+"""Hugging Face models are cut where that is verified on a small copy of them; others are refused in one line."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaModel
 
-from zeropipe.engine.stages import cut, find, proof
-from zeropipe.engine.stages.models import decoder_config, meta_model
-from zeropipe.engine.stages.proof import family_of
+from zeropipe.engine.stages import cut, families, small_model, verify
+from zeropipe.engine.stages.skeleton import build_on_meta, find_decoder_config
+from zeropipe.engine.stages.verify import find_family
 from zeropipe.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)
 def _proven_anew(monkeypatch):
-    monkeypatch.setattr(proof, "_known", {})
+    monkeypatch.setattr(verify, "_cache", {})
 
 
 def look(config):
-    return family_of(meta_model(decoder_config(config), torch.float32))
+    return find_family(build_on_meta(find_decoder_config(config), torch.float32))
 
 
 def refused(config, reason):
@@ -44,35 +44,35 @@ def test_the_common_shape_is_found():
     assert (family.layers, family.num_layers) == ("model.layers", 7)
     assert family.before == {"model.embed_tokens.weight"}
     assert family.carried == (("args", 0),)
-    assert family.packs
-    assert family.bare_ends
+    assert family.can_pack
+    assert family.allows_empty_ends
 
 
 def test_homes_of_parameters():
     family = look(CONFIGS["llama"]())
     parts = (range(2), range(2, 4), range(4, 4))
     homes = [
-        family.home(name, parts) for name in ("model.embed_tokens.weight", "model.layers.2.x", "model.norm.weight")
+        family.stage_of(name, parts) for name in ("model.embed_tokens.weight", "model.layers.2.x", "model.norm.weight")
     ]
     assert homes == [0, 1, 2]
 
 
-def test_a_proof_is_made_once(monkeypatch):
+def test_a_cut_is_verified_once(monkeypatch):
     look(CONFIGS["llama"]())
-    monkeypatch.setattr(proof, "prove", None)
+    monkeypatch.setattr(verify, "verify_cut", None)
     look(CONFIGS["llama"]())
 
 
-def test_a_proof_is_made_once_for_models_of_several_lengths(monkeypatch):
+def test_a_cut_is_verified_once_for_models_of_several_lengths(monkeypatch):
     """They have the same small copy; what decides how a model runs makes another one."""
     short, mixed = look(CONFIGS["llama"]()), CONFIGS["qwen3-mixed"]()
-    monkeypatch.setattr(proof, "prove", None)
+    monkeypatch.setattr(verify, "verify_cut", None)
     assert look(CONFIGS["llama"](num_hidden_layers=9)) == dataclasses.replace(short, num_layers=9)
     refused(CONFIGS["llama"](tie_word_embeddings=True), "does not run")
     refused(mixed, "does not run")
 
 
-def test_a_proof_changes_nothing_of_the_callers(capfd):
+def test_verification_restores_the_callers_state(capfd):
     torch.manual_seed(3)
     state = torch.random.get_rng_state()
     with torch.no_grad():
@@ -85,37 +85,37 @@ def test_a_proof_changes_nothing_of_the_callers(capfd):
 
 
 def test_embeddings_that_are_not_replaced_are_seen(monkeypatch):
-    monkeypatch.setattr(cut.Border, "enter", lambda self, layer, args, kwargs: None)
+    monkeypatch.setattr(cut.StageStart, "enter", lambda self, layer, args, kwargs: None)
     refused(CONFIGS["llama"](), "other logits")
 
 
 def test_a_position_embedding_that_is_left_out_is_seen(monkeypatch):
-    before = find._before
-    monkeypatch.setattr(find, "_before", lambda *args: before(*args) - {"transformer.wpe.weight"})
+    before = families._find_before
+    monkeypatch.setattr(families, "_find_before", lambda *args: before(*args) - {"transformer.wpe.weight"})
     refused(CONFIGS["gpt2"](), "other logits")
 
 
 def test_a_layers_number_that_shifts_is_seen(monkeypatch):
     """As if layers were dropped and the config's list of layer types was not."""
-    cut_layers = proof.HFStage._reduce
+    cut_layers = verify.HFStage._remove_other_stages
 
     def shifted(stage, parameters):
         cut_layers(stage, parameters)
         types = stage.lm.config.layer_types
         stage.lm.config.layer_types = types[1:] + types[:1]
 
-    monkeypatch.setattr(proof.HFStage, "_reduce", shifted)
+    monkeypatch.setattr(verify.HFStage, "_remove_other_stages", shifted)
     refused(CONFIGS["qwen3-mixed"](), "other logits")
 
 
 def test_a_gradient_that_is_lost_is_seen(monkeypatch):
-    enter = cut.Border.enter
+    enter = cut.StageStart.enter
 
     def detached(self, layer, args, kwargs):
         self.received = [tensor.detach() for tensor in self.received]
         return enter(self, layer, args, kwargs)
 
-    monkeypatch.setattr(cut.Border, "enter", detached)
+    monkeypatch.setattr(cut.StageStart, "enter", detached)
     refused(CONFIGS["llama"](), "gradient of")
 
 
@@ -185,20 +185,20 @@ def test_weights_shared_between_layers_are_refused(monkeypatch):
 
 
 def test_keys_and_values_of_other_layers_are_refused(monkeypatch):
-    """Told from the config, and seen in the proof if it were not."""
+    """Refused by the config, and found by the verification if it were not."""
     sizes = {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "hidden_size": 32, "intermediate_size": 32}
     sizes |= {"layer_types": ["sliding_attention", "full_attention"] * 2, "activation_sparsity_pattern": [0.0] * 4}
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "altup_num_inputs": 2}
     config = Gemma3nTextConfig(**sizes)
     refused(config, "keys and values of others (num_kv_shared_layers=2)")
-    monkeypatch.setattr(proof, "_NEVER", {})
-    monkeypatch.setattr(proof, "_known", {})
+    monkeypatch.setattr(verify, "UNSUPPORTED_FIELDS", {})
+    monkeypatch.setattr(verify, "_cache", {})
     refused(config, "cannot be cut into stages")
 
 
 def test_inputs_of_each_layer_are_refused():
     refused(tiny("gemma4_text", hidden_size_per_layer_input=8), "of the embeddings (hidden_size_per_layer_input=8)")
-    assert look(tiny("gemma4_text", hidden_size_per_layer_input=0)).packs
+    assert look(tiny("gemma4_text", hidden_size_per_layer_input=0)).can_pack
 
 
 def test_lists_side_by_side_are_refused():
@@ -217,7 +217,7 @@ def test_every_kind_of_layer_is_in_the_small_copy():
     types = {(other, *[own] * 6): 3, (*[own] * 6, other): 3, (own, own, own, other, own, own, own): 4}
     for some, number in types.items():
         config = CONFIGS["qwen3-mixed"](num_hidden_layers=7, layer_types=list(some))
-        small = proof.small_model(meta_model(config, torch.float32), "model.layers")
+        small = small_model.build_small_model(build_on_meta(config, torch.float32), "model.layers")
         assert len(small.model.layers) == number
         found = small.config.layer_types
         assert set(found) == {own, other}
@@ -229,15 +229,15 @@ def test_a_pattern_that_a_short_copy_does_not_have_makes_it_as_long_as_the_first
     """Which layers have experts is counted from the first layer, and said by no list."""
     from transformers import DeepseekV3Config
 
-    model = meta_model(DeepseekV3Config(num_hidden_layers=9, first_k_dense_replace=4), torch.float32)
-    small = proof.small_model(model, "model.layers")
-    assert find.kinds(small, "model.layers", []) == [0, 0, 0, 0, 1]
+    model = build_on_meta(DeepseekV3Config(num_hidden_layers=9, first_k_dense_replace=4), torch.float32)
+    small = small_model.build_small_model(model, "model.layers")
+    assert small_model.layer_kinds(small, "model.layers", []) == [0, 0, 0, 0, 1]
 
 
 def test_kinds_of_a_copy_are_counted_as_they_come_up_in_it():
     """Of the first layer and the last three of [0, 1, 1, 1, 2, 1, 1] a copy says [0, 1, 2, 2]."""
-    assert (0, 4, 5, 6) in proof._choices([0, 1, 1, 1, 2, 1, 1])
-    assert proof._counted([0, 2, 1, 1]) == [0, 1, 2, 2]
+    assert (0, 4, 5, 6) in small_model._choices([0, 1, 1, 1, 2, 1, 1])
+    assert small_model._renumber([0, 2, 1, 1]) == [0, 1, 2, 2]
 
 
 def test_weights_of_a_small_copy_are_drawn_once(monkeypatch):
@@ -245,8 +245,8 @@ def test_weights_of_a_small_copy_are_drawn_once(monkeypatch):
     drawn = []
     fill = nn.init._no_grad_normal_
     monkeypatch.setattr(nn.init, "_no_grad_normal_", lambda tensor, *rest: drawn.append(tensor) or fill(tensor, *rest))
-    model = meta_model(CONFIGS["llama"](), torch.float32)
-    small = proof.small_model(model, "model.layers")
+    model = build_on_meta(CONFIGS["llama"](), torch.float32)
+    small = small_model.build_small_model(model, "model.layers")
     assert not drawn
     assert all((parameter != 0).float().mean() > 0.99 for parameter in small.parameters())
     assert all(parameter.std() > 0 for parameter in small.parameters())
@@ -255,20 +255,20 @@ def test_weights_of_a_small_copy_are_drawn_once(monkeypatch):
 def test_what_rounding_leaves_of_a_gradient_is_not_compared():
     """Where all experts of a token are the same one, the gradient of the router is 0, or 1e-7 of the others."""
     noise, other, large = torch.tensor([3e-7]), torch.tensor([-1e-7]), torch.tensor([10.0, -2.0])
-    assert not proof.close(noise, other)
-    assert proof.close(noise, other, proof.rounding([large, None]))
-    assert not proof.close(torch.tensor([1e-3]), other, proof.rounding([large, None]))
-    assert not proof.close(None, torch.tensor([1e-3]), proof.rounding([large]))
+    assert not verify.is_close(noise, other)
+    assert verify.is_close(noise, other, verify.rounding_error([large, None]))
+    assert not verify.is_close(torch.tensor([1e-3]), other, verify.rounding_error([large, None]))
+    assert not verify.is_close(None, torch.tensor([1e-3]), verify.rounding_error([large]))
 
 
 def test_a_last_layer_of_another_kind_needs_no_copy_as_long_as_the_model():
     """The last layer of gpt_neox_japanese has a bias that no other one has."""
     from transformers import GPTNeoXJapaneseConfig
 
-    model = meta_model(GPTNeoXJapaneseConfig(num_hidden_layers=9), torch.float32)
-    assert find.kinds(model, "gpt_neox_japanese.layers", []) == [0] * 8 + [1]
-    small = proof.small_model(model, "gpt_neox_japanese.layers")
-    assert find.kinds(small, "gpt_neox_japanese.layers", []) == [0, 0, 1]
+    model = build_on_meta(GPTNeoXJapaneseConfig(num_hidden_layers=9), torch.float32)
+    assert small_model.layer_kinds(model, "gpt_neox_japanese.layers", []) == [0] * 8 + [1]
+    small = small_model.build_small_model(model, "gpt_neox_japanese.layers")
+    assert small_model.layer_kinds(small, "gpt_neox_japanese.layers", []) == [0, 0, 1]
 
 
 @pytest.mark.parametrize("name", ["gemma3", "mistral3"])
@@ -276,19 +276,19 @@ def test_the_text_part_of_a_multimodal_model(name):
     from transformers import AutoConfig
 
     whole = AutoConfig.for_model(name)
-    assert decoder_config(whole).model_type == whole.text_config.model_type
-    assert isinstance(meta_model(decoder_config(whole), torch.float32).get_input_embeddings(), nn.Embedding)
+    assert find_decoder_config(whole).model_type == whole.text_config.model_type
+    assert isinstance(build_on_meta(find_decoder_config(whole), torch.float32).get_input_embeddings(), nn.Embedding)
 
 
 def test_a_model_that_is_no_decoder_is_refused():
     from transformers import ViTConfig
 
     with pytest.raises(ConfigError, match=r"model_type='vit'.*no causal language model") as caught:
-        decoder_config(ViTConfig())
+        find_decoder_config(ViTConfig())
     assert "\n" not in str(caught.value)
 
 
 def test_a_config_that_transformers_cannot_build_is_named():
     with pytest.raises(ConfigError, match="cannot build a model of this config") as caught:
-        meta_model(dataclasses.replace(LlamaConfig(), hidden_act="nothing"), torch.float32)
+        build_on_meta(dataclasses.replace(LlamaConfig(), hidden_act="nothing"), torch.float32)
     assert "\n" not in str(caught.value)

@@ -31,7 +31,7 @@ from weights_cases import (
 
 import zeropipe as zp
 from zeropipe.engine import LocalRanks, hf_model, hf_stages, module_stages
-from zeropipe.engine.stages import stored
+from zeropipe.engine.stages import reader
 from zeropipe.errors import ConfigError
 
 TWO = zp.build("1f1b", ranks=2, microbatches=2)
@@ -70,12 +70,12 @@ def test_wrapped_models_are_unwrapped(wrap):
 def test_models_of_data_parallelism_are_unwrapped_or_refused():
     replicated, sharded = zip(*ranks().run(wrapped_for_data_parallelism, CONFIGS["llama"]()))
     assert max(replicated) == 0
-    assert all("is sharded: give a model that is whole on this rank" in told for told in sharded)
+    assert all("is sharded: must be a full tensor" in told for told in sharded)
 
 
 def test_ranks_that_are_not_there_are_refused():
     for rank in (-1, 2, "0"):
-        with pytest.raises(ConfigError, match=f"rank={rank!r}: the schedule has ranks 0 to 1"):
+        with pytest.raises(ConfigError, match=f"rank={rank!r}: must be from 0 to 1, the ranks of the schedule"):
             hf_stages(CONFIGS["llama"](), TWO, rank)
         with pytest.raises(ConfigError, match=f"rank={rank!r}"):
             module_stages([nn.Linear(2, 2)] * 2, TWO, rank)
@@ -85,9 +85,9 @@ def test_ranks_that_are_not_there_are_refused():
 
 def test_devices_that_are_not_there_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match="device='cuda:0': torch sees no GPU here; give 'cpu'"):
+    with pytest.raises(ConfigError, match="device='cuda:0': torch finds no GPU on this machine; use 'cpu'"):
         hf_stages(CONFIGS["llama"](), TWO, 0, device="cuda:0")
-    with pytest.raises(ConfigError, match="device='quantum': give a device of torch's"):
+    with pytest.raises(ConfigError, match="device='quantum': must be a torch device"):
         hf_stages(CONFIGS["llama"](), TWO, 0, device="quantum")
 
 
@@ -117,7 +117,7 @@ def test_tensors_that_no_stage_would_use_are_refused():
 def test_a_pruned_model_is_refused_by_every_rank():
     model = hf_model(CONFIGS["llama"]())
     model.model.layers[3].mlp.up_proj = nn.Linear(32, 40, bias=False)
-    refuses(model, r"layers.3.mlp.up_proj.weight is \(40, 32\) in the LlamaForCausalLM.*\(48, 32\)")
+    refuses(model, r"layers.3.mlp.up_proj.weight has shape \(40, 32\) in the LlamaForCausalLM.*\(48, 32\)")
 
 
 @pytest.mark.parametrize("labels", [1, 3])
@@ -161,12 +161,12 @@ def test_models_without_values_are_refused():
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(CONFIGS["llama"]())
-    refuses(model, "has no values")
+    refuses(model, "must have values")
 
 
 @pytest.mark.parametrize("source", [None, 3, nn.Linear(2, 2), {"a": 1}, "no/such/directory", []], ids=repr)
 def test_what_is_no_model_is_refused(source):
-    refuses(source, "is no model|no Hugging Face model|no model directory")
+    refuses(source, "^model=.*: must be a directory|not a Hugging Face model|not a model directory")
 
 
 @pytest.mark.parametrize("dtype", ["bf16", torch.int8, torch.float8_e4m3fn, 16])
@@ -243,8 +243,8 @@ def test_only_what_a_stage_needs_is_read_and_each_file_opened_once(saved, monkey
 
 def test_few_files_are_open_at_once(saved, monkeypatch):
     _, directory = saved
-    monkeypatch.setattr(stored, "_MOST_OPEN", 2)
-    found = stored.Stored(directory)
+    monkeypatch.setattr(reader, "MAX_OPEN_FILES", 2)
+    found = reader.SafetensorsReader(directory)
     for name in found.names:
         found.read(name)
     assert len(found._open) == 2
@@ -262,9 +262,9 @@ def test_model_safetensors_wins_over_an_index_as_in_transformers(saved):
     [
         (lambda t: {n: x for n, x in t.items() if "layers.3.self_attn.q_proj" not in n}, "no tensor model.layers.3"),
         (lambda t: {n: x for n, x in t.items() if "lm_head" not in n}, "no tensor lm_head.weight"),
-        (lambda t: t | {"model.layers.0.input_layernorm.weight": torch.ones(1)}, r"is \(1,\) in .* makes it \(32,\)"),
-        (lambda t: t | {"model.norm.weight": torch.ones(1, 32)}, r"is \(1, 32\)"),
-        (lambda t: t | {"model.layers.1.mlp.up_proj.weight": torch.ones(1, 32)}, r"is \(1, 32\).*\(48, 32\)"),
+        (lambda t: t | {"model.layers.0.input_layernorm.weight": torch.ones(1)}, r"has shape \(1,\).*must be \(32,\)"),
+        (lambda t: t | {"model.norm.weight": torch.ones(1, 32)}, r"has shape \(1, 32\)"),
+        (lambda t: t | {"model.layers.1.mlp.up_proj.weight": torch.ones(1, 32)}, r"has shape \(1, 32\).*\(48, 32\)"),
         (lambda t: t | {"model.norm.weight": torch.ones(32, dtype=torch.int8)}, "is int8"),
         (lambda t: t | {"model.norm.weight": torch.ones(32).to(torch.float8_e4m3fn)}, "is float8_e4m3fn"),
         (
@@ -273,11 +273,11 @@ def test_model_safetensors_wins_over_an_index_as_in_transformers(saved):
         ),
         (
             lambda t: {n: x for n, x in t.items() if "layers.0.mlp.experts.4." not in n},
-            r"experts.\w+_proj is \(4, .* makes it \(5, ",
+            r"experts.\w+_proj has shape \(4, .* must be \(5, ",
         ),
         (
             lambda t: t | {"model.layers.0.mlp.experts.3.up_proj.weight": torch.ones(2, 2)},
-            "cannot make model.layers.0.mlp.experts.gate_up_proj",
+            "cannot convert .* to model.layers.0.mlp.experts.gate_up_proj",
         ),
     ],
 )  # fmt: skip
@@ -294,9 +294,9 @@ def test_broken_checkpoints_are_refused(saved, change, match):
         ("{", "cannot read .*index.json: Expecting"),
         ("{}", "has no weight_map"),
         ("[]", "has no weight_map"),
-        ('{"weight_map": 3}', "must say which file"),
-        ('{"weight_map": {"a": 3}}', "must say which file"),
-        ('{"weight_map": {"a": "../b.safetensors"}}', "must say which file"),
+        ('{"weight_map": 3}', "must map each tensor to a file"),
+        ('{"weight_map": {"a": 3}}', "must map each tensor to a file"),
+        ('{"weight_map": {"a": "../b.safetensors"}}', "must map each tensor to a file"),
         ('{"weight_map": {}}', "no tensor"),
     ],
 )
@@ -316,9 +316,9 @@ def test_broken_files_are_refused(saved):
     file.write_bytes(data[:4])
     refuses(directory, "cannot read .*model-00001", schedule=one)
     file.unlink()
-    refuses(directory, "model-00001-.* is missing: copy all of the model", schedule=one)
+    refuses(directory, "model-00001-.* is missing; copy all files of the model", schedule=one)
     (directory / "model.safetensors.index.json").unlink()
-    refuses(directory, "holds no model.safetensors", schedule=one)
+    refuses(directory, "has no model.safetensors", schedule=one)
     (directory / "config.json").write_text("{")
     refuses(directory, "cannot read .*config.json", schedule=one)
 
@@ -391,9 +391,9 @@ def test_ties_inside_a_stage(tmp_path):
 def test_ties_inside_a_stage_that_are_none_are_refused(tmp_path):
     model = bert(tmp_path)
     rewrite(tmp_path, lambda tensors: tensors | {"cls.predictions.decoder.bias": torch.ones(61)})
-    refuses(tmp_path, "differ in .*: its config ties them")
+    refuses(tmp_path, "differ in .*: must be equal by its config")
     model.cls.predictions.decoder.bias = nn.Parameter(torch.ones(61))
-    refuses(model, "are two tensors: its config makes them one")
+    refuses(model, "are two tensors: must be one by its config")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -436,7 +436,7 @@ def test_the_text_part_is_loaded(multimodal, tmp_path):
     save_all_stages(all_stages(tmp_path, TWO), TWO, tmp_path / "text")
     back = AutoModelForCausalLM.from_pretrained(tmp_path / "text")
     torch.testing.assert_close(back.eval()(**batch).logits, want)
-    with pytest.raises(ConfigError, match="holds another model"):
+    with pytest.raises(ConfigError, match="has another model"):
         save_all_stages(all_stages(tmp_path, TWO), TWO, tmp_path)
 
 
@@ -483,7 +483,7 @@ def test_float8_blocks_are_read_as_transformers_reads_them(tmp_path, family):
     for stage in stages:
         for name, tensor in stage.state_dict().items():
             assert torch.equal(tensor, theirs[stage.full_name(name)]), name
-        assert getattr(stage.whole_config, "quantization_config", None) is None
+        assert getattr(stage.full_config, "quantization_config", None) is None
 
 
 def test_float8_blocks_at_the_edges_are_cut(tmp_path):
@@ -516,7 +516,7 @@ def test_float8_blocks_at_the_edges_are_cut(tmp_path):
 def test_other_quantised_directories_are_refused(saved, how):
     _, directory = saved
     say_quantised(directory, **how)
-    refuses(directory, "is quantised .*only fp8 in blocks and mxfp4")
+    refuses(directory, "is quantized .*must be fp8 in blocks, or mxfp4")
 
 
 @pytest.mark.parametrize("broken", ["no scale", "wrong scale", "whole numbers"])

@@ -177,9 +177,9 @@ def test_an_adapter_is_replaced_in_one_step_by_one_of_its_kind(trained, monkeypa
     assert all(sum(one) == 1 for one in seen)
     assert not list((where / "adapter").glob(".*"))
     other = all_stages(where / "base", TWO, adapter=LoraConfig(r=2, lora_alpha=7, target_modules=["q_proj", "v_proj"]))
-    with pytest.raises(ConfigError, match=r"holds another adapter \(r is 3, here 2\)"):
+    with pytest.raises(ConfigError, match=r"has another adapter \(r is 3, here 2\)"):
         save_all(other, where / "adapter")
-    with pytest.raises(ConfigError, match="holds an adapter"):
+    with pytest.raises(ConfigError, match="has an adapter"):
         save_all(stages, where / "adapter", merge=True)
 
 
@@ -247,7 +247,7 @@ def scales(model):
 
 @pytest.mark.parametrize(
     "change,match",
-    [(two_adapters, "2 adapters"), (merged, "is merged"), (switched_off, "is switched off"), (prompts, "PROMPT_TUNING"),
+    [(two_adapters, "2 adapters"), (merged, "is merged"), (switched_off, "is disabled"), (prompts, "PROMPT_TUNING"),
      (scales, "ia3_l")],
 )  # fmt: skip
 def test_adapters_that_cannot_be_kept_are_refused(change, match):
@@ -261,16 +261,16 @@ def test_adapters_that_cannot_be_kept_are_refused(change, match):
 @pytest.mark.parametrize(
     "config,adapter,match",
     [
-        ({}, "no/such", "is no adapter directory"),
-        ({}, 3, "give a peft.LoraConfig"),
+        ({}, "no/such", "is not an adapter directory"),
+        ({}, 3, "must be a peft.LoraConfig"),
         ({}, LoraConfig(target_modules=["nothing"]), "peft cannot add this adapter"),
-        ({}, LoraConfig(target_modules=["q_proj"], use_dora=True), "use_dora=True starts from the weights"),
+        ({}, LoraConfig(target_modules=["q_proj"], use_dora=True), "use_dora=True depends on the weights"),
         ({}, LoraConfig(target_modules=["q_proj"], init_lora_weights="pissa"), "'pissa'"),
         ({}, peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[]), "peft_type=IA3"),
-        ({}, LoraConfig(target_modules=["q_proj"], modules_to_save=["layers.1"]), "whole layer|cannot add"),
+        ({}, LoraConfig(target_modules=["q_proj"], modules_to_save=["layers.1"]), "transformer layer|cannot add"),
         ({}, LoraConfig(target_modules=["q_proj"], alora_invocation_tokens=[1]), "alora_invocation_tokens is not"),
-        ({"tie_word_embeddings": True}, LoraConfig(target_modules=["lm_head"]), "they are one weight"),
-        ({"tie_word_embeddings": True}, LoraConfig(target_modules=["embed_tokens"]), "they are one weight"),
+        ({"tie_word_embeddings": True}, LoraConfig(target_modules=["lm_head"]), "they are tied"),
+        ({"tie_word_embeddings": True}, LoraConfig(target_modules=["embed_tokens"]), "they are tied"),
     ],
 )  # fmt: skip
 def test_wrong_adapters_are_refused(config, adapter, match):
@@ -281,7 +281,7 @@ def test_wrong_adapters_are_refused(config, adapter, match):
 
 def test_a_saved_adapter_that_changes_biases_is_refused(tmp_path):
     LoraConfig(target_modules=["q_proj"], bias="lora_only").save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"bias='lora_only' changes biases of the model, too: load it with PeftModel"):
+    with pytest.raises(ConfigError, match=r"bias='lora_only' also changes biases of the model; load it with PeftModel"):
         all_stages(CONFIGS["llama"](), TWO, adapter=tmp_path)
 
 
@@ -308,7 +308,7 @@ def test_a_broken_adapter_directory_is_refused(trained):
     config = json.loads((where / "adapter" / "adapter_config.json").read_text())
     config["target_modules"] = ["q_proj"]
     (where / "adapter" / "adapter_config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match="which its config does not know"):
+    with pytest.raises(ConfigError, match="which its config does not have"):
         hf_stages(where / "base", TWO, 0, adapter=where / "adapter")
     (where / "adapter" / "adapter_model.safetensors").write_bytes(b"x")
     with pytest.raises(ConfigError, match="cannot read"):

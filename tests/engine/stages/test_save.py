@@ -21,7 +21,7 @@ from weights_cases import all_stages, run, save_in_group, save_in_wrong_group, s
 
 import zeropipe as zp
 from zeropipe.engine import hf_model, hf_stages, module_stages, save_stages
-from zeropipe.engine.stages import save, switch
+from zeropipe.engine.stages import save, staging
 from zeropipe.errors import ConfigError
 
 TWO = zp.build("1f1b", ranks=2, microbatches=2)
@@ -91,7 +91,7 @@ def test_a_crash_at_any_moment_leaves_the_old_or_the_new_model(tmp_path, monkeyp
         """Save into a copy of the old directory as a process that crashes after some changes of the disk."""
         shutil.copytree(old, directory, dirs_exist_ok=True)
         with monkeypatch.context() as patch:
-            patch.setattr(switch, "_THIS_PROCESS", attempt)
+            patch.setattr(staging, "_PROCESS_TOKEN", attempt)
             for name in ("replace", "unlink"):
                 patch.setattr(os, name, counted(getattr(os, name)))
             left[0] = steps
@@ -153,7 +153,7 @@ def test_a_rank_that_cannot_write_stops_all_and_nothing_changes(tmp_path):
 
 def test_one_of_several_pipelines_saves(tmp_path):
     config = CONFIGS["llama"]()
-    assert all("give group=" in told for told in ranks().run(save_in_wrong_group, str(tmp_path), TWO, config))
+    assert all("pass group=" in told for told in ranks().run(save_in_wrong_group, str(tmp_path), TWO, config))
     ranks().run(save_in_group, str(tmp_path), TWO, config)
     torch.testing.assert_close(logits(tmp_path), hf_model(config, seed=3).eval()(BATCH["input_ids"]).logits)
 
@@ -178,7 +178,7 @@ def test_saved_as_transformers_saves(tmp_path, family):
 
 
 def test_large_stages_are_written_in_several_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(save, "_MOST_BYTES", 20_000)
+    monkeypatch.setattr(save, "MAX_FILE_BYTES", 20_000)
     model = seeded(hf_model(CONFIGS["llama"]()))
     save_all(model, tmp_path)
     sizes = [sum(t.nbytes for t in load_file(file).values()) for file in tmp_path.glob("*.safetensors")]
@@ -231,14 +231,14 @@ def test_a_score_head_is_loaded_as_a_classifier(tmp_path):
     model.config.pad_token_id = 0
     tokens = {"input_ids": BATCH["input_ids"].clamp_min(1)}
     torch.testing.assert_close(model(**tokens).logits, run(stages, tokens)[:, -1])
-    refuses_to_save(stages, hf_model(CONFIGS["qwen3"]()), tmp_path / "whole", "holds another model")
+    refuses_to_save(stages, hf_model(CONFIGS["qwen3"]()), tmp_path / "whole", "has another model")
 
 
 def test_a_classifier_keeps_its_labels(tmp_path):
     config = CONFIGS["qwen3"](num_labels=3, pad_token_id=0)
     model = AutoModelForSequenceClassification.from_config(config).eval()
     tokens = {"input_ids": BATCH["input_ids"].clamp_min(1)}
-    with pytest.raises(ConfigError, match=r"has no lm_head.weight, .*or head='score' for a classifier or a reward"):
+    with pytest.raises(ConfigError, match=r"has no lm_head.weight: .*or head='score' for a classifier or a reward"):
         all_stages(model, TWO)
     stages = all_stages(model, TWO, head="score")
     for rank in range(2):
@@ -248,22 +248,31 @@ def test_a_classifier_keeps_its_labels(tmp_path):
     assert AutoModelForSequenceClassification.from_pretrained(tmp_path).score.weight.equal(model.score.weight)
 
 
-IDS = "give a Tensor of whole numbers, (sequences, tokens)"
+IDS = "must be an integer Tensor (sequences, tokens)"
 
 
 @pytest.mark.parametrize(
     "microbatch, words",
     [
-        ({"labels": 1}, "a microbatch has ['labels']: every stage of a Hugging Face model needs 'input_ids'"),
-        ({"input_ids": torch.tensor([[0, 61]])}, "a microbatch has token id 61: the model knows 0 to 60"),
-        ({"input_ids": torch.tensor([[-1, 60]])}, "a microbatch has token id -1: the model knows 0 to 60"),
-        ({"input_ids": [[0, 1]]}, f"a microbatch has input_ids that are a list: {IDS}"),
-        ({"input_ids": torch.ones(2, 3)}, f"a microbatch has input_ids of torch.float32: {IDS}"),
-        ({"input_ids": torch.tensor([0, 1])}, f"a microbatch has input_ids of shape (2,): {IDS}"),
-        ({"input_ids": torch.ones(2, 0, dtype=torch.long)}, f"a microbatch has input_ids of shape (2, 0): {IDS}"),
+        ({"labels": 1}, "a microbatch has the keys ['labels']: must have 'input_ids' for a Hugging Face model"),
+        (
+            {"input_ids": torch.tensor([[0, 61]])},
+            "a microbatch has token id 61: must be from 0 to 60, the model's vocabulary",
+        ),
+        (
+            {"input_ids": torch.tensor([[-1, 60]])},
+            "a microbatch has token id -1: must be from 0 to 60, the model's vocabulary",
+        ),
+        ({"input_ids": [[0, 1]]}, f"a microbatch has input_ids of type list: {IDS}"),
+        ({"input_ids": torch.ones(2, 3)}, f"a microbatch has input_ids of torch.float32 and shape (2, 3): {IDS}"),
+        ({"input_ids": torch.tensor([0, 1])}, f"a microbatch has input_ids of torch.int64 and shape (2,): {IDS}"),
+        (
+            {"input_ids": torch.ones(2, 0, dtype=torch.long)},
+            f"a microbatch has input_ids of torch.int64 and shape (2, 0): {IDS}",
+        ),
         (
             {"input_ids": torch.ones(2, 3, dtype=torch.long), "attention_mask": torch.ones(2, 4)},
-            "a microbatch has an attention_mask of (2, 4) and input_ids of (2, 3)",
+            "a microbatch has an attention_mask of shape (2, 4): must have the shape of input_ids, (2, 3)",
         ),
         ({"input_ids": torch.tensor([[0, 60]]), "attention_mask": torch.ones(1, 1, 2, 2)}, None),
     ],
@@ -286,10 +295,10 @@ def test_another_model_is_not_overwritten(tmp_path):
     refuses_to_save(
         stages, hf_model(CONFIGS["llama"](num_hidden_layers=2)), tmp_path / "a", "num_hidden_layers is 2, here 4"
     )
-    refuses_to_save(stages, hf_model(CONFIGS["qwen3"]()), tmp_path / "b", "holds another model")
+    refuses_to_save(stages, hf_model(CONFIGS["qwen3"]()), tmp_path / "b", "has another model")
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "adapter_config.json").write_text("{}")
-    refuses_to_save(stages, hf_model(CONFIGS["llama"]()), tmp_path / "c", "holds an adapter")
+    refuses_to_save(stages, hf_model(CONFIGS["llama"]()), tmp_path / "c", "has an adapter")
 
 
 def test_what_goes_with_a_model_is_copied(tmp_path):
@@ -320,7 +329,7 @@ def test_what_cannot_be_saved_is_refused(tmp_path, monkeypatch):
 
 def test_stages_of_two_models_are_refused(tmp_path):
     one, other = all_stages(CONFIGS["llama"](), TWO), all_stages(CONFIGS["llama"](), TWO, layers=[3, 1])
-    with pytest.raises(ConfigError, match="placement=None: the schedule, or its placement, is needed"):
+    with pytest.raises(ConfigError, match="placement=None: must be a schedule, or the placement of one"):
         save_stages({0: one[0]}, None, 0, tmp_path)
     save_stages({0: one[0]}, TWO, 0, tmp_path)
     with pytest.raises(ConfigError, match=r"no stage has model\.layers\.2"):

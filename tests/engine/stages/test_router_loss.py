@@ -6,7 +6,7 @@ import pytest
 import torch
 from family_models import tiny
 from stage_models import assert_same_gradients, microbatches, staged_step
-from test_stages import all_stages
+from weights_cases import all_stages
 
 import zeropipe as zp
 from zeropipe.engine import CausalLMLoss, hf_model

@@ -7,10 +7,8 @@ import re
 import pytest
 from family_models import IS_OF_TABLE, PROMISED, TABLE, VERSION, models_table
 
-from zeropipe.engine.transformers_private import causal_types
 
-
-@pytest.mark.parametrize("model_type", sorted(causal_types()))
+@pytest.mark.parametrize("model_type", sorted(models_table.CAUSAL_TYPES))
 def test_every_type_is_exact_or_refused_in_one_line(model_type):
     """Proven again; anything but one line raises here. Another transformers may have what the table does not."""
     row = models_table.row(model_type)
@@ -21,7 +19,7 @@ def test_every_type_is_exact_or_refused_in_one_line(model_type):
 def test_how_many_are_exact(record_property):
     exact = {model_type for model_type, row in TABLE.items() if row.cut == "exact"}
     record_property("says", f"{len(exact)} of {len(TABLE)} decoder types of transformers are exact, the others refused")
-    assert TABLE.keys() == set(causal_types())
+    assert TABLE.keys() == set(models_table.CAUSAL_TYPES)
     assert exact >= set(PROMISED)
     assert len(exact) >= 140
     readme = (models_table.FILE.parent.parent / "README.md").read_text()

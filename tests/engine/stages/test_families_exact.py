@@ -5,29 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
-from family_models import IS_OF_TABLE, PROMISED, TABLE, models_table, tiny
+from family_models import EXACT, IS_OF_TABLE, PROMISED, TABLE, models_table, tiny
 from stage_models import assert_same_gradients, staged_step
-from test_stages import all_stages
 from torch.overrides import TorchFunctionMode
+from weights_cases import all_stages
 
 import zeropipe as zp
 from zeropipe.engine import CausalLMLoss, hf_model
 from zeropipe.engine.backward.linear import defer
 from zeropipe.engine.backward.store import WeightStore
-from zeropipe.engine.stages.whole import tensors_of
-from zeropipe.engine.transformers_private import causal_types
+from zeropipe.engine.stages.skeleton import named_tensors
 
-EXACT = [
-    pytest.param(
-        model_type,
-        marks=pytest.mark.skipif(
-            not IS_OF_TABLE and model_type not in causal_types(),
-            reason=f"transformers {transformers.__version__} has no model_type={model_type!r}",
-        ),
-    )
-    for model_type, row in TABLE.items()
-    if row.cut == "exact"
-]
 CUTS = {"1f1b": zp.build("1f1b", ranks=3, microbatches=3), "zbv": zp.build("zbv", ranks=2, microbatches=4)}
 LENGTHS = (6, 2, 7)
 
@@ -110,7 +98,7 @@ def assert_exact(model_type, name, tied):
             parameter.add_(torch.randn_like(parameter), alpha=0.05)
     stages = all_stages(model, CUTS[name])
     assert all(stage.has_tied_ends == tied for stage in stages)
-    batches = batches_of(model.config.get_text_config().vocab_size, stages[0].family.packs)
+    batches = batches_of(model.config.get_text_config().vocab_size, stages[0].family.can_pack)
     for stage in stages:
         defer(stage)
     with Float64():
@@ -143,10 +131,10 @@ def test_seeded_weights_of_every_type_do_not_depend_on_the_cut(model_type):
     whole = whole_of(model_type, seed=4)
     config = tiny(model_type)
     made = dict(type(whole)._from_config(config).named_buffers())
-    wanted = tensors_of(whole)
+    wanted = named_tensors(whole)
     for name, buffer in whole.named_buffers():
         assert torch.equal(buffer, made[name]), name
     for stage in all_stages(config, CUTS["1f1b"], seed=4):
-        for name, tensor in tensors_of(stage).items():
+        for name, tensor in named_tensors(stage).items():
             full = stage.full_name(name)
             assert torch.equal(tensor, wanted[full]), full

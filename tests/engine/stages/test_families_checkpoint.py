@@ -6,8 +6,7 @@ import pytest
 import torch
 from engine_helpers import ranks
 from family_checkpoint_cases import drawn, save_and_load
-from family_models import TABLE, tiny
-from test_families_exact import EXACT
+from family_models import EXACT, TABLE, tiny
 from transformers import AutoModelForCausalLM
 
 import zeropipe as zp

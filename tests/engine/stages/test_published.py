@@ -12,15 +12,15 @@ from transformers import AutoModelForCausalLM, Mxfp4Config
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from weights_cases import seeded
 
-from zeropipe.engine.stages.quantised import form_of
-from zeropipe.engine.stages.stored import Stored
+from zeropipe.engine.stages.quantized import find_format
+from zeropipe.engine.stages.reader import SafetensorsReader
 from zeropipe.engine.transformers_private import (
     classifier_name,
     conversions,
     kept_in_float32,
-    published,
     tied_names,
-    unexpected,
+    to_published,
+    unexpected_names,
 )
 
 _SIZES = {
@@ -55,7 +55,7 @@ _MODELS = {
 
 @pytest.fixture(params=_MODELS)
 def saved(request, tmp_path):
-    """A small model of a family with random weights, saved by transformers in the family's published form."""
+    """A small model of a family with random weights, saved by transformers in the family's to_published form."""
     config = CONFIG_MAPPING[request.param](**_SIZES | _MODELS[request.param])
     model = seeded(AutoModelForCausalLM.from_config(config))
     model.save_pretrained(tmp_path)
@@ -66,7 +66,7 @@ def saved(request, tmp_path):
 
 def test_every_tensor_is_made_of_the_stored_ones(saved):
     model, empty, directory = saved
-    stored = Stored(directory)
+    stored = SafetensorsReader(directory)
     found, unused = conversions(empty, stored.names)
     assert not unused
     made = {}
@@ -83,7 +83,7 @@ def test_every_stored_tensor_is_made_of_the_models(saved):
     model, empty, directory = saved
     want = load_file(directory / "model.safetensors")
     state = {name: tensor for name, tensor in model.state_dict().items() if name not in tied_names(empty)}
-    made = published(empty, state)
+    made = to_published(empty, state)
     assert made.keys() == want.keys()
     assert all(torch.equal(made[name], want[name]) for name in made)
 
@@ -99,13 +99,13 @@ def test_names_that_differ_are_known():
     bias = "model.layers.1.mlp.gate.e_score_correction_bias"
     assert kept_in_float32(deepseek, torch.bfloat16, deepseek.state_dict()) == {bias}
     assert kept_in_float32(deepseek, torch.float64, deepseek.state_dict()) == set()
-    assert unexpected(deepseek, ["model.layers.61.mlp.gate.weight", "strange"]) == {"strange"}
+    assert unexpected_names(deepseek, ["model.layers.61.mlp.gate.weight", "strange"]) == {"strange"}
     assert tied_names(tied) == {"lm_head.weight": "model.embed_tokens.weight"}
     assert classifier_name(tied.config) == "LlamaForSequenceClassification"
 
 
 def test_experts_in_float4_are_read_as_transformers_reads_them(tmp_path):
-    """gpt-oss is published in mxfp4 only."""
+    """gpt-oss is to_published in mxfp4 only."""
     config = CONFIG_MAPPING["gpt_oss"](**_SIZES | _EXPERTS | {"hidden_size": 64, "intermediate_size": 32})
     model = seeded(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
     tensors = {}
@@ -125,7 +125,7 @@ def test_experts_in_float4_are_read_as_transformers_reads_them(tmp_path):
     theirs = AutoModelForCausalLM.from_pretrained(
         tmp_path, dtype=torch.bfloat16, quantization_config=Mxfp4Config(dequantize=True)
     ).state_dict()
-    stored = Stored(tmp_path, form_of(quantization, tmp_path))
+    stored = SafetensorsReader(tmp_path, find_format(quantization, tmp_path))
     assert set(stored.names) == theirs.keys()
     for name, tensor in theirs.items():
         assert torch.equal(stored.read(name).bfloat16(), tensor), name
