@@ -151,9 +151,9 @@ def _write_adapter(source: Path, manifest: Manifest, directory: Path, like: str 
     """All tensors of an adapter are in memory at once: it is small."""
     model_config = _load_config(source, manifest)
     model = ModelSkeleton(build_on_meta(model_config, model_config.dtype or torch.float32), manifest.model["head"])
-    injected = AdaptedSkeleton(model, restore_adapter(manifest.model["adapter"]))
-    saved, keys = manifest.select("model"), injected.keys
-    config = injected.saved_config(manifest.model.get("origin"))
+    adapted = AdaptedSkeleton(model, restore_adapter(manifest.model["adapter"]))
+    saved, keys = manifest.select("model"), adapted.keys
+    config = adapted.saved_config(manifest.model.get("origin"))
     if missing := keys.keys() - saved.keys():
         raise ConfigError(f"{source} has no {format_names(missing)}: its manifest describes another adapter")
     require_same_adapter(directory, config)

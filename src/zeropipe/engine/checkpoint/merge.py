@@ -70,7 +70,7 @@ def _build_stages(model: Model, begin: Begin) -> Iterator[HFStage]:
 
 def _add_adapter(model: Model, source: Path, manifest: Manifest) -> Model:
     described = restore_adapter(manifest.model["adapter"])
-    adapter = Adapter(described.config, described.name, lambda injected: _SavedAdapter(source, manifest))
+    adapter = Adapter(described.config, described.name, lambda adapted: _SavedAdapter(source, manifest))
     return replace(
         model, adapter=AdaptedSkeleton(ModelSkeleton(build_on_meta(model.config, model.dtype), model.head), adapter)
     )
