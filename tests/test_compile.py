@@ -24,7 +24,7 @@ from zeropipe.engine.backward import ops
 from zeropipe.engine.backward.linear import defer, find_deferred, update_hooks
 from zeropipe.engine.backward.stacks import expert_linear
 from zeropipe.engine.backward.store import WeightStore
-from zeropipe.engine.blocks.compiling import prepare_blocks, report
+from zeropipe.engine.blocks.compiling import prepare_blocks, warn_once
 from zeropipe.engine.stages.build import hf_model, hf_stages, module_stages
 from zeropipe.engine.torch_private import compile as torch_compile
 from zeropipe.errors import ConfigError
@@ -43,7 +43,7 @@ def _own_cache(compile_cache):
 def _fresh_compiler():
     torch._dynamo.reset()
     counters.clear()
-    report.cache_clear()
+    warn_once.cache_clear()
     yield
     torch._dynamo.reset()
 
@@ -439,14 +439,14 @@ def test_a_block_that_cannot_be_captured_is_reported_once_and_right():
     batches = [{"inputs": torch.randn(3, 4).double()} for _ in range(3)]
     for batch in batches:
         plain[1](plain[0](batch["inputs"])).sum().backward()
-    with pytest.warns(UserWarning, match="Branchy cannot be compiled whole and runs uncompiled") as seen:
+    with pytest.warns(UserWarning, match="Branchy cannot be compiled as one graph and runs uncompiled") as seen:
         staged_step([stage], batches, WeightStore(), loss_fn=lambda out, _: out.sum())
     assert len([w for w in seen if "Branchy" in str(w.message)]) == 1
     assert_same_gradients([stage], plain)
 
 
 def test_memory_budget_without_compile_is_reported():
-    with pytest.warns(UserWarning, match=r"memory_budget:0\.5 needs compile=True.*selective:op"):
+    with pytest.warns(UserWarning, match=r"ac='memory_budget:0\.5' has no effect without compile=True.*selective:op"):
         stages_of(tiny("llama"), ac="memory_budget:0.5")
 
 

@@ -153,13 +153,13 @@ def test_checkpointing_runs_a_block_again_on_what_it_had(kind, ac):
 @pytest.mark.parametrize(
     "kind, line",
     [
-        (cases.Given, "a Block again: a tensor that it was given was modified in place after its forward"),
-        (cases.Sometimes, "a Sometimes again: it modifies its buffer seen in some forwards and not in others"),
-        (cases.Aliased, "a Aliased again: it modifies its buffer seen under another name, too"),
+        (cases.Given, "recompute a Block: an input was modified in place after its forward"),
+        (cases.Sometimes, "recompute a Sometimes: it modifies its buffer seen in some forwards and not in others"),
+        (cases.Aliased, "recompute a Aliased: it modifies its buffer seen also under another name"),
     ],
 )
-def test_what_checkpointing_cannot_run_again_is_refused(kind, line):
-    with pytest.raises(EngineError, match=f"activation checkpointing cannot run {line}; .*, or give ac='none'"):
+def test_blocks_that_checkpointing_cannot_recompute_are_refused(kind, line):
+    with pytest.raises(EngineError, match=f"activation checkpointing cannot {line}; .*, or use ac='none'"):
         ranks(2).run(cases.train, build("1f1b"), kind, (), {"ac": "full"})
 
 

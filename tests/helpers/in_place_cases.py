@@ -16,7 +16,7 @@ import zeropipe as zp
 import zeropipe.pipelining as ours
 from zeropipe.core.schedule import Schedule
 from zeropipe.engine import Engine, module_stages, parallelize
-from zeropipe.engine.blocks.checkpointing import checkpointed
+from zeropipe.engine.blocks.checkpointing import add_checkpointing
 
 TOKENS = 3
 COPYING = [
@@ -189,7 +189,7 @@ class Given(Reading):
 
     def forward(self, x: Tensor) -> Tensor:
         self.seen.mul_(0.9)
-        run = checkpointed(lambda block, x, more: block(x + more["scale"]), "full")
+        run = add_checkpointing(lambda block, x, more: block(x + more["scale"]), "full")
         return run(self.inner, x, {"scale": self.seen})
 
 

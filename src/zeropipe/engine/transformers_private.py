@@ -167,7 +167,8 @@ def _mask_functions(extra: tuple[str, ...]) -> list[tuple[Any, int]]:
         functions.append(getattr(importlib.import_module(module), name))
     found = []
     for function in map(inspect.unwrap, functions):
-        optional = [p.name for p in inspect.signature(function).parameters.values() if p.default is not p.empty]
+        parameters = inspect.signature(function).parameters.values()
+        optional = [p.name for p in parameters if p.default is not p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
         if "position_ids" in optional:
             found.append((function, optional.index("position_ids")))
     return found

@@ -173,6 +173,34 @@ def test_what_spans_layers_is_refused(monkeypatch, oddity, reason):
     refused(CONFIGS["llama"](num_hidden_layers=3), reason)
 
 
+def own_mask(hidden, position_ids=None):
+    """A mask function of a family's own: causal, and packed sequences are told apart by their positions."""
+    length = hidden.shape[1]
+    sample = torch.zeros(1, length) if position_ids is None else (position_ids == 0).cumsum(-1)
+    mask = torch.ones(length, length).tril().bool() & (sample[:, :, None] == sample[:, None])
+    return mask[:, None]
+
+
+def forward_with_own_mask(self, input_ids, attention_mask=None, position_ids=None, use_cache=None, **kwargs):
+    hidden = self.embed_tokens(input_ids)
+    positions = torch.arange(hidden.shape[1])[None] if position_ids is None else position_ids
+    mask = own_mask(hidden)  # without position ids, as gpt_oss calls those of transformers
+    if attention_mask is not None:
+        mask = mask & attention_mask[:, None, None].bool()
+    rotary = self.rotary_emb(hidden, positions)
+    for layer in self.layers:
+        hidden = layer(hidden, position_embeddings=rotary, attention_mask=mask)
+    return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden))
+
+
+@pytest.mark.parametrize("mask_functions", [(), (f"{__name__}.own_mask",)])
+def test_a_mask_function_of_its_own_is_named_in_quirks(monkeypatch, mask_functions):
+    monkeypatch.setattr(LlamaModel, "forward", forward_with_own_mask)
+    monkeypatch.setitem(families.QUIRKS, "llama", families.Quirk(mask_functions=mask_functions))
+    assert look(CONFIGS["llama"](num_hidden_layers=3)).can_pack == bool(mask_functions)
+    assert own_mask.__defaults__ == (None,)
+
+
 def test_weights_shared_between_layers_are_refused(monkeypatch):
     init = LlamaModel.__init__
 

@@ -1,4 +1,4 @@
-"""Activation checkpointing of transformer blocks: what is kept from F to I, and what I computes again."""
+"""Activation checkpointing of transformer blocks: the tensors that are kept from F to I; I recomputes the others."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
-from zeropipe.engine.blocks.again import Again
+from zeropipe.engine.blocks.recompute import RecomputableForward
 from zeropipe.engine.torch_private import autograd as torch_autograd
 
 
-def checkpointed(forward: Callable[..., Any], mode: str) -> Callable[..., Any]:
-    """A block's forward, run again in I as far as `mode` says."""
+def add_checkpointing(forward: Callable[..., Any], mode: str) -> Callable[..., Any]:
+    """Wrap a block's forward: `mode` is "none", "full", or "op" to keep the results of expensive operators."""
     if mode == "none":
         return forward
     options = {"context_fn": _selective_contexts} if mode == "op" else {}
@@ -24,7 +24,7 @@ def checkpointed(forward: Callable[..., Any], mode: str) -> Callable[..., Any]:
             return checkpoint(lambda *a, **k: forward(self, *a, **k), *args, use_reentrant=False, **options, **kwargs)
         if not torch.is_grad_enabled():
             return forward(self, *args, **kwargs)
-        return checkpoint(Again(self, forward), *args, use_reentrant=False, **options, **kwargs)
+        return checkpoint(RecomputableForward(self, forward), *args, use_reentrant=False, **options, **kwargs)
 
     return run
 
@@ -34,12 +34,12 @@ def _selective_contexts() -> Any:
 
 
 def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in _expensive() else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if op in _expensive_operators() else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 @functools.cache
-def _expensive() -> frozenset[Any]:
-    """Operators whose results are worth their memory."""
+def _expensive_operators() -> frozenset[Any]:
+    """Operators whose results are kept: products and attention."""
     names = (
         "mm",
         "addmm",

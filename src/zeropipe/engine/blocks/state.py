@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-_SLOT = "slot"  # of a deferred layer: stands for it in compiled graphs, and never changes
+_SLOT = "slot"  # of a deferred layer: a constant that represents the layer in compiled graphs
 
 
 class Entry(NamedTuple):
-    """Where a module has such a tensor."""
+    """The location of a tensor: `table[name]`."""
 
     label: str
     table: dict[str, Any]
@@ -19,7 +19,7 @@ class Entry(NamedTuple):
 
 
 class State:
-    """Where a module, and those in it, keep tensors. Attributes are those that there are now."""
+    """The buffers of a module and its submodules, and the attributes that are tensors when this is created."""
 
     def __init__(self, module: nn.Module) -> None:
         children = [(f"{prefix}." if prefix else "", child) for prefix, child in module.named_modules()]
@@ -32,7 +32,7 @@ class State:
         ]
 
     def entries(self) -> Iterator[Entry]:
-        """All places that hold a tensor now."""
+        """All locations that have a tensor now."""
         for prefix, table in self._buffers:
             for name, buffer in table.items():
                 if buffer is not None:
