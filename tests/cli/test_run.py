@@ -228,7 +228,10 @@ def test_how_layers_are_spread(capfd, args, stages, layers):
         (["--report", "/no/such/dir/r.html"], "cannot write /no/such/dir/r.html"),
         (["--report", "r.doc"], "cannot draw 'r.doc': the name must end in .html"),
         (["--timeline", "x.svg"], "--timeline x.svg: its name must end in .json"),
-        (["--model", "tiny-qwen"], "model 'tiny-qwen': must be a directory with a config.json, or one of tiny-qwen3"),
+        (
+            ["--model", "tiny-qwen"],
+            "model 'tiny-qwen': must be a directory with a config.json or a built-in model; did you mean 'tiny-qwen3'?",
+        ),
         (["--layers=-1,3,1,1"], "layers=[-1, 3, 1, 1]: must be non-negative"),
         (["--ranks", "2000"], "2000 ranks are too many processes"),
         (["--timeout", "0"], "Invalid value for '--timeout'"),

@@ -19,7 +19,6 @@ from zeropipe.train.config.fields import field_names
 from zeropipe.train.config.read import read_run
 from zeropipe.train.config.write import to_toml
 
-BUILT_IN = "tiny-qwen3, tiny-llama, qwen3-0.6b, qwen3-8b, llama-8b"
 CHECKPOINTING = "must be none, full, selective:N, selective:op or memory_budget:X with X from 0 to 1"
 
 # what is changed in GOOD, by arguments or by another text of the file -> the line
@@ -59,14 +58,16 @@ WRONG = {
                   "other.toml: run.toml is the training file already; write fields like --mesh.pp 4"),
     # the model
     "no such model": ("--model.path nowhere", GOOD, "model.path='nowhere' does not exist; use a directory with a "
-                      f"config.json, or one of {BUILT_IN}"),
+                      "config.json, or a built-in model: `zeropipe estimate --known` lists the built-in models"),
+    "nearest model": ("--model.path qwen3-33b", GOOD, "model.path='qwen3-33b' does not exist; use a directory with a "
+                      "config.json, or a built-in model: did you mean 'qwen3-32b'?"),
     "name of the hub": ("--model.path Qwen/Qwen3-0.6B", GOOD, "model.path='Qwen/Qwen3-0.6B' does not exist; use a "
                         "directory with a config.json (`hf download Qwen/Qwen3-0.6B --local-dir ...`), or "
-                        f"one of {BUILT_IN}"),
+                        "a built-in model: did you mean 'qwen3-0.6b'?"),
     "nothing to load": ("--model.weights load", GOOD, "model.path='tiny-qwen3' is built in and has no weights; "
                         "use model.weights='random', or a model directory"),
-    "name for planning": ("--model.path qwen3-32b", GOOD, "model.path='qwen3-32b' is only known to the planner; "
-                          "set --model.path to the directory of its weights"),
+    "name for planning": ("--model.path qwen3-32b --model.weights load", GOOD, "model.path='qwen3-32b' is built in and "
+                          "has no weights; use model.weights='random', or a model directory"),
     "no weights": ("--model.path bare --model.weights load", GOOD,
                    "model.path='bare' has no weights (*.safetensors); use model.weights='random', or save them there"),
     "only a config": ("--model.path bare/config.json --model.weights load", GOOD, "model.path='bare/config.json' "

@@ -155,8 +155,8 @@ def test_one_file_for_all_commands(planned, run):
     Path("fewer.toml").write_text(fewer)
     assert run("simulate", "fewer.toml")[2] == "zeropipe: layers=[4, 4] adds up to 8: the model has 36 layers\n"
     assert run("train", "run.toml", "--model.path", "qwen3-32b")[2] == (
-        "zeropipe: model.path='qwen3-32b' is only known to the planner; set --model.path to the directory of its "
-        "weights\n"
+        "zeropipe: model.path='qwen3-32b' is built in and has no weights; use model.weights='random', or a model "
+        "directory\n"
     )
     Path("only.toml").write_text(Path("run.toml").read_text() + "[lora]\nrank = 4\n")
     assert run("run", "only.toml", "--dry-run")[2] == (

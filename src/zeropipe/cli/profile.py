@@ -117,7 +117,7 @@ def _add_data_sheet(measured: Profile) -> dict[str, object]:
 
 
 def _create_job(model: str, data: Any, values: dict[str, Any]) -> ProfileJob:
-    from zeropipe.core.model.configs import BUILT_IN, CONFIGS
+    from zeropipe.core.model.configs import BUILT_IN, CONFIGS, suggest_model
     from zeropipe.engine.run.spec import Job, built_in_config
     from zeropipe.profiling.spec import ProfileJob, settings_of
 
@@ -139,9 +139,9 @@ def _create_job(model: str, data: Any, values: dict[str, Any]) -> ProfileJob:
     elif model.lower() in CONFIGS:
         name, source = model.lower(), CONFIGS[model.lower()]
     else:
-        known = ", ".join(["tiny-qwen3", "tiny-llama", *CONFIGS])
         raise ConfigError(
-            f"model {short(model)}: must be a directory with config.json, a config file, or one of {known}"
+            f"model {short(model)}: must be a directory with config.json, a config file or a built-in model; "
+            f"{suggest_model(model)}"
         )
     modes = tuple((values["ac"] or "none").split(","))
     settings = settings_of(modes, values["microbatch"] or (1,), (values["compile"],))

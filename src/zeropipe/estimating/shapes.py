@@ -11,7 +11,7 @@ from typing import Any
 from zeropipe.core.files import read_text
 from zeropipe.core.formats.parse import parse_json
 from zeropipe.core.limits import COMMAND_LINE
-from zeropipe.core.model.configs import CONFIGS
+from zeropipe.core.model.configs import find_built_in, suggest_model
 from zeropipe.errors import ConfigError, short
 
 MOST = 10**8  # of any size; the largest vocabularies have 3 * 10**5
@@ -279,15 +279,16 @@ def named_config(model: str | Mapping[str, Any]) -> tuple[str, Mapping[str, Any]
     """The name of a model and its config as plain data, from all that `shape_of` takes."""
     if isinstance(model, Mapping):
         return str(model.get("_name_or_path") or model.get("model_type") or "model"), model
-    name = str(model).lower()
-    if name in CONFIGS:
-        return name, CONFIGS[name]
+    known = find_built_in(model) if isinstance(model, str) else None
+    if known is not None:
+        return str(model).lower(), known
     path = Path(model) if isinstance(model, (str, PathLike)) else None
     if path is not None and path.is_dir():
         path = path / "config.json"
     if path is None or not path.is_file():
         raise ConfigError(
-            f"model {short(model)}: give a directory with config.json, a config file, or one of {', '.join(CONFIGS)}"
+            f"model {short(model)}: must be a directory with config.json, a config file or a built-in model; "
+            f"{suggest_model(str(model))}"
         )
     try:
         data = parse_json(read_text(path, COMMAND_LINE, "the model's config"))

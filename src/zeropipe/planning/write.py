@@ -9,7 +9,7 @@ from typing import Any
 from zeropipe.core.files import require_writable, write_whole
 from zeropipe.core.formats.json import to_json
 from zeropipe.core.formats.toml import format_table
-from zeropipe.core.model.configs import BUILT_IN
+from zeropipe.core.model.configs import find_built_in
 from zeropipe.core.units import count_text, gigabytes
 from zeropipe.planning.result import Plan
 from zeropipe.planning.rows import PlanRow
@@ -60,7 +60,8 @@ def format_run(plan: Plan, row: PlanRow, schedule: dict[str, Any], model: str, c
         "data": {"sequence": layer_costs.sequence, "batch": plan.batch, "microbatch": candidate.microbatch_size},
         "train": {"steps": STEPS},
     }
-    if model in BUILT_IN and BUILT_IN[model]["num_hidden_layers"] != layer_costs.num_layers:
+    known = find_built_in(model)
+    if known is not None and known["num_hidden_layers"] != layer_costs.num_layers:
         tables["model"]["num_layers"] = layer_costs.num_layers  # profiled with another number of layers
     source = "an estimate" if layer_costs.source == "estimate" else "from measured costs"
     head = [

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from zeropipe.core.files import COSTS_SUFFIXES, SCHEDULE_SUFFIXES, has_suffix, read_text
 from zeropipe.core.limits import COMMAND_LINE
-from zeropipe.core.model.configs import BUILT_IN
+from zeropipe.core.model.configs import find_built_in, suggest_model
 from zeropipe.core.model.layers import layer_counts, num_stages_for, require_layer_counts
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Origin, Timeline
@@ -31,22 +31,10 @@ if TYPE_CHECKING:
 _HUB_NAME = re.compile(r"[\w-]+/[\w.-]+")
 
 
-def is_shape_name(config: RunConfig) -> bool:
-    """Whether model.path is a name in the planner's table of shapes, for which there are no weights."""
-    from zeropipe.core.model.configs import CONFIGS
-
-    path = config.model.path
-    return path not in BUILT_IN and path.lower() in CONFIGS and not Path(path).exists()
-
-
 def load_model_config(config: RunConfig) -> dict[str, Any]:
-    """The config of a model directory, a config.json, a built-in model or a model of the planner's table, as a dict."""
-    from zeropipe.core.model.configs import CONFIGS
-
+    """The config of a model directory, a config.json or a built-in model, as a dict."""
     model = config.model
-    if is_shape_name(config):
-        return dict(CONFIGS[model.path.lower()])
-    if model.path in BUILT_IN:
+    if find_built_in(model.path) is not None:
         return built_in_config(
             Job(model.path, num_layers=model.num_layers, vocabulary=model.vocabulary, sequence=config.data.sequence)
         )
@@ -56,8 +44,8 @@ def load_model_config(config: RunConfig) -> dict[str, Any]:
         # a run downloads nothing
         download = f" (`hf download {model.path} --local-dir ...`)" if _HUB_NAME.fullmatch(model.path) else ""
         raise ConfigError(
-            f"model.path={model.path!r} does not exist; use a directory with a config.json{download}, or one of "
-            f"{', '.join(BUILT_IN)}"
+            f"model.path={model.path!r} does not exist; use a directory with a config.json{download}, or a built-in "
+            f"model: {suggest_model(model.path)}"
         )
     try:
         data = json.loads(read_text(file, COMMAND_LINE, "the model's config"))

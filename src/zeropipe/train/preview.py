@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from math import inf
 
-from zeropipe.core.model.configs import BUILT_IN
+from zeropipe.core.model.configs import find_built_in
 from zeropipe.core.model.layers import layer_ranges
 from zeropipe.core.resize import resize
 from zeropipe.core.schedule import Schedule
@@ -26,7 +26,6 @@ from zeropipe.train.inputs import (
     build_schedule,
     choose_layers,
     count_layers,
-    is_shape_name,
     load_layer_costs,
     open_shapes,
 )  # fmt: skip
@@ -111,9 +110,8 @@ def preview(config: RunConfig) -> Preview:
                 "GB of a GPU are usable; use more pp, dp_shard or tp, engine.ac, or a smaller data.microbatch"
             )
     path = config.model.path
-    if is_shape_name(config) or (config.model.weights == "load" and (path in BUILT_IN or not has_weights(path))):
-        random = "" if is_shape_name(config) else ", or model.weights='random'"
-        notes.append(f"{path} has no weights; to train, set --model.path to their directory{random}")
+    if config.model.weights == "load" and (find_built_in(path) is not None or not has_weights(path)):
+        notes.append(f"{path} has no weights; to train, set --model.path to their directory, or model.weights='random'")
     if config.engine.offload:
         notes.append("optimizer state and master weights are in CPU memory (engine.offload)")
     notes += _preview_data(config)
@@ -128,7 +126,7 @@ def preview(config: RunConfig) -> Preview:
 
 def _preview_data(config: RunConfig) -> list[str]:
     """The first chat of the data with the tokens that have a loss; without transformers, how to have it."""
-    if config.data.kind not in ("chat", "datasets") or is_shape_name(config):
+    if config.data.kind not in ("chat", "datasets"):
         return []
     if find_spec("transformers") is None or find_spec("torch") is None:
         return [f"data: the first chat is not shown: {MissingExtra('transformers', 'train')}"]

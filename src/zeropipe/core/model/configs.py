@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 _LLAMA = {"model_type": "llama", "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False}
@@ -131,11 +134,25 @@ COUNTED_PARAMETERS = {
 
 _TINY = {**_sizes(256, 768, 8, 4), "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 2048}
 _TINY |= {"tie_word_embeddings": False}
-# Models that `zeropipe run`, `profile` and training files create with random weights, without any file.
+# The names of all commands: models that are planned, and created with random weights, without any file.
 BUILT_IN: dict[str, dict[str, Any]] = {
     "tiny-qwen3": {**_QWEN3, **_TINY},
     "tiny-llama": {**_LLAMA, **_TINY},
-    "qwen3-0.6b": CONFIGS["qwen3-0.6b"],
-    "qwen3-8b": CONFIGS["qwen3-8b"],
+    **CONFIGS,
     "llama-8b": {**CONFIGS["llama-3-8b"], "head_dim": 128},
 }
+_VARIANT = re.compile(r"[-_](instruct|base|chat|it|hf|pt|thinking|\d{4})$")  # of a name on the Hub
+
+
+def find_built_in(name: str) -> dict[str, Any] | None:
+    """The config of a built-in model, ignoring case. None for other names, and if a file or folder has that name."""
+    return None if Path(name).exists() else BUILT_IN.get(name.lower())
+
+
+def suggest_model(name: str) -> str:
+    """The way out for an unknown model: the most similar built-in name."""
+    wanted = name.rpartition("/")[2].lower()
+    while _VARIANT.search(wanted):
+        wanted = _VARIANT.sub("", wanted)
+    similar = get_close_matches(wanted, BUILT_IN, n=1)
+    return f"did you mean {similar[0]!r}?" if similar else "`zeropipe estimate --known` lists the built-in models"

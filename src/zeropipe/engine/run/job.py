@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from zeropipe.core.mesh import DATA_DIMENSIONS, Mesh
-from zeropipe.core.model.configs import BUILT_IN
+from zeropipe.core.model.configs import find_built_in
 from zeropipe.core.schedule import Schedule
 from zeropipe.engine.comm.collective import on_all_ranks, require_same
 from zeropipe.engine.comm.ranks import DEFAULT_TIMEOUT_S, Ranks, job_ranks
@@ -165,7 +165,7 @@ def run_under_torchrun(schedules: Sequence[Schedule], job: Job) -> list[Outcome]
 
 def _model(job: Job) -> Any:
     """The directory, or the config of a built-in model."""
-    if job.model not in BUILT_IN:
+    if find_built_in(job.model) is None:
         return job.model
     from transformers import AutoConfig
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from zeropipe.core.mesh import DATA_DIMENSIONS, Mesh, num_processes
 from zeropipe.core.model.checkpointing import Checkpointing
-from zeropipe.core.model.configs import BUILT_IN
+from zeropipe.core.model.configs import find_built_in, suggest_model
 from zeropipe.core.model.layers import NUM_LAYERS_NAMES, layer_counts, require_layer_counts
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Origin
@@ -71,8 +71,9 @@ def num_pipelines_of(job: Job) -> int:
 
 def num_layers_of(job: Job) -> int:
     """The number of layers of the job's model."""
-    if job.model in BUILT_IN:
-        return job.num_layers or int(BUILT_IN[job.model]["num_hidden_layers"])
+    known = find_built_in(job.model)
+    if known is not None:
+        return job.num_layers or int(known["num_hidden_layers"])
     if job.num_layers or job.vocabulary:
         raise ConfigError(
             f"model {job.model!r} has its own layers and vocabulary; num_layers and vocabulary are for built-in models"
@@ -80,7 +81,8 @@ def num_layers_of(job: Job) -> int:
     file = Path(job.model) / "config.json"
     if not file.is_file():
         raise ConfigError(
-            f"model {job.model!r}: must be a directory with a config.json, or one of {', '.join(BUILT_IN)}"
+            f"model {job.model!r}: must be a directory with a config.json or a built-in model; "
+            f"{suggest_model(job.model)}"
         )
     try:
         data = json.loads(file.read_text())
@@ -121,7 +123,7 @@ def origin_of(job: Job, schedule: Schedule) -> Origin:
 def built_in_config(job: Job) -> dict[str, Any]:
     """The config of a built-in model as a dict."""
     return {
-        **BUILT_IN[job.model],
+        **(find_built_in(job.model) or {}),
         "num_hidden_layers": num_layers_of(job),
         "vocab_size": vocabulary_of(job),
         "max_position_embeddings": max(4096, job.sequence),
@@ -130,7 +132,8 @@ def built_in_config(job: Job) -> dict[str, Any]:
 
 def vocabulary_of(job: Job) -> int:
     """The size of the model's vocabulary."""
-    if job.model in BUILT_IN:
-        return job.vocabulary or int(BUILT_IN[job.model]["vocab_size"])
+    known = find_built_in(job.model)
+    if known is not None:
+        return job.vocabulary or int(known["vocab_size"])
     data = json.loads((Path(job.model) / "config.json").read_text())
     return int(data.get("vocab_size") or data["text_config"]["vocab_size"])

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from zeropipe.core.model.configs import BUILT_IN
+from zeropipe.core.model.configs import find_built_in
 from zeropipe.engine.checkpoint.manifest import resolve_pointer
 from zeropipe.errors import MissingExtra
 from zeropipe.train.config.tables import BYTE_TOKENIZER, LoraTable, RunConfig
 from zeropipe.train.data.request import build_requests
-from zeropipe.train.inputs import count_layers, is_shape_name
+from zeropipe.train.inputs import count_layers
 
 ADAPTER_CONFIG = "adapter_config.json"
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
@@ -23,17 +23,13 @@ def check_model(config: RunConfig, starts: bool = True) -> Iterator[str]:
     """model.path must have weights, or be initialized at random. A dry run (not `starts`) only needs its shapes."""
     model, path = config.model, Path(config.model.path)
     named = f"model.path={model.path!r}"
-    if model.path in BUILT_IN:
+    if find_built_in(model.path) is not None:
         if model.weights == "load" and starts:
             yield f"{named} is built in and has no weights; use model.weights='random', or a model directory"
         return
     for field in ("num_layers", "vocabulary"):
         if getattr(model, field) is not None:
             yield f"model.{field}={getattr(model, field)} is for built-in models; leave it out"
-    if is_shape_name(config):
-        if starts:
-            yield f"{named} is only known to the planner; set --model.path to the directory of its weights"
-        return
     if path.is_dir() and (path / ADAPTER_CONFIG).is_file() and not (path / "config.json").is_file():
         yield f"{named} is an adapter; use it as lora.adapter, and its base model as model.path"
         return
@@ -73,7 +69,7 @@ def check_data(config: RunConfig) -> Iterator[str]:
         yield f"data.path={data.path!r}: data.kind='synthetic' reads no files; set data.kind, or leave out the path"
     if data.kind == "datasets" and find_spec("datasets") is None:
         yield f"data.kind='datasets': {MissingExtra('datasets', 'datasets')}"
-    if config.model.path not in BUILT_IN and not Path(config.model.path).exists():
+    if find_built_in(config.model.path) is None and not Path(config.model.path).exists():
         return  # check_model reports it
     for request in build_requests(config).values():
         folder = Path(str(request.tokenizer))

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from zeropipe.core.files import COSTS_SUFFIXES, SCHEDULE_SUFFIXES, has_suffix, read_text
 from zeropipe.core.formats.parse import parse_toml
 from zeropipe.core.limits import COMMAND_LINE
-from zeropipe.core.model.configs import BUILT_IN, CONFIGS
+from zeropipe.core.model.configs import BUILT_IN
 from zeropipe.errors import ConfigError, short
 from zeropipe.train.config.fields import describe_rule, field_names, find_field, suggest_field, tables
 from zeropipe.train.config.overrides import merge_overrides, parse_overrides
@@ -102,7 +102,7 @@ def _resolve_path(value: Any, folder: Path, name: str) -> Any:
 def is_path(value: str, name: str) -> bool:
     """Whether a value of PATH_FIELDS is a path, and not the name of a model, a schedule or a GPU, or a keyword."""
     if name == "model.path":
-        return value not in BUILT_IN and value.lower() not in CONFIGS
+        return value.lower() not in BUILT_IN
     if name == "data.tokenizer":
         return value != BYTE_TOKENIZER
     if name == "schedule.name":

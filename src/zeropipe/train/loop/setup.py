@@ -23,7 +23,7 @@ from zeropipe.engine.mesh.parallelize import parallelize
 from zeropipe.engine.run.job import DTYPES, create_mesh, select_device
 from zeropipe.engine.stages.build import hf_stages
 from zeropipe.engine.stages.small_model import nonzero_dropout
-from zeropipe.errors import ConfigError, MissingExtra
+from zeropipe.errors import ConfigError, MissingExtra, first_line
 from zeropipe.train.config.file_rules import ADAPTER_CONFIG
 from zeropipe.train.config.tables import RunConfig
 from zeropipe.train.data.loader import EvaluationData, TrainingData
@@ -156,7 +156,14 @@ def _model_source(config: RunConfig) -> Any:
         return path
     from transformers import AutoConfig
 
-    found = AutoConfig.for_model(**load_model_config(config))
+    data = load_model_config(config)
+    try:
+        found = AutoConfig.for_model(**data)
+    except Exception as error:  # of any type: transformers does not know the type, or refuses a value
+        raise ConfigError(
+            f"model.path={config.model.path!r}: transformers cannot create a model of model_type="
+            f"{data.get('model_type')!r}: {first_line(error)}"
+        ) from None
     found._name_or_path = str(path) if path.is_dir() else ""  # the export copies its tokenizer
     return found
 
