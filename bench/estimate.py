@@ -18,7 +18,7 @@ from zeropipe.core.model.configs import CONFIGS
 from zeropipe.engine.run.launch import LocalRanks
 from zeropipe.estimating.estimate import estimate
 from zeropipe.profiling.measure import profile
-from zeropipe.profiling.spec import ProfileJob, settings_of
+from zeropipe.profiling.spec import ProfileJob, list_settings
 from zeropipe.sim.layer_costs import LayerCost, LayerCosts, Setting
 from zeropipe.sim.layer_file import to_layer_json
 from zeropipe.sim.profile_costs import costs_from_profile
@@ -40,7 +40,7 @@ def main() -> None:
     args = parser.parse_args()
     begun = time.perf_counter()
     dtype = "bfloat16" if args.device == "cuda" else "float32"
-    settings = settings_of(tuple(args.ac.split(",")), (args.microbatch_size,), (not args.eager,))
+    settings = list_settings(tuple(args.ac.split(",")), (args.microbatch_size,), (not args.eager,))
     job = ProfileJob(args.model, CONFIGS[args.model], settings, args.sequence, args.device, dtype, args.steps)
     with LocalRanks(1) as ranks:
         measured = costs_from_profile(ranks.run(profile, job, timeout=600)[0])

@@ -49,8 +49,14 @@ from zeropipe.engine import CausalLMLoss, Engine, hf_stages
 from zeropipe.engine.run.job import synthetic_microbatches
 from zeropipe.engine.run.launch import LocalRanks
 from zeropipe.engine.run.spec import Job, built_in_config, layers_per_stage_of
-from zeropipe.profiling.measure import everyone, group_of_one, piece_steps, piece_tokens, with_messages
-from zeropipe.profiling.pieces import facts, open_pieces
+from zeropipe.profiling.groups import describe_groups, open_groups
+from zeropipe.profiling.measure import (
+    create_profile,
+    create_solo_group,
+    gather_objects,
+    random_microbatch,
+    record_groups,
+)
 from zeropipe.profiling.spec import ProfileJob
 from zeropipe.sim.attribution import attribute_idle_time, residuals
 from zeropipe.sim.costs import TIME_FIELDS
@@ -163,14 +169,14 @@ def take_turns(size: str, schedules: Sequence[zp.Schedule], rounds: int) -> Turn
     """On every rank: the pieces of a model and all schedules, set up once and then run in turns."""
     from transformers import AutoConfig
 
-    job, device, alone = Job(**SIZES[size]), torch.device("cpu"), group_of_one()
+    job, device, alone = Job(**SIZES[size]), torch.device("cpu"), create_solo_group()
     asked = ProfileJob(size, built_in_config(job), sequence=job.sequence, steps=rounds * len(schedules) + 2)
-    setting, pieces = asked.settings[0], open_pieces(asked.source, torch.float32, asked.seed)
-    microbatch, stages = piece_tokens(asked, pieces, setting, device), pieces.build(device)
-    known = facts(pieces, stages, microbatch)
+    setting, pieces = asked.settings[0], open_groups(asked.source, torch.float32, asked.seed)
+    microbatch, stages = random_microbatch(asked, pieces, setting, device), pieces.build(device)
+    known = describe_groups(pieces, stages, microbatch)
     probes = [
-        piece_steps(asked, stages, microbatch, setting, device, alone, split_schedule),
-        piece_steps(asked, pieces.build(device), microbatch, setting, device, alone, full_schedule),
+        record_groups(asked, stages, microbatch, setting, device, alone, split_schedule),
+        record_groups(asked, pieces.build(device), microbatch, setting, device, alone, full_schedule),
     ]
     runs = [_training(schedule, job, AutoConfig.for_model(**built_in_config(job))) for schedule in schedules]
     for each in (*probes, *runs):
@@ -187,13 +193,13 @@ def take_turns(size: str, schedules: Sequence[zp.Schedule], rounds: int) -> Turn
     for each in (*probes, *runs):
         each.close()
     os.sched_setaffinity(0, cores)
-    by_rank = everyone(probed)
+    by_rank = gather_objects(probed)
     split, whole = (tuple(timeline for own in by_rank for timeline in own[way::2]) for way in (0, 1))
     usual = usual_time(split), usual_time(whole)
     spent = [[sum(timeline.busy) / usual[at % 2] for at, timeline in enumerate(own)] for own in by_rank]
     around = [[(own[at] + own[at + 1]) / 2 for own in spent] for at in range(rounds * len(runs))]
     paces = [around[which :: len(runs)] for which in range(len(runs))]
-    return Turns(with_messages(asked, pieces, [Probe(known, split, whole)], device), paces, timelines)
+    return Turns(create_profile(asked, pieces, [Probe(known, split, whole)], device), paces, timelines)
 
 
 def usual_time(timelines: Sequence[zp.Timeline]) -> float:

@@ -10,11 +10,11 @@ from zeropipe.core.model.configs import CONFIGS_BY_COUNT, COUNTED_PARAMETERS
 from zeropipe.errors import ConfigError
 from zeropipe.estimating.counted import CountedModel
 from zeropipe.estimating.estimate import estimate, num_parameters
+from zeropipe.estimating.families import FAMILIES
 from zeropipe.estimating.gpus import find_gpu
 from zeropipe.estimating.model import ShapedModel, open_model
 from zeropipe.estimating.operators import Sizes
-from zeropipe.estimating.price import Pricing, layer_cost
-from zeropipe.estimating.shapes import FAMILIES
+from zeropipe.estimating.price import Pricing, price_layer
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -56,8 +56,10 @@ TEXTS = tuple(kind for kind in FAMILIES if "_vl_" not in kind and kind != "kimi_
 def costs(model, at, mode="none", compile=True):
     pricing = Pricing(find_gpu("h200"), "bf16", compile, at.tp)
     return {
-        kind: layer_cost(ops, pricing, model.message(at), Checkpointing.parse(mode), block=kind in model.layers)
-        for kind, ops in model.kinds(at).items()
+        kind: price_layer(
+            ops, pricing, model.message_bytes(at), Checkpointing.parse(mode), is_block=kind in model.layers
+        )
+        for kind, ops in model.layer_operators(at).items()
     }
 
 
@@ -71,8 +73,8 @@ def test_what_is_counted_is_what_shapes_say(kind):
     assert shaped.tied == counted.tied
     biases = 8 * FAMILIES[kind].scoring_bias * sum("experts" in name for name in counted.layers)  # no parameters there
     assert shaped.num_parameters() == tuple(number + biases for number in counted.num_parameters())
-    assert shaped.allows(2) == counted.allows(2)
-    for tp in (1, 2) if shaped.allows(2) else (1,):
+    assert shaped.allows_tp(2) == counted.allows_tp(2)
+    for tp in (1, 2) if shaped.allows_tp(2) else (1,):
         at = Sizes(1024, 512, 2, tp)
         for mode in ("none", "selective:op", "full"):
             known, found = costs(shaped, at, mode), costs(counted, at, mode)
@@ -142,7 +144,7 @@ def test_experts_that_a_token_does_not_choose_are_not_met(config, number, chosen
     total, active = model.num_parameters()
     expert = 3 * 256 * 512
     assert total - active == 4 * (number - chosen) * expert
-    ops = [op for kind in set(model.layers) for op in model.kinds(Sizes(64, 64, 2, 1))[kind]]
+    ops = [op for kind in set(model.layers) for op in model.layer_operators(Sizes(64, 64, 2, 1))[kind]]
     stacks = [op for op in ops if op.parameters > number * expert / 4]
     assert sum(op.useful for op in stacks) == 2 * 64 * chosen * expert * len(set(model.layers))
 
@@ -172,7 +174,7 @@ def test_experts_of_float32_and_of_odd_sizes_are_counted():
 def test_a_product_without_a_w_does_all_its_backward_in_i():
     """Falcon's linear layers add biases in a way of their own: they are not deferred, so their I has both products."""
     config = {name: value for name, value in SMALL.items() if name != "head_dim"}
-    ops = open_model({"model_type": "falcon", "bias": True, **config}).kinds(Sizes(512, 512, 2, 1))["dense"]
+    ops = open_model({"model_type": "falcon", "bias": True, **config}).layer_operators(Sizes(512, 512, 2, 1))["dense"]
     products = [op for op in ops if op.parameters and op.flops]
     assert len(products) == 4
     assert {(op.deferred, op.back, op.stash) for op in products} == {(False, 2.0, 0.0)}
@@ -180,15 +182,15 @@ def test_a_product_without_a_w_does_all_its_backward_in_i():
 
 def test_experts_with_biases_wait_for_w():
     config = {"model_type": "gpt_oss", **SMALL, "num_local_experts": 8, "num_experts_per_tok": 2}
-    ops = open_model(config).kinds(Sizes(512, 512, 2, 1))["experts"]
+    ops = open_model(config).layer_operators(Sizes(512, 512, 2, 1))["experts"]
     assert sum(op.deferred for op in ops) == 6  # q, k, v, o, and the two of the experts
 
 
 @pytest.mark.parametrize(
     "change,message",
     [
-        ({"model_type": "bert"}, "sequence=4096: the model has 512 positions: give a sequence of at most 512"),
-        ({"model_type": "gpt2"}, "sequence=4096: the model has 1024 positions"),
+        ({"model_type": "bert"}, "sequence=4096: must be at most 512, the number of positions"),
+        ({"model_type": "gpt2"}, "sequence=4096: must be at most 1024"),
         ({"model_type": "t5"}, "model_type='t5' cannot be cut into stages"),
         ({"model_type": "nothing"}, "transformers cannot read this config"),
         (
@@ -206,7 +208,7 @@ def test_experts_with_biases_wait_for_w():
         ({"layer_types": ["linear_attention"] * 4}, "linear_attention"),
         (
             {"model_type": "gpt_oss", "tp": 2},
-            "tp=2: transformers has no plan for tensor parallelism of gpt_oss: leave it",
+            "tp=2: transformers has no tensor-parallel plan for gpt_oss; leave out tp",
         ),
     ],
 )
@@ -247,7 +249,7 @@ def test_the_page_counts_a_config_once_and_shows_its_rows_from_cached_costs(monk
     answer = json.loads(reply.body)
     assert answer["parameters"] == open_model(config).num_parameters()[0]
     plan_calls.open_source.cache_clear()  # as in another process
-    monkeypatch.setattr(CountedModel, "_open", None)
+    monkeypatch.setattr(CountedModel, "_create_counter", None)
     row = {name: answer["rows"][0][name] for name in plan_calls.RowRequest.model_fields if name != "plan"}
     shown = json.loads(plan_calls.row_call(plan_calls.RowRequest(plan=request, **row), costs).body)
     assert shown["viewer"]["timelines"][0]["makespan"] == pytest.approx(answer["rows"][0]["makespan"])

@@ -12,8 +12,9 @@ import zeropipe as zp
 from zeropipe.core.model.configs import CONFIGS_BY_SHAPE
 from zeropipe.errors import ConfigError
 from zeropipe.estimating.estimate import estimate, num_parameters
+from zeropipe.estimating.families import FAMILIES
 from zeropipe.estimating.gpus import GPUS
-from zeropipe.estimating.shapes import FAMILIES, shape_of
+from zeropipe.estimating.shapes import read_shape
 from zeropipe.sim.layer_file import from_layer_data, to_layer_json
 
 # billions of parameters as their makers state them: all, and those that a token meets
@@ -38,7 +39,7 @@ def test_parameters_are_the_published_ones(name):
 
 @pytest.mark.parametrize("name", ["llama-3-8b", "qwen3-32b", "mixtral-8x7b", "deepseek-v3"])
 def test_flops_are_two_per_parameter_and_token_and_those_of_attention(name):
-    shape, found = shape_of(name), estimate(name, sequence=2048)
+    shape, found = read_shape(name), estimate(name, sequence=2048)
     kinds = found.settings[0].kinds
     flops = sum(kinds[kind].flops for kind in (*found.layers, *found.before, *found.after))
     active = num_parameters(name)[1] - shape.vocabulary * shape.hidden  # a lookup computes nothing
@@ -52,7 +53,7 @@ def test_the_parts_of_a_model_add_up_to_all_its_parameters():
         found = estimate(name)
         kinds = found.settings[0].kinds
         total = sum(kinds[kind].parameters for kind in (*found.layers, *found.before, *found.after))
-        shape = shape_of(name)
+        shape = read_shape(name)
         assert total - shape.tied * shape.vocabulary * shape.hidden == num_parameters(name)[0]
 
 
@@ -135,7 +136,7 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(kind):
     window = getattr(made, "sliding_window", None)
     types = getattr(made, "layer_types", None) or ["sliding_attention"] * made.num_hidden_layers
     windows = [window if one == "sliding_attention" else None for one in types]
-    assert [layer.window for layer in shape_of(LEFT_OUT[kind]).layers] == windows
+    assert [layer.window for layer in read_shape(LEFT_OUT[kind]).layers] == windows
 
 
 def gpu_run(compile, ac, f, i, w):
@@ -224,7 +225,7 @@ def test_text_fields_beside_those_of_the_vision_are_read():
         "vision_config": {"depth": 32, "hidden_size": 1280},
     }
     assert num_parameters(text) == num_parameters("qwen2.5-7b")
-    assert shape_of(text).layers == shape_of("qwen2.5-7b").layers
+    assert read_shape(text).layers == read_shape("qwen2.5-7b").layers
 
 
 def test_a_config_file_and_a_directory_are_the_known_model(tmp_path):
@@ -240,11 +241,11 @@ def test_a_config_file_and_a_directory_are_the_known_model(tmp_path):
 @pytest.mark.parametrize(
     "change,message",
     [
-        ({"model_type": None}, "model has no model_type: give a model's config.json, or to `plan` costs"),
-        ({"hidden_size": "x"}, "hidden_size='x': a whole number"),
+        ({"model_type": None}, "model has no model_type; use a model's config.json, or for `plan` costs"),
+        ({"hidden_size": "x"}, "hidden_size='x': must be an integer"),
         ({"hidden_size": None}, "has no hidden_size"),
         ({"num_hidden_layers": 0}, "num_hidden_layers=0"),
-        ({"layer_types": ["full_attention"]}, "one for each of 36 layers"),
+        ({"layer_types": ["full_attention"]}, "must have one type for each of 36 layers"),
     ],
 )
 def test_configs_that_cannot_be_estimated_are_refused(change, message):
@@ -266,13 +267,13 @@ def test_a_config_with_anything_in_it_is_estimated_or_refused(name):
 @pytest.mark.parametrize(
     "wish,message",
     [
-        ({"gpu": "tpu"}, "gpu='tpu': known are h200"),
+        ({"gpu": "tpu"}, "gpu='tpu': must be one of h200"),
         ({"dtype": "int3"}, "dtype='int3'"),
         ({"tp": 3}, "tp=3: qwen3-8b has num_attention_heads=32"),
         ({"ac": "some"}, "activation checkpointing 'some'"),
         ({"sequence": 0}, "sequence=0"),
         ({"microbatch_size": [1, 0.5]}, "microbatch_size=0.5"),
-        ({"efficiency": {"matmul": 2}}, "efficiency matmul=2: a share above 0"),
+        ({"efficiency": {"matmul": 2}}, "efficiency matmul=2: must be above 0 and at most 1"),
         ({"efficiency": {"luck": 1}}, "efficiency 'luck'"),
     ],
 )
@@ -291,7 +292,7 @@ def test_a_shared_expert_is_cut_evenly_or_not_at_all():
 
 
 def test_unknown_names_are_told_with_the_known_ones():
-    with pytest.raises(ConfigError, match="model 'qwen9': give a directory"):
+    with pytest.raises(ConfigError, match="model 'qwen9': must be a directory"):
         estimate("qwen9")
 
 

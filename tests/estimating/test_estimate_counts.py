@@ -8,9 +8,9 @@ import pytest
 from test_estimate import CODE, NEEDED, transformers_model
 
 from zeropipe.errors import ConfigError
-from zeropipe.estimating import shapes
+from zeropipe.estimating import families, shapes
+from zeropipe.estimating.families import FAMILIES
 from zeropipe.estimating.model import ShapedModel, open_model
-from zeropipe.estimating.shapes import FAMILIES
 
 SMALL = {
     "num_hidden_layers": 3, "hidden_size": 32, "intermediate_size": 24, "num_attention_heads": 4, "vocab_size": 32,
@@ -133,13 +133,13 @@ def around(kind, **fields):
     return transformers.AutoConfig.for_model(kind, **json.loads(json.dumps(fields)))
 
 
-@pytest.mark.parametrize("kind", (*shapes.TIED_AROUND, *shapes.UNTIED_AROUND, *shapes.TIED_BY_EITHER))
+@pytest.mark.parametrize("kind", (*families.TIED_BY_DEFAULT, *families.UNTIED_BY_DEFAULT, *families.TIED_BY_EITHER))
 def test_models_around_say_whether_their_head_is_tied(kind):
     text = around(kind).text_config.model_type
     for outer, inner in itertools.product((None, True, False), repeat=2):
         tie = {"tie_word_embeddings": outer} if outer is not None else {}
         part = {"model_type": text} | ({"tie_word_embeddings": inner} if inner is not None else {})
-        found = shapes._text_part({"model_type": kind, "text_config": part, **tie})["tie_word_embeddings"]
+        found = shapes._text_config({"model_type": kind, "text_config": part, **tie})["tie_word_embeddings"]
         assert found == around(kind, text_config=part, **tie).tie_word_embeddings, (outer, inner)
 
 

@@ -233,9 +233,9 @@ def measured():
     from profile_cases import CONFIG, SEQUENCE
 
     from zeropipe.profiling.measure import profile
-    from zeropipe.profiling.spec import ProfileJob, settings_of
+    from zeropipe.profiling.spec import ProfileJob, list_settings
 
-    settings = settings_of(("none", "selective:2"), (1,), (False,))
+    settings = list_settings(("none", "selective:2"), (1,), (False,))
     job = ProfileJob("tiny", CONFIG, settings, sequence=SEQUENCE, steps=1, microbatches=2)
     return costs_from_profile(ranks(2).run(profile, job)[0])
 

@@ -90,6 +90,6 @@ def _print_known(as_json: bool) -> None:
     for gpu in GPUS.values():
         table.add_row(
             gpu.name, f"{gpu.peak / 1e12:.0f}", f"{gpu.memory / 1e9:.0f} GB", f"{gpu.bandwidth / 1e12:.2f}",
-            f"{gpu.inside / 1e9:g}", f"{gpu.between / 1e9:g}",
+            f"{gpu.intra_node / 1e9:g}", f"{gpu.inter_node / 1e9:g}",
         )  # fmt: skip
     output.console().print(table)

@@ -119,7 +119,7 @@ def _add_data_sheet(measured: Profile) -> dict[str, object]:
 def _create_job(model: str, data: Any, values: dict[str, Any]) -> ProfileJob:
     from zeropipe.core.model.configs import BUILT_IN, CONFIGS, suggest_model
     from zeropipe.engine.run.spec import Job, built_in_config
-    from zeropipe.profiling.spec import ProfileJob, settings_of
+    from zeropipe.profiling.spec import ProfileJob, list_settings
 
     source: str | Mapping[str, Any]
     num_layers, sequence = values["num_layers"], values["sequence"] or DEFAULT_SEQUENCE
@@ -144,7 +144,7 @@ def _create_job(model: str, data: Any, values: dict[str, Any]) -> ProfileJob:
             f"{suggest_model(model)}"
         )
     modes = tuple((values["ac"] or "none").split(","))
-    settings = settings_of(modes, values["microbatch"] or (1,), (values["compile"],))
+    settings = list_settings(modes, values["microbatch"] or (1,), (values["compile"],))
     dtype = opt.require_run_dtype(values["dtype"] or DEFAULT_DTYPE)
     return ProfileJob(name, source, settings, sequence, values["device"], dtype, values["steps"] or DEFAULT_STEPS)
 

@@ -1,4 +1,4 @@
-"""Models whose shapes are not written down here: their layers are run without memory, and counted."""
+"""Models whose operators are counted: their layers run on the meta device."""
 
 from __future__ import annotations
 
@@ -9,76 +9,77 @@ from typing import TYPE_CHECKING, Any
 from zeropipe.core.model.layers import find_excess_layers
 from zeropipe.core.model.operators import Counted, Op
 from zeropipe.errors import ConfigError
-from zeropipe.estimating.operators import Sizes, loss, num_parameters
+from zeropipe.estimating.operators import Sizes, count_parameters, loss
 
 if TYPE_CHECKING:
     from zeropipe.estimating.count.count import Counter
 
-MOST_LAYERS = 1000  # all of them are built, without memory
-_ONE = Sizes(8, 8, 2, 1)  # where only the layers and their parameters are asked for
+MAX_LAYERS = 1000  # all are built, on the meta device
+_SMALL = Sizes(8, 8, 2, 1)  # for the layers and their parameters, which do not depend on sizes
 
 
 @dataclass(frozen=True)
 class CountedModel:
-    """A model of any type that the engine can cut; `unknown` says what keeps its shape from being known."""
+    """A model of any type that the engine can cut; `reason` names what shapes do not describe."""
 
     name: str
     config: Mapping[str, Any]
-    unknown: str
-    _found: dict[Sizes, Counted] = field(default_factory=dict, compare=False)
+    reason: str
+    _cache: dict[Sizes, Counted] = field(default_factory=dict, compare=False)
     _counters: dict[int, Counter] = field(default_factory=dict, compare=False)
 
     @property
     def tied(self) -> bool:
-        return self._any().tied > 0
+        return self._any_count().tied > 0
 
     @property
     def layers(self) -> tuple[str, ...]:
-        return self._any().layers
+        return self._any_count().layers
 
-    def kinds(self, at: Sizes) -> dict[str, Sequence[Op]]:
-        found = self._count(at)
-        return {**found.kinds, "loss": [loss(found.logits, at)]}
+    def layer_operators(self, sizes: Sizes) -> dict[str, Sequence[Op]]:
+        found = self._count(sizes)
+        return {**found.kinds, "loss": [loss(found.logits, sizes)]}
 
-    def message(self, at: Sizes) -> float:
-        return self._count(at).message
+    def message_bytes(self, sizes: Sizes) -> float:
+        return self._count(sizes).message
 
-    def allows(self, tp: int) -> bool:
+    def allows_tp(self, tp: int) -> bool:
         try:
-            self._count(replace(_ONE, tp=tp))
+            self._count(replace(_SMALL, tp=tp))
         except ConfigError:
             return False
         return True
 
     def num_parameters(self) -> tuple[int, int]:
-        found = next((one for at, one in self._found.items() if at.tp == 1), None) or self._count(_ONE)
-        return num_parameters(found.layers, found.kinds, found.tied)
+        found = next((count for sizes, count in self._cache.items() if sizes.tp == 1), None) or self._count(_SMALL)
+        return count_parameters(found.layers, found.kinds, found.tied)
 
-    def _any(self) -> Counted:
-        """For what is the same at all sizes."""
-        return next(iter(self._found.values()), None) or self._count(_ONE)
+    def _any_count(self) -> Counted:
+        """The count for any sizes, for facts that do not depend on them."""
+        return next(iter(self._cache.values()), None) or self._count(_SMALL)
 
-    def _count(self, at: Sizes) -> Counted:
-        if at not in self._found:
-            self._found[at] = self._counter(at.element).count(at.sequence, at.tokens // at.sequence, at.tp)
-        return self._found[at]
+    def _count(self, sizes: Sizes) -> Counted:
+        if sizes not in self._cache:
+            counter = self._counter(sizes.element)
+            self._cache[sizes] = counter.count(sizes.sequence, sizes.tokens // sizes.sequence, sizes.tp)
+        return self._cache[sizes]
 
     def _counter(self, element: int) -> Counter:
-        """What counts the model with numbers of so many bytes."""
+        """The counter of the model in a dtype of `element` bytes."""
         if element not in self._counters:
-            self._counters[element] = self._open(element)
+            self._counters[element] = self._create_counter(element)
         return self._counters[element]
 
-    def _open(self, element: int) -> Counter:
-        if above := find_excess_layers(self.config, MOST_LAYERS):
-            raise ConfigError(f"{self.name}: {above}: {self.unknown} are counted with at most {MOST_LAYERS} layers")
+    def _create_counter(self, element: int) -> Counter:
+        if excess := find_excess_layers(self.config, MAX_LAYERS):
+            raise ConfigError(f"{self.name}: {excess}: {self.reason} are counted with at most {MAX_LAYERS} layers")
         try:
             import torch
 
             from zeropipe.estimating.count.count import Counter
         except ImportError:
             raise ConfigError(
-                f"{self.name}: {self.unknown} are estimated by running layers without memory, which needs torch: "
+                f"{self.name}: {self.reason} are estimated by running layers on the meta device, which needs torch: "
                 "pip install 'zeropipe[engine]'"
             ) from None
         return Counter(self.config, torch.float32 if element == 4 else torch.bfloat16)

@@ -1,4 +1,4 @@
-"""`zp.estimate`: what the layers of a model cost on a GPU, without having either."""
+"""`zp.estimate`: the costs of a model's layers on a GPU, without the weights or the GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zeropipe.estimating.counted import CountedModel
 from zeropipe.estimating.gpus import find_gpu
 from zeropipe.estimating.model import Model, ShapedModel, open_model
 from zeropipe.estimating.operators import Sizes
-from zeropipe.estimating.price import Pricing, layer_cost
+from zeropipe.estimating.price import Pricing, price_layer
 from zeropipe.sim.layer_costs import DTYPE_NAMES, LayerCosts, ParameterBytes, Setting
 
 DTYPES = {"bf16": 2, "float16": 2, "float32": 4}
@@ -29,7 +29,7 @@ def estimate(
     compile: bool = True,
     efficiency: dict[str, Any] | None = None,
 ) -> LayerCosts:
-    """Costs of a model's layers from their shapes: an estimate, to be replaced by `zeropipe profile` where it matters.
+    """Estimate the costs of a model's layers from their shapes. `zeropipe profile` measures them.
 
     `model` is a known name (`zeropipe estimate --known`), a directory with config.json, a config file or a config as
     plain data. With several microbatch sizes, modes or sizes of `tp` the result has a setting for each combination.
@@ -37,52 +37,52 @@ def estimate(
     opened, machine = open_model(model), find_gpu(gpu, efficiency)
     dtype = DTYPE_NAMES.get(str(dtype), dtype)
     if str(dtype) not in DTYPES:
-        raise ConfigError(f"dtype={short(dtype)}: choose {', '.join(DTYPES)}")
-    lists = {"microbatch_size": microbatch_size, "tp": tp, "sequence": [sequence]}
-    for name, value in lists.items():
-        for one in [value] if isinstance(value, (int, bool)) or not isinstance(value, Sequence) else value:
-            require_positive_integers(**{name: one})
+        raise ConfigError(f"dtype={short(dtype)}: must be one of {', '.join(DTYPES)}")
+    require_positive_integers(sequence=sequence)
+    sizes, tp_sizes = _list_integers("microbatch_size", microbatch_size), _list_integers("tp", tp)
     if not isinstance(compile, bool):
-        raise ConfigError(f"compile={short(compile)}: True or False is needed")
+        raise ConfigError(f"compile={short(compile)}: must be True or False")
     settings = [
-        _setting(opened, Pricing(machine, dtype, compile, ways), mode, size, sequence)
-        for ways in _listed(tp) for size in _listed(microbatch_size) for mode in _modes(ac)
+        _estimate_setting(opened, Pricing(machine, dtype, compile, num_shards), mode, size, sequence)
+        for num_shards in tp_sizes for size in sizes for mode in _list_modes(ac)
     ]  # fmt: skip
     state = ParameterBytes() if DTYPES[dtype] == 2 else ParameterBytes(4, 4, 8)
-    reached = machine.efficiency
     return LayerCosts(
         opened.name, "estimate", opened.layers, tuple(settings), tied=opened.tied, sequence=sequence, dtype=dtype,
-        link=machine.link(False), inter_node=machine.link(True), state=state,
+        link=machine.intra_node_link, inter_node=machine.inter_node_link, state=state,
         machine={
             "gpu": machine.name, "peak_flops": machine.peak_of(dtype), "memory": machine.memory,
-            "bandwidth": machine.bandwidth, "efficiency": {**vars(reached)},
+            "bandwidth": machine.bandwidth, "efficiency": {**vars(machine.efficiency)},
         },
     )  # fmt: skip
 
 
 def num_parameters(model: str | Mapping[str, Any]) -> tuple[int, int]:
-    """All parameters of a model, and those that a token meets: with tied ends, these count once in both."""
+    """All parameters of a model, and those active for one token; a tied weight counts once."""
     return open_model(model).num_parameters()
 
 
-def _setting(model: Model, pricing: Pricing, mode: str, size: int, sequence: int) -> Setting:
-    at = Sizes(size * sequence, sequence, DTYPES[pricing.dtype], pricing.tp)
-    message, wish = model.message(at), Checkpointing.parse(mode)
+def _estimate_setting(model: Model, pricing: Pricing, mode: str, size: int, sequence: int) -> Setting:
+    sizes = Sizes(size * sequence, sequence, DTYPES[pricing.dtype], pricing.tp)
+    message, checkpointing = model.message_bytes(sizes), Checkpointing.parse(mode)
     costs = {
-        name: layer_cost(ops, pricing, message, wish, block=name in model.layers)
-        for name, ops in model.kinds(at).items()
+        name: price_layer(ops, pricing, message, checkpointing, is_block=name in model.layers)
+        for name, ops in model.layer_operators(sizes).items()
     }
     return Setting(costs, mode, size, pricing.tp, pricing.compile)
 
 
-def _listed(value: int | Sequence[int]) -> list[int]:
-    return [value] if isinstance(value, int) else list(dict.fromkeys(value))
+def _list_integers(name: str, value: int | Sequence[int]) -> list[int]:
+    values = list(dict.fromkeys(value)) if isinstance(value, Sequence) else [value]
+    for item in values:
+        require_positive_integers(**{name: item})
+    return values
 
 
-def _modes(value: str | Sequence[str]) -> list[str]:
-    """The modes; `selective:N` is made of `none` and `full`, which are added."""
+def _list_modes(value: str | Sequence[str]) -> list[str]:
+    """The modes. `selective:N` combines `none` and `full`, which replace it."""
     if not isinstance(value, (str, Sequence)):
-        raise ConfigError(f"ac={short(value)}: a mode like 'full' is needed, or several")
+        raise ConfigError(f"ac={short(value)}: must be a mode like 'full', or a list of modes")
     modes: dict[str, None] = {}
     for text in [value] if isinstance(value, str) else value:
         every = Checkpointing.parse(text).every

@@ -1,4 +1,4 @@
-"""GPUs by their data sheets, and how much of that is reached."""
+"""Data sheets of GPUs, and the fraction of each number that is reached."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zeropipe.sim.costs import Link
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Shares of the data sheet's numbers that are reached, and what starting work takes on the CPU.
+    """Fractions of the data sheet that are reached, and the launch time on the CPU.
 
     The defaults are from one H200 (torch 2.11, layers of Qwen3-8B's size, 4096 and 8192 tokens), see docs/plan.md.
     `launch` is in seconds, per action of a compiled layer.
@@ -25,22 +25,22 @@ class Efficiency:
     link: float = 0.80
     launch: float = 0.8e-3
 
-    def changed(self, changes: dict[str, Any]) -> Efficiency:
-        """With other values; ConfigError for names and values that cannot be."""
+    def with_values(self, values: Mapping[str, Any]) -> Efficiency:
+        """With other values; ConfigError for an unknown name or an invalid value."""
         known = [field.name for field in fields(Efficiency)]
-        for name, value in changes.items():
+        for name, value in values.items():
             if name not in known:
-                raise ConfigError(f"efficiency {short(name)}: known are {', '.join(known)}")
-            usable = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if not usable or not (0 <= value <= 1 if name == "launch" else 0 < value <= 1):
-                rule = "seconds from 0 to 1" if name == "launch" else "a share above 0, at most 1"
+                raise ConfigError(f"efficiency {short(name)}: must be one of {', '.join(known)}")
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not is_number or not (0 <= value <= 1 if name == "launch" else 0 < value <= 1):
+                rule = "must be seconds from 0 to 1" if name == "launch" else "must be above 0 and at most 1"
                 raise ConfigError(f"efficiency {name}={short(value)}: {rule}")
-        return replace(self, **changes)
+        return replace(self, **values)
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU: FLOP/s with dense 16-bit matrices, bytes and bytes/s of its memory, bytes/s of its links, one way.
+    """One GPU: FLOP/s with dense 16-bit matrices, bytes and bytes/s of its memory, bytes/s of a link per direction.
 
     `float32` is the FLOP/s of float32 matrix products as torch runs them by default.
     """
@@ -49,8 +49,8 @@ class Gpu:
     peak: float
     bandwidth: float
     memory: float
-    inside: float  # to another GPU of the machine
-    between: float  # to a GPU of another machine
+    intra_node: float  # to another GPU of the machine
+    inter_node: float  # to a GPU of another machine
     float32: float = 0.0
     efficiency: Efficiency = Efficiency()
 
@@ -58,15 +58,20 @@ class Gpu:
         """FLOP/s of matrix products."""
         return self.float32 if dtype == "float32" else self.peak
 
-    def link(self, between: bool) -> Link:
-        """What a message meets: the latency of a send and a receive, and what bandwidth is reached."""
-        speed = self.between if between else self.inside
-        return Link(20e-6 if between else 10e-6, speed * self.efficiency.link)
+    @property
+    def intra_node_link(self) -> Link:
+        """The latency of a send and a receive, and the bandwidth that is reached, inside a machine."""
+        return Link(10e-6, self.intra_node * self.efficiency.link)
+
+    @property
+    def inter_node_link(self) -> Link:
+        """The same between machines."""
+        return Link(20e-6, self.inter_node * self.efficiency.link)
 
 
 _AMPERE = Efficiency(matmul=0.80, attention=0.60, attention_backward=0.50)
 
-# From the makers' data sheets. Between machines: one 400 Gbit/s port per GPU, 200 Gbit/s for the older ones.
+# From the vendors' data sheets. Between machines: one 400 Gbit/s port per GPU, 200 Gbit/s for the older ones.
 GPUS = {
     gpu.name: gpu
     for gpu in (
@@ -87,10 +92,10 @@ GPUS = {
 
 
 def find_gpu(name: str, efficiency: dict[str, Any] | None = None) -> Gpu:
-    """A GPU of the table, with other efficiencies if given."""
+    """Find a GPU by name; `efficiency` overrides its values."""
     gpu = GPUS.get(str(name).lower())
     if gpu is None:
-        raise ConfigError(f"gpu={short(name)}: known are {', '.join(GPUS)}")
+        raise ConfigError(f"gpu={short(name)}: must be one of {', '.join(GPUS)}")
     if not isinstance(efficiency, Mapping | None):
-        raise ConfigError(f"efficiency={short(efficiency)}: a table like {{'matmul': 0.6}} is needed")
-    return replace(gpu, efficiency=gpu.efficiency.changed(efficiency or {}))
+        raise ConfigError(f"efficiency={short(efficiency)}: must be a table like {{'matmul': 0.6}}")
+    return replace(gpu, efficiency=gpu.efficiency.with_values(efficiency or {}))

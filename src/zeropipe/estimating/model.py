@@ -1,4 +1,4 @@
-"""A model as an estimate sees it: the operators of each kind of layer, from its shape, or counted in a run of it."""
+"""A model as the operators of each kind of layer: computed from its shape, or counted."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any, Protocol
 from zeropipe.core.model.operators import Op
 from zeropipe.errors import ConfigError
 from zeropipe.estimating.counted import CountedModel
-from zeropipe.estimating.operators import Sizes, decoder, embedding, head, loss, num_parameters
-from zeropipe.estimating.shapes import Layer, NotKnown, Shape, named_config, shape_of
+from zeropipe.estimating.operators import Sizes, count_parameters, decoder_layer, embedding, head, loss
+from zeropipe.estimating.shapes import Layer, Shape, UnknownShape, read_config, read_shape
 
 
 class Model(Protocol):
-    """What an estimate asks for."""
+    """The interface that an estimate needs."""
 
     @property
     def name(self) -> str: ...
@@ -28,36 +28,36 @@ class Model(Protocol):
         """The kind of each decoder layer."""
         ...
 
-    def kinds(self, at: Sizes) -> Mapping[str, Sequence[Op]]:
-        """The operators of each kind, and of "embedding", "head" and "loss"; ConfigError for a `tp` that cannot be."""
+    def layer_operators(self, sizes: Sizes) -> Mapping[str, Sequence[Op]]:
+        """The operators of each kind, and of "embedding", "head" and "loss"; ConfigError for an invalid `tp`."""
         ...
 
-    def message(self, at: Sizes) -> float:
-        """Bytes that a layer hands on."""
+    def message_bytes(self, sizes: Sizes) -> float:
+        """Bytes of a layer's output."""
         ...
 
-    def allows(self, tp: int) -> bool:
-        """Whether so many GPUs can share its layers."""
+    def allows_tp(self, tp: int) -> bool:
+        """Whether the layers can be sharded over `tp` GPUs."""
         ...
 
     def num_parameters(self) -> tuple[int, int]:
-        """All, and those that a token meets: with tied ends, these count once in both."""
+        """All parameters, and those active for one token; a tied weight counts once."""
         ...
 
 
 def open_model(model: str | Mapping[str, Any] | ShapedModel | CountedModel) -> ShapedModel | CountedModel:
-    """A known name, a directory with config.json, a config file, a config as plain data, or what is open already."""
+    """Open a known name, a directory with config.json, a config file, or a config. An open model is returned."""
     if isinstance(model, (ShapedModel, CountedModel)):
         return model
     try:
-        return ShapedModel(shape_of(model))
-    except NotKnown as reason:
-        return CountedModel(*named_config(model), str(reason))
+        return ShapedModel(read_shape(model))
+    except UnknownShape as reason:
+        return CountedModel(*read_config(model), str(reason))
 
 
 @dataclass(frozen=True)
 class ShapedModel:
-    """A model whose shape says everything."""
+    """A model whose operators are computed from its shape."""
 
     shape: Shape
 
@@ -75,34 +75,34 @@ class ShapedModel:
 
     @cached_property
     def _names(self) -> dict[Layer, str]:
-        names = {}
-        for layer in dict.fromkeys(self.shape.layers):
-            words = ["experts" if layer.experts else "dense", *(["sliding"] if layer.window else [])]
-            names[layer] = "-".join(words)
-        return names
+        return {
+            layer: ("experts" if layer.has_experts else "dense") + ("-sliding" if layer.window else "")
+            for layer in dict.fromkeys(self.shape.layers)
+        }
 
-    def kinds(self, at: Sizes) -> dict[str, list[Op]]:
-        if at.tp > 1 and not self.shape.family.tp:
-            raise ConfigError(
-                f"tp={at.tp}: transformers has no plan for tensor parallelism of {self.name}: leave it out"
-            )
-        for name, value in self._shared().items():
-            if value % at.tp:
-                raise ConfigError(
-                    f"tp={at.tp}: {self.name} has {name}={value}, which it does not divide: give another tp"
-                )
-        found = {name: decoder(self.shape, layer, at) for layer, name in self._names.items()}
-        found |= {"embedding": embedding(self.shape, at), "head": head(self.shape, at)}
-        return found | {"loss": [loss(self.shape.vocabulary // at.tp, at)]}
+    def layer_operators(self, sizes: Sizes) -> dict[str, list[Op]]:
+        tp = sizes.tp
+        if tp > 1 and not self.shape.family.has_tp_plan:
+            raise ConfigError(f"tp={tp}: transformers has no tensor-parallel plan for {self.name}; leave out tp")
+        for name, value in self._sharded_sizes().items():
+            if value % tp:
+                raise ConfigError(f"tp={tp}: {self.name} has {name}={value}: tp must divide it")
+        return {
+            **{name: decoder_layer(self.shape, layer, sizes) for layer, name in self._names.items()},
+            "embedding": embedding(self.shape, sizes),
+            "head": head(self.shape, sizes),
+            "loss": [loss(self.shape.vocabulary // tp, sizes)],
+        }
 
-    def message(self, at: Sizes) -> float:
-        return float(at.tokens * self.shape.hidden * at.element)
+    def message_bytes(self, sizes: Sizes) -> float:
+        return float(sizes.tokens * self.shape.hidden * sizes.element)
 
-    def allows(self, tp: int) -> bool:
-        return tp == 1 or (self.shape.family.tp and all(size % tp == 0 for size in self._shared().values()))
+    def allows_tp(self, tp: int) -> bool:
+        is_divisible = all(size % tp == 0 for size in self._sharded_sizes().values())
+        return tp == 1 or (self.shape.family.has_tp_plan and is_divisible)
 
-    def _shared(self) -> dict[str, int]:
-        """What tensor parallelism shares out, by the names of the config's fields: its size has to divide all."""
+    def _sharded_sizes(self) -> dict[str, int]:
+        """The sizes that `tp` must divide, by the names of the config's fields."""
         shape = self.shape
         sizes = {
             "num_attention_heads": shape.heads,
@@ -118,4 +118,5 @@ class ShapedModel:
 
     def num_parameters(self) -> tuple[int, int]:
         shape = self.shape
-        return num_parameters(self.layers, self.kinds(Sizes(1, 1, 2, 1)), shape.tied * shape.vocabulary * shape.hidden)
+        tied = shape.tied * shape.vocabulary * shape.hidden
+        return count_parameters(self.layers, self.layer_operators(Sizes(1, 1, 2, 1)), tied)

@@ -1,14 +1,15 @@
-"""The operators of each kind of layer: what they compute, move, keep and leave to W. All numbers are of one GPU.
+"""The operators of each kind of layer: FLOPs, bytes and parameters, all for one GPU.
 
-How transformers' decoder layers run in this project's engine: `scaled_dot_product_attention` with the flash kernel,
-norms in float32, weight gradients of linear layers and experts left to W. An operator's result is kept by whoever needs
-it in the backward; a tensor that two of them need is counted with the first.
+They are those of transformers' decoder layers in this project's engine: `scaled_dot_product_attention` with the flash
+kernel, norms in float32, weight gradients of linear layers and experts deferred to W. A result is counted with the
+first operator that needs it in its backward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from zeropipe.core.model.operators import ADDED, ENDS, Op
 from zeropipe.estimating.shapes import Experts, Layer, Shape
@@ -16,36 +17,36 @@ from zeropipe.estimating.shapes import Experts, Layer, Shape
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is fixed for one estimate."""
+    """The sizes of an estimate."""
 
     tokens: int  # of a microbatch
     sequence: int
-    element: int  # bytes
+    element: int  # bytes of an element
     tp: int
 
 
-def decoder(shape: Shape, layer: Layer, at: Sizes) -> list[Op]:
+def decoder_layer(shape: Shape, layer: Layer, sizes: Sizes) -> list[Op]:
     """The operators of a decoder layer, in order."""
     attention = _latent if shape.latent else _attention
-    if shape.family.attention == "whole":
-        first = _on_every_gpu(attention(shape, layer, replace(at, tp=1)), at.tp)
+    if shape.family.attention == "replicated":
+        ops = _replicate(attention(shape, layer, replace(sizes, tp=1)), sizes.tp)
     else:
-        first = attention(shape, layer, at)
-    mlp = _experts(shape, at) if layer.experts else _mlp(shape, shape.intermediate, at)
-    more = [norm(shape.hidden, at, compiled=0) for _ in range(shape.family.norms - 2)]
+        ops = attention(shape, layer, sizes)
+    mlp = _experts(shape, sizes) if layer.has_experts else _mlp(shape, shape.intermediate, sizes)
+    more_norms = [norm(shape.hidden, sizes, compiled=0) for _ in range(shape.family.norms - 2)]
     return [
-        norm(shape.hidden, at), *first, _add(shape.hidden, at),
-        norm(shape.hidden, at), *mlp, _add(shape.hidden, at), *more,
+        norm(shape.hidden, sizes), *ops, _residual(shape.hidden, sizes),
+        norm(shape.hidden, sizes), *mlp, _residual(shape.hidden, sizes), *more_norms,
     ]  # fmt: skip
 
 
-def _on_every_gpu(ops: list[Op], tp: int) -> list[Op]:
-    """Operators that each GPU of `tp` runs whole: a share of each one's work is useful."""
+def _replicate(ops: list[Op], tp: int) -> list[Op]:
+    """Operators that every GPU of `tp` repeats: 1 / tp of the work is useful."""
     return [replace(op, useful=(op.flops if op.useful is None else op.useful) / tp) for op in ops]
 
 
-def num_parameters(layers: Sequence[str], kinds: Mapping[str, Sequence[Op]], tied: int) -> tuple[int, int]:
-    """All parameters of these layers and of both ends, and those that a token meets: `tied` ones count once."""
+def count_parameters(layers: Sequence[str], kinds: Mapping[str, Sequence[Op]], tied: int) -> tuple[int, int]:
+    """All parameters of the layers and both ends, and those active for one token; the `tied` ones count once."""
     total = active = -tied
     for op in (op for kind in (*ENDS, *layers) for op in kinds[kind]):
         total += op.parameters
@@ -53,190 +54,190 @@ def num_parameters(layers: Sequence[str], kinds: Mapping[str, Sequence[Op]], tie
     return total, active
 
 
-def embedding(shape: Shape, at: Sizes) -> list[Op]:
-    """The lookup. Its gradient, as large as the table, is made in I."""
-    rows, table = at.tokens * shape.hidden * at.element, shape.vocabulary // at.tp * shape.hidden
-    back = table * (2.0 * at.element + 8)  # written, read, and added to the float32 gradient
-    return [
-        Op(
-            "embedding",
-            parameters=table,
-            moved=(2 * rows, 2 * rows),
-            moved_back=back,
-            gradient=table * at.element,
-        )
-    ]
+def embedding(shape: Shape, sizes: Sizes) -> list[Op]:
+    """The lookup. Its gradient, as large as the table, is computed in I."""
+    rows, table = sizes.tokens * shape.hidden * sizes.element, shape.vocabulary // sizes.tp * shape.hidden
+    back = table * (2.0 * sizes.element + 8)  # written, read, and added to the float32 gradient
+    moved = (2 * rows, 2 * rows)
+    return [Op("embedding", parameters=table, moved=moved, moved_back=back, gradient=table * sizes.element)]
 
 
-def head(shape: Shape, at: Sizes) -> list[Op]:
-    """The last norm and the product that makes logits. The loss keeps a float32 copy, so they need not stay."""
-    return [norm(shape.hidden, at), linear("head", shape.hidden, shape.vocabulary // at.tp, at)]
+def head(shape: Shape, sizes: Sizes) -> list[Op]:
+    """The last norm and the product of logits, which are not kept: the loss keeps a float32 copy."""
+    return [norm(shape.hidden, sizes), linear("head", shape.hidden, shape.vocabulary // sizes.tp, sizes)]
 
 
-def loss(logits: int, at: Sizes) -> Op:
-    """Cross entropy in float32 over so many logits per token: a copy of them, and their logarithm, which stays."""
-    words = at.tokens * logits
-    soft = 4.0 * words
-    # the copy is read three times by the softmax: a row of a large vocabulary fits into no fast memory
-    moved = words * (at.element + 4 + 3 * 4 + 4.0)
-    back = words * (4 + 3 * 4 + 4 + at.element)  # zeros, the softmax's gradient, and that of the copy
+def loss(logits: int, sizes: Sizes) -> Op:
+    """Cross entropy in float32 over `logits` per token: a copy of them, and their logarithm, which is kept."""
+    number = sizes.tokens * logits
+    soft = 4.0 * number
+    # the softmax reads the copy three times: a row of a large vocabulary does not fit into shared memory
+    moved = number * (sizes.element + 4 + 3 * 4 + 4.0)
+    back = number * (4 + 3 * 4 + 4 + sizes.element)  # zeros, the softmax's gradient, and that of the copy
     return Op("loss", kept=(soft, soft), kept_op=soft, moved=(moved, moved), moved_back=back, gradient=soft)
 
 
 def linear(
-    name: str, n_in: int, n_out: int, at: Sizes, *, rows: float = 1, bias: bool = False,
-    keeper: str = "itself", copies: int = 1, parts: int = 1, summed: bool = False, everywhere: bool = False,
+    name: str, n_in: int, n_out: int, sizes: Sizes, *, rows: float = 1, bias: bool = False,
+    kept_by: str = "itself", copies: int = 1, row_shards: int = 1, summed: bool = False, replicated: bool = False,
 ) -> Op:  # fmt: skip
-    """x W^T of `rows` rows per token, with so many `copies` of the weight; `everywhere`: each GPU of `tp` computes it.
+    """x W^T of `rows` rows per token, with `copies` of the weight (experts); `replicated` on every GPU of `tp`.
 
-    Of the rows this GPU computes one of so many `parts`; the others are zeros.
-
-    `keeper` of its input: "itself", "linear" (another one has the same input), or "attention", whose result it is; that
-    keeps it from F to I only.
+    This GPU computes 1 / `row_shards` of the rows; the others are zeros. The input is kept by this operator ("itself"),
+    by another "linear" with the same input, or from F to I only by the "attention" whose result it is.
     """
-    number = at.tokens * rows
-    x, y = number * n_in * at.element, number * n_out * at.element
-    kept = x if keeper == "itself" else 0.0
-    waits = y + (0.0 if keeper == "linear" else x)
-    moved = copies * n_in * n_out * at.element + x + y
-    flops = 2 * number * n_in * n_out / parts
+    number = sizes.tokens * rows
+    x, y = number * n_in * sizes.element, number * n_out * sizes.element
+    kept = x if kept_by == "itself" else 0.0
+    waits = y + (0.0 if kept_by == "linear" else x)
+    moved = copies * n_in * n_out * sizes.element + x + y
+    flops = 2 * number * n_in * n_out / row_shards
     return Op(
-        name, flops, flops / at.tp if everywhere else None, copies * (n_in * n_out + bias * n_out), deferred=True,
+        name, flops, flops / sizes.tp if replicated else None, copies * (n_in * n_out + bias * n_out), deferred=True,
         kept=(kept, kept), kept_op=y, moved=(moved, moved), stash=waits, gradient=y, summed=y if summed else 0.0,
-        added=ADDED * copies * n_in * n_out * at.element if copies > 1 else 0.0,
+        added=ADDED * copies * n_in * n_out * sizes.element if copies > 1 else 0.0,
     )  # fmt: skip
 
 
-def norm(size: int, at: Sizes, *, compiled: float = 1, weight: int | None = None) -> Op:
-    """An RMS norm: one by one it keeps a float32 copy and the normalised input; compiled only its input, if at all."""
-    n = at.tokens * size
-    one_by_one = n * (24 + 6 * at.element)
+def norm(size: int, sizes: Sizes, *, compiled: float = 1, weight: int | None = None) -> Op:
+    """An RMS norm. Eager, it keeps a float32 copy and the normalized input; compiled, sizes most its input."""
+    n = sizes.tokens * size
+    eager = n * (24 + 6 * sizes.element)
     return Op(
-        "norm", parameters=size if weight is None else weight, kept=(n * (4 + at.element), compiled * n * at.element),
-        moved=(one_by_one, 2 * n * at.element),
+        "norm", parameters=size if weight is None else weight,
+        kept=(n * (4 + sizes.element), compiled * n * sizes.element), moved=(eager, 2 * n * sizes.element),
     )  # fmt: skip
 
 
-def _add(size: int, at: Sizes) -> Op:
-    moved = 3.0 * at.tokens * size * at.element
+def _residual(size: int, sizes: Sizes) -> Op:
+    moved = 3.0 * sizes.tokens * size * sizes.element
     return Op("residual", moved=(moved, moved))
 
 
-def _rotate(size: int, at: Sizes) -> Op:
-    n = at.tokens * size * at.element
+def _rotary(size: int, sizes: Sizes) -> Op:
+    n = sizes.tokens * size * sizes.element
     return Op("rotary", moved=(10 * n, 2 * n))
 
 
-def _attention(shape: Shape, layer: Layer, at: Sizes) -> list[Op]:
-    """Queries, keys and values (fewer of these two), their norms and rotation, attention, output."""
-    heads, kv_heads = shape.heads // at.tp, max(1, shape.kv_heads // at.tp)
+def _attention(shape: Shape, layer: Layer, sizes: Sizes) -> list[Op]:
+    """Queries, keys and values, their norms and rotary embeddings, attention, output."""
+    heads, kv_heads = shape.heads // sizes.tp, max(1, shape.kv_heads // sizes.tp)
     q, kv, bias = heads * shape.head_dim, kv_heads * shape.head_dim, shape.qkv_bias
-    part = q
+    own = q  # of this GPU's heads
     ops = [
-        linear("q", shape.hidden, q, at, bias=bias),
-        linear("k", shape.hidden, kv, at, bias=bias, keeper="linear"),
-        linear("v", shape.hidden, kv, at, bias=bias, keeper="linear"),
+        linear("q", shape.hidden, q, sizes, bias=bias),
+        linear("k", shape.hidden, kv, sizes, bias=bias, kept_by="linear"),
+        linear("v", shape.hidden, kv, sizes, bias=bias, kept_by="linear"),
     ]
-    if shape.family.attention == "gathered" and at.tp > 1:
-        heads, q, kv = shape.heads, q * at.tp, kv * at.tp
-        ops.append(Op("gather", summed=at.tokens * (q + 2 * kv) * at.element / 2))  # half of what a sum says
+    if shape.family.attention == "gathered" and sizes.tp > 1:
+        heads, q, kv = shape.heads, q * sizes.tp, kv * sizes.tp
+        ops.append(
+            Op("gather", summed=sizes.tokens * (q + 2 * kv) * sizes.element / 2)
+        )  # a gather moves half of what a sum moves
     if shape.family.qk_norm:
-        one = shape.family.qk_norm == 1
-        ops += [norm(size, at, weight=shape.head_dim if one else size) for size in (q, kv)]
-    product = [_product(shape, layer, at, heads, shape.head_dim, shape.head_dim, q + 2 * kv)]
-    if part != q:
-        product = _on_every_gpu(product, at.tp)
-    ops += [_rotate(q + kv, at), *product]
-    return [*ops, linear("o", part, shape.hidden, at, bias=shape.o_bias, keeper="attention", summed=at.tp > 1)]
+        is_per_head = shape.family.qk_norm == 1
+        ops += [norm(size, sizes, weight=shape.head_dim if is_per_head else size) for size in (q, kv)]
+    kernel = [_attention_kernel(shape, layer, sizes, heads, shape.head_dim, shape.head_dim, q + 2 * kv)]
+    if own != q:
+        kernel = _replicate(kernel, sizes.tp)
+    ops += [_rotary(q + kv, sizes), *kernel]
+    return [*ops, linear("o", own, shape.hidden, sizes, bias=shape.o_bias, kept_by="attention", summed=sizes.tp > 1)]
 
 
-def _latent(shape: Shape, layer: Layer, at: Sizes) -> list[Op]:
-    """Queries, keys and values through small latent vectors (DeepSeek)."""
-    latent, heads = shape.latent, shape.heads // at.tp
+def _latent(shape: Shape, layer: Layer, sizes: Sizes) -> list[Op]:
+    """Multi-head latent attention (DeepSeek)."""
+    latent, heads = shape.latent, shape.heads // sizes.tp
     assert latent is not None
     q, k, v = heads * (latent.nope + latent.rope), heads * (latent.nope + latent.rope), heads * latent.value
     if latent.q_rank is None:
-        ops = [linear("q", shape.hidden, q, at)]
+        ops = [linear("q", shape.hidden, q, sizes)]
     else:
         ops = [
-            linear("q_a", shape.hidden, latent.q_rank, at, bias=shape.qkv_bias, everywhere=True),
-            norm(latent.q_rank, at),
-            linear("q_b", latent.q_rank, q, at),
+            linear("q_a", shape.hidden, latent.q_rank, sizes, bias=shape.qkv_bias, replicated=True),
+            norm(latent.q_rank, sizes),
+            linear("q_b", latent.q_rank, q, sizes),
         ]  # fmt: skip
     ops += [
         linear(
-            "kv_a", shape.hidden, latent.kv_rank + latent.rope, at, bias=shape.qkv_bias, keeper="linear",
-            everywhere=True,
+            "kv_a", shape.hidden, latent.kv_rank + latent.rope, sizes, bias=shape.qkv_bias, kept_by="linear",
+            replicated=True,
         ),
-        norm(latent.kv_rank, at),
-        linear("kv_b", latent.kv_rank, heads * (latent.nope + latent.value), at), _rotate(q + k, at),
-        _product(shape, layer, at, heads, latent.nope + latent.rope, latent.value, q + k + v),
+        norm(latent.kv_rank, sizes),
+        linear("kv_b", latent.kv_rank, heads * (latent.nope + latent.value), sizes), _rotary(q + k, sizes),
+        _attention_kernel(shape, layer, sizes, heads, latent.nope + latent.rope, latent.value, q + k + v),
     ]  # fmt: skip
-    return [*ops, linear("o", v, shape.hidden, at, bias=shape.o_bias, keeper="attention", summed=at.tp > 1)]
+    return [*ops, linear("o", v, shape.hidden, sizes, bias=shape.o_bias, kept_by="attention", summed=sizes.tp > 1)]
 
 
-def _product(shape: Shape, layer: Layer, at: Sizes, heads: int, qk: int, v: int, inputs: int) -> Op:
-    """Attention itself: causal, or under a window's mask, with which the kernel visits all pairs."""
-    s, window = at.sequence, layer.window
-    masked = window is not None and window < s
-    pairs = (window * s - window * (window - 1) / 2) / s if masked and window else (s + 1) / 2
-    each = 2 * heads * (qk + v) * at.tokens
-    out, sums = at.tokens * heads * v * at.element, at.tokens * heads * 4
-    keys = at.tokens * (heads * (qk + v)) * at.element if masked else 0.0  # a mask needs keys repeated for all heads
-    kept = at.tokens * inputs * at.element + out + sums + keys
-    moved = at.tokens * inputs * at.element + out + 2 * keys
+def _attention_kernel(shape: Shape, layer: Layer, sizes: Sizes, heads: int, qk: int, v: int, inputs: int) -> Op:
+    """Attention: causal, or with the mask of a window, with which the kernel computes all pairs."""
+    s, window = sizes.sequence, layer.window
+    is_masked = window is not None and window < s
+    pairs = (window * s - window * (window - 1) / 2) / s if is_masked and window else (s + 1) / 2
+    each = 2 * heads * (qk + v) * sizes.tokens
+    out, sums = sizes.tokens * heads * v * sizes.element, sizes.tokens * heads * 4
+    keys = (
+        sizes.tokens * (heads * (qk + v)) * sizes.element if is_masked else 0.0
+    )  # a mask needs keys repeated for all heads
+    kept = sizes.tokens * inputs * sizes.element + out + sums + keys
+    moved = sizes.tokens * inputs * sizes.element + out + 2 * keys
     return Op(
-        "attention", each * (s if masked else pairs), each * pairs, attention=True, kept=(kept, kept),
+        "attention", each * (s if is_masked else pairs), each * pairs, attention=True, kept=(kept, kept),
         kept_op=out + sums, moved=(moved, moved), gradient=2.0 * out,
     )  # fmt: skip
 
 
-def _mlp(shape: Shape, size: int, at: Sizes) -> list[Op]:
-    """Gate, up, their product, down."""
-    width, bias = size // at.tp, shape.mlp_bias
-    n = at.tokens * width * at.element
+def _mlp(shape: Shape, size: int, sizes: Sizes) -> list[Op]:
+    """Gate, up, their product, and down."""
+    width, bias = size // sizes.tp, shape.mlp_bias
+    n = sizes.tokens * width * sizes.element
     gather = []
-    if shape.family.mlp == "gathered" and at.tp > 1:
-        n = at.tokens * size * at.element
-        gather = [Op("gather", summed=n)]  # of two tensors: half of what a sum says
+    if shape.family.mlp == "gathered" and sizes.tp > 1:
+        n = sizes.tokens * size * sizes.element
+        gather = [Op("gather", summed=n)]  # of two tensors: each moves half of what a sum moves
     return [
-        linear("gate", shape.hidden, width, at, bias=bias),
-        linear("up", shape.hidden, width, at, bias=bias, keeper="linear"),
+        linear("gate", shape.hidden, width, sizes, bias=bias),
+        linear("up", shape.hidden, width, sizes, bias=bias, kept_by="linear"),
         *gather,
         Op("act", kept=(3 * n, 2 * n), moved=(5 * n, 3 * n)),
-        linear("down", width, shape.hidden, at, bias=bias, summed=at.tp > 1),
+        linear("down", width, shape.hidden, sizes, bias=bias, summed=sizes.tp > 1),
     ]  # fmt: skip
 
 
-def _experts(shape: Shape, at: Sizes) -> list[Op]:
-    """A router, rows sorted by expert, gate and up and down of each expert, and what all tokens go through.
+def _experts(shape: Shape, sizes: Sizes) -> list[Op]:
+    """A router, rows sorted by expert, gate, up and down of each expert, and the shared expert.
 
-    GPUs of `tp` have whole experts, and room for the rows of all.
+    Experts are sharded over `tp`, one GPU each; every GPU allocates the rows of all.
     """
     experts = shape.experts
     assert experts is not None
-    width, rows, copies = experts.size, experts.chosen, experts.number // at.tp
-    n, h = at.tokens * rows * width * at.element, at.tokens * rows * shape.hidden * at.element
-    # a router is no plain linear layer: its weight gradient is made in I
-    router = linear("router", shape.hidden, experts.number, at, everywhere=True)
+    width, rows, copies = experts.intermediate, experts.num_active, experts.number // sizes.tp
+    n, h = sizes.tokens * rows * width * sizes.element, sizes.tokens * rows * shape.hidden * sizes.element
+    # a router is not an nn.Linear, so its weight gradient is computed in I
+    router = linear("router", shape.hidden, experts.number, sizes, replicated=True)
     router = replace(router, deferred=False, back=2.0, stash=0.0)
-    extra = experts.number if experts.scoring_bias else 0
+    per_expert: Any = {"rows": rows, "copies": copies, "row_shards": sizes.tp}
+    biases = experts.number if experts.scoring_bias else 0
     ops = [
-        router, Op("choice", parameters=extra, moved=(2 * h, 2 * h)),
-        _chosen(linear("gate_up", shape.hidden, 2 * width, at, rows=rows, copies=copies, parts=at.tp), experts),
+        router, Op("choice", parameters=biases, moved=(2 * h, 2 * h)),
+        _active(linear("gate_up", shape.hidden, 2 * width, sizes, **per_expert), experts),
         Op("act", kept=(3 * n, 2 * n), moved=(5 * n, 3 * n)),
-        _chosen(linear("down", width, shape.hidden, at, rows=rows, copies=copies, parts=at.tp), experts),
-        Op("weigh", kept=(h, h), kept_op=0.0, moved=(4 * h, 3 * h), summed=h / rows if at.tp > 1 else 0.0),
+        _active(linear("down", width, shape.hidden, sizes, **per_expert), experts),
+        Op("weigh", kept=(h, h), kept_op=0.0, moved=(4 * h, 3 * h), summed=h / rows if sizes.tp > 1 else 0.0),
     ]  # fmt: skip
     if experts.shared is not None:
-        gate = [linear("shared_gate", shape.hidden, 1, at, keeper="linear", everywhere=True)] if experts.gated else []
-        shared = _mlp(shape, experts.shared, at)
-        if shape.family.shared_expert == "whole":
-            shared = _on_every_gpu(_mlp(shape, experts.shared, replace(at, tp=1)), at.tp)
-        ops += [*shared, *gate, _add(shape.hidden, at)]
+        gate = (
+            [linear("shared_gate", shape.hidden, 1, sizes, kept_by="linear", replicated=True)]
+            if experts.has_shared_gate
+            else []
+        )
+        shared = _mlp(shape, experts.shared, sizes)
+        if shape.family.shared_expert == "replicated":
+            shared = _replicate(_mlp(shape, experts.shared, replace(sizes, tp=1)), sizes.tp)
+        ops += [*shared, *gate, _residual(shape.hidden, sizes)]
     return ops
 
 
-def _chosen(op: Op, experts: Experts) -> Op:
-    """A product of all experts, of which a token meets some."""
-    return replace(op, met=op.parameters * experts.chosen // experts.number)
+def _active(op: Op, experts: Experts) -> Op:
+    """A product of all experts, of which some are active for a token."""
+    return replace(op, met=op.parameters * experts.num_active // experts.number)

@@ -144,7 +144,7 @@ def _find_settings(
 def _default_tp_sizes(model: Model, gpus: int, gpus_per_node: int) -> list[int]:
     """The powers of two that divide the GPUs and the model."""
     powers = [2**n for n in range(5)]
-    return [n for n in powers if n <= min(gpus_per_node, gpus) and gpus % n == 0 and model.allows(n)]
+    return [n for n in powers if n <= min(gpus_per_node, gpus) and gpus % n == 0 and model.allows_tp(n)]
 
 
 def _usable_memory(costs: LayerCosts, memory: float | None, reserve: float) -> float:

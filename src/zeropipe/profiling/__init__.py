@@ -1,1 +1,6 @@
-"""Measures what the layers of a model and messages between ranks cost: what `zeropipe profile` stands on."""
+"""Profiles: the layers of a model, measured by running them through the engine.
+
+spec     ProfileJob: the model and the settings to measure; no torch
+groups   the groups of layers that are measured, however large the model is
+measure  run the groups, record their steps, and measure messages between ranks
+"""

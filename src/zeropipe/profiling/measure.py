@@ -1,4 +1,4 @@
-"""Runs the pieces of a model through the engine and records them."""
+"""Measure a model: run its layer groups through the engine, record the steps, and time messages."""
 
 from __future__ import annotations
 
@@ -34,42 +34,42 @@ from zeropipe.engine.run.torchrun import join_torchrun, local_world_size
 from zeropipe.engine.stages.hf import HFStage
 from zeropipe.engine.step.clock import machine_name
 from zeropipe.engine.step.losses import CausalLMLoss
-from zeropipe.profiling.pieces import Pieces, facts, open_pieces
-from zeropipe.profiling.spec import ProfileJob, Setting
+from zeropipe.profiling.groups import GroupedModel, describe_groups, open_groups
+from zeropipe.profiling.spec import ProfileJob, ProfileSetting
 
-WARM_UP = 2  # steps: the first ones compile, and find memory
-# microbatches under way beside the one that is measured, on a CPU: what they hold pushes its tensors out of the caches;
-# it would only fill a GPU's memory
-AHEAD = 4
-PINGS = 8
-WORK = 0.002  # seconds that a rank works longer than its neighbour: more than a message needs
+NUM_WARM_UP_STEPS = 2  # they compile, and allocate memory
+# microbatches in flight besides the measured one, on a CPU: their activations evict its tensors from the caches, as in
+# training
+NUM_IN_FLIGHT = 4
+NUM_PINGS = 8
+EXTRA_WORK_S = 0.002  # by which each rank works longer than its neighbour: more than a message takes
 
 
 def profile(job: ProfileJob) -> Profile:
-    """Measure a model; every rank calls this, measures at the same time as the others, and gets the same answer."""
-    device, alone = select_device(job.device), group_of_one()
-    pieces = open_pieces(job.source, DTYPES[job.dtype], job.seed)
+    """Measure a model. Every rank calls this and gets the same result; all measure at the same time."""
+    device, solo = select_device(job.device), create_solo_group()
+    model = open_groups(job.source, DTYPES[job.dtype], job.seed)
     probes = []
-    for number, setting in enumerate(job.settings):
-        _tell(f"{job.name}: {number + 1} of {len(job.settings)}: {setting}")
-        probes.append(_probe(job, pieces, setting, device, alone))
-    return with_messages(job, pieces, probes, device)
+    for index, setting in enumerate(job.settings):
+        _report(f"{job.name}: {index + 1} of {len(job.settings)}: {setting}")
+        probes.append(_probe(job, model, setting, device, solo))
+    return create_profile(job, model, probes, device)
 
 
-def group_of_one() -> Any:
-    """A group with this rank only."""
+def create_solo_group() -> Any:
+    """Create a process group with this rank only."""
     return [dist.new_group([rank], backend="gloo") for rank in range(dist.get_world_size())][dist.get_rank()]
 
 
-def with_messages(job: ProfileJob, pieces: Pieces, probes: Sequence[Probe], device: torch.device) -> Profile:
-    """The profile of a model whose pieces were measured: messages between the ranks are measured now."""
-    message, several = probes[0].groups[1].message, dist.get_world_size() > 1
-    pings = _pings(message, device) if several else ()
-    # on a GPU messages have streams of their own, and their launch is not what a rank waits for
-    streams = _streams(message, device) if several and device.type == "cpu" else ()
+def create_profile(job: ProfileJob, model: GroupedModel, probes: Sequence[Probe], device: torch.device) -> Profile:
+    """Measure messages between the ranks, and create the profile of a model whose groups were measured."""
+    message, has_messages = probes[0].groups[1].message, dist.get_world_size() > 1
+    pings = _measure_pings(message, device) if has_messages else ()
+    # on a GPU messages have streams of their own, and a rank does not wait for their launch
+    streams = _measure_streams(message, device) if has_messages and device.type == "cpu" else ()
     return Profile(
-        job.name, pieces.layers, tuple(probes), pings, tuple(everyone(machine_name())),
-        bool(getattr(pieces.model.config, "tie_word_embeddings", False)), job.sequence, job.dtype,
+        job.name, model.layers, tuple(probes), pings, tuple(gather_objects(machine_name())),
+        bool(getattr(model.model.config, "tie_word_embeddings", False)), job.sequence, job.dtype,
         DTYPES[job.dtype].itemsize, _machine(device), _versions(device), streams,
     )  # fmt: skip
 
@@ -84,54 +84,56 @@ def profile_under_torchrun(job: ProfileJob) -> Profile | None:
         dist.destroy_process_group()
 
 
-def _probe(job: ProfileJob, pieces: Pieces, setting: Setting, device: torch.device, alone: Any) -> Probe:
-    microbatch = piece_tokens(job, pieces, setting, device)
-    known: tuple[LayerGroup, ...] = ()
+def _probe(job: ProfileJob, model: GroupedModel, setting: ProfileSetting, device: torch.device, solo: Any) -> Probe:
+    microbatch = random_microbatch(job, model, setting, device)
+    groups: tuple[LayerGroup, ...] = ()
     found: dict[str, tuple[Timeline, ...]] = {}
-    for name, make in (("split", split_schedule), ("whole", full_schedule)):
-        stages = pieces.build(device)
-        known = known or facts(pieces, stages, microbatch)
-        steps = piece_steps(job, stages, microbatch, setting, device, alone, make)
-        found[name] = tuple(timeline for own in everyone(list(steps)) for timeline in own)
+    for name, build in (("split", split_schedule), ("full", full_schedule)):
+        stages = model.build(device)
+        groups = groups or describe_groups(model, stages, microbatch)
+        steps = record_groups(job, stages, microbatch, setting, device, solo, build)
+        found[name] = tuple(timeline for own in gather_objects(list(steps)) for timeline in own)
         del stages, steps
         gc.collect()
-    return Probe(known, found["split"], found["whole"], setting.ac, setting.microbatch_size, setting.compile)
+    return Probe(groups, found["split"], found["full"], setting.ac, setting.microbatch_size, setting.compile)
 
 
-def piece_steps(
-    job: ProfileJob, stages: Mapping[int, HFStage], microbatch: Mapping[str, Tensor], setting: Setting,
-    device: torch.device, alone: Any, make: Callable[[int, int, int], Schedule],
+def record_groups(
+    job: ProfileJob, stages: Mapping[int, HFStage], microbatch: Mapping[str, Tensor], setting: ProfileSetting,
+    device: torch.device, solo: Any, build: Callable[[int, int, int], Schedule],
 ) -> Iterator[Timeline]:  # fmt: skip
-    """Recorded steps of a schedule of the pieces. The group `alone` has this rank only."""
-    schedule = make(len(stages), job.microbatches, AHEAD if device.type == "cpu" else 0)
-    return _steps(
-        schedule, stages, [microbatch] * schedule.num_microbatches, CausalLMLoss(), job.steps, group=alone,
+    """Record steps in which all groups run on this rank, the only one of the process group `solo`."""
+    schedule = build(len(stages), job.microbatches, NUM_IN_FLIGHT if device.type == "cpu" else 0)
+    return _record_steps(
+        schedule, stages, [microbatch] * schedule.num_microbatches, CausalLMLoss(), job.steps, group=solo,
         device=device, compile=setting.compile, ac=setting.ac,
     )  # fmt: skip
 
 
-def _steps(
-    schedule: Schedule, stages: Any, microbatches: list[Any], loss_fn: Any, number: int, **options: Any
+def _record_steps(
+    schedule: Schedule, stages: Any, microbatches: list[Any], loss_fn: Any, num_steps: int, **options: Any
 ) -> Iterator[Timeline]:
-    """Some recorded steps. Gradients are added up, not cleared: they are allocated in the warm-up, and never again."""
+    """Record steps after a warm-up. Gradients are not cleared, so that only the warm-up allocates them."""
     with Engine(schedule, stages, record=True, **options) as engine:
-        for step in range(WARM_UP + number):
+        for step in range(NUM_WARM_UP_STEPS + num_steps):
             dist.barrier()  # all ranks measure at the same time, as they will run
             engine.train_step(microbatches, loss_fn)
-            if step >= WARM_UP:
+            if step >= NUM_WARM_UP_STEPS:
                 yield engine.timeline()
 
 
-def piece_tokens(job: ProfileJob, pieces: Pieces, setting: Setting, device: torch.device) -> dict[str, Tensor]:
-    """A microbatch."""
+def random_microbatch(
+    job: ProfileJob, model: GroupedModel, setting: ProfileSetting, device: torch.device
+) -> dict[str, Tensor]:
+    """A microbatch of random tokens, equal on all ranks."""
     generator = torch.Generator().manual_seed(job.seed)
-    vocabulary = pieces.model.config.get_text_config().vocab_size
+    vocabulary = model.model.config.get_text_config().vocab_size
     tokens = torch.randint(0, vocabulary, (setting.microbatch_size, job.sequence), generator=generator).to(device)
     return {"input_ids": tokens, "labels": tokens}
 
 
-class Hand(nn.Module):
-    """Hands its input on, and takes its gradient, after some seconds of work each."""
+class PassThrough(nn.Module):
+    """Returns its input, and its gradient, after some seconds of work each."""
 
     def __init__(self, forward: float = 0.0, backward: float = 0.0) -> None:
         super().__init__()
@@ -139,28 +141,28 @@ class Hand(nn.Module):
         self.seconds = forward, backward
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Work.apply(x, *self.seconds) * self.scale  # type: ignore[no-any-return, no-untyped-call]
+        return _BusyWork.apply(x, *self.seconds) * self.scale  # type: ignore[no-any-return, no-untyped-call]
 
 
-class _Work(torch.autograd.Function):
-    """Its input, after so many seconds of work, and as many others in its backward."""
+class _BusyWork(torch.autograd.Function):
+    """Identity that works for `seconds` in the forward and `backward_seconds` in the backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float, again: float) -> Tensor:
-        ctx.again = again
+    def forward(ctx: Any, x: Tensor, seconds: float, backward_seconds: float) -> Tensor:
+        ctx.backward_seconds = backward_seconds
         _work(seconds)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        _work(ctx.again)
+        _work(ctx.backward_seconds)
         return gradients[0], None, None
 
 
 def _work(seconds: float) -> None:
-    """Products, as in a model: the threads that feed sockets run beside them."""
-    until, a = time.perf_counter() + seconds, torch.ones(64, 64)
-    while time.perf_counter() < until:
+    """Run matrix products, as a model does: the threads of sockets run at the same time."""
+    end, a = time.perf_counter() + seconds, torch.ones(64, 64)
+    while time.perf_counter() < end:
         torch.mm(a, a)
 
 
@@ -168,35 +170,36 @@ def _sum(output: Tensor, microbatch: Any) -> tuple[Tensor, int]:
     return output.sum(), output.numel()
 
 
-def _pings(message: float, device: torch.device) -> tuple[Ping, ...]:
-    """Messages of a quarter of the size and of the whole size: they tell latency and bandwidth apart."""
-    schedule, rank, found = ping_schedule(dist.get_world_size(), PINGS), dist.get_rank(), []
-    for share in (4, 1):
-        count = max(1, int(message) // 4 // share)
-        _tell(f"messages of {4 * count:,} bytes between {schedule.num_ranks} ranks")
+def _measure_pings(message: float, device: torch.device) -> tuple[Ping, ...]:
+    """Time messages of a quarter of the size and of the full size, to separate latency and bandwidth."""
+    schedule, rank, found = ping_schedule(dist.get_world_size(), NUM_PINGS), dist.get_rank(), []
+    for divisor in (4, 1):
+        count = max(1, int(message) // 4 // divisor)
+        _report(f"messages of {4 * count:,} bytes between {schedule.num_ranks} ranks")
         batch = {"inputs": torch.ones(count, device=device)}
-        steps = _steps(schedule, {rank: Hand().to(device)}, [batch] * PINGS, _sum, 3, device=device)
+        steps = _record_steps(schedule, {rank: PassThrough().to(device)}, [batch] * NUM_PINGS, _sum, 3, device=device)
         found.append(Ping(4.0 * count, tuple(steps)))
     return tuple(found)
 
 
-def _streams(message: float, device: torch.device) -> tuple[Timeline, ...]:
-    """Messages that nobody waits for: each rank works longer than the one that sends to it."""
+def _measure_streams(message: float, device: torch.device) -> tuple[Timeline, ...]:
+    """Time messages that arrive before they are needed: each rank works longer than the one that sends to it."""
     size, rank = dist.get_world_size(), dist.get_rank()
-    schedule = stream_schedule(size, PINGS)
-    _tell(f"what {size} ranks spend on messages")
-    hand = Hand(WORK * (rank + 1), WORK * (size - rank)).to(device)
+    schedule = stream_schedule(size, NUM_PINGS)
+    _report(f"time that {size} ranks spend on messages")
+    stage = PassThrough(EXTRA_WORK_S * (rank + 1), EXTRA_WORK_S * (size - rank)).to(device)
     batch = {"inputs": torch.ones(max(1, int(message) // 4), device=device)}
-    return tuple(_steps(schedule, {rank: hand}, [batch] * PINGS, _sum, 3, device=device))
+    return tuple(_record_steps(schedule, {rank: stage}, [batch] * NUM_PINGS, _sum, 3, device=device))
 
 
-def everyone(value: Any) -> list[Any]:
+def gather_objects(value: Any) -> list[Any]:
+    """The values of all ranks, in the order of ranks."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
-def _tell(text: str) -> None:
+def _report(text: str) -> None:
     if dist.get_rank() == 0:
         print(f"profile: {text}", file=sys.stderr, flush=True)
 

@@ -1,4 +1,4 @@
-"""What `zeropipe profile` is asked to measure, checked before anything starts: no torch here."""
+"""The job of `zeropipe profile`: a model and the settings to measure. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from zeropipe.core.model.checkpointing import Checkpointing
 from zeropipe.errors import ConfigError
 
 
-class Setting(NamedTuple):
-    """One way to run the layers."""
+class ProfileSetting(NamedTuple):
+    """How the layers run."""
 
     ac: str
     microbatch_size: int
@@ -24,11 +24,11 @@ class Setting(NamedTuple):
 
 @dataclass(frozen=True)
 class ProfileJob:
-    """A model (its name, and a directory or a config as plain data) and the settings to measure it in."""
+    """A model (its name, and a directory or a config) and the settings to measure it in."""
 
     name: str
     source: str | Mapping[str, Any]
-    settings: tuple[Setting, ...] = (Setting("none", 1, False),)
+    settings: tuple[ProfileSetting, ...] = (ProfileSetting("none", 1, False),)
     sequence: int = 128
     device: str = "cpu"
     dtype: str = "float32"
@@ -37,17 +37,19 @@ class ProfileJob:
     seed: int = 0
 
 
-def settings_of(modes: tuple[str, ...], sizes: tuple[int, ...], compiles: tuple[bool, ...]) -> tuple[Setting, ...]:
-    """Every combination. `selective:N` is put together from `none` and `full`, which are measured instead."""
-    wanted: dict[Setting, None] = {}
+def list_settings(
+    modes: tuple[str, ...], sizes: tuple[int, ...], compiles: tuple[bool, ...]
+) -> tuple[ProfileSetting, ...]:
+    """Every combination. `selective:N` combines `none` and `full`, which are measured instead."""
+    found: dict[ProfileSetting, None] = {}
     for compile in compiles:
         for size in sizes:
             for text in modes:
-                wish = Checkpointing.parse(text)
-                for mode in ("none", "full") if wish.every > 1 else (text,):
-                    if wish.mode == "budget" and not compile:
-                        continue  # the compiler keeps the budget: there is none without it
-                    wanted[Setting(mode, size, compile)] = None
-    if not wanted:
-        raise ConfigError(f"--ac {','.join(modes)}: only compiled blocks keep a memory budget: give --compile")
-    return tuple(wanted)
+                checkpointing = Checkpointing.parse(text)
+                for mode in ("none", "full") if checkpointing.every > 1 else (text,):
+                    if checkpointing.mode == "budget" and not compile:
+                        continue  # only the compiler has a memory budget
+                    found[ProfileSetting(mode, size, compile)] = None
+    if not found:
+        raise ConfigError(f"--ac {','.join(modes)}: only compiled blocks have a memory budget; use --compile")
+    return tuple(found)

@@ -1,4 +1,4 @@
-"""The operators of a model, kind by kind, from a run of its pieces without memory."""
+"""Count the operators of each kind of layer, by running groups of layers on the meta device."""
 
 from __future__ import annotations
 
@@ -14,38 +14,39 @@ from zeropipe.core.model.operators import ENDS, Counted, Op
 from zeropipe.engine.stages.hf import HFStage
 from zeropipe.engine.stages.verify import format_error
 from zeropipe.errors import ConfigError
-from zeropipe.estimating.count.operators import Seen, operators
-from zeropipe.estimating.count.share import share
-from zeropipe.estimating.count.watch import Watched, memory_of, watching
-from zeropipe.profiling.pieces import Cut, open_pieces
+from zeropipe.estimating.count.meta_private import storage_id
+from zeropipe.estimating.count.operators import LayerRun, list_operators
+from zeropipe.estimating.count.record import OperatorLog, record
+from zeropipe.estimating.count.shard import shard_alone
+from zeropipe.profiling.groups import GroupCut, open_groups
 
 
 class Counter:
-    """Counts a model (a directory, or a config as plain data), which is built once, without memory."""
+    """Counts a model (a directory or a config), which is built once on the meta device."""
 
     def __init__(self, source: str | Mapping[str, Any], dtype: torch.dtype) -> None:
         try:
-            self._pieces = open_pieces(source, dtype, 0)
+            self._model = open_groups(source, dtype, 0)
         except ConfigError:
             raise
-        except Exception as error:  # of a config that is no model's
+        except Exception as error:
             raise ConfigError(
-                f"transformers cannot use this config ({format_error(error)}): give a decoder model's"
+                f"transformers cannot use this config ({format_error(error)}); use that of a decoder model"
             ) from error
 
     def count(self, sequence: int, microbatch_size: int, tp: int = 1) -> Counted:
-        """What one GPU of `tp` does for one microbatch."""
+        """Count one microbatch on one GPU of `tp`."""
         try:
             return self._count(sequence, microbatch_size, tp)
         except ConfigError:
             raise
         except Exception as error:
-            config = self._pieces.model.config.get_text_config()
-            most = getattr(config, "max_position_embeddings", None)
-            if most is not None and 0 < most < sequence:
-                raise _too_long(sequence, most) from error
+            config = self._model.model.config.get_text_config()
+            limit = getattr(config, "max_position_embeddings", None)
+            if limit is not None and 0 < limit < sequence:
+                raise _too_long(sequence, limit) from error
             raise ConfigError(
-                f"model_type={config.model_type!r}: its layers do not run without memory ({format_error(error)}): "
+                f"model_type={config.model_type!r}: its layers do not run on the meta device ({format_error(error)}); "
                 "`zeropipe profile` measures them"
             ) from error
 
@@ -54,75 +55,75 @@ class Counter:
         found: dict[str, tuple[Op, ...]] = {}
         hidden: tuple[Tensor, ...] = ()
         logits, tied = tokens, 0
-        for place, piece in enumerate(self._pieces.cuts):
-            kind = "head" if place == len(self._pieces.cuts) - 1 else piece.kinds[0]
-            if len(piece.kinds) > 1 and kind not in ENDS:
-                continue  # several layers together tell nothing new
-            stage, watched = self._stage(piece), Watched()
-            with share(stage, tp, watched) as divided:
-                given, outputs = _run(stage, kind in ENDS, hidden, tokens, watched)
-            found[kind] = operators(Seen(stage, kind, watched, given, outputs, divided, tp, tokens.numel()))
+        for index, group in enumerate(self._model.cuts):
+            kind = "head" if index == len(self._model.cuts) - 1 else group.kinds[0]
+            if len(group.kinds) > 1 and kind not in ENDS:
+                continue  # several layers: each of their kinds has a group
+            stage, log = self._create_stage(group), OperatorLog()
+            with shard_alone(stage, tp, log) as sharded:
+                inputs, outputs = _run(stage, kind in ENDS, hidden, tokens, log)
+            found[kind] = list_operators(LayerRun(stage, kind, log, inputs, outputs, sharded, tp, tokens.numel()))
             if kind == "embedding":
                 tied = stage.embedding.numel() if stage.has_tied_ends and stage.embedding is not None else 0
-                _require_positions(watched, stage, sequence)
+                _require_positions(log, stage, sequence)
             if kind == "head":
                 logits = outputs[0]
             else:
                 hidden = outputs
         message = float(sum(tensor.nbytes for tensor in hidden))
-        return Counted(self._pieces.layers, found, message, logits.shape[-1], tied)
+        return Counted(self._model.layers, found, message, logits.shape[-1], tied)
 
-    def _stage(self, piece: Cut) -> HFStage:
-        """A piece as a stage of its own: layers that it does not have are not copied."""
-        model, whole = self._pieces.model, self._pieces.whole
-        layers = whole.get_submodule(model.family.layers).children()
-        others = {id(layer): layer for index, layer in enumerate(layers) if index not in piece.cut[piece.stage]}
-        stage = HFStage(copy.deepcopy(whole, others), model.family, piece.cut, piece.stage, model.head)
+    def _create_stage(self, group: GroupCut) -> HFStage:
+        """A group as a stage; layers of other groups are not copied."""
+        model, skeleton = self._model.model, self._model.skeleton
+        layers = skeleton.get_submodule(model.family.layers).children()
+        others = {id(layer): layer for index, layer in enumerate(layers) if index not in group.cut[group.stage]}
+        stage = HFStage(copy.deepcopy(skeleton, others), model.family, group.cut, group.stage, model.head)
         stage.tie()
         return stage.train()
 
 
 def _run(
-    stage: HFStage, is_end: bool, inputs: tuple[Tensor, ...], tokens: Tensor, watched: Watched
+    stage: HFStage, is_end: bool, inputs: tuple[Tensor, ...], tokens: Tensor, log: OperatorLog
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Run a stage, watched inside its layer or outside of all: what came in with a gradient, and what came out."""
+    """Run a stage and record its layer or, at an end, the rest; returns inputs with gradients, and outputs."""
     given = tuple(tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in inputs)
-    with watching(watched), _around_layers(stage, watched, not is_end) as met:
-        watched.is_on = is_end
+    with record(log), _toggle_at_layers(stage, log, not is_end) as layer_inputs:
+        log.is_on = is_end
         result = stage(*given, **stage.pick({"input_ids": tokens, "labels": tokens}))
-        watched.is_on = False
-    return given if is_end else tuple(met), result if isinstance(result, tuple) else (result,)
+        log.is_on = False
+    return given if is_end else tuple(layer_inputs), result if isinstance(result, tuple) else (result,)
 
 
 @contextmanager
-def _around_layers(stage: HFStage, watched: Watched, inside: bool) -> Iterator[list[Tensor]]:
-    """Watch inside the layers, or outside of them; gives what comes into them with a gradient."""
-    met: list[Tensor] = []
+def _toggle_at_layers(stage: HFStage, log: OperatorLog, inside: bool) -> Iterator[list[Tensor]]:
+    """Record inside the layers, or outside of them; yields the inputs of layers that have gradients."""
+    inputs: list[Tensor] = []
 
     def before(layer: nn.Module, args: Any, kwargs: Any) -> None:
-        met.extend(one for one in (*args, *kwargs.values()) if isinstance(one, Tensor) and one.requires_grad)
-        watched.is_on = inside
+        inputs.extend(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.requires_grad)
+        log.is_on = inside
 
     def after(layer: nn.Module, args: Any, result: Any) -> None:
-        watched.is_on = not inside
+        log.is_on = not inside
 
     hooks = [layer.register_forward_pre_hook(before, with_kwargs=True) for layer in stage.blocks]
     hooks += [layer.register_forward_hook(after) for layer in stage.blocks]
     try:
-        yield met
+        yield inputs
     finally:
         for hook in hooks:
             hook.remove()
 
 
-def _require_positions(watched: Watched, stage: HFStage, sequence: int) -> None:
-    """A table of positions has no row for later ones, which a run without memory does not notice."""
-    most = getattr(stage.lm.config.get_text_config(), "max_position_embeddings", None)
-    tables = {memory_of(p): p.shape[0] for p in stage.parameters() if p is not stage.embedding}
-    looked_up = {place for call in watched.calls if call.name == "embedding" for place in call.reads}
-    if most is not None and any(most <= tables[place] < sequence for place in looked_up & tables.keys()):
-        raise _too_long(sequence, most)
+def _require_positions(log: OperatorLog, stage: HFStage, sequence: int) -> None:
+    """ConfigError if a table of positions is too short, which a run on meta does not detect."""
+    limit = getattr(stage.lm.config.get_text_config(), "max_position_embeddings", None)
+    tables = {storage_id(p): p.shape[0] for p in stage.parameters() if p is not stage.embedding}
+    looked_up = {storage for call in log.calls if call.name == "embedding" for storage in call.reads}
+    if limit is not None and any(limit <= tables[storage] < sequence for storage in looked_up & tables.keys()):
+        raise _too_long(sequence, limit)
 
 
-def _too_long(sequence: int, most: int) -> ConfigError:
-    return ConfigError(f"sequence={sequence}: the model has {most} positions: give a sequence of at most {most}")
+def _too_long(sequence: int, limit: int) -> ConfigError:
+    return ConfigError(f"sequence={sequence}: must be at most {limit}, the number of positions of the model")

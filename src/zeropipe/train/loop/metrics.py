@@ -254,7 +254,7 @@ def count_flops(model: ShapedModel | CountedModel, sequence: int, *, is_frozen: 
     Every product is computed once in F, and backward once for each of its two factors: activations and weights, or two
     activations (attention).
     """
-    kinds = model.kinds(Sizes(sequence, sequence, element=2, tp=1))
+    kinds = model.layer_operators(Sizes(sequence, sequence, element=2, tp=1))
     total = 0.0
     for op in (op for kind in (*ENDS, *model.layers) for op in kinds[kind]):
         has_weight_gradient = not (is_frozen and op.parameters)

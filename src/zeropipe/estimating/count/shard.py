@@ -1,4 +1,4 @@
-"""Layers shared by the GPUs of `tp`, with nobody to talk to: as the first of them has them."""
+"""Shard a stage over `tp` without other GPUs: collectives are recorded, and return shapes only."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from zeropipe.engine.mesh.talk import Actor, Peers, actors
 from zeropipe.engine.mesh.tensor import check_plan, plan_of, spread_stage
 from zeropipe.engine.stages.hf import HFStage
 from zeropipe.errors import ConfigError
-from zeropipe.estimating.count.watch import Call, Watched
+from zeropipe.estimating.count.record import Call, OperatorLog
 
 _GROUP = "counted"
 
 
 @contextmanager
-def share(stage: HFStage, tp: int, watched: Watched) -> Iterator[Sequence[Tensor]]:
-    """Spread a stage by its model's own plan; gives the parameters that are divided. ConfigError if tp cannot be."""
+def shard_alone(stage: HFStage, tp: int, log: OperatorLog) -> Iterator[Sequence[Tensor]]:
+    """Shard a stage by its model's own plan; yields the sharded parameters. ConfigError for an invalid `tp`."""
     if tp == 1:
         yield []
         return
@@ -30,40 +30,40 @@ def share(stage: HFStage, tp: int, watched: Watched) -> Iterator[Sequence[Tensor
         plan = plan_of(stage)
     except ConfigError:
         kind = stage.full_config.model_type
-        raise ConfigError(f"tp={tp}: transformers has no plan for tensor parallelism of {kind}: leave it out") from None
+        raise ConfigError(f"tp={tp}: transformers has no tensor-parallel plan for {kind}; leave out tp") from None
     check_plan(stage, plan, tp)
     prove(stage, plan, False)
     sharing = Sharing(Peers(_GROUP, 0, tp), None)
     spread_stage(stage, plan, sharing, False)
     for layer in find_deferred(stage):
-        layer.has_hooks = True  # autograd runs it: deferring asks what device it is on
-    actors[_GROUP] = _Alone(watched, tp)
+        layer.has_hooks = True  # autograd runs it: deferring needs a device
+    actors[_GROUP] = _RecordingGroup(log, tp)
     try:
         yield sharing.pieces()
     finally:
         del actors[_GROUP]
 
 
-class _Alone(Actor):
-    """Sums are seen, and give what comes in."""
+class _RecordingGroup(Actor):
+    """Records collectives of the one rank that runs."""
 
-    def __init__(self, watched: Watched, number: int) -> None:
-        self._watched, self._number = watched, number
+    def __init__(self, log: OperatorLog, size: int) -> None:
+        self._log, self._size = log, size
 
     def everybodys(self, x: Tensor) -> list[Tensor]:
-        return [x] * self._number
+        return [x] * self._size
 
     def total(self, x: Tensor) -> Tensor:
-        with self._watched.away():
+        with self._log.paused():
             result = torch.empty_like(x)
-        self._see(x, result, x.nbytes)
+        self._add(x, result, x.nbytes)
         return result
 
     def joined(self, x: Tensor, dimension: int) -> Tensor:
-        with self._watched.away():
+        with self._log.paused():
             result = super().joined(x, dimension)
-        self._see(x, result, result.nbytes / 2)  # a gathering says half as much as a sum
+        self._add(x, result, result.nbytes / 2)  # a gather moves half of what a sum moves
         return result
 
-    def _see(self, x: Tensor, result: Tensor, summed: float) -> None:
-        self._watched.see(Call("sum", self._watched.sizes([x]), self._watched.sizes([result]), summed=float(summed)))
+    def _add(self, x: Tensor, result: Tensor, summed: float) -> None:
+        self._log.add(Call("sum", self._log.sizes([x]), self._log.sizes([result]), summed=float(summed)))
