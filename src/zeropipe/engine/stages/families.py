@@ -6,8 +6,8 @@ with, and `verify` compares the stages with the copy. Most model types therefore
 To support a model type that needs special treatment, add an entry to `QUIRKS`:
 
 mask_functions  its attention masks are made by functions of its own, not by those of `transformers.masking_utils`.
-                Name them ("transformers.models.x.modeling_x.create_x_mask"); each must have an optional, not keyword-only,
-                parameter `position_ids`. `packing` then passes it the positions that keep packed sequences apart.
+                Name them ("transformers.models.x.modeling_x.create_x_mask"); each must have an optional parameter
+                `position_ids` (not keyword-only), whose value `packing` sets to keep packed sequences apart.
 small_sizes     config fields with which its small copy is built, where the general rules of `small_model` fail
 refused         why it cannot be cut
 
