@@ -25,7 +25,7 @@ import zeropipe.pipelining as ours
 from zeropipe.engine.backward.linear import defer
 from zeropipe.engine.backward.store import WeightStore
 from zeropipe.errors import ConfigError
-from zeropipe.pipelining.engines import check_pipeline, warn_of_copies, warn_of_replicas
+from zeropipe.pipelining.engines import check_mesh, warn_about_copies, warn_about_replicas
 
 
 class Stage(nn.Module):
@@ -93,7 +93,7 @@ def sharded_on_a_mesh() -> float:
     ours.configure(mesh=mesh)
     try:
         for call in (
-            lambda: check_pipeline(mesh, None),
+            lambda: check_mesh(mesh, None),
             lambda: feed(ours.ScheduleZBVZeroBubble(stages, sizes[place], loss_fn=mean_square), stages, *batch),
         ):
             try:
@@ -104,8 +104,8 @@ def sharded_on_a_mesh() -> float:
         assert "the stages have [0, 1, 2, 3] in their group" in refusals[1]
         assert "ran different numbers of microbatches" in refusals[2]
         with warnings.catch_warnings(record=True) as warned:
-            warn_of_replicas(mesh, stages)
-            warn_of_replicas(mesh, stages_for([Stage(n, 4) for n in range(4)], numbers, group))
+            warn_about_replicas(mesh, stages)
+            warn_about_replicas(mesh, stages_for([Stage(n, 4) for n in range(4)], numbers, group))
         assert ["are not summed over dp_shard" in str(warning.message) for warning in warned] == [True]
         for stage in stages:
             stage.submod.zero_grad()
@@ -370,5 +370,5 @@ def copies() -> list[str]:
     stage = traced(Again(), (draw(2, 0)[0],)).build_stage(dist.get_rank(), torch.device("cpu"))
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        warn_of_copies([stage])
+        warn_about_copies([stage])
     return [str(warning.message) for warning in warned]

@@ -6,6 +6,8 @@ import zeropipe as zp
 
 schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
 
+from stage_stand_ins import stand_ins
+
 LOOPED = [(1, 1, 2), (1, 4, 3), (2, 2, 2), (2, 4, 1), (2, 10, 3), (3, 3, 2), (3, 9, 4), (4, 3, 2), (4, 8, 2)]
 LOOPED += [(4, 10, 2), (4, 16, 8), (5, 15, 2), (8, 6, 2), (8, 32, 3)]
 VEE = [(1, 2), (1, 5), (2, 4), (2, 9), (3, 6), (3, 11), (4, 8), (4, 10), (5, 10), (6, 24), (8, 16), (8, 37)]
@@ -20,16 +22,6 @@ CASES = [
     *(("ScheduleZBVZeroBubble", "zbv", p, m, 2) for p, m in VEE + SMALL_VEE),
     *(("ScheduleDualPipeV", "dualpipev", p, m, 2) for p, m in VEE),
 ]
-
-
-def stand_ins(ranks, per_rank):
-    """What a torch schedule wants to know of a rank's stages."""
-    from torch.distributed.pipelining.stage import PipelineStage
-
-    stages = [object.__new__(PipelineStage) for _ in range(per_rank)]  # a mock of so much takes a while to make
-    for stage in stages:
-        stage.group_rank, stage.group_size, stage.num_stages, stage.submod = 0, ranks, ranks * per_rank, None
-    return stages
 
 
 def torch_rows(torch_name, ranks, microbatches, per_rank):

@@ -1,6 +1,7 @@
-"""Our schedules in other people's trainers. Nothing is imported before it is asked for:
+"""zeropipe's schedules in other training frameworks; each module imports its framework.
 
-torchtitan  `pipeline_llm` in place of its own
-archon      `install()` for AReaL's Archon engine
-chosen      the schedule that a framework's config names
+torchtitan: `pipeline_llm`, which replaces torchtitan's own
+archon: `install()` for AReaL's Archon engine
+experts: their mixture-of-experts layers, registered for split backward
+schedule_choice: the schedule that a framework's config names
 """

@@ -1,4 +1,4 @@
-"""torchtitan's models under our schedules: `pipeline_llm`, to be used as a ModelSpec's `pipelining_fn`."""
+"""torchtitan's models with zeropipe's schedules: use `pipeline_llm` as a ModelSpec's `pipelining_fn`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zeropipe.core.units import count_text
 from zeropipe.engine import defer
 from zeropipe.errors import ConfigError
 from zeropipe.integrations import experts  # noqa: F401  # registers them
-from zeropipe.integrations.chosen import Chosen, chosen
+from zeropipe.integrations.schedule_choice import ScheduleChoice, choose_schedule
 
 try:
     from torchtitan.components import metrics
@@ -46,11 +46,11 @@ def pipeline_llm(
     if parallel_dims.tp_enabled and compiles and ac_config is not None:
         raise ConfigError(
             f"tp={parallel_dims.tp}, compile and activation checkpointing: torch cannot compile checkpointed blocks "
-            "that tensor parallelism has spread; leave one of the three out"
+            "that are sharded over tp; leave out one of the three"
         )
-    choice = chosen(parallelism.pipeline_parallel_schedule_csv or parallelism.pipeline_parallel_schedule)
+    choice = choose_schedule(parallelism.pipeline_parallel_schedule_csv or parallelism.pipeline_parallel_schedule)
     num_microbatches = _num_microbatches(training, parallelism)
-    names = parallelism.module_fqns_per_model_part or _names(choice, parallel_dims.pp, parallelism, model_config)
+    names = parallelism.module_fqns_per_model_part or _module_names(choice, parallel_dims.pp, parallelism, model_config)
     placement = choice.placement(parallel_dims.pp, len(names))
     mesh = parallel_dims.get_mesh("pp")
     splits = choice.splits_backward
@@ -58,7 +58,7 @@ def pipeline_llm(
     for number in placement.stages_of(mesh.get_local_rank()):
         part = titan._split_module(model, names[number])
         if splits:
-            defer(part)  # before torchtitan wraps the forward of its layers, which hides what they are
+            defer(part)  # before torchtitan wraps the forward of its layers, which hides their type
         part = parallelize_fn(
             part,
             parallel_dims=parallel_dims,
@@ -74,12 +74,12 @@ def pipeline_llm(
     def scalar_loss(*args: Any, **kwargs: Any) -> Tensor:
         return loss_fn(*args, **kwargs)[0]
 
-    schedule = choice.make(stages, num_microbatches, scalar_loss)
+    schedule = choice.create_runtime(stages, num_microbatches, scalar_loss)
     logger.info(
         f"zeropipe runs {schedule.schedule.name} with {count_text(num_microbatches, 'microbatch')}, {placement.name} "
         f"placement: stages {', '.join(str(stage.stage_index) for stage in stages)} of {len(names)} on this rank"
     )
-    _tell_where_the_loss_is(parallel_dims, parallelism, placement.rank_of(len(names) - 1))
+    _warn_about_loss_rank(parallel_dims, parallelism, placement.rank_of(len(names) - 1))
     parts = [stage.submod for stage in stages]
     return schedule, parts, any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)
 
@@ -88,14 +88,14 @@ def _num_microbatches(training: Any, parallelism: Any) -> int:
     batch, size = training.local_batch_size, parallelism.pipeline_parallel_microbatch_size
     if size < 1 or batch % size:
         raise ConfigError(
-            f"training.local_batch_size={batch} cannot be cut into microbatches of "
-            f"parallelism.pipeline_parallel_microbatch_size={size}: give a divisor"
+            f"training.local_batch_size={batch} cannot be divided into microbatches of "
+            f"parallelism.pipeline_parallel_microbatch_size={size}: must be a divisor"
         )
     return batch // size
 
 
-def _names(choice: Chosen, num_ranks: int, parallelism: Any, model_config: Any) -> list[list[str]]:
-    """The names of the modules of each stage, as torchtitan spreads them."""
+def _module_names(choice: ScheduleChoice, num_ranks: int, parallelism: Any, model_config: Any) -> list[list[str]]:
+    """The names of the modules of each stage, as torchtitan distributes them."""
     first_less = parallelism.pipeline_parallel_first_stage_less_layers
     last_less = parallelism.pipeline_parallel_last_stage_less_layers
     num_layers = len(model_config.layers)
@@ -104,8 +104,8 @@ def _names(choice: Chosen, num_ranks: int, parallelism: Any, model_config: Any) 
     return titan._generate_llm_fqn_per_model_part(num_stages, num_layers, first_less, last_less)
 
 
-def _tell_where_the_loss_is(parallel_dims: Any, parallelism: Any, last: int) -> None:
-    """A warning where torchtitan takes its metrics from a rank that has no loss: it knows one schedule on a V."""
+def _warn_about_loss_rank(parallel_dims: Any, parallelism: Any, last: int) -> None:
+    """Warn if torchtitan logs metrics of a rank without a loss: it supports one schedule on a V."""
     name = parallelism.pipeline_parallel_schedule
     logs = metrics._get_metrics_rank(parallel_dims=parallel_dims, pp_schedule=name)
     has = parallel_dims.world_size // parallel_dims.pp * last

@@ -1,6 +1,13 @@
-"""torch.distributed.pipelining's interface over our engine: change the import and keep the rest.
+"""torch.distributed.pipelining's interface over zeropipe's engine: change the import and keep the rest.
 
-from zeropipe.pipelining import PipelineStage, ScheduleZBVZeroBubble
+    from zeropipe.pipelining import PipelineStage, ScheduleZBVZeroBubble
+
+schedules: the schedule classes
+base: a step of these classes
+plan: the Schedule that a class runs
+engines: `configure`, and the engines of the stages
+install: replace torch's classes in a running program
+private: private names of torch.distributed.pipelining
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rebinds torch's names, for programs whose imports cannot be edited."""
+"""Replace torch's schedule classes, for programs whose imports cannot be edited."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import Any
 
 from zeropipe.pipelining import private, schedules
 
-_originals: list[tuple[Any, str, Any]] = []  # module, name, what it was
+_originals: list[tuple[Any, str, Any]] = []  # module, name, original value
 
 
 def install() -> None:
-    """From here on torch's schedule classes are ours, also in modules that have imported them already."""
+    """Replace torch's schedule classes by ours, also in modules that have imported them already."""
     if _originals:
         return
-    torchs = private.schedules
-    ours = {kind.__name__: kind for kind in schedules.CLASSES.values() if hasattr(torchs, kind.__name__)} | {
+    torch_schedules = private.schedules
+    ours = {kind.__name__: kind for kind in schedules.CLASSES.values() if hasattr(torch_schedules, kind.__name__)} | {
         "get_schedule_class": schedules.get_schedule_class,
         "_PipelineScheduleRuntime": schedules.PipelineSchedule,
     }
-    replaced = {id(getattr(torchs, name)): kind for name, kind in ours.items()}
+    replaced = {id(getattr(torch_schedules, name)): kind for name, kind in ours.items()}
     for module in list(sys.modules.values()):
         if getattr(module, "__name__", "").startswith("zeropipe."):
             continue
@@ -30,7 +30,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """torch's own classes are back."""
+    """Restore torch's own classes."""
     while _originals:
         module, name, value = _originals.pop()
         setattr(module, name, value)

@@ -1,4 +1,4 @@
-"""Which Schedule the stages of a rank run."""
+"""The Schedule that the stages of a rank run."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from zeropipe.schedules.registry import Entry, build_entry
 from zeropipe.schedules.user import load, named
 
 
-def built(entry: Entry, ranks: int, stages: int, microbatches: int, options: Mapping[str, Any]) -> Schedule:
-    """The schedule of an entry for any number of microbatches.
+def build_schedule(entry: Entry, ranks: int, stages: int, microbatches: int, options: Mapping[str, Any]) -> Schedule:
+    """Build a registered schedule for any number of microbatches.
 
-    Where its algorithm has no order for that number, it is cut from a larger one.
+    If its algorithm does not support the number, a larger schedule is resized.
     """
     if stages % ranks:
         raise ConfigError(
@@ -40,18 +40,20 @@ def built(entry: Entry, ranks: int, stages: int, microbatches: int, options: Map
     raise refusal
 
 
-def given(what: Schedule | str, ranks: int, stages: int, microbatches: int) -> Schedule:
-    """A Schedule, the text of a CSV, a file that holds one, or a name."""
-    if not isinstance(what, Schedule | str):
-        raise ConfigError(f"schedule={short(what)}: give a Schedule, the text of a CSV, a file with one, or a name")
-    if isinstance(what, Schedule):
-        found = what
-    elif has_suffix(what, *SCHEDULE_SUFFIXES):
-        found = load(what)
-    elif "\n" in what or "," in what:
-        found = from_csv(what)
+def resolve_schedule(schedule: Schedule | str, ranks: int, stages: int, microbatches: int) -> Schedule:
+    """The schedule for a Schedule, the text of a CSV, a file name or the name of a schedule."""
+    if not isinstance(schedule, Schedule | str):
+        raise ConfigError(
+            f"schedule={short(schedule)}: must be a Schedule, the text of a CSV, a file name, or the name of a schedule"
+        )
+    if isinstance(schedule, Schedule):
+        found = schedule
+    elif has_suffix(schedule, *SCHEDULE_SUFFIXES):
+        found = load(schedule)
+    elif "\n" in schedule or "," in schedule:
+        found = from_csv(schedule)
     else:
-        found = built(named(what), ranks, stages, microbatches, {})
+        found = build_schedule(named(schedule), ranks, stages, microbatches, {})
     require_one_copy(found)
     if (found.num_ranks, found.num_stages) != (ranks, stages):
         raise ConfigError(
@@ -63,7 +65,7 @@ def given(what: Schedule | str, ranks: int, stages: int, microbatches: int) -> S
 
 
 def require_one_copy(schedule: Schedule) -> None:
-    """ConfigError for a schedule that keeps each stage twice."""
+    """ConfigError for a schedule with two copies of each stage."""
     if len(schedule.placement.copies) > 1:
         raise ConfigError(
             f"{schedule.name} keeps two copies of each stage on two ranks, and a PipelineStage has one: use a schedule "
@@ -72,7 +74,7 @@ def require_one_copy(schedule: Schedule) -> None:
 
 
 def placement_of(entry: Entry, ranks: int, stages: int) -> Placement:
-    """Where an entry puts stages, whatever the number of microbatches."""
+    """The placement of a registered schedule, which does not depend on the number of microbatches."""
     require_positive_integers(num_ranks=ranks, num_stages=stages)
     if stages % ranks or stages // ranks not in entry.stages_per_rank:
         numbers = ", ".join(map(str, sorted(entry.stages_per_rank)))
@@ -83,18 +85,18 @@ def placement_of(entry: Entry, ranks: int, stages: int) -> Placement:
 
 
 def check_stages(schedule: Schedule, stages: Sequence[Any], name: str) -> None:
-    """ConfigError for stages that are not those which the schedule has on this rank."""
+    """ConfigError for stages that the schedule does not place on this rank."""
     rank = stages[0].group_rank
-    wanted, got = list(schedule.placement.stages_of(rank)), sorted(stage.stage_index for stage in stages)
-    if wanted != got:
+    expected, got = list(schedule.placement.stages_of(rank)), sorted(stage.stage_index for stage in stages)
+    if expected != got:
         raise ConfigError(
-            f"{name} wants stages {wanted} on rank {rank}, got {got}: its placement is {schedule.placement.name}, ask "
-            f"{name}.stages_of(rank, num_ranks, num_stages)"
+            f"{name} needs stages {expected} on rank {rank}, got {got}: its placement is "
+            f"{schedule.placement.name}; see {name}.stages_of(rank, num_ranks, num_stages)"
         )
     for stage in stages:
-        stranger = private.stranger(stage)
-        if stranger is not None:
+        source = private.find_foreign_input(stage)
+        if source is not None:
             raise ConfigError(
-                f"stage {stage.stage_index} takes {stranger}: a stage gets the outputs of the stage before, in their "
-                "order; hand everything else on from stage to stage"
+                f"stage {stage.stage_index} takes {source}: a stage gets the outputs of the previous stage, in their "
+                "order; pass everything else on from stage to stage"
             )

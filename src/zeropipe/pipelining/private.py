@@ -1,4 +1,4 @@
-"""Every private name of torch.distributed.pipelining in one place: what to look at when torch changes."""
+"""Every private name of torch.distributed.pipelining in one file: what to check when torch changes."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from torch.distributed.pipelining.stage import _PipelineStageBase as AnyStage
 __all__ = ["Action", "AnyStage", "Base", "Runtime", "TracedStage", "schedules"]
 
 
-def actions(rows: Iterable[Iterable[object]]) -> dict[int, list[Any]]:
-    """Rows of steps as torch keeps them: its own actions, by rank."""
+def to_torch_actions(rows: Iterable[Iterable[object]]) -> dict[int, list[Any]]:
+    """Rows of steps as torch's own to_torch_actions, by rank."""
     return {rank: [Action.from_str(str(step)) for step in row] for rank, row in enumerate(rows)}
 
 
-def csv_of(order: Mapping[int, Sequence[Any]]) -> str:
-    """torch's actions by rank as its CSV; what is None is a pause."""
+def to_csv(order: Mapping[int, Sequence[Any]]) -> str:
+    """torch's to_torch_actions by rank as its CSV; None is an empty cell."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     for rank in sorted(order):
@@ -35,11 +35,11 @@ def csv_of(order: Mapping[int, Sequence[Any]]) -> str:
     return out.getvalue()
 
 
-def stranger(stage: Any) -> str | None:
-    """What a traced stage takes from elsewhere than from the stage before, in words."""
+def find_foreign_input(stage: Any) -> str | None:
+    """Describe an input of a traced stage that is not the output of the previous stage; None if there is none."""
     if not isinstance(stage, TracedStage) or stage.is_first:
         return None
-    for place, argument in enumerate(stage.node.args):
+    for index, argument in enumerate(stage.node.args):
         node, item = argument, 0
         if node.op == "call_function":  # one of several outputs
             node, item = node.args[0], node.args[1]
@@ -48,13 +48,13 @@ def stranger(stage: Any) -> str | None:
         source = stage.submod_to_stage_index.get(node.name)
         if source != stage.stage_index - 1:
             return f"an output of stage {source}"
-        if item != place:
-            return f"output {item} of stage {source} as its argument {place}"
+        if item != index:
+            return f"output {item} of stage {source} as its argument {index}"
     return None
 
 
-def copied(stage: Any) -> list[str]:
-    """The parameters of a traced stage that other stages of the model use, too: torch gives each a copy of its own."""
+def find_shared_parameters(stage: Any) -> list[str]:
+    """The parameters of a traced stage that other stages use, too: torch gives each stage a copy."""
     if not isinstance(stage, TracedStage):
         return []
     users = Counter(name for part in stage.pipe_info.graph.owning_module.children() for name in _names(part))
@@ -62,15 +62,15 @@ def copied(stage: Any) -> list[str]:
 
 
 def _names(part: nn.Module) -> set[str]:
-    """The parameters of a traced stage by their names in the model: a second call of a module is named b@1."""
+    """Names in the model of a traced stage's parameters; torch names the second call of module b "b@1"."""
     return {re.sub(r"@\d+", "", name) for name, _ in part.named_parameters()}
 
 
 def leaves(value: Any) -> list[Any]:
-    """What a nested value holds."""
+    """The leaves of a nested value."""
     return list(torch.utils._pytree.tree_leaves(value))
 
 
-def detached(output: Any) -> Any:
-    """An output without the way back."""
+def detach(output: Any) -> Any:
+    """A nested output without its autograd graph."""
     return torch.utils._pytree.tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, output)

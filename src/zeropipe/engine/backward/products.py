@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from zeropipe.engine.backward.gradients import ensure_grad, grad_dtype, local_grad, set_local_grad, to_local
 from zeropipe.engine.torch_private.autograd import without_autocast
-from zeropipe.engine.torch_private.tensors import sum_versions
+from zeropipe.engine.torch_private.tensors import version
 
 
 @dataclass(slots=True, eq=False)  # not frozen: that takes as long as launching a kernel
@@ -40,7 +40,8 @@ class Product:
 
     def current_version(self) -> int:
         """A number that grows with every in-place write to one of the tensors."""
-        return sum_versions(self.tensors())
+        total = version(self.x) + version(self.dy)
+        return total if self.offsets is None else total + version(self.offsets)
 
     def replace(self, replacements: Mapping[int, Tensor]) -> None:
         """Replace tensors by others, which are given by the id of the old one."""

@@ -128,6 +128,11 @@ def is_shared(tensor: Any) -> bool:
     return piece.layout is torch.strided and num_aliases(piece) > 1
 
 
+def version(tensor: Tensor) -> int:
+    """A number that grows with every in-place write to a tensor."""
+    return tensor._version
+
+
 def sum_versions(tensors: Iterable[Tensor]) -> int:
     """A number that grows with every write in place to one of the tensors; those made in inference mode count none."""
     return sum(tensor._version for tensor in tensors if not tensor.is_inference())

@@ -1,4 +1,4 @@
-"""The schedule that a framework's config asks for: which stages it has, where they belong, what runs them."""
+"""The schedule that a framework's config names: its stages, their placement, and the class that runs them."""
 
 from __future__ import annotations
 
@@ -23,65 +23,67 @@ from zeropipe.schedules.user import load, named
 
 
 @cache
-def chosen(words: str) -> Chosen:
-    """By a name, torch's or ours, or from a CSV or JSON file, which is read once."""
-    if not has_suffix(words, *SCHEDULE_SUFFIXES):
-        get_schedule_class(named(words).name)  # unknown and mirrored ones are refused here
-        return Chosen(words, None)
-    schedule = load(words)
+def choose_schedule(name: str) -> ScheduleChoice:
+    """Find a schedule by its name, torch's or ours, or load it from a CSV or JSON file, which is read once."""
+    if not has_suffix(name, *SCHEDULE_SUFFIXES):
+        get_schedule_class(named(name).name)  # refuses unknown ones and those with two copies
+        return ScheduleChoice(name, None)
+    schedule = load(name)
     require_one_copy(schedule)
-    return Chosen(words, schedule)
+    return ScheduleChoice(name, schedule)
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """A schedule of one copy, by name (`schedule` is None) or whole."""
+class ScheduleChoice:
+    """A schedule with one copy of each stage: by name (`schedule` is None), or from a file."""
 
-    words: str
+    name: str
     schedule: Schedule | None
 
     @property
     def splits_backward(self) -> bool:
-        """Whether some backward is cut into I and W."""
+        """Whether some backward is split into I and W."""
         if self.schedule is None:
-            return find(self.words).splits_backward
+            return find(self.name).splits_backward
         return any(action.kind is Kind.I for row in self.schedule.rows for action in actions_of(row))
 
     def num_stages(
         self, num_ranks: int, num_layers: int, layers_per_stage: int | None, first_less: int, last_less: int
     ) -> int:
-        """How many stages the model is cut into."""
-        wanted = None
+        """The number of stages that the model is cut into."""
+        num_stages = None
         if layers_per_stage is not None:
-            wanted = num_stages_for(num_layers, layers_per_stage, num_ranks, first_less, last_less)
+            num_stages = num_stages_for(num_layers, layers_per_stage, num_ranks, first_less, last_less)
         if self.schedule is None:
-            wanted = wanted or num_ranks * find(self.words).stages_per_rank[0]
-        elif wanted not in (None, self.schedule.num_stages):
+            num_stages = num_stages or num_ranks * find(self.name).stages_per_rank[0]
+        elif num_stages not in (None, self.schedule.num_stages):
             raise ConfigError(
-                f"{count_text(layers_per_stage, 'layer')} per stage make {count_text(wanted, 'stage')}, and "
-                f"{self.words} has {self.schedule.num_stages}: leave the layers per stage out"
+                f"{count_text(layers_per_stage, 'layer')} per stage make {count_text(num_stages, 'stage')}, and "
+                f"{self.name} has {self.schedule.num_stages}: leave out the layers per stage"
             )
         else:
-            wanted = self.schedule.num_stages
-        self.placement(num_ranks, wanted)
-        return wanted
+            num_stages = self.schedule.num_stages
+        self.placement(num_ranks, num_stages)
+        return num_stages
 
     def placement(self, num_ranks: int, num_stages: int) -> Placement:
         """Which rank holds which stage."""
         if self.schedule is None:
-            return get_schedule_class(self.words).placement_of(num_ranks, num_stages)
+            return get_schedule_class(self.name).placement_of(num_ranks, num_stages)
         if (self.schedule.num_ranks, self.schedule.num_stages) != (num_ranks, num_stages):
             raise ConfigError(
-                f"{self.words} is for {count_text(self.schedule.num_ranks, 'rank')} and "
+                f"{self.name} is for {count_text(self.schedule.num_ranks, 'rank')} and "
                 f"{count_text(self.schedule.num_stages, 'stage')}, the model has {count_text(num_stages, 'stage')} on "
                 f"{count_text(num_ranks, 'rank')}: build the schedule for them"
             )
         return self.schedule.placement
 
-    def make(self, stages: Sequence[Any], num_microbatches: int, loss_fn: Callable[..., Tensor] | None) -> Any:
-        """What runs it on this rank's stages, with torch's interface. Gradients are summed, not averaged."""
+    def create_runtime(
+        self, stages: Sequence[Any], num_microbatches: int, loss_fn: Callable[..., Tensor] | None
+    ) -> Any:
+        """Create the object that runs it on this rank's stages, with torch's interface; gradients are summed."""
         if self.schedule is None:
-            return get_schedule_class(self.words)(list(stages), num_microbatches, loss_fn=loss_fn, scale_grads=False)
+            return get_schedule_class(self.name)(list(stages), num_microbatches, loss_fn=loss_fn, scale_grads=False)
         return PipelineSchedule(
             list(stages), num_microbatches, loss_fn=loss_fn, scale_grads=False, schedule=self.schedule
         )

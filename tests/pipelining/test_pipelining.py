@@ -11,7 +11,8 @@ import torch
 from engine_helpers import TOLERANCE, ranks
 from full_marker import mark_rest_full
 
-from zeropipe.pipelining.schedules import class_names
+import zeropipe as zp
+from zeropipe.pipelining.schedules import CLASSES
 from zeropipe.schedules.registry import find
 
 # with gloo torch 2.11 runs no two stages in a row on one rank, and its split backward takes tensors only
@@ -44,7 +45,9 @@ def test_losses_that_are_sums(name, per_rank):
 AS_TORCHS = ("gpipe", "looped-bfs", "interleaved", "interleaved-zb", "dualpipev")  # test_equal_to_torchs_class has them
 
 
-@pytest.mark.parametrize("name", mark_rest_full(class_names(), lambda name: name not in AS_TORCHS))
+@pytest.mark.parametrize(
+    "name", mark_rest_full([name for name in zp.names() if name in CLASSES], lambda name: name not in AS_TORCHS)
+)
 def test_every_schedule_equals_the_plain_model(name):
     per_rank = find(name).stages_per_rank[0]
     assert max(ranks(4).run(cases.beside_plain, name, 5, per_rank)) < TOLERANCE
@@ -117,9 +120,24 @@ def test_new_shapes_and_numbers_between_steps():
     ("where", "own", "rank", "others"),
     [
         ("module", "seven is bad luck", 0, "seven is bad luck"),
-        ("batch", "argument 0 has 3 rows for 4 microbatches: give at", 0, "ConfigError: rank 0: argument 0 has 3 rows"),
-        ("keyword", "mask has no rows for 4 microbatches: give at", 3, "mask has no rows for 4 microbatches: give at"),
-        ("target rows", "target has 3 rows for 4 microbatches: give at", 3, "ConfigError: rank 3: target has 3 rows"),
+        (
+            "batch",
+            "argument 0 has 3 rows for 4 microbatches: must have at",
+            0,
+            "ConfigError: rank 0: argument 0 has 3 rows",
+        ),
+        (
+            "keyword",
+            "mask has no rows for 4 microbatches: must have at",
+            3,
+            "mask has no rows for 4 microbatches: must have at",
+        ),
+        (
+            "target rows",
+            "target has 3 rows for 4 microbatches: must have at",
+            3,
+            "ConfigError: rank 3: target has 3 rows",
+        ),
         ("outputs", "3F0: TypeError: the last stage returned a Tensor without dimensions", 3, "output_merge_spec=, or"),
         ("lengths", "returned Tensors of shapes [2, 1, 6] and [2, 2, 6], which cannot", 3, "(return_outputs=False)"),
         ("pair", "3F0: TypeError: loss_fn returned a tuple: return a Tensor", 3, "loss_fn returned a tuple"),
@@ -130,8 +148,13 @@ def test_new_shapes_and_numbers_between_steps():
             3,
             "without detach(), item",
         ),
-        ("target", "no target: give target=", 3, "ConfigError: rank 3: the rank with the last stage"),
-        ("target kind", "target is a dict: step() cuts a Tensor", 3, "give one, or lists of microbatches (arg_mbs=, "),
+        ("target", "no target: pass target=", 3, "ConfigError: rank 3: the rank with the last stage"),
+        (
+            "target kind",
+            "target is a dict: step() divides a Tensor",
+            3,
+            "pass one, or lists of microbatches (arg_mbs=, ",
+        ),
     ],
 )
 def test_an_error_on_one_rank_reaches_all(where, own, rank, others):

@@ -16,7 +16,7 @@ import pipelining_use_cases as cases
 import script_runner
 from engine_helpers import TOLERANCE, ranks
 from full_marker import mark_rest_full
-from test_torch_orders import stand_ins
+from stage_stand_ins import stand_ins
 from torch.distributed.pipelining import schedules as torchs
 
 import zeropipe as zp
@@ -98,7 +98,7 @@ def test_what_trainers_do_with_torchs_insides():
 
 def test_skip_connections_are_refused():
     texts = ranks(4).run(cases.skips)
-    assert "a stage gets the outputs of the stage before" in texts[2] + texts[3]
+    assert "a stage gets the outputs of the previous stage" in texts[2] + texts[3]
     assert texts[:2] == ["taken", "taken"]
 
 
@@ -119,7 +119,7 @@ def test_unknown_options_are_refused():
 @pytest.mark.parametrize("number", ["4", 0, 2.0, None])
 def test_what_is_no_number_of_microbatches_is_refused(number):
     stage = SimpleNamespace(num_stages=1, group_size=1, group_rank=0)
-    with pytest.raises(zp.ConfigError, match=r"^n_microbatches=.*: a whole number from 1 on is needed$"):
+    with pytest.raises(zp.ConfigError, match=r"^n_microbatches=.*: must be a positive integer$"):
         ours.Schedule1F1B(stage, number)
 
 
@@ -142,7 +142,7 @@ def test_two_copies_are_refused_with_the_reason():
         ours.PipelineSchedule(stand_ins(4, 1), 8, schedule=zp.build("dualpipe", ranks=4, microbatches=8))
     with pytest.raises(ValueError, match="unknown schedule 'zbw': did you mean zbv"):  # torch raises ValueError, too
         ours.get_schedule_class("zbw")
-    with pytest.raises(zp.ConfigError, match="schedule_name=3: give a name, like '1F1B' or 'zbv'"):
+    with pytest.raises(zp.ConfigError, match="schedule_name=3: must be a name such as '1F1B' or 'zbv'"):
         ours.get_schedule_class(3)
 
 
@@ -153,7 +153,7 @@ def test_classes_know_where_stages_belong():
     with pytest.raises(zp.ConfigError, match="12 stages on 4 ranks: zbv takes 2 per rank"):
         ours.ScheduleZBVZeroBubble.stages_of(0, 4, 12)
     for rank in (4, -1, "0", True):
-        with pytest.raises(zp.ConfigError, match=f"^rank={rank!r}: of num_ranks=4, give one from 0 to 3$"):
+        with pytest.raises(zp.ConfigError, match=f"^rank={rank!r}: must be from 0 to 3 for num_ranks=4$"):
             ours.ScheduleVHalf.stages_of(rank, 4, 8)
     for numbers in ((0, 8), (2.0, 4), (2, None)):
         with pytest.raises(zp.ConfigError, match=r"^num_(ranks|stages)=.*: must be a positive integer$"):
@@ -178,7 +178,7 @@ def stages_at(ranks, numbers, total):
 
 
 def test_stages_on_the_wrong_rank_are_refused():
-    with pytest.raises(zp.ConfigError, match=r"wants stages \[1, 2\] on rank 1, got \[1, 3\]: its placement is vee"):
+    with pytest.raises(zp.ConfigError, match=r"needs stages \[1, 2\] on rank 1, got \[1, 3\]: its placement is vee"):
         ours.ScheduleZBVZeroBubble(stages_at(2, (1, 3), 4), 4)
     with pytest.raises(zp.ConfigError, match="Schedule1F1B takes 1 stage per rank, got 2"):
         ours.Schedule1F1B(stages_at(2, (0, 1), 2), 4)
@@ -187,9 +187,9 @@ def test_stages_on_the_wrong_rank_are_refused():
 
 
 def test_what_is_no_stage_or_no_schedule_is_named():
-    with pytest.raises(zp.ConfigError, match=r"^ScheduleGPipe got a str for a stage: give a PipelineStage around"):
+    with pytest.raises(zp.ConfigError, match=r"^ScheduleGPipe got a str for a stage: must be a PipelineStage"):
         ours.ScheduleGPipe("stage", 4)
-    with pytest.raises(zp.ConfigError, match=r"^schedule=3: give a Schedule, the text of a CSV, a file"):
+    with pytest.raises(zp.ConfigError, match=r"^schedule=3: must be a Schedule, the text of a CSV, a file"):
         ours.PipelineSchedule(stages_at(2, (1,), 2), 4, schedule=3)
 
 
