@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from paths import DOCS, HELPERS, SOURCE
-from walk_cases import COMMANDS, Call
+from walk_cases import COMMANDS, Call, record_engine
 
 STEP = re.compile(r"^\d+\. `([\w/]+\.py)`: `([\w.]+)` ", re.M)
 NUM_STEPS = 10
@@ -73,6 +73,15 @@ def test_command_calls_the_functions_in_order(name, tmp_path):
     assert done.returncode == 0, done.stderr
     calls = [(path, function) for path, function in json.loads(done.stdout)]
     assert missing_step(WALKS[name], calls) is None
+
+
+def test_engine_calls_the_functions_in_order(tmp_path):
+    from zeropipe.engine import LocalRanks
+
+    wanted = {name: set(walk) for name, walk in WALKS.items() if name not in COMMANDS}
+    with LocalRanks(2) as ranks:
+        calls = ranks.run(record_engine, str(tmp_path / "saved"), wanted, timeout=200)[0]
+    assert {name: missing_step(WALKS[name], calls[name]) for name in wanted} == dict.fromkeys(calls)
 
 
 def test_the_rule_finds_another_order():

@@ -54,6 +54,31 @@ def record(function: Callable[[], object], wanted: set[Call]) -> list[Call]:
     return calls
 
 
+def record_engine(folder: str, wanted: dict[str, set[Call]]) -> dict[str, list[Call]]:
+    """Build stages, run a step and save a checkpoint on a local rank; the calls of each."""
+    import torch
+    import torch.distributed as dist
+    from transformers import Qwen3Config
+
+    from zeropipe.engine import CausalLMLoss, Engine, hf_stages, save_checkpoint
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "head_dim": 16, "vocab_size": 64}
+    config = Qwen3Config(num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, **sizes)
+    schedule = zeropipe.build("zb-h1", ranks=2, microbatches=4)
+    stages, calls = {}, {}
+    calls["hf_stages"] = record(
+        lambda: stages.update(hf_stages(config, schedule, dist.get_rank())), wanted["hf_stages"]
+    )
+    tokens = torch.arange(32).reshape(4, 1, 8)
+    microbatches = [{"input_ids": row, "labels": row} for row in tokens]
+    with Engine(schedule, stages) as engine:
+        optimizer = torch.optim.AdamW(engine.parameters())
+        calls["train_step"] = record(lambda: engine.train_step(microbatches, CausalLMLoss()), wanted["train_step"])
+        optimizer.step()
+        calls["save_checkpoint"] = record(lambda: save_checkpoint(folder, engine, optimizer), wanted["save_checkpoint"])
+    return calls
+
+
 def run_command(name: str) -> None:
     from zeropipe.cli.main import app
 
