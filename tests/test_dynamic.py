@@ -16,7 +16,7 @@ import zeropipe as zp
 from zeropipe.core.action import Kind, actions_of, parse_action
 from zeropipe.core.check import check
 from zeropipe.engine.stages.contract import describe_stage
-from zeropipe.engine.step.dynamic import Gap, movable
+from zeropipe.engine.step.dynamic import IdleTime, find_movable
 from zeropipe.errors import EngineError
 
 SPLIT = [
@@ -28,10 +28,10 @@ SPLIT = [
 
 
 def owed(row: str, shared: bool = False) -> dict[str, str]:
-    """What `movable` says about a row of stages 0 and 1, in texts."""
+    """What `find_movable` says about a row of stages 0 and 1, in texts."""
     one = nn.Linear(2, 2)
     stages = {0: describe_stage(0, one), 1: describe_stage(1, nn.Sequential(one) if shared else nn.Linear(2, 2))}
-    found = movable([parse_action(text) for text in row.split()], stages)
+    found = find_movable([parse_action(text) for text in row.split()], stages)
     return {str(action): " ".join(map(str, some)) for action, some in found.items() if some}
 
 
@@ -73,9 +73,9 @@ def test_a_gpu_gets_a_product_when_it_has_nothing_else_to_do(monkeypatch, idle_a
             return len(looks) >= idle_at
 
     monkeypatch.setattr("torch.cuda.Event", Event)
-    gap = Gap(torch.device("cuda"))
-    gap.arrived = lambda: looks.append(0) or len(looks) >= here_at
-    assert gap.over() == over
+    idle_time = IdleTime(torch.device("cuda"))
+    idle_time.has_arrived = lambda: looks.append(0) or len(looks) >= here_at
+    assert idle_time.is_over() == over
     assert len(looks) == min(idle_at, here_at)
 
 

@@ -15,9 +15,9 @@ from engine_helpers import TOLERANCE, largest, ranks
 import zeropipe as zp
 from zeropipe.engine.comm.messages import TensorSpec, decode_header, encode_header
 from zeropipe.engine.run.launch import LocalRanks, model_modules
-from zeropipe.engine.step.cells import as_tuple, moved
-from zeropipe.engine.step.losses import StepResult, Tally, require_counted
-from zeropipe.engine.step.opening import state_of
+from zeropipe.engine.step.agreement import hash_state
+from zeropipe.engine.step.cell_runner import as_tuple, to_device
+from zeropipe.engine.step.losses import LossAccumulator, StepResult, require_counted
 from zeropipe.engine.step.sums import require_dense
 from zeropipe.engine.torch_private.tensors import squared_norm
 from zeropipe.errors import ConfigError
@@ -73,10 +73,10 @@ def test_stages_that_thaw_later():
 
 def test_messages_are_of_another_kind_when_weights_or_autocast_change():
     weight = torch.nn.Parameter(torch.ones(1))
-    seen = {state_of([weight], torch.device("cpu")), state_of([weight.requires_grad_(False)], torch.device("cpu"))}
+    seen = {hash_state([weight], torch.device("cpu")), hash_state([weight.requires_grad_(False)], torch.device("cpu"))}
     with torch.autocast("cpu", torch.bfloat16):
-        seen.add(state_of([weight], torch.device("cpu")))
-    seen |= {state_of([weight.half()], torch.device("cpu")), state_of([weight], torch.device("cpu"))}
+        seen.add(hash_state([weight], torch.device("cpu")))
+    seen |= {hash_state([weight.half()], torch.device("cpu")), hash_state([weight], torch.device("cpu"))}
     assert len(seen) == 4
 
 
@@ -107,34 +107,34 @@ def test_the_norm_counts_both_parts_of_complex_numbers():
 @pytest.mark.parametrize("value", [1.5, "x", torch.ones(3), (torch.ones(2), 3), (torch.ones(()),), None], ids=str)
 def test_a_loss_that_is_none_is_named(value):
     with pytest.raises(TypeError, match=r"the loss is .*: return a scalar Tensor \(a mean\), \(sum, count\)"):
-        Tally(lambda out, _: value, [{}]).root(None, {}, 0)
+        LossAccumulator(lambda out, _: value, [{}]).add(None, {}, 0)
 
 
 @pytest.mark.parametrize(
     "rest, line",
     [
-        ((torch.ones(2),), r"the count of the loss is a Tensor of shape \[2\]: give a number"),
-        ((3, {"size": "big"}), "the metric 'size' of the loss is a str: give a number"),
-        ((3, [1]), "the metrics of the loss are a list: give a dict of numbers"),
+        ((torch.ones(2),), r"the count of the loss is a Tensor of shape \[2\]: must be a number"),
+        ((3, {"size": "big"}), "the metric 'size' of the loss is a str: must be a number"),
+        ((3, [1]), "the metrics of the loss are a list: must be a dict of numbers"),
     ],
 )
 def test_counts_and_metrics_that_are_none_are_named(rest, line):
     with pytest.raises(TypeError, match=line):
-        Tally(lambda out, _: (out.sum(), *rest), [{}]).root(torch.ones(2, requires_grad=True), {}, 0)
+        LossAccumulator(lambda out, _: (out.sum(), *rest), [{}]).add(torch.ones(2, requires_grad=True), {}, 0)
 
 
 @pytest.mark.parametrize("count", [-1, float("nan"), float("inf"), torch.tensor(-3)])
 def test_counts_below_zero_or_without_end_are_refused(count):
-    tally = Tally(lambda out, _: (out.sum(), count), [{}])
-    tally.root(torch.ones(2, requires_grad=True), {}, 0)
-    with pytest.raises(ConfigError, match=r"the count of the loss is .*: give a number from 0 on"):
-        tally.sums()
+    losses = LossAccumulator(lambda out, _: (out.sum(), count), [{}])
+    losses.add(torch.ones(2, requires_grad=True), {}, 0)
+    with pytest.raises(ConfigError, match=r"the count of the loss is .*: must be a non-negative number"):
+        losses.sums()
 
 
 def test_a_loss_that_counts_otherwise_than_it_said_is_refused():
     require_counted(StepResult(1.0, 24.0, {}), None)
     require_counted(StepResult(1.0, 24.0, {}), 24)
-    with pytest.raises(ConfigError, match=r"counted 24 in this step, its count\(\) said 7 before"):
+    with pytest.raises(ConfigError, match=r"counted 24 in this step, its count\(\) returned 7 before"):
         require_counted(StepResult(1.0, 24.0, {}), 7.0)
 
 
@@ -156,21 +156,21 @@ def test_sparse_gradients_are_refused_where_they_have_no_norm():
     parameter.grad = torch.ones(3, 2)
     require_dense([parameter, torch.nn.Parameter(torch.ones(1))], "in a norm")
     parameter.grad = parameter.grad.to_sparse()
-    with pytest.raises(ConfigError, match=r"shape \[3, 2\] has a sparse gradient, which cannot be in a norm: make its"):
+    with pytest.raises(ConfigError, match=r"shape \[3, 2\] has a sparse gradient, which cannot be in a norm: create"):
         require_dense([parameter], "in a norm")
 
 
 def test_metrics_hold_no_graph():
     x = torch.ones(3, requires_grad=True)
-    tally = Tally(lambda out, _: (out.sum(), 3, {"size": out.square().sum()}), [{}])
-    tally.root(x * 2, {}, 0)
-    ((_, _, metrics),) = tally._seen.values()
+    losses = LossAccumulator(lambda out, _: (out.sum(), 3, {"size": out.square().sum()}), [{}])
+    losses.add(x * 2, {}, 0)
+    ((_, _, metrics),) = losses._losses.values()
     assert not metrics["size"].requires_grad
-    assert tally.sums()[2] == {"size": 12.0}
+    assert losses.sums()[2] == {"size": 12.0}
 
 
 def test_moving_goes_into_lists():
-    (inside,) = moved([torch.ones(2)], torch.device("meta"))
+    (inside,) = to_device([torch.ones(2)], torch.device("meta"))
     assert inside.device.type == "meta"
 
 

@@ -18,7 +18,7 @@ import zeropipe as zp
 from zeropipe.engine import MasterWeights, WeightStore, defer
 from zeropipe.engine.run.rank import Failed
 from zeropipe.engine.step.equal import checksum
-from zeropipe.engine.step.sums import buckets
+from zeropipe.engine.step.sums import make_buckets
 from zeropipe.errors import ConfigError, EngineError
 
 
@@ -33,7 +33,7 @@ def test_a_loss_without_count_divides_every_gradient_it_reaches(name):
 
 
 def test_inputs_computed_elsewhere_need_a_loss_with_count():
-    with pytest.raises(EngineError, match="give the loss a count"):
+    with pytest.raises(EngineError, match="add a count"):
         ranks(2).run(cases.computed_inputs, build("1f1b"))
 
 
@@ -44,7 +44,7 @@ def test_hooks_that_come_after_the_engine_see_their_gradients(name):
 
 def test_parameters_that_came_after_the_engine_are_refused():
     for line, goes_on in ranks(2).run(cases.replaced_parameters, build("1f1b")):
-        assert "stage 1: the parameter scale came after the Engine was made" in line
+        assert "stage 1: the parameter scale was added after the Engine was created" in line
         assert goes_on
 
 
@@ -103,10 +103,10 @@ def test_masters_follow_weights_that_others_write():
     "given, line",
     [
         ({"compil": True}, "Engine has no option compil=True: did you mean compile?"),
-        ({"compile": "no"}, "compile='no': give True or False"),
-        ({"recv_ahead": True}, "recv_ahead=True: give 0 or a number of messages"),
-        ({"timeout": "60"}, "timeout='60': give a number of seconds above 0, at most 10,000,000"),
-        ({"timeout": float("inf")}, "timeout=inf: give a number of seconds above 0, at most 10,000,000"),
+        ({"compile": "no"}, "compile='no': must be True or False"),
+        ({"recv_ahead": True}, "recv_ahead=True: must be a non-negative integer"),
+        ({"timeout": "60"}, "timeout='60': must be a number of seconds above 0, at most 10,000,000"),
+        ({"timeout": float("inf")}, "timeout=inf: must be a number of seconds above 0, at most 10,000,000"),
         ({"ac": None}, "activation checkpointing None: must be none, full, selective:N"),
     ],
 )
@@ -152,7 +152,7 @@ def test_a_weight_computed_in_each_forward_is_not_deferred():
 
 def test_buckets_keep_order_and_size():
     tensors = [torch.zeros(n) for n in (10, 10, 10, 1000, 10)] + [torch.zeros(5, dtype=torch.float64)]
-    made = buckets(tensors, 80)
+    made = make_buckets(tensors, 80)
     assert [[t.numel() for t in bucket] for bucket in made] == [[10, 10], [10], [1000], [10], [5]]
     assert sorted(id(t) for bucket in made for t in bucket) == sorted(map(id, tensors))
 

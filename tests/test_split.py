@@ -708,10 +708,10 @@ def test_experts_of_an_archon_with_other_functions_stay_as_they_are(monkeypatch,
 def test_named_tuples_stay_what_they_are_on_another_device():
     from collections import namedtuple
 
-    from zeropipe.engine.step.cells import moved
+    from zeropipe.engine.step.cell_runner import to_device
 
     Bounds = namedtuple("Bounds", "starts longest")
-    got = moved({"bounds": [Bounds(torch.ones(2), 3)]}, torch.device("meta"))
+    got = to_device({"bounds": [Bounds(torch.ones(2), 3)]}, torch.device("meta"))
     assert type(got["bounds"][0]) is Bounds
     assert (got["bounds"][0].starts.device.type, got["bounds"][0].longest) == ("meta", 3)
 

@@ -16,8 +16,8 @@ from zeropipe.core.collectives import Collective, collectives, gather_order
 from zeropipe.core.resize import resize
 from zeropipe.engine.mesh.shards import Reduction
 from zeropipe.engine.options import Options
-from zeropipe.engine.step.agreed import AgreedOrder, digest, first_difference
-from zeropipe.engine.step.executors import Executors
+from zeropipe.engine.step.executor import CollectiveOrder
+from zeropipe.engine.step.executor_cache import ExecutorCache, describe_difference, digest
 
 NAMES = zp.names()
 OPTIONS = [{}, {"regather": True}]
@@ -35,7 +35,7 @@ def executors_of(schedule, rank, options):
     same = {"module": nn.Identity(), "flags": lambda: b"\1", "describe": lambda: ["weight"]}
     stages = schedule.placement.stages_of(rank)
     shards = {stage: Some(units=[None] * (1 + stage % 4), **same) for stage in stages}
-    return Executors(Some(schedule=schedule, rank=rank, shards=shards, options=Options(**options)))
+    return ExecutorCache(Some(schedule=schedule, rank=rank, shards=shards, options=Options(**options)))
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -50,11 +50,11 @@ def test_processes_that_share_stages_agree_whatever_their_numbers_of_microbatche
             for numbers in [[draw.randint(1, ranks)] * 3, *([] if "regather" in options else several)]:
                 unequal = len(set(numbers)) > 1  # which the engine refuses with regather
                 for use in ("train", "forward"):
-                    assert len({executors.orders(use, number)[unequal] for number in numbers}) == 1
-                    lines = [executors.order_lines(use, number, not unequal) for number in numbers]
+                    assert len({executors.order_digests(use, number)[unequal] for number in numbers}) == 1
+                    lines = [executors.describe_order(use, number, not unequal) for number in numbers]
                     assert lines[0] == lines[1] == lines[2]
-                    program = executors._program(use, numbers[0], not unequal)
-                    units = {stage: len(some.units) for stage, some in executors._parts.shards.items()}
+                    program = executors._build_program(use, numbers[0], not unequal)
+                    units = {stage: len(some.units) for stage, some in executors._context.shards.items()}
                     ran = collectives(program.rows[rank], units, "regather" in options)
                     assert lines[0] == ["weight"] * len(units) + [str(one) for one in ran]
 
@@ -89,7 +89,10 @@ def test_keeping_weights_agrees_for_any_number_where_each_stage_has_one_copy(nam
         for rank in range(schedule.num_ranks):
             executors = executors_of(schedule, rank, {})
             for use in ("train", "forward"):
-                assert len({executors.orders(use, number)[0] for number in (1, 2, 3, schedule.num_ranks + 1, 9)}) == 1
+                assert (
+                    len({executors.order_digests(use, number)[0] for number in (1, 2, 3, schedule.num_ranks + 1, 9)})
+                    == 1
+                )
 
 
 def test_a_pass_needs_the_outermost_unit_first():
@@ -100,7 +103,7 @@ def test_a_pass_needs_the_outermost_unit_first():
 
 def test_another_collective_than_agreed_is_refused_before_it_is_called():
     one, other = Collective(Kind.UNSHARD, 1, 2), Collective(Kind.REDUCE_GRAD, 1, 0)
-    order = AgreedOrder([one, other])
+    order = CollectiveOrder([one, other])
     for _ in range(2):  # two steps
         order.begin()
         order.check(one)
@@ -119,9 +122,9 @@ def test_another_collective_than_agreed_is_refused_before_it_is_called():
 def test_the_first_difference_is_named():
     lines = [["a weight", "gather unit 0"], ["a weight", "gather unit 1"], ["a weight"]]
     assert digest(lines[0]) != digest(lines[1])
-    assert "rank 0 has 'gather unit 0' where rank 1 has 'gather unit 1'" in first_difference(0, 1, lines)
-    assert "ranks 0 and 2 share stages" in first_difference(0, 2, lines)
-    assert "rank 2 has 'nothing more'" in first_difference(0, 2, lines)
+    assert "rank 0 has 'gather unit 0' where rank 1 has 'gather unit 1'" in describe_difference(0, 1, lines)
+    assert "ranks 0 and 2 share stages" in describe_difference(0, 2, lines)
+    assert "rank 2 has 'nothing more'" in describe_difference(0, 2, lines)
 
 
 def test_units_are_reduced_in_order_when_complete_and_gathered():

@@ -22,9 +22,8 @@ from zeropipe.engine import Engine, module_stages
 from zeropipe.engine.backward.splitters import StoreSplitter
 from zeropipe.engine.comm.messages import Message
 from zeropipe.engine.stages.contract import describe_stage
-from zeropipe.engine.step.cells import Cell
-from zeropipe.engine.step.dynamic import movable
-from zeropipe.engine.step.passes import Passes
+from zeropipe.engine.step.cell_runner import Cell, CellRunner
+from zeropipe.engine.step.dynamic import find_movable
 from zeropipe.engine.torch_private import comm as torch_comm
 
 _cases = itertools.count()  # every rank runs the same ones
@@ -39,7 +38,7 @@ def one_message_held(schedule: Schedule) -> Iterator[None]:
     first = dist.get_rank() % (dist.get_world_size() // schedule.num_ranks) == 0
     held, steps, moved = waited_for(schedule) if first else None, itertools.count(), f"a W has moved: {next(_cases)}"
     store = dist.distributed_c10d._get_default_store()
-    forward, backward, ahead = Passes.send_forward, Passes.send_backward, StoreSplitter.run_early
+    forward, backward, ahead = CellRunner.send_forward, CellRunner.send_backward, StoreSplitter.run_early
 
     def hold(message: Message) -> None:
         if message != held or next(steps) != 1:
@@ -49,12 +48,12 @@ def one_message_held(schedule: Schedule) -> Iterator[None]:
             assert time.monotonic() < end, f"no rank ran a W while it waited for {message}"
             time.sleep(0.001)
 
-    def send_forward(self: Passes, cell: Cell, *args: Any) -> None:
+    def send_forward(self: CellRunner, cell: Cell, *args: Any) -> None:
         if self._train:
             hold(Message(True, cell.stage + 1, cell.microbatch))
         forward(self, cell, *args)
 
-    def send_backward(self: Passes, cell: Cell, *args: Any) -> None:
+    def send_backward(self: CellRunner, cell: Cell, *args: Any) -> None:
         hold(Message(False, cell.stage - 1, cell.microbatch))
         backward(self, cell, *args)
 
@@ -64,7 +63,7 @@ def one_message_held(schedule: Schedule) -> Iterator[None]:
             store.set(moved, "")
 
     with (
-        mock.patch.multiple(Passes, send_forward=send_forward, send_backward=send_backward),
+        mock.patch.multiple(CellRunner, send_forward=send_forward, send_backward=send_backward),
         mock.patch.object(StoreSplitter, "run_early", ahead_and_tell),
     ):
         yield
@@ -74,7 +73,7 @@ def waited_for(schedule: Schedule) -> Message:
     """The first message that a rank waits for while it owes a W."""
     for rank, row in enumerate(schedule.rows):
         stages = {stage: describe_stage(stage, nn.Linear(1, 1)) for stage in schedule.placement.stages_of(rank)}
-        for action, owed in movable(row, stages).items():
+        for action, owed in find_movable(row, stages).items():
             forward = action.kind is Kind.F
             before = action.stage + (-1 if forward else 1)
             comes = 0 <= before < schedule.num_stages
@@ -150,9 +149,9 @@ def timelines(schedule: Schedule) -> list[Timeline]:
 
 def on_a_mesh(train: Callable[..., dict[str, float]], schedule: Schedule, *args: Any) -> tuple[dict[str, float], int]:
     """A case of test_mesh.py where every process is late at its own times; and how often a W ran before its place."""
-    turns, forward, ahead, moved = itertools.count(dist.get_rank()), Passes.forward, StoreSplitter.run_early, 0
+    turns, forward, ahead, moved = itertools.count(dist.get_rank()), CellRunner.forward, StoreSplitter.run_early, 0
 
-    def late(self: Passes, cell: Cell) -> None:
+    def late(self: CellRunner, cell: Cell) -> None:
         if next(turns) % 4 == 0:
             time.sleep(0.01)
         forward(self, cell)
@@ -167,7 +166,7 @@ def on_a_mesh(train: Callable[..., dict[str, float]], schedule: Schedule, *args:
         raise AssertionError("a W talks to nobody")
 
     with (
-        mock.patch.object(Passes, "forward", late),
+        mock.patch.object(CellRunner, "forward", late),
         mock.patch.object(StoreSplitter, "run_early", counted),
         one_message_held(schedule),
     ):

@@ -332,10 +332,10 @@ def strike(kind: str) -> Any:
 
 PHASES = {  # what is struck, and the name of the place
     "loss": ("fault_cases.SquareLoss.__call__", "7F0"),
-    "comparison": ("zeropipe.engine.step.equal.shared_weights", "the comparison of weights"),
-    "losses": ("zeropipe.engine.step.losses.Tally.sums", "the sum of losses"),
+    "comparison": ("zeropipe.engine.step.equal.describe_shared_weights", "the comparison of weights"),
+    "losses": ("zeropipe.engine.step.losses.LossAccumulator.sums", "the sum of losses"),
     "shared": ("zeropipe.engine.step.sums.GradientSums.run", "the sum of shared gradients"),
-    "norm": ("zeropipe.engine.step.sums.GradientSums.squares", "the gradient norm"),
+    "norm": ("zeropipe.engine.step.sums.GradientSums.squared_norm", "the gradient norm"),
     "timeline": ("zeropipe.engine.step.recorder.Recorder.rows", "gathering the timeline"),
     "between": ("torch.optim.SGD.step", "a point between steps"),
     "control": ("zeropipe.engine.torch_private.comm.gloo_group", "set-up"),

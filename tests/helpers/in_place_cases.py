@@ -20,7 +20,7 @@ from zeropipe.engine.blocks.checkpointing import add_checkpointing
 
 TOKENS = 3
 COPYING = [
-    f"zeropipe.engine.{name}" for name in ("backward.store", "backward.gradients", "step.passes", "step.outputs")
+    f"zeropipe.engine.{name}" for name in ("backward.store", "backward.gradients", "step.cell_runner", "step.in_place")
 ]
 
 

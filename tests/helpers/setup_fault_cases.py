@@ -39,8 +39,8 @@ TRAINING = {
     "sums": "zeropipe.engine.engine.GradientSums",
     "optimizer": "zeropipe.train.loop.trainer.make_optimizer",
     "checkpoint": "zeropipe.train.loop.trainer.resume",
-    "first step": "zeropipe.engine.engine.open_step",
-    "weights": "zeropipe.engine.step.equal.shared_weights",
+    "first step": "zeropipe.engine.engine.agree_on_step",
+    "weights": "zeropipe.engine.step.equal.describe_shared_weights",
 }
 # ... and in a script that makes an Engine
 SCRIPT = {name: TRAINING[name] for name in ("engine", "connections", "stages told", "edges", "sums", "weights")}

@@ -1,4 +1,4 @@
-"""Engine: one rank of a pipeline. Trains, evaluates and runs forward by the schedule it was given."""
+"""Engine: one rank of a pipeline, which trains, evaluates and runs forward by a schedule."""
 
 from __future__ import annotations
 
@@ -33,18 +33,17 @@ from zeropipe.engine.layout import Layout
 from zeropipe.engine.mesh.shards import Shards, sharded
 from zeropipe.engine.mesh.vocabulary import shown_to
 from zeropipe.engine.options import Options, require_switch
-from zeropipe.engine.stages.contract import Microbatch, StageInfo, describe_stage
-from zeropipe.engine.step import equal, modified
-from zeropipe.engine.step.agreed import first_difference
+from zeropipe.engine.stages.contract import Microbatch, StageInfo
+from zeropipe.engine.step import equal
+from zeropipe.engine.step.agreement import AgreedStep, StepRequest, agree_on_step, hash_state
+from zeropipe.engine.step.cell_runner import Finish, OnInput
 from zeropipe.engine.step.clock import Clock
-from zeropipe.engine.step.executor import Executor
-from zeropipe.engine.step.executors import Executors, Parts
-from zeropipe.engine.step.losses import LossFn, StepResult, Tally, combine, require_counted
-from zeropipe.engine.step.opening import Opened, open_step, state_of
-from zeropipe.engine.step.outputs import Kept
-from zeropipe.engine.step.plans import edges_of
-from zeropipe.engine.step.recorder import gather
-from zeropipe.engine.step.sums import GradientSums, ties
+from zeropipe.engine.step.executor import Executor, ExecutorContext
+from zeropipe.engine.step.executor_cache import ExecutorCache, describe_difference, find_edges
+from zeropipe.engine.step.in_place import StepOutputs, explain_modified
+from zeropipe.engine.step.losses import LossAccumulator, LossFn, StepResult, combine_losses, require_counted
+from zeropipe.engine.step.recorder import gather_timeline
+from zeropipe.engine.step.sums import GradientSums
 from zeropipe.errors import ConfigError, EngineError
 
 if TYPE_CHECKING:
@@ -52,7 +51,7 @@ if TYPE_CHECKING:
 
 
 class Engine:
-    """Runs a Schedule on torch.distributed. Every rank makes one, with its own stages, and calls it alike.
+    """Runs a Schedule on torch.distributed. Every rank creates one, with its own stages, and makes the same calls.
 
         engine = Engine(schedule, stages)                     # stages: {stage: nn.Module} of this rank
         result = engine.train_step(microbatches, loss_fn)     # the same microbatches on every rank
@@ -60,7 +59,7 @@ class Engine:
 
     A stage is called as `stage(*tensors_of_the_stage_before, **stage.pick(microbatch))`; without a `pick` the first
     stage is called with `microbatch["inputs"]`. `loss_fn(output, microbatch)` runs on the last stage and returns
-    `(sum, count)`, `(sum, count, metrics)`, or a scalar mean (see losses.Tally).
+    `(sum, count)`, `(sum, count, metrics)`, or a scalar mean (see losses.LossAccumulator).
 
     `group`: the pipeline's ranks (default: all). `mesh`: a DeviceMesh with any of the dimensions pp, dp_replicate,
     dp_shard and tp instead; every pipeline then has its own microbatches, and loss and gradients are those of all of
@@ -82,22 +81,25 @@ class Engine:
         self.options = Options.of(options)
         require_switch("record", record)
         self._layout = layout = Layout.create(group, mesh)
-        setup.check_given(schedule, stages)
+        setup.check_types(schedule, stages)
         setup.check_sizes(schedule, layout)
         self.schedule, self.record = schedule, record
-        order = schedule.placement.stages_of(layout.pipeline_rank)  # what is collective is done in one order everywhere
-        self._given = dict(sorted(stages.items(), key=lambda item: order.index(item[0]) if item[0] in order else -1))
+        order = schedule.placement.stages_of(layout.pipeline_rank)  # the order of collectives
+        self._stages_passed = dict(
+            sorted(stages.items(), key=lambda item: order.index(item[0]) if item[0] in order else -1)
+        )
         self.stages = {
-            stage: given.module if isinstance(given, StageInfo) else given for stage, given in self._given.items()
+            stage: given.module if isinstance(given, StageInfo) else given
+            for stage, given in self._stages_passed.items()
         }
-        self._device = setup.device_of(device, self.stages)
+        self._device = setup.choose_device(device, self.stages)
         self._comm = comm = Communicator(layout, self._device, self.options.timeout)
         self.rank = layout.pipeline_rank
-        self._outgoing: dict[int, Sender] = {}
-        self._finalizer = weakref.finalize(self, _let_go, self._outgoing, comm)
-        self._stopped: str | None = None
+        self._senders: dict[int, Sender] = {}
+        self._finalizer = weakref.finalize(self, _close_connections, self._senders, comm)
+        self._stop_reason: str | None = None
         self._infos: dict[int, StageInfo] = {}
-        self._executors: Executors | None = None
+        self._executors: ExecutorCache | None = None
         self._splitter: Splitter | None = None
         self.saving: SaveHandle | None = None  # a checkpoint that is being written
         try:
@@ -110,10 +112,10 @@ class Engine:
     def _set_up(self) -> None:
         comm, schedule = self._comm, self.schedule
         self._clock: Clock | None = None
-        self._compared = False
+        self._has_compared = False
         comm.status.phase = "set-up, comparing options and stages"
-        self._agree()
-        deferring = self.options.direct_gradients or setup.splits(schedule, self.rank)
+        self._infos = setup.agree_on_setup(comm, schedule, self.options, self._device, self._stages_passed)
+        deferring = self.options.direct_gradients or setup.has_split_backward(schedule, self.rank)
         builders = {stage: info.build_weights for stage, info in self._infos.items() if info.build_weights is not None}
         self._splitter = create_splitter(self.options.split, deferring, builders)
         comm.status.phase = "set-up, preparing stages"
@@ -125,32 +127,19 @@ class Engine:
             if sharded(info.module)
         }
         comm.status.phase = "set-up, connecting"
-        self._wires = comm.connect(edges_of(schedule.placement), polls=self.options.dynamic_weights)
+        self._channels = comm.connect(find_edges(schedule.placement), polls=self.options.dynamic_weights)
         self._shapes = ShapeCache(is_dynamic=self.options.shapes == "dynamic")
-        self._outgoing.update({b: Sender(wire, self._shapes) for (a, b), wire in self._wires.items() if a == self.rank})
+        for (source, target), channel in self._channels.items():
+            if source == self.rank:
+                self._senders[target] = Sender(channel, self._shapes)
         self._sums = GradientSums(schedule, self._infos, comm)
-        self._own = frozenset(id(parameter) for parameter in self._sums.all)
-        parts = Parts(
-            schedule, self.rank, self._infos, self._outgoing, self._wires, self._shapes, self._device, self._splitter,
+        self._parameter_ids = frozenset(id(parameter) for parameter in self._sums.all)
+        context = ExecutorContext(
+            schedule, self.rank, self._infos, self._senders, self._channels, self._shapes, self._device, self._splitter,
             self._shards, self._sums.all, self.options,
         )  # fmt: skip
-        self._executors = Executors(parts)
-        comm.exchange(None)  # nobody begins a step, or fails in one, while others connect
-
-    def _agree(self) -> None:
-        """Options, schedule, stages and ties: proven on every rank before anything is connected."""
-
-        def look() -> Mapping[str, object]:
-            self._infos = {stage: describe_stage(stage, given) for stage, given in self._given.items()}
-            self.options.check()
-            setup.check_stages(self.schedule, self._layout, self._infos, self.options)
-            return setup.facts(self.schedule, self.options, self._device)
-
-        setup.require_same_setup(self._comm, look)
-        _, everyone = on_all_ranks(self._comm, lambda: ties(self._infos))
-        lonely = equal.lonely_tie(everyone)
-        if lonely is not None:
-            raise ConfigError(lonely)
+        self._executors = ExecutorCache(context)
+        comm.exchange(None)  # no rank begins a step, or fails in one, while others connect
 
     def _prepare(self) -> None:
         for stage in self._infos.values():
@@ -161,44 +150,49 @@ class Engine:
     # steps
 
     def train_step(self, microbatches: Sequence[Microbatch], loss_fn: LossFn) -> StepResult:
-        """Forward and backward of all microbatches; gradients are added to what is there, as `backward()` does."""
+        """Forward and backward of all microbatches; gradients are added to `.grad`, as `backward()` does."""
         if not torch.is_grad_enabled():
             raise ConfigError(
                 "train_step under torch.no_grad() would give no gradients: use eval_step, or leave it out"
             )
         use, call = "record" if self.record else "train", f"train_step{' with record' * self.record}"
-        opened = self._open(microbatches, loss_fn, call, use, self._replaced() or self._left_over())
+        refusal = self._find_replaced() or self._find_outside_gradients()
+        step = self._agree_on_step(microbatches, loss_fn, call, use, refusal)
         with self._guard():
             self._compare(microbatches)
-            executor = self._executors.get(use, opened.number, opened.alike)
-            late = opened.total is None
-            with gradients.stash_gradients(self._sums.all if late else self._sums.shared) as stash:
-                tally = Tally(loss_fn, self._num_all(opened), stash, self._own, opened.total)
+            executor = self._executors.get(use, step.num_microbatches, step.is_uniform)
+            divides_late = step.total_count is None
+            with gradients.stash_gradients(self._sums.all if divides_late else self._sums.shared) as stash:
+                losses = LossAccumulator(
+                    loss_fn, self._count_microbatches(step), stash, self._parameter_ids, step.total_count
+                )
                 if self.record:
                     self._begin_recording()
-                self._walk(executor, microbatches, opened, tally.root, tally.see if late else None)
+                on_input = losses.add_input if divides_late else None
+                self._execute(executor, microbatches, step, losses.add, on_input)
                 for shards in self._shards.values():
                     shards.finish()
                 if self.record:
                     self._executors.recorder.end()
                 self._comm.status.phase = "the sum of losses"
-                result, late = self._combine(tally)
-                if late:
-                    gradients.scale_grads([*self._sums.all, *tally.outside.values()], 1 / (result.count or 1.0))
+                result, divides_late = self._combine(losses)
+                if divides_late:
+                    gradients.scale_grads([*self._sums.all, *losses.other_leaves.values()], 1 / (result.count or 1.0))
                 self._comm.status.phase = "the sum of shared gradients"
                 self._sums.run()
             return result
 
     def eval_step(self, microbatches: Sequence[Microbatch], loss_fn: LossFn) -> StepResult:
         """The loss without gradients, stages in eval mode; gradients stay as they are."""
-        opened = self._open(microbatches, loss_fn, "eval_step", "forward")
+        step = self._agree_on_step(microbatches, loss_fn, "eval_step", "forward")
         with self._guard(), _eval_mode(self.stages.values()):
             self._compare(microbatches)
-            tally = Tally(loss_fn, self._num_all(opened), total=opened.total)
-            executor = self._executors.get("forward", opened.number, opened.alike)
-            self._walk(executor, microbatches, opened, tally.root)
+            losses = LossAccumulator(loss_fn, self._count_microbatches(step), total_count=step.total_count)
+            executor = self._executors.get("forward", step.num_microbatches, step.is_uniform)
+            self._execute(executor, microbatches, step, losses.add)
             self._comm.status.phase = "the sum of losses"
-            return combine(self._comm.exchange(tally.sums() if self._layout.counts_losses else None))[0]
+            sums = losses.sums() if self._layout.counts_losses else None
+            return combine_losses(self._comm.exchange(sums))[0]
 
     def forward(
         self,
@@ -209,64 +203,64 @@ class Engine:
     ) -> list[Any]:
         """The last stage's outputs in microbatch order, in eval mode and without gradients.
 
-        Ranks without the last stage get None in their places (a mirrored pipeline has it on two ranks, each with half
-        of the microbatches) unless `broadcast`. `post(output, microbatch)` runs where the output is made: to send
-        log-probabilities around, say, and not logits.
+        Ranks without the last stage get None instead (a mirrored pipeline has it on two ranks, each with half
+        of the microbatches) unless `broadcast`. `post(output, microbatch)` runs on the rank that has the output:
+        to broadcast log-probabilities, for example, and not logits.
         """
         outputs: list[Any] = []
 
-        last, kept = self.schedule.num_stages - 1, Kept()
+        last, results = self.schedule.num_stages - 1, StepOutputs()
 
-        def keep(output: Any, microbatch: Microbatch, index: int) -> None:
+        def add_output(output: Any, microbatch: Microbatch, index: int) -> None:
             output = shown_to(post, output)
-            outputs[index] = kept.add(output if post is None else post(output, microbatch), f"{last}F{index}")
+            outputs[index] = results.add(output if post is None else post(output, microbatch), f"{last}F{index}")
 
-        opened = self._open(microbatches, None, f"forward{' with broadcast' * broadcast}", "forward")
-        outputs += [None] * opened.number
+        step = self._agree_on_step(microbatches, None, f"forward{' with broadcast' * broadcast}", "forward")
+        outputs += [None] * step.num_microbatches
         with self._guard(), _eval_mode(self.stages.values()):
             self._compare(microbatches)
-            executor = self._executors.get("forward", opened.number, opened.alike)
-            self._walk(executor, microbatches, opened, keep)
-            kept.check()
+            executor = self._executors.get("forward", step.num_microbatches, step.is_uniform)
+            self._execute(executor, microbatches, step, add_output)
+            results.check()
             if not broadcast:
                 self._comm.exchange(None)
                 return outputs
-            self._comm.status.phase = "sharing the outputs"
-            homes = [executor.schedule.placement.rank_of(last, index) for index in range(len(outputs))]
-            for home in sorted(set(homes)):
-                there = [index for index, rank in enumerate(homes) if rank == home]
-                shared = broadcast_value(self._comm, [outputs[index] for index in there], home, self._device)
-                for index, output in zip(there, shared):
+            self._comm.status.phase = "the broadcast of outputs"
+            roots = [executor.schedule.placement.rank_of(last, index) for index in range(len(outputs))]
+            for root in sorted(set(roots)):
+                indices = [index for index, rank in enumerate(roots) if rank == root]
+                received = broadcast_value(self._comm, [outputs[index] for index in indices], root, self._device)
+                for index, output in zip(indices, received):
                     outputs[index] = output
             return outputs
 
     def run(
         self, microbatches: Sequence[Microbatch], finish: Callable[[Any, Microbatch, int], Any], *, train: bool = True
     ) -> bool:
-        """The schedule alone, for callers with losses and sums of their own; gradients are added to what is there.
+        """Run the schedule alone, for callers with losses and sums of their own; gradients are added to `.grad`.
 
-        Each rank has the microbatches that its own stages need. `finish(output, microbatch, index)` gets the last
-        stage's outputs where they are made, in the schedule's order, and returns what backward starts from. Without
+        Each rank has the microbatches that its own stages need. `finish(output, microbatch, index)` gets the
+        last stage's outputs on their rank, in the schedule's order, and returns what backward starts from. Without
         `train`, forwards only. Nothing is counted or scaled, modes stay as they are, and sharded stages are summed
         over the processes that share them alone. Returns whether all pipelines had the same number of microbatches.
         """
         use = "forward" if not train else "record" if self.record else "train"
         call = {"forward": "an evaluation", "record": "a step with record", "train": "a step"}[use]
-        opened = self._open(microbatches, None, call, use, self._left_over() if train else None)
+        step = self._agree_on_step(microbatches, None, call, use, self._find_outside_gradients() if train else None)
         with self._guard(), _no_inference_mode():
-            executor = self._executors.get(use, opened.number, opened.alike)
+            executor = self._executors.get(use, step.num_microbatches, step.is_uniform)
             if use == "record":
                 self._begin_recording()
-            self._walk(executor, microbatches, opened, finish)
+            self._execute(executor, microbatches, step, finish)
             for shards in self._shards.values() if train else ():
                 shards.finish()
             if use == "record":
                 self._executors.recorder.end()
-            return opened.alike
+            return step.is_uniform
 
     def refuse(self, reason: str) -> None:
-        """Instead of a step: this rank cannot take part, and all of them raise why."""
-        self._open((), None, None, "train", reason)
+        """Take part in a step that this rank cannot run: all ranks raise the reason."""
+        self._agree_on_step((), None, None, "train", reason)
 
     # gradients
 
@@ -275,14 +269,14 @@ class Engine:
         return list(self._sums.all)
 
     def grad_norm(self) -> float:
-        """The 2-norm of the whole model's gradient, the same on every rank; copies and ties count once."""
+        """The 2-norm of the full model's gradient, the same on every rank; copies and ties count once."""
         with self._guard("the gradient norm"):
-            return float(sum(self._comm.exchange(self._sums.squares())) ** 0.5)
+            return float(sum(self._comm.exchange(self._sums.squared_norm())) ** 0.5)
 
     def clip_grad_norm(self, max_norm: float) -> float:
-        """Scale all gradients so that the whole model's norm is at most `max_norm`; returns the norm before."""
+        """Scale all gradients so that the full model's norm is at most `max_norm`; returns the norm before."""
         if not (hasattr(max_norm, "__float__") and float(max_norm) >= 0):
-            raise ConfigError(f"clip_grad_norm({max_norm!r}): give the largest norm, a number from 0 on")
+            raise ConfigError(f"clip_grad_norm({max_norm!r}): must be a non-negative number")
         norm = self.grad_norm()
         if norm > max_norm:
             gradients.scale_grads(self._sums.all, max_norm / (norm + 1e-6))
@@ -293,10 +287,10 @@ class Engine:
     def named_weights(
         self, ranks: Iterable[int] | None = None, *, merge: bool = False, published: bool = False
     ) -> Iterator[tuple[str, Tensor]]:
-        """(Name, whole tensor) of the whole model, stage by stage, one at a time: to hand weights to other programs.
+        """(Name, full tensor) of the full model, stage by stage, one at a time: to pass weights to other programs.
 
         Every rank iterates; those in `ranks` (all if not given) get the tensors, copies on the engine's device, the
-        others nothing. Names are those of the model's `state_dict()`; a tied tensor comes once, a sharded one whole.
+        others nothing. Names are those of the model's `state_dict()`; a tied tensor comes once, a sharded one in full.
         `merge`: with a LoRA adapter added to the weights. `published`: a Hugging Face model's tensors as its family is
         published, which other programs load.
         """
@@ -304,7 +298,7 @@ class Engine:
 
     @contextmanager
     def together(self, where: str, refusing: bool = True) -> Iterator[EngineView]:
-        """Around what all ranks do beside steps: an error of one of them stops all."""
+        """Around other work that all ranks do: an error of one of them stops all."""
         with self._guard(where, refusing):
             yield EngineView(self.schedule, self._infos, self._comm)
 
@@ -318,139 +312,147 @@ class Engine:
         with self._guard("gathering the timeline"):
             assert self._clock is not None
             self._clock.measure()
-            return gather(recorder, self._executors.recorded, self._comm, self._clock)
+            return gather_timeline(recorder, self._executors.recorded, self._comm, self._clock)
 
     def close(self) -> None:
-        """Give the connections back. Call it on every rank, after the last step. Waits for a checkpoint's end."""
+        """Close the connections, after a checkpoint is written. Call it on every rank, after the last step."""
         try:
-            if self._stopped is None and self.saving is not None:
+            if self._stop_reason is None and self.saving is not None:
                 self.saving.wait()
         finally:
             self._close()
 
     def _close(self) -> None:
-        if self._stopped is None and self._comm.is_nccl:
+        if self._stop_reason is None and self._comm.is_nccl:
             self._comm.synchronize()
         self._finalizer()
         self._executors.close()
-        self._outgoing.clear()
-        self._wires.clear()
+        self._senders.clear()
+        self._channels.clear()
         self._sums.close()
-        self._stopped = self._stopped or "it was closed"
+        self._stop_reason = self._stop_reason or "it was closed"
 
     def __enter__(self) -> Engine:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None and self._stopped is None:  # the other ranks hear why this one leaves
+        if error is not None and self._stop_reason is None:  # the other ranks raise the same error
             self._stop(str(self._comm.explain(error, BETWEEN_STEPS)))
         self.close()
 
     # inside
 
-    def _open(
+    def _agree_on_step(
         self, microbatches: Sequence[Microbatch], loss_fn: Any, call: str | None, use: str, refusal: str | None = None
-    ) -> Opened:
-        """Tell all ranks what this step is. What does not fit is refused on all of them, and the engine goes on."""
+    ) -> AgreedStep:
+        """Agree on a step with all ranks; ConfigError on all of them for a step that cannot run."""
         with self._guard(refusing=True):
             self._comm.status.call = call
             last = self.schedule.placement.copies[0][-1]
-            counting = self._layout.counts_losses and self.rank == last
-            stages, state = self._infos.values(), state_of(self._sums.all, self._device)
-            opened = open_step(
-                self._comm, self._layout, self._shapes, stages, state, microbatches, loss_fn, counting,
-                partial(self._executors.orders, use), refusal,
+            counts_tokens = self._layout.counts_losses and self.rank == last
+            state = hash_state(self._sums.all, self._device)
+            request = StepRequest(
+                self._infos.values(), state, microbatches, loss_fn, counts_tokens,
+                partial(self._executors.order_digests, use), refusal,
             )  # fmt: skip
-            if self._shards and self.options.regather and not opened.alike:
+            step = agree_on_step(self._comm, self._shapes, request)
+            if self._shards and self.options.regather and not step.is_uniform:
                 raise ConfigError(
-                    f"pipelines pass {sorted(set(opened.numbers))} microbatches: with regather=True each gathers "
-                    "weights once per microbatch, so give all the same number, or leave regather out"
+                    f"pipelines pass {sorted(set(step.all_num_microbatches))} microbatches: with regather=True each "
+                    "gathers weights once per microbatch, so all must pass the same number; or leave out regather"
                 )
-            self._agree_on_order(opened, use)
-            return opened
+            self._check_order(step, use)
+            return step
 
-    def _agree_on_order(self, opened: Opened, use: str) -> None:
-        """ConfigError on all ranks if two that hold the same sharded stages would not gather and reduce alike."""
+    def _check_order(self, step: AgreedStep, use: str) -> None:
+        """ConfigError on all ranks if two that hold the same stages would gather and reduce in different orders."""
         for first, *others in self._layout.stage_holders:
-            other = next((rank for rank in others if opened.order_of(rank) != opened.order_of(first)), None)
+            other = next((rank for rank in others if step.order_digest(rank) != step.order_digest(first)), None)
             if other is not None:
-                lines = self._comm.exchange(self._executors.order_lines(use, opened.number, opened.alike))
-                raise ConfigError(first_difference(first, other, lines))
+                lines = self._comm.exchange(self._executors.describe_order(use, step.num_microbatches, step.is_uniform))
+                raise ConfigError(describe_difference(first, other, lines))
 
-    def _replaced(self) -> str | None:
-        """Parameters that came after the Engine was made would get gradients that nobody scales, sums or clips."""
+    def _find_replaced(self) -> str | None:
+        """The error for a parameter that was added after set-up: its gradient would not be scaled or summed."""
         for stage, module in self.stages.items():
-            if stage not in self._shards and any(id(parameter) not in self._own for parameter in module.parameters()):
-                name = next(name for name, p in module.named_parameters() if id(p) not in self._own)
+            if stage not in self._shards and any(
+                id(parameter) not in self._parameter_ids for parameter in module.parameters()
+            ):
+                name = next(name for name, p in module.named_parameters() if id(p) not in self._parameter_ids)
                 return (
-                    f"stage {stage}: the parameter {name} came after the Engine was made: change parameters in place "
-                    "(load_state_dict without assign=True), or make a new Engine and optimizer"
+                    f"stage {stage}: the parameter {name} was added after the Engine was created: change parameters "
+                    "in place (load_state_dict without assign=True), or create a new Engine and optimizer"
                 )
         return None
 
-    def _left_over(self) -> str | None:
-        """What a backward outside of a step added to sharded weights would be counted with this one's gradients."""
+    def _find_outside_gradients(self) -> str | None:
+        """The error for gradients that a backward outside of a step added to sharded weights; they are deleted."""
         stages = [stage for stage, shards in self._shards.items() if shards.forget_gradients()]
         if not stages:
             return None
         return (
-            f"stage {stages[0]}: a backward outside of a step gave its sharded weights gradients, which nobody sums "
-            "over dp_shard; they are dropped: run it inside a step, or call the stage under torch.no_grad()"
+            f"stage {stages[0]}: a backward outside of a step gave its sharded weights gradients, which are not "
+            "summed over dp_shard; they are deleted: run it inside a step, or call the stage under torch.no_grad()"
         )
 
-    def _num_all(self, opened: Opened) -> int:
-        """Microbatches of all pipelines."""
-        same = self._layout.size // self._layout.num_pipelines  # ranks that say the same number
-        return sum(opened.numbers) // same
+    def _count_microbatches(self, step: AgreedStep) -> int:
+        """The number of microbatches of all pipelines."""
+        ranks_per_pipeline = self._layout.size // self._layout.num_pipelines
+        return sum(step.all_num_microbatches) // ranks_per_pipeline
 
-    def _walk(
-        self, executor: Executor, microbatches: Sequence[Microbatch], opened: Opened, finish: Any, see: Any = None
+    def _execute(
+        self,
+        executor: Executor,
+        microbatches: Sequence[Microbatch],
+        step: AgreedStep,
+        finish: Finish,
+        on_input: OnInput | None = None,
     ) -> None:
         update_hooks(self._deferred)
         with self._comm.status.executing(executor):
-            executor.run(microbatches, opened.kinds, finish, see)
+            executor.run(microbatches, step.kinds, finish, on_input)
 
     def _begin_recording(self) -> None:
         self._comm.status.phase = "the comparison of clocks"
         self._clock = self._clock or Clock(self._comm)
         self._executors.recorder.begin()
 
-    def _combine(self, tally: Tally) -> tuple[StepResult, bool]:
-        """The step's result, and whether gradients are still to be divided; what would be wrong is refused."""
-        sums = tally.sums() if self._layout.counts_losses else None
+    def _combine(self, losses: LossAccumulator) -> tuple[StepResult, bool]:
+        """The step's result, and whether gradients have to be divided; ConfigError where they would be wrong."""
+        sums = losses.sums() if self._layout.counts_losses else None
         everyone = self._comm.exchange((sums, self._sums.flags()))
-        if equal.difference([flags for _, flags in everyone]) is not None:
-            self._refuse_unlike(equal.shared_weights(self.schedule, self._infos, self._layout, values=False))
-        result, late = combine([sums for sums, _ in everyone])
-        require_counted(result, tally.total)
-        if late and tally.not_leaf:
+        if equal.find_difference([flags for _, flags in everyone]) is not None:
+            self._require_equal(equal.describe_shared_weights(self.schedule, self._infos, self._layout, values=False))
+        result, divides_late = combine_losses([sums for sums, _ in everyone])
+        require_counted(result, losses.total_count)
+        if divides_late and losses.has_outer_graph:
             raise ConfigError(
                 "a microbatch holds a tensor that was computed from others and needs a gradient, and the loss has no "
-                "count(): give the loss a count(microbatch), or pass a detached leaf"
+                "count(): add a count(microbatch) to the loss, or pass a detached leaf"
             )
-        return result, late
+        return result, divides_late
 
     def _compare(self, microbatches: Sequence[Microbatch]) -> None:
         """Copies and ties start equal: checked before the first step, with check_equal before every one."""
-        if self._compared and not self.options.check_equal:
+        if self._has_compared and not self.options.check_equal:
             return
         self._comm.status.phase = "the comparison of weights"
-        claims = equal.shared_weights(self.schedule, self._infos, self._layout, values=True)
+        facts = equal.describe_shared_weights(self.schedule, self._infos, self._layout, values=True)
         if self.options.check_equal:
-            claims += equal.microbatch_claims(microbatches, self._layout)
-        self._refuse_unlike(claims)
-        self._compared = True
+            facts += equal.describe_microbatches(microbatches, self._layout)
+        self._require_equal(facts)
+        self._has_compared = True
 
-    def _refuse_unlike(self, claims: equal.Claims) -> None:
-        unlike = equal.difference(self._comm.exchange(claims))
-        if unlike is not None:
-            raise ConfigError(unlike)
+    def _require_equal(self, facts: equal.Facts) -> None:
+        error = equal.find_difference(self._comm.exchange(facts))
+        if error is not None:
+            raise ConfigError(error)
 
     @contextmanager
     def _guard(self, where: str = "the start of the step", refusing: bool = False) -> Iterator[None]:
-        """An error in here stops all ranks with one message. `refusing`: all of them raise a ConfigError anyway."""
-        if self._stopped is not None:
-            raise EngineError(f"this engine has stopped: {self._stopped}")
+        """Stop all ranks with one message at an error. `refusing`: not at a ConfigError, which all of them raise."""
+        if self._stop_reason is not None:
+            raise EngineError(f"this engine has stopped: {self._stop_reason}")
         status = self._comm.status
         status.enter(where)
         try:
@@ -459,19 +461,19 @@ class Engine:
         except BaseException as error:
             if refusing and isinstance(error, ConfigError):
                 raise
-            explained = self._comm.explain(modified.explained(error, self._infos), status.where)
+            explained = self._comm.explain(explain_modified(error, self._infos), status.where)
             self._stop(str(explained))
-            if isinstance(error, PeerLost) or is_transport_error(error):  # the transport's own words help nobody
+            if isinstance(error, PeerLost) or is_transport_error(error):  # the transport's own text adds nothing
                 raise explained from None
-            if isinstance(error, StopIteration):  # one that is given as the cause, contextmanager would raise itself
+            if isinstance(error, StopIteration):  # as a cause, contextmanager would raise it again
                 raise explained from None
             if isinstance(error, Exception):
                 raise explained from error
             raise
 
     def _stop(self, reason: str) -> None:
-        """Break the connections, and keep nothing of the step alive."""
-        self._stopped = reason
+        """Break the connections, and release everything of the step."""
+        self._stop_reason = reason
         self._comm.abort()
         if self._executors is not None:
             self._executors.close()
@@ -496,7 +498,7 @@ def _eval_mode(stages: Any) -> Iterator[None]:
 
 @contextmanager
 def _no_inference_mode() -> Iterator[None]:
-    """What a sharded stage keeps from its first step on, no training could use if it were made in inference mode."""
+    """Leave inference mode: tensors that a sharded stage creates there could not be used for training."""
     if not torch.is_inference_mode_enabled():
         yield
         return
@@ -504,7 +506,7 @@ def _no_inference_mode() -> Iterator[None]:
         yield
 
 
-def _let_go(outgoing: Mapping[int, Sender], comm: Communicator) -> None:
-    for edge in outgoing.values():
-        edge.close()
-    comm.close(thread for edge in outgoing.values() for thread in edge.threads)
+def _close_connections(senders: Mapping[int, Sender], comm: Communicator) -> None:
+    for sender in senders.values():
+        sender.close()
+    comm.close(thread for sender in senders.values() for thread in sender.threads)

@@ -1,4 +1,4 @@
-"""How an Engine runs."""
+"""The options of an Engine."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ from zeropipe.errors import ConfigError, short
 
 SPLITS = ("store", "whole")
 SHAPES = ("auto", "dynamic")
-LONGEST = 10**7  # seconds that may be waited: four months, where torch's own limit is hundreds of years
+MAX_TIMEOUT_S = 10**7  # four months
 
 
 def require_switch(name: str, value: object) -> None:
-    """ConfigError for what is neither True nor False: a text like "no" would count as yes."""
+    """ConfigError unless a value is True or False: a text like "no" would count as True."""
     if not isinstance(value, int) or value not in (0, 1):
-        raise ConfigError(f"{name}={short(value)}: give True or False")
+        raise ConfigError(f"{name}={short(value)}: must be True or False")
 
 
 @dataclass(frozen=True)
 class Options:
-    """What can be chosen about a run. Every rank must choose the same: they compare at set-up.
+    """The options of an Engine. They must be the same on every rank, which is checked at set-up.
 
-    `compile`: compile each block whole. `ac`: activation checkpointing of blocks, "none", "full", "selective:N",
+    `compile`: compile each block as one graph. `ac`: activation checkpointing of blocks, "none", "full", "selective:N",
     "selective:op" or "memory_budget:X".
     `split`: how I and W share the backward: "store", or "whole" (all of it in I).
-    `direct_gradients`: whole backwards, too, add the weight gradients of linear layers straight to `.grad`. That saves
+    `direct_gradients`: full backwards, too, add the weight gradients of linear layers straight to `.grad`. That saves
     a tensor of the weight's size each time; autograd hooks on these weights do not fire.
-    `dynamic_weights`: a rank that would wait for a message runs weight gradients that it owes, one product at a time,
-    until the message is here. The schedule's order stays the plan, and gradients stay the same.
+    `dynamic_weights`: a rank that would wait for a message runs pending weight gradients, one product at a time, until
+    it has arrived. The schedule's order stays the plan, and gradients stay the same.
     `recv_ahead`: how many receives an edge posts before their data is needed. With 0, and always on NCCL, a receive is
-    posted at its own place in the program.
+    posted at its own action in the Program.
     `shapes`: "auto" sends shapes when a microbatch has new ones, "dynamic" with every message, for stages whose output
     shapes depend on values.
     `regather`: gather the weights of sharded stages again for every microbatch instead of once per step: less memory,
     more messages.
-    `check_finite`: stop at the first action that makes a NaN or an infinity.
-    `check_equal`: at every step, compare between ranks what must be equal there: microbatches, the weights of mirrored
-    and of tied stages. It reads all of them, so it is for finding bugs.
-    `timeout`: seconds that a rank waits for another one that does not get on, before all of them stop.
+    `check_finite`: stop at the first action that computes a NaN or an infinity.
+    `check_equal`: at every step, compare microbatches and the weights of mirrored and tied stages between ranks. It
+    reads all of them, so it is for debugging.
+    `timeout`: seconds that a rank waits for another one that makes no progress, before all of them stop.
     """
 
     compile: bool = False
@@ -56,30 +56,32 @@ class Options:
     timeout: float = 600.0
 
     @staticmethod
-    def of(given: dict[str, Any]) -> Options:
-        """From keyword arguments; an unknown name is refused with the nearest known one."""
+    def of(arguments: dict[str, Any]) -> Options:
+        """From keyword arguments; the error for an unknown name suggests the nearest known one."""
         names = [field.name for field in fields(Options)]
-        for name in given:
+        for name in arguments:
             if name not in names:
                 near = difflib.get_close_matches(name, names, 1)
-                hint = f"did you mean {near[0]}?" if near else f"give some of {', '.join(names)}"
-                raise ConfigError(f"Engine has no option {name}={given[name]!r}: {hint}")
-        chosen = Options(**given)
-        chosen.check_each()
-        return chosen
+                hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(names)}"
+                raise ConfigError(f"Engine has no option {name}={arguments[name]!r}: {hint}")
+        options = Options(**arguments)
+        options.check_each()
+        return options
 
     def check_each(self) -> None:
-        """ConfigError for a value that cannot be, whatever the others are: known before ranks talk to each other."""
+        """ConfigError for a value that is invalid by itself: checked before ranks communicate."""
         for field in fields(Options):
             if field.type == "bool":
                 require_switch(field.name, getattr(self, field.name))
         if type(self.recv_ahead) is not int or self.recv_ahead < 0:
-            raise ConfigError(f"recv_ahead={short(self.recv_ahead)}: give 0 or a number of messages")
-        if not isinstance(self.timeout, int | float) or not 0 < self.timeout <= LONGEST:
-            raise ConfigError(f"timeout={short(self.timeout)}: give a number of seconds above 0, at most {LONGEST:,}")
+            raise ConfigError(f"recv_ahead={short(self.recv_ahead)}: must be a non-negative integer")
+        if not isinstance(self.timeout, int | float) or not 0 < self.timeout <= MAX_TIMEOUT_S:
+            raise ConfigError(
+                f"timeout={short(self.timeout)}: must be a number of seconds above 0, at most {MAX_TIMEOUT_S:,}"
+            )
 
     def check(self) -> None:
-        """ConfigError for a wish that cannot be met."""
+        """ConfigError for an invalid value or combination."""
         self.check_each()
         Checkpointing.parse(self.ac)
         if self.split not in SPLITS:
@@ -90,11 +92,11 @@ class Options:
             )
         if self.dynamic_weights and self.shapes == "dynamic":
             raise ConfigError(
-                "dynamic_weights=True cannot run shapes='dynamic': whether a message is here is not known before its "
-                "shapes are; use shapes='auto'"
+                "dynamic_weights=True cannot run shapes='dynamic': whether a message has arrived is not known before "
+                "its shapes are; use shapes='auto'"
             )
         if self.shapes not in SHAPES:
-            raise ConfigError(f"shapes={self.shapes!r}: give {' or '.join(map(repr, SHAPES))}")
+            raise ConfigError(f"shapes={self.shapes!r}: must be {' or '.join(map(repr, SHAPES))}")
 
     @property
     def changes_blocks(self) -> bool:

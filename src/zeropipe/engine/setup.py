@@ -1,9 +1,9 @@
-"""Set-up: every rank looks at what it was given, and all of them raise the same error if one finds fault."""
+"""Set-up: every rank checks its arguments, and all of them raise the same error if one check fails."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 
 import torch
@@ -19,44 +19,73 @@ from zeropipe.engine.comm.communicator import Communicator
 from zeropipe.engine.layout import Layout
 from zeropipe.engine.mesh.shards import require_one_dtype, sharded
 from zeropipe.engine.options import Options
-from zeropipe.engine.stages.contract import StageInfo
+from zeropipe.engine.stages.contract import StageInfo, Tie, describe_stage, list_ties
 from zeropipe.engine.stages.devices import parse_device
 from zeropipe.errors import ConfigError
 
 _WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel"}  # they reduce gradients by hooks
 
 
-def require_same_setup(comm: Communicator, look: Callable[[], Mapping[str, object]]) -> None:
-    """ConfigError on all ranks unless they have the same schedule and the same options."""
-    _, everyone = on_all_ranks(comm, look)
-    for rank, facts in enumerate(everyone):
-        if facts["schedule"] != everyone[0]["schedule"]:
+def agree_on_setup(
+    comm: Communicator,
+    schedule: Schedule,
+    options: Options,
+    device: torch.device,
+    stages: Mapping[int, nn.Module | StageInfo],
+) -> dict[int, StageInfo]:
+    """Describe and check this rank's stages; ConfigError on all ranks unless schedule, options and ties match."""
+
+    def check_all() -> tuple[dict[int, StageInfo], dict[str, object]]:
+        infos = {stage: describe_stage(stage, module) for stage, module in stages.items()}
+        options.check()
+        check_stages(schedule, comm.layout, infos, options)
+        return infos, list_facts(schedule, options, device)
+
+    (infos, _), everyone = on_all_ranks(comm, check_all, share=lambda own: (own[1], list_ties(own[0])))
+    for rank, (facts, _) in enumerate(everyone):
+        if facts["schedule"] != everyone[0][0]["schedule"]:
             raise ConfigError(f"rank {rank} has another schedule than rank 0: build the same one on every rank")
-    require_equal(everyone)
+    require_equal([facts for facts, _ in everyone])
+    error = find_unmatched_tie([ties for _, ties in everyone])
+    if error is not None:
+        raise ConfigError(error)
+    return infos
 
 
-def facts(schedule: Schedule, options: Options, device: torch.device) -> dict[str, object]:
-    """What must be the same on every rank."""
+def find_unmatched_tie(tied: Sequence[Iterable[Tie]]) -> str | None:
+    """The error for a tie that one stage names and its partner does not; None if there is none."""
+    named = {tuple(tie) for some in tied for tie in some}
+    for stage, name, partner, partner_name in sorted(named):
+        if (partner, partner_name, stage, name) not in named:
+            return (
+                f"stage {stage} ties its {name} to {partner_name} of stage {partner}, which names no such tie: "
+                "both must name it in tied_pairs"
+            )
+    return None
+
+
+def list_facts(schedule: Schedule, options: Options, device: torch.device) -> dict[str, object]:
+    """The facts that must be the same on every rank."""
     packed = schedule.packed
     digest = hashlib.sha256(packed.codes + repr((packed.offsets, schedule.placement)).encode()).hexdigest()
     return {"schedule": digest, "torch": torch.__version__, "device": device.type} | asdict(options)
 
 
-def check_given(schedule: object, stages: object) -> None:
-    """ConfigError for what is no schedule, and for stages without their numbers."""
+def check_types(schedule: object, stages: object) -> None:
+    """ConfigError unless these are a Schedule, and a dict of stage numbers and modules."""
     require_schedule(schedule)
     if not isinstance(stages, Mapping):
         raise ConfigError(
-            f"stages are a {type(stages).__name__}: give a dict of this rank's, stage to module; module_stages and "
-            "hf_stages make one"
+            f"stages are a {type(stages).__name__}: must be a dict of stage number to module; module_stages and "
+            "hf_stages return one"
         )
     for stage, module in stages.items():
         if not isinstance(module, nn.Module | StageInfo):
-            raise ConfigError(f"stage {stage!r} is a {type(module).__name__}: an nn.Module is needed")
+            raise ConfigError(f"stage {stage!r} is a {type(module).__name__}: must be an nn.Module")
 
 
 def check_sizes(schedule: Schedule, layout: Layout) -> None:
-    """ConfigError for a schedule that is not for the ranks that run."""
+    """ConfigError for a schedule with another number of ranks than the pipeline."""
     if len(layout.pipeline) == schedule.num_ranks:
         return
     if layout.mesh is None:
@@ -67,7 +96,7 @@ def check_sizes(schedule: Schedule, layout: Layout) -> None:
         )
     raise ConfigError(
         f"the schedule {schedule.name} is for {count_text(schedule.num_ranks, 'rank')}, the mesh has "
-        f"pp={len(layout.pipeline)}: make a mesh with pp={schedule.num_ranks}, or build the schedule for "
+        f"pp={len(layout.pipeline)}: create a mesh with pp={schedule.num_ranks}, or build the schedule for "
         f"{count_text(len(layout.pipeline), 'rank')}"
     )
 
@@ -75,11 +104,11 @@ def check_sizes(schedule: Schedule, layout: Layout) -> None:
 def check_stages(schedule: Schedule, layout: Layout, stages: Mapping[int, StageInfo], options: Options) -> None:
     """ConfigError for stages that this schedule cannot run with these options."""
     for stage, info in stages.items():
-        wrapped = next((name for child in info.module.modules() for name in _WRAPPERS & _kinds(child)), None)
+        wrapped = next((name for child in info.module.modules() for name in _WRAPPERS & _class_names(child)), None)
         if wrapped:
-            way_out = "give plain modules and a mesh, or shard them with parallelize()"
+            way_out = "pass plain modules and a mesh, or shard them with parallelize()"
             if info.keeps_factors:
-                way_out = "shard it with fully_shard, or give the plain module and sum its gradients after step()"
+                way_out = "shard it with fully_shard, or pass the plain module and sum its gradients after step()"
             raise ConfigError(
                 f"stage {stage} holds {wrapped}, which reduces gradients at the wrong time for a pipeline: {way_out}"
             )
@@ -90,30 +119,30 @@ def check_stages(schedule: Schedule, layout: Layout, stages: Mapping[int, StageI
                 "it, or load weights with assign=True"
             )
         if sharded(info.module) and layout.mesh is None and not info.keeps_factors:
-            raise ConfigError(f"stage {stage} is sharded: give the Engine the mesh it is sharded on")
+            raise ConfigError(f"stage {stage} is sharded: pass the Engine the mesh it is sharded on")
         if sharded(info.module) and layout.mesh is None and options.regather:
             raise ConfigError(
                 f"stage {stage} is sharded: with regather=True all pipelines must have the same number of "
-                "microbatches, which is not known without a mesh: give configure(mesh=...), or leave regather out"
+                "microbatches, which is not known without a mesh: pass configure(mesh=...), or leave out regather"
             )
         require_one_dtype(stage, info.module)
         if options.changes_blocks and info.blocks is None:
             raise ConfigError(f"stage {stage} names no blocks to compile or checkpoint: use module_stages()")
         for tie in info.ties:
             info.module.get_parameter(tie.name)
-    wanted = schedule.placement.stages_of(layout.pipeline_rank)
-    if tuple(sorted(stages)) != wanted:
-        raise ConfigError(f"stages {sorted(stages)} were given, the placement puts {list(wanted)} here")
+    expected = schedule.placement.stages_of(layout.pipeline_rank)
+    if tuple(sorted(stages)) != expected:
+        raise ConfigError(f"stages {sorted(stages)} were passed, the placement puts {list(expected)} on this rank")
     check(schedule)
 
 
-def splits(schedule: Schedule, rank: int) -> bool:
+def has_split_backward(schedule: Schedule, rank: int) -> bool:
     """Whether this rank's row has backward passes that are split."""
     return any(kind_of(code) == Kind.I for code in schedule.packed.row(rank))
 
 
-def device_of(device: torch.device | str | None, stages: Mapping[int, nn.Module]) -> torch.device:
-    """The device given, or that of the stages' parameters; a GPU becomes the current one."""
+def choose_device(device: torch.device | str | None, stages: Mapping[int, nn.Module]) -> torch.device:
+    """The device passed, or that of the stages' parameters; a GPU becomes the current device."""
     found = parse_device(device) if device is not None else _first_device(stages)
     if found.type == "cuda":  # streams and events belong to the current device
         found = torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
@@ -126,5 +155,5 @@ def _first_device(stages: Mapping[int, nn.Module]) -> torch.device:
     return next((parameter.device for parameter in parameters), torch.device("cpu"))
 
 
-def _kinds(module: nn.Module) -> set[str]:
+def _class_names(module: nn.Module) -> set[str]:
     return {kind.__name__ for kind in type(module).__mro__}

@@ -22,7 +22,7 @@ from zeropipe.core.units import count_text
 from zeropipe.engine.backward.gradients import divide_grads
 from zeropipe.engine.engine import Engine
 from zeropipe.engine.step.losses import require_gradient
-from zeropipe.engine.step.outputs import Kept
+from zeropipe.engine.step.in_place import StepOutputs
 from zeropipe.errors import ConfigError, EngineError, ZeropipeError, short
 from zeropipe.pipelining import private
 from zeropipe.pipelining.engines import current_settings, drop_engine, get_engine
@@ -187,7 +187,7 @@ class EngineSchedule(private.Base):
         extra = loss_kwargs or self._loss_kwargs or {}
         losses_by_index: dict[int, Tensor] = {}
         order: list[int] = []
-        results = Kept()
+        results = StepOutputs()
         merges = return_outputs and self._output_merge_spec is None and "_merge_outputs" not in vars(self)
 
         def finish(output: Any, microbatch: Mapping[str, Any], index: int) -> Tensor | None:

@@ -14,7 +14,7 @@ import torch
 from engine_helpers import ranks
 
 import zeropipe as zp
-from zeropipe.engine.step.cells import signature
+from zeropipe.engine.step.agreement import describe_microbatch
 from zeropipe.engine.torch_private.tensors import Allocations
 
 
@@ -38,13 +38,13 @@ def test_plain_values_that_are_always_new_are_not_remembered_for_ever(name):
 
 def test_long_plain_values_are_signed_in_short():
     def size(value):
-        return len(pickle.dumps(signature({"a": value})))
+        return len(pickle.dumps(describe_microbatch({"a": value})))
 
     assert size("x" * 10**6) < 200
     assert size(list(range(10**4))) < 200
-    assert signature({"a": "x" * 100}) != signature({"a": "x" * 101})
-    assert signature({"a": [*range(100)]}) == signature({"a": tuple(range(100))})
-    assert signature({"a": [*range(100)]}) != signature({"a": [*range(99), 100]})
+    assert describe_microbatch({"a": "x" * 100}) != describe_microbatch({"a": "x" * 101})
+    assert describe_microbatch({"a": [*range(100)]}) == describe_microbatch({"a": tuple(range(100))})
+    assert describe_microbatch({"a": [*range(100)]}) != describe_microbatch({"a": [*range(99), 100]})
 
 
 def test_timelines_are_on_one_clock_while_clocks_drift():

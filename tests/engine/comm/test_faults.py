@@ -86,8 +86,8 @@ def test_a_dead_rank_stops_the_others(name, stage, rank, kind):
 @pytest.mark.parametrize(
     "kind, where",
     [
-        ("nan", "rank 2 failed at 5F2: FloatingPointError: 5F2 made an output that is not finite"),
-        ("nan-back", "rank 2 failed at 5I2: FloatingPointError: 5I2 made .* that is not finite"),
+        ("nan", "rank 2 failed at 5F2: FloatingPointError: 5F2 computed an output that is not finite"),
+        ("nan-back", "rank 2 failed at 5I2: FloatingPointError: 5I2 computed .* that is not finite"),
     ],
 )
 def test_a_nan_is_found_where_it_was_made(kind, where):
@@ -97,7 +97,9 @@ def test_a_nan_is_found_where_it_was_made(kind, where):
 
 def test_different_numbers_of_microbatches():
     """Refused on all ranks alike, and the engine goes on."""
-    line = "rank 0 passes 4 microbatches, rank 1 of the same pipeline 3: give all ranks of a pipeline the same number"
+    line = (
+        "rank 0 passes 4 microbatches, rank 1 of the same pipeline 3: all ranks of a pipeline must pass the same number"
+    )
     assert ranks(2).run(cases.unlike_numbers, zp.build("1f1b", ranks=2, microbatches=4)) == [line, line]
 
 
@@ -109,7 +111,7 @@ def test_the_wrong_number_of_ranks():
 
 SETUPS = {
     "schedule": "rank 2 has another schedule than rank 0: build the same one on every rank",
-    "stages": "rank 1: stages [] were given, the placement puts [1] here",
+    "stages": "rank 1: stages [] were passed, the placement puts [1] on this rank",
     "option": "rank 0: split='halves': must be 'store' or 'whole'",
     "blocks": "rank 1: stage 1 names no blocks to compile or checkpoint: use module_stages()",
     "meta": (
@@ -119,7 +121,7 @@ SETUPS = {
     "tie": "rank 3: AttributeError: Block has no attribute `weihgt`",
     "wrapped": (
         "rank 0: stage 0 holds DistributedDataParallel, which reduces gradients at the wrong time for a "
-        "pipeline: give plain modules and a mesh, or shard them with parallelize()"
+        "pipeline: pass plain modules and a mesh, or shard them with parallelize()"
     ),
 }
 
@@ -138,21 +140,21 @@ def test_a_bad_setup_is_refused_on_all_ranks(setups, what):
 
 MISTAKES = {
     "name": ("ConfigError", "'1f1b': must be a Schedule; use zp.build, zp.from_csv or zp.from_json"),
-    "list": ("ConfigError", "stages are a list: give a dict of this rank's, stage to module; module_stages and"),
+    "list": ("ConfigError", "stages are a list: must be a dict of stage number to module; module_stages and"),
     "function": ("ConfigError", "stage "),
     "module": ("ConfigError", "modules=Block("),
     "numbers": ("ConfigError", "modules=[1, 2, 3, 4]: must be a list of modules, or of functions that build them"),
     "group": ("ConfigError", "group='pp': must be a process group, like mesh['pp'].get_group()"),
     "mesh": ("ConfigError", "mesh='pp': must be a DeviceMesh, like init_device_mesh('cpu', (2, 2), mesh_dim_names=("),
     "device": ("ConfigError", "device='pp': must be a torch device, such as 'cpu' or 'cuda:0'"),
-    "outputs": ("ConfigError", "rank 0: microbatches are a generator: give a list of them, each a dict"),
-    "table": ("ConfigError", "rank 0: microbatches are a dict: give a list of them, each a dict, like [{'inputs': x"),
-    "generator": ("ConfigError", "rank 0: microbatches are a generator: give a list of them, each a dict"),
-    "nothing": ("ConfigError", "rank 0: microbatches are a NoneType: give a list of them, each a dict"),
-    "pairs": ("ConfigError", "rank 0: microbatch 7 is a tuple: each is a dict, like {'inputs': x}"),
-    "class": ("ConfigError", "rank 0: loss_fn is the class CausalLMLoss: give one of its objects, CausalLMLoss()"),
-    "no loss": ("EngineError", "rank 3 failed at 3F0: TypeError: loss_fn is a NoneType: give a function"),
-    "norm": ("ConfigError", "clip_grad_norm(-1.0): give the largest norm, a number from 0 on"),
+    "outputs": ("ConfigError", "rank 0: microbatches are a generator: must be a list of dicts"),
+    "table": ("ConfigError", "rank 0: microbatches are a dict: must be a list of dicts, like [{'inputs': x"),
+    "generator": ("ConfigError", "rank 0: microbatches are a generator: must be a list of dicts"),
+    "nothing": ("ConfigError", "rank 0: microbatches are a NoneType: must be a list of dicts"),
+    "pairs": ("ConfigError", "rank 0: microbatch 7 is a tuple: must be a dict, like {'inputs': x}"),
+    "class": ("ConfigError", "rank 0: loss_fn is the class CausalLMLoss: pass an instance, CausalLMLoss()"),
+    "no loss": ("EngineError", "rank 3 failed at 3F0: TypeError: loss_fn is a NoneType: must be a function"),
+    "norm": ("ConfigError", "clip_grad_norm(-1.0): must be a non-negative number"),
     "broadcast": (
         "EngineError",
         "rank 0 is at forward, rank 2 at forward with broadcast: every rank must make the",

@@ -94,22 +94,22 @@ def test_evaluation_in_inference_mode_before_training():
     [
         ("dp_replicate", "up.weight of stage 0, of which every replica has a copy, has other values on rank 1"),
         ("dp_shard", "up.weight of stage 0, of which every replica has a copy, has other values on rank 1"),
-        ("tp", "up.weight of stage 0, which every process of tp has whole, has other values on rank 1 than on rank 0"),
+        ("tp", "up.weight of stage 0, which is replicated over tp, has other values on rank 1 than on rank 0"),
     ],
 )
 def test_weights_that_several_processes_hold_whole_begin_equal(dimension, words):
     """Also those of stages that a mesh leaves whole; of tp's, each process rounds by itself."""
 
-    def claims(rank, change):
+    def facts(rank, change):
         (block,) = blocks(1)
         block.up.weight.data[0, 0] += rank * change
         layout = Layout((0, 1), rank, (rank,), {dimension: 2}, {dimension: rank})
-        return equal.shared_weights(
+        return equal.describe_shared_weights(
             zp.build("1f1b", ranks=1, microbatches=1), {0: describe_stage(0, block)}, layout, True
         )
 
-    assert words in equal.difference([claims(rank, 1.0) for rank in range(2)])
-    assert (equal.difference([claims(rank, 1e-12) for rank in range(2)]) is None) == (dimension == "tp")
+    assert words in equal.find_difference([facts(rank, 1.0) for rank in range(2)])
+    assert (equal.find_difference([facts(rank, 1e-12) for rank in range(2)]) is None) == (dimension == "tp")
 
 
 @pytest.mark.parametrize("sizes", [SHARDED, REPLICATED], ids=str)

@@ -266,7 +266,7 @@ def test_logits_are_never_put_together():
 
 @pytest.mark.parametrize("function", [CausalLMLoss(), LogProbabilities()])
 def test_labels_that_do_not_belong_to_the_tokens(function):
-    with pytest.raises(ConfigError, match=r"labels of \(2, 2\) for logits of \(2, 3\) tokens: give a label for each"):
+    with pytest.raises(ConfigError, match=r"labels of \(2, 2\) for logits of \(2, 3\) tokens: must have a label"):
         function(torch.zeros(2, 3, 5), {"labels": torch.ones(2, 2, dtype=torch.long)})
 
 

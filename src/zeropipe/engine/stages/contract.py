@@ -62,6 +62,12 @@ class StageInfo:
     refusal: Callable[[Microbatch], str | None] = _accept
 
 
+def list_ties(stages: Mapping[int, StageInfo]) -> list[Tie]:
+    """All ties of this rank's stages; in the same order on all ranks."""
+    found = [tie for info in stages.values() for tie in info.ties]
+    return sorted(found, key=lambda tie: (tie.ends, tie))
+
+
 def describe_stage(number: int, module: nn.Module | StageInfo) -> StageInfo:
     """Read the attributes of a stage, once, at set-up; a StageInfo is returned as it is."""
     if isinstance(module, StageInfo):

@@ -1,308 +1,345 @@
-"""Walks one rank's row of a Program: a flat list of callables, made once, called in order every step."""
+"""Runs one rank's row of a Program: a flat list of callables, built once, called in order every step."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+from torch import nn
 
-from zeropipe.core.action import SHARDING, Action, Kind, Overlap, Step, actions_of
-from zeropipe.core.collectives import collectives, gathers_for_backward
-from zeropipe.core.schedule import Program
+from zeropipe.core.action import COMPUTE, SHARDING, Action, Kind, Overlap, Step, actions_of
+from zeropipe.core.collectives import Collective, collectives, gathers_for_backward
+from zeropipe.core.schedule import Program, Schedule
 from zeropipe.engine.backward.gradients import FirstGradients
 from zeropipe.engine.backward.splitters import Splitter
 from zeropipe.engine.comm.channels import Channel, Receiver, Sender
 from zeropipe.engine.comm.messages import Message, ShapeCache, Spec
 from zeropipe.engine.mesh.shards import Reduction, Shards
+from zeropipe.engine.options import Options
 from zeropipe.engine.stages.contract import Microbatch, StageInfo
-from zeropipe.engine.step.agreed import AgreedOrder
-from zeropipe.engine.step.cells import Call, Cell
-from zeropipe.engine.step.dynamic import Gap, movable
-from zeropipe.engine.step.outputs import Buffers
-from zeropipe.engine.step.passes import Finish, Passes, See
-from zeropipe.engine.step.plans import reduced_within
+from zeropipe.engine.step.cell_runner import Call, Cell, CellRunner, Finish, OnInput
+from zeropipe.engine.step.dynamic import IdleTime, find_movable
+from zeropipe.engine.step.in_place import StageBuffers
 from zeropipe.engine.step.streams import Streams
+from zeropipe.engine.step.watchers import Watcher
+from zeropipe.errors import EngineError
 
 
-class Watcher(Protocol):
-    """Wraps the computation of a step: the recorder, the search for NaN."""
+@dataclass(frozen=True, eq=False)
+class ExecutorContext:
+    """What all executors of an engine share."""
 
-    def watch(self, call: Call, actions: Sequence[Action], cells: Sequence[Cell]) -> Call: ...
+    schedule: Schedule
+    rank: int  # in the pipeline
+    stages: Mapping[int, StageInfo]
+    senders: Mapping[int, Sender]  # by peer
+    channels: Mapping[tuple[int, int], Channel]
+    shapes: ShapeCache
+    device: torch.device
+    splitter: Splitter
+    shards: Mapping[int, Shards]
+    parameters: list[nn.Parameter]
+    options: Options
 
 
-class ShardWatcher(Protocol):
-    """Wraps what the Program does for a sharded stage."""
+class CollectiveOrder:
+    """Checks every collective of a step before it is called: out of order it would be paired with another one."""
 
-    def watch(self, call: Call, action: Action) -> Call: ...
+    def __init__(self, order: Sequence[Collective]) -> None:
+        self._order, self._next = order, 0
+
+    def begin(self) -> None:
+        """Start a step."""
+        self._next = 0
+
+    def check(self, collective: Collective) -> None:
+        """EngineError unless this collective is the next one."""
+        expected = self._order[self._next] if self._next < len(self._order) else None
+        if collective != expected:
+            raise EngineError(
+                f"this rank was about to {collective}, and the processes that share its stages agreed to "
+                f"{expected or 'end the step'} next: please report this as a bug"
+            )
+        self._next += 1
+
+    def end(self) -> None:
+        """EngineError if a collective was left out."""
+        if self._next < len(self._order):
+            raise EngineError(
+                "this rank was about to end its step, and the processes that share its stages agreed to "
+                f"{self._order[self._next]} next: please report this as a bug"
+            )
 
 
 class Executor:
-    """One rank's part of a Program, ready to run any number of times."""
+    """One rank's row of a Program, ready to run any number of times. `use`: "train", "record" or "forward"."""
 
-    def __init__(
-        self,
-        program: Program,
-        rank: int,
-        stages: Mapping[int, StageInfo],
-        outgoing: Mapping[int, Sender],
-        wires: Mapping[tuple[int, int], Channel],
-        *,
-        train: bool,
-        device: torch.device,
-        splitter: Splitter,
-        shards: Mapping[int, Shards],
-        recv_ahead: int,
-        shapes: ShapeCache,
-        dynamic_weights: bool,
-        watchers: Sequence[Watcher] = (),
-        gauge: ShardWatcher | None = None,
-    ) -> None:
-        self._rank, self._outgoing = rank, outgoing
-        self._splitter, self._shapes, self._watchers = splitter, shapes, watchers
+    def __init__(self, context: ExecutorContext, program: Program, use: str, watchers: Sequence[Watcher] = ()) -> None:
+        self._context, self._watchers = context, watchers
+        self._splitter, self._shards = context.splitter, context.shards
         self.schedule = program.schedule
-        self._passes = Passes(
-            program.schedule.num_stages - 1, {stage: Buffers(info.module) for stage, info in stages.items()},
-            train=train, device=device, shapes=shapes,
+        stages, train, row = context.stages, use != "forward", program.rows[context.rank]
+        self._runner = CellRunner(
+            program.schedule.num_stages - 1, {stage: StageBuffers(info.module) for stage, info in stages.items()},
+            train=train, device=context.device, shapes=context.shapes,
         )  # fmt: skip
         self._num_parts = program.schedule.problem.num_weight_parts
-        self._parts: Counter[tuple[int, int]] = Counter()  # of a W: how many have a call
-        self._shards = shards
-        self._gauge = gauge
+        self._next_part: Counter[tuple[int, int]] = Counter()  # of the W of a (stage, microbatch)
         self._reductions: dict[int, Reduction] = {}  # of stages whose last W has begun
-        self._placement = program.schedule.placement
-        row = program.rows[rank]
-        units = {stage: len(some.units) for stage, some in shards.items()}
-        self._regather = any(some.regather for some in shards.values())
-        self._order = AgreedOrder(collectives(row, units, self._regather))
-        self.cells: dict[tuple[int, int], Cell] = {}
-        for action in actions_of(row):
-            if action.kind is Kind.F:
-                stage, microbatch = action.stage, action.microbatch
-                info = stages[stage]
-                self.cells[stage, microbatch] = Cell(stage, microbatch, info.module, info.pick)
-        for (stage, microbatch), cell in self.cells.items():
-            cell.before = self.cells.get((stage - 1, microbatch))
-            cell.after = self.cells.get((stage + 1, microbatch))
-        self._incoming, self._places = self._receives(row, wires, recv_ahead)
-        self._streams = Streams(row, self.cells, stages, device)
-        self._firsts = {
-            stage: FirstGradients(shards[stage].accumulating if stage in shards else info.module.parameters)
+        units = {stage: len(sharded.units) for stage, sharded in self._shards.items()}
+        self._regather = any(sharded.regather for sharded in self._shards.values())
+        self._order = CollectiveOrder(collectives(row, units, self._regather))
+        self.cells = _create_cells(row, stages)
+        self._receivers, self._indices = self._create_receivers(row)
+        self._streams = Streams(row, self.cells, stages, context.device)
+        self._first_gradients = {
+            stage: FirstGradients(self._shards[stage].accumulating if stage in self._shards else info.module.parameters)
             for stage, info in (stages.items() if train else ())
         }
-        self._movable = movable(row, stages) if dynamic_weights and train else {}
-        self._gap = Gap(device)
-        self._ahead: dict[Action, Call] = {}  # what runs a W before its place
+        self._movable = find_movable(row, stages) if context.options.dynamic_weights and train else {}
+        self._idle_time = IdleTime(context.device)
+        self._early: dict[Action, Call] = {}  # what runs a W before its own position
         self._calls: list[Call] = []
         self._labels: list[str] = []
-        within = reduced_within(row)
-        for at, step in enumerate(row):
+        reducing = find_reducing(row)
+        for index, step in enumerate(row):
             if isinstance(step, Action) and step.kind in SHARDING:
-                self._add_sharding(step, row, at)
+                self._add_sharding(step, row, index)
             else:
-                self._add(step, reduces=at in within)
+                self._add(step, reduces=index in reducing)
         self._labels.append("the last sends of the step")
-        self._at = 0
+        self._current = 0
 
     def run(
         self,
         microbatches: Sequence[Microbatch],
         kinds: Sequence[int],
         finish: Finish,
-        see: See | None = None,
+        on_input: OnInput | None = None,
     ) -> None:
-        """One step. `finish` takes the last stage's output and gives what backward starts from.
+        """Run one step. `finish` gets the last stage's outputs and returns what backward starts from.
 
-        Microbatches of one kind have the same shapes in all of the pipeline. `see` is shown the tensors of microbatches
-        that need a gradient, before they get one.
+        Microbatches of one kind have the same shapes everywhere in the pipeline. `on_input` is called with the tensors
+        of microbatches that need a gradient, before they get one.
         """
-        self._passes.begin(microbatches, kinds, finish, see)
+        self._runner.begin(microbatches, kinds, finish, on_input)
         self._order.begin()
-        self._at = 0
+        self._current = 0
         for cell in self.cells.values():
             cell.clear()
-        for incoming in self._incoming.values():
-            incoming.begin(self._passes.key_of, self._made)
-        for shards in self._shards.values():
-            shards.prepare(self._order.check)
-        for firsts in self._firsts.values():
-            firsts.begin_step()
+        for receiver in self._receivers.values():
+            receiver.begin(self._runner.key_of, self._output_spec)
+        for sharded in self._shards.values():
+            sharded.prepare(self._order.check)
+        for first in self._first_gradients.values():
+            first.begin_step()
         try:
             calls = self._calls
-            for self._at, call in enumerate(calls):
+            for self._current, call in enumerate(calls):
                 call()
-            self._at = len(calls)
+            self._current = len(calls)
             self._order.end()
         finally:
-            for shards in self._shards.values():
-                shards.release()
-        for outgoing in self._outgoing.values():
-            outgoing.drain()
-        self._passes.end()
+            for sharded in self._shards.values():
+                sharded.release()
+        for sender in self._context.senders.values():
+            sender.drain()
+        self._runner.end()
 
     def close(self) -> None:
-        """Let go of everything: the calls refer to this object, so it would live until it is collected."""
+        """Release everything: the calls refer to this object, which would live until it is collected."""
         self._calls.clear()
         self.cells.clear()
-        self._incoming.clear()
-        self._ahead.clear()
-        self._firsts.clear()
-        self._gap.forget()
-        self._outgoing = {}
+        self._receivers.clear()
+        self._early.clear()
+        self._first_gradients.clear()
+        self._idle_time.clear()
 
     @property
     def current_action(self) -> str:
-        """The action being run."""
-        return self._labels[self._at]
+        """The action that runs now."""
+        return self._labels[self._current]
 
-    def _made(self, message: Message) -> Spec | None:
-        return self._passes.made(message, self.cells[message.stage, message.microbatch])
+    def _output_spec(self, message: Message) -> Spec | None:
+        return self._runner.output_spec(message, self.cells[message.stage, message.microbatch])
 
     # the list of callables
 
-    def _receives(
-        self, row: Sequence[Step], wires: Mapping[tuple[int, int], Channel], ahead: int
-    ) -> tuple[dict[int, Receiver], dict[Message, tuple[int, int]]]:
-        orders: dict[int, list[Message]] = {}
-        places: dict[Message, tuple[int, int]] = {}
+    def _create_receivers(self, row: Sequence[Step]) -> tuple[dict[int, Receiver], dict[Message, tuple[int, int]]]:
+        """The receivers by peer, and for every message its peer and its index in the receiver's order."""
+        messages: dict[int, list[Message]] = {}
+        indices: dict[Message, tuple[int, int]] = {}
         for step in row:
             if isinstance(step, Action) and step.kind in (Kind.RECV_F, Kind.RECV_B):
-                forward = step.kind is Kind.RECV_F
-                peer = self._placement.peer_of(step)
-                message = Message(forward, step.stage, step.microbatch)
-                places[message] = (peer, len(orders.setdefault(peer, [])))
-                orders[peer].append(message)
-        incoming = {
-            peer: Receiver(wires[peer, self._rank], order, ahead, self._shapes) for peer, order in orders.items()
+                peer = self.schedule.placement.peer_of(step)
+                message = Message(step.kind is Kind.RECV_F, step.stage, step.microbatch)
+                indices[message] = (peer, len(messages.setdefault(peer, [])))
+                messages[peer].append(message)
+        context = self._context
+        receivers = {
+            peer: Receiver(context.channels[peer, context.rank], order, context.options.recv_ahead, context.shapes)
+            for peer, order in messages.items()
         }
-        return incoming, places
+        return receivers, indices
 
-    def _add_sharding(self, action: Action, row: Sequence[Step], at: int) -> None:
-        shards = self._shards.get(action.stage)
-        if shards is None:  # this stage is whole on every rank
+    def _append(self, call: Call, label: object) -> None:
+        self._calls.append(call)
+        self._labels.append(str(label))
+
+    def _add_sharding(self, action: Action, row: Sequence[Step], index: int) -> None:
+        sharded = self._shards.get(action.stage)
+        if sharded is None:
             return
-        call: Call = shards.drop
+        call: Call = sharded.drop
         if action.kind is Kind.UNSHARD:
-            call = partial(shards.gather, gathers_for_backward(row, at, self._regather))
+            call = partial(sharded.gather, gathers_for_backward(row, index, self._regather))
         elif action.kind is Kind.REDUCE_GRAD:
             call = partial(self._reduce, action.stage)
-        self._calls.append(call if self._gauge is None else self._gauge.watch(call, action))
-        self._labels.append(str(action))
+        for watcher in self._watchers:
+            call = watcher.wrap_sharding(call, action)
+        self._append(call, action)
 
     def _reduce(self, stage: int) -> None:
-        """What the stage's last B or W has not reduced already."""
+        """Reduce the units that the stage's last B or W has not reduced."""
         reduction = self._reductions.pop(stage, None) or Reduction(self._shards[stage], ())
         reduction.rest()
 
     def _add(self, step: Step, reduces: bool) -> None:
         if isinstance(step, Overlap):
             for action in step:
-                self._add_take(action)
+                self._add_receive(action)
             cells = [self.cells[action.stage, action.microbatch] for action in step]
-            together = self._streams.placed([self._compute(action) for action in step], cells)
-            self._calls.append(self._watched(together, step, cells))
-            self._labels.append(str(step))
+            both = self._streams.run_together([self._compute(action) for action in step], cells)
+            self._append(self._wrap(both, step, cells), step)
             return
         cell = self.cells[step.stage, step.microbatch]
         if step.kind in (Kind.RECV_F, Kind.RECV_B):
-            peer, place = self._places[Message(step.kind is Kind.RECV_F, step.stage, step.microbatch)]
-            if self._incoming[peer].posts_in_order:  # else it is posted ahead of the take that waits for it
-                self._calls.append(partial(self._incoming[peer].post_until, place))
-                self._labels.append(str(step))
+            peer, index = self._indices[Message(step.kind is Kind.RECV_F, step.stage, step.microbatch)]
+            if self._receivers[peer].posts_in_order:  # otherwise it is posted ahead of the action that waits for it
+                self._append(partial(self._receivers[peer].post_until, index), step)
             return
         if step.kind in (Kind.SEND_F, Kind.SEND_B):
-            outgoing = self._outgoing[self._placement.peer_of(step)]
-            send = self._passes.send_forward if step.kind is Kind.SEND_F else self._passes.send_backward
-            call = self._streams.beside(partial(send, cell, outgoing), cell)
+            sender = self._context.senders[self.schedule.placement.peer_of(step)]
+            send = self._runner.send_forward if step.kind is Kind.SEND_F else self._runner.send_backward
+            call = self._streams.run_on_stream(partial(send, cell, sender), cell)
         else:
-            self._add_take(step)
-            compute = self._reducing(step) if reduces and step.stage in self._shards else self._compute(step)
-            call = self._watched(self._streams.placed((compute,), (cell,)), (step,), (cell,))
-        self._calls.append(call)
-        self._labels.append(str(step))
+            self._add_receive(step)
+            compute = self._compute_and_reduce(step) if reduces and step.stage in self._shards else self._compute(step)
+            call = self._wrap(self._streams.run_together((compute,), (cell,)), (step,), (cell,))
+        self._append(call, step)
 
-    def _add_take(self, action: Action) -> None:
-        forward = action.kind is Kind.F
-        place = self._places.get(Message(forward, action.stage, action.microbatch))
-        if place is None or action.kind is Kind.W:
+    def _add_receive(self, action: Action) -> None:
+        """The wait for the message of an action; with dynamic W, pending Ws run until it has arrived."""
+        is_forward = action.kind is Kind.F
+        found = self._indices.get(Message(is_forward, action.stage, action.microbatch))
+        if found is None or action.kind is Kind.W:
             return
-        cell = self.cells[action.stage, action.microbatch]
-        incoming = self._incoming[place[0]]
-        if owed := self._movable.get(action):
-            self._calls.append(partial(self._fill, owed, partial(incoming.has_arrived, place[1])))
-            self._labels.append(f"W owed before {action}")
-        take = self._passes.take_forward if forward else self._passes.take_backward
-        self._calls.append(partial(take, cell, incoming, place[1]))
-        self._labels.append(str(action))
+        (peer, index), cell = found, self.cells[action.stage, action.microbatch]
+        receiver = self._receivers[peer]
+        if pending := self._movable.get(action):
+            has_arrived = partial(receiver.has_arrived, index)
+            self._append(partial(self._run_pending, pending, has_arrived), f"W pending before {action}")
+        receive = self._runner.receive_inputs if is_forward else self._runner.receive_gradients
+        self._append(partial(receive, cell, receiver, index), action)
 
-    def _fill(self, owed: Sequence[Action], arrived: Callable[[], bool]) -> None:
-        """Run Ws that are owed until a message is here."""
-        self._gap.arrived = arrived
-        for action in owed:
+    def _run_pending(self, pending: Sequence[Action], has_arrived: Callable[[], bool]) -> None:
+        """Run pending Ws until a message has arrived."""
+        self._idle_time.has_arrived = has_arrived
+        for action in pending:
             if self._splitter.pending_parameters(action.stage, action.microbatch):
-                if self._gap.over():
+                if self._idle_time.is_over():
                     return
-                if action not in self._ahead:
-                    self._ahead[action] = self._ahead_of(action)
-                self._ahead[action]()
+                if action not in self._early:
+                    self._early[action] = self._compute_early(action)
+                self._early[action]()
 
-    def _ahead_of(self, action: Action) -> Call:
-        cell = self.cells[action.stage, action.microbatch]
-        call = partial(self._splitter.run_early, action.stage, action.microbatch, self._num_parts, self._gap.over)
-        return self._watched(self._streams.placed((call,), (cell,)), (action,), (cell,))
+    def _compute_early(self, action: Action) -> Call:
+        cell, is_over = self.cells[action.stage, action.microbatch], self._idle_time.is_over
+        call = partial(self._splitter.run_early, action.stage, action.microbatch, self._num_parts, is_over)
+        return self._wrap(self._streams.run_together((call,), (cell,)), (action,), (cell,))
 
     def _compute(self, action: Action) -> Call:
         cell = self.cells[action.stage, action.microbatch]
         if action.kind is Kind.F:
-            return self._passing(partial(self._passes.forward, cell), action)
+            return self._with_weights(partial(self._runner.forward, cell), action)
         if action.kind in (Kind.B, Kind.I):
             run = self._splitter.backward if action.kind is Kind.B else self._splitter.backward_input
-            return self._passing(partial(self._owning, partial(self._passes.backward, cell, run), action), action)
-        part = self._parts[cell.stage, cell.microbatch]
-        self._parts[cell.stage, cell.microbatch] += 1
+            backward = partial(self._run_backward, partial(self._runner.backward, cell, run), action)
+            return self._with_weights(backward, action)
+        part = self._next_part[cell.stage, cell.microbatch]
+        self._next_part[cell.stage, cell.microbatch] += 1
         weights = partial(self._splitter.backward_weight, cell.stage, cell.microbatch, part, self._num_parts)
-        return partial(self._owning, weights, action)
+        return partial(self._run_backward, weights, action)
 
-    def _owning(self, call: Callable[..., None], action: Action, **options: Any) -> None:
-        """Backward; what it leaves behind shares no memory that others write to."""
+    def _run_backward(self, call: Callable[..., None], action: Action, **options: Any) -> None:
+        """Run B, I or W; then copy gradients and stored tensors that share memory with others."""
         call(**options)
-        self._firsts[action.stage].copy_shared()
+        self._first_gradients[action.stage].copy_shared()
         if action.kind is Kind.I:
             self._splitter.copy_shared(action.stage, action.microbatch)
 
-    def _passing(self, call: Call, action: Action) -> Call:
-        """An F, B or I, which uses the weights of its stage."""
-        shards = self._shards.get(action.stage)
-        if shards is None:
+    def _with_weights(self, call: Call, action: Action) -> Call:
+        """An F, B or I, which uses the unsharded weights of its stage."""
+        sharded = self._shards.get(action.stage)
+        if sharded is None:
             return call
 
-        def passing() -> None:
-            with shards.passing(backward=action.kind is not Kind.F):
+        def run() -> None:
+            with sharded.passing(backward=action.kind is not Kind.F):
                 call()
 
-        return passing
+        return run
 
-    def _reducing(self, action: Action) -> Call:
-        """The last B or W of a sharded stage: a unit is reduced as soon as its gradients are complete."""
-        call, shards = self._compute(action), self._shards[action.stage]
+    def _compute_and_reduce(self, action: Action) -> Call:
+        """The last B or W of a sharded stage: each unit is reduced as soon as its gradients are complete."""
+        call, sharded = self._compute(action), self._shards[action.stage]
 
         def backward() -> None:
-            reduction = self._reductions[action.stage] = Reduction(shards, shards.trained)
-            with shards.told(reduction.ran):
+            reduction = self._reductions[action.stage] = Reduction(sharded, sharded.trained)
+            with sharded.told(reduction.ran):
                 call()
             reduction.rest()
 
         def weights() -> None:
-            waiting = self._splitter.pending_parameters(action.stage, action.microbatch)
-            reduction = self._reductions[action.stage] = Reduction(shards, waiting)
+            pending = self._splitter.pending_parameters(action.stage, action.microbatch)
+            reduction = self._reductions[action.stage] = Reduction(sharded, pending)
             call(on_product=reduction.ran)  # type: ignore[call-arg]
-            reduction.rest()  # here also where all products ran before: processes must reduce at the same place
+            reduction.rest()  # also where all products ran early: all processes must reduce at the same action
 
         return backward if action.kind is Kind.B else weights
 
-    def _watched(self, call: Call, actions: Sequence[Action], cells: Sequence[Cell]) -> Call:
+    def _wrap(self, call: Call, actions: Sequence[Action], cells: Sequence[Cell]) -> Call:
         for watcher in self._watchers:
-            call = watcher.watch(call, actions, cells)
+            call = watcher.wrap(call, actions, cells)
         return call
+
+
+def _create_cells(row: Sequence[Step], stages: Mapping[int, StageInfo]) -> dict[tuple[int, int], Cell]:
+    cells: dict[tuple[int, int], Cell] = {}
+    for action in actions_of(row):
+        if action.kind is Kind.F:
+            info = stages[action.stage]
+            cells[action.stage, action.microbatch] = Cell(action.stage, action.microbatch, info.module, info.pick)
+    for (stage, microbatch), cell in cells.items():
+        cell.previous = cells.get((stage - 1, microbatch))
+        cell.next = cells.get((stage + 1, microbatch))
+    return cells
+
+
+def find_reducing(row: Sequence[Step]) -> set[int]:
+    """The indices of those B and W right after which their stage is reduced, so that reducing can start in them."""
+    found, last = set(), None
+    for index, step in enumerate(row):
+        if isinstance(step, Overlap):
+            last = None
+        elif step.kind in COMPUTE:
+            last = (index, step.stage) if step.kind in (Kind.B, Kind.W) else None
+        elif step.kind is Kind.REDUCE_GRAD:
+            if last is not None and last[1] == step.stage:
+                found.add(last[0])
+            last = None  # every process reduces stages in the order of its row
+    return found

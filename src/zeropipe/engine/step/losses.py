@@ -20,16 +20,16 @@ LossFn = Callable[[Any, Mapping[str, Any]], Any]
 
 @dataclass(frozen=True)
 class CausalLMLoss:
-    """Next-token cross entropy of Hugging Face causal models: a sum over tokens, and how many there were.
+    """Next-token cross entropy of Hugging Face causal models: (sum over tokens, number of tokens).
 
-    The output is the logits, or (logits, a loss to be added to the tokens' mean): that of the routers of a mixture of
-    experts. So a step's loss is the mean of what the model's own loss is for each microbatch, weighed by its tokens.
+    The output is the logits, or (logits, a loss that is added to the tokens' mean, like the router loss of a mixture of
+    experts). So a step's loss is the mean of the model's own loss over microbatches, weighted by their tokens.
 
-    The microbatch holds `labels`, not shifted; `ignore` marks tokens without loss. Because `count` tells the number of
-    tokens before the step, microbatches with unequal numbers weigh as they do in one big batch.
+    The microbatch holds `labels`, not shifted; `ignore` marks tokens without loss. `count` returns the number of tokens
+    before the step, so microbatches with unequal numbers are weighted as in one large batch.
 
-    Where tensor parallelism spreads the head over the vocabulary, the loss is computed from pieces: logits are never
-    put together.
+    Where tensor parallelism shards the head over the vocabulary, the loss is computed from shards of the logits, which
+    are never gathered.
     """
 
     labels: str = "labels"
@@ -42,26 +42,26 @@ class CausalLMLoss:
             raise ConfigError(f"a microbatch has {sorted(microbatch)}: CausalLMLoss needs {self.labels!r}")
         labels = microbatch[self.labels]
         if not isinstance(labels, Tensor):
-            raise ConfigError(f"a microbatch has {self.labels} that are a {type(labels).__name__}: give a Tensor")
+            raise ConfigError(f"a microbatch has {self.labels} that are a {type(labels).__name__}: must be a Tensor")
         return int((labels[..., 1:] != self.ignore).sum())
 
     def __call__(
         self, output: Tensor | tuple[Tensor, Tensor], microbatch: Mapping[str, Any]
     ) -> tuple[Tensor, int | Tensor]:
-        logits, more = output if isinstance(output, tuple) else (output, None)
+        logits, extra = output if isinstance(output, tuple) else (output, None)
         labels = _labels(logits, microbatch, self.labels)
         total = token_losses(logits[..., :-1, :], labels, self.ignore).sum()
         count = (labels != self.ignore).sum()
-        return total if more is None else total + more * count.to(more.device), count
+        return total if extra is None else total + extra * count.to(extra.device), count
 
 
 @dataclass(frozen=True)
 class LogProbabilities:
     """The log-probability of each label of a microbatch, (batch, tokens - 1): 0 where the label is `ignore`.
 
-    For `Engine.forward(post=LogProbabilities())`: logits that are spread over the vocabulary are never put together.
-    In a loss of your own, `token_losses(logits, labels)` is its negative for labels that you have shifted yourself;
-    with `takes_pieces = True` on the loss it is given logits as they are, else they are put together for it.
+    For `Engine.forward(post=LogProbabilities())`: logits that are sharded over the vocabulary are never gathered. In a
+    loss of your own, `token_losses(logits, labels)` is its negative for labels that you have shifted yourself; a loss
+    with `takes_pieces = True` gets sharded logits, any other gets full ones.
     """
 
     labels: str = "labels"
@@ -74,107 +74,107 @@ class LogProbabilities:
 
 
 def _labels(logits: Tensor, microbatch: Mapping[str, Any], name: str) -> Tensor:
-    """Those of all tokens but the first: what each token before is to predict."""
+    """The labels of all tokens but the first: the targets of the tokens before them."""
     labels = microbatch[name]
     if labels.shape != logits.shape[:-1]:
         raise ConfigError(
-            f"a microbatch has {name} of {tuple(labels.shape)} for logits of {tuple(logits.shape[:-1])} tokens: give a "
-            "label for each token, not shifted"
+            f"a microbatch has {name} of {tuple(labels.shape)} for logits of {tuple(logits.shape[:-1])} tokens: must "
+            "have a label for each token, not shifted"
         )
     return labels[..., 1:]
 
 
 @dataclass
-class Tally:
+class LossAccumulator:
     """The losses of one step on a rank with the last stage.
 
-    A loss function returns a scalar (the mean of its microbatch; all weigh the same), or `(sum, count)`, or
+    A loss function returns a scalar (the mean of its microbatch; all have the same weight), or `(sum, count)`, or
     `(sum, count, metrics)` with metrics summed over the step. With a `count(microbatch)` attribute the total is known
-    before the first backward; without one, gradients are divided at the end of the step (`late`): those of the stages,
-    and those of `outside`, leaves that are no parameters of a stage.
+    before the first backward. Without one, gradients are divided at the end of the step (`divides_late`): those of the
+    stages, and those of `other_leaves`, which are no parameters of a stage.
     """
 
     loss_fn: LossFn
     num_microbatches: int  # of all pipelines
     stash: GradientStash = field(default_factory=GradientStash)
-    own: Container[int] = ()  # ids of the stages' parameters
-    total: float | None = None  # the step's count, if the loss function tells it beforehand
-    late: bool = False
-    outside: dict[int, Tensor] = field(default_factory=dict)
-    not_leaf: bool = False  # a gradient left for a graph of the caller's, where it cannot be divided later
-    _seen: dict[int, tuple[Tensor, Any, Mapping[str, Any]]] = field(default_factory=dict)
+    stage_parameters: Container[int] = ()  # ids
+    total_count: float | None = None  # of the step, if the loss function has a count()
+    divides_late: bool = False
+    other_leaves: dict[int, Tensor] = field(default_factory=dict)
+    has_outer_graph: bool = False  # a gradient flowed into a graph of the caller, where it cannot be divided later
+    _losses: dict[int, tuple[Tensor, Any, Mapping[str, Any]]] = field(default_factory=dict)
 
-    def root(self, output: Any, microbatch: Mapping[str, Any], index: int) -> Tensor:
-        """Compute the loss of one microbatch; returns what backward starts from."""
+    def add(self, output: Any, microbatch: Mapping[str, Any], index: int) -> Tensor:
+        """Compute the loss of one microbatch; returns the scaled loss that backward starts from."""
         if not callable(self.loss_fn):
             raise TypeError(
-                f"loss_fn is a {type(self.loss_fn).__name__}: give a function (output, microbatch) on every rank that "
-                "has the last stage"
+                f"loss_fn is a {type(self.loss_fn).__name__}: must be a function (output, microbatch) on every rank "
+                "that has the last stage"
             )
         value = self.loss_fn(shown_to(self.loss_fn, output), microbatch)
         _check_loss(value, output)
         if isinstance(value, Tensor):
-            self._seen[index] = (_own(value), 1, {})
+            self._losses[index] = (_detach(value), 1, {})
             return value / self.num_microbatches
         loss, count, *rest = value
-        metrics = {name: _own(amount) for name, amount in (rest[0] if rest else {}).items()}
-        self._seen[index] = (_own(loss), _own(count), metrics)
-        if self.total is None:
-            self.late = True
+        metrics = {name: _detach(amount) for name, amount in (rest[0] if rest else {}).items()}
+        self._losses[index] = (_detach(loss), _detach(count), metrics)
+        if self.total_count is None:
+            self.divides_late = True
             for leaf in torch_autograd.leaves_between(loss, output):
-                self.see(leaf)
+                self.add_input(leaf)
             return loss
-        return loss / (self.total or 1.0)
+        return loss / (self.total_count or 1.0)
 
-    def see(self, tensor: Tensor) -> None:
-        """A tensor outside the stages, before a gradient of this step reaches it."""
+    def add_input(self, tensor: Tensor) -> None:
+        """Register a tensor that is no parameter of a stage, before a gradient of this step reaches it."""
         if not tensor.is_leaf:
-            self.not_leaf = True
-        elif id(tensor) not in self.outside and id(tensor) not in self.own:
-            self.outside[id(tensor)] = tensor
+            self.has_outer_graph = True
+        elif id(tensor) not in self.other_leaves and id(tensor) not in self.stage_parameters:
+            self.other_leaves[id(tensor)] = tensor
             self.stash.stash([tensor])
 
-    def sums(self) -> Sums:
+    def sums(self) -> LossSums:
         """Loss, count and metrics, summed over this rank's microbatches."""
         metrics: dict[str, float] = {}
         loss = count = 0.0
-        for index in sorted(self._seen):
-            value, number, extra = self._seen[index]
-            loss, count = loss + float(value), count + number_of(number)
+        for index in sorted(self._losses):
+            value, number, extra = self._losses[index]
+            loss, count = loss + float(value), count + to_count(number)
             for name, amount in extra.items():
                 metrics[name] = metrics.get(name, 0.0) + float(amount)
-        return loss, count, metrics, self.late
+        return loss, count, metrics, self.divides_late
 
 
-def _own(number: Any) -> Any:
-    """A number that keeps neither the graph it came from alive nor changes with a tensor that the loss goes on with."""
+def _detach(number: Any) -> Any:
+    """A copy of a number: without its graph, and unchanged if the loss modifies its tensor later."""
     return number.detach().clone() if isinstance(number, Tensor) else number
 
 
 def _numbers(rest: Sequence[Any]) -> Iterator[tuple[str, Any]]:
-    """What a loss gives beside itself."""
+    """The count and the metrics of a loss, with their names."""
     if rest:
         yield "the count", rest[0]
     if len(rest) == 2:
         if not isinstance(rest[1], Mapping):
-            raise TypeError(f"the metrics of the loss are a {type(rest[1]).__name__}: give a dict of numbers")
+            raise TypeError(f"the metrics of the loss are a {type(rest[1]).__name__}: must be a dict of numbers")
         yield from ((f"the metric {name!r}", number) for name, number in rest[1].items())
 
 
-def number_of(count: Any) -> float:
-    """A count as a number; ConfigError for one that nothing can be divided by in earnest."""
+def to_count(count: Any) -> float:
+    """A count as a float; ConfigError unless it is finite and not negative."""
     number = float(count)
     if not 0 <= number < inf:
-        raise ConfigError(f"the count of the loss is {number:g}: give a number from 0 on")
+        raise ConfigError(f"the count of the loss is {number:g}: must be a non-negative number")
     return number
 
 
 def require_counted(result: StepResult, total: float | None) -> None:
-    """ConfigError where a loss counts otherwise than its `count()` said: gradients would be those of another loss."""
+    """ConfigError where a loss counts another number than its `count()`: gradients would be scaled wrongly."""
     if total is not None and not isclose(result.count, total, rel_tol=1e-4):
         raise ConfigError(
-            f"the loss counted {result.count:g} in this step, its count() said {total:g} before: let both give the "
-            "same, and let a loss with a count() return (sum, count)"
+            f"the loss counted {result.count:g} in this step, its count() returned {total:g} before: both must "
+            "be the same, and a loss with a count() must return (sum, count)"
         )
 
 
@@ -183,9 +183,9 @@ def _is_number(value: Any) -> bool:
 
 
 def require_gradient(loss: Tensor, output: Any) -> None:
-    """TypeError for a loss that teaches nothing, though its output could learn."""
+    """TypeError for a loss without a gradient whose output has one: it would train nothing."""
     needs_grad = any(one.requires_grad for one in torch_tensors.tensors_in(output))
-    # a plain 0 is fine: that of a microbatch in which nothing has a loss
+    # a plain 0 is valid: the loss of a microbatch in which no token has one
     if needs_grad and not loss.requires_grad and float(loss) != 0:
         raise TypeError(
             "the loss has no gradient, so that nothing would learn: make it of the stage's output, without detach(), "
@@ -198,7 +198,7 @@ def _check_loss(value: Any, output: Any) -> None:
     for what, number in _numbers(rest):
         if not _is_number(number):
             shape = f" of shape {list(number.shape)}" if isinstance(number, Tensor) else ""
-            raise TypeError(f"{what} of the loss is a {type(number).__name__}{shape}: give a number")
+            raise TypeError(f"{what} of the loss is a {type(number).__name__}{shape}: must be a number")
     if isinstance(loss, Tensor) and loss.numel() == 1:
         require_gradient(loss, output)
         return
@@ -208,18 +208,18 @@ def _check_loss(value: Any, output: Any) -> None:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step gave, the same on every rank."""
+    """The result of a step, the same on every rank."""
 
     loss: float  # per count: the full batch's loss
     count: float  # tokens, or microbatches where the loss function returns a mean
     metrics: Mapping[str, float]  # summed over microbatches
 
 
-Sums = tuple[float, float, dict[str, float], bool]
+LossSums = tuple[float, float, dict[str, float], bool]  # loss, count, metrics, divides_late
 
 
-def combine(everyone: Sequence[Sums | None]) -> tuple[StepResult, bool]:
-    """One result from all ranks' sums (None: not to be counted), and whether gradients are still to be divided."""
+def combine_losses(everyone: Sequence[LossSums | None]) -> tuple[StepResult, bool]:
+    """The result from all ranks' sums (None: not counted), and whether gradients have to be divided by the count."""
     parts = [sums for sums in everyone if sums is not None]
     metrics: dict[str, float] = {}
     for _, _, extra, _ in parts:

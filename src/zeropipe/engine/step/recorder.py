@@ -1,54 +1,68 @@
-"""The measured Timeline: when each action ran and what it kept alive. Only built when asked for."""
+"""The recorded Timeline: when each action ran and the memory it kept. Only with `record=True`."""
 
 from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from zeropipe.core.action import Action, Kind, Overlap
-from zeropipe.core.packed import pack
+from zeropipe.core.action import Action, Kind, Overlap, W
+from zeropipe.core.packed import PackedRows, kind_of, pack
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Memory, Timeline
 from zeropipe.engine.backward.gradients import to_local
 from zeropipe.engine.backward.splitters import Splitter
 from zeropipe.engine.comm.communicator import Communicator
 from zeropipe.engine.mesh.shards import Shards
-from zeropipe.engine.step.cells import Call, Cell
+from zeropipe.engine.step.cell_runner import Call, Cell
 from zeropipe.engine.step.clock import Clock
-from zeropipe.engine.step.gauge import Gauge, Lane, lane_of, sharding_of, starts_of
-from zeropipe.engine.step.ran import KINDS, Ran, as_ran
+from zeropipe.engine.step.shard_recorder import ShardColumns, ShardRecorder, build_sharding, pack_events, start_times
+from zeropipe.engine.step.watchers import Watcher
 from zeropipe.engine.torch_private import autograd as torch_autograd
 from zeropipe.engine.torch_private import tensors as torch_tensors
 
+COLUMN_TYPES = "qdddd"  # of RecordedAction, as arrays
 
-class Recorder:
+
+class RecordedAction(NamedTuple):
+    """One action as it ran, or a part of a W."""
+
+    code: int
+    start: float
+    end: float
+    during: float  # memory
+    after: float
+
+
+class Recorder(Watcher):
     """Times every action of one rank: host clock on CPU, events on CUDA."""
 
     def __init__(
         self, device: torch.device, parameters: Sequence[Tensor], splitter: Splitter, shards: Mapping[int, Shards]
     ) -> None:
-        self._device, self._splitter, self.gauge = device, splitter, Gauge(device, shards)
+        self._device, self._splitter, self.shards = device, splitter, ShardRecorder(device, shards)
         self._parameters = parameters
         # start, end, actions, memory during, memory after
         self._marks: list[tuple[Any, Any, Sequence[Action], Any, int]] = []
-        self._kept: dict[tuple[int, int], int] = {}  # bytes saved by F for the backward
-        self._stashed: dict[int, int] = {}  # bytes between I and W, by stage
+        self._saved_bytes: dict[tuple[int, int], int] = {}  # bytes saved by F for the backward
+        self._pending_bytes: dict[int, int] = {}  # kept from I to W, by stage
         self._origin: tuple[float, Any] = (0.0, None)
         self._allocations = torch_tensors.Allocations(device)
         self._peaks: list[int] | None = None
 
     def begin(self) -> None:
-        """Start recording a step; the one before is forgotten."""
-        self.gauge.begin()
+        """Start recording a step; the previous one is deleted."""
+        self.shards.begin()
         self._marks.clear()
-        self._kept.clear()
-        self._stashed.clear()
+        self._saved_bytes.clear()
+        self._pending_bytes.clear()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             event = torch.cuda.Event(enable_timing=True)
@@ -58,27 +72,29 @@ class Recorder:
             self._peaks = None
 
     def end(self) -> None:
-        """The step has ended."""
-        self.gauge.end()
+        """Stop recording."""
+        self.shards.end()
 
-    def watch(self, call: Call, actions: Sequence[Action], cells: Sequence[Cell]) -> Call:
-        """Wrap the computation of a step."""
+    def wrap_sharding(self, call: Call, action: Action) -> Call:
+        return self.shards.wrap(call, action)
+
+    def wrap(self, call: Call, actions: Sequence[Action], cells: Sequence[Cell]) -> Call:
         return self._on_cuda(call, actions) if self._device.type == "cuda" else self._on_cpu(call, actions, cells)
 
     def _on_cpu(self, call: Call, actions: Sequence[Action], cells: Sequence[Cell]) -> Call:
-        kept, stashed = self._kept, self._stashed
-        splits = next((a.stage for a in actions if a.kind in (Kind.I, Kind.W)), None)
+        kept, pending = self._saved_bytes, self._pending_bytes
+        split_stage = next((a.stage for a in actions if a.kind in (Kind.I, Kind.W)), None)
         forward = next(((c.stage, c.microbatch) for a, c in zip(actions, cells) if a.kind is Kind.F), None)
         backward = next(((c.stage, c.microbatch) for a, c in zip(actions, cells) if a.kind in (Kind.B, Kind.I)), None)
-        gauge = self.gauge
+        shards = self.shards
 
         def timed() -> None:
             saved: dict[int, int] = {}
-            gauge.reset()
+            shards.reset_peak()
 
             def pack(tensor: Tensor) -> Tensor:
                 storage = to_local(tensor).untyped_storage()
-                if not gauge.is_weight(storage):
+                if not shards.is_weight(storage):
                     saved[storage.data_ptr()] = storage.nbytes()
                 return tensor
 
@@ -86,7 +102,7 @@ class Recorder:
             if forward is None:
                 call()
             else:
-                with saved_tensors_hooks(pack, _same), torch_autograd.selective_caches() as caches:
+                with saved_tensors_hooks(pack, _identity), torch_autograd.selective_caches() as caches:
                     call()
             end = time.perf_counter()
             if forward is not None:
@@ -95,12 +111,12 @@ class Recorder:
                 for weight in self._parameters:  # weights are no activations
                     saved.pop(to_local(weight).untyped_storage().data_ptr(), None)
                 kept[forward] = sum(saved.values())
-            during = sum(kept.values()) + sum(stashed.values()) + gauge.see()
+            during = sum(kept.values()) + sum(pending.values()) + shards.update_peak()
             if backward is not None:
                 kept.pop(backward, None)
-            if splits is not None:
-                stashed[splits] = self._splitter.pending_bytes(splits)
-            after = sum(kept.values()) + sum(stashed.values()) + gauge.level(left=True)
+            if split_stage is not None:
+                pending[split_stage] = self._splitter.pending_bytes(split_stage)
+            after = sum(kept.values()) + sum(pending.values()) + shards.count_bytes(after_reshard=True)
             self._marks.append((start, end, actions, during, after))
 
         return timed
@@ -117,20 +133,20 @@ class Recorder:
 
         return timed
 
-    def rows(self, clock: Clock) -> Iterator[Ran]:
-        """What ran, in its order, on rank 0's clock: the two actions of an Overlap one after the other."""
+    def rows(self, clock: Clock) -> Iterator[RecordedAction]:
+        """The recorded actions in order, on rank 0's clock: the two of an Overlap one after the other."""
         if self._device.type == "cuda" and self._peaks is None:
             self._peaks = self._allocations.end([during for _, _, _, during, _ in self._marks])
         for index, (start, end, actions, during, after) in enumerate(self._marks):
             if self._peaks is not None:
                 during = self._peaks[index]
-            begun, ended = clock.of_rank_0(self._seconds(start)), clock.of_rank_0(self._seconds(end))
+            start_s, end_s = clock.to_rank_0(self._seconds(start)), clock.to_rank_0(self._seconds(end))
             for code in pack(actions if len(actions) == 1 else [Overlap(*actions)]):
-                yield Ran(code, begun, ended, float(during), float(after))
+                yield RecordedAction(code, start_s, end_s, float(during), float(after))
 
-    def lane(self, clock: Clock) -> Lane:
-        """What was gathered and reduced, on rank 0's clock."""
-        return lane_of(self.gauge, lambda mark: clock.of_rank_0(self._seconds(mark)))
+    def shard_columns(self, clock: Clock) -> ShardColumns:
+        """The gathers and reductions, on rank 0's clock."""
+        return pack_events(self.shards, lambda mark: clock.to_rank_0(self._seconds(mark)))
 
     def _seconds(self, mark: Any) -> float:
         if isinstance(mark, float):
@@ -139,35 +155,81 @@ class Recorder:
         return self._origin[0] + self._origin[1].elapsed_time(mark) / 1000
 
 
-def gather(recorder: Recorder, schedule: Schedule, comm: Communicator, clock: Clock) -> Timeline:
+def gather_timeline(recorder: Recorder, schedule: Schedule, comm: Communicator, clock: Clock) -> Timeline:
     """The Timeline of all ranks on rank 0's clock; every rank calls this and gets it."""
-    mine = [array(kind, column) for kind, column in zip(KINDS, zip(*recorder.rows(clock)))]
-    everyone = comm.exchange(([column.tobytes() for column in mine], recorder.lane(clock)))
-    told = [everyone[rank] for rank in comm.layout.pipeline]
-    rows = [[Ran(*values) for values in zip(*map(_column, KINDS, row))] for row, _ in told]
-    schedule, rows = as_ran(schedule, rows)
-    ran = [entry for row in rows for entry in row]
-    lanes = [lane for _, lane in told]
-    zero = min([*(entry.start for entry in ran), *starts_of(lanes)])
+    columns = [array(kind, column).tobytes() for kind, column in zip(COLUMN_TYPES, zip(*recorder.rows(clock)))]
+    everyone = comm.exchange((columns, recorder.shard_columns(clock)))
+    pipeline = [everyone[rank] for rank in comm.layout.pipeline]
+    rows = [[RecordedAction(*values) for values in zip(*map(_to_array, COLUMN_TYPES, row))] for row, _ in pipeline]
+    schedule, rows = fit_schedule(schedule, rows)
+    actions = [action for row in rows for action in row]
+    sharded = [columns for _, columns in pipeline]
+    zero = min([*(action.start for action in actions), *start_times(sharded)])
     return Timeline(
         schedule,
-        array("d", (entry.start - zero for entry in ran)).tobytes(),
-        array("d", (entry.end - zero for entry in ran)).tobytes(),
-        Memory(
-            array("d", (entry.during for entry in ran)).tobytes(), array("d", (entry.after for entry in ran)).tobytes()
-        ),
+        _to_bytes(action.start - zero for action in actions),
+        _to_bytes(action.end - zero for action in actions),
+        Memory(_to_bytes(action.during for action in actions), _to_bytes(action.after for action in actions)),
         unit="s",
         memory_unit="B",
         measured=True,
-        sharding=sharding_of(lanes, zero),
+        sharding=build_sharding(sharded, zero),
     )
 
 
-def _column(kind: str, data: bytes) -> array[Any]:
+def _to_bytes(values: Iterable[float]) -> bytes:
+    return array("d", values).tobytes()
+
+
+def _to_array(kind: str, data: bytes) -> array[Any]:
     column = array(kind)
     column.frombytes(data)
     return column
 
 
-def _same(tensor: Tensor) -> Tensor:
+def _identity(tensor: Tensor) -> Tensor:
     return tensor
+
+
+def fit_schedule(
+    schedule: Schedule, rows: Sequence[Sequence[RecordedAction]]
+) -> tuple[Schedule, Sequence[Sequence[RecordedAction]]]:
+    """The schedule with these rows: a W may have run in several parts, some of them before its own position.
+
+    Where Ws ran in different numbers of parts, every W gets the largest number: the parts that it did not need take no
+    time, right after its last one.
+    """
+    packed = PackedRows.of([action.code for action in row] for row in rows)
+    if packed == schedule.packed:
+        return schedule, rows
+    rows = [_join_parts(row) for row in rows]
+    num_parts = Counter(action.code for row in rows for action in row if kind_of(action.code) == W)
+    largest = max(num_parts.values())
+    padded = [_pad_parts(row, num_parts, largest) for row in rows]
+    problem = replace(schedule.problem, num_weight_parts=largest)
+    packed = PackedRows.of([action.code for action in row] for row in padded)
+    return replace(schedule, problem=problem, packed=packed), padded
+
+
+def _join_parts(row: Sequence[RecordedAction]) -> list[RecordedAction]:
+    """Join the parts of a W that ran one after the other."""
+    joined: list[RecordedAction] = []
+    for action in row:
+        if joined and kind_of(action.code) == W and joined[-1].code == action.code:
+            first = joined.pop()
+            during = max(first.during, action.during)
+            action = RecordedAction(action.code, first.start, action.end, during, action.after)
+        joined.append(action)
+    return joined
+
+
+def _pad_parts(row: Sequence[RecordedAction], num_parts: Counter[int], largest: int) -> list[RecordedAction]:
+    remaining, padded = Counter(num_parts), list[RecordedAction]()
+    for action in row:
+        padded.append(action)
+        if kind_of(action.code) == W:
+            remaining[action.code] -= 1
+            if not remaining[action.code]:
+                empty = action._replace(start=action.end, during=action.after)
+                padded += [empty] * (largest - num_parts[action.code])
+    return padded

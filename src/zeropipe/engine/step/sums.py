@@ -1,4 +1,4 @@
-"""Gradients that belong together on several ranks: the two copies of a mirrored stage, tied embeddings."""
+"""Sums of gradients over ranks: the two copies of a mirrored stage, tied weights, replicas."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from torch import Tensor, nn
 from zeropipe.core.schedule import Schedule
 from zeropipe.engine.backward.gradients import ensure_grad, squared_grad_norm, to_local
 from zeropipe.engine.comm.communicator import Communicator, SumGroup
-from zeropipe.engine.stages.contract import StageInfo, Tie
+from zeropipe.engine.stages.contract import StageInfo, list_ties
 from zeropipe.errors import ConfigError
 
-BUCKET = 32 * 2**20  # bytes summed in one message: a copy of all gradients is never made
+BUCKET_BYTES = 32 * 2**20  # summed in one message
 
 
 class GradientSums:
-    """Sums the gradients of parameters that live more than once, after each step."""
+    """Sums the gradients of parameters of which there are several copies, after each step."""
 
     def __init__(self, schedule: Schedule, stages: Mapping[int, StageInfo], comm: Communicator) -> None:
         self._layout = layout = comm.layout
-        self._between: list[tuple[str, SumGroup, list[nn.Parameter]]] = []  # a name all its ranks share, what they sum
-        self._within: list[tuple[nn.Parameter, nn.Parameter]] = []  # two tensors of one rank
-        self._counted: list[nn.Parameter] = []  # those whose norm this rank accounts for
+        self._between: list[tuple[str, SumGroup, list[nn.Parameter]]] = []  # name, the same on all ranks of the group
+        self._within: list[tuple[nn.Parameter, nn.Parameter]] = []  # tied tensors of one rank
+        self._normed: list[nn.Parameter] = []  # this rank counts them in the norm
         modules = {stage: stages[stage].module for stage in sorted(stages)}
         self.all: list[nn.Parameter] = unique(p for module in modules.values() for p in module.parameters())
         rank, copies = layout.pipeline_rank, schedule.placement.copies
-        for homes, shared in copies_on(schedule, rank):
+        for ranks, shared in find_copies(schedule, rank):
             parameters = unique(p for stage in shared for p in modules[stage].parameters())
-            self._share("copies", tuple(layout.pipeline[home] for home in homes), parameters, comm)
+            self._add("copies", tuple(layout.pipeline[r] for r in ranks), parameters, comm)
         follower: set[tuple[int, int]] = set()
-        for tie in ties(stages):
+        for tie in list_ties(stages):
             parameter = modules[tie.stage].get_parameter(tie.name)
             if tie.partner_stage < tie.stage:
                 follower.add((tie.stage, id(parameter)))
@@ -43,27 +43,27 @@ class GradientSums:
                 continue
             copy = next(c for c, table in enumerate(copies) if table[tie.stage] == rank)
             homes = tuple(sorted((rank, copies[copy][tie.partner_stage])))
-            self._share(str(tie.ends), tuple(sorted(layout.pipeline[home] for home in homes)), [parameter], comm)
+            self._add(str(tie.ends), tuple(sorted(layout.pipeline[home] for home in homes)), [parameter], comm)
         summed = unique(modules[s].get_parameter(name) for s in modules for name in stages[s].summed_over_tp)
         if summed:
-            self._share("tensors", layout.ranks_along(["tp"]), summed, comm)
+            self._add("tensors", layout.ranks_along(["tp"]), summed, comm)
         replicated: dict[tuple[str, ...], list[nn.Parameter]] = {}
         for parameter in self.all:
-            if uncovered := layout.unsummed_dims(parameter):
-                replicated.setdefault(uncovered, []).append(parameter)
-        for dimensions, parameters in sorted(replicated.items()):
-            self._share("replicas", layout.ranks_along(dimensions), parameters, comm)
+            if dims := layout.unsummed_dims(parameter):
+                replicated.setdefault(dims, []).append(parameter)
+        for dims, parameters in sorted(replicated.items()):
+            self._add("replicas", layout.ranks_along(dims), parameters, comm)
         for stage, module in modules.items():
             if copies[0][stage] == rank:
-                self._counted += [p for p in module.parameters() if (stage, id(p)) not in follower]
-        self._counted = unique(self._counted)
+                self._normed += [p for p in module.parameters() if (stage, id(p)) not in follower]
+        self._normed = unique(self._normed)
         self.shared = unique([p for _, _, ps in self._between for p in ps] + [p for pair in self._within for p in pair])
 
-    def _share(self, what: str, ranks: tuple[int, ...], parameters: list[nn.Parameter], comm: Communicator) -> None:
+    def _add(self, what: str, ranks: tuple[int, ...], parameters: list[nn.Parameter], comm: Communicator) -> None:
         self._between.append((f"{what} on {ranks}", comm.sum_group(ranks), parameters))
 
     def run(self) -> None:
-        """Add up; afterwards all holders have the same gradient."""
+        """Sum; afterwards all copies have the same gradient."""
         require_dense(self.shared, "summed over ranks")
         for one, other in self._within:
             if one.requires_grad and other.requires_grad:
@@ -73,21 +73,21 @@ class GradientSums:
             _sum_between(group, [to_local(ensure_grad(p)) for p in parameters if p.requires_grad])
 
     def flags(self) -> list[tuple[tuple[str, str, tuple[int, ...]], object]]:
-        """Which shared parameters need a gradient, in short: their holders must agree, or one would wait for ever."""
+        """A checksum of which shared parameters need a gradient: it must be the same on all ranks of a group."""
         return [
             ((name, "requires_grad", ()), zlib.crc32(bytes(p.requires_grad for p in parameters)))
             for name, _, parameters in self._between
         ]
 
     def close(self) -> None:
-        """Let go of the groups."""
+        """Release the groups."""
         self._between.clear()
 
-    def squares(self) -> float:
-        """This rank's share of the squared norm: summed over all ranks, each parameter of the model counts once."""
-        require_dense(self._counted, "in a norm")
+    def squared_norm(self) -> float:
+        """This rank's part of the squared norm: summed over all ranks, each parameter of the model counts once."""
+        require_dense(self._normed, "in a norm")
         by_holders: dict[int, list[nn.Parameter]] = {}
-        for parameter in self._counted:
+        for parameter in self._normed:
             by_holders.setdefault(self._layout.num_holders(parameter), []).append(parameter)
         return sum(squared_grad_norm(parameters) / holders for holders, parameters in by_holders.items())
 
@@ -97,18 +97,18 @@ def require_dense(parameters: Iterable[nn.Parameter], what: str) -> None:
     for parameter in parameters:
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
             raise ConfigError(
-                f"a parameter of shape {list(parameter.shape)} has a sparse gradient, which cannot be {what}: make "
-                "its module with sparse=False"
+                f"a parameter of shape {list(parameter.shape)} has a sparse gradient, which cannot be {what}: "
+                "create its module with sparse=False"
             )
 
 
-def copies_on(schedule: Schedule, rank: int) -> list[tuple[tuple[int, ...], list[int]]]:
-    """The stages of `rank` that other ranks hold too, by the ranks that hold them, in an order all ranks share."""
+def find_copies(schedule: Schedule, rank: int) -> list[tuple[tuple[int, ...], list[int]]]:
+    """The stages of `rank` that other ranks hold too, by the ranks that hold them; in the same order on all ranks."""
     found: dict[tuple[int, ...], list[int]] = {}
     for stage in range(schedule.num_stages):
-        homes = tuple(sorted({table[stage] for table in schedule.placement.copies}))
-        if len(homes) > 1 and rank in homes:
-            found.setdefault(homes, []).append(stage)
+        ranks = tuple(sorted({table[stage] for table in schedule.placement.copies}))
+        if len(ranks) > 1 and rank in ranks:
+            found.setdefault(ranks, []).append(stage)
     return sorted(found.items())
 
 
@@ -117,33 +117,27 @@ def unique(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     return list({id(p): p for p in parameters}.values())
 
 
-def ties(stages: Mapping[int, StageInfo]) -> list[Tie]:
-    """All ties of this rank's stages, in an order all ranks share."""
-    found = [tie for info in stages.values() for tie in info.ties]
-    return sorted(found, key=lambda tie: (tie.ends, tie))
-
-
 def _sum_between(group: SumGroup, gradients: Sequence[Tensor]) -> None:
-    """Sum over the group, in place, small gradients several at a time."""
-    for some in buckets(gradients, BUCKET):
-        if len(some) == 1 and some[0].is_contiguous():
-            group.sum_(some[0])
+    """Sum over the group, in place, several small gradients at a time."""
+    for bucket in make_buckets(gradients, BUCKET_BYTES):
+        if len(bucket) == 1 and bucket[0].is_contiguous():
+            group.sum_(bucket[0])
             continue
-        flat = torch.cat([tensor.reshape(-1) for tensor in some])
+        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
         group.sum_(flat)
-        for tensor, piece in zip(some, flat.split([tensor.numel() for tensor in some])):
-            tensor.copy_(piece.view_as(tensor))
+        for tensor, summed in zip(bucket, flat.split([tensor.numel() for tensor in bucket])):
+            tensor.copy_(summed.view_as(tensor))
 
 
-def buckets(tensors: Sequence[Tensor], size: int) -> list[list[Tensor]]:
-    """Tensors of one dtype together, up to `size` bytes; a larger one alone."""
-    made: list[list[Tensor]] = []
-    room: dict[torch.dtype, tuple[list[Tensor], int]] = {}
+def make_buckets(tensors: Sequence[Tensor], size: int) -> list[list[Tensor]]:
+    """Group tensors of one dtype, up to `size` bytes; a larger one is alone."""
+    found: list[list[Tensor]] = []
+    open_buckets: dict[torch.dtype, tuple[list[Tensor], int]] = {}
     for tensor in tensors:
-        bucket, left = room.get(tensor.dtype, ([], 0))
+        bucket, left = open_buckets.get(tensor.dtype, ([], 0))
         if tensor.nbytes > left:
             bucket, left = [], size
-            made.append(bucket)
+            found.append(bucket)
         bucket.append(tensor)
-        room[tensor.dtype] = (bucket, left - tensor.nbytes)
-    return made
+        open_buckets[tensor.dtype] = (bucket, left - tensor.nbytes)
+    return found

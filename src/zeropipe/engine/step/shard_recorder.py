@@ -1,0 +1,196 @@
+"""Records sharded stages: when they are gathered and reduced, and the bytes of unsharded weights and gradients."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from zeropipe.core.action import Action, Kind
+from zeropipe.core.packed import PackedRows, encode
+from zeropipe.core.shard_timeline import Sharding
+from zeropipe.engine import fsdp_private
+from zeropipe.engine.mesh.shards import Shards
+from zeropipe.engine.step.cell_runner import Call
+from zeropipe.engine.torch_private import tensors as torch_tensors
+
+
+class ShardEvent:
+    """One UNSHARD or REDUCE_GRAD: from the start of its first unit to the end of its last."""
+
+    __slots__ = ("action", "end", "size", "start")
+
+    def __init__(self, action: Action, size: int) -> None:
+        self.action, self.size = action, size
+        self.start: Any = None
+        self.end: Any = None
+
+
+class ShardRecorder:
+    """Records all sharded stages of one rank. On CUDA times are events; on CPU a gather ends when it was waited for."""
+
+    def __init__(self, device: torch.device, shards: Mapping[int, Shards]) -> None:
+        self._device, self._shards = device, shards
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" and shards else None
+        self.events: list[ShardEvent] = []
+        self.is_recording, self._peak = False, 0
+        self._stages: dict[int, StageObserver] = {}
+        for stage, sharded in shards.items():
+            sharded.set_up()
+            self._stages[stage] = StageObserver(self, stage, sharded.whole_bytes())
+            sharded.watched_by(self._stages[stage])
+        self.num_units = max((sharded.num_units for sharded in shards.values()), default=1)
+        units = [unit for sharded in shards.values() for unit in sharded.units]
+        self._weights = {torch_tensors.storage_id(s) for unit in units for s in fsdp_private.whole_storages(unit)}
+
+    @property
+    def is_cuda(self) -> bool:
+        return self._stream is not None
+
+    def begin(self) -> None:
+        """Start recording a step; the events of the previous one are deleted."""
+        self.events.clear()
+        self.is_recording = True
+
+    def end(self) -> None:
+        """Stop recording."""
+        self.is_recording = False
+
+    def wrap(self, call: Call, action: Action) -> Call:
+        """Wrap an action of the Program for a sharded stage."""
+        if action.kind is not Kind.UNSHARD:
+            return call
+
+        def gather() -> None:
+            self._stages[action.stage].add_event(Kind.UNSHARD)
+            call()
+
+        return gather
+
+    def is_weight(self, storage: Any) -> bool:
+        """Whether a storage holds unsharded weights: its bytes are counted here, and not for a microbatch."""
+        return torch_tensors.storage_id(storage) in self._weights
+
+    def count_bytes(self, after_reshard: bool = False) -> int:
+        """Bytes of unsharded weights and gradients now, or after the RESHARD that follows an action."""
+        storages = []
+        for stage in self._shards.values():
+            for unit in stage.units:
+                storages += fsdp_private.gradient_storages(unit)
+                if not (after_reshard and stage.regather):
+                    storages += fsdp_private.whole_storages(unit)
+        return sum({torch_tensors.storage_id(storage): storage.nbytes() for storage in storages}.values())
+
+    def reset_peak(self) -> None:
+        """Measure the peak from now on."""
+        self._peak = self.count_bytes()
+
+    def update_peak(self) -> int:
+        """The largest number of bytes since `reset_peak`, now included."""
+        self._peak = max(self._peak, self.count_bytes())
+        return self._peak
+
+    def mark_time(self, wait: Callable[[], object] | None = None, stream: Any = None) -> Any:
+        """The time now; on CUDA an event on a stream, or after `wait`."""
+        if self._stream is None:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        with torch.cuda.stream(stream if wait is None else self._stream):
+            if wait is not None:
+                wait()
+            event.record()
+        return event
+
+
+class StageObserver:
+    """Receives the gathers and reductions of the units of one stage."""
+
+    def __init__(self, recorder: ShardRecorder, stage: int, sizes: tuple[int, int]) -> None:
+        self._recorder, self._stage, self._sizes = recorder, stage, sizes
+        self._event: ShardEvent | None = None
+
+    def add_event(self, kind: Kind) -> ShardEvent:
+        weights, gradients = self._sizes
+        self._event = ShardEvent(Action(self._stage, kind, 0), weights if kind is Kind.UNSHARD else gradients)
+        self._recorder.events.append(self._event)
+        return self._event
+
+    def gathering(self) -> None:
+        if self._recorder.is_recording and self._event is not None and self._event.start is None:
+            self._event.start = self._recorder.mark_time()
+
+    def begun(self, wait: Callable[[], object]) -> None:
+        if self._recorder.is_recording and self._event is not None and self._recorder.is_cuda:
+            self._event.end = self._recorder.mark_time(wait)
+        elif self._recorder.is_recording:
+            self._recorder.update_peak()
+
+    def gathered(self) -> None:
+        if self._recorder.is_recording and self._event is not None and not self._recorder.is_cuda:
+            self._event.end = self._recorder.mark_time()
+            self._recorder.update_peak()
+
+    def reducing(self) -> None:
+        if not self._recorder.is_recording:
+            return
+        if self._event is None or self._event.action.kind is not Kind.REDUCE_GRAD:
+            self.add_event(Kind.REDUCE_GRAD).start = self._recorder.mark_time()
+        if not self._recorder.is_cuda:
+            self._recorder.update_peak()
+
+    def reduced(self, unit: Any) -> None:
+        if not self._recorder.is_recording or self._event is None:
+            return
+        if not self._recorder.is_cuda:
+            self._event.end = self._recorder.mark_time()
+            self._recorder.update_peak()
+        elif fsdp_private.groups_of(unit):
+            self._event.end = self._recorder.mark_time(stream=fsdp_private.reduce_stream(unit))
+
+
+class ShardColumns(NamedTuple):
+    """The recorded events of a rank, as columns."""
+
+    codes: bytes
+    start: bytes
+    end: bytes
+    size: bytes
+    num_units: int
+
+
+def pack_events(recorder: ShardRecorder, to_seconds: Callable[[Any], float]) -> ShardColumns:
+    """The events of a rank; `to_seconds` converts results of `ShardRecorder.mark_time`."""
+    rows = [
+        (
+            encode(*event.action),
+            to_seconds(event.start),
+            max(to_seconds(event.start), to_seconds(event.end)),
+            float(event.size),
+        )
+        for event in recorder.events
+        if event.start is not None and event.end is not None
+    ]
+    codes, start, end, size = (array(kind, [row[n] for row in rows]).tobytes() for n, kind in enumerate("qddd"))
+    return ShardColumns(codes, start, end, size, recorder.num_units)
+
+
+def build_sharding(ranks: Sequence[ShardColumns], zero: float) -> Sharding | None:
+    """The events of all ranks; None if no stage is sharded. Times count from `zero`."""
+    if not any(columns.codes for columns in ranks):
+        return None
+    packed = PackedRows.of(memoryview(columns.codes).cast("q") for columns in ranks)
+    start, end = (
+        array("d", (time - zero for column in columns for time in memoryview(column).cast("d"))).tobytes()
+        for columns in ([columns.start for columns in ranks], [columns.end for columns in ranks])
+    )
+    num_units = max(columns.num_units for columns in ranks)
+    return Sharding(packed, start, end, b"".join(columns.size for columns in ranks), num_units)
+
+
+def start_times(ranks: Sequence[ShardColumns]) -> Iterator[float]:
+    """The start of every event of all ranks."""
+    for columns in ranks:
+        yield from memoryview(columns.start).cast("d")
