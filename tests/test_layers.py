@@ -44,7 +44,7 @@ ENGINE_MAY_IMPORT = {
     "stages": {"transformers_private", "comm"},
     "mesh": {"torch_private", "fsdp_private", "backward", "blocks", "stages", "layout"},
     "step": {"torch_private", "fsdp_private", "backward", "blocks", "comm", "layout", "mesh", "options", "stages"},
-    "masters": set(),
+    "masters": {"torch_private"},
     "options": {"blocks"},
     "setup": {"options", "comm", "layout", "mesh", "stages"},
     "checkpoint": {"torch_private", "transformers_private", "backward", "comm", "layout", "masters", "setup", "stages"},

@@ -6,7 +6,7 @@ import zeropipe as zp
 
 schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
 
-from stage_stand_ins import stand_ins
+from stage_stand_ins import stand_ins  # noqa: E402
 
 LOOPED = [(1, 1, 2), (1, 4, 3), (2, 2, 2), (2, 4, 1), (2, 10, 3), (3, 3, 2), (3, 9, 4), (4, 3, 2), (4, 8, 2)]
 LOOPED += [(4, 10, 2), (4, 16, 8), (5, 15, 2), (8, 6, 2), (8, 32, 3)]

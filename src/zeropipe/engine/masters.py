@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from zeropipe.engine.torch_private.tensors import version
 from zeropipe.errors import ConfigError
 
 
@@ -77,7 +78,7 @@ class MasterWeights:
     def _versions(self) -> list[int]:
         """Torch counts how often a tensor was written to; a sharded one and its piece each have a count."""
         return [
-            parameter._version + (parameter.to_local()._version if isinstance(parameter, DTensor) else 0)
+            version(parameter) + (version(parameter.to_local()) if isinstance(parameter, DTensor) else 0)
             for parameter, _ in self._pairs
         ]
 
