@@ -80,7 +80,6 @@ PARTS: dict[str, Part] = {
     "bound: warm-up": Part(((rank_bounds, "warm_up_times", lambda *args: (_zero_times(*args),) * 2),)),
     "bound: drain": Part(((rank_bounds, "drain_time", lambda *_, **__: 0.0),)),
     "bound: turnover": Part(((rank_bounds, "turnover_times", _zero_times),), has_little_memory),
-    "bound: occupancy": Part(((rank_bounds, "occupancy_times", _zero_times),), has_little_memory),
     "bound: rank subsets": Part(
         ((subset_bound.SubsetBounds, "raise_bound", lambda self, best, cap, effort: best),), has_little_memory
     ),

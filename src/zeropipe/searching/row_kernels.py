@@ -301,4 +301,5 @@ def can_run_w(
     """Return whether a rank that runs no pass runs its oldest W: it fits before the next arrival, or frees memory."""
     if buffers.head[rank] == buffers.tail[rank]:
         return False
-    return is_full or next_arrival >= now + min_fit * tables.w_duration[buffers.pending[buffers.head[rank]]]
+    stage = buffers.pending[buffers.head[rank]]
+    return is_full or fits_gap(now, next_arrival, tables.w_duration[stage], min_fit)

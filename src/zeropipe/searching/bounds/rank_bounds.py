@@ -66,7 +66,7 @@ def rank_times(task: SearchTask, times: EarliestTimes, rank: int, in_parts: bool
     warm_up, before_drain = warm_up_times(task, times, rank)
     drain = drain_time(task, times, rank, float(task.tables.limit[rank]), in_parts)
     turnover = turnover_times(task, times, rank) + time_after_last_i(task, times, int(stages[0]))
-    least = (work + warm_up, work + before_drain + drain, turnover, occupancy_times(task, times, rank, work))
+    least = (work + warm_up, work + before_drain + drain, turnover)
     found: Array = np.where(number > 0, np.max(least, axis=0), 0.0)
     return found
 
@@ -83,38 +83,6 @@ def warm_up_times(task: SearchTask, times: EarliestTimes, rank: int) -> tuple[Ar
     found = np.maximum(0.0, until_i - max_time_that_fits(f, activation, limit, number))
     is_before_drain = (number * activation.sum() > limit) | (number * f.sum() >= until_i)
     return found, np.where(is_before_drain, found, 0.0)
-
-
-def occupancy_times(task: SearchTask, times: EarliestTimes, rank: int, work: Array) -> Array:
-    """Return the least span of a rank by memory times time, for each number of microbatches.
-
-    Each activation occupies its memory for the path of a microbatch, and all of them together at most the limit.
-    """
-    tables, stages, number = task.tables, np.array(task.placement.stages_of(rank)), np.arange(len(work))
-    size, stash, limit = tables.memory[stages], times.stash[stages], float(tables.limit[rank])
-    if limit == np.inf or size.max() <= 0:
-        return np.zeros(len(work))
-    f, i, w = times.duration[stages], times.duration[task.last_pass - stages], times.w_duration[stages]
-    lifetime = times.start[task.last_pass - stages] + i - times.start[stages]
-    mean_stash = stash * (tables.weight_parts + 1) / (2 * tables.weight_parts)  # while the parts of a W run
-    occupied, limits = (
-        number * float((size * lifetime + mean_stash * w).sum()),
-        np.minimum(limit, np.maximum(number, 1) * size.sum()),
-    )
-    # memory grows no faster than F run, and shrinks no faster than I and W run
-    rates = _max_rate(size, f), max(_max_rate(stash, w), _max_rate(size - stash, i))
-    missing = np.maximum(0.0, limits - size.max())
-    ramps = sum(missing / rate if rate > 0 else 0.0 * missing for rate in rates)
-    occupied += np.where(ramps <= work, ramps * missing / 2, 0.0)  # else the two may overlap
-    found: Array = occupied / limits
-    return found
-
-
-def _max_rate(memory: Array, duration: Array) -> float:
-    """Return the most memory per time."""
-    if np.any((duration <= 0) & (memory > 0)):
-        return float(np.inf)
-    return float((memory[duration > 0] / duration[duration > 0]).max(initial=0.0))
 
 
 def num_slots(task: SearchTask, rank: int) -> int:
