@@ -1,4 +1,4 @@
-"""Optimizers for parameters in 16 bits: the numbers that learn are kept in float32."""
+"""Master weights: optimizers for 16-bit parameters work on float32 copies."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class MasterWeights:
         optimizer = MasterWeights(torch.optim.AdamW, engine.parameters(), lr=1e-5)    # ... and are used as such
         engine.train_step(...); optimizer.step(); optimizer.zero_grad()
 
-    `parameters` are tensors or groups of them, as torch's optimizers take them. `.optimizer` is the one inside: a
-    learning-rate scheduler wants that. Parameters in float32 or float64 are used as they are. Values that others write
-    into a parameter between steps (`load_state_dict`, `copy_`; not through `.data`) are what the next step starts from.
+    `parameters` are tensors or groups of them, as torch's optimizers take them. `.optimizer` is the wrapped optimizer,
+    for a learning-rate scheduler. Parameters in float32 or float64 are used as they are. The next step starts from
+    values that were written into a parameter between steps (`load_state_dict`, `copy_`; not through `.data`).
     """
 
     def __init__(
@@ -31,10 +31,10 @@ class MasterWeights:
         parameters: Iterable[Tensor | Mapping[str, Any]],
         **options: Any,
     ) -> None:
-        self._pairs: list[tuple[Tensor, Tensor]] = []  # a parameter, and what the optimizer sees
+        self._pairs: list[tuple[Tensor, Tensor]] = []  # (parameter, what the optimizer updates)
         entries = list(parameters)
         if not entries:
-            raise ConfigError("MasterWeights got no parameters: give engine.parameters()")
+            raise ConfigError("MasterWeights got no parameters: pass engine.parameters()")
         inside = [
             {**entry, "params": [self._master(p) for p in _listed(entry["params"])]}
             if isinstance(entry, Mapping)
@@ -53,20 +53,20 @@ class MasterWeights:
 
     @property
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """Each parameter, and what the optimizer inside sees of it."""
-        self._take_over()
+        """Each parameter, and the tensor that the wrapped optimizer updates for it."""
+        self._copy_changes()
         return list(self._pairs)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of the optimizer inside."""
+        """The groups of the wrapped optimizer."""
         return self.optimizer.param_groups
 
     @torch.no_grad()
     def step(self) -> None:
-        """One step of the optimizer inside, on gradients in whatever dtype they have."""
+        """Run one step of the wrapped optimizer, on gradients of any dtype."""
         copies = [(parameter, master) for parameter, master in self._pairs if parameter is not master]
-        self._take_over()
+        self._copy_changes()
         for parameter, master in copies:
             master.grad = None if parameter.grad is None else parameter.grad.float()
         self.optimizer.step()
@@ -76,15 +76,15 @@ class MasterWeights:
         self._written = self._versions()
 
     def _versions(self) -> list[int]:
-        """Torch counts how often a tensor was written to; a sharded one and its piece each have a count."""
+        """torch's version counters; a DTensor and its local shard each have one."""
         return [
             version(parameter) + (version(parameter.to_local()) if isinstance(parameter, DTensor) else 0)
             for parameter, _ in self._pairs
         ]
 
     @torch.no_grad()
-    def _take_over(self) -> None:
-        """Into the masters, what others wrote into parameters. Values that nobody changed stay as exact as they are."""
+    def _copy_changes(self) -> None:
+        """Copy values that were written into parameters to the masters; unchanged values keep their precision."""
         written = self._versions()
         for (parameter, master), before, now in zip(self._pairs, self._written, written):
             if parameter is not master and now != before:
@@ -93,7 +93,7 @@ class MasterWeights:
         self._written = written
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of the parameters."""
+        """Clear the gradients of the parameters."""
         for parameter, _ in self._pairs:
             if parameter.grad is None:
                 continue
@@ -108,7 +108,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict`; the parameters are set to its weights."""
+        """Load a `state_dict`; the parameters are set to its weights."""
         if len(state["masters"]) != len(self._pairs):
             raise ConfigError(
                 f"this state is of {len(state['masters'])} parameters, the optimizer has {len(self._pairs)}: "

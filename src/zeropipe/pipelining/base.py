@@ -21,8 +21,8 @@ from zeropipe.core.timeline import Timeline
 from zeropipe.core.units import count_text
 from zeropipe.engine.backward.gradients import divide_grads
 from zeropipe.engine.engine import Engine
-from zeropipe.engine.step.losses import require_gradient
 from zeropipe.engine.step.in_place import StepOutputs
+from zeropipe.engine.step.losses import require_gradient
 from zeropipe.errors import ConfigError, EngineError, ZeropipeError, short
 from zeropipe.pipelining import private
 from zeropipe.pipelining.engines import current_settings, drop_engine, get_engine
