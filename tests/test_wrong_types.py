@@ -63,7 +63,7 @@ MISTAKES = {
     ),
     "a table as placement": (
         lambda: _build_placed(lambda p: [0, 1]),
-        "the placement of placed is [0, 1]: a zp.Placement is needed",
+        "the placement of placed is [0, 1]: must be a zp.Placement",
     ),
     "a short table": (
         lambda: _build_placed(lambda p: zp.Placement(((0,),))),

@@ -340,7 +340,7 @@ def test_a_run_corrects_the_setting_that_is_named(run, tmp_path):
         (("nowhere",), "must be a directory with config.json"),
         (("qwen3-8b", "--num-layers", "3"), "only for tiny models"),
         (("tiny-qwen3", "--ac", "half"), "activation checkpointing 'half'"),
-        (("tiny-qwen3", "--ac", "memory_budget:0.5"), "give --compile"),
+        (("tiny-qwen3", "--ac", "memory_budget:0.5"), "use --compile"),
         (("tiny-qwen3", "--ranks", "9999"), "too many processes"),
         (("tiny-qwen3", "-o", "x.txt"), "must end in .json"),
         (("tiny-qwen3", "--layers", "2,2"), "the run that --fit names"),

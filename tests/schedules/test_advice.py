@@ -10,7 +10,7 @@ def test_fewer_microbatches_than_stages_are_warned_of(name, ranks, microbatches)
     schedule = zp.build(name, ranks=ranks, microbatches=microbatches)
     [line] = zp.advice(schedule)
     assert line.startswith(f"{microbatches} microbatches for {schedule.num_stages} stages")
-    assert f"give {schedule.num_stages} or more" in line
+    assert f"use {schedule.num_stages} or more" in line
     assert "\n" not in line
 
 

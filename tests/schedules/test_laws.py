@@ -180,7 +180,7 @@ def test_a_short_last_group_saves_memory(group_size, makespan, peak):
         ("v-half", 4, 4, {"extra": -1}, "extra=-1"),
         ("dualpipe", 3, 6, {}, "ranks=3: use dualpipev"),
         ("dualpipev", 4, 6, {}, "give 7 or more"),
-        ("dualpipe", 4, 4, {}, "give 6"),
+        ("dualpipe", 4, 4, {}, "use 6"),
     ],
 )
 def test_a_mistake_names_value_rule_and_way_out(name, ranks, microbatches, options, words):

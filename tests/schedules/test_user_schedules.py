@@ -171,9 +171,9 @@ def test_a_function_that_fails_is_named_with_its_line(tmp_path):
 @pytest.mark.parametrize(
     "line,words",
     [
-        ("lane.f(rank, times=-1)", "rank 0 writes stage 0 times=-1: give 0 or more"),
-        ("lane.i(rank, times=-1)", "rank 0 writes stage 0 times=-1: give 0 or more"),
-        ("lane.at(rank, zp.Kind.F, -1)", "rank 0 writes microbatch -1: they are numbered from 0 on"),
+        ("lane.f(rank, times=-1)", "rank 0 writes stage 0 times=-1: must be non-negative"),
+        ("lane.i(rank, times=-1)", "rank 0 writes stage 0 times=-1: must be non-negative"),
+        ("lane.at(rank, zp.Kind.F, -1)", "rank 0 writes microbatch -1: must be non-negative"),
         ("lane.at(-1, zp.Kind.F, 0)", "rank 0 writes stage -1: stages are 0 to 0"),
         ("lane.f(rank, times=1.5)", r"does not run: TypeError: .* \(negative.py:4\)"),
     ],
@@ -210,17 +210,17 @@ def test_a_schedule_with_one_stage_per_rank_too_few_is_told_so(placement, monkey
 @pytest.mark.parametrize(
     "facts,words",
     [
-        ({"name": ""}, "the schedule name '': a text is needed"),
-        ({"name": None}, "the schedule name None: a text is needed"),
+        ({"name": ""}, "the schedule name '': must be a text"),
+        ({"name": None}, "the schedule name None: must be a text"),
         ({"name": "zbv:v=2"}, "the schedule name 'zbv:v=2'"),
         ({"name": "all"}, "the schedule name 'all'"),
         ({"name": "mine.csv"}, "the schedule name 'mine.csv'"),
-        ({"aliases": "mine"}, "aliases='mine': several names are needed, like ('mine',)"),
-        ({"placement": "vee"}, "placement='vee': zp.linear, zp.loop"),
-        ({"stages_per_rank": ()}, "stages_per_rank=(): a whole number from 1 on is needed"),
-        ({"stages_per_rank": (2, 0)}, "stages_per_rank=(2, 0): a whole number"),
-        ({"stages_per_rank": 1.5}, "stages_per_rank=1.5: a whole number"),
-        ({"stages_per_rank": True}, "stages_per_rank=(True,): a whole number"),
+        ({"aliases": "mine"}, "aliases='mine': must be a sequence of names, like ('mine',)"),
+        ({"placement": "vee"}, "placement='vee': must be zp.linear, zp.loop"),
+        ({"stages_per_rank": ()}, "stages_per_rank=(): must be a positive integer or several"),
+        ({"stages_per_rank": (2, 0)}, "stages_per_rank=(2, 0): must be a positive integer"),
+        ({"stages_per_rank": 1.5}, "stages_per_rank=1.5: must be a positive integer"),
+        ({"stages_per_rank": True}, "stages_per_rank=(True,): must be a positive integer"),
     ],
 )
 def test_facts_that_cannot_be_are_refused_at_once(facts, words):
@@ -287,7 +287,7 @@ def test_compare_names_the_schedule_that_is_stuck_and_leaves_it_out_of_all(odd, 
     refused = {one["schedule"]: one["reason"] for one in json.loads(capsys.readouterr().out)["refused"]}
     assert refused["odd-stuck"].startswith("no rank can go on")
     assert refused["odd-refused"].startswith("odd-refused does not run: ValueError: never")
-    assert refused["odd-needy"] == "odd-needy needs its option 'keep', which has no default: give keep=VALUE"
+    assert refused["odd-needy"] == "odd-needy needs its option 'keep', which has no default; pass keep=VALUE"
     with pytest.raises(SystemExit):
         main(["compare", "1f1b", "odd-stuck", "-p", "2", "-m", "4"])
     assert "odd-stuck: no rank can go on" in capsys.readouterr().err

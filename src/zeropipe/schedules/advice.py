@@ -13,6 +13,6 @@ def advice(schedule: Schedule) -> tuple[str, ...]:
     if num_microbatches < num_stages and schedule.num_ranks > 1:
         return (
             f"{count_text(num_microbatches, 'microbatch')} for {num_stages} stages cannot fill the pipeline, so ranks "
-            f"may be idle: give {num_stages} or more, or use fewer stages",
+            f"may be idle; use {num_stages} or more, or use fewer stages",
         )
     return ()

@@ -12,7 +12,7 @@ def _require(p: Problem) -> None:
     if p.num_microbatches % 2 or p.num_microbatches < least:
         raise ConfigError(
             f"dualpipe needs an even number of microbatches from 2 x ranks - 2 on, got microbatches="
-            f"{p.num_microbatches}: give {max(least, p.num_microbatches + 1)}"
+            f"{p.num_microbatches}; use {max(least, p.num_microbatches + 1)}"
         )
 
 

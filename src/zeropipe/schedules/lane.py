@@ -95,7 +95,7 @@ class Lane:
         """Append one action with its microbatch spelled out, for orders that are not a pattern."""
         self._require_stage(stage)
         if microbatch < 0:
-            raise ScheduleError(f"rank {self.rank} writes microbatch {microbatch}: they are numbered from 0 on")
+            raise ScheduleError(f"rank {self.rank} writes microbatch {microbatch}: must be non-negative")
         self.codes.append(encode(stage, kind, microbatch))
 
     def weave(self, *streams: tuple[int, array[int]]) -> None:
@@ -123,7 +123,7 @@ class Lane:
     def _take(self, following: dict[int, int], stage: int, times: int) -> int:
         """The code, but for the kind, of the next microbatch of `stage`; `times` of them are taken."""
         if times < 0:
-            raise ScheduleError(f"rank {self.rank} writes stage {stage} times={times}: give 0 or more")
+            raise ScheduleError(f"rank {self.rank} writes stage {stage} times={times}: must be non-negative")
         first = following.get(stage, -1)
         if first < 0:
             first = encode(stage, 0, self._begin(stage))

@@ -133,20 +133,20 @@ def register(
 
 
 def _require_facts(name: Any, aliases: Any, placement: Any, stages_per_rank: Any) -> None:
-    """ConfigError for facts that would be found wrong late, or not at all."""
+    """ConfigError for an invalid argument of `register`."""
     if isinstance(aliases, str):
-        raise ConfigError(f"aliases={short(aliases)}: several names are needed, like ({short(aliases)},)")
+        raise ConfigError(f"aliases={short(aliases)}: must be a sequence of names, like ({short(aliases)},)")
     for one in (name, *aliases):
         is_name = isinstance(one, str) and one.strip() and not set(one) & set(":,")
         if not is_name or one == "all" or has_suffix(one, *FILES):
             raise ConfigError(
-                f"the schedule name {short(one)}: a text is needed without ':' and ',', that is not 'all' and no file's"
+                f"the schedule name {short(one)}: must be a text without ':' and ',', not 'all', not a file's name"
             )
     if not callable(placement):
-        raise ConfigError(f"placement={short(placement)}: zp.linear, zp.loop, zp.vee or a function is needed")
+        raise ConfigError(f"placement={short(placement)}: must be zp.linear, zp.loop, zp.vee or a function")
     listed = stages_per_rank if isinstance(stages_per_rank, Sequence) else ()
     if not listed or not all(type(number) is int and number > 0 for number in listed):
-        raise ConfigError(f"stages_per_rank={short(stages_per_rank)}: a whole number from 1 on is needed, or several")
+        raise ConfigError(f"stages_per_rank={short(stages_per_rank)}: must be a positive integer or several")
 
 
 def names() -> list[str]:
@@ -187,13 +187,13 @@ def build(name: str, *, ranks: int, microbatches: int, stages_per_rank: int | No
 def build_entry(
     entry: Entry, /, *, ranks: int, microbatches: int, stages_per_rank: int | None = None, **options: Any
 ) -> Schedule:
-    """`build` for an entry in hand."""
+    """Build the schedule of an entry; the arguments are those of `build`."""
     per_rank = entry.stages_per_rank[0] if stages_per_rank is None else stages_per_rank
     ranks, microbatches, per_rank = map(to_python, (ranks, microbatches, per_rank))
     options = {option: to_python(value) for option, value in options.items()}
     for label, value in (("ranks", ranks), ("microbatches", microbatches), ("stages_per_rank", per_rank)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(f"{label}={value!r}: a whole number from 1 on is needed")
+            raise ConfigError(f"{label}={value!r}: must be a positive integer")
     if per_rank not in entry.stages_per_rank:
         allowed = _words(entry.stages_per_rank)
         stages = "stage" if allowed == "1" else "stages"
@@ -208,7 +208,7 @@ def build_entry(
             raise ConfigError(f"{entry.name} has no option {option!r}: {has}")
     for option in entry.needed_options:
         if option not in options:
-            raise ConfigError(f"{entry.name} needs its option {option!r}, which has no default: give {option}=VALUE")
+            raise ConfigError(f"{entry.name} needs its option {option!r}, which has no default; pass {option}=VALUE")
     problem = Problem(ranks, ranks * per_rank, microbatches)
     try:
         if entry.require is not None:
@@ -242,9 +242,9 @@ def _rebuild(name: str, ranks: int, per_rank: int, options: tuple[tuple[str, Any
 
 
 def _require_placement(entry: Entry, placement: Any, problem: Problem) -> None:
-    """ConfigError, with the schedule's name, for what a user's rule gave."""
+    """ConfigError, with the schedule's name, for an invalid result of a user's placement rule."""
     if not isinstance(placement, Placement):
-        raise ConfigError(f"the placement of {entry.name} is {short(placement)}: a zp.Placement is needed")
+        raise ConfigError(f"the placement of {entry.name} is {short(placement)}: must be a zp.Placement")
     try:
         require_placement(placement, problem)
     except ConfigError as error:

@@ -45,7 +45,7 @@ def load_any(
     entry = entry_of(spec)
     for flag, value in (("ranks", ranks), ("microbatches", microbatches)):
         if value is None:
-            raise ConfigError(f"{flag} is missing: {entry.name} is built for a number of {flag}, give --{flag} N")
+            raise ConfigError(f"{flag} is missing: {entry.name} is built for a number of {flag}; pass --{flag} N")
     assert ranks is not None
     assert microbatches is not None
     if ranks > 0 and microbatches > 0:  # else it says itself what is wrong

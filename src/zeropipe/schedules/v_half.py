@@ -7,7 +7,7 @@ from zeropipe.schedules.registry import register
 
 def _require(p: Problem, extra: int) -> None:
     if not isinstance(extra, int) or not 0 <= extra <= p.num_ranks:
-        raise ConfigError(f"extra={extra!r}: give 0 to {p.num_ranks} (the number of ranks) half-stage microbatches")
+        raise ConfigError(f"extra={extra!r}: must be 0 to {p.num_ranks} (the number of ranks) half-stage microbatches")
 
 
 @register(

@@ -7,7 +7,7 @@ from zeropipe.schedules.zb_h1 import write
 
 def _require(p: Problem, extra: int | None) -> None:
     if extra is not None and (not isinstance(extra, int) or not 0 <= extra < p.num_ranks):
-        raise ConfigError(f"extra={extra!r}: give 0 (as zb-h1) to {p.num_ranks - 1} (one less than ranks) microbatches")
+        raise ConfigError(f"extra={extra!r}: must be from 0 (as zb-h1) to {p.num_ranks - 1} (ranks - 1) microbatches")
 
 
 @register(

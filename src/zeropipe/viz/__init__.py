@@ -23,7 +23,7 @@ def draw(timelines: Timeline | Sequence[Timeline], path: str | Path | None = Non
     """
     listed = list(timelines) if isinstance(timelines, Iterable) else [timelines]
     if not listed:
-        raise ConfigError("nothing to draw: give at least one timeline")
+        raise ConfigError("nothing to draw: must have at least one timeline")
     for one in listed:
         if not isinstance(one, Timeline):
             raise ConfigError(f"{short(one)} is no Timeline: draw what zp.simulate or a recorded run gives")
