@@ -306,7 +306,7 @@ def test_starts_of_a_search_and_hints_of_a_report_leave_wrong_schedules_out(odd)
     for found in (starts, others):
         assert {"gpipe", "odd-right"} <= found
         assert "odd-stuck" not in found
-    small = {"gpus": 2, "batch": 2, "sequence": 512, "search_seconds": 0, "workers": 1, "pp": 2, "most": 1}
+    small = {"gpus": 2, "batch": 2, "sequence": 512, "search_seconds": 0, "workers": 1, "pp": 2, "max_candidates": 1}
     with pytest.raises(zp.ScheduleError, match=r"^odd-stuck: no rank can go on"):
         zp.plan("qwen3-0.6b", schedules=["odd-stuck"], **small)
 
