@@ -152,8 +152,8 @@ WRONG = {
     "folder without a tokenizer": ("--data.kind text --data.path a.txt --data.tokenizer bare", GOOD, ""
                                    "data.tokenizer: bare has no tokenizer.json or other tokenizer; save one "
                                    "there, or use another"),
-    "files of nothing": ("--data.path a.txt", GOOD, "data.path='a.txt': data.kind='synthetic' reads no files; set "
-                         "data.kind, or leave out the path"),
+    "files of nothing": ("--data.kind synthetic --data.path a.txt", GOOD, "data.path='a.txt': data.kind='synthetic' "
+                         "reads no files; set data.kind, or leave out the path"),
     "evaluation of nothing": ("--evaluation.path a.txt", GOOD,
                               "evaluation: data.kind='synthetic' has no files to evaluate on; leave out the table"),
 }  # fmt: skip

@@ -8,6 +8,7 @@ from math import inf
 from time import monotonic
 from typing import Any, NamedTuple
 
+from zeropipe.core.model.positions import require_positions
 from zeropipe.core.units import count_text
 from zeropipe.core.workers import count_cores
 from zeropipe.errors import ConfigError, require_positive_integers, short
@@ -15,6 +16,7 @@ from zeropipe.estimating.counted import CountedModel
 from zeropipe.estimating.estimate import estimate
 from zeropipe.estimating.gpus import find_gpu
 from zeropipe.estimating.model import Model, ShapedModel, open_model
+from zeropipe.estimating.shapes import read_config
 from zeropipe.planning.candidates import (
     Variant,
     drop_too_large,
@@ -88,6 +90,8 @@ def plan(
         costs, space = model, _find_settings(model, tp_sizes, sizes, modes)
     else:
         opened = open_model(model)
+        if isinstance(model, str | Mapping):
+            require_positions(read_config(model)[1], sequence, "sequence")
         space = SearchSpace(
             tp_sizes or _default_tp_sizes(opened, gpus, gpus_per_node),
             sizes or list(DEFAULT_MICROBATCH_SIZES),

@@ -2,6 +2,7 @@
 
 configs        the models known by name, and their configurations
 layers         how many layers each stage gets
+positions      the largest number of positions
 checkpointing  the modes of activation checkpointing
 operators      the operators of a layer: FLOPs, bytes and parameters
 probe          the parts of a model that a profile runs, and the schedules that it runs them with

@@ -28,10 +28,16 @@ def read_run(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfi
     """Read a TOML file (None: no file) and arguments like ["--mesh.pp", "4"], which take precedence.
 
     Relative paths in the file start at its folder, those in arguments at the current folder. ConfigError with a line
-    for each invalid field.
+    for each invalid field. Without data.kind, the kind is that of the files in data.path.
     """
     values = parse_overrides(overrides)
-    return validate(_read_file(Path(path)) if path is not None else {}, values, str(path or "command line"))
+    config = validate(_read_file(Path(path)) if path is not None else {}, values, str(path or "command line"))
+    data = config.data
+    if data.path is None or "kind" in data.model_fields_set:
+        return config
+    from zeropipe.train.data.detect import detect_kind
+
+    return config.model_copy(update={"data": data.model_copy(update={"kind": detect_kind(data)})})
 
 
 def validate(table: dict[str, Any], overrides: dict[str, Any], source: str) -> RunConfig:

@@ -143,7 +143,8 @@ class DataTable(Table):
         default="synthetic",
         description="`text`: text files, one document each, or JSONL with a `text` field. `chat`: chats as "
         "`messages`, ShareGPT, Alpaca or pairs; only answers have a loss. `tokens`: memory-mapped files of token ids. "
-        "`datasets`: folders saved by the `datasets` library. `synthetic`: random tokens.",
+        "`datasets`: folders saved by the `datasets` library. `synthetic`: random tokens. "
+        "Default: that of the files in `path`; `synthetic` without a path.",
     )
     path: Strings | None = Field(default=None, description="Files, or patterns like `data/*.jsonl`.")
     tokenizer: str | None = Field(

@@ -1,6 +1,7 @@
 """From files to the microbatches of a step.
 
 request      the samples that a run requests: files, tokenizer, sequence length; the key of their cache
+detect       the kind of data that files hold
 reader       files and `datasets` folders -> documents and chats, in bounded memory
 tokenizer    text -> token ids; documents -> samples
 record       a JSON object of a file

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from zeropipe.core.model.positions import require_positions
 from zeropipe.errors import ConfigError
 from zeropipe.train.config.tables import BYTE_TOKENIZER, RunConfig
 from zeropipe.train.data.token_files import read_sidecar
@@ -61,7 +62,7 @@ class DataRequest:
 
 def build_requests(config: RunConfig) -> dict[str, DataRequest]:
     """The requests of the tables `data` and `evaluation`; none for synthetic data."""
-    _require_positions(config)
+    require_positions(load_text_config(config), config.data.sequence, "data.sequence")
     if config.data.kind == "synthetic":
         if config.evaluation is not None:
             raise ConfigError("evaluation: data.kind='synthetic' has no files to evaluate on; leave out the table")
@@ -109,18 +110,6 @@ def vocabulary_size(config: RunConfig) -> int:
     if not isinstance(found, int):
         raise ConfigError(f"{config.model.path}: its config has no vocab_size, so it is not a language model")
     return found
-
-
-def _require_positions(config: RunConfig) -> None:
-    """Raise ConfigError if sequences are longer than the model supports."""
-    model, sequence = load_text_config(config), config.data.sequence
-    for name in ("max_position_embeddings", "n_positions"):
-        limit = model.get(name)
-        if isinstance(limit, int) and 0 < limit < sequence:
-            raise ConfigError(
-                f"data.sequence={sequence}: the model's {name} is {limit}; use shorter sequences, or change its "
-                "config.json"
-            )
 
 
 def _find_tokenizer(config: RunConfig) -> str | None:
