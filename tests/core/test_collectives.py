@@ -14,7 +14,7 @@ import zeropipe as zp
 from zeropipe.core.action import Kind, actions_of
 from zeropipe.core.collectives import Collective, collectives, gather_order
 from zeropipe.core.resize import resize
-from zeropipe.engine.mesh.shards import Reduction
+from zeropipe.engine.mesh.sharded_stage import UnitReducer
 from zeropipe.engine.options import Options
 from zeropipe.engine.step.executor import CollectiveOrder
 from zeropipe.engine.step.executor_cache import ExecutorCache, describe_difference, digest
@@ -132,22 +132,22 @@ def test_units_are_reduced_in_order_when_complete_and_gathered():
     reduced: list[int] = []
     places = {id(weight): unit for weight, unit in zip(weights, (0, 0, 1))}
     shards = Some(stage=4, units=[None] * 3, may_reduce=False, reduce=reduced.append)
-    shards.number_of = lambda weight: places.get(id(weight))
-    reduction = Reduction(shards, weights)
-    reduction.ran(weights[2])
-    reduction.ran(weights[0])
-    reduction.ran(weights[0])  # a second gradient of one weight completes no other
-    reduction.ran(torch.zeros(1))  # nor does one that is not sharded
+    shards.unit_index = lambda weight: places.get(id(weight))
+    reduction = UnitReducer(shards, weights)
+    reduction.on_gradient(weights[2])
+    reduction.on_gradient(weights[0])
+    reduction.on_gradient(weights[0])  # a second gradient of one weight completes no other
+    reduction.on_gradient(torch.zeros(1))  # nor does one that is not sharded
     shards.may_reduce = True
     assert reduced == []
-    reduction.ran(weights[1])
+    reduction.on_gradient(weights[1])
     assert reduced == [0, 1, 2]
     with pytest.raises(zp.EngineError, match=r"stage 4 adds .* of a weight of shape \[2\] after it was summed"):
-        reduction.ran(weights[0])
-    waiting = Reduction(shards, weights)
+        reduction.on_gradient(weights[0])
+    waiting = UnitReducer(shards, weights)
     shards.may_reduce = False  # the pass still gathers: what it needs must not wait
     for weight in weights:
-        waiting.ran(weight)
+        waiting.on_gradient(weight)
     assert reduced == [0, 1, 2]
-    waiting.rest()
+    waiting.finish()
     assert reduced == [0, 1, 2, 0, 1, 2]

@@ -30,7 +30,7 @@ def test_sums_that_have_ended_are_let_go():
     going, ended, none = (Some(event=e, reduce_scatter_input=torch.zeros(2)) for e in (Event(False), Event(True), None))
     several, context = unit(reduce_scatter_states=[ended, going, none])
     assert len(fsdp_private.gradient_storages(several)) == 3
-    fsdp_private.reclaim(several)
+    fsdp_private.free_reduced(several)
     assert context.reduce_scatter_states == [going]
 
 
@@ -39,7 +39,7 @@ def test_torch_2_11_has_one_sum_at_a_time(ended):
     state = Some(event=Event(ended), reduce_scatter_input=torch.zeros(2))
     one, context = unit(reduce_scatter_state=state)
     assert len(fsdp_private.gradient_storages(one)) == 1
-    fsdp_private.reclaim(one)
+    fsdp_private.free_reduced(one)
     assert context.reduce_scatter_state is (None if ended else state)
     assert len(fsdp_private.gradient_storages(one)) == (not ended)
 
@@ -53,7 +53,7 @@ def reduced_by_hand():
     fully_shard(layer, mesh=mesh)
     (only,) = fsdp_private.units_of(layer)
     fsdp_private.sum_gradients(only)
-    fsdp_private.allow_reduces(only, 1)
+    fsdp_private.allow_concurrent_reduces(only, 1)
     fsdp_private.lazy_init(layer)
     seen = []
 
@@ -61,30 +61,30 @@ def reduced_by_hand():
         seen.append("entered")
         weights.wait()
 
-    weights = fsdp_private.WholeWeights(only, entered, lambda forward: seen.append(f"left, forward={forward}"))
-    assert not weights.is_here
-    fsdp_private.hold_hooks(layer)
-    weights.driven = True
+    weights = fsdp_private.UnitWeights(only, entered, lambda forward: seen.append(f"left, forward={forward}"))
+    assert not weights.is_available
+    fsdp_private.disable_reduce(layer)
+    weights.is_controlled = True
     weights.start()
-    assert weights.is_here
+    assert weights.is_available
     assert weights.is_pending
     layer(inputs).sum().backward()
-    assert weights.is_here  # whatever the hooks want
-    weights.let_go()
-    assert not weights.is_here
+    assert weights.is_available  # whatever the hooks want
+    weights.reshard()
+    assert not weights.is_available
     assert seen == ["entered", "left, forward=True", "entered", "left, forward=False"]
-    ((module, name, shard),) = fsdp_private.shards_of(only)
+    ((module, name, shard),) = fsdp_private.list_shards(only)
     assert module is layer
     assert name == "weight"
     assert shard is layer.weight
-    (whole,) = fsdp_private.whole_parameters(only)
+    (whole,) = fsdp_private.unsharded_parameters(only)
     assert whole.shape == (2, 4)
     assert fsdp_private.has_gradient(only, whole)
     fsdp_private.reduce(only)
     assert fsdp_private.gradient_storages(only)
-    fsdp_private.reclaim(only)
-    weights.driven = False
-    fsdp_private.finish(layer)
+    fsdp_private.free_reduced(only)
+    weights.is_controlled = False
+    fsdp_private.wait_for_reduces(layer)
     gradient = layer.weight.grad.to_local()
     layer(inputs)  # outside of a step FSDP gathers by itself
     assert seen[4:] == ["left, forward=False"]  # from the sum

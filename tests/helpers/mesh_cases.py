@@ -148,7 +148,7 @@ def sharding_calls(schedule: Schedule, options: dict[str, Any]) -> tuple[int, li
             parameter.untyped_storage().nbytes()
             for shards in engine._shards.values()
             for unit in shards.units
-            for parameter in fsdp_private.whole_parameters(unit)
+            for parameter in fsdp_private.unsharded_parameters(unit)
         ]
         return rank, train, calls, whole
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from zeropipe.engine.engine import Engine
     from zeropipe.engine.masters import MasterWeights
     from zeropipe.engine.mesh.parallelize import parallelize
-    from zeropipe.engine.mesh.vocabulary import token_losses
+    from zeropipe.engine.mesh.vocab_parallel import token_losses
     from zeropipe.engine.options import Options
     from zeropipe.engine.run.launch import LocalRanks, launch
     from zeropipe.engine.run.measure import Measured, measure
@@ -45,7 +45,7 @@ _MODULE_OF = {
     "prepare_blocks": "engine.blocks.compiling",
     "load_checkpoint": "engine.checkpoint.load", "save_checkpoint": "engine.checkpoint.save",
     "Engine": "engine.engine", "Options": "engine.options", "MasterWeights": "engine.masters",
-    "parallelize": "engine.mesh.parallelize", "token_losses": "engine.mesh.vocabulary",
+    "parallelize": "engine.mesh.parallelize", "token_losses": "engine.mesh.vocab_parallel",
     "LocalRanks": "engine.run.launch", "heartbeat": "engine.run.rank", "launch": "engine.run.launch",
     "Measured": "engine.run.measure", "measure": "engine.run.measure",
     "join_torchrun": "engine.run.torchrun",

@@ -30,8 +30,8 @@ from zeropipe.engine.comm.faults import PeerLost, is_transport_error
 from zeropipe.engine.comm.heartbeat import BETWEEN_STEPS
 from zeropipe.engine.comm.messages import ShapeCache
 from zeropipe.engine.layout import Layout
-from zeropipe.engine.mesh.shards import Shards, sharded
-from zeropipe.engine.mesh.vocabulary import shown_to
+from zeropipe.engine.mesh.sharded_stage import ShardedStage, is_sharded
+from zeropipe.engine.mesh.vocab_parallel import prepare_output
 from zeropipe.engine.options import Options, require_switch
 from zeropipe.engine.stages.contract import Microbatch, StageInfo
 from zeropipe.engine.step import equal
@@ -122,9 +122,9 @@ class Engine:
         on_all_ranks(comm, self._prepare)
         self._deferred = [layer for info in self._infos.values() for layer in find_deferred(info.module)]
         self._shards = {
-            stage: Shards(stage, info.module, regather=self.options.regather, keeps_factors=info.keeps_factors)
+            stage: ShardedStage(stage, info.module, regather=self.options.regather, keeps_factors=info.keeps_factors)
             for stage, info in self._infos.items()
-            if sharded(info.module)
+            if is_sharded(info.module)
         }
         comm.status.phase = "set-up, connecting"
         self._channels = comm.connect(find_edges(schedule.placement), polls=self.options.dynamic_weights)
@@ -212,7 +212,7 @@ class Engine:
         last, results = self.schedule.num_stages - 1, StepOutputs()
 
         def add_output(output: Any, microbatch: Microbatch, index: int) -> None:
-            output = shown_to(post, output)
+            output = prepare_output(post, output)
             outputs[index] = results.add(output if post is None else post(output, microbatch), f"{last}F{index}")
 
         step = self._agree_on_step(microbatches, None, f"forward{' with broadcast' * broadcast}", "forward")
@@ -387,7 +387,7 @@ class Engine:
 
     def _find_outside_gradients(self) -> str | None:
         """The error for gradients that a backward outside of a step added to sharded weights; they are deleted."""
-        stages = [stage for stage, shards in self._shards.items() if shards.forget_gradients()]
+        stages = [stage for stage, shards in self._shards.items() if shards.discard_gradients()]
         if not stages:
             return None
         return (

@@ -1,4 +1,4 @@
-"""Every private call of FSDP2 in one place."""
+"""All uses of private names of FSDP2."""
 
 from __future__ import annotations
 
@@ -18,118 +18,109 @@ def units_of(module: nn.Module) -> list[Any]:
     return units[::-1]
 
 
-def state_of(unit: Any) -> Any:
-    return unit._get_fsdp_state()
-
-
 def groups_of(unit: Any) -> list[Any]:
     """The unit's parameter groups: one, or none where it has no parameters of its own."""
-    state = state_of(unit)
+    state = unit._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [state._fsdp_param_group] if state._fsdp_param_group is not None else []  # torch 2.11
 
 
 def lazy_init(root: Any) -> None:
-    """What FSDP does before its first forward."""
-    state_of(root)._lazy_init()
+    """Initialize FSDP, as it does before its first forward."""
+    root._get_fsdp_state()._lazy_init()
 
 
 def sum_gradients(unit: Any) -> None:
-    """Gradients are summed, not averaged: the engine divides by the number of tokens of all processes."""
+    """Sum gradients instead of averaging: the engine divides by the number of tokens of all processes."""
     unit.set_gradient_divide_factor(1.0)
-    unit.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sums
+    unit.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sums
 
 
-def allow_reduces(unit: Any, num_units: int) -> None:
-    """All units of a stage may be reduced at the same time."""
+def allow_concurrent_reduces(unit: Any, num_units: int) -> None:
+    """Allow all units of a stage to be reduced at the same time."""
     if hasattr(unit, "set_reduce_scatter_max_input_buffers"):  # since torch 2.13
-        # with torch's default of 1 the computation waits for the reduce of the unit before
+        # with torch's default of 1 the computation waits for the reduce of the previous unit
         unit.set_reduce_scatter_max_input_buffers(num_units + 1, recurse=False)
 
 
-def whole_parameters(unit: Any) -> list[Tensor]:
-    """The whole weights that modules and stored products hold; they exist since the first gathering."""
-    return [param._unsharded_param for group in groups_of(unit) for param in group.fsdp_params if _was_gathered(param)]
+def unsharded_parameters(unit: Any) -> list[Tensor]:
+    """The unsharded weights of a unit, which modules and stored products hold; they exist after the first gather."""
+    return [param._unsharded_param for param in _gathered_params(unit)]
 
 
-def _was_gathered(param: Any) -> bool:
-    return hasattr(param, "_unsharded_param")
+def _gathered_params(unit: Any) -> list[Any]:
+    """FSDP's records of the parameters of a unit that were gathered before."""
+    return [p for group in groups_of(unit) for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
 
 
 def accumulate_in_reduce_dtype(unit: Any) -> None:
-    """Gradients of several microbatches add up in the dtype they are reduced in, not in the one they are made in."""
-    for group in groups_of(unit):
-        for param in group.fsdp_params:
-            wanted = param.reduce_dtype or param.orig_dtype
-            if param._unsharded_param.is_floating_point():
-                param._unsharded_param.grad_dtype = wanted
+    """Accumulate gradients of microbatches in the dtype that they are reduced in, not in that of the weights."""
+    for param in _gathered_params(unit):
+        if param._unsharded_param.is_floating_point():
+            param._unsharded_param.grad_dtype = param.reduce_dtype or param.orig_dtype
 
 
-def shards_of(unit: Any) -> list[tuple[nn.Module, str, Tensor]]:
-    """The parameters of a unit: the module that has each, its name there, and this process's part of it."""
+def list_shards(unit: Any) -> list[tuple[nn.Module, str, Tensor]]:
+    """The parameters of a unit: the module of each, its name there, and this process's shard."""
     params = [param for group in groups_of(unit) for param in group.fsdp_params]
     return [(param._module_info.module, param._module_info.param_name, param.sharded_param) for param in params]
 
 
-def owner_of(root: nn.Module, parameter: Tensor) -> nn.Module | None:
-    """The module in `root` whose whole weight a parameter is, also while it holds a shard."""
-    for unit in units_of(root):
-        for param in (param for group in groups_of(unit) for param in group.fsdp_params if _was_gathered(param)):
-            if param._unsharded_param is parameter:
-                return param._module_info.module
+def find_owner(root: nn.Module, parameter: Tensor) -> nn.Module | None:
+    """The module in `root` that an unsharded weight belongs to, also while the module holds its shard."""
+    for param in (param for unit in units_of(root) for param in _gathered_params(unit)):
+        if param._unsharded_param is parameter:
+            return param._module_info.module
     return None
 
 
 def has_gradient(unit: Any, parameter: Tensor) -> bool:
     """Whether FSDP has a gradient to reduce for this weight."""
-    for group in groups_of(unit):
-        for param in group.fsdp_params:
-            if getattr(param, "_unsharded_param", None) is parameter:
-                return parameter.grad is not None or param.unsharded_accumulated_grad is not None
-    return False
+    return any(p._unsharded_param is parameter and _has_gradient(p) for p in _gathered_params(unit))
 
 
-def forget_gradients(unit: Any) -> bool:
-    """Drop the gradients that FSDP has to reduce, and say whether there were any."""
-    found = False
-    for group in groups_of(unit):
-        for param in filter(_was_gathered, group.fsdp_params):
-            whole = param._unsharded_param
-            found = found or whole.grad is not None or param.unsharded_accumulated_grad is not None
-            whole.grad = param.unsharded_accumulated_grad = None
-    return found
+def _has_gradient(param: Any) -> bool:
+    return param._unsharded_param.grad is not None or param.unsharded_accumulated_grad is not None
 
 
-class WholeWeights:
-    """The whole weights of one unit: gathered and let go by who has this, and not by FSDP's hooks.
+def discard_gradients(unit: Any) -> bool:
+    """Discard the gradients that FSDP has to reduce; returns whether there were any."""
+    found = [param for param in _gathered_params(unit) if _has_gradient(param)]
+    for param in found:
+        param._unsharded_param.grad = param.unsharded_accumulated_grad = None
+    return bool(found)
 
-    While `driven`, a hook that needs the weights calls `entered`, which returns when they are whole; one that is done
-    with them calls `left`, with whether it is a forward's. At other times hooks do what FSDP does.
+
+class UnitWeights:
+    """The unsharded weights of one unit, gathered and freed by calls and not by FSDP's hooks.
+
+    While `is_controlled`, a hook that needs the weights calls `on_enter`, which returns when they are gathered; a hook
+    after their last use calls `on_leave`, with whether it is a forward's. At other times hooks do what FSDP does.
     """
 
-    def __init__(self, unit: Any, entered: Call, left: Callable[[bool], None]) -> None:
-        self._groups, self._entered, self._left = groups_of(unit), entered, left
-        self.driven = False
+    def __init__(self, unit: Any, on_enter: Call, on_leave: Callable[[bool], None]) -> None:
+        self._groups, self._on_enter, self._on_leave = groups_of(unit), on_enter, on_leave
+        self.is_controlled = False
         for group in self._groups:
-            self._take_over(group)
+            self._replace_methods(group)
 
-    def _take_over(self, group: Any) -> None:
-        kind = type(group)  # its own methods: another engine may have taken the group over before
+    def _replace_methods(self, group: Any) -> None:
+        kind = type(group)  # the methods of the class: those of the group may be another engine's
 
         def unshard(*args: Any, **options: Any) -> None:
-            if not self.driven:
+            if not self.is_controlled:
                 kind.unshard(group, *args, **options)
 
         def wait_for_unshard() -> None:
-            if self.driven:
-                self._entered()
+            if self.is_controlled:
+                self._on_enter()
             else:
                 kind.wait_for_unshard(group)
 
         def reshard() -> None:
-            if self.driven:
-                self._left(group._training_state == TrainingState.FORWARD)
+            if self.is_controlled:
+                self._on_leave(group._training_state == TrainingState.FORWARD)
             else:
                 kind.reshard(group)
 
@@ -141,8 +132,8 @@ class WholeWeights:
         return not self._groups
 
     @property
-    def is_here(self) -> bool:
-        """Whether the weights are whole, or being gathered; there may be none."""
+    def is_available(self) -> bool:
+        """Whether the weights are gathered, or being gathered; true for a unit without weights."""
         return all(group._all_gather_result is not None or group.is_unsharded for group in self._groups)
 
     @property
@@ -151,40 +142,40 @@ class WholeWeights:
         return any(group._all_gather_result is not None for group in self._groups)
 
     def start(self) -> list[Call]:
-        """Start to gather them. Returns what makes the current stream wait for them, too."""
+        """Start to gather; returns functions that make the current stream wait for the weights."""
         waits: list[Call] = []
         for group in self._groups:
-            with group.use_training_state(TrainingState.IDLE):  # in other states FSDP may gather in another way, or not
+            with group.use_training_state(TrainingState.IDLE):  # in others FSDP may not gather
                 type(group).unshard(group, async_op=True)
             result = group._all_gather_result
             if result.all_gather_work is not None:
                 waits.append(result.all_gather_work.wait)
-            elif result.all_gather_event is not None:  # one process alone
+            elif result.all_gather_event is not None:  # a group of one process
                 waits.append(result.all_gather_event.wait)
         return waits
 
     def wait(self) -> None:
-        """Take what was started: the unit's modules have the whole weights."""
+        """Wait for the gather that was started: then the unit's modules have the unsharded weights."""
         for group in self._groups:
             type(group).wait_for_unshard(group)
 
-    def let_go(self) -> None:
-        """The unit's modules have their shards again."""
-        self.wait()  # else the next gathering would not be started
+    def reshard(self) -> None:
+        """Free the unsharded weights: the unit's modules have their shards again."""
+        self.wait()  # otherwise FSDP does not start the next gather
         for group in self._groups:
             with group.use_training_state(TrainingState.IDLE):
                 type(group).reshard(group)
 
 
 def reduce_stream(unit: Any) -> Any:
-    """The stream on which the sums of a unit's gradients end."""
+    """The stream of the last collective of a unit's reduce."""
     group = groups_of(unit)[0]
     replicated = group._all_reduce_process_group if isinstance(group.mesh_info, DDPMeshInfo) else None
     return group.comm_ctx.reduce_scatter_stream if replicated is None else group.comm_ctx.all_reduce_stream
 
 
-def whole_storages(unit: Any) -> list[Any]:
-    """The storages that hold whole weights of a unit, or are about to; empty ones while they are let go."""
+def weight_storages(unit: Any) -> list[Any]:
+    """The storages of the unsharded weights of a unit, also while they are being gathered; empty ones if resharded."""
     storages = []
     for group in groups_of(unit):
         storages += [t.untyped_storage() for param in group.fsdp_params for t in param.all_gather_outputs]
@@ -195,53 +186,53 @@ def whole_storages(unit: Any) -> list[Any]:
 
 
 def gradient_storages(unit: Any) -> list[Any]:
-    """The storages that hold whole gradients of a unit, also while they are being summed."""
-    found = [parameter.grad for parameter in whole_parameters(unit)]
+    """The storages of the unsharded gradients of a unit, also while they are being reduced."""
+    found = [parameter.grad for parameter in unsharded_parameters(unit)]
     for group in groups_of(unit):
         found += [param.unsharded_accumulated_grad for param in group.fsdp_params]
-        found += [state.reduce_scatter_input for state in _reduces(group.comm_ctx)]
+        found += [state.reduce_scatter_input for state in _pending_reduces(group.comm_ctx)]
     return [gradient.untyped_storage() for gradient in found if gradient is not None]
 
 
-def reclaim(unit: Any) -> None:
-    """Free what the sums that have ended read: torch keeps it until the end of the step."""
+def free_reduced(unit: Any) -> None:
+    """Free the inputs of reduces that have ended: torch keeps them until the end of the step."""
     for group in groups_of(unit):
         context = group.comm_ctx
-        left = [state for state in _reduces(context) if state.event is not None and not state.event.query()]
+        pending = [state for state in _pending_reduces(context) if state.event is not None and not state.event.query()]
         if hasattr(context, "reduce_scatter_states"):
-            context.reduce_scatter_states[:] = left
+            context.reduce_scatter_states[:] = pending
         else:  # torch 2.11 has one at a time
-            context.reduce_scatter_state = left[0] if left else None
+            context.reduce_scatter_state = pending[0] if pending else None
 
 
-def _reduces(context: Any) -> list[Any]:
-    """The sums under way, each with what it reads and with the event of its end."""
+def _pending_reduces(context: Any) -> list[Any]:
+    """FSDP's records of reduces that were started, each with its input and the event of its end."""
     if hasattr(context, "reduce_scatter_states"):
         return list(context.reduce_scatter_states)
     return [] if context.reduce_scatter_state is None else [context.reduce_scatter_state]  # torch 2.11
 
 
-def hold_hooks(root: Any) -> None:
-    """For a step: hooks reduce nothing."""
+def disable_reduce(root: Any) -> None:
+    """Make FSDP's hooks reduce nothing."""
     root.set_is_last_backward(False)
     root.set_requires_gradient_sync(False)
     root.set_reshard_after_backward(True)
 
 
-def release_hooks(root: Any) -> None:
-    """After a step: a forward outside of one lets go of weights, or the next one would not see them change."""
+def reshard_after_forward(root: Any) -> None:
+    """Make forwards outside of steps free the weights: otherwise the next one would use outdated ones."""
     root.set_reshard_after_forward(True)
 
 
 def reduce(unit: Any) -> None:
-    """Start the sum of a unit's gradients over the processes that share it."""
+    """Start to sum a unit's gradients over the processes that share it."""
     unit.set_requires_gradient_sync(True, recurse=False)
     for group in groups_of(unit):
         group.post_backward()
     unit.set_requires_gradient_sync(False, recurse=False)
 
 
-def finish(root: Any) -> None:
-    """Wait for all sums of a stage."""
+def wait_for_reduces(root: Any) -> None:
+    """Wait for all reduces of a stage."""
     root.set_is_last_backward(True)
-    state_of(root)._root_post_backward_final_callback()
+    root._get_fsdp_state()._root_post_backward_final_callback()

@@ -17,7 +17,7 @@ from zeropipe.core.units import count_text
 from zeropipe.engine.comm.collective import on_all_ranks, require_equal
 from zeropipe.engine.comm.communicator import Communicator
 from zeropipe.engine.layout import Layout
-from zeropipe.engine.mesh.shards import require_one_dtype, sharded
+from zeropipe.engine.mesh.sharded_stage import is_sharded, require_one_dtype
 from zeropipe.engine.options import Options
 from zeropipe.engine.stages.contract import StageInfo, Tie, describe_stage, list_ties
 from zeropipe.engine.stages.devices import parse_device
@@ -118,9 +118,9 @@ def check_stages(schedule: Schedule, layout: Layout, stages: Mapping[int, StageI
                 f"{empty} of stage {stage} is on the meta device, without values: call to_empty(device=...) and fill "
                 "it, or load weights with assign=True"
             )
-        if sharded(info.module) and layout.mesh is None and not info.keeps_factors:
+        if is_sharded(info.module) and layout.mesh is None and not info.keeps_factors:
             raise ConfigError(f"stage {stage} is sharded: pass the Engine the mesh it is sharded on")
-        if sharded(info.module) and layout.mesh is None and options.regather:
+        if is_sharded(info.module) and layout.mesh is None and options.regather:
             raise ConfigError(
                 f"stage {stage} is sharded: with regather=True all pipelines must have the same number of "
                 "microbatches, which is not known without a mesh: pass configure(mesh=...), or leave out regather"

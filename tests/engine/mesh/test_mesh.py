@@ -68,11 +68,11 @@ def test_blocks_that_share_something_are_sharded_right_or_refused():
         assert error < TOLERANCE
         shared, order, twice, listed, nowhere, dtype = said
         assert "blocks 0 and 1 of a stage share a parameter (down.weight, down.weight)" in shared
-        assert "put dp_replicate before dp_shard" in order
-        assert twice == "a stage is sharded already: call parallelize() once, or leave out fully_shard"
+        assert "dp_replicate must be before dp_shard" in order
+        assert twice == "a stage is already sharded; call parallelize() once, or leave out fully_shard"
         assert listed == "stages are a list: give a dict, as module_stages and hf_stages make it"
         assert nowhere.startswith("mesh=None: must be a DeviceMesh, like init_device_mesh('cpu'")
-        assert dtype == "dtype='bf16': give a dtype of torch's, like torch.bfloat16"
+        assert dtype == "dtype='bf16': must be a torch.dtype, like torch.bfloat16"
 
 
 def test_a_sharded_stage_may_be_called_by_itself_between_steps():

@@ -84,7 +84,7 @@ def test_blocks_that_are_come_back_to_for_some_data_only():
     with LocalRanks(4, preload=PRELOAD) as own:  # an engine that fails breaks their mesh
         said = own.run(cases.train_branching, schedule, SHARDED, {"regather": True}, ("returns",))
     for seen in said:
-        assert "stage 0 comes back to blocks.0 after other units, and did not in its first pass" in seen["returns"]
+        assert "stage 0 enters blocks.0 again after other units, and did not in its first pass" in seen["returns"]
         assert "leave regather=True out" in seen["returns"]
 
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism: layers, vocabulary and sequences spread over processes, equal to one process."""
+"""Tensor parallelism: layers, vocabulary and sequences sharded over processes, equal to one process."""
 
 from __future__ import annotations
 
@@ -33,11 +33,12 @@ from zeropipe.engine import (
     token_losses,
 )
 from zeropipe.engine.backward.gradients import to_local
-from zeropipe.engine.mesh import proof
-from zeropipe.engine.mesh.spreading import Sharing
-from zeropipe.engine.mesh.talk import Peers
-from zeropipe.engine.mesh.tensor import check_plain, check_plan, plan_of, spread_stage
-from zeropipe.engine.mesh.vocabulary import TokenLosses, whole
+from zeropipe.engine.mesh.tensor_parallel import check_hf_stage, check_plain_stage, find_plan
+from zeropipe.engine.mesh.tp_check import SimulatedTP, check_tp_plan
+from zeropipe.engine.mesh.tp_collectives import TPGroup
+from zeropipe.engine.mesh.tp_layers import ParameterShards
+from zeropipe.engine.mesh.tp_stage import shard_stage
+from zeropipe.engine.mesh.vocab_parallel import ShardedCrossEntropy, gather_logits
 from zeropipe.engine.stages.hf import HFStage
 from zeropipe.engine.stages.skeleton import build_on_meta, find_decoder_config
 from zeropipe.engine.stages.verify import find_family
@@ -68,8 +69,8 @@ def stage_of(kind: str, **changes: Any) -> Any:
 def test_a_models_own_plan_is_right(kind, sequence):
     """Two threads beside the whole model: it is what parallelize() does before it spreads anything."""
     stage = stage_of(kind)
-    check_plan(stage, plan_of(stage), 2)
-    proof.prove(stage, plan_of(stage), sequence)
+    check_hf_stage(stage, find_plan(stage), 2)
+    check_tp_plan(stage, find_plan(stage), sequence)
 
 
 def without(plan: dict[str, str], *ends: str) -> dict[str, str]:
@@ -88,26 +89,26 @@ def without(plan: dict[str, str], *ends: str) -> dict[str, str]:
 def test_a_wrong_plan_is_refused(change, words):
     stage = stage_of("qwen3")
     with pytest.raises(ConfigError, match=words):
-        proof.prove(stage, change(plan_of(stage)), False)
+        check_tp_plan(stage, change(find_plan(stage)), False)
 
 
 def test_what_cannot_be_spread_is_refused_by_name():
     with pytest.raises(ConfigError, match="num_key_value_heads=2: tp=4 must divide it"):
-        check_plan(stage_of("llama"), plan_of(stage_of("llama")), 4)
-    with pytest.raises(ConfigError, match="brings no plan for tensor parallelism: leave tp out, or in Python give"):
-        plan_of(stage_of("gpt2", n_head=4, n_layer=1, n_embd=32))
+        check_hf_stage(stage_of("llama"), find_plan(stage_of("llama")), 4)
+    with pytest.raises(ConfigError, match="has no tensor-parallel plan; leave out tp, or in Python pass"):
+        find_plan(stage_of("gpt2", n_head=4, n_layer=1, n_embd=32))
     with pytest.raises(
         ConfigError, match=r"attention_dropout=0\.1: processes of tp would draw different random numbers"
     ):
-        check_plan(stage_of("llama", attention_dropout=0.1), plan_of(stage_of("llama")), 2)
+        check_hf_stage(stage_of("llama", attention_dropout=0.1), find_plan(stage_of("llama")), 2)
     plan = {"model.layers.*.mlp.gate_proj": "sideways"}
     with pytest.raises(
-        ConfigError, match=r"spreads model.layers.\*.mlp.gate_proj by 'sideways', which is not supported"
+        ConfigError, match=r"shards model.layers.\*.mlp.gate_proj by 'sideways', which is not supported"
     ):
-        check_plan(stage_of("llama"), plan, 2)
+        check_hf_stage(stage_of("llama"), plan, 2)
     experts = stage_of("qwen3_moe", num_experts=3)
     with pytest.raises(ConfigError, match="has 3 experts: tp=2 must divide it"):
-        spread_stage(experts, plan_of(experts), Sharing(Peers("nobody", 0, 2), None), False)
+        shard_stage(experts, find_plan(experts), ParameterShards(TPGroup("none", 0, 2), None), False)
 
 
 def plain_stage(*more: Any) -> Any:
@@ -117,8 +118,8 @@ def plain_stage(*more: Any) -> Any:
 def test_a_plan_of_own_modules():
     plan = {"*.up": "colwise", "0.down": "rowwise"}
     stage = plain_stage(Block(1))
-    check_plain(stage, plan, False)
-    spread_stage(stage, plan, Sharing(Peers("nobody", 0, 2), None), False)
+    check_plain_stage(stage, plan, False)
+    shard_stage(stage, plan, ParameterShards(TPGroup("none", 0, 2), None), False)
     assert [tuple(block.up.weight.shape) for block in stage.blocks] == [(WIDTH, WIDTH)] * 2
     assert [tuple(block.down.weight.shape) for block in stage.blocks] == [(WIDTH, WIDTH), (WIDTH, 2 * WIDTH)]
 
@@ -127,14 +128,14 @@ def test_a_plan_of_own_modules():
     "stage, plan, words",
     [
         (lambda: Block(0), {}, r"a Block without full_names\(\), which a plan needs"),
-        (plain_stage, {"*.up": "sideways"}, r"spreads \*.up by 'sideways', which is not supported"),
+        (plain_stage, {"*.up": "sideways"}, r"shards \*.up by 'sideways', which is not supported"),
         (plain_stage, {"*.up": "mla_kv_a_proj"}, "which is not supported"),
         (lambda: plain_stage(torch.nn.Dropout(0.1)), {}, r"blocks.1 has p=0.1: processes of tp would draw different"),
     ],
 )
 def test_what_cannot_be_done_with_own_modules_is_refused(stage, plan, words):
     with pytest.raises(ConfigError, match=words):
-        check_plain(stage(), plan, False)
+        check_plain_stage(stage(), plan, False)
 
 
 @pytest.mark.full
@@ -150,12 +151,12 @@ def test_every_model_type_is_spread_right_or_refused():
             model = build_on_meta(find_decoder_config(config), torch.float32)
             family = find_family(model)
             stage = HFStage(model, family, (range(family.num_layers),), 0)
-            plan = plan_of(stage)
+            plan = find_plan(stage)
         except (ConfigError, ImportError):
             continue
         try:
-            check_plan(stage, plan, 2)
-            proof.prove(stage, plan, False)
+            check_hf_stage(stage, plan, 2)
+            check_tp_plan(stage, plan, False)
             spread.append(model_type)
         except ConfigError as error:
             refused.append(str(error))
@@ -212,7 +213,7 @@ def test_one_graph_for_all_blocks(group, kind, sequence, monkeypatch):
     changes = {"mlp_only_layers": []} if kind == "qwen3_moe" else {}
     model = hf_model(cases.config_of(kind, num_hidden_layers=2, **changes))
     (stage,) = hf_stages(model, zp.build("1f1b", ranks=1, microbatches=1), 0).values()
-    spread_stage(stage, plan_of(stage), Sharing(Peers.of(group), group), sequence)
+    shard_stage(stage, find_plan(stage), ParameterShards(TPGroup.from_mesh(group), group), sequence)
     defer(stage)
     graphs = Graphs()
     if sequence:
@@ -227,7 +228,9 @@ def test_one_graph_for_all_blocks(group, kind, sequence, monkeypatch):
     plain_step(model, batches)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*cannot be compiled")
-        staged_step([stage], batches, WeightStore(), loss_fn=lambda output, batch: lm_loss(whole(output), batch))
+        staged_step(
+            [stage], batches, WeightStore(), loss_fn=lambda output, batch: lm_loss(gather_logits(output), batch)
+        )
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
     moving = {name for name in graphs.collectives if "gather" in name or "scatter" in name}
@@ -280,20 +283,20 @@ def test_a_loss_over_pieces_is_the_loss(dtype):
     wanted = token_losses(logits, labels).view(-1)
     wanted.backward(slopes)
     pieces = [piece.detach().requires_grad_() for piece in logits.chunk(2, -1)]
-    with proof.Rehearsal() as rehearsal:
+    with SimulatedTP() as simulated:
 
-        def run(piece: torch.Tensor, peers: Peers) -> torch.Tensor:
+        def run(piece: torch.Tensor, group: TPGroup) -> torch.Tensor:
             flat = piece.reshape(15, 4).to(wanted.dtype)
-            found = TokenLosses.apply(flat, labels.view(-1), -100, peers)
+            found = ShardedCrossEntropy.apply(flat, labels.view(-1), -100, group)
             found.backward(slopes)
             return found.detach()
 
-        for found in rehearsal.run(run, list(zip(pieces, rehearsal.peers))):
+        for found in simulated.run(run, list(zip(pieces, simulated.groups))):
             torch.testing.assert_close(found, wanted.detach())
         torch.testing.assert_close(torch.cat([piece.grad for piece in pieces], -1), logits.grad)
         labels[1, 1] = 8
         with pytest.raises(IndexError, match="outside of the vocabulary of 8 tokens"):
-            rehearsal.run(run, list(zip(pieces, rehearsal.peers)))
+            simulated.run(run, list(zip(pieces, simulated.groups)))
 
 
 def test_a_sequence_that_cannot_be_shared_is_refused():
@@ -305,14 +308,14 @@ def test_a_sequence_that_cannot_be_shared_is_refused():
 def test_messages_between_stages_are_parts_of_sequences():
     schedule, config = zp.build("1f1b", ranks=2, microbatches=2), cases.config_of("llama")
 
-    def shape_of(stage: HFStage, peers: Peers, sequence: bool) -> torch.Size:
-        spread_stage(stage, plan_of(stage), Sharing(peers, None), sequence)
+    def shape_of(stage: HFStage, group: TPGroup, sequence: bool) -> torch.Size:
+        shard_stage(stage, find_plan(stage), ParameterShards(group, None), sequence)
         return stage(input_ids=torch.zeros(3, 8, dtype=torch.long), position_ids=torch.arange(8)[None]).shape
 
-    with proof.Rehearsal() as rehearsal:
+    with SimulatedTP() as simulated:
         for sequence, length in ((False, 8), (True, 4)):
-            stages = [hf_stages(config, schedule, 0)[0] for _ in rehearsal.peers]
-            shapes = rehearsal.run(shape_of, [(*pair, sequence) for pair in zip(stages, rehearsal.peers)])
+            stages = [hf_stages(config, schedule, 0)[0] for _ in simulated.groups]
+            shapes = simulated.run(shape_of, [(*pair, sequence) for pair in zip(stages, simulated.groups)])
             assert shapes == [(3, length, config.hidden_size)] * 2
 
 

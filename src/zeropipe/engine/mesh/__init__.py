@@ -1,1 +1,13 @@
-"""Beyond the pipeline: data, shard and tensor parallelism of its stages on a DeviceMesh."""
+"""Stages on a DeviceMesh: sharded over `dp_shard` with FSDP2, and over `tp` with tensor parallelism.
+
+parallelize         parallelize(): shard the stages of a rank
+sharded_stage       the FSDP units of a stage: gathered, freed and reduced when the Program says so
+unit_gatherer       the order in which the units of a stage are gathered, and when they are freed
+tensor_parallel     tensor parallelism by a plan; checks of plans
+tp_check            a small copy of the model, sharded by the plan and compared with the full model
+tp_stage            one stage sharded by a plan
+tp_layers           single layers sharded over `tp`: linear layers, experts, embeddings
+sequence_parallel   sequences sharded over `tp` outside attention and MLP
+vocab_parallel      logits sharded over the vocabulary, and their cross entropy
+tp_collectives      collectives of `tp` with their gradients: copy, reduce, gather, scatter
+"""

@@ -1,4 +1,4 @@
-"""Stages made ready for a mesh: tensor parallelism inside, sharding around."""
+"""parallelize(): shard the stages of a rank over `tp` and `dp_shard`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from zeropipe.engine.fsdp_private import units_of
 from zeropipe.engine.layout import DATA_DIMENSIONS, Layout
-from zeropipe.engine.mesh.tensor import spread
+from zeropipe.engine.mesh.tensor_parallel import apply_tp
 from zeropipe.errors import ConfigError, first_line, short
 
 S = TypeVar("S", bound=nn.Module)
@@ -30,95 +30,101 @@ def parallelize(
     reduce_dtype: torch.dtype | None = torch.float32,
     offload: bool = False,
 ) -> dict[int, S]:
-    """This rank's stages, spread over `tp` and sharded over `dp_shard`, in place; give the Engine the same mesh.
+    """Shard this rank's stages over `tp` and `dp_shard`, in place, and return them; pass the Engine the same mesh.
 
-    `plan`: how layers are spread over `tp`, by their names in the whole model, as transformers writes it; the model's
-    own plan if not given. What a plan makes of a Hugging Face model is proven on a small copy, or refused.
-    `sequence_parallel`: outside attention and MLP each process of `tp` has a part of every sequence only, also in the
-    messages between stages. `dtype`: compute in this dtype with weights kept in their own; gradients are summed in
-    `reduce_dtype`. `offload`: keep sharded weights and optimizer state in CPU memory. `dp_replicate` needs nothing here
-    unless stages are sharded, too. Compilation and checkpointing are options of the Engine. Scalars, and weights that
-    are trained in another dtype than most of their block (a float32 router, say), stay whole on every process.
+    `plan`: how layers are sharded over `tp`, by their names in the full model, as transformers writes it; the model's
+    own plan by default. For a Hugging Face model the plan is checked on a small copy. `sequence_parallel`: outside
+    attention and MLP each process of `tp` has only a chunk of every sequence, also in the messages between stages.
+    `dtype`: compute in this dtype, with weights stored in their own; gradients are summed in `reduce_dtype`. `offload`:
+    keep sharded weights and optimizer state in CPU memory. `dp_replicate` needs nothing here unless stages are sharded,
+    too. Compilation and checkpointing are options of the Engine. Scalars, and weights that are trained in another dtype
+    than most of their block (a float32 router, say), stay unsharded on every process.
     """
     if not isinstance(stages, Mapping):
-        raise ConfigError(f"stages are a {type(stages).__name__}: give a dict, as module_stages and hf_stages make it")
-    for name, kind in {"dtype": dtype, "reduce_dtype": reduce_dtype}.items():
-        if kind is not None and not isinstance(kind, torch.dtype):
-            raise ConfigError(f"{name}={short(kind)}: give a dtype of torch's, like torch.bfloat16")
+        raise ConfigError(f"stages are a {type(stages).__name__}: must be a dict, as of module_stages and hf_stages")
+    for name, value in {"dtype": dtype, "reduce_dtype": reduce_dtype}.items():
+        if value is not None and not isinstance(value, torch.dtype):
+            raise ConfigError(f"{name}={short(value)}: must be a torch.dtype, like torch.bfloat16")
     layout = Layout.from_mesh(mesh)
     if any(units_of(stage) for stage in stages.values()):
-        raise ConfigError("a stage is sharded already: call parallelize() once, or leave out fully_shard")
+        raise ConfigError("a stage is already sharded; call parallelize() once, or leave out fully_shard")
     if layout.sizes.get("tp", 1) > 1:
-        spread(stages.values(), mesh["tp"], plan, sequence=sequence_parallel)
+        apply_tp(stages.values(), mesh["tp"], plan, sequence=sequence_parallel)
     elif plan is not None or sequence_parallel:
-        raise ConfigError("plan and sequence_parallel need layers that are spread: make a mesh with tp of 2 or more")
+        raise ConfigError("plan and sequence_parallel need layers sharded over tp; use a mesh with tp of 2 or more")
+    if layout.sizes.get("dp_shard", 1) > 1:
+        options = _fsdp_options(mesh, layout, dtype, reduce_dtype, offload)
+        for number, stage in stages.items():
+            _apply_fsdp(number, stage, options)
+            _move_unsharded(stage, mesh.device_type)
+    elif dtype is not None or offload:
+        raise ConfigError("dtype and offload need sharded stages; use a mesh with dp_shard of 2 or more")
+    return stages
+
+
+def _fsdp_options(
+    mesh: DeviceMesh, layout: Layout, dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, offload: bool
+) -> dict[str, Any]:
+    """Arguments of fully_shard."""
     names = tuple(name for name in DATA_DIMENSIONS if name in layout.sizes)
-    if layout.sizes.get("dp_shard", 1) == 1:
-        if dtype is not None or offload:
-            raise ConfigError("dtype and offload need sharded stages: make a mesh with dp_shard of 2 or more")
-        return stages
     if names != tuple(name for name in layout.sizes if name in DATA_DIMENSIONS):
         raise ConfigError(
-            f"the mesh has the dimensions {', '.join(layout.sizes)}: put {names[0]} before {names[1]}, for FSDP"
+            f"the mesh has the dimensions {', '.join(layout.sizes)}: {names[0]} must be before {names[1]}, for FSDP"
         )
-    options: dict[str, Any] = {
+    return {
         "mesh": mesh[names] if len(names) > 1 else mesh[names[0]],
         "mp_policy": MixedPrecisionPolicy(dtype, reduce_dtype if dtype is not None else None),
         "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy(),
     }
-    for number, stage in stages.items():
-        blocks = list(dict.fromkeys(getattr(stage, "blocks", ())))  # a module may stand in it twice
-        _require_apart(blocks)
-        _shard(number, stage, blocks, options)
-        _move(stage, mesh.device_type)
-    return stages
 
 
-def _shard(number: int, stage: nn.Module, blocks: list[nn.Module], options: dict[str, Any]) -> None:
-    inner = {parameter for block in blocks for parameter in block.parameters()}
+def _apply_fsdp(number: int, stage: nn.Module, options: dict[str, Any]) -> None:
+    """Make each block of a stage an FSDP unit, then the rest of the stage."""
+    blocks = list(dict.fromkeys(getattr(stage, "blocks", ())))  # a module may be listed twice
+    _require_disjoint(blocks)
     units: dict[nn.Module, set[nn.Parameter]] = {block: set(block.parameters()) for block in blocks}
-    units[stage] = set(stage.parameters()) - inner
+    units[stage] = set(stage.parameters()).difference(*units.values())
     for unit, parameters in units.items():
         try:
-            fully_shard(unit, ignored_params=kept_whole(parameters), **options)
+            fully_shard(unit, ignored_params=find_unshardable(parameters), **options)
         except (AssertionError, NotImplementedError, RuntimeError, ValueError) as error:
-            where = f"stage {number}" if unit is stage else f"block {blocks.index(unit)} of stage {number}"
+            name = f"stage {number}" if unit is stage else f"block {blocks.index(unit)} of stage {number}"
             raise ConfigError(
-                f"{where} cannot be sharded: {first_line(error)}: change it, or leave dp_shard out"
+                f"{name} cannot be sharded: {first_line(error)}; change it, or leave out dp_shard"
             ) from error
 
 
-def kept_whole(parameters: Iterable[nn.Parameter]) -> set[nn.Parameter]:
+def find_unshardable(parameters: Iterable[nn.Parameter]) -> set[nn.Parameter]:
     """The parameters of an FSDP unit that cannot be sharded with the others.
 
-    These are scalars, and those that are trained in another dtype than most of the unit: one message sums all gradients
-    of a unit.
+    These are scalars, and those that are trained in another dtype than most of the unit: one message reduces all
+    gradients of a unit.
     """
     parameters = list(parameters)
     sizes: Counter[torch.dtype] = Counter()
     for parameter in parameters:
         if parameter.requires_grad and parameter.dim():
             sizes[parameter.dtype] += parameter.numel()
-    most = max(sizes, key=lambda dtype: (sizes[dtype], str(dtype)), default=None)
-    return {p for p in parameters if not p.dim() or (p.requires_grad and p.dtype != most)}
+    common = max(sizes, key=lambda dtype: (sizes[dtype], str(dtype)), default=None)
+    return {p for p in parameters if not p.dim() or (p.requires_grad and p.dtype != common)}
 
 
-def _move(stage: nn.Module, kind: str) -> None:
-    """To the mesh's device, as FSDP does with what it shards: parameters that stay whole, and buffers beside them."""
-    if kind == "cuda":
-        whole = (parameter for parameter in stage.parameters() if not isinstance(parameter, DTensor))
-        for tensor in (*whole, *stage.buffers()):
-            tensor.data = tensor.data.to(torch.device(kind, torch.cuda.current_device()))
+def _move_unsharded(stage: nn.Module, device_type: str) -> None:
+    """Move unsharded parameters and buffers to the mesh's device, as FSDP does with sharded ones."""
+    if device_type == "cuda":
+        unsharded = (parameter for parameter in stage.parameters() if not isinstance(parameter, DTensor))
+        for tensor in (*unsharded, *stage.buffers()):
+            tensor.data = tensor.data.to(torch.device(device_type, torch.cuda.current_device()))
 
 
-def _require_apart(blocks: list[nn.Module]) -> None:
-    """ConfigError for blocks that share a parameter: each is gathered and reduced by itself."""
+def _require_disjoint(blocks: list[nn.Module]) -> None:
+    """ConfigError for blocks that share a parameter: each is gathered and reduced on its own."""
     owners: dict[int, tuple[int, str]] = {}
     for number, block in enumerate(blocks):
         for name, parameter in block.named_parameters():
-            before, name_there = owners.setdefault(id(parameter), (number, name))
-            if before != number:
+            owner, name_there = owners.setdefault(id(parameter), (number, name))
+            if owner != number:
                 raise ConfigError(
-                    f"blocks {before} and {number} of a stage share a parameter ({name_there}, {name}), and each is "
-                    "sharded by itself: put both into one block, share the whole module, or leave dp_shard out"
+                    f"blocks {owner} and {number} of a stage share a parameter ({name_there}, {name}), and each is "
+                    "sharded on its own; put both into one block, share the full module, or leave out dp_shard"
                 )

@@ -18,7 +18,7 @@ from zeropipe.engine.backward.gradients import FirstGradients
 from zeropipe.engine.backward.splitters import Splitter
 from zeropipe.engine.comm.channels import Channel, Receiver, Sender
 from zeropipe.engine.comm.messages import Message, ShapeCache, Spec
-from zeropipe.engine.mesh.shards import Reduction, Shards
+from zeropipe.engine.mesh.sharded_stage import ShardedStage, UnitReducer
 from zeropipe.engine.options import Options
 from zeropipe.engine.stages.contract import Microbatch, StageInfo
 from zeropipe.engine.step.cell_runner import Call, Cell, CellRunner, Finish, OnInput
@@ -41,7 +41,7 @@ class ExecutorContext:
     shapes: ShapeCache
     device: torch.device
     splitter: Splitter
-    shards: Mapping[int, Shards]
+    shards: Mapping[int, ShardedStage]
     parameters: list[nn.Parameter]
     options: Options
 
@@ -89,7 +89,7 @@ class Executor:
         )  # fmt: skip
         self._num_parts = program.schedule.problem.num_weight_parts
         self._next_part: Counter[tuple[int, int]] = Counter()  # of the W of a (stage, microbatch)
-        self._reductions: dict[int, Reduction] = {}  # of stages whose last W has begun
+        self._reductions: dict[int, UnitReducer] = {}  # of stages whose last W has begun
         units = {stage: len(sharded.units) for stage, sharded in self._shards.items()}
         self._regather = any(sharded.regather for sharded in self._shards.values())
         self._order = CollectiveOrder(collectives(row, units, self._regather))
@@ -97,7 +97,9 @@ class Executor:
         self._receivers, self._indices = self._create_receivers(row)
         self._streams = Streams(row, self.cells, stages, context.device)
         self._first_gradients = {
-            stage: FirstGradients(self._shards[stage].accumulating if stage in self._shards else info.module.parameters)
+            stage: FirstGradients(
+                self._shards[stage].accumulating_tensors if stage in self._shards else info.module.parameters
+            )
             for stage, info in (stages.items() if train else ())
         }
         self._movable = find_movable(row, stages) if context.options.dynamic_weights and train else {}
@@ -134,7 +136,7 @@ class Executor:
         for receiver in self._receivers.values():
             receiver.begin(self._runner.key_of, self._output_spec)
         for sharded in self._shards.values():
-            sharded.prepare(self._order.check)
+            sharded.begin_step(self._order.check)
         for first in self._first_gradients.values():
             first.begin_step()
         try:
@@ -145,7 +147,7 @@ class Executor:
             self._order.end()
         finally:
             for sharded in self._shards.values():
-                sharded.release()
+                sharded.end_step()
         for sender in self._context.senders.values():
             sender.drain()
         self._runner.end()
@@ -194,9 +196,9 @@ class Executor:
         sharded = self._shards.get(action.stage)
         if sharded is None:
             return
-        call: Call = sharded.drop
+        call: Call = sharded.reshard
         if action.kind is Kind.UNSHARD:
-            call = partial(sharded.gather, gathers_for_backward(row, index, self._regather))
+            call = partial(sharded.unshard, gathers_for_backward(row, index, self._regather))
         elif action.kind is Kind.REDUCE_GRAD:
             call = partial(self._reduce, action.stage)
         for watcher in self._watchers:
@@ -205,8 +207,8 @@ class Executor:
 
     def _reduce(self, stage: int) -> None:
         """Reduce the units that the stage's last B or W has not reduced."""
-        reduction = self._reductions.pop(stage, None) or Reduction(self._shards[stage], ())
-        reduction.rest()
+        reduction = self._reductions.pop(stage, None) or UnitReducer(self._shards[stage], ())
+        reduction.finish()
 
     def _add(self, step: Step, reduces: bool) -> None:
         if isinstance(step, Overlap):
@@ -289,7 +291,7 @@ class Executor:
             return call
 
         def run() -> None:
-            with sharded.passing(backward=action.kind is not Kind.F):
+            with sharded.during_pass(backward=action.kind is not Kind.F):
                 call()
 
         return run
@@ -299,16 +301,16 @@ class Executor:
         call, sharded = self._compute(action), self._shards[action.stage]
 
         def backward() -> None:
-            reduction = self._reductions[action.stage] = Reduction(sharded, sharded.trained)
-            with sharded.told(reduction.ran):
+            reduction = self._reductions[action.stage] = UnitReducer(sharded, sharded.trained_weights)
+            with sharded.observe_gradients(reduction.on_gradient):
                 call()
-            reduction.rest()
+            reduction.finish()
 
         def weights() -> None:
             pending = self._splitter.pending_parameters(action.stage, action.microbatch)
-            reduction = self._reductions[action.stage] = Reduction(sharded, pending)
-            call(on_product=reduction.ran)  # type: ignore[call-arg]
-            reduction.rest()  # also where all products ran early: all processes must reduce at the same action
+            reduction = self._reductions[action.stage] = UnitReducer(sharded, pending)
+            call(on_product=reduction.on_gradient)  # type: ignore[call-arg]
+            reduction.finish()  # also where all products ran early: all processes must reduce at the same action
 
         return backward if action.kind is Kind.B else weights
 

@@ -14,7 +14,7 @@ from zeropipe.core.placement import Placement
 from zeropipe.core.resize import resize
 from zeropipe.core.schedule import Program, Schedule
 from zeropipe.core.shard_actions import with_shards
-from zeropipe.engine.mesh.shards import require_one_dtype
+from zeropipe.engine.mesh.sharded_stage import require_one_dtype
 from zeropipe.engine.step.executor import Executor, ExecutorContext
 from zeropipe.engine.step.recorder import Recorder
 from zeropipe.engine.step.watchers import FiniteCheck, ProfilerLabels, Watcher
@@ -86,7 +86,7 @@ class ExecutorCache:
         shards = self._context.shards
         if not shards:
             return (0, 0)
-        flags = b"".join(sharded.flags() for sharded in shards.values())
+        flags = b"".join(sharded.trained_flags() for sharded in shards.values())
         if flags != self._weights_digest[0]:
             for stage, sharded in shards.items():
                 require_one_dtype(stage, sharded.module)

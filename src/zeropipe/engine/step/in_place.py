@@ -88,7 +88,7 @@ def explain_modified(error: BaseException, stages: Mapping[int, StageInfo]) -> B
 def _find_module(parameter: Tensor, stages: Mapping[int, StageInfo]) -> str:
     """The full name of the module that has a parameter."""
     for number, stage in stages.items():
-        owner = fsdp_private.owner_of(stage.module, parameter)
+        owner = fsdp_private.find_owner(stage.module, parameter)
         for name, module in stage.module.named_modules():
             if module is owner or any(own is parameter for own in module._parameters.values()):
                 return f"{_full_name(stage.module, module, name)} of stage {number}"

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from zeropipe.engine.backward.gradients import GradientStash
-from zeropipe.engine.mesh.vocabulary import shown_to, token_losses
+from zeropipe.engine.mesh.vocab_parallel import prepare_output, token_losses
 from zeropipe.engine.torch_private import autograd as torch_autograd
 from zeropipe.engine.torch_private import tensors as torch_tensors
 from zeropipe.errors import ConfigError
@@ -111,7 +111,7 @@ class LossAccumulator:
                 f"loss_fn is a {type(self.loss_fn).__name__}: must be a function (output, microbatch) on every rank "
                 "that has the last stage"
             )
-        value = self.loss_fn(shown_to(self.loss_fn, output), microbatch)
+        value = self.loss_fn(prepare_output(self.loss_fn, output), microbatch)
         _check_loss(value, output)
         if isinstance(value, Tensor):
             self._losses[index] = (_detach(value), 1, {})

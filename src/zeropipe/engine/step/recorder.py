@@ -20,7 +20,7 @@ from zeropipe.core.timeline import Memory, Timeline
 from zeropipe.engine.backward.gradients import to_local
 from zeropipe.engine.backward.splitters import Splitter
 from zeropipe.engine.comm.communicator import Communicator
-from zeropipe.engine.mesh.shards import Shards
+from zeropipe.engine.mesh.sharded_stage import ShardedStage
 from zeropipe.engine.step.cell_runner import Call, Cell
 from zeropipe.engine.step.clock import Clock
 from zeropipe.engine.step.shard_recorder import ShardColumns, ShardRecorder, build_sharding, pack_events, start_times
@@ -45,7 +45,7 @@ class Recorder(Watcher):
     """Times every action of one rank: host clock on CPU, events on CUDA."""
 
     def __init__(
-        self, device: torch.device, parameters: Sequence[Tensor], splitter: Splitter, shards: Mapping[int, Shards]
+        self, device: torch.device, parameters: Sequence[Tensor], splitter: Splitter, shards: Mapping[int, ShardedStage]
     ) -> None:
         self._device, self._splitter, self.shards = device, splitter, ShardRecorder(device, shards)
         self._parameters = parameters

@@ -13,7 +13,7 @@ from zeropipe.core.action import Action, Kind
 from zeropipe.core.packed import PackedRows, encode
 from zeropipe.core.shard_timeline import Sharding
 from zeropipe.engine import fsdp_private
-from zeropipe.engine.mesh.shards import Shards
+from zeropipe.engine.mesh.sharded_stage import ShardedStage
 from zeropipe.engine.step.cell_runner import Call
 from zeropipe.engine.torch_private import tensors as torch_tensors
 
@@ -32,19 +32,19 @@ class ShardEvent:
 class ShardRecorder:
     """Records all sharded stages of one rank. On CUDA times are events; on CPU a gather ends when it was waited for."""
 
-    def __init__(self, device: torch.device, shards: Mapping[int, Shards]) -> None:
+    def __init__(self, device: torch.device, shards: Mapping[int, ShardedStage]) -> None:
         self._device, self._shards = device, shards
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" and shards else None
         self.events: list[ShardEvent] = []
         self.is_recording, self._peak = False, 0
         self._stages: dict[int, StageObserver] = {}
         for stage, sharded in shards.items():
-            sharded.set_up()
-            self._stages[stage] = StageObserver(self, stage, sharded.whole_bytes())
-            sharded.watched_by(self._stages[stage])
+            sharded.initialize()
+            self._stages[stage] = StageObserver(self, stage, sharded.unsharded_bytes())
+            sharded.set_observer(self._stages[stage])
         self.num_units = max((sharded.num_units for sharded in shards.values()), default=1)
         units = [unit for sharded in shards.values() for unit in sharded.units]
-        self._weights = {torch_tensors.storage_id(s) for unit in units for s in fsdp_private.whole_storages(unit)}
+        self._weights = {torch_tensors.storage_id(s) for unit in units for s in fsdp_private.weight_storages(unit)}
 
     @property
     def is_cuda(self) -> bool:
@@ -81,7 +81,7 @@ class ShardRecorder:
             for unit in stage.units:
                 storages += fsdp_private.gradient_storages(unit)
                 if not (after_reshard and stage.regather):
-                    storages += fsdp_private.whole_storages(unit)
+                    storages += fsdp_private.weight_storages(unit)
         return sum({torch_tensors.storage_id(storage): storage.nbytes() for storage in storages}.values())
 
     def reset_peak(self) -> None:
@@ -118,22 +118,22 @@ class StageObserver:
         self._recorder.events.append(self._event)
         return self._event
 
-    def gathering(self) -> None:
+    def on_gather_start(self) -> None:
         if self._recorder.is_recording and self._event is not None and self._event.start is None:
             self._event.start = self._recorder.mark_time()
 
-    def begun(self, wait: Callable[[], object]) -> None:
+    def on_gather_issued(self, wait: Callable[[], object]) -> None:
         if self._recorder.is_recording and self._event is not None and self._recorder.is_cuda:
             self._event.end = self._recorder.mark_time(wait)
         elif self._recorder.is_recording:
             self._recorder.update_peak()
 
-    def gathered(self) -> None:
+    def on_gather_end(self) -> None:
         if self._recorder.is_recording and self._event is not None and not self._recorder.is_cuda:
             self._event.end = self._recorder.mark_time()
             self._recorder.update_peak()
 
-    def reducing(self) -> None:
+    def on_reduce_start(self) -> None:
         if not self._recorder.is_recording:
             return
         if self._event is None or self._event.action.kind is not Kind.REDUCE_GRAD:
@@ -141,7 +141,7 @@ class StageObserver:
         if not self._recorder.is_cuda:
             self._recorder.update_peak()
 
-    def reduced(self, unit: Any) -> None:
+    def on_reduce_end(self, unit: Any) -> None:
         if not self._recorder.is_recording or self._event is None:
             return
         if not self._recorder.is_cuda:

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from zeropipe.engine.backward.linear import find_deferred
-from zeropipe.engine.mesh.proof import prove
-from zeropipe.engine.mesh.spreading import Sharing
-from zeropipe.engine.mesh.talk import Actor, Peers, actors
-from zeropipe.engine.mesh.tensor import check_plan, plan_of, spread_stage
+from zeropipe.engine.mesh.tensor_parallel import check_hf_stage, find_plan
+from zeropipe.engine.mesh.tp_check import check_tp_plan
+from zeropipe.engine.mesh.tp_collectives import FakeGroup, TPGroup, fake_groups
+from zeropipe.engine.mesh.tp_layers import ParameterShards
+from zeropipe.engine.mesh.tp_stage import shard_stage
 from zeropipe.engine.stages.hf import HFStage
 from zeropipe.errors import ConfigError
 from zeropipe.estimating.count.record import Call, OperatorLog
@@ -27,41 +28,41 @@ def shard_alone(stage: HFStage, tp: int, log: OperatorLog) -> Iterator[Sequence[
         yield []
         return
     try:
-        plan = plan_of(stage)
+        plan = find_plan(stage)
     except ConfigError:
         kind = stage.full_config.model_type
         raise ConfigError(f"tp={tp}: transformers has no tensor-parallel plan for {kind}; leave out tp") from None
-    check_plan(stage, plan, tp)
-    prove(stage, plan, False)
-    sharing = Sharing(Peers(_GROUP, 0, tp), None)
-    spread_stage(stage, plan, sharing, False)
+    check_hf_stage(stage, plan, tp)
+    check_tp_plan(stage, plan, False)
+    shards = ParameterShards(TPGroup(_GROUP, 0, tp), None)
+    shard_stage(stage, plan, shards, False)
     for layer in find_deferred(stage):
         layer.has_hooks = True  # autograd runs it: deferring needs a device
-    actors[_GROUP] = _RecordingGroup(log, tp)
+    fake_groups[_GROUP] = _RecordingGroup(log, tp)
     try:
-        yield sharing.pieces()
+        yield shards.all_shards()
     finally:
-        del actors[_GROUP]
+        del fake_groups[_GROUP]
 
 
-class _RecordingGroup(Actor):
+class _RecordingGroup(FakeGroup):
     """Records collectives of the one rank that runs."""
 
     def __init__(self, log: OperatorLog, size: int) -> None:
         self._log, self._size = log, size
 
-    def everybodys(self, x: Tensor) -> list[Tensor]:
+    def gather(self, x: Tensor) -> list[Tensor]:
         return [x] * self._size
 
-    def total(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: Tensor) -> Tensor:
         with self._log.paused():
             result = torch.empty_like(x)
         self._add(x, result, x.nbytes)
         return result
 
-    def joined(self, x: Tensor, dimension: int) -> Tensor:
+    def all_gather(self, x: Tensor, dimension: int) -> Tensor:
         with self._log.paused():
-            result = super().joined(x, dimension)
+            result = super().all_gather(x, dimension)
         self._add(x, result, result.nbytes / 2)  # a gather moves half of what a sum moves
         return result
 

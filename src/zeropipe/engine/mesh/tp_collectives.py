@@ -1,0 +1,159 @@
+"""Collectives of the `tp` dimension with their gradients, named as Megatron does: copy, reduce, gather, scatter.
+
+The backward pass of each is the conjugate collective of the forward pass. `TPGroup` is a plain value of a name and
+numbers, so a compiled graph can hold it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from zeropipe.engine.torch_private import comm as torch_comm
+
+
+class FakeGroup:
+    """The collectives of one rank without a process group: of a simulation, or where layers are only counted."""
+
+    def gather(self, x: Tensor) -> list[Tensor]:
+        """The x of every rank."""
+        raise NotImplementedError
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return torch.stack(self.gather(x)).sum(0)
+
+    def all_reduce_max(self, x: Tensor) -> Tensor:
+        return torch.stack(self.gather(x)).amax(0)
+
+    def all_gather(self, x: Tensor, dimension: int) -> Tensor:
+        return torch.cat(self.gather(x), dimension)
+
+
+fake_groups: dict[str, FakeGroup] = {}  # by name
+
+
+class TPGroup(NamedTuple):
+    """The processes of a `tp` dimension, and this process's rank among them."""
+
+    name: str
+    rank: int
+    size: int
+
+    @staticmethod
+    def from_mesh(mesh: DeviceMesh) -> TPGroup:
+        """The group of a mesh with one dimension."""
+        return TPGroup(mesh.get_group().group_name, mesh.get_local_rank(), mesh.size())
+
+
+def all_reduce(x: Tensor, group: TPGroup) -> Tensor:
+    """The sum of x over all ranks."""
+    if group.name in fake_groups:
+        return fake_groups[group.name].all_reduce(x)
+    return torch_comm.reduced(x, "sum", group.name)
+
+
+def all_reduce_max(x: Tensor, group: TPGroup) -> Tensor:
+    """The elementwise maximum of x over all ranks."""
+    if group.name in fake_groups:
+        return fake_groups[group.name].all_reduce_max(x)
+    return torch_comm.reduced(x, "max", group.name)
+
+
+def all_gather(x: Tensor, dimension: int, group: TPGroup) -> Tensor:
+    """The x of all ranks, concatenated along a dimension."""
+    if group.name in fake_groups:
+        return fake_groups[group.name].all_gather(x, dimension)
+    gathered = torch_comm.gathered(x, group.name)
+    return gathered if dimension == 0 else torch.cat(gathered.chunk(group.size), dimension)
+
+
+def take_chunk(x: Tensor, dimension: int, group: TPGroup) -> Tensor:
+    """This rank's chunk of x along a dimension."""
+    return x.chunk(group.size, dimension)[group.rank].contiguous()
+
+
+def reduce_scatter(x: Tensor, dimension: int, group: TPGroup) -> Tensor:
+    """This rank's chunk of the sum of x over all ranks."""
+    if group.name in fake_groups:
+        return take_chunk(all_reduce(x, group), dimension, group)
+    return torch_comm.sum_scattered(torch.cat(x.chunk(group.size, dimension)), group.name)
+
+
+class Copy(torch.autograd.Function):
+    """Into column-wise layers: the input as it is; its gradients are summed over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: TPGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(dy, ctx.group), None
+
+
+class Reduce(torch.autograd.Function):
+    """Out of a row-wise layer: the sum over ranks; its gradient is passed on as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: TPGroup) -> Tensor:
+        return all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return dy, None
+
+
+class Gather(torch.autograd.Function):
+    """The chunks of all ranks; of the gradient, which is the same on all ranks, each takes its chunk."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dimension: int, group: TPGroup) -> Tensor:
+        ctx.dimension, ctx.group = dimension, group
+        return all_gather(x, dimension, group)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return take_chunk(dy, ctx.dimension, ctx.group), None, None
+
+
+class Scatter(torch.autograd.Function):
+    """This rank's chunk; the chunks of the gradient are gathered."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dimension: int, group: TPGroup) -> Tensor:
+        ctx.dimension, ctx.group = dimension, group
+        return take_chunk(x, dimension, group)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return all_gather(dy, ctx.dimension, ctx.group), None, None
+
+
+class GatherCopy(torch.autograd.Function):
+    """Gather, then Copy: each rank takes its chunk of the sum of the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dimension: int, group: TPGroup) -> Tensor:
+        ctx.dimension, ctx.group = dimension, group
+        return all_gather(x, dimension, group)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return reduce_scatter(dy, ctx.dimension, ctx.group), None, None
+
+
+class ReduceScatter(torch.autograd.Function):
+    """Reduce, then Scatter: this rank's chunk of the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dimension: int, group: TPGroup) -> Tensor:
+        ctx.dimension, ctx.group = dimension, group
+        return reduce_scatter(x, dimension, group)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return all_gather(dy, ctx.dimension, ctx.group), None, None
