@@ -32,7 +32,7 @@ def built(name, ranks):
 
 def executors_of(schedule, rank, options):
     """Those of a process whose stages have unequal numbers of units."""
-    same = {"module": nn.Identity(), "flags": lambda: b"\1", "describe": lambda: ["weight"]}
+    same = {"module": nn.Identity(), "trained_flags": lambda: b"\1", "describe": lambda: ["weight"]}
     stages = schedule.placement.stages_of(rank)
     shards = {stage: Some(units=[None] * (1 + stage % 4), **same) for stage in stages}
     return ExecutorCache(Some(schedule=schedule, rank=rank, shards=shards, options=Options(**options)))

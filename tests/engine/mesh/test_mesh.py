@@ -70,7 +70,7 @@ def test_blocks_that_share_something_are_sharded_right_or_refused():
         assert "blocks 0 and 1 of a stage share a parameter (down.weight, down.weight)" in shared
         assert "dp_replicate must be before dp_shard" in order
         assert twice == "a stage is already sharded; call parallelize() once, or leave out fully_shard"
-        assert listed == "stages are a list: give a dict, as module_stages and hf_stages make it"
+        assert listed == "stages are a list: must be a dict, as of module_stages and hf_stages"
         assert nowhere.startswith("mesh=None: must be a DeviceMesh, like init_device_mesh('cpu'")
         assert dtype == "dtype='bf16': must be a torch.dtype, like torch.bfloat16"
 
