@@ -137,7 +137,7 @@ def sharding_calls(schedule: Schedule, options: dict[str, Any]) -> tuple[int, li
         data, loss_fn = microbatches(schedule.num_microbatches), SquareLoss()
         engine.train_step(data, loss_fn)
         for stage, shards in engine._shards.items():
-            for method, name in (("gather", "UNSHARD"), ("drop", "RESHARD"), ("reduce", "REDUCE_GRAD")):
+            for method, name in (("unshard", "UNSHARD"), ("reshard", "RESHARD"), ("reduce", "REDUCE_GRAD")):
                 spy(shards, method, f"{stage}{name}", calls)
         engine._executors.close()  # its calls were bound before
         engine.train_step(data, loss_fn)

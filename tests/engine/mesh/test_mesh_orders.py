@@ -85,7 +85,7 @@ def test_blocks_that_are_come_back_to_for_some_data_only():
         said = own.run(cases.train_branching, schedule, SHARDED, {"regather": True}, ("returns",))
     for seen in said:
         assert "stage 0 enters blocks.0 again after other units, and did not in its first pass" in seen["returns"]
-        assert "leave regather=True out" in seen["returns"]
+        assert "leave out regather=True" in seen["returns"]
 
 
 def test_processes_that_would_not_agree_are_refused():
