@@ -219,7 +219,7 @@ def test_one_graph_for_all_blocks(group, kind, sequence, monkeypatch):
     if sequence:
         with monkeypatch.context() as torch_2_11:
             torch_2_11.setattr(torch_compile, "COMPILES_GATHERED", False)
-            with pytest.raises(ConfigError, match="compile=True with sequence_parallel: .*; leave out one of them"):
+            with pytest.raises(ConfigError, match=r"compile=True with sequence_parallel: .*; leave out one of them"):
                 prepare_blocks(stage, compile=True)
         if not torch_compile.COMPILES_GATHERED:
             return
@@ -249,7 +249,7 @@ def test_compiled_by_inductor(kind, spreading, ac):
     schedule = zp.build("zbv", ranks=2, microbatches=4)
     options, job = {"compile": True, "ac": ac}, (cases.train_on_tp, schedule, SIZES, kind, {"num_hidden_layers": 4})
     if spreading and kind in GATHERED and not torch_compile.COMPILES_GATHERED:
-        with pytest.raises(EngineError, match="compile=True with sequence_parallel: .*; leave out one of them"):
+        with pytest.raises(EngineError, match=r"compile=True with sequence_parallel: .*; leave out one of them"):
             ranks(4).run(*job, spreading, options, 1)
         return
     seen = largest(ranks(4).run(*job, spreading, options, 1, timeout=1200))

@@ -203,7 +203,7 @@ class HFStage(nn.Module):
             self._start.received = inputs
             self._zero_weights.match(inputs[0])
         try:
-            with self._packing.apart(kwargs.get("position_ids"), is_packed, sample_lengths):
+            with self._packing.separate_samples(kwargs.get("position_ids"), is_packed, sample_lengths):
                 output = self._run(kwargs)
         except StageEnd as end:
             return end.values if len(end.values) > 1 else end.values[0]

@@ -4,9 +4,10 @@ A microbatch with `cu_seqlens` is packed. Three things keep its samples apart, a
 
 position ids       start at 0 with each sample (`position_ids`)
 attention masks    flash attention takes the borders of the samples (`Packing.inputs`); all other masks are made from
-                   the position ids by functions of transformers (`Packing.apart`). A model type with mask functions of
-                   its own names them in `families.QUIRKS`.
-rotary embeddings  whose factors depend on the length of a sequence take the length of each sample (`Packing.apart`)
+                   the position ids by functions of transformers (`Packing.separate_samples`). A model type with mask
+                   functions of its own names them in `families.QUIRKS`.
+rotary embeddings  whose factors depend on the length of a sequence take the length of each sample
+                   (`Packing.separate_samples`)
 
 Whether that is enough for a model is tested on a small copy of it (`keeps_apart`, called by `verify`); if not, as with
 recurrent layers, `require_packable` refuses cu_seqlens.
@@ -87,7 +88,9 @@ class Packing:
         return inputs
 
     @contextmanager
-    def apart(self, positions: Tensor | None, is_packed: bool, lengths: Tensor | None = None) -> Iterator[None]:
+    def separate_samples(
+        self, positions: Tensor | None, is_packed: bool, lengths: Tensor | None = None
+    ) -> Iterator[None]:
         """Run a forward with masks and rotary embeddings that keep packed samples apart."""
         with ExitStack() as stack:
             if positions is None:
@@ -109,7 +112,7 @@ def keeps_apart(model: nn.Module, ids: Tensor, lengths: Sequence[int], is_equal:
     models = [copy.deepcopy(model) if length_dependent_rotary(model) else model for _ in lengths]
     with torch.no_grad():
         alone = [one(input_ids=part, use_cache=False).logits for one, part in zip(models, ids.split(lengths, dim=1))]
-        with Packing(model).apart(positions, True, sample_lengths(cu_seqlens, positions)):
+        with Packing(model).separate_samples(positions, True, sample_lengths(cu_seqlens, positions)):
             packed = model(input_ids=ids, position_ids=positions, use_cache=False).logits
     return is_equal(packed, torch.cat(alone, 1))
 
