@@ -150,11 +150,6 @@ def test_torchs_runtime_agrees(name):
     assert max(ranks().run(cases.on_torchs_runtime, schedule)) < TOLERANCE
 
 
-def test_torchs_runtime_refuses_two_copies():
-    with pytest.raises(EngineError, match="two copies of each stage"):
-        ranks(2).run(cases.on_torchs_runtime, build("dualpipe", 2))
-
-
 def test_microbatches_out_of_order():
     """Every microbatch keeps its own loss, and W may run in another order than I: a user's CSV on 2 ranks."""
     schedule = zp.from_csv(V_OUT_OF_ORDER)

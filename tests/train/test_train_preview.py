@@ -242,8 +242,8 @@ def test_a_dry_run_builds_a_counted_model_once(tmp_path, monkeypatch):
     """For balanced layers, the prediction, and the number of parameters."""
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 4, "vocab_size": 64}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "falcon", **sizes}))
-    opened, real = [], CountedModel._open
-    monkeypatch.setattr(CountedModel, "_open", lambda self, element: opened.append(element) or real(self, element))
+    opened, create = [], CountedModel._create_counter
+    monkeypatch.setattr(CountedModel, "_create_counter", lambda self, size: opened.append(size) or create(self, size))
     given = "--model.weights random --mesh.pp 2 --schedule.costs h100 --schedule.balance time --data.sequence 32"
     made = preview(read_run(None, ["--model.path", str(tmp_path), "--train.steps", "1", *given.split()]))
     assert made.prediction is not None

@@ -28,7 +28,7 @@ KINDS = ["kill", "raise", "killed", "interrupt", "stop", "delay", "raise", "kill
 TIMEOUT = 4.0  # of the engine
 TEXTS = {
     "kill": r"rank {} (was lost: .*|has not created its Engine: .*)",
-    "stop": r"rank {} (was lost: no sign of life .*|has not created its Engine: .*)",
+    "stop": r"rank {} (was lost: no heartbeat .*|has not created its Engine: .*)",
     "raise": r"rank {} failed at .*: ValueError: the cat sat on the keyboard",
     "interrupt": r"rank {} failed at .*: KeyboardInterrupt",
     "leave": r"rank {} failed at .*: SystemExit: enough",

@@ -303,7 +303,7 @@ def test_without_torch_distributed():
 
 def test_the_launcher_stops_ranks_that_take_too_long():
     ranks = LocalRanks(2)
-    with pytest.raises(EngineError, match="no sign of life within 1 seconds"):
+    with pytest.raises(EngineError, match="no result within 1 seconds"):
         ranks.run(cases.sleep_forever, timeout=1)
     assert gone(ranks.pids)
 

@@ -108,7 +108,7 @@ class LocalRanks:
             pending = {self._pipes[rank]: rank for rank in range(self.num_ranks) if rank not in outcomes}
             ready = wait(list(pending), max(0.0, end - time.monotonic()))
             if not ready:
-                why = "stopped, another rank failed" if failed else f"no sign of life within {timeout:g} seconds"
+                why = "stopped, another rank failed" if failed else f"no result within {timeout:g} seconds"
                 outcomes |= {rank: Failed(rank, "TimedOut", why) for rank in pending.values()}
             for pipe in ready:
                 rank = pending[pipe]  # type: ignore[index]
