@@ -64,7 +64,8 @@ class ForkServer:
 
     def preload(self, modules: Sequence[str]) -> None:
         """Import modules that ranks will need."""
-        self._send((list(sys.path), list(modules)))
+        with self._lock:
+            self._send((list(sys.path), list(modules)))
 
     def start_rank(self, function: Callable[..., None], args: tuple[Any, ...], connection: int, timeout: float) -> int:
         """Start a process that calls `function(connection, *args)`; returns its process id.
@@ -143,6 +144,7 @@ def preparation_data() -> dict[str, Any]:
 
 
 _current: ForkServer | None = None
+_current_lock = threading.Lock()
 
 
 def fork_server() -> ForkServer:
@@ -153,9 +155,10 @@ def fork_server() -> ForkServer:
             "local ranks are started while the script is imported, which every rank does: start them in a function or "
             "under `if __name__ == '__main__':`"
         )
-    if _current is None or not _current.is_usable:
-        _current = ForkServer()
-    return _current
+    with _current_lock:  # threads of a process share one
+        if _current is None or not _current.is_usable:
+            _current = ForkServer()
+        return _current
 
 
 def _receive_exactly(connection: socket.socket, size: int) -> bytes:
