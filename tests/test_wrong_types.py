@@ -97,7 +97,7 @@ MISTAKES = {
     "a name to fill": (lambda: zp.fill_gaps("zbv"), "'zbv': must be a Schedule"),
     "a table to fill with": (lambda: zp.fill_gaps(SCHEDULE, {"f": 1}), "costs={'f': 1}: must be costs of stages"),
     "a name to advise on": (lambda: zp.advice("zbv"), "'zbv': must be a Schedule"),
-    "a name to balance": (lambda: zp.balance("x", SCHEDULE), "costs='x': costs of layers are needed, give zp.estimate"),
+    "a name to balance": (lambda: zp.balance("x", SCHEDULE), "costs='x': must be costs of layers; use zp.estimate"),
     "a cut of a name": (lambda: zp.balance(zp.estimate("qwen3-8b"), "zbv"), "'zbv': must be a Schedule"),
     "no model to estimate": (lambda: zp.estimate(None), "model None: must be a directory with config.json"),
     "a number for ac": (lambda: zp.plan("qwen3-0.6b", ac=3, **SMALL), "ac=3: must be a name or a list of names"),

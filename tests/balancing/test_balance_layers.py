@@ -7,8 +7,8 @@ from random import Random
 import pytest
 
 import zeropipe as zp
-from zeropipe.balancing.balance import alive_of, balance_task, solved
-from zeropipe.balancing.simple import climb, spread
+from zeropipe.balancing.balance import balance_task, best_counts, peak_in_flight
+from zeropipe.balancing.heuristics import even_start, local_search
 from zeropipe.errors import ConfigError
 from zeropipe.estimating.estimate import estimate
 from zeropipe.schedules.registry import build_entry, entries
@@ -28,7 +28,7 @@ def model(times, first=0.3, last=1.4, sizes=None):
 
 
 def task_of(costs, schedule):
-    return balance_task(costs, schedule.problem, schedule.placement, alive_of(schedule))
+    return balance_task(costs, schedule.problem, schedule.placement, peak_in_flight(schedule))
 
 
 def all_cuts(task):
@@ -36,12 +36,12 @@ def all_cuts(task):
     for places in combinations(range(n + s - 1), s - 1):
         bars = [-1, *places, n + s - 1]
         counts = tuple(b - a - 1 for a, b in pairwise(bars))
-        if all(count >= task.least(stage) for stage, count in enumerate(counts)) and task.fits(counts):
+        if all(count >= task.min_layers(stage) for stage, count in enumerate(counts)) and task.fits(counts):
             yield counts
 
 
 def best_of_all(task):
-    return min((task.value(counts)[0] for counts in all_cuts(task)), default=None)
+    return min((task.objective(counts)[0] for counts in all_cuts(task)), default=None)
 
 
 SCHEDULES = [
@@ -63,12 +63,12 @@ def test_no_cut_is_better(name, ranks, per_rank):
         costs = model(times, random.choice([0, 0.3]), random.choice([0.2, 1.4, 4]), sizes)
         task = task_of(costs, schedule)
         if random.random() < 0.6:
-            least = min(max(task.ranks(counts)[1]) for counts in all_cuts(task))
+            least = min(max(task.rank_loads(counts)[1]) for counts in all_cuts(task))
             task = replace(task, memory=tuple(least * random.choice([0.98, 1.0, 1.3]) for _ in task.memory))
             tight += 1
         if random.random() < 0.4:
             task = replace(task, speed=tuple(speed * random.choice([1, 0.5, 2]) for speed in task.speed))
-        wanted, (counts, exact) = best_of_all(task), solved(task)
+        wanted, (counts, exact) = best_of_all(task), best_counts(task)
         if wanted is None:
             assert counts is None
             continue
@@ -79,7 +79,7 @@ def test_no_cut_is_better(name, ranks, per_rank):
             continue
         assert sum(counts) == num_layers
         assert task.fits(counts)
-        found = task.value(counts)[0]
+        found = task.objective(counts)[0]
         assert found >= wanted * (1 - 1e-12)
         if exact:
             assert found == pytest.approx(wanted, rel=1e-9), (times, counts)
@@ -119,7 +119,7 @@ def test_memory_moves_layers_where_there_is_room():
     assert zp.balance(costs, schedule, memory=(limit, 1e9)).counts == (2, 4)
     with pytest.raises(ConfigError, match=r"10 B beside the workspace is too little for every .* rank 0 needs \d+ B;"):
         zp.balance(costs, schedule, memory=10)
-    with pytest.raises(ConfigError, match="memory='80GB': a number is needed, or one for each rank"):
+    with pytest.raises(ConfigError, match="memory='80GB': must be a number, or one number per rank"):
         zp.balance(costs, schedule, memory="80GB")
 
 
@@ -132,9 +132,9 @@ def test_slow_gpus_get_fewer_layers():
 
 
 def test_microbatches_alive_are_counted_until_their_last_w():
-    assert alive_of(zp.build("1f1b", ranks=4, microbatches=8)) == [4, 3, 2, 1]
-    assert alive_of(zp.build("gpipe", ranks=2, microbatches=5)) == [5, 5]
-    assert max(alive_of(zp.build("zb-h1", ranks=4, microbatches=8))) == 4
+    assert peak_in_flight(zp.build("1f1b", ranks=4, microbatches=8)) == [4, 3, 2, 1]
+    assert peak_in_flight(zp.build("gpipe", ranks=2, microbatches=5)) == [5, 5]
+    assert max(peak_in_flight(zp.build("zb-h1", ranks=4, microbatches=8))) == 4
 
 
 def test_steps_to_better_cuts_are_near_the_best():
@@ -142,7 +142,7 @@ def test_steps_to_better_cuts_are_near_the_best():
     schedule = zp.build("interleaved", ranks=2, microbatches=8, stages_per_rank=4)
     for _ in range(10):
         task = task_of(model([random.choice([1.0, 2.0, 3.0]) for _ in range(9)]), schedule)
-        assert task.value(climb(task, spread(task)))[0] <= 1.15 * best_of_all(task)
+        assert task.objective(local_search(task, even_start(task)))[0] <= 1.15 * best_of_all(task)
 
 
 def test_what_every_stage_has_counts():
@@ -155,7 +155,7 @@ def test_what_every_stage_has_counts():
     stages = costs.costs(found.counts)
     assert [f + b for f, b in zip(stages.f, stages.b)] == pytest.approx(found.rank_times)
     task = task_of(costs, schedule)
-    assert task.ranks((3, 3))[1][0] == pytest.approx(6 * 18 + 2 * (3 + 3)), "two microbatches of rank 0 are alive"
+    assert task.rank_loads((3, 3))[1][0] == pytest.approx(6 * 18 + 2 * (3 + 3)), "two microbatches of rank 0 are alive"
 
 
 def test_too_many_stages_are_refused():

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import inf
 
-from zeropipe.balancing.exact import num_tried, one_pass, two_passes
-from zeropipe.balancing.simple import climb, equal_layers, spread
+from zeropipe.balancing.exact import best_of_one_per_rank, best_of_two_per_rank, num_pairs
+from zeropipe.balancing.heuristics import equal_layers, even_start, local_search
 from zeropipe.balancing.task import BalanceTask
 from zeropipe.core.action import B, F, W
 from zeropipe.core.jit import Floats, Ints, arrays
@@ -21,16 +21,16 @@ from zeropipe.core.units import size_text
 from zeropipe.errors import ConfigError, short
 from zeropipe.sim.layer_costs import LayerCost, LayerCosts, Setting
 
-MOST_TRIED = 3e9  # by an exact cut, which takes some ten seconds for so many
+MAX_PAIRS = 3e9  # pairs of stages that an exact cut may try: about ten seconds
 
 
 @dataclass(frozen=True)
 class Balance:
-    """Layers per stage, and what that means for each rank."""
+    """Layers per stage, and the time of each rank with them."""
 
     counts: tuple[int, ...]
     rank_times: tuple[float, ...]  # F, I and W of one microbatch, at the rank's speed
-    even: tuple[int, ...] | None  # the even cut, for comparison; None if the stages are more than the layers
+    even: tuple[int, ...] | None  # the even cut, for comparison; None if there are more stages than layers
     even_slowest: float
     less: tuple[int, ...] | None  # the best cut that is even but for fewer layers on the first and the last stage
     less_slowest: float
@@ -70,21 +70,21 @@ def balance(
     at its bound.
     """
     if not isinstance(costs, LayerCosts):
-        raise ConfigError(f"costs={short(costs)}: costs of layers are needed, give zp.estimate(...) or those of a file")
+        raise ConfigError(f"costs={short(costs)}: must be costs of layers; use zp.estimate(...) or a file's costs")
     require_schedule(schedule)
     task = balance_task(
-        costs, schedule.problem, schedule.placement, alive_of(schedule),
+        costs, schedule.problem, schedule.placement, peak_in_flight(schedule),
         setting=setting, ac=ac, speeds=speeds, memory=memory, shards=shards,
     )  # fmt: skip
-    counts, exact = solved(task)
+    counts, exact = best_counts(task)
     if counts is None:
-        _refuse(task)
+        _raise_too_large(task)
     assert counts is not None
     even = even_counts(task.num_layers, task.num_stages)
-    less = min(_less(task), key=lambda cut: max(task.ranks(cut)[0]), default=None)
-    slowest, less_slowest = (inf if cut is None else max(task.ranks(cut)[0]) for cut in (even, less))
-    times = task.ranks(counts)[0]
-    if len(times) < schedule.num_ranks:  # of each rank and its mirror image
+    less = min(_fewer_at_ends(task), key=lambda cut: max(task.rank_loads(cut)[0]), default=None)
+    slowest, less_slowest = (inf if cut is None else max(task.rank_loads(cut)[0]) for cut in (even, less))
+    times = task.rank_loads(counts)[0]
+    if len(times) < schedule.num_ranks:  # each is that of a rank and of its mirror image
         times += times[::-1][schedule.num_ranks % 2 :]
     return Balance(counts, tuple(times), even, slowest, less, less_slowest, exact)
 
@@ -94,32 +94,32 @@ def even_counts(num_layers: int, num_stages: int) -> tuple[int, ...] | None:
     return layer_counts(num_layers, num_stages) if num_stages <= num_layers else None
 
 
-def _less(task: BalanceTask) -> Iterator[tuple[int, ...]]:
-    """Even cuts with fewer layers on the first and the last stage."""
+def _fewer_at_ends(task: BalanceTask) -> Iterator[tuple[int, ...]]:
+    """Cuts that are even except for fewer layers on the first and the last stage."""
     most = -(-task.num_layers // task.num_stages) + 1
     for first in range(most):
         for last in range(most):
-            with suppress(ConfigError):  # a stage would have less than nothing
+            with suppress(ConfigError):  # a stage would have fewer than 0 layers
                 counts = layer_counts(task.num_layers, task.num_stages, first, last)
-                if all(count >= task.least(stage) for stage, count in enumerate(counts)):
+                if all(count >= task.min_layers(stage) for stage, count in enumerate(counts)):
                     yield counts
 
 
 @lru_cache(maxsize=4096)
-def solved(task: BalanceTask) -> tuple[tuple[int, ...] | None, bool]:
-    """The best cut that is known (None: nothing fits), and whether no cut is better."""
-    alike = len(set(zip(task.time, task.fixed, task.held))) == 1
+def best_counts(task: BalanceTask) -> tuple[tuple[int, ...] | None, bool]:
+    """The best known cut (None if nothing fits), and whether it is proven optimal."""
+    alike = len(set(zip(task.time, task.fixed, task.kept))) == 1
     guess = equal_layers(task) if alike else None
     if guess is not None:
         return guess, True
     if task.num_stages == task.num_ranks:
-        return one_pass(task), True
-    near = climb(task, spread(task))
-    if task.num_stages == 2 * task.num_ranks and _is_regular(task) and num_tried(task) <= MOST_TRIED:
-        most = task.value(near)[0] if task.fits(near) else inf
-        return two_passes(task, most), True
-    bound = (sum(task.time) + sum(task.ends(s)[0] for s in range(task.num_stages))) / sum(task.speed)
-    return (near, task.value(near)[0] <= bound * (1 + 1e-9)) if task.fits(near) else (None, False)
+        return best_of_one_per_rank(task), True
+    near = local_search(task, even_start(task))
+    if task.num_stages == 2 * task.num_ranks and _is_regular(task) and num_pairs(task) <= MAX_PAIRS:
+        most = task.objective(near)[0] if task.fits(near) else inf
+        return best_of_two_per_rank(task, most), True
+    bound = (sum(task.time) + sum(task.beside_layers(s)[0] for s in range(task.num_stages))) / sum(task.speed)
+    return (near, task.objective(near)[0] <= bound * (1 + 1e-9)) if task.fits(near) else (None, False)
 
 
 def _is_regular(task: BalanceTask) -> bool:
@@ -131,10 +131,10 @@ def _is_regular(task: BalanceTask) -> bool:
 def balanced_counts(
     costs: LayerCosts, problem: Problem, placement: Placement, setting: Setting | None = None, ac: str | None = None
 ) -> tuple[int, ...]:
-    """The cut whose slowest rank is fastest, of whichever schedule: without a look at memory."""
+    """The cut whose slowest rank is fastest, regardless of schedule and memory."""
     task = balance_task(costs, problem, placement, [0.0] * problem.num_stages, setting=setting, ac=ac)
-    counts = solved(task)[0]
-    assert counts is not None  # memory has no end here
+    counts = best_counts(task)[0]
+    assert counts is not None  # memory is unlimited here
     return counts
 
 
@@ -142,7 +142,7 @@ def balance_task(
     costs: LayerCosts,
     problem: Problem,
     placement: Placement,
-    alive: Sequence[float],
+    in_flight: Sequence[float],
     *,
     setting: Setting | None = None,
     ac: str | None = None,
@@ -150,20 +150,20 @@ def balance_task(
     memory: float | Sequence[float] | None = None,
     shards: int = 1,
 ) -> BalanceTask:
-    """The numbers of a balancing problem; `alive` is what `alive_of` finds in a schedule."""
+    """The numbers of a balancing problem; `in_flight` is what `peak_in_flight` finds in a schedule."""
     chosen = setting or costs.settings[0]
     layers = costs.layer_list(chosen, ac)
     each = costs.state.with_full_weights(shards)
     ends = [[chosen.kinds[kind] for kind in part] for part in (costs.before, costs.after, costs.each)]
     table, pairs = rank_table(placement, problem.num_ranks)
     speed = _per_rank("speeds", speeds, problem.num_ranks, 1.0)
-    room = _per_rank("memory", memory, problem.num_ranks, inf)
+    limit = _per_rank("memory", memory, problem.num_ranks, inf)
     workspace = max(layer.workspace for layer in [*layers, *ends[0], *ends[1], *ends[2]])
     return BalanceTask(
         tuple(layer.f + layer.full_backward for layer in layers), tuple(layer.parameters * each for layer in layers),
         tuple(max(layer.activation, layer.stash) for layer in layers), _end(ends[0], each), _end(ends[1], each),
-        table, tuple(alive), tuple(len(pair) * min(speed[r] for r in pair) for pair in pairs),
-        tuple(max(0.0, min(room[r] for r in pair) - workspace) for pair in pairs), _end(ends[2], each),
+        table, tuple(in_flight), tuple(len(pair) * min(speed[r] for r in pair) for pair in pairs),
+        tuple(max(0.0, min(limit[r] for r in pair) - workspace) for pair in pairs), _end(ends[2], each),
     )  # fmt: skip
 
 
@@ -176,7 +176,7 @@ def _end(parts: Sequence[LayerCost], each: float) -> tuple[float, float, float]:
 
 
 def rank_table(placement: Placement, num_ranks: int) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
-    """Who has each stage, and which ranks that is: one, or a rank and its mirror image.
+    """The owner of each stage, and the ranks of each owner: one rank, or a rank and its mirror image.
 
     Of two mirrored copies each runs half of the microbatches, so that a rank and its mirror image have equal work, and
     both hold both of their stages.
@@ -185,51 +185,51 @@ def rank_table(placement: Placement, num_ranks: int) -> tuple[tuple[int, ...], l
     if len(placement.copies) == 1:
         return table, [(rank,) for rank in range(num_ranks)]
     if placement.copies[1] != table[::-1] or table != tuple(range(num_ranks)):
-        raise ConfigError(f"placement {placement.name}: two copies that are no mirror images cannot be balanced")
+        raise ConfigError(f"placement {placement.name}: copies must mirror each other to be balanced; use mirror")
     half = [min(rank, num_ranks - 1 - rank) for rank in range(num_ranks)]
     return tuple(half), [tuple(dict.fromkeys((r, num_ranks - 1 - r))) for r in range((num_ranks + 1) // 2)]
 
 
-def alive_of(schedule: Schedule) -> list[float]:
-    """The most microbatches of each stage for which something is kept at once, from F to B or to the last W."""
+def peak_in_flight(schedule: Schedule) -> list[float]:
+    """The most microbatches of each stage in flight at once: from F to B, or to the last W."""
     xp = arrays(schedule.num_actions)
-    alive, most = xp.full_floats(schedule.num_stages), xp.full_floats(schedule.num_stages)
-    xp.call(alive_kernel, xp.ints(schedule.packed.codes), 1 / schedule.problem.num_weight_parts, alive, most)
-    return list(map(float, most))
+    in_flight, peak = xp.full_floats(schedule.num_stages), xp.full_floats(schedule.num_stages)
+    xp.call(in_flight_kernel, xp.ints(schedule.packed.codes), 1 / schedule.problem.num_weight_parts, in_flight, peak)
+    return list(map(float, peak))
 
 
-def alive_kernel(codes: Ints, part: float, alive: Floats, most: Floats) -> None:
-    """Rank by rank: ranks that hold the same stage come one after the other, and each ends with nothing."""
+def in_flight_kernel(codes: Ints, part: float, in_flight: Floats, peak: Floats) -> None:
+    """Count rank by rank. Ranks with the same stage share its counter, which is back at 0 when a rank ends."""
     for at in range(len(codes)):
         stage, kind = stage_of(codes[at]), kind_of(codes[at])
         if kind == F:
-            alive[stage] += 1
-            if alive[stage] > most[stage]:
-                most[stage] = alive[stage]
+            in_flight[stage] += 1
+            if in_flight[stage] > peak[stage]:
+                peak[stage] = in_flight[stage]
         elif kind == B:
-            alive[stage] -= 1
+            in_flight[stage] -= 1
         elif kind == W:
-            alive[stage] -= part
+            in_flight[stage] -= part
 
 
 def _per_rank(name: str, value: float | Sequence[float] | None, ranks: int, default: float) -> tuple[float, ...]:
     if value is None:
         return (default,) * ranks
     if isinstance(value, str) or not isinstance(value, (int, float, Iterable)):
-        raise ConfigError(f"{name}={short(value)}: a number is needed, or one for each rank")
+        raise ConfigError(f"{name}={short(value)}: must be a number, or one number per rank")
     listed = [value] * ranks if isinstance(value, (int, float)) else list(value)
     for one in listed:
         if isinstance(one, bool) or not isinstance(one, (int, float)) or not one > 0:
-            raise ConfigError(f"{name} has {short(one)}: a number above 0 is needed")
+            raise ConfigError(f"{name} has {short(one)}: must be a positive number")
     if len(listed) != ranks:
-        raise ConfigError(f"{name} has {len(listed)} entries: there are {ranks} ranks, give one for each")
+        raise ConfigError(f"{name} has {len(listed)} entries: must have {ranks}, one per rank")
     return tuple(map(float, listed))
 
 
-def _refuse(task: BalanceTask) -> None:
-    """ConfigError that says how much is missing, as far as the most even use of memory tells."""
+def _raise_too_large(task: BalanceTask) -> None:
+    """Raise ConfigError with the memory that is missing under the even cut."""
     even = even_counts(task.num_layers, task.num_stages)
-    sizes = task.ranks(even)[1] if even else [0.0] * task.num_ranks
+    sizes = task.rank_loads(even)[1] if even else [0.0] * task.num_ranks
     rank = max(range(task.num_ranks), key=lambda r: sizes[r] - task.memory[r])
     raise ConfigError(
         f"memory: {size_text(task.memory[rank], 'B')} beside the workspace is too little for every cut: with even "

@@ -1,4 +1,4 @@
-"""A balancing problem as numbers: times and bytes of layers, where stages live, what ranks can do."""
+"""A balancing problem as numbers: times and bytes of layers, the rank of each stage, speed and memory of ranks."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ class BalanceTask:
     """Layers in order, to be cut into stages.
 
     A rank's time is that of all its stages, divided by its speed. Its memory is, for each of its stages, the `fixed`
-    bytes of the layers and `alive` times their `held` bytes. `first` and `last` are what these stages have beside their
-    layers, and `every` what all have: time, fixed and held bytes. Stages in the middle have at least one layer.
+    bytes of the layers and `in_flight` times their `kept` bytes. `first` and `last` are what these stages have beside
+    their layers, and `every` what each stage has: time, fixed and kept bytes. Stages in the middle have at
+    least one layer.
     """
 
     time: tuple[float, ...]
     fixed: tuple[float, ...]
-    held: tuple[float, ...]
+    kept: tuple[float, ...]
     first: tuple[float, float, float]
     last: tuple[float, float, float]
     table: tuple[int, ...]  # the rank of each stage
-    alive: tuple[float, ...]  # microbatches at once, of each stage
+    in_flight: tuple[float, ...]  # the most microbatches in flight, of each stage
     speed: tuple[float, ...]  # of each rank
-    memory: tuple[float, ...]  # of each rank, for all of this
+    memory: tuple[float, ...]  # of each rank, in bytes
     every: tuple[float, float, float] = (0.0, 0.0, 0.0)  # what every stage has beside its layers
 
     def __post_init__(self) -> None:
@@ -56,48 +57,48 @@ class BalanceTask:
         return [[s for s, owner in enumerate(self.table) if owner == rank] for rank in range(self.num_ranks)]
 
     @cached_property
-    def before(self) -> tuple[list[float], list[float], list[float]]:
-        """Sums over the layers before each place: time, fixed and held bytes."""
-        columns = (self.time, self.fixed, self.held)
+    def prefix_sums(self) -> tuple[list[float], list[float], list[float]]:
+        """Sums over the layers before each index: time, fixed and kept bytes."""
+        columns = (self.time, self.fixed, self.kept)
         return tuple([0.0, *accumulate(column)] for column in columns)  # type: ignore[return-value]
 
-    def least(self, stage: int) -> int:
-        """How many layers a stage needs."""
+    def min_layers(self, stage: int) -> int:
+        """The fewest layers that a stage may have."""
         return 0 if stage in (0, self.num_stages - 1) else 1
 
-    def ends(self, stage: int) -> tuple[float, float, float]:
-        """What a stage has beside its layers."""
-        return self._ends[stage]
+    def beside_layers(self, stage: int) -> tuple[float, float, float]:
+        """Time, fixed and kept bytes of a stage beside its layers."""
+        return self._beside_layers[stage]
 
     @cached_property
-    def _ends(self) -> list[tuple[float, float, float]]:
+    def _beside_layers(self) -> list[tuple[float, float, float]]:
         parts = [[self.every] for _ in self.table]
         parts[0].append(self.first)
         parts[-1].append(self.last)
         return [tuple(map(sum, zip(*part))) for part in parts]  # type: ignore[misc]
 
-    def loads(self, counts: Sequence[int]) -> tuple[list[float], list[float], float]:
+    def evaluate(self, counts: Sequence[int]) -> tuple[list[float], list[float], float]:
         """Time (at its speed) and bytes of each rank, and the sum of squares of the stages' times."""
-        time, fixed, held = self.before
+        time, fixed, kept = self.prefix_sums
         times, sizes, squares, start = [0.0] * self.num_ranks, [0.0] * self.num_ranks, 0.0, 0
-        for stage, (count, rank, more) in enumerate(zip(counts, self.table, self._ends)):
+        for stage, (count, rank, more) in enumerate(zip(counts, self.table, self._beside_layers)):
             stop = start + count
             own = time[stop] - time[start] + more[0]
             times[rank] += own / self.speed[rank]
-            kept = held[stop] - held[start] + more[2]
-            sizes[rank] += fixed[stop] - fixed[start] + more[1] + self.alive[stage] * kept
+            size = kept[stop] - kept[start] + more[2]
+            sizes[rank] += fixed[stop] - fixed[start] + more[1] + self.in_flight[stage] * size
             squares += own**2
             start = stop
         return times, sizes, squares
 
-    def ranks(self, counts: Sequence[int]) -> tuple[list[float], list[float]]:
+    def rank_loads(self, counts: Sequence[int]) -> tuple[list[float], list[float]]:
         """Time (at its speed) and bytes of each rank."""
-        return self.loads(counts)[:2]
+        return self.evaluate(counts)[:2]
 
     def fits(self, counts: Sequence[int]) -> bool:
-        return all(size <= most * ROUNDING for size, most in zip(self.ranks(counts)[1], self.memory))
+        return all(size <= most * ROUNDING for size, most in zip(self.rank_loads(counts)[1], self.memory))
 
-    def value(self, counts: Sequence[int]) -> tuple[float, float]:
-        """What is minimised: the slowest rank's time; then how unequal stages are."""
-        times, _, squares = self.loads(counts)
+    def objective(self, counts: Sequence[int]) -> tuple[float, float]:
+        """The value to minimise: the slowest rank's time, then how unequal stages are."""
+        times, _, squares = self.evaluate(counts)
         return max(times), squares

@@ -9,7 +9,7 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any
 
-from zeropipe.balancing.balance import alive_of, balance_task, solved
+from zeropipe.balancing.balance import balance_task, best_counts, peak_in_flight
 from zeropipe.core.jit import use_compiled
 from zeropipe.core.model.layers import layer_counts
 from zeropipe.core.schedule import Schedule
@@ -64,7 +64,7 @@ def score_group(context: PlanContext, group: Sequence[Candidate]) -> list[PlanRo
         return []
     validate_user_schedule(schedule)
     rows: list[PlanRow] = []
-    live = alive_of(schedule)
+    live = peak_in_flight(schedule)
     for candidate in group:
         for counts in _list_cuts(context, candidate, schedule, live):
             row = score_candidate(context, candidate, schedule, counts)
@@ -90,11 +90,11 @@ def _list_cuts(
         )  # fmt: skip
     except ConfigError:
         return
-    unlimited = solved(task)[0]
+    unlimited = best_counts(task)[0]
     if unlimited is not None and (num_stages > num_layers or unlimited != layer_counts(num_layers, num_stages)):
         yield unlimited
     if num_stages == len(task.speed):
-        limited = solved(replace(task, memory=(context.memory_limit,) * len(task.memory)))[0]
+        limited = best_counts(replace(task, memory=(context.memory_limit,) * len(task.memory)))[0]
         if limited is not None and limited != unlimited:
             yield limited
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from zeropipe.balancing.balance import alive_of, balance_task, solved
+from zeropipe.balancing.balance import balance_task, best_counts, peak_in_flight
 from zeropipe.core.placement import PLACEMENTS, Problem
 from zeropipe.errors import ZeropipeError
 from zeropipe.planning.context import PlanContext
@@ -92,7 +92,7 @@ def _balance(context: PlanContext, candidate: Candidate) -> tuple[int, ...] | No
     name = "1f1b" if candidate.stages_per_rank == 1 else "zbv"
     schedule = build(name, ranks=candidate.layout.pp, microbatches=candidate.num_microbatches)
     task = balance_task(
-        context.costs, schedule.problem, schedule.placement, alive_of(schedule),
+        context.costs, schedule.problem, schedule.placement, peak_in_flight(schedule),
         setting=context.setting(candidate), ac=candidate.ac, shards=candidate.layout.dp_shard,
     )  # fmt: skip
-    return solved(task)[0]
+    return best_counts(task)[0]

@@ -61,4 +61,4 @@ def write(lane: Lane, rank: int, num_ranks: int, num_microbatches: int, near: in
     for _ in range(behind):
         lane.w()
         lane.i(near)
-    lane.w(times=lane.owed())
+    lane.w(times=lane.pending_w())

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from array import array
 from collections import deque
 from collections.abc import Iterable
 from itertools import pairwise
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from zeropipe.core.action import Kind
 from zeropipe.core.packed import JOINED, encode
@@ -32,15 +33,15 @@ class Beat(NamedTuple):
 class Lane:
     """One rank's row in the making. Each call appends the next microbatch of that stage.
 
-    `f`, `b`, `i` take the microbatches of a stage in order; `w` takes the oldest I whose W is still owed. With two
-    copies of the model, a stage's microbatches are those of the copy this rank holds. Orders that are not counted off
-    like this are written with `at`, `weave` and `repeat`, which name the microbatches.
+    `f`, `b`, `i` take the microbatches of a stage in order; `w` takes the oldest I whose W is pending. With two
+    copies of the model, a stage's microbatches are those of the copy this rank holds. Other orders are written with
+    `at`, `weave` and `repeat`, which name the microbatches.
     """
 
     def __init__(self, rank: int, problem: Problem, placement: Placement) -> None:
         self.rank = rank
         self.codes = array("q")
-        self._owed: dict[int, deque[tuple[int, int]]] = {}  # stage -> (place in the row, code) of I without W
+        self._pending: dict[int, deque[tuple[int, int]]] = {}  # stage -> (index in the row, code) of I without W
         self._next_f: dict[int, int] = {}
         self._next_b: dict[int, int] = {}
         self._problem, self._placement = problem, placement
@@ -54,7 +55,7 @@ class Lane:
             self.codes.extend(range(first, first + times * _NEXT, _NEXT))
 
     def b(self, stage: int, times: int = 1) -> None:
-        """`times` whole backwards of `stage`."""
+        """`times` full backwards of `stage`."""
         first = self._take(self._next_b, stage, times) | _B
         if times == 1:
             self.codes.append(first)
@@ -62,37 +63,43 @@ class Lane:
             self.codes.extend(range(first, first + times * _NEXT, _NEXT))
 
     def i(self, stage: int, times: int = 1) -> None:
-        """`times` input-gradient backwards of `stage`; each one owes a `w`."""
+        """`times` input-gradient backwards of `stage`; each needs a `w` later."""
         first = self._take(self._next_b, stage, times) | _I
-        owed = self._owed.setdefault(stage, deque())
+        pending = self._pending.setdefault(stage, deque())
         for code in range(first, first + times * _NEXT, _NEXT):
-            owed.append((len(self.codes), code))
+            pending.append((len(self.codes), code))
             self.codes.append(code)
 
     def w(self, stage: int | None = None, times: int = 1) -> None:
         """`times` weight gradients, oldest first, of `stage` or of whichever stage has the oldest."""
         for _ in range(times):
             if stage is None:
-                queue = min(filter(None, self._owed.values()), key=itemgetter(0), default=None)
+                queue = min(filter(None, self._pending.values()), key=itemgetter(0), default=None)
             else:
-                queue = self._owed.get(stage)
+                queue = self._pending.get(stage)
             if not queue:
                 of_stage = "" if stage is None else f" of stage {stage}"
                 raise ScheduleError(f"rank {self.rank} writes a W{of_stage}, but there is no I it could belong to")
             self.codes.append(queue.popleft()[1] + _I_TO_W)
 
     def overlap(self, forward: int, backward: int) -> None:
-        """The next forward of one stage together with the next whole backward of another."""
+        """The next forward of one stage together with the next full backward of another."""
         self.f(forward)
         self.codes[-1] |= JOINED
         self.b(backward)
 
-    def owed(self, stage: int | None = None) -> int:
-        """How many W (of `stage`, or in all) are still to come."""
-        return sum(len(queue) for owing, queue in self._owed.items() if stage in (None, owing))
+    def pending_w(self, stage: int | None = None) -> int:
+        """The number of I (of `stage`, or of all) that have no W yet."""
+        return sum(len(queue) for owner, queue in self._pending.items() if stage in (None, owner))
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "owed":
+            raise AttributeError(f"Lane has no method {name!r}")
+        warnings.warn("Lane.owed is deprecated: use pending_w", DeprecationWarning, stacklevel=2)
+        return self.pending_w
 
     def at(self, stage: int, kind: Kind, microbatch: int) -> None:
-        """Append one action with its microbatch spelled out, for orders that are not a pattern."""
+        """Append one action, with its microbatch."""
         self._require_stage(stage)
         if microbatch < 0:
             raise ScheduleError(f"rank {self.rank} writes microbatch {microbatch}: must be non-negative")
@@ -106,8 +113,8 @@ class Lane:
         for begin, end in pairwise(turns):
             running = [(lag, codes) for lag, codes in streams if lag <= begin < lag + len(codes)]
             block = array("q", bytes(8 * len(running) * (end - begin)))
-            for place, (lag, codes) in enumerate(running):
-                block[place :: len(running)] = codes[begin - lag : end - lag]
+            for index, (lag, codes) in enumerate(running):
+                block[index :: len(running)] = codes[begin - lag : end - lag]
             self.codes.extend(block)
 
     def repeat(self, beats: Iterable[Beat], period: int) -> None:

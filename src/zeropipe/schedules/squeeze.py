@@ -38,14 +38,14 @@ def squeeze(rows: list[Row], extra: int = 0) -> list[Row]:
 def with_w(row: Row) -> Row:
     """The row with every W in the first free slot after its I, oldest first."""
     full = dict(row)
-    owed: deque[Pass] = deque()
+    pending: deque[Pass] = deque()
     slot, end = 0, max(row)
-    while slot <= end or owed:
+    while slot <= end or pending:
         way, microbatch = row.get(slot, (F_DOWN, 0))
         if way >= I_DOWN:
-            owed.append((way + 2, microbatch))
-        elif slot not in row and owed:
-            full[slot] = owed.popleft()
+            pending.append((way + 2, microbatch))
+        elif slot not in row and pending:
+            full[slot] = pending.popleft()
         slot += 1
     return full
 
@@ -147,13 +147,13 @@ class _WithoutW(_Level):
 
     def __init__(self, row: Row, limit: int = 0) -> None:
         super().__init__(row, limit)
-        self._owed = [-1] * len(self._ways)  # W after each slot
+        self._pending = [-1] * len(self._ways)  # W after each slot
         self._over = 0  # slots in which an F goes above the limit
         self._put(self._ways[0], 0, 0, matters=False)
 
     def _put(self, way: int, start: int, left: int, matters: bool) -> bool:
-        kept_at, owed_at, over = self._kept, self._owed, self._over
-        kept, owed = (kept_at[start - 1], owed_at[start - 1]) if start else (0, 0)
+        kept_at, pending_at, over = self._kept, self._pending, self._over
+        kept, pending = (kept_at[start - 1], pending_at[start - 1]) if start else (0, 0)
         new: list[tuple[int, int]] = []
         for at in range(start, len(kept_at)):
             before = self._ways[at]
@@ -161,19 +161,19 @@ class _WithoutW(_Level):
             if F_DOWN <= before <= F_UP and kept_at[at] > self._limit:
                 over -= 1
             if now >= I_DOWN:
-                owed += 1
+                pending += 1
             elif now >= F_DOWN:
                 kept += 1
                 over += kept > self._limit
-            elif owed:
+            elif pending:
                 kept -= 1
-                owed -= 1
-            if at >= left and kept == kept_at[at] and owed == owed_at[at]:
+                pending -= 1
+            if at >= left and kept == kept_at[at] and pending == pending_at[at]:
                 break
-            new.append((kept, owed))
+            new.append((kept, pending))
         if matters and over:
             return False
         self._over = over
-        for at, (kept, owed) in enumerate(new, start):
-            kept_at[at], owed_at[at] = kept, owed
+        for at, (kept, pending) in enumerate(new, start):
+            kept_at[at], pending_at[at] = kept, pending
         return True

@@ -45,7 +45,7 @@ def zbv(lane: Lane, rank: int, p: Problem) -> None:
     for _ in range(behind):
         lane.i(down)
         lane.w(down)
-    lane.w(up, times=lane.owed(up))
-    lane.w(down, times=lane.owed(down))
+    lane.w(up, times=lane.pending_w(up))
+    lane.w(down, times=lane.pending_w(down))
     if p.num_microbatches < 2 * num_ranks - 1:
         lane.trim()

@@ -41,11 +41,12 @@ def chart_html(chart: Chart) -> str:
             {"name": line.name, "points": [[x, y, _text(y, chart.unit)] for x, y in line.points]} for line in lines
         ],
     }
+    summary = escape(_summary(chart))
     return (
         f'<figure class="zp-chart" data-chart="{escape(json.dumps(data, separators=(",", ":")))}">'
         f"<figcaption><h2>{escape(chart.title)}</h2><span>{keys}</span></figcaption>"
         f'<div class="zp-chart-body"><div class="zp-chart-y">{y_names}</div><div class="zp-chart-plot">'
-        f'<svg viewBox="0 0 {SIZE} {SIZE}" preserveAspectRatio="none" role="img" aria-label="{escape(_told(chart))}">'
+        f'<svg viewBox="0 0 {SIZE} {SIZE}" preserveAspectRatio="none" role="img" aria-label="{summary}">'
         f"{grid}{drawn}</svg></div>"
         f'<div class="zp-chart-x">{_x_names(chart.x_name, x_low, x_high)}</div></div></figure>'
     )
@@ -105,8 +106,8 @@ def _text(value: float, unit: str) -> str:
     return time_text(value, unit) if abs(value) > 1e-12 else "0"
 
 
-def _told(chart: Chart) -> str:
-    """The chart for those who do not see it."""
+def _summary(chart: Chart) -> str:
+    """The chart in words, for screen readers."""
     ends = [
         f"{line.name} from {_text(line.points[0][1], chart.unit)} to {_text(line.points[-1][1], chart.unit)}"
         for line in chart.lines

@@ -1,4 +1,4 @@
-"""Cuts without a table of all states: equal layers in closed form, and steps from a cut to a better one."""
+"""Cuts without dynamic programming: equal layers in closed form, and local search."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def equal_layers(task: BalanceTask) -> tuple[int, ...] | None:
-    """The best cut of layers that are all alike, whatever the placement; None where there is too little memory.
+    """The best cut of layers that are all alike, for any placement; None if memory is too small.
 
     A rank's time depends on how many layers it has, so layers go one by one to the rank that ends up fastest, which is
     exact; within a rank, to the stage that ends up fastest.
     """
-    counts = [task.least(stage) for stage in range(task.num_stages)]
+    counts = [task.min_layers(stage) for stage in range(task.num_stages)]
     unit = task.time[0] if task.time else 0.0
-    time = [unit * counts[stage] + task.ends(stage)[0] for stage in range(task.num_stages)]
+    time = [unit * counts[stage] + task.beside_layers(stage)[0] for stage in range(task.num_stages)]
     loads = [sum(time[stage] for stage in stages) for stages in task.stages_of]
     for _ in range(task.num_layers - sum(counts)):
         rank = min(range(task.num_ranks), key=lambda r: ((loads[r] + unit) / task.speed[r], loads[r], r))
@@ -31,28 +31,28 @@ def equal_layers(task: BalanceTask) -> tuple[int, ...] | None:
     return tuple(counts) if task.fits(counts) else None
 
 
-def spread(task: BalanceTask) -> tuple[int, ...]:
-    """Layers as even as can be, none where there are too few."""
-    counts = [task.least(stage) for stage in range(task.num_stages)]
+def even_start(task: BalanceTask) -> tuple[int, ...]:
+    """The most even cut; ends may be empty where layers are few."""
+    counts = [task.min_layers(stage) for stage in range(task.num_stages)]
     for _ in range(task.num_layers - sum(counts)):
         counts[counts.index(min(counts))] += 1
     return tuple(counts)
 
 
-def climb(task: BalanceTask, start: Sequence[int]) -> tuple[int, ...]:
-    """From a cut to better ones, moving one layer at a time from stage to stage, until no move helps."""
-    loads = _Loads(task)
-    least = [task.least(stage) for stage in range(task.num_stages)]
-    moves = np.eye(task.num_stages, dtype=np.int64)  # row by row, what a target gets
+def local_search(task: BalanceTask, start: Sequence[int]) -> tuple[int, ...]:
+    """Improve a cut by moving one layer at a time from a stage to another, until no move helps."""
+    evaluator = _CutEvaluator(task)
+    least = [task.min_layers(stage) for stage in range(task.num_stages)]
+    moves = np.eye(task.num_stages, dtype=np.int64)  # one row per target stage
     best = np.array(start, np.int64)
-    value = loads.least(best[None, :])[0]
+    value = evaluator.best(best[None, :])[0]
     while True:
         found = None
         for source in range(task.num_stages):
             if best[source] <= least[source]:
                 continue
             cuts = best - moves[source] + moves  # the stages in between shift by one layer
-            new, at = loads.least(cuts)
+            new, at = evaluator.best(cuts)
             if new < value:
                 found, value = cuts[at], new
         if found is None:
@@ -60,24 +60,24 @@ def climb(task: BalanceTask, start: Sequence[int]) -> tuple[int, ...]:
         best = found
 
 
-class _Loads:
-    """What cuts come to, many at once."""
+class _CutEvaluator:
+    """Evaluates many cuts at once."""
 
     def __init__(self, task: BalanceTask) -> None:
-        self.layers = [np.array(column) for column in task.before]
-        self.ends = np.array([task.ends(stage) for stage in range(task.num_stages)])
+        self.layers = [np.array(column) for column in task.prefix_sums]
+        self.ends = np.array([task.beside_layers(stage) for stage in range(task.num_stages)])
         self.order = np.argsort(task.table, kind="stable")  # the stages of one rank follow each other
         self.first = np.searchsorted(np.array(task.table)[self.order], np.arange(task.num_ranks))
-        self.alive, self.speed, self.memory = map(np.array, (task.alive, task.speed, task.memory))
+        self.in_flight, self.speed, self.memory = map(np.array, (task.in_flight, task.speed, task.memory))
 
-    def least(self, cuts: Array) -> tuple[tuple[float, float, float], int]:
-        """The least value and where it is: bytes that are missing, the slowest rank, and how unequal stages are."""
+    def best(self, cuts: Array) -> tuple[tuple[float, float, float], int]:
+        """The best value and its index: bytes that are missing, the slowest rank, and how unequal stages are."""
         stop = np.cumsum(cuts, 1)
         start = stop - cuts
-        time, fixed, held = (column[stop] - column[start] + more for column, more in zip(self.layers, self.ends.T))
+        time, fixed, kept = (column[stop] - column[start] + more for column, more in zip(self.layers, self.ends.T))
         slowest = (self._of_ranks(time) / self.speed).max(1)
         with np.errstate(divide="ignore"):
-            over = np.maximum(0.0, self._of_ranks(fixed + self.alive * held) / self.memory - 1).sum(1)
+            over = np.maximum(0.0, self._of_ranks(fixed + self.in_flight * kept) / self.memory - 1).sum(1)
         over[over <= 1e-9] = 0.0
         unequal = (time**2).sum(1)
         at = int(np.lexsort((unequal, slowest, over))[0])
