@@ -12,11 +12,11 @@ REPLACED = {
     "": """
         nursery bear _born _live Told told Team HasTeam Opened open_step KindBook unsaid speaks stayed Passes Executors
         Gauge Actor Whole Undrawn unset chance prove uncovered Workshop Hunt _Leg Judge climb Asked Few few ordering
-        laps crossing owed Bed growing rings pen anyhow likely live_on INSIDE apart reality tries sifted AsRun _told
+        laps crossing Bed growing rings pen anyhow likely live_on INSIDE apart reality tries sifted AsRun _told
         Wanted Beside Kept Sole Taken _sow require_sense Hand Here Meeting Refused Seen Watched Ran MOST
         """,
     "engine": "Place Desk Board Parts Piece Lane spread Enter Leave Join Take share switch complete alive ahead",
-    "searching": "Start Field Room Place way share right ready starts",
+    "searching": "Start Field Room Place way share right ready starts owed",
     "core": "shards sharding given",
     "planning": "Row Scene",
     "cli": "Cut",

@@ -32,7 +32,7 @@ MISTAKES = {
         "of these costs of layers",
     ),
     "a schedule to draw": (lambda: zp.draw(SCHEDULE), "<Schedule zbv: 2 ranks, 4 st"),
-    "nothing to draw": (lambda: zp.draw(None), "None is no Timeline: draw what zp.simulate or a recorded run gives"),
+    "nothing to draw": (lambda: zp.draw(None), "None must be a Timeline, from zp.simulate or a recorded run"),
     "texts as rows": (
         lambda: zp.Schedule.of(SCHEDULE.problem, SCHEDULE.placement, [["0F0"]]),
         "'0F0': must be an Action or an Overlap; use zp.from_csv",

@@ -179,7 +179,7 @@ def test_a_short_last_group_saves_memory(group_size, makespan, peak):
         ("zb-h2", 4, 4, {"extra": 4}, "extra=4"),
         ("v-half", 4, 4, {"extra": -1}, "extra=-1"),
         ("dualpipe", 3, 6, {}, "ranks=3: use dualpipev"),
-        ("dualpipev", 4, 6, {}, "give 7 or more"),
+        ("dualpipev", 4, 6, {}, "use 7 or more"),
         ("dualpipe", 4, 4, {}, "use 6"),
     ],
 )

@@ -148,7 +148,7 @@ def test_variants_of_a_function_and_objects_are_schedules_too(tmp_path, monkeypa
     sizes = {"ranks": 1, "microbatches": 1}
     assert str(load(f"{file}:lazy-2", **sizes)) == "0F0 0I0 0W0"
     assert registry.find("lazy-2").summary == "Puts W off"
-    with pytest.raises(zp.ConfigError, match=r"variants.py:lazy is several schedules: name one of lazy-1, lazy-2"):
+    with pytest.raises(zp.ConfigError, match=r"variants.py:lazy registers several schedules: use one of lazy-1"):
         load(f"{file}:lazy", **sizes)
     with pytest.raises(zp.ConfigError, match=r"later does not run: ZeroDivisionError: .* \(variants.py:9\)"):
         load(f"{file}:later", **sizes)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from zeropipe.train.loop.signals import SIGNALS, StopSignals
-from zeropipe.train.start import hear_nothing
+from zeropipe.train.start import ignore_signals
 
 RUN = """
 [model]
@@ -65,7 +65,7 @@ def test_a_signal_ends_a_run_after_a_saved_step(folder, number, to_all):
     (os.killpg if to_all else os.kill)(process.pid, number)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
-    assert f"{number.name}: the step is finished and saved; once more stops at once\n" in err
+    assert f"{number.name}: finishing and saving this step; a second signal stops at once\n" in err
     outcome = json.loads(out)
     assert outcome["stopped_by"] == number.name
     assert outcome["checkpoint"] == f"out/checkpoints/step-{outcome['steps']:06d}"
@@ -81,7 +81,7 @@ def test_the_second_signal_stops_everything_at_once(folder):
     process = started("--engine.timeout", "30")
     ranks = [int(pid) for pid in subprocess.run(
         ["pgrep", "-g", str(process.pid)], capture_output=True, text=True, check=True).stdout.split()]  # fmt: skip
-    assert len(ranks) >= 4  # the command, the process that ranks are born in, and two ranks
+    assert len(ranks) >= 4  # the command, the fork server, and two ranks
     os.kill(process.pid, signal.SIGINT)
     time.sleep(0.01)
     os.kill(process.pid, signal.SIGINT)
@@ -99,7 +99,7 @@ def test_two_signals_at_the_same_moment_are_one_and_print_nothing(monkeypatch):
     monkeypatch.setattr(sys, "unraisablehook", printed.append)
     before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
-        hear_nothing()
+        ignore_signals()
         with StopSignals() as signals:
             signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
             for number in SIGNALS:

@@ -103,11 +103,11 @@ def test_odd_timelines_are_drawn(case, suffix, tmp_path):
 
 
 REFUSED = {
-    "nan to 2; give times up to": with_times(start={1: nan}),
-    "1 to nan; give times up to": with_times(end={1: nan}),
-    "1 to inf; give times up to": with_times(end={1: inf}),
-    "1 to 1e+300; give times up to": with_times(end={1: 1e300}),
-    "0F1 runs from 1 to 0.5; an end comes after its start": with_times(end={1: 0.5}),
+    "nan to 2; times must be at most": with_times(start={1: nan}),
+    "1 to nan; times must be at most": with_times(end={1: nan}),
+    "1 to inf; times must be at most": with_times(end={1: inf}),
+    "1 to 1e+300; times must be at most": with_times(end={1: 1e300}),
+    "0F1 runs from 1 to 0.5; an end must not be before its start": with_times(end={1: 0.5}),
     "0F1 runs from -1 to 2; the actions of a rank start in the order of its row": with_times(start={1: -1.0}),
     "0F0 has memory nan": replace(run(), memory=Memory(*[array("d", [nan] * 8).tobytes()] * 2)),
     "not as many times as actions": replace(run(), end=b""),
@@ -163,7 +163,7 @@ def test_a_name_in_a_figure_by_matplotlib(case, suffix, tmp_path):
 
 
 def test_signs_that_no_font_has_are_told_once(tmp_path):
-    with pytest.warns(UserWarning, match=r"^no font here has '\U00014400\U00014401': boxes stand for it") as told:
+    with pytest.warns(UserWarning, match=r"^no font has '\U00014400\U00014401', which is drawn as boxes") as told:
         zp.draw(run().with_label("\U00014400\U00014401\U00014400"), tmp_path / "x.png", dpi=20)
     assert len(told) == 1
 

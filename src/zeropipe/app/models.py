@@ -263,7 +263,7 @@ class UploadInfo(BaseModel):
 
 
 class QueueLoad(BaseModel):
-    """Requests in one of the server's queues; at most `room` may wait, others are answered with 503."""
+    """Requests in one of the server's queues; at most `room` requests wait, others get status 503."""
 
     running: int
     waiting: int

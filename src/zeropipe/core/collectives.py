@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from zeropipe.core.action import Kind, Step, actions_of
 
-AT_ONCE = 2  # units that are whole at a time where weights are gathered for every microbatch
+AT_ONCE = 2  # units that are gathered at a time, where weights are gathered for every microbatch
 _READS_WEIGHTS = (Kind.F, Kind.B, Kind.I)
 
 

@@ -1,4 +1,4 @@
-"""What is allowed and still unwise."""
+"""Warnings about schedules that are valid and slow."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Building blocks on a V: one microbatch's way down the ranks and back, repeated every six half-stage units.
+"""Building blocks on a V: the passes of one microbatch down the ranks and back, repeated every six units of time.
 
 A rank has six passes per microbatch, of one unit each, so a block whose passes fall on six different units modulo six
-has no bubble in steady state. How far neighbouring passes lie apart decides how long activations live.
+has no bubble in steady state. The distances between consecutive passes determine how long activations are kept.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Block(NamedTuple):
 
 def write(lanes: list[Lane], p: Problem, block: Block, extra: int = 0) -> None:
     """All rows of a block that is repeated, and squeezed at both ends with `extra` units of memory."""
-    # the ends do not depend on how long the middle is: squeeze a short schedule, then stretch it
+    # the ends do not depend on the length of the middle: squeeze a short schedule, then stretch it
     size = p.num_ranks + 8
     while True:
         short = min(size, p.num_microbatches)
@@ -50,7 +50,7 @@ def write(lanes: list[Lane], p: Problem, block: Block, extra: int = 0) -> None:
             lane.at(stages[way], _KINDS[way], microbatch + (missing if slot >= cut else 0))
 
 
-@lru_cache(maxsize=4)  # the same for any larger number of microbatches
+@lru_cache(maxsize=4)  # called with the same arguments for all large numbers of microbatches
 def _squeezed(block: Block, num_ranks: int, num_microbatches: int, extra: int) -> list[Row]:
     return squeeze([_row(block, rank, num_ranks, num_microbatches) for rank in range(num_ranks)], extra)
 

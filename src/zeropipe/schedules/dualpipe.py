@@ -11,7 +11,7 @@ def _require(p: Problem) -> None:
     least = 2 * p.num_ranks - 2
     if p.num_microbatches % 2 or p.num_microbatches < least:
         raise ConfigError(
-            f"dualpipe needs an even number of microbatches from 2 x ranks - 2 on, got microbatches="
+            f"dualpipe needs an even number of microbatches, at least 2 x ranks - 2, got microbatches="
             f"{p.num_microbatches}; use {max(least, p.num_microbatches + 1)}"
         )
 

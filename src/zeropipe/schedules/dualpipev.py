@@ -9,7 +9,7 @@ def _require(p: Problem) -> None:
     if p.num_microbatches < least:
         raise ConfigError(
             f"dualpipev needs 2 x ranks - 1 microbatches, got microbatches={p.num_microbatches}: "
-            f"give {least} or more, or use zbv"
+            f"use {least} or more, or zbv"
         )
 
 
@@ -30,7 +30,7 @@ def dualpipev(lane: Lane, rank: int, p: Problem) -> None:
 
 
 def write(lane: Lane, rank: int, num_ranks: int, num_microbatches: int, near: int, far: int) -> None:
-    """One rank of DualPipe: `near` is its stage in the first half of the way, `far` the one in the second half.
+    """One rank of DualPipe: `near` is its stage in the first half of the model, `far` the one in the second half.
 
     `rank` counts from the end of the pipeline that microbatches of `near` come from, `num_ranks` up to its middle.
     """
@@ -45,7 +45,7 @@ def write(lane: Lane, rank: int, num_ranks: int, num_microbatches: int, near: in
         lane.f(far)
     for turn in range(num_microbatches - 2 * num_ranks + rank + 1):
         if turn == 0 and behind == 0:
-            # apart, so that the backward's neighbour need not wait for a whole pair
+            # not overlapped, so that the next rank need not wait for both
             lane.f(near)
             lane.b(far)
         else:
@@ -54,7 +54,7 @@ def write(lane: Lane, rank: int, num_ranks: int, num_microbatches: int, near: in
     for _ in range(behind):
         lane.b(far)
         lane.overlap(far, near)
-    # from the middle of the last rank + 1 pairs on, backward is split: the other ranks wait for I only
+    # from the middle of the last rank + 1 pairs on, the backward is split, because other ranks wait for I
     for turn in range(rank + 1):
         (lane.b if 2 * turn < rank + 1 else lane.i)(far)
         (lane.b if 2 * turn < rank else lane.i)(near)

@@ -22,7 +22,7 @@ from zeropipe.errors import ConfigError, ZeropipeError, short
 from zeropipe.schedules.lane import Lane
 
 ENTRY_POINTS = "zeropipe.schedules"
-FILES = (*SCHEDULE_SUFFIXES, ".toml", ".py")  # what ends like this is no schedule's name
+FILES = (*SCHEDULE_SUFFIXES, ".toml", ".py")  # suffixes that the name of a schedule must not have
 
 
 @dataclass(frozen=True)
@@ -37,22 +37,22 @@ class Entry:
     overlaps: bool = False
     aliases: tuple[str, ...] = ()
     paper: str = ""
-    limits: str = ""  # for people, what `require` refuses
+    limits: str = ""  # what `require` refuses, in words
     require: Callable[..., None] | None = field(default=None, repr=False)  # raises ConfigError
 
     @property
     def summary(self) -> str:
-        """One line for people: the first of the function's docstring."""
+        """A description: the first line of the function's docstring."""
         return (inspect.getdoc(self.function) or "").split("\n")[0].rstrip(".")
 
     @property
     def is_ours(self) -> bool:
-        """Whether it is of this package: right at every size, and known to other processes."""
+        """Whether it is in this package: valid at every size, and known to other processes."""
         return _is_ours(self.write)
 
     @property
     def function(self) -> Callable[..., None]:
-        """What `write` is without the values that functools.partial has set."""
+        """The function `write`, without functools.partial."""
         return _bare(self.write)
 
     @property
@@ -65,17 +65,17 @@ class Entry:
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """The knobs beyond sizes, with their defaults; None where a value has to be given."""
+        """The options besides sizes, with their defaults; None for an option without default."""
         return {p.name: None if p.default is p.empty else p.default for p in self._knobs}
 
     @property
     def plain_options(self) -> dict[str, bool | int | float | str | None]:
-        """The same as data for JSON, anything else than a number as text."""
+        """The options as data for JSON; values other than numbers are converted to text."""
         return {name: _as_data(default) for name, default in self.options.items()}
 
     @property
     def needed_options(self) -> list[str]:
-        """Those without a default."""
+        """The options without a default."""
         return [p.name for p in self._knobs if p.default is p.empty]
 
     @property
@@ -102,14 +102,14 @@ def register(
     limits: str = "",
     require: Callable[..., None] | None = None,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a schedule known under `name`.
+    """Register a schedule under `name`.
 
         @register("1f1b", placement=linear)
         def one_f_one_b(lane, rank, p): ...
 
     A function of `(lane, rank, p)` writes one rank's row; a function of `(lanes, p)` writes all of them. Keyword-only
     parameters become options of `build` and of the command line. A file (or a notebook) may register its names again;
-    a name that another file has taken is refused.
+    a name that another file has registered is refused.
     """
     allowed = (stages_per_rank,) if isinstance(stages_per_rank, int) else stages_per_rank
     _require_facts(name, aliases, placement, allowed)
@@ -118,7 +118,7 @@ def register(
         if not callable(write):
             raise ConfigError(f"register({name!r}) is of {short(write)}: put it before a function that writes a row")
         if not _is_ours(write):
-            _load_ours()  # their names are taken
+            _load_ours()  # their names are reserved
         for other in _entries.values():
             clash = {_plain(n) for n in (name, *aliases)} & {_plain(n) for n in (other.name, *other.aliases)}
             if clash and (other.name != name or _home(other.write) != _home(write)):
@@ -179,7 +179,7 @@ def find(name: str) -> Entry:
 def build(name: str, *, ranks: int, microbatches: int, stages_per_rank: int | None = None, **options: Any) -> Schedule:
     """The schedule `name` for `ranks` pipeline ranks and `microbatches` microbatches.
 
-    `stages_per_rank` defaults to what the schedule is made for; other keywords are the schedule's own options.
+    `stages_per_rank` has a default for each schedule; other keywords are the schedule's own options.
     """
     return build_entry(find(name), ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank, **options)
 
@@ -223,11 +223,11 @@ def build_entry(
                 entry.write(lane, rank, problem, **options)
     except ZeropipeError:
         raise
-    except Exception as error:  # whatever a user's function does
+    except Exception as error:  # of any type, from a user's function
         frames = traceback.extract_tb(error.__traceback__)
         code = getattr(entry.function, "__code__", None) or getattr(type(entry.function).__call__, "__code__", None)
         file = getattr(code, "co_filename", "")
-        own = [frame for frame in frames if frame.filename == file]  # and not a line of the lane it called
+        own = [frame for frame in frames if frame.filename == file]  # not a line in Lane
         where = (own or frames)[-1]
         raise ConfigError(
             f"{entry.name} does not run: {type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
@@ -237,7 +237,7 @@ def build_entry(
 
 
 def _rebuild(name: str, ranks: int, per_rank: int, options: tuple[tuple[str, Any], ...], microbatches: int) -> Schedule:
-    """`build` again, by the name: what a schedule carries along must be small and travel between processes."""
+    """Call `build` by name: schedules hold this function, which must be small and can be pickled."""
     return build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=per_rank, **dict(options))
 
 
@@ -304,5 +304,5 @@ def _load() -> None:
     for point in entry_points(group=ENTRY_POINTS):
         try:
             point.load()
-        except Exception as error:  # somebody else's package must not take ours down
-            warn(f"schedules of {point.value} are left out: {type(error).__name__}: {error}", stacklevel=1)
+        except Exception as error:  # an installed package must not make this one fail
+            warn(f"cannot load the schedules of {point.value}: {type(error).__name__}: {error}", stacklevel=1)

@@ -1,4 +1,4 @@
-"""What the interleaved schedules share: microbatches go through a rank's stages in groups, one group per round."""
+"""Functions of the interleaved schedules: microbatches go through a rank's stages in groups, one group per round."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from zeropipe.schedules.lane import run
 def groups(p: Problem, group_size: int | None = None) -> list[range]:
     """The microbatches of each round: all groups have `group_size`, the last one has the rest.
 
-    By default there are as many groups as fit with one microbatch per rank, all equal or, where that does not work
-    out, the first ones larger by one.
+    By default there are as many groups as possible with at least one microbatch per rank; their sizes differ by at most
+    one.
     """
     if group_size is not None:
         return [range(p.num_microbatches)[at : at + group_size] for at in range(0, p.num_microbatches, group_size)]
@@ -26,18 +26,18 @@ def groups(p: Problem, group_size: int | None = None) -> list[range]:
 
 
 def require_group_size(p: Problem, group_size: int | None, least: int, overlaps: bool = False) -> None:
-    """ConfigError for a group size whose order would hang: below `least`, or with too short a last group.
+    """ConfigError for a group size with a deadlock: below `least`, or with too small a last group.
 
-    With too short a group, the first rank waits for the group's input of its next stage. The last rank makes that input
-    after a backward of the group before, which waits for a backward of the first rank, which comes after its wait. If
-    each F `overlaps` a B, that B waits along with it, and the group needs one microbatch more.
+    With too small a group, the first rank waits for the input of its next stage. The last rank computes that input
+    after a backward of the previous group, which waits for a later backward of the first rank. If each F `overlaps` a
+    B, that B waits, too, and the group needs one microbatch more.
     """
     if group_size is None:
         return
     if not isinstance(group_size, int) or group_size < min(least, p.num_microbatches):
         raise ConfigError(
             f"group_size={group_size!r}: with {p.num_ranks} ranks a group needs {least} microbatches; "
-            "give that or more, or leave it out"
+            "use at least that, or leave it out"
         )
     rest = p.num_microbatches % group_size
     needed = (p.num_ranks - 1) * (2 if group_size >= p.num_ranks else 1) + overlaps - group_size

@@ -1,4 +1,4 @@
-"""Squeezing: the two ends of a schedule made of a repeated block become shorter.
+"""Shortens the two ends of a schedule that repeats a block ("squeezing" in the paper).
 
 All ranks together hold one copy of the block per microbatch, so some of their slots are empty while the pipeline fills
 and while it drains. There, passes move into earlier empty slots; the steady state between the two stays. A slot takes
@@ -22,10 +22,10 @@ Slots = dict[tuple[int, int, int], int]  # rank, way, microbatch -> slot
 
 
 def squeeze(rows: list[Row], extra: int = 0) -> list[Row]:
-    """The squeezed rows, with W. Given are rows of F and I only, in the slots of the repeated block.
+    """The squeezed rows, with W, of rows that have only F and I, in the slots of the repeated block.
 
-    The fill is squeezed with every W in the slot that the block has for it, since each W makes room for an F. For the
-    drain the W are taken out again: there they come last, in whatever slots are left.
+    The fill is squeezed with every W in its slot of the block, since each W frees memory for an F. Then the W are
+    removed for the drain, and put into the slots that are left.
     """
     rows = [with_w(row) for row in rows]
     limit = max(_WithW(row).most for row in rows) + extra
@@ -64,7 +64,7 @@ def _advance(rows: list[Row], limit: int, fill: bool) -> None:
             moving = False
         if moving:
             ready = _ready(slots, rank, done, len(rows))
-            # an I can take the slot that a W would have had before the next F; not so where W has slots of its own
+            # without W in the row, an I may take the slot that a W would have before the next F
             matters = done[0] <= F_UP or (not fill and ready < slots[rank, F_UP, last])
             slots[rank, *done] = levels[rank].move(slot, ready, matters)
         if (rank, *done) == (0, F_DOWN, last):
@@ -72,7 +72,7 @@ def _advance(rows: list[Row], limit: int, fill: bool) -> None:
 
 
 def _ready(slots: Slots, rank: int, done: Pass, num_ranks: int) -> int:
-    """The slot after everything a pass has to wait for."""
+    """The first slot in which a pass has all its inputs."""
     way, microbatch = done
     before = [slots[rank, way, microbatch - 1]] if microbatch else []
     if way in (F_DOWN, I_DOWN) and rank > 0:
@@ -85,7 +85,7 @@ def _ready(slots: Slots, rank: int, done: Pass, num_ranks: int) -> int:
 
 
 def _without_gaps(rows: list[Row]) -> list[Row]:
-    """The same orders, each pass as early as it can be."""
+    """The same orders, each pass as early as possible."""
     slots: Slots = {}
     free = [0] * len(rows)
     out: list[Row] = [{} for _ in rows]
@@ -104,7 +104,7 @@ class _Level:
         self._kept = [0] * len(self._ways)  # after each slot
 
     def move(self, slot: int, ready: int, matters: bool) -> int:
-        """Move a pass to the earliest slot from `ready` on that is free and, if it `matters`, keeps the limit."""
+        """Move a pass to the earliest free slot from `ready` on; if memory `matters`, to one within the limit."""
         way, ways = self._ways[slot], self._ways
         for earlier in range(ready, slot):
             if ways[earlier] == FREE and self._put(way, earlier, slot, matters):
@@ -114,12 +114,12 @@ class _Level:
         return slot
 
     def _put(self, way: int, start: int, left: int, matters: bool) -> bool:
-        """Count a pass at `start` instead of the slot that it has `left`; or not, if it `matters` and is too much."""
+        """Count a pass at `start` instead of slot `left`; False if memory `matters` and exceeds the limit."""
         raise NotImplementedError
 
 
 class _WithW(_Level):
-    """Of a row that has its W: only F and W count, between the two slots."""
+    """For a row with W: a move of F or W changes the levels between the two slots."""
 
     def __init__(self, row: Row, limit: int = 0) -> None:
         super().__init__(row, limit)
@@ -143,7 +143,7 @@ def _taken(way: int) -> int:
 
 
 class _WithoutW(_Level):
-    """Of a row whose W take its free slots: what is kept changes from the new slot on, until it is what it was."""
+    """For a row without W, which take its free slots: levels change from the new slot on, until they are as before."""
 
     def __init__(self, row: Row, limit: int = 0) -> None:
         super().__init__(row, limit)

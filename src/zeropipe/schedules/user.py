@@ -1,4 +1,4 @@
-"""Schedules that are not ours: a CSV or JSON file, or a function in a Python file."""
+"""Schedules of users: CSV and JSON files, and functions in Python files."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def load_any(
     stages_per_rank: int | None = None,
     **options: Any,
 ) -> Schedule | Timeline:
-    """What `load` finds, with the times that a file has beside its schedule."""
+    """`load`, but a timeline for a file with recorded times."""
     if has_suffix(spec, *SCHEDULE_SUFFIXES):
         return _from_file(spec, ranks, microbatches, stages_per_rank, options)
     entry = entry_of(spec)
@@ -48,7 +48,7 @@ def load_any(
             raise ConfigError(f"{flag} is missing: {entry.name} is built for a number of {flag}; pass --{flag} N")
     assert ranks is not None
     assert microbatches is not None
-    if ranks > 0 and microbatches > 0:  # else it says itself what is wrong
+    if ranks > 0 and microbatches > 0:  # otherwise `build` reports the missing option
         COMMAND_LINE.require_ranks(ranks)
         per_rank = entry.stages_per_rank[0] if stages_per_rank is None else stages_per_rank
         COMMAND_LINE.require_actions(num_actions(entry.splits_backward, ranks, microbatches, per_rank), entry.name)
@@ -106,7 +106,7 @@ def _from_file(
         if asked is not None and asked != has:
             raise ConfigError(f"{flag}={asked}: {path} has {has}; leave it out, or change the file")
     if options:
-        raise ConfigError(f"{path} is a finished schedule and has no option {next(iter(options))!r}")
+        raise ConfigError(f"{path} is a complete schedule and has no option {next(iter(options))!r}")
     return found
 
 
@@ -140,6 +140,6 @@ def _entry_in(path: str, name: str) -> Entry:
         return (named or by_function)[0]
     if by_function:
         several = ", ".join(entry.name for entry in by_function)
-        raise ConfigError(f"{path}:{name} is several schedules: name one of {several}")
+        raise ConfigError(f"{path}:{name} registers several schedules: use one of {several}")
     has = ", ".join(entry.name for entry in here) or "none; decorate a function with @zp.register"
     raise ConfigError(f"{path} registers no schedule {name!r}: it has {has}")

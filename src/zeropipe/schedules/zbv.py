@@ -15,7 +15,7 @@ def zbv(lane: Lane, rank: int, p: Problem) -> None:
     """No bubble at equal costs with 1F1B's memory: stages go down the ranks and back up (a V)."""
     num_ranks, down, up = p.num_ranks, rank, p.num_stages - 1 - rank
     behind = num_ranks - rank
-    # the pattern needs 2 num_ranks - 1 microbatches; what is not there is left out at the end
+    # the pattern needs 2 num_ranks - 1 microbatches; those that do not exist are removed at the end
     steady = max(2 * num_ranks - 1, p.num_microbatches) - (2 * behind - 1 + rank)
     lane.f(down, times=2 * behind - 1)
     for _ in range(rank):
@@ -32,7 +32,7 @@ def zbv(lane: Lane, rank: int, p: Problem) -> None:
         lane.f(up)
         lane.i(up)
         lane.w(up)
-    # the last of the upward forwards have no downward one to go with
+    # the last forwards up have no forward down beside them
     for _ in range(behind - 1):
         lane.i(down)
         lane.w(down)

@@ -19,13 +19,13 @@ from zeropipe.train.config.tables import RunConfig
 from zeropipe.train.loop.signals import SIGNALS
 from zeropipe.train.loop.trainer import Outcome, train
 
-MORE = 60.0  # seconds beyond the engine's own time-out, which says more
-START = 120.0  # seconds for local ranks to find each other, if the engine has no shorter time-out
-AGAIN = 0.2  # seconds between two signals to the ranks
+EXTRA_S = 60.0  # beyond the engine's own timeout, whose error says more
+START_TIMEOUT_S = 120.0  # for local ranks to find each other, if the engine has no shorter timeout
+SIGNAL_INTERVAL_S = 0.2  # between two signals to the ranks
 
 
 def start(config: RunConfig) -> Outcome | None:
-    """What training gave; None on all ranks of torchrun's but the first."""
+    """Train, and return the outcome; None on all ranks of torchrun but the first."""
     if not is_local():
         join_torchrun(_backend(config, local_world_size()), config.engine.timeout)
         try:
@@ -35,15 +35,18 @@ def start(config: RunConfig) -> Outcome | None:
             dist.destroy_process_group()
     number = config.mesh.num_processes
     warn_if_slow(config.model.dtype, "cuda" if _on_gpus(config) else "cpu")
-    wanted = ["zeropipe.train.loop.trainer", *model_modules(config.engine.device)]
+    preload = ["zeropipe.train.loop.trainer", *model_modules(config.engine.device)]
     with (
         LocalRanks(
-            number, backend=_backend(config, number), preload=wanted, start_timeout=min(START, config.engine.timeout)
-        ) as ranks,
-        _passing_on(ranks.pids) as heard,
+            number,
+            backend=_backend(config, number),
+            preload=preload,
+            start_timeout=min(START_TIMEOUT_S, config.engine.timeout),
+        ) as ranks,  # fmt: skip
+        _forward_signals(ranks.pids) as received,
     ):
-        first: Outcome = ranks.run(_on_rank, config, timeout=config.engine.timeout + MORE)[0]
-        return replace(first, stopped_by=heard[0]) if heard and first.stopped_by else first
+        first: Outcome = ranks.run(_on_rank, config, timeout=config.engine.timeout + EXTRA_S)[0]
+        return replace(first, stopped_by=received[0]) if received and first.stopped_by else first
 
 
 def _backend(config: RunConfig, num_local_ranks: int) -> str:
@@ -55,55 +58,55 @@ def _on_gpus(config: RunConfig) -> bool:
     return config.engine.device != "cpu" and torch.cuda.is_available()
 
 
-def _say(line: str) -> None:
-    """From inside a signal handler, where the stream may be in use."""
+def _print_in_handler(line: str) -> None:
+    """Print from a signal handler, which may interrupt another write to the stream."""
     with suppress(OSError):
         os.write(2, f"{line}\n".encode())
 
 
 def _on_rank(config: RunConfig) -> Outcome:
-    """Train on a local rank, which hears the first signal alone: what more there is, the starting process decides.
+    """Train on a local rank. After the first signal it ignores others: the starting process handles the second one.
 
-    Ctrl-C in a terminal, and SIGTERM to a process group, reach a rank twice: from there, and passed on.
+    Ctrl-C in a terminal, and SIGTERM to a process group, reach a rank twice: directly, and forwarded.
     """
-    hear_nothing()
+    ignore_signals()
     return train(config)
 
 
-def hear_nothing() -> None:
-    """Ignore signals by a function: of one that came before SIG_IGN was set, Python would print an OSError."""
+def ignore_signals() -> None:
+    """Ignore signals by a function: with SIG_IGN Python prints an OSError for a signal that arrived just before."""
     for number in SIGNALS:
         signal.signal(number, lambda number, frame: None)
 
 
 @contextmanager
-def _passing_on(pids: list[int]) -> Iterator[list[str]]:
-    """The first Ctrl-C or SIGTERM reaches the ranks, which save and end; the second one stops everything at once.
+def _forward_signals(pids: list[int]) -> Iterator[list[str]]:
+    """Forward the first Ctrl-C or SIGTERM to the ranks, which save and end; the second one stops all at once.
 
-    Yields the names of signals heard. Ranks get SIGINT, whichever it was: SIGTERM would end one that has just started.
+    Yields a list that gets the names of the signals. Ranks always get SIGINT: SIGTERM would kill one that just started.
     """
-    heard: list[str] = []
-    over = threading.Event()
+    received: list[str] = []
+    ended = threading.Event()
 
-    def tell() -> None:
-        """Again and again: a rank that has just been started does not listen yet."""
-        while not over.wait(AGAIN):
+    def interrupt_ranks() -> None:
+        """Send SIGINT repeatedly: a rank that has just started has no handler yet."""
+        while not ended.wait(SIGNAL_INTERVAL_S):
             for pid in pids:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGINT)
 
     def handle(number: int, frame: object) -> None:
-        if heard:
-            _say("stopped at once; the same command goes on from the newest checkpoint")
+        if received:
+            _print_in_handler("stopped; the same command continues from the newest checkpoint")
             raise KeyboardInterrupt
-        heard.append(signal.Signals(number).name)
-        _say(f"{heard[0]}: the step is finished and saved; once more stops at once")
-        threading.Thread(target=tell, daemon=True).start()
+        received.append(signal.Signals(number).name)
+        _print_in_handler(f"{received[0]}: finishing and saving this step; a second signal stops at once")
+        threading.Thread(target=interrupt_ranks, daemon=True).start()
 
     before = {number: signal.signal(number, handle) for number in SIGNALS}
     try:
-        yield heard
+        yield received
     finally:
-        over.set()
+        ended.set()
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -1,4 +1,15 @@
-"""Pictures of timelines: in the terminal, as SVG, PNG, PDF, as an offline page, and as a Perfetto trace."""
+"""Pictures of timelines: in the terminal, as SVG, PNG, PDF, as an offline page, and as a Perfetto trace.
+
+boxes       a timeline as columns of boxes, which every output draws
+style       the options of `zp.draw`
+drawable    refuses timelines that cannot be drawn
+terminal    lines of characters; `cells` fills them
+figure      a Scene for SVG (`svg`), PNG and PDF (`raster`); `bands` and `density` for boxes that are too fine
+html        an offline page: `viewer/` draws the data of `payload`, `article` is above it
+trace       Perfetto's JSON
+lanes       gathers and reductions of sharded stages, below the boxes of a rank
+axis, colors, words    ticks, colours, and texts of limited width
+"""
 
 from __future__ import annotations
 
@@ -16,17 +27,17 @@ from zeropipe.viz.style import OPTIONS, PageStyle, Style, check_names, style_of
 def draw(timelines: Timeline | Sequence[Timeline], path: str | Path | None = None, **options: Any) -> None:
     """Draw one timeline, or several on one time axis.
 
-    Without a path, in the terminal. Otherwise the suffix decides: .html (a page that works offline), .svg, .png, .pdf
-    (figures), .json (a trace for Perfetto or chrome://tracing). Options: `labels` ("microbatch", "action", "none"),
-    `theme` ("light", "dark"), `title` and `memory` (True or False) for pages and figures; `width` (points) and
-    `legend` (True or False) for figures; `dpi` for .png. A file is written whole or not at all.
+    Without a path it prints to the terminal. The suffix of a path is the format: .html (a page that works offline),
+    .svg, .png, .pdf (figures), .json (a trace for Perfetto or chrome://tracing). Options: `labels` ("microbatch",
+    "action", "none"), `theme` ("light", "dark"), `title` and `memory` (True or False) for pages and figures; `width`
+    (points) and `legend` (True or False) for figures; `dpi` for .png. A file is written completely or not at all.
     """
     listed = list(timelines) if isinstance(timelines, Iterable) else [timelines]
     if not listed:
         raise ConfigError("nothing to draw: must have at least one timeline")
     for one in listed:
         if not isinstance(one, Timeline):
-            raise ConfigError(f"{short(one)} is no Timeline: draw what zp.simulate or a recorded run gives")
+            raise ConfigError(f"{short(one)} must be a Timeline, from zp.simulate or a recorded run")
     if path is None:
         from zeropipe.viz.terminal import show
 
@@ -48,7 +59,7 @@ def draw(timelines: Timeline | Sequence[Timeline], path: str | Path | None = Non
 
 
 def check_name(path: str | Path, **options: Any) -> None:
-    """ConfigError for a file, or options of it, that `draw` would refuse: to be asked before long work."""
+    """ConfigError for a file or options that `draw` would refuse. Call it before long work."""
     _style(path, options)
     require_writable(path)
 

@@ -1,9 +1,8 @@
-"""Where boxes are too fine to draw one by one: bands whose heights are shares of time.
+"""Bands in place of boxes that are too fine to draw one by one; the height of a band is a share of time.
 
-Boxes finer than what a screen or a printer resolves would meet its pixels in a rhythm of their own, and show as stripes
-that are not there (moiré). So where boxes are that fine, a row is drawn as stretches: a long run of one kind and a
-long idle gap stay as sharp as they are; what alternates quickly between them is a band of each kind, as high as its
-share of the time around, with the idle share empty above.
+Boxes finer than the resolution of a screen or printer would alias with its pixels and show stripes that do not exist
+(moiré). There a row is drawn as stretches: long runs of one kind and long idle gaps stay sharp; between them, each
+kind is a band as high as its share of the time around, and the idle share is empty above.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from zeropipe.viz.scene import Area
 
 FINE = 1.5  # points: where boxes are narrower than this on average, they are drawn as bands
 AROUND = 6  # boxes on either side that count for this average
-SHORTEST = 8.0  # points: fewer of fine boxes are drawn one by one all the same
-FEWEST = 2 * AROUND  # boxes: so few, too
-SHARP_GAP = 1.5  # points: longer idle time is empty paper
-SHARP_RUN = 6.0  # points: a longer run of one kind is not blended with what is beside it
-THINNEST = 0.25  # points: what has no length is still seen
+SHORTEST = 8.0  # points: shorter regions of fine boxes are drawn one by one
+FEWEST = 2 * AROUND  # boxes: smaller regions are, too
+SHARP_GAP = 1.5  # points: longer idle time is left empty
+SHARP_RUN = 6.0  # points: a longer run of one kind is not blended with its neighbours
+THINNEST = 0.25  # points: the width of a box without duration
 CELL = 1.0  # points from one height to the next
-SEAM = 0.4  # points
-FLAT = 0.04  # points: a corner that is no more than this off a straight line is left out
+SEAM = 0.4  # points by which an area extends below the next one
+FLAT = 0.04  # points: a corner closer than this to a straight line is left out
 
 
 class Region(NamedTuple):
@@ -102,7 +101,7 @@ def _stretches(model: Boxes, places: slice, scale: float) -> list[Stretch]:
 
 
 def _stack(share: Floats, x: Floats, top: float, height: float) -> list[Area]:
-    """One area per kind. From the top: idle, F, B, I, W; each reaches a little below the next one, to leave no seam."""
+    """One area per kind. From the top: idle, F, B, I, W; each extends a little below the next one, to leave no seam."""
     areas = []
     bottom = top + height
     level = bottom - height * np.minimum(1.0, np.cumsum(share[::-1], axis=0)[::-1])  # the upper edge of each kind

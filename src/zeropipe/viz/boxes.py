@@ -12,7 +12,7 @@ from zeropipe.core.packed import is_joined, kind_of, microbatch_of, stage_of
 from zeropipe.core.placement import Placement
 from zeropipe.core.timeline import Timeline
 
-MOST_SHADES = 64
+MAX_SHADES = 64
 WHOLE, UPPER, LOWER = 0, 1, 2  # an Overlap is a box in two halves: forward above, backward below
 
 
@@ -56,7 +56,7 @@ def boxes(timeline: Timeline) -> Boxes:
 def shade_table(placement: Placement) -> NDArray[np.int64]:
     """Per copy and stage, a number that differs between the stages of a rank: its pass over the ranks, or its copy.
 
-    Where there are more than `MOST_SHADES` of them, neighbours share one: nobody could tell them apart.
+    If there are more than `MAX_SHADES` of them, neighbours share one: they could not be distinguished.
     """
     per_copy = max(max(Counter(table).values(), default=1) for table in placement.copies)
     rows = []
@@ -69,13 +69,13 @@ def shade_table(placement: Placement) -> NDArray[np.int64]:
         rows.append(row)
     table = np.array(rows, np.int64)
     count = int(table.max(initial=0)) + 1
-    return table if count <= MOST_SHADES else table * MOST_SHADES // count
+    return table if count <= MAX_SHADES else table * MAX_SHADES // count
 
 
 def kinds_with_room(model: Boxes, needed: float) -> frozenset[tuple[int, bool]]:
     """(kind, is it half of an Overlap) of the boxes that get labels: nine in ten of them last at least `needed`.
 
-    All or none: numbers in some boxes of a kind look as if the others were something else.
+    All boxes of a kind have labels, or none: otherwise those without would look like another kind.
     """
     enough = model.end - model.start >= needed * (1 - 1e-9)
     alike = model.kind * 2 + (model.half != WHOLE)

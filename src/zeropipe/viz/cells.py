@@ -1,4 +1,4 @@
-"""One rank as a line of characters: a cell per stretch of time."""
+"""One rank as a line of characters: a cell for each interval of time."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ from zeropipe.viz.density import KINDS, Floats, round_time, shares_around, time_
 
 IDLE = "·"
 HALVES = "▀"  # its upper half in the forward's colour, the lower one in the backward's
-LEVELS = ((0.95, "█"), (0.7, "▓"), (0.4, "▒"), (0.05, "░"))  # from this share of busy time on
-LEAST_USED = 2 / 3  # of the columns
-UNSEEN = 0.05  # of the busy time: if boxes without a cell have more, the picture shows density instead
+LEVELS = ((0.95, "█"), (0.7, "▓"), (0.4, "▒"), (0.05, "░"))  # for at least this share of busy time
+MIN_USED = 2 / 3  # of the columns
+MAX_HIDDEN = 0.05  # of the busy time: if boxes without a cell have more, the picture shows density instead
 
 
 def cell_time(models: Sequence[Boxes], longest: float, columns: int) -> float:
-    """The time of one cell: the picture fills the columns, or a little less where boxes then have whole cells."""
+    """The time of one cell: the picture fills the columns, or a little less to give boxes whole cells."""
     lasts = np.concatenate([m.end - m.start for m in models])
     unit = float(min(lasts[lasts > 0], default=0.0))
     times = np.concatenate([t for m in models for t in (m.start, m.end)])
     if unit * columns >= longest and np.allclose(times, np.rint(times / unit) * unit, rtol=0, atol=1e-6 * unit):
         whole = unit / floor(unit * columns / longest * (1 + 1e-9))
-        if longest / whole >= LEAST_USED * columns:
+        if longest / whole >= MIN_USED * columns:
             return whole
     return longest / columns
 
 
 def is_dense(model: Boxes, columns: int, step: float) -> bool:
-    """Whether boxes are too short for cells of `step`, so that a good part of them would not be seen."""
+    """Whether boxes are too short for cells of `step`, so that many of them would not be visible."""
     lasts = model.end - model.start
     busy = float(lasts.sum())
     if not busy > 0:
         return False
-    if busy / len(lasts) < 0.5 * step:  # known without looking at each
+    if busy / len(lasts) < 0.5 * step:  # certain without a look at each box
         return True
     seen = np.zeros(len(lasts), bool)
     for rank in range(model.num_ranks):
         seen[[at for at in owners(model, rank, columns, step) if at >= 0]] = True
     seen[1:] |= seen[:-1] & (model.half[:-1] == UPPER)  # the lower half is shown with the upper one
-    return float(lasts[~seen].sum()) > UNSEEN * busy
+    return float(lasts[~seen].sum()) > MAX_HIDDEN * busy
 
 
 def box_row(model: Boxes, rank: int, columns: int, step: float, plain: bool) -> Text:
@@ -70,7 +70,7 @@ def box_row(model: Boxes, rank: int, columns: int, step: float, plain: bool) -> 
 def dense_row(model: Boxes, rank: int, columns: int, step: float, plain: bool) -> Text:
     """Each cell is shaded by its share of busy time, and coloured by the kind that has more than half of it.
 
-    The kind is that of the cell and its surroundings: one cell alone would show by chance which boxes fall into it.
+    The kind is that of the cell and its surroundings: which boxes fall into a single cell is random.
     """
     used = used_cells(model, columns, step)
     times = time_by_kind(model, rank, np.minimum(np.arange(used + 1) * step, model.makespan))
@@ -97,7 +97,7 @@ def _colors(model: Boxes, rank: int, times: Floats, step: float) -> list[str]:
 
 
 def used_cells(model: Boxes, columns: int, step: float) -> int:
-    """How many cells the timeline takes."""
+    """The number of cells of the timeline."""
     return min(columns, max(1, round(model.makespan / step)))
 
 
@@ -114,11 +114,11 @@ def owners(model: Boxes, rank: int, columns: int, step: float) -> list[int]:
             covered[cell] += part
             if part > share[cell] * (1 + 1e-9):
                 owner[cell], share[cell] = base + i, part
-    return [who if time >= 0.5 * step * (1 - 1e-9) else -1 for who, time in zip(owner, covered, strict=True)]
+    return [box if time >= 0.5 * step * (1 - 1e-9) else -1 for box, time in zip(owner, covered, strict=True)]
 
 
 def _named(model: Boxes, step: float, plain: bool) -> frozenset[tuple[int, bool]]:
-    """The looks of boxes that can hold the longest microbatch number, and without colours their letter."""
+    """The looks of boxes with space for the longest microbatch number and, without colours, their letter."""
     longest = len(str(model.microbatch.max(initial=0)))
     whole = kinds_with_room(model, step * (longest + plain))
     return frozenset(look for look in whole if not look[1]) | frozenset(

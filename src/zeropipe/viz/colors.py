@@ -15,7 +15,7 @@ KINDS = {"F": (0.50, 0.16, 260.0), "B": (0.525, 0.165, 32.0), "I": (0.81, 0.14, 
 NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 SHARDING = {"unshard": "weights gathered", "reduce": "gradients reduced"}  # in a lane below a rank's boxes
 DARK_INK = "#10141c"
-MIXED = "#8b93a3"  # where no kind has most of the time
+MIXED = "#8b93a3"  # if no kind has more than half of the time
 SPREAD = 0.055  # lightness above and below for the first and the last shade
 
 THEMES: dict[str, dict[str, str]] = {

@@ -1,7 +1,7 @@
 """Time by kind of action, for pictures that are too coarse to show each box.
 
-Such a picture must not pick single boxes: which ones it would pick depends on how their rhythm meets that of the
-pixels, and a regular schedule turns into stripes, or a long run of one letter, that mean nothing.
+Such a picture must not sample single boxes: by aliasing, a regular schedule would show stripes, or a long run of one
+letter, that do not exist.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ def times_of(model: Boxes, places: slice) -> Floats:
 
 
 def round_time(model: Boxes, places: slice) -> float:
-    """The time of one round of boxes: one of each look (kind and shade) there is at `places`, of mean length."""
+    """The time of one round of boxes: one of each look (kind and shade) at `places`, of mean length."""
     looks = len(np.unique(model.kind[places] * model.num_shades + model.shade[places]))
     return looks * float(times_of(model, places).sum()) / max(1, places.stop - places.start)
 
 
 def shares_around(model: Boxes, places: slice, times: Floats, reach: float) -> Floats:
-    """The shares of F, B, I and W around some times: weights fall evenly from the time itself to 0 at `reach` from it.
+    """The shares of F, B, I and W around some times: weights fall linearly to 0 at the distance `reach`.
 
-    With the reach of one round, a regular rhythm of boxes has the same shares everywhere. Only the boxes at `places`
-    count, neighbours on one rank, and only the time from the first to the last of them.
+    If `reach` is the time of one round, a regular pattern of boxes has the same shares everywhere. Only the boxes at
+    `places` count, which are neighbours on one rank, and only the time from the first to the last of them.
     """
     start, end = model.start[places], model.end[places]
     first = float(start[0])
     at = times - first
     long = max(float(end.max()) - first, 1e-300)
-    room = _second_difference(np.array([0.0, long]), np.array([0.0, long]), at, reach)
+    total = _second_difference(np.array([0.0, long]), np.array([0.0, long]), at, reach)
     out = np.zeros((len(KINDS), len(times)))
     for kind in range(len(KINDS)):
         mine = np.flatnonzero(model.kind[places] == kind)
         if len(mine):
             knots, sums = _running(start[mine] - first, end[mine] - first, model.half[places][mine])
-            np.divide(_second_difference(knots, sums, at, reach), room, out=out[kind], where=room > 0)
+            np.divide(_second_difference(knots, sums, at, reach), total, out=out[kind], where=total > 0)
     return np.clip(out, 0.0, 1.0)
 
 
@@ -68,7 +68,7 @@ def _running(start: Floats, end: Floats, half: NDArray[np.int64]) -> tuple[Float
 
 
 def _second_difference(knots: Floats, sums: Floats, at: Floats, reach: float) -> Floats:
-    """The integral, with weights that fall from 1 to 0 at `reach`, of what `sums` is the running sum of."""
+    """The integral, with weights that fall from 1 to 0 at `reach`, of the function whose running sum is `sums`."""
     lasts = np.diff(knots)
     slopes = np.append(np.divide(np.diff(sums), lasts, out=np.zeros_like(lasts), where=lasts > 0), 0.0)
     areas = np.append(0.0, np.cumsum((sums[1:] + sums[:-1]) / 2 * lasts))

@@ -1,4 +1,4 @@
-"""What every picture starts with: a timeline that can be drawn, whoever made it."""
+"""Refuses timelines that cannot be drawn: any program may have created them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from zeropipe.core.timeline import Timeline
 from zeropipe.errors import ConfigError
 from zeropipe.viz.words import one_line
 
-LARGEST = 1e100  # of times and sizes: sums of their squares are still numbers
+LARGEST = 1e100  # of times and sizes: sums of their squares are finite
 
 
 def drawable(timeline: Timeline) -> Timeline:
-    """The timeline with a title and units of one line. ConfigError if its times or sizes cannot be drawn."""
+    """The timeline, its title and units reduced to one line. ConfigError if its times or sizes cannot be drawn."""
     title, unit, memory_unit = (one_line(text) for text in (timeline.title, timeline.unit, timeline.memory_unit))
     require_drawable(timeline)
     if (title, unit, memory_unit) == (timeline.title, timeline.unit, timeline.memory_unit):
@@ -30,15 +30,15 @@ def require_drawable(timeline: Timeline) -> None:
         raise ConfigError(f"{where}: it has no ranks")
     start, end, *memory = (np.frombuffer(column) for column in (timeline.start, timeline.end, *(timeline.memory or ())))
     if any(len(column) != timeline.schedule.num_actions for column in (start, end, *memory)):
-        raise ConfigError(f"{where}: there are not as many times as actions in its schedule")
+        raise ConfigError(f"{where}: its columns must have one entry for each action of its schedule")
     too_large = ~((np.abs(start) <= LARGEST) & (np.abs(end) <= LARGEST))  # NaN, too
     turned = end < start
     early = np.append(False, start[1:] < start[:-1])
     early[[at for at in timeline.schedule.packed.offsets if at < len(start)]] = False  # another rank begins there
     early[1:] &= is_joined(np.frombuffer(timeline.schedule.packed.codes, np.int64))[:-1] == 0  # halves of an Overlap
     for wrong, rule in (
-        (too_large, f"give times up to {LARGEST:g}"), (turned, "an end comes after its start"),
-        (early, "the actions of a rank start in the order of its row"),
+        (too_large, f"times must be at most {LARGEST:g}"), (turned, "an end must not be before its start"),
+        (early, "the actions of a rank must start in the order of its row"),
     ):  # fmt: skip
         if wrong.any():
             at = int(wrong.argmax())
@@ -46,12 +46,16 @@ def require_drawable(timeline: Timeline) -> None:
     if timeline.sharding is not None:
         first, last = (np.frombuffer(column) for column in (timeline.sharding.start, timeline.sharding.end))
         if not ((np.abs(first) <= LARGEST) & (np.abs(last) <= LARGEST) & (first <= last)).all():
-            raise ConfigError(f"{where}: a stage is gathered or reduced at no time that can be drawn")
+            raise ConfigError(
+                f"{where}: times of gathers and reductions must be at most {LARGEST:g}, and start before they end"
+            )
     for column in memory:
         wrong = ~(np.abs(column) <= LARGEST)
         if wrong.any():
             at = int(wrong.argmax())
-            raise ConfigError(f"{where}: {_action(timeline, at)} has memory {column[at]:g}; give up to {LARGEST:g}")
+            raise ConfigError(
+                f"{where}: {_action(timeline, at)} has memory {column[at]:g}: must be at most {LARGEST:g}"
+            )
 
 
 def _action(timeline: Timeline, at: int) -> str:

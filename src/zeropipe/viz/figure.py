@@ -24,14 +24,14 @@ from zeropipe.viz.words import cut_to, one_line, width_of, wrapped
 
 FONT = 8.0
 SMALL = 7.0
-LEAST = 5.0  # no text smaller than this
+LEAST = 5.0  # the smallest font size
 GLYPH = 0.6  # width of a digit, as a share of the font size
-FILLED = 0.85  # of a box, by its label
-GAP_FROM = 4.0  # points: wider boxes leave a hairline free on their right
-LANE = 3.4  # points below a rank's boxes, for what it gathers and reduces
-TALLEST = 14_000.0  # points: readers of PDF take no more than 14,400
+FILLED = 0.85  # part of a box that its label may fill
+GAP_FROM = 4.0  # points: wider boxes have a gap on their right
+LANE = 3.4  # points below a rank's boxes, for its gathers and reductions
+TALLEST = 14_000.0  # points: PDF readers support at most 14,400
 MARGIN = 6.0  # on the right
-NAME = 60.0  # points that a timeline's name has beside its figures, at least: else they stand below
+NAME = 60.0  # points: if a timeline's name has less beside its figures, these are below it
 NO_BREAK = "\u00a0"
 FINE_NOTE = "Boxes too fine to draw one by one: heights are shares of time."
 
@@ -64,7 +64,7 @@ def figure(timelines: Sequence[Timeline], style: Style) -> Scene:
 
 
 def _say(out: Scene, text: str, style: Style, left: float, y: float) -> float:
-    """A small text in as many lines as it needs, the first with its base line at `y`; where the next one would be."""
+    """Add a small text, wrapped, with its first base line at `y`; returns the base line of a next line."""
     for line in wrapped(text, SMALL, style.width - left - MARGIN):
         out.items.append(Text(left, y, line.replace(NO_BREAK, " "), SMALL, style.colors["soft"]))
         y += SMALL + 2
@@ -72,7 +72,7 @@ def _say(out: Scene, text: str, style: Style, left: float, y: float) -> float:
 
 
 def _gutter(num_ranks: int, style: Style) -> float:
-    """The room for rank names on the left."""
+    """The width of the rank names on the left."""
     digits = len(str(num_ranks - 1))
     return 22.0 + 6.0 * max(2, digits) if style.is_wide else 6.0 + 4.0 * max(2, digits)
 
@@ -91,7 +91,7 @@ def _legend(
     overlap = any(model.half[region.places].any() for model, found in zip(models, rows, strict=True)
                   for region in chain.from_iterable(found) if not region.fine)  # fmt: skip
     ink = style.colors["ink"]
-    keys: list[tuple[str, list[Rect]]] = []  # a text, and what stands before it, from 0, 0 on
+    keys: list[tuple[str, list[Rect]]] = []  # a text, and the boxes before it, from 0, 0
     for kind in (KINDS[k] for k in used):
         text = f"{kind} {NAMES[kind]}" if style.is_wide else kind
         colors = enumerate(shades(kind, count))
@@ -132,7 +132,7 @@ def _timeline(
     else:
         out.items.append(Text(right, y + FONT, line, size, colors["soft"], "end"))
     y += FONT + 6
-    roomy = 19.0 if model.half.any() else 15.0  # two labels in one box need room
+    roomy = 19.0 if model.half.any() else 15.0  # two labels in one box need space
     below = LANE if timeline.sharding else 0.0
     pitch = min(tallest, below + (roomy if model.num_ranks <= 16 else 9.0 if model.num_ranks <= 64 else 5.0))
     below = below if pitch > 2 * below else 0.0
@@ -153,13 +153,13 @@ def _timeline(
             else:
                 _add_row(model, places, left, top, height, style, scale, labels, rects, texts)
     texts.sort(key=lambda text: (text.fill, text.size, text.anchor))
-    out.items += [*areas, *rects, *texts]  # alike side by side: quickly drawn, and a smaller file
+    out.items += [*areas, *rects, *texts]  # grouped by type: faster to draw, and a smaller file
     y += model.num_ranks * pitch + 4
     return _memory(out, timeline, model, style, left, scale, y) if style.memory and timeline.memory else y + 4
 
 
 def _lane(timeline: Timeline, rank: int, left: float, top: float, style: Style, scale: float) -> Iterator[Rect]:
-    """What the rank gathered and reduced, below its boxes."""
+    """The gathers and reductions of a rank, below its boxes."""
     for move in merged(lane(timeline, rank), THINNEST / scale):
         width = (move.end - move.start) * scale
         width = max(THINNEST, width - _gap(width))
@@ -167,7 +167,7 @@ def _lane(timeline: Timeline, rank: int, left: float, top: float, style: Style, 
 
 
 def _rank_name(rank: int, middle: float, pitch: float, style: Style, left: float) -> list[Text]:
-    """The name beside a row, or beside every so many where rows are narrow."""
+    """The name beside a row; of narrow rows, only some have one."""
     size = SMALL if pitch >= 9 else LEAST
     every = ceil(1.1 * size / pitch)
     if rank % (every if every <= 2 else ceil(every / 4) * 4):
@@ -206,12 +206,12 @@ def _name(model: Boxes, i: int) -> str:
 
 
 def _gap(width: float) -> float:
-    """What a box of that width leaves free on its right."""
+    """The gap to the right of a box of that width."""
     return 0.6 if width > GAP_FROM else 0.0
 
 
 def _hairline(width: float, color: str, following: str) -> float:
-    """What a narrower box leaves free beside another one that looks the same; below it the two would be one."""
+    """The gap between two narrower boxes: positive if they look the same, so that they do not look like one box."""
     return 0.3 if 2.0 < width <= GAP_FROM and color == following else -SEAM
 
 

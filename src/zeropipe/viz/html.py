@@ -1,4 +1,4 @@
-"""The viewer as one file that needs nothing else: no server, no network."""
+"""The viewer as one file that works offline, without a server."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ mountCharts();
 def to_html(
     timelines: Timeline | Sequence[Timeline], style: PageStyle | None = None, above: Sequence[Block] = ()
 ) -> str:
-    """A whole page, fully offline. `above` stands over the timelines."""
+    """A page that works offline. `above` are the blocks above the timelines."""
     style = style or PageStyle()
     data = payload(timelines)
     heading = one_line(style.title or " · ".join(t["title"] for t in data["timelines"]))
@@ -67,7 +67,7 @@ def to_html(
 
 
 def to_notebook(timeline: Timeline, height: int | None = None) -> str:
-    """The page in a frame of its own, for Jupyter."""
+    """The page in a frame, for Jupyter."""
     tall = height or min(960, 390 + 62 * min(timeline.num_ranks, 12))
     page = escape(to_html(timeline), quote=True)
     look = f'style="width:100%;height:{tall}px;border:0" title="{escape(one_line(timeline.title))}"'
@@ -76,7 +76,7 @@ def to_notebook(timeline: Timeline, height: int | None = None) -> str:
 
 @cache
 def bundle() -> str:
-    """All viewer modules as one: their imports and exports taken out, as they share one scope."""
+    """All viewer modules in one scope, without their imports and exports."""
     return "\n".join(_plain(viewer_file(name)) for name in MODULES)
 
 
@@ -92,5 +92,5 @@ def _plain(source: str) -> str:
 
 
 def _inline_json(value: Any) -> str:
-    """JSON that can stand inside a script element."""
+    """JSON that is safe inside a script element."""
     return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c").replace("\u2028", "\\u2028")

@@ -16,7 +16,7 @@ THIN = "▔"
 
 
 class Move(NamedTuple):
-    """A piece of the lane. Times count from the first start of the timeline."""
+    """A gather or reduction in the lane. Times count from the first start of the timeline."""
 
     name: str  # "0UNSHARD"
     look: str  # "unshard" or "reduce"
@@ -25,14 +25,14 @@ class Move(NamedTuple):
 
 
 def lane(timeline: Timeline, rank: int) -> Iterator[Move]:
-    """What a rank gathered and reduced."""
+    """The gathers and reductions of a rank."""
     zero = timeline.first_start
     for _, action, start, end in timeline.sharding_spans(rank):
         yield Move(str(action), "unshard" if action.kind is Kind.UNSHARD else "reduce", start - zero, end - zero)
 
 
 def merged(moves: Iterator[Move], least: float) -> list[Move]:
-    """Neighbours of one look with less than `least` between them as one: nobody could tell them apart."""
+    """Merge neighbours of one look that are less than `least` apart: they could not be distinguished."""
     found: list[Move] = []
     for move in moves:
         if found and found[-1].look == move.look and move.end - found[-1].start < least:
@@ -43,7 +43,7 @@ def merged(moves: Iterator[Move], least: float) -> list[Move]:
 
 
 def cells(timeline: Timeline, rank: int, columns: int, step: float) -> list[str | None]:
-    """What has most of each cell of a terminal's line; None where it has nothing."""
+    """The look that has most of each cell of a line in a terminal; None for an empty cell."""
     shares: dict[str, NDArray[np.float64]] = {look: np.zeros(columns) for look in MARKS}
     for move in lane(timeline, rank):
         first, last = (min(columns - 1, max(0, int(time / step))) for time in (move.start, move.end))

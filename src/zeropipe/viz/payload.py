@@ -1,7 +1,7 @@
-"""What the viewer draws: timelines as plain data (for JSON), with their columns as one compressed string each.
+"""The data that the viewer draws: timelines as plain data (for JSON), with their columns as one compressed string.
 
-Columns are small integers that repeat, so that deflate shrinks them well: times in ticks, as the gap to the box before
-and the duration; microbatches and dependencies as differences. `viewer/data.js` undoes this.
+Columns are small integers that repeat, which deflate compresses well: times in ticks, as the gap to the previous box
+and the duration; microbatches and dependencies as differences. `viewer/data.js` decodes them.
 """
 
 from __future__ import annotations
@@ -114,20 +114,20 @@ def _columns(timeline: Timeline, tick: float) -> dict[str, NDArray[Any]]:
 
 
 def _small_floats(column: bytes) -> NDArray[np.float32]:
-    """Four bytes each: exact enough for a curve; what is too large for them is as large as they can be."""
+    """Four bytes each: precise enough for a curve; larger values become the largest float32."""
     most = float(np.finfo(np.float32).max)
     return np.clip(np.frombuffer(column, np.float64), -most, most).astype("<f4")
 
 
 def _steps(values: NDArray[np.int64], before: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Each value minus the `before` of its neighbour on the left."""
+    """Each value minus the entry of `before` of the previous box."""
     out = values.copy()
     out[1:] -= before[:-1]
     return out
 
 
 def _back(here: NDArray[np.int64], places: Any) -> NDArray[np.int64]:
-    """Places as distances; 0 stands for none, as no box depends on itself."""
+    """Indices as distances; 0 for none, since no box depends on itself."""
     where = np.asarray(places, np.int64)
     return np.where(where < 0, 0, here - where)
 

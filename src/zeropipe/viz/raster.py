@@ -12,17 +12,17 @@ from zeropipe.core.files import has_suffix
 from zeropipe.errors import ConfigError, MissingExtra, short
 from zeropipe.viz.scene import Area, Line, Rect, Scene
 
-MOST_PIXELS = 150_000_000  # of a .png: 600 MB while it is drawn
-LONGEST_SIDE = 65_535  # pixels: matplotlib draws no more
+MAX_PIXELS = 150_000_000  # of a .png: 600 MB while it is drawn
+MAX_SIDE = 65_535  # pixels: the limit of matplotlib
 
 
 def write_figure(scene: Scene, path: Path, title: str, dpi: float) -> None:
     """Write a .png or a .pdf (vector, with fonts that publishers accept)."""
     wide, high = (round(points * dpi / 72) for points in (scene.width, scene.height))
-    if has_suffix(path, ".png") and (wide * high > MOST_PIXELS or max(wide, high) > LONGEST_SIDE):
+    if has_suffix(path, ".png") and (wide * high > MAX_PIXELS or max(wide, high) > MAX_SIDE):
         raise ConfigError(
-            f"the figure would have {wide:,} x {high:,} pixels: at most {MOST_PIXELS:,} in all and {LONGEST_SIDE:,} "
-            "along a side; choose a smaller dpi or width, or .svg"
+            f"the figure would have {wide:,} x {high:,} pixels: must be at most {MAX_PIXELS:,}, and {MAX_SIDE:,} "
+            "along a side; use a smaller dpi or width, or .svg"
         )
     try:
         from matplotlib import rc_context
@@ -43,20 +43,22 @@ def write_figure(scene: Scene, path: Path, title: str, dpi: float) -> None:
         for kind, items in groupby(scene.items, type):
             _add(axes, kind, list(items))
         metadata = {"Title": title} | ({"CreationDate": None} if has_suffix(path, ".pdf") else {})
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             figure.savefig(path, dpi=dpi, metadata=metadata)
-    _warn([str(one.message) for one in told])
+    _warn([str(one.message) for one in caught])
 
 
 def _warn(messages: list[str]) -> None:
-    """What matplotlib said; in one line that some signs are in no font, of which it says several for each."""
+    """Repeat matplotlib's warnings, with one line for all characters that no font has."""
     glyphs = [re.match(r"Glyph (\d+) ", message) for message in messages]
     missing = dict.fromkeys(chr(int(glyph[1])) for glyph in glyphs if glyph)
     others = [message for message, glyph in zip(messages, glyphs, strict=True) if not glyph]
     if missing:
-        signs = "".join(missing)
-        others.append(f"no font here has {short(signs)}: boxes stand for it; .svg and .html take the reader's fonts")
+        characters = "".join(missing)
+        others.append(
+            f"no font has {short(characters)}, which is drawn as boxes; .svg and .html use the reader's fonts"
+        )
     for message in others:
         warnings.warn(message, stacklevel=2)
 

@@ -1,6 +1,6 @@
-"""What a figure consists of: rectangles, areas, lines and text, placed in points (1/72 inch).
+"""The contents of a figure: rectangles, areas, lines and text, in points (1/72 inch).
 
-`figure.py` lays them out; `svg.py` and `raster.py` only write them down.
+`figure.py` lays them out; `svg.py` and `raster.py` write them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Rect(NamedTuple):
     w: float
     h: float
     fill: str
-    title: str = ""  # of a box: what it is, for a pointer that rests on it
+    title: str = ""  # of a box: shown at the pointer
 
 
 class Text(NamedTuple):
@@ -48,7 +48,7 @@ Item = Rect | Text | Line | Area
 
 @dataclass
 class Scene:
-    """What to draw, back to front."""
+    """Items to draw, back to front."""
 
     width: float
     height: float

@@ -1,4 +1,4 @@
-"""How pictures look: every option of `zp.draw`, which file takes it, and what it may be."""
+"""The options of `zp.draw`: their defaults, their rules, and the formats that have them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from zeropipe.errors import ConfigError
 from zeropipe.viz.colors import THEMES
 
-LABELS = ("microbatch", "action", "none")  # what may stand in a box
+LABELS = ("microbatch", "action", "none")  # texts in boxes
 _FIGURE = ("width", "theme", "labels", "memory", "legend", "title")
 OPTIONS: dict[str, tuple[str, ...]] = {
     ".html": ("theme", "labels", "memory", "title"),
@@ -22,7 +22,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Style:
-    """The look of a figure. `width` is in points (72 to the inch)."""
+    """The options of a figure. `width` is in points (1/72 inch)."""
 
     width: float = 720.0
     theme: str = "light"
@@ -35,11 +35,11 @@ class Style:
     def __post_init__(self) -> None:
         _require_choice("theme", self.theme, tuple(THEMES))
         _require_choice("labels", self.labels, LABELS)
-        _require_type("memory", self.memory, bool, "choose True or False")
-        _require_type("legend", self.legend, bool, "choose True or False")
-        _require_type("title", self.title, str, "give a text")
-        _require_range("width", self.width, 100, 10_000, "a figure is 100 to 10000 points wide (72 to the inch)")
-        _require_range("dpi", self.dpi, 20, 2000, "choose 20 to 2000 dots per inch")
+        _require_type("memory", self.memory, bool, "must be True or False")
+        _require_type("legend", self.legend, bool, "must be True or False")
+        _require_type("title", self.title, str, "must be a string")
+        _require_range("width", self.width, 100, 10_000, "must be from 100 to 10000 points (1/72 inch)")
+        _require_range("dpi", self.dpi, 20, 2000, "must be from 20 to 2000 dots per inch")
 
     @property
     def colors(self) -> dict[str, str]:
@@ -47,15 +47,15 @@ class Style:
 
     @property
     def is_wide(self) -> bool:
-        """A page rather than a column: there is room for words."""
+        """Whether it is as wide as a page, not a column: then labels are words."""
         return self.width >= 400
 
 
 @dataclass(frozen=True)
 class PageStyle:
-    """The look of an offline page. `memory`: whether the memory curves are shown at first."""
+    """The options of an offline page. `memory`: whether the memory curves are shown at first."""
 
-    theme: str = "auto"  # as the system's
+    theme: str = "auto"  # that of the system
     labels: str = "microbatch"
     memory: bool = True
     title: str = ""
@@ -63,12 +63,12 @@ class PageStyle:
     def __post_init__(self) -> None:
         _require_choice("theme", self.theme, ("auto", *THEMES))
         _require_choice("labels", self.labels, LABELS)
-        _require_type("memory", self.memory, bool, "choose True or False")
-        _require_type("title", self.title, str, "give a text")
+        _require_type("memory", self.memory, bool, "must be True or False")
+        _require_type("title", self.title, str, "must be a string")
 
 
 def style_of(suffix: str, options: dict[str, Any]) -> Style | PageStyle | None:
-    """The style of a file with that suffix; ConfigError for an option it does not have or a value out of range."""
+    """The options of a file with that suffix; ConfigError for an unknown option or an invalid value."""
     check_names(suffix, OPTIONS[suffix], options)
     if suffix == ".json":
         return None
@@ -79,13 +79,13 @@ def check_names(where: str, allowed: Collection[str], options: Collection[str]) 
     """ConfigError for an option that is not among those allowed."""
     for name in options:
         if name not in allowed:
-            has = f"it takes {', '.join(sorted(allowed))}" if allowed else "it has none"
+            has = f"its options are {', '.join(sorted(allowed))}" if allowed else "it has none"
             raise ConfigError(f"{where} has no option {name!r}: {has}")
 
 
 def _require_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        raise ConfigError(f"{name}={value!r}: choose {', '.join(choices[:-1])} or {choices[-1]}")
+        raise ConfigError(f"{name}={value!r}: must be {', '.join(choices[:-1])} or {choices[-1]}")
 
 
 def _require_type(name: str, value: Any, kind: type, what: str) -> None:

@@ -21,7 +21,7 @@ def to_svg(scene: Scene, title: str) -> str:
 
 
 def _items(items: list[Item]) -> Iterator[str]:
-    """Neighbours that look alike share a group, which keeps the file small."""
+    """Group consecutive items that look alike, which keeps the file small."""
     for look, group in groupby(items, _look):
         if look:
             yield f"<g {look}>"

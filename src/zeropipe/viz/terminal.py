@@ -69,15 +69,15 @@ def _print_heading(timeline: Timeline, console: Console) -> None:
 
 
 def _busy(timeline: Timeline) -> list[int]:
-    """Per cent of the makespan that each rank is busy; 100 only if it is never idle."""
+    """Percent of the makespan that each rank is busy; 100 only if it is never idle."""
     makespan = timeline.makespan
     return [100 if busy * ROUNDING >= makespan else min(99, round(100 * busy / makespan)) for busy in timeline.busy]
 
 
 def _density_note(models: Sequence[Boxes], dense: Sequence[bool], columns: int, plain: bool) -> Text:
     count = max(len(m.start) for m, coarse in zip(models, dense, strict=True) if coarse)
-    says = f"Too many boxes ({count:,}) for {columns} columns: a cell's shade is its share of busy time"
-    return Text(says + ("." if plain else ", its colour the kind that has most of it."), "dim")
+    note = f"Too many boxes ({count:,}) for {columns} columns: a cell's shade is its share of busy time"
+    return Text(note + ("." if plain else ", its colour the kind that has most of it."), "dim")
 
 
 def _axis(unit: str, longest: float, cell: float, gutter: int) -> Text:
@@ -91,7 +91,7 @@ def _axis(unit: str, longest: float, cell: float, gutter: int) -> Text:
 
 
 def _lane(looks: Sequence[str | None], plain: bool) -> Text:
-    """What is below a rank's boxes, in thin marks."""
+    """The lane below a rank's boxes, as thin marks."""
     return Text.assemble(*(" " if look is None else _lane_mark(look, plain) for look in looks))
 
 
@@ -100,7 +100,7 @@ def _lane_mark(look: str, plain: bool) -> Text:
 
 
 def _legend(models: Sequence[Boxes], dense: Sequence[bool], plain: bool, width: int, sharded: bool) -> Text:
-    """What letters, colours and marks mean, in as many lines as it takes."""
+    """The meaning of letters, colours and marks, wrapped to `width`."""
     entries = [Text(f"{IDLE} idle", "dim"), Text("% busy", "dim")]
     if any(dense):
         full, *partly = (mark for _, mark in LEVELS)
@@ -110,7 +110,7 @@ def _legend(models: Sequence[Boxes], dense: Sequence[bool], plain: bool, width: 
     if any(m.half.any() for m, coarse in zip(models, dense, strict=True) if not coarse):
         mark = Text("X") if plain else Text(HALVES * 2, Style(color=shades("F", 1)[0], bgcolor=shades("B", 1)[0]))
         entries.insert(0, Text.assemble(mark, " F and B overlapped"))
-    if not (plain and all(dense)):  # there no kind can be told
+    if not (plain and all(dense)):  # no kind is visible there
         count = 1 if all(dense) else max(m.num_shades for m in models)
         kinds = sorted({int(k) for m in models for k in np.unique(m.kind)})
         entries[:0] = [_kind_entry(KINDS[kind], count, plain) for kind in kinds]

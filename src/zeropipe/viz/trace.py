@@ -1,9 +1,9 @@
 """Timelines as a trace that Perfetto and chrome://tracing open.
 
-One process per timeline, one track per rank, a flow arrow per message between ranks, a memory counter per rank; where
-stages are sharded a second track per rank, for what it gathers and reduces. Times are microseconds; a timeline in units
-of its own counts one unit as a millisecond. A trace of one timeline holds the timeline's own JSON, too: `zp.from_json`
-gives it back.
+One process per timeline, one track per rank, a flow arrow per message between ranks, a memory counter per rank; if
+stages are sharded, a second track per rank for its gathers and reductions. Times are microseconds; in a
+timeline with another unit, one unit is a millisecond. A trace of one timeline also contains the timeline's own JSON,
+which `zp.from_json` reads.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ def write_trace(timelines: Sequence[Timeline], path: Path) -> None:
 
 
 class Slices(NamedTuple):
-    """What the events of a timeline share, as plain lists: a trace is written box by box."""
+    """The boxes of a timeline as plain lists, which are faster to read one by one."""
 
     process: int
     offsets: list[int]
     names: list[str]
-    start: list[float]  # microseconds, to the nanosecond, which is all a trace keeps
+    start: list[float]  # microseconds, rounded to nanoseconds as in a trace
     end: list[float]
 
     def rows(self) -> Iterator[tuple[int, int]]:
-        """(rank, place) of every box."""
+        """(rank, index) of every box."""
         for rank in range(len(self.offsets) - 1):
             for i in range(self.offsets[rank], self.offsets[rank + 1]):
                 yield rank, i
@@ -88,7 +88,7 @@ def _names(timeline: Timeline, process: int) -> Iterator[Event]:
 
 
 def _moves(timeline: Timeline, process: int, factor: float) -> Iterator[Event]:
-    """UNSHARD and REDUCE_GRAD, on a track of their own."""
+    """UNSHARD and REDUCE_GRAD, on a second track."""
     for rank in range(timeline.num_ranks):
         for move in lane(timeline, rank):
             start, end = (round(time * factor, 3) for time in (move.start, move.end))
@@ -109,7 +109,7 @@ def _slices(timeline: Timeline, model: Boxes, slices: Slices) -> Iterator[Event]
 
 
 def _arrows(timeline: Timeline, slices: Slices, last: int) -> Iterator[Event]:
-    """A pair of flow events per message; each is tied to the slice that encloses it, so it lies in its middle."""
+    """A pair of flow events per message, in the middle of the slices that they belong to."""
     why = explain.find_reasons(timeline)
     sources, ranks = list(map(int, why.remote)), list(map(int, why.ranks))
     for i, source in enumerate(sources):
@@ -131,7 +131,7 @@ def _memory(timeline: Timeline, model: Boxes, slices: Slices) -> Iterator[Event]
     before: tuple[int, float | None] = (-1, None)
     for rank, i in slices.rows():
         if halves[i] == UPPER:
-            continue  # the other half holds the same level
+            continue  # the other half has the same level
         for time, level in ((slices.start[i], during[i]), (slices.end[i], after[i])):
             if before != (rank, level):
                 yield {"ph": "C", "name": f"memory of rank {rank}", "pid": slices.process, "ts": time,

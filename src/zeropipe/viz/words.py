@@ -1,14 +1,14 @@
-"""Names and texts in pictures: whatever a name holds, it stays on one line and is only text."""
+"""Names and texts in pictures: made safe for terminals and XML, and cut to a width."""
 
 from __future__ import annotations
 
 from unicodedata import category, combining, east_asian_width
 
-LONGEST = 200  # characters of a name: the rest is cut
+LONGEST = 200  # characters of a name; the rest is cut
 _NOT_SHOWN = {"Cc", "Cs", "Zl", "Zp"}  # control characters, halves of a pair, line and paragraph separators
-_TURNS = set("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")  # would turn round what stands beside the name
+_TURNS = set("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")  # would reverse the text beside the name
 
-# how wide signs are, as a share of the font size, in DejaVu Sans: the widest font that figures may get
+# widths of characters, as a share of the font size, in DejaVu Sans: the widest font of figures
 _WIDTHS = {
     0.34: " ',.·:;/\\|ijlIJ",
     0.42: "-()[]ftr!",
@@ -22,16 +22,16 @@ _BOLD = 1.15
 
 
 def one_line(text: str) -> str:
-    """A name as it can stand anywhere: no line breaks, control characters or lone surrogates, and not without end.
+    """A name without line breaks, control characters and lone surrogates, of limited length.
 
-    A terminal would obey them, XML and UTF-8 cannot hold them.
+    A terminal would execute them, and XML and UTF-8 cannot contain them.
     """
     kept = "".join(" " if category(c) in _NOT_SHOWN else c for c in text[: LONGEST + 1] if c not in _TURNS)
     return kept if len(text) <= LONGEST else kept[: LONGEST - 1] + "…"
 
 
 def width_of(text: str, size: float, bold: bool = False) -> float:
-    """About how wide a text is, in the unit of its font size; rather too much than too little."""
+    """The approximate width of a text, in the unit of its font size; too large rather than too small."""
     return size * sum(map(_em, text)) * (_BOLD if bold else 1.0)
 
 
@@ -42,7 +42,7 @@ def _em(sign: str) -> float:
 
 
 def cut_to(text: str, size: float, room: float, bold: bool = False) -> str:
-    """The text, or as much of it as has room, with an ellipsis."""
+    """The text, or as much of it as fits, with an ellipsis."""
     if width_of(text, size, bold) <= room:
         return text
     while text and width_of(text + "…", size, bold) > room:
@@ -51,7 +51,7 @@ def cut_to(text: str, size: float, room: float, bold: bool = False) -> str:
 
 
 def wrapped(text: str, size: float, room: float) -> list[str]:
-    """The text in lines that have room, broken at blanks; a word that has none is cut."""
+    """The text in lines that fit, broken at spaces; a word that does not fit is cut."""
     lines = [""]
     for word in text.split(" "):
         longer = f"{lines[-1]} {word}".strip()

@@ -44,7 +44,7 @@ def local_grad(parameter: Tensor) -> Tensor | None:
 
 def set_local_grad(parameter: Tensor, value: Tensor) -> None:
     """Make `value` this process's shard of the gradient of a parameter that has none."""
-    parameter.grad = torch_tensors.like(parameter, value) if isinstance(parameter, DTensor) else value
+    parameter.grad = torch_tensors.sharded_like(parameter, value) if isinstance(parameter, DTensor) else value
 
 
 def local_grads(parameters: Iterable[Tensor]) -> list[Tensor]:

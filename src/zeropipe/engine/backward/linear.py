@@ -19,7 +19,7 @@ from zeropipe.engine.backward.products import Product, flatten_rows
 from zeropipe.engine.backward.store import store_or_return
 from zeropipe.engine.torch_private.autograd import has_grad_hooks, in_transform, save, saved, without_autocast
 from zeropipe.engine.torch_private.compile import use_number
-from zeropipe.engine.torch_private.tensors import from_local, linear_placements, owned
+from zeropipe.engine.torch_private.tensors import from_local, linear_placements, not_a_view
 
 
 def defer(module: nn.Module) -> int:
@@ -60,7 +60,7 @@ class _Linear(torch.autograd.Function):
         # Under checkpointing a saved weight is a detached alias of the Parameter, whose .grad would be lost.
         ctx.parameter = layer._parameters["weight"]
         ctx.transposed = transposed
-        return owned(functional.linear(x, weight.t() if transposed else weight, bias))
+        return not_a_view(functional.linear(x, weight.t() if transposed else weight, bias))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:

@@ -14,7 +14,7 @@ from zeropipe.core.model.checkpointing import Checkpointing
 from zeropipe.engine.blocks.checkpointing import add_checkpointing
 from zeropipe.engine.torch_private import compile as torch_compile
 from zeropipe.engine.torch_private import tensors as torch_tensors
-from zeropipe.engine.torch_private.compile import careful, inductor_backend, is_compile_error
+from zeropipe.engine.torch_private.compile import checked_backend, inductor_backend, is_compile_error
 from zeropipe.errors import ConfigError, first_line
 
 MAX_REASON_LENGTH = 200  # characters of a compiler error
@@ -61,7 +61,7 @@ def _variant(block_class: type[nn.Module], mode: str, budget: float | None, comp
     if compile:
         forward = _compiled(forward, block_class.__name__, budget, backend)
     if wraps_compiled:
-        torch_tensors.wake_gpu()  # inside a checkpoint the compiler must not initialize it
+        torch_tensors.init_gpu()  # inside a checkpoint the compiler must not initialize it
         forward = add_checkpointing(forward, mode)
     return type(
         block_class.__name__,
@@ -71,7 +71,7 @@ def _variant(block_class: type[nn.Module], mode: str, budget: float | None, comp
 
 
 def _compiled(forward: Callable[..., Any], name: str, budget: float | None, backend: Any = None) -> Callable[..., Any]:
-    compiled = torch.compile(forward, fullgraph=True, backend=careful(backend or inductor_backend(budget)))
+    compiled = torch.compile(forward, fullgraph=True, backend=checked_backend(backend or inductor_backend(budget)))
     has_failed = False
 
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:

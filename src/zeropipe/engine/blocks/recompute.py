@@ -48,7 +48,7 @@ class RecomputableForward:
         version = torch_tensors.sum_versions(current)
         for snapshot in modified:
             snapshot.table[snapshot.name] = snapshot.first_value.clone()
-        args, kwargs = torch_tensors.mapped(_alias, (args, kwargs))
+        args, kwargs = torch_tensors.map_tensors(_alias, (args, kwargs))
         try:
             return self._forward(self._block, *args, **kwargs)
         finally:  # also if checkpointing stops it early, with all tensors that it needs

@@ -17,7 +17,7 @@ from zeropipe.engine.comm.collective import nothing, on_all_ranks, require_same
 from zeropipe.engine.stages.hf import HFStage
 from zeropipe.engine.stages.save import build_skeleton, layer_prefix
 from zeropipe.engine.stages.skeleton import ModelSkeleton
-from zeropipe.engine.torch_private.tensors import like
+from zeropipe.engine.torch_private.tensors import sharded_like
 from zeropipe.engine.transformers_private import to_published
 from zeropipe.errors import ConfigError, short
 
@@ -118,7 +118,7 @@ def _gather(own: StageTensor, device: torch.device, is_needed: bool) -> Tensor |
     tensor = own.tensor.detach()
     shard = to_local(tensor)
     if isinstance(tensor, DTensor):
-        on_device: Any = tensor if shard.device == device else like(own.tensor, shard.to(device))
+        on_device: Any = tensor if shard.device == device else sharded_like(own.tensor, shard.to(device))
         full = on_device.full_tensor()
         return full.clone() if full.data_ptr() == shard.data_ptr() else full.contiguous()
     return shard.to(device, copy=True).contiguous() if is_needed else None

@@ -15,7 +15,7 @@ from zeropipe.engine.checkpoint.manifest import TensorEntry, decode, encode
 from zeropipe.engine.checkpoint.reader import to_dtype
 from zeropipe.engine.masters import MasterWeights
 from zeropipe.engine.stages.skeleton import format_names
-from zeropipe.engine.torch_private.tensors import like
+from zeropipe.engine.torch_private.tensors import sharded_like
 from zeropipe.errors import ConfigError
 
 MASTER = "master"  # state key of the float32 copy of a parameter that MasterWeights keeps
@@ -298,7 +298,7 @@ def _create_empty(entry: _Entry, key: str, saved: TensorEntry) -> Tensor:
     """An empty state tensor with the layout of its parameter; `step` on the device where torch expects it."""
     parameter, dtype = entry.tensor, to_dtype(saved)
     if isinstance(parameter, DTensor) and saved.shape == tuple(parameter.shape):
-        return like(parameter, torch.empty_like(to_local(parameter.detach()), dtype=dtype))
+        return sharded_like(parameter, torch.empty_like(to_local(parameter.detach()), dtype=dtype))
     on_cpu = key == "step" and not entry.group.get("fused") and not entry.group.get("capturable")
     return torch.empty(saved.shape, dtype=dtype, device="cpu" if on_cpu else to_local(parameter).device)
 

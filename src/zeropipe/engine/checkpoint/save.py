@@ -42,7 +42,7 @@ from zeropipe.engine.layout import Layout
 from zeropipe.engine.stages.adapters import describe_adapter
 from zeropipe.engine.stages.hf import HFStage
 from zeropipe.engine.stages.save import config_to_save
-from zeropipe.engine.torch_private.tensors import like
+from zeropipe.engine.torch_private.tensors import sharded_like
 from zeropipe.errors import ConfigError, EngineError, ZeropipeError, first_line
 
 T = TypeVar("T")
@@ -196,7 +196,7 @@ def _copy_to_cpu(tensor: Tensor) -> Tensor:
     """A copy on the CPU, which later steps do not change."""
     shard = to_local(tensor.detach())
     copy = torch.empty_like(shard, device="cpu").copy_(shard)
-    return like(tensor, copy) if isinstance(tensor, DTensor) else copy
+    return sharded_like(tensor, copy) if isinstance(tensor, DTensor) else copy
 
 
 def describe_layout(schedule: Schedule, layout: Layout) -> dict[str, Any]:

@@ -65,7 +65,7 @@ class Communicator(Ranks):
             raise rendezvous_error(lost, layout.global_ranks, layout.rank, "set-up") from None
         try:
             self.control = self._create_group("control", tuple(range(self.size)), nccl=False)
-            torch_comm.calm_gloo()
+            torch_comm.lower_gloo_priority()
             self._wait_until_connected()
             self._watchdog.monitor_next_rank(self)
             if self.is_nccl and layout.stage_groups:  # NCCL would connect them inside the first step otherwise

@@ -83,7 +83,7 @@ class Watchdog:
     def _tick(self, ranks: Monitored, now: float) -> bool:
         """Whether there is an error, which is on the board then. StoreLost if the board cannot be read."""
         status = ranks.status
-        progress, is_busy = status.progress, status.is_busy or torch_compile.compiling()
+        progress, is_busy = status.progress, status.is_busy or torch_compile.is_compiling()
         if progress != self._progress:
             self._progress, self._since = progress, now
             self._newest.clear()

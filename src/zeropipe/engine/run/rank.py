@@ -19,7 +19,7 @@ import torch.distributed as dist
 from zeropipe.engine.comm.watchdog import progress_callbacks
 from zeropipe.engine.run.slow_dtypes import TORCH_WARNING
 from zeropipe.engine.run.torchrun import join
-from zeropipe.engine.torch_private.comm import calm_gloo
+from zeropipe.engine.torch_private.comm import lower_gloo_priority
 from zeropipe.errors import ConfigError, ZeropipeError, short
 
 HEARTBEAT, RESULT = b".", b"="  # the first byte of a message of a rank
@@ -98,7 +98,7 @@ def rank_main(file: int, rank: int, num_ranks: int, port: int, threads: int, bac
     except Exception as error:
         connection.send_result(pickle.dumps(Failed.from_exception(rank, error)))
         return
-    calm_gloo()
+    lower_gloo_priority()
     connection.send_result(pickle.dumps(None))
     while True:
         try:
@@ -113,7 +113,7 @@ def _run_call(call: bytes, rank: int) -> bytes:
     try:
         function, args = _load(call)
         return _dump(function, function(*args))
-    except BaseException as error:  # SystemExit and KeyboardInterrupt, too: all are told what ended this rank
+    except BaseException as error:  # SystemExit and KeyboardInterrupt, too: the result says what ended this rank
         return pickle.dumps(Failed.from_exception(rank, error))
 
 

@@ -163,16 +163,16 @@ def _find_carried(calls: list[LayerCall]) -> tuple[ArgPath, ...]:
         paths.append(tuple(path for path, tensor in tensors.items() if tensor.requires_grad or id(tensor) in returned))
         returned |= {id(tensor) for tensor in find_tensors((output,), {}).values()}
     if len(set(paths[1:])) > 1:
-        raise CannotCut("its layers hand different things on to each other")
+        raise CannotCut("its layers pass different tensors to each other")
     if not paths[-1]:
-        raise CannotCut("its layers hand nothing on to each other")
+        raise CannotCut("its layers pass no tensors to each other")
     return paths[-1]
 
 
 def _find_output_length(calls: list[LayerCall], layers: str) -> int | None:
     lengths = {None if isinstance(output, Tensor) else _length(output) for _, _, output in calls}
     if len(lengths) != 1 or -1 in lengths:
-        raise CannotCut(f"{layers} return different things")
+        raise CannotCut(f"{layers} return outputs of different structures")
     return lengths.pop()
 
 

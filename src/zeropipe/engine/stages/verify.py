@@ -161,7 +161,7 @@ def _compare(model: nn.Module, stages: Sequence[HFStage], batches: Sequence[Batc
             try:
                 (logits, *losses), backward = _run_stages(stages, batch)
             except Exception as error:
-                raise CannotCut(f"its layers do not run apart from each other ({format_error(error)})") from error
+                raise CannotCut(f"its layers do not run separately ({format_error(error)})") from error
         if not expected.logits.isfinite().all():
             raise CannotCut("a small copy of it gives infinite numbers")
         if not is_close(logits, expected.logits):

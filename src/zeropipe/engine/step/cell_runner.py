@@ -247,13 +247,13 @@ def to_plain(tensor: Tensor, name: str) -> Tensor:
         return tensor.detach()
     if isinstance(tensor, DTensor):
         return dtensor_messages.local_shard(tensor)
-    settled = torch_tensors.settled(tensor.detach())
-    if type(settled) is not Tensor:
+    ready = torch_tensors.wait_for(tensor.detach())
+    if type(ready) is not Tensor:
         raise TypeError(
-            f"{name} returned a {type(settled).__name__}, which cannot be sent to another stage: return a plain Tensor "
+            f"{name} returned a {type(ready).__name__}, which cannot be sent to another stage: return a plain Tensor "
             "or a DTensor"
         )
-    return settled
+    return ready
 
 
 def as_tuple(output: Any, name: str) -> tuple[Tensor, ...]:

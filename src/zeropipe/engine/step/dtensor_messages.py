@@ -30,7 +30,7 @@ def describe_layout(tensor: Any, name: str) -> str:
 
 def local_shard(tensor: Any) -> Tensor:
     """This rank's shard of an output."""
-    return torch_tensors.settled(tensor.detach().to_local())
+    return torch_tensors.wait_for(tensor.detach().to_local())
 
 
 def build_dtensor(shard: Tensor, layout: str, module: nn.Module, stage: int, is_gradient: bool = False) -> Tensor:
@@ -48,7 +48,7 @@ def local_gradient(gradient: Any, x: Any) -> Tensor:
     if not isinstance(x, DTensor):
         return gradient
     placements = [_gradient_placement(placement) for placement in x.placements]
-    return torch_tensors.settled(gradient.redistribute(x.device_mesh, placements).to_local())
+    return torch_tensors.wait_for(gradient.redistribute(x.device_mesh, placements).to_local())
 
 
 def _gradient_placement(placement: Any) -> Any:

@@ -47,7 +47,7 @@ class StageBuffers:
     def copy_all_shared(self, output: Any) -> Any:
         """The same for the tensors of a nested value."""
         if self._memory and any(map(self._is_shared, torch_tensors.tensors_in(output))):
-            return torch_tensors.mapped(self.copy_shared, output)
+            return torch_tensors.map_tensors(self.copy_shared, output)
         return output
 
     def _is_shared(self, tensor: Tensor) -> bool:

@@ -121,7 +121,7 @@ class LossAccumulator:
         self._losses[index] = (_detach(loss), _detach(count), metrics)
         if self.total_count is None:
             self.divides_late = True
-            for leaf in torch_autograd.leaves_between(loss, output):
+            for leaf in torch_autograd.find_loss_leaves(loss, output):
                 self.add_input(leaf)
             return loss
         return loss / (self.total_count or 1.0)

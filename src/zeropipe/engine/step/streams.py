@@ -31,7 +31,7 @@ class Streams:
         self._streams: tuple[torch.cuda.Stream, ...] = ()
         if _assign_streams(row, cells) and device.type == "cuda":
             self._streams = (torch.cuda.Stream(device), torch.cuda.Stream(device))
-            torch_autograd.quiet_streams()
+            torch_autograd.silence_stream_warning()
             # Gradients are accumulated on the stream that created their accumulator. Created on one of the two, it
             # would make a backward on the other one wait for the forward that runs at the same time.
             parameters = (p for info in stages.values() for p in info.module.parameters() if p.requires_grad)

@@ -13,7 +13,7 @@ from zeropipe.core.formats.torch_trace import PIPELINE
 from zeropipe.core.schedule import Schedule
 from zeropipe.engine.backward.gradients import local_grad
 from zeropipe.engine.step.cell_runner import Call, Cell
-from zeropipe.engine.torch_private.autograd import is_profiling, tell_profiler
+from zeropipe.engine.torch_private.autograd import add_profiler_metadata, is_profiling
 
 
 class Watcher:
@@ -46,7 +46,7 @@ class ProfilerLabels(Watcher):
                 call()
                 return
             if metadata is not None:
-                tell_profiler(PIPELINE, metadata)
+                add_profiler_metadata(PIPELINE, metadata)
             with record_function(label):
                 call()
 

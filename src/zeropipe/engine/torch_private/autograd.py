@@ -21,32 +21,32 @@ MODIFIED = f"its input or its output gradient was modified in place while its we
 
 
 def without_autocast(call: Callable[..., Result], *args: Any) -> Result:
-    """`call(*args)` in the dtypes its tensors have, whatever autocast around the step says."""
-    if not torch._C._is_any_autocast_enabled():  # asked for every product: the guard takes seven times as long
+    """Return `call(*args)` in the dtypes of its tensors, also under autocast."""
+    if not torch._C._is_any_autocast_enabled():  # runs for every product: the guard takes seven times as long
         return call(*args)
     with torch._C._DisableAutocast():
         return call(*args)
 
 
 def gradient_edge(tensor: Tensor) -> GradientEdge:
-    """What backward needs of an output, without its data."""
+    """What a backward pass needs of an output: its edge in the graph, without its data."""
     return get_gradient_edge(tensor)
 
 
 def backward(roots: Sequence[GradientEdge | Tensor], gradients: Sequence[Tensor] | None) -> None:
-    """One ordinary backward pass."""
+    """Run one ordinary backward pass."""
     torch.autograd.backward(roots, gradients)  # type: ignore[arg-type]
 
 
-def leaves_between(loss: Tensor, output: Any) -> list[Tensor]:
+def find_loss_leaves(loss: Tensor, output: Any) -> list[Tensor]:
     """The leaves that a loss reaches without passing through `output`: parameters of the loss itself."""
     if loss.grad_fn is None:
         return [loss] if loss.requires_grad else []
-    return _leaves_behind([loss.grad_fn], {tensor.grad_fn for tensor in tensors_in(output)})
+    return _find_leaves([loss.grad_fn], {tensor.grad_fn for tensor in tensors_in(output)})
 
 
-def _leaves_behind(nodes: Sequence[Any], seen: set[Any]) -> list[Tensor]:
-    """The leaves of a graph that `nodes` reach without passing through those `seen` already."""
+def _find_leaves(nodes: Sequence[Any], seen: set[Any]) -> list[Tensor]:
+    """The leaves that `nodes` reach in a graph without passing through a node in `seen`."""
     waiting, leaves = list(nodes), []
     while waiting:
         node = waiting.pop()
@@ -59,15 +59,21 @@ def _leaves_behind(nodes: Sequence[Any], seen: set[Any]) -> list[Tensor]:
     return leaves
 
 
-def quiet_streams() -> None:
-    """A parameter's gradient may come from either of the two streams of an Overlap: they are joined after each step."""
+def silence_stream_warning() -> None:
+    """Silence torch's warning that gradients of a parameter come from two streams, those of an Overlap.
+
+    The streams are joined after each step.
+    """
     graph = torch.autograd.graph
     if hasattr(graph, "set_warn_on_accumulate_grad_stream_mismatch"):
         graph.set_warn_on_accumulate_grad_stream_mismatch(False)
 
 
 def save(ctx: Any, *tensors: Tensor) -> None:
-    """ctx.save_for_backward, at once: a recomputation that needs no more than these stops here, before the product."""
+    """Call ctx.save_for_backward at once, not after the forward.
+
+    Recomputation stops when it has all tensors that were saved: so it stops before the product.
+    """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     if hooks is None:
         ctx.save_for_backward(*tensors)
@@ -78,7 +84,7 @@ def save(ctx: Any, *tensors: Tensor) -> None:
 
 
 def saved(ctx: Any) -> Sequence[Tensor]:
-    """ctx.saved_tensors of `save`; what was packed is let go, unless the caller keeps the graph."""
+    """The tensors of `save`; what was packed is released, unless the caller keeps the graph."""
     if ctx.packed is None:
         try:
             return ctx.saved_tensors
@@ -93,14 +99,14 @@ def saved(ctx: Any) -> Sequence[Tensor]:
     needed = zip(tensors, ctx.needs_input_grad)  # inputs are saved in their order
     if torch.is_grad_enabled() and any(need and not tensor.requires_grad for tensor, need in needed):
         raise EngineError(  # checkpointing unpacks tensors without their history, so the result would have none either
-            "gradients of gradients (create_graph=True) cannot be had in a checkpointed block whose backward is split: "
-            "take activation checkpointing off there, or give split='whole'"
+            "create_graph=True cannot run in a checkpointed block whose backward is split: use ac='none', or "
+            "split='whole'"
         )
     return tensors
 
 
 class ProductError(Exception):
-    """A weight gradient cannot be computed any more; the message says why, the engine adds the layer's name."""
+    """A weight gradient cannot be computed any more. The message has the reason; the engine adds the layer's name."""
 
     def __init__(self, parameter: Tensor, why: str = MODIFIED) -> None:
         super().__init__(why)
@@ -108,77 +114,78 @@ class ProductError(Exception):
 
 
 def has_grad_hooks(parameter: Tensor | None) -> bool:
-    """Whether hooks wait for the gradient of a parameter: they would run before W."""
+    """Whether a parameter has hooks on its gradient, which would run before W."""
     return bool(parameter is not None and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks))
 
 
 def is_modified(error: BaseException) -> bool:
-    """Whether autograd says that a tensor it saved was modified in place."""
+    """Whether this is autograd's error for a saved tensor that was modified in place."""
     return isinstance(error, RuntimeError) and "modified by an inplace operation" in str(error)
 
 
 def modified_tensor(error: BaseException) -> str:
-    """The type and the shape of that tensor in parentheses, as autograd names them."""
+    """Type and shape of the modified tensor of such an error, in parentheses; empty if the error lacks them."""
     found = re.search(r"\[torch\.(?:cuda\.)?(\w+) \[([\d, ]*)\]\]", str(error))
     return f"({found[1]} of shape [{found[2]}]) " if found else ""
 
 
 def is_summed(ctx: Any, number: int) -> bool:
-    """Whether the backward pass at work adds the gradient of input `number` to a `.grad`.
+    """Whether the running backward pass adds the gradient of input `number` to a `.grad`.
 
-    One of `torch.autograd.grad` does not: it gives gradients to whoever called it, maybe in the middle of a forward.
+    That of `torch.autograd.grad` does not: it returns gradients to its caller, which may be inside a forward.
     """
     try:
         return torch._C._will_engine_execute_node(ctx.next_functions[number][0])
-    except RuntimeError:  # it is asked for by that call, which this function of torch does not answer
+    except RuntimeError:  # in torch.autograd.grad with this input: torch's function does not support it
         return False
 
 
 def in_transform() -> bool:
-    """Whether a transform of torch.func (vmap, grad, ...) runs: it takes no autograd.Function of the older form."""
+    """Whether a transform of torch.func (vmap, grad, ...) runs: it rejects an old-style autograd.Function."""
     return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def is_profiling() -> bool:
-    """Whether torch.profiler is at work."""
+    """Whether torch.profiler runs."""
     return torch.autograd.profiler._is_profiler_enabled
 
 
-def tell_profiler(key: str, json: str) -> None:
-    """A field of the trace that torch.profiler is writing."""
+def add_profiler_metadata(key: str, json: str) -> None:
+    """Add a field to the trace that torch.profiler is writing."""
     torch.autograd._add_metadata_json(key, json)  # type: ignore[attr-defined]
 
 
-# selective checkpointing keeps results in a place of its own, which no hook on saved tensors sees
+# caches of selective checkpointing, whose tensors no hook on saved tensors receives; None: not collected
 _caches: list[Any] | None = None
 
 
 def selective_contexts(policy: Callable[..., Any]) -> Any:
-    """What runs around a block whose expensive results are kept and whose others are computed again."""
-    forward, again = torch.utils.checkpoint.create_selective_checkpoint_contexts(policy)
-    forward.__class__ = _careful(type(forward))
+    """The contexts of a checkpointed block, for its forward and its recomputation. `policy` chooses what is kept."""
+    forward, recompute = torch.utils.checkpoint.create_selective_checkpoint_contexts(policy)
+    forward.__class__ = _copying_mode(type(forward))
     if _caches is not None:
         _caches.append(forward.storage)
-    return forward, again
+    return forward, recompute
 
 
 @functools.cache
-def _careful(mode: type[Any]) -> type[Any]:
-    """A mode that keeps results, as they are before they are changed in place."""
+def _copying_mode(mode: type[Any]) -> type[Any]:
+    """A caching mode that copies a cached result before it is modified in place."""
 
-    class Careful(mode):
+    class CopyingMode(mode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable:
-                _keep_unchanged(self.storage, func, args, kwargs or {})
+                _copy_modified(self.storage, func, args, kwargs or {})
             return super().__torch_dispatch__(func, types, args, kwargs)
 
-    return Careful
+    return CopyingMode
 
 
-def _keep_unchanged(cache: Any, op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Before an operator changes a result in place that was kept: keep a copy, to which the change is made again.
+def _copy_modified(cache: Any, op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Replace the cached results that `op` is about to modify in place by copies; recomputation modifies the copies.
 
-    torch sees such changes by a tensor's version. A product of rows of rows is another tensor with the same memory.
+    torch detects a modification by the version of a tensor, and so misses one through another tensor with the same
+    memory: a product of a tensor with more than two dimensions returns such a tensor.
     """
     given = {a.name: value for a, value in zip(op._schema.arguments, args)} | kwargs
     written = [a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
@@ -191,7 +198,7 @@ def _keep_unchanged(cache: Any, op: Any, args: Sequence[Any], kwargs: dict[str, 
 
 @contextlib.contextmanager
 def selective_caches() -> Iterator[list[Any]]:
-    """Gets the places where the blocks that run inside keep results."""
+    """Context manager: yields a list that gets the caches of the blocks that run inside."""
     global _caches
     before, _caches = _caches, []
     try:
@@ -201,12 +208,12 @@ def selective_caches() -> Iterator[list[Any]]:
 
 
 def cached_tensors(cache: Any) -> Iterator[Tensor]:
-    """The results in such a place."""
+    """The tensors in a cache of `selective_caches`."""
     return (entry.val for entry in _entries(cache))
 
 
 def _entries(cache: Any) -> Iterator[Any]:
-    """What holds the results; not those that only stand for some while a block is compiled."""
+    """The entries of a cache with a tensor, without the fake tensors that exist while a block is compiled."""
     from torch._subclasses.fake_tensor import is_fake
 
     if isinstance(cache, dict):

@@ -31,7 +31,7 @@ def store_is_on_rank_0() -> bool:
 
 
 def store_outlives_ranks() -> bool:
-    """Whether torchrun's agent has the job's store: it keeps what ranks wrote that were started before."""
+    """Whether torchrun's agent hosts the job's store, which then has the keys of ranks that were started earlier."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -50,12 +50,12 @@ def is_host_of(store: dist.Store) -> bool:
 
 
 def clone(store: dist.Store) -> dist.Store:
-    """The same store over a connection of its own: one that waits for a key keeps its other users waiting."""
+    """The same store over another connection: a request that waits for a key blocks all others of its connection."""
     return store.clone()  # type: ignore[attr-defined,no-any-return]
 
 
 def init_group(backend: str, patience: float, **where: Any) -> None:
-    """`init_process_group` that ends after `patience` seconds where gloo cannot connect; later waits last as ever."""
+    """`init_process_group`; gloo has `patience` seconds to connect, and its default timeout afterwards."""
     if backend != "gloo":
         dist.init_process_group(backend, **where)
         return
@@ -64,28 +64,28 @@ def init_group(backend: str, patience: float, **where: Any) -> None:
 
 
 def gloo_devices() -> list[Any]:
-    """What gloo's groups send and receive with: a thread each, which wakes up a hundred times a second, used or not."""
+    """The devices of gloo's groups. Each has a thread that wakes up a hundred times a second, so groups share them."""
     interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     make = dist.ProcessGroupGloo
     return [make.create_device(interface=name) for name in interfaces] or [make.create_default_device()]
 
 
 def gloo_group(store: dist.Store, rank: int, size: int, timeout: float, devices: list[Any]) -> Any:
-    """A gloo group outside torch's registry: only its members take part in making it."""
+    """A gloo group outside torch's registry: only its members create it."""
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timedelta(seconds=timeout)
     options._devices, options._threads = devices, 2 * len(devices)
     return dist.ProcessGroupGloo(store, rank, size, options)
 
 
-def calm_gloo() -> None:
-    """Let gloo's threads wake up without taking the core of a thread that sends.
+def lower_gloo_priority() -> None:
+    """Schedule gloo's threads as SCHED_BATCH: when they wake up, they do not preempt a thread that sends.
 
-    A sender holds a lock until its call of the kernel returns. What its message wakes may take its core before that,
-    and answer: then the sender's own gloo thread asks for the lock again and again, on the core that the sender needs
-    to let it go. On busy cores that took most of the processor time of messages.
+    A sender holds a lock until its system call returns. The process that its message wakes up may preempt it, and
+    answer. Then the sender's own gloo thread spins for the lock, on the core that the sender needs to release it. On
+    busy cores that took most of the processor time of messages.
     """
-    if not hasattr(os, "SCHED_BATCH"):  # Linux has it
+    if not hasattr(os, "SCHED_BATCH"):  # only Linux has it
         return
     for thread in os.listdir("/proc/self/task"):
         with contextlib.suppress(OSError):  # it has just ended, or may not be changed
@@ -99,7 +99,7 @@ def nccl_group(store: dist.Store, rank: int, size: int) -> Any:
     """An NCCL group outside torch's registry, whose errors do not end the process: the watchdog stops all ranks."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = FOREVER
-    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # read when a group is made
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # read when a group is created
     before = os.environ.get(name)
     os.environ[name] = "0"
     try:
@@ -111,10 +111,10 @@ def nccl_group(store: dist.Store, rank: int, size: int) -> Any:
 
 
 def abort_gloo(group: Any) -> None:
-    """Close a group's connections, also under a thread that waits on one; its peers' waits then fail at once.
+    """Close a group's connections, also while a thread waits on one; its peers' waits then fail at once.
 
-    gloo's own `abort` leaves the sockets open. A receive that times out closes every pair of the group; one from a
-    peer that is gone already fails before its time, so all peers are tried.
+    gloo's own `abort` leaves the sockets open. A receive that times out closes all connections of the group; one from
+    a peer that is gone fails before its timeout, so all peers are tried.
     """
     for peer in range(group.size()):
         if peer != group.rank():
@@ -123,10 +123,10 @@ def abort_gloo(group: Any) -> None:
 
 
 def abort_nccl(groups: Iterable[Any], patience: float = 20.0) -> None:
-    """Stop the groups' kernels, so that streams waiting for them go on.
+    """Stop the groups' kernels, so that streams that wait for them continue.
 
-    All at once: an abort frees memory, for which CUDA waits until every kernel has ended, those of the other groups
-    included. One after the other they would wait for each other.
+    All groups in parallel: an abort frees memory, for which CUDA waits until every kernel has ended, also those of
+    other groups. One after the other would be a deadlock.
     """
 
     def abort(group: Any) -> None:
@@ -142,7 +142,7 @@ def abort_nccl(groups: Iterable[Any], patience: float = 20.0) -> None:
 
 
 def abort(groups: Iterable[Any], patience: float) -> None:
-    """Break groups of any kind; `patience`: seconds for those of NCCL."""
+    """Abort groups of any kind; `patience`: seconds for those of NCCL."""
     slow = []
     for group in groups:
         if isinstance(group, dist.ProcessGroupGloo):
@@ -153,18 +153,18 @@ def abort(groups: Iterable[Any], patience: float) -> None:
 
 
 def backends(group: dist.ProcessGroup) -> list[Any]:
-    """What does a group's work: one for each kind of device, or one for all."""
+    """The backends of a group: one for each type of device, or one for all."""
     found = [group._get_backend(device) for device in group._device_types]
     return list({id(backend): backend for backend in found}.values())
 
 
 def wait(work: Any) -> None:
-    """Wait for a gloo message for as long as it takes; not for NCCL's, where a time-out makes the host wait."""
+    """Wait for a gloo message without a timeout. Not for NCCL, where passing a timeout blocks the host."""
     work.wait(FOREVER)
 
 
 def allgather_bytes(group: Any, size: int, mine: Tensor) -> list[Tensor]:
-    """Everybody's `mine`, all of the same shape."""
+    """The tensors `mine` of all ranks, which have equal shapes."""
     out = [torch.empty_like(mine) for _ in range(size)]
     options = dist.distributed_c10d.AllgatherOptions()
     options.timeout = FOREVER
@@ -180,28 +180,27 @@ def allreduce_sum(group: Any, tensor: Tensor) -> None:
 
 
 def broadcast(group: Any, tensor: Tensor, root: int) -> None:
-    """Everybody gets the root's `tensor`, in place."""
+    """Copy the root's `tensor` into that of every rank."""
     options = dist.distributed_c10d.BroadcastOptions()
     options.rootRank, options.rootTensor, options.timeout = root, 0, FOREVER
     group.broadcast([tensor], options).wait()
 
 
-# Collectives that may stand in a compiled graph: a group is known by its name. The two that move pieces have new names
-# since torch 2.13.
+# Collectives that compiled graphs may contain: groups are given by name. Two have other names since torch 2.13.
 _all_gather = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
 _reduce_scatter = getattr(collectives, "reduce_scatter_single", None) or collectives.reduce_scatter_tensor
 
 
 def reduced(x: Tensor, operation: str, group: str) -> Tensor:
-    """The "sum" or "max" of everybody's x."""
+    """The "sum" or "max" of x over all ranks."""
     return collectives.wait_tensor(collectives.all_reduce(x.contiguous(), operation, group))
 
 
 def gathered(x: Tensor, group: str) -> Tensor:
-    """Everybody's x, one after the other in the first dimension."""
+    """x of all ranks, concatenated along the first dimension."""
     return collectives.wait_tensor(_all_gather(x.contiguous(), 0, group))
 
 
 def sum_scattered(x: Tensor, group: str) -> Tensor:
-    """This process's part, in the first dimension, of the sum of everybody's x."""
+    """This rank's part, along the first dimension, of the sum of x over all ranks."""
     return collectives.wait_tensor(_reduce_scatter(x.contiguous(), "sum", 0, group))

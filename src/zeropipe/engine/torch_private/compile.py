@@ -1,4 +1,4 @@
-"""Private calls of torch.compile, and what its versions get wrong."""
+"""Private calls of torch.compile, and workarounds for bugs of its versions."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from torch import Tensor
 from zeropipe.engine.torch_private.tensors import memory_of, tensors_in
 from zeropipe.errors import EngineError
 
-# Inside a compiled block, marks of checkpointing do not reach what autograd functions compute before torch 2.12: the
-# results of deferred layers would be kept instead of being computed again.
+# Before torch 2.12, marks of checkpointing in a compiled block do not apply inside autograd functions: results of
+# deferred layers would be kept, not recomputed.
 _VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 MARKS_REACH_FUNCTIONS = _VERSION >= (2, 12)
-# Where a compiled block gathers sequences for a part that hands its input to several layers, torch 2.11 computes other
-# gradients than without compiling. Those of torch 2.13 are right.
+# torch 2.11 computes wrong gradients for a compiled block that gathers sequences for a module that passes its input to
+# several layers. torch 2.13 computes the right ones.
 COMPILES_GATHERED = _VERSION >= (2, 13)
 
 
 @functools.cache
 def keep_inputs_from_reuse(op: Any) -> None:
-    """Tell inductor that `op` holds on to its inputs: their buffers are never given to another tensor.
+    """Make inductor never reuse the buffers of the inputs of `op`, which `op` stores for W.
 
-    Without it the compiled backward writes other results over tensors that wait for W, and gradients are silently
-    wrong. The protection is part of the generated code, so it is also there when that code comes from a cache.
-    And `op` runs even if nothing reads its result, as is so for one without elements.
+    Otherwise the compiled backward would overwrite tensors that wait for W, and gradients would be silently wrong. The
+    rule is part of the generated code, so it also holds when that code comes from a cache. `op` is also marked as
+    having side effects: it runs even if its result is not used, or has no elements.
     """
     from torch._inductor import ir
     from torch._inductor.lowering import fallback_handler, register_lowering
@@ -54,26 +54,26 @@ _uses: weakref.WeakKeyDictionary[Any, Iterator[int]] = weakref.WeakKeyDictionary
 
 
 def use_number() -> int:
-    """While a graph is traced: 0, 1, 2, ... A constant that keeps the compiler from merging equal operators.
+    """Return 0, 1, 2, ... while a graph is traced: a constant that keeps the compiler from merging equal operators.
 
-    A layer used twice with the same input must leave two products. Counting starts anew with each graph, so that
-    equal blocks make equal graphs.
+    A layer used twice with the same input must store two products. Each graph counts from 0, so that equal blocks
+    have equal graphs.
     """
     from torch._guards import TracingContext
 
     return next(_uses.setdefault(TracingContext.get(), itertools.count()))
 
 
-# as torch.compiler.assume_constant_result does, which first imports the whole compiler: seconds for every process
+# as torch.compiler.assume_constant_result does, which imports the compiler: seconds in every process
 use_number._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def inductor_backend(memory_budget: float | None = None) -> Callable[..., Any]:
-    """inductor, with the share of activations the partitioner may save."""
+    """inductor; `memory_budget` is the fraction of activations that its partitioner may save."""
     from torch._functorch import config
     from torch._inductor.compile_fx import compile_fx
 
-    mend_attention()
+    _fix_attention_dtype()
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
         with config.patch(activation_memory_budget=memory_budget):
@@ -82,8 +82,8 @@ def inductor_backend(memory_budget: float | None = None) -> Callable[..., Any]:
     return backend if memory_budget is not None else compile_fx
 
 
-def careful(backend: Any) -> Callable[..., Any]:
-    """A compiler that refuses what it would get wrong: the refusal is an error of torch.compile."""
+def checked_backend(backend: Any) -> Callable[..., Any]:
+    """A compiler backend that raises EngineError for a graph whose gradients it would compute wrongly."""
     if isinstance(backend, str):
         from torch._dynamo import lookup_backend
 
@@ -103,12 +103,12 @@ def careful(backend: Any) -> Callable[..., Any]:
 def _modified_and_read(graph: torch.fx.GraphModule) -> list[str]:
     """The inputs of a graph (buffers) that it modifies in place and that its backward may need.
 
-    torch 2.13 computes in the backward again what it made of such an input, from the input as it is by then.
+    torch 2.13 recomputes results of such an input in the backward, from the values that the input has then.
     """
     names = []
     for node in graph.graph.nodes:
         value = node.meta.get("example_value")
-        if node.op == "placeholder" and isinstance(value, Tensor) and value._version > 0:  # as it was traced
+        if node.op == "placeholder" and isinstance(value, Tensor) and value._version > 0:  # modified in the trace
             memory = memory_of(value)
             uses = (each for each in graph.graph.nodes if any(_has_memory(a, memory) for a in each.all_input_nodes))
             if any(_may_be_needed(use, memory) for use in uses):
@@ -121,16 +121,16 @@ def _has_memory(node: Any, memory: int) -> bool:
 
 
 def _may_be_needed(use: Any, memory: int) -> bool:
-    """Whether a node makes a new tensor of what it reads, or one that needs a gradient."""
+    """Whether a node returns a tensor with memory of its own, or one that needs a gradient."""
     made = tensors_in(use.meta.get("example_value"))
     return any(memory_of(tensor) != memory or tensor.requires_grad for tensor in made)
 
 
 @functools.cache
-def mend_attention() -> None:
-    """Let the compiler know the dtype of the sums that float64 attention on a CPU keeps for its backward.
+def _fix_attention_dtype() -> None:
+    """Correct the dtype that the compiler assumes for the sums of float64 attention on a CPU.
 
-    Before torch 2.13 it takes them for float32 and makes such copies of them, which the backward refuses.
+    Before torch 2.13 it assumes float32 and converts them, which the backward of the attention rejects.
     """
     attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     probe = torch.empty(1, 1, 1, 1, dtype=torch.float64, device="meta")
@@ -139,26 +139,26 @@ def mend_attention() -> None:
     key = torch._C.DispatchKey.Meta
     shapes = attention.py_kernels.pop(key)
 
-    def right(query: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def fixed(query: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         output, sums = shapes(query, *args, **kwargs)
         return output, sums.double() if query.dtype == torch.float64 else sums
 
-    attention.py_impl(key)(right)
-    torch._subclasses.FakeTensorMode.cache_clear()  # of what was traced before
+    attention.py_impl(key)(fixed)
+    torch._subclasses.FakeTensorMode.cache_clear()  # of earlier traces
 
 
-def compiling() -> bool:
-    """Whether torch.compile is at work in this process, in whatever thread."""
-    module = sys.modules.get("torch._dynamo.callback")  # not there: nothing was compiled yet
+def is_compiling() -> bool:
+    """Whether torch.compile runs in this process, in any thread."""
+    module = sys.modules.get("torch._dynamo.callback")  # missing: nothing was compiled yet
     handler = getattr(module, "callback_handler", None)
     return getattr(handler, "_CompilationCallbackHandler__pending_callbacks_counter", 0) > 0
 
 
 def is_compile_error(error: Exception) -> bool:
-    """Whether torch.compile could not capture or compile something; errors of the model itself are others.
+    """Whether torch.compile could not capture or compile something; False for errors of the model itself.
 
-    On a CPU, torch 2.13 mixes up what a block computes again keeps, where one of its biases is spread over `tp`; it
-    notices before anything else has happened.
+    On a CPU, torch 2.13 confuses the tensors that a checkpointed block saves if one of its biases is sharded over
+    `tp`. It raises an AssertionError then, before the block has run.
     """
     from torch._dynamo import exc
 

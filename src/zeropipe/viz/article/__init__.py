@@ -1,4 +1,4 @@
-"""What may stand above the timelines of a page: figures, notes, charts and tables, as plain values and as HTML."""
+"""The article above the timelines of a page: figures, notes, charts and tables, as values and as HTML."""
 
 from zeropipe.viz.article.blocks import Block, Chart, Figure, Figures, Heading, Line, Note, Row, Shares, Table
 from zeropipe.viz.article.html import article_html

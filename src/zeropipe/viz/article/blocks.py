@@ -1,4 +1,4 @@
-"""The blocks of an article. They are values: how they look is for `html.py` and the style sheet."""
+"""The blocks of an article, as values; `html.py` and the style sheet define how they look."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Note:
-    """A text that should be read. What stands between two `backquotes` is shown as code."""
+    """A highlighted text. Text in `backquotes` is shown as code."""
 
     title: str
     text: str
@@ -42,7 +42,7 @@ class Note:
 
 @dataclass(frozen=True)
 class Line:
-    """Points of a chart, in the order of x. `look`: a line, a dashed one, or only the points."""
+    """Points of a chart, in the order of x. `look`: a line, a dashed line, or only the points."""
 
     name: str
     points: tuple[tuple[float, float], ...]
@@ -63,7 +63,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Shares:
-    """Parts of a whole as a bar: (name, value, tone); what is missing to the whole stays empty."""
+    """Parts of a whole as a bar: (name, value, tone); the rest of the whole stays empty."""
 
     parts: tuple[tuple[str, float, Tone], ...]
     whole: float
@@ -79,7 +79,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text and bars. A column of bars has its colours in its head."""
+    """Rows of text and bars. The head of a column of bars has a legend of its colours."""
 
     title: str
     head: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""A chart that is as wide as its place: lines as a stretched SVG, words beside it as text that keeps its size."""
+"""A chart of any width: lines as an SVG that is stretched, labels as text that keeps its size."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from zeropipe.core.units import number, tick_step, time_text
 from zeropipe.viz.article.blocks import Chart, Line
 
 SIZE = 1000  # of the SVG's own coordinates, both ways
-MOST_POINTS = 600  # of a line: more are not seen
+MAX_POINTS = 600  # of a line: more cannot be distinguished
 
 
 def chart_html(chart: Chart) -> str:
-    """One chart with its legend; its numbers travel along for the script that shows them."""
+    """One chart with its legend, and its numbers for the script that shows them."""
     lines = [Line(line.name, thinned(line.points), line.tone, line.look) for line in chart.lines]
     points = [point for line in lines for point in line.points]
     x_low, x_high = _range([x for x, _ in points])
@@ -52,7 +52,7 @@ def chart_html(chart: Chart) -> str:
     )
 
 
-def thinned(points: tuple[tuple[float, float], ...], most: int = MOST_POINTS) -> tuple[tuple[float, float], ...]:
+def thinned(points: tuple[tuple[float, float], ...], most: int = MAX_POINTS) -> tuple[tuple[float, float], ...]:
     """At most `most` points: means of neighbours, and the last one as it is. What is no finite number is left out."""
     good = tuple(point for point in points if isfinite(point[0]) and isfinite(point[1]))
     if len(good) <= most:
@@ -89,7 +89,7 @@ def _range(values: list[float]) -> tuple[float, float]:
 
 
 def _y_axis(values: list[float], from_zero: bool) -> tuple[float, float, list[float]]:
-    """The lowest and the highest value in sight, and round values between them."""
+    """The lowest and the highest value of the axis, and round values between them."""
     low, high = _range(values)
     if from_zero:
         low, high = min(0.0, low), (high if max(values, default=1.0) > 0 else 1.0)

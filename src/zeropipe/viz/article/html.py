@@ -1,4 +1,4 @@
-"""Blocks as HTML that needs no script; `viewer/charts.js` adds what is shown under the pointer."""
+"""Blocks as HTML that needs no script; `viewer/charts.js` adds values at the pointer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zeropipe.viz.colors import THEMES
 
 
 def article_html(blocks: Sequence[Block]) -> str:
-    """The blocks one below the other; charts that follow each other stand side by side where there is room."""
+    """The blocks one below the other; consecutive charts side by side if they fit."""
     parts: list[str] = []
     at = 0
     while at < len(blocks):
@@ -31,7 +31,7 @@ def article_html(blocks: Sequence[Block]) -> str:
 
 
 def theme_css() -> str:
-    """The colours of both themes as variables, chosen as the viewer chooses: by the page's theme, else the system's."""
+    """The colours of both themes as CSS variables. As in the viewer, the page's theme comes before the system's."""
     light, dark = (
         "".join(f"--zp-{name}:{color};" for name, color in THEMES[theme].items()) for theme in ("light", "dark")
     )
@@ -94,10 +94,10 @@ def _cell(cell: str | Shares) -> str:
     if not isinstance(cell, Shares):
         return f"<td>{escape(cell)}</td>"
     whole = cell.whole or 1.0
-    told = ", ".join(f"{name} {percent(value / whole)}" for name, value, _ in cell.parts)
+    label = ", ".join(f"{name} {percent(value / whole)}" for name, value, _ in cell.parts)
     bars = "".join(
         f'<i class="zp-tone-{tone}" style="width:{100 * max(0.0, value) / whole:.2f}%"></i>'
         for _, value, tone in cell.parts
     )
-    bar = f'<div class="zp-shares-bar" role="img" aria-label="{escape(told)}" title="{escape(told)}">{bars}</div>'
+    bar = f'<div class="zp-shares-bar" role="img" aria-label="{escape(label)}" title="{escape(label)}">{bars}</div>'
     return f'<td class="zp-bar-cell">{bar}</td>'
