@@ -190,7 +190,7 @@ def test_pdf_is_vector_with_text_and_embedded_fonts(tmp_path):
         ("x.png", {"width": 5}, "width=5: must be from 100 to 10000 points"),
         ("x.png", {"dpi": 0}, "dpi=0: must be from 20 to 2000 dots per inch"),
         ("x.png", {"width": True}, "width=True: must be from 100 to 10000 points"),
-        ("x.png", {"width": 9000, "dpi": 2000}, "pixels: at most 150,000,000 in all and 65,535 along a side"),
+        ("x.png", {"width": 9000, "dpi": 2000}, "pixels: must be at most 150,000,000, and 65,535 along a side"),
         ("no/x.svg", {}, "no/x.svg: there is no folder"),
         ("x.json", {"theme": "dark"}, ".json has no option 'theme': it has none"),
         ("x.html", {"labels": "all"}, "labels='all'"),

@@ -108,9 +108,9 @@ REFUSED = {
     "1 to inf; times must be at most": with_times(end={1: inf}),
     "1 to 1e+300; times must be at most": with_times(end={1: 1e300}),
     "0F1 runs from 1 to 0.5; an end must not be before its start": with_times(end={1: 0.5}),
-    "0F1 runs from -1 to 2; the actions of a rank start in the order of its row": with_times(start={1: -1.0}),
+    "0F1 runs from -1 to 2; the actions of a rank must start in the order of its row": with_times(start={1: -1.0}),
     "0F0 has memory nan": replace(run(), memory=Memory(*[array("d", [nan] * 8).tobytes()] * 2)),
-    "not as many times as actions": replace(run(), end=b""),
+    "must have one entry for each action": replace(run(), end=b""),
 }
 
 

@@ -9,6 +9,7 @@ import gc
 import pytest
 import torch
 from autograd_split import AutogradSplit
+from split_modules import Changing, Count, GroupedExperts
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,19 +26,6 @@ from zeropipe.engine.backward.store import WeightStore, divide_into_parts
 from zeropipe.engine.torch_private.autograd import ProductError
 from zeropipe.errors import EngineError
 from zeropipe.integrations import experts  # noqa: F401
-
-
-class Changing(nn.Module):
-    """A block that changes in place what its layers give."""
-
-    def __init__(self, bias) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(8, 8, bias), nn.Linear(8, 8, bias)
-
-    def forward(self, x):
-        y = self.first(x)
-        y *= 2
-        return self.last(y.sin_()).mul_(y.mean())
 
 
 def mlp(bias=True):
@@ -66,19 +54,6 @@ def deferred(plain):
     module = copy.deepcopy(plain)
     defer(module)
     return module
-
-
-class Count(TorchDispatchMode):
-    """Counts calls of matrix products."""
-
-    def __init__(self):
-        super().__init__()
-        self.products = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.overloadpacket.__name__
-        self.products += name in ("mm", "addmm", "addmm_", "bmm", "_grouped_mm")
-        return func(*args, **(kwargs or {}))
 
 
 def test_w_in_any_order_and_b_mixed_in():
@@ -606,25 +581,6 @@ def test_subclasses_that_compute_as_linear_layers_do_are_deferred():
     plain(x).square().sum().backward()
     for mine, theirs in zip(module.parameters(), plain.parameters()):
         torch.testing.assert_close(mine.grad, theirs.grad)
-
-
-class GroupedExperts(nn.Module):
-    """As torchtitan has it; its own is tested with it: tests/integrations."""
-
-    __module__ = "torchtitan.models.common.moe"
-    names = ("w1_EFD", "w2_EDF", "w3_EFD")
-
-    def __init__(self) -> None:
-        super().__init__()
-        for name, shape in zip(self.names, ((3, 16, 8), (3, 8, 16), (3, 16, 8))):
-            self.register_parameter(name, nn.Parameter(torch.randn(shape) / 4))
-
-    def forward(self, x, counts):
-        made = []
-        for expert, rows in enumerate(x.bfloat16().split(counts.tolist())):
-            w1, w2, w3 = (getattr(self, name)[expert].bfloat16().t() for name in self.names)
-            made.append((nn.functional.silu(rows @ w1) * (rows @ w3)) @ w2)
-        return torch.cat(made).type_as(x)
 
 
 def _run_experts_for_loop(w1, w2, w3, x, counts):

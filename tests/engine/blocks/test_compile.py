@@ -12,8 +12,8 @@ import torch
 from autograd_split import AutogradSplit
 from compile_cases import Toy
 from full_marker import mark_rest_full
+from split_modules import Changing, Count, GroupedExperts
 from stage_models import CONFIGS, assert_same_gradients, lm_loss, microbatches, plain_step, staged_step
-from test_split import Changing, Count, GroupedExperts
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
