@@ -109,7 +109,7 @@ def _resolve(n: int, choice: Choice, size: SizeRequest, files: LoadedFiles) -> R
         return _resolve_file(loaded, size.weight_parts)
     assert choice.name is not None
     try:
-        return resolve_entry(find(choice.name), size, choice)
+        return _resolve_entry(find(choice.name), size, choice)
     except ConfigError as error:
         return ResolvedChoice(choice.name, error=str(error))
 
@@ -124,7 +124,7 @@ def _resolve_file(loaded: Schedule | Timeline, weight_parts: int | None) -> Reso
     )  # fmt: skip
 
 
-def resolve_entry(entry: Entry, size: SizeRequest, choice: Choice | None = None) -> ResolvedChoice:
+def _resolve_entry(entry: Entry, size: SizeRequest, choice: Choice | None = None) -> ResolvedChoice:
     """Resolve a registered schedule. It has the size's stages per rank if it can, but must have the choice's own."""
     per_rank = choice.stages_per_rank if choice else None
     if per_rank is None:
@@ -243,7 +243,7 @@ def _figures(shown: ShownTimeline) -> dict[str, Any]:
 
 def resolve_chart(size: SizeRequest) -> list[ResolvedChoice]:
     """Resolve every registered schedule at a size; Refusal for more actions than the page takes."""
-    choices = [resolve_entry(entry, size) for entry in entries()]
+    choices = [_resolve_entry(entry, size) for entry in entries()]
     total = sum(choice.num_actions for choice in choices)
     try:
         PAGE.require_actions(total, f"all {len(choices)} schedules together", size.weight_parts or 1)

@@ -60,7 +60,7 @@ def _num_actions(file: LoadedFile) -> int:
 def read_upload(name: str, data: bytes) -> tuple[dict[str, Any], LoadedFile | None]:
     """Return UploadInfo as plain data, and the schedule or timeline. A Refusal has the command line's message."""
     try:
-        found = parse_upload(name, data.decode("utf-8-sig"))
+        found = _parse_upload(name, data.decode("utf-8-sig"))
         return _info(name, data, found), None if isinstance(found, dict) else found
     except UnicodeDecodeError:
         raise Refusal(("file", f"{name}: not text: write it in UTF-8")) from None
@@ -84,7 +84,7 @@ def _info(name: str, data: bytes, found: LoadedFile | dict[str, Any]) -> dict[st
     ).model_dump()
 
 
-def parse_upload(name: str, text: str) -> LoadedFile | dict[str, Any]:
+def _parse_upload(name: str, text: str) -> LoadedFile | dict[str, Any]:
     """The schedule or timeline of a .csv or .json text, or the costs of a .toml or .json text as plain data."""
     stem, suffix = PurePath(name).stem, PurePath(name).suffix.lower()
     if suffix == ".toml":

@@ -56,7 +56,7 @@ class PlainCosts:
 
     @property
     def plain_costs(self) -> Costs:
-        return override_costs(self.costs, self.flags)
+        return _override_costs(self.costs, self.flags)
 
     def stage_costs(self, problem: Problem, placement: Placement | None = None) -> Costs:
         return self.plain_costs.stage_costs(problem, per=self.per)
@@ -89,7 +89,7 @@ class LayerFileCosts:
     def stage_costs(self, problem: Problem, placement: Placement | None = None) -> Costs:
         _require_no_stage_costs(self.flags, self.costs.model)
         found = self.options.stage_costs(self.costs, problem, placement, self.flags.get("node_size"))
-        return override_costs(found, self.flags)
+        return _override_costs(found, self.flags)
 
     def count_layers(self, problem: Problem, placement: Placement | None) -> tuple[int, ...] | None:
         return self.options.count_layers(self.costs, problem, placement)
@@ -115,7 +115,7 @@ class TrainingFileCosts:
         from zeropipe.core.placement import linear
 
         _require_no_stage_costs(self.flags, self.costs.model)
-        return override_costs(self.costs.of(problem, placement or linear(problem)), self.flags)
+        return _override_costs(self.costs.of(problem, placement or linear(problem)), self.flags)
 
     def count_layers(self, problem: Problem, placement: Placement | None) -> tuple[int, ...] | None:
         return None
@@ -142,7 +142,7 @@ def create_source(
     return TrainingFileCosts(costs, flags)
 
 
-def override_costs(costs: Costs, flags: Mapping[str, Any]) -> Costs:
+def _override_costs(costs: Costs, flags: Mapping[str, Any]) -> Costs:
     """`costs` with single costs replaced."""
     inter = costs.inter_node._replace(**{name: flags[f"inter_{name}"] for name in _LINK if f"inter_{name}" in flags})
     others = {name: value for name, value in flags.items() if not name.startswith("inter_")}

@@ -32,7 +32,7 @@ def check(what: Schedule | Program) -> None:
     check_complete(what)
     xp = arrays(what.num_actions)
     deps = build_dependencies(xp, what)
-    check_live(xp, what, deps)
+    _check_live(xp, what, deps)
     check_program(lower_rows(xp, what, deps, what.packed))
 
 
@@ -48,7 +48,7 @@ def check_csv(text: str, schedule: Schedule) -> Program | None:
     return None
 
 
-def check_live(xp: Arrays, schedule: Schedule, deps: Dependencies) -> None:
+def _check_live(xp: Arrays, schedule: Schedule, deps: Dependencies) -> None:
     """DeadlockError if a rank waits forever although sends never block."""
     done, waiter = xp.full_ints(deps.num_keys), xp.full_ints(deps.num_keys, -1)
     position, stack = xp.list_ints(schedule.packed.offsets[:-1]), xp.full_ints(schedule.num_ranks)

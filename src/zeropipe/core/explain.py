@@ -165,7 +165,7 @@ def idle_times(timeline: Timeline) -> tuple[Idle, ...]:
     return tuple(Idle(*map(float, row)) for row in rows)
 
 
-def divide_gap(
+def _divide_gap(
     free: float, start: float, produced: float, is_known: bool, message: float, measured: bool
 ) -> tuple[float, float]:
     """When the waiting of a gap from `free` to `start` ends, and when its communication; the rest has another cause.
@@ -181,7 +181,7 @@ def divide_gap(
     return ready, start
 
 
-def find_gather_wait(free: float, start: float, produced: float, gather_start: float) -> float:
+def _find_gather_wait(free: float, start: float, produced: float, gather_start: float) -> float:
     """When the wait for weights begins in a gap from `free` to `start`; `start` if there is none.
 
     `produced` is the end of the action that was waited for.
@@ -205,12 +205,12 @@ def idle_kernel(
             if start[at] > free:
                 source = waited[at]
                 produced = end[source] if source >= 0 else free
-                until = find_gather_wait(free, start[at], produced, gather_start[at])
+                until = _find_gather_wait(free, start[at], produced, gather_start[at])
                 totals[base + _SHARDING] += start[at] - until
                 if at == offsets[rank]:
                     totals[base + _WARM_UP] += until - free
                 else:
-                    ready, arrived = divide_gap(free, until, produced, source >= 0, message, measured)
+                    ready, arrived = _divide_gap(free, until, produced, source >= 0, message, measured)
                     totals[base + _WAITING] += ready - free
                     totals[base + _COMMUNICATION] += arrived - ready
                     totals[base + _OTHER] += until - arrived
@@ -240,11 +240,11 @@ def find_gaps(timeline: Timeline) -> list[Gap]:
         for at in range(first, stop):
             source = int(reasons.waited[at])
             produced = end[source] if source >= 0 else free
-            until = find_gather_wait(free, start[at], produced, float(reasons.gather_start[at]))
+            until = _find_gather_wait(free, start[at], produced, float(reasons.gather_start[at]))
             if at == first:
                 add(rank, free, until, _WARM_UP, at, source)
             elif start[at] > free:
-                ready, arrived = divide_gap(free, until, produced, source >= 0, reasons.message, timeline.measured)
+                ready, arrived = _divide_gap(free, until, produced, source >= 0, reasons.message, timeline.measured)
                 add(rank, free, ready, _WAITING, at, source)
                 add(rank, ready, arrived, _COMMUNICATION, at, source)
                 add(rank, arrived, until, _OTHER, at)

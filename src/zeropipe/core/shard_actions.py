@@ -40,7 +40,7 @@ class HeldStages(NamedTuple):
     offsets: Ints  # of each rank
 
 
-def find_held_stages(xp: Arrays, schedule: Schedule) -> HeldStages:
+def _find_held_stages(xp: Arrays, schedule: Schedule) -> HeldStages:
     """The stages of each rank, of all copies of the model."""
     held = [schedule.placement.stages_of(rank) for rank in range(schedule.num_ranks)]
     offsets = accumulate(map(len, held), initial=0)
@@ -52,7 +52,7 @@ def with_shards(schedule: Schedule, shards: str) -> PackedRows:
     require_policy(shards)
     policy, packed, num_stages = POLICIES.index(shards), schedule.packed, schedule.num_stages
     xp = arrays(packed.num_codes)
-    held = find_held_stages(xp, schedule)
+    held = _find_held_stages(xp, schedule)
     # "regather" adds two actions per action, the others two per stage; and there is one REDUCE_GRAD per stage
     size = 3 * packed.num_codes if policy == _REGATHER else packed.num_codes + 2 * len(held.stages)
     out = xp.full_ints(size + len(held.stages))
@@ -160,7 +160,7 @@ def check_shards(program: Program) -> None:
         rank=xp.full_ints(num_stages, -1), is_sharded=xp.full_ints(num_stages), is_full=xp.full_ints(num_stages),
         is_used=xp.full_ints(num_stages), is_reduced=xp.full_ints(num_stages), last_gradient=xp.full_ints(num_stages),
     )  # fmt: skip
-    held = find_held_stages(xp, schedule)
+    held = _find_held_stages(xp, schedule)
     index, fault = xp.call(check_kernel, xp.ints(packed.codes), xp.list_ints(packed.offsets), num_stages, held, state)
     if fault:
         raise _shards_error(program, int(index), int(fault))

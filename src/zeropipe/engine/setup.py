@@ -39,20 +39,20 @@ def agree_on_setup(
         infos = {stage: describe_stage(stage, module) for stage, module in stages.items()}
         options.check()
         check_stages(schedule, comm.layout, infos, options)
-        return infos, list_facts(schedule, options, device)
+        return infos, _list_facts(schedule, options, device)
 
     (infos, _), everyone = on_all_ranks(comm, check_all, share=lambda own: (own[1], list_ties(own[0])))
     for rank, (facts, _) in enumerate(everyone):
         if facts["schedule"] != everyone[0][0]["schedule"]:
             raise ConfigError(f"rank {rank} has another schedule than rank 0: build the same one on every rank")
     require_equal([facts for facts, _ in everyone])
-    error = find_unmatched_tie([ties for _, ties in everyone])
+    error = _find_unmatched_tie([ties for _, ties in everyone])
     if error is not None:
         raise ConfigError(error)
     return infos
 
 
-def find_unmatched_tie(tied: Sequence[Iterable[Tie]]) -> str | None:
+def _find_unmatched_tie(tied: Sequence[Iterable[Tie]]) -> str | None:
     """The error for a tie that one stage names and its partner does not; None if there is none."""
     named = {tuple(tie) for some in tied for tie in some}
     for stage, name, partner, partner_name in sorted(named):
@@ -64,7 +64,7 @@ def find_unmatched_tie(tied: Sequence[Iterable[Tie]]) -> str | None:
     return None
 
 
-def list_facts(schedule: Schedule, options: Options, device: torch.device) -> dict[str, object]:
+def _list_facts(schedule: Schedule, options: Options, device: torch.device) -> dict[str, object]:
     """The facts that must be the same on every rank."""
     packed = schedule.packed
     digest = hashlib.sha256(packed.codes + repr((packed.offsets, schedule.placement)).encode()).hexdigest()

@@ -61,7 +61,7 @@ class LostTime(NamedTuple):
 
 def residuals(measured: Timeline, predicted: Timeline, by_stage: bool = False) -> list[Residual]:
     """Compare the run with the prediction, for every kind of action (and stage)."""
-    require_same_schedule(measured, predicted)
+    _require_same_schedule(measured, predicted)
     pairs: dict[tuple[str, int], list[tuple[Span, Span]]] = defaultdict(list)
     for rank in range(measured.num_ranks):
         for (real, *others), (guess, *_) in zip(measured.steps(rank), predicted.steps(rank), strict=True):
@@ -82,7 +82,7 @@ def residuals(measured: Timeline, predicted: Timeline, by_stage: bool = False) -
     ]  # fmt: skip
 
 
-def require_same_schedule(measured: Timeline, predicted: Timeline) -> None:
+def _require_same_schedule(measured: Timeline, predicted: Timeline) -> None:
     """ConfigError for timelines of different schedules."""
     if measured.schedule.packed != predicted.schedule.packed:
         raise ConfigError("the run and the prediction have different schedules; simulate the run's own")

@@ -301,7 +301,7 @@ def _parse_field(name: str, cost: CostField, value: Any) -> Any:
     if cost.type == "per stage":
         return _parse_per_stage(name, value)
     if cost.type in ("number", "memory", "bandwidth"):
-        require_number(name, value, is_positive=cost.type == "bandwidth")
+        _require_number(name, value, is_positive=cost.type == "bandwidth")
     elif cost.type == "integer":
         if type(value) is not int or not 1 <= value <= (cost.max_value or value):
             raise ConfigError(f"{name}={short(value)}: {cost.rule}")
@@ -315,13 +315,13 @@ def _parse_per_stage(name: str, value: Any) -> Any:
     if isinstance(value, Mapping):
         return _parse_stage_table(name, value)
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray)):
-        return tuple(require_number(name, to_python(number)) for number in value)
+        return tuple(_require_number(name, to_python(number)) for number in value)
     if not isinstance(value, StageTable):
-        require_number(name, value)
+        _require_number(name, value)
     return value
 
 
-def require_number(name: str, value: Any, is_positive: bool = False) -> float:
+def _require_number(name: str, value: Any, is_positive: bool = False) -> float:
     """The value as a float; ConfigError unless it is a finite non-negative (or positive) number."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= float_info.max
     if not is_number or (is_positive and value == 0):
@@ -333,9 +333,9 @@ def _parse_stage_table(name: str, table: Mapping[Any, Any]) -> StageTable:
     entries, default = [], None
     for key, value in table.items():
         if key == DEFAULT:
-            default = require_number(f"{name}.{DEFAULT}", to_python(value))
+            default = _require_number(f"{name}.{DEFAULT}", to_python(value))
         elif str(key).isdecimal() and len(str(key)) <= _MAX_STAGE_DIGITS:
-            entries.append((int(key), require_number(f"{name}.{key}", to_python(value))))
+            entries.append((int(key), _require_number(f"{name}.{key}", to_python(value))))
         else:
             raise ConfigError(
                 f"{name}={short(dict(table))}: {short(key)} must be the number of a stage, like {{0: 0.8}}, or "
@@ -388,5 +388,5 @@ def _parse_link(data: Any, where: str) -> Link:
     link = Link(*map(to_python, data))
     for part, value in zip(Link._fields, link, strict=True):
         if value is not None:
-            require_number(f"{where}.{part}", value, is_positive=part == "bandwidth")
+            _require_number(f"{where}.{part}", value, is_positive=part == "bandwidth")
     return link

@@ -39,9 +39,9 @@ class GroupCosts(NamedTuple):
 
 def costs_from_profile(profile: Profile) -> LayerCosts:
     """The measured costs of a model's layers."""
-    link, inter_node = fit_links(profile.pings, profile.nodes)
+    link, inter_node = _fit_links(profile.pings, profile.nodes)
     first = profile.probes[0]
-    sending, receiving = fit_message_overhead(profile.streams, _gaps([*first.split, *first.full]))
+    sending, receiving = _fit_message_overhead(profile.streams, _gaps([*first.split, *first.full]))
     # the time of a ping includes that of its sender and its receiver
     link, inter_node = (_reduce_latency(one, sending + receiving) for one in (link, inter_node))
     size = profile.bytes_per_number
@@ -184,7 +184,7 @@ def _relative_spread(values: Sequence[float], mean: float) -> float:
 # links
 
 
-def fit_links(pings: Sequence[Ping], nodes: Sequence[str]) -> tuple[Link, Link]:
+def _fit_links(pings: Sequence[Ping], nodes: Sequence[str]) -> tuple[Link, Link]:
     """The link between two ranks of one machine, and between two machines."""
     return (
         _fit_link(pings, lambda a, b: nodes[a] == nodes[b]),
@@ -196,8 +196,8 @@ def _fit_link(pings: Sequence[Ping], is_chosen: Callable[[int, int], bool]) -> L
     points = []
     for ping in pings:
         times = [
-            time for timeline in ping.steps for (a, b), edge_times in message_times(timeline).items() if is_chosen(a, b)
-            for time in edge_times
+            time for timeline in ping.steps
+            for (a, b), edge_times in _message_times(timeline).items() if is_chosen(a, b) for time in edge_times
         ]  # fmt: skip
         if times:
             points.append((ping.message, max(0.0, trimmed_mean(times))))
@@ -214,7 +214,7 @@ def _reduce_latency(link: Link, time: float) -> Link:
     return link if link.p2p is None else link._replace(p2p=max(0.0, link.p2p - time))
 
 
-def fit_message_overhead(streams: Iterable[Timeline], usual_gaps: Sequence[float]) -> tuple[float, float]:
+def _fit_message_overhead(streams: Iterable[Timeline], usual_gaps: Sequence[float]) -> tuple[float, float]:
     """The time that a rank spends on sending a message and on receiving one, beyond the usual gap between actions.
 
     If the inputs of an action have arrived, the gap before it is spent on sending the result of the previous action and
@@ -240,7 +240,7 @@ def fit_message_overhead(streams: Iterable[Timeline], usual_gaps: Sequence[float
     return sending, receiving
 
 
-def message_times(timeline: Timeline) -> dict[tuple[int, int], list[float]]:
+def _message_times(timeline: Timeline) -> dict[tuple[int, int], list[float]]:
     """The times of the messages of each edge whose receiver was waiting."""
     reasons = find_reasons(timeline)
     start, end = memoryview(timeline.start).cast("d"), memoryview(timeline.end).cast("d")

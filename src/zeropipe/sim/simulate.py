@@ -155,7 +155,7 @@ def simulate_kernel(
         memory = ranks.memory[rank]
         while at < offsets[rank + 1]:
             if is_sharded and kind_of(codes[at]) >= UNSHARD:
-                memory = run_sharding_action(at, rank, now, memory, codes, costs, shards, shard_state, columns)
+                memory = _run_sharding_action(at, rank, now, memory, codes, costs, shards, shard_state, columns)
                 remaining -= 1
                 at += 1
                 continue
@@ -181,7 +181,7 @@ def simulate_kernel(
             duration = 0.0
             gathered = 0.0  # when all weights are gathered
             if is_sharded:
-                begin, gathered, memory = use_sharded_stages(
+                begin, gathered, memory = _use_sharded_stages(
                     at, last, rank, begin, memory, codes, costs, shards, shard_state
                 )
             for half in range(at, last + 1):
@@ -242,7 +242,7 @@ def simulate_kernel(
     return remaining == 0
 
 
-def run_sharding_action(
+def _run_sharding_action(
     at: int, rank: int, now: float, memory: float, codes: Ints, costs: CostTables, shards: ShardTables, state:
     ShardState, columns: Columns,
 ) -> float:  # fmt: skip
@@ -293,7 +293,7 @@ def run_sharding_action(
     return memory
 
 
-def use_sharded_stages(
+def _use_sharded_stages(
     at: int, last: int, rank: int, begin: float, memory: float, codes: Ints, costs: CostTables, shards: ShardTables,
     state: ShardState,
 ) -> tuple[float, float, float]:  # fmt: skip

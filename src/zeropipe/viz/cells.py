@@ -51,7 +51,7 @@ def is_dense(model: Boxes, columns: int, step: float) -> bool:
 def box_row(model: Boxes, rank: int, columns: int, step: float, plain: bool) -> Text:
     """Each cell shows the box that has most of it, or a dot."""
     owner = owners(model, rank, columns, step)
-    used = used_cells(model, columns, step)
+    used = _used_cells(model, columns, step)
     named = _named(model, step, plain)
     row = Text()
     at = 0
@@ -72,7 +72,7 @@ def dense_row(model: Boxes, rank: int, columns: int, step: float, plain: bool) -
 
     The kind is that of the cell and its surroundings: which boxes fall into a single cell is random.
     """
-    used = used_cells(model, columns, step)
+    used = _used_cells(model, columns, step)
     times = time_by_kind(model, rank, np.minimum(np.arange(used + 1) * step, model.makespan))
     long = np.minimum(step, np.maximum(model.makespan - np.arange(used) * step, step * 1e-9))  # the last may be short
     shares = (times.sum(axis=0) / long).tolist()
@@ -96,7 +96,7 @@ def _colors(model: Boxes, rank: int, times: Floats, step: float) -> list[str]:
     return [kinds[top] if wins else MIXED for top, wins in zip(around.argmax(axis=0), most, strict=True)]
 
 
-def used_cells(model: Boxes, columns: int, step: float) -> int:
+def _used_cells(model: Boxes, columns: int, step: float) -> int:
     """The number of cells of the timeline."""
     return min(columns, max(1, round(model.makespan / step)))
 

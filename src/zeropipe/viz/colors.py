@@ -31,9 +31,9 @@ def shades(kind: str, count: int) -> tuple[str, ...]:
     """`count` shades of a kind's colour, lightest first."""
     light, chroma, hue = KINDS[kind]
     if count == 1:
-        return (oklch(light, chroma, hue),)
+        return (_oklch(light, chroma, hue),)
     steps = (SPREAD * (1 - 2 * i / (count - 1)) for i in range(count))
-    return tuple(oklch(light + step, chroma * (0.9 if step > 0 else 1.0), hue) for step in steps)
+    return tuple(_oklch(light + step, chroma * (0.9 if step > 0 else 1.0), hue) for step in steps)
 
 
 def ink_on(color: str) -> str:
@@ -51,18 +51,18 @@ def palette(theme: str, count: int) -> dict[str, Any]:
 
 def contrast(one: str, other: str) -> float:
     """Contrast ratio of two colours, 1 to 21 (WCAG)."""
-    low, high = sorted((luminance(one), luminance(other)))
+    low, high = sorted((_luminance(one), _luminance(other)))
     return (high + 0.05) / (low + 0.05)
 
 
-def luminance(color: str) -> float:
+def _luminance(color: str) -> float:
     """Relative luminance (WCAG)."""
     parts = (int(color[i : i + 2], 16) / 255 for i in (1, 3, 5))
     red, green, blue = (x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
-def oklch(light: float, chroma: float, hue: float) -> str:
+def _oklch(light: float, chroma: float, hue: float) -> str:
     """An OKLCH colour (Ottosson, 2020) as #rrggbb."""
     a, b = chroma * cos(radians(hue)), chroma * sin(radians(hue))
     long = (light + 0.3963377774 * a + 0.2158037573 * b) ** 3

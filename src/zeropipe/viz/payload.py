@@ -47,7 +47,7 @@ def payload(timelines: Timeline | Sequence[Timeline]) -> dict[str, Any]:
 
 def _timeline(timeline: Timeline) -> dict[str, Any]:
     schedule = timeline.schedule
-    tick = tick_of(timeline.makespan)
+    tick = _tick_of(timeline.makespan)
     columns = _columns(timeline, tick)
     return {
         "title": timeline.title,
@@ -79,7 +79,7 @@ def _timeline(timeline: Timeline) -> dict[str, Any]:
     }
 
 
-def tick_of(makespan: float) -> float:
+def _tick_of(makespan: float) -> float:
     """The power of ten that keeps `makespan` below the largest tick, so that decimal times stay exact."""
     return float(f"1e{ceil(log10(makespan / TICKS))}") if makespan > 0 else 1.0
 

@@ -31,7 +31,7 @@ def write_trace(timelines: Sequence[Timeline], path: Path) -> None:
     """Write the trace, one event per line. A single timeline's trace can be read back with `from_json`."""
     with path.open("w", encoding="utf-8") as out:
         out.write('{"displayTimeUnit":"ms","traceEvents":[\n')
-        for n, event in enumerate(trace_events(timelines)):
+        for n, event in enumerate(_trace_events(timelines)):
             out.write((",\n" if n else "") + json.dumps(event, separators=(",", ":")))
         out.write("\n]")
         if len(timelines) == 1:
@@ -55,7 +55,7 @@ class Slices(NamedTuple):
                 yield rank, i
 
 
-def trace_events(timelines: Iterable[Timeline]) -> Iterator[Event]:
+def _trace_events(timelines: Iterable[Timeline]) -> Iterator[Event]:
     """All events of a trace."""
     arrows = 0
     for n, timeline in enumerate(timelines):

@@ -95,7 +95,7 @@ def _build_schedule(rows: list[list[Step]], name: str) -> Schedule:
     parts = Counter(weights.values()).most_common(1)[0][0] if weights else 1
     problem = Problem(len(rows), num_stages, num_microbatches, parts)
     require_num_actions(problem, num_actions)
-    return Schedule.of(problem, infer_placement(problem, compute), compute, name)
+    return Schedule.of(problem, _infer_placement(problem, compute), compute, name)
 
 
 def _ranked_actions(rows: list[list[Step]]) -> Iterator[tuple[int, Action]]:
@@ -105,7 +105,7 @@ def _ranked_actions(rows: list[list[Step]]) -> Iterator[tuple[int, Action]]:
             yield rank, action
 
 
-def infer_placement(problem: Problem, rows: list[list[Step]]) -> Placement:
+def _infer_placement(problem: Problem, rows: list[list[Step]]) -> Placement:
     """The placement that most actions agree with: one table, or two if early and late microbatches differ."""
     counts = _count_by_rank(problem, rows, range(problem.num_microbatches))
     for stage, ranks in enumerate(counts):

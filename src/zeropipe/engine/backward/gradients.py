@@ -47,7 +47,7 @@ def set_local_grad(parameter: Tensor, value: Tensor) -> None:
     parameter.grad = torch_tensors.sharded_like(parameter, value) if isinstance(parameter, DTensor) else value
 
 
-def local_grads(parameters: Iterable[Tensor]) -> list[Tensor]:
+def _local_grads(parameters: Iterable[Tensor]) -> list[Tensor]:
     """This process's shards of all gradients that exist."""
     return [to_local(p.grad) for p in parameters if p.grad is not None]
 
@@ -59,20 +59,20 @@ def to_local(tensor: Tensor) -> Tensor:
 
 def scale_grads(parameters: Iterable[Tensor], factor: float) -> None:
     """Multiply gradients in place."""
-    if gradients := local_grads(parameters):
+    if gradients := _local_grads(parameters):
         torch_tensors.multiply(gradients, factor)
 
 
 def divide_grads(parameters: Iterable[Tensor], divisor: int) -> None:
     """Divide gradients in place; a parameter that is listed twice is divided once."""
     unique = {id(parameter): parameter for parameter in parameters}
-    if gradients := local_grads(unique.values()):
+    if gradients := _local_grads(unique.values()):
         torch_tensors.divide(gradients, divisor)
 
 
 def squared_grad_norm(parameters: Iterable[Tensor]) -> float:
     """Sum of the squares of all gradients."""
-    gradients = local_grads(parameters)
+    gradients = _local_grads(parameters)
     return torch_tensors.squared_norm(gradients) if gradients else 0.0
 
 

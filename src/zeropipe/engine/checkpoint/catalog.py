@@ -85,7 +85,7 @@ class Catalog:
     """
 
     def __init__(self, view: EngineView, merge: bool = False) -> None:
-        list_tensors = list_merged_tensors if merge else list_stage_tensors
+        list_tensors = _list_merged_tensors if merge else list_stage_tensors
         self.local, ranks = on_all_ranks(
             view.comm,
             lambda: [tensor for stage in sorted(view.stages) for tensor in list_tensors(view.stages[stage])],
@@ -169,7 +169,7 @@ def list_stage_tensors(stage: StageInfo) -> list[StageTensor]:
     ]
 
 
-def list_merged_tensors(stage: StageInfo) -> list[StageTensor]:
+def _list_merged_tensors(stage: StageInfo) -> list[StageTensor]:
     """A stage's tensors with its adapter added to them, and without the adapter's own."""
     module, tensors = stage.module, list_stage_tensors(stage)
     adapter = find_adapter(module) if isinstance(module, HFStage) else None

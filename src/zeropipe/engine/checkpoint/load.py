@@ -66,7 +66,7 @@ class _Loader:
         self._device, self._status = view.comm.device, view.comm.status
         has_masters = has_master_weights(optimizer)
         manifest = _rename_ties(path, read_manifest(path), catalog)
-        self.manifest = manifest = convert_masters(manifest, catalog, has_masters)
+        self.manifest = manifest = _convert_masters(manifest, catalog, has_masters)
         self._folder = path / manifest.folder
         self._weights, self._states = manifest.select("model"), manifest.select("optim")
         _check_model(path, manifest, catalog, has_masters)
@@ -130,7 +130,7 @@ def _rename_ties(path: Path, manifest: Manifest, catalog: Catalog) -> Manifest:
     return replace(manifest, optimizer=facts, tensors={rename(n): t for n, t in manifest.tensors.items()})
 
 
-def convert_masters(manifest: Manifest, catalog: Catalog, has_masters: bool) -> Manifest:
+def _convert_masters(manifest: Manifest, catalog: Catalog, has_masters: bool) -> Manifest:
     """The manifest with float32 weights where this layout has them: in the model, or beside it in MasterWeights.
 
     A float32 weight is its own float32 copy for MasterWeights, and such a copy is the weight of a float32 model.

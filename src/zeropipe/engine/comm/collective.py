@@ -67,7 +67,7 @@ def on_all_ranks(
         own = work()
         shared = share(own)
     except Exception as found:  # of any kind: the other ranks must not wait for this one
-        failure, cause = (error_text(found), isinstance(found, ConfigError)), found
+        failure, cause = (_error_text(found), isinstance(found, ConfigError)), found
     everyone = ranks.exchange((shared, failure))
     for rank, (_, failure) in enumerate(everyone):
         if failure is not None:
@@ -106,6 +106,6 @@ def require_equal(everyone: Sequence[Mapping[str, object]], what: str = "value")
                 )
 
 
-def error_text(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     """An error as other ranks raise it: without its type if it is one of zeropipe."""
     return str(error) if isinstance(error, ZeropipeError) else f"{type(error).__name__}: {error}".removesuffix(": ")

@@ -32,7 +32,7 @@ FIND_LOST_S = 10.0  # at most, to find which connection broke
 _aborted: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # torch's own groups that a Communicator has aborted
 
 
-def order_edges(edges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+def _order_edges(edges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """The edges in an order all ranks share, in rounds of disjoint edges, which connect at the same time."""
     next_round: Counter[int] = Counter()
     found = []
@@ -171,7 +171,7 @@ class Communicator(Ranks):
         Edges are pairs of pipeline ranks. `polls`: receivers ask whether a message has arrived.
         """
         channels = {}
-        for source, target in order_edges(edges):
+        for source, target in _order_edges(edges):
             a, b = self.layout.pipeline[source], self.layout.pipeline[target]
             if self.rank not in (a, b):
                 continue

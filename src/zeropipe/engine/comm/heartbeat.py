@@ -117,7 +117,7 @@ def heartbeat_limit(timeout: float) -> float:
     return max(timeout / 2, 3.0)
 
 
-def find_dependencies(rank: int, ranks: Mapping[int, Observation], limit: float) -> dict[int, tuple[int, ...]]:
+def _find_dependencies(rank: int, ranks: Mapping[int, Observation], limit: float) -> dict[int, tuple[int, ...]]:
     """The ranks that `rank` waits for, directly or through others, and what each waits for; silent ones for none."""
     found: dict[int, tuple[int, ...]] = {}
     pending = [rank]
@@ -145,7 +145,7 @@ def _dependencies_of(rank: int, ranks: Mapping[int, Observation], limit: float) 
 def diagnose(rank: int, ranks: Mapping[int, Observation], timeout: float) -> str | None:
     """The error of `rank`, which has waited for `timeout` seconds; None while the ranks it waits for make progress."""
     limit = heartbeat_limit(timeout)
-    dependencies = find_dependencies(rank, ranks, limit)
+    dependencies = _find_dependencies(rank, ranks, limit)
     ends = sorted(other for other, waits_for in dependencies.items() if not waits_for and other != rank)
     lost = [end for end in ends if ranks[end].age >= limit]
     if lost:

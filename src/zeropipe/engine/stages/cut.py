@@ -28,7 +28,7 @@ def find_tensors(args: Any, kwargs: Any) -> dict[ArgPath, Tensor]:
     return {path: value for path, value in _flatten((), call) if isinstance(value, Tensor)}
 
 
-def replace_tensors(args: Any, kwargs: Any, values: Mapping[ArgPath, Tensor]) -> Call:
+def _replace_tensors(args: Any, kwargs: Any, values: Mapping[ArgPath, Tensor]) -> Call:
     """The same call with other values at some paths."""
     call = _replace((), {"args": tuple(args), "kwargs": dict(kwargs)}, values)
     return call["args"], call["kwargs"]
@@ -86,7 +86,7 @@ class StageStart:
         computed = find_tensors(args, kwargs)
         pairs = list(zip(self._paths, self.received))
         self._shared = [(computed[path], value) for path, value in pairs[1:] if path in computed]
-        return replace_tensors(args, kwargs, dict(pairs))
+        return _replace_tensors(args, kwargs, dict(pairs))
 
     def follow(self, layer: nn.Module, args: Any, kwargs: Any) -> Call | None:
         """Forward pre-hook of the later layers, for tensors that the model passes to all its layers."""
@@ -98,7 +98,7 @@ class StageStart:
             for computed, value in self._shared
             if tensor is computed
         }
-        return replace_tensors(args, kwargs, values) if values else None
+        return _replace_tensors(args, kwargs, values) if values else None
 
 
 class Placeholder(nn.Module):

@@ -73,7 +73,7 @@ class Packing:
     """How one model, or one stage of it, keeps packed samples apart."""
 
     def __init__(self, lm: nn.Module) -> None:
-        self._config, self._rotary = lm.config, length_dependent_rotary(lm)
+        self._config, self._rotary = lm.config, _length_dependent_rotary(lm)
 
     def inputs(self, cu_seqlens: Tensor, positions: Tensor | None) -> dict[str, Any]:
         """The inputs of HFStage.forward for packed rows; `positions` are the microbatch's own position ids."""
@@ -98,7 +98,7 @@ class Packing:
             elif is_packed:
                 stack.enter_context(masks_from_positions(positions, quirk_of(self._config).mask_functions))
             if lengths is not None:
-                stack.enter_context(rotary_per_sample(self._rotary, lengths))
+                stack.enter_context(_rotary_per_sample(self._rotary, lengths))
             yield
 
 
@@ -109,7 +109,7 @@ def keeps_apart(model: nn.Module, ids: Tensor, lengths: Sequence[int], is_equal:
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
     positions = position_ids(cu_seqlens)
     # rotary embeddings may cache the longest sequence so far: each sample gets a new copy of the model
-    models = [copy.deepcopy(model) if length_dependent_rotary(model) else model for _ in lengths]
+    models = [copy.deepcopy(model) if _length_dependent_rotary(model) else model for _ in lengths]
     with torch.no_grad():
         alone = [one(input_ids=part, use_cache=False).logits for one, part in zip(models, ids.split(lengths, dim=1))]
         with Packing(model).separate_samples(positions, True, sample_lengths(cu_seqlens, positions)):
@@ -117,7 +117,7 @@ def keeps_apart(model: nn.Module, ids: Tensor, lengths: Sequence[int], is_equal:
     return is_equal(packed, torch.cat(alone, 1))
 
 
-def length_dependent_rotary(model: nn.Module) -> list[nn.Module]:
+def _length_dependent_rotary(model: nn.Module) -> list[nn.Module]:
     """The rotary embeddings of a model whose factors depend on the longest sequence of a batch."""
     found = []
     for module in model.modules():
@@ -129,7 +129,7 @@ def length_dependent_rotary(model: nn.Module) -> list[nn.Module]:
 
 
 @contextmanager
-def rotary_per_sample(rotary: Iterable[nn.Module], lengths: Tensor) -> Iterator[None]:
+def _rotary_per_sample(rotary: Iterable[nn.Module], lengths: Tensor) -> Iterator[None]:
     """Let such embeddings rotate each packed sample as if it were alone; `lengths` has one value per token."""
     hook = partial(_rotate_per_sample, lengths)
     hooks = [module.register_forward_hook(hook, with_kwargs=True) for module in rotary]

@@ -53,9 +53,9 @@ class RandomSource:
         return dtype
 
     def fill(self, stage: HFStage) -> None:
-        mark_unset(named_tensors(stage).values())
+        _mark_unset(named_tensors(stage).values())
         initialize_modules(stage, dict(stage.named_modules()), self._seed)
-        fill_unset(stage, named_tensors(stage), self._seed)
+        _fill_unset(stage, named_tensors(stage), self._seed)
 
 
 @contextmanager
@@ -81,11 +81,11 @@ def derive_seed(seed: int, name: str) -> int:
 def compute_buffers(stage: HFStage, seed: int) -> None:
     """Give values to the buffers of a stage that no checkpoint has."""
     names, tensors = computed_buffers(stage), named_tensors(stage)
-    mark_unset(tensors[name] for name in names)
+    _mark_unset(tensors[name] for name in names)
     owners = {name.rpartition(".")[0] for name in names}
     # some families compute them in the model around the layers
     initialize_modules(stage, owners | {name for name, module in stage.named_modules() if is_model(module)}, seed)
-    fill_unset(stage, names, seed)
+    _fill_unset(stage, names, seed)
 
 
 def initialize_modules(stage: HFStage, names: Collection[str], seed: int) -> None:
@@ -110,14 +110,14 @@ def _initialize_module(stage: HFStage, name: str, seed: int) -> None:
         initialize(outer, module)
 
 
-def mark_unset(tensors: Iterable[Tensor]) -> None:
+def _mark_unset(tensors: Iterable[Tensor]) -> None:
     """Fill tensors with NaN, to find later those that no initialization has set."""
     for tensor in tensors:
         if tensor.is_floating_point():
             tensor.data.fill_(float("nan"))
 
 
-def fill_unset(stage: HFStage, names: Iterable[str], seed: int) -> None:
+def _fill_unset(stage: HFStage, names: Iterable[str], seed: int) -> None:
     """Give values to the tensors of a stage that its family's initialization has not set.
 
     Their values come from the constructors of their modules, which have set nothing, because stages are built on the

@@ -148,7 +148,7 @@ class CellRunner:
         if not self._train:  # no gradients come back
             outputs = tuple(tensor.detach() for tensor in outputs)
         copy_shared = self._buffers[cell.stage].copy_shared
-        data = [to_plain(copy_shared(tensor), cell.name) for tensor in outputs]
+        data = [_to_plain(copy_shared(tensor), cell.name) for tensor in outputs]
         needs_grad = [tensor.requires_grad for tensor in outputs]
         layouts = [dtensor_messages.describe_layout(tensor, cell.name) for tensor in outputs]
         cell.output_spec = describe_tensors(data, needs_grad, layouts)
@@ -241,7 +241,7 @@ def _require_gradient(cell: Cell, output: Any) -> None:
         )
 
 
-def to_plain(tensor: Tensor, name: str) -> Tensor:
+def _to_plain(tensor: Tensor, name: str) -> Tensor:
     """The data of one of a stage's outputs as a plain Tensor, which can be sent."""
     if type(tensor) is Tensor or type(tensor) is nn.Parameter:
         return tensor.detach()

@@ -107,7 +107,7 @@ class Executor:
         self._early: dict[Action, Call] = {}  # what runs a W before its own position
         self._calls: list[Call] = []
         self._labels: list[str] = []
-        reducing = find_reducing(row)
+        reducing = _find_reducing(row)
         for index, step in enumerate(row):
             if isinstance(step, Action) and step.kind in SHARDING:
                 self._add_sharding(step, row, index)
@@ -332,7 +332,7 @@ def _create_cells(row: Sequence[Step], stages: Mapping[int, StageInfo]) -> dict[
     return cells
 
 
-def find_reducing(row: Sequence[Step]) -> set[int]:
+def _find_reducing(row: Sequence[Step]) -> set[int]:
     """The indices of those B and W right after which their stage is reduced, so that reducing can start in them."""
     found, last = set(), None
     for index, step in enumerate(row):

@@ -68,7 +68,7 @@ class ExecutorCache:
     def _build_program(self, use: str, num_microbatches: int, is_uniform: bool) -> Program:
         schedule = resize(self._context.schedule, num_microbatches)
         policy = self._policy(is_uniform) if self._context.shards else None
-        return lower(select_forwards(schedule) if use == "forward" else schedule, policy)
+        return lower(_select_forwards(schedule) if use == "forward" else schedule, policy)
 
     def _policy(self, is_uniform: bool) -> str:
         """When sharded weights are gathered: see `with_shards`."""
@@ -115,7 +115,7 @@ class ExecutorCache:
     def _order(self, is_forward: bool, num_microbatches: int, policy: str) -> list[Collective]:
         """The collectives of a Program, computed without its messages, which do not change them."""
         schedule = resize(self._context.schedule, num_microbatches)
-        rows = with_shards(select_forwards(schedule) if is_forward else schedule, policy)
+        rows = with_shards(_select_forwards(schedule) if is_forward else schedule, policy)
         units = {stage: len(sharded.units) for stage, sharded in self._context.shards.items()}
         row = tuple(unpack(rows.row(self._context.rank)))
         return collectives(row, units, policy == "regather")
@@ -142,7 +142,7 @@ def find_edges(placement: Placement) -> set[tuple[int, int]]:
     return neighbours | {(b, a) for a, b in neighbours}
 
 
-def select_forwards(schedule: Schedule) -> Schedule:
+def _select_forwards(schedule: Schedule) -> Schedule:
     """The schedule's forwards in its own order."""
     rows: list[list[Action]] = [
         [action for action in actions_of(row) if action.kind is Kind.F] for row in schedule.rows

@@ -161,7 +161,7 @@ def gather_timeline(recorder: Recorder, schedule: Schedule, comm: Communicator, 
     everyone = comm.exchange((columns, recorder.shard_columns(clock)))
     pipeline = [everyone[rank] for rank in comm.layout.pipeline]
     rows = [[RecordedAction(*values) for values in zip(*map(_to_array, COLUMN_TYPES, row))] for row, _ in pipeline]
-    schedule, rows = fit_schedule(schedule, rows)
+    schedule, rows = _fit_schedule(schedule, rows)
     actions = [action for row in rows for action in row]
     sharded = [columns for _, columns in pipeline]
     zero = min([*(action.start for action in actions), *start_times(sharded)])
@@ -191,7 +191,7 @@ def _identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def fit_schedule(
+def _fit_schedule(
     schedule: Schedule, rows: Sequence[Sequence[RecordedAction]]
 ) -> tuple[Schedule, Sequence[Sequence[RecordedAction]]]:
     """The schedule with these rows: a W may have run in several parts, some of them before its own position.

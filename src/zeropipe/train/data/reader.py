@@ -53,7 +53,7 @@ class Reader(ABC):
     def documents(self, field: str) -> Iterator[TextChunk]:
         """`field` of every record."""
         for record in self.records():
-            yield from _chunk_text(record.location, get_text(record, field))
+            yield from _chunk_text(record.location, _get_text(record, field))
 
 
 class FileReader(Reader):
@@ -72,7 +72,7 @@ class FileReader(Reader):
                 yield from self._read_text(path)
                 continue
             for record in self._read_lines(path):
-                yield from _chunk_text(record.location, get_text(record, field))
+                yield from _chunk_text(record.location, _get_text(record, field))
 
     def records(self) -> Iterator[Record]:
         for path in self._files:
@@ -219,7 +219,7 @@ def group_texts(items: Iterable[_T]) -> Iterator[list[_T]]:
         yield group
 
 
-def get_text(record: Record, field: str) -> str:
+def _get_text(record: Record, field: str) -> str:
     """A field of a record, which must be a string."""
     location, value = record
     chat = find_format(value)

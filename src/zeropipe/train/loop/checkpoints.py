@@ -43,7 +43,7 @@ class CheckpointFolder:
     def __init__(self, config: RunConfig, engine: Engine, is_first: bool) -> None:
         self._table, self._engine, self._is_first = config.checkpoint, engine, is_first
         self._saves_frozen = config.lora is None  # an adapter's base model is not saved
-        self.folder = checkpoint_folder(config)
+        self.folder = _checkpoint_folder(config)
         self._saving: SaveHandle | None = None
         self._is_best = False
         self.step: int | None = None  # of the newest checkpoint
@@ -100,14 +100,14 @@ class CheckpointFolder:
         """Log the error and continue, unless it is the last checkpoint of the run."""
         self.step = None
         if is_last:
-            newest = find_newest(self.folder)
+            newest = _find_newest(self.folder)
             rest = f"the newest complete one is {newest}" if newest else "there is none before it"
             raise EngineError(f"{error}; {rest}; fix that and start again")
         if self._is_first:
             log(f"warning: {error}; training continues")
 
 
-def checkpoint_folder(config: RunConfig) -> Path:
+def _checkpoint_folder(config: RunConfig) -> Path:
     return Path(config.train.output) / "checkpoints"
 
 
@@ -154,7 +154,7 @@ def prune(folder: Path, keep: int, best: str | None) -> None:
             num_complete += is_complete(path)
 
 
-def find_newest(folder: Path) -> Path | None:
+def _find_newest(folder: Path) -> Path | None:
     """The newest complete checkpoint of a folder."""
     return next((path for path in list_steps(folder).values() if is_complete(path)), None)
 
@@ -180,17 +180,17 @@ def resume(config: RunConfig, engine: Engine, optimizer: Any, is_first: bool) ->
 
 
 def _choose(config: RunConfig, engine: Engine) -> Path | None:
-    path = choose_checkpoint(config)
+    path = _choose_checkpoint(config)
     if path is not None:
         _require_same_model(config, path, engine)
     return path
 
 
-def choose_checkpoint(config: RunConfig) -> Path | None:
+def _choose_checkpoint(config: RunConfig) -> Path | None:
     """The checkpoint to resume from. ConfigError if the run's folder has later ones, of another run."""
-    folder, choice = checkpoint_folder(config), config.checkpoint.resume
+    folder, choice = _checkpoint_folder(config), config.checkpoint.resume
     if choice == "auto":
-        return find_newest(folder)
+        return _find_newest(folder)
     found = None if choice == "never" else _resolve(Path(choice))
     first = 0 if found is None else read_manifest(found).step or 0
     later = [step for step, path in list_steps(folder).items() if step > first and is_complete(path)]
@@ -206,7 +206,7 @@ def _resolve(path: Path) -> Path:
     """A checkpoint by its own path, by `latest` or `best`, or by the folder of a run or of its checkpoints (newest)."""
     path = resolve_pointer(path)
     for folder in (path, path / "checkpoints"):
-        if list_steps(folder) and (newest := find_newest(folder)) is not None:
+        if list_steps(folder) and (newest := _find_newest(folder)) is not None:
             return newest
     return path
 

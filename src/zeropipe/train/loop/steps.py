@@ -85,7 +85,7 @@ class Stepper:
         set_rate(self._optimizer, rate)
         self._seed_dropout(step)
         engine.record = self._is_recorded(step)
-        result = engine.train_step(move_to(self._position.device, batch.microbatches), self._loss_fn)
+        result = engine.train_step(_move_to(self._position.device, batch.microbatches), self._loss_fn)
         clip = config.optimizer.clip
         norm = engine.clip_grad_norm(clip) if clip else engine.grad_norm()
         is_skipped = not (isfinite(result.loss) and isfinite(norm))  # the same on all ranks, as both numbers are
@@ -131,14 +131,14 @@ def evaluate(
     """The mean loss over all tokens of held-out data; None if the run stops. All ranks call this."""
     total = count = 0.0
     for batch in batches:
-        result = engine.eval_step(move_to(device, batch.microbatches), loss_fn)
+        result = engine.eval_step(_move_to(device, batch.microbatches), loss_fn)
         total, count = total + result.loss * result.count, count + result.count
         if stops():
             return None
     return total / (count or 1.0)
 
 
-def move_to(device: torch.device, microbatches: Iterable[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+def _move_to(device: torch.device, microbatches: Iterable[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
     """Microbatches on a device."""
     if device.type == "cpu":
         return list(microbatches)
