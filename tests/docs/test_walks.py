@@ -17,6 +17,7 @@ from paths import DOCS, HELPERS, SOURCE
 from walk_cases import COMMANDS, Call, record_engine
 
 STEP = re.compile(r"^\d+\. `([\w/]+\.py)`: `([\w.]+)` ", re.M)
+PLACE = re.compile(r"`([\w/]+\.py)`(?:: `([\w.]+)`)?")
 NUM_STEPS = 10
 
 
@@ -82,6 +83,15 @@ def test_engine_calls_the_functions_in_order(tmp_path):
     with LocalRanks(2) as ranks:
         calls = ranks.run(record_engine, str(tmp_path / "saved"), wanted, timeout=200)[0]
     assert {name: missing_step(WALKS[name], calls[name]) for name in wanted} == dict.fromkeys(calls)
+
+
+def test_files_and_functions_of_the_table_exist():
+    table = (DOCS / "architecture.md").read_text().partition("\n## Where to find it\n")[2].partition("\n## ")[0]
+    places = PLACE.findall(table)
+    assert len(places) >= table.count("\n|") - 2
+    missing = [(file, name) for file, name in places if name and name not in defined_names(SOURCE / file)]
+    assert missing == []
+    assert all((SOURCE / file).exists() for file, _ in places)
 
 
 def test_the_rule_finds_another_order():
