@@ -182,6 +182,26 @@ def test_a_phone_shows_all_without_scrolling_sideways(visit, tab):
     assert not page.is_visible(f"#tab-{tab}")
 
 
+def test_a_schedule_is_described_by_a_touch_that_is_held(visit):
+    page = visit("?schedules=1f1b", size=PHONE, has_touch=True)
+    page.tap("#fold")
+    assert page.inner_text("#about") == "Hold a schedule to read about it; tap to compare it."
+    card = page.locator(".card[data-name=gpipe]")
+    card.scroll_into_view_if_needed()
+    box = card.bounding_box()
+    client = page.context.new_cdp_session(page)
+    at = {"x": box["x"] + box["width"] / 2, "y": box["y"] + box["height"] / 2}
+    client.send("Input.dispatchTouchEvent", {"type": "touchStart", "touchPoints": [at]})
+    page.wait_for_timeout(700)
+    client.send("Input.dispatchTouchEvent", {"type": "touchEnd", "touchPoints": []})
+    page.wait_for_timeout(100)
+    assert page.inner_text("#about").startswith("gpipe ")
+    assert page.locator("#about").bounding_box()["y"] < PHONE["height"]
+    assert card.get_attribute("aria-pressed") == "false"
+    card.tap()
+    page.wait_for_selector(".card[data-name=gpipe][aria-pressed=true]")
+
+
 def test_a_phone_shows_results_in_its_upper_half_and_errors_that_were_folded_away(visit):
     page = visit("?schedules=1f1b,zbv", size=PHONE, has_touch=True)
     for place in ("h1", ".compare tbody"):

@@ -4,6 +4,7 @@ import { countText } from "/viewer/units.js";
 import { h, svg } from "./dom.js";
 
 const NUM_SHADES = 2;
+const HOLD = 500; // ms from which a touch is held: it describes a card and does not choose it
 
 export class Cards {
   /** `about` describes the card under the pointer or in focus. */
@@ -11,14 +12,16 @@ export class Cards {
     this.cards = new Map();
     for (const facts of schedules) {
       const description = describe(facts);
+      let touched = Infinity;
       const node = h(
         "button",
-        { type: "button", className: facts.name.length > 16 ? "card long" : "card", "aria-description": description, onclick: () => toggle(facts.name), "data-name": facts.name },
+        { type: "button", className: facts.name.length > 16 ? "card long" : "card", "aria-description": description, onclick: (event) => event.timeStamp - touched > HOLD || toggle(facts.name), "data-name": facts.name },
         h("b", {}, facts.name),
         facts.picture ? drawPicture(facts.picture) : null,
       );
       const show = () => about.replaceChildren(h("b", {}, facts.name), ` ${description}`);
       node.addEventListener("pointerenter", show);
+      node.addEventListener("pointerdown", (event) => { touched = event.pointerType === "touch" ? event.timeStamp : Infinity; });
       node.addEventListener("focus", show);
       this.cards.set(facts.name, node);
       root.append(node);
