@@ -6,7 +6,6 @@ import os
 import pickle
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +18,7 @@ pytest.importorskip("torch")
 
 import fault_cases as cases
 from engine_helpers import TOLERANCE, ranks
+from struck_jobs import free_port
 
 import zeropipe as zp
 from zeropipe.engine.run import launch
@@ -367,12 +367,6 @@ def test_a_lost_rank_that_hosts_the_store_is_named(kind):
         schedule = zp.build("1f1b", ranks=4, microbatches=4)
         found = some.outcomes(cases.hosted_by_rank_0, schedule, kind, free_port(), timeout=LIMIT)
     assert all(item.text.startswith("rank 0 was lost: ") for item in found[1:]), found
-
-
-def free_port():
-    with socket.socket() as some:
-        some.bind(("127.0.0.1", 0))
-        return some.getsockname()[1]
 
 
 def test_a_rank_that_compiles_is_not_lost():
