@@ -371,3 +371,18 @@ def test_a_taller_window_shows_painted_timelines(page_of):  # noqa: F811
     page.set_viewport_size({"width": 1440, "height": 2400})
     settle(page)
     assert pixel(page, 7, middle, panel=last)[3] == 255
+
+
+OVERLAPS = """() => {
+    const boxes = [...document.querySelectorAll(".zp-shares > :not([hidden], .zp-off)")].map((one) => one.getBoundingClientRect());
+    const apart = (a, b) => a.right <= b.left || b.right <= a.left || a.bottom <= b.top || b.bottom <= a.top;
+    return boxes.some((a, n) => boxes.slice(n + 1).some((b) => !apart(a, b)));
+}"""
+
+
+@pytest.mark.parametrize("width", [1100, 900, 700])
+def test_the_note_on_bands_covers_no_share_of_time(page_of, width):  # noqa: F811
+    page = page_of(run("interleaved", 8, 512), size={"width": width, "height": 900})
+    assert page.is_visible(".zp-note")
+    assert page.locator(".zp-shares .zp-part-key:has-text('cool-down')").is_visible()
+    assert not page.evaluate(OVERLAPS)
