@@ -134,6 +134,36 @@ def test_the_chart_marks_the_front_tells_on_hover_and_adds_on_click(visit):
     assert page.locator(".plain tbody tr").count() == len(answer["points"])
 
 
+CHART = """() => {
+    const all = (what) => [...document.querySelectorAll(`.chart ${what}`)];
+    const place = (dot) => dot.getAttribute("transform").match(/[\\d.]+/g).map(Number);
+    const leader = (line) => line.getAttribute("d").match(/[\\d.]+/g).map(Number);
+    const tick = (text) => [parseFloat(text.textContent), Number(text.getAttribute("x"))];
+    return {
+        ticks: all(".axes text[text-anchor=middle]").map(tick),
+        dots: Object.fromEntries(all("g.dot").map((one) => [one.dataset.name, place(one)])),
+        leaders: all("path.leader").map(leader),
+    };
+}"""  # a leader is "M4 5v6m0 -3H9": from 4 to 9, with 8 as its height
+
+
+def test_a_dot_is_at_its_memory_or_tied_to_it(visit):
+    page = visit("?schedules=1f1b&ranks=8&microbatches=8")
+    page.wait_for_selector("g.dot.front")
+    points = page.evaluate(
+        "fetch('/api/chart', {method: 'POST', headers: {'Content-Type': 'application/json'}, "
+        "body: JSON.stringify({ranks: 8, microbatches: 8})}).then((r) => r.json())"
+    )["points"]
+    seen = page.evaluate(CHART)
+    (low, x_low), *_, (high, x_high) = seen["ticks"]
+    tied = {(to, y + 3): x for x, y, *_, to in seen["leaders"]}
+    for point in points:
+        x, y = seen["dots"][point["name"]]
+        exact = x_low + (point["peak_memory"] - low) * (x_high - x_low) / (high - low)
+        assert tied.get((x, y), x) == pytest.approx(exact, abs=0.5), point["name"]
+    assert tied, "some points are at the same place"
+
+
 def test_hover_zoom_and_switches_in_the_timeline_and_their_link(visit):
     page = visit("?schedules=zbv")
     point_at(page, page.locator(".zp-plot").first, 68, 12, ".zp-card:not([hidden])")
