@@ -7,7 +7,7 @@ from pathlib import Path
 
 import fork_server
 import pytest
-from browser import browser, pages, watched  # noqa: F401
+from browser import browser, fold_skips, pages, watched  # noqa: F401
 from page_fixtures import address, visit  # noqa: F401
 
 from zeropipe.schedules import registry
@@ -74,7 +74,8 @@ def compile_cache(tmp_path_factory) -> Path:
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Print the figures that tests recorded with `record_property("says", text)`."""
+    """Print the figures that tests recorded with `record_property("says", text)`; one line for a missing browser."""
+    fold_skips(terminalreporter.stats.get("skipped", []))
     for report in terminalreporter.stats.get("passed", []):
         for name, text in report.user_properties:
             if name == "says":

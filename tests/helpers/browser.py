@@ -1,4 +1,4 @@
-"""A real Chromium for tests: fixtures `browser`, `pages` and `watched`. Skips, with the reason, where there is none.
+"""A real Chromium for tests: fixtures `browser`, `pages` and `watched`. Where there is none, tests are skipped.
 
 Chromium's headless shell comes first: the whole browser spends as much time on the frame around a page as on the page.
 """
@@ -9,6 +9,10 @@ from contextlib import contextmanager
 import pytest
 
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "chrome")
+NO_BROWSER = (
+    f"browser tests need Chromium, and none of {', '.join(NAMES)} is on the PATH: "
+    "apt-get install chromium-headless-shell (or chromium), then run them again"
+)
 ARGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update",
         "--disable-sync", "--no-first-run"]  # fmt: skip
 DESKTOP = {"width": 1440, "height": 900}
@@ -20,11 +24,18 @@ def browser():
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     path = next(filter(None, map(shutil.which, NAMES)), None)
     if path is None:
-        pytest.skip(f"no Chromium: none of {', '.join(NAMES)} is on the PATH")
+        pytest.skip(NO_BROWSER)
     with playwright.sync_playwright() as started:
         opened = started.chromium.launch(executable_path=path, args=ARGS)
         yield opened
         opened.close()
+
+
+def fold_skips(reports):
+    """Give all tests that were skipped for want of Chromium one place: pytest prints one line, and their number, for it."""
+    for report in reports:
+        if isinstance(report.longrepr, tuple) and report.longrepr[2].endswith(NO_BROWSER):
+            report.longrepr = (__file__, None, NO_BROWSER)
 
 
 class Pages:

@@ -374,7 +374,8 @@ def test_a_taller_window_shows_painted_timelines(page_of):  # noqa: F811
 
 
 OVERLAPS = """() => {
-    const boxes = [...document.querySelectorAll(".zp-shares > :not([hidden], .zp-off)")].map((one) => one.getBoundingClientRect());
+    const seen = document.querySelectorAll(".zp-shares > :not([hidden], .zp-off)");
+    const boxes = [...seen].map((one) => one.getBoundingClientRect());
     const apart = (a, b) => a.right <= b.left || b.right <= a.left || a.bottom <= b.top || b.bottom <= a.top;
     return boxes.some((a, n) => boxes.slice(n + 1).some((b) => !apart(a, b)));
 }"""
