@@ -32,7 +32,7 @@ def browser():
 
 
 def fold_skips(reports):
-    """Give all tests that were skipped for want of Chromium one place: pytest prints one line, and their number, for it."""
+    """Give tests skipped for want of Chromium one place: pytest prints one line, with their number, for it."""
     for report in reports:
         if isinstance(report.longrepr, tuple) and report.longrepr[2].endswith(NO_BROWSER):
             report.longrepr = (__file__, None, NO_BROWSER)
