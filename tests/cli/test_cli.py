@@ -132,6 +132,21 @@ def test_a_sweep_has_a_table_and_a_star_per_size(run, tmp_path):
     assert all(t["best_time"] == (t["schedule"] == "zbv") for t in data)
 
 
+def test_a_grid_has_one_number_of_all_schedules_and_sizes(run):
+    sizes = ("-p", "2,4", "-m", "4,8")
+    _, out, _ = run("compare", "1f1b", "zbv", "dualpipe", *sizes, "--grid", "makespan", "--memory-limit", "3")
+    compared = json.loads(run("compare", "1f1b", "zbv", "dualpipe", *sizes, "--memory-limit", "3", "--json")[1])[
+        "compared"
+    ]
+    table = {line.split()[0]: line.split()[1:] for line in out.splitlines() if line.strip().startswith(("1f1b", "zbv"))}
+    for name, cells in table.items():
+        ours = [one for one in compared if one["schedule"] == name]
+        words = [(f"{one['makespan']:g}", "★" * one["best_time"] + "over" * (not one["fits"])) for one in ours]
+        assert cells == [word for pair in words for word in pair if word]
+    assert out.count("schedule") == 1
+    assert "left out: dualpipe at 4 ranks, 4 microbatches" in " ".join(out.split())
+
+
 def test_stages_per_rank_are_swept_where_a_schedule_has_them(run):
     data = json.loads(run("compare", "1f1b", "interleaved", "zbv", *SIZE, "-v", "1,2,4", "--json")[1])["compared"]
     assert [(t["title"], t["num_stages"]) for t in data] == [
@@ -241,13 +256,15 @@ def test_a_picture_has_all_of_pythons_options(run, tmp_path):
         "action",
         "--memory-curves",
         "--no-legend",
+        "--no-facts",
         "--title",
         "Mine",
     )
     ours, pythons = tmp_path / "a.svg", tmp_path / "b.svg"
     run("draw", "1f1b", *SIZE, "-o", str(ours), *looks)
     timeline = zp.simulate(zp.build("1f1b", ranks=4, microbatches=8))
-    options = {"width": 300.0, "theme": "dark", "labels": "action", "memory": True, "legend": False, "title": "Mine"}
+    options = {"width": 300.0, "theme": "dark", "labels": "action", "memory": True, "title": "Mine"}
+    options |= {"legend": False, "facts": False}
     zp.draw(timeline, pythons, **options)
     assert ours.read_text() == pythons.read_text()
     assert run("compare", "1f1b", *SIZE, "-o", str(ours), *looks, "--dpi", "100")[2].startswith("zeropipe: .svg has no")

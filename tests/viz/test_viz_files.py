@@ -185,7 +185,7 @@ def test_pdf_is_vector_with_text_and_embedded_fonts(tmp_path):
         (
             "x.svg",
             {"dpi": 300},
-            ".svg has no option 'dpi': its options are labels, legend, memory, theme, title, width",
+            ".svg has no option 'dpi': its options are facts, labels, legend, memory, theme, title, width",
         ),
         ("x.png", {"width": 5}, "width=5: must be from 100 to 10000 points"),
         ("x.png", {"dpi": 0}, "dpi=0: must be from 20 to 2000 dots per inch"),
@@ -220,6 +220,20 @@ def test_title_and_legend_of_figures(tmp_path):
     texts = [text.text for text in root.iter(f"{SVG}text")]
     assert texts[0] == root.find(f"{SVG}title").text == "A <b> & c"
     assert not any("forward" in text for text in texts)
+
+
+@pytest.mark.parametrize("width", [720, 240])
+@pytest.mark.parametrize(("costs", "label"), [(zp.Costs(), "time"), (zp.Costs(f=0.2, unit="s"), "time (s)")])
+def test_the_time_axis_has_a_label_and_facts_are_left_out(tmp_path, costs, label, width):
+    timeline = zp.simulate(zp.build("zbv", ranks=4, microbatches=8), costs)
+    texts = {}
+    for facts in (True, False):
+        zp.draw(timeline, tmp_path / "x.svg", width=width, facts=facts)
+        texts[facts] = [text.text for text in ET.parse(tmp_path / "x.svg").getroot().iter(f"{SVG}text")]
+    assert texts[True].count(label) == texts[False].count(label) == 1
+    assert any("makespan" in text for text in texts[True])
+    assert not any("makespan" in text or "bubble" in text for text in texts[False])
+    assert "zbv" in texts[False]
 
 
 @pytest.mark.parametrize("suffix", ["html", "svg", "png", "pdf", "json"])

@@ -11,6 +11,7 @@ import click
 
 from zeropipe.cli import options as opt
 from zeropipe.cli import output
+from zeropipe.cli.compare_grid import NUMBERS, print_grid, size_of
 from zeropipe.cli.progress import show_steps
 from zeropipe.core.units import count_text
 from zeropipe.errors import ConfigError, ScheduleError
@@ -25,17 +26,22 @@ if TYPE_CHECKING:
 @opt.command(short_help="Several schedules side by side.")
 @click.argument("schedules", nargs=-1, required=True)
 @opt.output()
+@opt.option(
+    "--grid",
+    type=click.Choice(list(NUMBERS)),
+    help="Print this number of all schedules and sizes in one table, instead of a table for each size.",
+)
 @opt.json
 @opt.size
 @opt.looks
 @opt.costs
-def compare(schedules: tuple[str, ...], out: str | None, as_json: bool, **values: Any) -> None:
+def compare(schedules: tuple[str, ...], out: str | None, grid: str | None, as_json: bool, **values: Any) -> None:
     """Simulate several schedules side by side.
 
     \b
     zeropipe compare 1f1b zbv dualpipev --ranks 8 --microbatches 32
     zeropipe compare all mine.csv -p 8 -m 32 --memory-limit 10 -o all.html
-    zeropipe compare 1f1b interleaved:v=4:group_size=16 -p 8 -m 16,32,64
+    zeropipe compare 1f1b interleaved:v=4:group_size=16 -p 8 -m 16,32,64 --grid bubble
 
     `all` is every other schedule that can be built. NAME:v=4:OPTION=VALUE is a variant with its own settings. With
     several ranks, microbatches or stages per rank, all combinations are compared; -v and -O apply to the schedules that
@@ -60,7 +66,7 @@ def compare(schedules: tuple[str, ...], out: str | None, as_json: bool, **values
     if as_json:
         _print_json(comparison, request)
     else:
-        _print_tables(comparison, request)
+        _print_tables(comparison, request, grid)
         if out:
             output.print_written(out)
 
@@ -195,13 +201,9 @@ def _choose_stages(spec: Spec, entry: Entry, given: tuple[int, ...]) -> tuple[in
 
 def _label_sizes(timelines: list[Timeline]) -> list[Timeline]:
     """Add the size to the titles in a picture of several sizes."""
-    if len({_size(t) for t in timelines}) == 1:
+    if len({size_of(t) for t in timelines}) == 1:
         return timelines
-    return [t.with_label(f"{t.title}, {_size_text(_size(t))}") for t in timelines]
-
-
-def _size(timeline: Timeline) -> tuple[int, int]:
-    return timeline.num_ranks, timeline.schedule.num_microbatches
+    return [t.with_label(f"{t.title}, {_size_text(size_of(t))}") for t in timelines]
 
 
 def _size_text(size: tuple[int, int]) -> str:
@@ -226,16 +228,19 @@ def _print_json(comparison: Comparison, request: Request) -> None:
     })  # fmt: skip
 
 
-def _print_tables(comparison: Comparison, request: Request) -> None:
-    """Print a table per size: schedules of different sizes do different work."""
+def _print_tables(comparison: Comparison, request: Request, grid: str | None) -> None:
+    """Print a table per size, since schedules of different sizes do different work, or one of a single number."""
     from zeropipe.core.limits import has_weight_gradients
     from zeropipe.core.ranking import rank_timelines
 
     standings = rank_timelines(comparison.timelines).standings
+    everything = list(zip(comparison.timelines, standings, strict=True))
     groups: dict[tuple[int, int], list[tuple[Timeline, Standing]]] = {}
-    for t, standing in zip(comparison.timelines, standings, strict=True):
-        groups.setdefault(_size(t), []).append((t, standing))
-    for size, rows in groups.items():
+    for t, standing in everything:
+        groups.setdefault(size_of(t), []).append((t, standing))
+    if grid:
+        print_grid(grid, f"{grid} at ranks × microbatches; {request.source.describe()}", everything)
+    for size, rows in () if grid else groups.items():
         _print_table(f"{_size_text(size)}; {request.source.describe()}", rows)
     for option, names in comparison.ignored.items():
         if names:

@@ -234,7 +234,7 @@ costs = combine(
 )  # fmt: skip
 
 # pictures
-_LOOKS = ("title", "width", "dpi", "theme", "labels", "memory_curves", "legend")
+_LOOKS = ("title", "width", "dpi", "theme", "labels", "memory_curves", "legend", "facts")
 _MOVED_MEMORY = "use --memory-curves; in plan, --memory is the memory of a GPU"
 looks = combine(
     option("--title", group="Picture", help="Title of the page or figure."),
@@ -252,6 +252,10 @@ looks = combine(
         old_names={"--memory": _MOVED_MEMORY, "--no-memory": _MOVED_MEMORY},
     ),
     option("--legend/--no-legend", default=None, group="Picture", help="Draw the legend of a figure."),
+    option(
+        "--facts/--no-facts", default=None, group="Picture",
+        help="Write makespan, bubble and peak memory beside a figure's name.",
+    ),
 )  # fmt: skip
 
 

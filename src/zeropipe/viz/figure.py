@@ -121,15 +121,16 @@ def _timeline(
     facts = [f"makespan {time_text(timeline.makespan, timeline.unit)}", f"bubble {percent(timeline.bubble)}"]
     if timeline.memory and style.is_wide:
         facts.append(f"peak memory {size_text(max(timeline.peak_memory), timeline.memory_unit)}")
+    facts = facts if style.facts else []
     line, size = ", ".join(facts), FONT if style.is_wide else SMALL
     beside = right - left - width_of(line, size) - 8
-    is_narrow = beside < min(NAME, width_of(timeline.title, FONT + 1, bold=True))
+    is_narrow = bool(facts) and beside < min(NAME, width_of(timeline.title, FONT + 1, bold=True))
     title = cut_to(timeline.title, FONT + 1, right - left if is_narrow else beside, bold=True)
     out.items.append(Text(left, y + FONT, title, FONT + 1, colors["ink"], bold=True))
     if is_narrow:
         pieces = ", ".join(fact.replace(" ", NO_BREAK) for fact in facts)
         y = _say(out, pieces, style, left, y + 2 * FONT + 3) - FONT - SMALL - 2
-    else:
+    elif facts:
         out.items.append(Text(right, y + FONT, line, size, colors["soft"], "end"))
     y += FONT + 6
     roomy = 19.0 if model.half.any() else 15.0  # two labels in one box need space
@@ -289,15 +290,14 @@ def _axis(out: Scene, unit: str, longest: float, style: Style, left: float, scal
     colors = style.colors
     factor, name = axis_unit(longest, unit)
     right = left + longest * scale
-    name = cut_to(name, SMALL, 80)
+    name = cut_to(f"time ({name})" if name else "time", SMALL, 80)
     out.items.append(Line(((left, y), (right, y)), colors["soft"], 0.6))
     for time, text in ticks(longest, factor, max(2, int((style.width - left) / 48))):
         x = left + time * scale
         out.items.append(Line(((x, y), (x, y + 3)), colors["soft"], 0.6))
         half = width_of(text, SMALL) / 2
-        if x + half < right - width_of(name, SMALL) - 2 or not name:
+        if x + half < right - width_of(name, SMALL) - 2:
             inside = min(x, style.width - half)
             out.items.append(Text(inside, y + 4 + SMALL, text, SMALL, colors["soft"], "middle"))
-    if name:
-        out.items.append(Text(right, y + 4 + SMALL, name, SMALL, colors["soft"], "end"))
+    out.items.append(Text(right, y + 4 + SMALL, name, SMALL, colors["soft"], "end"))
     return y + SMALL + 6

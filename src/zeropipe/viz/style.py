@@ -10,7 +10,7 @@ from zeropipe.errors import ConfigError
 from zeropipe.viz.colors import THEMES
 
 LABELS = ("microbatch", "action", "none")  # texts in boxes
-_FIGURE = ("width", "theme", "labels", "memory", "legend", "title")
+_FIGURE = ("width", "theme", "labels", "memory", "legend", "facts", "title")
 OPTIONS: dict[str, tuple[str, ...]] = {
     ".html": ("theme", "labels", "memory", "title"),
     ".svg": _FIGURE,
@@ -29,6 +29,7 @@ class Style:
     labels: str = "microbatch"
     memory: bool = False
     legend: bool = True
+    facts: bool = True  # makespan, bubble and peak memory beside a timeline's name
     title: str = ""
     dpi: float = 200.0
 
@@ -37,6 +38,7 @@ class Style:
         _require_choice("labels", self.labels, LABELS)
         _require_type("memory", self.memory, bool, "must be True or False")
         _require_type("legend", self.legend, bool, "must be True or False")
+        _require_type("facts", self.facts, bool, "must be True or False")
         _require_type("title", self.title, str, "must be a string")
         _require_range("width", self.width, 100, 10_000, "must be from 100 to 10000 points (1/72 inch)")
         _require_range("dpi", self.dpi, 20, 2000, "must be from 20 to 2000 dots per inch")
@@ -64,6 +66,7 @@ class PageStyle:
         _require_choice("theme", self.theme, ("auto", *THEMES))
         _require_choice("labels", self.labels, LABELS)
         _require_type("memory", self.memory, bool, "must be True or False")
+        _require_type("facts", self.facts, bool, "must be True or False")
         _require_type("title", self.title, str, "must be a string")
 
 
