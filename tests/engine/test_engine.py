@@ -227,6 +227,11 @@ def test_shapes_that_depend_on_values():
         ranks(2).run(cases.shrinking, build("zbv", 2), "auto")
 
 
+@pytest.mark.parametrize("name", ["1f1b", "zbv"])
+def test_inputs_that_need_a_gradient_in_some_steps_only(name):
+    assert max(ranks(2).run(cases.inputs_with_gradients_now_and_then, build(name, 2))) < TOLERANCE
+
+
 def test_outputs_are_dropped_once_they_are_sent():
     """In GPipe the first backward comes after all forwards have arrived: no output needs to be alive then."""
     alive = ranks().run(cases.alive_outputs, build("gpipe"))

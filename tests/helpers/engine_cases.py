@@ -182,6 +182,28 @@ def frozen_first(number: int) -> list[nn.Module]:
     return [FrozenFirst(seed) for seed in range(number)]
 
 
+def inputs_with_gradients_now_and_then(schedule: Schedule) -> float:
+    """Steps of which every other one asks for the gradients of the inputs of a frozen first stage."""
+    plain, mine = blocks(schedule.num_stages), blocks(schedule.num_stages)
+    for first in (plain[0], mine[0]):
+        first.requires_grad_(False)
+    stages, loss_fn, value = own(mine, schedule), SquareLoss(), 0.0
+    with Engine(schedule, stages) as engine:
+        for step in range(4):
+            ours, theirs = (microbatches(schedule.num_microbatches, lengths=(3,)) for _ in range(2))
+            for batch in (*ours, *theirs):
+                batch["inputs"].requires_grad_(step % 2 == 1)
+            plain_step(nn.Sequential(*plain), theirs, loss_fn)
+            engine.train_step(ours, loss_fn)
+            value = max(value, worst(stages, plain))
+            if dist.get_rank() == 0:
+                pairs = zip(ours, theirs, strict=True)
+                value = max(value, *(error_of(one["inputs"].grad, other["inputs"].grad) for one, other in pairs))
+            for module in (*plain, *mine):
+                module.zero_grad()
+    return value
+
+
 def on_torchs_runtime(schedule: Schedule) -> float:
     """The same schedule on torch's executor and on ours; the largest difference of a gradient."""
     rank, number = dist.get_rank(), schedule.num_stages

@@ -123,13 +123,13 @@ def _check_microbatches(microbatches: Sequence[Microbatch]) -> None:
 
 
 def describe_microbatch(microbatch: Microbatch) -> tuple[Any, ...]:
-    """What shapes in a pipeline may depend on: the shapes, dtypes and plain values of a microbatch."""
+    """What messages in a pipeline may depend on: shapes, dtypes, plain values, and which tensors need a gradient."""
     return tuple((key, _describe(microbatch[key])) for key in sorted(microbatch, key=str))
 
 
 def _describe(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return (tuple(value.shape), value.dtype)
+        return (tuple(value.shape), value.dtype, value.requires_grad)
     if isinstance(value, (bool, int, type(None))):
         return value
     if isinstance(value, str):
