@@ -12,6 +12,7 @@ import pytest
 import torch
 from engine_helpers import ranks
 from peft import LoraConfig, PeftModel
+from safetensors.torch import load_file
 from stage_models import CONFIGS, microbatches
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -277,6 +278,20 @@ def test_wrong_adapters_are_refused(config, adapter, match):
     with pytest.raises(ConfigError, match=match) as raised:
         all_stages(CONFIGS["llama"](**config), TWO, adapter=adapter)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("targets", [["embed_tokens", "q_proj"], ["lm_head"]])
+def test_a_directory_of_pefts_has_the_weights_of_embeddings_too(tmp_path, targets):
+    base = hf_model(CONFIGS["qwen3"]())
+    base.save_pretrained(tmp_path / "base")
+    theirs = peft.get_peft_model(base, LoraConfig(target_modules=targets, init_lora_weights=False))
+    theirs.save_pretrained(tmp_path / "adapter")
+    assert any(".base_layer." in name for name in load_file(tmp_path / "adapter" / "adapter_model.safetensors"))
+    stages = all_stages(tmp_path / "base", TWO, adapter=tmp_path / "adapter")
+    torch.testing.assert_close(run(stages, BATCHES[0]), theirs.eval()(TOKENS).logits)
+    hf_model(CONFIGS["qwen3"](), seed=1).save_pretrained(tmp_path / "other")
+    with pytest.raises(ConfigError, match="has other weights of .* than the model: pass the model of PeftModel"):
+        all_stages(tmp_path / "other", TWO, adapter=tmp_path / "adapter")
 
 
 def test_a_saved_adapter_that_changes_biases_is_refused(tmp_path):

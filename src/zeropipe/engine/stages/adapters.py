@@ -159,6 +159,8 @@ class AdaptedSkeleton:
             _set_base_layer(layer, stage.get_submodule(local[name]))
             self._allocate(name, layer, device)
             self._fill(name, layer, seed)
+            if isinstance(self.values, _AdapterFile):
+                self.values.check_base(name, wrapped_layer(layer))
             stage.set_submodule(local[name], layer.train(stage.training))
         self._set_trainable(stage)
         stage.lm.peft_config = {self.adapter.name: self.config}
@@ -198,8 +200,11 @@ class _AdapterFile(Mapping[str, Tensor]):
 
     def __init__(self, directory: Path, adapted: AdaptedSkeleton) -> None:
         self._stored, self._keys = SafetensorsReader(directory, single=WEIGHTS), adapted.keys
-        if unknown := set(self._stored.names) - set(self._keys.values()):
-            raise ConfigError(f"{directory / WEIGHTS} has {format_names(unknown)}, which its config does not have")
+        self._path = directory / WEIGHTS
+        # of embeddings, which peft saves with their adapter
+        base = {PREFIX + name for name, _ in adapted.model.named_parameters() if ".base_layer." in name}
+        if unknown := set(self._stored.names) - set(self._keys.values()) - base:
+            raise ConfigError(f"{self._path} has {format_names(unknown)}, which its config does not have")
 
     def __getitem__(self, name: str) -> Tensor:
         return self._stored.read(self._keys[name])
@@ -210,6 +215,18 @@ class _AdapterFile(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(list(iter(self)))
+
+    def check_base(self, name: str, module: nn.Module) -> None:
+        """Raise ConfigError if the file has other weights of the module inside an adapter layer than the model."""
+        for inner, tensor in module.named_parameters():
+            key = f"{PREFIX}{name}.base_layer.{inner}"
+            if key not in self._stored.names or tensor.is_meta:
+                continue
+            if not torch.equal(self._stored.read(key).to(tensor), tensor):
+                raise ConfigError(
+                    f"{self._path} has other weights of {name} than the model: pass the model of "
+                    "PeftModel.from_pretrained(..., is_trainable=True), which takes them from the adapter"
+                )
 
 
 def merge_layer(module: Any, name: str) -> nn.Module:
