@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: run test tests test-full test-torchtitan test-archon check bench gallery models configuration cli clean
+.PHONY: run test tests test-full test-newest test-torchtitan test-archon check bench gallery models configuration cli clean
 
 # Trains a tiny model with ZBV on 4 processes, goes on with another schedule on another mesh, and asks the result.
 run: $(STAMP)
@@ -32,6 +32,16 @@ tests: $(STAMP)
 # what `test` leaves out: whole products, such as every checkpointing mode compiled under every schedule
 test-full: $(STAMP)
 	$(BIN)/python -m pytest -q -m full
+
+# For a release: engine, model types and training with the newest torch and transformers of PyPI, not with those of
+# constraints.txt. It ends with the versions, and with the model types that differ from docs/models.md.
+NEWEST := .venv-newest/bin
+test-newest:
+	test -x $(NEWEST)/python || $(PYTHON) -m venv .venv-newest
+	$(NEWEST)/pip install --quiet --disable-pip-version-check --upgrade torch transformers -e '.[dev]'
+	$(NEWEST)/python -m pytest -q -n $(JOBS) --dist loadfile tests/engine tests/pipelining tests/train \
+		tests/test_compile.py tests/test_engine.py tests/test_engine_hf.py tests/test_gradients.py tests/test_split.py; \
+		status=$$?; $(NEWEST)/python tests/helpers/newest.py && exit $$status
 
 # Our schedules in other people's trainers: each has a virtual environment of its own, made from PyPI.
 test-torchtitan: .venv-torchtitan/.installed
@@ -83,4 +93,4 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-torchtitan .venv-archon build dist out
+	rm -rf $(VENV) .venv-newest .venv-torchtitan .venv-archon build dist out

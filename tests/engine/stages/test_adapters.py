@@ -290,7 +290,7 @@ def test_a_directory_of_pefts_has_the_weights_of_embeddings_too(tmp_path, target
     stages = all_stages(tmp_path / "base", TWO, adapter=tmp_path / "adapter")
     torch.testing.assert_close(run(stages, BATCHES[0]), theirs.eval()(TOKENS).logits)
     hf_model(CONFIGS["qwen3"](), seed=1).save_pretrained(tmp_path / "other")
-    with pytest.raises(ConfigError, match="has other weights of .* than the model: pass the model of PeftModel"):
+    with pytest.raises(ConfigError, match=r"has other weights of .* than the model: pass the model of PeftModel"):
         all_stages(tmp_path / "other", TWO, adapter=tmp_path / "adapter")
 
 
