@@ -44,6 +44,8 @@ def build(config: Any, dtype: torch.dtype, *, kernels: bool = True) -> nn.Module
     model_class = causal_class(config)
     assert model_class is not None, "find_decoder_config has checked it"
     attention, experts = (config._attn_implementation, config._experts_implementation) if kernels else (None, "eager")
+    if dtype == torch.float64:
+        experts = "eager"  # torch's grouped product has no float64
     return model_class._from_config(
         copy.deepcopy(config), dtype=dtype, attn_implementation=attention, experts_implementation=experts
     )

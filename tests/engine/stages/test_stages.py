@@ -41,6 +41,17 @@ def test_stages_equal_the_plain_model(family, split):
     assert_same_gradients(stages, model)
 
 
+@pytest.mark.parametrize("kernel", [None, "grouped_mm"])
+def test_experts_in_float64_run_where_torch_has_no_grouped_product(kernel, tmp_path):
+    config = CONFIGS["qwen3-moe"]()
+    hf_model(config, dtype=torch.float64, seed=3).save_pretrained(tmp_path)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, experts_implementation="eager")
+    config._experts_implementation = kernel
+    stages = all_stages(config, zp.build("1f1b", ranks=2, microbatches=4), dtype=torch.float64, seed=3)
+    loss = plain_step(plain.train(), microbatches())
+    assert staged_step(stages, microbatches(), None) == pytest.approx(loss, rel=1e-10)
+
+
 @pytest.mark.parametrize("family", CONFIGS)
 def test_seeded_weights_do_not_depend_on_the_cut(family):
     config = CONFIGS[family]()
