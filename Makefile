@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: run test tests test-full test-newest test-torchtitan test-archon check bench gallery models configuration cli clean
+.PHONY: docs run test tests test-full test-newest test-torchtitan test-archon check bench gallery models configuration cli clean
 
 # Trains a tiny model with ZBV on 4 processes, goes on with another schedule on another mesh, and asks the result.
 run: $(STAMP)
@@ -65,8 +65,8 @@ test-archon: .venv-archon/.installed
 	touch $@
 
 check: $(STAMP)
-	$(BIN)/ruff check src tests bench examples docs/gallery.py docs/mesh.py docs/architecture.py docs/models.py docs/configuration.py docs/cli.py
-	$(BIN)/ruff format --check src tests bench examples docs/gallery.py docs/mesh.py docs/architecture.py docs/models.py docs/configuration.py docs/cli.py
+	$(BIN)/ruff check src tests bench examples docs/gallery.py docs/mesh.py docs/architecture.py docs/models.py docs/configuration.py docs/cli.py docs/site
+	$(BIN)/ruff format --check src tests bench examples docs/gallery.py docs/mesh.py docs/architecture.py docs/models.py docs/configuration.py docs/cli.py docs/site
 	$(BIN)/mypy
 
 bench: $(STAMP)
@@ -77,6 +77,11 @@ gallery: $(STAMP)
 	$(BIN)/python docs/gallery.py
 	$(BIN)/python docs/mesh.py
 	$(BIN)/python docs/architecture.py
+
+# The documentation site in build/site: a broken link or anchor fails.
+docs: $(STAMP)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(BIN)/python docs/site/build.py build/site
 
 models: $(STAMP)
 	$(BIN)/python docs/models.py

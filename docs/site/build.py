@@ -1,0 +1,61 @@
+"""Build the documentation site: `python docs/site/build.py`, or `make docs`. Broken links and anchors are errors.
+
+The pages are those of the repository, copied with their paths so that all links between them stay as they are, beside
+pages of the API made from docstrings. The tracks of docs/README.md are the navigation.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import api
+from sphinx.cmd.build import build_main
+
+ROOT = Path(__file__).parent.parent.parent
+PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "tests/README.md", "docs/*.md")
+FILES = ("docs/*.svg", "docs/*.png", "docs/gallery/*", "docs/data/*", "src/zeropipe/__init__.py")
+TRACK = re.compile(r"^## (.+)\n\n((?:\d+\. .*\n)+)", re.MULTILINE)
+LINK = re.compile(r"\]\(([^)#]+\.md)\)")
+
+
+def build(target: Path) -> int:
+    """Write the site's HTML into `target`; the exit status of Sphinx."""
+    source = target.parent / "site-source"
+    shutil.rmtree(source, ignore_errors=True)
+    _copy_pages(source)
+    (source / "docs" / "api").mkdir()
+    for name, text in api.write_pages().items():
+        (source / "docs" / "api" / name).write_text(text)
+    return build_main(["-W", "--keep-going", "-q", "-b", "html", str(source), str(target)])
+
+
+def _copy_pages(source: Path) -> None:
+    for pattern in (*PAGES, *FILES):
+        for path in ROOT.glob(pattern):
+            copy = source / path.relative_to(ROOT)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, copy)
+    here = Path(__file__).parent
+    shutil.copyfile(here / "conf.py", source / "conf.py")
+    shutil.copytree(here / "static", source / "static")
+    index = source / "docs" / "README.md"
+    index.write_text(index.read_text() + _navigation(index.read_text()))
+
+
+def _navigation(index: str) -> str:
+    """Hidden tables of contents: one per track of the index, then the API, then pages about the project."""
+    tracks = [(title, LINK.findall(links)) for title, links in TRACK.findall(index)]
+    tracks.append(("Look up", ["glossary.md", "cli.md", *(f"api/{name}.md" for name in api.MODULES)]))
+    tracks.append(("Project", ["../README.md", "../CONTRIBUTING.md", "../CHANGELOG.md", "../tests/README.md"]))
+    tables = [
+        "\n".join(["", "```{toctree}", ":hidden:", f":caption: {title}", "", *links, "```", ""])
+        for title, links in tracks
+    ]
+    return "".join(tables)
+
+
+if __name__ == "__main__":
+    sys.exit(build(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "build" / "site"))

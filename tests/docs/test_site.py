@@ -1,0 +1,80 @@
+"""The documentation site: its API pages are complete, it builds without a broken link, and works in a browser."""
+
+import subprocess
+import sys
+
+import pytest
+from paths import DOCS, ROOT
+
+import zeropipe
+import zeropipe.engine
+
+SITE = DOCS / "site"
+
+
+@pytest.fixture(scope="module")
+def api_pages():
+    sys.path.insert(0, str(SITE))
+    try:
+        import api
+
+        return api.write_pages()
+    finally:
+        sys.path.remove(str(SITE))
+
+
+@pytest.mark.parametrize("module", [zeropipe, zeropipe.engine], ids=lambda module: module.__name__)
+def test_every_public_name_is_documented(module, api_pages):
+    sections = dict(part.split("\n", 1) for part in api_pages[f"{module.__name__}.md"].split("\n## ")[1:])
+    assert set(sections) == set(module.__all__)
+    for name, text in sections.items():
+        outside_code = "".join(text.split("```")[::2]).strip()
+        assert outside_code, f"{name} has no docstring"
+
+
+def test_signatures_are_those_of_the_source(api_pages):
+    page = api_pages["zeropipe.md"]
+    assert "check(what: Schedule | Program) -> None" in page
+    assert "Action(stage: int, kind: Kind, microbatch: int)" in page
+    assert "<factory>" not in page
+    assert "ForwardRef" not in page
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    target = tmp_path_factory.mktemp("site") / "html"
+    run = subprocess.run(
+        [sys.executable, SITE / "build.py", target], capture_output=True, text=True, timeout=280, cwd=ROOT
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    return target
+
+
+@pytest.mark.full
+def test_the_site_builds_strictly_and_has_all_tracks(site):
+    index = (site / "docs" / "README.html").read_text()
+    for caption in ("See schedules", "Plan a run", "Train", "Plug into another trainer", "Look up", "Project"):
+        assert f'<span class="caption-text">{caption}</span>' in index
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("width, height", [(1280, 800), (390, 800)], ids=["laptop", "phone"])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_pages_in_a_browser(site, browser, width, height, scheme):
+    context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme, offline=True)
+    page = context.new_page()
+    complaints = []
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
+    for name in ("README", "concepts", "simulate", "measurements", "api/zeropipe"):
+        page.goto(f"file://{site}/docs/{name}.html")
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, name
+    page.goto(f"file://{site}/docs/concepts.html")
+    page.locator("article img").first.click()
+    assert page.locator("dialog.zoom img").bounding_box()["width"] >= min(width, 1000)
+    page.keyboard.press("Escape")
+    page.wait_for_selector("dialog.zoom", state="detached")
+    page.goto(f"file://{site}/search.html?q=bubble")
+    page.wait_for_selector("#search-results li a", timeout=20_000)
+    assert complaints == []
+    context.close()
