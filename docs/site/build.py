@@ -1,7 +1,8 @@
 """Build the documentation site: `python docs/site/build.py`, or `make docs`. Broken links and anchors are errors.
 
 The pages are those of the repository, copied with their paths so that all links between them stay as they are, beside
-pages of the API made from docstrings. The tracks of docs/README.md are the navigation.
+pages of the API made from docstrings, and a page that compares schedules. The tracks of docs/README.md are the
+navigation.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ import sys
 from pathlib import Path
 
 import api
+import compare
 from sphinx.cmd.build import build_main
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "tests/README.md", "docs/*.md")
 FILES = ("docs/*.svg", "docs/*.png", "docs/gallery/*", "docs/data/*", "src/zeropipe/__init__.py")
 TRACK = re.compile(r"^## (.+)\n\n((?:\d+\. .*\n)+)", re.MULTILINE)
+COMPARE = '<a href="../play/index.html">Compare schedules in this browser</a>: sixteen schedules, no installation.'
 LINK = re.compile(r"\]\(([^)#]+\.md)\)")
 
 
@@ -29,7 +32,10 @@ def build(target: Path) -> int:
     (source / "docs" / "api").mkdir()
     for name, text in api.write_pages().items():
         (source / "docs" / "api" / name).write_text(text)
-    return build_main(["-W", "--keep-going", "-q", "-b", "html", str(source), str(target)])
+    status = build_main(["-W", "--keep-going", "-q", "-b", "html", str(source), str(target)])
+    shutil.rmtree(target / "play", ignore_errors=True)
+    compare.write_page(target / "play")
+    return status
 
 
 def _copy_pages(source: Path) -> None:
@@ -42,7 +48,8 @@ def _copy_pages(source: Path) -> None:
     shutil.copyfile(here / "conf.py", source / "conf.py")
     shutil.copytree(here / "static", source / "static")
     index = source / "docs" / "README.md"
-    index.write_text(index.read_text() + _navigation(index.read_text()))
+    text = index.read_text()
+    index.write_text(text.replace("## See schedules\n", f"## See schedules\n\n{COMPARE}\n", 1) + _navigation(text))
 
 
 def _navigation(index: str) -> str:
