@@ -1,4 +1,4 @@
-"""The page that compares schedules without a server: results of the simulator for a grid of sizes and costs, and a viewer."""
+"""The page that compares schedules without a server: a viewer, and the simulator's results for a grid of sizes."""
 
 from __future__ import annotations
 
