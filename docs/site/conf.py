@@ -22,5 +22,6 @@ html_css_files = ["site.css"]
 html_js_files = ["zoom.js"]
 html_copy_source = False
 html_show_sphinx = False
+html_show_search_summary = False  # summaries are fetched, which a page opened as a file may not do
 pygments_style = "friendly"
 pygments_dark_style = "monokai"
