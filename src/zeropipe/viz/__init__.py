@@ -30,7 +30,8 @@ def draw(timelines: Timeline | Sequence[Timeline], path: str | Path | None = Non
     Without a path it prints to the terminal. The suffix of a path is the format: .html (a page that works offline),
     .svg, .png, .pdf (figures), .json (a trace for Perfetto or chrome://tracing). Options: `labels` ("microbatch",
     "action", "none"), `theme` ("light", "dark"), `title` and `memory` (True or False) for pages and figures; `width`
-    (points), `legend` and `facts` (True or False) for figures; `dpi` for .png. A file is written completely or not at all.
+    (points), `legend` and `facts` (True or False) for figures; `dpi` for .png. A file is written completely or not
+    at all.
     """
     listed = list(timelines) if isinstance(timelines, Iterable) else [timelines]
     if not listed:

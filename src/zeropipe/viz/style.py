@@ -66,7 +66,6 @@ class PageStyle:
         _require_choice("theme", self.theme, ("auto", *THEMES))
         _require_choice("labels", self.labels, LABELS)
         _require_type("memory", self.memory, bool, "must be True or False")
-        _require_type("facts", self.facts, bool, "must be True or False")
         _require_type("title", self.title, str, "must be a string")
 
 
