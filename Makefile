@@ -39,8 +39,7 @@ NEWEST := .venv-newest/bin
 test-newest:
 	test -x $(NEWEST)/python || $(PYTHON) -m venv .venv-newest
 	$(NEWEST)/pip install --quiet --disable-pip-version-check --upgrade torch transformers -e '.[dev]'
-	$(NEWEST)/python -m pytest -q -n $(JOBS) --dist loadfile tests/engine tests/pipelining tests/train \
-		tests/test_compile.py tests/test_engine.py tests/test_engine_hf.py tests/test_gradients.py tests/test_split.py; \
+	$(NEWEST)/python -m pytest -q -n $(JOBS) --dist loadfile tests/engine tests/pipelining tests/train; \
 		status=$$?; $(NEWEST)/python tests/helpers/newest.py && exit $$status
 
 # Our schedules in other people's trainers: each has a virtual environment of its own, made from PyPI.
