@@ -5,6 +5,8 @@ import random
 from array import array
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from statistics import fmean
 
 import pytest
 from reference_simulator import reference_simulate
@@ -380,3 +382,33 @@ def test_a_sharded_step_predicted_from_itself(name, policy):
         assert causes.jitter == pytest.approx(0, abs=0.03 * timeline.makespan)
         assert causes.overhead == pytest.approx(0, abs=1e-9)
         assert causes.communication > 0
+
+
+RECORDED = sorted((Path(__file__).parent / "recorded").glob("*.json"))  # 1f1b, pp 2, dp_shard 2: 4 processes on 2 cores
+
+
+def test_recorded_sharded_steps_are_predicted_from_themselves():
+    """The processes share cores, so an action takes longer when more ranks are busy. No simulation knows that."""
+    runs = [zp.from_json(path.read_text()) for path in RECORDED]
+    ratios = [run.makespan / zp.simulate(run.schedule, fit(run)).makespan for run in runs]
+    assert len(runs) == 4
+    assert fmean(abs(ratio - 1) for ratio in ratios) < 0.05
+    assert max(abs(ratio - 1) for ratio in ratios) < 0.06
+    for run in runs:
+        for rank, causes in enumerate(attribute_idle_time(run)):
+            assert causes.jitter >= -1e-9 * run.makespan
+            assert causes.communication >= 0
+            assert causes.total >= run.makespan - run.busy[rank] - 1e-9  # waits inside actions are added
+
+
+def test_a_run_that_is_faster_than_its_mean_times_has_no_jitter():
+    """The first forwards and the last backwards are faster: fewer ranks share the cores then."""
+    schedule = zp.build("1f1b", ranks=4, microbatches=8)
+    times = reference_simulate(schedule, lambda actions: 0.5 if str(actions[0])[1:] in ("F0", "B7") else 2.0)
+    places = [times[span.action] for rank in range(4) for span in zp.simulate(schedule).spans(rank)]
+    start, end = (array("d", column).tobytes() for column in zip(*places, strict=True))
+    run = replace(zp.simulate(schedule), start=start, end=end, measured=True)
+    assert zp.simulate(schedule, fit(run)).makespan > 1.03 * run.makespan
+    for rank, causes in enumerate(attribute_idle_time(run)):
+        assert causes.jitter == pytest.approx(0)
+        assert causes.total == pytest.approx(run.makespan - run.busy[rank])

@@ -10,12 +10,14 @@ fewer disturbances:
     overhead        time between two actions although the next one could start: the executor's own
 
 So the five add up to the idle time of every rank. The imbalance of a rank with more work than the others is negative:
-the others wait for it.
+the others wait for it. A run that is faster than its simulation with mean times, because its critical path has the
+faster actions, has no jitter: what the simulations gained from each other is scaled to it.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 from statistics import fmean, pstdev
@@ -103,26 +105,32 @@ def attribute_idle_time(measured: Timeline) -> tuple[LostTime, ...]:
         simulate(schedule, one)
         for one in (costs, no_messages, replace(no_messages, **means))  # type: ignore[arg-type]
     )
-    jitter = measured.makespan - no_jitter.makespan
+    makespans = [one.makespan for one in (no_jitter, no_communication, balanced)]
+    levels = _scale_to_run(measured.makespan, makespans, work=fmean(balanced.busy))
     lost = []
     for rank in range(schedule.num_ranks):
         computing = no_communication.busy[rank]
         overhead = computing - measured.busy[rank]
         if measured.sharding is not None:
             overhead = overhead_per_action(measured) * sum(1 for _ in measured.steps(rank))
-        without_messages, with_equal_stages = (
-            timeline.makespan - timeline.busy[rank] for timeline in (no_communication, balanced)
-        )
+        with_equal_stages = levels[2] - balanced.busy[rank]
         lost.append(
             LostTime(
                 schedule=with_equal_stages,
-                imbalance=without_messages - with_equal_stages,
-                communication=no_jitter.makespan - computing - without_messages,
+                imbalance=levels[1] - computing - with_equal_stages,
+                communication=levels[0] - levels[1],
                 overhead=overhead,
-                jitter=jitter,
+                jitter=measured.makespan - levels[0],
             )
         )
     return tuple(lost)
+
+
+def _scale_to_run(measured: float, makespans: Sequence[float], work: float) -> list[float]:
+    """The makespans of the simulations, none above the measured one: their distances from the work are scaled."""
+    idle = max(makespans) - work
+    factor = min(1.0, max(0.0, measured - work) / idle) if idle > 0 else 1.0
+    return [work + factor * (makespan - work) for makespan in makespans]
 
 
 def require_same_unit(costs: Costs, measured: Timeline) -> None:

@@ -52,8 +52,8 @@ def overhead_per_action(timeline: Timeline) -> float:
 def _durations_without_waits(timeline: Timeline) -> dict[tuple[Kind, int], list[float]]:
     """Durations of the actions that are not in an Overlap, by kind and stage.
 
-    An action during which its stage is gathered or reduced may include a wait for that. Such actions count only if
-    there are no others.
+    An action during which its stage is gathered or reduced may include a wait for that. It counts as at most the mean
+    of the others, if there are others.
     """
     durations: dict[tuple[Kind, int], list[float]] = defaultdict(list)
     with_waits: dict[tuple[Kind, int], list[float]] = defaultdict(list)
@@ -68,7 +68,10 @@ def _durations_without_waits(timeline: Timeline) -> dict[tuple[Kind, int], list[
                 )
                 times = with_waits if waits else durations
                 times[span.action.kind, span.action.stage].append(span.end - span.start)
-    return {**with_waits, **durations}
+    for key, times in with_waits.items():
+        typical = _mean(durations[key]) if key in durations else inf
+        durations[key] = [*durations.get(key, ()), *(min(time, typical) for time in times)]
+    return durations
 
 
 def _mean(values: Iterable[float]) -> float:
