@@ -253,8 +253,8 @@ def test_the_pareto_front_of_the_chart():
     assert len(points) + len(answer["errors"]) == len(zp.names())
     better = [
         any(
-            q["bubble"] <= p["bubble"] + 1e-9 and q["peak_memory"] <= p["peak_memory"] + 1e-9
-            and (q["bubble"] < p["bubble"] - 1e-9 or q["peak_memory"] < p["peak_memory"] - 1e-9)
+            q["idle_fraction"] <= p["idle_fraction"] + 1e-9 and q["peak_memory"] <= p["peak_memory"] + 1e-9
+            and (q["idle_fraction"] < p["idle_fraction"] - 1e-9 or q["peak_memory"] < p["peak_memory"] - 1e-9)
             for q in points
         )
         for p in points

@@ -40,9 +40,10 @@ def test_every_schedule_is_filled_under_its_own_costs(parts):
 
 def test_the_chart_is_of_filled_schedules():
     _, answer = ask("chart", {"ranks": 4, "microbatches": 12, "costs": COSTS, "weight_parts": 4})
-    points = {point["name"]: (point["bubble"], point["peak_memory"], point["over_limit"]) for point in answer["points"]}
+    names = ("idle_fraction", "bubble", "peak_memory", "over_limit")
+    points = {point["name"]: tuple(point[name] for name in names) for point in answer["points"]}
     for t in compared(4):
-        assert points[t.title] == (t.bubble, max(t.peak_memory), bool(t.over_limit))
+        assert points[t.title] == (t.idle_fraction, t.bubble, max(t.peak_memory), bool(t.over_limit))
 
 
 @pytest.mark.parametrize(

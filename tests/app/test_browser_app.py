@@ -198,7 +198,7 @@ def test_w_in_parts_fill_the_gaps_of_all_schedules_files_and_links(visit):
     assert "W in 4 parts" in page.inner_text(".compare tbody[data-choice=v-half]")
     assert "W in" not in page.inner_text(".compare tbody[data-choice='1f1b']")
     assert f"{plain.schedule.num_actions + filled.schedule.num_actions:,} actions" in page.inner_text("#status")
-    page.wait_for_selector(f"g.dot[data-name='v-half'][aria-label*='bubble {filled.bubble:.1%}']")
+    page.wait_for_selector(f"g.dot[data-name='v-half'][aria-label*='idle {filled.idle_fraction:.1%}']")
     assert query(page)["weight_parts"] == "4"
     assert rows(visit(page.url.split("/", 3)[3])) == shown
     for form, read in (("csv", zp.from_csv), ("json", lambda text: zp.from_json(text).schedule)):

@@ -153,8 +153,8 @@ def test_a_search_shows_its_gap_and_what_it_found_is_compared(visit):
     found = float(rows(page)["searched"][0])
     assert found <= zp.simulate(zp.build("1f1b", ranks=2, microbatches=4), zp.Costs(w=0.5)).makespan
     other = zp.to_json(replace(zp.build("gpipe", ranks=2, microbatches=4), name="searched"))
-    sizes = {"unit": "", "memory_unit": "", "peak_memory": 4, "bubble": 0.2, "named": None}
-    answer = {"value": 12.5, "bound": 12.5, "seen": [], "seconds": 0.5, "schedule": other, **sizes}
+    sizes = {"unit": "", "memory_unit": "", "peak_memory": 4, "idle_fraction": 0.2, "named": None}
+    answer = {"value": 12.5, "bound": 12.5, "seen": [], "seconds": 0.5, "schedule": other, "searched": "", **sizes}
     page.route("**/api/search", lambda route: route.fulfill(json=answer))
     page.click("#open-search")
     page.wait_for_selector("dialog[data-state=done]")

@@ -20,8 +20,8 @@ def test_a_search_is_told_in_four_lines_and_written(run, tmp_path):
     head, times, proof, named, spent, written = out.splitlines()
     assert head == "searched: 4 ranks, 4 stages (linear), 6 microbatches"
     assert "peak memory 2 (limit 2)" in times
-    assert proof.startswith("proven: no schedule with 1 stage per rank is faster")
-    assert named == "no built-in schedule fits"
+    assert proof.startswith("proven: none of the schedules with 1 stage per rank and one copy of the model is faster")
+    assert named == "no built-in one of these fits"
     assert spent.endswith("costs per rank, divided among its stages")
     assert written.startswith(f"wrote {file}")
     timeline = zp.from_json(file.read_text())
@@ -34,7 +34,7 @@ def test_what_takes_no_time_is_told_like_all_else(run):
     status, out, err = run(*SIZE, "--f", "0", "--i", "0", "--w", "0", "--search-steps", "0")
     assert (status, err) == (0, "")
     assert "makespan 0 " in out
-    assert "the best built-in schedule that fits: 1f1b, 0 (0.0% more)" in out
+    assert "the best built-in one of these that fits: 1f1b, 0 (0.0% more)" in out
 
 
 def test_machines_get_json(run):

@@ -16,7 +16,7 @@ def timeline():
 def test_a_timeline_prints_as_one_line_of_figures(timeline):
     line = (
         "1f1b: 4 ranks, 4 stages (linear), 8 microbatches: "
-        "makespan 33, bubble 27.3%, peak memory 4, over the limit of 3"
+        "makespan 33, idle 27.3%, peak memory 4, over the limit of 3"
     )  # fmt: skip
     assert str(timeline) == line
     assert repr(timeline) == f"<Timeline {line}>"
@@ -24,20 +24,20 @@ def test_a_timeline_prints_as_one_line_of_figures(timeline):
 
 
 def test_units_are_written_and_unknown_memory_is_not(timeline):
-    assert str(replace(timeline, unit="s", memory=None)).endswith("8 microbatches: makespan 33 s, bubble 27.3%")
+    assert str(replace(timeline, unit="s", memory=None)).endswith("8 microbatches: makespan 33 s, idle 27.3%")
     assert str(replace(timeline, memory_unit="B", memory_limit=None)).endswith("peak memory 4 B")
 
 
 def test_a_timeline_of_nothing_prints():
     problem = zp.Problem(2, 2, 1)
     empty = Timeline(zp.Schedule.of(problem, zp.linear(problem), [[], []]), b"", b"")
-    assert "makespan 0, bubble 0.0%" in str(empty)
+    assert "makespan 0, idle 0.0%" in str(empty)
 
 
 def test_no_bubble_is_below_zero():
     schedule = zp.build("zbv", ranks=4, microbatches=8)
     run = zp.simulate(schedule, zp.Costs(f=0.0005, i=0.0005, w=0.0005))  # sums are rounded: 1 - busy / cost is not 0
-    assert str(run).endswith("makespan 0.0255, bubble 0.0%, peak memory 8")
+    assert str(run).endswith("makespan 0.0255, idle 5.9%, peak memory 8")
     assert min(*run.rank_bubble, run.bubble, run.bubble_to_ideal) >= 0
 
 

@@ -281,7 +281,7 @@ def test_schedules_with_more_stages_than_layers_take_no_place_among_what_is_trie
 
 def test_a_search_that_had_no_time_is_left_out(small, monkeypatch):
     row = next(row for row in small.rows if row.candidate.layout.pp > 1)
-    slow = replace(row, seconds=replace(row.seconds, bubble=1e3))
+    slow = replace(row, seconds=replace(row.seconds, schedule=1e3))
     monkeypatch.setattr(refine, "_search_candidate", lambda *_: (slow, False))
     assert refine.search_best_runs(small.context, small.rows, 1.0, None, lambda share: None) == []
     monkeypatch.setattr(refine, "_search_candidate", lambda *_: (row, False))

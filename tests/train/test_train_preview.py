@@ -43,7 +43,7 @@ def test_a_plans_file_has_the_plans_numbers(planned, run):
     shown = json.loads(out)
     assert status == 0
     assert shown["prediction"]["step"] == pytest.approx(row.step)
-    assert shown["prediction"]["bubble"] == pytest.approx(row.bubble)
+    assert shown["prediction"]["idle_fraction"] == pytest.approx(row.idle_fraction)
     assert shown["prediction"]["mfu"] == pytest.approx(planned.mfu(row))
     assert shown["prediction"]["tokens_per_second"] == pytest.approx(8 * planned.speed(row))
     assert max(sum(one["memory"].values()) for one in shown["ranks"]) == pytest.approx(row.memory.peak)

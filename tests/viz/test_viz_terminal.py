@@ -39,9 +39,9 @@ def test_boxes_and_bubbles_by_hand():
 
 def test_heading_axis_legend_and_summary():
     text = "\n".join(shown([run("1f1b"), run("gpipe")], width=100))
-    assert "makespan 9, bubble 33.3%, peak memory 2" in text
+    assert "makespan 9, idle 33.3%, peak memory 2" in text
     assert "F forward   B backward   · idle" in text
-    assert re.search(r"^1f1b +9 +best +33.3% +2$", text, re.MULTILINE)
+    assert re.search(r"^1f1b +9 +best +33.3% +33.3% +2$", text, re.MULTILINE)
     assert re.search(r"^ +0 +2 +4 +6 +8", text, re.MULTILINE)
 
 

@@ -232,7 +232,8 @@ def _figures(shown: ShownTimeline) -> dict[str, Any]:
         "num_microbatches": t.schedule.num_microbatches, "num_actions": t.schedule.num_actions,
         "num_weight_parts": t.schedule.problem.num_weight_parts, "filled": filled,
         "unit": t.unit, "memory_unit": t.memory_unit, "makespan": t.makespan,
-        "bubble": t.bubble, "bubble_to_ideal": t.bubble_to_ideal, "busy": sum(t.busy) / t.num_ranks,
+        "idle_fraction": t.idle_fraction, "bubble": t.bubble, "bubble_to_ideal": t.bubble_to_ideal,
+        "busy": sum(t.busy) / t.num_ranks,
         "idle": dict(zip(Idle._fields, causes, strict=True)),
         "peak_memory": peak, "peak_rank": None if peak is None else t.peak_memory.index(peak),
         "over_limit": list(t.over_limit),
@@ -253,7 +254,7 @@ def resolve_chart(size: SizeRequest) -> list[ResolvedChoice]:
 
 
 def chart_data(size: SizeRequest) -> dict[str, Any]:
-    """Bubble and peak memory of every schedule that can be built at a size."""
+    """Idle time and peak memory of every schedule that can be built at a size."""
     costs = create_costs(size.costs)
     points, errors = [], []
     for choice in resolve_chart(size):
@@ -264,8 +265,9 @@ def chart_data(size: SizeRequest) -> dict[str, Any]:
             continue
         peak = max(timeline.peak_memory)
         points.append({
-            "name": choice.title, "stages_per_rank": choice.size[2], "bubble": timeline.bubble, "peak_memory": peak,
-            "makespan": timeline.makespan, "over_limit": bool(timeline.over_limit),
+            "name": choice.title, "stages_per_rank": choice.size[2], "idle_fraction": timeline.idle_fraction,
+            "bubble": timeline.bubble, "peak_memory": peak, "makespan": timeline.makespan,
+            "over_limit": bool(timeline.over_limit),
         })  # fmt: skip
     fitting = [point for point in points if not point["over_limit"]]
     for point in points:  # a point over the memory limit dominates none and is never on the front
@@ -276,5 +278,8 @@ def chart_data(size: SizeRequest) -> dict[str, Any]:
 def _dominates(a: dict[str, Any], b: dict[str, Any]) -> bool:
     """Whether `a` is no worse in both figures, and better in one by more than rounding."""
     tolerance = 1e-9
-    time, memory = b["bubble"] - a["bubble"], (b["peak_memory"] - a["peak_memory"]) / (b["peak_memory"] or 1.0)
+    time, memory = (
+        b["idle_fraction"] - a["idle_fraction"],
+        (b["peak_memory"] - a["peak_memory"]) / (b["peak_memory"] or 1.0),
+    )
     return bool(time >= -tolerance and memory >= -tolerance and (time > tolerance or memory > tolerance))

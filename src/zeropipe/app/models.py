@@ -203,6 +203,7 @@ class Result(BaseModel):
     unit: str
     memory_unit: str
     makespan: float
+    idle_fraction: float
     bubble: float
     bubble_to_ideal: float
     busy: float
@@ -229,10 +230,11 @@ class Answer(BaseModel):
 
 
 class Point(BaseModel):
-    """A schedule in the chart of bubble against memory."""
+    """A schedule in the chart of idle time against memory."""
 
     name: str
     stages_per_rank: int
+    idle_fraction: float
     bubble: float
     peak_memory: float
     makespan: float

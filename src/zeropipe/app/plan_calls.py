@@ -250,5 +250,6 @@ def search_call(request: SearchRequest) -> Reply:
         "value": found.value, "bound": found.bound, "seconds": found.seconds, "seen": gaps,
         "named": registered and registered.schedule.name, "named_value": registered and registered.makespan,
         "unit": timeline.unit, "memory_unit": timeline.memory_unit, "peak_memory": max(timeline.peak_memory),
-        "bubble": timeline.bubble, "schedule": to_json(replace(timeline.schedule, name="searched")),
+        "idle_fraction": timeline.idle_fraction, "searched": found.searched,
+        "schedule": to_json(replace(timeline.schedule, name="searched")),
     }))  # fmt: skip

@@ -135,7 +135,7 @@ def _add_compare_routes(app: FastAPI, uploads: Uploads, queues: Queues) -> None:
         queue = choose_queue(resolve_choices(body, files))
         return _response(await queues.run(request, queue, Job(simulate_call, (body, files))))
 
-    @app.post("/api/chart", response_model=models.Chart, responses=ERROR_RESPONSES, summary="Bubble against memory")
+    @app.post("/api/chart", response_model=models.Chart, responses=ERROR_RESPONSES, summary="Idle time against memory")
     async def chart(body: models.SizeRequest, request: Request) -> Response:
         queue = choose_queue(resolve_chart(body))
         return _response(await queues.run(request, queue, Job(chart_call, (body,)), urgent=False))

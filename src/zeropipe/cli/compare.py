@@ -262,8 +262,9 @@ def _print_table(heading: str, rows: list[tuple[Timeline, Standing]]) -> None:
     console = output.console()
     console.print(heading, style="bold", markup=False)
     table = output.create_table(
-        "schedule", "stages", "makespan", "of\nbest", "bubble", "to\nideal", "peak\nmemory", left=("schedule",)
-    )
+        "schedule", "stages", "makespan", "of\nbest", "idle", "to\nideal", "bubble\nrate", "peak\nmemory",
+        left=("schedule",),
+    )  # fmt: skip
     for t, standing in rows:
         peak = output.size_text(max(t.peak_memory), t.memory_unit)
         table.add_row(
@@ -271,8 +272,9 @@ def _print_table(heading: str, rows: list[tuple[Timeline, Standing]]) -> None:
             str(t.schedule.num_stages),
             output.time_text(t.makespan, t.unit),
             f"{standing.of_best:.3f}",
-            output.percent(t.bubble),
+            output.percent(t.idle_fraction),
             output.percent(t.bubble_to_ideal),
+            output.percent(t.bubble),
             f"[red]{peak} over[/]" if not standing.fits
             else f"[bold green]{peak} ★[/]" if standing.best_memory else peak,
         )  # fmt: skip

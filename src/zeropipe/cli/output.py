@@ -104,6 +104,8 @@ def timeline_data(timeline: Timeline) -> dict[str, Any]:
         "placement": schedule.placement.name,
         "unit": timeline.unit,
         "makespan": timeline.makespan,
+        "idle_fraction": timeline.idle_fraction,
+        "rank_idle_fraction": timeline.rank_idle_fraction,
         "bubble": timeline.bubble,
         "bubble_to_ideal": timeline.bubble_to_ideal,
         "rank_bubble": timeline.rank_bubble,

@@ -175,7 +175,7 @@ def _print_plan(made: Plan, num_rows: int) -> None:
 def _create_table(cells: dict[str, list[str]], console: Console) -> Table:
     """One line per row; two on a terminal that is too narrow for that."""
     wide = output.create_table(
-        "", "mesh", "schedule", "micro-\nbatches", "ac", "step", "tok/s\n/GPU", "MFU", "bubble", "peak\nmemory", "gap",
+        "", "mesh", "schedule", "micro-\nbatches", "ac", "step", "tok/s\n/GPU", "MFU", "idle", "peak\nmemory", "gap",
         left=("mesh", "schedule", "ac"),
     )  # fmt: skip
     for name, row in cells.items():
@@ -183,7 +183,7 @@ def _create_table(cells: dict[str, list[str]], console: Console) -> Table:
     if output.fits_width(wide, console):
         return wide
     left = ("mesh\nmicrobatches", "schedule\nac")
-    narrow = output.create_table("", *left, "step\ntok/s/GPU", "MFU\nbubble", "peak memory\ngap", left=left)
+    narrow = output.create_table("", *left, "step\ntok/s/GPU", "MFU\nidle", "peak memory\ngap", left=left)
     for name, (mesh, schedule, microbatches, ac, *figures) in cells.items():
         pairs = [(mesh, microbatches), (schedule, ac), *zip(figures[::2], figures[1::2], strict=True)]
         narrow.add_row(name, *("\n".join(pair) for pair in pairs))
@@ -196,7 +196,7 @@ def _cells(made: Plan, row: PlanRow) -> list[str]:
     return [
         f"{layout.pp}x{layout.dp_shard}x{layout.tp}", candidate.title,
         f"{candidate.num_microbatches}x{candidate.microbatch_size}", candidate.ac, output.time_text(row.step, "s"),
-        f"{made.speed(row):,.0f}", "" if mfu is None else f"{100 * mfu:.1f}%", output.percent(row.bubble),
+        f"{made.speed(row):,.0f}", "" if mfu is None else f"{100 * mfu:.1f}%", output.percent(row.idle_fraction),
         gigabytes(row.memory.peak), "" if row.gap is None else f"{row.gap:.1%}",
     ]  # fmt: skip
 

@@ -76,10 +76,10 @@ def print_run(result: Outcome, predicted: Timeline, job: Job) -> None:
         "makespan", output.time_text(real.makespan, "s"), output.time_text(predicted.makespan, "s"),
         _difference(real.makespan, predicted.makespan),
     )  # fmt: skip
-    table.add_row(
-        "bubble", output.percent(real.bubble), output.percent(predicted.bubble),
-        f"{100 * (predicted.bubble - real.bubble):+.1f} points",
-    )  # fmt: skip
+    for name, shares in (
+        ("idle", (real.idle_fraction, predicted.idle_fraction)), ("bubble rate", (real.bubble, predicted.bubble)),
+    ):  # fmt: skip
+        table.add_row(name, *map(output.percent, shares), f"{100 * (shares[1] - shares[0]):+.1f} points")
     table.add_row("peak activations", *(output.size_text(peak, "B") for peak in peaks), _difference(*peaks))
     console.print(table)
     table = output.create_table("kind", "actions", "measured", "simulated", "starts later by", left=("kind",))
@@ -99,11 +99,12 @@ def print_ranking(results: list[Outcome]) -> None:
 
     timelines = [result.measured.timeline for result in results]
     found = rank_timelines(timelines)
-    table = output.create_table("schedule", "measured makespan", "of best", "bubble", left=("schedule",))
+    table = output.create_table("schedule", "measured makespan", "of best", "idle", "bubble rate", left=("schedule",))
     for index in found.order:
         t, standing = timelines[index], found.standings[index]
         name = escape(t.schedule.name) + (" ★" if standing.best_time else "")
-        table.add_row(name, output.time_text(t.makespan, "s"), f"{standing.of_best:.3f}", output.percent(t.bubble))
+        shares = (output.percent(t.idle_fraction), output.percent(t.bubble))
+        table.add_row(name, output.time_text(t.makespan, "s"), f"{standing.of_best:.3f}", *shares)
     output.console().print(table)
 
 

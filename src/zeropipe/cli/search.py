@@ -13,7 +13,6 @@ from zeropipe.cli import output
 from zeropipe.cli.options import option
 from zeropipe.cli.param_types import parse_size
 from zeropipe.cli.progress import show_line
-from zeropipe.core.units import count_text
 from zeropipe.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -88,7 +87,7 @@ def search(out: str | None, as_json: bool, **values: Any) -> None:
         more = {"costs_per": request.source.name, "layers": layers, "file": out}
         output.print_json({**output.timeline_data(found.timeline), **_found_data(found), **more})
         return
-    _print_found(found, values["placement"], request.source.describe(layers))
+    _print_found(found, request.source.describe(layers))
     if out:
         output.print_written(out)
 
@@ -128,6 +127,7 @@ def _found_data(found: SearchResult) -> dict[str, Any]:
         "value": found.value,
         "bound": found.bound,
         "gap": found.gap,
+        "searched": found.searched,
         "seconds": found.seconds,
         "interrupted": found.interrupted,
         "named": None if found.registered is None else found.registered.schedule.name,
@@ -135,30 +135,28 @@ def _found_data(found: SearchResult) -> dict[str, Any]:
     }
 
 
-def _print_found(found: SearchResult, placement: str, costs: str) -> None:
+def _print_found(found: SearchResult, costs: str) -> None:
     from zeropipe.searching.driver import relative_gap
 
     console, t = output.console(), found.timeline
-    per_rank = found.schedule.problem.stages_per_rank
-    group = f"schedule with {count_text(per_rank, 'stage')} per rank" + (
-        f" in a {placement}" if per_rank > 1 and placement != "all" else ""
-    )
     console.print(output.problem_text(t), style="bold", markup=False)
     limit = f" (limit {output.size_text(t.memory_limit, t.memory_unit)})" if t.memory_limit is not None else ""
     console.print(
-        f"{found.objective} {output.time_text(found.value, t.unit)}   bubble {output.percent(t.bubble)}   "
+        f"{found.objective} {output.time_text(found.value, t.unit)}   idle {output.percent(t.idle_fraction)} "
+        f"(bubble rate {output.percent(t.bubble)})   "
         f"peak memory {output.size_text(max(t.peak_memory), t.memory_unit)}{limit}"
     )
     if found.gap == 0:
-        console.print(f"proven: no {group} is faster")
+        console.print(f"proven: none of the {found.searched} is faster")
     else:
-        console.print(f"no {group} is faster than {output.time_text(found.bound, t.unit)}: gap {found.gap:.2%}")
+        bound = output.time_text(found.bound, t.unit)
+        console.print(f"none of the {found.searched} is faster than {bound}: gap {found.gap:.2%}")
     if found.registered is None:
-        console.print("no built-in schedule fits")
+        console.print("no built-in one of these fits")
     else:
         name, value = found.registered.schedule.name, found.value_of(found.registered)
         console.print(
-            f"the best built-in schedule that fits: {name}, {output.time_text(value, t.unit)} "
+            f"the best built-in one of these that fits: {name}, {output.time_text(value, t.unit)} "
             f"({relative_gap(value, found.value):.1%} more)"
         )
     end = ", interrupted" if found.interrupted else ""

@@ -1,4 +1,4 @@
-"""`simulate`: the time, bubble and memory of one schedule, rank by rank."""
+"""`simulate`: the time, idle time and memory of one schedule, rank by rank."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 NUM_END_RANKS = 32  # shown at the beginning and at the end of the table
 
 
-@opt.command(short_help="Time, bubble and memory, rank by rank.")
+@opt.command(short_help="Time, idle time and memory, rank by rank.")
 @click.argument("schedule")
 @opt.json
 @opt.size
 @opt.costs
 def simulate(schedule: str, as_json: bool, **values: Any) -> None:
-    """Predict the time, bubble and memory of a schedule, rank by rank.
+    """Predict the time, idle time and memory of a schedule, rank by rank.
 
     \b
     zeropipe simulate zbv --ranks 4 --microbatches 8 --i 1.2 --p2p 0.1
@@ -50,15 +50,16 @@ def _print_timeline(timeline: Timeline, costs: str) -> None:
     console = output.console()
     console.print(output.problem_text(timeline), style="bold", markup=False)
     console.print(
-        f"makespan {output.time_text(timeline.makespan, timeline.unit)}   bubble {output.percent(timeline.bubble)} "
-        f"({output.percent(timeline.bubble_to_ideal)} to ideal)   "
+        f"makespan {output.time_text(timeline.makespan, timeline.unit)}   "
+        f"idle {output.percent(timeline.idle_fraction)} ({output.percent(timeline.bubble_to_ideal)} to ideal; "
+        f"bubble rate {output.percent(timeline.bubble)})   "
         f"peak memory {output.size_text(max(timeline.peak_memory), timeline.memory_unit)}{_limit_text(timeline)}"
     )
     output.print_note(costs)
     is_sharded = timeline.sharding is not None
     shards = ["shards"] if is_sharded else []
     table = output.create_table(
-        "rank", "busy", "warm-up", "data", "comm", *shards, "cool-down", "bubble", "peak\nmemory"
+        "rank", "busy", "warm-up", "data", "comm", *shards, "cool-down", "idle", "peak\nmemory"
     )  # fmt: skip
     for rank, causes in enumerate(idle_times(timeline)):
         if NUM_END_RANKS <= rank < timeline.num_ranks - NUM_END_RANKS:
@@ -68,7 +69,7 @@ def _print_timeline(timeline: Timeline, costs: str) -> None:
         table.add_row(
             str(rank),
             *(output.time_text(time, timeline.unit) for time in times),
-            output.percent(timeline.rank_bubble[rank]),
+            output.percent(timeline.rank_idle_fraction[rank]),
             output.size_text(timeline.peak_memory[rank], timeline.memory_unit),
         )
     console.print(table)

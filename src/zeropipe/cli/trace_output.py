@@ -63,7 +63,8 @@ def print_comparison(found: TraceComparison) -> None:
     unit = real.unit
     _add_times(table, "makespan", found.makespan, predicted.makespan, unit)
     if found.log is None:
-        table.add_row("bubble", output.percent(real.bubble), output.percent(predicted.bubble), "")
+        for name, of in (("idle", "idle_fraction"), ("bubble rate", "bubble")):
+            table.add_row(name, *(output.percent(getattr(timeline, of)) for timeline in found.timelines), "")
         if real.memory and predicted.memory_unit == real.memory_unit:
             peaks = max(real.peak_memory), max(predicted.peak_memory)
             name = "peak activations" if real.measured and real.sharding is None else "peak memory"

@@ -72,8 +72,8 @@ def _create_table(ranks: tuple[RankPreview, ...]) -> Table:
 def _print_prediction(prediction: Prediction) -> None:
     mfu = "" if prediction.mfu is None else f", MFU {100 * prediction.mfu:.1f}%"
     output.console().print(
-        f"predicted ({prediction.source}): {output.time_text(prediction.step, 's')} per step, bubble "
-        f"{output.percent(prediction.bubble)}, {prediction.tokens_per_second:,.0f} tokens/s processed{mfu}",
+        f"predicted ({prediction.source}): {output.time_text(prediction.step, 's')} per step, idle "
+        f"{output.percent(prediction.idle_fraction)}, {prediction.tokens_per_second:,.0f} tokens/s processed{mfu}",
         style="bold", markup=False, soft_wrap=True,
     )  # fmt: skip
     parts = [

@@ -41,7 +41,8 @@ def _row_data(plan: Plan, row: PlanRow) -> dict[str, Any]:
         "stages_per_rank": candidate.stages_per_rank, "microbatches": candidate.num_microbatches,
         "microbatch_size": candidate.microbatch_size, "ac": candidate.ac, "cut": candidate.cut,
         "layers": list(row.counts), "step_seconds": row.step, "tokens_per_second_per_gpu": plan.speed(row),
-        "mfu": plan.mfu(row), "bubble": row.bubble, "makespan": row.makespan, "gap": row.gap,
+        "mfu": plan.mfu(row), "idle_fraction": row.idle_fraction, "bubble": row.bubble, "makespan": row.makespan,
+        "gap": row.gap,
         "peak_memory": memory.peak, "memory": vars(memory), "seconds": vars(row.seconds), "over": row.excess,
         "text": str(candidate),
     }  # fmt: skip

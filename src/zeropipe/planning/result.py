@@ -15,7 +15,8 @@ from zeropipe.planning.score import compute_mfu
 from zeropipe.sim.simulate import simulate
 
 _PURPOSES = {
-    "work": "more work per GPU", "recompute": "recomputation", "imbalance": "imbalance of ranks", "bubble": "bubble",
+    "work": "more work per GPU", "recompute": "recomputation", "imbalance": "imbalance of ranks",
+    "schedule": "idle time of the schedule",
     "data": "gathers, reductions and sums", "optimizer": "optimizer",
 }  # fmt: skip
 

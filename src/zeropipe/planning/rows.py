@@ -59,18 +59,18 @@ class Candidate:
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """The seconds of a step by purpose, which add up to it: on the busiest rank, and its bubble."""
+    """The seconds of a step by purpose, which add up to it: on the busiest rank, and its idle time."""
 
     work: float  # F, I and W without recomputation: the mean over ranks
     recompute: float  # for activation checkpointing: the mean over ranks
     imbalance: float  # of the busiest rank, above the mean
-    bubble: float
+    schedule: float  # idle time of the busiest rank without gathers and reductions
     data: float  # exposed gathers and reductions of shards, and sums over copies of a weight
     optimizer: float
 
     @property
     def total(self) -> float:
-        return self.work + self.recompute + self.imbalance + self.bubble + self.data + self.optimizer
+        return self.work + self.recompute + self.imbalance + self.schedule + self.data + self.optimizer
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,8 @@ class PlanRow:
     memory: RankMemory  # of the fullest rank
     limit: float  # bytes of a rank
     makespan: float
-    bubble: float
+    idle_fraction: float
+    bubble: float  # the Zero Bubble paper's rate
     gap: float | None = None  # of the makespan to the lower bound of its placement and costs
     searched_schedule: Schedule | None = None
 

@@ -55,7 +55,7 @@ def create_row(context: PlanContext, run: Simulation) -> PlanRow:
     fullest = max(range(timeline.num_ranks), key=lambda rank: timeline.peak_memory[rank])
     return PlanRow(
         run.candidate, run.counts, _attribute_seconds(context, run), attribute_memory(context, run, fullest),
-        context.memory_limit, timeline.makespan, timeline.bubble,
+        context.memory_limit, timeline.makespan, timeline.idle_fraction, timeline.bubble,
     )  # fmt: skip
 
 
@@ -78,7 +78,7 @@ def _attribute_seconds(context: PlanContext, run: Simulation) -> StepSeconds:
     moved = OPTIMIZER_TRAFFIC * max(run.parameters) * (state.gradients + state.optimizer) / candidate.layout.dp_shard
     return StepSeconds(
         work=mean * (1 - recomputed), recompute=mean * recomputed, imbalance=busiest - mean,
-        bubble=pipeline.makespan - busiest,
+        schedule=pipeline.makespan - busiest,
         data=run.timeline.makespan - pipeline.makespan + _sum_seconds(context, run),
         optimizer=moved / context.optimizer_bandwidth if context.optimizer_bandwidth else 0.0,
     )  # fmt: skip

@@ -12,6 +12,7 @@ from zeropipe.core.action import MAX_STAGES
 from zeropipe.core.placement import MAX_WEIGHT_PARTS, PLACEMENTS, Placement, PlacementRule, Problem, linear
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Timeline
+from zeropipe.core.units import count_text
 from zeropipe.core.workers import count_cores
 from zeropipe.errors import ConfigError, require_positive_integers, short
 from zeropipe.searching.driver import Progress, SearchDriver, relative_gap, timeline_value
@@ -34,6 +35,7 @@ class SearchResult:
     seconds: float
     interrupted: bool = False
     registered: Timeline | None = None  # the best built-in or registered schedule that fits
+    placements: tuple[str, ...] = ()  # the names of those that were searched
 
     @property
     def value(self) -> float:
@@ -48,6 +50,13 @@ class SearchResult:
     def gap(self) -> float:
         """How far the value is above the bound: 0.01 is one percent, and 0 proves that nothing is better."""
         return relative_gap(self.value, self.bound)
+
+    @property
+    def searched(self) -> str:
+        """The schedules that were searched: a gap of 0 proves that none of them is better."""
+        number = self.schedule.problem.stages_per_rank
+        placed = f" in a {' or '.join(self.placements)}" if number > 1 else ""
+        return f"schedules with {count_text(number, 'stage')} per rank{placed} and one copy of the model"
 
     @property
     def named(self) -> Timeline | None:
@@ -115,7 +124,10 @@ def search(
         tasks, steps=steps, seconds=float(seconds), seed=seed, workers=workers or count_cores(), progress=progress
     )
     best, interrupted = driver.run()
-    return SearchResult(best.schedule, best, objective, driver.bound, driver.elapsed, interrupted, driver.registered)
+    return SearchResult(
+        best.schedule, best, objective, driver.bound, driver.elapsed, interrupted, driver.registered,
+        tuple(task.placement.name for task in tasks),
+    )  # fmt: skip
 
 
 def require_seconds(name: str, value: object, way_out: str = "") -> None:

@@ -32,8 +32,8 @@ from zeropipe.train.inputs import (
 from zeropipe.train.stage_costs import explain_mismatch, make_candidate, master_bytes, memory_limit, state_bytes
 
 NO_COSTS = (
-    "no prediction of step time, bubble and activations without costs; use --schedule.costs h100, or another GPU, or a "
-    "file of `zeropipe profile`"
+    "no prediction of step time, idle time and activations without costs; use --schedule.costs h100, or another "
+    "GPU, or a file of `zeropipe profile`"
 )
 
 
@@ -58,7 +58,7 @@ class Prediction:
 
     source: str
     step: float  # seconds
-    bubble: float
+    idle_fraction: float
     tokens_per_second: float
     mfu: float | None
     parts: dict[str, float]  # seconds, which add up to the step
@@ -176,7 +176,9 @@ def _predict(
     gpu = costs.machine.get("gpu", "this machine")
     source = f"an estimate for {gpu}" if costs.source == "estimate" else f"from {config.schedule.costs}"
     speed = config.data.batch * config.data.sequence / row.step
-    return ranks, Prediction(source, row.step, row.bubble, speed, compute_mfu(context, row), vars(row.seconds), limit)
+    return ranks, Prediction(
+        source, row.step, row.idle_fraction, speed, compute_mfu(context, row), vars(row.seconds), limit
+    )
 
 
 def _memory(config: RunConfig, context: PlanContext, run: Simulation, rank: int, has_times: bool) -> dict[str, float]:

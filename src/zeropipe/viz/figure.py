@@ -118,7 +118,7 @@ def _timeline(
     y: float, tallest: float,
 ) -> float:  # fmt: skip
     colors, right = style.colors, style.width - MARGIN
-    facts = [f"makespan {time_text(timeline.makespan, timeline.unit)}", f"bubble {percent(timeline.bubble)}"]
+    facts = [f"makespan {time_text(timeline.makespan, timeline.unit)}", f"idle {percent(timeline.idle_fraction)}"]
     if timeline.memory and style.is_wide:
         facts.append(f"peak memory {size_text(max(timeline.peak_memory), timeline.memory_unit)}")
     facts = facts if style.facts else []

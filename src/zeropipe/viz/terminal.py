@@ -57,7 +57,7 @@ def show(timelines: Sequence[Timeline], width: int | None = None, console: Conso
 
 def _print_heading(timeline: Timeline, console: Console) -> None:
     facts = f"  {timeline.schedule.sizes}"
-    numbers = f"  makespan {time_text(timeline.makespan, timeline.unit)}, bubble {percent(timeline.bubble)}"
+    numbers = f"  makespan {time_text(timeline.makespan, timeline.unit)}, idle {percent(timeline.idle_fraction)}"
     if timeline.memory:
         numbers += f", peak memory {size_text(max(timeline.peak_memory), timeline.memory_unit)}"
     whole = Text.assemble((timeline.title, "bold"), numbers, (facts, "dim"))
@@ -135,13 +135,14 @@ def _kind_entry(kind: str, num_shades: int, plain: bool) -> Text:
 def _summary(timelines: Sequence[Timeline]) -> Table:
     table = Table(box=None, pad_edge=False)
     table.add_column("schedule")
-    for head in ("makespan", "to best", "bubble", "peak memory"):
+    for head in ("makespan", "to best", "idle", "bubble rate", "peak memory"):
         table.add_column(head, justify="right")
     for t, standing in zip(timelines, rank_timelines(timelines).standings, strict=True):
         ratio = "best" if standing.best_time else f"x {standing.of_best:.3f}"
         peak = size_text(max(t.peak_memory), t.memory_unit) if t.memory else "-"
         table.add_row(
-            Text(t.title), time_text(t.makespan, t.unit), ratio, percent(t.bubble),
+            Text(t.title), time_text(t.makespan, t.unit), ratio, percent(t.idle_fraction),
+            percent(t.bubble),
             peak if standing.fits else f"{peak}, over the limit",
         )  # fmt: skip
     return table

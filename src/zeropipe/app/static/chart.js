@@ -1,4 +1,4 @@
-// The chart of bubble against peak memory: all schedules at this size, and their Pareto front.
+// The chart of idle time against peak memory: all schedules at this size, and their Pareto front.
 
 import { percentText, ruler, sizeText, timeText } from "/viewer/units.js";
 import { h, svg } from "./dom.js";
@@ -6,7 +6,7 @@ import { placeLabels } from "./labels.js";
 
 const HEIGHT = 320;
 const MARGIN = { top: 26, right: 16, bottom: 42 };
-const MIN_LEFT = 44; // beside the labels of the bubble
+const MIN_LEFT = 44; // beside the labels of idle time
 const LABEL_SIZE = 7; // pixels of a character, at most
 const RADIUS = 5;
 const MIN_LOG_RATIO = 10; // largest over smallest memory from which the scale is logarithmic
@@ -17,7 +17,7 @@ export class Chart {
     this.toggle = toggle;
     this.chosen = [];
     this.extra = [];
-    this.picture = svg("svg", { class: "chart", height: HEIGHT, role: "group", "aria-label": "Bubble against peak memory" });
+    this.picture = svg("svg", { class: "chart", height: HEIGHT, role: "group", "aria-label": "Idle time against peak memory" });
     this.card = h("div", { className: "tip", hidden: true });
     this.message = h("p", { className: "error", role: "alert", hidden: true });
     this.legend = h("p", { className: "legend" },
@@ -84,7 +84,7 @@ export class Chart {
     const focused = this.picture.contains(document.activeElement) ? document.activeElement.dataset.name : null;
     const scale = this.scales(width);
     this.picture.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
-    const placed = separate(this.points.map((point) => ({ point, x: scale.x(point.peak_memory), y: scale.y(point.bubble) })));
+    const placed = separate(this.points.map((point) => ({ point, x: scale.x(point.peak_memory), y: scale.y(point.idle_fraction) })));
     const steps = this.steps(scale, width);
     const front = svg("path", { d: steps.map(([x, y], n) => `${n ? "L" : "M"}${x} ${y}`).join(""), class: "front", "aria-hidden": "true" });
     const leaders = placed.filter(({ x, exact }) => x > exact).map(({ x, y, exact }) => svg("path", { d: `M${exact} ${y - 3}v6m0 -3H${x}`, class: "leader", "aria-hidden": "true" }));
@@ -93,14 +93,14 @@ export class Chart {
   }
 
   scales(width) {
-    const top = Math.max(0.02, ...this.points.map((p) => p.bubble)) * 1.1;
+    const top = Math.max(0.02, ...this.points.map((p) => p.idle_fraction)) * 1.1;
     const rows = ruler(0, top, 6, "").ticks.map(({ at }) => ({ at, label: `${+(100 * at).toFixed(1)}%` }));
     const left = Math.max(MIN_LEFT, 10 + LABEL_SIZE * Math.max(...rows.map(({ label }) => label.length)));
     const across = memoryScale([...this.points.map((p) => p.peak_memory), ...(this.limit === null ? [] : [this.limit])]);
     return {
       left, rows, ticks: across.ticks(Math.max(2, Math.min(7, width / 80))), isLog: across.isLog,
       x: (memory) => left + across.share(memory) * (width - left - MARGIN.right),
-      y: (bubble) => HEIGHT - MARGIN.bottom - (Math.max(0, bubble) / top) * (HEIGHT - MARGIN.top - MARGIN.bottom),
+      y: (idle) => HEIGHT - MARGIN.bottom - (Math.max(0, idle) / top) * (HEIGHT - MARGIN.top - MARGIN.bottom),
     };
   }
 
@@ -118,7 +118,7 @@ export class Chart {
       group.append(svg("text", { x: scale.x(at), y: floor + 18, "text-anchor": "middle" }, sizeText(at, unit)));
     }
     group.append(svg("text", { x: width - MARGIN.right, y: HEIGHT - 3, "text-anchor": "end", class: "name" }, `peak memory of a rank${scale.isLog ? ", log scale" : ""} →`));
-    group.append(svg("text", { x: 0, y: 11, class: "name" }, "↑ bubble"));
+    group.append(svg("text", { x: 0, y: 11, class: "name" }, "↑ idle"));
     if (this.limit !== null) {
       const x = scale.x(this.limit);
       group.append(svg("rect", { x, y: MARGIN.top, width: Math.max(0, width - MARGIN.right - x), height: floor - MARGIN.top, class: "beyond" }));
@@ -131,10 +131,10 @@ export class Chart {
 
   /** The corners of the Pareto front. */
   steps(scale, width) {
-    const best = this.answer.points.filter((p) => p.pareto).sort((a, b) => a.peak_memory - b.peak_memory || b.bubble - a.bubble);
+    const best = this.answer.points.filter((p) => p.pareto).sort((a, b) => a.peak_memory - b.peak_memory || b.idle_fraction - a.idle_fraction);
     const corners = [];
-    for (const { peak_memory: memory, bubble } of best) {
-      const [x, y] = [scale.x(memory), scale.y(bubble)];
+    for (const { peak_memory: memory, idle_fraction: idle } of best) {
+      const [x, y] = [scale.x(memory), scale.y(idle)];
       corners.push([x, corners.length ? corners.at(-1)[1] : MARGIN.top], [x, y]);
     }
     if (corners.length) corners.push([width - MARGIN.right, corners.at(-1)[1]]);
@@ -184,12 +184,12 @@ export class Chart {
 
   describe(point) {
     const front = point.extra ? "" : point.pareto ? ", on the Pareto front" : "";
-    return `${point.name}: bubble ${percentText(point.bubble)}, peak memory ${sizeText(point.peak_memory, this.answer.memory_unit)}${front}`;
+    return `${point.name}: idle ${percentText(point.idle_fraction)}, peak memory ${sizeText(point.peak_memory, this.answer.memory_unit)}${front}`;
   }
 
   showTip(point, x, y) {
     const { unit, memory_unit: memoryUnit } = this.answer;
-    const rows = [["bubble", percentText(point.bubble)], ["peak memory", sizeText(point.peak_memory, memoryUnit)], ["makespan", timeText(point.makespan, unit)], ["stages / rank", point.stages_per_rank]];
+    const rows = [["idle", percentText(point.idle_fraction)], ["bubble rate", percentText(point.bubble)], ["peak memory", sizeText(point.peak_memory, memoryUnit)], ["makespan", timeText(point.makespan, unit)], ["stages / rank", point.stages_per_rank]];
     const hint = point.extra ? "" : this.chosen.includes(point.name) ? "click to remove" : "click to add";
     this.card.replaceChildren(h("b", {}, point.name), h("dl", {}, ...rows.flatMap(([name, text]) => [h("dt", {}, name), h("dd", {}, String(text))])), h("small", {}, hint));
     this.card.hidden = false;
@@ -201,9 +201,9 @@ export class Chart {
   /** The chart as a table, for screen readers, with the errors of schedules that are not in it. */
   showTable() {
     const { points, errors, unit, memory_unit: memoryUnit } = this.answer;
-    const sorted = [...points].sort((a, b) => a.bubble - b.bubble || a.peak_memory - b.peak_memory);
-    const row = (p) => h("tr", {}, h("th", { scope: "row" }, p.name), h("td", {}, percentText(p.bubble)), h("td", {}, sizeText(p.peak_memory, memoryUnit)), h("td", {}, timeText(p.makespan, unit)), h("td", {}, p.pareto ? "front" : ""));
-    const heads = ["", "bubble", "peak memory", "makespan", ""].map((text) => h("th", { scope: "col" }, text));
+    const sorted = [...points].sort((a, b) => a.idle_fraction - b.idle_fraction || a.peak_memory - b.peak_memory);
+    const row = (p) => h("tr", {}, h("th", { scope: "row" }, p.name), h("td", {}, percentText(p.idle_fraction)), h("td", {}, percentText(p.bubble)), h("td", {}, sizeText(p.peak_memory, memoryUnit)), h("td", {}, timeText(p.makespan, unit)), h("td", {}, p.pareto ? "front" : ""));
+    const heads = ["", "idle", "bubble rate", "peak memory", "makespan", ""].map((text) => h("th", { scope: "col" }, text));
     const missing = errors.map(({ field, message }) => h("li", {}, message.includes(field) ? message : `${field}: ${message}`));
     this.more.replaceChildren(
       h("summary", {}, errors.length ? `As a table; ${errors.length} missing` : "As a table"),

@@ -18,7 +18,7 @@ function sentence(results, limit) {
 
 function single(result) {
   const over = result.fits ? "" : ", over the memory limit";
-  return `${result.title}: ${timeText(result.makespan, result.unit)}, bubble ${percentText(result.bubble)}${over}`;
+  return `${result.title}: ${timeText(result.makespan, result.unit)}, idle ${percentText(result.idle_fraction)}${over}`;
 }
 
 /** The fastest results of a group that fit their memory limit. */

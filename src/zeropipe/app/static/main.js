@@ -174,7 +174,7 @@ function markChart() {
     && result.unit === unit && result.memory_unit === memory_unit;
   const extra = page.results
     .filter((result) => state.schedules[result.choice] && !plain.includes(state.schedules[result.choice]) && result.peak_memory !== null && isComparable(result))
-    .map((result) => ({ name: result.title, bubble: result.bubble, peak_memory: result.peak_memory, makespan: result.makespan,
+    .map((result) => ({ name: result.title, idle_fraction: result.idle_fraction, bubble: result.bubble, peak_memory: result.peak_memory, makespan: result.makespan,
       stages_per_rank: result.num_stages / result.num_ranks, extra: true }));
   page.chart.mark(plain.map((choice) => choice.name), extra);
 }

@@ -15,7 +15,7 @@ const NUMBERS = {
   batch: ["Batch, sequences", "128"], sequence: ["Tokens per sequence", "4096"],
 };
 const MEMORY = ["weights", "gradients", "optimizer", "activations", "workspace"];
-const PARTS = { work: "work", recompute: "recomputation", imbalance: "imbalance", bubble: "bubble", data: "gathers, reduces", optimizer: "optimizer" };
+const PARTS = { work: "work", recompute: "recomputation", imbalance: "idle: imbalance", schedule: "idle: schedule", data: "gathers, reduces", optimizer: "optimizer" };
 const ROW_FIELDS = ["pp", "dp_shard", "tp", "schedule", "stages_per_rank", "microbatches", "microbatch_size", "ac", "cut", "layers"];
 const NUM_VISIBLE_ROWS = 10;
 const state = Object.fromEntries(new URLSearchParams(location.search));
@@ -181,7 +181,7 @@ function showPlan(answer) {
   $("headline").textContent = `${title(best)}: ${timeText(best.step_seconds, "s", 3)} a step`;
   const [misfit] = answer.misfits;
   $("misfit").textContent = misfit ? `Closest to fitting: ${misfit.text}, ${gigabytes(misfit.over, 2)} over.` : "";
-  $("status").textContent = `${answer.source === "profile" ? "measured" : "estimated"} · ${Math.round(best.tokens_per_second_per_gpu).toLocaleString("en")} tokens/s per GPU · bubble ${percentText(best.bubble)} · ${gigabytes(best.peak_memory)}`;
+  $("status").textContent = `${answer.source === "profile" ? "measured" : "estimated"} · ${Math.round(best.tokens_per_second_per_gpu).toLocaleString("en")} tokens/s per GPU · idle ${percentText(best.idle_fraction)} · ${gigabytes(best.peak_memory)}`;
   document.title = `${page.request.model} on ${page.request.gpus} · zeropipe`;
   const isPartial = answer.dots.length < answer.num_fitting;
   $("drawn").textContent = isPartial ? `the fastest ${answer.dots.length} that fit, and the front` : "all that fit";
@@ -195,7 +195,7 @@ const title = (row) => `${row.schedule}, pp ${row.pp} × dp ${row.dp_shard} × t
 
 function showTable(answer) {
   const heads = [["", "text"], ["Schedule", "text"], ["pp × dp × tp", "text rare"], ["Microbatches", "rare"], ["Checkpointing", "text rare"], ["Step", ""],
-    ["Tokens/s per GPU", "rare"], ["MFU", "rare"], ["Bubble", "rare"], ["Memory", ""], ["", ""]];
+    ["Tokens/s per GPU", "rare"], ["MFU", "rare"], ["Idle", "rare"], ["Memory", ""], ["", ""]];
   page.rows = new Map();
   const body = answer.rows.map((row, n) => {
     const cells = [
@@ -204,7 +204,7 @@ function showTable(answer) {
         h("small", { className: "narrow" }, `${layout(row)}, ${row.ac}`)),
       h("td", { className: "text rare" }, layout(row)), h("td", { className: "rare" }, `${row.microbatches} × ${row.microbatch_size}`),
       h("td", { className: "text rare" }, row.ac), h("td", {}, timeText(row.step_seconds, "s", 3)), h("td", { className: "rare" }, Math.round(row.tokens_per_second_per_gpu).toLocaleString("en")),
-      h("td", { className: "rare" }, row.mfu === null ? "–" : percentText(row.mfu)), h("td", { className: "rare" }, percentText(row.bubble)),
+      h("td", { className: "rare" }, row.mfu === null ? "–" : percentText(row.mfu)), h("td", { className: "rare", title: `bubble rate ${percentText(row.bubble)}` }, percentText(row.idle_fraction)),
       h("td", {}, gigabytes(row.peak_memory)), h("td", {}, memoryBar(row, answer.memory_limit)),
     ];
     const node = h("tr", { hidden: n >= NUM_VISIBLE_ROWS, onclick: () => selectRow(row) }, ...cells);

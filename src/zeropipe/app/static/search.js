@@ -21,7 +21,7 @@ export class SearchDialog {
     this.useButton = h("button", { type: "button", className: "strong", disabled: true, onclick: () => this.finish(use) }, "Compare it");
     this.stopButton = h("button", { type: "button", onclick: () => this.stop() }, "Stop");
     dialog.append(h("header", {}, h("h2", { id: "search-title" }, "Search for the best schedule"), closeButton(dialog)),
-      h("p", { className: "about" }, "For the ranks, microbatches, costs and memory limit of this page. The gap is between the best schedule found and the proven lower bound."),
+      h("p", { className: "about" }, "For the ranks, microbatches, stages per rank (one, if they are auto), costs and memory limit of this page. The gap is between the best schedule found and the proven lower bound of these."),
       this.big, this.note, this.picture, this.error, h("div", { className: "row" }, this.useButton, this.stopButton));
     dialog.addEventListener("close", () => this.stop());
   }
@@ -85,10 +85,10 @@ export class SearchDialog {
       this.picture.replaceChildren();
       return;
     }
-    const { value, unit, peak_memory, memory_unit, bubble, named, named_value } = this.best;
+    const { value, unit, peak_memory, memory_unit, idle_fraction: idle, searched, named, named_value } = this.best;
     this.big.textContent = this.gap === 0 ? "Proven best" : `${percentText(this.gap)} gap`;
-    const rival = named ? `the best built-in schedule, ${named}, takes ${percentText(named_value / value - 1)} more` : "no built-in schedule fits";
-    this.note.textContent = `${timeText(value, unit)}, bubble ${percentText(bubble)}, peak memory ${sizeText(peak_memory, memory_unit)}; ${rival}; ${this.seconds.toFixed(1)} s searched`;
+    const rival = named ? `the best built-in one, ${named}, takes ${percentText(named_value / value - 1)} more` : "no built-in one fits";
+    this.note.textContent = `Of the ${searched}: ${timeText(value, unit)}, idle ${percentText(idle)}, peak memory ${sizeText(peak_memory, memory_unit)}; ${rival}; ${this.seconds.toFixed(1)} s searched`;
     this.draw();
   }
 

@@ -20,7 +20,7 @@ export class Table {
     this.empty = h("div", { className: "empty" },
       h("p", {}, "Choose schedules from the list, drop a file anywhere, or start with one of these:"),
       h("div", { className: "row" }, ...Object.entries(PRESETS).map(([text, names]) => h("button", { type: "button", onclick: () => actions.selectSchedules(names) }, h("b", {}, text), h("span", {}, names.join(", "))))));
-    const heads = ["Schedule", "Makespan", "Bubble", "Peak memory", h("span", { className: "unseen" }, "Download and remove")];
+    const heads = ["Schedule", "Makespan", "Idle", "Peak memory", h("span", { className: "unseen" }, "Download and remove")];
     this.table = h("table", { className: "compare" }, h("caption", { className: "unseen" }, "Comparison of the chosen schedules"),
       h("thead", {}, h("tr", {}, ...heads.map((text) => h("th", { scope: "col" }, text)))));
     const keys = PARTS.filter(([name]) => name !== "other").map(([name, text]) => h("span", {}, h("i", { className: `part part-${name}` }), text));
@@ -120,10 +120,10 @@ class Row {
     this.name.textContent = result.title;
     this.note.textContent = this.notes(result).join(" · ");
     if (this.choice.file) this.simulateButton.hidden = this.timesButton.hidden = !result.recorded;
-    const [time, bubble, memory] = this.cells;
+    const [time, idle, memory] = this.cells;
     time.replaceChildren(figure(timeText(result.makespan, result.unit)), ...timeNote(result, isCompared, numRivals));
-    const ideal = h("small", { title: "Megatron-LM's number: idle time over the time the ranks are busy" }, `${percentText(result.bubble_to_ideal)} of ideal`);
-    bubble.replaceChildren(figure(percentText(result.bubble)), ideal);
+    const rate = h("small", { title: "The Zero Bubble paper's rate: idle time within the longest rank's own span" }, `bubble rate ${percentText(result.bubble)}`);
+    idle.replaceChildren(figure(percentText(result.idle_fraction)), rate);
     memory.replaceChildren(figure(result.peak_memory === null ? "–" : sizeText(result.peak_memory, result.memory_unit)), ...memoryNote(result, numRivals));
     this.showBar(result, longest);
     this.node.classList.remove("failed");

@@ -117,8 +117,8 @@ def format_progress(values: Values, num_steps: int, left: float) -> str:
     ]  # fmt: skip
     if values.get("mfu") is not None:
         parts.append(f"MFU {values['mfu']:.1%}")
-    if values.get("bubble") is not None:
-        parts.append(f"bubble {values['bubble']:.1%}")
+    if values.get("idle_fraction") is not None:
+        parts.append(f"idle {values['idle_fraction']:.1%}")
     parts += [size_text(values["memory"], "B"), f"{format_duration(left)} left"]
     if values.get("skipped_now"):
         parts.append("skipped: not finite")

@@ -219,7 +219,8 @@ class Trainer:
         }  # fmt: skip
         mfu = self._utilization.compute(record.num_positions, record.seconds)
         values |= {} if mfu is None else {"mfu": mfu}
-        values |= {} if record.timeline is None else {"bubble": record.timeline.bubble}
+        if record.timeline is not None:
+            values |= {"idle_fraction": record.timeline.idle_fraction, "bubble": record.timeline.bubble}
         return values | ({"skipped_now": True} if record.is_skipped else {})
 
 

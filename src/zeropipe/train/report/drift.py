@@ -35,6 +35,7 @@ class Drift:
     seconds: float
     measured: float
     predicted: float
+    idle_fraction: float
     bubble: float
     lost: LostTime  # mean over ranks
 
@@ -86,7 +87,7 @@ def compare_steps(steps: Sequence[RecordedStep], prediction: Prediction) -> list
     return [
         Drift(
             one.step, one.setup, one.seconds, one.timeline.makespan, prediction.timeline_of(one).makespan,
-            one.timeline.bubble, mean_lost(one),
+            one.timeline.idle_fraction, one.timeline.bubble, mean_lost(one),
         )
         for one in chosen
     ]  # fmt: skip

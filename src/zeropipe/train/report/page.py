@@ -149,7 +149,7 @@ def _figures(last: Drift, metrics: Metrics) -> list[Figure]:
         Figure("step", time_text(last.seconds, "s"), outside),
         Figure("pipeline, measured", time_text(last.measured, "s"), f"predicted {time_text(last.predicted, 's')}"),
         Figure("measured / predicted", f"{last.ratio:.2f}", f"at step {last.step}"),
-        Figure("bubble", percent(last.bubble), "of the longest rank's time"),
+        Figure("idle", percent(last.idle_fraction), f"of the pipeline; bubble rate {percent(last.bubble)}"),
     ]
 
 
@@ -177,7 +177,7 @@ def _time_chart(rows: Sequence[Drift]) -> Chart:
 
 
 def _table(rows: Sequence[Drift], prediction: Prediction, config: RunConfig) -> Table:
-    head = ("step", "full step", "measured", "predicted", "ratio", "bubble", "idle time by cause")
+    head = ("step", "full step", "measured", "predicted", "ratio", "idle", "idle time by cause")
     remark = f"Predicted: {prediction.source}. Idle time is the mean over ranks. Bars are relative to the longest step."
     cores = os.cpu_count() or 1
     if config.engine.device == "cpu" and config.mesh.num_processes > cores:
@@ -197,7 +197,7 @@ def _table_rows(rows: Sequence[Drift]) -> tuple[Row, ...]:
         causes = [(name, getattr(row.lost, name), tone) for name, tone in CAUSES]
         bar = Shares((*causes, ("outside the pipeline", row.outside, "green")), longest)
         is_newest = row is rows[-1]
-        found.append(Row((str(row.step), *times, f"{row.ratio:.3f}", percent(row.bubble), bar), is_newest))
+        found.append(Row((str(row.step), *times, f"{row.ratio:.3f}", percent(row.idle_fraction), bar), is_newest))
     return tuple(found)
 
 

@@ -33,7 +33,7 @@ export class Panel {
 
   words() {
     const t = this.timeline;
-    return `${t.title}: ${countText(t.ranks, "rank")}, makespan ${timeText(t.makespan, t.unit)}, bubble ${percentText(t.bubble)}. `
+    return `${t.title}: ${countText(t.ranks, "rank")}, makespan ${timeText(t.makespan, t.unit)}, idle ${percentText(t.idleFraction)}. `
       + "Arrow keys move from box to box, plus and minus zoom, 0 fits, question mark lists all keys.";
   }
 
@@ -46,7 +46,7 @@ export class Panel {
       element("h2", { dir: "auto" }, t.title),
       element("span", { className: t.measured ? "zp-tag zp-measured" : "zp-tag" }, t.measured ? "measured" : "simulated"),
       element("span", { className: "zp-facts" }, sizes),
-      element("span", { className: "zp-facts zp-right" }, `makespan ${timeText(t.makespan, t.unit)} · bubble ${percentText(t.bubble)}${peak}`),
+      element("span", { className: "zp-facts zp-right" }, `makespan ${timeText(t.makespan, t.unit)} · idle ${percentText(t.idleFraction)}${peak}`),
     );
   }
 

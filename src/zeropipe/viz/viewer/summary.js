@@ -4,7 +4,7 @@ import { partKey, shareBar } from "./causes.js";
 import { element } from "./shapes.js";
 import { percentText, sizeText, timeText } from "./units.js";
 
-const HEADS = ["", "makespan", "of best", "bubble", "peak memory"];
+const HEADS = ["", "makespan", "of best", "idle", "bubble rate", "peak memory"];
 
 export function buildSummary(timelines, causes, select) {
   const head = element("tr", {}, ...HEADS.map((text) => element("th", { scope: "col" }, text)), shareHead(timelines, causes));
@@ -23,6 +23,7 @@ function rowOf(timeline, n, causes, select) {
   const cells = [
     element("td", {}, timeText(timeline.makespan, timeline.unit)),
     element("td", { className: best ? "zp-best" : "" }, best ? "best" : ofBest.toFixed(3)),
+    element("td", {}, percentText(timeline.idleFraction)),
     element("td", {}, percentText(timeline.bubble)),
     element("td", { className: fits ? "" : "zp-over", title: fits ? "" : "over the limit" }, peak, ...over),
     element("td", { className: "zp-share" }, shareBar(timeline, causes)),
