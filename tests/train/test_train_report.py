@@ -133,6 +133,62 @@ def test_irregular_times_ask_for_dynamic_weights_once():
     assert "dynamic_weights" not in give_hint(config_of("zbv", dynamic_weights=True), bad, (1,) * 8).text
 
 
+SHARDED = {"shards": "keep", "unshard": 0.01, "reduce": 0.02, "units": 4, "full_weights": 1e6, "full_gradients": 1e6}
+
+
+def numbers_of(text):
+    """`schedule.name`, `data.microbatch` and so on, in the order in which a hint proposes them."""
+    return re.findall(r"`([a-z_]+\.[a-z_]+) = ", text)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zbv"])
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("unshard", [0.01, 0.3])
+def test_a_hint_for_sharded_stages_never_predicts_what_does_not_change(name, size, unshard):
+    """Predictions have the gathers and reductions of the run, and a larger batch is proposed last."""
+    schedule = zp.build(name, ranks=1, microbatches=4) if name != "zbv" else zp.build(name, ranks=2, microbatches=4)
+    ranks = schedule.num_ranks
+    costs = replace(EVEN, **{**SHARDED, "unshard": unshard})
+    found = give_hint(config_of(name, ranks=ranks, microbatches=4, size=size), recorded_of(schedule, costs), None)
+    assert found.cause == "communication"
+    for less in re.findall(r"predicted to take ([\d.]+)% less time", found.text):
+        assert float(less) >= 1
+    for before, after in re.findall(r"from ([\d.]+%) to ([\d.]+%)", found.text):
+        assert before != after
+    if size == 2 and ranks == 1:  # half the size saves nothing where no rank waits for another
+        assert "data.microbatch" not in found.text
+    if "data.batch" in numbers_of(found.text):
+        assert "changes the training" in found.text
+        twice = zp.build(name, ranks=ranks, microbatches=8)
+        gain = 1 - zp.simulate(twice, costs).makespan / zp.simulate(schedule, costs).makespan / 2
+        assert f"{100 * gain:.1f}% less time" in found.text
+
+
+def test_regathered_weights_are_proposed_to_be_kept():
+    schedule = zp.build("1f1b", ranks=2, microbatches=8)
+    costs = replace(EVEN, **{**SHARDED, "shards": "regather", "unshard": 0.05})
+    run = recorded_of(schedule, costs)
+    found = give_hint(config_of("1f1b", ranks=2, microbatches=8), run, (1, 1))
+    assert found.cause == "communication"
+    assert numbers_of(found.text) == ["engine.shards"]
+    kept = zp.simulate(schedule, replace(costs, shards="keep"))
+    change = 100 * (kept.makespan / run.timeline.makespan - 1)
+    said = float(re.search(r"\(([+-]\d+)%\)", found.text)[1])
+    assert change - 1 <= said < -1  # each action waits for a gather, so the run does not show how long it takes alone
+
+
+def test_what_does_not_change_the_training_is_proposed_first():
+    schedule = zp.build("1f1b", ranks=1, microbatches=3)
+    odd = config_of("1f1b", ranks=1, microbatches=3)
+    pauses = give_hint(odd, disturbed(recorded_of(schedule), 0.01), (4,))
+    assert numbers_of(pauses.text) == ["engine.compile", "data.microbatch", "data.batch"]
+    replicas = odd.model_copy(update={"mesh": MeshTable(dp_replicate=4)})
+    outside = give_hint(replicas, recorded_of(schedule, outside=1.0), (4,))
+    assert numbers_of(outside.text) == ["mesh.dp_shard", "mesh.dp_replicate"]
+    alone = give_hint(odd, recorded_of(schedule, outside=1.0), (4,))
+    assert "changes the training" in alone.text
+
+
 def test_a_good_run_is_left_alone():
     schedule = zp.build("zbv", ranks=4, microbatches=32)
     found = give_hint(config_of("zbv", microbatches=32), recorded_of(schedule), (1,) * 8)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import NamedTuple
 
@@ -15,14 +15,16 @@ from zeropipe.errors import ZeropipeError
 from zeropipe.schedules.registry import build, entries, find
 from zeropipe.schedules.validate import validate_user_schedule
 from zeropipe.sim.compare import compare
-from zeropipe.sim.costs import Costs
+from zeropipe.sim.costs import SHARD_COLUMNS, Costs
 from zeropipe.sim.fit import fit
+from zeropipe.sim.simulate import simulate
 from zeropipe.train.config.tables import RunConfig
 from zeropipe.train.report.better_layers import find_better_layers
 from zeropipe.train.report.drift import mean_lost
 from zeropipe.train.report.recorded_steps import RecordedStep
 
 NOTHING = "nothing"
+NO_GAIN = "No setting is predicted to reduce it."
 MIN_LOSS = 0.05  # fraction of the step that a loss must reach to get a hint
 MIN_GAIN = 0.01  # fraction of the makespan that a proposal must save
 MEMORY_TOLERANCE = 1.05  # factor of the activation memory that a proposed schedule may need
@@ -65,7 +67,7 @@ class _Advisor:
 
     def schedule(self) -> str:
         loss = f"The schedule leaves ranks idle for {percent(self.share)} of the step. "
-        return loss + (self._other_schedule() or self._more_microbatches())
+        return loss + (self._other_schedule() or self._more_microbatches() or NO_GAIN)
 
     def imbalance(self) -> str:
         busy = self.timeline.busy
@@ -90,7 +92,7 @@ class _Advisor:
         schedule, share = self.timeline.schedule, percent(self.share)
         if self.timeline.sharding is not None:
             loss = f"Messages, gathers of sharded weights and reductions of gradients cost {share} of the step. "
-            return loss + (self._other_schedule() or self._more_microbatches())
+            return loss + (self._keep_weights() or self._other_schedule() or self._more_microbatches() or NO_GAIN)
         message = time_text(self.costs.p2p, self.timeline.unit)
         loss = f"Messages between stages (typically {message}) cost {share} of the step. "
         other = self._other_schedule()
@@ -105,11 +107,9 @@ class _Advisor:
         return loss + self._larger_microbatches("fewer messages")
 
     def overhead(self) -> str:
-        compiled = "" if self.config.engine.compile else " `engine.compile = true` helps, too."
-        return (
-            f"Ranks spend {percent(self.share)} of the step between actions: launches, copies and Python. "
-            f"{self._larger_microbatches('fewer actions')}{compiled}"
-        )
+        loss = f"Ranks spend {percent(self.share)} of the step between actions: launches, copies and Python. "
+        compiled = "" if self.config.engine.compile else "`engine.compile = true` means fewer launches. "
+        return f"{loss}{compiled}{self._larger_microbatches('fewer actions')}"
 
     def jitter(self) -> str:
         loss = f"Actions of the same kind take different times: that costs {percent(self.share)} of the step. "
@@ -122,27 +122,54 @@ class _Advisor:
         return loss + f"Look for other work on the same devices, throttled clocks, or a slow disk.{zbv}"
 
     def outside(self) -> str:
+        mesh = self.config.mesh
+        loss = f"For {percent(self.share)} of the step no action runs: data, clipping and the optimizer. "
+        if mesh.dp_replicate > 1:
+            return loss + (
+                f"With `mesh.dp_shard = {mesh.num_pipelines}` and `mesh.dp_replicate = 1` the optimizer is sharded "
+                "over all pipelines."
+            )
+        return loss + (
+            "More `mesh.dp_shard` shards the optimizer. A larger batch makes it rarer, "
+            f"`data.batch = {2 * self.config.data.batch}`, but changes the training."
+        )
+
+    def _keep_weights(self) -> str:
+        """`shards = "keep"` instead of "regather"; empty if that is not predicted to be faster."""
+        if self.costs.shards != "regather":
+            return ""
+        own = self.timeline.schedule
+        current, other = (simulate(own, replace(self.costs, shards=shards)) for shards in ("regather", "keep"))
+        if other.makespan > current.makespan * (1 - MIN_GAIN):
+            return ""
         return (
-            f"For {percent(self.share)} of the step no action runs: data, clipping and the optimizer. A larger batch "
-            f"makes that rarer: `data.batch = {2 * self.config.data.batch}`; more `mesh.dp_shard` shards the optimizer."
+            'With `engine.shards = "keep"` the pipeline is predicted to take '
+            f"{self._format_change(other.makespan / current.makespan)}, for full weights in memory during the step."
         )
 
     def _more_microbatches(self) -> str:
-        """Twice as many microbatches: of half the size, or of twice the batch."""
+        """Twice as many microbatches, of half the size or of twice the batch; empty if no gain is predicted."""
         schedule, data = self.timeline.schedule, self.config.data
-        with suppress(ZeropipeError):
+        try:
             twice = build(
                 find(schedule.name).name, ranks=schedule.num_ranks, microbatches=2 * schedule.num_microbatches,
                 stages_per_rank=schedule.num_stages // schedule.num_ranks,
             )  # fmt: skip
-            current, other = compare([schedule, twice], _mean_rank_costs(self.costs, schedule))
-            gain = f"the bubble is predicted to fall from {percent(current.bubble)} to {percent(other.bubble)}"
-            if data.microbatch > 1 and data.microbatch % 2 == 0:
-                return (
-                    f"Twice as many microbatches of half the size, `data.microbatch = {data.microbatch // 2}`: {gain}."
-                )
-            return f"More microbatches hide it: with `data.batch = {2 * data.batch}` {gain}, for twice the batch."
-        return f"More microbatches hide it: try `data.batch = {2 * data.batch}`."
+        except ZeropipeError:  # a schedule of the user
+            return ""
+        costs = _mean_rank_costs(self.costs, schedule)
+        halved = data.microbatch > 1 and data.microbatch % 2 == 0
+        (current,) = compare([schedule], costs)
+        if halved:  # gathers, reductions and messages are as many or more
+            costs = replace(costs, **{name: getattr(costs, name) / 2 for name in ("f", "i", "w", "b")})
+        (other,) = compare([twice], costs)
+        factor = other.makespan / current.makespan / (1 if halved else 2)
+        if factor > 1 - MIN_GAIN:
+            return ""
+        gain = f"a sequence is predicted to take {percent(1 - factor)} less time"
+        if halved:
+            return f"Twice as many microbatches of half the size, `data.microbatch = {data.microbatch // 2}`: {gain}."
+        return f"With `data.batch = {2 * data.batch}` {gain}, but a larger batch changes the training."
 
     def _larger_microbatches(self, effect: str) -> str:
         """Microbatches of twice the size: half as many, or of twice the batch."""
@@ -150,7 +177,10 @@ class _Advisor:
         text = f"Larger microbatches mean {effect}: `data.microbatch = {2 * size}`"
         if config.num_microbatches % 2 == 0 and config.num_microbatches // 2 >= config.mesh.pp:
             return f"{text}."
-        return f"{text} with `data.batch = {2 * config.data.batch}`, so that their number stays."
+        return (
+            f"{text} with `data.batch = {2 * config.data.batch}`, so that their number stays, but that "
+            "changes the training."
+        )
 
     def _other_schedule(self) -> str:
         """The schedule that is predicted to be fastest with no more memory; empty if none is faster."""
@@ -187,11 +217,9 @@ def _other_schedules(own: Schedule, max_stages: int) -> Iterator[Schedule]:
 
 def _mean_rank_costs(costs: Costs, schedule: Schedule) -> Costs:
     """The costs of the mean rank, however many stages it has: the argument of `compare`."""
-    f, i, w, b, activation, stash = (
-        sum(costs.column(name, schedule.num_stages)) / schedule.num_ranks
-        for name in ("f", "i", "w", "b", "activation", "stash")
-    )
-    return Costs(f=f, i=i, w=w, b=b, activation=activation, stash=stash, p2p=costs.p2p)
+    names = ("f", "i", "w", "b", "activation", "stash", *(SHARD_COLUMNS if costs.shards else ()))
+    means = {name: sum(costs.column(name, schedule.num_stages)) / schedule.num_ranks for name in names}
+    return Costs(**means, p2p=costs.p2p, shards=costs.shards, units=costs.units)
 
 
 def _splits_backward(schedule: Schedule) -> bool:
