@@ -21,19 +21,19 @@ New to the words? [Concepts](concepts.md) explains them in ten minutes.
 
 Four steps to less idle time. **gpipe** runs all forwards, then all backwards, and keeps the activations of all
 microbatches. **1f1b** runs each backward as early as possible, which frees memory for the next forward: half the
-memory, the same bubble. **zb-h1** splits the backward: no other rank needs the weight gradients (W, green), so they
+memory, the same idle time. **zb-h1** splits the backward: no other rank needs the weight gradients (W, green), so they
 fill gaps. **zbv** places the stages on a V, and no rank is idle between its first and its last action.
 
 A row is a rank, time runs to the right, the number is the microbatch, and light and dark are the different stages (or
-copies of the model) of a rank: [how to read a picture](pictures.md). The bubble is the Zero Bubble paper's rate: idle
-time between the first and the last action of the longest rank. Peak memory is in units of a rank's activations for
+copies of the model) of a rank: [how to read a picture](pictures.md). Idle is 1 - busy /
+makespan; the bubble rate is the Zero Bubble paper's, which leaves out that ranks start and end at different times. Peak memory is in units of a rank's activations for
 one microbatch. All pictures have the same scale. To see one in your terminal:
 `zeropipe show zbv --ranks {RANKS} --microbatches {MICROBATCHES}`.
 
 This page is written by `make gallery`.
 
-| schedule | stages per rank | makespan | bubble | peak memory of a rank |
-|---|---|---:|---:|---:|
+| schedule | stages per rank | makespan | idle | bubble rate | peak memory of a rank |
+|---|---|---:|---:|---:|---:|
 """
 # the families, and how a schedule is known to belong to one
 FAMILIES = (
@@ -102,7 +102,7 @@ def concepts() -> dict[str, zp.Timeline | list[zp.Timeline]]:
 
 def row_of(entry: Entry, run: zp.Timeline) -> str:
     stages = f"{run.schedule.problem.stages_per_rank} ({run.schedule.placement.name})"
-    numbers = f"{number(run.makespan)} | {percent(run.bubble)} | {number(max(run.peak_memory))}"
+    numbers = f"{number(run.makespan)} | {percent(run.idle_fraction)} | {percent(run.bubble)} | {number(max(run.peak_memory))}"
     return f"| [{entry.name}](#{entry.name}) | {stages} | {numbers} |\n"
 
 
