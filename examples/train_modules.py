@@ -41,5 +41,5 @@ with Engine(schedule, module_stages(modules, schedule, dist.get_rank())) as engi
     timeline = engine.timeline()  # on every rank
     if dist.get_rank() == 0:
         zp.draw(timeline, "train_modules.html")
-        print(f"bubble {timeline.bubble:.1%}; the measured timeline is in train_modules.html")
+        print(f"idle {timeline.idle_fraction:.1%}; the measured timeline is in train_modules.html")
 dist.destroy_process_group()
