@@ -25,9 +25,9 @@ memory, the same idle time. **zb-h1** splits the backward: no other rank needs t
 fill gaps. **zbv** places the stages on a V, and no rank is idle between its first and its last action.
 
 A row is a rank, time runs to the right, the number is the microbatch, and light and dark are the different stages (or
-copies of the model) of a rank: [how to read a picture](pictures.md). Idle is 1 - busy /
-makespan; the bubble rate is the Zero Bubble paper's, which leaves out that ranks start and end at different times. Peak memory is in units of a rank's activations for
-one microbatch. All pictures have the same scale. To see one in your terminal:
+copies of the model) of a rank: [how to read a picture](pictures.md). Idle is 1 - busy / makespan; the bubble rate is
+the Zero Bubble paper's, which leaves out that ranks start and end at different times. Peak memory is in units of a rank's
+activations for one microbatch. All pictures have the same scale. To see one in your terminal:
 `zeropipe show zbv --ranks {RANKS} --microbatches {MICROBATCHES}`.
 
 This page is written by `make gallery`.
@@ -102,7 +102,8 @@ def concepts() -> dict[str, zp.Timeline | list[zp.Timeline]]:
 
 def row_of(entry: Entry, run: zp.Timeline) -> str:
     stages = f"{run.schedule.problem.stages_per_rank} ({run.schedule.placement.name})"
-    numbers = f"{number(run.makespan)} | {percent(run.idle_fraction)} | {percent(run.bubble)} | {number(max(run.peak_memory))}"
+    shares = f"{percent(run.idle_fraction)} | {percent(run.bubble)}"
+    numbers = f"{number(run.makespan)} | {shares} | {number(max(run.peak_memory))}"
     return f"| [{entry.name}](#{entry.name}) | {stages} | {numbers} |\n"
 
 

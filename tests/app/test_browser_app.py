@@ -23,7 +23,7 @@ def test_the_page_opens_with_a_comparison(visit):
     assert [card.get_attribute("data-name") for card in page.query_selector_all(".card")] == zp.names()
     assert all(card.query_selector("svg path") for card in page.query_selector_all(".card"))
     assert rows(page)["1f1b"] == ("33", "27.3%", "4")
-    assert rows(page)["zbv"][:2] == ("25.5", "0.0%")
+    assert rows(page)["zbv"][:2] == ("25.5", "5.9%")
     assert len(page.query_selector_all(".zp-panel")) == 3
     assert page.inner_text("h1").startswith("zbv is fastest")
     assert page.evaluate("import('/viewer/units.js').then((m) => m.timeText(3.3e-17, ''))") == "3.3e-17"

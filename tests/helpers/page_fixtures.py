@@ -37,7 +37,7 @@ def settle(page):
 
 
 def rows(page):
-    """What the comparison says: {title: (makespan, bubble, peak memory)}."""
+    """What the comparison says: {title: (makespan, idle, peak memory)}."""
     found = {}
     for body in page.query_selector_all(".compare tbody"):
         figures = [cell.inner_text().split("\n")[0] for cell in body.query_selector_all("tr:first-child > td > b")]

@@ -68,9 +68,10 @@ def _durations_without_waits(timeline: Timeline) -> dict[tuple[Kind, int], list[
                 )
                 times = with_waits if waits else durations
                 times[span.action.kind, span.action.stage].append(span.end - span.start)
-    for key, times in with_waits.items():
-        typical = _mean(durations[key]) if key in durations else inf
-        durations[key] = [*durations.get(key, ()), *(min(time, typical) for time in times)]
+    for key, waited in with_waits.items():
+        others = durations.get(key, [])
+        typical = _mean(others) if others else inf
+        durations[key] = [*others, *(time if time < typical else typical for time in waited)]
     return durations
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Timeline
@@ -218,7 +218,7 @@ def _other_schedules(own: Schedule, max_stages: int) -> Iterator[Schedule]:
 def _mean_rank_costs(costs: Costs, schedule: Schedule) -> Costs:
     """The costs of the mean rank, however many stages it has: the argument of `compare`."""
     names = ("f", "i", "w", "b", "activation", "stash", *(SHARD_COLUMNS if costs.shards else ()))
-    means = {name: sum(costs.column(name, schedule.num_stages)) / schedule.num_ranks for name in names}
+    means: Any = {name: sum(costs.column(name, schedule.num_stages)) / schedule.num_ranks for name in names}
     return Costs(**means, p2p=costs.p2p, shards=costs.shards, units=costs.units)
 
 
