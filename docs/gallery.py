@@ -26,8 +26,8 @@ fill gaps. **zbv** places the stages on a V, and no rank is idle between its fir
 
 A row is a rank, time runs to the right, the number is the microbatch, and light and dark are the different stages (or
 copies of the model) of a rank: [how to read a picture](pictures.md). Idle is 1 - busy / makespan; the bubble rate is
-the Zero Bubble paper's, which leaves out that ranks start and end at different times. Peak memory is in units of a rank's
-activations for one microbatch. All pictures have the same scale. To see one in your terminal:
+the Zero Bubble paper's, which leaves out that ranks start and end at different times. Peak memory is in units of a
+rank's activations for one microbatch. All pictures have the same scale. To see one in your terminal:
 `zeropipe show zbv --ranks {RANKS} --microbatches {MICROBATCHES}`.
 
 This page is written by `make gallery`.

@@ -146,6 +146,9 @@ def test_a_search_shows_its_gap_and_what_it_found_is_compared(visit):
     page.click("#open-search")
     page.wait_for_selector("dialog[data-state=done]")
     assert page.inner_text("#search .big") in ("Proven best",) or "gap" in page.inner_text("#search .big")
+    note = page.inner_text("#search .note")
+    assert note.startswith("Of the schedules with 1 stage per rank and one copy of the model: ")
+    assert "idle" in note
     assert page.get_attribute(".search-gap path", "d").startswith("M")
     page.click("#search .strong")
     page.wait_for_selector(".compare tbody[data-choice=searched]")

@@ -193,9 +193,9 @@ def test_several_timelines_share_one_axis_and_a_summary(page_of):  # noqa: F811
     page = page_of([run(), slow, run("zbv", 4, 6)])
     rows = [row.inner_text().split("\t") for row in page.locator(".zp-summary tbody tr").all()]
     assert [row[0] for row in rows] == ["1f1b", "slow", "zbv"]
-    assert rows[0][1:5] == ["30", "best", "40.0%", "4"]
+    assert rows[0][1:6] == ["30", "best", "40.0%", "40.0%", "4"]
     assert rows[1][2] == f"{slow.makespan / 30:.3f}"
-    assert "over the limit" in rows[2][4]
+    assert "over the limit" in rows[2][5]
     assert page.locator(".zp-panel").count() == 3
     x, y = place(page, 1, 10)
     page.mouse.move(x, y)
