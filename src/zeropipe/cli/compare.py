@@ -42,7 +42,7 @@ def compare(schedules: tuple[str, ...], out: str | None, grid: str | None, as_js
     zeropipe compare 1f1b zbv dualpipev --ranks 8 --microbatches 32
     zeropipe compare all mine.csv -p 8 -m 32 --memory-limit 10 -o all.html
     zeropipe compare 1f1b interleaved:v=4:group_size=16 -p 8 -m 16,32,64
-    zeropipe compare 1f1b zb-h1 zbv -p 4,8 -m 16,32,64 --grid bubble
+    zeropipe compare 1f1b zb-h1 zbv -p 4,8 -m 16,32,64 --grid idle
 
     `all` is every other schedule that can be built. NAME:v=4:OPTION=VALUE is a variant with its own settings. With
     several ranks, microbatches or stages per rank, all combinations are compared; -v and -O apply to the schedules that

@@ -15,8 +15,9 @@ Row = tuple["Timeline", "Standing"]
 NUMBERS: dict[str, Callable[[Timeline, Standing], str]] = {
     "makespan": lambda t, _: output.time_text(t.makespan, t.unit),
     "of-best": lambda _, standing: f"{standing.of_best:.3f}",
-    "bubble": lambda t, _: output.percent(t.bubble),
+    "idle": lambda t, _: output.percent(t.idle_fraction),
     "to-ideal": lambda t, _: output.percent(t.bubble_to_ideal),
+    "bubble-rate": lambda t, _: output.percent(t.bubble),
     "peak-memory": lambda t, _: output.size_text(max(t.peak_memory), t.memory_unit),
 }
 

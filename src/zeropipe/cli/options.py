@@ -254,7 +254,7 @@ looks = combine(
     option("--legend/--no-legend", default=None, group="Picture", help="Draw the legend of a figure."),
     option(
         "--facts/--no-facts", default=None, group="Picture",
-        help="Write makespan, bubble and peak memory beside a figure's name.",
+        help="Write makespan, idle time and peak memory beside a figure's name.",
     ),
 )  # fmt: skip
 

@@ -29,7 +29,7 @@ class Style:
     labels: str = "microbatch"
     memory: bool = False
     legend: bool = True
-    facts: bool = True  # makespan, bubble and peak memory beside a timeline's name
+    facts: bool = True  # makespan, idle time and peak memory beside a timeline's name
     title: str = ""
     dpi: float = 200.0
 
