@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -153,24 +153,28 @@ def balance_task(
     """The numbers of a balancing problem; `in_flight` is what `peak_in_flight` finds in a schedule."""
     chosen = setting or costs.settings[0]
     layers = costs.layer_list(chosen, ac)
-    each = costs.state.with_full_weights(shards)
+    each, each_frozen = costs.state.with_full_weights(shards), costs.state.frozen_with_full_weights(shards)
+
+    def weigh(layer: LayerCost) -> float:
+        return layer.num_trained * each + (layer.parameters - layer.num_trained) * each_frozen
+
     ends = [[chosen.kinds[kind] for kind in part] for part in (costs.before, costs.after, costs.each)]
     table, pairs = rank_table(placement, problem.num_ranks)
     speed = _per_rank("speeds", speeds, problem.num_ranks, 1.0)
     limit = _per_rank("memory", memory, problem.num_ranks, inf)
     workspace = max(layer.workspace for layer in [*layers, *ends[0], *ends[1], *ends[2]])
     return BalanceTask(
-        tuple(layer.f + layer.full_backward for layer in layers), tuple(layer.parameters * each for layer in layers),
-        tuple(max(layer.activation, layer.stash) for layer in layers), _end(ends[0], each), _end(ends[1], each),
+        tuple(layer.f + layer.full_backward for layer in layers), tuple(map(weigh, layers)),
+        tuple(max(layer.activation, layer.stash) for layer in layers), _end(ends[0], weigh), _end(ends[1], weigh),
         table, tuple(in_flight), tuple(len(pair) * min(speed[r] for r in pair) for pair in pairs),
-        tuple(max(0.0, min(limit[r] for r in pair) - workspace) for pair in pairs), _end(ends[2], each),
+        tuple(max(0.0, min(limit[r] for r in pair) - workspace) for pair in pairs), _end(ends[2], weigh),
     )  # fmt: skip
 
 
-def _end(parts: Sequence[LayerCost], each: float) -> tuple[float, float, float]:
+def _end(parts: Sequence[LayerCost], weigh: Callable[[LayerCost], float]) -> tuple[float, float, float]:
     return (
         sum(part.f + part.full_backward for part in parts),
-        sum(part.parameters for part in parts) * each,
+        sum(map(weigh, parts)),
         sum(max(part.activation, part.stash) for part in parts),
     )
 

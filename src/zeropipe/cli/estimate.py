@@ -28,6 +28,7 @@ DEFAULT_SEQUENCE, DEFAULT_DTYPE = 4096, "bfloat16"
 @opt.tp
 @opt.compile
 @opt.efficiency
+@opt.lora
 @option("--known", is_flag=True, help="List the known models and GPUs.")
 @opt.output()
 @opt.json
@@ -53,7 +54,7 @@ def estimate(model: str | None, known: bool, out: str | None, as_json: bool, **v
         model, gpu=values["gpu"], compile=values["compile"], efficiency=parse_efficiency(values["efficiency"]),
         sequence=values["sequence"] or DEFAULT_SEQUENCE, dtype=values["dtype"] or DEFAULT_DTYPE,
         microbatch_size=values["microbatch"] or (1,), tp=values["tp"] or (1,),
-        ac=(values["ac"] or "none").split(","),
+        ac=(values["ac"] or "none").split(","), lora=values["lora"],
     )  # fmt: skip
     print_compile_note()
     print_costs(found, NOTE, out, as_json)
@@ -71,11 +72,11 @@ def parse_efficiency(text: str | None) -> dict[str, Any] | None:
 
 
 def _print_known(as_json: bool) -> None:
-    from zeropipe.core.model.configs import CONFIGS_BY_SHAPE, COUNTED_PARAMETERS
+    from zeropipe.core.model.configs import BUILT_IN, COUNTED_PARAMETERS
     from zeropipe.estimating.estimate import num_parameters
     from zeropipe.estimating.gpus import GPUS
 
-    counts = {name: num_parameters(name) for name in CONFIGS_BY_SHAPE} | COUNTED_PARAMETERS
+    counts = {name: COUNTED_PARAMETERS.get(name) or num_parameters(name) for name in BUILT_IN}
     if as_json:
         output.print_json({
             "models": {name: {"parameters": all, "active": active} for name, (all, active) in counts.items()},

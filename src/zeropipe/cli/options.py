@@ -98,6 +98,10 @@ dtype = option(
     "--dtype", type=Dtype(), field="model.dtype",
     help="Data type of weights and activations; by default bfloat16 in estimate and plan, float32 in run and profile.",
 )  # fmt: skip
+lora = option(
+    "--lora", type=POSITIVE, metavar="RANK", field="lora.rank",
+    help="Train LoRA adapters of this rank on all linear layers, and freeze the model.",
+)  # fmt: skip
 device = option(
     "--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True, field="engine.device",
     help="Device to run on; auto is a GPU if there is one.",

@@ -12,20 +12,14 @@ from zeropipe.cli.command import is_set
 from zeropipe.cli.estimate import DEFAULT_DTYPE, DEFAULT_SEQUENCE, parse_efficiency, print_compile_note
 from zeropipe.cli.options import POSITIVE, option
 from zeropipe.cli.param_types import Size
+from zeropipe.cli.plan_output import print_closest, print_plan
 from zeropipe.cli.progress import show_fraction
-from zeropipe.core.model.layers import format_counts
-from zeropipe.core.units import count_text, gigabytes
 from zeropipe.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
     from zeropipe.planning.result import Plan
-    from zeropipe.planning.rows import PlanRow
 
 DEFAULT_ROWS = 8
-NUM_MISFITS = 3
 _ESTIMATE_ONLY = ("gpu", "sequence", "dtype", "compile", "efficiency")
 
 
@@ -47,6 +41,7 @@ _ESTIMATE_ONLY = ("gpu", "sequence", "dtype", "compile", "efficiency")
 @opt.dtype
 @opt.compile
 @opt.efficiency
+@opt.lora
 @opt.ranks
 @opt.tp
 @opt.microbatch
@@ -85,32 +80,45 @@ def plan(model: str, rows: int, out: str | None, as_json: bool, **values: Any) -
     source = _read_layer_costs(model, values) if has_suffix(model, ".json") else None
     with show_fraction("planning") as progress:
         made = make_plan(source or model, progress=progress, **_plan_arguments(values))
+    if not made.rows:
+        _refuse(made, as_json)
     written = []
     if out:
         # the name of a GPU does not tell its efficiency
         costs = model if source else None if values["efficiency"] else values["gpu"]
         written = write_run(made, made.best, out, source.model if source else model, costs)
     if as_json:
-        data = {**plan_data(made), "files": written}
-        try:
-            made.require_fit()
-        except ConfigError as error:
-            error.json_fields = data
-            raise
-        output.print_json(data)
+        output.print_json({**plan_data(made), "files": written})
     else:
-        _print_plan(made, rows)
+        print_plan(made, rows)
         for path in written:
             output.print_written(path)
     if source is None:
         print_compile_note()
 
 
+def _refuse(made: Plan, as_json: bool) -> None:
+    """Raise ConfigError because nothing fits, with the memory of what comes closest and what would make it fit."""
+    from zeropipe.planning.data import plan_data
+
+    try:
+        made.require_fit()
+    except ConfigError as error:
+        if as_json:
+            error.json_fields = {**plan_data(made), "files": []}
+        else:
+            print_closest(made)
+        raise
+
+
 def _plan_arguments(values: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `zp.plan`."""
-    names = ("gpus", "gpus_per_node", "memory", "reserve", "batch", "gpu", "compile", "tp", "search_seconds", "workers")
+    names = (
+        "gpus", "gpus_per_node", "memory", "reserve", "batch", "gpu", "compile", "lora", "tp", "search_seconds",
+        "search_steps", "workers",
+    )  # fmt: skip
     return {
-        **{name: values[name] for name in (*names, "search_steps")},
+        **{name: values[name] for name in names},
         "sequence": values["sequence"] or DEFAULT_SEQUENCE,
         "dtype": values["dtype"] or DEFAULT_DTYPE,
         "efficiency": parse_efficiency(values["efficiency"]),
@@ -137,69 +145,3 @@ def _read_layer_costs(path: str, values: dict[str, Any]) -> Any:
         if is_set(name) and DTYPE_NAMES.get(value, value) != getattr(costs, name, None):
             raise ConfigError(f"--{name} {value}: set by the costs in {path}; leave it out")
     return costs
-
-
-def _print_plan(made: Plan, num_rows: int) -> None:
-    console, costs = output.console(), made.context.costs
-    kind = "estimated" if costs.source == "estimate" else "measured"
-    console.print(
-        f"{costs.model}: {count_text(made.gpus, 'GPU')} ({costs.machine.get('gpu', 'profiled')}), "
-        f"{count_text(made.batch, 'sequence')} of {count_text(costs.sequence, 'token')}, "
-        f"{gigabytes(made.context.memory_limit)} of each GPU; {kind} costs",
-        style="bold", markup=False, soft_wrap=True,
-    )  # fmt: skip
-    best = made.best
-    front = {id(row) for row in made.front}
-    cells = {
-        f"{n + 1}{'*' if id(row) in front else ''}": _cells(made, row) for n, row in enumerate(made.rows[:num_rows])
-    }
-    console.print(_create_table(cells, console))
-    console.print(
-        "mesh: pp x dp_shard x tp; *: no other is both faster and smaller; gap: to the lower bound of the pipeline",
-        style="dim", soft_wrap=True,
-    )  # fmt: skip
-    console.print(f"1: layers {format_counts(best.counts)} ({best.candidate.cut})", soft_wrap=True)
-    console.print(f"   memory of the fullest rank: {_memory_text(best)}", soft_wrap=True)
-    if len(made.rows) > 1:
-        console.print(f"2: {made.why(made.rows[1])}", soft_wrap=True)
-    smallest = made.front[-1]
-    if smallest is not best:
-        size = gigabytes(smallest.memory.peak)
-        console.print(f"the smallest: {smallest.candidate}: {size}, {made.why(smallest)}", soft_wrap=True)
-    for row in made.misfits[:NUM_MISFITS]:
-        console.print(f"does not fit: {row.candidate}: {gigabytes(row.excess)} over", soft_wrap=True)
-    left_out = f", {made.num_left_out:,} with more work left out" if made.num_left_out else ""
-    output.print_note(f"{count_text(made.num_tried, 'candidate')} in {made.seconds:.0f} s{left_out}")
-
-
-def _create_table(cells: dict[str, list[str]], console: Console) -> Table:
-    """One line per row; two on a terminal that is too narrow for that."""
-    wide = output.create_table(
-        "", "mesh", "schedule", "micro-\nbatches", "ac", "step", "tok/s\n/GPU", "MFU", "idle", "peak\nmemory", "gap",
-        left=("mesh", "schedule", "ac"),
-    )  # fmt: skip
-    for name, row in cells.items():
-        wide.add_row(name, *row)
-    if output.fits_width(wide, console):
-        return wide
-    left = ("mesh\nmicrobatches", "schedule\nac")
-    narrow = output.create_table("", *left, "step\ntok/s/GPU", "MFU\nidle", "peak memory\ngap", left=left)
-    for name, (mesh, schedule, microbatches, ac, *figures) in cells.items():
-        pairs = [(mesh, microbatches), (schedule, ac), *zip(figures[::2], figures[1::2], strict=True)]
-        narrow.add_row(name, *("\n".join(pair) for pair in pairs))
-    return narrow
-
-
-def _cells(made: Plan, row: PlanRow) -> list[str]:
-    candidate, mfu = row.candidate, made.mfu(row)
-    layout = candidate.layout
-    return [
-        f"{layout.pp}x{layout.dp_shard}x{layout.tp}", candidate.title,
-        f"{candidate.num_microbatches}x{candidate.microbatch_size}", candidate.ac, output.time_text(row.step, "s"),
-        f"{made.speed(row):,.0f}", "" if mfu is None else f"{100 * mfu:.1f}%", output.percent(row.idle_fraction),
-        gigabytes(row.memory.peak), "" if row.gap is None else f"{row.gap:.1%}",
-    ]  # fmt: skip
-
-
-def _memory_text(row: PlanRow) -> str:
-    return ", ".join(f"{name} {gigabytes(value)}" for name, value in vars(row.memory).items())

@@ -8,5 +8,6 @@ operators  a shape -> the operators of each kind of layer
 counted    models of other types: their operators are counted
 count      counting: layers run on the meta device, and every operator is recorded
 model      ShapedModel and CountedModel behind one protocol
+adapters   LoRA: frozen weights, and the operators of adapters
 price      operators -> seconds and bytes
 """

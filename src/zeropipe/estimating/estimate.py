@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from zeropipe.core.model.checkpointing import Checkpointing
 from zeropipe.errors import ConfigError, require_positive_integers, short
+from zeropipe.estimating.adapters import add_adapters, freeze
 from zeropipe.estimating.counted import CountedModel
 from zeropipe.estimating.gpus import find_gpu
 from zeropipe.estimating.model import Model, ShapedModel, open_model
@@ -28,11 +30,13 @@ def estimate(
     tp: int | Sequence[int] = 1,
     compile: bool = True,
     efficiency: dict[str, Any] | None = None,
+    lora: int | None = None,
 ) -> LayerCosts:
     """Estimate the costs of a model's layers from their shapes. `zeropipe profile` measures them.
 
     `model` is a known name (`zeropipe estimate --known`), a directory with config.json, a config file or a config as
-    plain data. With several microbatch sizes, modes or sizes of `tp` the result has a setting for each combination.
+    plain data. With `lora` the model is frozen, and adapters of that rank are trained. With several microbatch sizes,
+    modes or sizes of `tp` the result has a setting for each combination.
     """
     opened, machine = open_model(model), find_gpu(gpu, efficiency)
     dtype = DTYPE_NAMES.get(str(dtype), dtype)
@@ -42,13 +46,18 @@ def estimate(
     sizes, tp_sizes = _list_integers("microbatch_size", microbatch_size), _list_integers("tp", tp)
     if not isinstance(compile, bool):
         raise ConfigError(f"compile={short(compile)}: must be True or False")
+    if lora is not None:
+        _require_adapters(opened, lora, tp_sizes)
     settings = [
-        _estimate_setting(opened, Pricing(machine, dtype, compile, num_shards), mode, size, sequence)
+        _estimate_setting(opened, Pricing(machine, dtype, compile, num_shards), mode, size, sequence, lora)
         for num_shards in tp_sizes for size in sizes for mode in _list_modes(ac)
     ]  # fmt: skip
-    state = ParameterBytes() if DTYPES[dtype] == 2 else ParameterBytes(4, 4, 8)
+    state = ParameterBytes() if DTYPES[dtype] == 2 and lora is None else ParameterBytes(4, 4, 8)
+    if lora is not None:  # adapters are float32
+        state = replace(state, frozen=DTYPES[dtype])
     return LayerCosts(
         opened.name, "estimate", opened.layers, tuple(settings), tied=opened.tied, sequence=sequence, dtype=dtype,
+        lora_rank=lora,
         link=machine.intra_node_link, inter_node=machine.inter_node_link, state=state,
         machine={
             "gpu": machine.name, "peak_flops": machine.peak_of(dtype), "memory": machine.memory,
@@ -62,12 +71,44 @@ def num_parameters(model: str | Mapping[str, Any]) -> tuple[int, int]:
     return open_model(model).num_parameters()
 
 
-def _estimate_setting(model: Model, pricing: Pricing, mode: str, size: int, sequence: int) -> Setting:
+def can_estimate_adapters(model: ShapedModel | CountedModel) -> bool:
+    """Whether the linear layers with an adapter are those of the shapes.
+
+    They are not where one linear layer computes several results (types whose MLP is gathered over `tp`), and peft adds
+    adapters of other forms to experts, and adapters to the vision model.
+    """
+    if not isinstance(model, ShapedModel):
+        return False
+    shape = model.shape
+    return shape.experts is None and not shape.is_multimodal and shape.family.mlp != "gathered"
+
+
+def _require_adapters(model: ShapedModel | CountedModel, rank: int, tp_sizes: list[int]) -> None:
+    """ConfigError for a rank, or a model or layout that adapters are not estimated for."""
+    require_positive_integers(lora=rank)
+    if max(tp_sizes) > 1:
+        raise ConfigError(f"tp={max(tp_sizes)}: adapters (lora) cannot be sharded over tp; leave out one of them")
+    if not can_estimate_adapters(model):
+        raise ConfigError(
+            f"lora={rank}: adapters of {model.name} cannot be estimated: must be a dense text model of a type in "
+            "docs/plan.md; leave out lora: training all weights takes more memory"
+        )
+
+
+def _estimate_setting(
+    model: Model, pricing: Pricing, mode: str, size: int, sequence: int, lora: int | None
+) -> Setting:  # fmt: skip
     sizes = Sizes(size * sequence, sequence, DTYPES[pricing.dtype], pricing.tp)
     message, checkpointing = model.message_bytes(sizes), Checkpointing.parse(mode)
+    kinds = model.layer_operators(sizes)
+    if lora is not None:
+        kinds = {
+            name: add_adapters(ops, lora, sizes, pricing.compile) if name in model.layers else freeze(ops, sizes)
+            for name, ops in kinds.items()
+        }
     costs = {
         name: price_layer(ops, pricing, message, checkpointing, is_block=name in model.layers)
-        for name, ops in model.layer_operators(sizes).items()
+        for name, ops in kinds.items()
     }
     return Setting(costs, mode, size, pricing.tp, pricing.compile)
 

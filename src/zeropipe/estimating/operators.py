@@ -96,6 +96,7 @@ def linear(
         name, flops, flops / sizes.tp if replicated else None, copies * (n_in * n_out + bias * n_out), deferred=True,
         kept=(kept, kept), kept_op=y, moved=(moved, moved), stash=waits, gradient=y, summed=y if summed else 0.0,
         added=ADDED * copies * n_in * n_out * sizes.element if copies > 1 else 0.0,
+        linear=(n_in, n_out),
     )  # fmt: skip
 
 

@@ -33,7 +33,8 @@ class Pricing:
         """Of a matrix product or attention, forward."""
         efficiency = self.gpu.efficiency
         fraction = efficiency.attention if op.attention else efficiency.matmul
-        return max(op.flops / (self.gpu.peak_of(self.dtype) * fraction), self.move_seconds(op.moved[1]))
+        peak = self.gpu.peak_of("float32" if op.float32 else self.dtype)
+        return max(op.flops / (peak * fraction), self.move_seconds(op.moved[1]))
 
     def move_seconds(self, size: float) -> float:
         """Of reading and writing `size` bytes."""
@@ -89,9 +90,20 @@ def price_layer(
         f=max(forward, launch), i=max(backward + recompute, I_LAUNCH * launch),
         w=max(weights, pricing.gpu.efficiency.launch if is_block and weights else 0.0),
         activation=held, stash=sum(op.stash for op in ops), workspace=recomputed + gradients,
-        message=message if is_block else 0.0, parameters=sum(op.parameters for op in ops),
-        flops=sum(op.flops if op.useful is None else op.useful for op in ops),
+        message=message if is_block else 0.0, parameters=sum(op.parameters for op in ops), trained=_count_trained(ops),
+        flops=sum(map(_useful, ops)), frozen_flops=sum(_useful(op) for op in ops if op.trained == 0),
     )  # fmt: skip
+
+
+def _useful(op: Op) -> float:
+    return op.flops if op.useful is None else op.useful
+
+
+def _count_trained(ops: Sequence[Op]) -> int | None:
+    """The trained parameters; None for all."""
+    if all(op.trained is None for op in ops):
+        return None
+    return sum(op.parameters if op.trained is None else op.trained for op in ops)
 
 
 def _checkpoint(

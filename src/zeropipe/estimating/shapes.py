@@ -81,6 +81,7 @@ class Shape:
     mlp_bias: bool = False
     experts: Experts | None = None
     latent: LatentAttention | None = None
+    is_multimodal: bool = False  # the text model of one
 
     @property
     def num_layers(self) -> int:
@@ -119,7 +120,8 @@ def read_config(model: str | Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]
 
 
 def _parse_shape(name: str, data: Mapping[str, Any]) -> Shape:
-    if isinstance(data.get("text_config"), Mapping):  # a multimodal model
+    is_multimodal = isinstance(data.get("text_config"), Mapping)
+    if is_multimodal:
         if data["text_config"].get("model_type") is None and data.get("model_type") is not None:
             raise UnknownShape(f"models of type {short(data['model_type'])}")
         data = _text_config(data)
@@ -148,6 +150,7 @@ def _parse_shape(name: str, data: Mapping[str, Any]) -> Shape:
         reader.count("intermediate_size", minimum=0), reader.count("vocab_size"), bool(data.get("tie_word_embeddings")),
         family, qkv_bias=bias or family.qkv_bias, o_bias=bool(data.get(family.o_bias)),
         mlp_bias=bool(data.get("mlp_bias")), experts=reader.experts(family), latent=latent,
+        is_multimodal=is_multimodal or "_vl_" in str(kind),
     )  # fmt: skip
     return replace(shape, layers=reader.layers(family))
 

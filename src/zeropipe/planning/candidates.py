@@ -58,16 +58,25 @@ def drop_too_large(context: PlanContext, runs: Sequence[Run]) -> tuple[list[Run]
     return [run for _, run in sorted(possible)], sorted(oversized, key=lambda misfit: misfit.excess)
 
 
+def least_memory(context: PlanContext, run: Run) -> float:
+    """A lower bound of a run's bytes with any schedule."""
+    return _lower_bounds(context, run)[1]
+
+
 def _lower_bounds(context: PlanContext, run: Run) -> tuple[float, float]:
     """Lower bounds of a run's seconds and bytes: all work, and weights and one microbatch, divided evenly by ranks."""
     costs, kinds, pp = context.costs, context.setting(run).kinds, run.layout.pp
     layers = [*context.decoder_layers(run), *(kinds[kind] for kind in (*costs.before, *costs.after))]
     work, forward = sum(layer.f + layer.full_backward for layer in layers), sum(layer.f for layer in layers)
-    parameters = sum(layer.parameters for layer in layers)
+    trained = sum(layer.num_trained for layer in layers)
+    frozen = sum(layer.parameters for layer in layers) - trained
     if costs.tied:
-        parameters -= min(kinds[costs.before[0]].parameters, parameters)
-    activations = sum(layer.activation for layer in layers)
-    needs = (parameters * costs.state.with_full_weights(run.layout.dp_shard) + activations) / pp
+        shared = kinds[costs.before[0]]
+        trained -= min(shared.num_trained, trained)
+        frozen -= min(shared.parameters - shared.num_trained, frozen)
+    state, shards = costs.state, run.layout.dp_shard
+    held = trained * state.with_full_weights(shards) + frozen * state.frozen_with_full_weights(shards)
+    needs = (held + sum(layer.activation for layer in layers)) / pp
     return (run.num_microbatches * work + (pp - 1) * forward / pp) / pp, needs
 
 
@@ -82,11 +91,15 @@ def list_variants(names: Sequence[str] | None, has_overlap_costs: bool) -> list[
 
 
 def _parse_variants(name: str) -> list[Variant]:
-    """`interleaved` with all its stages per rank, or `interleaved:v=3` with 3."""
+    """`interleaved` with its stages per rank, or `interleaved:v=3` with 3.
+
+    Schedules that are made for several stages per rank have one only if their name says so: other names are for that.
+    """
     base, colon, number = str(name).partition(":v=")
     entry = find(base if number.isdecimal() else name)
     if not colon:
-        return [(entry.name, v) for v in entry.stages_per_rank if v <= MAX_STAGES_PER_RANK]
+        has_one = entry.stages_per_rank[0] == 1
+        return [(entry.name, v) for v in entry.stages_per_rank if (has_one or v > 1) and v <= MAX_STAGES_PER_RANK]
     if int(number) not in entry.stages_per_rank:
         raise ConfigError(f"{name}: {entry.name} has {', '.join(map(str, entry.stages_per_rank))} stages per rank")
     return [(entry.name, int(number))]

@@ -5,9 +5,11 @@ from __future__ import annotations
 from math import isfinite
 from typing import Any
 
+from zeropipe.planning.closest import Closest
 from zeropipe.planning.layouts import Layout
 from zeropipe.planning.result import Plan
 from zeropipe.planning.rows import PlanRow
+from zeropipe.planning.untried import READ_ON
 
 
 def plan_data(plan: Plan, max_rows: int | None = None, max_misfits: int | None = None) -> dict[str, Any]:
@@ -17,6 +19,7 @@ def plan_data(plan: Plan, max_rows: int | None = None, max_misfits: int | None =
         "source": costs.source, "model": costs.model, "gpu": costs.machine.get("gpu"),
         "gpus": plan.gpus, "gpus_per_node": plan.context.gpus_per_node, "batch": plan.batch,
         "sequence": costs.sequence, "memory_limit": limit if isfinite(limit) else None,
+        "reserve": plan.reserve, "lora_rank": costs.lora_rank,
         "num_tried": plan.num_tried, "num_left_out": plan.num_left_out, "seconds": plan.seconds,
         "rows": [
             {**_row_data(plan, row), "front": id(row) in front, "why": plan.why(row) if index else ""}
@@ -30,6 +33,19 @@ def plan_data(plan: Plan, max_rows: int | None = None, max_misfits: int | None =
                 "needs": misfit.needs, "over": misfit.excess,
             }
             for misfit in plan.too_large[:max_misfits]
+        ],
+        "closest": None if plan.closest is None else _closest_data(plan, plan.closest),
+        "not_tried": [item._asdict() for item in plan.untried], "read_on": READ_ON,
+    }  # fmt: skip
+
+
+def _closest_data(plan: Plan, closest: Closest) -> dict[str, Any]:
+    """What comes closest to fitting, and what would make it fit."""
+    return {
+        "row": _row_data(plan, closest.row),
+        "ways_out": [
+            {"change": dict(way.change), "peak_memory": way.row.memory.peak, "text": str(way.row.candidate)}
+            for way in closest.ways_out
         ],
     }  # fmt: skip
 

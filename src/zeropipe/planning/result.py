@@ -9,9 +9,11 @@ from zeropipe.core.timeline import Timeline
 from zeropipe.core.units import gigabytes
 from zeropipe.errors import ConfigError
 from zeropipe.planning.candidates import OversizedRun
+from zeropipe.planning.closest import Closest
 from zeropipe.planning.context import PlanContext
 from zeropipe.planning.rows import PlanRow
 from zeropipe.planning.score import compute_mfu
+from zeropipe.planning.untried import Untried
 from zeropipe.sim.simulate import simulate
 
 _PURPOSES = {
@@ -34,6 +36,9 @@ class Plan:
     num_tried: int
     num_left_out: int  # candidates that were not simulated: those with most work
     seconds: float
+    reserve: float = 0.0  # bytes of a GPU that are not used
+    untried: tuple[Untried, ...] = ()
+    closest: Closest | None = None  # if nothing fits
 
     @property
     def best(self) -> PlanRow:
@@ -48,12 +53,9 @@ class Plan:
 
     def describe_closest(self) -> str:
         """Describe what comes closest to fitting."""
-        if self.misfits:
-            row = self.misfits[0]
-            return f"{row.candidate} is {gigabytes(row.excess)} over it"
-        if self.too_large:
-            run, needs = self.too_large[0].run, self.too_large[0].needs
-            return f"{run.layout} with ac {run.ac} needs {gigabytes(needs)} for weights and one microbatch"
+        if self.closest is not None:
+            row = self.closest.row
+            return f"{row.candidate} needs {gigabytes(row.memory.peak)}, {gigabytes(row.excess)} over it"
         return "no cut of its layers does; use fewer pipeline ranks or other schedules"
 
     @property

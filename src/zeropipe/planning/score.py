@@ -26,6 +26,7 @@ class Simulation:
     counts: tuple[int, ...]  # layers per stage
     stages: list[list[LayerCost]]
     parameters: list[int]  # of each rank
+    trained: list[int]  # the parameters of each rank that are not frozen
     resident_costs: Costs  # full weights and gradients are resident all the time
     pipeline: Timeline  # with `resident_costs`
     timeline: Timeline  # with gathers and reductions
@@ -40,8 +41,12 @@ def simulate_candidate(
     if candidate.layout.dp_shard > 1:
         timeline = simulate(schedule, context.stage_costs(candidate, counts, schedule.placement))
     stages = context.costs.stage_layers(counts, context.setting(candidate), candidate.ac)
-    parameters = _count_parameters(stages, schedule.placement, schedule.num_ranks, context.costs.tied)
-    return Simulation(candidate, tuple(counts), stages, parameters, resident_costs, pipeline, timeline)
+    held = [[layer.parameters for layer in stage] for stage in stages]
+    learned = [[layer.num_trained for layer in stage] for stage in stages]
+    parameters, trained = (
+        _count_parameters(each, schedule.placement, schedule.num_ranks, context.costs.tied) for each in (held, learned)
+    )
+    return Simulation(candidate, tuple(counts), stages, parameters, trained, resident_costs, pipeline, timeline)
 
 
 def score_candidate(context: PlanContext, candidate: Candidate, schedule: Schedule, counts: Sequence[int]) -> PlanRow:
@@ -59,13 +64,13 @@ def create_row(context: PlanContext, run: Simulation) -> PlanRow:
     )  # fmt: skip
 
 
-def _count_parameters(stages: list[list[LayerCost]], placement: Placement, num_ranks: int, is_tied: bool) -> list[int]:
-    """Parameters of each rank, of all its copies; a tied weight once."""
-    each = [sum(layer.parameters for layer in stage) for stage in stages]
+def _count_parameters(stages: list[list[int]], placement: Placement, num_ranks: int, is_tied: bool) -> list[int]:
+    """Parameters of each rank, of all its copies; a tied weight once. `stages` has those of each stage's layers."""
+    each = [sum(stage) for stage in stages]
     counts = []
     for rank in range(num_ranks):
         held = placement.stages_of(rank)
-        shared = min(stages[0][0].parameters, each[-1]) if is_tied and {0, len(stages) - 1} <= set(held) else 0
+        shared = min(stages[0][0], each[-1]) if is_tied and {0, len(stages) - 1} <= set(held) else 0
         counts.append(sum(each[stage] for stage in held) - shared)
     return counts
 
@@ -75,7 +80,7 @@ def _attribute_seconds(context: PlanContext, run: Simulation) -> StepSeconds:
     work = candidate.num_microbatches * sum(layer.f + layer.full_backward for stage in run.stages for layer in stage)
     recomputed = _recompute_seconds(context, candidate) / work if work > 0 else 0.0  # a fraction of all work
     mean, busiest = sum(pipeline.busy) / pipeline.num_ranks, max(pipeline.busy)
-    moved = OPTIMIZER_TRAFFIC * max(run.parameters) * (state.gradients + state.optimizer) / candidate.layout.dp_shard
+    moved = OPTIMIZER_TRAFFIC * max(run.trained) * (state.gradients + state.optimizer) / candidate.layout.dp_shard
     return StepSeconds(
         work=mean * (1 - recomputed), recompute=mean * recomputed, imbalance=busiest - mean,
         schedule=pipeline.makespan - busiest,
@@ -102,9 +107,9 @@ def _sum_seconds(context: PlanContext, run: Simulation) -> float:
     last = run.timeline.num_ranks - 1
     pairs: list[tuple[int, int, float]] = []
     if len(placement.copies) > 1:
-        pairs = [(rank, last - rank, number) for rank, number in enumerate(run.parameters)]
+        pairs = [(rank, last - rank, number) for rank, number in enumerate(run.trained)]
     elif costs.tied:
-        pairs = [(placement.rank_of(0), placement.rank_of(len(run.stages) - 1), run.stages[0][0].parameters)]
+        pairs = [(placement.rank_of(0), placement.rank_of(len(run.stages) - 1), run.stages[0][0].num_trained)]
     longest = 0.0
     for rank, other, number in pairs:
         bandwidth = run.resident_costs.link(rank, other).bandwidth if rank != other else None
@@ -119,7 +124,7 @@ def _replicate_seconds(context: PlanContext, run: Simulation) -> float:
     bandwidth = layout.replicate_link(context.costs, context.gpus_per_node).bandwidth
     if layout.dp_replicate == 1 or not bandwidth:
         return 0.0
-    size = max(run.parameters) * context.costs.state.gradients / layout.dp_shard
+    size = max(run.trained) * context.costs.state.gradients / layout.dp_shard
     return 2 * (layout.dp_replicate - 1) / layout.dp_replicate * size / bandwidth
 
 
@@ -128,12 +133,13 @@ def attribute_memory(context: PlanContext, run: Simulation, rank: int) -> RankMe
     shards, state, timeline = run.candidate.layout.dp_shard, context.costs.state, run.timeline
     column = run.resident_costs.column("weights", len(run.stages))
     constant = sum(column[stage] for stage in timeline.schedule.placement.stages_of(rank))
-    parameters = run.parameters[rank]
+    trained, frozen = run.trained[rank], run.parameters[rank] - run.trained[rank]
     activations = run.pipeline.peak_memory[rank] - constant
-    workspace = constant - parameters * state.with_full_weights(shards)
-    optimizer = parameters * state.optimizer / shards
+    frozen_weights = frozen * state.frozen_with_full_weights(shards)
+    workspace = constant - trained * state.with_full_weights(shards) - frozen_weights
+    optimizer = trained * state.optimizer / shards
     rest = timeline.peak_memory[rank] - activations - workspace - optimizer  # weights and gradients, full or sharded
-    weights = min(parameters * state.weights, max(0.0, rest))
+    weights = min(trained * state.weights + frozen_weights, max(0.0, rest))
     return RankMemory(weights, rest - weights, optimizer, activations, workspace)
 
 
@@ -144,6 +150,7 @@ def compute_mfu(context: PlanContext, row: PlanRow) -> float | None:
     if not peak:
         return None
     kinds = context.setting(candidate).kinds
-    flops = sum(kinds[kind].flops for kind in (*costs.layers, *costs.before, *costs.after))
-    per_gpu = 3 * flops * candidate.num_microbatches / candidate.layout.pp
+    layers = [kinds[kind] for kind in (*costs.layers, *costs.before, *costs.after)]
+    flops = sum(3 * layer.flops - layer.frozen_flops for layer in layers)
+    per_gpu = flops * candidate.num_microbatches / candidate.layout.pp
     return float(per_gpu / (row.step * peak))

@@ -54,6 +54,7 @@ def format_run(plan: Plan, row: PlanRow, schedule: dict[str, Any], model: str, c
     setting = plan.context.setting(candidate)
     tables: dict[str, dict[str, Any]] = {
         "model": {"path": model, "dtype": DTYPES.get(layer_costs.dtype, layer_costs.dtype)},
+        **({} if layer_costs.lora_rank is None else {"lora": {"rank": layer_costs.lora_rank}}),
         "mesh": {"pp": candidate.layout.pp, "dp_shard": candidate.layout.dp_shard, "tp": candidate.layout.tp},
         "schedule": schedule,
         "engine": {"compile": setting.compile, "ac": candidate.ac},

@@ -25,7 +25,8 @@ class LayerCost:
     `b` defaults to i + w, `overlap` to f + b. F allocates `activation` until I; `stash` remains until W (it may be
     larger: recomputed inputs, and gradients). `workspace` is memory that an action of the layer needs only while it
     runs. `message` are the bytes of the layer's output. `parameters` are those that this GPU computes with. `flops` are
-    those of F on this GPU without recomputation; of work that every GPU of `tp` repeats, its part.
+    those of F on this GPU without recomputation; of work that every GPU of `tp` repeats, its part. `trained` are the
+    parameters that are not frozen, by default all; `frozen_flops` the FLOPs of F with frozen weights, which have no W.
     `spread` has relative errors of measured times, by name.
     """
 
@@ -40,12 +41,18 @@ class LayerCost:
     message: float = 0.0
     parameters: int = 0
     flops: float = 0.0
+    trained: int | None = None
+    frozen_flops: float = 0.0
     spread: Mapping[str, float] = field(default_factory=lambda: NO_SPREAD)
 
     @property
     def full_backward(self) -> float:
         """The time of a full backward."""
         return self.i + self.w if self.b is None else self.b
+
+    @property
+    def num_trained(self) -> int:
+        return self.parameters if self.trained is None else self.trained
 
     @property
     def overlapped(self) -> float:
@@ -70,11 +77,15 @@ class Setting:
 
 @dataclass(frozen=True)
 class ParameterBytes:
-    """Bytes per parameter. The optimizer state, with float32 weights beside 16-bit ones, is divided among shards."""
+    """Bytes per parameter. The optimizer state, with float32 weights beside 16-bit ones, is divided among shards.
+
+    `frozen` are the bytes of a frozen parameter, which has no gradient and no optimizer state.
+    """
 
     weights: float = 2.0
     gradients: float = 4.0
     optimizer: float = 12.0
+    frozen: float = 0.0
 
     def with_full_weights(self, shards: int) -> float:
         """Within a step that keeps the full weights and gradients."""
@@ -83,6 +94,14 @@ class ParameterBytes:
     def between_steps(self, shards: int) -> float:
         """What is resident all the time: a shard of the optimizer state, and of the gradients if they are sharded."""
         return (self.optimizer + (self.gradients if shards > 1 else 0.0)) / shards
+
+    def frozen_with_full_weights(self, shards: int) -> float:
+        """Bytes of a frozen parameter within a step: in full, and its shard."""
+        return self.frozen * (1 + (1 / shards if shards > 1 else 0.0))
+
+    def frozen_between_steps(self, shards: int) -> float:
+        """Bytes of a frozen parameter that are resident all the time: its shard."""
+        return self.frozen / shards
 
 
 @dataclass(frozen=True)
@@ -105,6 +124,7 @@ class LayerCosts:
     tied: bool = False
     sequence: int = 0
     dtype: str = "bf16"
+    lora_rank: int | None = None  # of the adapters that are trained instead of the model
     link: Link = SAME_LINK
     inter_node: Link = SAME_LINK
     sending: float = 0.0
@@ -128,6 +148,11 @@ class LayerCosts:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def has_overlaps(self) -> bool:
+        """Whether the time of an F and a B as one step is known."""
+        return any(kind.overlap is not None for setting in self.settings for kind in setting.kinds.values())
 
     @property
     def num_parameters(self) -> int | None:
@@ -216,19 +241,24 @@ class LayerCosts:
             raise ConfigError(
                 f"layers={short(list(counts))} has {len(stages)} stages: the placement has {len(placement.copies[0])}"
             )
-        parameters = [float(sum(layer.parameters for layer in stage)) for stage in stages]
+        parameters = [float(sum(layer.num_trained for layer in stage)) for stage in stages]
+        frozen = [float(sum(layer.parameters - layer.num_trained for layer in stage)) for stage in stages]
         held_stages = _held_stages(placement, len(stages))
         if self.tied and any(held[0] == 0 and held[-1] == len(stages) - 1 for held in held_stages):
-            parameters[-1] -= min(
-                sum(chosen.kinds[kind].parameters for kind in part) for part in (self.before, self.after)
-            )
+            ends = [[chosen.kinds[kind] for kind in part] for part in (self.before, self.after)]
+            shared = min(sum(layer.num_trained for layer in part) for part in ends)
+            parameters[-1] -= shared
+            frozen[-1] -= min(sum(layer.parameters for layer in part) for part in ends) - shared
         each = self.state.with_full_weights(shards) if gather is None else self.state.between_steps(shards)
-        weights = [number * each for number in parameters]
+        each_frozen = (
+            self.state.frozen_with_full_weights(shards) if gather is None else self.state.frozen_between_steps(shards)
+        )
+        weights = [number * each + still * each_frozen for number, still in zip(parameters, frozen)]
         for held in held_stages:
             workspaces = [max((layer.workspace for layer in stages[stage]), default=0.0) for stage in held]
             weights[held[workspaces.index(max(workspaces))]] += max(workspaces)
         forward, backward = self._message_overheads(range(len(stages)) if placement is None else placement.copies[0])
-        sharding = {} if gather is None else self._sharding(parameters, gather, shards, shard_link, max(counts))
+        sharding = {} if gather is None else self._sharding(parameters, frozen, gather, shards, shard_link, max(counts))
         return Costs(
             f=_sums(stages, lambda layer: layer.f, forward), i=_sums(stages, lambda layer: layer.i, backward),
             w=_sums(stages, lambda layer: layer.w), b=_sums(stages, lambda layer: layer.full_backward, backward),
@@ -248,12 +278,19 @@ class LayerCosts:
             [previous * self.sending + following * self.receiving for previous, following in pairwise(crosses)],
         )
 
-    def _sharding(self, parameters: list[float], gather: str, shards: int, link: Link, units: int) -> dict[str, Any]:
-        """The fields of Costs for sharded stages: a gather or reduction moves all but a rank's own shard."""
+    def _sharding(
+        self, parameters: list[float], frozen: list[float], gather: str, shards: int, link: Link, units: int
+    ) -> dict[str, Any]:
+        """The fields of Costs for sharded stages: a gather or reduction moves all but a rank's own shard.
+
+        `parameters` are the trained ones of each stage.
+        """
         bandwidth = link.bandwidth * shards / (shards - 1) if link.bandwidth and shards > 1 else None
         return {
             "shards": gather, "units": max(1, units), "shard_bandwidth": bandwidth,
-            "full_weights": [number * self.state.weights for number in parameters],
+            "full_weights": [
+                number * self.state.weights + still * self.state.frozen for number, still in zip(parameters, frozen)
+            ],
             "full_gradients": [number * self.state.gradients for number in parameters],
         }  # fmt: skip
 

@@ -15,7 +15,7 @@ from zeropipe.sim.layer_costs import LayerCost, LayerCosts, ParameterBytes, Sett
 VERSION = 1
 TYPE = "layer costs"
 MAX_NAME_CHARACTERS = 1000
-_MIN_COUNTS = {"parameters": 0, "microbatch_size": 1, "tp": 1, "sequence": 0}
+_MIN_COUNTS = {"parameters": 0, "trained": 0, "microbatch_size": 1, "tp": 1, "sequence": 0, "lora_rank": 1}
 _MAX_COUNT = 10**18
 _MIN_NUMBER, _MAX_NUMBER = 1e-30, 1e30  # of a number that is not 0
 _REQUIRED: dict[Any, tuple[str, ...]] = {
@@ -34,9 +34,11 @@ def to_layer_data(costs: LayerCosts) -> dict[str, Any]:
     data["link"], data["inter_node"] = costs.link._asdict(), costs.inter_node._asdict()
     for setting in data["settings"]:
         for kind in setting["kinds"].values():
-            for name in ("b", "overlap", "spread"):
+            for name in ("b", "overlap", "trained", "spread"):
                 if kind[name] is None or kind[name] == {}:
                     del kind[name]
+    if costs.lora_rank is None:
+        del data["lora_rank"]
     return data
 
 

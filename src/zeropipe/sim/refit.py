@@ -79,9 +79,14 @@ def find_run_setting(
 
 def _require_same_origin(costs: LayerCosts, origin: Origin) -> None:
     """ConfigError for costs of another sequence length or precision than the run."""
-    if origin.lora:
+    if costs.lora_rank is not None and not origin.lora:
         raise ConfigError(
-            "the run trains an adapter (LoRA), costs are for training all weights; record a run without one"
+            "the run trains all weights, costs are for training an adapter (LoRA); create costs without --lora"
+        )
+    if origin.lora and costs.lora_rank is None:
+        raise ConfigError(
+            "the run trains an adapter (LoRA), costs are for training all weights; create costs with `zeropipe "
+            "estimate --lora`, or record a run without one"
         )
     dtype = DTYPE_NAMES.get(origin.dtype, origin.dtype)
     if dtype != DTYPE_NAMES.get(costs.dtype, costs.dtype):

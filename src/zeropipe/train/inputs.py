@@ -22,7 +22,7 @@ from zeropipe.engine.run.spec import Job, built_in_config, num_layers_in
 from zeropipe.errors import ConfigError
 from zeropipe.schedules.user import load_any
 from zeropipe.sim.layer_costs import LayerCosts
-from zeropipe.train.config.tables import RunConfig
+from zeropipe.train.config.tables import LoraTable, RunConfig
 
 if TYPE_CHECKING:
     from zeropipe.estimating.counted import CountedModel
@@ -150,6 +150,27 @@ def describe_origin(config: RunConfig, schedule: Schedule) -> Origin:
     )  # fmt: skip
 
 
+def estimated_rank(config: RunConfig) -> int | None:
+    """The rank of the adapters that the run trains, if they can be estimated."""
+    from zeropipe.estimating.estimate import can_estimate_adapters
+
+    table = config.lora
+    if table is None or explain_adapter(table) or not can_estimate_adapters(open_shapes(config)):
+        return None
+    return table.rank
+
+
+def explain_adapter(table: LoraTable) -> str:
+    """Why costs do not describe these adapters; empty if they may."""
+    default = LoraTable()
+    if table.adapter is not None:
+        return "the run trains a saved adapter (lora.adapter), costs are for a new one"
+    for name in ("target_modules", "dropout"):
+        if getattr(table, name) != getattr(default, name):
+            return f"costs of adapters are for lora.{name}={getattr(default, name)!r}, not {getattr(table, name)!r}"
+    return ""
+
+
 def load_layer_costs(config: RunConfig) -> LayerCosts | None:
     """`schedule.costs`: the costs of layers from a file, or estimated for a GPU. None if it is not set."""
     from zeropipe.estimating.estimate import estimate
@@ -168,6 +189,7 @@ def load_layer_costs(config: RunConfig) -> LayerCosts | None:
         return estimate(
             open_shapes(config), gpu=source, sequence=config.data.sequence, dtype=dtype, ac=config.engine.ac,
             microbatch_size=config.data.microbatch, tp=config.mesh.tp, compile=config.engine.compile,
+            lora=estimated_rank(config),
         )  # fmt: skip
     costs = load_costs(source)
     if not isinstance(costs, LayerCosts):

@@ -26,6 +26,7 @@ from zeropipe.train.inputs import (
     build_schedule,
     choose_layers,
     count_layers,
+    estimated_rank,
     load_layer_costs,
     open_shapes,
 )  # fmt: skip
@@ -145,12 +146,23 @@ def _choose_costs(config: RunConfig, notes: list[str]) -> tuple[LayerCosts | Non
     try:
         shapes = estimate(
             open_shapes(config), sequence=config.data.sequence, ac=config.engine.ac, tp=config.mesh.tp,
-            microbatch_size=config.data.microbatch, compile=config.engine.compile,
+            microbatch_size=config.data.microbatch, compile=config.engine.compile, lora=estimated_rank(config),
         )  # fmt: skip
     except ConfigError as error:
         notes.append(f"parameters are not known: {error}")
         return None, False
+    if config.lora is not None and shapes.lora_rank is None:
+        shapes = _freeze(shapes)
     return replace(shapes, state=state_bytes(config)), False
+
+
+def _freeze(costs: LayerCosts) -> LayerCosts:
+    """The costs without anything trained: the state of an adapter of unknown size is small."""
+    settings = [
+        replace(setting, kinds={name: replace(kind, trained=0) for name, kind in setting.kinds.items()})
+        for setting in costs.settings
+    ]
+    return replace(costs, settings=tuple(settings))
 
 
 def _predict(
@@ -183,8 +195,9 @@ def _predict(
 
 def _memory(config: RunConfig, context: PlanContext, run: Simulation, rank: int, has_times: bool) -> dict[str, float]:
     """Bytes of a rank by purpose. Without times: only what does not depend on the order of actions."""
-    state, shards, parameters = context.costs.state, config.mesh.dp_shard, run.parameters[rank]
-    masters = parameters * master_bytes(config) / shards
+    state, shards, trained = context.costs.state, config.mesh.dp_shard, run.trained[rank]
+    frozen = (run.parameters[rank] - trained) * state.frozen_with_full_weights(shards)
+    masters = trained * master_bytes(config) / shards
     weights = "gathered weights" if shards > 1 else "weights"
     if has_times:
         memory = attribute_memory(context, run, rank)
@@ -194,8 +207,8 @@ def _memory(config: RunConfig, context: PlanContext, run: Simulation, rank: int,
         }  # fmt: skip
     else:
         found = {
-            weights: parameters * state.weights, "gradients": parameters * state.gradients, "masters": masters,
-            "optimizer": parameters * state.optimizer / shards - masters,
+            weights: trained * state.weights + frozen, "gradients": trained * state.gradients, "masters": masters,
+            "optimizer": trained * state.optimizer / shards - masters,
         }  # fmt: skip
     if config.engine.offload:
         found |= {"masters": 0.0, "optimizer": 0.0}

@@ -17,7 +17,7 @@ from zeropipe.sim.costs import Costs
 from zeropipe.sim.layer_costs import LayerCosts, ParameterBytes
 from zeropipe.sim.refit import find_run_setting
 from zeropipe.train.config.tables import RunConfig
-from zeropipe.train.inputs import load_layer_costs
+from zeropipe.train.inputs import explain_adapter, load_layer_costs
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 _NUM_MOMENTS = {"adamw": 2, "adam": 2, "sgd": 0, "adafactor": 0}  # optimizer tensors of a parameter's size
@@ -66,7 +66,11 @@ def explain_mismatch(config: RunConfig, costs: LayerCosts) -> str:
         find_run_setting(costs, origin)
     except ConfigError as error:
         return f"no prediction: {error}"
-    return ""
+    table = config.lora
+    reason = explain_adapter(table) if table is not None else ""
+    if table is not None and not reason and table.rank != costs.lora_rank:
+        reason = f"the run has lora.rank {table.rank}, the costs are for rank {costs.lora_rank}"
+    return f"no prediction: {reason}" if reason else ""
 
 
 def make_candidate(config: RunConfig, problem: Problem, name: str = "") -> Candidate:
@@ -85,13 +89,17 @@ def memory_limit(costs: LayerCosts) -> float | None:
 
 
 def state_bytes(config: RunConfig) -> ParameterBytes:
-    """Bytes per parameter of weights, gradients and optimizer. Float32 master weights count as optimizer state."""
+    """Bytes per parameter of weights, gradients and optimizer. Float32 master weights count as optimizer state.
+
+    An adapter has at least float32 weights, beside a frozen model.
+    """
     size = _BYTES[config.model.dtype]
-    if config.lora is not None:  # the adapter's own state is negligible
-        return ParameterBytes(size, 0, 0)
     masters = master_bytes(config)
     optimizer = config.optimizer
     moments = _NUM_MOMENTS[optimizer.name] + (optimizer.name == "sgd" and optimizer.momentum > 0)
+    if config.lora is not None:
+        trained = max(4, size)
+        return ParameterBytes(trained, trained, moments * trained, frozen=size)
     trained = masters or size
     return ParameterBytes(size, trained, masters + moments * trained)
 

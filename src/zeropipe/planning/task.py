@@ -1,0 +1,149 @@
+"""What a plan is for: the checked arguments of `zp.plan`, and the costs and settings that follow from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from zeropipe.core.model.positions import require_positions
+from zeropipe.errors import ConfigError, require_positive_integers, short
+from zeropipe.estimating.counted import CountedModel
+from zeropipe.estimating.estimate import estimate
+from zeropipe.estimating.gpus import find_gpu
+from zeropipe.estimating.model import Model, ShapedModel, open_model
+from zeropipe.estimating.shapes import read_config
+from zeropipe.planning.context import RESERVE, PlanContext
+from zeropipe.sim.layer_costs import LayerCosts
+
+DEFAULT_MODES = ("none", "selective:op", "full")
+DEFAULT_MICROBATCH_SIZES = (1, 2, 4)
+
+
+class SearchSpace(NamedTuple):
+    """The settings of layers to try."""
+
+    tp: list[int]
+    microbatch_sizes: list[int]
+    ac: list[str]
+
+
+@dataclass(frozen=True)
+class PlanTask:
+    """The arguments of `zp.plan` that say what to plan; None: all, or the default."""
+
+    model: ShapedModel | CountedModel | LayerCosts
+    gpus: int
+    batch: int
+    gpus_per_node: int = 8
+    memory: float | None = None
+    reserve: float = RESERVE
+    gpu: str = "h100"
+    sequence: int = 4096
+    dtype: str = "bf16"
+    compile: bool = True
+    efficiency: dict[str, Any] | None = None
+    lora: int | None = None
+    pp: list[int] | None = None
+    tp: list[int] | None = None
+    microbatch_sizes: list[int] | None = None
+    ac: list[str] | None = None
+    schedules: list[str] | None = None
+
+    @staticmethod
+    def create(
+        model: str | Mapping[str, Any] | ShapedModel | CountedModel | LayerCosts, sequence: int, **values: Any
+    ) -> PlanTask:
+        """Check the arguments; those of several values may be single ones."""
+        require_positive_integers(**{name: values[name] for name in ("gpus", "batch", "gpus_per_node")})
+        for name in ("pp", "tp", "microbatch_sizes"):
+            values[name] = _parse_integers(name, values[name])
+        for name in ("ac", "schedules"):
+            values[name] = _parse_names(name, values[name])
+        if isinstance(model, LayerCosts):
+            if values["lora"] not in (None, model.lora_rank):
+                has = "train all weights" if model.lora_rank is None else f"have rank {model.lora_rank}"
+                raise ConfigError(f"lora={short(values['lora'])}: the costs {has}; create costs with `estimate --lora`")
+            return PlanTask(model, sequence=model.sequence, **{**values, "lora": model.lora_rank})
+        if isinstance(model, str | Mapping):
+            require_positions(read_config(model)[1], sequence, "sequence")
+        if values["lora"] is not None and values["tp"] is None:
+            values["tp"] = [1]  # adapters cannot be sharded over tp
+        return PlanTask(open_model(model), sequence=sequence, **values)
+
+    def open(self) -> tuple[PlanContext, SearchSpace]:
+        """The costs of layers and the GPUs, and the settings to try; ConfigError for values that exclude each other."""
+        if isinstance(self.model, LayerCosts):
+            costs, memory, space = self.model, self.memory, self._find_settings(self.model)
+        else:
+            space = SearchSpace(
+                self.tp or _default_tp_sizes(self.model, self.gpus, self.gpus_per_node),
+                self.microbatch_sizes or list(DEFAULT_MICROBATCH_SIZES),
+                self.ac or list(DEFAULT_MODES),
+            )
+            costs = self._estimate(self.model, space)
+            memory = find_gpu(self.gpu).memory if self.memory is None else self.memory
+        return PlanContext.create(costs, self.gpus_per_node, _usable_memory(costs, memory, self.reserve)), space
+
+    def _estimate(self, model: ShapedModel | CountedModel, space: SearchSpace) -> LayerCosts:
+        return estimate(
+            model, gpu=self.gpu, sequence=self.sequence, dtype=self.dtype, compile=self.compile,
+            efficiency=self.efficiency, tp=space.tp, microbatch_size=space.microbatch_sizes,
+            ac=[*space.ac, *({"none"} - set(space.ac))],  # "none" tells how much of the others is recomputation
+            lora=self.lora,
+        )  # fmt: skip
+
+    def _find_settings(self, costs: LayerCosts) -> SearchSpace:
+        """The requested settings, by default all of `costs`; ConfigError for one that they do not have."""
+        for tp in self.tp or ():
+            costs.setting(tp=tp)
+        for size in self.microbatch_sizes or ():
+            costs.setting(microbatch_size=size)
+        for mode in self.ac or ():
+            costs.setting(ac=mode)
+        return SearchSpace(
+            sorted(set(self.tp or (setting.tp for setting in costs.settings))),
+            self.microbatch_sizes or sorted({setting.microbatch_size for setting in costs.settings}),
+            self.ac or list(dict.fromkeys(setting.ac for setting in costs.settings)),
+        )
+
+
+def _default_tp_sizes(model: Model, gpus: int, gpus_per_node: int) -> list[int]:
+    """The powers of two that divide the GPUs and the model."""
+    powers = [2**n for n in range(5)]
+    return [n for n in powers if n <= min(gpus_per_node, gpus) and gpus % n == 0 and model.allows_tp(n)]
+
+
+def _usable_memory(costs: LayerCosts, memory: float | None, reserve: float) -> float:
+    """Bytes of a GPU that a candidate may use."""
+    memory = costs.machine.get("memory") if memory is None else memory
+    if isinstance(reserve, bool) or not isinstance(reserve, (int, float)) or not reserve >= 0:
+        raise ConfigError(f"reserve={short(reserve)}: must be a non-negative number of bytes")
+    if memory is None:
+        raise ConfigError("memory is missing: the costs do not have the memory of a GPU; pass it, like 80GB")
+    if isinstance(memory, bool) or not isinstance(memory, (int, float)) or not memory > reserve:
+        raise ConfigError(
+            f"memory={short(memory)}: must be a number of bytes above the reserve of {reserve / 1e9:g} GB, like 80GB; "
+            "or pass a smaller reserve"
+        )
+    return memory - reserve
+
+
+def _parse_integers(name: str, value: int | Sequence[int] | None) -> list[int] | None:
+    """One positive integer or several, as a list."""
+    if value is None:
+        return None
+    values = list(value) if isinstance(value, Iterable) else [value]
+    if not values or any(type(item) is not int or item < 1 for item in values):
+        raise ConfigError(f"{name}={short(value)}: must be a positive integer or a list of them, like 4 or [2, 4]")
+    return values
+
+
+def _parse_names(name: str, value: str | Sequence[str] | None) -> list[str] | None:
+    """One name or several, as a list."""
+    if value is None:
+        return None
+    values = [value] if isinstance(value, str) else list(value) if isinstance(value, Iterable) else []
+    if not values or not all(isinstance(item, str) for item in values):
+        raise ConfigError(f"{name}={short(value)}: must be a name or a list of names")
+    return values

@@ -1,0 +1,67 @@
+"""What a plan does not try although it may matter for the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from zeropipe.estimating.estimate import can_estimate_adapters
+from zeropipe.planning.rows import Run
+from zeropipe.planning.task import PlanTask
+from zeropipe.sim.layer_costs import LayerCosts
+
+LONG_SEQUENCE = 32_768  # tokens, from which context parallelism is common
+READ_ON = "docs/plan.md#not-tried"
+
+
+class Untried(NamedTuple):
+    """Something that a plan does not try."""
+
+    name: str
+    how: str  # to have it, or why not
+
+
+def list_untried(task: PlanTask, costs: LayerCosts, runs: Sequence[Run], searches: bool) -> tuple[Untried, ...]:
+    """What was not tried with these runs; `searches`: whether schedules were searched."""
+    return tuple(
+        Untried(*item)
+        for items in (_list_parallelism(costs, runs), _list_training(task), _list_schedules(task, costs, searches))
+        for item in items
+    )
+
+
+def _list_parallelism(costs: LayerCosts, runs: Sequence[Run]) -> Iterator[tuple[str, str]]:
+    elsewhere = "torchtitan and Archon have it under zeropipe's schedules: docs/torchtitan.md, docs/archon.md"
+    if any("experts" in kind for kind in costs.layers):
+        yield "expert parallelism", elsewhere
+    if costs.sequence >= LONG_SEQUENCE:
+        yield "context parallelism", elsewhere
+    if any(run.layout.tp > 1 for run in runs):
+        yield "sequence parallelism", "mesh.sequence_parallel = true in the training file"
+    if any(run.layout.dp_shard > 1 for run in runs):
+        yield "replicas", "mesh.dp_replicate in the training file; plans shard weights over data-parallel GPUs"
+        yield "regather", 'engine.shards = "regather" in the training file: less memory, more gathers'
+        yield "offload", "engine.offload = true in the training file: optimizer state in CPU memory"
+
+
+def _list_training(task: PlanTask) -> Iterator[tuple[str, str]]:
+    if task.lora is not None:
+        yield "tensor parallelism", "adapters cannot be sharded over tp"
+    elif isinstance(task.model, LayerCosts):
+        yield "LoRA", "these costs are for training all weights; `zeropipe estimate --lora RANK` gives others"
+    elif can_estimate_adapters(task.model):
+        yield "LoRA", "--lora RANK"
+    else:
+        yield "LoRA", "`zeropipe train` trains adapters of this model; their costs cannot be estimated"
+    if task.dtype != "float32":
+        yield "fp8", "zeropipe trains in bfloat16, float32 or float64"
+
+
+def _list_schedules(task: PlanTask, costs: LayerCosts, searches: bool) -> Iterator[tuple[str, str]]:
+    if task.ac is None and not isinstance(task.model, LayerCosts):
+        yield "ac selective:N and memory_budget:X", "--ac MODE,.."
+    if task.schedules is None:
+        if not costs.has_overlaps:
+            yield "schedules with Overlaps", "DualPipe and others need costs of `zeropipe profile`"
+        if not searches:
+            yield "searched schedules", "--search-seconds"
