@@ -9,7 +9,7 @@ from app_client import ask, client, told
 
 import zeropipe as zp
 from zeropipe.app import plan_calls, plan_source
-from zeropipe.core.model.configs import CONFIGS_BY_COUNT, CONFIGS_BY_SHAPE
+from zeropipe.core.model.configs import BUILT_IN, CONFIGS_BY_COUNT, CONFIGS_BY_SHAPE
 from zeropipe.planning.write import write_run
 from zeropipe.sim.layer_file import to_layer_json
 
@@ -89,15 +89,47 @@ def test_costs_are_planned_as_the_command_plans_them(run, tmp_path, monkeypatch)
 
 
 def test_what_does_not_fit_is_said():
-    status, answer = ask("plan", {**SMALL, "model": "llama-3-70b", "memory": 10.0})
+    status, answer = ask("plan", {**SMALL, "model": "llama-3-70b"})
     assert (status, answer["rows"]) == (200, [])
-    assert "GB" in answer["closest"]
+    closest = answer["closest"]
+    assert answer["problem"] == (
+        f"{closest['row']['text']} needs {closest['row']['peak_memory'] / 1e9:.1f} GB, "
+        f"{closest['row']['over'] / 1e9:.1f} GB over it"
+    )
+    assert sum(closest["row"]["memory"].values()) == pytest.approx(closest["row"]["peak_memory"])
+    assert {name for way in closest["ways_out"] for name in way["change"]} >= {"gpus", "lora"}
+    for way in closest["ways_out"]:
+        status, answer = ask("plan", {**SMALL, "model": "llama-3-70b", **way["change"]})
+        assert status == 200
+        assert answer["rows"], way
+
+
+def test_the_page_takes_what_the_command_takes():
+    asked = {"pp": 2, "tp": 1, "ac": "full", "dtype": "float32", "reserve": 7.5, "lora": 4}
+    status, answer = ask("plan", {**SMALL, **asked})
+    assert status == 200
+    assert {(row["pp"], row["tp"], row["ac"]) for row in answer["rows"]} == {(2, 1, "full")}
+    assert (answer["memory_limit"], answer["reserve"], answer["lora_rank"]) == (72.5e9, 7.5e9, 4)
+    row = {name: answer["rows"][0][name] for name in plan_calls.RowRequest.model_fields.keys() - {"plan"}}
+    _, shown = ask("plan/row", {"plan": {**SMALL, **asked}, **row})
+    written = tomllib.loads(shown["run"])
+    assert (written["model"]["dtype"], written["lora"]) == ("float32", {"rank": 4})
+    assert shown["viewer"]["timelines"][0]["makespan"] == pytest.approx(answer["rows"][0]["makespan"])
+    assert "tensor parallelism" in {item["name"] for item in answer["not_tried"]}
 
 
 @pytest.mark.parametrize(
     "change,field,words",
     [
         ({"model": "/etc/passwd"}, "model", "choose one of"),
+        ({"model": "Qwen/Qwen3-33B"}, "model", "did you mean 'qwen3-32b'?"),
+        ({"pp": 3}, "pp", "pp=3: no layout of 4 GPUs"),
+        ({"tp": 0}, "tp", "must be a positive integer"),
+        ({"lora": "x"}, "lora", "must be a positive integer"),
+        ({"tp": 2, "lora": 4}, "tp", "adapters (lora) cannot be sharded over tp"),
+        ({"reserve": "4GB"}, "reserve", "must be a number of gigabytes, like 4"),
+        ({"ac": "some"}, "", "activation checkpointing 'some'"),
+        ({"dtype": "int8"}, "dtype", "'int8'"),
         ({"model": 3}, "model", "model=3"),
         ({"gpus": 0}, "gpus", "gpus=0"),
         ({"gpus": 10**9}, "gpus", "1,024"),
@@ -192,7 +224,7 @@ def test_known_models_and_gpus_are_listed():
 def test_without_torch_what_has_to_be_counted_is_left_out_and_refused(monkeypatch):
     monkeypatch.setattr(plan_source, "can_count", lambda: False)
     facts = json.loads(client.get("/api/known").text)
-    assert (set(facts["models"]), facts["counted"]) == (set(CONFIGS_BY_SHAPE), [])
+    assert (set(facts["models"]), facts["counted"]) == (set(BUILT_IN) - set(CONFIGS_BY_COUNT), [])
     status, answer = ask("plan", {**SMALL, "model": "gpt-oss-20b"})
     assert (status, len(told(answer, "model"))) == (422, 1)
     assert "install torch and transformers: pip install 'zeropipe[engine]'" in told(answer, "model")[0]

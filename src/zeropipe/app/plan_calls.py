@@ -17,7 +17,7 @@ from zeropipe.app.models import SizeRequest, StrictModel
 from zeropipe.app.plan_source import PlanSource, known_models, open_source, require_known
 from zeropipe.core.formats.json import to_json
 from zeropipe.core.limits import MAX_PLAN_CHARACTERS, PAGE, num_actions
-from zeropipe.core.model.configs import CONFIGS_BY_COUNT, CONFIGS_BY_SHAPE
+from zeropipe.core.model.configs import CONFIGS_BY_COUNT
 from zeropipe.core.placement import Problem
 from zeropipe.errors import ConfigError, short
 from zeropipe.estimating.estimate import estimate
@@ -33,7 +33,7 @@ from zeropipe.planning.write import format_run, schedule_table
 from zeropipe.schedules.registry import find
 from zeropipe.searching.driver import Progress
 from zeropipe.searching.search import search
-from zeropipe.sim.layer_costs import LayerCosts
+from zeropipe.sim.layer_costs import DTYPE_NAMES, LayerCosts
 from zeropipe.viz.payload import payload
 
 MAX_CANDIDATES = 2400  # that a plan simulates
@@ -42,7 +42,8 @@ MAX_DOTS = 400  # of the chart
 MAX_MISFITS = 3
 MAX_ROUND_S = 10.0  # of a search
 MAX_CACHED_PLANS, MAX_CACHED_COSTS = 16, 2000  # plans whose costs are cached, and costs of one of them
-ESTIMATE_FIELDS = ("gpu", "sequence", "compile")  # a file of layer costs has its own
+# fields that a file of layer costs has itself, under these names
+ESTIMATE_FIELDS = {"gpu": "gpu", "sequence": "sequence", "compile": "compile", "dtype": "dtype", "lora": "lora_rank"}
 PositiveInt = Annotated[int, Field(ge=1)]
 
 
@@ -64,6 +65,16 @@ class PlanRequest(StrictModel):
     batch: Annotated[int, Field(ge=1, le=4096)] = 128
     sequence: Annotated[int, Field(ge=1, le=2**20)] = 4096
     compile: bool = True
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    reserve: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] = Field(
+        RESERVE / 1e9, description="Gigabytes of a GPU that CUDA, NCCL and fragmentation take."
+    )
+    lora: PositiveInt | None = Field(None, description="Rank of LoRA adapters; by default all weights are trained.")
+    pp: PositiveInt | None = Field(None, description="Pipeline ranks; by default all sizes are tried.")
+    tp: PositiveInt | None = Field(None, description="Tensor-parallel size; by default all sizes are tried.")
+    ac: Annotated[str, Field(max_length=40)] | None = Field(
+        None, description="Mode of activation checkpointing; by default several are tried."
+    )
 
     @property
     def model_name(self) -> str:
@@ -126,7 +137,7 @@ def require_model(request: PlanRequest) -> None:
 
 def has_quick_costs(request: PlanRequest) -> bool:
     """Whether the model's shapes are built in, so that its costs need no cache."""
-    return request.file is None and request.model_name in CONFIGS_BY_SHAPE
+    return request.file is None and request.model_name not in CONFIGS_BY_COUNT
 
 
 def plan_call(request: PlanRequest, max_candidates: int, max_dots: int) -> tuple[Reply, LayerCosts | None]:
@@ -135,8 +146,9 @@ def plan_call(request: PlanRequest, max_candidates: int, max_dots: int) -> tuple
         source = _open(request)
         result = plan(
             source, gpus=request.gpus, gpus_per_node=request.gpus_per_node, batch=request.batch,
-            sequence=request.sequence, gpu=request.gpu, memory=_memory(request, source), compile=request.compile,
-            search_seconds=0, max_candidates=max_candidates, workers=2,
+            sequence=request.sequence, gpu=request.gpu, memory=_given_memory(request, source), compile=request.compile,
+            dtype=request.dtype, reserve=request.reserve * 1e9, lora=request.lora, pp=request.pp, tp=request.tp,
+            ac=request.ac, search_seconds=0, max_candidates=max_candidates, workers=2,
         )  # fmt: skip
         num_parameters = source.num_parameters if isinstance(source, LayerCosts) else source.num_parameters()[0]
     except ConfigError as error:
@@ -146,7 +158,7 @@ def plan_call(request: PlanRequest, max_candidates: int, max_dots: int) -> tuple
     reply = Reply(encode_json({
         **plan_data(result, MAX_ROWS, MAX_MISFITS),
         "dots": [[row.memory.peak, row.step] for row in result.rows[:max_dots]],
-        "closest": "" if result.rows else result.describe_closest(),
+        "problem": "" if result.rows else result.describe_closest(),
         "num_fitting": len(result.rows),
         "parameters": num_parameters,
     }))  # fmt: skip
@@ -156,11 +168,17 @@ def plan_call(request: PlanRequest, max_candidates: int, max_dots: int) -> tuple
 def _open(request: PlanRequest) -> PlanSource:
     """Open what to plan; Refusal for a field that contradicts layer costs."""
     source = open_source(request.model_name, request.file)
-    for name in ESTIMATE_FIELDS if isinstance(source, LayerCosts) else ():
+    for name, own in ESTIMATE_FIELDS.items() if isinstance(source, LayerCosts) else ():
         value = getattr(request, name)
-        if name in request.model_fields_set and value != getattr(source, name, None):
+        if name in request.model_fields_set and DTYPE_NAMES.get(value, value) != getattr(source, own, None):
             raise Refusal((name, f"{name}={short(value)}: set by the costs in {request.model}; leave it out"))
     return source
+
+
+def _given_memory(request: PlanRequest, source: PlanSource) -> float | None:
+    """Bytes of a GPU; None if they are those of the GPU to estimate for."""
+    is_default = request.memory is None and not isinstance(source, LayerCosts)
+    return None if is_default else _memory(request, source)
 
 
 def _memory(request: PlanRequest, source: PlanSource) -> float:
@@ -205,10 +223,10 @@ def row_call(request: RowRequest, costs: LayerCosts | None) -> Reply:
         else:
             costs = costs or estimate(
                 source, gpu=planned.gpu, sequence=planned.sequence, compile=planned.compile, tp=request.tp,
-                microbatch_size=request.microbatch_size, ac=request.ac,
+                microbatch_size=request.microbatch_size, ac=request.ac, dtype=planned.dtype, lora=planned.lora,
             )  # fmt: skip
             names = (planned.model_name, find_gpu(planned.gpu).name)
-        limit = max(0.0, _memory(planned, source) - RESERVE)
+        limit = max(0.0, _memory(planned, source) - planned.reserve * 1e9)
         context = PlanContext.create(costs, planned.gpus_per_node, limit)
         candidate = Candidate(
             Layout(request.pp, request.dp_shard, request.tp), request.schedule, request.stages_per_rank,

@@ -11,7 +11,7 @@ from zeropipe.app.errors import Refusal
 from zeropipe.core.files import has_suffix
 from zeropipe.core.formats.parse import parse_json
 from zeropipe.core.limits import MAX_PLAN_DEPTH, MAX_PLAN_LAYERS, MAX_PLAN_SETTINGS
-from zeropipe.core.model.configs import CONFIGS_BY_COUNT, CONFIGS_BY_SHAPE, COUNTED_PARAMETERS
+from zeropipe.core.model.configs import BUILT_IN, CONFIGS_BY_COUNT, COUNTED_PARAMETERS, find_similar
 from zeropipe.core.model.layers import find_excess_layers
 from zeropipe.errors import ConfigError, short
 from zeropipe.estimating.counted import CountedModel
@@ -34,7 +34,8 @@ def can_count() -> bool:
 def known_models() -> dict[str, int]:
     """Names of models that can be planned here, with their number of parameters."""
     counted = {name: COUNTED_PARAMETERS[name][0] for name in CONFIGS_BY_COUNT} if can_count() else {}
-    return {name: num_parameters(name)[0] for name in CONFIGS_BY_SHAPE} | counted
+    shaped = (name for name in BUILT_IN if name not in CONFIGS_BY_COUNT)
+    return {name: num_parameters(BUILT_IN[name])[0] for name in shaped} | counted
 
 
 def require_known(model: str) -> None:
@@ -44,9 +45,10 @@ def require_known(model: str) -> None:
             "model", f"model={short(model)}: to count its layers, install torch and transformers: "
             "pip install 'zeropipe[engine]'",
         ))  # fmt: skip
-    if model not in CONFIGS_BY_SHAPE | CONFIGS_BY_COUNT:
-        names = ", ".join([*CONFIGS_BY_SHAPE, *(CONFIGS_BY_COUNT if can_count() else ())])
-        raise Refusal(("model", f"model={short(model)}: unknown; open a config.json, or choose one of {names}"))
+    if model not in BUILT_IN:
+        similar = find_similar(model)
+        way = f"did you mean {similar!r}? Else open" if similar else "open"
+        raise Refusal(("model", f"model={short(model)}: unknown; {way} a config.json, or choose one of the list"))
 
 
 @lru_cache(maxsize=MAX_OPEN_MODELS)

@@ -70,8 +70,17 @@ def format_run(plan: Plan, row: PlanRow, schedule: dict[str, Any], model: str, c
         f"# predicted ({source}): {row.step:.3f} s per step of {count_text(plan.batch, 'sequence')} on "
         f"{count_text(plan.gpus, 'GPU')}, {plan.speed(row):,.0f} tokens/s per GPU, {gigabytes(row.memory.peak)}",
     ]
+    if missing := describe_missing(model):
+        head.append(f"# to train: {missing}")
     blocks = [format_table(name, values) for name, values in tables.items()]
     return "\n".join([*head, "", "\n\n".join(blocks), ""])
+
+
+def describe_missing(model: str) -> str:
+    """What a plan's file lacks to train."""
+    has_weights = Path(model).is_dir() and any(Path(model).glob("*.safetensors"))
+    weights = [] if has_weights else ["--model.path DIRECTORY with the weights (or --model.weights random)"]
+    return " and ".join([*weights, "--data.path FILES (random tokens without it)"])
 
 
 def _relative_to(path: str, name: str) -> str:

@@ -13,7 +13,9 @@ import { toggleTheme } from "./tools.js";
 const NUMBERS = {
   gpus: ["GPUs", "16"], gpus_per_node: ["GPUs per machine", "8"], memory: ["Memory per GPU, GB", ""],
   batch: ["Batch, sequences", "128"], sequence: ["Tokens per sequence", "4096"],
+  reserve: ["Reserve per GPU, GB", "", "4"], lora: ["LoRA rank", "", "all weights"], pp: ["Pipeline ranks", "", "all"], tp: ["Tensor parallel", "", "all"],
 };
+const CHOICES = { ac: ["", "none", "selective:op", "full"], dtype: ["", "float16", "float32"] }; // "": the server's default
 const MEMORY = ["weights", "gradients", "optimizer", "activations", "workspace"];
 const PARTS = { work: "work", recompute: "recomputation", imbalance: "idle: imbalance", schedule: "idle: schedule", data: "gathers, reduces", optimizer: "optimizer" };
 const ROW_FIELDS = ["pp", "dp_shard", "tp", "schedule", "stages_per_rank", "microbatches", "microbatch_size", "ac", "cut", "layers"];
@@ -46,7 +48,9 @@ function createForm({ models, gpus }) {
     showMessage($("error-memory"), "", $("in-memory"));
   };
   const box = h("input", { type: "checkbox", id: "in-compile", checked: state.compile !== "0" });
-  $("form").append(model, page.own.createField(), gpu, createFields("gpus", "gpus_per_node"), createFields("memory", "batch"), createFields("sequence"),
+  $("form").append(model, page.own.createField(), gpu, createFields("gpus", "gpus_per_node"), createFields("memory", "reserve"), createFields("batch", "sequence"), createFields("lora"), createFields("pp", "tp"),
+    createSelect("ac", "Checkpointing", CHOICES.ac.map((value) => [value, value || "several"]), ""),
+    createSelect("dtype", "Data type", CHOICES.dtype.map((value) => [value, value || "bfloat16"]), ""),
     h("label", { className: "tick" }, box, "compiled (torch.compile)", fileMark("compile")),
     h("button", { type: "submit", className: "strong" }, "Plan"),
     h("p", { className: "note" }, "Costs are estimated from the model's shapes. ", h("code", {}, "zeropipe profile"), " measures them: open its costs.json here. ",
@@ -93,8 +97,8 @@ function createSelect(name, label, options, defaultValue) {
 
 function createFields(...names) {
   return h("div", { className: "pair" }, ...names.map((name) => {
-    const [label, defaultValue] = NUMBERS[name];
-    return createField(name, label, h("input", { type: "text", inputMode: "decimal", id: `in-${name}`, value: state[name] ?? defaultValue }));
+    const [label, defaultValue, placeholder = ""] = NUMBERS[name];
+    return createField(name, label, h("input", { type: "text", inputMode: "decimal", id: `in-${name}`, value: state[name] ?? defaultValue, placeholder }));
   }));
 }
 
@@ -113,6 +117,7 @@ function readForm() {
     const text = $(`in-${name}`).value.trim();
     if (text !== "") request[name] = Number.isFinite(Number(text)) ? Number(text) : text;
   }
+  for (const name of Object.keys(CHOICES)) if ($(`in-${name}`).value) request[name] = $(`in-${name}`).value;
   return request;
 }
 
@@ -157,7 +162,7 @@ function setBusy(busy) {
 
 /** Show each error beside its field, and the others above the results. */
 function showErrors(errors) {
-  const names = ["model", "gpu", ...Object.keys(NUMBERS)];
+  const names = ["model", "gpu", ...Object.keys(NUMBERS), ...Object.keys(CHOICES)];
   const byField = errors.map(({ field, message }) => ({ field: field === "file" ? "model" : field, message }));
   for (const name of names) showMessage($(`error-${name}`), byField.find(({ field }) => field === name)?.message ?? "", $(`in-${name}`));
   const others = byField.filter(({ field }) => !names.includes(field));
@@ -172,10 +177,13 @@ function showPlan(answer) {
   if (page.request.file !== undefined && page.request.file === page.own.file.text) own.textContent = modelTitle(page.request.model, answer.parameters);
   $("planned").hidden = !best;
   const leftOut = answer.num_left_out ? ` (${answer.num_left_out.toLocaleString("en")} with more work left out)` : "";
-  $("tried").textContent = `${answer.num_tried.toLocaleString("en")} tried${leftOut}, ${answer.num_fitting.toLocaleString("en")} fit into ${gigabytes(answer.memory_limit)}`;
+  $("tried").textContent = `${answer.num_tried.toLocaleString("en")} tried${leftOut}, ${answer.num_fitting.toLocaleString("en")} fit into ${gigabytes(answer.memory_limit)} (${gigabytes(answer.memory_limit + answer.reserve)} − ${gigabytes(answer.reserve)} reserve)`;
+  showUntried(answer);
+  $("closest").hidden = Boolean(best) || !answer.closest;
   if (!best) {
-    $("headline").textContent = "Nothing fits";
-    $("status").textContent = answer.closest;
+    $("headline").textContent = `Nothing fits into ${gigabytes(answer.memory_limit)}`;
+    $("status").textContent = answer.problem;
+    if (answer.closest) showClosest(answer.closest);
     return;
   }
   $("headline").textContent = `${title(best)}: ${timeText(best.step_seconds, "s", 3)} a step`;
@@ -188,6 +196,25 @@ function showPlan(answer) {
   showTable(answer);
   page.chart.show(answer);
   selectRow(best);
+}
+
+/** Show what the plan did not try; each item says on its title how to have it. */
+function showUntried({ not_tried: items, read_on: page }) {
+  $("untried").hidden = !items.length;
+  $("untried").replaceChildren("Not tried: ", ...items.flatMap(({ name, how }, n) => [n ? ", " : "", h("span", { title: how }, name)]), `: ${page}`);
+}
+
+/** Show the memory of the candidate that comes closest to fitting, and links to plans that fit. */
+function showClosest({ row, ways_out: ways }) {
+  $("closest-of").textContent = row.text;
+  const links = ways.map(({ change, text, peak_memory: peak }) => {
+    const query = new URLSearchParams(location.search);
+    for (const [name, value] of Object.entries(change)) query.set(name, value);
+    const words = Object.entries(change).map(([name, value]) => `${(NUMBERS[name]?.[0] ?? name).toLowerCase()} ${value}`).join(", ");
+    return h("li", {}, h("a", { href: `?${query}${location.hash}` }, words), `: ${text}, ${gigabytes(peak)}`);
+  });
+  $("about-closest").replaceChildren(list(Object.fromEntries(MEMORY.map((name) => [name, name])), row.memory, gigabytes, (name) => `fill-${name}`),
+    links.length ? h("p", {}, "It fits with") : h("p", {}, "No change that was tried fits: more GPUs, shorter sequences."), h("ul", {}, ...links));
 }
 
 const layout = (row) => `${row.pp} × ${row.dp_shard} × ${row.tp}`;
@@ -251,14 +278,16 @@ async function selectRow(row) {
   }
 }
 
+/** A list of values, each with a bar. */
+function list(labels, values, text, classes) {
+  const max = Math.max(...Object.keys(labels).map((name) => values[name])) || 1;
+  return h("dl", {}, ...Object.entries(labels).filter(([name]) => values[name] > 0).flatMap(([name, label]) => [
+    h("dt", {}, label), h("dd", {}, text(values[name])), h("div", { className: `line ${classes(name)}`, style: `width:${(100 * values[name]) / max}%` }),
+  ]));
+}
+
 /** Show what the seconds of a step and the bytes of the fullest GPU are used for. */
 function showDetails(row) {
-  const list = (labels, values, text, classes) => {
-    const max = Math.max(...Object.keys(labels).map((name) => values[name])) || 1;
-    return h("dl", {}, ...Object.entries(labels).filter(([name]) => values[name] > 0).flatMap(([name, label]) => [
-      h("dt", {}, label), h("dd", {}, text(values[name])), h("div", { className: `line ${classes(name)}`, style: `width:${(100 * values[name]) / max}%` }),
-    ]));
-  };
   $("row-of").textContent = title(row);
   page.runFile = createRunFile();
   $("about-row").replaceChildren(

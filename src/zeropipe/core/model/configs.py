@@ -149,10 +149,15 @@ def find_built_in(name: str) -> dict[str, Any] | None:
     return None if Path(name).exists() else BUILT_IN.get(name.lower())
 
 
-def suggest_model(name: str) -> str:
-    """The way out for an unknown model: the most similar built-in name."""
+def find_similar(name: str) -> str | None:
+    """The most similar built-in name, also for names of the Hub; None if none is similar."""
     wanted = name.rpartition("/")[2].lower()
     while _VARIANT.search(wanted):
         wanted = _VARIANT.sub("", wanted)
-    similar = get_close_matches(wanted, BUILT_IN, n=1)
-    return f"did you mean {similar[0]!r}?" if similar else "`zeropipe estimate --known` lists the built-in models"
+    return next(iter(get_close_matches(wanted, BUILT_IN, n=1)), None)
+
+
+def suggest_model(name: str) -> str:
+    """The way out for an unknown model: the most similar built-in name."""
+    similar = find_similar(name)
+    return f"did you mean {similar!r}?" if similar else "`zeropipe estimate --known` lists the built-in models"
