@@ -42,6 +42,89 @@ def test_a_plans_file_trains_with_the_users_data(tmp_path, monkeypatch, run):
     assert 'kind = "chat"' in Path("out/run.toml").read_text()
 
 
+def test_a_plans_file_with_lora_trains_an_adapter_as_planned(tmp_path, monkeypatch, run):
+    """The dry run of the written file has the plan's numbers, also with the user's data; the run trains adapters."""
+    pytest.importorskip("peft")
+    monkeypatch.chdir(tmp_path)
+    model_directory(tmp_path / "start", vocab_size=400)
+    save_tokenizer(tmp_path / "start")
+    Path("texts").mkdir()
+    Path("texts/a.txt").write_text("it is so. " * 200)
+    plan = [
+        "plan",
+        "start",
+        "--gpus",
+        "2",
+        "--batch",
+        "4",
+        "--sequence",
+        "64",
+        "--pp",
+        "2",
+        "--schedules",
+        "1f1b",
+        "--search-seconds",
+        "0",
+        "--lora",
+        "2",
+    ]
+    made = json.loads(run(*plan, "--dtype", "float32", "-o", "texts/run.toml", "--json")[1])
+    text = Path("texts/run.toml").read_text()
+    assert "# to train: --data.path FILES, or random tokens are used\n" in text, "the directory has weights"
+    assert "[lora]\nrank = 2\n" in text
+    fields = ["--data.path", "texts/a.txt", "--train.steps", "2", "--engine.device", "cpu", "--train.output", "out"]
+    status, out, err = run("train", "texts/run.toml", "--dry-run", "--json", *fields)
+    assert status == 0, err
+    shown, best = json.loads(out), made["rows"][0]
+    assert shown["prediction"]["step"] == pytest.approx(best["step_seconds"])
+    assert shown["prediction"]["mfu"] == pytest.approx(best["mfu"])
+    fullest = max(shown["ranks"], key=lambda rank: sum(rank["memory"].values()))["memory"]
+    assert {**fullest, "masters": 0} == pytest.approx({**best["memory"], "masters": 0})
+    status, out, err = run("train", "texts/run.toml", *fields)
+    assert status == 0, err
+    assert out.startswith("2 steps, ")
+    assert list(Path("out").rglob("adapter_config.json"))
+
+
+@pytest.mark.parametrize("costs", ["plan", "file"])
+def test_sharded_adapters_are_planned_as_a_dry_run_shows_them(tmp_path, monkeypatch, run, costs):
+    pytest.importorskip("peft")
+    monkeypatch.chdir(tmp_path)
+    wish = ["--gpus", "8", "--batch", "16", "--pp", "2", "--schedules", "zbv", "--ac", "none", "--search-seconds", "0"]
+    source = ["qwen3-8b", "--lora", "8"]
+    if costs == "file":
+        assert run("estimate", *source, "-o", "costs.json")[0] == 0
+        source = ["costs.json"]
+    status, out, err = run("plan", *source, *wish, "--microbatch", "1", "-o", "run.toml", "--json")
+    assert status == 0, err
+    best = json.loads(out)["rows"][0]
+    assert (best["dp_shard"], best["tp"]) == (4, 1)
+    status, out, err = run("train", "run.toml", "--dry-run", "--json")
+    assert status == 0, err
+    shown = json.loads(out)
+    assert shown["prediction"]["step"] == pytest.approx(best["step_seconds"])
+    assert max(sum(rank["memory"].values()) for rank in shown["ranks"]) == pytest.approx(best["peak_memory"])
+    other = json.loads(run("train", "run.toml", "--dry-run", "--json", "--lora.rank", "16")[1])
+    assert (other["prediction"] is None) == (costs == "file")
+    if costs == "file":
+        assert other["notes"][0] == "no prediction: the run has lora.rank 16, the costs are for rank 8"
+    unlike = json.loads(run("train", "run.toml", "--dry-run", "--json", "--lora.dropout", "0.1")[1])
+    assert unlike["prediction"] is None
+    assert unlike["notes"][0].startswith("no prediction: ")
+
+
+def test_costs_with_another_adapter_are_refused(tmp_path, monkeypatch, run):
+    monkeypatch.chdir(tmp_path)
+    assert run("estimate", "qwen3-0.6b", "-o", "all.json")[0] == 0
+    plan = ["--gpus", "2", "--batch", "4", "--lora", "8"]
+    assert run("plan", "all.json", *plan)[2].startswith("zeropipe: lora=8: the costs train all weights; create costs")
+    assert run("estimate", "qwen3-0.6b", "--lora", "4", "-o", "four.json")[0] == 0
+    assert run("plan", "four.json", *plan)[2].startswith("zeropipe: lora=8: the costs have rank 4; create costs")
+    assert run("plan", "qwen3-0.6b", *plan, "--tp", "2")[2].startswith(
+        "zeropipe: tp=2: adapters (lora) cannot be sharded over tp"
+    )
+
+
 RANDOM = ("--model.path", "tiny-qwen3", "--model.weights", "random")
 
 

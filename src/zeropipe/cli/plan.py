@@ -71,7 +71,7 @@ def plan(model: str, rows: int, out: str | None, as_json: bool, **values: Any) -
     from zeropipe.core.files import has_suffix, require_writable
     from zeropipe.planning.data import plan_data
     from zeropipe.planning.plan import plan as make_plan
-    from zeropipe.planning.write import write_run
+    from zeropipe.planning.write import list_missing, write_run
 
     if out:
         if not has_suffix(out, ".toml"):
@@ -93,6 +93,8 @@ def plan(model: str, rows: int, out: str | None, as_json: bool, **values: Any) -
         print_plan(made, rows)
         for path in written:
             output.print_written(path)
+        if written:
+            output.print_note(f"to train it: {list_missing(source.model if source else model)}")
     if source is None:
         print_compile_note()
 

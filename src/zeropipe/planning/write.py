@@ -17,6 +17,8 @@ from zeropipe.planning.rows import PlanRow
 DTYPES = {"bf16": "bfloat16", "float16": "bfloat16", "float32": "float32"}  # training in float16 is not supported
 GPUS_PER_NODE = 8  # a training file's default
 STEPS = 100
+WEIGHTS = "--model.path DIRECTORY, or --model.weights random,"
+DATA = "--data.path FILES, or random tokens are used"
 
 
 def write_run(plan: Plan, row: PlanRow, path: str, model: str, costs: str | None = None) -> list[str]:
@@ -32,8 +34,9 @@ def write_run(plan: Plan, row: PlanRow, path: str, model: str, costs: str | None
         schedule = {"name": file.name}
         written.append(str(file))
     text = format_run(
-        plan, row, schedule, _relative_to(path, model), None if costs is None else _relative_to(path, costs)
-    )
+        plan, row, schedule, _relative_to(path, model), None if costs is None else _relative_to(path, costs),
+        missing=list_missing(model),
+    )  # fmt: skip
     write_whole(path, text)
     return written
 
@@ -43,8 +46,14 @@ def schedule_table(row: PlanRow) -> dict[str, Any]:
     return {"name": row.candidate.schedule, "stages_per_rank": row.candidate.stages_per_rank}
 
 
-def format_run(plan: Plan, row: PlanRow, schedule: dict[str, Any], model: str, costs: str | None) -> str:
-    """The text of a row's training file. `schedule` has its name; the other arguments are those of `write_run`."""
+def format_run(
+    plan: Plan, row: PlanRow, schedule: dict[str, Any], model: str, costs: str | None,
+    missing: str = f"{WEIGHTS} and {DATA}",
+) -> str:  # fmt: skip
+    """The text of a row's training file. `schedule` has its name; `missing` is what a run needs besides the file.
+
+    The other arguments are those of `write_run`.
+    """
     candidate, layer_costs = row.candidate, plan.context.costs
     schedule = {**schedule, "layers": list(row.counts)}
     if costs is not None:
@@ -69,18 +78,16 @@ def format_run(plan: Plan, row: PlanRow, schedule: dict[str, Any], model: str, c
         f"# {candidate}",
         f"# predicted ({source}): {row.step:.3f} s per step of {count_text(plan.batch, 'sequence')} on "
         f"{count_text(plan.gpus, 'GPU')}, {plan.speed(row):,.0f} tokens/s per GPU, {gigabytes(row.memory.peak)}",
+        f"# to train: {missing}",
     ]
-    if missing := describe_missing(model):
-        head.append(f"# to train: {missing}")
     blocks = [format_table(name, values) for name, values in tables.items()]
     return "\n".join([*head, "", "\n\n".join(blocks), ""])
 
 
-def describe_missing(model: str) -> str:
-    """What a plan's file lacks to train."""
-    has_weights = Path(model).is_dir() and any(Path(model).glob("*.safetensors"))
-    weights = [] if has_weights else ["--model.path DIRECTORY with the weights (or --model.weights random)"]
-    return " and ".join([*weights, "--data.path FILES (random tokens without it)"])
+def list_missing(model: str) -> str:
+    """The options of `train` that a plan's file does not have."""
+    has_weights = any(Path(model).glob("*.safetensors")) if Path(model).is_dir() else False
+    return DATA if has_weights else f"{WEIGHTS} and {DATA}"
 
 
 def _relative_to(path: str, name: str) -> str:
