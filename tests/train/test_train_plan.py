@@ -50,25 +50,9 @@ def test_a_plans_file_with_lora_trains_an_adapter_as_planned(tmp_path, monkeypat
     save_tokenizer(tmp_path / "start")
     Path("texts").mkdir()
     Path("texts/a.txt").write_text("it is so. " * 200)
-    plan = [
-        "plan",
-        "start",
-        "--gpus",
-        "2",
-        "--batch",
-        "4",
-        "--sequence",
-        "64",
-        "--pp",
-        "2",
-        "--schedules",
-        "1f1b",
-        "--search-seconds",
-        "0",
-        "--lora",
-        "2",
-    ]
-    made = json.loads(run(*plan, "--dtype", "float32", "-o", "texts/run.toml", "--json")[1])
+    sizes = ["--gpus", "2", "--batch", "4", "--sequence", "64", "--pp", "2", "--dtype", "float32"]
+    plan = ["plan", "start", *sizes, "--schedules", "1f1b", "--search-seconds", "0", "--lora", "2"]
+    made = json.loads(run(*plan, "-o", "texts/run.toml", "--json")[1])
     text = Path("texts/run.toml").read_text()
     assert "# to train: --data.path FILES, or random tokens are used\n" in text, "the directory has weights"
     assert "[lora]\nrank = 2\n" in text
