@@ -125,6 +125,31 @@ def test_an_own_file_is_dropped_planned_saved_as_a_run_and_kept_by_the_link_or_t
     page.wait_for_selector("#error-model:has-text('this link does not carry mine.json')")
 
 
+def test_what_does_not_fit_is_shown_with_links_to_plans_that_fit(visit):
+    page = visit("plan?model=llama-3-70b&gpus=8&batch=16&sequence=1024&pp=8&tp=1&ac=full&reserve=5", wait="#closest li")
+    made = zp.plan(
+        "llama-3-70b", gpus=8, batch=16, sequence=1024, pp=8, tp=1, ac="full", reserve=5e9, search_seconds=0, workers=1
+    )
+    closest = made.closest
+    assert page.inner_text("#headline") == "Nothing fits into 75.0 GB"
+    assert page.inner_text("#status") == made.describe_closest()
+    assert not page.is_visible("#planned")
+    assert page.inner_text("#closest-of") == str(closest.row.candidate)
+    items = [one.inner_text() for one in page.query_selector_all("#about-closest dt")]
+    assert items == ["weights", "gradients", "optimizer", "activations", "workspace"]
+    assert page.inner_text("#about-closest dd") == f"{closest.row.memory.weights / 1e9:.1f} GB"
+    assert len(page.query_selector_all("#about-closest li")) == len(closest.ways_out) > 1
+    assert page.inner_text("#untried").startswith("Not tried: ")
+    assert page.get_attribute("#untried span", "title")
+    page.click("#about-closest a:has-text('lora rank 16')")
+    page.wait_for_selector(SHOWN)
+    assert (page.input_value("#in-lora"), page.input_value("#in-reserve")) == ("16", "5")
+    assert (page.input_value("#in-pp"), page.input_value("#in-ac")) == ("8", "full")
+    assert not page.is_visible("#closest")
+    assert page.inner_text("#tried").endswith(" fit into 75.0 GB (80.0 GB − 5.0 GB reserve)")
+    assert page.inner_text("#untried").startswith("Not tried: tensor parallelism, ")
+
+
 def test_a_plan_that_takes_its_time_tells_for_how_long(visit):
     page = visit(ASKED, wait=SHOWN)
     page.route("**/api/plan", lambda route: None)  # no answer comes
