@@ -137,7 +137,8 @@ def test_nothing_that_fits_is_told_with_what_is_missing(small):
     with pytest.raises(ConfigError, match=r"nothing fits into 3\.0 GB: pp"):
         _ = made.best
     close = replace(small.best, limit=small.best.memory.peak - 2.5e6)
-    assert replace(made, misfits=(close,)).describe_closest().endswith(" layers is 2.5 MB over it")
+    made = replace(made, closest=replace(made.closest, row=close))
+    assert made.describe_closest().endswith(" GB, 2.5 MB over it")
 
 
 def test_a_slower_row_says_what_takes_longer(small):
@@ -469,7 +470,7 @@ def test_flags_of_the_command_line_come_before_those_of_the_file(tmp_path, capsy
 def test_a_narrow_terminal_folds_no_cell_of_the_ranking(columns, lines):
     from rich.console import Console
 
-    from zeropipe.cli.plan import _create_table
+    from zeropipe.cli.plan_output import _create_table
 
     row = [
         "16x8x8",
