@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: docs run test tests test-full test-newest test-torchtitan test-archon check bench gallery models configuration cli clean
+.PHONY: docs run test tests test-full test-newest test-torchtitan test-archon dist test-dist check bench gallery models configuration cli clean
 
 # Trains a tiny model with ZBV on 4 processes, goes on with another schedule on another mesh, and asks the result.
 run: $(STAMP)
@@ -63,6 +63,21 @@ test-archon: .venv-archon/.installed
 	.venv-archon/bin/pip install --quiet --disable-pip-version-check --no-deps areal==1.0.4
 	touch $@
 
+# The wheel and the sdist; the wheel is built from the sdist, so both are complete.
+dist: .venv-dist/.installed
+	rm -rf dist
+	.venv-dist/bin/python -m build .
+	.venv-dist/bin/twine check --strict dist/*
+
+# The wheel with each extra in an empty environment; EXTRAS="app train" checks some of them.
+test-dist: dist
+	$(PYTHON) tests/integrations/check_dist.py $(EXTRAS)
+
+.venv-dist/.installed: Makefile
+	test -x .venv-dist/bin/python || $(PYTHON) -m venv .venv-dist
+	.venv-dist/bin/pip install --quiet --disable-pip-version-check 'build>=1.2' 'twine>=6.1'
+	touch $@
+
 check: $(STAMP)
 	$(BIN)/ruff check src tests bench examples docs/gallery.py docs/mesh.py docs/architecture.py docs/models.py docs/configuration.py docs/cli.py docs/site
 	$(BIN)/ruff format --check src tests bench examples docs/gallery.py docs/mesh.py docs/architecture.py docs/models.py docs/configuration.py docs/cli.py docs/site
@@ -97,4 +112,4 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-newest .venv-torchtitan .venv-archon build dist out
+	rm -rf $(VENV) .venv-newest .venv-torchtitan .venv-archon .venv-dist build dist out

@@ -24,6 +24,7 @@ PACKAGES = {
     "integrations": (3, "torchtitan, Archon"),
     "train": (4, "the trainer"),
     "app": (5, "the web page"),
+    "doctor": (6, "what is installed"),
     "cli": (4.5, "the command line"),
 }
 BOX_WIDTH, BOX_HEIGHT, COLUMN_GAP, ROW_GAP, MARGIN = 156.0, 44.0, 14.0, 46.0, 14.0

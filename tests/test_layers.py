@@ -28,7 +28,9 @@ MAY_IMPORT = {
     | {"core", "schedules", "sim", "viz", "engine", *PLANNER, "torch", "numpy", "transformers", "pydantic", "peft"}
     | {"datasets", "rich", "tensorboard", "wandb"},
     "app": BASE | {"core", "schedules", "sim", "viz", *PLANNER, "fastapi", "starlette", "uvicorn", "pydantic"},
-    "cli": BASE | {"core", "schedules", "sim", "viz", *PLANNER, "profiling", "app", "engine", "train", "click", "rich"},
+    "doctor": BASE | {"core", "torch"},
+    "cli": BASE
+    | {"core", "schedules", "sim", "viz", *PLANNER, "profiling", "app", "engine", "train", "doctor", "click", "rich"},
     "__main__": {"cli"},
     "__init__": BASE | {"core", "schedules", "sim", "viz", *PLANNER},
 }

@@ -15,6 +15,7 @@ from zeropipe import __version__
 from zeropipe.cli import app as page
 from zeropipe.cli import check, checkpoint, compare, estimate, plan, profile, run, search, show, simulate, trace, train
 from zeropipe.cli.command import Group
+from zeropipe.cli.doctor import doctor
 from zeropipe.errors import ZeropipeError
 
 MAX_LINE_LENGTH = 600  # of an error, which may quote a megabyte of input
@@ -33,7 +34,7 @@ def app() -> None:
 for command in (
     show.list_schedules, show.show, simulate.simulate, compare.compare, estimate.estimate, profile.profile,
     plan.plan, search.search, check.check, show.draw, page.app, run.run, train.train, trace.trace,
-    checkpoint.checkpoint,
+    checkpoint.checkpoint, doctor,
 ):  # fmt: skip
     app.add_command(command)
 
