@@ -144,11 +144,8 @@ def read_torch() -> tuple[Torch | None, str | None]:
     except Exception as error:  # a library of CUDA is missing or broken
         return None, _first_line(error)
     backends = tuple(name for name in ("gloo", "nccl", "mpi", "ucc", "xccl") if _has_backend(torch, name))
-    nccl = torch.cuda.nccl.version() if "nccl" in backends else ()
-    return Torch(
-        str(torch.__version__), _build_of(torch), tuple(_gpus_of(torch)), backends,
-        ".".join(map(str, nccl)) if nccl else None,
-    ), None  # fmt: skip
+    nccl = _nccl_version(torch) if "nccl" in backends else None
+    return Torch(str(torch.__version__), _build_of(torch), tuple(_gpus_of(torch)), backends, nccl), None
 
 
 def _first_line(error: Exception) -> str:
@@ -157,6 +154,10 @@ def _first_line(error: Exception) -> str:
 
 def _has_backend(torch: Any, name: str) -> bool:
     return torch.distributed.is_available() and torch.distributed.is_backend_available(name)
+
+
+def _nccl_version(torch: Any) -> str | None:
+    return ".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else None
 
 
 def _build_of(torch: Any) -> str:
