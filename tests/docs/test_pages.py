@@ -8,7 +8,7 @@ import pytest
 from paths import DOCS, ROOT
 
 INDEX = DOCS / "README.md"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "README.zh-CN.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
 MAX_PICTURE_BYTES = 300_000
 
 
