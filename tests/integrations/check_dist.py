@@ -29,6 +29,10 @@ TIMEOUT_S = 300
 START_TIMEOUT_S = 60  # of the page
 # what other tests and their tables read, and people who build from the sdist need
 SOURCES = ("README.md", "LICENSE", "pyproject.toml", "Makefile", "constraints.txt", "tests/conftest.py", "docs/cli.md")
+TINY_MODEL = {  # like the one that examples/tiny/make.py writes with transformers
+    "model_type": "qwen3", "vocab_size": 384, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 8,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256,
+}  # fmt: skip
 
 
 class Installed:
@@ -141,14 +145,25 @@ def get(url: str) -> bytes:
 
 
 def check_train(run: Installed, present: bool) -> None:
-    tiny = shutil.copytree(ROOT / "examples" / "tiny", run.folder / "tiny")
+    shutil.copytree(ROOT / "examples" / "tiny", run.folder / "tiny")
     if not present:
-        run.refuses("train", "train", tiny / "run.toml", "--dry-run")
+        check_no_train(run)
         return
-    run(tiny / "make.py", "data")
+    run("tiny/make.py", "data")
     said = run("train", "data/run.toml", "--train.steps", 4, "--train.record_every", 0, "--evaluation.every", 4)
     require("4 steps" in said, said)
     require((run.folder / "data" / "run" / "export" / "config.json").exists(), "train wrote no export")
+
+
+def check_no_train(run: Installed) -> None:
+    """A valid training file is refused for what is not installed, not for what is in it."""
+    model = run.folder / "tiny" / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(TINY_MODEL))
+    (model / "tokenizer.json").write_text("{}")
+    for name in ("train.jsonl", "held-out.jsonl"):
+        (run.folder / "tiny" / name).write_text('{"text": "one two three"}\n')
+    run.refuses("train", "train", "tiny/run.toml")
 
 
 # what needs an extra -> the extras that bring it
