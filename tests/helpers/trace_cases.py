@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from engine_helpers import SquareLoss, blocks, microbatches, own
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch_runtime import torch_runtime
 
 from zeropipe.core.formats.json import to_json
@@ -39,3 +40,15 @@ def profiled_by_torch(schedule: Schedule, folder: str) -> None:
     path = Path(folder) / f"torch{dist.get_rank()}.json"
     profiler.export_chrome_trace(str(path))
     assert "PP:" in json.dumps([e["name"] for e in json.loads(path.read_text())["traceEvents"] if "name" in e])
+
+
+def profiled_gpipe(folder: str, num_microbatches: int) -> None:
+    """torch's own GPipe, which names its actions `Forward 0`, `Backward 0`, and waits for messages inside of them."""
+    rank = dist.get_rank()
+    stage = PipelineStage(blocks(2)[rank], rank, 2, torch.device("cpu"))
+    runtime = ScheduleGPipe(stage, num_microbatches, loss_fn=lambda out, target: (out - target).square().sum())
+    batches = microbatches(num_microbatches, lengths=(3,))
+    inputs, targets = (torch.cat([batch[name] for batch in batches]) for name in ("inputs", "target"))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        runtime.step(*([inputs] if rank == 0 else []), **({"target": targets, "losses": []} if rank == 1 else {}))
+    profiler.export_chrome_trace(str(Path(folder) / f"gpipe{rank}.json"))

@@ -1,4 +1,4 @@
-"""`trace compare`: a recorded run, compared with the prediction of costs."""
+"""`trace compare`: a recorded run, compared with the prediction of costs; `trace import`: traces as a timeline."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Run:
         return self.timeline.origin if self.timeline else None
 
 
-@click.group(cls=Group, short_help="Recorded runs: compare.", invoke_without_command=True)
+@click.group(cls=Group, short_help="Recorded runs: compare, import.", invoke_without_command=True)
 @click.pass_context
 def trace(context: click.Context) -> None:
     """Recorded runs: traces, timelines and logs."""
@@ -100,16 +100,55 @@ def compare(
             output.print_written(path)
 
 
+@trace.command("import", short_help="Traces of torch.profiler as a timeline.")
+@click.argument("files", nargs=-1, required=True)
+@option("--actions", metavar="REGEX", help="How events of actions are named: groups kind, microbatch and maybe stage.")
+@opt.output(required=True)
+@opt.json
+def import_traces(files: tuple[str, ...], actions: str | None, out: str, as_json: bool) -> None:
+    """Import traces of torch.profiler, one per rank of a pipeline, as a timeline that all commands take.
+
+    \b
+    zeropipe trace import rank*.json -o run.json
+    zeropipe trace import rank*.json -o run.json --actions '(?P<kind>fwd|bwd)-(?P<stage>\\d+)-(?P<microbatch>\\d+)'
+    zeropipe trace compare run.json --costs costs.json
+
+    Of several steps the one of median length counts. An action that was recorded with its wait for a message begins
+    when its input is there.
+    """
+    from zeropipe.core.files import read_text, write_whole
+    from zeropipe.core.formats.json import to_json
+    from zeropipe.core.limits import COMMAND_LINE
+    from zeropipe.core.waits import trim_waits
+
+    _check_output(out)
+    texts = [read_text(path, COMMAND_LINE) for path in files]
+    timeline, num_shortened = trim_waits(_parse_traces(files, texts, actions))
+    write_whole(out, to_json(timeline))
+    if as_json:
+        output.print_json({**output.timeline_data(timeline), "num_shortened": num_shortened, "files": [out]})
+        return
+    print(timeline)
+    if num_shortened:
+        output.print_note(f"{num_shortened} actions were recorded with their wait for a message, which is taken off")
+    output.print_written(out)
+
+
 def _check_files(report: str | None, out: str | None) -> None:
-    from zeropipe.core.files import has_suffix, require_writable
     from zeropipe.viz import check_name
 
     if report:
         check_name(report)
     if out:
-        if not has_suffix(out, ".json"):
-            raise ConfigError(f"-o {out}: costs are written as JSON, its name must end in .json")
-        require_writable(out)
+        _check_output(out, "costs")
+
+
+def _check_output(path: str, what: str = "timelines") -> None:
+    from zeropipe.core.files import has_suffix, require_writable
+
+    if not has_suffix(path, ".json"):
+        raise ConfigError(f"-o {path}: {what} are written as JSON, its name must end in .json")
+    require_writable(path)
 
 
 def _read_run(files: tuple[str, ...], schedule: str | None, sizes: dict[str, Any]) -> Run:
@@ -150,14 +189,16 @@ def read_timeline(files: tuple[str, ...]) -> Timeline:
     return _parse_traces(files, [read_text(path, COMMAND_LINE) for path in files])
 
 
-def _parse_traces(files: tuple[str, ...], texts: list[str]) -> Timeline:
+def _parse_traces(files: tuple[str, ...], texts: list[str], actions: str | None = None) -> Timeline:
     from zeropipe.core.complete import check_complete
+    from zeropipe.core.formats.action_names import ActionNames
     from zeropipe.core.formats.json import from_data
     from zeropipe.core.formats.parse import parse_json
     from zeropipe.core.formats.torch_trace import from_torch_traces, is_torch_trace
     from zeropipe.core.limits import require_times
     from zeropipe.core.timeline import Timeline
 
+    names = ActionNames(actions) if actions is not None else None
     parsed = []
     for path, content in zip(files, texts, strict=True):
         try:
@@ -166,9 +207,11 @@ def _parse_traces(files: tuple[str, ...], texts: list[str]) -> Timeline:
             raise ConfigError(f"{path} is neither a trace (JSON: {error}) nor a log of Megatron's timers") from None
     try:
         if all(map(is_torch_trace, parsed)):
-            found: Any = from_torch_traces(parsed, files)
+            found: Any = from_torch_traces(parsed, files, names)
         elif len(files) > 1:
             raise ConfigError("several files must be traces of torch.profiler, one per rank; pass one timeline")
+        elif names is not None:
+            raise ConfigError("a timeline names its actions; leave out --actions")
         else:
             found = from_data(parsed[0])
         if not isinstance(found, Timeline):

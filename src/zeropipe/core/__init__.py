@@ -19,6 +19,7 @@ Timelines
     shard_timeline  its gathers and reductions of sharded stages
     explain         the causes of idle time, and the critical path
     ranking         which of several timelines is the best
+    waits           recorded actions without their waiting for messages
     notebook        the hook for drawing in a notebook
 Shared by other packages
     formats         text forms of schedules and timelines

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
 from typing import Any, NamedTuple
 
 from zeropipe.core.action import COMM, Action, Kind, Overlap, Step, actions_of, parse_step
 from zeropipe.core.complete import check_complete
+from zeropipe.core.formats.action_names import ActionNames
 from zeropipe.core.formats.csv import from_csv
 from zeropipe.core.timeline import Timeline
 from zeropipe.errors import ScheduleError
@@ -37,15 +38,20 @@ def is_torch_trace(data: Any) -> bool:
     return isinstance(data, dict) and "traceEvents" in data and "zeropipe" not in data
 
 
-def from_torch_traces(traces: Sequence[Mapping[str, Any]], names: Sequence[str] | None = None) -> Timeline:
+def from_torch_traces(
+    traces: Sequence[Mapping[str, Any]], names: Sequence[str] | None = None, actions: ActionNames | None = None
+) -> Timeline:
     """The Timeline of one pipeline from the parsed traces of all its ranks: of its training step of median length.
 
     Ranks are in the order of their numbers in the files (`distributedInfo`), or of the files if these have none.
-    `names` are the names of the files in errors.
+    `names` are the names of the files in errors; `actions` finds actions by other names than torch's and the engine's.
     """
     names = names or [f"trace {n}" for n in range(len(traces))]
     order = _rank_order(traces, names)
-    ranks = [_training_steps(_timed_steps(traces[n], names[n]), names[n]) for n in order]
+    ranks = [
+        _training_steps(_timed_steps(traces[n], names[n], _name_parser(actions, rank)), names[n])
+        for rank, n in enumerate(order)
+    ]
     number = len(ranks[0])
     for n, steps in zip(order, ranks, strict=True):
         if len(steps) != number:
@@ -88,7 +94,7 @@ def _rank_order(traces: Sequence[Mapping[str, Any]], names: Sequence[str]) -> li
     return sorted(range(len(traces)), key=ranks.__getitem__)
 
 
-def _timed_steps(trace: Mapping[str, Any], name: str) -> list[TimedStep]:
+def _timed_steps(trace: Mapping[str, Any], name: str, parse: Callable[[str], Step | None]) -> list[TimedStep]:
     """The computations of a rank in a trace, ordered by time."""
     events = trace["traceEvents"]
     if not isinstance(events, list):
@@ -99,7 +105,7 @@ def _timed_steps(trace: Mapping[str, Any], name: str) -> list[TimedStep]:
     has_kernels = False
     spans: dict[tuple[str, Any], int] = {}  # on a GPU an annotation has an event on every stream that it used
     for event in events:
-        step = _parse_event(event)
+        step = parse(event["name"]) if _is_annotation(event) else None
         if step is None:
             has_kernels = has_kernels or (isinstance(event, Mapping) and event.get("cat") == "kernel")
             continue
@@ -125,16 +131,19 @@ def _timed_steps(trace: Mapping[str, Any], name: str) -> list[TimedStep]:
         )
     if not chosen:
         raise ScheduleError(
-            f"{name} has no action like 2F0 or PP:2F0; profile a run of the engine, or of torch's pipeline runtime"
+            f"{name} has no action like 2F0 or PP:2F0; profile a run of the engine, or of torch's pipeline runtime, or "
+            "name the actions: zeropipe trace import --actions REGEX"
         )
     return sorted(chosen, key=lambda timed: timed.start)
 
 
-def _parse_event(event: Any) -> Step | None:
+def _name_parser(actions: ActionNames | None, rank: int) -> Callable[[str], Step | None]:
+    return _parse_name if actions is None else lambda name: actions.parse(name, rank)
+
+
+def _parse_name(name: str) -> Step | None:
     """The computation that an event is named after; None for other events."""
-    if not _is_annotation(event):
-        return None
-    text = event["name"].removeprefix(PREFIX)
+    text = name.removeprefix(PREFIX)
     if not text[:1].isdecimal() and not text.startswith("("):
         return None
     try:

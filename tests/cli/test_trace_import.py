@@ -1,0 +1,137 @@
+"""`zeropipe trace import`: traces that torch's profiler wrote of torch's own pipelines, as timelines."""
+
+import json
+
+import pytest
+
+import zeropipe as zp
+from zeropipe.core.waits import trim_waits
+
+GPIPE_NAMES = r"(?P<kind>Forward|Backward) (?P<microbatch>\d+)"
+
+
+def rows(schedule) -> list[list[str]]:
+    return [list(map(str, row)) for row in schedule.rows]
+
+
+def early_actions(timeline) -> list[str]:
+    """The actions that begin before the result of the neighbouring stage is there."""
+    spans = {str(span.action): span for rank in range(timeline.num_ranks) for span in timeline.spans(rank)}
+    early = []
+    for name, span in spans.items():
+        stage, kind, microbatch = span.action
+        sources = (f"{stage - 1}F{microbatch}",) if kind.name == "F" else ()
+        if kind.name in "BI":
+            sources = f"{stage + 1}B{microbatch}", f"{stage + 1}I{microbatch}"
+        early += [name for source in sources if source in spans and span.start < spans[source].end]
+    return early
+
+
+@pytest.fixture
+def two_ranks():
+    pytest.importorskip("torch", reason="needs torch")
+    from engine_helpers import ranks
+
+    return ranks(2)
+
+
+def test_a_trace_of_torchs_runtime_is_a_timeline_for_all_commands(two_ranks, run, tmp_path):
+    from trace_cases import profiled_by_torch
+
+    schedule = zp.build("interleaved-zb", ranks=2, microbatches=4)
+    two_ranks.run(profiled_by_torch, schedule, str(tmp_path))
+    out = tmp_path / "run.json"
+    status, said, _ = run("trace", "import", *sorted(tmp_path.glob("torch*.json")), "-o", out)
+    assert status == 0, said
+    timeline = zp.from_json(out.read_text())
+    assert rows(timeline.schedule) == rows(schedule)
+    assert timeline.measured
+    assert early_actions(timeline) == []
+    for command in (("trace", "compare", out), ("show", out), ("draw", out, "-o", tmp_path / "run.svg")):
+        assert run(*command)[0] == 0
+
+
+def test_names_of_another_trainer_are_found_by_a_pattern(two_ranks, run, tmp_path):
+    """torch's GPipe waits inside of what it records: rank 1's first forward seems to begin with rank 0's."""
+    from trace_cases import profiled_gpipe
+
+    two_ranks.run(profiled_gpipe, str(tmp_path), 4)
+    files, out = sorted(tmp_path.glob("gpipe*.json")), tmp_path / "run.json"
+    status, _, error = run("trace", "import", *files, "-o", out)
+    assert status == 2
+    assert "zeropipe trace import --actions REGEX" in error
+    status, said, _ = run("trace", "import", *files, "-o", out, "--actions", GPIPE_NAMES, "--json")
+    assert status == 0, said
+    timeline, report = zp.from_json(out.read_text()), json.loads(said)
+    assert [sorted(row) for row in rows(timeline.schedule)] == [
+        sorted(f"{rank}{kind}{n}" for kind in "FB" for n in range(4)) for rank in range(2)
+    ]
+    assert early_actions(timeline) == []
+    assert report["num_shortened"] > 0
+    assert report["makespan"] == timeline.makespan
+
+
+def trace(rank: int, *events: tuple[str, float, float]) -> dict:
+    named = [
+        {"ph": "X", "cat": "user_annotation", "name": n, "ts": 1e6 * a, "dur": 1e6 * (b - a)} for n, a, b in events
+    ]
+    return {"traceEvents": named, "distributedInfo": {"rank": rank}}
+
+
+def two_stages(tmp_path, *late: float) -> list:
+    """Traces of two ranks that wait inside of their actions; rank 1's clock is late by some seconds."""
+    shift = sum(late)
+    first = trace(0, ("fwd s0 m0", 0, 1), ("bwd s0 m0", 1, 6))
+    second = trace(1, ("fwd s1 m0", 0 - shift, 2 - shift), ("bwd s1 m0", 2 - shift, 4 - shift))
+    files = [tmp_path / f"rank{n}.json" for n in range(2)]
+    for file, data in zip(files, (first, second), strict=True):
+        file.write_text(json.dumps(data))
+    return files
+
+
+PATTERN = r"(?P<kind>\w+) s(?P<stage>\d+) m(?P<microbatch>\d+)"
+
+
+def test_waiting_is_taken_off(run, tmp_path):
+    out = tmp_path / "run.json"
+    status, said, _ = run("trace", "import", *two_stages(tmp_path), "-o", out, "--actions", PATTERN)
+    assert (status, "2 actions were recorded with their wait" in said) == (0, True)
+    timeline = zp.from_json(out.read_text())
+    times = {str(s.action): (s.start, s.end) for rank in range(2) for s in timeline.spans(rank)}
+    assert times == {"0F0": (0, 1), "1F0": (1, 2), "1B0": (2, 4), "0B0": (4, 6)}
+
+
+def test_clocks_that_differ_are_refused(run, tmp_path):
+    files = two_stages(tmp_path, 1.5)
+    status, _, error = run("trace", "import", *files, "-o", tmp_path / "run.json", "--actions", PATTERN)
+    assert status == 2
+    assert "1F0 ends 500 ms before its input is there: the clocks of the ranks differ" in error
+    assert not (tmp_path / "run.json").exists()
+
+
+@pytest.mark.parametrize(
+    "actions, words",
+    [
+        ("(", "not a regular expression"),
+        (r"(?P<kind>\w+)", "must have groups kind, microbatch"),
+        (r"(?P<kind>\w+) (?P<stage>s\d) m(?P<microbatch>\d+)", "stage and microbatch must be integers"),
+        (r"\w+ (?P<kind>s\d) m(?P<microbatch>\d+)", "has kind 's0': must be one of f, fwd"),
+        (r"none (?P<kind>F)(?P<microbatch>\d+)", "has no action like 2F0"),
+    ],
+)
+def test_a_wrong_pattern_is_refused(run, tmp_path, actions, words):
+    status, _, error = run("trace", "import", *two_stages(tmp_path), "-o", tmp_path / "run.json", "--actions", actions)
+    assert (status, words in error) == (2, True), error
+
+
+def test_a_timeline_needs_no_names(run, tmp_path):
+    file = tmp_path / "own.json"
+    file.write_text(zp.to_json(zp.simulate(zp.build("1f1b", ranks=2, microbatches=2))))
+    assert run("trace", "import", file, "-o", tmp_path / "x.json", "--actions", PATTERN)[0] == 2
+    assert run("trace", "import", file, "-o", tmp_path / "x.txt")[0] == 2
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zbv", "dualpipev", "chimera", "interleaved-zb"])
+def test_a_timeline_without_waiting_stays_as_it_is(name):
+    timeline = zp.simulate(zp.build(name, ranks=4, microbatches=8), zp.Costs(p2p=0.5))
+    assert trim_waits(timeline) == (timeline, 0)
