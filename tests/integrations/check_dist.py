@@ -150,7 +150,8 @@ def check_train(run: Installed, present: bool) -> None:
         check_no_train(run)
         return
     run("tiny/make.py", "data")
-    said = run("train", "data/run.toml", "--train.steps", 4, "--train.record_every", 0, "--evaluation.every", 4)
+    steps = ("--train.steps", 4, "--train.record_every", 2, "--evaluation.every", 4)
+    said = run("train", "data/run.toml", "--rate.warmup", 1, *steps)
     require("4 steps" in said, said)
     require((run.folder / "data" / "run" / "export" / "config.json").exists(), "train wrote no export")
 
