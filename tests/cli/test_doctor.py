@@ -163,7 +163,7 @@ def test_the_real_torch_agrees():
 
 def test_extras_are_those_of_the_package_with_the_same_requirements():
     extras = PYPROJECT["optional-dependencies"]
-    assert {*USES} == {*extras} - {"dev"}
+    assert {*USES} == {*extras} - {"dev", "docs"}  # for people who change zeropipe
     lines = [f"{line} ; extra == '{extra}'" for extra, listed in extras.items() for line in listed]
     needs = read_requirements(lines)
     for extra in USES:
