@@ -17,8 +17,8 @@ import compare
 from sphinx.cmd.build import build_main
 
 ROOT = Path(__file__).parent.parent.parent
-PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "tests/README.md", "docs/*.md")
-FILES = ("docs/*.svg", "docs/*.png", "docs/gallery/*", "docs/data/*", "src/zeropipe/__init__.py")
+PAGES = ("README.md", "README.zh-CN.md", "CONTRIBUTING.md", "CHANGELOG.md", "tests/README.md", "docs/*.md")
+FILES = ("examples/*.ipynb", "docs/*.svg", "docs/*.png", "docs/gallery/*", "docs/data/*", "src/zeropipe/__init__.py")
 TRACK = re.compile(r"^## (.+)\n\n((?:\d+\. .*\n)+)", re.MULTILINE)
 COMPARE = '<a href="../play/index.html">Compare schedules in this browser</a>: sixteen schedules, no installation.'
 LINK = re.compile(r"\]\(([^)#]+\.md)\)")
@@ -56,7 +56,12 @@ def _navigation(index: str) -> str:
     """Hidden tables of contents: one per track of the index, then the API, then pages about the project."""
     tracks = [(title, LINK.findall(links)) for title, links in TRACK.findall(index)]
     tracks.append(("Look up", ["glossary.md", "cli.md", *(f"api/{name}.md" for name in api.MODULES)]))
-    tracks.append(("Project", ["../README.md", "../CONTRIBUTING.md", "../CHANGELOG.md", "../tests/README.md"]))
+    tracks.append(
+        (
+            "Project",
+            ["../README.md", "../README.zh-CN.md", "../CONTRIBUTING.md", "../CHANGELOG.md", "../tests/README.md"],
+        )
+    )
     tables = [
         "\n".join(["", "```{toctree}", ":hidden:", f":caption: {title}", "", *links, "```", ""])
         for title, links in tracks
