@@ -125,6 +125,20 @@ def test_on_a_mesh_with_gradients_proven(tmp_path):
     assert predicted.label == "zbv on pp=2,dp_shard=2, simulated"
 
 
+def test_divided_experts_on_a_mesh_with_gradients_proven(tmp_path):
+    from engine_helpers import ranks
+    from train_runs import model_directory
+
+    from zeropipe.engine.run.job import run_all
+    from zeropipe.engine.run.spec import Job
+
+    path = model_directory(tmp_path, model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2)
+    mesh = parse_mesh("pp=2,dp_replicate=2,ep=2")
+    job = Job(mesh=mesh, verify=True, model=str(path), steps=1, sequence=16)
+    found = ranks(4).run(run_all, [zp.build("zbv", ranks=2, microbatches=4)], job)
+    assert 0 < found[0][0].gradient_error < 1e-4
+
+
 @pytest.mark.parametrize("name", ["zbv", "1f1b"])
 def test_a_tied_head_is_proven(name, tmp_path):
     """On a V both ends, which share a weight, are on one rank."""
@@ -155,10 +169,11 @@ def test_the_command_on_meshes(capfd, tmp_path, mesh):
     "args, world, words",
     [
         (
-            ["--mesh", "pp=2,ep=2"],
+            ["--mesh", "pp=2,cp=2"],
             None,
-            "has the dimension 'ep': must be one of pp, dp_replicate, dp_shard, tp",
+            "has the dimension 'cp': must be one of pp, dp_replicate, dp_shard, tp, ep",
         ),
+        (["--mesh", "pp=2", "--mesh.ep", "2"], None, "ep=2 divides experts over data-parallel processes; use dp_shard"),
         (["--mesh", "pp=2,pp=2"], None, "has pp twice"),
         (["--mesh", "pp"], None, "write a number of processes for pp, like pp=2"),
         (["--mesh", "tp=0"], None, "write a number of processes for tp, like tp=2"),

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from engine_helpers import ranks
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from zeropipe.train.config.tables import RunConfig
 
@@ -25,10 +25,10 @@ def pool(number: int) -> Any:
     return ranks(number, PRELOAD)
 
 
-def model_directory(path: Path, *, tied: bool = False, seed: int = 0, **fields: Any) -> Path:
+def model_directory(path: Path, *, tied: bool = False, seed: int = 0, model_type: str = "qwen3", **fields: Any) -> Path:
     """A tiny Qwen3 as transformers saves it."""
     torch.manual_seed(seed)
-    config = Qwen3Config(**TINY | fields, tie_word_embeddings=tied)
+    config = AutoConfig.for_model(model_type, **TINY | fields, tie_word_embeddings=tied)
     AutoModelForCausalLM.from_config(config, dtype=torch.float64).save_pretrained(path)
     return path
 

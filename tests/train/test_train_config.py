@@ -96,6 +96,14 @@ WRONG = {
                  "engine.shards='regather' is for sharded weights; use mesh.dp_shard of at least 2, or leave it out"),
     "adapter and tp": ("--lora.rank 4 --mesh.tp 2", GOOD,
                        "mesh.tp=2: adapters (lora) cannot be sharded over tp; use dp_shard, or leave out lora"),
+    "experts without data parallelism": ("--mesh.ep 2", GOOD, "mesh.ep=2 divides experts over data-parallel "
+                                         "processes; use dp_shard of at least 2, or leave out ep"),
+    "experts that do not divide": ("--mesh.ep 2 --mesh.dp_shard 3 --data.batch 12", GOOD,
+                                   "mesh.ep=2: must divide dp_shard=3"),
+    "experts and adapter": ("--lora.rank 4 --mesh.ep 2 --mesh.dp_replicate 2", GOOD, "mesh.ep=2: experts of a model "
+                            "with an adapter (lora) cannot be divided; leave out one of them"),
+    "experts and offload": ("--engine.offload --mesh.ep 2 --mesh.dp_shard 2", GOOD, "engine.offload=true with "
+                            "mesh.ep=2=mesh.dp_shard: experts are not sharded; use less mesh.ep"),
     # the schedule
     "no such schedule": ("--schedule.name zvb", GOOD, "schedule: unknown schedule 'zvb': did you mean zbv or zb-h1?"),
     "stages per rank": ("--schedule.stages_per_rank 3", GOOD,

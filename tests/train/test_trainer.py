@@ -48,6 +48,19 @@ def test_five_steps_give_the_weights_of_plain_torch(tmp_path, mesh, schedule, ti
     assert [line["loss"] for line in metrics_of(tmp_path / "out")] == list(outcome.losses)
 
 
+def test_divided_experts_give_the_weights_of_plain_torch(tmp_path):
+    start = model_directory(
+        tmp_path / "start", model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
+        output_router_logits=False,
+    )  # fmt: skip
+    mesh = {"pp": 2, "dp_shard": 2, "ep": 2}
+    config = run_config(tmp_path / "out", start, mesh=mesh, schedule={"name": "dualpipev"}, data={"batch": 8})
+    outcome = train_on(config)
+    plain = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float64, experts_implementation="eager")
+    assert outcome.losses == pytest.approx(plain_training(config, plain), rel=1e-10)
+    assert difference(AutoModelForCausalLM.from_pretrained(outcome.export, dtype=torch.float64), plain) < 1e-9
+
+
 def test_machines_with_different_files_are_refused(tmp_path):
     config = run_config(tmp_path / "out", model_directory(tmp_path / "start"), mesh={"pp": 2})
     for copied, trained, ran in pool(2).run(train_unlike, config):

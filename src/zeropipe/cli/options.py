@@ -14,7 +14,7 @@ import click
 from zeropipe.cli.command import SINGLE_COSTS, Command, Option, print_cost_help
 from zeropipe.cli.param_types import DTYPES, Dtype, FiniteRange, Integers, Size
 from zeropipe.core.formats.parse import parse_value
-from zeropipe.core.mesh import DIMENSIONS
+from zeropipe.core.mesh import DIMENSIONS, EXPERTS
 from zeropipe.core.placement import MAX_WEIGHT_PARTS
 from zeropipe.errors import ConfigError, short
 
@@ -156,11 +156,11 @@ ac, microbatch, tp, layers = _ac(""), _microbatch(""), _tp(""), _layers("")
 mesh = option(
     "--mesh",
     metavar="NAME=N,..",
-    help=f"Processes per mesh dimension, like pp=2,tp=2: any of {', '.join(DIMENSIONS)}.",
+    help=f"Processes per mesh dimension, like pp=2,tp=2: any of {', '.join(DIMENSIONS)}, {EXPERTS}.",
 )
 # the training file's names, which `train` takes
 mesh_fields = combine(
-    *(option(f"--mesh.{name}", f"mesh_{name}", type=POSITIVE, hidden=True) for name in DIMENSIONS)
+    *(option(f"--mesh.{name}", f"mesh_{name}", type=POSITIVE, hidden=True) for name in (*DIMENSIONS, EXPERTS))
 )  # fmt: skip
 
 

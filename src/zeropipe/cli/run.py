@@ -13,7 +13,7 @@ from zeropipe.cli import options as opt
 from zeropipe.cli import output, run_output
 from zeropipe.cli.command import Option, is_set
 from zeropipe.cli.options import POSITIVE, option
-from zeropipe.core.mesh import DIMENSIONS, Mesh, format_mesh, num_processes, parse_mesh
+from zeropipe.core.mesh import DIMENSIONS, EXPERTS, Mesh, format_mesh, num_processes, parse_mesh
 from zeropipe.core.units import count_text
 from zeropipe.errors import ConfigError, short
 
@@ -191,7 +191,7 @@ def _build_schedules(schedules: tuple[str, ...], values: dict[str, Any], dry_run
 
 def _parse_mesh(values: dict[str, Any]) -> Mesh:
     """The mesh of --mesh, or of --mesh.pp and the others, as `train` takes them."""
-    fields = {name: values.pop(f"mesh_{name}") for name in DIMENSIONS}
+    fields = {name: values.pop(f"mesh_{name}") for name in (*DIMENSIONS, EXPERTS)}
     given = ",".join(f"{name}={size}" for name, size in fields.items() if size is not None)
     return parse_mesh(",".join(filter(None, (values["mesh"], given)))) if values["mesh"] or given else ()
 

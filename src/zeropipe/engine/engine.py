@@ -80,8 +80,8 @@ class Engine:
     ) -> None:
         self.options = Options.of(options)
         require_switch("record", record)
-        self._layout = layout = Layout.create(group, mesh)
         setup.check_types(schedule, stages)
+        self._layout = layout = Layout.create(group, mesh, setup.find_expert_mesh(stages))
         setup.check_sizes(schedule, layout)
         self.schedule, self.record = schedule, record
         order = schedule.placement.stages_of(layout.pipeline_rank)  # the order of collectives
@@ -360,6 +360,11 @@ class Engine:
                 raise ConfigError(
                     f"pipelines pass {sorted(set(step.all_num_microbatches))} microbatches: with regather=True each "
                     "gathers weights once per microbatch, so all must pass the same number; or leave out regather"
+                )
+            if self._layout.ep > 1 and not step.is_uniform:
+                raise ConfigError(
+                    f"pipelines pass {sorted(set(step.all_num_microbatches))} microbatches: with ep={self._layout.ep} "
+                    "they exchange tokens in each, so all must pass the same number; or leave out ep"
                 )
             self._check_order(step, use)
             return step

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeropipe.core.mesh import DATA_DIMENSIONS, DIMENSIONS
+from zeropipe.core.mesh import DATA_DIMENSIONS, DIMENSIONS, EXPERTS
 from zeropipe.errors import ConfigError, short
+
+EXPERT_DATA = "edp"  # the rest of the data dimension that ep divides: processes with the same experts
 
 
 @dataclass(frozen=True)
@@ -29,16 +31,19 @@ class Layout:
     sizes: dict[str, int]
     coordinates: dict[str, int]  # of this process, by mesh dimension
     mesh: Any = None
+    expert_mesh: Any = None  # the mesh with `edp` and `ep` in place of the data dimension that ep divides
 
     @staticmethod
-    def create(group: dist.ProcessGroup | None, mesh: Any = None) -> Layout:
-        """From a process group that is one pipeline, or from a DeviceMesh."""
+    def create(group: dist.ProcessGroup | None, mesh: Any = None, expert_mesh: Any = None) -> Layout:
+        """From a process group that is one pipeline, or from a DeviceMesh; `expert_mesh`: that of divided experts."""
         if not dist.is_initialized():
             raise ConfigError("torch.distributed is not running: start with torchrun and call init_process_group()")
         if mesh is not None:
             if group is not None:
                 raise ConfigError("group and mesh were both passed: a mesh names the pipeline's ranks in its 'pp'")
-            return Layout.from_mesh(mesh)
+            return Layout.from_mesh(mesh, expert_mesh)
+        if expert_mesh is not None:
+            raise ConfigError("experts are divided over ep: pass the Engine the mesh that parallelize() got")
         if group is not None and not isinstance(group, dist.ProcessGroup):
             if group == dist.GroupMember.NON_GROUP_MEMBER:
                 raise ConfigError("this process is not in the group: create the Engine on its processes only")
@@ -48,7 +53,7 @@ class Layout:
         return Layout(global_ranks, rank, tuple(range(size)), {"pp": size}, {"pp": rank})
 
     @staticmethod
-    def from_mesh(mesh: Any) -> Layout:
+    def from_mesh(mesh: Any, expert_mesh: Any = None) -> Layout:
         """From a DeviceMesh with named dimensions."""
         if not isinstance(mesh, DeviceMesh):
             raise ConfigError(
@@ -67,8 +72,12 @@ class Layout:
         global_ranks = tuple(mesh.mesh.flatten().tolist())
         rank = global_ranks.index(dist.get_rank())
         pipeline = _ranks_along(mesh, global_ranks, ["pp"] if "pp" in names else [])
-        sizes = dict(zip(names, mesh.mesh.shape))
-        return Layout(global_ranks, rank, pipeline, sizes, dict(zip(names, coordinates)), mesh)
+        sizes, coordinates = dict(zip(names, mesh.mesh.shape)), dict(zip(names, coordinates))
+        if expert_mesh is not None:
+            if mesh.mesh.flatten().tolist() != expert_mesh.mesh.flatten().tolist():
+                raise ConfigError("the Engine's mesh is not the one that parallelize() got; pass both the same")
+            coordinates |= dict(zip(expert_mesh.mesh_dim_names, expert_mesh.get_coordinate()))
+        return Layout(global_ranks, rank, pipeline, sizes, coordinates, mesh, expert_mesh)
 
     @property
     def size(self) -> int:
@@ -97,8 +106,17 @@ class Layout:
 
     @property
     def stage_groups(self) -> list[Any]:
-        """torch's own groups of this process along `stage_dims`."""
-        return [self.mesh.get_group(name) for name in self.stage_dims]
+        """torch's own groups of this process along `stage_dims`, and those of divided experts."""
+        experts = [name for name in (EXPERT_DATA, EXPERTS) if self.expert_sizes.get(name, 1) > 1]
+        return [
+            *(self.mesh.get_group(name) for name in self.stage_dims),
+            *(self.expert_mesh.get_group(name) for name in experts),
+        ]
+
+    @property
+    def expert_sizes(self) -> dict[str, int]:
+        """The sizes of the dimensions of `expert_mesh`; empty without one."""
+        return {} if self.expert_mesh is None else dict(zip(self.expert_mesh.mesh_dim_names, self.expert_mesh.shape))
 
     @property
     def stage_holders(self) -> list[tuple[int, ...]]:
@@ -111,16 +129,22 @@ class Layout:
             table = table.movedim(list(self.sizes).index("pp"), 0)
         return [tuple(holders) for holders in table.reshape(self.sizes.get("pp", 1), -1).tolist()]
 
+    @property
+    def ep(self) -> int:
+        """The number of processes that the experts of a layer are divided over."""
+        return self.expert_sizes.get(EXPERTS, 1)
+
     def coordinates_in(self, *names: str) -> tuple[int, ...]:
         """This process's coordinates in some mesh dimensions."""
         return tuple(self.coordinates.get(name, 0) for name in names)
 
     def ranks_along(self, names: Iterable[str]) -> tuple[int, ...]:
         """The ranks that differ from this one in these mesh dimensions only."""
-        names = [name for name in names if name in self.sizes]
+        names = [name for name in names if name in self.coordinates]
         if self.mesh is None:
             return self.pipeline if names else (self.rank,)
-        return _ranks_along(self.mesh, self.global_ranks, names)
+        mesh = self.expert_mesh if EXPERT_DATA in names else self.mesh
+        return _ranks_along(mesh, self.global_ranks, names)
 
     def same_pipeline(self, one: int, other: int) -> bool:
         """Whether two ranks process the same microbatches: they differ in `pp` and `tp` only."""
@@ -133,7 +157,10 @@ class Layout:
     def unsummed_dims(self, parameter: Tensor) -> tuple[str, ...]:
         """The data dimensions over which torch does not sum a parameter's gradient: those it is not sharded in."""
         summed = _mesh_dims(parameter)
-        return tuple(name for name in DATA_DIMENSIONS if self.sizes.get(name, 1) > 1 and name not in summed)
+        sizes: Mapping[str, int] = self.sizes
+        if EXPERTS in summed:  # its process has the gradient of the tokens of all `ep` processes
+            sizes = self.expert_sizes
+        return tuple(name for name in (*DATA_DIMENSIONS, EXPERT_DATA) if sizes.get(name, 1) > 1 and name not in summed)
 
     def num_holders(self, parameter: Tensor) -> int:
         """The number of processes with the same pipeline rank that hold the same shard of a parameter."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from typing import Any
 
 import torch
 from torch import nn
@@ -39,7 +40,7 @@ def agree_on_setup(
         infos = {stage: describe_stage(stage, module) for stage, module in stages.items()}
         options.check()
         check_stages(schedule, comm.layout, infos, options)
-        return infos, _list_facts(schedule, options, device)
+        return infos, _list_facts(schedule, options, device) | {"ep": comm.layout.ep}
 
     (infos, _), everyone = on_all_ranks(comm, check_all, share=lambda own: (own[1], list_ties(own[0])))
     for rank, (facts, _) in enumerate(everyone):
@@ -134,6 +135,13 @@ def check_stages(schedule: Schedule, layout: Layout, stages: Mapping[int, StageI
     if tuple(sorted(stages)) != expected:
         raise ConfigError(f"stages {sorted(stages)} were passed, the placement puts {list(expected)} on this rank")
     check(schedule)
+
+
+def find_expert_mesh(stages: Mapping[int, nn.Module | StageInfo]) -> Any:
+    """The mesh that parallelize() divided the experts of these stages over; None without ep."""
+    modules = (stage.module if isinstance(stage, StageInfo) else stage for stage in stages.values())
+    meshes = (getattr(module, "expert_mesh", None) for module in modules)
+    return next((mesh for mesh in meshes if mesh is not None), None)
 
 
 def has_split_backward(schedule: Schedule, rank: int) -> bool:

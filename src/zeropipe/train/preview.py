@@ -30,7 +30,14 @@ from zeropipe.train.inputs import (
     load_layer_costs,
     open_shapes,
 )  # fmt: skip
-from zeropipe.train.stage_costs import explain_mismatch, make_candidate, master_bytes, memory_limit, state_bytes
+from zeropipe.train.stage_costs import (
+    explain_ep,
+    explain_mismatch,
+    make_candidate,
+    master_bytes,
+    memory_limit,
+    state_bytes,
+)
 
 NO_COSTS = (
     "no prediction of step time, idle time and activations without costs; use --schedule.costs h100, or another "
@@ -139,6 +146,9 @@ def _preview_data(config: RunConfig) -> list[str]:
 def _choose_costs(config: RunConfig, notes: list[str]) -> tuple[LayerCosts | None, bool]:
     """Costs of layers, and whether their times apply to this run. If not, they only give the model's shapes."""
     costs = load_layer_costs(config)
+    if reason := explain_ep(config):  # nor is the memory known: that of experts is divided by ep too
+        notes.append(reason)
+        return None, False
     reason = NO_COSTS if costs is None else explain_mismatch(config, costs)
     if costs is not None and not reason:
         return replace(costs, state=state_bytes(config)), True

@@ -55,8 +55,16 @@ class RunCosts:
         return context.stage_costs(make_candidate(self.config, problem), counts, placement)
 
 
+def explain_ep(config: RunConfig) -> str:
+    """Why a run with divided experts has no prediction; empty without ep."""
+    ep = config.mesh.ep
+    return f"no prediction with mesh.ep={ep}: costs do not have the exchanges of tokens" if ep > 1 else ""
+
+
 def explain_mismatch(config: RunConfig, costs: LayerCosts) -> str:
     """Why `costs` cannot predict this run; empty if they can."""
+    if reason := explain_ep(config):
+        return reason
     data, engine = config.data, config.engine
     origin = Origin(
         (), engine.ac, data.microbatch, data.sequence, config.model.dtype, config.mesh.tp, engine.compile,

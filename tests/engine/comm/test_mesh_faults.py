@@ -21,9 +21,13 @@ MESHES = {"sharded": SHARDED, "spread": SPREAD, "replicated": REPLICATED, "no pi
 
 
 def strike(name, sizes, kind, culprit, when, timeout, backend="gloo"):
+    schedule = zp.build(name, ranks=sizes["pp"], microbatches=4)
+    strike_in(cases.struck, (schedule, sizes, kind, culprit, when, timeout), kind, culprit, backend)
+
+
+def strike_in(function, args, kind, culprit, backend="gloo"):
     with LocalRanks(4, grace=30 if kind == "kill" else 1, backend=backend) as ranks:
-        schedule = zp.build(name, ranks=sizes["pp"], microbatches=4)
-        found = ranks.outcomes(cases.struck, schedule, sizes, kind, culprit, when, timeout, timeout=LIMIT)
+        found = ranks.outcomes(function, *args, timeout=LIMIT)
         pids = ranks.pids
     assert gone(pids)
     survivors = [item for rank, item in enumerate(found) if rank != culprit]
@@ -41,6 +45,18 @@ def test_all_processes_end_with_the_name_of_the_one_that_failed(mesh, kind, culp
 
 def test_a_process_that_is_stopped_is_named_by_those_that_wait_for_it_inside_torch():
     strike("zbv", SPREAD, "stop", 1, 6, 4.0)
+
+
+@pytest.mark.parametrize(
+    "kind, when", [("raise", 9), *(pytest.param(kind, 21, marks=pytest.mark.full) for kind in ("kill", "stop"))]
+)
+def test_a_process_that_fails_while_others_wait_for_its_rows_of_experts(kind, when):
+    pytest.importorskip("transformers")
+    import expert_cases
+
+    schedule = zp.build("zbv", ranks=2, microbatches=4)
+    args = (schedule, kind, 1, when, 4.0 if kind == "stop" else 60.0)
+    strike_in(expert_cases.struck_in_experts, args, kind, 1)
 
 
 def test_a_broken_mesh_is_refused():

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from zeropipe.engine.backward.exchange import Exchange
 from zeropipe.engine.backward.gradients import to_local
 from zeropipe.engine.backward.stacks import convert, create_deferred_class, expert_linear
 from zeropipe.engine.transformers_private import apply_expert_gate, experts_implementation
@@ -36,6 +37,23 @@ def keep_local_experts(module: Any, index: int, num_shards: int) -> bool:
     return True
 
 
+def divide_experts(module: Any, exchange: Exchange) -> bool:
+    """Let a stack compute the experts of one process of `exchange` for the tokens of all; False if it cannot.
+
+    The caller then leaves it the weights and biases of these experts.
+    """
+    defer_experts(module)
+    if not is_routed_stack(module):
+        return False
+    module.exchange = exchange
+    return True
+
+
+def is_routed_stack(module: nn.Module) -> bool:
+    """Whether this is a stack of transformers' experts, deferred, that takes each token's experts and weights."""
+    return hasattr(type(module), "exchange") and not _is_dense(type(module))
+
+
 def _stack_names(module: nn.Module) -> tuple[str, str] | None:
     """The two weight stacks of experts with a supported forward that are not deferred yet, else None."""
     attributes = vars(module)
@@ -61,6 +79,8 @@ def _deferred_class(base: type[nn.Module], names: tuple[str, str]) -> type[nn.Mo
     run_all = _run_dense_experts if _is_dense(base) else _run_all_experts
 
     def forward(self: Any, hidden: Tensor, *routing: Tensor) -> Tensor:
+        if self.exchange is not None:
+            return _run_divided_experts(self, hidden, *routing)
         if self.first_expert is not None:
             return run_local(self, hidden, *routing)
         is_parametrized = not all(isinstance(getattr(self, name), nn.Parameter) for name in names)
@@ -68,15 +88,40 @@ def _deferred_class(base: type[nn.Module], names: tuple[str, str]) -> type[nn.Mo
             return base.forward(self, hidden, *routing)
         return run_all(self, hidden, *routing)
 
-    return create_deferred_class(base, names, forward, first_expert=None)
+    return create_deferred_class(base, names, forward, first_expert=None, exchange=None)
 
 
 def _run_all_experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
     """Sort tokens by expert, so that each of the two products is one call for all experts."""
     order, offsets = _sort_by_expert(index, module.num_experts)
-    experts = _experts_for_bias(module, index, order)
-    x = _add_bias(module, 0, expert_linear(module, 0, hidden[order // index.shape[-1]], offsets), experts)
-    x = _add_bias(module, 1, expert_linear(module, 1, _apply_activation(module, x), offsets), experts)
+    x = _run_experts(module, hidden[order // index.shape[-1]], offsets, _experts_for_bias(module, index, order))
+    return _sum_choices(x * weights.flatten()[order, None].to(x.dtype), order, index)
+
+
+def _run_experts(module: Any, x: Tensor, offsets: Tensor, experts: Tensor | None) -> Tensor:
+    """The outputs of rows that are sorted by expert."""
+    x = _add_bias(module, 0, expert_linear(module, 0, x, offsets), experts)
+    return _add_bias(module, 1, expert_linear(module, 1, _apply_activation(module, x), offsets), experts)
+
+
+def _run_divided_experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """Dispatch each row to the process that has its expert, run the experts of this process, and combine the results.
+
+    Rows arrive sorted by process and then by expert: they are grouped by expert for the products, and ungrouped
+    before they are sent back.
+    """
+    exchange = module.exchange
+    order, offsets = _sort_by_expert(index, module.num_experts)
+    counts = offsets.diff(prepend=offsets.new_zeros(1))
+    arriving = exchange.exchange_counts(counts)  # (process, expert)
+    sent, received = torch.stack([counts.view_as(arriving).sum(1), arriving.sum(1)]).tolist()
+    rows = exchange.exchange_rows(hidden[order // index.shape[-1]], sent, received)
+    expert = torch.arange(arriving.shape[1], device=rows.device).repeat(len(arriving))
+    expert = expert.repeat_interleave(arriving.flatten(), output_size=len(rows))  # of each row
+    grouping = expert.argsort(stable=True)
+    offsets = arriving.sum(0).cumsum(0, dtype=torch.int32)
+    x = _run_experts(module, rows[grouping], offsets, expert[grouping] if module.has_bias else None)
+    x = exchange.exchange_rows(x[_inverse(grouping)], received, sent)
     return _sum_choices(x * weights.flatten()[order, None].to(x.dtype), order, index)
 
 
@@ -139,5 +184,10 @@ def _sort_by_expert(index: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
 
 def _sum_choices(x: Tensor, order: Tensor, index: Tensor) -> Tensor:
     """Undo the sort and sum over each token's choices."""
-    inverse = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=order.device))
-    return x[inverse].view(*index.shape, -1).sum(1)
+    return x[_inverse(order)].view(*index.shape, -1).sum(1)
+
+
+def _inverse(permutation: Tensor) -> Tensor:
+    """The permutation that undoes another."""
+    positions = torch.arange(len(permutation), device=permutation.device)
+    return torch.empty_like(permutation).scatter(0, permutation, positions)

@@ -39,7 +39,7 @@ def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
 
 @functools.cache
 def _expensive_operators() -> frozenset[Any]:
-    """Operators whose results are kept: products and attention."""
+    """Operators whose results are kept: products, attention, and rows of experts that other processes sent."""
     names = (
         "mm",
         "addmm",
@@ -53,4 +53,4 @@ def _expensive_operators() -> frozenset[Any]:
         "_scaled_dot_product_attention_math",
     )
     found = [getattr(torch.ops.aten, name).default for name in names if hasattr(torch.ops.aten, name)]
-    return frozenset([*found, torch.ops.zeropipe.grouped_linear.default])
+    return frozenset([*found, torch.ops.zeropipe.grouped_linear.default, torch.ops.zeropipe.exchange.default])

@@ -1,7 +1,8 @@
-"""parallelize(): shard the stages of a rank over `tp` and `dp_shard`."""
+"""parallelize(): shard the stages of a rank over `tp`, `ep` and `dp_shard`."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
@@ -13,7 +14,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor
 
 from zeropipe.engine.fsdp_private import units_of
-from zeropipe.engine.layout import DATA_DIMENSIONS, Layout
+from zeropipe.engine.layout import DATA_DIMENSIONS, EXPERT_DATA, Layout
+from zeropipe.engine.mesh.expert_parallel import apply_ep, divide_mesh, find_divided
 from zeropipe.engine.mesh.tensor_parallel import apply_tp
 from zeropipe.errors import ConfigError, first_line, short
 
@@ -29,8 +31,12 @@ def parallelize(
     dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = torch.float32,
     offload: bool = False,
+    ep: int = 1,
 ) -> dict[int, S]:
     """Shard this rank's stages over `tp` and `dp_shard`, in place, and return them; pass the Engine the same mesh.
+
+    `ep`: divide the experts of every layer over this many of the `dp_shard` processes (without `dp_shard`, of
+    `dp_replicate`), which must be a divisor of their number; tokens are sent to the process that has their experts.
 
     `plan`: how layers are sharded over `tp`, by their names in the full model, as transformers writes it; the model's
     own plan by default. For a Hugging Face model the plan is checked on a small copy. `sequence_parallel`: outside
@@ -46,16 +52,21 @@ def parallelize(
         if value is not None and not isinstance(value, torch.dtype):
             raise ConfigError(f"{name}={short(value)}: must be a torch.dtype, like torch.bfloat16")
     layout = Layout.from_mesh(mesh)
+    if any(hasattr(stage, "expert_mesh") for stage in stages.values()):
+        raise ConfigError("the experts of a stage are already divided over ep; call parallelize() once")
     if any(units_of(stage) for stage in stages.values()):
         raise ConfigError("a stage is already sharded; call parallelize() once, or leave out fully_shard")
     if layout.sizes.get("tp", 1) > 1:
         apply_tp(stages.values(), mesh["tp"], plan, sequence=sequence_parallel)
     elif plan is not None or sequence_parallel:
         raise ConfigError("plan and sequence_parallel need layers sharded over tp; use a mesh with tp of 2 or more")
+    if (expert_mesh := divide_mesh(mesh, layout, ep)) is not None:
+        apply_ep(stages.values(), expert_mesh)
     if layout.sizes.get("dp_shard", 1) > 1:
         options = _fsdp_options(mesh, layout, dtype, reduce_dtype, offload)
+        expert_options = _expert_options(options, expert_mesh)
         for number, stage in stages.items():
-            _apply_fsdp(number, stage, options)
+            _apply_fsdp(number, stage, options, expert_options)
             _move_unsharded(stage, mesh.device_type)
     elif dtype is not None or offload:
         raise ConfigError("dtype and offload need sharded stages; use a mesh with dp_shard of 2 or more")
@@ -78,20 +89,48 @@ def _fsdp_options(
     }
 
 
-def _apply_fsdp(number: int, stage: nn.Module, options: dict[str, Any]) -> None:
-    """Make each block of a stage an FSDP unit, then the rest of the stage."""
+def _expert_options(options: dict[str, Any], expert_mesh: DeviceMesh | None) -> dict[str, Any] | None:
+    """Arguments of fully_shard for stacks of divided experts; None if ep leaves nothing to shard them over."""
+    if expert_mesh is None or expert_mesh[EXPERT_DATA].size() == 1:
+        if expert_mesh is not None and isinstance(options["offload_policy"], CPUOffloadPolicy):
+            raise ConfigError("offload=True with ep=dp_shard: experts are not sharded then; use a smaller ep")
+        return None
+    names = tuple(name for name in ("dp_replicate", EXPERT_DATA) if name in expert_mesh.mesh_dim_names)
+    # the weights of a token's experts stay in the dtype of the router
+    policy = dataclasses.replace(options["mp_policy"], cast_forward_inputs=False)
+    return {**options, "mesh": expert_mesh[names], "mp_policy": policy}
+
+
+def _apply_fsdp(number: int, stage: nn.Module, options: dict[str, Any], expert_options: dict[str, Any] | None) -> None:
+    """Make each block of a stage an FSDP unit, then the rest of the stage; before them each stack of divided experts.
+
+    Without `expert_options` such a stack has no unit, and is left out of that of its block.
+    """
     blocks = list(dict.fromkeys(getattr(stage, "blocks", ())))  # a module may be listed twice
     _require_disjoint(blocks)
+    stacks = find_divided(stage)
+    for index, stack in enumerate(stacks if expert_options is not None else ()):
+        _shard_unit(f"stack {index} of experts of stage {number}", stack, set(stack.parameters()), expert_options)
+    divided = {parameter for stack in stacks for parameter in stack.parameters()}
     units: dict[nn.Module, set[nn.Parameter]] = {block: set(block.parameters()) for block in blocks}
     units[stage] = set(stage.parameters()).difference(*units.values())
     for unit, parameters in units.items():
-        try:
-            fully_shard(unit, ignored_params=find_unshardable(parameters), **options)
-        except (AssertionError, NotImplementedError, RuntimeError, ValueError) as error:
-            name = f"stage {number}" if unit is stage else f"block {blocks.index(unit)} of stage {number}"
-            raise ConfigError(
-                f"{name} cannot be sharded: {first_line(error)}; change it, or leave out dp_shard"
-            ) from error
+        name = f"stage {number}" if unit is stage else f"block {blocks.index(unit)} of stage {number}"
+        _shard_unit(name, unit, parameters - divided, options, divided & parameters)
+
+
+def _shard_unit(
+    name: str,
+    unit: nn.Module,
+    parameters: set[nn.Parameter],
+    options: Mapping[str, Any],
+    left_out: Iterable[nn.Parameter] = (),
+) -> None:
+    """Make a module an FSDP unit of these parameters, without those that cannot be sharded, and those left out."""
+    try:
+        fully_shard(unit, ignored_params=find_unshardable(parameters).union(left_out), **options)
+    except (AssertionError, NotImplementedError, RuntimeError, ValueError) as error:
+        raise ConfigError(f"{name} cannot be sharded: {first_line(error)}; change it, or leave out dp_shard") from error
 
 
 def find_unshardable(parameters: Iterable[nn.Parameter]) -> set[nn.Parameter]:

@@ -72,7 +72,7 @@ def _find_difference(small: HFStage, plan: Mapping[str, str], sequence: bool) ->
     batch = {"input_ids": ids, "position_ids": torch.arange(LENGTH)[None].expand(2, -1)}
     copies = [copy.deepcopy(small) for _ in range(TP)]
     small.tie()
-    logits = _take_logits(small(**batch))
+    logits = take_logits(small(**batch))
     gradient = torch.randn_like(logits)
     logits.backward(gradient)
     with SimulatedTP() as simulated:
@@ -107,12 +107,12 @@ def _run_copy(
     """Forward and backward of one simulated process."""
     stage.tie()
     shard_stage(stage, plan, shards, sequence)
-    logits = _take_logits(stage(**batch))
+    logits = take_logits(stage(**batch))
     logits.backward(gradient if logits.shape == gradient.shape else take_chunk(gradient, -1, shards.group))
     return logits.detach()
 
 
-def _take_logits(output: Any) -> Tensor:
+def take_logits(output: Any) -> Tensor:
     """Without the loss of routers, which is computed from replicated tensors."""
     return output[0] if isinstance(output, tuple) else output
 
@@ -135,13 +135,13 @@ class _ThreadGroup(FakeGroup):
 
 
 class SimulatedTP:
-    """Threads of this process in place of the processes of `tp`."""
+    """Threads of this process in place of `size` processes, such as those of `tp`."""
 
-    def __init__(self) -> None:
-        self._barrier = threading.Barrier(TP, timeout=TIMEOUT_S)
-        self._slots: list[Tensor] = [torch.empty(0)] * TP
+    def __init__(self, size: int = TP) -> None:
+        self._barrier = threading.Barrier(size, timeout=TIMEOUT_S)
+        self._slots: list[Tensor] = [torch.empty(0)] * size
         number = next(_counter)
-        self.groups = [TPGroup(f"simulated {number}, {rank}", rank, TP) for rank in range(TP)]
+        self.groups = [TPGroup(f"simulated {number}, {rank}", rank, size) for rank in range(size)]
 
     def __enter__(self) -> SimulatedTP:
         for group in self.groups:

@@ -27,9 +27,9 @@ SEQUENCE = 1  # the dimension of tokens in hidden states
 
 @dataclass
 class ParameterShards:
-    """The parameters that were sharded over `tp`, collected while stages are sharded."""
+    """The parameters that were sharded over `tp` or `ep`, collected while stages are sharded."""
 
-    group: TPGroup
+    group: Any  # with this process's rank, and the size: a TPGroup or ExpertGroup
     mesh: DeviceMesh | None  # None in a simulation: shards are plain parameters then
     dimensions: dict[str, int] = field(default_factory=dict)  # name in the full model -> sharded dimension
     _shards: dict[int, tuple[nn.Parameter, nn.Parameter]] = field(default_factory=dict)  # full, shard; by id of full

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from zeropipe.core.mesh import DATA_DIMENSIONS, Mesh
+from zeropipe.core.mesh import DATA_DIMENSIONS, EXPERTS, Mesh
 from zeropipe.core.model.configs import find_built_in
 from zeropipe.core.schedule import Schedule
 from zeropipe.engine.comm.collective import on_all_ranks, require_same
@@ -110,7 +110,7 @@ def _build_stages(
     for name in DATA_DIMENSIONS:
         pipeline = pipeline * dict(job.mesh).get(name, 1) + coordinate.get(name, 0)
     if mesh is not None:
-        stages = parallelize(stages, mesh)
+        stages = parallelize(stages, mesh, ep=dict(job.mesh).get(EXPERTS, 1))
     return _Built(stages, count if is_first else 0, mesh, pipeline)
 
 
@@ -118,7 +118,8 @@ _meshes: dict[tuple[Mesh, torch.device], Any] = {}  # created once: their groups
 
 
 def create_mesh(sizes: Mesh, device: torch.device, ranks: Ranks) -> Any:
-    """The device mesh of all processes; None without sizes."""
+    """The device mesh of all processes; None without sizes. It has no ep, which parallelize() adds."""
+    sizes = tuple(entry for entry in sizes if entry[0] != EXPERTS)
     if not sizes:
         return None
 

@@ -204,3 +204,13 @@ def gathered(x: Tensor, group: str) -> Tensor:
 def sum_scattered(x: Tensor, group: str) -> Tensor:
     """This rank's part, along the first dimension, of the sum of x over all ranks."""
     return collectives.wait_tensor(_reduce_scatter(x.contiguous(), "sum", 0, group))
+
+
+def exchanged(x: Tensor, sent: list[int], received: list[int], group: str) -> Tensor:
+    """The rows that each process sends to this one: sent[i] rows of x go to process i, received[i] come from it."""
+    return collectives.wait_tensor(torch.ops._c10d_functional.all_to_all_single(x.contiguous(), received, sent, group))
+
+
+def unflatten(mesh: Any, name: str, sizes: tuple[int, ...], names: tuple[str, ...]) -> Any:
+    """The mesh with several dimensions in place of one, which share the other dimensions' groups."""
+    return mesh._unflatten(name, sizes, names)

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from zeropipe.core.files import SCHEDULE_SUFFIXES, has_suffix
-from zeropipe.core.mesh import format_mesh
+from zeropipe.core.mesh import format_mesh, refuse_ep
 from zeropipe.core.units import count_text
 from zeropipe.engine.run.spec import require_cores
 from zeropipe.errors import ConfigError, MissingExtra, ZeropipeError, first_line
@@ -90,6 +90,12 @@ def _check_mesh(config: RunConfig) -> Iterator[str]:
             yield "engine.offload=true is for sharded weights; use mesh.dp_shard of at least 2, or leave it out"
         if engine.shards == "regather":
             yield "engine.shards='regather' is for sharded weights; use mesh.dp_shard of at least 2, or leave it out"
+    if reason := refuse_ep(mesh.sizes):
+        yield f"mesh.{reason}"
+    if mesh.ep > 1 and config.lora is not None:
+        yield f"mesh.ep={mesh.ep}: experts of a model with an adapter (lora) cannot be divided; leave out one of them"
+    if mesh.ep > 1 and mesh.ep == mesh.dp_shard and engine.offload:
+        yield f"engine.offload=true with mesh.ep={mesh.ep}=mesh.dp_shard: experts are not sharded; use less mesh.ep"
     if config.lora is not None and mesh.tp > 1:
         yield f"mesh.tp={mesh.tp}: adapters (lora) cannot be sharded over tp; use dp_shard, or leave out lora"
 

@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from zeropipe.core.mesh import DIMENSIONS, EXPERTS
+
 MAX_INTEGER = 10**9
 BYTE_TOKENIZER = "bytes"  # value of data.tokenizer: one token per byte
 
@@ -58,12 +60,16 @@ class LoraTable(Table):
 
 
 class MeshTable(Table):
-    """Sizes of the mesh dimensions. Their product is the number of processes."""
+    """Sizes of the mesh dimensions. Their product, without `ep`, is the number of processes."""
 
     pp: Count = Field(default=1, description="Pipeline ranks.")
     dp_replicate: Count = Field(default=1, description="Replicas of the model (data parallelism).")
     dp_shard: Count = Field(default=1, description="Processes that shard the weights of a replica (FSDP2).")
     tp: Count = Field(default=1, description="Processes that shard every layer (tensor parallelism).")
+    ep: Count = Field(
+        default=1,
+        description="Processes of `dp_shard` (without it, `dp_replicate`) that the experts of layers are divided over.",
+    )
     sequence_parallel: Flag = Field(
         default=False, description="Also shard sequences over `tp` outside attention and MLP."
     )
@@ -79,8 +85,8 @@ class MeshTable(Table):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The sizes of the dimensions, in the order of the DeviceMesh."""
-        return {name: getattr(self, name) for name in ("pp", "dp_replicate", "dp_shard", "tp")}
+        """The sizes of the dimensions, in the order of the DeviceMesh; then ep, if experts are divided."""
+        return {name: getattr(self, name) for name in (*DIMENSIONS, *([EXPERTS] if self.ep > 1 else []))}
 
 
 class ScheduleTable(Table):

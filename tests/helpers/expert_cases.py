@@ -1,0 +1,205 @@
+"""What the local ranks run in test_expert_parallel.py: experts divided over processes, beside the plain model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import checkpoint_cases
+import tensor_cases
+import torch
+import torch.distributed as dist
+from engine_helpers import hf_plain_step
+from fault_cases import strike
+from mesh_cases import hf_difference, mesh_of
+from torch import nn
+
+from zeropipe.core.mesh import DATA_DIMENSIONS
+from zeropipe.core.schedule import Schedule
+from zeropipe.engine import CausalLMLoss, Engine, hf_model, hf_stages, parallelize, save_checkpoint
+from zeropipe.engine.backward.gradients import to_local
+from zeropipe.engine.mesh.expert_parallel import find_divided
+from zeropipe.engine.torch_private import comm as torch_comm
+from zeropipe.errors import ConfigError
+
+_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_EXTRA: dict[str, dict[str, Any]] = {
+    "qwen2_moe": _MOE | {"shared_expert_intermediate_size": 24, "decoder_sparse_step": 1},
+    "qwen3_moe": {"mlp_only_layers": []},
+    "glm4_moe": {
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1,
+        "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
+    },
+}  # fmt: skip
+_ROUTER_LOSS = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+WITH_ROUTER_LOSS = ("qwen3_moe", "mixtral", "qwen2_moe")
+
+
+def config_of(kind: str, **changes: Any) -> Any:
+    """A tiny model of experts in float64, with the loss of its routers if it has one."""
+    router = _ROUTER_LOSS if kind in WITH_ROUTER_LOSS else {}
+    return tensor_cases.config_of(kind, **{**_EXTRA.get(kind, {}), **router, **changes})
+
+
+def tokens(number: int, pipeline: int, step: int, equal: bool) -> list[dict[str, Any]]:
+    """Microbatches of one pipeline: each has its own lengths; `equal`: all tokens but the first are the same one."""
+    generator = torch.Generator().manual_seed(100 * step + pipeline)
+    made = []
+    for index in range(number):
+        shape = (1 + pipeline % 2, (6, 9, 4)[(index + pipeline) % 3])
+        ids = torch.randint(tensor_cases.VOCABULARY, shape, generator=generator)
+        labels = ids.clone()
+        if equal:
+            ids[:, 1:] = 5
+        labels[0, : 2 + index % 2] = -100
+        made.append({"input_ids": ids, "labels": labels})
+    return made
+
+
+def pipeline_index(mesh: Any, sizes: dict[str, int]) -> int:
+    """Which of all pipelines this process is in."""
+    index = 0
+    for name in DATA_DIMENSIONS:
+        index = index * sizes.get(name, 1) + (mesh[name].get_local_rank() if name in sizes else 0)
+    return index
+
+
+def train_with_ep(
+    schedule: Schedule, sizes: dict[str, int], ep: int, kind: str, options: dict[str, Any], steps: int = 2,
+    changes: dict[str, Any] | None = None, equal: bool = False,
+) -> dict[str, float]:  # fmt: skip
+    """AdamW steps with clipping beside one process: the largest differences.
+
+    `kept`: the experts that this process keeps of a layer. `idle`: how often no row arrived for them.
+    """
+    config, mesh, loss_fn = config_of(kind, **(changes or {})), mesh_of(sizes), CausalLMLoss()
+    plain = hf_model(config)
+    stages = hf_stages(config, schedule, mesh["pp"].get_local_rank() if "pp" in sizes else 0)
+    parallelize(stages, mesh, ep=ep)
+    pipelines, mine = math.prod(sizes.get(name, 1) for name in DATA_DIMENSIONS), pipeline_index(mesh, sizes)
+    seen = {"loss": 0.0, "eval": 0.0, "norm": 0.0, "grad": 0.0, "weight": 0.0, "idle": 0.0}
+
+    def count_idle(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        seen["idle"] += args[0].numel() == 0
+
+    for stack in (stack for stage in stages.values() for stack in find_divided(stage)):
+        if hasattr(stack, "act_fn") and not options.get("compile"):  # a compiled graph has no such condition
+            stack.act_fn.register_forward_pre_hook(count_idle)
+    with Engine(schedule, stages, mesh=mesh, **options) as engine:
+        ours, theirs = (
+            torch.optim.AdamW(p, lr=0.01, foreach=False) for p in (engine.parameters(), list(plain.parameters()))
+        )
+        for step in range(steps):
+            every = [tokens(schedule.num_microbatches, pipeline, step, equal) for pipeline in range(pipelines)]
+            wanted = hf_plain_step(plain, [batch for some in every for batch in some], loss_fn)
+            evaluated = engine.eval_step(every[mine], loss_fn).loss
+            seen["eval"] = max(seen["eval"], abs(evaluated - wanted) / wanted)
+            seen["loss"] = max(seen["loss"], abs(engine.train_step(every[mine], loss_fn).loss - wanted) / wanted)
+            norm = float(torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1))
+            seen["norm"] = max(seen["norm"], abs(engine.clip_grad_norm(0.1) - norm) / norm)
+            seen["grad"] = max(seen["grad"], hf_difference(stages, plain, "grad"))
+            for optimizer in (ours, theirs):
+                optimizer.step()
+                optimizer.zero_grad()
+            seen["weight"] = max(seen["weight"], hf_difference(stages, plain, "weight"))
+    return seen | {"kept": max((local_experts(stage) for stage in stages.values()), default=0)}
+
+
+def local_experts(stage: nn.Module) -> int:
+    """The number of experts in the largest part of a stack that this process has while nothing runs."""
+    shards = [p for name, p in stage.named_parameters() if name.endswith("experts.down_proj")]
+    return max((len(to_local(shard)) for shard in shards), default=0)
+
+
+class ExpertModel(checkpoint_cases.Model):
+    """A model of experts for chains of checkpoints; `ep` of each layout, by its sizes."""
+
+    def __init__(self, ep: dict[tuple[tuple[str, int], ...], int]) -> None:
+        self.tied, self.device, self.loss_fn, self._ep = False, "cpu", CausalLMLoss(), ep
+        self.config = tensor_cases.config_of("qwen3_moe")
+
+    def stages(self, schedule: Schedule, rank: int, seed: int, mesh: Any) -> dict[int, Any]:
+        sizes = tuple(zip(mesh.mesh_dim_names, mesh.mesh.shape))
+        return parallelize(hf_stages(self.config, schedule, rank, seed=seed), mesh, ep=self._ep.get(sizes, 1))
+
+
+def exported(schedule: Schedule, sizes: dict[str, int], ep: int, kind: str, path: str) -> None:
+    """Save a checkpoint with divided experts, which one process may convert."""
+    mesh = mesh_of(sizes)
+    stages = parallelize(hf_stages(config_of(kind), schedule, mesh["pp"].get_local_rank(), seed=4), mesh, ep=ep)
+    with Engine(schedule, stages, mesh=mesh) as engine:
+        save_checkpoint(path, engine)
+
+
+def count_exchanges(schedule: Schedule, options: dict[str, Any]) -> int:
+    """The all-to-alls of one training step."""
+    mesh, number = mesh_of({"dp_replicate": 2}), 0
+    stages = parallelize(hf_stages(config_of("qwen3_moe"), schedule, 0), mesh, ep=2)
+    data = tokens(schedule.num_microbatches, mesh.get_local_rank(), 0, False)
+    exchanged = torch_comm.exchanged
+
+    def count(*args: Any) -> torch.Tensor:
+        nonlocal number
+        number += 1
+        return exchanged(*args)
+
+    with Engine(schedule, stages, mesh=mesh, **options) as engine, mock.patch.object(torch_comm, "exchanged", count):
+        engine.train_step(data, CausalLMLoss())
+    return number
+
+
+def other_numbers(schedule: Schedule) -> tuple[str, str, float]:
+    """Pipelines with other numbers of microbatches, and an Engine without the mesh; then a step that is right."""
+    mesh, config = mesh_of({"dp_replicate": 2}), config_of("mixtral")
+    stages = parallelize(hf_stages(config, schedule, 0), mesh, ep=2)
+    mine = mesh.get_local_rank()
+    with Engine(schedule, stages, mesh=mesh) as engine:
+        said = error_text(lambda: engine.train_step(tokens(2 + mine, mine, 0, False), CausalLMLoss()))
+        loss = engine.train_step(tokens(2, mine, 0, False), CausalLMLoss()).loss
+    batches = [batch for pipeline in range(2) for batch in tokens(2, pipeline, 0, False)]
+    wanted = hf_plain_step(hf_model(config), batches, CausalLMLoss())
+    return said, error_text(lambda: Engine(schedule, stages)), abs(loss - wanted) / wanted
+
+
+def refused(schedule: Schedule, sizes: dict[str, int], ep: Any, kind: str, spreading: dict[str, Any]) -> str:
+    """Why parallelize() refuses."""
+    mesh = mesh_of(sizes)
+    stages = hf_stages(config_of(kind), schedule, mesh["pp"].get_local_rank() if "pp" in sizes else 0)
+    return error_text(lambda: parallelize(stages, mesh, ep=ep, **spreading))
+
+
+def divided_twice(schedule: Schedule) -> str:
+    mesh = mesh_of({"dp_replicate": 2})
+    stages = parallelize(hf_stages(config_of("mixtral"), schedule, 0), mesh, ep=2)
+    return error_text(lambda: parallelize(stages, mesh, ep=2))
+
+
+def error_text(call: Callable[[], Any]) -> str:
+    """The text of a ConfigError."""
+    try:
+        call()
+    except ConfigError as error:
+        return str(error)
+    raise AssertionError("not refused")
+
+
+def struck_in_experts(schedule: Schedule, kind: str, culprit: int, when: int, timeout: float) -> None:
+    """Training; the culprit is struck in its `when`-th activation of experts, while others wait for its rows."""
+    mesh, rank, left = mesh_of({"pp": 2, "dp_shard": 2}), dist.get_rank(), when
+    stages = parallelize(hf_stages(config_of("mixtral"), schedule, mesh["pp"].get_local_rank()), mesh, ep=2)
+
+    def point(*_: Any) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0 and rank == culprit:
+            strike(kind)
+
+    for stage in stages.values():
+        for stack in find_divided(stage):
+            stack.act_fn.register_forward_hook(point)
+    with Engine(schedule, stages, mesh=mesh, timeout=timeout) as engine:
+        for step in range(10**6):
+            data = tokens(schedule.num_microbatches, mesh["dp_shard"].get_local_rank(), step, False)
+            engine.train_step(data, CausalLMLoss())
