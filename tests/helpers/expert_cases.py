@@ -19,8 +19,8 @@ from torch import nn
 from zeropipe.core.mesh import DATA_DIMENSIONS
 from zeropipe.core.schedule import Schedule
 from zeropipe.engine import CausalLMLoss, Engine, hf_model, hf_stages, parallelize, save_checkpoint
+from zeropipe.engine.backward.experts import find_divided
 from zeropipe.engine.backward.gradients import to_local
-from zeropipe.engine.mesh.expert_parallel import find_divided
 from zeropipe.engine.torch_private import comm as torch_comm
 from zeropipe.errors import ConfigError
 
@@ -168,6 +168,12 @@ def refused(schedule: Schedule, sizes: dict[str, int], ep: Any, kind: str, sprea
     mesh = mesh_of(sizes)
     stages = hf_stages(config_of(kind), schedule, mesh["pp"].get_local_rank() if "pp" in sizes else 0)
     return error_text(lambda: parallelize(stages, mesh, ep=ep, **spreading))
+
+
+def compiled(schedule: Schedule) -> str:
+    mesh = mesh_of({"dp_replicate": 2})
+    stages = parallelize(hf_stages(config_of("mixtral"), schedule, 0), mesh, ep=2)
+    return error_text(lambda: Engine(schedule, stages, mesh=mesh, compile=True))
 
 
 def divided_twice(schedule: Schedule) -> str:

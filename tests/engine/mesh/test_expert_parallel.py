@@ -20,6 +20,7 @@ from zeropipe.core.mesh import num_processes, parse_mesh, refuse_ep
 from zeropipe.engine import hf_model, hf_stages
 from zeropipe.engine.checkpoint.convert import convert
 from zeropipe.engine.mesh import ep_check
+from zeropipe.engine.run.spec import Job, check_job
 from zeropipe.errors import ConfigError
 
 SHARDED, REPLICATED = {"pp": 2, "dp_shard": 2}, {"pp": 2, "dp_replicate": 2}
@@ -112,6 +113,23 @@ def test_what_cannot_be_divided_is_refused(sizes, ep, kind, options, words):
     schedule = zp.build("1f1b", ranks=sizes.get("pp", 1), microbatches=2)
     for said in ranks(2).run(cases.refused, schedule, sizes, ep, kind, options):
         assert said.startswith(words)
+
+
+def test_compiled_blocks_are_refused():
+    for said in ranks(2).run(cases.compiled, zp.build("1f1b", ranks=1, microbatches=2)):
+        assert said.endswith("compile=True with experts divided over ep is not supported; leave out one of them")
+    with pytest.raises(ConfigError, match=re.escape("--compile with --mesh dp_shard=2,ep=2 is not supported")):
+        check_job(Job(compile=True, mesh=parse_mesh("dp_shard=2,ep=2")))
+
+
+@pytest.mark.full
+def test_replicas_of_shards_of_divided_experts():
+    """On 8 processes: the experts of a process are sharded over 2 others, and replicated."""
+    schedule = zp.build("1f1b", ranks=1, microbatches=2)
+    args = (schedule, {"dp_replicate": 2, "dp_shard": 4}, 2, "qwen3_moe", {}, 2, {"num_hidden_layers": 2})
+    seen = largest(ranks(8).run(cases.train_with_ep, *args))
+    assert max(seen[key] for key in seen.keys() - {"kept", "idle"}) < TOLERANCE, seen
+    assert seen["kept"] == 1
 
 
 def test_experts_are_divided_once():

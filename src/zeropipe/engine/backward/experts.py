@@ -49,6 +49,11 @@ def divide_experts(module: Any, exchange: Exchange) -> bool:
     return True
 
 
+def find_divided(module: nn.Module) -> list[Any]:
+    """The stacks of experts in a module that are divided over processes."""
+    return [child for child in module.modules() if getattr(child, "exchange", None) is not None]
+
+
 def is_routed_stack(module: nn.Module) -> bool:
     """Whether this is a stack of transformers' experts, deferred, that takes each token's experts and weights."""
     return hasattr(type(module), "exchange") and not _is_dense(type(module))

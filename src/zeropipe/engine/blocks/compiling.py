@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from zeropipe.core.model.checkpointing import Checkpointing
+from zeropipe.engine.backward.experts import find_divided
 from zeropipe.engine.blocks.checkpointing import add_checkpointing
 from zeropipe.engine.torch_private import compile as torch_compile
 from zeropipe.engine.torch_private import tensors as torch_tensors
@@ -45,6 +46,8 @@ def set_blocks(
                 f"compile=True with sequence_parallel: torch {torch.__version__} computes invalid gradients of a "
                 f"compiled {type(block).__name__}; leave out one of them, or use torch 2.13"
             )
+        if compile and find_divided(block):
+            raise ConfigError("compile=True with experts divided over ep is not supported; leave out one of them")
         mode, block_class = checkpointing.of_layer(first + index), getattr(type(block), "plain_class", type(block))
         block.__class__ = (
             _variant(block_class, mode, checkpointing.budget, compile, backend)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeropipe.core.mesh import EXPERTS, expert_dimension, refuse_ep
@@ -46,8 +45,3 @@ def apply_ep(stages: Iterable[Any], mesh: DeviceMesh) -> None:
             check_divided_experts(stage)
         divide_stacks(find_stacks(stage), shards)
         stage.expert_mesh = mesh
-
-
-def find_divided(module: nn.Module) -> list[Any]:
-    """The stacks of experts in a module that are divided over ep."""
-    return [child for child in module.modules() if getattr(child, "exchange", None) is not None]

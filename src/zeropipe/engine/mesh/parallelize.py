@@ -13,9 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from zeropipe.engine.backward.experts import find_divided
 from zeropipe.engine.fsdp_private import units_of
 from zeropipe.engine.layout import DATA_DIMENSIONS, EXPERT_DATA, Layout
-from zeropipe.engine.mesh.expert_parallel import apply_ep, divide_mesh, find_divided
+from zeropipe.engine.mesh.expert_parallel import apply_ep, divide_mesh
 from zeropipe.engine.mesh.tensor_parallel import apply_tp
 from zeropipe.errors import ConfigError, first_line, short
 
