@@ -198,7 +198,7 @@ def test_what_the_pages_show_is_pythons_number_and_in_the_glossary(visit, timeli
     assert [name for name in sorted(names) if not is_defined(name)] == []
 
 
-@pytest.mark.parametrize("file", ["src/zeropipe/cli/compare.py", "src/zeropipe/cli/plan.py"])
+@pytest.mark.parametrize("file", ["src/zeropipe/cli/compare.py", "src/zeropipe/cli/plan_output.py"])
 def test_heads_of_tables_are_in_the_glossary(file):
     table = re.search(r"table\(\n(.*?)left=", (ROOT / file).read_text(), re.S)[1]
     heads = [head.replace("-\\n", "").replace("\\n", " ").strip() for head in re.findall(r'"([^"]*)"', table)]

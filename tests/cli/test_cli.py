@@ -376,7 +376,7 @@ def test_a_users_own_file(run, tmp_path):
         (["compare", "zbv", "-p", "4", "-m", "8,x"], "microbatches='8,x': must be positive integers, like 16,32"),
         (["compare", "zbv", *SIZE, "--title", "x"], "--title is for a picture: pass -o FILE"),
         (["draw", "1f1b", *SIZE, "-o", "x.html", "--width", "100"], ".html has no option 'width'"),
-        (["draw", "1f1b", *SIZE, "-o", "x.svg", "--width", "nan"], "width=nan: a figure is 100 to 10000 points"),
+        (["draw", "1f1b", *SIZE, "-o", "x.svg", "--width", "nan"], "width=nan: must be from 100 to 10000 points"),
     ],
 )
 def test_a_mistake_gets_one_line_and_status_2(run, args, words):

@@ -51,7 +51,7 @@ def test_every_way_out_is_a_plan_that_fits(nothing):
         ({"ac": "none"}, {"ac": "full"}), ({"microbatch_sizes": [16]}, {"microbatch_sizes": 1}),
         ({"pp": 4}, {"pp": 2}), ({"tp": 1}, {"tp": 2}),
         ({"pp": 4, "tp": 1, "schedules": "gpipe", "memory": 30e9}, {"schedules": "v-min:v=2"}),
-        ({"dtype": "float32", "sequence": 32768, "memory": 40.5e9}, {"dtype": "bf16"}),
+        ({"dtype": "float32", "sequence": 32768, "sequence_parallel": False, "memory": 40.5e9}, {"dtype": "bf16"}),
     ],
     ids=lambda value: next(iter(value)),
 )  # fmt: skip
@@ -126,7 +126,7 @@ def test_the_command_says_why_nothing_fits_and_what_would(capsys, monkeypatch, n
     gpus = next(way for way in closest.ways_out if "gpus" in way.change)
     assert f"fits with --gpus {gpus.change['gpus']}: {gpus.row.candidate}: {gpus.row.memory.peak / 1e9:.1f} GB" in lines
     assert any(line.startswith("fits with --lora 16: ") for line in lines)
-    assert lines[-1].startswith("not tried: sequence parallelism, ")
+    assert lines[-1].startswith("not tried: replicas, ")
     assert lines[-1].endswith(": docs/plan.md#not-tried")
 
 

@@ -38,12 +38,15 @@ def small():
 def test_a_row_is_the_simulation_of_its_stages(small):
     """Layouts, costs, messages and memory put together by hand."""
     costs = zp.estimate("qwen3-1.7b", sequence=1024, gpu="a100", ac=["none", "selective:op", "full"],
-                        microbatch_size=[1, 2, 4], tp=[1, 2])  # fmt: skip
+                        microbatch_size=[1, 2, 4], tp=[1, 2], sequence_parallel=[False, True])  # fmt: skip
     assert len({row.candidate.layout for row in small.rows}) > 3
     for row in small.rows[::7]:
         one = row.candidate
         schedule = zp.build(one.schedule, ranks=one.layout.pp, microbatches=one.num_microbatches)
-        setting = costs.setting(ac=one.ac, microbatch_size=one.microbatch_size, tp=one.layout.tp)
+        setting = costs.setting(
+            ac=one.ac, microbatch_size=one.microbatch_size, tp=one.layout.tp,
+            sequence_parallel=one.layout.sequence_parallel,
+        )  # fmt: skip
         shards, tp = one.layout.dp_shard, one.layout.tp
         own = costs.costs(
             row.counts, setting, placement=schedule.placement, shards=shards, gather="keep" if shards > 1 else None,

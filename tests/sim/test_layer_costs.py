@@ -31,7 +31,7 @@ def test_any_cut_adds_up_its_layers():
 
 def test_shards_share_the_optimizer_and_stages_of_a_rank_their_workspace():
     sharded = COSTS.costs((1, 1, 1, 1), placement=vee(Problem(2, 4, 4)), shards=4)
-    each = 2 + 4 + (12 + 4) / 4
+    each = 2 + 4 + 12 / 4  # the shard of the sum of gradients replaces the full ones
     assert sharded.weights == (150 * each + 3, 50 * each, 90 * each + 7, 150 * each)
     tied = replace(COSTS, tied=True)
     assert tied.costs((1, 1, 1, 1), placement=vee(Problem(2, 4, 4))).weights[-1] == 50 * 18, "on one rank, held once"
@@ -44,8 +44,9 @@ def test_gathers_and_reduces_of_shards_are_simulated():
     link = Link(None, 100.0)
     costs = COSTS.costs((2, 2), shards=4, gather="keep", shard_link=link)
     assert costs.full_weights == (200 * 2, 240 * 2)
-    assert costs.full_gradients == (200 * 4, 240 * 4)
-    assert costs.weights == (200 * 16 / 4 + 3, 240 * 16 / 4 + 7)
+    assert costs.full_gradients == (200 * 4 * 3 / 4, 240 * 4 * 3 / 4), "a quarter remains, as the shard of the sum"
+    assert costs.reduce == (200 * 4 / costs.shard_bandwidth, 240 * 4 / costs.shard_bandwidth)
+    assert costs.weights == (200 * 16 / 4 + 3, 240 * 16 / 4 + 7 - 2), "the layer after it has freed 2 in its I"
     assert (costs.shards, costs.units, costs.shard_bandwidth) == ("keep", 2, pytest.approx(100 * 4 / 3))
     schedule = zp.build("1f1b", ranks=2, microbatches=4)
     sharded, whole = zp.simulate(schedule, costs), zp.simulate(schedule, COSTS.costs((2, 2), shards=4))

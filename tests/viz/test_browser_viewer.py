@@ -257,7 +257,7 @@ def test_the_table_knows_who_wins(page_of):  # noqa: F811
     rows = page.locator(".zp-summary tbody tr").all()
     cells = [[cell.inner_text() for cell in row.locator("td").all()] for row in rows]
     assert [row[1] for row in cells] == [f"{24 / 32:.3f}", "best"]
-    assert cells[0][3] == "6 over the limit"
+    assert cells[0][4] == "6 over the limit"
     none = page_of([run("gpipe", 3, 6, costs), run("gpipe", 3, 6, costs)])
     assert "None of them fits its memory limit." in none.locator(".zp-summary-box").inner_text()
     assert "best" not in [cell.inner_text() for cell in none.locator(".zp-summary tbody td").all()]

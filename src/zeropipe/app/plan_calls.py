@@ -88,6 +88,7 @@ class RowRequest(StrictModel):
     pp: PositiveInt
     dp_shard: PositiveInt
     tp: PositiveInt
+    sequence_parallel: bool = False
     schedule: Annotated[str, Field(max_length=100)]
     stages_per_rank: PositiveInt
     microbatches: PositiveInt
@@ -223,14 +224,16 @@ def row_call(request: RowRequest, costs: LayerCosts | None) -> Reply:
         else:
             costs = costs or estimate(
                 source, gpu=planned.gpu, sequence=planned.sequence, compile=planned.compile, tp=request.tp,
-                microbatch_size=request.microbatch_size, ac=request.ac, dtype=planned.dtype, lora=planned.lora,
+                sequence_parallel=request.sequence_parallel, microbatch_size=request.microbatch_size, ac=request.ac,
+                dtype=planned.dtype, lora=planned.lora,
             )  # fmt: skip
             names = (planned.model_name, find_gpu(planned.gpu).name)
         limit = max(0.0, _memory(planned, source) - planned.reserve * 1e9)
         context = PlanContext.create(costs, planned.gpus_per_node, limit)
         candidate = Candidate(
-            Layout(request.pp, request.dp_shard, request.tp), request.schedule, request.stages_per_rank,
-            request.microbatches, request.microbatch_size, request.ac, request.cut,
+            Layout(request.pp, request.dp_shard, request.tp, sequence_parallel=request.sequence_parallel),
+            request.schedule, request.stages_per_rank, request.microbatches, request.microbatch_size, request.ac,
+            request.cut,
         )  # fmt: skip
         schedule = candidate.build_schedule()
         run = simulate_candidate(context, candidate, schedule, request.layers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -26,6 +27,7 @@ DEFAULT_SEQUENCE, DEFAULT_DTYPE = 4096, "bfloat16"
 @opt.microbatch
 @opt.ac
 @opt.tp
+@opt.sequence_parallel
 @opt.compile
 @opt.efficiency
 @opt.lora
@@ -55,9 +57,15 @@ def estimate(model: str | None, known: bool, out: str | None, as_json: bool, **v
         sequence=values["sequence"] or DEFAULT_SEQUENCE, dtype=values["dtype"] or DEFAULT_DTYPE,
         microbatch_size=values["microbatch"] or (1,), tp=values["tp"] or (1,),
         ac=(values["ac"] or "none").split(","), lora=values["lora"],
+        sequence_parallel=_parallel_values(values["sequence_parallel"], values["tp"] or (1,)),
     )  # fmt: skip
     print_compile_note()
     print_costs(found, NOTE, out, as_json)
+
+
+def _parallel_values(sequence_parallel: bool | None, tp_sizes: Sequence[int]) -> bool | tuple[bool, ...]:
+    """Settings with sequence parallelism come after those without it; with a `tp` of 1 only, estimate() refuses."""
+    return (False, True) if sequence_parallel and max(tp_sizes) > 1 else bool(sequence_parallel)
 
 
 def print_compile_note() -> None:

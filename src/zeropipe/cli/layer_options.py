@@ -29,6 +29,7 @@ class LayerOptions:
     tp: int | None = None
     layers: str | None = None  # like 2,3,3,2
     balance: str | None = None  # "even" or "time"
+    sequence_parallel: bool | None = None
 
     @staticmethod
     def from_values(values: Mapping[str, Any]) -> LayerOptions:
@@ -42,7 +43,7 @@ class LayerOptions:
         microbatch, tp = (
             require_single(name, values.get(name), "estimate and plan take") for name in ("microbatch", "tp")
         )
-        return LayerOptions(values.get("ac"), microbatch, tp, layers, balance)
+        return LayerOptions(values.get("ac"), microbatch, tp, layers, balance, values.get("sequence_parallel"))
 
     def require_unset(self, reason: str) -> None:
         """ConfigError for an option that is set."""
@@ -79,11 +80,13 @@ class LayerOptions:
             return cut
         setting = self._find_setting(costs)
         text = str(setting).replace(f"ac {setting.ac}", f"ac {self.ac or setting.ac}", 1)
-        is_default = self.ac is self.microbatch is self.tp is None
+        is_default = self.ac is self.microbatch is self.tp is self.sequence_parallel is None
         return f"{cut}; setting: {text}{', the first in the file' if is_default else ''}"
 
     def _find_setting(self, costs: LayerCosts) -> Setting:
-        return costs.setting(ac=self.ac, microbatch_size=self.microbatch, tp=self.tp)
+        return costs.setting(
+            ac=self.ac, microbatch_size=self.microbatch, tp=self.tp, sequence_parallel=self.sequence_parallel
+        )
 
 
 @dataclass(frozen=True)

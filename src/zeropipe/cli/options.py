@@ -144,6 +144,10 @@ _microbatch = _layer_option(
 _tp = _layer_option(
     "--tp", type=INTEGERS, field="mesh.tp", help="Tensor-parallel size; estimate and plan take several like 1,2,4."
 )
+_sequence_parallel = _layer_option(
+    "--sequence-parallel/--no-sequence-parallel", default=None,
+    help="With tp, also shard sequences outside attention and MLP; estimate: settings with it too; plan tries both.",
+)  # fmt: skip
 _layers = _layer_option(
     "--layers", metavar="N,N,..", field="schedule.layers",
     help="Layers of each stage, like 2,3,3,2; spread evenly by default.",
@@ -153,6 +157,7 @@ _balance = _layer_option(
     help="Spread layers evenly (the default), or by time: the slowest rank is as fast as possible.",
 )  # fmt: skip
 ac, microbatch, tp, layers = _ac(""), _microbatch(""), _tp(""), _layers("")
+sequence_parallel = _sequence_parallel("")
 mesh = option(
     "--mesh",
     metavar="NAME=N,..",
@@ -195,6 +200,7 @@ COSTS: dict[str, tuple[Any, str]] = {
     "unshard": (str, "Time to gather a stage; full_weights / shard_bandwidth by default."),
     "reduce": (str, "Time to reduce a stage's gradients; full_gradients / shard_bandwidth by default."),
     "full_weights": (str, "Memory of gathered weights."),
+    "gathered_weights": (str, "Memory of weights gathered at a time with regather; two units by default."),
     "full_gradients": (str, "Memory of gradients until they are reduced."),
     "shard_bandwidth": (float, "Bytes per unit of time between the ranks of a shard group."),
     "units": (int, "FSDP units of a stage, which are gathered and reduced one by one."),
@@ -233,7 +239,7 @@ costs = combine(
         "--help-costs", is_flag=True, is_eager=True, expose_value=False, callback=print_cost_help, group="Costs",
         help="Describe the options of single costs, and exit.",
     ),
-    *(one(_LAYER_COSTS) for one in (_ac, _microbatch, _tp, _layers, _balance)),
+    *(one(_LAYER_COSTS) for one in (_ac, _microbatch, _tp, _sequence_parallel, _layers, _balance)),
     *(_cost_option(name) for name in COSTS if name != "memory_limit"),
 )  # fmt: skip
 

@@ -44,6 +44,7 @@ _ESTIMATE_ONLY = ("gpu", "sequence", "dtype", "compile", "efficiency")
 @opt.lora
 @opt.ranks
 @opt.tp
+@opt.sequence_parallel
 @opt.microbatch
 @opt.ac
 @option("--schedules", metavar="NAME,..", help="Schedules to try; by default all, and searched ones.")
@@ -117,7 +118,7 @@ def _plan_arguments(values: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `zp.plan`."""
     names = (
         "gpus", "gpus_per_node", "memory", "reserve", "batch", "gpu", "compile", "lora", "tp", "search_seconds",
-        "search_steps", "workers",
+        "search_steps", "sequence_parallel", "workers",
     )  # fmt: skip
     return {
         **{name: values[name] for name in names},

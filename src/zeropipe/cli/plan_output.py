@@ -30,7 +30,8 @@ def print_plan(made: Plan, num_rows: int) -> None:
     }
     console.print(_create_table(cells, console))
     console.print(
-        "mesh: pp x dp_shard x tp; *: no other is both faster and smaller; gap: to the lower bound of the pipeline",
+        "mesh: pp x dp_shard x tp, sp: sequence parallelism; *: no other is both faster and smaller; gap: to the lower "
+        "bound of the pipeline",
         style="dim", soft_wrap=True,
     )  # fmt: skip
     console.print(f"1: layers {format_counts(best.counts)} ({best.candidate.cut})", soft_wrap=True)
@@ -108,7 +109,7 @@ def _cells(made: Plan, row: PlanRow) -> list[str]:
     candidate, mfu = row.candidate, made.mfu(row)
     layout = candidate.layout
     return [
-        f"{layout.pp}x{layout.dp_shard}x{layout.tp}", candidate.title,
+        f"{layout.pp}x{layout.dp_shard}x{layout.tp}{' sp' * layout.sequence_parallel}", candidate.title,
         f"{candidate.num_microbatches}x{candidate.microbatch_size}", candidate.ac, output.time_text(row.step, "s"),
         f"{made.speed(row):,.0f}", "" if mfu is None else f"{100 * mfu:.1f}%", output.percent(row.idle_fraction),
         gigabytes(row.memory.peak), "" if row.gap is None else f"{row.gap:.1%}",

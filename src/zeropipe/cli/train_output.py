@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 MAX_RANKS = 32  # in the table
 UNITS = (("GB", 1e9), ("MB", 1e6), ("KB", 1e3))
-COLUMN_NAMES = {"gathered weights": "gathered", "gradients": "grads", "optimizer": "optim", "activations": "acts",
+COLUMN_NAMES = {"gradients": "grads", "optimizer": "optim", "activations": "acts",
          "workspace": "space"}  # fmt: skip
 
 

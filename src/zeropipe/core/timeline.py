@@ -49,6 +49,7 @@ class Origin:
     tp: int = 1
     compile: bool = False
     lora: bool = False
+    sequence_parallel: bool = False
 
 
 @dataclass(frozen=True, repr=False)

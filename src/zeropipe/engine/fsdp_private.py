@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, TrainingState
+from torch.distributed.tensor import DTensor
 
 Call = Callable[[], None]
 
@@ -191,7 +192,8 @@ def gradient_storages(unit: Any) -> list[Any]:
     for group in groups_of(unit):
         found += [param.unsharded_accumulated_grad for param in group.fsdp_params]
         found += [state.reduce_scatter_input for state in _pending_reduces(group.comm_ctx)]
-    return [gradient.untyped_storage() for gradient in found if gradient is not None]
+    local = (gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in found)
+    return [gradient.untyped_storage() for gradient in local if gradient is not None]
 
 
 def free_reduced(unit: Any) -> None:

@@ -50,6 +50,13 @@ class CountedModel:
             return False
         return True
 
+    def allows_sequence_parallel(self, tp: int) -> bool:
+        try:
+            self._count(replace(_SMALL, tokens=8 * tp, sequence=8 * tp, tp=tp, sequence_parallel=True))
+        except ConfigError:
+            return False
+        return True
+
     def num_parameters(self) -> tuple[int, int]:
         found = next((count for sizes, count in self._cache.items() if sizes.tp == 1), None) or self._count(_SMALL)
         return count_parameters(found.layers, found.kinds, found.tied)
@@ -61,7 +68,9 @@ class CountedModel:
     def _count(self, sizes: Sizes) -> Counted:
         if sizes not in self._cache:
             counter = self._counter(sizes.element)
-            self._cache[sizes] = counter.count(sizes.sequence, sizes.tokens // sizes.sequence, sizes.tp)
+            self._cache[sizes] = counter.count(
+                sizes.sequence, sizes.tokens // sizes.sequence, sizes.tp, sizes.sequence_parallel
+            )
         return self._cache[sizes]
 
     def _counter(self, element: int) -> Counter:

@@ -28,6 +28,7 @@ def estimate(
     microbatch_size: int | Sequence[int] = 1,
     ac: str | Sequence[str] = "none",
     tp: int | Sequence[int] = 1,
+    sequence_parallel: bool | Sequence[bool] = False,
     compile: bool = True,
     efficiency: dict[str, Any] | None = None,
     lora: int | None = None,
@@ -36,7 +37,8 @@ def estimate(
 
     `model` is a known name (`zeropipe estimate --known`), a directory with config.json, a config file or a config as
     plain data. With `lora` the model is frozen, and adapters of that rank are trained. With several microbatch sizes,
-    modes or sizes of `tp` the result has a setting for each combination.
+    modes or sizes of `tp` the result has a setting for each combination. `sequence_parallel` is for those with a `tp`
+    above 1; with (False, True) they are there twice, where it is allowed.
     """
     opened, machine = open_model(model), find_gpu(gpu, efficiency)
     dtype = DTYPE_NAMES.get(str(dtype), dtype)
@@ -49,10 +51,11 @@ def estimate(
     if lora is not None:
         _require_adapters(opened, lora, tp_sizes)
     settings = [
-        _estimate_setting(opened, Pricing(machine, dtype, compile, num_shards), mode, size, sequence, lora)
-        for num_shards in tp_sizes for size in sizes for mode in _list_modes(ac)
+        _estimate_setting(opened, Pricing(machine, dtype, compile, num_shards), mode, size, sequence, is_parallel, lora)
+        for num_shards, is_parallel in _list_shardings(opened, tp_sizes, sequence_parallel, sequence)
+        for size in sizes for mode in _list_modes(ac)
     ]  # fmt: skip
-    state = ParameterBytes() if DTYPES[dtype] == 2 and lora is None else ParameterBytes(4, 4, 8)
+    state = ParameterBytes() if DTYPES[dtype] == 2 and lora is None else ParameterBytes(4, 4, 8, 4)
     if lora is not None:  # adapters are float32
         state = replace(state, frozen=DTYPES[dtype])
     return LayerCosts(
@@ -96,9 +99,9 @@ def _require_adapters(model: ShapedModel | CountedModel, rank: int, tp_sizes: li
 
 
 def _estimate_setting(
-    model: Model, pricing: Pricing, mode: str, size: int, sequence: int, lora: int | None
-) -> Setting:  # fmt: skip
-    sizes = Sizes(size * sequence, sequence, DTYPES[pricing.dtype], pricing.tp)
+    model: Model, pricing: Pricing, mode: str, size: int, sequence: int, sequence_parallel: bool, lora: int | None
+) -> Setting:
+    sizes = Sizes(size * sequence, sequence, DTYPES[pricing.dtype], pricing.tp, sequence_parallel)
     message, checkpointing = model.message_bytes(sizes), Checkpointing.parse(mode)
     kinds = model.layer_operators(sizes)
     if lora is not None:
@@ -110,7 +113,28 @@ def _estimate_setting(
         name: price_layer(ops, pricing, message, checkpointing, is_block=name in model.layers)
         for name, ops in kinds.items()
     }
-    return Setting(costs, mode, size, pricing.tp, pricing.compile)
+    return Setting(costs, mode, size, pricing.tp, pricing.compile, sequence_parallel)
+
+
+def _list_shardings(
+    model: Model, tp_sizes: Sequence[int], sequence_parallel: bool | Sequence[bool], sequence: int
+) -> list[tuple[int, bool]]:
+    """Each size of `tp`, without and with sequence parallelism, as requested; with `tp` of 1 there is none."""
+    values = [sequence_parallel] if isinstance(sequence_parallel, bool) else list(dict.fromkeys(sequence_parallel))
+    if not values or not all(isinstance(value, bool) for value in values):
+        raise ConfigError(f"sequence_parallel={short(sequence_parallel)}: must be True, False or a list of both")
+    if True in values and max(tp_sizes) == 1:
+        raise ConfigError("sequence_parallel=True shards sequences over tp; use a tp of at least 2, or leave it out")
+    found: list[tuple[int, bool]] = []
+    for tp in tp_sizes:
+        found += [(tp, value) for value in values if not value] if tp > 1 else [(tp, False)]
+        if tp == 1 or True not in values:
+            continue
+        if sequence % tp == 0 and (False not in values or model.allows_sequence_parallel(tp)):
+            found.append((tp, True))
+        elif False not in values:
+            raise ConfigError(f"sequence={sequence}: must be a multiple of tp={tp} with sequence_parallel")
+    return found
 
 
 def _list_integers(name: str, value: int | Sequence[int]) -> list[int]:

@@ -40,6 +40,10 @@ class Model(Protocol):
         """Whether the layers can be sharded over `tp` GPUs."""
         ...
 
+    def allows_sequence_parallel(self, tp: int) -> bool:
+        """Whether sequences can be sharded over `tp` GPUs too."""
+        ...
+
     def num_parameters(self) -> tuple[int, int]:
         """All parameters, and those active for one token; a tied weight counts once."""
         ...
@@ -95,11 +99,14 @@ class ShapedModel:
         }
 
     def message_bytes(self, sizes: Sizes) -> float:
-        return float(sizes.tokens * self.shape.hidden * sizes.element)
+        return float(sizes.outside.tokens * self.shape.hidden * sizes.element)
 
     def allows_tp(self, tp: int) -> bool:
         is_divisible = all(size % tp == 0 for size in self._sharded_sizes().values())
         return tp == 1 or (self.shape.family.has_tp_plan and is_divisible)
+
+    def allows_sequence_parallel(self, tp: int) -> bool:
+        return self.allows_tp(tp)
 
     def _sharded_sizes(self) -> dict[str, int]:
         """The sizes that `tp` must divide, by the names of the config's fields."""

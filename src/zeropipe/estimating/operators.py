@@ -23,6 +23,12 @@ class Sizes:
     sequence: int
     element: int  # bytes of an element
     tp: int
+    sequence_parallel: bool = False
+
+    @property
+    def outside(self) -> Sizes:
+        """The sizes outside attention and MLP: with sequence parallelism a GPU has a chunk of every sequence."""
+        return replace(self, tokens=self.tokens // self.tp) if self.sequence_parallel else self
 
 
 def decoder_layer(shape: Shape, layer: Layer, sizes: Sizes) -> list[Op]:
@@ -33,11 +39,28 @@ def decoder_layer(shape: Shape, layer: Layer, sizes: Sizes) -> list[Op]:
     else:
         ops = attention(shape, layer, sizes)
     mlp = _experts(shape, sizes) if layer.has_experts else _mlp(shape, shape.intermediate, sizes)
-    more_norms = [norm(shape.hidden, sizes, compiled=0) for _ in range(shape.family.norms - 2)]
+    outside, size = sizes.outside, shape.hidden
+    before_attention = _gather_tokens(size, sizes, shape.family.attention == "sharded" and shape.latent is None)
+    before_mlp = _gather_tokens(size, sizes, shape.family.mlp == "sharded" and not layer.has_experts)
+    more_norms = [norm(size, outside, compiled=0) for _ in range(shape.family.norms - 2)]
     return [
-        norm(shape.hidden, sizes), *ops, _residual(shape.hidden, sizes),
-        norm(shape.hidden, sizes), *mlp, _residual(shape.hidden, sizes), *more_norms,
+        norm(size, outside), *before_attention, *ops, _residual(size, outside),
+        norm(size, outside), *before_mlp, *mlp, _residual(size, outside), *more_norms,
     ]  # fmt: skip
+
+
+def _gather_tokens(size: int, sizes: Sizes, is_sharded: bool) -> list[Op]:
+    """With sequence parallelism: gather sequences before attention or an MLP, and scatter them after it.
+
+    Of one that is all sharded, both replace the sums of its output and of its input's gradient, and both copy. Else
+    these sums remain, and a process takes its chunk of what it has.
+    """
+    if not sizes.sequence_parallel:
+        return []
+    full = sizes.tokens * size * sizes.element
+    copied = 4.0 * full if is_sharded else 2.0 * (full + full / sizes.tp)
+    summed = 0.0 if is_sharded else full / 2  # a gather moves half of what a sum moves
+    return [Op("gather", moved=(copied, copied), moved_back=copied, summed=summed)]
 
 
 def _replicate(ops: list[Op], tp: int) -> list[Op]:
@@ -64,7 +87,7 @@ def embedding(shape: Shape, sizes: Sizes) -> list[Op]:
 
 def head(shape: Shape, sizes: Sizes) -> list[Op]:
     """The last norm and the product of logits, which are not kept: the loss keeps a float32 copy."""
-    return [norm(shape.hidden, sizes), linear("head", shape.hidden, shape.vocabulary // sizes.tp, sizes)]
+    return [norm(shape.hidden, sizes.outside), linear("head", shape.hidden, shape.vocabulary // sizes.tp, sizes)]
 
 
 def loss(logits: int, sizes: Sizes) -> Op:

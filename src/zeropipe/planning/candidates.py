@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
 
@@ -44,6 +45,28 @@ def list_runs(
                     continue
                 found.append(run)
     return found
+
+
+def drop_dominated(runs: Sequence[Run], context: PlanContext) -> list[Run]:
+    """Of two runs that differ in sequence parallelism only: no run in which every layer costs as much or more."""
+    known, found = set(runs), []
+    for run in runs:
+        is_parallel = run.layout.sequence_parallel
+        other = run._replace(layout=replace(run.layout, sequence_parallel=not is_parallel))
+        if other not in known or not _is_no_better(context, run, other, is_parallel):
+            found.append(run)
+    return found
+
+
+def _is_no_better(context: PlanContext, run: Run, other: Run, on_equal: bool) -> bool:
+    """Whether no layer takes less time or memory in `run` than in `other`; `on_equal` if all take the same."""
+    both = [context.setting(one).kinds for one in (run, other)]
+    pairs = [
+        (getattr(both[0][kind], name), getattr(both[1][kind], name))
+        for kind in both[0]
+        for name in ("f", "i", "w", "full_backward", "activation", "stash", "workspace", "message")
+    ]
+    return on_equal if all(a == b for a, b in pairs) else all(a >= b for a, b in pairs)
 
 
 def drop_too_large(context: PlanContext, runs: Sequence[Run]) -> tuple[list[Run], list[OversizedRun]]:

@@ -30,7 +30,10 @@ class PlanContext:
 
     def setting(self, run: Candidate | Run) -> Setting:
         """The setting of the layers; ConfigError if the costs do not have it."""
-        return self.costs.setting(ac=run.ac, microbatch_size=run.microbatch_size, tp=run.layout.tp)
+        return self.costs.setting(
+            ac=run.ac, microbatch_size=run.microbatch_size, tp=run.layout.tp,
+            sequence_parallel=run.layout.sequence_parallel,
+        )  # fmt: skip
 
     def decoder_layers(self, run: Candidate | Run) -> list[LayerCost]:
         """The costs of each decoder layer."""

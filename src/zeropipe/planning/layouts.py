@@ -18,9 +18,11 @@ class Layout:
     dp_shard: int
     tp: int
     dp_replicate: int = 1  # plans do not use it; a training file may
+    sequence_parallel: bool = False
 
     def __str__(self) -> str:
-        return f"pp{self.pp} x dp{self.dp_shard} x tp{self.tp}"
+        text = f"pp{self.pp} x dp{self.dp_shard} x tp{self.tp}"
+        return f"{text} with sequence parallelism" if self.sequence_parallel else text
 
     @property
     def num_gpus(self) -> int:

@@ -54,6 +54,7 @@ def plan(
     lora: int | None = None,
     pp: int | Sequence[int] | None = None,
     tp: int | Sequence[int] | None = None,
+    sequence_parallel: bool | None = None,
     microbatch_sizes: int | Sequence[int] | None = None,
     ac: str | Sequence[str] | None = None,
     schedules: str | Sequence[str] | None = None,
@@ -67,9 +68,10 @@ def plan(
 
     `model` is an argument of `zp.estimate` (which then gets `gpu`, `sequence`, `dtype`, `compile` and `efficiency`), or
     LayerCosts. `batch` is the number of sequences per step, over all GPUs. `memory` is that of a GPU in bytes, of which
-    `reserve` is not used. With `lora` the model is frozen and adapters of that rank are trained. The default is to try
-    all pipeline and tensor-parallel sizes, microbatches of 1, 2 and 4 sequences, ac `none`, `selective:op` and `full`
-    (or the settings of LayerCosts), and all built-in schedules. Then `zp.search` runs for the best rows, for
+    `reserve` is not used. With `lora` the model is frozen and adapters of that rank are trained. `sequence_parallel` is
+    for layouts with a `tp` above 1. The default is to try all pipeline and tensor-parallel sizes, without and with
+    sequence parallelism where the model allows it, microbatches of 1, 2 and 4 sequences, ac `none`, `selective:op` and
+    `full` (or the settings of LayerCosts), and all built-in schedules. Then `zp.search` runs for the best rows, for
     `search_seconds` in all or with `search_steps` each. At most `max_candidates` are simulated, those with the least
     work. `progress` gets a description and the completed fraction.
     """
@@ -85,7 +87,7 @@ def plan(
     task = PlanTask.create(
         model, sequence, gpus=gpus, batch=batch, gpus_per_node=gpus_per_node, memory=memory, reserve=reserve, gpu=gpu,
         dtype=dtype, compile=compile, efficiency=efficiency, lora=lora, pp=pp, tp=tp,
-        microbatch_sizes=microbatch_sizes, ac=ac, schedules=schedules,
+        sequence_parallel=sequence_parallel, microbatch_sizes=microbatch_sizes, ac=ac, schedules=schedules,
     )  # fmt: skip
     context, space = task.open()
     every = list_task_runs(task, context, space)

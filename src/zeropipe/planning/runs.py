@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from zeropipe.errors import ConfigError
-from zeropipe.planning.candidates import list_runs
+from zeropipe.planning.candidates import drop_dominated, list_runs
 from zeropipe.planning.context import PlanContext
 from zeropipe.planning.layouts import Layout, list_layouts
 from zeropipe.planning.rows import Run
@@ -23,7 +24,9 @@ def list_task_runs(task: PlanTask, context: PlanContext, space: SearchSpace) -> 
             f"pp={_join(task.pp or ())}: no layout of {task.gpus} GPUs and {num_layers} layers has that many pipeline "
             f"ranks; use one of {possible}"
         )
+    layouts += [replace(layout, sequence_parallel=True) for layout in layouts if layout.tp > 1]
     runs = list_runs(context, task.batch, layouts, space.microbatch_sizes, space.ac)
+    runs = drop_dominated(runs, context)
     if not runs:
         raise _explain_no_runs(task.batch, task.gpus, layouts, space.microbatch_sizes)
     return runs

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from zeropipe.core.action import B, Kind, W
+from zeropipe.core.packed import is_joined, kind_of, stage_of
 from zeropipe.core.placement import Placement
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Timeline
@@ -94,7 +96,7 @@ def _recompute_seconds(context: PlanContext, candidate: Candidate) -> float:
     if candidate.ac == "none":
         return 0.0
     try:
-        plain = context.costs.setting(ac="none", microbatch_size=candidate.microbatch_size, tp=candidate.layout.tp)
+        plain = context.setting(replace(candidate, ac="none"))
     except ConfigError:
         return 0.0
     layers = zip(context.costs.layers, context.decoder_layers(candidate), strict=True)
@@ -130,17 +132,45 @@ def _replicate_seconds(context: PlanContext, run: Simulation) -> float:
 
 def attribute_memory(context: PlanContext, run: Simulation, rank: int) -> RankMemory:
     """Attribute the memory of a rank at its peak."""
-    shards, state, timeline = run.candidate.layout.dp_shard, context.costs.state, run.timeline
+    shards, state = run.candidate.layout.dp_shard, context.costs.state
     column = run.resident_costs.column("weights", len(run.stages))
-    constant = sum(column[stage] for stage in timeline.schedule.placement.stages_of(rank))
+    constant = sum(column[stage] for stage in run.timeline.schedule.placement.stages_of(rank))
     trained, frozen = run.trained[rank], run.parameters[rank] - run.trained[rank]
-    activations = run.pipeline.peak_memory[rank] - constant
-    frozen_weights = frozen * state.frozen_with_full_weights(shards)
-    workspace = constant - trained * state.with_full_weights(shards) - frozen_weights
+    levels, resident_levels = (_levels(timeline, rank) for timeline in (run.timeline, run.pipeline))
+    peak = max(levels)
+    at = levels.index(peak)
+    at += is_joined(run.timeline.schedule.packed.row(rank)[at])  # an Overlap is at its peak as a whole
+    activations = resident_levels[at] - constant
+    resident = trained * state.with_full_weights(shards) + frozen * state.frozen_with_full_weights(shards)
+    workspace = constant - resident
     optimizer = trained * state.optimizer / shards
-    rest = timeline.peak_memory[rank] - activations - workspace - optimizer  # weights and gradients, full or sharded
-    weights = min(trained * state.weights + frozen_weights, max(0.0, rest))
-    return RankMemory(weights, rest - weights, optimizer, activations, workspace)
+    if shards > 1:
+        gradients = trained * state.gradients / shards + _full_gradients(run.timeline, rank, at)
+    else:
+        gradients = trained * state.gradients
+    weights = peak - activations - workspace - optimizer - gradients
+    return RankMemory(weights, gradients, optimizer, activations, workspace)
+
+
+def _levels(timeline: Timeline, rank: int) -> list[float]:
+    """The memory of a rank during each of its actions."""
+    assert timeline.memory is not None
+    begin, end = timeline.schedule.packed.offsets[rank : rank + 2]
+    return list(memoryview(timeline.memory.during).cast("d")[begin:end])
+
+
+def _full_gradients(timeline: Timeline, rank: int, at: int) -> float:
+    """Bytes of full gradients during action `at` of a rank with sharded stages: begun, and not reduced yet."""
+    packed, sharding = timeline.schedule.packed, timeline.sharding
+    assert sharding is not None
+    begin, event = packed.offsets[rank], sharding.packed.offsets[rank]
+    begun = {stage_of(code) for code in packed.row(rank)[: at + 1] if kind_of(code) in (B, W)}
+    start, sizes = memoryview(timeline.start).cast("d")[begin + at], memoryview(sharding.size).cast("d")
+    return sum(
+        sizes[event + index]
+        for index, (action, _, end) in enumerate(sharding.events(rank))
+        if action.kind is Kind.REDUCE_GRAD and action.stage in begun and end > start
+    )
 
 
 def compute_mfu(context: PlanContext, row: PlanRow) -> float | None:

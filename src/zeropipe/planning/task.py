@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from zeropipe.core.model.positions import require_positions
@@ -46,6 +46,7 @@ class PlanTask:
     lora: int | None = None
     pp: list[int] | None = None
     tp: list[int] | None = None
+    sequence_parallel: bool | None = None
     microbatch_sizes: list[int] | None = None
     ac: list[str] | None = None
     schedules: list[str] | None = None
@@ -75,6 +76,8 @@ class PlanTask:
         """The costs of layers and the GPUs, and the settings to try; ConfigError for values that exclude each other."""
         if isinstance(self.model, LayerCosts):
             costs, memory, space = self.model, self.memory, self._find_settings(self.model)
+            if self.sequence_parallel is not None:
+                costs = _only_settings(costs, self.sequence_parallel)
         else:
             space = SearchSpace(
                 self.tp or _default_tp_sizes(self.model, self.gpus, self.gpus_per_node),
@@ -89,9 +92,16 @@ class PlanTask:
         return estimate(
             model, gpu=self.gpu, sequence=self.sequence, dtype=self.dtype, compile=self.compile,
             efficiency=self.efficiency, tp=space.tp, microbatch_size=space.microbatch_sizes,
+            sequence_parallel=self._parallel_values(space),
             ac=[*space.ac, *({"none"} - set(space.ac))],  # "none" tells how much of the others is recomputation
             lora=self.lora,
         )  # fmt: skip
+
+    def _parallel_values(self, space: SearchSpace) -> bool | tuple[bool, ...]:
+        """The argument of `estimate`: by default both, where they are possible."""
+        if self.sequence_parallel is not None:
+            return self.sequence_parallel
+        return (False, True) if max(space.tp) > 1 else False
 
     def _find_settings(self, costs: LayerCosts) -> SearchSpace:
         """The requested settings, by default all of `costs`; ConfigError for one that they do not have."""
@@ -106,6 +116,13 @@ class PlanTask:
             self.microbatch_sizes or sorted({setting.microbatch_size for setting in costs.settings}),
             self.ac or list(dict.fromkeys(setting.ac for setting in costs.settings)),
         )
+
+
+def _only_settings(costs: LayerCosts, sequence_parallel: bool) -> LayerCosts:
+    """Of settings with a `tp` above 1 those with, or those without, sequence parallelism; ConfigError if none is."""
+    costs.setting(sequence_parallel=sequence_parallel)
+    kept = [one for one in costs.settings if one.tp == 1 or one.sequence_parallel == sequence_parallel]
+    return replace(costs, settings=tuple(kept))
 
 
 def _default_tp_sizes(model: Model, gpus: int, gpus_per_node: int) -> list[int]:

@@ -36,8 +36,6 @@ def _list_parallelism(costs: LayerCosts, runs: Sequence[Run]) -> Iterator[tuple[
         yield "expert parallelism", elsewhere
     if costs.sequence >= LONG_SEQUENCE:
         yield "context parallelism", elsewhere
-    if any(run.layout.tp > 1 for run in runs):
-        yield "sequence parallelism", "mesh.sequence_parallel = true in the training file"
     if any(run.layout.dp_shard > 1 for run in runs):
         yield "replicas", "mesh.dp_replicate in the training file; plans shard weights over data-parallel GPUs"
         yield "regather", 'engine.shards = "regather" in the training file: less memory, more gathers'

@@ -64,12 +64,14 @@ def format_run(
     tables: dict[str, dict[str, Any]] = {
         "model": {"path": model, "dtype": DTYPES.get(layer_costs.dtype, layer_costs.dtype)},
         **({} if layer_costs.lora_rank is None else {"lora": {"rank": layer_costs.lora_rank}}),
-        "mesh": {"pp": candidate.layout.pp, "dp_shard": candidate.layout.dp_shard, "tp": candidate.layout.tp},
+        "mesh": {name: getattr(candidate.layout, name) for name in ("pp", "dp_shard", "tp")},
         "schedule": schedule,
         "engine": {"compile": setting.compile, "ac": candidate.ac},
         "data": {"sequence": layer_costs.sequence, "batch": plan.batch, "microbatch": candidate.microbatch_size},
         "train": {"steps": STEPS},
     }
+    if candidate.layout.sequence_parallel:
+        tables["mesh"]["sequence_parallel"] = True
     known = find_built_in(model)
     if known is not None and known["num_hidden_layers"] != layer_costs.num_layers:
         tables["model"]["num_layers"] = layer_costs.num_layers  # profiled with another number of layers

@@ -98,7 +98,7 @@ class Costs:
     has one link to those that share its stages: a gather occupies it for `unshard`, a reduction for `reduce`. The full
     weights are in memory from UNSHARD to RESHARD, the full gradients from the first gradient to the end of REDUCE_GRAD.
     A stage is gathered and reduced in `units` of equal size: F starts with the first of them, and within the last W
-    each is reduced when it is complete. With "regather", two of them are gathered at a time.
+    each is reduced when it is complete. With "regather", `gathered_weights` are in memory, of two units by default.
     """
 
     f: PerStage = _field("per stage", 1.0, "Time of a forward.")
@@ -131,6 +131,9 @@ class Costs:
         "per stage", None, "Time to reduce the gradients of a stage; full_gradients / shard_bandwidth by default."
     )
     full_weights: PerStage = _field("per stage", 0.0, "Memory of the gathered weights of a stage.")
+    gathered_weights: PerStage | None = _field(
+        "per stage", None, "Memory of the weights gathered at a time with regather; two units by default."
+    )
     full_gradients: PerStage = _field("per stage", 0.0, "Memory of the gradients of a stage until they are reduced.")
     shard_bandwidth: float | None = _field(
         "bandwidth", None, "Bytes per unit of time between ranks that share stages; no limit by default."
@@ -201,6 +204,8 @@ class Costs:
         if name in ("unshard", "reduce"):
             sizes = self.column("full_weights" if name == "unshard" else "full_gradients", num_stages)
             return [size / self.shard_bandwidth if self.shard_bandwidth else 0.0 for size in sizes]
+        if name == "gathered_weights":
+            return [min(2, self.units) / self.units * size for size in self.column("full_weights", num_stages)]
         return self.column("activation", num_stages)  # stash
 
     def without_sharding(self) -> Costs:
@@ -240,7 +245,7 @@ class Costs:
 
 COST_FIELDS: dict[str, CostField] = {one.name: one.metadata["cost"] for one in fields(Costs)}
 PER_STAGE = tuple(name for name, cost in COST_FIELDS.items() if cost.type == "per stage")
-SHARD_COLUMNS = ("unshard", "reduce", "full_weights", "full_gradients")
+SHARD_COLUMNS = ("unshard", "reduce", "full_weights", "gathered_weights", "full_gradients")
 SHARD_FIELDS = (*SHARD_COLUMNS, "shard_bandwidth", "units")
 TIME_FIELDS = ("f", "i", "w", "b", "overlap")
 

@@ -69,22 +69,28 @@ class Setting:
     microbatch_size: int = 1  # sequences
     tp: int = 1
     compile: bool = False
+    sequence_parallel: bool = False
 
     def __str__(self) -> str:
-        parts = [f"ac {self.ac}", f"microbatches of {self.microbatch_size}"]
-        return ", ".join([*parts, *([f"tp {self.tp}"] if self.tp > 1 else []), *(["compiled"] if self.compile else [])])
+        parts = {
+            f"ac {self.ac}": True, f"microbatches of {self.microbatch_size}": True, f"tp {self.tp}": self.tp > 1,
+            "sequence parallelism": self.sequence_parallel, "compiled": self.compile,
+        }  # fmt: skip
+        return ", ".join(part for part, is_there in parts.items() if is_there)
 
 
 @dataclass(frozen=True)
 class ParameterBytes:
     """Bytes per parameter. The optimizer state, with float32 weights beside 16-bit ones, is divided among shards.
 
-    `frozen` are the bytes of a frozen parameter, which has no gradient and no optimizer state.
+    `shard` are those of the weights that shards consist of, if they are not part of the optimizer state; `frozen` those
+    of a frozen parameter, which has no gradient and no optimizer state.
     """
 
     weights: float = 2.0
     gradients: float = 4.0
     optimizer: float = 12.0
+    shard: float = 0.0
     frozen: float = 0.0
 
     def with_full_weights(self, shards: int) -> float:
@@ -92,8 +98,12 @@ class ParameterBytes:
         return self.weights + self.gradients + self.between_steps(shards)
 
     def between_steps(self, shards: int) -> float:
-        """What is resident all the time: a shard of the optimizer state, and of the gradients if they are sharded."""
-        return (self.optimizer + (self.gradients if shards > 1 else 0.0)) / shards
+        """What is resident all the time: a shard of the optimizer state, and of the weights if they are sharded."""
+        return self.optimizer if shards == 1 else (self.optimizer + self.shard) / shards
+
+    def within_step(self, shards: int) -> float:
+        """What sharded stages keep within a step beside full weights and gradients: these become shards of the sum."""
+        return self.between_steps(shards) + self.gradients / shards
 
     def frozen_with_full_weights(self, shards: int) -> float:
         """Bytes of a frozen parameter within a step: in full, and its shard."""
@@ -167,13 +177,16 @@ class LayerCosts:
 
     def setting(
         self, *, ac: str | None = None, microbatch_size: int | None = None, tp: int | None = None,
-        compile: bool | None = None,
+        compile: bool | None = None, sequence_parallel: bool | None = None,
     ) -> Setting:  # fmt: skip
         """The first setting with these properties; ConfigError if there is none.
 
         For `selective:N` it is the one with ac `none`: see `layer_list`.
         """
-        wanted = {"ac": ac, "microbatch_size": microbatch_size, "tp": tp, "compile": compile}
+        wanted = {
+            "ac": ac, "microbatch_size": microbatch_size, "tp": tp, "compile": compile,
+            "sequence_parallel": sequence_parallel,
+        }  # fmt: skip
         if ac is not None and Checkpointing.parse(ac).every > 1:
             wanted["ac"] = "none"
         for setting in self.settings:
@@ -188,8 +201,8 @@ class LayerCosts:
         mode = Checkpointing.parse(ac or setting.ac)
         if mode.every == 1:
             return [setting.kinds[kind] for kind in self.layers]
-        same = {"microbatch_size": setting.microbatch_size, "tp": setting.tp, "compile": setting.compile}
-        by_mode = {name: self.setting(ac=name, **same).kinds for name in ("none", "full")}  # type: ignore[arg-type]
+        same = {name: getattr(setting, name) for name in ("microbatch_size", "tp", "compile", "sequence_parallel")}
+        by_mode = {name: self.setting(ac=name, **same).kinds for name in ("none", "full")}
         return [by_mode[mode.of_layer(layer)][kind] for layer, kind in enumerate(self.layers)]
 
     def stage_kinds(self, counts: Sequence[int]) -> list[list[tuple[str, int | None]]]:
@@ -249,16 +262,21 @@ class LayerCosts:
             shared = min(sum(layer.num_trained for layer in part) for part in ends)
             parameters[-1] -= shared
             frozen[-1] -= min(sum(layer.parameters for layer in part) for part in ends) - shared
-        each = self.state.with_full_weights(shards) if gather is None else self.state.between_steps(shards)
+        each = self.state.with_full_weights(shards) if gather is None else self.state.within_step(shards)
         each_frozen = (
             self.state.frozen_with_full_weights(shards) if gather is None else self.state.frozen_between_steps(shards)
         )
         weights = [number * each + still * each_frozen for number, still in zip(parameters, frozen)]
         for held in held_stages:
-            workspaces = [max((layer.workspace for layer in stages[stage]), default=0.0) for stage in held]
+            workspaces = [_workspace(stages[stage]) for stage in held]
             weights[held[workspaces.index(max(workspaces))]] += max(workspaces)
         forward, backward = self._message_overheads(range(len(stages)) if placement is None else placement.copies[0])
-        sharding = {} if gather is None else self._sharding(parameters, frozen, gather, shards, shard_link, max(counts))
+        full = [number * self.state.weights + still * self.state.frozen for number, still in zip(parameters, frozen)]
+        blocks = [
+            [self._full_bytes(chosen.kinds[kind]) for kind, n in stage if n is not None]
+            for stage in self.stage_kinds(counts)
+        ]
+        sharding = {} if gather is None else self._sharding(parameters, full, blocks, gather, shards, shard_link)
         return Costs(
             f=_sums(stages, lambda layer: layer.f, forward), i=_sums(stages, lambda layer: layer.i, backward),
             w=_sums(stages, lambda layer: layer.w), b=_sums(stages, lambda layer: layer.full_backward, backward),
@@ -278,20 +296,35 @@ class LayerCosts:
             [previous * self.sending + following * self.receiving for previous, following in pairwise(crosses)],
         )
 
-    def _sharding(
-        self, parameters: list[float], frozen: list[float], gather: str, shards: int, link: Link, units: int
-    ) -> dict[str, Any]:
-        """The fields of Costs for sharded stages: a gather or reduction moves all but a rank's own shard.
+    def _full_bytes(self, layer: LayerCost) -> float:
+        """Bytes of a layer's full weights, trained and frozen."""
+        return layer.num_trained * self.state.weights + (layer.parameters - layer.num_trained) * self.state.frozen
 
-        `parameters` are the trained ones of each stage.
+    def _sharding(
+        self,
+        parameters: list[float],
+        full: list[float],
+        blocks: list[list[float]],
+        gather: str,
+        shards: int,
+        link: Link,
+    ) -> dict[str, Any]:
+        """The fields of Costs for sharded stages, from their trained parameters and bytes of full weights.
+
+        A gather or reduction moves all but a rank's own shard. While a stage runs with "regather", it has what is
+        outside of its `blocks`, one block, and the messages of this and of the next one.
         """
         bandwidth = link.bandwidth * shards / (shards - 1) if link.bandwidth and shards > 1 else None
+        gradients = [number * self.state.gradients for number in parameters]
         return {
-            "shards": gather, "units": max(1, units), "shard_bandwidth": bandwidth,
-            "full_weights": [
-                number * self.state.weights + still * self.state.frozen for number, still in zip(parameters, frozen)
+            "shards": gather, "units": max(1, *map(len, blocks)), "shard_bandwidth": bandwidth,
+            "full_weights": full,
+            "gathered_weights": [
+                size - sum(sizes) + min(3, 2 * len(sizes)) * max(sizes, default=0)
+                for size, sizes in zip(full, blocks, strict=True)
             ],
-            "full_gradients": [number * self.state.gradients for number in parameters],
+            "full_gradients": [size * (1 - 1 / shards) for size in gradients],  # beside the shards of the sum
+            "reduce": [size / bandwidth if bandwidth else 0.0 for size in gradients],
         }  # fmt: skip
 
     def stage_costs(self, problem: Problem, placement: Placement | None = None, per: str = "rank") -> Costs:
@@ -301,6 +334,15 @@ class LayerCosts:
     def message_bytes(self, setting: Setting) -> float:
         """Bytes from stage to stage: the output of a decoder layer."""
         return max(setting.kinds[kind].message for kind in self.layers)
+
+
+def _workspace(layers: Sequence[LayerCost]) -> float:
+    """The workspace of a stage: a backward begins with the last layer, and what that frees is there for the others."""
+    largest = freed = 0.0
+    for layer in reversed(layers):
+        largest = max(largest, layer.workspace - freed)
+        freed += max(0.0, layer.activation - layer.stash)
+    return largest
 
 
 def _held_stages(placement: Placement | None, num_stages: int) -> list[tuple[int, ...]]:

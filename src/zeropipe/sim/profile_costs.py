@@ -49,7 +49,7 @@ def costs_from_profile(profile: Profile) -> LayerCosts:
         profile.model, "profile", profile.layers, tuple(map(_fit_setting, profile.probes)), after=("head",),
         each=(STAGE,), tied=profile.tied, sequence=profile.sequence, dtype=profile.dtype, link=link,
         inter_node=inter_node, sending=sending, receiving=receiving,
-        state=ParameterBytes() if size == 2 else ParameterBytes(size, size, 2 * size),
+        state=ParameterBytes() if size == 2 else ParameterBytes(size, size, 2 * size, size),
         machine=profile.machine, versions=profile.versions,
     )  # fmt: skip
 

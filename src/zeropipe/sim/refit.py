@@ -70,7 +70,10 @@ def find_run_setting(
     """The setting of a run; ConfigError if the costs do not have it, or if it may be one of several."""
     if origin is not None:
         _require_same_origin(costs, origin)
-        return costs.setting(ac=origin.ac, microbatch_size=origin.microbatch_size, tp=origin.tp, compile=origin.compile)
+        return costs.setting(
+            ac=origin.ac, microbatch_size=origin.microbatch_size, tp=origin.tp, compile=origin.compile,
+            sequence_parallel=origin.sequence_parallel,
+        )  # fmt: skip
     modes = list(dict.fromkeys(one.ac for one in costs.settings))
     if ac is None and len(modes) > 1:
         raise ConfigError(f"the costs are of ac {' and of ac '.join(modes)}; set the one of the run with --ac")

@@ -59,12 +59,12 @@ def build_cost_tables(xp: Arrays, schedule: Schedule, costs: Costs) -> CostTable
 
 def build_shard_tables(xp: Arrays, schedule: Schedule, costs: Costs) -> ShardTables:
     """The tables of `schedule` under `costs` for its UNSHARD and REDUCE_GRAD."""
-    unshard, reduce, weights, gradients = (costs.column(name, schedule.num_stages) for name in SHARD_COLUMNS)
-    gathered = min(2, costs.units) / costs.units if costs.shards == "regather" else 1.0
+    columns = [costs.column(name, schedule.num_stages) for name in SHARD_COLUMNS]
+    unshard, reduce, weights, gathered, gradients = columns
     return ShardTables(
         unshard=xp.list_floats(unshard), reduce=xp.list_floats(reduce),
-        gathered=xp.list_floats([gathered * size for size in weights]), gradients=xp.list_floats(gradients),
-        first_rank=xp.list_ints(schedule.placement.copies[0]), units=costs.units,
+        gathered=xp.list_floats(gathered if costs.shards == "regather" else weights),
+        gradients=xp.list_floats(gradients), first_rank=xp.list_ints(schedule.placement.copies[0]), units=costs.units,
     )  # fmt: skip
 
 

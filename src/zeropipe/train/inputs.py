@@ -134,7 +134,7 @@ def choose_layers(config: RunConfig, schedule: Schedule) -> tuple[int, ...]:
             )
         setting = costs.setting(
             ac=config.engine.ac, microbatch_size=config.data.microbatch, tp=config.mesh.tp,
-            compile=config.engine.compile,
+            compile=config.engine.compile, sequence_parallel=config.mesh.sequence_parallel,
         )  # fmt: skip
         return balance(costs, schedule, setting=setting, ac=config.engine.ac, shards=config.mesh.dp_shard).counts
     return layer_counts(num_layers, schedule.num_stages, table.first_less, table.last_less)
@@ -146,7 +146,7 @@ def describe_origin(config: RunConfig, schedule: Schedule) -> Origin:
     sequence = data.sequence if data.packing or data.kind == "synthetic" else 0  # padded rows differ in length
     return Origin(
         choose_layers(config, schedule), engine.ac, data.microbatch, sequence, config.model.dtype, config.mesh.tp,
-        engine.compile, config.lora is not None,
+        engine.compile, config.lora is not None, config.mesh.sequence_parallel,
     )  # fmt: skip
 
 
@@ -189,7 +189,7 @@ def load_layer_costs(config: RunConfig) -> LayerCosts | None:
         return estimate(
             open_shapes(config), gpu=source, sequence=config.data.sequence, dtype=dtype, ac=config.engine.ac,
             microbatch_size=config.data.microbatch, tp=config.mesh.tp, compile=config.engine.compile,
-            lora=estimated_rank(config),
+            sequence_parallel=config.mesh.sequence_parallel, lora=estimated_rank(config),
         )  # fmt: skip
     costs = load_costs(source)
     if not isinstance(costs, LayerCosts):

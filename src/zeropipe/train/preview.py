@@ -156,7 +156,8 @@ def _choose_costs(config: RunConfig, notes: list[str]) -> tuple[LayerCosts | Non
     try:
         shapes = estimate(
             open_shapes(config), sequence=config.data.sequence, ac=config.engine.ac, tp=config.mesh.tp,
-            microbatch_size=config.data.microbatch, compile=config.engine.compile, lora=estimated_rank(config),
+            microbatch_size=config.data.microbatch, compile=config.engine.compile,
+            sequence_parallel=config.mesh.sequence_parallel, lora=estimated_rank(config),
         )  # fmt: skip
     except ConfigError as error:
         notes.append(f"parameters are not known: {error}")
@@ -204,23 +205,20 @@ def _predict(
 
 
 def _memory(config: RunConfig, context: PlanContext, run: Simulation, rank: int, has_times: bool) -> dict[str, float]:
-    """Bytes of a rank by purpose. Without times: only what does not depend on the order of actions."""
+    """Bytes of a rank by purpose; without costs that are for this run, not those of activations."""
     state, shards, trained = context.costs.state, config.mesh.dp_shard, run.trained[rank]
-    frozen = (run.parameters[rank] - trained) * state.frozen_with_full_weights(shards)
     masters = trained * master_bytes(config) / shards
-    weights = "gathered weights" if shards > 1 else "weights"
-    if has_times:
-        memory = attribute_memory(context, run, rank)
-        found = {
-            weights: memory.weights, "gradients": memory.gradients, "masters": masters,
-            "optimizer": memory.optimizer - masters, "activations": memory.activations, "workspace": memory.workspace,
-        }  # fmt: skip
-    else:
-        found = {
-            weights: trained * state.weights + frozen, "gradients": trained * state.gradients, "masters": masters,
-            "optimizer": trained * state.optimizer / shards - masters,
-        }  # fmt: skip
-    if config.engine.offload:
+    memory = attribute_memory(context, run, rank)
+    found = {
+        "weights": memory.weights, "gradients": memory.gradients, "masters": masters,
+        "optimizer": memory.optimizer - masters, "activations": memory.activations, "workspace": memory.workspace,
+    }  # fmt: skip
+    if not has_times:
+        del found["activations"], found["workspace"]
+    if config.engine.offload:  # shards are in CPU memory
+        frozen = run.parameters[rank] - trained
+        found["weights"] -= (trained * state.shard + frozen * state.frozen) / shards
+        found["gradients"] -= trained * state.gradients / shards
         found |= {"masters": 0.0, "optimizer": 0.0}
     return found
 

@@ -68,7 +68,7 @@ def explain_mismatch(config: RunConfig, costs: LayerCosts) -> str:
     data, engine = config.data, config.engine
     origin = Origin(
         (), engine.ac, data.microbatch, data.sequence, config.model.dtype, config.mesh.tp, engine.compile,
-        config.lora is not None,
+        config.lora is not None, config.mesh.sequence_parallel,
     )  # fmt: skip
     try:
         find_run_setting(costs, origin)
@@ -85,8 +85,9 @@ def make_candidate(config: RunConfig, problem: Problem, name: str = "") -> Candi
     """The run as a candidate of the planner."""
     mesh = config.mesh
     return Candidate(
-        Layout(problem.num_ranks, mesh.dp_shard, mesh.tp, mesh.dp_replicate), name, problem.stages_per_rank,
-        problem.num_microbatches, config.data.microbatch, config.engine.ac, "", config.engine.shards,
+        Layout(problem.num_ranks, mesh.dp_shard, mesh.tp, mesh.dp_replicate, mesh.sequence_parallel), name,
+        problem.stages_per_rank, problem.num_microbatches, config.data.microbatch, config.engine.ac, "",
+        config.engine.shards,
     )  # fmt: skip
 
 
@@ -107,9 +108,11 @@ def state_bytes(config: RunConfig) -> ParameterBytes:
     moments = _NUM_MOMENTS[optimizer.name] + (optimizer.name == "sgd" and optimizer.momentum > 0)
     if config.lora is not None:
         trained = max(4, size)
-        return ParameterBytes(trained, trained, moments * trained, frozen=size)
+        return ParameterBytes(trained, trained, moments * trained, trained, frozen=size)
     trained = masters or size
-    return ParameterBytes(size, trained, masters + moments * trained)
+    # sharded gradients of 16-bit weights add up in float32, also without master weights
+    gradients = max(trained, 4) if config.mesh.dp_shard > 1 else trained
+    return ParameterBytes(size, gradients, masters + moments * trained, 0 if masters else size)
 
 
 def master_bytes(config: RunConfig) -> int:

@@ -44,6 +44,7 @@ const GROUPS = [
     ["unshard", "Time to gather a stage", { hint: "size / bandwidth" }],
     ["reduce", "Time to reduce its gradients", { hint: "size / bandwidth" }],
     ["full_weights", "Memory of gathered weights", {}],
+    ["gathered_weights", "Memory of weights gathered at a time", {}],
     ["full_gradients", "Memory of full gradients", {}],
     ["shard_bandwidth", "Bandwidth", { hint: "no limit" }],
     ["units", "FSDP units of a stage", {}],

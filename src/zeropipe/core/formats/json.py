@@ -216,8 +216,10 @@ def _parse_origin(data: Any, num_stages: int) -> Origin:
         "sequence": lambda v: type(v) is int and v >= 0,
         "dtype": lambda v: isinstance(v, str),
         **{name: lambda v: type(v) is int and v >= 1 for name in ("microbatch_size", "tp")},
-        **{name: lambda v: isinstance(v, bool) for name in ("compile", "lora")},
+        **{name: lambda v: isinstance(v, bool) for name in ("compile", "lora", "sequence_parallel")},
     }
+    if isinstance(data, dict):
+        data = {"sequence_parallel": False, **data}  # files of 0.1 do not have it
     if not isinstance(data, dict) or data.keys() != rules.keys():
         raise ScheduleError(f"origin is {short(data)}: must be null, or a table with {', '.join(rules)}")
     for name, rule in rules.items():

@@ -31,6 +31,9 @@ class FakeGroup:
     def all_gather(self, x: Tensor, dimension: int) -> Tensor:
         return torch.cat(self.gather(x), dimension)
 
+    def reduce_scatter(self, x: Tensor, dimension: int, group: TPGroup) -> Tensor:
+        return take_chunk(self.all_reduce(x), dimension, group)
+
 
 fake_groups: dict[str, FakeGroup] = {}  # by name
 
@@ -78,7 +81,7 @@ def take_chunk(x: Tensor, dimension: int, group: TPGroup) -> Tensor:
 def reduce_scatter(x: Tensor, dimension: int, group: TPGroup) -> Tensor:
     """This rank's chunk of the sum of x over all ranks."""
     if group.name in fake_groups:
-        return take_chunk(all_reduce(x, group), dimension, group)
+        return fake_groups[group.name].reduce_scatter(x, dimension, group)
     return torch_comm.sum_scattered(torch.cat(x.chunk(group.size, dimension)), group.name)
 
 

@@ -34,10 +34,10 @@ class Counter:
                 f"transformers cannot use this config ({format_error(error)}); use that of a decoder model"
             ) from error
 
-    def count(self, sequence: int, microbatch_size: int, tp: int = 1) -> Counted:
+    def count(self, sequence: int, microbatch_size: int, tp: int = 1, sequence_parallel: bool = False) -> Counted:
         """Count one microbatch on one GPU of `tp`."""
         try:
-            return self._count(sequence, microbatch_size, tp)
+            return self._count(sequence, microbatch_size, tp, sequence_parallel)
         except ConfigError:
             raise
         except Exception as error:
@@ -50,7 +50,7 @@ class Counter:
                 "`zeropipe profile` measures them"
             ) from error
 
-    def _count(self, sequence: int, microbatch_size: int, tp: int) -> Counted:
+    def _count(self, sequence: int, microbatch_size: int, tp: int, sequence_parallel: bool) -> Counted:
         tokens = torch.zeros(microbatch_size, sequence, dtype=torch.long, device="meta")
         found: dict[str, tuple[Op, ...]] = {}
         hidden: tuple[Tensor, ...] = ()
@@ -60,7 +60,7 @@ class Counter:
             if len(group.kinds) > 1 and kind not in ENDS:
                 continue  # several layers: each of their kinds has a group
             stage, log = self._create_stage(group), OperatorLog()
-            with shard_alone(stage, tp, log) as sharded:
+            with shard_alone(stage, tp, sequence_parallel, log) as sharded:
                 inputs, outputs = _run(stage, kind in ENDS, hidden, tokens, log)
             found[kind] = list_operators(LayerRun(stage, kind, log, inputs, outputs, sharded, tp, tokens.numel()))
             if kind == "embedding":

@@ -95,7 +95,7 @@ def _list_products(run: LayerRun, calls: Sequence[Call], parameters: dict[int, i
         is_experts = call.name in EXPERTS or active < 1
         per_token = min(number, round(active * call.flops / (2 * run.tokens))) if is_experts else None
         op = Op(
-            call.name, flops, useful, number, per_token, is_attention, is_deferred,
+            call.name, flops, useful, number, per_token, attention=is_attention, deferred=is_deferred,
             back=1.0 if is_deferred else 2.0, kept_op=result, moved=(size, size), stash=stash,
             added=ADDED * sum(full_call.reads[storage] for storage in weights) if call.name in EXPERTS else 0.0,
             gradient=(1.0 + is_attention) * result,

@@ -1,0 +1,293 @@
+"""The memory of one training step by purpose, measured on local ranks as every operator leaves it.
+
+A predicted rank is held against this: what `train --dry-run` says of the same training file.
+"""
+
+from __future__ import annotations
+
+import random
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from zeropipe.core.action import Action
+from zeropipe.engine import fsdp_private
+from zeropipe.engine.comm.ranks import job_ranks
+from zeropipe.engine.engine import Engine
+from zeropipe.engine.masters import MasterWeights
+from zeropipe.engine.mesh.sharded_stage import ShardedStage
+from zeropipe.engine.step import executor_cache
+from zeropipe.engine.step.losses import CausalLMLoss
+from zeropipe.engine.step.watchers import Watcher
+from zeropipe.train.config.read import validate
+from zeropipe.train.config.tables import RunConfig
+from zeropipe.train.loop.optimizer import make_optimizer
+from zeropipe.train.loop.setup import build_stages, find_position, make_engine
+from zeropipe.train.stage_costs import master_bytes
+
+ITEMS = ("weights", "gradients", "optimizer", "activations", "workspace")
+
+
+class Live(TorchDispatchMode):
+    """The storages that operators made or read, while they live; `on_result` is called after every operator."""
+
+    def __init__(self, on_result: Callable[[], None]) -> None:
+        super().__init__()
+        self._storages: dict[int, Any] = {}
+        self._on_result = on_result
+        self.total = 0  # bytes, of the sizes that storages had at first
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                storage = _local(tensor).untyped_storage()
+                if storage._cdata not in self._storages:
+                    self._add(storage._cdata, storage)
+        self._on_result()
+        return result
+
+    def _add(self, key: int, storage: Any) -> None:
+        size = storage.nbytes()
+
+        def remove(_: Any) -> None:
+            self.total -= size
+            del self._storages[key]
+
+        self._storages[key] = weakref.ref(storage, remove)
+        self.total += size
+
+    def sizes(self) -> dict[int, int]:
+        """Storage -> bytes now."""
+        alive = [(key, reference()) for key, reference in list(self._storages.items())]
+        return {key: storage.nbytes() for key, storage in alive if storage is not None}
+
+
+class Meter:
+    """Measures the items of a rank's memory at the peak of a step."""
+
+    def __init__(self, engine: Engine, data: Iterable[dict[str, Tensor]]) -> None:
+        self.live = Live(self._on_result)
+        self._parameters = list(engine.parameters())
+        self._shards = _sizes(map(_local, self._parameters))
+        self._units = [unit for sharded in _sharded_stages(engine) for unit in sharded.units]
+        self._known = _sizes(buffer for stage in engine.stages.values() for buffer in stage.buffers()).keys()
+        self._known |= {tensor.untyped_storage()._cdata for one in data for tensor in one.values()}
+        self._largest_total = 0  # of all live storages, at the peak
+        self._peak: dict[str, float] | None = None  # of the action that runs, if that is the peak of the step
+        self._most_gathered = 0
+        self.items: dict[str, float] = {}  # at the peak
+        self.largest: dict[str, float] = {}  # of each item, at any time between actions
+
+    def measure(self) -> dict[str, float]:
+        """The bytes of each item now; those of a microbatch are "other"."""
+        weights, gradients = dict(self._shards), _sizes(_local(p.grad) for p in self._parameters if p.grad is not None)
+        for unit in self._units:
+            weights |= {storage._cdata: storage.nbytes() for storage in fsdp_private.weight_storages(unit)}
+            gradients |= {storage._cdata: storage.nbytes() for storage in fsdp_private.gradient_storages(unit)}
+        known = weights.keys() | gradients.keys() | self._known
+        other = sum(size for key, size in self.live.sizes().items() if key not in known)
+        return {"weights": sum(weights.values()), "gradients": sum(gradients.values()), "other": other}
+
+    def run(self, call: Callable[[], None]) -> None:
+        """Run an action: of its peak, "activations" are what was there before it, or remains after it."""
+        before = self._at_rest()
+        self._peak = {}
+        call()
+        peak, self._peak = self._peak, None
+        kept = max(before, self._at_rest())
+        if peak:
+            other = peak.pop("other")
+            self.items = {**peak, "activations": kept, "workspace": max(0.0, other - kept)}
+
+    def _at_rest(self) -> float:
+        """The bytes of microbatches between two actions; the largest sizes of items are updated."""
+        now = self.measure()
+        other = now["activations"] = now.pop("other")
+        self.largest = {name: max(size, self.largest.get(name, 0.0)) for name, size in now.items()}
+        self.largest["weights"] = max(self.largest["weights"], sum(self._shards.values()) + self._most_gathered)
+        return other
+
+    def _on_result(self) -> None:
+        if self._peak is None:
+            return
+        weights = sum(storage.nbytes() for unit in self._units for storage in fsdp_private.weight_storages(unit))
+        self._most_gathered = max(self._most_gathered, weights)
+        if self.live.total + weights > self._largest_total:
+            self._largest_total, self._peak = self.live.total + weights, self.measure()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _sharded_stages(engine: Engine) -> list[ShardedStage]:
+    return list(vars(engine._executors._context)["shards"].values())
+
+
+def _sizes(tensors: Iterable[Tensor]) -> dict[int, int]:
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return {storage._cdata: storage.nbytes() for storage in storages}
+
+
+class MeterActions(Watcher):
+    """In place of the engine's ProfilerLabels."""
+
+    meter: Meter | None = None
+
+    def __init__(self, schedule: Any) -> None:
+        pass
+
+    def wrap(self, call: Any, actions: Sequence[Action], cells: Any) -> Any:
+        def measured() -> None:
+            meter = MeterActions.meter
+            if meter is None:
+                call()
+            else:
+                meter.run(call)
+
+        return measured
+
+
+class Measured(NamedTuple):
+    """The bytes of a process by item: at the peak of a step, and the most of each at any time of it."""
+
+    rank: int  # in its pipeline
+    at_peak: dict[str, float]
+    largest: dict[str, float]
+
+    @property
+    def peak(self) -> float:
+        return sum(self.at_peak.values())
+
+
+def measure_step(config: RunConfig) -> Measured:
+    """Run two steps, and measure the second: the first allocates what stays."""
+    with job_ranks(config.engine.timeout, "begun to measure") as ranks:
+        position = find_position(config, ranks)
+        torch.manual_seed(0)
+        stages = build_stages(config, position, ranks)
+    data = _microbatches(config)
+    with (
+        mock.patch.object(executor_cache, "ProfilerLabels", MeterActions),
+        make_engine(config, position, stages) as engine,
+    ):
+        optimizer = make_optimizer(config, engine, position.device)
+        engine.train_step(data, CausalLMLoss())
+        optimizer.step()
+        optimizer.zero_grad()
+        meter = MeterActions.meter = Meter(engine, data)
+        with meter.live:
+            engine.train_step(data, CausalLMLoss())
+        MeterActions.meter = None
+        optimizer.step()
+        state = sum(_sizes(map(_local, _state(optimizer))).values())
+        masters = 0.0
+        if config.mesh.dp_shard > 1 and master_bytes(config):  # the shards are the master weights
+            masters = sum(_sizes(map(_local, engine.parameters())).values())
+    found = (meter.items, {**meter.largest, "workspace": meter.items["workspace"]})
+    changes = ({"weights": items["weights"] - masters, "optimizer": state + masters} for items in found)
+    return Measured(position.rank, *(items | change for items, change in zip(found, changes, strict=True)))
+
+
+def errors(predicted: dict[str, float], measured: Measured) -> dict[str, float]:
+    """The relative error of each item, and of the peak. A column holds at the peak, or whenever the item is largest.
+
+    An item that is less than a tenth of the peak is compared with that tenth; workspace, which only single operators
+    need, with the peak.
+    """
+    found = {"peak": sum(predicted.values()) / measured.peak - 1} if "workspace" in predicted else {}
+    for name in ITEMS if found else ITEMS[:3]:  # of a run without a prediction, what does not depend on its times
+        value, bounds = predicted[name], sorted((measured.at_peak[name], measured.largest[name]))
+        distance = value - min(max(value, bounds[0]), bounds[1])
+        found[name] = distance / (measured.peak if name == "workspace" else max(bounds[1], measured.peak / 10))
+    return found
+
+
+def _state(optimizer: Any) -> list[Tensor]:
+    """The tensors of an optimizer's state with as many elements as a parameter, and master weights."""
+    masters = []
+    if isinstance(optimizer, MasterWeights):
+        masters = [master for parameter, master in optimizer.pairs if parameter is not master]
+        optimizer = optimizer.optimizer
+    return [*masters, *(t for one in optimizer.state.values() for t in one.values() if isinstance(t, Tensor))]
+
+
+def _microbatches(config: RunConfig) -> list[dict[str, Tensor]]:
+    """Random tokens; packed rows have two samples each."""
+    data, generator = config.data, torch.Generator().manual_seed(1)
+    shape, half = (data.microbatch, data.sequence), data.sequence // 2
+    found = []
+    for _ in range(config.num_microbatches):
+        tokens = torch.randint(0, VOCABULARY, shape, generator=generator)
+        one = {"input_ids": tokens, "labels": tokens.clone()}
+        if data.packing:
+            positions = torch.cat([torch.arange(half), torch.arange(data.sequence - half)])
+            one["position_ids"] = positions.expand(shape).contiguous()
+            ends = [row * data.sequence + end for row in range(shape[0]) for end in (half, data.sequence)]
+            one["cu_seqlens"] = torch.tensor([0, *ends], dtype=torch.int32)
+        found.append(one)
+    return found
+
+
+# random layouts
+
+VOCABULARY = 512
+MODEL = {
+    "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4, "vocab_size": VOCABULARY,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16, "max_position_embeddings": 512,
+    "tie_word_embeddings": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+ONE_STAGE = ("1f1b", "gpipe", "zb-h1", "zb-h2")  # per rank
+SCHEDULES = {1: ("1f1b", "zb-h1"), 2: (*ONE_STAGE, "interleaved", "zbv", "v-min", "dualpipev"), 4: ONE_STAGE}  # by pp
+MESHES = {
+    4: ((4, 1, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2), (1, 4, 1)), 2: ((2, 1, 1), (1, 2, 1), (1, 1, 2)),
+}  # pp, dp_shard, tp; by the number of processes  # fmt: skip
+
+
+def draw(seed: int, num_ranks: int, model_path: str) -> RunConfig:
+    """A random run of a small model on so many processes."""
+    chance = random.Random(f"layout {seed}")
+    pp, dp_shard, tp = chance.choice(MESHES[num_ranks])
+    dtype = chance.choice(("float32", "float32", "bfloat16"))
+    has_lora = tp == 1 and chance.random() < 0.15
+    microbatch, number = chance.choice((1, 2)), chance.choice((4, 8))
+    table: dict[str, Any] = {
+        "model": {"path": model_path, "weights": "random", "dtype": dtype},
+        "mesh": {"pp": pp, "dp_shard": dp_shard, "tp": tp, "sequence_parallel": tp > 1 and chance.random() < 0.5},
+        "schedule": {"name": chance.choice(SCHEDULES[pp]), "costs": "h100"},
+        "engine": {
+            "ac": chance.choice(("none", "none", "full", "selective:2", "selective:op")), "device": "cpu",
+            "shards": chance.choice(("keep", "regather")) if dp_shard > 1 else "keep",
+        },
+        "data": {
+            "sequence": 128, "microbatch": microbatch, "batch": number * microbatch * dp_shard,
+            "packing": chance.random() < 0.3,
+        },
+        "optimizer": {"name": "adamw", "master_weights": chance.random() < 0.7},
+        "train": {"steps": 2, "output": "out"},
+    }  # fmt: skip
+    if has_lora:
+        table["lora"] = {"rank": 4, "target_modules": ["q_proj", "v_proj"]}
+    return validate(table, {}, f"layout {seed}")
+
+
+def describe(config: RunConfig) -> str:
+    """The layout in one line."""
+    mesh, engine, data = config.mesh, config.engine, config.data
+    marks = {
+        "sequence parallel": mesh.sequence_parallel, "packed": data.packing, "lora": config.lora is not None,
+        "no master weights": not config.optimizer.master_weights,
+    }  # fmt: skip
+    return " ".join([
+        f"pp{mesh.pp} dp{mesh.dp_shard} tp{mesh.tp} {config.schedule.name} ac={engine.ac} shards={engine.shards}",
+        f"{config.model.dtype} microbatches {config.num_microbatches}x{data.microbatch}",
+        *(name for name, is_so in marks.items() if is_so),
+    ])  # fmt: skip
