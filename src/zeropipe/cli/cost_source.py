@@ -32,7 +32,7 @@ class CostSource(Protocol):
         """The costs per rank or stage; ConfigError if they are per layer."""
 
     def stage_costs(self, problem: Problem, placement: Placement | None = None) -> Costs:
-        """The costs of each stage; `placement` tells which stages share a rank."""
+        """The costs of each stage; `placement` says which stages share a rank."""
 
     def count_layers(self, problem: Problem, placement: Placement | None) -> tuple[int, ...] | None:
         """The number of layers of each stage, if the command line cuts a model."""

@@ -53,7 +53,7 @@ class LayerOptions:
                 raise ConfigError(f"{flag_of(field.name)} {value}: {reason}")
 
     def count_layers(self, costs: LayerCosts, problem: Problem, placement: Placement | None) -> tuple[int, ...]:
-        """The number of layers of each stage; `placement` tells which stages share a rank."""
+        """The number of layers of each stage; `placement` says which stages share a rank."""
         if self.balance != "time":
             return count_layers(self.layers, costs.num_layers, problem.num_stages)
         from zeropipe.balancing.balance import balanced_counts

@@ -1,14 +1,16 @@
-"""Runs schedules on torch.distributed. How a step runs can be read off the folders:
+"""Runs schedules on torch.distributed. The packages, in the order in which a run uses them:
 
-stages    a model cut along its depth, its weights loaded and saved
-blocks    checkpointing and compilation of the transformer blocks in a stage
-backward  I and W: the weight-gradient products that a backward pass leaves behind
-mesh      stages sharded over data (FSDP2), layers, vocabulary and sequences spread over tp
-comm      connections and messages between ranks, faults
-step      one rank's row of a Program, run: losses, gradients, the measured timeline
-engine    all of it behind train_step, eval_step, forward; options and set-up
-checkpoint  a run's weights and optimizer on disk, for any layout; whole weights for other programs
-run       local processes; what `zeropipe run` stands on
+- `stages`: a model cut along its depth; its weights loaded and saved.
+- `blocks`: checkpointing and compilation of the transformer blocks in a stage.
+- `backward`: I and W: one backward pass, and the weight-gradient products that it leaves behind; experts.
+- `mesh`: stages sharded over data-parallel processes (FSDP2), and over `tp` and `ep`.
+- `comm`: connections and messages between ranks, heartbeats and errors.
+- `step`: one rank's row of a Program: losses, gradients, the recorded timeline.
+- `engine`, `options`, `setup`: `train_step`, `eval_step` and `forward`, their options and checks.
+- `checkpoint`: a run's weights and optimizer on disk, for any layout; full weights for other programs.
+- `run`: local processes, and the jobs of `zeropipe run`.
+- `layout`, `masters`: a rank's place in the mesh; float32 copies of 16-bit parameters.
+- `torch_private`, `fsdp_private`, `transformers_private`: private names of torch and transformers, and nothing else.
 """
 
 from __future__ import annotations

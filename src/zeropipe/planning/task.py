@@ -93,7 +93,7 @@ class PlanTask:
             model, gpu=self.gpu, sequence=self.sequence, dtype=self.dtype, compile=self.compile,
             efficiency=self.efficiency, tp=space.tp, microbatch_size=space.microbatch_sizes,
             sequence_parallel=self._parallel_values(space),
-            ac=[*space.ac, *({"none"} - set(space.ac))],  # "none" tells how much of the others is recomputation
+            ac=[*space.ac, *({"none"} - set(space.ac))],  # "none": the others recompute the rest
             lora=self.lora,
         )  # fmt: skip
 

@@ -38,8 +38,8 @@ export function shareLine(timeline, causes) {
 /** The shares as a bar. */
 export function shareBar(timeline, causes) {
   const parts = sharesOf(timeline, causes).filter(([, share]) => share > 0);
-  const told = parts.map(([name, share]) => `${name} ${percentText(share)}`).join(", ");
-  const bar = element("div", { className: "zp-bar-share", role: "img", "aria-label": told, title: told });
+  const description = parts.map(([name, share]) => `${name} ${percentText(share)}`).join(", ");
+  const bar = element("div", { className: "zp-bar-share", role: "img", "aria-label": description, title: description });
   for (const [, share, number] of parts) {
     bar.append(element("span", { className: `zp-part zp-part-${number}`, style: `width:${(100 * share).toFixed(2)}%` }));
   }
