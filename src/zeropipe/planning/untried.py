@@ -33,7 +33,7 @@ def list_untried(task: PlanTask, costs: LayerCosts, runs: Sequence[Run], searche
 def _list_parallelism(costs: LayerCosts, runs: Sequence[Run]) -> Iterator[tuple[str, str]]:
     elsewhere = "torchtitan and Archon have it under zeropipe's schedules: docs/torchtitan.md, docs/archon.md"
     if any("experts" in kind for kind in costs.layers):
-        yield "expert parallelism", elsewhere
+        yield "expert parallelism", "mesh.ep in the training file: docs/experts.md"
     if costs.sequence >= LONG_SEQUENCE:
         yield "context parallelism", elsewhere
     if any(run.layout.dp_shard > 1 for run in runs):
