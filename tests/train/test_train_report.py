@@ -32,7 +32,7 @@ from zeropipe.train.report.hints import give_hint
 from zeropipe.train.report.page import predict_steps, write_report
 from zeropipe.train.report.recorded_steps import RecordedStep, load_steps, save_step
 from zeropipe.train.report.recorder import Recorder
-from zeropipe.viz.article.chart import MOST_POINTS, thinned
+from zeropipe.viz.article.chart import MAX_POINTS, thinned
 
 EVEN = zp.Costs(f=0.010, i=0.010, w=0.010, p2p=0.0, unit="s", memory_unit="B", activation=1e6)
 
@@ -214,7 +214,7 @@ def test_drift_is_measured_over_predicted_and_has_the_first_and_the_last_of_many
 def test_a_long_curve_is_thinned_by_means_and_keeps_its_end():
     points = tuple((float(n), float(n % 2)) for n in range(100_000))
     found = thinned((*points, (100_000.0, float("nan"))))
-    assert len(found) == MOST_POINTS
+    assert len(found) == MAX_POINTS
     assert found[-1] == points[-1]
     assert all(abs(y - 0.5) < 0.02 for _, y in found[:-1])
 
