@@ -13,7 +13,7 @@ from zeropipe.estimating.estimate import can_estimate_adapters
 from zeropipe.estimating.families import FAMILIES
 from zeropipe.estimating.model import open_model
 from zeropipe.sim.layer_file import from_layer_data, to_layer_json
-from zeropipe.train.loop.metrics import _count_flops as count_flops
+from zeropipe.train.loop.metrics import count_flops
 
 FEW = {
     "num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from engine_helpers import hf_plain_step
 from fault_cases import strike
-from mesh_cases import hf_difference, mesh_of
+from mesh_cases import compare_update, hf_difference, mesh_of
 from torch import nn
 
 from zeropipe.core.mesh import DATA_DIMENSIONS
@@ -97,13 +98,7 @@ def train_with_ep(
             evaluated = engine.eval_step(every[mine], loss_fn).loss
             seen["eval"] = max(seen["eval"], abs(evaluated - wanted) / wanted)
             seen["loss"] = max(seen["loss"], abs(engine.train_step(every[mine], loss_fn).loss - wanted) / wanted)
-            norm = float(torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1))
-            seen["norm"] = max(seen["norm"], abs(engine.clip_grad_norm(0.1) - norm) / norm)
-            seen["grad"] = max(seen["grad"], hf_difference(stages, plain, "grad"))
-            for optimizer in (ours, theirs):
-                optimizer.step()
-                optimizer.zero_grad()
-            seen["weight"] = max(seen["weight"], hf_difference(stages, plain, "weight"))
+            compare_update(seen, engine, plain, (ours, theirs), partial(hf_difference, stages, plain))
     return seen | {"kept": max((local_experts(stage) for stage in stages.values()), default=0)}
 
 

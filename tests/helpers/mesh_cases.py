@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -22,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
@@ -114,15 +117,9 @@ def train_on_mesh(
             wanted = plain_step(model, [batch for some in data for batch in some], loss_fn)
             evaluated = engine.eval_step(data[mine], loss_fn)
             result = engine.train_step(data[mine], loss_fn)
-            norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1))
             seen["loss"] = max(seen["loss"], abs(result.loss - wanted) / abs(wanted))
             seen["eval"] = max(seen["eval"], abs(evaluated.loss - wanted) / abs(wanted))
-            seen["norm"] = max(seen["norm"], abs(engine.clip_grad_norm(0.1) - norm) / norm)
-            seen["grad"] = max(seen["grad"], difference(stages, plain, "grad"))
-            for optimizer in (ours, theirs):
-                optimizer.step()
-                optimizer.zero_grad()
-            seen["weight"] = max(seen["weight"], difference(stages, plain, "weight"))
+            compare_update(seen, engine, model, (ours, theirs), partial(difference, stages, plain))
     return seen
 
 
@@ -306,6 +303,23 @@ def spy(thing: Any, method: str, word: str, calls: list[str]) -> None:
     setattr(thing, method, told)
 
 
+def compare_update(
+    seen: dict[str, Any],
+    engine: Engine,
+    plain: nn.Module,
+    optimizers: Iterable[Optimizer],
+    difference_of: Callable[[str], float],
+) -> None:
+    """Clip and update both models; `seen` gets the largest differences of norm, gradients and weights."""
+    norm = float(torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1))
+    seen["norm"] = max(seen["norm"], abs(engine.clip_grad_norm(0.1) - norm) / norm)
+    seen["grad"] = max(seen["grad"], difference_of("grad"))
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    seen["weight"] = max(seen["weight"], difference_of("weight"))
+
+
 def difference(stages: dict[int, Any], plain: list[nn.Module], what: str) -> float:
     """The largest relative difference of any gradient or weight from the plain model's."""
     worst = 0.0
@@ -378,14 +392,8 @@ def train_hf_on_mesh(
             everything = [batch for some in data for batch in some]
             wanted = hf_plain_step(plain, everything, loss_fn)
             result = engine.train_step(data[mine], loss_fn)
-            norm = float(torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1))
             seen["loss"] = max(seen["loss"], abs(result.loss - wanted) / wanted)
-            seen["norm"] = max(seen["norm"], abs(engine.clip_grad_norm(0.1) - norm) / norm)
-            seen["grad"] = max(seen["grad"], hf_difference(stages, plain, "grad"))
-            for optimizer in (ours, theirs):
-                optimizer.step()
-                optimizer.zero_grad()
-            seen["weight"] = max(seen["weight"], hf_difference(stages, plain, "weight"))
+            compare_update(seen, engine, plain, (ours, theirs), partial(hf_difference, stages, plain))
     return seen
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
 from engine_helpers import error_of, hf_plain_step
-from mesh_cases import hf_difference, mesh_of
+from mesh_cases import compare_update, hf_difference, mesh_of
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -158,11 +159,5 @@ def train_on_tp(
                 seen["graphs"] = counters["stats"]["unique_graphs"]  # 0 if it is not compiled
                 seen["breaks"] = sum(counters["graph_break"].values())
                 seen["eval"] = abs(engine.eval_step(data, loss_fn).loss - wanted) / wanted
-            norm = float(torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1))
-            seen["norm"] = max(seen["norm"], abs(engine.clip_grad_norm(0.1) - norm) / norm)
-            seen["grad"] = max(seen["grad"], hf_difference(stages, plain, "grad"))
-            for optimizer in (ours, theirs):
-                optimizer.step()
-                optimizer.zero_grad()
-            seen["weight"] = max(seen["weight"], hf_difference(stages, plain, "weight"))
+            compare_update(seen, engine, plain, (ours, theirs), partial(hf_difference, stages, plain))
     return seen

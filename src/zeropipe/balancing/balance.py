@@ -153,10 +153,9 @@ def balance_task(
     """The numbers of a balancing problem; `in_flight` is what `peak_in_flight` finds in a schedule."""
     chosen = setting or costs.settings[0]
     layers = costs.layer_list(chosen, ac)
-    each, each_frozen = costs.state.with_full_weights(shards), costs.state.frozen_with_full_weights(shards)
 
     def weigh(layer: LayerCost) -> float:
-        return layer.num_trained * each + (layer.parameters - layer.num_trained) * each_frozen
+        return costs.state.with_full_weights(shards, layer.num_trained, layer.num_frozen)
 
     ends = [[chosen.kinds[kind] for kind in part] for part in (costs.before, costs.after, costs.each)]
     table, pairs = rank_table(placement, problem.num_ranks)

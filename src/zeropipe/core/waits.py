@@ -34,20 +34,23 @@ def trim_waits(timeline: Timeline) -> tuple[Timeline, int]:
 
 def _require_one_clock(timeline: Timeline, steps: Sequence[tuple[Span, ...]], ready: Sequence[float]) -> None:
     """ScheduleError if most steps that wait for other ranks end before their inputs are there."""
-    rank_of, early, num_waiting = timeline.schedule.placement.rank_of, list[tuple[float, Action]](), 0
-    for step, earliest in zip(steps, ready):
-        for action in (span.action for span in step):
-            own = rank_of(action.stage, action.microbatch)
-            inputs = needs(action, timeline.schedule.num_stages)
-            num_waiting += any(rank_of(need.stage, need.microbatch) != own for need in inputs)
-        if earliest > step[0].end:
-            early.append((earliest - step[0].end, step[0].action))
+    early = [(earliest - step[0].end, step[0].action) for step, earliest in zip(steps, ready) if earliest > step[0].end]
+    num_waiting = sum(any(_waits_for_others(span.action, timeline) for span in step) for step in steps)
     if early and 2 * len(early) >= num_waiting:
         by, action = max(early)
         raise ScheduleError(
             f"{action} ends {time_text(by, timeline.unit)} before its input is there: the clocks of the ranks differ; "
             "record them on machines with one time (NTP or PTP)"
         )
+
+
+def _waits_for_others(action: Action, timeline: Timeline) -> bool:
+    """Whether another rank computes an input of the action."""
+    schedule = timeline.schedule
+    own, *others = (
+        schedule.placement.rank_of(one.stage, one.microbatch) for one in (action, *needs(action, schedule.num_stages))
+    )
+    return any(rank != own for rank in others)
 
 
 def _find_ends(timeline: Timeline) -> dict[Action, float]:

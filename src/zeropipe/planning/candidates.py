@@ -92,14 +92,13 @@ def _lower_bounds(context: PlanContext, run: Run) -> tuple[float, float]:
     layers = [*context.decoder_layers(run), *(kinds[kind] for kind in (*costs.before, *costs.after))]
     work, forward = sum(layer.f + layer.full_backward for layer in layers), sum(layer.f for layer in layers)
     trained = sum(layer.num_trained for layer in layers)
-    frozen = sum(layer.parameters for layer in layers) - trained
+    frozen = sum(layer.num_frozen for layer in layers)
     if costs.tied:
         shared = kinds[costs.before[0]]
         trained -= min(shared.num_trained, trained)
-        frozen -= min(shared.parameters - shared.num_trained, frozen)
+        frozen -= min(shared.num_frozen, frozen)
     state, shards = costs.state, run.layout.dp_shard
-    held = trained * state.with_full_weights(shards) + frozen * state.frozen_with_full_weights(shards)
-    needs = (held + sum(layer.activation for layer in layers)) / pp
+    needs = (state.with_full_weights(shards, trained, frozen) + sum(layer.activation for layer in layers)) / pp
     return (run.num_microbatches * work + (pp - 1) * forward / pp) / pp, needs
 
 

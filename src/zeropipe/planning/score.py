@@ -141,8 +141,7 @@ def attribute_memory(context: PlanContext, run: Simulation, rank: int) -> RankMe
     at = levels.index(peak)
     at += is_joined(run.timeline.schedule.packed.row(rank)[at])  # an Overlap is at its peak as a whole
     activations = resident_levels[at] - constant
-    resident = trained * state.with_full_weights(shards) + frozen * state.frozen_with_full_weights(shards)
-    workspace = constant - resident
+    workspace = constant - state.with_full_weights(shards, trained, frozen)
     optimizer = trained * state.optimizer / shards
     if shards > 1:
         gradients = trained * state.gradients / shards + _full_gradients(run.timeline, rank, at)

@@ -55,6 +55,10 @@ class LayerCost:
         return self.parameters if self.trained is None else self.trained
 
     @property
+    def num_frozen(self) -> int:
+        return self.parameters - self.num_trained
+
+    @property
     def overlapped(self) -> float:
         """The time of an F and a B as one step."""
         return self.f + self.full_backward if self.overlap is None else self.overlap
@@ -93,25 +97,22 @@ class ParameterBytes:
     shard: float = 0.0
     frozen: float = 0.0
 
-    def with_full_weights(self, shards: int) -> float:
-        """Within a step that keeps the full weights and gradients."""
-        return self.weights + self.gradients + self.between_steps(shards)
+    def full_weights(self, trained: float, frozen: float) -> float:
+        """Bytes of the unsharded weights of so many trained and frozen parameters."""
+        return trained * self.weights + frozen * self.frozen
+
+    def with_full_weights(self, shards: int, trained: float = 1, frozen: float = 0) -> float:
+        """Bytes of parameters within a step that keeps the full weights and gradients, beside the shards."""
+        own = self.weights + self.gradients + self.between_steps(shards)
+        return trained * own + frozen * (self.frozen * (1 + (1 / shards if shards > 1 else 0.0)))
 
     def between_steps(self, shards: int) -> float:
-        """What is resident all the time: a shard of the optimizer state, and of the weights if they are sharded."""
+        """Resident all the time per trained parameter: a shard of the optimizer state, and of sharded weights."""
         return self.optimizer if shards == 1 else (self.optimizer + self.shard) / shards
 
-    def within_step(self, shards: int) -> float:
-        """What sharded stages keep within a step beside full weights and gradients: these become shards of the sum."""
-        return self.between_steps(shards) + self.gradients / shards
-
-    def frozen_with_full_weights(self, shards: int) -> float:
-        """Bytes of a frozen parameter within a step: in full, and its shard."""
-        return self.frozen * (1 + (1 / shards if shards > 1 else 0.0))
-
-    def frozen_between_steps(self, shards: int) -> float:
-        """Bytes of a frozen parameter that are resident all the time: its shard."""
-        return self.frozen / shards
+    def within_step(self, shards: int, trained: float, frozen: float) -> float:
+        """Bytes of sharded parameters within a step, beside full weights and gradients: their shards, also of sums."""
+        return trained * (self.between_steps(shards) + self.gradients / shards) + frozen * (self.frozen / shards)
 
 
 @dataclass(frozen=True)
@@ -255,27 +256,27 @@ class LayerCosts:
                 f"layers={short(list(counts))} has {len(stages)} stages: the placement has {len(placement.copies[0])}"
             )
         parameters = [float(sum(layer.num_trained for layer in stage)) for stage in stages]
-        frozen = [float(sum(layer.parameters - layer.num_trained for layer in stage)) for stage in stages]
+        frozen = [float(sum(layer.num_frozen for layer in stage)) for stage in stages]
         held_stages = _held_stages(placement, len(stages))
         if self.tied and any(held[0] == 0 and held[-1] == len(stages) - 1 for held in held_stages):
             ends = [[chosen.kinds[kind] for kind in part] for part in (self.before, self.after)]
             shared = min(sum(layer.num_trained for layer in part) for part in ends)
             parameters[-1] -= shared
             frozen[-1] -= min(sum(layer.parameters for layer in part) for part in ends) - shared
-        each = self.state.with_full_weights(shards) if gather is None else self.state.within_step(shards)
-        each_frozen = (
-            self.state.frozen_with_full_weights(shards) if gather is None else self.state.frozen_between_steps(shards)
-        )
-        weights = [number * each + still * each_frozen for number, still in zip(parameters, frozen)]
+        resident = self.state.with_full_weights if gather is None else self.state.within_step
+        weights = [resident(shards, *numbers) for numbers in zip(parameters, frozen)]
         for held in held_stages:
             workspaces = [_workspace(stages[stage]) for stage in held]
             weights[held[workspaces.index(max(workspaces))]] += max(workspaces)
         forward, backward = self._message_overheads(range(len(stages)) if placement is None else placement.copies[0])
-        full = [number * self.state.weights + still * self.state.frozen for number, still in zip(parameters, frozen)]
+        full = [self.state.full_weights(*numbers) for numbers in zip(parameters, frozen)]
         blocks = [
-            [self._full_bytes(chosen.kinds[kind]) for kind, n in stage if n is not None]
+            [
+                self.state.full_weights(chosen.kinds[kind].num_trained, chosen.kinds[kind].num_frozen)
+                for kind, n in stage if n is not None
+            ]
             for stage in self.stage_kinds(counts)
-        ]
+        ]  # fmt: skip
         sharding = {} if gather is None else self._sharding(parameters, full, blocks, gather, shards, shard_link)
         return Costs(
             f=_sums(stages, lambda layer: layer.f, forward), i=_sums(stages, lambda layer: layer.i, backward),
@@ -295,10 +296,6 @@ class LayerCosts:
             [previous * self.receiving + following * self.sending for previous, following in pairwise(crosses)],
             [previous * self.sending + following * self.receiving for previous, following in pairwise(crosses)],
         )
-
-    def _full_bytes(self, layer: LayerCost) -> float:
-        """Bytes of a layer's full weights, trained and frozen."""
-        return layer.num_trained * self.state.weights + (layer.parameters - layer.num_trained) * self.state.frozen
 
     def _sharding(
         self,

@@ -242,13 +242,13 @@ def _ideal_seconds(config: RunConfig, device_name: str) -> float | None:
     if gpu is None or config.model.dtype == "float64":
         return None
     try:
-        flops = _count_flops(open_shapes(config), config.data.sequence, is_frozen=config.lora is not None)
+        flops = count_flops(open_shapes(config), config.data.sequence, is_frozen=config.lora is not None)
     except ZeropipeError:
         return None
     return flops / config.data.sequence / GPUS[gpu].peak_of(config.model.dtype)
 
 
-def _count_flops(model: ShapedModel | CountedModel, sequence: int, *, is_frozen: bool) -> float:
+def count_flops(model: ShapedModel | CountedModel, sequence: int, *, is_frozen: bool) -> float:
     """The FLOPs of F, I and W of one sequence. A frozen model has no gradients of weights.
 
     Every product is computed once in F, and backward once for each of its two factors: activations and weights, or two
