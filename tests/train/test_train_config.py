@@ -102,8 +102,6 @@ WRONG = {
                                    "mesh.ep=2: must divide dp_shard=3"),
     "experts and adapter": ("--lora.rank 4 --mesh.ep 2 --mesh.dp_replicate 2", GOOD, "mesh.ep=2: experts of a model "
                             "with an adapter (lora) cannot be divided; leave out one of them"),
-    "experts and compile": ("--engine.compile --mesh.ep 2 --mesh.dp_shard 2", GOOD,
-                            "engine.compile=true with mesh.ep=2 is not supported; leave out one of them"),
     "experts and offload": ("--engine.offload --mesh.ep 2 --mesh.dp_shard 2", GOOD, "engine.offload=true with "
                             "mesh.ep=2=mesh.dp_shard: experts are not sharded; use less mesh.ep"),
     # the schedule

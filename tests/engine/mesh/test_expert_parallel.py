@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from itertools import product
 
 import pytest
 
@@ -11,7 +13,7 @@ pytest.importorskip("transformers")
 import expert_cases as cases
 import torch
 from checkpoint_chain import chain
-from engine_helpers import TOLERANCE, largest, ranks
+from engine_helpers import PRELOAD, TOLERANCE, largest, ranks
 from full_marker import mark_rest_full
 from transformers import AutoModelForCausalLM
 
@@ -20,7 +22,6 @@ from zeropipe.core.mesh import num_processes, parse_mesh, refuse_ep
 from zeropipe.engine import hf_model, hf_stages
 from zeropipe.engine.checkpoint.convert import convert
 from zeropipe.engine.mesh import ep_check
-from zeropipe.engine.run.spec import Job, check_job
 from zeropipe.errors import ConfigError
 
 SHARDED, REPLICATED = {"pp": 2, "dp_shard": 2}, {"pp": 2, "dp_replicate": 2}
@@ -115,11 +116,29 @@ def test_what_cannot_be_divided_is_refused(sizes, ep, kind, options, words):
         assert said.startswith(words)
 
 
-def test_compiled_blocks_are_refused():
-    for said in ranks(2).run(cases.compiled, zp.build("1f1b", ranks=1, microbatches=2)):
-        assert said.endswith("compile=True with experts divided over ep is not supported; leave out one of them")
-    with pytest.raises(ConfigError, match=re.escape("--compile with --mesh dp_shard=2,ep=2 is not supported")):
-        check_job(Job(compile=True, mesh=parse_mesh("dp_shard=2,ep=2")))
+COMPILED = [
+    ("1f1b", {"dp_replicate": 2}, "selective:op", "aot_eager"),
+    *product(("1f1b", "zbv", "dualpipev"), (SHARDED, TWICE), ("none", "full", "selective:op"), ("aot_eager", None)),
+]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name, sizes, ac, backend", mark_rest_full(COMPILED, lambda it: it == COMPILED[0]), ids=str)
+def test_compiled_blocks_are_one_graph_around_the_exchange(name, sizes, ac, backend):
+    """None: inductor. Microbatches have different lengths, and experts without a token are among them."""
+    schedule = zp.build(name, ranks=sizes.get("pp", 1), microbatches=2 * sizes.get("pp", 1))
+    options, changes = {"compile": True, "ac": ac}, {"num_hidden_layers": schedule.num_stages}
+    changes["output_router_logits"] = False
+    args = (schedule, sizes, 2, backend, options, 1 if backend else 2, changes, True)
+    group = ranks(math.prod(sizes.values()), PRELOAD if backend else (*PRELOAD, "torch._inductor.compile_fx"))
+    seen = largest(group.run(cases.train_compiled_with_ep, *args, timeout=550))
+    assert max(seen[key] for key in seen.keys() - {"kept", "idle"}) < TOLERANCE, seen
+
+
+def test_a_memory_budget_with_ep_is_refused():
+    words = "ac='memory_budget:0.5' with experts divided over ep: the compiler may recompute exchanges"
+    for said in ranks(2).run(cases.budgeted, zp.build("1f1b", ranks=1, microbatches=2)):
+        assert words in said
 
 
 @pytest.mark.full

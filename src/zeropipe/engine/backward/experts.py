@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from zeropipe.engine.backward.exchange import Exchange
+from zeropipe.engine.backward.exchange import Exchange, read_splits
 from zeropipe.engine.backward.gradients import to_local
 from zeropipe.engine.backward.stacks import convert, create_deferred_class, expert_linear
 from zeropipe.engine.transformers_private import apply_expert_gate, experts_implementation
@@ -119,14 +119,14 @@ def _run_divided_experts(module: Any, hidden: Tensor, index: Tensor, weights: Te
     order, offsets = _sort_by_expert(index, module.num_experts)
     counts = offsets.diff(prepend=offsets.new_zeros(1))
     arriving = exchange.exchange_counts(counts)  # (process, expert)
-    sent, received = torch.stack([counts.view_as(arriving).sum(1), arriving.sum(1)]).tolist()
-    rows = exchange.exchange_rows(hidden[order // index.shape[-1]], sent, received)
+    splits = read_splits(counts, arriving)
+    rows = exchange.exchange_rows(hidden[order // index.shape[-1]], splits)
     expert = torch.arange(arriving.shape[1], device=rows.device).repeat(len(arriving))
     expert = expert.repeat_interleave(arriving.flatten(), output_size=len(rows))  # of each row
     grouping = expert.argsort(stable=True)
     offsets = arriving.sum(0).cumsum(0, dtype=torch.int32)
     x = _run_experts(module, rows[grouping], offsets, expert[grouping] if module.has_bias else None)
-    x = exchange.exchange_rows(x[_inverse(grouping)], received, sent)
+    x = exchange.exchange_rows(x[_inverse(grouping)], splits.flip(0), len(order))
     return _sum_choices(x * weights.flatten()[order, None].to(x.dtype), order, index)
 
 

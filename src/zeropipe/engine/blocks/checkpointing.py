@@ -53,4 +53,5 @@ def _expensive_operators() -> frozenset[Any]:
         "_scaled_dot_product_attention_math",
     )
     found = [getattr(torch.ops.aten, name).default for name in names if hasattr(torch.ops.aten, name)]
-    return frozenset([*found, torch.ops.zeropipe.grouped_linear.default, torch.ops.zeropipe.exchange.default])
+    own = (torch.ops.zeropipe.grouped_linear, torch.ops.zeropipe.exchange, torch.ops.zeropipe.read_splits)
+    return frozenset([*found, *(op.default for op in own)])

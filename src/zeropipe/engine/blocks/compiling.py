@@ -46,20 +46,30 @@ def set_blocks(
                 f"compile=True with sequence_parallel: torch {torch.__version__} computes invalid gradients of a "
                 f"compiled {type(block).__name__}; leave out one of them, or use torch 2.13"
             )
-        if compile and find_divided(block):
-            raise ConfigError("compile=True with experts divided over ep is not supported; leave out one of them")
+        exchanges = bool(find_divided(block))
+        if compile and exchanges and checkpointing.mode == "budget":
+            raise ConfigError(
+                f"ac={ac!r} with experts divided over ep: the compiler may recompute exchanges, in another order on "
+                "each process; use selective:op"
+            )
         mode, block_class = checkpointing.of_layer(first + index), getattr(type(block), "plain_class", type(block))
         block.__class__ = (
-            _variant(block_class, mode, checkpointing.budget, compile, backend)
+            _variant(block_class, mode, checkpointing.budget, compile, exchanges, backend)
             if compile or mode != "none"
             else block_class
         )
 
 
 @functools.cache
-def _variant(block_class: type[nn.Module], mode: str, budget: float | None, compile: bool, backend: Any = None) -> type:
-    """A subclass with another forward: one per class of blocks, because a compiled graph belongs to its code."""
-    wraps_compiled = compile and mode == "full" and not torch_compile.MARKS_REACH_FUNCTIONS
+def _variant(
+    block_class: type[nn.Module], mode: str, budget: float | None, compile: bool, exchanges: bool, backend: Any = None
+) -> type:
+    """A subclass with another forward: one per class of blocks, because a compiled graph belongs to its code.
+
+    A block that exchanges rows is recomputed by its forward graph: in a backward graph the compiler could put the
+    recomputed exchanges before or after those of gradients, and all processes must have one order.
+    """
+    wraps_compiled = compile and mode == "full" and (exchanges or not torch_compile.MARKS_REACH_FUNCTIONS)
     forward = block_class.forward if wraps_compiled else add_checkpointing(block_class.forward, mode)
     if compile:
         forward = _compiled(forward, block_class.__name__, budget, backend)

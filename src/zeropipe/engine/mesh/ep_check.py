@@ -113,22 +113,22 @@ class _SimulatedGroup:
         everyone = self._simulated.exchange(self.rank, counts)
         return torch.stack([some.view(self.size, -1)[self.rank] for some in everyone])
 
-    def exchange_rows(self, x: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        return _SimulatedExchange.apply(x, sent, received, self)
+    def exchange_rows(self, x: Tensor, splits: Tensor, num_rows: int | None = None) -> Tensor:
+        return _SimulatedExchange.apply(x, splits, self)
 
-    def move(self, x: Tensor, sent: list[int]) -> Tensor:
+    def move(self, x: Tensor, splits: Tensor) -> Tensor:
         """The rows that all threads send to this one."""
-        splits = self._simulated.exchange(self.rank, torch.tensor(sent))
+        sent = self._simulated.exchange(self.rank, splits[0])
         everyone = self._simulated.exchange(self.rank, x)
-        return torch.cat([some.split(split.tolist())[self.rank] for some, split in zip(everyone, splits)])
+        return torch.cat([some.split(split.tolist())[self.rank] for some, split in zip(everyone, sent)])
 
 
 class _SimulatedExchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], group: _SimulatedGroup) -> Tensor:
-        ctx.received, ctx.group = received, group
-        return group.move(x, sent)
+    def forward(ctx: Any, x: Tensor, splits: Tensor, group: _SimulatedGroup) -> Tensor:
+        ctx.splits, ctx.group = splits, group
+        return group.move(x, splits)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.group.move(dy, ctx.received), None, None, None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.group.move(dy, ctx.splits.flip(0)), None, None

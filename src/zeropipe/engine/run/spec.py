@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zeropipe.core.mesh import DATA_DIMENSIONS, EXPERTS, Mesh, format_mesh, num_processes
+from zeropipe.core.mesh import DATA_DIMENSIONS, Mesh, num_processes
 from zeropipe.core.model.checkpointing import Checkpointing
 from zeropipe.core.model.configs import find_built_in, suggest_model
 from zeropipe.core.model.layers import NUM_LAYERS_NAMES, layer_counts, require_layer_counts
@@ -45,8 +45,6 @@ class Job:
 def check_job(job: Job) -> None:
     """ConfigError for options that exclude each other."""
     Checkpointing.parse(job.ac)
-    if job.compile and dict(job.mesh).get(EXPERTS, 1) > 1:
-        raise ConfigError(f"--compile with --mesh {format_mesh(job.mesh)} is not supported: leave out ep, or --compile")
     if job.dynamic_weights and job.split != "store":
         raise ConfigError(f"--dynamic-weights cannot run --split {job.split}: use --split store")
 

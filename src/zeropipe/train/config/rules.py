@@ -94,8 +94,6 @@ def _check_mesh(config: RunConfig) -> Iterator[str]:
         yield f"mesh.{reason}"
     if mesh.ep > 1 and config.lora is not None:
         yield f"mesh.ep={mesh.ep}: experts of a model with an adapter (lora) cannot be divided; leave out one of them"
-    if mesh.ep > 1 and engine.compile:
-        yield f"engine.compile=true with mesh.ep={mesh.ep} is not supported; leave out one of them"
     if mesh.ep > 1 and mesh.ep == mesh.dp_shard and engine.offload:
         yield f"engine.offload=true with mesh.ep={mesh.ep}=mesh.dp_shard: experts are not sharded; use less mesh.ep"
     if config.lora is not None and mesh.tp > 1:
