@@ -185,8 +185,8 @@ def _check_engine(config: RunConfig) -> Iterator[str]:
     table = config.engine
     try:
         Options(
-            compile=table.compile, ac=table.ac, split=table.split, direct_gradients=table.direct_gradients,
-            dynamic_weights=table.dynamic_weights, regather=table.shards == "regather", timeout=table.timeout,
+            compile=table.compile, ac=table.ac, split=table.split, dynamic_weights=table.dynamic_weights,
+            regather=table.shards == "regather", timeout=table.timeout,
         ).check()  # fmt: skip
     except ConfigError as error:
         yield qualify_error("engine", error)

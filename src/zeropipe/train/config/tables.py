@@ -132,8 +132,9 @@ class EngineTable(Table):
     dynamic_weights: Flag = Field(
         default=False, description="While waiting for a message, run pending weight gradients (W)."
     )
-    direct_gradients: Flag = Field(
-        default=False, description="Full backwards (B), too, add weight gradients directly to `.grad`."
+    direct_gradients: Flag | None = Field(
+        default=None,
+        description="Full backwards (B), too, add weight gradients directly to `.grad`. Default: on a GPU.",
     )
     shards: Literal["keep", "regather"] = Field(
         default="keep", description="Gather sharded weights once per step, or again for every microbatch."

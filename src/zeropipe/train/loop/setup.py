@@ -112,9 +112,11 @@ def _build_stages(config: RunConfig, position: RankPosition) -> dict[int, Any]:
 def make_engine(config: RunConfig, position: RankPosition, stages: dict[int, Any]) -> Engine:
     """The Engine with this rank's stages."""
     table = config.engine
+    direct = table.direct_gradients
     return Engine(
         build_schedule(config), stages, mesh=position.mesh, device=position.device, compile=table.compile,
-        ac=table.ac, split=table.split, dynamic_weights=table.dynamic_weights, direct_gradients=table.direct_gradients,
+        ac=table.ac, split=table.split, dynamic_weights=table.dynamic_weights,
+        direct_gradients=position.device.type == "cuda" if direct is None else direct,
         regather=table.shards == "regather", timeout=table.timeout,
     )  # fmt: skip
 
