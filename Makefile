@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: docs run test tests test-full test-newest test-torchtitan test-archon dist test-dist check bench gallery models configuration cli clean
+.PHONY: docs run test tests test-full test-newest test-torchtitan test-archon test-trainer dist test-dist check bench gallery models configuration cli clean
 
 # Trains a tiny model with ZBV on 4 processes, goes on with another schedule on another mesh, and asks the result.
 run: $(STAMP)
@@ -53,6 +53,15 @@ test-archon: .venv-archon/.installed
 	test -x .venv-torchtitan/bin/python || $(PYTHON) -m venv .venv-torchtitan
 	.venv-torchtitan/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e . \
 		-r tests/integrations/torchtitan.txt
+	touch $@
+
+test-trainer: .venv-trainer/.installed
+	.venv-trainer/bin/python -m pytest -q --confcutdir tests/integrations tests/integrations/test_trainer_integration.py
+
+.venv-trainer/.installed: pyproject.toml constraints.txt tests/integrations/trainer.txt
+	test -x .venv-trainer/bin/python || $(PYTHON) -m venv .venv-trainer
+	.venv-trainer/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e . \
+		-r tests/integrations/trainer.txt
 	touch $@
 
 # areal pins a torch and CUDA packages that its Archon does not need: its own dependencies are left out
@@ -112,4 +121,4 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-newest .venv-torchtitan .venv-archon .venv-dist build dist out
+	rm -rf $(VENV) .venv-newest .venv-torchtitan .venv-archon .venv-trainer .venv-dist build dist out

@@ -1,0 +1,25 @@
+"""transformers.Trainer and trl.SFTTrainer on zeropipe's pipeline, under torchrun.
+
+pipelined    a Trainer class with a pipeline
+mixin        the methods of Trainer that run on the Engine instead
+arguments    training arguments: those that the Engine takes over, and those that are refused
+accelerator  data for each pipeline, not for each process
+batches      a collator's batch in microbatches
+losses       Trainer's and TRL's losses
+stages       the stages of a rank under the names of the full model
+checkpoints  checkpoints of a Trainer that any layout resumes from
+sft          what trl.SFTTrainer logs
+"""
+
+from zeropipe.errors import MissingExtra
+
+try:
+    import accelerate
+    import transformers
+except ImportError as error:
+    raise MissingExtra(error.name or "accelerate", "trainer") from None
+
+from zeropipe.integrations.trainer.mixin import PipelinedTrainer
+from zeropipe.integrations.trainer.pipelined import pipelined
+
+__all__ = ["PipelinedTrainer", "pipelined"]
