@@ -1,0 +1,131 @@
+"""transformers' Trainer and TRL's SFTTrainer on a pipeline, beside the same in one process without zeropipe."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import peft
+import pytest
+import torch
+import trainer_cases
+import transformers
+from trainer_cases import Case
+
+from zeropipe.engine import LocalRanks
+
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def two():
+    with LocalRanks(2, preload=["trainer_cases"]) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def four():
+    with LocalRanks(4, preload=["trainer_cases"]) as ranks:
+        yield ranks
+
+
+TRAINED = {"loss", "grad_norm", "learning_rate", "epoch", "train_loss", "total_flos", "eval_loss"}
+LOGGED_BY_TRL = {"entropy", "mean_token_accuracy", "num_tokens"}
+
+
+def require_equal(seen, want, names=TRAINED):
+    """The logs of all ranks, and the weights, are those of one process."""
+    for one in seen:
+        assert [sorted(names & log.keys()) for log in one.logs] == [sorted(names & log.keys()) for log in want.logs]
+        for log, other in zip(one.logs, want.logs):
+            for name in names & log.keys():
+                assert log[name] == pytest.approx(other[name], rel=TOLERANCE, abs=TOLERANCE), (name, log, other)
+    weights = seen[0].weights
+    assert weights.keys() >= want.weights.keys() - {"lm_head.weight"}
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, want.weights[name], rtol=0, atol=TOLERANCE)
+
+
+HALVED = {"gradient_accumulation_steps": 2}  # of two pipelines: the same rows per step
+
+
+@pytest.fixture(scope="module")
+def trainer_alone(tmp_path_factory):
+    return trainer_cases.plain(Case(str(tmp_path_factory.mktemp("alone"))))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"schedule": "zbv"}, {"microbatches": 8}, {"schedule": "zbv", "args": {"gradient_checkpointing": True}}],
+    ids=["1f1b", "zbv", "batches divided", "checkpointed"],
+)
+def test_trainer_equals_one_process(two, trainer_alone, tmp_path, changes):
+    seen = two.run(trainer_cases.ours, Case(str(tmp_path))._replace(**changes), timeout=300)
+    require_equal(seen, trainer_alone)
+    assert seen[0].memory == 0
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_trainer_with_shards_equals_one_process(four, trainer_alone, tmp_path, schedule):
+    case = Case(str(tmp_path), schedule, "pp=2,dp_shard=2", args=HALVED)
+    require_equal(four.run(trainer_cases.ours, case, timeout=300), trainer_alone)
+
+
+@pytest.mark.parametrize("mesh", ["pp=2,dp_replicate=2", "pp=2,tp=2"])
+def test_other_meshes_equal_one_process(four, trainer_alone, tmp_path, mesh):
+    case = Case(str(tmp_path), "zbv", mesh, args=HALVED if "dp" in mesh else {})
+    require_equal(four.run(trainer_cases.ours, case, timeout=300), trainer_alone)
+
+
+def test_steps_at_the_end_of_an_epoch_are_shorter(two, tmp_path):
+    """48 rows are 6 steps of 7 rows and one of 6, with evaluation after each epoch."""
+    args = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 7, "max_steps": -1, "num_train_epochs": 2}
+    case = Case(str(tmp_path), "zbv", tied=False, args=args | {"eval_strategy": "epoch", "lr_scheduler_type": "cosine"})
+    require_equal(two.run(trainer_cases.ours, case, timeout=300), trainer_cases.plain(case))
+
+
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
+
+
+@pytest.mark.parametrize("data", ["", "text"], ids=["Trainer", "SFTTrainer"])
+def test_metrics_get_the_logits_of_one_process(two, tmp_path, data):
+    case = Case(str(tmp_path), "zbv", data=data, metrics=True, args=EVALUATED)
+    names = TRAINED | {"eval_accuracy", "eval_mean", *(f"eval_{name}" for name in LOGGED_BY_TRL)}
+    require_equal(two.run(trainer_cases.ours, case, timeout=300), trainer_cases.plain(case), names)
+
+
+def test_rows_that_fill_up_an_evaluation_do_not_count(four, tmp_path):
+    """Two pipelines evaluate 11 rows: 2 + 2, 2 + 2, and 2 + 1 and a repeated one."""
+    case = Case(str(tmp_path), "zbv", metrics=True, args=EVALUATED)
+    halved = case.args | HALVED | {"per_device_eval_batch_size": 2}
+    seen = four.run(trainer_cases.ours, case._replace(mesh="pp=2,dp_shard=2", args=halved), timeout=300)
+    require_equal(seen, trainer_cases.plain(case), TRAINED | {"eval_accuracy", "eval_mean"})
+
+
+SFT = {
+    "texts": {"data": "text"},
+    "completions": {"data": "prompt"},
+    "answers of a chat": {"data": "chat", "args": {"assistant_only_loss": True}},
+    "dft": {"data": "text", "args": {"loss_type": "dft"}},
+    "packed": {"data": "text", "args": {"packing": True, "per_device_train_batch_size": 1}},
+    "padding-free": {"data": "text", "args": {"padding_free": True, "max_length": None}},
+    "LoRA": {"data": "text", "lora": True},
+    "LoRA, checkpointed": {"data": "text", "lora": True, "args": {"gradient_checkpointing": True}},
+}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize("changes", SFT.values(), ids=SFT)
+def test_sft_equals_one_process(two, tmp_path, schedule, changes):
+    case = Case(str(tmp_path), schedule)._replace(**changes)
+    names = TRAINED | LOGGED_BY_TRL
+    require_equal(two.run(trainer_cases.ours, case, timeout=300), trainer_cases.plain(case), names)
+
+
+@pytest.mark.parametrize("name", ["texts", "packed", "LoRA"])
+def test_sft_with_shards_equals_one_process(four, tmp_path, name):
+    case = Case(str(tmp_path), "zbv")._replace(**SFT[name])
+    halved = case._replace(mesh="pp=2,dp_shard=2", args=case.args | HALVED)
+    require_equal(
+        four.run(trainer_cases.ours, halved, timeout=300), trainer_cases.plain(case), TRAINED | {"num_tokens"}
+    )
