@@ -23,7 +23,8 @@ MAY_IMPORT = {
     "estimating": BASE | {"core", "schedules", "sim", "engine", "profiling", "numpy", "torch", "networkx"},
     "planning": BASE | {"core", "schedules", "sim", "searching", "balancing", "estimating", "numpy"},
     "pipelining": BASE | {"core", "schedules", "engine", "torch"},
-    "integrations": BASE | {"core", "schedules", "engine", "pipelining", "torch", "torchtitan", "areal"},
+    "integrations": BASE
+    | {"core", "schedules", "engine", "pipelining", "torch", "transformers", "accelerate", "torchtitan", "areal"},
     "train": BASE
     | {"core", "schedules", "sim", "viz", "engine", *PLANNER, "torch", "numpy", "transformers", "pydantic", "peft"}
     | {"datasets", "rich", "tensorboard", "wandb"},

@@ -1,4 +1,4 @@
-"""Tests of the integrations run in virtual environments of their own: `make test-torchtitan`, `make test-archon`."""
+"""Tests of the integrations run in virtual environments of their own: `make test-torchtitan`, and others."""
 
 import os
 

@@ -2,6 +2,7 @@
 
 torchtitan: `pipeline_llm`, which replaces torchtitan's own
 archon: `install()` for AReaL's Archon engine
+trainer: `pipelined`, for transformers.Trainer and trl.SFTTrainer
 experts: their mixture-of-experts layers, registered for split backward
 schedule_choice: the schedule that a framework's config names
 """
