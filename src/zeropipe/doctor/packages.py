@@ -18,6 +18,7 @@ USES = {
     "tensorboard": "TensorBoard logs",
     "wandb": "Weights & Biases logs",
     "datasets": "Parquet and Arrow data",
+    "trainer": "transformers' Trainer, TRL",
 }
 _REQUIREMENT = re.compile(
     r"(?P<name>[\w.-]+)(?:\[(?P<extras>[^]]*)\])?(?:>=(?P<least>[\d.]+))?(?:;.*\bextra == ['\"](?P<extra>[\w-]+)['\"])?"
