@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -35,10 +35,14 @@ from zeropipe.integrations.trainer.settings import PipelineSettings
 from zeropipe.integrations.trainer.sft import add_metrics, is_sft
 from zeropipe.integrations.trainer.stages import StageGroup, drop_weights, is_adapted, require_whole
 
+if TYPE_CHECKING:
+    from transformers import Trainer as Base  # the class that follows it among the bases
+else:
+    Base = object
 Batch = Mapping[str, Any]
 
 
-class PipelinedTrainer:
+class PipelinedTrainer(Base):
     """Before a Trainer class among the bases of a class that `pipelined` makes.
 
     `engine` is the Engine of this process. `model` keeps its class and config for callbacks, without weights: those
