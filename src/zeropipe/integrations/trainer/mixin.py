@@ -51,6 +51,7 @@ class PipelinedTrainer(Base):
 
     settings: ClassVar[PipelineSettings]
     engine: Engine
+    accelerator: Any
 
     # set-up
 
