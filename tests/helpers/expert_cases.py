@@ -72,7 +72,7 @@ def pipeline_index(mesh: Any, sizes: dict[str, int]) -> int:
 
 def train_with_ep(
     schedule: Schedule, sizes: dict[str, int], ep: int, kind: str, options: dict[str, Any], steps: int = 2,
-    changes: dict[str, Any] | None = None, equal: bool = False,
+    changes: dict[str, Any] | None = None, equal: bool = False, sequence: bool = False,
 ) -> dict[str, float]:  # fmt: skip
     """AdamW steps with clipping beside one process: the largest differences.
 
@@ -81,7 +81,7 @@ def train_with_ep(
     config, mesh, loss_fn = config_of(kind, **(changes or {})), mesh_of(sizes), CausalLMLoss()
     plain = hf_model(config)
     stages = hf_stages(config, schedule, mesh["pp"].get_local_rank() if "pp" in sizes else 0)
-    parallelize(stages, mesh, ep=ep)
+    parallelize(stages, mesh, ep=ep, sequence_parallel=sequence)
     pipelines, mine = math.prod(sizes.get(name, 1) for name in DATA_DIMENSIONS), pipeline_index(mesh, sizes)
     seen = {"loss": 0.0, "eval": 0.0, "norm": 0.0, "grad": 0.0, "weight": 0.0, "idle": 0.0}
 

@@ -58,6 +58,4 @@ def refuse_ep(sizes: Mapping[str, int]) -> str | None:
         return f"ep={ep} divides experts over data-parallel processes; use dp_shard of at least {ep}, or leave out ep"
     if size % ep:
         return f"ep={ep}: must divide {name}={size}"
-    if sizes.get("tp", 1) > 1:
-        return f"ep={ep} with tp={sizes['tp']} is not supported; tp divides experts too, so leave out one of them"
     return None

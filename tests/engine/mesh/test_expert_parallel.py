@@ -58,6 +58,32 @@ def test_training_equals_one_process(name, sizes, ep, kind, ac):
     assert kept == 4 // sizes.get("dp_shard", ep)  # the rest of dp_shard shards them too
 
 
+WITH_TP_PLAN = [kind for kind in KINDS if kind != "gpt_oss"]
+BESIDE_TP = [
+    ("1f1b", {"dp_shard": 2, "tp": 2}, "deepseek_v3", {}, False),
+    ("1f1b", {"tp": 2, "dp_replicate": 2}, "qwen3_moe", {}, False),
+    *product(
+        ("1f1b", "zbv", "dualpipev"),
+        ({"pp": 2, "dp_shard": 2, "tp": 2}, {"pp": 2, "dp_replicate": 2, "tp": 2}, {"dp_shard": 4, "tp": 2}),
+        WITH_TP_PLAN, ({}, {"ac": "selective:op"}), (False,),
+    ),
+    *product(("1f1b",), ({"tp": 2, "dp_shard": 4},), WITH_TP_PLAN, ({"ac": "full"},), (False, True)),
+    ("1f1b", {"dp_replicate": 2, "dp_shard": 2, "tp": 2}, "qwen3_moe", {}, True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name, sizes, kind, options, sequence", mark_rest_full(BESIDE_TP, lambda it: it in BESIDE_TP[:2]), ids=str
+)
+def test_experts_that_tp_divides_too(name, sizes, kind, options, sequence):
+    """A process has the experts of its part of `ep`, of those of its part of `tp`."""
+    schedule = zp.build(name, ranks=sizes.get("pp", 1), microbatches=4)
+    args = (schedule, sizes, 2, kind, options, 2, {}, False, sequence)
+    seen = largest(ranks(math.prod(sizes.values())).run(cases.train_with_ep, *args))
+    assert seen.pop("kept") == 1
+    assert max(seen[key] for key in seen.keys() - {"idle"}) < TOLERANCE, seen
+
+
 @pytest.mark.parametrize(
     "name, sizes, options",
     mark_rest_full(
@@ -163,7 +189,6 @@ def test_text_of_a_mesh():
     for text, words in (
         ("dp_shard=4,ep=3", "mesh 'dp_shard=4,ep=3': ep=3: must divide dp_shard=4"),
         ("pp=2,ep=2", "mesh 'pp=2,ep=2': ep=2 divides experts over data-parallel processes"),
-        ("dp_shard=2,tp=2,ep=2", "ep=2 with tp=2 is not supported"),
     ):
         with pytest.raises(ConfigError, match=re.escape(words)):
             parse_mesh(text)
@@ -201,15 +226,26 @@ def test_a_model_that_computes_something_else_with_divided_experts_is_refused(mo
 
 def test_checkpoints_of_any_layout(tmp_path):
     layouts = [
-        ("zbv", {"pp": 2, "dp_shard": 2}), ("1f1b", {"dp_shard": 4}), ("1f1b", {"pp": 2, "tp": 2}),
-        ("1f1b", {"dp_replicate": 2, "dp_shard": 2}), ("1f1b", {"pp": 4}),
+        ("zbv", {"pp": 2, "dp_shard": 2}), ("1f1b", {"dp_shard": 4}), ("1f1b", {"dp_shard": 2, "tp": 2}),
+        ("1f1b", {"pp": 2, "tp": 2}), ("1f1b", {"dp_replicate": 2, "dp_shard": 2}), ("1f1b", {"pp": 4}),
     ]  # fmt: skip
-    ep = dict(zip((tuple(sizes.items()) for _, sizes in layouts), (2, 2, 1, 2, 1)))
+    ep = dict(zip((tuple(sizes.items()) for _, sizes in layouts), (2, 2, 2, 1, 2, 1)))
     seen = chain(tmp_path, cases.ExpertModel(ep), layouts)
     assert max(seen) < TOLERANCE, seen
 
 
-@pytest.mark.parametrize("sizes", [SHARDED, TWICE], ids=str)
+@pytest.mark.full
+def test_checkpoints_of_experts_that_tp_divides_too(tmp_path):
+    layouts = [
+        ("1f1b", {"dp_shard": 4, "tp": 2}), ("dualpipev", {"pp": 2, "dp_shard": 2, "tp": 2}), ("1f1b", {"dp_shard": 2}),
+        ("1f1b", {"tp": 2, "dp_shard": 4}), ("1f1b", {"pp": 2}),
+    ]  # fmt: skip
+    ep = dict(zip((tuple(sizes.items()) for _, sizes in layouts), (2, 2, 2, 2, 1)))
+    seen = chain(tmp_path, cases.ExpertModel(ep), layouts)
+    assert max(seen) < TOLERANCE, seen
+
+
+@pytest.mark.parametrize("sizes", [SHARDED, TWICE, {"dp_shard": 2, "tp": 2}], ids=str)
 def test_full_weights_are_streamed(sizes):
     schedule = zp.build("1f1b", ranks=sizes.get("pp", 1), microbatches=4)
     model = cases.ExpertModel({tuple(sizes.items()): 2})

@@ -21,8 +21,8 @@ class Exchange(Protocol):
     def exchange_rows(self, x: Tensor, splits: Tensor, num_rows: int | None = None) -> Tensor:
         """The rows for this process, in the order of processes; the first splits[0, 0] rows of x go to the first one.
 
-        `splits` is what `read_splits` returns, or that with its two rows exchanged for the way back. `num_rows` is the
-        number of rows that arrive, where it is known.
+        `splits` is what `read_splits` returns, or that with its two rows exchanged for the way back. Rows of x after
+        the last that is sent stay here. `num_rows`: how many to return, the last of them zeros if fewer arrive.
         """
         ...
 
@@ -65,9 +65,12 @@ def _(counts: Tensor, arriving: Tensor) -> Tensor:
 
 @torch.library.custom_op("zeropipe::exchange", mutates_args=())
 def exchange(x: Tensor, splits: Tensor, num_rows: int | None, group: str) -> Tensor:
-    """One all-to-all of rows: splits[0, i] go to process i, splits[1, i] come from it."""
+    """One all-to-all of rows: splits[0, i] go to process i, splits[1, i] come from it; then zeros, up to `num_rows`."""
     sent, received = splits.tolist()
-    return torch_comm.exchanged(x, sent, received, group)
+    rows = torch_comm.exchanged(x[: sum(sent)], sent, received, group)
+    if num_rows is None or num_rows == len(rows):
+        return rows
+    return torch.cat([rows, rows.new_zeros(num_rows - len(rows), *rows.shape[1:])])
 
 
 @exchange.register_fake

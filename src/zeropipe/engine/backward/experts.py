@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,20 @@ from zeropipe.engine.transformers_private import apply_expert_gate, experts_impl
 _SUPPORTED_IMPLEMENTATIONS = (None, "eager", "grouped_mm", "batched_mm")
 
 
+class ExpertShard(NamedTuple):
+    """Of every `whole` consecutive experts, the `size` ones from number `first`."""
+
+    first: int
+    size: int
+    whole: int
+
+    def renumber(self, index: Tensor, num_experts: int) -> Tensor:
+        """Other numbers of experts: those of the shard come first, in their order."""
+        position = (index - self.first) % self.whole
+        total = num_experts // self.whole * self.size
+        return position // self.size * total + index // self.whole * self.size + position % self.size
+
+
 def defer_experts(module: nn.Module) -> None:
     """Let transformers' stacks of experts leave their weight gradients to W."""
     for child in module.modules():
@@ -28,19 +42,22 @@ def defer_experts(module: nn.Module) -> None:
 def keep_local_experts(module: Any, index: int, num_shards: int) -> bool:
     """Let a stack compute shard number `index` of its experts only; False if it cannot.
 
-    The caller then leaves it the weights and biases of these experts, and sums the outputs over all shards.
+    The caller then leaves it the weights and biases of these experts, and sums the outputs over all shards. Of a stack
+    that is divided already, each of these processes' experts are sharded.
     """
     defer_experts(module)
     if not getattr(module, "defers_experts", False):
         return False
-    module.first_expert = module.num_experts // num_shards * index
+    whole = num_local_experts(module)
+    module.shard = ExpertShard(whole // num_shards * index, whole // num_shards, whole)
     return True
 
 
 def divide_experts(module: Any, exchange: Exchange) -> bool:
     """Let a stack compute the experts of one process of `exchange` for the tokens of all; False if it cannot.
 
-    The caller then leaves it the weights and biases of these experts.
+    The caller then leaves it the weights and biases of these experts. Of a stack that already computes a shard of its
+    experts only, these are divided.
     """
     defer_experts(module)
     if not is_routed_stack(module):
@@ -57,6 +74,11 @@ def find_divided(module: nn.Module) -> list[Any]:
 def is_routed_stack(module: nn.Module) -> bool:
     """Whether this is a stack of transformers' experts, deferred, that takes each token's experts and weights."""
     return hasattr(type(module), "exchange") and not _is_dense(type(module))
+
+
+def num_local_experts(module: Any) -> int:
+    """The number of experts whose weights a stack has in this process."""
+    return int(to_local(getattr(module, module.defers[0])).shape[0])
 
 
 def _stack_names(module: nn.Module) -> tuple[str, str] | None:
@@ -86,14 +108,14 @@ def _deferred_class(base: type[nn.Module], names: tuple[str, str]) -> type[nn.Mo
     def forward(self: Any, hidden: Tensor, *routing: Tensor) -> Tensor:
         if self.exchange is not None:
             return _run_divided_experts(self, hidden, *routing)
-        if self.first_expert is not None:
+        if self.shard is not None:
             return run_local(self, hidden, *routing)
         is_parametrized = not all(isinstance(getattr(self, name), nn.Parameter) for name in names)
         if is_parametrized or self.has_hooks or not (torch.is_grad_enabled() and hidden.requires_grad):
             return base.forward(self, hidden, *routing)
         return run_all(self, hidden, *routing)
 
-    return create_deferred_class(base, names, forward, first_expert=None, exchange=None)
+    return create_deferred_class(base, names, forward, shard=None, exchange=None)
 
 
 def _run_all_experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
@@ -113,11 +135,14 @@ def _run_divided_experts(module: Any, hidden: Tensor, index: Tensor, weights: Te
     """Dispatch each row to the process that has its expert, run the experts of this process, and combine the results.
 
     Rows arrive sorted by process and then by expert: they are grouped by expert for the products, and ungrouped
-    before they are sent back.
+    before they are sent back. Where `tp` shards the experts too, this process sends the rows of its shard of them only,
+    which come first; the results of all other rows are zeros.
     """
     exchange = module.exchange
+    if module.shard is not None:
+        index = module.shard.renumber(index, module.num_experts)
     order, offsets = _sort_by_expert(index, module.num_experts)
-    counts = offsets.diff(prepend=offsets.new_zeros(1))
+    counts = offsets.diff(prepend=offsets.new_zeros(1))[: num_local_experts(module) * exchange.size]
     arriving = exchange.exchange_counts(counts)  # (process, expert)
     splits = read_splits(counts, arriving)
     rows = exchange.exchange_rows(hidden[order // index.shape[-1]], splits)
@@ -136,9 +161,9 @@ def _run_local_experts(module: Any, hidden: Tensor, index: Tensor, weights: Tens
     A grouped kernel does not write these rows, so they are cleared before anything is added to them, in forward and
     in backward.
     """
-    index = (index - module.first_expert) % module.num_experts
+    index = module.shard.renumber(index, module.num_experts)
     order, offsets = _sort_by_expert(index, module.num_experts)
-    offsets = offsets[: to_local(getattr(module, module.defers[0])).shape[0]]
+    offsets = offsets[: num_local_experts(module)]
     experts = _experts_for_bias(module, index, order)
     is_local = (torch.arange(len(order), device=order.device) < offsets[-1])[:, None]
     x = torch.where(is_local, hidden[order // index.shape[-1]], 0)
@@ -149,7 +174,7 @@ def _run_local_experts(module: Any, hidden: Tensor, index: Tensor, weights: Tens
 
 def _run_dense_experts(module: Any, hidden: Tensor) -> Tensor:
     """One block of rows for each expert; the blocks of experts of other processes are zeros."""
-    first, num_local = module.first_expert or 0, to_local(getattr(module, module.defers[0])).shape[0]
+    first, num_local = module.shard.first if module.shard else 0, num_local_experts(module)
     x = hidden.view(module.num_experts, -1, hidden.shape[-1])[first : first + num_local]
     x = expert_linear(module, 1, _apply_activation(module, expert_linear(module, 0, x, None)), None)
     return functional.pad(x, (0, 0, 0, 0, first, module.num_experts - first - num_local)).view(-1, hidden.shape[-1])

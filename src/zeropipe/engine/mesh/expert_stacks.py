@@ -8,8 +8,7 @@ from typing import Any
 from torch import nn
 
 from zeropipe.engine.backward.experts import defer_experts, divide_experts, is_routed_stack
-from zeropipe.engine.mesh.tp_layers import ParameterShards
-from zeropipe.errors import ConfigError
+from zeropipe.engine.mesh.tp_layers import ParameterShards, require_divisor
 
 
 def find_stacks(stage: nn.Module) -> dict[str, Any]:
@@ -21,8 +20,7 @@ def find_stacks(stage: nn.Module) -> dict[str, Any]:
 def divide_stacks(stacks: Mapping[str, Any], shards: ParameterShards) -> None:
     """Keep this process's experts of every stack, and let it exchange rows with the other processes."""
     for name, stack in stacks.items():
-        if not shards.divides(stack.num_experts):
-            raise ConfigError(f"{name} has {stack.num_experts} experts: ep={shards.group.size} must divide it")
+        require_divisor(name, stack, shards, "ep")
         divide_experts(stack, shards.group)
         for weight, _ in list(stack.named_parameters(recurse=False)):
             shards.shard(stack, weight, name, 0)

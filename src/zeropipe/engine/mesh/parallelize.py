@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from zeropipe.core.mesh import EXPERTS
 from zeropipe.engine.backward.experts import find_divided
 from zeropipe.engine.fsdp_private import units_of
 from zeropipe.engine.layout import DATA_DIMENSIONS, EXPERT_DATA, Layout
@@ -57,12 +58,15 @@ def parallelize(
         raise ConfigError("the experts of a stage are already divided over ep; call parallelize() once")
     if any(units_of(stage) for stage in stages.values()):
         raise ConfigError("a stage is already sharded; call parallelize() once, or leave out fully_shard")
-    if layout.sizes.get("tp", 1) > 1:
-        apply_tp(stages.values(), mesh["tp"], plan, sequence=sequence_parallel)
-    elif plan is not None or sequence_parallel:
+    if layout.sizes.get("tp", 1) == 1 and (plan is not None or sequence_parallel):
         raise ConfigError("plan and sequence_parallel need layers sharded over tp; use a mesh with tp of 2 or more")
-    if (expert_mesh := divide_mesh(mesh, layout, ep)) is not None:
-        apply_ep(stages.values(), expert_mesh)
+    expert_mesh = divide_mesh(mesh, layout, ep)
+    for name in mesh.mesh_dim_names if expert_mesh is None else expert_mesh.mesh_dim_names:
+        # the outer dimension first: the order in which a DTensor shards experts that both divide
+        if name == "tp" and layout.sizes[name] > 1:
+            apply_tp(stages.values(), mesh[name], plan, sequence=sequence_parallel)
+        elif name == EXPERTS:
+            apply_ep(stages.values(), expert_mesh)
     if layout.sizes.get("dp_shard", 1) > 1:
         options = _fsdp_options(mesh, layout, dtype, reduce_dtype, offload)
         expert_options = _expert_options(options, expert_mesh)

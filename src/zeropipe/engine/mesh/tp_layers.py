@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from zeropipe.engine.backward.experts import keep_local_experts
+from zeropipe.engine.backward.experts import keep_local_experts, num_local_experts
 from zeropipe.engine.backward.gradients import to_local
 from zeropipe.engine.backward.linear import Deferred, defer
 from zeropipe.engine.mesh.tp_collectives import Copy, Gather, GatherCopy, Reduce, ReduceScatter, Scatter, TPGroup
+from zeropipe.engine.torch_private import comm as torch_comm
 from zeropipe.errors import ConfigError
 
 SEQUENCE = 1  # the dimension of tokens in hidden states
@@ -44,12 +45,17 @@ class ParameterShards:
         setattr(module, name, self._shards[id(parameter)][1])
 
     def _create_shard(self, parameter: nn.Parameter, dimension: int) -> nn.Parameter:
-        shard = parameter.detach().chunk(self.group.size, dimension)[self.group.rank].contiguous().clone()
+        """This rank's shard of a parameter; one that is sharded already is sharded once more."""
+        local = to_local(parameter).detach()
+        shard = local.chunk(self.group.size, dimension)[self.group.rank].contiguous().clone()
         if self.mesh is not None:
+            mesh, placements = self.mesh, (Shard(dimension),)
+            if isinstance(parameter, DTensor):
+                mesh = torch_comm.concatenate(parameter.device_mesh, mesh)
+                placements = (*parameter.placements, *placements)
             shard = DTensor.from_local(
-                shard, self.mesh, (Shard(dimension),), run_check=False, shape=parameter.shape,
-                stride=parameter.stride(),
-            )  # fmt: skip
+                shard, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+            )
         return nn.Parameter(shard, requires_grad=parameter.requires_grad)
 
     def all_shards(self) -> list[nn.Parameter]:
@@ -81,12 +87,22 @@ def shard_experts(name: str, module: Any, shards: ParameterShards) -> None:
     group = shards.group
     if not keep_local_experts(module, group.rank, group.size):
         raise ConfigError(f"{name} is a {type(module).__name__}, whose experts cannot be sharded over tp; leave out tp")
-    if not shards.divides(module.num_experts):
-        raise ConfigError(f"{name} has {module.num_experts} experts: tp={group.size} must divide it")
+    require_divisor(name, module, shards, "tp")
     for weight, _ in list(module.named_parameters(recurse=False)):
         shards.shard(module, weight, name, 0)
     module.register_forward_pre_hook(create_hooks(group).copy_experts_input)
     module.register_forward_hook(create_hooks(group).reduce_output)
+
+
+def require_divisor(name: str, module: Any, shards: ParameterShards, dimension: str) -> None:
+    """ConfigError if the processes of a mesh dimension cannot have equally many experts of a stack."""
+    number = num_local_experts(module)
+    if not shards.divides(number):
+        here = "" if number == module.num_experts else f", of which {number} are here"
+        raise ConfigError(
+            f"{name} has {module.num_experts} experts{here}: {dimension}={shards.group.size} must divide "
+            f"{'it' if not here else 'them'}"
+        )
 
 
 def shard_embedding(name: str, module: Any, shards: ParameterShards) -> None:

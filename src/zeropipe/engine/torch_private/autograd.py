@@ -163,6 +163,8 @@ def selective_contexts(policy: Callable[..., Any]) -> Any:
     """The contexts of a checkpointed block, for its forward and its recomputation. `policy` chooses what is kept."""
     forward, recompute = torch.utils.checkpoint.create_selective_checkpoint_contexts(policy)
     forward.__class__ = _copying_mode(type(forward))
+    recompute.__class__ = _recomputing_mode(type(recompute))
+    recompute.policy = policy
     if _caches is not None:
         _caches.append(forward.storage)
     return forward, recompute
@@ -179,6 +181,24 @@ def _copying_mode(mode: type[Any]) -> type[Any]:
             return super().__torch_dispatch__(func, types, args, kwargs)
 
     return CopyingMode
+
+
+@functools.cache
+def _recomputing_mode(mode: type[Any]) -> type[Any]:
+    """A mode for the recomputation that expects the operators of the forward only where their results are kept.
+
+    torch 2.13 expects all of them; the hooks of an FSDP unit inside a block run others when it is recomputed.
+    """
+
+    class RecomputingMode(mode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            context = torch.utils.checkpoint.SelectiveCheckpointContext(is_recompute=True)
+            policy = self.policy(context, func, *args, **(kwargs or {}))
+            if policy == torch.utils.checkpoint.CheckpointPolicy.PREFER_RECOMPUTE:
+                return func(*args, **(kwargs or {}))
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    return RecomputingMode
 
 
 def _copy_modified(cache: Any, op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:

@@ -214,3 +214,8 @@ def exchanged(x: Tensor, sent: list[int], received: list[int], group: str) -> Te
 def unflatten(mesh: Any, name: str, sizes: tuple[int, ...], names: tuple[str, ...]) -> Any:
     """The mesh with several dimensions in place of one, which share the other dimensions' groups."""
     return mesh._unflatten(name, sizes, names)
+
+
+def concatenate(*meshes: Any) -> Any:
+    """The mesh of the dimensions of several parts of one mesh, in this order."""
+    return dist.device_mesh.DeviceMesh._concatenate(list(meshes))
