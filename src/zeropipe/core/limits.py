@@ -96,6 +96,9 @@ def require_costs(data: Mapping[str, Any], where: str = "") -> None:
             require_costs(value, f"{where}{name}.")
             continue
         for number in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(number, (Mapping, list)):  # the phases of layers
+                require_costs(number if isinstance(number, Mapping) else {name: number}, f"{where}{name}.")
+                continue
             is_number = type(number) is int or (isinstance(number, float) and isfinite(number))
             if is_number and number > 0 and not MIN_COST <= number <= MAX_COST:
                 raise ConfigError(f"{where}{name}={short(number)}: must be 0, or from {MIN_COST} to {MAX_COST}")

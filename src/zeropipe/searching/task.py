@@ -18,6 +18,7 @@ from zeropipe.errors import ConfigError
 from zeropipe.searching.row_kernels import simulate_rows
 from zeropipe.searching.tables import Array, PassTables, row_buffers
 from zeropipe.sim.costs import Costs
+from zeropipe.sim.tables import phase_savings
 
 LIMIT_RATIO = 1.06  # of neighbouring memory limits that are searched, where they are many
 
@@ -59,7 +60,19 @@ class SearchTask:
         """Whether no B and no Overlap is faster than F, I and W one after the other."""
         f, i, w, b, overlap = (np.array(self.costs.column(x, self.num_stages)) for x in ("f", "i", "w", "b", "overlap"))
         # the message of a B is sent at its end, when that of its I may have arrived already
-        return not self.costs.blocking and bool(np.all(b >= i + w) and np.all(overlap >= f + b))
+        return not self.costs.blocking and bool(
+            np.all(b >= i + w) and np.all(overlap >= f + b) and not self.phase_savings.any()
+        )
+
+    @cached_property
+    def phase_savings(self) -> Array:
+        """The most that an Overlap with an F or a backward of each stage saves because of phases."""
+        classes, savings = phase_savings(self.costs, self.num_stages)
+        if not classes:
+            return np.zeros(self.num_stages)
+        size = max(classes) + 1
+        pairs = np.array(savings).reshape(2, size, size).max(axis=0)[np.ix_(classes, classes)]
+        return np.asarray(np.maximum(pairs.max(axis=0), pairs.max(axis=1)))
 
     @property
     def memory_limits(self) -> tuple[float, ...]:

@@ -14,10 +14,14 @@ from sys import float_info
 from typing import Any, Literal, NamedTuple
 from warnings import warn
 
+from zeropipe.core.action import Kind
+from zeropipe.core.phases import StagePhases
 from zeropipe.core.placement import Placement, Problem
 from zeropipe.core.shard_actions import require_policy
 from zeropipe.core.units import count_text, to_python
 from zeropipe.errors import ConfigError, short
+from zeropipe.sim.phase_costs import RULE as PHASES_RULE
+from zeropipe.sim.phase_costs import divide_phases, parse_phases, stage_phases
 
 DEFAULT = "default"  # in a table of stages: the number of the stages that it does not name
 OLD_NAMES = {"whole_weights": "full_weights", "whole_gradients": "full_gradients"}  # of fields, still accepted
@@ -35,6 +39,9 @@ class StageTable:
 PerStage = float | Sequence[float] | Mapping[Any, float] | StageTable
 
 
+_UNSET = StageTable(())  # names no stage
+
+
 class Link(NamedTuple):
     """One direction between two ranks: latency, and bytes per unit of time. None: as in the costs."""
 
@@ -45,7 +52,7 @@ class Link(NamedTuple):
 SAME_LINK = Link()  # as in the costs
 
 FieldType = Literal[
-    "per stage", "number", "memory", "bandwidth", "integer", "switch", "choice", "text", "link", "links"
+    "per stage", "number", "memory", "bandwidth", "integer", "switch", "choice", "text", "link", "links", "phases"
 ]
 _RULES: dict[FieldType, str] = {
     "per stage": "must be a non-negative number",
@@ -57,6 +64,7 @@ _RULES: dict[FieldType, str] = {
     "text": 'must be a string, like "s" or "B"',
     "link": "must be a table with p2p and bandwidth",
     "links": "must be a table like 0-1 = {p2p = 1e-5}",
+    "phases": PHASES_RULE,
 }
 
 
@@ -84,6 +92,11 @@ def _field(type: FieldType, default: Any, help: str, **limits: Any) -> Any:
     return field(default=default, metadata=metadata)
 
 
+def _time(help: str) -> Any:
+    """A time that is 1 by default; with phases, the sum of theirs."""
+    return field(default=_UNSET, metadata={"cost": CostField("per stage", help, 1.0)})
+
+
 @dataclass(frozen=True)
 class Costs:
     """Time per kind and stage, the time of messages, and the memory of a microbatch.
@@ -99,11 +112,15 @@ class Costs:
     weights are in memory from UNSHARD to RESHARD, the full gradients from the first gradient to the end of REDUCE_GRAD.
     A stage is gathered and reduced in `units` of equal size: F starts with the first of them, and within the last W
     each is reduced when it is complete. With "regather", `gathered_weights` are in memory, of two units by default.
+
+    `phases` are those of the layers of each stage: attention, dispatch, experts, combine. They are a part of f, i and
+    w, which are their sums by default, and the time of an Overlap follows from them. Dispatch and combine are times, or
+    with `exchange_bandwidth` bytes; under way, they take `sm_tax` of the GPU from computations.
     """
 
-    f: PerStage = _field("per stage", 1.0, "Time of a forward.")
-    i: PerStage = _field("per stage", 1.0, "Time of an input gradient.")
-    w: PerStage = _field("per stage", 1.0, "Time of a weight gradient.")
+    f: PerStage | None = _time("Time of a forward.")
+    i: PerStage | None = _time("Time of an input gradient.")
+    w: PerStage | None = _time("Time of a weight gradient.")
     b: PerStage | None = _field("per stage", None, "Time of a full backward; i + w by default.")
     overlap: PerStage | None = _field("per stage", None, "Time of an F and a B as one step; f + b by default.")
     p2p: float = _field("number", 0.0, "Latency of a message between ranks.")
@@ -139,6 +156,11 @@ class Costs:
         "bandwidth", None, "Bytes per unit of time between ranks that share stages; no limit by default."
     )
     units: int = _field("integer", 1, "FSDP units in which a stage is gathered and reduced.", max_value=10_000)
+    phases: Sequence[Any] | None = _field("phases", None, "Phases of layers, by stage.")
+    exchange_bandwidth: float | None = _field(
+        "bandwidth", None, "Bytes per unit of time of dispatch and combine; without it they are times."
+    )
+    sm_tax: float = _field("number", 0.0, "Part of a GPU that an exchange under way takes from computations.")
     memory_limit: float | None = _field(
         "memory", None, "Memory of a rank, like 40 or 40GB; a schedule that needs more cannot win."
     )
@@ -147,7 +169,13 @@ class Costs:
 
     def __post_init__(self) -> None:
         for name, cost in COST_FIELDS.items():
-            object.__setattr__(self, name, _parse_field(name, cost, getattr(self, name)))
+            value = getattr(self, name)
+            if name in PHASE_TIMES and (value is _UNSET or (value is None and self.phases is not None)):
+                value = cost.default if self.phases is None else None  # the sum of the phases
+                object.__setattr__(self, name, value)
+            else:
+                object.__setattr__(self, name, _parse_field(name, cost, value))
+        self._require_phases()
         if self.blocking and self.blocking_ends:
             raise ConfigError("blocking and blocking_ends are both set: the first blocks everywhere; set one of them")
         if self.node_size is None and self.inter_node != SAME_LINK:
@@ -156,6 +184,17 @@ class Costs:
             require_policy(self.shards)
         elif changed := [name for name in SHARD_FIELDS if getattr(self, name) != COST_FIELDS[name].default]:
             raise ConfigError(f"{changed[0]} is set for unsharded stages: set shards='keep' or 'regather'")
+
+    def _require_phases(self) -> None:
+        """ConfigError for fields that do not go with phases, or not without them."""
+        if self.sm_tax >= 1:
+            raise ConfigError(f"sm_tax={self.sm_tax:g}: must be less than 1, like 0.15 for 20 of 132 SMs")
+        if self.phases is None:
+            for name in ("exchange_bandwidth", "sm_tax"):
+                if getattr(self, name):
+                    raise ConfigError(f"{name} is set without phases: set phases, or leave {name} out")
+        elif self.overlap is not None:
+            raise ConfigError("overlap and phases are both set: the time of an Overlap follows from its phases")
 
     def link(self, source: int, target: int) -> Link:
         """The link from rank `source` to rank `target`."""
@@ -197,7 +236,23 @@ class Costs:
             return list(value)
         return [float(value)] * num_stages
 
+    def stage_phases(self, num_stages: int) -> list[StagePhases]:
+        """The phases of the layers of each stage, as times; ConfigError if a stage takes less than they do."""
+        if self.phases is None:
+            return [()] * num_stages
+        stages = stage_phases(self.phases, num_stages, self.exchange_bandwidth)
+        for name, kind in PHASE_TIMES.items():
+            for stage, total in enumerate(self.column(name, num_stages)) if getattr(self, name) is not None else ():
+                least = sum(layer.total(kind) for layer in stages[stage])
+                if total < least * (1 - _ROUNDING):
+                    raise ConfigError(f"{name}={total:g} of stage {stage} is less than the {least:g} of its phases")
+        return stages
+
     def _default_column(self, name: str, num_stages: int) -> list[float]:
+        if name in PHASE_TIMES:
+            return [
+                float(sum(layer.total(PHASE_TIMES[name]) for layer in stage)) for stage in self.stage_phases(num_stages)
+            ]
         if name in ("b", "overlap"):
             first, second = ("i", "w") if name == "b" else ("f", "b")
             return [x + y for x, y in zip(self.column(first, num_stages), self.column(second, num_stages), strict=True)]
@@ -234,6 +289,8 @@ class Costs:
                 changes[name] = _divide_parts(name, value, problem)
             else:
                 changes[name] = value * problem.num_ranks / problem.num_stages
+        if self.phases is not None:
+            changes["phases"] = divide_phases(self.phases, problem)
         return replace(self, **changes)
 
     def __getattr__(self, name: str) -> Any:
@@ -245,20 +302,26 @@ class Costs:
 
 COST_FIELDS: dict[str, CostField] = {one.name: one.metadata["cost"] for one in fields(Costs)}
 PER_STAGE = tuple(name for name, cost in COST_FIELDS.items() if cost.type == "per stage")
+PHASE_TIMES = {"f": Kind.F, "i": Kind.I, "w": Kind.W}  # which are sums of phases by default
+PHASE_FIELDS = ("phases", "exchange_bandwidth", "sm_tax")
+_ROUNDING = 1e-9  # of sums
 SHARD_COLUMNS = ("unshard", "reduce", "full_weights", "gathered_weights", "full_gradients")
 SHARD_FIELDS = (*SHARD_COLUMNS, "shard_bandwidth", "units")
 TIME_FIELDS = ("f", "i", "w", "b", "overlap")
 
 
 def flat_fields() -> dict[str, CostField]:
-    """The fields as a form has them: one value each. `inter_node` is `inter_p2p` and `inter_bandwidth`; no `edges`."""
+    """The fields as a form has them: one value each. `inter_node` is `inter_p2p` and `inter_bandwidth`.
+
+    It has neither `edges` nor what goes with phases.
+    """
     flat: dict[str, CostField] = {}
     for name, cost in COST_FIELDS.items():
         if cost.type == "link":
             for part, quantity in (("p2p", "Latency"), ("bandwidth", "Bandwidth")):
                 help = f"{quantity} {cost.help}; {part} by default."
                 flat[f"inter_{part}"] = CostField(COST_FIELDS[part].type, help)
-        elif cost.type != "links":
+        elif cost.type != "links" and name not in PHASE_FIELDS:
             flat[name] = cost
     return flat
 
@@ -303,6 +366,8 @@ def _parse_field(name: str, cost: CostField, value: Any) -> Any:
     value = to_python(value)
     if value is None and cost.default is None:
         return None
+    if cost.type == "phases":
+        return parse_phases(value)
     if cost.type == "per stage":
         return _parse_per_stage(name, value)
     if cost.type in ("number", "memory", "bandwidth"):

@@ -16,6 +16,7 @@ from zeropipe.sim.costs import COST_FIELDS, DEFAULT, OLD_NAMES, Costs, Link, Sta
 from zeropipe.sim.fit import fit
 from zeropipe.sim.layer_costs import LayerCosts
 from zeropipe.sim.layer_file import from_layer_data, is_layer_data
+from zeropipe.sim.phase_costs import phases_to_data
 
 
 def load_costs(path: str) -> Costs | LayerCosts:
@@ -66,13 +67,15 @@ def costs_to_data(costs: Costs) -> dict[str, Any]:
     data: dict[str, Any] = {}
     for name, field in COST_FIELDS.items():
         value = getattr(costs, name)
-        if value == field.default:
+        if value is None or value == field.default:
             continue
         if isinstance(value, StageTable):
             default = {} if value.default is None else {DEFAULT: value.default}
             value = {**{str(stage): number for stage, number in value.entries}, **default}
         elif name == "edges":
             value = {f"{a}-{b}": _link_to_data(link) for (a, b), link in value.items()}
+        elif name == "phases":
+            value = phases_to_data(value)
         elif isinstance(value, Link):
             value = _link_to_data(value)
         elif isinstance(value, tuple):

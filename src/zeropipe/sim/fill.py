@@ -23,7 +23,7 @@ from zeropipe.core.timeline import ROUNDING, Timeline
 from zeropipe.errors import ConfigError
 from zeropipe.sim.costs import Costs, require_stage_costs
 from zeropipe.sim.simulate import Results, simulate
-from zeropipe.sim.tables import CostTables, build_cost_tables, constant_memory
+from zeropipe.sim.tables import CostTables, build_cost_tables, constant_memory, phase_saving
 
 # a part fills a gap if at least this fraction of it fits; each value is tried, and the shortest schedule is returned
 FIT_FRACTIONS = (1.0, 0.75, 0.5, 0.25, 0.0)
@@ -205,6 +205,8 @@ def fill_kernel(
                     allocated += activation[stage]
                 elif kind == I:
                     grown += max(0.0, stash[stage] - activation[stage])  # with recomputation the stash may be larger
+            if last > at and costs.num_classes:
+                duration -= phase_saving(costs, codes[at], codes[last])
             if missing >= 0:
                 waiter[missing] = rank
                 break

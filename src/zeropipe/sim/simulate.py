@@ -15,7 +15,14 @@ from zeropipe.core.shard_actions import with_shards
 from zeropipe.core.shard_timeline import extract_sharding
 from zeropipe.core.timeline import Memory, Timeline
 from zeropipe.sim.costs import Costs, require_stage_costs
-from zeropipe.sim.tables import CostTables, ShardTables, build_cost_tables, build_shard_tables, constant_memory
+from zeropipe.sim.tables import (
+    CostTables,
+    ShardTables,
+    build_cost_tables,
+    build_shard_tables,
+    constant_memory,
+    phase_saving,
+)  # fmt: skip
 
 
 class Results(NamedTuple):
@@ -193,6 +200,8 @@ def simulate_kernel(
                     duration -= savings[stage] / 2
                 if kind == F:
                     memory += activation[stage]
+            if last > at and costs.num_classes:
+                duration -= phase_saving(costs, codes[at], codes[last])
             finish = begin + max(duration, 0.0)
             if gathered > begin:
                 finish = max(finish, gathered + max(duration, 0.0) / shards.units)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from zeropipe.core.action import B, F
 from zeropipe.core.jit import Arrays, Floats, Ints
 from zeropipe.core.needs import number_edges
+from zeropipe.core.packed import kind_of, stage_of
+from zeropipe.core.phases import StagePhases
 from zeropipe.core.schedule import Schedule
 from zeropipe.sim.costs import SHARD_COLUMNS, Costs
+from zeropipe.sim.overlap import saved_time
 
 
 class CostTables(NamedTuple):
@@ -15,6 +19,9 @@ class CostTables(NamedTuple):
 
     durations: Floats  # at kind * num_stages + stage; for W, of one part
     savings: Floats  # the time that an Overlap of a stage's F and B saves
+    phase_savings: Floats  # the same of stages with phases: by has B (or I), class of the stage of F, of the other
+    phase_class: Ints  # of each stage: stages with equal phases are one class; empty without phases
+    num_classes: int
     travel: Floats  # time from the end of the sender's action to the arrival, if the edge is free
     transfer: Floats  # time for which a message occupies its edge: without the latency
     edges: Ints  # the edge of each message
@@ -47,14 +54,32 @@ def build_cost_tables(xp: Arrays, schedule: Schedule, costs: Costs) -> CostTable
     costs.require_ranks(schedule.num_ranks)
     numbers, edges = number_edges(schedule.placement)
     travel, transfer = _message_times(schedule, costs, numbers, edges)
+    phase_class, pair_savings = phase_savings(costs, num_stages)
     return CostTables(
         durations=xp.list_floats([*f, *b, *i, *(time / num_weight_parts for time in w)]),
         savings=xp.list_floats([one + other - both for one, other, both in zip(f, b, overlap, strict=True)]),
+        phase_savings=xp.list_floats(pair_savings), phase_class=xp.list_ints(phase_class),
+        num_classes=max(phase_class, default=-1) + 1,
         travel=xp.list_floats(travel), transfer=xp.list_floats(transfer), edges=xp.list_ints(numbers),
         num_edges=len(edges), serial_links=costs.serial_links,
         activation=xp.list_floats(activation), stash=xp.list_floats(stash),
         num_stages=num_stages, num_weight_parts=num_weight_parts, second_from=schedule.second_from,
     )  # fmt: skip
+
+
+def phase_savings(costs: Costs, num_stages: int) -> tuple[list[int], list[float]]:
+    """The class of each stage by its phases, and the time that an Overlap saves: with an I, and with a B."""
+    if costs.phases is None:
+        return [], []
+    stages = costs.stage_phases(num_stages)
+    numbers: dict[StagePhases, int] = {}
+    classes = [numbers.setdefault(stage, len(numbers)) for stage in stages]
+    return classes, [
+        saved_time(forward, backward, has_w, costs.sm_tax)
+        for has_w in (False, True)
+        for forward in numbers
+        for backward in numbers
+    ]
 
 
 def build_shard_tables(xp: Arrays, schedule: Schedule, costs: Costs) -> ShardTables:
@@ -66,6 +91,14 @@ def build_shard_tables(xp: Arrays, schedule: Schedule, costs: Costs) -> ShardTab
         gathered=xp.list_floats(gathered if costs.shards == "regather" else weights),
         gradients=xp.list_floats(gradients), first_rank=xp.list_ints(schedule.placement.copies[0]), units=costs.units,
     )  # fmt: skip
+
+
+def phase_saving(costs: CostTables, code: int, other: int) -> float:
+    """The time that an Overlap of two actions saves because of their phases."""
+    forward, backward = (code, other) if kind_of(code) == F else (other, code)
+    row = costs.phase_class[stage_of(forward)] + (costs.num_classes if kind_of(backward) == B else 0)
+    saving: float = costs.phase_savings[row * costs.num_classes + costs.phase_class[stage_of(backward)]]
+    return saving
 
 
 def constant_memory(schedule: Schedule, costs: Costs) -> list[float]:

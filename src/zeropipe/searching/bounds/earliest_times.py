@@ -25,8 +25,9 @@ def earliest_times(task: SearchTask) -> EarliestTimes:
     """Return the least times of a task, whether backwards are split or not and Overlaps are used or not."""
     tables, num_stages, costs = task.tables, task.num_stages, task.costs
     f, i, w, b, overlap = (np.array(costs.column(name, num_stages)) for name in ("f", "i", "w", "b", "overlap"))
-    # a B may be cheaper than I and W; an Overlap of two stages saves half of what each stage's own pair saves
-    half_saved = np.maximum(f + b - overlap, 0) / 2
+    # a B may be cheaper than I and W; an Overlap of two stages saves half of what each stage's own pair saves, or with
+    # phases at most half of what each one's best pair saves
+    half_saved = np.maximum(np.maximum(f + b - overlap, 0), task.phase_savings) / 2
     full, first = np.minimum(b, i + w), np.minimum(i, b)
     excess = max(0.0, float((half_saved - f).max()), float((half_saved - first).max()))
     f, i = (np.maximum(0, time - half_saved - np.where(half_saved > 0, excess, 0)) for time in (f, first))
