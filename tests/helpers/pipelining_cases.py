@@ -123,6 +123,42 @@ def half_frozen(number: int) -> list[nn.Module]:
     return modules
 
 
+def ties(name: str, per_rank: int, steps: int = 2) -> float:
+    """The first and the last stage share a weight; gradients of several steps are added up."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    kind, number = getattr(ours, name), ranks * per_rank
+    modules, plain = blocks(number), blocks(number)
+    modules[-1].up.load_state_dict(modules[0].up.state_dict())
+    modules[0].tied_pairs = (("up.weight", number - 1, "up.weight"),)
+    modules[-1].tied_pairs = (("up.weight", 0, "up.weight"),)
+    plain[-1].up.load_state_dict(plain[0].up.state_dict())
+    plain[-1].up.weight = plain[0].up.weight
+    stages = stages_for(modules, kind.stages_of(rank, ranks, number))
+    schedule = kind(one_or_all(kind, stages), 4, loss_fn=mean_square, scale_grads=False)
+    worst = 0.0
+    for step in range(steps):
+        x, y = draw(8, step)
+        wanted = plain_step(plain, x, y, 4, scale=False)
+        got = feed(schedule, stages, x, y)
+        worst = max(worst, gap(got, wanted) if stages[-1].is_last else 0.0)
+        worst = max(worst, gap(gradients(stages), [p.grad for s in stages for p in plain[s.stage_index].parameters()]))
+    return worst
+
+
+def unequal_ties(both_trained: bool) -> None:
+    """A tie that cannot stay one."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    modules = blocks(ranks)
+    modules[0].tied_pairs = (("up.weight", ranks - 1, "up.weight"),)
+    modules[-1].tied_pairs = (("up.weight", 0, "up.weight"),)
+    if not both_trained:
+        modules[-1].up.load_state_dict(modules[0].up.state_dict())
+        modules[-1].up.weight.requires_grad_(False)
+    stages = stages_for(modules, (rank,))
+    schedule = ours.Schedule1F1B(stages[0], 4, loss_fn=mean_square)
+    feed(schedule, stages, *draw(8, 0))
+
+
 def evaluates(name: str, per_rank: int) -> dict[str, Any]:
     """eval() between two steps: the outputs and losses, what it leaves alone."""
     ranks, rank = dist.get_world_size(), dist.get_rank()

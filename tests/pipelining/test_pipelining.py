@@ -53,6 +53,19 @@ def test_every_schedule_equals_the_plain_model(name):
     assert max(ranks(4).run(cases.beside_plain, name, 5, per_rank)) < TOLERANCE
 
 
+@pytest.mark.parametrize(
+    ("name", "per_rank"), [("Schedule1F1B", 1), ("ScheduleZBVZeroBubble", 2), ("ScheduleInterleavedZeroBubble", 2)]
+)
+def test_tied_weights(name, per_rank):
+    assert max(ranks(4).run(cases.ties, name, per_rank)) < TOLERANCE
+
+
+@pytest.mark.parametrize(("both_trained", "fact"), [(True, "has other values"), (False, "has requires_grad")])
+def test_ties_that_are_none(both_trained, fact):
+    for outcome in ranks(2).outcomes(cases.unequal_ties, both_trained):
+        assert f"up.weight of stage 0, tied to up.weight of stage 1, {fact}" in outcome.text
+
+
 @pytest.mark.parametrize("name", mark_rest_full(["1f1b", "zbv", "dualpipev"], ["1f1b", "dualpipev"]))
 def test_frozen_stages(name):
     per_rank = find(name).stages_per_rank[0]

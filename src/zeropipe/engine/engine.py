@@ -114,7 +114,8 @@ class Engine:
         self._clock: Clock | None = None
         self._has_compared = False
         comm.status.phase = "set-up, comparing options and stages"
-        self._infos = setup.agree_on_setup(comm, schedule, self.options, self._device, self._stages_passed)
+        found = setup.agree_on_setup(comm, schedule, self.options, self._device, self._stages_passed)
+        self._infos, self._has_ties = found
         deferring = self.options.direct_gradients or setup.has_split_backward(schedule, self.rank)
         builders = {stage: info.build_weights for stage, info in self._infos.items() if info.build_weights is not None}
         self._splitter = create_splitter(self.options.split, deferring, builders)
@@ -241,13 +242,17 @@ class Engine:
 
         Each rank has the microbatches that its own stages need. `finish(output, microbatch, index)` gets the
         last stage's outputs on their rank, in the schedule's order, and returns what backward starts from. Without
-        `train`, forwards only. Nothing is counted or scaled, modes stay as they are, and sharded stages are summed
-        over the processes that share them alone. Returns whether all pipelines had the same number of microbatches.
+        `train`, forwards only. Nothing is counted or scaled, modes stay as they are, and gradients are summed over
+        the processes that share a sharded stage and over ties alone. Returns whether all pipelines had the same
+        number of microbatches.
         """
         use = "forward" if not train else "record" if self.record else "train"
         call = {"forward": "an evaluation", "record": "a step with record", "train": "a step"}[use]
         step = self._agree_on_step(microbatches, None, call, use, self._find_outside_gradients() if train else None)
-        with self._guard(), _no_inference_mode():
+        tied = self._sums.tied if train else ()
+        with self._guard(), _no_inference_mode(), gradients.stash_gradients(tied):
+            if self._has_ties:
+                self._compare_ties()
             executor = self._executors.get(use, step.num_microbatches, step.is_uniform)
             if use == "record":
                 self._begin_recording()
@@ -256,6 +261,8 @@ class Engine:
                 shards.finish()
             if use == "record":
                 self._executors.recorder.end()
+            if train:
+                self._sums.run(ties_only=True)
             return step.is_uniform
 
     def refuse(self, reason: str) -> None:
@@ -446,6 +453,13 @@ class Engine:
         if self.options.check_equal:
             facts += equal.describe_microbatches(microbatches, self._layout)
         self._require_equal(facts)
+        self._has_compared = True
+
+    def _compare_ties(self) -> None:
+        """Ties start equal, and both ends of each are trained or none."""
+        self._comm.status.phase = "the comparison of tied weights"
+        values = not self._has_compared or self.options.check_equal
+        self._require_equal(equal.describe_ties(self._infos, self._layout, values))
         self._has_compared = True
 
     def _require_equal(self, facts: equal.Facts) -> None:

@@ -33,8 +33,11 @@ def agree_on_setup(
     options: Options,
     device: torch.device,
     stages: Mapping[int, nn.Module | StageInfo],
-) -> dict[int, StageInfo]:
-    """Describe and check this rank's stages; ConfigError on all ranks unless schedule, options and ties match."""
+) -> tuple[dict[int, StageInfo], bool]:
+    """Describe and check this rank's stages, and say whether any rank has ties.
+
+    ConfigError on all ranks unless schedule, options and ties match.
+    """
 
     def check_all() -> tuple[dict[int, StageInfo], dict[str, object]]:
         infos = {stage: describe_stage(stage, module) for stage, module in stages.items()}
@@ -50,7 +53,7 @@ def agree_on_setup(
     error = _find_unmatched_tie([ties for _, ties in everyone])
     if error is not None:
         raise ConfigError(error)
-    return infos
+    return infos, any(ties for _, ties in everyone)
 
 
 def _find_unmatched_tie(tied: Sequence[Iterable[Tie]]) -> str | None:

@@ -16,7 +16,7 @@ from zeropipe.core.schedule import Schedule
 from zeropipe.engine.engine import Engine
 from zeropipe.engine.layout import Layout
 from zeropipe.engine.options import Options, require_switch
-from zeropipe.engine.stages.contract import Microbatch, StageInfo
+from zeropipe.engine.stages.contract import Microbatch, StageInfo, Tie
 from zeropipe.errors import ConfigError, short
 from zeropipe.pipelining import private
 
@@ -145,7 +145,7 @@ def _describe(stage: Any) -> StageInfo:
         stage.submod,
         _pick_first if stage.is_first else _pick_later,
         _find_blocks(stage) if _settings.options.changes_blocks else None,
-        (),
+        tuple(Tie(stage.stage_index, *pair) for pair in getattr(stage.submod, "tied_pairs", ())),
         (),
         build_weights=stage.dw_builder,
         keeps_factors=True,

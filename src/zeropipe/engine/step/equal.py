@@ -62,16 +62,31 @@ class Sketch:
         )  # NaN compares equal
 
 
+def describe_ties(stages: Mapping[int, StageInfo], layout: Layout, values: bool) -> Facts:
+    """Facts about this rank's ties; with `values` also a checksum of each."""
+    facts: Facts = []
+    for tie in list_ties(stages):
+        (a, name), (b, partner_name) = tie.ends
+        what = f"{name} of stage {a}, tied to {partner_name} of stage {b},"
+        facts += _describe(what, stages[tie.stage].module.get_parameter(tie.name), layout, values)
+    return facts
+
+
+def _describe(what: str, parameter: Tensor, layout: Layout, values: bool) -> Facts:
+    shard = (*layout.shard_index(parameter), *layout.coordinates_in("tp"))
+    facts: Facts = [
+        ((what, "shape", shard), (tuple(parameter.shape), str(parameter.dtype))),
+        ((what, "requires_grad", shard), parameter.requires_grad),
+    ]
+    return [*facts, ((what, "values", shard), checksum(to_local(parameter)))] if values else facts
+
+
 def describe_shared_weights(schedule: Schedule, stages: Mapping[int, StageInfo], layout: Layout, values: bool) -> Facts:
     """Facts about this rank's copies, ties and replicas; with `values` also a checksum of each."""
     facts: Facts = []
 
     def add(what: str, parameter: Tensor) -> None:
-        shard = (*layout.shard_index(parameter), *layout.coordinates_in("tp"))
-        facts.append(((what, "shape", shard), (tuple(parameter.shape), str(parameter.dtype))))
-        facts.append(((what, "requires_grad", shard), parameter.requires_grad))
-        if values:
-            facts.append(((what, "values", shard), checksum(to_local(parameter))))
+        facts.extend(_describe(what, parameter, layout, values))
 
     for stage, info in stages.items():
         for name, parameter in info.module.named_parameters():
@@ -86,13 +101,7 @@ def describe_shared_weights(schedule: Schedule, stages: Mapping[int, StageInfo],
         for stage in shared:
             for name, parameter in stages[stage].module.named_parameters():
                 add(f"{name} of stage {stage}, of which there are two copies,", parameter)
-    for tie in list_ties(stages):
-        (a, name), (b, partner_name) = tie.ends
-        add(
-            f"{name} of stage {a}, tied to {partner_name} of stage {b},",
-            stages[tie.stage].module.get_parameter(tie.name),
-        )
-    return facts
+    return facts + describe_ties(stages, layout, values)
 
 
 def describe_microbatches(microbatches: Sequence[Microbatch], layout: Layout) -> Facts:

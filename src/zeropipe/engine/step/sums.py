@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +18,21 @@ from zeropipe.errors import ConfigError
 BUCKET_BYTES = 32 * 2**20  # summed in one message
 
 
+class _Shared(NamedTuple):
+    """Parameters of which every rank of a group has a copy."""
+
+    name: str  # the same on all ranks of the group
+    group: SumGroup
+    parameters: list[nn.Parameter]
+    are_tied: bool
+
+
 class GradientSums:
     """Sums the gradients of parameters of which there are several copies, after each step."""
 
     def __init__(self, schedule: Schedule, stages: Mapping[int, StageInfo], comm: Communicator) -> None:
         self._layout = layout = comm.layout
-        self._between: list[tuple[str, SumGroup, list[nn.Parameter]]] = []  # name, the same on all ranks of the group
+        self._between: list[_Shared] = []
         self._within: list[tuple[nn.Parameter, nn.Parameter]] = []  # tied tensors of one rank
         self._normed: list[nn.Parameter] = []  # this rank counts them in the norm
         modules = {stage: stages[stage].module for stage in sorted(stages)}
@@ -43,7 +53,8 @@ class GradientSums:
                 continue
             copy = next(c for c, table in enumerate(copies) if table[tie.stage] == rank)
             homes = tuple(sorted((rank, copies[copy][tie.partner_stage])))
-            self._add(str(tie.ends), tuple(sorted(layout.pipeline[home] for home in homes)), [parameter], comm)
+            ends = tuple(sorted(layout.pipeline[home] for home in homes))
+            self._add(str(tie.ends), ends, [parameter], comm, are_tied=True)
         summed = unique(modules[s].get_parameter(name) for s in modules for name in stages[s].summed_over_tp)
         if summed:
             self._add("tensors", layout.ranks_along(["tp"]), summed, comm)
@@ -57,26 +68,36 @@ class GradientSums:
             if copies[0][stage] == rank:
                 self._normed += [p for p in module.parameters() if (stage, id(p)) not in follower]
         self._normed = unique(self._normed)
-        self.shared = unique([p for _, _, ps in self._between for p in ps] + [p for pair in self._within for p in pair])
+        within = [p for pair in self._within for p in pair]
+        self.shared = unique([p for shared in self._between for p in shared.parameters] + within)
+        self.tied = unique([p for shared in self._between if shared.are_tied for p in shared.parameters] + within)
 
-    def _add(self, what: str, ranks: tuple[int, ...], parameters: list[nn.Parameter], comm: Communicator) -> None:
-        self._between.append((f"{what} on {ranks}", comm.sum_group(ranks), parameters))
+    def _add(
+        self,
+        what: str,
+        ranks: tuple[int, ...],
+        parameters: list[nn.Parameter],
+        comm: Communicator,
+        are_tied: bool = False,
+    ) -> None:
+        self._between.append(_Shared(f"{what} on {ranks}", comm.sum_group(ranks), parameters, are_tied))
 
-    def run(self) -> None:
+    def run(self, ties_only: bool = False) -> None:
         """Sum; afterwards all copies have the same gradient."""
-        require_dense(self.shared, "summed over ranks")
+        require_dense(self.tied if ties_only else self.shared, "summed over ranks")
         for one, other in self._within:
             if one.requires_grad and other.requires_grad:
                 mine, theirs = to_local(ensure_grad(one)), to_local(ensure_grad(other))
                 theirs.copy_(mine.add_(theirs))
-        for _, group, parameters in self._between:
-            _sum_between(group, [to_local(ensure_grad(p)) for p in parameters if p.requires_grad])
+        for shared in self._between:
+            if shared.are_tied or not ties_only:
+                _sum_between(shared.group, [to_local(ensure_grad(p)) for p in shared.parameters if p.requires_grad])
 
     def flags(self) -> list[tuple[tuple[str, str, tuple[int, ...]], object]]:
         """A checksum of which shared parameters need a gradient: it must be the same on all ranks of a group."""
         return [
-            ((name, "requires_grad", ()), zlib.crc32(bytes(p.requires_grad for p in parameters)))
-            for name, _, parameters in self._between
+            ((shared.name, "requires_grad", ()), zlib.crc32(bytes(p.requires_grad for p in shared.parameters)))
+            for shared in self._between
         ]
 
     def close(self) -> None:
