@@ -210,6 +210,18 @@ def test_smaller_limits_need_equal_limits_of_all_ranks():
     assert replace(task, rank_limits=(4.0, 4.0, 3.0, 4.0)).smaller_limits() == []
 
 
+def test_a_search_leaves_room_for_the_workspace_of_every_backward():
+    costs = zp.Costs(activation=2, stash=3, workspace=4, i_workspace=3, memory_limit=14)
+    found = zp.search(ranks=3, microbatches=6, costs=costs, steps=200)
+    assert found.timeline == zp.simulate(found.schedule, costs)
+    assert max(found.timeline.peak_memory) <= 14
+    assert max(zp.simulate(found.schedule, replace(costs, workspace=0, i_workspace=None)).peak_memory) <= 14 - 2
+    with pytest.raises(ConfigError, match="memory_limit=6: rank 0 needs 7 for its weights and one microbatch"):
+        zp.search(ranks=3, microbatches=6, costs=replace(costs, memory_limit=6), steps=1)
+    filled = zp.fill_gaps(zp.build("zb-h1", ranks=3, microbatches=6), costs, weight_parts=2)
+    assert max(zp.simulate(filled, costs).peak_memory) <= 14
+
+
 def test_search_with_less_memory_than_any_built_in_schedule_needs():
     found = zp.search(ranks=8, microbatches=16, costs=zp.Costs(memory_limit=4), steps=500)
     assert max(found.timeline.peak_memory) <= 4

@@ -11,6 +11,7 @@ import zeropipe as zp
 from zeropipe.core.placement import Problem, mirror, vee
 from zeropipe.errors import ConfigError
 from zeropipe.sim.costs import Link
+from zeropipe.sim.layer_costs import LayerCost, LayerCosts, Setting
 from zeropipe.sim.layer_file import from_layer_data, to_layer_json
 
 
@@ -23,21 +24,23 @@ def test_any_cut_adds_up_its_layers():
     assert costs.activation == (10, 40, 16)
     assert costs.stash == (8, 28, 14)
     assert costs.message == 4
-    assert costs.weights == (150 * 18 + 3, 140 * 18 + 7, 150 * 18 + 3)  # and the largest workspace of its layers
+    assert costs.weights == (150 * 18, 140 * 18, 150 * 18)
+    assert costs.workspace == (3, 7, 0), "the largest of its layers; what the head has freed is enough for the last"
+    assert costs.i_workspace == (3, 7, 3)
     assert (costs.p2p, costs.bandwidth, costs.unit, costs.memory_unit) == (1e-5, 1e9, "s", "B")
     for counts in [(4,), (0, 4, 0), (2, 1, 1), (1, 1, 1, 1)]:
         assert sum(COSTS.costs(counts).f) == pytest.approx(5.6), "no layer is lost"
 
 
-def test_shards_share_the_optimizer_and_stages_of_a_rank_their_workspace():
+def test_shards_share_the_optimizer_and_stages_of_a_rank_a_tied_weight():
     sharded = COSTS.costs((1, 1, 1, 1), placement=vee(Problem(2, 4, 4)), shards=4)
     each = 2 + 4 + 12 / 4  # the shard of the sum of gradients replaces the full ones
-    assert sharded.weights == (150 * each + 3, 50 * each, 90 * each + 7, 150 * each)
+    assert sharded.weights == (150 * each, 50 * each, 90 * each, 150 * each)
     tied = replace(COSTS, tied=True)
     assert tied.costs((1, 1, 1, 1), placement=vee(Problem(2, 4, 4))).weights[-1] == 50 * 18, "on one rank, held once"
-    assert tied.costs((1, 1, 1, 1)).weights[-1] == 150 * 18 + 3
+    assert tied.costs((1, 1, 1, 1)).weights[-1] == 150 * 18
     mirrored = tied.costs((1, 1, 1, 1), placement=mirror(Problem(4, 4, 4))).weights
-    assert mirrored == (150 * 18 + 3, 50 * 18, 90 * 18 + 7, 50 * 18), "ranks hold stages 0 and 3, or 1 and 2"
+    assert mirrored == (150 * 18, 50 * 18, 90 * 18, 50 * 18), "ranks hold stages 0 and 3, or 1 and 2"
 
 
 def test_gathers_and_reduces_of_shards_are_simulated():
@@ -46,7 +49,8 @@ def test_gathers_and_reduces_of_shards_are_simulated():
     assert costs.full_weights == (200 * 2, 240 * 2)
     assert costs.full_gradients == (200 * 4 * 3 / 4, 240 * 4 * 3 / 4), "a quarter remains, as the shard of the sum"
     assert costs.reduce == (200 * 4 / costs.shard_bandwidth, 240 * 4 / costs.shard_bandwidth)
-    assert costs.weights == (200 * 16 / 4 + 3, 240 * 16 / 4 + 7 - 2), "the layer after it has freed 2 in its I"
+    assert costs.weights == (200 * 16 / 4, 240 * 16 / 4)
+    assert costs.i_workspace == (3, 7 - 2), "the layer after it has freed 2 in its I"
     assert (costs.shards, costs.units, costs.shard_bandwidth) == ("keep", 2, pytest.approx(100 * 4 / 3))
     schedule = zp.build("1f1b", ranks=2, microbatches=4)
     sharded, whole = zp.simulate(schedule, costs), zp.simulate(schedule, COSTS.costs((2, 2), shards=4))
@@ -58,6 +62,14 @@ def test_every_other_layer_is_checkpointed():
     costs = COSTS.costs((1, 1, 1, 1), ac="selective:3")
     assert costs.activation == (4, 10, 30, 10)  # layers 0 and 3; the head as ever
     assert COSTS.costs((1, 1, 1, 1), ac="selective:1", setting=COSTS.setting(ac="full")).activation[1] == 4
+
+
+def test_the_workspace_of_a_split_backward_that_leaves_more_than_it_found():
+    """Checkpointed: I computes a layer's activations again, and leaves a part of them for W."""
+    layer = LayerCost(1, 1, 1, activation=1, stash=6, workspace=9)
+    costs = LayerCosts("toy", "profile", ("x",) * 3, (Setting({"x": layer}),), before=(), after=()).costs((3,))
+    assert costs.workspace == (9,), "a full backward frees all of a layer before the next"
+    assert costs.i_workspace == (9 + 2 * 5,), "two layers left 6 for 1 each"
 
 
 def test_settings_are_found_or_refused():

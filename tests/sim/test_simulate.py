@@ -157,6 +157,27 @@ def test_the_steady_state_goes_from_the_last_forward_before_a_backward_to_the_fi
     assert ",".join(str(decode(code)) for code in deps.codes[first : last + 1]) == steady
 
 
+@pytest.mark.parametrize("name,ranks,microbatches", SIZES)
+def test_a_backward_needs_its_workspace_while_it_runs(name, ranks, microbatches):
+    """An Overlap of an F and a B needs that of its B; W and F need none."""
+    schedule = zp.build(name, ranks=ranks, microbatches=microbatches)
+    stages = range(schedule.num_stages)
+    activation, stash = [3.0 + stage for stage in stages], [1.0 + 3 * (stage % 3) for stage in stages]
+    sizes = {Kind.B: [4.0 + stage % 4 for stage in stages], Kind.I: [2.0 + stage % 5 for stage in stages]}
+    costs = zp.Costs(activation=activation, stash=stash, workspace=sizes[Kind.B], i_workspace=sizes[Kind.I])
+    timeline = zp.simulate(schedule, costs)
+    for rank in range(ranks):
+        level, peak = 0.0, 0.0
+        for step in timeline.steps(rank):
+            level += sum(activation[span.action.stage] for span in step if span.action.kind is Kind.F)
+            peak = max(peak, level + sum(sizes.get(s.action.kind, [0.0] * len(stages))[s.action.stage] for s in step))
+            for span in step:
+                a, s = activation[span.action.stage], stash[span.action.stage]
+                level -= {Kind.F: 0.0, Kind.B: a, Kind.I: a - s, Kind.W: s}[span.action.kind]
+            peak = max(peak, level)
+        assert timeline.peak_memory[rank] == pytest.approx(peak)
+
+
 def test_memory_counts_what_f_takes_and_i_and_w_free():
     schedule = zp.from_csv("0F0,0F1,0I0,0I1,0W1,0W0\n")
     timeline = zp.simulate(schedule, zp.Costs(activation=10, stash=4, weights=100))

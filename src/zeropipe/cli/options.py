@@ -192,6 +192,8 @@ COSTS: dict[str, tuple[Any, str]] = {
     "serial_links": (bool, "One transfer at a time in each direction of a link."),
     "activation": (str, "Memory that a forward allocates."),
     "stash": (str, "Memory kept from I until W; all of it by default."),
+    "workspace": (str, "Memory in use only while a full backward runs."),
+    "i_workspace": (str, "Memory in use only while an input gradient runs; workspace by default."),
     "weights": (str, "Constant memory: parameters, gradients, optimizer."),
     "shards": (
         click.Choice(["keep", "regather"]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from zeropipe.core.action import B, Kind, W
+from zeropipe.core.action import B, I, Kind, W
 from zeropipe.core.packed import is_joined, kind_of, stage_of
 from zeropipe.core.placement import Placement
 from zeropipe.core.schedule import Schedule
@@ -13,7 +13,7 @@ from zeropipe.core.timeline import Timeline
 from zeropipe.errors import ConfigError
 from zeropipe.planning.context import PlanContext
 from zeropipe.planning.rows import Candidate, PlanRow, RankMemory, StepSeconds
-from zeropipe.sim.costs import Costs
+from zeropipe.sim.costs import WORKSPACES, Costs
 from zeropipe.sim.layer_costs import LayerCost
 from zeropipe.sim.simulate import simulate
 
@@ -133,15 +133,19 @@ def _replicate_seconds(context: PlanContext, run: Simulation) -> float:
 def attribute_memory(context: PlanContext, run: Simulation, rank: int) -> RankMemory:
     """Attribute the memory of a rank at its peak."""
     shards, state = run.candidate.layout.dp_shard, context.costs.state
-    column = run.resident_costs.column("weights", len(run.stages))
+    packed, num_stages = run.timeline.schedule.packed, len(run.stages)
+    column = run.resident_costs.column("weights", num_stages)
     constant = sum(column[stage] for stage in run.timeline.schedule.placement.stages_of(rank))
-    trained, frozen = run.trained[rank], run.parameters[rank] - run.trained[rank]
+    trained = run.trained[rank]
     levels, resident_levels = (_levels(timeline, rank) for timeline in (run.timeline, run.pipeline))
     peak = max(levels)
     at = levels.index(peak)
-    at += is_joined(run.timeline.schedule.packed.row(rank)[at])  # an Overlap is at its peak as a whole
-    activations = resident_levels[at] - constant
-    workspace = constant - state.with_full_weights(shards, trained, frozen)
+    step = [packed.row(rank)[at]]
+    if is_joined(step[0]):  # an Overlap is at its peak as a whole
+        at += 1
+        step.append(packed.row(rank)[at])
+    workspace = sum(_workspace(run.resident_costs, num_stages, code) for code in step)
+    activations = resident_levels[at] - constant - workspace
     optimizer = trained * state.optimizer / shards
     if shards > 1:
         gradients = trained * state.gradients / shards + _full_gradients(run.timeline, rank, at)
@@ -149,6 +153,15 @@ def attribute_memory(context: PlanContext, run: Simulation, rank: int) -> RankMe
         gradients = trained * state.gradients
     weights = peak - activations - workspace - optimizer - gradients
     return RankMemory(weights, gradients, optimizer, activations, workspace)
+
+
+def _workspace(costs: Costs, num_stages: int, code: int) -> float:
+    """The memory that an action needs while it runs, and neither before nor after."""
+    kind, stage = kind_of(code), stage_of(code)
+    workspace, i_workspace, stash, activation = (
+        costs.column(name, num_stages)[stage] for name in (*WORKSPACES, "stash", "activation")
+    )
+    return {B: workspace, I: max(0.0, i_workspace - max(0.0, stash - activation))}.get(kind, 0.0)
 
 
 def _levels(timeline: Timeline, rank: int) -> list[float]:

@@ -19,6 +19,7 @@ from zeropipe.searching.driver import Progress, SearchDriver, relative_gap, time
 from zeropipe.searching.task import SearchTask
 from zeropipe.searching.warm_kernels import warm_kernels
 from zeropipe.sim.costs import Costs, require_stage_costs
+from zeropipe.sim.simulate import simulate
 
 Objective = Literal["makespan", "span"]
 MAX_PASSES = 4_000_000  # F and I of all stages and microbatches
@@ -113,7 +114,9 @@ def search(
         )
     limits = None if rank_limits is None else _limits(rank_limits, ranks, costs)
     tasks = [
-        SearchTask(problem, rule, costs, minimizes_span=objective == "span", rank_limits=limits)
+        SearchTask(
+            problem, rule, costs.with_reserved_workspace(rule), minimizes_span=objective == "span", rank_limits=limits
+        )
         for rule in _placements(placement, problem)
     ]
     for task in tasks:
@@ -124,8 +127,12 @@ def search(
         tasks, steps=steps, seconds=float(seconds), seed=seed, workers=workers or count_cores(), progress=progress
     )
     best, interrupted = driver.run()
+    registered = driver.registered
+    if any(task.costs is not costs for task in tasks):  # workspace was reserved
+        best = simulate(best.schedule, costs)
+        registered = None if registered is None else simulate(registered.schedule, costs)
     return SearchResult(
-        best.schedule, best, objective, driver.bound, driver.elapsed, interrupted, driver.registered,
+        best.schedule, best, objective, driver.bound, driver.elapsed, interrupted, registered,
         tuple(task.placement.name for task in tasks),
     )  # fmt: skip
 

@@ -105,7 +105,8 @@ class Costs:
     between two nodes is an `inter_node` link. `blocking` keeps the sender busy until its message has arrived;
     `blocking_ends` does so in warm-up and cool-down only, as Megatron-LM does. With `serial_links` each direction
     transfers one message at a time: it is occupied for `message`/`bandwidth`, while latencies overlap. F allocates
-    `activation`; I frees all but `stash`, W frees the rest. `weights` are resident all the time.
+    `activation`; I frees all but `stash`, W frees the rest. `weights` are resident all the time. While a B or
+    an I runs, its rank needs `workspace` or `i_workspace` beside what it had before.
 
     `shards`: weights are sharded over data-parallel ranks, and gathered as in `lower`, "keep" or "regather". Each rank
     has one link to those that share its stages: a gather occupies it for `unshard`, a reduction for `reduce`. The full
@@ -136,6 +137,10 @@ class Costs:
     serial_links: bool = _field("switch", False, "One transfer at a time in each direction of a link.")
     activation: PerStage = _field("per stage", 1.0, "Memory that a forward allocates.")
     stash: PerStage | None = _field("per stage", None, "Memory kept from I until W; activation by default.")
+    workspace: PerStage = _field("per stage", 0.0, "Memory in use only while a full backward runs.")
+    i_workspace: PerStage | None = _field(
+        "per stage", None, "Memory in use only while an input gradient runs; workspace by default."
+    )
     weights: PerStage = _field("per stage", 0.0, "Constant memory: parameters, gradients, optimizer.")
     shards: str | None = _field(
         "choice", None, "Stages are sharded; weights are gathered once per step (keep) or for every microbatch.",
@@ -261,7 +266,26 @@ class Costs:
             return [size / self.shard_bandwidth if self.shard_bandwidth else 0.0 for size in sizes]
         if name == "gathered_weights":
             return [min(2, self.units) / self.units * size for size in self.column("full_weights", num_stages)]
-        return self.column("activation", num_stages)  # stash
+        return self.column("workspace" if name == "i_workspace" else "activation", num_stages)  # the latter for stash
+
+    def with_reserved_workspace(self, placement: Placement) -> Costs:
+        """The same costs with the largest workspace of each rank resident all the time.
+
+        The search and the filling of gaps know the memory between actions only.
+        """
+        num_stages = len(placement.copies[0])
+        workspace, i_workspace, stash, activation = (
+            self.column(name, num_stages) for name in (*WORKSPACES, "stash", "activation")
+        )
+        own = [max(0.0, size - max(0.0, kept - freed)) for size, kept, freed in zip(i_workspace, stash, activation)]
+        largest = list(map(max, workspace, own))
+        if not any(largest):
+            return self
+        weights = self.column("weights", num_stages)
+        for held in {placement.stages_of(rank) for table in placement.copies for rank in table}:
+            stage = max(held, key=largest.__getitem__)
+            weights[stage] += largest[stage]
+        return replace(self, weights=weights, workspace=0.0, i_workspace=None)
 
     def without_sharding(self) -> Costs:
         """The same costs with unsharded stages."""
@@ -276,12 +300,12 @@ class Costs:
 
         A number is the cost of one of `num_ranks` equal parts of the model; a list with an entry per rank has the
         costs of these parts, in order. Each part is divided evenly among its stages. Entries of longer lists are added
-        up. The cost of a message does not depend on the number of stages.
+        up. The cost of a message and the workspace do not depend on the number of stages.
         """
         changes: dict[str, Any] = {}
         for name in PER_STAGE:
             value = getattr(self, name)
-            if name == "message" or value is None:
+            if name == "message" or value is None or (name in WORKSPACES and isinstance(value, (int, float))):
                 continue
             if isinstance(value, StageTable):  # its stages are the parts of the model, one per rank
                 value = tuple(self.column(name, problem.num_ranks))
@@ -305,6 +329,7 @@ PER_STAGE = tuple(name for name, cost in COST_FIELDS.items() if cost.type == "pe
 PHASE_TIMES = {"f": Kind.F, "i": Kind.I, "w": Kind.W}  # which are sums of phases by default
 PHASE_FIELDS = ("phases", "exchange_bandwidth", "sm_tax")
 _ROUNDING = 1e-9  # of sums
+WORKSPACES = ("workspace", "i_workspace")  # of the action that runs: stages on one rank share it
 SHARD_COLUMNS = ("unshard", "reduce", "full_weights", "gathered_weights", "full_gradients")
 SHARD_FIELDS = (*SHARD_COLUMNS, "shard_bandwidth", "units")
 TIME_FIELDS = ("f", "i", "w", "b", "overlap")
@@ -417,6 +442,8 @@ def _parse_stage_table(name: str, table: Mapping[Any, Any]) -> StageTable:
 def _divide_parts(name: str, parts: tuple[float, ...], problem: Problem) -> tuple[float, ...]:
     """The cost of each stage of a model whose parts, in order, cost `parts`."""
     ranks, stages = problem.num_ranks, problem.num_stages
+    if name in WORKSPACES and len(parts) == ranks and stages % ranks == 0:
+        return tuple(part for part in parts for _ in range(stages // ranks))
     if len(parts) == ranks and stages % ranks == 0:
         return tuple(part * ranks / stages for part in parts for _ in range(stages // ranks))
     size, rest = divmod(len(parts), stages)
@@ -426,7 +453,8 @@ def _divide_parts(name: str, parts: tuple[float, ...], problem: Problem) -> tupl
             f"{name} has {count_text(len(parts), 'entry')}, which {count_text(stages, 'stage')} on "
             f"{count_text(ranks, 'rank')} cannot share: must be 1, {per_rank}{stages} (one per stage), or a multiple"
         )
-    return tuple(sum(parts[s * size : (s + 1) * size]) for s in range(stages))
+    combine = max if name in WORKSPACES else sum
+    return tuple(combine(parts[s * size : (s + 1) * size]) for s in range(stages))
 
 
 def _parse_links(table: Any) -> dict[tuple[int, int], Link]:

@@ -63,7 +63,7 @@ def fill_gaps(schedule: Schedule, costs: Costs | None = None, *, weight_parts: i
     one up to the peak of its rank. The schedule never becomes longer; one without W stays unchanged.
     """
     require_schedule(schedule)
-    costs = require_stage_costs(costs)
+    costs = require_stage_costs(costs).with_reserved_workspace(schedule.placement)
     divided = simulate(divide_weights(schedule, weight_parts), costs)
     if costs.shards is not None:
         return _fill_sharded(simulate(schedule, costs), divided, costs)

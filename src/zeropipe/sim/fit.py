@@ -190,7 +190,7 @@ def _fit_memory(timeline: Timeline) -> tuple[list[float], list[float], list[floa
                 first_changes[kind, stage] = [after[at] - base]
             elif len(step) == 1:  # the two halves of an Overlap have one level
                 # weights may have been gathered since the previous action; a measured level contains more than those
-                is_exact = kind is Kind.I and not timeline.measured
+                is_exact = kind is Kind.I and not timeline.measured and timeline.sharding is not None
                 changes[kind, stage].append(after[at] - (during[at] if is_exact else after[at - 1]))
             at += len(step)
     for key, change in first_changes.items():  # less exact in a measured run, which allocates gradients on the way

@@ -243,7 +243,7 @@ class LayerCosts:
     ) -> Costs:
         """Costs of stages with `counts` layers, by default in the first setting, in seconds and bytes.
 
-        Stages on one rank of `placement` (by default each has its own) share workspace, and a tied weight. `shards` is
+        Stages on one rank of `placement` (by default each has its own) share a tied weight. `shards` is
         the size of `dp_shard`. With `gather` ("keep" or "regather"), gathers and reductions use `shard_link` and are
         simulated; without it, full weights and gradients are resident all the time. `node_size` is the number of
         pipeline ranks per machine.
@@ -265,9 +265,6 @@ class LayerCosts:
             frozen[-1] -= min(sum(layer.parameters for layer in part) for part in ends) - shared
         resident = self.state.with_full_weights if gather is None else self.state.within_step
         weights = [resident(shards, *numbers) for numbers in zip(parameters, frozen)]
-        for held in held_stages:
-            workspaces = [_workspace(stages[stage]) for stage in held]
-            weights[held[workspaces.index(max(workspaces))]] += max(workspaces)
         forward, backward = self._message_overheads(range(len(stages)) if placement is None else placement.copies[0])
         full = [self.state.full_weights(*numbers) for numbers in zip(parameters, frozen)]
         blocks = [
@@ -283,6 +280,8 @@ class LayerCosts:
             w=_sums(stages, lambda layer: layer.w), b=_sums(stages, lambda layer: layer.full_backward, backward),
             overlap=_sums(stages, lambda layer: layer.overlapped, [a + b for a, b in zip(forward, backward)]),
             activation=_sums(stages, lambda layer: layer.activation), stash=_sums(stages, lambda layer: layer.stash),
+            workspace=[_workspace(stage, is_split=False) for stage in stages],
+            i_workspace=[_workspace(stage, is_split=True) for stage in stages],
             message=self.message_bytes(chosen), weights=weights,
             p2p=self.link.p2p or 0.0, bandwidth=self.link.bandwidth, node_size=node_size,
             inter_node=SAME_LINK if node_size is None else self.inter_node,
@@ -333,12 +332,16 @@ class LayerCosts:
         return max(setting.kinds[kind].message for kind in self.layers)
 
 
-def _workspace(layers: Sequence[LayerCost]) -> float:
-    """The workspace of a stage: a backward begins with the last layer, and what that frees is there for the others."""
-    largest = freed = 0.0
+def _workspace(layers: Sequence[LayerCost], is_split: bool) -> float:
+    """The memory that a backward of a stage needs beside what it had before.
+
+    It begins with the last layer, and what that frees is there for the others. Of a split backward the stash remains,
+    which may be larger than what was there.
+    """
+    largest = level = 0.0
     for layer in reversed(layers):
-        largest = max(largest, layer.workspace - freed)
-        freed += max(0.0, layer.activation - layer.stash)
+        largest = max(largest, level + layer.workspace)
+        level += (layer.stash if is_split else 0.0) - layer.activation
     return largest
 
 

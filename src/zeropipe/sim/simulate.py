@@ -206,10 +206,18 @@ def simulate_kernel(
             if gathered > begin:
                 finish = max(finish, gathered + max(duration, 0.0) / shards.units)
             now = finish
+            needed_memory = memory
+            for half in range(at, last + 1):
+                stage = stage_of(codes[half])
+                kind = kind_of(codes[half])
+                if kind == B:
+                    needed_memory += costs.workspace[stage]
+                elif kind == I:
+                    needed_memory += costs.i_workspace[stage]
             for half in range(at, last + 1):
                 start[half] = begin
                 end[half] = finish
-                during[half] = memory
+                during[half] = needed_memory
             for half in range(at, last + 1):
                 code = codes[half]
                 if last > at:  # else stage and kind are set above

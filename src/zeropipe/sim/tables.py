@@ -10,7 +10,7 @@ from zeropipe.core.needs import number_edges
 from zeropipe.core.packed import kind_of, stage_of
 from zeropipe.core.phases import StagePhases
 from zeropipe.core.schedule import Schedule
-from zeropipe.sim.costs import SHARD_COLUMNS, Costs
+from zeropipe.sim.costs import SHARD_COLUMNS, WORKSPACES, Costs
 from zeropipe.sim.overlap import saved_time
 
 
@@ -29,6 +29,8 @@ class CostTables(NamedTuple):
     serial_links: bool
     activation: Floats
     stash: Floats
+    workspace: Floats  # of a B
+    i_workspace: Floats
     num_stages: int
     num_weight_parts: int
     second_from: int  # the first microbatch of the placement's second copy
@@ -48,8 +50,9 @@ class ShardTables(NamedTuple):
 def build_cost_tables(xp: Arrays, schedule: Schedule, costs: Costs) -> CostTables:
     """The tables of `schedule` under `costs`."""
     num_stages, num_weight_parts = schedule.num_stages, schedule.problem.num_weight_parts
-    f, b, i, w, overlap, activation, stash = (
-        costs.column(name, num_stages) for name in ("f", "b", "i", "w", "overlap", "activation", "stash")
+    f, b, i, w, overlap = (costs.column(name, num_stages) for name in ("f", "b", "i", "w", "overlap"))
+    activation, stash, workspace, i_workspace = (
+        costs.column(name, num_stages) for name in ("activation", "stash", *WORKSPACES)
     )
     costs.require_ranks(schedule.num_ranks)
     numbers, edges = number_edges(schedule.placement)
@@ -63,6 +66,7 @@ def build_cost_tables(xp: Arrays, schedule: Schedule, costs: Costs) -> CostTable
         travel=xp.list_floats(travel), transfer=xp.list_floats(transfer), edges=xp.list_ints(numbers),
         num_edges=len(edges), serial_links=costs.serial_links,
         activation=xp.list_floats(activation), stash=xp.list_floats(stash),
+        workspace=xp.list_floats(workspace), i_workspace=xp.list_floats(i_workspace),
         num_stages=num_stages, num_weight_parts=num_weight_parts, second_from=schedule.second_from,
     )  # fmt: skip
 

@@ -24,6 +24,8 @@ const GROUPS = [
   ["Memory", "per microbatch; weights once", [
     ["activation", "Activations of a forward", {}],
     ["stash", "Kept from I until W", { hint: "all of it" }],
+    ["workspace", "While a full backward runs", {}],
+    ["i_workspace", "While an input gradient runs", { hint: "the same" }],
     ["weights", "Weights, gradients, optimizer", {}],
     ["memory_limit", "Limit per rank", { hint: "none" }],
     ["memory_unit", "Unit of memory", { choices: [["", "abstract"], ["B", "bytes"]] }],
