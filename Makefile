@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: docs run test tests test-full test-newest test-torchtitan test-archon test-trainer dist test-dist check bench gallery models configuration cli clean
+.PHONY: docs run test tests test-full test-newest test-torchtitan test-archon test-trainer test-automodel dist test-dist check bench gallery models configuration cli clean
 
 # Trains a tiny model with ZBV on 4 processes, goes on with another schedule on another mesh, and asks the result.
 run: $(STAMP)
@@ -64,6 +64,17 @@ test-trainer: .venv-trainer/.installed
 		-r tests/integrations/trainer.txt
 	touch $@
 
+# nemo-automodel pins transformers and packages that need CUDA: its own dependencies are left out
+test-automodel: .venv-automodel/.installed
+	.venv-automodel/bin/python -m pytest -q --confcutdir tests/integrations tests/integrations/test_automodel.py
+
+.venv-automodel/.installed: pyproject.toml constraints.txt tests/integrations/automodel.txt
+	test -x .venv-automodel/bin/python || $(PYTHON) -m venv .venv-automodel
+	.venv-automodel/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e . \
+		-r tests/integrations/automodel.txt
+	.venv-automodel/bin/pip install --quiet --disable-pip-version-check --no-deps nemo-automodel==0.7.0
+	touch $@
+
 # areal pins a torch and CUDA packages that its Archon does not need: its own dependencies are left out
 .venv-archon/.installed: pyproject.toml constraints.txt tests/integrations/archon.txt
 	test -x .venv-archon/bin/python || $(PYTHON) -m venv .venv-archon
@@ -121,4 +132,4 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-newest .venv-torchtitan .venv-archon .venv-trainer .venv-dist build dist out
+	rm -rf $(VENV) .venv-newest .venv-torchtitan .venv-archon .venv-trainer .venv-automodel .venv-verl .venv-dist build dist out

@@ -58,7 +58,9 @@ def test_wishes_that_cannot_be_met(tmp_path):
         choose_schedule(str(mirrored))
 
 
-@pytest.mark.parametrize("name, package", [("torchtitan", "torchtitan"), ("archon", "areal")])
+@pytest.mark.parametrize(
+    "name, package", [("torchtitan", "torchtitan"), ("archon", "areal"), ("automodel", "nemo_automodel")]
+)
 def test_a_missing_framework_is_named_in_one_line(name, package):
     if find_spec(package):
         pytest.skip(f"{package} is installed")

@@ -24,7 +24,18 @@ MAY_IMPORT = {
     "planning": BASE | {"core", "schedules", "sim", "searching", "balancing", "estimating", "numpy"},
     "pipelining": BASE | {"core", "schedules", "engine", "torch"},
     "integrations": BASE
-    | {"core", "schedules", "engine", "pipelining", "torch", "transformers", "accelerate", "torchtitan", "areal"},
+    | {
+        "core",
+        "schedules",
+        "engine",
+        "pipelining",
+        "torch",
+        "transformers",
+        "accelerate",
+        "torchtitan",
+        "areal",
+        "nemo_automodel",
+    },
     "train": BASE
     | {"core", "schedules", "sim", "viz", "engine", *PLANNER, "torch", "numpy", "transformers", "pydantic", "peft"}
     | {"datasets", "rich", "tensorboard", "wandb"},

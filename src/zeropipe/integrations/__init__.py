@@ -1,6 +1,7 @@
 """zeropipe's schedules in other training frameworks; each module imports its framework.
 
 torchtitan: `pipeline_llm`, which replaces torchtitan's own
+automodel: `install()` for NeMo Automodel's pipelines
 archon: `install()` for AReaL's Archon engine
 trainer: `pipelined`, for transformers.Trainer and trl.SFTTrainer
 experts: their mixture-of-experts layers, registered for split backward

@@ -79,11 +79,14 @@ class ScheduleChoice:
         return self.schedule.placement
 
     def create_runtime(
-        self, stages: Sequence[Any], num_microbatches: int, loss_fn: Callable[..., Tensor] | None
+        self,
+        stages: Sequence[Any],
+        num_microbatches: int,
+        loss_fn: Callable[..., Tensor] | None,
+        scale_grads: bool = False,
     ) -> Any:
-        """Create the object that runs it on this rank's stages, with torch's interface; gradients are summed."""
+        """Create the object that runs it on this rank's stages, with torch's interface."""
+        options = {"loss_fn": loss_fn, "scale_grads": scale_grads}
         if self.schedule is None:
-            return get_schedule_class(self.name)(list(stages), num_microbatches, loss_fn=loss_fn, scale_grads=False)
-        return PipelineSchedule(
-            list(stages), num_microbatches, loss_fn=loss_fn, scale_grads=False, schedule=self.schedule
-        )
+            return get_schedule_class(self.name)(list(stages), num_microbatches, **options)
+        return PipelineSchedule(list(stages), num_microbatches, **options, schedule=self.schedule)
