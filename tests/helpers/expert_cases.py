@@ -22,6 +22,7 @@ from torch import nn
 from zeropipe.core.mesh import DATA_DIMENSIONS
 from zeropipe.core.schedule import Schedule
 from zeropipe.engine import CausalLMLoss, Engine, hf_model, hf_stages, parallelize, save_checkpoint
+from zeropipe.engine.backward import turns
 from zeropipe.engine.backward.experts import find_divided
 from zeropipe.engine.backward.gradients import to_local
 from zeropipe.engine.blocks import compiling
@@ -166,16 +167,41 @@ def count_exchanges(schedule: Schedule, options: dict[str, Any]) -> int:
     mesh, number = mesh_of({"dp_replicate": 2}), 0
     stages = parallelize(hf_stages(config_of("qwen3_moe"), schedule, 0), mesh, ep=2)
     data = tokens(schedule.num_microbatches, mesh.get_local_rank(), 0, False)
-    exchanged = torch_comm.exchanged
+    start_exchange = torch_comm.start_exchange
 
     def count(*args: Any) -> torch.Tensor:
         nonlocal number
         number += 1
-        return exchanged(*args)
+        return start_exchange(*args)
 
-    with Engine(schedule, stages, mesh=mesh, **options) as engine, mock.patch.object(torch_comm, "exchanged", count):
+    with (
+        Engine(schedule, stages, mesh=mesh, **options) as engine,
+        mock.patch.object(torch_comm, "start_exchange", count),
+    ):
         engine.train_step(data, CausalLMLoss())
     return number
+
+
+def order_of_exchanges(schedule: Schedule, options: dict[str, Any]) -> str:
+    """The all-to-alls of Overlaps in one training step, in the order of their starts.
+
+    `c` for counts and `r` for rows, in capitals those of an F.
+    """
+    mesh, order = mesh_of({"dp_replicate": 2}), list[str]()
+    stages = parallelize(hf_stages(config_of("qwen3_moe"), schedule, 0), mesh, ep=2)
+    data = tokens(schedule.num_microbatches, mesh.get_local_rank(), 0, False)
+    start_exchange = torch_comm.start_exchange
+
+    def record(x: torch.Tensor, *args: Any) -> torch.Tensor:
+        letter = "r" if x.is_floating_point() else "c"
+        if turns.running() is not None:
+            order.append(letter.upper() if turns.running() == 1 else letter)
+        return start_exchange(x, *args)
+
+    recorded = mock.patch.object(torch_comm, "start_exchange", record)
+    with Engine(schedule, stages, mesh=mesh, overlap="turns", **options) as engine, recorded:
+        engine.train_step(data, CausalLMLoss())
+    return "".join(order)
 
 
 def other_numbers(schedule: Schedule) -> tuple[str, str, float]:
@@ -220,8 +246,13 @@ def error_text(call: Callable[[], Any]) -> str:
     raise AssertionError("not refused")
 
 
-def struck_in_experts(schedule: Schedule, kind: str, culprit: int, when: int, timeout: float) -> None:
-    """Training; the culprit is struck in its `when`-th activation of experts, while others wait for its rows."""
+def struck_in_experts(
+    schedule: Schedule, kind: str, culprit: int, when: int, timeout: float, inside: str = "F", overlap: str = "streams"
+) -> None:
+    """Training; the culprit is struck in its `when`-th activation of experts, while others wait for its rows.
+
+    `inside`: in an F, or in a B.
+    """
     mesh, rank, left = mesh_of({"pp": 2, "dp_shard": 2}), dist.get_rank(), when
     stages = parallelize(hf_stages(config_of("mixtral"), schedule, mesh["pp"].get_local_rank()), mesh, ep=2)
 
@@ -231,10 +262,14 @@ def struck_in_experts(schedule: Schedule, kind: str, culprit: int, when: int, ti
         if left == 0 and rank == culprit:
             strike(kind)
 
+    def point_in_backward(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(point)
+
     for stage in stages.values():
         for stack in find_divided(stage):
-            stack.act_fn.register_forward_hook(point)
-    with Engine(schedule, stages, mesh=mesh, timeout=timeout) as engine:
+            stack.act_fn.register_forward_hook(point if inside == "F" else point_in_backward)
+    with Engine(schedule, stages, mesh=mesh, timeout=timeout, overlap=overlap) as engine:
         for step in range(10**6):
             data = tokens(schedule.num_microbatches, mesh["dp_shard"].get_local_rank(), step, False)
             engine.train_step(data, CausalLMLoss())

@@ -68,6 +68,10 @@ _MOVED_BATCH = "use --microbatch; in plan and in training files, batch is the se
     "--dynamic-weights", is_flag=True, field="engine.dynamic_weights",
     help="While waiting for a message, run pending weight gradients.",
 )  # fmt: skip
+@option(
+    "--overlap", type=click.Choice(["streams", "turns"]), default="streams", show_default=True, field="engine.overlap",
+    help="How F and B of an Overlap run together: on two streams of a GPU, or in turns at every exchange.",
+)  # fmt: skip
 @opt.mesh
 @option("--verify", is_flag=True, old_names={"--prove": ""}, help="Compare a step's gradients with the full model's.")
 @opt.report
@@ -258,8 +262,8 @@ def _create_job(built: list[Schedule], values: dict[str, Any]) -> Job:
             raise ConfigError(f"--layers has each stage's layers already: leave out {opt.flag_of(name)}")
     names = ("model", "num_layers", "vocabulary", "first_less", "last_less", "device", "compile", "split", "mesh")
     job = Job(
-        **{name: values[name] for name in (*names, "dynamic_weights")}, layers=counts, verify=values["verify"],
-        steps=values["steps"] or DEFAULT_STEPS, sequence=values["sequence"] or DEFAULT_SEQUENCE,
+        **{name: values[name] for name in (*names, "dynamic_weights", "overlap")}, layers=counts,
+        verify=values["verify"], steps=values["steps"] or DEFAULT_STEPS, sequence=values["sequence"] or DEFAULT_SEQUENCE,
         batch=opt.require_single("microbatch", values["microbatch"], "estimate, profile and plan take") or 1,
         dtype=opt.require_run_dtype(values["dtype"] or DEFAULT_DTYPE), ac=values["ac"] or "none",
     )  # fmt: skip

@@ -29,6 +29,7 @@ from zeropipe.engine.comm.communicator import Communicator
 from zeropipe.engine.comm.faults import PeerLost, is_transport_error
 from zeropipe.engine.comm.heartbeat import BETWEEN_STEPS
 from zeropipe.engine.comm.messages import ShapeCache
+from zeropipe.engine.comm.threads import HelperThread
 from zeropipe.engine.layout import Layout
 from zeropipe.engine.mesh.sharded_stage import ShardedStage, is_sharded
 from zeropipe.engine.mesh.vocab_parallel import prepare_output
@@ -96,7 +97,8 @@ class Engine:
         self._comm = comm = Communicator(layout, self._device, self.options.timeout)
         self.rank = layout.pipeline_rank
         self._senders: dict[int, Sender] = {}
-        self._finalizer = weakref.finalize(self, _close_connections, self._senders, comm)
+        self._helper = HelperThread()
+        self._finalizer = weakref.finalize(self, _close_connections, self._senders, self._helper, comm)
         self._stop_reason: str | None = None
         self._infos: dict[int, StageInfo] = {}
         self._executors: ExecutorCache | None = None
@@ -116,7 +118,7 @@ class Engine:
         comm.status.phase = "set-up, comparing options and stages"
         found = setup.agree_on_setup(comm, schedule, self.options, self._device, self._stages_passed)
         self._infos, self._has_ties = found
-        deferring = self.options.direct_gradients or setup.has_split_backward(schedule, self.rank)
+        deferring = self.options.direct_gradients or setup.leaves_weights(schedule, self.rank, self.options)
         builders = {stage: info.build_weights for stage, info in self._infos.items() if info.build_weights is not None}
         self._splitter = create_splitter(self.options.split, deferring, builders)
         comm.status.phase = "set-up, preparing stages"
@@ -137,7 +139,7 @@ class Engine:
         self._parameter_ids = frozenset(id(parameter) for parameter in self._sums.all)
         context = ExecutorContext(
             schedule, self.rank, self._infos, self._senders, self._channels, self._shapes, self._device, self._splitter,
-            self._shards, self._sums.all, self.options,
+            self._shards, self._sums.all, self.options, self._helper,
         )  # fmt: skip
         self._executors = ExecutorCache(context)
         comm.exchange(None)  # no rank begins a step, or fails in one, while others connect
@@ -525,7 +527,8 @@ def _no_inference_mode() -> Iterator[None]:
         yield
 
 
-def _close_connections(senders: Mapping[int, Sender], comm: Communicator) -> None:
+def _close_connections(senders: Mapping[int, Sender], helper: HelperThread, comm: Communicator) -> None:
     for sender in senders.values():
         sender.close()
-    comm.close(thread for sender in senders.values() for thread in sender.threads)
+    helper.close()
+    comm.close([*helper.threads, *(thread for sender in senders.values() for thread in sender.threads)])

@@ -11,6 +11,7 @@ from zeropipe.errors import ConfigError, short
 
 SPLITS = ("store", "whole")
 SHAPES = ("auto", "dynamic")
+OVERLAPS = ("streams", "turns")
 MAX_TIMEOUT_S = 10**7  # four months
 
 
@@ -31,6 +32,9 @@ class Options:
     a tensor of the weight's size each time; autograd hooks on these weights do not fire.
     `dynamic_weights`: a rank that would wait for a message runs pending weight gradients, one product at a time, until
     it has arrived. The schedule's order stays the plan, and gradients stay the same.
+    `overlap`: how F and B of an Overlap run together: on two "streams" of a GPU (on a CPU in order), or in "turns":
+    at every exchange of one of them, of experts or of tensor parallelism, the other one computes, in one order on all
+    processes. Weight gradients fill the rest.
     `recv_ahead`: how many receives an edge posts before their data is needed. With 0, and always on NCCL, a receive is
     posted at its own action in the Program.
     `shapes`: "auto" sends shapes when a microbatch has new ones, "dynamic" with every message, for stages whose output
@@ -48,6 +52,7 @@ class Options:
     split: str = "store"
     direct_gradients: bool = False
     dynamic_weights: bool = False
+    overlap: str = "streams"
     recv_ahead: int = 2
     shapes: str = "auto"
     regather: bool = False
@@ -97,6 +102,13 @@ class Options:
             )
         if self.shapes not in SHAPES:
             raise ConfigError(f"shapes={self.shapes!r}: must be {' or '.join(map(repr, SHAPES))}")
+        if self.overlap not in OVERLAPS:
+            raise ConfigError(f"overlap={self.overlap!r}: must be {' or '.join(map(repr, OVERLAPS))}")
+        if self.overlap == "turns" and self.regather:
+            raise ConfigError(
+                "overlap='turns' cannot run regather=True: F and B would gather weights in between each other; leave "
+                "out one of them"
+            )
 
     @property
     def changes_blocks(self) -> bool:

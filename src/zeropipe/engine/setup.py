@@ -12,7 +12,7 @@ from torch import nn
 
 from zeropipe.core.action import Kind
 from zeropipe.core.check import check
-from zeropipe.core.packed import kind_of
+from zeropipe.core.packed import is_joined, kind_of
 from zeropipe.core.schedule import Schedule, require_schedule
 from zeropipe.core.units import count_text
 from zeropipe.engine.comm.collective import on_all_ranks, require_equal
@@ -147,9 +147,11 @@ def find_expert_mesh(stages: Mapping[int, nn.Module | StageInfo]) -> Any:
     return next((mesh for mesh in meshes if mesh is not None), None)
 
 
-def has_split_backward(schedule: Schedule, rank: int) -> bool:
-    """Whether this rank's row has backward passes that are split."""
-    return any(kind_of(code) == Kind.I for code in schedule.packed.row(rank))
+def leaves_weights(schedule: Schedule, rank: int, options: Options) -> bool:
+    """Whether backward passes of this rank's row are split, or leave weight gradients to waits for a message."""
+    row = schedule.packed.row(rank)
+    takes_turns = options.overlap == "turns" and any(map(is_joined, row))
+    return takes_turns or any(kind_of(code) == Kind.I for code in row)
 
 
 def choose_device(device: torch.device | str | None, stages: Mapping[int, nn.Module]) -> torch.device:

@@ -59,6 +59,17 @@ def test_a_process_that_fails_while_others_wait_for_its_rows_of_experts(kind, wh
     strike_in(expert_cases.struck_in_experts, args, kind, 1)
 
 
+@pytest.mark.parametrize("inside", ["F", "B"])
+@pytest.mark.parametrize("kind", ["raise", pytest.param("kill", marks=pytest.mark.full), "stop"])
+def test_a_process_that_fails_in_an_overlap_whose_computations_take_turns(kind, inside):
+    pytest.importorskip("transformers")
+    import expert_cases
+
+    schedule = zp.build("dualpipev", ranks=2, microbatches=6)
+    args = (schedule, kind, 1, 14, 4.0 if kind == "stop" else 60.0, inside, "turns")
+    strike_in(expert_cases.struck_in_experts, args, kind, 1)
+
+
 def test_a_broken_mesh_is_refused():
     with LocalRanks(4) as ranks:
         found = ranks.run(cases.again, zp.build("zbv", ranks=2, microbatches=4), SHARDED, timeout=LIMIT)

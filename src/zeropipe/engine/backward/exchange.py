@@ -8,21 +8,26 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from zeropipe.engine.backward.turns import turn
 from zeropipe.engine.torch_private import comm as torch_comm
 
 
 class Exchange(Protocol):
     """Moves rows between the processes that experts are divided over; all of them make the same calls."""
 
-    def exchange_counts(self, counts: Tensor) -> Tensor:
-        """The number of rows that each process (first dimension) sends to each expert of this one (second)."""
+    def exchange_counts(self, counts: Tensor) -> tuple[Tensor, Tensor]:
+        """The number of rows that each process (first dimension) sends to each expert of this one (second).
+
+        And the numbers of rows that this process sends to each process, and gets from each, in CPU memory.
+        """
         ...
 
     def exchange_rows(self, x: Tensor, splits: Tensor, num_rows: int | None = None) -> Tensor:
         """The rows for this process, in the order of processes; the first splits[0, 0] rows of x go to the first one.
 
-        `splits` is what `read_splits` returns, or that with its two rows exchanged for the way back. Rows of x after
-        the last that is sent stay here. `num_rows`: how many to return, the last of them zeros if fewer arrive.
+        `splits` is what `exchange_counts` returns, or that with its two rows exchanged for the way back. Rows of x
+        after the last that is sent stay here. `num_rows`: how many to return, on the way back, the last of them zeros
+        if fewer arrive.
         """
         ...
 
@@ -39,9 +44,8 @@ class ExpertGroup(NamedTuple):
         """The group of a mesh with one dimension."""
         return ExpertGroup(mesh.get_group().group_name, mesh.get_local_rank(), mesh.size())
 
-    def exchange_counts(self, counts: Tensor) -> Tensor:
-        even = torch.full((2, self.size), len(counts) // self.size, device="cpu")
-        return exchange(counts, even, len(counts), self.name).view(self.size, -1)
+    def exchange_counts(self, counts: Tensor) -> tuple[Tensor, Tensor]:
+        return exchange_counts(counts, self.size, self.name)
 
     def exchange_rows(self, x: Tensor, splits: Tensor, num_rows: int | None = None) -> Tensor:
         return _ExchangeRows.apply(x, splits, num_rows, self.name)
@@ -49,32 +53,55 @@ class ExpertGroup(NamedTuple):
 
 # Operators, so that selective checkpointing can keep their results, and compiled blocks stay one graph. The numbers of
 # rows that go to and come from each process are a tensor in CPU memory, which is read inside: in a graph, the number of
-# rows that arrive is then one unknown size, and a device is waited for once.
+# rows that arrive is then one unknown size, and a device is waited for once. The other computation of an Overlap runs
+# between the start and the end of each.
 
 
-@torch.library.custom_op("zeropipe::read_splits", mutates_args=())
-def read_splits(counts: Tensor, arriving: Tensor) -> Tensor:
-    """The numbers of rows that this process sends to each process, and gets from each, in CPU memory."""
-    return torch.stack([counts.view_as(arriving).sum(1), arriving.sum(1)]).cpu()
+@torch.library.custom_op("zeropipe::exchange_counts", mutates_args=())
+def exchange_counts(counts: Tensor, size: int, group: str) -> tuple[Tensor, Tensor]:
+    """Rows by (process, expert of this process) that arrive, and `splits`: those sent to and received from each."""
+    even = [len(counts) // size] * size
+    pending = torch_comm.start_exchange(counts, even, even, group)
+    if not counts.is_cuda:
+        turn()
+    arriving = torch_comm.finish(pending).view(size, -1)
+    splits = torch.stack([counts.view(size, -1).sum(1), arriving.sum(1)])
+    if not counts.is_cuda:
+        return arriving, splits
+    host = torch.empty_like(splits, device="cpu", pin_memory=True)
+    host.copy_(splits, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+    turn()  # the device has work of the other computation when the host waits
+    copied.synchronize()
+    return arriving, host
 
 
-@read_splits.register_fake
-def _(counts: Tensor, arriving: Tensor) -> Tensor:
-    return torch.empty(2, arriving.shape[0], dtype=torch.int64, device="cpu")
+@exchange_counts.register_fake
+def _(counts: Tensor, size: int, group: str) -> tuple[Tensor, Tensor]:
+    arriving = counts.new_empty(size, counts.shape[0] // size)
+    return arriving, torch.empty(2, size, dtype=torch.int64, device="cpu")
 
 
 @torch.library.custom_op("zeropipe::exchange", mutates_args=())
-def exchange(x: Tensor, splits: Tensor, num_rows: int | None, group: str) -> Tensor:
-    """One all-to-all of rows: splits[0, i] go to process i, splits[1, i] come from it; then zeros, up to `num_rows`."""
+def exchange(x: Tensor, splits: Tensor, num_rows: int | None, group: str, turn_first: bool = False) -> Tensor:
+    """One all-to-all of rows: splits[0, i] go to process i, splits[1, i] come from it; then zeros, up to `num_rows`.
+
+    `turn_first`: the other computation also runs before it starts.
+    """
+    if turn_first:
+        turn(is_waiting=False)
     sent, received = splits.tolist()
-    rows = torch_comm.exchanged(x[: sum(sent)], sent, received, group)
+    pending = torch_comm.start_exchange(x[: sum(sent)], sent, received, group)
+    turn()
+    rows = torch_comm.finish(pending)
     if num_rows is None or num_rows == len(rows):
         return rows
     return torch.cat([rows, rows.new_zeros(num_rows - len(rows), *rows.shape[1:])])
 
 
 @exchange.register_fake
-def _(x: Tensor, splits: Tensor, num_rows: int | None, group: str) -> Tensor:
+def _(x: Tensor, splits: Tensor, num_rows: int | None, group: str, turn_first: bool = False) -> Tensor:
     if num_rows is None:
         num_rows = torch.library.get_ctx().new_dynamic_size()
     return x.new_empty(num_rows, *x.shape[1:])
@@ -86,10 +113,13 @@ class _ExchangeRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, splits: Tensor, num_rows: int | None, group: str) -> Tensor:
         ctx.save_for_backward(splits)
-        ctx.num_rows, ctx.group = len(x), group
+        ctx.num_rows, ctx.group, ctx.is_dispatch = len(x), group, num_rows is None
         return exchange(x, splits, num_rows, group)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
         (splits,) = ctx.saved_tensors
-        return exchange(dy, splits.flip(0), ctx.num_rows, ctx.group), None, None, None
+        # With a turn before a dispatch's way back, a layer has three turns in each direction, and both computations
+        # change at the same points: after counts, dispatch and combine of one, combine, experts and dispatch of the
+        # other one's backward.
+        return exchange(dy, splits.flip(0), ctx.num_rows, ctx.group, ctx.is_dispatch), None, None, None

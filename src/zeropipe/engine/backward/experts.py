@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from zeropipe.engine.backward.exchange import Exchange, read_splits
+from zeropipe.engine.backward.exchange import Exchange
 from zeropipe.engine.backward.gradients import to_local
 from zeropipe.engine.backward.stacks import convert, create_deferred_class, expert_linear
 from zeropipe.engine.transformers_private import apply_expert_gate, experts_implementation
@@ -143,8 +143,7 @@ def _run_divided_experts(module: Any, hidden: Tensor, index: Tensor, weights: Te
         index = module.shard.renumber(index, module.num_experts)
     order, offsets = _sort_by_expert(index, module.num_experts)
     counts = offsets.diff(prepend=offsets.new_zeros(1))[: num_local_experts(module) * exchange.size]
-    arriving = exchange.exchange_counts(counts)  # (process, expert)
-    splits = read_splits(counts, arriving)
+    arriving, splits = exchange.exchange_counts(counts)  # rows by (process, expert)
     rows = exchange.exchange_rows(hidden[order // index.shape[-1]], splits)
     expert = torch.arange(arriving.shape[1], device=rows.device).repeat(len(arriving))
     expert = expert.repeat_interleave(arriving.flatten(), output_size=len(rows))  # of each row

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from zeropipe.engine.backward import turns
 from zeropipe.engine.backward.linear import defer
-from zeropipe.engine.backward.store import OnProduct, WeightStore, accumulate_directly
+from zeropipe.engine.backward.store import OnProduct, WeightStore, accumulate_at_turns, accumulate_directly
 from zeropipe.engine.torch_private import autograd as torch_autograd
 
 # called after an I, it returns the function that computes the weight gradients of that I
@@ -78,7 +79,7 @@ class StoreSplitter(Splitter):
             defer(module)
 
     def backward(self, backward_pass: BackwardPass) -> None:
-        with accumulate_directly():
+        with accumulate_directly() if turns.running() is None else accumulate_at_turns():
             backward_pass.run()
 
     def backward_input(self, backward_pass: BackwardPass) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from zeropipe.engine.backward.products import Product
+from zeropipe.engine.backward.turns import use_waits
 from zeropipe.engine.torch_private.autograd import ProductError, is_summed
 from zeropipe.engine.torch_private.tensors import has_memory, num_aliases, storage_id
 from zeropipe.errors import EngineError
@@ -58,6 +59,30 @@ def accumulate_directly() -> Iterator[None]:
         yield
     finally:
         _accumulating = False
+
+
+@contextmanager
+def accumulate_at_turns() -> Iterator[None]:
+    """As `accumulate_directly`, for the backward pass of an Overlap: products run while it waits for a message.
+
+    They run in their order, those that are left at the end.
+    """
+    global _collecting
+    products: list[Product] = []
+
+    def run_pending() -> None:
+        with torch.no_grad():
+            products.reverse()
+            while products:  # each is freed when the next one runs
+                _run(products.pop())
+
+    _collecting = products
+    try:
+        with use_waits(run_pending):
+            yield
+        run_pending()
+    finally:
+        _collecting = None
 
 
 class WeightStore:

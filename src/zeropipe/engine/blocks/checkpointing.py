@@ -53,5 +53,5 @@ def _expensive_operators() -> frozenset[Any]:
         "_scaled_dot_product_attention_math",
     )
     found = [getattr(torch.ops.aten, name).default for name in names if hasattr(torch.ops.aten, name)]
-    own = (torch.ops.zeropipe.grouped_linear, torch.ops.zeropipe.exchange, torch.ops.zeropipe.read_splits)
+    own = (torch.ops.zeropipe.grouped_linear, torch.ops.zeropipe.exchange, torch.ops.zeropipe.exchange_counts)
     return frozenset([*found, *(op.default for op in own)])

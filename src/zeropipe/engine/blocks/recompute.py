@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from zeropipe.engine.backward.turns import without_turns
 from zeropipe.engine.blocks.state import Entry, State
 from zeropipe.engine.torch_private import tensors as torch_tensors
 from zeropipe.errors import EngineError
@@ -49,8 +51,11 @@ class RecomputableForward:
         for snapshot in modified:
             snapshot.table[snapshot.name] = snapshot.first_value.clone()
         args, kwargs = torch_tensors.map_tensors(_alias, (args, kwargs))
+        # a forward of another microbatch, which may take a turn, must not see first values
+        undisturbed = without_turns() if modified else nullcontext()
         try:
-            return self._forward(self._block, *args, **kwargs)
+            with undisturbed:
+                return self._forward(self._block, *args, **kwargs)
         finally:  # also if checkpointing stops it early, with all tensors that it needs
             for snapshot, buffer in zip(modified, current):
                 snapshot.table[snapshot.name] = buffer

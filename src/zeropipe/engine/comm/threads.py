@@ -61,6 +61,31 @@ class BackgroundCall(Generic[Result]):
         return self._results[0]
 
 
+class HelperThread:
+    """Runs calls one after the other beside the main thread; it starts with the first one."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self.threads: list[threading.Thread] = []
+
+    def start(self, call: Callable[[], None]) -> None:
+        """Run a call, which raises nothing."""
+        if not self.threads:  # the thread refers to the queue only
+            self.threads.append(start_thread("helper", _run_in_order, self._queue))
+        self._queue.put(call)
+
+    def close(self) -> None:
+        """End the thread after the calls that it has."""
+        if self.threads:
+            self._queue.put(None)
+
+
+def _run_in_order(queue: SimpleQueue[Callable[[], None] | None]) -> None:
+    while (call := queue.get()) is not None:
+        call()
+        del call
+
+
 class PendingReceive:
     """The receives of one message: complete, or failed, once `done` is set."""
 

@@ -109,9 +109,10 @@ class _SimulatedGroup:
     def __init__(self, simulated: SimulatedTP, rank: int, size: int) -> None:
         self._simulated, self.rank, self.size = simulated, rank, size
 
-    def exchange_counts(self, counts: Tensor) -> Tensor:
+    def exchange_counts(self, counts: Tensor) -> tuple[Tensor, Tensor]:
         everyone = self._simulated.exchange(self.rank, counts)
-        return torch.stack([some.view(self.size, -1)[self.rank] for some in everyone])
+        arriving = torch.stack([some.view(self.size, -1)[self.rank] for some in everyone])
+        return arriving, torch.stack([counts.view(self.size, -1).sum(1), arriving.sum(1)])
 
     def exchange_rows(self, x: Tensor, splits: Tensor, num_rows: int | None = None) -> Tensor:
         return _SimulatedExchange.apply(x, splits, self)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from zeropipe.engine.backward.turns import turn
 from zeropipe.engine.torch_private import comm as torch_comm
 
 
@@ -51,25 +52,32 @@ class TPGroup(NamedTuple):
         return TPGroup(mesh.get_group().group_name, mesh.get_local_rank(), mesh.size())
 
 
+def _finish(pending: Tensor) -> Tensor:
+    """The result of a collective; the other computation of an Overlap runs meanwhile, except in a compiled graph."""
+    if not torch.compiler.is_compiling():
+        turn()
+    return torch_comm.finish(pending)
+
+
 def all_reduce(x: Tensor, group: TPGroup) -> Tensor:
     """The sum of x over all ranks."""
     if group.name in fake_groups:
         return fake_groups[group.name].all_reduce(x)
-    return torch_comm.reduced(x, "sum", group.name)
+    return _finish(torch_comm.start_reduce(x, "sum", group.name))
 
 
 def all_reduce_max(x: Tensor, group: TPGroup) -> Tensor:
     """The elementwise maximum of x over all ranks."""
     if group.name in fake_groups:
         return fake_groups[group.name].all_reduce_max(x)
-    return torch_comm.reduced(x, "max", group.name)
+    return _finish(torch_comm.start_reduce(x, "max", group.name))
 
 
 def all_gather(x: Tensor, dimension: int, group: TPGroup) -> Tensor:
     """The x of all ranks, concatenated along a dimension."""
     if group.name in fake_groups:
         return fake_groups[group.name].all_gather(x, dimension)
-    gathered = torch_comm.gathered(x, group.name)
+    gathered = _finish(torch_comm.start_gather(x, group.name))
     return gathered if dimension == 0 else torch.cat(gathered.chunk(group.size), dimension)
 
 
@@ -82,7 +90,7 @@ def reduce_scatter(x: Tensor, dimension: int, group: TPGroup) -> Tensor:
     """This rank's chunk of the sum of x over all ranks."""
     if group.name in fake_groups:
         return fake_groups[group.name].reduce_scatter(x, dimension, group)
-    return torch_comm.sum_scattered(torch.cat(x.chunk(group.size, dimension)), group.name)
+    return _finish(torch_comm.start_sum_scatter(torch.cat(x.chunk(group.size, dimension)), group.name))
 
 
 class Copy(torch.autograd.Function):

@@ -54,7 +54,7 @@ def run_job(schedule: Schedule, job: Job) -> Outcome:
     built, num_parameters = _build(schedule, job, device)
     options: dict[str, Any] = {
         "device": device, "mesh": built.mesh, "compile": job.compile, "ac": job.ac, "split": job.split,
-        "dynamic_weights": job.dynamic_weights,
+        "dynamic_weights": job.dynamic_weights, "overlap": job.overlap,
     }  # fmt: skip
 
     def microbatches(step: int, pipeline: int) -> list[dict[str, Tensor]]:

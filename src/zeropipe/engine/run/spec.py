@@ -37,6 +37,7 @@ class Job:
     ac: str = "none"
     split: str = "store"
     dynamic_weights: bool = False
+    overlap: str = "streams"
     mesh: Mesh = ()  # without one, processes are one pipeline
     verify: bool = False  # compare a step's gradients with those of the full model in one process
     seed: int = 0

@@ -9,6 +9,7 @@ pick(microbatch)  the keyword arguments that its forward takes from a microbatch
 refusal(microbatch)  why a microbatch cannot run, or None; called before a step starts
 tied_pairs        (own name, other stage, name there) of each parameter that is tied to one of another stage
 summed_over_tp    names of parameters whose gradient is summed over the `tp` dimension of the mesh
+running_state     what its forward has collected while it runs, not to be mixed with what a backward recomputes
 full_names()      own parameter name -> name in the full model, for checkpoints
 """
 

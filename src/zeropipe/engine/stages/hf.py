@@ -194,6 +194,16 @@ class HFStage(nn.Module):
         outputs = output if isinstance(output, tuple) else (output,)
         return (*outputs, router_loss.loss(sums) if self.is_last else sums)
 
+    @property
+    def running_state(self) -> Any:
+        """What its forward has collected, while it runs."""
+        return None if self._router_loss is None else self._router_loss.running_state
+
+    @running_state.setter
+    def running_state(self, state: Any) -> None:
+        if self._router_loss is not None:
+            self._router_loss.running_state = state
+
     def _forward(
         self, inputs: Sequence[Tensor], *, is_packed: bool = False, sample_lengths: Tensor | None = None, **kwargs: Any
     ) -> Tensor | tuple[Tensor, ...]:

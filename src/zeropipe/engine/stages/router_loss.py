@@ -22,7 +22,7 @@ class RouterLoss:
 
     def __init__(self, lm: nn.Module, base: nn.Module, blocks: Sequence[nn.Module]) -> None:
         self.num_experts, self.top_k, self.coefficient = router_settings(lm)
-        self._logits: list[Tensor] | None = None
+        self.running_state: list[Tensor] | None = None  # the logits
         for module, index in router_modules(base, blocks):
             module.register_forward_hook(_Collect(self, index))
 
@@ -32,16 +32,16 @@ class RouterLoss:
 
     def start(self) -> None:
         """Collect logits from now on."""
-        self._logits = []
+        self.running_state = []
 
     def stop(self) -> list[Tensor]:
         """Return what was collected; later forwards (activation checkpointing) are not collected."""
-        logits, self._logits = self._logits or [], None
+        logits, self.running_state = self.running_state or [], None
         return logits
 
     def collect(self, logits: Tensor) -> None:
-        if self._logits is not None:
-            self._logits.append(logits)
+        if self.running_state is not None:
+            self.running_state.append(logits)
 
     def add(self, sums: Tensor, logits: Sequence[Tensor], mask: Tensor | None) -> Tensor:
         """The sums with those of some routers, in float32 as in transformers. Padding (0 in `mask`) is left out."""

@@ -18,12 +18,14 @@ from zeropipe.engine.backward.gradients import FirstGradients
 from zeropipe.engine.backward.splitters import Splitter
 from zeropipe.engine.comm.channels import Channel, Receiver, Sender
 from zeropipe.engine.comm.messages import Message, ShapeCache, Spec
+from zeropipe.engine.comm.threads import HelperThread
 from zeropipe.engine.mesh.sharded_stage import ShardedStage, UnitReducer
 from zeropipe.engine.options import Options
 from zeropipe.engine.stages.contract import Microbatch, StageInfo
 from zeropipe.engine.step.cell_runner import Call, Cell, CellRunner, Finish, OnInput
 from zeropipe.engine.step.dynamic import IdleTime, find_movable
 from zeropipe.engine.step.in_place import StageBuffers
+from zeropipe.engine.step.overlaps import take_turns
 from zeropipe.engine.step.streams import Streams
 from zeropipe.engine.step.watchers import Watcher
 from zeropipe.errors import EngineError
@@ -44,6 +46,7 @@ class ExecutorContext:
     shards: Mapping[int, ShardedStage]
     parameters: list[nn.Parameter]
     options: Options
+    helper: HelperThread  # for one of two computations that take turns
 
 
 class CollectiveOrder:
@@ -95,7 +98,7 @@ class Executor:
         self._order = CollectiveOrder(collectives(row, units, self._regather))
         self.cells = _create_cells(row, stages)
         self._receivers, self._indices = self._create_receivers(row)
-        self._streams = Streams(row, self.cells, stages, context.device)
+        self._streams = Streams(row, self.cells, stages, context.device, two=context.options.overlap == "streams")
         self._first_gradients = {
             stage: FirstGradients(
                 self._shards[stage].accumulating_tensors if stage in self._shards else info.module.parameters
@@ -215,7 +218,7 @@ class Executor:
             for action in step:
                 self._add_receive(action)
             cells = [self.cells[action.stage, action.microbatch] for action in step]
-            both = self._streams.run_together([self._compute(action) for action in step], cells)
+            both = self._run_both([self._compute(action) for action in step], cells)
             self._append(self._wrap(both, step, cells), step)
             return
         cell = self.cells[step.stage, step.microbatch]
@@ -233,6 +236,14 @@ class Executor:
             compute = self._compute_and_reduce(step) if reduces and step.stage in self._shards else self._compute(step)
             call = self._wrap(self._streams.run_together((compute,), (cell,)), (step,), (cell,))
         self._append(call, step)
+
+    def _run_both(self, calls: Sequence[Call], cells: Sequence[Cell]) -> Call:
+        """One call for the F and the B of an Overlap."""
+        context = self._context
+        if context.options.overlap == "streams":
+            return self._streams.run_together(calls, cells)
+        forward, backward = calls
+        return take_turns(forward, backward, cells[0].module, context.helper, context.device)
 
     def _add_receive(self, action: Action) -> None:
         """The wait for the message of an action; with dynamic W, pending Ws run until it has arrived."""

@@ -26,10 +26,11 @@ class Streams:
         cells: Mapping[tuple[int, int], Cell],
         stages: Mapping[int, StageInfo],
         device: torch.device,
+        two: bool = True,
     ) -> None:
         self._device = device
         self._streams: tuple[torch.cuda.Stream, ...] = ()
-        if _assign_streams(row, cells) and device.type == "cuda":
+        if _assign_streams(row, cells) and two and device.type == "cuda":
             self._streams = (torch.cuda.Stream(device), torch.cuda.Stream(device))
             torch_autograd.silence_stream_warning()
             # Gradients are accumulated on the stream that created their accumulator. Created on one of the two, it

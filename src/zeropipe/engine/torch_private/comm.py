@@ -191,24 +191,32 @@ _all_gather = getattr(collectives, "all_gather_single", None) or collectives.all
 _reduce_scatter = getattr(collectives, "reduce_scatter_single", None) or collectives.reduce_scatter_tensor
 
 
-def reduced(x: Tensor, operation: str, group: str) -> Tensor:
-    """The "sum" or "max" of x over all ranks."""
-    return collectives.wait_tensor(collectives.all_reduce(x.contiguous(), operation, group))
+def start_reduce(x: Tensor, operation: str, group: str) -> Tensor:
+    """The "sum" or "max" of x over all ranks, after `finish`."""
+    return collectives.all_reduce(x.contiguous(), operation, group)
 
 
-def gathered(x: Tensor, group: str) -> Tensor:
-    """x of all ranks, concatenated along the first dimension."""
-    return collectives.wait_tensor(_all_gather(x.contiguous(), 0, group))
+def start_gather(x: Tensor, group: str) -> Tensor:
+    """x of all ranks, concatenated along the first dimension, after `finish`."""
+    return _all_gather(x.contiguous(), 0, group)
 
 
-def sum_scattered(x: Tensor, group: str) -> Tensor:
-    """This rank's part, along the first dimension, of the sum of x over all ranks."""
-    return collectives.wait_tensor(_reduce_scatter(x.contiguous(), "sum", 0, group))
+def start_sum_scatter(x: Tensor, group: str) -> Tensor:
+    """This rank's part, along the first dimension, of the sum of x over all ranks, after `finish`."""
+    return _reduce_scatter(x.contiguous(), "sum", 0, group)
 
 
-def exchanged(x: Tensor, sent: list[int], received: list[int], group: str) -> Tensor:
-    """The rows that each process sends to this one: sent[i] rows of x go to process i, received[i] come from it."""
-    return collectives.wait_tensor(torch.ops._c10d_functional.all_to_all_single(x.contiguous(), received, sent, group))
+def start_exchange(x: Tensor, sent: list[int], received: list[int], group: str) -> Tensor:
+    """The rows that each process sends to this one, after `finish`.
+
+    sent[i] rows of x go to process i, received[i] come from it.
+    """
+    return torch.ops._c10d_functional.all_to_all_single(x.contiguous(), received, sent, group)  # type: ignore[no-any-return]
+
+
+def finish(pending: Tensor) -> Tensor:
+    """The result of a collective that was started; on NCCL the current stream waits for it, not the host."""
+    return collectives.wait_tensor(pending)
 
 
 def unflatten(mesh: Any, name: str, sizes: tuple[int, ...], names: tuple[str, ...]) -> Any:

@@ -186,7 +186,7 @@ def _check_engine(config: RunConfig) -> Iterator[str]:
     try:
         Options(
             compile=table.compile, ac=table.ac, split=table.split, dynamic_weights=table.dynamic_weights,
-            regather=table.shards == "regather", timeout=table.timeout,
+            overlap=table.overlap, regather=table.shards == "regather", timeout=table.timeout,
         ).check()  # fmt: skip
     except ConfigError as error:
         yield qualify_error("engine", error)

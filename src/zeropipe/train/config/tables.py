@@ -132,6 +132,11 @@ class EngineTable(Table):
     dynamic_weights: Flag = Field(
         default=False, description="While waiting for a message, run pending weight gradients (W)."
     )
+    overlap: Literal["streams", "turns"] = Field(
+        default="streams",
+        description="How F and B of an Overlap run together: on two `streams` of a GPU, or in `turns` at every "
+        "exchange of experts or of tp.",
+    )
     direct_gradients: Flag | None = Field(
         default=None,
         description="Full backwards (B), too, add weight gradients directly to `.grad`. Default: on a GPU.",
