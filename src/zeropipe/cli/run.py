@@ -263,7 +263,8 @@ def _create_job(built: list[Schedule], values: dict[str, Any]) -> Job:
     names = ("model", "num_layers", "vocabulary", "first_less", "last_less", "device", "compile", "split", "mesh")
     job = Job(
         **{name: values[name] for name in (*names, "dynamic_weights", "overlap")}, layers=counts,
-        verify=values["verify"], steps=values["steps"] or DEFAULT_STEPS, sequence=values["sequence"] or DEFAULT_SEQUENCE,
+        verify=values["verify"], steps=values["steps"] or DEFAULT_STEPS,
+        sequence=values["sequence"] or DEFAULT_SEQUENCE,
         batch=opt.require_single("microbatch", values["microbatch"], "estimate, profile and plan take") or 1,
         dtype=opt.require_run_dtype(values["dtype"] or DEFAULT_DTYPE), ac=values["ac"] or "none",
     )  # fmt: skip
